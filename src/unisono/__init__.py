@@ -1,0 +1,1 @@
+"""Processes that work together: messages, collectives and groups."""
