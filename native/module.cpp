@@ -1,5 +1,8 @@
-// The Python face of the native side: one bind function per noun, nothing else.
+// The module unisono._native: one bind function per noun, nothing else.
 
-#include <nanobind/nanobind.h>
+#include "bind.hpp"
 
-NB_MODULE(_native, m) { m.doc() = "The native side of unisono: moves bytes and reduces. It decides nothing."; }
+NB_MODULE(_native, m) {
+  m.doc() = "The native side of unisono: moves bytes and reduces. It decides nothing.";
+  unisono::bind_kernels(m);
+}

@@ -1,0 +1,11 @@
+// What each noun offers the Python module.
+
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace unisono {
+
+void bind_kernels(nanobind::module_& m);
+
+}  // namespace unisono

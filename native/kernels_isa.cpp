@@ -1,0 +1,348 @@
+// The kernels themselves, as plain loops that the compiler vectorises. CMake compiles this file once per
+// instruction set, with UNISONO_ISA naming the namespace that the result is published in.
+//
+// Everything but that one table stays in the unnamed namespace, and nothing of the standard library's templates
+// is used: an inline function shared with another file could be merged by the linker into the copy that was
+// compiled for a newer CPU, and then crash the older one.
+
+#include "kernels.hpp"
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#define UNISONO_STRING_(x) #x
+#define UNISONO_STRING(x) UNISONO_STRING_(x)
+
+// dst is disjoint from an operand or exactly the same, so no iteration depends on another. The compiler cannot
+// know that; its own overlap check would send every in-place call to the scalar loop.
+#if defined(__clang__)
+#define UNISONO_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define UNISONO_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+namespace unisono {
+namespace {
+
+using std::byte;
+using std::int16_t;
+using std::int32_t;
+using std::int64_t;
+using std::int8_t;
+using std::size_t;
+using std::uint16_t;
+using std::uint32_t;
+using std::uint64_t;
+using std::uint8_t;
+
+// Alignment and aliasing are the caller's: memcpy promises the compiler neither, and costs nothing.
+template <class T>
+T load(const byte* from, size_t index) {
+  T value;
+  __builtin_memcpy(&value, from + index * sizeof(T), sizeof(T));
+  return value;
+}
+
+template <class T>
+void store(byte* to, size_t index, T value) {
+  __builtin_memcpy(to + index * sizeof(T), &value, sizeof(T));
+}
+
+template <class T, T (*op)(T, T)>
+void each(byte* dst, const byte* a, const byte* b, size_t count) {
+  UNISONO_INDEPENDENT
+  for (size_t i = 0; i < count; ++i) store<T>(dst, i, op(load<T>(a, i), load<T>(b, i)));
+}
+
+// ---- integers: unsigned where the sign makes no difference, since unsigned arithmetic may wrap ----
+
+// `1u *`: uint16 would be promoted to int, whose product may overflow.
+template <class U> U wrapping_sum(U a, U b) { return static_cast<U>(1u * a + b); }
+template <class U> U wrapping_prod(U a, U b) { return static_cast<U>(1u * a * b); }
+template <class T> T smaller(T a, T b) { return b < a ? b : a; }
+template <class T> T larger(T a, T b) { return a < b ? b : a; }
+template <class U> U bits_and(U a, U b) { return a & b; }
+template <class U> U bits_or(U a, U b) { return a | b; }
+template <class U> U bits_xor(U a, U b) { return a ^ b; }
+template <class U> U truth_and(U a, U b) { return (a != 0) & (b != 0); }
+template <class U> U truth_or(U a, U b) { return (a | b) != 0; }
+template <class U> U truth_xor(U a, U b) { return (a != 0) ^ (b != 0); }
+
+// ---- float32 and float64 ----
+
+template <class T> struct Bits;
+template <> struct Bits<float> {
+  using type = uint32_t;
+  static constexpr type nan = 0x7fc00000u;
+};
+template <> struct Bits<double> {
+  using type = uint64_t;
+  static constexpr type nan = 0x7ff8000000000000u;
+};
+
+template <class T> typename Bits<T>::type bits(T value) { return __builtin_bit_cast(typename Bits<T>::type, value); }
+template <class T> T from_bits(typename Bits<T>::type value) { return __builtin_bit_cast(T, value); }
+
+template <class T> T one_nan(T value) { return value == value ? value : from_bits<T>(Bits<T>::nan); }
+
+template <class T> T float_sum(T a, T b) { return one_nan<T>(a + b); }
+template <class T> T float_prod(T a, T b) { return one_nan<T>(a * b); }
+
+// Equal operands have equal bits unless they are zeros; then `or` finds the negative one and `and` the positive.
+template <class T> T float_min(T a, T b) {
+  const T chosen = from_bits<T>(bits<T>(a < b ? a : b) | bits<T>(b < a ? b : a));
+  return (a == a) & (b == b) ? chosen : from_bits<T>(Bits<T>::nan);
+}
+template <class T> T float_max(T a, T b) {
+  const T chosen = from_bits<T>(bits<T>(a > b ? a : b) & bits<T>(b > a ? b : a));
+  return (a == a) & (b == b) ? chosen : from_bits<T>(Bits<T>::nan);
+}
+
+template <class T, size_t components>
+void divide(byte* x, size_t count, int64_t divisor) {
+  const T by = static_cast<T>(divisor);
+  for (size_t i = 0; i < components * count; ++i) store<T>(x, i, one_nan<T>(load<T>(x, i) / by));
+}
+
+// ---- complex numbers: pairs of floats, real part first ----
+
+template <class T>
+void complex_sum(byte* dst, const byte* a, const byte* b, size_t count) {
+  each<T, float_sum<T>>(dst, a, b, 2 * count);
+}
+
+template <class T>
+void complex_prod(byte* dst, const byte* a, const byte* b, size_t count) {
+  UNISONO_INDEPENDENT
+  for (size_t i = 0; i < count; ++i) {
+    const T a_re = load<T>(a, 2 * i), a_im = load<T>(a, 2 * i + 1);
+    const T b_re = load<T>(b, 2 * i), b_im = load<T>(b, 2 * i + 1);
+    store<T>(dst, 2 * i, one_nan<T>(a_re * b_re - a_im * b_im));
+    store<T>(dst, 2 * i + 1, one_nan<T>(a_re * b_im + a_im * b_re));
+  }
+}
+
+// ---- float16 and bfloat16: bits in uint16, arithmetic in float32 ----
+
+// Eight at a time, the count that the conversion instructions take; a shorter rest is padded and goes the same
+// way, so body and tail cannot differ.
+constexpr size_t block = 8;
+struct Floats {
+  float at[block];
+};
+struct Halves {
+  uint16_t at[block];
+};
+
+struct BFloat16 {
+  static constexpr uint16_t nan = 0x7fc0, infinity = 0x7f80;
+
+  static Floats widen(const Halves& from) {
+    Floats to;
+    for (size_t j = 0; j < block; ++j) to.at[j] = from_bits<float>(static_cast<uint32_t>(from.at[j]) << 16);
+    return to;
+  }
+
+  static Halves narrow(const Floats& from) {
+    Halves to;
+    for (size_t j = 0; j < block; ++j) {
+      const uint32_t wide = bits(from.at[j]);
+      const uint32_t rounded = (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
+      to.at[j] = static_cast<uint16_t>(from.at[j] == from.at[j] ? rounded : nan);
+    }
+    return to;
+  }
+};
+
+struct Float16 {
+  static constexpr uint16_t nan = 0x7e00, infinity = 0x7c00;
+
+#if defined(__F16C__)
+  static Floats widen(const Halves& from) {
+    return __builtin_bit_cast(Floats, _mm256_cvtph_ps(__builtin_bit_cast(__m128i, from)));
+  }
+
+  static Halves narrow(const Floats& from) {
+    Floats clean;
+    for (size_t j = 0; j < block; ++j) clean.at[j] = one_nan(from.at[j]);
+    return __builtin_bit_cast(Halves, _mm256_cvtps_ph(__builtin_bit_cast(__m256, clean), _MM_FROUND_TO_NEAREST_INT));
+  }
+#else
+  static Floats widen(const Halves& from) {
+    // float32's exponent bias is 112 more; infinity and NaN go up by as much again, to its all-ones exponent.
+    constexpr uint32_t rebias = 112u << 23;
+    Floats to;
+    for (size_t j = 0; j < block; ++j) {
+      const uint32_t half = from.at[j], magnitude = half & 0x7fff;
+      const uint32_t normal = (magnitude << 13) + rebias + (magnitude >= infinity ? rebias : 0);
+      const uint32_t subnormal = bits(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+      to.at[j] = from_bits<float>((magnitude < 0x400 ? subnormal : normal) | (half & 0x8000) << 16);
+    }
+    return to;
+  }
+
+  static Halves narrow(const Floats& from) {
+    constexpr uint32_t rebias = 112u << 23;
+    constexpr uint32_t smallest_normal = 113u << 23;  // 2^-14
+    constexpr uint32_t rounds_to_infinity = 0x477ff000;  // 65520
+    Halves to;
+    for (size_t j = 0; j < block; ++j) {
+      const uint32_t wide = bits(from.at[j]), magnitude = wide & 0x7fffffff;
+      const uint32_t normal = (magnitude - rebias + 0xfff + (magnitude >> 13 & 1)) >> 13;
+      // Next to 0.5 a float32 has steps of 2^-24, a float16's smallest: the addition rounds as it must.
+      const uint32_t subnormal = bits(from_bits<float>(magnitude) + 0.5f) - bits(0.5f);
+      const uint32_t finite = magnitude < smallest_normal ? subnormal : normal;
+      const uint32_t number = (magnitude < rounds_to_infinity ? finite : infinity) | (wide >> 16 & 0x8000);
+      to.at[j] = static_cast<uint16_t>(from.at[j] == from.at[j] ? number : nan);
+    }
+    return to;
+  }
+#endif
+};
+
+// Call `step(first, count)` for whole blocks and once for the rest.
+template <class Step>
+void in_blocks(size_t count, Step step) {
+  size_t i = 0;
+  for (; i + block <= count; i += block) step(i, block);
+  if (i < count) step(i, count - i);
+}
+
+template <class T>
+T load_block(const byte* from, size_t first, size_t count) {
+  T values = {};
+  __builtin_memcpy(&values, from + first * sizeof(values.at[0]), count * sizeof(values.at[0]));
+  return values;
+}
+
+template <class T>
+void store_block(byte* to, size_t first, size_t count, const T& values) {
+  __builtin_memcpy(to + first * sizeof(values.at[0]), &values, count * sizeof(values.at[0]));
+}
+
+template <class Half, float (*op)(float, float)>
+void half_each(byte* dst, const byte* a, const byte* b, size_t count) {
+  in_blocks(count, [=](size_t first, size_t some) {
+    Floats x = Half::widen(load_block<Halves>(a, first, some));
+    const Floats y = Half::widen(load_block<Halves>(b, first, some));
+    for (size_t j = 0; j < block; ++j) x.at[j] = op(x.at[j], y.at[j]);
+    store_block(dst, first, some, Half::narrow(x));
+  });
+}
+
+template <class Half>
+void half_divide(byte* x, size_t count, int64_t divisor) {
+  const float by = static_cast<float>(divisor);
+  in_blocks(count, [=](size_t first, size_t some) {
+    Floats values = Half::widen(load_block<Halves>(x, first, some));
+    for (size_t j = 0; j < block; ++j) values.at[j] = values.at[j] / by;
+    store_block(x, first, some, Half::narrow(values));
+  });
+}
+
+template <class Half>
+void half_widen(byte* dst, const byte* src, size_t count) {
+  in_blocks(count, [=](size_t first, size_t some) {
+    Floats values = Half::widen(load_block<Halves>(src, first, some));
+    for (size_t j = 0; j < block; ++j) values.at[j] = one_nan(values.at[j]);
+    store_block(dst, first, some, values);
+  });
+}
+
+template <class Half>
+void half_narrow(byte* dst, const byte* src, size_t count) {
+  in_blocks(count, [=](size_t first, size_t some) {
+    store_block(dst, first, some, Half::narrow(load_block<Floats>(src, first, some)));
+  });
+}
+
+// Order needs no arithmetic: with the magnitude bits of negative numbers flipped, the bits compare as integers,
+// and -0.0 comes just below +0.0. Flipping again gives the number back.
+inline int16_t ordered(int16_t half) { return static_cast<int16_t>(half ^ ((half >> 15) & 0x7fff)); }
+
+template <class Half, int16_t (*choose)(int16_t, int16_t)>
+int16_t half_choose(int16_t a, int16_t b) {
+  const bool numbers = ((a & 0x7fff) <= Half::infinity) & ((b & 0x7fff) <= Half::infinity);
+  return numbers ? ordered(choose(ordered(a), ordered(b))) : static_cast<int16_t>(Half::nan);
+}
+
+// ---- the table ----
+
+struct Row {
+  Reduce at[op_count];
+};
+
+template <class U>
+constexpr Row bool_row() {
+  constexpr Reduce both = each<U, truth_and<U>>, any = each<U, truth_or<U>>, one = each<U, truth_xor<U>>;
+  return {{nullptr, nullptr, both, any, both, any, one, both, any, one}};
+}
+
+template <class T, class U>
+constexpr Row integer_row() {
+  return {{each<U, wrapping_sum<U>>, each<U, wrapping_prod<U>>, each<T, smaller<T>>, each<T, larger<T>>,
+           each<U, bits_and<U>>, each<U, bits_or<U>>, each<U, bits_xor<U>>, each<U, truth_and<U>>,
+           each<U, truth_or<U>>, each<U, truth_xor<U>>}};
+}
+
+template <class Half>
+constexpr Row half_row() {
+  return {{half_each<Half, float_sum<float>>, half_each<Half, float_prod<float>>,
+           each<int16_t, half_choose<Half, smaller<int16_t>>>, each<int16_t, half_choose<Half, larger<int16_t>>>}};
+}
+
+template <class T>
+constexpr Row float_row() {
+  return {{each<T, float_sum<T>>, each<T, float_prod<T>>, each<T, float_min<T>>, each<T, float_max<T>>}};
+}
+
+template <class T>
+constexpr Row complex_row() {
+  return {{complex_sum<T>, complex_prod<T>}};
+}
+
+constexpr Kernels make_kernels() {
+  const Row rows[dtype_count] = {
+      bool_row<uint8_t>(),
+      integer_row<int8_t, uint8_t>(),
+      integer_row<int16_t, uint16_t>(),
+      integer_row<int32_t, uint32_t>(),
+      integer_row<int64_t, uint64_t>(),
+      integer_row<uint8_t, uint8_t>(),
+      integer_row<uint16_t, uint16_t>(),
+      integer_row<uint32_t, uint32_t>(),
+      integer_row<uint64_t, uint64_t>(),
+      half_row<Float16>(),
+      half_row<BFloat16>(),
+      float_row<float>(),
+      float_row<double>(),
+      complex_row<float>(),
+      complex_row<double>(),
+  };
+  Kernels made = {};
+  made.isa = UNISONO_STRING(UNISONO_ISA);
+  for (size_t dtype = 0; dtype < dtype_count; ++dtype)
+    for (size_t op = 0; op < op_count; ++op) made.reduce[dtype][op] = rows[dtype].at[op];
+
+  constexpr auto f16 = static_cast<size_t>(DType::float16), bf16 = static_cast<size_t>(DType::bfloat16);
+  made.divide[f16] = half_divide<Float16>;
+  made.divide[bf16] = half_divide<BFloat16>;
+  made.divide[static_cast<size_t>(DType::float32)] = divide<float, 1>;
+  made.divide[static_cast<size_t>(DType::float64)] = divide<double, 1>;
+  made.divide[static_cast<size_t>(DType::complex64)] = divide<float, 2>;
+  made.divide[static_cast<size_t>(DType::complex128)] = divide<double, 2>;
+  made.widen[f16] = half_widen<Float16>;
+  made.widen[bf16] = half_widen<BFloat16>;
+  made.narrow[f16] = half_narrow<Float16>;
+  made.narrow[bf16] = half_narrow<BFloat16>;
+  return made;
+}
+
+}  // namespace
+
+namespace UNISONO_ISA {
+extern constexpr Kernels kernels = make_kernels();
+}
+
+}  // namespace unisono
