@@ -1,0 +1,40 @@
+"""Collectives as data: written, verified, costed, chosen and drawn before a byte moves.
+
+Knows ranks, counts and steps. Does not know bytes in flight, backends or communicators.
+
+    problem = Problem("all_reduce", size=4, counts=(1_000_003,))
+    algorithm, reason = choose(problem, itemsize=4, links=Links())
+    plan = build(problem, rank=0, algorithm=algorithm)
+"""
+
+from unisono.plans.catalog import CATALOG, Entry, Order, algorithms, build, check, entry_of
+from unisono.plans.choose import choose
+from unisono.plans.cost import Cost, Links, cost
+from unisono.plans.steps import Buf, Copy, Plan, Problem, Recv, RecvReduce, Reduce, Send, Slice, Step
+from unisono.plans.verify import PlanError, verify
+
+__all__ = [
+    "CATALOG",
+    "Buf",
+    "Copy",
+    "Cost",
+    "Entry",
+    "Links",
+    "Order",
+    "Plan",
+    "PlanError",
+    "Problem",
+    "Recv",
+    "RecvReduce",
+    "Reduce",
+    "Send",
+    "Slice",
+    "Step",
+    "algorithms",
+    "build",
+    "check",
+    "choose",
+    "cost",
+    "entry_of",
+    "verify",
+]

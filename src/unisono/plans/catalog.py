@@ -1,0 +1,210 @@
+"""The catalog: every algorithm of every collective, by name.
+
+Knows builders and what they promise. Does not know costs or which is best (choose). This table is what
+`unisono plan --list` prints and what `algorithm=` accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+from unisono.errors import UsageError
+from unisono.plans import (
+    chain,
+    dissemination,
+    doubling,
+    flat,
+    hierarchical,
+    hillis_steele,
+    ordered,
+    pairwise,
+    ring,
+    tree,
+)
+from unisono.plans.steps import Plan, Problem
+
+__all__ = ["CATALOG", "Entry", "Order", "algorithms", "build", "check", "entry_of", "is_even"]
+
+Builder: TypeAlias = Callable[[Problem, int], Plan]
+
+
+class Order(Enum):
+    """What a reduction promises about its operands."""
+
+    ANY = "any"  # each once, the same bits on every rank
+    RANK = "rank"  # also in rank order, bracketed somehow
+    CANONICAL = "canonical"  # also bracketed as the canonical tree (scan, exscan: as the left fold)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An algorithm: how to build it and what it promises and needs."""
+
+    builder: Builder
+    order: Order = Order.ANY
+    takes_uneven: bool = True
+    needs_hosts: bool = False
+
+    @property
+    def ordered(self) -> bool:
+        """Whether it gives the reproducible bits; then it also serves operations that do not commute."""
+        return self.order is Order.CANONICAL
+
+    @property
+    def keeps_rank_order(self) -> bool:
+        """Whether it serves operations that do not commute."""
+        return self.order is not Order.ANY
+
+
+def _canonical(builder: Builder) -> Entry:
+    return Entry(builder, Order.CANONICAL)
+
+
+def _by_hosts(builder: Builder) -> Entry:
+    return Entry(builder, needs_hosts=True)
+
+
+CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
+    {
+        "all_reduce": {
+            "ring": Entry(ring.all_reduce),
+            "doubling": _canonical(doubling.doubling_all_reduce),
+            "halving_doubling": _canonical(doubling.halving_doubling_all_reduce),
+            "tree": _canonical(tree.all_reduce),
+            "flat": _canonical(flat.all_reduce),
+            "ordered": _canonical(ordered.all_reduce),
+            "hierarchical": _by_hosts(hierarchical.all_reduce),
+        },
+        "reduce": {
+            "tree": _canonical(tree.reduce),
+            "chain": Entry(chain.reduce),
+            "flat": _canonical(flat.reduce),
+            "ordered": _canonical(ordered.reduce),
+            "hierarchical": _by_hosts(hierarchical.reduce),
+        },
+        "broadcast": {
+            "tree": Entry(tree.broadcast),
+            "chain": Entry(chain.broadcast),
+            "flat": Entry(flat.broadcast),
+            "hierarchical": _by_hosts(hierarchical.broadcast),
+        },
+        "all_gather": {
+            "ring": Entry(ring.all_gather),
+            "dissemination": Entry(dissemination.all_gather),
+            "flat": Entry(flat.all_gather),
+        },
+        "gather": {
+            "tree": Entry(tree.gather),
+            "flat": Entry(flat.gather),
+        },
+        "scatter": {
+            "tree": Entry(tree.scatter),
+            "flat": Entry(flat.scatter),
+        },
+        "reduce_scatter": {
+            "pairwise": Entry(pairwise.reduce_scatter),
+            "ring": Entry(ring.reduce_scatter),
+            "halving": _canonical(doubling.halving_reduce_scatter),
+            "ordered": _canonical(ordered.reduce_scatter),
+        },
+        "all_to_all": {
+            "pairwise": Entry(pairwise.all_to_all),
+            "flat": Entry(flat.all_to_all),
+            "dissemination": Entry(dissemination.all_to_all, takes_uneven=False),
+        },
+        "scan": {
+            "hillis_steele": Entry(hillis_steele.scan, Order.RANK),
+            "flat": _canonical(flat.scan),
+            "ordered": _canonical(ordered.scan),
+        },
+        "exscan": {
+            "hillis_steele": Entry(hillis_steele.exscan, Order.RANK),
+            "flat": _canonical(flat.exscan),
+            "ordered": _canonical(ordered.exscan),
+        },
+        "barrier": {
+            "dissemination": Entry(dissemination.barrier),
+            "tree": Entry(tree.barrier),
+            "flat": Entry(flat.barrier),
+            "hierarchical": _by_hosts(hierarchical.barrier),
+        },
+    }
+)
+
+# How many numbers `counts` holds.
+_COUNTS_HELD: Final[Mapping[str, Callable[[int], int]]] = {
+    **dict.fromkeys(CATALOG, lambda size: size),
+    **dict.fromkeys(("all_reduce", "reduce", "broadcast", "scan", "exscan"), lambda size: 1),
+    "barrier": lambda size: 0,
+    "all_to_all": lambda size: size * size,
+}
+
+
+def algorithms(collective: str) -> tuple[str, ...]:
+    """Return the names that `algorithm=` accepts for a collective."""
+    return tuple(_entries(collective))
+
+
+def entry_of(collective: str, algorithm: str) -> Entry:
+    """Look an algorithm up; an unknown name is refused with those that exist."""
+    entries = _entries(collective)
+    if algorithm not in entries:
+        raise UsageError(
+            f"algorithm {algorithm!r} is unknown for {collective}; allowed: {', '.join(entries)}"
+        )
+    return entries[algorithm]
+
+
+# 4,096: a training step with a thousand different shapes fits several times; a plan takes a few kilobytes.
+@lru_cache(maxsize=4096)
+def build(problem: Problem, rank: int, algorithm: str) -> Plan:
+    """Write one rank's plan by a named algorithm."""
+    entry = entry_of(problem.collective, algorithm)
+    check(problem)
+    if not 0 <= rank < problem.size:
+        raise UsageError(f"rank {rank} is outside 0..{problem.size - 1}")
+    if not entry.takes_uneven and not is_even(problem):
+        fit = [name for name, other in _entries(problem.collective).items() if other.takes_uneven]
+        raise UsageError(
+            f"{problem.collective} by {algorithm!r} needs equal counts; for uneven ones: {', '.join(fit)}"
+        )
+    return entry.builder(problem, rank)
+
+
+def check(problem: Problem) -> None:
+    """Refuse a problem that makes no sense, before any plan is written."""
+    _entries(problem.collective)
+    size, counts, hosts = problem.size, problem.counts, problem.hosts
+    if size < 1:
+        raise UsageError(f"{problem.collective} needs at least one rank, not {size}")
+    held = _COUNTS_HELD[problem.collective](size)
+    if len(counts) != held:
+        raise UsageError(f"{problem.collective} on {size} ranks needs {held} counts, not {len(counts)}")
+    if any(count < 0 for count in counts):
+        raise UsageError(f"{problem.collective} has a negative count: {min(counts)}")
+    if not 0 <= problem.root < size:
+        raise UsageError(f"root {problem.root} is outside 0..{size - 1}")
+    if hosts and len(hosts) != size:
+        raise UsageError(f"hosts names {len(hosts)} ranks of {size}")
+
+
+def is_even(problem: Problem) -> bool:
+    """Whether all blocks are known to have one length.
+
+    In an all_to_all, a rank may leave out what does not concern it: a zero there says nothing.
+    """
+    counts = problem.counts
+    if problem.collective == "all_to_all" and problem.size > 1 and 0 in counts:
+        return False
+    return len(set(counts)) <= 1
+
+
+def _entries(collective: str) -> Mapping[str, Entry]:
+    if collective not in CATALOG:
+        raise UsageError(f"collective {collective!r} is unknown; allowed: {', '.join(CATALOG)}")
+    return CATALOG[collective]

@@ -1,0 +1,48 @@
+"""Composition: a plan for a few ranks becomes a part of a plan for many.
+
+Knows how to rename ranks and to move slices. Does not know what the parts compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from unisono.plans.layout import Rounds
+from unisono.plans.steps import Buf, Copy, Recv, RecvReduce, Reduce, Send, Slice, Step
+
+__all__ = ["embed", "padded"]
+
+
+def embed(rounds: Rounds, ranks: Sequence[int], places: Mapping[Buf, tuple[Buf, int]]) -> list[list[Step]]:
+    """Translate a part's rounds: its rank i is our `ranks[i]`, its buffer b begins at our `places[b]`.
+
+    Two of its buffers may share one place; a copy onto itself is then left out.
+    """
+
+    def ours(slice_: Slice) -> Slice:
+        buf, start = places[slice_.buf]
+        return Slice(buf, start + slice_.start, start + slice_.stop)
+
+    def translate(step: Step) -> Step:
+        match step:
+            case Send(peer, src):
+                return Send(ranks[peer], ours(src))
+            case Recv(peer, dst):
+                return Recv(ranks[peer], ours(dst))
+            case RecvReduce(peer, dst, left):
+                return RecvReduce(ranks[peer], ours(dst), left)
+            case Copy(dst, src):
+                return Copy(ours(dst), ours(src))
+            case Reduce(dst, src, left):
+                return Reduce(ours(dst), ours(src), left)
+
+    translated = [[translate(step) for step in steps] for steps in rounds]
+    return [
+        [step for step in steps if not (isinstance(step, Copy) and step.dst == step.src)]
+        for steps in translated
+    ]
+
+
+def padded(rounds: Rounds, length: int) -> list[Sequence[Step]]:
+    """Add empty rounds, so that ranks with less to do stay in step with the others."""
+    return [*rounds, *(() for _ in range(length - len(rounds)))]

@@ -1,0 +1,121 @@
+"""Where data lies: which buffers a rank has, how a buffer is cut, and the last touch on every plan.
+
+Knows counts, offsets and slices. Does not know algorithms or peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Final, TypeAlias
+
+from unisono.plans.steps import Buf, Copy, Plan, Problem, Reduce, Send, Slice, Step
+
+__all__ = [
+    "TOKEN",
+    "Rounds",
+    "buffer_counts",
+    "chunks",
+    "even_bounds",
+    "finish",
+    "is_local",
+    "offsets",
+    "segment_bounds",
+    "slice_of",
+    "whole",
+    "with_first",
+    "with_last",
+]
+
+Rounds: TypeAlias = Sequence[Sequence[Step]]
+
+# What a barrier's messages carry. Whoever touches it waits for those who touched it before.
+TOKEN: Final = Slice(Buf.TMP, 0, 1)
+
+# 16 Ki elements (64 KiB of float32): long enough to hide a message's latency, short enough that a chain of
+# eight ranks is full after half a megabyte.
+_SEGMENT_COUNT: Final = 16 * 1024
+# More pieces than this save less than a percent of the time and make the plan long.
+_SEGMENTS_MAX: Final = 64
+
+
+def finish(
+    problem: Problem, rank: int, algorithm: str, rounds: Rounds, tmp_count: int = 0, notes: str = ""
+) -> Plan:
+    """Make the plan: drop the steps that move nothing and count the buffers.
+
+    Both ends of an empty message drop it, for they know its length alike. Every rank keeps its empty rounds,
+    so that round i is the same time on all of them.
+    """
+    rounds = [[step for step in steps if slice_of(step).count] for steps in rounds]
+    in_count, out_count = buffer_counts(problem, rank)
+    return Plan(problem, algorithm, rank, tuple(map(tuple, rounds)), in_count, out_count, tmp_count, notes)
+
+
+def buffer_counts(problem: Problem, rank: int) -> tuple[int, int]:
+    """Return how many elements the rank's `in` and `out` hold."""
+    size, counts, is_root = problem.size, problem.counts, rank == problem.root
+    match problem.collective:
+        case "all_reduce" | "broadcast":
+            return 0, counts[0]
+        case "reduce":
+            return (0, counts[0]) if is_root else (counts[0], 0)
+        case "scan" | "exscan":
+            return counts[0], counts[0]
+        case "all_gather":
+            return counts[rank], sum(counts)
+        case "gather":
+            return counts[rank], sum(counts) if is_root else 0
+        case "scatter":
+            return sum(counts) if is_root else 0, counts[rank]
+        case "reduce_scatter":
+            return sum(counts), counts[rank]
+        case "all_to_all":
+            return sum(counts[rank * size : (rank + 1) * size]), sum(counts[rank::size])
+        case _:
+            return 0, 0
+
+
+def offsets(counts: Iterable[int]) -> tuple[int, ...]:
+    """Return where each block starts, and the end: one number more than there are blocks."""
+    return (0, *accumulate(counts))
+
+
+def even_bounds(count: int, parts: int) -> tuple[int, ...]:
+    """Cut `count` elements into parts that differ by one at most; return their bounds."""
+    return tuple(count * part // parts for part in range(parts + 1))
+
+
+def segment_bounds(count: int) -> tuple[int, ...]:
+    """Cut a buffer into the pieces that follow each other through a pipeline; return their bounds."""
+    return even_bounds(count, max(1, min(_SEGMENTS_MAX, count // _SEGMENT_COUNT)))
+
+
+def chunks(buf: Buf, bounds: Sequence[int]) -> list[Slice]:
+    """Return the slices between neighbouring bounds."""
+    return [Slice(buf, start, stop) for start, stop in pairwise(bounds)]
+
+
+def whole(buf: Buf, count: int) -> Slice:
+    """Return a buffer's first `count` elements."""
+    return Slice(buf, 0, count)
+
+
+def slice_of(step: Step) -> Slice:
+    """Return the slice whose length is the step's length."""
+    return step.src if isinstance(step, Send) else step.dst
+
+
+def is_local(step: Step) -> bool:
+    """Whether the step needs no peer."""
+    return isinstance(step, Copy | Reduce)
+
+
+def with_first(steps: Sequence[Step], rounds: Rounds) -> Rounds:
+    """Put local steps at the beginning of the first round."""
+    return [[*steps, *rounds[0]], *rounds[1:]] if rounds else [steps]
+
+
+def with_last(rounds: Rounds, steps: Sequence[Step]) -> Rounds:
+    """Put local steps at the end of the last round."""
+    return [*rounds[:-1], [*rounds[-1], *steps]] if rounds else [steps]
