@@ -50,9 +50,22 @@ void store(byte* to, size_t index, T value) {
 }
 
 template <class T, T (*op)(T, T)>
-void each(byte* dst, const byte* a, const byte* b, size_t count) {
+[[gnu::noinline]] void plain_each(byte* dst, const byte* a, const byte* b, size_t count) {
   UNISONO_INDEPENDENT
   for (size_t i = 0; i < count; ++i) store<T>(dst, i, op(load<T>(a, i), load<T>(b, i)));
+}
+
+// Stores that straddle cache lines cost up to a sixth of the time, and NumPy's large arrays start 16 bytes into
+// one: a few elements first, then the rest from the start of a line. A page is where that begins to pay.
+template <class T, T (*op)(T, T)>
+void each(byte* dst, const byte* a, const byte* b, size_t count) {
+  constexpr size_t line_bytes = 64, page_bytes = 4096;
+  const auto address = reinterpret_cast<std::uintptr_t>(dst);
+  const bool pays = count * sizeof(T) >= page_bytes && address % sizeof(T) == 0;
+  const size_t head = pays ? (line_bytes - address % line_bytes) % line_bytes / sizeof(T) : 0;
+  if (head != 0) plain_each<T, op>(dst, a, b, head);
+  const size_t offset = head * sizeof(T);
+  plain_each<T, op>(dst + offset, a + offset, b + offset, count - head);
 }
 
 // ---- integers: unsigned where the sign makes no difference, since unsigned arithmetic may wrap ----
@@ -86,8 +99,10 @@ template <class T> T from_bits(typename Bits<T>::type value) { return __builtin_
 
 template <class T> T one_nan(T value) { return value == value ? value : from_bits<T>(Bits<T>::nan); }
 
-template <class T> T float_sum(T a, T b) { return one_nan<T>(a + b); }
-template <class T> T float_prod(T a, T b) { return one_nan<T>(a * b); }
+template <class T> T raw_sum(T a, T b) { return a + b; }
+template <class T> T raw_prod(T a, T b) { return a * b; }
+template <class T> T float_sum(T a, T b) { return one_nan<T>(raw_sum<T>(a, b)); }
+template <class T> T float_prod(T a, T b) { return one_nan<T>(raw_prod<T>(a, b)); }
 
 // Equal operands have equal bits unless they are zeros; then `or` finds the negative one and `and` the positive.
 template <class T> T float_min(T a, T b) {
@@ -123,85 +138,90 @@ void complex_prod(byte* dst, const byte* a, const byte* b, size_t count) {
   }
 }
 
-// ---- float16 and bfloat16: bits in uint16, arithmetic in float32 ----
-
-// Eight at a time, the count that the conversion instructions take; a shorter rest is padded and goes the same
-// way, so body and tail cannot differ.
-constexpr size_t block = 8;
-struct Floats {
-  float at[block];
-};
-struct Halves {
-  uint16_t at[block];
-};
+// ---- float16 and bfloat16: bits in the low half of a uint32, arithmetic in float32; narrow() sees to NaN ----
 
 struct BFloat16 {
   static constexpr uint16_t nan = 0x7fc0, infinity = 0x7f80;
 
-  static Floats widen(const Halves& from) {
-    Floats to;
-    for (size_t j = 0; j < block; ++j) to.at[j] = from_bits<float>(static_cast<uint32_t>(from.at[j]) << 16);
-    return to;
-  }
+  [[gnu::always_inline]] static float widen(uint32_t half) { return from_bits<float>(half << 16); }
 
-  static Halves narrow(const Floats& from) {
-    Halves to;
-    for (size_t j = 0; j < block; ++j) {
-      const uint32_t wide = bits(from.at[j]);
-      const uint32_t rounded = (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
-      to.at[j] = static_cast<uint16_t>(from.at[j] == from.at[j] ? rounded : nan);
-    }
-    return to;
+  [[gnu::always_inline]] static uint32_t narrow(float value) {
+    const uint32_t wide = bits(one_nan(value));
+    return (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
   }
 };
 
 struct Float16 {
   static constexpr uint16_t nan = 0x7e00, infinity = 0x7c00;
+  static constexpr int32_t rebias = 112 << 23;  // float32's exponent bias is 112 more
 
-#if defined(__F16C__)
-  static Floats widen(const Halves& from) {
-    return __builtin_bit_cast(Floats, _mm256_cvtph_ps(__builtin_bit_cast(__m128i, from)));
-  }
-
-  static Halves narrow(const Floats& from) {
-    Floats clean;
-    for (size_t j = 0; j < block; ++j) clean.at[j] = one_nan(from.at[j]);
-    return __builtin_bit_cast(Halves, _mm256_cvtps_ph(__builtin_bit_cast(__m256, clean), _MM_FROUND_TO_NEAREST_INT));
-  }
-#else
-  static Floats widen(const Halves& from) {
-    // float32's exponent bias is 112 more; infinity and NaN go up by as much again, to its all-ones exponent.
-    constexpr uint32_t rebias = 112u << 23;
-    Floats to;
-    for (size_t j = 0; j < block; ++j) {
-      const uint32_t half = from.at[j], magnitude = half & 0x7fff;
-      const uint32_t normal = (magnitude << 13) + rebias + (magnitude >= infinity ? rebias : 0);
-      const uint32_t subnormal = bits(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
-      to.at[j] = from_bits<float>((magnitude < 0x400 ? subnormal : normal) | (half & 0x8000) << 16);
-    }
-    return to;
+  // Magnitudes are signed, as the comparisons that SSE2 has.
+  [[gnu::always_inline]] static float widen(uint32_t half) {
+    const int32_t magnitude = half & 0x7fff;
+    // Infinity and NaN are raised by as much again, to float32's all-ones exponent.
+    const int32_t normal = (magnitude << 13) + (magnitude < infinity ? rebias : 2 * rebias);
+    const uint32_t subnormal = bits(static_cast<float>(magnitude) * 0x1p-24f);
+    return from_bits<float>((magnitude < 0x400 ? subnormal : static_cast<uint32_t>(normal)) | (half & 0x8000) << 16);
   }
 
-  static Halves narrow(const Floats& from) {
-    constexpr uint32_t rebias = 112u << 23;
-    constexpr uint32_t smallest_normal = 113u << 23;  // 2^-14
-    constexpr uint32_t rounds_to_infinity = 0x477ff000;  // 65520
-    Halves to;
-    for (size_t j = 0; j < block; ++j) {
-      const uint32_t wide = bits(from.at[j]), magnitude = wide & 0x7fffffff;
-      const uint32_t normal = (magnitude - rebias + 0xfff + (magnitude >> 13 & 1)) >> 13;
-      // Next to 0.5 a float32 has steps of 2^-24, a float16's smallest: the addition rounds as it must.
-      const uint32_t subnormal = bits(from_bits<float>(magnitude) + 0.5f) - bits(0.5f);
-      const uint32_t finite = magnitude < smallest_normal ? subnormal : normal;
-      const uint32_t number = (magnitude < rounds_to_infinity ? finite : infinity) | (wide >> 16 & 0x8000);
-      to.at[j] = static_cast<uint16_t>(from.at[j] == from.at[j] ? number : nan);
-    }
-    return to;
+  [[gnu::always_inline]] static uint32_t narrow(float value) {
+    constexpr int32_t smallest_normal = 113 << 23;      // 2^-14
+    constexpr int32_t rounds_to_infinity = 0x477ff000;  // 65520
+    const uint32_t wide = bits(value);
+    const int32_t magnitude = wide & 0x7fffffff;
+    const int32_t normal = (magnitude - rebias + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    // Next to 0.5 a float32 has steps of 2^-24, float16's smallest: the addition rounds as it must.
+    const uint32_t subnormal = bits(from_bits<float>(magnitude) + 0.5f) - bits(0.5f);
+    const uint32_t finite = magnitude < smallest_normal ? subnormal : static_cast<uint32_t>(normal);
+    const uint32_t number = (magnitude < rounds_to_infinity ? finite : infinity) | (wide >> 16 & 0x8000);
+    return value == value ? number : nan;
   }
-#endif
 };
 
-// Call `step(first, count)` for whole blocks and once for the rest.
+// Two halves in one word, each in its place: nothing has to be moved between lanes to reach 32 bits and back.
+// Too long for the compiler to inline unasked, and a loop that calls is not vectorised.
+template <class Half, float (*op)(float, float)>
+[[gnu::always_inline]] inline uint32_t on_pair(uint32_t a, uint32_t b) {
+  const uint32_t low = Half::narrow(op(Half::widen(a & 0xffff), Half::widen(b & 0xffff)));
+  const uint32_t high = Half::narrow(op(Half::widen(a >> 16), Half::widen(b >> 16)));
+  return low | high << 16;
+}
+
+template <class Half, float (*op)(float, float)>
+void half_each(byte* dst, const byte* a, const byte* b, size_t count) {
+  each<uint32_t, on_pair<Half, op>>(dst, a, b, count / 2);
+  if (count % 2 != 0) {
+    const uint32_t last = on_pair<Half, op>(load<uint16_t>(a, count - 1), load<uint16_t>(b, count - 1));
+    store<uint16_t>(dst, count - 1, static_cast<uint16_t>(last));
+  }
+}
+
+template <class Half>
+void half_divide(byte* x, size_t count, int64_t divisor) {
+  const float by = static_cast<float>(divisor);
+  UNISONO_INDEPENDENT
+  for (size_t i = 0; i < count; ++i)
+    store<uint16_t>(x, i, static_cast<uint16_t>(Half::narrow(Half::widen(load<uint16_t>(x, i)) / by)));
+}
+
+template <class Half>
+void half_widen(byte* dst, const byte* src, size_t count) {
+  UNISONO_INDEPENDENT
+  for (size_t i = 0; i < count; ++i) store<float>(dst, i, one_nan(Half::widen(load<uint16_t>(src, i))));
+}
+
+template <class Half>
+void half_narrow(byte* dst, const byte* src, size_t count) {
+  UNISONO_INDEPENDENT
+  for (size_t i = 0; i < count; ++i) store<uint16_t>(dst, i, static_cast<uint16_t>(Half::narrow(load<float>(src, i))));
+}
+
+#if defined(__F16C__)
+// float16 by the CPU's own conversions, eight at a time. A shorter rest is padded and goes the same way.
+constexpr size_t block = 8;
+
+// Call `step(first, count)` for whole blocks and once for the rest. The steps are inlined, so that the compiler
+// sees a constant count in the first call.
 template <class Step>
 void in_blocks(size_t count, Step step) {
   size_t i = 0;
@@ -209,53 +229,63 @@ void in_blocks(size_t count, Step step) {
   if (i < count) step(i, count - i);
 }
 
-template <class T>
-T load_block(const byte* from, size_t first, size_t count) {
-  T values = {};
-  __builtin_memcpy(&values, from + first * sizeof(values.at[0]), count * sizeof(values.at[0]));
-  return values;
+inline __m256 load_halves(const byte* from, size_t first, size_t count) {
+  __m128i halves = {};
+  __builtin_memcpy(&halves, from + first * sizeof(uint16_t), count * sizeof(uint16_t));
+  return _mm256_cvtph_ps(halves);
 }
 
-template <class T>
-void store_block(byte* to, size_t first, size_t count, const T& values) {
-  __builtin_memcpy(to + first * sizeof(values.at[0]), &values, count * sizeof(values.at[0]));
+inline __m256 one_nan(__m256 values) {
+  return values == values ? values : _mm256_set1_ps(from_bits<float>(Bits<float>::nan));
 }
 
-template <class Half, float (*op)(float, float)>
-void half_each(byte* dst, const byte* a, const byte* b, size_t count) {
-  in_blocks(count, [=](size_t first, size_t some) {
-    Floats x = Half::widen(load_block<Halves>(a, first, some));
-    const Floats y = Half::widen(load_block<Halves>(b, first, some));
-    for (size_t j = 0; j < block; ++j) x.at[j] = op(x.at[j], y.at[j]);
-    store_block(dst, first, some, Half::narrow(x));
+inline void store_halves(byte* to, size_t first, size_t count, __m256 values) {
+  const __m128i halves = _mm256_cvtps_ph(one_nan(values), _MM_FROUND_TO_NEAREST_INT);
+  __builtin_memcpy(to + first * sizeof(uint16_t), &halves, count * sizeof(uint16_t));
+}
+
+template <__m256 (*op)(__m256, __m256)>
+void by_conversion(byte* dst, const byte* a, const byte* b, size_t count) {
+  in_blocks(count, [=](size_t first, size_t some) __attribute__((always_inline)) {
+    store_halves(dst, first, some, op(load_halves(a, first, some), load_halves(b, first, some)));
   });
 }
 
-template <class Half>
-void half_divide(byte* x, size_t count, int64_t divisor) {
-  const float by = static_cast<float>(divisor);
-  in_blocks(count, [=](size_t first, size_t some) {
-    Floats values = Half::widen(load_block<Halves>(x, first, some));
-    for (size_t j = 0; j < block; ++j) values.at[j] = values.at[j] / by;
-    store_block(x, first, some, Half::narrow(values));
+template <>
+void half_each<Float16, raw_sum<float>>(byte* dst, const byte* a, const byte* b, size_t count) {
+  by_conversion<raw_sum<__m256>>(dst, a, b, count);
+}
+
+template <>
+void half_each<Float16, raw_prod<float>>(byte* dst, const byte* a, const byte* b, size_t count) {
+  by_conversion<raw_prod<__m256>>(dst, a, b, count);
+}
+
+template <>
+void half_divide<Float16>(byte* x, size_t count, int64_t divisor) {
+  const __m256 by = _mm256_set1_ps(static_cast<float>(divisor));
+  in_blocks(count, [=](size_t first, size_t some) __attribute__((always_inline)) {
+    store_halves(x, first, some, load_halves(x, first, some) / by);
   });
 }
 
-template <class Half>
-void half_widen(byte* dst, const byte* src, size_t count) {
-  in_blocks(count, [=](size_t first, size_t some) {
-    Floats values = Half::widen(load_block<Halves>(src, first, some));
-    for (size_t j = 0; j < block; ++j) values.at[j] = one_nan(values.at[j]);
-    store_block(dst, first, some, values);
+template <>
+void half_widen<Float16>(byte* dst, const byte* src, size_t count) {
+  in_blocks(count, [=](size_t first, size_t some) __attribute__((always_inline)) {
+    const __m256 wide = one_nan(load_halves(src, first, some));
+    __builtin_memcpy(dst + first * sizeof(float), &wide, some * sizeof(float));
   });
 }
 
-template <class Half>
-void half_narrow(byte* dst, const byte* src, size_t count) {
-  in_blocks(count, [=](size_t first, size_t some) {
-    store_block(dst, first, some, Half::narrow(load_block<Floats>(src, first, some)));
+template <>
+void half_narrow<Float16>(byte* dst, const byte* src, size_t count) {
+  in_blocks(count, [=](size_t first, size_t some) __attribute__((always_inline)) {
+    __m256 wide = {};
+    __builtin_memcpy(&wide, src + first * sizeof(float), some * sizeof(float));
+    store_halves(dst, first, some, wide);
   });
 }
+#endif
 
 // Order needs no arithmetic: with the magnitude bits of negative numbers flipped, the bits compare as integers,
 // and -0.0 comes just below +0.0. Flipping again gives the number back.
@@ -288,7 +318,7 @@ constexpr Row integer_row() {
 
 template <class Half>
 constexpr Row half_row() {
-  return {{half_each<Half, float_sum<float>>, half_each<Half, float_prod<float>>,
+  return {{half_each<Half, raw_sum<float>>, half_each<Half, raw_prod<float>>,
            each<int16_t, half_choose<Half, smaller<int16_t>>>, each<int16_t, half_choose<Half, larger<int16_t>>>}};
 }
 

@@ -1,9 +1,10 @@
 """The arithmetic of reductions, on flat contiguous arrays.
 
-Knows the native kernels and how to call a user's own function. Does not know ranks, plans or whose turn it is.
+Knows the native kernels and how to call a user's own function. Does not know ranks, plans or whose turn it
+is.
 
-Arrays are taken as the bits of `dtype`, whatever type they carry themselves: bfloat16 is uint16 storage, and a
-view of a byte buffer at an odd offset will do. Built-in operations run without the GIL unless the arrays are
+Arrays are taken as the bits of `dtype`, whatever type they carry themselves: bfloat16 is uint16 storage, and
+a view of a byte buffer at an odd offset will do. Built-in operations let go of the GIL unless the arrays are
 small. What they do to NaN, zeros and overflow stands in native/kernels.hpp.
 """
 
@@ -27,8 +28,8 @@ def reduce_into(dst: Array, src: Array, op: ReduceOp, dtype: DType, left: bool =
     """Write op(dst, src) to `dst`, or op(src, dst) if src is the `left` operand.
 
     dst and src are of equal length and separate memory, or the same. A built-in refuses anything else with
-    ValueError before it writes. A user's function sees both arrays read-only, bfloat16 as float32, and may not
-    keep them: they are lent for the call. If it raises or returns nonsense, dst is as it was.
+    ValueError before it writes. A user's function sees both arrays read-only, bfloat16 as float32, and may
+    not keep them: they are lent for the call. If it raises or returns nonsense, dst is as it was.
     """
     if op.code is None:
         _reduce_by_function(dst, src, op, dtype, left)
@@ -39,7 +40,7 @@ def reduce_into(dst: Array, src: Array, op: ReduceOp, dtype: DType, left: bool =
 
 
 def divide(x: Array, n: int, dtype: DType) -> None:
-    """Divide every element by `n` in place: what makes a mean of a sum. float16 and bfloat16 go through float32."""
+    """Divide every element by `n` in place: it makes a mean of a sum. Half types go through float32."""
     _native.divide(x, n, dtype.code)
 
 
@@ -64,14 +65,13 @@ def _reduce_by_function(dst: Array, src: Array, op: ReduceOp, dtype: DType, left
     # A float for integers would lose its fraction without a word.
     if not np.can_cast(result.dtype, mine.dtype, "same_kind"):
         raise UsageError(f"op {op} returned {result.dtype} for two arrays of {mine.dtype}")
-    result = np.ascontiguousarray(result, mine.dtype)
-    if dtype is BFLOAT16:
-        narrow(result, dst, dtype)
+    if dtype == BFLOAT16:
+        narrow(np.ascontiguousarray(result, np.float32), dst, dtype)
     else:
-        np.copyto(dst.view(dtype.storage), result)
+        np.copyto(dst.view(dtype.storage), result, casting="same_kind")
 
 
 def _lend(x: Array, dtype: DType) -> Array:
-    lent = widen(x, dtype) if dtype is BFLOAT16 else x.view(dtype.storage)
+    lent = widen(x, dtype) if dtype == BFLOAT16 else x.view(dtype.storage)
     lent.flags.writeable = False
     return lent
