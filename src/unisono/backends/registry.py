@@ -1,0 +1,79 @@
+"""Which backends there are: ours, and those that outside packages register.
+
+Knows names, whether each can run here and how to install what is missing. Does not know how any of them
+works. An outside package points the entry-point group `unisono.backends` at a BackendInfo of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+from unisono.contract import Backend
+from unisono.errors import BackendUnavailable, UsageError
+
+__all__ = ["BackendInfo", "BackendStatus", "backend_named", "statuses"]
+
+GROUP = "unisono.backends"
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """How a backend introduces itself. `check` returns why it cannot run here, or None.
+
+    `create(rank, size)` makes the backend of one rank for `uni.init`; None if ranks of this kind are not
+    made one by one.
+    """
+
+    name: str
+    summary: str
+    check: Callable[[], str | None]
+    install: str
+    create: Callable[[int, int], Backend] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """One row of `uni.list_backends()`."""
+
+    name: str
+    available: bool
+    reason: str
+    install: str
+    summary: str = ""
+
+
+def backend_named(name: str) -> BackendInfo:
+    """Find a backend and make sure that it can run.
+
+    Raises:
+        UsageError: no backend has this name.
+        BackendUnavailable: it cannot run here; the text says why and what to install.
+    """
+    for point in entry_points(group=GROUP):
+        if point.name == name:
+            info: BackendInfo = point.load()
+            reason = info.check()
+            if reason is not None:
+                raise BackendUnavailable(f"backend {name!r}", cause=reason, next_step=info.install)
+            return info
+    known = sorted(point.name for point in entry_points(group=GROUP))
+    raise UsageError(f"backend {name!r} is unknown; allowed: {', '.join(['auto', *known])}")
+
+
+def statuses() -> list[BackendStatus]:
+    """Every registered backend, whether it can run here or not."""
+    return [_status(point.name) for point in sorted(entry_points(group=GROUP))]
+
+
+def _status(name: str) -> BackendStatus:
+    try:
+        info = backend_named(name)
+    except BackendUnavailable as error:
+        return BackendStatus(name, False, error.cause or "", error.next_step or "")
+    except Exception as error:  # an outside package that does not even load is a row, not a crash
+        return BackendStatus(
+            name, False, f"{type(error).__name__}: {error}", "reinstall the package that provides it"
+        )
+    return BackendStatus(name, True, "available", info.install, info.summary)

@@ -1,0 +1,137 @@
+"""A view on some ranks of another backend.
+
+Knows how local ranks translate to the parent's and back. Does not know contexts or traffic: everything goes
+through the parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from unisono.config import Config
+from unisono.contract import UNTYPED, Backend, Capabilities, Lane, PeerDown, Request
+from unisono.errors import UsageError
+from unisono.runtime import Runtime
+from unisono.values import ANY, Any_
+
+__all__ = ["SubBackend"]
+
+
+class SubBackend(Backend):
+    """The members of a parent backend, numbered from 0 in the order given (`ordered`) or sorted."""
+
+    def __init__(self, parent: Backend, members: Sequence[int], *, ordered: bool = False) -> None:
+        chosen = list(members) if ordered else sorted(set(members))
+        if not chosen:
+            raise UsageError("members is empty; allowed: one or more ranks of the parent")
+        for member in chosen:
+            parent.check_peer(member, "member")
+        if len(set(chosen)) != len(chosen):
+            raise UsageError(f"members {chosen} name a rank twice")
+        if parent.rank not in chosen:
+            raise UsageError(
+                f"rank {parent.rank} is not among the members {chosen}; only members may make the group"
+            )
+        # Views on views would translate ranks once per level, so a view always stands on the real backend.
+        if isinstance(parent, SubBackend):
+            chosen = [parent.members[rank] for rank in chosen]
+            parent = parent.parent
+        self.parent: Backend = parent
+        self.members: tuple[int, ...] = tuple(chosen)
+        self._local = {member: rank for rank, member in enumerate(chosen)}
+        self._rank = self._local[parent.rank]
+
+    def to_global(self, rank: int) -> int:
+        """The parent's number of one of our ranks."""
+        self.check_peer(rank, "rank")
+        return self.members[rank]
+
+    def to_local(self, rank: int) -> int | None:
+        """Our number of one of the parent's ranks; None if it is not a member."""
+        return self._local.get(rank)
+
+    @property
+    def rank(self) -> int:
+        """This process's number here."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+        return len(self.members)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The parent's, less what only works for all of its ranks."""
+        theirs = self.parent.capabilities
+        return Capabilities(
+            theirs.name, False, False, theirs.sync_send, theirs.wildcards, theirs.device_memory
+        )
+
+    @property
+    def runtime(self) -> Runtime:
+        """The parent's."""
+        return self.parent.runtime
+
+    @property
+    def config(self) -> Config:
+        """The parent's."""
+        return self.parent.config
+
+    def start_send(
+        self,
+        dst: int,
+        context: int,
+        tag: int,
+        data: memoryview,
+        *,
+        dtype: int = UNTYPED,
+        header: bytes = b"",
+        lane: Lane = Lane.BULK,
+        sync: bool = False,
+    ) -> Request:
+        """Send through the parent."""
+        there = self.to_global(dst)
+        return self.parent.start_send(
+            there, context, tag, data, dtype=dtype, header=header, lane=lane, sync=sync
+        )
+
+    def start_recv(
+        self, src: int | Any_, context: int, tag: int | Any_, into: memoryview | None, *, dtype: int = UNTYPED
+    ) -> Request:
+        """Receive through the parent."""
+        return self._ours(self.parent.start_recv(self._source(src), context, tag, into, dtype=dtype))
+
+    def probe(self, src: int | Any_, context: int, tag: int | Any_) -> Request:
+        """Probe through the parent."""
+        return self._ours(self.parent.probe(self._source(src), context, tag))
+
+    def watch(self, listener: Callable[[PeerDown], None]) -> None:
+        """Hear of members only, by our numbers."""
+
+        def translate(down: PeerDown) -> None:
+            rank = self.to_local(down.rank)
+            if rank is not None:
+                listener(PeerDown(rank, down.cause, down.left))
+
+        self.parent.watch(translate)
+
+    def close(self) -> None:
+        """Nothing of its own to close: the parent stays."""
+
+    def to_world(self, rank: int) -> int:
+        """The world rank of a member."""
+        return self.parent.to_world(self.members[rank])
+
+    def hosts(self) -> tuple[int, ...]:
+        """The members' hosts."""
+        theirs = self.parent.hosts()
+        return tuple(theirs[member] for member in self.members) if theirs else ()
+
+    def _ours(self, request: Request) -> Request:
+        request.translate = lambda envelope: replace(envelope, source=self._local[envelope.source])
+        return request
+
+    def _source(self, src: int | Any_) -> int | Any_:
+        return src if src is ANY else self.to_global(src)

@@ -1,0 +1,344 @@
+"""The typed codec: plain data, arrays and registered dataclasses to bytes and back.
+
+Knows a closed list of types. Does not know pickle, and imports nothing because of what the wire says: a name
+on the wire is only ever looked up among the classes that this process has registered.
+
+An encoded object is a *head* (msgpack) and *blobs* (the arrays' memory, out of band, not copied). `pack` lays
+both out in one piece, each blob starting at a multiple of 64 bytes:
+
+    magic u32 | head bytes u32 | blobs u32 | 0 u32 | blob bytes u64 ... | head | blobs
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+import numpy as np
+
+from unisono import buffers
+from unisono.errors import ProtocolError, UsageError
+from unisono.values import DTYPES, DType
+
+__all__ = ["decode", "encode", "pack", "register", "unpack"]
+
+C = TypeVar("C", bound=type)
+
+_MAGIC: Final = 0x316E7500  # "\0un1"
+_PREFIX: Final = struct.Struct("<IIII")
+_ALIGNMENT: Final = 64
+_DEPTH_MAX: Final = 64  # far deeper than honest data, far shallower than Python's stack
+_DIMENSIONS_MAX: Final = 64
+_BLOBS_MAX: Final = 1 << 20
+
+# Extension codes: what msgpack has no word for.
+_TUPLE, _MAP, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _ARRAY, _SCALAR, _DATACLASS = range(1, 10)
+
+_names: dict[type, str] = {}
+_classes: dict[str, type] = {}
+
+
+def register(cls: C) -> C:
+    """Let a dataclass travel: every rank that sends or receives it registers it. Usable as a decorator."""
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise UsageError(f"register takes a dataclass, not {cls!r}")
+    name = f"{cls.__module__.removeprefix('__mp_main__').removeprefix('__main__')}.{cls.__qualname__}"
+    known = _classes.get(name)
+    if known is not None and [f.name for f in dataclasses.fields(known)] != [
+        f.name for f in dataclasses.fields(cls)
+    ]:
+        raise UsageError(f"another dataclass is registered as {name!r} already")
+    _names[cls], _classes[name] = name, cls
+    return cls
+
+
+def encode(value: Any) -> tuple[bytes, list[memoryview]]:
+    """Turn a value into its head and blobs.
+
+    Raises:
+        UsageError: something in it has no place in the codec; the text says where.
+    """
+    blobs: list[memoryview] = []
+    return msgspec.msgpack.encode(_Encoder(blobs).plain(value, "$", 0)), blobs
+
+
+def decode(head: bytes | memoryview, blobs: Sequence[memoryview]) -> Any:
+    """Turn head and blobs back into the value; arrays are views on the blobs.
+
+    Raises:
+        ProtocolError: no encoder makes such bytes.
+    """
+    decoder = _Decoder(blobs)
+    try:
+        value = decoder.parse(head)
+    except ProtocolError:
+        raise
+    except (msgspec.DecodeError, RecursionError, ValueError, TypeError, OverflowError, struct.error) as error:
+        raise ProtocolError(f"malformed object: {error}") from error
+    if decoder.blobs_used != len(blobs):
+        raise ProtocolError(f"malformed object: {len(blobs)} arrays came, {decoder.blobs_used} are named")
+    return value
+
+
+def pack(value: Any) -> bytearray:
+    """Encode a value in one piece."""
+    head, blobs = encode(value)
+    lengths = [blob.nbytes for blob in blobs]
+    starts, end = _layout(len(head), lengths)
+    packed = bytearray(end)
+    _PREFIX.pack_into(packed, 0, _MAGIC, len(head), len(blobs), 0)
+    struct.pack_into(f"<{len(blobs)}Q", packed, _PREFIX.size, *lengths)
+    head_start = _PREFIX.size + 8 * len(blobs)
+    packed[head_start : head_start + len(head)] = head
+    target = memoryview(packed)
+    for start, blob in zip(starts, blobs, strict=True):
+        target[start : start + blob.nbytes] = blob
+    return packed
+
+
+def unpack(packed: bytes | bytearray | memoryview) -> Any:
+    """Decode what `pack` made; arrays are views on `packed`."""
+    data = memoryview(packed).cast("B")
+    if data.nbytes < _PREFIX.size:
+        raise ProtocolError(f"malformed object: {data.nbytes} bytes are too few")
+    magic, head_bytes, count, zero = _PREFIX.unpack_from(data)
+    if magic != _MAGIC or zero != 0 or count > _BLOBS_MAX or _PREFIX.size + 8 * count > data.nbytes:
+        raise ProtocolError("malformed object: bad prefix")
+    lengths = struct.unpack_from(f"<{count}Q", data, _PREFIX.size)
+    starts, end = _layout(head_bytes, lengths)
+    if end != data.nbytes:
+        raise ProtocolError(f"malformed object: {data.nbytes} bytes came, {end} are named")
+    head_start = _PREFIX.size + 8 * count
+    head = data[head_start : head_start + head_bytes]
+    return decode(head, [data[s : s + n] for s, n in zip(starts, lengths, strict=True)])
+
+
+def _layout(head_bytes: int, lengths: Sequence[int]) -> tuple[list[int], int]:
+    end = _PREFIX.size + 8 * len(lengths) + head_bytes
+    starts = []
+    for length in lengths:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        starts.append(start)
+        end = start + length
+    return starts, end
+
+
+class _Encoder:
+    """Rewrites a value into what msgpack can hold."""
+
+    def __init__(self, blobs: list[memoryview]) -> None:
+        self._blobs = blobs
+
+    def plain(self, value: Any, path: str, depth: int) -> Any:
+        kind = type(value)
+        if kind in (str, bytes, float, bool, type(None)):
+            return value
+        if depth > _DEPTH_MAX:
+            raise UsageError(
+                f"object at {path[:80]} is nested deeper than {_DEPTH_MAX} levels, or contains itself"
+            )
+        rewrite = _REWRITES.get(kind)
+        if rewrite is not None:
+            return rewrite(self, value, path, depth + 1)
+        if kind in _names:
+            return self._dataclass(value, path, depth + 1)
+        if isinstance(value, np.generic | buffers.Typed) or _is_array(value):
+            return self._array(value, path)
+        raise UsageError(
+            f"object at {path} is {kind.__module__}.{kind.__qualname__}; allowed: plain data, bytes, arrays "
+            f"and dataclasses given to unisono.register"
+        )
+
+    def _int(self, value: int, path: str, depth: int) -> Any:
+        if -(2**63) <= value < 2**64:
+            return value
+        return _ext(_BIG_INT, value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True))
+
+    def _bytes_like(self, value: bytearray, path: str, depth: int) -> Any:
+        return bytes(value)
+
+    def _complex(self, value: complex, path: str, depth: int) -> Any:
+        return _ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))
+
+    def _list(self, value: list[Any], path: str, depth: int) -> Any:
+        return [self.plain(item, f"{path}[{i}]", depth) for i, item in enumerate(value)]
+
+    def _tuple(self, value: tuple[Any, ...], path: str, depth: int) -> Any:
+        return _packed(_TUPLE, self._list(list(value), path, depth))
+
+    def _set(self, value: set[Any] | frozenset[Any], path: str, depth: int) -> Any:
+        code = _SET if isinstance(value, set) else _FROZENSET
+        return _packed(code, self._list(list(value), path, depth))
+
+    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
+        items = [(k, self.plain(v, f"{path}[{k!r}]", depth)) for k, v in value.items()]
+        if all(type(k) is str for k, _ in items):
+            return dict(items)
+        flat = [part for k, v in items for part in (self.plain(k, f"{path}.keys()", depth), v)]
+        return _packed(_MAP, flat)
+
+    def _dataclass(self, value: Any, path: str, depth: int) -> Any:
+        fields = [f.name for f in dataclasses.fields(value)]
+        parts = [self.plain(getattr(value, name), f"{path}.{name}", depth) for name in fields]
+        return _packed(_DATACLASS, [_names[type(value)], fields, parts])
+
+    def _array(self, value: Any, path: str) -> Any:
+        array = buffers.view(value, f"array at {path}")
+        if array.is_value:
+            return _ext(_SCALAR, bytes([array.dtype.code]) + array.flat.tobytes())
+        self._blobs.append(array.bytes())
+        is_torch = type(value).__module__.partition(".")[0] == "torch"
+        return _packed(_ARRAY, [array.dtype.code, is_torch, list(array.shape)])
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is an array rather than plain data."""
+    return isinstance(value, np.ndarray) or hasattr(value, "__dlpack__")
+
+
+def _ext(code: int, data: bytes) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, data)
+
+
+def _packed(code: int, parts: list[Any]) -> msgspec.msgpack.Ext:
+    return _ext(code, msgspec.msgpack.encode(parts))
+
+
+_REWRITES: Final[dict[type, Callable[[_Encoder, Any, str, int], Any]]] = {
+    int: _Encoder._int,
+    bytearray: _Encoder._bytes_like,
+    memoryview: _Encoder._bytes_like,
+    complex: _Encoder._complex,
+    list: _Encoder._list,
+    tuple: _Encoder._tuple,
+    set: _Encoder._set,
+    frozenset: _Encoder._set,
+    dict: _Encoder._dict,
+}
+
+
+class _Decoder:
+    """Rebuilds a value; every extension is checked before anything is made of it."""
+
+    def __init__(self, blobs: Sequence[memoryview]) -> None:
+        self._blobs = blobs
+        self._depth = 0
+        self.blobs_used = 0
+        self._decoder = msgspec.msgpack.Decoder(ext_hook=self._extension)
+
+    def parse(self, data: bytes | memoryview) -> Any:
+        self._depth += 1
+        if self._depth > _DEPTH_MAX + 2:
+            raise ProtocolError("malformed object: nested too deeply")
+        value = self._decoder.decode(data)
+        self._depth -= 1
+        return value
+
+    def _extension(self, code: int, data: memoryview) -> Any:
+        rebuild = _REBUILDS.get(code)
+        if rebuild is None:
+            raise ProtocolError(f"malformed object: extension {code} is unknown")
+        return rebuild(self, data)
+
+    def _parts(self, data: memoryview) -> list[Any]:
+        parts = self.parse(data)
+        if type(parts) is not list:
+            raise ProtocolError("malformed object: a sequence was expected")
+        return parts
+
+    def _tuple(self, data: memoryview) -> Any:
+        return tuple(self._parts(data))
+
+    def _map(self, data: memoryview) -> Any:
+        parts = self._parts(data)
+        if len(parts) % 2:
+            raise ProtocolError("malformed object: a key without a value")
+        return dict(zip(parts[::2], parts[1::2], strict=True))
+
+    def _set(self, data: memoryview) -> Any:
+        return set(self._parts(data))
+
+    def _frozenset(self, data: memoryview) -> Any:
+        return frozenset(self._parts(data))
+
+    def _big_int(self, data: memoryview) -> Any:
+        return int.from_bytes(data, "little", signed=True)
+
+    def _complex(self, data: memoryview) -> Any:
+        return complex(*struct.unpack("<dd", data))
+
+    def _scalar(self, data: memoryview) -> Any:
+        dtype = _dtype(data[0] if data else 255)
+        if len(data) - 1 != dtype.itemsize:
+            raise ProtocolError("malformed object: a scalar of the wrong length")
+        return np.frombuffer(bytes(data[1:]), dtype.storage)[0]
+
+    def _dataclass(self, data: memoryview) -> Any:
+        name, fields, parts = self._parts(data)
+        cls = _classes.get(name) if type(name) is str else None
+        if cls is None:
+            raise ProtocolError(
+                f"dataclass {str(name)[:80]!r} is not registered here; give it to unisono.register"
+            )
+        declared = dataclasses.fields(cls)
+        if [f.name for f in declared] != fields or len(parts) != len(fields):
+            raise ProtocolError(
+                f"dataclass {name!r} has other fields here: {[f.name for f in declared]}, not {fields}"
+            )
+        # Values travel, not constructor arguments: __init__ may derive or check fields that were sent.
+        value: Any = object.__new__(cls)
+        for field, part in zip(fields, parts, strict=True):
+            object.__setattr__(value, field, part)
+        return value
+
+    def _array(self, data: memoryview) -> Any:
+        code, is_torch, shape = self._parts(data)
+        dtype = _dtype(code)
+        if (
+            type(shape) is not list
+            or len(shape) > _DIMENSIONS_MAX
+            or not all(type(n) is int and n >= 0 for n in shape)
+        ):
+            raise ProtocolError("malformed object: a bad shape")
+        count = 1
+        for length in shape:
+            count *= length
+        if (
+            self.blobs_used >= len(self._blobs)
+            or self._blobs[self.blobs_used].nbytes != count * dtype.itemsize
+        ):
+            raise ProtocolError("malformed object: an array of the wrong length")
+        blob = self._blobs[self.blobs_used]
+        self.blobs_used += 1
+        flat = np.frombuffer(blob, dtype.storage) if count else np.empty(0, dtype.storage)
+        return _given_back(flat, tuple(shape), dtype, is_torch is True)
+
+
+def _given_back(flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType, is_torch: bool) -> Any:
+    if is_torch and "torch" in sys.modules and flat.flags.writeable:
+        return buffers.TORCH.give(flat, shape, dtype)
+    return buffers.numpy_family(dtype).give(flat, shape, dtype)
+
+
+def _dtype(code: Any) -> DType:
+    dtypes = list(DTYPES.values())
+    if type(code) is not int or not 0 <= code < len(dtypes):
+        raise ProtocolError(f"malformed object: dtype {code!r} is unknown")
+    return dtypes[code]
+
+
+_REBUILDS: Final[dict[int, Callable[[_Decoder, memoryview], Any]]] = {
+    _TUPLE: _Decoder._tuple,
+    _MAP: _Decoder._map,
+    _SET: _Decoder._set,
+    _FROZENSET: _Decoder._frozenset,
+    _BIG_INT: _Decoder._big_int,
+    _COMPLEX: _Decoder._complex,
+    _SCALAR: _Decoder._scalar,
+    _DATACLASS: _Decoder._dataclass,
+    _ARRAY: _Decoder._array,
+}

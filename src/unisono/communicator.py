@@ -1,0 +1,333 @@
+"""The communicator: what a user holds. A rank's place among others, its verbs, and the groups within.
+
+Knows its lifetime and how groups are made. Does not know how a verb works (verbs.py), nor what goes on inside
+a group (group.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import update_wrapper
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+
+import numpy as np
+
+from unisono.backends.sub import SubBackend
+from unisono.contract import Backend
+from unisono.control import WORLD_CONTEXT, Control
+from unisono.errors import CollectiveMismatch, PeerAborted, PeerLost, ProtocolError, UnisonoError, UsageError
+from unisono.group import Group, context_of, descriptor_of
+from unisono.mesh import Grid, Mesh
+from unisono.plans.steps import Buf
+from unisono.runtime import Killed
+from unisono.stages import Collective
+from unisono.values import DTYPES
+from unisono.verbs import Verbs
+from unisono.work import Call, Steps, Work
+
+__all__ = ["Communicator", "Start"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_INT64 = DTYPES["int64"]
+
+
+class Start(Verbs):
+    """`comm.start`: the verbs, and the making of groups."""
+
+    def __init__(self, communicator: Communicator, group: Group, *, timers: bool = True) -> None:
+        super().__init__(group, timers=timers)
+        self._communicator = communicator
+
+    def split(
+        self, color: int | None, key: int = 0, *, timeout: float | None = None
+    ) -> Work[Communicator | None]:
+        """Make a communicator of the ranks that give the same color, ordered by (key, rank here).
+
+        Every rank calls it; one that gives None gets None.
+        """
+        for what, number in (("color", color), ("key", key)):
+            if number is not None or what == "key":
+                _check_int64(number, what)
+
+        def steps(call: Call) -> Steps[Communicator | None]:
+            return (yield from self._communicator._split(Collective(self._group, call), color, key))
+
+        return self._begin("split", timeout, steps, is_collective=True)
+
+
+class _Blocking(Generic[P, R]):
+    """A verb that starts the operation of the same name and waits for it."""
+
+    def __init__(self, verb: Callable[Concatenate[Any, P], Work[R]]) -> None:
+        self._verb = verb
+        update_wrapper(self, verb)  # type: ignore[arg-type]
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> Self: ...
+    @overload
+    def __get__(self, owner: Communicator, kind: type) -> Callable[P, R]: ...
+    def __get__(self, owner: Communicator | None, kind: type) -> Self | Callable[P, R]:
+        """Bind the verb to a communicator."""
+        if owner is None:
+            return self
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            work = self._verb(owner._waited, *args, **kwargs)
+            try:
+                return work.wait()
+            except (KeyboardInterrupt, SystemExit):
+                work.cancel()
+                raise
+
+        return update_wrapper(call, self._verb)
+
+
+class Communicator:
+    """A rank among others: the world, or a part of it.
+
+    Use it as a context manager: leaving the block closes it, and an exception that leaves the block ends the
+    others' operations with PeerAborted instead of leaving them to wait.
+    """
+
+    send = _Blocking(Verbs.send)
+    recv = _Blocking(Verbs.recv)
+    recv_bytes = _Blocking(Verbs.recv_bytes)
+    sendrecv = _Blocking(Verbs.sendrecv)
+    probe = _Blocking(Verbs.probe)
+    all_reduce = _Blocking(Verbs.all_reduce)
+    all_reduce_many = _Blocking(Verbs.all_reduce_many)
+    reduce = _Blocking(Verbs.reduce)
+    broadcast = _Blocking(Verbs.broadcast)
+    all_gather = _Blocking(Verbs.all_gather)
+    gather = _Blocking(Verbs.gather)
+    scatter = _Blocking(Verbs.scatter)
+    reduce_scatter = _Blocking(Verbs.reduce_scatter)
+    all_to_all = _Blocking(Verbs.all_to_all)
+    scan = _Blocking(Verbs.scan)
+    exscan = _Blocking(Verbs.exscan)
+    barrier = _Blocking(Verbs.barrier)
+    all_gather_v = _Blocking(Verbs.all_gather_v)
+    gather_v = _Blocking(Verbs.gather_v)
+    scatter_v = _Blocking(Verbs.scatter_v)
+    all_to_all_v = _Blocking(Verbs.all_to_all_v)
+    reduce_scatter_v = _Blocking(Verbs.reduce_scatter_v)
+    broadcast_object = _Blocking(Verbs.broadcast_object)
+    all_gather_object = _Blocking(Verbs.all_gather_object)
+    gather_object = _Blocking(Verbs.gather_object)
+    scatter_object = _Blocking(Verbs.scatter_object)
+    split = _Blocking(Start.split)
+
+    def __init__(self, group: Group, parent: Communicator | None) -> None:
+        self._group = group
+        self._parent = parent
+        self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        self._splits = 0
+        self._subs: dict[tuple[int, ...], int] = {}
+        self._start = Start(self, group)
+        self._waited = Start(self, group, timers=False)
+        if parent is None:
+            # A world that is simply forgotten must not leave the others waiting for it.
+            self._forgotten = weakref.finalize(self, group.backend.close)
+            self._forgotten.atexit = False
+        else:
+            parent._children.add(self)
+
+    @classmethod
+    def world(cls, backend: Backend) -> Communicator:
+        """The communicator of all ranks of a backend, which it owns and closes."""
+        descriptor = descriptor_of("world", backend.size)
+        group = Group(backend, Control(backend), WORLD_CONTEXT, "world", descriptor, is_introduced=True)
+        group.control.join(group)
+        return cls(group, None)
+
+    # -- what it is ---------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's position, 0 to size - 1."""
+        return self._group.backend.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._group.backend.size
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self._group.name
+
+    @property
+    def epoch(self) -> int:
+        """The number of the membership view."""
+        return self._group.epoch
+
+    @property
+    def backend(self) -> Backend:
+        """What moves the bytes."""
+        return self._group.backend
+
+    @property
+    def start(self) -> Start:
+        """The same verbs, started: each returns a Work."""
+        return self._start
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._group.is_closed else ""
+        place = f"rank {self.rank} of {self.size}"
+        return f"<Communicator {self.name!r} {place}, {self.backend.capabilities.name}{state}>"
+
+    # -- groups within ------------------------------------------------------------------------------------
+
+    def sub(self, ranks: Sequence[int]) -> Communicator:
+        """Make a communicator of the given ranks; only these call it, and nothing is exchanged.
+
+        The ranks are sorted and duplicates removed. All members must make the same subs of the same set
+        equally often.
+        """
+        self._group.check_usable(is_collective=False)
+        backend = SubBackend(self.backend, _ranks(ranks))
+        members = tuple(sorted(set(ranks)))
+        uses = self._subs[members] = self._subs.get(members, 0) + 1
+        identity = (self._group.descriptor.hex(), self.epoch, "sub", members, uses)
+        context = context_of(self._group.context, *identity)
+        if self._group.control.has_context(context):
+            raise ProtocolError(
+                f"the context id of sub({list(members)}) is in use", next_step="call sub again on all members"
+            )
+        name = f"{self.name}.sub({','.join(map(str, members))})" + ("" if uses == 1 else f"#{uses}")
+        return self._child(backend, context, name, descriptor_of(*identity), is_introduced=False)
+
+    def mesh(self, shape: Sequence[int], names: Sequence[str] | None = None) -> Mesh:
+        """Arrange the ranks in a grid, row by row, with a communicator along each axis. All ranks call it."""
+        grid = Grid(tuple(shape), tuple(names) if names is not None else None)
+        grid.check_size(self.size)
+        axes: dict[str, Communicator] = {}
+        for axis, name in enumerate(grid.names):
+            group = grid.groups_along(axis)
+            color = next(i for i, ranks in enumerate(group) if self.rank in ranks)
+            child = self.split(color, self.rank)
+            assert child is not None
+            child._group.name = name
+            axes[name] = child
+        return Mesh(grid, self.rank, axes)
+
+    # -- endings ------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Flush what was sent and leave, with all groups within. Who waits for this rank gets PeerLost."""
+        for child in list(self._children):
+            child.close()
+        self._group.close()
+        if self._parent is None:
+            self._forgotten()
+
+    def abort(self, reason: str) -> None:
+        """Give up: end everyone's operations here with PeerAborted, which carries the reason."""
+        rank = self._group.world_rank
+        self._end_by(PeerAborted(f"rank {rank} aborted", rank=rank, cause=str(reason)))
+
+    def __enter__(self) -> Self:
+        self._group.check_usable(is_collective=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Killed):
+            return  # a crash says no goodbye
+        if isinstance(error, PeerLost | PeerAborted | CollectiveMismatch):
+            self._end_by(error)  # the root cause, passed on as itself
+        elif error is not None and not (isinstance(error, SystemExit) and not error.code):
+            first_line = (str(error).splitlines() or [""])[0]
+            self.abort(f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__)
+        self.close()
+
+    def _end_by(self, error: UnisonoError) -> None:
+        for child in list(self._children):
+            child._end_by(error)
+        self._group.abort(error)
+
+    # -- making children ----------------------------------------------------------------------------------
+
+    def _split(self, one: Collective, color: int | None, key: int) -> Steps[Communicator | None]:
+        generation = self._splits
+        self._splits += 1
+        mine = np.array([color is not None, color if color is not None else 0, key, generation], np.int64)
+        rows = yield from self._gathered(one, mine)
+        if any(row[3] != generation for row in rows):
+            raise CollectiveMismatch(
+                "the ranks disagree on how often they have split",
+                report="\n".join(
+                    f"rank {self._group.world_ranks[r]}: split #{row[3]}" for r, row in enumerate(rows)
+                ),
+            )
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for rank, (has_color, its_color, its_key, _) in enumerate(rows):
+            if has_color:
+                groups.setdefault(its_color, []).append((its_key, rank))
+        salt, contexts = yield from self._fresh_contexts(one, generation, sorted(groups))
+        if color is None:
+            return None
+        members = [rank for _, rank in sorted(groups[color])]
+        backend = SubBackend(self.backend, members, ordered=True)
+        identity = (self._group.descriptor.hex(), self.epoch, "split", generation, color, salt, members)
+        name = f"{self.name}.split#{generation}({color})"
+        return self._child(backend, contexts[color], name, descriptor_of(*identity), is_introduced=True)
+
+    def _fresh_contexts(
+        self, one: Collective, generation: int, colors: list[int]
+    ) -> Steps[tuple[int, dict[int, int]]]:
+        """Context ids that no group of any member uses: all ranks look, and try again together."""
+        for salt in range(_SALTS_MAX):
+            contexts = {
+                c: _split_context(self._group.context, self.epoch, generation, c, salt) for c in colors
+            }
+            taken = len(set(contexts.values())) < len(contexts) or any(
+                self._group.control.has_context(context) for context in contexts.values()
+            )
+            rows = yield from self._gathered(one, np.array([taken], np.int64))
+            if not any(row[0] for row in rows):
+                return salt, contexts
+        raise ProtocolError(f"no free context id in {_SALTS_MAX} attempts")
+
+    def _gathered(self, one: Collective, mine: np.ndarray[Any, Any]) -> Steps[list[list[int]]]:
+        everyone = np.empty(mine.size * self.size, np.int64)
+        counts = (mine.size,) * self.size
+        yield from one.run("all_gather", counts, _INT64, {Buf.IN: mine, Buf.OUT: everyone})
+        rows: list[list[int]] = everyone.reshape(self.size, -1).tolist()
+        return rows
+
+    def _child(
+        self, backend: Backend, context: int, name: str, descriptor: bytes, *, is_introduced: bool
+    ) -> Communicator:
+        control = self._group.control
+        group = Group(backend, control, context, name, descriptor, is_introduced=is_introduced)
+        group.epoch = self.epoch
+        control.join(group)
+        return Communicator(group, self)
+
+
+# A second collision is as likely as 64-bit hashes are bad; more than a few attempts mean a bug.
+_SALTS_MAX = 4
+
+
+def _split_context(parent: int, epoch: int, generation: int, color: int, salt: int) -> int:
+    return context_of(parent, epoch, "split", generation, color, salt)
+
+
+def _check_int64(number: Any, what: str) -> None:
+    if isinstance(number, bool) or not isinstance(number, int | np.integer) or not -(2**63) <= number < 2**63:
+        raise UsageError(
+            f"{what}={number!r}; allowed: a signed 64-bit integer" + (" or None" if what == "color" else "")
+        )
+
+
+def _ranks(ranks: Any) -> list[int]:
+    try:
+        return list(ranks)
+    except TypeError:
+        raise UsageError(f"ranks={ranks!r}; allowed: a list of ranks") from None

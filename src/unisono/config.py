@@ -1,0 +1,168 @@
+"""Every setting in one frozen value, and the only reader of the environment.
+
+Knows names, defaults, limits and UNISONO_* variables. Does not know who uses a setting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.errors import UsageError
+
+__all__ = ["Config", "Launch", "launch"]
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+def _setting(default: Any, low: float | None = None, high: float | None = None) -> Any:
+    return dataclasses.field(default=default, metadata={"low": low, "high": high})
+
+
+@dataclass(frozen=True, init=False)
+class Config:
+    """What a user may set. Unknown names and senseless values are refused with a UsageError.
+
+    Every field can also be set by a variable: `UNISONO_SEGMENT_BYTES=65536`. A value given in code wins.
+    All ranks must use equal settings wherever `digest()` covers them.
+    """
+
+    reproducible: bool = _setting(False)
+    """The same bits whatever transport, size or timing."""
+
+    segment_bytes: int = _setting(256 * KIB, 64, 1 << 30)
+    """The piece in which a long message of a collective travels."""
+
+    window_segments: int = _setting(8, 1, 4096)
+    """How many pieces from one peer may be under way at once."""
+
+    eager_bytes: int = _setting(16 * KIB, 0, MIB)
+    """A message up to this length is sent before a receive asks for it."""
+
+    eager_credit_bytes: int = _setting(256 * KIB, 0, 1 << 30)
+    """How much a peer may have sent in this way before it must wait."""
+
+    message_bytes_max: int = _setting(1 << 40, 1)
+    """The longest message that is accepted."""
+
+    stall_query_s: float = _setting(0.25, 0.001)
+    """After this time without an end, a collective asks the others what they are doing."""
+
+    stall_log_s: float = _setting(30.0, 0.001)
+    """After this time without an end, an operation logs who is missing."""
+
+    flush_s: float = _setting(5.0, 0.0)
+    """How long `close` waits for sends that were started and have not met their receive."""
+
+    silence_s: float = _setting(2.5, 0.01)
+    """A peer that is silent for so long is taken for dead."""
+
+    deadlock_after_s: float = _setting(2.0, 0.0)
+    """In-process ranks that all wait for each other are told so after this time; 0 turns it off."""
+
+    def __init__(self, **settings: Any) -> None:
+        fields = {f.name: f for f in dataclasses.fields(self)}
+        for name in settings:
+            if name not in fields:
+                raise UsageError(_unknown("setting", name, list(fields)))
+        given = {**_from_environment(os.environ), **settings}
+        for name, field in fields.items():
+            object.__setattr__(self, name, _checked(field, given.get(name, field.default)))
+
+    def digest(self) -> str:
+        """A fingerprint of the settings; ranks that differ in it must not work together."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How this process was started: by whom, and as which of how many ranks."""
+
+    launcher: str
+    rank: int
+    size: int
+
+
+def launch() -> Launch | None:
+    """Read from the environment who started this process; None if it was started alone.
+
+    Raises:
+        UsageError: the environment names a rank and a size that make no sense.
+    """
+    for launcher, sign, rank_name, size_name in _LAUNCHERS:
+        if sign not in os.environ:
+            continue
+        try:
+            rank, size = int(os.environ[rank_name]), int(os.environ[size_name])
+        except (KeyError, ValueError):
+            raise UsageError(
+                f"{launcher} set {sign}, but {rank_name} and {size_name} are not both numbers"
+            ) from None
+        if not 0 <= rank < size:
+            raise UsageError(
+                f"{launcher} set {rank_name}={rank} and {size_name}={size}; allowed: 0 <= rank < size"
+            )
+        return Launch(launcher, rank, size)
+    return None
+
+
+# In this order: a launcher may run under another, and the inner one counts. torchrun sets RANK too.
+_LAUNCHERS = (
+    ("torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
+    ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("the environment", "WORLD_SIZE", "RANK", "WORLD_SIZE"),
+)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    names = {f.name: f for f in dataclasses.fields(Config)}
+    found: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith("UNISONO_"):
+            continue
+        name = variable.removeprefix("UNISONO_").lower()
+        if name not in names:
+            known = [f"UNISONO_{n.upper()}" for n in names]
+            raise UsageError(_unknown("variable", variable, known))
+        found[name] = _parsed(variable, text, type(names[name].default))
+    return found
+
+
+def _parsed(variable: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+        if text.lower() not in words:
+            raise UsageError(f"{variable}={text!r} is not a switch; allowed: 1, true, yes, 0, false, no")
+        return words[text.lower()]
+    try:
+        return kind(text)
+    except ValueError:
+        raise UsageError(
+            f"{variable}={text!r} is not {'a number' if kind is float else 'an integer'}"
+        ) from None
+
+
+def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
+    kind = type(field.default)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not kind:
+        raise UsageError(f"{field.name}={value!r} is {type(value).__name__}; allowed: {kind.__name__}")
+    low, high = field.metadata["low"], field.metadata["high"]
+    if (low is not None and not value >= low) or (high is not None and not value <= high):
+        bounds = f"at least {low}" if high is None else f"{low} to {high}"
+        raise UsageError(f"{field.name}={value!r} is out of range; allowed: {bounds}")
+    return value
+
+
+def _unknown(what: str, name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(known)}"
+    return f"{what} {name!r} is unknown; {hint}"

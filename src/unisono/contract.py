@@ -1,0 +1,287 @@
+"""The contract between what moves bytes and everything above it.
+
+Knows messages, requests and the duties of a backend. Does not know collectives, communicators or how any
+backend works. A backend needs only `start_send`, `start_recv` and `probe`; every collective, group and call
+above is built from these three.
+
+The nouns. A *message* is an envelope and its bytes. A *context* separates communicators. A *tag* separates
+messages within one: users have 0..2^31-1, collectives and control live above. A *request* is one send,
+receive or probe under way.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Final
+
+from unisono.errors import ClosedError, PeerLost, UsageError
+from unisono.values import ANY, TAG_MAX, Any_
+
+if TYPE_CHECKING:
+    from unisono.config import Config
+    from unisono.runtime import Runtime
+
+__all__ = [
+    "HEADER_BYTES_MAX",
+    "UNTYPED",
+    "Backend",
+    "Capabilities",
+    "Envelope",
+    "Lane",
+    "PeerDown",
+    "Request",
+    "Tags",
+]
+
+# An envelope's header holds a fingerprint or a descriptor: a line of text and its call site.
+HEADER_BYTES_MAX: Final = 1024
+
+# The dtype code of plain bytes, which fit any receive buffer.
+UNTYPED: Final = 255
+
+
+class Tags:
+    """How the 64 bits of a tag are shared out. An ANY receive meets only what users send."""
+
+    COLLECTIVE = 1 << 62
+    CONTROL = 1 << 61
+    STAGES = 16  # a collective may exchange metadata before its plan: each stage has a tag of its own
+
+    @staticmethod
+    def collective(sequence: int, stage: int) -> int:
+        """The tag of one stage of a numbered collective."""
+        assert 0 <= stage < Tags.STAGES
+        return Tags.COLLECTIVE | sequence * Tags.STAGES + stage
+
+    @staticmethod
+    def is_users(tag: int) -> bool:
+        """Whether a user may have sent it."""
+        return 0 <= tag <= TAG_MAX
+
+
+class Lane(IntEnum):
+    """An independent queue on a link. A full lane never blocks another."""
+
+    BULK = 0
+    CONTROL = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What is known about a message before its bytes: `header` is opaque to the backend."""
+
+    source: int
+    context: int
+    tag: int
+    nbytes: int
+    dtype: int = UNTYPED
+    header: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDown:
+    """A backend's verdict: this rank will not be heard of again. `left` if it said goodbye."""
+
+    rank: int
+    cause: str
+    left: bool = False
+
+    def error(self) -> PeerLost:
+        """The error of a request that can no longer end."""
+        return PeerLost(f"rank {self.rank} is gone", ranks=(self.rank,), cause=self.cause)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do; what it cannot is refused before anything is sent.
+
+    `run_plan` and `run_collective` name the two optional fast paths. `sync_send`: a send can be made to
+    end only when it has met its receive.
+    """
+
+    name: str
+    run_plan: bool = False
+    run_collective: bool = False
+    sync_send: bool = True
+    wildcards: bool = True
+    device_memory: bool = False
+
+
+class Request:
+    """One send, receive or probe under way.
+
+    Whoever completes it calls `complete` or `fail`, exactly once and without holding a lock: the callbacks
+    run there and then. `data` holds the bytes of a receive that was started without a buffer.
+    """
+
+    __slots__ = (
+        "_callbacks",
+        "_envelope",
+        "_lock",
+        "_withdraw",
+        "data",
+        "done",
+        "error",
+        "peer",
+        "translate",
+    )
+
+    def __init__(self, peer: int | Any_, withdraw: Callable[[Request], bool] | None = None) -> None:
+        self.peer = peer
+        self.done = False
+        self.error: BaseException | None = None
+        self.translate: Callable[[Envelope], Envelope] | None = None
+        self.data: bytes | bytearray | None = None
+        self._envelope: Envelope | None = None
+        self._withdraw = withdraw
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] | None = []
+
+    @property
+    def envelope(self) -> Envelope | None:
+        """What a receive or probe met, in the rank numbers of the backend that was asked."""
+        if self._envelope is None or self.translate is None:
+            return self._envelope
+        return self.translate(self._envelope)
+
+    def withdraw_by(self, withdraw: Callable[[Request], bool]) -> None:
+        """Say how it can be taken back."""
+        self._withdraw = withdraw
+
+    def notify(self, callback: Callable[[], None]) -> None:
+        """Call back once it is done; at once if it is."""
+        with self._lock:
+            if self._callbacks is not None:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def complete(self, envelope: Envelope | None = None, data: bytes | bytearray | None = None) -> None:
+        """End it well."""
+        self._envelope = envelope
+        self.data = data
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error."""
+        self.error = error
+        self._end()
+
+    def cancel(self) -> bool:
+        """Withdraw it. False if it is done or has met its counterpart: then it ends by itself, soon."""
+        return not self.done and self._withdraw is not None and self._withdraw(self)
+
+    def cancelled(self) -> None:
+        """End it as withdrawn; for those who implement `cancel`."""
+        self.fail(ClosedError("withdrawn before it met its counterpart"))
+
+    def _end(self) -> None:
+        with self._lock:
+            assert self._callbacks is not None, "a request ends once"
+            callbacks, self._callbacks = self._callbacks, None
+            self.done = True
+        for callback in callbacks:
+            callback()
+
+
+class Backend(ABC):
+    """What moves bytes between `size` ranks, seen from one of them.
+
+    Promises, on good days and bad:
+
+    - Messages of one sender with one (context, tag) meet receives in the order they were sent.
+    - A buffer belongs to the request until the request is done. If a send fails, the receiver may have
+      got all of the message or none, never a part that looks whole.
+    - A message longer than the buffer, or of another type, fails that receive with UsageError and stays
+      queued.
+    - Unmatched payload is bounded: small messages travel at once under a credit per peer, others send an
+      envelope and wait. So a send may take until its receive.
+    - A request whose peer is gone fails with PeerLost; messages that arrived before stay receivable.
+    - After any error a link is intact at a message boundary, or closed.
+    - All methods may be called from any thread; none blocks.
+    """
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """This process's position, 0 to size - 1."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this backend can do."""
+
+    @property
+    @abstractmethod
+    def runtime(self) -> Runtime:
+        """The clock and threads that its requests live by."""
+
+    @property
+    @abstractmethod
+    def config(self) -> Config:
+        """The settings that all ranks share."""
+
+    @abstractmethod
+    def start_send(
+        self,
+        dst: int,
+        context: int,
+        tag: int,
+        data: memoryview,
+        *,
+        dtype: int = UNTYPED,
+        header: bytes = b"",
+        lane: Lane = Lane.BULK,
+        sync: bool = False,
+    ) -> Request:
+        """Start sending. With `sync` the request ends only when the message has met its receive."""
+
+    @abstractmethod
+    def start_recv(
+        self, src: int | Any_, context: int, tag: int | Any_, into: memoryview | None, *, dtype: int = UNTYPED
+    ) -> Request:
+        """Start receiving into a buffer; with None into bytes of the message's own length."""
+
+    @abstractmethod
+    def probe(self, src: int | Any_, context: int, tag: int | Any_) -> Request:
+        """Start waiting for a message without taking it; done at once if one is queued."""
+
+    @abstractmethod
+    def watch(self, listener: Callable[[PeerDown], None]) -> None:
+        """Tell the listener of every rank that is or goes down, until the backend is closed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave: flush what was sent, end pending requests, tell the others."""
+
+    def to_world(self, rank: int) -> int:
+        """The world rank behind one of this backend's ranks: what errors show."""
+        return rank
+
+    def hosts(self) -> tuple[int, ...]:
+        """A number per rank, equal for ranks on one host; empty if all share one."""
+        return ()
+
+    def run_plan(self, plan: Any, memory: dict[Any, Any], context: int, tag: int, header: bytes) -> Request:
+        """Execute a plan below Python; only with the capability."""
+        raise NotImplementedError(f"{self.capabilities.name} does not run plans")
+
+    def run_collective(self, name: str, arguments: dict[str, Any]) -> Request | None:
+        """Run a collective by the library's own algorithm, or return None to leave it to plans."""
+        return None
+
+    def check_peer(self, rank: int | Any_, what: str) -> None:
+        """Refuse a rank that does not exist, before anything is sent."""
+        if rank is ANY:
+            return
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
+            raise UsageError(f"{what}={rank!r}; allowed: ranks 0 to {self.size - 1}")

@@ -1,0 +1,241 @@
+"""Control: what ranks tell each other about their operations, beside the data.
+
+Knows the control messages, whom to send them to, and which group each concerns. Does not know what a group
+does with the news. One control serves all communicators of a world: a posted receive that every control
+message of every context meets.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Final, Protocol, TypeAlias
+
+import msgspec
+
+from unisono.contract import Backend, Lane, PeerDown, Request, Tags
+from unisono.errors import (
+    CollectiveMismatch,
+    DeadlineExceeded,
+    Deadlock,
+    Location,
+    PeerAborted,
+    PeerLost,
+    ProtocolError,
+    UnisonoError,
+)
+from unisono.values import ANY
+from unisono.work import Call, Steps, Task
+
+__all__ = ["Answer", "Control", "Left", "Member", "Query", "Verdict"]
+
+CONTROL_CONTEXT: Final = 0
+WORLD_CONTEXT: Final = 1
+
+# A rank may hear of a communicator before it has made it; the news waits, this much of it.
+_EARLY_NEWS_MAX: Final = 1024
+# Text that comes from a peer is shown to people and logged: one line of it, not a book.
+_TEXT_MAX: Final = 4096
+
+
+class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
+    """A communicator is broken, and why: the root cause, passed on as itself."""
+
+    context: int
+    kind: str
+    what: str
+    cause: str = ""
+    report: str = ""
+    ranks: tuple[int, ...] = ()
+    operation: str | None = None
+    communicator: str | None = None
+    sequence: int | None = None
+    is_abort: bool = False
+
+    @staticmethod
+    def of(error: UnisonoError, context: int, is_abort: bool = False) -> Verdict:
+        """Put an error into words that travel; an abort ends more than collectives, for its sender leaves."""
+        ranks: tuple[int, ...] = ()
+        if isinstance(error, PeerLost):
+            ranks = error.ranks
+        elif isinstance(error, DeadlineExceeded):
+            ranks = error.waiting_on
+        elif isinstance(error, PeerAborted):
+            ranks = (error.rank,)
+        report = error.report if isinstance(error, CollectiveMismatch) else ""
+        where = error.where
+        return Verdict(
+            context,
+            type(error).__name__,
+            error.what,
+            error.cause or "",
+            report,
+            ranks,
+            where.operation,
+            where.communicator,
+            where.sequence,
+            is_abort,
+        )
+
+    def error(self, sender: int) -> UnisonoError:
+        """Make the error that it speaks of; what is not passed on as itself becomes the sender's abort."""
+        what, cause, report = _shown(self.what), _shown(self.cause), _shown(self.report)
+        where = Location(self.operation, self.communicator, None, self.sequence)
+        match self.kind:
+            case "PeerLost":
+                return PeerLost(what, ranks=self.ranks, where=where, cause=cause)
+            case "DeadlineExceeded":
+                return DeadlineExceeded(what, waiting_on=self.ranks, where=where, cause=cause)
+            case "CollectiveMismatch":
+                return CollectiveMismatch(what, report=report, where=where, cause=cause)
+            case "Deadlock":
+                return Deadlock(what, where=where, cause=cause)
+            case "PeerAborted":
+                rank = self.ranks[0] if self.ranks and self.ranks[0] >= 0 else sender
+                return PeerAborted(what, rank=rank, where=where, cause=cause)
+            case _:
+                text = f"{self.kind}: {what}" + (f": {cause}" if cause else "")
+                return PeerAborted(f"rank {sender} gave up", rank=sender, where=where, cause=text)
+
+
+class Left(msgspec.Struct, frozen=True, tag="left"):
+    """The sender has closed this communicator; all it sent on it came before."""
+
+    context: int
+
+
+class Query(msgspec.Struct, frozen=True, tag="query"):
+    """The sender's collective does not end: what is the receiver doing at that number?"""
+
+    context: int
+    sequence: int
+    fingerprint: bytes
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """What the sender is doing: whether it has called the collective, and whom it waits for itself."""
+
+    context: int
+    sequence: int
+    has_called: bool
+    waiting_on: tuple[int, ...] = ()
+
+
+News: TypeAlias = Verdict | Left | Query | Answer
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Verdict | Left | Query | Answer).decode
+
+
+class Member(Protocol):
+    """A communicator as control sees it."""
+
+    context: int
+
+    def on_news(self, sender: int, news: News) -> None:
+        """A member, by its world rank, tells something about this communicator."""
+
+    def on_peer_down(self, down: PeerDown) -> None:
+        """The backend gave a world rank up."""
+
+
+class Control:
+    """One rank's ear and voice for everything that is not data."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._lock = threading.Lock()
+        self._members: dict[int, Member] = {}
+        self._down: dict[int, PeerDown] = {}
+        self._early: OrderedDict[int, list[tuple[int, News]]] = OrderedDict()
+        self._early_count = 0
+        self._unsent: list[Request] = []
+        backend.watch(self._on_peer_down)
+        call = Call("control", backend.rank)
+        Task(backend.runtime, call, self._listen(call)).begin(timers=False)
+
+    def join(self, member: Member) -> None:
+        """Let a communicator hear the news of its context, the early ones first."""
+        with self._lock:
+            self._members[member.context] = member
+            early = self._early.pop(member.context, [])
+            self._early_count -= len(early)
+            down = list(self._down.values())
+        for verdict in down:
+            member.on_peer_down(verdict)
+        for sender, news in early:
+            member.on_news(sender, news)
+
+    def leave(self, member: Member) -> None:
+        """Stop telling a communicator anything."""
+        with self._lock:
+            self._members.pop(member.context, None)
+
+    def has_context(self, context: int) -> bool:
+        """Whether a living communicator of this rank uses the context."""
+        return context in self._members
+
+    def tell(self, ranks: Iterable[int], news: News, lane: Lane = Lane.CONTROL) -> None:
+        """Send news to world ranks. Whoever cannot be reached has other sources of bad news."""
+        data = memoryview(_encode(news))
+        for rank in ranks:
+            if rank != self.backend.rank and rank not in self._down:
+                request = self.backend.start_send(rank, CONTROL_CONTEXT, Tags.CONTROL, data, lane=lane)
+                if not request.done:
+                    self._unsent = [r for r in self._unsent if not r.done] + [request]
+
+    def _listen(self, call: Call) -> Steps[None]:
+        while True:
+            request = self.backend.start_recv(ANY, CONTROL_CONTEXT, Tags.CONTROL, None)
+            request.notify(call.wake)
+            while not request.done:
+                yield
+            if request.error is not None:
+                return
+            envelope = request.envelope
+            assert envelope is not None
+            self._on_message(envelope.source, bytes(request.data or b""))
+
+    def _on_message(self, sender: int, data: bytes) -> None:
+        try:
+            news: News = _decode(data)
+        except (msgspec.DecodeError, ValueError) as error:
+            self._blame(
+                sender, ProtocolError(f"rank {sender} sent a malformed control message", cause=str(error))
+            )
+            return
+        with self._lock:
+            member = self._members.get(news.context)
+            if member is None and not isinstance(news, Query | Answer):
+                self._keep(sender, news)
+        if member is not None:
+            member.on_news(sender, news)
+        elif isinstance(news, Query):
+            self.tell([sender], Answer(news.context, news.sequence, has_called=False))
+
+    def _keep(self, sender: int, news: News) -> None:
+        self._early.setdefault(news.context, []).append((sender, news))
+        self._early_count += 1
+        while self._early_count > _EARLY_NEWS_MAX:
+            _, oldest = self._early.popitem(last=False)
+            self._early_count -= len(oldest)
+
+    def _blame(self, sender: int, error: ProtocolError) -> None:
+        with self._lock:
+            members = list(self._members.values())
+        for member in members:
+            member.on_news(sender, Verdict.of(error, member.context))
+
+    def _on_peer_down(self, down: PeerDown) -> None:
+        with self._lock:
+            if down.rank in self._down:
+                return
+            self._down[down.rank] = down
+            members = list(self._members.values())
+        for member in members:
+            member.on_peer_down(down)
+
+
+def _shown(text: str) -> str:
+    """A peer's text, fit to be shown: printable, one line each, of bounded length."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text[:_TEXT_MAX])

@@ -1,0 +1,255 @@
+"""Every exception that unisono raises, each answering: what can the caller do next?
+
+    UnisonoError
+    ├─ UsageError (ValueError)         fix the call; nothing was sent
+    ├─ BackendUnavailable              install what it names, or choose another backend
+    ├─ RendezvousError                 the world did not form; the text says who is missing
+    ├─ DeadlineExceeded (TimeoutError) .waiting_on: retry, or look at those ranks
+    ├─ PeerLost                        .ranks: every rank known to be dead or gone
+    ├─ PeerAborted                     .rank and its own error text: look there first
+    ├─ CollectiveMismatch              .report: the ranks called different things
+    ├─ Deadlock                        who waits for whom (simulator and in-process ranks)
+    ├─ Revoked                         a member revoked the communicator: rebuild it
+    ├─ StaleEpoch                      the others went on without this process
+    ├─ QuorumLost                      this side of a partition must not go on
+    ├─ ProtocolError                   a peer sent bytes that make no sense
+    ├─ ClosedError                     stop using the closed thing
+    └─ RemoteError                     .rank, .type_name, .traceback_text of a far exception
+
+Knows how an error reads and what fields it carries. Does not know who raises it.
+Ranks in errors are world ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+__all__ = [
+    "BackendUnavailable",
+    "ClosedError",
+    "CollectiveMismatch",
+    "DeadlineExceeded",
+    "Deadlock",
+    "Location",
+    "PeerAborted",
+    "PeerLost",
+    "ProtocolError",
+    "QuorumLost",
+    "RemoteError",
+    "RendezvousError",
+    "Revoked",
+    "StaleEpoch",
+    "UnisonoError",
+    "UsageError",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where an operation stood when it failed: the part of the text that every error shares."""
+
+    operation: str | None = None
+    communicator: str | None = None
+    epoch: int | None = None
+    sequence: int | None = None
+    elapsed_s: float | None = None
+
+    def __str__(self) -> str:
+        words = []
+        if self.operation is not None:
+            number = "" if self.sequence is None else f" #{self.sequence}"
+            words.append(f"during {self.operation}{number}")
+        if self.communicator is not None:
+            words.append(f'on "{self.communicator}"')
+        text = " ".join(words)
+        if self.epoch is not None:
+            text += f", epoch {self.epoch}"
+        if self.elapsed_s is not None:
+            text += f", after {self.elapsed_s:.3g} s"
+        return text
+
+
+class UnisonoError(Exception):
+    """The base of all. Its text is built once, from what happened, where and what to do next."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: Location | None = None,
+        cause: str | None = None,
+        next_step: str | None = None,
+    ) -> None:
+        self.what = what
+        self.where = where if where is not None else Location()
+        self.cause = cause
+        self.next_step = next_step
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        text = " ".join(part for part in (self.what, str(self.where)) if part)
+        if self.cause:
+            text += f": {self.cause}"
+        if self.next_step:
+            text += f". Next: {self.next_step}"
+        return text
+
+    @property
+    def operation(self) -> str | None:
+        """The verb that failed, such as "all_reduce"."""
+        return self.where.operation
+
+    @property
+    def communicator(self) -> str | None:
+        """The name of the communicator it was called on."""
+        return self.where.communicator
+
+    @property
+    def epoch(self) -> int | None:
+        """The membership view in force."""
+        return self.where.epoch
+
+    @property
+    def sequence(self) -> int | None:
+        """The number of the collective on its communicator."""
+        return self.where.sequence
+
+    @property
+    def elapsed_s(self) -> float | None:
+        """How long the operation had run."""
+        return self.where.elapsed_s
+
+    def located(self, where: Location) -> UnisonoError:
+        """Return a copy that stands at `where`, keeping what it already knows about itself."""
+        copy = _copy(self)
+        known = {name: getattr(self.where, name) for name in Location.__slots__}
+        copy.where = replace(where, **{name: value for name, value in known.items() if value is not None})
+        return copy
+
+
+class UsageError(UnisonoError, ValueError):
+    """The call is wrong: it says what was given and what is allowed. Nothing was sent."""
+
+
+class BackendUnavailable(UnisonoError):
+    """The backend cannot run here; the text names the command that installs it."""
+
+
+class RendezvousError(UnisonoError):
+    """The ranks did not find each other."""
+
+
+class DeadlineExceeded(UnisonoError, TimeoutError):
+    """Time ran out; `waiting_on` holds the world ranks that had not answered."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        waiting_on: tuple[int, ...] = (),
+        where: Location | None = None,
+        cause: str | None = None,
+        next_step: str | None = None,
+    ) -> None:
+        super().__init__(what, where=where, cause=cause, next_step=next_step)
+        self.waiting_on = waiting_on
+
+
+class PeerLost(UnisonoError):
+    """One or more ranks died, fell silent or left; `ranks` holds all that are known."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        ranks: tuple[int, ...] = (),
+        where: Location | None = None,
+        cause: str | None = None,
+        next_step: str | None = None,
+    ) -> None:
+        super().__init__(what, where=where, cause=cause, next_step=next_step)
+        self.ranks = ranks
+
+
+class PeerAborted(UnisonoError):
+    """A rank gave up and said why; `rank` is where to look."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        rank: int = -1,
+        where: Location | None = None,
+        cause: str | None = None,
+        next_step: str | None = None,
+    ) -> None:
+        super().__init__(what, where=where, cause=cause, next_step=next_step)
+        self.rank = rank
+
+
+class CollectiveMismatch(UnisonoError):
+    """The ranks of a communicator called different things; `report` shows both calls."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        report: str = "",
+        where: Location | None = None,
+        cause: str | None = None,
+        next_step: str | None = None,
+    ) -> None:
+        super().__init__(what, where=where, cause=cause, next_step=next_step)
+        self.report = report
+
+
+class Deadlock(UnisonoError):
+    """Every rank waits for another, so no one can go on; the text says who waits for whom."""
+
+
+class Revoked(UnisonoError):
+    """A member revoked this communicator."""
+
+
+class StaleEpoch(UnisonoError):
+    """The others formed a newer view without this process."""
+
+
+class QuorumLost(UnisonoError):
+    """Too few members of the previous view are reachable to go on."""
+
+
+class ProtocolError(UnisonoError):
+    """Bytes arrived that no correct peer sends."""
+
+
+class ClosedError(UnisonoError):
+    """The communicator, backend or agent was closed."""
+
+
+class RemoteError(UnisonoError):
+    """An exception on another rank whose type cannot be rebuilt here."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        rank: int = -1,
+        type_name: str = "",
+        traceback_text: str = "",
+        where: Location | None = None,
+        cause: str | None = None,
+        next_step: str | None = None,
+    ) -> None:
+        super().__init__(what, where=where, cause=cause, next_step=next_step)
+        self.rank = rank
+        self.type_name = type_name
+        self.traceback_text = traceback_text
+
+
+def _copy(error: UnisonoError) -> UnisonoError:
+    """Copy an error without its traceback, so that each rank and thread raises its own."""
+    copy = type(error).__new__(type(error))
+    copy.__dict__.update(error.__dict__)
+    copy.args = error.args
+    return copy

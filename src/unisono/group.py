@@ -1,0 +1,407 @@
+"""A group: the state of one communicator on one rank.
+
+Knows its members, what is pending, what was called under which number, who is gone and whether it is still
+sound. Does not know what the operations do, nor what the user holds.
+
+Two nouns. A *fingerprint* is the text of a collective call, equal on all ranks if they call the same thing. A
+group is *poisoned* by the first error that leaves its members in different places; from then on every
+collective fails with that error, here and on the other members. It is *aborted* when a member gives up for
+good: then messages between two members fail too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from unisono.contract import HEADER_BYTES_MAX, Backend, Lane, PeerDown, Request
+from unisono.control import Answer, Control, Left, News, Query, Verdict
+from unisono.errors import (
+    ClosedError,
+    CollectiveMismatch,
+    Location,
+    PeerLost,
+    ProtocolError,
+    UnisonoError,
+)
+from unisono.runtime import Deadline
+from unisono.work import Call, Steps, Task, Work
+
+__all__ = ["Group", "context_of", "descriptor_of", "fingerprint_of", "single"]
+
+T = TypeVar("T")
+
+_FINGERPRINTS_KEPT: Final = 64
+_PACKAGE: Final = str(Path(__file__).parent)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An operation under way. A collective has a sequence number; others concern single peers."""
+
+    task: Task[object]
+    sequence: int | None
+    asked: set[int]
+    is_send: bool = False
+
+
+class Group:
+    """The members of one communicator, seen from one of them."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        control: Control,
+        context: int,
+        name: str,
+        descriptor: bytes,
+        *,
+        is_introduced: bool,
+    ) -> None:
+        self.backend = backend
+        self.control = control
+        self.context = context
+        self.name = name
+        self.epoch = 0
+        self.descriptor = descriptor
+        self.world_rank = backend.to_world(backend.rank)
+        self.world_ranks = tuple(backend.to_world(rank) for rank in range(backend.size))
+        self._lock = threading.RLock()
+        self._pending: dict[int, _Pending] = {}
+        self._sequence = 0
+        self._fingerprints: OrderedDict[int, bytes] = OrderedDict()
+        self._poison: UnisonoError | None = None
+        self._is_aborted = False
+        self._closed: ClosedError | None = None
+        self._left: dict[int, str] = {}
+        self._dead: dict[int, str] = {}
+        # A group that its members made without talking introduces itself with its first message to each.
+        self._to_introduce = set() if is_introduced else set(self.world_ranks)
+
+    # -- operations ---------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        operation: str,
+        deadline: Deadline,
+        steps: Callable[[Call], Steps[T]],
+        *,
+        is_collective: bool,
+        timers: bool,
+        is_send: bool = False,
+    ) -> Work[T]:
+        """Begin an operation and keep an eye on it until it ends."""
+        runtime, config = self.backend.runtime, self.backend.config
+        call = Call(operation, self.world_rank, self.name, self.epoch, None, deadline, runtime.now())
+        with self._lock:
+            self.check_usable(is_collective)
+            if is_collective:
+                call.sequence = self._sequence
+                self._sequence += 1
+        task: Task[T] = Task(runtime, call, steps(call))
+        entry = _Pending(task, call.sequence, set(), is_send)  # type: ignore[arg-type]
+        call.doom = lambda: self._doom_of(call)
+        call.on_end = lambda error: self._on_end(entry, error)
+        call.stall_log_s = None if runtime.is_virtual else config.stall_log_s
+        if is_collective:
+            budget = deadline.remaining(call.started_at)
+            call.stall_query_s = (
+                config.stall_query_s if budget is None else min(config.stall_query_s, budget / 2)
+            )
+            call.on_stall = lambda: self._ask(entry, call.waiting_on())
+        with self._lock:
+            self._pending[id(entry)] = entry
+        task.begin(timers)
+        return Work(task, runtime)
+
+    def check_usable(self, is_collective: bool) -> None:
+        """Refuse an operation on a closed or broken communicator."""
+        if self._closed is not None:
+            raise self._closed.located(Location(communicator=self.name))
+        if self._poison is not None and (is_collective or self._is_aborted):
+            raise self._current_poison()
+
+    def remember(self, sequence: int, fingerprint: bytes) -> None:
+        """Keep what was called under a number, for those who ask later."""
+        with self._lock:
+            self._fingerprints[sequence] = fingerprint
+            while len(self._fingerprints) > _FINGERPRINTS_KEPT:
+                self._fingerprints.popitem(last=False)
+
+    def check_fingerprint(self, call: Call, mine: bytes, peer: int, theirs: bytes) -> None:
+        """Compare the call of the peer (by its rank here) with ours; a difference is the end of the group."""
+        if _call_of(mine) != _call_of(theirs):
+            raise self._mismatch(call.operation, call.sequence, mine, self.world_ranks[peer], theirs)
+
+    def refuse_length(self, call: Call, mine: bytes, peer: int, came: int, awaited: int) -> None:
+        """The calls read alike and yet a message has another length: no correct peer sends it."""
+        there = self.world_ranks[peer]
+        lines = f"rank {there} sent {came} bytes where {awaited} were due"
+        raise CollectiveMismatch(
+            f"ranks {self.world_rank} and {there} disagree", report=f"{_shown(mine)}: {lines}", cause=lines
+        )
+
+    def introduction(self, peer: int) -> bytes:
+        """The header of a message between users: who we are, in the first one to each peer."""
+        with self._lock:
+            there = self.world_ranks[peer]
+            if there not in self._to_introduce:
+                return b""
+            self._to_introduce.discard(there)
+            return self.descriptor
+
+    def check_introduction(self, header: bytes, source: int) -> None:
+        """Refuse a message that another communicator with the same context id has sent."""
+        if header and header != self.descriptor:
+            raise ProtocolError(
+                f"rank {self.world_ranks[source]} uses the context id of {self.name!r} for another group",
+                next_step="close both groups and call sub again",
+            )
+
+    # -- endings ------------------------------------------------------------------------------------------
+
+    def poison(self, error: UnisonoError) -> None:
+        """The members are no longer in step: end every collective, refuse the next, tell the others once."""
+        with self._lock:
+            if self._closed is not None or self._poison is not None:
+                return
+            self._poison = error
+            pending = [entry for entry in self._pending.values() if entry.sequence is not None]
+        self.control.tell(self.world_ranks, Verdict.of(error, self.context))
+        for entry in pending:
+            entry.task.interrupt(self._current_poison())
+
+    def abort(self, error: UnisonoError) -> None:
+        """A member gives up for good: end everything. If the group was poisoned before, that is the cause."""
+        with self._lock:
+            if self._closed is not None or self._is_aborted:
+                return
+            self._is_aborted = True
+            self._poison = self._poison if self._poison is not None else error
+            pending = list(self._pending.values())
+            root_cause = self._poison
+        self.control.tell(self.world_ranks, Verdict.of(root_cause, self.context, is_abort=True))
+        for entry in pending:
+            entry.task.interrupt(self._current_poison())
+
+    def close(self) -> None:
+        """Flush, end what is pending, and say goodbye."""
+        with self._lock:
+            if self._closed is not None:
+                return
+            sends = [entry for entry in self._pending.values() if entry.is_send]
+        self._flush(sends)
+        with self._lock:
+            self._closed = ClosedError(f"communicator {self.name!r} is closed")
+            pending = list(self._pending.values())
+        for entry in pending:
+            entry.task.interrupt(self._closed)
+        if not self._is_aborted:
+            self.control.tell(self.world_ranks, Left(self.context), Lane.BULK)
+        self.control.leave(self)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed here."""
+        return self._closed is not None
+
+    def _flush(self, sends: list[_Pending]) -> None:
+        runtime = self.backend.runtime
+        deadline = runtime.deadline(self.backend.config.flush_s)
+        for entry in sends:
+            try:
+                entry.task.wait(deadline.remaining(runtime.now()))
+            except (UnisonoError, TimeoutError):
+                continue
+
+    def _on_end(self, entry: _Pending, error: UnisonoError | None) -> None:
+        with self._lock:
+            self._pending.pop(id(entry), None)
+        if error is not None and entry.sequence is not None and not isinstance(error, ClosedError):
+            self.poison(error)
+
+    def _current_poison(self) -> UnisonoError:
+        """The poison as it reads now: a PeerLost names all that are known to be lost."""
+        error = self._poison
+        assert error is not None
+        if isinstance(error, PeerLost):
+            ranks = tuple(sorted({*error.ranks, *self._dead}))
+            if ranks != error.ranks:
+                return PeerLost(_lost_text(ranks), ranks=ranks, where=error.where, cause=error.cause)
+        return error.located(Location())
+
+    # -- news ---------------------------------------------------------------------------------------------
+
+    def on_news(self, sender: int, news: News) -> None:
+        """A member tells something about this communicator."""
+        if sender not in self.world_ranks:
+            return
+        match news:
+            case Verdict(is_abort=True):
+                self.abort(news.error(sender))
+            case Verdict():
+                self.poison(news.error(sender))
+            case Left():
+                self._on_gone(sender, "left")
+            case Query():
+                self._on_query(sender, news)
+            case Answer():
+                self._on_answer(sender, news)
+
+    def on_peer_down(self, down: PeerDown) -> None:
+        """The backend gave a world rank up: left ends those who wait for it, dead ends every collective."""
+        if down.rank not in self.world_ranks:
+            return
+        if down.left:
+            self._on_gone(down.rank, down.cause)
+            return
+        with self._lock:
+            self._dead[down.rank] = down.cause
+        self.poison(self._lost([down.rank]))
+        self._wake_all()
+
+    def _on_gone(self, rank: int, cause: str) -> None:
+        with self._lock:
+            self._left.setdefault(rank, cause)
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        with self._lock:
+            pending = list(self._pending.values())
+        for entry in pending:
+            entry.task.wake()
+
+    def _doom_of(self, call: Call) -> UnisonoError | None:
+        """Why an operation that waits now can never end, if so."""
+        gone = {**self._left, **self._dead}
+        if not gone:
+            return None
+        on = call.waiting_on()
+        if on:
+            hopeless = [rank for rank in on if rank in gone]
+        elif self._dead:
+            hopeless = list(self._dead)
+        else:
+            others = [rank for rank in self.world_ranks if rank != self.world_rank]
+            hopeless = others if all(rank in gone for rank in others) else []
+        return self._lost(hopeless) if hopeless else None
+
+    def _lost(self, ranks: list[int]) -> PeerLost:
+        causes = {**self._left, **self._dead}
+        everyone = tuple(sorted({*ranks, *self._dead}))
+        cause = "; ".join(f"rank {rank} {causes[rank]}" for rank in everyone)
+        return PeerLost(_lost_text(everyone), ranks=everyone, cause=cause)
+
+    # -- stalls and mismatches ----------------------------------------------------------------------------
+
+    def _ask(self, entry: _Pending, ranks: tuple[int, ...]) -> None:
+        """A collective does not end: show the others what was called here and ask what they are doing."""
+        with self._lock:
+            sequence = entry.sequence
+            fingerprint = None if sequence is None else self._fingerprints.get(sequence)
+            fresh = [rank for rank in ranks if rank not in entry.asked and rank != self.world_rank]
+            entry.asked.update(fresh)
+        if sequence is not None and fingerprint is not None and fresh:
+            self.control.tell(fresh, Query(self.context, sequence, fingerprint))
+
+    def _on_query(self, sender: int, query: Query) -> None:
+        with self._lock:
+            mine = self._fingerprints.get(query.sequence)
+            entry = self._pending_at(query.sequence)
+            has_passed = query.sequence < self._sequence
+        if mine is not None and _call_of(mine) != _call_of(query.fingerprint):
+            operation = _call_of(mine).split(b" ")[0].decode(errors="replace")
+            self.poison(self._mismatch(operation, query.sequence, mine, sender, query.fingerprint))
+            return
+        waiting_on = entry.task.call.waiting_on() if entry is not None else ()
+        self.control.tell([sender], Answer(self.context, query.sequence, has_passed, waiting_on))
+
+    def _on_answer(self, sender: int, answer: Answer) -> None:
+        with self._lock:
+            entry = self._pending_at(answer.sequence)
+        if entry is None:
+            return
+        if answer.has_called:
+            entry.task.call.absent.discard(sender)
+            self._ask(entry, tuple(rank for rank in answer.waiting_on if rank in self.world_ranks))
+        else:
+            entry.task.call.absent.add(sender)
+
+    def _pending_at(self, sequence: int) -> _Pending | None:
+        return next((entry for entry in self._pending.values() if entry.sequence == sequence), None)
+
+    def _mismatch(
+        self, operation: str, sequence: int | None, mine: bytes, peer: int, theirs: bytes
+    ) -> CollectiveMismatch:
+        calls = sorted([(self.world_rank, mine), (peer, theirs)])
+        lines = [f"rank {rank}: {_shown(fingerprint)}" for rank, fingerprint in calls]
+        return CollectiveMismatch(
+            f"ranks {calls[0][0]} and {calls[1][0]} called different things",
+            report="\n".join(lines),
+            where=Location(operation, self.name, self.epoch, sequence),
+            cause="; ".join(lines),
+            next_step="make every rank call the same collectives in the same order",
+        )
+
+
+def fingerprint_of(words: str, descriptor: bytes) -> bytes:
+    """The header of a collective's first messages: the call, then what does not count: where it stands."""
+    call = f"{words} group={descriptor.hex()[:16]}".encode()[: HEADER_BYTES_MAX // 2]
+    return call + b"\0" + _call_site().encode()[: HEADER_BYTES_MAX // 2 - 1]
+
+
+def context_of(*parts: object) -> int:
+    """A 64-bit context id from what all members know; 0 and 1 are taken."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") | 2
+
+
+def descriptor_of(*parts: object) -> bytes:
+    """128 bits that tell a group from any other, whatever its context id."""
+    return hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).digest()
+
+
+def single(call: Call, request: Request, peers: Callable[[], tuple[int, ...]]) -> Steps[Request]:
+    """Carry one request to its end. Interrupted, it is withdrawn; if it was met already, it ends well."""
+    call.waiting_on = peers
+    request.notify(call.wake)
+    try:
+        while not request.done:
+            yield
+    except UnisonoError:
+        request.cancel()
+        while not request.done:
+            yield
+        if request.error is not None:
+            raise
+    if request.error is not None:
+        raise request.error
+    return request
+
+
+def _call_of(fingerprint: bytes) -> bytes:
+    return fingerprint.partition(b"\0")[0]
+
+
+def _shown(fingerprint: bytes) -> str:
+    call, _, site = fingerprint.partition(b"\0")
+    words = call.decode(errors="replace").partition(" group=")[0]
+    return words + (f" at {site.decode(errors='replace')}" if site else "")
+
+
+def _call_site() -> str:
+    """The user's line: the first frame outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _lost_text(ranks: tuple[int, ...]) -> str:
+    return f"rank {ranks[0]} is gone" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are gone"

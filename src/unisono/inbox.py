@@ -1,0 +1,157 @@
+"""An inbox: the receiving side of a rank for backends that have no matching of their own.
+
+Knows arrivals, posted receives, peers that are gone and in which order their news may be told. Does not know
+how a message travels: a parcel does, and is asked to deliver itself once it has met its receive.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+
+from unisono.contract import UNTYPED, Envelope, PeerDown, Request
+from unisono.errors import ClosedError, UnisonoError, UsageError
+from unisono.matching import Arrived, Matcher, Posted, refusal
+from unisono.values import ANY, Any_
+
+__all__ = ["Inbox", "Parcel"]
+
+
+class Parcel(ABC):
+    """A message on its way. Its methods are called without any lock held."""
+
+    @abstractmethod
+    def deliver(self, posted: Posted, envelope: Envelope) -> None:
+        """Bring the bytes into the receive that was met, then end its request and the sender's."""
+
+    @abstractmethod
+    def refuse(self, error: UnisonoError) -> None:
+        """The receiver is gone: end the sender's request with the error."""
+
+
+class Inbox:
+    """Where messages for one rank meet its receives.
+
+    Requests are completed after the lock is released, because their callbacks may call anything.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._lock = threading.Lock()
+        self._matcher: Matcher[Parcel] = Matcher()
+        self._down: dict[int, PeerDown] = {}
+        self._closed: UnisonoError | None = None
+
+    def arrive(self, envelope: Envelope, parcel: Parcel) -> None:
+        """A message has come: it meets the first fitting receive, or waits for one."""
+        todo: list[Callable[[], None]] = []
+        with self._lock:
+            if self._closed is not None:
+                error = self._closed
+                todo.append(lambda: parcel.refuse(error))
+            else:
+                self._place(envelope, parcel, todo)
+        for action in todo:
+            action()
+
+    def receive(
+        self, source: int | Any_, context: int, tag: int | Any_, into: memoryview | None, dtype: int = UNTYPED
+    ) -> Request:
+        """Post a receive."""
+        return self._post(Posted(source, context, tag, Request(source), into, dtype))
+
+    def probe(self, source: int | Any_, context: int, tag: int | Any_) -> Request:
+        """Post a probe: it ends when a fitting message is queued, and leaves it there."""
+        return self._post(Posted(source, context, tag, Request(source), is_probe=True))
+
+    def peer_down(self, down: PeerDown) -> None:
+        """A rank is gone: receives that only it could serve end; what it sent before stays receivable.
+
+        A wildcard receive goes on, because another rank may serve it; who knows the members of a
+        communicator decides about those.
+        """
+        with self._lock:
+            if down.rank in self._down:
+                return
+            self._down[down.rank] = down
+            doomed = [p for p in self._matcher.all_posted() if p.source == down.rank]
+            for posted in doomed:
+                self._matcher.withdraw(posted)
+        for posted in doomed:
+            posted.request.fail(down.error())
+
+    def close(self, error: ClosedError, to_senders: UnisonoError) -> None:
+        """End every receive with `error` and every sender that still waits with `to_senders`."""
+        with self._lock:
+            if self._closed is not None:
+                return
+            self._closed = to_senders
+            posted, arrived = list(self._matcher.all_posted()), list(self._matcher.all_arrived())
+            self._matcher = Matcher()
+        for receive in posted:
+            receive.request.fail(error)
+        for message in arrived:
+            message.payload.refuse(to_senders)
+
+    def withdraw_parcel(self, wanted: Parcel) -> bool:
+        """Take back a queued message that its sender cancels; False if it has met its receive."""
+        with self._lock:
+            for message in self._matcher.all_arrived():
+                if message.payload is wanted:
+                    return self._matcher.take(message)
+        return False
+
+    def is_idle(self) -> bool:
+        """Whether nothing waits here: a leak check."""
+        with self._lock:
+            return self._matcher.is_empty()
+
+    def _place(self, envelope: Envelope, parcel: Parcel, todo: list[Callable[[], None]]) -> None:
+        while (posted := self._matcher.find_posted(envelope)) is not None:
+            self._matcher.withdraw(posted)
+            if posted.is_probe:
+                todo.append(partial(posted.request.complete, envelope))
+            elif (reason := refusal(posted, envelope)) is not None:
+                todo.append(partial(posted.request.fail, UsageError(reason)))
+            else:
+                todo.append(partial(parcel.deliver, posted, envelope))
+                return
+        self._matcher.queue(Arrived(envelope, parcel))
+
+    def _post(self, posted: Posted) -> Request:
+        request = posted.request
+        request.withdraw_by(lambda _: self._withdraw(posted))
+        message: Arrived[Parcel] | None = None
+        error: UnisonoError | None = None
+        with self._lock:
+            if self._closed is not None:
+                error = ClosedError("the backend is closed")
+            elif (message := self._matcher.find_arrived(posted)) is None:
+                down = None if posted.source is ANY else self._down.get(posted.source)
+                if down is not None:
+                    error = down.error()
+                else:
+                    self._matcher.post(posted)
+            elif posted.is_probe:
+                pass
+            elif (reason := refusal(posted, message.envelope)) is not None:
+                error = UsageError(reason)
+            else:
+                self._matcher.take(message)
+        if error is not None:
+            request.fail(error)
+        elif message is not None:
+            if posted.is_probe:
+                request.complete(message.envelope)
+            else:
+                message.payload.deliver(posted, message.envelope)
+        return request
+
+    def _withdraw(self, posted: Posted) -> bool:
+        with self._lock:
+            if not self._matcher.withdraw(posted):
+                return False
+        posted.request.cancelled()
+        return True

@@ -1,0 +1,376 @@
+"""The reference executor: runs a plan over any backend, segments in flight.
+
+Knows which steps may run at the same time and in which order messages between two ranks must be posted. Does
+not know algorithms, nor how a backend moves bytes.
+
+A plan is first cut into a *program*: its steps in pieces of at most one segment, each with the earlier pieces
+it must wait for (those whose slices overlap its own, one of them writing). A *run* then posts whatever is
+ready. It runs ahead of the plan's rounds as far as the data allow; only messages to or from one peer keep
+their written order, because that is how the k-th send meets the k-th receive.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from unisono.buffers import as_bytes
+from unisono.contract import Backend, Request
+from unisono.errors import UsageError
+from unisono.kernels import reduce_into
+from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
+from unisono.values import ANY, DType, ReduceOp
+from unisono.work import Call, Steps
+
+__all__ = ["Execution", "Memory", "execute"]
+
+Memory: TypeAlias = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """Everything about a run that is not the plan."""
+
+    backend: Backend
+    context: int
+    tag: int
+    call: Call
+    dtype: DType
+    op: ReduceOp | None
+    header: bytes
+    check_header: Callable[[int, bytes], None]
+    """Called with the peer and its header for every first message; raises if it does not fit ours."""
+    check_length: Callable[[int, int, int, bytes], None]
+    """Called with the peer, the bytes that came, the bytes awaited and the header; raises."""
+
+
+def execute(plan: Plan, memory: Mapping[Buf, Memory], how: Execution) -> Steps[None]:
+    """Run one rank's plan to its end; on an error, withdraw what can be withdrawn and wait for the rest."""
+    config = how.backend.config
+    segment = max(1, config.segment_bytes // how.dtype.itemsize)
+    run = _Run(_program(plan, segment), plan, memory, how, config.window_segments)
+    try:
+        while not run.advance():
+            yield
+    except BaseException:
+        run.withdraw()
+        while run.has_pending():
+            yield
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """The pieces of a plan. `after[i]` lists the pieces that wait for piece i, `waits[i]` counts those it waits for."""
+
+    pieces: tuple[Step, ...]
+    after: tuple[tuple[int, ...], ...]
+    waits: tuple[int, ...]
+
+
+def _program(plan: Plan, segment: int) -> _Program:
+    # The plan itself is a long key; what it was built from says the same.
+    return _programs(_Key(plan, (plan.problem, plan.algorithm, plan.rank, segment)), segment)
+
+
+class _Key:
+    """A plan that compares by what it was built from."""
+
+    __slots__ = ("identity", "plan")
+
+    def __init__(self, plan: Plan, identity: tuple[Any, ...]) -> None:
+        self.plan = plan
+        self.identity = identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.identity == other.identity
+
+
+@lru_cache(maxsize=1024)
+def _programs(key: _Key, segment: int) -> _Program:
+    pieces = tuple(piece for step in key.plan.steps for piece in _cut(step, segment))
+    before = _Accesses.of(pieces)
+    after: list[list[int]] = [[] for _ in pieces]
+    for i, earlier in enumerate(before):
+        for j in earlier:
+            after[j].append(i)
+    return _Program(pieces, tuple(map(tuple, after)), tuple(len(earlier) for earlier in before))
+
+
+def _cut(step: Step, segment: int) -> Iterator[Step]:
+    """Cut a step into pieces of at most `segment` elements; an empty one stays one empty piece."""
+    whole = _reads_writes(step)[0][0]
+    if whole.count <= segment:
+        yield step
+        return
+    for start in range(0, whole.count, segment):
+        length = min(segment, whole.count - start)
+
+        def part(s: Slice, start: int = start, length: int = length) -> Slice:
+            return Slice(s.buf, s.start + start, s.start + start + length)
+
+        match step:
+            case Send(peer, src):
+                yield Send(peer, part(src))
+            case Recv(peer, dst):
+                yield Recv(peer, part(dst))
+            case RecvReduce(peer, dst, left):
+                yield RecvReduce(peer, part(dst), left)
+            case Copy(dst, src):
+                yield Copy(part(dst), part(src))
+            case Reduce(dst, src, left):
+                yield Reduce(part(dst), part(src), left)
+
+
+def _reads_writes(step: Step) -> tuple[tuple[Slice, bool], ...]:
+    """The slices a step touches, each with whether it is written."""
+    match step:
+        case Send(_, src):
+            return ((src, False),)
+        case Recv(_, dst) | RecvReduce(_, dst):
+            return ((dst, True),)
+        case Copy(dst, src) | Reduce(dst, src):
+            return ((dst, True), (src, False))
+
+
+class _Accesses:
+    """Who touched which elements of a buffer last: the source of every dependency."""
+
+    def __init__(self) -> None:
+        self._live: list[tuple[int, int, bool, int]] = []
+
+    @classmethod
+    def of(cls, pieces: tuple[Step, ...]) -> list[set[int]]:
+        """For each piece, the earlier ones it must wait for."""
+        buffers = {buf: cls() for buf in Buf}
+        waits: list[set[int]] = []
+        for i, piece in enumerate(pieces):
+            earlier: set[int] = set()
+            for touched, writes in _reads_writes(piece):
+                earlier |= buffers[touched.buf]._touch(touched, writes, i)
+            waits.append(earlier - {i})
+        return waits
+
+    def _touch(self, s: Slice, writes: bool, i: int) -> set[int]:
+        if s.count == 0:
+            return set()
+        earlier: set[int] = set()
+        kept = []
+        for entry in self._live:
+            start, stop, wrote, who = entry
+            overlaps = start < s.stop and s.start < stop
+            if overlaps and (writes or wrote):
+                earlier.add(who)
+            # A write that covers an access stands for it from now on: whoever waits for the write waits for both.
+            if not (writes and s.start <= start and stop <= s.stop):
+                kept.append(entry)
+        kept.append((s.start, s.stop, writes, i))
+        self._live = kept
+        return earlier
+
+
+class _Run:
+    """One execution under way."""
+
+    def __init__(
+        self, program: _Program, plan: Plan, memory: Mapping[Buf, Memory], how: Execution, window: int
+    ) -> None:
+        self._program = program
+        self._how = how
+        self._window = window
+        storage = how.dtype.storage
+        self._memory = {
+            Buf.IN: memory.get(Buf.IN, np.empty(0, storage)),
+            Buf.OUT: memory.get(Buf.OUT, np.empty(0, storage)),
+            Buf.TMP: np.empty(plan.tmp_count, storage),
+        }
+        for buf, count in ((Buf.IN, plan.in_count), (Buf.OUT, plan.out_count)):
+            assert self._memory[buf].size == count, (
+                f"{buf.value} has {self._memory[buf].size} elements, not {count}"
+            )
+        self._bytes = {buf: as_bytes(flat) for buf, flat in self._memory.items()}
+        self._waits = list(program.waits)
+        self._left = len(program.pieces)
+        self._sends: dict[int, deque[int]] = {}
+        self._recvs: dict[int, deque[int]] = {}
+        self._receiving: dict[int, int] = {}
+        self._pending: dict[int, Request] = {}
+        self._landed: dict[int, Memory] = {}
+        self._spare: list[Memory] = []
+        self._ended: deque[int] = deque()
+        self._ready: deque[int] = deque()
+        self._introduced: set[int] = set()
+        self._met: set[int] = set()
+        for i, piece in enumerate(program.pieces):
+            if isinstance(piece, Send):
+                self._sends.setdefault(piece.peer, deque()).append(i)
+            elif isinstance(piece, Recv | RecvReduce):
+                self._recvs.setdefault(piece.peer, deque()).append(i)
+            elif not self._waits[i]:
+                self._ready.append(i)
+        how.call.waiting_on = self.peers_awaited
+
+    def advance(self) -> bool:
+        """Do all that can be done now; True once everything is done."""
+        while True:
+            while self._ended:
+                self._on_request(self._ended.popleft())
+            while self._ready:
+                self._on_ready(self._ready.popleft())
+            for peer in self._sends:
+                self._post_sends(peer)
+            for peer in self._recvs:
+                self._post_recvs(peer)
+            if not self._ended and not self._ready:
+                return self._left == 0
+
+    def peers_awaited(self) -> tuple[int, ...]:
+        """The world ranks that the run waits for now."""
+        peers = {request.peer for request in list(self._pending.values()) if not request.done}
+        return tuple(sorted(self._how.backend.to_world(peer) for peer in peers if peer is not ANY))
+
+    def withdraw(self) -> None:
+        """Take back every request that has not met its counterpart."""
+        for request in list(self._pending.values()):
+            request.cancel()
+
+    def has_pending(self) -> bool:
+        """Whether a request still uses our memory."""
+        return any(not request.done for request in self._pending.values())
+
+    def _post_sends(self, peer: int) -> None:
+        queue = self._sends[peer]
+        while queue and not self._waits[queue[0]]:
+            i = queue.popleft()
+            piece = self._program.pieces[i]
+            assert isinstance(piece, Send)
+            is_first = peer not in self._introduced
+            self._introduced.add(peer)
+            # The first message carries the fingerprint and ends only when met: a peer that never asks for it
+            # is a mismatch, and the sender must not get away before it is seen.
+            how = self._how
+            request = how.backend.start_send(
+                peer,
+                how.context,
+                how.tag,
+                self._view(piece.src),
+                dtype=how.dtype.code,
+                header=how.header if is_first else b"",
+                sync=is_first and how.backend.capabilities.sync_send,
+            )
+            self._follow(i, request)
+
+    def _post_recvs(self, peer: int) -> None:
+        queue = self._recvs[peer]
+        while queue and self._receiving.get(peer, 0) < self._window:
+            i = queue[0]
+            piece = self._program.pieces[i]
+            if isinstance(piece, RecvReduce):
+                landing = self._landing(piece.dst.count)
+                self._landed[i] = landing
+                into = as_bytes(landing)
+            else:
+                assert isinstance(piece, Recv)
+                if self._waits[i]:
+                    return
+                into = self._view(piece.dst)
+            queue.popleft()
+            self._receiving[peer] = self._receiving.get(peer, 0) + 1
+            how = self._how
+            self._follow(i, how.backend.start_recv(peer, how.context, how.tag, into, dtype=how.dtype.code))
+
+    def _follow(self, i: int, request: Request) -> None:
+        self._pending[i] = request
+        request.notify(partial(self._on_end, i))
+
+    def _on_end(self, i: int) -> None:
+        self._ended.append(i)
+        self._how.call.wake()
+
+    def _on_request(self, i: int) -> None:
+        request = self._pending.pop(i)
+        piece = self._program.pieces[i]
+        if isinstance(piece, Send):
+            if request.error is not None:
+                raise request.error
+            self._finish(i)
+            return
+        assert isinstance(piece, Recv | RecvReduce)
+        self._check_message(piece, request)
+        if isinstance(piece, Recv):
+            self._receiving[piece.peer] -= 1
+            self._finish(i)
+        elif not self._waits[i]:
+            self._reduce_landed(i, piece)
+        # else: it is reduced as soon as the pieces before it are done, by _on_ready
+
+    def _check_message(self, piece: Recv | RecvReduce, request: Request) -> None:
+        how, awaited = self._how, piece.dst.count * self._how.dtype.itemsize
+        if isinstance(request.error, UsageError):
+            # Too long, or of another type: the message is still queued and can be asked who it is.
+            queued = how.backend.probe(piece.peer, how.context, how.tag)
+            envelope = queued.envelope
+            if queued.done and envelope is not None:
+                how.check_header(piece.peer, envelope.header)
+                how.check_length(piece.peer, envelope.nbytes, awaited, envelope.header)
+        if request.error is not None:
+            raise request.error
+        envelope = request.envelope
+        assert envelope is not None
+        if piece.peer not in self._met:
+            self._met.add(piece.peer)
+            how.check_header(piece.peer, envelope.header)
+        if envelope.nbytes != awaited:
+            how.check_length(piece.peer, envelope.nbytes, awaited, envelope.header)
+
+    def _on_ready(self, i: int) -> None:
+        piece = self._program.pieces[i]
+        if isinstance(piece, Copy):
+            self._slice(piece.dst)[:] = self._slice(piece.src)
+            self._finish(i)
+        elif isinstance(piece, Reduce):
+            self._combine(piece.dst, self._slice(piece.src), piece.left)
+            self._finish(i)
+        elif isinstance(piece, RecvReduce) and i in self._landed and i not in self._pending:
+            # Posted, no longer pending, not yet reduced: its bytes lie in the landing.
+            self._reduce_landed(i, piece)
+
+    def _reduce_landed(self, i: int, piece: RecvReduce) -> None:
+        landing = self._landed.pop(i)
+        self._combine(piece.dst, landing, piece.left)
+        self._spare.append(landing)
+        self._receiving[piece.peer] -= 1
+        self._finish(i)
+
+    def _combine(self, dst: Slice, src: Memory, left: bool) -> None:
+        assert self._how.op is not None, "a plan that reduces needs an operation"
+        if dst.count:
+            reduce_into(self._slice(dst), src, self._how.op, self._how.dtype, left)
+
+    def _finish(self, i: int) -> None:
+        self._left -= 1
+        for later in self._program.after[i]:
+            self._waits[later] -= 1
+            if not self._waits[later]:
+                self._ready.append(later)
+
+    def _landing(self, count: int) -> Memory:
+        for k, spare in enumerate(self._spare):
+            if spare.size == count:
+                return self._spare.pop(k)
+        return np.empty(count, self._how.dtype.storage)
+
+    def _slice(self, s: Slice) -> Memory:
+        return self._memory[s.buf][s.start : s.stop]
+
+    def _view(self, s: Slice) -> memoryview:
+        itemsize = self._how.dtype.itemsize
+        return self._bytes[s.buf][s.start * itemsize : s.stop * itemsize]

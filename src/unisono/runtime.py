@@ -1,0 +1,209 @@
+"""Time and threads: the only place above the transports that reads a clock, waits or starts a thread.
+
+Knows how to wait and when. Does not know what is waited for. The simulator puts a runtime of its own in
+the place of this one, and everything above runs unchanged in virtual time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from unisono.errors import UsageError
+
+__all__ = ["NEVER", "Deadline", "Event", "Killed", "RealRuntime", "Runtime", "Timer", "Waiting"]
+
+
+class Event(Protocol):
+    """A flag that threads can wait for through their runtime."""
+
+    def set(self) -> None:
+        """Raise the flag and wake who waits."""
+
+    def clear(self) -> None:
+        """Lower the flag."""
+
+    def is_set(self) -> bool:
+        """Whether the flag is up."""
+
+
+class Timer(Protocol):
+    """A call that is due later."""
+
+    def cancel(self) -> None:
+        """Forget it, unless it has begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A point in time after which an operation gives up; None means never."""
+
+    at: float | None
+
+    def remaining(self, now: float) -> float | None:
+        """Seconds left, at least 0; None if there is no end."""
+        return None if self.at is None else max(0.0, self.at - now)
+
+    def has_passed(self, now: float) -> bool:
+        """Whether it is over."""
+        return self.at is not None and now >= self.at
+
+
+NEVER: Final = Deadline(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Who waits, for whom and in what: what a Deadlock shows."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    operation: str
+
+    def __str__(self) -> str:
+        whom = "any rank" if not self.ranks else "rank " + ",".join(map(str, self.ranks))
+        return f"rank {self.rank} waits for {whom} in {self.operation}"
+
+
+class Killed(BaseException):
+    """Ends a rank's thread as a crash would: nobody catches it, cleans up after it or says goodbye."""
+
+
+class Runtime(ABC):
+    """A clock, a way to wait, and timers."""
+
+    is_virtual = False
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds on a clock that never goes back."""
+
+    @abstractmethod
+    def event(self) -> Event:
+        """Make an event."""
+
+    @abstractmethod
+    def block(
+        self, event: Event, timeout: float | None, waiting: Callable[[], Waiting], *, is_limited: bool = True
+    ) -> bool:
+        """Wait for the event; False if the time ran out first.
+
+        `waiting` is asked for only when a deadlock has to be explained. Without `is_limited` the timeout is
+        only a pause for housekeeping: the caller will wait again, for ever if need be.
+
+        Raises:
+            Deadlock: no rank can go on, so the event will never come.
+        """
+
+    @abstractmethod
+    def call_at(self, when: float, fn: Callable[[], None]) -> Timer:
+        """Call `fn`, which must be short, at the given time on a thread of the runtime's own."""
+
+    @abstractmethod
+    def sleep(self, seconds: float) -> None:
+        """Let time pass for the calling thread."""
+
+    def deadline(self, timeout: float | None) -> Deadline:
+        """Turn a timeout into a deadline: once, at the public door."""
+        if timeout is None:
+            return NEVER
+        if (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, int | float)
+            or math.isnan(timeout)
+            or timeout < 0
+        ):
+            raise UsageError(f"timeout={timeout!r}; allowed: seconds >= 0, or None for no limit")
+        return NEVER if math.isinf(timeout) else Deadline(self.now() + timeout)
+
+
+class RealRuntime(Runtime):
+    """The machine's own clock and threads."""
+
+    def __init__(self) -> None:
+        self._timers = _Timers()
+
+    def now(self) -> float:
+        """Seconds of the monotonic clock."""
+        return time.monotonic()
+
+    def event(self) -> threading.Event:
+        """Make an event."""
+        return threading.Event()
+
+    def block(
+        self, event: Event, timeout: float | None, waiting: Callable[[], Waiting], *, is_limited: bool = True
+    ) -> bool:
+        """Wait for the event; signals such as Ctrl-C interrupt it."""
+        assert isinstance(event, threading.Event)
+        return event.wait(timeout)
+
+    def call_at(self, when: float, fn: Callable[[], None]) -> Timer:
+        """Call `fn` at the given time on the timer thread."""
+        return self._timers.add(when, fn)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep."""
+        time.sleep(seconds)
+
+
+class _Timers:
+    """Calls that are due later, run by one thread that exists only while there are any."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._heap: list[tuple[float, int, _Due]] = []
+        self._numbers = itertools.count()
+        self._running = False
+
+    def add(self, when: float, fn: Callable[[], None]) -> _Due:
+        due = _Due(self, fn)
+        with self._changed:
+            heapq.heappush(self._heap, (when, next(self._numbers), due))
+            if self._running:
+                self._changed.notify()
+            else:
+                self._running = True
+                threading.Thread(target=self._run, name="unisono-timers", daemon=True).start()
+        return due
+
+    def forget(self, due: _Due) -> None:
+        with self._changed:
+            due.fn = None
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._heap and self._heap[0][2].fn is None:
+                    heapq.heappop(self._heap)
+                if not self._heap:
+                    self._running = False
+                    return
+                when = self._heap[0][0]
+                delay = when - time.monotonic()
+                if delay > 0:
+                    self._changed.wait(delay)
+                    continue
+                due = heapq.heappop(self._heap)[2]
+                fn, due.fn = due.fn, None
+            if fn is not None:
+                fn()
+
+
+class _Due:
+    """One call that is due; `fn` is None once it has been forgotten or begun."""
+
+    def __init__(self, timers: _Timers, fn: Callable[[], None]) -> None:
+        self._timers = timers
+        self.fn: Callable[[], None] | None = fn
+
+    def cancel(self) -> None:
+        self._timers.forget(self)

@@ -1,0 +1,143 @@
+"""A collective under way: one or more plans, one after the other, under one number.
+
+Knows how a stage is chosen, fingerprinted and run, by the backend's own means where it has them. Does not
+know the verbs, nor what their arguments meant to the user.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Final
+
+from unisono.contract import Tags
+from unisono.errors import UsageError
+from unisono.group import Group, fingerprint_of, single
+from unisono.plans import Links, Problem, build, choose, entry_of
+from unisono.plans.execute import Execution, Memory, execute
+from unisono.plans.steps import Buf
+from unisono.values import DType, ReduceOp
+from unisono.work import Call, Steps
+
+__all__ = ["Collective", "check_order"]
+
+LINKS: Final = Links()
+_COUNTS_SHOWN: Final = 16
+
+
+class Collective:
+    """One collective call of one rank. Its stages follow each other; each has a tag of its own."""
+
+    def __init__(self, group: Group, call: Call, algorithm: str = "auto") -> None:
+        self._group = group
+        self._call = call
+        self._algorithm = algorithm
+        self._stage = 0
+
+    def run(
+        self,
+        collective: str,
+        counts: tuple[int, ...],
+        dtype: DType,
+        memory: Mapping[Buf, Memory],
+        *,
+        root: int = 0,
+        op: ReduceOp | None = None,
+        shape: tuple[int, ...] | None = None,
+        algorithm: str | None = None,
+    ) -> Steps[None]:
+        """Run one stage to its end. `shape` is shown and compared where ranks must agree on it."""
+        group, backend = self._group, self._group.backend
+        problem = Problem(collective, backend.size, counts, root, backend.hosts())
+        name = algorithm_for(problem, dtype, op, algorithm or self._algorithm, backend.config.reproducible)
+        fingerprint = fingerprint_of(self._words(problem, dtype, op, name, shape), group.descriptor)
+        sequence, stage = self._call.sequence, self._stage
+        assert sequence is not None, "a collective has a number"
+        self._stage += 1
+        if stage == 0:
+            group.remember(sequence, fingerprint)
+        tag = Tags.collective(sequence, stage)
+        able = backend.capabilities
+        if able.run_collective:
+            details = {
+                "problem": problem,
+                "dtype": dtype,
+                "op": op,
+                "memory": memory,
+                "context": group.context,
+            }
+            request = backend.run_collective(collective, details)
+            if request is not None:
+                yield from single(self._call, request, lambda: ())
+                return
+        plan = build(problem, backend.rank, name)
+        if able.run_plan:
+            request = backend.run_plan(plan, dict(memory), group.context, tag, fingerprint)
+            yield from single(self._call, request, lambda: ())
+            return
+        how = Execution(
+            backend,
+            group.context,
+            tag,
+            self._call,
+            dtype,
+            op,
+            fingerprint,
+            check_header=lambda peer, theirs: group.check_fingerprint(self._call, fingerprint, peer, theirs),
+            check_length=lambda peer, came, awaited, theirs: group.refuse_length(
+                self._call, fingerprint, peer, came, awaited
+            ),
+        )
+        yield from execute(plan, memory, how)
+
+    def _words(
+        self,
+        problem: Problem,
+        dtype: DType,
+        op: ReduceOp | None,
+        algorithm: str,
+        shape: tuple[int, ...] | None,
+    ) -> str:
+        """The call in words: what ranks compare and what a mismatch shows."""
+        counts = ",".join(map(str, shape if shape is not None else problem.counts[:_COUNTS_SHOWN]))
+        more = (
+            f"+{zlib.crc32(repr(problem.counts).encode()):x}"
+            if shape is None and len(problem.counts) > _COUNTS_SHOWN
+            else ""
+        )
+        words = [self._call.operation, f"{dtype}[{counts}{more}]"]
+        if op is not None:
+            words.append(f"op={op}")
+        if problem.collective in ("reduce", "broadcast", "gather", "scatter"):
+            words.append(f"root={problem.root}")
+        if self._stage:
+            words.append(f"stage={self._stage}")
+        words.append(f"algorithm={algorithm}")
+        words.append(f"segment={self._group.backend.config.segment_bytes}")
+        return " ".join(words)
+
+
+def algorithm_for(
+    problem: Problem, dtype: DType, op: ReduceOp | None, wanted: str, reproducible: bool
+) -> str:
+    """The algorithm by name, or the cheapest that keeps what the operation and the settings need."""
+    if wanted != "auto":
+        check_order(problem.collective, op, wanted, reproducible)
+        return wanted
+    ordered = op is not None and (reproducible or not op.commutative)
+    return choose(problem, dtype.itemsize, LINKS, ordered=ordered)[0]
+
+
+def check_order(collective: str, op: ReduceOp | None, algorithm: str, reproducible: bool) -> None:
+    """Refuse a named algorithm that brackets or orders the operands otherwise than the call needs."""
+    entry = entry_of(collective, algorithm)
+    if op is None:
+        return
+    if reproducible and not entry.ordered:
+        raise UsageError(_disorder(collective, algorithm, "reproducible results need"))
+    if not op.commutative and not entry.keeps_rank_order:
+        raise UsageError(_disorder(collective, algorithm, f"op {op}, which does not commute, needs"))
+
+
+def _disorder(collective: str, algorithm: str, who: str) -> str:
+    return f"algorithm={algorithm!r} of {collective} does not keep the order that {who}: unisono plan --list"

@@ -1,0 +1,246 @@
+"""Collectives whose ranks cannot know each other's lengths: a small exchange of metadata, then the plan.
+
+Knows what the metadata say and how lists of arrays lie in one buffer. Does not know how stages run.
+
+*Metadata* is a row of int64: dtype code, the kind of array, the number of dimensions beyond axis 0, these
+dimensions, then lengths along axis 0.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from unisono import buffers, codec
+from unisono.buffers import Array, Family
+from unisono.errors import CollectiveMismatch, ProtocolError, UsageError
+from unisono.group import Group
+from unisono.kernels import divide, narrow, widen
+from unisono.plans.steps import Buf
+from unisono.stages import Collective
+from unisono.values import DTYPES, DType, ReduceOp
+from unisono.work import Steps
+
+__all__ = [
+    "all_gather_v",
+    "all_reduce_fused",
+    "all_to_all_v",
+    "broadcast_bytes",
+    "gather_v",
+    "packed",
+    "scatter",
+    "scatter_v",
+    "unpacked",
+]
+
+_DIMENSIONS_MAX: Final = 32  # NumPy's own limit was 32 for most of its life
+_ROW: Final = 3 + _DIMENSIONS_MAX
+_INT64: Final = DTYPES["int64"]
+_BYTE: Final = DTYPES["uint8"]
+_LENGTH_MAX: Final = 1 << 48
+
+
+@dataclass(frozen=True, slots=True)
+class _Meta:
+    """What one rank says about its array or list of arrays."""
+
+    dtype: DType
+    family: int
+    shape: tuple[int, ...]  # beyond axis 0
+    lengths: tuple[int, ...]  # along axis 0
+
+    @property
+    def row(self) -> int:
+        """How many elements one step along axis 0 holds."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def encoded(self) -> np.ndarray[Any, Any]:
+        """As a row of numbers."""
+        row = np.zeros(_ROW + len(self.lengths), np.int64)
+        row[:3] = self.dtype.code, self.family, len(self.shape)
+        row[3 : 3 + len(self.shape)] = self.shape
+        row[_ROW:] = self.lengths
+        return row
+
+    @staticmethod
+    def decoded(row: np.ndarray[Any, Any]) -> _Meta:
+        """From a row of numbers that another rank sent: nothing in it is taken on trust."""
+        code, family, dimensions, *rest = row.tolist()
+        shape, lengths = rest[:dimensions], rest[_DIMENSIONS_MAX:]
+        if not (0 <= code < len(DTYPES) and 0 <= dimensions <= _DIMENSIONS_MAX):
+            raise ProtocolError("malformed metadata in a collective")
+        if any(not 0 <= n <= _LENGTH_MAX for n in (*shape, *lengths)):
+            raise ProtocolError("malformed lengths in a collective")
+        return _Meta(list(DTYPES.values())[code], family, tuple(shape), tuple(lengths))
+
+
+def all_gather_v(one: Collective, group: Group, array: Array) -> Steps[list[Any]]:
+    """Everyone's array to everyone."""
+    metas = yield from _exchange(one, group, _meta_of([array]))
+    counts = tuple(m.lengths[0] * m.row for m in metas)
+    flat = np.empty(sum(counts), array.dtype.storage)
+    yield from one.run("all_gather", counts, array.dtype, {Buf.IN: array.flat, Buf.OUT: flat})
+    return _as_list(flat, [m.lengths[0] for m in metas], metas[0], array.family)
+
+
+def gather_v(one: Collective, group: Group, array: Array, root: int) -> Steps[list[Any] | None]:
+    """Everyone's array to root."""
+    metas = yield from _exchange(one, group, _meta_of([array]))
+    counts = tuple(m.lengths[0] * m.row for m in metas)
+    is_root = group.backend.rank == root
+    flat = np.empty(sum(counts) if is_root else 0, array.dtype.storage)
+    memory = {Buf.IN: array.flat} | ({Buf.OUT: flat} if is_root else {})
+    yield from one.run("gather", counts, array.dtype, memory, root=root)
+    return _as_list(flat, [m.lengths[0] for m in metas], metas[0], array.family) if is_root else None
+
+
+def scatter(one: Collective, group: Group, array: Array | None, out: Array | None, root: int) -> Steps[Any]:
+    """Root's array, cut along its leading axis, to everyone."""
+    meta = yield from _announce(one, group, None if array is None else _meta_of([array]), root, lengths=1)
+    size, shape = group.backend.size, meta.shape
+    target = out if out is not None else _empty(meta, shape, array)
+    if target.dtype is not meta.dtype or target.shape != shape:
+        raise UsageError(
+            f"out is {target.dtype} of shape {target.shape}; root scatters {meta.dtype} of shape {shape}"
+        )
+    memory = {Buf.OUT: target.flat} | ({} if array is None else {Buf.IN: array.flat})
+    yield from one.run("scatter", (meta.row,) * size, meta.dtype, memory, root=root)
+    return target.give()
+
+
+def scatter_v(one: Collective, group: Group, parts: list[Array] | None, root: int) -> Steps[Any]:
+    """Root's list of arrays, one to each."""
+    size, rank = group.backend.size, group.backend.rank
+    meta = yield from _announce(one, group, None if parts is None else _meta_of(parts), root, lengths=size)
+    counts = tuple(n * meta.row for n in meta.lengths)
+    target = _empty(meta, (meta.lengths[rank], *meta.shape), parts[rank] if parts else None)
+    memory = {Buf.OUT: target.flat}
+    if parts is not None:
+        memory[Buf.IN] = np.concatenate([part.flat for part in parts])
+    yield from one.run("scatter", counts, meta.dtype, memory, root=root)
+    return target.give()
+
+
+def all_to_all_v(one: Collective, group: Group, parts: list[Array]) -> Steps[list[Any]]:
+    """Everyone's list of arrays, one to each."""
+    size, rank = group.backend.size, group.backend.rank
+    metas = yield from _exchange(one, group, _meta_of(parts))
+    row, dtype = metas[0].row, metas[0].dtype
+    counts = tuple(n * row for m in metas for n in m.lengths)
+    mine = tuple(counts[s * size + rank] for s in range(size))
+    flat = np.empty(sum(mine), dtype.storage)
+    given = np.concatenate([part.flat for part in parts])
+    yield from one.run("all_to_all", counts, dtype, {Buf.IN: given, Buf.OUT: flat})
+    return _as_list(flat, [m.lengths[rank] for m in metas], metas[0], parts[0].family)
+
+
+def all_reduce_fused(one: Collective, arrays: list[Array], op: ReduceOp, size: int) -> Steps[None]:
+    """Reduce arrays in place: those of one type travel as one."""
+    for name in DTYPES:
+        same = [array for array in arrays if array.dtype.name == name]
+        if not same:
+            continue
+        dtype = same[0].dtype
+        is_wide = op.is_mean and dtype.is_half and size > 1
+        fused = np.concatenate([array.flat for array in same])
+        memory = widen(fused, dtype) if is_wide else fused
+        kind = DTYPES["float32"] if is_wide else dtype
+        yield from one.run("all_reduce", (memory.size,), kind, {Buf.OUT: memory}, op=op, shape=_lengths(same))
+        if op.is_mean and size > 1:
+            divide(memory, size, kind)
+        if is_wide:
+            narrow(memory, fused, dtype)
+        start = 0
+        for array in same:
+            array.flat[:] = fused[start : start + array.count]
+            start += array.count
+
+
+def broadcast_bytes(one: Collective, data: Array | None, root: int) -> Steps[np.ndarray[Any, Any]]:
+    """Root's bytes to everyone, who learn the length first."""
+    length = np.array([0 if data is None else data.count], np.int64)
+    yield from one.run("broadcast", (1,), _INT64, {Buf.OUT: length}, root=root)
+    if not 0 <= length[0] <= _LENGTH_MAX:
+        raise ProtocolError(f"root announced an object of {length[0]} bytes")
+    flat = np.empty(int(length[0]), np.uint8) if data is None else data.flat
+    yield from one.run("broadcast", (flat.size,), _BYTE, {Buf.OUT: flat}, root=root)
+    return flat
+
+
+def packed(value: Any) -> Array:
+    """An object as an array of bytes."""
+    return buffers.view(codec.pack(value), "object")
+
+
+def unpacked(data: np.ndarray[Any, Any]) -> Any:
+    """The object in an array of bytes; arrays in it get memory of their own."""
+    return codec.unpack(bytearray(data))
+
+
+def _exchange(one: Collective, group: Group, mine: _Meta) -> Steps[list[_Meta]]:
+    """Everyone's metadata to everyone; all see the same, so all come to the same verdict."""
+    size, row = group.backend.size, mine.encoded()
+    everyone = np.empty(row.size * size, np.int64)
+    memory = {Buf.IN: row, Buf.OUT: everyone}
+    yield from one.run("all_gather", (row.size,) * size, _INT64, memory, algorithm="auto")
+    metas = [_Meta.decoded(part) for part in everyone.reshape(size, -1)]
+    for rank, meta in enumerate(metas):
+        if (meta.dtype, meta.shape) != (metas[0].dtype, metas[0].shape):
+            sides = ((0, metas[0]), (rank, meta))
+            lines = [f"rank {group.world_ranks[r]}: {m.dtype} of shape (*, {m.shape})" for r, m in sides]
+            raise CollectiveMismatch(
+                f"ranks {group.world_ranks[0]} and {group.world_ranks[rank]} gave different kinds of arrays",
+                report="\n".join(lines),
+                cause="; ".join(lines),
+                next_step="give arrays of one dtype that differ along axis 0 only",
+            )
+    return metas
+
+
+def _announce(one: Collective, group: Group, meta: _Meta | None, root: int, lengths: int) -> Steps[_Meta]:
+    """Root's metadata to everyone."""
+    row = np.zeros(_ROW + lengths, np.int64) if meta is None else meta.encoded()
+    yield from one.run("broadcast", (row.size,), _INT64, {Buf.OUT: row}, root=root, algorithm="auto")
+    return _Meta.decoded(row)
+
+
+def _meta_of(arrays: list[Array]) -> _Meta:
+    shape = arrays[0].shape[1:]
+    if len(shape) > _DIMENSIONS_MAX:
+        raise UsageError(f"an array has {len(shape) + 1} dimensions; allowed: {_DIMENSIONS_MAX + 1}")
+    family = _FAMILIES.index(_family_name(arrays[0].family))
+    return _Meta(arrays[0].dtype, family, shape, tuple(array.shape[0] for array in arrays))
+
+
+def _as_list(flat: np.ndarray[Any, Any], lengths: list[int], meta: _Meta, family: Family) -> list[Any]:
+    parts, start = [], 0
+    for length in lengths:
+        stop = start + length * meta.row
+        parts.append(family.give(flat[start:stop], (length, *meta.shape), meta.dtype))
+        start = stop
+    return parts
+
+
+def _lengths(arrays: list[Array]) -> tuple[int, ...]:
+    return tuple(array.count for array in arrays)
+
+
+# How root's kind of array is named to the others, who have no array to take it from.
+_FAMILIES: Final = ("numpy", "torch", "raw")
+
+
+def _family_name(family: Family) -> str:
+    return "torch" if family is buffers.TORCH else "raw" if family is buffers.RAW else "numpy"
+
+
+def _empty(meta: _Meta, shape: tuple[int, ...], like: Array | None) -> Array:
+    """Memory for what root sends, of root's kind where this process can hold it."""
+    if like is not None:
+        return like.like(shape)
+    flat = np.empty(int(np.prod(shape, dtype=np.int64)), meta.dtype.storage)
+    if _FAMILIES[meta.family % len(_FAMILIES)] == "torch" and "torch" in sys.modules:
+        return Array(flat, meta.dtype, shape, buffers.TORCH, None)
+    return Array(flat, meta.dtype, shape, buffers.numpy_family(meta.dtype), None)

@@ -1,0 +1,250 @@
+"""Small frozen values: element types, reduce operations, tags, statuses.
+
+Knows names, sizes, identities and which operation fits which type. Does not know memory (buffers),
+arithmetic (kernels) or messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from unisono.errors import UsageError
+
+__all__ = [
+    "ANY",
+    "BFLOAT16",
+    "DTYPES",
+    "TAG_MAX",
+    "Any_",
+    "DType",
+    "Kind",
+    "OpLike",
+    "ReduceOp",
+    "Status",
+    "as_op",
+    "dtype_named",
+    "op",
+]
+
+
+class Any_(Enum):
+    """The wildcard for sources and tags; the name `Any` belongs to typing."""
+
+    ANY = "ANY"
+
+    def __repr__(self) -> str:
+        return "unisono.ANY"
+
+
+ANY: Final = Any_.ANY
+
+# User tags are 31 bits, as in MPI; collectives and control live above them (see contract.Tags).
+TAG_MAX: Final = 2**31 - 1
+
+
+class Status(NamedTuple):
+    """What a receive or probe found: the sender's rank, the tag and the length in bytes."""
+
+    source: int
+    tag: int
+    nbytes: int
+
+
+class Kind(Enum):
+    """What family an element type belongs to; it decides which operations are allowed."""
+
+    BOOL = "bool"
+    INTEGER = "integer"
+    FLOAT = "float"
+    COMPLEX = "complex"
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type. `storage` is the NumPy type that holds its bits.
+
+    bfloat16 is stored as uint16: NumPy has no such type unless ml_dtypes is installed.
+    `code` is the number that the native kernels know it by.
+    """
+
+    name: str
+    code: int
+    kind: Kind
+    itemsize: int
+
+    @property
+    def storage(self) -> np.dtype[Any]:
+        """The NumPy type whose arrays hold the bits."""
+        return _STORAGE[self.code]
+
+    @property
+    def is_half(self) -> bool:
+        """Whether arithmetic goes through float32."""
+        return self.name in ("float16", "bfloat16")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _dtypes() -> dict[str, DType]:
+    table: list[tuple[str, Kind, int]] = [
+        ("bool", Kind.BOOL, 1),
+        ("int8", Kind.INTEGER, 1),
+        ("int16", Kind.INTEGER, 2),
+        ("int32", Kind.INTEGER, 4),
+        ("int64", Kind.INTEGER, 8),
+        ("uint8", Kind.INTEGER, 1),
+        ("uint16", Kind.INTEGER, 2),
+        ("uint32", Kind.INTEGER, 4),
+        ("uint64", Kind.INTEGER, 8),
+        ("float16", Kind.FLOAT, 2),
+        ("bfloat16", Kind.FLOAT, 2),
+        ("float32", Kind.FLOAT, 4),
+        ("float64", Kind.FLOAT, 8),
+        ("complex64", Kind.COMPLEX, 8),
+        ("complex128", Kind.COMPLEX, 16),
+    ]
+    return {name: DType(name, code, kind, size) for code, (name, kind, size) in enumerate(table)}
+
+
+DTYPES: Final[dict[str, DType]] = _dtypes()
+BFLOAT16: Final = DTYPES["bfloat16"]
+_STORAGE: Final = [np.dtype("uint16" if name == "bfloat16" else name) for name in DTYPES]
+
+
+def dtype_named(name: str) -> DType:
+    """Look a type up by its name."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise UsageError(f"dtype {name!r} is not supported; allowed: {', '.join(DTYPES)}") from None
+
+
+class OpCode(IntEnum):
+    """The numbers that the native kernels know the operations by."""
+
+    SUM = 0
+    PROD = 1
+    MIN = 2
+    MAX = 3
+    BAND = 4
+    BOR = 5
+    BXOR = 6
+    LAND = 7
+    LOR = 8
+    LXOR = 9
+
+
+_BITWISE = ("band", "bor", "bxor", "land", "lor", "lxor")
+_ALLOWED: Final[dict[Kind, tuple[str, ...]]] = {
+    Kind.BOOL: ("min", "max", *_BITWISE),
+    Kind.INTEGER: ("sum", "prod", "min", "max", *_BITWISE),
+    Kind.FLOAT: ("sum", "prod", "min", "max", "mean"),
+    Kind.COMPLEX: ("sum", "prod", "mean"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceOp:
+    """How two contributions become one.
+
+    A built-in has a `code` for the kernels; mean is a sum that the communicator divides at the end.
+    A user's own has `fn(left, right) -> array`, where left comes from lower ranks.
+    """
+
+    name: str
+    code: OpCode | None = None
+    fn: Callable[[Any, Any], Any] | None = None
+    commutative: bool = True
+    identity: Any = None
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the sum is divided by the number of contributions at the end."""
+        return self.name == "mean"
+
+    def check(self, dtype: DType) -> None:
+        """Refuse a type that the operation has no meaning for."""
+        if self.fn is None and self.name not in _ALLOWED[dtype.kind]:
+            raise UsageError(
+                f"op {self.name!r} is not defined for {dtype}; allowed for {dtype.kind.value} types: "
+                f"{', '.join(_ALLOWED[dtype.kind])}"
+            )
+
+    def identity_for(self, dtype: DType) -> Any:
+        """Return the value that changes nothing: what exscan gives rank 0."""
+        if self.fn is not None:
+            if self.identity is None:
+                raise UsageError(f"exscan needs an identity for op {self.name!r}: uni.op(fn, identity=...)")
+            return self.identity
+        return _IDENTITY[self.name](dtype)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _extreme(dtype: DType, largest: bool) -> Any:
+    if dtype.kind is Kind.BOOL:
+        return largest
+    if dtype.kind is Kind.INTEGER:
+        info = np.iinfo(dtype.storage)
+        return info.max if largest else info.min
+    return float("inf") if largest else float("-inf")
+
+
+def _all_bits(dtype: DType) -> Any:
+    return (
+        True if dtype.kind is Kind.BOOL else (-1 if dtype.name.startswith("int") else _extreme(dtype, True))
+    )
+
+
+_IDENTITY: Final[dict[str, Callable[[DType], Any]]] = {
+    "sum": lambda dtype: 0,
+    "prod": lambda dtype: 1,
+    "min": lambda dtype: _extreme(dtype, largest=True),
+    "max": lambda dtype: _extreme(dtype, largest=False),
+    "band": _all_bits,
+    "bor": lambda dtype: 0,
+    "bxor": lambda dtype: 0,
+    "land": lambda dtype: 1,
+    "lor": lambda dtype: 0,
+    "lxor": lambda dtype: 0,
+}
+
+_BUILT_IN: Final[dict[str, ReduceOp]] = {
+    **{code.name.lower(): ReduceOp(code.name.lower(), code) for code in OpCode},
+    "mean": ReduceOp("mean", OpCode.SUM),
+}
+
+OpLike: TypeAlias = str | ReduceOp
+
+
+def op(
+    fn: Callable[[Any, Any], Any], commutative: bool = True, identity: Any = None, name: str | None = None
+) -> ReduceOp:
+    """Make a reduce operation from `fn(left, right) -> array`, which must be associative.
+
+    `left` and `right` are NumPy arrays of equal shape; left holds the contributions of lower ranks.
+    A non-commutative operation keeps the rank order. `identity` is what exscan gives rank 0.
+    All ranks must pass operations of the same name: by default the function's qualified name.
+    """
+    if not callable(fn):
+        raise UsageError(f"op needs a function of two arrays, not {type(fn).__name__}")
+    label = name if name is not None else f"{fn.__module__}.{getattr(fn, '__qualname__', type(fn).__name__)}"
+    return ReduceOp(label, None, fn, commutative, identity)
+
+
+def as_op(given: OpLike) -> ReduceOp:
+    """Turn what a user wrote into an operation."""
+    if isinstance(given, ReduceOp):
+        return given
+    if isinstance(given, str) and given in _BUILT_IN:
+        return _BUILT_IN[given]
+    raise UsageError(
+        f"op {given!r} is unknown; allowed: {', '.join(_BUILT_IN)} or one made by unisono.op(fn)"
+    )

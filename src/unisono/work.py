@@ -1,0 +1,445 @@
+"""Works: started operations. Wait for one, await it, or cancel it.
+
+Knows how an operation is carried on, by whom, and how it ends. Does not know what it does.
+
+An operation is a generator. It starts requests, asks each to wake it, and yields to sleep until one does.
+Three nouns: a *call* says which operation this is; a *task* carries the generator on; a *work* is what the
+user holds. A task is carried on by whoever waits for it. If nobody waits, the thread that ended its request
+does it: no operation needs a thread of its own, and none is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from unisono.contract import Request
+from unisono.errors import DeadlineExceeded, Deadlock, Location, PeerAborted, UnisonoError
+from unisono.runtime import NEVER, Deadline, Runtime, Timer, Waiting
+
+__all__ = ["Call", "Steps", "Task", "Work", "requests_done", "wait_all"]
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[None, None, T]
+
+_log = logging.getLogger("unisono")
+
+
+@dataclass(slots=True)
+class Call:
+    """Which operation this is, and what it is doing: errors, logs and the deadlock report read it here."""
+
+    operation: str
+    rank: int
+    communicator: str = ""
+    epoch: int | None = None
+    sequence: int | None = None
+    deadline: Deadline = NEVER
+    started_at: float = 0.0
+    waiting_on: Callable[[], tuple[int, ...]] = tuple
+    absent: set[int] = field(default_factory=set)
+    on_stall: Callable[[], None] | None = None
+    on_end: Callable[[UnisonoError | None], None] | None = None
+    doom: Callable[[], UnisonoError | None] | None = None
+    wake: Callable[[], None] = field(default=lambda: None)
+    stall_query_s: float | None = None
+    stall_log_s: float | None = None
+
+    def __str__(self) -> str:
+        number = "" if self.sequence is None else f" #{self.sequence}"
+        return f'{self.operation}{number} on "{self.communicator}"'
+
+    def location(self, now: float) -> Location:
+        """Where it stands now."""
+        return Location(self.operation, self.communicator, self.epoch, self.sequence, now - self.started_at)
+
+    def missing(self) -> tuple[int, ...]:
+        """Whom it waits for: those known not to have called it at all, else those it waits for directly."""
+        return tuple(sorted(self.absent)) or self.waiting_on()
+
+    def waiting(self) -> Waiting:
+        """Who waits for whom."""
+        return Waiting(self.rank, self.waiting_on(), str(self))
+
+
+class _State(Enum):
+    PARKED = "waits to be woken"
+    RUNNING = "a thread carries it on, or has it in its queue"
+    DONE = "ended"
+
+
+class Task(Generic[T]):
+    """Carries one operation on, from its first step to its end."""
+
+    def __init__(self, runtime: Runtime, call: Call, steps: Steps[T]) -> None:
+        self.call = call
+        self._runtime = runtime
+        self._steps = steps
+        self._lock = threading.Lock()
+        self._state = _State.PARKED
+        self._woken = True
+        self._interruption: UnisonoError | None = None
+        self._is_interrupted = False
+        self._waiters = 0
+        self._event = runtime.event()
+        self._callbacks: list[Callable[[], None]] = []
+        self._timers: list[Timer] = []
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        call.wake = self.wake
+
+    def begin(self, timers: bool) -> None:
+        """Take the first step. With `timers`, deadlines and stalls are seen to while nobody waits."""
+        self.wake()
+        if timers and not self.is_done():
+            call, now = self.call, self._runtime.now()
+            if call.deadline.at is not None:
+                self._timers.append(self._runtime.call_at(call.deadline.at, self._expire))
+            if call.on_stall is not None and call.stall_query_s is not None:
+                self._timers.append(self._runtime.call_at(now + call.stall_query_s, self._on_stall))
+            if self.is_done():
+                self._cancel_timers()
+
+    def is_done(self) -> bool:
+        """Whether it ended."""
+        return self._state is _State.DONE
+
+    def wake(self) -> None:
+        """Something it waits for has changed."""
+        with self._lock:
+            self._woken = True
+            if self._state is not _State.PARKED:
+                return
+            if self._waiters:
+                self._event.set()
+                return
+            self._state = _State.RUNNING
+            self._woken = False
+        _carry_on(self)
+
+    def interrupt(self, error: UnisonoError) -> None:
+        """End it with an error: the operation is told at its next step and cleans up. The first counts."""
+        with self._lock:
+            if self._state is _State.DONE or self._is_interrupted:
+                return
+            self._is_interrupted = True
+            self._interruption = error
+        self.wake()
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Call back once it ended; at once if it has."""
+        with self._lock:
+            if self._state is not _State.DONE:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def wait(self, timeout: float | None) -> T:
+        """Carry it on, or wait while another thread does, until it ends."""
+        limit = self._runtime.deadline(timeout)
+        with self._lock:
+            self._waiters += 1
+        try:
+            stalls = self._stalls()
+            while not self._claim_or_done():
+                now = self._runtime.now()
+                if self.call.deadline.has_passed(now):
+                    self._expire()
+                elif limit.has_passed(now):
+                    raise self._late(timeout)
+                else:
+                    self._block(limit, stalls)
+        finally:
+            self._stop_waiting()
+        return self.result()
+
+    def result(self) -> T:
+        """What it gave, or the error that ended it."""
+        if self._error is not None:
+            error = self._error
+            # Each thread that asks raises its own copy, so that tracebacks do not grow into each other.
+            raise error.located(Location()) if isinstance(error, UnisonoError) else error
+        return self._result  # type: ignore[return-value]
+
+    def take_step(self) -> None:
+        """Carry it on until it sleeps or ends; the caller has claimed it."""
+        while True:
+            try:
+                interruption, self._interruption = self._interruption, None
+                if interruption is not None:
+                    self._steps.throw(interruption)
+                else:
+                    self._steps.send(None)
+                if (
+                    not self._is_interrupted
+                    and self.call.doom is not None
+                    and (doom := self.call.doom()) is not None
+                ):
+                    self._is_interrupted = True
+                    self._steps.throw(doom)
+            except StopIteration as stop:
+                return self._finish(stop.value, None)
+            except BaseException as error:
+                return self._finish(None, error)
+            with self._lock:
+                if not self._woken and self._interruption is None:
+                    self._state = _State.PARKED
+                    return None
+                self._woken = False
+
+    def _claim_or_done(self) -> bool:
+        """Take a step if there is one to take; True once it ended."""
+        with self._lock:
+            if self._state is _State.DONE:
+                return True
+            claimed = self._state is _State.PARKED and self._woken
+            if claimed:
+                self._state = _State.RUNNING
+                self._woken = False
+            else:
+                self._event.clear()
+        if claimed:
+            _carry_on(self)
+            return self.is_done()
+        return False
+
+    def _block(self, limit: Deadline, stalls: _Stalls) -> None:
+        now = self._runtime.now()
+        limits = [d.remaining(now) for d in (self.call.deadline, limit) if d.at is not None]
+        times = [t for t in (*limits, stalls.next_at.remaining(now)) if t is not None]
+        try:
+            self._runtime.block(
+                self._event, min(times, default=None), self.call.waiting, is_limited=bool(limits)
+            )
+        except Deadlock as deadlock:
+            self.interrupt(deadlock)
+        stalls.look(self._runtime.now())
+
+    def _stalls(self) -> _Stalls:
+        call = self.call
+        return _Stalls(
+            [
+                (call.started_at + after, action)
+                for after, action in (
+                    (call.stall_query_s, call.on_stall),
+                    (call.stall_log_s, self._log_stall),
+                )
+                if after is not None and action is not None
+            ]
+        )
+
+    def _stop_waiting(self) -> None:
+        with self._lock:
+            self._waiters -= 1
+            claimed = self._waiters == 0 and self._woken and self._state is _State.PARKED
+            if claimed:
+                self._state = _State.RUNNING
+                self._woken = False
+        if claimed:
+            _carry_on(self)
+
+    def _expire(self) -> None:
+        remaining = self.call.deadline.at
+        assert remaining is not None
+        budget = remaining - self.call.started_at
+        on = self.call.missing()
+        self.interrupt(
+            DeadlineExceeded(
+                f"{self.call.operation} did not end within {budget:.3g} s",
+                waiting_on=on,
+                cause=f"waiting for rank {', '.join(map(str, on))}" if on else None,
+            )
+        )
+
+    def _late(self, timeout: float | None) -> DeadlineExceeded:
+        on = self.call.missing()
+        return DeadlineExceeded(
+            f"waited {timeout:.3g} s, the work goes on",
+            waiting_on=on,
+            where=self.call.location(self._runtime.now()),
+        )
+
+    def _on_stall(self) -> None:
+        if not self.is_done() and self.call.on_stall is not None:
+            self.call.on_stall()
+
+    def _log_stall(self) -> None:
+        call = self.call
+        _log.warning(
+            "rank %d: %s stalled for %.3g s, waiting for rank %s%s",
+            call.rank,
+            call,
+            self._runtime.now() - call.started_at,
+            ",".join(map(str, call.missing())) or "any",
+            ", which has not called it" if call.absent else "",
+        )
+
+    def _finish(self, result: T | None, error: BaseException | None) -> None:
+        if isinstance(error, UnisonoError):
+            error = error.located(self.call.location(self._runtime.now()))
+        # First the consequences, then the news: who hears of the end finds everything settled.
+        if self.call.on_end is not None:
+            self.call.on_end(error if isinstance(error, UnisonoError) or error is None else _foreign(error))
+        with self._lock:
+            self._result, self._error = result, error
+            self._state = _State.DONE
+            callbacks, self._callbacks = self._callbacks, []
+        self._event.set()
+        self._cancel_timers()
+        for callback in callbacks:
+            callback()
+
+    def _cancel_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+
+
+@dataclass(slots=True)
+class _Stalls:
+    """What to do, once each, while an operation does not end."""
+
+    due: list[tuple[float, Callable[[], None]]]
+
+    @property
+    def next_at(self) -> Deadline:
+        return Deadline(min((at for at, _ in self.due), default=None))
+
+    def look(self, now: float) -> None:
+        for entry in [e for e in self.due if e[0] <= now]:
+            self.due.remove(entry)
+            entry[1]()
+
+
+class _Queue(threading.local):
+    """The tasks this thread has claimed; the outermost frame carries them on, so that nothing recurses."""
+
+    def __init__(self) -> None:
+        self.tasks: deque[Task[Any]] = deque()
+        self.is_running = False
+
+
+_queue = _Queue()
+
+
+def _carry_on(task: Task[Any]) -> None:
+    _queue.tasks.append(task)
+    if _queue.is_running:
+        return
+    _queue.is_running = True
+    try:
+        while _queue.tasks:
+            _queue.tasks.popleft().take_step()
+    finally:
+        _queue.is_running = False
+
+
+def _foreign(error: BaseException) -> UnisonoError:
+    first_line = (str(error).splitlines() or [""])[0]
+    return PeerAborted(f"{type(error).__name__}: {first_line}")
+
+
+def requests_done(call: Call, requests: Iterable[Request]) -> Steps[None]:
+    """Sleep until all requests are done, however they end."""
+    pending = [r for r in requests if not r.done]
+    for request in pending:
+        request.notify(call.wake)
+    while not all(request.done for request in pending):
+        yield
+
+
+class Work(Generic[T]):
+    """A started operation. Its buffers belong to it until it is done."""
+
+    def __init__(self, task: Task[T], runtime: Runtime) -> None:
+        self._task = task
+        self._runtime = runtime
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Wait for the end and return the result.
+
+        Raises:
+            DeadlineExceeded: `timeout` seconds passed; the work goes on.
+            UnisonoError: the operation failed.
+        """
+        return self._task.wait(timeout)
+
+    def done(self) -> bool:
+        """Whether it ended, well or not."""
+        return self._task.is_done()
+
+    def cancel(self) -> bool:
+        """End it now; False if it had ended already.
+
+        A receive is withdrawn and leaves its message to the next. A collective cannot be taken back:
+        its communicator is unusable afterwards, here and on the other ranks.
+        """
+        if self._task.is_done():
+            return False
+        rank = self._task.call.rank
+        self._task.interrupt(PeerAborted(f"rank {rank} cancelled {self._task.call.operation}", rank=rank))
+        if self._runtime.is_virtual or not self._task.is_done():
+            _settled(self._task)
+        return True
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self._task.is_done() and not self._runtime.is_virtual:
+            import asyncio  # a third of the package's import time, and only needed here
+
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[None] = loop.create_future()
+
+            def settle() -> None:
+                if not future.done():
+                    future.set_result(None)
+
+            def tell() -> None:
+                with contextlib.suppress(RuntimeError):  # nobody waits on a loop that is closed
+                    loop.call_soon_threadsafe(settle)
+
+            self._task.on_done(tell)
+            yield from future.__await__()
+        return self._task.wait(None)
+
+    def __repr__(self) -> str:
+        return f"<Work {self._task.call}: {'done' if self.done() else 'under way'}>"
+
+    def __del__(self) -> None:
+        task = getattr(self, "_task", None)
+        if task is not None and not task.is_done():
+            warnings.warn(
+                f"{task.call} was dropped before it ended; keep the Work and wait for it",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+
+def _settled(task: Task[Any]) -> None:
+    """Let an interrupted task clean up; its own error is not news to the one who interrupted it."""
+    with contextlib.suppress(UnisonoError):
+        task.wait(None)
+
+
+def wait_all(works: Iterable[Work[Any]], timeout: float | None = None) -> list[Any]:
+    """Wait for all works and return their results; report the first error after all ended."""
+    works = list(works)
+    if not works:
+        return []
+    deadline = works[0]._runtime.deadline(timeout)
+    results: list[Any] = []
+    first: BaseException | None = None
+    for work in works:
+        try:
+            results.append(work.wait(deadline.remaining(work._runtime.now())))
+        except Exception as error:  # a user's own reduce operation may raise anything
+            first = first if first is not None else error
+    if first is not None:
+        raise first
+    return results

@@ -1,0 +1,85 @@
+"""What every test gets: in-process ranks on threads, and a check that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unisono as uni
+from unisono.config import Config
+
+# Long enough for a loaded machine; every wait in a test ends by then, so that a hang is a failure.
+PATIENCE_S = 60
+
+
+class Ended(list[Any]):
+    """What each rank returned, or the exception that ended it."""
+
+    def values(self) -> list[Any]:
+        """The results; the first exception is raised."""
+        for result in self:
+            if isinstance(result, BaseException):
+                raise result
+        return list(self)
+
+
+def run_ranks(fn: Callable[..., Any], n: int, *args: Any, config: Config | None = None) -> Ended:
+    """Run `fn(comm, *args)` on n in-process ranks, one thread each, inside `with comm`."""
+
+    def one(comm: uni.Communicator) -> Any:
+        with comm:
+            return fn(comm, *args)
+
+    return run_each(one, uni.local(n, config))
+
+
+def run_each(fn: Callable[[Any], Any], places: list[Any]) -> Ended:
+    """Run `fn(place)` on a thread per place and collect how each ended."""
+    with ThreadPoolExecutor(len(places), thread_name_prefix="rank") as pool:
+        futures = [pool.submit(fn, place) for place in places]
+        return Ended(future.exception(PATIENCE_S) or future.result() for future in futures)
+
+
+@pytest.fixture
+def ranks() -> Callable[..., Ended]:
+    """`ranks(fn, n, *args)`: see run_ranks."""
+    return run_ranks
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """Fail a test that leaves threads, descriptors, children or shared memory behind."""
+    before = _belongings()
+    yield
+    deadline = time.monotonic() + 5
+    while True:
+        left = {kind: now - before[kind] for kind, now in _belongings().items() if now - before[kind]}
+        if not left or time.monotonic() > deadline:
+            break
+        gc.collect()
+        time.sleep(0.01)
+    assert not left, f"left behind: {left}"
+
+
+def _belongings() -> dict[str, set[str]]:
+    descriptors = set()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            descriptors.add(f"{entry} {os.readlink(f'/proc/self/fd/{entry}')}")
+        except OSError:
+            continue
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {
+        "threads": {f"{t.name} {t.ident}" for t in threading.enumerate()},
+        "descriptors": descriptors,
+        "children": set(children),
+        "shared memory": set(os.listdir("/dev/shm")),
+    }
