@@ -98,6 +98,8 @@ class Messages:
     ) -> Work[Status | None]:
         """Wait for a message without taking it. With `timeout=0`: None if there is none now."""
         self._check_source(src, tag)
+        if timeout == 0:
+            self._group.backend.runtime.polled()
 
         def steps(call: Call) -> Steps[Status | None]:
             request = self._group.backend.probe(src, self._group.context, tag)

@@ -110,6 +110,12 @@ class Runtime(ABC):
     def sleep(self, seconds: float) -> None:
         """Let time pass for the calling thread."""
 
+    def polled(self) -> None:  # noqa: B027 - only virtual time has something to do here
+        """Somebody asked whether something has happened, and does not wait.
+
+        It costs nothing here. In virtual time it must, or a loop that asks until it has would never end.
+        """
+
     def deadline(self, timeout: float | None) -> Deadline:
         """Turn a timeout into a deadline: once, at the public door."""
         if timeout is None:

@@ -373,6 +373,8 @@ class Work(Generic[T]):
 
     def done(self) -> bool:
         """Whether it ended, well or not."""
+        if not self._task.is_done():
+            self._runtime.polled()
         return self._task.is_done()
 
     def cancel(self) -> bool:
@@ -409,7 +411,7 @@ class Work(Generic[T]):
         return self._task.wait(None)
 
     def __repr__(self) -> str:
-        return f"<Work {self._task.call}: {'done' if self.done() else 'under way'}>"
+        return f"<Work {self._task.call}: {'done' if self._task.is_done() else 'under way'}>"
 
     def __del__(self) -> None:
         task = getattr(self, "_task", None)

@@ -1,0 +1,127 @@
+"""Virtual time for one rank: the runtime that the simulator puts in the place of the real one.
+
+Knows waiting, sleeping and timers in virtual time. Does not know what is waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from unisono.runtime import Deadline, Event, Runtime, Timer, Waiting
+from unisono.simulation.checks import check_amount
+from unisono.simulation.scheduler import Scheduler, SimThread, calling_thread
+
+__all__ = ["POLL_S", "SimEvent", "SimRuntime", "now", "sleep"]
+
+# What it costs to ask without waiting. It must cost something: a loop that asks until something has happened
+# would otherwise go on for ever at one point of virtual time.
+POLL_S: Final = 1e-6
+
+
+def now() -> float:
+    """Seconds of virtual time in a simulated rank; of the machine's monotonic clock elsewhere."""
+    thread = calling_thread()
+    return time.monotonic() if thread is None else thread.scheduler.now
+
+
+def sleep(seconds: float) -> None:
+    """Let virtual time pass in a simulated rank; real time elsewhere."""
+    thread = calling_thread()
+    if thread is None:
+        time.sleep(seconds)
+    else:
+        check_amount("seconds", seconds)
+        thread.sleep(seconds)
+
+
+class SimEvent:
+    """A flag in virtual time."""
+
+    __slots__ = ("_is_set", "_scheduler", "waiters")
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._is_set = False
+        self.waiters: list[SimThread] = []
+
+    def set(self) -> None:
+        """Raise the flag and wake who waits."""
+        self._scheduler.check_caller()
+        self._is_set = True
+        for thread in self.waiters:
+            thread.wake()
+
+    def clear(self) -> None:
+        """Lower the flag."""
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """Whether the flag is up."""
+        return self._is_set
+
+
+class SimRuntime(Runtime):
+    """The clock and timers of one rank. Its timers stand still and end with the rank."""
+
+    is_virtual = True
+
+    def __init__(self, scheduler: Scheduler, thread: SimThread) -> None:
+        self._scheduler = scheduler
+        self._thread = thread
+
+    def now(self) -> float:
+        """Virtual seconds since the start."""
+        return self._scheduler.now
+
+    def event(self) -> SimEvent:
+        """Make an event."""
+        return SimEvent(self._scheduler)
+
+    def block(
+        self, event: Event, timeout: float | None, waiting: Callable[[], Waiting], *, is_limited: bool = True
+    ) -> bool:
+        """Wait for the event in virtual time."""
+        assert isinstance(event, SimEvent)
+        thread = self._scheduler.blocking_thread()
+        thread.check_life()
+        if event.is_set():
+            return True
+        timer = None
+        if timeout is not None:
+            when = self._scheduler.now + timeout
+            timer = self._scheduler.call_at(when, thread.wake, is_housekeeping=not is_limited)
+        event.waiters.append(thread)
+        try:
+            thread.wait(waiting)
+        finally:
+            event.waiters.remove(thread)
+            if timer is not None:
+                timer.cancel()
+        return event.is_set()
+
+    def call_at(self, when: float, fn: Callable[[], None]) -> Timer:
+        """Call `fn` at a virtual time; later if the rank is paused then, never once it has ended."""
+        self._scheduler.check_caller()
+        return self._scheduler.call_at(when, lambda: self._on_time(fn))
+
+    def sleep(self, seconds: float) -> None:
+        """Let virtual time pass."""
+        check_amount("seconds", seconds)
+        self._scheduler.blocking_thread().sleep(seconds)
+
+    def deadline(self, timeout: float | None) -> Deadline:
+        """Turn a timeout into a deadline; a timeout of 0 is a poll, which costs a moment."""
+        if timeout == 0:
+            self.polled()
+        return super().deadline(timeout)
+
+    def polled(self) -> None:
+        """Let a moment pass for somebody who asked and does not wait."""
+        if calling_thread() is self._thread:
+            self._thread.sleep(POLL_S)
+
+    def _on_time(self, fn: Callable[[], None]) -> None:
+        if not self._thread.has_ended:
+            self._thread.when_awake(fn)
