@@ -6,7 +6,6 @@ Knows names, defaults, limits and UNISONO_* variables. Does not know who uses a 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import os
 from collections.abc import Mapping
@@ -163,6 +162,8 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
+    import difflib  # only a mistake needs it
+
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(known)}"
     return f"{what} {name!r} is unknown; {hint}"
