@@ -139,7 +139,10 @@ class Communicator:
     def world(cls, backend: Backend) -> Communicator:
         """The communicator of all ranks of a backend, which it owns and closes."""
         descriptor = descriptor_of("world", backend.size)
-        group = Group(backend, Control(backend), WORLD_CONTEXT, "world", descriptor, is_introduced=True)
+        ranks = tuple(range(backend.size))
+        group = Group(
+            backend, Control(backend), WORLD_CONTEXT, "world", descriptor, ranks, is_introduced=True
+        )
         group.control.join(group)
         return cls(group, None)
 
@@ -199,7 +202,7 @@ class Communicator:
                 f"the context id of sub({list(members)}) is in use", next_step="call sub again on all members"
             )
         name = f"{self.name}.sub({','.join(map(str, members))})" + ("" if uses == 1 else f"#{uses}")
-        return self._child(backend, context, name, descriptor_of(*identity), is_introduced=False)
+        return self._child(backend, members, context, name, descriptor_of(*identity), is_introduced=False)
 
     def mesh(self, shape: Sequence[int], names: Sequence[str] | None = None) -> Mesh:
         """Arrange the ranks in a grid, row by row, with a communicator along each axis. All ranks call it."""
@@ -272,11 +275,13 @@ class Communicator:
         salt, contexts = yield from self._fresh_contexts(one, generation, sorted(groups))
         if color is None:
             return None
-        members = [rank for _, rank in sorted(groups[color])]
+        members = tuple(rank for _, rank in sorted(groups[color]))
         backend = SubBackend(self.backend, members, ordered=True)
         identity = (self._group.descriptor.hex(), self.epoch, "split", generation, color, salt, members)
         name = f"{self.name}.split#{generation}({color})"
-        return self._child(backend, contexts[color], name, descriptor_of(*identity), is_introduced=True)
+        return self._child(
+            backend, members, contexts[color], name, descriptor_of(*identity), is_introduced=True
+        )
 
     def _fresh_contexts(
         self, one: Collective, generation: int, colors: list[int]
@@ -302,10 +307,17 @@ class Communicator:
         return rows
 
     def _child(
-        self, backend: Backend, context: int, name: str, descriptor: bytes, *, is_introduced: bool
+        self,
+        backend: Backend,
+        members: tuple[int, ...],
+        context: int,
+        name: str,
+        descriptor: bytes,
+        *,
+        is_introduced: bool,
     ) -> Communicator:
-        control = self._group.control
-        group = Group(backend, control, context, name, descriptor, is_introduced=is_introduced)
+        control, ranks = self._group.control, tuple(self._group.world_ranks[rank] for rank in members)
+        group = Group(backend, control, context, name, descriptor, ranks, is_introduced=is_introduced)
         group.epoch = self.epoch
         control.join(group)
         return Communicator(group, self)

@@ -263,10 +263,6 @@ class Backend(ABC):
     def close(self) -> None:
         """Leave: flush what was sent, end pending requests, tell the others."""
 
-    def to_world(self, rank: int) -> int:
-        """The world rank behind one of this backend's ranks: what errors show."""
-        return rank
-
     def hosts(self) -> tuple[int, ...]:
         """A number per rank, equal for ranks on one host; empty if all share one."""
         return ()

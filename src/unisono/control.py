@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
-from unisono.contract import Backend, Lane, PeerDown, Request, Tags
+from unisono.contract import Backend, Lane, PeerDown, Tags
 from unisono.errors import (
     CollectiveMismatch,
     DeadlineExceeded,
@@ -149,7 +149,6 @@ class Control:
         self._down: dict[int, PeerDown] = {}
         self._early: OrderedDict[int, list[tuple[int, News]]] = OrderedDict()
         self._early_count = 0
-        self._unsent: list[Request] = []
         backend.watch(self._on_peer_down)
         call = Call("control", backend.rank)
         Task(backend.runtime, call, self._listen(call)).begin(timers=False)
@@ -180,9 +179,7 @@ class Control:
         data = memoryview(_encode(news))
         for rank in ranks:
             if rank != self.backend.rank and rank not in self._down:
-                request = self.backend.start_send(rank, CONTROL_CONTEXT, Tags.CONTROL, data, lane=lane)
-                if not request.done:
-                    self._unsent = [r for r in self._unsent if not r.done] + [request]
+                self.backend.start_send(rank, CONTROL_CONTEXT, Tags.CONTROL, data, lane=lane)
 
     def _listen(self, call: Call) -> Steps[None]:
         while True:

@@ -61,6 +61,7 @@ class Group:
         context: int,
         name: str,
         descriptor: bytes,
+        world_ranks: tuple[int, ...],
         *,
         is_introduced: bool,
     ) -> None:
@@ -70,8 +71,8 @@ class Group:
         self.name = name
         self.epoch = 0
         self.descriptor = descriptor
-        self.world_rank = backend.to_world(backend.rank)
-        self.world_ranks = tuple(backend.to_world(rank) for rank in range(backend.size))
+        self.world_ranks = world_ranks
+        self.world_rank = world_ranks[backend.rank]
         self._lock = threading.RLock()
         self._pending: dict[int, _Pending] = {}
         self._sequence = 0
@@ -99,13 +100,8 @@ class Group:
         """Begin an operation and keep an eye on it until it ends."""
         runtime, config = self.backend.runtime, self.backend.config
         call = Call(operation, self.world_rank, self.name, self.epoch, None, deadline, runtime.now())
-        with self._lock:
-            self.check_usable(is_collective)
-            if is_collective:
-                call.sequence = self._sequence
-                self._sequence += 1
         task: Task[T] = Task(runtime, call, steps(call))
-        entry = _Pending(task, call.sequence, set(), is_send)  # type: ignore[arg-type]
+        entry = _Pending(task, None, set(), is_send)  # type: ignore[arg-type]
         call.doom = lambda: self._doom_of(call)
         call.on_end = lambda error: self._on_end(entry, error)
         call.stall_log_s = None if runtime.is_virtual else config.stall_log_s
@@ -115,7 +111,12 @@ class Group:
                 config.stall_query_s if budget is None else min(config.stall_query_s, budget / 2)
             )
             call.on_stall = lambda: self._ask(entry, call.waiting_on())
+        # Allowed, numbered and pending in one breath: no verdict can fall in between and miss it.
         with self._lock:
+            self.check_usable(is_collective)
+            if is_collective:
+                call.sequence = entry.sequence = self._sequence
+                self._sequence += 1
             self._pending[id(entry)] = entry
         task.begin(timers)
         return Work(task, runtime)

@@ -82,6 +82,7 @@ class Collective:
             self._call,
             dtype,
             op,
+            group.world_ranks,
             fingerprint,
             check_header=lambda peer, theirs: group.check_fingerprint(self._call, fingerprint, peer, theirs),
             check_length=lambda peer, came, awaited, theirs: group.refuse_length(

@@ -120,10 +120,6 @@ class SubBackend(Backend):
     def close(self) -> None:
         """Nothing of its own to close: the parent stays."""
 
-    def to_world(self, rank: int) -> int:
-        """The world rank of a member."""
-        return self.parent.to_world(self.members[rank])
-
     def hosts(self) -> tuple[int, ...]:
         """The members' hosts."""
         theirs = self.parent.hosts()

@@ -24,7 +24,7 @@ from unisono.contract import Backend, Request
 from unisono.errors import UsageError
 from unisono.kernels import reduce_into
 from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
-from unisono.values import ANY, DType, ReduceOp
+from unisono.values import Any_, DType, ReduceOp
 from unisono.work import Call, Steps
 
 __all__ = ["Execution", "Memory", "execute"]
@@ -42,6 +42,8 @@ class Execution:
     call: Call
     dtype: DType
     op: ReduceOp | None
+    world_ranks: tuple[int, ...]
+    """What errors call the peers."""
     header: bytes
     check_header: Callable[[int, bytes], None]
     """Called with the peer and its header for every first message; raises if it does not fit ours."""
@@ -235,7 +237,7 @@ class _Run:
     def peers_awaited(self) -> tuple[int, ...]:
         """The world ranks that the run waits for now."""
         peers = {request.peer for request in list(self._pending.values()) if not request.done}
-        return tuple(sorted(self._how.backend.to_world(peer) for peer in peers if peer is not ANY))
+        return tuple(sorted(self._how.world_ranks[peer] for peer in peers if not isinstance(peer, Any_)))
 
     def withdraw(self) -> None:
         """Take back every request that has not met its counterpart."""
