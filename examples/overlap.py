@@ -21,7 +21,8 @@ def main(world: uni.Communicator) -> None:
 
         one, two = asyncio.run(two_at_once())
         if world.rank == 0:
-            print(f"mean of the last element {gradient[-1]:,g}, computed meanwhile {checksum > 0}, {one=} {two=}")
+            print(f"mean of the last element {gradient[-1]:,g}, computed meanwhile: {checksum > 0}")
+            print(f"awaited together: {one=} {two=}")
 
 
 if __name__ == "__main__":

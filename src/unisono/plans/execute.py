@@ -68,7 +68,7 @@ def execute(plan: Plan, memory: Mapping[Buf, Memory], how: Execution) -> Steps[N
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """The pieces of a plan. `after[i]` lists the pieces that wait for piece i, `waits[i]` counts those it waits for."""
+    """The pieces of a plan: `after[i]` lists those that wait for piece i, `waits[i]` counts those it awaits."""
 
     pieces: tuple[Step, ...]
     after: tuple[tuple[int, ...], ...]
@@ -171,7 +171,7 @@ class _Accesses:
             overlaps = start < s.stop and s.start < stop
             if overlaps and (writes or wrote):
                 earlier.add(who)
-            # A write that covers an access stands for it from now on: whoever waits for the write waits for both.
+            # A write that covers an access stands for it from now on: who waits for the write waits for both.
             if not (writes and s.start <= start and stop <= s.stop):
                 kept.append(entry)
         kept.append((s.start, s.stop, writes, i))
