@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -45,25 +44,29 @@ def row(dtype: DType, size_bytes: int, op_name: str, peer: Any, rounds: int) -> 
     # Ones: they make no subnormals, infinities or NaN in any number of products, minima or maxima, and a sum
     # that has grown to infinity costs no more than any other.
     kind = ml_dtypes.bfloat16 if dtype.name == "bfloat16" else dtype.storage
-    dst, src = np.ones((2, size_bytes // dtype.itemsize), kind)
+    dst, src = (np.ones(size_bytes // dtype.itemsize, kind) for _ in range(2))
     dst_bits, src_bits = dst.view(dtype.storage), src.view(dtype.storage)
 
-    ours, theirs = (reduce_into, dst_bits, src_bits, op, dtype), (peer, dst, src, dst)
+    def ours(repeat: int) -> float:
+        start = time.perf_counter()
+        for _ in range(repeat):
+            reduce_into(dst_bits, src_bits, op, dtype)
+        return (time.perf_counter() - start) / repeat
+
+    def theirs(repeat: int) -> float:
+        start = time.perf_counter()
+        for _ in range(repeat):
+            peer(dst, src, out=dst)
+        return (time.perf_counter() - start) / repeat
+
     with np.errstate(all="ignore"):
-        repeat = max(1, int(ROUND_S / min(timed(3, *ours), timed(3, *theirs))))
-        pairs = [(timed(repeat, *ours), timed(repeat, *theirs)) for _ in range(rounds)]
+        repeat = max(1, int(ROUND_S / min(ours(3), theirs(3))))
+        pairs = [(ours(repeat), theirs(repeat)) for _ in range(rounds)]
     ratios = [peer_s / our_s for our_s, peer_s in pairs]
     low, middle, high = statistics.quantiles(ratios, n=4)
     our_us, peer_us = (statistics.median(column) * 1e6 for column in zip(*pairs, strict=True))
     times = f"{our_us:>8.2f} us {peer_us:>8.2f} us"
     print(f"{dtype!s:<9} {size_bytes:>10} {times} {middle:>6.2f}  {low:.2f}-{high:.2f}")
-
-
-def timed(repeat: int, call: Callable[..., Any], *args: Any) -> float:
-    start = time.perf_counter()
-    for _ in range(repeat):
-        call(*args)
-    return (time.perf_counter() - start) / repeat
 
 
 if __name__ == "__main__":

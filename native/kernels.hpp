@@ -5,6 +5,7 @@
 //
 // What every kernel promises, on every instruction set, in the vector body and in the tail alike:
 //   - The bits written depend only on the bits read and their order: never on length, alignment or machine.
+//     (A thread that flushes subnormals, as torch.set_flush_denormal makes it do, gets what it asked for.)
 //   - Starts may be unaligned. dst may be exactly a or exactly b; the caller has ruled out partial overlap.
 //   - Integers wrap around. land, lor and lxor give 0 or 1; a bool byte other than 0 counts as true.
 //   - float16 and bfloat16 compute in float32 and round to nearest even, subnormals included.

@@ -18,7 +18,7 @@ from unisono.values import DTYPES, DType, Kind, OpCode, as_op, op
 
 Array = np.ndarray[Any, Any]
 
-# Every tail after zero to several vectors; both sides of the page from which stores are lined up; and odd ones
+# Every tail after zero to several vectors; both sides of the page from which stores are lined up; odd ones
 # that are long enough to run without the GIL.
 LENGTHS = [*range(68), 509, 1023, 1024, 2053, 4099, 100_003]
 
@@ -238,6 +238,16 @@ def test_divide_is_a_true_division(isa: str, dtype: DType, n: int) -> None:
         assert_same_bits(x, one_nan(want, name).view(dtype.storage))
 
 
+@every_half
+@pytest.mark.parametrize("n", [3, 6, 7, 10, 1000])
+def test_every_half_is_divided_and_then_rounded(isa: str, dtype: DType, n: int) -> None:
+    x = np.arange(65536, dtype=np.uint16)
+    kind = numpy_type(dtype.name)
+    want = one_nan((x.view(kind).astype(np.float32) / np.float32(n)).astype(kind), dtype.name)
+    divide(x, n, dtype)
+    assert_same_bits(x, want.view(np.uint16))
+
+
 def test_divide_takes_an_unaligned_start(isa: str) -> None:
     for dtype in MEANS:
         x = sample(dtype, 131, seed=13)
@@ -445,16 +455,17 @@ def test_the_fastest_instruction_set_is_in_use() -> None:
     assert _native.isa() == _native.isas()[-1]
 
 
-def test_a_long_reduce_lets_other_threads_run_and_a_short_one_does_not() -> None:
-    assert progress_during(np.zeros(1 << 20, np.float32), calls_max=1000)
-    assert not progress_during(np.zeros(16, np.float32), calls_max=1000)
+KERNELS_WITHOUT_GIL = {
+    "reduce": lambda x, y: _native.reduce(x, x, y, F32, SUM),
+    "divide": lambda x, y: _native.divide(x, 3, F32),
+    "widen": lambda x, y: _native.widen(x, y[: len(y) // 2], F16),
+    "narrow": lambda x, y: _native.narrow(x[: len(x) // 2], y, F16),
+}
 
 
-def progress_during(x: Array, calls_max: int) -> bool:
-    """Whether another thread got to run during one of so many reduces.
-
-    The interpreter is kept from switching threads by itself, so the other one runs only if a kernel lets it.
-    """
+@pytest.mark.parametrize("kernel", KERNELS_WITHOUT_GIL.values(), ids=KERNELS_WITHOUT_GIL)
+def test_a_long_call_lets_other_threads_run(kernel: Any) -> None:
+    x, y = np.zeros((2, 1 << 20), np.float32)
     ready, go = threading.Event(), threading.Event()
     ran: list[bool] = []
 
@@ -467,14 +478,16 @@ def progress_during(x: Array, calls_max: int) -> bool:
     interval = sys.getswitchinterval()
     other.start()
     ready.wait()
+    # The interpreter is kept from switching threads by itself: the other one runs only if a kernel lets it. A
+    # thread may be slow to wake, so it has many calls to do so.
     sys.setswitchinterval(100)
     try:
         go.set()
-        for _ in range(calls_max):
-            _native.reduce(x, x, x, F32, SUM)
-            if ran:
-                break
-        return bool(ran)
+        calls_left = 1000
+        while calls_left and not ran:
+            kernel(x, y)
+            calls_left -= 1
+        assert ran
     finally:
         sys.setswitchinterval(interval)
         other.join()

@@ -1,8 +1,8 @@
-# The types of the native side. native/bind_kernels.cpp is its source, native/kernels.hpp says what it promises.
+# The types of the native side. native/bind_kernels.cpp is its source, native/kernels.hpp holds its promises.
 #
-# A dtype is a DType.code, an op an OpCode. Memory is contiguous and read as bits of that dtype, whatever type it
-# says it has. A wrong argument raises ValueError before anything is written; an object that gives no such memory
-# raises TypeError or BufferError.
+# A dtype is a DType.code, an op an OpCode. Memory is contiguous and read as bits of that dtype, whatever type
+# it says it has. A wrong argument raises ValueError before anything is written; an object that gives no such
+# memory raises TypeError or BufferError.
 
 from typing import Any, TypeAlias
 
