@@ -317,7 +317,8 @@ class _Message(Parcel):
         self.sender.fabric.carry(self.sender.rank, self.receiver.rank, self._lane, nbytes, delivery)
 
     def _to_sender(self, delivery: Callable[[], None]) -> None:
-        self.receiver.fabric.carry(self.receiver.rank, self.sender.rank, Lane.CONTROL, 0, delivery)
+        # On the same lane, so that a goodbye of the receiver does not overtake it.
+        self.receiver.fabric.carry(self.receiver.rank, self.sender.rank, self._lane, 0, delivery)
 
     def _return_credit(self) -> None:
         if self.sender is not self.receiver:

@@ -11,29 +11,31 @@ from typing import Final
 
 from unisono.runtime import Deadline, Event, Runtime, Timer, Waiting
 from unisono.simulation.checks import check_amount
-from unisono.simulation.scheduler import Scheduler, SimThread, calling_thread
+from unisono.simulation.scheduler import Scheduler, SimThread, scheduler_here
 
-__all__ = ["POLL_S", "SimEvent", "SimRuntime", "now", "sleep"]
+__all__ = ["SimEvent", "SimRuntime", "now", "sleep"]
 
 # What it costs to ask without waiting. It must cost something: a loop that asks until something has happened
-# would otherwise go on for ever at one point of virtual time.
+# would otherwise go on for ever at one point of virtual time. Who has asked for long pays a hundredth of that
+# time, so that a loop over a virtual second takes some thousand rounds and not a million.
 POLL_S: Final = 1e-6
+POLL_SHARE: Final = 0.01
 
 
 def now() -> float:
     """Seconds of virtual time in a simulated rank; of the machine's monotonic clock elsewhere."""
-    thread = calling_thread()
-    return time.monotonic() if thread is None else thread.scheduler.now
+    scheduler = scheduler_here()
+    return time.monotonic() if scheduler is None else scheduler.now
 
 
 def sleep(seconds: float) -> None:
     """Let virtual time pass in a simulated rank; real time elsewhere."""
-    thread = calling_thread()
-    if thread is None:
+    scheduler = scheduler_here()
+    if scheduler is None:
         time.sleep(seconds)
     else:
         check_amount("seconds", seconds)
-        thread.sleep(seconds)
+        scheduler.blocking_thread().sleep(seconds)
 
 
 class SimEvent:
@@ -70,6 +72,7 @@ class SimRuntime(Runtime):
     def __init__(self, scheduler: Scheduler, thread: SimThread) -> None:
         self._scheduler = scheduler
         self._thread = thread
+        self._polling_since = self._polled_at = 0.0
 
     def now(self) -> float:
         """Virtual seconds since the start."""
@@ -119,8 +122,13 @@ class SimRuntime(Runtime):
 
     def polled(self) -> None:
         """Let a moment pass for somebody who asked and does not wait."""
-        if calling_thread() is self._thread:
-            self._thread.sleep(POLL_S)
+        scheduler = self._scheduler
+        if scheduler_here() is not scheduler or scheduler.current is not self._thread:
+            return
+        if scheduler.now != self._polled_at:
+            self._polling_since = scheduler.now
+        self._thread.sleep(max(POLL_S, (scheduler.now - self._polling_since) * POLL_SHARE))
+        self._polled_at = scheduler.now
 
     def _on_time(self, fn: Callable[[], None]) -> None:
         if not self._thread.has_ended:

@@ -18,7 +18,7 @@ from enum import Enum
 from unisono.errors import Deadlock, UsageError
 from unisono.runtime import Waiting
 
-__all__ = ["Due", "Killed", "Scheduler", "SimThread", "Stopped", "calling_thread", "is_inside"]
+__all__ = ["Due", "Killed", "Scheduler", "SimThread", "Stopped", "scheduler_here"]
 
 
 class Killed(BaseException):
@@ -86,7 +86,7 @@ class Scheduler:
         An error of the scheduler itself, or an interrupt, unwinds all threads and comes out here.
         """
         self._driver = self._holder = threading.get_ident()
-        _here.is_inside = True
+        _here.scheduler = self
         try:
             for thread in self.threads:
                 thread.start()
@@ -97,7 +97,7 @@ class Scheduler:
             self._stop()
             raise
         finally:
-            _here.is_inside = False
+            _here.scheduler = None
             self._holder = 0
             for thread in self.threads:
                 thread.join()
@@ -343,7 +343,7 @@ class SimThread:
         self.check_life()
 
     def _main(self) -> None:
-        _here.is_inside, _here.thread = True, self
+        _here.scheduler = self.scheduler
         bug: BaseException | None = None
         self._baton.acquire()
         try:
@@ -422,14 +422,9 @@ class SimThread:
 _here = threading.local()
 
 
-def calling_thread() -> SimThread | None:
-    """The simulated thread that calls, if it is one."""
-    return getattr(_here, "thread", None)
-
-
-def is_inside() -> bool:
-    """Whether the caller is part of a simulation."""
-    return getattr(_here, "is_inside", False)
+def scheduler_here() -> Scheduler | None:
+    """The scheduler of the simulation that the caller is part of, if it is."""
+    return getattr(_here, "scheduler", None)
 
 
 def _taken_lock() -> threading.Lock:

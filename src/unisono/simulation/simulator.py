@@ -17,7 +17,7 @@ from unisono.simulation.faults import Fault, checked_faults
 from unisono.simulation.injector import Injector
 from unisono.simulation.network import Network
 from unisono.simulation.result import SimResult
-from unisono.simulation.scheduler import Scheduler, Stopped, is_inside
+from unisono.simulation.scheduler import Scheduler, Stopped, scheduler_here
 from unisono.simulation.trace import trace_digest
 from unisono.simulation.verdicts import Verdicts
 
@@ -44,7 +44,7 @@ def run(
     check_step("n", n)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UsageError(f"seed={seed!r}; allowed: integers")
-    if is_inside():
+    if scheduler_here() is not None:
         raise UsageError("a simulation cannot run inside another")
     network = network if network is not None else Network()
     if not isinstance(network, Network):
