@@ -31,6 +31,7 @@ from unisono.errors import (
     UnisonoError,
 )
 from unisono.runtime import Deadline
+from unisono.values import ANY
 from unisono.work import Call, Steps, Task, Work
 
 __all__ = ["Group", "context_of", "descriptor_of", "fingerprint_of", "single"]
@@ -283,9 +284,8 @@ class Group:
         gone = {**self._left, **self._dead}
         if not gone:
             return None
-        on = call.waiting_on()
-        if on:
-            hopeless = [rank for rank in on if rank in gone]
+        if not call.is_wildcard:
+            hopeless = [rank for rank in call.waiting_on() if rank in gone]
         elif self._dead:
             hopeless = list(self._dead)
         else:
@@ -371,6 +371,7 @@ def descriptor_of(*parts: object) -> bytes:
 def single(call: Call, request: Request, peers: Callable[[], tuple[int, ...]]) -> Steps[Request]:
     """Carry one request to its end. Interrupted, it is withdrawn; if it was met already, it ends well."""
     call.waiting_on = peers
+    call.is_wildcard = request.peer is ANY
     request.notify(call.wake)
     try:
         while not request.done:

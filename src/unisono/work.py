@@ -44,6 +44,7 @@ class Call:
     deadline: Deadline = NEVER
     started_at: float = 0.0
     waiting_on: Callable[[], tuple[int, ...]] = tuple
+    is_wildcard: bool = False  # any rank may end it
     absent: set[int] = field(default_factory=set)
     on_stall: Callable[[], None] | None = None
     on_end: Callable[[UnisonoError | None], None] | None = None
@@ -150,7 +151,7 @@ class Task(Generic[T]):
             stalls = self._stalls()
             while not self._claim_or_done():
                 now = self._runtime.now()
-                if self.call.deadline.has_passed(now):
+                if self.call.deadline.has_passed(now) and not self._is_interrupted:
                     self._expire()
                 elif limit.has_passed(now):
                     raise self._late(timeout)
@@ -177,12 +178,7 @@ class Task(Generic[T]):
                     self._steps.throw(interruption)
                 else:
                     self._steps.send(None)
-                if (
-                    not self._is_interrupted
-                    and self.call.doom is not None
-                    and (doom := self.call.doom()) is not None
-                ):
-                    self._is_interrupted = True
+                if (doom := self._doom()) is not None:
                     self._steps.throw(doom)
             except StopIteration as stop:
                 return self._finish(stop.value, None)
@@ -193,6 +189,15 @@ class Task(Generic[T]):
                     self._state = _State.PARKED
                     return None
                 self._woken = False
+
+    def _doom(self) -> UnisonoError | None:
+        """Why it can never end; nothing if it was interrupted already, for the first reason counts."""
+        doom = None if self.call.doom is None else self.call.doom()
+        with self._lock:
+            if doom is None or self._is_interrupted:
+                return None
+            self._is_interrupted = True
+        return doom
 
     def _claim_or_done(self) -> bool:
         """Take a step if there is one to take; True once it ended."""
@@ -212,7 +217,9 @@ class Task(Generic[T]):
 
     def _block(self, limit: Deadline, stalls: _Stalls) -> None:
         now = self._runtime.now()
-        limits = [d.remaining(now) for d in (self.call.deadline, limit) if d.at is not None]
+        # Once interrupted, it ends when its requests let go of the memory: no deadline hastens that.
+        deadlines = (limit,) if self._is_interrupted else (self.call.deadline, limit)
+        limits = [d.remaining(now) for d in deadlines if d.at is not None]
         times = [t for t in (*limits, stalls.next_at.remaining(now)) if t is not None]
         try:
             self._runtime.block(
@@ -286,7 +293,8 @@ class Task(Generic[T]):
             error = error.located(self.call.location(self._runtime.now()))
         # First the consequences, then the news: who hears of the end finds everything settled.
         if self.call.on_end is not None:
-            self.call.on_end(error if isinstance(error, UnisonoError) or error is None else _foreign(error))
+            known = error if error is None or isinstance(error, UnisonoError) else self._foreign(error)
+            self.call.on_end(known)
         with self._lock:
             self._result, self._error = result, error
             self._state = _State.DONE
@@ -295,6 +303,10 @@ class Task(Generic[T]):
         self._cancel_timers()
         for callback in callbacks:
             callback()
+
+    def _foreign(self, error: BaseException) -> UnisonoError:
+        first_line, rank = (str(error).splitlines() or [""])[0], self.call.rank
+        return PeerAborted(f"rank {rank} gave up", rank=rank, cause=f"{type(error).__name__}: {first_line}")
 
     def _cancel_timers(self) -> None:
         for timer in self._timers:
@@ -339,11 +351,6 @@ def _carry_on(task: Task[Any]) -> None:
             _queue.tasks.popleft().take_step()
     finally:
         _queue.is_running = False
-
-
-def _foreign(error: BaseException) -> UnisonoError:
-    first_line = (str(error).splitlines() or [""])[0]
-    return PeerAborted(f"{type(error).__name__}: {first_line}")
 
 
 def requests_done(call: Call, requests: Iterable[Request]) -> Steps[None]:
