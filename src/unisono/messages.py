@@ -16,7 +16,7 @@ from unisono.errors import UsageError
 from unisono.group import Group, single
 from unisono.runtime import NEVER
 from unisono.values import ANY, TAG_MAX, Any_, Status
-from unisono.work import Call, Steps, Work
+from unisono.work import Call, Steps, Work, requests_done
 
 __all__ = ["Messages", "receivable"]
 
@@ -85,8 +85,9 @@ class Messages:
             sending = self._start_send(array, dst, tag)
             try:
                 status = yield from self._receive(call, into, src, tag)
-            except BaseException:
+            except Exception:
                 sending.cancel()
+                yield from requests_done(call, [sending])
                 raise
             yield from single(call, sending, lambda: (self._group.world_ranks[dst],))
             return status
@@ -98,17 +99,18 @@ class Messages:
     ) -> Work[Status | None]:
         """Wait for a message without taking it. With `timeout=0`: None if there is none now."""
         self._check_source(src, tag)
-        if timeout == 0:
+        is_poll = timeout == 0 and not isinstance(timeout, bool)
+        if is_poll:
             self._group.backend.runtime.polled()
 
         def steps(call: Call) -> Steps[Status | None]:
             request = self._group.backend.probe(src, self._group.context, tag)
-            if timeout == 0 and not request.done and request.cancel():
+            if is_poll and not request.done and request.cancel():
                 return None
             yield from single(call, request, self._awaited(src))
             return _status(request.envelope)
 
-        return self._begin("probe", None if timeout == 0 else timeout, steps)
+        return self._begin("probe", None if is_poll else timeout, steps)
 
     @property
     def _rank(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,6 +19,8 @@ from typing import Final, Protocol
 from unisono.errors import UsageError
 
 __all__ = ["NEVER", "Deadline", "Event", "Killed", "RealRuntime", "Runtime", "Timer", "Waiting"]
+
+_log = logging.getLogger("unisono")
 
 
 class Event(Protocol):
@@ -57,6 +59,9 @@ class Deadline:
 
 
 NEVER: Final = Deadline(None)
+
+# Thirty years: longer waits overflow the clocks of some systems, and nobody is there to see them end.
+_FOREVER_S: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +125,9 @@ class Runtime(ABC):
         """Turn a timeout into a deadline: once, at the public door."""
         if timeout is None:
             return NEVER
-        if (
-            isinstance(timeout, bool)
-            or not isinstance(timeout, int | float)
-            or math.isnan(timeout)
-            or timeout < 0
-        ):
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
             raise UsageError(f"timeout={timeout!r}; allowed: seconds >= 0, or None for no limit")
-        return NEVER if math.isinf(timeout) else Deadline(self.now() + timeout)
+        return NEVER if timeout >= _FOREVER_S else Deadline(self.now() + timeout)
 
 
 class RealRuntime(Runtime):
@@ -149,7 +149,7 @@ class RealRuntime(Runtime):
     ) -> bool:
         """Wait for the event; signals such as Ctrl-C interrupt it."""
         assert isinstance(event, threading.Event)
-        return event.wait(timeout)
+        return event.wait(None if timeout is None else min(timeout, _FOREVER_S))
 
     def call_at(self, when: float, fn: Callable[[], None]) -> Timer:
         """Call `fn` at the given time on the timer thread."""
@@ -196,12 +196,15 @@ class _Timers:
                 when = self._heap[0][0]
                 delay = when - time.monotonic()
                 if delay > 0:
-                    self._changed.wait(delay)
+                    self._changed.wait(min(delay, _FOREVER_S))
                     continue
                 due = heapq.heappop(self._heap)[2]
                 fn, due.fn = due.fn, None
             if fn is not None:
-                fn()
+                try:
+                    fn()
+                except Exception:  # the other timers must not pay for it
+                    _log.exception("a timer failed")
 
 
 class _Due:

@@ -193,8 +193,10 @@ class Task(Generic[T]):
     def _doom(self) -> UnisonoError | None:
         """Why it can never end; nothing if it was interrupted already, for the first reason counts."""
         doom = None if self.call.doom is None else self.call.doom()
+        if doom is None:
+            return None
         with self._lock:
-            if doom is None or self._is_interrupted:
+            if self._is_interrupted:
                 return None
             self._is_interrupted = True
         return doom
