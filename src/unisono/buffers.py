@@ -29,8 +29,17 @@ class Typed:
 def typed(data: np.ndarray[Any, Any], dtype: str) -> Typed:
     """Describe a NumPy array as holding `dtype`, such as bfloat16 bits in uint16."""
     kind = dtype_named(dtype)
-    if not isinstance(data, np.ndarray) or data.dtype.itemsize != kind.itemsize:
-        raise UsageError(f"typed(..., {dtype!r}) needs a NumPy array of {kind.itemsize}-byte elements")
+    if (
+        not isinstance(data, np.ndarray)
+        or isinstance(data, np.ma.MaskedArray)
+        or data.dtype.itemsize != kind.itemsize
+        or data.dtype.hasobject
+        or not data.dtype.isnative
+    ):
+        given = f"an array of {data.dtype}" if isinstance(data, np.ndarray) else _describe(data)
+        raise UsageError(
+            f"typed(..., {dtype!r}) got {given}; allowed: a plain NumPy array of {kind.itemsize}-byte elements"
+        )
     return Typed(data, kind)
 
 
@@ -68,6 +77,16 @@ class _NumpyScalar(Family):
 
     def give(self, flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType) -> Any:
         return flat[0] if shape == () else flat.reshape(shape)
+
+
+@dataclass(frozen=True)
+class _ScalarAs(_NumpyScalar):
+    """A scalar of a type from outside NumPy."""
+
+    kind: np.dtype[Any]
+
+    def give(self, flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType) -> Any:
+        return super().give(flat.view(self.kind), shape, dtype)
 
 
 class _Raw(Family):
@@ -112,7 +131,7 @@ class Array:
     @property
     def is_value(self) -> bool:
         """Whether it came as an immutable number, which cannot be filled in place."""
-        return self.family is _NUMBER or self.family is _SCALAR
+        return isinstance(self.family, _Number | _NumpyScalar)
 
     def bytes(self) -> memoryview:
         """Its memory as bytes."""
@@ -152,7 +171,7 @@ def view(given: Any, what: str, *, writable: bool = False) -> Array:
     """
     storage, dtype, family = _see(given, what)
     if writable:
-        if family is not _NUMBER and family is not _SCALAR and not storage.flags.writeable:
+        if not isinstance(family, _Number | _NumpyScalar) and not storage.flags.writeable:
             raise UsageError(f"{what} is read-only; allowed: writable memory")
         if not storage.flags.c_contiguous:
             raise UsageError(
@@ -179,7 +198,7 @@ def _see(given: Any, what: str) -> tuple[np.ndarray[Any, Any], DType, Family]:
         return _see_dlpack(given, what, torch)
     try:
         array = np.asarray(memoryview(given))
-    except (TypeError, ValueError, NotImplementedError):
+    except (TypeError, ValueError, NotImplementedError, BufferError):
         raise UsageError(
             f"{what} is {_describe(given)}; allowed: an array with the buffer protocol or DLPack, or a number"
         ) from None
@@ -198,16 +217,15 @@ def _see_numpy(
     if dtype is None:
         raise UsageError(f"{what} has dtype {kind}; allowed: {', '.join(DTYPES)}")
     if dtype is BFLOAT16:
-        return array.view(np.uint16), dtype, _NumpyAs(kind)
+        return array.view(np.uint16), dtype, _ScalarAs(kind) if family is _SCALAR else _NumpyAs(kind)
     return array, dtype, family
 
 
 def _see_number(number: complex, what: str) -> tuple[np.ndarray[Any, Any], DType, Family]:
-    name = {bool: "bool", int: "int64", float: "float64"}.get(type(number), "complex128")
-    if isinstance(number, int) and not isinstance(number, bool):
-        name = "int64"
-        if not -(2**63) <= number < 2**63:
-            raise UsageError(f"{what}={number} does not fit 64 bits; allowed: -2**63 to 2**63 - 1")
+    kinds = ((bool, "bool"), (int, "int64"), (float, "float64"), (complex, "complex128"))
+    name = next(name for kind, name in kinds if isinstance(number, kind))
+    if name == "int64" and not -(2**63) <= int(number.real) < 2**63:
+        raise UsageError(f"{what} is an integer beyond 64 bits; allowed: -2**63 to 2**63 - 1")
     return np.array(number, DTYPES[name].storage), DTYPES[name], _NUMBER
 
 

@@ -63,7 +63,10 @@ def encode(value: Any) -> tuple[bytes, list[memoryview]]:
         UsageError: something in it has no place in the codec; the text says where.
     """
     blobs: list[memoryview] = []
-    return msgspec.msgpack.encode(_Encoder(blobs).plain(value, "$", 0)), blobs
+    try:
+        return msgspec.msgpack.encode(_Encoder(blobs).plain(value, "$", 0)), blobs
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise UsageError(f"object cannot be encoded: {error}") from error
 
 
 def decode(head: bytes | memoryview, blobs: Sequence[memoryview]) -> Any:
@@ -77,7 +80,7 @@ def decode(head: bytes | memoryview, blobs: Sequence[memoryview]) -> Any:
         value = decoder.parse(head)
     except ProtocolError:
         raise
-    except (msgspec.DecodeError, RecursionError, ValueError, TypeError, OverflowError, struct.error) as error:
+    except (msgspec.DecodeError, RuntimeError, ValueError, TypeError, OverflowError, struct.error) as error:
         raise ProtocolError(f"malformed object: {error}") from error
     if decoder.blobs_used != len(blobs):
         raise ProtocolError(f"malformed object: {len(blobs)} arrays came, {decoder.blobs_used} are named")
@@ -275,7 +278,9 @@ class _Decoder:
         dtype = _dtype(data[0] if data else 255)
         if len(data) - 1 != dtype.itemsize:
             raise ProtocolError("malformed object: a scalar of the wrong length")
-        return np.frombuffer(bytes(data[1:]), dtype.storage)[0]
+        flat = np.frombuffer(bytes(data[1:]), dtype.storage)
+        scalar = buffers.numpy_family(dtype).give(flat, (), dtype)
+        return scalar[()] if isinstance(scalar, np.ndarray) else scalar
 
     def _dataclass(self, data: memoryview) -> Any:
         name, fields, parts = self._parts(data)

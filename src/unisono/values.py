@@ -166,7 +166,7 @@ class ReduceOp:
     @property
     def is_mean(self) -> bool:
         """Whether the sum is divided by the number of contributions at the end."""
-        return self.name == "mean"
+        return self.fn is None and self.name == "mean"
 
     def check(self, dtype: DType) -> None:
         """Refuse a type that the operation has no meaning for."""
@@ -181,8 +181,19 @@ class ReduceOp:
         if self.fn is not None:
             if self.identity is None:
                 raise UsageError(f"exscan needs an identity for op {self.name!r}: uni.op(fn, identity=...)")
-            return self.identity
+            return self._checked_identity(dtype)
         return _IDENTITY[self.name](dtype)
+
+    def _checked_identity(self, dtype: DType) -> Any:
+        """The user's identity, refused before anything is sent if the type cannot hold it."""
+        try:
+            held = np.array(self.identity, np.float32 if dtype is BFLOAT16 else dtype.storage)
+        except (TypeError, ValueError, OverflowError):
+            held = None
+        is_exact_kind = dtype.kind in (Kind.BOOL, Kind.INTEGER)
+        if held is None or held.shape != () or (is_exact_kind and held != self.identity):
+            raise UsageError(f"identity={self.identity!r} of op {self.name!r} is no value of {dtype}")
+        return self.identity
 
     def __str__(self) -> str:
         return self.name
@@ -235,6 +246,8 @@ def op(
     """
     if not callable(fn):
         raise UsageError(f"op needs a function of two arrays, not {type(fn).__name__}")
+    if name in _BUILT_IN:
+        raise UsageError(f"name={name!r} belongs to a built-in operation; allowed: any other")
     label = name if name is not None else f"{fn.__module__}.{getattr(fn, '__qualname__', type(fn).__name__)}"
     return ReduceOp(label, None, fn, commutative, identity)
 
