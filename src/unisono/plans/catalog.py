@@ -194,14 +194,8 @@ def check(problem: Problem) -> None:
 
 
 def is_even(problem: Problem) -> bool:
-    """Whether all blocks are known to have one length.
-
-    In an all_to_all, a rank may leave out what does not concern it: a zero there says nothing.
-    """
-    counts = problem.counts
-    if problem.collective == "all_to_all" and problem.size > 1 and 0 in counts:
-        return False
-    return len(set(counts)) <= 1
+    """Whether all blocks have one length."""
+    return len(set(problem.counts)) <= 1
 
 
 def _entries(collective: str) -> Mapping[str, Entry]:

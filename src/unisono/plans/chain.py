@@ -28,9 +28,9 @@ def broadcast(problem: Problem, rank: int) -> Plan:
 
 def reduce(problem: Problem, rank: int) -> Plan:
     """Add up segments from the rank before the root backwards round to the root."""
-    size, count = problem.size, problem.counts[0]
+    size = problem.size
     place = (rank - problem.root) % size
-    bounds = segment_bounds(count)
+    bounds = segment_bounds(problem.counts[0])
     mine = chunks(Buf.IN, bounds)
     sums = chunks(Buf.OUT if place == 0 else Buf.TMP, bounds)
     is_end = place == size - 1
@@ -44,5 +44,4 @@ def reduce(problem: Problem, rank: int) -> Plan:
             rounds[received].append(RecvReduce((rank + 1) % size, sum_))
         if place > 0:
             rounds[received + 1].append(Send((rank - 1) % size, mine[number] if is_end else sum_))
-    tmp_count = count if 0 < place < size - 1 else 0
-    return finish(problem, rank, "chain", rounds, tmp_count=tmp_count, notes=f"{len(mine)} segments")
+    return finish(problem, rank, "chain", rounds, notes=f"{len(mine)} segments")

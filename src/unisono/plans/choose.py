@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from unisono.errors import UsageError
 from unisono.plans.canonical import blocks
-from unisono.plans.catalog import CATALOG, Entry, check, entry_of, is_even
-from unisono.plans.cost import Links, cost
+from unisono.plans.catalog import CATALOG, check, entry_of, is_even
+from unisono.plans.cost import Links, cost, crossings
 from unisono.plans.steps import Problem
+from unisono.plans.units import bytes_text, seconds_text
 
-__all__ = ["choose", "predict_s"]
+__all__ = ["choose", "fitting", "predict_s"]
 
 # What an uneven all_to_all is taken for: a rank knows its own row and column only, so counts must not decide.
 _NOMINAL_BLOCK_BYTES = 4096
@@ -29,49 +29,69 @@ def choose(problem: Problem, itemsize: int, links: Links, *, ordered: bool = Fal
     that do not commute. All of these give the same bits, so any of them may be returned.
     """
     check(problem)
-    return _cheapest(_bucket(problem, itemsize), is_even(problem), itemsize, links, ordered)
+    even = _is_known_even(problem)
+    return _cheapest(_bucket(problem, even, itemsize), even, itemsize, links, ordered)
 
 
 def predict_s(problem: Problem, algorithm: str, itemsize: int, links: Links) -> float:
     """Predict how long an algorithm takes: as long as the slowest of a few telling ranks."""
     builder = entry_of(problem.collective, algorithm).builder
-    return max(cost(builder(problem, rank), links, itemsize).time_s for rank in _telling_ranks(problem))
+    crossing: list[int] = []
+    if problem.hosts:
+        # One host stands for all: what its ranks send to others at the same time shares a link.
+        together = [rank for rank, host in enumerate(problem.hosts) if host == problem.hosts[problem.root]]
+        crossing = crossings([builder(problem, rank) for rank in together])
+    plans = (builder(problem, rank) for rank in _telling_ranks(problem))
+    return max(cost(plan, links, itemsize, crossing).time_s for plan in plans)
+
+
+def fitting(problem: Problem, *, ordered: bool = False) -> tuple[str, ...]:
+    """Name the algorithms that can solve a problem, among those of the canonical order if asked for."""
+    return _fitting(problem, _is_known_even(problem), ordered)
+
+
+def _fitting(problem: Problem, even: bool, ordered: bool) -> tuple[str, ...]:
+    entries = CATALOG[problem.collective]
+    # With one host, or one rank on each, there is no inside and outside.
+    has_levels = 1 < len(set(problem.hosts)) < problem.size
+    # What reduces nothing has no operands to order.
+    ordered = ordered and any(entry.ordered for entry in entries.values())
+    return tuple(
+        name
+        for name, entry in entries.items()
+        if (entry.ordered or not ordered)
+        and (entry.takes_uneven or even)
+        and (has_levels or not entry.needs_hosts)
+    )
 
 
 @lru_cache(maxsize=4096)
 def _cheapest(problem: Problem, even: bool, itemsize: int, links: Links, ordered: bool) -> tuple[str, str]:
-    fits = {
-        name: entry
-        for name, entry in CATALOG[problem.collective].items()
-        if _is_fit(entry, problem, even, ordered)
-    }
-    if not fits:
-        raise UsageError(f"{problem.collective} has no algorithm that keeps an order: it reduces nothing")
+    names = _fitting(problem, even, ordered)
     if problem.size == 1:
-        return next(iter(fits)), "one rank: nothing to exchange"
+        return names[0], "one rank: nothing to exchange"
     times = sorted(
-        (predict_s(problem, name, itemsize, links), place, name) for place, name in enumerate(fits)
+        (predict_s(problem, name, itemsize, links), place, name) for place, name in enumerate(names)
     )
     (best_s, _, best), *rest = times
-    reason = f"{_seconds(best_s)} predicted for {_described(problem, even, itemsize)}"
+    reason = f"{seconds_text(best_s)} predicted for {_described(problem, even, itemsize)}"
     if rest:
-        reason += f"; next {rest[0][2]}, {_seconds(rest[0][0])}"
+        reason += f"; next {rest[0][2]}, {seconds_text(rest[0][0])}"
     return best, reason + ("; ordered ones only" if ordered else "")
 
 
-def _is_fit(entry: Entry, problem: Problem, even: bool, ordered: bool) -> bool:
-    if ordered and not entry.ordered:
-        return False
-    if not even and not entry.takes_uneven:
-        return False
-    # With one host, or one rank on each, there is no inside and outside.
-    return not entry.needs_hosts or 1 < len(set(problem.hosts)) < problem.size
+def _is_known_even(problem: Problem) -> bool:
+    """Whether every rank knows that all blocks have one length.
+
+    In an all_to_all a rank may leave out what does not concern it, so a zero says nothing.
+    """
+    return is_even(problem) and not (problem.collective == "all_to_all" and problem.counts[0] == 0)
 
 
-def _bucket(problem: Problem, itemsize: int) -> Problem:
+def _bucket(problem: Problem, even: bool, itemsize: int) -> Problem:
     """Return the problem that stands for all similar ones, so that a decision is made once for many."""
     counts = problem.counts
-    if not is_even(problem):
+    if not even:
         if problem.collective == "all_to_all":
             counts = (max(1, _NOMINAL_BLOCK_BYTES // itemsize),) * len(counts)
         else:
@@ -88,7 +108,8 @@ def _telling_ranks(problem: Problem) -> list[int]:
     size = problem.size
     leaders = sorted({problem.hosts.index(host) for host in problem.hosts})
     starts = [start for start, _ in blocks(size)]
-    return sorted({0, size // 2, size - 1, problem.root, *starts, *leaders[:2], *leaders[-1:]})
+    after_root = (problem.root + 1) % size
+    return sorted({0, size // 2, size - 1, problem.root, after_root, *starts, *leaders[:2], *leaders[-1:]})
 
 
 def _described(problem: Problem, even: bool, itemsize: int) -> str:
@@ -101,19 +122,4 @@ def _described(problem: Problem, even: bool, itemsize: int) -> str:
     if not even:
         return f"uneven blocks on {where}"
     each = " a block" if len(problem.counts) > 1 else ""
-    return f"up to {_bytes(problem.counts[0] * itemsize)}{each} on {where}"
-
-
-def _seconds(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
+    return f"up to {bytes_text(problem.counts[0] * itemsize)}{each} on {where}"

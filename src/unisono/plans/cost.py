@@ -4,9 +4,9 @@ Knows latencies and rates of links. Does not know algorithms, nor measures anyth
 
 The model. The messages of a round are in flight together, in both directions; a round takes
 
-    latency of its slowest link + handling of each further message
-    + the largest of: bytes sent and bytes received over the links' rate, bytes reduced on arrival over the
-      reduce rate
+    latency of its slowest link + handling of each message
+    + the largest of: bytes sent and bytes received over the links' rate (a little less if several peers share
+      it), bytes reduced on arrival over the reduce rate
     + bytes copied and reduced locally over the reduce rate
 
 An empty round is waiting for the next one that is not, and takes as long as that one.
@@ -14,28 +14,33 @@ An empty round is waiting for the next one that is not, and takes as long as tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono.plans.layout import is_local, slice_of
 from unisono.plans.steps import Copy, Plan, Problem, Recv, RecvReduce, Reduce, Send, Step
 
-__all__ = ["Cost", "Links", "cost"]
+__all__ = ["Cost", "Links", "cost", "crosses_hosts", "crossings"]
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
     """How fast ranks talk and reduce; the defaults are ranks on one host, and 10 Gbit/s between hosts.
 
-    They are orders of magnitude to choose by (bench/ has measured ones), and must be the same on every rank.
+    They are orders of magnitude to choose by, and must be the same on every rank.
     """
 
     latency_s: float = 1e-6
     bytes_per_s: float = 8e9
     reduce_bytes_per_s: float = 10e9
-    # Each message beyond the first of a round: the sender's and receiver's own work.
-    message_s: float = 0.3e-6
+    # The work of sending or receiving one message, which a rank does for one after the other.
+    message_s: float = 0.5e-6
+    # Between hosts. The rate is a host's: ranks of one host that send at the same time share it.
     inter_latency_s: float = 30e-6
     inter_bytes_per_s: float = 1.1e9
+    inter_message_s: float = 2e-6
+    # How much longer bytes take when several peers are served at once: they meet in one queue.
+    crowding: float = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +55,16 @@ class Cost:
     bytes_reduced: int = 0
 
 
-def cost(plan: Plan, links: Links, itemsize: int) -> Cost:
-    """Predict what a plan costs its rank."""
-    times: list[float | None] = [_round_s(plan, steps, links, itemsize) for steps in plan.rounds]
+def cost(plan: Plan, links: Links, itemsize: int, crossing: Sequence[int] = ()) -> Cost:
+    """Predict what a plan costs its rank.
+
+    `crossing[i]` says how many ranks of its host send to other hosts in round i; without it, it is alone.
+    """
     sends = [step for step in plan.steps if isinstance(step, Send)]
     receives = [step for step in plan.steps if isinstance(step, Recv | RecvReduce)]
     reduces = [step for step in plan.steps if isinstance(step, RecvReduce | Reduce)]
     return Cost(
-        time_s=_with_waiting(times),
+        time_s=_time_s(plan, links, itemsize, crossing),
         rounds=sum(any(not is_local(step) for step in steps) for steps in plan.rounds),
         messages=len(sends),
         bytes_sent=itemsize * sum(step.src.count for step in sends),
@@ -66,41 +73,66 @@ def cost(plan: Plan, links: Links, itemsize: int) -> Cost:
     )
 
 
-def _with_waiting(times: list[float | None]) -> float:
-    total, next_s = 0.0, 0.0
-    for round_s in reversed(times):
-        if round_s is not None:
-            next_s = round_s
-        total += next_s
-    return total
-
-
-def _round_s(plan: Plan, steps: tuple[Step, ...], links: Links, itemsize: int) -> float | None:
-    """Return a round's time by the model above; None if it is empty."""
-    if not steps:
-        return None
-    latency_s = 0.0
-    sent = received = 0
-    sent_s = received_s = 0.0
-    reduced_on_arrival = handled_locally = 0
-    for step in steps:
-        nbytes = slice_of(step).count * itemsize
-        if isinstance(step, Copy | Reduce):
-            handled_locally += nbytes
-            continue
-        is_inter = crosses_hosts(plan.problem, plan.rank, step.peer)
-        latency_s = max(latency_s, links.inter_latency_s if is_inter else links.latency_s)
-        wire_s = nbytes / (links.inter_bytes_per_s if is_inter else links.bytes_per_s)
-        if isinstance(step, Send):
-            sent, sent_s = sent + 1, sent_s + wire_s
-        else:
-            received, received_s = received + 1, received_s + wire_s
-            reduced_on_arrival += nbytes if isinstance(step, RecvReduce) else 0
-    further = max(sent, received, 1) - 1
-    flow_s = max(sent_s, received_s, reduced_on_arrival / links.reduce_bytes_per_s)
-    return latency_s + further * links.message_s + flow_s + handled_locally / links.reduce_bytes_per_s
+def crossings(plans: Sequence[Plan]) -> list[int]:
+    """Count, round by round, those of a host's plans that talk to other hosts."""
+    return [
+        sum(
+            any(
+                not isinstance(step, Copy | Reduce) and crosses_hosts(plan.problem, plan.rank, step.peer)
+                for step in plan.rounds[round_]
+            )
+            for plan in plans
+        )
+        for round_ in range(len(plans[0].rounds))
+    ]
 
 
 def crosses_hosts(problem: Problem, rank: int, peer: int) -> bool:
     """Whether a message between the two leaves its host."""
     return bool(problem.hosts) and problem.hosts[rank] != problem.hosts[peer]
+
+
+def _time_s(plan: Plan, links: Links, itemsize: int, crossing: Sequence[int]) -> float:
+    total_s = next_s = 0.0
+    for number in reversed(range(len(plan.rounds))):
+        if plan.rounds[number]:
+            sharing = max(1, crossing[number]) if crossing else 1
+            next_s = _round_s(plan, plan.rounds[number], links, itemsize, sharing)
+        total_s += next_s
+    return total_s
+
+
+def _round_s(plan: Plan, steps: tuple[Step, ...], links: Links, itemsize: int, sharing: int) -> float:
+    """Return a round's time by the model above; `sharing` ranks use the host's link to others."""
+    latency_s = 0.0
+    out, in_ = _Direction(), _Direction()
+    bytes_on_arrival = bytes_local = 0
+    for step in steps:
+        nbytes = slice_of(step).count * itemsize
+        if isinstance(step, Copy | Reduce):
+            bytes_local += nbytes
+            continue
+        direction = out if isinstance(step, Send) else in_
+        direction.messages += 1
+        if crosses_hosts(plan.problem, plan.rank, step.peer):
+            latency_s = max(latency_s, links.inter_latency_s)
+            direction.handling_s += links.inter_message_s
+            direction.wire_s += nbytes * sharing / links.inter_bytes_per_s
+        else:
+            latency_s = max(latency_s, links.latency_s)
+            direction.handling_s += links.message_s
+            direction.wire_s += nbytes / links.bytes_per_s
+        bytes_on_arrival += nbytes if isinstance(step, RecvReduce) else 0
+    flow_s = max(way.wire_s * (links.crowding if way.messages > 1 else 1.0) for way in (out, in_))
+    flow_s = max(flow_s, bytes_on_arrival / links.reduce_bytes_per_s)
+    handling_s = max(out.handling_s, in_.handling_s)
+    return latency_s + handling_s + flow_s + bytes_local / links.reduce_bytes_per_s
+
+
+@dataclass(slots=True)
+class _Direction:
+    """What a round sends, or receives."""
+
+    messages: int = 0
+    handling_s: float = 0.0
+    wire_s: float = 0.0

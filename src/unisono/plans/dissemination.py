@@ -69,8 +69,7 @@ def all_to_all(problem: Problem, rank: int) -> Plan:
         )
     turned = [Copy(block(place), row[(rank + place) % size]) for place in range(size)]
     unturned = [Copy(column[(rank - place) % size], block(place)) for place in range(size)]
-    tmp_count = (size + 2 * (size // 2)) * count
-    return finish(problem, rank, "dissemination", [turned, *rounds, unturned], tmp_count=tmp_count)
+    return finish(problem, rank, "dissemination", [turned, *rounds, unturned])
 
 
 def barrier(problem: Problem, rank: int) -> Plan:
@@ -86,4 +85,4 @@ def barrier(problem: Problem, rank: int) -> Plan:
         )
         for level in range(levels(size))
     ]
-    return finish(problem, rank, "dissemination", rounds, tmp_count=arrived.stop)
+    return finish(problem, rank, "dissemination", rounds)

@@ -41,7 +41,7 @@ def doubling_all_reduce(problem: Problem, rank: int) -> Plan:
             targets = [source] if rank - lo < width else []
         steps: list[Step] = [Send(target, data) for target in targets]
         rounds.append([*steps, Recv(source, arrived), Reduce(data, arrived, left=on_right)])
-    return finish(problem, rank, "doubling", rounds, tmp_count=count if problem.size > 1 else 0)
+    return finish(problem, rank, "doubling", rounds)
 
 
 def halving_doubling_all_reduce(problem: Problem, rank: int) -> Plan:
@@ -75,7 +75,7 @@ def halving_reduce_scatter(problem: Problem, rank: int) -> Plan:
         last.append(Copy(result, place[rank]))
     grid = _Grid(Buf.TMP, bounds, size, rank)
     copies = [Copy(place[chunk], mine[chunk]) for chunk in range(size)]
-    return finish(problem, rank, "halving", with_first(copies, [*grid.halving(), last]), tmp_count=starts[-1])
+    return finish(problem, rank, "halving", with_first(copies, [*grid.halving(), last]))
 
 
 class _Grid:

@@ -45,7 +45,7 @@ def all_reduce(problem: Problem, rank: int) -> Plan:
     sends = [Send(peer, data) for peer in others(rank, size)]
     receives = [Recv(peer, slot[peer]) for peer in others(rank, size)]
     steps: list[Step] = [*sends, *receives, *fold(slot, keep=rank)]
-    return finish(problem, rank, "flat", [steps], tmp_count=(size - 1) * count)
+    return finish(problem, rank, "flat", [steps])
 
 
 def reduce(problem: Problem, rank: int) -> Plan:
@@ -55,7 +55,7 @@ def reduce(problem: Problem, rank: int) -> Plan:
         return finish(problem, rank, "flat", [[Send(root, whole(Buf.IN, count))]])
     slot = slots(rank, size, whole(Buf.OUT, count))
     receives = [Recv(peer, slot[peer]) for peer in others(rank, size)]
-    return finish(problem, rank, "flat", [[*receives, *fold(slot, keep=rank)]], tmp_count=(size - 1) * count)
+    return finish(problem, rank, "flat", [[*receives, *fold(slot, keep=rank)]])
 
 
 def broadcast(problem: Problem, rank: int) -> Plan:
@@ -124,17 +124,17 @@ def _prefix(problem: Problem, rank: int, inclusive: bool) -> Plan:
     folds: list[Step] = [Reduce(result, slot) for slot in arrived[1:]]
     if inclusive:
         folds.append(Reduce(result, own) if rank else Copy(result, own))
-    return finish(problem, rank, "flat", [[*sends, *receives, *folds]], tmp_count=max(0, rank - 1) * count)
+    return finish(problem, rank, "flat", [[*sends, *receives, *folds]])
 
 
 def barrier(problem: Problem, rank: int) -> Plan:
     """Let rank 0 hear from each and answer each."""
     if rank != 0:
-        return finish(problem, rank, "flat", [[Send(0, TOKEN)], [Recv(0, TOKEN)]], tmp_count=TOKEN.stop)
+        return finish(problem, rank, "flat", [[Send(0, TOKEN)], [Recv(0, TOKEN)]])
     peers = others(0, problem.size)
     arrived = {peer: Slice(Buf.TMP, peer, peer + 1) for peer in peers}
     hear: list[Step] = [Recv(peer, arrived[peer]) for peer in peers]
     # The answers must wait for all that arrived.
     hear += [Copy(TOKEN, arrived[peer]) for peer in peers]
     answer = [Send(peer, TOKEN) for peer in peers]
-    return finish(problem, rank, "flat", [hear, answer], tmp_count=problem.size)
+    return finish(problem, rank, "flat", [hear, answer])

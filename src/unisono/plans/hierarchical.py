@@ -9,14 +9,13 @@ of them use the network.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise as neighbours
 from typing import Final, TypeAlias
 
 from unisono.plans import chain, dissemination, doubling, pairwise, ring, tree
 from unisono.plans.compose import embed, padded
 from unisono.plans.layout import Rounds, even_bounds, finish, whole, with_first
-from unisono.plans.steps import Buf, Copy, Plan, Problem, Step
+from unisono.plans.steps import Buf, Copy, Plan, Problem
 
 __all__ = ["all_reduce", "barrier", "broadcast", "reduce"]
 
@@ -40,58 +39,41 @@ def all_reduce(problem: Problem, rank: int) -> Plan:
         if is_large
         else (tree.reduce, doubling.doubling_all_reduce, tree.broadcast)
     )
-    everywhere = _everything_in(Buf.OUT)
-    phases = [
-        _phase(rank, groups, to_leader, lambda group: Problem("reduce", len(group), (count,)), everywhere),
-        _phase(
-            rank,
-            [_leaders(groups)],
-            between,
-            lambda group: Problem("all_reduce", len(group), (count,)),
-            everywhere,
-        ),
-        _phase(
-            rank, groups, from_leader, lambda group: Problem("broadcast", len(group), (count,)), everywhere
-        ),
+    places = _everything_in(Buf.OUT)
+    rounds = [
+        *_phase(rank, groups, to_leader, _vector("reduce", count), places),
+        *_phase(rank, [_leaders(groups)], between, _vector("all_reduce", count), places),
+        *_phase(rank, groups, from_leader, _vector("broadcast", count), places),
     ]
-    return _joined(problem, rank, phases)
+    return finish(problem, rank, "hierarchical", rounds)
 
 
 def _sharded_all_reduce(problem: Problem, rank: int, groups: Sequence[Group]) -> Plan:
     """Reduce-scatter inside hosts, all_reduce each shard between them, gather inside; all in place."""
-    group = _group_of(rank, groups)
-    assert group is not None
-    bounds = even_bounds(problem.counts[0], len(group))
-    shards = tuple(stop - start for start, stop in neighbours(bounds))
-    member = group.index(rank)
-    shard = (Buf.OUT, bounds[member])
-    vector = (Buf.OUT, 0)
-    scratch = (Buf.TMP, 0)
+    members = len(groups[0])
+    bounds = even_bounds(problem.counts[0], members)
+    counts = tuple(stop - start for start, stop in neighbours(bounds))
+    member = _group_of(rank, groups).index(rank)
+    vector, shard, scratch = (Buf.OUT, 0), (Buf.OUT, bounds[member]), (Buf.TMP, 0)
     across = list(zip(*groups, strict=True))
-    phases = [
-        _phase(
+    rounds = [
+        *_phase(
             rank,
             groups,
             pairwise.reduce_scatter,
-            lambda group: Problem("reduce_scatter", len(group), shards),
+            lambda group: Problem("reduce_scatter", members, counts),
             {Buf.IN: vector, Buf.OUT: shard, Buf.TMP: scratch},
         ),
-        _phase(
-            rank,
-            across,
-            ring.all_reduce,
-            lambda group: Problem("all_reduce", len(group), (shards[member],)),
-            {Buf.OUT: shard, Buf.TMP: scratch},
-        ),
-        _phase(
+        *_phase(rank, across, ring.all_reduce, _vector("all_reduce", counts[member]), {Buf.OUT: shard}),
+        *_phase(
             rank,
             groups,
             ring.all_gather,
-            lambda group: Problem("all_gather", len(group), shards),
+            lambda group: Problem("all_gather", members, counts),
             {Buf.IN: shard, Buf.OUT: vector, Buf.TMP: scratch},
         ),
     ]
-    return _joined(problem, rank, phases)
+    return finish(problem, rank, "hierarchical", rounds)
 
 
 def reduce(problem: Problem, rank: int) -> Plan:
@@ -99,30 +81,20 @@ def reduce(problem: Problem, rank: int) -> Plan:
     count, root = problem.counts[0], problem.root
     groups = _groups(problem)
     leaders = _leaders(groups, root)
-    group = _group_of(rank, groups)
-    assert group is not None
     part = chain.reduce if count >= _LARGE_COUNT else tree.reduce
 
     # A leader other than the root sums up in `tmp`; a host of one rank has nothing to sum up.
-    keeps_sum = rank in leaders and rank != root and len(group) > 1
+    keeps_sum = rank in leaders and rank != root and len(_group_of(rank, groups)) > 1
     sum_ = (Buf.TMP, 0) if keeps_sum else (Buf.OUT, 0) if rank == root else (Buf.IN, 0)
     scratch = (Buf.TMP, count if keeps_sum else 0)
-    inside = _phase(
-        rank,
-        groups,
-        part,
-        lambda group: Problem("reduce", len(group), (count,), group.index(_leader(group, root))),
-        {Buf.IN: (Buf.IN, 0), Buf.OUT: sum_, Buf.TMP: scratch},
-    )
-    between = _phase(
-        rank,
-        [leaders],
-        part,
-        lambda group: Problem("reduce", len(group), (count,), group.index(root)),
-        {Buf.IN: sum_, Buf.OUT: (Buf.OUT, 0), Buf.TMP: scratch},
-    )
+    inside = {Buf.IN: (Buf.IN, 0), Buf.OUT: sum_, Buf.TMP: scratch}
+    between = {Buf.IN: sum_, Buf.OUT: (Buf.OUT, 0), Buf.TMP: scratch}
+    rounds = [
+        *_phase(rank, groups, part, _vector("reduce", count, root), inside),
+        *_phase(rank, [leaders], part, _vector("reduce", count, root), between),
+    ]
     first = [Copy(whole(Buf.TMP, count), whole(Buf.IN, count))] if keeps_sum else []
-    return _joined(problem, rank, [inside, between], first, tmp_start=scratch[1])
+    return finish(problem, rank, "hierarchical", with_first(first, rounds))
 
 
 def broadcast(problem: Problem, rank: int) -> Plan:
@@ -130,24 +102,12 @@ def broadcast(problem: Problem, rank: int) -> Plan:
     count, root = problem.counts[0], problem.root
     groups = _groups(problem)
     part = chain.broadcast if count >= _LARGE_COUNT else tree.broadcast
-    everywhere = _everything_in(Buf.OUT)
-    phases = [
-        _phase(
-            rank,
-            [_leaders(groups, root)],
-            part,
-            lambda group: Problem("broadcast", len(group), (count,), group.index(root)),
-            everywhere,
-        ),
-        _phase(
-            rank,
-            groups,
-            part,
-            lambda group: Problem("broadcast", len(group), (count,), group.index(_leader(group, root))),
-            everywhere,
-        ),
+    places = _everything_in(Buf.OUT)
+    rounds = [
+        *_phase(rank, [_leaders(groups, root)], part, _vector("broadcast", count, root), places),
+        *_phase(rank, groups, part, _vector("broadcast", count, root), places),
     ]
-    return _joined(problem, rank, phases)
+    return finish(problem, rank, "hierarchical", rounds)
 
 
 def barrier(problem: Problem, rank: int) -> Plan:
@@ -155,29 +115,21 @@ def barrier(problem: Problem, rank: int) -> Plan:
     groups = _groups(problem)
 
     def up(part: Problem, member: int) -> Plan:
-        return finish(part, member, "tree", tree.token_up(part.size, member), tmp_count=1)
+        return finish(part, member, "tree", tree.token_up(part.size, member))
 
     def down(part: Problem, member: int) -> Plan:
-        return finish(part, member, "tree", tree.token_down(part.size, member), tmp_count=1)
+        return finish(part, member, "tree", tree.token_down(part.size, member))
 
     def meeting(group: Group) -> Problem:
         return Problem("barrier", len(group))
 
-    everywhere = _everything_in(Buf.TMP)
-    phases = [
-        _phase(rank, groups, up, meeting, everywhere),
-        _phase(rank, [_leaders(groups)], dissemination.barrier, meeting, everywhere),
-        _phase(rank, groups, down, meeting, everywhere),
+    places = _everything_in(Buf.TMP)
+    rounds = [
+        *_phase(rank, groups, up, meeting, places),
+        *_phase(rank, [_leaders(groups)], dissemination.barrier, meeting, places),
+        *_phase(rank, groups, down, meeting, places),
     ]
-    return _joined(problem, rank, phases)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What one rank does in one phase."""
-
-    rounds: Rounds
-    tmp_count: int = 0
+    return finish(problem, rank, "hierarchical", rounds)
 
 
 def _phase(
@@ -186,24 +138,21 @@ def _phase(
     builder: Callable[[Problem, int], Plan],
     problem_of: Callable[[Group], Problem],
     places: Places,
-) -> _Part:
-    """Solve a problem in each group at once; return this rank's part, idle if it is in none of them."""
+) -> Rounds:
+    """Solve a problem in each group at once; return this rank's rounds, idle if it is in none of them."""
     # Parts of equal size take equally many rounds.
     by_size = {len(group): group for group in groups}
     length = max(len(builder(problem_of(group), 0).rounds) for group in by_size.values())
+    if not any(rank in group for group in groups):
+        return padded([], length)
     group = _group_of(rank, groups)
-    if group is None:
-        return _Part(padded([], length))
     plan = builder(problem_of(group), group.index(rank))
-    return _Part(padded(embed(plan.rounds, group, places), length), plan.tmp_count)
+    return padded(embed(plan.rounds, group, places), length)
 
 
-def _joined(
-    problem: Problem, rank: int, parts: Sequence[_Part], first: Sequence[Step] = (), tmp_start: int = 0
-) -> Plan:
-    rounds = [steps for part in parts for steps in part.rounds]
-    tmp_count = tmp_start + max(part.tmp_count for part in parts)
-    return finish(problem, rank, "hierarchical", with_first(first, rounds), tmp_count=tmp_count)
+def _vector(collective: str, count: int, root: int = 0) -> Callable[[Group], Problem]:
+    """Return what a group has to do with a vector, from or to its leader."""
+    return lambda group: Problem(collective, len(group), (count,), group.index(_leader(group, root)))
 
 
 def _everything_in(buf: Buf) -> Places:
@@ -218,13 +167,13 @@ def _groups(problem: Problem) -> list[Group]:
     return [tuple(ranks) for ranks in by_host.values()]
 
 
-def _group_of(rank: int, groups: Sequence[Group]) -> Group | None:
-    return next((group for group in groups if rank in group), None)
+def _group_of(rank: int, groups: Sequence[Group]) -> Group:
+    return next(group for group in groups if rank in group)
 
 
 def _leader(group: Group, root: int) -> int:
     return root if root in group else group[0]
 
 
-def _leaders(groups: Sequence[Group], root: int | None = None) -> Group:
-    return tuple(group[0] if root is None else _leader(group, root) for group in groups)
+def _leaders(groups: Sequence[Group], root: int = 0) -> Group:
+    return tuple(_leader(group, root) for group in groups)

@@ -16,7 +16,7 @@ def scan(problem: Problem, rank: int) -> Plan:
     """Add the partial prefix of the rank 2^k before; it covers 2^k ranks."""
     count = problem.counts[0]
     rounds = with_first([Copy(whole(Buf.OUT, count), whole(Buf.IN, count))], _rounds(problem, rank, first=0))
-    return finish(problem, rank, "hillis_steele", rounds, tmp_count=count if rank > 0 else 0)
+    return finish(problem, rank, "hillis_steele", rounds)
 
 
 def exscan(problem: Problem, rank: int) -> Plan:
@@ -28,7 +28,7 @@ def exscan(problem: Problem, rank: int) -> Plan:
     if rank > 0:
         shift.append(Recv(rank - 1, whole(Buf.OUT, count)))
     rounds = [shift, *_rounds(problem, rank, first=1)]
-    return finish(problem, rank, "hillis_steele", rounds, tmp_count=count if rank > 1 else 0)
+    return finish(problem, rank, "hillis_steele", rounds)
 
 
 def _rounds(problem: Problem, rank: int, first: int) -> list[list[Step]]:

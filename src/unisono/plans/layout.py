@@ -5,11 +5,11 @@ Knows counts, offsets and slices. Does not know algorithms or peers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Final, TypeAlias
 
-from unisono.plans.steps import Buf, Copy, Plan, Problem, Reduce, Send, Slice, Step
+from unisono.plans.steps import Buf, Copy, Plan, Problem, Recv, RecvReduce, Reduce, Send, Slice, Step
 
 __all__ = [
     "TOKEN",
@@ -22,6 +22,7 @@ __all__ = [
     "offsets",
     "segment_bounds",
     "slice_of",
+    "touched",
     "whole",
     "with_first",
     "with_last",
@@ -39,17 +40,17 @@ _SEGMENT_COUNT: Final = 16 * 1024
 _SEGMENTS_MAX: Final = 64
 
 
-def finish(
-    problem: Problem, rank: int, algorithm: str, rounds: Rounds, tmp_count: int = 0, notes: str = ""
-) -> Plan:
+def finish(problem: Problem, rank: int, algorithm: str, rounds: Rounds, notes: str = "") -> Plan:
     """Make the plan: drop the steps that move nothing and count the buffers.
 
     Both ends of an empty message drop it, for they know its length alike. Every rank keeps its empty rounds,
     so that round i is the same time on all of them.
     """
-    rounds = [[step for step in steps if slice_of(step).count] for steps in rounds]
+    kept = tuple(tuple(step for step in steps if slice_of(step).count) for steps in rounds)
     in_count, out_count = buffer_counts(problem, rank)
-    return Plan(problem, algorithm, rank, tuple(map(tuple, rounds)), in_count, out_count, tmp_count, notes)
+    slices = (slice_ for steps in kept for step in steps for slice_, _ in touched(step))
+    tmp_count = max((slice_.stop for slice_ in slices if slice_.buf is Buf.TMP), default=0)
+    return Plan(problem, algorithm, rank, kept, in_count, out_count, tmp_count, notes)
 
 
 def buffer_counts(problem: Problem, rank: int) -> tuple[int, int]:
@@ -104,6 +105,14 @@ def whole(buf: Buf, count: int) -> Slice:
 def slice_of(step: Step) -> Slice:
     """Return the slice whose length is the step's length."""
     return step.src if isinstance(step, Send) else step.dst
+
+
+def touched(step: Step) -> Iterator[tuple[Slice, bool]]:
+    """Yield the slices of a step, and whether it writes them."""
+    if not isinstance(step, Recv | RecvReduce):
+        yield step.src, False
+    if not isinstance(step, Send):
+        yield step.dst, True
 
 
 def is_local(step: Step) -> bool:

@@ -22,7 +22,7 @@ def all_reduce(problem: Problem, rank: int) -> Plan:
     spread: list[Step] = [Send(peer, part[rank]) for peer in peers]
     spread += [Recv(peer, part[peer]) for peer in peers]
     rounds = [_owner_reduces(part, part[rank], rank, size), spread]
-    return finish(problem, rank, "ordered", rounds, tmp_count=(size - 1) * part[rank].count)
+    return finish(problem, rank, "ordered", rounds)
 
 
 def reduce(problem: Problem, rank: int) -> Plan:
@@ -37,7 +37,7 @@ def reduce(problem: Problem, rank: int) -> Plan:
     collect: list[Step]
     collect = [Recv(peer, mine[peer]) for peer in others(rank, size)] if is_root else [Send(root, result)]
     rounds = [_owner_reduces(mine, result, rank, size), collect]
-    return finish(problem, rank, "ordered", rounds, tmp_count=room if is_root else room + result.count)
+    return finish(problem, rank, "ordered", rounds)
 
 
 def reduce_scatter(problem: Problem, rank: int) -> Plan:
@@ -45,7 +45,7 @@ def reduce_scatter(problem: Problem, rank: int) -> Plan:
     mine = chunks(Buf.IN, offsets(problem.counts))
     result = whole(Buf.OUT, problem.counts[rank])
     steps = _owner_reduces(mine, result, rank, problem.size)
-    return finish(problem, rank, "ordered", [steps], tmp_count=(problem.size - 1) * result.count)
+    return finish(problem, rank, "ordered", [steps])
 
 
 def _owner_reduces(mine: list[Slice], result: Slice, rank: int, size: int) -> list[Step]:
@@ -78,8 +78,7 @@ def scan(problem: Problem, rank: int) -> Plan:
 
 def exscan(problem: Problem, rank: int) -> Plan:
     """Keep the prefix that arrives, and pass it on with the own contribution added."""
-    size, count = problem.size, problem.counts[0]
-    bounds = segment_bounds(count)
+    size, bounds = problem.size, segment_bounds(problem.counts[0])
     mine, prefix = chunks(Buf.IN, bounds), chunks(Buf.OUT, bounds)
     passed_on = chunks(Buf.IN if rank == 0 else Buf.TMP, bounds)
     is_middle = 0 < rank < size - 1
@@ -92,5 +91,4 @@ def exscan(problem: Problem, rank: int) -> Plan:
             steps.append(Send(rank + 1, passed_on[number]))
         if rank > 0:
             rounds[number + rank - 1].append(Recv(rank - 1, prefix[number]))
-    tmp_count = count if is_middle else 0
-    return finish(problem, rank, "ordered", rounds, tmp_count=tmp_count, notes=f"{len(mine)} segments")
+    return finish(problem, rank, "ordered", rounds, notes=f"{len(mine)} segments")

@@ -55,7 +55,7 @@ def reduce_scatter(problem: Problem, rank: int) -> Plan:
         held = target
     if size == 1:
         rounds = [(Copy(whole(Buf.OUT, counts[rank]), mine[rank]),)]
-    return finish(problem, rank, "ring", rounds, tmp_count=min(2, max(0, size - 2)) * width)
+    return finish(problem, rank, "ring", rounds)
 
 
 def circulate(block: Sequence[Slice], rank: int, owned: int, first: Slice | None = None) -> Rounds:

@@ -39,14 +39,13 @@ def reduce(problem: Problem, rank: int) -> Plan:
         data = whole(Buf.OUT, count)
         return finish(problem, rank, "tree", _reduce_rounds(data, data, problem.size, rank, root))
     rounds = _reduce_rounds(whole(Buf.IN, count), whole(Buf.TMP, count), problem.size, rank, root)
-    receives = any(isinstance(step, RecvReduce) for steps in rounds for step in steps)
-    return finish(problem, rank, "tree", rounds, tmp_count=count if receives else 0)
+    return finish(problem, rank, "tree", rounds)
 
 
 def barrier(problem: Problem, rank: int) -> Plan:
     """Tell rank 0 that everyone is here, and let it tell everyone."""
     rounds = [*token_up(problem.size, rank), *token_down(problem.size, rank)]
-    return finish(problem, rank, "tree", rounds, tmp_count=TOKEN.stop)
+    return finish(problem, rank, "tree", rounds)
 
 
 def token_up(size: int, rank: int) -> Rounds:
@@ -115,7 +114,7 @@ def gather(problem: Problem, rank: int) -> Plan:
         else:
             rounds.append([])
     own = [] if place.is_leaf else [Copy(place.own_block, whole(Buf.IN, problem.counts[rank]))]
-    return finish(problem, rank, "tree", with_first(own, rounds), tmp_count=place.tmp_count)
+    return finish(problem, rank, "tree", with_first(own, rounds))
 
 
 def scatter(problem: Problem, rank: int) -> Plan:
@@ -133,7 +132,7 @@ def scatter(problem: Problem, rank: int) -> Plan:
         else:
             rounds.append([])
     own = [] if place.is_leaf else [Copy(whole(Buf.OUT, problem.counts[rank]), place.own_block)]
-    return finish(problem, rank, "tree", with_last(rounds, own), tmp_count=place.tmp_count)
+    return finish(problem, rank, "tree", with_last(rounds, own))
 
 
 class _Place:
@@ -148,12 +147,9 @@ class _Place:
         self.index = (rank - problem.root) % self.size
         self.by_rank = offsets(problem.counts)
         self.by_place = offsets(problem.counts[self.rank_at(index)] for index in range(self.size))
-        self.span = self._span(self.index)
-        self.is_leaf = self.span == 1 and self.index != 0
+        self.is_leaf = self.index != 0 and self._span(self.index) == 1
         self.buf = own if self.is_leaf else all_ if self.index == 0 else Buf.TMP
         self.own_block = self._slice(self.index, self.index + 1)
-        last = self.index + self.span
-        self.tmp_count = self.by_place[last] - self.by_place[self.index] if self.buf is Buf.TMP else 0
 
     def rank_at(self, index: int) -> int:
         return (self.root + index) % self.size

@@ -6,13 +6,12 @@ Knows what each collective means. Does not know algorithms: it sees only plans.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
-from unisono.plans.layout import buffer_counts, is_local, offsets
+from unisono.plans.layout import buffer_counts, is_local, offsets, touched
 from unisono.plans.steps import Buf, Copy, Plan, Problem, Recv, RecvReduce, Reduce, Send, Slice, Step
 from unisono.plans.symbols import UNSET, Expressions, Values, expression_of, leaf, position_of, unset
 
@@ -128,20 +127,22 @@ class _World:
             stuck[0].wrong(None, f"deadlock: {len(stuck)} ranks wait for ever: {waits}")
 
     def _begin_round(self, state: _Rank) -> None:
+        """Run the local steps that stand first and post the messages; the other local steps wait for them."""
         steps = state.plan.rounds[state.round]
         for step in steps:
             _check_step(state, step)
-        runs = [(local, list(run)) for local, run in groupby(steps, key=is_local)]
-        if [local for local, _ in runs].count(False) > 1:
-            state.wrong(None, "a local step stands between messages")
-        before = runs[0][1] if runs and runs[0][0] else []
-        state.local_after = runs[-1][1] if len(runs) > 1 and runs[-1][0] else []
         state.waiting = [step for step in steps if not is_local(step)]
-        _check_conflicts(state)
-        for step in before:
-            self._run_local(state, step)
         if not state.waiting:
+            state.local_after = list(steps)
             self._end_round(state)
+            return
+        first, stop = steps.index(state.waiting[0]), len(steps) - steps[::-1].index(state.waiting[-1])
+        if stop - first != len(state.waiting):
+            state.wrong(None, "a local step stands between messages")
+        _check_conflicts(state)
+        for step in steps[:first]:
+            self._run_local(state, step)
+        state.local_after = list(steps[stop:])
         for step in list(state.waiting):
             self._post(state, step)
 
@@ -199,8 +200,8 @@ class _World:
 
     def _read(self, state: _Rank, step: Step, src: Slice) -> Values:
         values = state.buffers[src.buf][src.start : src.stop]
-        if (values == UNSET).any():
-            first = src.start + int(np.argmax(values == UNSET))
+        if values.size and values.min() == UNSET:
+            first = src.start + int(np.argmin(values))
             state.wrong(step, f"reads {src.buf.value}[{first}], which nothing has set")
         return values
 
@@ -211,7 +212,7 @@ class _World:
 
 def _check_step(state: _Rank, step: Step) -> None:
     """Refuse a step that is wrong by itself."""
-    for slice_, is_written in _touched(step):
+    for slice_, is_written in touched(step):
         if not 0 <= slice_.start <= slice_.stop <= len(state.buffers[slice_.buf]):
             state.wrong(step, f"{slice_} is outside a buffer of {len(state.buffers[slice_.buf])} elements")
         if is_written and slice_.buf is Buf.IN:
@@ -221,7 +222,7 @@ def _check_step(state: _Rank, step: Step) -> None:
             state.wrong(step, f"{step.src.count} elements into {step.dst.count}")
         if step.dst.overlaps(step.src):
             state.wrong(step, "source and destination overlap")
-    elif not 0 <= step.peer < len(state.plan.problem.hosts or range(state.plan.problem.size)):
+    elif not 0 <= step.peer < state.plan.problem.size:
         state.wrong(step, "no such rank")
     elif step.peer == state.plan.rank:
         state.wrong(step, "a message to itself")
@@ -229,15 +230,17 @@ def _check_step(state: _Rank, step: Step) -> None:
 
 def _check_conflicts(state: _Rank) -> None:
     """Refuse a round where one message writes what another reads or writes."""
-    touched = [
+    if len(state.waiting) == 1:
+        return
+    touches = [
         (slice_.buf.value, slice_.start, slice_.stop, is_written, step)
         for step in state.waiting
-        for slice_, is_written in _touched(step)
+        for slice_, is_written in touched(step)
         if slice_.count
     ]
-    touched.sort(key=lambda touch: touch[:3])
+    touches.sort(key=lambda touch: touch[:3])
     in_buf, read_until, written_until = "", 0, 0
-    for buf, start, stop, is_written, step in touched:
+    for buf, start, stop, is_written, step in touches:
         if buf != in_buf:
             in_buf, read_until, written_until = buf, 0, 0
         if start < written_until or (is_written and start < read_until):
@@ -246,14 +249,6 @@ def _check_conflicts(state: _Rank) -> None:
             written_until = max(written_until, stop)
         else:
             read_until = max(read_until, stop)
-
-
-def _touched(step: Step) -> Iterator[tuple[Slice, bool]]:
-    """Yield the slices of a step, and whether it writes them."""
-    if not isinstance(step, Recv | RecvReduce):
-        yield step.src, False
-    if not isinstance(step, Send):
-        yield step.dst, True
 
 
 class _Piece(NamedTuple):
@@ -345,21 +340,23 @@ def _check_barrier(state: _Rank) -> None:
 
 def _check_piece(known: Expressions, state: _Rank, piece: _Piece, ordered: bool, canonical: bool) -> None:
     values = state.buffers[Buf.OUT][piece.start : piece.start + piece.length]
-    if (values == UNSET).any():
-        state.wrong(None, f"out[{piece.start + int(np.argmax(values == UNSET))}] is never set")
+    if values.min() == UNSET:
+        state.wrong(None, f"out[{piece.start + int(np.argmin(values))}] is never set")
     misplaced = position_of(values) != np.arange(piece.position, piece.position + piece.length)
     if misplaced.any():
         first = int(np.argmax(misplaced))
         found = int(position_of(values)[first])
         state.wrong(None, f"out[{piece.start + first}] holds position {found}, not {piece.position + first}")
     for expression in map(int, np.unique(expression_of(values))):
-        text = known.text(expression)
         if known.contributors[expression] != piece.contributors:
-            state.wrong(None, f"out holds {text}, not the contributions of {_ranks(piece.contributors)}")
+            state.wrong(
+                None,
+                f"out holds {known.text(expression)}, not the contributions of {_ranks(piece.contributors)}",
+            )
         if ordered and not known.is_ascending[expression]:
-            state.wrong(None, f"out holds {text}, not in rank order")
+            state.wrong(None, f"out holds {known.text(expression)}, not in rank order")
         if canonical and expression != _canonical(known, state.plan.problem.collective, piece.contributors):
-            state.wrong(None, f"out holds {text}, not bracketed canonically")
+            state.wrong(None, f"out holds {known.text(expression)}, not bracketed canonically")
 
 
 def _canonical(known: Expressions, collective: str, contributors: int) -> int:

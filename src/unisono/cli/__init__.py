@@ -1,0 +1,49 @@
+"""The `unisono` command. Only this folder prints.
+
+Knows the names of its subcommands and where each lives; a subcommand's module is imported when it is called.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Final
+
+import click
+
+from unisono.errors import UsageError
+
+__all__ = ["main"]
+
+# Name: module. Each module has a click command `command`.
+_SUBCOMMANDS: Final = {
+    "plan": "unisono.cli.plan",
+}
+
+
+class _LazyGroup(click.Group):
+    """A group that imports a subcommand when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_SUBCOMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        module = _SUBCOMMANDS.get(cmd_name)
+        if module is None:
+            return None
+        command: click.Command = import_module(module).command
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subcommand; a wrong call ends with one line and exit code 2."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            error.ctx = None  # without it, click leaves out the usage lines above the error
+            raise
+        except UsageError as error:
+            raise click.UsageError(str(error)) from error
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Ranks that work together: messages, collectives and groups."""

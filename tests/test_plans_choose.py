@@ -1,0 +1,184 @@
+"""Choices: sensible by size, the same on every rank, cheap, and with their reason."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from unisono.plans import CATALOG, Links, Problem, algorithms, build, choose, cost, entry_of
+from unisono.plans.choose import _cheapest, fitting, predict_s
+
+LINKS = Links()
+VECTORS = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
+TWO_HOSTS = tuple(rank // 8 for rank in range(16))
+
+
+def problem_of(collective: str, size: int, count: int, hosts: tuple[int, ...] = ()) -> Problem:
+    if collective == "barrier":
+        return Problem(collective, size, (), hosts=hosts)
+    length = 1 if collective in VECTORS else size * size if collective == "all_to_all" else size
+    return Problem(collective, size, (count,) * length, hosts=hosts)
+
+
+@pytest.mark.parametrize(
+    ("size", "small", "large"),
+    [(2, "doubling", "ring"), (8, "doubling", "halving_doubling"), (5, "flat", "ring")],
+)
+def test_small_all_reduces_save_rounds_and_large_ones_bytes(size: int, small: str, large: str) -> None:
+    assert choose(Problem("all_reduce", size, (2,)), 4, LINKS)[0] == small
+    assert choose(Problem("all_reduce", size, (1 << 24,)), 4, LINKS)[0] == large
+
+
+@pytest.mark.parametrize(
+    ("collective", "small", "large"),
+    [
+        ("broadcast", "tree", "chain"),
+        ("reduce", "tree", "chain"),
+        ("all_gather", "dissemination", "ring"),
+        ("reduce_scatter", "halving", "pairwise"),
+        ("all_to_all", "dissemination", "pairwise"),
+        ("scan", "hillis_steele", "ordered"),
+    ],
+)
+def test_thresholds_lie_between_tiny_and_huge(collective: str, small: str, large: str) -> None:
+    assert choose(problem_of(collective, 32, 1), 4, LINKS)[0] == small
+    assert choose(problem_of(collective, 32, 1 << 20), 4, LINKS)[0] == large
+
+
+@pytest.mark.parametrize("collective", CATALOG)
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 16])
+def test_the_choice_can_be_built_on_every_rank(collective: str, size: int) -> None:
+    for count in (0, 1, 1000):
+        for hosts in ((), tuple(rank % 2 for rank in range(size))):
+            problem = problem_of(collective, size, count, hosts)
+            for ordered in (False, True):
+                name, reason = choose(problem, 4, LINKS, ordered=ordered)
+                assert reason
+                assert name in algorithms(collective)
+                for rank in range(size):
+                    build(problem, rank, name)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "reduce_scatter", "scan", "exscan"])
+def test_ordered_choices_are_ordered(collective: str) -> None:
+    for size in (2, 5, 8, 33):
+        for count in (0, 1, 100, 10_000, 1_000_000):
+            name, reason = choose(problem_of(collective, size, count), 4, LINKS, ordered=True)
+            assert entry_of(collective, name).ordered
+            assert reason.endswith("ordered ones only")
+
+
+def test_what_moves_data_only_may_be_asked_for_in_order() -> None:
+    assert choose(problem_of("broadcast", 8, 10), 4, LINKS, ordered=True)[0] == "tree"
+
+
+def test_one_rank_has_nothing_to_choose() -> None:
+    assert choose(Problem("all_reduce", 1, (5,)), 4, LINKS)[1] == "one rank: nothing to exchange"
+
+
+def test_the_reason_names_the_time_the_size_and_the_next_best() -> None:
+    name, reason = choose(Problem("all_reduce", 8, (1 << 18,)), 4, LINKS)
+    assert name == "halving_doubling"
+    assert reason == "238 us predicted for up to 1 MiB on 8 ranks; next ring, 250 us"
+
+
+def test_hosts_count_only_where_they_differ() -> None:
+    one_host = Problem("all_reduce", 16, (100_000,), hosts=(3,) * 16)
+    assert choose(one_host, 4, LINKS) == choose(Problem("all_reduce", 16, (100_000,)), 4, LINKS)
+    assert "hierarchical" not in fitting(one_host)
+    assert "hierarchical" not in fitting(Problem("all_reduce", 4, (100_000,), hosts=(0, 1, 2, 3)))
+    assert "hierarchical" in fitting(Problem("all_reduce", 16, (100_000,), hosts=TWO_HOSTS))
+
+
+@pytest.mark.parametrize("count", [256, 1 << 14, 1 << 22])
+def test_between_hosts_the_hierarchy_wins_when_ranks_alternate(count: int) -> None:
+    hosts = tuple(rank % 3 for rank in range(24))
+    for collective in ("all_reduce", "broadcast", "reduce"):
+        assert choose(problem_of(collective, 24, count, hosts), 4, LINKS)[0] == "hierarchical"
+
+
+def test_similar_counts_share_a_decision() -> None:
+    _cheapest.cache_clear()
+    reasons = {choose(Problem("all_reduce", 8, (count,)), 4, LINKS) for count in range(513, 1025)}
+    assert len(reasons) == 1
+    assert _cheapest.cache_info().misses == 1
+
+
+def test_roots_share_a_decision() -> None:
+    assert len({choose(Problem("broadcast", 9, (5000,), root=root), 4, LINKS) for root in range(9)}) == 1
+
+
+def test_uneven_counts_choose_what_takes_them() -> None:
+    for counts in [(0, 5, 1, 3), (0, 0, 0, 9)]:
+        name, reason = choose(Problem("all_gather", 4, counts), 4, LINKS)
+        assert entry_of("all_gather", name).takes_uneven
+        assert "uneven" in reason
+
+
+def test_an_uneven_all_to_all_is_chosen_alike_by_ranks_that_know_different_parts() -> None:
+    for size in (2, 3, 16, 40):
+        full = tuple((i * 7) % 11 for i in range(size * size))
+        lonely = tuple(int(i == size * size - 1) for i in range(size * size))
+        for counts in (full, lonely):
+            choices = set()
+            for rank in range(size):
+                known = tuple(n if rank in (i // size, i % size) else 0 for i, n in enumerate(counts))
+                choices.add(choose(Problem("all_to_all", size, known), 4, LINKS))
+            assert len(choices) == 1
+
+
+def test_another_process_decides_the_same() -> None:
+    """Another hash seed, another order of calls: the same answers."""
+    script = """
+from unisono.plans import *
+for n in (3, 8, 13):
+    for c in (1 << 20, 1, 5000):
+        print(choose(Problem("all_reduce", n, (c,), hosts=tuple(r % 2 for r in range(n))), 4, Links()))
+"""
+    runs = [
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert runs[0].stdout == runs[1].stdout
+    here = [
+        str(choose(Problem("all_reduce", n, (c,), hosts=tuple(r % 2 for r in range(n))), 4, LINKS))
+        for n in (3, 8, 13)
+        for c in (1 << 20, 1, 5000)
+    ]
+    assert runs[0].stdout.splitlines() == here
+
+
+def test_the_slowest_rank_is_among_those_that_tell() -> None:
+    """The prediction looks at a few ranks only; none of the others may be much slower."""
+    for collective in CATALOG:
+        for size in (5, 8, 13, 24):
+            for count in (1, 100_000):
+                problem = problem_of(collective, size, count)
+                for name in fitting(problem):
+                    slowest = max(cost(build(problem, rank, name), LINKS, 4).time_s for rank in range(size))
+                    assert predict_s(problem, name, 4, LINKS) >= 0.8 * slowest, (
+                        collective,
+                        name,
+                        size,
+                        count,
+                    )
+
+
+def test_the_first_decision_is_quick_and_the_next_immediate() -> None:
+    # Processor time, so that a busy machine does not decide; the best of three, for a collection may fall in.
+    hosts = tuple(rank // 8 for rank in range(64))
+    firsts, nexts = [], []
+    for attempt in range(3):
+        problem = Problem("all_reduce", 64, (1 << (20 + attempt),), hosts=hosts)
+        links = Links(latency_s=1e-6 * (attempt + 2))
+        start = time.process_time()
+        choose(problem, 4, links)
+        firsts.append(time.process_time() - start)
+        start = time.process_time()
+        choose(problem, 4, links)
+        nexts.append(time.process_time() - start)
+    assert min(firsts) < 0.3
+    assert min(nexts) < 0.001

@@ -1,0 +1,83 @@
+"""Whatever the size, counts, root and hosts: every algorithm that fits is right."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unisono.plans import CATALOG, Links, Problem, build, choose, entry_of, verify
+from unisono.plans.choose import fitting
+from unisono.plans.layout import buffer_counts, even_bounds, segment_bounds
+
+VECTORS = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    collective = draw(st.sampled_from(list(CATALOG)))
+    size = draw(st.integers(1, 24))
+    root = draw(st.integers(0, size - 1))
+    hosts = tuple(draw(st.one_of(st.just([]), st.lists(st.integers(0, 4), min_size=size, max_size=size))))
+    count = st.integers(0, 40)
+    if collective == "barrier":
+        counts: tuple[int, ...] = ()
+    elif collective in VECTORS:
+        counts = (draw(st.integers(0, 500)),)
+    else:
+        # One number decides a matrix: hundreds of single draws would be most of the time.
+        length = size * size if collective == "all_to_all" else size
+        some = draw(st.lists(count, min_size=1, max_size=7))
+        counts = tuple(some[i * (i + 1) % len(some)] for i in range(length))
+    return Problem(collective, size, counts, root, hosts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(), st.data())
+def test_every_algorithm_solves_every_problem(problem: Problem, data: st.DataObject) -> None:
+    names = [
+        name for name in CATALOG[problem.collective] if name in fitting(problem) or name == "hierarchical"
+    ]
+    name = data.draw(st.sampled_from(names))
+    entry = entry_of(problem.collective, name)
+    plans = [build(problem, rank, name) for rank in range(problem.size)]
+    verify(plans, ordered=entry.keeps_rank_order, canonical=entry.ordered)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.booleans(), st.sampled_from([1, 2, 4, 8, 16]))
+def test_every_choice_fits(problem: Problem, ordered: bool, itemsize: int) -> None:
+    name, reason = choose(problem, itemsize, Links(), ordered=ordered)
+    assert name in fitting(problem, ordered=ordered)
+    assert reason
+
+
+@given(st.integers(0, 10**6), st.integers(1, 100))
+def test_even_parts_cover_all_and_differ_by_one(count: int, parts: int) -> None:
+    bounds = even_bounds(count, parts)
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    assert (bounds[0], bounds[-1], len(lengths)) == (0, count, parts)
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(0, 10**9))
+def test_segments_cover_all_and_are_never_tiny(count: int) -> None:
+    bounds = segment_bounds(count)
+    assert (bounds[0], bounds[-1]) == (0, count)
+    assert len(bounds) - 1 <= 64
+    if len(bounds) > 2:
+        assert min(stop - start for start, stop in pairwise(bounds)) >= 16 * 1024
+
+
+@given(problems())
+def test_what_goes_in_comes_out(problem: Problem) -> None:
+    """Blocks that some rank gives are got by as many: nothing is lost between `in` and `out`."""
+    counts = [buffer_counts(problem, rank) for rank in range(problem.size)]
+    given_, got = (sum(each[way] for each in counts) for way in (0, 1))
+    if problem.collective in ("gather", "scatter", "all_to_all"):
+        assert given_ == got
+    if problem.collective == "all_gather":
+        assert got == given_ * problem.size
+    if problem.collective == "reduce_scatter":
+        assert given_ == got * problem.size
