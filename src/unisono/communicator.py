@@ -123,7 +123,8 @@ class Communicator:
     def __init__(self, group: Group, parent: Communicator | None) -> None:
         self._group = group
         self._parent = parent
-        self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        # In the order they were made, until they are closed: a simulation must be able to repeat their end.
+        self._children: dict[Communicator, None] = {}
         self._splits = 0
         self._subs: dict[tuple[int, ...], int] = {}
         self._start = Start(self, group)
@@ -133,7 +134,7 @@ class Communicator:
             self._forgotten = weakref.finalize(self, group.backend.close)
             self._forgotten.atexit = False
         else:
-            parent._children.add(self)
+            parent._children[self] = None
 
     @classmethod
     def world(cls, backend: Backend) -> Communicator:
@@ -227,6 +228,8 @@ class Communicator:
         self._group.close()
         if self._parent is None:
             self._forgotten()
+        else:
+            self._parent._children.pop(self, None)
 
     def abort(self, reason: str) -> None:
         """Give up: end everyone's operations here with PeerAborted, which carries the reason."""

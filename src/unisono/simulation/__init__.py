@@ -4,12 +4,12 @@ Knows everything about time and failure in a simulation. Does not know communica
 those on top.
 """
 
+from unisono.runtime import Killed
 from unisono.simulation.backend import SimBackend
 from unisono.simulation.faults import Drop, Fault, Kill, Partition, Pause, Resume, Slow
 from unisono.simulation.network import Link, Network
 from unisono.simulation.result import SimResult
 from unisono.simulation.runtime import now, sleep
-from unisono.simulation.scheduler import Killed
 from unisono.simulation.simulator import run
 from unisono.simulation.trace import TraceEvent
 

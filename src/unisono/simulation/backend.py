@@ -148,7 +148,7 @@ class SimBackend(Backend):
 
     def close(self) -> None:
         """Leave: what was sent arrives, what still waits for its receive is taken back."""
-        if self.is_gone:
+        if self.is_gone or self.fabric.scheduler.is_over:
             return
         self.fabric.scheduler.check_caller()
         self._is_closed = True

@@ -5,13 +5,14 @@ Knows waiting, sleeping and timers in virtual time. Does not know what is waited
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Final
 
 from unisono.runtime import Deadline, Event, Runtime, Timer, Waiting
 from unisono.simulation.checks import check_amount
-from unisono.simulation.scheduler import Scheduler, SimThread, scheduler_here
+from unisono.simulation.scheduler import Due, Scheduler, SimThread, scheduler_here
 
 __all__ = ["SimEvent", "SimRuntime", "now", "sleep"]
 
@@ -92,7 +93,7 @@ class SimRuntime(Runtime):
         if event.is_set():
             return True
         timer = None
-        if timeout is not None:
+        if timeout is not None and timeout < math.inf:
             when = self._scheduler.now + timeout
             timer = self._scheduler.call_at(when, thread.wake, is_housekeeping=not is_limited)
         event.waiters.append(thread)
@@ -107,6 +108,8 @@ class SimRuntime(Runtime):
     def call_at(self, when: float, fn: Callable[[], None]) -> Timer:
         """Call `fn` at a virtual time; later if the rank is paused then, never once it has ended."""
         self._scheduler.check_caller()
+        if when == math.inf:
+            return Due(self._scheduler, fn, is_housekeeping=True)
         return self._scheduler.call_at(when, lambda: self._on_time(fn))
 
     def sleep(self, seconds: float) -> None:

@@ -16,21 +16,12 @@ from collections.abc import Callable
 from enum import Enum
 
 from unisono.errors import Deadlock, UsageError
-from unisono.runtime import Waiting
+from unisono.runtime import Killed, Waiting
 
-__all__ = ["Due", "Killed", "Scheduler", "SimThread", "Stopped", "scheduler_here"]
-
-
-class Killed(BaseException):
-    """This rank was killed by a fault. Not an Exception: no program should outlive its death by accident."""
-
-    def __init__(self, rank: int, cause: str) -> None:
-        super().__init__(f"rank {rank} was {cause}")
-        self.rank = rank
-        self.cause = cause
+__all__ = ["Due", "Scheduler", "SimThread", "Stopped", "scheduler_here"]
 
 
-class Stopped(BaseException):
+class Stopped(Killed):
     """The simulation itself ends early; every thread unwinds."""
 
 
@@ -65,6 +56,7 @@ class Scheduler:
         self.threads: list[SimThread] = []
         self.current: SimThread | None = None
         self.is_stopping = False
+        self.is_over = False
         self.pending = 0
         self._patience_s = patience_s
         self._random = random.Random(f"threads {seed}").random
@@ -98,6 +90,7 @@ class Scheduler:
             raise
         finally:
             _here.scheduler = None
+            self.is_over = True
             self._holder = 0
             for thread in self.threads:
                 thread.join()
@@ -192,7 +185,7 @@ class Scheduler:
         if threading.get_ident() != self._holder:
             raise UsageError(
                 "the simulation is over"
-                if self._holder == 0
+                if self.is_over
                 else "a thread called that the simulator does not run; allowed: the rank's own function, "
                 "which can overlap operations by `.start`"
             )
@@ -334,7 +327,7 @@ class SimThread:
         if self.scheduler.is_stopping:
             raise Stopped
         if self.killed is not None:
-            raise Killed(self.rank, self.killed)
+            raise Killed(f"rank {self.rank} was {self.killed}")
 
     def _let_others_run(self) -> None:
         self.scheduler.pass_on(self)
