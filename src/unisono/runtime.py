@@ -45,9 +45,10 @@ class Timer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A point in time after which an operation gives up; None means never."""
+    """When an operation gives up; None means never. `given_s` is the timeout that the user gave."""
 
     at: float | None
+    given_s: float | None = None
 
     def remaining(self, now: float) -> float | None:
         """Seconds left, at least 0; None if there is no end."""
@@ -127,7 +128,7 @@ class Runtime(ABC):
             return NEVER
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
             raise UsageError(f"timeout={timeout!r}; allowed: seconds >= 0, or None for no limit")
-        return NEVER if timeout >= _FOREVER_S else Deadline(self.now() + timeout)
+        return NEVER if timeout >= _FOREVER_S else Deadline(self.now() + timeout, timeout)
 
 
 class RealRuntime(Runtime):

@@ -255,9 +255,7 @@ class Task(Generic[T]):
             _carry_on(self)
 
     def _expire(self) -> None:
-        remaining = self.call.deadline.at
-        assert remaining is not None
-        budget = remaining - self.call.started_at
+        budget = self.call.deadline.given_s
         on = self.call.missing()
         self.interrupt(
             DeadlineExceeded(
