@@ -38,7 +38,7 @@ def typed(data: np.ndarray[Any, Any], dtype: str) -> Typed:
     ):
         given = f"an array of {data.dtype}" if isinstance(data, np.ndarray) else _describe(data)
         raise UsageError(
-            f"typed(..., {dtype!r}) got {given}; allowed: a plain NumPy array of {kind.itemsize}-byte elements"
+            f"typed(..., {dtype!r}) got {given}; allowed: a NumPy array of {kind.itemsize}-byte elements"
         )
     return Typed(data, kind)
 

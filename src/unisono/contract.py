@@ -143,7 +143,7 @@ class Request:
 
     @property
     def envelope(self) -> Envelope | None:
-        """What a receive or probe met, in the rank numbers of the backend that was asked."""
+        """What a receive or probe met or had to refuse, in the rank numbers of the backend that was asked."""
         if self._envelope is None or self.translate is None:
             return self._envelope
         return self.translate(self._envelope)
@@ -166,8 +166,9 @@ class Request:
         self.data = data
         self._end()
 
-    def fail(self, error: BaseException) -> None:
-        """End it with an error."""
+    def fail(self, error: BaseException, envelope: Envelope | None = None) -> None:
+        """End it with an error; the envelope is that of a message which met it and did not fit."""
+        self._envelope = envelope
         self.error = error
         self._end()
 

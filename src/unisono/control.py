@@ -100,9 +100,13 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
 
 
 class Left(msgspec.Struct, frozen=True, tag="left"):
-    """The sender has closed this communicator; all it sent on it came before."""
+    """The sender has closed this communicator; all it sent on it came before.
+
+    `calls` holds its last collectives by number: who waits for one that was called otherwise learns why.
+    """
 
     context: int
+    calls: dict[int, bytes] = {}
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):

@@ -15,7 +15,7 @@ import hashlib
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -39,6 +39,8 @@ __all__ = ["Group", "context_of", "descriptor_of", "fingerprint_of", "single"]
 T = TypeVar("T")
 
 _FINGERPRINTS_KEPT: Final = 64
+# A farewell holds so many: an empty collective needs nobody, so its caller may leave while others wait in it.
+_CALLS_TOLD: Final = 4
 _PACKAGE: Final = str(Path(__file__).parent)
 
 
@@ -82,6 +84,7 @@ class Group:
         self._is_aborted = False
         self._closed: ClosedError | None = None
         self._left: dict[int, str] = {}
+        self._farewells: dict[int, Mapping[int, bytes]] = {}
         self._dead: dict[int, str] = {}
         # A group that its members made without talking introduces itself with its first message to each.
         self._to_introduce = set() if is_introduced else set(self.world_ranks)
@@ -130,11 +133,15 @@ class Group:
             raise self._current_poison()
 
     def remember(self, sequence: int, fingerprint: bytes) -> None:
-        """Keep what was called under a number, for those who ask later."""
+        """Keep what was called under a number, for those who ask later; compare it with who has left."""
         with self._lock:
             self._fingerprints[sequence] = fingerprint
             while len(self._fingerprints) > _FINGERPRINTS_KEPT:
                 self._fingerprints.popitem(last=False)
+            farewells = list(self._farewells.items())
+        for rank, calls in farewells:
+            if (mismatch := self._compare(rank, calls)) is not None:
+                raise mismatch
 
     def check_fingerprint(self, call: Call, mine: bytes, peer: int, theirs: bytes) -> None:
         """Compare the call of the peer (by its rank here) with ours; a difference is the end of the group."""
@@ -205,7 +212,7 @@ class Group:
         for entry in pending:
             entry.task.interrupt(self._closed)
         if not self._is_aborted:
-            self.control.tell(self.world_ranks, Left(self.context), Lane.BULK)
+            self.control.tell(self.world_ranks, Left(self.context, self._last_calls()), Lane.BULK)
         self.control.leave(self)
 
     @property
@@ -250,6 +257,10 @@ class Group:
             case Verdict():
                 self.poison(news.error(sender))
             case Left():
+                with self._lock:
+                    self._farewells[sender] = news.calls
+                if (mismatch := self._compare(sender, news.calls)) is not None:
+                    self.poison(mismatch)
                 self._on_gone(sender, "left")
             case Query():
                 self._on_query(sender, news)
@@ -312,16 +323,29 @@ class Group:
             self.control.tell(fresh, Query(self.context, sequence, fingerprint))
 
     def _on_query(self, sender: int, query: Query) -> None:
+        if (mismatch := self._compare(sender, {query.sequence: query.fingerprint})) is not None:
+            self.poison(mismatch)
+            return
         with self._lock:
-            mine = self._fingerprints.get(query.sequence)
             entry = self._pending_at(query.sequence)
             has_passed = query.sequence < self._sequence
-        if mine is not None and _call_of(mine) != _call_of(query.fingerprint):
-            operation = _call_of(mine).split(b" ")[0].decode(errors="replace")
-            self.poison(self._mismatch(operation, query.sequence, mine, sender, query.fingerprint))
-            return
         waiting_on = entry.task.call.waiting_on() if entry is not None else ()
         self.control.tell([sender], Answer(self.context, query.sequence, has_passed, waiting_on))
+
+    def _compare(self, sender: int, calls: Mapping[int, bytes]) -> CollectiveMismatch | None:
+        """Look for the first collective that a member called otherwise than this one."""
+        for sequence, theirs in sorted(calls.items()):
+            with self._lock:
+                mine = self._fingerprints.get(sequence)
+            if mine is not None and _call_of(mine) != _call_of(theirs):
+                operation = _call_of(mine).split(b" ")[0].decode(errors="replace")
+                return self._mismatch(operation, sequence, mine, sender, theirs)
+        return None
+
+    def _last_calls(self) -> dict[int, bytes]:
+        """What was called last: who lags behind by more than this has not met us for long."""
+        with self._lock:
+            return dict(list(self._fingerprints.items())[-_CALLS_TOLD:])
 
     def _on_answer(self, sender: int, answer: Answer) -> None:
         with self._lock:
@@ -353,7 +377,9 @@ class Group:
 
 def fingerprint_of(words: str, descriptor: bytes) -> bytes:
     """The header of a collective's first messages: the call, then what does not count: where it stands."""
-    call = f"{words} group={descriptor.hex()[:16]}".encode()[: HEADER_BYTES_MAX // 2]
+    call, room = f"{words} group={descriptor.hex()[:16]}".encode(), HEADER_BYTES_MAX // 2
+    if len(call) > room:  # nothing that was said may go uncompared
+        call = call[: room - 17] + b"~" + hashlib.blake2b(call, digest_size=8).hexdigest().encode()
     return call + b"\0" + _call_site().encode()[: HEADER_BYTES_MAX // 2 - 1]
 
 

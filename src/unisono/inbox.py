@@ -114,7 +114,7 @@ class Inbox:
             if posted.is_probe:
                 todo.append(partial(posted.request.complete, envelope))
             elif (reason := refusal(posted, envelope)) is not None:
-                todo.append(partial(posted.request.fail, UsageError(reason)))
+                todo.append(partial(posted.request.fail, UsageError(reason), envelope))
             else:
                 todo.append(partial(parcel.deliver, posted, envelope))
                 return
@@ -141,7 +141,7 @@ class Inbox:
             else:
                 self._matcher.take(message)
         if error is not None:
-            request.fail(error)
+            request.fail(error, None if message is None else message.envelope)
         elif message is not None:
             if posted.is_probe:
                 request.complete(message.envelope)

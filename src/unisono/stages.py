@@ -7,7 +7,7 @@ know the verbs, nor what their arguments meant to the user.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from unisono.contract import Tags
@@ -19,7 +19,7 @@ from unisono.plans.steps import Buf
 from unisono.values import DType, ReduceOp
 from unisono.work import Call, Steps
 
-__all__ = ["Collective", "check_order"]
+__all__ = ["Collective", "check_order", "described"]
 
 LINKS: Final = Links()
 _COUNTS_SHOWN: Final = 16
@@ -45,12 +45,21 @@ class Collective:
         op: ReduceOp | None = None,
         shape: tuple[int, ...] | None = None,
         algorithm: str | None = None,
+        given: str | None = None,
     ) -> Steps[None]:
-        """Run one stage to its end. `shape` is shown and compared where ranks must agree on it."""
+        """Run one stage to its end. `shape` is shown and compared where ranks must agree on it.
+
+        Where something else travels than the user gave (metadata, a wider type), `given` says what it was:
+        the first stage is the one that ranks compare.
+        """
         group, backend = self._group, self._group.backend
         problem = Problem(collective, backend.size, counts, root, backend.hosts())
         name = algorithm_for(problem, dtype, op, algorithm or self._algorithm, backend.config.reproducible)
-        fingerprint = fingerprint_of(self._words(problem, dtype, op, name, shape), group.descriptor)
+        if given is None:
+            given = described(dtype, shape if shape is not None else counts)
+        # An algorithm for metadata follows from what is shown already; what the user asked for does not.
+        shown = name if algorithm is None else self._algorithm
+        fingerprint = fingerprint_of(self._words(problem, given, op, shown), group.descriptor)
         sequence, stage = self._call.sequence, self._stage
         assert sequence is not None, "a collective has a number"
         self._stage += 1
@@ -91,22 +100,9 @@ class Collective:
         )
         yield from execute(plan, memory, how)
 
-    def _words(
-        self,
-        problem: Problem,
-        dtype: DType,
-        op: ReduceOp | None,
-        algorithm: str,
-        shape: tuple[int, ...] | None,
-    ) -> str:
+    def _words(self, problem: Problem, given: str, op: ReduceOp | None, algorithm: str) -> str:
         """The call in words: what ranks compare and what a mismatch shows."""
-        counts = ",".join(map(str, shape if shape is not None else problem.counts[:_COUNTS_SHOWN]))
-        more = (
-            f"+{zlib.crc32(repr(problem.counts).encode()):x}"
-            if shape is None and len(problem.counts) > _COUNTS_SHOWN
-            else ""
-        )
-        words = [self._call.operation, f"{dtype}[{counts}{more}]"]
+        words = [self._call.operation, given] if given else [self._call.operation]
         if op is not None:
             words.append(f"op={op}")
         if problem.collective in ("reduce", "broadcast", "gather", "scatter"):
@@ -116,6 +112,13 @@ class Collective:
         words.append(f"algorithm={algorithm}")
         words.append(f"segment={self._group.backend.config.segment_bytes}")
         return " ".join(words)
+
+
+def described(dtype: DType, lengths: Sequence[int]) -> str:
+    """An array in words. Of many lengths the first are shown, and a checksum stands for the rest."""
+    shown = ",".join(map(str, lengths[:_COUNTS_SHOWN]))
+    more = f"+{zlib.crc32(repr(lengths).encode()):x}" if len(lengths) > _COUNTS_SHOWN else ""
+    return f"{dtype}[{shown}{more}]"
 
 
 def algorithm_for(

@@ -20,7 +20,7 @@ from unisono.errors import CollectiveMismatch, ProtocolError, UsageError
 from unisono.group import Group
 from unisono.kernels import divide, narrow, widen
 from unisono.plans.steps import Buf
-from unisono.stages import Collective
+from unisono.stages import Collective, described
 from unisono.values import DTYPES, DType, ReduceOp
 from unisono.work import Steps
 
@@ -88,7 +88,7 @@ def all_gather_v(one: Collective, group: Group, array: Array) -> Steps[list[Any]
 
 def gather_v(one: Collective, group: Group, array: Array, root: int) -> Steps[list[Any] | None]:
     """Everyone's array to root."""
-    metas = yield from _exchange(one, group, _meta_of([array]))
+    metas = yield from _exchange(one, group, _meta_of([array]), f" root={root}")
     counts = tuple(m.lengths[0] * m.row for m in metas)
     is_root = group.backend.rank == root
     flat = np.empty(sum(counts) if is_root else 0, array.dtype.storage)
@@ -139,8 +139,11 @@ def all_to_all_v(one: Collective, group: Group, parts: list[Array]) -> Steps[lis
 
 def all_reduce_fused(one: Collective, arrays: list[Array], op: ReduceOp, size: int) -> Steps[None]:
     """Reduce arrays in place: those of one type travel as one."""
-    for name in DTYPES:
-        same = [array for array in arrays if array.dtype.name == name]
+    by_type = [[array for array in arrays if array.dtype.name == name] for name in DTYPES]
+    given = " ".join(described(same[0].dtype, _lengths(same)) for same in by_type if same)
+    if not arrays:  # nothing to reduce, but a call that the others may have made otherwise
+        yield from one.run("barrier", (), _BYTE, {}, op=op, algorithm="auto", given="[]")
+    for same in by_type:
         if not same:
             continue
         dtype = same[0].dtype
@@ -148,7 +151,7 @@ def all_reduce_fused(one: Collective, arrays: list[Array], op: ReduceOp, size: i
         fused = np.concatenate([array.flat for array in same])
         memory = widen(fused, dtype) if is_wide else fused
         kind = DTYPES["float32"] if is_wide else dtype
-        yield from one.run("all_reduce", (memory.size,), kind, {Buf.OUT: memory}, op=op, shape=_lengths(same))
+        yield from one.run("all_reduce", (memory.size,), kind, {Buf.OUT: memory}, op=op, given=given)
         if op.is_mean and size > 1:
             divide(memory, size, kind)
         if is_wide:
@@ -162,7 +165,7 @@ def all_reduce_fused(one: Collective, arrays: list[Array], op: ReduceOp, size: i
 def broadcast_bytes(one: Collective, data: Array | None, root: int) -> Steps[np.ndarray[Any, Any]]:
     """Root's bytes to everyone, who learn the length first."""
     length = np.array([0 if data is None else data.count], np.int64)
-    yield from one.run("broadcast", (1,), _INT64, {Buf.OUT: length}, root=root)
+    yield from one.run("broadcast", (1,), _INT64, {Buf.OUT: length}, root=root, given="")
     if not 0 <= length[0] <= _LENGTH_MAX:
         raise ProtocolError(f"root announced an object of {length[0]} bytes")
     flat = np.empty(int(length[0]), np.uint8) if data is None else data.flat
@@ -180,12 +183,13 @@ def unpacked(data: np.ndarray[Any, Any]) -> Any:
     return codec.unpack(bytearray(data))
 
 
-def _exchange(one: Collective, group: Group, mine: _Meta) -> Steps[list[_Meta]]:
+def _exchange(one: Collective, group: Group, mine: _Meta, where: str = "") -> Steps[list[_Meta]]:
     """Everyone's metadata to everyone; all see the same, so all come to the same verdict."""
     size, row = group.backend.size, mine.encoded()
     everyone = np.empty(row.size * size, np.int64)
     memory = {Buf.IN: row, Buf.OUT: everyone}
-    yield from one.run("all_gather", (row.size,) * size, _INT64, memory, algorithm="auto")
+    given = f"{mine.dtype}[{','.join(['*', *map(str, mine.shape)])}]{where}"
+    yield from one.run("all_gather", (row.size,) * size, _INT64, memory, algorithm="auto", given=given)
     metas = [_Meta.decoded(part) for part in everyone.reshape(size, -1)]
     for rank, meta in enumerate(metas):
         if (meta.dtype, meta.shape) != (metas[0].dtype, metas[0].shape):
@@ -203,7 +207,8 @@ def _exchange(one: Collective, group: Group, mine: _Meta) -> Steps[list[_Meta]]:
 def _announce(one: Collective, group: Group, meta: _Meta | None, root: int, lengths: int) -> Steps[_Meta]:
     """Root's metadata to everyone."""
     row = np.zeros(_ROW + lengths, np.int64) if meta is None else meta.encoded()
-    yield from one.run("broadcast", (row.size,), _INT64, {Buf.OUT: row}, root=root, algorithm="auto")
+    memory = {Buf.OUT: row}
+    yield from one.run("broadcast", (row.size,), _INT64, memory, root=root, algorithm="auto", given="")
     return _Meta.decoded(row)
 
 

@@ -19,7 +19,7 @@ from unisono.kernels import divide, narrow, widen
 from unisono.messages import Messages, receivable
 from unisono.plans import algorithms
 from unisono.plans.steps import Buf
-from unisono.stages import Collective, check_order
+from unisono.stages import Collective, check_order, described
 from unisono.values import DTYPES, DType, OpLike, ReduceOp, as_op
 from unisono.work import Call, Steps, Work
 
@@ -59,7 +59,8 @@ class Verbs(Messages):
                 target.flat[:] = array.flat
             one = Collective(self._group, call, algorithm)
             memory, dtype = _operand(target, how, self._size)
-            yield from one.run("all_reduce", (array.count,), dtype, {Buf.OUT: memory}, op=how)
+            given = described(array.dtype, (array.count,))
+            yield from one.run("all_reduce", (array.count,), dtype, {Buf.OUT: memory}, op=how, given=given)
             _conclude(memory, dtype, target, how, self._size)
             return target.give()
 
@@ -103,7 +104,8 @@ class Verbs(Messages):
             one = Collective(self._group, call, algorithm)
             memory, dtype = _operand(array, how, self._size)
             place = {Buf.OUT if is_root else Buf.IN: memory}
-            yield from one.run("reduce", (array.count,), dtype, place, root=root, op=how)
+            given = described(array.dtype, (array.count,))
+            yield from one.run("reduce", (array.count,), dtype, place, root=root, op=how, given=given)
             if not is_root:
                 return None
             _conclude(memory, dtype, array, how, self._size)
@@ -269,7 +271,7 @@ class Verbs(Messages):
         _check_algorithm("barrier", algorithm)
 
         def steps(call: Call) -> Steps[None]:
-            yield from Collective(self._group, call, algorithm).run("barrier", (), _BYTE, {})
+            yield from Collective(self._group, call, algorithm).run("barrier", (), _BYTE, {}, given="")
 
         return self._begin("barrier", timeout, steps, is_collective=True)
 
@@ -413,7 +415,9 @@ class Verbs(Messages):
             one = Collective(self._group, call, algorithm)
             given, dtype = _operand(array, how, self._size)
             part = target.flat if dtype is array.dtype else np.empty(target.count, dtype.storage)
-            yield from one.run("reduce_scatter", counts, dtype, {Buf.IN: given, Buf.OUT: part}, op=how)
+            memory = {Buf.IN: given, Buf.OUT: part}
+            words = described(array.dtype, counts)
+            yield from one.run("reduce_scatter", counts, dtype, memory, op=how, given=words)
             _conclude(part, dtype, target, how, self._size)
             return target.give()
 

@@ -317,11 +317,15 @@ class _Run:
     def _check_message(self, piece: Recv | RecvReduce, request: Request) -> None:
         how, awaited = self._how, piece.dst.count * self._how.dtype.itemsize
         if isinstance(request.error, UsageError):
-            # Too long, or of another type: the message is still queued and can be asked who it is.
-            queued = how.backend.probe(piece.peer, how.context, how.tag)
-            envelope = queued.envelope
-            if queued.done and envelope is not None:
-                how.check_header(piece.peer, envelope.header)
+            # Too long, or of another type: the message still waits, here or in a later receive that it fits.
+            refused = request
+            if refused.envelope is None:
+                refused = how.backend.probe(piece.peer, how.context, how.tag)
+                refused.cancel()
+            envelope = refused.envelope
+            if envelope is not None:
+                if envelope.header:
+                    how.check_header(piece.peer, envelope.header)
                 how.check_length(piece.peer, envelope.nbytes, awaited, envelope.header)
         if request.error is not None:
             raise request.error
