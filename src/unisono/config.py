@@ -86,7 +86,8 @@ class Config:
 class Launch:
     """How this process was started: by whom, and as which of how many ranks.
 
-    `job` tells this start from every other on the same host; it is empty if nothing does.
+    `job` tells this start from every other on the same host; it is empty if nothing does. `master` is the
+    address that was named for rank 0.
     """
 
     launcher: str
@@ -95,6 +96,7 @@ class Launch:
     local_rank: int | None = None
     is_one_host: bool = False
     job: str = ""
+    master: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,7 @@ def _started_by(launcher: _Launcher, environ: Mapping[str, str]) -> Launch:
             launcher.name == "the environment" and environ.get("MASTER_ADDR", "").startswith(_LOOPBACK_NAMES)
         ),
         job="/".join([launcher.name, *job]) if job else "",
+        master=environ.get("MASTER_ADDR", "") if "MASTER_ADDR" in launcher.job else "",
     )
 
 

@@ -13,8 +13,9 @@ import os
 import secrets
 import socket
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from unisono.config import Config
 from unisono.errors import ProtocolError, RendezvousError, UsageError
@@ -29,7 +30,9 @@ from unisono.runtime import Deadline, RealRuntime
 if TYPE_CHECKING:
     from unisono.launch.identity import Identity, WorkerKey
 
-__all__ = ["View", "join"]
+__all__ = ["View", "await_ticket", "join"]
+
+T = TypeVar("T")
 
 _PAUSE_FIRST_S: Final = 0.02
 _PAUSE_LAST_S: Final = 0.25
@@ -76,6 +79,15 @@ def join(
     return _Worker(source, rank, size, card, config, version, deadline).join()
 
 
+def await_ticket(source: TicketSource, *, rank: int, size: int, deadline: Deadline) -> Ticket:
+    """Wait until there is a ticket: its file may still have to appear.
+
+    Raises:
+        RendezvousError: the deadline passed.
+    """
+    return _Worker(source, rank, size, b"", Config(), "", deadline).await_ticket()
+
+
 class _Retry(Exception):
     """This attempt failed in a way that may pass."""
 
@@ -109,10 +121,16 @@ class _Worker:
         self._key: WorkerKey | None = None
 
     def join(self) -> View:
+        return self._persist(lambda: self._attempt(self._ticket()))
+
+    def await_ticket(self) -> Ticket:
+        return self._persist(self._ticket)
+
+    def _persist(self, attempt: Callable[[], T]) -> T:
         pause = _PAUSE_FIRST_S
         while True:
             try:
-                return self._attempt(self._ticket())
+                return attempt()
             except _Retry:
                 left = self._left()
                 if left <= 0:

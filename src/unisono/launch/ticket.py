@@ -9,6 +9,7 @@ or by a file of mode 0600, never on a command line, and never shows its token in
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -21,7 +22,7 @@ from typing import Final
 from unisono.errors import RendezvousError, UsageError
 from unisono.launch.address import Address
 
-__all__ = ["Ticket", "TicketSource", "private_folder"]
+__all__ = ["Ticket", "TicketSource"]
 
 _SCHEME: Final = "unisono1://"
 _FORM: Final = re.compile(r"unisono1://([^/]+)/(plain|[0-9a-f]{64})/([0-9a-f]{64})")
@@ -91,6 +92,12 @@ class TicketSource:
     insecure: bool = False
     is_keyed: bool = False
 
+    @classmethod
+    def keyed(cls, folder: str, job: str) -> TicketSource:
+        """The file of a job on this host, in a folder that only this user can enter."""
+        name = f"{hashlib.sha256(job.encode()).hexdigest()[:32]}.ticket"
+        return cls(os.path.join(folder, f"unisono-{os.getuid()}", name), is_keyed=True)
+
     @property
     def path(self) -> Path | None:
         """The file, if it is one."""
@@ -102,8 +109,10 @@ class TicketSource:
         Raises:
             FileNotFoundError: the file is not there yet.
             UsageError: it holds no ticket.
-            RendezvousError: the file belongs to, or can be read by, somebody else.
+            RendezvousError: the file or its folder belongs to, or can be read by, somebody else.
         """
+        if self.is_keyed:
+            self._check_folder()
         return Ticket.parse(
             self.given if self.path is None else _read_private(self.path), insecure=self.insecure
         )
@@ -112,6 +121,8 @@ class TicketSource:
         """Put a ticket into the file, in one step and readable by nobody else; returns how to remove it."""
         path = self.path
         assert path is not None
+        if self.is_keyed:
+            self._check_folder()
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -132,22 +143,16 @@ class TicketSource:
 
         return remove
 
+    def _check_folder(self) -> None:
+        assert self.path is not None
+        folder = self.path.parent
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _check_private(folder, os.lstat(folder), stat.S_ISDIR)
+
 
 def new_token() -> bytes:
     """256 bits from the operating system."""
     return secrets.token_bytes(32)
-
-
-def private_folder(parent: str) -> Path:
-    """The folder of this user's tickets, which no other user can enter.
-
-    Raises:
-        RendezvousError: somebody else owns it or could read it.
-    """
-    folder = Path(parent) / f"unisono-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    _check_private(folder, os.lstat(folder), stat.S_ISDIR)
-    return folder
 
 
 def _read_private(path: Path) -> str:
