@@ -90,6 +90,7 @@ class Seed:
             self._context = server_context(self._authority.certificate_pem, self._authority.key_pem())
         self._listener = _listen(address)
         self._port: int = self._listener.getsockname()[1]
+        self._bound = address
         public = advertise or address
         self.ticket = Ticket.create(
             Address(public.host, public.port or self._port),
@@ -107,6 +108,13 @@ class Seed:
         self._close_reason = ""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+
+    @property
+    def local_ticket(self) -> Ticket:
+        """The ticket for ranks of this host, who may not reach it by the advertised address."""
+        if self._bound.is_wildcard:
+            return self.ticket
+        return self.ticket.at(Address(self._bound.host, self._port))
 
     def start(self) -> Self:
         """Begin to serve."""
