@@ -1,0 +1,411 @@
+"""The native backend: ranks in processes of their own, on one host or several.
+
+Knows how requests map to operations of the engine, and which thread tells of their ends. Does not know rings,
+sockets or who started the ranks: it gives a card, and gets everybody's.
+
+Two threads may tell. Whoever waits makes progress in the engine itself, without the GIL, and tells what has ended.
+While nobody waits, a pump thread sleeps in the engine and tells; it only exists so that tasks without a waiter go on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from unisono import _native
+from unisono.backends.registry import BackendInfo
+from unisono.config import Config
+from unisono.contract import UNTYPED, Backend, Capabilities, Envelope, Lane, PeerDown, Request
+from unisono.errors import BackendUnavailable, ClosedError, UnisonoError, UsageError
+from unisono.matching import Posted, refusal
+from unisono.runtime import Event, RealRuntime, Runtime, Waiting
+from unisono.values import Any_
+
+__all__ = ["DESCRIPTION", "Card", "NativeBackend"]
+
+# How long the engine waits before Python looks for signals.
+_SLICE_S = 0.05
+
+# native/engine/message.hpp: Outcome
+_DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)
+
+
+class Card(NamedTuple):
+    """What the others need to reach a rank: its host, its unix socket ("" without shared memory), its port."""
+
+    host: str
+    unix_path: str
+    address: str
+    port: int
+
+
+class NativeBackend(Backend):
+    """One rank. It listens from the start; `connect` with everybody's cards lets it call others.
+
+    `directory` is a folder of mode 0700 that the ranks of a host share; `secret` is known to the ranks only.
+    `host` replaces the machine's own id: ranks with different ones use TCP.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        directory: str,
+        secret: bytes,
+        *,
+        config: Config | None = None,
+        shm: bool = True,
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        host: str = "",
+        checksum: bool = True,
+        neighbours: bool = True,
+        direct_read: bool = True,
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._config = config if config is not None else Config()
+        try:
+            self._engine = _native.Engine(
+                rank,
+                size,
+                directory,
+                secret,
+                eager_bytes=self._config.eager_bytes,
+                eager_credit_bytes=self._config.eager_credit_bytes,
+                message_bytes_max=self._config.message_bytes_max,
+                silence_s=self._config.silence_s,
+                shm=shm,
+                checksum=checksum,
+                neighbours=neighbours,
+                direct_read=direct_read,
+                bind=bind,
+                port=port,
+                host=host,
+            )
+        except RuntimeError as error:
+            raise BackendUnavailable("the native backend cannot start", cause=str(error)) from None
+        self._desk = _Desk(self._engine)
+        self._runtime = _NativeRuntime(self._desk)
+        self._hosts: tuple[int, ...] = ()
+        self._pump = threading.Thread(
+            target=_pump, args=(weakref.ref(self._desk), self._engine), name="unisono-pump", daemon=True
+        )
+        self._pump.start()
+        # Who is simply forgotten must not leave threads and the others waiting.
+        self._forgotten = weakref.finalize(self, self._engine.close, 0.0)
+
+    def card(self) -> Card:
+        """What the others need to reach this rank."""
+        return Card(*self._engine.card())
+
+    def connect(self, cards: Sequence[Card]) -> None:
+        """Learn how to reach the others, by rank. Links are opened on first use."""
+        if len(cards) != self._size:
+            raise UsageError(f"{len(cards)} cards were given; allowed: one per rank, {self._size}")
+        names = list(dict.fromkeys(card.host for card in cards))
+        self._hosts = tuple(names.index(card.host) for card in cards) if len(names) > 1 else ()
+        self._engine.connect([tuple(card) for card in cards])
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._size
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Everything but the fast paths."""
+        return Capabilities("native")
+
+    @property
+    def runtime(self) -> Runtime:
+        """The clock; who waits by it makes progress."""
+        return self._runtime
+
+    @property
+    def config(self) -> Config:
+        """The settings of all ranks."""
+        return self._config
+
+    def hosts(self) -> tuple[int, ...]:
+        """A number per rank, equal for ranks on one host; empty if all share one."""
+        return self._hosts
+
+    def links(self) -> list[str]:
+        """How each rank is reached at the moment; for tests and the curious."""
+        return self._engine.links()
+
+    def start_send(
+        self,
+        dst: int,
+        context: int,
+        tag: int,
+        data: memoryview,
+        *,
+        dtype: int = UNTYPED,
+        header: bytes = b"",
+        lane: Lane = Lane.BULK,
+        sync: bool = False,
+    ) -> Request:
+        """Send: at once if the message is short and the credit allows, else when its receive asks for it."""
+        self.check_peer(dst, "dst")
+        desk = self._desk
+        request = _NativeRequest(dst, desk, data)
+        number = request.number
+        desk.requests[number] = request
+        try:
+            handle = self._engine.send(number, dst, context, tag, data, dtype, header, lane, sync)
+        except BaseException as error:
+            del desk.requests[number]
+            raise _refused(error) from None
+        if handle > 0:
+            request.handle = handle
+        elif desk.requests.pop(number, None) is not None:
+            desk.end(request, -handle)
+        return request
+
+    def start_recv(
+        self, src: int | Any_, context: int, tag: int | Any_, into: memoryview | None, *, dtype: int = UNTYPED
+    ) -> Request:
+        """Post a receive in the engine."""
+        self.check_peer(src, "src")
+        request = _NativeRequest(src, self._desk, into, dtype)
+        source, tagged = _pattern(src, tag)
+        return self._start(
+            request, lambda: self._engine.receive(request.number, source, context, tagged, into, dtype)
+        )
+
+    def probe(self, src: int | Any_, context: int, tag: int | Any_) -> Request:
+        """Post a probe in the engine."""
+        self.check_peer(src, "src")
+        request = _NativeRequest(src, self._desk, None)
+        source, tagged = _pattern(src, tag)
+        return self._start(request, lambda: self._engine.probe(request.number, source, context, tagged))
+
+    def watch(self, listener: Callable[[PeerDown], None]) -> None:
+        """Tell the listener of ranks that are or go down."""
+        for down in self._desk.add_listener(listener):
+            listener(down)
+
+    def close(self) -> None:
+        """Leave: flush what was started within the time set for it, tell the others, end the rest."""
+        if self._forgotten.detach() is None:
+            return
+        self._engine.close(self._config.flush_s)
+        self._desk.close()
+        if threading.current_thread() is not self._pump and not self._engine.is_forked():
+            self._pump.join()
+
+    def _start(self, request: _NativeRequest, start: Callable[[], int | tuple[Any, ...]]) -> Request:
+        desk, number = self._desk, request.number
+        desk.requests[number] = request
+        try:
+            started = start()
+        except BaseException as error:
+            del desk.requests[number]
+            raise _refused(error) from None
+        if isinstance(started, int):
+            request.handle = started
+        else:
+            desk.tell([started])
+        return request
+
+
+class _NativeRequest(Request):
+    """A request with its operation's handle; it keeps the buffer until the engine is done with it."""
+
+    __slots__ = ("buffer", "desk", "dtype", "handle", "number")
+
+    def __init__(
+        self, peer: int | Any_, desk: _Desk, buffer: memoryview | None, dtype: int = UNTYPED
+    ) -> None:
+        super().__init__(peer)
+        self.desk = desk
+        self.buffer = buffer
+        self.dtype = dtype
+        self.handle = 0
+        self.number = next(desk.numbers)
+
+    def cancel(self) -> bool:
+        """Withdraw it from the engine."""
+        if self.done or not self.handle or not self.desk.engine.cancel(self.handle):
+            return False
+        self.desk.requests.pop(self.number, None)
+        self.cancelled()
+        return True
+
+
+class _Desk:
+    """The requests under way, and what is told of them."""
+
+    def __init__(self, engine: _native.Engine) -> None:
+        self.engine = engine
+        self.numbers = itertools.count(1)
+        self.requests: dict[int, _NativeRequest] = {}
+        self.is_closed = False
+        self._lock = threading.Lock()
+        self._down: dict[int, PeerDown] = {}
+        self._listeners: list[Callable[[PeerDown], None]] = []
+
+    def tell(self, ended: list[tuple[Any, ...]]) -> None:
+        """Complete the requests of operations that have ended."""
+        for news in ended:
+            if news[0] < 0:
+                self._tell_down(PeerDown(*news[1:]))
+                continue
+            number, outcome, envelope, data = news
+            request = self.requests.pop(number, None)
+            if request is None:
+                continue
+            if outcome == _DONE:
+                request.buffer = None
+                request.complete(None if envelope is None else Envelope(*envelope), data)
+            else:
+                self.end(request, outcome, None if envelope is None else Envelope(*envelope))
+
+    def end(self, request: _NativeRequest, outcome: int, envelope: Envelope | None = None) -> None:
+        """End a request as its operation ended."""
+        if outcome == _DONE:
+            request.buffer = None
+            request.complete(envelope)
+        elif outcome == _CANCELLED:
+            request.cancelled()
+        else:
+            request.fail(self._error(request, outcome, envelope), envelope)
+
+    def add_listener(self, listener: Callable[[PeerDown], None]) -> list[PeerDown]:
+        with self._lock:
+            if not self.is_closed:
+                self._listeners.append(listener)
+            return list(self._down.values())
+
+    def close(self) -> None:
+        """Tell what ended with the engine; nobody listens any more."""
+        with self._lock:
+            self.is_closed = True
+            self._listeners.clear()
+        self.tell(self.engine.pump(0.0))
+        self.engine.poke()
+
+    def _tell_down(self, down: PeerDown) -> None:
+        with self._lock:
+            self._down[down.rank] = down
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener(down)
+
+    def _error(self, request: _NativeRequest, outcome: int, envelope: Envelope | None) -> UnisonoError:
+        if outcome == _PEER_DOWN:
+            assert isinstance(request.peer, int)
+            return self._down_of(request.peer).error()
+        if outcome == _REFUSED and envelope is not None and request.buffer is not None:
+            posted = Posted(envelope.source, envelope.context, envelope.tag, request, request.buffer, request.dtype)
+            return UsageError(refusal(posted, envelope) or "the message does not fit")
+        if outcome in (_NO_MEMORY, _REFUSED):
+            return UnisonoError("there is no memory for the message")
+        return ClosedError("the backend is closed")
+
+    def _down_of(self, rank: int) -> PeerDown:
+        known = self._down.get(rank)
+        if known is not None:
+            return known
+        cause, left = self.engine.down_of(rank)
+        return PeerDown(rank, cause, left)
+
+
+class _Event:
+    """A flag. Who waits for it does so in the engine, and is poked out of it if another thread raises the flag."""
+
+    __slots__ = ("_engine", "_flag", "waiters")
+
+    def __init__(self, engine: _native.Engine) -> None:
+        self._engine = engine
+        self._flag = False
+        self.waiters: list[int] = []
+
+    def set(self) -> None:
+        self._flag = True
+        waiters = self.waiters
+        if waiters and waiters != [threading.get_ident()]:
+            self._engine.poke()
+
+    def clear(self) -> None:
+        self._flag = False
+
+    def is_set(self) -> bool:
+        return self._flag
+
+
+class _NativeRuntime(RealRuntime):
+    """The real runtime; who blocks makes progress in the engine."""
+
+    def __init__(self, desk: _Desk) -> None:
+        super().__init__()
+        self._desk = desk
+
+    def event(self) -> Any:
+        """Make an event."""
+        return _Event(self._desk.engine)
+
+    def block(
+        self, event: Event, timeout: float | None, waiting: Callable[[], Waiting], *, is_limited: bool = True
+    ) -> bool:
+        """Wait for the event, telling what ends meanwhile; signals are seen every 50 ms."""
+        assert isinstance(event, _Event)
+        engine, tell = self._desk.engine, self._desk.tell
+        end = None if timeout is None else self.now() + timeout
+        event.waiters.append(threading.get_ident())
+        try:
+            while not event.is_set():
+                # Before the look at the flag: a poke after it ends the wait at once.
+                pokes = engine.pokes()
+                if event.is_set():
+                    break
+                left = _SLICE_S if end is None else min(_SLICE_S, end - self.now())
+                if left <= 0:
+                    return False
+                tell(engine.wait(left, pokes))
+                if self._desk.is_closed:
+                    self.sleep(0.001)  # the engine no longer waits; whoever raises the flag is a thread of ours
+        finally:
+            event.waiters.remove(threading.get_ident())
+        return True
+
+
+def _pattern(src: int | Any_, tag: int | Any_) -> tuple[int, int]:
+    return (-1 if isinstance(src, Any_) else src, -1 if isinstance(tag, Any_) else tag)
+
+
+def _refused(error: BaseException) -> BaseException:
+    if isinstance(error, _native.ForkedError):
+        return ClosedError(
+            "this communicator belongs to the parent process", next_step="make a new one after fork"
+        )
+    return error
+
+
+def _pump(desk_ref: weakref.ref[_Desk], engine: _native.Engine) -> None:
+    """Tell what ends while nobody waits."""
+    while True:
+        ended = engine.pump(1.0)
+        desk = desk_ref()
+        if desk is None or desk.is_closed:
+            return
+        desk.tell(ended)
+        del desk, ended
+
+
+DESCRIPTION = BackendInfo(
+    name="native",
+    summary="ranks as processes, over shared memory and TCP",
+    check=lambda: None,
+    install="part of unisono",
+)
