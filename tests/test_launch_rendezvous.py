@@ -379,8 +379,8 @@ def test_patience_ends_in_steps() -> None:
     assert patience.due(104.9) is None
     assert patience.next_at == 105.0
     assert patience.due(105.0) is signal.SIGTERM
-    assert patience.due(109.9) is None
-    assert patience.due(110.0) is signal.SIGKILL
+    assert patience.due(107.9) is None
+    assert patience.due(108.0) is signal.SIGKILL
     assert patience.due(999.0) is None
     hasty = Patience(5.0)
     hasty.end(7.0)

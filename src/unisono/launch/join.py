@@ -282,7 +282,7 @@ class _Worker:
 
     def _timed_out(self) -> RendezvousError:
         elapsed = self._runtime.now() - self._began
-        what = f"rank {self._rank} of {self._size} could not join within {elapsed:.3g} s"
+        what = f"rank {self._rank} of {self._size} could not join within {elapsed:.1f} s"
         if self._status:
             return self._error(
                 what, self._status, "see why the missing ranks have not started, or raise timeout="

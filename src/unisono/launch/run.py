@@ -29,7 +29,7 @@ from unisono.runtime import RealRuntime
 
 __all__ = ["Job", "Patience", "run"]
 
-_TERM_S: Final = 5.0
+_TERM_S: Final = 3.0
 # What a process leaves in its pipes when it is gone is read for so long at most.
 _DRAIN_S: Final = 1.0
 _FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

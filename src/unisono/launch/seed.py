@@ -167,18 +167,24 @@ class Seed:
         try:
             while not self._closing:
                 for key, _ in self._selector.select(_TICK_S):
-                    act: Callable[[], None] = key.data
-                    with self._lock:
-                        act()
-                with self._lock:
-                    self._tick(self._runtime.now())
-            self._farewell()
+                    self._survive(key.data)
+                self._survive(self._tick)
+            self._survive(self._farewell)
         finally:
             for connection in list(self._connections.values()):
                 self._drop(connection)
             self._selector.close()
             self._listener.close()
             os.close(self._bell)
+
+    def _survive(self, act: Callable[[], None]) -> None:
+        """Do something; a mistake of ours must not end the formation."""
+        try:
+            with self._lock:
+                act()
+        except Exception:
+            self.counts["mistakes"] += 1
+            _log.exception("the seed failed")
 
     def _ring(self) -> None:
         os.eventfd_read(self._bell)
@@ -190,16 +196,17 @@ class Seed:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    raise
                 self._make_room(error)
                 return
-            self._welcome(sock, str(place[0]))
+            try:
+                self._welcome(sock, str(place[0]))
+            except OSError:
+                sock.close()  # gone already
 
     def _make_room(self, error: OSError) -> None:
-        """No descriptor is free: the oldest stranger goes; without one, wait for the next tick."""
+        """No descriptor is free: the oldest stranger goes. Otherwise wait for the next tick."""
         oldest = self._gate.oldest()
-        if oldest is not None:
+        if oldest is not None and error.errno in (errno.EMFILE, errno.ENFILE):
             self.counts["evicted"] += 1
             self._drop(self._connections[oldest])
             return
@@ -207,6 +214,9 @@ class Seed:
         self._selector.unregister(self._listener)
 
     def _welcome(self, sock: socket.socket, host: str) -> None:
+        sock.setblocking(False)
+        for level, option, value in _SOCKET_OPTIONS:
+            sock.setsockopt(level, option, value)
         now = self._runtime.now()
         key = self._next_key
         self._next_key += 1
@@ -215,9 +225,6 @@ class Seed:
         if victim is not None:
             self.counts["evicted"] += 1
             self._drop(self._connections[victim])
-        sock.setblocking(False)
-        for level, option, value in _SOCKET_OPTIONS:
-            sock.setsockopt(level, option, value)
         wire: Wire = PlainWire() if self._context is None else TlsWire(self._context)
         binding = protocol.NO_BINDING if self._authority is None else self._authority.fingerprint
         guest = Guest(self.ticket.token, binding, secrets.token_bytes(protocol.NONCE_BYTES))
@@ -388,7 +395,8 @@ class Seed:
             self._selector.unregister(connection.sock)
         connection.sock.close()
 
-    def _tick(self, now: float) -> None:
+    def _tick(self) -> None:
+        now = self._runtime.now()
         if now < self._next_tick:
             return
         self._next_tick = now + _TICK_S
@@ -423,7 +431,8 @@ class Seed:
                 if connection.join is not None and not connection.is_ending:
                     connection.send_frame(protocol.encode(protocol.Refused(why)))
                     self._end(connection)
-        self._selector.unregister(self._listener)
+        if self._listener in self._selector.get_map():
+            self._selector.unregister(self._listener)
         self._listener.close()
         ends_at = self._runtime.now() + _LINGER_S
         while any(c.is_ending for c in self._connections.values()):
@@ -431,8 +440,7 @@ class Seed:
             if left <= 0:
                 return
             for key, _ in self._selector.select(left):
-                act: Callable[[], None] = key.data
-                act()
+                key.data()
 
 
 class _Connection:
