@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -233,3 +235,13 @@ def test_many_ranks_lose_many() -> None:
         assert isinstance(lost, uni.PeerLost)
         assert lost.ranks
         assert all(dead % 2 for dead in lost.ranks)
+
+
+def test_the_program_in_the_document_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    document = (Path(__file__).parent.parent / "docs/simulation.md").read_text()
+    program = re.search(r"```python\n(.*?)```", document, re.DOTALL)
+    assert program is not None
+    exec(compile(program[1], "docs/simulation.md", "exec"), {})
+    said = capsys.readouterr().out.splitlines()
+    assert "rank 5 killed at 0.002 s (simulated)" in said[0]
+    assert "send" in said[1]

@@ -9,6 +9,7 @@ on a TCP connection, until somebody hangs up.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -76,7 +77,22 @@ class Fabric:
 
 
 class Way:
-    """From one rank to another. Its lanes share nothing but the pace and what stands in the way."""
+    """From one rank to another. Its lanes share nothing but the pace and what stands in the way.
+
+    There are n * n of them, and most carry only a goodbye: a lane is made when it is used.
+    """
+
+    __slots__ = (
+        "_cuts",
+        "_factors",
+        "_is_over",
+        "_jitter",
+        "_lanes",
+        "_receiver",
+        "_scheduler",
+        "credit",
+        "pace",
+    )
 
     def __init__(
         self,
@@ -91,9 +107,9 @@ class Way:
         self._scheduler = scheduler
         self._receiver = receiver
         self._jitter = jitter
-        self._lanes = {lane: _Lane(scheduler, self) for lane in Lane}
+        self._lanes: dict[Lane, _Lane] = {}
         self._cuts = 0
-        self._factors: list[float] = []
+        self._factors: tuple[float, ...] = ()
         self._is_over = False
 
     @property
@@ -117,11 +133,14 @@ class Way:
             return
         pace, factor = self.pace, self._slowness()
         extra = pace.latency_s + (self._jitter() * pace.jitter_s if pace.jitter_s else 0.0)
+        if lane not in self._lanes:
+            self._lanes[lane] = _Lane(self._scheduler, self)
         self._lanes[lane].add(nbytes / pace.bytes_per_s * factor, extra * factor, delivery)
 
     def send_last(self, delivery: Delivery) -> None:
         """Let something arrive after everything that was sent on either lane; no more is taken."""
-        lanes_left = len(self._lanes)
+        busy = [lane for lane, queue in self._lanes.items() if queue.is_busy] or [Lane.CONTROL]
+        lanes_left = len(busy)
 
         def on_lane() -> None:
             nonlocal lanes_left
@@ -129,7 +148,7 @@ class Way:
             if not lanes_left:
                 delivery()
 
-        for lane in self._lanes:
+        for lane in busy:
             self.send(lane, 0, on_lane)
         self._is_over = True
 
@@ -153,11 +172,12 @@ class Way:
 
     def slow(self, factor: float) -> None:
         """Make what is sent from now on take longer."""
-        self._factors.append(factor)
+        self._factors += (factor,)
 
     def unslow(self, factor: float) -> None:
         """Take one slowness away."""
-        self._factors.remove(factor)
+        i = self._factors.index(factor)
+        self._factors = self._factors[:i] + self._factors[i + 1 :]
 
     def release(self, earliest: float) -> None:
         """Let what was held arrive, no sooner than `earliest`."""
@@ -166,10 +186,7 @@ class Way:
                 lane.release(earliest)
 
     def _slowness(self) -> float:
-        product = 1.0
-        for factor in self._factors:
-            product *= factor
-        return product
+        return math.prod(self._factors)
 
 
 class _Lane:
@@ -184,6 +201,11 @@ class _Lane:
         self._free_at = 0.0
         self._due: Due | None = None
         self._is_delivering = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._queue) or self._is_delivering
 
     def add(self, sending_s: float, travel_s: float, delivery: Delivery) -> None:
         """One leaves after the other: `sending_s` is how long it keeps the lane busy."""
@@ -225,13 +247,15 @@ class Credit:
     Credit comes back when a message has met its receive and the news of it has travelled back.
     """
 
+    __slots__ = ("_eager_bytes", "_left", "_returns")
+
     # What a queued message costs beyond its bytes: an endless stream of empty ones must meet a limit too.
     ENVELOPE_BYTES = 64
 
     def __init__(self, eager_bytes: int, limit: int) -> None:
         self._eager_bytes = eager_bytes
         self._left = limit
-        self._returns: deque[tuple[float, int]] = deque()
+        self._returns: deque[tuple[float, int]] | None = None
 
     def take(self, nbytes: int, now: float, way_back: Way) -> bool:
         """Use credit for a message; False if it must wait for its receive instead."""
@@ -245,4 +269,6 @@ class Credit:
 
     def give_back(self, nbytes: int, when: float) -> None:
         """Let the sender know at a time that a message was received."""
+        if self._returns is None:
+            self._returns = deque()
         self._returns.append((when, nbytes + self.ENVELOPE_BYTES))
