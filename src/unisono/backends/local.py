@@ -43,7 +43,8 @@ class LocalBackend(Backend):
         self._hub = hub
         self._rank = rank
         # A rank that is simply forgotten must not leave the others waiting for it.
-        self._forgotten = weakref.finalize(self, hub.leave, PeerDown(rank, "left without closing", left=True))
+        gone = PeerDown(rank, "left without closing", left=True)
+        self._forgotten = weakref.finalize(self, hub.leave_later, gone)
         self._forgotten.atexit = False
 
     @property
@@ -242,6 +243,10 @@ class _Hub:
                 inbox.peer_down(down)
         for listener in listeners:
             listener(down)
+
+    def leave_later(self, down: PeerDown) -> None:
+        """Leave from the timer thread: the collector strikes anywhere, also where a lock of ours is held."""
+        self.runtime.call_at(self.runtime.now(), lambda: self.leave(down))
 
     def note_activity(self) -> None:
         self.runtime.activity += 1

@@ -22,11 +22,13 @@ class SubBackend(Backend):
     """The members of a parent backend, numbered from 0 in the order given (`ordered`) or sorted."""
 
     def __init__(self, parent: Backend, members: Sequence[int], *, ordered: bool = False) -> None:
-        chosen = list(members) if ordered else sorted(set(members))
-        if not chosen:
+        if not members:
             raise UsageError("members is empty; allowed: one or more ranks of the parent")
-        for member in chosen:
+        for member in members:
+            if member is ANY:
+                raise UsageError(f"member=ANY; allowed: ranks 0 to {parent.size - 1}")
             parent.check_peer(member, "member")
+        chosen = list(members) if ordered else sorted(set(members))
         if len(set(chosen)) != len(chosen):
             raise UsageError(f"members {chosen} name a rank twice")
         if parent.rank not in chosen:
