@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
 
 from unisono.errors import ClosedError, PeerLost, UsageError
-from unisono.values import ANY, TAG_MAX, Any_
+from unisono.values import ANY, TAG_MAX, Any_, DType, ReduceOp
 
 if TYPE_CHECKING:
     from unisono.config import Config
@@ -34,6 +34,7 @@ __all__ = [
     "Lane",
     "PeerDown",
     "Request",
+    "Stage",
     "Tags",
 ]
 
@@ -109,6 +110,22 @@ class Capabilities:
     sync_send: bool = True
     wildcards: bool = True
     device_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a collective, as whoever runs it sees it.
+
+    `memory` holds the flat arrays of the plan's buffers (plans.Buf). `header` is the fingerprint that goes
+    with the first message to each peer.
+    """
+
+    context: int
+    tag: int
+    dtype: DType
+    op: ReduceOp | None
+    memory: Mapping[Any, Any]
+    header: bytes
 
 
 class Request:
@@ -268,12 +285,15 @@ class Backend(ABC):
         """A number per rank, equal for ranks on one host; empty if all share one."""
         return ()
 
-    def run_plan(self, plan: Any, memory: dict[Any, Any], context: int, tag: int, header: bytes) -> Request:
-        """Execute a plan below Python; only with the capability."""
+    def run_plan(self, plan: Any, stage: Stage) -> Request:
+        """Execute a plan (plans.Plan) below Python; asked only with the capability, never for a user's own op."""
         raise NotImplementedError(f"{self.capabilities.name} does not run plans")
 
-    def run_collective(self, name: str, arguments: dict[str, Any]) -> Request | None:
-        """Run a collective by the library's own algorithm, or return None to leave it to plans."""
+    def run_collective(self, problem: Any, stage: Stage) -> Request | None:
+        """Solve a problem (plans.Problem) by the library's own algorithm, or return None to leave it to plans.
+
+        Asked only with the capability. It must give our results: the same layout, the same bits on all ranks.
+        """
         return None
 
     def check_peer(self, rank: int | Any_, what: str) -> None:

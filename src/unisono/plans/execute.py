@@ -12,7 +12,7 @@ their written order, because that is how the k-th send meets the k-th receive.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
@@ -20,11 +20,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from unisono.buffers import as_bytes
-from unisono.contract import Backend, Request
+from unisono.contract import Backend, Request, Stage
 from unisono.errors import UsageError
 from unisono.kernels import reduce_into
 from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
-from unisono.values import Any_, DType, ReduceOp
+from unisono.values import Any_
 from unisono.work import Call, Steps
 
 __all__ = ["Execution", "Memory", "execute"]
@@ -37,25 +37,21 @@ class Execution:
     """Everything about a run that is not the plan."""
 
     backend: Backend
-    context: int
-    tag: int
+    stage: Stage
     call: Call
-    dtype: DType
-    op: ReduceOp | None
     world_ranks: tuple[int, ...]
     """What errors call the peers."""
-    header: bytes
     check_header: Callable[[int, bytes], None]
     """Called with the peer and its header for every first message; raises if it does not fit ours."""
     check_length: Callable[[int, int, int, bytes], None]
     """Called with the peer, the bytes that came, the bytes awaited and the header; raises."""
 
 
-def execute(plan: Plan, memory: Mapping[Buf, Memory], how: Execution) -> Steps[None]:
+def execute(plan: Plan, how: Execution) -> Steps[None]:
     """Run one rank's plan to its end; on an error, withdraw what can be withdrawn and wait for the rest."""
     config = how.backend.config
-    segment = max(1, config.segment_bytes // how.dtype.itemsize)
-    run = _Run(_program(plan, segment), plan, memory, how, config.window_segments)
+    segment = max(1, config.segment_bytes // how.stage.dtype.itemsize)
+    run = _Run(_program(plan, segment), plan, how, config.window_segments)
     try:
         while not run.advance():
             yield
@@ -182,16 +178,14 @@ class _Accesses:
 class _Run:
     """One execution under way."""
 
-    def __init__(
-        self, program: _Program, plan: Plan, memory: Mapping[Buf, Memory], how: Execution, window: int
-    ) -> None:
+    def __init__(self, program: _Program, plan: Plan, how: Execution, window: int) -> None:
         self._program = program
         self._how = how
         self._window = window
-        storage = how.dtype.storage
-        self._memory = {
-            Buf.IN: memory.get(Buf.IN, np.empty(0, storage)),
-            Buf.OUT: memory.get(Buf.OUT, np.empty(0, storage)),
+        storage = how.stage.dtype.storage
+        self._memory: dict[Buf, Memory] = {
+            Buf.IN: how.stage.memory.get(Buf.IN, np.empty(0, storage)),
+            Buf.OUT: how.stage.memory.get(Buf.OUT, np.empty(0, storage)),
             Buf.TMP: np.empty(plan.tmp_count, storage),
         }
         for buf, count in ((Buf.IN, plan.in_count), (Buf.OUT, plan.out_count)):
@@ -261,11 +255,11 @@ class _Run:
             how = self._how
             request = how.backend.start_send(
                 peer,
-                how.context,
-                how.tag,
+                how.stage.context,
+                how.stage.tag,
                 self._view(piece.src),
-                dtype=how.dtype.code,
-                header=how.header if is_first else b"",
+                dtype=how.stage.dtype.code,
+                header=how.stage.header if is_first else b"",
                 sync=is_first and how.backend.capabilities.sync_send,
             )
             self._follow(i, request)
@@ -287,7 +281,12 @@ class _Run:
             queue.popleft()
             self._receiving[peer] = self._receiving.get(peer, 0) + 1
             how = self._how
-            self._follow(i, how.backend.start_recv(peer, how.context, how.tag, into, dtype=how.dtype.code))
+            self._follow(
+                i,
+                how.backend.start_recv(
+                    peer, how.stage.context, how.stage.tag, into, dtype=how.stage.dtype.code
+                ),
+            )
 
     def _follow(self, i: int, request: Request) -> None:
         self._pending[i] = request
@@ -315,12 +314,12 @@ class _Run:
         # else: it is reduced as soon as the pieces before it are done, by _on_ready
 
     def _check_message(self, piece: Recv | RecvReduce, request: Request) -> None:
-        how, awaited = self._how, piece.dst.count * self._how.dtype.itemsize
+        how, awaited = self._how, piece.dst.count * self._how.stage.dtype.itemsize
         if isinstance(request.error, UsageError):
             # Too long, or of another type: the message still waits, here or in a later receive that it fits.
             refused = request
             if refused.envelope is None:
-                refused = how.backend.probe(piece.peer, how.context, how.tag)
+                refused = how.backend.probe(piece.peer, how.stage.context, how.stage.tag)
                 refused.cancel()
             envelope = refused.envelope
             if envelope is not None:
@@ -357,9 +356,9 @@ class _Run:
         self._finish(i)
 
     def _combine(self, dst: Slice, src: Memory, left: bool) -> None:
-        assert self._how.op is not None, "a plan that reduces needs an operation"
+        assert self._how.stage.op is not None, "a plan that reduces needs an operation"
         if dst.count:
-            reduce_into(self._slice(dst), src, self._how.op, self._how.dtype, left)
+            reduce_into(self._slice(dst), src, self._how.stage.op, self._how.stage.dtype, left)
 
     def _finish(self, i: int) -> None:
         self._left -= 1
@@ -372,11 +371,11 @@ class _Run:
         for k, spare in enumerate(self._spare):
             if spare.size == count:
                 return self._spare.pop(k)
-        return np.empty(count, self._how.dtype.storage)
+        return np.empty(count, self._how.stage.dtype.storage)
 
     def _slice(self, s: Slice) -> Memory:
         return self._memory[s.buf][s.start : s.stop]
 
     def _view(self, s: Slice) -> memoryview:
-        itemsize = self._how.dtype.itemsize
+        itemsize = self._how.stage.dtype.itemsize
         return self._bytes[s.buf][s.start * itemsize : s.stop * itemsize]
