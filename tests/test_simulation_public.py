@@ -60,6 +60,16 @@ def test_messages_of_all_sizes_between_two_ranks() -> None:
     assert result.time_s > 4_000_012 / 1e9
 
 
+@pytest.mark.parametrize("count", [65_536, 65_539, 262_147])
+def test_the_last_short_piece_may_arrive_before_the_first_long_one(count: int) -> None:
+    def program(world: uni.Communicator) -> None:
+        expected = [ramp(count, rank) for rank in range(world.size)]
+        assert np.array_equal(world.all_gather(ramp(count, world.rank)), expected)
+        assert np.array_equal(world.all_reduce(ramp(count, world.rank), algorithm="ring"), sum(expected))
+
+    uni.simulate(program, 4, network=NETWORK).raise_first()
+
+
 @pytest.mark.parametrize("at_s", [0.0, 1e-4, 0.1005, 0.25, 0.3015])
 def test_every_survivor_names_the_killed_rank(at_s: float) -> None:
     result = uni.simulate(reduce_often, 4, 10, seed=7, network=NETWORK, faults=[Kill(2, at_s)])

@@ -204,7 +204,6 @@ class _Run:
         self._ended: deque[int] = deque()
         self._ready: deque[int] = deque()
         self._introduced: set[int] = set()
-        self._met: set[int] = set()
         for i, piece in enumerate(program.pieces):
             if isinstance(piece, Send):
                 self._sends.setdefault(piece.peer, deque()).append(i)
@@ -212,6 +211,7 @@ class _Run:
                 self._recvs.setdefault(piece.peer, deque()).append(i)
             elif not self._waits[i]:
                 self._ready.append(i)
+        self._first_recv = {peer: queue[0] for peer, queue in self._recvs.items()}
         how.call.waiting_on = self.peers_awaited
 
     def advance(self) -> bool:
@@ -305,7 +305,7 @@ class _Run:
             self._finish(i)
             return
         assert isinstance(piece, Recv | RecvReduce)
-        self._check_message(piece, request)
+        self._check_message(i, piece, request)
         if isinstance(piece, Recv):
             self._receiving[piece.peer] -= 1
             self._finish(i)
@@ -313,7 +313,7 @@ class _Run:
             self._reduce_landed(i, piece)
         # else: it is reduced as soon as the pieces before it are done, by _on_ready
 
-    def _check_message(self, piece: Recv | RecvReduce, request: Request) -> None:
+    def _check_message(self, i: int, piece: Recv | RecvReduce, request: Request) -> None:
         how, awaited = self._how, piece.dst.count * self._how.stage.dtype.itemsize
         if isinstance(request.error, UsageError):
             # Too long, or of another type: the message still waits, here or in a later receive that it fits.
@@ -330,8 +330,8 @@ class _Run:
             raise request.error
         envelope = request.envelope
         assert envelope is not None
-        if piece.peer not in self._met:
-            self._met.add(piece.peer)
+        # The fingerprint is in the first message, which need not be the first whose bytes are all here.
+        if i == self._first_recv[piece.peer]:
             how.check_header(piece.peer, envelope.header)
         if envelope.nbytes != awaited:
             how.check_length(piece.peer, envelope.nbytes, awaited, envelope.header)

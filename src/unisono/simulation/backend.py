@@ -106,6 +106,8 @@ class SimBackend(Backend):
     ) -> Request:
         """Send a message, or its envelope."""
         self.check_peer(dst, "dst")
+        if isinstance(dst, Any_):
+            raise UsageError("dst=ANY; allowed: one rank")
         if data.nbytes > self.config.message_bytes_max or len(header) > HEADER_BYTES_MAX:
             raise UsageError(
                 f"a message of {data.nbytes} bytes with a header of {len(header)}; allowed: "
