@@ -128,8 +128,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             continue
         name = variable.removeprefix("UNISONO_").lower()
         if name not in names:
-            known = [f"UNISONO_{n.upper()}" for n in names]
-            raise UsageError(_unknown("variable", variable, known))
+            raise UsageError(_unknown("variable", variable, list(names), "UNISONO_"))
         found[name] = _parsed(variable, text, type(names[name].default))
     return found
 
