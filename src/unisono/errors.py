@@ -87,7 +87,8 @@ class UnisonoError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        text = " ".join(part for part in (self.what, str(self.where)) if part)
+        where = str(self.where)
+        text = self.what + (where if where.startswith(",") or not where else f" {where}")
         if self.cause:
             text += f": {self.cause}"
         if self.next_step:
