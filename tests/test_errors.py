@@ -57,7 +57,7 @@ def test_the_text_says_what_where_why_and_what_next():
         (Location("recv", "w"), 'late during recv on "w"'),
         (Location(communicator="w"), 'late on "w"'),
         (Location("barrier", None, 0, 0), "late during barrier #0, epoch 0"),
-        (Location(elapsed_s=0.00123456), "late , after 0.00123 s"),
+        (Location(elapsed_s=0.00123456), "late, after 0.00123 s"),
     ],
 )
 def test_the_text_leaves_out_what_is_unknown(where, text):

@@ -58,11 +58,9 @@ def test_codes_count_up_in_the_order_of_the_table():
     assert [code.name.lower() for code in sorted(OpCode)] == list(INTEGER_OPS)
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", [name for name in DTYPES if name != "bool"])
 def test_the_native_kernels_read_the_same_codes(name):
     """A code that meant another type or operation there would show in 3 + 2 = 5 or 3 * 2 = 6."""
-    if name == "bool":
-        pytest.skip("no arithmetic on bool")
     dtype, kind = DTYPES[name], numpy_type(name)
     for code, wanted in ((OpCode.SUM, 5), (OpCode.PROD, 6)):
         out = np.array([2], kind).view(dtype.storage)
@@ -87,23 +85,22 @@ def test_operations_are_allowed_as_the_design_says(name, operation):
 def test_an_identity_changes_nothing(name, operation):
     kind = numpy_type(name)
     identity = as_op(operation).identity_for(DTYPES[name])
-    if kind == bool or operation in ("land", "lor", "lxor"):
+    if name == "bool" or operation in ("land", "lor", "lxor"):
         values = [0, 1]
     elif DTYPES[name].kind is Kind.INTEGER:
         values = [np.iinfo(kind).min, 0, 1, 3, np.iinfo(kind).max]
     else:
-        values = [-2.5, 0.0, 1.0, 3.0, np.inf] + ([] if "complex" in name else [-np.inf])
+        values = [-2.5, 0.0, 1.0, 3.0] + ([] if "complex" in name else [-np.inf, np.inf])
     x = np.array(values, kind)
-    with np.errstate(invalid="ignore"):
-        left = NUMPY[operation](np.full_like(x, identity), x)
-        right = NUMPY[operation](x, np.full_like(x, identity))
+    left = NUMPY[operation](np.full_like(x, identity), x)
+    right = NUMPY[operation](x, np.full_like(x, identity))
     np.testing.assert_array_equal(left.astype(kind), x)
     np.testing.assert_array_equal(right.astype(kind), x)
 
 
 @pytest.mark.parametrize("given", ["add", "SUM", "", None, 5, ["sum"], sum, np.add])
 def test_what_is_no_operation_is_refused_with_those_that_are(given):
-    with pytest.raises(UsageError, match="is unknown; allowed: sum, prod, .*mean or one made by unisono.op"):
+    with pytest.raises(UsageError, match=r"is unknown; allowed: sum, prod, .*mean or one made by"):
         as_op(given)
 
 
