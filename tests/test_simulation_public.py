@@ -255,3 +255,16 @@ def test_the_program_in_the_document_runs(capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr().out.splitlines()
     assert "rank 5 killed at 0.002 s (simulated)" in said[0]
     assert "send" in said[1]
+
+
+def test_a_deadlock_within_a_group_names_world_ranks() -> None:
+    def program(world: uni.Communicator) -> None:
+        odd = world.split(world.rank % 2)
+        if world.rank == 5:
+            world.recv(np.zeros(1), 3)
+        odd.barrier()
+
+    result = uni.simulate(program, 6)
+    assert [isinstance(r, uni.Deadlock) for r in result.results] == [False, True] * 3
+    assert "rank 3 waits for rank 5 in barrier" in str(result.results[5])
+    assert "rank 5 waits for rank 3 in recv" in str(result.results[5])

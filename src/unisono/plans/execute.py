@@ -24,7 +24,6 @@ from unisono.contract import Backend, Request, Stage
 from unisono.errors import UsageError
 from unisono.kernels import reduce_into
 from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
-from unisono.values import Any_
 from unisono.work import Call, Steps
 
 __all__ = ["Execution", "Memory", "execute"]
@@ -64,7 +63,7 @@ def execute(plan: Plan, how: Execution) -> Steps[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """The pieces of a plan: `after[i]` lists those that wait for piece i, `waits[i]` counts those it awaits."""
+    """The pieces of a plan: `after[i]` lists those that await piece i, `waits[i]` counts those it awaits."""
 
     pieces: tuple[Step, ...]
     after: tuple[tuple[int, ...], ...]
@@ -230,8 +229,10 @@ class _Run:
 
     def peers_awaited(self) -> tuple[int, ...]:
         """The world ranks that the run waits for now."""
-        peers = {request.peer for request in list(self._pending.values()) if not request.done}
-        return tuple(sorted(self._how.world_ranks[peer] for peer in peers if not isinstance(peer, Any_)))
+        # A request knows its peer by the number of the backend that carries it; the piece by the group's.
+        pieces = [self._program.pieces[i] for i, request in list(self._pending.items()) if not request.done]
+        peers = {piece.peer for piece in pieces if not isinstance(piece, Copy | Reduce)}
+        return tuple(sorted(self._how.world_ranks[peer] for peer in peers))
 
     def withdraw(self) -> None:
         """Take back every request that has not met its counterpart."""
