@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from unisono.runtime import Runtime
 
 __all__ = [
+    "ENVELOPE_BYTES",
     "HEADER_BYTES_MAX",
     "UNTYPED",
     "Backend",
@@ -40,6 +41,9 @@ __all__ = [
 
 # An envelope's header holds a fingerprint or a descriptor: a line of text and its call site.
 HEADER_BYTES_MAX: Final = 1024
+
+# What a queued message costs beyond its bytes: an endless stream of empty ones must meet a limit too.
+ENVELOPE_BYTES: Final = 64
 
 # The dtype code of plain bytes, which fit any receive buffer.
 UNTYPED: Final = 255
@@ -286,11 +290,14 @@ class Backend(ABC):
         return ()
 
     def run_plan(self, plan: Any, stage: Stage) -> Request:
-        """Execute a plan (plans.Plan) below Python; asked only with the capability, never for a user's own op."""
+        """Execute a plan (plans.Plan) below Python.
+
+        Asked only with the capability, and never for a user's own operation.
+        """
         raise NotImplementedError(f"{self.capabilities.name} does not run plans")
 
     def run_collective(self, problem: Any, stage: Stage) -> Request | None:
-        """Solve a problem (plans.Problem) by the library's own algorithm, or return None to leave it to plans.
+        """Solve a problem (plans.Problem) by the library's own algorithm, or leave it to plans: None.
 
         Asked only with the capability. It must give our results: the same layout, the same bits on all ranks.
         """

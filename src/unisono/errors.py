@@ -23,6 +23,7 @@ Ranks in errors are world ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypedDict, Unpack
 
 __all__ = [
     "BackendUnavailable",
@@ -67,6 +68,14 @@ class Location:
         if self.elapsed_s is not None:
             text += f", after {self.elapsed_s:.3g} s"
         return text
+
+
+class _Rest(TypedDict, total=False):
+    """What every error may be told besides what happened."""
+
+    where: Location | None
+    cause: str | None
+    next_step: str | None
 
 
 class UnisonoError(Exception):
@@ -143,64 +152,32 @@ class RendezvousError(UnisonoError):
 class DeadlineExceeded(UnisonoError, TimeoutError):
     """Time ran out; `waiting_on` holds the world ranks that had not answered."""
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        waiting_on: tuple[int, ...] = (),
-        where: Location | None = None,
-        cause: str | None = None,
-        next_step: str | None = None,
-    ) -> None:
-        super().__init__(what, where=where, cause=cause, next_step=next_step)
+    def __init__(self, what: str, *, waiting_on: tuple[int, ...] = (), **rest: Unpack[_Rest]) -> None:
+        super().__init__(what, **rest)
         self.waiting_on = waiting_on
 
 
 class PeerLost(UnisonoError):
     """One or more ranks died, fell silent or left; `ranks` holds all that are known."""
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        ranks: tuple[int, ...] = (),
-        where: Location | None = None,
-        cause: str | None = None,
-        next_step: str | None = None,
-    ) -> None:
-        super().__init__(what, where=where, cause=cause, next_step=next_step)
+    def __init__(self, what: str, *, ranks: tuple[int, ...] = (), **rest: Unpack[_Rest]) -> None:
+        super().__init__(what, **rest)
         self.ranks = ranks
 
 
 class PeerAborted(UnisonoError):
     """A rank gave up and said why; `rank` is where to look."""
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        rank: int = -1,
-        where: Location | None = None,
-        cause: str | None = None,
-        next_step: str | None = None,
-    ) -> None:
-        super().__init__(what, where=where, cause=cause, next_step=next_step)
+    def __init__(self, what: str, *, rank: int = -1, **rest: Unpack[_Rest]) -> None:
+        super().__init__(what, **rest)
         self.rank = rank
 
 
 class CollectiveMismatch(UnisonoError):
     """The ranks of a communicator called different things; `report` shows both calls."""
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        report: str = "",
-        where: Location | None = None,
-        cause: str | None = None,
-        next_step: str | None = None,
-    ) -> None:
-        super().__init__(what, where=where, cause=cause, next_step=next_step)
+    def __init__(self, what: str, *, report: str = "", **rest: Unpack[_Rest]) -> None:
+        super().__init__(what, **rest)
         self.report = report
 
 
@@ -238,11 +215,9 @@ class RemoteError(UnisonoError):
         rank: int = -1,
         type_name: str = "",
         traceback_text: str = "",
-        where: Location | None = None,
-        cause: str | None = None,
-        next_step: str | None = None,
+        **rest: Unpack[_Rest],
     ) -> None:
-        super().__init__(what, where=where, cause=cause, next_step=next_step)
+        super().__init__(what, **rest)
         self.rank = rank
         self.type_name = type_name
         self.traceback_text = traceback_text

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from unisono.backends.registry import BackendInfo
 from unisono.config import Config
-from unisono.contract import UNTYPED, Backend, Capabilities, Envelope, Lane, PeerDown, Request
+from unisono.contract import ENVELOPE_BYTES, UNTYPED, Backend, Capabilities, Envelope, Lane, PeerDown, Request
 from unisono.errors import ClosedError, Deadlock, UnisonoError, UsageError
 from unisono.inbox import Inbox, Parcel
 from unisono.matching import Posted
@@ -23,9 +23,6 @@ from unisono.runtime import Event, RealRuntime, Runtime, Waiting
 from unisono.values import Any_
 
 __all__ = ["DESCRIPTION", "LocalBackend"]
-
-# What a queued message costs beyond its bytes: an endless stream of empty ones must meet a limit too.
-_ENVELOPE_BYTES = 64
 
 
 class LocalBackend(Backend):
@@ -95,7 +92,7 @@ class LocalBackend(Backend):
         pair = self._hub.pairs[self._rank, dst]
         parcel = _Parcel(data, request, pair, self._hub)
         if pair.take(data.nbytes, is_own=dst == self._rank):
-            parcel.data, parcel.cost = memoryview(bytes(data)), data.nbytes + _ENVELOPE_BYTES
+            parcel.data, parcel.cost = memoryview(bytes(data)), data.nbytes + ENVELOPE_BYTES
         inbox = self._hub.inboxes[dst]
         request.withdraw_by(lambda _: parcel.withdraw(inbox))
         # An eager send ends before its arrival: the receiver may answer at once, on this very thread.
@@ -148,7 +145,7 @@ class _Pair:
 
         A rank may always send to itself: it could never wait for its own receive.
         """
-        cost = nbytes + _ENVELOPE_BYTES
+        cost = nbytes + ENVELOPE_BYTES
         with self.lock:
             if not is_own and (nbytes > self.eager_bytes or self.used + cost > self.limit):
                 return False

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from unisono.config import Config
-from unisono.contract import Envelope, Lane
+from unisono.contract import ENVELOPE_BYTES, Envelope, Lane
 from unisono.simulation.network import Network, Pace
 from unisono.simulation.scheduler import Due, Scheduler, SimThread
 from unisono.simulation.trace import TraceEvent
@@ -249,9 +249,6 @@ class Credit:
 
     __slots__ = ("_eager_bytes", "_left", "_returns")
 
-    # What a queued message costs beyond its bytes: an endless stream of empty ones must meet a limit too.
-    ENVELOPE_BYTES = 64
-
     def __init__(self, eager_bytes: int, limit: int) -> None:
         self._eager_bytes = eager_bytes
         self._left = limit
@@ -261,7 +258,7 @@ class Credit:
         """Use credit for a message; False if it must wait for its receive instead."""
         while self._returns and self._returns[0][0] <= now and not way_back.is_cut:
             self._left += self._returns.popleft()[1]
-        cost = nbytes + self.ENVELOPE_BYTES
+        cost = nbytes + ENVELOPE_BYTES
         if nbytes > self._eager_bytes or cost > self._left:
             return False
         self._left -= cost
@@ -271,4 +268,4 @@ class Credit:
         """Let the sender know at a time that a message was received."""
         if self._returns is None:
             self._returns = deque()
-        self._returns.append((when, nbytes + self.ENVELOPE_BYTES))
+        self._returns.append((when, nbytes + ENVELOPE_BYTES))
