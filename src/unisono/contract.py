@@ -14,11 +14,11 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
 
-from unisono.errors import ClosedError, PeerLost, UsageError
+from unisono.errors import ClosedError, PeerLost, UsageError, lost_text
 from unisono.values import ANY, TAG_MAX, Any_, DType, ReduceOp
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ __all__ = [
     "Request",
     "Stage",
     "Tags",
+    "withdrawn",
 ]
 
 # An envelope's header holds a fingerprint or a descriptor: a line of text and its call site.
@@ -97,7 +98,7 @@ class PeerDown:
 
     def error(self) -> PeerLost:
         """The error of a request that can no longer end."""
-        return PeerLost(f"rank {self.rank} is gone", ranks=(self.rank,), cause=self.cause)
+        return PeerLost(lost_text((self.rank,)), ranks=(self.rank,), cause=self.cause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,22 +143,23 @@ class Request:
     __slots__ = (
         "_callbacks",
         "_envelope",
+        "_error",
         "_lock",
         "_withdraw",
         "data",
         "done",
-        "error",
         "peer",
-        "translate",
+        "rank_here",
     )
 
     def __init__(self, peer: int | Any_, withdraw: Callable[[Request], bool] | None = None) -> None:
         self.peer = peer
         self.done = False
-        self.error: BaseException | None = None
-        self.translate: Callable[[Envelope], Envelope] | None = None
+        # Turns the ranks of who ends it into those of the backend that was asked; None: they are equal.
+        self.rank_here: Callable[[int], int] | None = None
         self.data: bytes | bytearray | None = None
         self._envelope: Envelope | None = None
+        self._error: BaseException | None = None
         self._withdraw = withdraw
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] | None = []
@@ -165,9 +167,17 @@ class Request:
     @property
     def envelope(self) -> Envelope | None:
         """What a receive or probe met or had to refuse, in the rank numbers of the backend that was asked."""
-        if self._envelope is None or self.translate is None:
+        if self._envelope is None or self.rank_here is None:
             return self._envelope
-        return self.translate(self._envelope)
+        return replace(self._envelope, source=self.rank_here(self._envelope.source))
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended it, if not well; the ranks of a PeerLost are those of the backend that was asked."""
+        error = self._error
+        if self.rank_here is None or not isinstance(error, PeerLost):
+            return error
+        return error.of_ranks(tuple(self.rank_here(rank) for rank in error.ranks))
 
     def withdraw_by(self, withdraw: Callable[[Request], bool]) -> None:
         """Say how it can be taken back."""
@@ -190,7 +200,7 @@ class Request:
     def fail(self, error: BaseException, envelope: Envelope | None = None) -> None:
         """End it with an error; the envelope is that of a message which met it and did not fit."""
         self._envelope = envelope
-        self.error = error
+        self._error = error
         self._end()
 
     def cancel(self) -> bool:
@@ -199,7 +209,7 @@ class Request:
 
     def cancelled(self) -> None:
         """End it as withdrawn; for those who implement `cancel`."""
-        self.fail(ClosedError("withdrawn before it met its counterpart"))
+        self.fail(withdrawn())
 
     def _end(self) -> None:
         with self._lock:
@@ -208,6 +218,11 @@ class Request:
             self.done = True
         for callback in callbacks:
             callback()
+
+
+def withdrawn() -> ClosedError:
+    """The error of a request that was cancelled."""
+    return ClosedError("withdrawn before it met its counterpart")
 
 
 class Backend(ABC):
@@ -222,7 +237,8 @@ class Backend(ABC):
       queued.
     - Unmatched payload is bounded: small messages travel at once under a credit per peer, others send an
       envelope and wait. So a send may take until its receive.
-    - A request whose peer is gone fails with PeerLost; messages that arrived before stay receivable.
+    - A request whose peer is gone fails with PeerLost; messages that arrived before stay receivable. A
+      watch tells of a rank only after all that it sent has arrived.
     - After any error a link is intact at a message boundary, or closed.
     - All methods may be called from any thread; none blocks.
     """
@@ -304,8 +320,8 @@ class Backend(ABC):
         return None
 
     def check_peer(self, rank: int | Any_, what: str) -> None:
-        """Refuse a rank that does not exist, before anything is sent."""
-        if rank is ANY:
+        """Refuse a rank that does not exist, before anything is sent. Only a source (`src`) may be ANY."""
+        if rank is ANY and what == "src":
             return
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
             raise UsageError(f"{what}={rank!r}; allowed: ranks 0 to {self.size - 1}")

@@ -164,6 +164,14 @@ class PeerLost(UnisonoError):
         super().__init__(what, **rest)
         self.ranks = ranks
 
+    def of_ranks(self, ranks: tuple[int, ...]) -> PeerLost:
+        """Return a copy that names these ranks: the same ones as others number them, or more of them."""
+        if ranks == self.ranks:
+            return self
+        return PeerLost(
+            lost_text(ranks), ranks=ranks, where=self.where, cause=self.cause, next_step=self.next_step
+        )
+
 
 class PeerAborted(UnisonoError):
     """A rank gave up and said why; `rank` is where to look."""
@@ -221,6 +229,11 @@ class RemoteError(UnisonoError):
         self.rank = rank
         self.type_name = type_name
         self.traceback_text = traceback_text
+
+
+def lost_text(ranks: tuple[int, ...]) -> str:
+    """Who is gone, in words."""
+    return f"rank {ranks[0]} is gone" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are gone"
 
 
 def _copy(error: UnisonoError) -> UnisonoError:

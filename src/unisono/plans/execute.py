@@ -11,6 +11,7 @@ their written order, because that is how the k-th send meets the k-th receive.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import numpy as np
 
 from unisono.buffers import as_bytes
 from unisono.contract import Backend, Request, Stage
-from unisono.errors import UsageError
+from unisono.errors import UnisonoError, UsageError
 from unisono.kernels import reduce_into
 from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
 from unisono.work import Call, Steps
@@ -54,10 +55,12 @@ def execute(plan: Plan, how: Execution) -> Steps[None]:
     try:
         while not run.advance():
             yield
-    except BaseException:
+    except BaseException as reason:
         run.withdraw()
-        while run.has_pending():
-            yield
+        while run.has_pending() and not isinstance(reason, GeneratorExit):
+            # The first reason counts; whatever comes meanwhile, requests that were met still use our memory.
+            with contextlib.suppress(UnisonoError):
+                yield
         raise
 
 
@@ -229,7 +232,6 @@ class _Run:
 
     def peers_awaited(self) -> tuple[int, ...]:
         """The world ranks that the run waits for now."""
-        # A request knows its peer by the number of the backend that carries it; the piece by the group's.
         pieces = [self._program.pieces[i] for i, request in list(self._pending.items()) if not request.done]
         peers = {piece.peer for piece in pieces if not isinstance(piece, Copy | Reduce)}
         return tuple(sorted(self._how.world_ranks[peer] for peer in peers))
@@ -302,7 +304,7 @@ class _Run:
         piece = self._program.pieces[i]
         if isinstance(piece, Send):
             if request.error is not None:
-                raise request.error
+                raise self._how.call.fault(request.error)
             self._finish(i)
             return
         assert isinstance(piece, Recv | RecvReduce)
@@ -328,7 +330,7 @@ class _Run:
                     how.check_header(piece.peer, envelope.header)
                 how.check_length(piece.peer, envelope.nbytes, awaited, envelope.header)
         if request.error is not None:
-            raise request.error
+            raise how.call.fault(request.error)
         envelope = request.envelope
         assert envelope is not None
         # The fingerprint is in the first message, which need not be the first whose bytes are all here.
