@@ -7,7 +7,6 @@ pair of ranks, others wait for their receive. A program that needs endless buffe
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,7 +14,17 @@ from dataclasses import dataclass, field
 
 from unisono.backends.registry import BackendInfo
 from unisono.config import Config
-from unisono.contract import ENVELOPE_BYTES, UNTYPED, Backend, Capabilities, Envelope, Lane, PeerDown, Request
+from unisono.contract import (
+    ENVELOPE_BYTES,
+    UNTYPED,
+    Backend,
+    Capabilities,
+    Envelope,
+    Lane,
+    PeerDown,
+    Request,
+    withdrawn,
+)
 from unisono.errors import ClosedError, Deadlock, UnisonoError, UsageError
 from unisono.inbox import Inbox, Parcel
 from unisono.matching import Posted
@@ -89,12 +98,12 @@ class LocalBackend(Backend):
             request.fail(down)
             return request
         envelope = Envelope(self._rank, context, tag, data.nbytes, dtype, header)
-        pair = self._hub.pairs[self._rank, dst]
+        pair = self._hub.pair(self._rank, dst, lane)
         parcel = _Parcel(data, request, pair, self._hub)
         if pair.take(data.nbytes, is_own=dst == self._rank):
             parcel.data, parcel.cost = memoryview(bytes(data)), data.nbytes + ENVELOPE_BYTES
         inbox = self._hub.inboxes[dst]
-        request.withdraw_by(lambda _: parcel.withdraw(inbox))
+        request.withdraw_by(lambda _: parcel.take_back(inbox, withdrawn()))
         # An eager send ends before its arrival: the receiver may answer at once, on this very thread.
         if parcel.cost and not sync:
             parcel.request = None
@@ -102,6 +111,8 @@ class LocalBackend(Backend):
             request.complete()
         else:
             inbox.arrive(envelope, parcel)
+            if (closed := self._hub.down_of(self._rank, self._rank)) is not None:
+                parcel.take_back(inbox, closed)  # this rank was closed meanwhile and has not seen the parcel
         return request
 
     def start_recv(
@@ -133,7 +144,7 @@ class LocalBackend(Backend):
 
 @dataclass(slots=True)
 class _Pair:
-    """The credit that one rank has with another."""
+    """The credit that one rank has with another on one lane."""
 
     limit: int
     eager_bytes: int
@@ -184,12 +195,11 @@ class _Parcel(Parcel):
         if self.request is not None:
             self.request.fail(error)
 
-    def withdraw(self, inbox: Inbox) -> bool:
-        if not inbox.withdraw_parcel(self):
+    def take_back(self, inbox: Inbox, error: UnisonoError) -> bool:
+        """End the sender's request and let the message vanish; False if it has met its receive or ended."""
+        if self.request is None or not inbox.withdraw_parcel(self):
             return False
-        self._settle()
-        assert self.request is not None
-        self.request.cancelled()
+        self.refuse(error)
         return True
 
     def _settle(self) -> None:
@@ -205,12 +215,19 @@ class _Hub:
         self.size = size
         self.config = config
         self.inboxes = [Inbox(rank) for rank in range(size)]
-        ranks = itertools.product(range(size), repeat=2)
-        self.pairs = {p: _Pair(config.eager_credit_bytes, config.eager_bytes) for p in ranks}
         self.runtime = _WatchfulRuntime(size, config.deadlock_after_s)
         self._lock = threading.Lock()
+        self._pairs: dict[tuple[int, int, Lane], _Pair] = {}
         self._down: dict[int, PeerDown] = {}
         self._listeners: dict[int, list[Callable[[PeerDown], None]]] = {rank: [] for rank in range(size)}
+
+    def pair(self, src: int, dst: int, lane: Lane) -> _Pair:
+        """The credit of a lane between two ranks."""
+        pair = self._pairs.get((src, dst, lane))
+        if pair is None:
+            fresh = _Pair(self.config.eager_credit_bytes, self.config.eager_bytes)
+            pair = self._pairs.setdefault((src, dst, lane), fresh)
+        return pair
 
     def down_of(self, rank: int, peer: int) -> UnisonoError | None:
         """Why `rank` can send nothing to `peer`, if so."""
@@ -234,7 +251,12 @@ class _Hub:
             self._listeners[down.rank] = []
             listeners = [fn for fns in self._listeners.values() for fn in fns]
         self.note_activity()
-        self.inboxes[down.rank].close(ClosedError(f"rank {down.rank} is closed"), down.error())
+        closed = ClosedError(f"rank {down.rank} is closed")
+        for inbox in self.inboxes:
+            for parcel in inbox.parcels_from(down.rank):
+                assert isinstance(parcel, _Parcel)
+                parcel.take_back(inbox, closed)
+        self.inboxes[down.rank].close(closed, down.error())
         for inbox in self.inboxes:
             if inbox.rank != down.rank:
                 inbox.peer_down(down)
