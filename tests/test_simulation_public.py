@@ -121,6 +121,19 @@ def test_a_rank_that_dies_while_nobody_waits_is_dead_all_the_same() -> None:
         assert outcomes(result)[:3] == [(uni.PeerLost, (3,))] * 3
 
 
+@pytest.mark.parametrize("step", range(1, 8))
+def test_leftovers_of_a_rank_that_gave_up_are_no_mismatch(step: int) -> None:
+    def program(world: uni.Communicator) -> None:
+        world.all_reduce(ramp(10_000, world.rank), algorithm="ring")
+
+    # Rank 1 hears of the death while rank 2 stands still, takes back what can be taken back, and leaves.
+    network = Network(1e-5, 1e8, 1e-3)
+    faults = [Kill(0, 0.1), Pause(2, for_s=2.0, at_step=step)]
+    result = uni.simulate(program, 3, seed=3067, network=network, faults=faults)
+    for rank in (1, 2):
+        assert result.results[rank] is None or isinstance(result.results[rank], uni.PeerLost)
+
+
 def test_a_pause_shorter_than_the_silence_limit_only_delays() -> None:
     calm = uni.simulate(reduce_often, 4, 10, network=NETWORK).raise_first()
     paused = uni.simulate(reduce_often, 4, 10, network=NETWORK, faults=[Pause(1, 0.25, 2.0)]).raise_first()

@@ -206,6 +206,7 @@ class _Run:
         self._ended: deque[int] = deque()
         self._ready: deque[int] = deque()
         self._introduced: set[int] = set()
+        self._deserters: set[int] = set()
         for i, piece in enumerate(program.pieces):
             if isinstance(piece, Send):
                 self._sends.setdefault(piece.peer, deque()).append(i)
@@ -233,7 +234,7 @@ class _Run:
     def peers_awaited(self) -> tuple[int, ...]:
         """The world ranks that the run waits for now."""
         pieces = [self._program.pieces[i] for i, request in list(self._pending.items()) if not request.done]
-        peers = {piece.peer for piece in pieces if not isinstance(piece, Copy | Reduce)}
+        peers = {piece.peer for piece in pieces if not isinstance(piece, Copy | Reduce)} | self._deserters
         return tuple(sorted(self._how.world_ranks[peer] for peer in peers))
 
     def withdraw(self) -> None:
@@ -308,6 +309,8 @@ class _Run:
             self._finish(i)
             return
         assert isinstance(piece, Recv | RecvReduce)
+        if self._is_left_over(i, piece.peer, request):
+            return
         self._check_message(i, piece, request)
         if isinstance(piece, Recv):
             self._receiving[piece.peer] -= 1
@@ -315,6 +318,16 @@ class _Run:
         elif not self._waits[i]:
             self._reduce_landed(i, piece)
         # else: it is reduced as soon as the pieces before it are done, by _on_ready
+
+    def _is_left_over(self, i: int, peer: int, request: Request) -> bool:
+        """Whether this is from a peer that took its first message back, for the fingerprint is missing.
+
+        It has given up, and the news why is on its way: what it sent before means nothing any more.
+        """
+        envelope, header = request.envelope, self._how.stage.header
+        if i == self._first_recv[peer] and header and envelope is not None and not envelope.header:
+            self._deserters.add(peer)
+        return peer in self._deserters and (request.error is None or isinstance(request.error, UsageError))
 
     def _check_message(self, i: int, piece: Recv | RecvReduce, request: Request) -> None:
         how, awaited = self._how, piece.dst.count * self._how.stage.dtype.itemsize
