@@ -232,6 +232,19 @@ def test_sends_beyond_the_credit_wait_for_their_receives() -> None:
     assert result.results == [([True] * 3 + [False] * 3, True), list(range(6))]
 
 
+def test_each_lane_has_a_credit_of_its_own() -> None:
+    config = Config(eager_bytes=KIB, eager_credit_bytes=2 * KIB)
+
+    def send(me: Rank) -> Any:
+        done = [me.start_send(1, bytes(KIB), lane=Lane.BULK).done for _ in range(3)]
+        return done, me.start_send(1, bytes(KIB), tag=1, lane=Lane.CONTROL).done
+
+    assert simulated(by_rank(send, lambda me: me.recv(0, 1)), 2, config=config).results[0] == (
+        [True, False, False],
+        True,
+    )
+
+
 def test_large_messages_can_be_received_in_another_order() -> None:
     sizes = {tag: (tag + 1) * 100 * KIB for tag in range(3)}
 

@@ -242,7 +242,7 @@ class _Message(Parcel):
         if self.sender is self.receiver:
             return True
         src, dst, fabric = self.sender.rank, self.receiver.rank, self.sender.fabric
-        credit = fabric.way(src, dst).credit
+        credit = fabric.way(src, dst).credit(self._lane)
         return credit.take(self._envelope.nbytes, fabric.scheduler.now, fabric.way(dst, src))
 
     def _answered(self) -> None:
@@ -326,7 +326,7 @@ class _Message(Parcel):
         if self.sender is not self.receiver:
             fabric, src, dst = self.sender.fabric, self.sender.rank, self.receiver.rank
             when = fabric.scheduler.now + fabric.way(dst, src).latency_s
-            fabric.way(src, dst).credit.give_back(self._envelope.nbytes, when)
+            fabric.way(src, dst).credit(self._lane).give_back(self._envelope.nbytes, when)
 
 
 K = TypeVar("K")

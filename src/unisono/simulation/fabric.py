@@ -47,8 +47,7 @@ class Fabric:
         way = self._ways.get((src, dst))
         if way is None:
             pace = self._network.pace(src, dst)
-            credit = Credit(self.config.eager_bytes, self.config.eager_credit_bytes)
-            way = Way(self.scheduler, self.scheduler.threads[dst], pace, self._jitter, credit)
+            way = Way(self.scheduler, self.scheduler.threads[dst], pace, self._jitter, self.config)
             self._ways[src, dst] = way
         return way
 
@@ -83,6 +82,7 @@ class Way:
     """
 
     __slots__ = (
+        "_config",
         "_cuts",
         "_factors",
         "_is_over",
@@ -90,7 +90,6 @@ class Way:
         "_lanes",
         "_receiver",
         "_scheduler",
-        "credit",
         "pace",
     )
 
@@ -100,10 +99,10 @@ class Way:
         receiver: SimThread,
         pace: Pace,
         jitter: Callable[[], float],
-        credit: Credit,
+        config: Config,
     ) -> None:
         self.pace = pace
-        self.credit = credit
+        self._config = config
         self._scheduler = scheduler
         self._receiver = receiver
         self._jitter = jitter
@@ -133,9 +132,7 @@ class Way:
             return
         pace, factor = self.pace, self._slowness()
         extra = pace.latency_s + (self._jitter() * pace.jitter_s if pace.jitter_s else 0.0)
-        if lane not in self._lanes:
-            self._lanes[lane] = _Lane(self._scheduler, self)
-        self._lanes[lane].add(nbytes / pace.bytes_per_s * factor, extra * factor, delivery)
+        self._lane(lane).add(nbytes / pace.bytes_per_s * factor, extra * factor, delivery)
 
     def send_last(self, delivery: Delivery) -> None:
         """Let something arrive after everything that was sent on either lane; no more is taken."""
@@ -185,6 +182,17 @@ class Way:
             for lane in self._lanes.values():
                 lane.release(earliest)
 
+    def credit(self, lane: Lane) -> Credit:
+        """What may be sent on a lane before it is asked for."""
+        return self._lane(lane).credit
+
+    def _lane(self, lane: Lane) -> _Lane:
+        found = self._lanes.get(lane)
+        if found is None:
+            credit = Credit(self._config.eager_bytes, self._config.eager_credit_bytes)
+            found = self._lanes[lane] = _Lane(self._scheduler, self, credit)
+        return found
+
     def _slowness(self) -> float:
         return math.prod(self._factors)
 
@@ -192,9 +200,10 @@ class Way:
 class _Lane:
     """What is under way on one lane, in order. Only the first has a call due."""
 
-    __slots__ = ("_due", "_free_at", "_is_delivering", "_queue", "_scheduler", "_way")
+    __slots__ = ("_due", "_free_at", "_is_delivering", "_queue", "_scheduler", "_way", "credit")
 
-    def __init__(self, scheduler: Scheduler, way: Way) -> None:
+    def __init__(self, scheduler: Scheduler, way: Way, credit: Credit) -> None:
+        self.credit = credit
         self._scheduler = scheduler
         self._way = way
         self._queue: deque[tuple[float, Delivery]] = deque()
@@ -242,7 +251,7 @@ class _Lane:
 
 
 class Credit:
-    """How much one rank may send another before it is asked for.
+    """How much one rank may send another on a lane before it is asked for.
 
     Credit comes back when a message has met its receive and the news of it has travelled back.
     """
