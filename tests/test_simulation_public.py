@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,21 @@ def test_leftovers_of_a_rank_that_gave_up_are_no_mismatch(step: int) -> None:
     result = uni.simulate(program, 3, seed=3067, network=network, faults=faults)
     for rank in (1, 2):
         assert result.results[rank] is None or isinstance(result.results[rank], uni.PeerLost)
+
+
+def test_what_a_killed_rank_had_started_is_nobodys_fault() -> None:
+    def program(world: uni.Communicator) -> None:
+        works = [world.start.all_reduce(ramp(1021, world.rank)) for _ in range(3)]
+        world.barrier()
+        uni.wait_all(works)
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        result = uni.simulate(program, 3, network=NETWORK, faults=[Kill(1, 0.0005)])
+        assert isinstance(result.results[1], Killed)
+        del result
+        gc.collect()
+    assert not [str(warning.message) for warning in warned]
 
 
 def test_a_pause_shorter_than_the_silence_limit_only_delays() -> None:

@@ -426,7 +426,7 @@ class Work(Generic[T]):
 
     def __del__(self) -> None:
         task = getattr(self, "_task", None)
-        if task is not None and not task.is_done():
+        if task is not None and not task.is_done() and not self._runtime.is_dead:
             warnings.warn(
                 f"{task.call} was dropped before it ended; keep the Work and wait for it",
                 ResourceWarning,
