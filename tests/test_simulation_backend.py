@@ -193,6 +193,18 @@ def test_a_wait_with_a_limit_ends_by_itself() -> None:
     assert simulated(wait, 1).results == [(False, 0.25)]
 
 
+def test_cancelled_timers_do_not_pile_up() -> None:
+    def program(me: Rank) -> int:
+        for _ in range(5000):
+            me.backend.runtime.call_at(1e6, lambda: None).cancel()
+        me.backend.runtime.call_at(1.0, lambda: None)
+        return len(me.backend.fabric.scheduler._calls)
+
+    result = simulated(program, 1)
+    assert result.results[0] < 3000
+    assert result.time_s == 0.0
+
+
 def test_asking_without_waiting_lets_a_moment_pass() -> None:
     def ask(me: Rank) -> Any:
         if me.rank == 0:

@@ -176,11 +176,14 @@ class SimBackend(Backend):
             self.inbox.withdraw_parcel(message)
             del self.offered[message]
         self.inbox.peer_down(down)
+        # Callbacks may do anything, this backend's end included: look again before each.
         for message in [m for m in self.landing if m.sender.rank == down.rank]:
-            self.landing.pop(message).request.fail(down.error())
+            if (posted := self.landing.pop(message, None)) is not None:
+                posted.request.fail(down.error())
         for message in [m for m in self.sending if m.receiver.rank == down.rank]:
-            del self.sending[message]
-            message.request.fail(down.error())
+            if message in self.sending:
+                del self.sending[message]
+                message.request.fail(down.error())
 
     def _begin(self, tag: int | Any_) -> bool:
         """Count an operation and let faults strike; False if the rank is dead but not the one to be told.
@@ -220,7 +223,7 @@ class _Message(Parcel):
         self._is_met = False
         self._is_withdrawn = False
 
-    # At the sender
+    # -- at the sender -------------------------------------------------------------------------------------
 
     def start(self, sync: bool) -> None:
         """Leave, with the bytes if they may go."""
@@ -270,7 +273,7 @@ class _Message(Parcel):
         self.request.cancelled()
         return True
 
-    # At the receiver
+    # -- at the receiver -----------------------------------------------------------------------------------
 
     def _arrive(self) -> None:
         if self._is_withdrawn or self.receiver.is_gone:
@@ -313,7 +316,7 @@ class _Message(Parcel):
             posted.into[: self._envelope.nbytes] = self._data
         posted.request.complete(self._envelope, taken)
 
-    # Between the two
+    # -- between the two -----------------------------------------------------------------------------------
 
     def _to_receiver(self, nbytes: int, delivery: Callable[[], None]) -> None:
         self.sender.fabric.carry(self.sender.rank, self.receiver.rank, self._lane, nbytes, delivery)
