@@ -189,7 +189,7 @@ def _mean_of(op: str, xs: Sequence[Array], fold: Callable[[str, Sequence[Array]]
     with np.errstate(all="ignore"):
         if total.dtype.kind == "c":
             # By parts: NumPy's complex division multiplies by a rounded reciprocal.
-            parts = total.view(total.real.dtype)
+            parts = total.reshape(-1).view(total.real.dtype)
             parts /= parts.dtype.type(len(xs))
         else:
             total = total / total.dtype.type(len(xs))

@@ -467,21 +467,15 @@ def test_a_send_that_times_out_is_withdrawn_and_nobody_receives_it() -> None:
         if comm.rank == 0:
             with pytest.raises(uni.DeadlineExceeded) as caught:
                 comm.send(np.full(100_000, 1.0), 1, 2, timeout=0.02)
+            comm.send(np.zeros(0), 1, 3)
             comm.send(np.full(100_000, 2.0), 1, 2)
             return caught.value.waiting_on, caught.value.operation
-        comm.probe(0, 2)  # the first is offered; it may be gone by now
+        comm.recv(np.zeros(0), 0, 3)  # the other has given up
         buf = np.zeros(100_000)
-        while True:
-            comm.recv(buf, 0, 2)
-            if buf[0] == 2.0:
-                return float(buf.sum())
+        comm.recv(buf, 0, 2)
+        return set(buf.tolist())
 
-    # The receiver may catch the first before its sender gives up: then that send simply succeeds.
-    ended = run_ranks(program, 2)
-    if isinstance(ended[0], BaseException):
-        assert "DID NOT RAISE" in str(ended[0])
-    else:
-        assert ended.values() == [((1,), "send"), 200_000.0]
+    assert run_ranks(program, 2).values() == [((1,), "send"), {2.0}]
 
 
 @pytest.mark.parametrize("timeout", [0, 0.001, 0.05])

@@ -52,16 +52,17 @@ def hosts_for(algorithm: str, size: int, salt: int) -> tuple[int, ...]:
     return layouts[(size + salt) % len(layouts)] if algorithm == "hierarchical" else ()
 
 
-def counts_to_try(size: int) -> list[int]:
-    return sorted({0, 1, 7, size - 1, size, size + 1, 1009})
+def counts_to_try(collective: str, size: int) -> list[int]:
+    # Blocks are never cut, so lengths near the number of ranks mean nothing to them: small sizes suffice.
+    around_size = {size - 1, size, size + 1} if collective in VECTORS or size <= 16 else {size + 1}
+    # A thousand elements from each to each add no new shape to an all_to_all.
+    large = 41 if collective == "all_to_all" else 1009
+    return sorted({0, 1, 7, large} | around_size)
 
 
 def problems(collective: str, algorithm: str) -> Iterator[Problem]:
     for size in SIZES:
-        for count in counts_to_try(size):
-            # A thousand elements from each to each add no new shape to an all_to_all.
-            if collective == "all_to_all" and count == 1009:
-                count = 41
+        for count in counts_to_try(collective, size):
             root = (size * 2 + count) % size if collective in ROOTED else 0
             hosts = hosts_for(algorithm, size, count)
             yield Problem(collective, size, counts_of(collective, size, count), root, hosts)

@@ -193,6 +193,18 @@ def test_a_wait_with_a_limit_ends_by_itself() -> None:
     assert simulated(wait, 1).results == [(False, 0.25)]
 
 
+def test_cancelled_timers_do_not_pile_up() -> None:
+    def program(me: Rank) -> int:
+        for _ in range(5000):
+            me.backend.runtime.call_at(1e6, lambda: None).cancel()
+        me.backend.runtime.call_at(1.0, lambda: None)
+        return len(me.backend.fabric.scheduler._calls)
+
+    result = simulated(program, 1)
+    assert result.results[0] < 3000
+    assert result.time_s == 0.0
+
+
 def test_asking_without_waiting_lets_a_moment_pass() -> None:
     def ask(me: Rank) -> Any:
         if me.rank == 0:
@@ -230,6 +242,19 @@ def test_sends_beyond_the_credit_wait_for_their_receives() -> None:
     result = simulated(by_rank(send, receive), 2, config=config)
     # Three KiB and their envelopes fit into four, a fourth does not.
     assert result.results == [([True] * 3 + [False] * 3, True), list(range(6))]
+
+
+def test_each_lane_has_a_credit_of_its_own() -> None:
+    config = Config(eager_bytes=KIB, eager_credit_bytes=2 * KIB)
+
+    def send(me: Rank) -> Any:
+        done = [me.start_send(1, bytes(KIB), lane=Lane.BULK).done for _ in range(3)]
+        return done, me.start_send(1, bytes(KIB), tag=1, lane=Lane.CONTROL).done
+
+    assert simulated(by_rank(send, lambda me: me.recv(0, 1)), 2, config=config).results[0] == (
+        [True, False, False],
+        True,
+    )
 
 
 def test_large_messages_can_be_received_in_another_order() -> None:

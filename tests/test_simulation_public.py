@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import re
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,6 +62,16 @@ def test_messages_of_all_sizes_between_two_ranks() -> None:
     assert result.time_s > 4_000_012 / 1e9
 
 
+@pytest.mark.parametrize("count", [65_536, 65_539, 262_147])
+def test_the_last_short_piece_may_arrive_before_the_first_long_one(count: int) -> None:
+    def program(world: uni.Communicator) -> None:
+        expected = [ramp(count, rank) for rank in range(world.size)]
+        assert np.array_equal(world.all_gather(ramp(count, world.rank)), expected)
+        assert np.array_equal(world.all_reduce(ramp(count, world.rank), algorithm="ring"), sum(expected))
+
+    uni.simulate(program, 4, network=NETWORK).raise_first()
+
+
 @pytest.mark.parametrize("at_s", [0.0, 1e-4, 0.1005, 0.25, 0.3015])
 def test_every_survivor_names_the_killed_rank(at_s: float) -> None:
     result = uni.simulate(reduce_often, 4, 10, seed=7, network=NETWORK, faults=[Kill(2, at_s)])
@@ -107,6 +121,34 @@ def test_a_rank_that_dies_while_nobody_waits_is_dead_all_the_same() -> None:
         result = uni.simulate(program, 4, network=NETWORK, faults=[Kill(3, at_step=step)])
         assert isinstance(result.results[3], Killed)
         assert outcomes(result)[:3] == [(uni.PeerLost, (3,))] * 3
+
+
+@pytest.mark.parametrize("step", range(1, 8))
+def test_leftovers_of_a_rank_that_gave_up_are_no_mismatch(step: int) -> None:
+    def program(world: uni.Communicator) -> None:
+        world.all_reduce(ramp(10_000, world.rank), algorithm="ring")
+
+    # Rank 1 hears of the death while rank 2 stands still, takes back what can be taken back, and leaves.
+    network = Network(1e-5, 1e8, 1e-3)
+    faults = [Kill(0, 0.1), Pause(2, for_s=2.0, at_step=step)]
+    result = uni.simulate(program, 3, seed=3067, network=network, faults=faults)
+    for rank in (1, 2):
+        assert result.results[rank] is None or isinstance(result.results[rank], uni.PeerLost)
+
+
+def test_what_a_killed_rank_had_started_is_nobodys_fault() -> None:
+    def program(world: uni.Communicator) -> None:
+        works = [world.start.all_reduce(ramp(1021, world.rank)) for _ in range(3)]
+        world.barrier()
+        uni.wait_all(works)
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        result = uni.simulate(program, 3, network=NETWORK, faults=[Kill(1, 0.0005)])
+        assert isinstance(result.results[1], Killed)
+        del result
+        gc.collect()
+    assert not [str(warning.message) for warning in warned]
 
 
 def test_a_pause_shorter_than_the_silence_limit_only_delays() -> None:
@@ -233,3 +275,26 @@ def test_many_ranks_lose_many() -> None:
         assert isinstance(lost, uni.PeerLost)
         assert lost.ranks
         assert all(dead % 2 for dead in lost.ranks)
+
+
+def test_the_program_in_the_document_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    document = (Path(__file__).parent.parent / "docs/simulation.md").read_text()
+    program = re.search(r"```python\n(.*?)```", document, re.DOTALL)
+    assert program is not None
+    exec(compile(program[1], "docs/simulation.md", "exec"), {})
+    said = capsys.readouterr().out.splitlines()
+    assert "rank 5 killed at 0.002 s (simulated)" in said[0]
+    assert "send" in said[1]
+
+
+def test_a_deadlock_within_a_group_names_world_ranks() -> None:
+    def program(world: uni.Communicator) -> None:
+        odd = world.split(world.rank % 2)
+        if world.rank == 5:
+            world.recv(np.zeros(1), 3)
+        odd.barrier()
+
+    result = uni.simulate(program, 6)
+    assert [isinstance(r, uni.Deadlock) for r in result.results] == [False, True] * 3
+    assert "rank 3 waits for rank 5 in barrier" in str(result.results[5])
+    assert "rank 5 waits for rank 3 in recv" in str(result.results[5])

@@ -143,14 +143,14 @@ def _wait(backend: SimBackend, request: Request) -> None:
         raise request.error
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_random_programs_under_random_faults_end_with_right_data_or_an_error(seed: int) -> None:
     chaos = Chaos(seed)
     chaos.check(chaos.run(seed))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_without_faults_every_random_program_succeeds(seed: int) -> None:
     chaos = Chaos(seed, with_faults=False)
@@ -159,7 +159,7 @@ def test_without_faults_every_random_program_succeeds(seed: int) -> None:
     chaos.check(result)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_the_same_seed_gives_the_same_trace(seed: int) -> None:
     first, second = Chaos(seed).run(seed), Chaos(seed).run(seed)

@@ -62,6 +62,7 @@ def test_a_senseless_fault_or_network_is_refused_when_it_is_made(make: Any) -> N
         {"seed": 1.5},
         {"seed": True},
         {"network": "fast"},
+        {"config": {"silence_s": 1.0}},
         {"network": Network(links={(0, 2): Link()})},
         {"faults": [Kill(2, 0)]},
         {"faults": [Drop(0, 5, 0)]},

@@ -324,6 +324,7 @@ class _Decoder:
 
 
 def _given_back(flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType, is_torch: bool) -> Any:
+    flat.reshape(shape)  # NumPy refuses dimensions that no memory could hold; torch does not if one is 0
     if is_torch and "torch" in sys.modules and flat.flags.writeable:
         return buffers.TORCH.give(flat, shape, dtype)
     return buffers.numpy_family(dtype).give(flat, shape, dtype)

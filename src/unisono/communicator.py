@@ -131,7 +131,7 @@ class Communicator:
         self._waited = Start(self, group, timers=False)
         if parent is None:
             # A world that is simply forgotten must not leave the others waiting for it.
-            self._forgotten = weakref.finalize(self, group.backend.close)
+            self._forgotten = weakref.finalize(self, _close_later, group.backend)
             self._forgotten.atexit = False
         else:
             parent._children[self] = None
@@ -193,8 +193,9 @@ class Communicator:
         equally often.
         """
         self._group.check_usable(is_collective=False)
-        backend = SubBackend(self.backend, _ranks(ranks))
-        members = tuple(sorted(set(ranks)))
+        chosen = _listed(ranks, "ranks")
+        backend = SubBackend(self.backend, chosen)
+        members = tuple(sorted(set(chosen)))
         uses = self._subs[members] = self._subs.get(members, 0) + 1
         identity = (self._group.descriptor.hex(), self.epoch, "sub", members, uses)
         context = context_of(self._group.context, *identity)
@@ -207,7 +208,9 @@ class Communicator:
 
     def mesh(self, shape: Sequence[int], names: Sequence[str] | None = None) -> Mesh:
         """Arrange the ranks in a grid, row by row, with a communicator along each axis. All ranks call it."""
-        grid = Grid(tuple(shape), tuple(names) if names is not None else None)
+        grid = Grid(
+            tuple(_listed(shape, "shape")), tuple(_listed(names, "names")) if names is not None else None
+        )
         grid.check_size(self.size)
         axes: dict[str, Communicator] = {}
         for axis, name in enumerate(grid.names):
@@ -227,7 +230,8 @@ class Communicator:
             child.close()
         self._group.close()
         if self._parent is None:
-            self._forgotten()
+            if self._forgotten.detach() is not None:
+                self._group.backend.close()
         else:
             self._parent._children.pop(self, None)
 
@@ -305,7 +309,7 @@ class Communicator:
     def _gathered(self, one: Collective, mine: np.ndarray[Any, Any]) -> Steps[list[list[int]]]:
         everyone = np.empty(mine.size * self.size, np.int64)
         counts = (mine.size,) * self.size
-        yield from one.run("all_gather", counts, _INT64, {Buf.IN: mine, Buf.OUT: everyone})
+        yield from one.run("all_gather", counts, _INT64, {Buf.IN: mine, Buf.OUT: everyone}, given="")
         rows: list[list[int]] = everyone.reshape(self.size, -1).tolist()
         return rows
 
@@ -341,8 +345,17 @@ def _check_int64(number: Any, what: str) -> None:
         )
 
 
-def _ranks(ranks: Any) -> list[int]:
+def _listed(given: Any, what: str) -> list[Any]:
     try:
-        return list(ranks)
+        return list(given)
     except TypeError:
-        raise UsageError(f"ranks={ranks!r}; allowed: a list of ranks") from None
+        raise UsageError(f"{what}={given!r}; allowed: a list") from None
+
+
+def _close_later(backend: Backend) -> None:
+    """Close a forgotten backend where no lock is held: the collector may strike in the midst of its code."""
+    runtime = backend.runtime
+    if runtime.is_virtual:
+        backend.close()
+    else:
+        runtime.call_at(runtime.now(), backend.close)

@@ -263,8 +263,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             continue
         name = variable.removeprefix("UNISONO_").lower()
         if name not in names:
-            known = [f"UNISONO_{n.upper()}" for n in names]
-            raise UsageError(_unknown("variable", variable, known))
+            raise UsageError(_unknown("variable", variable, list(names), "UNISONO_"))
         found[name] = _parsed(variable, text, type(names[name].default))
     return found
 
@@ -296,9 +295,10 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
     return value
 
 
-def _unknown(what: str, name: str, known: list[str]) -> str:
+def _unknown(what: str, name: str, known: list[str], prefix: str = "") -> str:
     import difflib  # only a mistake needs it
 
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(known)}"
+    close = difflib.get_close_matches(name.removeprefix(prefix).lower(), known, n=1)
+    shown = [f"{prefix}{n.upper()}" if prefix else n for n in (close or known)]
+    hint = f"did you mean {shown[0]}?" if close else f"allowed: {', '.join(shown)}"
     return f"{what} {name!r} is unknown; {hint}"

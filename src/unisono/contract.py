@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
 
-from unisono.errors import ClosedError, PeerLost, UsageError
-from unisono.values import ANY, TAG_MAX, Any_
+from unisono.errors import ClosedError, PeerLost, UsageError, lost_text
+from unisono.values import ANY, TAG_MAX, Any_, DType, ReduceOp
 
 if TYPE_CHECKING:
     from unisono.config import Config
     from unisono.runtime import Runtime
 
 __all__ = [
+    "ENVELOPE_BYTES",
     "HEADER_BYTES_MAX",
     "UNTYPED",
     "Backend",
@@ -34,11 +35,16 @@ __all__ = [
     "Lane",
     "PeerDown",
     "Request",
+    "Stage",
     "Tags",
+    "withdrawn",
 ]
 
 # An envelope's header holds a fingerprint or a descriptor: a line of text and its call site.
 HEADER_BYTES_MAX: Final = 1024
+
+# What a queued message costs beyond its bytes: an endless stream of empty ones must meet a limit too.
+ENVELOPE_BYTES: Final = 64
 
 # The dtype code of plain bytes, which fit any receive buffer.
 UNTYPED: Final = 255
@@ -92,7 +98,7 @@ class PeerDown:
 
     def error(self) -> PeerLost:
         """The error of a request that can no longer end."""
-        return PeerLost(f"rank {self.rank} is gone", ranks=(self.rank,), cause=self.cause)
+        return PeerLost(lost_text((self.rank,)), ranks=(self.rank,), cause=self.cause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,22 @@ class Capabilities:
     device_memory: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a collective, as whoever runs it sees it.
+
+    `memory` holds the flat arrays of the plan's buffers (plans.Buf). `header` is the fingerprint that goes
+    with the first message to each peer.
+    """
+
+    context: int
+    tag: int
+    dtype: DType
+    op: ReduceOp | None
+    memory: Mapping[Any, Any]
+    header: bytes
+
+
 class Request:
     """One send, receive or probe under way.
 
@@ -121,22 +143,23 @@ class Request:
     __slots__ = (
         "_callbacks",
         "_envelope",
+        "_error",
         "_lock",
         "_withdraw",
         "data",
         "done",
-        "error",
         "peer",
-        "translate",
+        "rank_here",
     )
 
     def __init__(self, peer: int | Any_, withdraw: Callable[[Request], bool] | None = None) -> None:
         self.peer = peer
         self.done = False
-        self.error: BaseException | None = None
-        self.translate: Callable[[Envelope], Envelope] | None = None
+        # Turns the ranks of who ends it into those of the backend that was asked; None: they are equal.
+        self.rank_here: Callable[[int], int] | None = None
         self.data: bytes | bytearray | None = None
         self._envelope: Envelope | None = None
+        self._error: BaseException | None = None
         self._withdraw = withdraw
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] | None = []
@@ -144,9 +167,17 @@ class Request:
     @property
     def envelope(self) -> Envelope | None:
         """What a receive or probe met or had to refuse, in the rank numbers of the backend that was asked."""
-        if self._envelope is None or self.translate is None:
+        if self._envelope is None or self.rank_here is None:
             return self._envelope
-        return self.translate(self._envelope)
+        return replace(self._envelope, source=self.rank_here(self._envelope.source))
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended it, if not well; the ranks of a PeerLost are those of the backend that was asked."""
+        error = self._error
+        if self.rank_here is None or not isinstance(error, PeerLost):
+            return error
+        return error.of_ranks(tuple(self.rank_here(rank) for rank in error.ranks))
 
     def withdraw_by(self, withdraw: Callable[[Request], bool]) -> None:
         """Say how it can be taken back."""
@@ -169,7 +200,7 @@ class Request:
     def fail(self, error: BaseException, envelope: Envelope | None = None) -> None:
         """End it with an error; the envelope is that of a message which met it and did not fit."""
         self._envelope = envelope
-        self.error = error
+        self._error = error
         self._end()
 
     def cancel(self) -> bool:
@@ -178,7 +209,7 @@ class Request:
 
     def cancelled(self) -> None:
         """End it as withdrawn; for those who implement `cancel`."""
-        self.fail(ClosedError("withdrawn before it met its counterpart"))
+        self.fail(withdrawn())
 
     def _end(self) -> None:
         with self._lock:
@@ -187,6 +218,11 @@ class Request:
             self.done = True
         for callback in callbacks:
             callback()
+
+
+def withdrawn() -> ClosedError:
+    """The error of a request that was cancelled."""
+    return ClosedError("withdrawn before it met its counterpart")
 
 
 class Backend(ABC):
@@ -201,7 +237,8 @@ class Backend(ABC):
       queued.
     - Unmatched payload is bounded: small messages travel at once under a credit per peer, others send an
       envelope and wait. So a send may take until its receive.
-    - A request whose peer is gone fails with PeerLost; messages that arrived before stay receivable.
+    - A request whose peer is gone fails with PeerLost; messages that arrived before stay receivable. A
+      watch tells of a rank only after all that it sent has arrived.
     - After any error a link is intact at a message boundary, or closed.
     - All methods may be called from any thread; none blocks.
     """
@@ -268,17 +305,23 @@ class Backend(ABC):
         """A number per rank, equal for ranks on one host; empty if all share one."""
         return ()
 
-    def run_plan(self, plan: Any, memory: dict[Any, Any], context: int, tag: int, header: bytes) -> Request:
-        """Execute a plan below Python; only with the capability."""
+    def run_plan(self, plan: Any, stage: Stage) -> Request:
+        """Execute a plan (plans.Plan) below Python.
+
+        Asked only with the capability, and never for a user's own operation.
+        """
         raise NotImplementedError(f"{self.capabilities.name} does not run plans")
 
-    def run_collective(self, name: str, arguments: dict[str, Any]) -> Request | None:
-        """Run a collective by the library's own algorithm, or return None to leave it to plans."""
+    def run_collective(self, problem: Any, stage: Stage) -> Request | None:
+        """Solve a problem (plans.Problem) by the library's own algorithm, or leave it to plans: None.
+
+        Asked only with the capability. It must give our results: the same layout, the same bits on all ranks.
+        """
         return None
 
     def check_peer(self, rank: int | Any_, what: str) -> None:
-        """Refuse a rank that does not exist, before anything is sent."""
-        if rank is ANY:
+        """Refuse a rank that does not exist, before anything is sent. Only a source (`src`) may be ANY."""
+        if rank is ANY and what == "src":
             return
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
             raise UsageError(f"{what}={rank!r}; allowed: ranks 0 to {self.size - 1}")

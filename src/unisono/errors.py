@@ -23,6 +23,7 @@ Ranks in errors are world ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypedDict, Unpack
 
 __all__ = [
     "BackendUnavailable",
@@ -69,6 +70,14 @@ class Location:
         return text
 
 
+class _Rest(TypedDict, total=False):
+    """What every error may be told besides what happened."""
+
+    where: Location | None
+    cause: str | None
+    next_step: str | None
+
+
 class UnisonoError(Exception):
     """The base of all. Its text is built once, from what happened, where and what to do next."""
 
@@ -87,7 +96,8 @@ class UnisonoError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        text = " ".join(part for part in (self.what, str(self.where)) if part)
+        where = str(self.where)
+        text = self.what + (where if where.startswith(",") or not where else f" {where}")
         if self.cause:
             text += f": {self.cause}"
         if self.next_step:
@@ -142,64 +152,40 @@ class RendezvousError(UnisonoError):
 class DeadlineExceeded(UnisonoError, TimeoutError):
     """Time ran out; `waiting_on` holds the world ranks that had not answered."""
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        waiting_on: tuple[int, ...] = (),
-        where: Location | None = None,
-        cause: str | None = None,
-        next_step: str | None = None,
-    ) -> None:
-        super().__init__(what, where=where, cause=cause, next_step=next_step)
+    def __init__(self, what: str, *, waiting_on: tuple[int, ...] = (), **rest: Unpack[_Rest]) -> None:
+        super().__init__(what, **rest)
         self.waiting_on = waiting_on
 
 
 class PeerLost(UnisonoError):
     """One or more ranks died, fell silent or left; `ranks` holds all that are known."""
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        ranks: tuple[int, ...] = (),
-        where: Location | None = None,
-        cause: str | None = None,
-        next_step: str | None = None,
-    ) -> None:
-        super().__init__(what, where=where, cause=cause, next_step=next_step)
+    def __init__(self, what: str, *, ranks: tuple[int, ...] = (), **rest: Unpack[_Rest]) -> None:
+        super().__init__(what, **rest)
         self.ranks = ranks
+
+    def of_ranks(self, ranks: tuple[int, ...]) -> PeerLost:
+        """Return a copy that names these ranks: the same ones as others number them, or more of them."""
+        if ranks == self.ranks:
+            return self
+        return PeerLost(
+            lost_text(ranks), ranks=ranks, where=self.where, cause=self.cause, next_step=self.next_step
+        )
 
 
 class PeerAborted(UnisonoError):
     """A rank gave up and said why; `rank` is where to look."""
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        rank: int = -1,
-        where: Location | None = None,
-        cause: str | None = None,
-        next_step: str | None = None,
-    ) -> None:
-        super().__init__(what, where=where, cause=cause, next_step=next_step)
+    def __init__(self, what: str, *, rank: int = -1, **rest: Unpack[_Rest]) -> None:
+        super().__init__(what, **rest)
         self.rank = rank
 
 
 class CollectiveMismatch(UnisonoError):
     """The ranks of a communicator called different things; `report` shows both calls."""
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        report: str = "",
-        where: Location | None = None,
-        cause: str | None = None,
-        next_step: str | None = None,
-    ) -> None:
-        super().__init__(what, where=where, cause=cause, next_step=next_step)
+    def __init__(self, what: str, *, report: str = "", **rest: Unpack[_Rest]) -> None:
+        super().__init__(what, **rest)
         self.report = report
 
 
@@ -237,14 +223,17 @@ class RemoteError(UnisonoError):
         rank: int = -1,
         type_name: str = "",
         traceback_text: str = "",
-        where: Location | None = None,
-        cause: str | None = None,
-        next_step: str | None = None,
+        **rest: Unpack[_Rest],
     ) -> None:
-        super().__init__(what, where=where, cause=cause, next_step=next_step)
+        super().__init__(what, **rest)
         self.rank = rank
         self.type_name = type_name
         self.traceback_text = traceback_text
+
+
+def lost_text(ranks: tuple[int, ...]) -> str:
+    """Who is gone, in words."""
+    return f"rank {ranks[0]} is gone" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are gone"
 
 
 def _copy(error: UnisonoError) -> UnisonoError:

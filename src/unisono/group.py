@@ -29,6 +29,7 @@ from unisono.errors import (
     PeerLost,
     ProtocolError,
     UnisonoError,
+    lost_text,
 )
 from unisono.runtime import Deadline
 from unisono.values import ANY
@@ -107,6 +108,7 @@ class Group:
         task: Task[T] = Task(runtime, call, steps(call))
         entry = _Pending(task, None, set(), is_send)  # type: ignore[arg-type]
         call.doom = lambda: self._doom_of(call)
+        call.fault = self._in_world_ranks
         call.on_end = lambda error: self._on_end(entry, error)
         call.stall_log_s = None if runtime.is_virtual else config.stall_log_s
         if is_collective:
@@ -242,7 +244,7 @@ class Group:
         if isinstance(error, PeerLost):
             ranks = tuple(sorted({*error.ranks, *self._dead}))
             if ranks != error.ranks:
-                return PeerLost(_lost_text(ranks), ranks=ranks, where=error.where, cause=error.cause)
+                return error.of_ranks(ranks)
         return error.located(Location())
 
     # -- news ---------------------------------------------------------------------------------------------
@@ -304,11 +306,17 @@ class Group:
             hopeless = others if all(rank in gone for rank in others) else []
         return self._lost(hopeless) if hopeless else None
 
+    def _in_world_ranks(self, error: BaseException) -> BaseException:
+        """The error of a request, which counts ranks as the backend of this group does, as users see it."""
+        if isinstance(error, PeerLost):
+            return error.of_ranks(tuple(self.world_ranks[rank] for rank in error.ranks))
+        return error
+
     def _lost(self, ranks: list[int]) -> PeerLost:
         causes = {**self._left, **self._dead}
         everyone = tuple(sorted({*ranks, *self._dead}))
         cause = "; ".join(f"rank {rank} {causes[rank]}" for rank in everyone)
-        return PeerLost(_lost_text(everyone), ranks=everyone, cause=cause)
+        return PeerLost(lost_text(everyone), ranks=everyone, cause=cause)
 
     # -- stalls and mismatches ----------------------------------------------------------------------------
 
@@ -402,14 +410,14 @@ def single(call: Call, request: Request, peers: Callable[[], tuple[int, ...]]) -
     try:
         while not request.done:
             yield
-    except UnisonoError:
+    except BaseException as interruption:  # a KeyboardInterrupt too must not leave our memory to others
         request.cancel()
-        while not request.done:
+        while not request.done and not isinstance(interruption, GeneratorExit):
             yield
-        if request.error is not None:
+        if request.error is not None or not isinstance(interruption, UnisonoError):
             raise
     if request.error is not None:
-        raise request.error
+        raise call.fault(request.error)
     return request
 
 
@@ -429,7 +437,3 @@ def _call_site() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _lost_text(ranks: tuple[int, ...]) -> str:
-    return f"rank {ranks[0]} is gone" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are gone"

@@ -103,6 +103,11 @@ class Inbox:
                     return self._matcher.take(message)
         return False
 
+    def parcels_from(self, source: int) -> list[Parcel]:
+        """The queued messages of a rank."""
+        with self._lock:
+            return [m.payload for m in self._matcher.all_arrived() if m.envelope.source == source]
+
     def is_idle(self) -> bool:
         """Whether nothing waits here: a leak check."""
         with self._lock:

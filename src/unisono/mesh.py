@@ -29,8 +29,8 @@ class Grid:
             names = tuple(f"axis{i}" for i in range(len(shape)))
         if (
             len(names) != len(shape)
-            or len(set(names)) != len(names)
             or not all(isinstance(n, str) for n in names)
+            or len(set(names)) != len(names)
         ):
             raise UsageError(f"mesh names {names}; allowed: {len(shape)} different names, one per axis")
         self.shape = shape

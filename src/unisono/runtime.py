@@ -87,6 +87,11 @@ class Runtime(ABC):
 
     is_virtual = False
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether a simulated crash has ended this rank: it finishes nothing, and nobody is to blame."""
+        return False
+
     @abstractmethod
     def now(self) -> float:
         """Seconds on a clock that never goes back."""

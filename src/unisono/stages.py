@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from unisono.contract import Tags
+from unisono.contract import Stage, Tags
 from unisono.errors import UsageError
 from unisono.group import Group, fingerprint_of, single
 from unisono.plans import Links, Problem, build, choose, entry_of
@@ -66,39 +66,26 @@ class Collective:
         if stage == 0:
             group.remember(sequence, fingerprint)
         tag = Tags.collective(sequence, stage)
+        part = Stage(group.context, tag, dtype, op, memory, fingerprint)
         able = backend.capabilities
-        if able.run_collective:
-            details = {
-                "problem": problem,
-                "dtype": dtype,
-                "op": op,
-                "memory": memory,
-                "context": group.context,
-            }
-            request = backend.run_collective(collective, details)
-            if request is not None:
-                yield from single(self._call, request, lambda: ())
-                return
+        if able.run_collective and (own := backend.run_collective(problem, part)) is not None:
+            yield from single(self._call, own, tuple)
+            return
         plan = build(problem, backend.rank, name)
-        if able.run_plan:
-            request = backend.run_plan(plan, dict(memory), group.context, tag, fingerprint)
-            yield from single(self._call, request, lambda: ())
+        if able.run_plan and (op is None or op.fn is None):
+            yield from single(self._call, backend.run_plan(plan, part), tuple)
             return
         how = Execution(
             backend,
-            group.context,
-            tag,
+            part,
             self._call,
-            dtype,
-            op,
             group.world_ranks,
-            fingerprint,
             check_header=lambda peer, theirs: group.check_fingerprint(self._call, fingerprint, peer, theirs),
             check_length=lambda peer, came, awaited, theirs: group.refuse_length(
                 self._call, fingerprint, peer, came, awaited
             ),
         )
-        yield from execute(plan, memory, how)
+        yield from execute(plan, how)
 
     def _words(self, problem: Problem, given: str, op: ReduceOp | None, algorithm: str) -> str:
         """The call in words: what ranks compare and what a mismatch shows."""

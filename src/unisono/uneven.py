@@ -246,6 +246,8 @@ def _empty(meta: _Meta, shape: tuple[int, ...], like: Array | None) -> Array:
     if like is not None:
         return like.like(shape)
     flat = np.empty(int(np.prod(shape, dtype=np.int64)), meta.dtype.storage)
-    if _FAMILIES[meta.family % len(_FAMILIES)] == "torch" and "torch" in sys.modules:
-        return Array(flat, meta.dtype, shape, buffers.TORCH, None)
-    return Array(flat, meta.dtype, shape, buffers.numpy_family(meta.dtype), None)
+    name = _FAMILIES[meta.family % len(_FAMILIES)]
+    family = buffers.RAW if name == "raw" else buffers.numpy_family(meta.dtype)
+    if name == "torch" and "torch" in sys.modules:
+        family = buffers.TORCH
+    return Array(flat, meta.dtype, shape, family, None)

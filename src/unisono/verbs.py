@@ -8,6 +8,7 @@ waited for: nothing exists twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from unisono.buffers import Array
 from unisono.errors import UsageError
 from unisono.kernels import divide, narrow, widen
 from unisono.messages import Messages, receivable
-from unisono.plans import algorithms
+from unisono.plans import algorithms, entry_of
 from unisono.plans.steps import Buf
 from unisono.stages import Collective, check_order, described
 from unisono.values import DTYPES, DType, OpLike, ReduceOp, as_op
@@ -234,7 +235,8 @@ class Verbs(Messages):
         _check_algorithm("all_to_all", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
-            one = Collective(self._group, call, algorithm)
+            # Where nothing travels, any algorithm will do, also one that cannot tell empty from uneven.
+            one = Collective(self._group, call, algorithm if array.count else "auto")
             counts = (array.count // self._size,) * self._size**2
             memory = {Buf.IN: array.flat, Buf.OUT: target.flat}
             yield from one.run("all_to_all", counts, array.dtype, memory, shape=array.shape)
@@ -328,7 +330,7 @@ class Verbs(Messages):
     ) -> Work[list[Any]]:
         """Send `parts[d]` to each rank d: `result[s]` is what rank s had for this one."""
         arrays = self._parts(parts)
-        _check_algorithm("all_to_all", algorithm)
+        _check_algorithm("all_to_all", algorithm, is_uneven=True)
 
         def steps(call: Call) -> Steps[list[Any]]:
             one = Collective(self._group, call, algorithm)
@@ -471,8 +473,8 @@ class Verbs(Messages):
 
     def _check_counts(self, array: Array, counts: Sequence[int]) -> tuple[int, ...]:
         try:
-            rows = tuple(int(n) for n in counts)
-        except (TypeError, ValueError):
+            rows = tuple(index(n) for n in counts)
+        except TypeError:
             raise UsageError(f"counts={counts!r}; allowed: a list of {self._size} lengths") from None
         total = array.shape[0] if array.shape else None
         if len(rows) != self._size or any(n < 0 for n in rows) or sum(rows) != total:
@@ -503,10 +505,15 @@ def _rows(x: Any, what: str) -> Array:
     return array
 
 
-def _check_algorithm(collective: str, algorithm: str) -> None:
-    if algorithm != "auto" and algorithm not in algorithms(collective):
-        allowed = ", ".join(("auto", *algorithms(collective)))
-        raise UsageError(f"algorithm={algorithm!r} is unknown for {collective}; allowed: {allowed}")
+def _check_algorithm(collective: str, algorithm: str, *, is_uneven: bool = False) -> None:
+    if algorithm == "auto":
+        return
+    fit = [n for n in algorithms(collective) if not is_uneven or entry_of(collective, n).takes_uneven]
+    if algorithm not in fit:
+        kind = f"an uneven {collective}" if is_uneven else collective
+        raise UsageError(
+            f"algorithm={algorithm!r} is unknown for {kind}; allowed: {', '.join(['auto', *fit])}"
+        )
 
 
 def _operand(array: Array, op: ReduceOp, size: int) -> tuple[np.ndarray[Any, Any], DType]:

@@ -34,7 +34,10 @@ _log = logging.getLogger("unisono")
 
 @dataclass(slots=True)
 class Call:
-    """Which operation this is, and what it is doing: errors, logs and the deadlock report read it here."""
+    """Which operation this is, and what it is doing: errors, logs and the deadlock report read it here.
+
+    `fault` turns the error of a request into the operation's own.
+    """
 
     operation: str
     rank: int
@@ -49,6 +52,7 @@ class Call:
     on_stall: Callable[[], None] | None = None
     on_end: Callable[[UnisonoError | None], None] | None = None
     doom: Callable[[], UnisonoError | None] | None = None
+    fault: Callable[[BaseException], BaseException] = field(default=lambda error: error)
     wake: Callable[[], None] = field(default=lambda: None)
     stall_query_s: float | None = None
     stall_log_s: float | None = None
@@ -422,7 +426,7 @@ class Work(Generic[T]):
 
     def __del__(self) -> None:
         task = getattr(self, "_task", None)
-        if task is not None and not task.is_done():
+        if task is not None and not task.is_done() and not self._runtime.is_dead:
             warnings.warn(
                 f"{task.call} was dropped before it ended; keep the Work and wait for it",
                 ResourceWarning,

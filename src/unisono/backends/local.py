@@ -7,7 +7,6 @@ pair of ranks, others wait for their receive. A program that needs endless buffe
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,7 +14,17 @@ from dataclasses import dataclass, field
 
 from unisono.backends.registry import BackendInfo
 from unisono.config import Config
-from unisono.contract import UNTYPED, Backend, Capabilities, Envelope, Lane, PeerDown, Request
+from unisono.contract import (
+    ENVELOPE_BYTES,
+    UNTYPED,
+    Backend,
+    Capabilities,
+    Envelope,
+    Lane,
+    PeerDown,
+    Request,
+    withdrawn,
+)
 from unisono.errors import ClosedError, Deadlock, UnisonoError, UsageError
 from unisono.inbox import Inbox, Parcel
 from unisono.matching import Posted
@@ -23,9 +32,6 @@ from unisono.runtime import Event, RealRuntime, Runtime, Waiting
 from unisono.values import Any_
 
 __all__ = ["DESCRIPTION", "LocalBackend"]
-
-# What a queued message costs beyond its bytes: an endless stream of empty ones must meet a limit too.
-_ENVELOPE_BYTES = 64
 
 
 class LocalBackend(Backend):
@@ -43,7 +49,8 @@ class LocalBackend(Backend):
         self._hub = hub
         self._rank = rank
         # A rank that is simply forgotten must not leave the others waiting for it.
-        self._forgotten = weakref.finalize(self, hub.leave, PeerDown(rank, "left without closing", left=True))
+        gone = PeerDown(rank, "left without closing", left=True)
+        self._forgotten = weakref.finalize(self, hub.leave_later, gone)
         self._forgotten.atexit = False
 
     @property
@@ -91,12 +98,12 @@ class LocalBackend(Backend):
             request.fail(down)
             return request
         envelope = Envelope(self._rank, context, tag, data.nbytes, dtype, header)
-        pair = self._hub.pairs[self._rank, dst]
+        pair = self._hub.pair(self._rank, dst, lane)
         parcel = _Parcel(data, request, pair, self._hub)
         if pair.take(data.nbytes, is_own=dst == self._rank):
-            parcel.data, parcel.cost = memoryview(bytes(data)), data.nbytes + _ENVELOPE_BYTES
+            parcel.data, parcel.cost = memoryview(bytes(data)), data.nbytes + ENVELOPE_BYTES
         inbox = self._hub.inboxes[dst]
-        request.withdraw_by(lambda _: parcel.withdraw(inbox))
+        request.withdraw_by(lambda _: parcel.take_back(inbox, withdrawn()))
         # An eager send ends before its arrival: the receiver may answer at once, on this very thread.
         if parcel.cost and not sync:
             parcel.request = None
@@ -104,6 +111,8 @@ class LocalBackend(Backend):
             request.complete()
         else:
             inbox.arrive(envelope, parcel)
+            if (closed := self._hub.down_of(self._rank, self._rank)) is not None:
+                parcel.take_back(inbox, closed)  # this rank was closed meanwhile and has not seen the parcel
         return request
 
     def start_recv(
@@ -135,7 +144,7 @@ class LocalBackend(Backend):
 
 @dataclass(slots=True)
 class _Pair:
-    """The credit that one rank has with another."""
+    """The credit that one rank has with another on one lane."""
 
     limit: int
     eager_bytes: int
@@ -147,7 +156,7 @@ class _Pair:
 
         A rank may always send to itself: it could never wait for its own receive.
         """
-        cost = nbytes + _ENVELOPE_BYTES
+        cost = nbytes + ENVELOPE_BYTES
         with self.lock:
             if not is_own and (nbytes > self.eager_bytes or self.used + cost > self.limit):
                 return False
@@ -186,12 +195,11 @@ class _Parcel(Parcel):
         if self.request is not None:
             self.request.fail(error)
 
-    def withdraw(self, inbox: Inbox) -> bool:
-        if not inbox.withdraw_parcel(self):
+    def take_back(self, inbox: Inbox, error: UnisonoError) -> bool:
+        """End the sender's request and let the message vanish; False if it has met its receive or ended."""
+        if self.request is None or not inbox.withdraw_parcel(self):
             return False
-        self._settle()
-        assert self.request is not None
-        self.request.cancelled()
+        self.refuse(error)
         return True
 
     def _settle(self) -> None:
@@ -207,12 +215,19 @@ class _Hub:
         self.size = size
         self.config = config
         self.inboxes = [Inbox(rank) for rank in range(size)]
-        ranks = itertools.product(range(size), repeat=2)
-        self.pairs = {p: _Pair(config.eager_credit_bytes, config.eager_bytes) for p in ranks}
         self.runtime = _WatchfulRuntime(size, config.deadlock_after_s)
         self._lock = threading.Lock()
+        self._pairs: dict[tuple[int, int, Lane], _Pair] = {}
         self._down: dict[int, PeerDown] = {}
         self._listeners: dict[int, list[Callable[[PeerDown], None]]] = {rank: [] for rank in range(size)}
+
+    def pair(self, src: int, dst: int, lane: Lane) -> _Pair:
+        """The credit of a lane between two ranks."""
+        pair = self._pairs.get((src, dst, lane))
+        if pair is None:
+            fresh = _Pair(self.config.eager_credit_bytes, self.config.eager_bytes)
+            pair = self._pairs.setdefault((src, dst, lane), fresh)
+        return pair
 
     def down_of(self, rank: int, peer: int) -> UnisonoError | None:
         """Why `rank` can send nothing to `peer`, if so."""
@@ -236,12 +251,21 @@ class _Hub:
             self._listeners[down.rank] = []
             listeners = [fn for fns in self._listeners.values() for fn in fns]
         self.note_activity()
-        self.inboxes[down.rank].close(ClosedError(f"rank {down.rank} is closed"), down.error())
+        closed = ClosedError(f"rank {down.rank} is closed")
+        for inbox in self.inboxes:
+            for parcel in inbox.parcels_from(down.rank):
+                assert isinstance(parcel, _Parcel)
+                parcel.take_back(inbox, closed)
+        self.inboxes[down.rank].close(closed, down.error())
         for inbox in self.inboxes:
             if inbox.rank != down.rank:
                 inbox.peer_down(down)
         for listener in listeners:
             listener(down)
+
+    def leave_later(self, down: PeerDown) -> None:
+        """Leave from the timer thread: the collector strikes anywhere, also where a lock of ours is held."""
+        self.runtime.call_at(self.runtime.now(), lambda: self.leave(down))
 
     def note_activity(self) -> None:
         self.runtime.activity += 1

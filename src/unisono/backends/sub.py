@@ -7,7 +7,6 @@ through the parent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from unisono.config import Config
 from unisono.contract import UNTYPED, Backend, Capabilities, Lane, PeerDown, Request
@@ -22,11 +21,11 @@ class SubBackend(Backend):
     """The members of a parent backend, numbered from 0 in the order given (`ordered`) or sorted."""
 
     def __init__(self, parent: Backend, members: Sequence[int], *, ordered: bool = False) -> None:
-        chosen = list(members) if ordered else sorted(set(members))
-        if not chosen:
+        if not members:
             raise UsageError("members is empty; allowed: one or more ranks of the parent")
-        for member in chosen:
+        for member in members:
             parent.check_peer(member, "member")
+        chosen = list(members) if ordered else sorted(set(members))
         if len(set(chosen)) != len(chosen):
             raise UsageError(f"members {chosen} name a rank twice")
         if parent.rank not in chosen:
@@ -93,19 +92,22 @@ class SubBackend(Backend):
     ) -> Request:
         """Send through the parent."""
         there = self.to_global(dst)
-        return self.parent.start_send(
-            there, context, tag, data, dtype=dtype, header=header, lane=lane, sync=sync
+        return self._ours(
+            self.parent.start_send(
+                there, context, tag, data, dtype=dtype, header=header, lane=lane, sync=sync
+            ),
+            dst,
         )
 
     def start_recv(
         self, src: int | Any_, context: int, tag: int | Any_, into: memoryview | None, *, dtype: int = UNTYPED
     ) -> Request:
         """Receive through the parent."""
-        return self._ours(self.parent.start_recv(self._source(src), context, tag, into, dtype=dtype))
+        return self._ours(self.parent.start_recv(self._source(src), context, tag, into, dtype=dtype), src)
 
     def probe(self, src: int | Any_, context: int, tag: int | Any_) -> Request:
         """Probe through the parent."""
-        return self._ours(self.parent.probe(self._source(src), context, tag))
+        return self._ours(self.parent.probe(self._source(src), context, tag), src)
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         """Hear of members only, by our numbers."""
@@ -125,8 +127,8 @@ class SubBackend(Backend):
         theirs = self.parent.hosts()
         return tuple(theirs[member] for member in self.members) if theirs else ()
 
-    def _ours(self, request: Request) -> Request:
-        request.translate = lambda envelope: replace(envelope, source=self._local[envelope.source])
+    def _ours(self, request: Request, peer: int | Any_) -> Request:
+        request.peer, request.rank_here = peer, self._local.__getitem__
         return request
 
     def _source(self, src: int | Any_) -> int | Any_:

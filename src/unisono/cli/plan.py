@@ -33,7 +33,7 @@ from unisono.plans import (
     entry_of,
 )
 from unisono.plans.choose import fitting, predict_s
-from unisono.plans.draw import as_svg, as_text, rank_text
+from unisono.plans.draw import as_svg, as_text, messages, rank_text
 from unisono.plans.units import bytes_text, seconds_text
 from unisono.values import DTYPES
 
@@ -184,7 +184,7 @@ def _print_summary(
     table.add_column(style="cyan")
     table.add_column()
     table.add_row("algorithm", Text.assemble((plans[0].algorithm, "bold green"), f": {reason}"))
-    table.add_row("rounds", f"{len(plans[0].rounds)}")
+    table.add_row("rounds", f"{len({message.sent_in for message in messages(plans)})}")
     table.add_row("steps", f"{sum(len(list(plan.steps)) for plan in plans):,} on all ranks")
     moved, number = sum(each.bytes_sent for each in costs), sum(each.messages for each in costs)
     most = f"the busiest rank sends {bytes_text(busiest.bytes_sent)} in {busiest.messages}"

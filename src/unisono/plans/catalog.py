@@ -160,8 +160,8 @@ def entry_of(collective: str, algorithm: str) -> Entry:
     return entries[algorithm]
 
 
-# 4,096: a training step with a thousand different shapes fits several times; a plan takes a few kilobytes.
-@lru_cache(maxsize=4096)
+# 1,024: the shapes of a training step fit; a plan takes kilobytes: a ring of 64 ranks 26 of them.
+@lru_cache(maxsize=1024)
 def build(problem: Problem, rank: int, algorithm: str) -> Plan:
     """Write one rank's plan by a named algorithm."""
     entry = entry_of(problem.collective, algorithm)

@@ -7,7 +7,7 @@ all_to_all). For small messages and for barriers.
 from __future__ import annotations
 
 from unisono.plans.canonical import levels
-from unisono.plans.layout import TOKEN, chunks, finish, offsets, whole, with_first
+from unisono.plans.layout import TOKEN, finish, offsets, whole, with_first, with_last
 from unisono.plans.steps import Buf, Copy, Plan, Problem, Recv, Send, Slice, Step
 
 __all__ = ["all_gather", "all_to_all", "barrier"]
@@ -45,31 +45,35 @@ def all_to_all(problem: Problem, rank: int) -> Plan:
     tmp: the blocks by distance to go, then room to pack what leaves and what arrives.
     """
     size, count = problem.size, problem.counts[0]
-    row, column = (chunks(buf, offsets([count] * size)) for buf in (Buf.IN, Buf.OUT))
 
-    def block(place: int) -> Slice:
-        return Slice(Buf.TMP, place * count, (place + 1) * count)
+    def run(buf: Buf, first: int, stop: int) -> Slice:
+        return Slice(buf, first * count, stop * count)
 
+    leaves, arrives = size, size + size // 2
     rounds: list[list[Step]] = []
     for level in range(levels(size)):
         distance = 1 << level
-        moving = [place for place in range(size) if place & distance]
-        leaves, arrives = size, size + size // 2
-        rounds.append(
-            [
-                *(Copy(block(leaves + i), block(place)) for i, place in enumerate(moving)),
-                Send(
-                    (rank + distance) % size, Slice(Buf.TMP, leaves * count, (leaves + len(moving)) * count)
-                ),
-                Recv(
-                    (rank - distance) % size, Slice(Buf.TMP, arrives * count, (arrives + len(moving)) * count)
-                ),
-                *(Copy(block(place), block(arrives + i)) for i, place in enumerate(moving)),
-            ]
-        )
-    turned = [Copy(block(place), row[(rank + place) % size]) for place in range(size)]
-    unturned = [Copy(column[(rank - place) % size], block(place)) for place in range(size)]
-    return finish(problem, rank, "dissemination", [turned, *rounds, unturned])
+        # Blocks whose distance has this bit lie in runs of 2^level.
+        runs = [(first, min(first + distance, size)) for first in range(distance, size, 2 * distance)]
+        packed = offsets(stop - first for first, stop in runs)
+        pack: list[Step] = []
+        unpack: list[Step] = []
+        for (first, stop), begin, end in zip(runs, packed, packed[1:], strict=False):
+            pack.append(Copy(run(Buf.TMP, leaves + begin, leaves + end), run(Buf.TMP, first, stop)))
+            unpack.append(Copy(run(Buf.TMP, first, stop), run(Buf.TMP, arrives + begin, arrives + end)))
+        send = Send((rank + distance) % size, run(Buf.TMP, leaves, leaves + packed[-1]))
+        recv = Recv((rank - distance) % size, run(Buf.TMP, arrives, arrives + packed[-1]))
+        rounds.append([*pack, send, recv, *unpack])
+    turn = [
+        Copy(run(Buf.TMP, 0, size - rank), run(Buf.IN, rank, size)),
+        Copy(run(Buf.TMP, size - rank, size), run(Buf.IN, 0, rank)),
+    ]
+    sources = ((rank - place) % size for place in range(size))
+    turn_back = [
+        Copy(run(Buf.OUT, source, source + 1), run(Buf.TMP, place, place + 1))
+        for place, source in enumerate(sources)
+    ]
+    return finish(problem, rank, "dissemination", with_last(with_first(turn, rounds), turn_back))
 
 
 def barrier(problem: Problem, rank: int) -> Plan:

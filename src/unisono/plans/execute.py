@@ -11,8 +11,9 @@ their written order, because that is how the k-th send meets the k-th receive.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
@@ -20,11 +21,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from unisono.buffers import as_bytes
-from unisono.contract import Backend, Request
-from unisono.errors import UsageError
+from unisono.contract import Backend, Request, Stage
+from unisono.errors import UnisonoError, UsageError
 from unisono.kernels import reduce_into
 from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
-from unisono.values import Any_, DType, ReduceOp
 from unisono.work import Call, Steps
 
 __all__ = ["Execution", "Memory", "execute"]
@@ -37,38 +37,36 @@ class Execution:
     """Everything about a run that is not the plan."""
 
     backend: Backend
-    context: int
-    tag: int
+    stage: Stage
     call: Call
-    dtype: DType
-    op: ReduceOp | None
     world_ranks: tuple[int, ...]
     """What errors call the peers."""
-    header: bytes
     check_header: Callable[[int, bytes], None]
     """Called with the peer and its header for every first message; raises if it does not fit ours."""
     check_length: Callable[[int, int, int, bytes], None]
     """Called with the peer, the bytes that came, the bytes awaited and the header; raises."""
 
 
-def execute(plan: Plan, memory: Mapping[Buf, Memory], how: Execution) -> Steps[None]:
+def execute(plan: Plan, how: Execution) -> Steps[None]:
     """Run one rank's plan to its end; on an error, withdraw what can be withdrawn and wait for the rest."""
     config = how.backend.config
-    segment = max(1, config.segment_bytes // how.dtype.itemsize)
-    run = _Run(_program(plan, segment), plan, memory, how, config.window_segments)
+    segment = max(1, config.segment_bytes // how.stage.dtype.itemsize)
+    run = _Run(_program(plan, segment), plan, how, config.window_segments)
     try:
         while not run.advance():
             yield
-    except BaseException:
+    except BaseException as reason:
         run.withdraw()
-        while run.has_pending():
-            yield
+        while run.has_pending() and not isinstance(reason, GeneratorExit):
+            # The first reason counts; whatever comes meanwhile, requests that were met still use our memory.
+            with contextlib.suppress(UnisonoError):
+                yield
         raise
 
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """The pieces of a plan: `after[i]` lists those that wait for piece i, `waits[i]` counts those it awaits."""
+    """The pieces of a plan: `after[i]` lists those that await piece i, `waits[i]` counts those it awaits."""
 
     pieces: tuple[Step, ...]
     after: tuple[tuple[int, ...], ...]
@@ -182,16 +180,14 @@ class _Accesses:
 class _Run:
     """One execution under way."""
 
-    def __init__(
-        self, program: _Program, plan: Plan, memory: Mapping[Buf, Memory], how: Execution, window: int
-    ) -> None:
+    def __init__(self, program: _Program, plan: Plan, how: Execution, window: int) -> None:
         self._program = program
         self._how = how
         self._window = window
-        storage = how.dtype.storage
-        self._memory = {
-            Buf.IN: memory.get(Buf.IN, np.empty(0, storage)),
-            Buf.OUT: memory.get(Buf.OUT, np.empty(0, storage)),
+        storage = how.stage.dtype.storage
+        self._memory: dict[Buf, Memory] = {
+            Buf.IN: how.stage.memory.get(Buf.IN, np.empty(0, storage)),
+            Buf.OUT: how.stage.memory.get(Buf.OUT, np.empty(0, storage)),
             Buf.TMP: np.empty(plan.tmp_count, storage),
         }
         for buf, count in ((Buf.IN, plan.in_count), (Buf.OUT, plan.out_count)):
@@ -210,7 +206,7 @@ class _Run:
         self._ended: deque[int] = deque()
         self._ready: deque[int] = deque()
         self._introduced: set[int] = set()
-        self._met: set[int] = set()
+        self._deserters: set[int] = set()
         for i, piece in enumerate(program.pieces):
             if isinstance(piece, Send):
                 self._sends.setdefault(piece.peer, deque()).append(i)
@@ -218,6 +214,7 @@ class _Run:
                 self._recvs.setdefault(piece.peer, deque()).append(i)
             elif not self._waits[i]:
                 self._ready.append(i)
+        self._first_recv = {peer: queue[0] for peer, queue in self._recvs.items()}
         how.call.waiting_on = self.peers_awaited
 
     def advance(self) -> bool:
@@ -236,8 +233,9 @@ class _Run:
 
     def peers_awaited(self) -> tuple[int, ...]:
         """The world ranks that the run waits for now."""
-        peers = {request.peer for request in list(self._pending.values()) if not request.done}
-        return tuple(sorted(self._how.world_ranks[peer] for peer in peers if not isinstance(peer, Any_)))
+        pieces = [self._program.pieces[i] for i, request in list(self._pending.items()) if not request.done]
+        peers = {piece.peer for piece in pieces if not isinstance(piece, Copy | Reduce)} | self._deserters
+        return tuple(sorted(self._how.world_ranks[peer] for peer in peers))
 
     def withdraw(self) -> None:
         """Take back every request that has not met its counterpart."""
@@ -261,11 +259,11 @@ class _Run:
             how = self._how
             request = how.backend.start_send(
                 peer,
-                how.context,
-                how.tag,
+                how.stage.context,
+                how.stage.tag,
                 self._view(piece.src),
-                dtype=how.dtype.code,
-                header=how.header if is_first else b"",
+                dtype=how.stage.dtype.code,
+                header=how.stage.header if is_first else b"",
                 sync=is_first and how.backend.capabilities.sync_send,
             )
             self._follow(i, request)
@@ -287,7 +285,12 @@ class _Run:
             queue.popleft()
             self._receiving[peer] = self._receiving.get(peer, 0) + 1
             how = self._how
-            self._follow(i, how.backend.start_recv(peer, how.context, how.tag, into, dtype=how.dtype.code))
+            self._follow(
+                i,
+                how.backend.start_recv(
+                    peer, how.stage.context, how.stage.tag, into, dtype=how.stage.dtype.code
+                ),
+            )
 
     def _follow(self, i: int, request: Request) -> None:
         self._pending[i] = request
@@ -302,11 +305,13 @@ class _Run:
         piece = self._program.pieces[i]
         if isinstance(piece, Send):
             if request.error is not None:
-                raise request.error
+                raise self._how.call.fault(request.error)
             self._finish(i)
             return
         assert isinstance(piece, Recv | RecvReduce)
-        self._check_message(piece, request)
+        if self._is_left_over(i, piece.peer, request):
+            return
+        self._check_message(i, piece, request)
         if isinstance(piece, Recv):
             self._receiving[piece.peer] -= 1
             self._finish(i)
@@ -314,13 +319,23 @@ class _Run:
             self._reduce_landed(i, piece)
         # else: it is reduced as soon as the pieces before it are done, by _on_ready
 
-    def _check_message(self, piece: Recv | RecvReduce, request: Request) -> None:
-        how, awaited = self._how, piece.dst.count * self._how.dtype.itemsize
+    def _is_left_over(self, i: int, peer: int, request: Request) -> bool:
+        """Whether this is from a peer that took its first message back, for the fingerprint is missing.
+
+        It has given up, and the news why is on its way: what it sent before means nothing any more.
+        """
+        envelope, header = request.envelope, self._how.stage.header
+        if i == self._first_recv[peer] and header and envelope is not None and not envelope.header:
+            self._deserters.add(peer)
+        return peer in self._deserters and (request.error is None or isinstance(request.error, UsageError))
+
+    def _check_message(self, i: int, piece: Recv | RecvReduce, request: Request) -> None:
+        how, awaited = self._how, piece.dst.count * self._how.stage.dtype.itemsize
         if isinstance(request.error, UsageError):
             # Too long, or of another type: the message still waits, here or in a later receive that it fits.
             refused = request
             if refused.envelope is None:
-                refused = how.backend.probe(piece.peer, how.context, how.tag)
+                refused = how.backend.probe(piece.peer, how.stage.context, how.stage.tag)
                 refused.cancel()
             envelope = refused.envelope
             if envelope is not None:
@@ -328,11 +343,11 @@ class _Run:
                     how.check_header(piece.peer, envelope.header)
                 how.check_length(piece.peer, envelope.nbytes, awaited, envelope.header)
         if request.error is not None:
-            raise request.error
+            raise how.call.fault(request.error)
         envelope = request.envelope
         assert envelope is not None
-        if piece.peer not in self._met:
-            self._met.add(piece.peer)
+        # The fingerprint is in the first message, which need not be the first whose bytes are all here.
+        if i == self._first_recv[piece.peer]:
             how.check_header(piece.peer, envelope.header)
         if envelope.nbytes != awaited:
             how.check_length(piece.peer, envelope.nbytes, awaited, envelope.header)
@@ -357,9 +372,9 @@ class _Run:
         self._finish(i)
 
     def _combine(self, dst: Slice, src: Memory, left: bool) -> None:
-        assert self._how.op is not None, "a plan that reduces needs an operation"
+        assert self._how.stage.op is not None, "a plan that reduces needs an operation"
         if dst.count:
-            reduce_into(self._slice(dst), src, self._how.op, self._how.dtype, left)
+            reduce_into(self._slice(dst), src, self._how.stage.op, self._how.stage.dtype, left)
 
     def _finish(self, i: int) -> None:
         self._left -= 1
@@ -372,11 +387,11 @@ class _Run:
         for k, spare in enumerate(self._spare):
             if spare.size == count:
                 return self._spare.pop(k)
-        return np.empty(count, self._how.dtype.storage)
+        return np.empty(count, self._how.stage.dtype.storage)
 
     def _slice(self, s: Slice) -> Memory:
         return self._memory[s.buf][s.start : s.stop]
 
     def _view(self, s: Slice) -> memoryview:
-        itemsize = self._how.dtype.itemsize
+        itemsize = self._how.stage.dtype.itemsize
         return self._bytes[s.buf][s.start * itemsize : s.stop * itemsize]

@@ -106,6 +106,8 @@ class SimBackend(Backend):
     ) -> Request:
         """Send a message, or its envelope."""
         self.check_peer(dst, "dst")
+        if isinstance(dst, Any_):
+            raise UsageError("dst=ANY; allowed: one rank")
         if data.nbytes > self.config.message_bytes_max or len(header) > HEADER_BYTES_MAX:
             raise UsageError(
                 f"a message of {data.nbytes} bytes with a header of {len(header)}; allowed: "
@@ -174,11 +176,14 @@ class SimBackend(Backend):
             self.inbox.withdraw_parcel(message)
             del self.offered[message]
         self.inbox.peer_down(down)
+        # Callbacks may do anything, this backend's end included: look again before each.
         for message in [m for m in self.landing if m.sender.rank == down.rank]:
-            self.landing.pop(message).request.fail(down.error())
+            if (posted := self.landing.pop(message, None)) is not None:
+                posted.request.fail(down.error())
         for message in [m for m in self.sending if m.receiver.rank == down.rank]:
-            del self.sending[message]
-            message.request.fail(down.error())
+            if message in self.sending:
+                del self.sending[message]
+                message.request.fail(down.error())
 
     def _begin(self, tag: int | Any_) -> bool:
         """Count an operation and let faults strike; False if the rank is dead but not the one to be told.
@@ -218,7 +223,7 @@ class _Message(Parcel):
         self._is_met = False
         self._is_withdrawn = False
 
-    # At the sender
+    # -- at the sender -------------------------------------------------------------------------------------
 
     def start(self, sync: bool) -> None:
         """Leave, with the bytes if they may go."""
@@ -240,7 +245,7 @@ class _Message(Parcel):
         if self.sender is self.receiver:
             return True
         src, dst, fabric = self.sender.rank, self.receiver.rank, self.sender.fabric
-        credit = fabric.way(src, dst).credit
+        credit = fabric.way(src, dst).credit(self._lane)
         return credit.take(self._envelope.nbytes, fabric.scheduler.now, fabric.way(dst, src))
 
     def _answered(self) -> None:
@@ -268,7 +273,7 @@ class _Message(Parcel):
         self.request.cancelled()
         return True
 
-    # At the receiver
+    # -- at the receiver -----------------------------------------------------------------------------------
 
     def _arrive(self) -> None:
         if self._is_withdrawn or self.receiver.is_gone:
@@ -311,7 +316,7 @@ class _Message(Parcel):
             posted.into[: self._envelope.nbytes] = self._data
         posted.request.complete(self._envelope, taken)
 
-    # Between the two
+    # -- between the two -----------------------------------------------------------------------------------
 
     def _to_receiver(self, nbytes: int, delivery: Callable[[], None]) -> None:
         self.sender.fabric.carry(self.sender.rank, self.receiver.rank, self._lane, nbytes, delivery)
@@ -324,7 +329,7 @@ class _Message(Parcel):
         if self.sender is not self.receiver:
             fabric, src, dst = self.sender.fabric, self.sender.rank, self.receiver.rank
             when = fabric.scheduler.now + fabric.way(dst, src).latency_s
-            fabric.way(src, dst).credit.give_back(self._envelope.nbytes, when)
+            fabric.way(src, dst).credit(self._lane).give_back(self._envelope.nbytes, when)
 
 
 K = TypeVar("K")

@@ -9,13 +9,14 @@ on a TCP connection, until somebody hangs up.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
 from unisono.config import Config
-from unisono.contract import Envelope, Lane
+from unisono.contract import ENVELOPE_BYTES, Envelope, Lane
 from unisono.simulation.network import Network, Pace
 from unisono.simulation.scheduler import Due, Scheduler, SimThread
 from unisono.simulation.trace import TraceEvent
@@ -46,8 +47,7 @@ class Fabric:
         way = self._ways.get((src, dst))
         if way is None:
             pace = self._network.pace(src, dst)
-            credit = Credit(self.config.eager_bytes, self.config.eager_credit_bytes)
-            way = Way(self.scheduler, self.scheduler.threads[dst], pace, self._jitter, credit)
+            way = Way(self.scheduler, self.scheduler.threads[dst], pace, self._jitter, self.config)
             self._ways[src, dst] = way
         return way
 
@@ -76,7 +76,22 @@ class Fabric:
 
 
 class Way:
-    """From one rank to another. Its lanes share nothing but the pace and what stands in the way."""
+    """From one rank to another. Its lanes share nothing but the pace and what stands in the way.
+
+    There are n * n of them, and most carry only a goodbye: a lane is made when it is used.
+    """
+
+    __slots__ = (
+        "_config",
+        "_cuts",
+        "_factors",
+        "_is_over",
+        "_jitter",
+        "_lanes",
+        "_receiver",
+        "_scheduler",
+        "pace",
+    )
 
     def __init__(
         self,
@@ -84,16 +99,16 @@ class Way:
         receiver: SimThread,
         pace: Pace,
         jitter: Callable[[], float],
-        credit: Credit,
+        config: Config,
     ) -> None:
         self.pace = pace
-        self.credit = credit
+        self._config = config
         self._scheduler = scheduler
         self._receiver = receiver
         self._jitter = jitter
-        self._lanes = {lane: _Lane(scheduler, self) for lane in Lane}
+        self._lanes: dict[Lane, _Lane] = {}
         self._cuts = 0
-        self._factors: list[float] = []
+        self._factors: tuple[float, ...] = ()
         self._is_over = False
 
     @property
@@ -117,11 +132,12 @@ class Way:
             return
         pace, factor = self.pace, self._slowness()
         extra = pace.latency_s + (self._jitter() * pace.jitter_s if pace.jitter_s else 0.0)
-        self._lanes[lane].add(nbytes / pace.bytes_per_s * factor, extra * factor, delivery)
+        self._lane(lane).add(nbytes / pace.bytes_per_s * factor, extra * factor, delivery)
 
     def send_last(self, delivery: Delivery) -> None:
         """Let something arrive after everything that was sent on either lane; no more is taken."""
-        lanes_left = len(self._lanes)
+        busy = [lane for lane, queue in self._lanes.items() if queue.is_busy] or [Lane.CONTROL]
+        lanes_left = len(busy)
 
         def on_lane() -> None:
             nonlocal lanes_left
@@ -129,7 +145,7 @@ class Way:
             if not lanes_left:
                 delivery()
 
-        for lane in self._lanes:
+        for lane in busy:
             self.send(lane, 0, on_lane)
         self._is_over = True
 
@@ -153,11 +169,12 @@ class Way:
 
     def slow(self, factor: float) -> None:
         """Make what is sent from now on take longer."""
-        self._factors.append(factor)
+        self._factors += (factor,)
 
     def unslow(self, factor: float) -> None:
         """Take one slowness away."""
-        self._factors.remove(factor)
+        i = self._factors.index(factor)
+        self._factors = self._factors[:i] + self._factors[i + 1 :]
 
     def release(self, earliest: float) -> None:
         """Let what was held arrive, no sooner than `earliest`."""
@@ -165,25 +182,39 @@ class Way:
             for lane in self._lanes.values():
                 lane.release(earliest)
 
+    def credit(self, lane: Lane) -> Credit:
+        """What may be sent on a lane before it is asked for."""
+        return self._lane(lane).credit
+
+    def _lane(self, lane: Lane) -> _Lane:
+        found = self._lanes.get(lane)
+        if found is None:
+            credit = Credit(self._config.eager_bytes, self._config.eager_credit_bytes)
+            found = self._lanes[lane] = _Lane(self._scheduler, self, credit)
+        return found
+
     def _slowness(self) -> float:
-        product = 1.0
-        for factor in self._factors:
-            product *= factor
-        return product
+        return math.prod(self._factors)
 
 
 class _Lane:
     """What is under way on one lane, in order. Only the first has a call due."""
 
-    __slots__ = ("_due", "_free_at", "_is_delivering", "_queue", "_scheduler", "_way")
+    __slots__ = ("_due", "_free_at", "_is_delivering", "_queue", "_scheduler", "_way", "credit")
 
-    def __init__(self, scheduler: Scheduler, way: Way) -> None:
+    def __init__(self, scheduler: Scheduler, way: Way, credit: Credit) -> None:
+        self.credit = credit
         self._scheduler = scheduler
         self._way = way
         self._queue: deque[tuple[float, Delivery]] = deque()
         self._free_at = 0.0
         self._due: Due | None = None
         self._is_delivering = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._queue) or self._is_delivering
 
     def add(self, sending_s: float, travel_s: float, delivery: Delivery) -> None:
         """One leaves after the other: `sending_s` is how long it keeps the lane busy."""
@@ -220,24 +251,23 @@ class _Lane:
 
 
 class Credit:
-    """How much one rank may send another before it is asked for.
+    """How much one rank may send another on a lane before it is asked for.
 
     Credit comes back when a message has met its receive and the news of it has travelled back.
     """
 
-    # What a queued message costs beyond its bytes: an endless stream of empty ones must meet a limit too.
-    ENVELOPE_BYTES = 64
+    __slots__ = ("_eager_bytes", "_left", "_returns")
 
     def __init__(self, eager_bytes: int, limit: int) -> None:
         self._eager_bytes = eager_bytes
         self._left = limit
-        self._returns: deque[tuple[float, int]] = deque()
+        self._returns: deque[tuple[float, int]] | None = None
 
     def take(self, nbytes: int, now: float, way_back: Way) -> bool:
         """Use credit for a message; False if it must wait for its receive instead."""
         while self._returns and self._returns[0][0] <= now and not way_back.is_cut:
             self._left += self._returns.popleft()[1]
-        cost = nbytes + self.ENVELOPE_BYTES
+        cost = nbytes + ENVELOPE_BYTES
         if nbytes > self._eager_bytes or cost > self._left:
             return False
         self._left -= cost
@@ -245,4 +275,6 @@ class Credit:
 
     def give_back(self, nbytes: int, when: float) -> None:
         """Let the sender know at a time that a message was received."""
-        self._returns.append((when, nbytes + self.ENVELOPE_BYTES))
+        if self._returns is None:
+            self._returns = deque()
+        self._returns.append((when, nbytes + ENVELOPE_BYTES))

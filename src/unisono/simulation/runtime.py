@@ -75,6 +75,11 @@ class SimRuntime(Runtime):
         self._thread = thread
         self._polling_since = self._polled_at = 0.0
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether the rank was killed, or the whole simulation stopped."""
+        return self._thread.killed is not None or self._scheduler.is_stopping
+
     def now(self) -> float:
         """Virtual seconds since the start."""
         return self._scheduler.now

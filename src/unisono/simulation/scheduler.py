@@ -14,11 +14,16 @@ import random
 import threading
 from collections.abc import Callable
 from enum import Enum
+from typing import Final
 
 from unisono.errors import Deadlock, UsageError
 from unisono.runtime import Killed, Waiting
 
 __all__ = ["Due", "Scheduler", "SimThread", "Stopped", "scheduler_here"]
+
+
+# Cancelled calls stay in the heap until there are so many that rebuilding it pays.
+_CANCELLED_MIN: Final = 1024
 
 
 class Stopped(Killed):
@@ -38,7 +43,7 @@ class Due:
     def cancel(self) -> None:
         """Forget it, unless it was made."""
         if self.take() is not None:
-            self._scheduler.discard_if_stale()
+            self._scheduler.note_cancelled()
 
     def take(self) -> Callable[[], None] | None:
         """Use it up."""
@@ -63,6 +68,7 @@ class Scheduler:
         self._ready: list[SimThread] = []
         self._calls: list[tuple[float, int, Due]] = []
         self._calls_made = 0
+        self._cancelled = 0
         self._moved_at = 0.0
         self._alive = 0
         self._bug: BaseException | None = None
@@ -70,7 +76,7 @@ class Scheduler:
         self._driver = 0
         self._holder = 0
 
-    # From the driver
+    # -- from the driver -----------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Run every thread to its end.
@@ -110,16 +116,19 @@ class Scheduler:
         calls = self._calls
         while calls and calls[0][0] <= self.now:
             due = heapq.heappop(calls)[2]
-            if (fn := due.take()) is not None:
-                if not due.is_housekeeping:
-                    self._moved_at = self.now
-                fn()
+            if (fn := due.take()) is None:
+                self._cancelled -= 1
+                continue
+            if not due.is_housekeeping:
+                self._moved_at = self.now
+            fn()
 
     def _let_time_pass(self) -> bool:
         """Go to the time of the next call; False if there is none that could help anybody."""
         calls = self._calls
         while calls and calls[0][2].fn is None:
             heapq.heappop(calls)
+            self._cancelled -= 1
         if not calls:
             return False
         when = calls[0][0]
@@ -158,7 +167,7 @@ class Scheduler:
         while self.current is not None:
             self._baton.acquire()
 
-    # From whoever holds the baton
+    # -- from whoever holds the baton ----------------------------------------------------------------------
 
     def call_at(self, when: float, fn: Callable[[], None], *, is_housekeeping: bool = False) -> Due:
         """Let the driver call `fn` at a time; calls for the same time in the order they were asked for."""
@@ -169,10 +178,13 @@ class Scheduler:
         heapq.heappush(self._calls, (max(when, self.now), self._calls_made, due))
         return due
 
-    def discard_if_stale(self) -> None:
-        """Called after a cancel: keep the heap from filling with calls that nobody wants any more."""
-        while self._calls and self._calls[0][2].fn is None:
-            heapq.heappop(self._calls)
+    def note_cancelled(self) -> None:
+        """A call is no longer wanted; once most are not, throw them out."""
+        self._cancelled += 1
+        if self._cancelled > _CANCELLED_MIN and self._cancelled * 2 > len(self._calls):
+            self._calls[:] = [entry for entry in self._calls if entry[2].fn is not None]
+            heapq.heapify(self._calls)
+            self._cancelled = 0
 
     def add_thread(self, target: Callable[[], None]) -> SimThread:
         """Make the thread of the next rank."""
@@ -208,7 +220,7 @@ class Scheduler:
     def pass_on(self, thread: SimThread) -> None:
         """Pass the baton from a thread to the next one, or to the driver if it has calls to make first."""
         is_call_due = bool(self._calls) and self._calls[0][0] <= self.now
-        if not self._ready or is_call_due or self.is_stopping:
+        if not self._ready or is_call_due or self.is_stopping or self._bug is not None:
             self._give(None)
         elif (following := self._choose()) is not thread:
             self._give(following)
@@ -263,7 +275,7 @@ class SimThread:
         # A daemon, because a second Ctrl-C must get out even if a rank computes for ever.
         self._thread = threading.Thread(target=self._main, name=f"unisono-simulated-{rank}", daemon=True)
 
-    # What it is
+    # -- what it is ----------------------------------------------------------------------------------------
 
     @property
     def ident(self) -> int:
@@ -291,7 +303,7 @@ class SimThread:
         """Whether a fault keeps it from running."""
         return bool(self._pauses)
 
-    # From its own code
+    # -- from its own code ---------------------------------------------------------------------------------
 
     def wait(self, waiting: Callable[[], Waiting] | None) -> None:
         """Let the others run until somebody wakes it.
@@ -349,7 +361,7 @@ class SimThread:
         self._state = _State.ENDED
         self.scheduler.end(self, bug)
 
-    # From others
+    # -- from others ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Make the real thread; it waits for the baton."""

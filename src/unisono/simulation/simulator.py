@@ -49,8 +49,11 @@ def run(
     network = network if network is not None else Network()
     if not isinstance(network, Network):
         raise UsageError(f"network is {type(network).__name__}; allowed: unisono.simulation.Network")
+    config = config if config is not None else Config()
+    if not isinstance(config, Config):
+        raise UsageError(f"config is {type(config).__name__}; allowed: unisono.Config")
     network.check(n)
-    return _World(n, seed, network, checked_faults(faults, n), config or Config()).run(program)
+    return _World(n, seed, network, checked_faults(faults, n), config).run(program)
 
 
 class _World:

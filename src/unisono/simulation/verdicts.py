@@ -103,7 +103,7 @@ class Verdicts:
     def part(self, down: PeerDown) -> None:
         """A rank has left or was killed: its links tell the others, after all that it sent."""
         for dst in range(self._fabric.size):
-            if dst != down.rank:
+            if dst != down.rank and not self._members[dst].is_gone:
                 self._fabric.way(down.rank, dst).send_last(partial(self._hear, dst, down))
 
     def _judge(self, src: int, dst: int) -> None:

@@ -1,0 +1,60 @@
+"""How long `import unisono` takes beyond NumPy's own import: `python bench/import_time.py`.
+
+Each round starts two fresh interpreters, one after the other, so that a slow moment of the machine hits both:
+one imports NumPy, the other NumPy and then unisono, and each times its own import. The table shows the median
+and quartiles. The goal: below 0.15 s beyond NumPy's. The slowest modules come from -X importtime.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+
+GOAL_S = 0.15
+TIMED = "import time; a = time.perf_counter(); {0}; b = time.perf_counter(); print(b - a)"
+
+
+def seconds(statement: str, before: str = "pass") -> float:
+    script = f"{before}; {TIMED.format(statement)}"
+    return float(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout)
+
+
+def quartiles(times: list[float]) -> str:
+    low, median, high = statistics.quantiles(times, n=4)
+    return f"{median * 1e3:8.1f} ms   ({low * 1e3:.1f} to {high * 1e3:.1f})"
+
+
+def slowest_modules(count: int) -> list[tuple[float, str]]:
+    """Modules that unisono adds to NumPy, by the time that each takes by itself."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", "import numpy; import unisono"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [line.removeprefix("import time:").split("|") for line in done.stderr.splitlines() if "|" in line]
+    modules = [(int(own) / 1e6, name.strip()) for own, _, name in rows[1:]]
+    start = next(i for i, (_, name) in enumerate(modules) if name == "numpy") + 1
+    return sorted(modules[start:], reverse=True)[:count]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    seconds("import unisono")  # the first run writes the byte code
+    numpy, ours = [], []
+    for _ in range(rounds):
+        numpy.append(seconds("import numpy"))
+        ours.append(seconds("import unisono", before="import numpy"))
+    print(f"import numpy                 {quartiles(numpy)}")
+    print(f"import unisono, after NumPy  {quartiles(ours)}   goal: below {GOAL_S * 1e3:.0f} ms")
+    print(f"goal {'reached' if statistics.median(ours) < GOAL_S else 'MISSED'}; {rounds} rounds")
+    for own, name in slowest_modules(8):
+        print(f"  {own * 1e3:6.1f} ms  {name}")
+
+
+if __name__ == "__main__":
+    main()

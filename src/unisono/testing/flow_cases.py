@@ -1,0 +1,223 @@
+"""Cases about the flow of messages: credit, large messages, sync sends, sends to oneself, many threads.
+
+Knows what the contract promises about when a send ends. Does not know how a backend keeps the promise.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from unisono.contract import Lane
+from unisono.testing.case import Suite
+from unisono.testing.seat import Seat, payload
+from unisono.values import ANY
+
+__all__ = ["SUITE"]
+
+SUITE = Suite()
+
+_MIB = 1 << 20
+
+
+@SUITE.case(size=1)
+def a_rank_sends_to_itself(seat: Seat) -> None:
+    """A send to oneself ends at once, however long it is: its receive could only come afterwards."""
+    lengths = (0, 9, seat.eager_bytes + 1, seat.credit_bytes + 1, 12 * _MIB + 1)
+    for i, n in enumerate(lengths):
+        data = bytearray(payload(0, i, n))
+        request = seat.send(0, memoryview(data), tag=i)
+        seat.check(request.done, f"a send of {n} bytes to oneself is done before its receive is posted")
+        data[:] = bytes(n)  # it has ended, so its buffer is ours again
+    for i, n in reversed(list(enumerate(lengths))):
+        seat.take(0, payload(0, i, n), f"the message of {n} bytes to oneself", tag=i)
+    early = seat.recv(0, tag=9)
+    seat.done(seat.send(0, b"later", tag=9), "a send to oneself after its receive")
+    seat.equal(bytes(seat.done(early, "that receive").data or b""), b"later", "the message to oneself")
+
+
+@SUITE.case(size=2)
+def large_messages_cross_in_any_order(seat: Seat) -> None:
+    """Three sends of 12 MiB, received in another order of tags: what nobody asked for fills no lane."""
+    n, order = 12 * _MIB + 5, (2, 0, 1)
+    if seat.rank == 0:
+        sends = [seat.send(1, payload(0, i, n), tag=i) for i in range(3)]
+        seat.meet()
+        seat.all_done(sends, "a send of 12 MiB")
+    else:
+        seat.meet()
+        for i in order:
+            seat.take(0, payload(0, i, n), f"the message of 12 MiB with tag {i}", tag=i)
+
+
+@SUITE.case(size=2)
+def large_messages_cross_both_ways(seat: Seat) -> None:
+    """Two ranks may send each other large messages at the same time, with or without receives posted."""
+    n, peer = 3 * _MIB + 1, 1 - seat.rank
+    early = seat.buffer(n)
+    request = seat.recv(peer, early, tag=0)
+    sends = [seat.send(peer, payload(seat.rank, i, n), tag=i) for i in range(2)]
+    seat.check_filled(seat.got(request, "the first"), early, payload(peer, 0, n), "the first large message")
+    seat.take(peer, payload(peer, 1, n), "the second large message", tag=1)
+    seat.all_done(sends, "a large send")
+
+
+@SUITE.case(size=2)
+def buffers_are_free_when_sends_end(seat: Seat) -> None:
+    """Once a send has ended, its buffer may change: the message does not."""
+    lengths = [n for n in (1, 100, seat.eager_bytes) if n]
+    if seat.rank == 0:
+        for i, n in enumerate(lengths):
+            data = bytearray(payload(0, i, n))
+            seat.done(seat.send(1, memoryview(data), tag=i), f"a send of {n} bytes under the credit")
+            data[:] = bytes(n)
+        seat.meet()
+    else:
+        seat.meet()
+        for i, n in enumerate(lengths):
+            seat.take(0, payload(0, i, n), f"the message of {n} bytes", tag=i)
+
+
+@SUITE.case(size=2)
+def unmatched_payload_is_bounded(seat: Seat) -> None:
+    """Sends that nobody receives stop ending at the credit; received at last, all arrive, in order."""
+    piece = max(1, seat.eager_bytes)
+    limit = seat.credit_bytes + piece
+    count = 4 * limit // piece + 4
+    for turn in range(2):  # twice, because credit must come back
+        if seat.rank == 0:
+            sends = [seat.send(1, payload(turn, i, piece), tag=turn) for i in range(count)]
+            seat.meet()
+            ended = sum(request.done for request in sends) * piece
+            seat.check(
+                ended <= limit,
+                f"at most {limit} bytes of sends end before any receive (the credit and one message)",
+                f"{ended} of {count * piece} bytes did",
+            )
+            seat.all_done(sends, "a send that was received at last")
+            seat.meet()
+            last = seat.send(1, b"!", tag=9)
+            seat.done(last, "a short send after the credit has come back")
+            seat.meet()
+        else:
+            seat.meet()
+            for i in range(count):
+                seat.take(0, payload(turn, i, piece), f"message {i} of the flood", tag=turn)
+            seat.meet()
+            seat.meet()
+            seat.take(0, b"!", "the short message after the flood", tag=9)
+
+
+@SUITE.case(size=3)
+def a_full_pair_blocks_no_other(seat: Seat) -> None:
+    """A rank that takes nothing from another holds up neither third ranks, nor the way back, nor control."""
+    piece = max(1, seat.eager_bytes)
+    count = 2 * (seat.credit_bytes // piece) + 2
+    if seat.rank == 0:
+        flood = [seat.send(1, payload(0, i, piece), tag=0) for i in range(count)]
+        seat.done(seat.send(2, payload(0, 1, piece + 1), tag=1), "a send to a third rank")
+        control = seat.send(1, b"control", tag=2, lane=Lane.CONTROL)
+        seat.take(1, payload(1, 2, piece + 1), "the message on the way back", tag=3)
+        seat.done(control, "a send on the control lane")
+        seat.all_done(flood, "a send of the flood")
+    elif seat.rank == 1:
+        seat.take(0, b"control", "the message on the control lane", tag=2)
+        seat.done(seat.send(0, payload(1, 2, piece + 1), tag=3), "a send on the way back")
+        for i in range(count):
+            seat.take(0, payload(0, i, piece), f"message {i} of the flood", tag=0)
+    else:
+        seat.take(0, payload(0, 1, piece + 1), "the message to a third rank", tag=1)
+
+
+@SUITE.case(size=2, needs=["sync_send"])
+def sync_sends_end_when_met(seat: Seat) -> None:
+    """A sync send ends when its message has met a receive, not before; a probe is no receive."""
+    lengths = (0, 10, seat.eager_bytes, seat.eager_bytes + 1)
+    if seat.rank == 0:
+        sends = [seat.send(1, payload(0, i, n), tag=i, sync=True) for i, n in enumerate(lengths)]
+        seat.meet()
+        seat.meet()
+        early = [lengths[i] for i, request in enumerate(sends) if request.done]
+        seat.check(not early, "no sync send ends before its receive", f"those of {early} bytes did")
+        seat.meet()
+        seat.all_done(sends, "a sync send that was met")
+        back = seat.send(1, b"gone", tag=7, sync=True)
+        seat.meet()
+        seat.check(back.cancel(), "an unmet sync send can be withdrawn")
+        seat.meet()
+        seat.meet()
+    else:
+        seat.meet()
+        for i, n in enumerate(lengths):
+            seat.equal(seat.got(seat.probe(0, tag=i), "a probe").nbytes, n, "the length that a probe shows")
+        seat.meet()
+        seat.meet()
+        for i, n in enumerate(lengths):
+            seat.take(0, payload(0, i, n), f"the sync message of {n} bytes", tag=i)
+        seat.meet()
+        seat.meet()
+        probe = seat.probe(0, tag=7)
+        seat.check(not probe.done, "a withdrawn message is gone", "it is still there")
+        seat.check(probe.cancel(), "a waiting probe can be withdrawn")
+        seat.meet()
+
+
+@SUITE.case(size=1, needs=["sync_send"])
+def sync_sends_to_oneself_wait(seat: Seat) -> None:
+    """A sync send to oneself ends with its receive, too."""
+    request = seat.send(0, b"me", tag=1, sync=True)
+    seat.check(not request.done, "a sync send to oneself waits for its receive", "it is done")
+    seat.take(0, b"me", "the message to oneself", tag=1)
+    seat.done(request, "the sync send")
+
+
+@SUITE.case(size=2, needs=["threads"])
+def threads_share_a_rank(seat: Seat) -> None:
+    """Requests may be started from several threads at once; each thread's messages keep their order."""
+    peer, turns, failures = 1 - seat.rank, 40, []
+
+    def exchange(tag: int) -> None:
+        try:
+            for i in range(turns):
+                n = seat.eager_bytes + tag if i % 10 == tag else 10 + i
+                send = seat.send(peer, payload(seat.rank * 8 + tag, i, n), tag=tag)
+                seat.take(peer, payload(peer * 8 + tag, i, n), f"message {i} of thread {tag}", tag=tag)
+                seat.done(send, f"send {i} of thread {tag}")
+        except AssertionError as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=exchange, args=(tag,), daemon=True) for tag in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seat.time_left_s + 1)
+    if failures:
+        raise failures[0]
+    seat.check(not any(thread.is_alive() for thread in threads), "all threads end", "one hangs")
+
+
+@SUITE.case(size=3, needs=["threads", "wildcards"])
+def threads_share_wildcards(seat: Seat) -> None:
+    """Receives from ANY on several threads take every message exactly once."""
+    per_rank, taken, failures = 60, [], []
+    if seat.rank:
+        sends = [seat.send(0, payload(seat.rank, i, 8), tag=i % 3) for i in range(per_rank)]
+        seat.all_done(sends, "a send")
+        return
+
+    def take() -> None:
+        try:
+            for _ in range(2 * per_rank // 3):
+                request = seat.done(seat.recv(ANY, tag=ANY), "a receive from ANY")
+                taken.append(bytes(request.data or b""))
+        except AssertionError as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=take, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seat.time_left_s + 1)
+    if failures:
+        raise failures[0]
+    expected = sorted(bytes(payload(rank, i, 8)) for rank in (1, 2) for i in range(per_rank))
+    seat.check(sorted(taken) == expected, "every message is taken once", "some are missing or doubled")
