@@ -352,7 +352,7 @@ def test_an_interruption_loses_against_an_end_that_has_come():
     started = Started(steps)
     work = started.begin()
     with started.task._lock:  # both arrive before a step can be taken
-        started.task._is_interrupted, started.task._interruption = True, ClosedError("x")
+        started.task._is_interrupted, started.task._interruption = True, lambda: ClosedError("x")
         request.done = True
     started.task.wake()
     assert work.wait(timeout=0) == "made it"

@@ -90,7 +90,7 @@ class Task(Generic[T]):
         self._lock = threading.Lock()
         self._state = _State.PARKED
         self._woken = True
-        self._interruption: UnisonoError | None = None
+        self._interruption: Callable[[], UnisonoError] | None = None
         self._is_interrupted = False
         self._waiters = 0
         self._event = runtime.event()
@@ -129,13 +129,16 @@ class Task(Generic[T]):
             self._woken = False
         _carry_on(self)
 
-    def interrupt(self, error: UnisonoError) -> None:
-        """End it with an error: the operation is told at its next step and cleans up. The first counts."""
+    def interrupt(self, error: UnisonoError | Callable[[], UnisonoError]) -> None:
+        """End it with an error: the operation is told at its next step and cleans up. The first counts.
+
+        What is called for the error is called then, so that it can say what has become known meanwhile.
+        """
         with self._lock:
             if self._state is _State.DONE or self._is_interrupted:
                 return
             self._is_interrupted = True
-            self._interruption = error
+            self._interruption = error if callable(error) else lambda: error
         self.wake()
 
     def on_done(self, callback: Callable[[], None]) -> None:
@@ -179,7 +182,7 @@ class Task(Generic[T]):
             try:
                 interruption, self._interruption = self._interruption, None
                 if interruption is not None:
-                    self._steps.throw(interruption)
+                    self._steps.throw(interruption())
                 else:
                     self._steps.send(None)
                 if (doom := self._doom()) is not None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from unisono.config import Config
-from unisono.contract import UNTYPED, Backend, Capabilities, Lane, PeerDown, Request
+from unisono.contract import UNTYPED, Backend, Capabilities, Envelope, Lane, PeerDown, Request
 from unisono.errors import UsageError
+from unisono.matching import Posted
 from unisono.runtime import Runtime
 from unisono.values import ANY, Any_
 
@@ -33,6 +35,7 @@ class HybridBackend(Backend):
         self._parts = tuple(parts)
         self._route = route
         self._down_lock = threading.Lock()
+        self._line = _Line()
 
     @property
     def rank(self) -> int:
@@ -85,18 +88,24 @@ class HybridBackend(Backend):
     def start_recv(
         self, src: int | Any_, context: int, tag: int | Any_, into: memoryview | None, *, dtype: int = UNTYPED
     ) -> Request:
-        """Receive from the part that the route names; a wildcard waits on all."""
+        """Receive from the part that the route names; a wildcard waits on all.
+
+        Behind a wildcard that waits for the same messages, every receive has to wait its turn.
+        """
         self.check_peer(src, "src")
+        parts = self._parts
         if src is not ANY and tag is not ANY:
-            return self._parts[self._route(src, tag)].start_recv(src, context, tag, into, dtype=dtype)
-        return _Wildcard(self._parts, src, context, tag, (into, dtype)).request
+            parts = (self._parts[self._route(src, tag)],)
+            if not self._line.may_take(src, context, tag):
+                return parts[0].start_recv(src, context, tag, into, dtype=dtype)
+        return self._wait(parts, Posted(src, context, tag, Request(src), into, dtype))
 
     def probe(self, src: int | Any_, context: int, tag: int | Any_) -> Request:
         """Probe the part that the route names; a wildcard waits on all."""
         self.check_peer(src, "src")
         if src is not ANY and tag is not ANY:
             return self._parts[self._route(src, tag)].probe(src, context, tag)
-        return _Wildcard(self._parts, src, context, tag, None).request
+        return self._wait(self._parts, Posted(src, context, tag, Request(src), is_probe=True))
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         """A rank is down as soon as one part says so; it is told once."""
@@ -121,83 +130,147 @@ class HybridBackend(Backend):
         """The first part's."""
         return self._parts[0].hosts()
 
+    def _wait(self, parts: Sequence[Backend], pattern: Posted) -> Request:
+        _Waiting(self._line, parts, pattern)
+        return pattern.request
 
-class _Wildcard:
+
+class _Line:
+    """The receives of one rank that wait on several parts, in the order they were posted."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._waiting: dict[_Waiting, None] = {}
+
+    def add(self, waiting: _Waiting) -> None:
+        with self.lock:
+            self._waiting[waiting] = None
+
+    def remove(self, waiting: _Waiting) -> None:
+        """Take one out; the caller holds the lock."""
+        self._waiting.pop(waiting, None)
+
+    def first_for(self, envelope: Envelope) -> _Waiting:
+        """Who is to get a message that one of those waiting has seen; the caller holds the lock."""
+        return next(waiting for waiting in self._waiting if waiting.pattern.meets(envelope))
+
+    def may_take(self, src: int, context: int, tag: int) -> bool:
+        """Whether somebody waits for what such messages could be: then later receives stand behind."""
+        envelope = Envelope(src, context, tag, 0)
+        with self.lock:
+            return any(waiting.pattern.meets(envelope) for waiting in self._waiting)
+
+
+class _Waiting:
     """One receive or probe that any of several parts may serve.
 
-    It probes all parts; where a message shows up, it is taken from that part by its exact source and tag. If
-    another receive was faster, the probing begins again: nothing is taken that cannot be given.
+    It probes all parts. Where a message shows up, whoever stands first in line for it takes it from that
+    part by its exact source and tag. If another receive was faster, the probing begins again: nothing is
+    taken that cannot be given.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Backend],
-        src: int | Any_,
-        context: int,
-        tag: int | Any_,
-        receive: tuple[memoryview | None, int] | None,
-    ) -> None:
+    def __init__(self, line: _Line, parts: Sequence[Backend], pattern: Posted) -> None:
+        self.pattern = pattern
+        self._line = line
         self._parts = parts
-        self._pattern = (src, context, tag)
-        self._receive = receive
-        self._lock = threading.Lock()
-        self._probes: list[Request] = []
-        self._settled = False
-        self.request = Request(src, self._withdraw)
-        self._look()
+        self._probes: dict[Request, Backend] = {}
+        self._behind: list[tuple[_Waiting, Backend]] = []
+        self._is_taking = False
+        self._is_unwanted = False
+        self._is_over = False
+        pattern.request.withdraw_by(self._withdraw)
+        if not pattern.is_probe:
+            line.add(self)
+        self._look(parts)
 
-    def _look(self) -> None:
-        probes = [part.probe(*self._pattern) for part in self._parts]
-        with self._lock:
-            self._probes = probes
-        for part, probe in zip(self._parts, probes, strict=True):
-            probe.notify(lambda part=part, probe=probe: self._found(part, probe))  # type: ignore[misc]
+    def _look(self, parts: Sequence[Backend]) -> None:
+        pattern = self.pattern
+        probes = {part.probe(pattern.source, pattern.context, pattern.tag): part for part in parts}
+        with self._line.lock:
+            is_served = self._is_over or self._is_taking
+            if not is_served:
+                self._probes.update(probes)
+        if is_served:
+            for probe in probes:
+                probe.cancel()
+            return
+        # A part that has a message goes before one whose peer is gone: what arrived stays receivable.
+        for probe in sorted(probes, key=lambda probe: probe.done and probe.error is not None):
+            probe.notify(partial(self._found, probe))
 
-    def _found(self, part: Backend, probe: Request) -> None:
-        with self._lock:
-            if self._settled or probe not in self._probes:
+    def _found(self, probe: Request) -> None:
+        with self._line.lock:
+            part = self._probes.pop(probe, None)
+            if part is None:
                 return
-            probes, self._probes = self._probes, []
-        for other in probes:
+            first, rest = self, dict[Request, Backend]()
+            if probe.error is not None or self.pattern.is_probe:
+                rest = self._end()
+            else:
+                assert probe.envelope is not None
+                first = self._line.first_for(probe.envelope)
+                if first._is_taking:
+                    first._behind.append((self, part))
+                    return
+                first._is_taking = True
+                rest, first._probes = first._probes, {}
+        for other in rest:
             other.cancel()
         if probe.error is not None:
-            self._end(lambda: self.request.fail(probe.error))  # type: ignore[arg-type]
-        elif self._receive is None:
-            self._end(lambda: self.request.complete(probe.envelope))
+            self.pattern.request.fail(probe.error)
+        elif self.pattern.is_probe:
+            self.pattern.request.complete(probe.envelope)
         else:
-            self._take(part, probe)
+            assert probe.envelope is not None
+            first._take(part, probe.envelope)
+            if first is not self:
+                self._look([part])
 
-    def _take(self, part: Backend, probe: Request) -> None:
-        envelope = probe.envelope
-        assert envelope is not None
-        assert self._receive is not None
-        into, dtype = self._receive
-        taken = part.start_recv(envelope.source, envelope.context, envelope.tag, into, dtype=dtype)
-        if not taken.done and taken.cancel():
-            self._look()
-            return
-        taken.notify(lambda: self._end(lambda: self._pass_on(taken)))
-
-    def _pass_on(self, taken: Request) -> None:
-        if taken.error is not None:
-            self.request.fail(taken.error)
+    def _take(self, part: Backend, envelope: Envelope) -> None:
+        """Take a message that was seen; the probes are withdrawn."""
+        pattern = self.pattern
+        taken = part.start_recv(
+            envelope.source, envelope.context, envelope.tag, pattern.into, dtype=pattern.dtype
+        )
+        is_missed = not taken.done and taken.cancel()
+        with self._line.lock:
+            self._is_taking = False
+            behind, self._behind = self._behind, []
+            if not is_missed or self._is_unwanted:
+                self._end()
+        if not is_missed:
+            taken.notify(lambda: _pass_on(taken, pattern.request))
+        elif self._is_unwanted:
+            pattern.request.cancelled()
         else:
-            self.request.complete(taken.envelope, taken.data)
+            self._look(self._parts)
+        for waiting, its_part in behind:
+            waiting._look([its_part])
 
-    def _end(self, tell: Callable[[], None]) -> None:
-        with self._lock:
-            if self._settled:
-                return
-            self._settled = True
-        tell()
+    def _end(self) -> dict[Request, Backend]:
+        """Leave the line, and give back the probes; the caller holds the lock."""
+        self._is_over = True
+        self._line.remove(self)
+        probes, self._probes = self._probes, {}
+        return probes
 
     def _withdraw(self, request: Request) -> bool:
-        with self._lock:
-            if self._settled or not self._probes:
+        with self._line.lock:
+            if self._is_over:
                 return False
-            self._settled = True
-            probes, self._probes = self._probes, []
+            if self._is_taking:
+                # It has probably met its message; if not, it ends instead of looking again.
+                self._is_unwanted = True
+                return False
+            probes = self._end()
         for probe in probes:
             probe.cancel()
         request.cancelled()
         return True
+
+
+def _pass_on(taken: Request, request: Request) -> None:
+    if taken.error is not None:
+        request.fail(taken.error, taken.envelope)
+    else:
+        request.complete(taken.envelope, taken.data)

@@ -24,6 +24,9 @@ CASES: Final[tuple[Case, ...]] = tuple(
     for case in part.SUITE.cases
 )
 
+# How long a rank may take to give up once its patience has ended.
+_GRACE_S: Final = 2.0
+
 
 def check_backend(
     factory: Callable[[int], Sequence[Backend]],
@@ -98,7 +101,7 @@ def _passes(case: Case, factory: Callable[[int], Sequence[Backend]], timeout: fl
         if any(case.lacking(backend) for backend in backends):
             return False
         # A rank gives up by itself; beyond that, a call of the backend blocks, which none may.
-        hanging = Threads(live, backends).join(timeout + 5)
+        hanging = Threads(live, backends).join(timeout + _GRACE_S)
     finally:
         for backend in backends:
             backend.close()

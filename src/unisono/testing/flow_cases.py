@@ -64,7 +64,7 @@ def large_messages_cross_both_ways(seat: Seat) -> None:
 @SUITE.case(size=2)
 def buffers_are_free_when_sends_end(seat: Seat) -> None:
     """Once a send has ended, its buffer may change: the message does not."""
-    lengths = [n for n in (1, 100, seat.eager_bytes) if n]
+    lengths = seat.eager_lengths(1, 100, seat.eager_bytes)
     if seat.rank == 0:
         for i, n in enumerate(lengths):
             data = bytearray(payload(0, i, n))
@@ -93,18 +93,21 @@ def unmatched_payload_is_bounded(seat: Seat) -> None:
                 f"at most {limit} bytes of sends end before any receive (the credit and one message)",
                 f"{ended} of {count * piece} bytes did",
             )
+            seat.meet()
             seat.all_done(sends, "a send that was received at last")
             seat.meet()
-            last = seat.send(1, b"!", tag=9)
-            seat.done(last, "a short send after the credit has come back")
+            last = [seat.send(1, payload(turn, 0, n), tag=9) for n in seat.eager_lengths(piece)]
+            seat.all_done(last, "a short send after the credit has come back")
             seat.meet()
         else:
+            seat.meet()
             seat.meet()
             for i in range(count):
                 seat.take(0, payload(turn, i, piece), f"message {i} of the flood", tag=turn)
             seat.meet()
             seat.meet()
-            seat.take(0, b"!", "the short message after the flood", tag=9)
+            for n in seat.eager_lengths(piece):
+                seat.take(0, payload(turn, 0, n), "the short message after the flood", tag=9)
 
 
 @SUITE.case(size=3)

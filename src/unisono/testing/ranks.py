@@ -20,7 +20,7 @@ from unisono.session import local
 __all__ = ["Threads", "run_local"]
 
 # How long ranks may take to end once they were told to give up.
-_GRACE_S = 2.0
+_GRACE_S = 1.0
 
 
 def run_local(

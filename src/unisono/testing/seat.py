@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import numpy as np
 
 from unisono.communicator import Communicator
-from unisono.contract import UNTYPED, Backend, Envelope, Lane, PeerDown, Request
+from unisono.contract import ENVELOPE_BYTES, UNTYPED, Backend, Envelope, Lane, PeerDown, Request
 from unisono.errors import UnisonoError
 from unisono.runtime import Waiting
 from unisono.values import ANY, Any_
@@ -37,9 +37,9 @@ UNTOUCHED: Final = 0xEE
 def payload(rank: int, index: int, nbytes: int) -> memoryview:
     """Bytes that show who sent them, as which message, and where each of them belongs."""
     seed = np.uint32((rank * 2246822519 + index * 3266489917 + 374761393) % 2**32)
-    mixed = np.arange(nbytes, dtype=np.uint32) * np.uint32(2654435761) ^ seed
-    mixed = (mixed ^ mixed >> np.uint32(15)) * np.uint32(2246822519)
-    data: Any = (mixed >> np.uint32(24)).astype(np.uint8)
+    words = np.arange((nbytes + 3) // 4, dtype=np.uint32) * np.uint32(2654435761) ^ seed
+    words = (words ^ words >> np.uint32(15)) * np.uint32(2246822519)
+    data: Any = (words ^ words >> np.uint32(13)).view(np.uint8)[:nbytes]
     return memoryview(data)
 
 
@@ -73,6 +73,15 @@ class Seat:
         self.credit_bytes = backend.config.eager_credit_bytes
         self._deadline = backend.runtime.now() + PATIENCE_S.get()
         self._meetings = 0
+
+    def eager_lengths(self, *wanted: int) -> list[int]:
+        """Those of the lengths that may travel at once, all of them together: they need no receive to end."""
+        chosen, credit = [], self.credit_bytes
+        for nbytes in wanted:
+            if nbytes <= self.eager_bytes and nbytes + ENVELOPE_BYTES <= credit:
+                credit -= nbytes + ENVELOPE_BYTES
+                chosen.append(nbytes)
+        return chosen
 
     # -- to begin -----------------------------------------------------------------------------------------
 
