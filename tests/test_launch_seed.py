@@ -15,6 +15,8 @@ import secrets
 import socket
 import ssl
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -916,3 +918,33 @@ def test_a_declared_port_is_the_seeds_and_ranks_take_the_next(tmp_path: Path) ->
     assert view.rank == 1
     assert site.bind == Address("127.0.0.1", 47112)
     assert site.advertise == Address("127.0.0.3", 5002)
+
+
+def test_a_seed_without_free_descriptors_still_lets_ranks_in() -> None:
+    program = (
+        "import resource, sys\n"
+        "from unisono.launch.seed import Seed\n"
+        "seed = Seed(2, version='1.0').start()\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))\n"
+        "print(seed.ticket.text(), flush=True)\n"
+        "sys.stdin.read()\n"
+        "print(seed.counts['evicted'] > 0, seed.counts['mistakes'])\n"
+    )
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process,
+        contextlib.ExitStack() as stack,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        ticket = Ticket.parse(process.stdout.readline())
+        for _ in range(100):
+            stack.enter_context(socket.create_connection((ticket.address.host, ticket.address.port)))
+        ranks = Ranks(ticket, 2)
+        try:
+            assert len(ranks.all()) == 2
+        finally:
+            ranks.close()
+        process.stdin.close()
+        assert process.stdout.read() == "True 0\n"

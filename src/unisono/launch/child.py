@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 from unisono import codec
-from unisono.config import Config
+from unisono.config import Config, network
 from unisono.errors import UsageError
 from unisono.launch.failure import describe
 from unisono.launch.leash import make_leash
@@ -59,6 +59,7 @@ def _run(task: dict[str, Any], packed_arguments: bytearray) -> bytearray:
             launcher="uni.spawn",
             local_rank=task["rank"],
             source=TicketSource(task["join"]) if task["join"] else None,
+            network=network(),
         )
         with enter(place, task["backend"], Config(**task["config"]), task["timeout"]) as world:
             value = fn(world, *arguments)

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Self
 
 from unisono.config import Config
 from unisono.errors import UsageError
 from unisono.launch.address import Address, bindable, source_toward
-from unisono.launch.join import View, await_ticket, join
+from unisono.launch.folder import make_private, own_folder, remove_socket_folder, socket_folder
+from unisono.launch.join import View, join
 from unisono.launch.place import Place
+from unisono.launch.protocol import links_secret
 from unisono.launch.seed import Seed
 from unisono.launch.ticket import Ticket, TicketSource
 from unisono.runtime import Deadline, RealRuntime
@@ -28,6 +32,7 @@ class Site:
     `bind` is an address of this host, and never a wildcard unasked. `advertise` is what the card should name:
     it differs where a router or a container stands in between. Port 0: the engine takes a free one, and
     advertises it. `is_local`: the ticket is on loopback, so all ranks are on this host and links need no TLS.
+    `folder` (mode 0700) is shared by the job's ranks on this host; `secret` is known to the job's ranks only.
     """
 
     rank: int
@@ -35,11 +40,13 @@ class Site:
     bind: Address
     advertise: Address
     is_local: bool
+    folder: Path
+    secret: bytes = field(repr=False)
 
 
 @dataclass(slots=True)
 class Entry:
-    """The view, and the seed if this process hosts it. Close it with the communicator."""
+    """The view, and the seed if this process hosts it. Close it after the engine."""
 
     view: View
     seed: Seed | None = None
@@ -62,7 +69,8 @@ def enter(
 ) -> Entry:
     """Join the world of several ranks that `place` names.
 
-    `make_card` is called once, as soon as it is known where the engine shall listen.
+    `make_card` is called once a seed has proven itself, and it is known where the engine shall listen. It is
+    called again in the rare case that this seed was an earlier job's: then the first engine is to be closed.
 
     Raises:
         RendezvousError: see `join`.
@@ -75,11 +83,13 @@ def enter(
         source = place.source
         if place.seed_address is not None:
             seed = _host(place, source, config, version, undo)
-            ticket = seed.ticket
-            source = TicketSource(ticket.text(), insecure=config.insecure)
-        else:
-            ticket = await_ticket(source, rank=place.rank, size=place.size, deadline=deadline)
-        card = make_card(_site(place, ticket, deadline))
+            source = TicketSource(seed.ticket.text(), insecure=config.insecure)
+
+        def card(ticket: Ticket) -> bytes:
+            # Last of all: the engine is to be closed by then.
+            undo.insert(0, partial(remove_socket_folder, place.network.folder, ticket.token, is_over=False))
+            return make_card(_site(place, ticket, deadline))
+
         view = join(
             source,
             rank=place.rank,
@@ -95,7 +105,7 @@ def enter(
         while undo:
             undo.pop()()
         raise
-    if len(undo) > 1:
+    if seed is not None:
         undo.pop()()  # everybody has read the ticket's file
     return Entry(view, seed, undo)
 
@@ -131,12 +141,15 @@ def _site(place: Place, ticket: Ticket, deadline: Deadline) -> Site:
     else:
         bound = Address(source_toward(ticket.address, 5.0 if left is None else left))
     advertise = place.network.advertise
+    make_private(own_folder(place.network.folder))
     return Site(
         place.rank,
         place.size,
         bind=_own_port(bound, place),
         advertise=_own_port(Address.parse(advertise) if advertise is not None else bound, place),
         is_local=ticket.address.is_loopback,
+        folder=make_private(socket_folder(place.network.folder, ticket.token)),
+        secret=links_secret(ticket.token),
     )
 
 

@@ -7,22 +7,23 @@ nothing about this rank before the seed has proven the token too.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
 import secrets
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from unisono.config import Config
 from unisono.errors import ProtocolError, RendezvousError, UsageError
 from unisono.launch import limits, protocol
 from unisono.launch.dial import Diary, dial
 from unisono.launch.limits import printable
-from unisono.launch.protocol import Visitor, WrongToken
+from unisono.launch.protocol import Frames, Visitor, WrongToken
 from unisono.launch.rendezvous import Member
 from unisono.launch.ticket import Ticket, TicketSource
 from unisono.runtime import Deadline, RealRuntime
@@ -30,9 +31,7 @@ from unisono.runtime import Deadline, RealRuntime
 if TYPE_CHECKING:
     from unisono.launch.identity import Identity, WorkerKey
 
-__all__ = ["View", "await_ticket", "join"]
-
-T = TypeVar("T")
+__all__ = ["View", "join"]
 
 _PAUSE_FIRST_S: Final = 0.02
 _PAUSE_LAST_S: Final = 0.25
@@ -65,27 +64,21 @@ def join(
     *,
     rank: int,
     size: int,
-    card: bytes,
+    card: bytes | Callable[[Ticket], bytes],
     config: Config,
     version: str,
     deadline: Deadline,
 ) -> View:
     """Join the world. Blocks until every rank has joined.
 
+    A card that depends on the ticket is made once a seed has proven that it knows the token, and made again if
+    that ticket turns out to be an old one.
+
     Raises:
         RendezvousError: the deadline passed, or the seed refused. The text says who joined, who is missing,
             which address was tried and what it answered.
     """
     return _Worker(source, rank, size, card, config, version, deadline).join()
-
-
-def await_ticket(source: TicketSource, *, rank: int, size: int, deadline: Deadline) -> Ticket:
-    """Wait until there is a ticket: its file may still have to appear.
-
-    Raises:
-        RendezvousError: the deadline passed.
-    """
-    return _Worker(source, rank, size, b"", Config(), "", deadline).await_ticket()
 
 
 class _Retry(Exception):
@@ -100,16 +93,15 @@ class _Worker:
         source: TicketSource,
         rank: int,
         size: int,
-        card: bytes,
+        card: bytes | Callable[[Ticket], bytes],
         config: Config,
         version: str,
         deadline: Deadline,
     ) -> None:
-        if len(card) > limits.CARD_BYTES_MAX:
-            raise UsageError(f"a card of {len(card)} bytes; allowed: {limits.CARD_BYTES_MAX}")
         self._source = source
         self._rank, self._size = rank, size
-        self._card = card
+        self._make_card = card
+        self._card: tuple[Ticket, bytes] | None = None
         self._config = config
         self._version = version
         self._deadline = deadline
@@ -121,16 +113,10 @@ class _Worker:
         self._key: WorkerKey | None = None
 
     def join(self) -> View:
-        return self._persist(lambda: self._attempt(self._ticket()))
-
-    def await_ticket(self) -> Ticket:
-        return self._persist(self._ticket)
-
-    def _persist(self, attempt: Callable[[], T]) -> T:
         pause = _PAUSE_FIRST_S
         while True:
             try:
-                return attempt()
+                return self._attempt(self._ticket())
             except _Retry:
                 left = self._left()
                 if left <= 0:
@@ -151,23 +137,42 @@ class _Worker:
         sock = dial(ticket.address, self._deadline, self._runtime, self._diary)
         if sock is None:
             raise _Retry
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sock)
+            sock.settimeout(self._handshake_s())
+            with self._answers(ticket):
+                if not ticket.is_plain:
+                    sock = stack.enter_context(self._secured(sock, ticket))
+                frames = self._prove(sock, ticket)
+            # Outside: what fails here is the engine's, not the seed's.
+            card = self._card_for(ticket)
+            with self._answers(ticket):
+                return self._ask(sock, frames, ticket, card)
+
+    @contextlib.contextmanager
+    def _answers(self, ticket: Ticket) -> Iterator[None]:
+        """Write down what the seed answered, and decide whether to try again."""
         try:
-            with sock:
-                sock.settimeout(self._handshake_s())
-                if ticket.is_plain:
-                    return self._talk(sock, ticket)
-                with self._secured(sock, ticket) as secured:
-                    return self._talk(secured, ticket)
+            yield
         except WrongToken:
             raise self._final_or_retry(ticket, "refused the token") from None
         except ProtocolError as error:
             raise self._final_or_retry(ticket, f"is not our seed: {error}") from error
         except TimeoutError:
             self._diary.note(str(ticket.address), "accepted the connection, but said nothing")
+            raise _Retry from None
         except OSError as error:
             said = "closed the connection" if isinstance(error, ConnectionError) else str(error)
             self._diary.note(str(ticket.address), said)
-        raise _Retry
+            raise _Retry from None
+
+    def _card_for(self, ticket: Ticket) -> bytes:
+        if self._card is None or self._card[0] != ticket:
+            made = self._make_card if isinstance(self._make_card, bytes) else self._make_card(ticket)
+            if len(made) > limits.CARD_BYTES_MAX:
+                raise UsageError(f"a card of {len(made)} bytes; allowed: {limits.CARD_BYTES_MAX}")
+            self._card = (ticket, made)
+        return self._card[1]
 
     def _secured(self, sock: socket.socket, ticket: Ticket) -> ssl.SSLSocket:
         """Speak TLS, and go on only with the one right certificate."""
@@ -191,13 +196,17 @@ class _Worker:
             raise ProtocolError("it speaks another protocol inside TLS")
         return secured
 
-    def _talk(self, sock: socket.socket, ticket: Ticket) -> View:
+    def _prove(self, sock: socket.socket, ticket: Ticket) -> Frames:
+        """Show each other that both know the token."""
         binding = ticket.ca_fingerprint or protocol.NO_BINDING
         visitor = Visitor(ticket.token, binding, secrets.token_bytes(protocol.NONCE_BYTES))
         sock.sendall(visitor.hello())
         sock.sendall(visitor.proof(_exactly(sock, visitor.greeting_bytes)))
-        frames = visitor.frames(_exactly(sock, visitor.verdict_bytes))
-        body = protocol.encode(self._request())
+        return visitor.frames(_exactly(sock, visitor.verdict_bytes))
+
+    def _ask(self, sock: socket.socket, frames: Frames, ticket: Ticket, card: bytes) -> View:
+        """Ask to be a rank, and wait for the view."""
+        body = protocol.encode(self._request(card))
         sock.sendall(frames.seal(body) + body)
         admitted: protocol.Admitted | None = None
         while True:
@@ -224,7 +233,7 @@ class _Worker:
                     case _:
                         raise ProtocolError("a view without an admission")
 
-    def _request(self) -> protocol.Request:
+    def _request(self, card: bytes) -> protocol.Request:
         settings = {f.name: repr(getattr(self._config, f.name)) for f in dataclasses.fields(self._config)}
         return protocol.Request(
             rank=self._rank,
@@ -232,7 +241,7 @@ class _Worker:
             version=self._version,
             config_digest=self._config.digest(),
             settings=settings,
-            card=self._card,
+            card=card,
             csr=self._key.request() if self._key is not None else b"",
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -259,7 +268,7 @@ class _Worker:
                 for m in members
             ),
             identity=identity,
-            secret=protocol.links_secret(ticket.token, admitted.job),
+            secret=protocol.links_secret(ticket.token),
         )
 
     def _final_or_retry(self, ticket: Ticket, answer: str) -> Exception:

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO, Final
 
-from unisono.config import environment
+from unisono.config import environment, network
 from unisono.errors import UsageError
 from unisono.launch.address import Address, bindable
 from unisono.launch.failure import culprit, exit_words
+from unisono.launch.folder import remove_socket_folder
 from unisono.launch.leash import make_leash
 from unisono.launch.output import Prefixer, Tail, is_victim, last_words
 from unisono.launch.seed import Seed
@@ -152,6 +153,8 @@ def _host(job: Job, version: str, stack: contextlib.ExitStack) -> tuple[Seed, di
         insecure=job.insecure,
     )
     stack.callback(seed.close)
+    folder = job.env.get("TMPDIR") or network().folder
+    stack.callback(remove_socket_folder, folder, seed.ticket.token, is_over=True)
     if job.nodes > 1 and job.join is not None:
         stack.callback(TicketSource(str(Path(job.join).resolve())).write(seed.ticket))
     return seed, {"UNISONO_JOIN": seed.local_ticket.text()}

@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from unisono import codec
-from unisono.config import Config, environment
+from unisono.config import Config, environment, network
 from unisono.errors import DeadlineExceeded, UsageError
 from unisono.launch.failure import VICTIM_TYPES, culprit, lost, rebuild
+from unisono.launch.folder import remove_socket_folder
 from unisono.launch.pipe import Inlet, Outlet, frame
 from unisono.launch.program import Main, Reference, is_main_running
 from unisono.launch.rendezvous import ranks_text
@@ -91,6 +92,8 @@ def spawn(
         if n > 1:
             seed = stack.enter_context(Seed(n, version=version))
             join = seed.ticket.text()
+            folder = (env or {}).get("TMPDIR") or network().folder
+            stack.callback(remove_socket_folder, folder, seed.ticket.token, is_over=True)
         crew = stack.enter_context(_Crew(n, runtime, deadline, grace_s))
         for rank in range(n):
             head = frame(codec.pack({**task, "rank": rank, "join": join}))

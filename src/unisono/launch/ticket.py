@@ -21,6 +21,7 @@ from typing import Final
 
 from unisono.errors import RendezvousError, UsageError
 from unisono.launch.address import Address
+from unisono.launch.folder import check_private, make_private, own_folder
 
 __all__ = ["Ticket", "TicketSource"]
 
@@ -96,7 +97,7 @@ class TicketSource:
     def keyed(cls, folder: str, job: str) -> TicketSource:
         """The file of a job on this host, in a folder that only this user can enter."""
         name = f"{hashlib.sha256(job.encode()).hexdigest()[:32]}.ticket"
-        return cls(os.path.join(folder, f"unisono-{os.getuid()}", name), is_keyed=True)
+        return cls(str(own_folder(folder) / name), is_keyed=True)
 
     @property
     def path(self) -> Path | None:
@@ -111,18 +112,18 @@ class TicketSource:
             UsageError: it holds no ticket.
             RendezvousError: the file or its folder belongs to, or can be read by, somebody else.
         """
+        if self.path is None:
+            return Ticket.parse(self.given, insecure=self.insecure)
         if self.is_keyed:
-            self._check_folder()
-        return Ticket.parse(
-            self.given if self.path is None else _read_private(self.path), insecure=self.insecure
-        )
+            make_private(self.path.parent)
+        return Ticket.parse(_read_private(self.path), insecure=self.insecure)
 
     def write(self, ticket: Ticket) -> Callable[[], None]:
         """Put a ticket into the file, in one step and readable by nobody else; returns how to remove it."""
         path = self.path
         assert path is not None
         if self.is_keyed:
-            self._check_folder()
+            make_private(path.parent)
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -143,12 +144,6 @@ class TicketSource:
 
         return remove
 
-    def _check_folder(self) -> None:
-        assert self.path is not None
-        folder = self.path.parent
-        folder.mkdir(mode=0o700, exist_ok=True)
-        _check_private(folder, os.lstat(folder), stat.S_ISDIR)
-
 
 def new_token() -> bytes:
     """256 bits from the operating system."""
@@ -158,23 +153,8 @@ def new_token() -> bytes:
 def _read_private(path: Path) -> str:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
-        _check_private(path, os.fstat(file.fileno()), stat.S_ISREG)
+        check_private(path, os.fstat(file.fileno()), stat.S_ISREG)
         return file.read(_BYTES_MAX + 1).decode("utf-8", "replace")
-
-
-def _check_private(path: Path, found: os.stat_result, is_kind: Callable[[int], bool]) -> None:
-    if not is_kind(found.st_mode):
-        raise RendezvousError(f"{path} is not what it should be", cause="another kind of file")
-    if found.st_uid != os.getuid():
-        raise RendezvousError(
-            f"{path} belongs to user {found.st_uid}", next_step="remove it, or name another place"
-        )
-    if found.st_mode & 0o077:
-        raise RendezvousError(
-            f"{path} can be read by other users",
-            cause=f"mode {stat.S_IMODE(found.st_mode):04o}",
-            next_step=f"chmod go-rwx {path}",
-        )
 
 
 def _complaint(text: str) -> str:
