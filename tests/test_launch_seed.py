@@ -480,6 +480,24 @@ def test_a_huge_length_takes_no_memory(make_seed: MakeSeed, tls: bool, length: i
     assert len(ranks.all()) == 2
 
 
+def test_a_stranger_costs_a_bounded_amount_of_memory(make_seed: MakeSeed) -> None:
+    seed, _ = make_seed(2, tls=True)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols([protocol.ALPN])
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing, server_hostname="x").do_handshake()
+    hello = outgoing.read()
+    with contextlib.ExitStack() as stack:
+        before = rss_bytes()
+        for _ in range(limits.PENDING_PER_ADDRESS_MAX):
+            sock = stack.enter_context(connected(seed))
+            sock.sendall(hello)
+            assert sock.recv(1)  # the seed has done its part of the handshake
+        # 43 KiB were measured.
+        assert rss_bytes() - before < 2 * 43 * 1024 * limits.PENDING_PER_ADDRESS_MAX
+
+
 def test_a_stranger_gets_4_kib_and_no_more(make_seed: MakeSeed) -> None:
     seed, _ = make_seed(2)
     with connected(seed) as sock:
@@ -883,6 +901,9 @@ def test_ranks_of_one_job_meet_at_their_file(tmp_path: Path) -> None:
         assert view.cards == [b"card 0", b"card 1", b"card 2"]
         assert site.bind == site.advertise == Address("127.0.0.1")
         assert site.is_local
+        assert site.secret == view.secret
+        assert not site.folder.exists()  # removed by the last that left
+    assert len({site.folder for _, site in entered}) == 1
     assert source.path is not None
     assert not source.path.exists()
 
@@ -893,10 +914,29 @@ def test_a_file_of_a_seed_that_is_complete_is_an_old_one(tmp_path: Path, make_se
     source = TicketSource.keyed(str(tmp_path), "job")
     source.write(seed.ticket)
     newer, _ = make_seed(1)
-    waiting = ranks.start(0, source=source)
-    _until(lambda: seed.counts["refused"] > 0)
+    made_for: list[Ticket] = []
+
+    def card(ticket: Ticket) -> bytes:
+        made_for.append(ticket)
+        return b"card %d" % len(made_for)
+
+    waiting = ranks.start(0, source=source, card=card)
+    _until(lambda: seed.counts["refused"] > 1)
     source.write(newer.ticket)
-    assert waiting.result(PATIENCE_S).job == newer.job
+    view = waiting.result(PATIENCE_S)
+    # The engine's secret comes from the ticket, so that its card must be made for the right one, and once.
+    assert (view.job, view.cards) == (newer.job, [b"card 2"])
+    assert made_for == [seed.ticket, newer.ticket]
+
+
+def test_an_engine_that_cannot_start_is_no_fault_of_the_seed(make_seed: MakeSeed) -> None:
+    _, ranks = make_seed(2)
+
+    def card(ticket: Ticket) -> bytes:
+        raise PermissionError("no memory for rings")
+
+    with pytest.raises(PermissionError, match="no memory for rings"):
+        ranks.start(0, card=card).result(PATIENCE_S)
 
 
 def test_rank_0_that_gives_up_takes_its_ticket_along(tmp_path: Path) -> None:

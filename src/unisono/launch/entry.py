@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from unisono.config import Config
 from unisono.errors import UsageError
@@ -18,9 +18,11 @@ from unisono.launch.folder import make_private, own_folder, remove_socket_folder
 from unisono.launch.join import View, join
 from unisono.launch.place import Place
 from unisono.launch.protocol import links_secret
-from unisono.launch.seed import Seed
 from unisono.launch.ticket import Ticket, TicketSource
 from unisono.runtime import Deadline, RealRuntime
+
+if TYPE_CHECKING:
+    from unisono.launch.seed import Seed
 
 __all__ = ["Entry", "Site", "enter"]
 
@@ -113,6 +115,8 @@ def enter(
 def _host(
     place: Place, source: TicketSource, config: Config, version: str, undo: list[Callable[[], None]]
 ) -> Seed:
+    from unisono.launch.seed import Seed  # only the process that hosts pays for it
+
     assert place.seed_address is not None
     advertise = place.network.advertise
     seed = Seed(

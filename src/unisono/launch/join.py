@@ -13,7 +13,6 @@ import datetime
 import os
 import secrets
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -29,6 +28,8 @@ from unisono.launch.ticket import Ticket, TicketSource
 from unisono.runtime import Deadline, RealRuntime
 
 if TYPE_CHECKING:
+    import ssl
+
     from unisono.launch.identity import Identity, WorkerKey
 
 __all__ = ["View", "join"]
@@ -71,8 +72,8 @@ def join(
 ) -> View:
     """Join the world. Blocks until every rank has joined.
 
-    A card that depends on the ticket is made once a seed has proven that it knows the token, and made again if
-    that ticket turns out to be an old one.
+    A card that depends on the ticket is made once a seed has proven that it knows the token, and made again
+    if that ticket turns out to be an old one.
 
     Raises:
         RendezvousError: the deadline passed, or the seed refused. The text says who joined, who is missing,
@@ -176,7 +177,9 @@ class _Worker:
 
     def _secured(self, sock: socket.socket, ticket: Ticket) -> ssl.SSLSocket:
         """Speak TLS, and go on only with the one right certificate."""
-        from unisono.launch.identity import WorkerKey, fingerprint  # costs 60 ms: only who uses TLS pays
+        import ssl  # costs 80 ms, with cryptography: only who uses TLS pays
+
+        from unisono.launch.identity import WorkerKey, fingerprint
         from unisono.launch.wire import client_context
 
         if self._key is None:
