@@ -147,7 +147,10 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The variables of one launcher. Any of `signs` means that it started us."""
+    """The variables of one launcher. Any of `signs` means that it started us.
+
+    `job` lists what names the job, all of it needed; "A|B" means the first of them that is set.
+    """
 
     name: str
     signs: tuple[str, ...]
@@ -185,7 +188,7 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
-        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"),
+        job=("PMIX_NAMESPACE|OMPI_MCA_ess_base_jobid|OMPI_MCA_orte_hnp_uri",),
     ),
     _Launcher(
         "Slurm",
@@ -194,7 +197,7 @@ _LAUNCHERS = (
         "SLURM_STEP_NUM_TASKS",
         "SLURM_LOCALID",
         nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
-        job=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
     _Launcher(
         "the environment",
@@ -224,7 +227,7 @@ def _started_by(launcher: _Launcher, environ: Mapping[str, str]) -> Launch:
             for name in (launcher.rank, launcher.size)
         )
         raise UsageError(
-            f"{launcher.name} started this process, but {launcher.rank} and {launcher.size} are not both "
+            f"{launcher.name} set variables of its own, but {launcher.rank} and {launcher.size} are not both "
             f"numbers: {found}"
         ) from None
     if not 0 <= rank < size:
@@ -234,7 +237,9 @@ def _started_by(launcher: _Launcher, environ: Mapping[str, str]) -> Launch:
         )
     local_rank, local_size = (_number(environ, name) for name in (launcher.local_rank, launcher.local_size))
     nodes = next((n for n in (_number(environ, name) for name in launcher.nodes) if n is not None), None)
-    job = [environ[name] for name in launcher.job if name in environ]
+    job = [
+        next((environ[name] for name in names.split("|") if environ.get(name)), "") for names in launcher.job
+    ]
     return Launch(
         launcher.name,
         rank,
@@ -245,7 +250,7 @@ def _started_by(launcher: _Launcher, environ: Mapping[str, str]) -> Launch:
         or (
             launcher.name == "the environment" and environ.get("MASTER_ADDR", "").startswith(_LOOPBACK_NAMES)
         ),
-        job="/".join([launcher.name, *job]) if job else "",
+        job="/".join([launcher.name, *job]) if job and all(job) else "",
         master=environ.get("MASTER_ADDR", "") if "MASTER_ADDR" in launcher.job else "",
     )
 
