@@ -173,7 +173,7 @@ def case_opaque() -> Any:
 
 
 def case_hang() -> Any:
-    return start(hang, 3, 1, timeout=1.5)
+    return start(hang, 3, 1, timeout=5.0)
 
 
 def case_orphans() -> Any:

@@ -349,6 +349,36 @@ def test_ranks_of_two_nodes_meet_at_a_ticket_file(program, tmp_path: Path) -> No
     assert not Path(file).exists()
 
 
+FOREIGN = {
+    "torchrun": "TORCHELASTIC_RUN_ID=none TORCHELASTIC_RESTART_COUNT=0 MASTER_ADDR=here MASTER_PORT=1 "
+    "RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=2",
+    "Open MPI": "OMPI_COMM_WORLD_RANK={rank} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK={rank} "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=prterun-1@1",
+    "Slurm": "SLURM_PROCID={rank} SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID={rank} SLURM_STEP_NUM_NODES=1 "
+    "SLURM_JOB_ID=1 SLURM_STEP_ID=0",
+    "bare": "RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} MASTER_ADDR=localhost MASTER_PORT=1",
+}
+
+
+@pytest.mark.parametrize("launcher", FOREIGN)
+def test_ranks_of_another_launcher_meet_on_one_host(launcher: str, tmp_path: Path) -> None:
+    def one(rank: int) -> subprocess.CompletedProcess[str]:
+        variables = dict(pair.split("=", 1) for pair in FOREIGN[launcher].format(rank=rank).split())
+        return subprocess.run(
+            [sys.executable, "-c", MEET],
+            env={**os.environ, **variables, "TMPDIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(one, (1, 0)))
+    assert [end.stdout for end in ends] == [f"met {r} card 1 {r} False\n" for r in (1, 0)], ends
+    # Nothing is left but the user's own folder, empty.
+    assert [path.name for path in tmp_path.rglob("*")] == [f"unisono-{os.getuid()}"]
+
+
 def test_the_ticket_is_never_on_a_command_line(program) -> None:  # type: ignore[no-untyped-def]
     path = program("print(os.environ['UNISONO_JOIN'], os.getpid(), flush=True)\nthreading.Event().wait()\n")
     with launched("-n", "2", path) as launcher:

@@ -242,6 +242,12 @@ def test_a_name_with_two_families_is_tried_in_both(
     assert ranks.start(0, source=source).result(PATIENCE_S).size == 1
 
 
+def test_what_is_advertised_beyond_the_host_is_encrypted() -> None:
+    with Seed(1, version=VERSION, address=Address("127.0.0.1"), advertise=Address("gate.example", 9)) as seed:
+        assert not seed.ticket.is_plain
+        assert seed.ticket.address == Address("gate.example", 9)
+
+
 def test_an_advertised_address_stands_in_the_ticket(make_seed: MakeSeed) -> None:
     seed, ranks = make_seed(1, address=Address("127.0.0.1"), advertise=Address("127.0.0.2", 0), tls=True)
     assert seed.ticket.address.host == "127.0.0.2"

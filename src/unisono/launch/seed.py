@@ -60,8 +60,8 @@ class Seed:
     """Serves one formation from `start` to `close`.
 
     The constructor binds and listens, without a thread, so that a launcher can fork first. `ticket` is what
-    workers need. `counts` says what happened at the port. Without `tls`, the address decides: loopback needs
-    none.
+    workers need. `counts` says what happened at the port. Without `tls`, the addresses decide: loopback
+    needs none.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class Seed:
         self._gate = Gate()
         self._authority: Authority | None = None
         self._context: ssl.SSLContext | None = None
-        if (not address.is_loopback if tls is None else tls) and not insecure:
+        is_local = address.is_loopback and (advertise is None or advertise.is_loopback)
+        if (not is_local if tls is None else tls) and not insecure:
             from unisono.launch.identity import Authority  # costs 60 ms: only who leaves the host pays
 
             self._authority = Authority(self.job, _wall_clock())
@@ -534,8 +535,9 @@ def _check_exposure(address: Address, advertise: Address | None, insecure: bool)
                 next_step="name the address to advertise too",
             )
         _log.warning("the seed listens on every address of this host, as asked")
-    if insecure and not address.is_loopback:
-        _log.warning("insecure: ranks join and talk without encryption, at %s", address.host)
+    public = advertise or address
+    if insecure and not public.is_loopback:
+        _log.warning("insecure: ranks join and talk without encryption, at %s", public.host)
 
 
 def _listen(address: Address) -> socket.socket:
