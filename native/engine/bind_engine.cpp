@@ -125,14 +125,26 @@ class PyEngine {
     return desk_.cancel(static_cast<uint64_t>(handle));
   }
 
-  nb::list wait(double timeout, uint64_t pokes_seen) {
+  // News, if this thread is to tell it; then it goes on with `more` until that is empty.
+  nb::list wait(double timeout, uint64_t pokes_seen, bool is_teller) {
     check();
-    return told(timeout, [&](Hold& held, std::int64_t deadline) { desk_.wait(held, deadline, pokes_seen); });
+    return news(!is_teller, [&](Hold& held) {
+      desk_.wait(held, timeout >= 1e8 ? never : now_ns() + in_ns(timeout), pokes_seen, is_teller);
+      return !desk_.is_empty() && (is_teller || desk_.begin_telling());
+    });
   }
 
   nb::list pump(double timeout) {
     check();
-    return told(timeout, [&](Hold& held, std::int64_t deadline) { desk_.wait_as_pump(held, deadline); });
+    return news(true, [&](Hold& held) {
+      desk_.wait_as_pump(held, now_ns() + in_ns(timeout));
+      return !desk_.is_empty() && desk_.begin_telling();
+    });
+  }
+
+  // Further news for the one who tells; `is_last` ends the telling if there is none.
+  nb::list more(bool is_last) {
+    return news(is_last, [&](Hold&) { return is_last ? !desk_.end_telling() : !desk_.is_empty(); });
   }
 
   uint64_t pokes() {
@@ -211,7 +223,7 @@ class PyEngine {
         op->outcome = Outcome::closed;
         op->phase = Operation::Phase::ended;
       }
-      if (op->phase != Operation::Phase::ended) return nb::int_(op->handle);
+      if (op->phase != Operation::Phase::ended || op->is_news) return nb::int_(op->handle);
     }
     nb::object result = tuple_of(*op);
     const Hold held = engine_.hold();
@@ -219,35 +231,55 @@ class PyEngine {
     return result;
   }
 
-  template <class Wait>
-  nb::list told(double timeout, Wait wait) {
-    std::vector<Operation*> ended;
-    std::deque<Down> downs;
-    {
-      const nb::gil_scoped_release release;
-      Hold held = engine_.hold();
-      wait(held, timeout >= 1e8 ? never : now_ns() + in_ns(timeout));
-      while (Operation* op = desk_.pop()) ended.push_back(op);
-      downs.swap(desk_.downs());
-    }
+  // `is_whole`: nothing to tell means that the telling has ended.
+  template <class May>
+  nb::list news(bool is_whole, May may_tell) {
     nb::list result;
-    for (Operation* op : ended)
-      if (op->phase == Operation::Phase::ended)
-        result.append(tuple_of(*op));
-      else
-        bring_memory(static_cast<ReceiveOperation&>(*op), result);
-    for (const Down& down : downs) result.append(nb::make_tuple(-1, down.rank, down.cause, down.left));
-    const Hold held = engine_.hold();
-    for (Operation* op : ended)
-      if (op->phase == Operation::Phase::ended && !op->hook.is_in) desk_.recycle(*op);
+    if (!take_news(result, may_tell) || !is_whole) return result;
+    // All it did was to give memory to operations: there is nothing to tell yet.
+    while (result.size() == 0 && take_news(result, [this](Hold&) { return !desk_.end_telling(); })) continue;
     return result;
   }
 
+  template <class May>
+  bool take_news(nb::list& result, May may_tell) {
+    std::deque<Desk::News> taken;
+    {
+      const nb::gil_scoped_release release;
+      Hold held = engine_.hold();
+      if (!may_tell(held)) return false;
+      taken = desk_.take();
+      for (Desk::News& one : taken)
+        if (one.operation != nullptr) one.operation->is_news = false;
+    }
+    std::vector<Operation*> ended;
+    for (Desk::News& one : taken) {
+      if (one.operation == nullptr) {
+        result.append(nb::make_tuple(-1, one.down.rank, one.down.cause, one.down.left));
+      } else if (one.operation->phase == Operation::Phase::ended) {
+        result.append(tuple_of(*one.operation));
+        ended.push_back(one.operation);
+      } else {
+        bring_memory(static_cast<ReceiveOperation&>(*one.operation));
+      }
+    }
+    if (ended.empty()) return true;
+    const Hold held = engine_.hold();
+    for (Operation* op : ended) desk_.recycle(*op);
+    return true;
+  }
+
   // A message of unknown length waits at its sender: give it memory that Python will own.
-  void bring_memory(ReceiveOperation& op, nb::list&) {
+  void bring_memory(ReceiveOperation& op) {
     PyObject* memory = PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(op.met.nbytes));
     if (memory == nullptr) PyErr_Clear();
     byte* at = memory != nullptr ? reinterpret_cast<byte*>(PyByteArray_AsString(memory)) : nullptr;
+    PyObject* earlier = static_cast<PyObject*>(op.owner);  // of an offer that was taken back
+    bring(op, memory, at);
+    Py_XDECREF(earlier);
+  }
+
+  void bring(ReceiveOperation& op, PyObject* memory, byte* at) {
     const Hold held = engine_.hold();
     op.owner = memory;
     if (!op.needs_memory) return;  // it ended meanwhile, and will be told
@@ -319,6 +351,7 @@ void bind_engine(nb::module_& m) {
       .def("cancel", &PyEngine::cancel)
       .def("wait", &PyEngine::wait)
       .def("pump", &PyEngine::pump)
+      .def("more", &PyEngine::more)
       .def("pokes", &PyEngine::pokes)
       .def("poke", &PyEngine::poke)
       .def("close", &PyEngine::close)

@@ -39,6 +39,15 @@ class Chain {
     ++size_;
   }
 
+  void insert_before(T& place, T& item) {
+    if (&place == first_) return push_front(item);
+    T* before = (place.*hook).before;
+    item.*hook = {before, &place, true};
+    (before->*hook).after = &item;
+    (place.*hook).before = &item;
+    ++size_;
+  }
+
   void remove(T& item) {
     Hook<T>& h = item.*hook;
     (h.before != nullptr ? (h.before->*hook).after : first_) = h.after;

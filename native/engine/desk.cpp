@@ -41,6 +41,11 @@ void ReceiveOperation::want_memory() {
   if (phase != Phase::starting) desk_.tell(*this);
 }
 
+void ReceiveOperation::on_taken_back() {
+  needs_memory = has_met = false;
+  if (is_open_ended) into = nullptr;
+}
+
 void ReceiveOperation::end(Outcome how, std::int32_t) {
   outcome = how;
   needs_memory = false;
@@ -51,7 +56,7 @@ Desk::Desk(Engine& engine) : engine_(engine) {
   engine.set_on_down(
       [](void* self, const Down& down) {
         Desk& desk = *static_cast<Desk*>(self);
-        desk.downs_.push_back(down);
+        desk.news_.push_back({nullptr, down});
         desk.wake_pump();
       },
       this);
@@ -100,7 +105,14 @@ bool Desk::start(ReceiveOperation& receive) {
   receive.phase = Operation::Phase::starting;
   receive.has_met = false;
   if (!engine_.start(receive)) return false;
-  if (receive.phase != Operation::Phase::starting) return true;
+  if (receive.phase == Operation::Phase::ended) {
+    if (!news_.empty() || is_telling_) {
+      // What has ended earlier must be told earlier.
+      receive.phase = Operation::Phase::active;
+      tell(receive);
+    }
+    return true;
+  }
   receive.phase = Operation::Phase::active;
   if (receive.needs_memory) tell(receive);
   return true;
@@ -147,8 +159,9 @@ void Desk::tell(Operation& operation) {
     operation.phase = Operation::Phase::ended;
     if (is_starting) return;
   }
-  if (operation.hook.is_in) return;
-  ended_.push_back(operation);
+  if (operation.is_news) return;
+  operation.is_news = true;
+  news_.push_back({&operation, {}});
   engine_.nudge();
   wake_pump();
 }
@@ -157,15 +170,16 @@ void Desk::wake_pump() {
   if (is_pump_waiting_ && waiters_ == 0) pump_.notify_one();
 }
 
-void Desk::wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen) {
+void Desk::wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller) {
   ++waiters_;
-  engine_.wait(held, [&] { return !is_empty() || pokes_ != pokes_seen; }, deadline);
+  engine_.wait(
+      held, [&] { return (!is_empty() && (is_teller || !is_telling_)) || pokes_ != pokes_seen; }, deadline);
   --waiters_;
   // Whoever leaves takes what there is; the pump is only needed for what comes later.
 }
 
 void Desk::wait_as_pump(Hold& held, std::int64_t deadline) {
-  while ((is_empty() || waiters_ != 0) && !engine_.is_closed()) {
+  while ((is_empty() || is_telling_ || waiters_ != 0) && !engine_.is_closed()) {
     const std::int64_t left = deadline - now_ns();
     if (left <= 0) return;
     is_pump_waiting_ = true;

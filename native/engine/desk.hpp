@@ -28,7 +28,7 @@ class Operation {
   Phase phase = Phase::idle;
   bool is_receive = false;
   bool needs_memory = false;
-  Hook<Operation> hook;
+  bool is_news = false;
 };
 
 class SendOperation final : public Send, public Operation {
@@ -46,6 +46,7 @@ class ReceiveOperation final : public Receive, public Operation {
   explicit ReceiveOperation(Desk& desk) : desk_(desk) { is_receive = true; }
   Meeting meet(const Envelope& envelope, bool is_here) override;
   void want_memory() override;
+  void on_taken_back() override;
   byte* place() override { return into; }
   void write(uint64_t, const byte*, size_t) override {}
   void end(Outcome how, std::int32_t from) override;
@@ -72,20 +73,28 @@ class Desk {
 
   SendOperation& make_send();
   ReceiveOperation& make_receive();
-  // Start it. If it ends at once it is not told: the phase is `ended`. False if the engine is closed.
+  // Start it. If it ends at once, and nothing else is still to be told, it is not told: the phase is `ended`. False
+  // if the engine is closed.
   bool start(SendOperation& send, std::int32_t dst);
   bool start(ReceiveOperation& receive);
   // True if it was taken back; then it is not told.
   bool cancel(uint64_t handle);
   void recycle(Operation& operation);
 
-  // Those to be told, oldest first.
-  Operation* pop() { return ended_.pop_front(); }
-  bool is_empty() const { return ended_.empty() && downs_.empty(); }
-  std::deque<Down>& downs() { return downs_; }
+  // What is to be told, oldest first: an operation, or a peer that is gone. News has an order: who hears of a peer's
+  // end must have heard of every message that came before. So one thread tells at a time, from `begin_telling` until
+  // `end_telling` finds nothing more.
+  struct News {
+    Operation* operation = nullptr;
+    Down down{};
+  };
+  bool begin_telling() { return !std::exchange(is_telling_, true); }
+  bool end_telling() { return news_.empty() ? !(is_telling_ = false) : false; }
+  bool is_empty() const { return news_.empty(); }
+  std::deque<News> take() { return std::exchange(news_, {}); }
 
-  // How threads of Python wait; each returns when there is something to tell, at a poke, or at the deadline.
-  void wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen);
+  // How threads of Python wait; each returns when there is something for it to tell, at a poke, or at the deadline.
+  void wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller);
   void wait_as_pump(Hold& held, std::int64_t deadline);
   uint64_t pokes() const { return pokes_; }
   void poke();
@@ -100,8 +109,8 @@ class Desk {
   std::vector<std::unique_ptr<Operation>> all_;
   std::vector<SendOperation*> spare_sends_;
   std::vector<ReceiveOperation*> spare_receives_;
-  Chain<Operation, &Operation::hook> ended_;
-  std::deque<Down> downs_;
+  std::deque<News> news_;
+  bool is_telling_ = false;
   uint64_t pokes_ = 0;
   size_t waiters_ = 0;
   bool is_pump_waiting_ = false;

@@ -299,7 +299,8 @@ class Door::Greeting final : public Watcher {
   }
 
   void on_verdict() {
-    if (verdict.ruling == Ruling::crossing) return door.refuse(*this, "its own call counts", true);
+    if (verdict.ruling == Ruling::crossing) return door.refuse(*this, "its own call counts", Ruling::crossing);
+    if (verdict.ruling == Ruling::leaving) return door.refuse(*this, "left", Ruling::leaving);
     if (verdict.ruling != Ruling::welcome) return door.refuse(*this, "it refuses the link");
     if (guest.medium == Medium::shm && !guest.presence) return door.refuse(*this, "it shows no presence");
     guest.probe = verdict.probe;
@@ -398,9 +399,9 @@ void Door::knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, 
     length = unix_address(reinterpret_cast<sockaddr_un&>(address), card.unix_path, directory_.get());
   else
     length = tcp_address(address, card.address, card.port);
-  if (length == 0) return host_.on_closed_door(rank, "its address makes no sense", false);
+  if (length == 0) return host_.on_closed_door(rank, "its address makes no sense", Ruling::unknown);
   Descriptor socket(::socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!socket) return host_.on_closed_door(rank, failure("no socket to reach it"), false);
+  if (!socket) return host_.on_closed_door(rank, failure("no socket to reach it"), Ruling::unknown);
   const int fd = socket.get();
   if (!is_unix) tune(fd, settings_.silence_ns);
   auto greeting = std::make_unique<Greeting>(*this, std::move(socket), now_ns() + settings_.silence_ns);
@@ -461,12 +462,12 @@ void Door::end(Greeting& greeting) {
   std::erase_if(greetings_, [&greeting](const auto& g) { return g.get() == &greeting; });
 }
 
-void Door::refuse(Greeting& greeting, const std::string& cause, bool is_crossing) {
+void Door::refuse(Greeting& greeting, const std::string& cause, Ruling ruling) {
   const bool is_opener = greeting.guest.is_opener;
   const std::int32_t rank = greeting.guest.rank;
   if (!is_opener) ++refused_;
   end(greeting);
-  if (is_opener) host_.on_closed_door(rank, cause, is_crossing);
+  if (is_opener) host_.on_closed_door(rank, cause, ruling);
 }
 
 Proof Door::prove(const char* role, const Hello& hello, const byte* nonce) const {

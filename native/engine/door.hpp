@@ -25,7 +25,7 @@ namespace unisono::engine {
 
 enum class Medium : uint8_t { shm, tcp };
 
-enum class Ruling : uint32_t { welcome, crossing, known, unknown };
+enum class Ruling : uint32_t { welcome, crossing, known, unknown, leaving };
 
 struct Hello {
   char magic[8];
@@ -78,8 +78,8 @@ class Host {
   // A caller has proven itself: may it come in?
   virtual Ruling judge(std::int32_t rank, Medium medium, Lane lane) = 0;
   virtual void on_guest(Guest guest) = 0;
-  // A knock was not answered, or refused because the other side's own knock counts (`is_crossing`).
-  virtual void on_closed_door(std::int32_t rank, const std::string& cause, bool is_crossing) = 0;
+  // A knock was not answered (`unknown`), or refused: because the other side's own knock counts, or it is leaving.
+  virtual void on_closed_door(std::int32_t rank, const std::string& cause, Ruling ruling) = 0;
 };
 
 class Door {
@@ -108,7 +108,7 @@ class Door {
 
   void accept_from(int listener, Medium medium);
   void end(Greeting& greeting);
-  void refuse(Greeting& greeting, const std::string& cause, bool is_crossing = false);
+  void refuse(Greeting& greeting, const std::string& cause, Ruling ruling = Ruling::unknown);
   Proof prove(const char* role, const Hello& hello, const byte* nonce) const;
 
   Host& host_;

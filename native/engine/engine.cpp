@@ -16,8 +16,9 @@ constexpr std::int64_t tick_ns = millisecond;
 constexpr int quiet_ticks = 2;
 constexpr std::int64_t beat_ns_max = second / 2;
 // With a core for every rank spinning costs nobody anything; without, it keeps the one from running that we wait for.
-constexpr std::int64_t spin_ns_roomy = 200'000, yield_ns_roomy = 2 * millisecond;
+constexpr std::int64_t spin_ns_roomy = 20'000, yield_ns_roomy = 2 * millisecond;
 constexpr std::int64_t spin_ns_crowded = 0, yield_ns_crowded = 100'000;
+constexpr std::int64_t yield_ns_long = 50'000, crowded_ns = 20 * millisecond;
 // How often a spinning caller looks for hang-ups and new links, which do not show in the rings.
 constexpr std::int64_t look_ns = 50'000, look_ns_greeting = 2'000;
 // A heartbeat of ours so late means that we were stopped: nobody else is to blame.
@@ -160,6 +161,7 @@ bool Engine::start(Send& send, std::int32_t dst) {
 bool Engine::start(Receive& receive) {
   if (is_closing_) return false;
   receive.incoming = nullptr;
+  receive.is_unwanted = false;
   if (inbox.serve(receive)) return true;
   if (receive.source != any_source && peers_[receive.source]->state == Peer::State::down) {
     receive.end(Outcome::peer_down, receive.source);
@@ -170,7 +172,10 @@ bool Engine::start(Receive& receive) {
 }
 
 bool Engine::cancel(Receive& receive) {
-  if (!receive.is_posted()) return false;
+  if (!receive.is_posted()) {
+    receive.is_unwanted = receive.incoming != nullptr;
+    return false;
+  }
   inbox.withdraw(receive);
   return true;
 }
@@ -243,11 +248,15 @@ void Engine::be_patient(std::int64_t quiet_ns, Hold& held, std::int64_t now, std
     looked_at_ = now;
     look_for_news();
   }
-  if (quiet_ns < spin_ns_) return;
-  if (quiet_ns < yield_ns_) {
+  const bool is_crowded = now < crowded_until_;
+  if (quiet_ns < (is_crowded ? spin_ns_crowded : spin_ns_)) return;
+  if (quiet_ns < yield_ns_ && !is_crowded) {
     held.unlock();
     sched_yield();
+    const std::int64_t away = now_ns() - now;
     held.lock();
+    // Somebody else ran here: whom we wait for may be in the same line, and who sleeps wakes sooner than who yields.
+    if (away > yield_ns_long) crowded_until_ = now + crowded_ns;
     return;
   }
   doze(held, std::min(deadline, now + second));
@@ -337,7 +346,8 @@ void Engine::open_link(Peer& peer) {
 
 Ruling Engine::judge(std::int32_t from, Medium medium, Lane lane) {
   const Peer& peer = *peers_[from];
-  if (is_closing_ || peer.state == Peer::State::down) return Ruling::unknown;
+  if (is_leaving_) return Ruling::leaving;
+  if (peer.state == Peer::State::down) return Ruling::unknown;
   if (peer.state == Peer::State::open) return Ruling::known;
   const auto half = halves_.find(from);
   if (medium == Medium::tcp && lane == Lane::bulk)
@@ -378,10 +388,10 @@ void Engine::on_guest(Guest guest) {
   opened(peer, std::make_unique<TcpLink>(std::move(bulk), std::move(control), is_hasty_));
 }
 
-void Engine::on_closed_door(std::int32_t to, const std::string& cause, bool is_crossing) {
+void Engine::on_closed_door(std::int32_t to, const std::string& cause, Ruling ruling) {
   Peer& peer = *peers_[to];
-  if (is_crossing || peer.state != Peer::State::opening) return;
-  lose(peer, cause, false);
+  if (ruling == Ruling::crossing || peer.state != Peer::State::opening) return;
+  lose(peer, cause, ruling == Ruling::leaving);
 }
 
 void Engine::opened(Peer& peer, std::unique_ptr<Link> link) {
@@ -404,8 +414,17 @@ void Engine::lose(Peer& peer, const std::string& cause, bool left) {
   peer.link.reset();
   // Who was killed could not clean up after itself.
   if (!left && peer.is_same_host && !peer.card.unix_path.empty()) unlink(peer.card.unix_path.c_str());
+  // To those who have no link with it, and would never know.
+  for (Peer* other : open_) other->tell_down(peer.rank, cause, left);
   if (on_down_ != nullptr) on_down_(on_down_self_, Down{peer.rank, cause, left});
   nudge();
+}
+
+void Engine::on_news(uint64_t gone, std::string cause, bool left) {
+  if (gone >= peers_.size() || gone == static_cast<uint64_t>(rank)) return;
+  Peer& peer = *peers_[gone];
+  // Who has a link with it sees for itself, and first gets what was sent before.
+  if (peer.state == Peer::State::unopened || peer.state == Peer::State::opening) lose(peer, cause, left);
 }
 
 void Engine::beat(std::int64_t now) {
@@ -442,7 +461,11 @@ void Engine::close(std::int64_t flush_ns) {
     const auto all_open = [this](auto says) {
       return std::all_of(peers_.begin(), peers_.end(), [&](const auto& p) { return p->state == Peer::State::down || says(*p); });
     };
-    wait(held, [&] { return all_open([](const Peer& p) { return p.is_flushed(); }); }, now_ns() + flush_ns);
+    wait(held, [&] { return all_open([this](const Peer& p) { return p.is_flushed() || !is_connected_; }); }, now_ns() + flush_ns);
+    // Who is just being greeted must hear a goodbye, too.
+    wait(held, [&] { return !door_.is_busy() && all_open([](const Peer& p) { return p.state != Peer::State::opening; }); },
+         now_ns() + farewell_ns);
+    is_leaving_ = true;
     // What was not met by now will not be.
     for (auto& peer : peers_) peer->end_all(Outcome::closed);
     inbox.end_all(Outcome::closed);

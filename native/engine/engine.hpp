@@ -109,7 +109,7 @@ class Engine final : public Surroundings, private Host {
   void open_link(Peer& peer) override;
   void start_reading(Incoming& offer) override { readers_.push_back(offer); }
   void stop_reading(Incoming& offer) override { readers_.remove(offer); }
-  void on_backlog() override {}
+  void on_news(uint64_t gone, std::string cause, bool left) override;
 
   // -- fork: see engine.cpp
   void before_fork() { mutex_.lock(); }
@@ -127,7 +127,7 @@ class Engine final : public Surroundings, private Host {
   // -- Host
   Ruling judge(std::int32_t from, Medium medium, Lane lane) override;
   void on_guest(Guest guest) override;
-  void on_closed_door(std::int32_t to, const std::string& cause, bool is_crossing) override;
+  void on_closed_door(std::int32_t to, const std::string& cause, Ruling ruling) override;
 
   void opened(Peer& peer, std::unique_ptr<Link> link);
   void lose(Peer& peer, const std::string& cause, bool left);
@@ -153,10 +153,12 @@ class Engine final : public Surroundings, private Host {
   bool is_hasty_ = true;
   bool is_connected_ = false;
   bool is_closed_ = false;
-  bool is_closing_ = false;
+  bool is_closing_ = false;  // nothing may be started any more
+  bool is_leaving_ = false;  // nobody may call any more
   std::int64_t spin_ns_ = 0;
   std::int64_t yield_ns_ = 0;
   std::int64_t looked_at_ = 0;
+  std::int64_t crowded_until_ = 0;
   void (*on_down_)(void*, const Down&) = nullptr;
   void* on_down_self_ = nullptr;
 

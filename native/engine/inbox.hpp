@@ -28,6 +28,7 @@ class Inbox {
   // Let a receive take a message that waits. False if there is none.
   bool serve(Receive& receive);
   void post(Receive& receive) { matcher_.post(receive); }
+  void repost(Receive& receive) { matcher_.repost(receive); }
   void withdraw(Receive& receive) { matcher_.withdraw(receive); }
 
   // Bring bytes that are here to their place.

@@ -45,6 +45,17 @@ class Matcher {
     ++posted_;
     grow_if_crowded();
   }
+  // Let it wait again, at its old place in the line.
+  void repost(Receive& receive) {
+    Posted& line = shelf(receive);
+    Receive* later = line.front();
+    while (later != nullptr && later->number < receive.number) later = Posted::next(*later);
+    if (later != nullptr)
+      line.insert_before(*later, receive);
+    else
+      line.push_back(receive);
+    ++posted_;
+  }
   void withdraw(Receive& receive) {
     shelf(receive).remove(receive);
     --posted_;

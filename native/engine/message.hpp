@@ -54,7 +54,6 @@ class Send {
   // What follows is the engine's.
   enum class State : uint8_t { idle, queued, offered, streaming, ended };
   State state = State::idle;
-  bool is_withdrawing = false;
   Peer* peer = nullptr;
   uint64_t ticket = 0;
   uint64_t streamed = 0;
@@ -79,6 +78,8 @@ class Receive {
   virtual Meeting meet(const Envelope& envelope, bool is_here) = 0;
   // It said `later`, and the sender waits: Engine::supply or Engine::give_up must follow.
   virtual void want_memory() {}
+  // Its message was taken back before any byte came; it waits for another.
+  virtual void on_taken_back() {}
   // Memory for all bytes of the message; nullptr if they are to be given to `write`, in order.
   virtual byte* place() = 0;
   virtual void write(uint64_t offset, const byte* from, size_t bytes) = 0;
@@ -98,7 +99,8 @@ class Receive {
 
   // What follows is the engine's.
   uint64_t number = 0;
-  Incoming* incoming = nullptr;  // set between `later` and the end
+  Incoming* incoming = nullptr;  // the offer it took, until all bytes are here
+  bool is_unwanted = false;      // somebody tried to cancel it while it had such an offer
   Hook<Receive> hook;
   bool is_posted() const { return hook.is_in; }
 };
@@ -111,6 +113,7 @@ struct Arrived {
   uint64_t ticket = 0;
   bool has_ticket = false;
   bool is_here = false;
+  Lane lane = Lane::bulk;
   Send* own = nullptr;  // a message to oneself whose sender waits
   const byte* payload = nullptr;
   Hook<Arrived> in_bucket;

@@ -3,6 +3,21 @@
 #include <atomic>
 
 namespace unisono::engine {
+namespace {
+
+constexpr size_t cause_bytes_max = 200;
+
+// Words from a peer, safe to print.
+std::string readable(const byte* text, size_t bytes) {
+  std::string safe;
+  for (size_t i = 0; i < bytes && i < cause_bytes_max; ++i) {
+    const char c = static_cast<char>(text[i]);
+    safe += c >= ' ' && c <= '~' ? c : '?';
+  }
+  return safe;
+}
+
+}  // namespace
 
 void Peer::on_open(std::unique_ptr<Link> opened, std::int64_t now) {
   link = std::move(opened);
@@ -18,7 +33,6 @@ void Peer::on_open(std::unique_ptr<Link> opened, std::int64_t now) {
 
 void Peer::send(Send& send) {
   send.peer = this;
-  send.is_withdrawing = false;
   send.streamed = 0;
   if (is_self_) return send_to_self(send);
   if (state == State::down) {
@@ -29,7 +43,7 @@ void Peer::send(Send& send) {
   if (state == State::open && queue.empty() && notes_.empty() && start(send)) [[likely]] return;
   send.state = Send::State::queued;
   queue.push_back(send);
-  add_backlog();
+  ++backlog_;
   if (state == State::unopened) around_.open_link(*this);
 }
 
@@ -44,19 +58,23 @@ bool Peer::start(Send& send) {
   Body body;
   body.header = send.header;
   body.header_bytes = send.header_bytes;
-  const bool is_eager = send.nbytes <= eager_max_[static_cast<size_t>(send.lane)] &&
-                        credit_used_ + cost(send.nbytes) <= around_.settings.eager_credit_bytes;
+  const auto lane = static_cast<size_t>(send.lane);
+  bool is_eager = send.nbytes <= eager_max_[lane] &&
+                        credit_used_[lane] + cost(send.nbytes) <= around_.settings.eager_credit_bytes;
   if (is_eager && !send.sync) [[likely]] {
     head.word = Head::make_word(Kind::eager);
     body.payload = send.data;
     body.payload_bytes = send.nbytes;
     if (!link->put(send.lane, head, body)) return false;
-    credit_used_ += cost(send.nbytes);
+    credit_used_[lane] += cost(send.nbytes);
     send.state = Send::State::ended;
     send.end(Outcome::done);
     return true;
   }
   if (!take_ticket(send)) return false;
+  auto* word = link->own_offer(index_of(send.ticket));
+  // Without a word only bytes that have not left can be taken back.
+  if (word == nullptr) is_eager = false;
   body.prefix[0] = send.ticket;
   if (is_eager) {
     head.word = Head::make_word(Kind::eager, flag_ticket);
@@ -69,15 +87,13 @@ bool Peer::start(Send& send) {
     body.prefix_bytes = 16;
   }
   // relaxed: the frame that follows is published after it
-  if (auto* word = link->own_offer(index_of(send.ticket)))
-    word->store(static_cast<uint32_t>(Offer::offered), std::memory_order_relaxed);
+  if (word != nullptr) word->store(static_cast<uint32_t>(Offer::offered), std::memory_order_relaxed);
   if (!link->put(send.lane, head, body)) {
     free_ticket(send.ticket);
     return false;
   }
-  if (is_eager) credit_used_ += cost(send.nbytes);
+  if (is_eager) credit_used_[lane] += cost(send.nbytes);
   send.state = Send::State::offered;
-  ++unmet_;
   return true;
 }
 
@@ -93,19 +109,14 @@ bool Peer::cancel(Send& send) {
         break;
       }
       auto* word = link->own_offer(index_of(send.ticket));
-      if (word == nullptr) {
-        // Only the peer knows whether it was met: ask, and end when the answer comes.
-        if (!send.is_withdrawing) note(send.lane, Kind::withdraw, send.ticket);
-        send.is_withdrawing = true;
-        return false;
-      }
       auto expected = static_cast<uint32_t>(Offer::offered);
-      // acq_rel: against the receiver's claim, which of the two comes first is decided here
-      if (!word->compare_exchange_strong(expected, static_cast<uint32_t>(Offer::withdrawn), std::memory_order_acq_rel))
+      // acq_rel: against the receiver's claim, which of the two comes first is decided here. Without a word the
+      // sender decides: no byte has left, and a receive that took the offer waits for another message.
+      if (word != nullptr && !word->compare_exchange_strong(expected, static_cast<uint32_t>(Offer::withdrawn),
+                                                            std::memory_order_acq_rel))
         return false;
       // The place is free again only when the peer has forgotten the offer.
       ticket_of(send.ticket)->send = nullptr;
-      --unmet_;
       note(send.lane, Kind::withdraw, send.ticket);
       break;
     }
@@ -222,35 +233,46 @@ void Peer::free_ticket(uint64_t ticket) {
   free_tickets_.push_back(static_cast<uint32_t>(index_of(ticket)));
 }
 
-void Peer::note(Lane lane, Kind kind, uint64_t context, uint8_t dtype, uint64_t nbytes) {
-  Note made{lane, {}};
+void Peer::note(Lane lane, Kind kind, uint64_t context, uint8_t dtype, uint64_t nbytes, std::string text) {
+  Note made{lane, {}, std::move(text)};
+  made.head.header_bytes = static_cast<uint16_t>(made.text.size());
   made.head.word = Head::make_word(kind);
   made.head.context = context;
   made.head.dtype = dtype;
   made.head.nbytes = nbytes;
   if (state != State::open || link->over() != nullptr) return;
   if (notes_.empty() && put_note(made)) return;
-  notes_.push_back(made);
-  add_backlog();
+  notes_.push_back(std::move(made));
+  ++backlog_;
 }
 
-bool Peer::put_note(const Note& note) { return link->put(note.lane, note.head, Body()); }
+bool Peer::put_note(const Note& note) {
+  Body body;
+  body.header = reinterpret_cast<const byte*>(note.text.data());
+  body.header_bytes = note.text.size();
+  return link->put(note.lane, note.head, body);
+}
 
-void Peer::return_credit(uint64_t bytes) {
-  credit_held_ -= bytes;
-  credit_due_ += bytes;
+void Peer::tell_down(std::int32_t gone, const std::string& cause, bool left) {
+  note(Lane::control, Kind::down, static_cast<uint64_t>(gone), left, 0, cause.substr(0, cause_bytes_max));
+}
+
+void Peer::return_credit(Lane lane, uint64_t bytes) {
+  const auto at = static_cast<size_t>(lane);
+  credit_held_[at] -= bytes;
+  credit_due_[at] += bytes;
   // A quarter at a time: a frame per 16 KiB message at most, one in hundreds of small ones.
-  if (credit_due_ < around_.settings.eager_credit_bytes / 4) return;
-  note(Lane::control, Kind::credit, 0, 0, std::exchange(credit_due_, 0));
+  if (credit_due_[at] < around_.settings.eager_credit_bytes / 4) return;
+  note(Lane::control, Kind::credit, 0, static_cast<uint8_t>(lane), std::exchange(credit_due_[at], 0));
 }
 
 // ---- receiving ----
 
-const char* Peer::on_frame(const Head& head, const byte* body) {
+const char* Peer::on_frame(const Head& head, const byte* body, Lane lane) {
   switch (head.kind()) {
     case Kind::eager:
     case Kind::offer:
-      return on_message(head, body);
+      return on_message(head, body, lane);
     case Kind::accept:
       return on_accept(head);
     case Kind::data: {
@@ -267,8 +289,8 @@ const char* Peer::on_frame(const Head& head, const byte* body) {
     case Kind::done:
       return on_done(head);
     case Kind::credit:
-      if (head.nbytes > credit_used_) return "more credit came back than was given";
-      credit_used_ -= head.nbytes;
+      if (head.dtype >= lane_count || head.nbytes > credit_used_[head.dtype]) return "more credit came back than was given";
+      credit_used_[head.dtype] -= head.nbytes;
       return nullptr;
     case Kind::withdraw:
       return on_withdraw(head);
@@ -277,19 +299,23 @@ const char* Peer::on_frame(const Head& head, const byte* body) {
     case Kind::goodbye:
       link->on_goodbye();
       return nullptr;
+    case Kind::down:
+      around_.on_news(head.context, readable(body, head.header_bytes), head.dtype != 0);
+      return nullptr;
     default:
       return "a frame of unknown kind";
   }
 }
 
-const char* Peer::on_message(const Head& head, const byte* body) {
+const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
   const bool is_here = head.kind() == Kind::eager;
   const size_t prefix = head.prefix_bytes();
   Envelope envelope{head.context, head.tag, head.nbytes, rank, head.dtype, head.header_bytes, body + prefix};
   if (head.nbytes > around_.settings.message_bytes_max) return "a message is longer than any may be";
   if (is_here) {
-    if (cost(head.nbytes) > around_.settings.eager_credit_bytes - credit_held_) return "more arrived than the credit allows";
-    credit_held_ += cost(head.nbytes);
+    uint64_t& held = credit_held_[static_cast<size_t>(lane)];
+    if (cost(head.nbytes) > around_.settings.eager_credit_bytes - held) return "more arrived than the credit allows";
+    held += cost(head.nbytes);
   }
   Incoming* ticketed = nullptr;
   if (prefix != 0) {
@@ -311,7 +337,7 @@ const char* Peer::on_message(const Head& head, const byte* body) {
   const byte* payload = body + prefix + head.header_bytes;
   Receive* receive = around_.inbox.take_receive(envelope, is_here, ticketed, meeting, is_gone);
   if (is_gone) {
-    if (is_here) return_credit(cost(head.nbytes));
+    if (is_here) return_credit(lane, cost(head.nbytes));
     drop(*ticketed);
     return nullptr;
   }
@@ -319,6 +345,7 @@ const char* Peer::on_message(const Head& head, const byte* body) {
     Arrived* message = around_.inbox.queue(envelope, *this, payload, is_here ? head.nbytes : 0);
     if (message == nullptr) return "no memory for a message";
     message->is_here = is_here;
+    message->lane = lane;
     message->has_ticket = ticketed != nullptr;
     if (ticketed != nullptr) {
       message->ticket = ticketed->ticket;
@@ -332,7 +359,7 @@ const char* Peer::on_message(const Head& head, const byte* body) {
     return nullptr;
   }
   Inbox::bring(*receive, payload, head.nbytes);
-  return_credit(cost(head.nbytes));
+  return_credit(lane, cost(head.nbytes));
   if (ticketed != nullptr) note(Lane::control, Kind::done, ticketed->ticket, static_cast<uint8_t>(Answer::met));
   receive->end(Outcome::done, rank);
   return nullptr;
@@ -340,14 +367,13 @@ const char* Peer::on_message(const Head& head, const byte* body) {
 
 const char* Peer::on_accept(const Head& head) {
   Ticket* ticket = ticket_of(head.context);
-  if (ticket == nullptr || ticket->send == nullptr || ticket->send->state != Send::State::offered)
-    return "an offer is accepted that was not made";
+  if (ticket != nullptr && ticket->send == nullptr) return nullptr;  // taken back; the peer will hear of it
+  if (ticket == nullptr || ticket->send->state != Send::State::offered) return "an offer is accepted that was not made";
   Send& send = *ticket->send;
   if (send.nbytes == 0) return "an empty offer is accepted";
   send.state = Send::State::streaming;
-  --unmet_;
   streams_.push_back(send);
-  add_backlog();
+  ++backlog_;
   return nullptr;
 }
 
@@ -358,7 +384,6 @@ const char* Peer::on_done(const Head& head) {
   if (send != nullptr && send->state != Send::State::offered) return "a message is confirmed while it is sent";
   free_ticket(head.context);
   if (send == nullptr) return nullptr;  // withdrawn here, and forgotten there
-  --unmet_;
   send->state = Send::State::ended;
   send->end(static_cast<Answer>(head.dtype) == Answer::withdrawn ? Outcome::cancelled : Outcome::done);
   return nullptr;
@@ -367,17 +392,32 @@ const char* Peer::on_done(const Head& head) {
 const char* Peer::on_withdraw(const Head& head) {
   if (index_of(head.context) >= incoming_.size()) return "an offer is taken back that was not made";
   Incoming& offer = incoming_of(head.context);
-  // Met already, or dropped already when the claim failed: the sender has its answer on the way.
-  if (offer.state != Incoming::State::queued || offer.ticket != head.context) return nullptr;
-  take_back(offer);
+  if (offer.ticket != head.context) return nullptr;
+  if (offer.state == Incoming::State::queued)
+    take_back(offer);
+  else if (offer.state == Incoming::State::waiting || offer.state == Incoming::State::streaming) {
+    if (offer.received != 0) return "an offer is taken back while it is sent";
+    part(offer);
+  }
+  // Else it was dropped already, when the claim failed: the sender has its answer.
   return nullptr;
+}
+
+void Peer::part(Incoming& offer) {
+  Receive& receive = *std::exchange(offer.receive, nullptr);
+  drop(offer);
+  receive.incoming = nullptr;
+  if (receive.is_unwanted) return receive.end(Outcome::cancelled, rank);
+  receive.on_taken_back();
+  if (!around_.inbox.serve(receive)) around_.inbox.repost(receive);
 }
 
 void Peer::take_back(Incoming& offer) {
   const uint64_t held = offer.arrived->is_here ? cost(offer.nbytes) : 0;
+  const Lane lane = offer.arrived->lane;
   around_.inbox.remove(*offer.arrived);
   drop(offer);
-  if (held != 0) return_credit(held);
+  if (held != 0) return_credit(lane, held);
 }
 
 bool Peer::claim(Incoming& offer) {
@@ -486,7 +526,7 @@ void Peer::on_met(const Arrived& message) {
     message.own->end(Outcome::done);
   }
   if (is_self_) return;
-  return_credit(cost(message.envelope.nbytes));
+  return_credit(message.lane, cost(message.envelope.nbytes));
   if (!message.has_ticket) return;
   incoming_of(message.ticket).state = Incoming::State::none;
   // The sender may have taken it back meanwhile; then it has ended, and the answer only frees the ticket.
@@ -494,6 +534,15 @@ void Peer::on_met(const Arrived& message) {
 }
 
 // ---- ending ----
+
+bool Peer::is_being_read() const {
+  for (const Ticket& ticket : tickets_) {
+    if (!ticket.is_taken || ticket.send == nullptr || ticket.send->state != Send::State::offered) continue;
+    auto* word = link->own_offer(index_of(ticket.send->ticket));
+    if (word != nullptr && word->load(std::memory_order_relaxed) == static_cast<uint32_t>(Offer::reading)) return true;
+  }
+  return false;
+}
 
 void Peer::end_all(Outcome outcome) {
   // A stopped peer may come back and go on reading: it must find that the memory is no longer offered.
@@ -530,7 +579,7 @@ void Peer::end_all(Outcome outcome) {
   tickets_.clear();
   free_tickets_.clear();
   notes_.clear();
-  backlog_ = unmet_ = 0;
+  backlog_ = 0;
 }
 
 void Peer::say_goodbye() {

@@ -47,8 +47,8 @@ class Surroundings {
   virtual void open_link(Peer& peer) = 0;
   virtual void start_reading(Incoming& offer) = 0;
   virtual void stop_reading(Incoming& offer) = 0;
-  // There is something to send that nobody may be waiting for.
-  virtual void on_backlog() = 0;
+  // A peer says that a rank is gone.
+  virtual void on_news(uint64_t rank, std::string cause, bool left) = 0;
 
   Settings settings;
   Inbox inbox;
@@ -97,12 +97,13 @@ class Peer {
   // Put what waits on the link. True if something moved.
   bool flush();
   bool has_backlog() const { return backlog_ != 0; }
-  // Nothing that was started is still to be sent.
-  bool is_flushed() const { return backlog_ == 0 && unmet_ == 0; }
+  // Nothing is on its way: what is left waits for a receive that nobody may ever post.
+  bool is_flushed() const { return backlog_ == 0 && !is_being_read(); }
+  void tell_down(std::int32_t gone, const std::string& cause, bool left);
 
   // -- receiving
   // A frame came whole; its lengths were checked against its place. Returns what is wrong with it, or nullptr.
-  const char* on_frame(const Head& head, const byte* body);
+  const char* on_frame(const Head& head, const byte* body, Lane lane);
   // For links that bring data straight to its place: whose it is, or nullptr with what is wrong.
   Incoming* data_for(const Head& head, const char*& fault);
   // Bytes are in their place. Ends the receive with the last.
@@ -135,6 +136,7 @@ class Peer {
   struct Note {
     Lane lane;
     Head head;
+    std::string text;
   };
   struct Ticket {
     Send* send = nullptr;
@@ -147,16 +149,16 @@ class Peer {
   bool take_ticket(Send& send);
   void free_ticket(uint64_t ticket);
   Ticket* ticket_of(uint64_t ticket);
-  void note(Lane lane, Kind kind, uint64_t context, uint8_t dtype = 0, uint64_t nbytes = 0);
+  bool is_being_read() const;
+  // Undo a match: the sender takes its offer back, and the receive waits for another message.
+  void part(Incoming& offer);
+  void note(Lane lane, Kind kind, uint64_t context, uint8_t dtype = 0, uint64_t nbytes = 0, std::string text = {});
   bool put_note(const Note& note);
-  void return_credit(uint64_t bytes);
+  void return_credit(Lane lane, uint64_t bytes);
   void send_to_self(Send& send);
   bool flush_streams();
-  void add_backlog() {
-    if (backlog_++ == 0) around_.on_backlog();
-  }
 
-  const char* on_message(const Head& head, const byte* body);
+  const char* on_message(const Head& head, const byte* body, Lane lane);
   const char* on_accept(const Head& head);
   const char* on_done(const Head& head);
   const char* on_withdraw(const Head& head);
@@ -166,7 +168,6 @@ class Peer {
   Surroundings& around_;
   const bool is_self_;
   size_t backlog_ = 0;  // notes, queued sends and streams
-  size_t unmet_ = 0;    // tickets whose message has not met its receive
   uint64_t eager_max_[lane_count] = {};
   Queue queued_[lane_count];
   Queue streams_;
@@ -174,9 +175,9 @@ class Peer {
   std::vector<Ticket> tickets_;
   std::vector<uint32_t> free_tickets_;
   std::deque<Incoming> incoming_;  // by ticket of the peer; a deque, because elements must not move
-  uint64_t credit_used_ = 0;  // of ours with the peer
-  uint64_t credit_held_ = 0;  // of the peer's with us
-  uint64_t credit_due_ = 0;   // met, and not yet given back
+  uint64_t credit_used_[lane_count] = {};  // of ours with the peer
+  uint64_t credit_held_[lane_count] = {};  // of the peer's with us
+  uint64_t credit_due_[lane_count] = {};   // met, and not yet given back
 };
 
 }  // namespace unisono::engine

@@ -128,14 +128,15 @@ bool ShmLink::poll() {
     if (was_ended) over_ = "died: its link was closed";
     return false;
   }
-  bool moved = poll_lane(in_[static_cast<size_t>(Lane::bulk)]);
-  moved |= poll_lane(in_[static_cast<size_t>(Lane::control)]);
+  bool moved = poll_lane(Lane::bulk);
+  moved |= poll_lane(Lane::control);
   if ((was_ended || has_left()) && !moved && over_ == nullptr) [[unlikely]]
     over_ = has_left() ? "left" : "died: its link was closed";
   return moved;
 }
 
-bool ShmLink::poll_lane(Consumer& from) {
+bool ShmLink::poll_lane(Lane lane) {
+  Consumer& from = in_[static_cast<size_t>(lane)];
   Head head;
   const byte* body;
   for (int i = 0; i < frames_per_poll; ++i) {
@@ -156,7 +157,7 @@ bool ShmLink::poll_lane(Consumer& from) {
       over_ = "a frame is longer than its place";
       return true;
     }
-    if (const char* fault = peer_.on_frame(head, body); fault != nullptr) {
+    if (const char* fault = peer_.on_frame(head, body, lane); fault != nullptr) {
       over_ = fault;
       return true;
     }

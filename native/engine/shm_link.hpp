@@ -69,7 +69,7 @@ class ShmLink final : public Link, public Watcher {
   ShmLink(Peer& peer, Poller& poller) : peer_(peer), poller_(poller) {}
 
   LinkMemory* memory() const { return reinterpret_cast<LinkMemory*>(mapping_.at()); }
-  bool poll_lane(Consumer& from);
+  bool poll_lane(Lane lane);
   void ring_if_asleep() {
     const uint32_t word = presence_.word();
     if ((word & 1) != 0 && word != rung_) [[unlikely]] {

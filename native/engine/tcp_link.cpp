@@ -38,6 +38,7 @@ Connection::Connection(Peer& peer, Poller& poller, std::unique_ptr<Channel> chan
     : peer_(peer),
       poller_(poller),
       channel_(std::move(channel)),
+      lane_(lane),
       checksum_(checksum),
       in_bytes_(lane == Lane::bulk ? bulk_buffer_bytes : control_buffer_bytes),
       in_(new byte[in_bytes_]) {
@@ -265,7 +266,7 @@ const char* Connection::parse() {
       if (crc != crc32c(0, frame + front, payload)) return "a message was damaged on its way";
     }
     begin_ += total;
-    if (const char* fault = peer_.on_frame(head, frame + sizeof head); fault != nullptr) return fault;
+    if (const char* fault = peer_.on_frame(head, frame + sizeof head, lane_); fault != nullptr) return fault;
   }
   if (begin_ == end_) {
     begin_ = end_ = 0;

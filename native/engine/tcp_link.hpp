@@ -70,6 +70,7 @@ class Connection final : public Watcher {
   Peer& peer_;
   Poller& poller_;
   std::unique_ptr<Channel> channel_;
+  const Lane lane_;
   const bool checksum_;
   uint64_t watch_ = 0;
   bool is_ready_ = true;  // there may be something to read

@@ -3,8 +3,8 @@
 Knows how requests map to operations of the engine, and which thread tells of their ends. Does not know rings,
 sockets or who started the ranks: it gives a card, and gets everybody's.
 
-Two threads may tell. Whoever waits makes progress in the engine itself, without the GIL, and tells what has ended.
-While nobody waits, a pump thread sleeps in the engine and tells; it only exists so that tasks without a waiter go on.
+Two threads may tell. Whoever waits makes progress in the engine itself, without the GIL, and tells what has
+ended. While nobody waits, a pump thread sleeps in the engine and tells, so that tasks without a waiter go on.
 """
 
 from __future__ import annotations
@@ -12,13 +12,22 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from unisono import _native
 from unisono.backends.registry import BackendInfo
 from unisono.config import Config
-from unisono.contract import UNTYPED, Backend, Capabilities, Envelope, Lane, PeerDown, Request
+from unisono.contract import (
+    UNTYPED,
+    Backend,
+    Capabilities,
+    Envelope,
+    Lane,
+    PeerDown,
+    Request,
+)
 from unisono.errors import BackendUnavailable, ClosedError, UnisonoError, UsageError
 from unisono.matching import Posted, refusal
 from unisono.runtime import Event, RealRuntime, Runtime, Waiting
@@ -34,7 +43,7 @@ _DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)
 
 
 class Card(NamedTuple):
-    """What the others need to reach a rank: its host, its unix socket ("" without shared memory), its port."""
+    """What the others need to reach a rank. `unix_path` is empty if it uses no shared memory."""
 
     host: str
     unix_path: str
@@ -108,7 +117,7 @@ class NativeBackend(Backend):
             raise UsageError(f"{len(cards)} cards were given; allowed: one per rank, {self._size}")
         names = list(dict.fromkeys(card.host for card in cards))
         self._hosts = tuple(names.index(card.host) for card in cards) if len(names) > 1 else ()
-        self._engine.connect([tuple(card) for card in cards])
+        self._engine.connect([(c.host, c.unix_path, c.address, c.port) for c in cards])
 
     @property
     def rank(self) -> int:
@@ -215,7 +224,8 @@ class NativeBackend(Backend):
         if isinstance(started, int):
             request.handle = started
         else:
-            desk.tell([started])
+            del desk.requests[number]
+            desk.end(request, *started[1:])
         return request
 
 
@@ -253,33 +263,55 @@ class _Desk:
         self.is_closed = False
         self._lock = threading.Lock()
         self._down: dict[int, PeerDown] = {}
+        self._news: deque[tuple[Any, ...]] = deque()
+        self._teller = 0
         self._listeners: list[Callable[[PeerDown], None]] = []
 
-    def tell(self, ended: list[tuple[Any, ...]]) -> None:
-        """Complete the requests of operations that have ended."""
-        for news in ended:
-            if news[0] < 0:
-                self._tell_down(PeerDown(*news[1:]))
-                continue
-            number, outcome, envelope, data = news
-            request = self.requests.pop(number, None)
-            if request is None:
-                continue
-            if outcome == _DONE:
-                request.buffer = None
-                request.complete(None if envelope is None else Envelope(*envelope), data)
-            else:
-                self.end(request, outcome, None if envelope is None else Envelope(*envelope))
+    def tell(self, news: list[tuple[Any, ...]]) -> None:
+        """Tell news that the engine gave to this thread, and whatever more there is by then.
 
-    def end(self, request: _NativeRequest, outcome: int, envelope: Envelope | None = None) -> None:
+        The order counts: who hears that a peer is gone must have heard of all that came from it. A callback
+        that waits, here and now, tells the rest itself.
+        """
+        is_nested = self.is_teller()
+        self._news.extend(news)
+        failure: BaseException | None = None
+        while True:
+            self._teller = threading.get_ident()
+            while self._news:
+                try:
+                    self._tell_one(*self._news.popleft())
+                except BaseException as error:  # the others must not pay for it
+                    failure = failure or error
+            if is_nested:
+                break
+            self._teller = 0
+            self._news.extend(self.engine.more(True))
+            if not self._news:
+                break
+        if failure is not None:
+            raise failure
+
+    def is_teller(self) -> bool:
+        """Whether this very thread is telling, further up its stack."""
+        return self._teller == threading.get_ident()
+
+    def end(
+        self,
+        request: _NativeRequest,
+        outcome: int,
+        envelope: tuple[Any, ...] | None = None,
+        data: bytes | bytearray | None = None,
+    ) -> None:
         """End a request as its operation ended."""
+        met = None if envelope is None else Envelope(*envelope)
         if outcome == _DONE:
             request.buffer = None
-            request.complete(envelope)
+            request.complete(met, data)
         elif outcome == _CANCELLED:
             request.cancelled()
         else:
-            request.fail(self._error(request, outcome, envelope), envelope)
+            request.fail(self._error(request, outcome, met), met)
 
     def add_listener(self, listener: Callable[[PeerDown], None]) -> list[PeerDown]:
         with self._lock:
@@ -292,10 +324,16 @@ class _Desk:
         with self._lock:
             self.is_closed = True
             self._listeners.clear()
-        self.tell(self.engine.pump(0.0))
+        self.tell(self.engine.wait(0.0, 0, self.is_teller()))
         self.engine.poke()
 
-    def _tell_down(self, down: PeerDown) -> None:
+    def _tell_one(self, number: int, *details: Any) -> None:
+        if number >= 0:
+            request = self.requests.pop(number, None)
+            if request is not None:
+                self.end(request, *details)
+            return
+        down = PeerDown(*details)
         with self._lock:
             self._down[down.rank] = down
             listeners = list(self._listeners)
@@ -307,7 +345,9 @@ class _Desk:
             assert isinstance(request.peer, int)
             return self._down_of(request.peer).error()
         if outcome == _REFUSED and envelope is not None and request.buffer is not None:
-            posted = Posted(envelope.source, envelope.context, envelope.tag, request, request.buffer, request.dtype)
+            posted = Posted(
+                envelope.source, envelope.context, envelope.tag, request, request.buffer, request.dtype
+            )
             return UsageError(refusal(posted, envelope) or "the message does not fit")
         if outcome in (_NO_MEMORY, _REFUSED):
             return UnisonoError("there is no memory for the message")
@@ -322,7 +362,7 @@ class _Desk:
 
 
 class _Event:
-    """A flag. Who waits for it does so in the engine, and is poked out of it if another thread raises the flag."""
+    """A flag. Who waits for it does so in the engine, and is poked out if another thread raises it."""
 
     __slots__ = ("_engine", "_flag", "waiters")
 
@@ -360,7 +400,7 @@ class _NativeRuntime(RealRuntime):
     ) -> bool:
         """Wait for the event, telling what ends meanwhile; signals are seen every 50 ms."""
         assert isinstance(event, _Event)
-        engine, tell = self._desk.engine, self._desk.tell
+        desk, engine = self._desk, self._desk.engine
         end = None if timeout is None else self.now() + timeout
         event.waiters.append(threading.get_ident())
         try:
@@ -372,9 +412,14 @@ class _NativeRuntime(RealRuntime):
                 left = _SLICE_S if end is None else min(_SLICE_S, end - self.now())
                 if left <= 0:
                     return False
-                tell(engine.wait(left, pokes))
-                if self._desk.is_closed:
-                    self.sleep(0.001)  # the engine no longer waits; whoever raises the flag is a thread of ours
+                if desk.is_teller():
+                    desk.tell([])  # a callback waits: what it waits for may be behind it in the line
+                if news := engine.wait(left, pokes, desk.is_teller()):
+                    desk.tell(news)
+                elif desk.is_closed:
+                    self.sleep(
+                        0.001
+                    )  # the engine no longer waits; whoever raises the flag is a thread of ours
         finally:
             event.waiters.remove(threading.get_ident())
         return True
@@ -395,12 +440,13 @@ def _refused(error: BaseException) -> BaseException:
 def _pump(desk_ref: weakref.ref[_Desk], engine: _native.Engine) -> None:
     """Tell what ends while nobody waits."""
     while True:
-        ended = engine.pump(1.0)
+        news = engine.pump(1.0)
         desk = desk_ref()
-        if desk is None or desk.is_closed:
+        if desk is None or (desk.is_closed and not news):
             return
-        desk.tell(ended)
-        del desk, ended
+        if news:
+            desk.tell(news)
+        del desk, news
 
 
 DESCRIPTION = BackendInfo(
