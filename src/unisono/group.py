@@ -218,6 +218,8 @@ class Group:
         for entry in pending:
             entry.task.interrupt(self._closed)
         if not self._is_aborted:
+            if self._poison is not None:  # told before, but a farewell in its own lane must not overtake it
+                self.control.tell(self.world_ranks, Verdict.of(self._poison, self.context), Lane.BULK)
             self.control.tell(self.world_ranks, Left(self.context, self._last_calls()), Lane.BULK)
         self.control.leave(self)
 
