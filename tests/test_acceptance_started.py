@@ -104,6 +104,17 @@ def test_every_verb_gives_the_same_started_and_waited_for(size: int) -> None:
     assert run_ranks(program, size, config=SHORT).values() == [[]] * size
 
 
+def test_a_generous_timeout_changes_nothing() -> None:
+    def program(comm: uni.Communicator) -> Notes:
+        notes = Notes()
+        for timeout in (30, 1e9, float("inf")):
+            for verb, args, want in cases(comm.rank, 3):
+                notes.expect(getattr(comm, verb)(*args, timeout=timeout), want, verb, timeout)
+        return notes
+
+    assert run_ranks(program, 3).values() == [[]] * 3
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_messages_started_and_waited_for(size: int) -> None:
     def program(comm: uni.Communicator) -> Any:
