@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import unisono as uni
+from unisono.backends.local import LocalBackend
 from unisono.plans import CATALOG, algorithms
 
 from .conftest import run_ranks
@@ -227,6 +228,26 @@ def test_every_algorithm_gives_the_right_answer_whatever_the_segments(size: int,
         return notes
 
     assert found(program, size, config=config) == []
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1, 1), (0, 0, 0, 1, 2, 2)], ids=str)
+def test_every_algorithm_gives_the_right_answer_across_hosts(
+    hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalBackend, "hosts", lambda self: hosts)
+    size = len(hosts)
+
+    def program(comm: uni.Communicator) -> Notes:
+        notes = Notes()
+        for turn, collective in enumerate(CATALOG):
+            for algorithm in ("auto", *algorithms(collective)):
+                for count in (1, 13, 16 * size + 1) if collective != "barrier" else [0]:
+                    root = (count + turn) % size
+                    got, want = outcome(comm, collective, "int32", count, root, algorithm)
+                    notes.expect(got, want, collective, algorithm, count, "root", root)
+        return notes
+
+    assert found(program, size) == []
 
 
 def test_an_algorithm_is_refused_by_name_before_anything_is_sent() -> None:

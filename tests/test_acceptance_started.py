@@ -104,6 +104,17 @@ def test_every_verb_gives_the_same_started_and_waited_for(size: int) -> None:
     assert run_ranks(program, size, config=SHORT).values() == [[]] * size
 
 
+def test_a_generous_timeout_changes_nothing() -> None:
+    def program(comm: uni.Communicator) -> Notes:
+        notes = Notes()
+        for timeout in (30, 1e9, float("inf")):
+            for verb, args, want in cases(comm.rank, 3):
+                notes.expect(getattr(comm, verb)(*args, timeout=timeout), want, verb, timeout)
+        return notes
+
+    assert run_ranks(program, 3).values() == [[]] * 3
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_messages_started_and_waited_for(size: int) -> None:
     def program(comm: uni.Communicator) -> Any:
@@ -411,16 +422,20 @@ def test_a_cancelled_collective_ends_on_every_rank_and_its_communicator_is_unusa
 
     def program(comm: uni.Communicator) -> Any:
         group = comm.sub(range(comm.size))
+        # Rank 2 is in the collective when rank 0 cancels it; rank 1 comes later, so it cannot have ended.
+        if comm.rank == 1:
+            comm.recv(np.zeros(0), 0)
+        work = start(group) if comm.rank != 1 else None
+        if comm.rank == 2:
+            comm.send(np.zeros(0), 0)
         if comm.rank == 0:
-            work = start(group)
+            comm.recv(np.zeros(0), 2)
+            assert work is not None
             assert work.cancel()
-            with pytest.raises(uni.PeerAborted, match=f"rank 0 cancelled {verb}"):
-                work.wait()
-        else:
-            # rank 0 may have cancelled before or after this one begins
-            with pytest.raises(uni.PeerAborted, match=f"rank 0 cancelled {verb}") as caught:
-                start(group).wait()
-            assert caught.value.rank == 0
+            comm.send(np.zeros(0), 1)
+        with pytest.raises(uni.PeerAborted, match=f"rank 0 cancelled {verb}") as caught:
+            (work or start(group)).wait()
+        assert caught.value.rank == 0
         with pytest.raises(uni.PeerAborted, match="cancelled"):
             group.barrier()
         if comm.rank < 2:  # messages between two ranks still pass

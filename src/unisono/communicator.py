@@ -17,7 +17,15 @@ import numpy as np
 from unisono.backends.sub import SubBackend
 from unisono.contract import Backend
 from unisono.control import WORLD_CONTEXT, Control
-from unisono.errors import CollectiveMismatch, PeerAborted, PeerLost, ProtocolError, UnisonoError, UsageError
+from unisono.errors import (
+    CollectiveMismatch,
+    Deadlock,
+    PeerAborted,
+    PeerLost,
+    ProtocolError,
+    UnisonoError,
+    UsageError,
+)
 from unisono.group import Group, context_of, descriptor_of
 from unisono.mesh import Grid, Mesh
 from unisono.plans.steps import Buf
@@ -249,7 +257,7 @@ class Communicator:
     ) -> None:
         if isinstance(error, Killed):
             return  # a crash says no goodbye
-        if isinstance(error, PeerLost | PeerAborted | CollectiveMismatch):
+        if isinstance(error, PeerLost | PeerAborted | CollectiveMismatch | Deadlock):
             self._end_by(error)  # the root cause, passed on as itself
         elif error is not None and not (isinstance(error, SystemExit) and not error.code):
             first_line = (str(error).splitlines() or [""])[0]

@@ -8,7 +8,7 @@ message of every context meets.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Final, Protocol, TypeAlias
 
@@ -153,9 +153,10 @@ class Control:
         self._down: dict[int, PeerDown] = {}
         self._early: OrderedDict[int, list[tuple[int, News]]] = OrderedDict()
         self._early_count = 0
+        self._ends: deque[PeerDown] = deque()
+        self._call = Call("control", backend.rank)
+        Task(backend.runtime, self._call, self._listen(self._call)).begin(timers=False)
         backend.watch(self._on_peer_down)
-        call = Call("control", backend.rank)
-        Task(backend.runtime, call, self._listen(call)).begin(timers=False)
 
     def join(self, member: Member) -> None:
         """Let a communicator hear the news of its context, the early ones first."""
@@ -190,7 +191,11 @@ class Control:
             request = self.backend.start_recv(ANY, CONTROL_CONTEXT, Tags.CONTROL, None)
             request.notify(call.wake)
             while not request.done:
-                yield
+                # A peer that gives up says why and goes: what it said comes first.
+                while self._ends and not request.done and self._is_quiet():
+                    self._tell_end(self._ends.popleft())
+                if not request.done:
+                    yield
             if request.error is not None:
                 return
             envelope = request.envelope
@@ -227,7 +232,16 @@ class Control:
         for member in members:
             member.on_news(sender, Verdict.of(error, member.context))
 
+    def _is_quiet(self) -> bool:
+        """Whether no message waits behind the one that is being received."""
+        queued = self.backend.probe(ANY, CONTROL_CONTEXT, Tags.CONTROL)
+        return not queued.done and queued.cancel()
+
     def _on_peer_down(self, down: PeerDown) -> None:
+        self._ends.append(down)
+        self._call.wake()
+
+    def _tell_end(self, down: PeerDown) -> None:
         with self._lock:
             if down.rank in self._down:
                 return

@@ -86,6 +86,7 @@ class Group:
         self._closed: ClosedError | None = None
         self._left: dict[int, str] = {}
         self._farewells: dict[int, Mapping[int, bytes]] = {}
+        self._questions: dict[int, dict[int, bytes]] = {}
         self._dead: dict[int, str] = {}
         # A group that its members made without talking introduces itself with its first message to each.
         self._to_introduce = set() if is_introduced else set(self.world_ranks)
@@ -140,10 +141,13 @@ class Group:
             self._fingerprints[sequence] = fingerprint
             while len(self._fingerprints) > _FINGERPRINTS_KEPT:
                 self._fingerprints.popitem(last=False)
-            farewells = list(self._farewells.items())
-        for rank, calls in farewells:
+            known = list(self._farewells.items())
+            askers = self._questions.pop(sequence, {})
+        known += [(rank, {sequence: theirs}) for rank, theirs in askers.items()]
+        for rank, calls in known:
             if (mismatch := self._compare(rank, calls)) is not None:
                 raise mismatch
+        self.control.tell(askers, Answer(self.context, sequence, has_called=True))
 
     def check_fingerprint(self, call: Call, mine: bytes, peer: int, theirs: bytes) -> None:
         """Compare the call of the peer (by its rank here) with ours; a difference is the end of the group."""
@@ -186,7 +190,7 @@ class Group:
             pending = [entry for entry in self._pending.values() if entry.sequence is not None]
         self.control.tell(self.world_ranks, Verdict.of(error, self.context))
         for entry in pending:
-            entry.task.interrupt(self._current_poison())
+            entry.task.interrupt(self._current_poison)
 
     def abort(self, error: UnisonoError) -> None:
         """A member gives up for good: end everything. If the group was poisoned before, that is the cause."""
@@ -199,7 +203,7 @@ class Group:
             root_cause = self._poison
         self.control.tell(self.world_ranks, Verdict.of(root_cause, self.context, is_abort=True))
         for entry in pending:
-            entry.task.interrupt(self._current_poison())
+            entry.task.interrupt(self._current_poison)
 
     def close(self) -> None:
         """Flush, end what is pending, and say goodbye."""
@@ -214,6 +218,8 @@ class Group:
         for entry in pending:
             entry.task.interrupt(self._closed)
         if not self._is_aborted:
+            if self._poison is not None:  # told before, but a farewell in its own lane must not overtake it
+                self.control.tell(self.world_ranks, Verdict.of(self._poison, self.context), Lane.BULK)
             self.control.tell(self.world_ranks, Left(self.context, self._last_calls()), Lane.BULK)
         self.control.leave(self)
 
@@ -323,7 +329,7 @@ class Group:
     def _ask(self, entry: _Pending, ranks: tuple[int, ...]) -> None:
         """A collective does not end: show the others what was called here and ask what they are doing."""
         with self._lock:
-            sequence = entry.sequence
+            sequence = entry.sequence if id(entry) in self._pending else None
             fingerprint = None if sequence is None else self._fingerprints.get(sequence)
             fresh = [rank for rank in ranks if rank not in entry.asked and rank != self.world_rank]
             entry.asked.update(fresh)
@@ -337,6 +343,10 @@ class Group:
         with self._lock:
             entry = self._pending_at(query.sequence)
             has_passed = query.sequence < self._sequence
+            # Who asks too early is answered, and its call compared, once this rank makes its own.
+            is_early = not has_passed or (entry is not None and query.sequence not in self._fingerprints)
+            if is_early and len(self._questions) < _FINGERPRINTS_KEPT:
+                self._questions.setdefault(query.sequence, {})[sender] = query.fingerprint
         waiting_on = entry.task.call.waiting_on() if entry is not None else ()
         self.control.tell([sender], Answer(self.context, query.sequence, has_passed, waiting_on))
 
@@ -360,11 +370,17 @@ class Group:
             entry = self._pending_at(answer.sequence)
         if entry is None:
             return
-        if answer.has_called:
-            entry.task.call.absent.discard(sender)
-            self._ask(entry, tuple(rank for rank in answer.waiting_on if rank in self.world_ranks))
-        else:
-            entry.task.call.absent.add(sender)
+        call = entry.task.call
+        if not answer.has_called:
+            call.absent.add(sender)
+            return
+        if sender in call.absent:
+            # It has just come. Whom it waits for is worth asking once it has had time to wait.
+            call.absent.discard(sender)
+            entry.asked.discard(sender)
+            runtime, pause_s = self.backend.runtime, self.backend.config.stall_query_s
+            runtime.call_at(runtime.now() + pause_s, lambda: self._ask(entry, call.waiting_on()))
+        self._ask(entry, tuple(rank for rank in answer.waiting_on if rank in self.world_ranks))
 
     def _pending_at(self, sequence: int) -> _Pending | None:
         return next((entry for entry in self._pending.values() if entry.sequence == sequence), None)
@@ -417,6 +433,9 @@ def single(call: Call, request: Request, peers: Callable[[], tuple[int, ...]]) -
         if request.error is not None or not isinstance(interruption, UnisonoError):
             raise
     if request.error is not None:
+        # That a peer is gone is a symptom. The news of it, and why, come by control, in the right order.
+        while isinstance(request.error, PeerLost) and peers():
+            yield
         raise call.fault(request.error)
     return request
 

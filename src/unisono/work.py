@@ -89,6 +89,7 @@ class Task(Generic[T]):
         self._steps = steps
         self._lock = threading.Lock()
         self._state = _State.PARKED
+        self._runner: int | None = None  # the thread that has claimed it
         self._woken = True
         self._interruption: Callable[[], UnisonoError] | None = None
         self._is_interrupted = False
@@ -125,8 +126,7 @@ class Task(Generic[T]):
             if self._waiters:
                 self._event.set()
                 return
-            self._state = _State.RUNNING
-            self._woken = False
+            self._claim()
         _carry_on(self)
 
     def interrupt(self, error: UnisonoError | Callable[[], UnisonoError]) -> None:
@@ -157,6 +157,7 @@ class Task(Generic[T]):
         try:
             stalls = self._stalls()
             while not self._claim_or_done():
+                _carry_on_claimed()
                 now = self._runtime.now()
                 if self.call.deadline.has_passed(now) and not self._is_interrupted:
                     self._expire()
@@ -177,7 +178,9 @@ class Task(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def take_step(self) -> None:
-        """Carry it on until it sleeps or ends; the caller has claimed it."""
+        """Carry it on until it sleeps or ends, if the calling thread has claimed it."""
+        if self._state is not _State.RUNNING or self._runner != threading.get_ident():
+            return
         while True:
             try:
                 interruption, self._interruption = self._interruption, None
@@ -188,13 +191,15 @@ class Task(Generic[T]):
                 if (doom := self._doom()) is not None:
                     self._steps.throw(doom)
             except StopIteration as stop:
-                return self._finish(stop.value, None)
+                self._finish(stop.value, None)
+                return
             except BaseException as error:
-                return self._finish(None, error)
+                self._finish(None, error)
+                return
             with self._lock:
                 if not self._woken and self._interruption is None:
                     self._state = _State.PARKED
-                    return None
+                    return
                 self._woken = False
 
     def _doom(self) -> UnisonoError | None:
@@ -215,14 +220,19 @@ class Task(Generic[T]):
                 return True
             claimed = self._state is _State.PARKED and self._woken
             if claimed:
-                self._state = _State.RUNNING
-                self._woken = False
+                self._claim()
             else:
                 self._event.clear()
         if claimed:
             _carry_on(self)
             return self.is_done()
         return False
+
+    def _claim(self) -> None:
+        """Let the calling thread carry it on; the caller holds the lock."""
+        self._state = _State.RUNNING
+        self._runner = threading.get_ident()
+        self._woken = False
 
     def _block(self, limit: Deadline, stalls: _Stalls) -> None:
         now = self._runtime.now()
@@ -256,8 +266,7 @@ class Task(Generic[T]):
             self._waiters -= 1
             claimed = self._waiters == 0 and self._woken and self._state is _State.PARKED
             if claimed:
-                self._state = _State.RUNNING
-                self._woken = False
+                self._claim()
         if claimed:
             _carry_on(self)
 
@@ -338,11 +347,14 @@ class _Stalls:
 
 
 class _Queue(threading.local):
-    """The tasks this thread has claimed; the outermost frame carries them on, so that nothing recurses."""
+    """The tasks this thread has claimed; the outermost frame carries them on, so that nothing recurses.
+
+    The first `depth` of them are being carried on by frames of this thread further out.
+    """
 
     def __init__(self) -> None:
         self.tasks: deque[Task[Any]] = deque()
-        self.is_running = False
+        self.depth = 0
 
 
 _queue = _Queue()
@@ -350,14 +362,27 @@ _queue = _Queue()
 
 def _carry_on(task: Task[Any]) -> None:
     _queue.tasks.append(task)
-    if _queue.is_running:
+    if not _queue.depth:
+        _carry_on_claimed()
+
+
+def _carry_on_claimed() -> None:
+    """Carry on what this thread has claimed.
+
+    Called with a depth only by a wait inside an operation, such as a verb in a user's own reduce function:
+    nobody else would do it.
+    """
+    tasks, depth = _queue.tasks, _queue.depth
+    if len(tasks) <= depth:
         return
-    _queue.is_running = True
+    _queue.depth = depth + 1
     try:
-        while _queue.tasks:
-            _queue.tasks.popleft().take_step()
+        while len(tasks) > depth:
+            tasks[depth].take_step()
+            # Only now: a Ctrl-C between two lines must not lose a task that no other thread may touch.
+            del tasks[depth]
     finally:
-        _queue.is_running = False
+        _queue.depth = depth
 
 
 def requests_done(call: Call, requests: Iterable[Request]) -> Steps[None]:

@@ -92,6 +92,7 @@ class LocalBackend(Backend):
     ) -> Request:
         """Put a message into the other's inbox: a copy if the credit allows, else a reference."""
         self.check_peer(dst, "dst")
+        self._hub.runtime.note_user(self._rank)
         request = Request(dst)
         down = self._hub.down_of(self._rank, dst)
         if down is not None:
@@ -250,7 +251,7 @@ class _Hub:
             self._down[down.rank] = down
             self._listeners[down.rank] = []
             listeners = [fn for fns in self._listeners.values() for fn in fns]
-        self.note_activity()
+        self.runtime.note_left(down.rank)
         closed = ClosedError(f"rank {down.rank} is closed")
         for inbox in self.inboxes:
             for parcel in inbox.parcels_from(down.rank):
@@ -284,32 +285,44 @@ class _Blocked:
 class _WatchfulRuntime(RealRuntime):
     """The real runtime, and an eye on threads that can never go on.
 
-    The rule, which errs on the side of patience: every rank has a thread that waits without a limit, every
-    thread that was ever seen waiting here is waiting or has ended, and nothing at all has moved for
-    `grace_s`. Then all of them are told.
+    The rule, which errs on the side of patience: every rank that has not left has a thread that waits
+    without a limit; so does every thread that could help, unless it has ended; and nothing at all has moved
+    for `grace_s`. Then all of them are told. A thread could help if it was started after this world was made,
+    or has sent or waited here, and not only for ranks that have left.
     """
 
     def __init__(self, size: int, grace_s: float) -> None:
         super().__init__()
         self.activity = 0
-        self._size = size
         self._grace_s = grace_s
         self._watch_lock = threading.Lock()
         self._blocked: list[_Blocked] = []
-        self._seen: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._ranks_here = set(range(size))
+        self._ranks_of: weakref.WeakKeyDictionary[threading.Thread, set[int]] = weakref.WeakKeyDictionary()
+        self._bystanders = weakref.WeakSet(threading.enumerate())
+
+    def note_user(self, rank: int) -> None:
+        """The calling thread does something for a rank."""
+        thread = threading.current_thread()
+        with self._watch_lock:
+            self._ranks_of.setdefault(thread, set()).add(rank)
+
+    def note_left(self, rank: int) -> None:
+        """A rank will do nothing any more."""
+        self.activity += 1
+        with self._watch_lock:
+            self._ranks_here.discard(rank)
 
     def block(
         self, event: Event, timeout: float | None, waiting: Callable[[], Waiting], *, is_limited: bool = True
     ) -> bool:
         """Wait; without a limit only as long as somebody may still end it."""
+        self.note_user(waiting().rank)
         if is_limited or not self._grace_s:
-            with self._watch_lock:
-                self._seen.add(threading.current_thread())
             self.activity += 1
             return super().block(event, timeout, waiting)
         mine = _Blocked(threading.current_thread(), event, waiting)
         with self._watch_lock:
-            self._seen.add(mine.thread)
             self._blocked.append(mine)
         end = None if timeout is None else self.now() + timeout
         try:
@@ -332,10 +345,10 @@ class _WatchfulRuntime(RealRuntime):
         with self._watch_lock:
             blocked = [b for b in self._blocked if not b.event.is_set()]
             threads = {b.thread for b in blocked}
-            if any(thread.is_alive() and thread not in threads for thread in self._seen):
+            if any(thread not in threads and self._could_help(thread) for thread in threading.enumerate()):
                 return
             waits = [b.waiting() for b in blocked]
-            if {w.rank for w in waits} != set(range(self._size)):
+            if {w.rank for w in waits} != self._ranks_here:
                 return
             lines = "; ".join(str(w) for w in sorted(waits, key=lambda w: w.rank))
             for entry in blocked:
@@ -346,6 +359,11 @@ class _WatchfulRuntime(RealRuntime):
                 )
         for entry in blocked:
             entry.event.set()
+
+    def _could_help(self, thread: threading.Thread) -> bool:
+        """Whether a thread may yet do something for a rank; the caller holds the lock."""
+        ranks = self._ranks_of.get(thread)
+        return thread not in self._bystanders if ranks is None else bool(ranks & self._ranks_here)
 
 
 DESCRIPTION = BackendInfo(

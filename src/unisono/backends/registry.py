@@ -56,11 +56,7 @@ def backend_named(name: str) -> BackendInfo:
     """
     for point in _points():
         if point.name == name:
-            info: BackendInfo = point.load()
-            reason = info.check()
-            if reason is not None:
-                raise BackendUnavailable(f"backend {name!r}", cause=reason, next_step=info.install)
-            return info
+            return _loaded(point)
     known = [point.name for point in _points()]
     raise UsageError(f"backend {name!r} is unknown; allowed: {', '.join(['auto', *known])}")
 
@@ -76,13 +72,20 @@ def _points() -> list[EntryPoint]:
     return sorted(entry_points(group=GROUP), key=lambda point: point.name)
 
 
+def _loaded(point: EntryPoint) -> BackendInfo:
+    try:
+        info: BackendInfo = point.load()
+        reason, install = info.check(), info.install
+    except Exception as error:  # an outside package that does not even load must not take others down
+        reason, install = f"{type(error).__name__}: {error}", "reinstall the package that provides it"
+    if reason is not None:
+        raise BackendUnavailable(f"backend {point.name!r}", cause=reason, next_step=install)
+    return info
+
+
 def _status(name: str) -> BackendStatus:
     try:
         info = backend_named(name)
     except BackendUnavailable as error:
         return BackendStatus(name, False, error.cause or "", error.next_step or "")
-    except Exception as error:  # an outside package that does not even load is a row, not a crash
-        return BackendStatus(
-            name, False, f"{type(error).__name__}: {error}", "reinstall the package that provides it"
-        )
     return BackendStatus(name, True, "available", info.install, info.summary)

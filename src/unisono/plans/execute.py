@@ -22,7 +22,7 @@ import numpy as np
 
 from unisono.buffers import as_bytes
 from unisono.contract import Backend, Request, Stage
-from unisono.errors import UnisonoError, UsageError
+from unisono.errors import PeerLost, UnisonoError, UsageError
 from unisono.kernels import reduce_into
 from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
 from unisono.work import Call, Steps
@@ -303,12 +303,15 @@ class _Run:
     def _on_request(self, i: int) -> None:
         request = self._pending.pop(i)
         piece = self._program.pieces[i]
+        assert isinstance(piece, Send | Recv | RecvReduce)
+        if isinstance(request.error, PeerLost):
+            self._deserters.add(piece.peer)  # why it is gone is told by others
+            return
         if isinstance(piece, Send):
             if request.error is not None:
                 raise self._how.call.fault(request.error)
             self._finish(i)
             return
-        assert isinstance(piece, Recv | RecvReduce)
         if self._is_left_over(i, piece.peer, request):
             return
         self._check_message(i, piece, request)
