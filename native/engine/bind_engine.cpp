@@ -4,6 +4,7 @@
 // The order of locks: the GIL, then the engine's. No Python object is made or dropped with the engine's lock held,
 // because that may run any Python code; the engine's own thread never takes the GIL.
 
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <nanobind/stl/tuple.h>
@@ -12,9 +13,11 @@
 #include <optional>
 
 #include "../bind.hpp"
+#include "../isa.hpp"
 #include "desk.hpp"
 #include "engine.hpp"
 #include "pingpong.hpp"
+#include "run.hpp"
 
 namespace nb = nanobind;
 
@@ -47,6 +50,11 @@ class View {
 
  private:
   Py_buffer view_;
+};
+
+// A program as Python holds it. Runs share what is inside: to let go of that never needs the GIL.
+struct PyProgram {
+  std::shared_ptr<const Program> program;
 };
 
 class PyEngine {
@@ -117,6 +125,47 @@ class PyEngine {
       op.is_open_ended = false;
       op.is_probe = true;
     });
+  }
+
+  // The handle of a run under way, or what it ended with. `op` is negative for a program that reduces nothing.
+  nb::object run(uint64_t id, const PyProgram& given, uint64_t context, uint64_t tag, uint8_t dtype,
+                 std::int32_t op, nb::handle in, nb::handle out, nb::bytes header, size_t window) {
+    check();
+    const std::shared_ptr<const Program>& program = given.program;
+    for (const Line& line : program->lines) check_rank(line.peer);
+    if (dtype >= dtype_count || op >= static_cast<std::int32_t>(op_count)) throw nb::value_error("no such dtype or op");
+    if (header.size() > header_bytes_max) throw nb::value_error("the header is too long");
+    Stage stage;
+    stage.context = context;
+    stage.tag = tag;
+    stage.dtype = dtype;
+    stage.itemsize = itemsizes[dtype];
+    stage.kernel = op < 0 ? nullptr : active_kernels().reduce[dtype][op];
+    stage.window = window > 0 ? window : 1;
+    if (program->reduces && stage.kernel == nullptr) throw nb::value_error("the operation is not defined for the dtype");
+    std::optional<View> in_view, out_view;
+    stage.in = buffer_of(*program, Buffer::in, in, PyBUF_SIMPLE, stage.itemsize, in_view);
+    stage.out = buffer_of(*program, Buffer::out, out, PyBUF_WRITABLE, stage.itemsize, out_view);
+    Run* run;
+    {
+      const Hold held = engine_.hold();
+      run = &desk_.make_run();
+      run->id = id;
+      run->header.assign(header.c_str(), header.size());
+      desk_.start(*run, [&] { run->begin(program, stage); });
+      if (run->phase != Operation::Phase::ended || run->is_news) return nb::int_(run->handle);
+    }
+    nb::object result = tuple_of(*run);
+    const Hold held = engine_.hold();
+    desk_.recycle(*run);
+    return result;
+  }
+
+  // The ranks that a run waits for now.
+  std::vector<std::int32_t> awaited(std::int64_t handle) {
+    const Hold held = engine_.hold();
+    const Run* run = desk_.run_of(static_cast<uint64_t>(handle));
+    return run != nullptr ? run->awaited() : std::vector<std::int32_t>();
   }
 
   bool cancel(std::int64_t handle) {
@@ -206,6 +255,16 @@ class PyEngine {
     if (rank < 0 || rank >= engine_.size) throw nb::value_error("no such rank");
   }
 
+  static byte* buffer_of(const Program& program, Buffer which, nb::handle given, int flags, uint64_t itemsize,
+                         std::optional<View>& view) {
+    const uint64_t count = program.counts[static_cast<size_t>(which)];
+    if (count == 0) return nullptr;
+    view.emplace(given, flags);
+    if (view->size() / itemsize != count || view->size() % itemsize != 0)
+      throw nb::value_error("a buffer has another length than the program says");
+    return view->data();
+  }
+
   template <class Prepare>
   nb::object start(uint64_t id, std::int32_t src, uint64_t context, std::int64_t tag, Prepare prepare) {
     if (src != any_source) check_rank(src);
@@ -292,6 +351,13 @@ class PyEngine {
   // (id, outcome, envelope or None, data or None)
   static nb::object tuple_of(Operation& op) {
     const int outcome = static_cast<int>(op.outcome);
+    if (op.is_run) {
+      const auto& run = static_cast<Run&>(op);
+      if (op.outcome == Outcome::done) return nb::make_tuple(op.id, outcome);
+      const Run::Failure& f = run.failure;
+      return nb::make_tuple(op.id, outcome, nb::make_tuple(f.peer, f.is_header, f.came, f.awaited,
+                                                           nb::bytes(f.header.data(), f.header.size())));
+    }
     if (!op.is_receive) return nb::make_tuple(op.id, outcome, nb::none(), nb::none());
     auto& receive = static_cast<ReceiveOperation&>(op);
     nb::object data = nb::none();
@@ -315,6 +381,14 @@ class PyEngine {
 }  // namespace
 
 void bind_engine(nb::module_& m) {
+  nb::class_<PyProgram>(m, "Program")
+      .def(
+          "__init__",
+          [](PyProgram* self, const std::vector<Program::Row>& pieces, const std::vector<std::vector<uint32_t>>& before,
+             const std::array<std::int64_t, buffer_count>& lengths, std::int32_t ranks) {
+            new (self) PyProgram{std::make_shared<const Program>(pieces, before, lengths, ranks)};
+          },
+          nb::arg("pieces"), nb::arg("before"), nb::arg("lengths"), nb::arg("ranks"));
   nb::exception<ForkedError>(m, "ForkedError", PyExc_RuntimeError);
   nb::class_<PyEngine>(m, "Engine")
       .def(
@@ -349,6 +423,10 @@ void bind_engine(nb::module_& m) {
            nb::arg("into").none(), nb::arg("dtype"))
       .def("probe", &PyEngine::probe)
       .def("cancel", &PyEngine::cancel)
+      .def("run", &PyEngine::run, nb::arg("id"), nb::arg("program"), nb::arg("context"), nb::arg("tag"),
+           nb::arg("dtype"), nb::arg("op"), nb::arg("memory_in").none(), nb::arg("memory_out").none(), nb::arg("header"),
+           nb::arg("window"))
+      .def("awaited", &PyEngine::awaited)
       .def("wait", &PyEngine::wait)
       .def("pump", &PyEngine::pump)
       .def("more", &PyEngine::more)

@@ -2,6 +2,8 @@
 
 #include <new>
 
+#include "run.hpp"
+
 namespace unisono::engine {
 
 namespace {
@@ -88,6 +90,19 @@ ReceiveOperation& Desk::make_receive() {
   return receive;
 }
 
+Run& Desk::make_run() {
+  if (spare_runs_.empty()) {
+    auto made = std::make_unique<Run>(engine_, *this, scratch_);
+    spare_runs_.push_back(made.get());
+    made->handle = all_.size();
+    all_.push_back(std::move(made));
+  }
+  Run& run = *spare_runs_.back();
+  spare_runs_.pop_back();
+  add(run);
+  return run;
+}
+
 void Desk::add(Operation& operation) {
   operation.handle += uint64_t{1} << index_bits;  // a new use of the same place
   operation.phase = Operation::Phase::idle;
@@ -123,6 +138,10 @@ bool Desk::cancel(uint64_t handle) {
   if (index >= all_.size()) return false;
   Operation& operation = *all_[index];
   if (operation.handle != handle || operation.phase != Operation::Phase::active) return false;
+  if (operation.is_run) {
+    static_cast<Run&>(operation).cancel();
+    return true;
+  }
   if (operation.is_receive) {
     auto& receive = static_cast<ReceiveOperation&>(operation);
     if (!engine_.cancel(receive)) return false;
@@ -139,8 +158,15 @@ bool Desk::cancel(uint64_t handle) {
   return true;
 }
 
+Run* Desk::run_of(uint64_t handle) const {
+  const size_t index = handle & ((uint64_t{1} << index_bits) - 1);
+  if (index >= all_.size() || all_[index]->handle != handle || !all_[index]->is_run) return nullptr;
+  return all_[index]->phase == Operation::Phase::active ? static_cast<Run*>(all_[index].get()) : nullptr;
+}
+
 void Desk::recycle(Operation& operation) {
   operation.phase = Operation::Phase::idle;
+  if (operation.is_run) return spare_runs_.push_back(static_cast<Run*>(&operation));
   if (operation.is_receive) {
     auto& receive = static_cast<ReceiveOperation&>(operation);
     receive.own.reset();

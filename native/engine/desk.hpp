@@ -12,10 +12,12 @@
 #include <vector>
 
 #include "engine.hpp"
+#include "scratch.hpp"
 
 namespace unisono::engine {
 
 class Desk;
+class Run;
 
 class Operation {
  public:
@@ -27,6 +29,7 @@ class Operation {
   enum class Phase : uint8_t { idle, starting, active, ended };
   Phase phase = Phase::idle;
   bool is_receive = false;
+  bool is_run = false;
   bool needs_memory = false;
   bool is_news = false;
 };
@@ -73,12 +76,18 @@ class Desk {
 
   SendOperation& make_send();
   ReceiveOperation& make_receive();
+  Run& make_run();
   // Start it. If it ends at once, and nothing else is still to be told, it is not told: the phase is `ended`. False
   // if the engine is closed.
   bool start(SendOperation& send, std::int32_t dst);
   bool start(ReceiveOperation& receive);
-  // True if it was taken back; then it is not told.
+  // Call `begin`, in which the run starts. If it ends at once it is not told, as above.
+  template <class Begin>
+  void start(Run& run, Begin begin);
+  // True if it was taken back; then it is not told. A run is told, when it has let go of its memory.
   bool cancel(uint64_t handle);
+  // The run of this handle; nullptr if it has ended.
+  Run* run_of(uint64_t handle) const;
   void recycle(Operation& operation);
 
   // What is to be told, oldest first: an operation, or a peer that is gone. News has an order: who hears of a peer's
@@ -112,6 +121,8 @@ class Desk {
   std::deque<News> news_;
   bool is_telling_ = false;
   uint64_t pokes_ = 0;
+  std::vector<Run*> spare_runs_;
+  Scratch scratch_;
   size_t waiters_ = 0;
   bool is_pump_waiting_ = false;
   std::condition_variable_any pump_;

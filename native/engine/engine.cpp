@@ -197,7 +197,19 @@ bool Engine::progress() {
     }
   }
   if (!readers_.empty()) [[unlikely]] moved |= read_pieces();
+  if (!chores_.empty()) [[unlikely]] {
+    // One piece of each, then the links have their turn.
+    for (size_t turns = chores_.size(); turns > 0 && !chores_.empty(); --turns) chores_.pop_front()->work();
+    moved = true;
+  }
   return moved;
+}
+
+void Engine::add(Chore& chore) {
+  if (chore.chore_hook.is_in) return;
+  chores_.push_back(chore);
+  // Whoever sleeps for news has something to do.
+  if (rest_ == Rest::epoll || is_sleeping_.load(std::memory_order_relaxed)) poller_.kick();
 }
 
 bool Engine::read_pieces() {
@@ -469,6 +481,7 @@ void Engine::close(std::int64_t flush_ns) {
     // What was not met by now will not be.
     for (auto& peer : peers_) peer->end_all(Outcome::closed);
     inbox.end_all(Outcome::closed);
+    for (size_t turns = chores_.size(); turns > 0 && !chores_.empty(); --turns) chores_.pop_front()->drop();
     for (Peer* peer : open_) {
       peer->say_goodbye();
       peer->link->deafen();

@@ -55,6 +55,18 @@ struct Down {
   bool left;
 };
 
+// Work that is done a piece at a time, between looks at the links.
+class Chore {
+ public:
+  virtual ~Chore() = default;
+  // Do a piece. It is no longer added; whoever has more to do adds itself again.
+  virtual void work() = 0;
+  // The engine closes: there will be no other turn.
+  virtual void drop() = 0;
+
+  Hook<Chore> chore_hook;
+};
+
 class Engine final : public Surroundings, private Host {
  public:
   // Throws std::runtime_error if it cannot listen or has no memory.
@@ -83,6 +95,11 @@ class Engine final : public Surroundings, private Host {
   void supply(Receive& receive) { receive.incoming->peer->supply(*receive.incoming); }
   // There will be none: the message is given up.
   void give_up(Receive& receive);
+
+  void add(Chore& chore);
+  void remove(Chore& chore) {
+    if (chore.chore_hook.is_in) chores_.remove(chore);
+  }
 
   // Make progress until `done()`, or until the deadline. `done` is asked with the lock held.
   template <class Done>
@@ -148,6 +165,7 @@ class Engine final : public Surroundings, private Host {
   std::vector<Peer*> open_;
   std::unordered_map<std::int32_t, Half> halves_;
   Chain<Incoming, &Incoming::hook> readers_;
+  Chain<Chore, &Chore::chore_hook> chores_;
   std::unique_ptr<byte[]> scratch_;
   size_t tcp_links_ = 0;
   bool is_hasty_ = true;

@@ -4,6 +4,7 @@
 # it says it has. A wrong argument raises ValueError before anything is written; an object that gives no such
 # memory raises TypeError or BufferError.
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy.typing as npt
@@ -18,6 +19,17 @@ def narrow(dst: Memory, src: Memory, dtype: int) -> None: ...
 def isa() -> str: ...
 def isas() -> tuple[str, ...]: ...
 def use_isa(name: str) -> None: ...
+
+# A plan for the engine: see native/engine/program.hpp. A piece is (step, peer, dst_buf, dst, src_buf, src,
+# count, left).
+class Program:
+    def __init__(
+        self,
+        pieces: Sequence[tuple[int, int, int, int, int, int, int, int]],
+        before: Sequence[Sequence[int]],
+        lengths: tuple[int, int, int],
+        ranks: int,
+    ) -> None: ...
 
 class ForkedError(RuntimeError): ...
 
@@ -71,7 +83,25 @@ class Engine:
         dtype: int,
     ) -> int | tuple[Any, ...]: ...
     def probe(self, id: int, src: int, context: int, tag: int) -> int | tuple[Any, ...]: ...  # noqa: A002
+    # A run that was cancelled is told, when it has let go of its memory; whatever else was cancelled is not.
     def cancel(self, handle: int) -> bool: ...
+    # A handle, or how it ended: (id, outcome) or (id, outcome, (peer, whether its header differs, bytes that
+    # came, bytes awaited, header)).
+    def run(
+        self,
+        id: int,  # noqa: A002
+        program: Program,
+        context: int,
+        tag: int,
+        dtype: int,
+        op: int,
+        memory_in: Memory | None,
+        memory_out: Memory | None,
+        header: bytes,
+        window: int,
+    ) -> int | tuple[Any, ...]: ...
+    # The ranks that a run waits for.
+    def awaited(self, handle: int) -> list[int]: ...
     # What has ended, in order. Both wait for it without the GIL, and `wait` makes progress. Who gets some
     # tells it and asks for `more` until the last time gives none; until then the others get nothing.
     def wait(self, timeout: float, pokes: int, is_teller: bool) -> list[tuple[Any, ...]]: ...

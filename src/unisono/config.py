@@ -62,6 +62,9 @@ class Config:
     silence_s: float = _setting(2.5, 0.01)
     """A peer that is silent for so long is taken for dead."""
 
+    shm: bool = _setting(True)
+    """Whether ranks on one host share memory; else they use TCP."""
+
     insecure: bool = _setting(False)
     """Let ranks on different hosts talk without encryption; for a network that nobody else can reach."""
 

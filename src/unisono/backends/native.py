@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from unisono import _native
+from unisono.backends.native_plans import compiled
 from unisono.backends.registry import BackendInfo
 from unisono.config import Config
 from unisono.contract import (
@@ -24,12 +25,16 @@ from unisono.contract import (
     Backend,
     Capabilities,
     Envelope,
+    HeaderMismatch,
     Lane,
+    LengthMismatch,
     PeerDown,
     Request,
+    Stage,
 )
 from unisono.errors import BackendUnavailable, ClosedError, UnisonoError, UsageError
 from unisono.matching import Posted, refusal
+from unisono.plans.steps import Buf, Plan
 from unisono.runtime import Event, RealRuntime, Runtime, Waiting
 from unisono.values import Any_
 
@@ -37,6 +42,8 @@ __all__ = ["DESCRIPTION", "Card", "NativeBackend"]
 
 # How long the engine waits before Python looks for signals.
 _SLICE_S = 0.05
+
+_CAPABILITIES = Capabilities("native", run_plan=True)
 
 # native/engine/message.hpp: Outcome
 _DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)
@@ -131,8 +138,8 @@ class NativeBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Everything but the fast paths."""
-        return Capabilities("native")
+        """It runs plans itself."""
+        return _CAPABILITIES
 
     @property
     def runtime(self) -> Runtime:
@@ -200,6 +207,28 @@ class NativeBackend(Backend):
         return self._start(request, lambda: self._engine.probe(request.number, source, context, tagged))
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
+    def run_plan(self, plan: Plan, stage: Stage) -> Request:
+        """Run a plan in the engine, without the GIL."""
+        dtype, memory, config, op = stage.dtype, stage.memory, self._config, stage.op
+        program = compiled(plan, max(1, config.segment_bytes // dtype.itemsize), stage.members, self._size)
+        given, result = memory.get(Buf.IN), memory.get(Buf.OUT)
+        request = _RunRequest(self._desk, (given, result))
+        return self._start(
+            request,
+            lambda: self._engine.run(
+                request.number,
+                program,
+                stage.context,
+                stage.tag,
+                dtype.code,
+                -1 if op is None or op.code is None else op.code,
+                given,
+                result,
+                stage.header,
+                config.window_segments,
+            ),
+        )
+
         """Tell the listener of ranks that are or go down."""
         for down in self._desk.add_listener(listener):
             listener(down)
@@ -225,7 +254,10 @@ class NativeBackend(Backend):
             request.handle = started
         else:
             del desk.requests[number]
-            desk.end(request, *started[1:])
+            if isinstance(request, _RunRequest):
+                request.end(*started[1:])
+            else:
+                desk.end(request, *started[1:])
         return request
 
 
@@ -260,6 +292,51 @@ class _Desk:
         self.engine = engine
         self.numbers = itertools.count(1)
         self.requests: dict[int, _NativeRequest] = {}
+# The peer of a request that concerns several.
+_NOBODY = -1
+
+
+class _RunRequest(_NativeRequest):
+    """A plan under way in the engine; it keeps the plan's memory."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, desk: _Desk, memory: tuple[Any, ...]) -> None:
+        super().__init__(_NOBODY, desk, None)
+        self.memory: tuple[Any, ...] | None = memory
+
+    def peers_awaited(self) -> tuple[int, ...]:
+        """The peers of messages under way."""
+        if self.done or not self.handle:
+            return ()
+        here = self.rank_here
+        ranks = self.desk.engine.awaited(self.handle)
+        return tuple(ranks if here is None else map(here, ranks))
+
+    def cancel(self) -> bool:
+        """Take back what can be taken back; it ends when the engine has let go of its memory."""
+        return not self.done and bool(self.handle) and self.desk.engine.cancel(self.handle)
+
+    def end(self, outcome: int, details: tuple[Any, ...] | None = None) -> None:
+        """End as the run ended."""
+        self.memory = None
+        if outcome == _DONE:
+            self.complete()
+            return
+        assert details is not None
+        peer, is_header, came, awaited, header = details
+        if outcome == _CANCELLED:
+            self.cancelled()
+        elif outcome == _PEER_DOWN:
+            self.fail(self.desk.down_of(peer).error())
+        elif outcome != _REFUSED:
+            self.fail(_broken(outcome))
+        elif is_header:
+            self.fail(HeaderMismatch(peer, header))
+        else:
+            self.fail(LengthMismatch(peer, came, awaited))
+
+
         self.is_closed = False
         self._lock = threading.Lock()
         self._down: dict[int, PeerDown] = {}
@@ -330,7 +407,9 @@ class _Desk:
     def _tell_one(self, number: int, *details: Any) -> None:
         if number >= 0:
             request = self.requests.pop(number, None)
-            if request is not None:
+            if isinstance(request, _RunRequest):
+                request.end(*details)
+            elif request is not None:
                 self.end(request, *details)
             return
         down = PeerDown(*details)
@@ -343,17 +422,16 @@ class _Desk:
     def _error(self, request: _NativeRequest, outcome: int, envelope: Envelope | None) -> UnisonoError:
         if outcome == _PEER_DOWN:
             assert isinstance(request.peer, int)
-            return self._down_of(request.peer).error()
+            return self.down_of(request.peer).error()
         if outcome == _REFUSED and envelope is not None and request.buffer is not None:
             posted = Posted(
                 envelope.source, envelope.context, envelope.tag, request, request.buffer, request.dtype
             )
             return UsageError(refusal(posted, envelope) or "the message does not fit")
-        if outcome in (_NO_MEMORY, _REFUSED):
-            return UnisonoError("there is no memory for the message")
-        return ClosedError("the backend is closed")
+        return _broken(outcome)
 
-    def _down_of(self, rank: int) -> PeerDown:
+    def down_of(self, rank: int) -> PeerDown:
+        """The verdict on a rank that is down."""
         known = self._down.get(rank)
         if known is not None:
             return known
@@ -435,6 +513,12 @@ def _refused(error: BaseException) -> BaseException:
             "this communicator belongs to the parent process", next_step="make a new one after fork"
         )
     return error
+
+def _broken(outcome: int) -> UnisonoError:
+    if outcome in (_NO_MEMORY, _REFUSED):
+        return UnisonoError("there is no memory for the message")
+    return ClosedError("the backend is closed")
+
 
 
 def _pump(desk_ref: weakref.ref[_Desk], engine: _native.Engine) -> None:
