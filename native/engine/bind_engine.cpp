@@ -302,7 +302,7 @@ class PyEngine {
 
   template <class May>
   bool take_news(nb::list& result, May may_tell) {
-    std::deque<Desk::News> taken;
+    std::vector<Desk::News> taken;
     {
       const nb::gil_scoped_release release;
       Hold held = engine_.hold();

@@ -58,7 +58,7 @@ Desk::Desk(Engine& engine) : engine_(engine) {
   engine.set_on_down(
       [](void* self, const Down& down) {
         Desk& desk = *static_cast<Desk*>(self);
-        desk.news_.push_back({nullptr, down});
+        desk.news_.push_back({nullptr, down, desk.engine_.inbox.newest()});
         desk.wake_pump();
       },
       this);
@@ -121,10 +121,10 @@ bool Desk::start(ReceiveOperation& receive) {
   receive.has_met = false;
   if (!engine_.start(receive)) return false;
   if (receive.phase == Operation::Phase::ended) {
-    if (!news_.empty() || is_telling_) {
-      // What has ended earlier must be told earlier.
+    // What has ended earlier must be told earlier. A probe takes nothing, and promises to be done at once.
+    if (!receive.is_probe && (!news_.empty() || is_telling_)) {
       receive.phase = Operation::Phase::active;
-      tell(receive);
+      tell(receive, receive.has_met ? receive.met.arrival : never_arrived);
     }
     return true;
   }
@@ -178,8 +178,18 @@ void Desk::recycle(Operation& operation) {
   }
 }
 
+std::vector<Desk::News> Desk::take() {
+  std::vector<News> taken;
+  while (!news_.empty() && (taken.empty() || news_.front().operation != nullptr)) {
+    taken.push_back(std::move(news_.front()));
+    news_.pop_front();
+    if (taken.back().operation == nullptr) break;
+  }
+  return taken;
+}
+
 // Called when an operation has ended or wants memory.
-void Desk::tell(Operation& operation) {
+void Desk::tell(Operation& operation, uint64_t arrival) {
   if (!operation.needs_memory) {
     const bool is_starting = operation.phase == Operation::Phase::starting;
     operation.phase = Operation::Phase::ended;
@@ -187,7 +197,13 @@ void Desk::tell(Operation& operation) {
   }
   if (operation.is_news) return;
   operation.is_news = true;
-  news_.push_back({&operation, {}});
+  if (arrival == never_arrived) [[likely]] {
+    news_.push_back({&operation, {}, 0});
+  } else {
+    auto place = news_.begin();
+    while (place != news_.end() && (place->operation != nullptr || place->arrival < arrival)) ++place;
+    news_.insert(place, {&operation, {}, 0});
+  }
   engine_.nudge();
   wake_pump();
 }

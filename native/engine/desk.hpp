@@ -91,16 +91,18 @@ class Desk {
   void recycle(Operation& operation);
 
   // What is to be told, oldest first: an operation, or a peer that is gone. News has an order: who hears of a peer's
-  // end must have heard of every message that came before. So one thread tells at a time, from `begin_telling` until
-  // `end_telling` finds nothing more.
+  // end must have heard of every message that came before, even of one that meets its receive only now. So one
+  // thread tells at a time, from `begin_telling` until `end_telling` finds nothing more, and the end of a peer is
+  // taken alone.
   struct News {
     Operation* operation = nullptr;
     Down down{};
+    uint64_t arrival = 0;  // of a peer's end: what has arrived by then came before
   };
   bool begin_telling() { return !std::exchange(is_telling_, true); }
   bool end_telling() { return news_.empty() ? !(is_telling_ = false) : false; }
   bool is_empty() const { return news_.empty(); }
-  std::deque<News> take() { return std::exchange(news_, {}); }
+  std::vector<News> take();
 
   // How threads of Python wait; each returns when there is something for it to tell, at a poke, or at the deadline.
   void wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller);
@@ -108,7 +110,8 @@ class Desk {
   uint64_t pokes() const { return pokes_; }
   void poke();
 
-  void tell(Operation& operation);
+  void tell(Operation& operation, uint64_t arrival = never_arrived);
+  static constexpr uint64_t never_arrived = UINT64_MAX;
 
  private:
   void add(Operation& operation);
@@ -118,11 +121,11 @@ class Desk {
   std::vector<std::unique_ptr<Operation>> all_;
   std::vector<SendOperation*> spare_sends_;
   std::vector<ReceiveOperation*> spare_receives_;
+  std::vector<Run*> spare_runs_;
+  Scratch scratch_;
   std::deque<News> news_;
   bool is_telling_ = false;
   uint64_t pokes_ = 0;
-  std::vector<Run*> spare_runs_;
-  Scratch scratch_;
   size_t waiters_ = 0;
   bool is_pump_waiting_ = false;
   std::condition_variable_any pump_;

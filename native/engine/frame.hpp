@@ -37,12 +37,13 @@ enum class Kind : uint8_t {
   data,      // context: ticket, tag: offset, nbytes of an accepted offer
   done,      // context: ticket, dtype: an Answer. The sender may forget the ticket
   credit,    // nbytes: credit given back, for the lane in dtype
+  queued,    // context: ticket. No receive wants the offer so far; only if it has no word to say so
   withdraw,  // context: ticket. The sender takes an offer back, if it still waits
   beat,      // alive
   goodbye,   // nothing follows on this lane
   down,      // context: a rank that is gone, dtype: whether it left; the header says why
 };
-inline constexpr uint8_t kind_count = 12;
+inline constexpr uint8_t kind_count = 13;
 
 enum class Answer : uint8_t { met, withdrawn };
 

@@ -44,6 +44,8 @@ class Inbox {
   void end_receives_from(std::int32_t rank);
   void end_all(Outcome outcome);
   bool is_idle() const { return matcher_.is_empty(); }
+  // Whatever has arrived so far has a number up to this.
+  uint64_t newest() const { return matcher_.newest(); }
 
  private:
   void recycle(Arrived& message);

@@ -11,7 +11,8 @@
 namespace unisono::engine {
 
 // An offer word: who may touch the memory of an offered message.
-enum class Offer : uint32_t { free, offered, reading, done, withdrawn };
+// `offered` on its way, `queued` without a receive so far.
+enum class Offer : uint32_t { free, offered, queued, reading, done, withdrawn };
 
 class Link {
  public:
@@ -51,13 +52,13 @@ class Link {
 
   // Why it is over; nullptr while it is not. What came before has then been given to the peer.
   const char* over() const { return over_; }
-  bool has_left() const { return goodbyes_ == lane_count; }
+  bool has_left() const { return goodbyes_[0] && goodbyes_[1]; }
 
-  void on_goodbye() { ++goodbyes_; }
+  void on_goodbye(Lane lane) { goodbyes_[static_cast<size_t>(lane)] = true; }
 
  protected:
   const char* over_ = nullptr;
-  unsigned goodbyes_ = 0;
+  bool goodbyes_[lane_count] = {};
   bool is_deaf_ = false;
 };
 

@@ -61,7 +61,7 @@ class Matcher {
     --posted_;
   }
   void queue(Arrived& message) {
-    message.number = ++numbers_;
+    message.number = message.envelope.arrival = ++numbers_;
     bucket(message.envelope).arrived.push_back(message);
     order_.push_back(message);
     grow_if_crowded();
@@ -71,6 +71,7 @@ class Matcher {
     order_.remove(message);
   }
 
+  uint64_t newest() const { return numbers_; }
   bool is_empty() const { return posted_ == 0 && order_.empty(); }
   Arrived* first_arrived() const { return order_.front(); }
   static Arrived* next_arrived(const Arrived& a) { return InOrder::next(a); }

@@ -30,6 +30,7 @@ struct Envelope {
   uint8_t dtype = untyped;
   uint16_t header_bytes = 0;
   const byte* header = nullptr;
+  uint64_t arrival = 0;  // its place among all that waited here; 0 if it did not have to wait
 };
 
 // How an operation ended.
@@ -54,6 +55,7 @@ class Send {
   // What follows is the engine's.
   enum class State : uint8_t { idle, queued, offered, streaming, ended };
   State state = State::idle;
+  bool is_queued = false;  // the peer says that no receive wants it so far
   Peer* peer = nullptr;
   uint64_t ticket = 0;
   uint64_t streamed = 0;

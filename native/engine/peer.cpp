@@ -34,6 +34,7 @@ void Peer::on_open(std::unique_ptr<Link> opened, std::int64_t now) {
 void Peer::send(Send& send) {
   send.peer = this;
   send.streamed = 0;
+  send.is_queued = false;
   if (is_self_) return send_to_self(send);
   if (state == State::down) {
     send.state = Send::State::ended;
@@ -109,12 +110,9 @@ bool Peer::cancel(Send& send) {
         break;
       }
       auto* word = link->own_offer(index_of(send.ticket));
-      auto expected = static_cast<uint32_t>(Offer::offered);
-      // acq_rel: against the receiver's claim, which of the two comes first is decided here. Without a word the
-      // sender decides: no byte has left, and a receive that took the offer waits for another message.
-      if (word != nullptr && !word->compare_exchange_strong(expected, static_cast<uint32_t>(Offer::withdrawn),
-                                                            std::memory_order_acq_rel))
-        return false;
+      // Without a word the sender decides: no byte has left, and a receive that took the offer waits for another
+      // message.
+      if (word != nullptr && !change(*word, Offer::withdrawn)) return false;
       // The place is free again only when the peer has forgotten the offer.
       ticket_of(send.ticket)->send = nullptr;
       note(send.lane, Kind::withdraw, send.ticket);
@@ -166,7 +164,8 @@ bool Peer::flush_streams() {
       continue;
     }
     --backlog_;
-    free_ticket(send.ticket);
+    // The place is free again when the peer says so: a new offer on the other lane could overtake the last bytes.
+    ticket_of(send.ticket)->send = nullptr;
     send.state = Send::State::ended;
     send.end(Outcome::done);
     moved = true;
@@ -294,10 +293,13 @@ const char* Peer::on_frame(const Head& head, const byte* body, Lane lane) {
       return nullptr;
     case Kind::withdraw:
       return on_withdraw(head);
+    case Kind::queued:
+      if (Ticket* ticket = ticket_of(head.context); ticket != nullptr && ticket->send != nullptr) ticket->send->is_queued = true;
+      return nullptr;
     case Kind::beat:
       return nullptr;
     case Kind::goodbye:
-      link->on_goodbye();
+      link->on_goodbye(lane);
       return nullptr;
     case Kind::down:
       around_.on_news(head.context, readable(body, head.header_bytes), head.dtype != 0);
@@ -351,6 +353,7 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
       message->ticket = ticketed->ticket;
       ticketed->state = Incoming::State::queued;
       ticketed->arrived = message;
+      set_queued(*ticketed);
     }
     return nullptr;
   }
@@ -423,9 +426,26 @@ void Peer::take_back(Incoming& offer) {
 bool Peer::claim(Incoming& offer) {
   auto* word = link != nullptr ? link->peers_offer(index_of(offer.ticket)) : nullptr;
   if (word == nullptr) return true;
+  return change(*word, Offer::reading);
+}
+
+// Claim or withdraw an offer: which of the two comes first is decided here.
+bool Peer::change(std::atomic<uint32_t>& word, Offer to) {
+  for (const Offer from : {Offer::offered, Offer::queued}) {
+    auto expected = static_cast<uint32_t>(from);
+    // acq_rel: what the other side did before its own change has happened
+    if (word.compare_exchange_strong(expected, static_cast<uint32_t>(to), std::memory_order_acq_rel)) return true;
+  }
+  return false;
+}
+
+// Let the sender know that nobody wants its offer so far: it need not wait for an answer when it leaves.
+void Peer::set_queued(Incoming& offer) {
+  auto* word = link->peers_offer(index_of(offer.ticket));
+  if (word == nullptr) return note(Lane::control, Kind::queued, offer.ticket);
   auto expected = static_cast<uint32_t>(Offer::offered);
-  // acq_rel: against the sender's withdrawal, which of the two comes first is decided here
-  return word->compare_exchange_strong(expected, static_cast<uint32_t>(Offer::reading), std::memory_order_acq_rel);
+  // relaxed: a hint; if the sender withdrew it meanwhile, it stays withdrawn
+  word->compare_exchange_strong(expected, static_cast<uint32_t>(Offer::queued), std::memory_order_relaxed);
 }
 
 void Peer::drop(Incoming& offer) {
@@ -516,6 +536,7 @@ void Peer::on_data(Incoming& offer, size_t bytes) {
   offer.received += bytes;
   if (offer.received < offer.nbytes) return;
   offer.state = Incoming::State::none;
+  note(Lane::control, Kind::done, offer.ticket, static_cast<uint8_t>(Answer::met));
   offer.receive->incoming = nullptr;
   offer.receive->end(Outcome::done, rank);
 }
@@ -535,13 +556,16 @@ void Peer::on_met(const Arrived& message) {
 
 // ---- ending ----
 
-bool Peer::is_being_read() const {
+bool Peer::are_offers_settled() const {
   for (const Ticket& ticket : tickets_) {
     if (!ticket.is_taken || ticket.send == nullptr || ticket.send->state != Send::State::offered) continue;
     auto* word = link->own_offer(index_of(ticket.send->ticket));
-    if (word != nullptr && word->load(std::memory_order_relaxed) == static_cast<uint32_t>(Offer::reading)) return true;
+    // relaxed: asked again until it is so
+    const bool is_queued = word != nullptr ? word->load(std::memory_order_relaxed) == static_cast<uint32_t>(Offer::queued)
+                                           : ticket.send->is_queued;
+    if (!is_queued) return false;
   }
-  return false;
+  return true;
 }
 
 void Peer::end_all(Outcome outcome) {
@@ -572,8 +596,15 @@ void Peer::end_all(Outcome outcome) {
     }
     if (was == Incoming::State::reading) around_.stop_reading(offer);
     if (was == Incoming::State::waiting || was == Incoming::State::reading || was == Incoming::State::streaming) {
-      offer.receive->incoming = nullptr;
-      offer.receive->end(outcome, rank);
+      Receive& receive = *offer.receive;
+      receive.incoming = nullptr;
+      // Another rank may serve who takes from any.
+      if (outcome != Outcome::peer_down || receive.source != any_source || receive.is_unwanted) {
+        receive.end(receive.is_unwanted ? Outcome::cancelled : outcome, rank);
+        continue;
+      }
+      receive.on_taken_back();
+      if (!around_.inbox.serve(receive)) around_.inbox.repost(receive);
     }
   }
   tickets_.clear();

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <string>
@@ -98,7 +99,7 @@ class Peer {
   bool flush();
   bool has_backlog() const { return backlog_ != 0; }
   // Nothing is on its way: what is left waits for a receive that nobody may ever post.
-  bool is_flushed() const { return backlog_ == 0 && !is_being_read(); }
+  bool is_flushed() const { return backlog_ == 0 && are_offers_settled(); }
   void tell_down(std::int32_t gone, const std::string& cause, bool left);
 
   // -- receiving
@@ -149,7 +150,9 @@ class Peer {
   bool take_ticket(Send& send);
   void free_ticket(uint64_t ticket);
   Ticket* ticket_of(uint64_t ticket);
-  bool is_being_read() const;
+  bool are_offers_settled() const;
+  static bool change(std::atomic<uint32_t>& word, Offer to);
+  void set_queued(Incoming& offer);
   // Undo a match: the sender takes its offer back, and the receive waits for another message.
   void part(Incoming& offer);
   void note(Lane lane, Kind kind, uint64_t context, uint8_t dtype = 0, uint64_t nbytes = 0, std::string text = {});

@@ -147,7 +147,7 @@ void Run::mark(uint32_t line) {
 void Run::post(uint32_t at) {
   const Line& line = program_->lines[at];
   LineState& state = lines_[at];
-  while (!has_failed_ && state.next_send < line.sends.size() && state.sending < sends_per_receive * stage_.window &&
+  while (!has_failed_ && !state.is_deserted && state.next_send < line.sends.size() && state.sending < sends_per_receive * stage_.window &&
          waits_[line.sends[state.next_send]] == 0)
     post_send(line, state);
   while (!has_failed_ && !state.is_deserted && state.next_recv < line.recvs.size() && state.receiving < stage_.window) {
@@ -261,6 +261,8 @@ void Run::on_sent(RunSend& send, Outcome how) {
   if (how == Outcome::done) {
     finish(send.piece);
     mark(line);
+  } else if (how == Outcome::peer_down) {
+    lines_[line].is_deserted = true;
   } else {
     fail(how, program_->lines[line].peer);
   }
@@ -311,7 +313,9 @@ void Run::on_received(RunReceive& receive, Outcome how) {
   --active_;
   if (how != Outcome::done) {
     release(receive);
-    if (how != Outcome::refused)
+    if (how == Outcome::peer_down)
+      lines_[p.line].is_deserted = true;
+    else if (how != Outcome::refused)
       fail(how, program_->lines[p.line].peer);
     else if (!lines_[p.line].is_deserted)
       fail(outcome, program_->lines[p.line].peer);

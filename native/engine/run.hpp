@@ -6,6 +6,8 @@
 //
 // What arrives for a reduction is reduced straight out of the ring or of the piece just read, if the pieces before
 // it are done when its first bytes come; else it lands in scratch memory and is reduced as soon as they are.
+//
+// A peer that is gone does not end a run: it then waits until somebody who knows why cancels it.
 
 #pragma once
 
@@ -100,7 +102,7 @@ class Run final : public Operation, public Chore {
     uint32_t next_send = 0, next_recv = 0;
     uint32_t sending = 0, receiving = 0;
     bool is_dirty = false;
-    bool is_deserted = false;  // its first message came without a header: it has given up
+    bool is_deserted = false;  // the peer is gone, or has given up: its first message came without a header
   };
 
   const Piece& piece(uint32_t index) const { return program_->pieces[index]; }

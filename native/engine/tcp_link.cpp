@@ -57,35 +57,39 @@ void Connection::on_ready(uint32_t events) {
 
 // ---- out ----
 
-// Write parts; what the system does not take is kept. False if the connection is over.
-bool Connection::write(iovec* parts, int count, size_t total) {
+// The other end is closed for good. That shows in reading, too, after all that it sent before.
+void Connection::fall_silent() {
+  is_mute_ = true;
+  waiting_.clear();
+  waiting_at_ = data_left_ = 0;
+}
+
+// Write parts; what the system does not take is kept.
+void Connection::write(iovec* parts, int count, size_t total) {
   size_t written = 0;
   if (!is_blocked_) {
     ssize_t n;
     do n = channel_->writev(parts, count);
     while (n < 0 && errno == EINTR);
     if (n < 0) {
-      if (errno != EAGAIN) {
-        is_ended_ = true;
-        return false;
-      }
+      if (errno != EAGAIN) return fall_silent();
       n = 0;
     }
     written = static_cast<size_t>(n);
     if (written < total) is_blocked_ = true;
   }
-  if (written == total) return true;
+  if (written == total) return;
   for (int i = 0; i < count; ++i) {
     const size_t skip = written < parts[i].iov_len ? written : parts[i].iov_len;
     written -= skip;
     const byte* from = static_cast<const byte*>(parts[i].iov_base);
     waiting_.insert(waiting_.end(), from + skip, from + parts[i].iov_len);
   }
-  return true;
 }
 
 bool Connection::put(const Head& head, const Body& body) {
-  if (is_ended_ || fault_ != nullptr || data_left_ != 0) return false;
+  if (is_mute_) return true;
+  if (data_left_ != 0) return false;
   if (waiting_at_ == waiting_.size()) {
     waiting_.clear();
     waiting_at_ = 0;
@@ -107,15 +111,18 @@ bool Connection::put(const Head& head, const Body& body) {
     parts[count++] = {&crc, sizeof crc};
     total += sizeof crc;
   }
-  if (waiting_.empty()) return write(parts, count, total);
+  if (waiting_.empty()) {
+    write(parts, count, total);
+    return true;
+  }
   const bool was_blocked = std::exchange(is_blocked_, true);
-  const bool is_well = write(parts, count, total);  // behind what waits
+  write(parts, count, total);  // behind what waits
   is_blocked_ = was_blocked;
-  return is_well;
+  return true;
 }
 
 size_t Connection::put_data(uint64_t ticket, uint64_t offset, const byte* from, uint64_t left) {
-  if (is_ended_ || fault_ != nullptr || data_left_ != 0) return 0;
+  if (is_mute_ || data_left_ != 0) return 0;
   if (waiting_at_ != waiting_.size() && (!push() || waiting_at_ != waiting_.size())) return 0;
   waiting_.clear();
   waiting_at_ = 0;
@@ -137,7 +144,7 @@ size_t Connection::put_data(uint64_t ticket, uint64_t offset, const byte* from, 
 
 bool Connection::push() {
   bool moved = false;
-  while (!is_blocked_ && !is_ended_ && !is_drained()) {
+  while (!is_blocked_ && !is_drained()) {
     iovec parts[2];
     int count = 0;
     const size_t front = waiting_.size() - waiting_at_;
@@ -150,8 +157,7 @@ bool Connection::push() {
         is_blocked_ = true;
         break;
       }
-      is_ended_ = true;
-      data_left_ = 0;
+      fall_silent();
       break;
     }
     moved = true;
@@ -329,14 +335,16 @@ bool TcpLink::poll() {
   if (over_ != nullptr) return false;
   bool moved = false;
   bool is_ended = false;
-  for (const auto& lane : lanes_) {
+  for (size_t i = 0; i < lane_count; ++i) {
+    const auto& lane = lanes_[i];
     moved |= lane->pull(is_hasty_, is_deaf_);
     if (!lane->is_drained()) moved |= lane->push();
     if (lane->fault() != nullptr) {
       over_ = lane->fault();
       return true;
     }
-    is_ended |= lane->is_ended();
+    // The other lane's goodbye may still be on its way.
+    is_ended |= lane->is_ended() && !goodbyes_[i];
   }
   if ((is_ended || has_left()) && !moved) over_ = has_left() ? "left" : "died: its connection was closed";
   return moved;

@@ -63,7 +63,8 @@ class Connection final : public Watcher {
   bool was_heard() { return std::exchange(was_heard_, false); }
 
  private:
-  bool write(iovec* parts, int count, size_t total);
+  void write(iovec* parts, int count, size_t total);
+  void fall_silent();
   const char* parse();
   const char* take_data(bool& is_stuck);
 
@@ -75,7 +76,8 @@ class Connection final : public Watcher {
   uint64_t watch_ = 0;
   bool is_ready_ = true;  // there may be something to read
   bool is_blocked_ = false;  // the system takes no more for now
-  bool is_ended_ = false;
+  bool is_ended_ = false;    // nothing more can be read
+  bool is_mute_ = false;     // nothing more can be written; what came before may still be read
   bool was_heard_ = false;
   const char* fault_ = nullptr;
 

@@ -107,6 +107,7 @@ class NativeBackend(Backend):
         self._desk = _Desk(self._engine)
         self._runtime = _NativeRuntime(self._desk)
         self._hosts: tuple[int, ...] = ()
+        self._after_close: list[Callable[[], None]] = []
         self._pump = threading.Thread(
             target=_pump, args=(weakref.ref(self._desk), self._engine), name="unisono-pump", daemon=True
         )
@@ -206,7 +207,6 @@ class NativeBackend(Backend):
         source, tagged = _pattern(src, tag)
         return self._start(request, lambda: self._engine.probe(request.number, source, context, tagged))
 
-    def watch(self, listener: Callable[[PeerDown], None]) -> None:
     def run_plan(self, plan: Plan, stage: Stage) -> Request:
         """Run a plan in the engine, without the GIL."""
         dtype, memory, config, op = stage.dtype, stage.memory, self._config, stage.op
@@ -229,6 +229,7 @@ class NativeBackend(Backend):
             ),
         )
 
+    def watch(self, listener: Callable[[PeerDown], None]) -> None:
         """Tell the listener of ranks that are or go down."""
         for down in self._desk.add_listener(listener):
             listener(down)
@@ -241,6 +242,12 @@ class NativeBackend(Backend):
         self._desk.close()
         if threading.current_thread() is not self._pump and not self._engine.is_forked():
             self._pump.join()
+        for call in self._after_close:
+            call()
+
+    def when_closed(self, call: Callable[[], None]) -> None:
+        """Call once the engine is closed: for what must outlive it."""
+        self._after_close.append(call)
 
     def _start(self, request: _NativeRequest, start: Callable[[], int | tuple[Any, ...]]) -> Request:
         desk, number = self._desk, request.number
@@ -285,13 +292,6 @@ class _NativeRequest(Request):
         return True
 
 
-class _Desk:
-    """The requests under way, and what is told of them."""
-
-    def __init__(self, engine: _native.Engine) -> None:
-        self.engine = engine
-        self.numbers = itertools.count(1)
-        self.requests: dict[int, _NativeRequest] = {}
 # The peer of a request that concerns several.
 _NOBODY = -1
 
@@ -327,8 +327,6 @@ class _RunRequest(_NativeRequest):
         peer, is_header, came, awaited, header = details
         if outcome == _CANCELLED:
             self.cancelled()
-        elif outcome == _PEER_DOWN:
-            self.fail(self.desk.down_of(peer).error())
         elif outcome != _REFUSED:
             self.fail(_broken(outcome))
         elif is_header:
@@ -337,6 +335,13 @@ class _RunRequest(_NativeRequest):
             self.fail(LengthMismatch(peer, came, awaited))
 
 
+class _Desk:
+    """The requests under way, and what is told of them."""
+
+    def __init__(self, engine: _native.Engine) -> None:
+        self.engine = engine
+        self.numbers = itertools.count(1)
+        self.requests: dict[int, _NativeRequest] = {}
         self.is_closed = False
         self._lock = threading.Lock()
         self._down: dict[int, PeerDown] = {}
@@ -422,7 +427,7 @@ class _RunRequest(_NativeRequest):
     def _error(self, request: _NativeRequest, outcome: int, envelope: Envelope | None) -> UnisonoError:
         if outcome == _PEER_DOWN:
             assert isinstance(request.peer, int)
-            return self.down_of(request.peer).error()
+            return self._down_of(request.peer).error()
         if outcome == _REFUSED and envelope is not None and request.buffer is not None:
             posted = Posted(
                 envelope.source, envelope.context, envelope.tag, request, request.buffer, request.dtype
@@ -430,8 +435,7 @@ class _RunRequest(_NativeRequest):
             return UsageError(refusal(posted, envelope) or "the message does not fit")
         return _broken(outcome)
 
-    def down_of(self, rank: int) -> PeerDown:
-        """The verdict on a rank that is down."""
+    def _down_of(self, rank: int) -> PeerDown:
         known = self._down.get(rank)
         if known is not None:
             return known
@@ -507,18 +511,18 @@ def _pattern(src: int | Any_, tag: int | Any_) -> tuple[int, int]:
     return (-1 if isinstance(src, Any_) else src, -1 if isinstance(tag, Any_) else tag)
 
 
+def _broken(outcome: int) -> UnisonoError:
+    if outcome in (_NO_MEMORY, _REFUSED):
+        return UnisonoError("there is no memory for the message")
+    return ClosedError("the backend is closed")
+
+
 def _refused(error: BaseException) -> BaseException:
     if isinstance(error, _native.ForkedError):
         return ClosedError(
             "this communicator belongs to the parent process", next_step="make a new one after fork"
         )
     return error
-
-def _broken(outcome: int) -> UnisonoError:
-    if outcome in (_NO_MEMORY, _REFUSED):
-        return UnisonoError("there is no memory for the message")
-    return ClosedError("the backend is closed")
-
 
 
 def _pump(desk_ref: weakref.ref[_Desk], engine: _native.Engine) -> None:
