@@ -343,8 +343,8 @@ class Backend(ABC):
         """Execute a plan (plans.Plan) below Python.
 
         Asked only with the capability, and never for a user's own operation. The request may end with
-        PeerLost, ClosedError, HeaderMismatch or LengthMismatch. Cancelled, it ends once nobody uses its
-        memory.
+        ClosedError, HeaderMismatch or LengthMismatch. If a peer is gone it waits on: whoever hears of it by
+        `watch` cancels. Cancelled, it ends once nobody uses its memory.
         """
         raise NotImplementedError(f"{self.capabilities.name} does not run plans")
 
