@@ -165,13 +165,13 @@ def test_unisono_run_starts_ranks_that_find_each_other(tmp_path: Path, env: dict
 def test_bare_variables_join_by_a_file(tmp_path: Path, env: dict[str, str]) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    ticket = tmp_path / "ticket"
+    meeting = {"UNISONO_JOIN": str(tmp_path / "ticket"), "UNISONO_ADDRESS": "127.0.0.1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script)],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **env, "RANK": str(r), "WORLD_SIZE": "2", "UNISONO_JOIN": str(ticket)},
+            env={**os.environ, **env, "RANK": str(r), "WORLD_SIZE": "2", **meeting},
         )
         for r in range(2)
     ]

@@ -73,7 +73,6 @@ def spawn(
         raise UsageError(f"n={n!r}; allowed: at least 1 rank")
     runtime = RealRuntime()
     deadline = runtime.deadline(timeout)
-    config = config if config is not None else Config()
     main = Main.of_this_process()
     task: dict[str, Any] = {
         "main": list(dataclasses.astuple(main)),
@@ -82,7 +81,8 @@ def spawn(
         "argv": list(sys.argv),
         "path": list(sys.path),
         "backend": backend,
-        "config": dataclasses.asdict(config),
+        # Settings that nobody gave are read by the ranks, from an environment that `env` may have changed.
+        "config": {} if config is None else dataclasses.asdict(config),
         "timeout": timeout,
         "size": n,
     }
