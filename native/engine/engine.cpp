@@ -424,6 +424,8 @@ void Engine::lose(Peer& peer, const std::string& cause, bool left) {
   peer.end_all(Outcome::peer_down);
   inbox.end_receives_from(peer.rank);
   peer.link.reset();
+  // Who leaves has no more say about others: they hang up because of its goodbye.
+  if (is_leaving_) return nudge();
   // Who was killed could not clean up after itself.
   if (!left && peer.is_same_host && !peer.card.unix_path.empty()) unlink(peer.card.unix_path.c_str());
   // To those who have no link with it, and would never know.

@@ -6,6 +6,9 @@ namespace unisono::engine {
 namespace {
 
 constexpr size_t cause_bytes_max = 200;
+// What is said on the control lane is short and must not wait for a receive, whatever is set for data: a verdict of
+// who leaves would be lost.
+constexpr uint64_t control_eager_bytes = 2048, control_credit_bytes = 64 * 1024;
 
 // Words from a peer, safe to print.
 std::string readable(const byte* text, size_t bytes) {
@@ -24,9 +27,16 @@ void Peer::on_open(std::unique_ptr<Link> opened, std::int64_t now) {
   state = State::open;
   heard_at = now;
   for (const Lane lane : {Lane::bulk, Lane::control}) {
-    const uint64_t fits = link->eager_bytes_max(lane), allowed = around_.settings.eager_bytes;
+    const uint64_t fits = link->eager_bytes_max(lane);
+    uint64_t allowed = around_.settings.eager_bytes;
+    if (lane == Lane::control && allowed < control_eager_bytes) allowed = control_eager_bytes;
     eager_max_[static_cast<size_t>(lane)] = fits < allowed ? fits : allowed;
   }
+}
+
+uint64_t Peer::credit_of(Lane lane) const {
+  const uint64_t set = around_.settings.eager_credit_bytes;
+  return lane == Lane::control && set < control_credit_bytes ? control_credit_bytes : set;
 }
 
 // ---- sending ----
@@ -61,7 +71,7 @@ bool Peer::start(Send& send) {
   body.header_bytes = send.header_bytes;
   const auto lane = static_cast<size_t>(send.lane);
   bool is_eager = send.nbytes <= eager_max_[lane] &&
-                        credit_used_[lane] + cost(send.nbytes) <= around_.settings.eager_credit_bytes;
+                        credit_used_[lane] + cost(send.nbytes) <= credit_of(send.lane);
   if (is_eager && !send.sync) [[likely]] {
     head.word = Head::make_word(Kind::eager);
     body.payload = send.data;
@@ -261,7 +271,7 @@ void Peer::return_credit(Lane lane, uint64_t bytes) {
   credit_held_[at] -= bytes;
   credit_due_[at] += bytes;
   // A quarter at a time: a frame per 16 KiB message at most, one in hundreds of small ones.
-  if (credit_due_[at] < around_.settings.eager_credit_bytes / 4) return;
+  if (credit_due_[at] < credit_of(lane) / 4) return;
   note(Lane::control, Kind::credit, 0, static_cast<uint8_t>(lane), std::exchange(credit_due_[at], 0));
 }
 
@@ -316,7 +326,7 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
   if (head.nbytes > around_.settings.message_bytes_max) return "a message is longer than any may be";
   if (is_here) {
     uint64_t& held = credit_held_[static_cast<size_t>(lane)];
-    if (cost(head.nbytes) > around_.settings.eager_credit_bytes - held) return "more arrived than the credit allows";
+    if (cost(head.nbytes) > credit_of(lane) - held) return "more arrived than the credit allows";
     held += cost(head.nbytes);
   }
   Incoming* ticketed = nullptr;

@@ -145,7 +145,8 @@ class Peer {
     bool is_taken = false;
   };
 
-  uint64_t cost(uint64_t nbytes) const { return nbytes + line_bytes; }
+  uint64_t cost(uint64_t nbytes) const { return nbytes + line_bytes; }  // contract.ENVELOPE_BYTES
+  uint64_t credit_of(Lane lane) const;
   bool start(Send& send);
   bool take_ticket(Send& send);
   void free_ticket(uint64_t ticket);
