@@ -236,7 +236,7 @@ class NativeBackend(Backend):
 
     def close(self) -> None:
         """Leave: flush what was started within the time set for it, tell the others, end the rest."""
-        if self._forgotten.detach() is None:
+        if self._forgotten.detach() is None or self._engine.is_forked():
             return
         self._engine.close(self._config.flush_s)
         self._desk.close()
