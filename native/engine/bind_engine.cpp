@@ -61,6 +61,13 @@ class PyEngine {
  public:
   PyEngine(std::int32_t rank, std::int32_t size, const std::string& directory, nb::bytes secret, const Settings& settings)
       : engine_(rank, size, directory, std::string(secret.c_str(), secret.size()), settings), desk_(engine_) {}
+  ~PyEngine() {
+    // Before the desk: the engine ends operations that are the desk's.
+    const nb::gil_scoped_release release;
+    engine_.close(0);
+  }
+  PyEngine(const PyEngine&) = delete;
+  PyEngine& operator=(const PyEngine&) = delete;
 
   CardTuple card() const {
     const Card c = engine_.card();
@@ -105,7 +112,8 @@ class PyEngine {
   }
 
   // The handle of a receive under way, or what it ended with.
-  nb::object receive(uint64_t id, std::int32_t src, uint64_t context, std::int64_t tag, nb::handle into, uint8_t dtype) {
+  nb::object receive(uint64_t id, std::int32_t src, uint64_t context, std::int64_t tag, nb::handle into, uint8_t dtype,
+                     bool in_order) {
     check();
     std::optional<View> view;
     if (!into.is_none()) view.emplace(into, PyBUF_WRITABLE);
@@ -114,6 +122,7 @@ class PyEngine {
       op.capacity = view ? view->size() : 0;
       op.is_open_ended = !view;
       op.is_probe = false;
+      op.in_order = in_order;
       op.dtype = dtype;
     });
   }
@@ -122,7 +131,7 @@ class PyEngine {
     check();
     return start(id, src, context, tag, [](ReceiveOperation& op) {
       op.into = nullptr;
-      op.is_open_ended = false;
+      op.is_open_ended = op.in_order = false;
       op.is_probe = true;
     });
   }
@@ -328,24 +337,34 @@ class PyEngine {
     return true;
   }
 
-  // A message of unknown length waits at its sender: give it memory that Python will own.
+  // A message of unknown length waits at its sender: give it memory that Python will own. The engine may take the
+  // offer back, or find another, whenever its lock is not held: so the memory is for one wish and no other.
   void bring_memory(ReceiveOperation& op) {
-    PyObject* memory = PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(op.met.nbytes));
+    uint64_t wish, nbytes;
+    {
+      const Hold held = engine_.hold();
+      if (!op.needs_memory) return;
+      wish = op.wishes;
+      nbytes = op.met.nbytes;
+    }
+    PyObject* memory = PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(nbytes));
     if (memory == nullptr) PyErr_Clear();
     byte* at = memory != nullptr ? reinterpret_cast<byte*>(PyByteArray_AsString(memory)) : nullptr;
-    PyObject* earlier = static_cast<PyObject*>(op.owner);  // of an offer that was taken back
-    bring(op, memory, at);
-    Py_XDECREF(earlier);
-  }
-
-  void bring(ReceiveOperation& op, PyObject* memory, byte* at) {
-    const Hold held = engine_.hold();
-    op.owner = memory;
-    if (!op.needs_memory) return;  // it ended meanwhile, and will be told
-    op.needs_memory = false;
-    if (at == nullptr) return engine_.give_up(op);
-    op.into = at;
-    engine_.supply(op);
+    PyObject* unused = memory;
+    {
+      const Hold held = engine_.hold();
+      if (op.needs_memory && op.wishes == wish) {
+        op.needs_memory = false;
+        if (at == nullptr) {
+          engine_.give_up(op);
+        } else {
+          unused = static_cast<PyObject*>(std::exchange(op.owner, memory));  // of an offer that was taken back
+          op.into = at;
+          engine_.supply(op);
+        }
+      }
+    }
+    Py_XDECREF(unused);
   }
 
   // (id, outcome, envelope or None, data or None)
@@ -361,8 +380,9 @@ class PyEngine {
     if (!op.is_receive) return nb::make_tuple(op.id, outcome, nb::none(), nb::none());
     auto& receive = static_cast<ReceiveOperation&>(op);
     nb::object data = nb::none();
-    if (receive.owner != nullptr)
-      data = nb::steal(static_cast<PyObject*>(std::exchange(receive.owner, nullptr)));
+    nb::object owner = nb::steal(static_cast<PyObject*>(std::exchange(receive.owner, nullptr)));
+    if (owner.is_valid() && receive.into == reinterpret_cast<byte*>(PyByteArray_AsString(owner.ptr())))
+      data = owner;
     else if (receive.is_open_ended && op.outcome == Outcome::done)
       data = nb::bytes(reinterpret_cast<const char*>(receive.own.get()), receive.own != nullptr ? receive.met.nbytes : 0);
     if (!receive.has_met || (op.outcome != Outcome::done && op.outcome != Outcome::refused))
@@ -420,7 +440,7 @@ void bind_engine(nb::module_& m) {
       .def("connect", &PyEngine::connect, nb::arg("cards"))
       .def("send", &PyEngine::send)
       .def("receive", &PyEngine::receive, nb::arg("id"), nb::arg("src"), nb::arg("context"), nb::arg("tag"),
-           nb::arg("into").none(), nb::arg("dtype"))
+           nb::arg("into").none(), nb::arg("dtype"), nb::arg("in_order"))
       .def("probe", &PyEngine::probe)
       .def("cancel", &PyEngine::cancel)
       .def("run", &PyEngine::run, nb::arg("id"), nb::arg("program"), nb::arg("context"), nb::arg("tag"),

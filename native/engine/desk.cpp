@@ -40,6 +40,7 @@ Meeting ReceiveOperation::meet(const Envelope& envelope, bool is_here) {
 
 void ReceiveOperation::want_memory() {
   needs_memory = true;
+  ++wishes;
   if (phase != Phase::starting) desk_.tell(*this);
 }
 
@@ -121,8 +122,7 @@ bool Desk::start(ReceiveOperation& receive) {
   receive.has_met = false;
   if (!engine_.start(receive)) return false;
   if (receive.phase == Operation::Phase::ended) {
-    // What has ended earlier must be told earlier. A probe takes nothing, and promises to be done at once.
-    if (!receive.is_probe && (!news_.empty() || is_telling_)) {
+    if (receive.in_order && (!news_.empty() || is_telling_)) {
       receive.phase = Operation::Phase::active;
       tell(receive, receive.has_met ? receive.met.arrival : never_arrived);
     }
@@ -145,6 +145,9 @@ bool Desk::cancel(uint64_t handle) {
   if (operation.is_receive) {
     auto& receive = static_cast<ReceiveOperation&>(operation);
     if (!engine_.cancel(receive)) return false;
+    // It may have wanted memory for an offer that was taken back since.
+    if (std::exchange(operation.is_news, false))
+      std::erase_if(news_, [&](const News& one) { return one.operation == &operation; });
     recycle(operation);
     return true;
   }

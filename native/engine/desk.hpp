@@ -59,6 +59,8 @@ class ReceiveOperation final : public Receive, public Operation {
   uint8_t dtype = untyped;
   bool is_probe = false;
   bool is_open_ended = false;  // the length is the message's own
+  bool in_order = false;       // if it ends at once, it is still told after all that ended earlier
+  uint64_t wishes = 0;         // how often it has wanted memory
   Envelope met;                // valid if it met a message; the header is in header_held
   bool has_met = false;
   std::string header_held;
@@ -77,8 +79,8 @@ class Desk {
   SendOperation& make_send();
   ReceiveOperation& make_receive();
   Run& make_run();
-  // Start it. If it ends at once, and nothing else is still to be told, it is not told: the phase is `ended`. False
-  // if the engine is closed.
+  // Start it. If it ends at once it is not told: the phase is `ended`. A receive that wants to be told in order is
+  // told, if anything else is still to be told. False if the engine is closed.
   bool start(SendOperation& send, std::int32_t dst);
   bool start(ReceiveOperation& receive);
   // Call `begin`, in which the run starts. If it ends at once it is not told, as above.

@@ -489,8 +489,8 @@ void Engine::close(std::int64_t flush_ns) {
     inbox.end_all(Outcome::closed);
     for (size_t turns = chores_.size(); turns > 0 && !chores_.empty(); --turns) chores_.pop_front()->drop();
     for (Peer* peer : open_) {
-      peer->say_goodbye();
       peer->link->deafen();
+      peer->say_goodbye();
     }
     wait(held, [&] { return all_open([](const Peer& p) { return !p.has_backlog() && (p.link == nullptr || p.link->is_drained()); }); },
          now_ns() + farewell_ns);

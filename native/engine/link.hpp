@@ -46,8 +46,8 @@ class Link {
   virtual void ring() {}
   // Nothing will follow.
   virtual void finish() {}
-  // From now on whatever comes is thrown away: nobody here wants it any more.
-  void deafen() { is_deaf_ = true; }
+  // From now on whatever comes is thrown away, and memory of messages is no longer touched: they have ended here.
+  virtual void deafen() { is_deaf_ = true; }
   virtual const char* name() const = 0;
 
   // Why it is over; nullptr while it is not. What came before has then been given to the peer.

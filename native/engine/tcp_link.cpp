@@ -365,6 +365,11 @@ void TcpLink::beat() {
   at(Lane::control).put(head, Body());
 }
 
+void TcpLink::deafen() {
+  Link::deafen();
+  for (const auto& lane : lanes_) lane->let_go();
+}
+
 void TcpLink::finish() {
   for (const auto& lane : lanes_) lane->finish();
 }

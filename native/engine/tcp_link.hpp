@@ -56,6 +56,10 @@ class Connection final : public Watcher {
   bool pull(bool is_hasty, bool is_deaf);
   bool is_drained() const { return waiting_at_ == waiting_.size() && data_left_ == 0; }
   void finish() { channel_->finish(); }
+  // Let go of data that waits in the sender's memory: the stream is cut in the middle of a frame.
+  void let_go() {
+    if (data_left_ != 0) fall_silent();
+  }
   void on_ready(uint32_t events) override;
 
   const char* fault() const { return fault_; }
@@ -119,6 +123,7 @@ class TcpLink final : public Link {
   bool was_heard() override;
   void beat() override;
   void finish() override;
+  void deafen() override;
   const char* name() const override { return "tcp"; }
 
  private:

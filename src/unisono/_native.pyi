@@ -72,7 +72,7 @@ class Engine:
         lane: int,
         sync: bool,
     ) -> int: ...
-    # A handle, or how it ended.
+    # A handle, or how it ended. With `in_order` it is told after everything that ended earlier.
     def receive(
         self,
         id: int,  # noqa: A002
@@ -81,6 +81,7 @@ class Engine:
         tag: int,
         into: Memory | None,
         dtype: int,
+        in_order: bool,
     ) -> int | tuple[Any, ...]: ...
     def probe(self, id: int, src: int, context: int, tag: int) -> int | tuple[Any, ...]: ...  # noqa: A002
     # A run that was cancelled is told, when it has let go of its memory; whatever else was cancelled is not.

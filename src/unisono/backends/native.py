@@ -30,6 +30,7 @@ from unisono.contract import (
     LengthMismatch,
     PeerDown,
     Request,
+    Tags,
     Stage,
 )
 from unisono.errors import BackendUnavailable, ClosedError, UnisonoError, UsageError
@@ -197,7 +198,10 @@ class NativeBackend(Backend):
         request = _NativeRequest(src, self._desk, into, dtype)
         source, tagged = _pattern(src, tag)
         return self._start(
-            request, lambda: self._engine.receive(request.number, source, context, tagged, into, dtype)
+            request,
+            lambda: self._engine.receive(
+                request.number, source, context, tagged, into, dtype, tagged & Tags.CONTROL > 0
+            ),
         )
 
     def probe(self, src: int | Any_, context: int, tag: int | Any_) -> Request:
