@@ -312,7 +312,7 @@ class _Run:
                 raise self._how.call.fault(request.error)
             self._finish(i)
             return
-        if self._is_left_over(i, piece.peer, request):
+        if self._is_left_over(i, piece, request):
             return
         self._check_message(i, piece, request)
         if isinstance(piece, Recv):
@@ -322,14 +322,17 @@ class _Run:
             self._reduce_landed(i, piece)
         # else: it is reduced as soon as the pieces before it are done, by _on_ready
 
-    def _is_left_over(self, i: int, peer: int, request: Request) -> bool:
-        """Whether this is from a peer that took its first message back, for the fingerprint is missing.
+    def _is_left_over(self, i: int, piece: Recv | RecvReduce, request: Request) -> bool:
+        """Whether this is from a peer that took an earlier message back: there is a gap in what it sent.
 
-        It has given up, and the news why is on its way: what it sent before means nothing any more.
+        It has given up, and the news why is on its way: what it sent before means nothing any more. A gap
+        shows if the fingerprint is missing, or if a message without one has the length of a later one.
         """
-        envelope, header = request.envelope, self._how.stage.header
-        if i == self._first_recv[peer] and header and envelope is not None and not envelope.header:
-            self._deserters.add(peer)
+        envelope, peer, stage = request.envelope, piece.peer, self._how.stage
+        if stage.header and envelope is not None and not envelope.header:
+            is_out_of_step = envelope.nbytes != piece.dst.count * stage.dtype.itemsize
+            if i == self._first_recv[peer] or is_out_of_step:
+                self._deserters.add(peer)
         return peer in self._deserters and (request.error is None or isinstance(request.error, UsageError))
 
     def _check_message(self, i: int, piece: Recv | RecvReduce, request: Request) -> None:
