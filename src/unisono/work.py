@@ -277,7 +277,7 @@ class Task(Generic[T]):
             DeadlineExceeded(
                 f"{self.call.operation} did not end within {budget:.3g} s",
                 waiting_on=on,
-                cause=f"waiting for rank {', '.join(map(str, on))}" if on else None,
+                cause=_awaiting(on),
             )
         )
 
@@ -287,6 +287,7 @@ class Task(Generic[T]):
             f"waited {timeout:.3g} s, the work goes on",
             waiting_on=on,
             where=self.call.location(self._runtime.now()),
+            cause=_awaiting(on),
         )
 
     def _on_stall(self) -> None:
@@ -383,6 +384,10 @@ def _carry_on_claimed() -> None:
             del tasks[depth]
     finally:
         _queue.depth = depth
+
+
+def _awaiting(ranks: tuple[int, ...]) -> str:
+    return f"waiting for rank {', '.join(map(str, ranks))}" if ranks else "waiting for any rank"
 
 
 def requests_done(call: Call, requests: Iterable[Request]) -> Steps[None]:
