@@ -142,6 +142,9 @@ class Member(Protocol):
     def on_peer_down(self, down: PeerDown) -> None:
         """The backend gave a world rank up."""
 
+    def on_silence(self) -> None:
+        """The backend was closed: no more news will come."""
+
 
 class Control:
     """One rank's ear and voice for everything that is not data."""
@@ -197,6 +200,10 @@ class Control:
                 if not request.done:
                     yield
             if request.error is not None:
+                with self._lock:
+                    members = list(self._members.values())
+                for member in members:
+                    member.on_silence()
                 return
             envelope = request.envelope
             assert envelope is not None

@@ -287,6 +287,13 @@ class Group:
         self.poison(self._lost([down.rank]))
         self._wake_all()
 
+    def on_silence(self) -> None:
+        """The backend was closed under this communicator: who waits for news would wait for ever."""
+        with self._lock:
+            pending = list(self._pending.values())
+        for entry in pending:
+            entry.task.interrupt(ClosedError(f"rank {self.world_rank} is closed"))
+
     def _on_gone(self, rank: int, cause: str) -> None:
         with self._lock:
             self._left.setdefault(rank, cause)
