@@ -504,3 +504,26 @@ def _plain(value: Any) -> Any:
 
 def test_communicators_live_and_die_as_the_model_says():
     run_state_machine_as_test(Life, settings=LIFE)
+
+
+# -- news of a communicator that is not made yet ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "words"),
+    [
+        (lambda child: child.abort("changed my mind"), uni.PeerAborted, "changed my mind"),
+        (lambda child: child.close(), uni.PeerLost, "left"),
+        (lambda child: child.start.barrier().cancel(), uni.PeerAborted, "rank 0 cancelled barrier"),
+    ],
+    ids=["aborted", "closed", "cancelled"],
+)
+def test_what_became_of_a_group_waits_for_who_makes_it_later(end, kind, words):
+    """Nothing is exchanged to make a sub: one member may have ended it before the other begins."""
+    comms = uni.local(2)
+    end(comms[0].sub([0, 1]))
+    late = comms[1].sub([0, 1])
+    with pytest.raises(kind, match=words):
+        late.barrier(timeout=PATIENCE_S)
+    for comm in comms:
+        comm.close()
