@@ -85,7 +85,7 @@ CALLS: dict[str, Call] = {
     "fused two": Call(lambda c: c.all_reduce_many([f4(5), f4(2)]), "all_reduce_many float32[5,2] op=sum"),
     "fused two types": Call(
         lambda c: c.all_reduce_many([f4(5), f4(2, dtype=np.int8)]),
-        "all_reduce_many int8[2] float32[5] op=sum",
+        "all_reduce_many float32[5] int8[2] op=sum",
     ),
     "fused none": Call(lambda c: c.all_reduce_many([]), "all_reduce_many [] op=sum"),
     "fused long sum": Call(lambda c: c.all_reduce_many([f4(3)] * 200), "op=sum"),
