@@ -428,6 +428,10 @@ MISMATCHES: dict[str, tuple[Callable[[uni.Communicator], Any], Callable[[uni.Com
         lambda c: c.all_reduce_many([np.ones(3), np.ones(4)]),
         lambda c: c.all_reduce_many([np.ones(4), np.ones(3)]),
     ),
+    "many: other order of types": (
+        lambda c: c.all_reduce_many([np.ones(3, f32), np.ones(2)]),
+        lambda c: c.all_reduce_many([np.ones(2), np.ones(3, f32)]),
+    ),
     "many: op of very many": (
         lambda c: c.all_reduce_many([np.ones(3)] * 300),
         lambda c: c.all_reduce_many([np.ones(3)] * 300, "max"),
