@@ -7,5 +7,6 @@
 namespace unisono {
 
 void bind_kernels(nanobind::module_& m);
+void bind_engine(nanobind::module_& m);
 
 }  // namespace unisono

@@ -169,7 +169,7 @@ def test_cancelling_goes_through() -> None:
 
 
 class Fancy(LocalBackend):
-    """A parent with everything: fast paths that only serve all of its ranks, device memory, two hosts."""
+    """A parent with everything: a fast path that only serves all of its ranks, device memory, two hosts."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -183,7 +183,7 @@ def test_a_view_has_the_parents_abilities_less_what_serves_all_ranks() -> None:
     config = Config(segment_bytes=4096)
     parent = Fancy.create(6, config)[5]
     view = SubBackend(parent, [5, 0, 3], ordered=True)
-    assert view.capabilities == Capabilities("fancy", False, False, False, False, True)
+    assert view.capabilities == Capabilities("fancy", True, False, False, False, True)
     assert view.hosts() == (9, 7, 8)
     assert view.config is config
     assert view.runtime is parent.runtime

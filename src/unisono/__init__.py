@@ -33,11 +33,12 @@ from unisono.errors import (
     UsageError,
 )
 from unisono.mesh import Mesh
-from unisono.session import init, list_backends, local, simulate
+from unisono.session import init, list_backends, local, simulate, spawn
 from unisono.values import ANY, ReduceOp, Status, op
+from unisono.version import VERSION
 from unisono.work import Work, wait_all
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "ANY",
@@ -69,6 +70,7 @@ __all__ = [
     "op",
     "register",
     "simulate",
+    "spawn",
     "typed",
     "wait_all",
 ]

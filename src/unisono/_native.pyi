@@ -4,6 +4,7 @@
 # it says it has. A wrong argument raises ValueError before anything is written; an object that gives no such
 # memory raises TypeError or BufferError.
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy.typing as npt
@@ -18,3 +19,103 @@ def narrow(dst: Memory, src: Memory, dtype: int) -> None: ...
 def isa() -> str: ...
 def isas() -> tuple[str, ...]: ...
 def use_isa(name: str) -> None: ...
+
+# A plan for the engine: see native/engine/program.hpp. A piece is (step, peer, dst_buf, dst, src_buf, src,
+# count, left).
+class Program:
+    def __init__(
+        self,
+        pieces: Sequence[tuple[int, int, int, int, int, int, int, int]],
+        before: Sequence[Sequence[int]],
+        lengths: tuple[int, int, int],
+        ranks: int,
+    ) -> None: ...
+
+class ForkedError(RuntimeError): ...
+
+# The data plane of one rank: see native/engine/engine.hpp. `id` is the caller's number of an operation, and
+# comes back with the end as (id, outcome, envelope or None, data or None). An envelope is (source, context,
+# tag, nbytes, dtype, header). The end of a peer is (-1, rank, cause, left). -1 for src or tag means any. The
+# caller keeps the owner of every buffer until the operation has ended.
+class Engine:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        directory: str,
+        secret: bytes,
+        *,
+        eager_bytes: int = ...,
+        eager_credit_bytes: int = ...,
+        message_bytes_max: int = ...,
+        silence_s: float = ...,
+        shm: bool = ...,
+        checksum: bool = ...,
+        neighbours: bool = ...,
+        direct_read: bool = ...,
+        bind: str = ...,
+        port: int = ...,
+        host: str = ...,
+    ) -> None: ...
+    def card(self) -> tuple[str, str, str, int]: ...
+    def connect(self, cards: list[tuple[str, str, str, int]]) -> None: ...
+    # A handle, 0 if it is done, or the negative outcome if it failed.
+    def send(
+        self,
+        id: int,  # noqa: A002
+        dst: int,
+        context: int,
+        tag: int,
+        data: Memory,
+        dtype: int,
+        header: bytes,
+        lane: int,
+        sync: bool,
+    ) -> int: ...
+    # A handle, or how it ended.
+    def receive(
+        self,
+        id: int,  # noqa: A002
+        src: int,
+        context: int,
+        tag: int,
+        into: Memory | None,
+        dtype: int,
+    ) -> int | tuple[Any, ...]: ...
+    def probe(self, id: int, src: int, context: int, tag: int) -> int | tuple[Any, ...]: ...  # noqa: A002
+    # A run that was cancelled is told, when it has let go of its memory; whatever else was cancelled is not.
+    def cancel(self, handle: int) -> bool: ...
+    # A handle, or how it ended: (id, outcome) or (id, outcome, (peer, whether its header differs, bytes that
+    # came, bytes awaited, header)).
+    def run(
+        self,
+        id: int,  # noqa: A002
+        program: Program,
+        context: int,
+        tag: int,
+        dtype: int,
+        op: int,
+        memory_in: Memory | None,
+        memory_out: Memory | None,
+        header: bytes,
+        window: int,
+    ) -> int | tuple[Any, ...]: ...
+    # The ranks that a run waits for.
+    def awaited(self, handle: int) -> list[int]: ...
+    # What has ended, in order. Both wait for it without the GIL, and `wait` makes progress. Who gets some
+    # tells it and asks for `more` until the last time gives none; until then the others get nothing.
+    def wait(self, timeout: float, pokes: int, is_teller: bool) -> list[tuple[Any, ...]]: ...
+    def pump(self, timeout: float) -> list[tuple[Any, ...]]: ...
+    def more(self, is_last: bool) -> list[tuple[Any, ...]]: ...
+    def pokes(self) -> int: ...
+    def poke(self) -> None: ...
+    def close(self, flush_s: float) -> None: ...
+    def is_forked(self) -> bool: ...
+    def down_of(self, rank: int) -> tuple[str, bool]: ...
+    # How many callers were turned away at the door.
+    def refused(self) -> int: ...
+    def links(self) -> list[str]: ...
+    # Seconds for rounds of ping-pong below Python; negative if the peer went down.
+    def ping(self, peer: int, nbytes: int, rounds: int, is_first: bool) -> float: ...
+
+def host_id() -> str: ...

@@ -14,7 +14,7 @@ from typing import Any
 
 from unisono.errors import UsageError
 
-__all__ = ["Config", "Launch", "launch"]
+__all__ = ["Config", "Launch", "Network", "environment", "launch", "network"]
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -62,6 +62,12 @@ class Config:
     silence_s: float = _setting(2.5, 0.01)
     """A peer that is silent for so long is taken for dead."""
 
+    shm: bool = _setting(True)
+    """Whether ranks on one host share memory; else they use TCP."""
+
+    insecure: bool = _setting(False)
+    """Let ranks on different hosts talk without encryption; for a network that nobody else can reach."""
+
     deadlock_after_s: float = _setting(2.0, 0.0)
     """In-process ranks that all wait for each other are told so after this time; 0 turns it off."""
 
@@ -81,11 +87,32 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How this process was started: by whom, and as which of how many ranks."""
+    """How this process was started: by whom, and as which of how many ranks.
+
+    `job` tells this start from every other on the same host; it is empty if nothing does. `master` is the
+    address that was named for rank 0.
+    """
 
     launcher: str
     rank: int
     size: int
+    local_rank: int | None = None
+    is_one_host: bool = False
+    job: str = ""
+    master: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Where this process meets the others: what UNISONO_JOIN, _ADDRESS and _ADVERTISE say.
+
+    `join` is a ticket, which is a secret, or the path of a file that holds one.
+    """
+
+    join: str | None = dataclasses.field(default=None, repr=False)
+    address: str | None = None
+    advertise: str | None = None
+    folder: str = "/tmp"
 
 
 def launch() -> Launch | None:
@@ -94,37 +121,153 @@ def launch() -> Launch | None:
     Raises:
         UsageError: the environment names a rank and a size that make no sense.
     """
-    for launcher, sign, rank_name, size_name in _LAUNCHERS:
-        if sign not in os.environ:
-            continue
-        try:
-            rank, size = int(os.environ[rank_name]), int(os.environ[size_name])
-        except (KeyError, ValueError):
-            raise UsageError(
-                f"{launcher} set {sign}, but {rank_name} and {size_name} are not both numbers"
-            ) from None
-        if not 0 <= rank < size:
-            raise UsageError(
-                f"{launcher} set {rank_name}={rank} and {size_name}={size}; allowed: 0 <= rank < size"
-            )
-        return Launch(launcher, rank, size)
+    for launcher in _LAUNCHERS:
+        if any(sign in os.environ for sign in launcher.signs):
+            return _started_by(launcher, os.environ)
     return None
+
+
+def network() -> Network:
+    """Read from the environment where this process meets the others."""
+    return Network(
+        join=os.environ.get("UNISONO_JOIN") or None,
+        address=os.environ.get("UNISONO_ADDRESS") or None,
+        advertise=os.environ.get("UNISONO_ADVERTISE") or None,
+        folder=os.environ.get("TMPDIR") or "/tmp",
+    )
+
+
+def environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a new rank: ours, without what says who we are, and with the changes."""
+    foreign = {
+        name
+        for launcher in _LAUNCHERS
+        for name in (*launcher.signs, launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
+    }
+    ours = {name: text for name, text in os.environ.items() if name not in foreign | _LAUNCH_VARIABLES}
+    return {**ours, **changes}
+
+
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    """The variables of one launcher. Any of `signs` means that it started us.
+
+    `job` lists what names the job, all of it needed; "A|B" means the first of them that is set.
+    """
+
+    name: str
+    signs: tuple[str, ...]
+    rank: str
+    size: str
+    local_rank: str = ""
+    local_size: str = ""
+    nodes: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()
 
 
 # In this order: a launcher may run under another, and the inner one counts. torchrun sets RANK too.
 _LAUNCHERS = (
-    ("torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
-    ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    ("the environment", "WORLD_SIZE", "RANK", "WORLD_SIZE"),
+    _Launcher(
+        "unisono run",
+        ("UNISONO_RANK", "UNISONO_SIZE"),
+        "UNISONO_RANK",
+        "UNISONO_SIZE",
+        "UNISONO_LOCAL_RANK",
+        "UNISONO_LOCAL_SIZE",
+    ),
+    _Launcher(
+        "torchrun",
+        ("TORCHELASTIC_RUN_ID",),
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        job=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+    ),
+    _Launcher(
+        "Open MPI",
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        job=("PMIX_NAMESPACE|OMPI_MCA_ess_base_jobid|OMPI_MCA_orte_hnp_uri",),
+    ),
+    _Launcher(
+        "Slurm",
+        ("SLURM_STEP_NUM_TASKS",),
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+    _Launcher(
+        "the environment",
+        ("WORLD_SIZE",),
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        job=("MASTER_ADDR", "MASTER_PORT"),
+    ),
 )
+
+# What a launcher of ours tells a rank about itself; it is no setting that ranks share.
+_LAUNCH_VARIABLES = frozenset(
+    f"UNISONO_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "JOIN", "ADDRESS", "ADVERTISE")
+)
+
+_LOOPBACK_NAMES = ("localhost", "127.", "::1")
+
+
+def _started_by(launcher: _Launcher, environ: Mapping[str, str]) -> Launch:
+    try:
+        rank, size = int(environ[launcher.rank]), int(environ[launcher.size])
+    except (KeyError, ValueError):
+        found = ", ".join(
+            f"{name}={environ[name]!r}" if name in environ else f"{name} is missing"
+            for name in (launcher.rank, launcher.size)
+        )
+        raise UsageError(
+            f"{launcher.name} set variables of its own, but {launcher.rank} and {launcher.size} are not both "
+            f"numbers: {found}"
+        ) from None
+    if not 0 <= rank < size:
+        raise UsageError(
+            f"{launcher.name} set {launcher.rank}={rank} and {launcher.size}={size}; "
+            "allowed: 0 <= rank < size"
+        )
+    local_rank, local_size = (_number(environ, name) for name in (launcher.local_rank, launcher.local_size))
+    nodes = next((n for n in (_number(environ, name) for name in launcher.nodes) if n is not None), None)
+    job = [
+        next((environ[name] for name in names.split("|") if environ.get(name)), "") for names in launcher.job
+    ]
+    return Launch(
+        launcher.name,
+        rank,
+        size,
+        local_rank=local_rank,
+        is_one_host=local_size == size
+        or nodes == 1
+        or (
+            launcher.name == "the environment" and environ.get("MASTER_ADDR", "").startswith(_LOOPBACK_NAMES)
+        ),
+        job="/".join([launcher.name, *job]) if job and all(job) else "",
+        master=environ.get("MASTER_ADDR", "") if "MASTER_ADDR" in launcher.job else "",
+    )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else None
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     names = {f.name: f for f in dataclasses.fields(Config)}
     found: dict[str, Any] = {}
     for variable, text in environ.items():
-        if not variable.startswith("UNISONO_"):
+        if not variable.startswith("UNISONO_") or variable in _LAUNCH_VARIABLES:
             continue
         name = variable.removeprefix("UNISONO_").lower()
         if name not in names:

@@ -32,7 +32,9 @@ __all__ = [
     "Backend",
     "Capabilities",
     "Envelope",
+    "HeaderMismatch",
     "Lane",
+    "LengthMismatch",
     "PeerDown",
     "Request",
     "Stage",
@@ -122,7 +124,8 @@ class Stage:
     """One stage of a collective, as whoever runs it sees it.
 
     `memory` holds the flat arrays of the plan's buffers (plans.Buf). `header` is the fingerprint that goes
-    with the first message to each peer.
+    with the first message to each peer; what stands before its first NUL byte is compared. `members` are the
+    plan's ranks by their numbers in the backend, if those differ.
     """
 
     context: int
@@ -131,6 +134,26 @@ class Stage:
     op: ReduceOp | None
     memory: Mapping[Any, Any]
     header: bytes
+    members: tuple[int, ...] | None = None
+
+
+class HeaderMismatch(Exception):
+    """How a plan's request ends if a peer runs something else; whoever started it finds the words."""
+
+    def __init__(self, peer: int, header: bytes) -> None:
+        super().__init__(peer, header)
+        self.peer = peer
+        self.header = header
+
+
+class LengthMismatch(Exception):
+    """How a plan's request ends if a peer that runs the same sends a message of another length or type."""
+
+    def __init__(self, peer: int, came: int, awaited: int) -> None:
+        super().__init__(peer, came, awaited)
+        self.peer = peer
+        self.came = came
+        self.awaited = awaited
 
 
 class Request:
@@ -173,11 +196,22 @@ class Request:
 
     @property
     def error(self) -> BaseException | None:
-        """What ended it, if not well; the ranks of a PeerLost are those of the backend that was asked."""
-        error = self._error
-        if self.rank_here is None or not isinstance(error, PeerLost):
+        """What ended it, if not well; the ranks it names are those of the backend that was asked."""
+        error, here = self._error, self.rank_here
+        if here is None or error is None:
             return error
-        return error.of_ranks(tuple(self.rank_here(rank) for rank in error.ranks))
+        match error:
+            case PeerLost():
+                return error.of_ranks(tuple(here(rank) for rank in error.ranks))
+            case HeaderMismatch():
+                return HeaderMismatch(here(error.peer), error.header)
+            case LengthMismatch():
+                return LengthMismatch(here(error.peer), error.came, error.awaited)
+        return error
+
+    def peers_awaited(self) -> tuple[int, ...]:
+        """Whom it waits for now, as far as it is known."""
+        return (self.peer,) if isinstance(self.peer, int) and not self.done else ()
 
     def withdraw_by(self, withdraw: Callable[[Request], bool]) -> None:
         """Say how it can be taken back."""
@@ -308,7 +342,9 @@ class Backend(ABC):
     def run_plan(self, plan: Any, stage: Stage) -> Request:
         """Execute a plan (plans.Plan) below Python.
 
-        Asked only with the capability, and never for a user's own operation.
+        Asked only with the capability, and never for a user's own operation. The request may end with
+        ClosedError, HeaderMismatch or LengthMismatch. If a peer is gone it waits on: whoever hears of it by
+        `watch` cancels. Cancelled, it ends once nobody uses its memory.
         """
         raise NotImplementedError(f"{self.capabilities.name} does not run plans")
 

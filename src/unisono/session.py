@@ -1,24 +1,32 @@
-"""How a world begins: alone, in this process, or simulated.
+"""How a world begins: alone, in this process, in processes of its own, or simulated.
 
-Knows which backend a beginning needs and hands it to a Communicator. Does not know how any of them works.
+Knows which backend a beginning needs, brings its rank into the world and hands it to a Communicator. Does not
+know how ranks find each other (launch), nor how any backend works.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from unisono.backends.local import LocalBackend
 from unisono.backends.registry import BackendStatus, backend_named, statuses
 from unisono.communicator import Communicator
-from unisono.config import Config, launch
+from unisono.config import Config, launch, network
 from unisono.contract import Backend
-from unisono.errors import BackendUnavailable
+from unisono.errors import BackendUnavailable, UsageError
+from unisono.version import VERSION
 
 if TYPE_CHECKING:
+    from unisono.backends.native import NativeBackend
+    from unisono.launch.entry import Site
+    from unisono.launch.place import Place
     from unisono.simulation import Fault, Network, SimResult
 
-__all__ = ["init", "list_backends", "local", "simulate"]
+__all__ = ["init", "list_backends", "local", "simulate", "spawn"]
 
 
 def init(
@@ -32,20 +40,97 @@ def init(
 ) -> Communicator:
     """Join the world that this process was started in; started alone, it is a world of one.
 
-    A launcher that names several ranks never leaves each of them alone: if no backend can connect them, that
-    is an error.
+    Looks for `unisono run`, torchrun, Open MPI, Slurm and RANK/WORLD_SIZE, in this order. A launcher that
+    names several ranks never leaves each of them alone. `timeout` is for finding the others.
+
+    Raises:
+        RendezvousError: the others were not found; it names who is missing.
     """
     if backend != "auto":
         backend_named(backend)
-    started = launch()
-    where = "the arguments" if size is not None else started.launcher if started else "nobody"
-    count = size if size is not None else started.size if started else 1
-    if join is not None or rank not in (None, 0) or count != 1:
+    settings = config if config is not None else Config()
+    from unisono.launch.place import decide  # a world in one process does not need it
+
+    place = decide(launch(), network(), rank=rank, size=size, join=join, insecure=settings.insecure)
+    return _joined(place, backend, settings, timeout)
+
+
+def spawn(
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    backend: str = "native",
+    timeout: float | None = 60,
+    env: Mapping[str, str] | None = None,
+    config: Config | None = None,
+) -> list[Any]:
+    """Run `fn(comm, *args)` in `n` fresh processes of this host and return the results by rank.
+
+    `fn` is found by its qualified name in the caller's main file or module; arguments and results are plain
+    data, arrays and registered dataclasses. The first failing rank's exception is raised here.
+    """
+    backend_named(backend)
+    from unisono.launch.spawn import spawn as start  # only who spawns pays for it
+
+    return start(
+        fn, n, args, enter=_entered, backend=backend, version=VERSION, timeout=timeout, env=env, config=config
+    )
+
+
+@contextlib.contextmanager
+def _entered(place: Place, backend: str, config: Config, timeout: float | None) -> Iterator[Communicator]:
+    """A spawned rank's world."""
+    with _joined(place, backend, config, timeout) as world:
+        yield world
+
+
+def _joined(place: Place, backend: str, config: Config, timeout: float | None) -> Communicator:
+    if place.source is None:
+        return local(1, config)[0]
+    if backend == "local":
+        raise UsageError(f"backend='local' for {place.size} processes; allowed: ranks of one process")
+    from unisono.backends.native import Card
+    from unisono.launch.entry import enter
+
+    made: list[NativeBackend] = []
+
+    def make_card(site: Site) -> bytes:
+        while made:
+            made.pop().close()
+        made.append(_engine(site, config))
+        card = made[0].card()
+        card = card._replace(address=site.advertise.host, port=site.advertise.port or card.port)
+        return msgspec.msgpack.encode(card)
+
+    try:
+        entry = enter(place, make_card=make_card, config=config, version=VERSION, timeout=timeout)
+    except BaseException:
+        for engine in made:
+            engine.close()
+        raise
+    made[0].connect([Card(*msgspec.msgpack.decode(card)) for card in entry.view.cards])
+    made[0].when_closed(entry.close)
+    return Communicator.world(made[0])
+
+
+def _engine(site: Site, config: Config) -> NativeBackend:
+    from unisono.backends.native import NativeBackend
+
+    if not site.is_local and not config.insecure:
         raise BackendUnavailable(
-            f"{where} named {count} ranks, and this version connects no processes",
-            next_step="run the ranks in one process with unisono.local(n) or unisono.simulate(fn, n)",
+            "this version's links between hosts are not encrypted",
+            next_step="run all ranks on one host, or set UNISONO_INSECURE=1 on a network you trust",
         )
-    return local(1, config)[0]
+    return NativeBackend(
+        site.rank,
+        site.size,
+        str(site.folder),
+        site.secret,
+        config=config,
+        shm=config.shm,
+        bind=site.bind.host,
+        port=site.bind.port,
+    )
 
 
 def local(n: int, config: Config | None = None) -> list[Communicator]:

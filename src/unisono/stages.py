@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from unisono.contract import Stage, Tags
+from unisono.contract import HeaderMismatch, LengthMismatch, Request, Stage, Tags
 from unisono.errors import UsageError
 from unisono.group import Group, fingerprint_of, single
 from unisono.plans import Links, Problem, build, choose, entry_of
@@ -69,11 +69,11 @@ class Collective:
         part = Stage(group.context, tag, dtype, op, memory, fingerprint)
         able = backend.capabilities
         if able.run_collective and (own := backend.run_collective(problem, part)) is not None:
-            yield from single(self._call, own, tuple)
+            yield from self._follow(own, fingerprint)
             return
         plan = build(problem, backend.rank, name)
         if able.run_plan and (op is None or op.fn is None):
-            yield from single(self._call, backend.run_plan(plan, part), tuple)
+            yield from self._follow(backend.run_plan(plan, part), fingerprint)
             return
         how = Execution(
             backend,
@@ -86,6 +86,21 @@ class Collective:
             ),
         )
         yield from execute(plan, how)
+
+    def _follow(self, request: Request, fingerprint: bytes) -> Steps[None]:
+        """Carry to its end what the backend runs by its own means."""
+        group, call = self._group, self._call
+
+        def peers() -> tuple[int, ...]:
+            return tuple(sorted(group.world_ranks[peer] for peer in request.peers_awaited()))
+
+        try:
+            yield from single(call, request, peers)
+        except HeaderMismatch as wrong:
+            group.check_fingerprint(call, fingerprint, wrong.peer, wrong.header)
+            raise
+        except LengthMismatch as wrong:
+            group.refuse_length(call, fingerprint, wrong.peer, wrong.came, wrong.awaited)
 
     def _words(self, problem: Problem, given: str, op: ReduceOp | None, algorithm: str) -> str:
         """The call in words: what ranks compare and what a mismatch shows."""

@@ -7,9 +7,11 @@ through the parent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from unisono.config import Config
-from unisono.contract import UNTYPED, Backend, Capabilities, Lane, PeerDown, Request
+from unisono.contract import UNTYPED, Backend, Capabilities, Lane, PeerDown, Request, Stage
 from unisono.errors import UsageError
 from unisono.runtime import Runtime
 from unisono.values import ANY, Any_
@@ -40,6 +42,7 @@ class SubBackend(Backend):
         self.members: tuple[int, ...] = tuple(chosen)
         self._local = {member: rank for rank, member in enumerate(chosen)}
         self._rank = self._local[parent.rank]
+        self._capabilities = replace(parent.capabilities, run_collective=False)
 
     def to_global(self, rank: int) -> int:
         """The parent's number of one of our ranks."""
@@ -63,10 +66,7 @@ class SubBackend(Backend):
     @property
     def capabilities(self) -> Capabilities:
         """The parent's, less what only works for all of its ranks."""
-        theirs = self.parent.capabilities
-        return Capabilities(
-            theirs.name, False, False, theirs.sync_send, theirs.wildcards, theirs.device_memory
-        )
+        return self._capabilities
 
     @property
     def runtime(self) -> Runtime:
@@ -108,6 +108,10 @@ class SubBackend(Backend):
     def probe(self, src: int | Any_, context: int, tag: int | Any_) -> Request:
         """Probe through the parent."""
         return self._ours(self.parent.probe(self._source(src), context, tag), src)
+
+    def run_plan(self, plan: Any, stage: Stage) -> Request:
+        """Run a plan in the parent, whose ranks our members are."""
+        return self._ours(self.parent.run_plan(plan, replace(stage, members=self.members)), self.rank)
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         """Hear of members only, by our numbers."""

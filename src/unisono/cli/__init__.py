@@ -17,6 +17,7 @@ __all__ = ["main"]
 # Name: module. Each module has a click command `command`.
 _SUBCOMMANDS: Final = {
     "plan": "unisono.cli.plan",
+    "run": "unisono.cli.run",
 }
 
 

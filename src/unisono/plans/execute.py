@@ -27,7 +27,7 @@ from unisono.kernels import reduce_into
 from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
 from unisono.work import Call, Steps
 
-__all__ = ["Execution", "Memory", "execute"]
+__all__ = ["Execution", "Memory", "Program", "execute", "program_of"]
 
 Memory: TypeAlias = np.ndarray[Any, Any]
 
@@ -51,7 +51,7 @@ def execute(plan: Plan, how: Execution) -> Steps[None]:
     """Run one rank's plan to its end; on an error, withdraw what can be withdrawn and wait for the rest."""
     config = how.backend.config
     segment = max(1, config.segment_bytes // how.stage.dtype.itemsize)
-    run = _Run(_program(plan, segment), plan, how, config.window_segments)
+    run = _Run(program_of(plan, segment), plan, how, config.window_segments)
     try:
         while not run.advance():
             yield
@@ -65,15 +65,16 @@ def execute(plan: Plan, how: Execution) -> Steps[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Program:
-    """The pieces of a plan: `after[i]` lists those that await piece i, `waits[i]` counts those it awaits."""
+class Program:
+    """The pieces of a plan: `before[i]` lists those that piece i awaits, `after[i]` those that await it."""
 
     pieces: tuple[Step, ...]
+    before: tuple[tuple[int, ...], ...]
     after: tuple[tuple[int, ...], ...]
-    waits: tuple[int, ...]
 
 
-def _program(plan: Plan, segment: int) -> _Program:
+def program_of(plan: Plan, segment: int) -> Program:
+    """Cut a plan into pieces of at most `segment` elements; the same again for the same plan."""
     # The plan itself is a long key; what it was built from says the same.
     return _programs(_Key(plan, (plan.problem, plan.algorithm, plan.rank, segment)), segment)
 
@@ -95,14 +96,14 @@ class _Key:
 
 
 @lru_cache(maxsize=1024)
-def _programs(key: _Key, segment: int) -> _Program:
+def _programs(key: _Key, segment: int) -> Program:
     pieces = tuple(piece for step in key.plan.steps for piece in _cut(step, segment))
     before = _Accesses.of(pieces)
     after: list[list[int]] = [[] for _ in pieces]
     for i, earlier in enumerate(before):
         for j in earlier:
             after[j].append(i)
-    return _Program(pieces, tuple(map(tuple, after)), tuple(len(earlier) for earlier in before))
+    return Program(pieces, tuple(tuple(sorted(earlier)) for earlier in before), tuple(map(tuple, after)))
 
 
 def _cut(step: Step, segment: int) -> Iterator[Step]:
@@ -180,7 +181,7 @@ class _Accesses:
 class _Run:
     """One execution under way."""
 
-    def __init__(self, program: _Program, plan: Plan, how: Execution, window: int) -> None:
+    def __init__(self, program: Program, plan: Plan, how: Execution, window: int) -> None:
         self._program = program
         self._how = how
         self._window = window
@@ -195,7 +196,7 @@ class _Run:
                 f"{buf.value} has {self._memory[buf].size} elements, not {count}"
             )
         self._bytes = {buf: as_bytes(flat) for buf, flat in self._memory.items()}
-        self._waits = list(program.waits)
+        self._waits = [len(earlier) for earlier in program.before]
         self._left = len(program.pieces)
         self._sends: dict[int, deque[int]] = {}
         self._recvs: dict[int, deque[int]] = {}

@@ -1,0 +1,134 @@
+// The desk: operations that were started from Python, and those that have ended and wait to be told.
+//
+// Knows numbers, pools and who should hear of an end. Does not know Python objects: a buffer is an address, and its
+// owner is kept by whoever asked until the end was told.
+
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine.hpp"
+#include "scratch.hpp"
+
+namespace unisono::engine {
+
+class Desk;
+class Run;
+
+class Operation {
+ public:
+  virtual ~Operation() = default;
+
+  uint64_t id = 0;      // the caller's
+  uint64_t handle = 0;  // ours: place and number of uses
+  Outcome outcome = Outcome::done;
+  enum class Phase : uint8_t { idle, starting, active, ended };
+  Phase phase = Phase::idle;
+  bool is_receive = false;
+  bool is_run = false;
+  bool needs_memory = false;
+  bool is_news = false;
+};
+
+class SendOperation final : public Send, public Operation {
+ public:
+  explicit SendOperation(Desk& desk) : desk_(desk) {}
+  void end(Outcome how) override;
+  std::string header_held;
+
+ private:
+  Desk& desk_;
+};
+
+class ReceiveOperation final : public Receive, public Operation {
+ public:
+  explicit ReceiveOperation(Desk& desk) : desk_(desk) { is_receive = true; }
+  Meeting meet(const Envelope& envelope, bool is_here) override;
+  void want_memory() override;
+  void on_taken_back() override;
+  byte* place() override { return into; }
+  void write(uint64_t, const byte*, size_t) override {}
+  void end(Outcome how, std::int32_t from) override;
+
+  byte* into = nullptr;
+  uint64_t capacity = 0;
+  uint8_t dtype = untyped;
+  bool is_probe = false;
+  bool is_open_ended = false;  // the length is the message's own
+  Envelope met;                // valid if it met a message; the header is in header_held
+  bool has_met = false;
+  std::string header_held;
+  std::unique_ptr<byte[]> own;   // an open-ended receive of bytes that came at once
+  void* owner = nullptr;         // whatever the caller keeps with it
+
+ private:
+  Desk& desk_;
+};
+
+// Every call needs the engine's lock.
+class Desk {
+ public:
+  explicit Desk(Engine& engine);
+
+  SendOperation& make_send();
+  ReceiveOperation& make_receive();
+  Run& make_run();
+  // Start it. If it ends at once, and nothing else is still to be told, it is not told: the phase is `ended`. False
+  // if the engine is closed.
+  bool start(SendOperation& send, std::int32_t dst);
+  bool start(ReceiveOperation& receive);
+  // Call `begin`, in which the run starts. If it ends at once it is not told, as above.
+  template <class Begin>
+  void start(Run& run, Begin begin);
+  // True if it was taken back; then it is not told. A run is told, when it has let go of its memory.
+  bool cancel(uint64_t handle);
+  // The run of this handle; nullptr if it has ended.
+  Run* run_of(uint64_t handle) const;
+  void recycle(Operation& operation);
+
+  // What is to be told, oldest first: an operation, or a peer that is gone. News has an order: who hears of a peer's
+  // end must have heard of every message that came before, even of one that meets its receive only now. So one
+  // thread tells at a time, from `begin_telling` until `end_telling` finds nothing more, and the end of a peer is
+  // taken alone.
+  struct News {
+    Operation* operation = nullptr;
+    Down down{};
+    uint64_t arrival = 0;  // of a peer's end: what has arrived by then came before
+  };
+  bool begin_telling() { return !std::exchange(is_telling_, true); }
+  bool end_telling() { return news_.empty() ? !(is_telling_ = false) : false; }
+  bool is_empty() const { return news_.empty(); }
+  std::vector<News> take();
+
+  // How threads of Python wait; each returns when there is something for it to tell, at a poke, or at the deadline.
+  void wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller);
+  void wait_as_pump(Hold& held, std::int64_t deadline);
+  uint64_t pokes() const { return pokes_; }
+  void poke();
+
+  void tell(Operation& operation, uint64_t arrival = never_arrived);
+  static constexpr uint64_t never_arrived = UINT64_MAX;
+
+ private:
+  void add(Operation& operation);
+  void wake_pump();
+
+  Engine& engine_;
+  std::vector<std::unique_ptr<Operation>> all_;
+  std::vector<SendOperation*> spare_sends_;
+  std::vector<ReceiveOperation*> spare_receives_;
+  std::vector<Run*> spare_runs_;
+  Scratch scratch_;
+  std::deque<News> news_;
+  bool is_telling_ = false;
+  uint64_t pokes_ = 0;
+  size_t waiters_ = 0;
+  bool is_pump_waiting_ = false;
+  std::condition_variable_any pump_;
+};
+
+}  // namespace unisono::engine

@@ -1,0 +1,480 @@
+#include "door.hpp"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <stdexcept>
+
+namespace unisono::engine {
+namespace {
+
+constexpr char magic[8] = {'u', 'n', 'i', 's', 'o', 'n', 'o', '\n'};
+constexpr uint32_t version = 1;
+constexpr size_t strangers_max = 256;
+constexpr std::int64_t stranger_ns = 5 * second;
+
+[[noreturn]] void fail(const std::string& why) { throw std::runtime_error(why); }
+
+std::string hex(uint64_t value) {
+  char text[17];
+  snprintf(text, sizeof text, "%016lx", static_cast<unsigned long>(value));
+  return text;
+}
+
+bool fill_random(void* to, size_t bytes) { return getrandom(to, bytes, 0) == static_cast<ssize_t>(bytes); }
+
+// A path may be longer than a socket address: then it is reached through its folder's descriptor.
+socklen_t unix_address(sockaddr_un& address, const std::string& path, int folder) {
+  address = {};
+  address.sun_family = AF_UNIX;
+  std::string name = path;
+  if (name.size() >= sizeof address.sun_path)
+    name = "/proc/self/fd/" + std::to_string(folder) + path.substr(path.rfind('/'));
+  if (name.size() >= sizeof address.sun_path) return 0;
+  std::memcpy(address.sun_path, name.data(), name.size());
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + name.size() + 1);
+}
+
+socklen_t tcp_address(sockaddr_storage& address, const std::string& host, uint16_t port) {
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0 || found == nullptr) return 0;
+  const socklen_t length = found->ai_addrlen;
+  std::memcpy(&address, found->ai_addr, length);
+  freeaddrinfo(found);
+  return length;
+}
+
+void tune(int fd, std::int64_t silence_ns) {
+  const int on = 1, once = 1, twice = 2;
+  const auto timeout = static_cast<unsigned>(silence_ns / millisecond);
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &once, sizeof once);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &once, sizeof once);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &twice, sizeof twice);
+  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout, sizeof timeout);
+}
+
+bool is_same_user(int fd) {
+  ucred who{};
+  socklen_t length = sizeof who;
+  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
+}
+
+}  // namespace
+
+std::string host_id() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  std::string id = boot;
+  for (const char* space : {"/proc/self/ns/mnt", "/proc/self/ns/net", "/proc/self/ns/pid"}) {
+    struct stat about{};
+    id += stat(space, &about) == 0 ? "." + std::to_string(about.st_ino) : ".?";
+  }
+  return id + "." + std::to_string(geteuid());
+}
+
+// ---- listening ----
+
+class Door::Listener final : public Watcher {
+ public:
+  Listener(Door& door, Descriptor socket, Medium medium, std::string path)
+      : door_(door), socket_(std::move(socket)), medium_(medium), path_(std::move(path)) {
+    watch();
+  }
+  ~Listener() override {
+    if (watch_ != 0) door_.poller_.remove(socket_.get(), watch_);
+    if (!path_.empty()) unlink(path_.c_str());
+  }
+  void on_ready(uint32_t) override { door_.accept_from(socket_.get(), medium_); }
+  // Without descriptors left, a listener that is always ready would keep us busy.
+  void pause() {
+    if (watch_ != 0) door_.poller_.remove(socket_.get(), std::exchange(watch_, 0));
+  }
+  void watch() {
+    if (watch_ == 0) watch_ = door_.poller_.add(socket_.get(), EPOLLIN, *this);
+  }
+  void leave_file() { path_.clear(); }
+  int fd() const { return socket_.get(); }
+
+ private:
+  Door& door_;
+  Descriptor socket_;
+  const Medium medium_;
+  std::string path_;
+  uint64_t watch_ = 0;
+};
+
+// ---- a greeting under way ----
+
+class Door::Greeting final : public Watcher {
+ public:
+  Greeting(Door& door, Descriptor socket, std::int64_t deadline) : door(door), deadline(deadline) {
+    guest.socket = std::move(socket);
+  }
+  ~Greeting() override {
+    if (watch != 0) door.poller_.remove(guest.socket.get(), watch);
+  }
+
+  void begin(uint32_t events) { watch = door.poller_.add(guest.socket.get(), events, *this); }
+
+  void on_ready(uint32_t) override {
+    // A step may end and destroy this greeting.
+    if (step == Step::connecting) return on_connected();
+    for (;;) {
+      const Reading read = read_message();
+      if (read == Reading::more) return;
+      if (read == Reading::over) return door.refuse(*this, "it hung up during the greeting");
+      have = 0;
+      switch (step) {
+        case Step::await_hello:
+          return on_hello();
+        case Step::await_challenge:
+          return on_challenge();
+        case Step::await_introduction:
+          return on_introduction();
+        case Step::await_verdict:
+          return on_verdict();
+        default:
+          return;
+      }
+    }
+  }
+
+  enum class Step : uint8_t { connecting, await_hello, await_challenge, await_introduction, await_verdict };
+  enum class Reading : uint8_t { more, whole, over };
+
+  Door& door;
+  std::int64_t deadline;
+  Step step = Step::await_hello;
+  Guest guest{};
+  uint64_t watch = 0;
+  Hello hello{};
+  Challenge challenge{};
+  Introduction introduction{};
+  Verdict verdict{};
+  size_t have = 0;
+  bool is_proven = false;
+
+  void say_hello() {
+    step = Step::await_challenge;
+    if (!send(&hello, sizeof hello, {})) door.refuse(*this, failure("cannot greet"));
+  }
+
+ private:
+  void on_connected() {
+    int error = 0;
+    socklen_t length = sizeof error;
+    getsockopt(guest.socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+    if (error != 0) return door.refuse(*this, failure("cannot be reached", error));
+    door.poller_.change(guest.socket.get(), watch, EPOLLIN);
+    say_hello();
+  }
+
+  Reading read_message() {
+    struct Place {
+      void* at;
+      size_t bytes;
+    } place{};
+    switch (step) {
+      case Step::await_hello:
+        place = {&hello, sizeof hello};
+        break;
+      case Step::await_challenge:
+        place = {&challenge, sizeof challenge};
+        break;
+      case Step::await_introduction:
+        place = {&introduction, sizeof introduction};
+        break;
+      default:
+        place = {&verdict, sizeof verdict};
+    }
+    while (have < place.bytes) {
+      iovec part{static_cast<byte*>(place.at) + have, place.bytes - have};
+      alignas(cmsghdr) char space[CMSG_SPACE(2 * sizeof(int))];
+      msghdr message{};
+      message.msg_iov = &part;
+      message.msg_iovlen = 1;
+      message.msg_control = space;
+      message.msg_controllen = sizeof space;
+      const ssize_t n = recvmsg(guest.socket.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0 && errno == EAGAIN) return Reading::more;
+      if (n > 0) keep_descriptors(message);
+      if (n <= 0 || (message.msg_flags & MSG_CTRUNC) != 0) return Reading::over;
+      have += static_cast<size_t>(n);
+    }
+    return Reading::whole;
+  }
+
+  // The first is the link's memory if the opener sends two; the last is the presence page.
+  void keep_descriptors(msghdr& message) {
+    for (cmsghdr* c = CMSG_FIRSTHDR(&message); c != nullptr; c = CMSG_NXTHDR(&message, c)) {
+      if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+      const size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+      for (size_t i = 0; i < count; ++i) {
+        int fd;
+        std::memcpy(&fd, CMSG_DATA(c) + i * sizeof fd, sizeof fd);
+        (i + 1 < count ? guest.memory : guest.presence) = Descriptor(fd);
+      }
+    }
+  }
+
+  bool send(const void* data, size_t bytes, std::vector<int> descriptors) {
+    iovec part{const_cast<void*>(data), bytes};
+    alignas(cmsghdr) char space[CMSG_SPACE(2 * sizeof(int))] = {};
+    msghdr message{};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    if (!descriptors.empty()) {
+      message.msg_control = space;
+      message.msg_controllen = CMSG_SPACE(descriptors.size() * sizeof(int));
+      cmsghdr* c = CMSG_FIRSTHDR(&message);
+      c->cmsg_level = SOL_SOCKET;
+      c->cmsg_type = SCM_RIGHTS;
+      c->cmsg_len = CMSG_LEN(descriptors.size() * sizeof(int));
+      std::memcpy(CMSG_DATA(c), descriptors.data(), descriptors.size() * sizeof(int));
+    }
+    // A greeting fits into an empty socket.
+    return sendmsg(guest.socket.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
+  }
+
+  void on_hello() {
+    const bool is_sound = std::memcmp(hello.magic, magic, sizeof magic) == 0 && hello.version == version &&
+                          hello.size == static_cast<uint32_t>(door.size_) && hello.to == static_cast<uint32_t>(door.rank_) &&
+                          hello.from < hello.size && hello.from != hello.to && hello.medium == guest.medium &&
+                          static_cast<uint8_t>(hello.lane) < lane_count &&
+                          hello.eager_credit_bytes == door.settings_.eager_credit_bytes;
+    if (!is_sound) return door.refuse(*this, "");
+    guest.rank = static_cast<std::int32_t>(hello.from);
+    guest.lane = hello.lane;
+    guest.checksum = hello.checksum != 0;
+    step = Step::await_introduction;
+    if (!fill_random(challenge.nonce, sizeof challenge.nonce)) return door.refuse(*this, "");
+    challenge.proof = door.prove("acceptor", hello, challenge.nonce);
+    if (!send(&challenge, sizeof challenge, {})) door.refuse(*this, "");
+  }
+
+  void on_challenge() {
+    if (!is_equal(challenge.proof, door.prove("acceptor", hello, challenge.nonce)))
+      return door.refuse(*this, "it does not know the job's secret");
+    introduction.proof = door.prove("opener", hello, challenge.nonce);
+    introduction.probe = door.probe_;
+    std::vector<int> descriptors;
+    if (guest.medium == Medium::shm) {
+      if (!is_same_user(guest.socket.get())) return door.refuse(*this, "it belongs to another user");
+      guest.memory = ShmLink::make_memory();
+      if (!guest.memory)
+        return door.refuse(*this, failure(("no shared memory for a link of " + std::to_string(sizeof(LinkMemory)) + " bytes").c_str()));
+      descriptors = {guest.memory.get(), door.presence_->fd()};
+    }
+    step = Step::await_verdict;
+    if (!send(&introduction, sizeof introduction, descriptors)) door.refuse(*this, failure("cannot greet"));
+  }
+
+  void on_introduction() {
+    if (!is_equal(introduction.proof, door.prove("opener", hello, challenge.nonce))) return door.refuse(*this, "");
+    if (guest.medium == Medium::shm && (!guest.memory || !guest.presence)) return door.refuse(*this, "");
+    is_proven = true;
+    guest.probe = introduction.probe;
+    verdict = {door.host_.judge(guest.rank, guest.medium, guest.lane), 0, door.probe_};
+    const bool is_welcome = verdict.ruling == Ruling::welcome;
+    std::vector<int> descriptors;
+    if (guest.medium == Medium::shm && is_welcome) descriptors = {door.presence_->fd()};
+    if (!send(&verdict, sizeof verdict, descriptors) || !is_welcome) return door.end(*this);
+    finish();
+  }
+
+  void on_verdict() {
+    if (verdict.ruling == Ruling::crossing) return door.refuse(*this, "its own call counts", Ruling::crossing);
+    if (verdict.ruling == Ruling::leaving) return door.refuse(*this, "left", Ruling::leaving);
+    if (verdict.ruling != Ruling::welcome) return door.refuse(*this, "it refuses the link");
+    if (guest.medium == Medium::shm && !guest.presence) return door.refuse(*this, "it shows no presence");
+    guest.probe = verdict.probe;
+    finish();
+  }
+
+  void finish() {
+    door.poller_.remove(guest.socket.get(), std::exchange(watch, 0));
+    Guest made = std::move(guest);
+    Host& host = door.host_;
+    door.end(*this);
+    host.on_guest(std::move(made));
+  }
+};
+
+// ---- the door ----
+
+Door::Door(Host& host, Poller& poller) : host_(host), poller_(poller) {}
+
+Door::~Door() { close(false); }
+
+void Door::open(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
+                const Settings& settings, const Presence& presence) {
+  rank_ = rank;
+  size_ = size;
+  secret_ = std::move(secret);
+  settings_ = settings;
+  presence_ = &presence;
+  if (!fill_random(probe_.value, sizeof probe_.value)) fail(failure("no random bytes"));
+  probe_.address = settings.direct_read ? reinterpret_cast<uint64_t>(&probe_.value) : 0;
+  card_.host = settings.host.empty() ? host_id() : settings.host;
+
+  if (settings.shm) {
+    uint64_t salt;
+    if (!fill_random(&salt, sizeof salt)) fail(failure("no random bytes"));
+    directory_ = Descriptor(::open(directory.c_str(), O_DIRECTORY | O_RDONLY | O_CLOEXEC));
+    struct stat about{};
+    if (!directory_ || fstat(directory_.get(), &about) != 0) fail(failure(directory.c_str()));
+    if (about.st_uid != geteuid() || (about.st_mode & 077) != 0) fail(directory + ": allowed: a folder of one's own with mode 0700");
+    card_.unix_path = directory + "/r" + std::to_string(rank) + "-" + hex(salt) + ".sock";
+    sockaddr_un address;
+    const socklen_t length = unix_address(address, card_.unix_path, directory_.get());
+    Descriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (!socket || length == 0 || bind(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0)
+      fail(failure(("cannot listen on " + card_.unix_path).c_str()));
+    listeners_[0] = std::make_unique<Listener>(*this, std::move(socket), Medium::shm, card_.unix_path);
+    if (listen(/* owned by the listener */ listeners_[0]->fd(), 4096) != 0) fail(failure("cannot listen"));
+  }
+
+  sockaddr_storage address{};
+  const socklen_t length = tcp_address(address, settings.bind, settings.port);
+  if (length == 0) fail(settings.bind + " is no numeric address");
+  Descriptor socket(::socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  const int on = 1;
+  if (socket) setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (!socket || bind(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 || listen(socket.get(), 4096) != 0)
+    fail(failure(("cannot listen on " + settings.bind + " port " + std::to_string(settings.port)).c_str()));
+  socklen_t bound = sizeof address;
+  getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &bound);
+  card_.address = settings.bind;
+  card_.port = ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
+                                                   : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
+  listeners_[1] = std::make_unique<Listener>(*this, std::move(socket), Medium::tcp, "");
+}
+
+void Door::accept_from(int listener, Medium medium) {
+  for (;;) {
+    Descriptor socket(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket) {
+      if (errno == EINTR || errno == ECONNABORTED) continue;
+      if (errno != EAGAIN)
+        for (auto& one : listeners_)
+          if (one != nullptr) one->pause();
+      return;
+    }
+    size_t strangers = 0;
+    for (const auto& g : greetings_) strangers += !g->guest.is_opener;
+    if (strangers >= strangers_max || (medium == Medium::shm && !is_same_user(socket.get()))) {
+      ++refused_;
+      continue;
+    }
+    if (medium == Medium::tcp) tune(socket.get(), settings_.silence_ns);
+    auto greeting = std::make_unique<Greeting>(*this, std::move(socket), now_ns() + stranger_ns);
+    greeting->guest.medium = medium;
+    greeting->guest.is_opener = false;
+    greeting->begin(EPOLLIN);
+    greetings_.push_back(std::move(greeting));
+  }
+}
+
+void Door::knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum) {
+  const bool is_unix = medium == Medium::shm;
+  sockaddr_storage address{};
+  socklen_t length;
+  if (is_unix)
+    length = unix_address(reinterpret_cast<sockaddr_un&>(address), card.unix_path, directory_.get());
+  else
+    length = tcp_address(address, card.address, card.port);
+  if (length == 0) return host_.on_closed_door(rank, "its address makes no sense", Ruling::unknown);
+  Descriptor socket(::socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!socket) return host_.on_closed_door(rank, failure("no socket to reach it"), Ruling::unknown);
+  const int fd = socket.get();
+  if (!is_unix) tune(fd, settings_.silence_ns);
+  auto greeting = std::make_unique<Greeting>(*this, std::move(socket), now_ns() + settings_.silence_ns);
+  Greeting& g = *greeting;
+  g.guest.rank = rank;
+  g.guest.medium = medium;
+  g.guest.lane = lane;
+  g.guest.checksum = checksum;
+  g.guest.is_opener = true;
+  std::memcpy(g.hello.magic, magic, sizeof magic);
+  g.hello.version = version;
+  g.hello.size = static_cast<uint32_t>(size_);
+  g.hello.from = static_cast<uint32_t>(rank_);
+  g.hello.to = static_cast<uint32_t>(rank);
+  g.hello.medium = medium;
+  g.hello.lane = lane;
+  g.hello.checksum = checksum;
+  g.hello.eager_credit_bytes = settings_.eager_credit_bytes;
+  greetings_.push_back(std::move(greeting));
+  if (!fill_random(g.hello.nonce, sizeof g.hello.nonce)) return refuse(g, failure("no random bytes"));
+  int result;
+  do result = connect(fd, reinterpret_cast<sockaddr*>(&address), length);
+  while (result != 0 && errno == EINTR);
+  if (result != 0 && errno != EINPROGRESS) return refuse(g, failure("cannot be reached"));
+  g.step = result == 0 ? Greeting::Step::await_challenge : Greeting::Step::connecting;
+  g.begin(result == 0 ? EPOLLIN : EPOLLOUT);
+  if (result == 0) g.say_hello();
+}
+
+void Door::forget(std::int32_t rank) {
+  std::erase_if(greetings_, [rank](const auto& g) { return g->guest.is_opener && g->guest.rank == rank; });
+}
+
+void Door::tick(std::int64_t now) {
+  for (auto& one : listeners_)
+    if (one != nullptr) one->watch();
+  for (size_t i = 0; i < greetings_.size();) {
+    Greeting& g = *greetings_[i];
+    if (now < g.deadline) {
+      ++i;
+      continue;
+    }
+    refuse(g, "no answer within the time for a greeting");
+    i = 0;  // anything may have changed
+  }
+}
+
+void Door::close(bool keep_files) {
+  for (auto& one : listeners_) {
+    if (one != nullptr && keep_files) one->leave_file();
+    one.reset();
+  }
+  greetings_.clear();
+  directory_.close();
+}
+
+void Door::end(Greeting& greeting) {
+  std::erase_if(greetings_, [&greeting](const auto& g) { return g.get() == &greeting; });
+}
+
+void Door::refuse(Greeting& greeting, const std::string& cause, Ruling ruling) {
+  const bool is_opener = greeting.guest.is_opener;
+  const std::int32_t rank = greeting.guest.rank;
+  if (!is_opener) ++refused_;
+  end(greeting);
+  if (is_opener) host_.on_closed_door(rank, cause, ruling);
+}
+
+Proof Door::prove(const char* role, const Hello& hello, const byte* nonce) const {
+  std::vector<byte> words(reinterpret_cast<const byte*>(&hello), reinterpret_cast<const byte*>(&hello) + sizeof hello);
+  words.insert(words.end(), nonce, nonce + 32);
+  return hmac_sha256(reinterpret_cast<const byte*>(secret_.data()), secret_.size(), reinterpret_cast<const byte*>(role),
+                     std::strlen(role), words.data(), words.size());
+}
+
+}  // namespace unisono::engine

@@ -1,0 +1,132 @@
+// The door: listens, knocks, and lets in who knows the job's secret.
+//
+// Knows sockets and the four messages of a greeting. Does not know links: a finished greeting is handed on. Before a
+// caller has proven itself it gets 64 bytes from us, costs one small object, and has 5 seconds.
+//
+//   opener                                acceptor
+//   Hello     who, to whom, nonce    ->
+//                                    <-   Challenge  nonce, proof over both nonces
+//   Answer    proof, probe, memory   ->
+//                                    <-   Verdict    yes or why not, probe, presence page
+
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "digest.hpp"
+#include "peer.hpp"
+#include "poller.hpp"
+#include "shm_link.hpp"
+
+namespace unisono::engine {
+
+enum class Medium : uint8_t { shm, tcp };
+
+enum class Ruling : uint32_t { welcome, crossing, known, unknown, leaving };
+
+struct Hello {
+  char magic[8];
+  uint32_t version;
+  uint32_t size;
+  uint32_t from;
+  uint32_t to;
+  Medium medium;
+  Lane lane;
+  uint8_t checksum;
+  uint8_t unused[5];
+  uint64_t eager_credit_bytes;
+  byte nonce[32];
+};
+static_assert(sizeof(Hello) == 72);
+
+struct Challenge {
+  byte nonce[32];
+  Proof proof;
+};
+
+struct Introduction {
+  Proof proof;
+  Probe probe;
+};
+
+struct Verdict {
+  Ruling ruling;
+  uint32_t unused;
+  Probe probe;
+};
+
+// A greeting that ended well: a socket, and on one host the memory to share.
+struct Guest {
+  std::int32_t rank;
+  Medium medium;
+  Lane lane;
+  bool checksum;
+  bool is_opener;
+  Descriptor socket;
+  Descriptor memory;
+  Descriptor presence;
+  Probe probe;
+};
+
+// Who owns the door.
+class Host {
+ public:
+  virtual ~Host() = default;
+  // A caller has proven itself: may it come in?
+  virtual Ruling judge(std::int32_t rank, Medium medium, Lane lane) = 0;
+  virtual void on_guest(Guest guest) = 0;
+  // A knock was not answered (`unknown`), or refused: because the other side's own knock counts, or it is leaving.
+  virtual void on_closed_door(std::int32_t rank, const std::string& cause, Ruling ruling) = 0;
+};
+
+class Door {
+ public:
+  Door(Host& host, Poller& poller);
+  ~Door();
+
+  // Throws std::runtime_error with the reason; only called before any thread runs.
+  void open(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
+            const Settings& settings, const Presence& presence);
+  const Card& card() const { return card_; }
+
+  void knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum);
+  // Forget a knock under way.
+  void forget(std::int32_t rank);
+  // End greetings that take too long.
+  void tick(std::int64_t now);
+  bool is_busy() const { return !greetings_.empty(); }
+  // Stop listening and forget everybody. `keep_files`: a forked child must leave the parent's socket alone.
+  void close(bool keep_files);
+  uint64_t refused() const { return refused_; }
+
+ private:
+  class Listener;
+  class Greeting;
+
+  void accept_from(int listener, Medium medium);
+  void end(Greeting& greeting);
+  void refuse(Greeting& greeting, const std::string& cause, Ruling ruling = Ruling::unknown);
+  Proof prove(const char* role, const Hello& hello, const byte* nonce) const;
+
+  Host& host_;
+  Poller& poller_;
+  std::int32_t rank_ = 0;
+  std::int32_t size_ = 0;
+  std::string secret_;
+  Settings settings_;
+  const Presence* presence_ = nullptr;
+  Card card_;
+  Descriptor directory_;
+  Probe probe_;
+  std::unique_ptr<Listener> listeners_[2];
+  std::vector<std::unique_ptr<Greeting>> greetings_;
+  uint64_t refused_ = 0;
+};
+
+// The machine and the namespaces in which shared memory and process ids mean the same.
+std::string host_id();
+
+}  // namespace unisono::engine

@@ -1,0 +1,525 @@
+#include "engine.hpp"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace unisono::engine {
+namespace {
+
+// The largest piece that did not slow down the reading of long messages, and short enough to look at other links.
+constexpr size_t piece_bytes = 256 * 1024;
+constexpr std::int64_t tick_ns = millisecond;
+constexpr int quiet_ticks = 2;
+constexpr std::int64_t beat_ns_max = second / 2;
+// With a core for every rank spinning costs nobody anything; without, it keeps the one from running that we wait for.
+constexpr std::int64_t spin_ns_roomy = 20'000, yield_ns_roomy = 2 * millisecond;
+constexpr std::int64_t spin_ns_crowded = 0, yield_ns_crowded = 100'000;
+constexpr std::int64_t yield_ns_long = 50'000, crowded_ns = 20 * millisecond;
+// How often a spinning caller looks for hang-ups and new links, which do not show in the rings.
+constexpr std::int64_t look_ns = 50'000, look_ns_greeting = 2'000;
+// A heartbeat of ours so late means that we were stopped: nobody else is to blame.
+constexpr std::int64_t own_delay_ns = second;
+constexpr size_t hasty_links_max = 2;
+constexpr std::int64_t farewell_ns = second / 2;
+
+int cores() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+// ---- fork ----
+//
+// A child gets copies of the descriptors but none of the threads. It must neither use the engine nor keep peers
+// from seeing the parent's end: so every descriptor is closed in it, and every call is refused.
+
+std::mutex registry_lock;
+std::vector<Engine*>& registry() {
+  static std::vector<Engine*> engines;
+  return engines;
+}
+
+void before_fork() {
+  registry_lock.lock();
+  for (Engine* engine : registry()) engine->before_fork();
+}
+void after_fork_in_parent() {
+  for (Engine* engine : registry()) engine->after_fork_in_parent();
+  registry_lock.unlock();
+}
+void after_fork_in_child() {
+  for (Engine* engine : registry()) engine->after_fork_in_child();
+  registry().clear();
+  registry_lock.unlock();
+}
+
+void register_engine(Engine& engine) {
+  static const int once = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  (void)once;
+  const std::lock_guard guard(registry_lock);
+  registry().push_back(&engine);
+}
+
+void unregister_engine(Engine& engine) {
+  const std::lock_guard guard(registry_lock);
+  std::erase(registry(), &engine);
+}
+
+}  // namespace
+
+void Mutex::let_others_in() {
+  // Called without the lock: wait until the one who wanted it has it, but not for ever.
+  for (int i = 0; i < 1000 && is_wanted(); ++i) {
+    if (i % 16 == 15)
+      sched_yield();
+    else
+      cpu_pause();
+  }
+}
+
+Engine::Engine(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
+               const Settings& given)
+    : rank(rank), size(size), door_(*this, poller_), scratch_(new byte[piece_bytes]) {
+  if (size < 1 || rank < 0 || rank >= size) throw std::runtime_error("allowed: 0 <= rank < size");
+  settings = given;
+  if (!poller_.open()) throw std::runtime_error(failure("no event poll"));
+  if (!presence_.open()) throw std::runtime_error(failure("no shared memory for a presence page"));
+  for (std::int32_t r = 0; r < size; ++r) peers_.push_back(std::make_unique<Peer>(*this, r, r == rank));
+  peers_[rank]->state = Peer::State::open;
+  door_.open(rank, size, directory, std::move(secret), settings, presence_);
+  spin_ns_ = spin_ns_crowded;
+  yield_ns_ = yield_ns_crowded;
+  beat_ns_ = std::min(beat_ns_max, settings.silence_ns / 5);
+  beat_at_ = now_ns() + beat_ns_;
+  register_engine(*this);
+  // Signals are for the threads that run Python.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  thread_ = std::make_unique<std::thread>([this] { run(); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  pthread_setname_np(thread_->native_handle(), "unisono-engine");
+}
+
+Engine::~Engine() {
+  if (is_forked()) {
+    (void)thread_.release();  // there is no such thread here
+    return;
+  }
+  close(0);
+  unregister_engine(*this);
+}
+
+void Engine::after_fork_in_child() {
+  is_forked_.store(true, std::memory_order_relaxed);
+  // The poller first: its kernel object is shared with the parent, who still needs its entries.
+  poller_.close();
+  door_.close(true);
+  presence_.close();
+  halves_.clear();
+  open_.clear();
+  for (auto& peer : peers_) peer->link.reset();
+  mutex_.unlock();
+}
+
+void Engine::connect(const std::vector<Card>& cards) {
+  if (cards.size() != peers_.size()) throw std::runtime_error("allowed: one card per rank");
+  int neighbours = 0;
+  for (size_t i = 0; i < cards.size(); ++i) {
+    Peer& peer = *peers_[i];
+    peer.card = cards[i];
+    peer.is_same_host = cards[i].host == door_.card().host;
+    neighbours += peer.is_same_host;
+  }
+  is_connected_ = true;
+  if (neighbours <= cores()) {
+    spin_ns_ = spin_ns_roomy;
+    yield_ns_ = yield_ns_roomy;
+  }
+  if (settings.neighbours)
+    for (std::int64_t step = 1; step < size; step *= 2)
+      for (const std::int64_t other : {(rank + step) % size, (rank - step + size) % size}) {
+        Peer& peer = *peers_[other];
+        if (peer.state == Peer::State::unopened) open_link(peer);
+      }
+  // Sends that were started before wait for the table.
+  for (auto& peer : peers_)
+    if (peer->state == Peer::State::unopened && peer->has_backlog()) open_link(*peer);
+}
+
+// ---- operations ----
+
+bool Engine::start(Send& send, std::int32_t dst) {
+  if (is_closing_) return false;
+  peers_[dst]->send(send);
+  return true;
+}
+
+bool Engine::start(Receive& receive) {
+  if (is_closing_) return false;
+  receive.incoming = nullptr;
+  receive.is_unwanted = false;
+  if (inbox.serve(receive)) return true;
+  if (receive.source != any_source && peers_[receive.source]->state == Peer::State::down) {
+    receive.end(Outcome::peer_down, receive.source);
+    return true;
+  }
+  inbox.post(receive);
+  return true;
+}
+
+bool Engine::cancel(Receive& receive) {
+  if (!receive.is_posted()) {
+    receive.is_unwanted = receive.incoming != nullptr;
+    return false;
+  }
+  inbox.withdraw(receive);
+  return true;
+}
+
+void Engine::give_up(Receive& receive) { receive.incoming->peer->give_up(*receive.incoming); }
+
+// ---- progress ----
+
+bool Engine::progress() {
+  bool moved = false;
+  for (size_t i = 0; i < open_.size(); ++i) {
+    Peer& peer = *open_[i];
+    moved |= peer.link->poll();
+    if (peer.has_backlog()) moved |= peer.flush();
+    if (peer.link->over() != nullptr) [[unlikely]] {
+      lose(peer, peer.link->over(), peer.link->has_left());
+      --i;
+      moved = true;
+    }
+  }
+  if (!readers_.empty()) [[unlikely]] moved |= read_pieces();
+  if (!chores_.empty()) [[unlikely]] {
+    // One piece of each, then the links have their turn.
+    for (size_t turns = chores_.size(); turns > 0 && !chores_.empty(); --turns) chores_.pop_front()->work();
+    moved = true;
+  }
+  return moved;
+}
+
+void Engine::add(Chore& chore) {
+  if (chore.chore_hook.is_in) return;
+  chores_.push_back(chore);
+  // Whoever sleeps for news has something to do.
+  if (rest_ == Rest::epoll || is_sleeping_.load(std::memory_order_relaxed)) poller_.kick();
+}
+
+bool Engine::read_pieces() {
+  bool moved = false;
+  // One piece of each, then the links have their turn.
+  for (size_t turns = readers_.size(); turns > 0 && !readers_.empty(); --turns) {
+    Incoming& offer = *readers_.front();
+    readers_.remove(offer);
+    readers_.push_back(offer);
+    const uint64_t before = offer.received;
+    Peer& peer = *offer.peer;
+    if (const char* fault = peer.read_piece(offer, scratch_.get(), piece_bytes); fault != nullptr) {
+      lose(peer, fault, false);
+      return true;
+    }
+    moved |= offer.received != before;
+  }
+  return moved;
+}
+
+void Engine::nudge() {
+  if (is_sleeping_.load(std::memory_order_relaxed)) poller_.kick();
+  if (waiters_ != 0) moved_.notify_all();
+}
+
+void Engine::look_for_news() {
+  Poller::Events events;
+  const int count = poller_.wait(events, 0);
+  if (count > 0) poller_.dispatch(events, count);
+}
+
+void Engine::enter_polling() {
+  is_polled_.store(true, std::memory_order_relaxed);
+  // Nobody rings any more: if the background thread relies on it, it must hear of that.
+  if (presence_.wake_up() && rest_ == Rest::epoll) poller_.kick();
+}
+
+void Engine::leave_polling() {
+  is_polled_.store(false, std::memory_order_relaxed);
+  if (rest_ == Rest::epoll) poller_.kick();
+  if (rest_ == Rest::deep) background_.notify_one();
+  if (waiters_ != 0) moved_.notify_all();
+}
+
+// What a caller does after a while in which nothing moved.
+void Engine::be_patient(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::int64_t deadline) {
+  if (now - looked_at_ > (door_.is_busy() ? look_ns_greeting : look_ns) || tcp_links_ > hasty_links_max) {
+    looked_at_ = now;
+    look_for_news();
+  }
+  const bool is_crowded = now < crowded_until_;
+  if (quiet_ns < (is_crowded ? spin_ns_crowded : spin_ns_)) return;
+  if (quiet_ns < yield_ns_ && !is_crowded) {
+    held.unlock();
+    sched_yield();
+    const std::int64_t away = now_ns() - now;
+    held.lock();
+    // Somebody else ran here: whom we wait for may be in the same line, and who sleeps wakes sooner than who yields.
+    if (away > yield_ns_long) crowded_until_ = now + crowded_ns;
+    return;
+  }
+  doze(held, std::min(deadline, now + second));
+}
+
+void Engine::doze(Hold& held, std::int64_t until) {
+  presence_.fall_asleep();
+  if (progress()) {
+    presence_.wake_up();
+    return;
+  }
+  is_sleeping_.store(true, std::memory_order_relaxed);
+  held.unlock();
+  Poller::Events events;
+  const int count = poller_.wait(events, until - now_ns());
+  held.lock();
+  is_sleeping_.store(false, std::memory_order_relaxed);
+  presence_.wake_up();
+  poller_.dispatch(events, count);
+}
+
+void Engine::run() {
+  Poller::Events events;
+  int quiet = 0;
+  while (!is_stopping_.load(std::memory_order_relaxed)) {
+    const std::int64_t now = now_ns();
+    if (now < beat_at_ && is_polled_.load(std::memory_order_relaxed) && !is_sleeping_.load(std::memory_order_relaxed)) {
+      // A caller spins: do not disturb it.
+      quiet = 0;
+      const timespec tick{0, tick_ns};
+      nanosleep(&tick, nullptr);
+      continue;
+    }
+    Hold held(mutex_);
+    if (now >= beat_at_) beat(now);
+    const std::int64_t until = beat_at_ - now;
+    if (is_polled_.load(std::memory_order_relaxed)) {
+      if (!is_sleeping_.load(std::memory_order_relaxed)) continue;
+      // The caller sleeps for news itself; only heartbeats are left to do.
+      rest_ = Rest::deep;
+      background_.wait_until(held, std::chrono::steady_clock::now() + std::chrono::nanoseconds(until));
+      rest_ = Rest::ticking;
+      continue;
+    }
+    const bool is_asleep = presence_.is_asleep();
+    rest_ = is_asleep ? Rest::epoll : Rest::ticking;
+    held.unlock();
+    const int count = poller_.wait(events, is_asleep ? until : std::min(until, tick_ns));
+    held.lock();
+    rest_ = Rest::ticking;
+    poller_.dispatch(events, count);
+    if (is_polled_.load(std::memory_order_relaxed)) continue;
+    if (is_asleep) presence_.wake_up();
+    bool moved = false;
+    while (progress()) {
+      moved = true;
+      if (mutex_.is_wanted()) {
+        held.unlock();
+        mutex_.let_others_in();
+        held.lock();
+        if (is_polled_.load(std::memory_order_relaxed)) break;
+      }
+    }
+    if (is_polled_.load(std::memory_order_relaxed)) continue;
+    quiet = moved && !is_asleep ? 0 : quiet + 1;
+    // Woken by a doorbell and done: back to sleep at once. Ticking: after a while without anything.
+    if (is_asleep || quiet >= quiet_ticks) {
+      presence_.fall_asleep();
+      if (progress()) {
+        presence_.wake_up();
+        quiet = 0;
+      }
+    }
+  }
+}
+
+// ---- links ----
+
+void Engine::open_link(Peer& peer) {
+  if (!is_connected_ || is_closed_ || peer.state != Peer::State::unopened) return;
+  peer.state = Peer::State::opening;
+  peer.heard_at = now_ns();
+  const bool is_shm = settings.shm && peer.is_same_host && !peer.card.unix_path.empty();
+  const bool checksum = settings.checksum && !peer.is_same_host;
+  door_.knock(peer.rank, peer.card, is_shm ? Medium::shm : Medium::tcp, Lane::control, checksum);
+}
+
+Ruling Engine::judge(std::int32_t from, Medium medium, Lane lane) {
+  const Peer& peer = *peers_[from];
+  if (is_leaving_) return Ruling::leaving;
+  if (peer.state == Peer::State::down) return Ruling::unknown;
+  if (peer.state == Peer::State::open) return Ruling::known;
+  const auto half = halves_.find(from);
+  if (medium == Medium::tcp && lane == Lane::bulk)
+    return half != halves_.end() && !half->second.is_opener ? Ruling::welcome : Ruling::unknown;
+  if (half != halves_.end()) return Ruling::known;
+  // Both called at once: the lower rank's call counts.
+  if (peer.state == Peer::State::opening && from > rank) return Ruling::crossing;
+  return Ruling::welcome;
+}
+
+void Engine::on_guest(Guest guest) {
+  Peer& peer = *peers_[guest.rank];
+  if (peer.state == Peer::State::down || peer.state == Peer::State::open) return;
+  peer.state = Peer::State::opening;
+  if (peer.heard_at == 0) peer.heard_at = now_ns();
+  if (!guest.is_opener && guest.lane == Lane::control) door_.forget(guest.rank);
+  if (guest.medium == Medium::shm) {
+    std::string why;
+    auto link = ShmLink::open(peer, poller_, std::move(guest.socket), guest.memory, guest.presence, guest.is_opener,
+                              guest.probe, why);
+    if (link == nullptr) return lose(peer, why, false);
+    return opened(peer, std::move(link));
+  }
+  if (guest.lane == Lane::control) {
+    halves_[guest.rank] = Half{std::move(guest.socket), guest.checksum, guest.is_opener};
+    if (guest.is_opener) door_.knock(guest.rank, peer.card, Medium::tcp, Lane::bulk, guest.checksum);
+    return;
+  }
+  const auto half = halves_.find(guest.rank);
+  if (half == halves_.end()) return;
+  auto bulk = std::make_unique<Connection>(peer, poller_, std::make_unique<PlainChannel>(std::move(guest.socket)),
+                                           Lane::bulk, guest.checksum);
+  auto control = std::make_unique<Connection>(
+      peer, poller_, std::make_unique<PlainChannel>(std::move(half->second.control)), Lane::control, guest.checksum);
+  halves_.erase(half);
+  if (!bulk->is_watched() || !control->is_watched()) return lose(peer, failure("cannot watch its sockets"), false);
+  is_hasty_ = ++tcp_links_ <= hasty_links_max;
+  opened(peer, std::make_unique<TcpLink>(std::move(bulk), std::move(control), is_hasty_));
+}
+
+void Engine::on_closed_door(std::int32_t to, const std::string& cause, Ruling ruling) {
+  Peer& peer = *peers_[to];
+  if (ruling == Ruling::crossing || peer.state != Peer::State::opening) return;
+  lose(peer, cause, ruling == Ruling::leaving);
+}
+
+void Engine::opened(Peer& peer, std::unique_ptr<Link> link) {
+  peer.on_open(std::move(link), now_ns());
+  open_.push_back(&peer);
+  peer.flush();
+}
+
+void Engine::lose(Peer& peer, const std::string& cause, bool left) {
+  if (peer.state == Peer::State::down) return;
+  peer.state = Peer::State::down;
+  peer.cause = cause;
+  peer.left = left;
+  std::erase(open_, &peer);
+  halves_.erase(peer.rank);
+  door_.forget(peer.rank);
+  if (peer.link != nullptr && peer.link->name() == std::string_view("tcp")) is_hasty_ = --tcp_links_ <= hasty_links_max;
+  peer.end_all(Outcome::peer_down);
+  inbox.end_receives_from(peer.rank);
+  peer.link.reset();
+  // Who leaves has no more say about others: they hang up because of its goodbye.
+  if (is_leaving_) return nudge();
+  // Who was killed could not clean up after itself.
+  if (!left && peer.is_same_host && !peer.card.unix_path.empty()) unlink(peer.card.unix_path.c_str());
+  // To those who have no link with it, and would never know.
+  for (Peer* other : open_) other->tell_down(peer.rank, cause, left);
+  if (on_down_ != nullptr) on_down_(on_down_self_, Down{peer.rank, cause, left});
+  nudge();
+}
+
+void Engine::on_news(uint64_t gone, std::string cause, bool left) {
+  if (gone >= peers_.size() || gone == static_cast<uint64_t>(rank)) return;
+  Peer& peer = *peers_[gone];
+  // Who has a link with it sees for itself, and first gets what was sent before.
+  if (peer.state == Peer::State::unopened || peer.state == Peer::State::opening) lose(peer, cause, left);
+}
+
+void Engine::beat(std::int64_t now) {
+  const bool was_stopped = now - beat_at_ > own_delay_ns;
+  beat_at_ = now + beat_ns_;
+  presence_.beat();
+  door_.tick(now);
+  const std::vector<Peer*> open = open_;
+  for (Peer* peer : open) {
+    peer->link->beat();
+    if (peer->link->was_heard() || was_stopped) peer->heard_at = now;
+  }
+  for (auto& peer : peers_) {
+    const bool is_awaited = peer->state == Peer::State::open ? peer->link != nullptr : peer->state == Peer::State::opening;
+    if (!is_awaited) continue;
+    if (was_stopped) peer->heard_at = now;
+    const std::int64_t silent = now - peer->heard_at;
+    // A greeting has its own deadline; this is for a crossing call that never came.
+    if (silent < (peer->state == Peer::State::open ? settings.silence_ns : 2 * settings.silence_ns)) continue;
+    char text[64];
+    snprintf(text, sizeof text, "silent for %.1f s", static_cast<double>(silent) / 1e9);
+    lose(*peer, text, false);
+  }
+}
+
+// ---- leaving ----
+
+void Engine::close(std::int64_t flush_ns) {
+  if (is_forked()) return;
+  {
+    Hold held(mutex_);
+    if (is_closing_) return;
+    is_closing_ = true;
+    const auto all_open = [this](auto says) {
+      return std::all_of(peers_.begin(), peers_.end(), [&](const auto& p) { return p->state == Peer::State::down || says(*p); });
+    };
+    wait(held, [&] { return all_open([this](const Peer& p) { return p.is_flushed() || !is_connected_; }); }, now_ns() + flush_ns);
+    // Who is just being greeted must hear a goodbye, too.
+    wait(held, [&] { return !door_.is_busy() && all_open([](const Peer& p) { return p.state != Peer::State::opening; }); },
+         now_ns() + farewell_ns);
+    is_leaving_ = true;
+    // What was not met by now will not be.
+    for (auto& peer : peers_) peer->end_all(Outcome::closed);
+    inbox.end_all(Outcome::closed);
+    for (size_t turns = chores_.size(); turns > 0 && !chores_.empty(); --turns) chores_.pop_front()->drop();
+    for (Peer* peer : open_) {
+      peer->say_goodbye();
+      peer->link->deafen();
+    }
+    wait(held, [&] { return all_open([](const Peer& p) { return !p.has_backlog() && (p.link == nullptr || p.link->is_drained()); }); },
+         now_ns() + farewell_ns);
+    // A connection closed with unread bytes would take back what we sent: wait until the others hung up, too.
+    for (Peer* peer : open_) peer->link->finish();
+    const bool has_tcp = tcp_links_ != 0;
+    if (has_tcp) wait(held, [&] { return tcp_links_ == 0; }, now_ns() + farewell_ns);
+    is_closed_ = true;
+    is_stopping_.store(true, std::memory_order_relaxed);
+    poller_.kick();
+    background_.notify_all();
+    moved_.notify_all();
+    // A caller that sleeps must be gone before the poller is.
+    while (is_polled_.load(std::memory_order_relaxed)) {
+      poller_.kick();
+      moved_.wait_for(held, std::chrono::milliseconds(1));
+    }
+  }
+  if (thread_ != nullptr) thread_->join();
+  thread_.reset();
+  Hold held(mutex_);
+  door_.close(false);
+  open_.clear();
+  halves_.clear();
+  for (auto& peer : peers_) {
+    peer->link.reset();
+    if (peer->rank != rank && peer->state != Peer::State::down) {
+      peer->state = Peer::State::down;
+      peer->cause = "this rank is closed";
+    }
+  }
+  poller_.close();
+  presence_.close();
+}
+
+}  // namespace unisono::engine

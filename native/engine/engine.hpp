@@ -1,0 +1,243 @@
+// The engine of one rank: its peers, its background thread, and how callers wait.
+//
+// Knows who makes progress when, and when a peer is dead. Does not know Python, nor what messages are for.
+//
+// One thread at a time holds the engine. A caller that waits makes progress itself: it spins, then yields, then
+// sleeps for news. While nobody waits, the background thread looks every millisecond; after two quiet looks it
+// says on the presence page that this rank sleeps, and sleeps until a doorbell rings or a heartbeat is due. It never
+// runs Python and so never waits for it.
+
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "door.hpp"
+#include "peer.hpp"
+#include "poller.hpp"
+#include "presence.hpp"
+#include "tcp_link.hpp"
+
+namespace unisono::engine {
+
+// A mutex that knows whether others want it: who holds it for long lets them in.
+class Mutex {
+ public:
+  void lock() {
+    if (inner_.try_lock()) [[likely]] return;
+    contenders_.fetch_add(1, std::memory_order_relaxed);
+    inner_.lock();
+    contenders_.fetch_sub(1, std::memory_order_relaxed);
+  }
+  bool try_lock() { return inner_.try_lock(); }
+  void unlock() { inner_.unlock(); }
+  // relaxed: seen late is soon enough
+  bool is_wanted() const { return contenders_.load(std::memory_order_relaxed) != 0; }
+  void let_others_in();
+
+ private:
+  std::mutex inner_;
+  std::atomic<int> contenders_{0};
+};
+
+using Hold = std::unique_lock<Mutex>;
+
+// A peer that is gone.
+struct Down {
+  std::int32_t rank;
+  std::string cause;
+  bool left;
+};
+
+// Work that is done a piece at a time, between looks at the links.
+class Chore {
+ public:
+  virtual ~Chore() = default;
+  // Do a piece. It is no longer added; whoever has more to do adds itself again.
+  virtual void work() = 0;
+  // The engine closes: there will be no other turn.
+  virtual void drop() = 0;
+
+  Hook<Chore> chore_hook;
+};
+
+class Engine final : public Surroundings, private Host {
+ public:
+  // Throws std::runtime_error if it cannot listen or has no memory.
+  Engine(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret, const Settings& settings);
+  ~Engine() override;
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  const std::int32_t rank;
+  const std::int32_t size;
+
+  // Every call below but `hold`, `poke` and `close` needs it.
+  Hold hold() { return Hold(mutex_); }
+
+  Card card() const { return door_.card(); }
+  void connect(const std::vector<Card>& cards);
+
+  // Start an operation; it may end before the call returns. False (and nothing happens) once the engine is closed.
+  bool start(Send& send, std::int32_t dst);
+  bool start(Receive& receive);
+  // Take it back; false if it has met its counterpart, and then it ends by itself. A receive that was taken back is
+  // not told, a send ends as cancelled.
+  bool cancel(Send& send) { return send.peer != nullptr && send.peer->cancel(send); }
+  bool cancel(Receive& receive);
+  // There is memory now for a receive that answered `later`.
+  void supply(Receive& receive) { receive.incoming->peer->supply(*receive.incoming); }
+  // There will be none: the message is given up.
+  void give_up(Receive& receive);
+
+  void add(Chore& chore);
+  void remove(Chore& chore) {
+    if (chore.chore_hook.is_in) chores_.remove(chore);
+  }
+
+  // Make progress until `done()`, or until the deadline. `done` is asked with the lock held.
+  template <class Done>
+  bool wait(Hold& held, Done done, std::int64_t deadline);
+  // One round of progress. True if something moved.
+  bool progress();
+  // Whoever ends an operation calls this: another thread may be waiting for it.
+  void nudge();
+
+  const Peer& peer(std::int32_t of) const { return *peers_[of]; }
+  void set_on_down(void (*call)(void*, const Down&), void* self) {
+    on_down_ = call;
+    on_down_self_ = self;
+  }
+
+  // Take leave: flush what was started within the time, tell the others, end the rest.
+  void close(std::int64_t flush_ns);
+  bool is_closed() const { return is_closed_; }
+  bool is_forked() const { return is_forked_.load(std::memory_order_relaxed); }
+  // How many callers the door turned away.
+  uint64_t refused() const { return door_.refused(); }
+
+  // -- Surroundings
+  void open_link(Peer& peer) override;
+  void start_reading(Incoming& offer) override { readers_.push_back(offer); }
+  void stop_reading(Incoming& offer) override { readers_.remove(offer); }
+  void on_news(uint64_t gone, std::string cause, bool left) override;
+
+  // -- fork: see engine.cpp
+  void before_fork() { mutex_.lock(); }
+  void after_fork_in_parent() { mutex_.unlock(); }
+  void after_fork_in_child();
+
+ private:
+  enum class Rest : uint8_t { ticking, epoll, deep };  // how the background thread rests
+  struct Half {
+    Descriptor control;
+    bool checksum;
+    bool is_opener;
+  };
+
+  // -- Host
+  Ruling judge(std::int32_t from, Medium medium, Lane lane) override;
+  void on_guest(Guest guest) override;
+  void on_closed_door(std::int32_t to, const std::string& cause, Ruling ruling) override;
+
+  void opened(Peer& peer, std::unique_ptr<Link> link);
+  void lose(Peer& peer, const std::string& cause, bool left);
+  bool read_pieces();
+  void look_for_news();
+  void beat(std::int64_t now);
+  void run();
+  void enter_polling();
+  void leave_polling();
+  void doze(Hold& held, std::int64_t until);
+  void be_patient(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::int64_t deadline);
+
+  Mutex mutex_;
+  Poller poller_;
+  Presence presence_;
+  Door door_;
+  std::vector<std::unique_ptr<Peer>> peers_;
+  std::vector<Peer*> open_;
+  std::unordered_map<std::int32_t, Half> halves_;
+  Chain<Incoming, &Incoming::hook> readers_;
+  Chain<Chore, &Chore::chore_hook> chores_;
+  std::unique_ptr<byte[]> scratch_;
+  size_t tcp_links_ = 0;
+  bool is_hasty_ = true;
+  bool is_connected_ = false;
+  bool is_closed_ = false;
+  bool is_closing_ = false;  // nothing may be started any more
+  bool is_leaving_ = false;  // nobody may call any more
+  std::int64_t spin_ns_ = 0;
+  std::int64_t yield_ns_ = 0;
+  std::int64_t looked_at_ = 0;
+  std::int64_t crowded_until_ = 0;
+  void (*on_down_)(void*, const Down&) = nullptr;
+  void* on_down_self_ = nullptr;
+
+  // relaxed everywhere: hints that are read without the lock, decided with it
+  std::atomic<bool> is_polled_{false};    // a caller makes progress
+  std::atomic<bool> is_sleeping_{false};  // that caller sleeps
+  std::atomic<bool> is_forked_{false};
+  std::atomic<bool> is_stopping_{false};
+  Rest rest_ = Rest::ticking;
+  size_t waiters_ = 0;
+  std::condition_variable_any moved_;
+  std::condition_variable_any background_;
+  std::int64_t beat_ns_ = 0;
+  std::int64_t beat_at_ = 0;
+  std::unique_ptr<std::thread> thread_;
+};
+
+template <class Done>
+bool Engine::wait(Hold& held, Done done, std::int64_t deadline) {
+  if (done()) return true;
+  while (is_polled_.load(std::memory_order_relaxed)) {
+    // Somebody else makes progress, and tells when something ended or when it leaves.
+    ++waiters_;
+    const std::int64_t left = deadline - now_ns();
+    const auto until = std::chrono::steady_clock::now() + std::chrono::nanoseconds(left < 10 * millisecond ? left : 10 * millisecond);
+    moved_.wait_until(held, until);
+    --waiters_;
+    if (done()) return true;
+    if (now_ns() >= deadline || is_closed_) return false;
+  }
+  enter_polling();
+  std::int64_t quiet_since = 0;
+  bool is_done = false;
+  for (unsigned rounds = 1;; ++rounds) {
+    const bool moved = progress();
+    if ((is_done = done())) break;
+    if (is_closed_) break;
+    if (mutex_.is_wanted()) [[unlikely]] {
+      held.unlock();
+      mutex_.let_others_in();
+      held.lock();
+      if ((is_done = done())) break;
+    }
+    if (moved) {
+      quiet_since = 0;
+      if (rounds % 64 != 0) continue;
+    } else if (rounds % 32 != 0) {
+      cpu_pause();
+      continue;
+    }
+    const std::int64_t now = now_ns();
+    if (now >= deadline) break;
+    if (moved || quiet_since == 0) {
+      quiet_since = now;
+      continue;
+    }
+    be_patient(now - quiet_since, held, now, deadline);
+    if ((is_done = done())) break;
+  }
+  leave_polling();
+  return is_done;
+}
+
+}  // namespace unisono::engine

@@ -1,0 +1,57 @@
+// The inbox: where messages for this rank meet its receives.
+//
+// Knows arrivals and posted receives. Does not know how a message travels: its peer does.
+
+#pragma once
+
+#include <cstring>
+#include <vector>
+
+#include "matcher.hpp"
+
+namespace unisono::engine {
+
+class Inbox {
+ public:
+  ~Inbox();
+
+  // The receive that takes a message, no longer posted; nullptr if the message has to wait. A message that its
+  // sender may still take back is claimed first; `is_gone` if that came too late.
+  Receive* take_receive(const Envelope& envelope, bool is_here, Incoming* offer, Meeting& meeting, bool& is_gone);
+  // Let a message wait. nullptr without memory.
+  Arrived* queue(const Envelope& envelope, Peer& peer, const byte* payload, uint64_t held_bytes);
+  void remove(Arrived& message) {
+    matcher_.take(message);
+    recycle(message);
+  }
+
+  // Let a receive take a message that waits. False if there is none.
+  bool serve(Receive& receive);
+  void post(Receive& receive) { matcher_.post(receive); }
+  void repost(Receive& receive) { matcher_.repost(receive); }
+  void withdraw(Receive& receive) { matcher_.withdraw(receive); }
+
+  // Bring bytes that are here to their place.
+  static void bring(Receive& receive, const byte* payload, uint64_t bytes) {
+    if (bytes == 0) return;
+    if (byte* to = receive.place(); to != nullptr)
+      std::memcpy(to, payload, bytes);
+    else
+      receive.write(0, payload, bytes);
+  }
+
+  // A rank is gone: what only it could serve ends.
+  void end_receives_from(std::int32_t rank);
+  void end_all(Outcome outcome);
+  bool is_idle() const { return matcher_.is_empty(); }
+  // Whatever has arrived so far has a number up to this.
+  uint64_t newest() const { return matcher_.newest(); }
+
+ private:
+  void recycle(Arrived& message);
+
+  Matcher matcher_;
+  std::vector<std::unique_ptr<Arrived>> spare_;
+};
+
+}  // namespace unisono::engine

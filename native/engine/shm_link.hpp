@@ -1,0 +1,99 @@
+// A link through shared memory. Knows rings, doorbell and reading the peer's memory; does not know messages.
+//
+// One memfd holds two rings per direction and the offer words. A unix socket stays open beside it: a byte on it is
+// the doorbell, its end is the peer's end.
+
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "link.hpp"
+#include "poller.hpp"
+#include "presence.hpp"
+#include "ring.hpp"
+
+namespace unisono::engine {
+
+class Peer;
+
+inline constexpr size_t control_ring_bytes = 16 * 1024;
+inline constexpr size_t bulk_ring_bytes = 240 * 1024;
+inline constexpr size_t offer_words = 1024;
+
+// The two directions of a link's memory: 0 is written by who opened it.
+struct LinkMemory {
+  RingWords rings[2][lane_count];
+  alignas(4096) std::atomic<uint32_t> offers[2][offer_words];
+  alignas(4096) byte control[2][control_ring_bytes];
+  byte bulk[2][bulk_ring_bytes];
+};
+
+// What both ends need to know about reading each other's memory.
+struct Probe {
+  uint64_t address = 0;
+  byte value[16] = {};
+};
+
+class ShmLink final : public Link, public Watcher {
+ public:
+  // The memory of a new link, sealed; empty without memory (errno says why).
+  static Descriptor make_memory();
+
+  // nullptr if the memory or the presence page is not what it should be, with the reason.
+  static std::unique_ptr<ShmLink> open(Peer& peer, Poller& poller, Descriptor socket, const Descriptor& memory,
+                                       const Descriptor& presence, bool is_opener, const Probe& probe,
+                                       std::string& why);
+  ~ShmLink() override;
+
+  bool put(Lane lane, Head head, const Body& body) override;
+  size_t put_data(Lane lane, uint64_t ticket, uint64_t offset, const byte* from, uint64_t left) override;
+  bool poll() override;
+  size_t eager_bytes_max(Lane lane) const override;
+  bool can_read() const override { return can_read_; }
+  bool read(uint64_t address, byte* to, size_t bytes) override;
+  bool is_alive() const override;
+  std::atomic<uint32_t>* own_offer(size_t index) override {
+    return index < offer_words ? &memory()->offers[own_][index] : nullptr;
+  }
+  std::atomic<uint32_t>* peers_offer(size_t index) override {
+    return index < offer_words ? &memory()->offers[1 - own_][index] : nullptr;
+  }
+  bool was_heard() override;
+  void beat() override {}
+  void ring() override;
+  const char* name() const override { return "shm"; }
+  void on_ready(uint32_t events) override;
+
+ private:
+  ShmLink(Peer& peer, Poller& poller) : peer_(peer), poller_(poller) {}
+
+  LinkMemory* memory() const { return reinterpret_cast<LinkMemory*>(mapping_.at()); }
+  bool poll_lane(Lane lane);
+  void ring_if_asleep() {
+    const uint32_t word = presence_.word();
+    if ((word & 1) != 0 && word != rung_) [[unlikely]] {
+      rung_ = word;
+      ring();
+    }
+  }
+
+  Peer& peer_;
+  Poller& poller_;
+  Descriptor socket_;
+  Descriptor pidfd_;
+  Mapping mapping_;
+  PresenceView presence_;
+  int pid_ = 0;
+  unsigned own_ = 0;  // the direction that this side writes
+  bool can_read_ = false;
+  bool is_ended_ = false;  // the socket told the peer's end
+  uint32_t rung_ = 0;
+  uint64_t beats_seen_ = 0;
+  uint64_t watch_ = 0;
+  uint64_t pid_watch_ = 0;
+  Producer out_[lane_count];
+  Consumer in_[lane_count];
+};
+
+}  // namespace unisono::engine

@@ -1,0 +1,110 @@
+// What the engine takes from the operating system: descriptors, mappings and the clock, each owned by one object.
+//
+// Knows who closes what. Does not know what a descriptor is used for.
+
+#pragma once
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+
+namespace unisono::engine {
+
+// Nanoseconds of the monotonic clock.
+inline std::int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return std::int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
+}
+
+inline constexpr std::int64_t never = INT64_MAX;
+inline constexpr std::int64_t millisecond = 1'000'000;
+inline constexpr std::int64_t second = 1'000'000'000;
+
+inline void cpu_pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  asm volatile("yield");
+#endif
+}
+
+// A failed call in words: "what: why".
+inline std::string failure(const char* what, int error = errno) { return std::string(what) + ": " + strerror(error); }
+
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    if (this != &other) {
+      close();
+      fd_ = std::exchange(other.fd_, -1);
+    }
+    return *this;
+  }
+  ~Descriptor() { close(); }
+
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  void close() {
+    if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+  }
+
+ private:
+  int fd_ = -1;
+};
+
+// Memory shared with another process. Nothing in it may be trusted.
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(Mapping&& other) noexcept : at_(std::exchange(other.at_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  Mapping& operator=(Mapping&& other) noexcept {
+    std::swap(at_, other.at_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~Mapping() {
+    if (at_ != nullptr) munmap(at_, bytes_);
+  }
+
+  // Empty if it fails; errno says why.
+  static Mapping of(int fd, std::size_t bytes, int protection) {
+    Mapping made;
+    void* at = mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0);
+    if (at == MAP_FAILED) return made;
+    made.at_ = static_cast<std::byte*>(at);
+    made.bytes_ = bytes;
+    return made;
+  }
+
+  std::byte* at(std::size_t offset = 0) const { return at_ + offset; }
+  explicit operator bool() const { return at_ != nullptr; }
+
+ private:
+  std::byte* at_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+// A memfd whose memory is there (no SIGBUS later) and whose size is fixed for good. Empty if it fails.
+inline Descriptor make_memory(const char* name, std::size_t bytes) {
+  Descriptor fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) return fd;
+  if (const int error = posix_fallocate(fd.get(), 0, static_cast<off_t>(bytes)); error != 0) {
+    errno = error;
+    return Descriptor();
+  }
+  return fd;
+}
+
+}  // namespace unisono::engine

@@ -1,0 +1,372 @@
+#include "tcp_link.hpp"
+
+#include <sys/socket.h>
+
+#include "digest.hpp"
+#include "peer.hpp"
+
+namespace unisono::engine {
+namespace {
+
+// A data frame: long enough that its head costs nothing, short enough that other streams get their turn.
+constexpr size_t data_frame_bytes = 1 << 20;
+// What may wait in our memory for a connection that takes no more, beside what the credit bounds.
+constexpr size_t waiting_bytes_max = 512 * 1024;
+constexpr size_t bulk_buffer_bytes = 128 * 1024;
+constexpr size_t control_buffer_bytes = 16 * 1024;
+constexpr int reads_per_poll = 8;
+
+}  // namespace
+
+ssize_t PlainChannel::readv(const iovec* parts, int count) {
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(parts);
+  message.msg_iovlen = static_cast<size_t>(count);
+  return recvmsg(socket_.get(), &message, MSG_DONTWAIT);
+}
+
+ssize_t PlainChannel::writev(const iovec* parts, int count) {
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(parts);
+  message.msg_iovlen = static_cast<size_t>(count);
+  return sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+void PlainChannel::finish() { shutdown(socket_.get(), SHUT_WR); }
+
+Connection::Connection(Peer& peer, Poller& poller, std::unique_ptr<Channel> channel, Lane lane, bool checksum)
+    : peer_(peer),
+      poller_(poller),
+      channel_(std::move(channel)),
+      lane_(lane),
+      checksum_(checksum),
+      in_bytes_(lane == Lane::bulk ? bulk_buffer_bytes : control_buffer_bytes),
+      in_(new byte[in_bytes_]) {
+  // Edges only: whoever sleeps has read and written until nothing moved any more.
+  watch_ = poller_.add(channel_->fd(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, *this);
+}
+
+Connection::~Connection() {
+  if (watch_ != 0) poller_.remove(channel_->fd(), watch_);
+}
+
+void Connection::on_ready(uint32_t events) {
+  if ((events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) is_ready_ = true;
+  if ((events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) != 0) is_blocked_ = false;
+}
+
+// ---- out ----
+
+// The other end is closed for good. That shows in reading, too, after all that it sent before.
+void Connection::fall_silent() {
+  is_mute_ = true;
+  waiting_.clear();
+  waiting_at_ = data_left_ = 0;
+}
+
+// Write parts; what the system does not take is kept.
+void Connection::write(iovec* parts, int count, size_t total) {
+  size_t written = 0;
+  if (!is_blocked_) {
+    ssize_t n;
+    do n = channel_->writev(parts, count);
+    while (n < 0 && errno == EINTR);
+    if (n < 0) {
+      if (errno != EAGAIN) return fall_silent();
+      n = 0;
+    }
+    written = static_cast<size_t>(n);
+    if (written < total) is_blocked_ = true;
+  }
+  if (written == total) return;
+  for (int i = 0; i < count; ++i) {
+    const size_t skip = written < parts[i].iov_len ? written : parts[i].iov_len;
+    written -= skip;
+    const byte* from = static_cast<const byte*>(parts[i].iov_base);
+    waiting_.insert(waiting_.end(), from + skip, from + parts[i].iov_len);
+  }
+}
+
+bool Connection::put(const Head& head, const Body& body) {
+  if (is_mute_) return true;
+  if (data_left_ != 0) return false;
+  if (waiting_at_ == waiting_.size()) {
+    waiting_.clear();
+    waiting_at_ = 0;
+  } else if (waiting_.size() - waiting_at_ + body.total() > waiting_bytes_max) {
+    return false;
+  }
+  Head sent = head;
+  uint32_t crc = 0;
+  int count = 0;
+  iovec parts[5];
+  parts[count++] = {&sent, sizeof sent};
+  if (body.prefix_bytes != 0) parts[count++] = {const_cast<uint64_t*>(body.prefix), body.prefix_bytes};
+  if (body.header_bytes != 0) parts[count++] = {const_cast<byte*>(body.header), body.header_bytes};
+  if (body.payload_bytes != 0) parts[count++] = {const_cast<byte*>(body.payload), body.payload_bytes};
+  size_t total = sizeof sent + body.total();
+  if (checksum_ && body.payload_bytes != 0) {
+    sent.word |= uint32_t{flag_checksum} << 8;
+    crc = crc32c(0, body.payload, body.payload_bytes);
+    parts[count++] = {&crc, sizeof crc};
+    total += sizeof crc;
+  }
+  if (waiting_.empty()) {
+    write(parts, count, total);
+    return true;
+  }
+  const bool was_blocked = std::exchange(is_blocked_, true);
+  write(parts, count, total);  // behind what waits
+  is_blocked_ = was_blocked;
+  return true;
+}
+
+size_t Connection::put_data(uint64_t ticket, uint64_t offset, const byte* from, uint64_t left) {
+  if (is_mute_ || data_left_ != 0) return 0;
+  if (waiting_at_ != waiting_.size() && (!push() || waiting_at_ != waiting_.size())) return 0;
+  waiting_.clear();
+  waiting_at_ = 0;
+  const size_t bytes = left < data_frame_bytes ? left : data_frame_bytes;
+  Head head;
+  head.word = Head::make_word(Kind::data, checksum_ ? flag_checksum : 0);
+  head.context = ticket;
+  head.tag = offset;
+  head.nbytes = bytes;
+  const byte* raw = reinterpret_cast<const byte*>(&head);
+  waiting_.assign(raw, raw + sizeof head);
+  data_ = from;
+  data_left_ = bytes;
+  data_ticket_ = ticket;
+  if (checksum_) data_crc_ = crc32c(0, from, bytes);
+  push();
+  return bytes;
+}
+
+bool Connection::push() {
+  bool moved = false;
+  while (!is_blocked_ && !is_drained()) {
+    iovec parts[2];
+    int count = 0;
+    const size_t front = waiting_.size() - waiting_at_;
+    if (front != 0) parts[count++] = {waiting_.data() + waiting_at_, front};
+    if (data_left_ != 0) parts[count++] = {const_cast<byte*>(data_), data_left_};
+    const ssize_t n = channel_->writev(parts, count);
+    if (n < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN) {
+        is_blocked_ = true;
+        break;
+      }
+      fall_silent();
+      break;
+    }
+    moved = true;
+    const size_t written = static_cast<size_t>(n);
+    const size_t of_front = written < front ? written : front;
+    waiting_at_ += of_front;
+    if (waiting_at_ == waiting_.size()) {
+      waiting_.clear();
+      waiting_at_ = 0;
+    }
+    const size_t of_data = written - of_front;
+    data_ += of_data;
+    data_left_ -= of_data;
+    if (of_data != 0 && data_left_ == 0 && checksum_) {
+      const byte* raw = reinterpret_cast<const byte*>(&data_crc_);
+      waiting_.assign(raw, raw + sizeof data_crc_);
+    }
+  }
+  return moved;
+}
+
+// ---- in ----
+
+bool Connection::pull(bool is_hasty, bool is_deaf) {
+  if ((!is_ready_ && !is_hasty) || is_ended_ || fault_ != nullptr) return false;
+  bool moved = false;
+  for (int i = 0; i < reads_per_poll; ++i) {
+    iovec parts[2];
+    int count = 0;
+    size_t direct = 0;
+    if (is_deaf) {
+      into_ = nullptr;
+      begin_ = end_ = 0;
+    }
+    if (into_ != nullptr && into_left_ != 0 && begin_ == end_) {
+      if (byte* place = into_->receive->place(); place != nullptr) {
+        direct = into_left_;
+        parts[count++] = {place + into_->received + into_done_, direct};
+      }
+    }
+    if (begin_ == end_) begin_ = end_ = 0;
+    parts[count++] = {in_.get() + end_, in_bytes_ - end_};
+    const ssize_t n = channel_->readv(parts, count);
+    if (n <= 0) {
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0 && errno == EAGAIN) {
+        is_ready_ = false;
+        break;
+      }
+      is_ended_ = true;
+      break;
+    }
+    moved = was_heard_ = true;
+    size_t came = static_cast<size_t>(n);
+    const size_t placed = came < direct ? came : direct;
+    if (placed != 0) {
+      if (into_checked_) into_crc_ = crc32c(into_crc_, static_cast<const byte*>(parts[0].iov_base), placed);
+      into_done_ += placed;
+      into_left_ -= placed;
+    }
+    end_ += came - placed;
+    if (is_deaf) continue;
+    fault_ = parse();
+    if (fault_ != nullptr) break;
+    // Less came than there was room for: nothing more is there, and asking would cost a call.
+    const size_t room = direct + parts[count - 1].iov_len;
+    if (came < room) {
+      if (is_hasty) break;
+      continue;
+    }
+  }
+  return moved;
+}
+
+const char* Connection::parse() {
+  for (;;) {
+    if (into_ != nullptr) {
+      bool is_stuck = false;
+      if (const char* fault = take_data(is_stuck); fault != nullptr) return fault;
+      if (is_stuck) break;
+      continue;
+    }
+    const size_t available = end_ - begin_;
+    if (available < sizeof(Head)) break;
+    Head head;
+    std::memcpy(&head, in_.get() + begin_, sizeof head);
+    if (head.kind() == Kind::none || head.kind() == Kind::wrap || static_cast<uint8_t>(head.kind()) >= kind_count)
+      return "a frame of unknown kind";
+    if (head.header_bytes > header_bytes_max) return "a frame's header is too long";
+    const bool is_checked = (head.flags() & flag_checksum) != 0;
+    if (head.kind() == Kind::data) {
+      const char* fault = nullptr;
+      into_ = peer_.data_for(head, fault);
+      if (into_ == nullptr) return fault;
+      begin_ += sizeof head;
+      into_left_ = head.nbytes;
+      into_done_ = 0;
+      into_crc_ = 0;
+      into_checked_ = is_checked;
+      continue;
+    }
+    const size_t front = sizeof head + head.prefix_bytes() + head.header_bytes;
+    const uint64_t payload = head.payload_bytes();
+    const size_t trailer = is_checked && payload != 0 ? sizeof(uint32_t) : 0;
+    if (payload > in_bytes_ || front + payload + trailer > in_bytes_) return "a frame is too long";
+    const size_t total = front + payload + trailer;
+    if (available < total) break;
+    const byte* frame = in_.get() + begin_;
+    if (trailer != 0) {
+      uint32_t crc;
+      std::memcpy(&crc, frame + front + payload, sizeof crc);
+      if (crc != crc32c(0, frame + front, payload)) return "a message was damaged on its way";
+    }
+    begin_ += total;
+    if (const char* fault = peer_.on_frame(head, frame + sizeof head, lane_); fault != nullptr) return fault;
+  }
+  if (begin_ == end_) {
+    begin_ = end_ = 0;
+  } else if (begin_ != 0 && in_bytes_ - end_ < in_bytes_ / 2) {
+    std::memmove(in_.get(), in_.get() + begin_, end_ - begin_);
+    end_ -= begin_;
+    begin_ = 0;
+  }
+  return nullptr;
+}
+
+// Go on with the data frame that is being read.
+const char* Connection::take_data(bool& is_stuck) {
+  const byte* from = in_.get() + begin_;
+  const size_t available = end_ - begin_;
+  if (into_left_ != 0) {
+    size_t take = available < into_left_ ? available : into_left_;
+    byte* place = into_->receive->place();
+    // Whole lines to who reduces them, so that no element is cut in two.
+    if (place == nullptr && take < into_left_) take -= take % line_bytes;
+    if (take == 0) {
+      is_stuck = true;
+      return nullptr;
+    }
+    const uint64_t offset = into_->received + into_done_;
+    if (place != nullptr)
+      std::memcpy(place + offset, from, take);
+    else
+      into_->receive->write(offset, from, take);
+    if (into_checked_) into_crc_ = crc32c(into_crc_, from, take);
+    begin_ += take;
+    into_done_ += take;
+    into_left_ -= take;
+    return nullptr;
+  }
+  if (into_checked_) {
+    uint32_t crc;
+    if (available < sizeof crc) {
+      is_stuck = true;
+      return nullptr;
+    }
+    std::memcpy(&crc, from, sizeof crc);
+    begin_ += sizeof crc;
+    if (crc != into_crc_) return "a message was damaged on its way";
+  }
+  Incoming& offer = *std::exchange(into_, nullptr);
+  peer_.on_data(offer, into_done_);
+  return nullptr;
+}
+
+// ---- both lanes ----
+
+TcpLink::TcpLink(std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control, const bool& is_hasty)
+    : is_hasty_(is_hasty) {
+  lanes_[static_cast<size_t>(Lane::bulk)] = std::move(bulk);
+  lanes_[static_cast<size_t>(Lane::control)] = std::move(control);
+}
+
+bool TcpLink::poll() {
+  if (over_ != nullptr) return false;
+  bool moved = false;
+  bool is_ended = false;
+  for (size_t i = 0; i < lane_count; ++i) {
+    const auto& lane = lanes_[i];
+    moved |= lane->pull(is_hasty_, is_deaf_);
+    if (!lane->is_drained()) moved |= lane->push();
+    if (lane->fault() != nullptr) {
+      over_ = lane->fault();
+      return true;
+    }
+    // The other lane's goodbye may still be on its way.
+    is_ended |= lane->is_ended() && !goodbyes_[i];
+  }
+  if ((is_ended || has_left()) && !moved) over_ = has_left() ? "left" : "died: its connection was closed";
+  return moved;
+}
+
+size_t TcpLink::eager_bytes_max(Lane lane) const {
+  return (lane == Lane::bulk ? bulk_buffer_bytes : control_buffer_bytes) / 2 - header_bytes_max - 2 * line_bytes;
+}
+
+bool TcpLink::was_heard() {
+  const bool bulk = lanes_[0]->was_heard(), control = lanes_[1]->was_heard();
+  return bulk || control;
+}
+
+void TcpLink::beat() {
+  Head head;
+  head.word = Head::make_word(Kind::beat);
+  at(Lane::control).put(head, Body());
+}
+
+void TcpLink::finish() {
+  for (const auto& lane : lanes_) lane->finish();
+}
+
+}  // namespace unisono::engine

@@ -1,0 +1,131 @@
+// A link over two connections, one per lane. Knows how frames lie in a byte stream; does not know messages.
+//
+// Large payload goes from the sender's memory to the receiver's without a copy between: written from where it lies,
+// read to where it belongs.
+
+#pragma once
+
+#include <sys/uio.h>
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "link.hpp"
+#include "poller.hpp"
+
+namespace unisono::engine {
+
+class Peer;
+struct Incoming;
+
+// A stream of bytes. Calls return as readv and writev do: -1 with EAGAIN when nothing can move now.
+class Channel {
+ public:
+  virtual ~Channel() = default;
+  virtual ssize_t readv(const iovec* parts, int count) = 0;
+  virtual ssize_t writev(const iovec* parts, int count) = 0;
+  virtual void finish() = 0;  // nothing more will be written
+  virtual int fd() const = 0;
+};
+
+class PlainChannel final : public Channel {
+ public:
+  explicit PlainChannel(Descriptor socket) : socket_(std::move(socket)) {}
+  ssize_t readv(const iovec* parts, int count) override;
+  ssize_t writev(const iovec* parts, int count) override;
+  void finish() override;
+  int fd() const override { return socket_.get(); }
+
+ private:
+  Descriptor socket_;
+};
+
+class Connection final : public Watcher {
+ public:
+  Connection(Peer& peer, Poller& poller, std::unique_ptr<Channel> channel, Lane lane, bool checksum);
+  ~Connection() override;
+
+  bool is_watched() const { return watch_ != 0; }
+  bool put(const Head& head, const Body& body);
+  size_t put_data(uint64_t ticket, uint64_t offset, const byte* from, uint64_t left);
+  bool holds_data(uint64_t ticket) const { return data_left_ != 0 && data_ticket_ == ticket; }
+  // Write what waits. True if something moved.
+  bool push();
+  // Read what came and give it to the peer. True if something moved.
+  bool pull(bool is_hasty, bool is_deaf);
+  bool is_drained() const { return waiting_at_ == waiting_.size() && data_left_ == 0; }
+  void finish() { channel_->finish(); }
+  void on_ready(uint32_t events) override;
+
+  const char* fault() const { return fault_; }
+  bool is_ended() const { return is_ended_; }
+  bool was_heard() { return std::exchange(was_heard_, false); }
+
+ private:
+  void write(iovec* parts, int count, size_t total);
+  void fall_silent();
+  const char* parse();
+  const char* take_data(bool& is_stuck);
+
+  Peer& peer_;
+  Poller& poller_;
+  std::unique_ptr<Channel> channel_;
+  const Lane lane_;
+  const bool checksum_;
+  uint64_t watch_ = 0;
+  bool is_ready_ = true;  // there may be something to read
+  bool is_blocked_ = false;  // the system takes no more for now
+  bool is_ended_ = false;    // nothing more can be read
+  bool is_mute_ = false;     // nothing more can be written; what came before may still be read
+  bool was_heard_ = false;
+  const char* fault_ = nullptr;
+
+  // Out: bytes that wait, then the data of one frame where it lies in the sender's memory.
+  std::vector<byte> waiting_;
+  size_t waiting_at_ = 0;
+  const byte* data_ = nullptr;
+  size_t data_left_ = 0;
+  uint64_t data_ticket_ = 0;
+  uint32_t data_crc_ = 0;
+
+  // In: a buffer, and the data frame that is being read.
+  const size_t in_bytes_;
+  std::unique_ptr<byte[]> in_;
+  size_t begin_ = 0;
+  size_t end_ = 0;
+  Incoming* into_ = nullptr;
+  uint64_t into_done_ = 0;
+  uint64_t into_left_ = 0;
+  uint32_t into_crc_ = 0;
+  bool into_checked_ = false;
+};
+
+class TcpLink final : public Link {
+ public:
+  // `is_hasty` is shared by all links of an engine: try to read without having been told that there is something.
+  TcpLink(std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control, const bool& is_hasty);
+
+  bool put(Lane lane, Head head, const Body& body) override { return at(lane).put(head, body); }
+  size_t put_data(Lane lane, uint64_t ticket, uint64_t offset, const byte* from, uint64_t left) override {
+    return at(lane).put_data(ticket, offset, from, left);
+  }
+  bool holds_data(Lane lane, uint64_t ticket) const override {
+    return lanes_[static_cast<size_t>(lane)]->holds_data(ticket);
+  }
+  bool poll() override;
+  bool is_drained() const override { return lanes_[0]->is_drained() && lanes_[1]->is_drained(); }
+  size_t eager_bytes_max(Lane lane) const override;
+  bool was_heard() override;
+  void beat() override;
+  void finish() override;
+  const char* name() const override { return "tcp"; }
+
+ private:
+  Connection& at(Lane lane) { return *lanes_[static_cast<size_t>(lane)]; }
+
+  std::unique_ptr<Connection> lanes_[lane_count];
+  const bool& is_hasty_;
+};
+
+}  // namespace unisono::engine

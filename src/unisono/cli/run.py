@@ -1,0 +1,104 @@
+"""`unisono run`: start ranks of a program on this host.
+
+Knows the command line and the terminal. Does not know processes: `unisono.launch.run` does.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from unisono.config import Config, network
+from unisono.errors import RendezvousError, UsageError
+
+__all__ = ["command"]
+
+
+@click.command("run", context_settings={"allow_interspersed_args": False})
+@click.option("-n", "ranks", type=int, default=1, show_default=True, help="Ranks on this host.")
+@click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as in `python -m`.")
+@click.option("--nnodes", type=int, default=1, show_default=True, help="Hosts; each runs this command.")
+@click.option("--node-rank", type=int, default=0, show_default=True, help="Which of the hosts this is.")
+@click.option(
+    "--join", metavar="FILE", help="Where node 0 puts the join ticket and the others read it [UNISONO_JOIN]."
+)
+@click.option(
+    "--address",
+    metavar="HOST[:PORT]",
+    help="An address or interface of this host to meet on [UNISONO_ADDRESS; default: loopback].",
+)
+@click.option(
+    "--advertise", metavar="HOST[:PORT]", help="How others reach it, if that differs [UNISONO_ADVERTISE]."
+)
+@click.option("--insecure", is_flag=True, help="No encryption between hosts.")
+@click.option(
+    "--grace",
+    "grace_s",
+    type=float,
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the others may go on after a rank has failed.",
+)
+@click.option("--env", "env", multiple=True, metavar="NAME=VALUE", help="Set a variable for every rank.")
+@click.argument("program")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    ranks: int,
+    is_module: bool,
+    nnodes: int,
+    node_rank: int,
+    join: str | None,
+    address: str | None,
+    advertise: str | None,
+    insecure: bool,
+    grace_s: float,
+    env: tuple[str, ...],
+    program: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run PROGRAM, a Python script, as several ranks that find each other with `unisono.init()`.
+
+    Lines that a rank prints have its number before them. When a rank fails the others have a few seconds
+    to end by themselves; the exit code and the last words are those of the rank that failed first.
+    """
+    from unisono import __version__
+    from unisono.launch.run import Job, run
+
+    if join is not None and "://" in join:
+        raise UsageError(
+            "--join takes a file: a ticket on a command line can be read by every user",
+            next_step="put the ticket into a file of mode 0600, or into UNISONO_JOIN",
+        )
+    around = network()
+    job = Job(
+        command=[sys.executable, *(["-m"] if is_module else []), program, *arguments],
+        ranks_here=ranks,
+        nodes=nnodes,
+        node_rank=node_rank,
+        join=join or (around.join if nnodes > 1 else None),
+        address=address or around.address,
+        advertise=advertise or around.advertise,
+        insecure=insecure or Config().insecure,
+        grace_s=grace_s,
+        env=dict(_pair(text) for text in env),
+    )
+    try:
+        code = run(
+            job,
+            version=__version__,
+            out=sys.stdout.buffer,
+            err=sys.stderr.buffer,
+            colour=sys.stdout.isatty() and sys.stderr.isatty(),
+        )
+    except RendezvousError as error:
+        raise click.ClickException(str(error)) from error
+    sys.exit(code)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise UsageError(f"--env {text!r}; allowed: NAME=VALUE")
+    return name, value

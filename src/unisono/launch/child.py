@@ -1,0 +1,81 @@
+"""A spawned rank, from its first instruction to its last word.
+
+Knows the order: never outlive the parent, run the caller's main file, join, call the function, report. Does
+not know how ranks are connected: `enter` does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from typing import Any
+
+from unisono import codec
+from unisono.config import Config, network
+from unisono.errors import UsageError
+from unisono.launch.failure import describe
+from unisono.launch.leash import make_leash
+from unisono.launch.pipe import Outlet, frame, receive_frame
+from unisono.launch.place import Place
+from unisono.launch.program import Main, Reference, run_main
+from unisono.launch.ticket import TicketSource
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run: `python -c "from unisono.launch.child import main; main()" <descriptor> <parent's pid>`."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    make_leash(parent)()
+    sock = socket.socket(fileno=descriptor)
+    os.set_inheritable(descriptor, False)
+    try:
+        task = codec.unpack(receive_frame(sock))
+        packed_arguments = receive_frame(sock)
+    except EOFError:
+        os._exit(1)
+    threading.Thread(target=_end_with_parent, args=(sock,), name="unisono-parent", daemon=True).start()
+    report = _run(task, packed_arguments)
+    try:
+        Outlet(frame(report)).send(sock)
+    except OSError:
+        os._exit(1)  # nobody is left to hear it
+
+
+def _run(task: dict[str, Any], packed_arguments: bytearray) -> bytearray:
+    """Call the function; a result or an exception, packed."""
+    try:
+        sys.argv[:] = task["argv"]
+        sys.path[:] = task["path"]
+        run_main(Main(*task["main"]))
+        arguments = codec.unpack(packed_arguments)
+        fn = Reference(*task["fn"]).find()
+        enter = Reference(*task["enter"]).find()
+        place = Place(
+            task["rank"],
+            task["size"],
+            launcher="uni.spawn",
+            local_rank=task["rank"],
+            source=TicketSource(task["join"]) if task["join"] else None,
+            network=network(),
+        )
+        with enter(place, task["backend"], Config(**task["config"]), task["timeout"]) as world:
+            value = fn(world, *arguments)
+        try:
+            return codec.pack({"value": value})
+        except UsageError as error:
+            raise UsageError(f"rank {place.rank} returned what cannot travel", cause=str(error)) from None
+    except BaseException as error:  # also SystemExit: the parent waits for a word
+        return codec.pack({"error": describe(error)})
+
+
+def _end_with_parent(sock: socket.socket) -> None:
+    """The parent sends nothing more: the end of its stream is its end."""
+    try:
+        while sock.recv(1):
+            pass
+    except OSError:
+        pass
+    os._exit(1)

@@ -1,0 +1,162 @@
+"""Entering a world: host the seed if it is this process's turn, make the card, join.
+
+Knows the order of these steps and undoes them when one fails. Does not know what a card is made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from unisono.config import Config
+from unisono.errors import UsageError
+from unisono.launch.address import Address, bindable, source_toward
+from unisono.launch.folder import make_private, own_folder, remove_socket_folder, socket_folder
+from unisono.launch.join import View, join
+from unisono.launch.place import Place
+from unisono.launch.protocol import links_secret
+from unisono.launch.ticket import Ticket, TicketSource
+from unisono.runtime import Deadline, RealRuntime
+
+if TYPE_CHECKING:
+    from unisono.launch.seed import Seed
+
+__all__ = ["Entry", "Site", "enter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where the engine of this rank shall listen, and what it tells the others.
+
+    `bind` is an address of this host, and never a wildcard unasked. `advertise` is what the card should name:
+    it differs where a router or a container stands in between. Port 0: the engine takes a free one, and
+    advertises it. `is_local`: the seed is on loopback only, so all ranks are on this host and need no TLS.
+    `folder` (mode 0700) is shared by the job's ranks on this host; `secret` is known to the job's ranks only.
+    """
+
+    rank: int
+    size: int
+    bind: Address
+    advertise: Address
+    is_local: bool
+    folder: Path
+    secret: bytes = field(repr=False)
+
+
+@dataclass(slots=True)
+class Entry:
+    """The view, and the seed if this process hosts it. Close it after the engine."""
+
+    view: View
+    seed: Seed | None = None
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def close(self) -> None:
+        """Stop hosting. Nobody needs the seed after the world is formed: it only tells late-comers why."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def enter(
+    place: Place, *, make_card: Callable[[Site], bytes], config: Config, version: str, timeout: float | None
+) -> Entry:
+    """Join the world of several ranks that `place` names.
+
+    `make_card` is called once a seed has proven itself, and it is known where the engine shall listen. It is
+    called again in the rare case that this seed was an earlier job's: then the first engine is to be closed.
+
+    Raises:
+        RendezvousError: see `join`.
+    """
+    assert place.source is not None
+    deadline = RealRuntime().deadline(timeout)
+    undo: list[Callable[[], None]] = []
+    seed: Seed | None = None
+    try:
+        source = place.source
+        if place.seed_address is not None:
+            seed = _host(place, source, config, version, undo)
+            source = TicketSource(seed.ticket.text(), insecure=config.insecure)
+
+        def card(ticket: Ticket) -> bytes:
+            # Last of all: the engine is to be closed by then.
+            undo.insert(0, partial(remove_socket_folder, place.network.folder, ticket.token, is_over=False))
+            return make_card(_site(place, ticket, deadline))
+
+        view = join(
+            source,
+            rank=place.rank,
+            size=place.size,
+            card=card,
+            config=config,
+            version=version,
+            deadline=deadline,
+        )
+    except BaseException as error:
+        if seed is not None:
+            seed.close(f"rank 0 gave up ({type(error).__name__})")
+        while undo:
+            undo.pop()()
+        raise
+    if seed is not None:
+        undo.pop()()  # everybody has read the ticket's file
+    return Entry(view, seed, undo)
+
+
+def _host(
+    place: Place, source: TicketSource, config: Config, version: str, undo: list[Callable[[], None]]
+) -> Seed:
+    from unisono.launch.seed import Seed  # only the process that hosts pays for it
+
+    assert place.seed_address is not None
+    advertise = place.network.advertise
+    seed = Seed(
+        place.size,
+        version=version,
+        address=bindable(place.seed_address),
+        advertise=Address.parse(advertise) if advertise is not None else None,
+        insecure=config.insecure,
+    )
+    undo.append(seed.close)
+    seed.start()
+    undo.append(source.write(seed.ticket))
+    return seed
+
+
+def _site(place: Place, ticket: Ticket, deadline: Deadline) -> Site:
+    runtime = RealRuntime()
+    left = deadline.remaining(runtime.now())
+    if place.network.address is not None:
+        bound = bindable(place.network.address)
+        if bound.is_wildcard and place.network.advertise is None:
+            raise UsageError(
+                f"UNISONO_ADDRESS={place.network.address} is every address of this host",
+                next_step="set UNISONO_ADVERTISE to the one that others can reach",
+            )
+    else:
+        bound = Address(source_toward(ticket.address, 5.0 if left is None else left))
+    advertise = place.network.advertise
+    make_private(own_folder(place.network.folder))
+    return Site(
+        place.rank,
+        place.size,
+        bind=_own_port(bound, place),
+        advertise=_own_port(Address.parse(advertise) if advertise is not None else bound, place),
+        is_local=ticket.is_plain and ticket.address.is_loopback,
+        folder=make_private(socket_folder(place.network.folder, ticket.token)),
+        secret=links_secret(ticket.token),
+    )
+
+
+def _own_port(address: Address, place: Place) -> Address:
+    """A declared port is the seed's; the ranks of a host take those after it."""
+    return replace(address, port=address.port + 1 + (place.local_rank or 0)) if address.port else address

@@ -1,0 +1,40 @@
+"""Every limit of the join port, in one place, and how a stranger's text is shown.
+
+Knows numbers. Does not know who enforces them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["printable"]
+
+# Before the token is proven. A TLS client hello with a post-quantum share has 1.8 KiB, our words 72 bytes.
+UNPROVEN_BYTES_MAX: Final = 4096
+UNPROVEN_S: Final = 5.0
+PENDING_MAX: Final = 256
+# A host with more ranks than this loses some connections of a burst; they come again 50 ms later.
+PENDING_PER_ADDRESS_MAX: Final = 128
+FAILURES_PER_MINUTE_MAX: Final = 20
+FAILURE_DELAY_S: Final = 1.0
+# Addresses whose failures are remembered; the oldest is forgotten first.
+FAILURE_ADDRESSES_MAX: Final = 1024
+
+# After it.
+CARD_BYTES_MAX: Final = 16 * 1024
+REQUEST_BYTES_MAX: Final = 64 * 1024
+REPLY_BYTES_MAX: Final = 64 * 1024 * 1024
+REQUEST_S: Final = 10.0
+
+# A worker sends so much of a stranger's text to a log or an error.
+TEXT_MAX: Final = 256
+RANKS_MAX: Final = 65536
+
+
+def printable(text: str, limit: int = TEXT_MAX) -> str:
+    """Show text from elsewhere on one line: control and bidirectional characters escaped, cut off."""
+    shown = "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
+        for c in text[: limit + 1]
+    )
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
