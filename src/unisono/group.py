@@ -431,6 +431,8 @@ def single(call: Call, request: Request, peers: Callable[[], tuple[int, ...]]) -
     call.is_wildcard = request.peer is ANY
     request.notify(call.wake)
     try:
+        if call.interruption is not None:
+            raise call.interruption
         while not request.done:
             yield
     except BaseException as interruption:  # a KeyboardInterrupt too must not leave our memory to others
