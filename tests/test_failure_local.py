@@ -501,6 +501,46 @@ def test_a_survivor_that_leaves_because_of_a_death_is_not_the_culprit() -> None:
 
 
 @pytest.mark.parametrize("what", ["a message", "a collective"])
+def test_a_cause_in_the_world_explains_who_is_missing_in_a_group(what: str) -> None:
+    """Rank 0 fails; rank 1 leaves because of it, without having made the group where rank 2 waits for it."""
+
+    def live(world: uni.Communicator) -> Any:
+        if world.rank == 0:
+            for peer in (1, 2):
+                world.recv_bytes(peer)
+            raise Mishap("the root of it")
+        group = world.sub([1, 2]) if world.rank == 2 else world
+        work = group.start.recv_bytes(0) if what == "a message" else group.start.barrier()
+        world.send(b"ready", 0)
+        return work.wait(PATIENCE_S)
+
+    for _ in range(10):
+        ended = run_ranks(live, 3)
+        for error in ended[1:]:
+            assert isinstance(error, PeerAborted), repr(error)
+            assert error.rank == 0
+            assert "Mishap: the root of it" in str(error)
+
+
+def test_a_sendrecv_of_which_half_has_ended_ends_too() -> None:
+    """When it is told to end, the receive has met its message; the send, which has not, must not wait on."""
+
+    def live(comm: uni.Communicator) -> Any:
+        turns = 0
+        while True:
+            if comm.rank == 3 and turns == 20:
+                raise Mishap("enough of it")
+            right, left = (comm.rank + 1) % 4, (comm.rank - 1) % 4
+            comm.sendrecv(np.ones(20), right, np.empty(20), left)
+            turns += 1
+
+    for _ in range(40):
+        for error in run_ranks(live, 4, config=Config(eager_bytes=16))[:3]:
+            assert isinstance(error, PeerAborted)
+            assert error.rank == 3
+
+
+@pytest.mark.parametrize("what", ["a message", "a collective"])
 def test_a_rank_that_dies_while_it_waits_for_news_of_another_ends_too(what: str) -> None:
     """It has seen that rank 0 is gone, but never hears why."""
     worlds = uni.local(3)
@@ -619,6 +659,65 @@ def test_a_reduce_function_that_raises_is_told_to_all() -> None:
         assert isinstance(ended[rank], PeerAborted)
         assert ended[rank].rank == 2
         assert "Mishap: cannot add" in str(ended[rank])
+
+
+# -- any of it, at any time -------------------------------------------------------------------------------
+
+
+def endings(seed: int) -> tuple[int, dict[int, tuple[str, int]]]:
+    """A size, and which ranks end how and at which turn."""
+    rng = random.Random(f"endings {seed}")
+    size = rng.randint(2, 7)
+    who = rng.sample(range(size), rng.randint(1, min(3, size)))
+    return size, {rank: (rng.choice(["die", "leave", "raise", "abort"]), rng.randint(0, 12)) for rank in who}
+
+
+def live_until_the_end(comm: uni.Communicator, seed: int, struck: dict[int, str]) -> None:
+    """Collectives, messages and groups, until this rank's own end or somebody else's."""
+    rng, (size, ends) = random.Random(seed), endings(seed)
+    rank = comm.rank
+    for turn in range(300):
+        how, when = ends.get(rank, ("", -1))
+        if turn == when:
+            struck[rank] = how
+            if how == "die":
+                backend_of(comm).kill()
+            elif how == "leave":
+                comm.close()
+                return
+            elif how == "abort":
+                comm.abort(f"Mishap: of rank {rank}")
+            raise Mishap(f"of rank {rank}")
+        if turn % 5 == 3:
+            got = np.empty(30)
+            comm.sendrecv(ramp(30, rank, turn), (rank + 1) % size, got, (rank - 1) % size, tag=turn)
+            np.testing.assert_array_equal(got, ramp(30, (rank - 1) % size, turn))
+        elif turn % 7 == 6:
+            group = comm.split(rank % 2)
+            assert group is not None
+            assert group.all_reduce(1) == group.size
+        else:
+            one_collective(comm, rng, turn)
+
+
+@pytest.mark.parametrize("first", range(0, 80, 20))
+def test_whatever_happens_nobody_hangs_and_only_those_who_ended_are_named(first: int) -> None:
+    for seed in range(first, first + 20):
+        size, _ = endings(seed)
+        struck: dict[int, str] = {}
+        ended = run_ranks(live_until_the_end, size, seed, struck, config=SMALL)
+        lost = {rank for rank, how in struck.items() if how in ("die", "leave")}
+        gave_up = set(struck) - lost
+        for rank, error in enumerate(ended):
+            where = f"seed {seed}, rank {rank} of {size}, {struck}: {error!r}"
+            if rank in struck:
+                assert error is None or isinstance(error, Mishap), where
+            elif isinstance(error, PeerLost):
+                assert set(error.ranks) <= lost, where
+            else:
+                assert isinstance(error, PeerAborted), where
+                assert error.rank in gave_up, where
+                assert f"Mishap: of rank {error.rank}" in str(error), where
 
 
 # -- deadlocks --------------------------------------------------------------------------------------------

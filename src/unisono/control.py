@@ -16,6 +16,7 @@ import msgspec
 
 from unisono.contract import Backend, Lane, PeerDown, Tags
 from unisono.errors import (
+    ClosedError,
     CollectiveMismatch,
     DeadlineExceeded,
     Deadlock,
@@ -199,6 +200,8 @@ class Control:
                     self._tell_end(self._ends.popleft())
                 if not request.done:
                     yield
+            if request.error is not None and not isinstance(request.error, ClosedError):
+                continue  # a message whose sender went while it was on its way: the others still speak
             if request.error is not None:
                 with self._lock:
                     members = list(self._members.values())

@@ -53,6 +53,8 @@ def execute(plan: Plan, how: Execution) -> Steps[None]:
     segment = max(1, config.segment_bytes // how.stage.dtype.itemsize)
     run = _Run(program_of(plan, segment), plan, how, config.window_segments)
     try:
+        if how.call.interruption is not None:
+            raise how.call.interruption
         while not run.advance():
             yield
     except BaseException as reason:
