@@ -437,6 +437,18 @@ def test_who_is_killed_in_the_middle_of_a_run_is_named_soon(
         parent.wait(30)
 
 
+def test_an_unclosed_world_does_not_disturb_the_end_of_the_process(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    text = (
+        "from unisono.backends.native import NativeBackend\n"
+        f"ranks = [NativeBackend(r, 2, {str(tmp_path)!r}, b'secret') for r in range(2)]\n"
+        "[rank.connect([each.card() for each in ranks]) for rank in ranks]\n"
+        "ranks[0].start_recv(1, 0, 0, None)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def await_files(paths: list[Path]) -> None:
     deadline = time.monotonic() + 30
     while not all(path.exists() and path.read_text() for path in paths):

@@ -320,7 +320,11 @@ void Engine::run() {
     held.lock();
     rest_ = Rest::ticking;
     poller_.dispatch(events, count);
-    if (is_polled_.load(std::memory_order_relaxed)) continue;
+    if (is_polled_.load(std::memory_order_relaxed)) {
+      // A caller came meanwhile and sleeps: what has just been taken here was meant to wake it.
+      if (count > 0 && is_sleeping_.load(std::memory_order_relaxed)) poller_.kick();
+      continue;
+    }
     if (is_asleep) presence_.wake_up();
     bool moved = false;
     while (progress()) {

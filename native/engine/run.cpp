@@ -164,8 +164,9 @@ void Run::post_send(const Line& line, LineState& state) {
   }
   RunSend& send = *spare_sends_.back();
   spare_sends_.pop_back();
-  // The first message carries the fingerprint and ends only when met: a peer that never asks for it is a mismatch,
-  // and the sender must not get away before it is seen.
+  // The first message carries the fingerprint. To a peer from which nothing comes back it ends only when met: a peer
+  // that never asks for it is a mismatch, and the sender must not get away before it is seen. Any other peer's own
+  // fingerprint, without which the run does not end, proves that it will ask.
   const bool is_first = state.next_send == 0;
   send.piece = line.sends[state.next_send++];
   const Piece& p = piece(send.piece);
@@ -176,7 +177,7 @@ void Run::post_send(const Line& line, LineState& state) {
   send.header = reinterpret_cast<const byte*>(header.data());
   send.header_bytes = static_cast<uint16_t>(is_first ? header.size() : 0);
   send.dtype = stage_.dtype;
-  send.sync = is_first;
+  send.sync = is_first && line.recvs.empty();
   send.is_active = true;
   ++state.sending;
   ++active_;

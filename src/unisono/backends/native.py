@@ -113,7 +113,7 @@ class NativeBackend(Backend):
         )
         self._pump.start()
         # Who is simply forgotten must not leave threads and the others waiting.
-        self._forgotten = weakref.finalize(self, self._engine.close, 0.0)
+        self._forgotten = weakref.finalize(self, _forget, self._desk, self._pump)
 
     def card(self) -> Card:
         """What the others need to reach this rank."""
@@ -236,7 +236,7 @@ class NativeBackend(Backend):
 
     def close(self) -> None:
         """Leave: flush what was started within the time set for it, tell the others, end the rest."""
-        if self._forgotten.detach() is None:
+        if self._forgotten.detach() is None or self._engine.is_forked():
             return
         self._engine.close(self._config.flush_s)
         self._desk.close()
@@ -523,6 +523,15 @@ def _refused(error: BaseException) -> BaseException:
             "this communicator belongs to the parent process", next_step="make a new one after fork"
         )
     return error
+
+
+def _forget(desk: _Desk, pump: threading.Thread) -> None:
+    """Leave without a word. At the end of the interpreter no thread may come back from the engine."""
+    desk.engine.close(0.0)
+    desk.is_closed = True
+    desk.engine.poke()
+    if threading.current_thread() is not pump and not desk.engine.is_forked():
+        pump.join(1.0)
 
 
 def _pump(desk_ref: weakref.ref[_Desk], engine: _native.Engine) -> None:
