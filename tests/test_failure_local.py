@@ -24,7 +24,7 @@ import pytest
 import unisono as uni
 from unisono.backends.local import LocalBackend
 from unisono.config import Config
-from unisono.contract import Request
+from unisono.contract import Request, Tags
 from unisono.control import Query
 from unisono.errors import (
     ClosedError,
@@ -659,6 +659,46 @@ def test_a_reduce_function_that_raises_is_told_to_all() -> None:
         assert isinstance(ended[rank], PeerAborted)
         assert ended[rank].rank == 2
         assert "Mishap: cannot add" in str(ended[rank])
+
+
+# -- never a wrong answer ---------------------------------------------------------------------------------
+
+
+class Forgetful(LocalBackend):
+    """A rank that never sends the `forgotten`-th message of a plan to rank 4, as if it had taken it back."""
+
+    forgotten: int | None = None
+    sent = 0
+
+    def start_send(self, dst: int, context: int, tag: int, *args: Any, **how: Any) -> Request:
+        if dst == 4 and tag == Tags.collective(0, 1):
+            self.sent += 1
+            if self.sent == self.forgotten:
+                request = Request(dst)
+                request.withdraw_by(lambda r: r.cancelled() or True)  # type: ignore[func-returns-value]
+                return request
+        return super().start_send(dst, context, tag, *args, **how)
+
+
+@pytest.mark.parametrize("forgotten", [1, 2, 4])
+def test_a_gap_in_what_was_sent_is_never_filled_with_what_came_later(forgotten: int) -> None:
+    """Rank 0 scatters; rank 4 passes pieces on to 5, 6 and 7, who must not get what belongs elsewhere."""
+    backends = Forgetful.create(8, Config(segment_bytes=256, eager_bytes=1024))
+    backends[0].forgotten = forgotten  # type: ignore[attr-defined]
+    x = np.stack([ramp(128, rank, 1) for rank in range(8)])
+
+    def live(comm: uni.Communicator) -> Any:
+        try:
+            got = comm.scatter(x if comm.rank == 0 else None, timeout=0.5, algorithm="tree")
+        except DeadlineExceeded:
+            return "gave up"
+        np.testing.assert_array_equal(got, x[comm.rank])
+        return "right"
+
+    worlds = [uni.Communicator.world(backend) for backend in backends]
+    ended = run_each(live, worlds).values()
+    assert ended[0] == ended[4] == "gave up"
+    close_all(worlds)
 
 
 # -- any of it, at any time -------------------------------------------------------------------------------
