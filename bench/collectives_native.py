@@ -1,9 +1,10 @@
 """Collectives through the public API on the native backend, 2 and 4 processes of this host.
 
-    python bench/collectives_native.py [--kind shm|tcp] [--sizes 2,4] [--runs 5] [--only all_reduce] [--largest 67108864]
+    python bench/collectives_native.py [--kind shm|tcp] [--sizes 2,4] [--runs 5] [--only all_reduce]
+                                       [--largest 67108864]
 
-Prints the best and the median of the runs in microseconds per call, and the median in GB/s of the bytes named.
-"Bytes" is what one rank contributes to (all_gather: gets from each of) the collective, as float32.
+Prints the best and the median of the runs in microseconds per call, and the median in GB/s of the bytes
+named. "Bytes" is what one rank contributes to (all_gather: gets from each of) the collective, as float32.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def main() -> None:
     env = {} if args.kind == "shm" else {"UNISONO_SHM": "0"}
     for size in map(int, args.sizes.split(",")):
         print(f"{size} ranks, {args.kind}: us per call, best / median (GB/s)")
-        rows = uni.spawn(measure, size, args.only.split(","), args.runs, args.largest, env=env, timeout=600)[0]
+        rows = uni.spawn(measure, size, args.only.split(","), args.runs, args.largest, env=env, timeout=600)[
+            0
+        ]
         print(f"{'bytes':>10} " + "".join(f"{name:>28}" for name in args.only.split(",")))
         for nbytes, *cells in rows:
             shown = (f"{best:.1f} / {median:.1f} ({nbytes / median / 1e3:.2f})" for best, median in cells)

@@ -55,7 +55,7 @@ def some(all_counts: list[int], turn: int, how_many: int = 3) -> list[int]:
 
 def cases(size: int, pairs: list[tuple[str, str]]) -> Iterator[tuple[str, str, int]]:
     for turn, (name, op) in enumerate(pairs):
-        for count in some(counts_for(size, dtype_of(name).itemsize, SEGMENT), turn):
+        for count in some(counts_for(size, dtype_of(name).itemsize, SEGMENT), turn, 3 if size < 8 else 2):
             yield name, op, count
 
 
@@ -218,7 +218,7 @@ def test_every_algorithm_gives_the_right_answer_whatever_the_segments(size: int,
         notes = Notes()
         for turn, collective in enumerate(CATALOG):
             for algorithm in algorithms(collective):
-                for name in ("int32", "float64", "bfloat16") if config == "short" else ("int16",):
+                for name in ("int32", "bfloat16") if config == "short" else ("int16",):
                     counts = counts_for(size, dtype_of(name).itemsize, segment)
                     chosen = counts if size < 5 and name == "int32" else some(counts, turn, 4)
                     for count in chosen if collective != "barrier" else [0]:
@@ -316,7 +316,7 @@ def _normal(name: str, rank: int, shape: tuple[int, ...]) -> Array:
 # -- the reproducible mode --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("size", [2, 3, 7])
 def test_reproducible_bits_do_not_depend_on_algorithm_segment_or_count(size: int) -> None:
     names = ("float16", "bfloat16", "float32", "float64", "complex64")
     everyone = {name: [_normal(name, rank, (size, 131)) for rank in range(size)] for name in names}
@@ -327,7 +327,7 @@ def test_reproducible_bits_do_not_depend_on_algorithm_segment_or_count(size: int
         me = comm.rank
         for (name, op), want in wanted.items():
             xs = [x[0] for x in everyone[name]]
-            for count in (1, 17, 131):  # a longer array holds the bits of a shorter one
+            for count in (17, 131):  # a longer array holds the bits of a shorter one
                 for how in _ordered("all_reduce"):
                     got = comm.all_reduce(xs[me][:count].copy(), op, algorithm=how)
                     notes.expect(got, want[0, :count], "all_reduce", how, name, op, count)

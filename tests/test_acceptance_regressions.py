@@ -42,10 +42,7 @@ def sleep(comm: uni.Communicator, seconds: float) -> None:
 
 
 def large(rank: int, count: int) -> Array:
-    x = np.arange(count, dtype=np.float32)
-    x %= 251
-    x += rank
-    return x
+    return np.resize(np.arange(rank, rank + 251, dtype=np.float32), count)
 
 
 @pytest.mark.parametrize("algorithm", [a for a in algorithms("all_reduce") if a != "flat"])
@@ -481,7 +478,7 @@ def test_a_call_of_nothing_made_late_is_still_compared() -> None:
 
     ended = uni.simulate(program, 3)
     assert [type(error) for error in ended.results] == [uni.CollectiveMismatch] * 3
-    assert ended.time_s < 2.0
+    assert ended.time_s < 1.1, "at once when it came"
 
 
 def test_a_rank_that_came_late_is_not_blamed_for_one_that_never_came() -> None:

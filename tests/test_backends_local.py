@@ -86,7 +86,22 @@ def test_credit_belongs_to_a_pair_a_direction_and_a_lane() -> None:
     assert send(ranks[1], 0, full).done
     assert send(ranks[2], 1, full).done
     assert send(ranks[0], 1, full, tag=Tags.CONTROL, lane=Lane.CONTROL).done
-    assert not send(ranks[0], 1, b"", tag=Tags.CONTROL, lane=Lane.CONTROL).done
+    close_all(ranks)
+
+
+def test_control_messages_travel_at_once_even_where_data_may_not() -> None:
+    """Up to a limit: a hundred of the longest."""
+    ranks = LocalBackend.create(2, Config(eager_bytes=0, eager_credit_bytes=0))
+    control = {"tag": Tags.CONTROL, "lane": Lane.CONTROL}
+    assert not send(ranks[0], 1, b"data").done
+    assert not send(ranks[0], 1, bytes(16 * 1024 + 1), **control).done
+    sends = [send(ranks[0], 1, bytes(16 * 1024), **control) for _ in range(200)]
+    assert 90 < sum(request.done for request in sends) <= 100
+    ranks[0].close()
+    arrived = [recv(ranks[1], 0, Tags.CONTROL) for _ in sends]
+    assert sum(request.error is None for request in arrived) == sum(
+        request.error is None for request in sends
+    )
     close_all(ranks)
 
 

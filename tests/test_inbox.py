@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unisono as uni
+from unisono.backends.local import LocalBackend
 from unisono.contract import UNTYPED, Envelope, PeerDown, Request, Tags
 from unisono.errors import ClosedError, PeerLost, UsageError
 from unisono.inbox import Inbox, Parcel
@@ -408,18 +409,24 @@ def test_a_world_that_is_done_leaves_nothing_in_any_inbox():
     assert all(inbox.is_idle() for inbox in inboxes)
 
 
-def test_a_forgotten_rank_leaves_even_if_the_collector_strikes_under_a_lock():
+@pytest.mark.parametrize("kind", ["communicator", "backend"])
+def test_a_forgotten_rank_leaves_even_if_the_collector_strikes_under_a_lock(kind):
     """The collector runs in whatever thread allocates, also in one that has just entered an inbox."""
 
     def forget() -> None:
-        comms = uni.local(2)
-        inbox = comms[0].backend._hub.inboxes[0]
-        with inbox._lock:
-            comms.pop()
+        backends = LocalBackend.create(2)
+        hub = backends[0]._hub
+        places = [uni.Communicator.world(b) for b in backends] if kind == "communicator" else backends
+        del backends
+        with hub.inboxes[0]._lock:
+            places.pop()
             gc.collect()
-        (left,) = comms
-        with left, pytest.raises(PeerLost, match="left"):
-            left.recv(np.empty(1), src=1, timeout=PATIENCE_S)
+        request, done = hub.inboxes[0].receive(1, 1, 0, None), threading.Event()
+        request.notify(done.set)
+        assert done.wait(PATIENCE_S)
+        assert isinstance(request.error, PeerLost)
+        assert "left" in str(request.error)
+        places.pop().close()
 
     thread = threading.Thread(target=forget, daemon=True)
     thread.start()

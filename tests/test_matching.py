@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,10 +14,11 @@ from unisono.values import ANY, DTYPES, TAG_MAX
 
 MANY = settings(derandomize=True, deadline=None, database=None, max_examples=400)
 
-SOURCES = st.integers(0, 2)
-CONTEXTS = st.integers(0, 1)
-# Two tags of users, the last one they have, and one each of collectives and control.
-TAGS = st.sampled_from([0, 1, TAG_MAX, Tags.collective(0, 0), Tags.CONTROL])
+# So few of each that patterns and messages keep meeting.
+SOURCES = st.integers(0, 1)
+CONTEXTS = st.sampled_from([0, 0, 0, 1])
+# A tag of users, the last one they have, and one of collectives.
+TAGS = st.sampled_from([0, 0, TAG_MAX, Tags.collective(0, 0)])
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("post"), SOURCES | st.just(ANY), CONTEXTS, TAGS | st.just(ANY)),
@@ -36,6 +39,11 @@ def fits(pattern: tuple, message: tuple) -> bool:
         and pattern[0] in (ANY, message[0])
         and (pattern[2] == message[2] or (pattern[2] is ANY and 0 <= message[2] < 2**31))
     )
+
+
+def shelves_of(matcher: Matcher[str]) -> list[object]:
+    queues = matcher._contexts.values()
+    return [shelf for q in queues for shelf in (*q.posted_exact.values(), *q.arrived_exact.values())]
 
 
 def posted(source, context, tag, **how) -> Posted:
@@ -80,12 +88,24 @@ def test_the_matcher_finds_what_a_search_through_lists_finds(steps):
             queued = [m for m, what in messages if what[1] == context]
             assert [m for m in matcher.all_arrived() if m.envelope.context == context] == queued
         assert matcher.is_empty() is (not receives and not messages)
+        assert all(shelves_of(matcher)), "an empty shelf is left behind"
     for receive, _ in receives:
         assert matcher.withdraw(receive)
     for message, _ in messages:
         assert matcher.take(message)
     assert matcher.is_empty()
     assert matcher._contexts == {}
+
+
+@pytest.mark.parametrize("patterns", list(itertools.permutations([(1, 0, 5), (ANY, 0, 5), (1, 0, ANY)])))
+def test_the_receive_that_was_posted_first_gets_the_message(patterns):
+    matcher: Matcher[str] = Matcher()
+    receives = [posted(*pattern) for pattern in patterns]
+    for receive in receives:
+        matcher.post(receive)
+    for receive in receives:
+        assert matcher.find_posted(Envelope(1, 0, 5, 0)) is receive
+        matcher.withdraw(receive)
 
 
 @MANY

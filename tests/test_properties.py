@@ -619,3 +619,16 @@ def test_every_verb_of_a_reduction_and_every_algorithm_is_drawn():
     for verb in ("all_reduce", "reduce", "reduce_scatter", "scan", "exscan"):
         named = {name for name, entry in CATALOG[verb].items() if not entry.needs_hosts}
         assert {a for v, a in drawn if v == verb} == {"auto", *named}
+
+
+def test_a_rank_that_is_done_may_leave_although_its_farewell_is_lost():
+    """With nothing eager, a farewell is still on its way when its sender goes: the others hear on."""
+
+    def program(comm):
+        x = np.arange(3) + comm.rank
+        comm.all_reduce(x, algorithm="ring")
+        return x.tolist()
+
+    for seed in range(5):
+        results = run("simulated", program, 3, config={"eager_bytes": 0, "window_segments": 1}, seed=seed)
+        assert results == [[3, 6, 9]] * 3

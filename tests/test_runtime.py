@@ -135,7 +135,7 @@ def test_a_time_that_has_passed_is_now():
 def test_an_earlier_timer_overtakes_one_that_is_waited_for():
     runtime, ran, done = RealRuntime(), [], threading.Event()
     late = runtime.call_at(runtime.now() + 3600, lambda: ran.append("late"))
-    wait_until(lambda: len(timer_threads()) == 1)
+    wait_until(lambda: runtime._timers._changed._waiters)  # the thread sleeps
     runtime.call_at(runtime.now(), done.set)
     assert done.wait(PATIENCE_S)
     late.cancel()

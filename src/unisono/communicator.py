@@ -333,7 +333,7 @@ class Communicator:
     ) -> Communicator:
         control, ranks = self._group.control, tuple(self._group.world_ranks[rank] for rank in members)
         group = Group(backend, control, context, name, descriptor, ranks, is_introduced=is_introduced)
-        group.epoch = self.epoch
+        group.epoch, group.parent = self.epoch, self._group
         control.join(group)
         return Communicator(group, self)
 

@@ -16,6 +16,7 @@ import msgspec
 
 from unisono.contract import Backend, Lane, PeerDown, Tags
 from unisono.errors import (
+    ClosedError,
     CollectiveMismatch,
     DeadlineExceeded,
     Deadlock,
@@ -142,6 +143,9 @@ class Member(Protocol):
     def on_peer_down(self, down: PeerDown) -> None:
         """The backend gave a world rank up."""
 
+    def on_silence(self) -> None:
+        """The backend was closed: no more news will come."""
+
 
 class Control:
     """One rank's ear and voice for everything that is not data."""
@@ -196,7 +200,13 @@ class Control:
                     self._tell_end(self._ends.popleft())
                 if not request.done:
                     yield
+            if request.error is not None and not isinstance(request.error, ClosedError):
+                continue  # a message whose sender went while it was on its way: the others still speak
             if request.error is not None:
+                with self._lock:
+                    members = list(self._members.values())
+                for member in members:
+                    member.on_silence()
                 return
             envelope = request.envelope
             assert envelope is not None

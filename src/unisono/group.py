@@ -74,6 +74,7 @@ class Group:
         self.context = context
         self.name = name
         self.epoch = 0
+        self.parent: Group | None = None
         self.descriptor = descriptor
         self.world_ranks = world_ranks
         self.world_rank = world_ranks[backend.rank]
@@ -287,6 +288,13 @@ class Group:
         self.poison(self._lost([down.rank]))
         self._wake_all()
 
+    def on_silence(self) -> None:
+        """The backend was closed under this communicator: who waits for news would wait for ever."""
+        with self._lock:
+            pending = list(self._pending.values())
+        for entry in pending:
+            entry.task.interrupt(ClosedError(f"rank {self.world_rank} is closed"))
+
     def _on_gone(self, rank: int, cause: str) -> None:
         with self._lock:
             self._left.setdefault(rank, cause)
@@ -310,7 +318,18 @@ class Group:
         else:
             others = [rank for rank in self.world_ranks if rank != self.world_rank]
             hopeless = others if all(rank in gone for rank in others) else []
-        return self._lost(hopeless) if hopeless else None
+        if not hopeless:
+            return None
+        # Who leaves because the parent was aborted may never have made this group, to say so here.
+        cause = None if any(rank in self._dead for rank in hopeless) else self._abort_above()
+        return cause if cause is not None else self._lost(hopeless)
+
+    def _abort_above(self) -> UnisonoError | None:
+        """Why the nearest broken ancestor was given up, if one was."""
+        above = self.parent
+        while above is not None and not above._is_aborted:
+            above = above.parent
+        return None if above is None else above._current_poison()
 
     def _in_world_ranks(self, error: BaseException) -> BaseException:
         """The error of a request, which counts ranks as the backend of this group does, as users see it."""
@@ -424,6 +443,8 @@ def single(call: Call, request: Request, peers: Callable[[], tuple[int, ...]]) -
     call.is_wildcard = request.peer is ANY
     request.notify(call.wake)
     try:
+        if call.interruption is not None:
+            raise call.interruption
         while not request.done:
             yield
     except BaseException as interruption:  # a KeyboardInterrupt too must not leave our memory to others

@@ -59,6 +59,9 @@ class Deadline:
         return self.at is not None and now >= self.at
 
 
+# A signal that strikes just before the main thread falls asleep does not wake it: it is seen after this time.
+_SIGNALS_S: Final = 0.1
+
 NEVER: Final = Deadline(None)
 
 # Thirty years: longer waits overflow the clocks of some systems, and nobody is there to see them end.
@@ -155,7 +158,13 @@ class RealRuntime(Runtime):
     ) -> bool:
         """Wait for the event; signals such as Ctrl-C interrupt it."""
         assert isinstance(event, threading.Event)
-        return event.wait(None if timeout is None else min(timeout, _FOREVER_S))
+        if threading.current_thread() is not threading.main_thread():
+            return event.wait(None if timeout is None else min(timeout, _FOREVER_S))
+        end = self.now() + (_FOREVER_S if timeout is None else timeout)
+        while not event.wait(max(0.0, min(_SIGNALS_S, end - self.now()))):
+            if self.now() >= end:
+                return False
+        return True
 
     def call_at(self, when: float, fn: Callable[[], None]) -> Timer:
         """Call `fn` at the given time on the timer thread."""

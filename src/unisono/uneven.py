@@ -8,6 +8,7 @@ dimensions, then lengths along axis 0.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass
 from typing import Any, Final
@@ -140,7 +141,9 @@ def all_to_all_v(one: Collective, group: Group, parts: list[Array]) -> Steps[lis
 def all_reduce_fused(one: Collective, arrays: list[Array], op: ReduceOp, size: int) -> Steps[None]:
     """Reduce arrays in place: those of one type travel as one."""
     by_type = [[array for array in arrays if array.dtype.name == name] for name in DTYPES]
-    given = " ".join(described(same[0].dtype, _lengths(same)) for same in by_type if same)
+    # In the order given: lists of the same arrays in another order would be paired by type without a word.
+    runs = [list(run) for _, run in itertools.groupby(arrays, key=lambda array: array.dtype.name)]
+    given = " ".join(described(run[0].dtype, _lengths(run)) for run in runs)
     if not arrays:  # nothing to reduce, but a call that the others may have made otherwise
         yield from one.run("barrier", (), _BYTE, {}, op=op, algorithm="auto", given="[]")
     for same in by_type:

@@ -36,7 +36,8 @@ _log = logging.getLogger("unisono")
 class Call:
     """Which operation this is, and what it is doing: errors, logs and the deadlock report read it here.
 
-    `fault` turns the error of a request into the operation's own.
+    `fault` turns the error of a request into the operation's own. `interruption` is what the operation was
+    told to end by: if a part of it was met already and ended well, no further part may begin to wait.
     """
 
     operation: str
@@ -54,6 +55,7 @@ class Call:
     doom: Callable[[], UnisonoError | None] | None = None
     fault: Callable[[BaseException], BaseException] = field(default=lambda error: error)
     wake: Callable[[], None] = field(default=lambda: None)
+    interruption: UnisonoError | None = None
     stall_query_s: float | None = None
     stall_log_s: float | None = None
 
@@ -185,11 +187,11 @@ class Task(Generic[T]):
             try:
                 interruption, self._interruption = self._interruption, None
                 if interruption is not None:
-                    self._steps.throw(interruption())
+                    self._throw(interruption())
                 else:
                     self._steps.send(None)
                 if (doom := self._doom()) is not None:
-                    self._steps.throw(doom)
+                    self._throw(doom)
             except StopIteration as stop:
                 self._finish(stop.value, None)
                 return
@@ -201,6 +203,10 @@ class Task(Generic[T]):
                     self._state = _State.PARKED
                     return
                 self._woken = False
+
+    def _throw(self, error: UnisonoError) -> None:
+        self.call.interruption = error
+        self._steps.throw(error)
 
     def _doom(self) -> UnisonoError | None:
         """Why it can never end; nothing if it was interrupted already, for the first reason counts."""
@@ -277,7 +283,7 @@ class Task(Generic[T]):
             DeadlineExceeded(
                 f"{self.call.operation} did not end within {budget:.3g} s",
                 waiting_on=on,
-                cause=f"waiting for rank {', '.join(map(str, on))}" if on else None,
+                cause=_awaiting(on),
             )
         )
 
@@ -287,6 +293,7 @@ class Task(Generic[T]):
             f"waited {timeout:.3g} s, the work goes on",
             waiting_on=on,
             where=self.call.location(self._runtime.now()),
+            cause=_awaiting(on),
         )
 
     def _on_stall(self) -> None:
@@ -383,6 +390,10 @@ def _carry_on_claimed() -> None:
             del tasks[depth]
     finally:
         _queue.depth = depth
+
+
+def _awaiting(ranks: tuple[int, ...]) -> str:
+    return f"waiting for rank {', '.join(map(str, ranks))}" if ranks else "waiting for any rank"
 
 
 def requests_done(call: Call, requests: Iterable[Request]) -> Steps[None]:

@@ -33,6 +33,10 @@ from unisono.values import Any_
 
 __all__ = ["DESCRIPTION", "LocalBackend"]
 
+# A control message is a few lines of text; a hundred of the longest may wait.
+_CONTROL_EAGER_BYTES = 16 * 1024
+_CONTROL_CREDIT_BYTES = 100 * _CONTROL_EAGER_BYTES
+
 
 class LocalBackend(Backend):
     """One of n ranks that share this process."""
@@ -226,8 +230,11 @@ class _Hub:
         """The credit of a lane between two ranks."""
         pair = self._pairs.get((src, dst, lane))
         if pair is None:
-            fresh = _Pair(self.config.eager_credit_bytes, self.config.eager_bytes)
-            pair = self._pairs.setdefault((src, dst, lane), fresh)
+            limit, eager_bytes = self.config.eager_credit_bytes, self.config.eager_bytes
+            if lane is Lane.CONTROL:
+                # Why a rank gives up must arrive although it leaves at once, however little data may travel.
+                limit, eager_bytes = max(limit, _CONTROL_CREDIT_BYTES), max(eager_bytes, _CONTROL_EAGER_BYTES)
+            pair = self._pairs.setdefault((src, dst, lane), _Pair(limit, eager_bytes))
         return pair
 
     def down_of(self, rank: int, peer: int) -> UnisonoError | None:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send,
 from unisono.work import Call, Steps
 
 __all__ = ["Execution", "Memory", "Program", "execute", "program_of"]
+
+_NUMBER_BYTES: Final = 4
 
 Memory: TypeAlias = np.ndarray[Any, Any]
 
@@ -53,6 +55,8 @@ def execute(plan: Plan, how: Execution) -> Steps[None]:
     segment = max(1, config.segment_bytes // how.stage.dtype.itemsize)
     run = _Run(program_of(plan, segment), plan, how, config.window_segments)
     try:
+        if how.call.interruption is not None:
+            raise how.call.interruption
         while not run.advance():
             yield
     except BaseException as reason:
@@ -206,7 +210,6 @@ class _Run:
         self._spare: list[Memory] = []
         self._ended: deque[int] = deque()
         self._ready: deque[int] = deque()
-        self._introduced: set[int] = set()
         self._deserters: set[int] = set()
         for i, piece in enumerate(program.pieces):
             if isinstance(piece, Send):
@@ -215,7 +218,9 @@ class _Run:
                 self._recvs.setdefault(piece.peer, deque()).append(i)
             elif not self._waits[i]:
                 self._ready.append(i)
-        self._first_recv = {peer: queue[0] for peer, queue in self._recvs.items()}
+        # Which message to or from its peer a piece is: the k-th that is sent must meet the k-th receive.
+        queues = (*self._sends.values(), *self._recvs.values())
+        self._number = {i: number for queue in queues for number, i in enumerate(queue)}
         how.call.waiting_on = self.peers_awaited
 
     def advance(self) -> bool:
@@ -253,18 +258,16 @@ class _Run:
             i = queue.popleft()
             piece = self._program.pieces[i]
             assert isinstance(piece, Send)
-            is_first = peer not in self._introduced
-            self._introduced.add(peer)
             # The first message carries the fingerprint and ends only when met: a peer that never asks for it
             # is a mismatch, and the sender must not get away before it is seen.
-            how = self._how
+            how, is_first = self._how, not self._number[i]
             request = how.backend.start_send(
                 peer,
                 how.stage.context,
                 how.stage.tag,
                 self._view(piece.src),
                 dtype=how.stage.dtype.code,
-                header=how.stage.header if is_first else b"",
+                header=self._header(i),
                 sync=is_first and how.backend.capabilities.sync_send,
             )
             self._follow(i, request)
@@ -293,6 +296,11 @@ class _Run:
                 ),
             )
 
+    def _header(self, i: int) -> bytes:
+        """What a message carries: the fingerprint if it is the first to its peer, else its number."""
+        header, number = self._how.stage.header, self._number[i]
+        return header if not number or not header else number.to_bytes(_NUMBER_BYTES, "little")
+
     def _follow(self, i: int, request: Request) -> None:
         self._pending[i] = request
         request.notify(partial(self._on_end, i))
@@ -307,13 +315,15 @@ class _Run:
         assert isinstance(piece, Send | Recv | RecvReduce)
         if isinstance(request.error, PeerLost):
             self._deserters.add(piece.peer)  # why it is gone is told by others
+            self._landed.pop(i, None)
             return
         if isinstance(piece, Send):
             if request.error is not None:
                 raise self._how.call.fault(request.error)
             self._finish(i)
             return
-        if self._is_left_over(i, piece.peer, request):
+        if self._is_left_over(i, piece, request):
+            self._landed.pop(i, None)
             return
         self._check_message(i, piece, request)
         if isinstance(piece, Recv):
@@ -323,14 +333,17 @@ class _Run:
             self._reduce_landed(i, piece)
         # else: it is reduced as soon as the pieces before it are done, by _on_ready
 
-    def _is_left_over(self, i: int, peer: int, request: Request) -> bool:
-        """Whether this is from a peer that took its first message back, for the fingerprint is missing.
+    def _is_left_over(self, i: int, piece: Recv | RecvReduce, request: Request) -> bool:
+        """Whether this is from a peer that took an earlier message back: there is a gap in what it sent.
 
         It has given up, and the news why is on its way: what it sent before means nothing any more.
         """
-        envelope, header = request.envelope, self._how.stage.header
-        if i == self._first_recv[peer] and header and envelope is not None and not envelope.header:
-            self._deserters.add(peer)
+        envelope, peer, header = request.envelope, piece.peer, self._header(i)
+        if header and envelope is not None:
+            is_first = not self._number[i]
+            # The first one's fingerprint is compared elsewhere; here it is enough that it has one.
+            if len(envelope.header) <= _NUMBER_BYTES if is_first else envelope.header != header:
+                self._deserters.add(peer)
         return peer in self._deserters and (request.error is None or isinstance(request.error, UsageError))
 
     def _check_message(self, i: int, piece: Recv | RecvReduce, request: Request) -> None:
@@ -343,7 +356,7 @@ class _Run:
                 refused.cancel()
             envelope = refused.envelope
             if envelope is not None:
-                if envelope.header:
+                if not self._number[i]:
                     how.check_header(piece.peer, envelope.header)
                 how.check_length(piece.peer, envelope.nbytes, awaited, envelope.header)
         if request.error is not None:
@@ -351,7 +364,7 @@ class _Run:
         envelope = request.envelope
         assert envelope is not None
         # The fingerprint is in the first message, which need not be the first whose bytes are all here.
-        if i == self._first_recv[piece.peer]:
+        if not self._number[i]:
             how.check_header(piece.peer, envelope.header)
         if envelope.nbytes != awaited:
             how.check_length(piece.peer, envelope.nbytes, awaited, envelope.header)
