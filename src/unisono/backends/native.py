@@ -30,8 +30,8 @@ from unisono.contract import (
     LengthMismatch,
     PeerDown,
     Request,
-    Tags,
     Stage,
+    Tags,
 )
 from unisono.errors import BackendUnavailable, ClosedError, UnisonoError, UsageError
 from unisono.matching import Posted, refusal
