@@ -5,9 +5,7 @@ Knows how plans are shown. Decides nothing: choosing, costing and drawing are in
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from decimal import Decimal
 from itertools import groupby
 from pathlib import Path
 from typing import Final
@@ -18,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from unisono.cli.amounts import bytes_of
 from unisono.plans import (
     CATALOG,
     Links,
@@ -46,14 +45,9 @@ _ROUND_LINES_MAX: Final = 24
 # Larger worlds take seconds to write down and show nothing new.
 _RANKS_MAX: Final = 256
 
-_SUFFIXES: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
-
 
 def _parsed_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?|)B?", value)
-    if found is None:
-        raise click.BadParameter(f"{value!r} is no amount of bytes; write 4096, 64Ki, 1Mi, 2Gi or 10M")
-    return int(Decimal(found[1]) * _SUFFIXES[found[2]])
+    return bytes_of(value)
 
 
 @click.command("plan")
