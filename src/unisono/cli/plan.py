@@ -19,6 +19,7 @@ from rich.text import Text
 from unisono.cli.amounts import bytes_of
 from unisono.plans import (
     CATALOG,
+    LINKS,
     Links,
     Plan,
     Problem,
@@ -76,6 +77,14 @@ def _parsed_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int
 @click.option(
     "--hosts", "host_count", type=click.IntRange(min=1), default=1, show_default=True, help="Hosts."
 )
+@click.option(
+    "--link",
+    "kind",
+    type=click.Choice([kind for kind in LINKS if kind]),
+    default="shm",
+    show_default=True,
+    help="What joins ranks of one host.",
+)
 @click.option("--ordered", is_flag=True, help="Only algorithms with reproducible bits.")
 @click.option("--rank", type=int, help="Show all steps of this rank.")
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the plan into this file.")
@@ -88,6 +97,7 @@ def command(
     dtype_name: str,
     root: int,
     host_count: int,
+    kind: str,
     ordered: bool,
     rank: int | None,
     svg: Path | None,
@@ -105,7 +115,7 @@ def command(
     # A barrier's token has no type: one byte.
     itemsize = 1 if collective == "barrier" else DTYPES[dtype_name].itemsize
     problem = _problem(collective, size, nbytes, itemsize, root, host_count)
-    links = Links()
+    links = LINKS[kind]
     if algorithm == "auto":
         algorithm, reason = choose(problem, itemsize, links, ordered=ordered)
     else:
