@@ -78,7 +78,8 @@ def _belongings() -> dict[str, set[str]]:
             continue
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {
-        "threads": {f"{t.name} {t.ident}" for t in threading.enumerate()},
+        # One thread, once made, stays for the process: it waits for what finalizers ask for.
+        "threads": {f"{t.name} {t.ident}" for t in threading.enumerate() if t.name != "unisono-collected"},
         "descriptors": descriptors,
         "children": set(children),
         "shared memory": set(os.listdir("/dev/shm")),

@@ -272,8 +272,8 @@ class _Hub:
             listener(down)
 
     def leave_later(self, down: PeerDown) -> None:
-        """Leave from the timer thread: the collector strikes anywhere, also where a lock of ours is held."""
-        self.runtime.call_at(self.runtime.now(), lambda: self.leave(down))
+        """Leave soon: the collector strikes anywhere, also where a lock of ours is held."""
+        self.runtime.call_soon(lambda: self.leave(down))
 
     def note_activity(self) -> None:
         self.runtime.activity += 1
