@@ -81,5 +81,6 @@ def _belongings() -> dict[str, set[str]]:
         "threads": {f"{t.name} {t.ident}" for t in threading.enumerate()},
         "descriptors": descriptors,
         "children": set(children),
-        "shared memory": set(os.listdir("/dev/shm")),
+        # Open MPI's are not ours: somebody else's job may come and go on this machine.
+        "shared memory": {name for name in os.listdir("/dev/shm") if not name.startswith("sm_segment.")},
     }
