@@ -358,6 +358,13 @@ class Backend(ABC):
         """A number per rank, equal for ranks on one host; empty if all share one."""
         return ()
 
+    def link_kind(self) -> str:
+        """What joins ranks of one host, as measurements call it (shm, tcp); the same answer on every rank.
+
+        Empty if nobody has measured it: then algorithms are chosen by prediction.
+        """
+        return ""
+
     def run_plan(self, plan: Any, stage: Stage) -> Request:
         """Execute a plan (plans.Plan) below Python.
 
