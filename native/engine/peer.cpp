@@ -22,10 +22,11 @@ std::string readable(const byte* text, size_t bytes) {
 
 }  // namespace
 
-void Peer::on_open(std::unique_ptr<Link> opened, std::int64_t now) {
+void Peer::on_open(std::unique_ptr<Link> opened) {
   link = std::move(opened);
   state = State::open;
-  heard_at = now;
+  silent_ns = 0;
+  is_rumoured = false;
   for (const Lane lane : {Lane::bulk, Lane::control}) {
     const uint64_t fits = link->eager_bytes_max(lane);
     uint64_t allowed = around_.settings.eager_bytes;

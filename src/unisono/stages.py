@@ -7,8 +7,8 @@ know the verbs, nor what their arguments meant to the user.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from unisono.contract import HeaderMismatch, LengthMismatch, Request, Stage, Tags
 from unisono.errors import UsageError
@@ -67,7 +67,8 @@ class Collective:
         if stage == 0:
             group.remember(sequence, fingerprint)
         tag = Tags.collective(sequence, stage)
-        part = Stage(group.context, tag, dtype, op, memory, fingerprint)
+        learn = None if stage or group.hot is None else self._lesson(sequence, dtype, op, memory, fingerprint)
+        part = Stage(group.context, tag, dtype, op, memory, fingerprint, on_compiled=learn)
         able = backend.capabilities
         if able.run_collective and (own := backend.run_collective(problem, part)) is not None:
             yield from self._follow(own, fingerprint)
@@ -88,6 +89,32 @@ class Collective:
         )
         yield from execute(plan, how)
 
+    def _lesson(
+        self,
+        sequence: int,
+        dtype: DType,
+        op: ReduceOp | None,
+        memory: Mapping[Buf, Memory],
+        fingerprint: bytes,
+    ) -> Callable[[Any], object] | None:
+        """What the hot path needs to make the same call again by itself."""
+        hot = self._group.hot
+        divisor = self._group.backend.size if op is not None and op.is_mean else 0
+        return lambda program: (
+            hot
+            and hot.learn(
+                sequence,
+                self._call.operation,
+                program,
+                dtype.code,
+                -1 if op is None or op.code is None else op.code,
+                memory.get(Buf.IN),
+                memory.get(Buf.OUT),
+                fingerprint,
+                divisor if divisor > 1 else 0,
+            )
+        )
+
     def _follow(self, request: Request, fingerprint: bytes) -> Steps[None]:
         """Carry to its end what the backend runs by its own means."""
         group, call = self._group, self._call
@@ -102,6 +129,10 @@ class Collective:
             raise
         except LengthMismatch as wrong:
             group.refuse_length(call, fingerprint, wrong.peer, wrong.came, wrong.awaited)
+
+    def take_over(self, handle: int, memory: tuple[Any, ...], fingerprint: bytes) -> Steps[None]:
+        """Carry to its end what the hot path began."""
+        yield from self._follow(self._group.backend.adopt_run(handle, memory), fingerprint)
 
     def _words(self, problem: Problem, given: str, op: ReduceOp | None, algorithm: str) -> str:
         """The call in words: what ranks compare and what a mismatch shows."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from unisono._native import HotPath, Ledger
 from unisono.config import Config
 from unisono.contract import UNTYPED, Backend, Capabilities, Lane, PeerDown, Request, Stage
 from unisono.errors import UsageError
@@ -112,6 +113,14 @@ class SubBackend(Backend):
     def run_plan(self, plan: Any, stage: Stage) -> Request:
         """Run a plan in the parent, whose ranks our members are."""
         return self._ours(self.parent.run_plan(plan, replace(stage, members=self.members)), self.rank)
+
+    def hot_path(self, context: int, size: int, ledger: Ledger) -> HotPath | None:
+        """The parent's: what it learns has the parent's ranks in it."""
+        return self.parent.hot_path(context, size, ledger)
+
+    def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
+        """Follow a run in the parent."""
+        return self._ours(self.parent.adopt_run(handle, memory), self.rank)
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         """Hear of members only, by our numbers."""
