@@ -62,7 +62,7 @@ class Ranks:
     """The processes of one world. Each talks to the test by a pipe, and says at last what it returned."""
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
+        self.folder = folder
         self.pids: list[int] = []
         self.pipes: list[Connection] = []
         self.codes: dict[int, int] = {}
@@ -82,7 +82,7 @@ class Ranks:
                 warnings.simplefilter("ignore", DeprecationWarning)  # threads of the test are not of the rank
                 pid = os.fork()
             if pid == 0:
-                _be_rank(live, rank, size, self._folder, kind, config, pairs)
+                _be_rank(live, rank, size, self.folder, kind, config, pairs)
             self.pids.append(pid)
         for ours, theirs in pairs:
             theirs.close()
