@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/*)
+NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/* native/engine/*)
 
 setup: $(STAMP)
 
@@ -22,7 +22,7 @@ $(STAMP): $(VENV)/.tools $(NATIVE)
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/train.py
+	$(BIN)/unisono run -n 4 examples/train.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
@@ -36,8 +36,11 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The figures: collectives beside MPI and Gloo, import, start-up and memory. Below ten minutes on two cores.
 bench: $(STAMP)
-	for script in bench/*.py; do $(BIN)/python $$script || exit 1; done
+	$(BIN)/unisono bench --quick
+	$(BIN)/python bench/import_time.py
+	$(BIN)/python bench/startup.py
 
 # A thousand ranks killed at random, every value checked, nothing left behind.
 soak: $(STAMP)

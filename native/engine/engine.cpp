@@ -247,6 +247,7 @@ void Engine::enter_polling() {
 }
 
 void Engine::leave_polling() {
+  ++polls_;
   is_polled_.store(false, std::memory_order_relaxed);
   if (rest_ == Rest::epoll) poller_.kick();
   if (rest_ == Rest::deep) background_.notify_one();
@@ -292,6 +293,7 @@ void Engine::doze(Hold& held, std::int64_t until) {
 void Engine::run() {
   Poller::Events events;
   int quiet = 0;
+  uint64_t polls = 0;
   while (!is_stopping_.load(std::memory_order_relaxed)) {
     const std::int64_t now = now_ns();
     if (now < beat_at_ && is_polled_.load(std::memory_order_relaxed) && !is_sleeping_.load(std::memory_order_relaxed)) {
@@ -338,9 +340,11 @@ void Engine::run() {
       }
     }
     if (is_polled_.load(std::memory_order_relaxed)) continue;
-    quiet = moved && !is_asleep ? 0 : quiet + 1;
+    // Between two calls of somebody who calls all the time it is not quiet.
+    const bool was_polled = std::exchange(polls, polls_) != polls_;
+    quiet = (moved && !is_asleep) || was_polled ? 0 : quiet + 1;
     // Woken by a doorbell and done: back to sleep at once. Ticking: after a while without anything.
-    if (is_asleep || quiet >= quiet_ticks) {
+    if ((is_asleep && !was_polled) || quiet >= quiet_ticks) {
       presence_.fall_asleep();
       if (progress()) {
         presence_.wake_up();

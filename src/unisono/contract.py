@@ -22,6 +22,7 @@ from unisono.errors import ClosedError, PeerLost, UsageError, lost_text
 from unisono.values import ANY, TAG_MAX, Any_, DType, ReduceOp
 
 if TYPE_CHECKING:
+    from unisono._native import HotPath, Ledger
     from unisono.config import Config
     from unisono.runtime import Runtime
 
@@ -39,6 +40,7 @@ __all__ = [
     "Request",
     "Stage",
     "Tags",
+    "eager_limits",
     "withdrawn",
 ]
 
@@ -79,6 +81,24 @@ class Lane(IntEnum):
 
     BULK = 0
     CONTROL = 1
+
+
+# A control message is a few lines of text; a hundred of the longest may wait.
+_CONTROL_EAGER_BYTES: Final = 16 * 1024
+_CONTROL_CREDIT_BYTES: Final = 100 * _CONTROL_EAGER_BYTES
+
+
+def eager_limits(config: Config, lane: Lane) -> tuple[int, int]:
+    """The longest message that travels before it is asked for, and the bytes of them that may wait.
+
+    Why a rank gives up must arrive although it leaves at once, however little data may travel.
+    """
+    if lane is Lane.CONTROL:
+        return (
+            max(config.eager_bytes, _CONTROL_EAGER_BYTES),
+            max(config.eager_credit_bytes, _CONTROL_CREDIT_BYTES),
+        )
+    return config.eager_bytes, config.eager_credit_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +148,8 @@ class Stage:
 
     `memory` holds the flat arrays of the plan's buffers (plans.Buf). `header` is the fingerprint that goes
     with the first message to each peer; what stands before its first NUL byte is compared. `members` are the
-    plan's ranks by their numbers in the backend, if those differ.
+    plan's ranks by their numbers in the backend, if those differ. `on_compiled` is shown what the plan
+    became, if the backend runs it in a form that can be run again without asking.
     """
 
     context: int
@@ -138,6 +159,7 @@ class Stage:
     memory: Mapping[Any, Any]
     header: bytes
     members: tuple[int, ...] | None = None
+    on_compiled: Callable[[Any], object] | None = None
 
 
 class HeaderMismatch(Exception):
@@ -342,6 +364,13 @@ class Backend(ABC):
         """A number per rank, equal for ranks on one host; empty if all share one."""
         return ()
 
+    def link_kind(self) -> str:
+        """What joins ranks of one host, as measurements call it (shm, tcp); the same answer on every rank.
+
+        Empty if nobody has measured it: then algorithms are chosen by prediction.
+        """
+        return ""
+
     def run_plan(self, plan: Any, stage: Stage) -> Request:
         """Execute a plan (plans.Plan) below Python.
 
@@ -350,6 +379,14 @@ class Backend(ABC):
         `watch` cancels. Cancelled, it ends once nobody uses its memory.
         """
         raise NotImplementedError(f"{self.capabilities.name} does not run plans")
+
+    def hot_path(self, context: int, size: int, ledger: Ledger) -> HotPath | None:
+        """Make what runs known calls of a communicator of `size` ranks without Python, if the backend can."""
+        return None
+
+    def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
+        """Follow a run that the hot path began, as if it came from `run_plan`."""
+        raise NotImplementedError(f"{self.capabilities.name} has no hot path")
 
     def run_collective(self, problem: Any, stage: Stage) -> Request | None:
         """Solve a problem (plans.Problem) by the library's own algorithm, or leave it to plans: None.
