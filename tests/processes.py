@@ -74,15 +74,19 @@ class Ranks:
         *,
         kind: str = "shm",
         config: Config | None = None,
+        links: Callable[[int], dict[str, Any]] | None = None,
     ) -> None:
-        """Fork the ranks: each calls `live(backend, pipe)` with a backend that is connected."""
+        """Fork the ranks: each calls `live(backend, pipe)` with a backend that is connected.
+
+        `links(rank)` is called in the rank itself and gives the settings of its backend, instead of `kind`.
+        """
         pairs = [mp.Pipe() for _ in range(size)]
         for rank in range(size):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # threads of the test are not of the rank
                 pid = os.fork()
             if pid == 0:
-                _be_rank(live, rank, size, self.folder, kind, config, pairs)
+                _be_rank(live, rank, size, self.folder, links or KINDS[kind], config, pairs)
             self.pids.append(pid)
         for ours, theirs in pairs:
             theirs.close()
@@ -177,7 +181,7 @@ def _be_rank(
     rank: int,
     size: int,
     folder: str,
-    kind: str,
+    links: Callable[[int], dict[str, Any]],
     config: Config | None,
     pairs: list[tuple[Connection, Connection]],
 ) -> None:
@@ -190,7 +194,7 @@ def _be_rank(
             if other != rank:
                 theirs.close()
         pipe = pairs[rank][1]
-        backend = NativeBackend(rank, size, folder, b"the job's secret", config=config, **KINDS[kind](rank))
+        backend = NativeBackend(rank, size, folder, b"the job's secret", config=config, **links(rank))
         try:
             pipe.send(backend.card())
             backend.connect(pipe.recv())

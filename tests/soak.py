@@ -49,15 +49,16 @@ def live(backend: NativeBackend, pipe: Connection, seed: int) -> tuple[tuple[int
             heard_at = time.monotonic()
             pipe.send(error.ranks)
         dead, killed_at = pipe.recv()
-        deadline = time.monotonic() + 10
+        named, deadline = (), time.monotonic() + 10
         while time.monotonic() < deadline:
             try:
                 comm.barrier()
             except PeerLost as error:
-                if error.ranks == dead:
-                    return error.ranks, metronome.fair_s(max(began, killed_at), heard_at)
+                named = error.ranks
+                if named == dead:
+                    return named, metronome.fair_s(max(began, killed_at), heard_at)
                 time.sleep(0.01)
-        raise AssertionError(f"{dead} are dead")
+        raise AssertionError(f"{dead} are dead, and it names {named}; {backend.links()}")
 
 
 def kill_some(seed: int, most: int) -> int:

@@ -448,9 +448,9 @@ void Engine::lose(Peer& peer, const std::string& cause, bool left) {
 void Engine::on_news(uint64_t gone, std::string cause, bool left) {
   if (gone >= peers_.size() || gone == static_cast<uint64_t>(rank)) return;
   Peer& peer = *peers_[gone];
-  // Who has a link with it sees for itself, and first gets what was sent before. A greeting under way may be the begin
-  // of such a link: what it sent after its part of the greeting waits there for us.
-  if (peer.state == Peer::State::opening && door_.is_greeting(peer.rank)) {
+  // Who has a link with it sees for itself, and first gets what was sent before. A call of ours under way may be the
+  // begin of such a link: what it sent after its part of the greeting waits there for us.
+  if (peer.state == Peer::State::opening && door_.is_calling(peer.rank)) {
     if (std::exchange(peer.is_rumoured, true)) return;
     peer.cause = cause;
     peer.left = left;
@@ -500,7 +500,7 @@ void Engine::close(std::int64_t flush_ns) {
     };
     wait_until([&] { return all_open([this](const Peer& p) { return p.is_flushed() || !is_connected_; }); }, now_ns() + flush_ns);
     // Who is just being greeted must hear a goodbye, too.
-    wait(held, [&] { return !door_.is_greeting(any_source) && all_open([](const Peer& p) { return p.state != Peer::State::opening; }); },
+    wait(held, [&] { return !door_.is_greeting() && all_open([](const Peer& p) { return p.state != Peer::State::opening; }); },
          now_ns() + std::max(flush_ns, farewell_ns));
     is_leaving_ = true;
     // What was not met by now will not be.
