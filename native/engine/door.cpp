@@ -122,7 +122,7 @@ class Door::Listener final : public Watcher {
 
 class Door::Greeting final : public Watcher {
  public:
-  Greeting(Door& door, Descriptor socket, std::int64_t deadline) : door(door), deadline(deadline) {
+  Greeting(Door& door, Descriptor socket, std::int64_t patience_ns) : door(door), patience_ns(patience_ns) {
     guest.socket = std::move(socket);
   }
   ~Greeting() override {
@@ -158,7 +158,7 @@ class Door::Greeting final : public Watcher {
   enum class Reading : uint8_t { more, whole, over };
 
   Door& door;
-  std::int64_t deadline;
+  std::int64_t patience_ns;
   Step step = Step::await_hello;
   Guest guest{};
   uint64_t watch = 0;
@@ -168,6 +168,14 @@ class Door::Greeting final : public Watcher {
   Verdict verdict{};
   size_t have = 0;
   bool is_proven = false;
+
+  // Whom we called on this host is slow because nobody lets it run.
+  bool is_starved() const {
+    ucred who{};
+    socklen_t length = sizeof who;
+    return guest.is_opener && guest.medium == Medium::shm &&
+           getsockopt(guest.socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && engine::is_starved(who.pid);
+  }
 
   void say_hello() {
     step = Step::await_challenge;
@@ -383,7 +391,7 @@ void Door::accept_from(int listener, Medium medium) {
       continue;
     }
     if (medium == Medium::tcp) tune(socket.get(), settings_.silence_ns);
-    auto greeting = std::make_unique<Greeting>(*this, std::move(socket), now_ns() + stranger_ns);
+    auto greeting = std::make_unique<Greeting>(*this, std::move(socket), stranger_ns);
     greeting->guest.medium = medium;
     greeting->guest.is_opener = false;
     greeting->begin(EPOLLIN);
@@ -404,7 +412,7 @@ void Door::knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, 
   if (!socket) return host_.on_closed_door(rank, failure("no socket to reach it"), Ruling::unknown);
   const int fd = socket.get();
   if (!is_unix) tune(fd, settings_.silence_ns);
-  auto greeting = std::make_unique<Greeting>(*this, std::move(socket), now_ns() + settings_.silence_ns);
+  auto greeting = std::make_unique<Greeting>(*this, std::move(socket), settings_.silence_ns);
   Greeting& g = *greeting;
   g.guest.rank = rank;
   g.guest.medium = medium;
@@ -435,18 +443,25 @@ void Door::forget(std::int32_t rank) {
   std::erase_if(greetings_, [rank](const auto& g) { return g->guest.is_opener && g->guest.rank == rank; });
 }
 
-void Door::tick(std::int64_t now) {
+bool Door::is_calling(std::int32_t rank) const {
+  return std::any_of(greetings_.begin(), greetings_.end(),
+                     [rank](const auto& g) { return g->guest.is_opener && g->guest.rank == rank; });
+}
+
+bool Door::is_greeting() const {
+  return std::any_of(greetings_.begin(), greetings_.end(), [](const auto& g) {
+    return g->guest.is_opener || g->step == Greeting::Step::await_introduction;
+  });
+}
+
+void Door::tick(std::int64_t passed_ns) {
   for (auto& one : listeners_)
     if (one != nullptr) one->watch();
-  for (size_t i = 0; i < greetings_.size();) {
-    Greeting& g = *greetings_[i];
-    if (now < g.deadline) {
-      ++i;
-      continue;
-    }
-    refuse(g, "no answer within the time for a greeting");
-    i = 0;  // anything may have changed
-  }
+  for (const auto& g : greetings_) g->patience_ns -= passed_ns;
+  const auto is_late = [](const auto& g) { return g->patience_ns <= 0 && !g->is_starved(); };
+  // From the start each time: anything may have changed.
+  for (auto late = greetings_.begin(); (late = std::find_if(greetings_.begin(), greetings_.end(), is_late)) != greetings_.end();)
+    refuse(**late, "no answer within the time for a greeting");
 }
 
 void Door::close(bool keep_files) {

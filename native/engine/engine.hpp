@@ -199,6 +199,7 @@ class Engine final : public Surroundings, private Host {
   std::condition_variable_any background_;
   std::int64_t beat_ns_ = 0;
   std::int64_t beat_at_ = 0;
+  std::int64_t judged_at_ = 0;
   std::unique_ptr<std::thread> thread_;
 };
 

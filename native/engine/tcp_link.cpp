@@ -1,5 +1,7 @@
 #include "tcp_link.hpp"
 
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include "digest.hpp"
@@ -53,6 +55,11 @@ Connection::~Connection() {
 void Connection::on_ready(uint32_t events) {
   if ((events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) is_ready_ = true;
   if ((events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) != 0) is_blocked_ = false;
+}
+
+bool Connection::is_delivered() const {
+  int bytes = 0;
+  return is_mute_ || is_ended_ || ioctl(channel_->fd(), SIOCOUTQ, &bytes) != 0 || bytes == 0;
 }
 
 // ---- out ----

@@ -384,8 +384,4 @@ def _take_over(
 
 def _close_later(backend: Backend) -> None:
     """Close a forgotten backend where no lock is held: the collector may strike in the midst of its code."""
-    runtime = backend.runtime
-    if runtime.is_virtual:
-        backend.close()
-    else:
-        runtime.call_at(runtime.now(), backend.close)
+    backend.runtime.call_soon(backend.close)

@@ -40,6 +40,7 @@ __all__ = [
     "Request",
     "Stage",
     "Tags",
+    "eager_limits",
     "withdrawn",
 ]
 
@@ -54,7 +55,10 @@ UNTYPED: Final = 255
 
 
 class Tags:
-    """How the 64 bits of a tag are shared out. An ANY receive meets only what users send."""
+    """How the 64 bits of a tag are shared out. An ANY receive meets only what users send.
+
+    In the tag of a collective bits 40 to 60 are the engine's: which message of a plan it is.
+    """
 
     COLLECTIVE = 1 << 62
     CONTROL = 1 << 61
@@ -77,6 +81,24 @@ class Lane(IntEnum):
 
     BULK = 0
     CONTROL = 1
+
+
+# A control message is a few lines of text; a hundred of the longest may wait.
+_CONTROL_EAGER_BYTES: Final = 16 * 1024
+_CONTROL_CREDIT_BYTES: Final = 100 * _CONTROL_EAGER_BYTES
+
+
+def eager_limits(config: Config, lane: Lane) -> tuple[int, int]:
+    """The longest message that travels before it is asked for, and the bytes of them that may wait.
+
+    Why a rank gives up must arrive although it leaves at once, however little data may travel.
+    """
+    if lane is Lane.CONTROL:
+        return (
+            max(config.eager_bytes, _CONTROL_EAGER_BYTES),
+            max(config.eager_credit_bytes, _CONTROL_CREDIT_BYTES),
+        )
+    return config.eager_bytes, config.eager_credit_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +363,13 @@ class Backend(ABC):
     def hosts(self) -> tuple[int, ...]:
         """A number per rank, equal for ranks on one host; empty if all share one."""
         return ()
+
+    def link_kind(self) -> str:
+        """What joins ranks of one host, as measurements call it (shm, tcp); the same answer on every rank.
+
+        Empty if nobody has measured it: then algorithms are chosen by prediction.
+        """
+        return ""
 
     def run_plan(self, plan: Any, stage: Stage) -> Request:
         """Execute a plan (plans.Plan) below Python.

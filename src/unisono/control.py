@@ -7,9 +7,10 @@ message of every context meets.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol, TypeAlias
 
 import msgspec
@@ -29,7 +30,9 @@ from unisono.errors import (
 from unisono.values import ANY
 from unisono.work import Call, Steps, Task
 
-__all__ = ["Answer", "Control", "Left", "Member", "Query", "Verdict"]
+__all__ = ["Answer", "Control", "Left", "Member", "Query", "Verdict", "decode"]
+
+_log = logging.getLogger("unisono")
 
 CONTROL_CONTEXT: Final = 0
 WORLD_CONTEXT: Final = 1
@@ -101,12 +104,14 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
 
 
 class Left(msgspec.Struct, frozen=True, tag="left"):
-    """The sender has closed this communicator; all it sent on it came before.
+    """The sender has closed this communicator; all it sent on it in this lane came before.
 
+    It has left when both lanes say so: data, and the word that ours were taken, travel in different ones.
     `calls` holds its last collectives by number: who waits for one that was called otherwise learns why.
     """
 
     context: int
+    lane: Lane
     calls: dict[int, bytes] = {}
 
 
@@ -130,6 +135,19 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 News: TypeAlias = Verdict | Left | Query | Answer
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Verdict | Left | Query | Answer).decode
+
+
+def decode(data: bytes) -> News:
+    """Read a control message.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    try:
+        news: News = _decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError("a malformed control message", cause=str(error)) from None
+    return news
 
 
 class Member(Protocol):
@@ -197,7 +215,7 @@ class Control:
             while not request.done:
                 # A peer that gives up says why and goes: what it said comes first.
                 while self._ends and not request.done and self._is_quiet():
-                    self._tell_end(self._ends.popleft())
+                    self._heed(self._tell_end, self._ends.popleft())
                 if not request.done:
                     yield
             if request.error is not None and not isinstance(request.error, ClosedError):
@@ -210,14 +228,27 @@ class Control:
                 return
             envelope = request.envelope
             assert envelope is not None
-            self._on_message(envelope.source, bytes(request.data or b""))
+            self._heed(self._on_message, envelope.source, bytes(request.data or b""))
+
+    def _heed(self, hear: Callable[..., None], *news: object) -> None:
+        """Hear the news. A failure in that must not make this rank deaf: others would wait for ever."""
+        try:
+            hear(*news)
+        except Exception as error:
+            _log.exception("rank %d: control failed", self.backend.rank)
+            self._blame(
+                self.backend.rank,
+                ProtocolError(
+                    f"rank {self.backend.rank} could not heed a control message", cause=repr(error)
+                ),
+            )
 
     def _on_message(self, sender: int, data: bytes) -> None:
         try:
-            news: News = _decode(data)
-        except (msgspec.DecodeError, ValueError) as error:
+            news = decode(data)
+        except ProtocolError as error:
             self._blame(
-                sender, ProtocolError(f"rank {sender} sent a malformed control message", cause=str(error))
+                sender, ProtocolError(f"rank {sender} sent a malformed control message", cause=error.cause)
             )
             return
         with self._lock:

@@ -90,6 +90,7 @@ class Group:
         self._is_silent = False
         self._left: dict[int, str] = {}
         self._farewells: dict[int, Mapping[int, bytes]] = {}
+        self._closed_lanes: dict[int, set[Lane]] = {}
         self._questions: dict[int, dict[int, bytes]] = {}
         self._dead: dict[int, str] = {}
         # A group that its members made without talking introduces itself with its first message to each.
@@ -258,7 +259,8 @@ class Group:
         if not self._is_aborted:
             if self._poison is not None:  # told before, but a farewell in its own lane must not overtake it
                 self.control.tell(self.world_ranks, Verdict.of(self._poison, self.context), Lane.BULK)
-            self.control.tell(self.world_ranks, Left(self.context, self._last_calls()), Lane.BULK)
+            for lane in (Lane.BULK, Lane.CONTROL):
+                self.control.tell(self.world_ranks, Left(self.context, lane, self._last_calls()), lane)
         self.control.leave(self)
 
     @property
@@ -305,10 +307,13 @@ class Group:
             case Left():
                 with self._lock:
                     self._farewells[sender] = news.calls
+                    lanes = self._closed_lanes.setdefault(sender, set())
+                    lanes.add(news.lane)
                     self._look()
                 if (mismatch := self._compare(sender, news.calls)) is not None:
                     self.poison(mismatch)
-                self._on_gone(sender, "left")
+                if len(lanes) == len(Lane):
+                    self._on_gone(sender, "left")
             case Query():
                 self._on_query(sender, news)
             case Answer():

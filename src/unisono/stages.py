@@ -13,7 +13,7 @@ from typing import Any, Final
 from unisono.contract import HeaderMismatch, LengthMismatch, Request, Stage, Tags
 from unisono.errors import UsageError
 from unisono.group import Group, fingerprint_of, single
-from unisono.plans import Links, Problem, build, choose, entry_of
+from unisono.plans import LINKS, Links, Problem, build, choose, entry_of
 from unisono.plans.execute import Execution, Memory, execute
 from unisono.plans.steps import Buf
 from unisono.values import DType, ReduceOp
@@ -21,7 +21,6 @@ from unisono.work import Call, Steps
 
 __all__ = ["Collective", "check_order", "described"]
 
-LINKS: Final = Links()
 _COUNTS_SHOWN: Final = 16
 
 
@@ -54,7 +53,9 @@ class Collective:
         """
         group, backend = self._group, self._group.backend
         problem = Problem(collective, backend.size, counts, root, backend.hosts())
-        name = algorithm_for(problem, dtype, op, algorithm or self._algorithm, backend.config.reproducible)
+        links = LINKS[backend.link_kind()]
+        wanted = algorithm or self._algorithm
+        name = algorithm_for(problem, dtype, op, wanted, backend.config.reproducible, links)
         if given is None:
             given = described(dtype, shape if shape is not None else counts)
         # An algorithm for metadata follows from what is shown already; what the user asked for does not.
@@ -155,14 +156,14 @@ def described(dtype: DType, lengths: Sequence[int]) -> str:
 
 
 def algorithm_for(
-    problem: Problem, dtype: DType, op: ReduceOp | None, wanted: str, reproducible: bool
+    problem: Problem, dtype: DType, op: ReduceOp | None, wanted: str, reproducible: bool, links: Links
 ) -> str:
-    """The algorithm by name, or the cheapest that keeps what the operation and the settings need."""
+    """The algorithm by name, or the best that keeps what the operation and the settings need."""
     if wanted != "auto":
         check_order(problem.collective, op, wanted, reproducible)
         return wanted
     ordered = op is not None and (reproducible or not op.commutative)
-    return choose(problem, dtype.itemsize, LINKS, ordered=ordered)[0]
+    return choose(problem, dtype.itemsize, links, ordered=ordered)[0]
 
 
 def check_order(collective: str, op: ReduceOp | None, algorithm: str, reproducible: bool) -> None:

@@ -163,6 +163,10 @@ class NativeBackend(Backend):
         """A number per rank, equal for ranks on one host; empty if all share one."""
         return self._hosts
 
+    def link_kind(self) -> str:
+        """Shared memory, unless a setting that all ranks share has turned it off."""
+        return "shm" if self._config.shm else "tcp"
+
     def links(self) -> list[str]:
         """How each rank is reached at the moment; for tests and the curious."""
         return self._engine.links()

@@ -135,6 +135,10 @@ class SubBackend(Backend):
     def close(self) -> None:
         """Nothing of its own to close: the parent stays."""
 
+    def link_kind(self) -> str:
+        """The parent's."""
+        return self.parent.link_kind()
+
     def hosts(self) -> tuple[int, ...]:
         """The members' hosts."""
         theirs = self.parent.hosts()
