@@ -291,7 +291,9 @@ void Engine::be_patient(std::int64_t quiet_ns, Hold& held, std::int64_t now, std
     return;
   }
   // Whom we wait for may be next in line for this very core: to spin would only keep it waiting.
-  if (!is_shared && quiet_ns < (is_crowded ? spin_ns_long_ : spin_ns_)) return;
+  // On a socket's other end it may be, for all we know.
+  const std::int64_t spin_ns = !is_crowded ? spin_ns_ : tcp_links_ == 0 ? spin_ns_long_ : spin_ns_crowded;
+  if (!is_shared && quiet_ns < spin_ns) return;
   if (quiet_ns < yield_ns_ && !is_crowded) {
     held.unlock();
     sched_yield();
