@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from unisono.backends.native import NativeBackend
+from unisono.backends.native import Credentials, NativeBackend
 from unisono.config import Config
+from unisono.launch.identity import Authority, Name, WorkerKey
 from unisono.testing import CASES, check_backend
 
 Factory = Callable[[int], list[NativeBackend]]
@@ -23,7 +25,31 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "tight": lambda rank: {"config": Config(eager_bytes=48, eager_credit_bytes=256, segment_bytes=512)},
     "never eager": lambda rank: {"config": Config(eager_bytes=0, eager_credit_bytes=0), "shm": rank >= 0},
     "tight tcp": lambda rank: {"shm": False, "config": Config(eager_bytes=48, eager_credit_bytes=256)},
+    "tls": lambda rank: {"shm": False, "tls": True},
+    "hosts tls": lambda rank: {"host": f"host {rank % 2}", "tls": True},
+    # A new key with every third record, and messages that straddle records.
+    "tight tls": lambda rank: {
+        "shm": False,
+        "tls": True,
+        "rekey_records": 3,
+        "config": Config(eager_bytes=48, eager_credit_bytes=256),
+    },
 }
+
+
+def credentials(size: int) -> list[Credentials]:
+    """What a seed would give to the ranks of a world."""
+    now = datetime.datetime.now(datetime.UTC)
+    job = "0123456789abcdef" * 2
+    authority = Authority(job, now)
+    names = [Name(job, rank, rank + 1).uri for rank in range(size)]
+    made = []
+    for rank in range(size):
+        key = WorkerKey()
+        certificate = authority.certify(key.request(), rank, rank + 1, now)
+        mine = key.identity(certificate, authority.certificate_pem, now)
+        made.append(Credentials(names, mine.key_pem, mine.certificate_pem, mine.ca_pem))
+    return made
 
 
 @pytest.fixture
@@ -37,8 +63,9 @@ def factory(tmp_path: Path) -> Iterator[Callable[[str], Factory]]:
             folder.mkdir(mode=0o700)
             ranks = [NativeBackend(r, size, str(folder), b"secret", **KINDS[kind](r)) for r in range(size)]
             cards = [rank.card() for rank in ranks]
+            given = credentials(size) if "tls" in kind else [None] * size
             for rank in ranks:
-                rank.connect(cards)
+                rank.connect(cards, given[rank.rank])
             return ranks
 
         return make

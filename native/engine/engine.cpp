@@ -127,6 +127,7 @@ void Engine::after_fork_in_child() {
 
 void Engine::connect(const std::vector<Card>& cards) {
   if (cards.size() != peers_.size()) throw std::runtime_error("allowed: one card per rank");
+  if (!door_.is_ready()) throw std::runtime_error("with TLS a rank needs an identity before it connects");
   int neighbours = 0;
   for (size_t i = 0; i < cards.size(); ++i) {
     Peer& peer = *peers_[i];
@@ -356,7 +357,7 @@ void Engine::open_link(Peer& peer) {
   peer.state = Peer::State::opening;
   peer.heard_at = now_ns();
   const bool is_shm = settings.shm && peer.is_same_host && !peer.card.unix_path.empty();
-  const bool checksum = settings.checksum && !peer.is_same_host;
+  const bool checksum = settings.checksum && !settings.tls && !peer.is_same_host;
   door_.knock(peer.rank, peer.card, is_shm ? Medium::shm : Medium::tcp, Lane::control, checksum);
 }
 
@@ -388,16 +389,15 @@ void Engine::on_guest(Guest guest) {
     return opened(peer, std::move(link));
   }
   if (guest.lane == Lane::control) {
-    halves_[guest.rank] = Half{std::move(guest.socket), guest.checksum, guest.is_opener};
+    halves_[guest.rank] = Half{std::move(guest.channel), guest.checksum, guest.is_opener};
     if (guest.is_opener) door_.knock(guest.rank, peer.card, Medium::tcp, Lane::bulk, guest.checksum);
     return;
   }
   const auto half = halves_.find(guest.rank);
   if (half == halves_.end()) return;
-  auto bulk = std::make_unique<Connection>(peer, poller_, std::make_unique<PlainChannel>(std::move(guest.socket)),
-                                           Lane::bulk, guest.checksum);
-  auto control = std::make_unique<Connection>(
-      peer, poller_, std::make_unique<PlainChannel>(std::move(half->second.control)), Lane::control, guest.checksum);
+  auto bulk = std::make_unique<Connection>(peer, poller_, std::move(guest.channel), Lane::bulk, guest.checksum);
+  auto control =
+      std::make_unique<Connection>(peer, poller_, std::move(half->second.control), Lane::control, guest.checksum);
   halves_.erase(half);
   if (!bulk->is_watched() || !control->is_watched()) return lose(peer, failure("cannot watch its sockets"), false);
   is_hasty_ = ++tcp_links_ <= hasty_links_max;
@@ -424,7 +424,7 @@ void Engine::lose(Peer& peer, const std::string& cause, bool left) {
   std::erase(open_, &peer);
   halves_.erase(peer.rank);
   door_.forget(peer.rank);
-  if (peer.link != nullptr && peer.link->name() == std::string_view("tcp")) is_hasty_ = --tcp_links_ <= hasty_links_max;
+  if (peer.link != nullptr && std::string_view(peer.link->name()).starts_with("tcp")) is_hasty_ = --tcp_links_ <= hasty_links_max;
   peer.end_all(Outcome::peer_down);
   inbox.end_receives_from(peer.rank);
   peer.link.reset();

@@ -82,6 +82,8 @@ class Engine final : public Surroundings, private Host {
   Hold hold() { return Hold(mutex_); }
 
   Card card() const { return door_.card(); }
+  // Who this rank is on links with TLS; before `connect`. Throws std::runtime_error.
+  void secure(const TlsMaterial& material) { door_.secure(material); }
   void connect(const std::vector<Card>& cards);
 
   // Start an operation; it may end before the call returns. False (and nothing happens) once the engine is closed.
@@ -121,6 +123,7 @@ class Engine final : public Surroundings, private Host {
   bool is_forked() const { return is_forked_.load(std::memory_order_relaxed); }
   // How many callers the door turned away.
   uint64_t refused() const { return door_.refused(); }
+  std::vector<std::string> take_refusals() { return door_.take_refusals(); }
 
   // -- Surroundings
   void open_link(Peer& peer) override;
@@ -136,7 +139,7 @@ class Engine final : public Surroundings, private Host {
  private:
   enum class Rest : uint8_t { ticking, epoll, deep };  // how the background thread rests
   struct Half {
-    Descriptor control;
+    std::unique_ptr<Channel> control;
     bool checksum;
     bool is_opener;
   };
