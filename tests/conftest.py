@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import unisono as uni
 from unisono.config import Config
 
 # Long enough for a loaded machine; every wait in a test ends by then, so that a hang is a failure.
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 class Ended(list[Any]):
@@ -42,10 +43,33 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, config: Config | None 
 
 
 def run_each(fn: Callable[[Any], Any], places: list[Any]) -> Ended:
-    """Run `fn(place)` on a thread per place and collect how each ended."""
-    with ThreadPoolExecutor(len(places), thread_name_prefix="rank") as pool:
-        futures = [pool.submit(fn, place) for place in places]
-        return Ended(future.exception(PATIENCE_S) or future.result() for future in futures)
+    """Run `fn(place)` on a thread per place; collect how each ended. Who hangs is shown and left behind."""
+    ended = Ended([None] * len(places))
+
+    def one(index: int) -> None:
+        try:
+            ended[index] = fn(places[index])
+        except BaseException as error:
+            ended[index] = error
+
+    threads = [
+        threading.Thread(target=one, args=(index,), name=f"rank_{index}", daemon=True)
+        for index in range(len(places))
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + PATIENCE_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        frames = sys._current_frames()
+        stacks = [
+            f"{thread.name}:\n" + "".join(traceback.format_stack(frames[thread.ident])[-8:])
+            for thread in threads
+            if thread.ident in frames and thread.is_alive()
+        ]
+        raise AssertionError(f"after {PATIENCE_S} s these still run:\n" + "\n".join(stacks))
+    return ended
 
 
 @pytest.fixture
@@ -78,8 +102,10 @@ def _belongings() -> dict[str, set[str]]:
             continue
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {
-        "threads": {f"{t.name} {t.ident}" for t in threading.enumerate()},
+        # One thread, once made, stays for the process: it waits for what finalizers ask for.
+        "threads": {f"{t.name} {t.ident}" for t in threading.enumerate() if t.name != "unisono-collected"},
         "descriptors": descriptors,
         "children": set(children),
-        "shared memory": set(os.listdir("/dev/shm")),
+        # Open MPI's segments belong to programs that happen to run beside the tests: ours has no names there.
+        "shared memory": {name for name in os.listdir("/dev/shm") if not name.startswith("sm_segment.")},
     }

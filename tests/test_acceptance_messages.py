@@ -407,14 +407,12 @@ def test_a_rank_that_does_not_exist_is_refused_before_anything_is_sent(rank: Any
     assert run_ranks(program, 2).values() == [None, None]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="open question: split takes NumPy integers, ranks, roots and tags do not"
-)
-def test_a_numpy_integer_is_a_rank_and_a_tag_too() -> None:
+def test_a_numpy_integer_is_a_rank_a_root_and_a_tag_too() -> None:
     def program(comm: uni.Communicator) -> int:
         buf = np.zeros(1, np.int64)
         other = np.arange(2)[1 - comm.rank]
         comm.sendrecv(np.array([comm.rank + 5]), other, buf, other, np.int64(3))
+        assert comm.broadcast(np.array([comm.rank]), np.uint8(1))[0] == 1
         return int(buf[0])
 
     assert run_ranks(program, 2).values() == [6, 5]

@@ -91,8 +91,12 @@ class Fragile(LocalBackend):
     """A rank that dies when it begins its `fatal`-th send or receive."""
 
     fatal: int | None = None
-    begun = 0
     died_at: float | None = None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.begun = 0
+        self._counting = threading.Lock()
 
     def start_send(self, *args: Any, **how: Any) -> Request:
         self._begin()
@@ -103,8 +107,10 @@ class Fragile(LocalBackend):
         return super().start_recv(*args, **how)
 
     def _begin(self) -> None:
-        self.begun += 1
-        if self.begun == self.fatal:
+        with self._counting:  # any thread that brings a message may begin the next receive
+            self.begun += 1
+            is_fatal = self.begun == self.fatal
+        if is_fatal:
             self.died_at = time.monotonic()
             self.kill()
 
@@ -1252,4 +1258,34 @@ def test_a_later_call_on_a_broken_communicator_shows_what_broke_it() -> None:
     first = ended_by(PeerLost, lambda: worlds[0].all_reduce(1))
     again = ended_by(PeerLost, lambda: worlds[0].broadcast(np.ones(2)))
     assert (again.ranks, again.operation, again.sequence) == (first.ranks, "all_reduce", 0)
+    close_all(worlds)
+
+
+# -- control itself fails ---------------------------------------------------------------------------------
+
+
+def test_a_rank_whose_control_fails_says_so_and_hears_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds = uni.local(3)
+    group = worlds[1]._group
+    heard: list[int] = []
+
+    def fail_once(sender: int, query: Query) -> None:
+        heard.append(sender)
+        raise RuntimeError("no threads left")
+
+    monkeypatch.setattr(group, "_on_query", fail_once)
+
+    def program(comm: uni.Communicator) -> Any:
+        if comm.rank == 1:
+            comm.recv_bytes(0)  # the others wait in the barrier meanwhile, and ask
+        elif comm.rank == 0:
+            with pytest.raises(PeerAborted) as caught:
+                comm.barrier()
+            comm.send(np.arange(3), 1)
+            return str(caught.value)
+        return str(ended_by(PeerAborted, comm.barrier))
+
+    texts = run_each(program, worlds).values()
+    assert heard
+    assert all("rank 1" in text and "no threads left" in text for text in texts), texts
     close_all(worlds)

@@ -588,11 +588,6 @@ def test_simulated_ranks_hear_of_a_mismatch_within_a_virtual_second(pair):
     assert result.time_s < 1.0
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the simulator sends control messages like data: with nothing eager, a verdict is still on its "
-    "way when its sender leaves, and is lost with it; the others see a PeerLost instead of the cause",
-)
 def test_simulated_ranks_hear_of_a_mismatch_with_nothing_eager():
     for pair in SIMULATED:
         calls = who_calls_what(pair, 3)

@@ -362,8 +362,4 @@ def _listed(given: Any, what: str) -> list[Any]:
 
 def _close_later(backend: Backend) -> None:
     """Close a forgotten backend where no lock is held: the collector may strike in the midst of its code."""
-    runtime = backend.runtime
-    if runtime.is_virtual:
-        backend.close()
-    else:
-        runtime.call_at(runtime.now(), backend.close)
+    backend.runtime.call_soon(backend.close)

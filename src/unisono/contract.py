@@ -39,6 +39,7 @@ __all__ = [
     "Request",
     "Stage",
     "Tags",
+    "eager_limits",
     "withdrawn",
 ]
 
@@ -76,6 +77,24 @@ class Lane(IntEnum):
 
     BULK = 0
     CONTROL = 1
+
+
+# A control message is a few lines of text; a hundred of the longest may wait.
+_CONTROL_EAGER_BYTES: Final = 16 * 1024
+_CONTROL_CREDIT_BYTES: Final = 100 * _CONTROL_EAGER_BYTES
+
+
+def eager_limits(config: Config, lane: Lane) -> tuple[int, int]:
+    """The longest message that travels before it is asked for, and the bytes of them that may wait.
+
+    Why a rank gives up must arrive although it leaves at once, however little data may travel.
+    """
+    if lane is Lane.CONTROL:
+        return (
+            max(config.eager_bytes, _CONTROL_EAGER_BYTES),
+            max(config.eager_credit_bytes, _CONTROL_CREDIT_BYTES),
+        )
+    return config.eager_bytes, config.eager_credit_bytes
 
 
 @dataclass(frozen=True, slots=True)

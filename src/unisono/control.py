@@ -7,9 +7,10 @@ message of every context meets.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol, TypeAlias
 
 import msgspec
@@ -30,6 +31,8 @@ from unisono.values import ANY
 from unisono.work import Call, Steps, Task
 
 __all__ = ["Answer", "Control", "Left", "Member", "Query", "Verdict"]
+
+_log = logging.getLogger("unisono")
 
 CONTROL_CONTEXT: Final = 0
 WORLD_CONTEXT: Final = 1
@@ -197,7 +200,7 @@ class Control:
             while not request.done:
                 # A peer that gives up says why and goes: what it said comes first.
                 while self._ends and not request.done and self._is_quiet():
-                    self._tell_end(self._ends.popleft())
+                    self._heed(self._tell_end, self._ends.popleft())
                 if not request.done:
                     yield
             if request.error is not None and not isinstance(request.error, ClosedError):
@@ -210,7 +213,20 @@ class Control:
                 return
             envelope = request.envelope
             assert envelope is not None
-            self._on_message(envelope.source, bytes(request.data or b""))
+            self._heed(self._on_message, envelope.source, bytes(request.data or b""))
+
+    def _heed(self, hear: Callable[..., None], *news: object) -> None:
+        """Hear the news. A failure in that must not make this rank deaf: others would wait for ever."""
+        try:
+            hear(*news)
+        except Exception as error:
+            _log.exception("rank %d: control failed", self.backend.rank)
+            self._blame(
+                self.backend.rank,
+                ProtocolError(
+                    f"rank {self.backend.rank} could not heed a control message", cause=repr(error)
+                ),
+            )
 
     def _on_message(self, sender: int, data: bytes) -> None:
         try:

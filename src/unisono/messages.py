@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+
 from unisono import buffers
 from unisono.buffers import Array
 from unisono.contract import Envelope, Request
@@ -34,8 +36,7 @@ class Messages:
     def send(self, data: Any, dst: int, tag: int = 0, *, timeout: float | None = None) -> Work[None]:
         """Send an array or number. A small message travels at once; a large one waits for its receive."""
         array = buffers.view(data, "data")
-        self._check_rank(dst, "dst")
-        _check_tag(tag)
+        dst, tag = self._rank_of(dst, "dst"), _tag_of(tag)
 
         def steps(call: Call) -> Steps[None]:
             request = self._start_send(array, dst, tag)
@@ -48,7 +49,7 @@ class Messages:
     ) -> Work[Status]:
         """Receive into `buf`. A message longer than it, or of another type, is refused and stays queued."""
         array = receivable(buf)
-        self._check_source(src, tag)
+        src, tag = self._source_of(src), tag if isinstance(tag, Any_) else _tag_of(tag)
 
         def steps(call: Call) -> Steps[Status]:
             return (yield from self._receive(call, array, src, tag))
@@ -59,7 +60,7 @@ class Messages:
         self, src: int | Any_ = ANY, tag: int | Any_ = ANY, *, timeout: float | None = None
     ) -> Work[bytes]:
         """Receive a message of unknown length."""
-        self._check_source(src, tag)
+        src, tag = self._source_of(src), tag if isinstance(tag, Any_) else _tag_of(tag)
 
         def steps(call: Call) -> Steps[bytes]:
             backend = self._group.backend
@@ -75,9 +76,8 @@ class Messages:
     ) -> Work[Status]:
         """Send and receive at the same time, so that two ranks can swap data without a deadlock."""
         array, into = buffers.view(data, "data"), receivable(buf)
-        self._check_rank(dst, "dst")
-        self._check_source(src, tag)
-        _check_tag(tag)
+        dst, tag = self._rank_of(dst, "dst"), _tag_of(tag)
+        src = self._source_of(src)
         if array.overlaps(into):
             raise UsageError("data and buf overlap; allowed: separate memory")
 
@@ -98,7 +98,7 @@ class Messages:
         self, src: int | Any_ = ANY, tag: int | Any_ = ANY, *, timeout: float | None = None
     ) -> Work[Status | None]:
         """Wait for a message without taking it. With `timeout=0`: None if there is none now."""
-        self._check_source(src, tag)
+        src, tag = self._source_of(src), tag if isinstance(tag, Any_) else _tag_of(tag)
         is_poll = timeout == 0 and not isinstance(timeout, bool)
         if is_poll:
             self._group.backend.runtime.polled()
@@ -156,15 +156,16 @@ class Messages:
         assert envelope is not None
         self._group.check_introduction(envelope.header, envelope.source)
 
-    def _check_rank(self, rank: Any, what: str) -> None:
+    def _rank_of(self, rank: Any, what: str) -> int:
+        """A rank that the user names; NumPy's integers are integers too."""
         if rank is ANY:
             raise UsageError(f"{what}=ANY; allowed: ranks 0 to {self._size - 1}")
-        self._group.backend.check_peer(rank, what)
+        number = int(rank) if isinstance(rank, np.integer) else rank
+        self._group.backend.check_peer(number, what)
+        return number
 
-    def _check_source(self, src: Any, tag: Any) -> None:
-        self._group.backend.check_peer(src, "src")
-        if tag is not ANY:
-            _check_tag(tag)
+    def _source_of(self, src: Any) -> int | Any_:
+        return src if isinstance(src, Any_) else self._rank_of(src, "src")
 
 
 def receivable(buf: Any, what: str = "buf") -> Array:
@@ -175,9 +176,11 @@ def receivable(buf: Any, what: str = "buf") -> Array:
     return array
 
 
-def _check_tag(tag: Any) -> None:
-    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag <= TAG_MAX:
+def _tag_of(tag: Any) -> int:
+    number = int(tag) if isinstance(tag, np.integer) else tag
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= TAG_MAX:
         raise UsageError(f"tag={tag!r}; allowed: 0 to {TAG_MAX}")
+    return number
 
 
 def _status(envelope: Envelope | None) -> Status:

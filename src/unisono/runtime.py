@@ -9,11 +9,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Final, Protocol
 
 from unisono.errors import UsageError
@@ -121,6 +123,10 @@ class Runtime(ABC):
         """Call `fn`, which must be short, at the given time on a thread of the runtime's own."""
 
     @abstractmethod
+    def call_soon(self, fn: Callable[[], None]) -> None:
+        """Call `fn` where no lock is held: for finalizers, which run in the midst of any code."""
+
+    @abstractmethod
     def sleep(self, seconds: float) -> None:
         """Let time pass for the calling thread."""
 
@@ -144,6 +150,7 @@ class RealRuntime(Runtime):
 
     def __init__(self) -> None:
         self._timers = _Timers()
+        _collected.serve()
 
     def now(self) -> float:
         """Seconds of the monotonic clock."""
@@ -169,6 +176,10 @@ class RealRuntime(Runtime):
     def call_at(self, when: float, fn: Callable[[], None]) -> Timer:
         """Call `fn` at the given time on the timer thread."""
         return self._timers.add(when, fn)
+
+    def call_soon(self, fn: Callable[[], None]) -> None:
+        """Call `fn` on the thread that waits for such calls."""
+        _collected.add(fn)
 
     def sleep(self, seconds: float) -> None:
         """Sleep."""
@@ -220,6 +231,54 @@ class _Timers:
                     fn()
                 except Exception:  # the other timers must not pay for it
                     _log.exception("a timer failed")
+
+
+class _Collected:
+    """Calls that finalizers ask for, run by one idle thread for the whole process.
+
+    A finalizer may run where any lock is held, even one of the threading module: it can neither take a lock
+    nor start a thread. So the thread is there before, and the queue is one that may be filled at any point.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_served = False
+
+    def serve(self) -> None:
+        with self._lock:
+            if not self._is_served:
+                self._is_served = True
+                threading.Thread(target=self._run, name="unisono-collected", daemon=True).start()
+
+    def add(self, fn: Callable[[], None]) -> None:
+        self._calls.put(fn)
+
+    def _run(self) -> None:
+        while True:
+            # On a thread that ends: who looks for threads that may still act sees it only while it does.
+            caller = threading.Thread(target=self._call, args=(self._calls.get(),), name="unisono-forgotten")
+            caller.daemon = True
+            caller.start()
+            caller.join()
+
+    def _call(self, fn: Callable[[], None]) -> None:
+        try:
+            fn()
+        except Exception:  # the others must not pay for it
+            _log.exception("a forgotten object could not be closed")
+
+
+_collected = _Collected()
+
+
+def _after_fork() -> None:
+    """No thread survives a fork, and what it held stays locked."""
+    global _collected
+    _collected = _Collected()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Due:

@@ -96,7 +96,7 @@ class Verbs(Messages):
     ) -> Work[Any]:
         """Combine everyone's `x` into root's `x`; the others keep theirs and get None."""
         how = as_op(op)
-        self._check_rank(root, "root")
+        root = self._rank_of(root, "root")
         is_root = self._rank == root
         array = buffers.view(x, "x", writable=is_root)
         self._check_reduction("reduce", how, array.dtype, algorithm)
@@ -118,7 +118,7 @@ class Verbs(Messages):
         self, x: Any, root: int = 0, *, timeout: float | None = None, algorithm: str = "auto"
     ) -> Work[Any]:
         """Copy root's `x` into everyone's."""
-        self._check_rank(root, "root")
+        root = self._rank_of(root, "root")
         array = buffers.view(x, "x", writable=self._rank != root)
         _check_algorithm("broadcast", algorithm)
 
@@ -152,7 +152,7 @@ class Verbs(Messages):
     ) -> Work[Any]:
         """Give root everyone's `x`: `result[r]` is rank r's; the others get None."""
         array = buffers.view(x, "x")
-        self._check_rank(root, "root")
+        root = self._rank_of(root, "root")
         is_root = self._rank == root
         target = self._result(array, out, (self._size, *array.shape)) if is_root else None
         _check_algorithm("gather", algorithm)
@@ -176,7 +176,7 @@ class Verbs(Messages):
         algorithm: str = "auto",
     ) -> Work[Any]:
         """Give rank r root's `x[r]`; elsewhere `x` is None."""
-        self._check_rank(root, "root")
+        root = self._rank_of(root, "root")
         _check_algorithm("scatter", algorithm)
         if self._rank == root and x is None:
             raise UsageError("scatter needs x on root; elsewhere it is None")
@@ -297,7 +297,7 @@ class Verbs(Messages):
     ) -> Work[list[Any] | None]:
         """Give root everyone's `x`, whose lengths along axis 0 may differ; the others get None."""
         array = _rows(x, "x")
-        self._check_rank(root, "root")
+        root = self._rank_of(root, "root")
         _check_algorithm("gather", algorithm)
 
         def steps(call: Call) -> Steps[list[Any] | None]:
@@ -315,7 +315,7 @@ class Verbs(Messages):
         algorithm: str = "auto",
     ) -> Work[Any]:
         """Give rank r root's `parts[r]`; elsewhere `parts` is None."""
-        self._check_rank(root, "root")
+        root = self._rank_of(root, "root")
         _check_algorithm("scatter", algorithm)
         arrays = self._parts(parts) if self._rank == root else None
 
@@ -344,7 +344,7 @@ class Verbs(Messages):
         self, value: Any = None, root: int = 0, *, timeout: float | None = None
     ) -> Work[Any]:
         """Give everyone root's object."""
-        self._check_rank(root, "root")
+        root = self._rank_of(root, "root")
         packed = uneven.packed(value) if self._rank == root else None
 
         def steps(call: Call) -> Steps[Any]:
@@ -367,7 +367,7 @@ class Verbs(Messages):
         self, value: Any, root: int = 0, *, timeout: float | None = None
     ) -> Work[list[Any] | None]:
         """Give root everyone's object; the others get None."""
-        self._check_rank(root, "root")
+        root = self._rank_of(root, "root")
         packed = uneven.packed(value)
 
         def steps(call: Call) -> Steps[list[Any] | None]:
@@ -380,7 +380,7 @@ class Verbs(Messages):
         self, values: Sequence[Any] | None = None, root: int = 0, *, timeout: float | None = None
     ) -> Work[Any]:
         """Give rank r root's `values[r]`; elsewhere `values` is None."""
-        self._check_rank(root, "root")
+        root = self._rank_of(root, "root")
         arrays: list[Array] | None = None
         if self._rank == root:
             if (

@@ -23,6 +23,7 @@ from unisono.contract import (
     Lane,
     PeerDown,
     Request,
+    eager_limits,
     withdrawn,
 )
 from unisono.errors import ClosedError, Deadlock, UnisonoError, UsageError
@@ -32,10 +33,6 @@ from unisono.runtime import Event, RealRuntime, Runtime, Waiting
 from unisono.values import Any_
 
 __all__ = ["DESCRIPTION", "LocalBackend"]
-
-# A control message is a few lines of text; a hundred of the longest may wait.
-_CONTROL_EAGER_BYTES = 16 * 1024
-_CONTROL_CREDIT_BYTES = 100 * _CONTROL_EAGER_BYTES
 
 
 class LocalBackend(Backend):
@@ -230,10 +227,7 @@ class _Hub:
         """The credit of a lane between two ranks."""
         pair = self._pairs.get((src, dst, lane))
         if pair is None:
-            limit, eager_bytes = self.config.eager_credit_bytes, self.config.eager_bytes
-            if lane is Lane.CONTROL:
-                # Why a rank gives up must arrive although it leaves at once, however little data may travel.
-                limit, eager_bytes = max(limit, _CONTROL_CREDIT_BYTES), max(eager_bytes, _CONTROL_EAGER_BYTES)
+            eager_bytes, limit = eager_limits(self.config, lane)
             pair = self._pairs.setdefault((src, dst, lane), _Pair(limit, eager_bytes))
         return pair
 
@@ -272,8 +266,8 @@ class _Hub:
             listener(down)
 
     def leave_later(self, down: PeerDown) -> None:
-        """Leave from the timer thread: the collector strikes anywhere, also where a lock of ours is held."""
-        self.runtime.call_at(self.runtime.now(), lambda: self.leave(down))
+        """Leave soon: the collector strikes anywhere, also where a lock of ours is held."""
+        self.runtime.call_soon(lambda: self.leave(down))
 
     def note_activity(self) -> None:
         self.runtime.activity += 1

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from unisono.config import Config
-from unisono.contract import ENVELOPE_BYTES, Envelope, Lane
+from unisono.contract import ENVELOPE_BYTES, Envelope, Lane, eager_limits
 from unisono.simulation.network import Network, Pace
 from unisono.simulation.scheduler import Due, Scheduler, SimThread
 from unisono.simulation.trace import TraceEvent
@@ -189,7 +189,7 @@ class Way:
     def _lane(self, lane: Lane) -> _Lane:
         found = self._lanes.get(lane)
         if found is None:
-            credit = Credit(self._config.eager_bytes, self._config.eager_credit_bytes)
+            credit = Credit(*eager_limits(self._config, lane))
             found = self._lanes[lane] = _Lane(self._scheduler, self, credit)
         return found
 

@@ -117,6 +117,10 @@ class SimRuntime(Runtime):
             return Due(self._scheduler, fn, is_housekeeping=True)
         return self._scheduler.call_at(when, lambda: self._on_time(fn))
 
+    def call_soon(self, fn: Callable[[], None]) -> None:
+        """Call it at once: in virtual time only one thread runs, and it holds no lock that matters."""
+        fn()
+
     def sleep(self, seconds: float) -> None:
         """Let virtual time pass."""
         check_amount("seconds", seconds)
