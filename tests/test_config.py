@@ -26,7 +26,9 @@ OTHER = {
     "stall_log_s": 3.0,
     "flush_s": 1.5,
     "silence_s": 7.5,
+    "shm": False,
     "insecure": True,
+    "tls": True,
     "deadlock_after_s": 0.25,
 }
 BOUNDED = [(name, field.metadata) for name, field in FIELDS.items() if field.metadata["low"] is not None]

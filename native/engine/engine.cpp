@@ -192,7 +192,8 @@ bool Engine::progress() {
     moved |= peer.link->poll();
     if (peer.has_backlog()) moved |= peer.flush();
     if (peer.link->over() != nullptr) [[unlikely]] {
-      lose(peer, peer.link->over(), peer.link->has_left());
+      const bool is_fault = !peer.link->has_left() && !std::string_view(peer.link->over()).starts_with("died");
+      lose(peer, std::string(is_fault ? "broke the protocol: " : "") + peer.link->over(), peer.link->has_left());
       --i;
       moved = true;
     }
