@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from unisono.backends.native import Credentials, NativeBackend
+from unisono.backends.native import NativeBackend
 from unisono.config import Config
-from unisono.launch.identity import Authority, Name, WorkerKey
 from unisono.testing import CASES, check_backend
+
+from .credentials import credentials
 
 Factory = Callable[[int], list[NativeBackend]]
 
@@ -35,21 +35,6 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
         "config": Config(eager_bytes=48, eager_credit_bytes=256),
     },
 }
-
-
-def credentials(size: int) -> list[Credentials]:
-    """What a seed would give to the ranks of a world."""
-    now = datetime.datetime.now(datetime.UTC)
-    job = "0123456789abcdef" * 2
-    authority = Authority(job, now)
-    names = [Name(job, rank, rank + 1).uri for rank in range(size)]
-    made = []
-    for rank in range(size):
-        key = WorkerKey()
-        certificate = authority.certify(key.request(), rank, rank + 1, now)
-        mine = key.identity(certificate, authority.certificate_pem, now)
-        made.append(Credentials(names, mine.key_pem, mine.certificate_pem, mine.ca_pem))
-    return made
 
 
 @pytest.fixture

@@ -284,9 +284,7 @@ class NativeBackend(Backend):
 
     def _secure(self, given: Credentials) -> None:
         try:
-            self._engine.secure(
-                list(given.names), given.key_pem, given.certificate_pem, given.authority_pem
-            )
+            self._engine.secure(list(given.names), given.key_pem, given.certificate_pem, given.authority_pem)
         except RuntimeError as error:
             raise UsageError("these credentials are of no use here", cause=str(error)) from None
 
