@@ -1,7 +1,7 @@
 # ruff: noqa: T201 - a program
 """What ranks on two hosts do, for tests/test_two_hosts.py: every collective, checked against NumPy.
 
-`python hosts_program.py <folder>`: leaves its secrets in the folder, so that the test can look for them on the cable.
+`python hosts_program.py <folder>` leaves its secrets in the folder: the test looks for them on the cable.
 """
 
 from __future__ import annotations

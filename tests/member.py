@@ -1,4 +1,4 @@
-"""A rank written in Python, as dishonest as a test wants it: it knows the secret and speaks native/engine's greeting."""
+"""A rank written in Python, as dishonest as a test wants it: it knows the secret and the greeting."""
 
 from __future__ import annotations
 
@@ -98,10 +98,7 @@ class Member:
     def is_dropped(self, lane: int = BULK) -> bool:
         """Wait until the other side hangs up; False if it goes on talking for long."""
         with contextlib.suppress(ConnectionError):
-            for _ in range(100):
-                if not self.lanes[lane].recv(1 << 16):
-                    return True
-            return False
+            return any(not self.lanes[lane].recv(1 << 16) for _ in range(100))
         return True
 
     def __enter__(self) -> Self:

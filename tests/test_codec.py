@@ -530,8 +530,7 @@ FORBIDDEN_IMPORTS = {
     "runpy",
     "code",
 }
-# Subcommands by the names in a table of its own.
-# A command's module is named in our own table. A spawned rank runs its parent's program, and hears from it alone which.
+# Subcommands by the names in a table of its own; a spawned rank runs what its parent process names.
 EXEMPT = {"cli/__init__.py": ("import_module",), "launch/program.py": ("runpy", "import_module")}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "import_module"}
 

@@ -1,4 +1,4 @@
-"""Threats at the engine's door and on its links (SECURITY.md names them): strangers, liars, bombs, noise and crowds.
+"""Threats at the engine's door and on its links, as SECURITY.md names them: strangers, liars, bombs, crowds.
 
 Every test ends with ranks that still work together.
 """
@@ -13,8 +13,7 @@ import random
 import socket
 import ssl
 import struct
-import subprocess
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +33,7 @@ from .member import BULK, CONTROL, HEAD, Member, context, dialled, exactly, gree
 
 CONTEXT = 0xC0FFEE
 SECRET = b"the job's secret"
-PATIENCE_S = 12
+PATIENCE_S = 60
 
 EAGER, OFFER, ACCEPT, DATA, DONE, CREDIT, QUEUED, WITHDRAW, BEAT, GOODBYE, DOWN = range(2, 13)
 
@@ -467,7 +466,7 @@ def test_who_does_not_read_does_not_grow_the_senders_memory(make: Make) -> None:
         assert grown < 24 * 1024, f"{grown} KiB"
         error = ended(first, sends[-1]).error
         assert isinstance(error, PeerLost)
-        assert "silent" in str(error)
+        assert "silent" in str(error) or "closed" in str(error)
 
 
 # -- crowds -----------------------------------------------------------------------------------------------
@@ -521,27 +520,42 @@ def test_a_rank_listens_on_one_port_of_one_address(make: Make) -> None:
     assert listening() - before == {f"0200007F:{port:04X}"}
 
 
-def test_another_user_finds_no_way_to_shared_memory(make: Make, tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can be another user")
-    backends = make(2, shm=True)
-    connect(backends)
-    path = backends[0].card().unix_path
-    program = "import socket,sys; s=socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); print(s.recv(1))"
+def as_nobody(path: str) -> bytes:
+    """What another user is told who connects to a unix socket."""
+    inward, outward = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(path)
+                os.write(outward, b"said %r" % sock.recv(1))
+        except OSError as error:
+            os.write(outward, type(error).__name__.encode())
+        finally:
+            os._exit(0)
+    os.close(outward)
+    os.waitpid(child, 0)
+    with open(inward, "rb") as pipe:
+        return pipe.read()
 
-    def as_nobody() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-S", "-c", program, path]
-        return subprocess.run(
-            command, user=65534, group=65534, extra_groups=[], capture_output=True, text=True
-        )
 
-    assert "PermissionError" in as_nobody().stderr
-    # Even with open folders and an open socket: the kernel says who calls.
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == 0 and str(folder).startswith(str(tmp_path.parents[1])):
-            folder.chmod(0o755)
-    Path(path).chmod(0o777)
-    end = as_nobody()
-    assert end.stdout == "b''\n", end
-    wait_until(lambda: refused(backends[0]) == 1, "it is counted")
-    exchange(*backends)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_finds_no_way_to_shared_memory() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        backends = [NativeBackend(rank, 2, folder, SECRET) for rank in range(2)]
+        try:
+            connect(backends)
+            path = backends[0].card().unix_path
+            assert as_nobody(path) == b"PermissionError"
+            # Even with an open folder and an open socket: the kernel says who calls.
+            Path(folder).chmod(0o755)
+            Path(path).chmod(0o777)
+            assert as_nobody(path) in (b"said b''", b"ConnectionResetError")
+            wait_until(lambda: refused(backends[0]) == 1, "it is counted")
+            exchange(*backends)
+        finally:
+            for backend in backends:
+                backend.close()

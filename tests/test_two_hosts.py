@@ -1,5 +1,4 @@
-"""Ranks on two hosts: every collective over TLS, by IPv4, IPv6, an interface's name and an advertised address; and
-what somebody at the cable sees."""
+"""Ranks on two hosts: every collective over TLS, whatever the address; and what the cable shows."""
 
 from __future__ import annotations
 

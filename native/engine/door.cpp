@@ -101,7 +101,8 @@ std::string host_id() {
   std::string id = boot;
   for (const char* space : {"/proc/self/ns/mnt", "/proc/self/ns/net", "/proc/self/ns/pid"}) {
     struct stat about{};
-    id += stat(space, &about) == 0 ? "." + std::to_string(about.st_ino) : ".?";
+    id += '.';
+    id += stat(space, &about) == 0 ? std::to_string(about.st_ino) : "?";
   }
   return id + "." + std::to_string(geteuid());
 }
@@ -613,7 +614,7 @@ void Door::end(Greeting& greeting) {
   std::erase_if(greetings_, [&greeting](const auto& g) { return g.get() == &greeting; });
 }
 
-void Door::refuse(Greeting& greeting, const std::string& cause, Ruling ruling) {
+void Door::refuse(Greeting& greeting, std::string cause, Ruling ruling) {
   const bool is_opener = greeting.guest.is_opener;
   const std::int32_t rank = greeting.guest.rank;
   if (!is_opener) {
@@ -621,7 +622,7 @@ void Door::refuse(Greeting& greeting, const std::string& cause, Ruling ruling) {
     if (!cause.empty() && refusals_.size() < refusals_max)
       refusals_.push_back(greeting.guest.medium == Medium::shm
                               ? "a caller on this host: " + cause
-                              : "a caller from " + host_of(greeting.address, greeting.address_bytes) + ": " + cause);
+                              : std::string("a caller from ") + host_of(greeting.address, greeting.address_bytes) + ": " + cause);
   }
   end(greeting);
   if (is_opener) host_.on_closed_door(rank, cause, ruling);

@@ -126,7 +126,8 @@ class Door {
   void dial(Greeting& greeting);
   void again(Greeting& greeting);
   void end(Greeting& greeting);
-  void refuse(Greeting& greeting, const std::string& cause, Ruling ruling = Ruling::unknown);
+  // A copy of the cause, because it may be the greeting's own.
+  void refuse(Greeting& greeting, std::string cause, Ruling ruling = Ruling::unknown);
   Proof prove(const char* role, const Hello& hello, const byte* nonce) const;
 
   Host& host_;

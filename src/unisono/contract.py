@@ -121,7 +121,7 @@ class PeerDown:
     left: bool = False
 
     def error(self) -> PeerLost:
-        """The error of a request that can no longer end; it comes from a ProtocolError if that ended the link."""
+        """The error of a request that can no longer end; a ProtocolError may be behind it."""
         lost = PeerLost(lost_text((self.rank,)), ranks=(self.rank,), cause=self.cause)
         if self.cause.startswith(BROKEN):
             lost.__cause__ = ProtocolError(f"rank {self.rank} {self.cause}")

@@ -125,7 +125,7 @@ def _engine(site: Site, config: Config) -> NativeBackend:
     if config.tls and not site.is_encrypted:
         raise UsageError(
             "tls=True, but the ticket is one without encryption",
-            next_step="set UNISONO_TLS=1 also where the seed is: for the launcher, or in config= of uni.spawn",
+            next_step="set UNISONO_TLS=1 where the seed is: for the launcher, or in config= of uni.spawn",
         )
     return NativeBackend(
         site.rank,

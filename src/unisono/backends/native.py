@@ -65,7 +65,7 @@ class Card(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a rank shows on links with TLS, and whom it trusts, as PEM. `names[r]` is in rank r's certificate."""
+    """What a rank shows with TLS, and whom it trusts, as PEM; `names[r]` is in rank r's certificate."""
 
     names: Sequence[str]
     key_pem: bytes = field(repr=False)
@@ -577,8 +577,8 @@ def _pump(desk_ref: weakref.ref[_Desk], engine: _native.Engine) -> None:
     """Tell what ends while nobody waits, and log who was turned away at the door."""
     while True:
         news = engine.pump(1.0)
-        for refusal in engine.take_refusals():
-            _log.warning("refused %s", refusal)
+        for caller in engine.take_refusals():
+            _log.warning("refused %s", caller)
         desk = desk_ref()
         if desk is None or (desk.is_closed and not news):
             return
