@@ -190,6 +190,18 @@ def test_a_launcher_that_makes_no_sense_is_named(launcher, spoiled, monkeypatch)
         launch()
 
 
+def test_a_child_reads_a_changed_environment(monkeypatch):
+    monkeypatch.setenv("UNISONO_SEGMENT_BYTES", "4096")
+    read = Config.inherited({"UNISONO_TLS": "1", "PATH": "elsewhere"})
+    assert (read.segment_bytes, read.tls) == (4096, True)
+    assert not Config().tls
+
+
+def test_encryption_and_none_contradict_each_other():
+    with pytest.raises(UsageError, match="contradict"):
+        Config(insecure=True, tls=True)
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_launcher_of_several_ranks_never_leaves_each_alone(launcher, monkeypatch):
     for name, text in LAUNCHERS[launcher].items():

@@ -85,6 +85,11 @@ class Config:
         if self.insecure and self.tls:
             raise UsageError("insecure=True and tls=True contradict each other; allowed: one of them")
 
+    @classmethod
+    def inherited(cls, changes: Mapping[str, str]) -> Config:
+        """What a child of this process reads if its environment is changed in this way."""
+        return cls(**_from_environment({**os.environ, **changes}))
+
     def digest(self) -> str:
         """A fingerprint of the settings; ranks that differ in it must not work together."""
         return hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()

@@ -124,8 +124,8 @@ def _engine(site: Site, config: Config) -> NativeBackend:
 
     if config.tls and not site.is_encrypted:
         raise UsageError(
-            "tls=True, but the ticket is one without encryption",
-            next_step="set UNISONO_TLS=1 where the seed is: for the launcher, or in config= of uni.spawn",
+            "tls=True, but the seed gave out a ticket without encryption",
+            next_step="set UNISONO_TLS=1 for whoever hosts the seed, too",
         )
     return NativeBackend(
         site.rank,

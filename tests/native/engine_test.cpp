@@ -131,6 +131,7 @@ void test_wake_ups(const char* folder, unsigned seed, bool shm) {
 int main() {
   char folder[] = "/tmp/unisono-test-XXXXXX";
   check(mkdtemp(folder) != nullptr, "there is a folder");
+  test_checksum();
   for (unsigned seed = 1; seed <= 3; ++seed) {
     test_ring(seed);
     test_wake_ups(folder, seed, true);

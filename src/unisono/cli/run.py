@@ -71,7 +71,8 @@ def command(
             "--join takes a file: a ticket on a command line can be read by every user",
             next_step="put the ticket into a file of mode 0600, or into UNISONO_JOIN",
         )
-    around, settings = network(), Config()
+    around, variables = network(), dict(_pair(text) for text in env)
+    settings = Config.inherited(variables)
     job = Job(
         command=[sys.executable, *(["-m"] if is_module else []), program, *arguments],
         ranks_here=ranks,
@@ -83,7 +84,7 @@ def command(
         insecure=insecure or settings.insecure,
         tls=settings.tls,
         grace_s=grace_s,
-        env=dict(_pair(text) for text in env),
+        env=variables,
     )
     try:
         code = run(

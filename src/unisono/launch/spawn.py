@@ -90,7 +90,7 @@ def spawn(
     with contextlib.ExitStack() as stack:
         join = ""
         if n > 1:
-            settings = config if config is not None else Config()
+            settings = config if config is not None else Config.inherited(env or {})
             seed = stack.enter_context(Seed(n, version=version, tls=settings.tls or None))
             join = seed.ticket.text()
             folder = (env or {}).get("TMPDIR") or network().folder
