@@ -16,7 +16,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from unisono.backends.native import Card, Credentials, NativeBackend
+from unisono.config import Config
 from unisono.contract import BROKEN, PeerDown, Request
 from unisono.errors import PeerLost, ProtocolError, UsageError
 from unisono.runtime import Waiting
@@ -42,15 +43,17 @@ Make = Callable[..., list[NativeBackend]]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """`make(size, ranks, **settings)`: engines of the first ranks of a world, not connected yet."""
+    """`make(size, ranks, **settings)`: engines of these ranks of a world, not connected yet."""
     tmp_path.chmod(0o700)
     made: list[NativeBackend] = []
 
     def start(
-        size: int, ranks: int | None = None, *, hosts: bool = False, **settings: Any
+        size: int, ranks: Sequence[int] | None = None, *, hosts: bool = False, **settings: Any
     ) -> list[NativeBackend]:
-        for rank in range(size if ranks is None else ranks):
-            given = {"shm": False, "neighbours": False, "host": f"host {rank}" if hosts else "", **settings}
+        # Nobody is to be taken for dead because this machine is busy.
+        common = {"shm": False, "neighbours": False, "config": Config(silence_s=20.0)}
+        for rank in range(size) if ranks is None else ranks:
+            given = {**common, "host": f"host {rank}" if hosts else "", **settings}
             made.append(NativeBackend(rank, size, str(tmp_path), SECRET, **given))
         return made
 
@@ -168,7 +171,7 @@ def test_who_is_no_member_is_refused_and_named(
 ) -> None:
     shown, change, reason = STRANGERS[stranger]
     issuer = Issuer(3)
-    backends = make(3, 2, tls=True)
+    backends = make(3, (0, 1), tls=True)
     cards = [b.card() for b in backends]
     connect(backends, issuer, [*cards, cards[0]])
     with caplog.at_level(logging.WARNING, logger="unisono.native"):
@@ -213,7 +216,7 @@ def test_a_stranger_gets_less_than_4_kib(make: Make) -> None:
 
 
 def test_credentials_that_do_not_fit_are_refused_at_once(make: Make) -> None:
-    backend = make(2, 1, tls=True)[0]
+    backend = make(2, (0,), tls=True)[0]
     issuer = Issuer(2)
     mine, theirs = issuer.credentials(0), issuer.credentials(1)
     cards = [backend.card()] * 2
@@ -403,12 +406,8 @@ BOMBS = {
 
 def test_a_bomb_ends_its_link_and_takes_no_memory(make: Make) -> None:
     size = len(BOMBS) + 2
-    first, *_ = backends = make(size, 1)
-    backends.append(
-        NativeBackend(size - 1, size, str(Path(first.card().unix_path or ".")), SECRET, shm=False)
-    )
-    cards = [first.card()] * (size - 1) + [backends[-1].card()]
-    connect(backends, cards=cards)
+    first, last = backends = make(size, (0, size - 1))
+    connect(backends, cards=[first.card()] * (size - 1) + [last.card()])
     exchange(*backends)
     before = memory_kib()
     for rank, (name, bomb) in enumerate(BOMBS.items(), 1):
@@ -426,9 +425,8 @@ def test_a_bomb_ends_its_link_and_takes_no_memory(make: Make) -> None:
 def test_random_frames_of_a_member_hurt_nobody_else(make: Make) -> None:
     turns = 120
     size = turns + 2
-    first, *_ = backends = make(size, 1)
-    backends.append(NativeBackend(size - 1, size, ".", SECRET, shm=False))
-    connect(backends, cards=[first.card()] * (size - 1) + [backends[-1].card()])
+    first, last = backends = make(size, (0, size - 1))
+    connect(backends, cards=[first.card()] * (size - 1) + [last.card()])
     rng = random.Random(7)
     before = memory_kib()
     for rank in range(1, turns + 1):
@@ -456,7 +454,7 @@ def test_random_frames_of_a_member_hurt_nobody_else(make: Make) -> None:
 
 def test_who_does_not_read_does_not_grow_the_senders_memory(make: Make) -> None:
     """A member that takes nothing and says nothing is known by its silence, and held back until then."""
-    first = make(2, 1)[0]
+    first = make(2, (0,), config=Config())[0]
     connect([first], cards=[first.card()] * 2)
     with Member(first.card(), SECRET, 1, 0, 2):
         data = memoryview(bytes(16 * 1024))
@@ -491,7 +489,7 @@ def test_a_crowd_at_the_door_keeps_no_member_out(make: Make, tls: bool) -> None:
         assert memory_kib() - before < 128 * 64 + 4096
         exchange(*backends)
         # After 5 s nobody is left.
-        wait_until(lambda: refused(backends[0]) == 400, "strangers have a time")
+        wait_until(lambda: refused(backends[0]) >= 400, "strangers have a time")
         assert all(said_nothing(sock) for sock in crowd)
 
 
@@ -515,7 +513,7 @@ def listening() -> set[str]:
 
 def test_a_rank_listens_on_one_port_of_one_address(make: Make) -> None:
     before = listening()
-    backend = make(2, 1, bind="127.0.0.2")[0]
+    backend = make(2, (0,), bind="127.0.0.2")[0]
     port = backend.card().port
     assert listening() - before == {f"0200007F:{port:04X}"}
 
@@ -545,7 +543,7 @@ def as_nobody(path: str) -> bytes:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_another_user_finds_no_way_to_shared_memory() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        backends = [NativeBackend(rank, 2, folder, SECRET) for rank in range(2)]
+        backends = [NativeBackend(rank, 2, folder, SECRET, neighbours=False) for rank in range(2)]
         try:
             connect(backends)
             path = backends[0].card().unix_path

@@ -371,7 +371,7 @@ class Door::Greeting final : public Watcher {
     step = Step::await_introduction;
     if (!fill_random(challenge.nonce, sizeof challenge.nonce)) return door.refuse(*this, failure("no random bytes"));
     challenge.proof = door.prove("acceptor", hello, challenge.nonce);
-    if (!send(&challenge, sizeof challenge, {})) door.refuse(*this, "");
+    if (!send(&challenge, sizeof challenge, {})) door.end(*this);
   }
 
   void on_challenge() {
@@ -572,8 +572,8 @@ void Door::dial(Greeting& g) {
 
 // The other side hung up in the middle: a dead one will not be there any more, a crowded one will.
 void Door::again(Greeting& g) {
-  // A caller that hangs up has found another way, or was just curious: that is nothing to log.
-  if (!g.guest.is_opener) return refuse(g, "");
+  // A caller that hangs up has found another way, or was just curious: nobody was refused.
+  if (!g.guest.is_opener) return end(g);
   if (g.guest.medium == Medium::shm || g.calls >= calls_max) return refuse(g, "it hung up during the greeting");
   g.rest();
   if (g.calls == 1) dial(g);
@@ -619,7 +619,7 @@ void Door::refuse(Greeting& greeting, std::string cause, Ruling ruling) {
   const std::int32_t rank = greeting.guest.rank;
   if (!is_opener) {
     ++refused_;
-    if (!cause.empty() && refusals_.size() < refusals_max)
+    if (refusals_.size() < refusals_max)
       refusals_.push_back(greeting.guest.medium == Medium::shm
                               ? "a caller on this host: " + cause
                               : std::string("a caller from ") + host_of(greeting.address, greeting.address_bytes) + ": " + cause);

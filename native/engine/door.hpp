@@ -4,7 +4,7 @@
 //
 // A caller that has not proven itself has 5 seconds and 4 KiB, and costs one small object, with TLS 64 KiB. At most
 // 256 such callers wait, 128 of one address: a newcomer is never turned away for those who came before, the oldest
-// goes instead. Without TLS it gets 64 bytes from us, and only after a sound hello; with TLS our handshake of 1 KiB.
+// goes instead. Without TLS it gets 64 bytes from us, and only after a sound hello; with TLS our handshake of 1.3 KiB.
 //
 // With TLS the greeting follows the handshake, and the rank in it must be the certificate's.
 //
