@@ -22,7 +22,7 @@ $(STAMP): $(VENV)/.tools $(NATIVE)
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/train.py
+	$(BIN)/unisono run -n 4 examples/train.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

@@ -1,22 +1,16 @@
-"""All-reduce: everyone contributes an array, everyone gets the sum, the mean or the largest."""
+"""All-reduce: everyone contributes an array, everyone gets the sum, the mean or the largest.
 
-from concurrent.futures import ThreadPoolExecutor
+unisono run -n 4 examples/all_reduce.py
+"""
 
 import numpy as np
 
 import unisono as uni
 
-
-def main(world: uni.Communicator) -> None:
-    with world:
-        x = np.full(1_000_003, world.rank + 1, np.float32)
-        world.all_reduce(x)  # in place
-        largest = world.all_reduce(float(world.rank), op="max")  # a number comes back as a number
-        rows = world.all_gather(np.array([world.rank, world.rank**2]))  # rows[r] is rank r's
-        if world.rank == 0:
-            print(f"sum {x[0]:g} in all {x.size:,} elements, largest rank {largest:g}, squares {rows[:, 1]}")
-
-
-if __name__ == "__main__":
-    with ThreadPoolExecutor(4) as ranks:
-        list(ranks.map(main, uni.local(4)))
+with uni.init() as world:
+    x = np.full(1_000_003, world.rank + 1, np.float32)
+    world.all_reduce(x)  # in place
+    largest = world.all_reduce(float(world.rank), op="max")  # a number comes back as a number
+    rows = world.all_gather(np.array([world.rank, world.rank**2]))  # rows[r] is rank r's
+    if world.rank == 0:
+        print(f"sum {x[0]:g} in all {x.size:,} elements, largest rank {largest:g}, squares {rows[:, 1]}")

@@ -1,18 +1,12 @@
-"""Hello: every rank says who it is, in turn."""
+"""Hello: every rank says who it is, in turn.
 
-from concurrent.futures import ThreadPoolExecutor
+unisono run -n 4 examples/hello.py
+"""
 
 import unisono as uni
 
-
-def main(world: uni.Communicator) -> None:
-    with world:
-        for turn in range(world.size):
-            if turn == world.rank:
-                print(f"hello from rank {world.rank} of {world.size}")
-            world.barrier()
-
-
-if __name__ == "__main__":
-    with ThreadPoolExecutor(4) as ranks:
-        list(ranks.map(main, uni.local(4)))
+with uni.init() as world:
+    for turn in range(world.size):
+        if turn == world.rank:
+            print(f"hello from rank {world.rank} of {world.size}", flush=True)
+        world.barrier()

@@ -106,6 +106,6 @@ def _belongings() -> dict[str, set[str]]:
         "threads": {f"{t.name} {t.ident}" for t in threading.enumerate() if t.name != "unisono-collected"},
         "descriptors": descriptors,
         "children": set(children),
-        # Open MPI's segments belong to programs that happen to run beside the tests: ours has no names there.
+        # Open MPI's are not ours: somebody else's job may come and go on this machine.
         "shared memory": {name for name in os.listdir("/dev/shm") if not name.startswith("sm_segment.")},
     }

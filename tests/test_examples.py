@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,31 +13,61 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
+# What four ranks say, and what one process says that was started alone.
 SAYS = {
     "hello": ["hello from rank 0 of 4", "hello from rank 3 of 4"],
-    "send_recv": ["came back from rank 3 and counts 4 ranks", "27 bytes wait from rank 1"],
+    "send_recv": ["came back from rank 3 and counts 4 ranks", "27 bytes wait from rank 3"],
     "all_reduce": ["sum 10 in all 1,000,003 elements", "largest rank 3", "squares [0 1 4 9]"],
     "split": [
         "rank 0 at (0, 0): its row adds to 1, its dp axis to 2, its pair ['rank 0', 'rank 3']",
         "rank 2 at (1, 0): its row adds to 5, its dp axis to 2, its pair None",
     ],
     "overlap": ["mean of the last element 250,005", "one=4.0 two=8.0"],
+    "train": [
+        "4 ranks ━━",
+        "the 4 ranks differ by 0",
+        "data-parallel training equals training in one process",
+    ],
+}
+SAYS_ALONE = {
+    "hello": ["hello from rank 0 of 1"],
+    "send_recv": ["came back from rank 0 and counts 1 ranks", "27 bytes wait from rank 0"],
+    "all_reduce": ["sum 1 in all 1,000,003 elements"],
+    "overlap": ["mean of the last element 100,002", "one=1.0 two=2.0"],
     "simulate": ["64 ranks agree on 31.5", "63 ranks raised PeerLost, naming (3,)", "replayed: True"],
-    "train": ["the 4 ranks differ by 0", "data-parallel training equals training in one process"],
 }
 
 
-def run(*command: str) -> str:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, cwd=ROOT)
+def run(*command: str, **env: str) -> str:
+    around = {name: text for name, text in os.environ.items() if not name.startswith("UNISONO_")}
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+        env={**around, "PYTHONWARNINGS": "error", **env},
+    )
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
-def test_an_example_says_what_it_should(name: str) -> None:
-    said = " ".join(run("-W", "error", f"examples/{name}.py").split())
+def test_every_example_is_run() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == SAYS.keys() | SAYS_ALONE.keys()
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_four_ranks_say_what_they_should(name: str) -> None:
+    said = " ".join(run("-m", "unisono", "run", "-n", "4", f"examples/{name}.py").split())
     for words in SAYS[name]:
+        assert words in said
+
+
+@pytest.mark.parametrize("name", SAYS_ALONE)
+def test_one_process_says_what_it_should(name: str) -> None:
+    said = " ".join(run(f"examples/{name}.py").split())
+    for words in SAYS_ALONE[name]:
         assert words in said
 
 

@@ -24,8 +24,8 @@ import pytest
 import unisono as uni
 from unisono.backends.local import LocalBackend
 from unisono.config import Config
-from unisono.contract import Request, Tags
-from unisono.control import Query
+from unisono.contract import Lane, Request, Tags
+from unisono.control import Left, Query
 from unisono.errors import (
     ClosedError,
     CollectiveMismatch,
@@ -354,6 +354,19 @@ def test_who_waits_for_a_rank_that_leaves_hears_that_it_left() -> None:
 
     worlds = uni.local(4)
     assert run_each(live, worlds).values() == [((1,), True), None, ((1,), True), ((1,), True)]
+    close_all(worlds)
+
+
+@pytest.mark.parametrize("first", list(Lane))
+def test_a_rank_has_left_when_both_lanes_say_so(first: Lane) -> None:
+    """Data and the word that ours were taken travel in different lanes: one farewell may overtake either."""
+    worlds = uni.local(2)
+    group = worlds[0]._group
+    work = worlds[0].start.recv_bytes(1)
+    group.on_news(1, Left(group.context, first))
+    ended_by(DeadlineExceeded, lambda: work.wait(0.05))
+    group.on_news(1, Left(group.context, Lane(1 - first)))
+    assert "left" in ended_by(PeerLost, lambda: work.wait(PATIENCE_S)).cause
     close_all(worlds)
 
 

@@ -43,7 +43,7 @@ HOLDERS = (
     "communicator",
     "session",
 )
-EDGES = ("cli", "testing", "pytorch")
+EDGES = ("cli", "testing", "pytorch", "bench")
 LAYERS = {
     **dict.fromkeys(GROUND, 0),
     "plans": 1,
@@ -51,7 +51,8 @@ LAYERS = {
     **dict.fromkeys(HOLDERS, 3),
     "__init__": 4,  # `import unisono`: all that a user needs, and no edge
     **dict.fromkeys(EDGES, 5),
-    "__main__": 5,
+    "cli": 6,  # the command line shows what the other edges do
+    "__main__": 6,
 }
 FOREIGN = {"numpy", "msgspec"}  # what the ground stands on, beside the standard library
 
@@ -152,8 +153,8 @@ def test_every_module_says_what_it_is(path):
 ENVIRONMENT = {"os.environ", "os.getenv", "os.environb", "os.putenv"}
 CLOCKS = {"time", "sched"}
 MAY_READ_CLOCKS = {"runtime", "simulation", "testing"}
-# The launch room starts processes, and the seed serves on a thread of its own.
-MAY_START_THREADS = {"runtime", "simulation", "testing", "launch"}
+# The launch room and the measurements start processes, and the seed serves on a thread of its own.
+MAY_START_THREADS = {"runtime", "simulation", "testing", "launch", "bench"}
 THREADS = {"threading.Thread", "threading.Timer", "_thread.start_new_thread"}
 POOLS = {"concurrent", "multiprocessing", "subprocess"}
 PRINTS = {"print", "sys.stdout", "sys.stderr"}
@@ -209,10 +210,16 @@ def test_foreign_libraries_stay_where_they_belong(path):
         allowed |= {"click", "rich"}
     if path.parts[:2] == ("plans", "draw.py"):
         allowed |= {"matplotlib"}
+    if path.parts[:2] == ("launch", "store.py"):
+        allowed |= {"torch"}
     if path.parts[:2] == ("launch", "identity.py"):
         allowed |= {"cryptography"}
     if room_of(path) == "pytorch":
         allowed |= {"torch"}
+    if path.parts[:2] == ("bench", "libraries.py"):
+        allowed |= {"torch", "mpi4py"}
+    if path.parts[:2] == ("bench", "chart.py"):
+        allowed |= {"matplotlib"}
     assert names_imported(path) - allowed - {"__future__"} == set()
 
 

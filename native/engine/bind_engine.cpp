@@ -168,7 +168,7 @@ class PyEngine {
       const Hold held = engine_.hold();
       run = &desk_.make_run();
       run->id = id;
-      run->header.assign(header.c_str(), header.size());
+      run->header = std::make_shared<const std::string>(header.c_str(), header.size());
       desk_.start(*run, [&] { run->begin(program, stage); });
       if (run->phase != Operation::Phase::ended || run->is_news) return nb::int_(run->handle);
     }
@@ -177,6 +177,23 @@ class PyEngine {
     desk_.recycle(*run);
     return result;
   }
+
+  // Follow a run that somebody watched until now: its handle, and then its end is told, or how it ended.
+  nb::object adopt(uint64_t id, std::int64_t handle) {
+    Run* run;
+    {
+      const Hold held = engine_.hold();
+      run = desk_.watched(static_cast<uint64_t>(handle));
+      if (run == nullptr) throw nb::value_error("no such run");
+      if (desk_.unwatch(*run, id)) return nb::int_(handle);
+    }
+    nb::object result = tuple_of(*run);
+    const Hold held = engine_.hold();
+    desk_.recycle(*run);
+    return result;
+  }
+
+  Desk& desk() { return desk_; }
 
   // The ranks that a run waits for now.
   std::vector<std::int32_t> awaited(std::int64_t handle) {
@@ -413,6 +430,12 @@ class PyEngine {
 
 }  // namespace
 
+engine::Desk& desk_of(nb::handle engine) { return nb::cast<PyEngine&>(engine).desk(); }
+
+std::shared_ptr<const engine::Program> program_of(nb::handle program) {
+  return nb::cast<PyProgram&>(program).program;
+}
+
 void bind_engine(nb::module_& m) {
   nb::class_<PyProgram>(m, "Program")
       .def(
@@ -464,6 +487,7 @@ void bind_engine(nb::module_& m) {
       .def("run", &PyEngine::run, nb::arg("id"), nb::arg("program"), nb::arg("context"), nb::arg("tag"),
            nb::arg("dtype"), nb::arg("op"), nb::arg("memory_in").none(), nb::arg("memory_out").none(), nb::arg("header"),
            nb::arg("window"))
+      .def("adopt", &PyEngine::adopt)
       .def("awaited", &PyEngine::awaited)
       .def("wait", &PyEngine::wait)
       .def("pump", &PyEngine::pump)

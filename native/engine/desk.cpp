@@ -167,8 +167,15 @@ Run* Desk::run_of(uint64_t handle) const {
   return all_[index]->phase == Operation::Phase::active ? static_cast<Run*>(all_[index].get()) : nullptr;
 }
 
+Run* Desk::watched(uint64_t handle) const {
+  const size_t index = handle & ((uint64_t{1} << index_bits) - 1);
+  if (index >= all_.size() || all_[index]->handle != handle || !all_[index]->is_run) return nullptr;
+  return all_[index]->is_watched ? static_cast<Run*>(all_[index].get()) : nullptr;
+}
+
 void Desk::recycle(Operation& operation) {
   operation.phase = Operation::Phase::idle;
+  operation.is_watched = false;
   if (operation.is_run) return spare_runs_.push_back(static_cast<Run*>(&operation));
   if (operation.is_receive) {
     auto& receive = static_cast<ReceiveOperation&>(operation);
@@ -193,6 +200,11 @@ std::vector<Desk::News> Desk::take() {
 
 // Called when an operation has ended or wants memory.
 void Desk::tell(Operation& operation, uint64_t arrival) {
+  if (operation.is_watched) {
+    operation.phase = Operation::Phase::ended;
+    engine_.nudge();
+    return;
+  }
   if (!operation.needs_memory) {
     const bool is_starting = operation.phase == Operation::Phase::starting;
     operation.phase = Operation::Phase::ended;
@@ -231,6 +243,32 @@ void Desk::wait_as_pump(Hold& held, std::int64_t deadline) {
     pump_.wait_until(held, std::chrono::steady_clock::now() + std::chrono::nanoseconds(left < second ? left : second));
     is_pump_waiting_ = false;
   }
+}
+
+bool Desk::wait_for(Hold& held, const Run& run, std::int64_t deadline, const std::atomic<bool>& is_recalled) {
+  const auto has_ended = [&] { return run.phase == Operation::Phase::ended; };
+  const auto has_other = [&] {
+    // relaxed: a poke follows it
+    return (!is_empty() && !is_telling_) || is_recalled.load(std::memory_order_relaxed) || engine_.is_closed();
+  };
+  ++waiters_;
+  engine_.wait(held, [&] { return has_ended() || has_other(); }, deadline);
+  --waiters_;
+  if (!has_ended()) return has_other();
+  // Nobody woke the pump while somebody waited.
+  if (!is_empty() && !is_telling_) wake_pump();
+  return false;
+}
+
+void Desk::glance_at(const Run& run) {
+  engine_.glance([&] { return run.phase == Operation::Phase::ended; });
+}
+
+bool Desk::unwatch(Run& run, uint64_t id) {
+  if (run.phase == Operation::Phase::ended) return false;
+  run.is_watched = false;
+  run.id = id;
+  return true;
 }
 
 void Desk::poke() {

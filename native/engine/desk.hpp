@@ -32,6 +32,7 @@ class Operation {
   bool is_run = false;
   bool needs_memory = false;
   bool is_news = false;
+  bool is_watched = false;  // whoever started it looks at the phase: it is not told
 };
 
 class SendOperation final : public Send, public Operation {
@@ -90,6 +91,8 @@ class Desk {
   bool cancel(uint64_t handle);
   // The run of this handle; nullptr if it has ended.
   Run* run_of(uint64_t handle) const;
+  // The run of this handle that is watched, also if it has ended; nullptr if there is none.
+  Run* watched(uint64_t handle) const;
   void recycle(Operation& operation);
 
   // What is to be told, oldest first: an operation, or a peer that is gone. News has an order: who hears of a peer's
@@ -109,9 +112,16 @@ class Desk {
   // How threads of Python wait; each returns when there is something for it to tell, at a poke, or at the deadline.
   void wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller);
   void wait_as_pump(Hold& held, std::int64_t deadline);
+  // The same for one who watches a run: also returns at its end. True if there is something else to look at.
+  bool wait_for(Hold& held, const Run& run, std::int64_t deadline, const std::atomic<bool>& is_recalled);
+  // A few rounds of progress for one who watches a run, as long as there is little to do.
+  void glance_at(const Run& run);
+  // Watch it no more: from now on it is told, under the caller's number. False if it has ended.
+  bool unwatch(Run& run, uint64_t id);
   uint64_t pokes() const { return pokes_; }
   void poke();
 
+  Engine& engine() const { return engine_; }
   void tell(Operation& operation, uint64_t arrival = never_arrived);
   static constexpr uint64_t never_arrived = UINT64_MAX;
 

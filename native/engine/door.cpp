@@ -143,7 +143,7 @@ class Door::Listener final : public Watcher {
 
 class Door::Greeting final : public Watcher {
  public:
-  Greeting(Door& door, std::int64_t deadline) : door(door), deadline(deadline) {}
+  Greeting(Door& door, std::int64_t patience_ns) : door(door), patience_ns(patience_ns) {}
 
   // False if there is no memory for it.
   bool take(Descriptor socket) {
@@ -205,7 +205,7 @@ class Door::Greeting final : public Watcher {
   enum class Reading : uint8_t { more, whole, over };
 
   Door& door;
-  std::int64_t deadline;
+  std::int64_t patience_ns;
   Step step = Step::await_hello;
   Guest guest{};
   TlsChannel* tls = nullptr;  // the guest's channel, if it is one
@@ -220,6 +220,14 @@ class Door::Greeting final : public Watcher {
   size_t have = 0;
   bool is_proven = false;
 
+  // Whom we called on this host is slow because nobody lets it run.
+  bool is_starved() const {
+    ucred who{};
+    socklen_t length = sizeof who;
+    return guest.is_opener && guest.medium == Medium::shm &&
+           getsockopt(guest.socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && engine::is_starved(who.pid);
+  }
+
   // Connected: what comes first.
   void open() {
     if (tls == nullptr) {
@@ -229,7 +237,7 @@ class Door::Greeting final : public Watcher {
     }
     step = Step::shaking;
     // The other side's Python may not have given its engine an identity yet.
-    if (guest.is_opener) deadline = std::max(deadline, now_ns() + stranger_ns);
+    if (guest.is_opener) patience_ns = std::max(patience_ns, stranger_ns);
     on_ready(EPOLLIN);
   }
 
@@ -500,7 +508,7 @@ void Door::accept_from(int listener, Medium medium) {
       continue;
     }
     make_room(group_of(from));
-    auto greeting = std::make_unique<Greeting>(*this, now_ns() + stranger_ns);
+    auto greeting = std::make_unique<Greeting>(*this, stranger_ns);
     greeting->guest.medium = medium;
     greeting->guest.is_opener = false;
     greeting->address = from;
@@ -534,7 +542,7 @@ void Door::knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, 
   else
     length = tcp_address(address, card.address, card.port);
   if (length == 0) return host_.on_closed_door(rank, "its address makes no sense", Ruling::unknown);
-  auto greeting = std::make_unique<Greeting>(*this, now_ns() + settings_.silence_ns);
+  auto greeting = std::make_unique<Greeting>(*this, settings_.silence_ns);
   Greeting& g = *greeting;
   g.address = address;
   g.address_bytes = length;
@@ -583,22 +591,23 @@ void Door::forget(std::int32_t rank) {
   std::erase_if(greetings_, [rank](const auto& g) { return g->guest.is_opener && g->guest.rank == rank; });
 }
 
-void Door::tick(std::int64_t now) {
+bool Door::is_greeting(std::int32_t rank) const {
+  return std::any_of(greetings_.begin(), greetings_.end(), [rank](const auto& g) {
+    return (rank == any_source || g->guest.rank == rank) && (g->guest.is_opener || g->step == Greeting::Step::await_introduction);
+  });
+}
+
+void Door::tick(std::int64_t passed_ns) {
   for (auto& one : listeners_)
     if (one != nullptr) one->watch();
-  for (size_t i = 0; i < greetings_.size();) {
-    Greeting& g = *greetings_[i];
-    const bool is_resting = g.step == Greeting::Step::resting;
-    if (now < g.deadline && !is_resting) {
-      ++i;
-      continue;
-    }
-    if (now < g.deadline)
-      dial(g);
-    else
-      refuse(g, "no answer within the time for a greeting");
-    i = 0;  // anything may have changed
-  }
+  for (const auto& g : greetings_) g->patience_ns -= passed_ns;
+  const auto is_late = [](const auto& g) { return g->patience_ns <= 0 && !g->is_starved(); };
+  // From the start each time: anything may have changed.
+  for (auto late = greetings_.begin(); (late = std::find_if(greetings_.begin(), greetings_.end(), is_late)) != greetings_.end();)
+    refuse(**late, "no answer within the time for a greeting");
+  const auto is_resting = [](const auto& g) { return g->step == Greeting::Step::resting; };
+  for (auto next = greetings_.begin(); (next = std::find_if(greetings_.begin(), greetings_.end(), is_resting)) != greetings_.end();)
+    dial(**next);
 }
 
 void Door::close(bool keep_files) {

@@ -108,8 +108,10 @@ class Door {
   void knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum);
   // Forget a knock under way.
   void forget(std::int32_t rank);
-  // End greetings that take too long.
-  void tick(std::int64_t now);
+  // Whether a greeting with this rank (or any) is under way, whoever began it.
+  bool is_greeting(std::int32_t rank) const;
+  // So much time has passed: end greetings that take too long.
+  void tick(std::int64_t passed_ns);
   bool is_busy() const { return !greetings_.empty(); }
   // Stop listening and forget everybody. `keep_files`: a forked child must leave the parent's socket alone.
   void close(bool keep_files);

@@ -21,8 +21,6 @@ constexpr std::int64_t spin_ns_crowded = 0, yield_ns_crowded = 100'000;
 constexpr std::int64_t yield_ns_long = 50'000, crowded_ns = 20 * millisecond;
 // How often a spinning caller looks for hang-ups and new links, which do not show in the rings.
 constexpr std::int64_t look_ns = 50'000, look_ns_greeting = 2'000;
-// A heartbeat of ours so late means that we were stopped: nobody else is to blame.
-constexpr std::int64_t own_delay_ns = second;
 constexpr size_t hasty_links_max = 2;
 constexpr std::int64_t farewell_ns = second / 2;
 
@@ -93,7 +91,8 @@ Engine::Engine(std::int32_t rank, std::int32_t size, const std::string& director
   spin_ns_ = spin_ns_crowded;
   yield_ns_ = yield_ns_crowded;
   beat_ns_ = std::min(beat_ns_max, settings.silence_ns / 5);
-  beat_at_ = now_ns() + beat_ns_;
+  judged_at_ = now_ns();
+  beat_at_ = judged_at_ + beat_ns_;
   register_engine(*this);
   // Signals are for the threads that run Python.
   sigset_t all, before;
@@ -250,6 +249,7 @@ void Engine::enter_polling() {
 }
 
 void Engine::leave_polling() {
+  ++polls_;
   is_polled_.store(false, std::memory_order_relaxed);
   if (rest_ == Rest::epoll) poller_.kick();
   if (rest_ == Rest::deep) background_.notify_one();
@@ -295,6 +295,7 @@ void Engine::doze(Hold& held, std::int64_t until) {
 void Engine::run() {
   Poller::Events events;
   int quiet = 0;
+  uint64_t polls = 0;
   while (!is_stopping_.load(std::memory_order_relaxed)) {
     const std::int64_t now = now_ns();
     if (now < beat_at_ && is_polled_.load(std::memory_order_relaxed) && !is_sleeping_.load(std::memory_order_relaxed)) {
@@ -304,6 +305,8 @@ void Engine::run() {
       nanosleep(&tick, nullptr);
       continue;
     }
+    // Before the lock: a caller that has it and is not let run must not make us look dead.
+    if (now >= beat_at_) presence_.beat();
     Hold held(mutex_);
     if (now >= beat_at_) beat(now);
     const std::int64_t until = beat_at_ - now;
@@ -339,9 +342,11 @@ void Engine::run() {
       }
     }
     if (is_polled_.load(std::memory_order_relaxed)) continue;
-    quiet = moved && !is_asleep ? 0 : quiet + 1;
+    // Between two calls of somebody who calls all the time it is not quiet.
+    const bool was_polled = std::exchange(polls, polls_) != polls_;
+    quiet = (moved && !is_asleep) || was_polled ? 0 : quiet + 1;
     // Woken by a doorbell and done: back to sleep at once. Ticking: after a while without anything.
-    if (is_asleep || quiet >= quiet_ticks) {
+    if ((is_asleep && !was_polled) || quiet >= quiet_ticks) {
       presence_.fall_asleep();
       if (progress()) {
         presence_.wake_up();
@@ -356,7 +361,7 @@ void Engine::run() {
 void Engine::open_link(Peer& peer) {
   if (!is_connected_ || is_closed_ || peer.state != Peer::State::unopened) return;
   peer.state = Peer::State::opening;
-  peer.heard_at = now_ns();
+  peer.silent_ns = 0;
   const bool is_shm = settings.shm && peer.is_same_host && !peer.card.unix_path.empty();
   const bool checksum = settings.checksum && !settings.tls && !peer.is_same_host;
   door_.knock(peer.rank, peer.card, is_shm ? Medium::shm : Medium::tcp, Lane::control, checksum);
@@ -380,7 +385,6 @@ void Engine::on_guest(Guest guest) {
   Peer& peer = *peers_[guest.rank];
   if (peer.state == Peer::State::down || peer.state == Peer::State::open) return;
   peer.state = Peer::State::opening;
-  if (peer.heard_at == 0) peer.heard_at = now_ns();
   if (!guest.is_opener && guest.lane == Lane::control) door_.forget(guest.rank);
   if (guest.medium == Medium::shm) {
     std::string why;
@@ -407,12 +411,15 @@ void Engine::on_guest(Guest guest) {
 
 void Engine::on_closed_door(std::int32_t to, const std::string& cause, Ruling ruling) {
   Peer& peer = *peers_[to];
-  if (ruling == Ruling::crossing || peer.state != Peer::State::opening) return;
+  if (peer.state != Peer::State::opening) return;
+  // What others said of it is the better reason: that nobody answers is a symptom.
+  if (peer.is_rumoured) return lose(peer, std::string(peer.cause), peer.left);
+  if (ruling == Ruling::crossing) return;
   lose(peer, cause, ruling == Ruling::leaving);
 }
 
 void Engine::opened(Peer& peer, std::unique_ptr<Link> link) {
-  peer.on_open(std::move(link), now_ns());
+  peer.on_open(std::move(link));
   open_.push_back(&peer);
   peer.flush();
 }
@@ -442,29 +449,37 @@ void Engine::lose(Peer& peer, const std::string& cause, bool left) {
 void Engine::on_news(uint64_t gone, std::string cause, bool left) {
   if (gone >= peers_.size() || gone == static_cast<uint64_t>(rank)) return;
   Peer& peer = *peers_[gone];
-  // Who has a link with it sees for itself, and first gets what was sent before.
-  if (peer.state == Peer::State::unopened || peer.state == Peer::State::opening) lose(peer, cause, left);
+  // Who has a link with it sees for itself, and first gets what was sent before. A greeting under way may be the begin
+  // of such a link: what it sent after its part of the greeting waits there for us.
+  if (peer.state == Peer::State::opening && door_.is_greeting(peer.rank)) {
+    if (std::exchange(peer.is_rumoured, true)) return;
+    peer.cause = cause;
+    peer.left = left;
+  } else if (peer.state == Peer::State::unopened || peer.state == Peer::State::opening) {
+    lose(peer, cause, left);
+  }
 }
 
 void Engine::beat(std::int64_t now) {
-  const bool was_stopped = now - beat_at_ > own_delay_ns;
+  // Time is counted in looks: whoever could not look, because nobody let it run, has not heard silence.
+  const std::int64_t passed = std::min(now - judged_at_, beat_ns_ + beat_ns_ / 4);
+  judged_at_ = now;
   beat_at_ = now + beat_ns_;
-  presence_.beat();
-  door_.tick(now);
+  door_.tick(passed);
   const std::vector<Peer*> open = open_;
   for (Peer* peer : open) {
     peer->link->beat();
-    if (peer->link->was_heard() || was_stopped) peer->heard_at = now;
+    if (peer->link->was_heard()) peer->silent_ns = -passed;
   }
   for (auto& peer : peers_) {
     const bool is_awaited = peer->state == Peer::State::open ? peer->link != nullptr : peer->state == Peer::State::opening;
     if (!is_awaited) continue;
-    if (was_stopped) peer->heard_at = now;
-    const std::int64_t silent = now - peer->heard_at;
+    peer->silent_ns += passed;
     // A greeting has its own deadline; this is for a crossing call that never came.
-    if (silent < (peer->state == Peer::State::open ? settings.silence_ns : 2 * settings.silence_ns)) continue;
+    if (peer->silent_ns < (peer->state == Peer::State::open ? settings.silence_ns : 2 * settings.silence_ns)) continue;
+    if (peer->link != nullptr && peer->link->is_starved()) continue;
     char text[64];
-    snprintf(text, sizeof text, "silent for %.1f s", static_cast<double>(silent) / 1e9);
+    snprintf(text, sizeof text, "silent for %.1f s", static_cast<double>(peer->silent_ns) / 1e9);
     lose(*peer, text, false);
   }
 }
@@ -480,10 +495,14 @@ void Engine::close(std::int64_t flush_ns) {
     const auto all_open = [this](auto says) {
       return std::all_of(peers_.begin(), peers_.end(), [&](const auto& p) { return p->state == Peer::State::down || says(*p); });
     };
-    wait(held, [&] { return all_open([this](const Peer& p) { return p.is_flushed() || !is_connected_; }); }, now_ns() + flush_ns);
+    // Nobody rings when an offer is seen and not wanted: so look often.
+    const auto wait_until = [&](auto is_so, std::int64_t until) {
+      while (!wait(held, is_so, std::min(until, now_ns() + 2 * millisecond)) && now_ns() < until) continue;
+    };
+    wait_until([&] { return all_open([this](const Peer& p) { return p.is_flushed() || !is_connected_; }); }, now_ns() + flush_ns);
     // Who is just being greeted must hear a goodbye, too.
-    wait(held, [&] { return !door_.is_busy() && all_open([](const Peer& p) { return p.state != Peer::State::opening; }); },
-         now_ns() + farewell_ns);
+    wait(held, [&] { return !door_.is_greeting(any_source) && all_open([](const Peer& p) { return p.state != Peer::State::opening; }); },
+         now_ns() + std::max(flush_ns, farewell_ns));
     is_leaving_ = true;
     // What was not met by now will not be.
     for (auto& peer : peers_) peer->end_all(Outcome::closed);
@@ -498,7 +517,13 @@ void Engine::close(std::int64_t flush_ns) {
     // A connection closed with unread bytes would take back what we sent: wait until the others hung up, too.
     for (Peer* peer : open_) peer->link->finish();
     const bool has_tcp = tcp_links_ != 0;
-    if (has_tcp) wait(held, [&] { return tcp_links_ == 0; }, now_ns() + farewell_ns);
+    const auto is_over = [&] { return tcp_links_ == 0; };
+    if (has_tcp) wait(held, is_over, now_ns() + farewell_ns);
+    // And what is still on its way is lost if they talk to a connection that is closed: a slow one gets more time.
+    const auto is_delivered = [&] {
+      return std::all_of(open_.begin(), open_.end(), [](const Peer* p) { return p->link->is_delivered(); });
+    };
+    if (has_tcp) wait_until([&] { return is_over() || is_delivered(); }, now_ns() + flush_ns);
     is_closed_ = true;
     is_stopping_.store(true, std::memory_order_relaxed);
     poller_.kick();

@@ -48,6 +48,9 @@ class Mutex {
 
 using Hold = std::unique_lock<Mutex>;
 
+// About two microseconds: what small messages need if both sides call at the same time.
+inline constexpr unsigned glance_rounds = 48;
+
 // A peer that is gone.
 struct Down {
   std::int32_t rank;
@@ -106,6 +109,10 @@ class Engine final : public Surroundings, private Host {
   // Make progress until `done()`, or until the deadline. `done` is asked with the lock held.
   template <class Done>
   bool wait(Hold& held, Done done, std::int64_t deadline);
+  // A few rounds of progress, for one who expects to be done at once; it gives up as soon as others want to do
+  // something, or there is much to do.
+  template <class Done>
+  void glance(Done done);
   // One round of progress. True if something moved.
   bool progress();
   // Whoever ends an operation calls this: another thread may be waiting for it.
@@ -190,10 +197,12 @@ class Engine final : public Surroundings, private Host {
   std::atomic<bool> is_stopping_{false};
   Rest rest_ = Rest::ticking;
   size_t waiters_ = 0;
+  uint64_t polls_ = 0;  // how often a caller has made progress
   std::condition_variable_any moved_;
   std::condition_variable_any background_;
   std::int64_t beat_ns_ = 0;
   std::int64_t beat_at_ = 0;
+  std::int64_t judged_at_ = 0;
   std::unique_ptr<std::thread> thread_;
 };
 
@@ -241,6 +250,18 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline) {
   }
   leave_polling();
   return is_done;
+}
+
+template <class Done>
+void Engine::glance(Done done) {
+  if (done() || is_polled_.load(std::memory_order_relaxed) || is_closed_) return;
+  enter_polling();
+  for (unsigned rounds = glance_rounds; rounds > 0; --rounds) {
+    const bool moved = progress();
+    if (done() || !readers_.empty() || !chores_.empty() || mutex_.is_wanted() || is_closed_) break;
+    if (!moved) cpu_pause();
+  }
+  leave_polling();
 }
 
 }  // namespace unisono::engine

@@ -39,6 +39,11 @@ class Link {
   virtual std::atomic<uint32_t>* own_offer(size_t) { return nullptr; }
   virtual std::atomic<uint32_t>* peers_offer(size_t) { return nullptr; }
 
+  // Everything has reached the peer's system: nothing is lost if we go.
+  virtual bool is_delivered() const { return true; }
+  // The peer is alive, but nobody lets it run.
+  virtual bool is_starved() const { return false; }
+
   // Whether the peer was heard of since the last call, and our own sign of life.
   virtual bool was_heard() = 0;
   virtual void beat() = 0;

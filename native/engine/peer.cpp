@@ -22,10 +22,11 @@ std::string readable(const byte* text, size_t bytes) {
 
 }  // namespace
 
-void Peer::on_open(std::unique_ptr<Link> opened, std::int64_t now) {
+void Peer::on_open(std::unique_ptr<Link> opened) {
   link = std::move(opened);
   state = State::open;
-  heard_at = now;
+  silent_ns = 0;
+  is_rumoured = false;
   for (const Lane lane : {Lane::bulk, Lane::control}) {
     const uint64_t fits = link->eager_bytes_max(lane);
     uint64_t allowed = around_.settings.eager_bytes;
@@ -394,6 +395,16 @@ const char* Peer::on_done(const Head& head) {
   Ticket* ticket = ticket_of(head.context);
   if (ticket == nullptr) return "a message is confirmed that was not sent";
   Send* send = ticket->send;
+  if (send != nullptr && send->state == Send::State::streaming && send->streamed == send->nbytes &&
+      !link->holds_data(send->lane, send->ticket)) {
+    // The last bytes have left since the streams were looked at, and the answer was faster than the next look.
+    streams_.remove(*send);
+    --backlog_;
+    free_ticket(head.context);
+    send->state = Send::State::ended;
+    send->end(Outcome::done);
+    return nullptr;
+  }
   if (send != nullptr && send->state != Send::State::offered) return "a message is confirmed while it is sent";
   free_ticket(head.context);
   if (send == nullptr) return nullptr;  // withdrawn here, and forgotten there

@@ -88,10 +88,11 @@ class Peer {
   bool is_same_host = false;
   std::string cause;  // why it is down
   bool left = false;
-  std::int64_t heard_at = 0;
+  bool is_rumoured = false;  // others say that it is gone, and `cause` why; but a greeting with it is under way
+  std::int64_t silent_ns = 0;  // for so long nothing was heard, by the looks that the judge could take
   std::unique_ptr<Link> link;
 
-  void on_open(std::unique_ptr<Link> opened, std::int64_t now);
+  void on_open(std::unique_ptr<Link> opened);
 
   // -- sending
   void send(Send& send);

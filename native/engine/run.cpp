@@ -174,8 +174,8 @@ void Run::post_send(const Line& line, LineState& state) {
   send.tag = stage_.tag;
   send.data = at(p.dst_buf, p.dst);
   send.nbytes = bytes_of(p);
-  send.header = reinterpret_cast<const byte*>(header.data());
-  send.header_bytes = static_cast<uint16_t>(is_first ? header.size() : 0);
+  send.header = reinterpret_cast<const byte*>(header->data());
+  send.header_bytes = static_cast<uint16_t>(is_first ? header->size() : 0);
   send.dtype = stage_.dtype;
   send.sync = is_first && line.recvs.empty();
   send.is_active = true;
@@ -277,13 +277,13 @@ Meeting Run::meet(RunReceive& receive, const Envelope& envelope) {
   const bool is_first = receive.piece == line.recvs.front();
   // It took its first message back, so it has given up, and the news why is on its way: what it sent before means
   // nothing any more.
-  if (is_first && !header.empty() && envelope.header_bytes == 0) state.is_deserted = true;
+  if (is_first && !header->empty() && envelope.header_bytes == 0) state.is_deserted = true;
   if (state.is_deserted || has_failed_) return Meeting::refuse;
   const std::string_view theirs(reinterpret_cast<const char*>(envelope.header), envelope.header_bytes);
   const uint64_t awaited = bytes_of(p);
   const auto fits_any = [](uint8_t code) { return code == untyped || code == plain_bytes; };
   const bool fits = envelope.nbytes == awaited && (envelope.dtype == stage_.dtype || fits_any(envelope.dtype) || fits_any(stage_.dtype));
-  const bool is_same = is_first || !fits ? (envelope.header_bytes == 0 && !is_first) || call_of(theirs) == call_of(header) : true;
+  const bool is_same = is_first || !fits ? (envelope.header_bytes == 0 && !is_first) || call_of(theirs) == call_of(*header) : true;
   if (!fits || !is_same) {
     refuse(envelope, awaited, !is_same);
     return Meeting::refuse;

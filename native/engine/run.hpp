@@ -17,6 +17,7 @@
 
 #include "../kernels.hpp"
 #include "desk.hpp"
+#include "ledger.hpp"
 #include "program.hpp"
 #include "scratch.hpp"
 
@@ -74,7 +75,7 @@ class Run final : public Operation, public Chore {
   Run(Engine& engine, Desk& desk, Scratch& scratch) : engine_(engine), desk_(desk), scratch_(scratch) { is_run = true; }
 
   // The header of the first message to each peer: set before `begin`.
-  std::string header;
+  Text header;
   // Start; it may end before the call returns.
   void begin(std::shared_ptr<const Program> program, const Stage& stage);
   // Take back what can be taken back; it ends as cancelled as soon as nobody uses its memory.

@@ -53,6 +53,7 @@ class ShmLink final : public Link, public Watcher {
   bool can_read() const override { return can_read_; }
   bool read(uint64_t address, byte* to, size_t bytes) override;
   bool is_alive() const override;
+  bool is_starved() const override { return is_alive() && engine::is_starved(pid_); }
   std::atomic<uint32_t>* own_offer(size_t index) override {
     return index < offer_words ? &memory()->offers[own_][index] : nullptr;
   }

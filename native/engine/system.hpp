@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -12,6 +13,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -95,6 +97,30 @@ class Mapping {
   std::byte* at_ = nullptr;
   std::size_t bytes_ = 0;
 };
+
+// Whether a process of this host has a thread that could run or waits for the disk: it is slow, but neither stopped nor
+// gone. False if that cannot be told.
+inline bool is_starved(int pid) {
+  char path[64];
+  snprintf(path, sizeof path, "/proc/%d/task", pid);
+  DIR* folder = opendir(path);
+  if (folder == nullptr) return false;
+  bool found = false;
+  while (const dirent* entry = found ? nullptr : readdir(folder)) {
+    if (entry->d_name[0] == '.') continue;
+    char text[512];
+    snprintf(path, sizeof path, "/proc/%d/task/%.16s/stat", pid, entry->d_name);
+    const Descriptor file(open(path, O_RDONLY | O_CLOEXEC));
+    const ssize_t n = file ? read(file.get(), text, sizeof text - 1) : 0;
+    if (n <= 0) continue;
+    text[n] = 0;
+    // "tid (name) state ...", and a name may hold anything
+    const char* end = strrchr(text, ')');
+    found = end != nullptr && end[1] == ' ' && (end[2] == 'R' || end[2] == 'D');
+  }
+  closedir(folder);
+  return found;
+}
 
 // A memfd whose memory is there (no SIGBUS later) and whose size is fixed for good. Empty if it fails.
 inline Descriptor make_memory(const char* name, std::size_t bytes) {

@@ -1,5 +1,8 @@
 #include "tcp_link.hpp"
 
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
+
 #include "digest.hpp"
 #include "peer.hpp"
 
@@ -52,6 +55,11 @@ void Connection::on_ready(uint32_t events) {
     is_blocked_ = false;
     is_ready_ |= channel_->is_entangled();
   }
+}
+
+bool Connection::is_delivered() const {
+  int bytes = 0;
+  return is_mute_ || is_ended_ || ioctl(channel_->fd(), SIOCOUTQ, &bytes) != 0 || bytes == 0;
 }
 
 // ---- out ----

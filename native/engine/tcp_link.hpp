@@ -42,6 +42,7 @@ class Connection final : public Watcher {
   }
   void on_ready(uint32_t events) override;
 
+  bool is_delivered() const;
   const char* fault() const { return fault_; }
   const char* name() const { return channel_->name(); }
   bool is_ended() const { return is_ended_; }
@@ -99,6 +100,7 @@ class TcpLink final : public Link {
   }
   bool poll() override;
   bool is_drained() const override { return lanes_[0]->is_drained() && lanes_[1]->is_drained(); }
+  bool is_delivered() const override { return lanes_[0]->is_delivered() && lanes_[1]->is_delivered(); }
   size_t eager_bytes_max(Lane lane) const override;
   bool was_heard() override;
   void beat() override;

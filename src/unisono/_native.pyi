@@ -4,8 +4,8 @@
 # it says it has. A wrong argument raises ValueError before anything is written; an object that gives no such
 # memory raises TypeError or BufferError.
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 import numpy.typing as npt
 
@@ -105,6 +105,8 @@ class Engine:
         header: bytes,
         window: int,
     ) -> int | tuple[Any, ...]: ...
+    # Follow a run of the hot path: its handle, or how it ended.
+    def adopt(self, id: int, handle: int) -> int | tuple[Any, ...]: ...  # noqa: A002
     # The ranks that a run waits for.
     def awaited(self, handle: int) -> list[int]: ...
     # What has ended, in order. Both wait for it without the GIL, and `wait` makes progress. Who gets some
@@ -124,5 +126,58 @@ class Engine:
     def links(self) -> list[str]: ...
     # Seconds for rounds of ping-pong below Python; negative if the peer went down.
     def ping(self, peer: int, nbytes: int, rounds: int, is_first: bool) -> float: ...
+
+# The collectives of a group: see native/engine/ledger.hpp. `find` and `last` give the text of calls by
+# number. `awaited` tells whom a call below Python waits for; `recall` makes all of those come back to Python.
+class Ledger:
+    next: int
+    is_plain: bool
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def take(self) -> int: ...
+    def remember(self, sequence: int, text: bytes) -> None: ...
+    def find(self, sequence: int) -> bytes | None: ...
+    def last(self, count: int) -> dict[int, bytes]: ...
+    def awaited(self, sequence: int) -> list[int]: ...
+    def recall(self) -> None: ...
+
+# Known calls without Python: see native/engine/bind_hot_path.cpp. `verb` makes the callable that stands in
+# front of `slow`; `take_over` waits for what it began, given (operation, sequence, header, start time,
+# handle, memory, exception or None).
+class HotPath:
+    verbs: ClassVar[tuple[str, ...]]
+    # Calls that ended without Python, that Python had to decide, and that it had to end.
+    ended: int
+    missed: int
+    handed_over: int
+    def __init__(
+        self,
+        engine: Engine,
+        ledger: Ledger,
+        *,
+        context: int,
+        size: int,
+        window: int,
+        stall_s: float,
+        array_type: type,
+        empty: Callable[..., Any],
+        package: str,
+    ) -> None: ...
+    def verb(
+        self, name: str, slow: Callable[..., Any], take_over: Callable[..., None]
+    ) -> Callable[..., Any]: ...
+    # False if there is nothing to learn from this call.
+    def learn(
+        self,
+        sequence: int,
+        operation: str,
+        program: Program,
+        dtype: int,
+        op: int,
+        memory_in: Memory | None,
+        memory_out: Memory | None,
+        header: bytes,
+        divisor: int,
+    ) -> bool: ...
 
 def host_id() -> str: ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
@@ -33,7 +33,7 @@ from unisono.runtime import Killed
 from unisono.stages import Collective
 from unisono.values import DTYPES
 from unisono.verbs import Verbs
-from unisono.work import Call, Steps, Work
+from unisono.work import Call, Steps, Work, waited
 
 __all__ = ["Communicator", "Start"]
 
@@ -83,12 +83,7 @@ class _Blocking(Generic[P, R]):
             return self
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            work = self._verb(owner._waited, *args, **kwargs)
-            try:
-                return work.wait()
-            except (KeyboardInterrupt, SystemExit):
-                work.cancel()
-                raise
+            return waited(self._verb(owner._waited, *args, **kwargs))
 
         return update_wrapper(call, self._verb)
 
@@ -137,6 +132,11 @@ class Communicator:
         self._subs: dict[tuple[int, ...], int] = {}
         self._start = Start(self, group)
         self._waited = Start(self, group, timers=False)
+        if group.hot is not None:
+            # In front of the verb of the class, which it asks for whatever is not plain or not known yet.
+            for name in group.hot.verbs:
+                verb = getattr(self, name)
+                self.__dict__[name] = group.hot.verb(name, verb, partial(_take_over, group))
         if parent is None:
             # A world that is simply forgotten must not leave the others waiting for it.
             self._forgotten = weakref.finalize(self, _close_later, group.backend)
@@ -358,6 +358,28 @@ def _listed(given: Any, what: str) -> list[Any]:
         return list(given)
     except TypeError:
         raise UsageError(f"{what}={given!r}; allowed: a list") from None
+
+
+def _take_over(
+    group: Group,
+    operation: str,
+    sequence: int,
+    fingerprint: bytes,
+    started_at: float,
+    handle: int,
+    memory: tuple[Any, ...],
+    interruption: BaseException | None,
+) -> None:
+    """Wait for what the hot path began and could not end by itself; it raises what the verb would."""
+
+    def steps(call: Call) -> Steps[None]:
+        return Collective(group, call).take_over(handle, memory, fingerprint)
+
+    work = group.resume(operation, sequence, started_at, steps)
+    if interruption is not None:
+        work.cancel()
+        raise interruption
+    waited(work)
 
 
 def _close_later(backend: Backend) -> None:

@@ -100,7 +100,7 @@ class Launch:
     """How this process was started: by whom, and as which of how many ranks.
 
     `job` tells this start from every other on the same host; it is empty if nothing does. `master` is the
-    address that was named for rank 0.
+    address that was named for rank 0, `store` the host:port of a key-value store that all ranks can reach.
     """
 
     launcher: str
@@ -110,6 +110,7 @@ class Launch:
     is_one_host: bool = False
     job: str = ""
     master: str = ""
+    store: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,8 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
 class _Launcher:
     """The variables of one launcher. Any of `signs` means that it started us.
 
-    `job` lists what names the job, all of it needed; "A|B" means the first of them that is set.
+    `job` lists what names the job, all of it needed; "A|B" means the first of them that is set. `store_sign`
+    is "True" if a store of the launcher's own listens at MASTER_ADDR and MASTER_PORT.
     """
 
     name: str
@@ -173,6 +175,7 @@ class _Launcher:
     local_size: str = ""
     nodes: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
+    store_sign: str = ""
 
 
 # In this order: a launcher may run under another, and the inner one counts. torchrun sets RANK too.
@@ -193,6 +196,7 @@ _LAUNCHERS = (
         "LOCAL_RANK",
         "LOCAL_WORLD_SIZE",
         job=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+        store_sign="TORCHELASTIC_USE_AGENT_STORE",
     ),
     _Launcher(
         "Open MPI",
@@ -265,6 +269,9 @@ def _started_by(launcher: _Launcher, environ: Mapping[str, str]) -> Launch:
         ),
         job="/".join([launcher.name, *job]) if job and all(job) else "",
         master=environ.get("MASTER_ADDR", "") if "MASTER_ADDR" in launcher.job else "",
+        store=f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
+        if environ.get(launcher.store_sign) == "True"
+        else "",
     )
 
 

@@ -22,6 +22,7 @@ from unisono.errors import ClosedError, PeerLost, ProtocolError, UsageError, los
 from unisono.values import ANY, TAG_MAX, Any_, DType, ReduceOp
 
 if TYPE_CHECKING:
+    from unisono._native import HotPath, Ledger
     from unisono.config import Config
     from unisono.runtime import Runtime
 
@@ -150,7 +151,8 @@ class Stage:
 
     `memory` holds the flat arrays of the plan's buffers (plans.Buf). `header` is the fingerprint that goes
     with the first message to each peer; what stands before its first NUL byte is compared. `members` are the
-    plan's ranks by their numbers in the backend, if those differ.
+    plan's ranks by their numbers in the backend, if those differ. `on_compiled` is shown what the plan
+    became, if the backend runs it in a form that can be run again without asking.
     """
 
     context: int
@@ -160,6 +162,7 @@ class Stage:
     memory: Mapping[Any, Any]
     header: bytes
     members: tuple[int, ...] | None = None
+    on_compiled: Callable[[Any], object] | None = None
 
 
 class HeaderMismatch(Exception):
@@ -364,6 +367,13 @@ class Backend(ABC):
         """A number per rank, equal for ranks on one host; empty if all share one."""
         return ()
 
+    def link_kind(self) -> str:
+        """What joins ranks of one host, as measurements call it (shm, tcp); the same answer on every rank.
+
+        Empty if nobody has measured it: then algorithms are chosen by prediction.
+        """
+        return ""
+
     def run_plan(self, plan: Any, stage: Stage) -> Request:
         """Execute a plan (plans.Plan) below Python.
 
@@ -372,6 +382,14 @@ class Backend(ABC):
         `watch` cancels. Cancelled, it ends once nobody uses its memory.
         """
         raise NotImplementedError(f"{self.capabilities.name} does not run plans")
+
+    def hot_path(self, context: int, size: int, ledger: Ledger) -> HotPath | None:
+        """Make what runs known calls of a communicator of `size` ranks without Python, if the backend can."""
+        return None
+
+    def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
+        """Follow a run that the hot path began, as if it came from `run_plan`."""
+        raise NotImplementedError(f"{self.capabilities.name} has no hot path")
 
     def run_collective(self, problem: Any, stage: Stage) -> Request | None:
         """Solve a problem (plans.Problem) by the library's own algorithm, or leave it to plans: None.

@@ -104,12 +104,14 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
 
 
 class Left(msgspec.Struct, frozen=True, tag="left"):
-    """The sender has closed this communicator; all it sent on it came before.
+    """The sender has closed this communicator; all it sent on it in this lane came before.
 
+    It has left when both lanes say so: data, and the word that ours were taken, travel in different ones.
     `calls` holds its last collectives by number: who waits for one that was called otherwise learns why.
     """
 
     context: int
+    lane: Lane
     calls: dict[int, bytes] = {}
 
 

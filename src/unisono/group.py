@@ -14,12 +14,12 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
+from unisono._native import Ledger
 from unisono.contract import HEADER_BYTES_MAX, Backend, Lane, PeerDown, Request
 from unisono.control import Answer, Control, Left, News, Query, Verdict
 from unisono.errors import (
@@ -31,7 +31,7 @@ from unisono.errors import (
     UnisonoError,
     lost_text,
 )
-from unisono.runtime import Deadline
+from unisono.runtime import NEVER, Deadline
 from unisono.values import ANY
 from unisono.work import Call, Steps, Task, Work
 
@@ -39,7 +39,8 @@ __all__ = ["Group", "context_of", "descriptor_of", "fingerprint_of", "single"]
 
 T = TypeVar("T")
 
-_FINGERPRINTS_KEPT: Final = 64
+# Of those who ask too early, so many are kept.
+_QUESTIONS_KEPT: Final = 64
 # A farewell holds so many: an empty collective needs nobody, so its caller may leave while others wait in it.
 _CALLS_TOLD: Final = 4
 _PACKAGE: Final = str(Path(__file__).parent)
@@ -80,13 +81,16 @@ class Group:
         self.world_rank = world_ranks[backend.rank]
         self._lock = threading.RLock()
         self._pending: dict[int, _Pending] = {}
-        self._sequence = 0
-        self._fingerprints: OrderedDict[int, bytes] = OrderedDict()
+        self.ledger = Ledger()
+        # The backend's way around Python for calls that were made before, if it has one.
+        self.hot = backend.hot_path(context, backend.size, self.ledger)
         self._poison: UnisonoError | None = None
         self._is_aborted = False
         self._closed: ClosedError | None = None
+        self._is_silent = False
         self._left: dict[int, str] = {}
         self._farewells: dict[int, Mapping[int, bytes]] = {}
+        self._closed_lanes: dict[int, set[Lane]] = {}
         self._questions: dict[int, dict[int, bytes]] = {}
         self._dead: dict[int, str] = {}
         # A group that its members made without talking introduces itself with its first message to each.
@@ -105,8 +109,48 @@ class Group:
         is_send: bool = False,
     ) -> Work[T]:
         """Begin an operation and keep an eye on it until it ends."""
+        runtime = self.backend.runtime
+        call, task, entry = self._prepared(
+            operation, deadline, runtime.now(), steps, is_collective=is_collective, is_send=is_send
+        )
+        # Allowed, numbered and pending in one breath: no verdict can fall in between and miss it.
+        with self._lock:
+            self.check_usable(is_collective)
+            if is_collective:
+                call.sequence = entry.sequence = self.ledger.take()
+            self._pending[id(entry)] = entry
+        task.begin(timers)
+        return Work(task, runtime)
+
+    def resume(
+        self, operation: str, sequence: int, started_at: float, steps: Callable[[Call], Steps[T]]
+    ) -> Work[T]:
+        """Keep an eye on a collective that has its number and is under way below Python."""
+        call, task, entry = self._prepared(operation, NEVER, started_at, steps, is_collective=True)
+        with self._lock:
+            call.sequence = entry.sequence = sequence
+            self._pending[id(entry)] = entry
+            # What happened before is not told again.
+            reason = self._silence() if self._is_silent else None
+            if self._closed is not None or self._poison is not None:
+                reason = self._closed if self._closed is not None else self._current_poison()
+        if reason is not None:
+            task.interrupt(reason)
+        task.begin(timers=False)
+        return Work(task, self.backend.runtime)
+
+    def _prepared(
+        self,
+        operation: str,
+        deadline: Deadline,
+        started_at: float,
+        steps: Callable[[Call], Steps[T]],
+        *,
+        is_collective: bool,
+        is_send: bool = False,
+    ) -> tuple[Call, Task[T], _Pending]:
         runtime, config = self.backend.runtime, self.backend.config
-        call = Call(operation, self.world_rank, self.name, self.epoch, None, deadline, runtime.now())
+        call = Call(operation, self.world_rank, self.name, self.epoch, None, deadline, started_at)
         task: Task[T] = Task(runtime, call, steps(call))
         entry = _Pending(task, None, set(), is_send)  # type: ignore[arg-type]
         call.doom = lambda: self._doom_of(call)
@@ -119,15 +163,7 @@ class Group:
                 config.stall_query_s if budget is None else min(config.stall_query_s, budget / 2)
             )
             call.on_stall = lambda: self._ask(entry, call.waiting_on())
-        # Allowed, numbered and pending in one breath: no verdict can fall in between and miss it.
-        with self._lock:
-            self.check_usable(is_collective)
-            if is_collective:
-                call.sequence = entry.sequence = self._sequence
-                self._sequence += 1
-            self._pending[id(entry)] = entry
-        task.begin(timers)
-        return Work(task, runtime)
+        return call, task, entry
 
     def check_usable(self, is_collective: bool) -> None:
         """Refuse an operation on a closed or broken communicator."""
@@ -139,11 +175,10 @@ class Group:
     def remember(self, sequence: int, fingerprint: bytes) -> None:
         """Keep what was called under a number, for those who ask later; compare it with who has left."""
         with self._lock:
-            self._fingerprints[sequence] = fingerprint
-            while len(self._fingerprints) > _FINGERPRINTS_KEPT:
-                self._fingerprints.popitem(last=False)
+            self.ledger.remember(sequence, fingerprint)
             known = list(self._farewells.items())
             askers = self._questions.pop(sequence, {})
+            self._look()
         known += [(rank, {sequence: theirs}) for rank, theirs in askers.items()]
         for rank, calls in known:
             if (mismatch := self._compare(rank, calls)) is not None:
@@ -188,6 +223,7 @@ class Group:
             if self._closed is not None or self._poison is not None:
                 return
             self._poison = error
+            self._look()
             pending = [entry for entry in self._pending.values() if entry.sequence is not None]
         self.control.tell(self.world_ranks, Verdict.of(error, self.context))
         for entry in pending:
@@ -202,6 +238,7 @@ class Group:
             self._poison = self._poison if self._poison is not None else error
             pending = list(self._pending.values())
             root_cause = self._poison
+            self._look()
         self.control.tell(self.world_ranks, Verdict.of(root_cause, self.context, is_abort=True))
         for entry in pending:
             entry.task.interrupt(self._current_poison)
@@ -215,13 +252,15 @@ class Group:
         self._flush(sends)
         with self._lock:
             self._closed = ClosedError(f"communicator {self.name!r} is closed")
+            self._look()
             pending = list(self._pending.values())
         for entry in pending:
             entry.task.interrupt(self._closed)
         if not self._is_aborted:
             if self._poison is not None:  # told before, but a farewell in its own lane must not overtake it
                 self.control.tell(self.world_ranks, Verdict.of(self._poison, self.context), Lane.BULK)
-            self.control.tell(self.world_ranks, Left(self.context, self._last_calls()), Lane.BULK)
+            for lane in (Lane.BULK, Lane.CONTROL):
+                self.control.tell(self.world_ranks, Left(self.context, lane, self._last_calls()), lane)
         self.control.leave(self)
 
     @property
@@ -268,9 +307,13 @@ class Group:
             case Left():
                 with self._lock:
                     self._farewells[sender] = news.calls
+                    lanes = self._closed_lanes.setdefault(sender, set())
+                    lanes.add(news.lane)
+                    self._look()
                 if (mismatch := self._compare(sender, news.calls)) is not None:
                     self.poison(mismatch)
-                self._on_gone(sender, "left")
+                if len(lanes) == len(Lane):
+                    self._on_gone(sender, "left")
             case Query():
                 self._on_query(sender, news)
             case Answer():
@@ -285,20 +328,37 @@ class Group:
             return
         with self._lock:
             self._dead[down.rank] = down.cause
+            self._look()
         self.poison(self._lost([down.rank]))
         self._wake_all()
 
     def on_silence(self) -> None:
         """The backend was closed under this communicator: who waits for news would wait for ever."""
         with self._lock:
+            self._is_silent = True
+            self._look()
             pending = list(self._pending.values())
         for entry in pending:
-            entry.task.interrupt(ClosedError(f"rank {self.world_rank} is closed"))
+            entry.task.interrupt(self._silence())
 
     def _on_gone(self, rank: int, cause: str) -> None:
         with self._lock:
             self._left.setdefault(rank, cause)
+            self._look()
         self._wake_all()
+
+    def _silence(self) -> UnisonoError:
+        return ClosedError(f"rank {self.world_rank} is closed")
+
+    def _look(self) -> None:
+        """See whether calls may go around Python: not if there is anything to compare, to refuse or to end.
+
+        The caller holds the lock. What is under way below Python comes back, and finds what has changed.
+        """
+        odd = (self._closed, self._poison, self._left, self._dead, self._farewells, self._questions)
+        self.ledger.is_plain = not any(odd) and not self._is_silent
+        if not self.ledger.is_plain:
+            self.ledger.recall()
 
     def _wake_all(self) -> None:
         with self._lock:
@@ -349,7 +409,7 @@ class Group:
         """A collective does not end: show the others what was called here and ask what they are doing."""
         with self._lock:
             sequence = entry.sequence if id(entry) in self._pending else None
-            fingerprint = None if sequence is None else self._fingerprints.get(sequence)
+            fingerprint = None if sequence is None else self.ledger.find(sequence)
             fresh = [rank for rank in ranks if rank not in entry.asked and rank != self.world_rank]
             entry.asked.update(fresh)
         if sequence is not None and fingerprint is not None and fresh:
@@ -361,19 +421,21 @@ class Group:
             return
         with self._lock:
             entry = self._pending_at(query.sequence)
-            has_passed = query.sequence < self._sequence
+            has_passed = query.sequence < self.ledger.next
             # Who asks too early is answered, and its call compared, once this rank makes its own.
-            is_early = not has_passed or (entry is not None and query.sequence not in self._fingerprints)
-            if is_early and len(self._questions) < _FINGERPRINTS_KEPT:
+            is_early = not has_passed or (entry is not None and self.ledger.find(query.sequence) is None)
+            if is_early and len(self._questions) < _QUESTIONS_KEPT:
                 self._questions.setdefault(query.sequence, {})[sender] = query.fingerprint
-        waiting_on = entry.task.call.waiting_on() if entry is not None else ()
+                self._look()
+            below = tuple(self.ledger.awaited(query.sequence))
+        waiting_on = entry.task.call.waiting_on() if entry is not None else below
         self.control.tell([sender], Answer(self.context, query.sequence, has_passed, waiting_on))
 
     def _compare(self, sender: int, calls: Mapping[int, bytes]) -> CollectiveMismatch | None:
         """Look for the first collective that a member called otherwise than this one."""
         for sequence, theirs in sorted(calls.items()):
             with self._lock:
-                mine = self._fingerprints.get(sequence)
+                mine = self.ledger.find(sequence)
             if mine is not None and _call_of(mine) != _call_of(theirs):
                 operation = _call_of(mine).split(b" ")[0].decode(errors="replace")
                 return self._mismatch(operation, sequence, mine, sender, theirs)
@@ -382,7 +444,7 @@ class Group:
     def _last_calls(self) -> dict[int, bytes]:
         """What was called last: who lags behind by more than this has not met us for long."""
         with self._lock:
-            return dict(list(self._fingerprints.items())[-_CALLS_TOLD:])
+            return self.ledger.last(_CALLS_TOLD)
 
     def _on_answer(self, sender: int, answer: Answer) -> None:
         with self._lock:

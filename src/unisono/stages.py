@@ -7,13 +7,13 @@ know the verbs, nor what their arguments meant to the user.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from unisono.contract import HeaderMismatch, LengthMismatch, Request, Stage, Tags
 from unisono.errors import UsageError
 from unisono.group import Group, fingerprint_of, single
-from unisono.plans import Links, Problem, build, choose, entry_of
+from unisono.plans import LINKS, Links, Problem, build, choose, entry_of
 from unisono.plans.execute import Execution, Memory, execute
 from unisono.plans.steps import Buf
 from unisono.values import DType, ReduceOp
@@ -21,7 +21,6 @@ from unisono.work import Call, Steps
 
 __all__ = ["Collective", "check_order", "described"]
 
-LINKS: Final = Links()
 _COUNTS_SHOWN: Final = 16
 
 
@@ -54,7 +53,9 @@ class Collective:
         """
         group, backend = self._group, self._group.backend
         problem = Problem(collective, backend.size, counts, root, backend.hosts())
-        name = algorithm_for(problem, dtype, op, algorithm or self._algorithm, backend.config.reproducible)
+        links = LINKS[backend.link_kind()]
+        wanted = algorithm or self._algorithm
+        name = algorithm_for(problem, dtype, op, wanted, backend.config.reproducible, links)
         if given is None:
             given = described(dtype, shape if shape is not None else counts)
         # An algorithm for metadata follows from what is shown already; what the user asked for does not.
@@ -66,7 +67,8 @@ class Collective:
         if stage == 0:
             group.remember(sequence, fingerprint)
         tag = Tags.collective(sequence, stage)
-        part = Stage(group.context, tag, dtype, op, memory, fingerprint)
+        learn = None if stage or group.hot is None else self._lesson(sequence, dtype, op, memory, fingerprint)
+        part = Stage(group.context, tag, dtype, op, memory, fingerprint, on_compiled=learn)
         able = backend.capabilities
         if able.run_collective and (own := backend.run_collective(problem, part)) is not None:
             yield from self._follow(own, fingerprint)
@@ -87,6 +89,32 @@ class Collective:
         )
         yield from execute(plan, how)
 
+    def _lesson(
+        self,
+        sequence: int,
+        dtype: DType,
+        op: ReduceOp | None,
+        memory: Mapping[Buf, Memory],
+        fingerprint: bytes,
+    ) -> Callable[[Any], object] | None:
+        """What the hot path needs to make the same call again by itself."""
+        hot = self._group.hot
+        divisor = self._group.backend.size if op is not None and op.is_mean else 0
+        return lambda program: (
+            hot
+            and hot.learn(
+                sequence,
+                self._call.operation,
+                program,
+                dtype.code,
+                -1 if op is None or op.code is None else op.code,
+                memory.get(Buf.IN),
+                memory.get(Buf.OUT),
+                fingerprint,
+                divisor if divisor > 1 else 0,
+            )
+        )
+
     def _follow(self, request: Request, fingerprint: bytes) -> Steps[None]:
         """Carry to its end what the backend runs by its own means."""
         group, call = self._group, self._call
@@ -101,6 +129,10 @@ class Collective:
             raise
         except LengthMismatch as wrong:
             group.refuse_length(call, fingerprint, wrong.peer, wrong.came, wrong.awaited)
+
+    def take_over(self, handle: int, memory: tuple[Any, ...], fingerprint: bytes) -> Steps[None]:
+        """Carry to its end what the hot path began."""
+        yield from self._follow(self._group.backend.adopt_run(handle, memory), fingerprint)
 
     def _words(self, problem: Problem, given: str, op: ReduceOp | None, algorithm: str) -> str:
         """The call in words: what ranks compare and what a mismatch shows."""
@@ -124,14 +156,14 @@ def described(dtype: DType, lengths: Sequence[int]) -> str:
 
 
 def algorithm_for(
-    problem: Problem, dtype: DType, op: ReduceOp | None, wanted: str, reproducible: bool
+    problem: Problem, dtype: DType, op: ReduceOp | None, wanted: str, reproducible: bool, links: Links
 ) -> str:
-    """The algorithm by name, or the cheapest that keeps what the operation and the settings need."""
+    """The algorithm by name, or the best that keeps what the operation and the settings need."""
     if wanted != "auto":
         check_order(problem.collective, op, wanted, reproducible)
         return wanted
     ordered = op is not None and (reproducible or not op.commutative)
-    return choose(problem, dtype.itemsize, LINKS, ordered=ordered)[0]
+    return choose(problem, dtype.itemsize, links, ordered=ordered)[0]
 
 
 def check_order(collective: str, op: ReduceOp | None, algorithm: str, reproducible: bool) -> None:

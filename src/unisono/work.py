@@ -24,7 +24,7 @@ from unisono.contract import Request
 from unisono.errors import DeadlineExceeded, Deadlock, Location, PeerAborted, UnisonoError
 from unisono.runtime import NEVER, Deadline, Runtime, Timer, Waiting
 
-__all__ = ["Call", "Steps", "Task", "Work", "requests_done", "wait_all"]
+__all__ = ["Call", "Steps", "Task", "Work", "requests_done", "wait_all", "waited"]
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
@@ -477,6 +477,15 @@ def _settled(task: Task[Any]) -> None:
     """Let an interrupted task clean up; its own error is not news to the one who interrupted it."""
     with contextlib.suppress(UnisonoError):
         task.wait(None)
+
+
+def waited(work: Work[T]) -> T:
+    """Wait for a work that nobody else holds: who is interrupted ends it."""
+    try:
+        return work.wait()
+    except (KeyboardInterrupt, SystemExit):
+        work.cancel()
+        raise
 
 
 def wait_all(works: Iterable[Work[Any]], timeout: float | None = None) -> list[Any]:

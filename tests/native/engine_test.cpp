@@ -1,7 +1,9 @@
 // Rings and wake-ups on threads, for the thread sanitizer: a ring with random frames, and engines whose threads
 // spin, sleep and ring at random. Exits with 0 if every byte arrived in order.
 
+#include <signal.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -24,6 +26,20 @@ void check(bool is_right, const char* what) {
   if (is_right) return;
   std::fprintf(stderr, "not so: %s\n", what);
   std::exit(1);
+}
+
+std::vector<std::unique_ptr<Engine>> make_engines(int size, const char* folder, const Settings& settings) {
+  std::vector<std::unique_ptr<Engine>> engines;
+  std::vector<Card> cards;
+  for (int rank = 0; rank < size; ++rank) {
+    engines.push_back(std::make_unique<Engine>(rank, size, folder, "secret", settings));
+    cards.push_back(engines.back()->card());
+  }
+  for (auto& engine : engines) {
+    const Hold held = engine->hold();
+    engine->connect(cards);
+  }
+  return engines;
 }
 
 // Frames of random length through one ring; each holds its number in every word.
@@ -87,13 +103,7 @@ void test_checksum() {
 void test_wake_ups(const char* folder, unsigned seed, bool shm) {
   Settings settings;
   settings.shm = shm;
-  std::vector<std::unique_ptr<Engine>> engines;
-  for (int rank = 0; rank < 2; ++rank) engines.push_back(std::make_unique<Engine>(rank, 2, folder, "secret", settings));
-  const std::vector<Card> cards{engines[0]->card(), engines[1]->card()};
-  for (auto& engine : engines) {
-    const Hold held = engine->hold();
-    engine->connect(cards);
-  }
+  auto engines = make_engines(2, folder, settings);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank)
     for (uint64_t tag = 0; tag < 2; ++tag)
@@ -126,12 +136,61 @@ void test_wake_ups(const char* folder, unsigned seed, bool shm) {
   for (auto& engine : engines) engine->close(second);
 }
 
+// Others say that a rank has left, while a greeting with it is under way: what it sends on the link that the greeting
+// makes still arrives.
+void test_rumour(const char* folder, bool shm) {
+  Settings settings;
+  settings.shm = shm;
+  auto engines = make_engines(2, folder, settings);
+  Engine &one = *engines[0], &two = *engines[1];
+  std::byte word{7}, got{0};
+  PingSend hello(two), answer(one);
+  PingReceive receive(two, &got, 1);
+  hello.context = answer.context = receive.context = 3;
+  hello.data = answer.data = &word;
+  hello.nbytes = answer.nbytes = 1;
+  receive.source = 0;
+  Hold held = two.hold();
+  check(two.start(receive) && two.start(hello, 0), "the engine is open");
+  check(two.peer(0).state == Peer::State::opening, "a greeting begins");
+  two.on_news(0, "left", true);
+  check(two.peer(0).state == Peer::State::opening, "a rumour does not end a greeting");
+  held.unlock();
+  {
+    const Hold first = one.hold();
+    one.start(answer, 1);
+  }
+  held.lock();
+  check(two.wait(held, [&] { return receive.is_done && hello.is_done; }, now_ns() + 60 * second), "both arrive");
+  check(receive.outcome == Outcome::done && got == word, "what a rank sent before it left arrives");
+  held.unlock();
+  for (auto& engine : engines) engine->close(second);
+}
+
+// Who computes or waits for a core is slow; who is stopped is not.
+void test_starved() {
+  const pid_t busy = fork();
+  if (busy == 0)
+    for (;;) cpu_pause();
+  for (int i = 0; i < 5000 && !is_starved(busy); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  check(is_starved(busy), "a busy process could run");
+  kill(busy, SIGSTOP);
+  int status;
+  check(waitpid(busy, &status, WUNTRACED) == busy && WIFSTOPPED(status), "it was stopped");
+  check(!is_starved(busy), "a stopped process could not run");
+  kill(busy, SIGKILL);
+  waitpid(busy, &status, 0);
+  check(!is_starved(busy), "nor one that is gone");
+}
+
 }  // namespace
 
 int main() {
   char folder[] = "/tmp/unisono-test-XXXXXX";
   check(mkdtemp(folder) != nullptr, "there is a folder");
   test_checksum();
+  test_starved();
+  for (const bool shm : {true, false}) test_rumour(folder, shm);
   for (unsigned seed = 1; seed <= 3; ++seed) {
     test_ring(seed);
     test_wake_ups(folder, seed, true);

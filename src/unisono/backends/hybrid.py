@@ -126,6 +126,10 @@ class HybridBackend(Backend):
         for part in self._parts:
             part.close()
 
+    def link_kind(self) -> str:
+        """Unknown: different peers may be reached in different ways."""
+        return ""
+
     def hosts(self) -> tuple[int, ...]:
         """The first part's."""
         return self._parts[0].hosts()

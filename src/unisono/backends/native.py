@@ -16,7 +16,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from unisono import _native
 from unisono.backends.native_plans import compiled
@@ -49,6 +52,9 @@ _log = logging.getLogger("unisono.native")
 _SLICE_S = 0.05
 
 _CAPABILITIES = Capabilities("native", run_plan=True)
+
+# Calls from in here are not made by the user: the place that a fingerprint shows is further out.
+_PACKAGE = str(Path(__file__).parents[1])
 
 # native/engine/message.hpp: Outcome
 _DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)
@@ -186,6 +192,10 @@ class NativeBackend(Backend):
         """A number per rank, equal for ranks on one host; empty if all share one."""
         return self._hosts
 
+    def link_kind(self) -> str:
+        """Shared memory, unless a setting that all ranks share has turned it off."""
+        return "shm" if self._config.shm else "tcp"
+
     def links(self) -> list[str]:
         """How each rank is reached at the moment; for tests and the curious."""
         return self._engine.links()
@@ -244,6 +254,8 @@ class NativeBackend(Backend):
         """Run a plan in the engine, without the GIL."""
         dtype, memory, config, op = stage.dtype, stage.memory, self._config, stage.op
         program = compiled(plan, max(1, config.segment_bytes // dtype.itemsize), stage.members, self._size)
+        if stage.on_compiled is not None:
+            stage.on_compiled(program)
         given, result = memory.get(Buf.IN), memory.get(Buf.OUT)
         request = _RunRequest(self._desk, (given, result))
         return self._start(
@@ -261,6 +273,25 @@ class NativeBackend(Backend):
                 config.window_segments,
             ),
         )
+
+    def hot_path(self, context: int, size: int, ledger: _native.Ledger) -> _native.HotPath:
+        """Make what runs a communicator's known calls in the engine."""
+        return _native.HotPath(
+            self._engine,
+            ledger,
+            context=context,
+            size=size,
+            window=self._config.window_segments,
+            stall_s=self._config.stall_query_s,
+            array_type=np.ndarray,
+            empty=np.empty,
+            package=_PACKAGE,
+        )
+
+    def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
+        """Follow a run that the hot path began."""
+        request = _RunRequest(self._desk, memory)
+        return self._start(request, lambda: self._engine.adopt(request.number, handle))
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         """Tell the listener of ranks that are or go down."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from unisono._native import HotPath, Ledger
 from unisono.config import Config
 from unisono.contract import UNTYPED, Backend, Capabilities, Lane, PeerDown, Request, Stage
 from unisono.errors import UsageError
@@ -113,6 +114,14 @@ class SubBackend(Backend):
         """Run a plan in the parent, whose ranks our members are."""
         return self._ours(self.parent.run_plan(plan, replace(stage, members=self.members)), self.rank)
 
+    def hot_path(self, context: int, size: int, ledger: Ledger) -> HotPath | None:
+        """The parent's: what it learns has the parent's ranks in it."""
+        return self.parent.hot_path(context, size, ledger)
+
+    def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
+        """Follow a run in the parent."""
+        return self._ours(self.parent.adopt_run(handle, memory), self.rank)
+
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         """Hear of members only, by our numbers."""
 
@@ -125,6 +134,10 @@ class SubBackend(Backend):
 
     def close(self) -> None:
         """Nothing of its own to close: the parent stays."""
+
+    def link_kind(self) -> str:
+        """The parent's."""
+        return self.parent.link_kind()
 
     def hosts(self) -> tuple[int, ...]:
         """The members' hosts."""

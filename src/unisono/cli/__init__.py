@@ -16,6 +16,7 @@ __all__ = ["main"]
 
 # Name: module. Each module has a click command `command`.
 _SUBCOMMANDS: Final = {
+    "bench": "unisono.cli.bench",
     "plan": "unisono.cli.plan",
     "run": "unisono.cli.run",
 }

@@ -5,9 +5,7 @@ Knows how plans are shown. Decides nothing: choosing, costing and drawing are in
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from decimal import Decimal
 from itertools import groupby
 from pathlib import Path
 from typing import Final
@@ -18,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from unisono.cli.amounts import bytes_of
 from unisono.plans import (
     CATALOG,
+    LINKS,
     Links,
     Plan,
     Problem,
@@ -46,14 +46,9 @@ _ROUND_LINES_MAX: Final = 24
 # Larger worlds take seconds to write down and show nothing new.
 _RANKS_MAX: Final = 256
 
-_SUFFIXES: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
-
 
 def _parsed_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?|)B?", value)
-    if found is None:
-        raise click.BadParameter(f"{value!r} is no amount of bytes; write 4096, 64Ki, 1Mi, 2Gi or 10M")
-    return int(Decimal(found[1]) * _SUFFIXES[found[2]])
+    return bytes_of(value)
 
 
 @click.command("plan")
@@ -82,6 +77,14 @@ def _parsed_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int
 @click.option(
     "--hosts", "host_count", type=click.IntRange(min=1), default=1, show_default=True, help="Hosts."
 )
+@click.option(
+    "--link",
+    "kind",
+    type=click.Choice([kind for kind in LINKS if kind]),
+    default="shm",
+    show_default=True,
+    help="What joins ranks of one host.",
+)
 @click.option("--ordered", is_flag=True, help="Only algorithms with reproducible bits.")
 @click.option("--rank", type=int, help="Show all steps of this rank.")
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the plan into this file.")
@@ -94,6 +97,7 @@ def command(
     dtype_name: str,
     root: int,
     host_count: int,
+    kind: str,
     ordered: bool,
     rank: int | None,
     svg: Path | None,
@@ -111,7 +115,7 @@ def command(
     # A barrier's token has no type: one byte.
     itemsize = 1 if collective == "barrier" else DTYPES[dtype_name].itemsize
     problem = _problem(collective, size, nbytes, itemsize, root, host_count)
-    links = Links()
+    links = LINKS[kind]
     if algorithm == "auto":
         algorithm, reason = choose(problem, itemsize, links, ordered=ordered)
     else:

@@ -136,9 +136,11 @@ class _Worker:
         try:
             return self._source.read()
         except FileNotFoundError:
-            self._diary.note(f"ticket file {self._source.path}", "is not there")
+            self._diary.note(
+                str(self._source), "has no ticket" if self._source.path is None else "is not there"
+            )
         except OSError as error:
-            raise self._error(f"the ticket file {self._source.path} cannot be read", str(error)) from error
+            raise self._error(f"the {self._source} cannot be read", str(error)) from error
         raise _Retry
 
     def _attempt(self, ticket: Ticket) -> View:
@@ -284,7 +286,7 @@ class _Worker:
     def _final_or_retry(self, ticket: Ticket, answer: str) -> Exception:
         """A wrong place or token is final, unless the ticket's file may be an old one."""
         self._diary.note(str(ticket.address), answer)
-        if self._source.path is not None:
+        if self._source.may_be_old:
             return _Retry()
         return self._error(
             f"rank {self._rank} of {self._size} could not join",

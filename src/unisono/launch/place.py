@@ -65,6 +65,12 @@ def decide(
     if started is not None and started.is_one_host and started.job:
         source = TicketSource.keyed(network.folder, started.job)
         return replace(place, source=source, seed_address="127.0.0.1" if place.rank == 0 else None)
+    if started is not None and started.store and started.job:
+        from unisono.launch.store import StoreSource  # only under torchrun on several hosts
+
+        source = StoreSource.of_job(started.store, started.job, insecure=insecure)
+        hosts = place.rank == 0
+        return replace(place, source=source, seed_address=_open_address(started, network) if hosts else None)
     who = f"{place.launcher} named" if place.launcher else "the arguments name"
     where = "" if started is None else " on several hosts" if not started.is_one_host else ""
     raise RendezvousError(

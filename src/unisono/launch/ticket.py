@@ -104,6 +104,14 @@ class TicketSource:
         """The file, if it is one."""
         return None if self.given.startswith(_SCHEME) else Path(self.given)
 
+    @property
+    def may_be_old(self) -> bool:
+        """Whether an earlier job may have left what is there, so that it is worth reading again."""
+        return self.path is not None
+
+    def __str__(self) -> str:
+        return f"ticket file {self.path}" if self.path is not None else "a given ticket"
+
     def read(self) -> Ticket:
         """Get the ticket.
 

@@ -9,12 +9,13 @@ Knows ranks, counts and steps. Does not know bytes in flight, backends or commun
 
 from unisono.plans.catalog import CATALOG, Entry, Order, algorithms, build, check, entry_of
 from unisono.plans.choose import choose
-from unisono.plans.cost import Cost, Links, cost
+from unisono.plans.cost import LINKS, Cost, Links, cost
 from unisono.plans.steps import Buf, Copy, Plan, Problem, Recv, RecvReduce, Reduce, Send, Slice, Step
 from unisono.plans.verify import PlanError, verify
 
 __all__ = [
     "CATALOG",
+    "LINKS",
     "Buf",
     "Copy",
     "Cost",

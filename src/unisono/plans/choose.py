@@ -1,7 +1,8 @@
-"""Choosing an algorithm: the cheapest by prediction, decided alike on every rank.
+"""Choosing an algorithm: the fastest that was measured, else the cheapest by prediction.
 
-Knows the catalog and the cost model. Does not know which rank asks, clocks or measurements: the same problem,
-element size and links give the same answer everywhere, which is what makes it safe to decide apart.
+Knows the catalog, the table of measurements and the cost model. Does not know which rank asks, nor clocks:
+the same problem, element size and links give the same answer everywhere, which is what makes it safe to
+decide apart. Measurements are of ranks on one host; between hosts the model decides, hierarchies included.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import lru_cache
 from unisono.plans.canonical import blocks
 from unisono.plans.catalog import CATALOG, check, entry_of, is_even
 from unisono.plans.cost import Links, cost, crossings
+from unisono.plans.measured import fastest
 from unisono.plans.steps import Problem
 from unisono.plans.units import bytes_text, seconds_text
 
@@ -70,6 +72,13 @@ def _cheapest(problem: Problem, even: bool, itemsize: int, links: Links, ordered
     names = _fitting(problem, even, ordered)
     if problem.size == 1:
         return names[0], "one rank: nothing to exchange"
+    if links.kind and not problem.hosts:
+        nbytes = itemsize * sum(problem.counts) // max(1, len(problem.counts))
+        is_ordered = ordered and any(entry.ordered for entry in CATALOG[problem.collective].values())
+        found = fastest(links.kind, problem.collective, problem.size, nbytes, ordered=is_ordered)
+        if found in names:
+            reason = f"measured over {links.kind} for {_described(problem, even, itemsize)}"
+            return found, reason + ("; ordered ones only" if ordered else "")
     times = sorted(
         (predict_s(problem, name, itemsize, links), place, name) for place, name in enumerate(names)
     )

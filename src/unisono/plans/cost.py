@@ -14,13 +14,15 @@ An empty round is waiting for the next one that is not, and takes as long as tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from unisono.plans.layout import is_local, slice_of
 from unisono.plans.steps import Copy, Plan, Problem, Recv, RecvReduce, Reduce, Send, Step
 
-__all__ = ["Cost", "Links", "cost", "crosses_hosts", "crossings"]
+__all__ = ["LINKS", "Cost", "Links", "cost", "crosses_hosts", "crossings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,18 @@ class Links:
     inter_message_s: float = 2e-6
     # How much longer bytes take when several peers are served at once: they meet in one queue.
     crowding: float = 1.1
+    # Which measurements go before predictions (measured.py): shm, tcp, or none.
+    kind: str = ""
+
+
+# By the kind of link between ranks of one host; "" where nothing is known about it.
+LINKS: Final[Mapping[str, Links]] = MappingProxyType(
+    {
+        "": Links(),
+        "shm": Links(kind="shm"),
+        "tcp": Links(latency_s=6e-6, bytes_per_s=2.5e9, message_s=2e-6, kind="tcp"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,14 @@
+"""Measuring: collectives of unisono beside those of other libraries, on this machine, in turns.
+
+Knows cases, systems, processes and statistics. Does not print: `unisono bench` and the scripts in bench/ do.
+
+    results = contest(options, tell=print)
+    results.ratio(case, "unisono", "mpi")
+"""
+
+from unisono.bench.cases import OPERATIONS, Case
+from unisono.bench.contest import Options, contest
+from unisono.bench.figures import Ratio, Results
+from unisono.bench.systems import SYSTEMS
+
+__all__ = ["OPERATIONS", "SYSTEMS", "Case", "Options", "Ratio", "Results", "contest"]

@@ -1,0 +1,130 @@
+"""The contest: every system takes its turn at every case, round after round, never two at the same time.
+
+Knows the order of turns and how often a call is repeated. Does not know processes or statistics. Turns are
+short and systems alternate within a case, so that a slow minute of the machine hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from unisono.bench.cases import OPERATIONS, Case
+from unisono.bench.crew import Crew, CrewFailed
+from unisono.bench.figures import Results
+from unisono.bench.machine import described
+from unisono.bench.systems import OURS, PEERS, SYSTEMS
+from unisono.errors import UsageError
+
+__all__ = ["Options", "contest"]
+
+_MIB: Final = 1 << 20
+# Not more calls in one turn than this, however short they are.
+_REPEATS_MAX: Final = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to measure. `turn_s` is how long one system works on one case before the next has its turn."""
+
+    ranks: Sequence[int] = (2, 4)
+    operations: Sequence[str] = tuple(OPERATIONS)
+    sizes: Sequence[int] = (8, 64, 1 << 10, 8 << 10, 64 << 10, _MIB, 16 * _MIB, 128 * _MIB)
+    links: Sequence[str] = tuple(OURS)
+    peers: Sequence[str] = PEERS
+    rounds: int = 5
+    turn_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        _check("operation", self.operations, OPERATIONS)
+        _check("link", self.links, OURS)
+        _check("peer", self.peers, PEERS)
+        if any(n < 2 for n in self.ranks) or not self.ranks:
+            raise UsageError(f"ranks={list(self.ranks)}; allowed: 2 or more each")
+        if any(nbytes < 1 for nbytes in self.sizes) or not self.sizes:
+            raise UsageError(f"sizes={list(self.sizes)}; allowed: 1 byte or more each")
+        if self.rounds < 1 or self.turn_s <= 0:
+            raise UsageError(f"rounds={self.rounds}, turn_s={self.turn_s}; allowed: 1 or more, above 0")
+
+    def cases(self, ranks: int) -> list[Case]:
+        """The cases of a number of ranks, in order; a barrier has one only."""
+        return [
+            Case(operation, ranks, nbytes)
+            for operation in self.operations
+            for nbytes in ((0,) if operation == "barrier" else self.sizes)
+        ]
+
+    def systems(self) -> list[str]:
+        """Who takes part: ours, and the peers that have a link in common with it."""
+        ours = [OURS[link] for link in self.links]
+        return ours + [name for name in self.peers if SYSTEMS[name].link in (*self.links, "any")]
+
+
+def contest(options: Options, tell: Callable[[str], None] = lambda _: None) -> Results:
+    """Measure. A peer that is not installed or fails is left out, and the results say why.
+
+    Raises:
+        CrewFailed: one of ours failed.
+    """
+    absent: dict[str, str] = {}
+    for name in options.systems():
+        if (why := SYSTEMS[name].missing()) is not None:
+            absent[name] = why
+    results = Results(described(), absent=absent)
+    for ranks in options.ranks:
+        _compete(options, ranks, results, tell)
+    return results
+
+
+def _compete(options: Options, ranks: int, results: Results, tell: Callable[[str], None]) -> None:
+    with contextlib.ExitStack() as stack:
+        crews: dict[str, Crew] = {}
+
+        def drop(name: str, error: CrewFailed) -> None:
+            if name in OURS.values():
+                raise error
+            results.absent[f"{name}, {ranks} ranks"] = str(error)
+            if name in crews:
+                crews.pop(name).close()
+
+        for name in options.systems():
+            if name not in results.absent:
+                tell(f"starting {ranks} ranks of {name}")
+                try:
+                    crews[name] = stack.enter_context(Crew(SYSTEMS[name], ranks))
+                except CrewFailed as error:
+                    drop(name, error)
+        for case in options.cases(ranks):
+            tell(f"{case.operation} on {ranks} ranks, {case.nbytes:,} bytes")
+            repeats = {}
+            for name, crew in list(crews.items()):
+                try:
+                    repeats[name] = _repeats(crew, case, options.turn_s)
+                except CrewFailed as error:
+                    drop(name, error)
+            for round_ in range(options.rounds):
+                # Who begins changes, so that nobody always follows the same one.
+                order = list(crews)
+                for name in order[round_ % len(order) :] + order[: round_ % len(order)]:
+                    try:
+                        seconds = crews[name].measure(case, repeats[name])
+                    except CrewFailed as error:
+                        drop(name, error)
+                    else:
+                        results.add(case, name, seconds)
+
+
+def _repeats(crew: Crew, case: Case, turn_s: float) -> int:
+    """How often to call in one turn, from a first try, which also checks the result."""
+    tries = 3 if case.nbytes >= _MIB else 20
+    seconds = crew.measure(case, tries, check=True)
+    return max(2, min(_REPEATS_MAX, round(turn_s / seconds)))
+
+
+def _check(what: str, given: Sequence[str], known: object) -> None:
+    names = list(known)  # type: ignore[call-overload]
+    for name in given:
+        if name not in names:
+            raise UsageError(f"{what} {name!r} is unknown; allowed: {', '.join(names)}")

