@@ -68,6 +68,35 @@ void unregister_engine(Engine& engine) {
 
 }  // namespace
 
+// The control connection of a link whose other one is still being made: a peer that dies meanwhile is noticed.
+class Engine::Half final : public Watcher {
+ public:
+  Half(Engine& engine, Guest& guest)
+      : is_opener(guest.is_opener), engine_(engine), rank_(guest.rank), control_(std::move(guest.channel)) {
+    watch_ = engine_.poller_.add(control_->fd(), EPOLLRDHUP, *this);
+  }
+  ~Half() override { unwatch(); }
+
+  std::unique_ptr<Channel> take() {
+    unwatch();
+    return std::move(control_);
+  }
+  // Ends and destroys this.
+  void on_ready(uint32_t) override { engine_.lose(*engine_.peers_[rank_], "died: its connection was closed", false); }
+
+  const bool is_opener;
+
+ private:
+  void unwatch() {
+    if (watch_ != 0) engine_.poller_.remove(control_->fd(), std::exchange(watch_, 0));
+  }
+
+  Engine& engine_;
+  const std::int32_t rank_;
+  std::unique_ptr<Channel> control_;
+  uint64_t watch_ = 0;
+};
+
 void Mutex::let_others_in() {
   // Called without the lock: wait until the one who wanted it has it, but not for ever.
   for (int i = 0; i < 1000 && is_wanted(); ++i) {
@@ -374,7 +403,7 @@ Ruling Engine::judge(std::int32_t from, Medium medium, Lane lane) {
   if (peer.state == Peer::State::open) return Ruling::known;
   const auto half = halves_.find(from);
   if (medium == Medium::tcp && lane == Lane::bulk)
-    return half != halves_.end() && !half->second.is_opener ? Ruling::welcome : Ruling::unknown;
+    return half != halves_.end() && !half->second->is_opener ? Ruling::welcome : Ruling::unknown;
   if (half != halves_.end()) return Ruling::known;
   // Both called at once: the lower rank's call counts.
   if (peer.state == Peer::State::opening && from > rank) return Ruling::crossing;
@@ -394,7 +423,7 @@ void Engine::on_guest(Guest guest) {
     return opened(peer, std::move(link));
   }
   if (guest.lane == Lane::control) {
-    halves_[guest.rank] = Half{std::move(guest.channel), guest.checksum, guest.is_opener};
+    halves_[guest.rank] = std::make_unique<Half>(*this, guest);
     if (guest.is_opener) door_.knock(guest.rank, peer.card, Medium::tcp, Lane::bulk, guest.checksum);
     return;
   }
@@ -402,7 +431,7 @@ void Engine::on_guest(Guest guest) {
   if (half == halves_.end()) return;
   auto bulk = std::make_unique<Connection>(peer, poller_, std::move(guest.channel), Lane::bulk, guest.checksum);
   auto control =
-      std::make_unique<Connection>(peer, poller_, std::move(half->second.control), Lane::control, guest.checksum);
+      std::make_unique<Connection>(peer, poller_, half->second->take(), Lane::control, guest.checksum);
   halves_.erase(half);
   if (!bulk->is_watched() || !control->is_watched()) return lose(peer, failure("cannot watch its sockets"), false);
   is_hasty_ = ++tcp_links_ <= hasty_links_max;

@@ -145,11 +145,7 @@ class Engine final : public Surroundings, private Host {
 
  private:
   enum class Rest : uint8_t { ticking, epoll, deep };  // how the background thread rests
-  struct Half {
-    std::unique_ptr<Channel> control;
-    bool checksum;
-    bool is_opener;
-  };
+  class Half;
 
   // -- Host
   Ruling judge(std::int32_t from, Medium medium, Lane lane) override;
@@ -173,7 +169,7 @@ class Engine final : public Surroundings, private Host {
   Door door_;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::vector<Peer*> open_;
-  std::unordered_map<std::int32_t, Half> halves_;
+  std::unordered_map<std::int32_t, std::unique_ptr<Half>> halves_;
   Chain<Incoming, &Incoming::hook> readers_;
   Chain<Chore, &Chore::chore_hook> chores_;
   std::unique_ptr<byte[]> scratch_;
