@@ -97,6 +97,17 @@ def test_systems_meet_those_with_the_same_link() -> None:
     assert Options(links=["tcp"], peers=["mpi", "mpi-tcp"]).systems() == ["unisono-tcp", "mpi-tcp"]
 
 
+def test_a_page_is_made_of_the_results(tmp_path: Path) -> None:
+    (tmp_path / "out.json").write_text(results().as_json())
+    script = Path(__file__).parent.parent / "bench" / "page.py"
+    command = [sys.executable, str(script), str(tmp_path / "out.json")]
+    page = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "| processor | an abacus |" in page
+    assert "gloo: not installed" in page
+    assert "| unisono | mpi | 1x | 1 of 1 | 2.00: all_reduce, 2 ranks, 1 KiB |" in page
+    assert "| 1 KiB | 1 us | 1.02 | 3 us | 2.00 (1.50-4.00) |" in page
+
+
 class Forgetful(Library):
     """Gives back what it was given."""
 

@@ -17,11 +17,11 @@ from unisono.backends.registry import BackendStatus, backend_named, statuses
 from unisono.communicator import Communicator
 from unisono.config import Config, launch, network
 from unisono.contract import Backend
-from unisono.errors import UsageError
+from unisono.errors import ProtocolError, UsageError
 from unisono.version import VERSION
 
 if TYPE_CHECKING:
-    from unisono.backends.native import Credentials, NativeBackend
+    from unisono.backends.native import Card, Credentials, NativeBackend
     from unisono.launch.entry import Site
     from unisono.launch.join import View
     from unisono.launch.place import Place
@@ -90,7 +90,6 @@ def _joined(place: Place, backend: str, config: Config, timeout: float | None) -
         return local(1, config)[0]
     if backend == "local":
         raise UsageError(f"backend='local' for {place.size} processes; allowed: ranks of one process")
-    from unisono.backends.native import Card
     from unisono.launch.entry import enter
 
     made: list[NativeBackend] = []
@@ -109,14 +108,30 @@ def _joined(place: Place, backend: str, config: Config, timeout: float | None) -
         for engine in made:
             engine.close()
         raise
-    cards = [Card(*msgspec.msgpack.decode(card)) for card in entry.view.cards]
     made[0].when_closed(entry.close)
     try:
-        made[0].connect(cards, _credentials(entry.view))
+        made[0].connect([card_of(card) for card in entry.view.cards], _credentials(entry.view))
     except BaseException:
         made[0].close()
         raise
     return Communicator.world(made[0])
+
+
+def card_of(data: bytes) -> Card:
+    """Read how to reach a rank, as the rank itself said it.
+
+    Raises:
+        ProtocolError: it is no card.
+    """
+    from unisono.backends.native import Card
+
+    try:
+        card = msgspec.msgpack.decode(data, type=Card)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError("a rank's card is malformed", cause=str(error)) from None
+    if not 0 <= card.port < 1 << 16:
+        raise ProtocolError("a rank's card is malformed", cause=f"port {card.port}")
+    return card
 
 
 def _engine(site: Site, config: Config) -> NativeBackend:
