@@ -1,5 +1,5 @@
 # Everything a newcomer needs: `make demo` and `make test` set the machine up by themselves.
-.PHONY: setup demo test check format bench clean
+.PHONY: setup demo test check format bench soak sanitize sanitize-build fuzz clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -41,6 +41,49 @@ bench: $(STAMP)
 	$(BIN)/unisono bench --quick
 	$(BIN)/python bench/import_time.py
 	$(BIN)/python bench/startup.py
+
+# A thousand ranks killed at random, every value checked, nothing left behind.
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak 1000
+
+# Builds of their own beside the user's: rings and wake-ups on threads under TSan; the process tests with a module
+# under ASan and UBSan, in an environment that finds this module instead of the installed one.
+ASAN := build/sanitize-address
+TSAN := build/sanitize-thread
+CMAKE = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
+	-DCMAKE_BUILD_TYPE=RelWithDebInfo
+# Python is not built with the sanitizer, so the sanitizer comes first; and the interpreter's own memory is no leak.
+ASAN_ENV = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+SANITIZED ?= tests/test_native_processes.py tests/test_native_plans.py tests/test_native_conformance.py \
+	tests/test_native_cases.py tests/test_corpus.py
+
+sanitize: sanitize-build
+	$(TSAN)/native/engine_test
+	$(ASAN)/native/engine_test
+	$(ASAN_ENV) $(ASAN)/venv/bin/python -m pytest --timeout=600 $(SANITIZED)
+
+sanitize-build: $(STAMP)
+	$(CMAKE) -B $(TSAN) -DUNISONO_SANITIZE=thread
+	cmake --build $(TSAN) --target engine_test
+	$(CMAKE) -B $(ASAN) -DUNISONO_SANITIZE=address,undefined
+	cmake --build $(ASAN) --target _native engine_test decoders
+	rm -rf $(ASAN)/site && mkdir -p $(ASAN)/site
+	cp -rs $(abspath src/unisono) $(ASAN)/site/
+	cp $(ASAN)/native/_native.*.so $(ASAN)/site/unisono/
+	$(BIN)/python -m venv --without-pip --clear $(ASAN)/venv
+	$(BIN)/python -c "import site, sys; print(sys.argv[1], *site.getsitepackages(), *sys.path[1:], sep='\n')" \
+		$(abspath $(ASAN))/site > $$(echo $(ASAN)/venv/lib/python3*/site-packages)/sanitized.pth
+
+# Every decoder of bytes from others, a million inputs each: the engine's under ASan and UBSan. A freed block is kept
+# from use for 4 MiB of others, so that growth is the decoder's own.
+FUZZ_INPUTS ?= 1000000
+FUZZ_SEED ?= 1
+fuzz: sanitize-build
+	for decoder in tcp ring door; do \
+		ASAN_OPTIONS=quarantine_size_mb=4 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+		$(ASAN)/native/decoders $$decoder $(FUZZ_INPUTS) $(FUZZ_SEED) tests/corpus/$$decoder || exit 1; done
+	$(BIN)/python -m tests.fuzz.decoders $(FUZZ_INPUTS) $(FUZZ_SEED)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

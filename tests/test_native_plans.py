@@ -325,6 +325,30 @@ def test_a_header_that_differs_and_a_wrong_length_end_the_run(world: MakeWorld, 
 
 
 @every_kind
+def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: MakeWorld, kind: str) -> None:
+    """Rank 0 sends three pieces of a broadcast and takes the first back: the others are not taken for it."""
+    one, two = backends(world(kind, 2, segment_bytes=64, eager_bytes=0))
+    plans = [build(Problem("broadcast", 2, (48,)), rank, "tree") for rank in (0, 1)]
+    x, y = np.arange(48, dtype=np.int32), np.full(48, -1, np.int32)
+    stages = [Stage(5, Tags.collective(0, 0), DTYPES["int32"], None, {Buf.OUT: each}, b"") for each in (x, y)]
+    first = one.run_plan(plans[0], stages[0])
+    assert first.cancel()
+    ended(one, first)
+    # What is left of it: the second and the third piece, as if they had been met before they were taken back.
+    tags = [stages[0].tag + (number << 40) for number in (1, 2)]
+    rest = [
+        one.start_send(1, 5, tag, memoryview(x[16:32]).cast("B"), dtype=DTYPES["int32"].code) for tag in tags
+    ]
+    second = two.run_plan(plans[1], stages[1])
+    for request in rest:
+        assert ended(one, request) is None
+    assert not second.done
+    assert y[:16].tolist() == [-1] * 16, "the first piece has not come"
+    assert second.cancel()
+    ended(two, second)
+
+
+@every_kind
 def test_a_run_says_whom_it_waits_for_until_it_is_cancelled(world: MakeWorld, kind: str) -> None:
     one = backends(world(kind, 4))[0]
     request = one.run_plan(plan_of(0, 300_000, 4), stage_of(np.zeros(300_000, np.int32)))

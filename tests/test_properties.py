@@ -23,11 +23,23 @@ from unisono.plans.choose import fitting
 from unisono.plans.steps import Problem
 from unisono.values import DTYPES, Kind, as_op
 
-from .conftest import run_ranks
+from .conftest import Ended, run_ranks
+from .processes import KINDS, run_processes
 
 SOME = settings(derandomize=True, deadline=None, database=None, max_examples=120)
 FEW = settings(derandomize=True, deadline=None, database=None, max_examples=60)
-each_world = pytest.mark.parametrize("world", ["local", "simulated"])
+PROPERTIES: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+
+
+def holds(examples: settings, *strategies: Any) -> Any:
+    """A property of every world. It is noted down, so that other kinds of ranks can be held to it."""
+
+    def enter(prop: Any) -> Any:
+        PROPERTIES[prop.__name__] = (prop, strategies)
+        return pytest.mark.parametrize("world", ["local", "simulated"])(examples(given(*strategies)(prop)))
+
+    return enter
+
 
 SIZES = st.integers(1, 6)
 NAMES = st.sampled_from(list(DTYPES))
@@ -49,6 +61,8 @@ def run(
     settings_ = uni.Config(**(config or {}))
     if world == "local":
         return run_ranks(program, size, *args, config=settings_).values()
+    if world in KINDS:
+        return Ended(run_processes(program, size, *args, kind=world, config=settings_)).values()
     results = uni.simulate(program, size, *args, seed=seed, config=settings_).results
     for result in results:
         if isinstance(result, BaseException):
@@ -183,9 +197,7 @@ def reduce_program(comm, r: Reduction):
     return result
 
 
-@each_world
-@SOME
-@given(reductions())
+@holds(SOME, reductions())
 def test_reductions_are_numpys(world, r):
     results = run(world, reduce_program, r.size, r, config=r.config, seed=r.seed)
     parts = [operand(r, rank) for rank in range(r.size)]
@@ -208,9 +220,7 @@ def test_reductions_are_numpys(world, r):
                 equal(result, identity.astype(numpy_type(r.dtype)))
 
 
-@each_world
-@FEW
-@given(SIZES, st.lists(st.tuples(NAMES, st.integers(0, 20)), max_size=6), st.integers(0, 99), CONFIGS)
+@holds(FEW, SIZES, st.lists(st.tuples(NAMES, st.integers(0, 20)), max_size=6), st.integers(0, 99), CONFIGS)
 def test_many_at_once_are_each_by_itself(world, size, shapes, seed, config):
     def program(comm):
         xs = [numbers(n, name, seed + 7 * i + comm.rank) for i, (name, n) in enumerate(shapes)]
@@ -228,9 +238,8 @@ def test_many_at_once_are_each_by_itself(world, size, shapes, seed, config):
             equal(result[i], reduced(parts, "max" if has_no_complex else "sum"))
 
 
-@each_world
-@FEW
-@given(
+@holds(
+    FEW,
     SIZES,
     st.sampled_from(["float16", "bfloat16", "float32", "float64", "complex64"]),
     st.integers(1, 60),
@@ -276,9 +285,7 @@ def moves(draw):
     return size, verb, name, shape, root, algorithm, draw(CONFIGS), draw(st.integers(0, 99))
 
 
-@each_world
-@SOME
-@given(moves())
+@holds(SOME, moves())
 def test_what_moves_arrives_bit_by_bit(world, move):
     size, verb, name, shape, root, algorithm, config, seed = move
     per_rank = (size, *shape) if verb in ("scatter", "all_to_all") else shape
@@ -315,9 +322,7 @@ def test_what_moves_arrives_bit_by_bit(world, move):
                 equal(result, np.stack([x[rank] for x in everyone]))
 
 
-@each_world
-@SOME
-@given(st.data())
+@holds(SOME, st.data())
 def test_uneven_parts_arrive_whole(world, data):
     size, name, config = data.draw(SIZES), data.draw(NAMES), data.draw(CONFIGS)
     verb = data.draw(st.sampled_from(["all_gather_v", "gather_v", "scatter_v", "all_to_all_v"]))
@@ -356,9 +361,7 @@ def test_uneven_parts_arrive_whole(world, data):
             equal(got, one)
 
 
-@each_world
-@FEW
-@given(SIZES, st.data())
+@holds(FEW, SIZES, st.data())
 def test_rows_are_reduced_and_cut_by_counts(world, size, data):
     counts = data.draw(st.lists(st.integers(0, 7), min_size=size, max_size=size))
     name, seed = data.draw(NAMES), data.draw(st.integers(0, 99))
@@ -391,9 +394,7 @@ PLAIN = st.recursive(
 )
 
 
-@each_world
-@FEW
-@given(SIZES, st.data())
+@holds(FEW, SIZES, st.data())
 def test_objects_arrive_as_they_are(world, size, data):
     values = data.draw(st.lists(PLAIN, min_size=size, max_size=size))
     root = data.draw(st.integers(0, size - 1))
@@ -426,9 +427,7 @@ def members_of(pattern: list[tuple[Any, int]], rank: int) -> list[int] | None:
     return sorted((r for r, (c, _) in enumerate(pattern) if c == color), key=lambda r: (pattern[r][1], r))
 
 
-@each_world
-@SOME
-@given(st.data())
+@holds(SOME, st.data())
 def test_any_split_gives_the_right_groups_and_they_work(world, data):
     size = data.draw(st.integers(1, 6))
     patterns = data.draw(
@@ -459,9 +458,7 @@ def test_any_split_gives_the_right_groups_and_they_work(world, data):
             assert got == (None if members is None else (members, [sum(members), len(members)]))
 
 
-@each_world
-@FEW
-@given(st.data())
+@holds(FEW, st.data())
 def test_any_subs_give_the_right_groups_although_they_overlap(world, data):
     size = data.draw(st.integers(1, 6))
     subsets = data.draw(
@@ -485,9 +482,7 @@ def test_any_subs_give_the_right_groups_although_they_overlap(world, data):
         assert sums == [sum(r + 1 for r in set(ranks)) for ranks in subsets if rank in ranks]
 
 
-@each_world
-@FEW
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda shape: math.prod(shape) <= 8))
+@holds(FEW, st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda shape: math.prod(shape) <= 8))
 def test_a_mesh_reduces_along_its_axes(world, shape):
     names = ["x", "y", "z"][: len(shape)]
 
@@ -538,9 +533,7 @@ def exchanges(draw):
     )
 
 
-@each_world
-@SOME
-@given(exchanges())
+@holds(SOME, exchanges())
 def test_messages_arrive_once_whole_and_in_order(world, exchange):
     """All are started at once; receives are posted in an order of their own, with or without wildcards."""
     size, messages, how, rng = exchange
@@ -582,9 +575,7 @@ def test_messages_arrive_once_whole_and_in_order(world, exchange):
             assert [d.tolist() for d in came[key]] == [w.tolist() for w in wanted]
 
 
-@each_world
-@FEW
-@given(st.integers(2, 5), st.integers(0, 40), NAMES, st.integers(0, 9))
+@holds(FEW, st.integers(2, 5), st.integers(0, 40), NAMES, st.integers(0, 9))
 def test_a_ring_of_sendrecv_turns_everything_by_one(world, size, count, name, seed):
     def program(comm):
         x = anything(count, name, seed + comm.rank)

@@ -443,9 +443,14 @@ void Door::forget(std::int32_t rank) {
   std::erase_if(greetings_, [rank](const auto& g) { return g->guest.is_opener && g->guest.rank == rank; });
 }
 
-bool Door::is_greeting(std::int32_t rank) const {
-  return std::any_of(greetings_.begin(), greetings_.end(), [rank](const auto& g) {
-    return (rank == any_source || g->guest.rank == rank) && (g->guest.is_opener || g->step == Greeting::Step::await_introduction);
+bool Door::is_calling(std::int32_t rank) const {
+  return std::any_of(greetings_.begin(), greetings_.end(),
+                     [rank](const auto& g) { return g->guest.is_opener && g->guest.rank == rank; });
+}
+
+bool Door::is_greeting() const {
+  return std::any_of(greetings_.begin(), greetings_.end(), [](const auto& g) {
+    return g->guest.is_opener || g->step == Greeting::Step::await_introduction;
   });
 }
 

@@ -95,8 +95,10 @@ class Door {
   void knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum);
   // Forget a knock under way.
   void forget(std::int32_t rank);
-  // Whether a greeting with this rank (or any) is under way, whoever began it.
-  bool is_greeting(std::int32_t rank) const;
+  // Whether we called this rank and it has not answered to the end.
+  bool is_calling(std::int32_t rank) const;
+  // Whether a greeting is under way that may lead to a link.
+  bool is_greeting() const;
   // So much time has passed: end greetings that take too long.
   void tick(std::int64_t passed_ns);
   bool is_busy() const { return !greetings_.empty(); }

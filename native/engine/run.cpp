@@ -12,6 +12,13 @@ constexpr uint64_t inline_bytes = 32 * 1024;
 // that each has an offer word.
 constexpr size_t sends_per_receive = 4;
 
+// The k-th message to a peer meets its k-th receive and no other: if one is taken back, because its sender gives up,
+// the next must not fill the gap, or a wrong value would be passed on. Bits that contract.Tags leaves free say which.
+uint64_t numbered(uint64_t tag, uint64_t number) {
+  constexpr int shift = 40, bits = 21;
+  return tag + ((number & ((uint64_t{1} << bits) - 1)) << shift);
+}
+
 // Only the part before a NUL counts: where the call stands in the source is told, not compared.
 std::string_view call_of(std::string_view header) { return header.substr(0, header.find('\0')); }
 
@@ -168,10 +175,10 @@ void Run::post_send(const Line& line, LineState& state) {
   // that never asks for it is a mismatch, and the sender must not get away before it is seen. Any other peer's own
   // fingerprint, without which the run does not end, proves that it will ask.
   const bool is_first = state.next_send == 0;
+  send.tag = numbered(stage_.tag, state.next_send);
   send.piece = line.sends[state.next_send++];
   const Piece& p = piece(send.piece);
   send.context = stage_.context;
-  send.tag = stage_.tag;
   send.data = at(p.dst_buf, p.dst);
   send.nbytes = bytes_of(p);
   send.header = reinterpret_cast<const byte*>(header->data());
@@ -192,9 +199,9 @@ void Run::post_recv(const Line& line, LineState& state) {
   }
   RunReceive& receive = *spare_receives_.back();
   spare_receives_.pop_back();
+  receive.tag = numbered(stage_.tag, state.next_recv);
   receive.piece = line.recvs[state.next_recv++];
   receive.context = stage_.context;
-  receive.tag = stage_.tag;
   receive.source = line.peer;
   receive.way = RunReceive::Way::open;
   receive.cut_bytes = 0;

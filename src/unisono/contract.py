@@ -55,7 +55,10 @@ UNTYPED: Final = 255
 
 
 class Tags:
-    """How the 64 bits of a tag are shared out. An ANY receive meets only what users send."""
+    """How the 64 bits of a tag are shared out. An ANY receive meets only what users send.
+
+    In the tag of a collective bits 40 to 60 are the engine's: which message of a plan it is.
+    """
 
     COLLECTIVE = 1 << 62
     CONTROL = 1 << 61

@@ -30,7 +30,7 @@ from unisono.errors import (
 from unisono.values import ANY
 from unisono.work import Call, Steps, Task
 
-__all__ = ["Answer", "Control", "Left", "Member", "Query", "Verdict"]
+__all__ = ["Answer", "Control", "Left", "Member", "Query", "Verdict", "decode"]
 
 _log = logging.getLogger("unisono")
 
@@ -137,6 +137,19 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Verdict | Left | Query | Answer).decode
 
 
+def decode(data: bytes) -> News:
+    """Read a control message.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    try:
+        news: News = _decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError("a malformed control message", cause=str(error)) from None
+    return news
+
+
 class Member(Protocol):
     """A communicator as control sees it."""
 
@@ -232,10 +245,10 @@ class Control:
 
     def _on_message(self, sender: int, data: bytes) -> None:
         try:
-            news: News = _decode(data)
-        except (msgspec.DecodeError, ValueError) as error:
+            news = decode(data)
+        except ProtocolError as error:
             self._blame(
-                sender, ProtocolError(f"rank {sender} sent a malformed control message", cause=str(error))
+                sender, ProtocolError(f"rank {sender} sent a malformed control message", cause=error.cause)
             )
             return
         with self._lock:

@@ -17,11 +17,11 @@ from unisono.backends.registry import BackendStatus, backend_named, statuses
 from unisono.communicator import Communicator
 from unisono.config import Config, launch, network
 from unisono.contract import Backend
-from unisono.errors import BackendUnavailable, UsageError
+from unisono.errors import BackendUnavailable, ProtocolError, UsageError
 from unisono.version import VERSION
 
 if TYPE_CHECKING:
-    from unisono.backends.native import NativeBackend
+    from unisono.backends.native import Card, NativeBackend
     from unisono.launch.entry import Site
     from unisono.launch.place import Place
     from unisono.simulation import Fault, Network, SimResult
@@ -89,7 +89,6 @@ def _joined(place: Place, backend: str, config: Config, timeout: float | None) -
         return local(1, config)[0]
     if backend == "local":
         raise UsageError(f"backend='local' for {place.size} processes; allowed: ranks of one process")
-    from unisono.backends.native import Card
     from unisono.launch.entry import enter
 
     made: list[NativeBackend] = []
@@ -108,9 +107,30 @@ def _joined(place: Place, backend: str, config: Config, timeout: float | None) -
         for engine in made:
             engine.close()
         raise
-    made[0].connect([Card(*msgspec.msgpack.decode(card)) for card in entry.view.cards])
+    try:
+        made[0].connect([card_of(card) for card in entry.view.cards])
+    except BaseException:
+        made[0].close()
+        raise
     made[0].when_closed(entry.close)
     return Communicator.world(made[0])
+
+
+def card_of(data: bytes) -> Card:
+    """Read how to reach a rank, as the rank itself said it.
+
+    Raises:
+        ProtocolError: it is no card.
+    """
+    from unisono.backends.native import Card
+
+    try:
+        card = msgspec.msgpack.decode(data, type=Card)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError("a rank's card is malformed", cause=str(error)) from None
+    if not 0 <= card.port < 1 << 16:
+        raise ProtocolError("a rank's card is malformed", cause=f"port {card.port}")
+    return card
 
 
 def _engine(site: Site, config: Config) -> NativeBackend:

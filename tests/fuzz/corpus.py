@@ -1,0 +1,159 @@
+"""Makes the first inputs of every decoder: one message of each kind, as a peer that keeps the rules sends it.
+
+    python -m tests.fuzz.corpus
+
+Whatever fuzzing finds is added to the folders by hand, under a name that says what it was.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from tests.fuzz.decoders import CORPUS, NONCE, TOKEN
+
+from unisono import codec
+from unisono.backends.native import Card
+from unisono.contract import Lane
+from unisono.control import Answer, Left, Query, Verdict
+from unisono.errors import PeerLost
+from unisono.launch import protocol
+from unisono.launch.address import Address
+from unisono.launch.ticket import Ticket
+
+# native/engine/frame.hpp: Kind
+EAGER, OFFER, ACCEPT, DATA, DONE, CREDIT, QUEUED, WITHDRAW, BEAT, GOODBYE, DOWN = range(2, 13)
+FIRST_TICKET = 1 << 32  # the first use of the first place
+
+
+def frame(
+    kind: int,
+    *,
+    context: int = 0,
+    tag: int = 0,
+    nbytes: int = 0,
+    body: bytes = b"",
+    header: int = 0,
+    dtype: int = 255,
+    flags: int = 0,
+    lines: bool = False,
+) -> bytes:
+    """A frame; in a ring it fills whole lines."""
+    size = -(-(32 + len(body)) // 64)
+    word = kind | flags << 8 | (size << 16 if lines else 0)
+    whole = struct.pack("<IBBHQQQ", word, dtype, 0, header, context, tag, nbytes) + body
+    return whole.ljust(64 * size, b"\0") if lines else whole
+
+
+def frames(lines: bool) -> dict[str, bytes]:
+    """Frames that fit what the harness has under way."""
+    ticket = struct.pack("<Q", FIRST_TICKET)
+    offer = ticket + struct.pack("<Q", 0x1000)
+
+    def make(kind: int, **fields: int | bytes) -> bytes:
+        return frame(kind, lines=lines, **fields)  # type: ignore[arg-type]
+
+    return {
+        "eager": make(EAGER, context=1, tag=0, nbytes=8, body=b"headbytes_8b", header=4),
+        "eager-ticket": make(EAGER, context=1, tag=2, nbytes=4, body=ticket + b"four", flags=1),
+        "eager-unmet": make(EAGER, context=7, tag=2, nbytes=4, body=b"four"),
+        "eager-queue": make(EAGER, context=7, nbytes=4, body=b"four") * 9,
+        "offer": make(OFFER, context=1, tag=0, nbytes=200, body=offer),
+        "offer-late": make(OFFER, context=1, tag=1, nbytes=200, body=offer),
+        "offer-data": make(OFFER, context=1, tag=0, nbytes=200, body=offer)
+        + make(DATA, context=FIRST_TICKET, tag=0, nbytes=120, body=bytes(120))
+        + make(DATA, context=FIRST_TICKET, tag=120, nbytes=80, body=bytes(80)),
+        "offer-empty": make(OFFER, context=1, tag=0, nbytes=0, body=offer),
+        "offer-withdraw": make(OFFER, context=7, nbytes=200, body=offer)
+        + make(WITHDRAW, context=FIRST_TICKET),
+        "accept": make(ACCEPT, context=FIRST_TICKET),
+        "done": make(DONE, context=FIRST_TICKET, dtype=0),
+        "done-withdrawn": make(DONE, context=FIRST_TICKET + 1, dtype=1),
+        "credit": make(CREDIT, nbytes=64, dtype=0),
+        "queued": make(QUEUED, context=FIRST_TICKET),
+        "beat": make(BEAT) * 3,
+        "goodbye": make(GOODBYE),
+        "down": make(DOWN, context=0, dtype=1, body=b"silent for 2.6 s", header=16),
+    }
+
+
+def all_seeds() -> dict[str, dict[str, bytes]]:
+    """Per decoder: name and bytes."""
+    hello = struct.pack("<8sIIIIBBB5xQ32s", b"unisono\n", 1, 2, 1, 0, 0, 0, 0, 256 * 1024, NONCE)
+    visitor = protocol.Visitor(TOKEN, protocol.NO_BINDING, NONCE)
+    request = protocol.Request(
+        1, 4, "0.1.0", "digest", {"shm": "True"}, b"card", b"csr", "host", 812, "instance"
+    )
+    member = protocol.Member(0, 1, b"card", "host", 812, "127.0.0.1")
+    replies = {
+        "refused": protocol.Refused("too late", True),
+        "status": protocol.Status("2 of 4"),
+        "admitted": protocol.Admitted("job", 1, b"pem", b"pem"),
+        "members": protocol.Members([member, member]),
+    }
+    news = {
+        "verdict": Verdict.of(PeerLost("rank 3 is lost", ranks=(3,), cause="silent"), 1),
+        "abort": Verdict(2, "ValueError", "no", "because", is_abort=True),
+        "left": Left(1, Lane.BULK, {4: b"all_reduce\0here"}),
+        "query": Query(1, 9, b"all_reduce\0here"),
+        "answer": Answer(1, 9, True, (2, 3)),
+    }
+    tickets = {
+        "plain": Ticket(Address("127.0.0.1", 4711), b"", TOKEN),
+        "pinned": Ticket(Address("::1", 4711), bytes(range(32)), TOKEN),
+    }
+    objects = {
+        "plain": {"a": [1, 2.5, None, True, "text", b"bytes"], "b": (1, (2, 3))},
+        "arrays": [np.arange(5), np.ones((2, 3), np.float32), np.zeros((0, 4), np.complex64)],
+        "deep": [[[[[[]]]]]],
+    }
+    ring = bytes(16)
+    return {
+        "tcp": {
+            f"{name}-{lane}": bytes([lane]) + data
+            for name, data in frames(lines=False).items()
+            for lane in (0, 1)
+        },
+        "ring": {name: ring + data for name, data in frames(lines=True).items()}
+        | {
+            "control": b"\1" + ring[1:] + frames(lines=True)["beat"],
+            "head": b"\2\0" + struct.pack("<QIBB", 1 << 40, 0, 0, 0) + frames(lines=True)["eager"],
+            "wish": b"\4\0" + struct.pack("<QIBB", 0, 1, 0, 0) + frames(lines=True)["eager"],
+            "claimed": b"\x08\0" + struct.pack("<QIBB", 0, 3, 0, 0) + frames(lines=True)["offer"],
+            "withdrawn": b"\x10\0" + struct.pack("<QIBB", 0, 5, 0, 0) + frames(lines=True)["done"],
+            "wrap": ring + frame(1, lines=True),
+        },
+        "door": {
+            "hello": b"\0" + hello,
+            "hello-sound": b"\1" + bytes(88),
+            "introduction": b"\2" + bytes(56) + b"more",
+            "challenge": b"\3" + bytes(64),
+            "verdict": b"\4" + bytes(64) + struct.pack("<IIQ16s", 0, 0, 0, b""),
+            "verdict-leaving": b"\4" + bytes(64) + struct.pack("<IIQ16s", 4, 0, 0, b""),
+        },
+        "ticket": {name: each.text().encode() for name, each in tickets.items()},
+        "join": {
+            "stranger": b"\0" + visitor.hello() + visitor.proof(visitor.hello()),
+            "altered": b"\1" + struct.pack(">I32s", 5, bytes(32)) + b"hello",
+            "request": b"\2" + protocol.encode(request),
+            "greeting": b"\3" + visitor.hello(),
+            "verdict": b"\4" + protocol.NO_ENTRY,
+        }
+        | {name: b"\5" + protocol.encode(reply) for name, reply in replies.items()},
+        "control": {name: msgspec.msgpack.encode(each) for name, each in news.items()},
+        "card": {"card": msgspec.msgpack.encode(Card("host", "/tmp/r0.sock", "127.0.0.1", 4711))},
+        "typed": {name: bytes(codec.pack(each)) for name, each in objects.items()},
+    }
+
+
+def write(folder: Path = CORPUS) -> None:
+    for decoder, seeds in all_seeds().items():
+        (folder / decoder).mkdir(parents=True, exist_ok=True)
+        for name, data in seeds.items():
+            (folder / decoder / f"{name}.bin").write_bytes(data)
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,160 @@
+"""Fuzzing what Python reads from others: tickets, joins, control messages, cards and the typed codec.
+
+    python -m tests.fuzz.decoders [inputs] [seed] [decoder ...]
+
+Each input is a seed of tests/corpus/<decoder>, changed at random and the same again for the same number. A
+decoder gives a value or one of the errors it names; anything else, and memory that grows, is a failure.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from unisono import codec, control
+from unisono.errors import ProtocolError, UsageError
+from unisono.launch import protocol
+from unisono.launch.limits import REQUEST_BYTES_MAX
+from unisono.launch.ticket import Ticket
+from unisono.session import card_of
+
+CORPUS = Path(__file__).parent.parent / "corpus"
+TOKEN, NONCE = bytes(range(32)), bytes(range(100, 132))
+_ODD = [0, 1, 63, 64, 127, 128, 255, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63) - 1, (1 << 64) - 1]
+
+
+def ticket(data: bytes) -> None:
+    """The text of a ticket."""
+    Ticket.parse(data.decode("utf-8", "surrogateescape"), insecure=True)
+
+
+def join(data: bytes) -> None:
+    """Both sides of a join; the first byte says how far it has come."""
+    mode, rest = (data[0] % 6 if data else 0), data[1:]
+    visitor = protocol.Visitor(TOKEN, protocol.NO_BINDING, NONCE)
+    guest = protocol.Guest(TOKEN, protocol.NO_BINDING, NONCE)
+    match mode:
+        case 0:
+            for piece in (rest[: len(rest) // 2], rest[len(rest) // 2 :]):
+                guest.receive(piece)
+        case 1 | 2:
+            guest.receive(visitor.hello() + visitor.proof(visitor.hello()))
+            assert guest.frames is not None
+            if mode == 2:
+                key = protocol._proof(TOKEN, b"frames", NONCE + NONCE, protocol.NO_BINDING)
+                rest = protocol.Frames(key, b"worker", b"seed", REQUEST_BYTES_MAX).seal(rest) + rest
+            for body in guest.receive(rest)[1]:
+                protocol.parse_request(body)
+        case 3:
+            visitor.proof(rest)
+        case 4:
+            visitor.proof(visitor.hello())
+            visitor.frames(rest)
+        case 5:
+            protocol.parse_reply(rest)
+
+
+def control_message(data: bytes) -> None:
+    """What ranks tell each other beside the data."""
+    news = control.decode(data)
+    if isinstance(news, control.Verdict):
+        str(news.error(3))
+
+
+def card(data: bytes) -> None:
+    """How to reach a rank."""
+    card_of(data)
+
+
+def typed(data: bytes) -> None:
+    """An object of the typed codec."""
+    codec.unpack(data)
+
+
+DECODERS: dict[str, tuple[Callable[[bytes], None], tuple[type[BaseException], ...]]] = {
+    "ticket": (ticket, (UsageError,)),
+    "join": (join, (ProtocolError, protocol.WrongToken)),
+    "control": (control_message, (ProtocolError,)),
+    "card": (card, (ProtocolError,)),
+    "typed": (typed, (ProtocolError,)),
+}
+
+
+def seeds(name: str) -> list[bytes]:
+    """The corpus of a decoder."""
+    return [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
+
+
+def feed(name: str, data: bytes) -> None:
+    """Let a decoder read; it may refuse, but in no other way than it says."""
+    decode, refusals = DECODERS[name]
+    try:
+        decode(data)
+    except refusals:
+        return
+
+
+def mutated(corpus: list[bytes], rng: random.Random) -> Iterator[bytes]:
+    """Changed seeds without end."""
+    while True:
+        data = bytearray(rng.choice(corpus))
+        for _ in range(rng.randrange(5)):
+            _change(data, corpus, rng)
+        yield bytes(data[:8192])
+
+
+def _change(data: bytearray, corpus: list[bytes], rng: random.Random) -> None:
+    if not data:
+        data += rng.randbytes(1 + rng.randrange(64))
+        return
+    at = rng.randrange(len(data))
+    match rng.randrange(7):
+        case 0:
+            data[at] ^= 1 << rng.randrange(8)
+        case 1:
+            data[at] = rng.randrange(256)
+        case 2:
+            width = rng.choice((1, 2, 4, 8))
+            value = rng.choice(_ODD) % (1 << 8 * width)
+            data[at : at + width] = value.to_bytes(width, rng.choice(("little", "big")))
+        case 3:
+            del data[at:]
+        case 4:
+            other = rng.choice(corpus)
+            data += other[rng.randrange(len(other) + 1) :]
+        case 5:
+            data[at:at] = data[at : at + rng.randrange(64)]
+        case 6:
+            del data[at : at + rng.randrange(64)]
+
+
+def main(inputs: int = 1_000_000, seed: int = 1, names: list[str] | None = None) -> None:
+    for name in names or DECODERS:
+        stream = mutated(seeds(name), random.Random(f"{name} {seed}"))
+        begun, before = time.monotonic(), 0
+        for i in range(inputs):
+            data = next(stream)
+            try:
+                feed(name, data)
+            except BaseException:
+                print(f"{name}: input {i} of seed {seed}: {data.hex()}", file=sys.stderr)
+                raise
+            if i == inputs // 2:
+                before = _peak_kib()
+        grown = _peak_kib() - before
+        print(f"{name}: {inputs} inputs in {time.monotonic() - begun:.0f} s, peak memory grew by {grown} KiB")
+        assert grown < 8 << 10, "memory grows"
+
+
+def _peak_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+if __name__ == "__main__":
+    given: list[Any] = sys.argv[1:]
+    main(*(int(word) for word in given[:2]), names=given[2:])
