@@ -26,6 +26,7 @@ OTHER = {
     "stall_log_s": 3.0,
     "flush_s": 1.5,
     "silence_s": 7.5,
+    "shm": False,
     "insecure": True,
     "deadlock_after_s": 0.25,
 }

@@ -278,7 +278,6 @@ def meet_others(backend: NativeBackend, victim: int) -> None:
 @pytest.mark.parametrize("links", LINKS)
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_killed_rank_is_known_at_once(ranks: Ranks, tmp_path: Path, links: str, victim: int) -> None:
-    before = set(os.listdir("/dev/shm"))
     ranks.start(survive, 3, victim, links=links)
     for rank in range(3):
         assert ranks.get(rank) == "ready"
@@ -292,7 +291,6 @@ def test_a_killed_rank_is_known_at_once(ranks: Ranks, tmp_path: Path, links: str
     for rank in {0, 1, 2} - {victim}:
         ranks.processes[rank].join(PATIENCE_S)
     assert not list((tmp_path / "job").iterdir()), "the survivors cleaned up after the dead"
-    assert set(os.listdir("/dev/shm")) <= before
 
 
 @pytest.mark.parametrize("links", ["shm", "tcp"])

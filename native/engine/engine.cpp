@@ -15,7 +15,11 @@ constexpr size_t piece_bytes = 256 * 1024;
 constexpr std::int64_t tick_ns = millisecond;
 constexpr int quiet_ticks = 2;
 constexpr std::int64_t beat_ns_max = second / 2;
+// Two microseconds: what small messages need if both sides call at the same time.
+constexpr unsigned patience_roomy = 32;
 // With a core for every rank spinning costs nobody anything; without, it keeps the one from running that we wait for.
+// Beside strangers it is the only way to keep a core of one's own, as long as whom we wait for has another.
+constexpr std::int64_t spin_ns_long = 500'000;
 constexpr std::int64_t spin_ns_roomy = 20'000, yield_ns_roomy = 2 * millisecond;
 constexpr std::int64_t spin_ns_crowded = 0, yield_ns_crowded = 100'000;
 constexpr std::int64_t yield_ns_long = 50'000, crowded_ns = 20 * millisecond;
@@ -136,6 +140,8 @@ void Engine::connect(const std::vector<Card>& cards) {
   is_connected_ = true;
   if (neighbours <= cores()) {
     spin_ns_ = spin_ns_roomy;
+    spin_ns_long_ = spin_ns_long;
+    patience_ = patience_roomy;
     yield_ns_ = yield_ns_roomy;
   }
   if (settings.neighbours)
@@ -261,14 +267,18 @@ void Engine::be_patient(std::int64_t quiet_ns, Hold& held, std::int64_t now, std
     look_for_news();
   }
   const bool is_crowded = now < crowded_until_;
-  if (quiet_ns < (is_crowded ? spin_ns_crowded : spin_ns_)) return;
+  const std::int32_t core = presence_.settle();
+  const bool is_shared = std::any_of(open_.begin(), open_.end(), [&](const Peer* p) { return p->link->core() == core; });
+  // Whom we wait for may be next in line for this very core: to spin would only keep it waiting.
+  if (!is_shared && quiet_ns < (is_crowded ? spin_ns_long_ : spin_ns_)) return;
   if (quiet_ns < yield_ns_ && !is_crowded) {
     held.unlock();
     sched_yield();
     const std::int64_t away = now_ns() - now;
     held.lock();
-    // Somebody else ran here: whom we wait for may be in the same line, and who sleeps wakes sooner than who yields.
-    if (away > yield_ns_long) crowded_until_ = now + crowded_ns;
+    // Strangers ran here, and will again: to yield gives them milliseconds. With a core for every rank spin from now
+    // on, and then sleep: who sleeps wakes sooner than who yields. Without, it was most likely one of us.
+    if (away > yield_ns_long && spin_ns_long_ != 0) crowded_until_ = now + away + crowded_ns;
     return;
   }
   doze(held, std::min(deadline, now + second));

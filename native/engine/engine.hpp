@@ -48,9 +48,6 @@ class Mutex {
 
 using Hold = std::unique_lock<Mutex>;
 
-// About two microseconds: what small messages need if both sides call at the same time.
-inline constexpr unsigned glance_rounds = 48;
-
 // A peer that is gone.
 struct Down {
   std::int32_t rank;
@@ -181,6 +178,8 @@ class Engine final : public Surroundings, private Host {
   bool is_closing_ = false;  // nothing may be started any more
   bool is_leaving_ = false;  // nobody may call any more
   std::int64_t spin_ns_ = 0;
+  std::int64_t spin_ns_long_ = 0;
+  unsigned patience_ = 4;  // rounds without anything new before a look at the clock
   std::int64_t yield_ns_ = 0;
   std::int64_t looked_at_ = 0;
   std::int64_t crowded_until_ = 0;
@@ -232,7 +231,7 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline) {
     if (moved) {
       quiet_since = 0;
       if (rounds % 64 != 0) continue;
-    } else if (rounds % 32 != 0) {
+    } else if (rounds % patience_ != 0) {
       cpu_pause();
       continue;
     }
@@ -253,7 +252,7 @@ template <class Done>
 void Engine::glance(Done done) {
   if (done() || is_polled_.load(std::memory_order_relaxed) || is_closed_) return;
   enter_polling();
-  for (unsigned rounds = glance_rounds; rounds > 0; --rounds) {
+  for (unsigned rounds = 3 * patience_ / 2; rounds > 0; --rounds) {
     const bool moved = progress();
     if (done() || !readers_.empty() || !chores_.empty() || mutex_.is_wanted() || is_closed_) break;
     if (!moved) cpu_pause();

@@ -47,6 +47,8 @@ class Link {
   // Whether the peer was heard of since the last call, and our own sign of life.
   virtual bool was_heard() = 0;
   virtual void beat() = 0;
+  // The core that the peer waited on last; -1 if that is not known.
+  virtual std::int32_t core() const { return -1; }
   // The peer may sleep although it has something to do: wake it.
   virtual void ring() {}
   // Nothing will follow.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <fcntl.h>
+#include <sched.h>
 
 #include <atomic>
 
@@ -18,6 +19,8 @@ inline constexpr size_t presence_bytes = 4096;
 struct PresencePage {
   // Odd while the rank sleeps; every change counts on, so that each sleep is rung at most once per peer.
   alignas(line_bytes) std::atomic<uint32_t> word;
+  // The core that the rank waited on last: who shares it must let the rank run.
+  std::atomic<std::int32_t> core;
   // Counted by the background thread: proof that it runs.
   alignas(line_bytes) std::atomic<uint64_t> beats;
 };
@@ -53,6 +56,12 @@ class Presence {
     page()->word.fetch_add(1, std::memory_order_relaxed);
     return true;
   }
+  // relaxed: a hint, written only if it changed, because peers keep the line
+  std::int32_t settle() {
+    const int core = sched_getcpu();
+    if (page()->core.load(std::memory_order_relaxed) != core) page()->core.store(core, std::memory_order_relaxed);
+    return core;
+  }
   void beat() { page()->beats.fetch_add(1, std::memory_order_relaxed); }
 
  private:
@@ -70,6 +79,7 @@ class PresenceView {
     return static_cast<bool>(memory_);
   }
   uint32_t word() const { return page()->word.load(std::memory_order_seq_cst); }
+  std::int32_t core() const { return page()->core.load(std::memory_order_relaxed); }
   uint64_t beats() const { return page()->beats.load(std::memory_order_relaxed); }
 
  private:

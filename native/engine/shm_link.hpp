@@ -62,6 +62,7 @@ class ShmLink final : public Link, public Watcher {
   }
   bool was_heard() override;
   void beat() override {}
+  std::int32_t core() const override { return presence_.core(); }
   void ring() override;
   const char* name() const override { return "shm"; }
   void on_ready(uint32_t events) override;
