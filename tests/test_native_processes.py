@@ -296,7 +296,8 @@ def test_a_killed_rank_is_known_at_once(ranks: Ranks, tmp_path: Path, links: str
     for rank in {0, 1, 2} - {victim}:
         left, cause, at = ranks.get(rank)
         assert not left
-        assert "closed" in cause
+        # On a busy machine the two may not have finished greeting each other.
+        assert "closed" in cause or "hung up" in cause
         assert at - killed_at < 1, f"rank {rank} took {at - killed_at:.2f} s"
     for rank in {0, 1, 2} - {victim}:
         ranks.processes[rank].join(PATIENCE_S)

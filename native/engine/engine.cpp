@@ -22,6 +22,7 @@ constexpr unsigned patience_roomy = 32;
 constexpr std::int64_t spin_ns_long = 500'000;
 constexpr std::int64_t spin_ns_roomy = 20'000, yield_ns_roomy = 2 * millisecond;
 constexpr std::int64_t spin_ns_crowded = 0, yield_ns_crowded = 100'000;
+constexpr std::int64_t move_ns = 5 * millisecond;
 constexpr std::int64_t yield_ns_long = 50'000, crowded_ns = 20 * millisecond;
 // How often a spinning caller looks for hang-ups and new links, which do not show in the rings.
 constexpr std::int64_t look_ns = 50'000, look_ns_greeting = 2'000;
@@ -31,6 +32,17 @@ constexpr std::int64_t farewell_ns = second / 2;
 int cores() {
   cpu_set_t set;
   return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+// Go to another of the cores that this thread may use. The system puts who is woken where its waker runs, and two
+// ranks that wake each other then stay on one core, however many there are.
+void leave_core(int core) {
+  cpu_set_t allowed, others;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  others = allowed;
+  CPU_CLR(core, &others);
+  if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;
+  sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
 // ---- fork ----
@@ -279,6 +291,7 @@ void Engine::look_for_news() {
 
 void Engine::enter_polling() {
   is_polled_.store(true, std::memory_order_relaxed);
+  presence_.settle();
   // Nobody rings any more: if the background thread relies on it, it must hear of that.
   if (presence_.wake_up() && rest_ == Rest::epoll) poller_.kick();
 }
@@ -299,7 +312,15 @@ void Engine::be_patient(std::int64_t quiet_ns, Hold& held, std::int64_t now, std
   }
   const bool is_crowded = now < crowded_until_;
   const std::int32_t core = presence_.settle();
-  const bool is_shared = std::any_of(open_.begin(), open_.end(), [&](const Peer* p) { return p->link->core() == core; });
+  const auto shares = std::find_if(open_.begin(), open_.end(), [&](const Peer* p) { return p->link->core() == core; });
+  const bool is_shared = shares != open_.end();
+  if (is_shared && spin_ns_long_ != 0 && (*shares)->rank < rank && now > moved_at_ + move_ns) {
+    moved_at_ = now;
+    held.unlock();
+    leave_core(core);
+    held.lock();
+    return;
+  }
   // Whom we wait for may be next in line for this very core: to spin would only keep it waiting.
   if (!is_shared && quiet_ns < (is_crowded ? spin_ns_long_ : spin_ns_)) return;
   if (quiet_ns < yield_ns_ && !is_crowded) {
