@@ -36,7 +36,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The figures: collectives beside MPI and Gloo, import, start-up and memory. Below ten minutes on two cores.
+# The figures: collectives beside MPI and Gloo, import, start-up and memory.
 bench: $(STAMP)
 	$(BIN)/unisono bench --quick
 	$(BIN)/python bench/import_time.py

@@ -1,12 +1,13 @@
 """Does a started all_reduce go on while the caller computes?
 
-    python bench/overlap.py [-n 2] [--bytes 67108864] [--rounds 7] [--with numpy|torch]
+    python bench/overlap.py [-n 2] [--bytes 67108864] [--rounds 7] [--with numpy,torch,idle]
 
 Three things in turns, all ranks at once: compute alone (a matrix product on one thread of the caller, which
 holds the GIL or not as NumPy or torch please), the all_reduce alone, and both: start, compute, wait. Nothing
 hidden: both = compute + communication. All hidden: both = the longer of the two. With as many ranks as cores
 the engine's threads have no core of their own, so only what does not need one (waiting, the other rank's
-turn) can be hidden; with a free core clearly more.
+turn) can be hidden; with a free core clearly more. `idle` is a caller that waits for something else, such as
+a disk or a GPU, and leaves its core free.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ def main() -> None:
     parser.add_argument("-n", default="2", help="numbers of ranks, as in 2,4")
     parser.add_argument("--bytes", type=int, default=64 << 20)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--with", dest="library", choices=["numpy", "torch"], default="numpy")
+    parser.add_argument("--with", dest="libraries", default="numpy,idle", help="of numpy, torch, idle")
     args = parser.parse_args()
-    print(
-        f"all_reduce of {args.bytes >> 20} MiB beside {args.library}, {len(os.sched_getaffinity(0))} cores;"
-    )
+    print(f"all_reduce of {args.bytes >> 20} MiB, {len(os.sched_getaffinity(0))} cores;")
     print("ms, median (least to most); hidden: of the shorter of the two, how much the caller did not feel")
     for kind, shm in (("shm", "1"), ("tcp", "0")):
         for n in map(int, args.n.split(",")):
-            env = {**ONE_THREAD, "UNISONO_SHM": shm}
-            show(kind, n, uni.spawn(rank, n, args.bytes, args.rounds, args.library, env=env, timeout=300))
+            for library in args.libraries.split(","):
+                env = {**ONE_THREAD, "UNISONO_SHM": shm}
+                rows = uni.spawn(rank, n, args.bytes, args.rounds, library, env=env, timeout=300)
+                show(f"{kind}, {n} ranks, {library}", rows)
 
 
-def show(kind: str, n: int, of_ranks: list[Any]) -> None:
+def show(what: str, of_ranks: list[Any]) -> None:
     """What the slowest rank took, round by round."""
     rounds = [
         [max(times) for times in zip(*of_round, strict=True)] for of_round in zip(*of_ranks, strict=True)
@@ -54,7 +55,7 @@ def show(kind: str, n: int, of_ranks: list[Any]) -> None:
         for name, times in (("compute", compute), ("all_reduce", alone), ("both", both))
     ]
     gain = f"hidden {statistics.median(hidden):.0%} ({min(hidden):.0%} to {max(hidden):.0%})"
-    print(f"{kind}, {n} ranks: {', '.join(cells)}; {gain}")
+    print(f"{what}: {', '.join(cells)}; {gain}")
 
 
 def rank(comm: uni.Communicator, nbytes: int, rounds: int, library: str) -> list[list[float]]:
@@ -82,6 +83,8 @@ def rank(comm: uni.Communicator, nbytes: int, rounds: int, library: str) -> list
 
 
 def product_of(library: str) -> Callable[[], Any]:
+    if library == "idle":
+        return lambda: time.sleep(0.002)
     a = np.random.default_rng(1).standard_normal((256, 256)).astype(np.float32)
     if library == "numpy":
         return lambda: a @ a

@@ -28,6 +28,7 @@ OTHER = {
     "silence_s": 7.5,
     "shm": False,
     "insecure": True,
+    "tls": True,
     "deadlock_after_s": 0.25,
 }
 BOUNDED = [(name, field.metadata) for name, field in FIELDS.items() if field.metadata["low"] is not None]
@@ -187,6 +188,18 @@ def test_a_launcher_that_makes_no_sense_is_named(launcher, spoiled, monkeypatch)
             monkeypatch.setenv(name, given)
     with pytest.raises(UsageError, match=f"^{launcher} set .*{rank_name}"):
         launch()
+
+
+def test_a_child_reads_a_changed_environment(monkeypatch):
+    monkeypatch.setenv("UNISONO_SEGMENT_BYTES", "4096")
+    read = Config.inherited({"UNISONO_TLS": "1", "PATH": "elsewhere"})
+    assert (read.segment_bytes, read.tls) == (4096, True)
+    assert not Config().tls
+
+
+def test_encryption_and_none_contradict_each_other():
+    with pytest.raises(UsageError, match="contradict"):
+        Config(insecure=True, tls=True)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -21,6 +21,10 @@ from click.testing import CliRunner
 
 from unisono.cli import main
 
+from .hosts import Hosts, hosts
+
+__all__ = ["hosts"]
+
 PATIENCE_S = 60.0
 
 # What every program here begins with; without unisono, since it only needs its place.
@@ -392,31 +396,7 @@ def test_the_ticket_is_never_on_a_command_line(program) -> None:  # type: ignore
 # -- between hosts, which are network namespaces here ------------------------------------------------------
 
 
-@pytest.fixture
-def hosts() -> Iterator[tuple[str, str]]:
-    """Two hosts, 10.77.0.1 and 10.77.0.2, connected by a cable."""
-    names = (f"unisono-a-{os.getpid()}", f"unisono-b-{os.getpid()}")
-    ends = (f"uni-a-{os.getpid()}"[:15], f"uni-b-{os.getpid()}"[:15])
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    with contextlib.ExitStack() as stack:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                stack.callback(subprocess.run, ["ip", "netns", "delete", name], check=False)
-            ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", ends[1], "netns", names[1])
-            for i in range(2):
-                ip("-n", names[i], "address", "add", f"10.77.0.{i + 1}/24", "dev", ends[i])
-                for interface in (ends[i], "lo"):
-                    ip("-n", names[i], "link", "set", interface, "up")
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces here: {error}")
-        yield names
-
-
-def test_ranks_of_two_hosts_meet_encrypted(hosts: tuple[str, str], program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_ranks_of_two_hosts_meet_encrypted(hosts: Hosts, program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = program(
         MEET.replace("place.local_rank,", "sites[0].bind.host,")
         .replace("lambda site: b", "lambda site: sites.append(site) or b")
@@ -427,7 +407,7 @@ def test_ranks_of_two_hosts_meet_encrypted(hosts: tuple[str, str], program, tmp_
     def node(rank: int) -> subprocess.CompletedProcess[str]:
         words = ["-n", "2", "--nnodes", "2", "--node-rank", str(rank), "--join", file]
         words += ["--address", "10.77.0.1"] if rank == 0 else []
-        command = ["ip", "netns", "exec", hosts[rank], sys.executable, "-m", "unisono", "run", *words, path]
+        command = hosts.command(rank, "-m", "unisono", "run", *words, path)
         return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
     with ThreadPoolExecutor(2) as pool:
@@ -437,7 +417,7 @@ def test_ranks_of_two_hosts_meet_encrypted(hosts: tuple[str, str], program, tmp_
     assert lines == [f"[{r}] met {r} card 3 10.77.0.{1 + r // 2} True" for r in range(4)]
 
 
-def test_an_unreachable_seed_is_described(hosts: tuple[str, str]) -> None:
+def test_an_unreachable_seed_is_described(hosts: Hosts) -> None:
     subprocess.run(["ip", "-n", hosts[1], "route", "add", "unreachable", "10.99.0.0/16"], check=True)
     program = (
         "from unisono.launch.join import join\n"
@@ -453,7 +433,7 @@ def test_an_unreachable_seed_is_described(hosts: tuple[str, str]) -> None:
         "    except Exception as error:\n"
         "        print(error)\n"
     )
-    command = ["ip", "netns", "exec", hosts[1], sys.executable, "-c", program]
+    command = hosts.command(1, "-c", program)
     said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S).stdout.splitlines()
     assert "10.99.0.1:4711 no route to the host" in said[0]
     assert "203.0.113.5:4711 no route to the network" in said[1]

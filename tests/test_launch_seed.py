@@ -906,7 +906,7 @@ def test_ranks_of_one_job_meet_at_their_file(tmp_path: Path) -> None:
     for view, site in entered:
         assert view.cards == [b"card 0", b"card 1", b"card 2"]
         assert site.bind == site.advertise == Address("127.0.0.1")
-        assert site.is_local
+        assert not site.is_encrypted
         assert site.secret == view.secret
         assert not site.folder.exists()  # removed by the last that left
     assert len({site.folder for _, site in entered}) == 1

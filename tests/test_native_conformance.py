@@ -13,6 +13,8 @@ from unisono.backends.native import NativeBackend
 from unisono.config import Config
 from unisono.testing import CASES, check_backend
 
+from .credentials import credentials
+
 Factory = Callable[[int], list[NativeBackend]]
 
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -23,6 +25,15 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "tight": lambda rank: {"config": Config(eager_bytes=48, eager_credit_bytes=256, segment_bytes=512)},
     "never eager": lambda rank: {"config": Config(eager_bytes=0, eager_credit_bytes=0), "shm": rank >= 0},
     "tight tcp": lambda rank: {"shm": False, "config": Config(eager_bytes=48, eager_credit_bytes=256)},
+    "tls": lambda rank: {"shm": False, "tls": True},
+    "hosts tls": lambda rank: {"host": f"host {rank % 2}", "tls": True},
+    # A new key with every third record, and messages that straddle records.
+    "tight tls": lambda rank: {
+        "shm": False,
+        "tls": True,
+        "rekey_records": 3,
+        "config": Config(eager_bytes=48, eager_credit_bytes=256),
+    },
 }
 
 
@@ -37,8 +48,9 @@ def factory(tmp_path: Path) -> Iterator[Callable[[str], Factory]]:
             folder.mkdir(mode=0o700)
             ranks = [NativeBackend(r, size, str(folder), b"secret", **KINDS[kind](r)) for r in range(size)]
             cards = [rank.card() for rank in ranks]
+            given = credentials(size) if "tls" in kind else [None] * size
             for rank in ranks:
-                rank.connect(cards)
+                rank.connect(cards, given[rank.rank])
             return ranks
 
         return make

@@ -20,12 +20,14 @@ import numpy as np
 import pytest
 
 from unisono import _native
-from unisono.backends.native import Card, NativeBackend
+from unisono.backends.native import Card, Credentials, NativeBackend
 from unisono.config import Config
 from unisono.contract import PeerDown, Request
 from unisono.errors import ClosedError, PeerLost
 from unisono.runtime import Waiting
 from unisono.values import ANY
+
+from .credentials import credentials
 
 CONTEXT = 0xC0FFEE
 PATIENCE_S = 60
@@ -33,7 +35,12 @@ PATIENCE_S = 60
 # A process of the standard library's that lives on; the leak check must not take it for one of ours.
 multiprocessing.resource_tracker.ensure_running()
 
-LINKS = {"shm": {}, "rings": {"direct_read": False}, "tcp": {"shm": False}}
+LINKS = {
+    "shm": {},
+    "rings": {"direct_read": False},
+    "tcp": {"shm": False},
+    "tls": {"shm": False, "tls": True},
+}
 
 
 class Ranks:
@@ -49,10 +56,12 @@ class Ranks:
         self, fn: Callable[..., Any], size: int, *args: Any, links: str = "shm", config: Any = None
     ) -> None:
         """Run `fn(backend, pipe, *args)` in `size` processes; what it returns comes back by the pipe."""
+        given = credentials(size) if links == "tls" else [None] * size
         for rank in range(size):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
-                target=_live, args=(fn, rank, size, str(self._folder), theirs, args, links, config or {})
+                target=_live,
+                args=(fn, rank, size, str(self._folder), theirs, args, links, config or {}, given[rank]),
             )
             process.start()
             theirs.close()
@@ -94,11 +103,12 @@ def _live(
     args: tuple[Any, ...],
     links: str,
     config: dict[str, Any],
+    given: Credentials | None,
 ) -> None:
     backend = NativeBackend(rank, size, folder, b"the job's secret", config=Config(**config), **LINKS[links])
     try:
         pipe.send(tuple(backend.card()))
-        backend.connect([Card(*card) for card in pipe.recv()])
+        backend.connect([Card(*card) for card in pipe.recv()], given)
         pipe.send(fn(backend, pipe, *args))
     except BaseException as error:
         pipe.send(RuntimeError(f"rank {rank}: {type(error).__name__}: {error}"))
@@ -174,7 +184,7 @@ def test_every_length_crosses_between_processes(ranks: Ranks, links: str) -> Non
     ranks.start(
         exchange, 3, [0, 1, 7, 63, 64, 65, 16383, 16384, 16385, 262143, 262145, 1048583, 9000011], links=links
     )
-    kinds = {"shm": "shm+read", "rings": "shm", "tcp": "tcp"}
+    kinds = {"shm": "shm+read", "rings": "shm", "tcp": "tcp", "tls": "tcp+tls"}
     for rank in range(3):
         seen = ranks.get(rank)
         assert seen[rank] == "self"
@@ -243,7 +253,7 @@ class News:
 
 def survive(backend: NativeBackend, pipe: Connection, victim: int) -> Any:
     news = News(backend)
-    meet(backend)
+    exchange(backend, pipe, [1])  # every link is open
     if backend.rank == victim:
         done(backend, backend.start_send(0, CONTEXT, 7, memoryview(b"last words")))
         pipe.send("ready")
@@ -286,7 +296,8 @@ def test_a_killed_rank_is_known_at_once(ranks: Ranks, tmp_path: Path, links: str
     for rank in {0, 1, 2} - {victim}:
         left, cause, at = ranks.get(rank)
         assert not left
-        assert "closed" in cause
+        # On a busy machine the two may not have finished greeting each other.
+        assert "closed" in cause or "hung up" in cause
         assert at - killed_at < 1, f"rank {rank} took {at - killed_at:.2f} s"
     for rank in {0, 1, 2} - {victim}:
         ranks.processes[rank].join(PATIENCE_S)

@@ -108,6 +108,27 @@ def test_every_kind_of_operation_between_processes(env: dict[str, str], count: i
         assert {link.partition("+")[0] for link in got["links"]} == {"tcp" if env else "shm"}
 
 
+TLS = {"UNISONO_SHM": "0", "UNISONO_TLS": "1"}
+
+
+def test_links_on_one_host_are_encrypted_if_asked(tmp_path: Path) -> None:
+    results = uni.spawn(everything, 3, 100_003, env=TLS)
+    for got in results:
+        assert np.array_equal(got["sum"], np.arange(100_003) * 6.0)
+        assert got["links"] == ["tcp+tls"]
+    done = run(tmp_path, PROGRAM, "-m", "unisono", "run", "-n", "2", env=TLS)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{r}] sum 3006 on {r} of 2" for r in range(2)]
+
+
+def test_who_wants_encryption_does_not_go_without(tmp_path: Path) -> None:
+    """The launcher was not told: its ticket is a plain one."""
+    program = "import os\nos.environ['UNISONO_TLS'] = '1'\n" + PROGRAM
+    done = run(tmp_path, program, "-m", "unisono", "run", "-n", "2", env={})
+    assert done.returncode != 0
+    assert "without encryption" in done.stderr
+
+
 def test_different_calls_are_told_to_all(env: dict[str, str]) -> None:
     for report in uni.spawn(mismatched, 3, env=env):
         assert "all_reduce float64[3]" in report

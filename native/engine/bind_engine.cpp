@@ -83,6 +83,14 @@ class PyEngine {
     engine_.connect(cards);
   }
 
+  void secure(const std::vector<std::string>& names, nb::bytes key, nb::bytes certificate, nb::bytes authority) {
+    check();
+    const auto text = [](nb::bytes& given) { return std::string(given.c_str(), given.size()); };
+    TlsMaterial material{text(key), text(certificate), text(authority), names};
+    const Hold held = engine_.hold();
+    engine_.secure(material);
+  }
+
   // The handle of a send under way; 0 if it is done; the negative outcome if it failed.
   std::int64_t send(uint64_t id, std::int32_t dst, uint64_t context, uint64_t tag, nb::handle data, uint8_t dtype,
                     nb::bytes header, uint8_t lane, bool sync) {
@@ -242,6 +250,11 @@ class PyEngine {
   uint64_t refused() {
     const Hold held = engine_.hold();
     return engine_.refused();
+  }
+  std::vector<std::string> take_refusals() {
+    if (engine_.is_forked()) return {};
+    const Hold held = engine_.hold();
+    return engine_.take_refusals();
   }
 
   std::tuple<std::string, bool> down_of(std::int32_t rank) {
@@ -439,7 +452,8 @@ void bind_engine(nb::module_& m) {
           [](PyEngine* self, std::int32_t rank, std::int32_t size, const std::string& directory, nb::bytes secret,
              uint64_t eager_bytes, uint64_t eager_credit_bytes, uint64_t message_bytes_max, double silence_s, bool shm,
              bool checksum, bool neighbours, bool direct_read, const std::string& bind, uint16_t port,
-             const std::string& host) {
+             const std::string& host, bool tls, uint64_t rekey_records) {
+            if (rekey_records == 0) throw nb::value_error("rekey_records: allowed: at least 1");
             Settings settings;
             settings.eager_bytes = eager_bytes;
             settings.eager_credit_bytes = eager_credit_bytes;
@@ -452,14 +466,18 @@ void bind_engine(nb::module_& m) {
             settings.bind = bind;
             settings.port = port;
             settings.host = host;
+            settings.tls = tls;
+            settings.rekey_records = rekey_records;
             new (self) PyEngine(rank, size, directory, secret, settings);
           },
           nb::arg("rank"), nb::arg("size"), nb::arg("directory"), nb::arg("secret"), nb::kw_only(),
           nb::arg("eager_bytes") = 16 * 1024, nb::arg("eager_credit_bytes") = 256 * 1024,
           nb::arg("message_bytes_max") = uint64_t{1} << 40, nb::arg("silence_s") = 2.5, nb::arg("shm") = true,
           nb::arg("checksum") = true, nb::arg("neighbours") = false, nb::arg("direct_read") = true,
-          nb::arg("bind") = "127.0.0.1", nb::arg("port") = 0, nb::arg("host") = "")
+          nb::arg("bind") = "127.0.0.1", nb::arg("port") = 0, nb::arg("host") = "",
+          nb::arg("tls") = false, nb::arg("rekey_records") = Settings().rekey_records)
       .def("card", &PyEngine::card)
+      .def("secure", &PyEngine::secure, nb::arg("names"), nb::arg("key"), nb::arg("certificate"), nb::arg("authority"))
       .def("connect", &PyEngine::connect, nb::arg("cards"))
       .def("send", &PyEngine::send)
       .def("receive", &PyEngine::receive, nb::arg("id"), nb::arg("src"), nb::arg("context"), nb::arg("tag"),
@@ -479,6 +497,7 @@ void bind_engine(nb::module_& m) {
       .def("close", &PyEngine::close)
       .def("is_forked", &PyEngine::is_forked)
       .def("refused", &PyEngine::refused)
+      .def("take_refusals", &PyEngine::take_refusals)
       .def("down_of", &PyEngine::down_of)
       .def("links", &PyEngine::links)
       .def("ping", &PyEngine::ping);

@@ -4,6 +4,9 @@
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
+#elif defined(__aarch64__)
+#include <arm_acle.h>
+#include <sys/auxv.h>
 #endif
 
 namespace unisono::engine {
@@ -106,6 +109,16 @@ __attribute__((target("sse4.2"))) uint32_t crc_by_cpu(uint32_t crc, const byte* 
   for (; bytes > 0; ++data, --bytes) crc = _mm_crc32_u8(crc, std::to_integer<uint8_t>(*data));
   return crc;
 }
+#elif defined(__aarch64__)
+__attribute__((target("+crc"))) uint32_t crc_by_cpu(uint32_t crc, const byte* data, size_t bytes) {
+  for (; bytes >= 8; data += 8, bytes -= 8) {
+    uint64_t word;
+    std::memcpy(&word, data, 8);
+    crc = __crc32cd(crc, word);
+  }
+  for (; bytes > 0; ++data, --bytes) crc = __crc32cb(crc, std::to_integer<uint8_t>(*data));
+  return crc;
+}
 #endif
 
 }  // namespace
@@ -145,6 +158,9 @@ bool is_equal(const Proof& a, const Proof& b) {
 uint32_t crc32c(uint32_t crc, const byte* data, size_t bytes) {
 #if defined(__x86_64__)
   static const bool has_instruction = __builtin_cpu_supports("sse4.2");
+  if (has_instruction) return ~crc_by_cpu(~crc, data, bytes);
+#elif defined(__aarch64__)
+  static const bool has_instruction = (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
   if (has_instruction) return ~crc_by_cpu(~crc, data, bytes);
 #endif
   return ~crc_by_table(~crc, data, bytes);

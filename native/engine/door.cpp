@@ -19,9 +19,12 @@ namespace unisono::engine {
 namespace {
 
 constexpr char magic[8] = {'u', 'n', 'i', 's', 'o', 'n', 'o', '\n'};
-constexpr uint32_t version = 1;
 constexpr size_t strangers_max = 256;
+constexpr size_t strangers_per_address_max = 128;
 constexpr std::int64_t stranger_ns = 5 * second;
+// A door that is crowded by strangers may close on us: once more at once, then with every heartbeat.
+constexpr int calls_max = 4;
+constexpr size_t refusals_max = 8;
 
 [[noreturn]] void fail(const std::string& why) { throw std::runtime_error(why); }
 
@@ -74,6 +77,22 @@ bool is_same_user(int fd) {
   return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
 }
 
+std::string host_of(const sockaddr_storage& address, socklen_t length) {
+  char host[NI_MAXHOST];
+  if (length == 0 || getnameinfo(reinterpret_cast<const sockaddr*>(&address), length, host, sizeof host, nullptr, 0, NI_NUMERICHOST) != 0)
+    return "?";
+  return host;
+}
+
+// What counts as one place: an IPv4 address, or the network of an IPv6 one, of which a host has 2^64.
+std::string group_of(const sockaddr_storage& address) {
+  if (address.ss_family == AF_INET6)
+    return std::string(reinterpret_cast<const char*>(&reinterpret_cast<const sockaddr_in6&>(address).sin6_addr), 8);
+  if (address.ss_family == AF_INET)
+    return std::string(reinterpret_cast<const char*>(&reinterpret_cast<const sockaddr_in&>(address).sin_addr), 4);
+  return "";
+}
+
 }  // namespace
 
 std::string host_id() {
@@ -82,7 +101,8 @@ std::string host_id() {
   std::string id = boot;
   for (const char* space : {"/proc/self/ns/mnt", "/proc/self/ns/net", "/proc/self/ns/pid"}) {
     struct stat about{};
-    id += stat(space, &about) == 0 ? "." + std::to_string(about.st_ino) : ".?";
+    id += '.';
+    id += stat(space, &about) == 0 ? std::to_string(about.st_ino) : "?";
   }
   return id + "." + std::to_string(geteuid());
 }
@@ -105,6 +125,7 @@ class Door::Listener final : public Watcher {
     if (watch_ != 0) door_.poller_.remove(socket_.get(), std::exchange(watch_, 0));
   }
   void watch() {
+    if (medium_ == Medium::tcp && !door_.is_ready()) return;
     if (watch_ == 0) watch_ = door_.poller_.add(socket_.get(), EPOLLIN, *this);
   }
   void leave_file() { path_.clear(); }
@@ -122,22 +143,48 @@ class Door::Listener final : public Watcher {
 
 class Door::Greeting final : public Watcher {
  public:
-  Greeting(Door& door, Descriptor socket, std::int64_t patience_ns) : door(door), patience_ns(patience_ns) {
-    guest.socket = std::move(socket);
-  }
-  ~Greeting() override {
-    if (watch != 0) door.poller_.remove(guest.socket.get(), watch);
-  }
+  Greeting(Door& door, std::int64_t patience_ns) : door(door), patience_ns(patience_ns) {}
 
-  void begin(uint32_t events) { watch = door.poller_.add(guest.socket.get(), events, *this); }
+  // False if there is no memory for it.
+  bool take(Descriptor socket) {
+    if (guest.medium == Medium::shm) {
+      guest.socket = std::move(socket);
+      return true;
+    }
+    tune(socket.get(), door.settings_.silence_ns);
+    if (door.identity_ == nullptr) {
+      guest.channel = std::make_unique<PlainChannel>(std::move(socket));
+      return true;
+    }
+    auto made = door.identity_->wrap(std::move(socket), guest.is_opener);
+    tls = made.get();
+    guest.channel = std::move(made);
+    return tls != nullptr;
+  }
+  // Until the next call.
+  void rest() {
+    unwatch();
+    step = Step::resting;
+    tls = nullptr;
+    guest.channel.reset();
+    have = 0;
+  }
+  ~Greeting() override { unwatch(); }
+
+  int fd() const { return guest.channel != nullptr ? guest.channel->fd() : guest.socket.get(); }
+  void begin(uint32_t events) { watch = door.poller_.add(fd(), events, *this); }
+  void unwatch() {
+    if (watch != 0) door.poller_.remove(fd(), std::exchange(watch, 0));
+  }
 
   void on_ready(uint32_t) override {
     // A step may end and destroy this greeting.
     if (step == Step::connecting) return on_connected();
+    if (step == Step::shaking && !shake()) return;
     for (;;) {
       const Reading read = read_message();
       if (read == Reading::more) return;
-      if (read == Reading::over) return door.refuse(*this, "it hung up during the greeting");
+      if (read == Reading::over) return door.again(*this);
       have = 0;
       switch (step) {
         case Step::await_hello:
@@ -154,13 +201,17 @@ class Door::Greeting final : public Watcher {
     }
   }
 
-  enum class Step : uint8_t { connecting, await_hello, await_challenge, await_introduction, await_verdict };
+  enum class Step : uint8_t { resting, connecting, shaking, await_hello, await_challenge, await_introduction, await_verdict };
   enum class Reading : uint8_t { more, whole, over };
 
   Door& door;
   std::int64_t patience_ns;
   Step step = Step::await_hello;
   Guest guest{};
+  TlsChannel* tls = nullptr;  // the guest's channel, if it is one
+  sockaddr_storage address{};
+  socklen_t address_bytes = 0;
+  int calls = 0;
   uint64_t watch = 0;
   Hello hello{};
   Challenge challenge{};
@@ -177,19 +228,62 @@ class Door::Greeting final : public Watcher {
            getsockopt(guest.socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && engine::is_starved(who.pid);
   }
 
-  void say_hello() {
-    step = Step::await_challenge;
-    if (!send(&hello, sizeof hello, {})) door.refuse(*this, failure("cannot greet"));
+  // Connected: what comes first.
+  void open() {
+    if (tls == nullptr) {
+      step = Step::await_hello;
+      if (guest.is_opener) say_hello();
+      return;
+    }
+    step = Step::shaking;
+    // The other side's Python may not have given its engine an identity yet.
+    if (guest.is_opener) patience_ns = std::max(patience_ns, stranger_ns);
+    on_ready(EPOLLIN);
   }
 
  private:
   void on_connected() {
     int error = 0;
     socklen_t length = sizeof error;
-    getsockopt(guest.socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+    getsockopt(fd(), SOL_SOCKET, SO_ERROR, &error, &length);
     if (error != 0) return door.refuse(*this, failure("cannot be reached", error));
-    door.poller_.change(guest.socket.get(), watch, EPOLLIN);
-    say_hello();
+    door.poller_.change(fd(), watch, EPOLLIN);
+    open();
+  }
+
+  // Go on with the handshake. True if an acceptor's is done: a hello may be here already.
+  bool shake() {
+    switch (tls->shake()) {
+      case TlsChannel::Shake::wants_read:
+        door.poller_.change(fd(), watch, EPOLLIN);
+        return false;
+      case TlsChannel::Shake::wants_write:
+        door.poller_.change(fd(), watch, EPOLLIN | EPOLLOUT);
+        return false;
+      case TlsChannel::Shake::hung_up:
+        door.again(*this);
+        return false;
+      case TlsChannel::Shake::failed:
+        door.refuse(*this, tls->why());
+        return false;
+      case TlsChannel::Shake::done:
+        break;
+    }
+    door.poller_.change(fd(), watch, EPOLLIN);
+    if (!guest.is_opener) {
+      step = Step::await_hello;
+      return true;
+    }
+    if (tls->rank() == guest.rank)
+      say_hello();
+    else
+      door.refuse(*this, std::string("its certificate is rank ") + std::to_string(tls->rank()) + "'s");
+    return false;
+  }
+
+  void say_hello() {
+    step = Step::await_challenge;
+    if (!send(&hello, sizeof hello, {})) door.refuse(*this, failure("cannot greet"));
   }
 
   Reading read_message() {
@@ -212,6 +306,14 @@ class Door::Greeting final : public Watcher {
     }
     while (have < place.bytes) {
       iovec part{static_cast<byte*>(place.at) + have, place.bytes - have};
+      if (guest.channel != nullptr) {
+        const ssize_t n = guest.channel->readv(&part, 1);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno == EAGAIN) return Reading::more;
+        if (n <= 0) return Reading::over;
+        have += static_cast<size_t>(n);
+        continue;
+      }
       alignas(cmsghdr) char space[CMSG_SPACE(2 * sizeof(int))];
       msghdr message{};
       message.msg_iov = &part;
@@ -243,6 +345,8 @@ class Door::Greeting final : public Watcher {
 
   bool send(const void* data, size_t bytes, std::vector<int> descriptors) {
     iovec part{const_cast<void*>(data), bytes};
+    // A greeting fits into an empty socket.
+    if (guest.channel != nullptr) return guest.channel->writev(&part, 1) == static_cast<ssize_t>(bytes);
     alignas(cmsghdr) char space[CMSG_SPACE(2 * sizeof(int))] = {};
     msghdr message{};
     message.msg_iov = &part;
@@ -256,24 +360,26 @@ class Door::Greeting final : public Watcher {
       c->cmsg_len = CMSG_LEN(descriptors.size() * sizeof(int));
       std::memcpy(CMSG_DATA(c), descriptors.data(), descriptors.size() * sizeof(int));
     }
-    // A greeting fits into an empty socket.
     return sendmsg(guest.socket.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
   }
 
   void on_hello() {
-    const bool is_sound = std::memcmp(hello.magic, magic, sizeof magic) == 0 && hello.version == version &&
+    const bool is_sound = std::memcmp(hello.magic, magic, sizeof magic) == 0 && hello.version == protocol_version &&
                           hello.size == static_cast<uint32_t>(door.size_) && hello.to == static_cast<uint32_t>(door.rank_) &&
                           hello.from < hello.size && hello.from != hello.to && hello.medium == guest.medium &&
                           static_cast<uint8_t>(hello.lane) < lane_count &&
                           hello.eager_credit_bytes == door.settings_.eager_credit_bytes;
-    if (!is_sound) return door.refuse(*this, "");
+    if (!is_sound) return door.refuse(*this, "its hello is not one of this world");
     guest.rank = static_cast<std::int32_t>(hello.from);
+    if (tls != nullptr && tls->rank() != guest.rank)
+      return door.refuse(*this, std::string("its certificate is rank ") + std::to_string(tls->rank()) + "'s, but it says that it is rank " +
+                                    std::to_string(guest.rank));
     guest.lane = hello.lane;
     guest.checksum = hello.checksum != 0;
     step = Step::await_introduction;
-    if (!fill_random(challenge.nonce, sizeof challenge.nonce)) return door.refuse(*this, "");
+    if (!fill_random(challenge.nonce, sizeof challenge.nonce)) return door.refuse(*this, failure("no random bytes"));
     challenge.proof = door.prove("acceptor", hello, challenge.nonce);
-    if (!send(&challenge, sizeof challenge, {})) door.refuse(*this, "");
+    if (!send(&challenge, sizeof challenge, {})) door.end(*this);
   }
 
   void on_challenge() {
@@ -294,8 +400,10 @@ class Door::Greeting final : public Watcher {
   }
 
   void on_introduction() {
-    if (!is_equal(introduction.proof, door.prove("opener", hello, challenge.nonce))) return door.refuse(*this, "");
-    if (guest.medium == Medium::shm && (!guest.memory || !guest.presence)) return door.refuse(*this, "");
+    if (!is_equal(introduction.proof, door.prove("opener", hello, challenge.nonce)))
+      return door.refuse(*this, "it does not know the job's secret");
+    if (guest.medium == Medium::shm && (!guest.memory || !guest.presence))
+      return door.refuse(*this, "it shows no memory to share");
     is_proven = true;
     guest.probe = introduction.probe;
     verdict = {door.host_.judge(guest.rank, guest.medium, guest.lane), 0, door.probe_};
@@ -316,7 +424,8 @@ class Door::Greeting final : public Watcher {
   }
 
   void finish() {
-    door.poller_.remove(guest.socket.get(), std::exchange(watch, 0));
+    unwatch();
+    if (tls != nullptr) tls->trust();
     Guest made = std::move(guest);
     Host& host = door.host_;
     door.end(*this);
@@ -374,9 +483,19 @@ void Door::open(std::int32_t rank, std::int32_t size, const std::string& directo
   listeners_[1] = std::make_unique<Listener>(*this, std::move(socket), Medium::tcp, "");
 }
 
+void Door::secure(const TlsMaterial& material) {
+  if (!settings_.tls || identity_ != nullptr) fail("allowed: an identity, once, for a rank with TLS");
+  if (material.names.size() != static_cast<size_t>(size_)) fail("allowed: one name per rank");
+  identity_ = std::make_unique<TlsIdentity>(material, rank_, settings_.rekey_records);
+  for (auto& one : listeners_)
+    if (one != nullptr) one->watch();
+}
+
 void Door::accept_from(int listener, Medium medium) {
   for (;;) {
-    Descriptor socket(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    sockaddr_storage from{};
+    socklen_t from_bytes = sizeof from;
+    Descriptor socket(accept4(listener, reinterpret_cast<sockaddr*>(&from), &from_bytes, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       if (errno != EAGAIN)
@@ -384,19 +503,34 @@ void Door::accept_from(int listener, Medium medium) {
           if (one != nullptr) one->pause();
       return;
     }
-    size_t strangers = 0;
-    for (const auto& g : greetings_) strangers += !g->guest.is_opener;
-    if (strangers >= strangers_max || (medium == Medium::shm && !is_same_user(socket.get()))) {
+    if (medium == Medium::shm && !is_same_user(socket.get())) {
       ++refused_;
       continue;
     }
-    if (medium == Medium::tcp) tune(socket.get(), settings_.silence_ns);
-    auto greeting = std::make_unique<Greeting>(*this, std::move(socket), stranger_ns);
+    make_room(group_of(from));
+    auto greeting = std::make_unique<Greeting>(*this, stranger_ns);
     greeting->guest.medium = medium;
     greeting->guest.is_opener = false;
+    greeting->address = from;
+    greeting->address_bytes = from_bytes;
+    if (!greeting->take(std::move(socket))) continue;
     greeting->begin(EPOLLIN);
+    Greeting& g = *greeting;
     greetings_.push_back(std::move(greeting));
+    g.open();
   }
+}
+
+// One of the oldest strangers goes if there are too many, first one from the same address.
+void Door::make_room(const std::string& group) {
+  const auto is_stranger = [](const auto& g) { return !g->guest.is_opener; };
+  const auto is_same = [&](const auto& g) { return is_stranger(g) && group_of(g->address) == group; };
+  auto oldest = greetings_.end();
+  if (static_cast<size_t>(std::count_if(greetings_.begin(), greetings_.end(), is_same)) >= strangers_per_address_max)
+    oldest = std::find_if(greetings_.begin(), greetings_.end(), is_same);
+  else if (static_cast<size_t>(std::count_if(greetings_.begin(), greetings_.end(), is_stranger)) >= strangers_max)
+    oldest = std::find_if(greetings_.begin(), greetings_.end(), is_stranger);
+  if (oldest != greetings_.end()) refuse(**oldest, "too many strangers");
 }
 
 void Door::knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum) {
@@ -408,19 +542,17 @@ void Door::knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, 
   else
     length = tcp_address(address, card.address, card.port);
   if (length == 0) return host_.on_closed_door(rank, "its address makes no sense", Ruling::unknown);
-  Descriptor socket(::socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!socket) return host_.on_closed_door(rank, failure("no socket to reach it"), Ruling::unknown);
-  const int fd = socket.get();
-  if (!is_unix) tune(fd, settings_.silence_ns);
-  auto greeting = std::make_unique<Greeting>(*this, std::move(socket), settings_.silence_ns);
+  auto greeting = std::make_unique<Greeting>(*this, settings_.silence_ns);
   Greeting& g = *greeting;
+  g.address = address;
+  g.address_bytes = length;
   g.guest.rank = rank;
   g.guest.medium = medium;
   g.guest.lane = lane;
   g.guest.checksum = checksum;
   g.guest.is_opener = true;
   std::memcpy(g.hello.magic, magic, sizeof magic);
-  g.hello.version = version;
+  g.hello.version = protocol_version;
   g.hello.size = static_cast<uint32_t>(size_);
   g.hello.from = static_cast<uint32_t>(rank_);
   g.hello.to = static_cast<uint32_t>(rank);
@@ -429,14 +561,30 @@ void Door::knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, 
   g.hello.checksum = checksum;
   g.hello.eager_credit_bytes = settings_.eager_credit_bytes;
   greetings_.push_back(std::move(greeting));
+  dial(g);
+}
+
+void Door::dial(Greeting& g) {
+  ++g.calls;
   if (!fill_random(g.hello.nonce, sizeof g.hello.nonce)) return refuse(g, failure("no random bytes"));
+  Descriptor socket(::socket(g.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!socket || !g.take(std::move(socket))) return refuse(g, failure("no socket to reach it"));
   int result;
-  do result = connect(fd, reinterpret_cast<sockaddr*>(&address), length);
+  do result = connect(g.fd(), reinterpret_cast<sockaddr*>(&g.address), g.address_bytes);
   while (result != 0 && errno == EINTR);
   if (result != 0 && errno != EINPROGRESS) return refuse(g, failure("cannot be reached"));
-  g.step = result == 0 ? Greeting::Step::await_challenge : Greeting::Step::connecting;
+  g.step = Greeting::Step::connecting;
   g.begin(result == 0 ? EPOLLIN : EPOLLOUT);
-  if (result == 0) g.say_hello();
+  if (result == 0) g.open();
+}
+
+// The other side hung up in the middle: a dead one will not be there any more, a crowded one will.
+void Door::again(Greeting& g) {
+  // A caller that hangs up has found another way, or was just curious: nobody was refused.
+  if (!g.guest.is_opener) return end(g);
+  if (g.guest.medium == Medium::shm || g.calls >= calls_max) return refuse(g, "it hung up during the greeting");
+  g.rest();
+  if (g.calls == 1) dial(g);
 }
 
 void Door::forget(std::int32_t rank) {
@@ -462,6 +610,9 @@ void Door::tick(std::int64_t passed_ns) {
   // From the start each time: anything may have changed.
   for (auto late = greetings_.begin(); (late = std::find_if(greetings_.begin(), greetings_.end(), is_late)) != greetings_.end();)
     refuse(**late, "no answer within the time for a greeting");
+  const auto is_resting = [](const auto& g) { return g->step == Greeting::Step::resting; };
+  for (auto next = greetings_.begin(); (next = std::find_if(greetings_.begin(), greetings_.end(), is_resting)) != greetings_.end();)
+    dial(**next);
 }
 
 void Door::close(bool keep_files) {
@@ -477,12 +628,24 @@ void Door::end(Greeting& greeting) {
   std::erase_if(greetings_, [&greeting](const auto& g) { return g.get() == &greeting; });
 }
 
-void Door::refuse(Greeting& greeting, const std::string& cause, Ruling ruling) {
+void Door::refuse(Greeting& greeting, std::string cause, Ruling ruling) {
   const bool is_opener = greeting.guest.is_opener;
   const std::int32_t rank = greeting.guest.rank;
-  if (!is_opener) ++refused_;
+  if (!is_opener) {
+    ++refused_;
+    if (refusals_.size() < refusals_max)
+      refusals_.push_back(greeting.guest.medium == Medium::shm
+                              ? "a caller on this host: " + cause
+                              : std::string("a caller from ") + host_of(greeting.address, greeting.address_bytes) + ": " + cause);
+  }
   end(greeting);
   if (is_opener) host_.on_closed_door(rank, cause, ruling);
+}
+
+std::vector<std::string> Door::take_refusals() {
+  std::vector<std::string> taken(refusals_.begin(), refusals_.end());
+  refusals_.clear();
+  return taken;
 }
 
 Proof Door::prove(const char* role, const Hello& hello, const byte* nonce) const {

@@ -1,7 +1,12 @@
 // The door: listens, knocks, and lets in who knows the job's secret.
 //
-// Knows sockets and the four messages of a greeting. Does not know links: a finished greeting is handed on. Before a
-// caller has proven itself it gets 64 bytes from us, costs one small object, and has 5 seconds.
+// Knows sockets and the four messages of a greeting. Does not know links: a finished greeting is handed on.
+//
+// A caller that has not proven itself has 5 seconds and 4 KiB, and costs one small object, with TLS 64 KiB. At most
+// 256 such callers wait, 128 of one address: a newcomer is never turned away for those who came before, the oldest
+// goes instead. Without TLS it gets 64 bytes from us, and only after a sound hello; with TLS our handshake of 1.3 KiB.
+//
+// With TLS the greeting follows the handshake, and the rank in it must be the certificate's.
 //
 //   opener                                acceptor
 //   Hello     who, to whom, nonce    ->
@@ -11,15 +16,19 @@
 
 #pragma once
 
-#include <functional>
+#include <sys/socket.h>
+
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "channel.hpp"
 #include "digest.hpp"
 #include "peer.hpp"
 #include "poller.hpp"
 #include "shm_link.hpp"
+#include "tls.hpp"
 
 namespace unisono::engine {
 
@@ -58,13 +67,14 @@ struct Verdict {
   Probe probe;
 };
 
-// A greeting that ended well: a socket, and on one host the memory to share.
+// A greeting that ended well: a channel, or on one host a socket and the memory to share.
 struct Guest {
   std::int32_t rank;
   Medium medium;
   Lane lane;
   bool checksum;
   bool is_opener;
+  std::unique_ptr<Channel> channel;
   Descriptor socket;
   Descriptor memory;
   Descriptor presence;
@@ -91,6 +101,9 @@ class Door {
   void open(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
             const Settings& settings, const Presence& presence);
   const Card& card() const { return card_; }
+  // Who this rank is on links with TLS; until then nobody is let in by TCP. Throws std::runtime_error.
+  void secure(const TlsMaterial& material);
+  bool is_ready() const { return !settings_.tls || identity_ != nullptr; }
 
   void knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum);
   // Forget a knock under way.
@@ -105,14 +118,20 @@ class Door {
   // Stop listening and forget everybody. `keep_files`: a forked child must leave the parent's socket alone.
   void close(bool keep_files);
   uint64_t refused() const { return refused_; }
+  // Who was turned away since the last call and why, for a log: the first few.
+  std::vector<std::string> take_refusals();
 
  private:
   class Listener;
   class Greeting;
 
   void accept_from(int listener, Medium medium);
+  void make_room(const std::string& group);
+  void dial(Greeting& greeting);
+  void again(Greeting& greeting);
   void end(Greeting& greeting);
-  void refuse(Greeting& greeting, const std::string& cause, Ruling ruling = Ruling::unknown);
+  // A copy of the cause, because it may be the greeting's own.
+  void refuse(Greeting& greeting, std::string cause, Ruling ruling = Ruling::unknown);
   Proof prove(const char* role, const Hello& hello, const byte* nonce) const;
 
   Host& host_;
@@ -125,9 +144,11 @@ class Door {
   Card card_;
   Descriptor directory_;
   Probe probe_;
+  std::unique_ptr<TlsIdentity> identity_;
   std::unique_ptr<Listener> listeners_[2];
-  std::vector<std::unique_ptr<Greeting>> greetings_;
+  std::vector<std::unique_ptr<Greeting>> greetings_;  // in the order in which they began
   uint64_t refused_ = 0;
+  std::deque<std::string> refusals_;
 };
 
 // The machine and the namespaces in which shared memory and process ids mean the same.

@@ -84,6 +84,35 @@ void unregister_engine(Engine& engine) {
 
 }  // namespace
 
+// The control connection of a link whose other one is still being made: a peer that dies meanwhile is noticed.
+class Engine::Half final : public Watcher {
+ public:
+  Half(Engine& engine, Guest& guest)
+      : is_opener(guest.is_opener), engine_(engine), rank_(guest.rank), control_(std::move(guest.channel)) {
+    watch_ = engine_.poller_.add(control_->fd(), EPOLLRDHUP, *this);
+  }
+  ~Half() override { unwatch(); }
+
+  std::unique_ptr<Channel> take() {
+    unwatch();
+    return std::move(control_);
+  }
+  // Ends and destroys this.
+  void on_ready(uint32_t) override { engine_.lose(*engine_.peers_[rank_], "died: its connection was closed", false); }
+
+  const bool is_opener;
+
+ private:
+  void unwatch() {
+    if (watch_ != 0) engine_.poller_.remove(control_->fd(), std::exchange(watch_, 0));
+  }
+
+  Engine& engine_;
+  const std::int32_t rank_;
+  std::unique_ptr<Channel> control_;
+  uint64_t watch_ = 0;
+};
+
 void Mutex::let_others_in() {
   // Called without the lock: wait until the one who wanted it has it, but not for ever.
   for (int i = 0; i < 1000 && is_wanted(); ++i) {
@@ -142,6 +171,7 @@ void Engine::after_fork_in_child() {
 
 void Engine::connect(const std::vector<Card>& cards) {
   if (cards.size() != peers_.size()) throw std::runtime_error("allowed: one card per rank");
+  if (!door_.is_ready()) throw std::runtime_error("with TLS a rank needs an identity before it connects");
   int neighbours = 0;
   for (size_t i = 0; i < cards.size(); ++i) {
     Peer& peer = *peers_[i];
@@ -208,7 +238,8 @@ bool Engine::progress() {
     moved |= peer.link->poll();
     if (peer.has_backlog()) moved |= peer.flush();
     if (peer.link->over() != nullptr) [[unlikely]] {
-      lose(peer, peer.link->over(), peer.link->has_left());
+      const bool is_fault = !peer.link->has_left() && !std::string_view(peer.link->over()).starts_with("died");
+      lose(peer, std::string(is_fault ? "broke the protocol: " : "") + peer.link->over(), peer.link->has_left());
       --i;
       moved = true;
     }
@@ -394,7 +425,7 @@ void Engine::open_link(Peer& peer) {
   peer.state = Peer::State::opening;
   peer.silent_ns = 0;
   const bool is_shm = settings.shm && peer.is_same_host && !peer.card.unix_path.empty();
-  const bool checksum = settings.checksum && !peer.is_same_host;
+  const bool checksum = settings.checksum && !settings.tls && !peer.is_same_host;
   door_.knock(peer.rank, peer.card, is_shm ? Medium::shm : Medium::tcp, Lane::control, checksum);
 }
 
@@ -405,7 +436,7 @@ Ruling Engine::judge(std::int32_t from, Medium medium, Lane lane) {
   if (peer.state == Peer::State::open) return Ruling::known;
   const auto half = halves_.find(from);
   if (medium == Medium::tcp && lane == Lane::bulk)
-    return half != halves_.end() && !half->second.is_opener ? Ruling::welcome : Ruling::unknown;
+    return half != halves_.end() && !half->second->is_opener ? Ruling::welcome : Ruling::unknown;
   if (half != halves_.end()) return Ruling::known;
   // Both called at once: the lower rank's call counts.
   if (peer.state == Peer::State::opening && from > rank) return Ruling::crossing;
@@ -425,16 +456,15 @@ void Engine::on_guest(Guest guest) {
     return opened(peer, std::move(link));
   }
   if (guest.lane == Lane::control) {
-    halves_[guest.rank] = Half{std::move(guest.socket), guest.checksum, guest.is_opener};
+    halves_[guest.rank] = std::make_unique<Half>(*this, guest);
     if (guest.is_opener) door_.knock(guest.rank, peer.card, Medium::tcp, Lane::bulk, guest.checksum);
     return;
   }
   const auto half = halves_.find(guest.rank);
   if (half == halves_.end()) return;
-  auto bulk = std::make_unique<Connection>(peer, poller_, std::make_unique<PlainChannel>(std::move(guest.socket)),
-                                           Lane::bulk, guest.checksum);
-  auto control = std::make_unique<Connection>(
-      peer, poller_, std::make_unique<PlainChannel>(std::move(half->second.control)), Lane::control, guest.checksum);
+  auto bulk = std::make_unique<Connection>(peer, poller_, std::move(guest.channel), Lane::bulk, guest.checksum);
+  auto control =
+      std::make_unique<Connection>(peer, poller_, half->second->take(), Lane::control, guest.checksum);
   halves_.erase(half);
   if (!bulk->is_watched() || !control->is_watched()) return lose(peer, failure("cannot watch its sockets"), false);
   is_hasty_ = ++tcp_links_ <= hasty_links_max;
@@ -464,7 +494,7 @@ void Engine::lose(Peer& peer, const std::string& cause, bool left) {
   std::erase(open_, &peer);
   halves_.erase(peer.rank);
   door_.forget(peer.rank);
-  if (peer.link != nullptr && peer.link->name() == std::string_view("tcp")) is_hasty_ = --tcp_links_ <= hasty_links_max;
+  if (peer.link != nullptr && std::string_view(peer.link->name()).starts_with("tcp")) is_hasty_ = --tcp_links_ <= hasty_links_max;
   peer.end_all(Outcome::peer_down);
   inbox.end_receives_from(peer.rank);
   peer.link.reset();

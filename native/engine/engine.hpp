@@ -82,6 +82,8 @@ class Engine final : public Surroundings, private Host {
   Hold hold() { return Hold(mutex_); }
 
   Card card() const { return door_.card(); }
+  // Who this rank is on links with TLS; before `connect`. Throws std::runtime_error.
+  void secure(const TlsMaterial& material) { door_.secure(material); }
   void connect(const std::vector<Card>& cards);
 
   // Start an operation; it may end before the call returns. False (and nothing happens) once the engine is closed.
@@ -125,6 +127,7 @@ class Engine final : public Surroundings, private Host {
   bool is_forked() const { return is_forked_.load(std::memory_order_relaxed); }
   // How many callers the door turned away.
   uint64_t refused() const { return door_.refused(); }
+  std::vector<std::string> take_refusals() { return door_.take_refusals(); }
 
   // -- Surroundings
   void open_link(Peer& peer) override;
@@ -139,11 +142,7 @@ class Engine final : public Surroundings, private Host {
 
  private:
   enum class Rest : uint8_t { ticking, epoll, deep };  // how the background thread rests
-  struct Half {
-    Descriptor control;
-    bool checksum;
-    bool is_opener;
-  };
+  class Half;
 
   // -- Host
   Ruling judge(std::int32_t from, Medium medium, Lane lane) override;
@@ -167,7 +166,7 @@ class Engine final : public Surroundings, private Host {
   Door door_;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::vector<Peer*> open_;
-  std::unordered_map<std::int32_t, Half> halves_;
+  std::unordered_map<std::int32_t, std::unique_ptr<Half>> halves_;
   Chain<Incoming, &Incoming::hook> readers_;
   Chain<Chore, &Chore::chore_hook> chores_;
   std::unique_ptr<byte[]> scratch_;

@@ -22,6 +22,9 @@ using std::uint32_t;
 using std::uint64_t;
 using std::uint8_t;
 
+// Of the greeting and of everything that follows it.
+inline constexpr uint32_t protocol_version = 1;
+
 inline constexpr size_t line_bytes = 64;
 inline constexpr size_t header_bytes_max = 1024;  // contract.HEADER_BYTES_MAX
 
@@ -47,8 +50,7 @@ inline constexpr uint8_t kind_count = 13;
 
 enum class Answer : uint8_t { met, withdrawn };
 
-inline constexpr uint8_t flag_ticket = 1;    // eager: a ticket precedes the header
-inline constexpr uint8_t flag_checksum = 2;  // a CRC32C of the payload follows it
+inline constexpr uint8_t flag_ticket = 1;  // eager: a ticket precedes the header
 
 struct Head {
   uint32_t word = 0;  // kind | flags << 8 | lines << 16; published last, and never 0

@@ -23,7 +23,9 @@ struct Settings {
   uint64_t message_bytes_max = uint64_t{1} << 40;
   std::int64_t silence_ns = 5 * second / 2;
   bool shm = true;
-  bool checksum = true;     // of payload between hosts
+  bool checksum = true;     // between hosts, without TLS
+  bool tls = false;         // on all connections by TCP
+  uint64_t rekey_records = uint64_t{1} << 22;  // after so many records a sender takes a new key
   bool neighbours = false;  // open control links to ranks +-2^k at once
   bool direct_read = true;  // read the peer's memory where the system allows it
   std::string bind = "127.0.0.1";

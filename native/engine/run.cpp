@@ -284,7 +284,7 @@ Meeting Run::meet(RunReceive& receive, const Envelope& envelope) {
   const bool is_first = receive.piece == line.recvs.front();
   // It took its first message back, so it has given up, and the news why is on its way: what it sent before means
   // nothing any more.
-  if (is_first && !header->empty() && envelope.header_bytes == 0) state.is_deserted = true;
+  if (!header->empty() && (is_first ? envelope.header_bytes == 0 : !state.is_introduced)) state.is_deserted = true;
   if (state.is_deserted || has_failed_) return Meeting::refuse;
   const std::string_view theirs(reinterpret_cast<const char*>(envelope.header), envelope.header_bytes);
   const uint64_t awaited = bytes_of(p);
@@ -295,6 +295,7 @@ Meeting Run::meet(RunReceive& receive, const Envelope& envelope) {
     refuse(envelope, awaited, !is_same);
     return Meeting::refuse;
   }
+  state.is_introduced = true;
   if (p.step == Step::recv_reduce && waits_[receive.piece] != 0 && awaited != 0) {
     if (receive.landing.at() == nullptr) receive.landing = scratch_.take(awaited);
     if (receive.landing.at() == nullptr) {

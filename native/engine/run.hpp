@@ -103,7 +103,8 @@ class Run final : public Operation, public Chore {
     uint32_t next_send = 0, next_recv = 0;
     uint32_t sending = 0, receiving = 0;
     bool is_dirty = false;
-    bool is_deserted = false;  // the peer is gone, or has given up: its first message came without a header
+    bool is_introduced = false;  // its first message has come, with the header that we await
+    bool is_deserted = false;    // the peer is gone, or has given up: its first message was taken back
   };
 
   const Piece& piece(uint32_t index) const { return program_->pieces[index]; }

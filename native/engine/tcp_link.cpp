@@ -2,7 +2,6 @@
 
 #include <linux/sockios.h>
 #include <sys/ioctl.h>
-#include <sys/socket.h>
 
 #include "digest.hpp"
 #include "peer.hpp"
@@ -17,24 +16,22 @@ constexpr size_t waiting_bytes_max = 512 * 1024;
 constexpr size_t bulk_buffer_bytes = 128 * 1024;
 constexpr size_t control_buffer_bytes = 16 * 1024;
 constexpr int reads_per_poll = 8;
+constexpr const char* damaged = "a message was damaged on its way";
+
+uint32_t crc_of(const Head& head) { return crc32c(0, reinterpret_cast<const byte*>(&head), sizeof head); }
+
+uint32_t crc_at(const byte* from) {
+  uint32_t crc;
+  std::memcpy(&crc, from, sizeof crc);
+  return crc;
+}
+
+void append(std::vector<byte>& to, uint32_t crc) {
+  const byte* raw = reinterpret_cast<const byte*>(&crc);
+  to.insert(to.end(), raw, raw + sizeof crc);
+}
 
 }  // namespace
-
-ssize_t PlainChannel::readv(const iovec* parts, int count) {
-  msghdr message{};
-  message.msg_iov = const_cast<iovec*>(parts);
-  message.msg_iovlen = static_cast<size_t>(count);
-  return recvmsg(socket_.get(), &message, MSG_DONTWAIT);
-}
-
-ssize_t PlainChannel::writev(const iovec* parts, int count) {
-  msghdr message{};
-  message.msg_iov = const_cast<iovec*>(parts);
-  message.msg_iovlen = static_cast<size_t>(count);
-  return sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-}
-
-void PlainChannel::finish() { shutdown(socket_.get(), SHUT_WR); }
 
 Connection::Connection(Peer& peer, Poller& poller, std::unique_ptr<Channel> channel, Lane lane, bool checksum)
     : peer_(peer),
@@ -54,7 +51,10 @@ Connection::~Connection() {
 
 void Connection::on_ready(uint32_t events) {
   if ((events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) is_ready_ = true;
-  if ((events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) != 0) is_blocked_ = false;
+  if ((events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) != 0) {
+    is_blocked_ = false;
+    is_ready_ |= channel_->is_entangled();
+  }
 }
 
 bool Connection::is_delivered() const {
@@ -104,20 +104,24 @@ bool Connection::put(const Head& head, const Body& body) {
     return false;
   }
   Head sent = head;
-  uint32_t crc = 0;
+  uint32_t head_crc = 0, body_crc = 0;
   int count = 0;
-  iovec parts[5];
+  iovec parts[6];
   parts[count++] = {&sent, sizeof sent};
+  if (checksum_) {
+    head_crc = crc_of(sent);
+    parts[count++] = {&head_crc, sizeof head_crc};
+  }
   if (body.prefix_bytes != 0) parts[count++] = {const_cast<uint64_t*>(body.prefix), body.prefix_bytes};
   if (body.header_bytes != 0) parts[count++] = {const_cast<byte*>(body.header), body.header_bytes};
   if (body.payload_bytes != 0) parts[count++] = {const_cast<byte*>(body.payload), body.payload_bytes};
-  size_t total = sizeof sent + body.total();
-  if (checksum_ && body.payload_bytes != 0) {
-    sent.word |= uint32_t{flag_checksum} << 8;
-    crc = crc32c(0, body.payload, body.payload_bytes);
-    parts[count++] = {&crc, sizeof crc};
-    total += sizeof crc;
+  if (checksum_ && body.total() != 0) {
+    for (int i = 2; i < count; ++i)
+      body_crc = crc32c(body_crc, static_cast<const byte*>(parts[i].iov_base), parts[i].iov_len);
+    parts[count++] = {&body_crc, sizeof body_crc};
   }
+  size_t total = 0;
+  for (int i = 0; i < count; ++i) total += parts[i].iov_len;
   if (waiting_.empty()) {
     write(parts, count, total);
     return true;
@@ -135,12 +139,13 @@ size_t Connection::put_data(uint64_t ticket, uint64_t offset, const byte* from, 
   waiting_at_ = 0;
   const size_t bytes = left < data_frame_bytes ? left : data_frame_bytes;
   Head head;
-  head.word = Head::make_word(Kind::data, checksum_ ? flag_checksum : 0);
+  head.word = Head::make_word(Kind::data);
   head.context = ticket;
   head.tag = offset;
   head.nbytes = bytes;
   const byte* raw = reinterpret_cast<const byte*>(&head);
   waiting_.assign(raw, raw + sizeof head);
+  if (checksum_) append(waiting_, crc_of(head));
   data_ = from;
   data_left_ = bytes;
   data_ticket_ = ticket;
@@ -178,10 +183,7 @@ bool Connection::push() {
     const size_t of_data = written - of_front;
     data_ += of_data;
     data_left_ -= of_data;
-    if (of_data != 0 && data_left_ == 0 && checksum_) {
-      const byte* raw = reinterpret_cast<const byte*>(&data_crc_);
-      waiting_.assign(raw, raw + sizeof data_crc_);
-    }
+    if (of_data != 0 && data_left_ == 0 && checksum_) append(waiting_, data_crc_);
   }
   return moved;
 }
@@ -215,13 +217,14 @@ bool Connection::pull(bool is_hasty, bool is_deaf) {
         break;
       }
       is_ended_ = true;
+      fault_ = channel_->fault();
       break;
     }
     moved = was_heard_ = true;
     size_t came = static_cast<size_t>(n);
     const size_t placed = came < direct ? came : direct;
     if (placed != 0) {
-      if (into_checked_) into_crc_ = crc32c(into_crc_, static_cast<const byte*>(parts[0].iov_base), placed);
+      if (checksum_) into_crc_ = crc32c(into_crc_, static_cast<const byte*>(parts[0].iov_base), placed);
       into_done_ += placed;
       into_left_ -= placed;
     }
@@ -240,6 +243,7 @@ bool Connection::pull(bool is_hasty, bool is_deaf) {
 }
 
 const char* Connection::parse() {
+  const size_t crc_bytes = checksum_ ? sizeof(uint32_t) : 0;
   for (;;) {
     if (into_ != nullptr) {
       bool is_stuck = false;
@@ -248,38 +252,34 @@ const char* Connection::parse() {
       continue;
     }
     const size_t available = end_ - begin_;
-    if (available < sizeof(Head)) break;
+    const size_t head_bytes = sizeof(Head) + crc_bytes;
+    if (available < head_bytes) break;
+    const byte* frame = in_.get() + begin_;
     Head head;
-    std::memcpy(&head, in_.get() + begin_, sizeof head);
+    std::memcpy(&head, frame, sizeof head);
+    if (checksum_ && crc_at(frame + sizeof head) != crc_of(head)) return damaged;
     if (head.kind() == Kind::none || head.kind() == Kind::wrap || static_cast<uint8_t>(head.kind()) >= kind_count)
       return "a frame of unknown kind";
     if (head.header_bytes > header_bytes_max) return "a frame's header is too long";
-    const bool is_checked = (head.flags() & flag_checksum) != 0;
     if (head.kind() == Kind::data) {
       const char* fault = nullptr;
       into_ = peer_.data_for(head, fault);
       if (into_ == nullptr) return fault;
-      begin_ += sizeof head;
+      begin_ += head_bytes;
       into_left_ = head.nbytes;
       into_done_ = 0;
       into_crc_ = 0;
-      into_checked_ = is_checked;
       continue;
     }
-    const size_t front = sizeof head + head.prefix_bytes() + head.header_bytes;
+    const size_t front = head.prefix_bytes() + head.header_bytes;
     const uint64_t payload = head.payload_bytes();
-    const size_t trailer = is_checked && payload != 0 ? sizeof(uint32_t) : 0;
-    if (payload > in_bytes_ || front + payload + trailer > in_bytes_) return "a frame is too long";
-    const size_t total = front + payload + trailer;
+    if (payload > in_bytes_ || head_bytes + front + payload + crc_bytes > in_bytes_) return "a frame is too long";
+    const size_t body = front + payload;
+    const size_t total = head_bytes + body + (body != 0 ? crc_bytes : 0);
     if (available < total) break;
-    const byte* frame = in_.get() + begin_;
-    if (trailer != 0) {
-      uint32_t crc;
-      std::memcpy(&crc, frame + front + payload, sizeof crc);
-      if (crc != crc32c(0, frame + front, payload)) return "a message was damaged on its way";
-    }
+    if (checksum_ && body != 0 && crc_at(frame + head_bytes + body) != crc32c(0, frame + head_bytes, body)) return damaged;
     begin_ += total;
-    if (const char* fault = peer_.on_frame(head, frame + sizeof head, lane_); fault != nullptr) return fault;
+    if (const char* fault = peer_.on_frame(head, frame + head_bytes, lane_); fault != nullptr) return fault;
   }
   if (begin_ == end_) {
     begin_ = end_ = 0;
@@ -309,21 +309,19 @@ const char* Connection::take_data(bool& is_stuck) {
       std::memcpy(place + offset, from, take);
     else
       into_->receive->write(offset, from, take);
-    if (into_checked_) into_crc_ = crc32c(into_crc_, from, take);
+    if (checksum_) into_crc_ = crc32c(into_crc_, from, take);
     begin_ += take;
     into_done_ += take;
     into_left_ -= take;
     return nullptr;
   }
-  if (into_checked_) {
-    uint32_t crc;
-    if (available < sizeof crc) {
+  if (checksum_) {
+    if (available < sizeof into_crc_) {
       is_stuck = true;
       return nullptr;
     }
-    std::memcpy(&crc, from, sizeof crc);
-    begin_ += sizeof crc;
-    if (crc != into_crc_) return "a message was damaged on its way";
+    begin_ += sizeof into_crc_;
+    if (crc_at(from) != into_crc_) return damaged;
   }
   Incoming& offer = *std::exchange(into_, nullptr);
   peer_.on_data(offer, into_done_);

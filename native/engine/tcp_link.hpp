@@ -2,15 +2,17 @@
 //
 // Large payload goes from the sender's memory to the receiver's without a copy between: written from where it lies,
 // read to where it belongs.
+//
+// With checksums a CRC32C follows every head and every body, so that no length is believed before it is known to be
+// what was sent.
 
 #pragma once
-
-#include <sys/uio.h>
 
 #include <atomic>
 #include <memory>
 #include <vector>
 
+#include "channel.hpp"
 #include "link.hpp"
 #include "poller.hpp"
 
@@ -18,28 +20,6 @@ namespace unisono::engine {
 
 class Peer;
 struct Incoming;
-
-// A stream of bytes. Calls return as readv and writev do: -1 with EAGAIN when nothing can move now.
-class Channel {
- public:
-  virtual ~Channel() = default;
-  virtual ssize_t readv(const iovec* parts, int count) = 0;
-  virtual ssize_t writev(const iovec* parts, int count) = 0;
-  virtual void finish() = 0;  // nothing more will be written
-  virtual int fd() const = 0;
-};
-
-class PlainChannel final : public Channel {
- public:
-  explicit PlainChannel(Descriptor socket) : socket_(std::move(socket)) {}
-  ssize_t readv(const iovec* parts, int count) override;
-  ssize_t writev(const iovec* parts, int count) override;
-  void finish() override;
-  int fd() const override { return socket_.get(); }
-
- private:
-  Descriptor socket_;
-};
 
 class Connection final : public Watcher {
  public:
@@ -64,6 +44,7 @@ class Connection final : public Watcher {
 
   bool is_delivered() const;
   const char* fault() const { return fault_; }
+  const char* name() const { return channel_->name(); }
   bool is_ended() const { return is_ended_; }
   bool was_heard() { return std::exchange(was_heard_, false); }
 
@@ -103,7 +84,6 @@ class Connection final : public Watcher {
   uint64_t into_done_ = 0;
   uint64_t into_left_ = 0;
   uint32_t into_crc_ = 0;
-  bool into_checked_ = false;
 };
 
 class TcpLink final : public Link {
@@ -126,7 +106,7 @@ class TcpLink final : public Link {
   void beat() override;
   void finish() override;
   void deafen() override;
-  const char* name() const override { return "tcp"; }
+  const char* name() const override { return lanes_[0]->name(); }
 
  private:
   Connection& at(Lane lane) { return *lanes_[static_cast<size_t>(lane)]; }

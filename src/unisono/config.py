@@ -68,6 +68,9 @@ class Config:
     insecure: bool = _setting(False)
     """Let ranks on different hosts talk without encryption; for a network that nobody else can reach."""
 
+    tls: bool = _setting(False)
+    """Encrypt TCP on loopback, too, where nobody else can listen; between hosts it always is."""
+
     deadlock_after_s: float = _setting(2.0, 0.0)
     """In-process ranks that all wait for each other are told so after this time; 0 turns it off."""
 
@@ -79,6 +82,13 @@ class Config:
         given = {**_from_environment(os.environ), **settings}
         for name, field in fields.items():
             object.__setattr__(self, name, _checked(field, given.get(name, field.default)))
+        if self.insecure and self.tls:
+            raise UsageError("insecure=True and tls=True contradict each other; allowed: one of them")
+
+    @classmethod
+    def inherited(cls, changes: Mapping[str, str]) -> Config:
+        """What a child of this process reads if its environment is changed in this way."""
+        return cls(**_from_environment({**os.environ, **changes}))
 
     def digest(self) -> str:
         """A fingerprint of the settings; ranks that differ in it must not work together."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
 
-from unisono.errors import ClosedError, PeerLost, UsageError, lost_text
+from unisono.errors import ClosedError, PeerLost, ProtocolError, UsageError, lost_text
 from unisono.values import ANY, TAG_MAX, Any_, DType, ReduceOp
 
 if TYPE_CHECKING:
@@ -49,6 +49,9 @@ HEADER_BYTES_MAX: Final = 1024
 
 # What a queued message costs beyond its bytes: an endless stream of empty ones must meet a limit too.
 ENVELOPE_BYTES: Final = 64
+
+# How the cause of a PeerDown begins if the bytes that came made no sense, or were damaged.
+BROKEN: Final = "broke the protocol"
 
 # The dtype code of plain bytes, which fit any receive buffer.
 UNTYPED: Final = 255
@@ -122,8 +125,11 @@ class PeerDown:
     left: bool = False
 
     def error(self) -> PeerLost:
-        """The error of a request that can no longer end."""
-        return PeerLost(lost_text((self.rank,)), ranks=(self.rank,), cause=self.cause)
+        """The error of a request that can no longer end; a ProtocolError may be behind it."""
+        lost = PeerLost(lost_text((self.rank,)), ranks=(self.rank,), cause=self.cause)
+        if self.cause.startswith(BROKEN):
+            lost.__cause__ = ProtocolError(f"rank {self.rank} {self.cause}")
+        return lost
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,13 @@ from unisono.backends.registry import BackendStatus, backend_named, statuses
 from unisono.communicator import Communicator
 from unisono.config import Config, launch, network
 from unisono.contract import Backend
-from unisono.errors import BackendUnavailable, ProtocolError, UsageError
+from unisono.errors import ProtocolError, UsageError
 from unisono.version import VERSION
 
 if TYPE_CHECKING:
-    from unisono.backends.native import Card, NativeBackend
+    from unisono.backends.native import Card, Credentials, NativeBackend
     from unisono.launch.entry import Site
+    from unisono.launch.join import View
     from unisono.launch.place import Place
     from unisono.simulation import Fault, Network, SimResult
 
@@ -107,12 +108,12 @@ def _joined(place: Place, backend: str, config: Config, timeout: float | None) -
         for engine in made:
             engine.close()
         raise
+    made[0].when_closed(entry.close)
     try:
-        made[0].connect([card_of(card) for card in entry.view.cards])
+        made[0].connect([card_of(card) for card in entry.view.cards], _credentials(entry.view))
     except BaseException:
         made[0].close()
         raise
-    made[0].when_closed(entry.close)
     return Communicator.world(made[0])
 
 
@@ -136,10 +137,10 @@ def card_of(data: bytes) -> Card:
 def _engine(site: Site, config: Config) -> NativeBackend:
     from unisono.backends.native import NativeBackend
 
-    if not site.is_local and not config.insecure:
-        raise BackendUnavailable(
-            "this version's links between hosts are not encrypted",
-            next_step="run all ranks on one host, or set UNISONO_INSECURE=1 on a network you trust",
+    if config.tls and not site.is_encrypted:
+        raise UsageError(
+            "tls=True, but the seed gave out a ticket without encryption",
+            next_step="set UNISONO_TLS=1 for whoever hosts the seed, too",
         )
     return NativeBackend(
         site.rank,
@@ -150,7 +151,18 @@ def _engine(site: Site, config: Config) -> NativeBackend:
         shm=config.shm,
         bind=site.bind.host,
         port=site.bind.port,
+        tls=site.is_encrypted,
     )
+
+
+def _credentials(view: View) -> Credentials | None:
+    """What a rank shows to others; None on links that are not encrypted."""
+    if view.identity is None:
+        return None
+    from unisono.backends.native import Credentials
+
+    mine = view.identity
+    return Credentials(view.names, mine.key_pem, mine.certificate_pem, mine.ca_pem)
 
 
 def local(n: int, config: Config | None = None) -> list[Communicator]:

@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "../../native/engine/digest.hpp"
 #include "../../native/engine/engine.hpp"
 #include "../../native/engine/pingpong.hpp"
 #include "../../native/engine/ring.hpp"
@@ -87,6 +88,15 @@ void test_ring(unsigned seed) {
     ++number;
   }
   producer.join();
+}
+
+// RFC 3720, B.4; and in two pieces as in one.
+void test_checksum() {
+  const auto* digits = reinterpret_cast<const std::byte*>("123456789");
+  check(crc32c(0, digits, 9) == 0xe3069283, "the checksum is CRC32C");
+  check(crc32c(crc32c(0, digits, 4), digits + 4, 5) == 0xe3069283, "a checksum goes on");
+  const std::vector<std::byte> zeros(32), ones(32, std::byte{0xff});
+  check(crc32c(0, zeros.data(), 32) == 0x8a9136aa && crc32c(0, ones.data(), 32) == 0x62a8ab43, "CRC32C of long words");
 }
 
 // Two engines and two threads each: messages of all kinds with pauses long enough for the engines to fall asleep.
@@ -178,6 +188,7 @@ void test_starved() {
 int main() {
   char folder[] = "/tmp/unisono-test-XXXXXX";
   check(mkdtemp(folder) != nullptr, "there is a folder");
+  test_checksum();
   test_starved();
   for (const bool shm : {true, false}) test_rumour(folder, shm);
   for (unsigned seed = 1; seed <= 3; ++seed) {

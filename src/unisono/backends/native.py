@@ -10,10 +10,12 @@ ended. While nobody waits, a pump thread sleeps in the engine and tells, so that
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +44,9 @@ from unisono.plans.steps import Buf, Plan
 from unisono.runtime import Event, RealRuntime, Runtime, Waiting
 from unisono.values import Any_
 
-__all__ = ["DESCRIPTION", "Card", "NativeBackend"]
+__all__ = ["DESCRIPTION", "Card", "Credentials", "NativeBackend"]
+
+_log = logging.getLogger("unisono.native")
 
 # How long the engine waits before Python looks for signals.
 _SLICE_S = 0.05
@@ -65,11 +69,23 @@ class Card(NamedTuple):
     port: int
 
 
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a rank shows with TLS, and whom it trusts, as PEM; `names[r]` is in rank r's certificate."""
+
+    names: Sequence[str]
+    key_pem: bytes = field(repr=False)
+    certificate_pem: bytes = field(repr=False)
+    authority_pem: bytes = field(repr=False)
+
+
 class NativeBackend(Backend):
     """One rank. It listens from the start; `connect` with everybody's cards lets it call others.
 
     `directory` is a folder of mode 0700 that the ranks of a host share; `secret` is known to the ranks only.
-    `host` replaces the machine's own id: ranks with different ones use TCP.
+    `host` replaces the machine's own id: ranks with different ones use TCP. With `tls` all TCP is encrypted,
+    and nobody is let in by TCP before `connect` has brought credentials; without, it carries checksums
+    between hosts.
     """
 
     def __init__(
@@ -87,6 +103,8 @@ class NativeBackend(Backend):
         checksum: bool = True,
         neighbours: bool = True,
         direct_read: bool = True,
+        tls: bool = False,
+        rekey_records: int = 1 << 22,
     ) -> None:
         self._rank = rank
         self._size = size
@@ -108,9 +126,12 @@ class NativeBackend(Backend):
                 bind=bind,
                 port=port,
                 host=host,
+                tls=tls,
+                rekey_records=rekey_records,
             )
         except RuntimeError as error:
             raise BackendUnavailable("the native backend cannot start", cause=str(error)) from None
+        self._tls = tls
         self._desk = _Desk(self._engine)
         self._runtime = _NativeRuntime(self._desk)
         self._hosts: tuple[int, ...] = ()
@@ -126,10 +147,18 @@ class NativeBackend(Backend):
         """What the others need to reach this rank."""
         return Card(*self._engine.card())
 
-    def connect(self, cards: Sequence[Card]) -> None:
-        """Learn how to reach the others, by rank. Links are opened on first use."""
+    def connect(self, cards: Sequence[Card], credentials: Credentials | None = None) -> None:
+        """Learn how to reach the others, by rank. Links are opened on first use.
+
+        Raises:
+            UsageError: the cards are not one per rank, or the credentials do not fit this rank.
+        """
         if len(cards) != self._size:
             raise UsageError(f"{len(cards)} cards were given; allowed: one per rank, {self._size}")
+        if self._tls != (credentials is not None):
+            raise UsageError("allowed: credentials with tls=True, and none without")
+        if credentials is not None:
+            self._secure(credentials)
         names = list(dict.fromkeys(card.host for card in cards))
         self._hosts = tuple(names.index(card.host) for card in cards) if len(names) > 1 else ()
         self._engine.connect([(c.host, c.unix_path, c.address, c.port) for c in cards])
@@ -283,6 +312,12 @@ class NativeBackend(Backend):
     def when_closed(self, call: Callable[[], None]) -> None:
         """Call once the engine is closed: for what must outlive it."""
         self._after_close.append(call)
+
+    def _secure(self, given: Credentials) -> None:
+        try:
+            self._engine.secure(list(given.names), given.key_pem, given.certificate_pem, given.authority_pem)
+        except RuntimeError as error:
+            raise UsageError("these credentials are of no use here", cause=str(error)) from None
 
     def _start(self, request: _NativeRequest, start: Callable[[], int | tuple[Any, ...]]) -> Request:
         desk, number = self._desk, request.number
@@ -570,9 +605,11 @@ def _forget(desk: _Desk, pump: threading.Thread) -> None:
 
 
 def _pump(desk_ref: weakref.ref[_Desk], engine: _native.Engine) -> None:
-    """Tell what ends while nobody waits."""
+    """Tell what ends while nobody waits, and log who was turned away at the door."""
     while True:
         news = engine.pump(1.0)
+        for caller in engine.take_refusals():
+            _log.warning("refused %s", caller)
         desk = desk_ref()
         if desk is None or (desk.is_closed and not news):
             return

@@ -71,7 +71,8 @@ def command(
             "--join takes a file: a ticket on a command line can be read by every user",
             next_step="put the ticket into a file of mode 0600, or into UNISONO_JOIN",
         )
-    around = network()
+    around, variables = network(), dict(_pair(text) for text in env)
+    settings = Config.inherited(variables)
     job = Job(
         command=[sys.executable, *(["-m"] if is_module else []), program, *arguments],
         ranks_here=ranks,
@@ -80,9 +81,10 @@ def command(
         join=join or (around.join if nnodes > 1 else None),
         address=address or around.address,
         advertise=advertise or around.advertise,
-        insecure=insecure or Config().insecure,
+        insecure=insecure or settings.insecure,
+        tls=settings.tls,
         grace_s=grace_s,
-        env=dict(_pair(text) for text in env),
+        env=variables,
     )
     try:
         code = run(

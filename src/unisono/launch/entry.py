@@ -33,7 +33,7 @@ class Site:
 
     `bind` is an address of this host, and never a wildcard unasked. `advertise` is what the card should name:
     it differs where a router or a container stands in between. Port 0: the engine takes a free one, and
-    advertises it. `is_local`: the seed is on loopback only, so all ranks are on this host and need no TLS.
+    advertises it. `is_encrypted`: its TCP links need TLS; else all ranks are on this host, or insecure.
     `folder` (mode 0700) is shared by the job's ranks on this host; `secret` is known to the job's ranks only.
     """
 
@@ -41,7 +41,7 @@ class Site:
     size: int
     bind: Address
     advertise: Address
-    is_local: bool
+    is_encrypted: bool
     folder: Path
     secret: bytes = field(repr=False)
 
@@ -125,6 +125,7 @@ def _host(
         address=bindable(place.seed_address),
         advertise=Address.parse(advertise) if advertise is not None else None,
         insecure=config.insecure,
+        tls=config.tls or None,
     )
     undo.append(seed.close)
     seed.start()
@@ -151,7 +152,7 @@ def _site(place: Place, ticket: Ticket, deadline: Deadline) -> Site:
         place.size,
         bind=_own_port(bound, place),
         advertise=_own_port(Address.parse(advertise) if advertise is not None else bound, place),
-        is_local=ticket.is_plain and ticket.address.is_loopback,
+        is_encrypted=not ticket.is_plain,
         folder=make_private(socket_folder(place.network.folder, ticket.token)),
         secret=links_secret(ticket.token),
     )

@@ -55,6 +55,13 @@ class View:
     secret: bytes = field(repr=False)
 
     @property
+    def names(self) -> list[str]:
+        """The names in the certificates, by rank."""
+        from unisono.launch.identity import Name  # who asks uses TLS, and has paid for it
+
+        return [Name(self.job, member.rank, member.incarnation).uri for member in self.members]
+
+    @property
     def cards(self) -> list[bytes]:
         """The cards by rank."""
         return [member.card for member in self.members]

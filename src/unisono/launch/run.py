@@ -49,6 +49,7 @@ class Job:
     address: str | None = None
     advertise: str | None = None
     insecure: bool = False
+    tls: bool = False
     grace_s: float = 5.0
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -151,6 +152,7 @@ def _host(job: Job, version: str, stack: contextlib.ExitStack) -> tuple[Seed, di
         address=bindable(job.address) if job.address is not None else None,
         advertise=Address.parse(job.advertise) if job.advertise is not None else None,
         insecure=job.insecure,
+        tls=job.tls or None,
     )
     stack.callback(seed.close)
     folder = job.env.get("TMPDIR") or network().folder

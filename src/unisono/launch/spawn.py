@@ -90,7 +90,8 @@ def spawn(
     with contextlib.ExitStack() as stack:
         join = ""
         if n > 1:
-            seed = stack.enter_context(Seed(n, version=version))
+            settings = config if config is not None else Config.inherited(env or {})
+            seed = stack.enter_context(Seed(n, version=version, tls=settings.tls or None))
             join = seed.ticket.text()
             folder = (env or {}).get("TMPDIR") or network().folder
             stack.callback(remove_socket_folder, folder, seed.ticket.token, is_over=True)

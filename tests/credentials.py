@@ -1,0 +1,37 @@
+"""What a seed would give to the ranks of a world, for tests of links with TLS."""
+
+from __future__ import annotations
+
+import datetime
+
+from unisono.backends.native import Credentials
+from unisono.launch.identity import Authority, Name, WorkerKey
+
+JOB = "0123456789abcdef" * 2
+INCARNATION = 3
+
+
+class Issuer:
+    """An authority, and certificates of its ranks. All ranks of a world are of one incarnation here."""
+
+    def __init__(self, size: int, job: str = JOB) -> None:
+        self.job = job
+        self.now = datetime.datetime.now(datetime.UTC)
+        self.authority = Authority(job, self.now)
+        self.names = [Name(job, rank, INCARNATION).uri for rank in range(size)]
+
+    def credentials(
+        self, rank: int, *, incarnation: int = INCARNATION, age: datetime.timedelta = datetime.timedelta()
+    ) -> Credentials:
+        """A new key and a certificate for a rank."""
+        key = WorkerKey()
+        when = self.now - age
+        certificate = self.authority.certify(key.request(), rank, incarnation, when)
+        mine = key.identity(certificate, self.authority.certificate_pem, when)
+        return Credentials(self.names, mine.key_pem, mine.certificate_pem, mine.ca_pem)
+
+
+def credentials(size: int) -> list[Credentials]:
+    """Credentials for every rank of a world."""
+    issuer = Issuer(size)
+    return [issuer.credentials(rank) for rank in range(size)]

@@ -1,0 +1,116 @@
+"""A rank written in Python, as dishonest as a test wants it: it knows the secret and the greeting."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import ssl
+import struct
+import tempfile
+from collections.abc import Iterator
+from typing import Any, Self
+
+from unisono.backends.native import Card, Credentials
+
+__all__ = ["BULK", "CONTROL", "HEAD", "Member", "context", "dialled", "exactly", "greet", "hello"]
+
+ALPN = "unisono-link/1"
+BULK, CONTROL = 0, 1
+# door.hpp: magic, version, size, from, to, medium, lane, checksum, eager credit, nonce
+HELLO = struct.Struct("<8sIIIIBBB5xQ32s")
+# frame.hpp: kind and flags, dtype, unused, header bytes, context, tag, bytes
+HEAD = struct.Struct("<IBBHQQQ")
+_PROBE = bytes(24)
+_CREDIT_BYTES = 256 * 1024
+
+
+def hello(rank: int, to: int, size: int, lane: int, **other: Any) -> bytes:
+    """The first message of a caller."""
+    fields = {"magic": b"unisono\n", "version": 1, "medium": 1, "checksum": 0, **other}
+    return HELLO.pack(
+        fields["magic"],
+        fields["version"],
+        size,
+        rank,
+        to,
+        fields["medium"],
+        lane,
+        fields["checksum"],
+        _CREDIT_BYTES,
+        os.urandom(32),
+    )
+
+
+def exactly(sock: socket.socket, count: int) -> bytes:
+    """So many bytes, or fewer if the other side hangs up."""
+    data = b""
+    with contextlib.suppress(ConnectionError, ssl.SSLError):
+        while len(data) < count and (piece := sock.recv(count - len(data))):
+            data += piece
+    return data
+
+
+def greet(sock: socket.socket, secret: bytes, said: bytes) -> int | None:
+    """Prove the secret; returns the ruling (0 is welcome), or None if the door closed."""
+    sock.sendall(said)
+    challenge = exactly(sock, 64)
+    if len(challenge) < 64:
+        return None
+    nonce, proof = challenge[:32], challenge[32:]
+    assert hmac.compare_digest(proof, hmac.digest(secret, b"acceptor" + said + nonce, "sha256"))
+    sock.sendall(hmac.digest(secret, b"opener" + said + nonce, "sha256") + _PROBE)
+    verdict = exactly(sock, 32)
+    return struct.unpack("<I", verdict[:4])[0] if len(verdict) == 32 else None
+
+
+def context(shown: Credentials | None, *, is_server: bool = False) -> ssl.SSLContext:
+    """TLS as a rank speaks it, but without looking at the other side."""
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    made.check_hostname = False
+    made.verify_mode = ssl.CERT_NONE
+    made.minimum_version = ssl.TLSVersion.TLSv1_3
+    made.set_alpn_protocols([ALPN])
+    if shown is not None:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(shown.key_pem + shown.certificate_pem)
+            file.flush()
+            made.load_cert_chain(file.name)
+    return made
+
+
+class Member:
+    """Both connections of a link without TLS, from `rank` to the engine that a card names."""
+
+    def __init__(self, card: Card, secret: bytes, rank: int, to: int, size: int) -> None:
+        self.lanes: dict[int, socket.socket] = {}
+        for lane in (CONTROL, BULK):
+            sock = socket.create_connection((card.address, card.port), timeout=30)
+            self.lanes[lane] = sock
+            assert greet(sock, secret, hello(rank, to, size, lane)) == 0
+
+    def send(self, data: bytes, lane: int = BULK) -> None:
+        """Say anything."""
+        with contextlib.suppress(ConnectionError):
+            self.lanes[lane].sendall(data)
+
+    def is_dropped(self, lane: int = BULK) -> bool:
+        """Wait until the other side hangs up; False if it goes on talking for long."""
+        with contextlib.suppress(ConnectionError):
+            return any(not self.lanes[lane].recv(1 << 16) for _ in range(100))
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sock in self.lanes.values():
+            sock.close()
+
+
+@contextlib.contextmanager
+def dialled(card: Card) -> Iterator[socket.socket]:
+    """A connection to an engine's port."""
+    with socket.create_connection((card.address, card.port), timeout=30) as sock:
+        yield sock
