@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -19,6 +20,10 @@ from unisono.config import Config
 
 # Long enough for a loaded machine; every wait in a test ends by then, so that a hang is a failure.
 PATIENCE_S = 120
+
+# Started in the background by a shell, the tests ignore Ctrl-C, and so would the children that we interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Ended(list[Any]):
