@@ -386,9 +386,11 @@ def test_who_leaves_ends_the_call_of_who_waits(world: MakeWorld) -> None:
 
 def test_an_abort_ends_the_call_of_who_waits(world: MakeWorld) -> None:
     comms = world(3)
+    warmed = threading.Barrier(3)
 
     def program(comm: Communicator) -> Any:
         warm(comm)
+        warmed.wait()
         if comm.rank == 1:
             comm.abort("enough")
         return [outcome(lambda: step(comm)) for _ in range(2)]
