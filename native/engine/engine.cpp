@@ -474,9 +474,10 @@ void Engine::on_guest(Guest guest) {
 void Engine::on_closed_door(std::int32_t to, const std::string& cause, Ruling ruling) {
   Peer& peer = *peers_[to];
   if (peer.state != Peer::State::opening) return;
+  // It is calling us, and whoever leaves waits for its own calls. Whoever died does not.
+  if (ruling == Ruling::crossing && (!peer.is_rumoured || peer.left)) return;
   // What others said of it is the better reason: that nobody answers is a symptom.
   if (peer.is_rumoured) return lose(peer, std::string(peer.cause), peer.left);
-  if (ruling == Ruling::crossing) return;
   lose(peer, cause, ruling == Ruling::leaving);
 }
 
