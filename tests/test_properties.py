@@ -601,7 +601,7 @@ def test_every_verb_of_a_reduction_and_every_algorithm_is_drawn():
     """The strategies reach what they claim to reach."""
     drawn: set[tuple[str, str]] = set()
 
-    @settings(derandomize=True, deadline=None, database=None, max_examples=400)
+    @settings(derandomize=True, deadline=None, database=None, max_examples=2000)
     @given(reductions())
     def collect(r):
         drawn.add((r.verb, r.algorithm))
