@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from unisono.bench import Case, Results
-from unisono.bench.systems import OURS
 from unisono.plans.units import bytes_text, seconds_text
 
 # What DESIGN asks for: a peer's time over ours, at least.
@@ -47,14 +46,8 @@ def page(results: Results) -> list[str]:
     ]
     lines += [f"{name}: {why}\n" for name, why in results.absent.items()]
     lines += summary(results)
-    for link, ours in OURS.items():
-        systems = results.systems(link)
-        if ours not in systems:
-            continue
-        peers = [name for name in systems if name != ours]
-        for ranks in results.ranks():
-            for operation in results.operations():
-                lines += table(results, results.cases(operation, ranks), ours, peers)
+    for ours, peers, cases in results.tables():
+        lines += table(results, cases, ours, peers)
     return lines
 
 

@@ -157,7 +157,6 @@ def test_a_contest_measures_checks_and_names_the_missing(monkeypatch: pytest.Mon
 
 
 def test_the_command_prints_writes_and_draws(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     arguments = shlex.split("-n 2 --ops broadcast,barrier --sizes 1Ki --links shm --peers none --rounds 1")
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
     # In a process of its own: matplotlib keeps its fonts open.

@@ -1,8 +1,7 @@
-"""Under the launchers that others have written: the real torchrun and mpiexec, where they are installed."""
+"""Under the launchers that others have written: the real torchrun and mpiexec."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -18,9 +17,6 @@ from unisono.launch.address import Address
 from unisono.launch.place import decide
 from unisono.launch.store import StoreSource
 from unisono.launch.ticket import Ticket
-
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-needs_mpi = pytest.mark.skipif(mpiexec() is None, reason="Open MPI is not installed")
 
 PROGRAM = """
 import numpy as np
@@ -68,13 +64,11 @@ def ended(process: subprocess.Popen[str]) -> str:
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
-@needs_torch
 def test_under_torchrun_on_one_host(program: str, tmp_path: Path) -> None:
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", program]
     assert "2 ranks [0, 1], True" in ended(start(command, tmp_path))
 
 
-@needs_torch
 def test_under_torchrun_on_several_hosts_ranks_meet_by_its_store(program: str, tmp_path: Path) -> None:
     """Two agents with one rank each: for all that the ranks know, they are on two hosts."""
     address = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
@@ -97,9 +91,10 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-@needs_mpi
 def test_under_mpiexec(program: str, tmp_path: Path) -> None:
-    command = [mpiexec() or "", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, program]
+    launcher = mpiexec()
+    assert launcher is not None, "make setup installs Open MPI"
+    command = [launcher, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, program]
     assert "2 ranks [0, 1], True" in ended(start(command, tmp_path))
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.bench.cases import Case
-from unisono.bench.systems import SYSTEMS
+from unisono.bench.systems import OURS, SYSTEMS
 from unisono.errors import UsageError
 
 __all__ = ["Ratio", "Results"]
@@ -57,6 +57,17 @@ class Results:
         """Who was measured on a link, ours first."""
         names = list(dict.fromkeys(name for systems in self.times.values() for name in systems))
         return [name for name in SYSTEMS if name in names and SYSTEMS[name].link in (link, "any")]
+
+    def tables(self) -> Iterator[tuple[str, list[str], list[Case]]]:
+        """What belongs into one table: our system, its peers, and the cases, by link, ranks and operation."""
+        for link, ours in OURS.items():
+            systems = self.systems(link)
+            if ours not in systems:
+                continue
+            peers = [name for name in systems if name != ours]
+            for ranks in self.ranks():
+                for operation in self.operations():
+                    yield ours, peers, self.cases(operation, ranks)
 
     def seconds(self, case: Case, system: str) -> float | None:
         """The median, if it was measured."""

@@ -105,14 +105,8 @@ def print_tables(console: Console, results: Results) -> None:
     console.print(", ".join(f"{name} {text}" for name, text in results.machine.items()), markup=False)
     for name, why in results.absent.items():
         console.print(f"{name}: {why}", markup=False, style="yellow")
-    for link, ours in OURS.items():
-        systems = results.systems(link)
-        if ours not in systems:
-            continue
-        peers = [name for name in systems if name != ours]
-        for ranks in results.ranks():
-            for operation in results.operations():
-                console.print(_table(results, results.cases(operation, ranks), ours, peers))
+    for ours, peers, cases in results.tables():
+        console.print(_table(results, cases, ours, peers))
 
 
 def _table(results: Results, cases: list[Case], ours: str, peers: list[str]) -> Table:
