@@ -28,6 +28,7 @@ GROUND = (
     "codec",
     "kernels",
     "work",
+    "call_site",
     "version",
     "_native",
 )

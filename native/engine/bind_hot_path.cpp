@@ -115,7 +115,7 @@ class HotVerb;
 class HotPath {
  public:
   HotPath(nb::object engine, nb::object ledger, uint64_t context, Py_ssize_t size, size_t window, double stall_s,
-          nb::object array_type, nb::object empty, std::string package)
+          nb::object array_type, nb::object empty, nb::object is_users)
       : ledger(nb::cast<Ledger&>(ledger)),
         desk(desk_of(engine)),
         context(context),
@@ -126,7 +126,7 @@ class HotPath {
         empty(std::move(empty)),
         engine_(std::move(engine)),
         ledger_(std::move(ledger)),
-        package_(std::move(package)) {
+        is_users_(std::move(is_users)) {
     check_layout();
   }
 
@@ -169,12 +169,11 @@ class HotPath {
   }
 
   bool is_users(PyObject* code) const {
-    const nb::object name = nb::borrow(code).attr("co_filename");
-    return !nb::cast<std::string>(name).starts_with(package_);
+    return nb::cast<bool>(is_users_(nb::borrow(code).attr("co_filename")));
   }
 
   nb::object engine_, ledger_;  // kept for the references above
-  std::string package_;
+  nb::object is_users_;
 };
 
 // One verb of one communicator.
@@ -626,9 +625,9 @@ void bind_hot_path(nb::module_& m) {
         }
       });
   nb::class_<HotPath>(m, "HotPath")
-      .def(nb::init<nb::object, nb::object, uint64_t, Py_ssize_t, size_t, double, nb::object, nb::object, std::string>(),
+      .def(nb::init<nb::object, nb::object, uint64_t, Py_ssize_t, size_t, double, nb::object, nb::object, nb::object>(),
            nb::arg("engine"), nb::arg("ledger"), nb::kw_only(), nb::arg("context"), nb::arg("size"), nb::arg("window"),
-           nb::arg("stall_s"), nb::arg("array_type"), nb::arg("empty"), nb::arg("package"))
+           nb::arg("stall_s"), nb::arg("array_type"), nb::arg("empty"), nb::arg("is_users"))
       .def_prop_ro_static("verbs",
                           [](nb::handle) {
                             nb::list names;

@@ -161,7 +161,7 @@ class HotPath:
         stall_s: float,
         array_type: type,
         empty: Callable[..., Any],
-        package: str,
+        is_users: Callable[[str], bool],
     ) -> None: ...
     def verb(
         self, name: str, slow: Callable[..., Any], take_over: Callable[..., None]

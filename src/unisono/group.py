@@ -12,14 +12,13 @@ good: then messages between two members fail too.
 from __future__ import annotations
 
 import hashlib
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, TypeVar
 
 from unisono._native import Ledger
+from unisono.call_site import call_site
 from unisono.contract import HEADER_BYTES_MAX, Backend, Lane, PeerDown, Request
 from unisono.control import Answer, Control, Left, News, Query, Verdict
 from unisono.errors import (
@@ -43,7 +42,6 @@ T = TypeVar("T")
 _QUESTIONS_KEPT: Final = 64
 # A farewell holds so many: an empty collective needs nobody, so its caller may leave while others wait in it.
 _CALLS_TOLD: Final = 4
-_PACKAGE: Final = str(Path(__file__).parent)
 
 
 @dataclass(slots=True)
@@ -485,7 +483,7 @@ def fingerprint_of(words: str, descriptor: bytes) -> bytes:
     call, room = f"{words} group={descriptor.hex()[:16]}".encode(), HEADER_BYTES_MAX // 2
     if len(call) > room:  # nothing that was said may go uncompared
         call = call[: room - 17] + b"~" + hashlib.blake2b(call, digest_size=8).hexdigest().encode()
-    return call + b"\0" + _call_site().encode()[: HEADER_BYTES_MAX // 2 - 1]
+    return call + b"\0" + call_site().encode()[: HEADER_BYTES_MAX // 2 - 1]
 
 
 def context_of(*parts: object) -> int:
@@ -531,11 +529,3 @@ def _shown(fingerprint: bytes) -> str:
     call, _, site = fingerprint.partition(b"\0")
     words = call.decode(errors="replace").partition(" group=")[0]
     return words + (f" at {site.decode(errors='replace')}" if site else "")
-
-
-def _call_site() -> str:
-    """The user's line: the first frame outside this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

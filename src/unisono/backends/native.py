@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ import numpy as np
 from unisono import _native
 from unisono.backends.native_plans import compiled
 from unisono.backends.registry import BackendInfo
+from unisono.call_site import is_users
 from unisono.config import Config
 from unisono.contract import (
     UNTYPED,
@@ -52,9 +52,6 @@ _log = logging.getLogger("unisono.native")
 _SLICE_S = 0.05
 
 _CAPABILITIES = Capabilities("native", run_plan=True)
-
-# Calls from in here are not made by the user: the place that a fingerprint shows is further out.
-_PACKAGE = str(Path(__file__).parents[1])
 
 # native/engine/message.hpp: Outcome
 _DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)
@@ -285,7 +282,7 @@ class NativeBackend(Backend):
             stall_s=self._config.stall_query_s,
             array_type=np.ndarray,
             empty=np.empty,
-            package=_PACKAGE,
+            is_users=is_users,
         )
 
     def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
