@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/* native/engine/*)
 
+# Every rank imports the library: compiled once, not in each of thousands of processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 setup: $(STAMP)
 
 # torch is pinned: any other spelling brings gigabytes of CUDA libraries.
