@@ -40,6 +40,7 @@ from unisono.contract import (
 )
 from unisono.errors import BackendUnavailable, ClosedError, UnisonoError, UsageError
 from unisono.matching import Posted, refusal
+from unisono.plans.program import piece_bytes_of
 from unisono.plans.steps import Buf, Plan
 from unisono.runtime import Event, RealRuntime, Runtime, Waiting
 from unisono.values import Any_
@@ -250,7 +251,8 @@ class NativeBackend(Backend):
     def run_plan(self, plan: Plan, stage: Stage) -> Request:
         """Run a plan in the engine, without the GIL."""
         dtype, memory, config, op = stage.dtype, stage.memory, self._config, stage.op
-        program = compiled(plan, max(1, config.segment_bytes // dtype.itemsize), stage.members, self._size)
+        nbytes = piece_bytes_of(plan, config.segment_bytes, config.message_bytes_max)
+        program = compiled(plan, max(1, nbytes // dtype.itemsize), stage.members, self._size)
         if stage.on_compiled is not None:
             stage.on_compiled(program)
         given, result = memory.get(Buf.IN), memory.get(Buf.OUT)

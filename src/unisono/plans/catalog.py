@@ -74,6 +74,7 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
     {
         "all_reduce": {
             "ring": Entry(ring.all_reduce),
+            "pairwise": Entry(pairwise.all_reduce),
             "doubling": _canonical(doubling.doubling_all_reduce),
             "halving_doubling": _canonical(doubling.halving_doubling_all_reduce),
             "tree": _canonical(tree.all_reduce),
