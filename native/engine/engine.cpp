@@ -181,7 +181,9 @@ void Engine::connect(const std::vector<Card>& cards) {
     neighbours += peer.is_same_host;
   }
   is_connected_ = true;
-  if (neighbours <= cores()) {
+  const int cores_here = cores();
+  share_ = static_cast<size_t>((neighbours + cores_here - 1) / cores_here);
+  if (neighbours <= cores_here) {
     spin_ns_ = spin_ns_roomy;
     spin_ns_long_ = spin_ns_long;
     patience_ = patience_roomy;
@@ -313,9 +315,16 @@ void Engine::be_patient(std::int64_t quiet_ns, Hold& held, std::int64_t now, std
   }
   const bool is_crowded = now < crowded_until_;
   const std::int32_t core = presence_.settle();
-  const auto shares = std::find_if(open_.begin(), open_.end(), [&](const Peer* p) { return p->link->core() == core; });
-  const bool is_shared = shares != open_.end();
-  if (is_shared && spin_ns_long_ != 0 && (*shares)->rank < rank && now > moved_at_ + move_ns) {
+  size_t sharers = 0;
+  bool is_last = true;
+  for (const Peer* peer : open_) {
+    if (peer->link->core() != core) continue;
+    ++sharers;
+    is_last &= peer->rank < rank;
+  }
+  const bool is_shared = sharers != 0;
+  // With a core for every rank each keeps one; else no core serves more than its share. Who came last goes.
+  if (is_last && sharers >= share_ && now > moved_at_ + move_ns) {
     moved_at_ = now;
     held.unlock();
     leave_core(core);
