@@ -457,7 +457,7 @@ void Engine::on_guest(Guest guest) {
   Peer& peer = *peers_[guest.rank];
   if (peer.state == Peer::State::down || peer.state == Peer::State::open) return;
   peer.state = Peer::State::opening;
-  if (!guest.is_opener && guest.lane == Lane::control) door_.forget(guest.rank);
+  if (guest.lane == Lane::control) door_.forget(guest.rank);
   if (guest.medium == Medium::shm) {
     std::string why;
     auto link = ShmLink::open(peer, poller_, std::move(guest.socket), guest.memory, guest.presence, guest.is_opener,
@@ -484,8 +484,6 @@ void Engine::on_guest(Guest guest) {
 void Engine::on_closed_door(std::int32_t to, const std::string& cause, Ruling ruling) {
   Peer& peer = *peers_[to];
   if (peer.state != Peer::State::opening) return;
-  // It is calling us, and whoever leaves waits for its own calls. Whoever died does not.
-  if (ruling == Ruling::crossing && (!peer.is_rumoured || peer.left)) return;
   // What others said of it is the better reason: that nobody answers is a symptom.
   if (peer.is_rumoured) return lose(peer, std::string(peer.cause), peer.left);
   lose(peer, cause, ruling == Ruling::leaving);
@@ -523,8 +521,9 @@ void Engine::on_news(uint64_t gone, std::string cause, bool left) {
   if (gone >= peers_.size() || gone == static_cast<uint64_t>(rank)) return;
   Peer& peer = *peers_[gone];
   // Who has a link with it sees for itself, and first gets what was sent before. A call of ours under way may be the
-  // begin of such a link: what it sent after its part of the greeting waits there for us.
-  if (peer.state == Peer::State::opening && door_.is_calling(peer.rank)) {
+  // begin of such a link: what it sent after its part of the greeting waits there for us. Where its call counts there
+  // is no such link: whoever leaves waits for its own calls, whoever died does not.
+  if (peer.state == Peer::State::opening && door_.is_calling(peer.rank) && (left || !door_.is_crossed(peer.rank))) {
     if (std::exchange(peer.is_rumoured, true)) return;
     peer.cause = cause;
     peer.left = left;
@@ -548,7 +547,7 @@ void Engine::beat(std::int64_t now) {
     const bool is_awaited = peer->state == Peer::State::open ? peer->link != nullptr : peer->state == Peer::State::opening;
     if (!is_awaited) continue;
     peer->silent_ns += passed;
-    // A greeting has its own deadline; this is for a crossing call that never came.
+    // A greeting has its own deadline; this is for a crossing call that never came from a host that fell silent.
     if (peer->silent_ns < (peer->state == Peer::State::open ? settings.silence_ns : 2 * settings.silence_ns)) continue;
     if (peer->link != nullptr && peer->link->is_starved()) continue;
     char text[64];

@@ -9,6 +9,8 @@ ended. While nobody waits, a pump thread sleeps in the engine and tells, so that
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import logging
 import threading
@@ -142,7 +144,10 @@ class NativeBackend(Backend):
         )
         self._pump.start()
         # Who is simply forgotten must not leave threads and the others waiting.
-        self._forgotten = weakref.finalize(self, _forget, self._desk, self._pump)
+        leave = functools.partial(_forget, self._desk, self._pump)
+        _open[self._desk] = leave
+        self._forgotten = weakref.finalize(self, self._runtime.call_soon, leave)
+        self._forgotten.atexit = False
 
     def card(self) -> Card:
         """What the others need to reach this rank."""
@@ -323,6 +328,7 @@ class NativeBackend(Backend):
             return
         self._engine.close(self._config.flush_s)
         self._desk.close()
+        _open.pop(self._desk, None)
         if threading.current_thread() is not self._pump and not self._engine.is_forked():
             self._pump.join()
         for call in self._after_close:
@@ -615,12 +621,24 @@ def _refused(error: BaseException) -> BaseException:
 
 
 def _forget(desk: _Desk, pump: threading.Thread) -> None:
-    """Leave without a word. At the end of the interpreter no thread may come back from the engine."""
+    """Leave without a word."""
+    _open.pop(desk, None)
     desk.engine.close(0.0)
     desk.is_closed = True
     desk.engine.poke()
     if threading.current_thread() is not pump and not desk.engine.is_forked():
         pump.join(1.0)
+
+
+# Ranks that have not left, and how they do.
+_open: dict[_Desk, Callable[[], None]] = {}
+
+
+@atexit.register
+def _leave_all() -> None:
+    """At the end of the interpreter no thread may come back from the engine."""
+    for leave in list(_open.values()):
+        leave()
 
 
 def _pump(desk_ref: weakref.ref[_Desk], engine: _native.Engine) -> None:
