@@ -24,6 +24,7 @@ from unisono.errors import (
     PeerLost,
     UsageError,
 )
+from unisono.plans import algorithms
 
 from .conftest import KINDS, MakeWorld, World, outcome, run_each
 from .oracle import PAIRS, Notes, dtype_of, operand, result
@@ -148,6 +149,29 @@ def test_many_calls_in_a_row_keep_their_order(world: MakeWorld) -> None:
 
 
 # -- some ranks hot, others not ---------------------------------------------------------------------------
+
+
+def test_algorithms_named_in_one_line_are_told_apart(world: MakeWorld) -> None:
+    comms = world(3, "shm")
+    names = [name for name in algorithms("all_reduce") if name != "hierarchical"]
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        for k, name in itertools.product(range(4), names):
+            x = operand("float64", "sum", 101, comm.rank, 3, k).copy()
+            notes.expect(comm.all_reduce(x, algorithm=name), result("float64", "sum", 101, 3, k), name, k)
+            comm.barrier(algorithm="flat")
+        return notes
+
+    assert found(comms, program) == []
+    for comm in comms:
+        assert ended_hot(comm) >= 2 * 3 * len(names)
+
+    def differing(comm: Communicator) -> None:
+        comm.all_reduce(np.ones(101), algorithm=names[0] if comm.rank else names[1])
+
+    ended = run_each(lambda comm: [outcome(lambda: differing(comm))], list(comms)).values()
+    assert all(isinstance(error, CollectiveMismatch) for [error] in ended)
 
 
 def test_a_rank_that_takes_the_slow_way_meets_the_others(world: MakeWorld) -> None:

@@ -56,6 +56,7 @@ constexpr size_t verb_count = 6;
 struct Key {
   PyObject* descr = nullptr;
   PyObject* op = nullptr;  // nullptr if not given
+  PyObject* algorithm = nullptr;
   PyObject* code = nullptr;
   long root = 0;
   int lasti = 0;
@@ -63,13 +64,14 @@ struct Key {
   Py_ssize_t shape[dims_max] = {};
 
   bool operator==(const Key& o) const {
-    return descr == o.descr && op == o.op && code == o.code && root == o.root && lasti == o.lasti && nd == o.nd &&
+    return descr == o.descr && op == o.op && algorithm == o.algorithm && code == o.code && root == o.root && lasti == o.lasti &&
+           nd == o.nd &&
            std::memcmp(shape, o.shape, static_cast<size_t>(nd) * sizeof *shape) == 0;
   }
   size_t hash() const {
     uint64_t x = reinterpret_cast<uint64_t>(descr) ^ reinterpret_cast<uint64_t>(code) << 7;
     x = (x ^ static_cast<uint64_t>(lasti) << 32 ^ reinterpret_cast<uint64_t>(op)) * 0x9e3779b97f4a7c15u;
-    x ^= static_cast<uint64_t>(root);
+    x ^= static_cast<uint64_t>(root) ^ reinterpret_cast<uint64_t>(algorithm) >> 4;
     for (int i = 0; i < nd; ++i) x = (x ^ static_cast<uint64_t>(shape[i]) ^ x >> 29) * 0xd6e8feb86659fd93u;
     return x ^ x >> 32;
   }
@@ -85,7 +87,7 @@ struct Given {
 // What Python decided for a key; it keeps what the key points to.
 struct Learned {
   Key key;
-  nb::object descr, op, code;
+  nb::object descr, op, algorithm, code;
   std::shared_ptr<const Program> program;
   Text header;
   uint8_t dtype = 0;
@@ -195,17 +197,21 @@ bool HotVerb::parse_x(PyObject* x, Given& given) const {
   return true;
 }
 
+// The same text may come in many objects; those in the source are one.
+bool is_one_object(PyObject* text) { return PyUnicode_CheckExact(text) && PyUnicode_CHECK_INTERNED(text); }
+
 bool HotVerb::parse(PyObject* const* args, Py_ssize_t count, PyObject* names, Given& given) const {
   static PyObject* const op_word = interned("op");
   static PyObject* const root_word = interned("root");
   static PyObject* const out_word = interned("out");
+  static PyObject* const algorithm_word = interned("algorithm");
   const bool takes_op = verb == Verb::all_reduce || verb == Verb::reduce_scatter;
   const bool takes_root = verb == Verb::broadcast;
   const bool takes_out = verb == Verb::all_gather || verb == Verb::reduce_scatter || verb == Verb::all_to_all;
   PyObject* op = nullptr;
   PyObject* root = nullptr;
-  if (verb == Verb::barrier) return count == 0 && names == nullptr;
-  if (count < 1 || count > (takes_op || takes_root ? 2 : 1) || !parse_x(args[0], given)) return false;
+  if (verb == Verb::barrier ? count != 0 : count < 1 || count > (takes_op || takes_root ? 2 : 1) || !parse_x(args[0], given))
+    return false;
   if (count == 2) (takes_op ? op : root) = args[1];
   const Py_ssize_t named = names != nullptr ? PyTuple_GET_SIZE(names) : 0;
   for (Py_ssize_t i = 0; i < named; ++i) {
@@ -217,14 +223,15 @@ bool HotVerb::parse(PyObject* const* args, Py_ssize_t count, PyObject* names, Gi
       root = value;
     else if (word == out_word && takes_out)
       given.out = value;
+    else if (word == algorithm_word && is_one_object(value))
+      given.key.algorithm = value;
     else
       return false;
   }
   if (given.out == Py_None) given.out = nullptr;
   if (given.out != nullptr && !fits(given)) return false;
   if (op != nullptr) {
-    // The same text may come in many objects; those in the source are one.
-    if (PyUnicode_CheckExact(op) && !PyUnicode_CHECK_INTERNED(op)) return false;
+    if (PyUnicode_CheckExact(op) && !is_one_object(op)) return false;
     given.key.op = op;
   }
   if (root != nullptr) {
@@ -334,6 +341,7 @@ bool HotPath::learn(uint64_t sequence, const std::string& operation, nb::handle 
   learned->key = given.key;
   learned->descr = nb::borrow(given.key.descr);
   learned->op = nb::borrow(given.key.op);
+  learned->algorithm = nb::borrow(given.key.algorithm);
   learned->code = nb::borrow(given.key.code);
   learned->header = std::make_shared<const std::string>(header.c_str(), header.size());
   learned->dtype = dtype;
