@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.backends.native import NativeBackend
 from unisono.communicator import Communicator
-from unisono.config import Config
 from unisono.errors import (
     ClosedError,
     CollectiveMismatch,
@@ -28,38 +26,13 @@ from unisono.errors import (
 )
 
 from .conftest import run_each
+from .engines import MakeWorld, found, world
 from .oracle import PAIRS, Notes, dtype_of, operand, result
 
-World = list[Communicator]
-MakeWorld = Callable[..., World]
+__all__ = ["world"]
 
-KINDS: dict[str, dict[str, Any]] = {"shm": {}, "tcp": {"shm": False}}
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 SIZES = (0, 1, 7, 1021)
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[MakeWorld]:
-    """`world(size, kind)`: communicators of engines in this process."""
-    numbers = itertools.count()
-    made: World = []
-
-    def make(size: int, kind: str = "shm", **settings: Any) -> World:
-        folder = tmp_path / str(next(numbers))
-        folder.mkdir(mode=0o700)
-        config = Config(**settings)
-        backends = [
-            NativeBackend(r, size, str(folder), b"secret", config=config, **KINDS[kind]) for r in range(size)
-        ]
-        cards = [backend.card() for backend in backends]
-        for backend in backends:
-            backend.connect(cards)
-        comms = [Communicator.world(backend) for backend in backends]
-        made.extend(comms)
-        return comms
-
-    yield make
-    run_each(lambda comm: comm.close(), made)
 
 
 def ended_hot(comm: Communicator) -> int:
@@ -74,11 +47,6 @@ def outcome(call: Callable[[], Any]) -> Any:
         return call()
     except Exception as error:
         return error
-
-
-def found(comms: World, program: Callable[[Communicator], Notes]) -> list[str]:
-    ended = run_each(program, list(comms)).values()
-    return [f"rank {rank}: {note}" for rank, notes in enumerate(ended) for note in notes]
 
 
 # -- the right answer -------------------------------------------------------------------------------------
