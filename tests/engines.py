@@ -22,7 +22,7 @@ from .credentials import credentials
 from .oracle import Notes
 from .processes import KINDS
 
-__all__ = ["MakeWorld", "World", "found", "world"]
+__all__ = ["MakeWorld", "World", "found", "outcome", "world"]
 
 World = list[Communicator]
 MakeWorld = Callable[..., World]
@@ -58,3 +58,11 @@ def found(comms: World, program: Callable[[Communicator], Notes]) -> list[str]:
     """What the ranks noted down as wrong."""
     ended = run_each(program, list(comms)).values()
     return [f"rank {rank}: {note}" for rank, notes in enumerate(ended) for note in notes]
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What the call gave, or the exception that ended it."""
+    try:
+        return call()
+    except Exception as error:
+        return error

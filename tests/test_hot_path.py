@@ -26,7 +26,7 @@ from unisono.errors import (
 )
 
 from .conftest import run_each
-from .engines import MakeWorld, found, world
+from .engines import MakeWorld, found, outcome, world
 from .oracle import PAIRS, Notes, dtype_of, operand, result
 
 __all__ = ["world"]
@@ -39,14 +39,6 @@ def ended_hot(comm: Communicator) -> int:
     hot = comm._group.hot
     assert hot is not None
     return hot.ended
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    """What the call gave, or the exception that ended it."""
-    try:
-        return call()
-    except Exception as error:
-        return error
 
 
 # -- the right answer -------------------------------------------------------------------------------------

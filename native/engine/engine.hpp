@@ -183,6 +183,7 @@ class Engine final : public Surroundings, private Host {
   std::int64_t looked_at_ = 0;
   std::int64_t crowded_until_ = 0;
   std::int64_t moved_at_ = 0;
+  size_t share_ = 1;  // how many ranks of this host a core has to serve
   void (*on_down_)(void*, const Down&) = nullptr;
   void* on_down_self_ = nullptr;
 

@@ -42,9 +42,10 @@ from unisono.contract import (
 )
 from unisono.errors import BackendUnavailable, ClosedError, UnisonoError, UsageError
 from unisono.matching import Posted, refusal
+from unisono.plans.program import piece_bytes_of
 from unisono.plans.steps import Buf, Plan
 from unisono.runtime import Event, RealRuntime, Runtime, Waiting
-from unisono.values import Any_
+from unisono.values import ANY, BFLOAT16, DTYPES, Any_, Status
 
 __all__ = ["DESCRIPTION", "Card", "Credentials", "NativeBackend"]
 
@@ -54,6 +55,9 @@ _log = logging.getLogger("unisono.native")
 _SLICE_S = 0.05
 
 _CAPABILITIES = Capabilities("native", run_plan=True)
+
+# By their number; NumPy's own arrays are never bfloat16.
+_NUMPY_TYPES = [None if dtype is BFLOAT16 else dtype.storage for dtype in DTYPES.values()]
 
 # native/engine/message.hpp: Outcome
 _DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)
@@ -255,7 +259,8 @@ class NativeBackend(Backend):
     def run_plan(self, plan: Plan, stage: Stage) -> Request:
         """Run a plan in the engine, without the GIL."""
         dtype, memory, config, op = stage.dtype, stage.memory, self._config, stage.op
-        program = compiled(plan, max(1, config.segment_bytes // dtype.itemsize), stage.members, self._size)
+        nbytes = piece_bytes_of(plan, config.segment_bytes, config.message_bytes_max)
+        program = compiled(plan, max(1, nbytes // dtype.itemsize), stage.members, self._size)
         if stage.on_compiled is not None:
             stage.on_compiled(program)
         given, result = memory.get(Buf.IN), memory.get(Buf.OUT)
@@ -288,6 +293,23 @@ class NativeBackend(Backend):
             array_type=np.ndarray,
             empty=np.empty,
             is_users=is_users,
+        )
+
+    def hot_messages(
+        self, context: int, members: tuple[int, ...], ledger: _native.Ledger, *, is_introduced: bool
+    ) -> _native.HotMessages:
+        """Make what sends and receives a communicator's plain messages in the engine."""
+        return _native.HotMessages(
+            self._engine,
+            ledger,
+            context=context,
+            members=members,
+            array_type=np.ndarray,
+            empty=np.empty,
+            dtypes=_NUMPY_TYPES,
+            status=Status,
+            any=ANY,
+            is_introduced=is_introduced,
         )
 
     def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
