@@ -108,7 +108,7 @@ class Place {
     for (int i = 0; i < 4 && peer_.link->over() == nullptr; ++i) {
       peer_.link->poll();
       for (size_t turns = around_.readers.size(); turns > 0 && !around_.readers.empty(); --turns)
-        if (peer_.read_piece(*around_.readers.front(), scratch, sizeof scratch) != nullptr) return;
+        if (peer_.read_piece(*around_.readers.front(), scratch, sizeof scratch, sizeof scratch) != nullptr) return;
       for (SomeReceive& receive : receives_)
         if (receive.is_late_ && receive.incoming != nullptr && receive.incoming->state == Incoming::State::waiting)
           peer_.supply(*receive.incoming);
