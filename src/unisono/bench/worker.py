@@ -53,7 +53,7 @@ def _measured(
         call = rank.prepared(Case(operation, ranks, nbytes), check)
     except ArithmeticError as error:
         return {"error": str(error)}
-    # After a pause the ranks may share a core, and caches hold what others did: the calls of a running program count.
+    # After a pause ranks may share a core, and caches hold what others did: a running program counts.
     for _ in range(1 + repeats // _WARMING):
         call()
     gc.disable()
