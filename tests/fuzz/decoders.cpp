@@ -7,9 +7,7 @@
 // tests/corpus; tests/test_corpus.py replays all of them against a real rank.
 
 #include <dirent.h>
-#include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
