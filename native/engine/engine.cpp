@@ -26,7 +26,7 @@ constexpr std::int64_t spin_ns_crowded = 0, yield_ns_crowded = 100'000;
 constexpr std::int64_t move_ns = 5 * millisecond;
 constexpr std::int64_t yield_ns_long = 50'000, crowded_ns = 20 * millisecond;
 // How often a spinning caller looks for hang-ups and new links, which do not show in the rings.
-constexpr std::int64_t look_ns = 50'000, look_ns_greeting = 2'000;
+constexpr std::int64_t look_ns = 200'000, look_ns_greeting = 2'000;
 constexpr size_t hasty_links_max = 2;
 constexpr std::int64_t farewell_ns = second / 2;
 
