@@ -1,0 +1,365 @@
+"""The serving side of an agent: calls in, answers out.
+
+Knows which calls are queued, running or being answered, and what becomes of each. Does not know how frames
+travel, nor anything about calls that are made from here. Whatever a handler does, or a peer says, it goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from unisono.contract import GRACE_S
+from unisono.errors import ProtocolError, UnisonoError, UsageError
+from unisono.rpc.calls import QUEUE_MAX
+from unisono.rpc.following import Sending, Taking
+from unisono.rpc.frames import Ack, Answer, Ask, Failure, PackedAnswer, PackedAsk, encode
+from unisono.rpc.incoming import Incoming, current
+from unisono.rpc.payload import is_plain, pack, places, unpack
+from unisono.rpc.pool import Pool
+from unisono.rpc.registry import Handler, Kind, Registry
+from unisono.runtime import NEVER, Deadline, Killed, Waiting
+
+if TYPE_CHECKING:
+    from unisono.rpc.agent import Agent
+    from unisono.rpc.loop import Loop
+
+__all__ = ["Server"]
+
+_log = logging.getLogger("unisono.rpc")
+
+# Arrays that came for calls which do not run yet. What is beyond waits where it is.
+_HELD_BYTES_MAX: Final = 256 << 20
+# Notifications are confirmed so many at a time.
+_NOTES_PER_ACK: Final = 32
+
+
+class Server:
+    """What an agent does for others."""
+
+    def __init__(self, agent: Agent, registry: Registry, size: int) -> None:
+        self.agent = agent
+        self.runtime = agent.runtime
+        self.pool: Pool
+        self._registry = registry
+        self._made_at = self.runtime.now()
+        self._lock = threading.Lock()
+        # By caller: who takes a call out of its table may answer it.
+        self._tables: list[dict[int, Incoming]] = [{} for _ in range(size)]
+        self._notes: list[int] = [0] * size
+        self._notes_done: list[int] = [0] * size
+        self._early: dict[str, list[Incoming]] = {}
+        self._answers: dict[tuple[int, int], Sending] = {}
+        self._held_bytes = 0
+        self._held_back: deque[tuple[int, Callable[[], None]]] = deque()
+        self._loop: Loop | None = None
+
+    # -- what comes in ------------------------------------------------------------------------------------
+
+    def on_ask(self, source: int, ask: Ask | PackedAsk) -> None:
+        """A call came."""
+        timeout_s = ask.timeout_s
+        deadline = NEVER
+        if timeout_s is not None:
+            deadline = Deadline(self.runtime.now() + timeout_s, timeout_s)
+        incoming = Incoming(self, source, ask.call, ask.name, deadline)
+        table = self._tables[source]
+        if ask.call:
+            if ask.call in table:
+                return  # no agent uses a number twice
+            table[ask.call] = incoming
+        else:
+            self._notes[source] += 1
+        if len(table) + self._notes[source] > 2 * QUEUE_MAX or self.pool.is_full:
+            return self._fail(incoming, "busy", "too many calls wait there")
+        if self.agent.is_closing and not self._is_nested(source):
+            return self._fail(incoming, "closed", "")
+        if type(ask) is Ask:
+            incoming.args = ask.args
+            self._look_up(incoming)
+        else:
+            assert isinstance(ask, PackedAsk)
+            self._take(incoming, ask)
+
+    def on_cancel(self, source: int, call: int) -> None:
+        """A caller no longer waits."""
+        incoming = self._tables[source].pop(call, None)
+        if incoming is not None:
+            incoming.cancel()
+        sending = self._answers.pop((source, call), None)
+        if sending is not None:
+            sending.cancel()
+
+    def on_gone(self, source: int) -> None:
+        """A caller is gone: nobody waits for its calls."""
+        table = self._tables[source]
+        for call in list(table):
+            self.on_cancel(source, call)
+        for key in [key for key in list(self._answers) if key[0] == source]:
+            if (sending := self._answers.pop(key, None)) is not None:
+                sending.cancel()
+
+    def on_exposed(self, name: str) -> None:
+        """A function can be called now: perhaps it was called too early."""
+        for incoming in self._early.pop(name, []):
+            self._look_up(incoming)
+
+    # -- endings ------------------------------------------------------------------------------------------
+
+    def is_idle(self) -> bool:
+        """Whether every call that came has been answered."""
+        return not any(self._tables) and self.pool.is_idle() and all(s.is_done() for s in list(self._answers.values()))
+
+    def close(self, timeout: float, waiting: Waiting) -> None:
+        """Answer nobody any more."""
+        for source in range(len(self._tables)):
+            self.on_gone(source)
+        if self._loop is not None:
+            self._loop.close(timeout, waiting)
+
+    # -- on the way to a handler --------------------------------------------------------------------------
+
+    def _is_nested(self, source: int) -> bool:
+        """Whether a call may be part of what this agent finishes before it closes."""
+        return self.agent.has_calls_to(source)
+
+    def _look_up(self, incoming: Incoming) -> None:
+        handler = self._registry.find(incoming.name)
+        if handler is not None:
+            incoming.handler = handler
+            if handler.kind is Kind.ASYNC and not self.runtime.is_virtual:
+                self._run_on_loop(incoming, handler)
+            else:
+                self.pool.put(incoming)
+        elif (until := self._made_at + GRACE_S) > self.runtime.now():
+            with self._lock:
+                self._early.setdefault(incoming.name, []).append(incoming)
+            self.runtime.call_at(until, lambda: self.on_exposed(incoming.name))
+        else:
+            self._fail(incoming, "unknown", "")
+
+    def _take(self, incoming: Incoming, ask: PackedAsk) -> None:
+        """Take what follows a call, as soon as there may be more of it here."""
+        try:
+            nbytes = ask.body.piece_bytes + sum(ask.body.sizes)
+            room = places(ask.body) if nbytes < _HELD_BYTES_MAX // 8 else None
+        except ProtocolError as error:
+            return self._fail(incoming, "raised", str(error), "ProtocolError")
+
+        def then(came: Any, error: BaseException | None) -> None:
+            incoming.on_cancel.pop(taking_key, None)
+            if error is not None:
+                if not incoming.is_cancelled:
+                    self._fail(incoming, "raised", str(error), type(error).__name__)
+                self._let_in(incoming)
+                return
+            self._unpack(incoming, ask, came)
+
+        taking_key = object()
+
+        def begin() -> None:
+            if incoming.is_cancelled:
+                return self._let_in(incoming)
+            try:
+                memory = room if room is not None else places(ask.body)
+            except (ProtocolError, MemoryError) as error:
+                self._fail(incoming, "raised", str(error), type(error).__name__)
+                return self._let_in(incoming)
+            if not memory:
+                return then(memory, None)
+            agent = self.agent
+            taking = Taking(
+                agent.backend, incoming.source, agent.context, ask.number, memory, lambda error: then(memory, error)
+            )
+            incoming.on_cancel[taking_key] = taking.cancel
+            if incoming.is_cancelled:
+                taking.cancel()
+
+        incoming.held_bytes = nbytes
+        with self._lock:
+            if self._held_bytes and self._held_bytes + nbytes > _HELD_BYTES_MAX:
+                self._held_back.append((nbytes, begin))
+                return
+            self._held_bytes += nbytes
+        begin()
+
+    def _let_in(self, incoming: Incoming) -> None:
+        """A call begins to run, or never will: others may come."""
+        nbytes, incoming.held_bytes = incoming.held_bytes, 0
+        if not nbytes:
+            return
+        ready: list[Callable[[], None]] = []
+        with self._lock:
+            self._held_bytes -= nbytes
+            while self._held_back and (
+                not self._held_bytes or self._held_bytes + self._held_back[0][0] <= _HELD_BYTES_MAX
+            ):
+                more, begin = self._held_back.popleft()
+                self._held_bytes += more
+                ready.append(begin)
+        for begin in ready:
+            begin()
+
+    def _unpack(self, incoming: Incoming, ask: PackedAsk, came: Any) -> None:
+        try:
+            args, kwargs = unpack(ask.body, came)
+            if type(args) is not list or type(kwargs) is not dict or not all(type(k) is str for k in kwargs):
+                raise ProtocolError("a malformed call")
+        except (UnisonoError, ValueError, TypeError) as error:
+            self._fail(incoming, "raised", str(error), "ProtocolError")
+            self._let_in(incoming)
+            return
+        incoming.args, incoming.kwargs = args, kwargs
+        self._look_up(incoming)
+
+    # -- running ------------------------------------------------------------------------------------------
+
+    def run(self, incoming: Incoming) -> None:
+        """Run a handler on this thread and answer."""
+        if incoming.held_bytes:
+            self._let_in(incoming)
+        if not self._may_run(incoming):
+            return
+        token = current.set(incoming)
+        try:
+            handler = incoming.handler
+            if (checked := self._checked(incoming, handler)) is None:
+                return
+            value = handler.fn(*checked[0], **checked[1])
+            if handler.kind is Kind.ASYNC:
+                value = _driven(value)
+            self._answer(incoming, value)
+        except Killed:
+            raise
+        except BaseException as error:  # a handler's SystemExit must not end the serving thread either
+            self._raised(incoming, error)
+        finally:
+            current.reset(token)
+
+    def _run_on_loop(self, incoming: Incoming, handler: Handler) -> None:
+        with self._lock:
+            if self._loop is None:
+                from unisono.rpc.loop import Loop  # asyncio: only who has such handlers pays for it
+
+                self._loop = Loop(self.runtime, f"unisono-rpc-loop-{self.agent.world_rank}")
+
+        async def job() -> None:
+            import asyncio
+
+            self._let_in(incoming)
+            if not self._may_run(incoming):
+                return
+            current.set(incoming)
+            try:
+                if (checked := self._checked(incoming, handler)) is not None:
+                    self._answer(incoming, await handler.fn(*checked[0], **checked[1]))
+            except asyncio.CancelledError:
+                self._fail(incoming, "closed", "")
+            except BaseException as error:
+                self._raised(incoming, error)
+
+        def on_task(cancel: Callable[[], object]) -> None:
+            incoming.on_cancel[job] = cancel
+            if incoming.is_cancelled:
+                cancel()
+
+        self._loop.run(job(), on_task)
+
+    @property
+    def loop(self) -> Loop | None:
+        """Where async handlers run, once there were any."""
+        return self._loop
+
+    def slot_of_thread(self) -> Pool | None:
+        """The pool whose slot the calling thread has, if it has one."""
+        return self.pool if self.pool.is_mine else None
+
+    def _may_run(self, incoming: Incoming) -> bool:
+        if incoming.is_cancelled:
+            self._note_done(incoming)
+            return False
+        if incoming.deadline.at is not None and incoming.deadline.has_passed(self.runtime.now()):
+            self._fail(incoming, "deadline", "")
+            return False
+        return True
+
+    def _checked(self, incoming: Incoming, handler: Handler) -> Any:
+        try:
+            return handler.signature.checked(incoming.args, incoming.kwargs)
+        except TypeError as error:
+            self._fail(incoming, "arguments", str(error), "TypeError")
+            return None
+
+    # -- answers ------------------------------------------------------------------------------------------
+
+    def _answer(self, incoming: Incoming, value: Any) -> None:
+        call, source = incoming.call, incoming.source
+        if not call:
+            return self._note_done(incoming)
+        if not is_plain((value,)):
+            return self._answer_packed(incoming, value)
+        if self._tables[source].pop(call, None) is not None:
+            self.agent.post.send(source, encode(Answer(call, value)))
+
+    def _answer_packed(self, incoming: Incoming, value: Any) -> None:
+        call, source = incoming.call, incoming.source
+        agent = self.agent
+        try:
+            body, parts = pack(value)
+        except UsageError as error:
+            self._fail(incoming, "raised", f"its result cannot travel: {error}", "UsageError")
+            return
+        if self._tables[source].pop(call, None) is None:
+            return
+        number = agent.next_number()
+        agent.post.send(source, encode(PackedAnswer(call, number, body)))
+        if parts:
+            for key, sending in list(self._answers.items()):
+                if sending.is_done():
+                    self._answers.pop(key, None)
+            self._answers[source, call] = Sending(agent.backend, source, agent.context, number, parts)
+
+    def _raised(self, incoming: Incoming, error: BaseException) -> None:
+        kind = type(error)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        try:
+            text, trace = str(error), "".join(traceback.format_exception(error))
+        except Exception:  # its own __str__ may raise
+            text, trace = f"an exception whose text cannot be had", ""
+        self._fail(incoming, "raised", text, name, trace)
+
+    def _fail(
+        self, incoming: Incoming, kind: str, what: str, type_name: str = "", traceback_text: str = ""
+    ) -> None:
+        call, source = incoming.call, incoming.source
+        if not call:
+            self._note_done(incoming)
+            _log.warning("a notification of %r from rank %d failed: %s %s", incoming.name, source, kind, what)
+        elif self._tables[source].pop(call, None) is not None:
+            self.agent.post.send(source, encode(Failure.of(call, kind, what, type_name, traceback_text)))
+
+    def _note_done(self, incoming: Incoming) -> None:
+        if incoming.call:
+            return
+        source = incoming.source
+        with self._lock:
+            self._notes[source] -= 1
+            self._notes_done[source] += 1
+            if self._notes_done[source] < _NOTES_PER_ACK:
+                return
+            count, self._notes_done[source] = self._notes_done[source], 0
+        self.agent.post.send(source, encode(Ack(count)))
+
+
+def _driven(coroutine: Any) -> Any:
+    """Run a coroutine that only waits for works: in virtual time these wait by themselves."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    coroutine.close()
+    raise UsageError("an async handler waits for something that is no Work; the simulator has no event loop")
