@@ -33,6 +33,7 @@ from unisono.contract import (
     HeaderMismatch,
     Lane,
     LengthMismatch,
+    Mailbox,
     PeerDown,
     Request,
     Stage,
@@ -284,6 +285,10 @@ class NativeBackend(Backend):
             empty=np.empty,
             is_users=is_users,
         )
+
+    def mailbox(self, context: int, tag: int) -> Mailbox:
+        """Short messages without a request for each."""
+        return _native.Mailbox(self._engine, context, tag)
 
     def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
         """Follow a run that the hot path began."""
