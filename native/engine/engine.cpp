@@ -256,8 +256,7 @@ bool Engine::progress() {
 void Engine::add(Chore& chore) {
   if (chore.chore_hook.is_in) return;
   chores_.push_back(chore);
-  // Whoever sleeps for news has something to do.
-  if (rest_ == Rest::epoll || is_sleeping_.load(std::memory_order_relaxed)) poller_.kick();
+  wake_sleeper();
 }
 
 bool Engine::read_pieces() {
@@ -298,7 +297,7 @@ void Engine::enter_polling() {
 
 // From one who makes progress in the background, and finds out when it next looks.
 void Engine::take_over() {
-  if (is_sleeping_.exchange(false, std::memory_order_relaxed)) poller_.kick();
+  if (is_sleeping_.exchange(false, std::memory_order_relaxed)) poller_.recall();
 }
 
 void Engine::leave_polling() {
@@ -351,9 +350,11 @@ void Engine::doze(Hold& held, std::int64_t until) {
   }
   is_sleeping_.store(true, std::memory_order_relaxed);
   const uint64_t turn = turn_;
+  const bool is_background = is_background_;
   held.unlock();
   Poller::Events events;
-  const int count = poller_.wait(events, until - now_ns());
+  const std::int64_t left = until - now_ns();
+  const int count = is_background ? poller_.wait_recallable(events, left) : poller_.wait(events, left);
   held.lock();
   if (turn != turn_) {
     poller_.dispatch(events, count);

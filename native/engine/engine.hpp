@@ -135,7 +135,10 @@ class Engine final : public Surroundings, private Host {
 
   // -- Surroundings
   void open_link(Peer& peer) override;
-  void start_reading(Incoming& offer) override { readers_.push_back(offer); }
+  void start_reading(Incoming& offer) override {
+    readers_.push_back(offer);
+    wake_sleeper();
+  }
   void stop_reading(Incoming& offer) override { readers_.remove(offer); }
   void on_news(uint64_t gone, std::string cause, bool left) override;
 
@@ -159,6 +162,10 @@ class Engine final : public Surroundings, private Host {
   void look_for_news();
   void beat(std::int64_t now);
   void run();
+  // Whoever sleeps for news has something to do.
+  void wake_sleeper() {
+    if (rest_ == Rest::epoll || is_sleeping_.load(std::memory_order_relaxed)) poller_.kick();
+  }
   void enter_polling();
   void take_over();
   void leave_polling();

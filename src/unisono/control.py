@@ -133,9 +133,10 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Knock(msgspec.Struct, frozen=True, tag="knock"):
-    """Does the receiver have a tenant of this context, an agent for calls?"""
+    """Does the receiver have a tenant of this context, an agent for calls? The sender has, called `name`."""
 
     context: int
+    name: str
 
 
 class Present(msgspec.Struct, frozen=True, tag="present"):
@@ -190,11 +191,10 @@ class Neighbour(Protocol):
 
     context: int
 
-    def on_knock(self, sender: int) -> str:
-        """A rank asks for it: what it is called."""
+    name: str | None
 
     def on_present(self, sender: int, name: str) -> None:
-        """A rank has one, too."""
+        """A rank has one, too, and what it is called."""
 
     def on_absent(self, sender: int) -> None:
         """A rank has none."""
@@ -214,7 +214,7 @@ class Control:
         self._lock = threading.Lock()
         self._members: dict[int, Member] = {}
         self._tenants: dict[int, Neighbour] = {}
-        self._knocks: dict[int, set[int]] = {}
+        self._knocks: dict[int, dict[int, str]] = {}
         self._down: dict[int, PeerDown] = {}
         self._early: OrderedDict[int, list[tuple[int, News]]] = OrderedDict()
         self._early_count = 0
@@ -244,12 +244,12 @@ class Control:
         """Let a tenant hear who asks for it, those first who asked too early, and who is gone."""
         with self._lock:
             self._tenants[tenant.context] = tenant
-            early = self._knocks.pop(tenant.context, set())
+            early = self._knocks.pop(tenant.context, {})
             down = list(self._down.values())
         for verdict in down:
             tenant.on_peer_down(verdict)
-        for sender in sorted(early):
-            self._on_knock(sender, tenant)
+        for sender, name in sorted(early.items()):
+            self._on_knock(sender, name, tenant)
 
     def unsettle(self, tenant: Neighbour) -> None:
         """Tell a tenant no more."""
@@ -258,7 +258,7 @@ class Control:
 
     def ask_for(self, tenant: Neighbour, rank: int) -> None:
         """Ask a rank whether it has such a tenant."""
-        self.tell([rank], Knock(tenant.context))
+        self.tell([rank], Knock(tenant.context, tenant.name or ""))
 
     def has_context(self, context: int) -> bool:
         """Whether a living communicator of this rank uses the context."""
@@ -285,9 +285,11 @@ class Control:
                 continue  # a message whose sender went while it was on its way: the others still speak
             if request.error is not None:
                 with self._lock:
-                    deaf = [*self._members.values(), *self._tenants.values()]
-                for one in deaf:
-                    one.on_silence()
+                    members, tenants = list(self._members.values()), list(self._tenants.values())
+                for member in members:
+                    member.on_silence()
+                for tenant in tenants:
+                    tenant.on_silence()
                 return
             envelope = request.envelope
             assert envelope is not None
@@ -329,12 +331,11 @@ class Control:
     def _on_tenants_word(self, sender: int, word: Knock | Present | Absent) -> None:
         with self._lock:
             tenant = self._tenants.get(word.context)
-            if tenant is None and isinstance(word, Knock):
-                if len(self._knocks) < _EARLY_NEWS_MAX:
-                    self._knocks.setdefault(word.context, set()).add(sender)
+            if tenant is None and isinstance(word, Knock) and len(self._knocks) < _EARLY_NEWS_MAX:
+                self._knocks.setdefault(word.context, {})[sender] = word.name
         match word:
             case Knock() if tenant is not None:
-                self._on_knock(sender, tenant)
+                self._on_knock(sender, word.name, tenant)
             case Knock():
                 runtime = self.backend.runtime
                 runtime.call_at(runtime.now() + GRACE_S, lambda: self._say_absent(sender, word.context))
@@ -343,14 +344,16 @@ class Control:
             case Absent() if tenant is not None:
                 tenant.on_absent(sender)
 
-    def _on_knock(self, sender: int, tenant: Neighbour) -> None:
-        self.tell([sender], Present(tenant.context, tenant.on_knock(sender)))
+    def _on_knock(self, sender: int, name: str, tenant: Neighbour) -> None:
+        self.tell([sender], Present(tenant.context, tenant.name or ""))
+        tenant.on_present(sender, _shown(name))
 
     def _say_absent(self, sender: int, context: int) -> None:
         with self._lock:
-            self._knocks.get(context, set()).discard(sender)
-            if not self._knocks.get(context, True):
-                del self._knocks[context]
+            waiting = self._knocks.get(context, {})
+            waiting.pop(sender, None)
+            if not waiting:
+                self._knocks.pop(context, None)
             is_here = context in self._tenants
         if not is_here:
             self.tell([sender], Absent(context))
@@ -382,9 +385,11 @@ class Control:
             if down.rank in self._down:
                 return
             self._down[down.rank] = down
-            concerned = [*self._members.values(), *self._tenants.values()]
-        for one in concerned:
-            one.on_peer_down(down)
+            members, tenants = list(self._members.values()), list(self._tenants.values())
+        for member in members:
+            member.on_peer_down(down)
+        for tenant in tenants:
+            tenant.on_peer_down(down)
 
 
 def _shown(text: str) -> str:

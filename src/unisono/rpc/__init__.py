@@ -1,12 +1,12 @@
 """Calls between ranks: a function of one, called by another.
 
-    agent = uni.rpc.Agent(world)
+agent = uni.rpc.Agent(world)
 
-    @agent.expose
-    def add(a: int, b: int) -> int:
-        return a + b
+@agent.expose
+def add(a: int, b: int) -> int:
+    return a + b
 
-    agent.call(1, "add", 2, 3)
+agent.call(1, "add", 2, 3)
 """
 
 from unisono.rpc.agent import Agent

@@ -99,9 +99,9 @@ class Communicator(Protocol):
 class Agent:
     """Calls functions on the other ranks of a communicator, and serves their calls from now on.
 
-    `name` is another way for the others to say which rank they mean. `handlers` is how many functions may run
-    at the same time here; one that waits for another rank does not count. Every rank that is to be called makes
-    an agent. It closes with its communicator.
+    `name` is another way for the others to say which rank they mean. `handlers` is how many functions may
+    run at the same time here; one that waits for another rank does not count. Every rank that is to be called
+    makes an agent. It closes with its communicator.
     """
 
     def __init__(
@@ -270,10 +270,6 @@ class Agent:
 
     # -- news of others -----------------------------------------------------------------------------------
 
-    def on_knock(self, sender: int) -> str:
-        """A rank asks whether there is an agent: what it is called."""
-        return self.name or ""
-
     def on_present(self, sender: int, name: str) -> None:
         """A rank has an agent: what was held for it may go."""
         peer = self._by_world_rank.get(sender)
@@ -352,7 +348,9 @@ class Agent:
                 self._on_rare_frame(self._peers[source], frame)
         except ProtocolError as error:
             rank = self._peers[source].world_rank
-            _log.warning("rank %d sent a malformed frame: %s", rank, error)
+            if not self._peers[source].is_blamed:
+                self._peers[source].is_blamed = True
+                _log.warning("rank %d sends malformed frames: %s", rank, error)
             cause = str(error)
             self._fail_calls(
                 self._peers[source],
@@ -423,10 +421,10 @@ class Agent:
         now = self.runtime.now()
         deadline = NEVER if timeout is None else self.runtime.deadline(timeout)
         above = current.get()
-        if above is not None and above.deadline.at is not None:
-            # Whoever waits for this handler does not wait longer.
-            if deadline.at is None or above.deadline.at < deadline.at:
-                deadline = Deadline(above.deadline.at, max(0.0, above.deadline.at - now))
+        until = None if above is None else above.deadline.at
+        # Whoever waits for this handler does not wait longer.
+        if until is not None and (deadline.at is None or until < deadline.at):
+            deadline = Deadline(until, max(0.0, until - now))
         peer = self._admitted(dst, name, deadline)
         number = self.next_number()
         calling = Calling(self, peer, number, name, deadline, now)
@@ -465,26 +463,24 @@ class Agent:
     ) -> None:
         """Send a call, or hold it until it is known that there is an agent to take it."""
         if peer.state is Peer.State.PRESENT:
-            if parts:
-                self._send(peer, frame, following, parts, calling)
-            else:
-                self.post.send(peer.rank, frame)
+            self._send(peer, frame, following, parts, calling)
         else:
-            send = partial(self._send, peer, frame, following, parts, calling)
-            with peer.lock:
-                is_held = peer.state is not Peer.State.PRESENT
-                is_first = peer.state is Peer.State.UNKNOWN
-                if is_held:
-                    peer.state = Peer.State.ASKED
-                    peer.held.append(send)
-            if not is_held:
-                send()
-            elif is_first:
-                self._directory.ask_for(self, peer.world_rank)
+            self._hold(peer, partial(self._send, peer, frame, following, parts, calling))
         if peer.error is not None and calling is not None:
             error = peer.error
             if peer.calls.pop(calling.number, None) is not None:
                 calling.fail(error().located(calling.location()))
+
+    def _hold(self, peer: Peer, send: Callable[[], None]) -> None:
+        with peer.lock:
+            state = peer.state
+            if state is not Peer.State.PRESENT:
+                peer.state = Peer.State.ASKED
+                peer.held.append(send)
+        if state is Peer.State.PRESENT:
+            send()
+        elif state is Peer.State.UNKNOWN:
+            self._directory.ask_for(self, peer.world_rank)
 
     def _send(
         self, peer: Peer, frame: bytes, following: int, parts: list[memoryview], calling: Calling | None

@@ -53,7 +53,19 @@ class Peer:
         ASKED = "it was asked, calls are held until it answers"
         PRESENT = "it is there"
 
-    __slots__ = ("calls", "error", "held", "lock", "name", "notes", "rank", "room", "state", "world_rank")
+    __slots__ = (
+        "calls",
+        "error",
+        "held",
+        "is_blamed",
+        "lock",
+        "name",
+        "notes",
+        "rank",
+        "room",
+        "state",
+        "world_rank",
+    )
 
     def __init__(self, rank: int, world_rank: int) -> None:
         self.rank = rank
@@ -65,6 +77,7 @@ class Peer:
         # Whoever takes a call out of this table ends it: there is no other arbiter.
         self.calls: dict[int, Calling] = {}
         self.notes = 0
+        self.is_blamed = False  # for frames that made no sense; once is enough for the log
         self.room: list[Room] = []
         # Why nothing can be called there any more: (kind, cause)
         self.error: Callable[[], UnisonoError] | None = None
@@ -330,16 +343,17 @@ def error_of(failure: Failure, calling: Calling) -> UnisonoError:
             )
         case "unknown":
             return NotExposed(
-                f"rank {rank} exposes no function {name!r}", rank=rank, type_name="LookupError", cause=what or None
+                f"rank {rank} exposes no function {name!r}",
+                rank=rank,
+                type_name="LookupError",
+                cause=what or None,
             )
         case "deadline":
             return DeadlineExceeded(f"rank {rank} could not run {name!r} in time", waiting_on=(rank,))
         case "closed":
             return closed_there(calling.peer)
         case "busy":
-            return RemoteError(
-                f"rank {rank} refused the call", rank=rank, type_name="Busy", cause=what
-            )
+            return RemoteError(f"rank {rank} refused the call", rank=rank, type_name="Busy", cause=what)
         case _:
             return RemoteError(
                 f"rank {rank} raised {failure.type_name or 'an exception'} in {name!r}",

@@ -1,6 +1,7 @@
 """What follows a frame: the long parts of a value, each a message of its own.
 
-Knows how they are sent from where they lie and received to where they stay. Does not know what they belong to.
+Knows how they are sent from where they lie and received to where they stay. Does not know what they belong
+to.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Taking:
         self._left = len(places) + 1
         self._requests: list[Request] = []
         for place in places:
-            request = backend.start_recv(src, context, Tags.RPC | number, memoryview(place))
+            request = backend.start_recv(src, context, Tags.RPC | number, place.data)
             self._requests.append(request)
             request.notify(self._on_part)
         self._on_part()

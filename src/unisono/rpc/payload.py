@@ -16,6 +16,7 @@ import numpy as np
 
 from unisono import codec
 from unisono.errors import ProtocolError, UsageError
+from unisono.rpc import memory
 from unisono.rpc.frames import MESSAGE_BYTES_MAX, Packed
 
 __all__ = ["is_plain", "pack", "places", "unpack"]
@@ -77,7 +78,7 @@ def places(packed: Packed) -> list[np.ndarray[Any, Any]]:
         raise ProtocolError("a malformed frame", cause=f"it announces {sum(sizes) + piece} bytes")
     short = sum(size for size in sizes if size <= _SHORT_BYTES)
     lengths = [short, *(size for size in sizes if size > _SHORT_BYTES), piece]
-    return [np.empty(length, np.uint8) for length in lengths if length]
+    return [memory.take(length) for length in lengths if length]
 
 
 def unpack(packed: Packed, came: Sequence[np.ndarray[Any, Any]]) -> Any:
@@ -87,15 +88,16 @@ def unpack(packed: Packed, came: Sequence[np.ndarray[Any, Any]]) -> Any:
         ProtocolError: no encoder makes such bytes.
     """
     if packed.piece_bytes:
-        return codec.unpack(memoryview(came[0]))
+        return codec.unpack(came[0].data)
     if not packed.sizes:
         return codec.unpack(bytearray(packed.head))
     pieces = list(came)
-    short = memoryview(pieces.pop(0) if any(0 < n <= _SHORT_BYTES for n in packed.sizes) else b"")
+    has_short = any(0 < n <= _SHORT_BYTES for n in packed.sizes)
+    short = pieces.pop(0).data if has_short else memoryview(b"")
     blobs, at = [], 0
     for size in packed.sizes:
         if size > _SHORT_BYTES:
-            blobs.append(memoryview(pieces.pop(0)))
+            blobs.append(pieces.pop(0).data)
         else:
             blobs.append(short[at : at + size])
             at += size

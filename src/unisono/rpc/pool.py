@@ -1,10 +1,10 @@
 """The pool: threads that run handlers, a bounded number at a time.
 
-Knows slots and threads. Does not know what a job does. A handler that waits for another rank gives its slot up
-meanwhile, so that calls which call back never deadlock; it takes precedence when it wants the slot again.
+Knows slots and threads. Does not know what a job does. A handler that waits for another rank gives its slot
+up meanwhile, so that calls which call back never deadlock; it takes precedence when it wants the slot again.
 
-Where a backend has a mailbox, a thread that has nothing to run reads it: whoever reads a call runs it, and only if
-that takes long does the next thread read on (see native/engine/mailbox.hpp).
+Where a backend has a mailbox, a thread that has nothing to run reads it: whoever reads a call runs it, and
+only if that takes long does the next thread read on (see native/engine/mailbox.hpp).
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ class Pool:
         return self._waiting >= WAITING_MAX
 
     @property
+    def _is_reading(self) -> bool:
+        """Whether the calling thread reads: it will run by itself what it has put."""
+        return getattr(self._mine, "is_reading", False)
+
+    @property
     def is_mine(self) -> bool:
         """Whether the calling thread is one of the pool's."""
         return getattr(self._mine, "is_worker", False)
@@ -75,7 +80,7 @@ class Pool:
         """Let a job be run. A thread of the pool that has nothing else to do runs it itself."""
         with self._lock:
             self._jobs.append(job)
-            if not self.is_mine or self._reader is None:
+            if not self._is_reading:
                 self._help()
 
     def discard(self, job: Any) -> bool:
@@ -136,7 +141,8 @@ class Pool:
                     finally:
                         with self._lock:
                             self._running -= 1
-                            self._hand_on()
+                            if self._returning:
+                                self._hand_on()
                 elif not self._rest():
                     return
         finally:
@@ -165,9 +171,11 @@ class Pool:
                 return False
             self._resting += 1
         if reader is not None:
+            self._mine.is_reading = True
             try:
                 reader.read()
             finally:
+                self._mine.is_reading = False
                 with self._lock:
                     self._resting -= 1
             return True
@@ -198,7 +206,7 @@ class Pool:
             self._running += 1
             self._waiting -= 1
             self._returning.popleft().set()
-        elif not self.is_mine or self._waiting:
+        else:
             self._help()
 
     def _start_thread(self) -> None:

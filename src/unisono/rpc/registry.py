@@ -74,6 +74,5 @@ def check_name(name: Any) -> None:
 
 def _kind_of(fn: Callable[..., Any]) -> Kind:
     target = inspect.unwrap(fn)
-    if inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None)):
-        return Kind.ASYNC
-    return Kind.PLAIN
+    is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
+    return Kind.ASYNC if is_async else Kind.PLAIN

@@ -55,7 +55,7 @@ class Server:
         self._early: dict[str, list[Incoming]] = {}
         self._answers: dict[tuple[int, int], Sending] = {}
         self._held_bytes = 0
-        self._held_back: deque[tuple[int, Callable[[], None]]] = deque()
+        self._held_back: deque[tuple[Incoming, PackedAsk]] = deque()
         self._loop: Loop | None = None
 
     # -- what comes in ------------------------------------------------------------------------------------
@@ -75,14 +75,13 @@ class Server:
         else:
             self._notes[source] += 1
         if len(table) + self._notes[source] > 2 * QUEUE_MAX or self.pool.is_full:
-            return self._fail(incoming, "busy", "too many calls wait there")
-        if self.agent.is_closing and not self._is_nested(source):
-            return self._fail(incoming, "closed", "")
-        if type(ask) is Ask:
+            self._fail(incoming, "busy", "too many calls wait there")
+        elif self.agent.is_closing and not self._is_nested(source):
+            self._fail(incoming, "closed", "")
+        elif isinstance(ask, Ask):
             incoming.args = ask.args
             self._look_up(incoming)
         else:
-            assert isinstance(ask, PackedAsk)
             self._take(incoming, ask)
 
     def on_cancel(self, source: int, call: int) -> None:
@@ -112,7 +111,11 @@ class Server:
 
     def is_idle(self) -> bool:
         """Whether every call that came has been answered."""
-        return not any(self._tables) and self.pool.is_idle() and all(s.is_done() for s in list(self._answers.values()))
+        return (
+            not any(self._tables)
+            and self.pool.is_idle()
+            and all(s.is_done() for s in list(self._answers.values()))
+        )
 
     def close(self, timeout: float, waiting: Waiting) -> None:
         """Answer nobody any more."""
@@ -144,65 +147,57 @@ class Server:
 
     def _take(self, incoming: Incoming, ask: PackedAsk) -> None:
         """Take what follows a call, as soon as there may be more of it here."""
-        try:
-            nbytes = ask.body.piece_bytes + sum(ask.body.sizes)
-            room = places(ask.body) if nbytes < _HELD_BYTES_MAX // 8 else None
-        except ProtocolError as error:
-            return self._fail(incoming, "raised", str(error), "ProtocolError")
-
-        def then(came: Any, error: BaseException | None) -> None:
-            incoming.on_cancel.pop(taking_key, None)
-            if error is not None:
-                if not incoming.is_cancelled:
-                    self._fail(incoming, "raised", str(error), type(error).__name__)
-                self._let_in(incoming)
-                return
-            self._unpack(incoming, ask, came)
-
-        taking_key = object()
-
-        def begin() -> None:
-            if incoming.is_cancelled:
-                return self._let_in(incoming)
-            try:
-                memory = room if room is not None else places(ask.body)
-            except (ProtocolError, MemoryError) as error:
-                self._fail(incoming, "raised", str(error), type(error).__name__)
-                return self._let_in(incoming)
-            if not memory:
-                return then(memory, None)
-            agent = self.agent
-            taking = Taking(
-                agent.backend, incoming.source, agent.context, ask.number, memory, lambda error: then(memory, error)
-            )
-            incoming.on_cancel[taking_key] = taking.cancel
-            if incoming.is_cancelled:
-                taking.cancel()
-
-        incoming.held_bytes = nbytes
+        nbytes = ask.body.piece_bytes + sum(ask.body.sizes)
+        incoming.held_bytes = max(0, nbytes)
         with self._lock:
             if self._held_bytes and self._held_bytes + nbytes > _HELD_BYTES_MAX:
-                self._held_back.append((nbytes, begin))
+                self._held_back.append((incoming, ask))
                 return
-            self._held_bytes += nbytes
-        begin()
+            self._held_bytes += incoming.held_bytes
+        self._begin_taking(incoming, ask)
+
+    def _begin_taking(self, incoming: Incoming, ask: PackedAsk) -> None:
+        agent = self.agent
+        try:
+            memory = places(ask.body)
+        except (ProtocolError, MemoryError) as error:
+            self._fail(incoming, "raised", str(error), type(error).__name__)
+            self._let_in(incoming)
+            return
+
+        def then(error: BaseException | None) -> None:
+            incoming.on_cancel.pop(Taking, None)
+            if error is None:
+                self._unpack(incoming, ask, memory)
+                return
+            if not incoming.is_cancelled:
+                self._fail(incoming, "raised", str(error), type(error).__name__)
+            self._let_in(incoming)
+
+        if not memory:
+            then(None)
+            return
+        taking = Taking(agent.backend, incoming.source, agent.context, ask.number, memory, then)
+        incoming.on_cancel[Taking] = taking.cancel
+        if incoming.is_cancelled:
+            taking.cancel()
 
     def _let_in(self, incoming: Incoming) -> None:
         """A call begins to run, or never will: others may come."""
         nbytes, incoming.held_bytes = incoming.held_bytes, 0
         if not nbytes:
             return
-        ready: list[Callable[[], None]] = []
+        ready: list[tuple[Incoming, PackedAsk]] = []
         with self._lock:
             self._held_bytes -= nbytes
-            while self._held_back and (
-                not self._held_bytes or self._held_bytes + self._held_back[0][0] <= _HELD_BYTES_MAX
-            ):
-                more, begin = self._held_back.popleft()
+            while self._held_back:
+                more = self._held_back[0][0].held_bytes
+                if self._held_bytes and self._held_bytes + more > _HELD_BYTES_MAX:
+                    break
                 self._held_bytes += more
-                ready.append(begin)
-        for begin in ready:
-            begin()
+                ready.append(self._held_back.popleft())
+        for one, ask in ready:
+            self._begin_taking(one, ask)
 
     def _unpack(self, incoming: Incoming, ask: PackedAsk, came: Any) -> None:
         try:
@@ -299,10 +294,10 @@ class Server:
     def _answer(self, incoming: Incoming, value: Any) -> None:
         call, source = incoming.call, incoming.source
         if not call:
-            return self._note_done(incoming)
-        if not is_plain((value,)):
-            return self._answer_packed(incoming, value)
-        if self._tables[source].pop(call, None) is not None:
+            self._note_done(incoming)
+        elif not is_plain((value,)):
+            self._answer_packed(incoming, value)
+        elif self._tables[source].pop(call, None) is not None:
             self.agent.post.send(source, encode(Answer(call, value)))
 
     def _answer_packed(self, incoming: Incoming, value: Any) -> None:
@@ -325,11 +320,13 @@ class Server:
 
     def _raised(self, incoming: Incoming, error: BaseException) -> None:
         kind = type(error)
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        name = (
+            kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        )
         try:
             text, trace = str(error), "".join(traceback.format_exception(error))
         except Exception:  # its own __str__ may raise
-            text, trace = f"an exception whose text cannot be had", ""
+            text, trace = "an exception whose text cannot be had", ""
         self._fail(incoming, "raised", text, name, trace)
 
     def _fail(
