@@ -505,3 +505,71 @@ def test_a_dead_callee_is_a_peer_lost_at_once():
     release.set()
     for world in worlds:
         world.close()
+
+
+# -- objects ---------------------------------------------------------------------------------------------
+
+
+class Counter:
+    def __init__(self, start: int = 0, *, step: int = 1) -> None:
+        self.value, self.step = start, step
+
+    def add(self, times: int) -> int:
+        self.value += times * self.step
+        return self.value
+
+    async def later(self) -> int:
+        await asyncio.sleep(0)
+        return self.value
+
+    def _hidden(self) -> int:
+        return -1
+
+
+def with_objects(comm: uni.Communicator) -> str:
+    agent = Agent(comm)
+    agent.expose(Counter)
+    agent.register("held", lambda: len(agent._server.objects))
+    if comm.rank == 0:
+        one, two = agent.remote(1, Counter, 5), agent.remote(1, "Counter", step=10)
+        assert (one.add(2), two.add(2), one.add(times=1)) == (7, 20, 8)
+        assert one.start.add(1).wait() == 9
+        assert agent.proxy(one.reference).later() == 9
+        assert agent.call(1, "held") == 2
+        for bad, error in [
+            (lambda: one.add("x"), TypeError),
+            (lambda: one.nothing(), LookupError),
+            (lambda: one._hidden(), AttributeError),
+            (lambda: one.value(), LookupError),
+            (lambda: agent.call(1, "Counter._hidden", 1), LookupError),
+            (lambda: agent.call(1, "Counter.add", "x", 1), TypeError),
+            (lambda: agent.remote(1, Counter, "x"), TypeError),
+            (lambda: agent.remote(1, "Missing"), LookupError),
+            (lambda: agent.proxy(5), uni.UsageError),
+        ]:
+            with pytest.raises(error):
+                bad()
+        reference = two.reference
+        two.release()
+        two.release()
+        with pytest.raises(uni.RemoteError, match="released"):
+            agent.proxy(reference).add(1)
+        assert agent.call(1, "held") == 1
+        del one  # the last that holds it
+        while agent.call(1, "held"):
+            time.sleep(0.001)
+        agent.remote(1, Counter).add(1)
+        kept = agent.remote(1, Counter)
+        assert kept.add(1) == 1
+    comm.barrier()
+    if comm.rank == 0:
+        agent.close()
+    else:
+        while agent._server.objects:  # what a rank owned goes with it
+            time.sleep(0.001)
+    comm.barrier()
+    return "ok"
+
+
+def test_objects_live_on_another_rank_until_they_are_released(world_of):
+    assert world_of(with_objects, 2) == ["ok"] * 2

@@ -11,5 +11,6 @@ agent.call(1, "add", 2, 3)
 
 from unisono.rpc.agent import Agent
 from unisono.rpc.incoming import Incoming, here
+from unisono.rpc.objects import Proxy, Reference
 
-__all__ = ["Agent", "Incoming", "here"]
+__all__ = ["Agent", "Incoming", "Proxy", "Reference", "here"]

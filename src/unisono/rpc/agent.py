@@ -5,6 +5,7 @@ Knows how calls, frames and handlers meet. Does not know how any of them works: 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -43,6 +44,7 @@ from unisono.rpc.frames import (
     encode,
 )
 from unisono.rpc.incoming import current
+from unisono.rpc.objects import Proxy, Reference
 from unisono.rpc.payload import is_plain, pack, places, unpack
 from unisono.rpc.pool import Pool
 from unisono.rpc.post import CallbackPost, MailboxPost, Post
@@ -132,6 +134,7 @@ class Agent:
         self._resolving: list[Room] = []
         self._deadlines = Deadlines(self.runtime)
         self._registry = Registry()
+        self._classes: set[type] = set()
         self._server = Server(self, self._registry, len(self._peers))
         self._peers[self.backend.rank].state = Peer.State.PRESENT
         title = f"unisono-rpc-{self.world_rank}"
@@ -160,7 +163,16 @@ class Agent:
         return self._exposed(name, fn)
 
     def register(self, name: str, fn: Callable[..., Any]) -> None:
-        """Let others call a function by this name."""
+        """Let others call a function by this name; of a class, let them make instances and call methods."""
+        if isinstance(fn, type):
+            if fn in self._classes:
+                return
+            check_name(name)
+            self._classes.add(fn)
+            for its_name, (call, takes) in self._server.objects.handlers_of(fn, name).items():
+                self._registry.add(its_name, call, takes)
+                self._server.on_exposed(its_name)
+            return
         self._registry.add(name, fn)
         self._server.on_exposed(name)
 
@@ -207,6 +219,32 @@ class Agent:
         with peer.lock:
             peer.notes += 1
         self._dispatch(peer, frame, number, parts, None)
+
+    # -- objects ------------------------------------------------------------------------------------------
+
+    def remote(
+        self, dst: int | str, cls: type | str, /, *args: Any, timeout: float | None = TIMEOUT_S, **kwargs: Any
+    ) -> Proxy:
+        """Make an instance of an exposed class on another rank; a proxy calls its public methods.
+
+        It lives until the proxy is released or forgotten, or this rank goes.
+        """
+        name = cls if isinstance(cls, str) else cls.__name__
+        rank = self._peer_of(dst, self.runtime.deadline(TIMEOUT_S)).rank
+        number = self.call(rank, name, *args, timeout=timeout, **kwargs)
+        return Proxy(self, Reference(rank, name, number), is_owner=True)
+
+    def proxy(self, reference: Reference) -> Proxy:
+        """Call an object that another rank has made; it lives no longer for that."""
+        if not isinstance(reference, Reference):
+            raise UsageError(f"{reference!r} is no reference; allowed: `proxy.reference` of any rank")
+        return Proxy(self, reference, is_owner=False)
+
+    def forget(self, rank: int, name: str, number: int) -> None:
+        """Tell a rank to release an object, if it still can be told."""
+        with contextlib.suppress(UnisonoError):
+            if not self.is_closing and self._peers[rank].error is None:
+                self.notify(rank, name, number)
 
     # -- endings ------------------------------------------------------------------------------------------
 

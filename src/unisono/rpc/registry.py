@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Protocol
 
 from unisono.errors import UsageError
 from unisono.rpc.frames import NAME_CHARS_MAX
 from unisono.rpc.signature import Signature
 
-__all__ = ["Handler", "Kind", "Registry"]
+__all__ = ["Handler", "Kind", "Registry", "Takes", "check_name"]
 
 _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.:/-]*")
 
@@ -29,6 +30,15 @@ class Kind(Enum):
     ASYNC = "a coroutine function, on the loop"
 
 
+class Takes(Protocol):
+    """What a function can be called with: signature.Signature."""
+
+    def checked(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """What to call it with, or a TypeError."""
+
+
 @dataclass(frozen=True, slots=True)
 class Handler:
     """A function that may be called from afar."""
@@ -36,7 +46,7 @@ class Handler:
     name: str
     fn: Callable[..., Any]
     kind: Kind
-    signature: Signature
+    signature: Takes
 
 
 class Registry:
@@ -47,8 +57,8 @@ class Registry:
         # Who looks up a name; a method of the table itself, because every call passes here.
         self.find: Callable[[str], Handler | None] = self._handlers.get
 
-    def add(self, name: str, fn: Callable[..., Any]) -> Handler:
-        """Let a function be called.
+    def add(self, name: str, fn: Callable[..., Any], takes: Takes | None = None) -> Handler:
+        """Let a function be called; `takes` stands in for its own signature.
 
         Raises:
             UsageError: the name is none, or is taken.
@@ -58,7 +68,9 @@ class Registry:
             raise UsageError(f"{fn!r} cannot be called; allowed: a function")
         if name in self._handlers and self._handlers[name].fn is not fn:
             raise UsageError(f"another function is exposed as {name!r} already")
-        handler = self._handlers[name] = Handler(name, fn, _kind_of(fn), Signature(fn))
+        if takes is None:
+            takes = Signature(fn)
+        handler = self._handlers[name] = Handler(name, fn, _kind_of(fn), takes)
         return handler
 
 
@@ -74,5 +86,9 @@ def check_name(name: Any) -> None:
 
 def _kind_of(fn: Callable[..., Any]) -> Kind:
     target = inspect.unwrap(fn)
+    while isinstance(target, partial):
+        # What stands in for a method: the last function given.
+        inner = [one for one in (target.func, *target.args) if inspect.isfunction(one)]
+        target = inner[-1] if inner else target.func
     is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
     return Kind.ASYNC if is_async else Kind.PLAIN

@@ -19,6 +19,7 @@ from unisono.rpc.calls import QUEUE_MAX
 from unisono.rpc.following import Sending, Taking
 from unisono.rpc.frames import Ack, Answer, Ask, Failure, PackedAnswer, PackedAsk, encode
 from unisono.rpc.incoming import Incoming, current
+from unisono.rpc.objects import Objects
 from unisono.rpc.payload import is_plain, pack, places, unpack
 from unisono.rpc.pool import Pool
 from unisono.rpc.registry import Handler, Kind, Registry
@@ -57,6 +58,7 @@ class Server:
         self._held_bytes = 0
         self._held_back: deque[tuple[Incoming, PackedAsk]] = deque()
         self._loop: Loop | None = None
+        self.objects = Objects()
 
     # -- what comes in ------------------------------------------------------------------------------------
 
@@ -94,7 +96,8 @@ class Server:
             sending.cancel()
 
     def on_gone(self, source: int) -> None:
-        """A caller is gone: nobody waits for its calls."""
+        """A caller is gone: nobody waits for its calls, or holds its objects."""
+        self.objects.on_gone(source)
         table = self._tables[source]
         for call in list(table):
             self.on_cancel(source, call)

@@ -67,7 +67,8 @@ class Signature:
 
 def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
     try:
-        hints = typing.get_type_hints(inspect.unwrap(fn), include_extras=True)
+        source = fn.__init__ if isinstance(fn, type) else inspect.unwrap(fn)  # type: ignore[misc]
+        hints = typing.get_type_hints(source, include_extras=True)
     except Exception:  # names that only a type checker can resolve
         return {}
     return {name: hint for name, hint in hints.items() if hint is not Any and _is_checkable(hint)}
