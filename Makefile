@@ -45,9 +45,14 @@ bench: $(STAMP)
 	$(BIN)/python bench/import_time.py
 	$(BIN)/python bench/startup.py
 
-# A thousand ranks killed at random, every value checked, nothing left behind.
+# A thousand ranks killed at random, every value checked, nothing left behind. Then what ranks must do and bear, on
+# every kind of links: the acceptance tests, the cases and properties of every backend, a thousand flipped bits, the
+# GIL held for a minute.
+LONG := $(wildcard tests/test_acceptance_*.py) tests/test_native_cases.py tests/test_native_threats.py \
+	tests/test_native_processes.py
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak 1000
+	$(BIN)/python -m pytest --long $(LONG)
 
 # Builds of their own beside the user's: rings and wake-ups on threads under TSan; the process tests with a module
 # under ASan and UBSan, in an environment that finds this module instead of the installed one.
@@ -59,7 +64,7 @@ CMAKE = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPytho
 ASAN_ENV = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 SANITIZED ?= tests/test_native_processes.py tests/test_native_plans.py tests/test_native_conformance.py \
-	tests/test_native_cases.py tests/test_corpus.py
+	tests/test_native_cases.py tests/test_native_threats.py tests/test_hot_path.py tests/test_corpus.py
 
 sanitize: sanitize-build
 	$(TSAN)/native/engine_test

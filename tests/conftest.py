@@ -1,8 +1,12 @@
-"""What every test gets: in-process ranks on threads, and a check that nothing is left behind."""
+"""What every test gets: in-process ranks on threads, and a check that nothing is left behind.
+
+Acceptance tests get native ranks in processes of their own, too, with every kind of links: see ON_EVERY_LINK.
+"""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -16,7 +20,18 @@ from typing import Any
 import pytest
 
 import unisono as uni
+from unisono.backends.native import NativeBackend
+from unisono.communicator import Communicator
 from unisono.config import Config
+
+from .processes import Failed, run_processes
+
+# Where the ranks of an acceptance test live: on threads, or in processes with these links between them. Each
+# test goes through all its parameters on threads, and through one of them in processes, with other links than
+# the test before; with --long through all of them with every kind.
+IN_THREADS = "threads"
+ON_EVERY_LINK = ("shm", "tcp", "hosts", "tls", "hosts tls")
+_place = IN_THREADS
 
 # Long enough for a loaded machine; every wait in a test ends by then, so that a hang is a failure.
 PATIENCE_S = 120
@@ -38,7 +53,13 @@ class Ended(list[Any]):
 
 
 def run_ranks(fn: Callable[..., Any], n: int, *args: Any, config: Config | None = None) -> Ended:
-    """Run `fn(comm, *args)` on n in-process ranks, one thread each, inside `with comm`."""
+    """Run `fn(comm, *args)` on n in-process ranks, one thread each, inside `with comm`.
+
+    In an acceptance test they may be native ranks, in processes of their own.
+    """
+    if _place != IN_THREADS:
+        ended = run_processes(fn, n, *args, kind=_place, config=config)
+        return Ended([each.error() if isinstance(each, Failed) else each for each in ended])
 
     def one(comm: uni.Communicator) -> Any:
         with comm:
@@ -75,6 +96,58 @@ def run_each(fn: Callable[[Any], Any], places: list[Any]) -> Ended:
         ]
         raise AssertionError(f"after {PATIENCE_S} s these still run:\n" + "\n".join(stacks))
     return ended
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `make soak` ask for more."""
+    parser.addoption("--long", action="store_true", help="every kind of links, and more of what takes long")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every acceptance test that runs a program on ranks."""
+    if not metafunc.module.__name__.rpartition(".")[2].startswith("test_acceptance_"):
+        return
+    is_bound = metafunc.definition.get_closest_marker("in_one_process") is not None
+    if not is_bound and _runs_ranks(metafunc.function, vars(metafunc.module)):
+        metafunc.parametrize("place", (IN_THREADS, *ON_EVERY_LINK), indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test's runs in processes keep one."""
+    runs: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if _place_of(item) != IN_THREADS:
+            runs.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    if config.getoption("--long"):
+        return
+    dropped: set[pytest.Item] = set()
+    for number, group in enumerate(runs.values()):
+        mine = [item for item in group if _place_of(item) == ON_EVERY_LINK[number % len(ON_EVERY_LINK)]]
+        kept = mine[number % len(mine)]
+        dropped.update(item for item in group if item is not kept)
+    config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+    items[:] = [item for item in items if item not in dropped]
+
+
+def _place_of(item: pytest.Item) -> str:
+    spec = getattr(item, "callspec", None)
+    return IN_THREADS if spec is None else spec.params.get("place", IN_THREADS)
+
+
+def _runs_ranks(fn: Any, names: dict[str, Any]) -> bool:
+    """Whether a function calls run_ranks, itself or by a helper of its module."""
+    called = fn.__code__.co_names
+    helpers = [names[name] for name in called if hasattr(names.get(name), "__code__")]
+    return any(helper is run_ranks or "run_ranks" in helper.__code__.co_names for helper in helpers)
+
+
+@pytest.fixture(autouse=True)
+def place(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where `run_ranks` puts ranks during a test."""
+    global _place
+    _place = getattr(request, "param", IN_THREADS)
+    yield
+    _place = IN_THREADS
 
 
 @pytest.fixture
@@ -114,3 +187,41 @@ def _belongings() -> dict[str, set[str]]:
         # Open MPI's are not ours: somebody else's job may come and go on this machine.
         "shared memory": {name for name in os.listdir("/dev/shm") if not name.startswith("sm_segment.")},
     }
+
+
+World = list[Communicator]
+MakeWorld = Callable[..., World]
+
+KINDS: dict[str, dict[str, Any]] = {"shm": {}, "tcp": {"shm": False}}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[MakeWorld]:
+    """`world(size, kind)`: communicators of engines in this process."""
+    numbers = itertools.count()
+    made: World = []
+
+    def make(size: int, kind: str = "shm", **settings: Any) -> World:
+        folder = tmp_path / str(next(numbers))
+        folder.mkdir(mode=0o700)
+        config = Config(**settings)
+        backends = [
+            NativeBackend(r, size, str(folder), b"secret", config=config, **KINDS[kind]) for r in range(size)
+        ]
+        cards = [backend.card() for backend in backends]
+        for backend in backends:
+            backend.connect(cards)
+        comms = [Communicator.world(backend) for backend in backends]
+        made.extend(comms)
+        return comms
+
+    yield make
+    run_each(lambda comm: comm.close(), made)
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What the call gave, or the exception that ended it."""
+    try:
+        return call()
+    except Exception as error:
+        return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 
 from unisono.backends.native import Credentials
 from unisono.launch.identity import Authority, Name, WorkerKey
@@ -31,7 +32,8 @@ class Issuer:
         return Credentials(self.names, mine.key_pem, mine.certificate_pem, mine.ca_pem)
 
 
+@functools.cache
 def credentials(size: int) -> list[Credentials]:
-    """Credentials for every rank of a world."""
+    """Credentials for every rank of a world; every world of a size has the same."""
     issuer = Issuer(size)
     return [issuer.credentials(rank) for rank in range(size)]

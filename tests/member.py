@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from unisono.backends.native import Card, Credentials
 
-__all__ = ["BULK", "CONTROL", "HEAD", "Member", "context", "dialled", "exactly", "greet", "hello"]
+__all__ = ["BULK", "CONTROL", "HEAD", "HELLO", "Member", "context", "dialled", "exactly", "greet", "hello"]
 
 ALPN = "unisono-link/1"
 BULK, CONTROL = 0, 1

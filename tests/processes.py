@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import multiprocessing as mp
 import os
+import pickle
 import shutil
 import signal
 import tempfile
@@ -21,9 +22,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from unisono.backends.native import NativeBackend
+from unisono.backends.native import Credentials, NativeBackend
 from unisono.communicator import Communicator
 from unisono.config import Config
+
+from .credentials import credentials
 
 __all__ = ["KINDS", "Failed", "Ranks", "forked", "run_processes"]
 
@@ -31,7 +34,9 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "shm": lambda rank: {},
     "rings": lambda rank: {"direct_read": False},
     "tcp": lambda rank: {"shm": False},
-    "hosts": lambda rank: {"host": f"host {rank % 2}"},  # shared memory within, TCP between
+    "hosts": lambda rank: {"host": f"host {rank % 2}"},  # shared memory within, TCP with checksums between
+    "tls": lambda rank: {"shm": False, "tls": True},
+    "hosts tls": lambda rank: {"host": f"host {rank % 2}", "tls": True},
 }
 PATIENCE_S = 60.0
 _PR_SET_PDEATHSIG = 1
@@ -45,6 +50,7 @@ class Failed(Exception):
     text: str
     traceback_text: str = field(repr=False, default="")
     ranks: tuple[int, ...] = ()
+    original: _Raised | None = field(repr=False, default=None)
 
     def __str__(self) -> str:
         return f"{self.type_name}: {self.text}\n{self.traceback_text}"
@@ -55,7 +61,38 @@ class Failed(Exception):
         if ranks is None:
             ranks = (error.rank,) if hasattr(error, "rank") else ()
         text = "".join(traceback.format_exception(error))
-        return Failed(type(error).__name__, str(error), text, tuple(ranks))
+        return Failed(type(error).__name__, str(error), text, tuple(ranks), _Raised.of(error))
+
+    def error(self) -> BaseException:
+        """The exception itself, if it can leave its process."""
+        return self if self.original is None else self.original.again()
+
+
+@dataclass
+class _Raised:
+    """An exception on its way to another process: fields and cause, but no traceback."""
+
+    type_: type[BaseException]
+    args: tuple[Any, ...]
+    fields: dict[str, Any]
+    cause: _Raised | None
+
+    @staticmethod
+    def of(error: BaseException) -> _Raised | None:
+        cause = None if error.__cause__ is None else _Raised.of(error.__cause__)
+        fields = {name: value for name, value in vars(error).items() if not name.startswith("__")}
+        made = _Raised(type(error), error.args, fields, cause)
+        try:
+            pickle.dumps(made)
+        except Exception:  # of a class inside a test, or with something unsendable in it
+            return None
+        return made
+
+    def again(self) -> BaseException:
+        error = self.type_.__new__(self.type_, *self.args)
+        error.__dict__.update(self.fields)
+        error.__cause__ = None if self.cause is None else self.cause.again()
+        return error
 
 
 class Ranks:
@@ -81,12 +118,13 @@ class Ranks:
         `links(rank)` is called in the rank itself and gives the settings of its backend, instead of `kind`.
         """
         pairs = [mp.Pipe() for _ in range(size)]
+        shown = credentials(size) if links is None and KINDS[kind](0).get("tls") else [None] * size
         for rank in range(size):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # threads of the test are not of the rank
                 pid = os.fork()
             if pid == 0:
-                _be_rank(live, rank, size, self.folder, links or KINDS[kind], config, pairs)
+                _be_rank(live, rank, size, self.folder, links or KINDS[kind], config, shown[rank], pairs)
             self.pids.append(pid)
         for ours, theirs in pairs:
             theirs.close()
@@ -183,6 +221,7 @@ def _be_rank(
     folder: str,
     links: Callable[[int], dict[str, Any]],
     config: Config | None,
+    shown: Credentials | None,
     pairs: list[tuple[Connection, Connection]],
 ) -> None:
     """The whole life of a forked rank. It never returns to the test."""
@@ -197,7 +236,7 @@ def _be_rank(
         backend = NativeBackend(rank, size, folder, b"the job's secret", config=config, **links(rank))
         try:
             pipe.send(backend.card())
-            backend.connect(pipe.recv())
+            backend.connect(pipe.recv(), shown)
             pipe.send(_Returned(live(backend, pipe)))
         except BaseException as error:
             pipe.send(Failed.by(error))

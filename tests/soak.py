@@ -2,9 +2,9 @@
 
     python -m tests.soak [kills] [seed]
 
-A world runs random collectives whose values are checked. One to five of its ranks get SIGKILL, at a random
-moment or while they still greet each other. Every survivor must end with PeerLost, in the end naming exactly
-the dead, and nothing may be left: no process, no file, no shared memory.
+A world runs random collectives whose values are checked, by Python and on the hot path. One to five of its
+ranks get SIGKILL, at a random moment or while they still greet each other. Every survivor must end with
+PeerLost, in the end naming exactly the dead, and nothing may be left: no process, no file, no shared memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from typing import Any
+
+import numpy as np
 
 from unisono.backends.native import NativeBackend
 from unisono.communicator import Communicator
@@ -43,6 +45,7 @@ def live(backend: NativeBackend, pipe: Connection, seed: int) -> tuple[tuple[int
         try:
             for turn in itertools.count():
                 one_collective(comm, rng, turn)
+                known_calls(comm, rng)
                 if turn == 0:
                     pipe.send("ready")
         except PeerLost as error:
@@ -59,6 +62,16 @@ def live(backend: NativeBackend, pipe: Connection, seed: int) -> tuple[tuple[int
                     return named, metronome.fair_s(max(began, killed_at), heard_at)
                 time.sleep(0.01)
         raise AssertionError(f"{dead} are dead, and it names {named}; {backend.links()}")
+
+
+def known_calls(comm: Communicator, rng: random.Random) -> None:
+    """The same call again and again: the engine knows it by then, and runs it without Python."""
+    count, rank, size = rng.choice((1, 700, 20_000)), comm.rank, comm.size
+    for turn in range(rng.randrange(20)):
+        x = np.arange(count, dtype=np.int64) * (rank + 1) + turn
+        np.testing.assert_array_equal(
+            comm.all_reduce(x), np.arange(count) * (size * (size + 1) // 2) + turn * size
+        )
 
 
 def kill_some(seed: int, most: int) -> int:

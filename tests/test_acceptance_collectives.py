@@ -415,6 +415,7 @@ def test_an_op_that_does_not_commute_is_refused_by_a_ring() -> None:
     assert run_ranks(program, 2).values() == [4 + 4j, 4 + 4j]
 
 
+@pytest.mark.in_one_process  # what the op saw is noted in a list
 def test_an_own_op_sees_bfloat16_as_float32_and_an_exscan_needs_its_identity() -> None:
     seen: set[str] = set()
 
@@ -575,6 +576,7 @@ def test_an_out_that_does_not_fit_is_refused_before_anything_is_sent() -> None:
 # -- a barrier is one -------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_one_process  # all look at one list
 @pytest.mark.parametrize("algorithm", algorithms("barrier"))
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_no_rank_leaves_a_barrier_before_all_have_entered(size: int, algorithm: str) -> None:

@@ -366,6 +366,7 @@ def test_a_collective_that_times_out_names_who_did_not_come(verb: str) -> None:
     close_all(world)
 
 
+@pytest.mark.in_one_process  # only there everybody can be watched
 def test_ranks_that_all_wait_for_each_other_are_told_so() -> None:
     def program(comm: uni.Communicator) -> Any:
         return comm.recv(np.zeros(1), (comm.rank + 1) % comm.size)

@@ -183,6 +183,7 @@ def test_messages_of_a_sub_go_through_the_parent_and_arrive_under_its_own_ranks(
     assert run_ranks(program, 3).values()[2] == (2, (0, 3, 3), b"\x09\x08\x07")
 
 
+@pytest.mark.in_one_process  # all look at one list
 def test_a_barrier_of_a_sub_needs_its_members_only() -> None:
     """Ferrotorch BK10: {0, 2, 4} of 6; the others do nothing at all."""
     entered: list[int] = []

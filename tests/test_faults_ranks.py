@@ -112,9 +112,12 @@ def test_a_rank_that_stays_stopped_is_lost_and_hears_of_it_when_it_comes_back(ki
 # -- F5, F6: the cable ------------------------------------------------------------------------------------
 
 
+Cable = tuple[Callable[[int], dict[str, Any]], Callable[[], None], Callable[[], None]]
+
+
 @pytest.fixture
-def cable() -> Iterator[tuple[Callable[[int], dict[str, Any]], Callable[[], None]]]:
-    """Two hosts as network namespaces: how a rank enters its own, and how to cut the cable between them."""
+def cable() -> Iterator[Cable]:
+    """Two hosts as network namespaces: how a rank enters its own, how to cut the cable, and one way of it."""
     names = [f"unisono-f{side}-{os.getpid()}" for side in "ab"]
     ends = [f"uf{side}{os.getpid()}"[:15] for side in "ab"]
 
@@ -140,22 +143,25 @@ def cable() -> Iterator[tuple[Callable[[int], dict[str, Any]], Callable[[], None
                     ip("-n", names[side], "link", "set", interface, "up")
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no network namespaces here: {error}")
-        yield enter, lambda: ip("-n", names[0], "link", "set", ends[0], "down")
+        yield (
+            enter,
+            lambda: ip("-n", names[0], "link", "set", ends[0], "down"),
+            # Packets of host 0 go nowhere; those of host 1 arrive.
+            lambda: ip("-n", names[0], "route", "add", "blackhole", "10.78.0.2/32"),
+        )
 
 
-@pytest.mark.parametrize("then_killed", [False, True], ids=["cable cut", "power off"])
-def test_a_host_without_a_cable_is_lost(
-    cable: tuple[Callable[[int], dict[str, Any]], Callable[[], None]], then_killed: bool
-) -> None:
+@pytest.mark.parametrize("what", ["cable cut", "power off", "cut one way"])
+def test_a_host_without_a_cable_is_lost(cable: Cable, what: str) -> None:
     """No packet says so: only silence does, on both sides."""
-    enter, cut = cable
+    enter, cut, cut_one_way = cable
     with forked(in_world(until_lost), 2, links=enter) as ranks:
         all_ready(ranks)
         cut_at = time.monotonic()
-        cut()
-        if then_killed:
+        (cut_one_way if what == "cut one way" else cut)()
+        if what == "power off":
             ranks.signal(1, signal.SIGKILL)
-        for rank in (0,) if then_killed else (0, 1):
+        for rank in (0,) if what == "power off" else (0, 1):
             name, lost, at, stolen_s = ranks.result(rank)
             assert (name, lost) == ("PeerLost", (1 - rank,))
             assert at - cut_at - stolen_s < SILENT_WITHIN_S
@@ -213,22 +219,38 @@ def connections(pid: int) -> list[socket.socket]:
     return found
 
 
-def reset(sock: socket.socket) -> None:
-    """Disconnect: the kernel sends RST, as after `ss -K`."""
+def disconnect(found: list[socket.socket]) -> None:
+    """The kernel sends RST."""
     unspecified = (ctypes.c_ubyte * 16)()
-    ctypes.CDLL(None).connect(sock.fileno(), unspecified, 16)
-    sock.close()
+    for sock in found:
+        ctypes.CDLL(None).connect(sock.fileno(), unspecified, 16)
 
 
-def test_a_reset_connection_ends_the_link_at_once() -> None:
-    with forked(in_world(until_lost), 2, kind="tcp") as ranks:
+def destroy(found: list[socket.socket]) -> None:
+    """As an administrator does it: the owner hears ECONNABORTED, the other side RST."""
+    ports = " or ".join(f"sport = :{sock.getsockname()[1]}" for sock in found)
+    try:
+        done = subprocess.run(
+            ["ss", "--kill", "--tcp", "--no-header", ports], check=True, capture_output=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"ss is not here, or may not do it: {error}")
+    if not done.stdout:
+        pytest.skip("this system does not end connections of others")
+
+
+@pytest.mark.parametrize("end", [disconnect, destroy])
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+def test_a_reset_connection_ends_the_link_at_once(
+    kind: str, end: Callable[[list[socket.socket]], None]
+) -> None:
+    with contextlib.ExitStack() as stack, forked(in_world(until_lost), 2, kind=kind) as ranks:
         all_ready(ranks)
-        found = connections(ranks.pids[0])
+        found = [stack.enter_context(sock) for sock in connections(ranks.pids[0])]
         if not found:
             pytest.skip("this system does not lend us another process's sockets")
         reset_at = time.monotonic()
-        for sock in found:
-            reset(sock)
+        end(found)
         for rank in (0, 1):
             name, lost, at, stolen_s = ranks.result(rank)
             assert (name, lost) == ("PeerLost", (1 - rank,))

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.backends.native import NativeBackend
 from unisono.communicator import Communicator
-from unisono.config import Config
 from unisono.errors import (
     ClosedError,
     CollectiveMismatch,
@@ -26,54 +24,19 @@ from unisono.errors import (
     PeerLost,
     UsageError,
 )
+from unisono.plans import algorithms
 
-from .conftest import run_each
+from .conftest import KINDS, MakeWorld, World, outcome, run_each
 from .oracle import PAIRS, Notes, dtype_of, operand, result
 
-World = list[Communicator]
-MakeWorld = Callable[..., World]
-
-KINDS: dict[str, dict[str, Any]] = {"shm": {}, "tcp": {"shm": False}}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 SIZES = (0, 1, 7, 1021)
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[MakeWorld]:
-    """`world(size, kind)`: communicators of engines in this process."""
-    numbers = itertools.count()
-    made: World = []
-
-    def make(size: int, kind: str = "shm", **settings: Any) -> World:
-        folder = tmp_path / str(next(numbers))
-        folder.mkdir(mode=0o700)
-        config = Config(**settings)
-        backends = [
-            NativeBackend(r, size, str(folder), b"secret", config=config, **KINDS[kind]) for r in range(size)
-        ]
-        cards = [backend.card() for backend in backends]
-        for backend in backends:
-            backend.connect(cards)
-        comms = [Communicator.world(backend) for backend in backends]
-        made.extend(comms)
-        return comms
-
-    yield make
-    run_each(lambda comm: comm.close(), made)
 
 
 def ended_hot(comm: Communicator) -> int:
     hot = comm._group.hot
     assert hot is not None
     return hot.ended
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    """What the call gave, or the exception that ended it."""
-    try:
-        return call()
-    except Exception as error:
-        return error
 
 
 def found(comms: World, program: Callable[[Communicator], Notes]) -> list[str]:
@@ -186,6 +149,29 @@ def test_many_calls_in_a_row_keep_their_order(world: MakeWorld) -> None:
 
 
 # -- some ranks hot, others not ---------------------------------------------------------------------------
+
+
+def test_algorithms_named_in_one_line_are_told_apart(world: MakeWorld) -> None:
+    comms = world(3, "shm")
+    names = [name for name in algorithms("all_reduce") if name != "hierarchical"]
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        for k, name in itertools.product(range(4), names):
+            x = operand("float64", "sum", 101, comm.rank, 3, k).copy()
+            notes.expect(comm.all_reduce(x, algorithm=name), result("float64", "sum", 101, 3, k), name, k)
+            comm.barrier(algorithm="flat")
+        return notes
+
+    assert found(comms, program) == []
+    for comm in comms:
+        assert ended_hot(comm) >= 2 * 3 * len(names)
+
+    def differing(comm: Communicator) -> None:
+        comm.all_reduce(np.ones(101), algorithm=names[0] if comm.rank else names[1])
+
+    ended = run_each(lambda comm: [outcome(lambda: differing(comm))], list(comms)).values()
+    assert all(isinstance(error, CollectiveMismatch) for [error] in ended)
 
 
 def test_a_rank_that_takes_the_slow_way_meets_the_others(world: MakeWorld) -> None:

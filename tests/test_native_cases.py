@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from multiprocessing.connection import Connection
 
 import pytest
@@ -11,21 +10,25 @@ from hypothesis import given, settings
 from unisono.backends.native import NativeBackend
 from unisono.testing import CASES, run_case
 
+from .conftest import ON_EVERY_LINK
 from .processes import forked
 from .test_properties import PROPERTIES
 
-LINKS = ("shm", "tcp", "hosts")
-HARDLY_ANY = settings(derandomize=True, deadline=None, database=None, max_examples=4)
-# Every case on shared memory, and on each of the others every second: together they see all.
-PLACES = [
-    (case.name, kind)
-    for number, case in enumerate(CASES)
-    for kind in ("shm", LINKS[1 + number % 2])
-    if case.size > 1
-]
+HARDLY_ANY = settings(derandomize=True, deadline=None, database=None, max_examples=3)
+NAMES = [case.name for case in CASES if case.size > 1]
 
 
-@pytest.mark.parametrize(("name", "kind"), PLACES)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Everything on shared memory, and each on one more kind of links, or with --long on all."""
+    names = NAMES if metafunc.function is test_a_case_holds_in_processes else list(PROPERTIES)
+    others = ON_EVERY_LINK[1:]
+    places = [(name, kind) for name in names for kind in ON_EVERY_LINK]
+    if not metafunc.config.getoption("--long"):
+        mine = [("shm", others[number % len(others)]) for number in range(len(names))]
+        places = [(name, kind) for name, kinds in zip(names, mine, strict=True) for kind in kinds]
+    metafunc.parametrize(("name", "kind"), places)
+
+
 def test_a_case_holds_in_processes(name: str, kind: str) -> None:
     (case,) = (case for case in CASES if case.name == name)
 
@@ -38,7 +41,6 @@ def test_a_case_holds_in_processes(name: str, kind: str) -> None:
         assert [ranks.code(rank) for rank in range(case.size)] == [0] * case.size
 
 
-@pytest.mark.parametrize(("name", "kind"), list(itertools.product(PROPERTIES, LINKS)))
 def test_a_property_holds_in_processes(name: str, kind: str) -> None:
     prop, strategies = PROPERTIES[name]
     HARDLY_ANY(given(*strategies)(prop))(world=kind)

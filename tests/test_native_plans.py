@@ -328,8 +328,9 @@ def test_a_header_that_differs_and_a_wrong_length_end_the_run(world: MakeWorld, 
 def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: MakeWorld, kind: str) -> None:
     """Rank 0 sends three pieces of a broadcast and takes the first back: the others are not taken for it."""
     one, two = backends(world(kind, 2, segment_bytes=64, eager_bytes=0))
-    plans = [build(Problem("broadcast", 2, (48,)), rank, "tree") for rank in (0, 1)]
-    x, y = np.arange(48, dtype=np.int32), np.full(48, -1, np.int32)
+    length = 256  # of a piece, if every byte goes straight to its place
+    plans = [build(Problem("broadcast", 2, (3 * length,)), rank, "tree") for rank in (0, 1)]
+    x, y = np.arange(3 * length, dtype=np.int32), np.full(3 * length, -1, np.int32)
     stages = [Stage(5, Tags.collective(0, 0), DTYPES["int32"], None, {Buf.OUT: each}, b"") for each in (x, y)]
     first = one.run_plan(plans[0], stages[0])
     assert first.cancel()
@@ -337,13 +338,14 @@ def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: Ma
     # What is left of it: the second and the third piece, as if they had been met before they were taken back.
     tags = [stages[0].tag + (number << 40) for number in (1, 2)]
     rest = [
-        one.start_send(1, 5, tag, memoryview(x[16:32]).cast("B"), dtype=DTYPES["int32"].code) for tag in tags
+        one.start_send(1, 5, tag, memoryview(x[length : 2 * length]).cast("B"), dtype=DTYPES["int32"].code)
+        for tag in tags
     ]
     second = two.run_plan(plans[1], stages[1])
     for request in rest:
         assert ended(one, request) is None
     assert not second.done
-    assert y[:16].tolist() == [-1] * 16, "the first piece has not come"
+    assert y[:length].tolist() == [-1] * length, "the first piece has not come"
     assert second.cancel()
     ended(two, second)
 

@@ -340,8 +340,13 @@ def test_a_recorded_greeting_cannot_be_replayed(make: Make) -> None:
 LINKS: dict[str, dict[str, Any]] = {"checksums": {"hosts": True}, "tls": {"tls": True}}
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A thousand flips in the long run."""
+    if metafunc.function is test_a_flipped_bit_ends_the_link_and_never_becomes_a_value:
+        metafunc.parametrize("seed", range(500 if metafunc.config.getoption("--long") else 12))
+
+
 @pytest.mark.parametrize("links", LINKS)
-@pytest.mark.parametrize("seed", range(12))
 def test_a_flipped_bit_ends_the_link_and_never_becomes_a_value(make: Make, links: str, seed: int) -> None:
     """One bit, anywhere behind the greeting, in either direction of either connection."""
     issuer = Issuer(2) if links == "tls" else None

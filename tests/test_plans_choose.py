@@ -96,7 +96,7 @@ def test_hosts_count_only_where_they_differ() -> None:
 @pytest.mark.parametrize("count", [256, 1 << 14, 1 << 22])
 def test_between_hosts_the_hierarchy_wins_when_ranks_alternate(count: int) -> None:
     hosts = tuple(rank % 3 for rank in range(24))
-    for collective in ("all_reduce", "broadcast", "reduce"):
+    for collective in ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"):
         assert choose(problem_of(collective, 24, count, hosts), 4, LINKS)[0] == "hierarchical"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.plans import CATALOG, Copy, Plan, Problem, Reduce, build, entry_of, verify
+from unisono.plans import CATALOG, Copy, Plan, Problem, Reduce, Send, build, entry_of, verify
 from unisono.plans.draw import messages
 
 SIZES = range(1, 34)
@@ -124,6 +124,32 @@ def test_hierarchies_are_right_for_every_layout_small_and_large(collective: str,
                 proven(
                     Problem(collective, size, counts_of(collective, size, count), root, hosts), "hierarchical"
                 )
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("size", [1, 2, 5, 12, 16])
+def test_hierarchies_of_blocks_are_right_for_every_layout(collective: str, size: int) -> None:
+    for hosts in host_layouts(size):
+        for count in (0, 1, 13):
+            proven(Problem(collective, size, counts_of(collective, size, count), 0, hosts), "hierarchical")
+        if collective != "all_to_all":
+            proven(Problem(collective, size, uneven_counts_of(collective, size), 0, hosts), "hierarchical")
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_a_block_crosses_to_each_other_host_once(collective: str) -> None:
+    hosts = (0, 1, 2, 0, 1, 0, 2, 0, 0)  # five, two and two ranks
+    problem = Problem(collective, 9, counts_of(collective, 9, 10), 0, hosts)
+    plans = proven(problem, "hierarchical")
+    crossing = [
+        step
+        for plan in plans
+        for step in plan.steps
+        if isinstance(step, Send) and hosts[step.peer] != hosts[plan.rank]
+    ]
+    assert len(crossing) == 9 * 2  # one message for each rank and each host that is not its own
+    bundled = sum(hosts.count(host) * (9 - hosts.count(host)) for host in range(3))
+    assert sum(step.src.count for step in crossing) == 10 * (bundled if collective == "all_to_all" else 18)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <structmember.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -24,6 +22,7 @@
 #include "../bind.hpp"
 #include "../isa.hpp"
 #include "desk.hpp"
+#include "hot_call.hpp"
 #include "ledger.hpp"
 #include "run.hpp"
 
@@ -53,25 +52,11 @@ enum class Verb : uint8_t { all_reduce, broadcast, all_gather, reduce_scatter, a
 constexpr const char* verb_names[] = {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier"};
 constexpr size_t verb_count = 6;
 
-// NumPy's array object. Its layout is part of NumPy's binary interface, old and new; HotPath's constructor compares.
-struct ArrayObject {
-  PyObject_HEAD
-  byte* data;
-  int nd;
-  Py_ssize_t* dimensions;
-  Py_ssize_t* strides;
-  PyObject* base;
-  PyObject* descr;
-  int flags;
-};
-constexpr int is_contiguous = 0x1, is_aligned = 0x100, is_writeable = 0x400;
-
-const ArrayObject& as_array(PyObject* object) { return *reinterpret_cast<const ArrayObject*>(object); }
-
 // What tells calls apart. The place of the call counts: its line is part of the fingerprint.
 struct Key {
   PyObject* descr = nullptr;
   PyObject* op = nullptr;  // nullptr if not given
+  PyObject* algorithm = nullptr;
   PyObject* code = nullptr;
   long root = 0;
   int lasti = 0;
@@ -79,13 +64,14 @@ struct Key {
   Py_ssize_t shape[dims_max] = {};
 
   bool operator==(const Key& o) const {
-    return descr == o.descr && op == o.op && code == o.code && root == o.root && lasti == o.lasti && nd == o.nd &&
+    return descr == o.descr && op == o.op && algorithm == o.algorithm && code == o.code && root == o.root && lasti == o.lasti &&
+           nd == o.nd &&
            std::memcmp(shape, o.shape, static_cast<size_t>(nd) * sizeof *shape) == 0;
   }
   size_t hash() const {
     uint64_t x = reinterpret_cast<uint64_t>(descr) ^ reinterpret_cast<uint64_t>(code) << 7;
     x = (x ^ static_cast<uint64_t>(lasti) << 32 ^ reinterpret_cast<uint64_t>(op)) * 0x9e3779b97f4a7c15u;
-    x ^= static_cast<uint64_t>(root);
+    x ^= static_cast<uint64_t>(root) ^ reinterpret_cast<uint64_t>(algorithm) >> 4;
     for (int i = 0; i < nd; ++i) x = (x ^ static_cast<uint64_t>(shape[i]) ^ x >> 29) * 0xd6e8feb86659fd93u;
     return x ^ x >> 32;
   }
@@ -101,7 +87,7 @@ struct Given {
 // What Python decided for a key; it keeps what the key points to.
 struct Learned {
   Key key;
-  nb::object descr, op, code;
+  nb::object descr, op, algorithm, code;
   std::shared_ptr<const Program> program;
   Text header;
   uint8_t dtype = 0;
@@ -127,10 +113,10 @@ class HotPath {
         engine_(std::move(engine)),
         ledger_(std::move(ledger)),
         is_users_(std::move(is_users)) {
-    check_layout();
+    check_layout(this->array_type, this->empty);
   }
 
-  bool is_array(PyObject* object) const { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == array_type.ptr(); }
+  bool is_array(PyObject* object) const { return is_a(object, array_type); }
 
   // Called by Python in the midst of a call that was not known: what it decided.
   bool learn(uint64_t sequence, const std::string& operation, nb::handle program, uint8_t dtype, std::int32_t op,
@@ -157,17 +143,6 @@ class HotPath {
   const Miss* miss = nullptr;
 
  private:
-  void check_layout() const {
-    const nb::object made = empty(nb::make_tuple(2, 3), "float32");
-    const ArrayObject& array = as_array(made.ptr());
-    const nb::object data = made.attr("__array_interface__")["data"][0];
-    const bool is_known = is_array(made.ptr()) && array.nd == 2 && array.dimensions[0] == 2 && array.dimensions[1] == 3 &&
-                          array.descr == nb::object(made.attr("dtype")).ptr() &&
-                          reinterpret_cast<uint64_t>(array.data) == nb::cast<uint64_t>(data) &&
-                          (array.flags & (is_contiguous | is_writeable)) == (is_contiguous | is_writeable);
-    if (!is_known) throw std::runtime_error("NumPy's arrays lie otherwise in memory than this build knows");
-  }
-
   bool is_users(PyObject* code) const {
     return nb::cast<bool>(is_users_(nb::borrow(code).attr("co_filename")));
   }
@@ -177,12 +152,12 @@ class HotPath {
 };
 
 // One verb of one communicator.
-class HotVerb {
+class HotVerb final : public HotCall {
  public:
   HotVerb(nb::object path, Verb verb, nb::object slow, nb::object take_over)
-      : path(nb::cast<HotPath&>(path)), verb(verb), slow(std::move(slow)), take_over(std::move(take_over)), path_(std::move(path)) {}
+      : HotCall(std::move(slow), std::move(take_over)), path(nb::cast<HotPath&>(path)), verb(verb), path_(std::move(path)) {}
 
-  PyObject* call(PyObject* const* args, size_t nargsf, PyObject* names);
+  PyObject* call(PyObject* const* args, size_t nargsf, PyObject* names) override;
   void keep(std::unique_ptr<Learned> learned) {
     if (learned_.empty()) learned_.resize(learned_max);
     learned_[learned->key.hash() % learned_max] = std::move(learned);
@@ -190,7 +165,6 @@ class HotVerb {
 
   HotPath& path;
   const Verb verb;
-  nb::object slow, take_over;
 
  private:
   bool parse(PyObject* const* args, Py_ssize_t count, PyObject* names, Given& given) const;
@@ -208,12 +182,6 @@ class HotVerb {
   std::vector<std::unique_ptr<Learned>> learned_;
 };
 
-PyObject* interned(const char* word) {
-  PyObject* made = PyUnicode_InternFromString(word);
-  if (made == nullptr) throw nb::python_error();
-  return made;
-}
-
 bool HotVerb::parse_x(PyObject* x, Given& given) const {
   if (!path.is_array(x)) return false;
   const ArrayObject& array = as_array(x);
@@ -229,17 +197,21 @@ bool HotVerb::parse_x(PyObject* x, Given& given) const {
   return true;
 }
 
+// The same text may come in many objects; those in the source are one.
+bool is_one_object(PyObject* text) { return PyUnicode_CheckExact(text) && PyUnicode_CHECK_INTERNED(text); }
+
 bool HotVerb::parse(PyObject* const* args, Py_ssize_t count, PyObject* names, Given& given) const {
   static PyObject* const op_word = interned("op");
   static PyObject* const root_word = interned("root");
   static PyObject* const out_word = interned("out");
+  static PyObject* const algorithm_word = interned("algorithm");
   const bool takes_op = verb == Verb::all_reduce || verb == Verb::reduce_scatter;
   const bool takes_root = verb == Verb::broadcast;
   const bool takes_out = verb == Verb::all_gather || verb == Verb::reduce_scatter || verb == Verb::all_to_all;
   PyObject* op = nullptr;
   PyObject* root = nullptr;
-  if (verb == Verb::barrier) return count == 0 && names == nullptr;
-  if (count < 1 || count > (takes_op || takes_root ? 2 : 1) || !parse_x(args[0], given)) return false;
+  if (verb == Verb::barrier ? count != 0 : count < 1 || count > (takes_op || takes_root ? 2 : 1) || !parse_x(args[0], given))
+    return false;
   if (count == 2) (takes_op ? op : root) = args[1];
   const Py_ssize_t named = names != nullptr ? PyTuple_GET_SIZE(names) : 0;
   for (Py_ssize_t i = 0; i < named; ++i) {
@@ -251,14 +223,15 @@ bool HotVerb::parse(PyObject* const* args, Py_ssize_t count, PyObject* names, Gi
       root = value;
     else if (word == out_word && takes_out)
       given.out = value;
+    else if (word == algorithm_word && is_one_object(value))
+      given.key.algorithm = value;
     else
       return false;
   }
   if (given.out == Py_None) given.out = nullptr;
   if (given.out != nullptr && !fits(given)) return false;
   if (op != nullptr) {
-    // The same text may come in many objects; those in the source are one.
-    if (PyUnicode_CheckExact(op) && !PyUnicode_CHECK_INTERNED(op)) return false;
+    if (PyUnicode_CheckExact(op) && !is_one_object(op)) return false;
     given.key.op = op;
   }
   if (root != nullptr) {
@@ -300,9 +273,9 @@ nb::object HotVerb::make_result(const Given& given) const {
 PyObject* HotVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) {
   Given given;
   if (path.desk.engine().is_forked() || !parse(args, PyVectorcall_NARGS(nargsf), names, given))
-    return PyObject_Vectorcall(slow.ptr(), args, nargsf, names);
+    return call_slow(args, nargsf, names);
   PyFrameObject* const frame = PyEval_GetFrame();
-  if (frame == nullptr) return PyObject_Vectorcall(slow.ptr(), args, nargsf, names);
+  if (frame == nullptr) return call_slow(args, nargsf, names);
   const nb::object code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
   given.key.code = code.ptr();
   given.key.lasti = PyFrame_GetLasti(frame);
@@ -315,7 +288,7 @@ PyObject* HotVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) {
     const byte* const out_at = as_array(given.out).data;
     const uint64_t in_bytes = known->program->counts[static_cast<size_t>(Buffer::in)] * itemsize;
     const uint64_t out_bytes = known->program->counts[static_cast<size_t>(Buffer::out)] * itemsize;
-    if (in_at < out_at + out_bytes && out_at < in_at + in_bytes) return PyObject_Vectorcall(slow.ptr(), args, nargsf, names);
+    if (in_at < out_at + out_bytes && out_at < in_at + in_bytes) return call_slow(args, nargsf, names);
     out = nb::borrow(given.out);
   } else if (is_in_place()) {
     out = nb::borrow(given.x);
@@ -332,7 +305,7 @@ PyObject* HotVerb::ask_python(PyObject* const* args, size_t nargsf, PyObject* na
   ++path.missed;
   const HotPath::Miss miss{*this, given, path.ledger.next, PyThread_get_thread_ident()};
   const HotPath::Miss* const outer = std::exchange(path.miss, &miss);
-  PyObject* const result = PyObject_Vectorcall(slow.ptr(), args, nargsf, names);
+  PyObject* const result = call_slow(args, nargsf, names);
   // Another thread may have put its own in this place, and taken it away again, or not yet.
   if (path.miss == &miss) path.miss = outer;
   return result;
@@ -368,6 +341,7 @@ bool HotPath::learn(uint64_t sequence, const std::string& operation, nb::handle 
   learned->key = given.key;
   learned->descr = nb::borrow(given.key.descr);
   learned->op = nb::borrow(given.key.op);
+  learned->algorithm = nb::borrow(given.key.algorithm);
   learned->code = nb::borrow(given.key.code);
   learned->header = std::make_shared<const std::string>(header.c_str(), header.size());
   learned->dtype = dtype;
@@ -468,7 +442,7 @@ bool HotVerb::hand_over(const Text& header, uint64_t sequence, uint64_t handle, 
   ++path.handed_over;
   try {
     const nb::object given = x != nullptr ? nb::borrow(x) : nb::none();
-    take_over(verb_names[static_cast<size_t>(verb)], sequence, nb::bytes(header->data(), header->size()),
+    helper(verb_names[static_cast<size_t>(verb)], sequence, nb::bytes(header->data(), header->size()),
               static_cast<double>(started) / 1e9, handle, nb::make_tuple(given, out.is_valid() ? out : nb::none()),
               interruption.is_valid() ? interruption : nb::handle(Py_None));
     return true;
@@ -488,95 +462,11 @@ bool HotVerb::hand_over(const Text& header, uint64_t sequence, uint64_t handle, 
   }
 }
 
-// ---- the verb as a Python object: as short a way from the interpreter as there is ----
-
-struct VerbObject {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
-  HotVerb* verb;
-};
-
-HotVerb& verb_of(PyObject* self) { return *reinterpret_cast<VerbObject*>(self)->verb; }
-
-PyObject* call_verb(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
-  try {
-    return verb_of(self).call(args, nargsf, names);
-  } catch (nb::python_error& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
-// Its name, signature and documentation are those of the verb in Python.
-PyObject* verb_attribute(PyObject* self, PyObject* name) {
-  if (PyUnicode_CompareWithASCIIString(name, "__class__") == 0) return PyObject_GenericGetAttr(self, name);
-  return PyObject_GetAttr(verb_of(self).slow.ptr(), name);
-}
-
-PyObject* verb_repr(PyObject* self) { return PyObject_Repr(verb_of(self).slow.ptr()); }
-
-int traverse_verb(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  const HotVerb* const verb = reinterpret_cast<VerbObject*>(self)->verb;
-  if (verb != nullptr) {
-    Py_VISIT(verb->slow.ptr());
-    Py_VISIT(verb->take_over.ptr());
-  }
-  return 0;
-}
-
-int clear_verb(PyObject* self) {
-  HotVerb& verb = verb_of(self);
-  // Who calls it in the midst of a collection finds something that can be called.
-  verb.slow = nb::borrow(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
-  verb.take_over = nb::none();
-  return 0;
-}
-
-void drop_verb(PyObject* self) {
-  PyObject_GC_UnTrack(self);
-  PyTypeObject* const type = Py_TYPE(self);
-  delete reinterpret_cast<VerbObject*>(self)->verb;
-  PyObject_GC_Del(self);
-  Py_DECREF(type);
-}
-
-PyMemberDef verb_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(VerbObject, vectorcall), READONLY, nullptr},
-    {},
-};
-
-PyType_Slot verb_slots[] = {
-    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-    {Py_tp_getattro, reinterpret_cast<void*>(verb_attribute)},
-    {Py_tp_repr, reinterpret_cast<void*>(verb_repr)},
-    {Py_tp_traverse, reinterpret_cast<void*>(traverse_verb)},
-    {Py_tp_clear, reinterpret_cast<void*>(clear_verb)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(drop_verb)},
-    {Py_tp_members, verb_members},
-    {0, nullptr},
-};
-
-PyType_Spec verb_spec = {"unisono._native.Verb", sizeof(VerbObject), 0,
-                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
-                             Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                         verb_slots};
-
 nb::object make_verb(nb::object path, const std::string& name, nb::object slow, nb::object take_over) {
-  static PyObject* const type = PyType_FromSpec(&verb_spec);
-  if (type == nullptr) throw nb::python_error();
-  for (size_t i = 0; i < verb_count; ++i) {
-    if (name != verb_names[i]) continue;
-    auto verb = std::make_unique<HotVerb>(std::move(path), static_cast<Verb>(i), std::move(slow), std::move(take_over));
-    VerbObject* const made = PyObject_GC_New(VerbObject, reinterpret_cast<PyTypeObject*>(type));
-    if (made == nullptr) throw nb::python_error();
-    made->vectorcall = call_verb;
-    made->verb = verb.release();
-    PyObject_GC_Track(made);
-    return nb::steal(reinterpret_cast<PyObject*>(made));
-  }
+  for (size_t i = 0; i < verb_count; ++i)
+    if (name == verb_names[i])
+      return make_callable(
+          std::make_unique<HotVerb>(std::move(path), static_cast<Verb>(i), std::move(slow), std::move(take_over)));
   throw nb::value_error("no such verb");
 }
 

@@ -245,8 +245,8 @@ void Desk::wait_as_pump(Hold& held, std::int64_t deadline) {
   }
 }
 
-bool Desk::wait_for(Hold& held, const Run& run, std::int64_t deadline, const std::atomic<bool>& is_recalled) {
-  const auto has_ended = [&] { return run.phase == Operation::Phase::ended; };
+bool Desk::wait_for(Hold& held, const Operation& operation, std::int64_t deadline, const std::atomic<bool>& is_recalled) {
+  const auto has_ended = [&] { return operation.phase == Operation::Phase::ended; };
   const auto has_other = [&] {
     // relaxed: a poke follows it
     return (!is_empty() && !is_telling_) || is_recalled.load(std::memory_order_relaxed) || engine_.is_closed();
@@ -260,8 +260,8 @@ bool Desk::wait_for(Hold& held, const Run& run, std::int64_t deadline, const std
   return false;
 }
 
-void Desk::glance_at(const Run& run) {
-  engine_.glance([&] { return run.phase == Operation::Phase::ended; });
+void Desk::glance_at(const Operation& operation) {
+  engine_.glance([&] { return operation.phase == Operation::Phase::ended; });
 }
 
 bool Desk::unwatch(Run& run, uint64_t id) {

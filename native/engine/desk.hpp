@@ -112,10 +112,10 @@ class Desk {
   // How threads of Python wait; each returns when there is something for it to tell, at a poke, or at the deadline.
   void wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller);
   void wait_as_pump(Hold& held, std::int64_t deadline);
-  // The same for one who watches a run: also returns at its end. True if there is something else to look at.
-  bool wait_for(Hold& held, const Run& run, std::int64_t deadline, const std::atomic<bool>& is_recalled);
-  // A few rounds of progress for one who watches a run, as long as there is little to do.
-  void glance_at(const Run& run);
+  // The same for one who watches an operation: also returns at its end. True if there is something else to look at.
+  bool wait_for(Hold& held, const Operation& operation, std::int64_t deadline, const std::atomic<bool>& is_recalled);
+  // A few rounds of progress for one who watches an operation, as long as there is little to do.
+  void glance_at(const Operation& operation);
   // Watch it no more: from now on it is told, under the caller's number. False if it has ended.
   bool unwatch(Run& run, uint64_t id);
   uint64_t pokes() const { return pokes_; }

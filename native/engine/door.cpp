@@ -180,6 +180,7 @@ class Door::Greeting final : public Watcher {
   void on_ready(uint32_t) override {
     // A step may end and destroy this greeting.
     if (step == Step::connecting) return on_connected();
+    if (step == Step::crossed) return on_parted();
     if (step == Step::shaking && !shake()) return;
     for (;;) {
       const Reading read = read_message();
@@ -201,7 +202,16 @@ class Door::Greeting final : public Watcher {
     }
   }
 
-  enum class Step : uint8_t { resting, connecting, shaking, await_hello, await_challenge, await_introduction, await_verdict };
+  enum class Step : uint8_t {
+    resting,
+    connecting,
+    shaking,
+    await_hello,
+    await_challenge,
+    await_introduction,
+    await_verdict,
+    crossed,  // the lower rank's own call counts; until that is through, this shows both that the other lives
+  };
   enum class Reading : uint8_t { more, whole, over };
 
   Door& door;
@@ -410,12 +420,37 @@ class Door::Greeting final : public Watcher {
     const bool is_welcome = verdict.ruling == Ruling::welcome;
     std::vector<int> descriptors;
     if (guest.medium == Medium::shm && is_welcome) descriptors = {door.presence_->fd()};
-    if (!send(&verdict, sizeof verdict, descriptors) || !is_welcome) return door.end(*this);
+    if (!send(&verdict, sizeof verdict, descriptors)) return door.end(*this);
+    if (verdict.ruling == Ruling::crossing) {
+      std::erase_if(door.greetings_, [this](const auto& g) {
+        return g->step == Step::crossed && !g->guest.is_opener && g->guest.rank == guest.rank;  // a call before this one
+      });
+      return cross();
+    }
+    if (!is_welcome) return door.end(*this);
     finish();
   }
 
+  void cross() {
+    step = Step::crossed;
+    guest.memory.close();
+    guest.presence.close();
+  }
+
+  // Nothing is said any more on a connection that was crossed: it is over, or the system has woken us for nothing.
+  void on_parted() {
+    byte word;
+    iovec part{&word, 1};
+    ssize_t n;
+    do n = guest.channel != nullptr ? guest.channel->readv(&part, 1) : recv(guest.socket.get(), &word, 1, MSG_DONTWAIT);
+    while (n < 0 && errno == EINTR);
+    if (n < 0 && errno == EAGAIN) return;
+    if (guest.is_opener) return door.refuse(*this, "died: its connection was closed");
+    door.end(*this);
+  }
+
   void on_verdict() {
-    if (verdict.ruling == Ruling::crossing) return door.refuse(*this, "its own call counts", Ruling::crossing);
+    if (verdict.ruling == Ruling::crossing) return cross();
     if (verdict.ruling == Ruling::leaving) return door.refuse(*this, "left", Ruling::leaving);
     if (verdict.ruling != Ruling::welcome) return door.refuse(*this, "it refuses the link");
     if (guest.medium == Medium::shm && !guest.presence) return door.refuse(*this, "it shows no presence");
@@ -523,7 +558,7 @@ void Door::accept_from(int listener, Medium medium) {
 
 // One of the oldest strangers goes if there are too many, first one from the same address.
 void Door::make_room(const std::string& group) {
-  const auto is_stranger = [](const auto& g) { return !g->guest.is_opener; };
+  const auto is_stranger = [](const auto& g) { return !g->guest.is_opener && !g->is_proven; };
   const auto is_same = [&](const auto& g) { return is_stranger(g) && group_of(g->address) == group; };
   auto oldest = greetings_.end();
   if (static_cast<size_t>(std::count_if(greetings_.begin(), greetings_.end(), is_same)) >= strangers_per_address_max)
@@ -588,7 +623,15 @@ void Door::again(Greeting& g) {
 }
 
 void Door::forget(std::int32_t rank) {
-  std::erase_if(greetings_, [rank](const auto& g) { return g->guest.is_opener && g->guest.rank == rank; });
+  std::erase_if(greetings_, [rank](const auto& g) {
+    return g->guest.rank == rank && (g->guest.is_opener || g->step == Greeting::Step::crossed);
+  });
+}
+
+bool Door::is_crossed(std::int32_t rank) const {
+  return std::any_of(greetings_.begin(), greetings_.end(), [rank](const auto& g) {
+    return g->guest.is_opener && g->guest.rank == rank && g->step == Greeting::Step::crossed;
+  });
 }
 
 bool Door::is_calling(std::int32_t rank) const {
@@ -606,7 +649,10 @@ void Door::tick(std::int64_t passed_ns) {
   for (auto& one : listeners_)
     if (one != nullptr) one->watch();
   for (const auto& g : greetings_) g->patience_ns -= passed_ns;
-  const auto is_late = [](const auto& g) { return g->patience_ns <= 0 && !g->is_starved(); };
+  // Whoever was crossed waits for a call, and that has its own time.
+  const auto is_late = [](const auto& g) {
+    return g->patience_ns <= 0 && g->step != Greeting::Step::crossed && !g->is_starved();
+  };
   // From the start each time: anything may have changed.
   for (auto late = greetings_.begin(); (late = std::find_if(greetings_.begin(), greetings_.end(), is_late)) != greetings_.end();)
     refuse(**late, "no answer within the time for a greeting");

@@ -13,6 +13,9 @@
 //                                    <-   Challenge  nonce, proof over both nonces
 //   Answer    proof, probe, memory   ->
 //                                    <-   Verdict    yes or why not, probe, presence page
+//
+// If both call at once, the lower rank's call counts. The other one stays open until that is through: whoever dies
+// meanwhile is known by its end.
 
 #pragma once
 
@@ -88,7 +91,7 @@ class Host {
   // A caller has proven itself: may it come in?
   virtual Ruling judge(std::int32_t rank, Medium medium, Lane lane) = 0;
   virtual void on_guest(Guest guest) = 0;
-  // A knock was not answered (`unknown`), or refused: because the other side's own knock counts, or it is leaving.
+  // A knock was not answered (`unknown`), or refused, perhaps because the other side is leaving.
   virtual void on_closed_door(std::int32_t rank, const std::string& cause, Ruling ruling) = 0;
 };
 
@@ -106,10 +109,12 @@ class Door {
   bool is_ready() const { return !settings_.tls || identity_ != nullptr; }
 
   void knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum);
-  // Forget a knock under way.
+  // Forget a knock under way, and one that ours crossed.
   void forget(std::int32_t rank);
   // Whether we called this rank and it has not answered to the end.
   bool is_calling(std::int32_t rank) const;
+  // Whether it has answered that it is calling us.
+  bool is_crossed(std::int32_t rank) const;
   // Whether a greeting is under way that may lead to a link.
   bool is_greeting() const;
   // So much time has passed: end greetings that take too long.

@@ -10,8 +10,9 @@
 namespace unisono::engine {
 namespace {
 
-// The largest piece that did not slow down the reading of long messages, and short enough to look at other links.
-constexpr size_t piece_bytes = 256 * 1024;
+// A piece that is reduced after it was read stays in the cache; one that is read to its place may be longer, because
+// each costs 2 us, until it is time to look at the other links: 300 us.
+constexpr size_t scratch_bytes = 256 * 1024, piece_bytes = 4 * 1024 * 1024;
 constexpr std::int64_t tick_ns = millisecond;
 constexpr int quiet_ticks = 2;
 constexpr std::int64_t beat_ns_max = second / 2;
@@ -125,7 +126,7 @@ void Mutex::let_others_in() {
 
 Engine::Engine(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
                const Settings& given)
-    : rank(rank), size(size), door_(*this, poller_), scratch_(new byte[piece_bytes]) {
+    : rank(rank), size(size), door_(*this, poller_), scratch_(new byte[scratch_bytes]) {
   if (size < 1 || rank < 0 || rank >= size) throw std::runtime_error("allowed: 0 <= rank < size");
   settings = given;
   if (!poller_.open()) throw std::runtime_error(failure("no event poll"));
@@ -180,7 +181,9 @@ void Engine::connect(const std::vector<Card>& cards) {
     neighbours += peer.is_same_host;
   }
   is_connected_ = true;
-  if (neighbours <= cores()) {
+  const int cores_here = cores();
+  share_ = static_cast<size_t>((neighbours + cores_here - 1) / cores_here);
+  if (neighbours <= cores_here) {
     spin_ns_ = spin_ns_roomy;
     spin_ns_long_ = spin_ns_long;
     patience_ = patience_roomy;
@@ -268,7 +271,7 @@ bool Engine::read_pieces() {
     readers_.push_back(offer);
     const uint64_t before = offer.received;
     Peer& peer = *offer.peer;
-    if (const char* fault = peer.read_piece(offer, scratch_.get(), piece_bytes); fault != nullptr) {
+    if (const char* fault = peer.read_piece(offer, scratch_.get(), scratch_bytes, piece_bytes); fault != nullptr) {
       lose(peer, fault, false);
       return true;
     }
@@ -316,9 +319,16 @@ void Engine::be_patient(std::int64_t quiet_ns, Hold& held, std::int64_t now, std
   }
   const bool is_crowded = now < crowded_until_;
   const std::int32_t core = presence_.settle();
-  const auto shares = std::find_if(open_.begin(), open_.end(), [&](const Peer* p) { return p->link->core() == core; });
-  const bool is_shared = shares != open_.end();
-  if (is_shared && spin_ns_long_ != 0 && (*shares)->rank < rank && now > moved_at_ + move_ns) {
+  size_t sharers = 0;
+  bool is_last = true;
+  for (const Peer* peer : open_) {
+    if (peer->link->core() != core) continue;
+    ++sharers;
+    is_last &= peer->rank < rank;
+  }
+  const bool is_shared = sharers != 0;
+  // With a core for every rank each keeps one; else no core serves more than its share. Who came last goes.
+  if (is_last && sharers >= share_ && now > moved_at_ + move_ns) {
     moved_at_ = now;
     held.unlock();
     leave_core(core);
@@ -460,7 +470,7 @@ void Engine::on_guest(Guest guest) {
   Peer& peer = *peers_[guest.rank];
   if (peer.state == Peer::State::down || peer.state == Peer::State::open) return;
   peer.state = Peer::State::opening;
-  if (!guest.is_opener && guest.lane == Lane::control) door_.forget(guest.rank);
+  if (guest.lane == Lane::control) door_.forget(guest.rank);
   if (guest.medium == Medium::shm) {
     std::string why;
     auto link = ShmLink::open(peer, poller_, std::move(guest.socket), guest.memory, guest.presence, guest.is_opener,
@@ -487,8 +497,6 @@ void Engine::on_guest(Guest guest) {
 void Engine::on_closed_door(std::int32_t to, const std::string& cause, Ruling ruling) {
   Peer& peer = *peers_[to];
   if (peer.state != Peer::State::opening) return;
-  // It is calling us, and whoever leaves waits for its own calls. Whoever died does not.
-  if (ruling == Ruling::crossing && (!peer.is_rumoured || peer.left)) return;
   // What others said of it is the better reason: that nobody answers is a symptom.
   if (peer.is_rumoured) return lose(peer, std::string(peer.cause), peer.left);
   lose(peer, cause, ruling == Ruling::leaving);
@@ -526,8 +534,9 @@ void Engine::on_news(uint64_t gone, std::string cause, bool left) {
   if (gone >= peers_.size() || gone == static_cast<uint64_t>(rank)) return;
   Peer& peer = *peers_[gone];
   // Who has a link with it sees for itself, and first gets what was sent before. A call of ours under way may be the
-  // begin of such a link: what it sent after its part of the greeting waits there for us.
-  if (peer.state == Peer::State::opening && door_.is_calling(peer.rank)) {
+  // begin of such a link: what it sent after its part of the greeting waits there for us. Where its call counts there
+  // is no such link: whoever leaves waits for its own calls, whoever died does not.
+  if (peer.state == Peer::State::opening && door_.is_calling(peer.rank) && (left || !door_.is_crossed(peer.rank))) {
     if (std::exchange(peer.is_rumoured, true)) return;
     peer.cause = cause;
     peer.left = left;
@@ -551,7 +560,7 @@ void Engine::beat(std::int64_t now) {
     const bool is_awaited = peer->state == Peer::State::open ? peer->link != nullptr : peer->state == Peer::State::opening;
     if (!is_awaited) continue;
     peer->silent_ns += passed;
-    // A greeting has its own deadline; this is for a crossing call that never came.
+    // A greeting has its own deadline; this is for a crossing call that never came from a host that fell silent.
     if (peer->silent_ns < (peer->state == Peer::State::open ? settings.silence_ns : 2 * settings.silence_ns)) continue;
     if (peer->link != nullptr && peer->link->is_starved()) continue;
     char text[64];

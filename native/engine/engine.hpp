@@ -195,6 +195,7 @@ class Engine final : public Surroundings, private Host {
   std::int64_t looked_at_ = 0;
   std::int64_t crowded_until_ = 0;
   std::int64_t moved_at_ = 0;
+  size_t share_ = 1;  // how many ranks of this host a core has to serve
   void (*on_down_)(void*, const Down&) = nullptr;
   void* on_down_self_ = nullptr;
 
@@ -273,8 +274,14 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline, bool is_backgrou
 
 template <class Done>
 void Engine::glance(Done done) {
-  if (done() || is_polled_.load(std::memory_order_relaxed) || is_closed_) return;
+  if (done() || is_closed_) return;
+  if (is_polled_.load(std::memory_order_relaxed)) {
+    if (!is_background_) return;
+    take_over();
+  }
   enter_polling();
+  ++turn_;
+  is_background_ = false;
   for (unsigned rounds = 3 * patience_ / 2; rounds > 0; --rounds) {
     const bool moved = progress();
     if (done() || !readers_.empty() || !chores_.empty() || mutex_.is_wanted() || is_closed_) break;

@@ -30,11 +30,12 @@ class Ledger {
     Text text;
   };
 
-  // A call under way below Python, on the stack of whoever makes it.
+  // A call under way below Python, on the stack of whoever makes it. A message has no number.
+  static constexpr uint64_t no_sequence = UINT64_MAX;
   struct Flight {
     uint64_t sequence;
     Desk& desk;
-    uint64_t handle;  // of its run
+    uint64_t handle;  // of its operation
     // relaxed: a poke follows, and makes the waiting thread look
     std::atomic<bool> is_recalled{false};
   };

@@ -1,5 +1,6 @@
 #include "peer.hpp"
 
+#include <algorithm>
 #include <atomic>
 
 namespace unisono::engine {
@@ -509,10 +510,10 @@ void Peer::give_up(Incoming& offer) {
   receive->end(Outcome::no_memory, rank);
 }
 
-const char* Peer::read_piece(Incoming& offer, byte* scratch, size_t piece_bytes) {
+const char* Peer::read_piece(Incoming& offer, byte* scratch, size_t scratch_bytes, size_t piece_bytes) {
   const uint64_t left = offer.nbytes - offer.received;
-  const size_t bytes = left < piece_bytes ? left : piece_bytes;
   byte* place = offer.receive->place();
+  const size_t bytes = std::min<uint64_t>(left, place != nullptr ? piece_bytes : scratch_bytes);
   byte* to = place != nullptr ? place + offer.received : scratch;
   if (!link->read(offer.address + offer.received, to, bytes)) {
     // Its memory cannot be read (any more): let it send the rest, or let its end be noticed.

@@ -127,7 +127,7 @@ class Peer {
   void give_up(Incoming& offer);
   // Read one piece of an offer from the sender's memory; `scratch` serves receives without a place.
   // Returns what went wrong, or nullptr.
-  const char* read_piece(Incoming& offer, byte* scratch, size_t piece_bytes);
+  const char* read_piece(Incoming& offer, byte* scratch, size_t scratch_bytes, size_t piece_bytes);
   // A message that waited has met its receive: give its credit back, tell who wants to know.
   void on_met(const Arrived& message);
 

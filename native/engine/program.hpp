@@ -82,6 +82,8 @@ struct Program {
     const auto index = static_cast<uint32_t>(pieces.size());
     if (piece.step == Step::copy || piece.step == Step::reduce) {
       piece.src_buf = place(src_buf, src, count, piece.src);
+      const bool is_apart = piece.dst_buf != piece.src_buf || count == 0 || dst + count <= src || src + count <= dst;
+      require(is_apart, "copies and reductions between slices that do not overlap");
     } else {
       require(peer >= 0 && static_cast<size_t>(peer) < line_of.size(), "peers below the number of ranks");
       std::int32_t& at = line_of[static_cast<size_t>(peer)];

@@ -8,6 +8,8 @@ namespace {
 
 // Local work done at once; longer work waits for its turn between looks at the links.
 constexpr uint64_t inline_bytes = 32 * 1024;
+// A copy may be long, and must not keep the links waiting.
+constexpr uint64_t copy_bytes = 1024 * 1024;
 // Sends under way per peer for each receive that may be: enough that a peer never waits for an offer, and few enough
 // that each has an offer word.
 constexpr size_t sends_per_receive = 4;
@@ -66,6 +68,7 @@ void Run::begin(std::shared_ptr<const Program> program, const Stage& stage) {
   waits_.assign(p.waits.begin(), p.waits.end());
   ready_.assign(p.ready.begin(), p.ready.end());
   ready_at_ = 0;
+  copied_ = 0;
   if (p.reduces) landed_.assign(p.pieces.size(), nullptr);
   lines_.assign(p.lines.size(), LineState());
   dirty_.clear();
@@ -126,7 +129,7 @@ void Run::go_on() {
       break;
     }
     budget -= bytes;
-    do_local(ready_[ready_at_++]);
+    do_local(ready_[ready_at_]);
   }
   is_busy_ = false;
   if (left_ == 0 || (has_failed_ && active_ == 0)) conclude();
@@ -136,7 +139,7 @@ void Run::go_on() {
 void Run::work() {
   if (has_failed_) return withdraw();
   is_busy_ = true;
-  if (ready_at_ < ready_.size()) do_local(ready_[ready_at_++]);
+  if (ready_at_ < ready_.size()) do_local(ready_[ready_at_]);
   is_busy_ = false;
   go_on();
 }
@@ -212,12 +215,19 @@ void Run::post_recv(const Line& line, LineState& state) {
   on_received(receive, Outcome::closed);
 }
 
+// Do the local piece whose turn it is, or a part of it.
 void Run::do_local(uint32_t index) {
   const Piece& p = piece(index);
   switch (p.step) {
-    case Step::copy:
-      std::memmove(at(p.dst_buf, p.dst), at(p.src_buf, p.src), bytes_of(p));
+    case Step::copy: {
+      // In parts, which is right because source and target never overlap: Program and the verbs see to that.
+      const uint64_t bytes = std::min(copy_bytes, bytes_of(p) - copied_);
+      std::memcpy(at(p.dst_buf, p.dst) + copied_, at(p.src_buf, p.src) + copied_, bytes);
+      copied_ += bytes;
+      if (copied_ < bytes_of(p)) return;
+      copied_ = 0;
       break;
+    }
     case Step::reduce:
       combine(p, 0, at(p.src_buf, p.src), bytes_of(p));
       break;
@@ -228,6 +238,7 @@ void Run::do_local(uint32_t index) {
       break;
     }
   }
+  ++ready_at_;
   finish(index);
 }
 

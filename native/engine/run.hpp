@@ -145,6 +145,7 @@ class Run final : public Operation, public Chore {
   std::vector<uint32_t> dirty_;
   std::vector<uint32_t> ready_;
   size_t ready_at_ = 0;
+  uint64_t copied_ = 0;  // bytes of the copy whose turn it is
   std::vector<RunReceive*> landed_;  // by piece: all bytes are here, the pieces before it are not done
   std::vector<std::unique_ptr<RunSend>> sends_;
   std::vector<std::unique_ptr<RunReceive>> receives_;

@@ -188,4 +188,34 @@ class Mailbox:
     def poke(self, is_front: bool) -> None: ...
     def close(self) -> None: ...
 
+# Messages without Python: see native/engine/bind_hot_messages.cpp. `members` are the engine's ranks of the
+# group's; `dtypes` the NumPy types by their number, None where there is no such type. `send` and `recv` make
+# the callables that stand in front of `slow`; `check_header` gets a header that came, and the rank.
+class HotMessages:
+    # Calls that ended without Python, and that Python had to make anew.
+    ended: int
+    handed_over: int
+    def __init__(
+        self,
+        engine: Engine,
+        ledger: Ledger,
+        *,
+        context: int,
+        members: Sequence[int],
+        array_type: type,
+        empty: Callable[..., Any],
+        dtypes: list[Any],
+        status: type,
+        any: Any,  # noqa: A002
+        is_introduced: bool,
+    ) -> None: ...
+    # The group has told this rank who it is: its messages need no header any more.
+    def introduce(self, rank: int) -> None: ...
+    def send(
+        self, slow: Callable[..., Any], check_header: Callable[[bytes, int], None]
+    ) -> Callable[..., Any]: ...
+    def recv(
+        self, slow: Callable[..., Any], check_header: Callable[[bytes, int], None]
+    ) -> Callable[..., Any]: ...
+
 def host_id() -> str: ...

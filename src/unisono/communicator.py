@@ -137,6 +137,10 @@ class Communicator:
             for name in group.hot.verbs:
                 verb = getattr(self, name)
                 self.__dict__[name] = group.hot.verb(name, verb, partial(_take_over, group))
+        if group.hot_messages is not None:
+            check = group.check_introduction
+            self.__dict__["send"] = group.hot_messages.send(self.send, check)
+            self.__dict__["recv"] = group.hot_messages.recv(self.recv, check)
         if parent is None:
             # A world that is simply forgotten must not leave the others waiting for it.
             self._forgotten = weakref.finalize(self, _close_later, group.backend)

@@ -22,7 +22,7 @@ from unisono.errors import ClosedError, PeerLost, ProtocolError, UsageError, los
 from unisono.values import ANY, TAG_MAX, Any_, DType, ReduceOp
 
 if TYPE_CHECKING:
-    from unisono._native import HotPath, Ledger
+    from unisono._native import HotMessages, HotPath, Ledger
     from unisono.config import Config
     from unisono.runtime import Runtime
 
@@ -422,6 +422,15 @@ class Backend(ABC):
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:
         """Make what carries short messages below Python, if the backend can."""
+        return None
+
+    def hot_messages(
+        self, context: int, members: tuple[int, ...], ledger: Ledger, *, is_introduced: bool
+    ) -> HotMessages | None:
+        """Make what sends and receives a communicator's plain messages without Python, if the backend can.
+
+        `members` are its ranks here. Unless `is_introduced`, the first message to each goes through Python.
+        """
         return None
 
     def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:

@@ -30,7 +30,19 @@ from unisono.errors import (
 from unisono.values import ANY
 from unisono.work import Call, Steps, Task
 
-__all__ = ["Answer", "Control", "Left", "Member", "Neighbour", "Query", "Verdict", "decode"]
+__all__ = [
+    "Absent",
+    "Answer",
+    "Control",
+    "Knock",
+    "Left",
+    "Member",
+    "Neighbour",
+    "Present",
+    "Query",
+    "Verdict",
+    "decode",
+]
 
 _log = logging.getLogger("unisono")
 

@@ -91,8 +91,11 @@ class Group:
         self._lock = threading.RLock()
         self._pending: dict[int, _Pending] = {}
         self.ledger = Ledger()
-        # The backend's way around Python for calls that were made before, if it has one.
+        # The backend's ways around Python, for calls that were made before and for messages, if it has them.
         self.hot = backend.hot_path(context, backend.size, self.ledger)
+        self.hot_messages = backend.hot_messages(
+            context, tuple(range(backend.size)), self.ledger, is_introduced=is_introduced
+        )
         self._poison: UnisonoError | None = None
         self._is_aborted = False
         self._closed: ClosedError | None = None
@@ -215,6 +218,8 @@ class Group:
             if there not in self._to_introduce:
                 return b""
             self._to_introduce.discard(there)
+            if self.hot_messages is not None:
+                self.hot_messages.introduce(peer)
             return self.descriptor
 
     def check_introduction(self, header: bytes, source: int) -> None:

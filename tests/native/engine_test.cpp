@@ -1,10 +1,11 @@
-// Rings and wake-ups on threads, for the thread sanitizer: a ring with random frames, and engines whose threads
-// spin, sleep and ring at random. Exits with 0 if every byte arrived in order.
+// Rings, wake-ups, offers and desks on threads, for the thread sanitizer: a ring with random frames, and engines whose
+// threads spin, sleep, ring, take back and leave at random. Exits with 0 if every byte arrived in order.
 
 #include <signal.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -17,6 +18,7 @@
 #include "../../native/engine/engine.hpp"
 #include "../../native/engine/pingpong.hpp"
 #include "../../native/engine/ring.hpp"
+#include "office.hpp"
 
 using namespace unisono::engine;
 
@@ -129,7 +131,7 @@ void test_wake_ups(const char* folder, unsigned seed, bool shm) {
               engine.wait(held, [&] { return receive.is_done && send.is_done; }, now_ns() + 60 * second);
           check(is_done && receive.outcome == Outcome::done, "every message arrives");
           held.unlock();
-          for (size_t i = 0; i < nbytes; ++i) check(in[i] == theirs, "every byte arrives");
+          check(std::all_of(in.begin(), in.end() - 1, [&](byte b) { return b == theirs; }), "every byte arrives");
         }
       });
   for (auto& thread : threads) thread.join();
@@ -167,6 +169,233 @@ void test_rumour(const char* folder, bool shm) {
   for (auto& engine : engines) engine->close(second);
 }
 
+// ---- desks ----
+
+uint32_t value_of(int rank, uint64_t context, int turn, size_t i) {
+  return static_cast<uint32_t>(i * 31 + static_cast<size_t>(rank) * 1009 + context * 7 + static_cast<size_t>(turn));
+}
+
+void add(byte* dst, const byte* a, const byte* b, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    uint32_t one, other;
+    std::memcpy(&one, a + 4 * i, 4);
+    std::memcpy(&other, b + 4 * i, 4);
+    one += other;
+    std::memcpy(dst + 4 * i, &one, 4);
+  }
+}
+
+// Everybody sends to everybody and adds what comes, in two segments.
+std::shared_ptr<const Program> sum_of_all(int rank, int size, std::int64_t count) {
+  enum : std::int64_t { send, recv, recv_reduce, copy };
+  std::vector<Program::Row> rows;
+  std::vector<std::vector<uint32_t>> before;
+  const std::int64_t half = count / 2, starts[] = {0, half}, counts[] = {half, count - half};
+  for (int part = 0; part < 2; ++part) {
+    auto latest = static_cast<uint32_t>(rows.size());
+    rows.push_back({copy, 0, 1, starts[part], 0, starts[part], counts[part], 0});
+    before.push_back({});
+    for (int step = 1; step < size; ++step) {
+      rows.push_back({send, (rank + step) % size, 0, starts[part], 0, 0, counts[part], 0});
+      before.push_back({});
+    }
+    for (int step = 1; step < size; ++step) {
+      rows.push_back({recv_reduce, (rank + size - step) % size, 1, starts[part], 0, 0, counts[part], 0});
+      before.push_back({latest});
+      latest = static_cast<uint32_t>(rows.size() - 1);
+    }
+  }
+  return std::make_shared<Program>(rows, before, std::array<std::int64_t, 3>{count, count, 0}, size);
+}
+
+// Several engines with a desk and a pump each, and two threads that start runs and messages of unknown length: who
+// waits tells, also what the other waits for.
+void test_desks(const char* folder, unsigned seed, bool shm) {
+  constexpr int size = 4, turns = 40;
+  Settings settings;
+  settings.shm = shm;
+  settings.direct_read = seed % 2 == 0;
+  auto engines = make_engines(size, folder, settings);
+  {
+    std::vector<std::unique_ptr<Office>> offices;
+    for (auto& engine : engines) offices.push_back(std::make_unique<Office>(*engine));
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank)
+      for (uint64_t context = 1; context <= 2; ++context)
+        threads.emplace_back([&, rank, context] {
+          Office& office = *offices[rank];
+          std::mt19937 lengths(seed * 31 + static_cast<unsigned>(context)), pauses(seed + static_cast<unsigned>(rank));
+          for (int turn = 0; turn < turns; ++turn) {
+            const size_t count = turn % 4 == 0 ? 5'000 + lengths() % 40'000 : 2 + lengths() % 500;
+            std::vector<uint32_t> in(count), out(count);
+            for (size_t i = 0; i < count; ++i) in[i] = value_of(rank, context, turn, i);
+            Stage stage;
+            stage.context = context;
+            stage.tag = static_cast<uint64_t>(turn);
+            stage.in = reinterpret_cast<byte*>(in.data());
+            stage.out = reinterpret_cast<byte*>(out.data());
+            stage.dtype = 0;
+            stage.itemsize = 4;
+            stage.kernel = add;
+            stage.window = 2;
+            const int right = (rank + 1) % size, left = (rank + size - 1) % size;
+            const std::vector<byte> letter(count, static_cast<byte>(rank + turn));
+            // Messages beside the run, on a context of their own: sent before it and received after it has begun.
+            const auto sent = office.send(letter, right, context + 10, 0, turn % 3 == 0);
+            const auto ran = office.run(sum_of_all(rank, size, static_cast<std::int64_t>(count)), stage, "turn " + std::to_string(turn));
+            if (pauses() % 4 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(pauses() % 4));
+            const auto received = office.receive(nullptr, left, context + 10, 0);
+            const std::int64_t deadline = now_ns() + 60 * second;
+            check(office.wait(ran, deadline) && office.wait(sent, deadline) && office.wait(received, deadline), "all ends");
+            const Hold held = engines[rank]->hold();
+            check(ran->outcome == Outcome::done && sent->outcome == Outcome::done && received->outcome == Outcome::done,
+                  "all ends well");
+            for (size_t i = 0; i < count; ++i) {
+              uint32_t sum = 0;
+              for (int r = 0; r < size; ++r) sum += value_of(r, context, turn, i);
+              check(out[i] == sum, "every run gives the sum");
+            }
+            check(received->bytes == std::vector<byte>(count, static_cast<byte>(left + turn)), "every letter arrives");
+          }
+        });
+    for (auto& thread : threads) thread.join();
+    for (auto& engine : engines) engine->close(second);
+  }
+}
+
+// One side takes offers back at random, the other its receives: exactly what was not taken back arrives, in order.
+void test_offers(const char* folder, unsigned seed, bool shm, bool direct_read) {
+  Settings settings;
+  settings.shm = shm;
+  settings.direct_read = direct_read;
+  auto engines = make_engines(2, folder, settings);
+  {
+    Office sender(*engines[0]), receiver(*engines[1]);
+    constexpr size_t count = 300;
+    std::vector<uint32_t> kept, came;
+    std::thread out([&] {
+      std::mt19937 random(seed);
+      for (uint32_t number = 0; number <= count; ++number) {
+        std::vector<byte> data(number % 3 == 0 ? 100 : 20'000 + random() % 100'000, static_cast<byte>(number));
+        std::memcpy(data.data(), &number, sizeof number);
+        const auto slip = sender.send(data, 1, 5, 0, true);
+        if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
+        const bool is_last = number == count;
+        if (!is_last && random() % 2 == 0) sender.cancel(*slip);
+        check(sender.wait(slip, now_ns() + 60 * second), "every send ends");
+        const Hold held = engines[0]->hold();
+        check(slip->outcome == Outcome::done || slip->outcome == Outcome::cancelled, "well, or taken back");
+        if (slip->outcome == Outcome::done) kept.push_back(number);
+      }
+    });
+    std::thread in([&] {
+      std::mt19937 random(seed + 1);
+      std::vector<byte> memory(200'000);
+      for (;;) {
+        const auto slip = receiver.receive(random() % 2 == 0 ? &memory : nullptr, 0, 5, 0);
+        if (random() % 4 == 0) {
+          receiver.wait(slip, now_ns() + static_cast<std::int64_t>(random() % 300) * 1000);
+          receiver.cancel(*slip);
+        }
+        check(receiver.wait(slip, now_ns() + 60 * second), "every receive ends");
+        const Hold held = engines[1]->hold();
+        if (slip->outcome == Outcome::cancelled) continue;
+        check(slip->outcome == Outcome::done, "well, or taken back");
+        const byte* data = slip->bytes.empty() ? memory.data() : slip->bytes.data();
+        uint32_t number;
+        std::memcpy(&number, data, sizeof number);
+        for (size_t i = sizeof number; i < slip->nbytes; ++i) check(data[i] == static_cast<byte>(number), "whole");
+        came.push_back(number);
+        if (number == count) return;
+      }
+    });
+    out.join();
+    in.join();
+    check(kept == came, "what was not taken back arrives, in order");
+    for (auto& engine : engines) engine->close(second);
+  }
+}
+
+// Engines close one after the other, while threads of theirs and of the others wait for messages: every wait ends.
+void test_close_while_busy(const char* folder, unsigned seed, bool shm) {
+  constexpr int size = 5;
+  Settings settings;
+  settings.shm = shm;
+  auto engines = make_engines(size, folder, settings);
+  {
+    std::vector<std::unique_ptr<Office>> offices;
+    for (auto& engine : engines) offices.push_back(std::make_unique<Office>(*engine));
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank)
+      for (uint64_t context = 1; context <= 2; ++context)
+        threads.emplace_back([&, rank, context] {
+          Office& office = *offices[rank];
+          std::mt19937 random(seed * 100 + static_cast<unsigned>(rank) * 10 + static_cast<unsigned>(context));
+          for (bool is_open = true; is_open;) {
+            const int peer = static_cast<int>((static_cast<unsigned>(rank) + 1 + random() % (size - 1)) % size);
+            const std::vector<byte> data(random() % 4 == 0 ? 50'000 : 100);
+            const auto sent = office.send(data, peer, context, 0);
+            const auto received = office.receive(nullptr, peer, context, 0);
+            for (const auto& slip : {received, sent}) {
+              // It may never be met: then it is taken back, or ends with the other side or with ours.
+              if (!office.wait(slip, now_ns() + millisecond)) office.cancel(*slip);
+              check(office.wait(slip, now_ns() + 60 * second), "every wait ends");
+              const Hold held = office.engine.hold();
+              is_open &= slip->outcome != Outcome::closed;
+            }
+          }
+        });
+    std::mt19937 random(seed);
+    std::vector<int> order(size);
+    for (int rank = 0; rank < size; ++rank) order[rank] = rank;
+    std::shuffle(order.begin(), order.end(), random);
+    for (const int rank : order) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5 + random() % 30));
+      engines[rank]->close(random() % 2 == 0 ? 0 : 20 * millisecond);
+    }
+    for (auto& thread : threads) thread.join();
+  }
+}
+
+// Many engines in a circle: each waits for its left, then rings its right; whoever waits has fallen asleep by then.
+void test_circle(const char* folder, unsigned seed, bool shm) {
+  constexpr int size = 7, rounds = 30;
+  Settings settings;
+  settings.shm = shm;
+  auto engines = make_engines(size, folder, settings);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank)
+    threads.emplace_back([&, rank] {
+      Engine& engine = *engines[rank];
+      std::mt19937 pauses(seed + static_cast<unsigned>(rank));
+      std::byte token{0};
+      for (int round = 0; round < rounds; ++round) {
+        PingReceive receive(engine, &token, 1);
+        receive.context = 4;
+        receive.source = (rank + size - 1) % size;
+        const auto pass_on = [&](Hold& held) {
+          const auto told = static_cast<std::byte>(round);
+          PingSend send(engine);
+          send.context = 4;
+          send.data = &told;
+          send.nbytes = 1;
+          check(engine.start(send, (rank + 1) % size), "the engine is open");
+          check(engine.wait(held, [&] { return send.is_done; }, now_ns() + 60 * second), "it is passed on");
+        };
+        Hold held = engine.hold();
+        if (rank == 0) pass_on(held);
+        check(engine.start(receive), "the engine is open");
+        check(engine.wait(held, [&] { return receive.is_done; }, now_ns() + 60 * second), "it comes round");
+        check(receive.outcome == Outcome::done && token == static_cast<std::byte>(round), "it is this round's");
+        if (rank != 0) pass_on(held);
+        held.unlock();
+        if (pauses() % 16 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(pauses() % 5));
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  for (auto& engine : engines) engine->close(second);
+}
+
 // Who computes or waits for a core is slow; who is stopped is not.
 void test_starved() {
   const pid_t busy = fork();
@@ -183,18 +412,34 @@ void test_starved() {
   check(!is_starved(busy), "nor one that is gone");
 }
 
+// Say what is done: under a sanitizer it takes minutes.
+template <class Test>
+void run(const char* what, Test test) {
+  const std::int64_t start = now_ns();
+  test();
+  std::printf("%s: %.1f s\n", what, static_cast<double>(now_ns() - start) / 1e9);
+  std::fflush(stdout);
+}
+
 }  // namespace
 
 int main() {
   char folder[] = "/tmp/unisono-test-XXXXXX";
   check(mkdtemp(folder) != nullptr, "there is a folder");
-  test_checksum();
-  test_starved();
-  for (const bool shm : {true, false}) test_rumour(folder, shm);
+  run("checksum", test_checksum);
+  run("starved", test_starved);
   for (unsigned seed = 1; seed <= 3; ++seed) {
-    test_ring(seed);
-    test_wake_ups(folder, seed, true);
-    test_wake_ups(folder, seed, false);
+    run("ring", [&] { test_ring(seed); });
+    run("offers read in rings", [&] { test_offers(folder, seed, true, false); });
+    for (const bool shm : {true, false}) {
+      std::printf("seed %u, %s\n", seed, shm ? "shared memory" : "tcp");
+      run("rumour", [&] { test_rumour(folder, shm); });
+      run("wake-ups", [&] { test_wake_ups(folder, seed, shm); });
+      run("circle", [&] { test_circle(folder, seed, shm); });
+      run("desks", [&] { test_desks(folder, seed, shm); });
+      run("offers", [&] { test_offers(folder, seed, shm, true); });
+      run("close while busy", [&] { test_close_while_busy(folder, seed, shm); });
+    }
   }
   check(rmdir(folder) == 0, "nothing is left in the folder");
   std::puts("ok");

@@ -9,6 +9,8 @@ ended. While nobody waits, a pump thread sleeps in the engine and tells, so that
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import logging
 import threading
@@ -41,9 +43,10 @@ from unisono.contract import (
 )
 from unisono.errors import BackendUnavailable, ClosedError, UnisonoError, UsageError
 from unisono.matching import Posted, refusal
+from unisono.plans.program import piece_bytes_of
 from unisono.plans.steps import Buf, Plan
 from unisono.runtime import Event, RealRuntime, Runtime, Waiting
-from unisono.values import Any_
+from unisono.values import ANY, BFLOAT16, DTYPES, Any_, Status
 
 __all__ = ["DESCRIPTION", "Card", "Credentials", "NativeBackend"]
 
@@ -53,6 +56,9 @@ _log = logging.getLogger("unisono.native")
 _SLICE_S = 0.05
 
 _CAPABILITIES = Capabilities("native", run_plan=True)
+
+# By their number; NumPy's own arrays are never bfloat16.
+_NUMPY_TYPES = [None if dtype is BFLOAT16 else dtype.storage for dtype in DTYPES.values()]
 
 # native/engine/message.hpp: Outcome
 _DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)
@@ -139,7 +145,10 @@ class NativeBackend(Backend):
         )
         self._pump.start()
         # Who is simply forgotten must not leave threads and the others waiting.
-        self._forgotten = weakref.finalize(self, _forget, self._desk, self._pump)
+        leave = functools.partial(_forget, self._desk, self._pump)
+        _open[self._desk] = leave
+        self._forgotten = weakref.finalize(self, self._runtime.call_soon, leave)
+        self._forgotten.atexit = False
 
     def card(self) -> Card:
         """What the others need to reach this rank."""
@@ -251,7 +260,8 @@ class NativeBackend(Backend):
     def run_plan(self, plan: Plan, stage: Stage) -> Request:
         """Run a plan in the engine, without the GIL."""
         dtype, memory, config, op = stage.dtype, stage.memory, self._config, stage.op
-        program = compiled(plan, max(1, config.segment_bytes // dtype.itemsize), stage.members, self._size)
+        nbytes = piece_bytes_of(plan, config.segment_bytes, config.message_bytes_max)
+        program = compiled(plan, max(1, nbytes // dtype.itemsize), stage.members, self._size)
         if stage.on_compiled is not None:
             stage.on_compiled(program)
         given, result = memory.get(Buf.IN), memory.get(Buf.OUT)
@@ -290,6 +300,23 @@ class NativeBackend(Backend):
         """Short messages without a request for each."""
         return _native.Mailbox(self._engine, context, tag)
 
+    def hot_messages(
+        self, context: int, members: tuple[int, ...], ledger: _native.Ledger, *, is_introduced: bool
+    ) -> _native.HotMessages:
+        """Make what sends and receives a communicator's plain messages in the engine."""
+        return _native.HotMessages(
+            self._engine,
+            ledger,
+            context=context,
+            members=members,
+            array_type=np.ndarray,
+            empty=np.empty,
+            dtypes=_NUMPY_TYPES,
+            status=Status,
+            any=ANY,
+            is_introduced=is_introduced,
+        )
+
     def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
         """Follow a run that the hot path began."""
         request = _RunRequest(self._desk, memory)
@@ -306,6 +333,7 @@ class NativeBackend(Backend):
             return
         self._engine.close(self._config.flush_s)
         self._desk.close()
+        _open.pop(self._desk, None)
         if threading.current_thread() is not self._pump and not self._engine.is_forked():
             self._pump.join()
         for call in self._after_close:
@@ -598,12 +626,24 @@ def _refused(error: BaseException) -> BaseException:
 
 
 def _forget(desk: _Desk, pump: threading.Thread) -> None:
-    """Leave without a word. At the end of the interpreter no thread may come back from the engine."""
+    """Leave without a word."""
+    _open.pop(desk, None)
     desk.engine.close(0.0)
     desk.is_closed = True
     desk.engine.poke()
     if threading.current_thread() is not pump and not desk.engine.is_forked():
         pump.join(1.0)
+
+
+# Ranks that have not left, and how they do.
+_open: dict[_Desk, Callable[[], None]] = {}
+
+
+@atexit.register
+def _leave_all() -> None:
+    """At the end of the interpreter no thread may come back from the engine."""
+    for leave in list(_open.values()):
+        leave()
 
 
 def _pump(desk_ref: weakref.ref[_Desk], engine: _native.Engine) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from unisono import _native
-from unisono.plans.execute import program_of
+from unisono.plans.program import program_of
 from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
 
 __all__ = ["compiled"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unisono._native import HotPath, Ledger
+from unisono._native import HotMessages, HotPath, Ledger
 from unisono.config import Config
 from unisono.contract import UNTYPED, Backend, Capabilities, Lane, Mailbox, PeerDown, Request, Stage
 from unisono.errors import UsageError
@@ -122,6 +122,13 @@ class SubBackend(Backend):
         """The parent's, by our numbers."""
         theirs = self.parent.mailbox(context, tag)
         return None if theirs is None else _SubMailbox(theirs, self.members, self._local)
+
+    def hot_messages(
+        self, context: int, members: tuple[int, ...], ledger: Ledger, *, is_introduced: bool
+    ) -> HotMessages | None:
+        """The parent's, with the parent's ranks."""
+        there = tuple(self.members[rank] for rank in members)
+        return self.parent.hot_messages(context, there, ledger, is_introduced=is_introduced)
 
     def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
         """Follow a run in the parent."""

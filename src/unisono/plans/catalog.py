@@ -20,6 +20,7 @@ from unisono.plans import (
     doubling,
     flat,
     hierarchical,
+    hierarchical_blocks,
     hillis_steele,
     ordered,
     pairwise,
@@ -73,6 +74,7 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
     {
         "all_reduce": {
             "ring": Entry(ring.all_reduce),
+            "pairwise": Entry(pairwise.all_reduce),
             "doubling": _canonical(doubling.doubling_all_reduce),
             "halving_doubling": _canonical(doubling.halving_doubling_all_reduce),
             "tree": _canonical(tree.all_reduce),
@@ -97,6 +99,7 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
             "ring": Entry(ring.all_gather),
             "dissemination": Entry(dissemination.all_gather),
             "flat": Entry(flat.all_gather),
+            "hierarchical": _by_hosts(hierarchical_blocks.all_gather),
         },
         "gather": {
             "tree": Entry(tree.gather),
@@ -111,11 +114,13 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
             "ring": Entry(ring.reduce_scatter),
             "halving": _canonical(doubling.halving_reduce_scatter),
             "ordered": _canonical(ordered.reduce_scatter),
+            "hierarchical": _by_hosts(hierarchical_blocks.reduce_scatter),
         },
         "all_to_all": {
             "pairwise": Entry(pairwise.all_to_all),
             "flat": Entry(flat.all_to_all),
             "dissemination": Entry(dissemination.all_to_all, takes_uneven=False),
+            "hierarchical": Entry(hierarchical_blocks.all_to_all, takes_uneven=False, needs_hosts=True),
         },
         "scan": {
             "hillis_steele": Entry(hillis_steele.scan, Order.RANK),

@@ -3,19 +3,18 @@
 Knows which steps may run at the same time and in which order messages between two ranks must be posted. Does
 not know algorithms, nor how a backend moves bytes.
 
-A plan is first cut into a *program*: its steps in pieces of at most one segment, each with the earlier pieces
-it must wait for (those whose slices overlap its own, one of them writing). A *run* then posts whatever is
-ready. It runs ahead of the plan's rounds as far as the data allow; only messages to or from one peer keep
-their written order, because that is how the k-th send meets the k-th receive.
+A plan is first cut into a *program* (program.py). A *run* then posts whatever is ready. It runs ahead of the
+plan's rounds as far as the data allow; only messages to or from one peer keep their written order, because
+that is how the k-th send meets the k-th receive.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -24,10 +23,11 @@ from unisono.buffers import as_bytes
 from unisono.contract import Backend, Request, Stage
 from unisono.errors import PeerLost, UnisonoError, UsageError
 from unisono.kernels import reduce_into
-from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
+from unisono.plans.program import Program, piece_bytes_of, program_of
+from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice
 from unisono.work import Call, Steps
 
-__all__ = ["Execution", "Memory", "Program", "execute", "program_of"]
+__all__ = ["Execution", "Memory", "execute"]
 
 _NUMBER_BYTES: Final = 4
 
@@ -52,8 +52,9 @@ class Execution:
 def execute(plan: Plan, how: Execution) -> Steps[None]:
     """Run one rank's plan to its end; on an error, withdraw what can be withdrawn and wait for the rest."""
     config = how.backend.config
-    segment = max(1, config.segment_bytes // how.stage.dtype.itemsize)
-    run = _Run(program_of(plan, segment), plan, how, config.window_segments)
+    nbytes = piece_bytes_of(plan, config.segment_bytes, config.message_bytes_max)
+    program = program_of(plan, max(1, nbytes // how.stage.dtype.itemsize))
+    run = _Run(program, plan, how, config.window_segments)
     try:
         if how.call.interruption is not None:
             raise how.call.interruption
@@ -66,120 +67,6 @@ def execute(plan: Plan, how: Execution) -> Steps[None]:
             with contextlib.suppress(UnisonoError):
                 yield
         raise
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """The pieces of a plan: `before[i]` lists those that piece i awaits, `after[i]` those that await it."""
-
-    pieces: tuple[Step, ...]
-    before: tuple[tuple[int, ...], ...]
-    after: tuple[tuple[int, ...], ...]
-
-
-def program_of(plan: Plan, segment: int) -> Program:
-    """Cut a plan into pieces of at most `segment` elements; the same again for the same plan."""
-    # The plan itself is a long key; what it was built from says the same.
-    return _programs(_Key(plan, (plan.problem, plan.algorithm, plan.rank, segment)), segment)
-
-
-class _Key:
-    """A plan that compares by what it was built from."""
-
-    __slots__ = ("identity", "plan")
-
-    def __init__(self, plan: Plan, identity: tuple[Any, ...]) -> None:
-        self.plan = plan
-        self.identity = identity
-
-    def __hash__(self) -> int:
-        return hash(self.identity)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.identity == other.identity
-
-
-@lru_cache(maxsize=1024)
-def _programs(key: _Key, segment: int) -> Program:
-    pieces = tuple(piece for step in key.plan.steps for piece in _cut(step, segment))
-    before = _Accesses.of(pieces)
-    after: list[list[int]] = [[] for _ in pieces]
-    for i, earlier in enumerate(before):
-        for j in earlier:
-            after[j].append(i)
-    return Program(pieces, tuple(tuple(sorted(earlier)) for earlier in before), tuple(map(tuple, after)))
-
-
-def _cut(step: Step, segment: int) -> Iterator[Step]:
-    """Cut a step into pieces of at most `segment` elements; an empty one stays one empty piece."""
-    whole = _reads_writes(step)[0][0]
-    if whole.count <= segment:
-        yield step
-        return
-    for start in range(0, whole.count, segment):
-        length = min(segment, whole.count - start)
-
-        def part(s: Slice, start: int = start, length: int = length) -> Slice:
-            return Slice(s.buf, s.start + start, s.start + start + length)
-
-        match step:
-            case Send(peer, src):
-                yield Send(peer, part(src))
-            case Recv(peer, dst):
-                yield Recv(peer, part(dst))
-            case RecvReduce(peer, dst, left):
-                yield RecvReduce(peer, part(dst), left)
-            case Copy(dst, src):
-                yield Copy(part(dst), part(src))
-            case Reduce(dst, src, left):
-                yield Reduce(part(dst), part(src), left)
-
-
-def _reads_writes(step: Step) -> tuple[tuple[Slice, bool], ...]:
-    """The slices a step touches, each with whether it is written."""
-    match step:
-        case Send(_, src):
-            return ((src, False),)
-        case Recv(_, dst) | RecvReduce(_, dst):
-            return ((dst, True),)
-        case Copy(dst, src) | Reduce(dst, src):
-            return ((dst, True), (src, False))
-
-
-class _Accesses:
-    """Who touched which elements of a buffer last: the source of every dependency."""
-
-    def __init__(self) -> None:
-        self._live: list[tuple[int, int, bool, int]] = []
-
-    @classmethod
-    def of(cls, pieces: tuple[Step, ...]) -> list[set[int]]:
-        """For each piece, the earlier ones it must wait for."""
-        buffers = {buf: cls() for buf in Buf}
-        waits: list[set[int]] = []
-        for i, piece in enumerate(pieces):
-            earlier: set[int] = set()
-            for touched, writes in _reads_writes(piece):
-                earlier |= buffers[touched.buf]._touch(touched, writes, i)
-            waits.append(earlier - {i})
-        return waits
-
-    def _touch(self, s: Slice, writes: bool, i: int) -> set[int]:
-        if s.count == 0:
-            return set()
-        earlier: set[int] = set()
-        kept = []
-        for entry in self._live:
-            start, stop, wrote, who = entry
-            overlaps = start < s.stop and s.start < stop
-            if overlaps and (writes or wrote):
-                earlier.add(who)
-            # A write that covers an access stands for it from now on: who waits for the write waits for both.
-            if not (writes and s.start <= start and stop <= s.stop):
-                kept.append(entry)
-        kept.append((s.start, s.stop, writes, i))
-        self._live = kept
-        return earlier
 
 
 class _Run:

@@ -1,8 +1,8 @@
 """Flat: everyone talks to everyone concerned, at once.
 
-Knows no structure at all. One round (two for a barrier), as many messages as there are pairs: for few ranks
-and few bytes. Contributions are kept apart until all are there, so reductions follow the canonical tree,
-and prefixes the left fold.
+Knows no structure at all. One round, as many messages as there are pairs: for few ranks and few bytes.
+Contributions are kept apart until all are there, so reductions follow the canonical tree, and prefixes the
+left fold.
 """
 
 from __future__ import annotations
@@ -128,13 +128,9 @@ def _prefix(problem: Problem, rank: int, inclusive: bool) -> Plan:
 
 
 def barrier(problem: Problem, rank: int) -> Plan:
-    """Let rank 0 hear from each and answer each."""
-    if rank != 0:
-        return finish(problem, rank, "flat", [[Send(0, TOKEN)], [Recv(0, TOKEN)]])
-    peers = others(0, problem.size)
-    arrived = {peer: Slice(Buf.TMP, peer, peer + 1) for peer in peers}
-    hear: list[Step] = [Recv(peer, arrived[peer]) for peer in peers]
-    # The answers must wait for all that arrived.
-    hear += [Copy(TOKEN, arrived[peer]) for peer in peers]
-    answer = [Send(peer, TOKEN) for peer in peers]
-    return finish(problem, rank, "flat", [hear, answer])
+    """Tell everyone, and hear from everyone."""
+    peers = others(rank, problem.size)
+    heard = {peer: Slice(Buf.TMP, turn, turn + 1) for turn, peer in enumerate(peers, 1)}
+    tell: list[Step] = [Send(peer, TOKEN) for peer in peers]
+    hear: list[Step] = [Recv(peer, heard[peer]) for peer in peers]
+    return finish(problem, rank, "flat", [[*tell, *hear]])

@@ -17,7 +17,7 @@ from unisono.plans.compose import embed, padded
 from unisono.plans.layout import Rounds, even_bounds, finish, whole, with_first
 from unisono.plans.steps import Buf, Copy, Plan, Problem
 
-__all__ = ["all_reduce", "barrier", "broadcast", "reduce"]
+__all__ = ["all_reduce", "barrier", "broadcast", "group_of", "groups_of", "reduce"]
 
 Group: TypeAlias = tuple[int, ...]
 Places: TypeAlias = Mapping[Buf, tuple[Buf, int]]
@@ -29,7 +29,7 @@ _LARGE_COUNT: Final = 32 * 1024
 def all_reduce(problem: Problem, rank: int) -> Plan:
     """Reduce inside hosts, all_reduce between them, spread inside."""
     count = problem.counts[0]
-    groups = _groups(problem)
+    groups = groups_of(problem)
     is_large = count >= _LARGE_COUNT
     equal = len({len(group) for group in groups}) == 1
     if is_large and equal and len(groups[0]) > 1:
@@ -53,7 +53,7 @@ def _sharded_all_reduce(problem: Problem, rank: int, groups: Sequence[Group]) ->
     members = len(groups[0])
     bounds = even_bounds(problem.counts[0], members)
     counts = tuple(stop - start for start, stop in neighbours(bounds))
-    member = _group_of(rank, groups).index(rank)
+    member = group_of(rank, groups).index(rank)
     vector, shard, scratch = (Buf.OUT, 0), (Buf.OUT, bounds[member]), (Buf.TMP, 0)
     across = list(zip(*groups, strict=True))
     rounds = [
@@ -79,12 +79,12 @@ def _sharded_all_reduce(problem: Problem, rank: int, groups: Sequence[Group]) ->
 def reduce(problem: Problem, rank: int) -> Plan:
     """Reduce to the leader of each host, then from the leaders to the root."""
     count, root = problem.counts[0], problem.root
-    groups = _groups(problem)
+    groups = groups_of(problem)
     leaders = _leaders(groups, root)
     part = chain.reduce if count >= _LARGE_COUNT else tree.reduce
 
     # A leader other than the root sums up in `tmp`; a host of one rank has nothing to sum up.
-    keeps_sum = rank in leaders and rank != root and len(_group_of(rank, groups)) > 1
+    keeps_sum = rank in leaders and rank != root and len(group_of(rank, groups)) > 1
     sum_ = (Buf.TMP, 0) if keeps_sum else (Buf.OUT, 0) if rank == root else (Buf.IN, 0)
     scratch = (Buf.TMP, count if keeps_sum else 0)
     inside = {Buf.IN: (Buf.IN, 0), Buf.OUT: sum_, Buf.TMP: scratch}
@@ -100,7 +100,7 @@ def reduce(problem: Problem, rank: int) -> Plan:
 def broadcast(problem: Problem, rank: int) -> Plan:
     """Broadcast from the root to the leaders, then inside hosts."""
     count, root = problem.counts[0], problem.root
-    groups = _groups(problem)
+    groups = groups_of(problem)
     part = chain.broadcast if count >= _LARGE_COUNT else tree.broadcast
     places = _everything_in(Buf.OUT)
     rounds = [
@@ -112,7 +112,7 @@ def broadcast(problem: Problem, rank: int) -> Plan:
 
 def barrier(problem: Problem, rank: int) -> Plan:
     """Tell the leader, let the leaders meet, and let them tell."""
-    groups = _groups(problem)
+    groups = groups_of(problem)
 
     def up(part: Problem, member: int) -> Plan:
         return finish(part, member, "tree", tree.token_up(part.size, member))
@@ -145,7 +145,7 @@ def _phase(
     length = max(len(builder(problem_of(group), 0).rounds) for group in by_size.values())
     if not any(rank in group for group in groups):
         return padded([], length)
-    group = _group_of(rank, groups)
+    group = group_of(rank, groups)
     plan = builder(problem_of(group), group.index(rank))
     return padded(embed(plan.rounds, group, places), length)
 
@@ -159,7 +159,7 @@ def _everything_in(buf: Buf) -> Places:
     return {Buf.IN: (buf, 0), Buf.OUT: (buf, 0), Buf.TMP: (Buf.TMP, 0)}
 
 
-def _groups(problem: Problem) -> list[Group]:
+def groups_of(problem: Problem) -> list[Group]:
     """Return the ranks of each host, ascending; hosts in the order of their first rank."""
     by_host: dict[int, list[int]] = {}
     for rank, host in enumerate(problem.hosts or (0,) * problem.size):
@@ -167,7 +167,8 @@ def _groups(problem: Problem) -> list[Group]:
     return [tuple(ranks) for ranks in by_host.values()]
 
 
-def _group_of(rank: int, groups: Sequence[Group]) -> Group:
+def group_of(rank: int, groups: Sequence[Group]) -> Group:
+    """Return the ranks of the host of a rank."""
     return next(group for group in groups if rank in group)
 
 

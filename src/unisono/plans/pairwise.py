@@ -6,10 +6,20 @@ ranks ever send to the same one at a time.
 
 from __future__ import annotations
 
-from unisono.plans.layout import chunks, finish, offsets, whole, with_first
+from unisono.plans.layout import chunks, even_bounds, finish, offsets, whole, with_first
 from unisono.plans.steps import Buf, Copy, Plan, Problem, Recv, RecvReduce, Send
 
-__all__ = ["all_to_all", "reduce_scatter"]
+__all__ = ["all_reduce", "all_to_all", "reduce_scatter"]
+
+
+def all_reduce(problem: Problem, rank: int) -> Plan:
+    """Add up the own chunk from what each peer has of it, then fetch theirs, all in place."""
+    size = problem.size
+    part = chunks(Buf.OUT, even_bounds(problem.counts[0], size))
+    places = [((rank + turn) % size, (rank - turn) % size) for turn in range(1, size)]
+    reduce_rounds = [(Send(to, part[to]), RecvReduce(source, part[rank])) for to, source in places]
+    gather_rounds = [(Send(to, part[rank]), Recv(source, part[source])) for to, source in places]
+    return finish(problem, rank, "pairwise", [*reduce_rounds, *gather_rounds])
 
 
 def all_to_all(problem: Problem, rank: int) -> Plan:
