@@ -573,3 +573,59 @@ def with_objects(comm: uni.Communicator) -> str:
 
 def test_objects_live_on_another_rank_until_they_are_released(world_of):
     assert world_of(with_objects, 2) == ["ok"] * 2
+
+
+# -- streams ---------------------------------------------------------------------------------------------
+
+
+def with_streams(comm: uni.Communicator) -> str:
+    agent = Agent(comm)
+    made, closed = [0], threading.Event()
+
+    @agent.expose
+    def count(n: int, length: int = 0) -> Any:
+        try:
+            for i in range(n):
+                made[0] += 1
+                yield np.arange(length) + i if length and i % 3 else i
+        finally:
+            closed.set()
+
+    @agent.expose
+    def breaks() -> Any:
+        yield 1
+        raise ValueError("after the first")
+
+    @agent.expose
+    def through(n: int) -> Any:
+        yield from agent.stream(0, "count", n)
+
+    agent.register("made", lambda: made[0])
+    agent.register("closed", lambda: closed.wait(LONG_S))
+    agent.register("plain", lambda: 5)
+    if comm.rank == 0:
+        assert list(agent.stream(1, "count", 100)) == list(range(100))
+        assert list(agent.stream(1, "count", 0)) == []
+        for i, item in enumerate(agent.stream(1, "count", 50, length=9000)):
+            np.testing.assert_array_equal(item, np.arange(9000) + i if i % 3 else i)
+        assert list(agent.stream(1, "through", 40)) == list(range(40))
+        assert list(agent.stream(0, "count", 3)) == [0, 1, 2]
+        stream = agent.stream(1, "breaks")
+        assert next(stream) == 1
+        with pytest.raises(uni.RemoteError, match="after the first"):
+            next(stream)
+        with pytest.raises(TypeError, match="stream"):
+            agent.call(1, "count", 5)
+        with pytest.raises(TypeError, match="call"):
+            next(agent.stream(1, "plain"))
+        before = agent.call(1, "made")
+        with agent.stream(1, "count", 10**9) as endless:
+            assert [next(endless) for _ in range(20)] == list(range(20))
+            assert agent.call(1, "made") - before <= 20 + 17  # it waits for its reader
+        assert agent.call(1, "closed")
+    comm.barrier()
+    return "ok"
+
+
+def test_generators_stream_as_fast_as_they_are_read(world_of):
+    assert world_of(with_streams, 2) == ["ok"] * 2

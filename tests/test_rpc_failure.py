@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -262,3 +266,42 @@ def test_a_simulated_rank_that_pauses_answers_later():
     result = uni.simulate(simulated, 3, faults=[Pause(1, at_s=0.5, for_s=1.0)])
     total = np.arange(9000).sum()
     assert result.results[0] == [total, total, "DeadlineExceeded", total]
+
+
+# -- forgetting ------------------------------------------------------------------------------------------
+
+
+def forgets(comm: uni.Communicator) -> int:
+    agent = Agent(comm)
+    agent.register("echo", lambda x: x)
+    agent.register("stuck", lambda: time.sleep(600))
+    keep.append((comm, agent, agent.start(1 - comm.rank, "stuck")))
+    return agent.call(1 - comm.rank, "echo", 5)
+
+
+keep: list[Any] = []
+FORGETFUL = """
+import unisono as uni
+from tests.test_rpc_failure import forgets
+with uni.init() as world:
+    inner = world.sub(range(world.size))
+    assert forgets(inner) == 5
+    world.barrier()
+import os, sys
+sys.exit(0)
+"""
+
+
+def test_an_agent_that_nobody_closes_keeps_no_process_alive(tmp_path):
+    """Neither at the end of the world nor of the interpreter, with a handler that never ends."""
+    program = tmp_path / "forgetful.py"
+    program.write_text(FORGETFUL)
+    ended = subprocess.run(
+        [sys.executable, "-m", "unisono", "run", "-n", "2", str(program)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "UNISONO_FLUSH_S": "0.2", "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert ended.returncode == 0, ended.stderr

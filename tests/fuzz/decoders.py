@@ -80,7 +80,10 @@ def typed(data: bytes) -> None:
 def frame(data: bytes) -> None:
     """What agents say to each other, and the memory that they ask for."""
     said = frames.decode(data)
-    if isinstance(said, frames.PackedAsk | frames.PackedAnswer) and sum(said.body.sizes) < 1 << 20:
+    if (
+        isinstance(said, frames.PackedAsk | frames.PackedAnswer | frames.PackedItem)
+        and sum(said.body.sizes) < 1 << 20
+    ):
         room = payload.places(said.body)
         for one in room:
             one[:] = 0

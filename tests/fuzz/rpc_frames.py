@@ -6,7 +6,21 @@ import random
 
 import numpy as np
 
-from unisono.rpc.frames import Ack, Answer, Ask, Bye, Cancel, Failure, Packed, PackedAnswer, PackedAsk, encode
+from unisono.rpc.frames import (
+    Ack,
+    Answer,
+    Ask,
+    Bye,
+    Cancel,
+    Failure,
+    Item,
+    More,
+    Packed,
+    PackedAnswer,
+    PackedAsk,
+    PackedItem,
+    encode,
+)
 from unisono.rpc.payload import pack
 
 __all__ = ["corpus", "mutated"]
@@ -31,6 +45,10 @@ def corpus() -> list[bytes]:
         Cancel(5),
         Ack(32),
         Bye(),
+        Ask(14, "count", None, [5], 16),
+        Item(15, 0, 1.5),
+        PackedItem(16, 1, 17, inline),
+        More(14, 8),
     ]
     return [encode(frame) for frame in frames]
 

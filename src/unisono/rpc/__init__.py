@@ -12,5 +12,6 @@ agent.call(1, "add", 2, 3)
 from unisono.rpc.agent import Agent
 from unisono.rpc.incoming import Incoming, here
 from unisono.rpc.objects import Proxy, Reference
+from unisono.rpc.streams import Stream
 
-__all__ = ["Agent", "Incoming", "Proxy", "Reference", "here"]
+__all__ = ["Agent", "Incoming", "Proxy", "Reference", "Stream", "here"]

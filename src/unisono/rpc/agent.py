@@ -5,9 +5,11 @@ Knows how calls, frames and handlers meet. Does not know how any of them works: 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -38,8 +40,11 @@ from unisono.rpc.frames import (
     Bye,
     Cancel,
     Failure,
+    Item,
+    More,
     PackedAnswer,
     PackedAsk,
+    PackedItem,
     decode,
     encode,
 )
@@ -47,9 +52,10 @@ from unisono.rpc.incoming import current
 from unisono.rpc.objects import Proxy, Reference
 from unisono.rpc.payload import is_plain, pack, places, unpack
 from unisono.rpc.pool import Pool
-from unisono.rpc.post import CallbackPost, MailboxPost, Post
+from unisono.rpc.post import Awaited, CallbackPost, MailboxPost, Post
 from unisono.rpc.registry import Registry, check_name
 from unisono.rpc.server import Server
+from unisono.rpc.streams import WINDOW, Arrivals, Stream
 from unisono.runtime import NEVER, Deadline, Runtime, Waiting
 from unisono.work import Work, wait_all
 
@@ -144,6 +150,8 @@ class Agent:
             post = MailboxPost(mailbox, self.runtime, self._on_frame)
             self.post = post
             self._server.pool = Pool(self.runtime, self._server.run, handlers, title, post)
+            # At the end of the interpreter no thread may come back from below Python.
+            atexit.register(self._leave_at_exit, os.getpid())
         else:
             self._server.pool = Pool(self.runtime, self._server.run, handlers, title, None)
             self.post = CallbackPost(self.backend, self.context, self._on_frame)
@@ -220,6 +228,18 @@ class Agent:
             peer.notes += 1
         self._dispatch(peer, frame, number, parts, None)
 
+    def stream(
+        self, dst: int | str, name: str, /, *args: Any, timeout: float | None = TIMEOUT_S, **kwargs: Any
+    ) -> Stream:
+        """Read what a generator on another rank gives, item by item; `timeout` is for each of them.
+
+        The generator is at most a few items ahead. It is closed with the stream, or when that is forgotten.
+        """
+        arrivals = Arrivals(self.post.wake)
+        calling = self._begin(dst, name, args, kwargs, None, timers=False, arrivals=arrivals)
+        calling.on_done(arrivals.look)
+        return Stream(self, calling, arrivals, timeout)
+
     # -- objects ------------------------------------------------------------------------------------------
 
     def remote(
@@ -257,6 +277,7 @@ class Agent:
             if self.is_closing:
                 return
             self.is_closing = True
+        atexit.unregister(self._leave_at_exit)
         runtime, flush_s = self.runtime, self.backend.config.flush_s
         waiting = Waiting(self.world_rank, (), "closing the agent")
         self._drain(runtime.deadline(flush_s))
@@ -350,15 +371,7 @@ class Agent:
         if peer is None:
             return
 
-        def end() -> None:
-            self._end_peer(peer, lambda: _lost(down.rank, down.cause))
-            self._server.on_gone(peer.rank)
-
-        if isinstance(self.post, MailboxPost):
-            # Its last answers are here, but a thread may be about to deliver them.
-            self.runtime.call_at(self.runtime.now() + _LAST_WORDS_S, end)
-        else:
-            end()
+        self._lose(peer, lambda: _lost(down.rank, down.cause))
 
     def on_silence(self) -> None:
         """The backend was closed under the agent."""
@@ -406,6 +419,13 @@ class Agent:
                     calling.fail(error_of(frame, calling).located(calling.location()))
             case PackedAnswer():
                 self._on_packed_answer(peer, frame)
+            case Item():
+                if (calling := peer.calls.get(frame.call)) is not None and calling.stream is not None:
+                    calling.stream.add(frame.index, frame.value)
+            case PackedItem():
+                self._on_packed_item(peer, frame)
+            case More():
+                self._server.on_more(peer.rank, frame.call, frame.count)
             case Cancel():
                 self._server.on_cancel(peer.rank, frame.call)
             case Ack():
@@ -414,8 +434,7 @@ class Agent:
                 if peer.room:
                     self.make_room(peer)
             case Bye():
-                self._end_peer(peer, lambda: closed_there(peer))
-                self._server.on_gone(peer.rank)
+                self._lose(peer, lambda: closed_there(peer))
 
     def _on_packed_answer(self, peer: Peer, frame: PackedAnswer) -> None:
         calling = peer.calls.get(frame.call)
@@ -444,6 +463,28 @@ class Agent:
         if calling.is_done and calling.taking is not None:
             calling.taking.cancel()
 
+    def _on_packed_item(self, peer: Peer, frame: PackedItem) -> None:
+        calling = peer.calls.get(frame.call)
+        if calling is None or (stream := calling.stream) is None:
+            return  # given up: its generator was told, and takes back what is on its way
+        memory = places(frame.body)
+
+        def then(error: BaseException | None) -> None:
+            try:
+                if error is not None:
+                    raise error
+                stream.add(frame.index, unpack(frame.body, memory))
+            except Exception as fault:
+                stream.add(frame.index, None, fault)
+
+        if not memory:
+            then(None)
+            return
+        taking = Taking(self.backend, peer.rank, self.context, frame.number, memory, then)
+        calling.items = [*(one for one in calling.items if not one.is_done), taking]
+        if calling.has_failed:
+            taking.cancel()
+
     # -- making calls -------------------------------------------------------------------------------------
 
     def _begin(
@@ -455,6 +496,7 @@ class Agent:
         timeout: float | None,
         *,
         timers: bool,
+        arrivals: Arrivals | None = None,
     ) -> Calling:
         now = self.runtime.now()
         deadline = NEVER if timeout is None else self.runtime.deadline(timeout)
@@ -466,8 +508,9 @@ class Agent:
         peer = self._admitted(dst, name, deadline)
         number = self.next_number()
         calling = Calling(self, peer, number, name, deadline, now)
+        calling.stream, window = arrivals, WINDOW if arrivals is not None else 0
         try:
-            frame, following, parts = self._asked(number, name, args, kwargs, deadline)
+            frame, following, parts = self._asked(number, name, args, kwargs, deadline, window)
         except BaseException:
             calling.is_done = True  # it never began
             raise
@@ -483,16 +526,22 @@ class Agent:
         return calling
 
     def _asked(
-        self, number: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], deadline: Deadline | None
+        self,
+        number: int,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        deadline: Deadline | None,
+        window: int = 0,
     ) -> tuple[bytes, int, list[memoryview]]:
         """The frame of a call, and what follows it under which number."""
         timeout_s = None if deadline is None else deadline.given_s
         try:
             if not kwargs and is_plain(args):
-                return encode(Ask(number, name, timeout_s, args)), 0, []  # type: ignore[arg-type]
+                return encode(Ask(number, name, timeout_s, args, window)), 0, []  # type: ignore[arg-type]
             body, parts = pack([list(args), kwargs])
             following = self.next_number()
-            return encode(PackedAsk(number, name, timeout_s, following, body)), following, parts
+            return encode(PackedAsk(number, name, timeout_s, following, body, window)), following, parts
         except (UnicodeEncodeError, OverflowError) as error:
             raise UsageError(f"the call of {name!r} cannot be encoded: {error}") from None
 
@@ -550,7 +599,7 @@ class Agent:
             peer.room.append(room)
         self.make_room(peer)
         waiting = Waiting(self.world_rank, (peer.world_rank,), f"call of {name!r}")
-        self._wait(room, deadline, waiting)
+        self.wait_for(room, deadline, waiting)
         if not room.is_done:
             raise DeadlineExceeded(
                 f"rank {peer.world_rank} has too many calls to answer",
@@ -558,7 +607,7 @@ class Agent:
                 where=Location(f"call of {name!r}", self.communicator, self.epoch),
             )
 
-    def _wait(self, room: Room, deadline: Deadline, waiting: Waiting) -> None:
+    def wait_for(self, room: Awaited, deadline: Deadline, waiting: Waiting) -> None:
         """Wait for something that is no answer; a handler gives up its slot meanwhile."""
         incoming = current.get()
         pool = None if incoming is None else incoming.server.slot_of_thread()
@@ -602,7 +651,7 @@ class Agent:
             asked = [p for p in self._peers if p.state is Peer.State.ASKED and p.error is None]
             if not asked:
                 break
-            self._wait(room, deadline, waiting)
+            self.wait_for(room, deadline, waiting)
             if not room.is_done:
                 raise DeadlineExceeded(
                     f"rank {asked[0].world_rank} did not say what its agent is called",
@@ -626,6 +675,17 @@ class Agent:
         self.register(name if name is not None else getattr(fn, "__name__", ""), fn)
         return fn
 
+    def _leave_at_exit(self, pid: int) -> None:
+        """Leave without a word: nobody has closed the agent."""
+        if self.is_closing or os.getpid() != pid:
+            return
+        self.is_closing = self.is_closed = True
+        for peer in self._peers:
+            self._end_peer(peer, closed_here)
+        self.post.close()
+        waiting = Waiting(self.world_rank, (), "the end of the process")
+        self._server.pool.close(_AT_EXIT_S, lambda: waiting)
+
     def _drain(self, deadline: Deadline) -> None:
         """Wait until every call that came is answered."""
         if self._server.pool.is_mine:
@@ -634,6 +694,19 @@ class Agent:
         while not self._server.is_idle() and not deadline.has_passed(self.runtime.now()):
             self.runtime.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.01)
+
+    def _lose(self, peer: Peer, error: Callable[[], UnisonoError]) -> None:
+        """A rank, or its agent, is gone."""
+
+        def end() -> None:
+            self._end_peer(peer, error)
+            self._server.on_gone(peer.rank)
+
+        if isinstance(self.post, MailboxPost):
+            # Its last answers are here, but another thread may be about to deliver them.
+            self.runtime.call_at(self.runtime.now() + _LAST_WORDS_S, end)
+        else:
+            end()
 
     def _end_peer(self, peer: Peer, error: Callable[[], UnisonoError]) -> None:
         """Nothing can be called there any more, and why."""
@@ -653,6 +726,9 @@ class Agent:
 
 # How long the words of a rank that is gone may take from the mailbox to whom they concern.
 _LAST_WORDS_S: Final = 0.05
+
+# A handler may be running that never ends.
+_AT_EXIT_S: Final = 1.0
 
 _BYE: Final = encode(Bye())
 

@@ -30,6 +30,7 @@ from unisono.rpc.following import Sending, Taking
 from unisono.rpc.frames import Failure
 from unisono.rpc.incoming import Incoming, current
 from unisono.rpc.post import Awaited
+from unisono.rpc.streams import Arrivals
 from unisono.runtime import NEVER, Deadline, Runtime, Timer, Waiting
 from unisono.work import Work
 
@@ -118,6 +119,8 @@ class Calling(Work[Any], Awaited):
         self.sending: Sending | None = None
         self.taking: Taking | None = None
         self.above: Incoming | None = None
+        self.stream: Arrivals | None = None
+        self.items: list[Taking] = []  # of a stream, on their way
 
     # -- what a user does with it -------------------------------------------------------------------------
 
@@ -141,6 +144,11 @@ class Calling(Work[Any], Awaited):
         if self._error is not None:
             raise self._copied(self._error)
         return self._value
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended, and not well."""
+        return self._error is not None
 
     def done(self) -> bool:
         """Whether it ended, well or not."""
@@ -201,8 +209,9 @@ class Calling(Work[Any], Awaited):
         """End it from this side; False if it has ended."""
         if self.peer.calls.pop(self.number, None) is None:
             return False
-        if self.taking is not None:
-            self.taking.cancel()
+        for taking in (self.taking, *self.items):
+            if taking is not None:
+                taking.cancel()
         self._agent.tell_cancelled(self)
         self.fail(error().located(self.location()))
         return True

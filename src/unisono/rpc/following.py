@@ -59,6 +59,11 @@ class Taking:
             request.notify(self._on_part)
         self._on_part()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all have come, or will not."""
+        return self._left == 0
+
     def cancel(self) -> None:
         """Take no more."""
         for request in self._requests:

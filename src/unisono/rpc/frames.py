@@ -25,9 +25,12 @@ __all__ = [
     "Cancel",
     "Failure",
     "Frame",
+    "Item",
+    "More",
     "Packed",
     "PackedAnswer",
     "PackedAsk",
+    "PackedItem",
     "decode",
     "encode",
 ]
@@ -53,12 +56,16 @@ class Packed(msgspec.Struct, array_like=True, gc=False):
 
 
 class Ask(msgspec.Struct, array_like=True, tag=0, gc=False):
-    """Call a function with plain arguments. Nobody waits for the answer to call 0."""
+    """Call a function with plain arguments. Nobody waits for the answer to call 0.
+
+    With a `window` the items of a generator are wanted, so many before more are asked for.
+    """
 
     call: int
     name: str
     timeout_s: float | None
     args: list[Any]
+    window: int = 0
 
 
 class PackedAsk(msgspec.Struct, array_like=True, tag=1, gc=False):
@@ -69,6 +76,7 @@ class PackedAsk(msgspec.Struct, array_like=True, tag=1, gc=False):
     timeout_s: float | None
     number: int
     body: Packed
+    window: int = 0
 
 
 class Answer(msgspec.Struct, array_like=True, tag=2, gc=False):
@@ -123,7 +131,33 @@ class Bye(msgspec.Struct, array_like=True, tag=7, gc=False):
     """The sender's agent is closed; its answers came before."""
 
 
-Frame: TypeAlias = Ask | PackedAsk | Answer | PackedAnswer | Failure | Cancel | Ack | Bye
+class Item(msgspec.Struct, array_like=True, tag=8, gc=False):
+    """What a generator gave, as which of its items; an answer with their number follows the last."""
+
+    call: int
+    index: int
+    value: Any
+
+
+class PackedItem(msgspec.Struct, array_like=True, tag=9, gc=False):
+    """What a generator gave, of any kind."""
+
+    call: int
+    index: int
+    number: int
+    body: Packed
+
+
+class More(msgspec.Struct, array_like=True, tag=10, gc=False):
+    """The reader of a stream wants so many more."""
+
+    call: int
+    count: int
+
+
+Frame: TypeAlias = (
+    Ask | PackedAsk | Answer | PackedAnswer | Failure | Cancel | Ack | Bye | Item | PackedItem | More
+)
 
 
 def _refuse(code: int, data: memoryview) -> Any:

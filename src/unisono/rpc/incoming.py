@@ -27,6 +27,7 @@ class Incoming:
     __slots__ = (
         "args",
         "call",
+        "credit",
         "deadline",
         "handler",
         "held_bytes",
@@ -49,6 +50,7 @@ class Incoming:
         self.handler: Any = None
         self.args: Any = ()
         self.kwargs: Any = {}
+        self.credit: Any = None  # of a stream
         self.is_cancelled = False
         self.held_bytes = 0
         # What to call if the caller gives up; those whose answer this handler waits for, for example.

@@ -28,6 +28,7 @@ class Kind(Enum):
 
     PLAIN = "a function, on a thread"
     ASYNC = "a coroutine function, on the loop"
+    STREAM = "a generator function, on a thread"
 
 
 class Takes(Protocol):
@@ -91,4 +92,6 @@ def _kind_of(fn: Callable[..., Any]) -> Kind:
         inner = [one for one in (target.func, *target.args) if inspect.isfunction(one)]
         target = inner[-1] if inner else target.func
     is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
+    if inspect.isgeneratorfunction(target):
+        return Kind.STREAM
     return Kind.ASYNC if is_async else Kind.PLAIN

@@ -17,12 +17,23 @@ from unisono.contract import GRACE_S
 from unisono.errors import ProtocolError, UnisonoError, UsageError
 from unisono.rpc.calls import QUEUE_MAX
 from unisono.rpc.following import Sending, Taking
-from unisono.rpc.frames import Ack, Answer, Ask, Failure, PackedAnswer, PackedAsk, encode
+from unisono.rpc.frames import (
+    Ack,
+    Answer,
+    Ask,
+    Failure,
+    Item,
+    PackedAnswer,
+    PackedAsk,
+    PackedItem,
+    encode,
+)
 from unisono.rpc.incoming import Incoming, current
 from unisono.rpc.objects import Objects
 from unisono.rpc.payload import is_plain, pack, places, unpack
 from unisono.rpc.pool import Pool
 from unisono.rpc.registry import Handler, Kind, Registry
+from unisono.rpc.streams import WINDOW, Credit
 from unisono.runtime import NEVER, Deadline, Killed, Waiting
 
 if TYPE_CHECKING:
@@ -69,6 +80,8 @@ class Server:
         if timeout_s is not None:
             deadline = Deadline(self.runtime.now() + timeout_s, timeout_s)
         incoming = Incoming(self, source, ask.call, ask.name, deadline)
+        if ask.window:
+            incoming.credit = Credit(max(1, min(ask.window, WINDOW)))
         table = self._tables[source]
         if ask.call:
             if ask.call in table:
@@ -94,6 +107,15 @@ class Server:
         sending = self._answers.pop((source, call), None)
         if sending is not None:
             sending.cancel()
+
+    def on_more(self, source: int, call: int, count: int) -> None:
+        """The reader of a stream wants more."""
+        incoming = self._tables[source].get(call)
+        if incoming is not None and incoming.credit is not None:
+            credit = incoming.credit
+            credit.count = min(WINDOW, credit.count + max(0, count))
+            credit.is_done = True
+            self.agent.post.wake(credit)
 
     def on_gone(self, source: int) -> None:
         """A caller is gone: nobody waits for its calls, or holds its objects."""
@@ -230,6 +252,8 @@ class Server:
             value = handler.fn(*checked[0], **checked[1])
             if handler.kind is Kind.ASYNC:
                 value = _driven(value)
+            elif handler.kind is Kind.STREAM:
+                value = self._stream(incoming, value)
             self._answer(incoming, value)
         except Killed:
             raise
@@ -285,7 +309,55 @@ class Server:
             return False
         return True
 
+    def _stream(self, incoming: Incoming, items: Any) -> int:
+        """Send what a generator gives, no faster than it is wanted; returns how many items there were."""
+        credit, agent = incoming.credit, self.agent
+        waiting = Waiting(agent.world_rank, (incoming.source,), f"the stream {incoming.name!r}")
+        incoming.on_cancel[Credit] = lambda: self._wake(credit)
+        index = 0
+        try:
+            for index, value in enumerate(items, 1):
+                while credit.count <= 0 and not incoming.is_cancelled:
+                    credit.is_done = False
+                    if credit.count <= 0 and not incoming.is_cancelled:
+                        agent.wait_for(credit, incoming.deadline, waiting)
+                if incoming.is_cancelled:
+                    break
+                credit.count -= 1
+                self._send_item(incoming, index - 1, value)
+        finally:
+            items.close()
+        return index
+
+    def _wake(self, credit: Credit) -> None:
+        credit.is_done = True
+        self.agent.post.wake(credit)
+
+    def _send_item(self, incoming: Incoming, index: int, value: Any) -> None:
+        call, source, agent = incoming.call, incoming.source, self.agent
+        if is_plain((value,)):
+            agent.post.send(source, encode(Item(call, index, value)))
+            return
+        body, parts = pack(value)
+        number = agent.next_number()
+        agent.post.send(source, encode(PackedItem(call, index, number, body)))
+        if parts:
+            sending = Sending(agent.backend, source, agent.context, number, parts)
+            self._keep((source, -number), sending)
+            incoming.on_cancel[sending] = sending.cancel
+
+    def _keep(self, key: tuple[int, int], sending: Sending) -> None:
+        """Remember what is on its way, and forget what has arrived."""
+        for known, earlier in list(self._answers.items()):
+            if earlier.is_done():
+                self._answers.pop(known, None)
+        self._answers[key] = sending
+
     def _checked(self, incoming: Incoming, handler: Handler) -> Any:
+        if (handler.kind is Kind.STREAM) != (incoming.credit is not None):
+            verb = "stream" if handler.kind is Kind.STREAM else "call"
+            self._fail(incoming, "arguments", f"it has to be called by agent.{verb}", "TypeError")
+            return None
         try:
             return handler.signature.checked(incoming.args, incoming.kwargs)
         except TypeError as error:
@@ -316,10 +388,7 @@ class Server:
         number = agent.next_number()
         agent.post.send(source, encode(PackedAnswer(call, number, body)))
         if parts:
-            for key, sending in list(self._answers.items()):
-                if sending.is_done():
-                    self._answers.pop(key, None)
-            self._answers[source, call] = Sending(agent.backend, source, agent.context, number, parts)
+            self._keep((source, call), Sending(agent.backend, source, agent.context, number, parts))
 
     def _raised(self, incoming: Incoming, error: BaseException) -> None:
         kind = type(error)
