@@ -17,6 +17,7 @@ from tests.processes import Failed, run_processes
 
 import unisono as uni
 from unisono.rpc import Agent, here
+from unisono.simulation import sleep
 
 # A deadline that is never meant to pass: a wait that needs it is a failure.
 LONG_S = 60.0
@@ -104,7 +105,7 @@ def everyday(comm: uni.Communicator) -> str:
         if len(noted) == 3:
             has_noted.set()
 
-    # Before anybody else is known to be there: the first calls wait for the other agents.
+    comm.barrier()
     assert agent.call(right, "add", 20, 22) == 42
     assert agent.call(comm.rank, "add", 1, 2) == 3  # to oneself
     assert agent.call(np.int64(right), "who.are-you") == right
@@ -154,6 +155,7 @@ def payloads(comm: uni.Communicator) -> str:
     def make(nbytes: int) -> Any:
         return np.arange(nbytes, dtype=np.uint8)
 
+    comm.barrier()
     if comm.rank == 0:
         plain = [1, -(2**63), 2**64 - 1, 2**200, 1.5, "text", "ü" * 300, b"\0bytes", True, None]
         nested = {"a": (1, [2, {"b": {3, 4}}]), 5: "five", (6, 7): b"x" * 5000, "long": list(range(2000))}
@@ -192,6 +194,7 @@ def test_tensors_arrive_as_tensors():
     def program(comm: uni.Communicator) -> Any:
         agent = Agent(comm)
         agent.register("echo", echo)
+        comm.barrier()
         came = agent.call(1 - comm.rank, "echo", torch.arange(50_000, dtype=torch.bfloat16))[0][0]
         comm.barrier()
         return came
@@ -232,6 +235,7 @@ def troubles(comm: uni.Communicator) -> str:
         return object()
 
     agent.register("echo", echo)
+    comm.barrier()
     if comm.rank == 0:
         with pytest.raises(uni.RemoteError, match="ZeroDivisionError") as caught:
             agent.call(1, "divide", 1, 0)
@@ -320,6 +324,7 @@ def cancelling(comm: uni.Communicator) -> str:
         heard.clear()
 
     agent.register("remaining", lambda: here().remaining())
+    comm.barrier()
     if comm.rank == 0:
         for name in ("patient", "sleeper"):
             work = agent.start(1, name)
@@ -359,19 +364,21 @@ def test_a_rank_without_an_agent_is_an_error_at_once(ranks):
     ranks(program, 2).values()
 
 
-def test_an_agent_that_is_made_a_little_later_is_waited_for(ranks):
+def test_an_agent_that_is_made_a_little_later_is_waited_for():
+    """In virtual time, where a moment is as long as it says."""
+
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 1:
-            time.sleep(0.05)
+            sleep(0.1)
         agent = Agent(comm)
         if comm.rank == 1:
-            time.sleep(0.05)
+            sleep(0.1)
         agent.register("echo", echo)
         result = agent.call(1 - comm.rank, "echo", 5)
         comm.barrier()
         return result
 
-    assert ranks(program, 2).values() == [[[5], {}]] * 2
+    assert uni.simulate(program, 2).results == [[[5], {}]] * 2
 
 
 @pytest.mark.parametrize("name", ["", "_f", "__class__", "a.__init__", "a b", "1a", "ü", "x" * 257, 5, None])
@@ -415,6 +422,7 @@ def in_groups(comm: uni.Communicator) -> str:
         agents[title] = agent = Agent(group)
         agent.register("where", lambda title=title, group=group: [title, group.rank])
         agent.register("echo", echo)
+    comm.barrier()
     for title, agent in agents.items():
         size = groups[title].size
         assert agent.call_all("where") == [[title, rank] for rank in range(size)]
@@ -447,6 +455,7 @@ def closing(comm: uni.Communicator) -> str:
         release.wait(LONG_S)
         return x
 
+    comm.barrier()
     if comm.rank == 0:
         work = agent.start(1, "slowly", 5)
         comm.barrier()
@@ -474,6 +483,7 @@ def test_closing_with_calls_in_flight_ends_them(ranks):
         agent = Agent(comm)
         agent.register("stuck", lambda: release.wait(LONG_S))
         result = None
+        comm.barrier()
         if comm.rank == 0:
             work = agent.start(1, "stuck")
             agent.close()
@@ -530,6 +540,7 @@ def with_objects(comm: uni.Communicator) -> str:
     agent = Agent(comm)
     agent.expose(Counter)
     agent.register("held", lambda: len(agent._server.objects))
+    comm.barrier()
     if comm.rank == 0:
         one, two = agent.remote(1, Counter, 5), agent.remote(1, "Counter", step=10)
         assert (one.add(2), two.add(2), one.add(times=1)) == (7, 20, 8)
@@ -603,6 +614,7 @@ def with_streams(comm: uni.Communicator) -> str:
     agent.register("made", lambda: made[0])
     agent.register("closed", lambda: closed.wait(LONG_S))
     agent.register("plain", lambda: 5)
+    comm.barrier()
     if comm.rank == 0:
         assert list(agent.stream(1, "count", 100)) == list(range(100))
         assert list(agent.stream(1, "count", 0)) == []

@@ -57,7 +57,7 @@ BROKEN: Final = "broke the protocol"
 
 # Ranks do not begin at the same instant: for so long what is called already may still be to come, an agent or
 # a function of it.
-GRACE_S: Final = 0.25
+GRACE_S: Final = 0.5
 
 # The dtype code of plain bytes, which fit any receive buffer.
 UNTYPED: Final = 255
