@@ -6,7 +6,6 @@ Acceptance tests get native ranks in processes of their own, too, with every kin
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import signal
 import sys
@@ -20,8 +19,6 @@ from typing import Any
 import pytest
 
 import unisono as uni
-from unisono.backends.native import NativeBackend
-from unisono.communicator import Communicator
 from unisono.config import Config
 
 from .processes import Failed, run_processes
@@ -187,41 +184,3 @@ def _belongings() -> dict[str, set[str]]:
         # Open MPI's are not ours: somebody else's job may come and go on this machine.
         "shared memory": {name for name in os.listdir("/dev/shm") if not name.startswith("sm_segment.")},
     }
-
-
-World = list[Communicator]
-MakeWorld = Callable[..., World]
-
-KINDS: dict[str, dict[str, Any]] = {"shm": {}, "tcp": {"shm": False}}
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[MakeWorld]:
-    """`world(size, kind)`: communicators of engines in this process."""
-    numbers = itertools.count()
-    made: World = []
-
-    def make(size: int, kind: str = "shm", **settings: Any) -> World:
-        folder = tmp_path / str(next(numbers))
-        folder.mkdir(mode=0o700)
-        config = Config(**settings)
-        backends = [
-            NativeBackend(r, size, str(folder), b"secret", config=config, **KINDS[kind]) for r in range(size)
-        ]
-        cards = [backend.card() for backend in backends]
-        for backend in backends:
-            backend.connect(cards)
-        comms = [Communicator.world(backend) for backend in backends]
-        made.extend(comms)
-        return comms
-
-    yield make
-    run_each(lambda comm: comm.close(), made)
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    """What the call gave, or the exception that ended it."""
-    try:
-        return call()
-    except Exception as error:
-        return error

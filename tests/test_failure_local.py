@@ -5,6 +5,7 @@ Every survivor hears within half a second; the tests allow a second, and what a 
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import itertools
@@ -871,26 +872,35 @@ def test_no_deadlock_while_a_third_thread_will_send_later() -> None:
 @pytest.mark.parametrize("size", [4, 5, 8])
 @pytest.mark.parametrize("algorithm", ["ring", "doubling", "tree", "halving_doubling", "flat", "ordered"])
 def test_a_deadline_names_the_rank_that_did_not_come(algorithm: str, size: int) -> None:
-    """Not the neighbour that waits itself: the ranks ask each other."""
+    """Not the neighbour that waits itself: the ranks ask each other.
+
+    The question goes from rank to rank, each of which must be let run before the deadline: where the machine
+    has no time for that, the same holds with a later one.
+    """
     absent = size - 2
     config = Config(stall_query_s=0.05)
 
-    def live(comm: uni.Communicator) -> Any:
+    def live(comm: uni.Communicator, timeout: float) -> Any:
+        comm.barrier()
         if comm.rank == absent:
             for peer in range(size):
                 if peer != absent:
                     comm.recv_bytes(peer, 1)
             return None
         error = ended_by(
-            DeadlineExceeded, lambda: comm.all_reduce(np.ones(50), timeout=0.4, algorithm=algorithm)
+            DeadlineExceeded, lambda: comm.all_reduce(np.ones(50), timeout=timeout, algorithm=algorithm)
         )
         comm.send(b"done", absent, 1)
         return error.waiting_on
 
-    worlds = uni.local(size, config)
-    ended = run_each(live, worlds).values()
-    assert [on for rank, on in enumerate(ended) if rank != absent] == [(absent,)] * (size - 1)
-    close_all(worlds)
+    for timeout in (0.4, 1.6, 6.4):
+        worlds = uni.local(size, config)
+        ended = run_each(functools.partial(live, timeout=timeout), worlds).values()
+        close_all(worlds)
+        named = [on for rank, on in enumerate(ended) if rank != absent]
+        if named == [(absent,)] * (size - 1):
+            break
+    assert named == [(absent,)] * (size - 1)
 
 
 def test_a_rank_that_was_late_is_not_blamed_for_one_that_never_came() -> None:

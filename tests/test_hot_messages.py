@@ -17,10 +17,13 @@ import unisono as uni
 from unisono.communicator import Communicator
 from unisono.errors import ClosedError, PeerAborted, PeerLost, UsageError
 
-from .conftest import KINDS, MakeWorld, World, outcome, run_each
+from .conftest import run_each
+from .engines import MakeWorld, found, outcome, world
 from .oracle import Notes
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
+__all__ = ["world"]
+
+every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 TYPES = ("bool", "int8", "uint16", "int32", "int64", "float16", "float32", "float64", "complex128")
 # Eager, at the limit of it, in one piece, in several.
 COUNTS = (0, 1, 7, 2048, 2049, 100_003)
@@ -31,11 +34,6 @@ def counts_of(comm: Communicator) -> tuple[int, int]:
     hot = comm._group.hot_messages
     assert hot is not None
     return hot.ended, hot.handed_over
-
-
-def found(comms: World, program: Callable[[Communicator], Notes]) -> list[str]:
-    ended = run_each(program, list(comms)).values()
-    return [f"rank {rank}: {note}" for rank, notes in enumerate(ended) for note in notes]
 
 
 def ramp(count: int, dtype: str, salt: int) -> np.ndarray[Any, Any]:

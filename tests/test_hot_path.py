@@ -26,10 +26,13 @@ from unisono.errors import (
 )
 from unisono.plans import algorithms
 
-from .conftest import KINDS, MakeWorld, World, outcome, run_each
+from .conftest import run_each
+from .engines import MakeWorld, found, outcome, world
 from .oracle import PAIRS, Notes, dtype_of, operand, result
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
+__all__ = ["world"]
+
+every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 SIZES = (0, 1, 7, 1021)
 
 
@@ -37,11 +40,6 @@ def ended_hot(comm: Communicator) -> int:
     hot = comm._group.hot
     assert hot is not None
     return hot.ended
-
-
-def found(comms: World, program: Callable[[Communicator], Notes]) -> list[str]:
-    ended = run_each(program, list(comms)).values()
-    return [f"rank {rank}: {note}" for rank, notes in enumerate(ended) for note in notes]
 
 
 # -- the right answer -------------------------------------------------------------------------------------

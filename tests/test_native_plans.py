@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,50 +27,13 @@ from unisono.plans.steps import Buf, Plan
 from unisono.values import DTYPES, as_op
 
 from .conftest import run_each, run_ranks
+from .engines import MakeWorld, World, found, world
 from .oracle import Notes, counts_for, dtype_of, operand, result
 from .test_acceptance_collectives import outcome, some
 
-World = list[Communicator]
-MakeWorld = Callable[..., World]
+__all__ = ["world"]
 
-KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "shm": lambda rank: {},
-    "rings": lambda rank: {"direct_read": False},
-    "tcp": lambda rank: {"shm": False},
-    "hosts": lambda rank: {"host": f"host {rank % 2}"},  # checksums, and plans with levels
-}
-every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[MakeWorld]:
-    """`world(kind, size)`: communicators of engines in this process."""
-    numbers = itertools.count()
-    made: World = []
-
-    def make(kind: str, size: int, **settings: Any) -> World:
-        folder = tmp_path / str(next(numbers))
-        folder.mkdir(mode=0o700)
-        config = Config(**settings)
-        backends = [
-            NativeBackend(r, size, str(folder), b"secret", config=config, **KINDS[kind](r))
-            for r in range(size)
-        ]
-        cards = [backend.card() for backend in backends]
-        for backend in backends:
-            backend.connect(cards)
-        comms = [Communicator.world(backend) for backend in backends]
-        made.extend(comms)
-        return comms
-
-    yield make
-    run_each(lambda comm: comm.close(), made)
-    gc.collect()
-
-
-def found(comms: World, program: Callable[[Communicator], Notes]) -> list[str]:
-    ended = run_each(program, list(comms)).values()
-    return [f"rank {rank}: {note}" for rank, notes in enumerate(ended) for note in notes]
+every_kind = pytest.mark.parametrize("kind", ["shm", "rings", "tcp", "hosts"])
 
 
 # -- the right answer -------------------------------------------------------------------------------------
@@ -94,7 +56,7 @@ def test_every_algorithm_gives_the_right_answer(world: MakeWorld, kind: str, siz
                         notes.expect(got, want, collective, algorithm, name, count, "root", root)
         return notes
 
-    assert found(world(kind, size, segment_bytes=segment), program) == []
+    assert found(world(size, kind, segment_bytes=segment), program) == []
 
 
 @pytest.mark.parametrize("kind", ["shm", "rings", "tcp"])
@@ -111,7 +73,7 @@ def test_nothing_depends_on_windows_and_offers(world: MakeWorld, kind: str, sett
                     notes.expect(got, want, collective, algorithm, count)
         return notes
 
-    assert found(world(kind, 3, segment_bytes=4096, **settings), program) == []
+    assert found(world(3, kind, segment_bytes=4096, **settings), program) == []
 
 
 @every_kind
@@ -125,7 +87,7 @@ def test_long_arrays_keep_every_element(world: MakeWorld, kind: str) -> None:
                     notes.expect(got, want, collective, algorithm, name)
         return notes
 
-    assert found(world(kind, 3), program) == []
+    assert found(world(3, kind), program) == []
 
 
 def test_every_type_and_op_is_reduced(world: MakeWorld) -> None:
@@ -140,7 +102,7 @@ def test_every_type_and_op_is_reduced(world: MakeWorld) -> None:
                 notes.expect(comm.all_reduce(x, op), result(name, op, count, 3), name, op, count)
         return notes
 
-    assert found(world("shm", 3, segment_bytes=256), program) == []
+    assert found(world(3, segment_bytes=256), program) == []
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
@@ -157,7 +119,7 @@ def test_the_bits_are_those_of_the_reference_executor(world: MakeWorld, kind: st
         return [each.tobytes() for each in sums]
 
     settings = {"segment_bytes": 512}
-    native = run_each(program, list(world(kind, size, **settings))).values()
+    native = run_each(program, list(world(size, kind, **settings))).values()
     assert native == run_ranks(program, size, config=Config(**settings)).values()
 
 
@@ -170,7 +132,7 @@ def test_groups_run_their_plans_in_the_engine_too(world: MakeWorld, kind: str) -
         rows = half.all_gather(np.array([comm.rank]))
         return rows.ravel().tolist(), half.all_reduce(10**comm.rank), half.rank
 
-    ended = run_each(program, list(world(kind, 5))).values()
+    ended = run_each(program, list(world(5, kind))).values()
     assert ended == [
         ([4, 2, 0], 10101, 2),
         ([3, 1], 1010, 1),
@@ -192,7 +154,7 @@ def test_two_hundred_started_runs_end_in_any_order(world: MakeWorld, kind: str) 
             assert (works[i].wait(timeout=30) == 3 + 3 * i).all(), i
         return True
 
-    assert run_each(program, list(world(kind, 3, segment_bytes=4096))).values() == [True] * 3
+    assert run_each(program, list(world(3, kind, segment_bytes=4096))).values() == [True] * 3
 
 
 def test_a_started_run_goes_on_while_nobody_waits(world: MakeWorld) -> None:
@@ -203,12 +165,12 @@ def test_a_started_run_goes_on_while_nobody_waits(world: MakeWorld) -> None:
             time.sleep(0.001)  # not a wait for it: nobody makes progress here
         return bool(work._task.is_done()) and float(work.wait()[-1]) == 2.0
 
-    assert run_each(program, list(world("shm", 2))).values() == [True, True]
+    assert run_each(program, list(world(2))).values() == [True, True]
 
 
 def test_memory_stays_as_it_is(world: MakeWorld) -> None:
     """Runs, messages and scratch memory are used again."""
-    comms = world("shm", 2)
+    comms = world(2)
 
     def program(comm: Communicator) -> int:
         x, y = np.ones(40_000, np.float32), np.ones(3, np.float32)
@@ -261,7 +223,7 @@ def test_a_mismatch_is_shown_to_every_rank(
             comm.barrier()  # it is poisoned
         return caught.value.report
 
-    for report in run_each(program, list(world(kind, 3, segment_bytes=4096))).values():
+    for report in run_each(program, list(world(3, kind, segment_bytes=4096))).values():
         assert len(report.splitlines()) == 2, report
         assert f"rank {odd}: " in report
         assert "test_native_plans.py" in report
@@ -298,7 +260,7 @@ def backends(comms: World) -> list[Any]:
 
 @every_kind
 def test_only_what_stands_before_the_nul_byte_is_compared(world: MakeWorld, kind: str) -> None:
-    one, two = backends(world(kind, 2))
+    one, two = backends(world(2, kind))
     x, y = np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32)
     first = one.run_plan(plan_of(0, 3), stage_of(x, b"sum\0a.py:1"))
     second = two.run_plan(plan_of(1, 3), stage_of(y, b"sum\0b.py:2"))
@@ -309,7 +271,7 @@ def test_only_what_stands_before_the_nul_byte_is_compared(world: MakeWorld, kind
 
 @every_kind
 def test_a_header_that_differs_and_a_wrong_length_end_the_run(world: MakeWorld, kind: str) -> None:
-    one, two = backends(world(kind, 2))
+    one, two = backends(world(2, kind))
     first = one.run_plan(plan_of(0, 3), stage_of(np.zeros(3, np.int32), b"sum\0"))
     second = two.run_plan(plan_of(1, 3), stage_of(np.zeros(3, np.int32), b"max\0there"))
     for backend, request, peer, header in ((one, first, 1, b"max\0there"), (two, second, 0, b"sum\0")):
@@ -327,7 +289,7 @@ def test_a_header_that_differs_and_a_wrong_length_end_the_run(world: MakeWorld, 
 @every_kind
 def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: MakeWorld, kind: str) -> None:
     """Rank 0 sends three pieces of a broadcast and takes the first back: the others are not taken for it."""
-    one, two = backends(world(kind, 2, segment_bytes=64, eager_bytes=0))
+    one, two = backends(world(2, kind, segment_bytes=64, eager_bytes=0))
     length = 256  # of a piece, if every byte goes straight to its place
     plans = [build(Problem("broadcast", 2, (3 * length,)), rank, "tree") for rank in (0, 1)]
     x, y = np.arange(3 * length, dtype=np.int32), np.full(3 * length, -1, np.int32)
@@ -352,7 +314,7 @@ def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: Ma
 
 @every_kind
 def test_a_run_says_whom_it_waits_for_until_it_is_cancelled(world: MakeWorld, kind: str) -> None:
-    one = backends(world(kind, 4))[0]
+    one = backends(world(4, kind))[0]
     request = one.run_plan(plan_of(0, 300_000, 4), stage_of(np.zeros(300_000, np.int32)))
     assert request.peers_awaited() == (1,)
     assert request.cancel()
@@ -362,7 +324,7 @@ def test_a_run_says_whom_it_waits_for_until_it_is_cancelled(world: MakeWorld, ki
 
 
 def test_a_run_ends_with_its_backend(world: MakeWorld) -> None:
-    one, _ = backends(world("shm", 2))
+    one, _ = backends(world(2))
     request = one.run_plan(plan_of(0, 3), stage_of(np.zeros(3, np.int32)))
     one.close()
     assert request.done
@@ -372,7 +334,7 @@ def test_a_run_ends_with_its_backend(world: MakeWorld) -> None:
 
 
 def test_a_program_that_reaches_beyond_its_memory_is_refused(world: MakeWorld) -> None:
-    (one,) = backends(world("shm", 1))
+    (one,) = backends(world(1))
     for bad in (
         (5, 0, 1, 0, 1, 0, 1, 0),  # no such step
         (0, 2, 1, 0, 1, 0, 1, 0),  # no such peer
@@ -405,7 +367,7 @@ def test_an_expired_collective_names_who_did_not_come(world: MakeWorld, kind: st
             comm.all_reduce(np.ones(200_000), timeout=0.3)
         return caught.value.waiting_on
 
-    assert run_each(program, list(world(kind, 3))).values()[:2] == [(2,), (2,)]
+    assert run_each(program, list(world(3, kind))).values()[:2] == [(2,), (2,)]
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
@@ -421,7 +383,7 @@ def test_a_cancelled_run_ends_everywhere(world: MakeWorld, kind: str) -> None:
         comm.send(np.zeros(1), 1)
         return work.done()
 
-    assert run_each(program, list(world(kind, 2))).values() == [True, True]
+    assert run_each(program, list(world(2, kind))).values() == [True, True]
 
 
 def reduce_until_the_end(comm: Communicator, folder: str, count: int) -> None:
@@ -444,7 +406,7 @@ def test_who_is_killed_in_the_middle_of_a_run_is_named_soon(
     tmp_path: Path, env: dict[str, str], count: int
 ) -> None:
     text = (
-        "import sys; from tests.test_native_plans import *\n"
+        "import unisono as uni; from tests.test_native_plans import reduce_until_the_end\n"
         f"uni.spawn(reduce_until_the_end, 3, {str(tmp_path)!r}, {count}, env={env!r})"
     )
     parent = subprocess.Popen(

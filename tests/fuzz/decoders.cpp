@@ -7,9 +7,7 @@
 // tests/corpus; tests/test_corpus.py replays all of them against a real rank.
 
 #include <dirent.h>
-#include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -108,7 +106,7 @@ class Place {
     for (int i = 0; i < 4 && peer_.link->over() == nullptr; ++i) {
       peer_.link->poll();
       for (size_t turns = around_.readers.size(); turns > 0 && !around_.readers.empty(); --turns)
-        if (peer_.read_piece(*around_.readers.front(), scratch, sizeof scratch) != nullptr) return;
+        if (peer_.read_piece(*around_.readers.front(), scratch, sizeof scratch, sizeof scratch) != nullptr) return;
       for (SomeReceive& receive : receives_)
         if (receive.is_late_ && receive.incoming != nullptr && receive.incoming->state == Incoming::State::waiting)
           peer_.supply(*receive.incoming);

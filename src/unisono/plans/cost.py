@@ -6,7 +6,7 @@ The model. The messages of a round are in flight together, in both directions; a
 
     latency of its slowest link + handling of each message
     + the largest of: bytes sent and bytes received over the links' rate (a little less if several peers share
-      it), bytes reduced on arrival over the reduce rate
+      it; what is fetched costs its sender nothing), bytes reduced on arrival over the reduce rate
     + bytes copied and reduced locally over the reduce rate
 
 An empty round is waiting for the next one that is not, and takes as long as that one.
@@ -43,6 +43,9 @@ class Links:
     inter_message_s: float = 2e-6
     # How much longer bytes take when several peers are served at once: they meet in one queue.
     crowding: float = 1.1
+    # On one host, messages from this length on are fetched by who gets them, out of the sender's memory: the
+    # sender has no part in it, and any number of peers may do so at once. 0: none are.
+    fetch_bytes: int = 0
     # Which measurements go before predictions (measured.py): shm, tcp, or none.
     kind: str = ""
 
@@ -51,7 +54,7 @@ class Links:
 LINKS: Final[Mapping[str, Links]] = MappingProxyType(
     {
         "": Links(),
-        "shm": Links(kind="shm"),
+        "shm": Links(fetch_bytes=16 * 1024, kind="shm"),
         "tcp": Links(latency_s=6e-6, bytes_per_s=2.5e9, message_s=2e-6, kind="tcp"),
     }
 )
@@ -135,7 +138,8 @@ def _round_s(plan: Plan, steps: tuple[Step, ...], links: Links, itemsize: int, s
         else:
             latency_s = max(latency_s, links.latency_s)
             direction.handling_s += links.message_s
-            direction.wire_s += nbytes / links.bytes_per_s
+            is_fetched = direction is out and 0 < links.fetch_bytes <= nbytes
+            direction.wire_s += 0.0 if is_fetched else nbytes / links.bytes_per_s
         bytes_on_arrival += nbytes if isinstance(step, RecvReduce) else 0
     flow_s = max(way.wire_s * (links.crowding if way.messages > 1 else 1.0) for way in (out, in_))
     flow_s = max(flow_s, bytes_on_arrival / links.reduce_bytes_per_s)
