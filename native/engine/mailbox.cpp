@@ -141,9 +141,10 @@ bool Mailbox::post(std::int32_t dst, const byte* data, uint64_t nbytes) {
 void Mailbox::on_letter(Letter letter) {
   senders_[letter.source].queued_bytes += letter.nbytes + line_bytes;
   queue_.push_back(std::move(letter));
-  if (fronts_ != 0) return engine_.nudge();
+  // A letter to oneself is brought by a thread that does not make progress.
+  engine_.nudge();
   // Who reads in front comes back at once, most likely; else the leader looks by itself.
-  if (is_leader_resting_ && now_ns() - front_at_ > rest_ns) rest_.notify_one();
+  if (fronts_ == 0 && is_leader_resting_ && now_ns() - front_at_ > rest_ns) rest_.notify_one();
 }
 
 std::vector<Letter> Mailbox::letters() {

@@ -390,9 +390,7 @@ class Agent:
             frame = decode(data)
             kind = type(frame)
             if kind is Answer:
-                calling = self._peers[source].calls.pop(frame.call, None)  # type: ignore[union-attr]
-                if calling is not None:
-                    calling.complete(frame.value)  # type: ignore[union-attr]
+                self._on_answer(self._peers[source], frame)  # type: ignore[arg-type]
             elif kind is Ask or kind is PackedAsk:
                 self._server.on_ask(source, frame)  # type: ignore[arg-type]
             else:
@@ -412,6 +410,21 @@ class Agent:
         except Exception:
             _log.exception("rank %d: a frame could not be heeded", self.world_rank)
 
+    def _on_answer(self, peer: Peer, frame: Answer) -> None:
+        calling = peer.calls.get(frame.call)
+        if calling is None:
+            return
+        if calling.stream is not None:
+            calling.stream.end_at(frame.value if type(frame.value) is int else 0)
+            self._look_at_end(peer, calling, calling.stream)
+        elif peer.calls.pop(frame.call, None) is not None:
+            calling.complete(frame.value)
+
+    def _look_at_end(self, peer: Peer, calling: Calling, stream: Arrivals) -> None:
+        """A stream ends when its last item is here, whoever brings it."""
+        if stream.is_complete and peer.calls.pop(calling.number, None) is not None:
+            calling.complete(stream.total)
+
     def _on_rare_frame(self, peer: Peer, frame: Any) -> None:
         match frame:
             case Failure():
@@ -422,6 +435,7 @@ class Agent:
             case Item():
                 if (calling := peer.calls.get(frame.call)) is not None and calling.stream is not None:
                     calling.stream.add(frame.index, frame.value)
+                    self._look_at_end(peer, calling, calling.stream)
             case PackedItem():
                 self._on_packed_item(peer, frame)
             case More():
@@ -476,6 +490,7 @@ class Agent:
                 stream.add(frame.index, unpack(frame.body, memory))
             except Exception as fault:
                 stream.add(frame.index, None, fault)
+            self._look_at_end(peer, calling, stream)
 
         if not memory:
             then(None)

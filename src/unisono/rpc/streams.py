@@ -6,6 +6,7 @@ only so far ahead as its reader allows; when the reader goes, it is closed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -42,11 +43,27 @@ class Arrivals(Awaited):
         super().__init__()
         self.items: dict[int, tuple[Any, BaseException | None]] = {}
         self._wake = wake
+        self._lock = threading.Lock()
+        self._seen = 0
+        self.total: int | None = None
 
     def add(self, index: int, value: Any, error: BaseException | None = None) -> None:
         """One is here, or never will be."""
         self.items[index] = (value, error)
+        with self._lock:
+            self._seen += 1
         self.look()
+
+    def end_at(self, total: int) -> None:
+        """There are so many in all; some may still be on their way, or in another thread's hands."""
+        with self._lock:
+            self.total = total
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that there are have come."""
+        with self._lock:
+            return self.total is not None and self._seen >= self.total
 
     def look(self) -> None:
         """Something has changed."""
