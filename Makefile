@@ -53,6 +53,7 @@ LONG := $(wildcard tests/test_acceptance_*.py) tests/test_native_cases.py tests/
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak 1000
 	$(BIN)/python -m pytest --long $(LONG)
+	$(BIN)/python -m tests.rpc_soak 100000
 
 # Builds of their own beside the user's: rings and wake-ups on threads under TSan; the process tests with a module
 # under ASan and UBSan, in an environment that finds this module instead of the installed one.

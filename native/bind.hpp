@@ -9,6 +9,7 @@ namespace unisono {
 void bind_kernels(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_hot_path(nanobind::module_& m);
+void bind_mailbox(nanobind::module_& m);
 void bind_hot_messages(nanobind::module_& m);
 
 }  // namespace unisono

@@ -23,6 +23,7 @@ SAYS = {
         "rank 2 at (1, 0): its row adds to 5, its dp axis to 2, its pair None",
     ],
     "overlap": ["mean of the last element 250,005", "one=4.0 two=8.0"],
+    "parameter_server": ["4 ranks trained 20 weights; the largest error is 0.0"],
     "train": [
         "4 ranks ━━",
         "the 4 ranks differ by 0",
@@ -34,6 +35,7 @@ SAYS_ALONE = {
     "send_recv": ["came back from rank 0 and counts 1 ranks", "27 bytes wait from rank 0"],
     "all_reduce": ["sum 1 in all 1,000,003 elements"],
     "overlap": ["mean of the last element 100,002", "one=1.0 two=2.0"],
+    "parameter_server": ["1 ranks trained 20 weights; the largest error is 0.0"],
     "simulate": ["64 ranks agree on 31.5", "63 ranks raised PeerLost, naming (3,)", "replayed: True"],
 }
 

@@ -122,6 +122,8 @@ class Desk {
   void poke();
 
   Engine& engine() const { return engine_; }
+  // Keep something that the engine still uses until there is no engine any more.
+  void keep(std::shared_ptr<void> thing) { kept_.push_back(std::move(thing)); }
   void tell(Operation& operation, uint64_t arrival = never_arrived);
   static constexpr uint64_t never_arrived = UINT64_MAX;
 
@@ -130,6 +132,7 @@ class Desk {
   void wake_pump();
 
   Engine& engine_;
+  std::vector<std::shared_ptr<void>> kept_;
   std::vector<std::unique_ptr<Operation>> all_;
   std::vector<SendOperation*> spare_sends_;
   std::vector<ReceiveOperation*> spare_receives_;

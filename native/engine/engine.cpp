@@ -267,8 +267,7 @@ void Engine::push() {
 void Engine::add(Chore& chore) {
   if (chore.chore_hook.is_in) return;
   chores_.push_back(chore);
-  // Whoever sleeps for news has something to do.
-  if (rest_ == Rest::epoll || is_sleeping_.load(std::memory_order_relaxed)) poller_.kick();
+  wake_sleeper();
 }
 
 bool Engine::read_pieces() {
@@ -307,8 +306,13 @@ void Engine::enter_polling() {
   if (presence_.wake_up() && rest_ == Rest::epoll) poller_.kick();
 }
 
+// From one who makes progress in the background, and finds out when it next looks.
+void Engine::take_over() {
+  if (is_sleeping_.exchange(false, std::memory_order_relaxed)) poller_.recall();
+}
+
 void Engine::leave_polling() {
-  ++polls_;
+  if (!is_background_) ++polls_;
   is_polled_.store(false, std::memory_order_relaxed);
   if (rest_ == Rest::epoll) poller_.kick();
   if (rest_ == Rest::deep) background_.notify_one();
@@ -365,10 +369,19 @@ void Engine::doze(Hold& held, std::int64_t until) {
     return;
   }
   is_sleeping_.store(true, std::memory_order_relaxed);
+  const uint64_t turn = turn_;
+  const bool is_background = is_background_;
   held.unlock();
   Poller::Events events;
-  const int count = poller_.wait(events, until - now_ns());
+  const std::int64_t left = until - now_ns();
+  const int count = is_background ? poller_.wait_recallable(events, left) : poller_.wait(events, left);
   held.lock();
+  if (turn != turn_) {
+    poller_.dispatch(events, count);
+    // What has just been taken here was meant to wake another.
+    if (count > 0 && is_sleeping_.load(std::memory_order_relaxed)) poller_.kick();
+    return;
+  }
   is_sleeping_.store(false, std::memory_order_relaxed);
   presence_.wake_up();
   poller_.dispatch(events, count);

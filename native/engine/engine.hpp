@@ -109,9 +109,13 @@ class Engine final : public Surroundings, private Host {
     if (chore.chore_hook.is_in) chores_.remove(chore);
   }
 
-  // Make progress until `done()`, or until the deadline. `done` is asked with the lock held.
+  // Make progress until `done()`, or until the deadline. `done` is asked with the lock held. Who does it in the
+  // background makes way for any other: then it returns, done or not.
   template <class Done>
-  bool wait(Hold& held, Done done, std::int64_t deadline);
+  bool wait(Hold& held, Done done, std::int64_t deadline, bool is_background = false);
+  bool is_polled() const { return is_polled_.load(std::memory_order_relaxed); }
+  // How often callers have made progress.
+  uint64_t polls() const { return polls_; }
   // A few rounds of progress, for one who expects to be done at once; it gives up as soon as others want to do
   // something, or there is much to do.
   template <class Done>
@@ -137,7 +141,10 @@ class Engine final : public Surroundings, private Host {
 
   // -- Surroundings
   void open_link(Peer& peer) override;
-  void start_reading(Incoming& offer) override { readers_.push_back(offer); }
+  void start_reading(Incoming& offer) override {
+    readers_.push_back(offer);
+    wake_sleeper();
+  }
   void stop_reading(Incoming& offer) override { readers_.remove(offer); }
   void on_news(uint64_t gone, std::string cause, bool left) override;
 
@@ -162,7 +169,12 @@ class Engine final : public Surroundings, private Host {
   void look_for_news();
   void beat(std::int64_t now);
   void run();
+  // Whoever sleeps for news has something to do.
+  void wake_sleeper() {
+    if (rest_ == Rest::epoll || is_sleeping_.load(std::memory_order_relaxed)) poller_.kick();
+  }
   void enter_polling();
+  void take_over();
   void leave_polling();
   void doze(Hold& held, std::int64_t until);
   void be_patient(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::int64_t deadline);
@@ -202,6 +214,8 @@ class Engine final : public Surroundings, private Host {
   Rest rest_ = Rest::ticking;
   size_t waiters_ = 0;
   uint64_t polls_ = 0;  // how often a caller has made progress
+  uint64_t turn_ = 0;   // whose turn it is to make progress: changes when a caller takes over
+  bool is_background_ = false;  // who makes progress does it in the background
   std::condition_variable_any moved_;
   std::condition_variable_any background_;
   std::int64_t beat_ns_ = 0;
@@ -211,9 +225,14 @@ class Engine final : public Surroundings, private Host {
 };
 
 template <class Done>
-bool Engine::wait(Hold& held, Done done, std::int64_t deadline) {
+bool Engine::wait(Hold& held, Done done, std::int64_t deadline, bool is_background) {
   if (done()) return true;
   while (is_polled_.load(std::memory_order_relaxed)) {
+    if (is_background) return false;
+    if (is_background_) {
+      take_over();
+      break;
+    }
     // Somebody else makes progress, and tells when something ended or when it leaves.
     ++waiters_;
     const std::int64_t left = deadline - now_ns();
@@ -224,6 +243,8 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline) {
     if (now_ns() >= deadline || is_closed_) return false;
   }
   enter_polling();
+  const uint64_t turn = ++turn_;
+  is_background_ = is_background;
   std::int64_t quiet_since = 0;
   bool is_done = false;
   for (unsigned rounds = 1;; ++rounds) {
@@ -234,6 +255,7 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline) {
       held.unlock();
       mutex_.let_others_in();
       held.lock();
+      if (turn != turn_) return done();
       if ((is_done = done())) break;
     }
     if (moved) {
@@ -250,6 +272,7 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline) {
       continue;
     }
     be_patient(now - quiet_since, held, now, deadline);
+    if (turn != turn_) return done();
     if ((is_done = done())) break;
   }
   leave_polling();
@@ -258,8 +281,14 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline) {
 
 template <class Done>
 void Engine::glance(Done done) {
-  if (done() || is_polled_.load(std::memory_order_relaxed) || is_closed_) return;
+  if (done() || is_closed_) return;
+  if (is_polled_.load(std::memory_order_relaxed)) {
+    if (!is_background_) return;
+    take_over();
+  }
   enter_polling();
+  ++turn_;
+  is_background_ = false;
   for (unsigned rounds = 3 * patience_ / 2; rounds > 0; --rounds) {
     const bool moved = progress();
     if (done() || !readers_.empty() || !chores_.empty() || mutex_.is_wanted() || is_closed_) break;

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
@@ -26,7 +27,8 @@ class Poller {
   bool open() {
     epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
     kick_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!epoll_ || !kick_) return false;
+    recall_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!epoll_ || !kick_ || !recall_) return false;
     epoll_event event{.events = EPOLLIN, .data = {.u64 = 0}};
     return epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, kick_.get(), &event) == 0;
   }
@@ -54,6 +56,20 @@ class Poller {
     const int n = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), ms);
     return n < 0 ? 0 : n;
   }
+  // The same for one who may be recalled: a kick could be noticed by somebody else.
+  int wait_recallable(Events& events, std::int64_t timeout_ns) const {
+    pollfd both[2] = {{epoll_.get(), POLLIN, 0}, {recall_.get(), POLLIN, 0}};
+    const timespec time{static_cast<time_t>(timeout_ns / second), static_cast<long>(timeout_ns % second)};
+    const timespec none{0, 0};
+    ppoll(both, 2, timeout_ns > 0 ? &time : &none, nullptr);
+    uint64_t drained;
+    if (both[1].revents != 0) [[maybe_unused]] const ssize_t n = ::read(recall_.get(), &drained, sizeof drained);
+    return wait(events, 0);
+  }
+  void recall() const {
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t n = ::write(recall_.get(), &one, sizeof one);
+  }
   // With the lock: pass the news on.
   void dispatch(const Events& events, int count) {
     for (int i = 0; i < count; ++i) {
@@ -77,11 +93,13 @@ class Poller {
   void close() {
     epoll_.close();
     kick_.close();
+    recall_.close();
   }
 
  private:
   Descriptor epoll_;
   Descriptor kick_;
+  Descriptor recall_;
   uint64_t numbers_ = 0;
   std::unordered_map<uint64_t, Watcher*> watchers_;
 };

@@ -11,16 +11,20 @@ def program(world):
 print(uni.simulate(program, 4).results)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from unisono.buffers import Typed, typed
 from unisono.codec import register
 from unisono.communicator import Communicator
 from unisono.config import Config
 from unisono.errors import (
     BackendUnavailable,
+    BadArguments,
     ClosedError,
     CollectiveMismatch,
     DeadlineExceeded,
     Deadlock,
+    NotExposed,
     PeerAborted,
     PeerLost,
     ProtocolError,
@@ -38,11 +42,15 @@ from unisono.values import ANY, ReduceOp, Status, op
 from unisono.version import VERSION
 from unisono.work import Work, wait_all
 
+if TYPE_CHECKING:
+    from unisono import rpc
+
 __version__ = VERSION
 
 __all__ = [
     "ANY",
     "BackendUnavailable",
+    "BadArguments",
     "ClosedError",
     "CollectiveMismatch",
     "Communicator",
@@ -50,6 +58,7 @@ __all__ = [
     "DeadlineExceeded",
     "Deadlock",
     "Mesh",
+    "NotExposed",
     "PeerAborted",
     "PeerLost",
     "ProtocolError",
@@ -69,8 +78,18 @@ __all__ = [
     "local",
     "op",
     "register",
+    "rpc",
     "simulate",
     "spawn",
     "typed",
     "wait_all",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what only some need when it is first asked for."""
+    if name == "rpc":
+        import unisono.rpc as asked
+
+        return asked
+    raise AttributeError(f"module 'unisono' has no attribute {name!r}")

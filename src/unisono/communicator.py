@@ -26,7 +26,7 @@ from unisono.errors import (
     UnisonoError,
     UsageError,
 )
-from unisono.group import Group, context_of, descriptor_of
+from unisono.group import Group, Tenant, context_of, descriptor_of
 from unisono.mesh import Grid, Mesh
 from unisono.plans.steps import Buf
 from unisono.runtime import Killed
@@ -233,6 +233,10 @@ class Communicator:
             child._group.name = name
             axes[name] = child
         return Mesh(grid, self.rank, axes)
+
+    def attach(self, tenant: Tenant, purpose: str) -> tuple[Group, int]:
+        """Let something live on this communicator until it is closed: where, and in which context."""
+        return self._group, self._group.attach(tenant, purpose)
 
     # -- endings ------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from unisono.errors import ClosedError, PeerLost, ProtocolError, UsageError, lost_text
 from unisono.values import ANY, TAG_MAX, Any_, DType, ReduceOp
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENVELOPE_BYTES",
+    "GRACE_S",
     "HEADER_BYTES_MAX",
     "UNTYPED",
     "Backend",
@@ -36,6 +37,7 @@ __all__ = [
     "HeaderMismatch",
     "Lane",
     "LengthMismatch",
+    "Mailbox",
     "PeerDown",
     "Request",
     "Stage",
@@ -53,6 +55,10 @@ ENVELOPE_BYTES: Final = 64
 # How the cause of a PeerDown begins if the bytes that came made no sense, or were damaged.
 BROKEN: Final = "broke the protocol"
 
+# Ranks do not begin at the same instant: for so long what is called already may still be to come, an agent or
+# a function of it.
+GRACE_S: Final = 0.5
+
 # The dtype code of plain bytes, which fit any receive buffer.
 UNTYPED: Final = 255
 
@@ -65,6 +71,7 @@ class Tags:
 
     COLLECTIVE = 1 << 62
     CONTROL = 1 << 61
+    RPC = 1 << 60  # of frames; what follows a frame adds its number
     STAGES = 16  # a collective may exchange metadata before its plan: each stage has a tag of its own
 
     @staticmethod
@@ -290,6 +297,29 @@ def withdrawn() -> ClosedError:
     return ClosedError("withdrawn before it met its counterpart")
 
 
+class Mailbox(Protocol):
+    """Short messages of one context and tag in both directions, without a request for each.
+
+    Who reads makes progress. A reader in front is one that waits for an answer; the others serve in the
+    background, one at a time, and make way for any thread that waits for anything.
+    """
+
+    def post(self, dst: int, data: bytes) -> None:
+        """Send in the control lane, in order. What cannot arrive is dropped: a watch tells why."""
+
+    def take(self, timeout: float, is_front: bool) -> list[tuple[int, bytes]]:
+        """Wait for messages and take them, with their sources; none after a poke, or if time is up.
+
+        In the background it also returns with none when who read last has been away for long.
+        """
+
+    def poke(self, is_front: bool) -> None:
+        """Make the reader in front, or one in the background, return."""
+
+    def close(self) -> None:
+        """Let every reader return at once, now and later; what arrives is no longer taken."""
+
+
 class Backend(ABC):
     """What moves bytes between `size` ranks, seen from one of them.
 
@@ -388,6 +418,10 @@ class Backend(ABC):
 
     def hot_path(self, context: int, size: int, ledger: Ledger) -> HotPath | None:
         """Make what runs known calls of a communicator of `size` ranks without Python, if the backend can."""
+        return None
+
+    def mailbox(self, context: int, tag: int) -> Mailbox | None:
+        """Make what carries short messages below Python, if the backend can."""
         return None
 
     def hot_messages(

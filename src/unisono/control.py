@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
-from unisono.contract import Backend, Lane, PeerDown, Tags
+from unisono.contract import GRACE_S, Backend, Lane, PeerDown, Tags
 from unisono.errors import (
     ClosedError,
     CollectiveMismatch,
@@ -30,7 +30,19 @@ from unisono.errors import (
 from unisono.values import ANY
 from unisono.work import Call, Steps, Task
 
-__all__ = ["Answer", "Control", "Left", "Member", "Query", "Verdict", "decode"]
+__all__ = [
+    "Absent",
+    "Answer",
+    "Control",
+    "Knock",
+    "Left",
+    "Member",
+    "Neighbour",
+    "Present",
+    "Query",
+    "Verdict",
+    "decode",
+]
 
 _log = logging.getLogger("unisono")
 
@@ -132,19 +144,40 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     waiting_on: tuple[int, ...] = ()
 
 
+class Knock(msgspec.Struct, frozen=True, tag="knock"):
+    """Does the receiver have a tenant of this context, an agent for calls? The sender has, called `name`."""
+
+    context: int
+    name: str
+
+
+class Present(msgspec.Struct, frozen=True, tag="present"):
+    """The sender has one, and what it is called."""
+
+    context: int
+    name: str
+
+
+class Absent(msgspec.Struct, frozen=True, tag="absent"):
+    """The sender has none."""
+
+    context: int
+
+
 News: TypeAlias = Verdict | Left | Query | Answer
+Word: TypeAlias = News | Knock | Present | Absent
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Verdict | Left | Query | Answer).decode
+_decode = msgspec.msgpack.Decoder(Word).decode
 
 
-def decode(data: bytes) -> News:
+def decode(data: bytes) -> Word:
     """Read a control message.
 
     Raises:
         ProtocolError: it is none.
     """
     try:
-        news: News = _decode(data)
+        news: Word = _decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError("a malformed control message", cause=str(error)) from None
     return news
@@ -165,6 +198,26 @@ class Member(Protocol):
         """The backend was closed: no more news will come."""
 
 
+class Neighbour(Protocol):
+    """What lives on a communicator beside it, such as an agent for calls. Ranks are world ranks."""
+
+    context: int
+
+    name: str | None
+
+    def on_present(self, sender: int, name: str) -> None:
+        """A rank has one, too, and what it is called."""
+
+    def on_absent(self, sender: int) -> None:
+        """A rank has none."""
+
+    def on_peer_down(self, down: PeerDown) -> None:
+        """The backend gave a rank up."""
+
+    def on_silence(self) -> None:
+        """The backend was closed: no more news will come."""
+
+
 class Control:
     """One rank's ear and voice for everything that is not data."""
 
@@ -172,6 +225,8 @@ class Control:
         self.backend = backend
         self._lock = threading.Lock()
         self._members: dict[int, Member] = {}
+        self._tenants: dict[int, Neighbour] = {}
+        self._knocks: dict[int, dict[int, str]] = {}
         self._down: dict[int, PeerDown] = {}
         self._early: OrderedDict[int, list[tuple[int, News]]] = OrderedDict()
         self._early_count = 0
@@ -197,11 +252,31 @@ class Control:
         with self._lock:
             self._members.pop(member.context, None)
 
+    def settle(self, tenant: Neighbour) -> None:
+        """Let a tenant hear who asks for it, those first who asked too early, and who is gone."""
+        with self._lock:
+            self._tenants[tenant.context] = tenant
+            early = self._knocks.pop(tenant.context, {})
+            down = list(self._down.values())
+        for verdict in down:
+            tenant.on_peer_down(verdict)
+        for sender, name in sorted(early.items()):
+            self._on_knock(sender, name, tenant)
+
+    def unsettle(self, tenant: Neighbour) -> None:
+        """Tell a tenant no more."""
+        with self._lock:
+            self._tenants.pop(tenant.context, None)
+
+    def ask_for(self, tenant: Neighbour, rank: int) -> None:
+        """Ask a rank whether it has such a tenant."""
+        self.tell([rank], Knock(tenant.context, tenant.name or ""))
+
     def has_context(self, context: int) -> bool:
         """Whether a living communicator of this rank uses the context."""
         return context in self._members
 
-    def tell(self, ranks: Iterable[int], news: News, lane: Lane = Lane.CONTROL) -> None:
+    def tell(self, ranks: Iterable[int], news: Word, lane: Lane = Lane.CONTROL) -> None:
         """Send news to world ranks. Whoever cannot be reached has other sources of bad news."""
         data = memoryview(_encode(news))
         for rank in ranks:
@@ -222,9 +297,11 @@ class Control:
                 continue  # a message whose sender went while it was on its way: the others still speak
             if request.error is not None:
                 with self._lock:
-                    members = list(self._members.values())
+                    members, tenants = list(self._members.values()), list(self._tenants.values())
                 for member in members:
                     member.on_silence()
+                for tenant in tenants:
+                    tenant.on_silence()
                 return
             envelope = request.envelope
             assert envelope is not None
@@ -251,6 +328,9 @@ class Control:
                 sender, ProtocolError(f"rank {sender} sent a malformed control message", cause=error.cause)
             )
             return
+        if isinstance(news, Knock | Present | Absent):
+            self._on_tenants_word(sender, news)
+            return
         with self._lock:
             member = self._members.get(news.context)
             if member is None and not isinstance(news, Query | Answer):
@@ -259,6 +339,36 @@ class Control:
             member.on_news(sender, news)
         elif isinstance(news, Query):
             self.tell([sender], Answer(news.context, news.sequence, has_called=False))
+
+    def _on_tenants_word(self, sender: int, word: Knock | Present | Absent) -> None:
+        with self._lock:
+            tenant = self._tenants.get(word.context)
+            if tenant is None and isinstance(word, Knock) and len(self._knocks) < _EARLY_NEWS_MAX:
+                self._knocks.setdefault(word.context, {})[sender] = word.name
+        match word:
+            case Knock() if tenant is not None:
+                self._on_knock(sender, word.name, tenant)
+            case Knock():
+                runtime = self.backend.runtime
+                runtime.call_at(runtime.now() + GRACE_S, lambda: self._say_absent(sender, word.context))
+            case Present() if tenant is not None:
+                tenant.on_present(sender, _shown(word.name))
+            case Absent() if tenant is not None:
+                tenant.on_absent(sender)
+
+    def _on_knock(self, sender: int, name: str, tenant: Neighbour) -> None:
+        self.tell([sender], Present(tenant.context, tenant.name or ""))
+        tenant.on_present(sender, _shown(name))
+
+    def _say_absent(self, sender: int, context: int) -> None:
+        with self._lock:
+            waiting = self._knocks.get(context, {})
+            waiting.pop(sender, None)
+            if not waiting:
+                self._knocks.pop(context, None)
+            is_here = context in self._tenants
+        if not is_here:
+            self.tell([sender], Absent(context))
 
     def _keep(self, sender: int, news: News) -> None:
         self._early.setdefault(news.context, []).append((sender, news))
@@ -287,9 +397,11 @@ class Control:
             if down.rank in self._down:
                 return
             self._down[down.rank] = down
-            members = list(self._members.values())
+            members, tenants = list(self._members.values()), list(self._tenants.values())
         for member in members:
             member.on_peer_down(down)
+        for tenant in tenants:
+            tenant.on_peer_down(down)
 
 
 def _shown(text: str) -> str:

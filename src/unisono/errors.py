@@ -15,6 +15,8 @@
     ├─ ProtocolError                   a peer sent bytes that make no sense
     ├─ ClosedError                     stop using the closed thing
     └─ RemoteError                     .rank, .type_name, .traceback_text of a far exception
+       ├─ BadArguments (TypeError)     a far function does not take these: the text names the argument
+       └─ NotExposed (LookupError)     there is no such function there, or no agent: expose it first
 
 Knows how an error reads and what fields it carries. Does not know who raises it.
 Ranks in errors are world ranks.
@@ -27,11 +29,13 @@ from typing import TypedDict, Unpack
 
 __all__ = [
     "BackendUnavailable",
+    "BadArguments",
     "ClosedError",
     "CollectiveMismatch",
     "DeadlineExceeded",
     "Deadlock",
     "Location",
+    "NotExposed",
     "PeerAborted",
     "PeerLost",
     "ProtocolError",
@@ -229,6 +233,14 @@ class RemoteError(UnisonoError):
         self.rank = rank
         self.type_name = type_name
         self.traceback_text = traceback_text
+
+
+class BadArguments(RemoteError, TypeError):
+    """A function on another rank does not take the arguments; it was not called."""
+
+
+class NotExposed(RemoteError, LookupError):
+    """There is no function of this name on the other rank, or no agent."""
 
 
 def lost_text(ranks: tuple[int, ...]) -> str:

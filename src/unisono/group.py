@@ -15,12 +15,12 @@ import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from unisono._native import Ledger
 from unisono.call_site import call_site
 from unisono.contract import HEADER_BYTES_MAX, Backend, Lane, PeerDown, Request
-from unisono.control import Answer, Control, Left, News, Query, Verdict
+from unisono.control import Answer, Control, Left, Neighbour, News, Query, Verdict
 from unisono.errors import (
     ClosedError,
     CollectiveMismatch,
@@ -28,6 +28,7 @@ from unisono.errors import (
     PeerLost,
     ProtocolError,
     UnisonoError,
+    UsageError,
     lost_text,
 )
 from unisono.runtime import NEVER, Deadline
@@ -52,6 +53,16 @@ class _Pending:
     sequence: int | None
     asked: set[int]
     is_send: bool = False
+
+
+class Tenant(Neighbour, Protocol):
+    """What lives on a group, and ends with it."""
+
+    def on_abort(self, error: UnisonoError) -> None:
+        """The group was given up."""
+
+    def close(self) -> None:
+        """The group is being closed: finish, and leave."""
 
 
 class Group:
@@ -88,6 +99,7 @@ class Group:
         self._poison: UnisonoError | None = None
         self._is_aborted = False
         self._closed: ClosedError | None = None
+        self._tenants: dict[str, Tenant] = {}
         self._is_silent = False
         self._left: dict[int, str] = {}
         self._farewells: dict[int, Mapping[int, bytes]] = {}
@@ -218,6 +230,20 @@ class Group:
                 next_step="close both groups and call sub again",
             )
 
+    # -- tenants ------------------------------------------------------------------------------------------
+
+    def attach(self, tenant: Tenant, purpose: str) -> int:
+        """Let something live here until the end of the group; returns its context. One for each purpose."""
+        with self._lock:
+            self.check_usable(is_collective=False)
+            if purpose in self._tenants:
+                raise UsageError(
+                    f"{self.name!r} has or had an agent for {purpose}; allowed: one",
+                    next_step="make another communicator by split or sub",
+                )
+            self._tenants[purpose] = tenant
+        return context_of(self.context, self.descriptor.hex(), purpose)
+
     # -- endings ------------------------------------------------------------------------------------------
 
     def poison(self, error: UnisonoError) -> None:
@@ -245,9 +271,13 @@ class Group:
         self.control.tell(self.world_ranks, Verdict.of(root_cause, self.context, is_abort=True))
         for entry in pending:
             entry.task.interrupt(self._current_poison)
+        for tenant in list(self._tenants.values()):
+            tenant.on_abort(root_cause)
 
     def close(self) -> None:
         """Flush, end what is pending, and say goodbye."""
+        for tenant in list(self._tenants.values()):
+            tenant.close()
         with self._lock:
             if self._closed is not None:
                 return

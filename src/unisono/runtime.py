@@ -132,6 +132,10 @@ class Runtime(ABC):
         """Call `fn` where no lock is held: for finalizers, which run in the midst of any code."""
 
     @abstractmethod
+    def start_thread(self, fn: Callable[[], None], name: str) -> None:
+        """Run `fn` on a thread of its own, which keeps no process alive."""
+
+    @abstractmethod
     def sleep(self, seconds: float) -> None:
         """Let time pass for the calling thread."""
 
@@ -185,6 +189,10 @@ class RealRuntime(Runtime):
     def call_soon(self, fn: Callable[[], None]) -> None:
         """Call `fn` on the thread that waits for such calls."""
         _collected.add(fn)
+
+    def start_thread(self, fn: Callable[[], None], name: str) -> None:
+        """Start a daemon."""
+        threading.Thread(target=fn, name=name, daemon=True).start()
 
     def sleep(self, seconds: float) -> None:
         """Sleep."""

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from tests.fuzz import rpc_frames
 from tests.fuzz.decoders import CORPUS, NONCE, TOKEN
 
 from unisono import codec
 from unisono.backends.native import Card
 from unisono.contract import Lane
-from unisono.control import Answer, Left, Query, Verdict
+from unisono.control import Absent, Answer, Knock, Left, Present, Query, Verdict
 from unisono.errors import PeerLost
 from unisono.launch import protocol
 from unisono.launch.address import Address
@@ -99,6 +100,9 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
         "left": Left(1, Lane.BULK, {4: b"all_reduce\0here"}),
         "query": Query(1, 9, b"all_reduce\0here"),
         "answer": Answer(1, 9, True, (2, 3)),
+        "knock": Knock(7, "worker"),
+        "present": Present(7, ""),
+        "absent": Absent(7),
     }
     tickets = {
         "plain": Ticket(Address("127.0.0.1", 4711), b"", TOKEN),
@@ -145,6 +149,7 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
         "control": {name: msgspec.msgpack.encode(each) for name, each in news.items()},
         "card": {"card": msgspec.msgpack.encode(Card("host", "/tmp/r0.sock", "127.0.0.1", 4711))},
         "typed": {name: bytes(codec.pack(each)) for name, each in objects.items()},
+        "frame": {f"{number:02}": data for number, data in enumerate(rpc_frames.corpus())},
     }
 
 

@@ -21,6 +21,7 @@ from unisono.errors import ProtocolError, UsageError
 from unisono.launch import protocol
 from unisono.launch.limits import REQUEST_BYTES_MAX
 from unisono.launch.ticket import Ticket
+from unisono.rpc import frames, payload
 from unisono.session import card_of
 
 CORPUS = Path(__file__).parent.parent / "corpus"
@@ -76,12 +77,26 @@ def typed(data: bytes) -> None:
     codec.unpack(data)
 
 
+def frame(data: bytes) -> None:
+    """What agents say to each other, and the memory that they ask for."""
+    said = frames.decode(data)
+    if (
+        isinstance(said, frames.PackedAsk | frames.PackedAnswer | frames.PackedItem)
+        and sum(said.body.sizes) < 1 << 20
+    ):
+        room = payload.places(said.body)
+        for one in room:
+            one[:] = 0
+        payload.unpack(said.body, room)
+
+
 DECODERS: dict[str, tuple[Callable[[bytes], None], tuple[type[BaseException], ...]]] = {
     "ticket": (ticket, (UsageError,)),
     "join": (join, (ProtocolError, protocol.WrongToken)),
     "control": (control_message, (ProtocolError,)),
     "card": (card, (ProtocolError,)),
     "typed": (typed, (ProtocolError,)),
+    "frame": (frame, (ProtocolError,)),
 }
 
 

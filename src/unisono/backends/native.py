@@ -35,6 +35,7 @@ from unisono.contract import (
     HeaderMismatch,
     Lane,
     LengthMismatch,
+    Mailbox,
     PeerDown,
     Request,
     Stage,
@@ -294,6 +295,10 @@ class NativeBackend(Backend):
             empty=np.empty,
             is_users=is_users,
         )
+
+    def mailbox(self, context: int, tag: int) -> Mailbox:
+        """Short messages without a request for each."""
+        return _native.Mailbox(self._engine, context, tag)
 
     def hot_messages(
         self, context: int, members: tuple[int, ...], ledger: _native.Ledger, *, is_introduced: bool

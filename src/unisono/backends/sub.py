@@ -12,7 +12,7 @@ from typing import Any
 
 from unisono._native import HotMessages, HotPath, Ledger
 from unisono.config import Config
-from unisono.contract import UNTYPED, Backend, Capabilities, Lane, PeerDown, Request, Stage
+from unisono.contract import UNTYPED, Backend, Capabilities, Lane, Mailbox, PeerDown, Request, Stage
 from unisono.errors import UsageError
 from unisono.runtime import Runtime
 from unisono.values import ANY, Any_
@@ -118,6 +118,11 @@ class SubBackend(Backend):
         """The parent's: what it learns has the parent's ranks in it."""
         return self.parent.hot_path(context, size, ledger)
 
+    def mailbox(self, context: int, tag: int) -> Mailbox | None:
+        """The parent's, by our numbers."""
+        theirs = self.parent.mailbox(context, tag)
+        return None if theirs is None else _SubMailbox(theirs, self.members, self._local)
+
     def hot_messages(
         self, context: int, members: tuple[int, ...], ledger: Ledger, *, is_introduced: bool
     ) -> HotMessages | None:
@@ -157,3 +162,21 @@ class SubBackend(Backend):
 
     def _source(self, src: int | Any_) -> int | Any_:
         return src if src is ANY else self.to_global(src)
+
+
+class _SubMailbox:
+    """A mailbox whose ranks are those of a view. Who is no member is not heard."""
+
+    def __init__(self, parent: Mailbox, members: tuple[int, ...], local: dict[int, int]) -> None:
+        self._parent = parent
+        self._members = members
+        self._local = local
+        self.poke = parent.poke
+        self.close = parent.close
+
+    def post(self, dst: int, data: bytes) -> None:
+        self._parent.post(self._members[dst], data)
+
+    def take(self, timeout: float, is_front: bool) -> list[tuple[int, bytes]]:
+        local = self._local
+        return [(local[src], data) for src, data in self._parent.take(timeout, is_front) if src in local]

@@ -195,9 +195,10 @@ class SimBackend(Backend):
         if self.thread.killed is None and (tag is ANY or not tag & Tags.CONTROL):
             self._steps += 1
             self._overseer.on_step(self.rank, self._steps)
-        if scheduler.current is self.thread:
-            self.thread.check_life()
-            self.thread.stand_still()
+        current = scheduler.current
+        if current is not None and current.rank == self.rank:
+            current.check_life()
+            current.stand_still()
         return self.thread.killed is None
 
 

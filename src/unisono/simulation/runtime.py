@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from unisono.runtime import Deadline, Event, Runtime, Timer, Waiting
+from unisono.runtime import Deadline, Event, Killed, Runtime, Timer, Waiting
 from unisono.simulation.checks import check_amount
-from unisono.simulation.scheduler import Due, Scheduler, SimThread, scheduler_here
+from unisono.simulation.scheduler import Due, Scheduler, SimThread, Stopped, scheduler_here
 
 __all__ = ["SimEvent", "SimRuntime", "now", "sleep"]
 
@@ -120,6 +120,19 @@ class SimRuntime(Runtime):
     def call_soon(self, fn: Callable[[], None]) -> None:
         """Call it at once: in virtual time only one thread runs, and it holds no lock that matters."""
         fn()
+
+    def start_thread(self, fn: Callable[[], None], name: str) -> None:
+        """Let another thread of the rank have its turns."""
+
+        def live() -> None:
+            try:
+                fn()
+            except Stopped:
+                raise
+            except Killed:
+                pass  # with its rank, whose end is known
+
+        self._scheduler.add_helper(self._thread, live)
 
     def sleep(self, seconds: float) -> None:
         """Let virtual time pass."""

@@ -59,6 +59,7 @@ class Scheduler:
     def __init__(self, seed: int, patience_s: float) -> None:
         self.now = 0.0
         self.threads: list[SimThread] = []
+        self._helpers: list[SimThread] = []
         self.current: SimThread | None = None
         self.is_stopping = False
         self.is_over = False
@@ -98,7 +99,7 @@ class Scheduler:
             _here.scheduler = None
             self.is_over = True
             self._holder = 0
-            for thread in self.threads:
+            for thread in self._everyone():
                 thread.join()
 
     def _drive(self) -> None:
@@ -139,7 +140,7 @@ class Scheduler:
 
     def _end_deadlock(self) -> None:
         """Nothing will ever happen again: tell those who wait; if there are none, end the paused."""
-        stuck = [thread for thread in self.threads if thread.is_blocked and not thread.is_paused]
+        stuck = [thread for thread in self._everyone() if thread.is_blocked and not thread.is_paused]
         paused = [thread for thread in self.threads if thread.is_paused and not thread.has_ended]
         lines = [str(thread.waiting()) for thread in stuck if thread.waiting is not None]
         lines += [f"rank {thread.rank} is paused" for thread in paused]
@@ -157,7 +158,7 @@ class Scheduler:
     def _stop(self) -> None:
         self.is_stopping = True
         self._await_baton()
-        for thread in self.threads:
+        for thread in self._everyone():
             if thread.has_started and not thread.has_ended:
                 self._give(thread)
                 self._await_baton()
@@ -191,6 +192,21 @@ class Scheduler:
         thread = SimThread(self, len(self.threads), target)
         self.threads.append(thread)
         return thread
+
+    def add_helper(self, of: SimThread, target: Callable[[], None]) -> None:
+        """Start another thread of a rank, which shares its fate."""
+        self.check_caller()
+        helper = SimThread(self, of.rank, target)
+        self._helpers = [thread for thread in self._helpers if not thread.has_ended]
+        self._helpers.append(helper)
+        of.add_helper(helper)
+        helper.start()
+        self._alive += 1
+        if not helper.is_paused:
+            self._ready.append(helper)
+
+    def _everyone(self) -> list[SimThread]:
+        return [*self.threads, *self._helpers]
 
     def check_caller(self) -> None:
         """Refuse threads that the scheduler does not run: it could not repeat what they do."""
@@ -258,7 +274,7 @@ class _State(Enum):
 
 
 class SimThread:
-    """The one thread of a rank, and what faults do to it."""
+    """A thread of a rank, and what faults do to it: to the first one, and to all that help it."""
 
     def __init__(self, scheduler: Scheduler, rank: int, target: Callable[[], None]) -> None:
         self.rank = rank
@@ -268,6 +284,7 @@ class SimThread:
         self.paused_at = 0.0
         self._pauses: list[object] = []
         self._held: list[Callable[[], None]] = []
+        self._helpers: list[SimThread] = []
         self.scheduler = scheduler
         self._target = target
         self._state = _State.READY
@@ -363,6 +380,13 @@ class SimThread:
 
     # -- from others ---------------------------------------------------------------------------------------
 
+    def add_helper(self, helper: SimThread) -> None:
+        """Let another thread be killed and paused with this one."""
+        self._helpers = [thread for thread in self._helpers if not thread.has_ended]
+        self._helpers.append(helper)
+        for pause in self._pauses:
+            helper._pauses.append(pause)
+
     def start(self) -> None:
         """Make the real thread; it waits for the baton."""
         self._thread.start()
@@ -401,9 +425,13 @@ class SimThread:
         if not self._pauses:
             self.paused_at = self.scheduler.now
         self._pauses.append(pause)
+        for helper in self._helpers:
+            helper.pause(pause)
 
     def resume(self, pause: object | None) -> bool:
         """End one pause, or all; True if it may run again."""
+        for helper in self._helpers:
+            helper.resume(pause)
         if not self._pauses:
             return False
         self._pauses = [] if pause is None else [p for p in self._pauses if p is not pause]
@@ -419,6 +447,8 @@ class SimThread:
     def kill(self, cause: str) -> None:
         """End it: it unwinds when it next does anything, at once if it waits."""
         self.killed = cause
+        for helper in self._helpers:
+            helper.kill(cause)
         self._held.clear()
         self.resume(None)
         self.wake()

@@ -1,0 +1,66 @@
+"""The loop: one thread on which every `async def` handler of an agent runs.
+
+Knows asyncio. Does not know calls: it runs what it is given, and cancels it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+from unisono.runtime import Runtime, Waiting
+
+__all__ = ["Loop"]
+
+
+class Loop:
+    """An event loop on a thread of its own."""
+
+    def __init__(self, runtime: Runtime, name: str) -> None:
+        self._runtime = runtime
+        self._loop = asyncio.new_event_loop()
+        self._ident = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_over = runtime.event()
+        runtime.start_thread(self._live, name)
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread is the loop's."""
+        return threading.get_ident() == self._ident
+
+    def run(self, job: Coroutine[Any, Any, None], on_task: Any) -> None:
+        """Run a coroutine; `on_task` is told how to cancel it."""
+
+        def begin() -> None:
+            task = self._loop.create_task(job)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            on_task(lambda: self._loop.call_soon_threadsafe(task.cancel))
+
+        self._loop.call_soon_threadsafe(begin)
+
+    def close(self, timeout: float, waiting: Waiting) -> None:
+        """Cancel what runs, and end."""
+
+        def end() -> None:
+            for task in list(self._tasks):
+                task.cancel()
+            self._loop.call_soon(self._loop.stop)
+
+        self._loop.call_soon_threadsafe(end)
+        if not self.is_mine:
+            self._runtime.block(self._is_over, timeout, lambda: waiting)
+
+    def _live(self) -> None:
+        self._ident = threading.get_ident()
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.close()
+            self._is_over.set()

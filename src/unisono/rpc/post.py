@@ -1,0 +1,229 @@
+"""The post: how frames get to another agent, and how a thread waits for what they bring.
+
+Knows backends. Does not know what is in a frame. There are two: over any backend, frames come by callback, on
+whatever thread brings them. A backend with a mailbox brings them to a thread that reads: one of the agent's
+own, or one that waits for an answer and so needs nobody to wake it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+from unisono.contract import Backend, Lane, Mailbox, Request, Tags
+from unisono.errors import ClosedError
+from unisono.runtime import Deadline, Runtime, Waiting
+from unisono.values import ANY
+
+__all__ = ["Awaited", "CallbackPost", "MailboxPost", "Post"]
+
+# (rank, frame)
+Deliver: TypeAlias = Callable[[int, bytes], None]
+
+# How long a thread reads before Python looks for signals.
+_SLICE_S: Final = 0.05
+
+
+class Awaited:
+    """Something that threads wait for: an answer, or room for another call."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        # How to wake who waits; the post's own.
+        self.waiter: Any = None
+
+
+class Post(ABC):
+    """The frames of one agent."""
+
+    @abstractmethod
+    def send(self, dst: int, frame: bytes) -> None:
+        """Send a frame. Whether it arrives is told by what comes back, or by the end of the rank."""
+
+    @abstractmethod
+    def wait(self, awaited: Awaited, deadline: Deadline, waiting: Callable[[], Waiting]) -> None:
+        """Wait until it is done, or until the deadline."""
+
+    @abstractmethod
+    def wake(self, awaited: Awaited) -> None:
+        """It is done: wake who waits for it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Hear no more."""
+
+
+class CallbackPost(Post):
+    """Over any backend: a receive that every frame meets."""
+
+    def __init__(self, backend: Backend, context: int, deliver: Deliver) -> None:
+        self._backend = backend
+        self._runtime: Runtime = backend.runtime
+        self._context = context
+        self._deliver = deliver
+        self._lock = threading.Lock()
+        self._posted: Request | None = None
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Begin to hear."""
+        self._listen()
+
+    def send(self, dst: int, frame: bytes) -> None:
+        """Send a frame."""
+        self._backend.start_send(dst, self._context, Tags.RPC, memoryview(frame), lane=Lane.CONTROL)
+
+    def wait(self, awaited: Awaited, deadline: Deadline, waiting: Callable[[], Waiting]) -> None:
+        """Wait by the clock of the backend."""
+        runtime = self._runtime
+        with self._lock:
+            if awaited.waiter is None:
+                awaited.waiter = runtime.event()
+        event = awaited.waiter
+        while not awaited.is_done:
+            left = deadline.remaining(runtime.now())
+            if left is not None and left <= 0:
+                return
+            runtime.block(event, left, waiting, is_limited=left is not None)
+
+    def wake(self, awaited: Awaited) -> None:
+        """Raise its flag, if somebody waits for it."""
+        if awaited.waiter is not None:
+            awaited.waiter.set()
+
+    def close(self) -> None:
+        """Withdraw the receive."""
+        with self._lock:
+            self._is_closed = True
+            posted = self._posted
+        if posted is not None:
+            posted.cancel()
+
+    def _listen(self) -> None:
+        while not self._is_closed:
+            request = self._backend.start_recv(ANY, self._context, Tags.RPC, None)
+            self._posted = request
+            if not request.done:
+                request.notify(partial(self._on_message, request))
+                return
+            if not self._hear(request):
+                return
+
+    def _on_message(self, request: Request) -> None:
+        if self._hear(request):
+            self._listen()
+
+    def _hear(self, request: Request) -> bool:
+        """Take what came; False if nothing will come any more."""
+        if request.error is not None:
+            # A message whose sender went while it was on its way: the others still speak.
+            return not isinstance(request.error, ClosedError)
+        envelope = request.envelope
+        assert envelope is not None
+        self._deliver(envelope.source, bytes(request.data or b""))
+        return True
+
+
+class MailboxPost(Post):
+    """Over a mailbox: whoever waits reads it; while nobody does, a thread of the pool."""
+
+    def __init__(self, mailbox: Mailbox, runtime: Runtime, deliver: Deliver) -> None:
+        self._mailbox = mailbox
+        self._runtime = runtime
+        self._deliver = deliver
+        self._lead = threading.Lock()
+        self._leader = 0
+        self._followers: dict[Awaited, None] = {}
+        # Every frame passes here: a method less in between.
+        self.send = mailbox.post  # type: ignore[method-assign,assignment]
+
+    def send(self, dst: int, frame: bytes) -> None:
+        """Send a frame."""
+        self._mailbox.post(dst, frame)
+
+    def read(self) -> None:
+        """Deliver what comes next, or return because there is something to run."""
+        self._take(1.0, is_front=False)
+
+    def rouse(self) -> None:
+        """Make a reader of the pool return."""
+        self._mailbox.poke(False)
+
+    def wait(self, awaited: Awaited, deadline: Deadline, waiting: Callable[[], Waiting]) -> None:
+        """Read until it is done; while another thread reads, sleep."""
+        now = self._runtime.now
+        while not awaited.is_done:
+            left = deadline.remaining(now())
+            if left is not None and left <= 0:
+                return
+            limit = _SLICE_S if left is None or left > _SLICE_S else left
+            if self._lead.acquire(blocking=False):
+                self._leader = threading.get_ident()
+                awaited.waiter = self
+                try:
+                    self._read_for(awaited, limit)
+                finally:
+                    self._leader = 0
+                    self._lead.release()
+                    awaited.waiter = None
+                    self._pass_on()
+            else:
+                self._follow(awaited, limit)
+
+    def wake(self, awaited: Awaited) -> None:
+        """Wake the thread that waits for it, if there is one and it is not this one."""
+        waiter = awaited.waiter
+        if waiter is None:
+            return
+        if waiter is not self:
+            _release(waiter)
+        elif self._leader != threading.get_ident():
+            self._mailbox.poke(True)
+
+    def close(self) -> None:
+        """Let every reader go."""
+        self._mailbox.close()
+
+    def _read_for(self, awaited: Awaited, timeout: float) -> None:
+        """Read, unless it was done before this thread could be woken."""
+        if not awaited.is_done:
+            self._take(timeout, is_front=True)
+
+    def _take(self, timeout: float, *, is_front: bool) -> None:
+        deliver = self._deliver
+        for source, frame in self._mailbox.take(timeout, is_front):
+            deliver(source, frame)
+
+    def _follow(self, awaited: Awaited, limit: float) -> None:
+        turn = threading.Lock()
+        turn.acquire()
+        awaited.waiter = turn
+        self._followers[awaited] = None
+        try:
+            # Whoever led may have gone before it could see us: so look again.
+            if not awaited.is_done and self._lead.locked():
+                turn.acquire(timeout=limit)
+        finally:
+            self._followers.pop(awaited, None)
+            awaited.waiter = None
+
+    def _pass_on(self) -> None:
+        """Let one of those who sleep read on."""
+        while self._followers:
+            try:
+                awaited, _ = self._followers.popitem()
+            except KeyError:
+                return
+            waiter = awaited.waiter
+            if waiter is not None and waiter is not self:
+                _release(waiter)
+                return
+
+
+def _release(turn: threading.Lock) -> None:
+    with contextlib.suppress(RuntimeError):  # it may be woken twice
+        turn.release()

@@ -1,0 +1,434 @@
+"""The serving side of an agent: calls in, answers out.
+
+Knows which calls are queued, running or being answered, and what becomes of each. Does not know how frames
+travel, nor anything about calls that are made from here. Whatever a handler does, or a peer says, it goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from unisono.contract import GRACE_S
+from unisono.errors import ProtocolError, UnisonoError, UsageError
+from unisono.rpc.calls import QUEUE_MAX
+from unisono.rpc.following import Sending, Taking
+from unisono.rpc.frames import (
+    Ack,
+    Answer,
+    Ask,
+    Failure,
+    Item,
+    PackedAnswer,
+    PackedAsk,
+    PackedItem,
+    encode,
+)
+from unisono.rpc.incoming import Incoming, current
+from unisono.rpc.objects import Objects
+from unisono.rpc.payload import is_plain, pack, places, unpack
+from unisono.rpc.pool import Pool
+from unisono.rpc.registry import Handler, Kind, Registry
+from unisono.rpc.streams import WINDOW, Credit
+from unisono.runtime import NEVER, Deadline, Killed, Waiting
+
+if TYPE_CHECKING:
+    from unisono.rpc.agent import Agent
+    from unisono.rpc.loop import Loop
+
+__all__ = ["Server"]
+
+_log = logging.getLogger("unisono.rpc")
+
+# Arrays that came for calls which do not run yet. What is beyond waits where it is.
+_HELD_BYTES_MAX: Final = 256 << 20
+# Notifications are confirmed so many at a time.
+_NOTES_PER_ACK: Final = 32
+
+
+class Server:
+    """What an agent does for others."""
+
+    def __init__(self, agent: Agent, registry: Registry, size: int) -> None:
+        self.agent = agent
+        self.runtime = agent.runtime
+        self.pool: Pool
+        self._registry = registry
+        self._made_at = self.runtime.now()
+        self._lock = threading.Lock()
+        # By caller: who takes a call out of its table may answer it.
+        self._tables: list[dict[int, Incoming]] = [{} for _ in range(size)]
+        self._notes: list[int] = [0] * size
+        self._notes_done: list[int] = [0] * size
+        self._early: dict[str, list[Incoming]] = {}
+        self._answers: dict[tuple[int, int], Sending] = {}
+        self._held_bytes = 0
+        self._held_back: deque[tuple[Incoming, PackedAsk]] = deque()
+        self._loop: Loop | None = None
+        self.objects = Objects()
+
+    # -- what comes in ------------------------------------------------------------------------------------
+
+    def on_ask(self, source: int, ask: Ask | PackedAsk) -> None:
+        """A call came."""
+        timeout_s = ask.timeout_s
+        deadline = NEVER
+        if timeout_s is not None:
+            deadline = Deadline(self.runtime.now() + timeout_s, timeout_s)
+        incoming = Incoming(self, source, ask.call, ask.name, deadline)
+        if ask.window:
+            incoming.credit = Credit(max(1, min(ask.window, WINDOW)))
+        table = self._tables[source]
+        if ask.call:
+            if ask.call in table:
+                return  # no agent uses a number twice
+            table[ask.call] = incoming
+        else:
+            self._notes[source] += 1
+        if len(table) + self._notes[source] > 2 * QUEUE_MAX or self.pool.is_full:
+            self._fail(incoming, "busy", "too many calls wait there")
+        elif self.agent.is_closing and not self._is_nested(source):
+            self._fail(incoming, "closed", "")
+        elif isinstance(ask, Ask):
+            incoming.args = ask.args
+            self._look_up(incoming)
+        else:
+            self._take(incoming, ask)
+
+    def on_cancel(self, source: int, call: int) -> None:
+        """A caller no longer waits."""
+        incoming = self._tables[source].pop(call, None)
+        if incoming is not None:
+            incoming.cancel()
+        sending = self._answers.pop((source, call), None)
+        if sending is not None:
+            sending.cancel()
+
+    def on_more(self, source: int, call: int, count: int) -> None:
+        """The reader of a stream wants more."""
+        incoming = self._tables[source].get(call)
+        if incoming is not None and incoming.credit is not None:
+            credit = incoming.credit
+            credit.count = min(WINDOW, credit.count + max(0, count))
+            credit.is_done = True
+            self.agent.post.wake(credit)
+
+    def on_gone(self, source: int) -> None:
+        """A caller is gone: nobody waits for its calls, or holds its objects."""
+        self.objects.on_gone(source)
+        table = self._tables[source]
+        for call in list(table):
+            self.on_cancel(source, call)
+        for key in [key for key in list(self._answers) if key[0] == source]:
+            if (sending := self._answers.pop(key, None)) is not None:
+                sending.cancel()
+
+    def on_exposed(self, name: str) -> None:
+        """A function can be called now: perhaps it was called too early."""
+        for incoming in self._early.pop(name, []):
+            self._look_up(incoming)
+
+    # -- endings ------------------------------------------------------------------------------------------
+
+    def is_idle(self) -> bool:
+        """Whether every call that came has been answered."""
+        return (
+            not any(self._tables)
+            and self.pool.is_idle()
+            and all(s.is_done() for s in list(self._answers.values()))
+        )
+
+    def close(self, timeout: float, waiting: Waiting) -> None:
+        """Answer nobody any more."""
+        for source in range(len(self._tables)):
+            self.on_gone(source)
+        if self._loop is not None:
+            self._loop.close(timeout, waiting)
+
+    # -- on the way to a handler --------------------------------------------------------------------------
+
+    def _is_nested(self, source: int) -> bool:
+        """Whether a call may be part of what this agent finishes before it closes."""
+        return self.agent.has_calls_to(source)
+
+    def _look_up(self, incoming: Incoming) -> None:
+        handler = self._registry.find(incoming.name)
+        if handler is not None:
+            incoming.handler = handler
+            if handler.kind is Kind.ASYNC and not self.runtime.is_virtual:
+                self._run_on_loop(incoming, handler)
+            else:
+                self.pool.put(incoming)
+        elif (until := self._made_at + GRACE_S) > self.runtime.now():
+            with self._lock:
+                self._early.setdefault(incoming.name, []).append(incoming)
+            self.runtime.call_at(until, lambda: self.on_exposed(incoming.name))
+        else:
+            self._fail(incoming, "unknown", "")
+
+    def _take(self, incoming: Incoming, ask: PackedAsk) -> None:
+        """Take what follows a call, as soon as there may be more of it here."""
+        nbytes = ask.body.piece_bytes + sum(ask.body.sizes)
+        incoming.held_bytes = max(0, nbytes)
+        with self._lock:
+            if self._held_bytes and self._held_bytes + nbytes > _HELD_BYTES_MAX:
+                self._held_back.append((incoming, ask))
+                return
+            self._held_bytes += incoming.held_bytes
+        self._begin_taking(incoming, ask)
+
+    def _begin_taking(self, incoming: Incoming, ask: PackedAsk) -> None:
+        agent = self.agent
+        try:
+            memory = places(ask.body)
+        except (ProtocolError, MemoryError) as error:
+            self._fail(incoming, "raised", str(error), type(error).__name__)
+            self._let_in(incoming)
+            return
+
+        def then(error: BaseException | None) -> None:
+            incoming.on_cancel.pop(Taking, None)
+            if error is None:
+                self._unpack(incoming, ask, memory)
+                return
+            if not incoming.is_cancelled:
+                self._fail(incoming, "raised", str(error), type(error).__name__)
+            self._let_in(incoming)
+
+        if not memory:
+            then(None)
+            return
+        taking = Taking(agent.backend, incoming.source, agent.context, ask.number, memory, then)
+        incoming.on_cancel[Taking] = taking.cancel
+        if incoming.is_cancelled:
+            taking.cancel()
+
+    def _let_in(self, incoming: Incoming) -> None:
+        """A call begins to run, or never will: others may come."""
+        nbytes, incoming.held_bytes = incoming.held_bytes, 0
+        if not nbytes:
+            return
+        ready: list[tuple[Incoming, PackedAsk]] = []
+        with self._lock:
+            self._held_bytes -= nbytes
+            while self._held_back:
+                more = self._held_back[0][0].held_bytes
+                if self._held_bytes and self._held_bytes + more > _HELD_BYTES_MAX:
+                    break
+                self._held_bytes += more
+                ready.append(self._held_back.popleft())
+        for one, ask in ready:
+            self._begin_taking(one, ask)
+
+    def _unpack(self, incoming: Incoming, ask: PackedAsk, came: Any) -> None:
+        try:
+            args, kwargs = unpack(ask.body, came)
+            if type(args) is not list or type(kwargs) is not dict or not all(type(k) is str for k in kwargs):
+                raise ProtocolError("a malformed call")
+        except (UnisonoError, ValueError, TypeError) as error:
+            self._fail(incoming, "raised", str(error), "ProtocolError")
+            self._let_in(incoming)
+            return
+        incoming.args, incoming.kwargs = args, kwargs
+        self._look_up(incoming)
+
+    # -- running ------------------------------------------------------------------------------------------
+
+    def run(self, incoming: Incoming) -> None:
+        """Run a handler on this thread and answer."""
+        if incoming.held_bytes:
+            self._let_in(incoming)
+        if not self._may_run(incoming):
+            return
+        token = current.set(incoming)
+        try:
+            handler = incoming.handler
+            if (checked := self._checked(incoming, handler)) is None:
+                return
+            value = handler.fn(*checked[0], **checked[1])
+            if handler.kind is Kind.ASYNC:
+                value = _driven(value)
+            elif handler.kind is Kind.STREAM:
+                value = self._stream(incoming, value)
+            self._answer(incoming, value)
+        except Killed:
+            raise
+        except BaseException as error:  # a handler's SystemExit must not end the serving thread either
+            self._raised(incoming, error)
+        finally:
+            current.reset(token)
+
+    def _run_on_loop(self, incoming: Incoming, handler: Handler) -> None:
+        with self._lock:
+            if self._loop is None:
+                from unisono.rpc.loop import Loop  # asyncio: only who has such handlers pays for it
+
+                self._loop = Loop(self.runtime, f"unisono-rpc-loop-{self.agent.world_rank}")
+
+        async def job() -> None:
+            import asyncio
+
+            self._let_in(incoming)
+            if not self._may_run(incoming):
+                return
+            current.set(incoming)
+            try:
+                if (checked := self._checked(incoming, handler)) is not None:
+                    self._answer(incoming, await handler.fn(*checked[0], **checked[1]))
+            except asyncio.CancelledError:
+                self._fail(incoming, "closed", "")
+            except BaseException as error:
+                self._raised(incoming, error)
+
+        def on_task(cancel: Callable[[], object]) -> None:
+            incoming.on_cancel[job] = cancel
+            if incoming.is_cancelled:
+                cancel()
+
+        self._loop.run(job(), on_task)
+
+    @property
+    def loop(self) -> Loop | None:
+        """Where async handlers run, once there were any."""
+        return self._loop
+
+    def slot_of_thread(self) -> Pool | None:
+        """The pool whose slot the calling thread has, if it has one."""
+        return self.pool if self.pool.is_mine else None
+
+    def _may_run(self, incoming: Incoming) -> bool:
+        if incoming.is_cancelled:
+            self._note_done(incoming)
+            return False
+        if incoming.deadline.at is not None and incoming.deadline.has_passed(self.runtime.now()):
+            self._fail(incoming, "deadline", "")
+            return False
+        return True
+
+    def _stream(self, incoming: Incoming, items: Any) -> int:
+        """Send what a generator gives, no faster than it is wanted; returns how many items there were."""
+        credit, agent = incoming.credit, self.agent
+        waiting = Waiting(agent.world_rank, (incoming.source,), f"the stream {incoming.name!r}")
+        incoming.on_cancel[Credit] = lambda: self._wake(credit)
+        index = 0
+        try:
+            for index, value in enumerate(items, 1):
+                while credit.count <= 0 and not incoming.is_cancelled:
+                    credit.is_done = False
+                    if credit.count <= 0 and not incoming.is_cancelled:
+                        agent.wait_for(credit, incoming.deadline, waiting)
+                if incoming.is_cancelled:
+                    break
+                credit.count -= 1
+                self._send_item(incoming, index - 1, value)
+        finally:
+            items.close()
+        return index
+
+    def _wake(self, credit: Credit) -> None:
+        credit.is_done = True
+        self.agent.post.wake(credit)
+
+    def _send_item(self, incoming: Incoming, index: int, value: Any) -> None:
+        call, source, agent = incoming.call, incoming.source, self.agent
+        if is_plain((value,)):
+            agent.post.send(source, encode(Item(call, index, value)))
+            return
+        body, parts = pack(value)
+        number = agent.next_number()
+        agent.post.send(source, encode(PackedItem(call, index, number, body)))
+        if parts:
+            sending = Sending(agent.backend, source, agent.context, number, parts)
+            self._keep((source, -number), sending)
+            incoming.on_cancel[sending] = sending.cancel
+
+    def _keep(self, key: tuple[int, int], sending: Sending) -> None:
+        """Remember what is on its way, and forget what has arrived."""
+        for known, earlier in list(self._answers.items()):
+            if earlier.is_done():
+                self._answers.pop(known, None)
+        self._answers[key] = sending
+
+    def _checked(self, incoming: Incoming, handler: Handler) -> Any:
+        if (handler.kind is Kind.STREAM) != (incoming.credit is not None):
+            verb = "stream" if handler.kind is Kind.STREAM else "call"
+            self._fail(incoming, "arguments", f"it has to be called by agent.{verb}", "TypeError")
+            return None
+        try:
+            return handler.signature.checked(incoming.args, incoming.kwargs)
+        except TypeError as error:
+            self._fail(incoming, "arguments", str(error), "TypeError")
+            return None
+
+    # -- answers ------------------------------------------------------------------------------------------
+
+    def _answer(self, incoming: Incoming, value: Any) -> None:
+        call, source = incoming.call, incoming.source
+        if not call:
+            self._note_done(incoming)
+        elif not is_plain((value,)):
+            self._answer_packed(incoming, value)
+        elif self._tables[source].pop(call, None) is not None:
+            self.agent.post.send(source, encode(Answer(call, value)))
+
+    def _answer_packed(self, incoming: Incoming, value: Any) -> None:
+        call, source = incoming.call, incoming.source
+        agent = self.agent
+        try:
+            body, parts = pack(value)
+        except UsageError as error:
+            self._fail(incoming, "raised", f"its result cannot travel: {error}", "UsageError")
+            return
+        if self._tables[source].pop(call, None) is None:
+            return
+        number = agent.next_number()
+        agent.post.send(source, encode(PackedAnswer(call, number, body)))
+        if parts:
+            self._keep((source, call), Sending(agent.backend, source, agent.context, number, parts))
+
+    def _raised(self, incoming: Incoming, error: BaseException) -> None:
+        kind = type(error)
+        name = (
+            kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        )
+        try:
+            text, trace = str(error), "".join(traceback.format_exception(error))
+        except Exception:  # its own __str__ may raise
+            text, trace = "an exception whose text cannot be had", ""
+        self._fail(incoming, "raised", text, name, trace)
+
+    def _fail(
+        self, incoming: Incoming, kind: str, what: str, type_name: str = "", traceback_text: str = ""
+    ) -> None:
+        call, source = incoming.call, incoming.source
+        if not call:
+            self._note_done(incoming)
+            _log.warning("a notification of %r from rank %d failed: %s %s", incoming.name, source, kind, what)
+        elif self._tables[source].pop(call, None) is not None:
+            self.agent.post.send(source, encode(Failure.of(call, kind, what, type_name, traceback_text)))
+
+    def _note_done(self, incoming: Incoming) -> None:
+        if incoming.call:
+            return
+        source = incoming.source
+        with self._lock:
+            self._notes[source] -= 1
+            self._notes_done[source] += 1
+            if self._notes_done[source] < _NOTES_PER_ACK:
+                return
+            count, self._notes_done[source] = self._notes_done[source], 0
+        self.agent.post.send(source, encode(Ack(count)))
+
+
+def _driven(coroutine: Any) -> Any:
+    """Run a coroutine that only waits for works: in virtual time these wait by themselves."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    coroutine.close()
+    raise UsageError("an async handler waits for something that is no Work; the simulator has no event loop")
