@@ -120,7 +120,7 @@ def everyday(comm: uni.Communicator) -> str:
     for i in range(3):
         agent.notify(right, "note", i)
     assert has_noted.wait(LONG_S)
-    assert noted == [0, 1, 2]
+    assert sorted(noted) == [0, 1, 2]  # handlers run side by side
 
     async def together() -> list[Any]:
         return list(await asyncio.gather(*(agent.start(r, "add", r, 1) for r in range(size))))
