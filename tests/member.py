@@ -20,7 +20,7 @@ ALPN = "unisono-link/1"
 BULK, CONTROL = 0, 1
 # door.hpp: magic, version, size, from, to, medium, lane, checksum, eager credit, nonce
 HELLO = struct.Struct("<8sIIIIBBB5xQ32s")
-# frame.hpp: kind and flags, dtype, unused, header bytes, context, tag, bytes
+# frame.hpp: kind and flags, dtype, core, header bytes, context, tag, bytes
 HEAD = struct.Struct("<IBBHQQQ")
 _PROBE = bytes(24)
 _CREDIT_BYTES = 256 * 1024

@@ -6,11 +6,13 @@ import math
 
 import pytest
 
+from unisono.plans import LINKS as SHARED
 from unisono.plans import Cost, Links, Problem, build, cost
 
 SIZES = [2, 3, 4, 5, 7, 8, 12, 16, 31, 32, 33]
 POWERS = [2, 4, 8, 16, 32]
 LINKS = Links()
+SHM = SHARED["shm"]
 # A multiple of every size above, so that chunks are even.
 COUNT = math.lcm(*SIZES)
 
@@ -134,3 +136,14 @@ def test_bytes_follow_the_item_size() -> None:
 
 def test_an_empty_collective_costs_no_messages() -> None:
     assert costs(Problem("all_reduce", 4, (0,)), "ring")[0] == Cost()
+
+
+def test_who_fetches_costs_the_sender_nothing() -> None:
+    """Over shared memory a flat broadcast takes as long as one peer's copy, however many peers there are."""
+    problem = Problem("broadcast", 8, (1 << 20,))
+    flat = [cost(build(problem, rank, "flat"), SHM, 4).time_s for rank in range(8)]
+    wire_s = (4 << 20) / SHM.bytes_per_s
+    assert flat[0] < 0.1 * wire_s
+    assert flat[1] == pytest.approx(wire_s, rel=0.1)
+    short = Problem("broadcast", 8, (10,))
+    assert cost(build(short, 0, "flat"), SHM, 4) == cost(build(short, 0, "flat"), Links(), 4)

@@ -164,6 +164,17 @@ def test_the_thread_ends_when_the_last_timer_is_cancelled():
     wait_until(lambda: not timer_threads())
 
 
+def test_forgotten_timers_are_not_kept_until_they_would_be_due():
+    runtime = RealRuntime()
+    last = runtime.call_at(runtime.now() + 3600, lambda: None)
+    for _ in range(1000):
+        runtime.call_at(runtime.now() + 7200, lambda: None).cancel()
+    assert len(runtime._timers._heap) < 100
+    assert len(timer_threads()) == 1
+    last.cancel()
+    wait_until(lambda: not timer_threads())
+
+
 def test_a_cancelled_timer_does_not_run():
     runtime, ran, done = RealRuntime(), [], threading.Event()
     start = runtime.now() + 0.3

@@ -26,7 +26,7 @@ constexpr std::int64_t spin_ns_crowded = 0, yield_ns_crowded = 100'000;
 constexpr std::int64_t move_ns = 5 * millisecond;
 constexpr std::int64_t yield_ns_long = 50'000, crowded_ns = 20 * millisecond;
 // How often a spinning caller looks for hang-ups and new links, which do not show in the rings.
-constexpr std::int64_t look_ns = 50'000, look_ns_greeting = 2'000;
+constexpr std::int64_t look_ns = 200'000, look_ns_greeting = 2'000;
 constexpr size_t hasty_links_max = 2;
 constexpr std::int64_t farewell_ns = second / 2;
 
@@ -236,6 +236,9 @@ void Engine::give_up(Receive& receive) { receive.incoming->peer->give_up(*receiv
 
 bool Engine::progress() {
   bool moved = false;
+  // One call for all sockets, where asking each would be too many.
+  if (!manner_.is_hasty) look_for_news();
+  gather();
   for (size_t i = 0; i < open_.size(); ++i) {
     Peer& peer = *open_[i];
     moved |= peer.link->poll();
@@ -247,6 +250,7 @@ bool Engine::progress() {
       moved = true;
     }
   }
+  send_gathered();
   if (!readers_.empty()) [[unlikely]] moved |= read_pieces();
   if (!chores_.empty()) [[unlikely]] {
     // One piece of each, then the links have their turn.
@@ -254,6 +258,10 @@ bool Engine::progress() {
     moved = true;
   }
   return moved;
+}
+
+void Engine::push() {
+  for (Peer* peer : open_) peer->link->push();
 }
 
 void Engine::add(Chore& chore) {
@@ -313,7 +321,7 @@ void Engine::leave_polling() {
 
 // What a caller does after a while in which nothing moved.
 void Engine::be_patient(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::int64_t deadline) {
-  if (now - looked_at_ > (door_.is_busy() ? look_ns_greeting : look_ns) || tcp_links_ > hasty_links_max) {
+  if (now - looked_at_ > (door_.is_busy() ? look_ns_greeting : look_ns)) {
     looked_at_ = now;
     look_for_news();
   }
@@ -335,9 +343,11 @@ void Engine::be_patient(std::int64_t quiet_ns, Hold& held, std::int64_t now, std
     held.lock();
     return;
   }
-  // Whom we wait for may be next in line for this very core: to spin would only keep it waiting.
-  // On a socket's other end it may be, for all we know.
-  const std::int64_t spin_ns = !is_crowded ? spin_ns_ : tcp_links_ == 0 ? spin_ns_long_ : spin_ns_crowded;
+  // Whom we wait for may be next in line for this very core: to spin would only keep it waiting. On another host it
+  // may be, for all we know.
+  const auto is_unknown = [](const Peer* p) { return p->link->core() < 0; };
+  const bool is_known = tcp_links_ == 0 || std::none_of(open_.begin(), open_.end(), is_unknown);
+  const std::int64_t spin_ns = !is_crowded ? spin_ns_ : is_known ? spin_ns_long_ : spin_ns_crowded;
   if (!is_shared && quiet_ns < spin_ns) return;
   if (quiet_ns < yield_ns_ && !is_crowded) {
     held.unlock();
@@ -485,13 +495,13 @@ void Engine::on_guest(Guest guest) {
   }
   const auto half = halves_.find(guest.rank);
   if (half == halves_.end()) return;
-  auto bulk = std::make_unique<Connection>(peer, poller_, std::move(guest.channel), Lane::bulk, guest.checksum);
+  auto bulk = std::make_unique<Connection>(peer, poller_, std::move(guest.channel), Lane::bulk, guest.checksum, manner_);
   auto control =
-      std::make_unique<Connection>(peer, poller_, half->second->take(), Lane::control, guest.checksum);
+      std::make_unique<Connection>(peer, poller_, half->second->take(), Lane::control, guest.checksum, manner_);
   halves_.erase(half);
   if (!bulk->is_watched() || !control->is_watched()) return lose(peer, failure("cannot watch its sockets"), false);
-  is_hasty_ = ++tcp_links_ <= hasty_links_max;
-  opened(peer, std::make_unique<TcpLink>(std::move(bulk), std::move(control), is_hasty_));
+  manner_.is_hasty = ++tcp_links_ <= hasty_links_max;
+  opened(peer, std::make_unique<TcpLink>(peer, std::move(bulk), std::move(control), manner_));
 }
 
 void Engine::on_closed_door(std::int32_t to, const std::string& cause, Ruling ruling) {
@@ -516,7 +526,7 @@ void Engine::lose(Peer& peer, const std::string& cause, bool left) {
   std::erase(open_, &peer);
   halves_.erase(peer.rank);
   door_.forget(peer.rank);
-  if (peer.link != nullptr && std::string_view(peer.link->name()).starts_with("tcp")) is_hasty_ = --tcp_links_ <= hasty_links_max;
+  if (peer.link != nullptr && std::string_view(peer.link->name()).starts_with("tcp")) manner_.is_hasty = --tcp_links_ <= hasty_links_max;
   peer.end_all(Outcome::peer_down);
   inbox.end_receives_from(peer.rank);
   peer.link.reset();

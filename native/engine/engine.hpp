@@ -98,6 +98,12 @@ class Engine final : public Surroundings, private Host {
   // There will be none: the message is given up.
   void give_up(Receive& receive);
 
+  // Between the two, short frames wait to go together where that saves calls to the system.
+  void gather() { ++manner_.gathering; }
+  void send_gathered() {
+    if (--manner_.gathering == 0 && tcp_links_ != 0) push();
+  }
+
   void add(Chore& chore);
   void remove(Chore& chore) {
     if (chore.chore_hook.is_in) chores_.remove(chore);
@@ -158,6 +164,7 @@ class Engine final : public Surroundings, private Host {
 
   void opened(Peer& peer, std::unique_ptr<Link> link);
   void lose(Peer& peer, const std::string& cause, bool left);
+  void push();
   bool read_pieces();
   void look_for_news();
   void beat(std::int64_t now);
@@ -183,7 +190,7 @@ class Engine final : public Surroundings, private Host {
   Chain<Chore, &Chore::chore_hook> chores_;
   std::unique_ptr<byte[]> scratch_;
   size_t tcp_links_ = 0;
-  bool is_hasty_ = true;
+  Manner manner_;
   bool is_connected_ = false;
   bool is_closed_ = false;
   bool is_closing_ = false;  // nothing may be started any more

@@ -55,7 +55,7 @@ inline constexpr uint8_t flag_ticket = 1;  // eager: a ticket precedes the heade
 struct Head {
   uint32_t word = 0;  // kind | flags << 8 | lines << 16; published last, and never 0
   uint8_t dtype = 0;
-  uint8_t unused = 0;
+  uint8_t core = 0;  // on a socket: the sender's core plus 1, 0 if it does not say
   uint16_t header_bytes = 0;
   uint64_t context = 0;
   uint64_t tag = 0;

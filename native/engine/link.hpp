@@ -26,10 +26,16 @@ class Link {
   virtual bool holds_data(Lane, uint64_t) const { return false; }
   // Give the peer every frame that has come; true if something moved.
   virtual bool poll() = 0;
+  // Hand over what was kept to go together: see Manner.
+  virtual void push() {}
   // Everything was handed to the transport.
   virtual bool is_drained() const { return true; }
   // The longest payload that a frame may carry beside a header.
   virtual size_t eager_bytes_max(Lane lane) const = 0;
+
+  // How much longer a message that is sure to be received may be and still go at once: to ask first costs two more
+  // ways.
+  virtual size_t final_factor() const { return 1; }
 
   // Copy from the peer's memory; false if that does not work (any more).
   virtual bool can_read() const { return false; }

@@ -51,6 +51,7 @@ class Send {
   uint8_t dtype = untyped;
   Lane lane = Lane::bulk;
   bool sync = false;  // end only when met
+  bool is_final = false;  // the peer will ask for it; if it is taken back after it has left, it may still be received
 
   // What follows is the engine's.
   enum class State : uint8_t { idle, queued, offered, streaming, ended };

@@ -32,7 +32,8 @@ void Peer::on_open(std::unique_ptr<Link> opened) {
     const uint64_t fits = link->eager_bytes_max(lane);
     uint64_t allowed = around_.settings.eager_bytes;
     if (lane == Lane::control && allowed < control_eager_bytes) allowed = control_eager_bytes;
-    eager_max_[static_cast<size_t>(lane)] = fits < allowed ? fits : allowed;
+    eager_max_[static_cast<size_t>(lane)] = std::min(fits, allowed);
+    final_max_[static_cast<size_t>(lane)] = std::min(fits, allowed * link->final_factor());
   }
 }
 
@@ -72,8 +73,8 @@ bool Peer::start(Send& send) {
   body.header = send.header;
   body.header_bytes = send.header_bytes;
   const auto lane = static_cast<size_t>(send.lane);
-  bool is_eager = send.nbytes <= eager_max_[lane] &&
-                        credit_used_[lane] + cost(send.nbytes) <= credit_of(send.lane);
+  bool is_eager = send.nbytes <= (send.is_final ? final_max_ : eager_max_)[lane] &&
+                  credit_used_[lane] + cost(send.nbytes) <= credit_of(send.lane);
   if (is_eager && !send.sync) [[likely]] {
     head.word = Head::make_word(Kind::eager);
     body.payload = send.data;
@@ -86,8 +87,8 @@ bool Peer::start(Send& send) {
   }
   if (!take_ticket(send)) return false;
   auto* word = link->own_offer(index_of(send.ticket));
-  // Without a word only bytes that have not left can be taken back.
-  if (word == nullptr) is_eager = false;
+  // Without a word only bytes that have not left can be taken back for sure.
+  if (word == nullptr && !send.is_final) is_eager = false;
   body.prefix[0] = send.ticket;
   if (is_eager) {
     head.word = Head::make_word(Kind::eager, flag_ticket);
@@ -123,7 +124,7 @@ bool Peer::cancel(Send& send) {
       }
       auto* word = link->own_offer(index_of(send.ticket));
       // Without a word the sender decides: no byte has left, and a receive that took the offer waits for another
-      // message.
+      // message. What is final has left.
       if (word != nullptr && !change(*word, Offer::withdrawn)) return false;
       // The place is free again only when the peer has forgotten the offer.
       ticket_of(send.ticket)->send = nullptr;
@@ -385,7 +386,13 @@ const char* Peer::on_accept(const Head& head) {
   if (ticket != nullptr && ticket->send == nullptr) return nullptr;  // taken back; the peer will hear of it
   if (ticket == nullptr || ticket->send->state != Send::State::offered) return "an offer is accepted that was not made";
   Send& send = *ticket->send;
-  if (send.nbytes == 0) return "an empty offer is accepted";
+  if (send.nbytes == 0) {
+    note(send.lane, Kind::data, send.ticket);
+    ticket->send = nullptr;
+    send.state = Send::State::ended;
+    send.end(Outcome::done);
+    return nullptr;
+  }
   send.state = Send::State::streaming;
   streams_.push_back(send);
   ++backlog_;
@@ -430,6 +437,7 @@ const char* Peer::on_withdraw(const Head& head) {
 
 void Peer::part(Incoming& offer) {
   Receive& receive = *std::exchange(offer.receive, nullptr);
+  if (offer.state == Incoming::State::streaming) --awaited_;
   drop(offer);
   receive.incoming = nullptr;
   if (receive.is_unwanted) return receive.end(Outcome::cancelled, rank);
@@ -487,19 +495,26 @@ void Peer::begin(Incoming& offer, Receive& receive, Meeting meeting) {
   supply(offer);
 }
 
+// The sender decides whether its bytes come or its offer is taken back, also if there are none.
+void Peer::ask_for_data(Incoming& offer) {
+  offer.state = Incoming::State::streaming;
+  ++awaited_;
+  note(Lane::control, Kind::accept, offer.ticket);
+}
+
 void Peer::supply(Incoming& offer) {
-  if (offer.nbytes == 0) {
+  const bool has_word = link->peers_offer(index_of(offer.ticket)) != nullptr;
+  if (offer.nbytes == 0 && has_word) {
     offer.state = Incoming::State::none;
     note(Lane::control, Kind::done, offer.ticket, static_cast<uint8_t>(Answer::met));
     offer.receive->incoming = nullptr;
     return offer.receive->end(Outcome::done, rank);
   }
-  if (link->can_read() && link->peers_offer(index_of(offer.ticket)) != nullptr) {
+  if (link->can_read() && has_word) {
     offer.state = Incoming::State::reading;
     return around_.start_reading(offer);
   }
-  offer.state = Incoming::State::streaming;
-  note(Lane::control, Kind::accept, offer.ticket);
+  ask_for_data(offer);
 }
 
 void Peer::give_up(Incoming& offer) {
@@ -520,8 +535,7 @@ const char* Peer::read_piece(Incoming& offer, byte* scratch, size_t scratch_byte
     if (!link->is_alive()) return nullptr;
     if (offer.received != 0) return "its memory could be read no longer";
     around_.stop_reading(offer);
-    offer.state = Incoming::State::streaming;
-    note(Lane::control, Kind::accept, offer.ticket);
+    ask_for_data(offer);
     return nullptr;
   }
   const bool is_last = bytes == left;
@@ -550,13 +564,15 @@ Incoming* Peer::data_for(const Head& head, const char*& fault) {
   Incoming& offer = incoming_of(head.context);
   if (offer.state != Incoming::State::streaming || offer.ticket != head.context) return nullptr;
   fault = "data came for a wrong place";
-  if (head.tag != offer.received || head.nbytes > offer.nbytes - offer.received || head.nbytes == 0) return nullptr;
+  if (head.tag != offer.received || head.nbytes > offer.nbytes - offer.received) return nullptr;
+  if (head.nbytes == 0 && offer.nbytes != 0) return nullptr;
   return &offer;
 }
 
 void Peer::on_data(Incoming& offer, size_t bytes) {
   offer.received += bytes;
   if (offer.received < offer.nbytes) return;
+  --awaited_;
   offer.state = Incoming::State::none;
   note(Lane::control, Kind::done, offer.ticket, static_cast<uint8_t>(Answer::met));
   offer.receive->incoming = nullptr;
@@ -632,7 +648,7 @@ void Peer::end_all(Outcome outcome) {
   tickets_.clear();
   free_tickets_.clear();
   notes_.clear();
-  backlog_ = 0;
+  backlog_ = awaited_ = 0;
 }
 
 void Peer::say_goodbye() {

@@ -110,6 +110,10 @@ class Peer {
   const char* on_frame(const Head& head, const byte* body, Lane lane);
   // For links that bring data straight to its place: whose it is, or nullptr with what is wrong.
   Incoming* data_for(const Head& head, const char*& fault);
+  // Whether data of offers that we accepted is to come.
+  bool awaits_data() const { return awaited_ != 0; }
+  // Whether the peer owes us an answer to an offer.
+  bool awaits_answer() const { return free_tickets_.size() != tickets_.size(); }
   // Bytes are in their place. Ends the receive with the last.
   void on_data(Incoming& offer, size_t bytes);
 
@@ -157,6 +161,7 @@ class Peer {
   bool are_offers_settled() const;
   static bool change(std::atomic<uint32_t>& word, Offer to);
   void set_queued(Incoming& offer);
+  void ask_for_data(Incoming& offer);
   // Undo a match: the sender takes its offer back, and the receive waits for another message.
   void part(Incoming& offer);
   void note(Lane lane, Kind kind, uint64_t context, uint8_t dtype = 0, uint64_t nbytes = 0, std::string text = {});
@@ -174,8 +179,10 @@ class Peer {
 
   Surroundings& around_;
   const bool is_self_;
+  size_t awaited_ = 0;  // offers in state streaming
   size_t backlog_ = 0;  // notes, queued sends and streams
   uint64_t eager_max_[lane_count] = {};
+  uint64_t final_max_[lane_count] = {};  // of those that are sure to be received
   Queue queued_[lane_count];
   Queue streams_;
   std::deque<Note> notes_;

@@ -113,6 +113,7 @@ std::vector<std::int32_t> Run::awaited() const {
 void Run::go_on() {
   if (is_busy_ || has_ended_) return;
   is_busy_ = true;
+  engine_.gather();
   uint64_t budget = inline_bytes;
   while (!has_failed_) {
     if (!dirty_.empty()) {
@@ -132,6 +133,7 @@ void Run::go_on() {
     do_local(ready_[ready_at_]);
   }
   is_busy_ = false;
+  engine_.send_gathered();
   if (left_ == 0 || (has_failed_ && active_ == 0)) conclude();
 }
 
@@ -188,6 +190,7 @@ void Run::post_send(const Line& line, LineState& state) {
   send.header_bytes = static_cast<uint16_t>(is_first ? header->size() : 0);
   send.dtype = stage_.dtype;
   send.sync = is_first && line.recvs.empty();
+  send.is_final = true;
   send.is_active = true;
   ++state.sending;
   ++active_;

@@ -6,6 +6,7 @@ Knows which files are the library's own. Does not know what was called.
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,8 @@ _INSIDE: Final = str(_PACKAGE)
 _EDGES: Final = tuple(str(_PACKAGE / name) for name in ("bench", "cli", "pytorch", "testing"))
 
 
+# Asked for every frame of every call, of which there are few.
+@lru_cache(maxsize=1024)
 def is_users(filename: str) -> bool:
     """Whether a call from this file is made by the user; otherwise its user is further out."""
     return not filename.startswith(_INSIDE) or filename.startswith(_EDGES)
@@ -27,4 +30,4 @@ def call_site() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"

@@ -66,6 +66,11 @@ _SIGNALS_S: Final = 0.1
 
 NEVER: Final = Deadline(None)
 
+# So often the thread of the timers looks whether any is left.
+_LINGER_S: Final = 0.05
+# More of the forgotten than of the others, and these, are thrown out before they are due.
+_FORGOTTEN_KEPT: Final = 64
+
 # Thirty years: longer waits overflow the clocks of some systems, and nobody is there to see them end.
 _FOREVER_S: Final = 1e9
 
@@ -195,29 +200,40 @@ class RealRuntime(Runtime):
 
 
 class _Timers:
-    """Calls that are due later, run by one thread that exists only while there are any."""
+    """Calls that are due later, run by one thread that exists only while there are any, and a little longer.
+
+    Most timers are forgotten long before they are due, and the next is set at once: neither wakes the thread.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._heap: list[tuple[float, int, _Due]] = []
         self._numbers = itertools.count()
+        self._awaited = 0  # how many of them were not forgotten
         self._running = False
+        self._wakes_at = 0.0  # when the thread looks again in any case
 
     def add(self, when: float, fn: Callable[[], None]) -> _Due:
         due = _Due(self, fn)
         with self._changed:
             heapq.heappush(self._heap, (when, next(self._numbers), due))
-            if self._running:
-                self._changed.notify()
-            else:
+            self._awaited += 1
+            if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name="unisono-timers", daemon=True).start()
+            elif when < self._wakes_at:
+                self._changed.notify()
         return due
 
     def forget(self, due: _Due) -> None:
         with self._changed:
+            if due.fn is None:
+                return
             due.fn = None
-            self._changed.notify()
+            self._awaited -= 1
+            if len(self._heap) > 2 * self._awaited + _FORGOTTEN_KEPT:
+                self._heap = [entry for entry in self._heap if entry[2].fn is not None]
+                heapq.heapify(self._heap)
 
     def _run(self) -> None:
         while True:
@@ -227,13 +243,15 @@ class _Timers:
                 if not self._heap:
                     self._running = False
                     return
-                when = self._heap[0][0]
-                delay = when - time.monotonic()
+                now = time.monotonic()
+                delay = min(self._heap[0][0] - now, _LINGER_S)
                 if delay > 0:
-                    self._changed.wait(min(delay, _FOREVER_S))
+                    self._wakes_at = now + delay
+                    self._changed.wait(delay)
                     continue
                 due = heapq.heappop(self._heap)[2]
                 fn, due.fn = due.fn, None
+                self._awaited -= 1
             if fn is not None:
                 try:
                     fn()

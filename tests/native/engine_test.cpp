@@ -169,6 +169,70 @@ void test_rumour(const char* folder, bool shm) {
   for (auto& engine : engines) engine->close(second);
 }
 
+// A link that takes everything and says when it is gone.
+class Wire final : public Link {
+ public:
+  explicit Wire(uint64_t& ticket) : ticket_(ticket) {}
+  bool put(Lane, Head head, const Body& body) override {
+    if (head.kind() == Kind::offer) ticket_ = body.prefix[0];
+    return true;
+  }
+  size_t put_data(Lane, uint64_t, uint64_t, const std::byte*, uint64_t left) override { return left; }
+  bool holds_data(Lane, uint64_t) const override { return is_full; }
+  bool poll() override { return false; }
+  size_t eager_bytes_max(Lane) const override { return 0; }
+  bool was_heard() override { return true; }
+  void beat() override {}
+  const char* name() const override { return "wire"; }
+  bool is_full = true;
+
+ private:
+  uint64_t& ticket_;
+};
+
+class Alone final : public Surroundings {
+ public:
+  void open_link(Peer&) override {}
+  void start_reading(Incoming&) override {}
+  void stop_reading(Incoming&) override {}
+  void on_news(uint64_t, std::string, bool) override {}
+};
+
+class LongSend final : public Send {
+ public:
+  void end(Outcome how) override { check(++ends == 1 && how == Outcome::done, "it ends once and well"); }
+  int ends = 0;
+};
+
+// The last bytes of a long message leave, and the answer comes before the next look at what was sent. An answer before
+// the last bytes have left is a fault.
+void test_early_answer(bool is_too_early) {
+  Alone around;
+  Peer peer(around, 1, false);
+  uint64_t ticket = 0;
+  auto made = std::make_unique<Wire>(ticket);
+  Wire& wire = *made;
+  peer.on_open(std::move(made));
+  LongSend send;
+  const std::vector<std::byte> data(1 << 20);
+  send.data = data.data();
+  send.nbytes = data.size();
+  peer.send(send);
+  Head head;
+  head.context = ticket;
+  head.word = Head::make_word(Kind::accept);
+  check(peer.on_frame(head, nullptr, Lane::control) == nullptr, "an offer may be accepted");
+  peer.flush();
+  check(send.ends == 0 && peer.has_backlog(), "bytes are on their way");
+  wire.is_full = is_too_early;
+  head.word = Head::make_word(Kind::done);
+  check((peer.on_frame(head, nullptr, Lane::control) == nullptr) == !is_too_early, "an answer follows the last byte");
+  check(send.ends == (is_too_early ? 0 : 1) && peer.has_backlog() == is_too_early, "it has ended with the answer");
+  wire.is_full = false;
+  if (is_too_early) peer.flush();
+  check(send.ends == 1, "it has ended");
+}
+
 // ---- desks ----
 
 uint32_t value_of(int rank, uint64_t context, int turn, size_t i) {
@@ -428,6 +492,7 @@ int main() {
   check(mkdtemp(folder) != nullptr, "there is a folder");
   run("checksum", test_checksum);
   run("starved", test_starved);
+  for (const bool is_too_early : {false, true}) run("early answer", [&] { test_early_answer(is_too_early); });
   for (unsigned seed = 1; seed <= 3; ++seed) {
     run("ring", [&] { test_ring(seed); });
     run("offers read in rings", [&] { test_offers(folder, seed, true, false); });
