@@ -82,6 +82,8 @@ def decode(head: bytes | memoryview, blobs: Sequence[memoryview]) -> Any:
         raise
     except (msgspec.DecodeError, RuntimeError, ValueError, TypeError, OverflowError, struct.error) as error:
         raise ProtocolError(f"malformed object: {error}") from error
+    finally:
+        decoder.forget()
     if decoder.blobs_used != len(blobs):
         raise ProtocolError(f"malformed object: {len(blobs)} arrays came, {decoder.blobs_used} are named")
     return value
@@ -232,6 +234,11 @@ class _Decoder:
         self._depth = 0
         self.blobs_used = 0
         self._decoder = msgspec.msgpack.Decoder(ext_hook=self._extension)
+
+    def forget(self) -> None:
+        """Let go of the blobs now: it and msgspec's decoder hold each other, until the collector comes."""
+        self._blobs = ()
+        del self._decoder
 
     def parse(self, data: bytes | memoryview) -> Any:
         self._depth += 1
