@@ -39,9 +39,11 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The figures: collectives beside MPI and Gloo, import, start-up and memory.
+# The figures: collectives beside MPI and Gloo, calls beside torch.rpc, gRPC and ZeroMQ, import, start-up and memory.
 bench: $(STAMP)
+	$(BIN)/pip install --quiet grpcio pyzmq msgpack
 	$(BIN)/unisono bench --quick
+	$(BIN)/python bench/rpc.py
 	$(BIN)/python bench/import_time.py
 	$(BIN)/python bench/startup.py
 
