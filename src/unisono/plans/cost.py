@@ -50,12 +50,22 @@ class Links:
     kind: str = ""
 
 
-# By the kind of link between ranks of one host; "" where nothing is known about it.
+# By the kind of link between ranks of one host, as bench/tune.py found them on two cores; "" where nothing is
+# known about it.
 LINKS: Final[Mapping[str, Links]] = MappingProxyType(
     {
         "": Links(),
-        "shm": Links(fetch_bytes=16 * 1024, kind="shm"),
-        "tcp": Links(latency_s=6e-6, bytes_per_s=2.5e9, message_s=2e-6, kind="tcp"),
+        "shm": Links(
+            latency_s=0.6e-6,
+            bytes_per_s=16e9,
+            reduce_bytes_per_s=28e9,
+            message_s=0.3e-6,
+            fetch_bytes=16 * 1024,
+            kind="shm",
+        ),
+        "tcp": Links(
+            latency_s=1e-6, bytes_per_s=2.5e9, reduce_bytes_per_s=28e9, message_s=7.5e-6, kind="tcp"
+        ),
     }
 )
 
