@@ -22,6 +22,9 @@ def main(calls: int = 100_000, kinds: tuple[str, ...] = ("local", "shm", "tcp"))
         began, before = time.monotonic(), threading.active_count()
         if kind == "local":
             run_ranks(crowd, RANKS, THREADS, each).values()
+            patience = time.monotonic() + 5
+            while threading.active_count() > before + 1 and time.monotonic() < patience:
+                time.sleep(0.01)
             assert threading.active_count() <= before + 1, threading.enumerate()
         else:
             for result in run_processes(crowd, RANKS, THREADS, each, kind=kind):

@@ -473,9 +473,13 @@ class Agent:
         if not memory:
             then(None)
             return
-        calling.taking = Taking(self.backend, peer.rank, self.context, frame.number, memory, then)
-        if calling.is_done and calling.taking is not None:
-            calling.taking.cancel()
+        taking = Taking(self.backend, peer.rank, self.context, frame.number, memory, then)
+        # Those that hold each other keep the memory until the collector comes: so only while it is needed.
+        if not taking.is_done:
+            calling.taking = taking
+        if calling.is_done:
+            calling.taking = None
+            taking.cancel()
 
     def _on_packed_item(self, peer: Peer, frame: PackedItem) -> None:
         calling = peer.calls.get(frame.call)

@@ -204,6 +204,8 @@ class Server:
             return
         taking = Taking(agent.backend, incoming.source, agent.context, ask.number, memory, then)
         incoming.on_cancel[Taking] = taking.cancel
+        if taking.is_done:
+            incoming.on_cancel.pop(Taking, None)
         if incoming.is_cancelled:
             taking.cancel()
 
