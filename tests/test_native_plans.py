@@ -191,10 +191,10 @@ def resident() -> int:
 # -- mismatches -------------------------------------------------------------------------------------------
 
 CALLS: dict[str, Callable[[Communicator], Any]] = {
-    "all_reduce": lambda comm: comm.all_reduce(np.ones(5000, np.float32)),
-    "another dtype": lambda comm: comm.all_reduce(np.ones(5000, np.int32)),
-    "another count": lambda comm: comm.all_reduce(np.ones(5001, np.float32)),
-    "another op": lambda comm: comm.all_reduce(np.ones(5000, np.float32), "max"),
+    "all_reduce": lambda comm: comm.all_reduce(np.ones(5000, np.float32), algorithm="ring"),
+    "another dtype": lambda comm: comm.all_reduce(np.ones(5000, np.int32), algorithm="ring"),
+    "another count": lambda comm: comm.all_reduce(np.ones(5001, np.float32), algorithm="ring"),
+    "another op": lambda comm: comm.all_reduce(np.ones(5000, np.float32), "max", algorithm="ring"),
     "another algorithm": lambda comm: comm.all_reduce(np.ones(5000, np.float32), algorithm="tree"),
     "another collective": lambda comm: comm.broadcast(np.ones(5000, np.float32)),
     "another root": lambda comm: comm.broadcast(np.ones(5000, np.float32), root=1),
