@@ -233,6 +233,102 @@ def test_nested_calls_through_one_slot_do_not_deadlock():
     assert run_processes(program, 2) == [[20] * 5] * 2
 
 
+def deep(comm: uni.Communicator) -> Any:
+    agent = Agent(comm)
+
+    @agent.expose
+    def down(n: int) -> int:
+        return 0 if n == 0 else 1 + agent.call(1 - comm.rank, "down", n - 1, timeout=100)
+
+    agent.register("ready", lambda: True)
+    comm.barrier()
+    results = []
+    if comm.rank == 0:
+        results.append(agent.call(1, "down", 1500, timeout=100))
+        try:
+            agent.call(1, "down", 2500, timeout=100)
+        except uni.RemoteError:
+            results.append("refused")
+        results.append(agent.call(1, "ready"))
+    comm.barrier()
+    return results
+
+
+def test_what_calls_back_too_deep_is_refused_and_not_waited_for():
+    """1,024 handlers may wait on a rank; the next call is refused, however many calls are under way."""
+    assert run_processes(deep, 2) == [[1500, "refused", True], []]
+
+
+# -- lanes -----------------------------------------------------------------------------------------------
+
+
+def beside_full_lane(comm: uni.Communicator) -> Any:
+    """Rank 1 never receives what rank 0 sends: short messages until they are held back, and a long one."""
+    agent = Agent(comm)
+    agent.register("double", lambda x: 2 * x)
+    comm.barrier()
+    results = []
+    if comm.rank == 0:
+        works = [comm.start.send(np.zeros(1000), 1, tag) for tag in range(400)]
+        works.append(comm.start.send(np.zeros(1 << 20), 1, 400))
+        results = [agent.call(1, "double", i) for i in range(100)]
+        long = np.arange(300_000)
+        results.append(int(agent.call(1, "double", long).sum()))
+        results.append(sum(not work.done() for work in works) > 0)
+        agent.call(1, "take")
+        uni.wait_all(works)
+    else:
+        taking = threading.Event()
+        agent.register("take", taking.set)
+        taking.wait(60)
+        for tag in range(400):
+            comm.recv(np.empty(1000), 0, tag)
+        comm.recv(np.empty(1 << 20), 0, 400)
+    comm.barrier()
+    return results
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_messages_that_nobody_takes_do_not_hold_calls_up(kind):
+    first, _ = run_processes(beside_full_lane, 2, kind=kind)
+    assert first == [*range(0, 200, 2), 300_000 * 299_999, True]
+
+
+def beside_collectives(comm: uni.Communicator) -> Any:
+    agent = Agent(comm)
+
+    @agent.expose
+    def slowly(x: int) -> int:
+        time.sleep(0.5)
+        return x
+
+    agent.register("at_once", lambda x: x)
+    comm.barrier()
+    slow = agent.start(1 - comm.rank, "slowly", comm.rank)
+    x = np.full(1000, float(comm.rank + 1))
+    for _ in range(200):
+        comm.all_reduce(x, "max")
+        assert agent.call(1 - comm.rank, "at_once", 7) == 7
+    was_slow = not slow.done()
+    return slow.wait(), was_slow, float(x[0])
+
+
+def test_a_slow_handler_delays_neither_calls_nor_collectives():
+    assert run_processes(beside_collectives, 2) == [(0, True, 2.0), (1, True, 2.0)]
+
+
+def test_a_message_of_more_than_a_gibibyte_is_refused_where_it_is_sent():
+    def program(comm: uni.Communicator) -> Any:
+        agent = Agent(comm)
+        agent.register("size", lambda x: x.nbytes)
+        comm.barrier()
+        with pytest.raises(uni.UsageError, match=f"allowed: up to {1 << 30}"):
+            agent.call(1, "size", np.empty((1 << 30) + 1, np.uint8))
+        return agent.call(1, "size", np.zeros(9, np.uint8)), comm.barrier()
+
+    assert run_ranks(program, 2).values() == [(9, None)] * 2
+
+
 # -- simulated -------------------------------------------------------------------------------------------
 
 

@@ -524,7 +524,8 @@ class Agent:
         # Whoever waits for this handler does not wait longer.
         if until is not None and (deadline.at is None or until < deadline.at):
             deadline = Deadline(until, max(0.0, until - now))
-        peer = self._admitted(dst, name, deadline)
+        # A handler that waits here is one of a bounded number; held back, it might wait for its own caller.
+        peer = self._admitted(dst, name, deadline, is_held=above is None or timers)
         number = self.next_number()
         calling = Calling(self, peer, number, name, deadline, now)
         calling.stream, window = arrivals, WINDOW if arrivals is not None else 0
@@ -601,14 +602,14 @@ class Agent:
                 if calling.is_done:
                     sending.cancel()
 
-    def _admitted(self, dst: int | str, name: str, deadline: Deadline) -> Peer:
-        """The rank to call, once there is room for another call to it."""
+    def _admitted(self, dst: int | str, name: str, deadline: Deadline, *, is_held: bool = True) -> Peer:
+        """The rank to call; if `is_held`, once there is room for another call to it."""
         if self.is_closed or (self.is_closing and current.get() is None):
             raise closed_here().located(Location(f"call of {name!r}", self.communicator, self.epoch))
         if not isinstance(name, str) or len(name) > NAME_CHARS_MAX:
             raise UsageError(f"name={str(name)[:80]!r}; allowed: a text of up to {NAME_CHARS_MAX} characters")
         peer = self._peer_of(dst, deadline)
-        if peer.is_full:
+        if is_held and peer.is_full:
             self._await_room(peer, name, deadline)
         return peer
 

@@ -26,6 +26,8 @@ Deliver: TypeAlias = Callable[[int, bytes], None]
 
 # How long a thread reads before Python looks for signals.
 _SLICE_S: Final = 0.05
+# How long a thread sleeps that others wake: a signal wakes it, too.
+_SLEEP_S: Final = 1.0
 
 
 class Awaited:
@@ -160,19 +162,19 @@ class MailboxPost(Post):
             left = deadline.remaining(now())
             if left is not None and left <= 0:
                 return
-            limit = _SLICE_S if left is None or left > _SLICE_S else left
+            left = _SLEEP_S if left is None else left
             if self._lead.acquire(blocking=False):
                 self._leader = threading.get_ident()
                 awaited.waiter = self
                 try:
-                    self._read_for(awaited, limit)
+                    self._read_for(awaited, min(left, _SLICE_S))
                 finally:
                     self._leader = 0
                     self._lead.release()
                     awaited.waiter = None
                     self._pass_on()
             else:
-                self._follow(awaited, limit)
+                self._follow(awaited, min(left, _SLEEP_S))
 
     def wake(self, awaited: Awaited) -> None:
         """Wake the thread that waits for it, if there is one and it is not this one."""
