@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from unisono.bench.tuning import thresholds
+from unisono.bench.tuning import REACH_BYTES, thresholds
 from unisono.plans import CATALOG, LINKS, Problem, choose, entry_of, measured
 from unisono.plans.choose import _cheapest
 
 VECTORS = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
+FAR = 1 << 40
 
 
 def problem_of(collective: str, size: int, count: int, hosts: tuple[int, ...] = ()) -> Problem:
@@ -49,8 +50,7 @@ def test_the_table_names_what_exists() -> None:
                 for size, rows in by_size.items():
                     assert int(size) >= 2
                     limits = [limit for limit, _ in rows]
-                    assert limits[-1] is None
-                    assert limits[:-1] == sorted(set(limits[:-1]))
+                    assert limits == sorted(set(limits))
                     for _, name in rows:
                         entry = entry_of(collective, name)
                         assert not entry.needs_hosts
@@ -58,7 +58,7 @@ def test_the_table_names_what_exists() -> None:
 
 
 def test_choices_follow_the_table_on_both_sides_of_a_threshold(written: Any) -> None:
-    written({"any": {"tcp": {"all_reduce": {"3": [[4096, "tree"], [None, "ring"]]}}}})
+    written({"any": {"tcp": {"all_reduce": {"3": [[4096, "tree"], [FAR, "ring"]]}}}})
     below, above = Problem("all_reduce", 3, (1024,)), Problem("all_reduce", 3, (1025,))
     assert choose(below, 4, LINKS["tcp"]) == ("tree", "measured over tcp for up to 4 KiB on 3 ranks")
     assert choose(above, 4, LINKS["tcp"])[0] == "ring"
@@ -66,7 +66,7 @@ def test_choices_follow_the_table_on_both_sides_of_a_threshold(written: Any) -> 
 
 
 def test_what_was_not_measured_is_predicted(written: Any) -> None:
-    written({"any": {"tcp": {"all_reduce": {"4": [[None, "tree"]]}}}})
+    written({"any": {"tcp": {"all_reduce": {"4": [[FAR, "tree"]]}}}})
     hosts = (0, 0, 1, 1)
     for problem, links, ordered in [
         (problem_of("all_reduce", 5, 9), LINKS["tcp"], False),
@@ -82,12 +82,12 @@ def test_what_was_not_measured_is_predicted(written: Any) -> None:
 
 
 def test_one_host_of_several_is_one_host(written: Any) -> None:
-    written({"any": {"shm": {"all_reduce": {"2": [[None, "tree"]]}}}})
+    written({"any": {"shm": {"all_reduce": {"2": [[FAR, "tree"]]}}}})
     assert choose(Problem("all_reduce", 2, (9,), hosts=(3, 3)), 4, LINKS["shm"])[0] == "tree"
 
 
 def test_uneven_blocks_take_only_what_takes_them(written: Any) -> None:
-    written({"any": {"shm": {"all_to_all": {"2": [[None, "dissemination"]]}}}})
+    written({"any": {"shm": {"all_to_all": {"2": [[FAR, "dissemination"]]}}}})
     assert choose(Problem("all_to_all", 2, (5, 5, 5, 5)), 4, LINKS["shm"])[0] == "dissemination"
     name, reason = choose(Problem("all_to_all", 2, (5, 1, 2, 5)), 4, LINKS["shm"])
     assert entry_of("all_to_all", name).takes_uneven
@@ -97,8 +97,8 @@ def test_uneven_blocks_take_only_what_takes_them(written: Any) -> None:
 def test_ordered_choices_come_from_the_ordered_table(written: Any) -> None:
     written(
         {
-            "any": {"shm": {"all_reduce": {"2": [[None, "ring"]]}, "broadcast": {"2": [[None, "chain"]]}}},
-            "ordered": {"shm": {"all_reduce": {"2": [[None, "flat"]]}}},
+            "any": {"shm": {"all_reduce": {"2": [[FAR, "ring"]]}, "broadcast": {"2": [[FAR, "chain"]]}}},
+            "ordered": {"shm": {"all_reduce": {"2": [[FAR, "flat"]]}}},
         }
     )
     assert choose(Problem("all_reduce", 2, (9,)), 4, LINKS["shm"], ordered=True)[0] == "flat"
@@ -119,10 +119,10 @@ def test_thresholds_lie_between_sizes_with_clearly_different_winners() -> None:
     predicted = choose(Problem("all_reduce", 2, (1 << 16,)), 4, replace(LINKS["shm"], kind=""))[0]
     assert predicted in ("ring", "halving_doubling")
     assert thresholds(times, 2, "shm", ordered=False) == {
-        "all_reduce": [[65536, "doubling"], [None, predicted]]
+        "all_reduce": [[65536, "doubling"], [REACH_BYTES, predicted]]
     }
     assert thresholds(times, 2, "shm", ordered=True) == {
-        "all_reduce": [[65536, "doubling"], [None, "halving_doubling"]]
+        "all_reduce": [[65536, "doubling"], [REACH_BYTES, "halving_doubling"]]
     }
 
 

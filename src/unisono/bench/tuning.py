@@ -23,9 +23,9 @@ __all__ = ["Times", "links_measured", "measured", "thresholds"]
 # Collective: bytes: algorithm: seconds.
 Times = Mapping[str, Mapping[int, Mapping[str, float]]]
 
-# Bytes of the vector, or of one block.
-SIZES: Final = (8, 128, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
-BLOCK_BYTES_MAX: Final = 4 << 20
+# Bytes of the vector, or of one block. Longer ones take too long to be told from noise: the model decides.
+SIZES: Final = (8, 128, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20)
+REACH_BYTES: Final = 2 * SIZES[-1]
 _VECTORS: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
 _ITEM_BYTES: Final = 4
 # Who is three times slower than the best in a first try does not run again.
@@ -45,8 +45,6 @@ def measured(comm: uni.Communicator, rounds: int, turn_s: float, budget_s: float
     for nbytes in SIZES:
         for collective in CATALOG:
             if collective == "barrier" and nbytes != SIZES[0]:
-                continue
-            if collective not in _VECTORS and nbytes > BLOCK_BYTES_MAX:
                 continue
             if comm.all_reduce(clock.now() - began, "max") > budget_s:
                 return rows
@@ -137,7 +135,8 @@ def thresholds(times: Times, size: int, kind: str, *, ordered: bool) -> dict[str
     """The table of one kind of link and number of ranks: collective: rows of (up to bytes, algorithm).
 
     Who is not clearly slower than the best may stay: first who won at the size before, then whom the cost
-    model predicts. Between two sizes with different winners the threshold is their geometric mean.
+    model predicts. Between two sizes with different winners the threshold is their geometric mean. The last
+    one holds for little more than was measured.
     """
     found: dict[str, list[list[Any]]] = {}
     for collective, by_size in times.items():
@@ -159,10 +158,10 @@ def thresholds(times: Times, size: int, kind: str, *, ordered: bool) -> dict[str
             predicted = _predicted(collective, size, nbytes, kind, ordered)
             winner = next((name for name in (last, predicted) if name in good), best)
             if last is None:
-                rows.append([None, winner])
+                rows.append([REACH_BYTES, winner])
             elif winner != last:
                 rows[-1][0] = round(math.sqrt(before * nbytes))
-                rows.append([None, winner])
+                rows.append([REACH_BYTES, winner])
             before = nbytes
         if rows:
             found[collective] = rows

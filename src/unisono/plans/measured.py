@@ -4,10 +4,10 @@ Knows the table in measured.json, which `bench/tune.py` writes. Does not measure
 the table has nothing to say: then the cost model decides (choose). The file belongs to the installation, so
 that all ranks of a host read the same one.
 
-    {"machine": {...}, "any": {"shm": {"all_reduce": {"2": [[4096, "doubling"], [null, "ring"]]}}},
+    {"machine": {...}, "any": {"shm": {"all_reduce": {"2": [[4096, "doubling"], [8388608, "ring"]]}}},
      "ordered": {...}}
 
-A row gives the fastest up to so many bytes, of the vector or of one block; null: and for all that is longer.
+A row gives the fastest up to so many bytes, of the vector or of one block; what is longer was not measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATH: Final = Path(__file__).with_name("measured.json")
 def fastest(kind: str, collective: str, size: int, nbytes: int, *, ordered: bool) -> str | None:
     """The algorithm that was fastest; None if this was not measured. `ordered`: among those in order."""
     rows = table()["ordered" if ordered else "any"].get(kind, {}).get(collective, {}).get(str(size), ())
-    return next((name for limit, name in rows if limit is None or nbytes <= limit), None)
+    return next((name for limit, name in rows if nbytes <= limit), None)
 
 
 @lru_cache(maxsize=1)
