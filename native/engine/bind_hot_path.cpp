@@ -43,8 +43,11 @@ constexpr std::int64_t slice_ns = 50 * millisecond;
 // rest of the call, and others wait for microseconds.
 constexpr uint64_t glance_bytes = 16 * 1024;
 constexpr uint64_t gil_release_bytes = 32 * 1024;
-constexpr uint64_t collective_tag = uint64_t{1} << 62;  // contract.Tags
-constexpr uint64_t stages = 16;
+// Up to this a call does not wait until peers from which nothing comes back have met its messages, but no more than
+// so many times in a row: then it waits, so that none is further ahead. They fit into the credit many times over, and
+// a wait costs a message there and back: 2% of 64 calls.
+constexpr uint64_t ahead_bytes = 16 * 1024;
+constexpr uint8_t ahead_max = 64;
 constexpr int dims_max = 8;
 constexpr size_t learned_max = 512;  // per verb; a newer one takes the place of an older
 
@@ -93,6 +96,8 @@ struct Learned {
   uint8_t dtype = 0;
   std::int32_t op_code = -1;
   std::int64_t divisor = 0;  // of a mean
+  std::vector<std::int32_t> unanswered;  // peers to which we send, and from which nothing comes back
+  std::vector<std::int32_t> answering;
   uint64_t bytes = 0;        // of the longer buffer
 };
 
@@ -114,6 +119,28 @@ class HotPath {
         ledger_(std::move(ledger)),
         is_users_(std::move(is_users)) {
     check_layout(this->array_type, this->empty);
+    ahead.resize(static_cast<size_t>(desk.engine().size));
+  }
+
+  // Messages that no call here has met although it should have: (rank, number, header) of calls before `sequence`.
+  nb::list unmet(uint64_t sequence) {
+    std::vector<Desk::Unmet> found;
+    if (sequence > 0) {
+      const Hold held = desk.engine().hold();
+      found = desk.unmet(context, tag_of(sequence - 1));
+    }
+    nb::list result;
+    for (const Desk::Unmet& one : found)
+      result.append(nb::make_tuple(one.source, one.sequence, nb::bytes(one.header.data(), one.header.size())));
+    return result;
+  }
+
+  // Who has not shown yet that it has made all calls that ended here.
+  std::vector<std::int32_t> behind() const {
+    std::vector<std::int32_t> ranks;
+    for (size_t rank = 0; rank < ahead.size(); ++rank)
+      if (ahead[rank] != 0) ranks.push_back(static_cast<std::int32_t>(rank));
+    return ranks;
   }
 
   bool is_array(PyObject* object) const { return is_a(object, array_type); }
@@ -130,6 +157,8 @@ class HotPath {
   const std::int64_t stall_ns;
   const nb::object array_type;
   const nb::object empty;
+  // By rank: how many of our calls it may not have made yet. Whatever comes from it in a later call shows that it has.
+  std::vector<uint8_t> ahead;
 
   // For tests: calls that ended here, that Python had to decide, and that Python had to end.
   uint64_t ended = 0, missed = 0, handed_over = 0;
@@ -154,8 +183,8 @@ class HotPath {
 // One verb of one communicator.
 class HotVerb final : public HotCall {
  public:
-  HotVerb(nb::object path, Verb verb, nb::object slow, nb::object take_over)
-      : HotCall(std::move(slow), std::move(take_over)), path(nb::cast<HotPath&>(path)), verb(verb), path_(std::move(path)) {}
+  HotVerb(nb::object path, Verb verb, nb::object slow, nb::object aid)
+      : HotCall(std::move(slow), std::move(aid)), path(nb::cast<HotPath&>(path)), verb(verb), path_(std::move(path)) {}
 
   PyObject* call(PyObject* const* args, size_t nargsf, PyObject* names) override;
   void keep(std::unique_ptr<Learned> learned) {
@@ -172,7 +201,10 @@ class HotVerb final : public HotCall {
   bool fits(const Given& given) const;
   PyObject* ask_python(PyObject* const* args, size_t nargsf, PyObject* names, const Given& given);
   PyObject* run(const Learned& learned, PyObject* x, nb::object out);
-  bool wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x, const nb::object& out);
+  bool wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x, const nb::object& out,
+            std::optional<Desk::Unmet>& unmet);
+  bool may_run_ahead(const Learned& learned) const;
+  void heed(const Desk::Unmet& unmet) const;
   bool hand_over(const Text& header, uint64_t sequence, uint64_t handle, std::int64_t started, PyObject* x,
                  const nb::object& out, nb::handle interruption);
   bool is_in_place() const { return verb == Verb::all_reduce || verb == Verb::broadcast; }
@@ -347,8 +379,25 @@ bool HotPath::learn(uint64_t sequence, const std::string& operation, nb::handle 
   learned->dtype = dtype;
   learned->op_code = op;
   learned->divisor = divisor;
+  for (const Line& line : learned->program->lines)
+    if (!line.recvs.empty())
+      learned->answering.push_back(line.peer);
+    else if (!line.sends.empty())
+      learned->unanswered.push_back(line.peer);
   miss->verb.keep(std::move(learned));
   return true;
+}
+
+bool HotVerb::may_run_ahead(const Learned& learned) const {
+  if (learned.bytes > ahead_bytes) return false;
+  for (const std::int32_t peer : learned.unanswered)
+    if (path.ahead[static_cast<size_t>(peer)] >= ahead_max) return false;
+  return true;
+}
+
+// A message waits for a call that has been made here: Python compares, and raises if it was another.
+void HotVerb::heed(const Desk::Unmet& unmet) const {
+  helper.attr("heed")(unmet.source, unmet.sequence, nb::bytes(unmet.header.data(), unmet.header.size()));
 }
 
 PyObject* HotVerb::run(const Learned& learned, PyObject* x, nb::object out) {
@@ -363,8 +412,15 @@ PyObject* HotVerb::run(const Learned& learned, PyObject* x, nb::object out) {
   // From here to the flight's entry below nobody else runs Python: allowed, numbered and under way in one breath.
   const uint64_t sequence = path.ledger.next++;
   path.ledger.remember(sequence, learned.header);
-  stage.tag = collective_tag | sequence * stages;
+  stage.tag = tag_of(sequence);
+  stage.runs_ahead = may_run_ahead(learned);
+  for (const std::int32_t peer : learned.unanswered) {
+    uint8_t& ahead = path.ahead[static_cast<size_t>(peer)];
+    ahead = stage.runs_ahead ? static_cast<uint8_t>(ahead + 1) : 0;
+  }
+  for (const std::int32_t peer : learned.answering) path.ahead[static_cast<size_t>(peer)] = 0;
   bool is_done = false;
+  std::optional<Desk::Unmet> unmet;
   Run* run;
   uint64_t handle;
   {
@@ -380,6 +436,8 @@ PyObject* HotVerb::run(const Learned& learned, PyObject* x, nb::object out) {
     if (run->phase == Operation::Phase::ended && run->outcome == Outcome::done) [[likely]] {
       is_done = true;
       path.desk.recycle(*run);
+      if (const Arrived* const first = path.desk.first_unmet(path.context, stage.tag); first != nullptr) [[unlikely]]
+        unmet.emplace(first->envelope);
     }
   }
   // What was learned may be replaced while others run Python.
@@ -388,8 +446,9 @@ PyObject* HotVerb::run(const Learned& learned, PyObject* x, nb::object out) {
   const uint64_t count = learned.program->counts[static_cast<size_t>(Buffer::out)];
   if (is_done)
     ++path.ended;
-  else if (!wait(*run, learned, sequence, handle, x, out))
+  else if (!wait(*run, learned, sequence, handle, x, out, unmet))
     return nullptr;
+  if (unmet.has_value()) heed(*unmet);
   if (divisor != 0) {
     std::optional<nb::gil_scoped_release> released;
     if (count * itemsizes[dtype] >= gil_release_bytes) released.emplace();
@@ -400,7 +459,8 @@ PyObject* HotVerb::run(const Learned& learned, PyObject* x, nb::object out) {
 }
 
 // Wait for the end of a run with the GIL let go; false if an exception is set.
-bool HotVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x, const nb::object& out) {
+bool HotVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x, const nb::object& out,
+                   std::optional<Desk::Unmet>& unmet) {
   const Text header = learned.header;
   const std::int64_t started = now_ns(), stalled = started + path.stall_ns;
   Ledger::Flight flight{sequence, path.desk, handle};
@@ -416,7 +476,11 @@ bool HotVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t
       if (run.phase == Operation::Phase::ended) {
         is_done = run.outcome == Outcome::done;
         is_ours = is_done;
-        if (is_done) path.desk.recycle(run);
+        if (is_done) {
+          path.desk.recycle(run);
+          if (const Arrived* const first = path.desk.first_unmet(path.context, tag_of(sequence)); first != nullptr) [[unlikely]]
+            unmet.emplace(first->envelope);
+        }
       } else if (has_other) {
         is_ours = false;
       }
@@ -442,7 +506,7 @@ bool HotVerb::hand_over(const Text& header, uint64_t sequence, uint64_t handle, 
   ++path.handed_over;
   try {
     const nb::object given = x != nullptr ? nb::borrow(x) : nb::none();
-    helper(verb_names[static_cast<size_t>(verb)], sequence, nb::bytes(header->data(), header->size()),
+    helper.attr("take_over")(verb_names[static_cast<size_t>(verb)], sequence, nb::bytes(header->data(), header->size()),
               static_cast<double>(started) / 1e9, handle, nb::make_tuple(given, out.is_valid() ? out : nb::none()),
               interruption.is_valid() ? interruption : nb::handle(Py_None));
     return true;
@@ -462,11 +526,11 @@ bool HotVerb::hand_over(const Text& header, uint64_t sequence, uint64_t handle, 
   }
 }
 
-nb::object make_verb(nb::object path, const std::string& name, nb::object slow, nb::object take_over) {
+nb::object make_verb(nb::object path, const std::string& name, nb::object slow, nb::object aid) {
   for (size_t i = 0; i < verb_count; ++i)
     if (name == verb_names[i])
       return make_callable(
-          std::make_unique<HotVerb>(std::move(path), static_cast<Verb>(i), std::move(slow), std::move(take_over)));
+          std::make_unique<HotVerb>(std::move(path), static_cast<Verb>(i), std::move(slow), std::move(aid)));
   throw nb::value_error("no such verb");
 }
 
@@ -524,7 +588,9 @@ void bind_hot_path(nb::module_& m) {
                             for (const char* name : verb_names) names.append(name);
                             return nb::tuple(names);
                           })
-      .def("verb", &make_verb, nb::arg("name"), nb::arg("slow"), nb::arg("take_over"))
+      .def("verb", &make_verb, nb::arg("name"), nb::arg("slow"), nb::arg("aid"))
+      .def("unmet", &HotPath::unmet, nb::arg("sequence"))
+      .def("behind", &HotPath::behind)
       .def("learn", &HotPath::learn, nb::arg("sequence"), nb::arg("operation"), nb::arg("program"), nb::arg("dtype"),
            nb::arg("op"), nb::arg("memory_in").none(), nb::arg("memory_out").none(), nb::arg("header"), nb::arg("divisor"))
       .def_ro("ended", &HotPath::ended)

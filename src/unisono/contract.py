@@ -416,8 +416,14 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"{self.capabilities.name} does not run plans")
 
-    def hot_path(self, context: int, size: int, ledger: Ledger) -> HotPath | None:
-        """Make what runs known calls of a communicator of `size` ranks without Python, if the backend can."""
+    def hot_path(
+        self, context: int, size: int, ledger: Ledger, on_unmet: Callable[[int, int, bytes], bool]
+    ) -> HotPath | None:
+        """Make what runs known calls of a communicator of `size` ranks without Python, if the backend can.
+
+        Such a call may end before its messages are met. `on_unmet` hears of those that have come here and
+        wait: the rank of the world, the number and the text of the call. False: it need not hear of any more.
+        """
         return None
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:

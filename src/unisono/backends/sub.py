@@ -114,9 +114,11 @@ class SubBackend(Backend):
         """Run a plan in the parent, whose ranks our members are."""
         return self._ours(self.parent.run_plan(plan, replace(stage, members=self.members)), self.rank)
 
-    def hot_path(self, context: int, size: int, ledger: Ledger) -> HotPath | None:
+    def hot_path(
+        self, context: int, size: int, ledger: Ledger, on_unmet: Callable[[int, int, bytes], bool]
+    ) -> HotPath | None:
         """The parent's: what it learns has the parent's ranks in it."""
-        return self.parent.hot_path(context, size, ledger)
+        return self.parent.hot_path(context, size, ledger, on_unmet)
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:
         """The parent's, by our numbers."""
