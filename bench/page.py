@@ -46,6 +46,7 @@ def page(results: Results) -> list[str]:
     ]
     lines += [f"{name}: {why}\n" for name, why in results.absent.items()]
     lines += summary(results)
+    lines += ["![Time per call of every operation and size](benchmarks.png)", ""]
     for ours, peers, cases in results.tables():
         lines += table(results, cases, ours, peers)
     return lines

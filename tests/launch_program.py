@@ -113,7 +113,7 @@ def hang(place: Place, who: int) -> None:
 
 
 def tell_pid(place: Place, descriptor: int) -> None:
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\n" % os.getpid())  # in one piece: the ranks share the pipe
     threading.Event().wait()
 
 

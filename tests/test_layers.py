@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import unisono
+from unisono.call_site import is_users
 
 PACKAGE = Path(unisono.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
@@ -340,3 +341,9 @@ def test_importing_unisono_brings_little():
 def test_reducing_brings_no_more():
     use = "import unisono, numpy; c, = unisono.local(1); c.all_reduce(numpy.ones(3)); c.close()"
     assert loaded_by(use) & {"torch", "asyncio", "click", "rich", "unisono.simulation"} == set()
+
+
+def test_edges_call_as_users_do():
+    assert {name for name in (*EDGES, *ROOMS) if is_users(str(PACKAGE / name / "some.py"))} == set(EDGES)
+    assert not is_users(str(PACKAGE / "verbs.py"))
+    assert is_users(__file__)

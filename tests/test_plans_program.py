@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
+import sys
 
 import pytest
 
@@ -86,16 +86,24 @@ def test_pieces_are_long_where_nothing_is_passed_on_or_reduced() -> None:
     assert piece_bytes("broadcast", 2, "tree", most=10) == 256
 
 
-def test_cutting_takes_time_in_proportion() -> None:
-    """Processor time, the best of three: eight times the pieces take far less than 64 times the time."""
+def test_cutting_takes_work_in_proportion() -> None:
+    """Counted in calls, which no machine can change: eight times the pieces make eight times as many."""
 
-    def seconds(pieces: int) -> float:
-        times = []
-        for attempt in range(3):
-            plan = build(Problem("all_reduce", 2, (pieces * 1000 + attempt,)), 0, "ring")
-            began = time.process_time()
+    def calls(pieces: int) -> int:
+        plan = build(Problem("all_reduce", 2, (pieces * 1000 + 3,)), 0, "ring")
+        made = 0
+
+        def count(frame: object, event: str, what: object) -> None:
+            nonlocal made
+            made += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
             program_of(plan, 1000)
-            times.append(time.process_time() - began)
-        return min(times)
+        finally:
+            sys.setprofile(None)
+        return made
 
-    assert seconds(4096) < 32 * seconds(512)
+    few, many = calls(512), calls(4096)
+    assert few > 512
+    assert many < 10 * few

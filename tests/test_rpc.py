@@ -190,7 +190,7 @@ def test_values_arrive_as_they_left(world_of):
 
 
 def test_tensors_arrive_as_tensors():
-    torch = pytest.importorskip("torch")
+    import torch
 
     def program(comm: uni.Communicator) -> Any:
         agent = Agent(comm)
@@ -540,12 +540,17 @@ class Counter:
 def with_objects(comm: uni.Communicator) -> str:
     agent = Agent(comm)
     agent.expose(Counter)
+    agent.expose(Counter)  # twice is once
+    agent.register("Tally", Counter)  # and another name is another name
     agent.register("held", lambda: len(agent._server.objects))
     comm.barrier()
     if comm.rank == 0:
         one, two = agent.remote(1, Counter, 5), agent.remote(1, "Counter", step=10)
         assert (one.add(2), two.add(2), one.add(times=1)) == (7, 20, 8)
         assert one.start.add(1).wait() == 9
+        with_another_name = agent.remote(1, "Tally", 100)
+        assert with_another_name.add(1) == 101
+        with_another_name.release()
         assert agent.proxy(one.reference).later() == 9
         assert agent.call(1, "held") == 2
         for bad, error in [

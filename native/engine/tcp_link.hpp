@@ -21,7 +21,7 @@ namespace unisono::engine {
 class Peer;
 struct Incoming;
 
-// How all links of an engine treat their sockets for now.
+// How all links of an engine treat their sockets; it depends on how many there are and who is at work.
 struct Manner {
   bool is_hasty = true;    // try to read without having been told that there is something
   unsigned gathering = 0;  // short frames wait until whoever raised this calls `push`: one call to the system for all

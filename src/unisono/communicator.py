@@ -16,7 +16,7 @@ import numpy as np
 
 from unisono.backends.sub import SubBackend
 from unisono.contract import Backend
-from unisono.control import WORLD_CONTEXT, Control
+from unisono.control import WORLD_CONTEXT, Control, Tenant
 from unisono.errors import (
     CollectiveMismatch,
     Deadlock,
@@ -26,7 +26,7 @@ from unisono.errors import (
     UnisonoError,
     UsageError,
 )
-from unisono.group import Group, Tenant, context_of, descriptor_of
+from unisono.group import Group, context_of, descriptor_of
 from unisono.mesh import Grid, Mesh
 from unisono.plans.steps import Buf
 from unisono.runtime import Killed

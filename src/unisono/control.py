@@ -37,9 +37,9 @@ __all__ = [
     "Knock",
     "Left",
     "Member",
-    "Neighbour",
     "Present",
     "Query",
+    "Tenant",
     "Verdict",
     "decode",
 ]
@@ -198,11 +198,10 @@ class Member(Protocol):
         """The backend was closed: no more news will come."""
 
 
-class Neighbour(Protocol):
-    """What lives on a communicator beside it, such as an agent for calls. Ranks are world ranks."""
+class Tenant(Protocol):
+    """What lives on a communicator and ends with it, such as an agent for calls. Ranks are world ranks."""
 
     context: int
-
     name: str | None
 
     def on_present(self, sender: int, name: str) -> None:
@@ -217,6 +216,12 @@ class Neighbour(Protocol):
     def on_silence(self) -> None:
         """The backend was closed: no more news will come."""
 
+    def on_abort(self, error: UnisonoError) -> None:
+        """The communicator was given up."""
+
+    def close(self) -> None:
+        """The communicator is being closed: finish, and leave."""
+
 
 class Control:
     """One rank's ear and voice for everything that is not data."""
@@ -225,7 +230,7 @@ class Control:
         self.backend = backend
         self._lock = threading.Lock()
         self._members: dict[int, Member] = {}
-        self._tenants: dict[int, Neighbour] = {}
+        self._tenants: dict[int, Tenant] = {}
         self._knocks: dict[int, dict[int, str]] = {}
         self._down: dict[int, PeerDown] = {}
         self._early: OrderedDict[int, list[tuple[int, News]]] = OrderedDict()
@@ -252,7 +257,7 @@ class Control:
         with self._lock:
             self._members.pop(member.context, None)
 
-    def settle(self, tenant: Neighbour) -> None:
+    def settle(self, tenant: Tenant) -> None:
         """Let a tenant hear who asks for it, those first who asked too early, and who is gone."""
         with self._lock:
             self._tenants[tenant.context] = tenant
@@ -263,12 +268,12 @@ class Control:
         for sender, name in sorted(early.items()):
             self._on_knock(sender, name, tenant)
 
-    def unsettle(self, tenant: Neighbour) -> None:
+    def unsettle(self, tenant: Tenant) -> None:
         """Tell a tenant no more."""
         with self._lock:
             self._tenants.pop(tenant.context, None)
 
-    def ask_for(self, tenant: Neighbour, rank: int) -> None:
+    def ask_for(self, tenant: Tenant, rank: int) -> None:
         """Ask a rank whether it has such a tenant."""
         self.tell([rank], Knock(tenant.context, tenant.name or ""))
 
@@ -356,7 +361,7 @@ class Control:
             case Absent() if tenant is not None:
                 tenant.on_absent(sender)
 
-    def _on_knock(self, sender: int, name: str, tenant: Neighbour) -> None:
+    def _on_knock(self, sender: int, name: str, tenant: Tenant) -> None:
         self.tell([sender], Present(tenant.context, tenant.name or ""))
         tenant.on_present(sender, _shown(name))
 

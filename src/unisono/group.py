@@ -15,12 +15,12 @@ import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from unisono._native import Ledger
 from unisono.call_site import call_site
 from unisono.contract import HEADER_BYTES_MAX, Backend, Lane, PeerDown, Request
-from unisono.control import Answer, Control, Left, Neighbour, News, Query, Verdict
+from unisono.control import Answer, Control, Left, News, Query, Tenant, Verdict
 from unisono.errors import (
     ClosedError,
     CollectiveMismatch,
@@ -53,16 +53,6 @@ class _Pending:
     sequence: int | None
     asked: set[int]
     is_send: bool = False
-
-
-class Tenant(Neighbour, Protocol):
-    """What lives on a group, and ends with it."""
-
-    def on_abort(self, error: UnisonoError) -> None:
-        """The group was given up."""
-
-    def close(self) -> None:
-        """The group is being closed: finish, and leave."""
 
 
 class Group:

@@ -15,10 +15,11 @@ import numpy as np
 
 import unisono as uni
 from unisono.plans import CATALOG, LINKS, Problem, choose, entry_of
+from unisono.plans.catalog import reduces
 from unisono.plans.choose import fitting
 from unisono.runtime import RealRuntime
 
-__all__ = ["Times", "links_measured", "measured", "thresholds"]
+__all__ = ["REACH_BYTES", "Times", "links_measured", "measured", "thresholds"]
 
 # Collective: bytes: algorithm: seconds.
 Times = Mapping[str, Mapping[int, Mapping[str, float]]]
@@ -140,7 +141,7 @@ def thresholds(times: Times, size: int, kind: str, *, ordered: bool) -> dict[str
     """
     found: dict[str, list[list[Any]]] = {}
     for collective, by_size in times.items():
-        if ordered and not any(entry.ordered for entry in CATALOG[collective].values()):
+        if ordered and not reduces(collective):
             continue
         rows: list[list[Any]] = []
         before = 0

@@ -29,7 +29,7 @@ from unisono.plans import (
 )
 from unisono.plans.steps import Plan, Problem
 
-__all__ = ["CATALOG", "Entry", "Order", "algorithms", "build", "check", "entry_of", "is_even"]
+__all__ = ["CATALOG", "Entry", "Order", "algorithms", "build", "check", "entry_of", "is_even", "reduces"]
 
 Builder: TypeAlias = Callable[[Problem, int], Plan]
 
@@ -50,6 +50,8 @@ class Entry:
     order: Order = Order.ANY
     takes_uneven: bool = True
     needs_hosts: bool = False
+    # Every byte goes from its owner to its place: nobody reduces it or passes it on.
+    is_straight: bool = False
 
     @property
     def ordered(self) -> bool:
@@ -68,6 +70,10 @@ def _canonical(builder: Builder) -> Entry:
 
 def _by_hosts(builder: Builder) -> Entry:
     return Entry(builder, needs_hosts=True)
+
+
+def _straight(builder: Builder) -> Entry:
+    return Entry(builder, is_straight=True)
 
 
 CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
@@ -92,22 +98,22 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
         "broadcast": {
             "tree": Entry(tree.broadcast),
             "chain": Entry(chain.broadcast),
-            "flat": Entry(flat.broadcast),
+            "flat": _straight(flat.broadcast),
             "hierarchical": _by_hosts(hierarchical.broadcast),
         },
         "all_gather": {
             "ring": Entry(ring.all_gather),
             "dissemination": Entry(dissemination.all_gather),
-            "flat": Entry(flat.all_gather),
+            "flat": _straight(flat.all_gather),
             "hierarchical": _by_hosts(hierarchical_blocks.all_gather),
         },
         "gather": {
             "tree": Entry(tree.gather),
-            "flat": Entry(flat.gather),
+            "flat": _straight(flat.gather),
         },
         "scatter": {
             "tree": Entry(tree.scatter),
-            "flat": Entry(flat.scatter),
+            "flat": _straight(flat.scatter),
         },
         "reduce_scatter": {
             "pairwise": Entry(pairwise.reduce_scatter),
@@ -117,8 +123,8 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
             "hierarchical": _by_hosts(hierarchical_blocks.reduce_scatter),
         },
         "all_to_all": {
-            "pairwise": Entry(pairwise.all_to_all),
-            "flat": Entry(flat.all_to_all),
+            "pairwise": _straight(pairwise.all_to_all),
+            "flat": _straight(flat.all_to_all),
             "dissemination": Entry(dissemination.all_to_all, takes_uneven=False),
             "hierarchical": Entry(hierarchical_blocks.all_to_all, takes_uneven=False, needs_hosts=True),
         },
@@ -135,7 +141,7 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
         "barrier": {
             "dissemination": Entry(dissemination.barrier),
             "tree": Entry(tree.barrier),
-            "flat": Entry(flat.barrier),
+            "flat": _straight(flat.barrier),
             "hierarchical": _by_hosts(hierarchical.barrier),
         },
     }
@@ -196,6 +202,11 @@ def check(problem: Problem) -> None:
         raise UsageError(f"root {problem.root} is outside 0..{size - 1}")
     if hosts and len(hosts) != size:
         raise UsageError(f"hosts names {len(hosts)} ranks of {size}")
+
+
+def reduces(collective: str) -> bool:
+    """Whether a collective combines operands, so that their order may matter."""
+    return any(entry.keeps_rank_order for entry in _entries(collective).values())
 
 
 def is_even(problem: Problem) -> bool:

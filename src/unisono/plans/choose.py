@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from unisono.plans.canonical import blocks
-from unisono.plans.catalog import CATALOG, check, entry_of, is_even
+from unisono.plans.catalog import CATALOG, check, entry_of, is_even, reduces
 from unisono.plans.cost import Links, cost, crossings
 from unisono.plans.measured import fastest
 from unisono.plans.steps import Problem
@@ -56,8 +56,7 @@ def _fitting(problem: Problem, even: bool, ordered: bool) -> tuple[str, ...]:
     entries = CATALOG[problem.collective]
     # With one host, or one rank on each, there is no inside and outside.
     has_levels = 1 < len(set(problem.hosts)) < problem.size
-    # What reduces nothing has no operands to order.
-    ordered = ordered and any(entry.ordered for entry in entries.values())
+    ordered = ordered and reduces(problem.collective)
     return tuple(
         name
         for name, entry in entries.items()
@@ -74,7 +73,7 @@ def _cheapest(problem: Problem, even: bool, itemsize: int, links: Links, ordered
         return names[0], "one rank: nothing to exchange"
     if links.kind and not problem.hosts:
         nbytes = itemsize * sum(problem.counts) // max(1, len(problem.counts))
-        is_ordered = ordered and any(entry.ordered for entry in CATALOG[problem.collective].values())
+        is_ordered = ordered and reduces(problem.collective)
         found = fastest(links.kind, problem.collective, problem.size, nbytes, ordered=is_ordered)
         if found in names:
             reason = f"measured over {links.kind} for {_described(problem, even, itemsize)}"

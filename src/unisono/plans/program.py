@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
+from unisono.plans.catalog import entry_of, reduces
 from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
 
 __all__ = ["Program", "piece_bytes_of", "program_of"]
 
-_REDUCING: Final = ("all_reduce", "reduce", "reduce_scatter", "scan", "exscan")
-# In these nobody passes on what it got.
-_STRAIGHT: Final = ("flat", "pairwise")
 # By default 4 MiB: what the engine reads from a peer's memory at a time.
 _STRAIGHT_SEGMENTS: Final = 16
 
@@ -39,8 +37,9 @@ def piece_bytes_of(plan: Plan, segment_bytes: int, message_bytes_max: int) -> in
     to its place there is nothing to overlap, and they are longer, because each costs a message.
     """
     problem = plan.problem
-    passes_on = problem.size > 2 and plan.algorithm not in _STRAIGHT
-    if passes_on or problem.collective in _REDUCING:
+    # Two ranks have nobody to pass anything on to.
+    is_pair = problem.size <= 2 and not reduces(problem.collective)
+    if not is_pair and not entry_of(problem.collective, plan.algorithm).is_straight:
         return segment_bytes
     return max(segment_bytes, min(_STRAIGHT_SEGMENTS * segment_bytes, message_bytes_max))
 

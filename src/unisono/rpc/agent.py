@@ -69,6 +69,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 TIMEOUT_S: Final = 30.0
 # Handlers that run at the same time; those that wait for other ranks do not count.
 _HANDLERS: Final = 16
+# How long the words of a rank that is gone may take from the mailbox to whom they concern.
+_LAST_WORDS_S: Final = 0.05
+# At the end of a process a handler may be running that never ends.
+_AT_EXIT_S: Final = 1.0
+
+_BYE: Final = encode(Bye())
 
 
 class Directory(Protocol):
@@ -140,7 +146,7 @@ class Agent:
         self._resolving: list[Room] = []
         self._deadlines = Deadlines(self.runtime)
         self._registry = Registry()
-        self._classes: set[type] = set()
+        self._classes: dict[str, type] = {}
         self._server = Server(self, self._registry, len(self._peers))
         self._peers[self.backend.rank].state = Peer.State.PRESENT
         title = f"unisono-rpc-{self.world_rank}"
@@ -173,16 +179,20 @@ class Agent:
     def register(self, name: str, fn: Callable[..., Any]) -> None:
         """Let others call a function by this name; of a class, let them make instances and call methods."""
         if isinstance(fn, type):
-            if fn in self._classes:
+            if self._classes.get(name) is fn:
                 return
             check_name(name)
-            self._classes.add(fn)
+            self._classes[name] = fn
             for its_name, (call, takes) in self._server.objects.handlers_of(fn, name).items():
                 self._registry.add(its_name, call, takes)
                 self._server.on_exposed(its_name)
             return
         self._registry.add(name, fn)
         self._server.on_exposed(name)
+
+    def _exposed(self, name: str | None, fn: F) -> F:
+        self.register(name if name is not None else getattr(fn, "__name__", ""), fn)
+        return fn
 
     # -- calling ------------------------------------------------------------------------------------------
 
@@ -370,7 +380,6 @@ class Agent:
         peer = self._by_world_rank.get(down.rank)
         if peer is None:
             return
-
         self._lose(peer, lambda: _lost(down.rank, down.cause))
 
     def on_silence(self) -> None:
@@ -525,7 +534,8 @@ class Agent:
         if until is not None and (deadline.at is None or until < deadline.at):
             deadline = Deadline(until, max(0.0, until - now))
         # A handler that waits here is one of a bounded number; held back, it might wait for its own caller.
-        peer = self._admitted(dst, name, deadline, is_held=above is None or timers)
+        is_waiting_handler = above is not None and not timers and arrivals is None
+        peer = self._admitted(dst, name, deadline, is_held=not is_waiting_handler)
         number = self.next_number()
         calling = Calling(self, peer, number, name, deadline, now)
         calling.stream, window = arrivals, WINDOW if arrivals is not None else 0
@@ -689,11 +699,7 @@ class Agent:
             room.is_done = True
             self.post.wake(room)
 
-    # -- endings ------------------------------------------------------------------------------------------
-
-    def _exposed(self, name: str | None, fn: F) -> F:
-        self.register(name if name is not None else getattr(fn, "__name__", ""), fn)
-        return fn
+    # -- how they end -------------------------------------------------------------------------------------
 
     def _leave_at_exit(self, pid: int) -> None:
         """Leave without a word: nobody has closed the agent."""
@@ -742,15 +748,6 @@ class Agent:
         for number in list(peer.calls):
             if (calling := peer.calls.pop(number, None)) is not None:
                 calling.fail(error().located(calling.location()))
-
-
-# How long the words of a rank that is gone may take from the mailbox to whom they concern.
-_LAST_WORDS_S: Final = 0.05
-
-# A handler may be running that never ends.
-_AT_EXIT_S: Final = 1.0
-
-_BYE: Final = encode(Bye())
 
 
 def _lost(rank: int, cause: str) -> PeerLost:
