@@ -58,11 +58,12 @@ def behaviour() -> dict[str, Any]:
             return request
 
         world.backend.run_collective = spy  # type: ignore[method-assign]
-        x = np.arange(5.0) + world.rank
+        x = np.arange(500.0) + world.rank
         world.all_reduce(x.copy(), uni.op(lambda a, b: a + b, name="plus"))
         world.scan(x)
         world.all_reduce(x.copy(), "max")
         world.all_reduce(x.astype(np.float16))
+        world.all_reduce(x[:5].copy(), "max")
         world.barrier()
         said["own"] = list(seen)
         try:
