@@ -395,7 +395,9 @@ class Group:
         if not gone:
             return None
         if not call.is_wildcard:
-            hopeless = [rank for rank in call.waiting_on() if rank in gone]
+            hopeless = [
+                rank for rank in call.waiting_on() if rank in gone and not self._has_joined(call, rank)
+            ]
         elif self._dead:
             hopeless = list(self._dead)
         else:
@@ -406,6 +408,12 @@ class Group:
         # Who leaves because the parent was aborted may never have made this group, to say so here.
         cause = None if any(rank in self._dead for rank in hopeless) else self._abort_above()
         return cause if cause is not None else self._lost(hopeless)
+
+    def _has_joined(self, call: Call, rank: int) -> bool:
+        """Whether a member that left had called a joint collective before, and so has done its part."""
+        if not call.is_joint or call.sequence is None or rank in self._dead:
+            return False
+        return any(number >= call.sequence for number in self._farewells.get(rank, ()))
 
     def _abort_above(self) -> UnisonoError | None:
         """Why the nearest broken ancestor was given up, if one was."""

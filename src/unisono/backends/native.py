@@ -665,4 +665,5 @@ DESCRIPTION = BackendInfo(
     summary="ranks as processes, over shared memory and TCP",
     check=lambda: None,
     install="part of unisono",
+    capabilities=_CAPABILITIES,
 )
