@@ -350,19 +350,75 @@ def test_cancellation_and_deadlines_reach_the_other_side(world_of):
     assert world_of(cancelling, 2) == ["ok"] * 2
 
 
-def test_a_rank_without_an_agent_is_an_error_at_once(ranks):
-    def program(comm: uni.Communicator) -> None:
-        if comm.rank == 0:
-            agent = Agent(comm)
-            began = time.monotonic()
-            with pytest.raises(uni.NotExposed, match="no agent"):
-                agent.call(1, "f")
-            with pytest.raises(uni.UsageError):
-                agent.call("somebody", "f")
-            assert time.monotonic() - began < 5
-        comm.barrier()
+def strangers(comm: uni.Communicator) -> str:
+    """Rank 2 makes no agent, rank 1 exposes one name; a collective has said that nothing more will come."""
+    half = comm.split(int(comm.rank == 0))
+    agent = Agent(comm) if comm.rank < 2 else None
+    if agent is not None:
+        agent.register("echo", echo)
+    comm.barrier()
+    if comm.rank == 0:
+        assert agent is not None
+        for dst, words in ((1, "no function 'missing'"), (2, "rank 2 has no agent")):
+            for _ in range(3):
+                with pytest.raises(uni.NotExposed, match=words):
+                    agent.call(dst, "missing")
+        with pytest.raises(uni.UsageError, match="somebody"):
+            agent.call("somebody", "missing")
+        assert agent.call(1, "echo") == [[], {}]
+    comm.barrier()
+    inner = Agent(half) if comm.rank == 1 else None
+    comm.barrier()  # of all, and so of any group of some of them
+    if inner is not None:
+        with pytest.raises(uni.NotExposed, match="rank 2 has no agent"):
+            inner.call(1, "missing")
+    comm.barrier()
+    return "ok"
 
-    ranks(program, 2).values()
+
+def test_what_is_not_there_after_a_collective_is_an_error_at_once(world_of, monkeypatch):
+    """Not after a grace: that would be longer here than any call may take."""
+    for module in ("unisono.control", "unisono.rpc.server"):
+        monkeypatch.setattr(f"{module}.GRACE_S", 10 * LONG_S)
+    assert world_of(strangers, 3) == ["ok"] * 3
+
+
+def test_a_rank_that_is_in_a_collective_already_makes_no_agent_before_its_caller_goes_on():
+    def program(comm: uni.Communicator) -> float:
+        """In virtual time, where a moment is as long as it says."""
+        if comm.rank == 1:
+            sleep(0.1)
+            comm.barrier()
+            return 0.0
+        agent = Agent(comm)
+        began = comm.backend.runtime.now()
+        with pytest.raises(uni.NotExposed, match="no agent"):
+            agent.call(1, "f")
+        took = comm.backend.runtime.now() - began
+        comm.barrier()
+        return took
+
+    assert 0.09 < uni.simulate(program, 2).results[0] < 0.12
+
+
+def test_a_rank_that_neither_makes_an_agent_nor_goes_on_is_waited_for_once():
+    def program(comm: uni.Communicator) -> list[float]:
+        took = []
+        if comm.rank == 1:
+            sleep(3.0)
+        else:
+            agent = Agent(comm)
+            for _ in range(3):
+                began = comm.backend.runtime.now()
+                with pytest.raises(uni.NotExposed, match="no agent"):
+                    agent.call(1, "f")
+                took.append(comm.backend.runtime.now() - began)
+        comm.barrier()
+        return took
+
+    first, *later = uni.simulate(program, 2).results[0]
+    assert 0.49 < first < 0.52
+    assert max(later) < 0.01
 
 
 def test_an_agent_that_is_made_a_little_later_is_waited_for():

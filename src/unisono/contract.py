@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENVELOPE_BYTES",
+    "GRACE_LOOK_S",
     "GRACE_S",
     "HEADER_BYTES_MAX",
     "UNTYPED",
@@ -56,8 +57,9 @@ ENVELOPE_BYTES: Final = 64
 BROKEN: Final = "broke the protocol"
 
 # Ranks do not begin at the same instant: for so long what is called already may still be to come, an agent or
-# a function of it.
+# a function of it. A collective called there meanwhile says that nothing more will come; so often one looks.
 GRACE_S: Final = 0.5
+GRACE_LOOK_S: Final = 0.01
 
 # The dtype code of plain bytes, which fit any receive buffer.
 UNTYPED: Final = 255

@@ -102,6 +102,9 @@ class Place(Protocol):
     @property
     def control(self) -> Directory: ...
 
+    def progress(self) -> dict[int, int]:
+        """How far this rank has come: the number of its next collective, by context."""
+
 
 class Communicator(Protocol):
     """What an agent needs of a communicator."""
@@ -129,6 +132,7 @@ class Agent:
             raise UsageError(f"{communicator!r} is no communicator")
         place, self.context = communicator.attach(self, "rpc")
         self.name = name
+        self.progress: dict[int, int] = place.progress()
         self.backend: Backend = place.backend
         self.runtime: Runtime = self.backend.runtime
         self.communicator: str = place.name
@@ -147,7 +151,7 @@ class Agent:
         self._deadlines = Deadlines(self.runtime)
         self._registry = Registry()
         self._classes: dict[str, type] = {}
-        self._server = Server(self, self._registry, len(self._peers))
+        self._server = Server(self, self._registry, len(self._peers), place.progress)
         self._peers[self.backend.rank].state = Peer.State.PRESENT
         title = f"unisono-rpc-{self.world_rank}"
         mailbox = self.backend.mailbox(self.context, Tags.RPC)
@@ -185,10 +189,9 @@ class Agent:
             self._classes[name] = fn
             for its_name, (call, takes) in self._server.objects.handlers_of(fn, name).items():
                 self._registry.add(its_name, call, takes)
-                self._server.on_exposed(its_name)
-            return
-        self._registry.add(name, fn)
-        self._server.on_exposed(name)
+        else:
+            self._registry.add(name, fn)
+        self._server.on_exposed()
 
     def _exposed(self, name: str | None, fn: F) -> F:
         self.register(name if name is not None else getattr(fn, "__name__", ""), fn)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from unisono.contract import GRACE_S
+from unisono.contract import GRACE_LOOK_S, GRACE_S
 from unisono.errors import ProtocolError, UnisonoError, UsageError
 from unisono.rpc.calls import QUEUE_MAX
 from unisono.rpc.following import Sending, Taking
@@ -53,18 +53,24 @@ _NOTES_PER_ACK: Final = 32
 class Server:
     """What an agent does for others."""
 
-    def __init__(self, agent: Agent, registry: Registry, size: int) -> None:
+    def __init__(
+        self, agent: Agent, registry: Registry, size: int, progress: Callable[[], dict[int, int]]
+    ) -> None:
         self.agent = agent
         self.runtime = agent.runtime
         self.pool: Pool
         self._registry = registry
-        self._made_at = self.runtime.now()
+        self._settled_at = self.runtime.now() + GRACE_S
+        self._progress = progress
+        self._progress_first = progress()
         self._lock = threading.Lock()
         # By caller: who takes a call out of its table may answer it.
         self._tables: list[dict[int, Incoming]] = [{} for _ in range(size)]
         self._notes: list[int] = [0] * size
         self._notes_done: list[int] = [0] * size
-        self._early: dict[str, list[Incoming]] = {}
+        # Calls of names that are not exposed, while they may still be.
+        self._early: list[Incoming] = []
+        self._is_early_watched = False
         self._answers: dict[tuple[int, int], Sending] = {}
         self._held_bytes = 0
         self._held_back: deque[tuple[Incoming, PackedAsk]] = deque()
@@ -127,9 +133,11 @@ class Server:
             if (sending := self._answers.pop(key, None)) is not None:
                 sending.cancel()
 
-    def on_exposed(self, name: str) -> None:
+    def on_exposed(self) -> None:
         """A function can be called now: perhaps it was called too early."""
-        for incoming in self._early.pop(name, []):
+        with self._lock:
+            early, self._early = self._early, []
+        for incoming in early:
             self._look_up(incoming)
 
     # -- endings ------------------------------------------------------------------------------------------
@@ -163,12 +171,31 @@ class Server:
                 self._run_on_loop(incoming, handler)
             else:
                 self.pool.put(incoming)
-        elif (until := self._made_at + GRACE_S) > self.runtime.now():
+        elif not incoming.is_cancelled and not self._is_settled():
             with self._lock:
-                self._early.setdefault(incoming.name, []).append(incoming)
-            self.runtime.call_at(until, lambda: self.on_exposed(incoming.name))
+                self._early.append(incoming)
+                must_watch, self._is_early_watched = not self._is_early_watched, True
+            if must_watch:
+                self._watch_early()
         else:
             self._fail(incoming, "unknown", "")
+
+    def _is_settled(self) -> bool:
+        """Whether all is exposed that will be: long ago, or its rank has gone on to a collective."""
+        return (
+            self.runtime.now() >= self._settled_at
+            or self._progress() != self._progress_first
+            or self.agent.is_closing
+        )
+
+    def _watch_early(self) -> None:
+        """Look now and then whether those who called too early can be answered."""
+
+        def look() -> None:
+            self._is_early_watched = False
+            self.on_exposed()
+
+        self.runtime.call_at(min(self._settled_at, self.runtime.now() + GRACE_LOOK_S), look)
 
     def _take(self, incoming: Incoming, ask: PackedAsk) -> None:
         """Take what follows a call, as soon as there may be more of it here."""
