@@ -69,10 +69,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 TIMEOUT_S: Final = 30.0
 # Handlers that run at the same time; those that wait for other ranks do not count.
 _HANDLERS: Final = 16
-# How long the words of a rank that is gone may take from the mailbox to whom they concern.
-_LAST_WORDS_S: Final = 0.05
-# At the end of a process a handler may be running that never ends.
-_AT_EXIT_S: Final = 1.0
 
 _BYE: Final = encode(Bye())
 
@@ -485,7 +481,7 @@ class Agent:
         if not memory:
             then(None)
             return
-        taking = Taking(self.backend, peer.rank, self.context, frame.number, memory, then)
+        taking = Taking(self.post, peer.rank, frame.number, memory, then)
         # Those that hold each other keep the memory until the collector comes: so only while it is needed.
         if not taking.is_done:
             calling.taking = taking
@@ -504,6 +500,9 @@ class Agent:
                 if error is not None:
                     raise error
                 stream.add(frame.index, unpack(frame.body, memory))
+            except PeerLost:
+                lost = _lost(peer.world_rank, "it died while it answered").located(calling.location())
+                stream.add(frame.index, None, lost)
             except Exception as fault:
                 stream.add(frame.index, None, fault)
             self._look_at_end(peer, calling, stream)
@@ -511,7 +510,7 @@ class Agent:
         if not memory:
             then(None)
             return
-        taking = Taking(self.backend, peer.rank, self.context, frame.number, memory, then)
+        taking = Taking(self.post, peer.rank, frame.number, memory, then)
         calling.items = [*(one for one in calling.items if not one.is_done), taking]
         if calling.has_failed:
             taking.cancel()
@@ -609,7 +608,7 @@ class Agent:
             return
         self.post.send(peer.rank, frame)
         if parts:
-            sending = Sending(self.backend, peer.rank, self.context, following, parts)
+            sending = Sending(self.post, peer.rank, following, parts)
             if calling is not None:
                 calling.sending = sending
                 if calling.is_done:
@@ -712,8 +711,7 @@ class Agent:
         for peer in self._peers:
             self._end_peer(peer, closed_here)
         self.post.close()
-        waiting = Waiting(self.world_rank, (), "the end of the process")
-        self._server.pool.close(_AT_EXIT_S, lambda: waiting)
+        self._server.pool.close(0.0, lambda: Waiting(self.world_rank, (), "the end of the process"))
 
     def _drain(self, deadline: Deadline) -> None:
         """Wait until every call that came is answered."""
@@ -731,11 +729,8 @@ class Agent:
             self._end_peer(peer, error)
             self._server.on_gone(peer.rank)
 
-        if isinstance(self.post, MailboxPost):
-            # Its last answers are here, but another thread may be about to deliver them.
-            self.runtime.call_at(self.runtime.now() + _LAST_WORDS_S, end)
-        else:
-            end()
+        # Its last answers are here, but another thread may be about to deliver them.
+        self.post.when_quiet(end)
 
     def _end_peer(self, peer: Peer, error: Callable[[], UnisonoError]) -> None:
         """Nothing can be called there any more, and why."""

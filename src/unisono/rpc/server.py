@@ -229,7 +229,7 @@ class Server:
         if not memory:
             then(None)
             return
-        taking = Taking(agent.backend, incoming.source, agent.context, ask.number, memory, then)
+        taking = Taking(agent.post, incoming.source, ask.number, memory, then)
         incoming.on_cancel[Taking] = taking.cancel
         if taking.is_done:
             incoming.on_cancel.pop(Taking, None)
@@ -371,7 +371,7 @@ class Server:
         number = agent.next_number()
         agent.post.send(source, encode(PackedItem(call, index, number, body)))
         if parts:
-            sending = Sending(agent.backend, source, agent.context, number, parts)
+            sending = Sending(agent.post, source, number, parts)
             self._keep((source, -number), sending)
             incoming.on_cancel[sending] = sending.cancel
 
@@ -417,7 +417,7 @@ class Server:
         number = agent.next_number()
         agent.post.send(source, encode(PackedAnswer(call, number, body)))
         if parts:
-            self._keep((source, call), Sending(agent.backend, source, agent.context, number, parts))
+            self._keep((source, call), Sending(agent.post, source, number, parts))
 
     def _raised(self, incoming: Incoming, error: BaseException) -> None:
         kind = type(error)
