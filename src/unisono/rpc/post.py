@@ -138,15 +138,17 @@ class CallbackPost(Post):
     def wait(self, awaited: Awaited, deadline: Deadline, waiting: Callable[[], Waiting]) -> None:
         """Wait by the clock of the backend."""
         runtime = self._runtime
-        with self._lock:
-            if awaited.waiter is None:
-                awaited.waiter = runtime.event()
-        event = awaited.waiter
         while not awaited.is_done:
             left = deadline.remaining(runtime.now())
             if left is not None and left <= 0:
                 return
-            runtime.block(event, left, waiting, is_limited=left is not None)
+            with self._lock:
+                # What changes more than once raises its flag more than once.
+                if awaited.waiter is None or awaited.waiter.is_set():
+                    awaited.waiter = runtime.event()
+                event = awaited.waiter
+            if not awaited.is_done:
+                runtime.block(event, left, waiting, is_limited=left is not None)
 
     def wake(self, awaited: Awaited) -> None:
         """Raise its flag, if somebody waits for it."""

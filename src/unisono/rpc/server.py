@@ -10,7 +10,7 @@ import logging
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from unisono.contract import GRACE_LOOK_S, GRACE_S
@@ -87,7 +87,7 @@ class Server:
             deadline = Deadline(self.runtime.now() + timeout_s, timeout_s)
         incoming = Incoming(self, source, ask.call, ask.name, deadline)
         if ask.window:
-            incoming.credit = Credit(max(1, min(ask.window, WINDOW)))
+            incoming.credit = Credit(max(1, min(ask.window, WINDOW)), self.agent.post.wake)
         table = self._tables[source]
         if ask.call:
             if ask.call in table:
@@ -120,8 +120,7 @@ class Server:
         if incoming is not None and incoming.credit is not None:
             credit = incoming.credit
             credit.count = min(WINDOW, credit.count + max(0, count))
-            credit.is_done = True
-            self.agent.post.wake(credit)
+            credit.look()
 
     def on_gone(self, source: int) -> None:
         """A caller is gone: nobody waits for its calls, or holds its objects."""
@@ -167,7 +166,7 @@ class Server:
         handler = self._registry.find(incoming.name)
         if handler is not None:
             incoming.handler = handler
-            if handler.kind is Kind.ASYNC and not self.runtime.is_virtual:
+            if handler.kind.is_async and not self.runtime.is_virtual:
                 self._run_on_loop(incoming, handler)
             else:
                 self.pool.put(incoming)
@@ -281,8 +280,9 @@ class Server:
             value = handler.fn(*checked[0], **checked[1])
             if handler.kind is Kind.ASYNC:
                 value = _driven(value)
-            elif handler.kind is Kind.STREAM:
-                value = self._stream(incoming, value)
+            elif handler.kind.is_stream:
+                items = value if handler.kind is Kind.STREAM else _driven_items(value)
+                value = self._stream(incoming, items)
             self._answer(incoming, value)
         except Killed:
             raise
@@ -307,7 +307,9 @@ class Server:
             current.set(incoming)
             try:
                 if (checked := self._checked(incoming, handler)) is not None:
-                    self._answer(incoming, await handler.fn(*checked[0], **checked[1]))
+                    made = handler.fn(*checked[0], **checked[1])
+                    is_stream = handler.kind.is_stream
+                    self._answer(incoming, await (self._stream_async(incoming, made) if is_stream else made))
             except asyncio.CancelledError:
                 self._fail(incoming, "closed", "")
             except BaseException as error:
@@ -342,7 +344,7 @@ class Server:
         """Send what a generator gives, no faster than it is wanted; returns how many items there were."""
         credit, agent = incoming.credit, self.agent
         waiting = Waiting(agent.world_rank, (incoming.source,), f"the stream {incoming.name!r}")
-        incoming.on_cancel[Credit] = lambda: self._wake(credit)
+        incoming.on_cancel[Credit] = credit.look
         index = 0
         try:
             for index, value in enumerate(items, 1):
@@ -358,9 +360,21 @@ class Server:
             items.close()
         return index
 
-    def _wake(self, credit: Credit) -> None:
-        credit.is_done = True
-        self.agent.post.wake(credit)
+    async def _stream_async(self, incoming: Incoming, items: Any) -> int:
+        """The same on the loop; a reader that is gone cancels it."""
+        credit, index = incoming.credit, 0
+        try:
+            async for value in items:
+                while credit.count <= 0:
+                    changed = credit.next_change()
+                    if credit.count <= 0:
+                        await changed
+                credit.count -= 1
+                self._send_item(incoming, index, value)
+                index += 1
+        finally:
+            await items.aclose()
+        return index
 
     def _send_item(self, incoming: Incoming, index: int, value: Any) -> None:
         call, source, agent = incoming.call, incoming.source, self.agent
@@ -383,8 +397,8 @@ class Server:
         self._answers[key] = sending
 
     def _checked(self, incoming: Incoming, handler: Handler) -> Any:
-        if (handler.kind is Kind.STREAM) != (incoming.credit is not None):
-            verb = "stream" if handler.kind is Kind.STREAM else "call"
+        if handler.kind.is_stream != (incoming.credit is not None):
+            verb = "stream" if handler.kind.is_stream else "call"
             self._fail(incoming, "arguments", f"it has to be called by agent.{verb}", "TypeError")
             return None
         try:
@@ -451,6 +465,19 @@ class Server:
                 return
             count, self._notes_done[source] = self._notes_done[source], 0
         self.agent.post.send(source, encode(Ack(count)))
+
+
+def _driven_items(items: Any) -> Iterator[Any]:
+    """The items of an async generator that only waits for works."""
+    try:
+        while True:
+            try:
+                item = _driven(items.__anext__())
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        _driven(items.aclose())
 
 
 def _driven(coroutine: Any) -> Any:
