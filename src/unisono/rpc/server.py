@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from unisono.contract import GRACE_LOOK_S, GRACE_S
 from unisono.errors import ProtocolError, UnisonoError, UsageError
-from unisono.rpc.calls import QUEUE_MAX
 from unisono.rpc.following import Sending, Taking
 from unisono.rpc.frames import (
     Ack,
@@ -31,6 +30,7 @@ from unisono.rpc.frames import (
 from unisono.rpc.incoming import Incoming, current
 from unisono.rpc.objects import Objects
 from unisono.rpc.payload import is_plain, pack, places, unpack
+from unisono.rpc.peers import QUEUE_MAX
 from unisono.rpc.pool import Pool
 from unisono.rpc.registry import Handler, Kind, Registry
 from unisono.rpc.streams import WINDOW, Credit
