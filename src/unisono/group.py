@@ -222,6 +222,16 @@ class Group:
 
     # -- tenants ------------------------------------------------------------------------------------------
 
+    @property
+    def next_sequence(self) -> int:
+        """The number of the collective that is called next."""
+        return self.ledger.next
+
+    def progress(self) -> dict[int, int]:
+        """How far this rank has come: the number of its next collective, here and on the groups above."""
+        above = {} if self.parent is None else self.parent.progress()
+        return {**above, self.context: self.next_sequence}
+
     def attach(self, tenant: Tenant, purpose: str) -> int:
         """Let something live here until the end of the group; returns its context. One for each purpose."""
         with self._lock:
