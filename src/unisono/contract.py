@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -352,12 +352,18 @@ class KnownCalls(Protocol):
     def verbs(self) -> tuple[str, ...]:
         """The verbs that it has a short way for."""
 
-    def verb(self, name: str, slow: Callable[..., Any], take_over: Callable[..., None]) -> Callable[..., Any]:
+    def verb(self, name: str, slow: Callable[..., Any], aid: Any) -> Callable[..., Any]:
         """Make what stands in front of `slow`, the verb itself.
 
-        `take_over` waits for what was begun, given (operation, sequence, header, start time, handle, memory,
-        exception or None).
+        `aid.take_over` waits for what was begun, given (operation, sequence, header, start time, handle,
+        memory, exception or None); `aid.heed` compares a message that was not met (rank, sequence, header).
         """
+
+    def unmet(self, sequence: int) -> Sequence[tuple[int, int, bytes]]:
+        """Messages that wait for calls before this one, if calls may end before theirs are met."""
+
+    def behind(self) -> Sequence[int]:
+        """Ranks that have not shown yet that they have made all calls that ended here."""
 
     def learn(
         self,
@@ -470,8 +476,14 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"{self.capabilities.name} does not run plans")
 
-    def hot_path(self, context: int, size: int, ledger: Ledger) -> KnownCalls | None:
-        """Make what runs known calls of a communicator of `size` ranks by a short way, if the backend can."""
+    def hot_path(
+        self, context: int, size: int, ledger: Ledger, on_unmet: Callable[[int, int, bytes], bool]
+    ) -> KnownCalls | None:
+        """Make what runs known calls of a communicator of `size` ranks by a short way, if the backend can.
+
+        Such a call may end before its messages are met. `on_unmet` hears of those that have come here and
+        wait: the rank of the world, the number and the text of the call. False: it need not hear of any more.
+        """
         return None
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:

@@ -132,9 +132,11 @@ class SubBackend(Backend):
         """Tell the parent."""
         self.parent.end_group(context)
 
-    def hot_path(self, context: int, size: int, ledger: Ledger) -> KnownCalls | None:
+    def hot_path(
+        self, context: int, size: int, ledger: Ledger, on_unmet: Callable[[int, int, bytes], bool]
+    ) -> KnownCalls | None:
         """The parent's: what it learns has the parent's ranks in it."""
-        return self.parent.hot_path(context, size, ledger)
+        return self.parent.hot_path(context, size, ledger, on_unmet)
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:
         """The parent's, by our numbers."""
