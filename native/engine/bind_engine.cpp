@@ -63,7 +63,7 @@ class PyEngine {
       : engine_(rank, size, directory, std::string(secret.c_str(), secret.size()), settings), desk_(engine_) {}
   ~PyEngine() {
     // Before the desk: the engine ends operations that are the desk's.
-    const nb::gil_scoped_release release;
+    const Away release;
     engine_.close(0);
   }
   PyEngine(const PyEngine&) = delete;
@@ -247,7 +247,7 @@ class PyEngine {
 
   void close(double flush_s) {
     if (engine_.is_forked()) return;
-    const nb::gil_scoped_release release;
+    const Away release;
     engine_.close(in_ns(flush_s));
   }
 
@@ -287,7 +287,7 @@ class PyEngine {
   double ping(std::int32_t peer, size_t nbytes, int rounds, bool is_first) {
     check();
     check_rank(peer);
-    const nb::gil_scoped_release release;
+    const Away release;
     return ping_pong(engine_, peer, nbytes, rounds, is_first);
   }
 
@@ -348,7 +348,7 @@ class PyEngine {
   bool take_news(nb::list& result, May may_tell) {
     std::vector<Desk::News> taken;
     {
-      const nb::gil_scoped_release release;
+      const Away release;
       Hold held = engine_.hold();
       if (!may_tell(held)) return false;
       taken = desk_.take();

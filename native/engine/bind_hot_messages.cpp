@@ -145,7 +145,7 @@ bool HotMessage::wait(const Operation& operation, uint64_t handle) const {
   path.ledger.flights.push_back(&flight);
   bool has_ended = true;
   {
-    const nb::gil_scoped_release released;
+    const Away released;
     Engine& engine = path.desk.engine();
     Hold held = engine.hold();
     path.desk.wait_for(held, operation, now_ns() + patience_ns, flight.is_recalled);

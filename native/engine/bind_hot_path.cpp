@@ -449,7 +449,7 @@ bool HotVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
     return false;
   if (unmet.has_value()) heed(*unmet);
   if (divisor != 0) {
-    std::optional<nb::gil_scoped_release> released;
+    std::optional<Away> released;
     if (count * itemsizes[dtype] >= gil_release_bytes) released.emplace();
     active_kernels().divide[dtype](as_array(out.ptr()).data, count, divisor);
   }
@@ -467,7 +467,7 @@ bool HotVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t
   for (;;) {
     bool is_done = false, is_ours = true;
     {
-      const nb::gil_scoped_release released;
+      const Away released;
       Hold held = path.desk.engine().hold();
       const std::int64_t now = now_ns();
       const bool has_other = path.desk.wait_for(held, run, std::min(now + slice_ns, stalled), flight.is_recalled);
@@ -511,7 +511,7 @@ bool HotVerb::hand_over(const Text& header, uint64_t sequence, uint64_t handle, 
   } catch (nb::python_error& error) {
     // An interrupt may have come before Python had it in hand: the memory must be left alone before we return.
     {
-      const nb::gil_scoped_release released;
+      const Away released;
       Hold held = path.desk.engine().hold();
       if (Run* const run = path.desk.watched(handle); run != nullptr) {
         run->cancel();

@@ -258,6 +258,7 @@ class Communicator:
                 self._group.backend.close()
         else:
             self._parent._children.pop(self, None)
+            self._group.backend.end_group(self._group.context)
         if unheard is not None:
             raise unheard
 

@@ -89,9 +89,8 @@ class Group:
         )
         self._poison: UnisonoError | None = None
         self._is_heard = False  # a caller here has heard of the poison
-        self._unsettled: set[int] = (
-            set()
-        )  # who has not said yet, as this one leaves, that it made our last call
+        # Who has not said yet, as this one leaves, that it made our last call.
+        self._unsettled: set[int] = set()
         self._is_aborted = False
         self._closed: ClosedError | None = None
         self._tenants: dict[str, Tenant] = {}
@@ -228,6 +227,16 @@ class Group:
             )
 
     # -- tenants ------------------------------------------------------------------------------------------
+
+    @property
+    def next_sequence(self) -> int:
+        """The number of the collective that is called next."""
+        return self.ledger.next
+
+    def progress(self) -> dict[int, int]:
+        """How far this rank has come: the number of its next collective, here and on the groups above."""
+        above = {} if self.parent is None else self.parent.progress()
+        return {**above, self.context: self.next_sequence}
 
     def attach(self, tenant: Tenant, purpose: str) -> int:
         """Let something live here until the end of the group; returns its context. One for each purpose."""
@@ -441,7 +450,9 @@ class Group:
         if not gone:
             return None
         if not call.is_wildcard:
-            hopeless = [rank for rank in call.waiting_on() if rank in gone]
+            hopeless = [
+                rank for rank in call.waiting_on() if rank in gone and not self._has_joined(call, rank)
+            ]
         elif self._dead:
             hopeless = list(self._dead)
         else:
@@ -452,6 +463,12 @@ class Group:
         # Who leaves because the parent was aborted may never have made this group, to say so here.
         cause = None if any(rank in self._dead for rank in hopeless) else self._abort_above()
         return cause if cause is not None else self._lost(hopeless)
+
+    def _has_joined(self, call: Call, rank: int) -> bool:
+        """Whether a member that left had called a joint collective before, and so has done its part."""
+        if not call.is_joint or call.sequence is None or rank in self._dead:
+            return False
+        return any(number >= call.sequence for number in self._farewells.get(rank, ()))
 
     def _abort_above(self) -> UnisonoError | None:
         """Why the nearest broken ancestor was given up, if one was."""

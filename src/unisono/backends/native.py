@@ -684,4 +684,5 @@ DESCRIPTION = BackendInfo(
     summary="ranks as processes, over shared memory and TCP",
     check=lambda: None,
     install="part of unisono",
+    capabilities=_CAPABILITIES,
 )
