@@ -230,6 +230,11 @@ class PyEngine {
     return news(is_last, [&](Hold&) { return is_last ? !desk_.end_telling() : !desk_.is_empty(); });
   }
 
+  void overlook(uint64_t context) {
+    const Hold held = engine_.hold();
+    engine_.inbox.overlook(context);
+  }
+
   uint64_t pokes() {
     const Hold held = engine_.hold();
     return desk_.pokes();
@@ -353,7 +358,10 @@ class PyEngine {
     std::vector<Operation*> ended;
     for (Desk::News& one : taken) {
       if (one.operation == nullptr) {
-        result.append(nb::make_tuple(-1, one.down.rank, one.down.cause, one.down.left));
+        if (const Desk::Unmet* const u = one.unmet.get(); u != nullptr)
+          result.append(nb::make_tuple(-2, u->context, u->source, u->sequence, nb::bytes(u->header.data(), u->header.size())));
+        else
+          result.append(nb::make_tuple(-1, one.down.rank, one.down.cause, one.down.left));
       } else if (one.operation->phase == Operation::Phase::ended) {
         result.append(tuple_of(*one.operation));
         ended.push_back(one.operation);
@@ -492,6 +500,7 @@ void bind_engine(nb::module_& m) {
       .def("wait", &PyEngine::wait)
       .def("pump", &PyEngine::pump)
       .def("more", &PyEngine::more)
+      .def("overlook", &PyEngine::overlook)
       .def("pokes", &PyEngine::pokes)
       .def("poke", &PyEngine::poke)
       .def("close", &PyEngine::close)
