@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from unisono.contract import KnownCalls
@@ -50,7 +50,7 @@ class DeviceCalls:
         self._inner = inner
         self.verbs = tuple(dict.fromkeys((*_VERBS, *(inner.verbs if inner is not None else ()))))
 
-    def verb(self, name: str, slow: Callable[..., Any], take_over: Callable[..., None]) -> Callable[..., Any]:
+    def verb(self, name: str, slow: Callable[..., Any], aid: Any) -> Callable[..., Any]:
         """Take what concerns a device. The short way of others, which knows no such thing, goes first."""
 
         def call(*args: Any, **named: Any) -> Any:
@@ -63,7 +63,15 @@ class DeviceCalls:
         call.__name__, call.__doc__ = name, slow.__doc__
         last = call if name in _VERBS else slow
         inner = self._inner
-        return last if inner is None or name not in inner.verbs else inner.verb(name, last, take_over)
+        return last if inner is None or name not in inner.verbs else inner.verb(name, last, aid)
+
+    def unmet(self, sequence: int) -> Sequence[tuple[int, int, bytes]]:
+        """The others know."""
+        return () if self._inner is None else self._inner.unmet(sequence)
+
+    def behind(self) -> Sequence[int]:
+        """The others know."""
+        return () if self._inner is None else self._inner.behind()
 
     def learn(
         self,

@@ -181,9 +181,11 @@ class HybridBackend(Closable):
         for part in self._parts:
             part.end_group(context)
 
-    def hot_path(self, context: int, size: int, ledger: Ledger) -> KnownCalls | None:
+    def hot_path(
+        self, context: int, size: int, ledger: Ledger, on_unmet: Callable[[int, int, bytes], bool]
+    ) -> KnownCalls | None:
         """The only part's; in the world, whose group is made first, the device's stand in front of them."""
-        inner = None if self._only is None else self._only.hot_path(context, size, ledger)
+        inner = None if self._only is None else self._only.hot_path(context, size, ledger, on_unmet)
         if self._device is None or self._has_world:
             return inner
         self._has_world = True
