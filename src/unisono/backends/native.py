@@ -24,12 +24,11 @@ import numpy as np
 
 from unisono import _native
 from unisono.backends.native_plans import compiled
-from unisono.backends.registry import BackendInfo
+from unisono.backends.registry import BackendInfo, Closable
 from unisono.call_site import is_users
 from unisono.config import Config
 from unisono.contract import (
     UNTYPED,
-    Backend,
     Capabilities,
     Envelope,
     HeaderMismatch,
@@ -85,7 +84,7 @@ class Credentials:
     authority_pem: bytes = field(repr=False)
 
 
-class NativeBackend(Backend):
+class NativeBackend(Closable):
     """One rank. It listens from the start; `connect` with everybody's cards lets it call others.
 
     `directory` is a folder of mode 0700 that the ranks of a host share; `secret` is known to the ranks only.
