@@ -194,7 +194,6 @@ def test_an_exception_is_heard_by_the_others_without_a_with_block(program) -> No
     path = program(
         "import unisono as uni\n"
         "world = uni.init()\n"
-        "world.barrier()\n"
         "if rank == 1:\n    raise ValueError('the root of it')\n"
         "try:\n    world.recv_bytes((rank + 1) % 3)\n"
         "except uni.PeerAborted as error:\n    print(error.rank, error.cause)\n    sys.exit(7)\n"
