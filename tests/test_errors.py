@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 import unisono as uni
 from unisono import errors
-from unisono.errors import DeadlineExceeded, Location, PeerAborted, PeerLost, UnisonoError, UsageError
+from unisono.errors import (
+    ClosedError,
+    DeadlineExceeded,
+    Location,
+    PeerAborted,
+    PeerLost,
+    ProtocolError,
+    UnisonoError,
+    UsageError,
+)
 
 KINDS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, UnisonoError)]
 QUICK = settings(derandomize=True, deadline=None, database=None, max_examples=60)
@@ -61,7 +70,7 @@ def test_the_text_says_what_where_why_and_what_next():
     ],
 )
 def test_the_text_leaves_out_what_is_unknown(where, text):
-    assert str(DeadlineExceeded("late", where=where)) == text
+    assert str(UsageError("late", where=where)) == text
 
 
 @pytest.mark.parametrize(
@@ -120,3 +129,9 @@ def test_a_location_is_filled_in_but_never_overwritten(first, second):
         known, offered = getattr(first, name), getattr(second, name)
         assert getattr(moved.where, name) == (known if known is not None else offered)
     assert (moved.what, moved.cause, moved.next_step) == ("x", "c", "n")
+
+
+@pytest.mark.parametrize("kind", [DeadlineExceeded, PeerLost, PeerAborted, ProtocolError, ClosedError])
+def test_an_error_that_is_told_no_next_step_names_the_usual_one(kind: type[UnisonoError]) -> None:
+    assert str(kind("something ended")) == f"something ended. Next: {kind.usual_step}"
+    assert str(kind("something ended", next_step="wait")) == "something ended. Next: wait"
