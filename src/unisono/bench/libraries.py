@@ -7,24 +7,20 @@ operation can be checked against the answer that its input must have before it i
 from __future__ import annotations
 
 import contextlib
-import mmap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 import unisono as uni
-from unisono.bench.cases import ITEM_BYTES, Case
+from unisono.bench.arrays import array_of
+from unisono.bench.cases import Case
 
 __all__ = ["Library", "opened"]
 
 Call = Callable[[], Any]
-
-# From here on NumPy, too, asks for huge pages.
-_HUGE_FROM_BYTES: Final = 4 << 20
-_HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 class Library:
@@ -199,25 +195,10 @@ def _arrays(case: Case) -> tuple[Any, Any]:
     rows = (case.ranks, case.block)
     shape = {"all_gather": (case.block,), "reduce_scatter": rows, "all_to_all": rows}
     out_shape = {"all_gather": rows, "reduce_scatter": (case.block,), "all_to_all": rows}
-    x = _array(shape.get(case.operation, (case.count,)))
-    out = _array(out_shape.get(case.operation, (0,)))
+    x = array_of(shape.get(case.operation, (case.count,)))
+    out = array_of(out_shape.get(case.operation, (0,)))
     out.fill(0)  # touched, so that no page is first met in a timed call
     return x, out
-
-
-def _array(shape: tuple[int, ...]) -> Any:
-    """An array that lies the same way every time, for every system.
-
-    What the allocator gives is a lottery: after the first long array is freed, the next ones come from a heap
-    where some have huge pages and some have not, and crossing to another process takes twice as long without.
-    """
-    nbytes = int(np.prod(shape)) * ITEM_BYTES
-    if nbytes < _HUGE_FROM_BYTES:
-        return np.empty(shape, np.float32)
-    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    start = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE_BYTES
-    return np.frombuffer(memory, np.float32, nbytes // ITEM_BYTES, start).reshape(shape)
 
 
 def _given(rank: int, count: int) -> Any:
