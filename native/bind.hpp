@@ -4,6 +4,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include "away.hpp"
+
 namespace unisono {
 
 void bind_kernels(nanobind::module_& m);

@@ -19,12 +19,16 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from unisono.backends.gloo import Draft
 from unisono.backends.native import Credentials, NativeBackend
+from unisono.backends.registry import Berth
 from unisono.communicator import Communicator
 from unisono.config import Config
+from unisono.contract import Backend
 
 from .credentials import credentials
 
@@ -37,6 +41,7 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "hosts": lambda rank: {"host": f"host {rank % 2}"},  # shared memory within, TCP with checksums between
     "tls": lambda rank: {"shm": False, "tls": True},
     "hosts tls": lambda rank: {"host": f"host {rank % 2}", "tls": True},
+    "gloo": lambda rank: {},
 }
 PATIENCE_S = 60.0
 _PR_SET_PDEATHSIG = 1
@@ -106,7 +111,7 @@ class Ranks:
 
     def start(
         self,
-        live: Callable[[NativeBackend, Connection], Any],
+        live: Callable[[Any, Connection], Any],
         size: int,
         *,
         kind: str = "shm",
@@ -124,7 +129,10 @@ class Ranks:
                 warnings.simplefilter("ignore", DeprecationWarning)  # threads of the test are not of the rank
                 pid = os.fork()
             if pid == 0:
-                _be_rank(live, rank, size, self.folder, links or KINDS[kind], config, shown[rank], pairs)
+                opened = partial(native_rank, self.folder, links or KINDS[kind], shown[rank])
+                if kind == "gloo":
+                    opened = gloo_rank
+                _be_rank(live, partial(opened, rank, size, config), rank, pairs)
             self.pids.append(pid)
         for ours, theirs in pairs:
             theirs.close()
@@ -181,7 +189,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def forked(live: Callable[[NativeBackend, Connection], Any], size: int, **how: Any) -> Iterator[Ranks]:
+def forked(live: Callable[[Any, Connection], Any], size: int, **how: Any) -> Iterator[Ranks]:
     """Ranks that end with the block."""
     folder = tempfile.mkdtemp(prefix="unisono-test-")  # mode 0700
     ranks = Ranks(folder)
@@ -198,7 +206,7 @@ def run_processes(
 ) -> list[Any]:
     """Run `fn(comm, *args)` on ranks of their own, inside `with comm`: what each returned, or a Failed."""
 
-    def live(backend: NativeBackend, pipe: Connection) -> Any:
+    def live(backend: Backend, pipe: Connection) -> Any:
         with Communicator.world(backend) as comm:
             return fn(comm, *args)
 
@@ -214,14 +222,35 @@ class _Returned:
     value: Any
 
 
-def _be_rank(
-    live: Callable[[NativeBackend, Connection], Any],
-    rank: int,
-    size: int,
+def native_rank(
     folder: str,
     links: Callable[[int], dict[str, Any]],
-    config: Config | None,
     shown: Credentials | None,
+    rank: int,
+    size: int,
+    config: Config | None,
+    pipe: Connection,
+) -> NativeBackend:
+    backend = NativeBackend(rank, size, folder, b"the job's secret", config=config, **links(rank))
+    try:
+        pipe.send(backend.card())
+        backend.connect(pipe.recv(), shown)
+    except BaseException:
+        backend.close()
+        raise
+    return backend
+
+
+def gloo_rank(rank: int, size: int, config: Config | None, pipe: Connection) -> Backend:
+    draft = Draft(Berth(rank, size, "127.0.0.1", is_encrypted=False, config=config or Config()))
+    pipe.send(draft.card())
+    return draft.connect(pipe.recv())
+
+
+def _be_rank(
+    live: Callable[[Any, Connection], Any],
+    opened: Callable[[Connection], Backend],
+    rank: int,
     pairs: list[tuple[Connection, Connection]],
 ) -> None:
     """The whole life of a forked rank. It never returns to the test."""
@@ -233,15 +262,13 @@ def _be_rank(
             if other != rank:
                 theirs.close()
         pipe = pairs[rank][1]
-        backend = NativeBackend(rank, size, folder, b"the job's secret", config=config, **links(rank))
-        try:
-            pipe.send(backend.card())
-            backend.connect(pipe.recv(), shown)
-            pipe.send(_Returned(live(backend, pipe)))
-        except BaseException as error:
-            pipe.send(Failed.by(error))
-        finally:
-            backend.close()
+        with contextlib.ExitStack() as stack:
+            try:
+                backend = opened(pipe)
+                stack.callback(backend.close)
+                pipe.send(_Returned(live(backend, pipe)))
+            except BaseException as error:
+                pipe.send(Failed.by(error))
     except BaseException:
         traceback.print_exc()
         code = 99

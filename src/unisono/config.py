@@ -116,7 +116,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Where this process meets the others: what UNISONO_JOIN, _ADDRESS and _ADVERTISE say.
+    """Where and how this process meets the others: what UNISONO_JOIN, _ADDRESS, _ADVERTISE and _BACKEND say.
 
     `join` is a ticket, which is a secret, or the path of a file that holds one.
     """
@@ -125,6 +125,7 @@ class Network:
     address: str | None = None
     advertise: str | None = None
     folder: str = "/tmp"
+    backend: str = "native"
 
 
 def launch() -> Launch | None:
@@ -146,6 +147,7 @@ def network() -> Network:
         address=os.environ.get("UNISONO_ADDRESS") or None,
         advertise=os.environ.get("UNISONO_ADVERTISE") or None,
         folder=os.environ.get("TMPDIR") or "/tmp",
+        backend=os.environ.get("UNISONO_BACKEND") or "native",
     )
 
 
@@ -230,7 +232,8 @@ _LAUNCHERS = (
 
 # What a launcher of ours tells a rank about itself; it is no setting that ranks share.
 _LAUNCH_VARIABLES = frozenset(
-    f"UNISONO_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "JOIN", "ADDRESS", "ADVERTISE")
+    f"UNISONO_{name}"
+    for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "JOIN", "ADDRESS", "ADVERTISE", "BACKEND")
 )
 
 _LOOPBACK_NAMES = ("localhost", "127.", "::1")

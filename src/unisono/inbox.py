@@ -108,6 +108,10 @@ class Inbox:
         with self._lock:
             return [m.payload for m in self._matcher.all_arrived() if m.envelope.source == source]
 
+    def post_again(self, posted: Posted) -> None:
+        """A receive whose message was taken back by its sender waits again, at its old place."""
+        self._post(posted)
+
     def is_idle(self) -> bool:
         """Whether nothing waits here: a leak check."""
         with self._lock:

@@ -114,11 +114,16 @@ class Matcher(Generic[P]):
         return min(candidates, key=lambda p: p.number) if candidates else None
 
     def post(self, posted: Posted) -> None:
-        """Let a receive or probe wait."""
-        posted.number = next(self._numbers)
+        """Let a receive or probe wait; one that waited before comes back to its old place."""
+        is_new = posted.number < 0
+        if is_new:
+            posted.number = next(self._numbers)
         queues = self._contexts.setdefault(posted.context, _Queues())
-        queues.posted[posted.number] = posted
-        _shelf(queues, posted)[posted.number] = posted
+        for shelf in (queues.posted, _shelf(queues, posted)):
+            later = [] if is_new else [number for number in shelf if number > posted.number]
+            shelf[posted.number] = posted
+            for number in later:
+                shelf.move_to_end(number)
 
     def queue(self, message: Arrived[P]) -> None:
         """Let a message wait."""

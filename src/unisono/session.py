@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from unisono.backends.local import LocalBackend
-from unisono.backends.registry import BackendStatus, backend_named, statuses
+from unisono.backends.registry import BackendStatus, Berth, Closable, Draft, backend_named, statuses
 from unisono.communicator import Communicator
 from unisono.config import Config, launch, network
 from unisono.contract import Backend
@@ -42,17 +43,26 @@ def init(
     """Join the world that this process was started in; started alone, it is a world of one.
 
     Looks for `unisono run`, torchrun, Open MPI, Slurm and RANK/WORLD_SIZE, in this order. A launcher that
-    names several ranks never leaves each of them alone. `timeout` is for finding the others.
+    names several ranks never leaves each of them alone. `timeout` is for finding the others. "auto" is the
+    native backend, unless `unisono run --backend` or UNISONO_BACKEND says otherwise.
 
     Raises:
         RendezvousError: the others were not found; it names who is missing.
+        BackendUnavailable: the backend cannot run here; it names what is missing.
     """
-    if backend != "auto":
-        backend_named(backend)
+    around = network()
+    if backend == "auto":
+        backend = around.backend
+    # The native one is always there: who uses nothing else does not pay for looking.
+    info = None if backend == "native" else backend_named(backend)
     settings = config if config is not None else Config()
+    if info is not None and info.join is not None:
+        if (rank, size, join) != (None, None, None):
+            raise UsageError(f"rank, size and join are {info.launcher}'s to say with backend={backend!r}")
+        return Communicator.world(info.join(settings, timeout))
     from unisono.launch.place import decide  # a world in one process does not need it
 
-    place = decide(launch(), network(), rank=rank, size=size, join=join, insecure=settings.insecure)
+    place = decide(launch(), around, rank=rank, size=size, join=join, insecure=settings.insecure)
     return _joined(place, backend, settings, timeout)
 
 
@@ -70,7 +80,11 @@ def spawn(
     `fn` is found by its qualified name in the caller's main file or module; arguments and results are plain
     data, arrays and registered dataclasses. The first failing rank's exception is raised here.
     """
-    backend_named(backend)
+    if backend_named(backend).join is not None:
+        raise UsageError(
+            f"backend={backend!r} in uni.spawn; allowed: backends whose ranks need no launcher of their own",
+            next_step=f"unisono run --backend {backend}",
+        )
     from unisono.launch.spawn import spawn as start  # only who spawns pays for it
 
     return start(
@@ -88,33 +102,77 @@ def _entered(place: Place, backend: str, config: Config, timeout: float | None) 
 def _joined(place: Place, backend: str, config: Config, timeout: float | None) -> Communicator:
     if place.source is None:
         return local(1, config)[0]
-    if backend == "local":
-        raise UsageError(f"backend='local' for {place.size} processes; allowed: ranks of one process")
+    draft: type[_Native] | Callable[[Site, Config], _Foreign] = _Native
+    if backend not in ("auto", "native"):
+        info = backend_named(backend)
+        if info.draft is None:
+            raise UsageError(f"backend={backend!r} for {place.size} processes; allowed: ranks of one process")
+        draft = partial(_Foreign, info.draft)
     from unisono.launch.entry import enter
 
-    made: list[NativeBackend] = []
+    made: list[_Native | _Foreign] = []
 
     def make_card(site: Site) -> bytes:
         while made:
             made.pop().close()
-        made.append(_engine(site, config))
-        card = made[0].card()
-        card = card._replace(address=site.advertise.host, port=site.advertise.port or card.port)
-        return msgspec.msgpack.encode(card)
+        made.append(draft(site, config))
+        return made[0].card()
 
     try:
         entry = enter(place, make_card=make_card, config=config, version=VERSION, timeout=timeout)
     except BaseException:
-        for engine in made:
-            engine.close()
+        for one in made:
+            one.close()
         raise
-    made[0].when_closed(entry.close)
     try:
-        made[0].connect([card_of(card) for card in entry.view.cards], _credentials(entry.view))
+        world = made[0].connect(entry.view)
     except BaseException:
         made[0].close()
+        entry.close()
         raise
-    return Communicator.world(made[0])
+    world.when_closed(entry.close)
+    return Communicator.world(world)
+
+
+class _Native:
+    """A rank of the native backend on its way into the world."""
+
+    def __init__(self, site: Site, config: Config) -> None:
+        self._site = site
+        self._engine = _engine(site, config)
+
+    def card(self) -> bytes:
+        """How to reach it, as the site wants it told."""
+        card, advertise = self._engine.card(), self._site.advertise
+        return msgspec.msgpack.encode(card._replace(address=advertise.host, port=advertise.port or card.port))
+
+    def connect(self, view: View) -> NativeBackend:
+        """Learn of the others."""
+        self._engine.connect([card_of(card) for card in view.cards], _credentials(view))
+        return self._engine
+
+    def close(self) -> None:
+        """Give up."""
+        self._engine.close()
+
+
+class _Foreign:
+    """A rank of another backend on its way into the world."""
+
+    def __init__(self, draft: Callable[[Berth], Draft], site: Site, config: Config) -> None:
+        self._draft = draft(Berth(site.rank, site.size, site.bind.host, site.is_encrypted, config))
+
+    def card(self) -> bytes:
+        """What the backend wants told."""
+        return self._draft.card()
+
+    def connect(self, view: View) -> Closable:
+        """Learn of the others."""
+        return self._draft.connect(view.cards)
+
+    def close(self) -> None:
+        """Give up."""
+        self._draft.close()
 
 
 def card_of(data: bytes) -> Card:

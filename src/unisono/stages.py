@@ -58,8 +58,11 @@ class Collective:
         name = algorithm_for(problem, dtype, op, wanted, backend.config.reproducible, links)
         if given is None:
             given = described(dtype, shape if shape is not None else counts)
+        able = backend.capabilities
+        # Left to itself, a library that has algorithms of its own is asked first: by all ranks or by none.
+        may_be_own = able.run_collective and wanted == "auto"
         # An algorithm for metadata follows from what is shown already; what the user asked for does not.
-        shown = name if algorithm is None else self._algorithm
+        shown = "auto" if may_be_own else name if algorithm is None else self._algorithm
         fingerprint = fingerprint_of(self._words(problem, given, op, shown), group.descriptor)
         sequence, stage = self._call.sequence, self._stage
         assert sequence is not None, "a collective has a number"
@@ -69,9 +72,10 @@ class Collective:
         tag = Tags.collective(sequence, stage)
         learn = None if stage or group.hot is None else self._lesson(sequence, dtype, op, memory, fingerprint)
         part = Stage(group.context, tag, dtype, op, memory, fingerprint, on_compiled=learn)
-        able = backend.capabilities
-        if able.run_collective and (own := backend.run_collective(problem, part)) is not None:
+        if may_be_own and (own := backend.run_collective(problem, part)) is not None:
+            self._call.is_joint = True
             yield from self._follow(own, fingerprint)
+            self._call.is_joint = False
             return
         plan = build(problem, backend.rank, name)
         if able.run_plan and (op is None or op.fn is None):
@@ -132,6 +136,7 @@ class Collective:
 
     def take_over(self, handle: int, memory: tuple[Any, ...], fingerprint: bytes) -> Steps[None]:
         """Carry to its end what the hot path began."""
+        self._call.is_joint = self._group.backend.capabilities.run_collective
         yield from self._follow(self._group.backend.adopt_run(handle, memory), fingerprint)
 
     def _words(self, problem: Problem, given: str, op: ReduceOp | None, algorithm: str) -> str:

@@ -49,6 +49,7 @@ class Call:
     started_at: float = 0.0
     waiting_on: Callable[[], tuple[int, ...]] = tuple
     is_wildcard: bool = False  # any rank may end it
+    is_joint: bool = False  # all ranks are in it at once: one that called it before it left has done its part
     absent: set[int] = field(default_factory=set)
     on_stall: Callable[[], None] | None = None
     on_end: Callable[[UnisonoError | None], None] | None = None

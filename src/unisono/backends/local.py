@@ -34,6 +34,8 @@ from unisono.values import Any_
 
 __all__ = ["DESCRIPTION", "LocalBackend"]
 
+_CAPABILITIES = Capabilities("local")
+
 
 class LocalBackend(Backend):
     """One of n ranks that share this process."""
@@ -67,7 +69,7 @@ class LocalBackend(Backend):
     @property
     def capabilities(self) -> Capabilities:
         """Everything but the fast paths."""
-        return Capabilities("local")
+        return _CAPABILITIES
 
     @property
     def runtime(self) -> Runtime:
@@ -372,4 +374,5 @@ DESCRIPTION = BackendInfo(
     summary="ranks as threads of one process",
     check=lambda: None,
     install="part of unisono",
+    capabilities=_CAPABILITIES,
 )

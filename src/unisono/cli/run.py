@@ -10,7 +10,7 @@ import sys
 import click
 
 from unisono.config import Config, network
-from unisono.errors import RendezvousError, UsageError
+from unisono.errors import BackendUnavailable, RendezvousError, UsageError
 
 __all__ = ["command"]
 
@@ -18,6 +18,13 @@ __all__ = ["command"]
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @click.option("-n", "ranks", type=int, default=1, show_default=True, help="Ranks on this host.")
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as in `python -m`.")
+@click.option(
+    "--backend",
+    default="native",
+    show_default=True,
+    metavar="NAME",
+    help="What `unisono.init()` uses in the ranks; mpi starts them by mpiexec.",
+)
 @click.option("--nnodes", type=int, default=1, show_default=True, help="Hosts; each runs this command.")
 @click.option("--node-rank", type=int, default=0, show_default=True, help="Which of the hosts this is.")
 @click.option(
@@ -47,6 +54,7 @@ __all__ = ["command"]
 def command(
     ranks: int,
     is_module: bool,
+    backend: str,
     nnodes: int,
     node_rank: int,
     join: str | None,
@@ -64,6 +72,7 @@ def command(
     to end by themselves; the exit code and the last words are those of the rank that failed first.
     """
     from unisono import __version__
+    from unisono.launch.mpiexec import become_mpiexec
     from unisono.launch.run import Job, run
 
     if join is not None and "://" in join:
@@ -73,6 +82,8 @@ def command(
         )
     around, variables = network(), dict(_pair(text) for text in env)
     settings = Config.inherited(variables)
+    launcher = _launcher_of(backend)
+    variables["UNISONO_BACKEND"] = backend
     job = Job(
         command=[sys.executable, *(["-m"] if is_module else []), program, *arguments],
         ranks_here=ranks,
@@ -87,6 +98,8 @@ def command(
         env=variables,
     )
     try:
+        if launcher:
+            become_mpiexec(job)
         code = run(
             job,
             version=__version__,
@@ -94,9 +107,24 @@ def command(
             err=sys.stderr.buffer,
             colour=sys.stdout.isatty() and sys.stderr.isatty(),
         )
-    except RendezvousError as error:
+    except (RendezvousError, BackendUnavailable) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(code)
+
+
+def _launcher_of(backend: str) -> str:
+    """Who starts the ranks of a backend; we do if nobody is named."""
+    if backend == "native":
+        return ""
+    from unisono.backends.registry import backend_named
+
+    try:
+        info = backend_named(backend)
+    except BackendUnavailable as error:
+        raise click.ClickException(str(error)) from error
+    if info.draft is None and info.join is None:
+        raise UsageError(f"--backend {backend}; allowed: backends whose ranks are processes")
+    return info.launcher
 
 
 def _pair(text: str) -> tuple[str, str]:
