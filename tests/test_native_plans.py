@@ -290,7 +290,7 @@ def test_a_header_that_differs_and_a_wrong_length_end_the_run(world: MakeWorld, 
 def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: MakeWorld, kind: str) -> None:
     """Rank 0 sends three pieces of a broadcast and takes the first back: the others are not taken for it."""
     one, two = backends(world(2, kind, segment_bytes=64, eager_bytes=0))
-    length = 256  # of a piece, if every byte goes straight to its place
+    length = 256 * 64 // 4  # of a piece, if every byte goes straight to its place
     plans = [build(Problem("broadcast", 2, (3 * length,)), rank, "tree") for rank in (0, 1)]
     x, y = np.arange(3 * length, dtype=np.int32), np.full(3 * length, -1, np.int32)
     stages = [Stage(5, Tags.collective(0, 0), DTYPES["int32"], None, {Buf.OUT: each}, b"") for each in (x, y)]

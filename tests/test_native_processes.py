@@ -322,6 +322,42 @@ def test_a_stopped_rank_is_known_by_its_silence(ranks: Ranks, links: str) -> Non
         assert 1.5 < at - stopped_at < 6, f"rank {rank} took {at - stopped_at:.2f} s"
 
 
+def be_helped(backend: NativeBackend, pipe: Connection, nbytes: int) -> bool:
+    """Rank 0 sends, and copies a part of it to rank 1 itself, until it is stopped and given up."""
+    memory = np.zeros(nbytes, np.uint8)
+    turn = 0
+    while True:
+        if backend.rank == 0:
+            request = backend.start_send(1, CONTEXT, 0, memoryview(memory))
+        else:
+            request = backend.start_recv(0, CONTEXT, 0, memoryview(memory))
+        if (error := ended(backend, request).error) is not None:
+            break
+        turn += 1
+        if turn == 20:
+            pipe.send("ready")
+    assert isinstance(error, PeerLost), error
+    if backend.rank == 0:
+        return True
+    memory.fill(0xA5)  # it is ours again
+    pipe.send("lost")
+    assert pipe.recv() == "look"
+    return bool((memory == 0xA5).all())
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 16 << 20])
+def test_who_was_stopped_while_it_helped_writes_no_more(ranks: Ranks, nbytes: int) -> None:
+    ranks.start(be_helped, 2, nbytes)
+    for rank in range(2):
+        assert ranks.get(rank) == "ready"
+    ranks.signal(0, signal.SIGSTOP)
+    assert ranks.get(1) == "lost"
+    ranks.signal(0, signal.SIGCONT)
+    assert ranks.get(0), "it heard that it was given up"
+    ranks.pipes[1].send("look")
+    assert ranks.get(1), "and left the memory alone"
+
+
 def hold_the_gil(backend: NativeBackend, pipe: Connection, seconds: int) -> bool:
     news = News(backend)
     meet(backend)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unisono.bench.tuning import REACH_BYTES, thresholds
+from unisono.bench.tuning import REACH_BYTES, SIZES, thresholds
 from unisono.plans import CATALOG, LINKS, Problem, choose, entry_of, measured
 from unisono.plans.choose import _cheapest
 
@@ -119,11 +119,14 @@ def test_thresholds_lie_between_sizes_with_clearly_different_winners() -> None:
     predicted = choose(Problem("all_reduce", 2, (1 << 16,)), 4, replace(LINKS["shm"], kind=""))[0]
     assert predicted in ("ring", "halving_doubling")
     assert thresholds(times, 2, "shm", ordered=False) == {
-        "all_reduce": [[65536, "doubling"], [REACH_BYTES, predicted]]
+        "all_reduce": [[65536, "doubling"], [2 * 262144, predicted]]
     }
     assert thresholds(times, 2, "shm", ordered=True) == {
-        "all_reduce": [[65536, "doubling"], [REACH_BYTES, "halving_doubling"]]
+        "all_reduce": [[65536, "doubling"], [2 * 262144, "halving_doubling"]]
     }
+    # The last size that is ever measured stands for all that is longer.
+    times["all_reduce"][SIZES[-1]] = {"doubling": 99.0, "halving_doubling": 50.0, "ring": 80.0}
+    assert thresholds(times, 2, "shm", ordered=True)["all_reduce"][-1] == [REACH_BYTES, "halving_doubling"]
 
 
 def test_only_what_reduces_has_an_ordered_table() -> None:

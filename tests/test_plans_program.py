@@ -78,8 +78,8 @@ def test_pieces_are_long_where_nothing_is_passed_on_or_reduced() -> None:
     def piece_bytes(collective: str, size: int, algorithm: str, most: int = 1 << 40) -> int:
         return piece_bytes_of(build(problem_of(collective, size, 64), 0, algorithm), 256, most)
 
-    assert piece_bytes("broadcast", 2, "tree") == piece_bytes("broadcast", 4, "flat") == 16 * 256
-    assert piece_bytes("all_to_all", 4, "pairwise") == 16 * 256
+    assert piece_bytes("broadcast", 2, "tree") == piece_bytes("broadcast", 4, "flat") == 256 * 256
+    assert piece_bytes("all_to_all", 4, "pairwise") == 256 * 256
     assert piece_bytes("broadcast", 3, "tree") == piece_bytes("all_reduce", 2, "ring") == 256
     assert piece_bytes("reduce_scatter", 4, "pairwise") == 256
     assert piece_bytes("broadcast", 2, "tree", most=1000) == 1000

@@ -19,6 +19,8 @@ template <class T, Hook<T> T::*hook>
 class Chain {
  public:
   T* front() const { return first_; }
+  T* back() const { return last_; }
+  static T* before(const T& item) { return (item.*hook).before; }
   static T* next(const T& item) { return (item.*hook).after; }
   bool empty() const { return first_ == nullptr; }
   std::size_t size() const { return size_; }

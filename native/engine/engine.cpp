@@ -288,6 +288,12 @@ bool Engine::read_pieces() {
   return moved;
 }
 
+bool Engine::help() {
+  for (Peer* peer : open_)
+    if (peer->help(piece_bytes)) return true;
+  return false;
+}
+
 void Engine::nudge() {
   if (is_sleeping_.load(std::memory_order_relaxed)) poller_.kick();
   if (waiters_ != 0) moved_.notify_all();

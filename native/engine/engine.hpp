@@ -172,6 +172,8 @@ class Engine final : public Surroundings, private Host {
   void lose(Peer& peer, const std::string& cause, bool left);
   void push();
   bool read_pieces();
+  // Take work off a peer that reads our memory, while there is nothing else to do.
+  bool help();
   void look_for_news();
   void beat(std::int64_t now);
   void run();
@@ -256,9 +258,10 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline, bool is_backgrou
   std::int64_t quiet_since = 0;
   bool is_done = false;
   for (unsigned rounds = 1;; ++rounds) {
-    const bool moved = progress();
+    bool moved = progress();
     if ((is_done = done())) break;
     if (is_closed_) break;
+    if (!moved && !is_background) moved = help();
     if (mutex_.is_wanted()) [[unlikely]] {
       held.unlock();
       mutex_.let_others_in();

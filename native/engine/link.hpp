@@ -6,6 +6,7 @@
 #include <string>
 
 #include "frame.hpp"
+#include "help.hpp"
 #include "system.hpp"
 
 namespace unisono::engine {
@@ -44,6 +45,17 @@ class Link {
   // The word of an offer that this side made / that the peer made; nullptr if it has none.
   virtual std::atomic<uint32_t>* own_offer(size_t) { return nullptr; }
   virtual std::atomic<uint32_t>* peers_offer(size_t) { return nullptr; }
+
+  // The same for the place where both sides agree who copies what of an offer.
+  virtual Help* own_help(size_t) { return nullptr; }
+  virtual Help* peers_help(size_t) { return nullptr; }
+  // Copy to the peer's memory, unless it has shut its guard; false if that does not work (any more).
+  virtual bool can_write() const { return false; }
+  virtual bool write(uint64_t, uint64_t, const byte*, size_t) { return false; }
+  // Our own guard: its address, and that from now on the peer writes no more. Writes that are under way go on.
+  virtual uint64_t guard() const { return 0; }
+  virtual void shut_guard() {}
+  virtual void wake_if_asleep() {}
 
   // Everything has reached the peer's system: nothing is lost if we go.
   virtual bool is_delivered() const { return true; }

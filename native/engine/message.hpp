@@ -90,6 +90,8 @@ class Receive {
   virtual void on_taken_back() {}
   // Memory for all bytes of the message; nullptr if they are to be given to `write`, in order.
   virtual byte* place() = 0;
+  // Whether that is decided before any byte comes.
+  virtual bool has_fixed_place() const { return true; }
   virtual void write(uint64_t offset, const byte* from, size_t bytes) = 0;
   // Every byte is in its place, or none will come any more.
   virtual void end(Outcome outcome, std::int32_t rank) = 0;

@@ -1,5 +1,7 @@
 #include "peer.hpp"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 
@@ -106,6 +108,8 @@ bool Peer::start(Send& send) {
     body.prefix[1] = reinterpret_cast<uint64_t>(send.data);
     body.prefix_bytes = 16;
   }
+  Help* help = !is_eager && is_worth_help(send.nbytes) ? link->own_help(index_of(send.ticket)) : nullptr;
+  if (help != nullptr) help->reset();
   // relaxed: the frame that follows is published after it
   if (word != nullptr) word->store(static_cast<uint32_t>(Offer::offered), std::memory_order_relaxed);
   if (!link->put(send.lane, head, body)) {
@@ -115,7 +119,28 @@ bool Peer::start(Send& send) {
   if (head.header_bytes != 0) headers.keep(send.header, send.header_bytes);
   if (is_eager) credit_used_[lane] += cost(send.nbytes);
   send.state = Send::State::offered;
+  if (help != nullptr) offers_.push_back(send);
   return true;
+}
+
+void Peer::leave_offers(Send& send) {
+  if (send.hook.is_in) offers_.remove(send);
+}
+
+bool Peer::help(size_t piece_bytes) {
+  if (offers_.empty() || !link->can_write() || link->over() != nullptr) return false;
+  // From the last: the receiver begins with the first.
+  for (Send* send = offers_.back(); send != nullptr; send = Queue::before(*send)) {
+    Help& help = *link->own_help(index_of(send->ticket));
+    Part part;
+    uint64_t guard;
+    const uint64_t place = help.take_back(send->nbytes, piece_bytes, part, guard);
+    if (place == 0) continue;
+    help.gave(part, link->write(guard, place + part.offset, send->data + part.offset, part.bytes));
+    link->wake_if_asleep();
+    return true;
+  }
+  return false;
 }
 
 bool Peer::cancel(Send& send) {
@@ -133,6 +158,7 @@ bool Peer::cancel(Send& send) {
       // Without a word the sender decides: no byte has left, and a receive that took the offer waits for another
       // message. What is final has left.
       if (word != nullptr && !change(*word, Offer::withdrawn)) return false;
+      leave_offers(send);
       // The place is free again only when the peer has forgotten the offer.
       ticket_of(send.ticket)->send = nullptr;
       note(send.lane, Kind::withdraw, send.ticket);
@@ -403,6 +429,7 @@ const char* Peer::on_accept(const Head& head) {
   if (ticket != nullptr && ticket->send == nullptr) return nullptr;  // taken back; the peer will hear of it
   if (ticket == nullptr || ticket->send->state != Send::State::offered) return "an offer is accepted that was not made";
   Send& send = *ticket->send;
+  leave_offers(send);
   if (send.nbytes == 0) {
     note(send.lane, Kind::data, send.ticket);
     ticket->send = nullptr;
@@ -433,6 +460,7 @@ const char* Peer::on_done(const Head& head) {
   if (send != nullptr && send->state != Send::State::offered) return "a message is confirmed while it is sent";
   free_ticket(head.context);
   if (send == nullptr) return nullptr;  // withdrawn here, and forgotten there
+  leave_offers(*send);
   send->state = Send::State::ended;
   send->end(static_cast<Answer>(head.dtype) == Answer::withdrawn ? Outcome::cancelled : Outcome::done);
   return nullptr;
@@ -529,6 +557,12 @@ void Peer::supply(Incoming& offer) {
   }
   if (link->can_read() && has_word) {
     offer.state = Incoming::State::reading;
+    offer.help = is_worth_help(offer.nbytes) ? link->peers_help(index_of(offer.ticket)) : nullptr;
+    const byte* place = offer.help != nullptr && offer.receive->has_fixed_place() ? offer.receive->place() : nullptr;
+    if (place != nullptr)
+      offer.help->ask(place, link->guard());
+    else
+      offer.help = nullptr;
     return around_.start_reading(offer);
   }
   ask_for_data(offer);
@@ -543,6 +577,7 @@ void Peer::give_up(Incoming& offer) {
 }
 
 const char* Peer::read_piece(Incoming& offer, byte* scratch, size_t scratch_bytes, size_t piece_bytes) {
+  if (offer.help != nullptr) return read_part(offer, piece_bytes);
   const uint64_t left = offer.nbytes - offer.received;
   byte* place = offer.receive->place();
   const size_t bytes = std::min<uint64_t>(left, place != nullptr ? piece_bytes : scratch_bytes);
@@ -556,23 +591,60 @@ const char* Peer::read_piece(Incoming& offer, byte* scratch, size_t scratch_byte
     return nullptr;
   }
   const bool is_last = bytes == left;
-  if (is_last) {
-    // Still the same process, and it did not take us for dead meanwhile: then these were its bytes.
-    auto expected = static_cast<uint32_t>(Offer::reading);
-    auto* word = link->peers_offer(index_of(offer.ticket));
-    if (!link->is_alive()) return nullptr;
-    if (!word->compare_exchange_strong(expected, static_cast<uint32_t>(Offer::done), std::memory_order_acq_rel))
-      return "it gave us up while its memory was read";
-  }
+  const char* fault = nullptr;
+  if (is_last && !confirm(offer, fault)) return fault;
   if (place == nullptr) offer.receive->write(offer.received, scratch, bytes);
   offer.received += bytes;
-  if (!is_last) return nullptr;
+  if (is_last) finish_reading(offer);
+  return nullptr;
+}
+
+const char* Peer::read_part(Incoming& offer, size_t piece_bytes) {
+  Part part;
+  Help::Front next;
+  // Once more where all is taken: the sender may be done by now.
+  while ((next = offer.help->take_front(offer.nbytes, piece_bytes, part)) == Help::Front::part) {
+    if (!link->read(offer.address + part.offset, offer.receive->place() + part.offset, part.bytes)) {
+      if (!link->is_alive()) return nullptr;
+      if (offer.received != 0 || !offer.help->close()) return "its memory could be read no longer";
+      around_.stop_reading(offer);
+      ask_for_data(offer);
+      return nullptr;
+    }
+    offer.received += part.bytes;
+    if (!offer.help->is_all_taken(offer.nbytes)) return nullptr;
+  }
+  if (next == Help::Front::broken) return "its help makes no sense";
+  const char* fault = nullptr;
+  if (next == Help::Front::wait || !confirm(offer, fault)) return fault;
+  offer.received = offer.nbytes;
+  finish_reading(offer);
+  return nullptr;
+}
+
+bool Peer::confirm(Incoming& offer, const char*& fault) {
+  auto expected = static_cast<uint32_t>(Offer::reading);
+  auto* word = link->peers_offer(index_of(offer.ticket));
+  if (!link->is_alive()) return false;
+  if (word->compare_exchange_strong(expected, static_cast<uint32_t>(Offer::done), std::memory_order_acq_rel)) return true;
+  fault = "it gave us up while its memory was read";
+  return false;
+}
+
+void Peer::finish_reading(Incoming& offer) {
   around_.stop_reading(offer);
   offer.state = Incoming::State::none;
   note(Lane::control, Kind::done, offer.ticket, static_cast<uint8_t>(Answer::met));
   offer.receive->incoming = nullptr;
   offer.receive->end(Outcome::done, rank);
-  return nullptr;
+}
+
+void Peer::fence(Incoming& offer) {
+  if (offer.help == nullptr) return;
+  link->shut_guard();
+  offer.help->close();
+  // A write that had passed the guard is under way in the system, where nothing but want of a core can hold it up.
+  while (offer.help->is_being_written() && link->is_starved()) sched_yield();
 }
 
 Incoming* Peer::data_for(const Head& head, const char*& fault) {
@@ -631,6 +703,7 @@ void Peer::end_all(Outcome outcome) {
       word->exchange(static_cast<uint32_t>(Offer::withdrawn), std::memory_order_acq_rel);
     Send* send = ticket.send;
     if (send->state == Send::State::streaming) streams_.remove(*send);
+    if (send->state == Send::State::offered) leave_offers(*send);
     ticket.send = nullptr;
     send->state = Send::State::ended;
     send->end(outcome);
@@ -649,7 +722,10 @@ void Peer::end_all(Outcome outcome) {
       else
         around_.inbox.remove(*offer.arrived);
     }
-    if (was == Incoming::State::reading) around_.stop_reading(offer);
+    if (was == Incoming::State::reading) {
+      around_.stop_reading(offer);
+      fence(offer);
+    }
     if (was == Incoming::State::waiting || was == Incoming::State::reading || was == Incoming::State::streaming) {
       Receive& receive = *offer.receive;
       receive.incoming = nullptr;

@@ -74,6 +74,7 @@ struct Incoming {
   uint64_t address = 0;
   uint64_t nbytes = 0;
   uint64_t received = 0;
+  Help* help = nullptr;  // its sender may copy a part
   Hook<Incoming> hook;
 };
 
@@ -104,6 +105,8 @@ class Peer {
   bool has_backlog() const { return backlog_ != 0; }
   // Nothing is on its way: what is left waits for a receive that nobody may ever post.
   bool is_flushed() const { return backlog_ == 0 && are_offers_settled(); }
+  // Copy a part of what was offered, if the receiver is at it. True if there was one.
+  bool help(size_t piece_bytes);
   void tell_down(std::int32_t gone, const std::string& cause, bool left);
 
   // -- receiving
@@ -170,6 +173,16 @@ class Peer {
   void return_credit(Lane lane, uint64_t bytes);
   void send_to_self(Send& send);
   bool flush_streams();
+  void leave_offers(Send& send);
+  // Read a part of an offer whose sender helps.
+  const char* read_part(Incoming& offer, size_t piece_bytes);
+  // Still the same process, and it did not take us for dead meanwhile: then these were its bytes. Else with the
+  // fault, or none if it is gone, which will be noticed.
+  bool confirm(Incoming& offer, const char*& fault);
+  // Every byte of an offer is in its place.
+  void finish_reading(Incoming& offer);
+  // Nobody writes to its place any more.
+  void fence(Incoming& offer);
 
   const char* on_message(const Head& head, const byte* body, Lane lane);
   const char* on_accept(const Head& head);
@@ -186,6 +199,7 @@ class Peer {
   uint64_t final_max_[lane_count] = {};  // of those that are sure to be received
   Queue queued_[lane_count];
   Queue streams_;
+  Queue offers_;  // long ones, which the peer may be reading
   std::deque<Note> notes_;
   std::vector<Ticket> tickets_;
   std::vector<uint32_t> free_tickets_;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "copy.hpp"
+
 namespace unisono::engine {
 namespace {
 
@@ -31,6 +33,8 @@ bool is_same_call(std::string_view a, std::string_view b) { return a == b || cal
 void RunSend::end(Outcome how) { run_.on_sent(*this, how); }
 Meeting RunReceive::meet(const Envelope& envelope, bool) { return run_.meet(*this, envelope); }
 void RunReceive::end(Outcome how, std::int32_t) { run_.on_received(*this, how); }
+
+bool RunReceive::has_fixed_place() const { return run_.piece(piece).step == Step::recv; }
 
 byte* RunReceive::place() {
   const Piece& p = run_.piece(piece);
@@ -71,6 +75,7 @@ void Run::begin(std::shared_ptr<const Program> program, const Stage& stage) {
   ready_.assign(p.ready.begin(), p.ready.end());
   ready_at_ = 0;
   copied_ = 0;
+  is_long_ = (p.counts[static_cast<size_t>(Buffer::in)] + p.counts[static_cast<size_t>(Buffer::out)]) * stage.itemsize > cache_bytes;
   if (p.reduces) landed_.assign(p.pieces.size(), nullptr);
   lines_.assign(p.lines.size(), LineState());
   dirty_.clear();
@@ -229,7 +234,12 @@ void Run::do_local(uint32_t index) {
     case Step::copy: {
       // In parts, which is right because source and target never overlap: Program and the verbs see to that.
       const uint64_t bytes = std::min(copy_bytes, bytes_of(p) - copied_);
-      std::memcpy(at(p.dst_buf, p.dst) + copied_, at(p.src_buf, p.src) + copied_, bytes);
+      byte* to = at(p.dst_buf, p.dst) + copied_;
+      const byte* from = at(p.src_buf, p.src) + copied_;
+      if (is_long_)
+        copy_past_cache(to, from, bytes);
+      else
+        std::memcpy(to, from, bytes);
       copied_ += bytes;
       if (copied_ < bytes_of(p)) return;
       copied_ = 0;

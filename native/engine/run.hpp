@@ -42,6 +42,7 @@ class RunReceive final : public Receive {
   explicit RunReceive(Run& run) : run_(run) {}
   Meeting meet(const Envelope& envelope, bool is_here) override;
   byte* place() override;
+  bool has_fixed_place() const override;
   void write(uint64_t offset, const byte* from, size_t bytes) override;
   void on_taken_back() override { way = Way::open; }
   void end(Outcome how, std::int32_t rank) override;
@@ -147,6 +148,7 @@ class Run final : public Operation, public Chore {
   std::vector<uint32_t> ready_;
   size_t ready_at_ = 0;
   uint64_t copied_ = 0;  // bytes of the copy whose turn it is
+  bool is_long_ = false;  // no cache holds what it works on
   std::vector<RunReceive*> landed_;  // by piece: all bytes are here, the pieces before it are not done
   std::vector<std::unique_ptr<RunSend>> sends_;
   std::vector<std::unique_ptr<RunReceive>> receives_;

@@ -17,6 +17,8 @@ constexpr int frames_per_poll = 64;
 // Two frames fit into half a bulk ring, so that the reader works while the writer writes.
 constexpr size_t data_bytes = 32 * 1024;
 
+constexpr size_t guard_bytes = 4096;
+
 bool is_sealed_to(const Descriptor& fd, size_t bytes) {
   struct stat about;
   if (fstat(fd.get(), &about) != 0 || static_cast<size_t>(about.st_size) != bytes) return false;
@@ -67,6 +69,8 @@ std::unique_ptr<ShmLink> ShmLink::open(Peer& peer, Poller& poller, Descriptor so
   byte seen[sizeof probe.value];
   link->can_read_ = probe.address != 0 && link->pidfd_ && link->read(probe.address, seen, sizeof seen) &&
                     std::memcmp(seen, probe.value, sizeof seen) == 0 && link->is_alive();
+  link->can_write_ = link->can_read_;
+  if (link->can_read_) link->guard_ = Mapping::own(guard_bytes);
   link->watch_ = poller.add(link->socket_.get(), EPOLLIN | EPOLLRDHUP | EPOLLET, *link);
   if (link->pidfd_) link->pid_watch_ = poller.add(link->pidfd_.get(), EPOLLIN, *link);
   if (link->watch_ == 0) {
@@ -180,6 +184,22 @@ bool ShmLink::read(uint64_t address, byte* to, size_t bytes) {
     bytes -= static_cast<size_t>(n);
   }
   return true;
+}
+
+bool ShmLink::write(uint64_t guard, uint64_t address, const byte* from, size_t bytes) {
+  byte knock{};
+  const iovec local[] = {{&knock, sizeof knock}, {const_cast<byte*>(from), bytes}};
+  const iovec remote[] = {{reinterpret_cast<void*>(guard), sizeof knock}, {reinterpret_cast<void*>(address), bytes}};
+  // The system goes through them in order, and ends at the first that may not be written.
+  can_write_ = is_alive() && process_vm_writev(pid_, local, 2, remote, 2, 0) == static_cast<ssize_t>(sizeof knock + bytes);
+  return can_write_;
+}
+
+void ShmLink::shut_guard() {
+  if (!guard_) return;
+  mprotect(guard_.at(), guard_bytes, PROT_NONE);
+  // A peer that was stopped may write at any time: nothing else may ever lie here.
+  guard_.abandon();
 }
 
 bool ShmLink::is_alive() const {

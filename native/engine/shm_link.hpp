@@ -20,11 +20,14 @@ class Peer;
 inline constexpr size_t control_ring_bytes = 16 * 1024;
 inline constexpr size_t bulk_ring_bytes = 240 * 1024;
 inline constexpr size_t offer_words = 1024;
+// Low tickets are used first, and long messages of a run are few at a time.
+inline constexpr size_t help_places = 64;
 
 // The two directions of a link's memory: 0 is written by who opened it.
 struct LinkMemory {
   RingWords rings[2][lane_count];
   alignas(4096) std::atomic<uint32_t> offers[2][offer_words];
+  Help helps[2][help_places];
   alignas(4096) byte control[2][control_ring_bytes];
   byte bulk[2][bulk_ring_bytes];
 };
@@ -60,6 +63,17 @@ class ShmLink final : public Link, public Watcher {
   std::atomic<uint32_t>* peers_offer(size_t index) override {
     return index < offer_words ? &memory()->offers[1 - own_][index] : nullptr;
   }
+  Help* own_help(size_t index) override {
+    return index < help_places ? &memory()->helps[own_][index] : nullptr;
+  }
+  Help* peers_help(size_t index) override {
+    return index < help_places && guard_ ? &memory()->helps[1 - own_][index] : nullptr;
+  }
+  bool can_write() const override { return can_write_; }
+  bool write(uint64_t guard, uint64_t address, const byte* from, size_t bytes) override;
+  uint64_t guard() const override { return reinterpret_cast<uint64_t>(guard_.at()); }
+  void shut_guard() override;
+  void wake_if_asleep() override { ring_if_asleep(); }
   bool was_heard() override;
   void beat() override {}
   std::int32_t core() const override { return presence_.core(); }
@@ -89,6 +103,8 @@ class ShmLink final : public Link, public Watcher {
   int pid_ = 0;
   unsigned own_ = 0;  // the direction that this side writes
   bool can_read_ = false;
+  bool can_write_ = false;
+  Mapping guard_;
   bool is_ended_ = false;  // the socket told the peer's end
   uint32_t rung_ = 0;
   uint64_t beats_seen_ = 0;

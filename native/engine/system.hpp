@@ -66,7 +66,7 @@ class Descriptor {
   int fd_ = -1;
 };
 
-// Memory shared with another process. Nothing in it may be trusted.
+// Mapped memory. Nothing in what is shared with another process may be trusted.
 class Mapping {
  public:
   Mapping() = default;
@@ -82,18 +82,27 @@ class Mapping {
 
   // Empty if it fails; errno says why.
   static Mapping of(int fd, std::size_t bytes, int protection) {
+    return from(mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0), bytes);
+  }
+  // Fresh memory of this process alone.
+  static Mapping own(std::size_t bytes) {
+    return from(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), bytes);
+  }
+
+  std::byte* at(std::size_t offset = 0) const { return at_ + offset; }
+  explicit operator bool() const { return at_ != nullptr; }
+  // Leave it mapped until the process ends.
+  void abandon() { at_ = nullptr; }
+
+ private:
+  static Mapping from(void* at, std::size_t bytes) {
     Mapping made;
-    void* at = mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0);
     if (at == MAP_FAILED) return made;
     made.at_ = static_cast<std::byte*>(at);
     made.bytes_ = bytes;
     return made;
   }
 
-  std::byte* at(std::size_t offset = 0) const { return at_ + offset; }
-  explicit operator bool() const { return at_ != nullptr; }
-
- private:
   std::byte* at_ = nullptr;
   std::size_t bytes_ = 0;
 };

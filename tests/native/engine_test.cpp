@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -384,6 +385,97 @@ void test_offers(const char* folder, unsigned seed, bool shm, bool direct_read) 
   }
 }
 
+// Both sides of a message take parts at random: every byte is taken once, also what one of them could not write.
+void test_parts(unsigned seed) {
+  std::mt19937 random(seed);
+  for (const uint64_t nbytes : {uint64_t{128} * 1024, uint64_t{200'001}, uint64_t{1} << 20, uint64_t{9'999'999}}) {
+    constexpr uint64_t most = 1 << 20;
+    Help help;
+    help.reset();
+    Part part;
+    uint64_t guard = 0;
+    check(help.take_back(nbytes, most, part, guard) == 0, "nobody helps unasked");
+    help.ask(reinterpret_cast<const byte*>(uint64_t{4096}), 77);
+    std::vector<bool> seen(nbytes);
+    const auto note = [&](const Part& p) {
+      check(p.bytes != 0 && p.bytes <= most && p.offset + p.bytes <= nbytes, "inside the message");
+      for (uint64_t i = p.offset; i < p.offset + p.bytes; ++i) {
+        check(!seen[i], "taken once");
+        seen[i] = true;
+      }
+    };
+    const bool fails = nbytes % 2 != 0;
+    bool has_failed = false;
+    Help::Front front;
+    do {
+      const bool helps = random() % 2 == 0 && !has_failed && help.take_back(nbytes, most, part, guard) != 0;
+      if (helps) check(guard == 77 && help.is_being_written(), "it is known who writes");
+      has_failed = has_failed || (helps && fails && random() % 2 == 0);
+      if (helps && !has_failed) note(part);
+      if (helps) help.gave(part, !has_failed);
+      check(!help.is_being_written(), "and when it has ended");
+      if ((front = help.take_front(nbytes, most, part)) == Help::Front::part) note(part);
+    } while (front == Help::Front::part);
+    check(front == Help::Front::complete, "all is taken and written");
+    check(std::find(seen.begin(), seen.end(), false) == seen.end(), "every byte");
+  }
+  Help help;
+  help.reset();
+  help.ask(reinterpret_cast<const byte*>(uint64_t{4096}), 77);
+  Part part;
+  uint64_t guard;
+  check(help.take_back(1 << 20, 1 << 20, part, guard) != 0 && !help.close(), "it has been helped");
+  check(help.take_back(1 << 20, 1 << 20, part, guard) == 0, "and is so no more");
+  // Whatever the other side writes, no part reaches beyond the message.
+  for (int i = 0; i < 10'000; ++i) {
+    auto words = std::array<uint64_t, sizeof(Help) / 8>();
+    for (auto& word : words) word = (uint64_t{random()} << 32 | random()) >> random() % 64;
+    std::memcpy(static_cast<void*>(&help), words.data(), sizeof words);
+    const uint64_t nbytes = 1 + random() % 10'000'000;
+    if (help.take_front(nbytes, 1 << 20, part) == Help::Front::part)
+      check(part.offset < nbytes && part.bytes <= nbytes - part.offset, "inside the message");
+    if (help.take_back(nbytes, 1 << 20, part, guard) != 0)
+      check(part.offset < nbytes && part.bytes <= nbytes - part.offset, "inside the message");
+  }
+}
+
+// Long messages one after the other, whose sender waits and so helps: every byte arrives.
+void test_help(const char* folder, unsigned seed) {
+  auto engines = make_engines(2, folder, Settings());
+  {
+    Office sender(*engines[0]), receiver(*engines[1]);
+    constexpr size_t count = 60, bytes_max = 3'000'000;
+    const auto drawn = [](std::mt19937& random) { return 100'000 + random() % (bytes_max - 100'000); };
+    const auto byte_of = [](size_t number, size_t i) { return static_cast<byte>((i * 2654435761 + number * 97) >> 7); };
+    std::thread out([&] {
+      std::mt19937 random(seed), pause(seed + 1);
+      for (size_t number = 0; number < count; ++number) {
+        std::vector<byte> data(drawn(random));
+        for (size_t i = 0; i < data.size(); ++i) data[i] = byte_of(number, i);
+        if (pause() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(pause() % 500));
+        check(sender.wait(sender.send(data, 1, 5, 0), now_ns() + 60 * second), "every send ends");
+      }
+    });
+    std::thread in([&] {
+      std::mt19937 random(seed), pause(seed + 2);
+      std::vector<byte> memory(bytes_max + 1);
+      for (size_t number = 0; number < count; ++number) {
+        std::fill(memory.begin(), memory.end(), byte{0});
+        if (pause() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(pause() % 500));
+        const auto slip = receiver.receive(&memory, 0, 5, 0);
+        check(receiver.wait(slip, now_ns() + 60 * second), "every receive ends");
+        const Hold held = engines[1]->hold();
+        check(slip->outcome == Outcome::done && slip->nbytes == drawn(random), "well");
+        for (size_t i = 0; i < slip->nbytes; ++i) check(memory[i] == byte_of(number, i), "every byte arrives");
+        check(memory[slip->nbytes] == byte{0}, "and none beyond");
+      }
+    });
+    out.join();
+    in.join();
+    for (auto& engine : engines) engine->close(second);
+  }
+}
+
 // Engines close one after the other, while threads of theirs and of the others wait for messages: every wait ends.
 void test_close_while_busy(const char* folder, unsigned seed, bool shm) {
   constexpr int size = 5;
@@ -543,6 +635,8 @@ int main(int count, char** words) {
   for (const bool is_too_early : {false, true}) run("early answer", [&] { test_early_answer(is_too_early); });
   for (unsigned seed = 1; seed <= 3; ++seed) {
     run("ring", [&] { test_ring(seed); });
+    run("parts", [&] { test_parts(seed); });
+    run("help", [&] { test_help(folder, seed); });
     run("offers read in rings", [&] { test_offers(folder, seed, true, false); });
     for (const bool shm : {true, false}) {
       std::printf("seed %u, %s\n", seed, shm ? "shared memory" : "tcp");

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import unisono as uni
+from unisono.bench.arrays import array_of
 from unisono.bench.cases import Case
 
 __all__ = ["Library", "opened"]
@@ -194,8 +195,8 @@ def _arrays(case: Case) -> tuple[Any, Any]:
     rows = (case.ranks, case.block)
     shape = {"all_gather": (case.block,), "reduce_scatter": rows, "all_to_all": rows}
     out_shape = {"all_gather": rows, "reduce_scatter": (case.block,), "all_to_all": rows}
-    x = np.empty(shape.get(case.operation, (case.count,)), np.float32)
-    out = np.empty(out_shape.get(case.operation, (0,)), np.float32)
+    x = array_of(shape.get(case.operation, (case.count,)))
+    out = array_of(out_shape.get(case.operation, (0,)))
     out.fill(0)  # touched, so that no page is first met in a timed call
     return x, out
 

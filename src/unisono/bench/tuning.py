@@ -14,19 +14,22 @@ from typing import Any, Final
 import numpy as np
 
 import unisono as uni
+from unisono.bench.arrays import array_of
 from unisono.plans import CATALOG, LINKS, Problem, choose, entry_of
 from unisono.plans.catalog import reduces
 from unisono.plans.choose import fitting
 from unisono.runtime import RealRuntime
 
-__all__ = ["REACH_BYTES", "Times", "links_measured", "measured", "thresholds"]
+__all__ = ["REACH_BYTES", "SIZES", "Times", "links_measured", "measured", "thresholds"]
 
 # Collective: bytes: algorithm: seconds.
 Times = Mapping[str, Mapping[int, Mapping[str, float]]]
 
-# Bytes of the vector, or of one block. Longer ones take too long to be told from noise: the model decides.
-SIZES: Final = (8, 128, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20)
-REACH_BYTES: Final = 2 * SIZES[-1]
+# Bytes of the vector, or of one block. Who is fastest with the last, which no cache holds, stays so.
+SIZES: Final = (8, 128, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
+REACH_BYTES: Final = 1 << 30
+# Of these two rounds must do: a call takes tens of milliseconds, and varies little.
+_LONG_BYTES: Final = 16 << 20
 _VECTORS: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
 _ITEM_BYTES: Final = 4
 # Who is three times slower than the best in a first try does not run again.
@@ -65,13 +68,16 @@ def _compared(
     """
     count = nbytes // _ITEM_BYTES
     names = fitting(_problem(collective, comm.size, count))
-    calls = {name: _call(comm, collective, count, name) for name in names}
+    # One block or vector, and two of all ranks' blocks: the same memory for every algorithm.
+    arrays = _zeros(count), _zeros(comm.size, count), _zeros(comm.size, count)
+    calls = {name: _call(comm, collective, arrays, name) for name in names}
     tries = 1 if nbytes > 1 << 20 else 5
     tried = _slowest(comm, [_timed(comm, call, tries) for call in calls.values()])
     first = dict(zip(names, tried, strict=True))
     best = min(first.values())
     repeats = {name: max(1, min(500, round(turn_s / seconds))) for name, seconds in first.items()}
     kept = [name for name, seconds in first.items() if seconds <= _HOPELESS * best]
+    rounds = min(rounds, 2) if nbytes >= _LONG_BYTES else rounds
     times = [[_timed(comm, calls[name], repeats[name]) for name in kept] for _ in range(rounds)]
     slowest = [_slowest(comm, row) for row in times]
     return {name: min(column) for name, column in zip(kept, zip(*slowest, strict=True), strict=True)}
@@ -97,14 +103,14 @@ def _slowest(comm: uni.Communicator, seconds: Sequence[float]) -> list[float]:
     return [float(each) for each in comm.all_reduce(np.array(seconds, np.float64), "max")]
 
 
-def _call(comm: uni.Communicator, collective: str, count: int, algorithm: str) -> Callable[[], Any]:
-    """A collective on zeros; `count` is that of the vector or of one block."""
+def _call(
+    comm: uni.Communicator, collective: str, arrays: tuple[Any, Any, Any], algorithm: str
+) -> Callable[[], Any]:
+    """A collective on such arrays of zeros."""
     how: dict[str, Any] = {"algorithm": algorithm}
     if collective == "barrier":
         return lambda: comm.barrier(**how)
-    x, rows = np.zeros(count, np.float32), np.zeros((comm.size, count), np.float32)
-    x.fill(0)
-    rows.fill(0)
+    x, rows, target = arrays
     is_root = comm.rank == 0
     match collective:
         case "all_reduce":
@@ -122,14 +128,17 @@ def _call(comm: uni.Communicator, collective: str, count: int, algorithm: str) -
         case "reduce_scatter":
             return lambda: comm.reduce_scatter(rows, out=x, **how)
         case "all_to_all":
-            target = np.zeros_like(rows)
             return lambda: comm.all_to_all(rows, out=target, **how)
         case "scan":
-            target = np.zeros_like(x)
-            return lambda: comm.scan(x, out=target, **how)
+            return lambda: comm.scan(x, out=target[0], **how)
         case _:
-            target = np.zeros_like(x)
-            return lambda: comm.exscan(x, out=target, **how)
+            return lambda: comm.exscan(x, out=target[0], **how)
+
+
+def _zeros(*shape: int) -> Any:
+    array = array_of(shape)
+    array.fill(0)
+    return array
 
 
 def thresholds(times: Times, size: int, kind: str, *, ordered: bool) -> dict[str, list[list[Any]]]:
@@ -137,7 +146,7 @@ def thresholds(times: Times, size: int, kind: str, *, ordered: bool) -> dict[str
 
     Who is not clearly slower than the best may stay: first who won at the size before, then whom the cost
     model predicts. Between two sizes with different winners the threshold is their geometric mean. The last
-    one holds for little more than was measured.
+    one holds for all that is longer, or for little more than was measured if that was not all.
     """
     found: dict[str, list[list[Any]]] = {}
     for collective, by_size in times.items():
@@ -165,6 +174,7 @@ def thresholds(times: Times, size: int, kind: str, *, ordered: bool) -> dict[str
                 rows.append([REACH_BYTES, winner])
             before = nbytes
         if rows:
+            rows[-1][0] = REACH_BYTES if before >= SIZES[-1] else 2 * before
             found[collective] = rows
     return found
 

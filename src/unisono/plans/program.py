@@ -17,8 +17,8 @@ from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send,
 
 __all__ = ["Program", "piece_bytes_of", "program_of"]
 
-# By default 4 MiB: what the engine reads from a peer's memory at a time.
-_STRAIGHT_SEGMENTS: Final = 16
+# By default 64 MiB: both ends share the work on a message, the more evenly the longer it is.
+_STRAIGHT_SEGMENTS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
