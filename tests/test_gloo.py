@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -12,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
 
 import unisono as uni
 from unisono.backends.gloo import Draft, GlooBackend
@@ -21,33 +22,57 @@ from unisono.backends.registry import Berth
 from unisono.communicator import Communicator
 from unisono.config import Config
 from unisono.errors import CollectiveMismatch, DeadlineExceeded, PeerLost, UsageError
-from unisono.testing import CASES, run_case
+from unisono.testing import CASES
 
+from .crew import Crew
 from .processes import Failed, forked, run_processes
 from .test_properties import PROPERTIES, reduced
 
-HARDLY_ANY = settings(derandomize=True, deadline=None, database=None, max_examples=2)
 # docs/backends.md: a killed rank is known to the others within this time.
 KILLED_S = 0.5
 
 
+class GlooCrew(Crew):
+    """Ranks that have a world, by which they tell each other how to make more."""
+
+    kind = "gloo"
+
+    def __init__(self, world: Communicator) -> None:
+        self.rank = world.rank
+        self._world = world
+
+    def opened(self, size: int, config: Config) -> GlooBackend | None:
+        draft = None
+        if self.rank < size:
+            draft = Draft(Berth(self.rank, size, "127.0.0.1", is_encrypted=False, config=config))
+        cards = self._world.all_gather_object(None if draft is None else draft.card())
+        return None if draft is None else draft.connect(cards[:size])
+
+    def gathered(self, said: Any) -> list[Any]:
+        return [pickle.loads(each) for each in self._world.all_gather_object(pickle.dumps(said))]
+
+
+@cache
+def crew(what: str, size: int) -> dict[str, str]:
+    """How the cases or properties ended, each in a world of its own."""
+
+    def program(comm: Communicator) -> dict[str, str]:
+        one = GlooCrew(comm)
+        return one.cases() if what == "cases" else one.properties(examples=2)
+
+    ended = run_processes(program, size, kind="gloo")
+    assert not [each for each in ended if isinstance(each, Failed)], ended
+    return ended[0]
+
+
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_a_case_holds_on_gloo(name: str) -> None:
-    (case,) = (case for case in CASES if case.name == name)
-
-    def live(backend: GlooBackend, pipe: Connection) -> bool:
-        run_case(case, backend)
-        return True
-
-    with forked(live, case.size, kind="gloo") as ranks:
-        assert [ranks.result(rank) for rank in range(case.size)] == [True] * case.size
-        assert [ranks.code(rank) for rank in range(case.size)] == [0] * case.size
+    assert crew("cases", 4)[name] == "ok"
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_a_property_holds_on_gloo(name: str) -> None:
-    prop, strategies = PROPERTIES[name]
-    HARDLY_ANY(given(*strategies)(prop))(world="gloo")
+    assert crew("properties", 6)[name] == "ok"
 
 
 def test_gloo_solves_what_it_can_itself_and_plans_do_the_rest() -> None:

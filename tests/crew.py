@@ -1,0 +1,83 @@
+"""A crew: processes that run many tests in step, because starting them costs more than most tests take.
+
+Knows how the cases and properties of every backend are run by ranks that stay. Each works in a world of as
+many ranks as it needs, made for it; whoever has no part in it waits. Does not know how such a world is made.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import given, settings
+
+from unisono.communicator import Communicator
+from unisono.config import Config
+from unisono.contract import Backend
+from unisono.testing import CASES, run_case
+
+from . import test_properties
+from .conftest import Ended
+
+__all__ = ["Crew"]
+
+
+class Crew(ABC):
+    """One of the processes. All of them call the same methods, in the same order."""
+
+    rank: int
+    kind: str  # what tests call its backend
+
+    @abstractmethod
+    def opened(self, size: int, config: Config) -> Backend | None:
+        """Make a world of the first ranks; None for those who have no part in it."""
+
+    @abstractmethod
+    def gathered(self, said: Any) -> list[Any]:
+        """What each of the whole crew says."""
+
+    def on_some(self, size: int, live: Callable[[Backend], Any], config: Config | None = None) -> list[Any]:
+        """Run `live(backend)` on the first ranks; what each returned or raised, told to all."""
+        result: Any = None
+        try:
+            backend = self.opened(size, config or Config())
+            if backend is not None:
+                result = live(backend)
+        except Exception as error:
+            result = RuntimeError(f"{type(error).__name__}: {error}")
+        return self.gathered(result)[:size]
+
+    def cases(self) -> dict[str, str]:
+        """How each case of the conformance kit ended."""
+        ended = {}
+        for case in CASES:
+            results = self.on_some(case.size, lambda backend, case=case: run_case(case, backend))
+            wrong = [str(result) for result in results if result is not None]
+            ended[case.name] = wrong[0] if wrong else "ok"
+        return ended
+
+    def properties(self, examples: int) -> dict[str, str]:
+        """How each property of the communicator ended, by so many examples."""
+
+        def run_processes(
+            fn: Callable[..., Any], size: int, *args: Any, kind: str, config: Config | None = None
+        ) -> Ended:
+            def live(backend: Backend) -> Any:
+                with Communicator.world(backend) as comm:
+                    return fn(comm, *args)
+
+            return Ended(self.on_some(size, live, config))
+
+        test_properties.KINDS.setdefault(self.kind, lambda rank: {})
+        test_properties.run_processes = run_processes
+        few = settings(derandomize=True, deadline=None, database=None, max_examples=examples)
+        ended = {}
+        for name, (prop, strategies) in test_properties.PROPERTIES.items():
+            try:
+                few(given(*strategies)(prop))(world=self.kind)
+            except Exception as error:
+                ended[name] = repr(error)[:500]
+            else:
+                ended[name] = "ok"
+        return ended
