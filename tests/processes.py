@@ -119,10 +119,12 @@ class Ranks:
         kind: str = "shm",
         config: Config | None = None,
         links: Callable[[int], dict[str, Any]] | None = None,
+        draft: Callable[[Berth], Draft] | None = None,
     ) -> None:
         """Fork the ranks: each calls `live(backend, pipe)` with a backend that is connected.
 
         `links(rank)` is called in the rank itself and gives the settings of its backend, instead of `kind`.
+        So is `draft(berth)`, which makes the draft of another backend.
         """
         pairs = [mp.Pipe() for _ in range(size)]
         shown = credentials(size) if links is None and KINDS[kind](0).get("tls") else [None] * size
@@ -132,8 +134,8 @@ class Ranks:
                 pid = os.fork()
             if pid == 0:
                 opened = partial(native_rank, self.folder, links or KINDS[kind], shown[rank])
-                if kind in DRAFTS:
-                    opened = partial(drafted_rank, DRAFTS[kind])
+                if draft is not None or kind in DRAFTS:
+                    opened = partial(drafted_rank, draft or DRAFTS[kind])
                 _be_rank(live, partial(opened, rank, size, config), rank, pairs)
             self.pids.append(pid)
         for ours, theirs in pairs:
@@ -249,8 +251,12 @@ def drafted_rank(
     draft = make(
         Berth(rank, size, "127.0.0.1", is_encrypted=False, config=config or Config(), secret=b"the secret")
     )
-    pipe.send(draft.card())
-    return draft.connect(pipe.recv())
+    try:
+        pipe.send(draft.card())
+        return draft.connect(pipe.recv())
+    except BaseException:
+        draft.close()
+        raise
 
 
 def _be_rank(

@@ -65,6 +65,13 @@ class QuicBackend(Courier):
         """Make the links to all others."""
         self._wire.connect(cards)
 
+    def give_up(self) -> None:
+        """Leave a world that was not formed: nobody is there to hear it."""
+        for peer in range(self.size):
+            if peer != self.rank:
+                self.lost(peer, "was not reached")
+        self.close()
+
     def close(self) -> None:
         """Leave."""
         super().close()
@@ -83,6 +90,7 @@ class Draft:
         from unisono.backends.quic_endpoint import Endpoint, Loop
 
         self._berth = berth
+        self._backend: QuicBackend | None = None
         self._loop = Loop(f"unisono-quic-{berth.rank}")
         try:
             self._endpoint = self._loop.call(Endpoint.bind(berth, own_process()))
@@ -99,21 +107,20 @@ class Draft:
 
         Raises:
             ProtocolError: a card is none of ours.
-            RendezvousError: somebody could not be reached.
+            RendezvousError: somebody could not be reached. Then it is to be closed.
         """
         from unisono.backends.quic_endpoint import Card
 
         known = [Card.parse(card) for card in cards]
-        backend = QuicBackend(self._berth, self._loop, self._endpoint)
-        try:
-            backend.connect(known)
-        except BaseException:
-            backend.close()
-            raise
+        backend = self._backend = QuicBackend(self._berth, self._loop, self._endpoint)
+        backend.connect(known)
         return backend
 
     def close(self) -> None:
         """Give up."""
+        if self._backend is not None:
+            self._backend.give_up()
+            return
         with contextlib.suppress(RuntimeError, TimeoutError):
             self._loop.call(self._endpoint.close(), _CLOSE_S)
         self._loop.stop()
@@ -178,7 +185,7 @@ class _QuicWire(Wire):
             peer: loop.create_task(self._meet(peer, cards[peer], coming.get(peer))) for peer in self._pulses
         }
         if meetings:
-            await asyncio.wait(meetings.values(), timeout=_CONNECT_S)
+            await asyncio.wait(meetings.values(), timeout=_CONNECT_S, return_when=asyncio.FIRST_EXCEPTION)
         failed = {peer: _failure(task) for peer, task in meetings.items() if not _is_well(task)}
         if failed:
             for task in meetings.values():
@@ -234,6 +241,10 @@ class _QuicWire(Wire):
         except LinkError as error:
             await link.close(0)
             self._courier.lost(peer, self._causes.get(peer, f"closed its connection ({error})"))
+        except Exception as error:  # a mistake of ours must not become a hang
+            _log.exception("rank %d: the link with rank %d failed", self._berth.rank, peer)
+            await link.close(0)
+            self._courier.lost(peer, f"its link failed here ({error})")
 
     async def _watch(self) -> None:
         """Ask those who are silent, and give up those who do not answer."""
@@ -292,7 +303,7 @@ def _is_well(task: asyncio.Task[Any]) -> bool:
 
 def _failure(task: asyncio.Task[Any]) -> str:
     if not task.done():
-        return f"no connection within {_CONNECT_S:g} s"
+        return "no connection yet"
     error = None if task.cancelled() else task.exception()
     return (str(error).splitlines() or [type(error).__name__])[0]
 

@@ -34,8 +34,10 @@ _CONTROL, _MESSAGES, _PIECES = 0, 1, 2
 _PRIORITIES: Final = {_CONTROL: 2, _MESSAGES: 1}
 # One write or read of a long message: from here on a longer one is not quicker, and a shorter one is slower.
 _PART_BYTES: Final = 256 * 1024
-# What short frames that wait together are put into.
+# What frames that wait together are put into, and what they are read by.
 _BATCH_BYTES: Final = 64 * 1024
+# A payload up to this length goes with the messages.
+_SHORT_BYTES: Final = 16 * 1024
 # Why we close a connection, in numbers.
 _LEFT, _BROKEN = 0, 1
 
@@ -154,15 +156,17 @@ class Link:
     def send(self, frame: bytes, payload: memoryview | None, lane: Lane | None) -> None:
         """Queue a frame, from any thread."""
         nbytes = 0 if payload is None else payload.nbytes
-        if payload is not None:
+        if nbytes > _SHORT_BYTES:
             self._queues[_PIECES].put(_PREFIX.pack(len(frame), nbytes, 0) + frame, payload)
             return
+        if payload is not None:
+            frame += payload
         with self._lock:
             if lane is Lane.CONTROL:
                 self._control_sent += 1
             fence = self._control_sent + 1 if lane is None else 0
             queue = self._queues[_CONTROL if lane is Lane.CONTROL else _MESSAGES]
-            queue.put(_PREFIX.pack(len(frame), 0, fence) + frame)
+            queue.put(_PREFIX.pack(len(frame) - nbytes, nbytes, fence) + frame)
 
     async def listen(self) -> None:
         """Hear the peer until its last word.
@@ -251,7 +255,7 @@ class Link:
             frame_bytes, payload_bytes, fence = _PREFIX.unpack(await reader.take(_PREFIX.size))
             if frame_bytes > self._frame_bytes_max or payload_bytes > self._piece_bytes:
                 raise ProtocolError(f"a frame of {frame_bytes} bytes with {payload_bytes} behind it")
-            if bool(payload_bytes) != (lane >= _PIECES) or (fence and lane != _MESSAGES):
+            if (payload_bytes > _SHORT_BYTES) != (lane >= _PIECES) or (fence and lane != _MESSAGES):
                 raise ProtocolError(f"a frame of another kind in lane {lane}")
             frame = await reader.take(frame_bytes)
             while self._control_heard + 1 < fence:
@@ -341,7 +345,7 @@ class _Reader:
         parts = [self._rest]
         missing = count - len(self._rest)
         while missing > 0:
-            part = memoryview(await self.read(_PART_BYTES))
+            part = memoryview(await self.read(_BATCH_BYTES))
             parts.append(part[:missing])
             self._rest = part[missing:]
             missing -= len(part)
