@@ -21,7 +21,7 @@ import iroh
 import numpy as np
 
 import unisono as uni
-from unisono.backends.iroh_copy import quicken
+from unisono.backends.iroh_repairs import repair
 
 MESSAGE = 64 << 20
 PART = 256 << 10
@@ -32,7 +32,7 @@ class Bare:
     """A connection of iroh's own, with one stream in each direction."""
 
     def __init__(self, world: uni.Communicator) -> None:
-        quicken()
+        repair()
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.endpoint = self.run(self._bind())

@@ -6,6 +6,7 @@ NB_MODULE(_native, m) {
   m.doc() = "The native side of unisono: moves bytes and reduces. It decides nothing.";
   // A process may end while a thread of it still holds a communicator: that is no leak worth words.
   nanobind::set_leak_warnings(false);
+  unisono::bind_bell(m);
   unisono::bind_kernels(m);
   unisono::bind_engine(m);
   unisono::bind_hot_path(m);

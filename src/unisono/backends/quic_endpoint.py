@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import iroh
 import msgspec
 
-from unisono.backends.iroh_copy import quicken
+from unisono.backends.iroh_repairs import attend, repair
 from unisono.backends.registry import Berth
 from unisono.errors import BackendUnavailable, ProtocolError, UsageError
 
@@ -71,7 +71,9 @@ class Loop:
     """An event loop on a thread of its own."""
 
     def __init__(self, name: str) -> None:
+        _, is_free = repair()
         self.loop = asyncio.new_event_loop()
+        self._leave = attend(self.loop) if is_free else None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -106,6 +108,8 @@ class Loop:
             self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             # What iroh still had to say to those tasks is said, and dropped.
             self.loop.run_until_complete(asyncio.sleep(0))
+            if self._leave is not None:
+                self._leave()
             self.loop.close()
 
 
@@ -127,7 +131,6 @@ class Endpoint:
         Raises:
             BackendUnavailable: iroh could not.
         """
-        quicken()
         config = berth.config
         builder = iroh.EndpointBuilder()
         if config.quic_discovery:
