@@ -4,7 +4,7 @@
 
 Both send the same bytes one way over loopback, in turns: our messages of 64 MiB, and one stream written and
 read 256 KiB at a time, with the same repair of iroh's copy. Prints the rates and the ratio of each round, and
-their medians; then the time of a barrier, alone and while a long message is under way.
+their medians; then the time of a short all_reduce, alone and while a long message is under way.
 """
 
 from __future__ import annotations
@@ -113,10 +113,14 @@ def rank(rounds: int, total: int) -> None:
             if turn and world.rank == 0:
                 print(f"ours {found[ours]:.0f} MB/s, bare {found[theirs]:.0f} MB/s, ", end="")
                 print(f"ratio {found[ours] / found[theirs]:.2f}", flush=True)
-        alone = barriers(world, 100)
+        alone = [timed(world.all_reduce, 0.0)[1] for _ in range(100)]
         work = world.start.send(data, 1) if world.rank == 0 else world.start.recv(data, 0)
-        beside = barriers(world, 20)
-        is_beside = not work.done()
+        beside = []
+        while True:
+            done_by, seconds = timed(world.all_reduce, float(work.done()))
+            if done_by:
+                break
+            beside.append(seconds)
         work.wait()
         if world.rank == 0:
             ratios = sorted(a / b for a, b in rates)
@@ -125,22 +129,18 @@ def rank(rounds: int, total: int) -> None:
                 f"bare {statistics.median(b for _, b in rates):.0f} MB/s, "
                 f"ratio {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
             )
-            print(
-                f"barrier: {alone * 1e3:.2f} ms; {beside * 1e3:.2f} ms "
-                f"{'beside' if is_beside else 'mostly beside'} a message of {MESSAGE >> 20} MiB"
-            )
+            print(f"all_reduce of 8 bytes: {shown(alone)}; {shown(beside)} beside {MESSAGE >> 20} MiB")
         world.barrier()
         bare.run(bare.endpoint.close())
 
 
-def barriers(world: uni.Communicator, count: int) -> float:
-    """The median time of a barrier."""
-    times = []
-    for _ in range(count):
-        started = time.perf_counter()
-        world.barrier()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+def timed(call: Any, argument: float) -> tuple[float, float]:
+    started = time.perf_counter()
+    return call(argument), time.perf_counter() - started
+
+
+def shown(times: list[float]) -> str:
+    return f"{statistics.median(times) * 1e3:.1f} ms (at most {max(times) * 1e3:.1f}, {len(times)} times)"
 
 
 def main() -> None:

@@ -8,6 +8,9 @@ The lanes, in each direction a stream of its own: *control* for the messages of 
 short messages and all that is said about long ones, and some for the *pieces* of long messages. A stream that
 stands still holds up nobody but itself. Whichever of the last has room takes the next piece; the courier puts
 them together.
+
+The *window* is how many bytes of pieces may be on their way; the receiver notes what has landed. Without it
+some MiB would lie in the sockets' buffers, and whatever is short and urgent would wait behind them.
 """
 
 from __future__ import annotations
@@ -38,6 +41,11 @@ _PART_BYTES: Final = 256 * 1024
 _BATCH_BYTES: Final = 64 * 1024
 # A payload up to this length goes with the messages.
 _SHORT_BYTES: Final = 16 * 1024
+# On one host this much keeps both sides busy, and takes 10 ms; what is further away gets more.
+_WINDOW_BYTES: Final = 2 << 20
+_WINDOW_BYTES_PER_MS: Final = 256 * 1024
+# What has landed is noted in steps of so many bytes: a step and a part are less than the window.
+_NOTE_BYTES: Final = 512 * 1024
 # Why we close a connection, in numbers.
 _LEFT, _BROKEN = 0, 1
 
@@ -45,7 +53,8 @@ _MAGIC: Final = b"unisono quic 1\0\0"
 # Magic, lane, rank and proof open every stream.
 _OPENING: Final = struct.Struct("<16sIQ32s")
 # Before each frame: its length, that of the payload behind it, and how many frames of the control lane are to
-# be heard before, plus one; 0: it need not wait for any.
+# be heard before, plus one; 0: it need not wait for any. A frame of no length is a note: how many bytes of
+# pieces have landed in all.
 _PREFIX: Final = struct.Struct("<QQQ")
 
 
@@ -116,6 +125,12 @@ class Link:
         self._control_sent = 0
         self._control_heard = 0
         self._control_came = asyncio.Event()
+        self._pieces_sent = 0
+        self._pieces_noted = 0
+        self._note_came = asyncio.Event()
+        self._pieces_landed = 0
+        self._landed_noted = 0
+        self._rtt_ms: int | None = None
         self._queues = [_Queue(self._loop) for _ in range(_PIECES + 1)]
         self._streams: list[Any] = []
         self._readers: list[_Reader] = []
@@ -137,6 +152,7 @@ class Link:
                 await stream.set_priority(_PRIORITIES.get(lane, 0))
                 await stream.write_all(self._introduction.opening(lane))
                 self._streams.append(stream)
+        self._measure()
         found: dict[int, _Reader] = {}
         for _ in range(self._lanes):
             with _link_errors:
@@ -204,12 +220,19 @@ class Link:
 
     def rx_datagrams(self) -> int:
         """How many datagrams have come: answers of iroh's own included, which need no Python over there."""
+        self._measure()
         return int(self.connection.stats().udp_rx_datagrams)
 
     def ping(self) -> None:
         """Make the other side's iroh answer."""
         with contextlib.suppress(Exception):
             self.connection.send_datagram(b"?")
+
+    def _measure(self) -> None:
+        """Note how far away the peer is: the shortest time seen, because a busy link looks longer."""
+        rtt_ms = self.connection.rtt()
+        if rtt_ms is not None:
+            self._rtt_ms = rtt_ms if self._rtt_ms is None else min(self._rtt_ms, rtt_ms)
 
     def _is_closed(self) -> bool:
         return self.connection.close_reason() is not None
@@ -244,15 +267,30 @@ class Link:
                 with _link_errors:
                     await stream.write_all(frame)
                     for at in range(0, payload.nbytes, _PART_BYTES):
-                        await stream.write_all(payload[at : at + _PART_BYTES])
+                        part = payload[at : at + _PART_BYTES]
+                        await self._wait_room(part.nbytes)
+                        await stream.write_all(part)
                 queue.done(1)
+                del part
                 payload = None  # it may be the users' memory, and the next may be long in coming
+
+    async def _wait_room(self, count: int) -> None:
+        while self._pieces_sent + count - self._pieces_noted > self._window():
+            self._note_came.clear()
+            await self._note_came.wait()
+        self._pieces_sent += count
+
+    def _window(self) -> int:
+        return _WINDOW_BYTES + (self._rtt_ms or 0) * _WINDOW_BYTES_PER_MS
 
     # -- listening ----------------------------------------------------------------------------------------
 
     async def _listen(self, lane: int, reader: _Reader) -> None:
         while not self._is_over():
             frame_bytes, payload_bytes, fence = _PREFIX.unpack(await reader.take(_PREFIX.size))
+            if not frame_bytes and lane == _CONTROL and not payload_bytes:
+                self._hear_note(fence)
+                continue
             if frame_bytes > self._frame_bytes_max or payload_bytes > self._piece_bytes:
                 raise ProtocolError(f"a frame of {frame_bytes} bytes with {payload_bytes} behind it")
             if (payload_bytes > _SHORT_BYTES) != (lane >= _PIECES) or (fence and lane != _MESSAGES):
@@ -271,14 +309,31 @@ class Link:
             if landing is not None:
                 memory, on_landed = landing
                 filled = reader.take_into(memory)
+                self._note(lane, filled)
                 while filled < payload_bytes:
                     part = await reader.read(min(_PART_BYTES, payload_bytes - filled))
                     if self._is_over():
                         return  # another lane has ended the receive: its memory is its user's again
                     memory[filled : filled + len(part)] = part
                     filled += len(part)
-                    self.bytes_heard += len(part)
+                    self._note(lane, len(part))
                 on_landed()
+
+    def _note(self, lane: int, count: int) -> None:
+        """Part of a piece has landed: tell its sender now and then."""
+        self.bytes_heard += count
+        if lane < _PIECES:
+            return
+        self._pieces_landed += count
+        if self._pieces_landed - self._landed_noted >= _NOTE_BYTES:
+            self._landed_noted = self._pieces_landed
+            self._queues[_CONTROL].put(_PREFIX.pack(0, 0, self._pieces_landed))
+
+    def _hear_note(self, landed: int) -> None:
+        if not self._pieces_noted <= landed <= self._pieces_sent:
+            raise ProtocolError(f"{landed} bytes have landed of {self._pieces_sent}")
+        self._pieces_noted = landed
+        self._note_came.set()
 
 
 class _Queue:
