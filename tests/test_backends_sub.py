@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ import unisono as uni
 from unisono.backends.local import LocalBackend
 from unisono.backends.sub import SubBackend
 from unisono.config import Config
-from unisono.contract import Capabilities, Envelope, PeerDown, Request
+from unisono.contract import Capabilities, Envelope, HeaderMismatch, PeerDown, Request, Stage
 from unisono.errors import ClosedError, PeerLost, UsageError
-from unisono.values import ANY
+from unisono.values import ANY, DTYPES
 
 from .conftest import PATIENCE_S, run_each
 
@@ -169,25 +170,50 @@ def test_cancelling_goes_through() -> None:
 
 
 class Fancy(LocalBackend):
-    """A parent with everything: a fast path that only serves all of its ranks, device memory, two hosts."""
+    """A parent with everything: collectives of its own, which never work, device memory, three hosts."""
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities("fancy", True, True, False, False, True)
 
+    def run_collective(self, problem: Any, stage: Stage) -> Request | None:
+        self.asked = (problem, stage)
+        if problem is None:
+            return None
+        request = Request(self.rank)
+        request.fail(HeaderMismatch(3, b"another call"))
+        return request
+
+    def end_group(self, context: int) -> None:
+        self.ended = context
+
     def hosts(self) -> tuple[int, ...]:
         return (7, 7, 8, 8, 9, 9)
 
 
-def test_a_view_has_the_parents_abilities_less_what_serves_all_ranks() -> None:
+def test_a_view_has_the_parents_abilities() -> None:
     config = Config(segment_bytes=4096)
     parent = Fancy.create(6, config)[5]
     view = SubBackend(parent, [5, 0, 3], ordered=True)
-    assert view.capabilities == Capabilities("fancy", True, False, False, False, True)
+    assert view.capabilities == parent.capabilities
     assert view.hosts() == (9, 7, 8)
     assert view.config is config
     assert view.runtime is parent.runtime
     assert SubBackend(LocalBackend.create(2)[0], [0]).hosts() == ()
+
+
+def test_the_parents_collectives_hear_of_members_and_answer_in_our_numbers() -> None:
+    parent = Fancy.create(6)[5]
+    view = SubBackend(parent, [5, 0, 3], ordered=True)
+    stage = Stage(CONTEXT, 1, DTYPES["float32"], None, {}, b"a call")
+    assert view.run_collective(None, stage) is None
+    request = view.run_collective("a problem", stage)
+    assert parent.asked == ("a problem", replace(stage, members=(5, 0, 3)))
+    assert request is not None
+    assert isinstance(request.error, HeaderMismatch)
+    assert request.error.peer == 2
+    view.end_group(CONTEXT)
+    assert parent.ended == CONTEXT
 
 
 # -- errors of groups name world ranks --------------------------------------------------------------------

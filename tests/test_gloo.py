@@ -86,9 +86,10 @@ def test_gloo_solves_what_it_can_itself_and_plans_do_the_rest() -> None:
             return request
 
         backend.run_collective = spy  # type: ignore[method-assign]
-        x = np.arange(6, dtype=np.float32) + comm.rank
+        x = np.arange(600, dtype=np.float32) + comm.rank
         comm.all_reduce(x.copy())
         comm.all_reduce(x.copy(), "max")  # a NaN would get lost
+        comm.all_reduce(x[:6].copy(), "max")  # so short that it travels with the agreement
         comm.all_reduce(x.astype(np.float16))
         comm.all_reduce(x.astype(np.int64), "max")
         comm.all_reduce(x.copy(), algorithm="ring")
@@ -101,6 +102,7 @@ def test_gloo_solves_what_it_can_itself_and_plans_do_the_rest() -> None:
         assert seen == [
             ("all_reduce", True),
             ("all_reduce", False),
+            ("all_reduce", True),
             ("all_reduce", False),
             ("all_reduce", True),
             ("scan", False),
@@ -111,13 +113,17 @@ def test_gloo_solves_what_it_can_itself_and_plans_do_the_rest() -> None:
 
 
 def test_every_reduction_that_gloo_does_is_right() -> None:
-    """Wrapping integers, odd counts and every root."""
+    """Wrapping integers, odd counts and every root, in the world and in a group of some."""
 
     def program(comm: Communicator) -> int:
         done = 0
+        pair = comm.sub([2, 0]) if comm.rank != 1 else None
         for op, names in REDUCTIONS.items():
             for name in names:
-                parts = [np.random.default_rng(rank).integers(0, 100, 37).astype(name) for rank in range(3)]
+                parts = [np.random.default_rng(rank).integers(0, 100, 777).astype(name) for rank in range(3)]
+                if pair is not None:
+                    both = pair.all_reduce(parts[comm.rank].copy(), op)
+                    assert both.tobytes() == reduced([parts[0], parts[2]], op).tobytes(), (op, name)
                 wanted = reduced(parts, op)
                 got = comm.all_reduce(parts[comm.rank].copy(), op)
                 assert got.tobytes() == wanted.tobytes(), (op, name)

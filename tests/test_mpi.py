@@ -39,13 +39,17 @@ def started(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@cache
-def said(what: str, ranks: int) -> list[Any]:
-    """What the ranks of tests/mpi_program.py say, by rank."""
+def on_mpiexec(what: str, ranks: int) -> subprocess.CompletedProcess[str]:
     launcher = mpiexec()
     assert launcher is not None, "make setup installs Open MPI"
     allowed = ["--allow-run-as-root", "--oversubscribe", "-n", str(ranks)]
-    ended = started(launcher, *allowed, sys.executable, "-m", "tests.mpi_program", what)
+    return started(launcher, *allowed, sys.executable, "-m", "tests.mpi_program", what)
+
+
+@cache
+def said(what: str, ranks: int) -> list[Any]:
+    """What the ranks of tests/mpi_program.py say, by rank."""
+    ended = on_mpiexec(what, ranks)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (line,) = (line for line in ended.stdout.splitlines() if line.startswith("said "))
     return json.loads(line.removeprefix("said "))
@@ -69,6 +73,7 @@ def test_mpi_solves_what_it_can_itself_and_a_failing_operation_harms_nobody() ->
             ["scan", True],
             ["all_reduce", False],  # a NaN would get lost
             ["all_reduce", False],  # halves are no types of MPI's
+            ["all_reduce", True],  # so short that it travels with the agreement
             ["barrier", True],
         ]
         assert any(name in words["failed"] for name in ("ArithmeticError", "PeerAborted")), (rank, words)
@@ -83,6 +88,14 @@ def test_reproducible_sums_are_equal_on_every_backend() -> None:
     for kind in ("shm", "tcp", "gloo"):
         assert run_processes(sums, 4, kind=kind, config=config) == wanted, kind
     assert said("sums", 4)[0] == wanted
+
+
+def test_a_killed_rank_is_the_end_of_the_job() -> None:
+    """Open MPI's: nobody is left to hear of it, and mpiexec says so."""
+    ended = on_mpiexec("death", 3)
+    assert ended.returncode not in (0, None)
+    assert "said" not in ended.stdout
+    assert "signal 9" in ended.stdout + ended.stderr
 
 
 def test_unisono_run_starts_mpi_ranks(tmp_path: Path) -> None:

@@ -250,6 +250,7 @@ class Communicator:
                 self._group.backend.close()
         else:
             self._parent._children.pop(self, None)
+            self._group.backend.end_group(self._group.context)
 
     def abort(self, reason: str) -> None:
         """Give up: end everyone's operations here with PeerAborted, which carries the reason."""

@@ -22,7 +22,7 @@ from unisono.errors import ClosedError, PeerLost, ProtocolError, UsageError, los
 from unisono.values import ANY, TAG_MAX, Any_, DType, ReduceOp
 
 if TYPE_CHECKING:
-    from unisono._native import HotMessages, HotPath, Ledger
+    from unisono._native import HotMessages, Ledger
     from unisono.config import Config
     from unisono.runtime import Runtime
 
@@ -35,6 +35,7 @@ __all__ = [
     "Capabilities",
     "Envelope",
     "HeaderMismatch",
+    "KnownCalls",
     "Lane",
     "LengthMismatch",
     "Mailbox",
@@ -320,6 +321,38 @@ class Mailbox(Protocol):
         """Let every reader return at once, now and later; what arrives is no longer taken."""
 
 
+class KnownCalls(Protocol):
+    """A short way for blocking collectives that were made before, from the same place with like arguments.
+
+    What it begins and cannot end by itself, soon and well, it hands over.
+    """
+
+    @property
+    def verbs(self) -> tuple[str, ...]:
+        """The verbs that it has a short way for."""
+
+    def verb(self, name: str, slow: Callable[..., Any], take_over: Callable[..., None]) -> Callable[..., Any]:
+        """Make what stands in front of `slow`, the verb itself.
+
+        `take_over` waits for what was begun, given (operation, sequence, header, start time, handle, memory,
+        exception or None).
+        """
+
+    def learn(
+        self,
+        sequence: int,
+        operation: str,
+        program: Any,
+        dtype: int,
+        op: int,
+        memory_in: Any,
+        memory_out: Any,
+        header: bytes,
+        divisor: int,
+    ) -> bool:
+        """Hear in the midst of a call by `slow` what was decided; False if there is nothing to learn."""
+
+
 class Backend(ABC):
     """What moves bytes between `size` ranks, seen from one of them.
 
@@ -416,8 +449,8 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"{self.capabilities.name} does not run plans")
 
-    def hot_path(self, context: int, size: int, ledger: Ledger) -> HotPath | None:
-        """Make what runs known calls of a communicator of `size` ranks without Python, if the backend can."""
+    def hot_path(self, context: int, size: int, ledger: Ledger) -> KnownCalls | None:
+        """Make what runs known calls of a communicator of `size` ranks by a short way, if the backend can."""
         return None
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:
@@ -440,9 +473,13 @@ class Backend(ABC):
     def run_collective(self, problem: Any, stage: Stage) -> Request | None:
         """Solve a problem (plans.Problem) by the library's own algorithm, or leave it to plans: None.
 
-        Asked only with the capability. It must give our results: the same layout, the same bits on all ranks.
+        Asked only with the capability, and by all ranks or, if the stage names members, by all of these. It
+        must give our results: the same layout, the same bits on all ranks.
         """
         return None
+
+    def end_group(self, context: int) -> None:  # noqa: B027 - only who keeps something for groups cares
+        """A communicator of some of the ranks was closed here."""
 
     def check_peer(self, rank: int | Any_, what: str) -> None:
         """Refuse a rank that does not exist, before anything is sent. Only a source (`src`) may be ANY."""

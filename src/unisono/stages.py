@@ -136,6 +136,7 @@ class Collective:
 
     def take_over(self, handle: int, memory: tuple[Any, ...], fingerprint: bytes) -> Steps[None]:
         """Carry to its end what the hot path began."""
+        self._call.is_joint = self._group.backend.capabilities.run_collective
         yield from self._follow(self._group.backend.adopt_run(handle, memory), fingerprint)
 
     def _words(self, problem: Problem, given: str, op: ReduceOp | None, algorithm: str) -> str:

@@ -181,17 +181,18 @@ void feed_tcp(const Input& input) {
   check(is_open && events[0] && events[1], "there is a poller");
   if (input.empty()) return;
   const auto first = static_cast<uint8_t>(input[0]);
-  const bool hasty = true, checksum = (first & 2) != 0;
+  const bool checksum = (first & 2) != 0;
+  const Manner manner;
   Told* told[lane_count];
   std::unique_ptr<Connection> lanes[lane_count];
   Place place;
   for (size_t i = 0; i < lane_count; ++i) {
     auto channel = std::make_unique<Told>(events[i].get(), (first & 4) != 0 ? 1000 : SIZE_MAX);
     told[i] = channel.get();
-    lanes[i] = std::make_unique<Connection>(place.peer(), poller, std::move(channel), static_cast<Lane>(i), checksum);
+    lanes[i] = std::make_unique<Connection>(place.peer(), poller, std::move(channel), static_cast<Lane>(i), checksum, manner);
   }
   Told& speaker = *told[first & 1];
-  place.open(std::make_unique<TcpLink>(std::move(lanes[0]), std::move(lanes[1]), hasty));
+  place.open(std::make_unique<TcpLink>(place.peer(), std::move(lanes[0]), std::move(lanes[1]), manner));
   // In two pieces: a frame may be cut anywhere.
   const size_t cut = 1 + (input.size() - 1) / 2;
   for (const auto& [from, to] : {std::pair{size_t{1}, cut}, std::pair{cut, input.size()}}) {

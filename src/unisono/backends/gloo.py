@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from unisono.backends.courier import Courier, Wire, frame_bytes_max
-from unisono.backends.gloo_collectives import Collectives, break_links
+from unisono.backends.gloo_collectives import Collectives, Opening, break_links
 from unisono.backends.registry import BackendInfo, Berth
-from unisono.config import Config
 from unisono.contract import Capabilities, Lane, Request, Stage
 from unisono.errors import ProtocolError, RendezvousError, UsageError
 from unisono.plans.steps import Problem
@@ -59,9 +58,9 @@ class GlooBackend(Courier):
     A collective that is given up may leave its group in the middle of an exchange; messages go on.
     """
 
-    def __init__(self, rank: int, size: int, messages: Any, collectives: Any, config: Config) -> None:
-        super().__init__(rank, size, config, RealRuntime())
-        self._collectives = Collectives(collectives, rank, size, config, self.runtime)
+    def __init__(self, berth: Berth, device: Any, messages: Any, collectives: Any) -> None:
+        super().__init__(berth.rank, berth.size, berth.config, RealRuntime())
+        self._collectives = Collectives(self, collectives, partial(_Maker, device))
         self._wire = wire = _GlooWire(self, messages)
         self.watch(self._collectives.peer_down)
         wire.start()
@@ -76,6 +75,10 @@ class GlooBackend(Courier):
     def run_collective(self, problem: Problem, stage: Stage) -> Request | None:
         """Let Gloo solve it, if it gives our results."""
         return self._collectives.run(problem, stage)
+
+    def end_group(self, context: int) -> None:
+        """Let go of what was made for it."""
+        self._collectives.close_room(context)
 
     def close(self) -> None:
         """Leave."""
@@ -98,12 +101,15 @@ class Draft:
                 "gloo's links have no encryption, and these ranks are on several hosts or asked for it",
                 next_step="use backend='native', or insecure=True on a network that nobody else can reach",
             )
+        from torch.distributed import ProcessGroupGloo
+
         self._berth = berth
-        self._makers = [_Maker(berth) for _ in range(2)]
+        self._device = ProcessGroupGloo.create_device(hostname=berth.host, lazy_init=False)
+        self._makers = [_Maker(self._device, berth.rank, berth.size) for _ in range(2)]
 
     def card(self) -> bytes:
         """What the others need to reach this rank."""
-        return msgspec.msgpack.encode([maker.store.offered() for maker in self._makers])
+        return msgspec.msgpack.encode([maker.card() for maker in self._makers])
 
     def connect(self, cards: Sequence[bytes]) -> GlooBackend:
         """Make the links to all others.
@@ -112,38 +118,54 @@ class Draft:
             ProtocolError: a card is none of ours.
             RendezvousError: Gloo could not connect.
         """
-        known = [_card_of(card) for card in cards]
+        pairs = [_decoded(card, tuple[bytes, bytes]) for card in cards]
         for index, maker in enumerate(self._makers):
-            maker.store.fill({key: value for card in known for key, value in card[index].items()})
+            maker.fill([pair[index] for pair in pairs])
         messages, collectives = (maker.group() for maker in self._makers)
-        return GlooBackend(self._berth.rank, self._berth.size, messages, collectives, self._berth.config)
+        return GlooBackend(self._berth, self._device, messages, collectives)
 
     def close(self) -> None:
         """Give up."""
         for maker in self._makers:
-            maker.store.give_up()
+            maker.close()
 
 
-def _card_of(card: bytes) -> list[dict[str, bytes]]:
+def _decoded(card: bytes, kind: Any) -> Any:
     try:
-        found = msgspec.msgpack.decode(card, type=list[dict[str, bytes]])
+        return msgspec.msgpack.decode(card, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError("a rank's card is malformed", cause=str(error)) from None
-    if len(found) != 2:
-        raise ProtocolError("a rank's card is malformed", cause=f"{len(found)} groups")
-    return found
 
 
-class _Maker:
+class _Maker(Opening):
     """Makes one process group on a thread of its own, because Gloo asks the store while it does."""
 
-    def __init__(self, berth: Berth) -> None:
-        self.store = _store()
-        self._berth = berth
+    def __init__(self, device: Any, rank: int, size: int) -> None:
+        self._store = _store()
+        self._device = device
+        self._rank, self._size = rank, size
         self._made: Any = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._make, name="unisono-gloo-maker", daemon=True)
         self._thread.start()
+
+    def card(self) -> bytes:
+        """What Gloo wants the others to know."""
+        return msgspec.msgpack.encode(self._store.offered())
+
+    def fill(self, cards: Sequence[bytes]) -> None:
+        """Tell Gloo what all of them said."""
+        known = [_decoded(card, dict[str, bytes]) for card in cards]
+        self._store.fill({key: value for each in known for key, value in each.items()})
+
+    def opened(self, cards: list[bytes]) -> Any:
+        """Wait for the group, given what all said."""
+        self.fill(cards)
+        return self.group()
+
+    def close(self) -> None:
+        """Give up."""
+        self._store.give_up()
 
     def group(self) -> Any:
         """Wait for the group."""
@@ -157,13 +179,13 @@ class _Maker:
             from torch.distributed import ProcessGroupGloo
 
             options = ProcessGroupGloo._Options()
-            options._devices = [ProcessGroupGloo.create_device(hostname=self._berth.host, lazy_init=False)]
+            options._devices = [self._device]
             options._timeout = _NEVER
             options._threads = 1  # collectives run in the order in which they were started
-            self._made = ProcessGroupGloo(self.store, self._berth.rank, self._berth.size, options)
+            self._made = ProcessGroupGloo(self._store, self._rank, self._size, options)
         except BaseException as error:
             self._error = error
-            self.store.give_up()
+            self._store.give_up()
 
 
 def _store() -> Any:

@@ -1,7 +1,11 @@
 """Gloo's own collectives: which of them give our results, and how they are run.
 
-Knows a process group that is used for nothing else, and the one thread that runs its collectives in order.
-Does not know messages.
+Knows process groups that are used for nothing else, one for each communicator. Does not know messages, nor
+how a process group is made.
+
+A *room* is where the collectives of one communicator happen, one after the other, on a thread that waits for
+Gloo. One that is no longer wanted ends by the one means there is: an expired wait breaks all links of its
+group, so that the room is of no use any more, like its communicator.
 """
 
 from __future__ import annotations
@@ -12,19 +16,20 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from unisono.backends import own
-from unisono.backends.own import OwnRequest
-from unisono.config import Config
-from unisono.contract import PeerDown, Request, Stage
+from unisono.backends.own import Agreement, Introductions, OwnRequest
+from unisono.contract import HEADER_BYTES_MAX, Backend, PeerDown, Request, Stage
 from unisono.errors import UnisonoError
 from unisono.plans.steps import Buf, Problem
-from unisono.runtime import Runtime
 
-__all__ = ["REDUCTIONS", "Collectives", "break_links"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["REDUCTIONS", "Collectives", "Opening", "break_links"]
 
 Array = np.ndarray[Any, Any]
 
@@ -39,7 +44,7 @@ REDUCTIONS: Final = {
     "max": _INTEGERS,
 }
 _NAMES: Final = {"sum": "SUM", "mean": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
-_MOVING: Final = ("broadcast", "all_gather", "gather", "all_to_all", "barrier")
+_MOVING: Final = ("broadcast", "all_gather", "gather", "all_to_all")
 _REDUCING: Final = ("all_reduce", "reduce", "reduce_scatter")
 _JOIN_S: Final = 1.0
 # A receive that nobody serves, and that waits no longer than this.
@@ -47,78 +52,210 @@ _NO_TAG: Final = 3
 _AT_ONCE: Final = datetime.timedelta(milliseconds=1)
 
 
+class Opening:
+    """A process group that is being made."""
+
+    def card(self) -> bytes:
+        """What the other members need to know."""
+        raise NotImplementedError
+
+    def opened(self, cards: list[bytes]) -> Any:
+        """Wait for the group, given what all members said."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give up."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A collective that waits for its turn. `given` and `taken` are memory of its own."""
+    """A collective that waits for its turn."""
 
     problem: Problem
     stage: Stage
     request: OwnRequest
-    given: Array
-    taken: Array
 
 
-class Collectives:
-    """The collectives of one rank, one after the other."""
+class _Room:
+    """The collectives of one communicator."""
 
-    def __init__(self, group: Any, rank: int, size: int, config: Config, runtime: Runtime) -> None:
+    def __init__(self, backend: Backend, members: tuple[int, ...], group: Any = None) -> None:
+        self._backend = backend
+        self.members = members
+        self._rank = members.index(backend.rank)
+        self._size = len(members)
+        self._others = tuple(rank for rank in range(self._size) if rank != self._rank)
         self._group = group
-        self._rank = rank
-        self._size = size
-        self._reproducible = config.reproducible
-        self._runtime = runtime
-        self._others = tuple(peer for peer in range(size) if peer != rank)
+        self._opening: Opening | None = None
+        self._introductions: Introductions | None = None
+        self._cards: SimpleQueue[list[bytes] | None] = SimpleQueue()
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._pending: dict[OwnRequest, None] = {}
         self._thread: threading.Thread | None = None
         self._is_busy = False
+        self._is_broken = False
 
-    def run(self, problem: Problem, stage: Stage) -> Request | None:
-        """Put a collective in the line, or leave it to plans: None."""
-        if self._size == 1 or not self._fits(problem, stage):
-            return None
-        given, taken = _memory(problem, stage, self._rank)
-        result = _result(problem, stage, self._rank)
+    def open(self, context: int, opening: Opening) -> None:
+        """Make the group with the other members, as soon as all want it."""
+        self._opening = opening
+        self._introductions = Introductions(
+            self._backend, context, self.members, opening.card(), self._cards.put
+        )
 
-        def finish() -> None:
-            if result is not None:
-                result[:] = taken
-
-        request = OwnRequest(self._others, finish)
+    def run(self, problem: Problem, stage: Stage) -> Request:
+        """Put a collective in the line."""
+        request = OwnRequest(self._others, on_unwanted=self._break)
         self._pending[request] = None
         request.notify(lambda: self._pending.pop(request, None))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="unisono-gloo-collectives", daemon=True)
             self._thread.start()
-        self._tasks.put(_Task(problem, stage, request, given, taken))
+        self._tasks.put(_Task(problem, stage, request))
         return request
 
     def peer_down(self, down: PeerDown) -> None:
-        """A rank is gone: what needs it ends, unless it has done its part."""
+        """A member is gone: what needs it ends, unless it has done its part."""
         for request in list(self._pending):
-            request.peer_down(self._runtime, down)
+            request.peer_down(self._backend.runtime, down)
 
     def close(self) -> None:
         """End, also in the midst of a collective that others never joined."""
         is_stuck = bool(self._pending) or self._is_busy
         for request in list(self._pending):
             request.cancel()
+        self._cards.put(None)
+        if self._introductions is not None:
+            self._introductions.close()
         if self._thread is None:
             return
         self._tasks.put(None)
         if is_stuck:
-            break_links(self._group, self._others)
+            self._break()
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
 
-    def _fits(self, problem: Problem, stage: Stage) -> bool:
-        if not own.is_first_stage(stage):
-            return False
-        if problem.collective == "barrier":
+    def _break(self) -> None:
+        self._is_broken = True
+        if self._group is not None:
+            break_links(self._group, self._others)
+
+    def _work(self) -> None:
+        if not self._is_open():
+            return
+        while (task := self._tasks.get()) is not None:
+            if task.request.done:
+                continue  # given up before its turn: the communicator is broken, so nobody follows
+            self._is_busy = True
+            try:
+                self._run(task)
+            except RuntimeError as error:
+                text = (str(error).splitlines() or [""])[0]
+                task.request.break_off_later(
+                    self._backend.runtime, UnisonoError("gloo's collective failed", cause=text)
+                )
+            except Exception as error:  # a user's operation may raise anything
+                task.request.break_off(error)
+            else:
+                task.request.succeed()
+            self._is_busy = False
+
+    def _is_open(self) -> bool:
+        """Wait for the group. Whoever waits for a collective does not hear of it if it cannot be made."""
+        if self._opening is None:
             return True
-        if not own.is_even(problem):
+        cards = self._cards.get()
+        if cards is None:
+            self._opening.close()
             return False
-        if problem.collective in _MOVING:
+        try:
+            self._group = self._opening.opened(cards)
+        except UnisonoError as error:
+            for request in list(self._pending):
+                request.break_off_later(self._backend.runtime, error)
+            return False
+        if self._is_broken:
+            self._break()
+        return True
+
+    def _run(self, task: _Task) -> None:
+        stage, problem = task.stage, task.problem
+        agreement = Agreement(problem, stage, self._rank)
+        agreement.show(stage.memory)
+        self._gather(agreement.mine, agreement.everyone)
+        if not agreement.is_met():
+            everyone = bytearray(HEADER_BYTES_MAX * self._size)
+            self._gather(own.shown(stage), everyone)
+            task.request.break_off(own.disagreement(stage, everyone, self._rank))
+        elif not task.request.commit():
+            self._is_broken = True
+        elif agreement.is_whole:
+            agreement.conclude()
+        else:
+            _CALLS[problem.collective](self._group, task, self._rank, self._size)
+
+    def _gather(self, mine: bytearray, everyone: bytearray) -> None:
+        import torch
+
+        taken = torch.frombuffer(everyone, dtype=torch.uint8)
+        self._group._allgather_base(taken, torch.frombuffer(mine, dtype=torch.uint8)).wait()
+
+
+class Collectives:
+    """The rooms of one rank. `make` begins to make a process group of some ranks, given this one's place."""
+
+    def __init__(self, backend: Backend, group: Any, make: Callable[[int, int], Opening]) -> None:
+        self._backend = backend
+        self._make = make
+        self._world = _Room(backend, tuple(range(backend.size)), group)
+        self._rooms: dict[int, _Room] = {}
+        self._lock = threading.Lock()
+        self._reproducible = backend.config.reproducible
+
+    def run(self, problem: Problem, stage: Stage) -> Request | None:
+        """Put a collective in the line, or leave it to plans: None."""
+        if problem.size == 1 or not own.may_be_own(problem, stage) or not self._fits(problem, stage):
+            return None
+        return self._room_of(stage).run(problem, stage)
+
+    def peer_down(self, down: PeerDown) -> None:
+        """A rank is gone."""
+        for room in self._all():
+            if down.rank in room.members:
+                room.peer_down(down)
+
+    def close_room(self, context: int) -> None:
+        """A communicator has ended."""
+        with self._lock:
+            room = self._rooms.pop(context, None)
+        if room is not None:
+            room.close()
+
+    def close(self) -> None:
+        """End."""
+        for room in self._all():
+            room.close()
+
+    def _all(self) -> list[_Room]:
+        with self._lock:
+            return [self._world, *self._rooms.values()]
+
+    def _room_of(self, stage: Stage) -> _Room:
+        """The room of a communicator, which is opened when it is needed first."""
+        members = stage.members
+        if members is None:
+            return self._world
+        with self._lock:
+            room = self._rooms.get(stage.context)
+            is_new = room is None
+            if room is None:
+                room = self._rooms[stage.context] = _Room(self._backend, members)
+        if is_new:
+            room.open(stage.context, self._make(members.index(self._backend.rank), len(members)))
+        return room
+
+    def _fits(self, problem: Problem, stage: Stage) -> bool:
+        if own.is_slip(problem, stage, self._reproducible) or problem.collective in _MOVING:
             return True
         op = stage.op
         return (
@@ -129,41 +266,9 @@ class Collectives:
             and own.is_exact(stage, self._reproducible)
         )
 
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            if task.request.done:
-                continue  # given up before its turn: the communicator is broken, so nobody follows
-            self._is_busy = True
-            try:
-                self._run(task)
-            except RuntimeError as error:
-                text = (str(error).splitlines() or [""])[0]
-                task.request.break_off_later(
-                    self._runtime, UnisonoError("gloo's collective failed", cause=text)
-                )
-            else:
-                task.request.succeed()
-            self._is_busy = False
-
-    def _run(self, task: _Task) -> None:
-        stage = task.stage
-        digests = self._gathered(own.digest_of(stage)).reshape(self._size, -1)
-        if (digests != digests[0]).any():
-            everyone = self._gathered(own.shown(stage))
-            task.request.break_off(own.disagreement(stage, everyone, self._rank))
-            return
-        _CALLS[task.problem.collective](self._group, task, self._rank, self._size)
-
-    def _gathered(self, mine: Array) -> Array:
-        import torch
-
-        everyone = np.empty(mine.size * self._size, np.uint8)
-        self._group._allgather_base(torch.from_numpy(everyone), torch.from_numpy(mine)).wait()
-        return everyone
-
 
 def break_links(group: Any, others: tuple[int, ...]) -> None:
-    """End whatever waits in a process group, by the one means there is: an expired wait breaks all links."""
+    """End whatever waits in a process group: an expired wait breaks all links."""
     import torch
 
     for peer in others:
@@ -171,45 +276,20 @@ def break_links(group: Any, others: tuple[int, ...]) -> None:
             group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NO_TAG).wait(_AT_ONCE)
 
 
-def _memory(problem: Problem, stage: Stage, rank: int) -> tuple[Array, Array]:
-    """What goes in and where it comes out: copies, so that a collective can be given up at any time."""
-    memory = stage.memory
-    match problem.collective:
-        case "all_reduce" | "broadcast":
-            one = memory[Buf.OUT].copy()
-            return one, one
-        case "reduce":
-            one = memory[Buf.OUT if rank == problem.root else Buf.IN].copy()
-            return one, one
-        case "barrier":
-            return np.empty(0, np.uint8), np.empty(0, np.uint8)
-        case _:
-            given = memory[Buf.IN].copy()
-            out = memory.get(Buf.OUT)
-            return given, np.empty(0, given.dtype) if out is None else np.empty_like(out)
-
-
-def _result(problem: Problem, stage: Stage, rank: int) -> Array | None:
-    """The user's memory that gets the result, if this rank gets one."""
-    is_root = rank == problem.root
-    if problem.collective == "barrier" or (problem.collective in ("reduce", "gather") and not is_root):
-        return None
-    result: Array = stage.memory[Buf.OUT]
-    return None if problem.collective == "broadcast" and is_root else result
-
-
-def _tensors(task: _Task) -> tuple[Any, Any]:
-    """The memory as numbers, for what computes."""
+def _numbers(task: _Task, which: Buf) -> Tensor:
+    """Memory as numbers, for what computes; a copy of what may not be written to, because torch warns."""
     import torch
 
-    return torch.from_numpy(task.given), torch.from_numpy(task.taken)
+    array = task.stage.memory[which]
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def _bytes(task: _Task) -> tuple[Any, Any]:
-    """The memory as bytes, for what only moves."""
+def _bytes(task: _Task, which: Buf) -> Tensor:
+    """Memory as bytes, for what only moves."""
     import torch
 
-    return torch.from_numpy(task.given.view(np.uint8)), torch.from_numpy(task.taken.view(np.uint8))
+    array = task.stage.memory[which].view(np.uint8)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _op(task: _Task) -> Any:
@@ -229,45 +309,38 @@ def _options(kind: str, **settings: Any) -> Any:
 
 
 def _all_reduce(group: Any, task: _Task, rank: int, size: int) -> None:
-    given, _ = _tensors(task)
-    group.allreduce([given], _options("AllreduceOptions", reduceOp=_op(task))).wait()
+    group.allreduce([_numbers(task, Buf.OUT)], _options("AllreduceOptions", reduceOp=_op(task))).wait()
 
 
 def _reduce(group: Any, task: _Task, rank: int, size: int) -> None:
-    given, _ = _tensors(task)
-    options = _options("ReduceOptions", reduceOp=_op(task), rootRank=task.problem.root, rootTensor=0)
-    group.reduce([given], options).wait()
+    """Gloo reduces in what it was given; who is not the root keeps its own."""
+    root = task.problem.root
+    given = _numbers(task, Buf.OUT) if rank == root else _numbers(task, Buf.IN).clone()
+    group.reduce([given], _options("ReduceOptions", reduceOp=_op(task), rootRank=root, rootTensor=0)).wait()
 
 
 def _broadcast(group: Any, task: _Task, rank: int, size: int) -> None:
-    given, _ = _bytes(task)
-    group.broadcast([given], _options("BroadcastOptions", rootRank=task.problem.root, rootTensor=0)).wait()
+    options = _options("BroadcastOptions", rootRank=task.problem.root, rootTensor=0)
+    group.broadcast([_bytes(task, Buf.OUT)], options).wait()
 
 
 def _all_gather(group: Any, task: _Task, rank: int, size: int) -> None:
-    given, taken = _bytes(task)
-    group._allgather_base(taken, given).wait()
+    group._allgather_base(_bytes(task, Buf.OUT), _bytes(task, Buf.IN)).wait()
 
 
 def _gather(group: Any, task: _Task, rank: int, size: int) -> None:
-    given, taken = _bytes(task)
-    parts = [list(taken.chunk(size))] if rank == task.problem.root else []
-    group.gather(parts, [given], _options("GatherOptions", rootRank=task.problem.root)).wait()
+    parts = [list(_bytes(task, Buf.OUT).chunk(size))] if rank == task.problem.root else []
+    options = _options("GatherOptions", rootRank=task.problem.root)
+    group.gather(parts, [_bytes(task, Buf.IN)], options).wait()
 
 
 def _reduce_scatter(group: Any, task: _Task, rank: int, size: int) -> None:
-    given, taken = _tensors(task)
     options = _options("ReduceScatterOptions", reduceOp=_op(task))
-    group._reduce_scatter_base(taken, given, options).wait()
+    group._reduce_scatter_base(_numbers(task, Buf.OUT), _numbers(task, Buf.IN), options).wait()
 
 
 def _all_to_all(group: Any, task: _Task, rank: int, size: int) -> None:
-    given, taken = _bytes(task)
-    group.alltoall_base(taken, given, [], []).wait()
-
-
-def _barrier(group: Any, task: _Task, rank: int, size: int) -> None:
-    """Everybody has agreed, so everybody is here."""
+    group.alltoall_base(_bytes(task, Buf.OUT), _bytes(task, Buf.IN), [], []).wait()
 
 
 _CALLS: Final[dict[str, Callable[[Any, _Task, int, int], None]]] = {
@@ -278,5 +351,4 @@ _CALLS: Final[dict[str, Callable[[Any, _Task, int, int], None]]] = {
     "gather": _gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
-    "barrier": _barrier,
 }

@@ -11,15 +11,20 @@ that lock is released, by one thread at a time, in the order in which it came.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
+import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
+from unisono._native import Ledger
 from unisono.backends.courier import Courier, Wire
+from unisono.backends.mpi_calls import Decision, MpiCalls
 from unisono.backends.mpi_collectives import Collectives
+from unisono.backends.own import OwnRequest
 from unisono.backends.registry import BackendInfo
 from unisono.config import Config
 from unisono.contract import Capabilities, Lane, Request, Stage
@@ -35,8 +40,11 @@ _log = logging.getLogger("unisono.mpi")
 _FRAME, _PAYLOAD = 1, 2  # MPI's tags
 # Who waits asks so often without a pause; then with pauses that grow, because ranks may outnumber cores.
 _SPINS: Final = 50
+_YIELDS: Final = 500
 _PAUSE_FIRST_S: Final = 20e-6
 _PAUSE_LAST_S: Final = 1e-4
+# Once this rank has said its last word, what the others relied on has been said, and is heard within this.
+_BOUND_S: Final = 0.05
 # While nobody waits, a message that nobody awaits may lie so long.
 _IDLE_S: Final = 2e-3
 _JOIN_S: Final = 5.0
@@ -49,24 +57,39 @@ class Engine:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.is_over = False
-        self._checks: list[Callable[[], list[Callable[[], None]]]] = []
+        self.turns = 0  # how often somebody asked
+        self._checks: list[Callable[[], Sequence[Callable[[], None]]]] = []
         self._news: deque[Callable[[], None]] = deque()
         self._teller = 0
         self._telling = threading.Lock()
 
-    def watch(self, check: Callable[[], list[Callable[[], None]]]) -> None:
-        """Call this under the lock whenever progress is made; it returns what is to be told."""
+    def watch(self, check: Callable[[], Sequence[Callable[[], None]]]) -> None:
+        """Call this under the lock whenever progress is made; it returns what is to be told.
+
+        What is watched first goes first, and its news are told before the others are asked.
+        """
         self._checks.append(check)
 
     def progress(self) -> bool:
-        """Ask MPI once, and tell. True if something happened."""
-        with self.lock:
-            if self.is_over:
-                return False
-            news = [told for check in self._checks for told in check()]
-            self._news.extend(news)
-        self._tell()
-        return bool(news)
+        """Ask MPI until something happened, and tell. False if nothing did."""
+        if self._news:
+            self._tell()
+        self.turns += 1
+        for check in self._checks:
+            with self.lock:
+                news = () if self.is_over else check()
+                self._news.extend(news)
+            if news:
+                self._tell()
+                return True
+        return False
+
+    def hears(self) -> bool:
+        """Whether there is any news; the caller holds the lock. It will be told by whoever makes progress."""
+        self.turns += 1
+        if not self.is_over and not self._news:
+            self._news.extend(self._checks[0]())
+        return self.is_over or bool(self._news)
 
     def is_teller(self) -> bool:
         """Whether this very thread is telling, further up its stack."""
@@ -98,13 +121,14 @@ class MpiBackend(Courier):
     """One rank of MPI_COMM_WORLD, or of another communicator, of which it takes a duplicate."""
 
     def __init__(self, comm: Any, config: Config) -> None:
-        engine = Engine()
+        self.engine = engine = Engine()
         super().__init__(comm.rank, comm.size, config, _MpiRuntime(engine))
-        self._engine = engine
-        self._collectives = Collectives(comm.Dup(), engine.lock, config, self.runtime)
+        self.collectives = Collectives(self, comm.Dup(), engine)
         self._wire = _MpiWire(self, comm.Dup(), engine)
-        engine.watch(self._collectives.check)
-        self.watch(self._collectives.peer_down)
+        engine.watch(self.collectives.check)
+        self._handles = itertools.count(1)
+        self._kept: dict[int, OwnRequest] = {}
+        self.watch(self.collectives.peer_down)
         self._pump = threading.Thread(target=self._run, name="unisono-mpi", daemon=True)
         self._pump.start()
 
@@ -115,18 +139,44 @@ class MpiBackend(Courier):
 
     def run_collective(self, problem: Problem, stage: Stage) -> Request | None:
         """Let MPI solve it, if it gives our results."""
-        return self._collectives.run(problem, stage)
+        request = self.collectives.run(problem, stage)
+        if request is not None and stage.on_compiled is not None:
+            room = self.collectives.room_of(stage.context, stage.members)
+            assert room is not None
+            stage.on_compiled(Decision(room, problem, stage))
+        return request
+
+    def end_group(self, context: int) -> None:
+        """Let go of what was made for it."""
+        self.collectives.close_room(context)
+
+    def hot_path(self, context: int, size: int, ledger: Ledger) -> MpiCalls | None:
+        """Make what brings known calls straight to MPI."""
+        return MpiCalls(self, size, ledger) if size > 1 else None
+
+    def keep(self, request: OwnRequest) -> int:
+        """Keep what a known call began until somebody adopts it."""
+        handle = next(self._handles)
+        self._kept[handle] = request
+        return handle
+
+    def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
+        """Follow it."""
+        return self._kept.pop(handle)
 
     def close(self) -> None:
         """Leave."""
         super().close()
-        self._collectives.close()
+        self.collectives.close()
         if threading.current_thread() is not self._pump:
             self._pump.join(_JOIN_S)
 
     def _run(self) -> None:
-        while not self._engine.is_over:
-            if not self._engine.progress():
+        turns = -1
+        while not self.engine.is_over:
+            # Where others ask all the time, another thread would only hold them up.
+            if turns != self.engine.turns or not self.engine.progress():
+                turns = self.engine.turns
                 self.runtime.sleep(_IDLE_S)
 
 
@@ -140,6 +190,7 @@ class _MpiWire(Wire):
         self._courier = courier
         self._comm = comm
         self._engine = engine
+        self._status = MPI.Status()
         self._sends: list[tuple[Any, bytes | memoryview]] = []
         self._landing: dict[int, tuple[Any, Callable[[], None]]] = {}
         self._waiting: dict[int, deque[bytearray]] = {}
@@ -160,10 +211,13 @@ class _MpiWire(Wire):
 
     def close(self) -> None:
         """Ask MPI no more."""
-        deadline = self._courier.runtime.deadline(self._courier.config.flush_s)
-        while self._sends and not deadline.has_passed(self._courier.runtime.now()):
+        runtime = self._courier.runtime
+        flush, bound = runtime.deadline(self._courier.config.flush_s), runtime.deadline(_BOUND_S)
+        while (self._sends and not flush.has_passed(runtime.now())) or (
+            self._courier.collectives.is_bound() and not bound.has_passed(runtime.now())
+        ):
             if not self._engine.progress():
-                self._courier.runtime.sleep(_PAUSE_LAST_S)
+                runtime.sleep(_PAUSE_LAST_S)
         with self._engine.lock:
             self._engine.is_over = True
 
@@ -173,12 +227,14 @@ class _MpiWire(Wire):
     def _check(self) -> list[Callable[[], None]]:
         """What has ended and come; the caller holds the lock."""
         told: list[Callable[[], None]] = []
-        self._sends = [entry for entry in self._sends if not entry[0].Test()]
-        for peer, (request, on_landed) in list(self._landing.items()):
-            if request.Test():
-                del self._landing[peer]
-                told.append(partial(self._landed, peer, on_landed))
-        status = self._mpi.Status()
+        if self._sends:
+            self._sends = [entry for entry in self._sends if not entry[0].Test()]
+        if self._landing:
+            for peer, (request, on_landed) in list(self._landing.items()):
+                if request.Test():
+                    del self._landing[peer]
+                    told.append(partial(self._landed, peer, on_landed))
+        status = self._status
         while (message := self._comm.Improbe(self._mpi.ANY_SOURCE, _FRAME, status)) is not None:
             frame = bytearray(status.Get_count(self._mpi.BYTE))
             message.Recv([frame, self._mpi.BYTE])
@@ -239,10 +295,12 @@ class _MpiRuntime(RealRuntime):
             if left <= 0:
                 return False
             spins += 1
-            if spins > _SPINS:
+            if spins > _YIELDS:
                 assert isinstance(event, threading.Event)
                 event.wait(left)
                 pause = min(2 * pause, _PAUSE_LAST_S)
+            elif spins > _SPINS:
+                os.sched_yield()
         return True
 
 

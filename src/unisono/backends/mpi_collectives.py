@@ -1,29 +1,37 @@
 """MPI's own collectives: which of them give our results, and how they are run.
 
-Knows a communicator of MPI that is used for nothing else. Does not know messages, nor who makes progress: a
-check, called again and again under the engine's lock, brings every collective one step further.
+Knows MPI's communicators, one for each group, used for nothing else. Does not know messages, nor who makes
+progress: a check, called again and again under the engine's lock, brings every collective one step further.
+
+A *room* is where the collectives of one group happen, one after the other, because MPI counts the calls on a
+communicator. A rank that has shown its slip is bound: others may rely on it. If it gives its collective up,
+it still does its part, with a copy of the memory, while the request has ended.
+
+Once all have agreed the call is MPI's blocking one, several times as fast as the others. It can wait for
+nobody: everyone who noted that it does nothing else enters at once, and no rank is in two such calls. If one
+has other collectives under way, in other rooms, the call is non-blocking.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from unisono.backends import own
-from unisono.backends.own import OwnRequest
-from unisono.config import Config
-from unisono.contract import HEADER_BYTES_MAX, PeerDown, Request, Stage
+from unisono.backends.own import Agreement, Introductions, OwnRequest
+from unisono.contract import HEADER_BYTES_MAX, Backend, PeerDown, Request, Stage
 from unisono.errors import PeerAborted
 from unisono.plans.steps import Buf, Problem
-from unisono.runtime import Runtime
 from unisono.values import Kind, ReduceOp
 
-__all__ = ["REDUCTIONS", "Collectives"]
+if TYPE_CHECKING:
+    from unisono.backends.mpi import Engine
+
+__all__ = ["REDUCTIONS", "Collectives", "Room", "Task"]
 
 Array = np.ndarray[Any, Any]
 
@@ -42,145 +50,173 @@ REDUCTIONS: Final = {
     "bxor": _INTEGERS,
 }
 _NAMES: Final = {"mean": "SUM"}
-_MOVING: Final = ("broadcast", "all_gather", "gather", "all_to_all", "barrier")
+_MOVING: Final = ("broadcast", "all_gather", "gather", "all_to_all")
 _REDUCING: Final = ("all_reduce", "reduce", "reduce_scatter", "scan", "exscan")
+# MPI counts in 32 bits.
+_BYTES_MAX: Final = 2**31 - 1
+# Open MPI adds in place fastest in pieces of this length.
+_PIECE_BYTES: Final = 1 << 20
+_BUSY, _ALONE = 0, 1  # what a rank notes on its slip
+_TAGS: Final = 1 << 15  # of MPI, at least
 
 # What a collective waits for: MPI requests, one after the other.
 Steps = Generator[Any, None, None]
 
 
-@dataclass(slots=True, eq=False)
-class _Task:
-    """A collective under way. Its memory is its own: MPI cannot be told to let go of it."""
+class Task:
+    """A collective of one rank, from its slip to its end. `memory` is the user's, or a copy of it.
 
-    problem: Problem
-    stage: Stage
-    given: Array
-    taken: Array
-    request: OwnRequest | None = None
-    steps: Steps | None = None
-    awaits: Any = None
-    failure: BaseException | None = None
-    keep: list[Any] = field(default_factory=list)
+    With `is_driven`, the thread that called makes progress by itself.
+    """
+
+    __slots__ = (
+        "agreement",
+        "awaits",
+        "failure",
+        "is_copied",
+        "is_driven",
+        "memory",
+        "problem",
+        "request",
+        "stage",
+        "steps",
+    )
+
+    def __init__(self, room: Room, problem: Problem, stage: Stage, *, is_driven: bool = False) -> None:
+        self.problem = problem
+        self.stage = stage
+        self.agreement = Agreement(problem, stage, room.rank)
+        self.request = OwnRequest(room.others, on_given_up=partial(room.leave, self))
+        self.is_driven = is_driven
+        self.prepare(room, stage.memory)
+
+    def prepare(self, room: Room, memory: Mapping[Any, Array]) -> None:
+        """Be about to begin, on this memory."""
+        self.memory = memory
+        self.is_copied = False
+        self.steps: Steps = room.steps(self)
+        self.awaits: Any = None
+        self.failure: BaseException | None = None
+
+    def end(self) -> None:
+        """All is done below: say so."""
+        if self.failure is None and self.agreement.is_whole and self.request.commit():
+            self.conclude()
+        if self.failure is not None:
+            self.request.break_off(self.failure)
+        else:
+            self.request.succeed()
+
+    def conclude(self) -> None:
+        """Make the result of what slips brought."""
+        try:
+            self.agreement.conclude()
+        except Exception as error:  # a user's operation may raise anything
+            self.failure = error
 
 
-class Collectives:
-    """The collectives of one rank. MPI counts their calls, so they begin in the order of the user's."""
+class Room:
+    """The collectives of one group."""
 
-    def __init__(self, comm: Any, lock: threading.Lock, config: Config, runtime: Runtime) -> None:
-        from mpi4py import MPI
+    def __init__(self, collectives: Collectives, members: tuple[int, ...], comm: Any = None) -> None:
+        self._all = collectives
+        self._lock = collectives.engine.lock
+        self._mpi: Any = collectives.mpi
+        self.members = members
+        self.rank = members.index(collectives.backend.rank)
+        self.size = len(members)
+        self.others = tuple(rank for rank in range(self.size) if rank != self.rank)
+        self.comm = comm
+        self.introductions: Introductions | None = None
+        self.tasks: deque[Task] = deque()
+        self.is_barred = False
 
-        self._mpi: Any = MPI
-        self._comm = comm
-        self._lock = lock
-        self._reproducible = config.reproducible
-        self._runtime = runtime
-        self._others = tuple(peer for peer in range(comm.size) if peer != comm.rank)
-        self._tasks: list[_Task] = []
+    def is_free(self) -> bool:
+        """Whether a collective may begin at once; the caller holds the lock."""
+        return not self.tasks and self.comm is not None and not self.is_barred
 
-    def run(self, problem: Problem, stage: Stage) -> Request | None:
-        """Begin a collective, or leave it to plans: None."""
-        if not self._others or not self._fits(problem, stage):
-            return None
-        task = _Task(problem, stage, *_memory(problem, stage, self._comm.rank))
-        result = _result(problem, stage, self._comm.rank)
-
-        def finish() -> None:
-            if result is not None:
-                result[:] = task.taken
-
-        task.request = request = OwnRequest(self._others, finish)
-        task.steps = self._steps(task)
+    def run(self, problem: Problem, stage: Stage) -> Request:
+        """Begin a collective, or put it behind those that are under way."""
+        task = Task(self, problem, stage)
         with self._lock:
-            self._tasks.append(task)
-        return request
+            self.tasks.append(task)
+        return task.request
 
     def check(self) -> list[Callable[[], None]]:
-        """Bring the first collectives further; the caller holds the lock.
-
-        The agreements of several may be under way at once, but what MPI counts begins in order: a collective
-        begins when the one before it has ended.
-        """
+        """Bring the first collectives further; the caller holds the lock."""
         told: list[Callable[[], None]] = []
-        while self._tasks:
-            task = self._tasks[0]
-            assert task.steps is not None
-            assert task.request is not None
-            try:
-                if task.awaits is not None and not task.awaits.Test():
-                    break
-                task.awaits = next(task.steps)
-            except StopIteration:
-                self._tasks.pop(0)
-                told.append(
-                    partial(task.request.break_off, task.failure) if task.failure else task.request.succeed
-                )
-            except self._mpi.Exception as error:
-                self._tasks.pop(0)
-                told.append(partial(task.request.break_off, error))
+        while self.tasks and self.comm is not None and not self.tasks[0].is_driven:
+            task = self.tasks[0]
+            if self.is_barred and task.awaits is None:
+                break
+            if not self.advance(task):
+                break
+            told.append(task.end)
         return told
 
-    def peer_down(self, down: PeerDown) -> None:
-        """A rank is gone: what needs it ends, unless it has done its part."""
+    def advance(self, task: Task) -> bool:
+        """Take the first task as far as it goes; True once it is over. The caller holds the lock."""
+        try:
+            while task.awaits is None or task.awaits.Test():
+                task.awaits = next(task.steps)
+        except StopIteration:
+            pass
+        except self._mpi.Exception as error:
+            task.failure = error
+        else:
+            return False
+        self.tasks.popleft()
+        self._all.begun -= 1
+        return True
+
+    def leave(self, task: Task) -> None:
+        """Its caller wants its memory back: forget it, or go on with a copy if others may rely on it."""
         with self._lock:
-            requests = [task.request for task in self._tasks if task.request is not None]
-        for request in requests:
-            request.peer_down(self._runtime, down)
+            if task.awaits is None:
+                if task in self.tasks:
+                    self.tasks.remove(task)
+            else:
+                self._copy(task)
 
-    def close(self) -> None:
-        """End. What others never joined stays with MPI."""
-        with self._lock:
-            tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            assert task.request is not None
-            task.request.cancel()
-            if task.awaits is not None:
-                _ABANDONED.append(task)
+    def _copy(self, task: Task) -> None:
+        if not task.is_copied:
+            task.is_copied = True
+            task.memory = {which: array.copy() for which, array in task.memory.items()}
 
-    def _fits(self, problem: Problem, stage: Stage) -> bool:
-        if not own.is_first_stage(stage):
-            return False
-        if problem.collective == "barrier":
-            return True
-        if not own.is_even(problem):
-            return False
-        if problem.collective in _MOVING:
-            return True
-        op = stage.op
-        if problem.collective not in _REDUCING or op is None or stage.dtype.is_half:
-            return False
-        if not own.is_exact(stage, self._reproducible):
-            return False
-        if op.fn is not None:
-            return stage.dtype.kind is not Kind.BOOL
-        return stage.dtype.name in REDUCTIONS.get(op.name, ())
+    def is_bound(self) -> bool:
+        """Whether this rank has shown a slip and not done the rest."""
+        return any(task.awaits is not None for task in self.tasks)
 
-    def _steps(self, task: _Task) -> Steps:
+    def steps(self, task: Task) -> Steps:
         """The agreement, then the call, then the word of all that a user's function did well."""
-        comm, stage = self._comm, task.stage
-        digests = np.empty((comm.size, own.DIGEST_BYTES), np.uint8)
-        yield comm.Iallgather(own.digest_of(stage), digests)
-        if (digests != digests[0]).any():
-            everyone = np.empty((comm.size, HEADER_BYTES_MAX), np.uint8)
-            yield comm.Iallgather(own.shown(stage), everyone)
-            task.failure = own.disagreement(stage, everyone, comm.rank)
+        comm, stage, mpi = self.comm, task.stage, self._mpi
+        agreement = task.agreement
+        agreement.show(task.memory, _BUSY if self._all.begun else _ALONE)
+        self._all.begun += 1
+        yield comm.Iallgather([agreement.mine, mpi.BYTE], [agreement.everyone, mpi.BYTE])
+        if not agreement.is_met():
+            everyone = bytearray(HEADER_BYTES_MAX * self.size)
+            yield comm.Iallgather([own.shown(stage), mpi.BYTE], [everyone, mpi.BYTE])
+            task.failure = own.disagreement(stage, everyone, self.rank)
             return
+        if agreement.is_whole:
+            return
+        if not task.request.commit():
+            self._copy(task)
         op = self._op(stage.op, task)
-        if task.problem.collective != "barrier":
-            yield self._call(task, op)
+        yield from self._call(task, op, is_blocking=all(agreement.notes()))
         if stage.op is not None and stage.op.fn is not None:
-            has_failed = np.array([task.failure is not None], np.int8)
-            anybody = np.empty(comm.size, np.int8)
-            yield comm.Iallgather(has_failed, anybody)
+            has_failed, anybody = bytearray([task.failure is not None]), bytearray(self.size)
+            yield comm.Iallgather([has_failed, mpi.BYTE], [anybody, mpi.BYTE])
             op.Free()
-            if task.failure is None and anybody.any():
+            if task.failure is None and any(anybody):
                 # The ranks where it failed say why; who was well has a result that means nothing.
-                first = int(np.flatnonzero(anybody)[0])
+                first = self.members[next(rank for rank, failed in enumerate(anybody) if failed)]
                 task.failure = PeerAborted(
                     f"rank {first} gave up", rank=first, cause=f"op {stage.op} failed there"
                 )
 
-    def _op(self, op: ReduceOp | None, task: _Task) -> Any:
+    def _op(self, op: ReduceOp | None, task: Task) -> Any:
         if op is None:
             return None
         if op.fn is None:
@@ -199,60 +235,155 @@ class Collectives:
 
         return self._mpi.Op.Create(combine, commute=op.commutative)
 
-    def _call(self, task: _Task, op: Any) -> Any:
-        comm, root, rank = self._comm, task.problem.root, self._comm.rank
-        given, taken = task.given, task.taken
+    def _call(self, task: Task, op: Any, *, is_blocking: bool) -> Steps:
+        root, is_root = task.problem.root, self.rank == task.problem.root
+        given, taken = task.memory.get(Buf.IN), task.memory.get(Buf.OUT)
         if task.problem.collective in _MOVING:
-            given, taken = given.view(np.uint8), taken.view(np.uint8)
+            given = None if given is None else given.view(np.uint8)
+            taken = None if taken is None else taken.view(np.uint8)
+        here = self._mpi.IN_PLACE
+
+        def mpi(name: str, *arguments: Any) -> Steps:
+            request = getattr(self.comm, name if is_blocking else "I" + name.lower())(*arguments)
+            if request is not None:
+                yield request
+
         match task.problem.collective:
             case "all_reduce":
-                return comm.Iallreduce(given, taken, op)
+                assert taken is not None
+                step = _PIECE_BYTES // taken.itemsize if is_blocking else taken.size
+                for start in range(0, taken.size, step):
+                    yield from mpi("Allreduce", here, taken[start : start + step], op)
             case "reduce":
-                return comm.Ireduce(given, taken if rank == root else None, op, root)
+                yield from mpi("Reduce", here if is_root else given, taken if is_root else None, op, root)
             case "broadcast":
-                return comm.Ibcast(taken, root)
+                yield from mpi("Bcast", taken, root)
             case "all_gather":
-                return comm.Iallgather(given, taken)
+                yield from mpi("Allgather", given, taken)
             case "gather":
-                return comm.Igather(given, taken if rank == root else None, root)
+                yield from mpi("Gather", given, taken if is_root else None, root)
             case "all_to_all":
-                return comm.Ialltoall(given, taken)
+                yield from mpi("Alltoall", given, taken)
             case "reduce_scatter":
-                return comm.Ireduce_scatter_block(given, taken, op)
+                yield from mpi("Reduce_scatter_block", given, taken, op)
             case "scan":
-                return comm.Iscan(given, taken, op)
+                yield from mpi("Scan", given, taken, op)
             case _:
-                return comm.Iexscan(given, taken, op)
+                # MPI leaves rank 0's as it was, or not: it is filled by whoever knows the identity.
+                yield from mpi("Exscan", given, taken, op)
+
+
+class Collectives:
+    """The rooms of one rank."""
+
+    def __init__(self, backend: Backend, comm: Any, engine: Engine) -> None:
+        from mpi4py import MPI
+
+        self.mpi: Any = MPI
+        self.backend = backend
+        self.engine = engine
+        self._reproducible = backend.config.reproducible
+        self._world = Room(self, tuple(range(backend.size)), comm)
+        self._rooms: dict[int, Room] = {}
+        self._down: set[int] = set()
+        self.begun = 0  # collectives under way, in any room
+        # Communicators for groups are made beside everything else.
+        self._has_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+    def run(self, problem: Problem, stage: Stage) -> Request | None:
+        """Begin a collective, or leave it to plans: None."""
+        if problem.size == 1 or not own.may_be_own(problem, stage) or not self._fits(problem, stage):
+            return None
+        room = self.room_of(stage.context, stage.members)
+        return None if room is None else room.run(problem, stage)
+
+    def room_of(self, context: int, members: tuple[int, ...] | None) -> Room | None:
+        """The room of a group, which is opened when it is needed first."""
+        if members is None:
+            return self._world
+        room = self._rooms.get(context)
+        if room is None and self._has_threads:
+            room = self._rooms[context] = Room(self, members)
+            room.is_barred = not self._down.isdisjoint(members)
+            room.introductions = Introductions(
+                self.backend, context, members, b"", lambda _: self._open(room, context)
+            )
+        return room
+
+    def check(self) -> list[Callable[[], None]]:
+        """Bring everything further; the caller holds the lock."""
+        told = self._world.check()
+        for room in list(self._rooms.values()):
+            told += room.check()
+        return told
+
+    def peer_down(self, down: PeerDown) -> None:
+        """A rank is gone: what needs it ends, unless it has done its part."""
+        with self.engine.lock:
+            self._down.add(down.rank)
+            rooms = [room for room in (self._world, *self._rooms.values()) if down.rank in room.members]
+            for room in rooms:
+                room.is_barred = True
+            requests = [task.request for room in rooms for task in room.tasks]
+        for request in requests:
+            request.peer_down(self.backend.runtime, down)
+
+    def close_room(self, context: int) -> None:
+        """A group has ended."""
+        with self.engine.lock:
+            room = self._rooms.get(context)
+            if room is None or room.is_bound():
+                return
+            del self._rooms[context]
+            comm, room.comm = room.comm, None
+            if comm is not None:
+                comm.Free()
+        if room.introductions is not None:
+            room.introductions.close()
+
+    def is_bound(self) -> bool:
+        """Whether others may still rely on this rank."""
+        return any(room.is_bound() for room in (self._world, *self._rooms.values()))
+
+    def close(self) -> None:
+        """End. What others never joined stays with MPI."""
+        rooms = (self._world, *self._rooms.values())
+        for room in rooms:
+            if room.introductions is not None:
+                room.introductions.close()
+            for task in list(room.tasks):
+                task.request.cancel()
+                if task.awaits is not None:
+                    _ABANDONED.append(task)
+
+    def _fits(self, problem: Problem, stage: Stage) -> bool:
+        if own.is_slip(problem, stage, self._reproducible):
+            return True
+        if problem.counts[0] * problem.size * stage.dtype.storage.itemsize > _BYTES_MAX:
+            return False
+        if problem.collective in _MOVING:
+            return True
+        op = stage.op
+        if problem.collective not in _REDUCING or op is None or stage.dtype.is_half:
+            return False
+        if not own.is_exact(stage, self._reproducible):
+            return False
+        if op.fn is not None:
+            return stage.dtype.kind is not Kind.BOOL
+        return stage.dtype.name in REDUCTIONS.get(op.name, ())
+
+    def _open(self, room: Room, context: int) -> None:
+        """All members want a communicator: MPI makes it while nothing else waits."""
+
+        def make() -> None:
+            everyone = self._world.comm.Get_group()
+            comm = self._world.comm.Create_group(everyone.Incl(room.members), context % _TAGS)
+            everyone.Free()
+            with self.engine.lock:
+                room.comm = comm
+
+        self.backend.runtime.start_thread(make, "unisono-mpi-group")
 
 
 # What MPI may still write to although nobody waits for it.
-_ABANDONED: Final[list[_Task]] = []
-
-
-def _memory(problem: Problem, stage: Stage, rank: int) -> tuple[Array, Array]:
-    """What goes in and where it comes out: copies, so that a collective can be given up at any time."""
-    memory = stage.memory
-    match problem.collective:
-        case "all_reduce" | "broadcast":
-            given = memory[Buf.OUT].copy()
-            return given, given if problem.collective == "broadcast" else np.empty_like(given)
-        case "reduce":
-            given = memory[Buf.OUT if rank == problem.root else Buf.IN].copy()
-            return given, np.empty_like(given)
-        case "barrier":
-            return np.empty(0, np.uint8), np.empty(0, np.uint8)
-        case _:
-            given = memory[Buf.IN].copy()
-            out = memory.get(Buf.OUT)
-            return given, np.empty(0, given.dtype) if out is None else np.empty_like(out)
-
-
-def _result(problem: Problem, stage: Stage, rank: int) -> Array | None:
-    """The user's memory that gets the result, if this rank gets one."""
-    is_root = rank == problem.root
-    if problem.collective == "barrier" or (problem.collective in ("reduce", "gather") and not is_root):
-        return None
-    if problem.collective == "exscan" and rank == 0:
-        return None
-    result: Array = stage.memory[Buf.OUT]
-    return None if problem.collective == "broadcast" and is_root else result
+_ABANDONED: Final[list[Task]] = []

@@ -10,9 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unisono._native import HotMessages, HotPath, Ledger
+from unisono._native import HotMessages, Ledger
 from unisono.config import Config
-from unisono.contract import UNTYPED, Backend, Capabilities, Lane, Mailbox, PeerDown, Request, Stage
+from unisono.contract import (
+    UNTYPED,
+    Backend,
+    Capabilities,
+    KnownCalls,
+    Lane,
+    Mailbox,
+    PeerDown,
+    Request,
+    Stage,
+)
 from unisono.errors import UsageError
 from unisono.runtime import Runtime
 from unisono.values import ANY, Any_
@@ -43,7 +53,6 @@ class SubBackend(Backend):
         self.members: tuple[int, ...] = tuple(chosen)
         self._local = {member: rank for rank, member in enumerate(chosen)}
         self._rank = self._local[parent.rank]
-        self._capabilities = replace(parent.capabilities, run_collective=False)
 
     def to_global(self, rank: int) -> int:
         """The parent's number of one of our ranks."""
@@ -66,8 +75,8 @@ class SubBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The parent's, less what only works for all of its ranks."""
-        return self._capabilities
+        """The parent's."""
+        return self.parent.capabilities
 
     @property
     def runtime(self) -> Runtime:
@@ -114,7 +123,16 @@ class SubBackend(Backend):
         """Run a plan in the parent, whose ranks our members are."""
         return self._ours(self.parent.run_plan(plan, replace(stage, members=self.members)), self.rank)
 
-    def hot_path(self, context: int, size: int, ledger: Ledger) -> HotPath | None:
+    def run_collective(self, problem: Any, stage: Stage) -> Request | None:
+        """Let the parent's library solve it among our members."""
+        request = self.parent.run_collective(problem, replace(stage, members=self.members))
+        return None if request is None else self._ours(request, self.rank)
+
+    def end_group(self, context: int) -> None:
+        """Tell the parent."""
+        self.parent.end_group(context)
+
+    def hot_path(self, context: int, size: int, ledger: Ledger) -> KnownCalls | None:
         """The parent's: what it learns has the parent's ranks in it."""
         return self.parent.hot_path(context, size, ledger)
 

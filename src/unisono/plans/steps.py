@@ -41,6 +41,9 @@ class Buf(Enum):
     OUT = "out"
     TMP = "tmp"
 
+    # There is one of each: what Enum does instead takes Python code for every look into a table.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
