@@ -4,6 +4,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include "away.hpp"
+
 namespace unisono {
 
 void bind_bell(nanobind::module_& m);

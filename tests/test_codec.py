@@ -318,7 +318,7 @@ def test_a_name_means_one_dataclass():
     again = dataclasses.make_dataclass("Point", ["x", "y"], namespace={"__module__": Point.__module__})
     assert register(again) is again  # the same fields: a module that was loaded twice
     other = dataclasses.make_dataclass("Point", ["x", "z"], namespace={"__module__": Point.__module__})
-    with pytest.raises(UsageError, match=r"another dataclass is registered as '.*\.Point'"):
+    with pytest.raises(UsageError, match=r"another class is registered as '.*\.Point'"):
         register(other)
     register(Point)
 
@@ -587,3 +587,35 @@ def test_nothing_of_pickle_is_loaded_by_the_codec():
         for s in (script, clean)
     )
     assert ours == theirs  # NumPy brings its own
+
+
+def test_structs_travel_like_dataclasses():
+    @register
+    class Setting(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+        step_size: float
+        names: tuple[str, ...] = ()
+        table: object = None
+
+    there = Setting(step_size=0.5, names=("a",), table=np.arange(7))
+    back = unpack(pack([there, {"k": Setting(step_size=2.0)}]))
+    assert type(back[0]) is Setting
+    assert (back[0].step_size, back[0].names) == (0.5, ("a",))
+    np.testing.assert_array_equal(back[0].table, np.arange(7))
+    assert back[1] == {"k": Setting(step_size=2.0)}
+
+
+def test_a_struct_that_refuses_what_came_is_a_protocol_error():
+    @register
+    class Positive(msgspec.Struct):
+        x: int
+
+        def __post_init__(self) -> None:
+            if self.x < 0:
+                raise ValueError("x: allowed: 0 or more")
+
+    value = Positive(1)
+    value.x = -1
+    with pytest.raises(ProtocolError, match="allowed: 0 or more"):
+        unpack(pack(value))
+    with pytest.raises(UsageError, match=r"dataclass or a msgspec\.Struct"):
+        register(msgspec.Struct)

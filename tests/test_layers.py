@@ -221,7 +221,7 @@ def test_foreign_libraries_stay_where_they_belong(path):
         allowed |= {"cryptography"}
     if room_of(path) == "pytorch":
         allowed |= {"torch"}
-    if path.parts[0] == "backends" and path.stem.startswith("gloo"):
+    if path.parts[0] == "backends" and path.stem.startswith(("gloo", "nccl")):
         allowed |= {"torch"}
     if path.parts[0] == "backends" and path.stem.startswith("mpi"):
         allowed |= {"mpi4py"}

@@ -366,15 +366,19 @@ def test_a_flipped_bit_ends_the_link_and_never_becomes_a_value(make: Make, links
             return data
         return data[: at - start] + bytes([data[at - start] ^ bit]) + data[at - start + 1 :]
 
+    def ends() -> list[PeerDown]:
+        return [down for backend in backends for down in list(backend._desk._down.values())]
+
     def broken() -> list[PeerDown]:
-        return [d for b in backends for d in list(b._desk._down.values()) if d.cause.startswith(BROKEN)]
+        return [down for down in ends() if down.cause.startswith(BROKEN)]
 
     with Between(backends[0].card(), flip) as between:
         connect(backends, issuer, [between.card, backends[1].card()])
         call(backends[1], backends[0])
         with pytest.raises(PeerLost):
             exchange_for_ever(backends[1], backends[0])
-        wait_until(lambda: bool(broken()), "the cause is known")
+        wait_until(lambda: bool(broken()) or len(ends()) == 2, "both know of the end")
+    assert broken(), ends()
     down = broken()[0]
     assert "damaged" in down.cause
     assert isinstance(down.error().__cause__, ProtocolError)

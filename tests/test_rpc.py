@@ -65,6 +65,26 @@ class Order(msgspec.Struct):
     count: int
 
 
+@uni.register
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """With an array in it, which travels beside the frame."""
+
+    stops: tuple[int, ...]
+    weights: Any = None
+
+
+@dataclasses.dataclass
+class Cart:
+    """Nobody registers it: functions name it in their annotations."""
+
+    orders: list[Order]
+    owner: Point | None = None
+
+
+class Unheard(msgspec.Struct):
+    x: int
+
+
 def echo(*args: Any, **kwargs: Any) -> Any:
     return [list(args), kwargs]
 
@@ -183,6 +203,56 @@ def payloads(comm: uni.Communicator) -> str:
         assert agent.call(1, "echo") == [[], {}]
     comm.barrier()
     return "ok"
+
+
+def records(comm: uni.Communicator) -> str:
+    """Dataclasses and Structs, as arguments and as results."""
+    agent = Agent(comm)
+    agent.register("echo", lambda x: x)
+
+    @agent.expose
+    def double(cart: Cart) -> Cart:
+        assert type(cart) is Cart
+        return Cart([Order(o.item, 2 * o.count) for o in cart.orders] * 2, cart.owner)
+
+    @agent.expose
+    def count(orders: list[Order]) -> dict[str, Order]:
+        assert all(type(order) is Order for order in orders)
+        return {order.item: order for order in orders}
+
+    @agent.expose
+    def leaks() -> Any:
+        return Unheard(1)
+
+    comm.barrier()
+    other = 1 - comm.rank
+    route = Route(stops=(1, 2), weights=np.arange(40_000) + comm.rank)
+    came = agent.call(other, "echo", route)
+    assert type(came) is Route
+    assert came.stops == route.stops
+    np.testing.assert_array_equal(came.weights, route.weights)
+    assert agent.call(other, "double", Cart([Order("nut", 3)], Point(1, 2.0))) == Cart(
+        [Order("nut", 6), Order("nut", 6)], Point(1, 2.0)
+    )
+    assert agent.call(other, "count", [Order("a", 1), Order("b", 2)]) == {
+        "a": Order("a", 1),
+        "b": Order("b", 2),
+    }
+    assert agent.call(other, "count", [{"item": "c", "count": 3}]) == {"c": Order("c", 3)}
+    with pytest.raises(TypeError, match="'cart'"):
+        agent.call(other, "double", Order("nut", 3))
+    with pytest.raises(TypeError, match="'orders'"):
+        agent.call(other, "count", [{"item": "c"}])
+    with pytest.raises(uni.UsageError, match=r"test_rpc\.Unheard.*unisono\.register"):
+        agent.call(other, "echo", Unheard(1))
+    with pytest.raises(uni.RemoteError, match=r"cannot travel.*unisono\.register"):
+        agent.call(other, "leaks")
+    comm.barrier()
+    return "ok"
+
+
+def test_dataclasses_and_structs_arrive_as_themselves(world_of):
+    assert world_of(records, 2) == ["ok"] * 2
 
 
 def test_values_arrive_as_they_left(world_of):
@@ -350,19 +420,75 @@ def test_cancellation_and_deadlines_reach_the_other_side(world_of):
     assert world_of(cancelling, 2) == ["ok"] * 2
 
 
-def test_a_rank_without_an_agent_is_an_error_at_once(ranks):
-    def program(comm: uni.Communicator) -> None:
-        if comm.rank == 0:
-            agent = Agent(comm)
-            began = time.monotonic()
-            with pytest.raises(uni.NotExposed, match="no agent"):
-                agent.call(1, "f")
-            with pytest.raises(uni.UsageError):
-                agent.call("somebody", "f")
-            assert time.monotonic() - began < 5
-        comm.barrier()
+def strangers(comm: uni.Communicator) -> str:
+    """Rank 2 makes no agent, rank 1 exposes one name; a collective has said that nothing more will come."""
+    half = comm.split(int(comm.rank == 0))
+    agent = Agent(comm) if comm.rank < 2 else None
+    if agent is not None:
+        agent.register("echo", echo)
+    comm.barrier()
+    if comm.rank == 0:
+        assert agent is not None
+        for dst, words in ((1, "no function 'missing'"), (2, "rank 2 has no agent")):
+            for _ in range(3):
+                with pytest.raises(uni.NotExposed, match=words):
+                    agent.call(dst, "missing")
+        with pytest.raises(uni.UsageError, match="somebody"):
+            agent.call("somebody", "missing")
+        assert agent.call(1, "echo") == [[], {}]
+    comm.barrier()
+    inner = Agent(half) if comm.rank == 1 else None
+    comm.barrier()  # of all, and so of any group of some of them
+    if inner is not None:
+        with pytest.raises(uni.NotExposed, match="rank 2 has no agent"):
+            inner.call(1, "missing")
+    comm.barrier()
+    return "ok"
 
-    ranks(program, 2).values()
+
+def test_what_is_not_there_after_a_collective_is_an_error_at_once(world_of, monkeypatch):
+    """Not after a grace: that would be longer here than any call may take."""
+    for module in ("unisono.control", "unisono.rpc.server"):
+        monkeypatch.setattr(f"{module}.GRACE_S", 10 * LONG_S)
+    assert world_of(strangers, 3) == ["ok"] * 3
+
+
+def test_a_rank_that_is_in_a_collective_already_makes_no_agent_before_its_caller_goes_on():
+    def program(comm: uni.Communicator) -> float:
+        """In virtual time, where a moment is as long as it says."""
+        if comm.rank == 1:
+            sleep(0.1)
+            comm.barrier()
+            return 0.0
+        agent = Agent(comm)
+        began = comm.backend.runtime.now()
+        with pytest.raises(uni.NotExposed, match="no agent"):
+            agent.call(1, "f")
+        took = comm.backend.runtime.now() - began
+        comm.barrier()
+        return took
+
+    assert 0.09 < uni.simulate(program, 2).results[0] < 0.12
+
+
+def test_a_rank_that_neither_makes_an_agent_nor_goes_on_is_waited_for_once():
+    def program(comm: uni.Communicator) -> list[float]:
+        took = []
+        if comm.rank == 1:
+            sleep(3.0)
+        else:
+            agent = Agent(comm)
+            for _ in range(3):
+                began = comm.backend.runtime.now()
+                with pytest.raises(uni.NotExposed, match="no agent"):
+                    agent.call(1, "f")
+                took.append(comm.backend.runtime.now() - began)
+        comm.barrier()
+        return took
+
+    first, *later = uni.simulate(program, 2).results[0]
+    assert 0.49 < first < 0.52
+    assert max(later) < 0.01
 
 
 def test_an_agent_that_is_made_a_little_later_is_waited_for():
@@ -595,6 +721,10 @@ def test_objects_live_on_another_rank_until_they_are_released(world_of):
 # -- streams ---------------------------------------------------------------------------------------------
 
 
+async def _listed(stream: Any) -> list[Any]:
+    return [item async for item in stream]
+
+
 def with_streams(comm: uni.Communicator) -> str:
     agent = Agent(comm)
     made, closed = [0], threading.Event()
@@ -617,11 +747,72 @@ def with_streams(comm: uni.Communicator) -> str:
     def through(n: int) -> Any:
         yield from agent.stream(0, "count", n)
 
+    @agent.expose
+    async def count_async(n: int, length: int = 0) -> Any:
+        try:
+            for i in range(n):
+                made[0] += 1
+                if i % 5 == 0:
+                    await asyncio.sleep(0)
+                yield np.arange(length) + i if length and i % 3 else i
+        finally:
+            closed.set()
+
+    @agent.expose
+    async def breaks_async() -> Any:
+        yield 1
+        raise ValueError("after the first")
+
+    @agent.expose
+    async def through_async(n: int) -> Any:
+        async for item in agent.stream(0, "count_async", n):
+            yield -item
+
+    async def reads() -> None:
+        for name in ("count", "count_async"):
+            assert [item async for item in agent.stream(1, name, 100)] == list(range(100))
+            i = 0
+            async for item in agent.stream(1, name, 30, length=9000):
+                np.testing.assert_array_equal(item, np.arange(9000) + i if i % 3 else i)
+                i += 1
+            assert i == 30
+        two = (agent.stream(rank, "count_async", 50) for rank in range(2))
+        assert await asyncio.gather(*(_listed(one) for one in two)) == [list(range(50))] * 2
+        with pytest.raises(uni.RemoteError, match="after the first"):
+            [item async for item in agent.stream(1, "breaks_async")]
+        with pytest.raises(uni.DeadlineExceeded, match="no item"):
+            await anext(agent.stream(1, "waits", timeout=0.05))
+        async with agent.stream(1, "count_async", 10**9) as endless:
+            assert [await anext(endless) for _ in range(20)] == list(range(20))
+        waiting = asyncio.ensure_future(anext(agent.stream(1, "waits", timeout=None)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    @agent.expose
+    async def waits() -> Any:
+        await asyncio.sleep(LONG_S)
+        yield 1
+
     agent.register("made", lambda: made[0])
     agent.register("closed", lambda: closed.wait(LONG_S))
+    agent.register("unclosed", lambda: closed.clear())
     agent.register("plain", lambda: 5)
     comm.barrier()
     if comm.rank == 0:
+        asyncio.run(reads())
+        assert list(agent.stream(1, "count_async", 100)) == list(range(100))
+        assert list(agent.stream(1, "through_async", 40)) == [-i for i in range(40)]
+        with pytest.raises(TypeError, match="stream"):
+            agent.call(1, "count_async", 5)
+        agent.call(1, "unclosed")
+        before = agent.call(1, "made")
+        with agent.stream(1, "count_async", 10**9) as endless:
+            assert [next(endless) for _ in range(20)] == list(range(20))
+            assert agent.call(1, "made") - before <= 20 + 17  # it waits for its reader
+        assert agent.call(1, "closed")  # and is closed with it
+        agent.call(1, "unclosed")
         assert list(agent.stream(1, "count", 100)) == list(range(100))
         assert list(agent.stream(1, "count", 0)) == []
         for i, item in enumerate(agent.stream(1, "count", 50, length=9000)):
@@ -647,6 +838,25 @@ def with_streams(comm: uni.Communicator) -> str:
 
 def test_generators_stream_as_fast_as_they_are_read(world_of):
     assert world_of(with_streams, 2) == ["ok"] * 2
+
+
+def test_an_async_generator_streams_in_virtual_time():
+    def program(comm: uni.Communicator) -> Any:
+        agent = Agent(comm)
+
+        @agent.expose
+        async def count(n: int) -> Any:
+            for i in range(n):
+                sleep(0.01)
+                yield i
+
+        result = None
+        if comm.rank == 0:
+            result = asyncio.run(_listed(agent.stream(1, "count", 40)))
+        comm.barrier()
+        return result
+
+    assert uni.simulate(program, 2).results == [list(range(40)), None]
 
 
 def test_memory_is_used_again_without_waiting_for_the_collector():

@@ -393,10 +393,37 @@ with uni.init() as world:
 """
 
 
-def test_an_agent_that_nobody_closes_keeps_no_process_alive(tmp_path):
-    """Neither at the end of the world nor of the interpreter, with a handler that never ends."""
+STUCK = """
+import asyncio, threading, time
+import unisono as uni
+world = uni.init()
+agent = uni.rpc.Agent(world)
+begun = threading.Semaphore(0)
+other = 1 - world.rank
+async def never():
+    await asyncio.sleep(600)
+def sleeps():
+    begun.release()
+    time.sleep(600)
+def calls():
+    begun.release()
+    agent.call(other, "never", timeout=600)
+for fn in (never, sleeps, calls):
+    agent.expose(fn)
+world.barrier()
+works = [agent.start(other, "calls", timeout=600) for _ in range(300)]
+works += [agent.start(other, "sleeps", timeout=600) for _ in range(10)]
+for _ in works:
+    begun.acquire()
+world.barrier()
+"""
+
+
+@pytest.mark.parametrize("text", [FORGETFUL, STUCK], ids=["one that sleeps", "hundreds that call"])
+def test_an_agent_that_nobody_closes_keeps_no_process_alive(tmp_path, text):
+    """Neither at the end of the world nor of the interpreter, with handlers that never end."""
     program = tmp_path / "forgetful.py"
-    program.write_text(FORGETFUL)
+    program.write_text(text)
     ended = subprocess.run(
         [sys.executable, "-m", "unisono", "run", "-n", "2", str(program)],
         capture_output=True,
@@ -406,3 +433,4 @@ def test_an_agent_that_nobody_closes_keeps_no_process_alive(tmp_path):
         env={**os.environ, "UNISONO_FLUSH_S": "0.2", "PYTHONPATH": str(Path(__file__).parents[1])},
     )
     assert ended.returncode == 0, ended.stderr
+    assert "terminate" not in ended.stderr

@@ -77,7 +77,7 @@ def test_frames_of_noise_are_errors_only():
         draw = random.Random(7)
         seeds = corpus()
         for _ in range(FRAMES):
-            agents[1]._on_frame(2, mutated(draw, seeds))
+            agents[1]._hearing.on_frame(2, mutated(draw, seeds))
         assert agents[0].call(1, "echo", 2) == [[2], {}]
         assert agents[1].call(0, "echo", 3) == [[3], {}]
 

@@ -63,7 +63,7 @@ class PyEngine {
       : engine_(rank, size, directory, std::string(secret.c_str(), secret.size()), settings), desk_(engine_) {}
   ~PyEngine() {
     // Before the desk: the engine ends operations that are the desk's.
-    const nb::gil_scoped_release release;
+    const Away release;
     engine_.close(0);
   }
   PyEngine(const PyEngine&) = delete;
@@ -230,6 +230,11 @@ class PyEngine {
     return news(is_last, [&](Hold&) { return is_last ? !desk_.end_telling() : !desk_.is_empty(); });
   }
 
+  void overlook(uint64_t context) {
+    const Hold held = engine_.hold();
+    engine_.inbox.overlook(context);
+  }
+
   uint64_t pokes() {
     const Hold held = engine_.hold();
     return desk_.pokes();
@@ -242,7 +247,7 @@ class PyEngine {
 
   void close(double flush_s) {
     if (engine_.is_forked()) return;
-    const nb::gil_scoped_release release;
+    const Away release;
     engine_.close(in_ns(flush_s));
   }
 
@@ -282,7 +287,7 @@ class PyEngine {
   double ping(std::int32_t peer, size_t nbytes, int rounds, bool is_first) {
     check();
     check_rank(peer);
-    const nb::gil_scoped_release release;
+    const Away release;
     return ping_pong(engine_, peer, nbytes, rounds, is_first);
   }
 
@@ -343,7 +348,7 @@ class PyEngine {
   bool take_news(nb::list& result, May may_tell) {
     std::vector<Desk::News> taken;
     {
-      const nb::gil_scoped_release release;
+      const Away release;
       Hold held = engine_.hold();
       if (!may_tell(held)) return false;
       taken = desk_.take();
@@ -353,7 +358,10 @@ class PyEngine {
     std::vector<Operation*> ended;
     for (Desk::News& one : taken) {
       if (one.operation == nullptr) {
-        result.append(nb::make_tuple(-1, one.down.rank, one.down.cause, one.down.left));
+        if (const Desk::Unmet* const u = one.unmet.get(); u != nullptr)
+          result.append(nb::make_tuple(-2, u->context, u->source, u->sequence, nb::bytes(u->header.data(), u->header.size())));
+        else
+          result.append(nb::make_tuple(-1, one.down.rank, one.down.cause, one.down.left));
       } else if (one.operation->phase == Operation::Phase::ended) {
         result.append(tuple_of(*one.operation));
         ended.push_back(one.operation);
@@ -492,6 +500,7 @@ void bind_engine(nb::module_& m) {
       .def("wait", &PyEngine::wait)
       .def("pump", &PyEngine::pump)
       .def("more", &PyEngine::more)
+      .def("overlook", &PyEngine::overlook)
       .def("pokes", &PyEngine::pokes)
       .def("poke", &PyEngine::poke)
       .def("close", &PyEngine::close)

@@ -1,6 +1,6 @@
 // The hot path of messages: blocking sends and receives, from the raw arguments to the result without Python.
 //
-// Knows NumPy arrays of the plain types, a rank and a tag. Does not know objects, timeouts, ANY source or errors:
+// Knows arguments (hot_argument.hpp) of the plain types, a rank and a tag. Does not know objects, timeouts, ANY source or errors:
 // whatever is not plain goes to Python, and so does a message that does not end well or soon. It is then first taken
 // back here, so that Python makes the call as if it were new; one that was met meanwhile ends here.
 //
@@ -15,7 +15,7 @@
 #include "../bind.hpp"
 #include "../isa.hpp"
 #include "desk.hpp"
-#include "hot_call.hpp"
+#include "hot_argument.hpp"
 #include "ledger.hpp"
 
 namespace unisono {
@@ -41,11 +41,10 @@ class HotMessages {
         members(std::move(members)),
         status(std::move(status)),
         any(std::move(any)),
+        arguments(std::move(array_type), std::move(empty)),
         is_introduced_(this->members.size(), is_introduced),
-        array_type_(std::move(array_type)),
         engine_(std::move(engine)),
         ledger_(std::move(ledger)) {
-    check_layout(array_type_, empty);
     if (!PyType_Check(this->status.ptr()) || !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(this->status.ptr()), &PyTuple_Type))
       throw nb::type_error("allowed: a status that is a tuple");
     for (const std::int32_t member : this->members)
@@ -60,7 +59,6 @@ class HotMessages {
       if (dtypes_[code].ptr() == array.descr) return static_cast<uint8_t>(code);
     return untyped;
   }
-  bool is_array(PyObject* object) const { return is_a(object, array_type_); }
   bool is_introduced(size_t rank) const { return is_introduced_[rank]; }
   void introduce(size_t rank) {
     if (rank >= members.size()) throw nb::value_error("no such rank");
@@ -72,12 +70,12 @@ class HotMessages {
   const uint64_t context;
   const std::vector<std::int32_t> members;
   const nb::object status, any;
+  const Arguments arguments;
   // For tests: calls that ended here, and that Python had to make anew.
   uint64_t ended = 0, handed_over = 0;
 
  private:
   std::vector<bool> is_introduced_;  // the group has told a peer who it is
-  const nb::object array_type_;
   std::vector<nb::object> dtypes_;
   nb::object engine_, ledger_;  // kept for the references above
 };
@@ -90,6 +88,7 @@ class HotMessage : public HotCall {
 
  protected:
   struct Given {
+    Argument what;
     const ArrayObject* array = nullptr;
     uint64_t nbytes = 0;
     uint8_t dtype = untyped;
@@ -112,7 +111,7 @@ bool HotMessage::parse(PyObject* const* args, size_t nargsf, PyObject* names, Py
                        Given& given) const {
   static PyObject* const tag_word = interned("tag");
   const Py_ssize_t count = PyVectorcall_NARGS(nargsf);
-  if (count < 1 || count > 3 || !path.is_array(args[0])) return false;
+  if (count < 1 || count > 3) return false;
   PyObject* rank = count > 1 ? args[1] : nullptr;
   PyObject* tag = count > 2 ? args[2] : nullptr;
   const Py_ssize_t named = names != nullptr ? PyTuple_GET_SIZE(names) : 0;
@@ -122,7 +121,8 @@ bool HotMessage::parse(PyObject* const* args, size_t nargsf, PyObject* names, Py
     if ((word != rank_word && word != tag_word) || place != nullptr) return false;
     place = args[count + i];
   }
-  given.array = &as_array(args[0]);
+  if (!path.arguments.see(args[0], given.what)) return false;
+  given.array = &as_array(given.what.array);
   if ((given.array->flags & flags) != flags) return false;
   given.dtype = path.code_of(*given.array);
   if (given.dtype == untyped) return false;
@@ -145,7 +145,7 @@ bool HotMessage::wait(const Operation& operation, uint64_t handle) const {
   path.ledger.flights.push_back(&flight);
   bool has_ended = true;
   {
-    const nb::gil_scoped_release released;
+    const Away released;
     Engine& engine = path.desk.engine();
     Hold held = engine.hold();
     path.desk.wait_for(held, operation, now_ns() + patience_ns, flight.is_recalled);
@@ -217,7 +217,7 @@ class HotReceive final : public HotMessage {
     static PyObject* const src_word = interned("src");
     Given given;
     if (path.desk.engine().is_forked() || !path.ledger.is_plain ||
-        !parse(args, nargsf, names, src_word, is_contiguous | is_aligned | is_writeable, true, given))
+        !parse(args, nargsf, names, src_word, is_contiguous | is_aligned | is_writeable, true, given) || given.what.is_number())
       return call_slow(args, nargsf, names);
     Met met;
     bool has_ended;

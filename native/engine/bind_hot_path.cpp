@@ -1,6 +1,6 @@
 // The hot path: the blocking collectives of a communicator, from the raw arguments to the result without Python.
 //
-// Knows the verbs with plain arguments (NumPy arrays as they lie in memory, no keyword but op, root and out) and what
+// Knows the verbs with plain arguments (see hot_argument.hpp; no keyword but op, root, out and algorithm) and what
 // Python decided when such a call was made for the first time: the program, the fingerprint, the type. Does not know
 // why it was decided so. Whatever else is given goes to Python, and so does a call that was never made before, from
 // which it learns. A call that does not end well or soon is handed over to Python while its run goes on: all that
@@ -22,7 +22,7 @@
 #include "../bind.hpp"
 #include "../isa.hpp"
 #include "desk.hpp"
-#include "hot_call.hpp"
+#include "hot_argument.hpp"
 #include "ledger.hpp"
 #include "run.hpp"
 
@@ -43,8 +43,11 @@ constexpr std::int64_t slice_ns = 50 * millisecond;
 // rest of the call, and others wait for microseconds.
 constexpr uint64_t glance_bytes = 16 * 1024;
 constexpr uint64_t gil_release_bytes = 32 * 1024;
-constexpr uint64_t collective_tag = uint64_t{1} << 62;  // contract.Tags
-constexpr uint64_t stages = 16;
+// Up to this a call does not wait until peers from which nothing comes back have met its messages, but no more than
+// so many times in a row: then it waits, so that none is further ahead. They fit into the credit many times over, and
+// a wait costs a message there and back: 2% of 64 calls.
+constexpr uint64_t ahead_bytes = 16 * 1024;
+constexpr uint8_t ahead_max = 64;
 constexpr int dims_max = 8;
 constexpr size_t learned_max = 512;  // per verb; a newer one takes the place of an older
 
@@ -61,17 +64,18 @@ struct Key {
   long root = 0;
   int lasti = 0;
   int nd = 0;
+  Form form = Form::array;
   Py_ssize_t shape[dims_max] = {};
 
   bool operator==(const Key& o) const {
     return descr == o.descr && op == o.op && algorithm == o.algorithm && code == o.code && root == o.root && lasti == o.lasti &&
-           nd == o.nd &&
+           nd == o.nd && form == o.form &&
            std::memcmp(shape, o.shape, static_cast<size_t>(nd) * sizeof *shape) == 0;
   }
   size_t hash() const {
     uint64_t x = reinterpret_cast<uint64_t>(descr) ^ reinterpret_cast<uint64_t>(code) << 7;
     x = (x ^ static_cast<uint64_t>(lasti) << 32 ^ reinterpret_cast<uint64_t>(op)) * 0x9e3779b97f4a7c15u;
-    x ^= static_cast<uint64_t>(root) ^ reinterpret_cast<uint64_t>(algorithm) >> 4;
+    x ^= static_cast<uint64_t>(root) ^ reinterpret_cast<uint64_t>(algorithm) >> 4 ^ static_cast<uint64_t>(form) << 24;
     for (int i = 0; i < nd; ++i) x = (x ^ static_cast<uint64_t>(shape[i]) ^ x >> 29) * 0xd6e8feb86659fd93u;
     return x ^ x >> 32;
   }
@@ -80,8 +84,7 @@ struct Key {
 // A call with plain arguments.
 struct Given {
   Key key;
-  PyObject* x = nullptr;
-  PyObject* out = nullptr;
+  Argument x, out;  // without an array if there is none
 };
 
 // What Python decided for a key; it keeps what the key points to.
@@ -93,6 +96,8 @@ struct Learned {
   uint8_t dtype = 0;
   std::int32_t op_code = -1;
   std::int64_t divisor = 0;  // of a mean
+  std::vector<std::int32_t> unanswered;  // peers to which we send, and from which nothing comes back
+  std::vector<std::int32_t> answering;
   uint64_t bytes = 0;        // of the longer buffer
 };
 
@@ -108,15 +113,33 @@ class HotPath {
         size(size),
         window(window > 0 ? window : 1),
         stall_ns(static_cast<std::int64_t>(stall_s * 1e9)),
-        array_type(std::move(array_type)),
-        empty(std::move(empty)),
+        arguments(std::move(array_type), std::move(empty)),
         engine_(std::move(engine)),
         ledger_(std::move(ledger)),
         is_users_(std::move(is_users)) {
-    check_layout(this->array_type, this->empty);
+    ahead.resize(static_cast<size_t>(desk.engine().size));
   }
 
-  bool is_array(PyObject* object) const { return is_a(object, array_type); }
+  // Messages that no call here has met although it should have: (rank, number, header) of calls before `sequence`.
+  nb::list unmet(uint64_t sequence) {
+    std::vector<Desk::Unmet> found;
+    if (sequence > 0) {
+      const Hold held = desk.engine().hold();
+      found = desk.unmet(context, tag_of(sequence - 1));
+    }
+    nb::list result;
+    for (const Desk::Unmet& one : found)
+      result.append(nb::make_tuple(one.source, one.sequence, nb::bytes(one.header.data(), one.header.size())));
+    return result;
+  }
+
+  // Who has not shown yet that it has made all calls that ended here.
+  std::vector<std::int32_t> behind() const {
+    std::vector<std::int32_t> ranks;
+    for (size_t rank = 0; rank < ahead.size(); ++rank)
+      if (ahead[rank] != 0) ranks.push_back(static_cast<std::int32_t>(rank));
+    return ranks;
+  }
 
   // Called by Python in the midst of a call that was not known: what it decided.
   bool learn(uint64_t sequence, const std::string& operation, nb::handle program, uint8_t dtype, std::int32_t op,
@@ -128,8 +151,9 @@ class HotPath {
   const Py_ssize_t size;
   const size_t window;
   const std::int64_t stall_ns;
-  const nb::object array_type;
-  const nb::object empty;
+  const Arguments arguments;
+  // By rank: how many of our calls it may not have made yet. Whatever comes from it in a later call shows that it has.
+  std::vector<uint8_t> ahead;
 
   // For tests: calls that ended here, that Python had to decide, and that Python had to end.
   uint64_t ended = 0, missed = 0, handed_over = 0;
@@ -154,8 +178,8 @@ class HotPath {
 // One verb of one communicator.
 class HotVerb final : public HotCall {
  public:
-  HotVerb(nb::object path, Verb verb, nb::object slow, nb::object take_over)
-      : HotCall(std::move(slow), std::move(take_over)), path(nb::cast<HotPath&>(path)), verb(verb), path_(std::move(path)) {}
+  HotVerb(nb::object path, Verb verb, nb::object slow, nb::object aid)
+      : HotCall(std::move(slow), std::move(aid)), path(nb::cast<HotPath&>(path)), verb(verb), path_(std::move(path)) {}
 
   PyObject* call(PyObject* const* args, size_t nargsf, PyObject* names) override;
   void keep(std::unique_ptr<Learned> learned) {
@@ -171,8 +195,11 @@ class HotVerb final : public HotCall {
   bool parse_x(PyObject* x, Given& given) const;
   bool fits(const Given& given) const;
   PyObject* ask_python(PyObject* const* args, size_t nargsf, PyObject* names, const Given& given);
-  PyObject* run(const Learned& learned, PyObject* x, nb::object out);
-  bool wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x, const nb::object& out);
+  bool run(const Learned& learned, PyObject* x, const nb::object& out);
+  bool wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x, const nb::object& out,
+            std::optional<Desk::Unmet>& unmet);
+  bool may_run_ahead(const Learned& learned) const;
+  void heed(const Desk::Unmet& unmet) const;
   bool hand_over(const Text& header, uint64_t sequence, uint64_t handle, std::int64_t started, PyObject* x,
                  const nb::object& out, nb::handle interruption);
   bool is_in_place() const { return verb == Verb::all_reduce || verb == Verb::broadcast; }
@@ -183,14 +210,14 @@ class HotVerb final : public HotCall {
 };
 
 bool HotVerb::parse_x(PyObject* x, Given& given) const {
-  if (!path.is_array(x)) return false;
-  const ArrayObject& array = as_array(x);
+  if (!path.arguments.see(x, given.x)) return false;
+  const ArrayObject& array = as_array(given.x.array);
   const int needed = is_contiguous | is_aligned | (is_in_place() ? is_writeable : 0);
   if ((array.flags & needed) != needed || array.nd > dims_max) return false;
   const bool is_by_rank = verb == Verb::reduce_scatter || verb == Verb::all_to_all;
   if (is_by_rank && (array.nd == 0 || array.dimensions[0] != path.size)) return false;
   if (verb == Verb::all_gather && array.nd == dims_max) return false;
-  given.x = x;
+  given.key.form = given.x.form;
   given.key.descr = array.descr;
   given.key.nd = array.nd;
   for (int i = 0; i < array.nd; ++i) given.key.shape[i] = array.dimensions[i];
@@ -222,14 +249,13 @@ bool HotVerb::parse(PyObject* const* args, Py_ssize_t count, PyObject* names, Gi
     else if (word == root_word && takes_root && root == nullptr)
       root = value;
     else if (word == out_word && takes_out)
-      given.out = value;
+      given.out.given = value != Py_None ? value : nullptr;
     else if (word == algorithm_word && is_one_object(value))
       given.key.algorithm = value;
     else
       return false;
   }
-  if (given.out == Py_None) given.out = nullptr;
-  if (given.out != nullptr && !fits(given)) return false;
+  if (given.out.given != nullptr && !(path.arguments.see(given.out.given, given.out) && fits(given))) return false;
   if (op != nullptr) {
     if (PyUnicode_CheckExact(op) && !is_one_object(op)) return false;
     given.key.op = op;
@@ -245,9 +271,9 @@ bool HotVerb::parse(PyObject* const* args, Py_ssize_t count, PyObject* names, Gi
 
 // Whether `out` may be filled as it is.
 bool HotVerb::fits(const Given& given) const {
-  if (!path.is_array(given.out)) return false;
-  const ArrayObject& x = as_array(given.x);
-  const ArrayObject& out = as_array(given.out);
+  if (given.out.is_number()) return false;
+  const ArrayObject& x = as_array(given.x.array);
+  const ArrayObject& out = as_array(given.out.array);
   constexpr int needed = is_contiguous | is_aligned | is_writeable;
   if ((out.flags & needed) != needed || out.descr != x.descr) return false;
   const int shift = verb == Verb::all_gather ? 1 : verb == Verb::reduce_scatter ? -1 : 0;
@@ -265,9 +291,7 @@ nb::object HotVerb::make_result(const Given& given) const {
   int nd = 0;
   if (verb == Verb::all_gather) shape[nd++] = path.size;
   for (int i = verb == Verb::reduce_scatter ? 1 : 0; i < key.nd; ++i) shape[nd++] = key.shape[i];
-  nb::object dims = nb::steal(PyTuple_New(nd));
-  for (int i = 0; i < nd; ++i) PyTuple_SET_ITEM(dims.ptr(), i, PyLong_FromSsize_t(shape[i]));
-  return path.empty(dims, nb::handle(key.descr));
+  return path.arguments.make(shape, nd, nb::handle(key.descr));
 }
 
 PyObject* HotVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) {
@@ -282,23 +306,27 @@ PyObject* HotVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) {
   const Learned* known = learned_.empty() ? nullptr : learned_[given.key.hash() % learned_max].get();
   if (known == nullptr || !(known->key == given.key) || !path.ledger.is_plain) return ask_python(args, nargsf, names, given);
   nb::object out;
-  if (given.out != nullptr) {
+  if (given.out.given != nullptr) {
     const uint64_t itemsize = itemsizes[known->dtype];
-    const byte* const in_at = as_array(given.x).data;
-    const byte* const out_at = as_array(given.out).data;
+    const byte* const in_at = as_array(given.x.array).data;
+    const byte* const out_at = as_array(given.out.array).data;
     const uint64_t in_bytes = known->program->counts[static_cast<size_t>(Buffer::in)] * itemsize;
     const uint64_t out_bytes = known->program->counts[static_cast<size_t>(Buffer::out)] * itemsize;
     if (in_at < out_at + out_bytes && out_at < in_at + in_bytes) return call_slow(args, nargsf, names);
-    out = nb::borrow(given.out);
+    out = nb::borrow(given.out.array);
   } else if (is_in_place()) {
-    out = nb::borrow(given.x);
+    out = nb::borrow(given.x.array);
   } else if (verb != Verb::barrier) {
     out = make_result(given);
     // Making it may have run any code, and `known` may be gone.
     known = learned_[given.key.hash() % learned_max].get();
     if (!(known->key == given.key) || !path.ledger.is_plain) return ask_python(args, nargsf, names, given);
   }
-  return run(*known, given.x, std::move(out));
+  if (!run(*known, given.x.array, out)) return nullptr;
+  if (verb == Verb::barrier) Py_RETURN_NONE;
+  if (given.out.given != nullptr) return Py_NewRef(given.out.given);
+  if (!is_in_place()) return Arguments::give(given.x.form, std::move(out));
+  return given.x.is_number() ? Arguments::number_of(given.x) : Py_NewRef(given.x.given);
 }
 
 PyObject* HotVerb::ask_python(PyObject* const* args, size_t nargsf, PyObject* names, const Given& given) {
@@ -327,17 +355,20 @@ bool HotPath::learn(uint64_t sequence, const std::string& operation, nb::handle 
     learned->bytes = std::max(learned->bytes, bytes[which]);
   }
   // What travels must be what was given, not a copy in another form.
-  if (given.x != nullptr) {
+  if (given.x.array != nullptr) {
     const bool is_out = verb.verb == Verb::all_reduce || verb.verb == Verb::broadcast;
     const nb::handle used = is_out ? out : in;
-    if (!is_array(used.ptr()) || as_array(used.ptr()).data != as_array(given.x).data) return false;
+    if (!arguments.is_array(used.ptr())) return false;
+    // A number has no memory: its type says whether it travels as it is.
+    const ArrayObject& one = as_array(used.ptr());
+    if (given.x.is_number() ? one.descr != given.key.descr : one.data != as_array(given.x.array).data) return false;
     uint64_t count = 1;
     for (int i = 0; i < given.key.nd; ++i) count *= static_cast<uint64_t>(given.key.shape[i]);
     if (count * itemsize != bytes[static_cast<size_t>(is_out ? Buffer::out : Buffer::in)] && count != 0) return false;
   } else if (learned->bytes != 0) {
     return false;
   }
-  if (given.out != nullptr && as_array(out.ptr()).data != as_array(given.out).data) return false;
+  if (given.out.given != nullptr && as_array(out.ptr()).data != as_array(given.out.array).data) return false;
   learned->key = given.key;
   learned->descr = nb::borrow(given.key.descr);
   learned->op = nb::borrow(given.key.op);
@@ -347,11 +378,28 @@ bool HotPath::learn(uint64_t sequence, const std::string& operation, nb::handle 
   learned->dtype = dtype;
   learned->op_code = op;
   learned->divisor = divisor;
+  for (const Line& line : learned->program->lines)
+    if (!line.recvs.empty())
+      learned->answering.push_back(line.peer);
+    else if (!line.sends.empty())
+      learned->unanswered.push_back(line.peer);
   miss->verb.keep(std::move(learned));
   return true;
 }
 
-PyObject* HotVerb::run(const Learned& learned, PyObject* x, nb::object out) {
+bool HotVerb::may_run_ahead(const Learned& learned) const {
+  if (learned.bytes > ahead_bytes) return false;
+  for (const std::int32_t peer : learned.unanswered)
+    if (path.ahead[static_cast<size_t>(peer)] >= ahead_max) return false;
+  return true;
+}
+
+// A message waits for a call that has been made here: Python compares, and raises if it was another.
+void HotVerb::heed(const Desk::Unmet& unmet) const {
+  helper.attr("heed")(unmet.source, unmet.sequence, nb::bytes(unmet.header.data(), unmet.header.size()));
+}
+
+bool HotVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
   Stage stage;
   stage.context = path.context;
   stage.dtype = learned.dtype;
@@ -363,8 +411,15 @@ PyObject* HotVerb::run(const Learned& learned, PyObject* x, nb::object out) {
   // From here to the flight's entry below nobody else runs Python: allowed, numbered and under way in one breath.
   const uint64_t sequence = path.ledger.next++;
   path.ledger.remember(sequence, learned.header);
-  stage.tag = collective_tag | sequence * stages;
+  stage.tag = tag_of(sequence);
+  stage.runs_ahead = may_run_ahead(learned);
+  for (const std::int32_t peer : learned.unanswered) {
+    uint8_t& ahead = path.ahead[static_cast<size_t>(peer)];
+    ahead = stage.runs_ahead ? static_cast<uint8_t>(ahead + 1) : 0;
+  }
+  for (const std::int32_t peer : learned.answering) path.ahead[static_cast<size_t>(peer)] = 0;
   bool is_done = false;
+  std::optional<Desk::Unmet> unmet;
   Run* run;
   uint64_t handle;
   {
@@ -380,6 +435,8 @@ PyObject* HotVerb::run(const Learned& learned, PyObject* x, nb::object out) {
     if (run->phase == Operation::Phase::ended && run->outcome == Outcome::done) [[likely]] {
       is_done = true;
       path.desk.recycle(*run);
+      if (const Arrived* const first = path.desk.first_unmet(path.context, stage.tag); first != nullptr) [[unlikely]]
+        unmet.emplace(first->envelope);
     }
   }
   // What was learned may be replaced while others run Python.
@@ -388,19 +445,20 @@ PyObject* HotVerb::run(const Learned& learned, PyObject* x, nb::object out) {
   const uint64_t count = learned.program->counts[static_cast<size_t>(Buffer::out)];
   if (is_done)
     ++path.ended;
-  else if (!wait(*run, learned, sequence, handle, x, out))
-    return nullptr;
+  else if (!wait(*run, learned, sequence, handle, x, out, unmet))
+    return false;
+  if (unmet.has_value()) heed(*unmet);
   if (divisor != 0) {
-    std::optional<nb::gil_scoped_release> released;
+    std::optional<Away> released;
     if (count * itemsizes[dtype] >= gil_release_bytes) released.emplace();
     active_kernels().divide[dtype](as_array(out.ptr()).data, count, divisor);
   }
-  if (!out.is_valid()) Py_RETURN_NONE;
-  return out.release().ptr();
+  return true;
 }
 
 // Wait for the end of a run with the GIL let go; false if an exception is set.
-bool HotVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x, const nb::object& out) {
+bool HotVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x, const nb::object& out,
+                   std::optional<Desk::Unmet>& unmet) {
   const Text header = learned.header;
   const std::int64_t started = now_ns(), stalled = started + path.stall_ns;
   Ledger::Flight flight{sequence, path.desk, handle};
@@ -409,14 +467,18 @@ bool HotVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t
   for (;;) {
     bool is_done = false, is_ours = true;
     {
-      const nb::gil_scoped_release released;
+      const Away released;
       Hold held = path.desk.engine().hold();
       const std::int64_t now = now_ns();
       const bool has_other = path.desk.wait_for(held, run, std::min(now + slice_ns, stalled), flight.is_recalled);
       if (run.phase == Operation::Phase::ended) {
         is_done = run.outcome == Outcome::done;
         is_ours = is_done;
-        if (is_done) path.desk.recycle(run);
+        if (is_done) {
+          path.desk.recycle(run);
+          if (const Arrived* const first = path.desk.first_unmet(path.context, tag_of(sequence)); first != nullptr) [[unlikely]]
+            unmet.emplace(first->envelope);
+        }
       } else if (has_other) {
         is_ours = false;
       }
@@ -442,14 +504,14 @@ bool HotVerb::hand_over(const Text& header, uint64_t sequence, uint64_t handle, 
   ++path.handed_over;
   try {
     const nb::object given = x != nullptr ? nb::borrow(x) : nb::none();
-    helper(verb_names[static_cast<size_t>(verb)], sequence, nb::bytes(header->data(), header->size()),
+    helper.attr("take_over")(verb_names[static_cast<size_t>(verb)], sequence, nb::bytes(header->data(), header->size()),
               static_cast<double>(started) / 1e9, handle, nb::make_tuple(given, out.is_valid() ? out : nb::none()),
               interruption.is_valid() ? interruption : nb::handle(Py_None));
     return true;
   } catch (nb::python_error& error) {
     // An interrupt may have come before Python had it in hand: the memory must be left alone before we return.
     {
-      const nb::gil_scoped_release released;
+      const Away released;
       Hold held = path.desk.engine().hold();
       if (Run* const run = path.desk.watched(handle); run != nullptr) {
         run->cancel();
@@ -462,11 +524,11 @@ bool HotVerb::hand_over(const Text& header, uint64_t sequence, uint64_t handle, 
   }
 }
 
-nb::object make_verb(nb::object path, const std::string& name, nb::object slow, nb::object take_over) {
+nb::object make_verb(nb::object path, const std::string& name, nb::object slow, nb::object aid) {
   for (size_t i = 0; i < verb_count; ++i)
     if (name == verb_names[i])
       return make_callable(
-          std::make_unique<HotVerb>(std::move(path), static_cast<Verb>(i), std::move(slow), std::move(take_over)));
+          std::make_unique<HotVerb>(std::move(path), static_cast<Verb>(i), std::move(slow), std::move(aid)));
   throw nb::value_error("no such verb");
 }
 
@@ -524,7 +586,9 @@ void bind_hot_path(nb::module_& m) {
                             for (const char* name : verb_names) names.append(name);
                             return nb::tuple(names);
                           })
-      .def("verb", &make_verb, nb::arg("name"), nb::arg("slow"), nb::arg("take_over"))
+      .def("verb", &make_verb, nb::arg("name"), nb::arg("slow"), nb::arg("aid"))
+      .def("unmet", &HotPath::unmet, nb::arg("sequence"))
+      .def("behind", &HotPath::behind)
       .def("learn", &HotPath::learn, nb::arg("sequence"), nb::arg("operation"), nb::arg("program"), nb::arg("dtype"),
            nb::arg("op"), nb::arg("memory_in").none(), nb::arg("memory_out").none(), nb::arg("header"), nb::arg("divisor"))
       .def_ro("ended", &HotPath::ended)

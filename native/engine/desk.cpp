@@ -1,5 +1,6 @@
 #include "desk.hpp"
 
+#include <algorithm>
 #include <new>
 
 #include "run.hpp"
@@ -63,6 +64,33 @@ Desk::Desk(Engine& engine) : engine_(engine) {
         desk.wake_pump();
       },
       this);
+  engine.set_on_unmet([](void* self) { static_cast<Desk*>(self)->tell_unmet(); }, this);
+}
+
+Desk::Unmet::Unmet(const Envelope& envelope)
+    : context(envelope.context),
+      source(envelope.source),
+      sequence(sequence_of(envelope.tag)),
+      header(reinterpret_cast<const char*>(envelope.header), envelope.header_bytes) {}
+
+std::vector<Desk::Unmet> Desk::unmet(uint64_t context, uint64_t tag_max) const {
+  std::vector<Unmet> found;
+  for (const Arrived* one = engine_.inbox.ahead().front(); one != nullptr; one = Inbox::Ahead::next(*one))
+    if (one->envelope.context == context && one->envelope.tag <= tag_max) found.emplace_back(one->envelope);
+  return found;
+}
+
+// The oldest of each sender and context: if that is early, so are the others.
+void Desk::tell_unmet() {
+  std::vector<std::pair<uint64_t, std::int32_t>> told;
+  for (const Arrived* one = engine_.inbox.ahead().front(); one != nullptr; one = Inbox::Ahead::next(*one)) {
+    const std::pair key{one->envelope.context, one->envelope.source};
+    if (std::find(told.begin(), told.end(), key) != told.end()) continue;
+    told.push_back(key);
+    news_.push_back({nullptr, {}, 0, std::make_shared<const Unmet>(one->envelope)});
+  }
+  engine_.nudge();
+  wake_pump();
 }
 
 SendOperation& Desk::make_send() {

@@ -95,7 +95,24 @@ class Desk {
   Run* watched(uint64_t handle) const;
   void recycle(Operation& operation);
 
-  // What is to be told, oldest first: an operation, or a peer that is gone. News has an order: who hears of a peer's
+  // A message that waits although its sender does not (Inbox::ahead), as Python compares it with what was called here.
+  struct Unmet {
+    uint64_t context = 0;
+    std::int32_t source = 0;
+    uint64_t sequence = 0;
+    std::string header;
+    explicit Unmet(const Envelope& envelope);
+  };
+  // Those of a context that belong to calls up to the one with this tag.
+  std::vector<Unmet> unmet(uint64_t context, uint64_t tag_max) const;
+  // The oldest, if it is such a one. Cheap enough to ask at the end of every call.
+  const Arrived* first_unmet(uint64_t context, uint64_t tag_max) const {
+    const Arrived* first = engine_.inbox.ahead().front();
+    while (first != nullptr && first->envelope.context != context) first = Inbox::Ahead::next(*first);
+    return first != nullptr && first->envelope.tag <= tag_max ? first : nullptr;
+  }
+
+  // What is to be told, oldest first: an operation, a peer that is gone, or a message that waits too long. News has an order: who hears of a peer's
   // end must have heard of every message that came before, even of one that meets its receive only now. So one
   // thread tells at a time, from `begin_telling` until `end_telling` finds nothing more, and the end of a peer is
   // taken alone.
@@ -103,6 +120,7 @@ class Desk {
     Operation* operation = nullptr;
     Down down{};
     uint64_t arrival = 0;  // of a peer's end: what has arrived by then came before
+    std::shared_ptr<const Unmet> unmet{};
   };
   bool begin_telling() { return !std::exchange(is_telling_, true); }
   bool end_telling() { return news_.empty() ? !(is_telling_ = false) : false; }
@@ -129,6 +147,7 @@ class Desk {
 
  private:
   void add(Operation& operation);
+  void tell_unmet();
   void wake_pump();
 
   Engine& engine_;

@@ -577,6 +577,7 @@ void Engine::beat(std::int64_t now) {
     snprintf(text, sizeof text, "silent for %.1f s", static_cast<double>(peer->silent_ns) / 1e9);
     lose(*peer, text, false);
   }
+  if (!inbox.ahead().empty() && on_unmet_ != nullptr) on_unmet_(on_unmet_self_);
 }
 
 // ---- leaving ----

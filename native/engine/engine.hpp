@@ -131,6 +131,12 @@ class Engine final : public Surroundings, private Host {
     on_down_self_ = self;
   }
 
+  // Called at every heartbeat while messages wait whose senders do not: see Inbox::ahead.
+  void set_on_unmet(void (*call)(void*), void* self) {
+    on_unmet_ = call;
+    on_unmet_self_ = self;
+  }
+
   // Take leave: flush what was started within the time, tell the others, end the rest.
   void close(std::int64_t flush_ns);
   bool is_closed() const { return is_closed_; }
@@ -205,6 +211,8 @@ class Engine final : public Surroundings, private Host {
   size_t share_ = 1;  // how many ranks of this host a core has to serve
   void (*on_down_)(void*, const Down&) = nullptr;
   void* on_down_self_ = nullptr;
+  void (*on_unmet_)(void*) = nullptr;
+  void* on_unmet_self_ = nullptr;
 
   // relaxed everywhere: hints that are read without the lock, decided with it
   std::atomic<bool> is_polled_{false};    // a caller makes progress

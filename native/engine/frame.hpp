@@ -51,6 +51,7 @@ inline constexpr uint8_t kind_count = 13;
 enum class Answer : uint8_t { met, withdrawn };
 
 inline constexpr uint8_t flag_ticket = 1;  // eager: a ticket precedes the header
+inline constexpr uint8_t flag_ahead = 2;   // eager: the sender does not wait until it is met; see Inbox::ahead
 
 struct Head {
   uint32_t word = 0;  // kind | flags << 8 | lines << 16; published last, and never 0

@@ -104,8 +104,17 @@ void Inbox::end_all(Outcome outcome) {
   }
 }
 
+void Inbox::overlook(uint64_t context) {
+  for (Arrived* message = ahead_.front(); message != nullptr;) {
+    Arrived* const next = Ahead::next(*message);
+    if (message->envelope.context == context) ahead_.remove(*message);
+    message = next;
+  }
+}
+
 void Inbox::recycle(Arrived& message) {
   std::unique_ptr<Arrived> owned(&message);
+  if (message.in_ahead.is_in) ahead_.remove(message);
   owned->heap.reset();
   owned->own = nullptr;
   owned->has_ticket = owned->is_here = false;

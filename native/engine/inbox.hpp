@@ -31,6 +31,14 @@ class Inbox {
   void repost(Receive& receive) { matcher_.repost(receive); }
   void withdraw(Receive& receive) { matcher_.withdraw(receive); }
 
+  // Messages whose senders do not wait until they are met, as long as they are not. If the call that they belong to
+  // has been made here, and they still wait, it was another call: whoever keeps the calls has to compare.
+  using Ahead = Chain<Arrived, &Arrived::in_ahead>;
+  const Ahead& ahead() const { return ahead_; }
+  void add_ahead(Arrived& message) { ahead_.push_back(message); }
+  // Nobody has calls of this context to compare with any more.
+  void overlook(uint64_t context);
+
   // Bring bytes that are here to their place.
   static void bring(Receive& receive, const byte* payload, uint64_t bytes) {
     if (bytes == 0) return;
@@ -51,6 +59,7 @@ class Inbox {
   void recycle(Arrived& message);
 
   Matcher matcher_;
+  Ahead ahead_;
   std::vector<std::unique_ptr<Arrived>> spare_;
 };
 

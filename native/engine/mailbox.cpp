@@ -28,7 +28,9 @@ class Mailbox::Slot final : public Receive {
   explicit Slot(Mailbox& box) : box_(box) {}
 
   Meeting meet(const Envelope& envelope, bool is_here) override {
-    letter_ = Letter{envelope.source, envelope.nbytes, nullptr};
+    letter_ = Letter{};
+    letter_.source = envelope.source;
+    letter_.nbytes = envelope.nbytes;
     is_offer_ = false;
     if (envelope.nbytes <= letter_bytes_max) letter_.data.reset(new (std::nothrow) byte[envelope.nbytes + 1]);
     if (is_here) return Meeting::accept;
@@ -78,6 +80,53 @@ class Mailbox::Parcel final : public Send {
 
  private:
   Mailbox& box_;
+};
+
+class Mailbox::Lent final : public Send {
+ public:
+  explicit Lent(Mailbox& box) : box_(box) {}
+  void end(Outcome) override {
+    --box_.active_;
+    box_.lent_.erase(number_of);
+    box_.returned_.push_back(std::move(owner));
+    box_.spare_lent_.push_back(this);
+  }
+  uint64_t number_of = 0;
+  Owner owner;
+
+ private:
+  Mailbox& box_;
+};
+
+class Mailbox::Expected final : public Receive {
+ public:
+  explicit Expected(Mailbox& box) : box_(box) {}
+  Meeting meet(const Envelope& envelope, bool) override {
+    came_ = envelope.nbytes;
+    return came_ <= nbytes ? Meeting::accept : Meeting::refuse;
+  }
+  byte* place() override { return into; }
+  void write(uint64_t, const byte*, size_t) override {}
+  void end(Outcome outcome, std::int32_t) override {
+    --box_.active_;
+    box_.expected_.erase(number_of);
+    Letter letter;
+    letter.source = source;
+    letter.nbytes = came_;
+    letter.number = number_of;
+    letter.outcome = outcome;
+    letter.owner = std::move(owner);
+    box_.spare_expected_.push_back(this);
+    box_.add(std::move(letter));
+  }
+  uint64_t number_of = 0;
+  byte* into = nullptr;
+  uint64_t nbytes = 0;
+  Owner owner;
+
+ private:
+  Mailbox& box_;
+  uint64_t came_ = 0;
 };
 
 Mailbox::Mailbox(Engine& engine, uint64_t context, uint64_t tag)
@@ -138,8 +187,62 @@ bool Mailbox::post(std::int32_t dst, const byte* data, uint64_t nbytes) {
   return false;
 }
 
+bool Mailbox::lend(std::int32_t dst, uint64_t tag, const byte* data, uint64_t nbytes, uint64_t number, Owner owner) {
+  if (spare_lent_.empty()) {
+    auto made = std::make_unique<Lent>(*this);
+    spare_lent_.push_back(made.get());
+    all_lent_.push_back(std::move(made));
+  }
+  Lent& lent = *spare_lent_.back();
+  spare_lent_.pop_back();
+  lent.context = context_;
+  lent.tag = tag;
+  lent.data = data;
+  lent.nbytes = nbytes;
+  lent.number_of = number;
+  lent.owner = std::move(owner);
+  lent_[number] = &lent;
+  ++active_;
+  if (!is_closed_ && engine_.start(lent, dst)) return true;
+  lent.end(Outcome::closed);
+  return false;
+}
+
+void Mailbox::expect(std::int32_t source, uint64_t tag, byte* into, uint64_t nbytes, uint64_t number, Owner owner) {
+  if (spare_expected_.empty()) {
+    auto made = std::make_unique<Expected>(*this);
+    spare_expected_.push_back(made.get());
+    all_expected_.push_back(std::move(made));
+  }
+  Expected& expected = *spare_expected_.back();
+  spare_expected_.pop_back();
+  expected.context = context_;
+  expected.tag = tag;
+  expected.source = source;
+  expected.into = into;
+  expected.nbytes = nbytes;
+  expected.number_of = number;
+  expected.owner = std::move(owner);
+  expected_[number] = &expected;
+  ++active_;
+  if (is_closed_ || !engine_.start(expected)) expected.end(Outcome::closed, source);
+}
+
+void Mailbox::withdraw(uint64_t number) {
+  if (const auto found = lent_.find(number); found != lent_.end()) {
+    engine_.cancel(*found->second);
+  } else if (const auto it = expected_.find(number); it != expected_.end()) {
+    Expected& expected = *it->second;
+    if (engine_.cancel(expected)) expected.end(Outcome::cancelled, expected.source);
+  }
+}
+
 void Mailbox::on_letter(Letter letter) {
   senders_[letter.source].queued_bytes += letter.nbytes + line_bytes;
+  add(std::move(letter));
+}
+
+void Mailbox::add(Letter letter) {
   queue_.push_back(std::move(letter));
   // A letter to oneself is brought by a thread that does not make progress.
   engine_.nudge();
@@ -150,8 +253,10 @@ void Mailbox::on_letter(Letter letter) {
 std::vector<Letter> Mailbox::letters() {
   std::vector<Letter> taken = std::move(queue_);
   queue_.clear();
+  if (!taken.empty()) ++batches_;
   bool is_short = false;
   for (const Letter& letter : taken) {
+    if (letter.number != 0) continue;
     Sender& sender = senders_[letter.source];
     is_short |= sender.needs_slot;
     sender.queued_bytes -= letter.nbytes + line_bytes;
@@ -255,6 +360,9 @@ void Mailbox::close() {
       --active_;
       spare_slots_.push_back(slot.get());
     }
+  std::vector<uint64_t> expected;
+  for (const auto& [number, one] : expected_) expected.push_back(number);
+  for (const uint64_t number : expected) withdraw(number);
   engine_.nudge();
   rest_.notify_all();
   spare_.notify_all();

@@ -19,6 +19,10 @@ struct Incoming;
 
 inline constexpr std::int32_t any_source = -1;
 inline constexpr uint64_t user_tags = uint64_t{1} << 31;  // ANY meets only tags below: values.TAG_MAX + 1
+// Of collectives: contract.Tags. A plan's own messages are told apart by the bits above (run.cpp).
+inline constexpr uint64_t collective_tag = uint64_t{1} << 62, stages = 16;
+inline constexpr uint64_t tag_of(uint64_t sequence) { return collective_tag | sequence * stages; }
+inline constexpr uint64_t sequence_of(uint64_t tag) { return (tag & ~collective_tag) / stages; }
 inline constexpr uint8_t untyped = 255;                   // contract.UNTYPED
 inline constexpr uint8_t plain_bytes = 5;                 // values.DTYPES["uint8"].code: fits any type too
 
@@ -52,6 +56,7 @@ class Send {
   Lane lane = Lane::bulk;
   bool sync = false;  // end only when met
   bool is_final = false;  // the peer will ask for it; if it is taken back after it has left, it may still be received
+  bool is_ahead = false;  // it should be met, but nobody waits for that: the peer is to look after it
 
   // What follows is the engine's.
   enum class State : uint8_t { idle, queued, offered, streaming, ended };
@@ -121,6 +126,7 @@ struct Arrived {
   const byte* payload = nullptr;
   Hook<Arrived> in_bucket;
   Hook<Arrived> in_order;
+  Hook<Arrived> in_ahead;
   std::unique_ptr<byte[]> heap;
   // Enough for a small message with its fingerprint.
   byte inside[192];

@@ -76,7 +76,7 @@ bool Peer::start(Send& send) {
   bool is_eager = send.nbytes <= (send.is_final ? final_max_ : eager_max_)[lane] &&
                   credit_used_[lane] + cost(send.nbytes) <= credit_of(send.lane);
   if (is_eager && !send.sync) [[likely]] {
-    head.word = Head::make_word(Kind::eager);
+    head.word = Head::make_word(Kind::eager, send.is_ahead ? flag_ahead : 0);
     body.payload = send.data;
     body.payload_bytes = send.nbytes;
     if (!link->put(send.lane, head, body)) return false;
@@ -362,6 +362,7 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
     message->is_here = is_here;
     message->lane = lane;
     message->has_ticket = ticketed != nullptr;
+    if ((head.flags() & flag_ahead) != 0) around_.inbox.add_ahead(*message);
     if (ticketed != nullptr) {
       message->ticket = ticketed->ticket;
       ticketed->state = Incoming::State::queued;

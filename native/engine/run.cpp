@@ -177,8 +177,8 @@ void Run::post_send(const Line& line, LineState& state) {
   RunSend& send = *spare_sends_.back();
   spare_sends_.pop_back();
   // The first message carries the fingerprint. To a peer from which nothing comes back it ends only when met: a peer
-  // that never asks for it is a mismatch, and the sender must not get away before it is seen. Any other peer's own
-  // fingerprint, without which the run does not end, proves that it will ask.
+  // that never asks for it is a mismatch, and the sender must not get away before it is seen, unless it runs ahead and
+  // the peer looks after it. Any other peer's own fingerprint, without which the run does not end, proves that it will ask.
   const bool is_first = state.next_send == 0;
   send.tag = numbered(stage_.tag, state.next_send);
   send.piece = line.sends[state.next_send++];
@@ -189,7 +189,9 @@ void Run::post_send(const Line& line, LineState& state) {
   send.header = reinterpret_cast<const byte*>(header->data());
   send.header_bytes = static_cast<uint16_t>(is_first ? header->size() : 0);
   send.dtype = stage_.dtype;
-  send.sync = is_first && line.recvs.empty();
+  const bool is_unanswered = is_first && line.recvs.empty();
+  send.sync = is_unanswered && !stage_.runs_ahead;
+  send.is_ahead = is_unanswered && stage_.runs_ahead;
   send.is_final = true;
   send.is_active = true;
   ++state.sending;

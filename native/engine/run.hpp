@@ -68,6 +68,7 @@ struct Stage {
   uint64_t itemsize = 1;
   Reduce kernel = nullptr;  // none: the program reduces nothing
   size_t window = 1;        // receives under way per peer
+  bool runs_ahead = false;  // messages to peers from which nothing comes back need not be met before it ends
 };
 
 class Run final : public Operation, public Chore {

@@ -31,7 +31,7 @@ def typed(data: np.ndarray[Any, Any], dtype: str) -> Typed:
     kind = dtype_named(dtype)
     if (
         not isinstance(data, np.ndarray)
-        or isinstance(data, np.ma.MaskedArray)
+        or _is_masked(data)
         or data.dtype.itemsize != kind.itemsize
         or data.dtype.hasobject
         or not data.dtype.isnative
@@ -205,11 +205,17 @@ def _see(given: Any, what: str) -> tuple[np.ndarray[Any, Any], DType, Family]:
     return _see_numpy(array, what, _NUMPY)
 
 
+def _is_masked(array: np.ndarray[Any, Any]) -> bool:
+    """Whether it has a mask. `np.ma` takes 10 ms to import, and who has such an array has done it."""
+    masked = sys.modules.get("numpy.ma.core")
+    return masked is not None and isinstance(array, masked.MaskedArray)
+
+
 def _see_numpy(
     array: np.ndarray[Any, Any], what: str, family: Family
 ) -> tuple[np.ndarray[Any, Any], DType, Family]:
     kind = array.dtype
-    if isinstance(array, np.ma.MaskedArray):
+    if _is_masked(array):
         raise UsageError(f"{what} is a masked array, and a mask does not travel; allowed: plain arrays")
     if not kind.isnative:
         raise UsageError(f"{what} has foreign byte order ({kind.str}); allowed: the machine's own")

@@ -1,4 +1,4 @@
-"""The typed codec: plain data, arrays and registered dataclasses to bytes and back.
+"""The typed codec: plain data, arrays and registered classes to bytes and back.
 
 Knows a closed list of types. Does not know pickle, and imports nothing because of what the wire says: a name
 on the wire is only ever looked up among the classes that this process has registered.
@@ -24,7 +24,7 @@ from unisono import buffers
 from unisono.errors import ProtocolError, UsageError
 from unisono.values import DTYPES, DType
 
-__all__ = ["decode", "encode", "pack", "register", "unpack"]
+__all__ = ["decode", "encode", "is_record", "is_registered", "pack", "register", "unpack"]
 
 C = TypeVar("C", bound=type)
 
@@ -36,24 +36,43 @@ _DIMENSIONS_MAX: Final = 64
 _BLOBS_MAX: Final = 1 << 20
 
 # Extension codes: what msgpack has no word for.
-_TUPLE, _MAP, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _ARRAY, _SCALAR, _DATACLASS = range(1, 10)
+_TUPLE, _MAP, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _ARRAY, _SCALAR, _RECORD = range(1, 10)
 
 _names: dict[type, str] = {}
 _classes: dict[str, type] = {}
 
 
 def register(cls: C) -> C:
-    """Let a dataclass travel: every rank that sends or receives it registers it. Usable as a decorator."""
-    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-        raise UsageError(f"register takes a dataclass, not {cls!r}")
+    """Let a dataclass or a msgspec.Struct travel: every rank that sends or receives it registers it.
+
+    Usable as a decorator.
+    """
+    if not is_record(cls):
+        raise UsageError(f"register takes a dataclass or a msgspec.Struct, not {cls!r}")
     name = f"{cls.__module__.removeprefix('__mp_main__').removeprefix('__main__')}.{cls.__qualname__}"
     known = _classes.get(name)
-    if known is not None and [f.name for f in dataclasses.fields(known)] != [
-        f.name for f in dataclasses.fields(cls)
-    ]:
-        raise UsageError(f"another dataclass is registered as {name!r} already")
+    if known is not None and _fields(known) != _fields(cls):
+        raise UsageError(f"another class is registered as {name!r} already")
     _names[cls], _classes[name] = name, cls
     return cls
+
+
+def is_record(cls: Any) -> bool:
+    """Whether something is a class that `register` takes."""
+    return isinstance(cls, type) and (
+        dataclasses.is_dataclass(cls) or (issubclass(cls, msgspec.Struct) and cls is not msgspec.Struct)
+    )
+
+
+def is_registered(cls: type) -> bool:
+    """Whether instances of a class can travel."""
+    return cls in _names
+
+
+def _fields(cls: Any) -> list[str]:
+    if issubclass(cls, msgspec.Struct):
+        return list(cls.__struct_fields__)
+    return [field.name for field in dataclasses.fields(cls)]
 
 
 def encode(value: Any) -> tuple[bytes, list[memoryview]]:
@@ -150,12 +169,12 @@ class _Encoder:
         if rewrite is not None:
             return rewrite(self, value, path, depth + 1)
         if kind in _names:
-            return self._dataclass(value, path, depth + 1)
+            return self._record(value, path, depth + 1)
         if isinstance(value, np.generic | buffers.Typed) or _is_array(value):
             return self._array(value, path)
         raise UsageError(
             f"object at {path} is {kind.__module__}.{kind.__qualname__}; allowed: plain data, bytes, arrays "
-            f"and dataclasses given to unisono.register"
+            f"and dataclasses given to unisono.register, msgspec.Structs too"
         )
 
     def _int(self, value: int, path: str, depth: int) -> Any:
@@ -186,10 +205,10 @@ class _Encoder:
         flat = [part for k, v in items for part in (self.plain(k, f"{path}.keys()", depth), v)]
         return _packed(_MAP, flat)
 
-    def _dataclass(self, value: Any, path: str, depth: int) -> Any:
-        fields = [f.name for f in dataclasses.fields(value)]
+    def _record(self, value: Any, path: str, depth: int) -> Any:
+        fields = _fields(type(value))
         parts = [self.plain(getattr(value, name), f"{path}.{name}", depth) for name in fields]
-        return _packed(_DATACLASS, [_names[type(value)], fields, parts])
+        return _packed(_RECORD, [_names[type(value)], fields, parts])
 
     def _array(self, value: Any, path: str) -> Any:
         array = buffers.view(value, f"array at {path}")
@@ -289,18 +308,18 @@ class _Decoder:
         scalar = buffers.numpy_family(dtype).give(flat, (), dtype)
         return scalar[()] if isinstance(scalar, np.ndarray) else scalar
 
-    def _dataclass(self, data: memoryview) -> Any:
+    def _record(self, data: memoryview) -> Any:
         name, fields, parts = self._parts(data)
         cls = _classes.get(name) if type(name) is str else None
         if cls is None:
             raise ProtocolError(
-                f"dataclass {str(name)[:80]!r} is not registered here; give it to unisono.register"
+                f"the class {str(name)[:80]!r} is not registered here; give it to unisono.register"
             )
-        declared = dataclasses.fields(cls)
-        if [f.name for f in declared] != fields or len(parts) != len(fields):
-            raise ProtocolError(
-                f"dataclass {name!r} has other fields here: {[f.name for f in declared]}, not {fields}"
-            )
+        declared = _fields(cls)
+        if declared != fields or type(parts) is not list or len(parts) != len(fields):
+            raise ProtocolError(f"the class {name!r} has other fields here: {declared}, not {fields}")
+        if issubclass(cls, msgspec.Struct):
+            return cls(**dict(zip(fields, parts, strict=True)))  # as msgspec itself makes one of what came
         # Values travel, not constructor arguments: __init__ may derive or check fields that were sent.
         value: Any = object.__new__(cls)
         for field, part in zip(fields, parts, strict=True):
@@ -352,6 +371,6 @@ _REBUILDS: Final[dict[int, Callable[[_Decoder, memoryview], Any]]] = {
     _BIG_INT: _Decoder._big_int,
     _COMPLEX: _Decoder._complex,
     _SCALAR: _Decoder._scalar,
-    _DATACLASS: _Decoder._dataclass,
+    _RECORD: _Decoder._record,
     _ARRAY: _Decoder._array,
 }

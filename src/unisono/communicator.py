@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
@@ -134,9 +134,10 @@ class Communicator:
         self._waited = Start(self, group, timers=False)
         if group.hot is not None:
             # In front of the verb of the class, which it asks for whatever is not plain or not known yet.
+            aid = _Aid(group)
             for name in group.hot.verbs:
                 verb = getattr(self, name)
-                self.__dict__[name] = group.hot.verb(name, verb, partial(_take_over, group))
+                self.__dict__[name] = group.hot.verb(name, verb, aid)
         if group.hot_messages is not None:
             check = group.check_introduction
             self.__dict__["send"] = group.hot_messages.send(self.send, check)
@@ -241,16 +242,25 @@ class Communicator:
     # -- endings ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Flush what was sent and leave, with all groups within. Who waits for this rank gets PeerLost."""
-        for child in list(self._children):
-            child.close()
-        self._group.close()
+        """Flush what was sent and leave, with all groups within. Who waits for this rank gets PeerLost.
+
+        Raises:
+            CollectiveMismatch: calls that ended here were others elsewhere. It is closed all the same.
+        """
+        unheard: CollectiveMismatch | None = None
+        for one in (*self._children, None):
+            try:
+                (self._group if one is None else one).close()
+            except CollectiveMismatch as mismatch:
+                unheard = unheard or mismatch
         if self._parent is None:
             if self._forgotten.detach() is not None:
                 self._group.backend.close()
         else:
             self._parent._children.pop(self, None)
             self._group.backend.end_group(self._group.context)
+        if unheard is not None:
+            raise unheard
 
     def abort(self, reason: str) -> None:
         """Give up: end everyone's operations here with PeerAborted, which carries the reason."""
@@ -369,26 +379,38 @@ def _listed(given: Any, what: str) -> list[Any]:
         raise UsageError(f"{what}={given!r}; allowed: a list") from None
 
 
-def _take_over(
-    group: Group,
-    operation: str,
-    sequence: int,
-    fingerprint: bytes,
-    started_at: float,
-    handle: int,
-    memory: tuple[Any, ...],
-    interruption: BaseException | None,
-) -> None:
-    """Wait for what the hot path began and could not end by itself; it raises what the verb would."""
+class _Aid:
+    """What the hot path asks for on a bad day."""
 
-    def steps(call: Call) -> Steps[None]:
-        return Collective(group, call).take_over(handle, memory, fingerprint)
+    def __init__(self, group: Group) -> None:
+        self._group = group
 
-    work = group.resume(operation, sequence, started_at, steps)
-    if interruption is not None:
-        work.cancel()
-        raise interruption
-    waited(work)
+    def take_over(
+        self,
+        operation: str,
+        sequence: int,
+        fingerprint: bytes,
+        started_at: float,
+        handle: int,
+        memory: tuple[Any, ...],
+        interruption: BaseException | None,
+    ) -> None:
+        """Wait for what the hot path began and could not end by itself; it raises what the verb would."""
+        group = self._group
+
+        def steps(call: Call) -> Steps[None]:
+            return Collective(group, call).take_over(handle, memory, fingerprint)
+
+        work = group.resume(operation, sequence, started_at, steps)
+        if interruption is not None:
+            work.cancel()
+            raise interruption
+        waited(work)
+
+    def heed(self, source: int, sequence: int, theirs: bytes) -> None:
+        """A message waits for a call that was made here: raise if that was another call than its sender's."""
+        if not self._group.on_unmet(source, sequence, theirs):
+            self._group.check_usable(is_collective=True)
 
 
 def _close_later(backend: Backend) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENVELOPE_BYTES",
+    "GRACE_LOOK_S",
     "GRACE_S",
     "HEADER_BYTES_MAX",
     "UNTYPED",
@@ -57,8 +58,9 @@ ENVELOPE_BYTES: Final = 64
 BROKEN: Final = "broke the protocol"
 
 # Ranks do not begin at the same instant: for so long what is called already may still be to come, an agent or
-# a function of it.
+# a function of it. A collective called there meanwhile says that nothing more will come; so often one looks.
 GRACE_S: Final = 0.5
+GRACE_LOOK_S: Final = 0.01
 
 # The dtype code of plain bytes, which fit any receive buffer.
 UNTYPED: Final = 255
@@ -308,11 +310,30 @@ class Mailbox(Protocol):
     def post(self, dst: int, data: bytes) -> None:
         """Send in the control lane, in order. What cannot arrive is dropped: a watch tells why."""
 
-    def take(self, timeout: float, is_front: bool) -> list[tuple[int, bytes]]:
+    def take(self, timeout: float, is_front: bool) -> list[tuple[int, Any]]:
         """Wait for messages and take them, with their sources; none after a poke, or if time is up.
 
-        In the background it also returns with none when who read last has been away for long.
+        A message is bytes, or for one that was expected (its number, its outcome, how many bytes came). In
+        the background it also returns with none when who read last has been away for long.
         """
+
+    def drain(self) -> list[tuple[int, Any]]:
+        """Take what is here."""
+
+    def batches(self) -> int:
+        """How often a thread was given messages so far: each time it has them in hand for a while."""
+
+    def lend(self, dst: int, tag: int, data: Any, number: int) -> bool:
+        """Send a long message from where it lies, which has to stay until it is no longer lent."""
+
+    def is_lent(self, number: int) -> bool:
+        """Whether the other side may still read it."""
+
+    def expect(self, src: int, tag: int, into: Any, number: int) -> None:
+        """Receive a long message where it is to stay; `take` tells its end, and whether it came."""
+
+    def withdraw(self, number: int) -> None:
+        """Take back what was lent or expected and has not begun."""
 
     def poke(self, is_front: bool) -> None:
         """Make the reader in front, or one in the background, return."""
@@ -331,12 +352,18 @@ class KnownCalls(Protocol):
     def verbs(self) -> tuple[str, ...]:
         """The verbs that it has a short way for."""
 
-    def verb(self, name: str, slow: Callable[..., Any], take_over: Callable[..., None]) -> Callable[..., Any]:
+    def verb(self, name: str, slow: Callable[..., Any], aid: Any) -> Callable[..., Any]:
         """Make what stands in front of `slow`, the verb itself.
 
-        `take_over` waits for what was begun, given (operation, sequence, header, start time, handle, memory,
-        exception or None).
+        `aid.take_over` waits for what was begun, given (operation, sequence, header, start time, handle,
+        memory, exception or None); `aid.heed` compares a message that was not met (rank, sequence, header).
         """
+
+    def unmet(self, sequence: int) -> Sequence[tuple[int, int, bytes]]:
+        """Messages that wait for calls before this one, if calls may end before theirs are met."""
+
+    def behind(self) -> Sequence[int]:
+        """Ranks that have not shown yet that they have made all calls that ended here."""
 
     def learn(
         self,
@@ -449,8 +476,14 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"{self.capabilities.name} does not run plans")
 
-    def hot_path(self, context: int, size: int, ledger: Ledger) -> KnownCalls | None:
-        """Make what runs known calls of a communicator of `size` ranks by a short way, if the backend can."""
+    def hot_path(
+        self, context: int, size: int, ledger: Ledger, on_unmet: Callable[[int, int, bytes], bool]
+    ) -> KnownCalls | None:
+        """Make what runs known calls of a communicator of `size` ranks by a short way, if the backend can.
+
+        Such a call may end before its messages are met. `on_unmet` hears of those that have come here and
+        wait: the rank of the world, the number and the text of the call. False: it need not hear of any more.
+        """
         return None
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:

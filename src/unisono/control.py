@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
-from unisono.contract import GRACE_S, Backend, Lane, PeerDown, Tags
+from unisono.contract import GRACE_LOOK_S, GRACE_S, Backend, Lane, PeerDown, Tags
 from unisono.errors import (
     ClosedError,
     CollectiveMismatch,
@@ -145,10 +145,15 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Knock(msgspec.Struct, frozen=True, tag="knock"):
-    """Does the receiver have a tenant of this context, an agent for calls? The sender has, called `name`."""
+    """Does the receiver have a tenant of this context, an agent for calls? The sender has, called `name`.
+
+    `progress` is how far the sender had come when it made its own: the number of its next collective, by
+    context. Who is beyond that and has none is not about to make one.
+    """
 
     context: int
     name: str
+    progress: dict[int, int] = {}
 
 
 class Present(msgspec.Struct, frozen=True, tag="present"):
@@ -188,6 +193,10 @@ class Member(Protocol):
 
     context: int
 
+    @property
+    def next_sequence(self) -> int:
+        """The number of the collective that is called next."""
+
     def on_news(self, sender: int, news: News) -> None:
         """A member, by its world rank, tells something about this communicator."""
 
@@ -203,6 +212,7 @@ class Tenant(Protocol):
 
     context: int
     name: str | None
+    progress: dict[int, int]  # see Knock
 
     def on_present(self, sender: int, name: str) -> None:
         """A rank has one, too, and what it is called."""
@@ -232,6 +242,8 @@ class Control:
         self._members: dict[int, Member] = {}
         self._tenants: dict[int, Tenant] = {}
         self._knocks: dict[int, dict[int, str]] = {}
+        # Contexts whose tenant was waited for once, and did not come.
+        self._missed: OrderedDict[int, None] = OrderedDict()
         self._down: dict[int, PeerDown] = {}
         self._early: OrderedDict[int, list[tuple[int, News]]] = OrderedDict()
         self._early_count = 0
@@ -262,6 +274,7 @@ class Control:
         with self._lock:
             self._tenants[tenant.context] = tenant
             early = self._knocks.pop(tenant.context, {})
+            self._missed.pop(tenant.context, None)
             down = list(self._down.values())
         for verdict in down:
             tenant.on_peer_down(verdict)
@@ -275,7 +288,7 @@ class Control:
 
     def ask_for(self, tenant: Tenant, rank: int) -> None:
         """Ask a rank whether it has such a tenant."""
-        self.tell([rank], Knock(tenant.context, tenant.name or ""))
+        self.tell([rank], Knock(tenant.context, tenant.name or "", tenant.progress))
 
     def has_context(self, context: int) -> bool:
         """Whether a living communicator of this rank uses the context."""
@@ -354,8 +367,8 @@ class Control:
             case Knock() if tenant is not None:
                 self._on_knock(sender, word.name, tenant)
             case Knock():
-                runtime = self.backend.runtime
-                runtime.call_at(runtime.now() + GRACE_S, lambda: self._say_absent(sender, word.context))
+                until = self.backend.runtime.now() + (0 if word.context in self._missed else GRACE_S)
+                self._await_tenant(sender, word, until)
             case Present() if tenant is not None:
                 tenant.on_present(sender, _shown(word.name))
             case Absent() if tenant is not None:
@@ -364,6 +377,26 @@ class Control:
     def _on_knock(self, sender: int, name: str, tenant: Tenant) -> None:
         self.tell([sender], Present(tenant.context, tenant.name or ""))
         tenant.on_present(sender, _shown(name))
+
+    def _await_tenant(self, sender: int, knock: Knock, until: float) -> None:
+        """Give a tenant the time to come that it may still need, and no more."""
+        runtime = self.backend.runtime
+        now = runtime.now()
+        with self._lock:
+            is_asked = sender in self._knocks.get(knock.context, {})
+            is_beyond = any(
+                context in self._members and self._members[context].next_sequence > sequence
+                for context, sequence in knock.progress.items()
+            )
+            if is_asked and now >= until:
+                self._missed[knock.context] = None
+                if len(self._missed) > _EARLY_NEWS_MAX:
+                    self._missed.popitem(last=False)
+        if not is_asked or is_beyond or now >= until:
+            self._say_absent(sender, knock.context)
+        else:
+            look_at = min(until, now + GRACE_LOOK_S)
+            runtime.call_at(look_at, lambda: self._await_tenant(sender, knock, until))
 
     def _say_absent(self, sender: int, context: int) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ good: then messages between two members fail too.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ from unisono.errors import (
 )
 from unisono.runtime import NEVER, Deadline
 from unisono.values import ANY
-from unisono.work import Call, Steps, Task, Work
+from unisono.work import Call, Steps, Task, Work, waited
 
 __all__ = ["Group", "context_of", "descriptor_of", "fingerprint_of", "single"]
 
@@ -82,11 +83,14 @@ class Group:
         self._pending: dict[int, _Pending] = {}
         self.ledger = Ledger()
         # The backend's ways around Python, for calls that were made before and for messages, if it has them.
-        self.hot = backend.hot_path(context, backend.size, self.ledger)
+        self.hot = backend.hot_path(context, backend.size, self.ledger, self.on_unmet)
         self.hot_messages = backend.hot_messages(
             context, tuple(range(backend.size)), self.ledger, is_introduced=is_introduced
         )
         self._poison: UnisonoError | None = None
+        self._is_heard = False  # a caller here has heard of the poison
+        # Who has not said yet, as this one leaves, that it made our last call.
+        self._unsettled: set[int] = set()
         self._is_aborted = False
         self._closed: ClosedError | None = None
         self._tenants: dict[str, Tenant] = {}
@@ -186,6 +190,8 @@ class Group:
         for rank, calls in known:
             if (mismatch := self._compare(rank, calls)) is not None:
                 raise mismatch
+        if (mismatch := self._overlooked()) is not None:
+            raise mismatch
         self.control.tell(askers, Answer(self.context, sequence, has_called=True))
 
     def check_fingerprint(self, call: Call, mine: bytes, peer: int, theirs: bytes) -> None:
@@ -222,6 +228,16 @@ class Group:
 
     # -- tenants ------------------------------------------------------------------------------------------
 
+    @property
+    def next_sequence(self) -> int:
+        """The number of the collective that is called next."""
+        return self.ledger.next
+
+    def progress(self) -> dict[int, int]:
+        """How far this rank has come: the number of its next collective, here and on the groups above."""
+        above = {} if self.parent is None else self.parent.progress()
+        return {**above, self.context: self.next_sequence}
+
     def attach(self, tenant: Tenant, purpose: str) -> int:
         """Let something live here until the end of the group; returns its context. One for each purpose."""
         with self._lock:
@@ -247,6 +263,7 @@ class Group:
         self.control.tell(self.world_ranks, Verdict.of(error, self.context))
         for entry in pending:
             entry.task.interrupt(self._current_poison)
+        self._wake_all()
 
     def abort(self, error: UnisonoError) -> None:
         """A member gives up for good: end everything. If the group was poisoned before, that is the cause."""
@@ -273,6 +290,7 @@ class Group:
                 return
             sends = [entry for entry in self._pending.values() if entry.is_send]
         self._flush(sends)
+        is_ahead = self._settle()
         with self._lock:
             self._closed = ClosedError(f"communicator {self.name!r} is closed")
             self._look()
@@ -285,6 +303,12 @@ class Group:
             for lane in (Lane.BULK, Lane.CONTROL):
                 self.control.tell(self.world_ranks, Left(self.context, lane, self._last_calls()), lane)
         self.control.leave(self)
+        if (
+            is_ahead
+            and isinstance(self._poison, CollectiveMismatch)
+            and not (self._is_heard or self._is_aborted)
+        ):
+            raise self._current_poison()
 
     @property
     def is_closed(self) -> bool:
@@ -300,16 +324,47 @@ class Group:
             except (UnisonoError, TimeoutError):
                 continue
 
+    def _settle(self) -> bool:
+        """Wait for those who have not shown yet that they made the calls that ended here; False if all have.
+
+        Whoever runs ahead leaves only when the others are known to have made the same calls, when they are
+        gone, or when the time to flush is over.
+        """
+        behind = [] if self.hot is None else self.hot.behind()
+        if (mismatch := self._overlooked()) is not None:
+            self.poison(mismatch)
+        if not behind or self._poison is not None or self._is_silent:
+            return bool(behind)
+
+        def late() -> tuple[int, ...]:
+            return tuple(sorted(self._unsettled - {*self._left, *self._dead}))
+
+        def steps(call: Call) -> Steps[None]:
+            call.waiting_on = late
+            # After all that was sent: who answers has compared it.
+            for sequence, fingerprint in self._last_calls(1).items():
+                self.control.tell(behind, Query(self.context, sequence, fingerprint), Lane.BULK)
+            while self._poison is None and late():
+                yield
+
+        self._unsettled.update(behind)
+        deadline = self.backend.runtime.deadline(self.backend.config.flush_s)
+        with contextlib.suppress(UnisonoError):
+            waited(self.start("close", deadline, steps, is_collective=False, timers=False))
+        return True
+
     def _on_end(self, entry: _Pending, error: UnisonoError | None) -> None:
         with self._lock:
             self._pending.pop(id(entry), None)
         if error is not None and entry.sequence is not None and not isinstance(error, ClosedError):
+            self._is_heard = True
             self.poison(error)
 
     def _current_poison(self) -> UnisonoError:
         """The poison as it reads now: a PeerLost names all that are known to be lost."""
         error = self._poison
         assert error is not None
+        self._is_heard = True
         if isinstance(error, PeerLost):
             ranks = tuple(sorted({*error.ranks, *self._dead}))
             if ranks != error.ranks:
@@ -447,7 +502,8 @@ class Group:
             self.control.tell(fresh, Query(self.context, sequence, fingerprint))
 
     def _on_query(self, sender: int, query: Query) -> None:
-        if (mismatch := self._compare(sender, {query.sequence: query.fingerprint})) is not None:
+        mismatch = self._overlooked() or self._compare(sender, {query.sequence: query.fingerprint})
+        if mismatch is not None:
             self.poison(mismatch)
             return
         with self._lock:
@@ -472,12 +528,40 @@ class Group:
                 return self._mismatch(operation, sequence, mine, sender, theirs)
         return None
 
-    def _last_calls(self) -> dict[int, bytes]:
+    def on_unmet(self, source: int, sequence: int, theirs: bytes) -> bool:
+        """A message waits here although its sender went on: look whether it belongs to the call made here.
+
+        False once there is nothing to compare any more. A call that is still to be made is compared then.
+        """
+        mismatch = self._compare(source, {sequence: theirs})
+        with self._lock:
+            is_early = sequence >= self.ledger.next or self._pending_at(sequence) is not None
+            is_forgotten = not is_early and self.ledger.find(sequence) is None
+        if is_forgotten:
+            mine = b"another call, made long ago"
+            operation = _call_of(theirs).split(b" ")[0].decode(errors="replace")
+            mismatch = self._mismatch(operation, sequence, mine, source, theirs)
+        if mismatch is not None:
+            self.poison(mismatch)
+        return self._poison is None and self._closed is None
+
+    def _overlooked(self) -> CollectiveMismatch | None:
+        """Look for a message that a call made here should have received, and did not: it was another call."""
+        if self.hot is not None:
+            for source, sequence, theirs in self.hot.unmet(self.ledger.next):
+                if (mismatch := self._compare(source, {sequence: theirs})) is not None:
+                    return mismatch
+        return None
+
+    def _last_calls(self, count: int = _CALLS_TOLD) -> dict[int, bytes]:
         """What was called last: who lags behind by more than this has not met us for long."""
         with self._lock:
-            return self.ledger.last(_CALLS_TOLD)
+            return self.ledger.last(count)
 
     def _on_answer(self, sender: int, answer: Answer) -> None:
+        if answer.has_called and sender in self._unsettled:
+            self._unsettled.discard(sender)
+            self._wake_all()
         with self._lock:
             entry = self._pending_at(answer.sequence)
         if entry is None:

@@ -103,11 +103,15 @@ def _joined(place: Place, backend: str, config: Config, timeout: float | None) -
     if place.source is None:
         return local(1, config)[0]
     draft: type[_Native] | Callable[[Site, Config], _Foreign] = _Native
+    around: Callable[[Closable], Closable] = _itself
     if backend not in ("auto", "native"):
         info = backend_named(backend)
-        if info.draft is None:
+        if info.around is not None:
+            around = info.around
+        elif info.draft is None:
             raise UsageError(f"backend={backend!r} for {place.size} processes; allowed: ranks of one process")
-        draft = partial(_Foreign, info.draft)
+        else:
+            draft = partial(_Foreign, info.draft)
     from unisono.launch.entry import enter
 
     made: list[_Native | _Foreign] = []
@@ -125,13 +129,17 @@ def _joined(place: Place, backend: str, config: Config, timeout: float | None) -
             one.close()
         raise
     try:
-        world = made[0].connect(entry.view)
+        world = around(made[0].connect(entry.view))
     except BaseException:
         made[0].close()
         entry.close()
         raise
     world.when_closed(entry.close)
     return Communicator.world(world)
+
+
+def _itself(backend: Closable) -> Closable:
+    return backend
 
 
 class _Native:

@@ -100,7 +100,7 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
         "left": Left(1, Lane.BULK, {4: b"all_reduce\0here"}),
         "query": Query(1, 9, b"all_reduce\0here"),
         "answer": Answer(1, 9, True, (2, 3)),
-        "knock": Knock(7, "worker"),
+        "knock": Knock(7, "worker", {1: 5, 9: 0}),
         "present": Present(7, ""),
         "absent": Absent(7),
     }

@@ -9,10 +9,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from unisono._native import HotMessages, Ledger
+from unisono.backends.devices import DeviceCalls, DevicePart
+from unisono.backends.registry import Closable
 from unisono.config import Config
-from unisono.contract import UNTYPED, Backend, Capabilities, Envelope, Lane, PeerDown, Request
+from unisono.contract import (
+    UNTYPED,
+    Backend,
+    Capabilities,
+    Envelope,
+    KnownCalls,
+    Lane,
+    Mailbox,
+    PeerDown,
+    Request,
+    Stage,
+)
 from unisono.errors import UsageError
 from unisono.matching import Posted
 from unisono.runtime import Runtime
@@ -24,16 +38,27 @@ __all__ = ["HybridBackend", "Route"]
 Route: TypeAlias = Callable[[int, int], int]
 
 
-class HybridBackend(Backend):
-    """Backends with the same ranks, chosen per message by peer or by kind of traffic (the tag)."""
+class HybridBackend(Closable):
+    """Backends with the same ranks, chosen per message by peer or by kind of traffic (the tag).
 
-    def __init__(self, parts: Sequence[Backend], route: Route) -> None:
+    A single part keeps its short ways. With a `device`, collectives of the world on memory of devices go by
+    that library, in the order of the calls.
+    """
+
+    def __init__(
+        self, parts: Sequence[Backend], route: Route, *, device: DevicePart | None = None, name: str = ""
+    ) -> None:
         if not parts:
             raise UsageError("parts is empty; allowed: one or more backends")
         if len({(part.rank, part.size) for part in parts}) != 1:
             raise UsageError(f"parts disagree on rank and size: {[(part.rank, part.size) for part in parts]}")
         self._parts = tuple(parts)
         self._route = route
+        self._device = device
+        self._name = name or "+".join(part.capabilities.name for part in parts)
+        self._only = self._parts[0] if len(parts) == 1 else None
+        self._has_world = False
+        self._after_close: list[Callable[[], None]] = []
         self._down_lock = threading.Lock()
         self._line = _Line()
 
@@ -52,10 +77,12 @@ class HybridBackend(Backend):
         """What all parts can do."""
         all_of = [part.capabilities for part in self._parts]
         return Capabilities(
-            name="+".join(c.name for c in all_of),
+            name=self._name,
+            run_plan=self._only is not None and all_of[0].run_plan,
+            run_collective=self._only is not None and all_of[0].run_collective,
             sync_send=all(c.sync_send for c in all_of),
             wildcards=all(c.wildcards for c in all_of),
-            device_memory=any(c.device_memory for c in all_of),
+            device_memory=self._device is not None or any(c.device_memory for c in all_of),
         )
 
     @property
@@ -123,12 +150,64 @@ class HybridBackend(Backend):
 
     def close(self) -> None:
         """Close every part."""
+        if self._device is not None:
+            self._device.close()
         for part in self._parts:
             part.close()
+        calls, self._after_close = self._after_close, []
+        for call in calls:
+            call()
+
+    def when_closed(self, call: Callable[[], None]) -> None:
+        """Call once all parts are closed."""
+        self._after_close.append(call)
 
     def link_kind(self) -> str:
-        """Unknown: different peers may be reached in different ways."""
-        return ""
+        """The only part's; else unknown: different peers may be reached in different ways."""
+        return "" if self._only is None else self._only.link_kind()
+
+    # -- the short ways, which only one part can have -----------------------------------------------------
+
+    def run_plan(self, plan: Any, stage: Stage) -> Request:
+        """By the only part."""
+        return super().run_plan(plan, stage) if self._only is None else self._only.run_plan(plan, stage)
+
+    def run_collective(self, problem: Any, stage: Stage) -> Request | None:
+        """By the only part."""
+        return None if self._only is None else self._only.run_collective(problem, stage)
+
+    def end_group(self, context: int) -> None:
+        """Tell the parts."""
+        for part in self._parts:
+            part.end_group(context)
+
+    def hot_path(
+        self, context: int, size: int, ledger: Ledger, on_unmet: Callable[[int, int, bytes], bool]
+    ) -> KnownCalls | None:
+        """The only part's; in the world, whose group is made first, the device's stand in front of them."""
+        inner = None if self._only is None else self._only.hot_path(context, size, ledger, on_unmet)
+        if self._device is None or self._has_world:
+            return inner
+        self._has_world = True
+        return DeviceCalls(self._device, size, inner)
+
+    def hot_messages(
+        self, context: int, members: tuple[int, ...], ledger: Ledger, *, is_introduced: bool
+    ) -> HotMessages | None:
+        """The only part's."""
+        if self._only is None:
+            return None
+        return self._only.hot_messages(context, members, ledger, is_introduced=is_introduced)
+
+    def mailbox(self, context: int, tag: int) -> Mailbox | None:
+        """The only part's."""
+        return None if self._only is None else self._only.mailbox(context, tag)
+
+    def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
+        """By the only part."""
+        return (
+            super().adopt_run(handle, memory) if self._only is None else self._only.adopt_run(handle, memory)
+        )
 
     def hosts(self) -> tuple[int, ...]:
         """The first part's."""

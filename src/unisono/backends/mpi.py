@@ -150,7 +150,9 @@ class MpiBackend(Courier):
         """Let go of what was made for it."""
         self.collectives.close_room(context)
 
-    def hot_path(self, context: int, size: int, ledger: Ledger) -> MpiCalls | None:
+    def hot_path(
+        self, context: int, size: int, ledger: Ledger, on_unmet: Callable[[int, int, bytes], bool]
+    ) -> MpiCalls | None:
         """Make what brings known calls straight to MPI."""
         return MpiCalls(self, size, ledger) if size > 1 else None
 

@@ -91,9 +91,17 @@ class MpiCalls:
         self.ended = 0
         self.handed_over = 0
 
-    def verb(self, name: str, slow: Callable[..., Any], take_over: Callable[..., None]) -> Callable[..., Any]:
+    def verb(self, name: str, slow: Callable[..., Any], aid: Any) -> Callable[..., Any]:
         """Stand in front of a verb."""
-        return _Verb(self, name, slow, take_over)
+        return _Verb(self, name, slow, aid.take_over)
+
+    def unmet(self, sequence: int) -> tuple[tuple[int, int, bytes], ...]:
+        """None: every call begins with an agreement."""
+        return ()
+
+    def behind(self) -> tuple[int, ...]:
+        """Nobody, for the same reason."""
+        return ()
 
     def learn(
         self,

@@ -24,12 +24,11 @@ import numpy as np
 
 from unisono import _native
 from unisono.backends.native_plans import compiled
-from unisono.backends.registry import BackendInfo
+from unisono.backends.registry import BackendInfo, Closable
 from unisono.call_site import is_users
 from unisono.config import Config
 from unisono.contract import (
     UNTYPED,
-    Backend,
     Capabilities,
     Envelope,
     HeaderMismatch,
@@ -60,6 +59,8 @@ _CAPABILITIES = Capabilities("native", run_plan=True)
 # By their number; NumPy's own arrays are never bfloat16.
 _NUMPY_TYPES = [None if dtype is BFLOAT16 else dtype.storage for dtype in DTYPES.values()]
 
+# What stands in news for the number of an operation: see _native.Engine.
+_UNMET = -2
 # native/engine/message.hpp: Outcome
 _DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)
 
@@ -83,7 +84,7 @@ class Credentials:
     authority_pem: bytes = field(repr=False)
 
 
-class NativeBackend(Backend):
+class NativeBackend(Closable):
     """One rank. It listens from the start; `connect` with everybody's cards lets it call others.
 
     `directory` is a folder of mode 0700 that the ranks of a host share; `secret` is known to the ranks only.
@@ -282,8 +283,11 @@ class NativeBackend(Backend):
             ),
         )
 
-    def hot_path(self, context: int, size: int, ledger: _native.Ledger) -> _native.HotPath:
+    def hot_path(
+        self, context: int, size: int, ledger: _native.Ledger, on_unmet: Callable[[int, int, bytes], bool]
+    ) -> _native.HotPath:
         """Make what runs a communicator's known calls in the engine."""
+        self._desk.on_unmet(context, on_unmet)
         return _native.HotPath(
             self._engine,
             ledger,
@@ -448,6 +452,7 @@ class _Desk:
         self._news: deque[tuple[Any, ...]] = deque()
         self._teller = 0
         self._listeners: list[Callable[[PeerDown], None]] = []
+        self._unmet: dict[int, weakref.WeakMethod[Callable[[int, int, bytes], bool]]] = {}
 
     def tell(self, news: list[tuple[Any, ...]]) -> None:
         """Tell news that the engine gave to this thread, and whatever more there is by then.
@@ -501,6 +506,10 @@ class _Desk:
                 self._listeners.append(listener)
             return list(self._down.values())
 
+    def on_unmet(self, context: int, hear: Callable[[int, int, bytes], bool]) -> None:
+        """Let a group hear of messages that wait here although their senders do not, as long as it lives."""
+        self._unmet[context] = weakref.WeakMethod(hear, lambda _: self._unmet.pop(context, None))
+
     def close(self) -> None:
         """Tell what ended with the engine; nobody listens any more."""
         with self._lock:
@@ -517,12 +526,21 @@ class _Desk:
             elif request is not None:
                 self.end(request, *details)
             return
+        if number == _UNMET:
+            self._tell_unmet(*details)
+            return
         down = PeerDown(*details)
         with self._lock:
             self._down[down.rank] = down
             listeners = list(self._listeners)
         for listener in listeners:
             listener(down)
+
+    def _tell_unmet(self, context: int, source: int, sequence: int, header: bytes) -> None:
+        known = self._unmet.get(context)
+        hear = None if known is None else known()
+        if hear is None or not hear(source, sequence, header):
+            self.engine.overlook(context)
 
     def _error(self, request: _NativeRequest, outcome: int, envelope: Envelope | None) -> UnisonoError:
         if outcome == _PEER_DOWN:

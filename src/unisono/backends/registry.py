@@ -66,9 +66,10 @@ class Draft(Protocol):
 class BackendInfo:
     """How a backend introduces itself. `check` returns why it cannot run here, or None.
 
-    There are two ways to begin a rank for `uni.init`. `draft` makes one that shows its card at our own seed;
-    `join(config, timeout)` joins by means of the library's own launcher, which `launcher` names. With
-    neither, ranks of this kind are begun in another way.
+    There are three ways to begin a rank for `uni.init`. `draft` makes one that shows its card at our own
+    seed; `around` takes a rank of the native backend, and stands in its place; `join(config, timeout)` joins
+    by means of the library's own launcher, which `launcher` names. With none of them, ranks of this kind are
+    begun in another way.
     """
 
     name: str
@@ -77,6 +78,7 @@ class BackendInfo:
     install: str
     capabilities: Capabilities | None = None
     draft: Callable[[Berth], Draft] | None = None
+    around: Callable[[Closable], Closable] | None = None
     join: Callable[[Config, float | None], Backend] | None = None
     launcher: str = ""
 

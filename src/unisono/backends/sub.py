@@ -132,9 +132,11 @@ class SubBackend(Backend):
         """Tell the parent."""
         self.parent.end_group(context)
 
-    def hot_path(self, context: int, size: int, ledger: Ledger) -> KnownCalls | None:
+    def hot_path(
+        self, context: int, size: int, ledger: Ledger, on_unmet: Callable[[int, int, bytes], bool]
+    ) -> KnownCalls | None:
         """The parent's: what it learns has the parent's ranks in it."""
-        return self.parent.hot_path(context, size, ledger)
+        return self.parent.hot_path(context, size, ledger, on_unmet)
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:
         """The parent's, by our numbers."""
@@ -191,10 +193,23 @@ class _SubMailbox:
         self._local = local
         self.poke = parent.poke
         self.close = parent.close
+        self.batches = parent.batches
+        self.is_lent = parent.is_lent
+        self.withdraw = parent.withdraw
 
     def post(self, dst: int, data: bytes) -> None:
         self._parent.post(self._members[dst], data)
 
-    def take(self, timeout: float, is_front: bool) -> list[tuple[int, bytes]]:
+    def take(self, timeout: float, is_front: bool) -> list[tuple[int, Any]]:
         local = self._local
         return [(local[src], data) for src, data in self._parent.take(timeout, is_front) if src in local]
+
+    def drain(self) -> list[tuple[int, Any]]:
+        local = self._local
+        return [(local[src], data) for src, data in self._parent.drain() if src in local]
+
+    def lend(self, dst: int, tag: int, data: Any, number: int) -> bool:
+        return self._parent.lend(self._members[dst], tag, data, number)
+
+    def expect(self, src: int, tag: int, into: Any, number: int) -> None:
+        self._parent.expect(self._members[src], tag, into, number)

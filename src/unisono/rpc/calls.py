@@ -1,7 +1,7 @@
 """Calls that were made from here: who waits for which answer.
 
-Knows peers, the calls under way to each, how many more there may be, and how each ends. Does not know how
-a frame travels (post.py) nor how a call is served (server.py).
+Knows a call under way, when it expires and how it ends. Does not know how it is made (outgoing.py), how a
+frame travels (post.py) nor how a call is served (server.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import heapq
 import threading
 import warnings
 from collections.abc import Callable, Generator
-from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from unisono.errors import (
     BadArguments,
@@ -29,6 +28,7 @@ from unisono.errors import (
 from unisono.rpc.following import Sending, Taking
 from unisono.rpc.frames import Failure
 from unisono.rpc.incoming import Incoming, current
+from unisono.rpc.peers import QUEUE_MAX, Peer
 from unisono.rpc.post import Awaited
 from unisono.rpc.streams import Arrivals
 from unisono.runtime import NEVER, Deadline, Runtime, Timer, Waiting
@@ -37,65 +37,7 @@ from unisono.work import Work
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
 
-__all__ = ["QUEUE_MAX", "Calling", "Deadlines", "Peer", "Room"]
-
-# Calls to one rank that are not answered yet; a caller with more is held back until half of them are.
-QUEUE_MAX: Final = 1024
-_QUEUE_LOW: Final = QUEUE_MAX // 2
-
-
-class Peer:
-    """Another agent, as a caller sees it."""
-
-    class State(Enum):
-        """Whether there is an agent."""
-
-        UNKNOWN = "nobody has asked"
-        ASKED = "it was asked, calls are held until it answers"
-        PRESENT = "it is there"
-
-    __slots__ = (
-        "calls",
-        "error",
-        "held",
-        "is_blamed",
-        "lock",
-        "name",
-        "notes",
-        "rank",
-        "room",
-        "state",
-        "world_rank",
-    )
-
-    def __init__(self, rank: int, world_rank: int) -> None:
-        self.rank = rank
-        self.world_rank = world_rank
-        self.name: str | None = None
-        self.lock = threading.Lock()
-        self.state = Peer.State.UNKNOWN
-        self.held: list[Callable[[], None]] = []
-        # Whoever takes a call out of this table ends it: there is no other arbiter.
-        self.calls: dict[int, Calling] = {}
-        self.notes = 0
-        self.is_blamed = False  # for frames that made no sense; once is enough for the log
-        self.room: list[Room] = []
-        # Why nothing can be called there any more: (kind, cause)
-        self.error: Callable[[], UnisonoError] | None = None
-
-    @property
-    def is_full(self) -> bool:
-        """Whether another call has to wait."""
-        return len(self.calls) + self.notes >= QUEUE_MAX
-
-    @property
-    def has_room(self) -> bool:
-        """Whether those who were held back may go on."""
-        return len(self.calls) + self.notes <= _QUEUE_LOW or self.error is not None
-
-
-class Room(Awaited):
-    """What a caller waits for who is held back."""
+__all__ = ["Calling", "Deadlines"]
 
 
 class Calling(Work[Any], Awaited):

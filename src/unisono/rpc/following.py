@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.contract import Backend, Request, Tags
-from unisono.errors import ProtocolError
+from unisono.rpc.post import Lent, Post
 
 __all__ = ["Sending", "Taking"]
 
@@ -21,43 +20,36 @@ __all__ = ["Sending", "Taking"]
 class Sending:
     """Parts on their way out. They are lent until it is done."""
 
-    def __init__(
-        self, backend: Backend, dst: int, context: int, number: int, parts: Sequence[memoryview]
-    ) -> None:
-        self._requests = [backend.start_send(dst, context, Tags.RPC | number, part) for part in parts]
+    def __init__(self, post: Post, dst: int, number: int, parts: Sequence[memoryview]) -> None:
+        self._lent: list[Lent] = [post.lend(dst, number, part) for part in parts]
 
     def is_done(self) -> bool:
         """Whether the other side has them, or never will."""
-        return all(request.done for request in self._requests)
+        return all(lent.done for lent in self._lent)
 
     def cancel(self) -> None:
         """Take back what the other side has not begun to take."""
-        for request in self._requests:
-            request.cancel()
+        for lent in self._lent:
+            lent.cancel()
 
 
 class Taking:
-    """Parts on their way in."""
+    """Parts on their way in; `then` hears of the first error, or that there was none."""
 
     def __init__(
         self,
-        backend: Backend,
+        post: Post,
         src: int,
-        context: int,
         number: int,
         places: Sequence[np.ndarray[Any, Any]],
         then: Callable[[BaseException | None], None],
     ) -> None:
         self._then = then
-        self._places = places
         self._lock = threading.Lock()
         self._left = len(places) + 1
-        self._requests: list[Request] = []
-        for place in places:
-            request = backend.start_recv(src, context, Tags.RPC | number, place.data)
-            self._requests.append(request)
-            request.notify(self._on_part)
-        self._on_part()
+        self._error: BaseException | None = None
+        self._stops = [post.receive(src, number, place, self._on_part) for place in places]
+        self._on_part(None)
 
     @property
     def is_done(self) -> bool:
@@ -66,21 +58,13 @@ class Taking:
 
     def cancel(self) -> None:
         """Take no more."""
-        for request in self._requests:
-            request.cancel()
+        for stop in self._stops:
+            stop()
 
-    def _on_part(self) -> None:
+    def _on_part(self, error: BaseException | None) -> None:
         with self._lock:
+            self._error = self._error or error
             self._left -= 1
             if self._left:
                 return
-        self._then(next(filter(None, (self._fault(i) for i in range(len(self._requests)))), None))
-
-    def _fault(self, index: int) -> BaseException | None:
-        request = self._requests[index]
-        if request.error is not None:
-            return request.error
-        envelope = request.envelope
-        if envelope is None or envelope.nbytes != self._places[index].nbytes:
-            return ProtocolError("a part of a message is shorter than was said")
-        return None
+        self._then(self._error)

@@ -6,6 +6,8 @@ gives it page by page, and on a virtual machine that takes longer than to copy a
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import weakref
 from collections import deque
 from typing import Any, Final
@@ -18,6 +20,10 @@ __all__ = ["take"]
 _BLOCK_BYTES_MIN: Final = 256 * 1024
 # So much may lie idle in a process.
 _IDLE_BYTES_MAX: Final = 160 << 20
+# The system gives a large page for little more than a small one: a block that is at least half of one has it.
+_HUGE_PAGE: Final = 2 << 20
+# From here on NumPy asks for them.
+_NUMPY_ASKS: Final = 4 << 20
 
 # Only whole operations of the deque, and no lock: a block comes back when the collector finds it, anywhere.
 _idle: deque[np.ndarray[Any, Any]] = deque()
@@ -43,7 +49,20 @@ def _found(nbytes: int) -> np.ndarray[Any, Any]:
         if nbytes <= block.nbytes <= 2 * nbytes:
             return block
         _idle.append(block)
-    return np.empty(nbytes, np.uint8)
+    return _fresh(nbytes)
+
+
+def _fresh(nbytes: int) -> np.ndarray[Any, Any]:
+    """Memory from the system: of the size for which NumPy does not, ask for large pages."""
+    if not _HUGE_PAGE // 2 <= nbytes < _NUMPY_ASKS or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return np.empty(nbytes, np.uint8)
+    length = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
+    room = mmap.mmap(-1, length + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system that has none
+        room.madvise(mmap.MADV_HUGEPAGE)
+    block: np.ndarray[Any, Any] = np.frombuffer(room, np.uint8)
+    start = -block.ctypes.data % _HUGE_PAGE
+    return block[start : start + length]
 
 
 def _give_back(block: np.ndarray[Any, Any]) -> None:

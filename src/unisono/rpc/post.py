@@ -1,4 +1,4 @@
-"""The post: how frames get to another agent, and how a thread waits for what they bring.
+"""The post: how frames, and what follows them, get to another agent; how a thread waits for what they bring.
 
 Knows backends. Does not know what is in a frame. There are two: over any backend, frames come by callback, on
 whatever thread brings them. A backend with a mailbox brings them to a thread that reads: one of the agent's
@@ -8,26 +8,39 @@ own, or one that waits for an answer and so needs nobody to wake it.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
+
+import numpy as np
 
 from unisono.contract import Backend, Lane, Mailbox, Request, Tags
-from unisono.errors import ClosedError
+from unisono.errors import ClosedError, PeerLost, ProtocolError, UnisonoError, lost_text
 from unisono.runtime import Deadline, Runtime, Waiting
 from unisono.values import ANY
 
-__all__ = ["Awaited", "CallbackPost", "MailboxPost", "Post"]
+__all__ = ["Awaited", "CallbackPost", "Lent", "MailboxPost", "Post"]
+
+_log = logging.getLogger("unisono.rpc")
 
 # (rank, frame)
 Deliver: TypeAlias = Callable[[int, bytes], None]
+# What went wrong, if anything.
+Then: TypeAlias = Callable[[BaseException | None], None]
 
 # How long a thread reads before Python looks for signals.
 _SLICE_S: Final = 0.05
 # How long a thread sleeps that others wake: a signal wakes it, too.
 _SLEEP_S: Final = 1.0
+# How often to look whether other threads have delivered what they have in hand, and for how long at most.
+_QUIET_LOOK_S: Final = 0.001
+_QUIET_MAX_S: Final = 0.05
+# Outcomes of a message that was expected: native/engine/message.hpp.
+_DONE, _PEER_DOWN, _CLOSED = 0, 2, 4
 
 
 class Awaited:
@@ -39,12 +52,35 @@ class Awaited:
         self.waiter: Any = None
 
 
+class Lent(Protocol):
+    """Memory on its way to another rank; it has to stay as it is until that has it."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the other side has it, or never will."""
+
+    def cancel(self) -> bool:
+        """Take it back, if the other side has not begun to take it."""
+
+
 class Post(ABC):
     """The frames of one agent."""
 
     @abstractmethod
     def send(self, dst: int, frame: bytes) -> None:
         """Send a frame. Whether it arrives is told by what comes back, or by the end of the rank."""
+
+    @abstractmethod
+    def lend(self, dst: int, number: int, part: memoryview) -> Lent:
+        """Send what follows a frame from where it lies."""
+
+    @abstractmethod
+    def receive(self, src: int, number: int, place: np.ndarray[Any, Any], then: Then) -> Callable[[], object]:
+        """Receive what follows a frame where it is to stay, and say when it is there; returns how to stop."""
+
+    @abstractmethod
+    def when_quiet(self, call: Callable[[], None]) -> None:
+        """Call as soon as every frame that is here has been delivered."""
 
     @abstractmethod
     def wait(self, awaited: Awaited, deadline: Deadline, waiting: Callable[[], Waiting]) -> None:
@@ -79,18 +115,40 @@ class CallbackPost(Post):
         """Send a frame."""
         self._backend.start_send(dst, self._context, Tags.RPC, memoryview(frame), lane=Lane.CONTROL)
 
+    def lend(self, dst: int, number: int, part: memoryview) -> Lent:
+        """Send it in the lane of the data."""
+        return self._backend.start_send(dst, self._context, Tags.RPC | number, part)
+
+    def receive(self, src: int, number: int, place: np.ndarray[Any, Any], then: Then) -> Callable[[], object]:
+        """Receive it."""
+        request = self._backend.start_recv(src, self._context, Tags.RPC | number, place.data)
+
+        def tell() -> None:
+            envelope = request.envelope
+            came = envelope.nbytes if envelope is not None else -1
+            then(request.error if request.error is not None else _fault(came, place.nbytes))
+
+        request.notify(tell)
+        return request.cancel
+
+    def when_quiet(self, call: Callable[[], None]) -> None:
+        """Frames come in order here."""
+        call()
+
     def wait(self, awaited: Awaited, deadline: Deadline, waiting: Callable[[], Waiting]) -> None:
         """Wait by the clock of the backend."""
         runtime = self._runtime
-        with self._lock:
-            if awaited.waiter is None:
-                awaited.waiter = runtime.event()
-        event = awaited.waiter
         while not awaited.is_done:
             left = deadline.remaining(runtime.now())
             if left is not None and left <= 0:
                 return
-            runtime.block(event, left, waiting, is_limited=left is not None)
+            with self._lock:
+                # What changes more than once raises its flag more than once.
+                if awaited.waiter is None or awaited.waiter.is_set():
+                    awaited.waiter = runtime.event()
+                event = awaited.waiter
+            if not awaited.is_done:
+                runtime.block(event, left, waiting, is_limited=left is not None)
 
     def wake(self, awaited: Awaited) -> None:
         """Raise its flag, if somebody waits for it."""
@@ -140,12 +198,45 @@ class MailboxPost(Post):
         self._lead = threading.Lock()
         self._leader = 0
         self._followers: dict[Awaited, None] = {}
+        self._numbers = itertools.count(1)
+        # What is expected: where, and whom to tell.
+        self._expected: dict[int, tuple[np.ndarray[Any, Any], Then]] = {}
+        self._lock = threading.Lock()
+        self._batches_delivered = 0
         # Every frame passes here: a method less in between.
         self.send = mailbox.post  # type: ignore[method-assign,assignment]
 
     def send(self, dst: int, frame: bytes) -> None:
         """Send a frame."""
         self._mailbox.post(dst, frame)
+
+    def lend(self, dst: int, number: int, part: memoryview) -> Lent:
+        """Lend it to the mailbox."""
+        lent = _MailboxLent(self._mailbox, next(self._numbers))
+        self._mailbox.lend(dst, Tags.RPC | number, part, lent.number)
+        return lent
+
+    def receive(self, src: int, number: int, place: np.ndarray[Any, Any], then: Then) -> Callable[[], object]:
+        """Expect it in the mailbox: whoever reads that brings the news."""
+        mine = next(self._numbers)
+        self._expected[mine] = (place, then)
+        self._mailbox.expect(src, Tags.RPC | number, place, mine)
+        return partial(self._mailbox.withdraw, mine)
+
+    def when_quiet(self, call: Callable[[], None]) -> None:
+        """Deliver what nobody has taken, and wait for those threads that have."""
+        runtime, until = self._runtime, self._runtime.now() + _QUIET_MAX_S
+
+        def look() -> None:
+            self._deliver_all(self._mailbox.drain())
+            # In this order: what is delivered by now was counted by then.
+            delivered = self._batches_delivered
+            if delivered == self._mailbox.batches() or runtime.now() >= until:
+                call()
+            else:
+                runtime.call_at(runtime.now() + _QUIET_LOOK_S, look)
+
+        runtime.call_soon(look)
 
     def read(self) -> None:
         """Deliver what comes next, or return because there is something to run."""
@@ -196,9 +287,35 @@ class MailboxPost(Post):
             self._take(timeout, is_front=True)
 
     def _take(self, timeout: float, *, is_front: bool) -> None:
+        self._deliver_all(self._mailbox.take(timeout, is_front))
+
+    def _deliver_all(self, letters: list[tuple[int, Any]]) -> None:
+        if not letters:
+            return
         deliver = self._deliver
-        for source, frame in self._mailbox.take(timeout, is_front):
-            deliver(source, frame)
+        for source, letter in letters:
+            if type(letter) is bytes:
+                deliver(source, letter)
+            else:
+                self._on_expected(source, *letter)
+        with self._lock:
+            self._batches_delivered += 1
+
+    def _on_expected(self, source: int, number: int, outcome: int, nbytes: int) -> None:
+        place, then = self._expected.pop(number)
+        error: UnisonoError | None
+        if outcome == _DONE:
+            error = _fault(nbytes, place.nbytes)
+        elif outcome == _PEER_DOWN:
+            error = PeerLost(lost_text((source,)), ranks=(source,), cause="it died while it sent")
+        elif outcome == _CLOSED:
+            error = ClosedError("the backend is closed")
+        else:
+            error = ProtocolError("a part of a message was given up, or is longer than was said")
+        try:
+            then(error)
+        except Exception:
+            _log.exception("what followed a frame could not be heeded")
 
     def _follow(self, awaited: Awaited, limit: float) -> None:
         turn = threading.Lock()
@@ -224,6 +341,28 @@ class MailboxPost(Post):
             if waiter is not None and waiter is not self:
                 _release(waiter)
                 return
+
+
+class _MailboxLent:
+    """Memory that was lent to a mailbox, which keeps it until nobody reads it."""
+
+    __slots__ = ("_mailbox", "number")
+
+    def __init__(self, mailbox: Mailbox, number: int) -> None:
+        self._mailbox = mailbox
+        self.number = number
+
+    @property
+    def done(self) -> bool:
+        return not self._mailbox.is_lent(self.number)
+
+    def cancel(self) -> bool:
+        self._mailbox.withdraw(self.number)
+        return self.done
+
+
+def _fault(came: int, awaited: int) -> ProtocolError | None:
+    return None if came == awaited else ProtocolError("a part of a message is shorter than was said")
 
 
 def _release(turn: threading.Lock) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from unisono.errors import UsageError
 from unisono.rpc.frames import NAME_CHARS_MAX
-from unisono.rpc.signature import Signature
+from unisono.rpc.signature import Signature, register_records
 
 __all__ = ["Handler", "Kind", "Registry", "Takes", "check_name"]
 
@@ -29,6 +29,17 @@ class Kind(Enum):
     PLAIN = "a function, on a thread"
     ASYNC = "a coroutine function, on the loop"
     STREAM = "a generator function, on a thread"
+    ASYNC_STREAM = "an async generator function, on the loop"
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it gives items."""
+        return self in (Kind.STREAM, Kind.ASYNC_STREAM)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it runs on the loop."""
+        return self in (Kind.ASYNC, Kind.ASYNC_STREAM)
 
 
 class Takes(Protocol):
@@ -69,6 +80,7 @@ class Registry:
             raise UsageError(f"{fn!r} cannot be called; allowed: a function")
         if name in self._handlers and self._handlers[name].fn is not fn:
             raise UsageError(f"another function is exposed as {name!r} already")
+        register_records(_written(fn))
         if takes is None:
             takes = Signature(fn)
         handler = self._handlers[name] = Handler(name, fn, _kind_of(fn), takes)
@@ -85,13 +97,21 @@ def check_name(name: Any) -> None:
         )
 
 
-def _kind_of(fn: Callable[..., Any]) -> Kind:
+def _written(fn: Callable[..., Any]) -> Any:
+    """What a user has written: a partial may stand in for it."""
     target = inspect.unwrap(fn)
     while isinstance(target, partial):
         # What stands in for a method: the last function given.
         inner = [one for one in (target.func, *target.args) if inspect.isfunction(one)]
         target = inner[-1] if inner else target.func
+    return target
+
+
+def _kind_of(fn: Callable[..., Any]) -> Kind:
+    target = _written(fn)
     is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
     if inspect.isgeneratorfunction(target):
         return Kind.STREAM
+    if inspect.isasyncgenfunction(target):
+        return Kind.ASYNC_STREAM
     return Kind.ASYNC if is_async else Kind.PLAIN

@@ -10,12 +10,11 @@ import logging
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from unisono.contract import GRACE_S
+from unisono.contract import GRACE_LOOK_S, GRACE_S
 from unisono.errors import ProtocolError, UnisonoError, UsageError
-from unisono.rpc.calls import QUEUE_MAX
 from unisono.rpc.following import Sending, Taking
 from unisono.rpc.frames import (
     Ack,
@@ -31,6 +30,7 @@ from unisono.rpc.frames import (
 from unisono.rpc.incoming import Incoming, current
 from unisono.rpc.objects import Objects
 from unisono.rpc.payload import is_plain, pack, places, unpack
+from unisono.rpc.peers import QUEUE_MAX
 from unisono.rpc.pool import Pool
 from unisono.rpc.registry import Handler, Kind, Registry
 from unisono.rpc.streams import WINDOW, Credit
@@ -53,18 +53,24 @@ _NOTES_PER_ACK: Final = 32
 class Server:
     """What an agent does for others."""
 
-    def __init__(self, agent: Agent, registry: Registry, size: int) -> None:
+    def __init__(
+        self, agent: Agent, registry: Registry, size: int, progress: Callable[[], dict[int, int]]
+    ) -> None:
         self.agent = agent
         self.runtime = agent.runtime
         self.pool: Pool
         self._registry = registry
-        self._made_at = self.runtime.now()
+        self._settled_at = self.runtime.now() + GRACE_S
+        self._progress = progress
+        self._progress_first = progress()
         self._lock = threading.Lock()
         # By caller: who takes a call out of its table may answer it.
         self._tables: list[dict[int, Incoming]] = [{} for _ in range(size)]
         self._notes: list[int] = [0] * size
         self._notes_done: list[int] = [0] * size
-        self._early: dict[str, list[Incoming]] = {}
+        # Calls of names that are not exposed, while they may still be.
+        self._early: list[Incoming] = []
+        self._is_early_watched = False
         self._answers: dict[tuple[int, int], Sending] = {}
         self._held_bytes = 0
         self._held_back: deque[tuple[Incoming, PackedAsk]] = deque()
@@ -81,7 +87,7 @@ class Server:
             deadline = Deadline(self.runtime.now() + timeout_s, timeout_s)
         incoming = Incoming(self, source, ask.call, ask.name, deadline)
         if ask.window:
-            incoming.credit = Credit(max(1, min(ask.window, WINDOW)))
+            incoming.credit = Credit(max(1, min(ask.window, WINDOW)), self.agent.post.wake)
         table = self._tables[source]
         if ask.call:
             if ask.call in table:
@@ -114,8 +120,7 @@ class Server:
         if incoming is not None and incoming.credit is not None:
             credit = incoming.credit
             credit.count = min(WINDOW, credit.count + max(0, count))
-            credit.is_done = True
-            self.agent.post.wake(credit)
+            credit.look()
 
     def on_gone(self, source: int) -> None:
         """A caller is gone: nobody waits for its calls, or holds its objects."""
@@ -127,9 +132,11 @@ class Server:
             if (sending := self._answers.pop(key, None)) is not None:
                 sending.cancel()
 
-    def on_exposed(self, name: str) -> None:
+    def on_exposed(self) -> None:
         """A function can be called now: perhaps it was called too early."""
-        for incoming in self._early.pop(name, []):
+        with self._lock:
+            early, self._early = self._early, []
+        for incoming in early:
             self._look_up(incoming)
 
     # -- endings ------------------------------------------------------------------------------------------
@@ -159,16 +166,35 @@ class Server:
         handler = self._registry.find(incoming.name)
         if handler is not None:
             incoming.handler = handler
-            if handler.kind is Kind.ASYNC and not self.runtime.is_virtual:
+            if handler.kind.is_async and not self.runtime.is_virtual:
                 self._run_on_loop(incoming, handler)
             else:
                 self.pool.put(incoming)
-        elif (until := self._made_at + GRACE_S) > self.runtime.now():
+        elif not incoming.is_cancelled and not self._is_settled():
             with self._lock:
-                self._early.setdefault(incoming.name, []).append(incoming)
-            self.runtime.call_at(until, lambda: self.on_exposed(incoming.name))
+                self._early.append(incoming)
+                must_watch, self._is_early_watched = not self._is_early_watched, True
+            if must_watch:
+                self._watch_early()
         else:
             self._fail(incoming, "unknown", "")
+
+    def _is_settled(self) -> bool:
+        """Whether all is exposed that will be: long ago, or its rank has gone on to a collective."""
+        return (
+            self.runtime.now() >= self._settled_at
+            or self._progress() != self._progress_first
+            or self.agent.is_closing
+        )
+
+    def _watch_early(self) -> None:
+        """Look now and then whether those who called too early can be answered."""
+
+        def look() -> None:
+            self._is_early_watched = False
+            self.on_exposed()
+
+        self.runtime.call_at(min(self._settled_at, self.runtime.now() + GRACE_LOOK_S), look)
 
     def _take(self, incoming: Incoming, ask: PackedAsk) -> None:
         """Take what follows a call, as soon as there may be more of it here."""
@@ -202,7 +228,7 @@ class Server:
         if not memory:
             then(None)
             return
-        taking = Taking(agent.backend, incoming.source, agent.context, ask.number, memory, then)
+        taking = Taking(agent.post, incoming.source, ask.number, memory, then)
         incoming.on_cancel[Taking] = taking.cancel
         if taking.is_done:
             incoming.on_cancel.pop(Taking, None)
@@ -254,8 +280,9 @@ class Server:
             value = handler.fn(*checked[0], **checked[1])
             if handler.kind is Kind.ASYNC:
                 value = _driven(value)
-            elif handler.kind is Kind.STREAM:
-                value = self._stream(incoming, value)
+            elif handler.kind.is_stream:
+                items = value if handler.kind is Kind.STREAM else _driven_items(value)
+                value = self._stream(incoming, items)
             self._answer(incoming, value)
         except Killed:
             raise
@@ -280,7 +307,9 @@ class Server:
             current.set(incoming)
             try:
                 if (checked := self._checked(incoming, handler)) is not None:
-                    self._answer(incoming, await handler.fn(*checked[0], **checked[1]))
+                    made = handler.fn(*checked[0], **checked[1])
+                    is_stream = handler.kind.is_stream
+                    self._answer(incoming, await (self._stream_async(incoming, made) if is_stream else made))
             except asyncio.CancelledError:
                 self._fail(incoming, "closed", "")
             except BaseException as error:
@@ -315,7 +344,7 @@ class Server:
         """Send what a generator gives, no faster than it is wanted; returns how many items there were."""
         credit, agent = incoming.credit, self.agent
         waiting = Waiting(agent.world_rank, (incoming.source,), f"the stream {incoming.name!r}")
-        incoming.on_cancel[Credit] = lambda: self._wake(credit)
+        incoming.on_cancel[Credit] = credit.look
         index = 0
         try:
             for index, value in enumerate(items, 1):
@@ -331,9 +360,21 @@ class Server:
             items.close()
         return index
 
-    def _wake(self, credit: Credit) -> None:
-        credit.is_done = True
-        self.agent.post.wake(credit)
+    async def _stream_async(self, incoming: Incoming, items: Any) -> int:
+        """The same on the loop; a reader that is gone cancels it."""
+        credit, index = incoming.credit, 0
+        try:
+            async for value in items:
+                while credit.count <= 0:
+                    changed = credit.next_change()
+                    if credit.count <= 0:
+                        await changed
+                credit.count -= 1
+                self._send_item(incoming, index, value)
+                index += 1
+        finally:
+            await items.aclose()
+        return index
 
     def _send_item(self, incoming: Incoming, index: int, value: Any) -> None:
         call, source, agent = incoming.call, incoming.source, self.agent
@@ -344,7 +385,7 @@ class Server:
         number = agent.next_number()
         agent.post.send(source, encode(PackedItem(call, index, number, body)))
         if parts:
-            sending = Sending(agent.backend, source, agent.context, number, parts)
+            sending = Sending(agent.post, source, number, parts)
             self._keep((source, -number), sending)
             incoming.on_cancel[sending] = sending.cancel
 
@@ -356,8 +397,8 @@ class Server:
         self._answers[key] = sending
 
     def _checked(self, incoming: Incoming, handler: Handler) -> Any:
-        if (handler.kind is Kind.STREAM) != (incoming.credit is not None):
-            verb = "stream" if handler.kind is Kind.STREAM else "call"
+        if handler.kind.is_stream != (incoming.credit is not None):
+            verb = "stream" if handler.kind.is_stream else "call"
             self._fail(incoming, "arguments", f"it has to be called by agent.{verb}", "TypeError")
             return None
         try:
@@ -390,7 +431,7 @@ class Server:
         number = agent.next_number()
         agent.post.send(source, encode(PackedAnswer(call, number, body)))
         if parts:
-            self._keep((source, call), Sending(agent.backend, source, agent.context, number, parts))
+            self._keep((source, call), Sending(agent.post, source, number, parts))
 
     def _raised(self, incoming: Incoming, error: BaseException) -> None:
         kind = type(error)
@@ -424,6 +465,19 @@ class Server:
                 return
             count, self._notes_done[source] = self._notes_done[source], 0
         self.agent.post.send(source, encode(Ack(count)))
+
+
+def _driven_items(items: Any) -> Iterator[Any]:
+    """The items of an async generator that only waits for works."""
+    try:
+        while True:
+            try:
+                item = _driven(items.__anext__())
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        _driven(items.aclose())
 
 
 def _driven(coroutine: Any) -> Any:

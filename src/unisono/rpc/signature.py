@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Signature"]
+from unisono import codec
+
+__all__ = ["Signature", "register_records"]
 
 _NO_HINT = object()
 
@@ -65,13 +67,40 @@ class Signature:
         return bound.args, bound.kwargs
 
 
+def register_records(fn: Callable[..., Any]) -> None:
+    """Let the dataclasses and Structs travel that a function's annotations name, results included.
+
+    Raises:
+        UsageError: another class has the name of one of them.
+    """
+    seen: set[int] = set()
+    for hint in _all_hints(fn).values():
+        _register_records_in(hint, seen)
+
+
+def _register_records_in(hint: Any, seen: set[int]) -> None:
+    if id(hint) in seen:
+        return
+    seen.add(id(hint))
+    for part in typing.get_args(hint):
+        _register_records_in(part, seen)
+    if codec.is_record(hint):
+        if not codec.is_registered(hint):
+            codec.register(hint)
+        for field in _all_hints(hint).values():
+            _register_records_in(field, seen)
+
+
 def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
+    hints = _all_hints(fn.__init__ if isinstance(fn, type) else fn)  # type: ignore[misc]
+    return {name: hint for name, hint in hints.items() if hint is not Any and _is_checkable(hint)}
+
+
+def _all_hints(of: Any) -> dict[str, Any]:
     try:
-        source = fn.__init__ if isinstance(fn, type) else inspect.unwrap(fn)  # type: ignore[misc]
-        hints = typing.get_type_hints(source, include_extras=True)
+        return typing.get_type_hints(of if isinstance(of, type) else inspect.unwrap(of), include_extras=True)
     except Exception:  # names that only a type checker can resolve
         return {}
-    return {name: hint for name, hint in hints.items() if hint is not Any and _is_checkable(hint)}
 
 
 def _is_checkable(hint: Any) -> bool:
