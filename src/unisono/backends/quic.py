@@ -36,6 +36,8 @@ _log = logging.getLogger("unisono.quic")
 _CONNECT_S: Final = 30.0
 # What was said before a goodbye has so long to get through.
 _FLUSH_S: Final = 2.0
+# The same at the end of an interpreter that has not said goodbye.
+_FORGET_S: Final = 0.5
 _CLOSE_S: Final = 1.0
 # After the end of a process, what it said last may still be on its way inside this host.
 _LAST_WORDS_S: Final = 0.05
@@ -140,6 +142,7 @@ class _QuicWire(Wire):
         self._causes: dict[int, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closed = False
+        self._flush_s = _FLUSH_S
 
     def connect(self, cards: Sequence[Card]) -> None:
         """Dial those before us, wait for those after us, and begin to listen to all."""
@@ -163,14 +166,13 @@ class _QuicWire(Wire):
             self._loop.loop.create_task(self._close()).add_done_callback(lambda _: self._loop.stop())
             return
         with contextlib.suppress(RuntimeError, TimeoutError):
-            self._loop.call(self._close(), _FLUSH_S + 2 * _CLOSE_S)
+            self._loop.call(self._close(), self._flush_s + 2 * _CLOSE_S)
         self._loop.stop()
 
     def abandon(self) -> None:
-        """Stop without waiting for anybody."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._loop.stop()
+        """Stop: what was said gets through if it can, and nobody is waited for."""
+        self._flush_s = _FORGET_S
+        self.close()
 
     # -- what runs on the loop's thread -------------------------------------------------------------------
 
@@ -286,7 +288,10 @@ class _QuicWire(Wire):
         for peer in list(self._processes):
             self._forget_process(peer)
         await asyncio.gather(
-            *(link.close(_FLUSH_S if peer not in self._causes else 0) for peer, link in self._links.items()),
+            *(
+                link.close(self._flush_s if peer not in self._causes else 0)
+                for peer, link in self._links.items()
+            ),
             return_exceptions=True,
         )
         mine = asyncio.current_task()
