@@ -67,8 +67,8 @@ CMAKE = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPytho
 ASAN_ENV = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 SANITIZED ?= tests/test_native_processes.py tests/test_native_plans.py tests/test_native_conformance.py \
-	tests/test_native_cases.py tests/test_native_threats.py tests/test_hot_path.py tests/test_hot_messages.py \
-	tests/test_corpus.py
+	tests/test_native_cases.py tests/test_native_threats.py tests/test_hot_path.py tests/test_hot_ahead.py \
+	tests/test_hot_messages.py tests/test_corpus.py tests/test_rpc.py tests/test_rpc_failure.py
 
 sanitize: sanitize-build
 	$(TSAN)/native/engine_test

@@ -85,6 +85,8 @@ def test_all_dead_ranks_are_named_and_the_living_may_still_talk() -> None:
     error = ended_by(lambda: world[2].barrier())
     assert isinstance(error, uni.PeerLost)
     assert error.ranks == (1, 3)
+    # Called when it was known already, it is still said what was called.
+    assert (error.operation, error.communicator, error.epoch) == ("barrier", "world", 0)
     world[0].send(np.array([4.5]), 2)
     buf = np.zeros(1)
     world[2].recv(buf)

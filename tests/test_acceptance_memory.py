@@ -190,6 +190,33 @@ def test_anything_with_a_writable_buffer_is_filled_in_place() -> None:
     assert run_ranks(program, 2).values() == [want] * 2
 
 
+def test_what_is_only_read_may_be_read_only() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        heard = []
+        for count in (3, 200_000):  # at first, from then on the short way, and a long one
+            for _ in range(3):
+                x = np.arange(count) + comm.rank
+                x.flags.writeable = comm.rank != 1
+                assert comm.broadcast(x, root=1) is x
+                heard.append(bool((x == np.arange(count) + 1).all()))
+        raw = b"abc" if comm.rank == 1 else bytearray(3)
+        assert comm.broadcast(raw, root=1) is raw
+        return heard, bytes(raw)
+
+    assert run_ranks(program, 3).values() == [([True] * 6, b"abc")] * 3
+
+
+def test_many_arrays_come_back_as_the_list_that_was_given() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        arrays = [np.full(3, comm.rank), np.full((2, 2), 0.5)]
+        assert comm.all_reduce_many(arrays) is arrays
+        numbers = comm.all_reduce_many([comm.rank, arrays[1]])
+        assert numbers[1] is arrays[1]
+        return arrays[0].tolist(), numbers[0], arrays[1].tolist()
+
+    assert run_ranks(program, 2).values() == [([1, 1, 1], 1, [[2.0, 2.0], [2.0, 2.0]])] * 2
+
+
 class Capsule:
     """Something that speaks DLPack and nothing else."""
 

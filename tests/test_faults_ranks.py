@@ -468,3 +468,36 @@ def test_ctrl_c_ends_every_blocking_call(kind: str) -> None:
         assert set(heard) == set(CALLS)
         assert {name: late for name, late in heard.items() if late > CTRL_C_WITHIN_S} == {}
         ranks.pipes[1].send("done")
+
+
+@each_link
+def test_a_signal_that_comes_together_with_news_loses_none(kind: str) -> None:
+    """A handler raises between any two instructions: also between the engine's news and who waits for it."""
+
+    def program(comm: Communicator, pipe: Connection) -> Any:
+        pid = comm.broadcast_object(os.getpid(), root=1)
+        heard = []
+        for i in range(40):
+            if comm.rank == 0:
+                comm.recv_bytes(1)
+                # The engine looks for signals only every 50 ms, so rank 1 finds both at once.
+                os.kill(pid, signal.SIGINT if i % 2 else signal.SIGTERM)
+                comm.send(b"now", 1, i)
+                comm.send(b"later", 1, 1000)
+                continue
+            try:
+                comm.send(b"ready", 0)
+                comm.recv_bytes(0, i, timeout=10)
+                time.sleep(10)  # the signal is let through at the latest now
+            except (KeyboardInterrupt, SystemExit) as error:
+                heard.append(type(error).__name__)
+            assert comm.recv_bytes(0, 1000, timeout=10) == b"later"
+        return heard
+
+    def live(backend: NativeBackend, pipe: Connection) -> Any:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        return in_world(program)(backend, pipe)
+
+    with forked(live, 2, kind=kind) as ranks:
+        assert ranks.result(0) == []
+        assert ranks.result(1) == ["SystemExit", "KeyboardInterrupt"] * 20

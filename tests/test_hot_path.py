@@ -146,6 +146,32 @@ def test_many_calls_in_a_row_keep_their_order(world: MakeWorld) -> None:
     assert all(ended_hot(comm) > 2000 for comm in comms)
 
 
+@every_kind
+def test_calls_that_take_turns_keep_their_words(world: MakeWorld, kind: str) -> None:
+    """A header that comes again is not sent again: more calls than are kept, in changing order."""
+    comms = world(2, kind)
+    orders = [np.random.default_rng(seed).permutation(20) for seed in range(30)]
+
+    def program(comm: Communicator) -> Any:
+        notes = Notes()
+
+        def total(count: int) -> np.ndarray[Any, Any]:
+            x = np.arange(count) + float(comm.rank)
+            comm.all_reduce(x)
+            return x
+
+        for order in orders:
+            for count in order:
+                notes.expect(total(int(count)), 2.0 * np.arange(count) + 1, f"of {count}")
+        notes.expect(ended_hot(comm) > 20 * 20, True, "hot")
+        error = outcome(lambda: total(13 if comm.rank else 11))
+        assert isinstance(error, CollectiveMismatch)
+        notes.expect("float64[11]" in error.report and "float64[13]" in error.report, True, error.report)
+        return notes
+
+    assert found(comms, program) == []
+
+
 # -- some ranks hot, others not ---------------------------------------------------------------------------
 
 

@@ -190,6 +190,34 @@ def test_who_only_heard_of_a_failure_is_not_blamed(program, tmp_path: Path) -> N
     assert "rank 1 failed first" in err
 
 
+def test_an_exception_is_heard_by_the_others_without_a_with_block(program) -> None:  # type: ignore[no-untyped-def]
+    path = program(
+        "import unisono as uni\n"
+        "world = uni.init()\n"
+        "if rank == 1:\n    raise ValueError('the root of it')\n"
+        "try:\n    world.recv_bytes((rank + 1) % 3)\n"
+        "except uni.PeerAborted as error:\n    print(error.rank, error.cause)\n    sys.exit(7)\n"
+    )
+    code, out, err = run("-n", "3", "--grace", "20", path)
+    assert sorted(out.splitlines()) == [
+        "[0] 1 ValueError: the root of it",
+        "[2] 1 ValueError: the root of it",
+    ]
+    assert "ValueError: the root of it" in err
+    assert code in (1, 7)  # who catches the news and ends on its own account may do so first
+
+
+def test_a_launcher_whose_output_was_closed_runs_the_job(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = program(f"print('into the void')\nopen({str(tmp_path)!r} + f'/{{rank}}', 'w').close()\n")
+    command = [sys.executable, "-m", "unisono", "run", "-n", "2", path]
+    with open(os.devnull, "rb") as nothing:
+        ended = subprocess.run(
+            ["sh", "-c", '"$@" >&- 2>&-', "sh", *command], stdin=nothing, timeout=PATIENCE_S, check=False
+        )
+    assert ended.returncode == 0
+    assert all((tmp_path / str(rank)).exists() for rank in range(2))
+
+
 def test_the_others_have_time_to_end_by_themselves(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     os.mkfifo(tmp_path / "fifo")
     path = program(
@@ -221,6 +249,7 @@ def test_who_ignores_sigterm_is_killed(program) -> None:  # type: ignore[no-unty
     ("arguments", "words"),
     [
         (["-n", "0", "x.py"], "at least 1"),
+        (["--grace", "nan", "x.py"], "seconds >= 0"),
         (["--nnodes", "2", "x.py"], "--join FILE"),
         (["--nnodes", "2", "--join", "unisono1://h:1/a/b", "x.py"], "can be read by every user"),
         (["--nnodes", "2", "--join", "f", "x.py"], "--address on node 0"),

@@ -26,6 +26,7 @@ from unisono.errors import (
 )
 from unisono.runtime import RealRuntime
 from unisono.work import Call, Task, Work, requests_done, wait_all
+from unisono.work import Started as Handed
 
 from .conftest import PATIENCE_S, run_each, run_ranks
 
@@ -62,7 +63,7 @@ class Started:
         self.runtime = runtime if runtime is not None else RealRuntime()
         self.call = Call("test", 3, "world", 0, 7, started_at=self.runtime.now(), **call)
         self.task: Task = Task(self.runtime, self.call, steps(self.call))
-        self.work: Work = Work(self.task, self.runtime)
+        self.work: Work = Handed(self.task, self.runtime)
         self.timers = timers
 
     def begin(self) -> Work:

@@ -52,6 +52,10 @@ enum class Answer : uint8_t { met, withdrawn };
 
 inline constexpr uint8_t flag_ticket = 1;  // eager: a ticket precedes the header
 inline constexpr uint8_t flag_ahead = 2;   // eager: the sender does not wait until it is met; see Inbox::ahead
+// A message's header is not in the frame: it came before in this lane, and these bits say which it was (HeaderTable).
+inline constexpr uint8_t flag_known = 4;
+inline constexpr int place_shift = 3;
+inline constexpr size_t header_places = 8;
 
 struct Head {
   uint32_t word = 0;  // kind | flags << 8 | lines << 16; published last, and never 0

@@ -65,21 +65,27 @@ void Peer::send(Send& send) {
 bool Peer::start(Send& send) {
   Head head;
   head.dtype = send.dtype;
-  head.header_bytes = send.header_bytes;
   head.context = send.context;
   head.tag = send.tag;
   head.nbytes = send.nbytes;
   Body body;
-  body.header = send.header;
-  body.header_bytes = send.header_bytes;
   const auto lane = static_cast<size_t>(send.lane);
+  HeaderTable& headers = headers_sent_[lane];
+  const size_t place = send.header_bytes != 0 ? headers.find(send.header, send.header_bytes) : header_places;
+  const bool is_known = place != header_places;
+  const uint8_t flags = is_known ? static_cast<uint8_t>(flag_known | place << place_shift) : 0;
+  if (!is_known) {
+    body.header = send.header;
+    body.header_bytes = head.header_bytes = send.header_bytes;
+  }
   bool is_eager = send.nbytes <= (send.is_final ? final_max_ : eager_max_)[lane] &&
                   credit_used_[lane] + cost(send.nbytes) <= credit_of(send.lane);
   if (is_eager && !send.sync) [[likely]] {
-    head.word = Head::make_word(Kind::eager, send.is_ahead ? flag_ahead : 0);
+    head.word = Head::make_word(Kind::eager, send.is_ahead ? flags | flag_ahead : flags);
     body.payload = send.data;
     body.payload_bytes = send.nbytes;
     if (!link->put(send.lane, head, body)) return false;
+    if (head.header_bytes != 0) headers.keep(send.header, send.header_bytes);
     credit_used_[lane] += cost(send.nbytes);
     send.state = Send::State::ended;
     send.end(Outcome::done);
@@ -91,12 +97,12 @@ bool Peer::start(Send& send) {
   if (word == nullptr && !send.is_final) is_eager = false;
   body.prefix[0] = send.ticket;
   if (is_eager) {
-    head.word = Head::make_word(Kind::eager, flag_ticket);
+    head.word = Head::make_word(Kind::eager, flags | flag_ticket);
     body.prefix_bytes = 8;
     body.payload = send.data;
     body.payload_bytes = send.nbytes;
   } else {
-    head.word = Head::make_word(Kind::offer);
+    head.word = Head::make_word(Kind::offer, flags);
     body.prefix[1] = reinterpret_cast<uint64_t>(send.data);
     body.prefix_bytes = 16;
   }
@@ -106,6 +112,7 @@ bool Peer::start(Send& send) {
     free_ticket(send.ticket);
     return false;
   }
+  if (head.header_bytes != 0) headers.keep(send.header, send.header_bytes);
   if (is_eager) credit_used_[lane] += cost(send.nbytes);
   send.state = Send::State::offered;
   return true;
@@ -326,6 +333,15 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
   const bool is_here = head.kind() == Kind::eager;
   const size_t prefix = head.prefix_bytes();
   Envelope envelope{head.context, head.tag, head.nbytes, rank, head.dtype, head.header_bytes, body + prefix};
+  HeaderTable& headers = headers_came_[static_cast<size_t>(lane)];
+  if ((head.flags() & flag_known) != 0) {
+    const std::string& known = headers.at(head.flags() >> place_shift & (header_places - 1));
+    if (known.empty() || head.header_bytes != 0) return "a header is named that has not come";
+    envelope.header = reinterpret_cast<const byte*>(known.data());
+    envelope.header_bytes = static_cast<uint16_t>(known.size());
+  } else if (head.header_bytes != 0) {
+    headers.keep(envelope.header, head.header_bytes);
+  }
   if (head.nbytes > around_.settings.message_bytes_max) return "a message is longer than any may be";
   if (is_here) {
     uint64_t& held = credit_held_[static_cast<size_t>(lane)];

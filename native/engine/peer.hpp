@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "header_table.hpp"
 #include "inbox.hpp"
 #include "link.hpp"
 #include "message.hpp"
@@ -189,6 +190,8 @@ class Peer {
   std::vector<Ticket> tickets_;
   std::vector<uint32_t> free_tickets_;
   std::deque<Incoming> incoming_;  // by ticket of the peer; a deque, because elements must not move
+  HeaderTable headers_sent_[lane_count];
+  HeaderTable headers_came_[lane_count];
   uint64_t credit_used_[lane_count] = {};  // of ours with the peer
   uint64_t credit_held_[lane_count] = {};  // of the peer's with us
   uint64_t credit_due_[lane_count] = {};   // met, and not yet given back

@@ -21,8 +21,10 @@ uint64_t numbered(uint64_t tag, uint64_t number) {
   return tag + ((number & ((uint64_t{1} << bits) - 1)) << shift);
 }
 
-// Only the part before a NUL counts: where the call stands in the source is told, not compared.
+// Only the part before a NUL counts: where the call stands in the source is told, not compared. Most often it is the
+// same place, and then nothing need be looked for.
 std::string_view call_of(std::string_view header) { return header.substr(0, header.find('\0')); }
+bool is_same_call(std::string_view a, std::string_view b) { return a == b || call_of(a) == call_of(b); }
 
 }  // namespace
 
@@ -306,7 +308,7 @@ Meeting Run::meet(RunReceive& receive, const Envelope& envelope) {
   const uint64_t awaited = bytes_of(p);
   const auto fits_any = [](uint8_t code) { return code == untyped || code == plain_bytes; };
   const bool fits = envelope.nbytes == awaited && (envelope.dtype == stage_.dtype || fits_any(envelope.dtype) || fits_any(stage_.dtype));
-  const bool is_same = is_first || !fits ? (envelope.header_bytes == 0 && !is_first) || call_of(theirs) == call_of(*header) : true;
+  const bool is_same = is_first || !fits ? (envelope.header_bytes == 0 && !is_first) || is_same_call(theirs, *header) : true;
   if (!fits || !is_same) {
     refuse(envelope, awaited, !is_same);
     return Meeting::refuse;

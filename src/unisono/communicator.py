@@ -6,6 +6,8 @@ a group (group.py).
 
 from __future__ import annotations
 
+import atexit
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import update_wrapper
@@ -83,7 +85,8 @@ class _Blocking(Generic[P, R]):
             return self
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            return waited(self._verb(owner._waited, *args, **kwargs))
+            with owner._group.backend.runtime.undisturbed():
+                return waited(self._verb(owner._waited, *args, **kwargs))
 
         return update_wrapper(call, self._verb)
 
@@ -146,6 +149,11 @@ class Communicator:
             # A world that is simply forgotten must not leave the others waiting for it.
             self._forgotten = weakref.finalize(self, _close_later, group.backend)
             self._forgotten.atexit = False
+            if not _worlds:
+                # Again, to come before what the backend has registered for the end.
+                atexit.unregister(_explain_all)
+                atexit.register(_explain_all)
+            _worlds.add(self)
         else:
             parent._children[self] = None
 
@@ -254,6 +262,7 @@ class Communicator:
             except CollectiveMismatch as mismatch:
                 unheard = unheard or mismatch
         if self._parent is None:
+            _worlds.discard(self)
             if self._forgotten.detach() is not None:
                 self._group.backend.close()
         else:
@@ -276,12 +285,17 @@ class Communicator:
     ) -> None:
         if isinstance(error, Killed):
             return  # a crash says no goodbye
+        if error is not None:
+            self._explain(error)
+        self.close()
+
+    def _explain(self, error: BaseException) -> None:
+        """Tell the others what ends this rank."""
         if isinstance(error, PeerLost | PeerAborted | CollectiveMismatch | Deadlock):
             self._end_by(error)  # the root cause, passed on as itself
-        elif error is not None and not (isinstance(error, SystemExit) and not error.code):
+        elif not (isinstance(error, SystemExit) and not error.code):
             first_line = (str(error).splitlines() or [""])[0]
             self.abort(f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__)
-        self.close()
 
     def _end_by(self, error: UnisonoError) -> None:
         for child in list(self._children):
@@ -411,6 +425,18 @@ class _Aid:
         """A message waits for a call that was made here: raise if that was another call than its sender's."""
         if not self._group.on_unmet(source, sequence, theirs):
             self._group.check_usable(is_collective=True)
+
+
+# Worlds that were not closed: their users' `with` would have told what happened.
+_worlds: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _explain_all() -> None:
+    """The interpreter ends: if an exception did it, those who wait for this rank hear of it."""
+    error = getattr(sys, "last_value", None)
+    if error is not None and not hasattr(sys, "ps1"):  # at a prompt it is any that was shown before
+        for world in list(_worlds):
+            world._explain(error)
 
 
 def _close_later(backend: Backend) -> None:

@@ -25,7 +25,7 @@ Ranks in errors are world ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypedDict, Unpack
+from typing import ClassVar, TypedDict, Unpack
 
 __all__ = [
     "BackendUnavailable",
@@ -83,7 +83,12 @@ class _Rest(TypedDict, total=False):
 
 
 class UnisonoError(Exception):
-    """The base of all. Its text is built once, from what happened, where and what to do next."""
+    """The base of all. Its text is built once, from what happened, where and what to do next.
+
+    `usual_step` is the next step of errors of a kind that are told no better one.
+    """
+
+    usual_step: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -104,8 +109,8 @@ class UnisonoError(Exception):
         text = self.what + (where if where.startswith(",") or not where else f" {where}")
         if self.cause:
             text += f": {self.cause}"
-        if self.next_step:
-            text += f". Next: {self.next_step}"
+        if step := self.next_step or self.usual_step:
+            text += f". Next: {step}"
         return text
 
     @property
@@ -156,6 +161,8 @@ class RendezvousError(UnisonoError):
 class DeadlineExceeded(UnisonoError, TimeoutError):
     """Time ran out; `waiting_on` holds the world ranks that had not answered."""
 
+    usual_step = "see what these ranks do, or raise timeout="
+
     def __init__(self, what: str, *, waiting_on: tuple[int, ...] = (), **rest: Unpack[_Rest]) -> None:
         super().__init__(what, **rest)
         self.waiting_on = waiting_on
@@ -163,6 +170,8 @@ class DeadlineExceeded(UnisonoError, TimeoutError):
 
 class PeerLost(UnisonoError):
     """One or more ranks died, fell silent or left; `ranks` holds all that are known."""
+
+    usual_step = "see what these ranks wrote last and how they ended"
 
     def __init__(self, what: str, *, ranks: tuple[int, ...] = (), **rest: Unpack[_Rest]) -> None:
         super().__init__(what, **rest)
@@ -179,6 +188,8 @@ class PeerLost(UnisonoError):
 
 class PeerAborted(UnisonoError):
     """A rank gave up and said why; `rank` is where to look."""
+
+    usual_step = "look at that rank first"
 
     def __init__(self, what: str, *, rank: int = -1, **rest: Unpack[_Rest]) -> None:
         super().__init__(what, **rest)
@@ -212,9 +223,13 @@ class QuorumLost(UnisonoError):
 class ProtocolError(UnisonoError):
     """Bytes arrived that no correct peer sends."""
 
+    usual_step = "check that all ranks run one version of unisono and that nobody else writes to their links"
+
 
 class ClosedError(UnisonoError):
     """The communicator, backend or agent was closed."""
+
+    usual_step = "make a new one, or close this one later"
 
 
 class RemoteError(UnisonoError):

@@ -34,7 +34,7 @@ from unisono.errors import (
 )
 from unisono.runtime import NEVER, Deadline
 from unisono.values import ANY
-from unisono.work import Call, Steps, Task, Work, waited
+from unisono.work import Call, Started, Steps, Task, Work, waited
 
 __all__ = ["Group", "context_of", "descriptor_of", "fingerprint_of", "single"]
 
@@ -122,12 +122,12 @@ class Group:
         )
         # Allowed, numbered and pending in one breath: no verdict can fall in between and miss it.
         with self._lock:
-            self.check_usable(is_collective)
+            self.check_usable(is_collective, operation)
             if is_collective:
                 call.sequence = entry.sequence = self.ledger.take()
             self._pending[id(entry)] = entry
         task.begin(timers)
-        return Work(task, runtime)
+        return Started(task, runtime) if timers else Work(task, runtime)
 
     def resume(
         self, operation: str, sequence: int, started_at: float, steps: Callable[[Call], Steps[T]]
@@ -172,12 +172,13 @@ class Group:
             call.on_stall = lambda: self._ask(entry, call.waiting_on())
         return call, task, entry
 
-    def check_usable(self, is_collective: bool) -> None:
+    def check_usable(self, is_collective: bool, operation: str | None = None) -> None:
         """Refuse an operation on a closed or broken communicator."""
+        here = Location(operation, self.name, self.epoch)
         if self._closed is not None:
-            raise self._closed.located(Location(communicator=self.name))
+            raise self._closed.located(here)
         if self._poison is not None and (is_collective or self._is_aborted):
-            raise self._current_poison()
+            raise self._current_poison().located(here)
 
     def remember(self, sequence: int, fingerprint: bytes) -> None:
         """Keep what was called under a number, for those who ask later; compare it with who has left."""

@@ -14,6 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final, Protocol
@@ -145,6 +146,10 @@ class Runtime(ABC):
         It costs nothing here. In virtual time it must, or a loop that asks until it has would never end.
         """
 
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """A block in which signal handlers of Python only run while `block` waits, or after it."""
+        return _AS_IT_COMES
+
     def deadline(self, timeout: float | None) -> Deadline:
         """Turn a timeout into a deadline: once, at the public door."""
         if timeout is None:
@@ -152,6 +157,10 @@ class Runtime(ABC):
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
             raise UsageError(f"timeout={timeout!r}; allowed: seconds >= 0, or None for no limit")
         return NEVER if timeout >= _FOREVER_S else Deadline(self.now() + timeout, timeout)
+
+
+# Where threads of Python wait for each other a handler strikes wherever it likes.
+_AS_IT_COMES = nullcontext()
 
 
 class RealRuntime(Runtime):

@@ -69,7 +69,7 @@ class Verbs(Messages):
 
     def all_reduce_many(
         self, xs: Sequence[Any], op: OpLike = "sum", *, timeout: float | None = None, algorithm: str = "auto"
-    ) -> Work[list[Any]]:
+    ) -> Work[Sequence[Any]]:
         """Combine a list of arrays in one go, in place; many small ones cost little more than one."""
         how = as_op(op)
         if not isinstance(xs, Sequence):
@@ -78,10 +78,11 @@ class Verbs(Messages):
         for array in arrays:
             self._check_reduction("all_reduce", how, array.dtype, algorithm)
 
-        def steps(call: Call) -> Steps[list[Any]]:
+        def steps(call: Call) -> Steps[Sequence[Any]]:
             one = Collective(self._group, call, algorithm)
             yield from uneven.all_reduce_fused(one, arrays, how, self._size)
-            return [array.give() for array in arrays]
+            # In place: the very list that was given, unless it holds numbers, which cannot be filled.
+            return [array.give() for array in arrays] if any(a.is_value for a in arrays) else xs
 
         return self._begin("all_reduce_many", timeout, steps, is_collective=True)
 
@@ -124,7 +125,9 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[Any]:
             one = Collective(self._group, call, algorithm)
-            yield from one.run("broadcast", (array.count,), array.dtype, {Buf.OUT: array.flat}, root=root)
+            # Root's is only read, but an engine asks for memory that it may write.
+            memory = array.flat if array.flat.flags.writeable else array.flat.copy()
+            yield from one.run("broadcast", (array.count,), array.dtype, {Buf.OUT: memory}, root=root)
             return array.give()
 
         return self._begin("broadcast", timeout, steps, is_collective=True)

@@ -22,9 +22,9 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from unisono.contract import Request
 from unisono.errors import DeadlineExceeded, Deadlock, Location, PeerAborted, UnisonoError
-from unisono.runtime import NEVER, Deadline, Runtime, Timer, Waiting
+from unisono.runtime import NEVER, Deadline, Killed, Runtime, Timer, Waiting
 
-__all__ = ["Call", "Steps", "Task", "Work", "requests_done", "wait_all", "waited"]
+__all__ = ["Call", "Started", "Steps", "Task", "Work", "requests_done", "wait_all", "waited"]
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
@@ -155,6 +155,11 @@ class Task(Generic[T]):
     def wait(self, timeout: float | None) -> T:
         """Carry it on, or wait while another thread does, until it ends."""
         limit = self._runtime.deadline(timeout)
+        with self._runtime.undisturbed():
+            self._wait(limit, timeout)
+        return self.result()
+
+    def _wait(self, limit: Deadline, timeout: float | None) -> None:
         with self._lock:
             self._waiters += 1
         try:
@@ -170,7 +175,6 @@ class Task(Generic[T]):
                     self._block(limit, stalls)
         finally:
             self._stop_waiting()
-        return self.result()
 
     def result(self) -> T:
         """What it gave, or the error that ended it."""
@@ -464,6 +468,14 @@ class Work(Generic[T]):
     def __repr__(self) -> str:
         return f"<Work {self._task.call}: {'done' if self._task.is_done() else 'under way'}>"
 
+
+class Started(Work[T]):
+    """A work in the hands of a user, who is told if it is dropped.
+
+    The works of blocking verbs are not: Python forgets what a signal handler raises in a `__del__`, and a
+    Ctrl-C during one of those must not be lost.
+    """
+
     def __del__(self) -> None:
         task = getattr(self, "_task", None)
         if task is not None and not task.is_done() and not self._runtime.is_dead:
@@ -484,7 +496,9 @@ def waited(work: Work[T]) -> T:
     """Wait for a work that nobody else holds: who is interrupted ends it."""
     try:
         return work.wait()
-    except (KeyboardInterrupt, SystemExit):
+    except Killed:
+        raise  # a crash cleans nothing up
+    except BaseException:  # its own error, and it has ended; or whatever a signal handler raises
         work.cancel()
         raise
 

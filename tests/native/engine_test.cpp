@@ -1,11 +1,14 @@
 // Rings, wake-ups, offers and desks on threads, for the thread sanitizer: a ring with random frames, and engines whose
 // threads spin, sleep, ring, take back and leave at random. Exits with 0 if every byte arrived in order.
+//
+// engine_test [one of the tests, such as mailboxes]
 
 #include <signal.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -18,6 +21,7 @@
 #include "../../native/engine/engine.hpp"
 #include "../../native/engine/pingpong.hpp"
 #include "../../native/engine/ring.hpp"
+#include "clerk.hpp"
 #include "office.hpp"
 
 using namespace unisono::engine;
@@ -421,6 +425,45 @@ void test_close_while_busy(const char* folder, unsigned seed, bool shm) {
   }
 }
 
+// Mailboxes: one thread of each asks in front and two serve in the background, while others poke and waver; what is
+// long goes beside the letters. At the end the mailboxes close under whoever still reads.
+void test_mailboxes(const char* folder, unsigned seed, bool shm) {
+  constexpr int size = 3;
+  Settings settings;
+  settings.shm = shm;
+  auto engines = make_engines(size, folder, settings);
+  std::vector<std::unique_ptr<Clerk>> clerks;
+  for (auto& engine : engines) clerks.push_back(std::make_unique<Clerk>(*engine, 2));
+  std::vector<std::thread> threads;
+  std::atomic<int> askers{size};
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      std::mt19937 random(seed * 10 + static_cast<unsigned>(rank));
+      for (int turn = 0; turn < 150; ++turn) {
+        const auto dst = static_cast<int>(random() % size);  // itself, too
+        const size_t nbytes = turn % 3 == 0 ? 0 : turn % 3 == 1 ? 1 + random() % 2000 : 20'000 + random() % 300'000;
+        const std::vector<byte> out(nbytes, static_cast<byte>(turn + rank));
+        std::vector<byte> back;
+        check(clerks[rank]->ask(dst, out, back, now_ns() + 60 * second), "every question is answered");
+        check(back == out, "every byte comes back");
+        if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(random() % 6));
+      }
+      --askers;
+    });
+    threads.emplace_back([&, rank] {
+      std::mt19937 random(seed * 10 + 5 + static_cast<unsigned>(rank));
+      while (askers != 0) {
+        clerks[rank]->poke(random() % 2 == 0);
+        clerks[rank]->waver(static_cast<int>(random() % size));
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (auto& clerk : clerks) clerk->close();
+  for (auto& engine : engines) engine->close(second);
+}
+
 // Many engines in a circle: each waits for its left, then rings its right; whoever waits has fallen asleep by then.
 void test_circle(const char* folder, unsigned seed, bool shm) {
   constexpr int size = 7, rounds = 30;
@@ -476,9 +519,13 @@ void test_starved() {
   check(!is_starved(busy), "nor one that is gone");
 }
 
+// What is asked for on the command line, or all of it.
+std::string wanted;
+
 // Say what is done: under a sanitizer it takes minutes.
 template <class Test>
 void run(const char* what, Test test) {
+  if (!wanted.empty() && wanted != what) return;
   const std::int64_t start = now_ns();
   test();
   std::printf("%s: %.1f s\n", what, static_cast<double>(now_ns() - start) / 1e9);
@@ -487,7 +534,8 @@ void run(const char* what, Test test) {
 
 }  // namespace
 
-int main() {
+int main(int count, char** words) {
+  if (count > 1) wanted = words[1];
   char folder[] = "/tmp/unisono-test-XXXXXX";
   check(mkdtemp(folder) != nullptr, "there is a folder");
   run("checksum", test_checksum);
@@ -501,6 +549,7 @@ int main() {
       run("rumour", [&] { test_rumour(folder, shm); });
       run("wake-ups", [&] { test_wake_ups(folder, seed, shm); });
       run("circle", [&] { test_circle(folder, seed, shm); });
+      run("mailboxes", [&] { test_mailboxes(folder, seed, shm); });
       run("desks", [&] { test_desks(folder, seed, shm); });
       run("offers", [&] { test_offers(folder, seed, shm, true); });
       run("close while busy", [&] { test_close_while_busy(folder, seed, shm); });

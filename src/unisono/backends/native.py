@@ -25,6 +25,7 @@ import numpy as np
 from unisono import _native
 from unisono.backends.native_plans import compiled
 from unisono.backends.registry import BackendInfo, Closable
+from unisono.backends.signals import HELD, HeldSignals
 from unisono.call_site import is_users
 from unisono.config import Config
 from unisono.contract import (
@@ -515,7 +516,8 @@ class _Desk:
         with self._lock:
             self.is_closed = True
             self._listeners.clear()
-        self.tell(self.engine.wait(0.0, 0, self.is_teller()))
+        with HELD:
+            self.tell(self.engine.wait(0.0, 0, self.is_teller()))
         self.engine.poke()
 
     def _tell_one(self, number: int, *details: Any) -> None:
@@ -591,6 +593,10 @@ class _NativeRuntime(RealRuntime):
         super().__init__()
         self._desk = desk
 
+    def undisturbed(self) -> HeldSignals:
+        """Hold signals back: news that the engine gave and nobody told would be lost."""
+        return HELD
+
     def event(self) -> Any:
         """Make an event."""
         return _Event(self._desk.engine)
@@ -605,6 +611,8 @@ class _NativeRuntime(RealRuntime):
         event.waiters.append(threading.get_ident())
         try:
             while not event.is_set():
+                if HELD.came:
+                    HELD.deliver()
                 # Before the look at the flag: a poke after it ends the wait at once.
                 pokes = engine.pokes()
                 if event.is_set():

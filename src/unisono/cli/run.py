@@ -5,6 +5,7 @@ Knows the command line and the terminal. Does not know processes: `unisono.launc
 
 from __future__ import annotations
 
+import os
 import sys
 
 import click
@@ -97,16 +98,19 @@ def command(
         grace_s=grace_s,
         env=variables,
     )
+    streams = (sys.stdout, sys.stderr)
     try:
         if launcher:
             become_mpiexec(job)
-        code = run(
-            job,
-            version=__version__,
-            out=sys.stdout.buffer,
-            err=sys.stderr.buffer,
-            colour=sys.stdout.isatty() and sys.stderr.isatty(),
-        )
+        with open(os.devnull, "wb") as nowhere:  # for a stream that was closed before we began
+            out, err = (nowhere if stream is None else stream.buffer for stream in streams)
+            code = run(
+                job,
+                version=__version__,
+                out=out,
+                err=err,
+                colour=all(stream is not None and stream.isatty() for stream in streams),
+            )
     except (RendezvousError, BackendUnavailable) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(code)

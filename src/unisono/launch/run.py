@@ -64,7 +64,7 @@ class Job:
             raise UsageError(f"{self.ranks_here} ranks on {self.nodes} nodes; allowed: at least 1 of each")
         if not 0 <= self.node_rank < self.nodes:
             raise UsageError(f"--node-rank {self.node_rank}; allowed: 0 to {self.nodes - 1}")
-        if self.grace_s < 0:
+        if not self.grace_s >= 0:
             raise UsageError(f"--grace {self.grace_s}; allowed: seconds >= 0")
         if self.nodes > 1 and self.join is None:
             raise UsageError(

@@ -1,0 +1,175 @@
+// A mailbox, and threads that read it: what rpc/post.py and rpc/pool.py make of it, without Python.
+//
+// Knows questions and their echoes, with something long beside some of them. Does not know why anybody asks.
+
+#pragma once
+
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "../../native/engine/mailbox.hpp"
+
+namespace unisono::engine {
+
+class Clerk {
+ public:
+  Clerk(Engine& engine, int readers) : engine_(engine) {
+    {
+      const Hold held = engine.hold();
+      box_ = std::make_unique<Mailbox>(engine, context, tag_of_letters);
+    }
+    for (int i = 0; i < readers; ++i) readers_.emplace_back([this] { serve(); });
+  }
+  ~Clerk() {
+    close();
+    for (auto& reader : readers_) reader.join();
+  }
+
+  // Send bytes there and back, and read in front meanwhile. False if that takes too long.
+  bool ask(std::int32_t dst, const std::vector<byte>& bytes, std::vector<byte>& back, std::int64_t deadline) {
+    const uint64_t call = next_++;
+    {
+      const std::lock_guard guard(mutex_);
+      calls_[call] = Call{};
+    }
+    send(dst, Words{question, call, next_++, bytes.size()}, bytes);
+    for (;;) {
+      {
+        const std::lock_guard guard(mutex_);
+        Call& mine = calls_[call];
+        if (mine.is_done) {
+          back = std::move(mine.bytes);
+          calls_.erase(call);
+          return true;
+        }
+      }
+      if (now_ns() >= deadline) return false;
+      read(true);
+    }
+  }
+
+  // Expect what nobody sends, and think better of it: a letter says so.
+  void waver(std::int32_t src) {
+    const uint64_t number = next_++;
+    auto place = std::make_shared<std::vector<byte>>(100);
+    byte* at = place->data();
+    {
+      const std::lock_guard guard(mutex_);
+      expected_[number] = [] {};
+    }
+    const Hold held = engine_.hold();
+    box_->expect(src, number, at, 100, number, std::move(place));
+    box_->withdraw(number);
+  }
+
+  void poke(bool is_front) {
+    const Hold held = engine_.hold();
+    box_->poke(is_front);
+  }
+
+  void close() {
+    is_over_ = true;
+    const Hold held = engine_.hold();
+    box_->close();
+  }
+
+  bool has_expected() {
+    const std::lock_guard guard(mutex_);
+    return !expected_.empty();
+  }
+
+ private:
+  static constexpr uint64_t context = 77, tag_of_letters = uint64_t{1} << 40;
+  static constexpr uint64_t question = 1, answer = 2;
+
+  struct Words {
+    uint64_t kind, call, number, nbytes;
+  };
+  struct Call {
+    bool is_done = false;
+    std::vector<byte> bytes;
+  };
+  using Place = std::shared_ptr<std::vector<byte>>;
+
+  void serve() {
+    while (!is_over_) read(false);
+  }
+
+  void read(bool is_front) {
+    std::vector<Letter> letters;
+    std::vector<Owner> returned;
+    {
+      Hold held = engine_.hold();
+      letters = box_->take(held, now_ns() + 20 * millisecond, is_front);
+      returned = box_->returned();
+    }
+    for (const Letter& letter : letters) {
+      if (letter.number != 0)
+        on_expected(letter);
+      else
+        on_words(letter);
+    }
+  }
+
+  // What is long goes beside the letter, and comes back to it as an expected one.
+  void send(std::int32_t dst, const Words& words, const std::vector<byte>& bytes) {
+    auto lent = std::make_shared<std::vector<byte>>(bytes);
+    const byte* at = lent->data();
+    const Hold held = engine_.hold();
+    box_->post(dst, reinterpret_cast<const byte*>(&words), sizeof words);
+    if (!bytes.empty()) box_->lend(dst, words.number, at, bytes.size(), next_++, std::move(lent));
+  }
+
+  void on_words(const Letter& letter) {
+    Words words;
+    std::memcpy(&words, letter.data.get(), sizeof words);
+    auto place = std::make_shared<std::vector<byte>>(words.nbytes);
+    const std::int32_t from = letter.source;
+    auto then = [this, words, place, from] { on_all(from, words, *place); };
+    if (words.nbytes == 0) return then();
+    const uint64_t number = next_++;
+    {
+      const std::lock_guard guard(mutex_);
+      expected_[number] = then;
+    }
+    const Hold held = engine_.hold();
+    byte* at = place->data();
+    box_->expect(from, words.number, at, words.nbytes, number, std::move(place));
+  }
+
+  void on_expected(const Letter& letter) {
+    std::function<void()> then;
+    {
+      const std::lock_guard guard(mutex_);
+      then = std::move(expected_[letter.number]);
+      expected_.erase(letter.number);
+    }
+    if (letter.outcome == Outcome::done || letter.outcome == Outcome::cancelled) then();
+  }
+
+  void on_all(std::int32_t from, const Words& words, const std::vector<byte>& bytes) {
+    if (words.kind == question) return send(from, Words{answer, words.call, next_++, words.nbytes}, bytes);
+    {
+      const std::lock_guard guard(mutex_);
+      calls_[words.call] = Call{true, bytes};
+    }
+    poke(true);
+  }
+
+  Engine& engine_;
+  std::unique_ptr<Mailbox> box_;
+  std::atomic<uint64_t> next_{1};
+  std::atomic<bool> is_over_{false};
+  std::mutex mutex_;
+  std::map<uint64_t, Call> calls_;
+  std::map<uint64_t, std::function<void()>> expected_;
+  std::vector<std::thread> readers_;
+};
+
+}  // namespace unisono::engine
