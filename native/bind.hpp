@@ -8,6 +8,7 @@
 
 namespace unisono {
 
+void bind_bell(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_hot_path(nanobind::module_& m);

@@ -10,6 +10,7 @@ NB_MODULE(_native, m) {
   m.def("keep_away", &unisono::Away::keep_away);
   // Registered before all that use the module, and so called after them.
   nanobind::module_::import_("atexit").attr("register")(m.attr("keep_away"));
+  unisono::bind_bell(m);
   unisono::bind_kernels(m);
   unisono::bind_engine(m);
   unisono::bind_hot_path(m);

@@ -6,12 +6,14 @@ many ranks as it needs, made for it; whoever has no part in it waits. Does not k
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from hypothesis import given, settings
 
+from unisono.backends.registry import Berth
 from unisono.communicator import Communicator
 from unisono.config import Config
 from unisono.contract import Backend
@@ -19,8 +21,9 @@ from unisono.testing import CASES, run_case
 
 from . import test_properties
 from .conftest import Ended
+from .processes import DRAFTS
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "DraftCrew"]
 
 
 class Crew(ABC):
@@ -81,3 +84,23 @@ class Crew(ABC):
             else:
                 ended[name] = "ok"
         return ended
+
+
+class DraftCrew(Crew):
+    """Ranks that have a world, by which they tell each other how to make more."""
+
+    def __init__(self, kind: str, world: Communicator) -> None:
+        self.kind = kind
+        self.rank = world.rank
+        self._world = world
+
+    def opened(self, size: int, config: Config) -> Backend | None:
+        draft = None
+        if self.rank < size:
+            berth = Berth(self.rank, size, "127.0.0.1", is_encrypted=False, config=config)
+            draft = DRAFTS[self.kind](berth)
+        cards = self._world.all_gather_object(None if draft is None else draft.card())
+        return None if draft is None else draft.connect(cards[:size])
+
+    def gathered(self, said: Any) -> list[Any]:
+        return [pickle.loads(each) for each in self._world.all_gather_object(pickle.dumps(said))]

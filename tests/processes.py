@@ -23,9 +23,9 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from unisono.backends.gloo import Draft
+from unisono.backends import gloo, quic
 from unisono.backends.native import Credentials, NativeBackend
-from unisono.backends.registry import Berth
+from unisono.backends.registry import Berth, Draft
 from unisono.communicator import Communicator
 from unisono.config import Config
 from unisono.contract import Backend
@@ -42,7 +42,9 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "tls": lambda rank: {"shm": False, "tls": True},
     "hosts tls": lambda rank: {"host": f"host {rank % 2}", "tls": True},
     "gloo": lambda rank: {},
+    "quic": lambda rank: {},
 }
+DRAFTS: dict[str, Callable[[Berth], Draft]] = {"gloo": gloo.Draft, "quic": quic.Draft}
 PATIENCE_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
@@ -117,10 +119,12 @@ class Ranks:
         kind: str = "shm",
         config: Config | None = None,
         links: Callable[[int], dict[str, Any]] | None = None,
+        draft: Callable[[Berth], Draft] | None = None,
     ) -> None:
         """Fork the ranks: each calls `live(backend, pipe)` with a backend that is connected.
 
         `links(rank)` is called in the rank itself and gives the settings of its backend, instead of `kind`.
+        So is `draft(berth)`, which makes the draft of another backend.
         """
         pairs = [mp.Pipe() for _ in range(size)]
         shown = credentials(size) if links is None and KINDS[kind](0).get("tls") else [None] * size
@@ -130,8 +134,8 @@ class Ranks:
                 pid = os.fork()
             if pid == 0:
                 opened = partial(native_rank, self.folder, links or KINDS[kind], shown[rank])
-                if kind == "gloo":
-                    opened = gloo_rank
+                if draft is not None or kind in DRAFTS:
+                    opened = partial(drafted_rank, draft or DRAFTS[kind])
                 _be_rank(live, partial(opened, rank, size, config), rank, pairs)
             self.pids.append(pid)
         for ours, theirs in pairs:
@@ -241,10 +245,18 @@ def native_rank(
     return backend
 
 
-def gloo_rank(rank: int, size: int, config: Config | None, pipe: Connection) -> Backend:
-    draft = Draft(Berth(rank, size, "127.0.0.1", is_encrypted=False, config=config or Config()))
-    pipe.send(draft.card())
-    return draft.connect(pipe.recv())
+def drafted_rank(
+    make: Callable[[Berth], Draft], rank: int, size: int, config: Config | None, pipe: Connection
+) -> Backend:
+    draft = make(
+        Berth(rank, size, "127.0.0.1", is_encrypted=False, config=config or Config(), secret=b"the secret")
+    )
+    try:
+        pipe.send(draft.card())
+        return draft.connect(pipe.recv())
+    except BaseException:
+        draft.close()
+        raise
 
 
 def _be_rank(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import time
 from functools import cache
@@ -24,7 +23,7 @@ from unisono.config import Config
 from unisono.errors import CollectiveMismatch, DeadlineExceeded, PeerLost, UsageError
 from unisono.testing import CASES
 
-from .crew import Crew
+from .crew import DraftCrew
 from .processes import Failed, forked, run_processes
 from .test_properties import PROPERTIES, reduced
 
@@ -32,32 +31,12 @@ from .test_properties import PROPERTIES, reduced
 KILLED_S = 0.5
 
 
-class GlooCrew(Crew):
-    """Ranks that have a world, by which they tell each other how to make more."""
-
-    kind = "gloo"
-
-    def __init__(self, world: Communicator) -> None:
-        self.rank = world.rank
-        self._world = world
-
-    def opened(self, size: int, config: Config) -> GlooBackend | None:
-        draft = None
-        if self.rank < size:
-            draft = Draft(Berth(self.rank, size, "127.0.0.1", is_encrypted=False, config=config))
-        cards = self._world.all_gather_object(None if draft is None else draft.card())
-        return None if draft is None else draft.connect(cards[:size])
-
-    def gathered(self, said: Any) -> list[Any]:
-        return [pickle.loads(each) for each in self._world.all_gather_object(pickle.dumps(said))]
-
-
 @cache
 def crew(what: str, size: int) -> dict[str, str]:
     """How the cases or properties ended, each in a world of its own."""
 
     def program(comm: Communicator) -> dict[str, str]:
-        one = GlooCrew(comm)
+        one = DraftCrew("gloo", comm)
         return one.cases() if what == "cases" else one.properties(examples=2)
 
     ended = run_processes(program, size, kind="gloo")

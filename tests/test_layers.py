@@ -157,7 +157,9 @@ CLOCKS = {"time", "sched"}
 MAY_READ_CLOCKS = {"runtime", "simulation", "testing"}
 # The launch room and the measurements start processes, and the seed serves on a thread of its own.
 MAY_START_THREADS = {"runtime", "simulation", "testing", "launch", "bench"}
-TRANSPORTS = {Path("backends") / f"{name}.py" for name in ("native", "gloo", "gloo_collectives", "mpi")}
+TRANSPORTS = {
+    Path("backends") / f"{name}.py" for name in ("native", "gloo", "gloo_collectives", "mpi", "quic_endpoint")
+}
 THREADS = {"threading.Thread", "threading.Timer", "_thread.start_new_thread"}
 POOLS = {"concurrent", "multiprocessing", "subprocess"}
 PRINTS = {"print", "sys.stdout", "sys.stderr"}
@@ -223,6 +225,8 @@ def test_foreign_libraries_stay_where_they_belong(path):
         allowed |= {"torch"}
     if path.parts[0] == "backends" and path.stem.startswith("mpi"):
         allowed |= {"mpi4py"}
+    if path.parts[0] == "backends" and path.stem.startswith(("quic", "iroh")):
+        allowed |= {"iroh"}
     if path.parts[:2] == ("bench", "libraries.py"):
         allowed |= {"torch", "mpi4py"}
     if path.parts[:2] == ("bench", "chart.py"):

@@ -17,13 +17,16 @@ PROGRAM = str(Path(__file__).with_name("hosts_program.py"))
 PATIENCE_S = 120
 
 
-def run(hosts: Hosts, folder: Path, ranks: int, *options: str) -> list[subprocess.CompletedProcess[str]]:
+def run(
+    hosts: Hosts, folder: Path, ranks: int, *options: str, backend: str = "native"
+) -> list[subprocess.CompletedProcess[str]]:
     """Run the program on both hosts; the options are node 0's."""
     file = str(folder / "job.ticket")
 
     def node(number: int) -> subprocess.CompletedProcess[str]:
         words = ["-n", str(ranks), "--nnodes", "2", "--node-rank", str(number), "--join", file]
         words += [*options] if number == 0 else [word for word in options if word == "--insecure"]
+        words += ["--backend", backend]
         command = hosts.command(number, "-m", "unisono", "run", *words, PROGRAM, str(folder))
         return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
@@ -84,3 +87,11 @@ def test_every_collective_is_right_between_hosts(
     hosts: Hosts, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     run(hosts, tmp_path, 1, *options)
+
+
+def test_quic_between_hosts_is_right_and_shows_nothing(hosts: Hosts, tmp_path: Path) -> None:
+    with hosts.heard(tmp_path / "cable"):
+        run(hosts, tmp_path, 1, "--address", "fd77::1", backend="quic")
+    cable = (tmp_path / "cable").read_bytes()
+    assert len(cable) > 1_000_000, "the data did cross"
+    assert PATTERN not in cable

@@ -72,6 +72,16 @@ class Config:
     tls: bool = _setting(False)
     """Encrypt TCP on loopback, too, where nobody else can listen; between hosts it always is."""
 
+    quic_streams: int = _setting(4, 1, 64)
+    """How many streams of a QUIC connection carry the pieces of long messages."""
+
+    quic_relay: str = _setting("off")
+    """Which relays QUIC may use where no direct way is found: off, default (those of iroh's makers), or
+    addresses, separated by commas."""
+
+    quic_discovery: bool = _setting(False)
+    """Let iroh publish where a rank is, and look up others, at its makers' servers."""
+
     deadlock_after_s: float = _setting(2.0, 0.0)
     """In-process ranks that all wait for each other are told so after this time; 0 turns it off."""
 

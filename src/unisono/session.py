@@ -168,7 +168,19 @@ class _Foreign:
     """A rank of another backend on its way into the world."""
 
     def __init__(self, draft: Callable[[Berth], Draft], site: Site, config: Config) -> None:
-        self._draft = draft(Berth(site.rank, site.size, site.bind.host, site.is_encrypted, config))
+        advertise = "" if site.advertise == site.bind else str(site.advertise)
+        self._draft = draft(
+            Berth(
+                site.rank,
+                site.size,
+                site.bind.host,
+                site.is_encrypted,
+                config,
+                port=site.bind.port,
+                advertise=advertise,
+                secret=site.secret,
+            )
+        )
 
     def card(self) -> bytes:
         """What the backend wants told."""

@@ -12,11 +12,12 @@ sender; a *landing* is the receive that has asked for them.
 from __future__ import annotations
 
 import itertools
+import os
 import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import Final, NamedTuple
@@ -41,9 +42,6 @@ from unisono.runtime import Runtime
 from unisono.values import Any_
 
 __all__ = ["Courier", "Wire", "frame_bytes_max"]
-
-# A payload crosses in pieces of so many bytes: what waits behind one waits some milliseconds.
-_PIECE_BYTES: Final = 4 << 20
 
 
 class Kind(IntEnum):
@@ -88,14 +86,18 @@ def frame_bytes_max(config: Config) -> int:
 class Wire(ABC):
     """What carries frames between ranks. None of its methods blocks but `close`.
 
-    It hands what comes from a peer to `Courier.arrive`, frame by frame in the order of sending and never two
+    It hands what comes from a peer to `Courier.arrive`, frame by frame in the order of its lane and never two
     of one peer at a time; says `Courier.lost` once a peer cannot be heard any more; and after a peer's last
     word (`Courier.is_over`) it listens no longer.
     """
 
     @abstractmethod
-    def send(self, peer: int, frame: bytes, payload: memoryview | None) -> None:
-        """Send a frame and the payload behind it, whose memory it keeps as long as it needs it."""
+    def send(self, peer: int, frame: bytes, payload: memoryview | None, lane: Lane | None) -> None:
+        """Send a frame and the payload behind it, whose memory it keeps as long as it needs it.
+
+        A wire with lanes keeps the order within each, and may deliver payloads in any; without a lane the
+        frame comes after all before it. A wire without lanes keeps the order of all.
+        """
 
     @abstractmethod
     def is_own_thread(self) -> bool:
@@ -109,11 +111,15 @@ class Wire(ABC):
 class Courier(Closable):
     """A backend over a wire, which a subclass opens with `_wire`."""
 
+    # A payload crosses in pieces of so many bytes: what waits behind one waits some milliseconds.
+    piece_bytes = 4 << 20
+
     _wire: Wire
 
     def __init__(self, rank: int, size: int, config: Config, runtime: Runtime) -> None:
         self._rank = rank
         self._size = size
+        self._pid = os.getpid()
         self._config = config
         self._runtime = runtime
         self._inbox = Inbox(rank)
@@ -173,6 +179,8 @@ class Courier(Closable):
                 f"a message of {data.nbytes} bytes with a header of {len(header)}; allowed: "
                 f"{self._config.message_bytes_max} and {HEADER_BYTES_MAX}"
             )
+        if self.is_forked():
+            return _failed(dst)
         request = Request(dst)
         envelope = Envelope(self._rank, context, tag, data.nbytes, dtype, header)
         if dst == self._rank:
@@ -184,7 +192,7 @@ class Courier(Closable):
             number = 0
             if error is None and (sync or not self._take_credit(dst, lane, data.nbytes)):
                 number = next(self._numbers)
-                self._outgoing[number] = _Outgoing(number, dst, bytes_of, request)
+                self._outgoing[number] = _Outgoing(number, dst, lane, bytes_of, request)
         if error is not None:
             request.fail(error)
         elif number:
@@ -200,11 +208,15 @@ class Courier(Closable):
     ) -> Request:
         """Post a receive in this rank's inbox."""
         self.check_peer(src, "src")
+        if self.is_forked():
+            return _failed(src)
         return self._inbox.receive(src, context, tag, into, dtype)
 
     def probe(self, src: int | Any_, context: int, tag: int | Any_) -> Request:
         """Post a probe in this rank's inbox."""
         self.check_peer(src, "src")
+        if self.is_forked():
+            return _failed(src)
         return self._inbox.probe(src, context, tag)
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
@@ -219,6 +231,8 @@ class Courier(Closable):
     def close(self) -> None:
         """Leave: what was asked for is sent, what was not is taken back, and everybody hears a goodbye."""
         closed = self._closed()
+        if self.is_forked():
+            return
         with self._lock:
             if self._is_closed:
                 return
@@ -227,7 +241,7 @@ class Courier(Closable):
             unmet = [out for out in self._outgoing.values() if not out.is_asked]
             for out in unmet:
                 del self._outgoing[out.number]
-            idle = [key for key, landing in self._landings.items() if not landing.is_filling]
+            idle = [key for key, landing in self._landings.items() if not landing.filling]
             dropped = [self._landings.pop(key) for key in idle]
         for out in unmet:
             out.request.fail(closed)
@@ -256,6 +270,10 @@ class Courier(Closable):
             request.fail(closed)
         for call in self._after_close:
             call()
+
+    def is_forked(self) -> bool:
+        """Whether this is a child of the process that it belongs to: threads and locks stayed behind."""
+        return os.getpid() != self._pid
 
     def when_closed(self, call: Callable[[], None]) -> None:
         """Call once the wire is closed: for what must outlive it."""
@@ -326,7 +344,8 @@ class Courier(Closable):
             bulk, control = (self._owed[peer, lane] for lane in (Lane.BULK, Lane.CONTROL))
             self._owed[peer, Lane.BULK] = self._owed[peer, Lane.CONTROL] = 0
         head = head._replace(header_bytes=len(header), credit_bulk=bulk, credit_control=control)
-        self._wire.send(peer, _HEAD.pack(*head) + header + data, payload)
+        lane = None if head.kind in (Kind.BYE, Kind.FAREWELL) else Lane(head.lane)
+        self._wire.send(peer, _HEAD.pack(*head) + header + data, payload, lane)
 
     def _send_here(self, request: Request, envelope: Envelope, data: memoryview, sync: bool) -> None:
         """A message to oneself: it could never wait for its own receive, unless it shall."""
@@ -347,7 +366,7 @@ class Courier(Closable):
             if out is None or out.is_asked:
                 return False
             del self._outgoing[number]
-        self._send(out.peer, Head(Kind.WITHDRAW, number=number))
+        self._send(out.peer, Head(Kind.WITHDRAW, out.lane, number=number))
         out.request.cancelled()
         return True
 
@@ -362,8 +381,8 @@ class Courier(Closable):
             self._send(peer, Head(Kind.GONE, number=number))
             return
         nbytes = out.data.nbytes
-        for offset in range(0, max(1, nbytes), _PIECE_BYTES):
-            piece = out.data[offset : offset + _PIECE_BYTES] if nbytes else None
+        for offset in range(0, max(1, nbytes), self.piece_bytes):
+            piece = out.data[offset : offset + self.piece_bytes] if nbytes else None
             count = piece.nbytes if piece is not None else 0
             head = Head(Kind.PIECE, number=number, nbytes=count, offset=offset)
             self._send(peer, head, payload=piece)
@@ -440,14 +459,16 @@ class Courier(Closable):
             self._send(peer, Head(Kind.ASK, number=number))
 
     def _hear_piece(self, peer: int, head: Head) -> tuple[memoryview, Callable[[], None]] | None:
-        if head.nbytes > _PIECE_BYTES:
+        if head.nbytes > self.piece_bytes:
             raise ProtocolError(f"a piece of {head.nbytes} bytes")
         with self._lock:
             landing = self._landings.get((peer, head.number))
             if landing is not None:
-                if head.offset != landing.filled or head.offset + head.nbytes > landing.envelope.nbytes:
+                due = min(self.piece_bytes, landing.envelope.nbytes - head.offset)
+                if head.offset % self.piece_bytes or head.nbytes != due or head.offset in landing.offsets:
                     raise ProtocolError(f"a piece of {head.nbytes} bytes at {head.offset}")
-                landing.is_filling = True
+                landing.offsets.add(head.offset)
+                landing.filling += 1
         if landing is None:  # its receive ended when this rank was closed
             return (memoryview(bytearray(head.nbytes)), lambda: None) if head.nbytes else None
         if not head.nbytes:
@@ -461,10 +482,10 @@ class Courier(Closable):
             landing = self._landings.get((peer, head.number))
             if landing is None:
                 return
-            landing.is_filling = False
+            landing.filling -= 1
             landing.filled += head.nbytes
             is_whole = landing.filled == landing.envelope.nbytes
-            is_dropped = self._is_closed and not is_whole
+            is_dropped = self._is_closed and not is_whole and not landing.filling
             if is_whole or is_dropped:
                 del self._landings[peer, head.number]
         if is_whole:
@@ -544,12 +565,22 @@ class Courier(Closable):
                 self._quiet.wait(left)
 
 
+def _failed(peer: int | Any_) -> Request:
+    """A request that a forked child asked for."""
+    request = Request(peer)
+    request.fail(
+        ClosedError("this communicator belongs to the parent process", next_step="make a new one after fork")
+    )
+    return request
+
+
 @dataclass(slots=True)
 class _Outgoing:
     """A message that was offered, and waits or is on its way."""
 
     number: int
     peer: int
+    lane: Lane
     data: memoryview
     request: Request
     is_asked: bool = False
@@ -557,7 +588,9 @@ class _Outgoing:
 
 @dataclass(slots=True)
 class _Landing:
-    """A receive whose bytes are under way; `is_filling` while the wire writes into its memory.
+    """A receive whose bytes are under way: `filling` of its pieces are being written into its memory.
+
+    `offsets` are those of the pieces that have come, in any order.
 
     If the offer was taken back meanwhile, it is posted again; `is_unwanted` if somebody tried to cancel it.
     """
@@ -566,8 +599,9 @@ class _Landing:
     envelope: Envelope
     memory: memoryview
     data: bytearray | None
+    offsets: set[int] = field(default_factory=set)
     filled: int = 0
-    is_filling: bool = False
+    filling: int = 0
     is_unwanted: bool = False
     is_posted: bool = False
 

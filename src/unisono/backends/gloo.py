@@ -27,7 +27,7 @@ import msgspec
 from unisono.backends.courier import Courier, Wire, frame_bytes_max
 from unisono.backends.gloo_collectives import Collectives, Opening, break_links
 from unisono.backends.registry import BackendInfo, Berth
-from unisono.contract import Capabilities, Request, Stage
+from unisono.contract import Capabilities, Lane, Request, Stage
 from unisono.errors import ProtocolError, RendezvousError, UsageError
 from unisono.plans.steps import Problem
 from unisono.runtime import RealRuntime
@@ -259,7 +259,7 @@ class _GlooWire(Wire):
         for thread in self._threads:
             thread.start()
 
-    def send(self, peer: int, frame: bytes, payload: memoryview | None) -> None:
+    def send(self, peer: int, frame: bytes, payload: memoryview | None, lane: Lane | None) -> None:
         """Start the sends; Gloo keeps their order."""
         with self._send_locks[peer]:
             self._start_send(peer, memoryview(_LENGTH.pack(len(frame)) + frame), _FRAME)

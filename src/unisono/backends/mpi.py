@@ -27,7 +27,7 @@ from unisono.backends.mpi_collectives import Collectives
 from unisono.backends.own import OwnRequest
 from unisono.backends.registry import BackendInfo
 from unisono.config import Config
-from unisono.contract import Capabilities, Request, Stage
+from unisono.contract import Capabilities, Lane, Request, Stage
 from unisono.errors import BackendUnavailable, ProtocolError, RendezvousError
 from unisono.plans.steps import Problem
 from unisono.runtime import Event, RealRuntime, Waiting
@@ -198,7 +198,7 @@ class _MpiWire(Wire):
         self._waiting: dict[int, deque[bytearray]] = {}
         engine.watch(self._check)
 
-    def send(self, peer: int, frame: bytes, payload: memoryview | None) -> None:
+    def send(self, peer: int, frame: bytes, payload: memoryview | None, lane: Lane | None) -> None:
         """Start the sends; MPI keeps their order."""
         with self._engine.lock:
             if self._engine.is_over:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from unisono.config import Config
@@ -25,13 +25,20 @@ GROUP = "unisono.backends"
 
 @dataclass(frozen=True, slots=True)
 class Berth:
-    """What a rank is told before it knows the others: where to listen, and whether links need encryption."""
+    """What a rank is told before it knows the others: where to listen, and whether links need encryption.
+
+    Port 0 is any. `advertise` is host:port for others, if it is not what is listened on; `secret` is known to
+    the job's ranks only.
+    """
 
     rank: int
     size: int
     host: str
     is_encrypted: bool
     config: Config
+    port: int = 0
+    advertise: str = ""
+    secret: bytes = field(default=b"", repr=False)
 
 
 class Closable(Backend):
