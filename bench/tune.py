@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", default="2,3,4", help="numbers of ranks")
     parser.add_argument("--kinds", default="shm,tcp")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--turn", type=float, default=0.006, help="seconds of one algorithm's turn")
     parser.add_argument("--budget", type=float, default=330.0, help="seconds for everything")
     parser.add_argument("--out", type=Path, default=PATH)

@@ -25,15 +25,18 @@ __all__ = ["REACH_BYTES", "SIZES", "Times", "links_measured", "measured", "thres
 # Collective: bytes: algorithm: seconds.
 Times = Mapping[str, Mapping[int, Mapping[str, float]]]
 
-# Bytes of the vector, or of one block. Who is fastest with the last, which no cache holds, stays so.
-SIZES: Final = (8, 128, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
+# Bytes of the vector, or of one block, up to what no cache holds. Who is fastest with the last stays so.
+SIZES: Final = (8, 128, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20, 128 << 20)
+_BLOCK_BYTES_MAX: Final = 32 << 20
 REACH_BYTES: Final = 1 << 30
 # Of these two rounds must do: a call takes tens of milliseconds, and varies little.
 _LONG_BYTES: Final = 16 << 20
 _VECTORS: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
 _ITEM_BYTES: Final = 4
-# Who is three times slower than the best in a first try does not run again.
+# Who is three times slower than the best in a first try, or the best of some where one says little, does not
+# run again.
 _HOPELESS: Final = 3.0
+_TRIES: Final = 4
 # Only who is faster by more than this takes another one's place: less is noise.
 _GAIN: Final = 1.1
 
@@ -48,7 +51,7 @@ def measured(comm: uni.Communicator, rounds: int, turn_s: float, budget_s: float
     rows: list[list[Any]] = []
     for nbytes in SIZES:
         for collective in CATALOG:
-            if collective == "barrier" and nbytes != SIZES[0]:
+            if nbytes > _last_size(collective):
                 continue
             if comm.all_reduce(clock.now() - began, "max") > budget_s:
                 return rows
@@ -71,9 +74,11 @@ def _compared(
     # One block or vector, and two of all ranks' blocks: the same memory for every algorithm.
     arrays = _zeros(count), _zeros(comm.size, count), _zeros(comm.size, count)
     calls = {name: _call(comm, collective, arrays, name) for name in names}
-    tries = 1 if nbytes > 1 << 20 else 5
-    tried = _slowest(comm, [_timed(comm, call, tries) for call in calls.values()])
-    first = dict(zip(names, tried, strict=True))
+    calls_each, tries = (1, 1) if nbytes > 1 << 20 else (5, _TRIES)
+    tried = [
+        _slowest(comm, [_timed(comm, call, calls_each) for call in calls.values()]) for _ in range(tries)
+    ]
+    first = {name: min(column) for name, column in zip(names, zip(*tried, strict=True), strict=True)}
     best = min(first.values())
     repeats = {name: max(1, min(500, round(turn_s / seconds))) for name, seconds in first.items()}
     kept = [name for name, seconds in first.items() if seconds <= _HOPELESS * best]
@@ -81,6 +86,12 @@ def _compared(
     times = [[_timed(comm, calls[name], repeats[name]) for name in kept] for _ in range(rounds)]
     slowest = [_slowest(comm, row) for row in times]
     return {name: min(column) for name, column in zip(kept, zip(*slowest, strict=True), strict=True)}
+
+
+def _last_size(collective: str) -> int:
+    if collective == "barrier":
+        return SIZES[0]
+    return SIZES[-1] if collective in _VECTORS else _BLOCK_BYTES_MAX
 
 
 def _problem(collective: str, size: int, count: int) -> Problem:
@@ -174,7 +185,7 @@ def thresholds(times: Times, size: int, kind: str, *, ordered: bool) -> dict[str
                 rows.append([REACH_BYTES, winner])
             before = nbytes
         if rows:
-            rows[-1][0] = REACH_BYTES if before >= SIZES[-1] else 2 * before
+            rows[-1][0] = REACH_BYTES if before >= _last_size(collective) else 2 * before
             found[collective] = rows
     return found
 
