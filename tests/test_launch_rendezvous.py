@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -355,6 +356,16 @@ def test_a_seed_for_several_hosts_needs_an_address() -> None:
 def test_senseless_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         decide(None, Network(), **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"rank": 0}])
+def test_a_ticket_alone_makes_no_world_of_one(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """Rank 0 of one would host a seed, and write over the ticket of those who are meant."""
+    ticket = tmp_path / "ticket"
+    for network, join in ((Network(join=str(ticket)), None), (Network(), str(ticket))):
+        with pytest.raises(UsageError, match=r"neither rank nor size.*unisono run"):
+            decide(None, network, join=join, **arguments)
+    assert not ticket.exists()
 
 
 def test_a_place_shows_no_ticket() -> None:

@@ -48,8 +48,13 @@ def decide(
         UsageError: rank and size make no sense.
         RendezvousError: there are several ranks, and they do not know where to meet.
     """
-    place = _counted(started, network, rank, size)
     given = join or network.join
+    if given is not None and started is None and size is None:
+        raise UsageError(
+            "there is a ticket (join= or UNISONO_JOIN), but neither rank nor size",
+            next_step="give rank= and size=, or start it with `unisono run`",
+        )
+    place = _counted(started, network, rank, size)
     if place.size == 1 and given is None:
         return place
     is_ours = started is not None and started.launcher == OURS and join is None
