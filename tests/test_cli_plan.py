@@ -10,12 +10,17 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+import unisono as uni
 from unisono.cli import main
 from unisono.plans import CATALOG
 
 
 def unisono(*arguments: str) -> Result:
     return CliRunner().invoke(main, list(arguments))
+
+
+def test_the_version_is_shown() -> None:
+    assert unisono("--version").output == f"unisono {uni.__version__}\n"
 
 
 def test_the_choice_its_reason_and_the_costs_are_shown() -> None:

@@ -56,6 +56,13 @@ def test_a_deadline_is_a_point_in_time(now, timeout):
     assert deadline.has_passed(now) is (now + timeout <= now)
 
 
+@pytest.mark.parametrize("timeout", [2, 2.0, np.float32(2), np.int64(2)])
+def test_a_timeout_is_any_real_number(timeout):
+    deadline = RealRuntime().deadline(timeout)
+    assert deadline.given_s == 2.0
+    assert type(deadline.given_s) is float
+
+
 @pytest.mark.parametrize("timeout", [None, math.inf, 1e9, 1e300, 10**400])
 def test_no_limit_never_passes(timeout):
     assert StoppedClock(5.0).deadline(timeout) is NEVER

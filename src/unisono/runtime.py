@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from numbers import Real
 from queue import SimpleQueue
 from typing import Final, Protocol
 
@@ -154,9 +155,12 @@ class Runtime(ABC):
         """Turn a timeout into a deadline: once, at the public door."""
         if timeout is None:
             return NEVER
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+        # NumPy's numbers are Real; the others come first because they are quickly told.
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float, Real)) or not timeout >= 0:
             raise UsageError(f"timeout={timeout!r}; allowed: seconds >= 0, or None for no limit")
-        return NEVER if timeout >= _FOREVER_S else Deadline(self.now() + timeout, timeout)
+        if timeout >= _FOREVER_S:
+            return NEVER
+        return Deadline(self.now() + float(timeout), float(timeout))
 
 
 # Where threads of Python wait for each other a handler strikes wherever it likes.

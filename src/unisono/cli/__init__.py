@@ -47,5 +47,6 @@ class _LazyGroup(click.Group):
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="unisono", message="unisono %(version)s")
 def main() -> None:
     """Ranks that work together: messages, collectives and groups."""
