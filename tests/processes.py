@@ -32,7 +32,7 @@ from unisono.contract import Backend
 
 from .credentials import credentials
 
-__all__ = ["KINDS", "Failed", "Ranks", "forked", "run_processes"]
+__all__ = ["DRAFTS", "KINDS", "Failed", "Ranks", "forked", "run_processes"]
 
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "shm": lambda rank: {},

@@ -25,10 +25,11 @@ from unisono.communicator import Communicator
 from unisono.config import Config
 from unisono.errors import PeerLost
 
-from .processes import KINDS, Failed, forked
+from .processes import DRAFTS, KINDS, Failed, forked
 from .test_failure_local import Metronome, one_collective
 
 SIZE = 8
+NATIVE = [kind for kind in KINDS if kind not in DRAFTS]
 HEARD_WITHIN_S = 1.0  # half a second, and as much for noise
 CONFIGS = (
     {},
@@ -76,7 +77,7 @@ def known_calls(comm: Communicator, rng: random.Random) -> None:
 def kill_some(seed: int, most: int) -> int:
     """Run one world and kill up to `most` of its ranks; returns how many."""
     rng = random.Random(f"kills {seed}")
-    kind, config = rng.choice(list(KINDS)), Config(**rng.choice(CONFIGS))
+    kind, config = rng.choice(NATIVE), Config(**rng.choice(CONFIGS))
     victims = rng.sample(range(SIZE), min(most, rng.choice((1, 1, 2, 3, 5))))
     is_early = rng.random() < 0.2
     what = f"seed {seed}: {kind}, {victims} killed{' early' if is_early else ''}"

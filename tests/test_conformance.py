@@ -700,7 +700,9 @@ class ClosesTheDoorOnly(Mutant):
     ) -> Request:
         inner = super().start_recv(src, context, tag, into, dtype=dtype)
         closed = f"rank {self.rank} is closed"
-        return follow(inner, lambda outer: None if str(inner.error) == closed else pass_on(inner, outer))
+        return follow(
+            inner, lambda outer: None if getattr(inner.error, "what", "") == closed else pass_on(inner, outer)
+        )
 
 
 class TakesAnyRank(Mutant):

@@ -24,7 +24,7 @@ from .oracle import Notes
 __all__ = ["world"]
 
 every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
-AHEAD_MAX = 64  # native/engine/bind_hot_path.cpp
+AHEAD_MAX = 32  # native/engine/bind_hot_path.cpp
 PATIENCE_S = 30.0
 
 

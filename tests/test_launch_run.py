@@ -147,6 +147,7 @@ def test_ranks_get_their_place_and_nothing_of_an_outer_launcher(program) -> None
     assert code == 0
     assert ast.literal_eval(out.removeprefix("[0] ")) == [
         ("MY", "a=b"),
+        ("UNISONO_BACKEND", "native"),
         ("UNISONO_LOCAL_RANK", "0"),
         ("UNISONO_LOCAL_SIZE", "1"),
         ("UNISONO_RANK", "0"),

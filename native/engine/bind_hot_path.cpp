@@ -45,9 +45,9 @@ constexpr uint64_t glance_bytes = 16 * 1024;
 constexpr uint64_t gil_release_bytes = 32 * 1024;
 // Up to this a call does not wait until peers from which nothing comes back have met its messages, but no more than
 // so many times in a row: then it waits, so that none is further ahead. They fit into the credit many times over, and
-// a wait costs a message there and back: 2% of 64 calls.
+// a wait costs a message there and back: a few percent of 32 calls.
 constexpr uint64_t ahead_bytes = 16 * 1024;
-constexpr uint8_t ahead_max = 64;
+constexpr uint8_t ahead_max = 32;
 constexpr int dims_max = 8;
 constexpr size_t learned_max = 512;  // per verb; a newer one takes the place of an older
 

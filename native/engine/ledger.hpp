@@ -23,7 +23,7 @@ using Text = std::shared_ptr<const std::string>;
 class Ledger {
  public:
   // Whoever asks about an older call has not met us for long: more than any rank runs ahead.
-  static constexpr size_t kept = 128;
+  static constexpr size_t kept = 64;
 
   struct Entry {
     uint64_t sequence = 0;
