@@ -198,7 +198,9 @@ bool ShmLink::write(uint64_t guard, uint64_t address, const byte* from, size_t b
 void ShmLink::shut_guard() {
   if (!guard_) return;
   mprotect(guard_.at(), guard_bytes, PROT_NONE);
-  // A peer that was stopped may write at any time: nothing else may ever lie here.
+  // A peer that was stopped may write at any time: nothing else may ever lie here. Addresses cost little, so the
+  // memory goes.
+  madvise(guard_.at(), guard_bytes, MADV_DONTNEED);
   guard_.abandon();
 }
 
