@@ -1,5 +1,5 @@
 # Everything a newcomer needs: `make demo` and `make test` set the machine up by themselves.
-.PHONY: setup demo test check format bench soak sanitize sanitize-build fuzz clean
+.PHONY: setup demo test test-more check format bench soak sanitize sanitize-build fuzz clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -27,8 +27,14 @@ $(STAMP): $(VENV)/.tools $(NATIVE)
 demo: $(STAMP)
 	$(BIN)/unisono run -n 4 examples/train.py
 
+# What a newcomer runs: everything once, over shared memory. `make test-more` adds the other links, other libraries and
+# what takes long; CI runs both. Two files at a time: most tests wait, for time to pass or for processes to start.
+PYTEST = $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --quiet
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not more"
+
+test-more: $(STAMP)
+	$(PYTEST) -m more
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

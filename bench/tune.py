@@ -4,7 +4,7 @@
 
 For each kind of link (shared memory, TCP) and number of ranks, all algorithms of a collective take turns in
 one set of processes. What it finds goes to src/unisono/plans/measured.json, with the machine and the date.
-At most six minutes. Run it where nothing else runs, then look at the diff.
+At most eight minutes. Run it where nothing else runs, then look at the diff.
 
 Also prints what the cost model should know about these links (plans/cost.py), which decides where nothing was
 measured: more ranks, several hosts.
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="shm,tcp")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--turn", type=float, default=0.006, help="seconds of one algorithm's turn")
-    parser.add_argument("--budget", type=float, default=330.0, help="seconds for everything")
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds for everything")
     parser.add_argument("--out", type=Path, default=PATH)
     args = parser.parse_args()
     kinds, numbers = args.kinds.split(","), [int(n) for n in args.ranks.split(",")]

@@ -113,8 +113,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("place", (IN_THREADS, *ON_EVERY_LINK), indirect=True)
 
 
+# Of the kinds of links that a test names in its id, `make test` takes shared memory; the others are for
+# `make test-more`.
+_MORE_LINKS = {"rings", "tcp", "TCP", "tls", "hosts", "hosts tls"}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test's runs in processes keep one."""
+    """Leave most kinds of links to `make test-more`; of an acceptance test's runs in processes keep one."""
+    for item in items:
+        if _MORE_LINKS.intersection(item.nodeid.partition("[")[2].removesuffix("]").split("-")):
+            item.add_marker(pytest.mark.more)
     runs: dict[str, list[pytest.Item]] = {}
     for item in items:
         if _place_of(item) != IN_THREADS:

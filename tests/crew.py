@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from hypothesis import given, settings
@@ -21,9 +22,9 @@ from unisono.testing import CASES, run_case
 
 from . import test_properties
 from .conftest import Ended
-from .processes import DRAFTS
+from .processes import DRAFTS, PATIENCE_S, Failed, run_processes
 
-__all__ = ["Crew", "DraftCrew"]
+__all__ = ["Crew", "DraftCrew", "ended_by_drafts"]
 
 
 class Crew(ABC):
@@ -63,7 +64,7 @@ class Crew(ABC):
     def properties(self, examples: int) -> dict[str, str]:
         """How each property of the communicator ended, by so many examples."""
 
-        def run_processes(
+        def run_here(
             fn: Callable[..., Any], size: int, *args: Any, kind: str, config: Config | None = None
         ) -> Ended:
             def live(backend: Backend) -> Any:
@@ -73,7 +74,7 @@ class Crew(ABC):
             return Ended(self.on_some(size, live, config))
 
         test_properties.KINDS.setdefault(self.kind, lambda rank: {})
-        test_properties.run_processes = run_processes
+        test_properties.run_processes = run_here
         few = settings(derandomize=True, deadline=None, database=None, max_examples=examples)
         ended = {}
         for name, (prop, strategies) in test_properties.PROPERTIES.items():
@@ -104,3 +105,17 @@ class DraftCrew(Crew):
 
     def gathered(self, said: Any) -> list[Any]:
         return [pickle.loads(each) for each in self._world.all_gather_object(pickle.dumps(said))]
+
+
+@cache
+def ended_by_drafts(kind: str, what: str, size: int) -> dict[str, str]:
+    """How the cases or the properties ended on such ranks, each in a world of its own."""
+
+    def program(comm: Communicator) -> dict[str, str]:
+        crew = DraftCrew(kind, comm)
+        return crew.cases() if what == "cases" else crew.properties(examples=2)
+
+    # Dozens of tests, one after the other: on a busy machine they take longer than any of them may.
+    ended = run_processes(program, size, kind=kind, patience_s=4 * PATIENCE_S)
+    assert not [each for each in ended if isinstance(each, Failed)], ended
+    return ended[0]

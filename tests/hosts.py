@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 __all__ = ["Hosts", "hosts"]
+
+_CLONE_NEWNET = 0x40000000
 
 # Whatever passes the interface, until standard input ends. Says when it listens.
 _EAR = """
@@ -38,6 +42,35 @@ class Hosts(tuple[str, str]):
     def command(self, host: int, *words: str) -> list[str]:
         """How to run a Python program on a host."""
         return ["ip", "netns", "exec", self[host], sys.executable, *words]
+
+    def enter(self, host: int) -> None:
+        """Bring this process, or this thread, to a host."""
+        with open(f"/var/run/netns/{self[host]}") as space:
+            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
+
+    @contextlib.contextmanager
+    def scissors(self) -> Iterator[Callable[[int, bool], None]]:
+        """Give `cut(host, is_cut)`: what the host sends is lost on its way, or arrives again, at once."""
+        with contextlib.ExitStack() as stack:
+            tools, cards = [], []
+            for name, interface in zip(self, self.interfaces, strict=True):
+                shown = subprocess.run(
+                    ["ip", "-n", name, "-json", "link", "show", interface], check=True, capture_output=True
+                )
+                cards.append(json.loads(shown.stdout)[0]["address"])
+                tool = subprocess.Popen(["ip", "-n", name, "-batch", "-"], stdin=subprocess.PIPE, text=True)
+                tools.append(stack.enter_context(tool))
+
+            def cut(host: int, is_cut: bool) -> None:
+                to, card = f"10.77.0.{2 - host}", "02:00:00:00:00:01" if is_cut else cards[1 - host]
+                words = f"neigh replace {to} lladdr {card} dev {self.interfaces[host]} nud permanent\n"
+                stdin = tools[host].stdin
+                assert stdin is not None
+                stdin.write(words)
+                stdin.flush()
+
+            yield cut
 
     @contextlib.contextmanager
     def heard(self, file: Path) -> Iterator[None]:

@@ -25,6 +25,7 @@ from unisono.errors import CollectiveMismatch, DeadlineExceeded, UnisonoError
 
 from .crew import Crew
 from .sums import SUMS, sums
+from .test_mismatch import CORPUS, mismatches
 from .test_properties import equal
 
 WORLD = MPI.COMM_WORLD
@@ -60,6 +61,7 @@ def behaviour() -> dict[str, Any]:
         overlapping(world)
         left_alone(world)
         different(world)
+        said["fraction"] = fraction_lost(world)
         try:
             world.all_reduce(np.arange(500.0), uni.op(fails))
         except (UnisonoError, ArithmeticError) as error:
@@ -166,6 +168,17 @@ def different(world: Communicator) -> None:
         world.barrier()
 
 
+def fraction_lost(world: Communicator) -> str:
+    """A user's operation that gives floats for integers."""
+    group = world.split(0)
+    assert group is not None
+    with pytest.raises(UnisonoError) as caught:
+        group.all_reduce(np.arange(500), uni.op(lambda a, b: (a + b) / 2, name="middle"))
+    group.close()
+    world.barrier()
+    return str(caught.value)
+
+
 def main() -> None:
     match sys.argv[1]:
         case "cases":
@@ -174,6 +187,9 @@ def main() -> None:
             said = MpiCrew().properties(examples=4)
         case "behaviour":
             said = behaviour()
+        case "mismatches":
+            with uni.init(backend="mpi") as world:
+                said = mismatches(world, CORPUS)
         case "death":
             with uni.init(backend="mpi") as world:
                 world.barrier()

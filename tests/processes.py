@@ -206,7 +206,12 @@ def forked(live: Callable[[Any, Connection], Any], size: int, **how: Any) -> Ite
 
 
 def run_processes(
-    fn: Callable[..., Any], size: int, *args: Any, kind: str = "shm", config: Config | None = None
+    fn: Callable[..., Any],
+    size: int,
+    *args: Any,
+    kind: str = "shm",
+    config: Config | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> list[Any]:
     """Run `fn(comm, *args)` on ranks of their own, inside `with comm`: what each returned, or a Failed."""
 
@@ -215,7 +220,7 @@ def run_processes(
             return fn(comm, *args)
 
     with forked(live, size, kind=kind, config=config) as ranks:
-        results = [ranks.result(rank) for rank in range(size)]
+        results = [ranks.result(rank, patience_s) for rank in range(size)]
         for rank in range(size):
             assert ranks.code(rank) == 0, f"rank {rank} ended with {ranks.codes[rank]}"
     return results

@@ -209,6 +209,7 @@ def outcome(comm: uni.Communicator, collective: str, name: str, count: int, root
     raise AssertionError(f"no case for {collective}")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_every_algorithm_gives_the_right_answer_whatever_the_segments(size: int, config: str) -> None:
@@ -316,6 +317,7 @@ def _normal(name: str, rank: int, shape: tuple[int, ...]) -> Array:
 # -- the reproducible mode --------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_reproducible_bits_do_not_depend_on_algorithm_segment_or_count(size: int) -> None:
     names = ("float16", "bfloat16", "float32", "float64", "complex64")

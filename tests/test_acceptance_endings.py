@@ -460,6 +460,7 @@ def test_ranks_that_call_different_things_all_hear_of_both_calls(what: str, odd:
     for error in ended:
         assert "called different things" in str(error)
         assert f"rank {odd}: " in error.report
+        assert error.culprits == (odd,)
         assert len(error.report.splitlines()) == 2
         assert "test_acceptance_endings.py:" in error.report, "it says where"
 

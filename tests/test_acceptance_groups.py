@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -353,6 +354,46 @@ def test_closing_the_world_closes_everything_within() -> None:
         return errors == [comm.name, child.name, grandchild.name], comm.close()
 
     assert run_ranks(program, 2).values() == [(True, None)] * 2
+
+
+def test_a_group_that_is_forgotten_is_left() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        group = comm.split(0, -comm.rank)  # world rank 0 is rank 2 there
+        assert group is not None
+        name = group.name
+        group.barrier()
+        if comm.rank == 0:
+            del group
+            gc.collect()
+        else:
+            with pytest.raises(uni.PeerLost, match="left") as caught:
+                group.recv(np.zeros(1), 2)
+            assert (caught.value.ranks, caught.value.communicator) == ((0,), name)
+        return comm.all_reduce(comm.rank)
+
+    assert run_ranks(program, 3).values() == [3] * 3
+
+
+def test_what_is_under_way_on_a_group_and_its_agent_keep_it() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        group, buf = comm.sub([0, 1]), np.zeros(2, np.int64)
+        agent = uni.rpc.Agent(comm.sub([0, 1]))
+        agent.register("double", lambda number: 2 * number)
+        if comm.rank == 0:
+            work = group.start.recv(buf, 1, 3)
+            del group
+            gc.collect()
+            comm.barrier()
+            assert work.wait(timeout=60) == (1, 3, 16)
+        else:
+            gc.collect()
+            comm.barrier()
+            group.send(np.array([4, 5]), 0, 3)
+        answer = agent.call(1 - comm.rank, "double", 21 + comm.rank)
+        comm.barrier()
+        return buf.tolist(), answer
+
+    assert run_ranks(program, 2).values() == [([4, 5], 42), ([0, 0], 44)]
 
 
 def test_a_group_of_one_needs_nobody() -> None:

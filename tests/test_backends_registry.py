@@ -10,6 +10,7 @@ from textwrap import dedent
 import pytest
 
 import unisono as uni
+from unisono.backends import nccl
 from unisono.backends.registry import BackendInfo, BackendStatus, backend_named
 from unisono.errors import BackendUnavailable, UsageError
 
@@ -132,3 +133,13 @@ def test_packages_that_are_not_about_backends_are_left_alone(install: Install, t
     points = tmp_path / "bystander-1.0.dist-info" / "entry_points.txt"
     points.write_text("[console_scripts]\nbystander = bystander:main\n")
     assert uni.list_backends() == before
+
+
+def test_auto_is_the_native_backend() -> None:
+    assert backend_named("auto") == backend_named("native")
+
+
+def test_whose_ranks_are_processes_can_be_run() -> None:
+    by_name = {name: backend_named(name).has_processes for name in ("native", "gloo", "mpi", "quic", "local")}
+    assert by_name == {"native": True, "gloo": True, "mpi": True, "quic": True, "local": False}
+    assert nccl.DESCRIPTION.has_processes

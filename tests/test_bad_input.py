@@ -388,7 +388,11 @@ def bad_objects() -> list[Bad]:
         Bad(f"scatter_object {given!r:.12}", lambda c, v=given: c.scatter_object(v, CALLER), lists)
         for given in (None, [1, 2], [1] * 4, "abc", b"abc", 3)
     ]
-    words = ("object at $['k'][0] is ", "Shown; allowed: plain data, bytes, arrays and dataclasses given to")
+    words = (
+        "['k'][0] of the object is ",
+        "Shown; allowed: plain data, bytes, arrays, and dataclasses",
+        "Next: ",
+    )
     value = {"k": [Shown()]}
     return [
         *cases,

@@ -20,6 +20,8 @@ from unisono.bench.systems import SYSTEMS, System
 from unisono.cli import main
 from unisono.errors import UsageError
 
+pytestmark = pytest.mark.more
+
 
 @pytest.mark.parametrize(
     ("operation", "factor"),

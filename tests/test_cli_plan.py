@@ -7,6 +7,7 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -180,3 +181,43 @@ def test_the_command_is_not_imported_before_it_is_called() -> None:
     script = "import sys, unisono.cli; print('rich' in sys.modules, 'unisono.cli.plan' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("arguments", [("plan", "all_reduce", "-n", "64"), ("backends",), ("plan", "--list")])
+def test_a_reader_who_leaves_ends_the_printing_only(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """As `unisono plan ... | head -1` does: what is to be drawn is drawn, and nobody complains."""
+    drawing = tmp_path / "plan.svg"
+    is_drawn = "-n" in arguments
+    with subprocess.Popen(
+        [sys.executable, "-m", "unisono", *arguments, *(["--svg", str(drawing)] if is_drawn else [])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+    if is_drawn:
+        assert ET.parse(drawing).getroot().tag.endswith("svg")
+
+
+def test_help_shows_whole_sentences() -> None:
+    text = " ".join(unisono("--help").output.split())
+    assert "..." not in text.replace("[ARGS]...", "")
+    for name in ("backends", "bench", "plan", "run"):
+        command = main.get_command(click.Context(main), name)
+        assert command is not None
+        assert f"{name} {' '.join(str(command.help).split('.')[0].split())}" in text
+
+
+def test_backends_shows_what_the_library_says() -> None:
+    result = unisono("backends")
+    assert result.exit_code == 0
+    words = result.output.split()
+    for status in uni.list_backends():
+        at = words.index(status.name)
+        assert words[at + 1] == ("yes" if status.available else "no")
+        text = " ".join(word for word in words if not set(word) <= {"─"})
+        for word in (status.summary if status.available else status.reason).split() + status.install.split():
+            assert word in text

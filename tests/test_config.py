@@ -22,6 +22,7 @@ OTHER = {
     "eager_bytes": 512,
     "eager_credit_bytes": 4096,
     "message_bytes_max": 1 << 20,
+    "recv_bytes_max": 1 << 20,
     "stall_query_s": 0.5,
     "stall_log_s": 3.0,
     "flush_s": 1.5,
@@ -112,6 +113,7 @@ def test_a_senseless_variable_is_refused_with_what_is_allowed(variable, text, wo
         ({"flush_s": None}, "is NoneType; allowed: float"),
         ({"flush_s": True}, "is bool; allowed: float"),
         ({"flush_s": math.nan}, "out of range"),
+        ({"silence_s": 1.1e6}, "out of range; allowed: 0.01 to 1000000.0"),
     ],
 )
 def test_a_senseless_setting_is_refused_with_what_is_allowed(settings, words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from unisono.backends.local import LocalBackend
 from unisono.backends.sub import SubBackend
 from unisono.config import Config
 from unisono.contract import (
+    OWN_CREDIT_BYTES,
     UNTYPED,
     Backend,
     Capabilities,
@@ -29,6 +31,7 @@ from unisono.contract import (
 from unisono.errors import ClosedError, PeerLost, UnisonoError, UsageError
 from unisono.inbox import Inbox, Parcel
 from unisono.matching import Posted
+from unisono.plans.steps import Buf
 from unisono.runtime import RealRuntime, Runtime
 from unisono.testing import CASES, ConformanceError, check_backend, run_case, run_local
 from unisono.testing.seat import payload
@@ -102,7 +105,7 @@ class PostOffice(Backend):
         return offices
 
     def __init__(self, rank: int, offices: list[PostOffice], config: Config) -> None:
-        self.inbox = Inbox(rank)
+        self.inbox = Inbox(rank, config.recv_bytes_max)
         self.letters: queue.Queue[tuple[Envelope, Letter] | PeerDown | None] = queue.Queue()
         self.postman = threading.Thread(target=self._deliver_all, name=f"postman-{rank}", daemon=True)
         self.lock = threading.Lock()
@@ -177,6 +180,9 @@ class PostOffice(Backend):
         self.check_peer(src, "src")
         return self.inbox.probe(src, context, tag)
 
+    def end_group(self, context: int) -> None:
+        self.inbox.end_context(context)
+
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         with self.lock:
             self._listeners.append(listener)
@@ -211,7 +217,9 @@ class PostOffice(Backend):
         """What a message costs that may travel at once; 0 if it has to wait."""
         cost, used = nbytes + 64, self._credit.get(dst, 0)
         is_small = nbytes <= self._config.eager_bytes and used + cost <= self._config.eager_credit_bytes
-        if dst != self.rank and not is_small:
+        if dst == self.rank:
+            is_small = not used or used + cost <= OWN_CREDIT_BYTES
+        if not is_small:
             return 0
         self._credit[dst] = used + cost
         return cost
@@ -264,6 +272,12 @@ class Letter(Parcel):
 
     def refuse(self, error: UnisonoError) -> None:
         self._settle(error)
+
+    def is_whole(self) -> bool:
+        return not self.is_awaited
+
+    def drop(self) -> None:
+        self._settle(None)
 
     def withdraw(self, error: UnisonoError | None = None) -> bool:
         with self._lock:
@@ -729,7 +743,96 @@ class Blocks(Mutant):
         return request
 
 
-MUTANTS = Mutant.__subclasses__()
+class Library:
+    """A library with an all_reduce of its own: whoever comes last reduces for all."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self.waiting: list[tuple[np.ndarray, Request]] = []
+
+    def reduce(self, x: np.ndarray, request: Request, combine: Callable[..., np.ndarray]) -> None:
+        with self.lock:
+            self.waiting.append((x, request))
+            if len(self.waiting) < self.size:
+                return
+            everyone, self.waiting = self.waiting, []
+        total = everyone[0][0].copy()
+        for other, _ in everyone[1:]:
+            total = combine(total, other)
+        for taken, ended in everyone:
+            taken[:] = total
+            ended.complete()
+
+
+class OwnAllReduce(Mutant):
+    """Solves an all_reduce by a library whose results are not ours."""
+
+    caught_by = ("all_reduce_keeps_special_values",)
+    solves: ClassVar[tuple[str, str]] = ("", "")
+
+    @classmethod
+    def create(cls, size: int) -> list[Mutant]:
+        backends, library = super().create(size), Library(size)
+        for backend in backends:
+            backend.library = library
+        return backends
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self.inner.capabilities, run_collective=True)
+
+    def run_collective(self, problem: Any, stage: Any) -> Request | None:
+        if problem.collective != "all_reduce" or (stage.op.name, stage.dtype.name) != self.solves:
+            return None
+        request = Request(-1)
+        self.library.reduce(stage.memory[Buf.OUT], request, self.combined)
+        return request
+
+    @staticmethod
+    def combined(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+
+class Saturates(OwnAllReduce):
+    """As Open MPI's vector code does."""
+
+    solves = ("sum", "int8")
+
+    @staticmethod
+    def combined(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.clip(a.astype(int) + b, -128, 127).astype(a.dtype)
+
+
+class LosesNaN(OwnAllReduce):
+    """As a comparison in C does."""
+
+    solves = ("max", "float32")
+
+    @staticmethod
+    def combined(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.where(a > b, a, b)
+
+
+class LosesTheSignOfZero(OwnAllReduce):
+    solves = ("min", "float64")
+
+    @staticmethod
+    def combined(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.minimum(a, b) + 0.0
+
+
+class KeepsTheCreditOfEndedContexts(Mutant):
+    """What nobody received keeps its credit for ever: nothing happens when a context ends."""
+
+    caught_by = ("an_ended_context_holds_no_credit",)
+
+
+MUTANTS = [
+    mutant
+    for mutant in (*Mutant.__subclasses__(), *OwnAllReduce.__subclasses__())
+    if mutant is not OwnAllReduce
+]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)

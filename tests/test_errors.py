@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import traceback
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,17 +16,21 @@ from hypothesis import strategies as st
 import unisono as uni
 from unisono import errors
 from unisono.errors import (
-    ClosedError,
     DeadlineExceeded,
     Location,
     PeerAborted,
     PeerLost,
-    ProtocolError,
     UnisonoError,
     UsageError,
+    counted,
+    lost_text,
+    ranks_text,
+    said_of,
 )
+from unisono.launch.run import Job
 
 KINDS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, UnisonoError)]
+PACKAGE = Path(uni.__file__).parent
 QUICK = settings(derandomize=True, deadline=None, database=None, max_examples=60)
 
 
@@ -70,7 +77,7 @@ def test_the_text_says_what_where_why_and_what_next():
     ],
 )
 def test_the_text_leaves_out_what_is_unknown(where, text):
-    assert str(UsageError("late", where=where)) == text
+    assert str(UsageError("late", where=where)) == f"{text}. Next: {UsageError.usual_step}"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +138,86 @@ def test_a_location_is_filled_in_but_never_overwritten(first, second):
     assert (moved.what, moved.cause, moved.next_step) == ("x", "c", "n")
 
 
-@pytest.mark.parametrize("kind", [DeadlineExceeded, PeerLost, PeerAborted, ProtocolError, ClosedError])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_an_error_that_is_told_no_next_step_names_the_usual_one(kind: type[UnisonoError]) -> None:
+    assert kind.usual_step
     assert str(kind("something ended")) == f"something ended. Next: {kind.usual_step}"
     assert str(kind("something ended", next_step="wait")) == "something ended. Next: wait"
+    assert kind("something ended").next_step == kind.usual_step
+
+
+def test_an_error_has_one_next_step_even_if_another_error_is_its_cause() -> None:
+    first = UsageError("root=9; allowed: ranks 0 to 3")
+    assert str(PeerAborted("rank 1 aborted", rank=1, cause=f"UsageError: {first}")) == (
+        "rank 1 aborted: UsageError: root=9; allowed: ranks 0 to 3. Next: look at that rank first"
+    )
+
+
+def _raised() -> Iterator[tuple[str, ast.Call, str]]:
+    """Every place in the package that makes an error: where, the call, and the text in it."""
+    kinds = {kind.__name__: kind for kind in KINDS}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name == "errors.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds:
+                first = ast.walk(node.args[0]) if node.args else ()
+                text = "".join(
+                    n.value for n in first if isinstance(n, ast.Constant) and isinstance(n.value, str)
+                )
+                yield f"{path.relative_to(PACKAGE)}:{node.lineno}", node, text
+
+
+def test_a_wrong_call_is_told_what_is_allowed_or_what_to_do_wherever_it_is_refused() -> None:
+    """The usual step of a UsageError is to correct the call: its text must say how."""
+    places = list(_raised())
+    assert len(places) > 200
+    silent = [
+        where
+        for where, call, text in places
+        if call.func.id == "UsageError"
+        and "allowed" not in text
+        and not any(keyword.arg == "next_step" for keyword in call.keywords)
+    ]
+    assert not silent
+
+
+def test_the_text_of_a_far_exception_names_its_last_line() -> None:
+    trace = (
+        'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in main\n    step()\n'
+        '  File "/home/me/model.py", line 42, in step\n    raise KeyError("w")\nKeyError: \'w\'\n'
+    )
+    error = uni.RemoteError("rank 1 raised KeyError", rank=1, traceback_text=trace, cause="'w'")
+    assert str(error) == (
+        "rank 1 raised KeyError: 'w', at /home/me/model.py:42 in step. Next: " + uni.RemoteError.usual_step
+    )
+    assert error.cause == "'w'"
+    assert "model.py:42 in step" in str(error.located(Location("call")))
+    assert "\x1b" not in str(uni.RemoteError("x", traceback_text='  File "\x1b[2Ja.py", line 1, in f\n'))
+
+
+@pytest.mark.parametrize(
+    ("cause", "sentence"),
+    [
+        ("left", "rank 1 left"),
+        ("died: its connection was closed", "rank 1 died: its connection was closed"),
+        ("it hung up during the greeting", "rank 1 hung up during the greeting"),
+        ("its certificate is rank 2's", "rank 1: its certificate is rank 2's"),
+        ("no answer within the time for a greeting", "rank 1: no answer within the time for a greeting"),
+        ("silent for 2.5 s", "rank 1 silent for 2.5 s"),
+        ("cannot be reached from rank 0", "rank 1 cannot be reached from rank 0"),
+        ("cannot map shared memory", "rank 1: cannot map shared memory"),
+    ],
+)
+def test_what_happened_to_a_rank_reads_as_a_sentence(cause, sentence):
+    assert said_of(1, cause) == sentence
+
+
+def test_numbers_of_things_and_ranks_agree_with_their_nouns():
+    assert [counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert ranks_text([4]) == "rank 4"
+    assert ranks_text([1, 0]) == "ranks 0, 1"
+    assert lost_text((0, 1)) == "ranks 0, 1 are gone"
+    assert ranks_text(range(64)) == "ranks 0-63"
+    with pytest.raises(UsageError, match=r"^0 ranks on 1 node; allowed"):
+        Job(["x"], 0).check()

@@ -48,7 +48,7 @@ def run(*command: str, **env: str) -> str:
         text=True,
         timeout=100,
         cwd=ROOT,
-        env={**around, "PYTHONWARNINGS": "error", **env},
+        env={**around, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1", **env},
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr
@@ -78,6 +78,13 @@ def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
     assert program is not None
     (tmp_path / "program.py").write_text(program[1])
     assert run(str(tmp_path / "program.py")) == "[6.0, 6.0, 6.0, 6.0]\n"
+
+
+def test_the_program_about_failures_runs(tmp_path: Path) -> None:
+    program = re.search(r"```python\n(.*?)```", (ROOT / "docs/failure.md").read_text(), re.DOTALL)
+    assert program is not None
+    (tmp_path / "program.py").write_text(program[1])
+    run(str(tmp_path / "program.py"))
 
 
 @pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/failure.md"])

@@ -32,13 +32,21 @@ from unisono.errors import BackendUnavailable, DeadlineExceeded, PeerAborted, Pe
 from .processes import PATIENCE_S, Failed, Ranks, forked
 from .test_failure_local import Metronome
 
+pytestmark = pytest.mark.more
+
 HEARD_WITHIN_S = 1.0
 SILENT_WITHIN_S = 6.0
 CTRL_C_WITHIN_S = 0.4
 SYS_PIDFD_OPEN, SYS_PIDFD_GETFD = 434, 438
 CLONE_NEWNET = 0x40000000
 
+# Gloo has no heartbeats: who only stands still is not lost there.
+_MORE_LINKS = {kind: pytest.param(kind, marks=pytest.mark.more) for kind in ("tls", "gloo", "quic")}
 each_link = pytest.mark.parametrize("kind", ["shm", "tcp"])
+each_backend = pytest.mark.parametrize("kind", ["shm", "tcp", *_MORE_LINKS.values()])
+each_with_heartbeats = pytest.mark.parametrize(
+    "kind", ["shm", "tcp", _MORE_LINKS["tls"], _MORE_LINKS["quic"]]
+)
 
 
 def in_world(
@@ -76,7 +84,7 @@ def all_ready(ranks: Ranks) -> None:
 # -- F4: stopped ------------------------------------------------------------------------------------------
 
 
-@each_link
+@each_backend
 def test_a_rank_that_is_stopped_for_a_second_is_not_dead(kind: str) -> None:
     def program(comm: Communicator, pipe: Connection) -> int:
         comm.barrier()
@@ -94,7 +102,7 @@ def test_a_rank_that_is_stopped_for_a_second_is_not_dead(kind: str) -> None:
         assert [ranks.result(rank) for rank in range(3)] == [6, 6, 6]
 
 
-@each_link
+@each_with_heartbeats
 def test_a_rank_that_stays_stopped_is_lost_and_hears_of_it_when_it_comes_back(kind: str) -> None:
     with forked(in_world(until_lost), 3, kind=kind) as ranks:
         all_ready(ranks)
@@ -151,6 +159,7 @@ def cable() -> Iterator[Cable]:
         )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("what", ["cable cut", "power off", "cut one way"])
 def test_a_host_without_a_cable_is_lost(cable: Cable, what: str) -> None:
     """No packet says so: only silence does, on both sides."""
@@ -170,7 +179,7 @@ def test_a_host_without_a_cable_is_lost(cable: Cable, what: str) -> None:
 # -- F9, F15: slow, or not coming -------------------------------------------------------------------------
 
 
-@each_link
+@each_backend
 def test_a_slow_rank_is_not_dead_and_a_deadline_names_it(kind: str) -> None:
     def program(comm: Communicator, pipe: Connection) -> Any:
         late = comm.split(0)
@@ -260,7 +269,7 @@ def test_a_reset_connection_ends_the_link_at_once(
 # -- F16, F17: exceptions and exits -----------------------------------------------------------------------
 
 
-@each_link
+@each_backend
 def test_an_exception_on_one_rank_is_heard_by_the_others(kind: str) -> None:
     class Mishap(Exception):
         pass
@@ -346,6 +355,108 @@ def test_a_process_ends_although_works_are_pending(ending: str) -> None:
                 process.communicate()
 
 
+WAITING_THREAD = """
+import os, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+import unisono as uni
+
+def waits():
+    try:
+        world.recv(np.empty(5), 0, tag=9)
+    except (uni.ClosedError, uni.PeerAborted, uni.PeerLost) as error:
+        print("thread", type(error).__name__, flush=True)
+
+def executed():
+    return ThreadPoolExecutor(1).submit(waits)
+
+def threaded(daemon=False):
+    threading.Thread(target=waits, daemon=daemon).start()
+
+world = uni.init()
+if world.rank == 1:
+    START
+    world.send(np.ones(2), 0)
+    ENDING
+else:
+    world.recv(np.empty(2), 1)
+    try:
+        world.recv(np.empty(2), 1)
+    except uni.UnisonoError as error:
+        print("other", type(error).__name__, error.cause, flush=True)
+"""
+LEFT, RAISED = "other PeerLost rank 1 left", "other PeerAborted ValueError: the root of it"
+# How the main thread of rank 1 ends, who else waits there, and what rank 0 hears.
+MAIN_ENDS = {
+    "raises": ("raise ValueError('the root of it')", "threaded()", "native", RAISED),
+    "raises, executor": ("raise ValueError('the root of it')", "executed()", "native", RAISED),
+    "raises, daemon": ("raise ValueError('the root of it')", "threaded(daemon=True)", "native", RAISED),
+    "ends": ("pass", "threaded()", "native", LEFT),
+    "sys.exit(0)": ("sys.exit(0)", "threaded()", "native", LEFT),
+    "sys.exit(3)": ("sys.exit(3)", "threaded()", "native", LEFT),
+    "Ctrl-C": (
+        "os.kill(os.getpid(), 2); time.sleep(60)",
+        "threaded()",
+        "native",
+        "other PeerAborted KeyboardInterrupt",
+    ),
+    "raises, gloo": ("raise ValueError('the root of it')", "threaded()", "gloo", RAISED),
+    "raises, quic": ("raise ValueError('the root of it')", "threaded()", "quic", RAISED),
+    "raises, mpi": ("raise ValueError('the root of it')", "threaded()", "mpi", RAISED),
+    "ends, gloo": ("pass", "executed()", "gloo", LEFT),
+    "ends, quic": ("pass", "executed()", "quic", LEFT),
+}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=() if backend == "native" else pytest.mark.more)  # torch and mpiexec are slow
+        for how, (_, _, backend, _) in MAIN_ENDS.items()
+    ],
+)
+def test_the_others_hear_of_a_main_thread_that_ends_while_another_thread_waits(
+    how: str, tmp_path: Path
+) -> None:
+    """Python joins threads before it ends: one that waits for rank 0 must neither hang nor keep the news."""
+    ending, start, backend, heard = MAIN_ENDS[how]
+    path = tmp_path / "program.py"
+    path.write_text(WAITING_THREAD.replace("START", start).replace("ENDING", ending))
+    command = [sys.executable, "-m", "unisono", "run", "-n", "2", "--grace", "30", "--backend", backend]
+    ended = subprocess.run(
+        [*command, str(path)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert heard in ended.stdout, (ended.stdout, ended.stderr)
+    assert "daemon" in how or "thread " in ended.stdout, (ended.stdout, ended.stderr)
+    assert (ended.returncode == 0) == (ending in ("pass", "sys.exit(0)")), ended.stderr
+    assert "Fatal" not in ended.stderr
+
+
+def test_ranks_of_one_process_end_with_its_main_thread() -> None:
+    text = """
+import threading
+import numpy as np
+import unisono as uni
+
+def waits(comm):
+    try:
+        comm.recv(np.empty(2), 1 - comm.rank)
+    except uni.UnisonoError as error:
+        print(type(error).__name__, flush=True)
+
+threads = [threading.Thread(target=waits, args=(comm,)) for comm in uni.local(2)]
+for thread in threads:
+    thread.start()
+ENDING
+"""
+    for ending, said in (("", {"ClosedError", "PeerLost"}), ("raise ValueError('x')", {"PeerAborted"})):
+        command = [sys.executable, "-c", text.replace("ENDING", ending)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        words = ended.stdout.split()
+        assert len(words) == 2, ended
+        assert set(words) <= said, ended
+
+
 # -- F20, F22, F23, F25: nothing left to stand on ---------------------------------------------------------
 
 
@@ -382,6 +493,29 @@ def test_a_rank_that_cannot_start_says_why(limit: int, tmp_path: Path) -> None:
             NativeBackend(0, 2, str(tmp_path), b"secret")
     finally:
         resource.setrlimit(limit, before)
+
+
+def test_a_link_for_which_no_descriptor_is_left_is_an_error_that_says_so() -> None:
+    """At the start rank 0 of 8 has links to ranks 1, 2, 4, 6 and 7; that to rank 3 is opened by the send."""
+
+    def program(comm: Communicator, pipe: Connection) -> str:
+        comm.barrier()
+        try:
+            if comm.rank == 0:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+                with contextlib.suppress(OSError):
+                    while True:
+                        os.dup(0)
+                comm.send(b"hello", 3)
+            comm.recv_bytes(0)
+        except UnisonoError as error:
+            return str(error)
+        return "it worked"
+
+    with forked(in_world(program), 8) as ranks:
+        assert "Too many open files (raise this rank's ulimit -n)" in str(ranks.result(0))
+        for rank in range(1, 8):
+            ranks.result(rank)
 
 
 def test_a_taken_port_and_an_address_of_others_are_named(tmp_path: Path) -> None:
@@ -437,7 +571,7 @@ CALLS: dict[str, Callable[[Communicator], Any]] = {
 }
 
 
-@each_link
+@each_backend
 def test_ctrl_c_ends_every_blocking_call(kind: str) -> None:
     def program(comm: Communicator, pipe: Connection) -> Any:
         if comm.rank == 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,41 +16,32 @@ import torch.distributed as dist
 import unisono as uni
 from unisono.backends.gloo import Draft, GlooBackend
 from unisono.backends.gloo_collectives import REDUCTIONS
+from unisono.backends.own import OwnRequest
 from unisono.backends.registry import Berth
 from unisono.communicator import Communicator
 from unisono.config import Config
-from unisono.errors import CollectiveMismatch, DeadlineExceeded, PeerLost, UsageError
+from unisono.errors import CollectiveMismatch, DeadlineExceeded, PeerLost, UnisonoError, UsageError
+from unisono.runtime import RealRuntime
 from unisono.testing import CASES
 
-from .crew import DraftCrew
+from .crew import ended_by_drafts
 from .processes import Failed, forked, run_processes
 from .test_properties import PROPERTIES, reduced
+
+pytestmark = pytest.mark.more
 
 # docs/backends.md: a killed rank is known to the others within this time.
 KILLED_S = 0.5
 
 
-@cache
-def crew(what: str, size: int) -> dict[str, str]:
-    """How the cases or properties ended, each in a world of its own."""
-
-    def program(comm: Communicator) -> dict[str, str]:
-        one = DraftCrew("gloo", comm)
-        return one.cases() if what == "cases" else one.properties(examples=2)
-
-    ended = run_processes(program, size, kind="gloo")
-    assert not [each for each in ended if isinstance(each, Failed)], ended
-    return ended[0]
-
-
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_a_case_holds_on_gloo(name: str) -> None:
-    assert crew("cases", 4)[name] == "ok"
+    assert ended_by_drafts("gloo", "cases", 4)[name] == "ok"
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_a_property_holds_on_gloo(name: str) -> None:
-    assert crew("properties", 6)[name] == "ok"
+    assert ended_by_drafts("gloo", "properties", 6)[name] == "ok"
 
 
 def test_gloo_solves_what_it_can_itself_and_plans_do_the_rest() -> None:
@@ -177,6 +167,18 @@ def test_a_killed_rank_is_known_to_all_within_the_bound() -> None:
             assert lost == (1,)
             assert "closed its connection" in text
             assert at - killed < 2 * KILLED_S
+
+
+@pytest.mark.parametrize("is_given_up_first", [True, False])
+def test_what_was_given_up_ends_as_soon_as_the_library_fails(is_given_up_first: bool) -> None:
+    """Not when the time has passed in which somebody might have said why: whoever gave it up knows."""
+    request, failure = OwnRequest((1,)), UnisonoError("the library failed")
+    assert request.commit()
+    steps = [lambda: request.break_off_later(RealRuntime(), failure), lambda: request.cancel()]
+    for step in reversed(steps) if is_given_up_first else steps:
+        assert not request.done
+        step()
+    assert request.error is failure
 
 
 def test_a_users_own_process_group_is_not_disturbed(tmp_path: Any) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import unisono as uni
+from unisono.group import Group
+from unisono.testing import run_local
+
+pytestmark = pytest.mark.more
 
 # A leak of 512 bytes an operation would show; what the allocator does by itself stays below.
 GROWTH_KIB_MAX = 2048
@@ -42,3 +48,50 @@ def operations(comm: uni.Communicator, warm_up: int, count: int) -> int:
 def test_memory_does_not_grow_with_the_number_of_operations(shm: str) -> None:
     grown = uni.spawn(operations, 2, 400, 1200, env={"UNISONO_SHM": shm}, timeout=110)
     assert max(grown) < GROWTH_KIB_MAX, f"KiB over 6,000 operations: {grown}"
+
+
+# A group that stays takes 16 KiB: 400 of them 6.4 MiB, 2,000 of them 32 MiB.
+GROUPS_WARM_UP, GROUPS, GROUPS_LONG = 50, 400, 2000
+
+
+def forgotten_groups(comm: uni.Communicator, count: int) -> tuple[int, int]:
+    """Groups of every kind, used and forgotten: how much the memory grew, and how many groups are left."""
+    before = 0
+    for i in range(GROUPS_WARM_UP + count):
+        if i == GROUPS_WARM_UP:
+            before = resident_kib()
+        match i % 4:
+            case 0:
+                group = comm.sub(range(comm.size))
+            case 1:
+                group = comm.split(0, -comm.rank)
+            case 2:
+                group = comm.sub(range(comm.size)).sub(range(comm.size))
+            case _:
+                group = comm.mesh((comm.size, 1), ("row", "column"))["row"]
+        assert group.all_reduce(comm.rank + i) == 1 + 2 * i
+        group.sendrecv(np.full(3, i), 1 - group.rank, np.zeros(3, int), 1 - group.rank)
+        del group
+    grown, patience = resident_kib() - before, time.monotonic() + 30
+    while len(groups_of(comm)) > 1 and time.monotonic() < patience:
+        gc.collect()
+        time.sleep(0.05)
+    comm.barrier()
+    return grown, len(groups_of(comm))
+
+
+def groups_of(comm: uni.Communicator) -> list[Group]:
+    backend = getattr(comm.backend, "parent", comm.backend)
+    known = [each for each in gc.get_objects() if type(each) is Group]
+    return [each for each in known if getattr(each.backend, "parent", each.backend) is backend]
+
+
+@pytest.mark.parametrize("backend", ["local", "native"])
+def test_groups_that_are_forgotten_are_freed(backend: str, request: pytest.FixtureRequest) -> None:
+    count = GROUPS_LONG if request.config.getoption("--long") else GROUPS
+    if backend == "local":
+        ended = run_local(forgotten_groups, 2, count)
+    else:
+        ended = uni.spawn(forgotten_groups, 2, count, backend=backend, timeout=110)
+    assert [left for _, left in ended] == [1, 1], "only the world is left"
+    assert max(grown for grown, _ in ended) < 2 * GROWTH_KIB_MAX

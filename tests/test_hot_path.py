@@ -45,6 +45,7 @@ def ended_hot(comm: Communicator) -> int:
 # -- the right answer -------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @every_kind
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_reductions_are_numpys_when_they_are_called_again(world: MakeWorld, kind: str, size: int) -> None:
@@ -146,6 +147,7 @@ def test_many_calls_in_a_row_keep_their_order(world: MakeWorld) -> None:
     assert all(ended_hot(comm) > 2000 for comm in comms)
 
 
+@pytest.mark.more
 @every_kind
 def test_calls_that_take_turns_keep_their_words(world: MakeWorld, kind: str) -> None:
     """A header that comes again is not sent again: more calls than are kept, in changing order."""

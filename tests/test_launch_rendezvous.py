@@ -12,13 +12,14 @@ import pytest
 
 from unisono import config
 from unisono.config import Config, Launch, Network
-from unisono.errors import RendezvousError, UsageError
-from unisono.launch.failure import culprit, describe, rebuild
+from unisono.errors import RendezvousError, UsageError, rank_numbers
+from unisono.launch.failure import End, culprit, describe, rebuild
 from unisono.launch.gate import Gate
-from unisono.launch.output import Prefixer, is_victim, last_words
+from unisono.launch.output import Prefixer, last_words
 from unisono.launch.place import decide
-from unisono.launch.rendezvous import Formation, Join, ranks_text
+from unisono.launch.rendezvous import Formation, Join
 from unisono.launch.run import Job, Patience
+from unisono.launch.summary import Ended, end_of
 
 
 def a_join(rank: int, size: int = 3, **changes: Any) -> Join:
@@ -114,6 +115,37 @@ def test_nobody_joins_or_leaves_a_complete_world() -> None:
     assert formation.ranks_joined() == [0]
 
 
+def test_a_world_without_a_rank_that_has_ended_cannot_form() -> None:
+    formation = Formation(3, "1.0")
+    formation.offer(0, a_join(0))
+    assert formation.lose(1, "exit code 0") == "rank 1 has ended (exit code 0) before this world had formed"
+    late = a_join(2)
+    assert formation.offer(2, late) == "rank 1 has ended (exit code 0) before this world had formed"
+    assert formation.refusal(late) == "over"
+    assert "rank 1 has ended" in str(formation.lose(0, "exit code 1"))  # because of rank 1
+    assert "missing: 1-2; rank 1 has ended (exit code 0)" in formation.report()
+    assert formation.lose(7, "exit code 0") is None
+
+
+def test_whoever_ends_after_the_world_has_formed_is_no_business_of_the_formation() -> None:
+    formation = Formation(1, "1.0")
+    formation.offer(0, a_join(0, 1))
+    formation.roll()
+    assert formation.lose(0, "exit code 0") is None
+    assert formation.report() == "1 of 1 ranks joined (0)"
+
+
+def test_a_refusal_says_whether_another_process_has_the_rank() -> None:
+    formation = Formation(2, "1.0")
+    formation.offer(0, a_join(1, 2))
+    assert formation.refusal(a_join(1, 2, pid=7)) == "taken"
+    assert formation.refusal(a_join(1, 2, config_digest="odd")) == "misfit"
+    formation.offer(1, a_join(0, 2))
+    formation.roll()
+    assert formation.refusal(a_join(1, 2, pid=7)) == "taken late"
+    assert formation.refusal(a_join(1, 2)) == "own late"
+
+
 def test_a_flood_of_refusals_stays_one_readable_line() -> None:
     formation = Formation(2, "1.0")
     for key in range(1000):
@@ -124,43 +156,68 @@ def test_a_flood_of_refusals_stays_one_readable_line() -> None:
 
 
 def test_ranks_are_written_as_spans() -> None:
-    assert ranks_text([3, 1, 0, 2, 7, 9, 8]) == "0-3, 7-9"
-    assert ranks_text(range(0, 1000, 2)).endswith("62, ...")
+    assert rank_numbers([3, 1, 0, 2, 7, 9, 8]) == "0-3, 7-9"
+    assert rank_numbers(range(0, 1000, 2)).endswith("62, ...")
 
 
 # -- the gate ----------------------------------------------------------------------------------------------
 
 
-def test_the_oldest_stranger_goes_first_from_the_same_address() -> None:
-    gate = Gate(pending_max=4, per_address_max=2)
-    assert gate.arrive(0, "10.0.0.1", 0.0)[1] is None
-    assert gate.arrive(1, "10.0.0.2", 0.0)[1] is None
-    assert gate.arrive(2, "10.0.0.2", 0.0)[1] is None
-    assert gate.arrive(3, "10.0.0.2", 0.0)[1] == 1
-    assert gate.arrive(4, "10.0.0.3", 0.0)[1] is None
-    assert gate.arrive(5, "10.0.0.4", 0.0)[1] == 0
+def test_a_stranger_goes_for_a_newcomer_first_one_from_the_same_address() -> None:
+    gate = Gate(pending_max=4, per_address_max=2, draw=lambda keys: keys[-1])
+    assert gate.arrive(0, "10.0.0.1", 0.0) is None
+    assert gate.arrive(1, "10.0.0.2", 0.0) is None
+    assert gate.arrive(2, "10.0.0.2", 0.0) is None
+    assert not gate.is_crowded(0.0)
+    assert gate.arrive(3, "10.0.0.2", 0.0) == 2
+    assert gate.is_crowded(0.5)
+    assert not gate.is_crowded(1.5)
+    assert gate.arrive(4, "10.0.0.3", 0.0) is None
+    assert gate.arrive(5, "10.0.0.4", 0.0) == 4
     assert len(gate) == 4
     for key in range(10):
         gate.depart(key)
     assert len(gate) == 0
+    assert gate.any() is None
+
+
+def test_who_goes_is_drawn_from_all() -> None:
+    gate = Gate(pending_max=8, per_address_max=8)
+    victims = [gate.arrive(key, "10.0.0.1", 0.0) for key in range(2000)]
+    ages = {key - victim for key, victim in enumerate(victims) if victim is not None}
+    assert min(ages) == 1
+    assert max(ages) > 32  # the oldest would be 8
 
 
 def test_the_addresses_of_one_ipv6_network_count_as_one() -> None:
     gate = Gate(pending_max=99, per_address_max=1)
     gate.arrive(0, "2001:db8::1", 0.0)
-    assert gate.arrive(1, "2001:db8::ffff", 0.0)[1] == 0
-    assert gate.arrive(2, "2001:db8:1::1", 0.0)[1] is None
+    assert gate.arrive(1, "2001:db8::ffff", 0.0) == 0
+    assert gate.arrive(2, "2001:db8:1::1", 0.0) is None
 
 
-def test_who_fails_often_is_slowed_down_for_a_minute() -> None:
+def test_the_answer_to_who_fails_often_waits_for_a_minute() -> None:
     gate = Gate()
-    for i in range(19):
-        gate.fail("10.0.0.1", float(i))
-    assert gate.arrive(0, "10.0.0.1", 20.0)[0] == 20.0
-    gate.fail("10.0.0.1", 20.0)
-    assert gate.arrive(1, "10.0.0.1", 21.0)[0] == 22.0
-    assert gate.arrive(2, "10.0.0.2", 21.0)[0] == 21.0
-    assert gate.arrive(3, "10.0.0.1", 61.0)[0] == 61.0
+    assert [gate.fail("10.0.0.1", float(i)) for i in range(20)] == [0.0] * 20
+    assert gate.fail("10.0.0.1", 21.0) == 1.0
+    assert gate.fail("10.0.0.2", 21.0) == 0.0
+    assert gate.fail("10.0.0.1", 99.0) == 0.0
+
+
+def test_a_crowd_is_named_by_its_number_and_place() -> None:
+    gate = Gate(pending_max=3, per_address_max=3)
+    for key in range(19):
+        gate.arrive(key, "10.0.0.1", 0.0)
+    assert gate.crowd() == ""
+    for key in range(100, 9000):
+        gate.arrive(key, f"10.{key % 7}.{key % 250}.{key % 251}", 0.0)
+    for key in range(9000, 9200):
+        gate.arrive(key, "10.0.0.1", 0.0)
+    assert re.fullmatch(
+        r"strangers crowd the seed's port: \d+ connections .* dropped, \d+ of them from 10\.0\.0\.1",
+        gate.crowd(),
+    )
+    assert len(gate._turned_away) <= 1024
 
 
 # -- launch environments -----------------------------------------------------------------------------------
@@ -377,9 +434,15 @@ def test_a_place_shows_no_ticket() -> None:
 # -- ends --------------------------------------------------------------------------------------------------
 
 
-def test_the_culprit_is_the_first_that_is_no_victim() -> None:
-    assert culprit([(3, True), (1, True), (2, False), (0, False)]) == 2
-    assert culprit([(3, True), (1, True)]) == 3
+def victim(rank: int, *blames: int) -> End:
+    return End(rank, is_victim=True, blames=blames)
+
+
+def test_the_culprit_is_whom_the_victims_name_or_the_first_that_is_no_victim() -> None:
+    assert culprit([victim(3), victim(1), End(2), End(0)]) == 2
+    assert culprit([victim(3), victim(1)]) == 3
+    assert culprit([victim(3, 0), End(2), End(0)]) == 0
+    assert culprit([victim(3, 1), victim(0, 1), victim(2, 3)]) == 1, "it left, and most name it"
 
 
 def test_patience_ends_in_steps() -> None:
@@ -476,8 +539,9 @@ TRACEBACK = [
 def test_last_words_are_the_last_traceback_with_its_causes() -> None:
     assert last_words(TRACEBACK) == TRACEBACK[5:]
     assert last_words([b"%d" % i for i in range(99)]) == [b"%d" % i for i in range(79, 99)]
-    assert not is_victim(TRACEBACK)
-    assert is_victim([*TRACEBACK[:-1], b"unisono.errors.PeerLost: rank 3 is gone"])
+    assert end_of(Ended(0, 1, TRACEBACK)) == End(0)
+    heard = [*TRACEBACK[:-1], b"unisono.errors.PeerLost: rank 3 is gone"]
+    assert end_of(Ended(0, 1, heard)) == End(0, is_victim=True, blames=(3,))
 
 
 def test_every_line_gets_its_rank_once_it_is_whole() -> None:

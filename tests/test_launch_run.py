@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -124,7 +125,8 @@ def test_every_line_has_its_rank_before_it(program) -> None:  # type: ignore[no-
     assert sorted(out.splitlines()) == sorted(
         line for r in range(3) for line in (f"[{r}] out {r} --option x", f"[{r}] no end")
     )
-    assert sorted(err.splitlines()) == [f"[{r}] err {r}" for r in range(3)]
+    assert sorted(err.splitlines()[1:]) == [f"[{r}] err {r}" for r in range(3)]
+    assert err.startswith("unisono run: OMP_NUM_THREADS=")
 
 
 def test_lines_come_as_they_are_printed(program) -> None:  # type: ignore[no-untyped-def]
@@ -147,10 +149,10 @@ def test_ranks_get_their_place_and_nothing_of_an_outer_launcher(program) -> None
     assert code == 0
     assert ast.literal_eval(out.removeprefix("[0] ")) == [
         ("MY", "a=b"),
-        ("UNISONO_BACKEND", "native"),
         ("UNISONO_LOCAL_RANK", "0"),
         ("UNISONO_LOCAL_SIZE", "1"),
         ("UNISONO_RANK", "0"),
+        ("UNISONO_RUN_SET", mock.ANY),
         ("UNISONO_SIZE", "1"),
     ]
 
@@ -170,6 +172,99 @@ def test_the_first_failing_rank_speaks_last_and_gives_the_code(
     found, _, err = run("-n", "3", "--grace", "0.2", path)
     assert found == code
     assert words in err[err.index("unisono run: rank 1 failed first (") :]
+
+
+# Ranks that wait in init for one that has ended, and say how long they waited.
+WAIT = """
+import time, unisono as uni
+began = time.monotonic()
+if rank == {gone}:
+    sys.exit({code})
+try:
+    uni.init(timeout=50)
+except uni.RendezvousError as error:
+    print(time.monotonic() - began < 25, error, flush=True)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("code", [0, 5])
+def test_nobody_waits_for_a_rank_that_ended_before_it_joined(program, code: int) -> None:  # type: ignore[no-untyped-def]
+    found, out, err = run("-n", "3", "--grace", "50", program(WAIT.format(gone=1, code=code)))
+    assert found == (code or 3)
+    lines = sorted(out.splitlines())
+    text = f"cannot join: rank 1 has ended (exit code {code}) before this world had formed. Next: see why"
+    assert [line[:10] for line in lines] == ["[0] True r", "[2] True r"], out
+    assert all(text in line for line in lines), out
+    assert "join refused" not in err
+
+
+def test_the_launcher_of_another_node_tells_the_seed_who_has_ended(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = program(WAIT.format(gone=1, code=0))
+    file = str(tmp_path / "ticket")
+
+    def node(rank: int) -> tuple[int, str, str]:
+        common = ("-n", "1", "--nnodes", "2", "--node-rank", str(rank), "--join", file)
+        return run(*common, *(("--address", "127.0.0.1") if rank == 0 else ()), path)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(node, 0)
+        deadline = time.monotonic() + PATIENCE_S
+        while not Path(file).exists():
+            assert time.monotonic() < deadline
+        assert pool.submit(node, 1).result()[0] == 0
+        code, out, err = first.result()
+    assert code == 3, err
+    assert out.startswith("[0] True rank 0 of 2 cannot join: rank 1 has ended (exit code 0)"), out
+
+
+FEW = """
+import resource
+import unisono as uni
+import unisono.backends.native, unisono.launch.entry
+limit = len(os.listdir("/proc/self/fd")) - 1 + {free}
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+try:
+    with uni.init(timeout=20) as world:
+        print("met", world.all_reduce(world.rank), flush=True)
+except uni.RendezvousError as error:
+    print(error, flush=True)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("free", [0, 3, 12])
+def test_a_rank_with_few_descriptors_says_how_many_it_needs(program, free: int) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = run("-n", "3", program(FEW.format(free=free)))
+    assert code == 3, err
+    for rank in range(3):
+        assert re.search(rf"\[{rank}\] rank {rank} of 3 has too few file descriptors: it needs \d+, and", out)
+    assert out.count("Next: raise the limit of open files") == 3
+    assert "OSError" not in err
+    assert run("-n", "3", program(FEW.format(free=40)))[1].count("met 3") == 3
+
+
+@pytest.mark.parametrize("limit", [8, 16, 30])
+def test_a_launcher_with_few_descriptors_starts_nothing_and_says_why(program, limit: int) -> None:  # type: ignore[no-untyped-def]
+    done = subprocess.run(
+        [
+            "/bin/sh",
+            "-c",
+            f'ulimit -n {limit}; exec "$0" -m unisono run -n 6 "$1"',
+            sys.executable,
+            program(""),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert re.fullmatch(
+        rf"Error: unisono run has too few file descriptors: it needs \d+, .* of {limit} open files\. "
+        r"Next: raise the limit of open files .*ulimit -n .*\n",
+        done.stderr,
+    )
 
 
 def test_who_only_heard_of_a_failure_is_not_blamed(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -307,6 +402,31 @@ def test_ranks_that_die_of_a_signal_give_its_code(program, number: signal.Signal
     assert gone(pids, 1)
 
 
+CROWDED = """
+import os, signal, sys
+from unisono.launch.run import Job, _Crew
+
+with _Crew(Job([sys.executable, "-c", "import signal; signal.pause()"], 1), 1, 2, False, print) as crew:
+    crew.start({})
+    serve = crew._serve
+
+    def crowded(until=None):
+        crew._serve = serve
+        for _ in range(10000):  # more than the socket that wakes the loop holds
+            crew._tell()
+        os.kill(os.getpid(), signal.SIGTERM)
+        serve(until)
+
+    crew._serve = crowded
+    sys.exit(crew.run())
+"""
+
+
+def test_a_signal_is_heard_however_much_is_printed() -> None:
+    done = subprocess.run([sys.executable, "-c", CROWDED], timeout=PATIENCE_S)
+    assert done.returncode == 128 + signal.SIGTERM
+
+
 def test_a_second_ctrl_c_ends_at_once(program) -> None:  # type: ignore[no-untyped-def]
     stubborn = "signal.signal(signal.SIGINT, lambda *_: print('no'))\n" + LOOP
     with launched("-n", "1", "--grace", "600", program(stubborn)) as launcher:
@@ -409,8 +529,10 @@ def test_ranks_of_another_launcher_meet_on_one_host(launcher: str, tmp_path: Pat
     with ThreadPoolExecutor(2) as pool:
         ends = list(pool.map(one, (1, 0)))
     assert [end.stdout for end in ends] == [f"met {r} card 1 {r} False\n" for r in (1, 0)], ends
-    # Nothing is left but the user's own folder, empty.
-    assert [path.name for path in tmp_path.rglob("*")] == [f"unisono-{os.getuid()}"]
+    # Nothing is left but the folder, and a note of the end where another job may have the same name.
+    left = [path.name for path in tmp_path.rglob("*")]
+    assert left[0] == f"unisono-{os.getuid()}"
+    assert [name.rpartition(".")[2] for name in left[1:]] == ["end"] * (launcher == "bare")
 
 
 def test_the_ticket_is_never_on_a_command_line(program) -> None:  # type: ignore[no-untyped-def]

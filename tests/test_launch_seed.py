@@ -32,7 +32,7 @@ from unisono.launch import limits, protocol
 from unisono.launch.address import Address
 from unisono.launch.entry import Entry, Site, enter
 from unisono.launch.identity import Authority, verified_name
-from unisono.launch.join import View, join
+from unisono.launch.join import View, join, tell_ended
 from unisono.launch.place import Place, decide
 from unisono.launch.protocol import NO_ENTRY, Frames, Visitor
 from unisono.launch.seed import Seed
@@ -399,10 +399,26 @@ def test_who_guesses_is_slowed_down(make_seed: MakeSeed) -> None:
     times = [guess() for _ in range(limits.FAILURES_PER_MINUTE_MAX)]
     assert min(times) < limits.FAILURE_DELAY_S / 2
     assert guess() >= limits.FAILURE_DELAY_S * 0.9
-    # Good ranks at the same address pay the delay once, and join.
+    # Whoever does not guess is served at once, from the same address too.
     began = time.monotonic()
+    greeted = proven(seed)[0]
+    assert time.monotonic() - began < limits.FAILURE_DELAY_S
+    greeted.close()
     assert len(ranks.all()) == 2
-    assert time.monotonic() - began < 2 * (limits.FAILURE_DELAY_S + 1)
+
+
+def test_guesses_that_wait_for_their_answer_are_few(make_seed: MakeSeed) -> None:
+    seed, ranks = make_seed(2)
+    with contextlib.ExitStack() as stack:
+        guesses = []
+        for _ in range(100 + limits.FAILURES_HELD_MAX):
+            guesses.append(stack.enter_context(connected(seed)))
+            guesses[-1].sendall(b"UNISONO1" + bytes(64))
+        _until(lambda: seed.counts["wrong token"] == len(guesses))
+        assert len(seed._held) <= limits.FAILURES_HELD_MAX
+        assert len(ranks.all()) == 2
+        assert all(is_hung_up(sock) for sock in guesses)
+    assert not seed._held
 
 
 @pytest.fixture
@@ -443,6 +459,102 @@ def test_idle_and_slow_connections_do_not_keep_ranks_out(make_seed: MakeSeed, tl
         assert len(seed._gate) <= limits.PENDING_PER_ADDRESS_MAX
         assert seed.counts["evicted"] >= crowd + 500 - limits.PENDING_PER_ADDRESS_MAX
         assert is_hung_up(idle[0])
+
+
+class Crowd:
+    """Strangers without end from this very host, as fast as a process can: it keeps 600 connections open."""
+
+    PROGRAM = """
+import socket, sys
+from collections import deque
+address, first_word = ("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2])
+for _ in range(25):
+    with socket.create_connection(address) as sock:
+        sock.sendall(b"GET / HTTP/1.1\\r\\n\\r\\n")
+held = deque(maxlen=600)
+number = 0
+while True:
+    sock = socket.create_connection(address)
+    try:
+        sock.sendall(first_word)
+    except OSError:
+        pass
+    held.append(sock)
+    number += 1
+    if number == 300:
+        print("crowded", flush=True)
+"""
+
+    def __init__(self, seed: Seed, first_word: bytes) -> None:
+        port = str(seed.ticket.address.port)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", self.PROGRAM, port, first_word.hex()], stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Self:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "crowded\n"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.mark.parametrize(
+    "first_word",
+    [b"", b"UNISONO1" + bytes(32), b"GET /\r\n\r\n", b"UNISONO1" + bytes(64)],
+    ids=["idle", "greeting", "garbage", "guessing"],
+)
+def test_no_crowd_keeps_a_rank_out(make_seed: MakeSeed, tls: bool, first_word: bytes) -> None:
+    """Garbage first, so that the address is one that guesses; then connections as fast as they come."""
+    seed, ranks = make_seed(4, tls=tls)
+    with Crowd(seed, first_word):
+        assert [view.rank for view in ranks.all()] == [0, 1, 2, 3]
+    assert seed.counts["connections"] > 300
+
+
+def test_a_crowd_is_named_to_those_who_wait(make_seed: MakeSeed, caplog: pytest.LogCaptureFixture) -> None:
+    seed, ranks = make_seed(2)
+    with (
+        Crowd(seed, b""),
+        pytest.raises(RendezvousError, match=r"missing: 0; strangers crowd the seed's port: .* 127\.0\.0\.1"),
+    ):
+        ranks.start(1, timeout=2.0).result(PATIENCE_S)
+    assert len([record for record in caplog.records if "strangers crowd" in record.getMessage()]) == 1
+
+
+def test_who_was_pushed_out_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as full, ThreadPoolExecutor(1) as pool:
+
+        def push_out() -> None:
+            while True:
+                try:
+                    full.accept()[0].close()
+                except OSError:
+                    return
+
+        pushing = pool.submit(push_out)
+        ticket = Ticket.create(Address("127.0.0.1", full.getsockname()[1]))
+        with pytest.raises(
+            RendezvousError, match="before it had answered, as a seed does that strangers crowd"
+        ):
+            _join_alone(ticket.text(), 0.3)
+        full.shutdown(socket.SHUT_RDWR)
+        pushing.result(PATIENCE_S)
+
+
+def test_a_recorded_tag_is_worth_nothing(make_seed: MakeSeed) -> None:
+    """Who has seen a worker's first word can be pushed out like any stranger, and is not admitted (T5)."""
+    seed, _ = make_seed(2)
+    word = b"UNISONO1" + protocol.tagged_nonce(seed.ticket.token, bytes(16))
+    with connected(seed) as first, connected(seed) as second:
+        for sock in (first, second):
+            sock.sendall(word)
+            assert sock.recv(40, socket.MSG_WAITALL).startswith(b"UNISONO1")
+        assert len(seed._gate) == 1
+        second.sendall(bytes(32))
+        assert second.recv(33, socket.MSG_WAITALL) == NO_ENTRY
 
 
 def test_a_silent_stranger_is_dropped_in_time(
@@ -813,6 +925,41 @@ def test_a_missing_ticket_file_is_named(tmp_path: Path) -> None:
         _join_alone(str(path), 0.2)
 
 
+@pytest.mark.parametrize("rest", ["", "unisono1://127.0.0.1:1/pl"])
+def test_a_ticket_file_that_is_not_whole_is_read_again(
+    make_seed: MakeSeed, tmp_path: Path, rest: str
+) -> None:
+    path = tmp_path / "job.ticket"
+    path.touch(mode=0o600)
+    path.write_text(rest)
+    seed, ranks = make_seed(2)
+    ranks.start(0)
+    with pytest.raises(RendezvousError, match=rf"rank 0 has not come: the ticket file {path} holds no whole"):
+        _join_alone(str(path), 0.2)
+    copied = ranks.start(1, source=TicketSource(str(path)))
+    text = seed.ticket.text()
+    for end in (0, 9, len(text) // 2, len(text) - 1):
+        assert not copied.done()
+        path.write_text(text[:end])
+    path.write_text(text)
+    assert copied.result(PATIENCE_S).size == 2
+
+
+def test_a_given_ticket_that_is_not_whole_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="malformed"):
+        _join_alone("unisono1://127.0.0.1:1/plain/00", PATIENCE_S)
+
+
+def test_a_rank_0_that_has_not_come_is_named(tmp_path: Path) -> None:
+    started = Launch("the environment", 1, 2, is_one_host=True, job="the environment/127.0.0.1/29500")
+    with pytest.raises(
+        RendezvousError,
+        match=r"rank 0 has not come: the ticket file .* is not there. "
+        r"Next: see whether rank 0 was started, with the same MASTER_ADDR and MASTER_PORT",
+    ):
+        _enter(decide(started, Network(folder=str(tmp_path))), timeout=0.2)
+
+
 def test_a_seed_that_closes_tells_who_was_missing(make_seed: MakeSeed, tls: bool) -> None:
     seed, ranks = make_seed(3, tls=tls)
     waiting = ranks.start(2)
@@ -936,6 +1083,33 @@ def test_a_file_of_a_seed_that_is_complete_is_an_old_one(tmp_path: Path, make_se
     assert made_for == [seed.ticket, newer.ticket]
 
 
+def test_the_end_of_a_process_that_is_older_than_the_seed_is_another_jobs(
+    tmp_path: Path, make_seed: MakeSeed
+) -> None:
+    """The launcher of another host read the ticket file after the next job had put its ticket there."""
+    before = time.monotonic()
+    seed, _ = make_seed(2)
+    after = time.monotonic()
+    source = TicketSource(str(tmp_path / "ticket"))
+    source.write(seed.ticket)
+
+    def tell(rank: int, started_at: float) -> None:
+        tell_ended(
+            source,
+            rank,
+            "exit code 0",
+            started_at=started_at,
+            version="1.0",
+            deadline=RealRuntime().deadline(PATIENCE_S),
+        )
+
+    tell(1, before)
+    assert seed.counts["proven"] == 1
+    assert "has ended" not in seed.report()
+    tell(1, after)
+    assert "rank 1 has ended (exit code 0)" in seed.report()
+
+
 def test_an_engine_that_cannot_start_is_no_fault_of_the_seed(make_seed: MakeSeed) -> None:
     _, ranks = make_seed(2)
 
@@ -965,6 +1139,37 @@ def test_a_declared_port_is_the_seeds_and_ranks_take_the_next(tmp_path: Path) ->
     assert view.rank == 1
     assert site.bind == Address("127.0.0.1", 47112)
     assert site.advertise == Address("127.0.0.3", 5002)
+
+
+def test_a_seed_with_too_few_descriptors_for_its_ranks_says_so() -> None:
+    program = (
+        "import os, resource, sys\n"
+        "from unisono.launch.seed import Seed\n"
+        "seed = Seed(5, version='1.0').start()\n"
+        "limit = len(os.listdir('/proc/self/fd')) + 2\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))\n"
+        "print(seed.ticket.text(), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        ranks = Ranks(Ticket.parse(process.stdout.readline()), 5)
+        try:
+            joining = [ranks.start(rank, timeout=2.0) for rank in range(5)]
+            texts = [str(future.exception(PATIENCE_S)) for future in joining]
+        finally:
+            ranks.close()
+        _, err = process.communicate()
+    told = [text for text in texts if "the seed cannot take more connections: Too many open files" in text]
+    assert told, texts
+    assert all("(ulimit -n)" in text for text in told)
+    assert err.count("cannot take more connections") == 1
 
 
 def test_a_seed_without_free_descriptors_still_lets_ranks_in() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,8 +17,12 @@ from typing import Any
 
 import pytest
 
+from unisono.errors import RendezvousError
+from unisono.launch.descriptors import limit, need
 from unisono.launch.place import Place
 from unisono.launch.spawn import spawn
+
+pytestmark = pytest.mark.more
 
 PROGRAM = Path(__file__).parent / "launch_program.py"
 PATIENCE_S = 60.0
@@ -84,6 +90,7 @@ def test_a_rank_knows_its_place_and_settings_but_not_the_ticket() -> None:
             "UNISONO_SIZE": "2",
             "UNISONO_LOCAL_RANK": str(rank),
             "UNISONO_LOCAL_SIZE": "2",
+            "UNISONO_RUN_SET": found["env"]["UNISONO_RUN_SET"],
             "MINE": "1",
         }
 
@@ -99,7 +106,7 @@ def test_what_a_new_process_cannot_find_is_refused_at_once() -> None:
 def test_an_argument_that_cannot_travel_is_refused_before_anything_starts() -> None:
     said = run("argument")
     assert said["error"] == "UsageError"
-    assert "$[0] is _thread.lock" in said["text"]
+    assert "argument 1 is _thread.lock" in said["text"]
     assert said["seconds"] < 1
 
 
@@ -143,7 +150,7 @@ def test_a_timeout_ends_all_and_names_who_was_missing() -> None:
     said = run("hang")
     assert said["error"] == "DeadlineExceeded"
     assert said["waiting_on"] == [1, 2]
-    assert "rank 1-2 of 3 had not ended after" in said["text"]
+    assert "ranks 1, 2 of 3 had not ended after" in said["text"]
     assert said["seconds"] < 2 * (5.0 + 1.0)  # the timeout and a second to end by SIGTERM, which they ignore
 
 
@@ -210,6 +217,76 @@ def test_nothing_typed_at_a_prompt_can_be_spawned() -> None:
     assert "typed at a prompt" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("top", "guarded", "is_module"),
+    [
+        ("", "def work(comm):\n        return 2", False),
+        ("def work(comm):\n    return 1", "def work(comm):\n        return 2", True),  # not the one meant
+    ],
+)
+def test_a_function_under_the_guard_is_refused_in_words(
+    tmp_path: Path, top: str, guarded: str, is_module: bool
+) -> None:
+    (tmp_path / "guarded.py").write_text(
+        "import unisono as uni\n"
+        f"{top}\n"
+        "if __name__ == '__main__':\n"
+        f"    {guarded}\n"
+        "    try:\n"
+        "        print(uni.spawn(work, 2))\n"
+        "    except uni.UsageError as error:\n"
+        "        print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, *(["-m", "guarded"] if is_module else ["guarded.py"])],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "work' in a new process: " in done.stdout
+    assert 'what stands under `if __name__ == "__main__":` does not exist there' in done.stdout
+    assert "Next: define it at the top of a module, and pass what it uses as arguments" in done.stdout
+
+
+def test_nobody_waits_for_a_spawned_rank_that_ended_before_it_joined(tmp_path: Path) -> None:
+    (tmp_path / "early.py").write_text(
+        "import os, time\n"
+        "import unisono as uni\n"
+        "if os.environ.get('UNISONO_RANK') == '1':\n"
+        "    os._exit(0)\n"
+        "def wait(comm): ...\n"
+        "if __name__ == '__main__':\n"
+        "    began = time.monotonic()\n"
+        "    try:\n"
+        "        uni.spawn(wait, 3, timeout=50)\n"
+        "    except uni.PeerLost as error:\n"
+        "        print(time.monotonic() - began < 25, error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "early.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.stdout.startswith("True rank 1 (pid "), done.stderr
+    assert "ended without a result: exit code 0" in done.stdout
+
+
+def test_spawn_with_few_descriptors_starts_nothing_and_says_why() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    for free in (0, 4, 20):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, before[1]))
+        try:
+            with pytest.raises(
+                RendezvousError, match=r"spawn has too few file descriptors: it needs 24, and has"
+            ):
+                spawn(rank_of, 4, (), enter=enter_alone, backend="", version="1")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 @contextlib.contextmanager
 def enter_alone(place: Place, backend: str, config: object, timeout: float) -> Iterator[Place]:
     yield place
@@ -217,6 +294,23 @@ def enter_alone(place: Place, backend: str, config: object, timeout: float) -> I
 
 def rank_of(place: Place) -> int:
     return place.rank
+
+
+def no_descriptor(comm: Any) -> None:
+    raise OSError(errno.EMFILE, "of my own")
+
+
+def test_a_rank_that_ran_out_of_descriptors_is_no_failure_to_start() -> None:
+    with pytest.raises(OSError, match="of my own") as caught:
+        spawn(no_descriptor, 1, (), enter=enter_alone, backend="", version="1")
+    assert caught.value.errno == errno.EMFILE
+
+
+def test_a_process_without_a_limit_has_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
+    with need(1000, "this test"):
+        assert limit() > 1 << 40
 
 
 def test_a_test_can_spawn_its_own_functions() -> None:

@@ -18,6 +18,8 @@ from unisono.launch.place import decide
 from unisono.launch.store import StoreSource
 from unisono.launch.ticket import Ticket
 
+pytestmark = pytest.mark.more
+
 PROGRAM = """
 import numpy as np
 import unisono as uni

@@ -37,6 +37,9 @@ ROOMS = ("backends", "simulation", "launch", "rpc", "cluster")
 HOLDERS = (
     "control",
     "group",
+    "inquiry",
+    "deadlock",
+    "deadlock_watch",
     "stages",
     "messages",
     "uneven",

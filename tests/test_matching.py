@@ -155,5 +155,19 @@ def test_a_message_that_does_not_fit_is_refused_in_words(capacity, wanted, nbyte
     if words is None:
         assert reason is None
     else:
-        assert reason.startswith("the message from rank 3 with tag 5 ")
-        assert words in reason
+        assert str(reason).startswith("the message from rank 3 with tag 5 ")
+        assert words in str(reason)
+        assert "; it stays queued. Next: receive it into " in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "is_taken"), [(0, True), (99, True), (100, True), (101, False), (1 << 40, False)]
+)
+def test_a_receive_of_unknown_length_takes_no_more_than_is_allowed(nbytes, is_taken):
+    reason = refusal(posted(3, 0, 5), Envelope(3, 0, 5, nbytes), 100)
+    assert (reason is None) is is_taken
+    if reason is not None:
+        assert f"has {nbytes} bytes" in str(reason)
+        assert "100 (recv_bytes_max); it stays queued" in str(reason)
+        assert "Next: " in str(reason)
+        assert "UNISONO_RECV_BYTES_MAX" in str(reason)

@@ -6,6 +6,7 @@ end its part (an empty reduction, a leaf of a tree) hears of it at its next coll
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import re
@@ -20,8 +21,12 @@ import pytest
 import torch
 
 import unisono as uni
+from unisono.errors import ranks_text
+from unisono.simulation import now
 
 from .conftest import PATIENCE_S, run_each, run_ranks
+from .processes import run_processes
+from .test_failure_local import Metronome
 
 SIZES = (2, 3, 5)
 # The promise is one second; twice that fails the test.
@@ -44,6 +49,8 @@ def first(left, right):
 
 
 FIRST, SECOND = uni.op(first, name="mine.first"), uni.op(first, name="mine.second")
+ORDERED = uni.op(first, commutative=False, name="mine.first")
+FROM_0, FROM_1 = (uni.op(first, identity=identity, name="mine.first") for identity in (0, 1))
 
 CALLS: dict[str, Call] = {
     "sum": Call(lambda c: c.all_reduce(f4(5)), "all_reduce float32[5] op=sum"),
@@ -56,6 +63,27 @@ CALLS: dict[str, Call] = {
         lambda c: c.all_reduce(f4(5, dtype=ml_dtypes.bfloat16), "mean"), "all_reduce bfloat16[5] op=mean"
     ),
     "my first": Call(lambda c: c.all_reduce(f4(5), FIRST), "all_reduce float32[5] op=mine.first"),
+    "my ordered first": Call(
+        lambda c: c.all_reduce(f4(5), ORDERED), "all_reduce float32[5] op=mine.first commutative=False"
+    ),
+    "my named first": Call(
+        lambda c: c.all_reduce(f4(5), FIRST, algorithm="ordered"),
+        "op=mine.first commutative=True algorithm=ordered",
+    ),
+    "my named ordered first": Call(
+        lambda c: c.all_reduce(f4(5), ORDERED, algorithm="ordered"),
+        "op=mine.first commutative=False algorithm=ordered",
+    ),
+    "my scan": Call(lambda c: c.scan(f4(5), FIRST), "scan float32[5] op=mine.first commutative=True"),
+    "my ordered scan": Call(
+        lambda c: c.scan(f4(5), ORDERED), "scan float32[5] op=mine.first commutative=False"
+    ),
+    "my exscan from 0": Call(
+        lambda c: c.exscan(f4(5), FROM_0), "op=mine.first commutative=True identity=0.0"
+    ),
+    "my exscan from 1": Call(
+        lambda c: c.exscan(f4(5), FROM_1), "op=mine.first commutative=True identity=1.0"
+    ),
     "my second": Call(lambda c: c.all_reduce(f4(5), SECOND), "all_reduce float32[5] op=mine.second"),
     "double": Call(lambda c: c.all_reduce(f4(5, dtype=np.float64)), "all_reduce float64[5] op=sum"),
     "integers": Call(lambda c: c.all_reduce(f4(5, dtype=np.int32)), "all_reduce int32[5] op=sum"),
@@ -188,6 +216,10 @@ NEAR: dict[str, list[tuple[str, str]]] = {
         ("reduce to 0", "reduce max"),
         ("scan", "scan prod"),
         ("my first", "my second"),
+        ("my first", "my ordered first"),
+        ("my named first", "my named ordered first"),
+        ("my scan", "my ordered scan"),
+        ("my exscan from 0", "my exscan from 1"),
         ("sum", "my first"),
         ("reduce_scatter", "reduce_scatter max"),
         ("fused long sum", "fused long max"),
@@ -252,6 +284,7 @@ NEAR: dict[str, list[tuple[str, str]]] = {
     ],
     "kind": [
         ("sum", "barrier"),
+        ("none", "barrier"),
         ("sum", "reduce to 0"),
         ("sum", "broadcast from 0"),
         ("reduce to 0", "broadcast from 0"),
@@ -330,23 +363,34 @@ def check_collision(calls: list[Call]) -> None:
     assert slowest_s < LIMIT_S, "three times too slow"
 
 
-LINE = re.compile(r"rank (\d+): (.*) at (\S+\.py:\d+)$")
+LINE = re.compile(r"ranks? ([\d, ]+): (.*) at (\S+\.py:\d+)$")
 
 
 def check_report(error: BaseException | None, calls: list[Call]) -> None:
-    """The report has two lines: what two ranks called that called different things, and from where."""
+    """The report shows each call once, who made it and from where; the text names who differs."""
     assert isinstance(error, uni.CollectiveMismatch), repr(error)
     shown = [LINE.match(line) for line in error.report.splitlines()]
-    assert len(shown) == 2, error.report
     assert all(shown), error.report
-    ranks = [int(line[1]) for line in shown]
-    assert ranks[0] < ranks[1]
-    for rank, line in zip(ranks, shown, strict=True):
-        assert calls[rank].words in line[2], error.report
+    sides = [[int(rank) for rank in line[1].split(", ")] for line in shown]
+    assert sorted(sides) == sides, error.report
+    for side, line in zip(sides, shown, strict=True):
+        for rank in side:
+            assert calls[rank].words in line[2], error.report
         assert line[3].startswith("test_mismatch.py:")
-    assert calls[ranks[0]] is not calls[ranks[1]], error.report
-    assert f"ranks {ranks[0]} and {ranks[1]} called different things" in str(error)
+    # A call that depends on the rank, such as a split, has no two alike.
+    assert len({id(calls[rank]) for side in sides for rank in side}) > 1, error.report
+    assert all(len({id(calls[rank]) for rank in side}) == 1 for side in sides), error.report
+    largest = max(sides, key=len)
+    has_majority = 2 * len(largest) > sum(map(len, sides))
+    others = sorted(rank for side in sides if side is not largest for rank in side)
+    assert error.culprits == (tuple(others) if has_majority else ()), error
+    assert "called different things" in str(error)
+    for side in sides:
+        if has_majority and side is not largest:
+            differs = f"ranks {', '.join(map(str, side))} differ" if side[1:] else f"rank {side[0]} differs"
+            assert f"{differs} from rank" in str(error), error
     assert error.report.splitlines()[0] in str(error)
+    assert ". Next: " in str(error)
 
 
 def who_calls_what(pair: tuple[str, str], size: int) -> list[Call]:
@@ -357,9 +401,14 @@ def who_calls_what(pair: tuple[str, str], size: int) -> list[Call]:
 
 
 def cases() -> list[Any]:
-    """The first 120 pairs with every number of ranks, the others with one of them in turn."""
+    """The first 120 pairs with every number of ranks, the others with one of them in turn.
+
+    Every fourth pair in `make test`: a mismatch takes half a second, and there are hundreds.
+    """
     return [
-        pytest.param(pair, size, id=f"{' and '.join(pair)}, {size} ranks")
+        pytest.param(
+            pair, size, id=f"{' and '.join(pair)}, {size} ranks", marks=pytest.mark.more if i % 4 else ()
+        )
         for i, pair in enumerate(CORPUS)
         for size in (SIZES if i < 120 else (SIZES[i % 3],))
     ]
@@ -368,6 +417,58 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("pair", "size"), cases())
 def test_every_rank_hears_of_a_mismatch_within_a_second(pair, size):
     check_collision(who_calls_what(pair, size))
+
+
+def mismatches(comm: uni.Communicator, pairs: list[tuple[str, str]]) -> list[str]:
+    """Collide in a group of its own for each pair; what was not as it should be. In step on all ranks."""
+    wrong = []
+    # Seconds that other programs took from this rank are nobody's fault; virtual ones cannot be taken.
+    metronome = None if comm.backend.runtime.is_virtual else Metronome()
+    for pair in pairs:
+        calls = who_calls_what(pair, comm.size)
+        for _ in range(3):  # as above
+            group, error = comm.split(0), None
+            started = now()
+            try:
+                calls[comm.rank].make(group)
+                group.barrier()
+            except uni.UnisonoError as raised:
+                error = raised
+            ended = now()
+            own_s = ended - started if metronome is None else metronome.fair_s(started, ended)
+            slowest_s = comm.all_reduce(own_s, "max")
+            with contextlib.suppress(uni.CollectiveMismatch):
+                group.close()
+            if slowest_s < LIMIT_S:
+                break
+        try:
+            check_report(error, calls)
+            assert slowest_s < LIMIT_S, "three times too slow"
+        except AssertionError as failure:
+            wrong.append(f"{pair}: {failure}"[:500])
+    if metronome is not None:
+        metronome.is_over = True
+    return wrong
+
+
+def some_pairs(kind: str, amount: int) -> list[tuple[str, str]]:
+    """Other pairs for every kind of ranks, the same in every run."""
+    return random.Random(kind).sample(CORPUS, min(amount, len(CORPUS)))
+
+
+FEW, MANY = 12, len(CORPUS)
+EVERYWHERE = ("shm", "tcp", "tls", "hosts", "gloo", "quic", "simulated")
+
+
+@pytest.mark.parametrize("amount", [FEW, pytest.param(MANY, marks=pytest.mark.more)])
+@pytest.mark.parametrize("kind", EVERYWHERE)
+def test_a_mismatch_is_the_same_on_every_backend(kind, amount):
+    pairs = some_pairs(kind, amount)
+    if kind == "simulated":
+        ended = uni.simulate(mismatches, 3, pairs).results
+    else:
+        ended = run_processes(mismatches, 3, pairs, kind=kind, patience_s=4 * PATIENCE_S)
+    assert ended == [[]] * 3
 
 
 def test_the_corpus_is_large_and_has_every_kind():
@@ -520,6 +621,150 @@ def test_segments_of_other_lengths_are_a_mismatch():
     calls = [CALLS["sum"]._replace(words=f"segment={n}") for n in (262144, 4096)]
     for outcome in collide(comms, calls):
         check_report(outcome.error, calls)
+
+
+# -- who differs -----------------------------------------------------------------------------------------
+
+# What one rank calls, what the others call, and in what it differs.
+DIFFERENCES = {
+    "verb: barrier, they all_reduce": ("barrier", "sum"),
+    "dtype: float64, they float32": ("double", "sum"),
+    "count: 6, they 5": ("six", "sum"),
+    "dtype: float64, they float32 and count: 1, they 7": ("a number", "a tensor"),
+    "shape: 5,1, they 5": ("all_gather 2d", "all_gather"),
+    "arrays: float32[5] int8[2], they []": ("fused two types", "fused none"),
+    "op: max, they sum": ("max", "sum"),
+    "commutative: False, they True": ("my ordered scan", "my scan"),
+    "root: 1, they 0": ("broadcast from 1", "broadcast from 0"),
+    "algorithm: tree, they ring": ("tree 1021", "ring 1021"),
+}
+
+
+def told_in_time(outcomes_of: Callable[[], list[Any]], is_right: Callable[[Any], bool]) -> None:
+    """Who differs is known if every rank could tell its call in time: a busy machine gets three turns."""
+    for _ in range(3):
+        outcomes = outcomes_of()
+        if all(map(is_right, outcomes)):
+            return
+    pytest.fail("\n".join(map(str, outcomes)))
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_the_rank_that_differs_is_named_with_what_differs(difference, odd):
+    other, usual = (CALLS[name] for name in DIFFERENCES[difference])
+    calls = [other if rank == odd else usual for rank in range(4)]
+    others = ", ".join(str(rank) for rank in range(4) if rank != odd)
+
+    def is_right(outcome: Outcome) -> bool:
+        error = outcome.error
+        assert isinstance(error, uni.CollectiveMismatch), repr(error)
+        return error.culprits == (odd,) and (
+            f"rank {odd} differs from ranks {others} in {difference} during" in str(error)
+        )
+
+    told_in_time(lambda: collide(uni.local(4), calls), is_right)
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp", "gloo", "quic"])
+def test_processes_name_the_rank_that_differs(kind):
+    def program(comm: uni.Communicator) -> tuple[str, str | None, tuple[int, ...], float]:
+        comm.barrier()
+        started = time.monotonic()
+        with pytest.raises(uni.CollectiveMismatch) as caught:
+            comm.barrier() if comm.rank == 2 else comm.all_reduce(f4(5))
+        error = caught.value
+        return str(error), error.operation, error.culprits, time.monotonic() - started
+
+    def is_right(outcome: Any) -> bool:
+        text, operation, culprits, elapsed_s = outcome
+        assert operation in ("barrier", "all_reduce")
+        assert f"during {operation} #1" in text
+        wanted = "rank 2 differs from ranks 0, 1, 3 in verb: barrier, they all_reduce"
+        return elapsed_s < LIMIT_S and culprits == (2,) and wanted in text
+
+    told_in_time(lambda: run_processes(program, 4, kind=kind), is_right)
+
+
+def test_every_rank_reads_its_own_verb():
+    calls = [CALLS["barrier" if rank == 1 else "sum"] for rank in range(3)]
+    for rank, outcome in enumerate(collide(uni.local(3), calls)):
+        assert outcome.error.operation == ("barrier" if rank == 1 else "all_reduce")
+        assert f"during {outcome.error.operation} #0" in str(outcome.error)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "names"),
+    [
+        ([1], "ranks 0 and 1 called different things: dtype: float32 against float64"),
+        ([2, 3], "ranks 0, 1 and ranks 2, 3 called different things: dtype: float32 against float64"),
+        ([1, 3], "ranks 0, 2 and ranks 1, 3 called different things: dtype: float32 against float64"),
+    ],
+)
+def test_of_two_equal_sides_none_is_to_blame(seconds, names):
+    size = 2 * len(seconds)
+    calls = [CALLS["double" if rank in seconds else "sum"] for rank in range(size)]
+
+    def is_right(outcome: Outcome) -> bool:
+        assert outcome.error.culprits == () or size > 2
+        return outcome.error.culprits == () and names in str(outcome.error)
+
+    told_in_time(lambda: collide(uni.local(size), calls), is_right)
+
+
+def test_two_ranks_that_differ_each_in_its_own_way_are_both_named():
+    calls = [CALLS[name] for name in ("sum", "six", "sum", "max", "sum")]
+
+    def is_right(outcome: Outcome) -> bool:
+        text = str(outcome.error)
+        return (
+            outcome.error.culprits == (1, 3)
+            and "rank 1 differs from ranks 0, 2, 4 in count: 6, they 5" in text
+            and "rank 3 differs from ranks 0, 2, 4 in op: max, they sum" in text
+        )
+
+    told_in_time(lambda: collide(uni.local(5), calls), is_right)
+
+
+def test_who_calls_while_the_others_are_asked_is_counted():
+    """Two ranks have found that they differ; the third makes its call meanwhile, and decides who is wrong."""
+    comms = uni.local(3)
+    found = threading.Event()
+    inquire = comms[0]._group._inquire
+
+    def asked(sequence, calls):
+        found.set()
+        return inquire(sequence, calls)
+
+    comms[0]._group._inquire = asked
+
+    def one(comm):
+        assert comm.rank != 2 or found.wait(PATIENCE_S)
+        x = f4(5, dtype=np.float64 if comm.rank == 1 else np.float32)
+        with comm, pytest.raises(uni.CollectiveMismatch) as caught:
+            comm.all_reduce(x, algorithm="flat")
+        return caught.value.culprits, str(caught.value)
+
+    for culprits, text in run_each(one, comms).values():
+        assert culprits == (1,)
+        assert "rank 1 differs from ranks 0, 2 in dtype: float64, they float32" in text
+
+
+def test_a_rank_that_never_calls_delays_nobody_beyond_a_second():
+    comms = uni.local(4)
+    calls = [CALLS[name] for name in ("sum", "double", "sum")]
+    for outcome in collide(comms[:3], calls, go_on=False):
+        assert outcome.elapsed_s < LIMIT_S
+        check_report(outcome.error, calls)
+        assert outcome.error.culprits == (1,)
+        assert "rank 3 did not say in time" in str(outcome.error)
+
+
+def test_ranks_in_words():
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text([3, 0, 1]) == "ranks 0, 1, 3"
+    assert ranks_text(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7"
+    assert ranks_text([*range(7), 8, 9, 31]) == "ranks 0-6, 8-9, 31"
 
 
 # -- no false reports ------------------------------------------------------------------------------------

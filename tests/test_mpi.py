@@ -25,6 +25,8 @@ from .processes import run_processes
 from .sums import sums
 from .test_properties import PROPERTIES
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -76,7 +78,16 @@ def test_mpi_solves_what_it_can_itself_and_a_failing_operation_harms_nobody() ->
             ["all_reduce", True],  # so short that it travels with the agreement
             ["barrier", True],
         ]
+        assert (
+            "returned float64 for two arrays of int64" in words["fraction"]
+            or "op middle failed" in words["fraction"]
+        )
         assert any(name in words["failed"] for name in ("ArithmeticError", "PeerAborted")), (rank, words)
+
+
+@pytest.mark.more
+def test_a_mismatch_is_the_same_under_mpiexec() -> None:
+    assert said("mismatches", 3) == [[]] * 3
 
 
 def test_reproducible_sums_are_equal_on_every_backend() -> None:
@@ -107,7 +118,23 @@ def test_unisono_run_starts_mpi_ranks(tmp_path: Path) -> None:
     )
     ended = started(sys.executable, "-m", "unisono", "run", "--backend", "mpi", "-n", "2", str(program))
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["mpi 3"] * 2
+    assert sorted(ended.stdout.splitlines()) == ["[0] mpi 3", "[1] mpi 3"]
+
+
+def test_unisono_run_blames_the_mpi_rank_that_failed(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, unisono as uni\n"
+        "with uni.init() as world:\n"
+        "    print('err', world.rank, file=sys.stderr, flush=True)\n"
+        "    if world.rank == 1:\n        raise ValueError('the root of it')\n"
+        "    world.barrier()\n"
+    )
+    ended = started(sys.executable, "-m", "unisono", "run", "--backend", "mpi", "-n", "2", str(program))
+    assert ended.returncode == 1
+    assert {"[0] err 0", "[1] err 1"} <= set(ended.stderr.splitlines())
+    assert "unisono run: rank 1 failed first (exit code 1); its last words:" in ended.stderr
+    assert ended.stderr.endswith("ValueError: the root of it\n")
 
 
 def test_what_mpiexec_decides_is_not_for_others_to_say() -> None:

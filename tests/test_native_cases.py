@@ -14,6 +14,8 @@ from .conftest import ON_EVERY_LINK
 from .processes import forked
 from .test_properties import PROPERTIES
 
+pytestmark = pytest.mark.more
+
 HARDLY_ANY = settings(derandomize=True, deadline=None, database=None, max_examples=3)
 NAMES = [case.name for case in CASES if case.size > 1]
 

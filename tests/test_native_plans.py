@@ -31,6 +31,8 @@ from .engines import MakeWorld, World, found, world
 from .oracle import Notes, counts_for, dtype_of, operand, result
 from .test_acceptance_collectives import outcome, some
 
+pytestmark = pytest.mark.more
+
 __all__ = ["world"]
 
 every_kind = pytest.mark.parametrize("kind", ["shm", "rings", "tcp", "hosts"])
@@ -190,6 +192,8 @@ def resident() -> int:
 
 # -- mismatches -------------------------------------------------------------------------------------------
 
+MINE = uni.op(np.maximum, name="mine")
+IN_ORDER = uni.op(np.maximum, commutative=False, name="mine")
 CALLS: dict[str, Callable[[Communicator], Any]] = {
     "all_reduce": lambda comm: comm.all_reduce(np.ones(5000, np.float32), algorithm="ring"),
     "another dtype": lambda comm: comm.all_reduce(np.ones(5000, np.int32), algorithm="ring"),
@@ -199,6 +203,8 @@ CALLS: dict[str, Callable[[Communicator], Any]] = {
     "another collective": lambda comm: comm.broadcast(np.ones(5000, np.float32)),
     "another root": lambda comm: comm.broadcast(np.ones(5000, np.float32), root=1),
     "a barrier": lambda comm: comm.barrier(),
+    "my op": lambda comm: comm.all_reduce(np.ones(5000, np.float32), MINE, algorithm="ordered"),
+    "my op in order": lambda comm: comm.all_reduce(np.ones(5000, np.float32), IN_ORDER, algorithm="ordered"),
 }
 
 
@@ -209,6 +215,7 @@ CALLS: dict[str, Callable[[Communicator], Any]] = {
     [
         *(("all_reduce", other) for other in CALLS if other != "all_reduce"),
         ("another collective", "another root"),
+        ("my op", "my op in order"),
     ],
 )
 def test_a_mismatch_is_shown_to_every_rank(
@@ -269,6 +276,7 @@ def test_only_what_stands_before_the_nul_byte_is_compared(world: MakeWorld, kind
     assert x.tolist() == y.tolist() == [0, 2, 4]
 
 
+@pytest.mark.more
 @every_kind
 def test_a_header_that_differs_and_a_wrong_length_end_the_run(world: MakeWorld, kind: str) -> None:
     one, two = backends(world(2, kind))
@@ -286,6 +294,7 @@ def test_a_header_that_differs_and_a_wrong_length_end_the_run(world: MakeWorld, 
     assert isinstance(ended(two, second), LengthMismatch)
 
 
+@pytest.mark.more
 @every_kind
 def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: MakeWorld, kind: str) -> None:
     """Rank 0 sends three pieces of a broadcast and takes the first back: the others are not taken for it."""

@@ -183,6 +183,8 @@ def exchange(backend: NativeBackend, pipe: Connection, sizes: list[int]) -> list
     return backend.links()
 
 
+@pytest.mark.more
+@pytest.mark.more
 @pytest.mark.parametrize("links", LINKS)
 def test_every_length_crosses_between_processes(ranks: Ranks, links: str) -> None:
     ranks.start(
@@ -345,6 +347,7 @@ def be_helped(backend: NativeBackend, pipe: Connection, nbytes: int) -> bool:
     return bool((memory == 0xA5).all())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("nbytes", [1 << 20, 16 << 20])
 def test_who_was_stopped_while_it_helped_writes_no_more(ranks: Ranks, nbytes: int) -> None:
     ranks.start(be_helped, 2, nbytes)
@@ -368,6 +371,7 @@ def hold_the_gil(backend: NativeBackend, pipe: Connection, seconds: int) -> bool
     return all(down.left for down, _ in news.told.values())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("links", ["shm", "tcp"])
 def test_a_rank_that_holds_the_gil_is_not_dead(
     ranks: Ranks, links: str, request: pytest.FixtureRequest
@@ -471,6 +475,7 @@ def _link_memory() -> tuple[int, int]:
     return int(low, 16), int(high, 16)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("seed", range(6))
 def test_noise_in_shared_memory_is_an_error_not_a_crash(ranks: Ranks, seed: int) -> None:
     ranks.start(corrupt, 2, seed)

@@ -11,6 +11,7 @@ import pytest
 TESTS = Path(__file__).parent
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("source", ["native/engine_test.cpp", "fuzz/decoders.cpp"])
 def test_a_program_beside_the_module_compiles(source: str) -> None:
     compiler = os.environ.get("CXX", "c++")

@@ -24,8 +24,9 @@ import numpy as np
 import pytest
 
 from unisono.backends.native import Card, Credentials, NativeBackend
+from unisono.backends.refusals import NAMED_MAX
 from unisono.config import Config
-from unisono.contract import BROKEN, PeerDown, Request
+from unisono.contract import BROKEN, CONTROL_BYTES_MAX, PeerDown, Request, Tags
 from unisono.errors import PeerLost, ProtocolError, UsageError
 from unisono.runtime import Waiting
 
@@ -402,6 +403,10 @@ BOMBS = {
     "an offer of 2^63 bytes": head(OFFER, nbytes=1 << 63) + bytes(16),
     "an offer with ticket 2^32 - 1": head(OFFER, nbytes=100_000) + struct.pack("<QQ", (1 << 32) - 1, 0),
     "a ticket used twice": (head(OFFER, nbytes=100_000) + bytes(16)) * 2,
+    "a control message of 3 GiB": head(OFFER, tag=Tags.CONTROL, nbytes=3 << 30) + bytes(16),
+    "a control message of one byte too many": head(OFFER, tag=Tags.CONTROL, nbytes=CONTROL_BYTES_MAX + 1)
+    + bytes(16),
+    "a frame of a call of 3 GiB": head(OFFER, context=7, tag=Tags.RPC, nbytes=3 << 30) + bytes(16),
     "a header of 64 KiB": head(EAGER, header=65535),
     "data that nobody asked for": head(DATA, nbytes=1 << 20) + bytes(1 << 16),
     "data for ticket 2^63": head(DATA, context=1 << 63, nbytes=8) + bytes(8),
@@ -429,6 +434,34 @@ def test_a_bomb_ends_its_link_and_takes_no_memory(make: Make) -> None:
             assert isinstance(error, PeerLost), name
             assert isinstance(error.__cause__, ProtocolError), name
     assert memory_kib() - before < 8 * 1024
+    exchange(*backends)
+
+
+def test_who_asks_and_takes_no_answers_is_dropped_and_takes_little_memory(make: Make) -> None:
+    """Each offer and its withdrawal are answered; a member that never reads would be answered for ever."""
+    first, last = backends = make(3, (0, 2))
+    connect(backends, cards=[first.card()] * 2 + [last.card()])
+    exchange(*backends)
+    before = memory_kib()
+    with Member(first.card(), SECRET, 1, 0, 3) as member:
+        member.lanes[CONTROL].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        uses, is_heard = 0, True
+        with contextlib.suppress(ConnectionError):
+            while is_heard and uses < 4_000_000:
+                frames = []
+                for _ in range(2000):
+                    uses += 1
+                    ticket = uses << 32
+                    frames.append(
+                        head(OFFER, context=CONTEXT, nbytes=100_000) + struct.pack("<QQ", ticket, 0)
+                    )
+                    frames.append(head(WITHDRAW, context=ticket))
+                member.lanes[BULK].sendall(b"".join(frames))
+                is_heard = first.links()[1] != "down"
+        error = ended(first, first.start_send(1, CONTEXT, 0, memoryview(b"x"))).error
+    assert isinstance(error, PeerLost)
+    assert "does not take the answers" in str(error)
+    assert IS_SANITIZED or memory_kib() - before < 64 * 1024
     exchange(*backends)
 
 
@@ -501,6 +534,25 @@ def test_a_crowd_at_the_door_keeps_no_member_out(make: Make, tls: bool) -> None:
         # After 5 s nobody is left.
         wait_until(lambda: refused(backends[0]) >= 400, "strangers have a time")
         assert all(said_nothing(sock) for sock in crowd)
+
+
+def test_refused_callers_are_named_a_few_times_and_then_counted(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    backends = make(2)
+    connect(backends)
+    with caplog.at_level(logging.WARNING, logger="unisono.native"):
+        for turn in range(3 * NAMED_MAX):
+            with dialled(backends[0].card()) as sock:
+                sock.sendall(os.urandom(72))
+                assert said_nothing(sock)
+            wait_until(lambda turn=turn: refused(backends[0]) == turn + 1, "it is counted")
+        exchange(*backends)
+        backends[0].close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == NAMED_MAX + 1, lines
+    assert all("127.0.0.1" in line for line in lines[:-1])
+    assert f"{2 * NAMED_MAX} more" in lines[-1]
 
 
 # -- what is open -----------------------------------------------------------------------------------------

@@ -6,14 +6,18 @@ import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from unisono.plans import CATALOG, Links, Problem, build, cost, hierarchical, layout
+from unisono.cli import main
+from unisono.plans import CATALOG, LINKS, Problem, build, cost, hierarchical, layout
 from unisono.plans.choose import predict_s
 from unisono.plans.draw import messages
 from unisono.plans.units import bytes_text, seconds_text
 
 PAGE = Path(__file__).parent.parent / "docs" / "algorithms.md"
 SIZE, COUNT = 8, 1 << 18
+# What `unisono plan` shows unless it is asked for other links.
+SHM = LINKS["shm"]
 
 
 def table() -> list[str]:
@@ -29,7 +33,7 @@ def table() -> list[str]:
             problem = Problem(collective, SIZE, counts_of(collective))
             plans = [build(problem, rank, name) for rank in range(SIZE)]
             itemsize = 1 if collective == "barrier" else 4
-            costs = [cost(plan, Links(), itemsize) for plan in plans]
+            costs = [cost(plan, SHM, itemsize) for plan in plans]
             rounds = len({message.sent_in for message in messages(plans)})
             cells = [
                 collective,
@@ -38,7 +42,7 @@ def table() -> list[str]:
                 str(rounds),
                 str(max(each.messages for each in costs)),
                 bytes_text(max(each.bytes_sent for each in costs)),
-                seconds_text(predict_s(problem, name, itemsize, Links())),
+                seconds_text(predict_s(problem, name, itemsize, SHM)),
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -55,6 +59,17 @@ def counts_of(collective: str) -> tuple[int, ...]:
 def test_the_table_holds() -> None:
     found = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
     assert found == table()
+
+
+def test_the_command_that_draws_plans_predicts_the_same() -> None:
+    for line in table()[2:]:
+        collective, name, *_, predicted = (cell.strip() for cell in line.strip("|").split("|"))
+        shown = CliRunner().invoke(main, ["plan", collective, "-n", str(SIZE), "--algorithm", name])
+        assert shown.exit_code == 0, shown.output
+        assert re.search(rf"^predicted +{re.escape(predicted)} *$", shown.output, re.MULTILINE), (
+            line,
+            shown.output,
+        )
 
 
 def test_every_family_is_described() -> None:

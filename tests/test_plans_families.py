@@ -9,7 +9,14 @@ import pytest
 from unisono.plans import CATALOG, Copy, Plan, Problem, Reduce, Send, build, entry_of, verify
 from unisono.plans.draw import messages
 
-SIZES = range(1, 34)
+# Small worlds show almost every mistake; the others take a hundred times as long.
+every_size = pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(range(1, 10), id="1-9"),
+        pytest.param(range(10, 34), id="10-33", marks=pytest.mark.more),
+    ],
+)
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 VECTORS = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
 EVERY_ALGORITHM = [(collective, name) for collective, entries in CATALOG.items() for name in entries]
@@ -60,8 +67,8 @@ def counts_to_try(collective: str, size: int) -> list[int]:
     return sorted({0, 1, 7, large} | around_size)
 
 
-def problems(collective: str, algorithm: str) -> Iterator[Problem]:
-    for size in SIZES:
+def problems(collective: str, algorithm: str, sizes: range) -> Iterator[Problem]:
+    for size in sizes:
         for count in counts_to_try(collective, size):
             root = (size * 2 + count) % size if collective in ROOTED else 0
             hosts = hosts_for(algorithm, size, count)
@@ -70,15 +77,17 @@ def problems(collective: str, algorithm: str) -> Iterator[Problem]:
                 break
 
 
+@every_size
 @pytest.mark.parametrize(("collective", "algorithm"), EVERY_ALGORITHM)
-def test_every_size_and_count_is_right(collective: str, algorithm: str) -> None:
-    for problem in problems(collective, algorithm):
+def test_every_size_and_count_is_right(collective: str, algorithm: str, sizes: range) -> None:
+    for problem in problems(collective, algorithm, sizes):
         proven(problem, algorithm)
 
 
+@every_size
 @pytest.mark.parametrize(("collective", "algorithm"), [pair for pair in EVERY_ALGORITHM if pair[0] in ROOTED])
-def test_every_root_is_right(collective: str, algorithm: str) -> None:
-    for size in SIZES:
+def test_every_root_is_right(collective: str, algorithm: str, sizes: range) -> None:
+    for size in sizes:
         counts = (
             counts_of(collective, size, 3) if collective in VECTORS else uneven_counts_of(collective, size)
         )
@@ -86,6 +95,7 @@ def test_every_root_is_right(collective: str, algorithm: str) -> None:
             proven(Problem(collective, size, counts, root, hosts_for(algorithm, size, root)), algorithm)
 
 
+@every_size
 @pytest.mark.parametrize(
     ("collective", "algorithm"),
     [
@@ -94,8 +104,8 @@ def test_every_root_is_right(collective: str, algorithm: str) -> None:
         if collective not in (*VECTORS, "barrier") and CATALOG[collective][name].takes_uneven
     ],
 )
-def test_uneven_blocks_and_empty_ones_are_right(collective: str, algorithm: str) -> None:
-    for size in SIZES:
+def test_uneven_blocks_and_empty_ones_are_right(collective: str, algorithm: str, sizes: range) -> None:
+    for size in sizes:
         proven(Problem(collective, size, uneven_counts_of(collective, size)), algorithm)
         only_one = tuple(5 if i == size // 2 else 0 for i in range(len(counts_of(collective, size, 0))))
         proven(Problem(collective, size, only_one, size - 1), algorithm)
@@ -114,6 +124,7 @@ def test_all_to_all_needs_no_more_than_the_own_row_and_column(algorithm: str) ->
     assert [plan.rounds for plan in plans] == [build(whole, rank, algorithm).rounds for rank in range(size)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "reduce", "barrier"])
 @pytest.mark.parametrize("size", [1, 2, 5, 12, 16])
 def test_hierarchies_are_right_for_every_layout_small_and_large(collective: str, size: int) -> None:

@@ -589,6 +589,7 @@ def test_a_ring_of_sendrecv_turns_everything_by_one(world, size, count, name, se
         equal(x, anything(count, name, seed + rank))
 
 
+@pytest.mark.more
 def test_both_worlds_are_really_used():
     backends = {
         name: run(name, lambda comm: comm.backend.capabilities.name, 2)[0] for name in ("local", "simulated")

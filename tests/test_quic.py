@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,12 @@ from unisono.config import Config
 from unisono.errors import ClosedError, PeerLost
 from unisono.testing import CASES
 
-from .crew import DraftCrew
+from .crew import ended_by_drafts
 from .network import NoNetwork, private_network
 from .processes import Failed, forked, run_processes
 from .test_properties import PROPERTIES
+
+pytestmark = pytest.mark.more
 
 # docs/backends.md: a killed rank is known to all on its host within the first, to others within the second.
 KILLED_S = 0.5
@@ -52,27 +53,14 @@ def _alone() -> Iterator[None]:
         yield
 
 
-@cache
-def crew(what: str, size: int) -> dict[str, str]:
-    """How the cases or properties ended, each in a world of its own."""
-
-    def program(comm: Communicator) -> dict[str, str]:
-        one = DraftCrew("quic", comm)
-        return one.cases() if what == "cases" else one.properties(examples=2)
-
-    ended = run_processes(program, size, kind="quic")
-    assert not [each for each in ended if isinstance(each, Failed)], ended
-    return ended[0]
-
-
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_a_case_holds_on_quic(name: str) -> None:
-    assert crew("cases", 4)[name] == "ok"
+    assert ended_by_drafts("quic", "cases", 4)[name] == "ok"
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_a_property_holds_on_quic(name: str) -> None:
-    assert crew("properties", 6)[name] == "ok"
+    assert ended_by_drafts("quic", "properties", 6)[name] == "ok"
 
 
 # -- what arrives is what was sent ------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import gc
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -79,6 +80,16 @@ class Cart:
 
     orders: list[Order]
     owner: Point | None = None
+
+
+class Span(NamedTuple):
+    """A named tuple that an annotation names."""
+
+    start: int
+    stop: int
+
+
+Pair = collections.namedtuple("Pair", "left right")  # noqa: PYI024 - nobody registers it
 
 
 class Unheard(msgspec.Struct):
@@ -173,6 +184,11 @@ def payloads(comm: uni.Communicator) -> str:
         return x
 
     @agent.expose
+    def sum_of(data: bytes, span: Span) -> int:
+        assert (type(data), type(span)) == (bytes, Span)
+        return sum(data) + sum(span)
+
+    @agent.expose
     def make(nbytes: int) -> Any:
         return np.arange(nbytes, dtype=np.uint8)
 
@@ -183,6 +199,17 @@ def payloads(comm: uni.Communicator) -> str:
         assert agent.call(1, "echo", *plain) == [plain, {}]
         assert agent.call(1, "echo", nested, key=Point(3, 0.5)) == [[nested], {"key": Point(3, 0.5)}]
         assert agent.call(1, "order", {"item": "nut", "count": 7}) == 7
+        mixed = [collections.Counter("aab"), collections.OrderedDict(z=1), memoryview(b"ab"), bytearray(5000)]
+        came, _ = agent.call(1, "echo", *mixed)
+        assert [(type(each), each) for each in came] == [
+            (dict, {"a": 2, "b": 1}),
+            (dict, {"z": 1}),
+            (bytearray, b"ab"),
+            (bytearray, bytes(5000)),
+        ]
+        (status,), _ = agent.call(1, "echo", uni.Status(1, 2, 3))
+        assert (type(status), status) == (uni.Status, uni.Status(1, 2, 3))
+        assert agent.call(1, "sum_of", bytearray(b"\1\2"), Span(3, 4)) == 10
         for count in (0, 1, 100, 2048, 16 * 1024, 16 * 1024 + 1, 300_001):
             x = np.arange(count, dtype=np.float64) + comm.rank
             np.testing.assert_array_equal(agent.call(1, "scale", x, 3), 3 * x)
@@ -198,8 +225,12 @@ def payloads(comm: uni.Communicator) -> str:
         huge = agent.call(1, "make", 5_000_000)
         assert huge.flags.writeable
         np.testing.assert_array_equal(huge, np.arange(5_000_000, dtype=np.uint8))
-        with pytest.raises(uni.UsageError, match="object"):
-            agent.call(1, "echo", object())
+        with pytest.raises(uni.UsageError, match=r"argument 2 is object; allowed.* Next: "):
+            agent.call(1, "echo", 1, object())
+        with pytest.raises(
+            uni.UsageError, match=r"\[0\] of argument 'k' is .*Pair; .*Next: uni.register\(Pair\)"
+        ):
+            agent.call(1, "echo", k=[Pair(1, 2)])
         assert agent.call(1, "echo") == [[], {}]
     comm.barrier()
     return "ok"
@@ -243,9 +274,13 @@ def records(comm: uni.Communicator) -> str:
         agent.call(other, "double", Order("nut", 3))
     with pytest.raises(TypeError, match="'orders'"):
         agent.call(other, "count", [{"item": "c"}])
-    with pytest.raises(uni.UsageError, match=r"test_rpc\.Unheard.*unisono\.register"):
+    with pytest.raises(
+        uni.UsageError, match=r"argument 1 is .*test_rpc\.Unheard.*Next: uni.register\(Unheard\)"
+    ):
         agent.call(other, "echo", Unheard(1))
-    with pytest.raises(uni.RemoteError, match=r"cannot travel.*unisono\.register"):
+    with pytest.raises(
+        uni.RemoteError, match=r"cannot travel: the result is .*Next: uni.register\(Unheard\)"
+    ):
         agent.call(other, "leaks")
     comm.barrier()
     return "ok"
@@ -313,6 +348,8 @@ def troubles(comm: uni.Communicator) -> str:
         assert caught.value.rank == 1
         assert caught.value.type_name == "ZeroDivisionError"
         assert "a / b" in caught.value.traceback_text
+        line = divide.__code__.co_firstlineno + 2
+        assert f"division by zero, at {__file__}:{line} in divide. Next: " in str(caught.value)
         for args, kwargs, words in [
             ((1,), {}, "'b'"),
             ((1, 2, 3), {}, "too many"),
@@ -325,7 +362,9 @@ def troubles(comm: uni.Communicator) -> str:
                 agent.call(1, "divide", *args, **kwargs)
             assert isinstance(refused.value, uni.RemoteError)
         assert agent.call(1, "divide", 1, 3, digits=2) == 0.33
-        with pytest.raises(uni.NotExposed, match="missing"):
+        with pytest.raises(
+            uni.NotExposed, match=r"'missing'.*it exposes .*divide, .*Next: agent.register\('missing'"
+        ):
             agent.call(1, "missing")
         with pytest.raises(uni.RemoteError, match="SystemExit"):
             agent.call(1, "leave")

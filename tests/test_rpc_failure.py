@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import run_ranks
+from tests.conftest import PATIENCE_S, run_ranks
 from tests.processes import Failed, forked, run_processes
 
 import unisono as uni
@@ -23,6 +23,8 @@ from unisono.backends.native import NativeBackend
 from unisono.communicator import Communicator
 from unisono.rpc import Agent
 from unisono.simulation import Kill, Network, Pause, sleep
+
+pytestmark = pytest.mark.more
 
 # DESIGN 8, each at twice its figure: a dead rank, and a silent one.
 DEAD_S, SILENT_S = 2 * 0.5, 2 * 3.0
@@ -63,8 +65,15 @@ def caller_and_callee(backend: NativeBackend, pipe: Connection) -> Any:
     return errors, ended
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
-@pytest.mark.parametrize(("how", "bound_s"), [(signal.SIGKILL, DEAD_S), (signal.SIGSTOP, SILENT_S)])
+@pytest.mark.parametrize(
+    ("kind", "how", "bound_s"),
+    [
+        *((kind, signal.SIGKILL, DEAD_S) for kind in ("shm", "tcp")),
+        *((kind, signal.SIGSTOP, SILENT_S) for kind in ("shm", "tcp")),
+        *(pytest.param(k, signal.SIGKILL, DEAD_S, marks=pytest.mark.more) for k in ("tls", "gloo", "quic")),
+        *(pytest.param(k, signal.SIGSTOP, SILENT_S, marks=pytest.mark.more) for k in ("tls", "quic")),
+    ],
+)
 def test_a_callee_that_is_killed_or_stopped_is_lost_in_time(kind, how, bound_s):
     with forked(caller_and_callee, 2, kind=kind) as ranks:
         for _ in range(3):
@@ -256,7 +265,7 @@ def deep(comm: uni.Communicator) -> Any:
 
 def test_what_calls_back_too_deep_is_refused_and_not_waited_for():
     """1,024 handlers may wait on a rank; the next call is refused, however many calls are under way."""
-    assert run_processes(deep, 2) == [[1500, "refused", True], []]
+    assert run_processes(deep, 2, patience_s=180) == [[1500, "refused", True], []]
 
 
 # -- lanes -----------------------------------------------------------------------------------------------
@@ -296,13 +305,15 @@ def test_messages_that_nobody_takes_do_not_hold_calls_up(kind):
 
 def beside_collectives(comm: uni.Communicator) -> Any:
     agent = Agent(comm)
+    released = threading.Event()
 
     @agent.expose
     def slowly(x: int) -> int:
-        time.sleep(0.5)
+        assert released.wait(PATIENCE_S)
         return x
 
     agent.register("at_once", lambda x: x)
+    agent.register("release", released.set)
     comm.barrier()
     slow = agent.start(1 - comm.rank, "slowly", comm.rank)
     x = np.full(1000, float(comm.rank + 1))
@@ -310,7 +321,10 @@ def beside_collectives(comm: uni.Communicator) -> Any:
         comm.all_reduce(x, "max")
         assert agent.call(1 - comm.rank, "at_once", 7) == 7
     was_slow = not slow.done()
-    return slow.wait(), was_slow, float(x[0])
+    agent.call(1 - comm.rank, "release")
+    echoed = slow.wait()
+    comm.barrier()  # the other one's calls have ended, too
+    return echoed, was_slow, float(x[0])
 
 
 def test_a_slow_handler_delays_neither_calls_nor_collectives():

@@ -111,7 +111,7 @@ def test_waiting_ends_with_the_event_or_the_time():
     [
         (Waiting(0, (), 'recv on "w"'), 'rank 0 waits for any rank in recv on "w"'),
         (Waiting(1, (0,), "send"), "rank 1 waits for rank 0 in send"),
-        (Waiting(2, (0, 3), "barrier #4"), "rank 2 waits for rank 0,3 in barrier #4"),
+        (Waiting(2, (0, 3), "barrier #4"), "rank 2 waits for ranks 0, 3 in barrier #4"),
     ],
 )
 def test_waiting_reads_as_a_sentence(waiting, text):

@@ -557,7 +557,7 @@ def test_a_silent_rank_is_given_up_by_all_and_finds_them_gone() -> None:
 
     results = simulated(wait, 3, faults=[Pause(1, 1.0, 4.0)]).raise_first().results
     assert results[0] == results[2] == (3.5, "silent for 2.5 s", [(3.5, 1)])
-    assert results[1] == (5.0, "gave this rank up after 2.5 s of silence", [(5.0, 0), (5.0, 2)])
+    assert results[1] == (5.0, "gave rank 1 up after 2.5 s of silence", [(5.0, 0), (5.0, 2)])
 
 
 def test_silence_of_exactly_the_limit_is_fatal_and_less_is_not() -> None:
@@ -595,18 +595,6 @@ def test_a_drop_closes_one_way_only() -> None:
 
     times = simulated(swap, 2, faults=[Drop(0, 1, 0.0, 1.0)]).raise_first().results
     assert times == [LATENCY + 1 / SPEED, 1.0 + LATENCY]
-
-
-def test_a_one_way_silence_is_told_to_everybody() -> None:
-    def look(me: Rank) -> Any:
-        sleep(8)
-        return [(at, down.rank, down.cause) for at, down in me.downs]
-
-    results = simulated(look, 4, faults=[Drop(3, 0, 1.0)]).results
-    assert results[0] == [(3.5, 3, "silent for 2.5 s")]
-    assert results[1] == results[2] == [(3.5 + LATENCY, 3, "silent for 2.5 s")]
-    assert results[3][0] == (3.5 + LATENCY, 0, "gave this rank up after 2.5 s of silence")
-    assert [(at, rank) for at, rank, _ in results[3][1:]] == [(3.5 + 2 * LATENCY, 1), (3.5 + 2 * LATENCY, 2)]
 
 
 def test_after_a_verdict_nothing_passes_even_when_the_network_heals() -> None:

@@ -163,7 +163,7 @@ def test_a_pause_longer_than_the_silence_limit_is_a_death() -> None:
     lost = (uni.PeerLost, (1,))
     assert outcomes(result) == [lost, (uni.PeerLost, (0, 2, 3)), lost, lost]
     assert "silent for 2.5 s" in str(result.results[0])
-    assert "gave this rank up" in str(result.results[1])
+    assert "gave rank 1 up" in str(result.results[1])
     assert result.time_s < 4.5
 
 

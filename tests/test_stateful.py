@@ -32,6 +32,8 @@ import unisono as uni
 
 from .conftest import PATIENCE_S, run_each
 
+pytestmark = pytest.mark.more
+
 LIFE = settings(derandomize=True, deadline=None, database=None, max_examples=70, stateful_step_count=30)
 
 # What breaks a group, and what its members are told ever after.

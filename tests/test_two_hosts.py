@@ -11,6 +11,8 @@ import pytest
 from .hosts import Hosts, hosts
 from .hosts_program import PATTERN
 
+pytestmark = pytest.mark.more
+
 __all__ = ["hosts"]
 
 PROGRAM = str(Path(__file__).with_name("hosts_program.py"))

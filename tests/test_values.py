@@ -7,6 +7,8 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
+import torch.distributed
 
 import unisono as uni
 from unisono import _native
@@ -132,6 +134,24 @@ def test_only_the_built_in_mean_is_divided():
 @pytest.mark.parametrize("name", DTYPES)
 def test_an_operation_of_ones_own_fits_every_type(name):
     op(lambda left, right: left).check(DTYPES[name])
+
+
+@pytest.mark.parametrize(
+    ("given", "step"),
+    [
+        ("avg", "op='mean'"),
+        ("AVG", "op='mean'"),
+        ("SUM", "op='sum'"),
+        ("product", "op='prod'"),
+        (torch.distributed.ReduceOp.AVG, "op='mean'"),
+        ("median", "choose one of these"),
+        (None, "choose one of these"),
+    ],
+)
+def test_an_operation_by_its_name_elsewhere_is_refused_with_our_name(given, step):
+    with pytest.raises(UsageError, match=r"is unknown; allowed: sum, .*mean") as refused:
+        as_op(given)
+    assert str(refused.value).endswith(f"Next: {step}")
 
 
 @pytest.mark.parametrize("given", [None, 3, "sum"])

@@ -401,7 +401,7 @@ def test_a_waiter_sees_to_the_deadline_of_a_work_without_timers():
 def test_who_is_known_to_be_absent_is_named_first():
     work = expiring(careful(Request(0), []), 0.0, waiting_on=lambda: (1, 2, 3), timers=False).begin()
     work._task.call.absent.update((6, 2))
-    with pytest.raises(DeadlineExceeded, match="waiting for rank 2, 6"):
+    with pytest.raises(DeadlineExceeded, match="waiting for ranks 2, 6"):
         work.wait()
 
 

@@ -30,7 +30,7 @@ struct ForkedError : std::runtime_error {
   ForkedError() : std::runtime_error("this engine belongs to the parent process: make a new one after fork") {}
 };
 
-using CardTuple = std::tuple<std::string, std::string, std::string, uint16_t>;
+using CardTuple = std::tuple<std::string, std::string, std::string, uint16_t, std::int32_t>;
 
 std::int64_t in_ns(double seconds) {
   return seconds >= 1e9 ? std::int64_t{1'000'000'000} * second : seconds > 0 ? std::llround(seconds * 1e9) : 0;
@@ -71,13 +71,13 @@ class PyEngine {
 
   CardTuple card() const {
     const Card c = engine_.card();
-    return {c.host, c.unix_path, c.address, c.port};
+    return {c.host, c.unix_path, c.address, c.port, c.pid};
   }
 
   void connect(const std::vector<CardTuple>& tuples) {
     check();
     std::vector<Card> cards;
-    for (const auto& [host, path, address, port] : tuples) cards.push_back({host, path, address, port});
+    for (const auto& [host, path, address, port, pid] : tuples) cards.push_back({host, path, address, port, pid});
     if (cards.size() != static_cast<size_t>(engine_.size)) throw nb::value_error("allowed: one card per rank");
     const Hold held = engine_.hold();
     engine_.connect(cards);
@@ -233,6 +233,12 @@ class PyEngine {
   void overlook(uint64_t context) {
     const Hold held = engine_.hold();
     engine_.inbox.overlook(context);
+  }
+
+  void end_context(uint64_t context) {
+    if (engine_.is_forked()) return;
+    const Hold held = engine_.hold();
+    engine_.inbox.end_context(context);
   }
 
   uint64_t pokes() {
@@ -458,7 +464,9 @@ void bind_engine(nb::module_& m) {
       .def(
           "__init__",
           [](PyEngine* self, std::int32_t rank, std::int32_t size, const std::string& directory, nb::bytes secret,
-             uint64_t eager_bytes, uint64_t eager_credit_bytes, uint64_t message_bytes_max, double silence_s, bool shm,
+             uint64_t eager_bytes, uint64_t eager_credit_bytes, uint64_t message_bytes_max,
+             uint64_t recv_bytes_max, uint64_t control_eager_bytes, uint64_t control_credit_bytes,
+             uint64_t control_bytes_max, uint64_t own_credit_bytes, double silence_s, bool shm,
              bool checksum, bool neighbours, bool direct_read, const std::string& bind, uint16_t port,
              const std::string& host, bool tls, uint64_t rekey_records) {
             if (rekey_records == 0) throw nb::value_error("rekey_records: allowed: at least 1");
@@ -466,6 +474,11 @@ void bind_engine(nb::module_& m) {
             settings.eager_bytes = eager_bytes;
             settings.eager_credit_bytes = eager_credit_bytes;
             settings.message_bytes_max = message_bytes_max;
+            settings.recv_bytes_max = recv_bytes_max;
+            settings.control_eager_bytes = control_eager_bytes;
+            settings.control_credit_bytes = control_credit_bytes;
+            settings.control_bytes_max = control_bytes_max;
+            settings.own_credit_bytes = own_credit_bytes;
             settings.silence_ns = in_ns(silence_s);
             settings.shm = shm;
             settings.checksum = checksum;
@@ -480,7 +493,12 @@ void bind_engine(nb::module_& m) {
           },
           nb::arg("rank"), nb::arg("size"), nb::arg("directory"), nb::arg("secret"), nb::kw_only(),
           nb::arg("eager_bytes") = 16 * 1024, nb::arg("eager_credit_bytes") = 256 * 1024,
-          nb::arg("message_bytes_max") = uint64_t{1} << 40, nb::arg("silence_s") = 2.5, nb::arg("shm") = true,
+          nb::arg("message_bytes_max") = uint64_t{1} << 40,
+          nb::arg("recv_bytes_max") = uint64_t{1} << 30,
+          nb::arg("control_eager_bytes") = Settings().control_eager_bytes,
+          nb::arg("control_credit_bytes") = Settings().control_credit_bytes,
+          nb::arg("control_bytes_max") = Settings().control_bytes_max,
+          nb::arg("own_credit_bytes") = Settings().own_credit_bytes, nb::arg("silence_s") = 2.5, nb::arg("shm") = true,
           nb::arg("checksum") = true, nb::arg("neighbours") = false, nb::arg("direct_read") = true,
           nb::arg("bind") = "127.0.0.1", nb::arg("port") = 0, nb::arg("host") = "",
           nb::arg("tls") = false, nb::arg("rekey_records") = Settings().rekey_records)
@@ -501,6 +519,7 @@ void bind_engine(nb::module_& m) {
       .def("pump", &PyEngine::pump)
       .def("more", &PyEngine::more)
       .def("overlook", &PyEngine::overlook)
+      .def("end_context", &PyEngine::end_context)
       .def("pokes", &PyEngine::pokes)
       .def("poke", &PyEngine::poke)
       .def("close", &PyEngine::close)

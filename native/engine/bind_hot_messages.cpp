@@ -31,6 +31,9 @@ constexpr std::int64_t patience_ns = 50 * millisecond;
 // Up to this a call first looks for its end with the GIL held; see bind_hot_path.cpp.
 constexpr uint64_t glance_bytes = 16 * 1024;
 
+// When the call began that this thread makes anew in Python, until Python has asked; 0: none.
+thread_local std::int64_t begun_ns = 0;
+
 class HotMessages {
  public:
   HotMessages(nb::object engine, nb::object ledger, uint64_t context, std::vector<std::int32_t> members, nb::object array_type,
@@ -99,6 +102,13 @@ class HotMessage : public HotCall {
   bool parse(PyObject* const* args, size_t nargsf, PyObject* names, PyObject* rank_word, int flags, bool takes_any,
              Given& given) const;
   bool wait(const Operation& operation, uint64_t handle) const;
+  // Let Python make the call, as if it were new but for the time that it has taken so far.
+  PyObject* hand_over(PyObject* const* args, size_t nargsf, PyObject* names) {
+    ++path.handed_over;
+    PyObject* const result = PyErr_CheckSignals() != 0 ? nullptr : call_slow(args, nargsf, names);
+    begun_ns = 0;
+    return result;
+  }
 
   HotMessages& path;
 
@@ -148,7 +158,8 @@ bool HotMessage::wait(const Operation& operation, uint64_t handle) const {
     const Away released;
     Engine& engine = path.desk.engine();
     Hold held = engine.hold();
-    path.desk.wait_for(held, operation, now_ns() + patience_ns, flight.is_recalled);
+    begun_ns = now_ns();
+    path.desk.wait_for(held, operation, begun_ns + patience_ns, flight.is_recalled);
     if (operation.phase != Operation::Phase::ended) {
       has_ended = !path.desk.cancel(handle);
       // It was met: nobody may touch the memory when we return.
@@ -201,11 +212,11 @@ class HotSend final : public HotMessage {
       path.desk.recycle(*op);
     }
     if (is_done) {
+      begun_ns = 0;
       ++path.ended;
       Py_RETURN_NONE;
     }
-    ++path.handed_over;
-    return PyErr_CheckSignals() != 0 ? nullptr : call_slow(args, nargsf, names);
+    return hand_over(args, nargsf, names);
   }
 };
 
@@ -247,11 +258,11 @@ class HotReceive final : public HotMessage {
       met = take(*op);
     }
     if (met.is_done) {
+      begun_ns = 0;
       ++path.ended;
       return status_of(given, met);
     }
-    ++path.handed_over;
-    return PyErr_CheckSignals() != 0 ? nullptr : call_slow(args, nargsf, names);
+    return hand_over(args, nargsf, names);
   }
 
  private:
@@ -298,6 +309,7 @@ void bind_hot_messages(nb::module_& m) {
            nb::arg("engine"), nb::arg("ledger"), nb::kw_only(), nb::arg("context"), nb::arg("members"), nb::arg("array_type"),
            nb::arg("empty"), nb::arg("dtypes"), nb::arg("status"), nb::arg("any"), nb::arg("is_introduced"))
       .def("introduce", &HotMessages::introduce)
+      .def("take_begun", [](const HotMessages&) { return static_cast<double>(std::exchange(begun_ns, 0)) / 1e9; })
       .def("send", &make_send, nb::arg("slow"), nb::arg("check_header"))
       .def("recv", &make_receive, nb::arg("slow"), nb::arg("check_header"))
       .def_ro("ended", &HotMessages::ended)

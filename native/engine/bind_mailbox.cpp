@@ -34,12 +34,11 @@ class PyMailbox {
   PyMailbox(const PyMailbox&) = delete;
   PyMailbox& operator=(const PyMailbox&) = delete;
 
-  void post(std::int32_t dst, nb::bytes data) {
+  bool post(std::int32_t dst, nb::bytes data, uint64_t unsent_bytes_max) {
     if (dst < 0 || dst >= engine_.size) throw nb::value_error("no such rank");
-    if (engine_.is_forked()) return;
+    if (engine_.is_forked()) return true;
     const Hold held = engine_.hold();
-    // Once it is closed nobody answers, and whoever closed it has said so.
-    box_->post(dst, reinterpret_cast<const byte*>(data.c_str()), data.size());
+    return box_->post(dst, reinterpret_cast<const byte*>(data.c_str()), data.size(), unsent_bytes_max);
   }
 
   bool lend(std::int32_t dst, uint64_t tag, nb::handle data, uint64_t number) {

@@ -27,6 +27,8 @@ Meeting ReceiveOperation::meet(const Envelope& envelope, bool is_here) {
   if (is_probe) return Meeting::look;
   if (is_open_ended) {
     if (envelope.nbytes == 0) return Meeting::accept;
+    // Control messages have a bound of their own (Peer::on_message); refused here, they would block all later ones.
+    if (envelope.nbytes > desk_.engine().settings.recv_bytes_max && !is_control(envelope.tag)) return Meeting::refuse;
     if (!is_here) return Meeting::later;
     own.reset(new (std::nothrow) byte[envelope.nbytes]);
     into = own.get();
@@ -82,12 +84,15 @@ std::vector<Desk::Unmet> Desk::unmet(uint64_t context, uint64_t tag_max) const {
 
 // The oldest of each sender and context: if that is early, so are the others.
 void Desk::tell_unmet() {
+  // While Python does not come to look, nothing is told twice.
+  if (unmet_in_news_ != 0) return;
   std::vector<std::pair<uint64_t, std::int32_t>> told;
   for (const Arrived* one = engine_.inbox.ahead().front(); one != nullptr; one = Inbox::Ahead::next(*one)) {
     const std::pair key{one->envelope.context, one->envelope.source};
     if (std::find(told.begin(), told.end(), key) != told.end()) continue;
     told.push_back(key);
     news_.push_back({nullptr, {}, 0, std::make_shared<const Unmet>(one->envelope)});
+    ++unmet_in_news_;
   }
   engine_.nudge();
   wake_pump();
@@ -221,6 +226,7 @@ std::vector<Desk::News> Desk::take() {
   while (!news_.empty() && (taken.empty() || news_.front().operation != nullptr)) {
     taken.push_back(std::move(news_.front()));
     news_.pop_front();
+    if (taken.back().unmet != nullptr) --unmet_in_news_;
     if (taken.back().operation == nullptr) break;
   }
   return taken;

@@ -158,6 +158,7 @@ class Desk {
   std::vector<Run*> spare_runs_;
   Scratch scratch_;
   std::deque<News> news_;
+  size_t unmet_in_news_ = 0;
   bool is_telling_ = false;
   uint64_t pokes_ = 0;
   size_t waiters_ = 0;

@@ -5,15 +5,20 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstdio>
 #include <fstream>
 #include <stdexcept>
+
+// linux/tcp.h since 6.15
+#ifndef TCP_RTO_MAX_MS
+#define TCP_RTO_MAX_MS 44
+#endif
 
 namespace unisono::engine {
 namespace {
@@ -22,8 +27,10 @@ constexpr char magic[8] = {'u', 'n', 'i', 's', 'o', 'n', 'o', '\n'};
 constexpr size_t strangers_max = 256;
 constexpr size_t strangers_per_address_max = 128;
 constexpr std::int64_t stranger_ns = 5 * second;
-// A door that is crowded by strangers may close on us: once more at once, then with every heartbeat.
-constexpr int calls_max = 4;
+constexpr int ports_tried_max = 16;
+// So many calls are under way at a time: with TLS each takes milliseconds of both sides, and a hundred begun at once on a
+// few cores would all take too long.
+constexpr std::ptrdiff_t calls_max = 16;
 constexpr size_t refusals_max = 8;
 
 [[noreturn]] void fail(const std::string& why) { throw std::runtime_error(why); }
@@ -33,8 +40,6 @@ std::string hex(uint64_t value) {
   snprintf(text, sizeof text, "%016lx", static_cast<unsigned long>(value));
   return text;
 }
-
-bool fill_random(void* to, size_t bytes) { return getrandom(to, bytes, 0) == static_cast<ssize_t>(bytes); }
 
 // A path may be longer than a socket address: then it is reached through its folder's descriptor.
 socklen_t unix_address(sockaddr_un& address, const std::string& path, int folder) {
@@ -61,13 +66,14 @@ socklen_t tcp_address(sockaddr_storage& address, const std::string& host, uint16
 }
 
 void tune(int fd, std::int64_t silence_ns) {
-  const int on = 1, once = 1, twice = 2;
-  const auto timeout = static_cast<unsigned>(silence_ns / millisecond);
+  const int on = 1, rto_ms_max = 1000;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &once, sizeof once);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &once, sizeof once);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &twice, sizeof twice);
+  // What the network lost is sent again soon, so that a connection goes on soon after a cut. Systems before 6.15 do not
+  // know the second, and wait longer.
+  setsockopt(fd, IPPROTO_TCP, TCP_THIN_LINEAR_TIMEOUTS, &on, sizeof on);
+  setsockopt(fd, IPPROTO_TCP, TCP_RTO_MAX_MS, &rto_ms_max, sizeof rto_ms_max);
+  // We give up on peers, by their silence; this is for the system, which sends on for a while what was closed.
+  const auto timeout = static_cast<int>(std::min<std::int64_t>(4 * silence_ns / millisecond, INT_MAX));
   setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout, sizeof timeout);
 }
 
@@ -82,6 +88,11 @@ std::string host_of(const sockaddr_storage& address, socklen_t length) {
   if (length == 0 || getnameinfo(reinterpret_cast<const sockaddr*>(&address), length, host, sizeof host, nullptr, 0, NI_NUMERICHOST) != 0)
     return "?";
   return host;
+}
+
+uint16_t port_of(const sockaddr_storage& address) {
+  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6&>(address).sin6_port
+                                             : reinterpret_cast<const sockaddr_in&>(address).sin_port);
 }
 
 // What counts as one place: an IPv4 address, or the network of an IPv6 one, of which a host has 2^64.
@@ -178,6 +189,7 @@ class Door::Greeting final : public Watcher {
   }
 
   void on_ready(uint32_t) override {
+    idle_ns = 0;
     // A step may end and destroy this greeting.
     if (step == Step::connecting) return on_connected();
     if (step == Step::crossed) return on_parted();
@@ -185,6 +197,7 @@ class Door::Greeting final : public Watcher {
     for (;;) {
       const Reading read = read_message();
       if (read == Reading::more) return;
+      if (read == Reading::truncated) return door.refuse(*this, failure("no descriptor for its memory", EMFILE));
       if (read == Reading::over) return door.again(*this);
       have = 0;
       switch (step) {
@@ -212,7 +225,8 @@ class Door::Greeting final : public Watcher {
     await_verdict,
     crossed,  // the lower rank's own call counts; until that is through, this shows both that the other lives
   };
-  enum class Reading : uint8_t { more, whole, over };
+  // Truncated: descriptors came with the message, and this process has no room for them.
+  enum class Reading : uint8_t { more, whole, over, truncated };
 
   Door& door;
   std::int64_t patience_ns;
@@ -222,6 +236,13 @@ class Door::Greeting final : public Watcher {
   sockaddr_storage address{};
   socklen_t address_bytes = 0;
   int calls = 0;
+  int hang_ups = 0;              // of the other side
+  bool is_reached = false;       // a call of ours was connected
+  bool is_due = false;           // to be called again
+  std::int32_t pid = 0;          // whom we called, if it is on this host
+  std::int64_t waited_ns = 0;
+  std::int64_t idle_ns = 0;      // since anything came
+  std::string trouble;           // why the last call led to nothing
   uint64_t watch = 0;
   Hello hello{};
   Challenge challenge{};
@@ -232,22 +253,50 @@ class Door::Greeting final : public Watcher {
 
   // Whom we called on this host is slow because nobody lets it run.
   bool is_starved() const {
-    ucred who{};
-    socklen_t length = sizeof who;
-    return guest.is_opener && guest.medium == Medium::shm &&
-           getsockopt(guest.socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && engine::is_starved(who.pid);
+    // The system takes calls for who does not run.
+    return pid > 0 && step != Step::connecting && patience_ns > -starved_silences_max * door.settings_.silence_ns &&
+           engine::is_starved(pid);
+  }
+
+  // Our call has not reached anybody so far.
+  bool is_dialling() const { return guest.is_opener && (step == Step::connecting || step == Step::resting); }
+
+  // Calls by TCP wait for each other. One that belongs to a link whose other half is there does not.
+  bool is_limited() const { return guest.medium == Medium::tcp && guest.lane == Lane::control; }
+  // Whether it keeps us busy: not if nobody answers, nor if it waits for a call. Whoever was reached and is slow has longer
+  // than a heartbeat: a hundred ranks with TLS on a few cores are.
+  bool is_work(std::int64_t beat_ns) const {
+    return guest.is_opener && is_limited() && step != Step::resting && step != Step::crossed &&
+           idle_ns <= (step == Step::connecting ? beat_ns : door.settings_.silence_ns / 2);
+  }
+
+  // Whom we called in vain, in words.
+  std::string unreached(const std::string& why) const {
+    if (guest.medium == Medium::shm) return "cannot be reached: " + why;
+    return "cannot be reached from rank " + std::to_string(door.rank_) + " at " + host_of(address, address_bytes) + " port " +
+           std::to_string(port_of(address)) + ": " + why;
+  }
+  std::string late() const {
+    char text[64];
+    const bool is_dialled = is_dialling();
+    snprintf(text, sizeof text, is_dialled ? "no answer to a connection in %.1f s" : "no answer to a greeting in %.1f s",
+             static_cast<double>(waited_ns) / 1e9);
+    if (!guest.is_opener) return text;
+    return unreached((is_dialled || hang_ups != 0) && !trouble.empty() ? trouble : text);
   }
 
   // Connected: what comes first.
   void open() {
+    // It was reached: what the network loses from now on is sent again, and the other side's Python may not have given its
+    // engine an identity yet. Once: whoever accepts and hangs up again and again gets no more time.
+    if (guest.is_opener && guest.medium == Medium::tcp && !std::exchange(is_reached, true))
+      patience_ns = std::max({patience_ns, 2 * door.settings_.silence_ns, tls != nullptr ? stranger_ns : 0});
     if (tls == nullptr) {
       step = Step::await_hello;
       if (guest.is_opener) say_hello();
       return;
     }
     step = Step::shaking;
-    // The other side's Python may not have given its engine an identity yet.
-    if (guest.is_opener) patience_ns = std::max(patience_ns, stranger_ns);
     on_ready(EPOLLIN);
   }
 
@@ -256,7 +305,7 @@ class Door::Greeting final : public Watcher {
     int error = 0;
     socklen_t length = sizeof error;
     getsockopt(fd(), SOL_SOCKET, SO_ERROR, &error, &length);
-    if (error != 0) return door.refuse(*this, failure("cannot be reached", error));
+    if (error != 0) return door.on_unreached(*this, error);
     door.poller_.change(fd(), watch, EPOLLIN);
     open();
   }
@@ -293,7 +342,7 @@ class Door::Greeting final : public Watcher {
 
   void say_hello() {
     step = Step::await_challenge;
-    if (!send(&hello, sizeof hello, {})) door.refuse(*this, failure("cannot greet"));
+    if (!send(&hello, sizeof hello, {})) on_unsent();
   }
 
   Reading read_message() {
@@ -334,7 +383,8 @@ class Door::Greeting final : public Watcher {
       if (n < 0 && errno == EINTR) continue;
       if (n < 0 && errno == EAGAIN) return Reading::more;
       if (n > 0) keep_descriptors(message);
-      if (n <= 0 || (message.msg_flags & MSG_CTRUNC) != 0) return Reading::over;
+      if (n <= 0) return Reading::over;
+      if ((message.msg_flags & MSG_CTRUNC) != 0) return Reading::truncated;
       have += static_cast<size_t>(n);
     }
     return Reading::whole;
@@ -406,7 +456,12 @@ class Door::Greeting final : public Watcher {
       descriptors = {guest.memory.get(), door.presence_->fd()};
     }
     step = Step::await_verdict;
-    if (!send(&introduction, sizeof introduction, descriptors)) door.refuse(*this, failure("cannot greet"));
+    if (!send(&introduction, sizeof introduction, descriptors)) on_unsent();
+  }
+
+  void on_unsent() {
+    if (errno == EPIPE || errno == ECONNRESET) return door.again(*this);
+    door.refuse(*this, failure("cannot greet"));
   }
 
   void on_introduction() {
@@ -470,7 +525,7 @@ class Door::Greeting final : public Watcher {
 
 // ---- the door ----
 
-Door::Door(Host& host, Poller& poller) : host_(host), poller_(poller) {}
+Door::Door(Host& host, Poller& poller) : host_(host), poller_(poller), pinger_(host, poller) {}
 
 Door::~Door() { close(false); }
 
@@ -484,6 +539,7 @@ void Door::open(std::int32_t rank, std::int32_t size, const std::string& directo
   if (!fill_random(probe_.value, sizeof probe_.value)) fail(failure("no random bytes"));
   probe_.address = settings.direct_read ? reinterpret_cast<uint64_t>(&probe_.value) : 0;
   card_.host = settings.host.empty() ? host_id() : settings.host;
+  card_.pid = getpid();
 
   if (settings.shm) {
     uint64_t salt;
@@ -505,17 +561,36 @@ void Door::open(std::int32_t rank, std::int32_t size, const std::string& directo
   sockaddr_storage address{};
   const socklen_t length = tcp_address(address, settings.bind, settings.port);
   if (length == 0) fail(settings.bind + " is no numeric address");
+  Descriptor socket;
+  // The same number for datagrams: if it is not free, and any other will do, another one.
+  for (int tries = settings.port == 0 ? ports_tried_max : 1; tries > 0; --tries) {
+    sockaddr_storage bound = address;
+    socket = listen_at(bound, length);
+    if (pinger_.open(rank, secret_, bound, length)) {
+      address = bound;
+      break;
+    }
+    if (tries == 1) fail(failure(("cannot listen on " + settings.bind + " port " + std::to_string(settings.port) + ", UDP").c_str()));
+  }
+  card_.address = settings.bind;
+  card_.port = port_of(address);
+  listeners_[1] = std::make_unique<Listener>(*this, std::move(socket), Medium::tcp, "");
+}
+
+// Listen for calls; the address gets the port that the system chose.
+Descriptor Door::listen_at(sockaddr_storage& address, socklen_t bytes) {
   Descriptor socket(::socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   const int on = 1;
   if (socket) setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  if (!socket || bind(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 || listen(socket.get(), 4096) != 0)
-    fail(failure(("cannot listen on " + settings.bind + " port " + std::to_string(settings.port)).c_str()));
-  socklen_t bound = sizeof address;
-  getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &bound);
-  card_.address = settings.bind;
-  card_.port = ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
-                                                   : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
-  listeners_[1] = std::make_unique<Listener>(*this, std::move(socket), Medium::tcp, "");
+  if (!socket || bind(socket.get(), reinterpret_cast<sockaddr*>(&address), bytes) != 0 || listen(socket.get(), 4096) != 0)
+    fail(failure(("cannot listen on " + settings_.bind + " port " + std::to_string(settings_.port)).c_str()));
+  getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &bytes);
+  return socket;
+}
+
+void Door::learn(std::int32_t rank, const Card& card) {
+  sockaddr_storage address{};
+  if (const socklen_t bytes = tcp_address(address, card.address, card.port); bytes != 0) pinger_.set_address(rank, address, bytes);
 }
 
 void Door::secure(const TlsMaterial& material) {
@@ -579,6 +654,7 @@ void Door::knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, 
   if (length == 0) return host_.on_closed_door(rank, "its address makes no sense", Ruling::unknown);
   auto greeting = std::make_unique<Greeting>(*this, settings_.silence_ns);
   Greeting& g = *greeting;
+  if (card.host == card_.host) g.pid = card.pid;
   g.address = address;
   g.address_bytes = length;
   g.guest.rank = rank;
@@ -595,37 +671,74 @@ void Door::knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, 
   g.hello.lane = lane;
   g.hello.checksum = checksum;
   g.hello.eager_credit_bytes = settings_.eager_credit_bytes;
+  g.step = Greeting::Step::resting;
+  g.is_due = has_due_ = true;
   greetings_.push_back(std::move(greeting));
-  dial(g);
+  dial_due();
+}
+
+void Door::dial_due() {
+  // Whoever ends makes room, and moves the others: then once more from the start.
+  while (std::exchange(has_due_, false)) {
+    bool is_roomy = has_room();
+    for (size_t i = 0; i < greetings_.size(); ++i) {
+      if (!greetings_[i]->is_due || (!is_roomy && greetings_[i]->is_limited())) continue;
+      dial(*greetings_[i]);
+      is_roomy = has_room();
+    }
+  }
+}
+
+bool Door::has_room() const {
+  return std::count_if(greetings_.begin(), greetings_.end(), [this](const auto& g) { return g->is_work(beat_ns_); }) < calls_max;
 }
 
 void Door::dial(Greeting& g) {
   ++g.calls;
+  g.is_due = false;
+  g.idle_ns = 0;
   if (!fill_random(g.hello.nonce, sizeof g.hello.nonce)) return refuse(g, failure("no random bytes"));
   Descriptor socket(::socket(g.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket || !g.take(std::move(socket))) return refuse(g, failure("no socket to reach it"));
   int result;
   do result = connect(g.fd(), reinterpret_cast<sockaddr*>(&g.address), g.address_bytes);
   while (result != 0 && errno == EINTR);
-  if (result != 0 && errno != EINPROGRESS) return refuse(g, failure("cannot be reached"));
+  if (result != 0 && errno != EINPROGRESS) return on_unreached(g, errno);
   g.step = Greeting::Step::connecting;
   g.begin(result == 0 ? EPOLLIN : EPOLLOUT);
   if (result == 0) g.open();
 }
 
-// The other side hung up in the middle: a dead one will not be there any more, a crowded one will.
+// The other side hung up in the middle: a dead one will not be there any more, a crowded one will. Once more at once, then
+// with every heartbeat, until the greeting's time is over.
 void Door::again(Greeting& g) {
   // A caller that hangs up has found another way, or was just curious: nobody was refused.
   if (!g.guest.is_opener) return end(g);
-  if (g.guest.medium == Medium::shm || g.calls >= calls_max) return refuse(g, "it hung up during the greeting");
+  ++g.hang_ups;
+  g.trouble = "it hung up " + (g.hang_ups == 1 ? "" : std::to_string(g.hang_ups) + " times ") + "during the greeting";
+  if (g.guest.medium == Medium::shm) return refuse(g, g.unreached(g.trouble));
   g.rest();
   if (g.calls == 1) dial(g);
 }
 
+// Nobody listens there, or the network does not carry us now and may do so soon.
+void Door::on_unreached(Greeting& g, int error) {
+  if (error == ECONNRESET) return again(g);
+  g.trouble = strerror(error);
+  if (error != EHOSTUNREACH && error != ENETUNREACH && error != ENETDOWN && error != ETIMEDOUT) return refuse(g, g.unreached(g.trouble));
+  g.rest();
+}
+
 void Door::forget(std::int32_t rank) {
+  has_due_ = true;
   std::erase_if(greetings_, [rank](const auto& g) {
     return g->guest.rank == rank && (g->guest.is_opener || g->step == Greeting::Step::crossed);
   });
+}
+
+bool Door::is_dialling(std::int32_t rank) const {
+  return std::any_of(greetings_.begin(), greetings_.end(),
+                     [rank](const auto& g) { return g->guest.rank == rank && g->is_dialling(); });
 }
 
 bool Door::is_crossed(std::int32_t rank) const {
@@ -648,17 +761,23 @@ bool Door::is_greeting() const {
 void Door::tick(std::int64_t passed_ns) {
   for (auto& one : listeners_)
     if (one != nullptr) one->watch();
-  for (const auto& g : greetings_) g->patience_ns -= passed_ns;
+  for (const auto& g : greetings_) {
+    if (g->guest.is_opener && g->calls == 0) continue;  // not called so far
+    g->patience_ns -= passed_ns;
+    g->waited_ns += passed_ns;
+    g->idle_ns += passed_ns;
+  }
   // Whoever was crossed waits for a call, and that has its own time.
   const auto is_late = [](const auto& g) {
     return g->patience_ns <= 0 && g->step != Greeting::Step::crossed && !g->is_starved();
   };
   // From the start each time: anything may have changed.
   for (auto late = greetings_.begin(); (late = std::find_if(greetings_.begin(), greetings_.end(), is_late)) != greetings_.end();)
-    refuse(**late, "no answer within the time for a greeting");
-  const auto is_resting = [](const auto& g) { return g->step == Greeting::Step::resting; };
-  for (auto next = greetings_.begin(); (next = std::find_if(greetings_.begin(), greetings_.end(), is_resting)) != greetings_.end();)
-    dial(**next);
+    refuse(**late, (*late)->late());
+  for (const auto& g : greetings_) g->is_due = g->step == Greeting::Step::resting;
+  beat_ns_ = passed_ns;
+  has_due_ = true;
+  dial_due();
 }
 
 void Door::close(bool keep_files) {
@@ -667,10 +786,12 @@ void Door::close(bool keep_files) {
     one.reset();
   }
   greetings_.clear();
+  pinger_.close();
   directory_.close();
 }
 
 void Door::end(Greeting& greeting) {
+  has_due_ = true;
   std::erase_if(greetings_, [&greeting](const auto& g) { return g.get() == &greeting; });
 }
 

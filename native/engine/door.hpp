@@ -29,6 +29,7 @@
 #include "channel.hpp"
 #include "digest.hpp"
 #include "peer.hpp"
+#include "pinger.hpp"
 #include "poller.hpp"
 #include "shm_link.hpp"
 #include "tls.hpp"
@@ -85,9 +86,8 @@ struct Guest {
 };
 
 // Who owns the door.
-class Host {
+class Host : public Pinged {
  public:
-  virtual ~Host() = default;
   // A caller has proven itself: may it come in?
   virtual Ruling judge(std::int32_t rank, Medium medium, Lane lane) = 0;
   virtual void on_guest(Guest guest) = 0;
@@ -108,11 +108,17 @@ class Door {
   void secure(const TlsMaterial& material);
   bool is_ready() const { return !settings_.tls || identity_ != nullptr; }
 
+  // Where a rank is asked whether it lives.
+  void learn(std::int32_t rank, const Card& card);
+  void ping(std::int32_t rank) { pinger_.ping(rank); }
+
   void knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum);
   // Forget a knock under way, and one that ours crossed.
   void forget(std::int32_t rank);
   // Whether we called this rank and it has not answered to the end.
   bool is_calling(std::int32_t rank) const;
+  // Whether that call has not reached it so far.
+  bool is_dialling(std::int32_t rank) const;
   // Whether it has answered that it is calling us.
   bool is_crossed(std::int32_t rank) const;
   // Whether a greeting is under way that may lead to a link.
@@ -120,6 +126,9 @@ class Door {
   // So much time has passed: end greetings that take too long.
   void tick(std::int64_t passed_ns);
   bool is_busy() const { return !greetings_.empty(); }
+  // Calls wait until others have ended: `dial_due` makes those for which there is room.
+  bool has_due() const { return has_due_; }
+  void dial_due();
   // Stop listening and forget everybody. `keep_files`: a forked child must leave the parent's socket alone.
   void close(bool keep_files);
   uint64_t refused() const { return refused_; }
@@ -133,10 +142,13 @@ class Door {
   void accept_from(int listener, Medium medium);
   void make_room(const std::string& group);
   void dial(Greeting& greeting);
+  bool has_room() const;
   void again(Greeting& greeting);
+  void on_unreached(Greeting& greeting, int error);
   void end(Greeting& greeting);
   // A copy of the cause, because it may be the greeting's own.
   void refuse(Greeting& greeting, std::string cause, Ruling ruling = Ruling::unknown);
+  Descriptor listen_at(sockaddr_storage& address, socklen_t bytes);
   Proof prove(const char* role, const Hello& hello, const byte* nonce) const;
 
   Host& host_;
@@ -151,7 +163,10 @@ class Door {
   Probe probe_;
   std::unique_ptr<TlsIdentity> identity_;
   std::unique_ptr<Listener> listeners_[2];
+  Pinger pinger_;
   std::vector<std::unique_ptr<Greeting>> greetings_;  // in the order in which they began
+  bool has_due_ = false;
+  std::int64_t beat_ns_ = 0;
   uint64_t refused_ = 0;
   std::deque<std::string> refusals_;
 };

@@ -13,9 +13,13 @@ namespace {
 // A piece that is reduced after it was read stays in the cache; one that is read to its place may be longer, because
 // each costs 2 us, until it is time to look at the other links: 300 us.
 constexpr size_t scratch_bytes = 256 * 1024, piece_bytes = 4 * 1024 * 1024;
+// However many messages are read at once, a turn ends in a few milliseconds: the thread that reads also sends heartbeats.
+constexpr uint64_t turn_bytes_max = 4 * piece_bytes;
 constexpr std::int64_t tick_ns = millisecond;
 constexpr int quiet_ticks = 2;
 constexpr std::int64_t beat_ns_max = second / 2;
+// Ten heartbeats may be missing. Whoever missed three is asked by datagrams, too, twice as often.
+constexpr std::int64_t beats_per_silence = 10, beats_before_ping = 3;
 // Two microseconds: what small messages need if both sides call at the same time.
 constexpr unsigned patience_roomy = 32;
 // With a core for every rank spinning costs nobody anything; without, it keeps the one from running that we wait for.
@@ -129,6 +133,7 @@ Engine::Engine(std::int32_t rank, std::int32_t size, const std::string& director
     : rank(rank), size(size), door_(*this, poller_), scratch_(new byte[scratch_bytes]) {
   if (size < 1 || rank < 0 || rank >= size) throw std::runtime_error("allowed: 0 <= rank < size");
   settings = given;
+  settings.silence_ns = std::min(settings.silence_ns, silence_ns_max);
   if (!poller_.open()) throw std::runtime_error(failure("no event poll"));
   if (!presence_.open()) throw std::runtime_error(failure("no shared memory for a presence page"));
   for (std::int32_t r = 0; r < size; ++r) peers_.push_back(std::make_unique<Peer>(*this, r, r == rank));
@@ -136,7 +141,7 @@ Engine::Engine(std::int32_t rank, std::int32_t size, const std::string& director
   door_.open(rank, size, directory, std::move(secret), settings, presence_);
   spin_ns_ = spin_ns_crowded;
   yield_ns_ = yield_ns_crowded;
-  beat_ns_ = std::min(beat_ns_max, settings.silence_ns / 5);
+  beat_ns_ = std::min(beat_ns_max, settings.silence_ns / beats_per_silence);
   judged_at_ = now_ns();
   beat_at_ = judged_at_ + beat_ns_;
   register_engine(*this);
@@ -178,6 +183,7 @@ void Engine::connect(const std::vector<Card>& cards) {
     Peer& peer = *peers_[i];
     peer.card = cards[i];
     peer.is_same_host = cards[i].host == door_.card().host;
+    door_.learn(peer.rank, peer.card);
     neighbours += peer.is_same_host;
   }
   is_connected_ = true;
@@ -238,14 +244,18 @@ bool Engine::progress() {
   bool moved = false;
   // One call for all sockets, where asking each would be too many.
   if (!manner_.is_hasty) look_for_news();
+  if (door_.has_due()) [[unlikely]] door_.dial_due();
   gather();
   for (size_t i = 0; i < open_.size(); ++i) {
     Peer& peer = *open_[i];
     moved |= peer.link->poll();
     if (peer.has_backlog()) moved |= peer.flush();
     if (peer.link->over() != nullptr) [[unlikely]] {
-      const bool is_fault = !peer.link->has_left() && !std::string_view(peer.link->over()).starts_with("died");
-      lose(peer, std::string(is_fault ? "broke the protocol: " : "") + peer.link->over(), peer.link->has_left());
+      const Link& link = *peer.link;
+      if (!peer.verdict.empty())
+        lose(peer, gave_us_up(peer.verdict), false);
+      else
+        lose(peer, std::string(link.is_hung_up() ? "" : "broke the protocol: ") + link.over(), link.has_left());
       --i;
       moved = true;
     }
@@ -272,12 +282,14 @@ void Engine::add(Chore& chore) {
 
 bool Engine::read_pieces() {
   bool moved = false;
+  uint64_t bytes = 0;
   // One piece of each, then the links have their turn.
-  for (size_t turns = readers_.size(); turns > 0 && !readers_.empty(); --turns) {
+  for (size_t turns = readers_.size(); turns > 0 && bytes < turn_bytes_max && !readers_.empty(); --turns) {
     Incoming& offer = *readers_.front();
     readers_.remove(offer);
     readers_.push_back(offer);
     const uint64_t before = offer.received;
+    bytes += std::min<uint64_t>(piece_bytes, offer.nbytes - before);
     Peer& peer = *offer.peer;
     if (const char* fault = peer.read_piece(offer, scratch_.get(), scratch_bytes, piece_bytes); fault != nullptr) {
       lose(peer, fault, false);
@@ -433,7 +445,8 @@ void Engine::run() {
     }
     if (is_asleep) presence_.wake_up();
     bool moved = false;
-    while (progress()) {
+    // While more and more comes, heartbeats are still due.
+    while (now_ns() < beat_at_ && progress()) {
       moved = true;
       if (mutex_.is_wanted()) {
         held.unlock();
@@ -477,8 +490,8 @@ Ruling Engine::judge(std::int32_t from, Medium medium, Lane lane) {
   if (medium == Medium::tcp && lane == Lane::bulk)
     return half != halves_.end() && !half->second->is_opener ? Ruling::welcome : Ruling::unknown;
   if (half != halves_.end()) return Ruling::known;
-  // Both called at once: the lower rank's call counts.
-  if (peer.state == Peer::State::opening && from > rank) return Ruling::crossing;
+  // Both called at once: the lower rank's call counts, unless it has not come through and perhaps never will.
+  if (peer.state == Peer::State::opening && from > rank && !door_.is_dialling(from)) return Ruling::crossing;
   return Ruling::welcome;
 }
 
@@ -496,6 +509,7 @@ void Engine::on_guest(Guest guest) {
   }
   if (guest.lane == Lane::control) {
     halves_[guest.rank] = std::make_unique<Half>(*this, guest);
+    peer.silent_ns = 0;
     if (guest.is_opener) door_.knock(guest.rank, peer.card, Medium::tcp, Lane::bulk, guest.checksum);
     return;
   }
@@ -526,6 +540,8 @@ void Engine::opened(Peer& peer, std::unique_ptr<Link> link) {
 
 void Engine::lose(Peer& peer, const std::string& cause, bool left) {
   if (peer.state == Peer::State::down) return;
+  // It may live: then it hears why nobody talks to it any more.
+  if (!left) peer.give_up_on(cause);
   peer.state = Peer::State::down;
   peer.cause = cause;
   peer.left = left;
@@ -538,10 +554,10 @@ void Engine::lose(Peer& peer, const std::string& cause, bool left) {
   peer.link.reset();
   // Who leaves has no more say about others: they hang up because of its goodbye.
   if (is_leaving_) return nudge();
-  // Who was killed could not clean up after itself.
-  if (!left && peer.is_same_host && !peer.card.unix_path.empty()) unlink(peer.card.unix_path.c_str());
+  // Who was killed could not clean up after itself; who lives, and is only lost to us, still listens there.
+  if (!left && peer.is_same_host && !peer.card.unix_path.empty() && is_gone(peer.card.pid)) unlink(peer.card.unix_path.c_str());
   // To those who have no link with it, and would never know.
-  for (Peer* other : open_) other->tell_down(peer.rank, cause, left);
+  for (Peer* other : open_) other->tell_down(peer.rank, cause, left ? Fate::left : Fate::died);
   if (on_down_ != nullptr) on_down_(on_down_self_, Down{peer.rank, cause, left});
   nudge();
 }
@@ -561,28 +577,48 @@ void Engine::on_news(uint64_t gone, std::string cause, bool left) {
   }
 }
 
+void Engine::on_answer(std::int32_t from, bool is_given_up) {
+  Peer& peer = *peers_[from];
+  if (peer.state != Peer::State::open) return;
+  if (is_given_up) return lose(peer, gave_us_up("it heard nothing of it for too long"), false);
+  peer.silent_ns = -beat_ns_;
+}
+
 void Engine::beat(std::int64_t now) {
   // Time is counted in looks: whoever could not look, because nobody let it run, has not heard silence.
   const std::int64_t passed = std::min(now - judged_at_, beat_ns_ + beat_ns_ / 4);
   judged_at_ = now;
-  beat_at_ = now + beat_ns_;
+  bool is_asking = false;
   door_.tick(passed);
   const std::vector<Peer*> open = open_;
   for (Peer* peer : open) {
     peer->link->beat();
-    if (peer->link->was_heard()) peer->silent_ns = -passed;
+    // What was heard came since the last look; silence begins later, when the next heartbeat is due.
+    if (peer->link->was_heard()) peer->silent_ns = peer->stalled_ns = -passed - beat_ns_ / 2;
   }
   for (auto& peer : peers_) {
-    const bool is_awaited = peer->state == Peer::State::open ? peer->link != nullptr : peer->state == Peer::State::opening;
-    if (!is_awaited) continue;
+    const bool is_open = peer->state == Peer::State::open;
+    if (is_open ? peer->link == nullptr : peer->state != Peer::State::opening) continue;
+    // A call of ours has its own deadline.
+    if (!is_open && door_.is_calling(peer->rank) && !door_.is_crossed(peer->rank)) continue;
     peer->silent_ns += passed;
-    // A greeting has its own deadline; this is for a crossing call that never came from a host that fell silent.
-    if (peer->silent_ns < (peer->state == Peer::State::open ? settings.silence_ns : 2 * settings.silence_ns)) continue;
-    if (peer->link != nullptr && peer->link->is_starved()) continue;
-    char text[64];
-    snprintf(text, sizeof text, "silent for %.1f s", static_cast<double>(peer->silent_ns) / 1e9);
+    peer->stalled_ns += passed;
+    if (is_open && peer->link->can_stall() && peer->silent_ns >= (beats_before_ping - 1) * beat_ns_) {
+      door_.ping(peer->rank);
+      is_asking = true;
+    }
+    // Longer for the rest of a link, or a call of its own, that never comes from a host that fell silent.
+    const bool is_silent = peer->silent_ns >= (is_open ? settings.silence_ns : 2 * settings.silence_ns);
+    // It answers datagrams: its connection has time to send again what the network lost.
+    const bool is_stalled = is_open && peer->stalled_ns >= 2 * settings.silence_ns;
+    if (!is_silent && !is_stalled) continue;
+    if (peer->link != nullptr ? peer->link->is_starved() : peer->is_starved()) continue;
+    char text[96];
+    snprintf(text, sizeof text, is_silent ? "silent for %.1f s" : "lives, but its connection brought nothing for %.1f s",
+             static_cast<double>(is_silent ? peer->silent_ns : peer->stalled_ns) / 1e9);
     lose(*peer, text, false);
   }
+  beat_at_ = now + (is_asking ? beat_ns_ / 2 : beat_ns_);
   if (!inbox.ahead().empty() && on_unmet_ != nullptr) on_unmet_(on_unmet_self_);
 }
 

@@ -167,9 +167,13 @@ class Engine final : public Surroundings, private Host {
   Ruling judge(std::int32_t from, Medium medium, Lane lane) override;
   void on_guest(Guest guest) override;
   void on_closed_door(std::int32_t to, const std::string& cause, Ruling ruling) override;
+  bool is_given_up(std::int32_t by) override { return peers_[by]->state == Peer::State::down && !peers_[by]->left; }
+  void on_answer(std::int32_t from, bool is_given_up) override;
 
   void opened(Peer& peer, std::unique_ptr<Link> link);
   void lose(Peer& peer, const std::string& cause, bool left);
+  // Why a peer is lost that has given us up.
+  std::string gave_us_up(const std::string& why) const { return "gave rank " + std::to_string(rank) + " up: " + why; }
   void push();
   bool read_pieces();
   // Take work off a peer that reads our memory, while there is nothing else to do.

@@ -44,11 +44,14 @@ enum class Kind : uint8_t {
   withdraw,  // context: ticket. The sender takes an offer back, if it still waits
   beat,      // alive
   goodbye,   // nothing follows on this lane
-  down,      // context: a rank that is gone, dtype: whether it left; the header says why
+  down,      // context: a rank that is gone, dtype: its Fate; the header says why
 };
 inline constexpr uint8_t kind_count = 13;
 
 enum class Answer : uint8_t { met, withdrawn };
+
+// How a rank went: it died, it left; or it is the reader itself, whom the sender has given up and hangs up on.
+enum class Fate : uint8_t { died, left, given_up };
 
 inline constexpr uint8_t flag_ticket = 1;  // eager: a ticket precedes the header
 inline constexpr uint8_t flag_ahead = 2;   // eager: the sender does not wait until it is met; see Inbox::ahead

@@ -8,6 +8,7 @@ namespace unisono::engine {
 
 namespace {
 constexpr size_t spare_max = 256;
+constexpr size_t ended_max = 1 << 16;  // contract.ENDED_CONTEXTS_MAX
 }
 
 Inbox::~Inbox() {
@@ -64,6 +65,7 @@ bool Inbox::serve(Receive& receive) {
         continue;
       }
       matcher_.take(*message);
+      if (peer.begin_own(*message, receive)) return true;
       bring(receive, message->payload, envelope.nbytes);
       peer.on_met(*message);
       recycle(*message);
@@ -104,6 +106,22 @@ void Inbox::end_all(Outcome outcome) {
   }
 }
 
+void Inbox::end_context(uint64_t context) {
+  if (ended_.insert(context).second) ended_order_.push_back(context);
+  if (ended_order_.size() > ended_max) {
+    ended_.erase(ended_order_.front());
+    ended_order_.pop_front();
+  }
+  for (Arrived* message = matcher_.first_arrived(); message != nullptr;) {
+    Arrived* const next = Matcher::next_arrived(*message);
+    if (message->envelope.context == context && message->is_here && !message->has_ticket && message->own == nullptr) {
+      message->peer->on_dropped(*message);
+      remove(*message);
+    }
+    message = next;
+  }
+}
+
 void Inbox::overlook(uint64_t context) {
   for (Arrived* message = ahead_.front(); message != nullptr;) {
     Arrived* const next = Ahead::next(*message);
@@ -116,6 +134,7 @@ void Inbox::recycle(Arrived& message) {
   std::unique_ptr<Arrived> owned(&message);
   if (message.in_ahead.is_in) ahead_.remove(message);
   owned->heap.reset();
+  owned->copy.reset();
   owned->own = nullptr;
   owned->has_ticket = owned->is_here = false;
   if (spare_.size() < spare_max) spare_.push_back(std::move(owned));

@@ -5,6 +5,8 @@
 #pragma once
 
 #include <cstring>
+#include <deque>
+#include <unordered_set>
 #include <vector>
 
 #include "matcher.hpp"
@@ -36,6 +38,10 @@ class Inbox {
   using Ahead = Chain<Arrived, &Arrived::in_ahead>;
   const Ahead& ahead() const { return ahead_; }
   void add_ahead(Arrived& message) { ahead_.push_back(message); }
+  // Nobody receives in this context any more: messages that came whole, now or later, are dropped, and their credit
+  // goes back. One whose sender waits stays: the sender takes it back when it hears of the end.
+  void end_context(uint64_t context);
+  bool has_ended(uint64_t context) const { return !ended_.empty() && ended_.contains(context); }
   // Nobody has calls of this context to compare with any more.
   void overlook(uint64_t context);
 
@@ -55,12 +61,16 @@ class Inbox {
   // Whatever has arrived so far has a number up to this.
   uint64_t newest() const { return matcher_.newest(); }
 
- private:
+  // Free a message that is no longer among those that wait.
   void recycle(Arrived& message);
 
+ private:
   Matcher matcher_;
   Ahead ahead_;
   std::vector<std::unique_ptr<Arrived>> spare_;
+  // The contexts that were closed here last, and in which order.
+  std::unordered_set<uint64_t> ended_;
+  std::deque<uint64_t> ended_order_;
 };
 
 }  // namespace unisono::engine

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 #include "frame.hpp"
 #include "help.hpp"
@@ -65,6 +66,8 @@ class Link {
   // Whether the peer was heard of since the last call, and our own sign of life.
   virtual bool was_heard() = 0;
   virtual void beat() = 0;
+  // Whether the network may hold up what the peer says, so that it should be asked by other means, too.
+  virtual bool can_stall() const { return false; }
   // The core that the peer waited on last; -1 if that is not known.
   virtual std::int32_t core() const { return -1; }
   // The peer may sleep although it has something to do: wake it.
@@ -77,6 +80,8 @@ class Link {
 
   // Why it is over; nullptr while it is not. What came before has then been given to the peer.
   const char* over() const { return over_; }
+  // It is over because the other side ended it, not for what it sent.
+  bool is_hung_up() const { return has_left() || (over_ != nullptr && std::string_view(over_).starts_with("died")); }
   bool has_left() const { return goodbyes_[0] && goodbyes_[1]; }
 
   void on_goodbye(Lane lane) { goodbyes_[static_cast<size_t>(lane)] = true; }

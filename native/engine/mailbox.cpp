@@ -7,8 +7,6 @@
 namespace unisono::engine {
 namespace {
 
-// A frame of an agent is a few KiB at most (rpc/payload.py).
-constexpr uint64_t letter_bytes_max = 64 * 1024;
 // What waits to be read, of one sender: all the calls that it may have under way, and as many answers.
 constexpr uint64_t queued_bytes_max = 32 * 1024 * 1024;
 constexpr size_t offers_max = 64;
@@ -32,7 +30,7 @@ class Mailbox::Slot final : public Receive {
     letter_.source = envelope.source;
     letter_.nbytes = envelope.nbytes;
     is_offer_ = false;
-    if (envelope.nbytes <= letter_bytes_max) letter_.data.reset(new (std::nothrow) byte[envelope.nbytes + 1]);
+    if (envelope.nbytes <= box_.engine_.settings.control_bytes_max) letter_.data.reset(new (std::nothrow) byte[envelope.nbytes + 1]);
     if (is_here) return Meeting::accept;
     if (letter_.data == nullptr) return Meeting::later;
     // It takes a while: what comes after it must not wait.
@@ -74,9 +72,11 @@ class Mailbox::Parcel final : public Send {
   explicit Parcel(Mailbox& box) : box_(box) { lane = Lane::control; }
   void end(Outcome) override {
     --box_.active_;
+    box_.senders_[to].unsent_bytes -= held.size() + line_bytes;
     box_.spare_parcels_.push_back(this);
   }
   std::string held;
+  std::int32_t to = 0;
 
  private:
   Mailbox& box_;
@@ -136,14 +136,26 @@ Mailbox::Mailbox(Engine& engine, uint64_t context, uint64_t tag)
 
 Mailbox::~Mailbox() = default;
 
+namespace {
+
+// One that is not in use, or a new one.
+template <class Kept, class One>
+One& taken(Mailbox& box, std::vector<std::unique_ptr<Kept>>& all, std::vector<One*>& spare) {
+  if (spare.empty()) {
+    auto made = std::make_unique<One>(box);
+    spare.push_back(made.get());
+    all.push_back(std::move(made));
+  }
+  One& one = *spare.back();
+  spare.pop_back();
+  return one;
+}
+
+}  // namespace
+
 void Mailbox::open_slot(std::int32_t source) {
   senders_[source].needs_slot = false;
-  if (spare_slots_.empty()) {
-    slots_.push_back(std::make_unique<Slot>(*this));
-    spare_slots_.push_back(slots_.back().get());
-  }
-  Slot& slot = *spare_slots_.back();
-  spare_slots_.pop_back();
+  Slot& slot = taken(*this, slots_, spare_slots_);
   slot.context = context_;
   slot.tag = tag_;
   slot.source = source;
@@ -168,33 +180,27 @@ void Mailbox::work() {
   for (std::int32_t source = 0; source < engine_.size; ++source) refill(source);
 }
 
-bool Mailbox::post(std::int32_t dst, const byte* data, uint64_t nbytes) {
-  if (spare_parcels_.empty()) {
-    parcels_.push_back(std::make_unique<Parcel>(*this));
-    spare_parcels_.push_back(parcels_.back().get());
-  }
-  Parcel& parcel = *spare_parcels_.back();
-  spare_parcels_.pop_back();
+bool Mailbox::post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t unsent_bytes_max) {
+  Sender& sender = senders_[dst];
+  if (sender.unsent_bytes > unsent_bytes_max) return false;
+  Parcel& parcel = taken(*this, parcels_, spare_parcels_);
+  parcel.to = dst;
   parcel.context = context_;
   parcel.tag = tag_;
   parcel.held.assign(reinterpret_cast<const char*>(data), nbytes);
   parcel.data = reinterpret_cast<const byte*>(parcel.held.data());
   parcel.nbytes = nbytes;
+  sender.unsent_bytes += nbytes + line_bytes;
   ++active_;
   if (!is_closed_ && engine_.start(parcel, dst)) return true;
   --active_;
+  sender.unsent_bytes -= nbytes + line_bytes;
   spare_parcels_.push_back(&parcel);
-  return false;
+  return true;  // once it is closed nobody answers, and whoever closed it has said so
 }
 
 bool Mailbox::lend(std::int32_t dst, uint64_t tag, const byte* data, uint64_t nbytes, uint64_t number, Owner owner) {
-  if (spare_lent_.empty()) {
-    auto made = std::make_unique<Lent>(*this);
-    spare_lent_.push_back(made.get());
-    all_lent_.push_back(std::move(made));
-  }
-  Lent& lent = *spare_lent_.back();
-  spare_lent_.pop_back();
+  Lent& lent = taken(*this, all_lent_, spare_lent_);
   lent.context = context_;
   lent.tag = tag;
   lent.data = data;
@@ -209,13 +215,7 @@ bool Mailbox::lend(std::int32_t dst, uint64_t tag, const byte* data, uint64_t nb
 }
 
 void Mailbox::expect(std::int32_t source, uint64_t tag, byte* into, uint64_t nbytes, uint64_t number, Owner owner) {
-  if (spare_expected_.empty()) {
-    auto made = std::make_unique<Expected>(*this);
-    spare_expected_.push_back(made.get());
-    all_expected_.push_back(std::move(made));
-  }
-  Expected& expected = *spare_expected_.back();
-  spare_expected_.pop_back();
+  Expected& expected = taken(*this, all_expected_, spare_expected_);
   expected.context = context_;
   expected.tag = tag;
   expected.source = source;

@@ -46,8 +46,8 @@ class Mailbox final : private Chore {
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
 
-  // Copy a message and send it. False once the engine is closed.
-  bool post(std::int32_t dst, const byte* data, uint64_t nbytes);
+  // Copy a message and send it. False, and nothing is sent, if more than `unsent_bytes_max` wait for the peer.
+  bool post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t unsent_bytes_max);
   // Send a long message from where it lies. False once the engine is closed.
   bool lend(std::int32_t dst, uint64_t tag, const byte* data, uint64_t nbytes, uint64_t number, Owner owner);
   // Whether it is still on its way.
@@ -77,6 +77,7 @@ class Mailbox final : private Chore {
   class Expected;
   struct Sender {
     uint64_t queued_bytes = 0;
+    uint64_t unsent_bytes = 0;  // posted to it, and not taken by its link
     size_t offers = 0;        // long messages under way
     bool needs_slot = false;  // no receive is posted
   };

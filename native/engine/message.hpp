@@ -23,6 +23,9 @@ inline constexpr uint64_t user_tags = uint64_t{1} << 31;  // ANY meets only tags
 inline constexpr uint64_t collective_tag = uint64_t{1} << 62, stages = 16;
 inline constexpr uint64_t tag_of(uint64_t sequence) { return collective_tag | sequence * stages; }
 inline constexpr uint64_t sequence_of(uint64_t tag) { return (tag & ~collective_tag) / stages; }
+// News and frames of calls, which are short: contract.bytes_max.
+inline constexpr uint64_t control_tag = uint64_t{1} << 61, call_tag = uint64_t{1} << 60;
+inline constexpr bool is_control(uint64_t tag) { return (tag & control_tag) != 0 || tag == call_tag; }
 inline constexpr uint8_t untyped = 255;                   // contract.UNTYPED
 inline constexpr uint8_t plain_bytes = 5;                 // values.DTYPES["uint8"].code: fits any type too
 
@@ -130,6 +133,7 @@ struct Arrived {
   Hook<Arrived> in_order;
   Hook<Arrived> in_ahead;
   std::unique_ptr<byte[]> heap;
+  std::unique_ptr<byte[]> copy;  // of a long message to oneself
   // Enough for a small message with its fingerprint.
   byte inside[192];
 

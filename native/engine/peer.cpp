@@ -9,9 +9,8 @@ namespace unisono::engine {
 namespace {
 
 constexpr size_t cause_bytes_max = 200;
-// What is said on the control lane is short and must not wait for a receive, whatever is set for data: a verdict of
-// who leaves would be lost.
-constexpr uint64_t control_eager_bytes = 2048, control_credit_bytes = 64 * 1024;
+// A longer message to oneself is copied in pieces, and the links have their turn between them: 1 ms.
+constexpr uint64_t own_bytes_at_once = 4 * 1024 * 1024;
 
 // Words from a peer, safe to print.
 std::string readable(const byte* text, size_t bytes) {
@@ -28,20 +27,19 @@ std::string readable(const byte* text, size_t bytes) {
 void Peer::on_open(std::unique_ptr<Link> opened) {
   link = std::move(opened);
   state = State::open;
-  silent_ns = 0;
+  silent_ns = stalled_ns = 0;
   is_rumoured = false;
   for (const Lane lane : {Lane::bulk, Lane::control}) {
     const uint64_t fits = link->eager_bytes_max(lane);
-    uint64_t allowed = around_.settings.eager_bytes;
-    if (lane == Lane::control && allowed < control_eager_bytes) allowed = control_eager_bytes;
+    const Settings& set = around_.settings;
+    const uint64_t allowed = lane == Lane::control ? set.control_eager_bytes : set.eager_bytes;
     eager_max_[static_cast<size_t>(lane)] = std::min(fits, allowed);
     final_max_[static_cast<size_t>(lane)] = std::min(fits, allowed * link->final_factor());
   }
 }
 
 uint64_t Peer::credit_of(Lane lane) const {
-  const uint64_t set = around_.settings.eager_credit_bytes;
-  return lane == Lane::control && set < control_credit_bytes ? control_credit_bytes : set;
+  return lane == Lane::control ? around_.settings.control_credit_bytes : around_.settings.eager_credit_bytes;
 }
 
 // ---- sending ----
@@ -151,6 +149,7 @@ bool Peer::cancel(Send& send) {
       break;
     case Send::State::offered: {
       if (is_self_) {
+        stop_keeping(*send.own);
         around_.inbox.remove(*send.own);
         break;
       }
@@ -224,6 +223,11 @@ void Peer::send_to_self(Send& send) {
   Meeting meeting;
   bool is_gone;
   Receive* receive = around_.inbox.take_receive(envelope, true, nullptr, meeting, is_gone);
+  const bool is_long = send.nbytes > own_bytes_at_once;
+  if (receive != nullptr && is_long) {
+    send.state = Send::State::streaming;
+    return start_copy(send.data, send.nbytes, receive, nullptr, &send);
+  }
   if (receive != nullptr) {
     Inbox::bring(*receive, send.data, send.nbytes);
     send.state = Send::State::ended;
@@ -231,20 +235,114 @@ void Peer::send_to_self(Send& send) {
     receive->end(Outcome::done, rank);
     return;
   }
-  Arrived* message = around_.inbox.queue(envelope, *this, send.data, send.nbytes);
+  if (!send.sync && around_.inbox.has_ended(send.context)) {
+    send.state = Send::State::ended;
+    return send.end(Outcome::done);
+  }
+  const bool is_kept = !send.sync && may_keep_own(send.nbytes);
+  Arrived* message = around_.inbox.queue(envelope, *this, send.data, is_kept && !is_long ? send.nbytes : 0);
+  if (message != nullptr && is_kept && is_long) {
+    message->copy.reset(new (std::nothrow) byte[send.nbytes]);
+    if (message->copy == nullptr) around_.inbox.remove(*std::exchange(message, nullptr));
+  }
   if (message == nullptr) {
     send.state = Send::State::ended;
     return send.end(Outcome::no_memory);
   }
   message->is_here = true;
-  if (send.sync) {
+  if (is_kept) credit_held_[0] += cost(send.nbytes);
+  if (!is_kept || is_long) {
+    // Its bytes stay where they are: the send ends when they have been copied from there.
+    message->payload = send.data;
     message->own = &send;
     send.own = message;
     send.state = Send::State::offered;
+    if (is_kept) start_copy(send.data, send.nbytes, nullptr, message, &send);
     return;
   }
   send.state = Send::State::ended;
   send.end(Outcome::done);
+}
+
+bool Peer::may_keep_own(uint64_t nbytes) const {
+  const uint64_t limit = std::max(around_.settings.own_credit_bytes, around_.settings.eager_credit_bytes);
+  return credit_held_[0] == 0 || (nbytes < limit && credit_held_[0] + cost(nbytes) <= limit);
+}
+
+bool Peer::begin_own(Arrived& message, Receive& receive) {
+  if (!is_self_ || message.envelope.nbytes <= own_bytes_at_once) return false;
+  stop_keeping(message);
+  if (message.own != nullptr) message.own->state = Send::State::streaming;
+  start_copy(message.payload, message.envelope.nbytes, &receive, &message, message.own);
+  return true;
+}
+
+void Peer::start_copy(const byte* from, uint64_t nbytes, Receive* receive, Arrived* message, Send* send) {
+  auto copy = std::find_if(incoming_.begin(), incoming_.end(), [](const Incoming& c) { return c.state == Incoming::State::none; });
+  if (copy == incoming_.end()) copy = incoming_.emplace(incoming_.end());
+  copy->state = Incoming::State::reading;
+  copy->peer = this;
+  copy->receive = receive;
+  copy->arrived = message;
+  copy->own = send;
+  copy->address = reinterpret_cast<uint64_t>(from);
+  copy->nbytes = nbytes;
+  copy->received = 0;
+  if (receive != nullptr) receive->incoming = &*copy;
+  ++own_copies_;
+  around_.start_reading(*copy);
+}
+
+void Peer::copy_piece(Incoming& copy, size_t scratch_bytes, size_t piece_bytes) {
+  byte* place = copy.receive != nullptr ? copy.receive->place() : copy.arrived->copy.get();
+  const byte* from = reinterpret_cast<const byte*>(copy.address) + copy.received;
+  const size_t bytes = std::min<uint64_t>(copy.nbytes - copy.received, place != nullptr ? piece_bytes : scratch_bytes);
+  if (place != nullptr)
+    std::memcpy(place + copy.received, from, bytes);
+  else
+    copy.receive->write(copy.received, from, bytes);
+  copy.received += bytes;
+  if (copy.received == copy.nbytes) end_copy(copy, Outcome::done);
+}
+
+void Peer::end_copy(Incoming& copy, Outcome outcome) {
+  around_.stop_reading(copy);
+  copy.state = Incoming::State::none;
+  --own_copies_;
+  Receive* receive = std::exchange(copy.receive, nullptr);
+  Arrived* message = std::exchange(copy.arrived, nullptr);
+  Send* send = std::exchange(copy.own, nullptr);
+  if (receive == nullptr) {
+    message->payload = message->copy.get();
+    message->own = nullptr;
+    // A context that ended meanwhile has dropped what was whole.
+    if (around_.inbox.has_ended(message->envelope.context)) {
+      on_dropped(*message);
+      around_.inbox.remove(*message);
+    }
+  } else if (message != nullptr) {
+    if (send == nullptr) credit_held_[0] -= cost(message->envelope.nbytes);
+    around_.inbox.recycle(*message);
+  }
+  if (send != nullptr) {
+    send->state = Send::State::ended;
+    send->end(outcome);
+  }
+  if (receive == nullptr) return;
+  receive->incoming = nullptr;
+  receive->end(outcome, rank);
+}
+
+void Peer::stop_keeping(Arrived& message) {
+  for (Incoming& copy : incoming_) {
+    if (copy.state != Incoming::State::reading || copy.arrived != &message) continue;
+    around_.stop_reading(copy);
+    copy.state = Incoming::State::none;
+    copy.arrived = nullptr;
+    --own_copies_;
+    message.copy.reset();
+    credit_held_[0] -= cost(message.envelope.nbytes);
+  }
 }
 
 bool Peer::take_ticket(Send& send) {
@@ -298,8 +396,20 @@ bool Peer::put_note(const Note& note) {
   return link->put(note.lane, note.head, body);
 }
 
-void Peer::tell_down(std::int32_t gone, const std::string& cause, bool left) {
-  note(Lane::control, Kind::down, static_cast<uint64_t>(gone), left, 0, cause.substr(0, cause_bytes_max));
+void Peer::tell_down(std::int32_t gone, const std::string& cause, Fate fate) {
+  note(Lane::control, Kind::down, static_cast<uint64_t>(gone), static_cast<uint8_t>(fate), 0, cause.substr(0, cause_bytes_max));
+}
+
+void Peer::give_up_on(const std::string& cause) {
+  if (state != State::open || link->is_hung_up()) return;
+  Note made{Lane::control, {}, cause.substr(0, cause_bytes_max)};
+  made.head.word = Head::make_word(Kind::down);
+  made.head.header_bytes = static_cast<uint16_t>(made.text.size());
+  made.head.context = static_cast<uint64_t>(rank);
+  made.head.dtype = static_cast<uint8_t>(Fate::given_up);
+  put_note(made);
+  link->push();
+  link->finish();
 }
 
 void Peer::return_credit(Lane lane, uint64_t bytes) {
@@ -314,6 +424,8 @@ void Peer::return_credit(Lane lane, uint64_t bytes) {
 // ---- receiving ----
 
 const char* Peer::on_frame(const Head& head, const byte* body, Lane lane) {
+  // Whoever reads has fewer than this many answers to come.
+  if (notes_.size() > notes_max) [[unlikely]] return "it does not take the answers that it asks for";
   switch (head.kind()) {
     case Kind::eager:
     case Kind::offer:
@@ -348,7 +460,10 @@ const char* Peer::on_frame(const Head& head, const byte* body, Lane lane) {
       link->on_goodbye(lane);
       return nullptr;
     case Kind::down:
-      around_.on_news(head.context, readable(body, head.header_bytes), head.dtype != 0);
+      if (head.dtype == static_cast<uint8_t>(Fate::given_up))
+        verdict = readable(body, head.header_bytes);
+      else
+        around_.on_news(head.context, readable(body, head.header_bytes), head.dtype == static_cast<uint8_t>(Fate::left));
       return nullptr;
     default:
       return "a frame of unknown kind";
@@ -368,7 +483,11 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
   } else if (head.header_bytes != 0) {
     headers.keep(envelope.header, head.header_bytes);
   }
-  if (head.nbytes > around_.settings.message_bytes_max) return "a message is longer than any may be";
+  if (is_control(head.tag)) {
+    if (head.nbytes > around_.settings.control_bytes_max) return "a control message is longer than any may be";
+  } else if (head.nbytes > around_.settings.message_bytes_max) {
+    return "a message is longer than any may be";
+  }
   if (is_here) {
     uint64_t& held = credit_held_[static_cast<size_t>(lane)];
     if (cost(head.nbytes) > credit_of(lane) - held) return "more arrived than the credit allows";
@@ -396,6 +515,10 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
   if (is_gone) {
     if (is_here) return_credit(lane, cost(head.nbytes));
     drop(*ticketed);
+    return nullptr;
+  }
+  if (receive == nullptr && is_here && ticketed == nullptr && around_.inbox.has_ended(head.context)) {
+    return_credit(lane, cost(head.nbytes));
     return nullptr;
   }
   if (receive == nullptr) {
@@ -578,6 +701,10 @@ void Peer::give_up(Incoming& offer) {
 
 const char* Peer::read_piece(Incoming& offer, byte* scratch, size_t scratch_bytes, size_t piece_bytes) {
   if (offer.help != nullptr) return read_part(offer, piece_bytes);
+  if (is_self_) {
+    copy_piece(offer, scratch_bytes, piece_bytes);
+    return nullptr;
+  }
   const uint64_t left = offer.nbytes - offer.received;
   byte* place = offer.receive->place();
   const size_t bytes = std::min<uint64_t>(left, place != nullptr ? piece_bytes : scratch_bytes);
@@ -672,6 +799,8 @@ void Peer::on_met(const Arrived& message) {
   if (message.own != nullptr) {
     message.own->state = Send::State::ended;
     message.own->end(Outcome::done);
+  } else if (is_self_) {
+    credit_held_[0] -= cost(message.envelope.nbytes);
   }
   if (is_self_) return;
   return_credit(message.lane, cost(message.envelope.nbytes));
@@ -679,6 +808,13 @@ void Peer::on_met(const Arrived& message) {
   incoming_of(message.ticket).state = Incoming::State::none;
   // The sender may have taken it back meanwhile; then it has ended, and the answer only frees the ticket.
   note(Lane::control, Kind::done, message.ticket, static_cast<uint8_t>(Answer::met));
+}
+
+void Peer::on_dropped(const Arrived& message) {
+  if (is_self_)
+    credit_held_[0] -= cost(message.envelope.nbytes);
+  else
+    return_credit(message.lane, cost(message.envelope.nbytes));
 }
 
 // ---- ending ----
@@ -714,6 +850,13 @@ void Peer::end_all(Outcome outcome) {
       send->end(outcome);
     }
   for (Incoming& offer : incoming_) {
+    if (is_self_) {
+      if (offer.state == Incoming::State::reading && offer.receive == nullptr)
+        stop_keeping(*offer.arrived);
+      else if (offer.state == Incoming::State::reading)
+        end_copy(offer, offer.receive->is_unwanted ? Outcome::cancelled : outcome);
+      continue;
+    }
     const auto was = std::exchange(offer.state, Incoming::State::none);
     if (was == Incoming::State::queued) {
       // What is here stays receivable; what was only offered cannot be had any more.

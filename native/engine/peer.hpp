@@ -21,7 +21,13 @@ namespace unisono::engine {
 struct Settings {
   uint64_t eager_bytes = 16 * 1024;
   uint64_t eager_credit_bytes = 256 * 1024;
+  // Of the control lane, of messages that are news or frames of calls, and to oneself: contract.py.
+  uint64_t control_eager_bytes = 16 * 1024;
+  uint64_t control_credit_bytes = 1600 * 1024;
+  uint64_t control_bytes_max = 256 * 1024;
+  uint64_t own_credit_bytes = 64 * 1024 * 1024;
   uint64_t message_bytes_max = uint64_t{1} << 40;
+  uint64_t recv_bytes_max = uint64_t{1} << 30;  // of a receive that takes the message's own length
   std::int64_t silence_ns = 5 * second / 2;
   bool shm = true;
   bool checksum = true;     // between hosts, without TLS
@@ -34,12 +40,18 @@ struct Settings {
   std::string host;  // an id of one's own instead of the machine's
 };
 
+// Who seems to be starved has so many times as long: a minute, as long as somebody may hold the GIL.
+inline constexpr std::int64_t starved_silences_max = 24;
+// Longer is no silence: every multiple of this fits 64 bits. config.py has the same.
+inline constexpr std::int64_t silence_ns_max = 1'000'000 * second;
+
 // What peers need to reach a rank.
 struct Card {
   std::string host;
   std::string unix_path;  // empty: no shared memory
   std::string address;
   uint16_t port = 0;
+  std::int32_t pid = 0;  // 0: unknown
 };
 
 class Peer;
@@ -60,7 +72,9 @@ class Surroundings {
 
 // A ticket names a message on both sides of a link: the index of its place, and how often the place was used.
 inline size_t index_of(uint64_t ticket) { return ticket & 0xffffffff; }
-inline constexpr size_t tickets_max = 65536;
+inline constexpr size_t tickets_max = 65536;  // contract.OFFERS_MAX
+// Answers that a peer has not taken: three for each offer that it may have made (queued, accept, done), and some credit.
+inline constexpr size_t notes_max = 4 * tickets_max;
 
 // A message offered by a peer, or one whose arrival it wants confirmed.
 struct Incoming {
@@ -75,6 +89,7 @@ struct Incoming {
   uint64_t nbytes = 0;
   uint64_t received = 0;
   Help* help = nullptr;  // its sender may copy a part
+  Send* own = nullptr;   // of a message to oneself, if its sender waits
   Hook<Incoming> hook;
 };
 
@@ -91,7 +106,10 @@ class Peer {
   std::string cause;  // why it is down
   bool left = false;
   bool is_rumoured = false;  // others say that it is gone, and `cause` why; but a greeting with it is under way
-  std::int64_t silent_ns = 0;  // for so long nothing was heard, by the looks that the judge could take
+  // For so long nothing was heard of it, and nothing came by its link, by the looks that the judge could take.
+  std::int64_t silent_ns = 0;
+  std::int64_t stalled_ns = 0;
+  std::string verdict;  // it has given us up, and why: its link ends
   std::unique_ptr<Link> link;
 
   void on_open(std::unique_ptr<Link> opened);
@@ -104,10 +122,18 @@ class Peer {
   bool flush();
   bool has_backlog() const { return backlog_ != 0; }
   // Nothing is on its way: what is left waits for a receive that nobody may ever post.
-  bool is_flushed() const { return backlog_ == 0 && are_offers_settled(); }
+  bool is_flushed() const { return backlog_ == 0 && own_copies_ == 0 && are_offers_settled(); }
   // Copy a part of what was offered, if the receiver is at it. True if there was one.
   bool help(size_t piece_bytes);
-  void tell_down(std::int32_t gone, const std::string& cause, bool left);
+  void tell_down(std::int32_t gone, const std::string& cause, Fate fate);
+  // Tell it, if it can still be told, that we hang up on it, and why.
+  void give_up_on(const std::string& cause);
+  // It is on this host, and could run if it were let. By a socket that cannot be told from who computes and is cut off:
+  // so there is an end to it.
+  bool is_starved() const {
+    return is_same_host && card.pid > 0 && silent_ns < starved_silences_max * around_.settings.silence_ns &&
+           engine::is_starved(card.pid);
+  }
 
   // -- receiving
   // A frame came whole; its lengths were checked against its place. Returns what is wrong with it, or nullptr.
@@ -138,6 +164,12 @@ class Peer {
   const char* read_piece(Incoming& offer, byte* scratch, size_t scratch_bytes, size_t piece_bytes);
   // A message that waited has met its receive: give its credit back, tell who wants to know.
   void on_met(const Arrived& message);
+  // A message to oneself has left the queue for its receive. False if it is short, and to be copied at once; else it is
+  // copied in pieces, and both end with the last.
+  bool begin_own(Arrived& message, Receive& receive);
+
+  // A message that waited will never be received: give its credit back.
+  void on_dropped(const Arrived& message);
 
   // -- ending
   // End everything that needs this peer.
@@ -172,6 +204,14 @@ class Peer {
   bool put_note(const Note& note);
   void return_credit(Lane lane, uint64_t bytes);
   void send_to_self(Send& send);
+  // Whether a message to oneself is copied, or waits where it is for its receive. The first may have any length.
+  bool may_keep_own(uint64_t nbytes) const;
+  // Copy in pieces to the receive's place, or without a receive to the message's own copy.
+  void start_copy(const byte* from, uint64_t nbytes, Receive* receive, Arrived* message, Send* send);
+  void copy_piece(Incoming& copy, size_t scratch_bytes, size_t piece_bytes);
+  void end_copy(Incoming& copy, Outcome outcome);
+  // Its bytes are wanted elsewhere, or not at all: forget what was copied.
+  void stop_keeping(Arrived& message);
   bool flush_streams();
   void leave_offers(Send& send);
   // Read a part of an offer whose sender helps.
@@ -195,6 +235,7 @@ class Peer {
   const bool is_self_;
   size_t awaited_ = 0;  // offers in state streaming
   size_t backlog_ = 0;  // notes, queued sends and streams
+  size_t own_copies_ = 0;  // of long messages to oneself, under way
   uint64_t eager_max_[lane_count] = {};
   uint64_t final_max_[lane_count] = {};  // of those that are sure to be received
   Queue queued_[lane_count];
@@ -203,7 +244,8 @@ class Peer {
   std::deque<Note> notes_;
   std::vector<Ticket> tickets_;
   std::vector<uint32_t> free_tickets_;
-  std::deque<Incoming> incoming_;  // by ticket of the peer; a deque, because elements must not move
+  // By ticket of the peer, and of oneself in any order; a deque, because elements must not move.
+  std::deque<Incoming> incoming_;
   HeaderTable headers_sent_[lane_count];
   HeaderTable headers_came_[lane_count];
   uint64_t credit_used_[lane_count] = {};  // of ours with the peer

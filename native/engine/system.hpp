@@ -6,7 +6,9 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -39,8 +41,12 @@ inline void cpu_pause() {
 #endif
 }
 
-// A failed call in words: "what: why".
-inline std::string failure(const char* what, int error = errno) { return std::string(what) + ": " + strerror(error); }
+// A failed call in words: "what: why"; a limit that the user can raise is named.
+inline std::string failure(const char* what, int error = errno) {
+  return std::string(what) + ": " + strerror(error) + (error == EMFILE ? " (raise this rank's ulimit -n)" : "");
+}
+
+inline bool fill_random(void* to, std::size_t bytes) { return getrandom(to, bytes, 0) == static_cast<ssize_t>(bytes); }
 
 class Descriptor {
  public:
@@ -129,6 +135,25 @@ inline bool is_starved(int pid) {
   }
   closedir(folder);
   return found;
+}
+
+// Whether a process of this host has ended, or is about to: its sockets close before its parent hears of it. False if that
+// cannot be told.
+inline bool is_gone(int pid) {
+  if (pid <= 0) return false;
+  char path[64], text[512];
+  snprintf(path, sizeof path, "/proc/%d/stat", pid);
+  const Descriptor file(open(path, O_RDONLY | O_CLOEXEC));
+  const ssize_t n = file ? read(file.get(), text, sizeof text - 1) : 0;
+  if (n <= 0) return kill(pid, 0) != 0 && errno == ESRCH;
+  text[n] = 0;
+  // "pid (name) state ppid pgrp session tty tpgid flags ...", and a name may hold anything
+  const char* end = strrchr(text, ')');
+  char state;
+  unsigned flags;
+  constexpr unsigned exiting = 4;  // PF_EXITING of the system
+  if (end == nullptr || sscanf(end + 1, " %c %*d %*d %*d %*d %*d %u", &state, &flags) != 2) return false;
+  return state == 'Z' || state == 'X' || (flags & exiting) != 0;
 }
 
 // A memfd whose memory is there (no SIGBUS later) and whose size is fixed for good. Empty if it fails.

@@ -24,6 +24,9 @@ constexpr size_t short_bytes = 2048, gathered_bytes_max = 16 * 1024;
 // What is read beside data that goes straight to its place: a few short frames, and little of the data behind them,
 // which would have to be copied.
 constexpr size_t beside_bytes = 1024;
+// What is read in one call to the system, and then before other links and heartbeats have their turn: memory that was
+// never touched takes a millisecond for so much.
+constexpr size_t read_bytes_max = data_frame_bytes;
 constexpr int reads_per_poll = 8;
 constexpr unsigned control_turns = 4;
 constexpr const char* damaged = "a message was damaged on its way";
@@ -234,7 +237,8 @@ size_t Connection::room_beside(size_t direct) const {
 bool Connection::pull(bool is_hasty, bool is_deaf) {
   if ((!is_ready_ && !is_hasty) || is_ended_ || fault_ != nullptr) return false;
   bool moved = false;
-  for (int i = 0; i < reads_per_poll; ++i) {
+  size_t taken = 0;
+  for (int i = 0; i < reads_per_poll && taken < read_bytes_max; ++i) {
     iovec parts[2];
     int count = 0;
     size_t direct = 0;
@@ -244,7 +248,7 @@ bool Connection::pull(bool is_hasty, bool is_deaf) {
     }
     if (into_ != nullptr && into_left_ != 0 && begin_ == end_) {
       if (byte* place = into_->receive->place(); place != nullptr) {
-        direct = into_left_;
+        direct = into_left_ < read_bytes_max ? into_left_ : read_bytes_max;
         parts[count++] = {place + into_->received + into_done_, direct};
       }
     }
@@ -262,7 +266,8 @@ bool Connection::pull(bool is_hasty, bool is_deaf) {
       break;
     }
     moved = was_heard_ = true;
-    size_t came = static_cast<size_t>(n);
+    const size_t came = static_cast<size_t>(n);
+    taken += came;
     const size_t placed = came < direct ? came : direct;
     if (placed != 0) {
       if (checksum_) into_crc_ = crc32c(into_crc_, static_cast<const byte*>(parts[0].iov_base), placed);
@@ -390,7 +395,8 @@ bool TcpLink::poll() {
   moved |= at(Lane::bulk).pull(manner_.is_hasty, is_deaf_);
   // Less comes here, unless we wait for an answer; and to ask in vain is what a small message spends its time with.
   const bool is_turn = ++turns_ % control_turns == 0 || peer_.awaits_answer();
-  moved |= at(Lane::control).pull(manner_.is_hasty && is_turn, is_deaf_);
+  // If the other lane has ended, this one says why.
+  moved |= at(Lane::control).pull((manner_.is_hasty && is_turn) || at(Lane::bulk).is_ended(), is_deaf_);
   for (size_t i = 0; i < lane_count; ++i) {
     const auto& lane = lanes_[i];
     if (!lane->is_drained()) moved |= lane->push_again();
@@ -423,6 +429,8 @@ std::int32_t TcpLink::core() const {
   // Signs of life go by the other lane, from the background thread.
   return peer_.is_same_host ? lanes_[static_cast<size_t>(Lane::bulk)]->core() : -1;
 }
+
+bool TcpLink::is_starved() const { return peer_.is_starved(); }
 
 void TcpLink::beat() {
   Head head;

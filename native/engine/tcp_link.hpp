@@ -122,6 +122,8 @@ class TcpLink final : public Link {
   bool was_heard() override;
   std::int32_t core() const override;
   void beat() override;
+  bool can_stall() const override { return true; }
+  bool is_starved() const override;
   void finish() override;
   void deafen() override;
   const char* name() const override { return lanes_[0]->name(); }

@@ -126,6 +126,7 @@ int wire_write(BIO* bio, const char* from, size_t bytes, size_t* written) {
     return 1;
   }
   if (errno == EAGAIN) BIO_set_retry_write(bio);
+  if (errno == EPIPE || errno == ECONNRESET) wire_of(bio).is_over = true;
   return 0;
 }
 

@@ -28,11 +28,8 @@ from unisono.errors import (
     PeerAborted,
     PeerLost,
     ProtocolError,
-    QuorumLost,
     RemoteError,
     RendezvousError,
-    Revoked,
-    StaleEpoch,
     UnisonoError,
     UsageError,
 )
@@ -62,12 +59,9 @@ __all__ = [
     "PeerAborted",
     "PeerLost",
     "ProtocolError",
-    "QuorumLost",
     "ReduceOp",
     "RemoteError",
     "RendezvousError",
-    "Revoked",
-    "StaleEpoch",
     "Status",
     "Typed",
     "UnisonoError",
@@ -84,6 +78,11 @@ __all__ = [
     "typed",
     "wait_all",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public, and nothing else."""
+    return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -172,10 +172,11 @@ def view(given: Any, what: str, *, writable: bool = False) -> Array:
     storage, dtype, family = _see(given, what)
     if writable:
         if not isinstance(family, _Number | _NumpyScalar) and not storage.flags.writeable:
-            raise UsageError(f"{what} is read-only; allowed: writable memory")
+            raise UsageError(f"{what} is read-only; allowed: writable memory", next_step="pass a copy of it")
         if not storage.flags.c_contiguous:
             raise UsageError(
-                f"{what} is not contiguous (strides {storage.strides}); allowed: C-contiguous memory"
+                f"{what} is not contiguous (strides {storage.strides}); allowed: C-contiguous memory",
+                next_step="pass np.ascontiguousarray(x), and copy the result back",
             )
     shape = storage.shape
     flat = np.ascontiguousarray(storage).reshape(-1)
@@ -266,7 +267,9 @@ def _see_dlpack(given: Any, what: str, torch: Any) -> tuple[np.ndarray[Any, Any]
         if torch is not None:  # NumPy's DLPack has no bfloat16, torch's has
             storage, dtype, _ = _see_torch(torch.from_dlpack(given), what, torch)
             return storage, dtype, RAW
-        raise UsageError(f"{what} offers DLPack that NumPy cannot read: {error}") from error
+        raise UsageError(
+            f"{what} offers DLPack that NumPy cannot read: {error}", next_step="pass a NumPy array of it"
+        ) from error
 
 
 def _describe(given: Any) -> str:

@@ -5,6 +5,7 @@ Knows which files are the library's own. Does not know what was called.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +23,8 @@ _EDGES: Final = tuple(str(_PACKAGE / name) for name in ("bench", "cli", "pytorch
 @lru_cache(maxsize=1024)
 def is_users(filename: str) -> bool:
     """Whether a call from this file is made by the user; otherwise its user is further out."""
-    return not filename.startswith(_INSIDE) or filename.startswith(_EDGES)
+    is_ours = filename.startswith(_INSIDE) or filename == contextlib.__file__  # which ends `with` blocks
+    return not is_ours or filename.startswith(_EDGES)
 
 
 def call_site() -> str:

@@ -1,5 +1,7 @@
 """The typed codec: plain data, arrays and registered classes to bytes and back.
 
+Subclasses of dict and list arrive as dict and list; bytearray and memoryview as bytearray.
+
 Knows a closed list of types. Does not know pickle, and imports nothing because of what the wire says: a name
 on the wire is only ever looked up among the classes that this process has registered.
 
@@ -14,7 +16,8 @@ from __future__ import annotations
 import dataclasses
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -22,9 +25,19 @@ import numpy as np
 
 from unisono import buffers
 from unisono.errors import ProtocolError, UsageError
-from unisono.values import DTYPES, DType
+from unisono.values import DTYPES, DType, Status
 
-__all__ = ["decode", "encode", "is_record", "is_registered", "pack", "register", "unpack"]
+__all__ = [
+    "decode",
+    "encode",
+    "is_record",
+    "is_registered",
+    "pack",
+    "place",
+    "place_of_argument",
+    "register",
+    "unpack",
+]
 
 C = TypeVar("C", bound=type)
 
@@ -36,23 +49,28 @@ _DIMENSIONS_MAX: Final = 64
 _BLOBS_MAX: Final = 1 << 20
 
 # Extension codes: what msgpack has no word for.
-_TUPLE, _MAP, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _ARRAY, _SCALAR, _RECORD = range(1, 10)
+_TUPLE, _MAP, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _ARRAY, _SCALAR, _RECORD, _BYTEARRAY = range(1, 11)
 
 _names: dict[type, str] = {}
 _classes: dict[str, type] = {}
 
 
 def register(cls: C) -> C:
-    """Let a dataclass or a msgspec.Struct travel: every rank that sends or receives it registers it.
+    """Let a dataclass, a msgspec.Struct or a named tuple travel.
 
-    Usable as a decorator.
+    Every rank that sends or receives it registers it. Usable as a decorator.
     """
     if not is_record(cls):
-        raise UsageError(f"register takes a dataclass or a msgspec.Struct, not {cls!r}")
+        raise UsageError(
+            f"register takes a dataclass, a msgspec.Struct or a named tuple, not {cls!r}",
+            next_step="make it a dataclass, or send its values as plain data",
+        )
     name = f"{cls.__module__.removeprefix('__mp_main__').removeprefix('__main__')}.{cls.__qualname__}"
     known = _classes.get(name)
     if known is not None and _fields(known) != _fields(cls):
-        raise UsageError(f"another class is registered as {name!r} already")
+        raise UsageError(
+            f"another class is registered as {name!r} already", next_step="give one of the two another name"
+        )
     _names[cls], _classes[name] = name, cls
     return cls
 
@@ -60,7 +78,9 @@ def register(cls: C) -> C:
 def is_record(cls: Any) -> bool:
     """Whether something is a class that `register` takes."""
     return isinstance(cls, type) and (
-        dataclasses.is_dataclass(cls) or (issubclass(cls, msgspec.Struct) and cls is not msgspec.Struct)
+        dataclasses.is_dataclass(cls)
+        or (issubclass(cls, msgspec.Struct) and cls is not msgspec.Struct)
+        or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
     )
 
 
@@ -72,20 +92,39 @@ def is_registered(cls: type) -> bool:
 def _fields(cls: Any) -> list[str]:
     if issubclass(cls, msgspec.Struct):
         return list(cls.__struct_fields__)
+    if issubclass(cls, tuple):
+        return list(cls._fields)
     return [field.name for field in dataclasses.fields(cls)]
 
 
-def encode(value: Any) -> tuple[bytes, list[memoryview]]:
-    """Turn a value into its head and blobs.
+def place(steps: Sequence[str], whole: str = "the object") -> str:
+    """Where something stands, in words: the steps from the whole to it, such as "['rows']" and "[3]"."""
+    return f"{''.join(steps)[:80]} of {whole}" if steps else whole
+
+
+def place_of_argument(steps: Sequence[str]) -> str:
+    """The same in a list of arguments or a dict of named ones: "argument 1" is the first."""
+    if not steps or steps[0] == ".keys()":
+        return "an argument"
+    which = steps[0][1:-1]
+    return place(steps[1:], f"argument {int(which) + 1 if which.isdecimal() else which}")
+
+
+def encode(value: Any, place: Callable[[Sequence[str]], str] = place) -> tuple[bytes, list[memoryview]]:
+    """Turn a value into its head and blobs. `place` says in words where something in it stands.
 
     Raises:
-        UsageError: something in it has no place in the codec; the text says where.
+        UsageError: something in it cannot travel; the text says what, and where it stands.
     """
     blobs: list[memoryview] = []
     try:
-        return msgspec.msgpack.encode(_Encoder(blobs).plain(value, "$", 0)), blobs
+        return msgspec.msgpack.encode(_Encoder(blobs).plain(value, 0)), blobs
+    except _Unfit as unfit:
+        raise unfit.refusal(place(unfit.steps[::-1])) from None
     except (UnicodeEncodeError, OverflowError) as error:
-        raise UsageError(f"object cannot be encoded: {error}") from error
+        raise UsageError(
+            f"{place(())} cannot be encoded: {error}", next_step="send text that UTF-8 can hold, or bytes"
+        ) from error
 
 
 def decode(head: bytes | memoryview, blobs: Sequence[memoryview]) -> Any:
@@ -108,9 +147,9 @@ def decode(head: bytes | memoryview, blobs: Sequence[memoryview]) -> Any:
     return value
 
 
-def pack(value: Any) -> bytearray:
+def pack(value: Any, place: Callable[[Sequence[str]], str] = place) -> bytearray:
     """Encode a value in one piece."""
-    head, blobs = encode(value)
+    head, blobs = encode(value, place)
     lengths = [blob.nbytes for blob in blobs]
     starts, end = _layout(len(head), lengths)
     packed = bytearray(end)
@@ -151,72 +190,130 @@ def _layout(head_bytes: int, lengths: Sequence[int]) -> tuple[list[int], int]:
     return starts, end
 
 
+class _Unfit(Exception):
+    """Something cannot travel: how to say so, once it is known where it stands.
+
+    Whoever contains it adds a step on the way up.
+    """
+
+    def __init__(self, refusal: Callable[[str], UsageError]) -> None:
+        self.refusal = refusal
+        self.steps: list[str] = []
+
+
 class _Encoder:
     """Rewrites a value into what msgpack can hold."""
 
     def __init__(self, blobs: list[memoryview]) -> None:
         self._blobs = blobs
 
-    def plain(self, value: Any, path: str, depth: int) -> Any:
+    def plain(self, value: Any, depth: int) -> Any:
         kind = type(value)
         if kind in (str, bytes, float, bool, type(None)):
             return value
         if depth > _DEPTH_MAX:
-            raise UsageError(
-                f"object at {path[:80]} is nested deeper than {_DEPTH_MAX} levels, or contains itself"
-            )
+            raise _Unfit(_too_deep)
         rewrite = _REWRITES.get(kind)
         if rewrite is not None:
-            return rewrite(self, value, path, depth + 1)
+            return rewrite(self, value, depth + 1)
         if kind in _names:
-            return self._record(value, path, depth + 1)
+            return self._record(value, depth + 1)
         if isinstance(value, np.generic | buffers.Typed) or _is_array(value):
-            return self._array(value, path)
-        raise UsageError(
-            f"object at {path} is {kind.__module__}.{kind.__qualname__}; allowed: plain data, bytes, arrays "
-            f"and dataclasses given to unisono.register, msgspec.Structs too"
-        )
+            return self._array(value)
+        if isinstance(value, dict):
+            return self._dict(value, depth + 1)
+        if isinstance(value, list):
+            return self._list(value, depth + 1)
+        raise _Unfit(partial(_unknown, kind))
 
-    def _int(self, value: int, path: str, depth: int) -> Any:
+    def _int(self, value: int, depth: int) -> Any:
         if -(2**63) <= value < 2**64:
             return value
         return _ext(_BIG_INT, value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True))
 
-    def _bytes_like(self, value: bytearray, path: str, depth: int) -> Any:
-        return bytes(value)
+    def _bytearray(self, value: bytearray | memoryview, depth: int) -> Any:
+        return _ext(_BYTEARRAY, bytes(value))
 
-    def _complex(self, value: complex, path: str, depth: int) -> Any:
+    def _complex(self, value: complex, depth: int) -> Any:
         return _ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))
 
-    def _list(self, value: list[Any], path: str, depth: int) -> Any:
-        return [self.plain(item, f"{path}[{i}]", depth) for i, item in enumerate(value)]
+    def _list(self, value: Iterable[Any], depth: int) -> list[Any]:
+        items: list[Any] = []
+        try:
+            for item in value:
+                items.append(self.plain(item, depth))  # noqa: PERF401 - its length is the place of a failure
+        except _Unfit as unfit:
+            unfit.steps.append(f"[{len(items)}]")
+            raise
+        return items
 
-    def _tuple(self, value: tuple[Any, ...], path: str, depth: int) -> Any:
-        return _packed(_TUPLE, self._list(list(value), path, depth))
+    def _tuple(self, value: tuple[Any, ...], depth: int) -> Any:
+        return _packed(_TUPLE, self._list(value, depth))
 
-    def _set(self, value: set[Any] | frozenset[Any], path: str, depth: int) -> Any:
+    def _set(self, value: set[Any] | frozenset[Any], depth: int) -> Any:
         code = _SET if isinstance(value, set) else _FROZENSET
-        return _packed(code, self._list(list(value), path, depth))
+        return _packed(code, self._list(value, depth))
 
-    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
-        items = [(k, self.plain(v, f"{path}[{k!r}]", depth)) for k, v in value.items()]
-        if all(type(k) is str for k, _ in items):
-            return dict(items)
-        flat = [part for k, v in items for part in (self.plain(k, f"{path}.keys()", depth), v)]
-        return _packed(_MAP, flat)
+    def _dict(self, value: dict[Any, Any], depth: int) -> Any:
+        parts: list[Any] = []  # a key, its value, a key, its value
+        is_text, key = True, None
+        try:
+            for key, item in value.items():
+                is_text = is_text and type(key) is str
+                parts.append(self.plain(key, depth))
+                parts.append(self.plain(item, depth))
+        except _Unfit as unfit:
+            unfit.steps.append(f"[{key!r}]" if len(parts) % 2 else ".keys()")
+            raise
+        return dict(zip(parts[::2], parts[1::2], strict=True)) if is_text else _packed(_MAP, parts)
 
-    def _record(self, value: Any, path: str, depth: int) -> Any:
-        fields = _fields(type(value))
-        parts = [self.plain(getattr(value, name), f"{path}.{name}", depth) for name in fields]
+    def _record(self, value: Any, depth: int) -> Any:
+        fields, parts = _fields(type(value)), []
+        try:
+            for name in fields:
+                parts.append(self.plain(getattr(value, name), depth))  # noqa: PERF401 - as above
+        except _Unfit as unfit:
+            unfit.steps.append(f".{fields[len(parts)]}")
+            raise
         return _packed(_RECORD, [_names[type(value)], fields, parts])
 
-    def _array(self, value: Any, path: str) -> Any:
-        array = buffers.view(value, f"array at {path}")
+    def _array(self, value: Any) -> Any:
+        try:
+            array = buffers.view(value, "")
+        except UsageError as error:
+            raise _Unfit(partial(_no_array, error)) from None
         if array.is_value:
             return _ext(_SCALAR, bytes([array.dtype.code]) + array.flat.tobytes())
         self._blobs.append(array.bytes())
         is_torch = type(value).__module__.partition(".")[0] == "torch"
         return _packed(_ARRAY, [array.dtype.code, is_torch, list(array.shape)])
+
+
+def _too_deep(place: str) -> UsageError:
+    return UsageError(
+        f"{place} is nested deeper than {_DEPTH_MAX} levels, or contains itself",
+        next_step="send a list of parts that refer to each other by index",
+    )
+
+
+def _unknown(kind: type, place: str) -> UsageError:
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if is_record(kind):
+        step = f"uni.register({kind.__name__}) on every rank"
+    elif issubclass(kind, tuple | set | frozenset | str | bytes | int | float):
+        plain = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+        step = f"send {plain.__name__}(...) of it"
+    else:
+        step = "send its values as plain data, or as a dataclass given to uni.register"
+    return UsageError(
+        f"{place} is {name}; allowed: plain data, bytes, arrays, and dataclasses, msgspec.Structs and named "
+        f"tuples given to unisono.register",
+        next_step=step,
+    )
+
+
+def _no_array(error: UsageError, place: str) -> UsageError:
+    return UsageError(f"{place}{error.what}", next_step=error.next_step)
 
 
 def _is_array(value: Any) -> bool:
@@ -232,10 +329,10 @@ def _packed(code: int, parts: list[Any]) -> msgspec.msgpack.Ext:
     return _ext(code, msgspec.msgpack.encode(parts))
 
 
-_REWRITES: Final[dict[type, Callable[[_Encoder, Any, str, int], Any]]] = {
+_REWRITES: Final[dict[type, Callable[[_Encoder, Any, int], Any]]] = {
     int: _Encoder._int,
-    bytearray: _Encoder._bytes_like,
-    memoryview: _Encoder._bytes_like,
+    bytearray: _Encoder._bytearray,
+    memoryview: _Encoder._bytearray,
     complex: _Encoder._complex,
     list: _Encoder._list,
     tuple: _Encoder._tuple,
@@ -297,6 +394,9 @@ class _Decoder:
     def _big_int(self, data: memoryview) -> Any:
         return int.from_bytes(data, "little", signed=True)
 
+    def _bytearray(self, data: memoryview) -> Any:
+        return bytearray(data)
+
     def _complex(self, data: memoryview) -> Any:
         return complex(*struct.unpack("<dd", data))
 
@@ -320,6 +420,8 @@ class _Decoder:
             raise ProtocolError(f"the class {name!r} has other fields here: {declared}, not {fields}")
         if issubclass(cls, msgspec.Struct):
             return cls(**dict(zip(fields, parts, strict=True)))  # as msgspec itself makes one of what came
+        if issubclass(cls, tuple):
+            return tuple.__new__(cls, parts)
         # Values travel, not constructor arguments: __init__ may derive or check fields that were sent.
         value: Any = object.__new__(cls)
         for field, part in zip(fields, parts, strict=True):
@@ -369,8 +471,11 @@ _REBUILDS: Final[dict[int, Callable[[_Decoder, memoryview], Any]]] = {
     _SET: _Decoder._set,
     _FROZENSET: _Decoder._frozenset,
     _BIG_INT: _Decoder._big_int,
+    _BYTEARRAY: _Decoder._bytearray,
     _COMPLEX: _Decoder._complex,
     _SCALAR: _Decoder._scalar,
     _RECORD: _Decoder._record,
     _ARRAY: _Decoder._array,
 }
+
+register(Status)

@@ -7,12 +7,15 @@ a group (group.py).
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from functools import update_wrapper
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial, update_wrapper
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -31,13 +34,15 @@ from unisono.errors import (
 from unisono.group import Group, context_of, descriptor_of
 from unisono.mesh import Grid, Mesh
 from unisono.plans.steps import Buf
-from unisono.runtime import Killed
+from unisono.runtime import Killed, call_before_threads_are_joined
 from unisono.stages import Collective
 from unisono.values import DTYPES
 from unisono.verbs import Verbs
 from unisono.work import Call, Steps, Work, waited
 
 __all__ = ["Communicator", "Start"]
+
+_log = logging.getLogger("unisono")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -129,12 +134,15 @@ class Communicator:
     def __init__(self, group: Group, parent: Communicator | None) -> None:
         self._group = group
         self._parent = parent
-        # In the order they were made, until they are closed: a simulation must be able to repeat their end.
-        self._children: dict[Communicator, None] = {}
+        # By context, in the order they were made, until they are closed or nobody uses them any more. In
+        # virtual time they are kept: when the collector strikes must not change what a simulation does.
+        is_virtual = group.backend.runtime.is_virtual
+        self._children: MutableMapping[int, Communicator] = {} if is_virtual else WeakValueDictionary()
         self._splits = 0
         self._subs: dict[tuple[int, ...], int] = {}
         self._start = Start(self, group)
         self._waited = Start(self, group, timers=False)
+        self._forgotten: weakref.finalize[..., Communicator] | None = None
         if group.hot is not None:
             # In front of the verb of the class, which it asks for whatever is not plain or not known yet.
             aid = _Aid(group)
@@ -149,13 +157,16 @@ class Communicator:
             # A world that is simply forgotten must not leave the others waiting for it.
             self._forgotten = weakref.finalize(self, _close_later, group.backend)
             self._forgotten.atexit = False
-            if not _worlds:
-                # Again, to come before what the backend has registered for the end.
-                atexit.unregister(_explain_all)
-                atexit.register(_explain_all)
-            _worlds.add(self)
-        else:
-            parent._children[self] = None
+            if not is_virtual:
+                _worlds.add(self)
+                _watch_the_end()
+            return
+        parent._children[group.context] = self
+        if not is_virtual:
+            # Nor must a group that is simply forgotten, and what was kept for it is freed. Operations under
+            # way on it and its agent hold the communicator.
+            self._forgotten = weakref.finalize(self, _leave_later, group)
+            self._forgotten.atexit = False
 
     @classmethod
     def world(cls, backend: Backend) -> Communicator:
@@ -243,7 +254,7 @@ class Communicator:
             axes[name] = child
         return Mesh(grid, self.rank, axes)
 
-    def attach(self, tenant: Tenant, purpose: str) -> tuple[Group, int]:
+    def _attach(self, tenant: Tenant, purpose: str) -> tuple[Group, int]:
         """Let something live on this communicator until it is closed: where, and in which context."""
         return self._group, self._group.attach(tenant, purpose)
 
@@ -256,18 +267,22 @@ class Communicator:
             CollectiveMismatch: calls that ended here were others elsewhere. It is closed all the same.
         """
         unheard: CollectiveMismatch | None = None
-        for one in (*self._children, None):
+        ending: list[Communicator | Group] = [*self._living(), self._group]
+        for one in ending:
             try:
-                (self._group if one is None else one).close()
+                one.close()
             except CollectiveMismatch as mismatch:
                 unheard = unheard or mismatch
         if self._parent is None:
             _worlds.discard(self)
-            if self._forgotten.detach() is not None:
+            if self._forgotten is not None and self._forgotten.detach() is not None:
                 self._group.backend.close()
         else:
-            self._parent._children.pop(self, None)
-            self._group.backend.end_group(self._group.context)
+            context = self._group.context
+            self._parent._children.pop(context, None)
+            if self._forgotten is not None:
+                self._forgotten.detach()
+            self._group.backend.end_group(context)
         if unheard is not None:
             raise unheard
 
@@ -297,10 +312,28 @@ class Communicator:
             first_line = (str(error).splitlines() or [""])[0]
             self.abort(f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__)
 
+    def _forsake(self, cause: str) -> None:
+        """Leave without waiting for anybody, with all groups within."""
+        for child in self._living():
+            child._forsake(cause)
+        self._group.warn_of_loose_ends("")
+        self._group.forget(cause)
+        if self._parent is None:
+            _worlds.discard(self)
+            if self._forgotten is not None and self._forgotten.detach() is not None:
+                self._group.backend.close()
+
     def _end_by(self, error: UnisonoError) -> None:
-        for child in list(self._children):
+        for child in self._living():
             child._end_by(error)
         self._group.abort(error)
+
+    def _living(self) -> list[Communicator]:
+        """The groups within that are in use, in the order they were made."""
+        if isinstance(self._children, WeakValueDictionary):
+            known = (ref() for ref in self._children.valuerefs())
+            return [child for child in known if child is not None]
+        return list(self._children.values())
 
     # -- making children ----------------------------------------------------------------------------------
 
@@ -315,6 +348,7 @@ class Communicator:
                 report="\n".join(
                     f"rank {self._group.world_ranks[r]}: split #{row[3]}" for r, row in enumerate(rows)
                 ),
+                next_step="call split equally often on all ranks",
             )
         groups: dict[int, list[tuple[int, int]]] = {}
         for rank, (has_color, its_color, its_key, _) in enumerate(rows):
@@ -424,6 +458,7 @@ class _Aid:
     def heed(self, source: int, sequence: int, theirs: bytes) -> None:
         """A message waits for a call that was made here: raise if that was another call than its sender's."""
         if not self._group.on_unmet(source, sequence, theirs):
+            self._group.wait_until_known()
             self._group.check_usable(is_collective=True)
 
 
@@ -431,14 +466,47 @@ class _Aid:
 _worlds: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
-def _explain_all() -> None:
-    """The interpreter ends: if an exception did it, those who wait for this rank hear of it."""
+_is_end_watched = False
+
+
+def _watch_the_end() -> None:
+    """Be called when the main thread ends, and again when the interpreter does, before the backends are."""
+    global _is_end_watched
+    if not _is_end_watched:
+        _is_end_watched = True
+        # Other threads of ours may be waiting for other ranks, and Python for them.
+        call_before_threads_are_joined(_end_all)
+    atexit.unregister(_end_all)
+    atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    """The main thread has ended: so do the worlds it left open, and say so if an exception did it."""
     error = getattr(sys, "last_value", None)
-    if error is not None and not hasattr(sys, "ps1"):  # at a prompt it is any that was shown before
-        for world in list(_worlds):
-            world._explain(error)
+    if hasattr(sys, "ps1"):  # at a prompt it is any that was shown before
+        error = None
+    for world in list(_worlds):
+        try:
+            if error is not None:
+                world._explain(error)
+            world._forsake("the main thread of this process has ended")
+        except Exception:  # the others must not pay for it
+            _log.exception("rank %d could not leave", world._group.world_rank)
+
+
+os.register_at_fork(after_in_child=_worlds.clear)  # they are the parent's
 
 
 def _close_later(backend: Backend) -> None:
     """Close a forgotten backend where no lock is held: the collector may strike in the midst of its code."""
     backend.runtime.call_soon(backend.close)
+
+
+def _leave_later(group: Group) -> None:
+    """Leave a forgotten group, where no lock is held."""
+    group.backend.runtime.call_soon(partial(_leave, group))
+
+
+def _leave(group: Group) -> None:
+    group.forget()
+    group.backend.end_group(group.context)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from unisono.errors import UsageError
 
-__all__ = ["Config", "Launch", "Network", "environment", "launch", "network"]
+__all__ = ["Config", "Launch", "Network", "as_options", "environment", "given", "launch", "network"]
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -28,8 +30,9 @@ def _setting(default: Any, low: float | None = None, high: float | None = None) 
 class Config:
     """What a user may set. Unknown names and senseless values are refused with a UsageError.
 
-    Every field can also be set by a variable: `UNISONO_SEGMENT_BYTES=65536`. A value given in code wins.
-    All ranks must use equal settings wherever `digest()` covers them.
+    Every field can also be set by a variable: `UNISONO_SEGMENT_BYTES=65536`. A value given in code wins, then
+    an option of `unisono run`, then the variable. All ranks must use equal settings wherever `digest()`
+    covers them.
     """
 
     reproducible: bool = _setting(False)
@@ -51,6 +54,10 @@ class Config:
     message_bytes_max: int = _setting(1 << 40, 1)
     """The longest message that is accepted."""
 
+    recv_bytes_max: int = _setting(1 << 30, 1)
+    """The longest message that is received without a buffer of a given size: by `recv_bytes`, or as an
+    object."""
+
     stall_query_s: float = _setting(0.25, 0.001)
     """After this time without an end, a collective asks the others what they are doing."""
 
@@ -60,7 +67,7 @@ class Config:
     flush_s: float = _setting(5.0, 0.0)
     """How long `close` waits for sends that were started and have not met their receive."""
 
-    silence_s: float = _setting(2.5, 0.01)
+    silence_s: float = _setting(2.5, 0.01, 1e6)
     """A peer that is silent for so long is taken for dead."""
 
     shm: bool = _setting(True)
@@ -83,13 +90,13 @@ class Config:
     """Let iroh publish where a rank is, and look up others, at its makers' servers."""
 
     deadlock_after_s: float = _setting(2.0, 0.0)
-    """In-process ranks that all wait for each other are told so after this time; 0 turns it off."""
+    """Ranks that wait for each other, and can never go on, are told so after this time; 0 turns it off."""
 
     def __init__(self, **settings: Any) -> None:
         fields = {f.name: f for f in dataclasses.fields(self)}
         for name in settings:
             if name not in fields:
-                raise UsageError(_unknown("setting", name, list(fields)))
+                raise _unknown("setting", name, list(fields))
         given = {**_from_environment(os.environ), **settings}
         for name, field in fields.items():
             object.__setattr__(self, name, _checked(field, given.get(name, field.default)))
@@ -99,11 +106,16 @@ class Config:
     @classmethod
     def inherited(cls, changes: Mapping[str, str]) -> Config:
         """What a child of this process reads if its environment is changed in this way."""
-        return cls(**_from_environment({**os.environ, **changes}))
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        return cls(**{**defaults, **_from_environment({**given(), **changes})})
 
     def digest(self) -> str:
         """A fingerprint of the settings; ranks that differ in it must not work together."""
         return hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()
+
+
+# The name of what starts ranks by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone.
+BARE = "the environment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +124,8 @@ class Launch:
 
     `job` tells this start from every other on the same host; it is empty if nothing does. `master` is the
     address that was named for rank 0, `store` the host:port of a key-value store that all ranks can reach.
+    `began` is when this process was started, in seconds since the host was, if only bare variables name its
+    job and they were there from the start: two such jobs at one time may have the same ones.
     """
 
     launcher: str
@@ -122,11 +136,13 @@ class Launch:
     job: str = ""
     master: str = ""
     store: str = ""
+    began: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Where and how this process meets the others: what UNISONO_JOIN, _ADDRESS, _ADVERTISE and _BACKEND say.
+    """Where and how this process meets the others: what options of `unisono run` say, else UNISONO_JOIN,
+    _ADDRESS, _ADVERTISE and _BACKEND.
 
     `join` is a ticket, which is a secret, or the path of a file that holds one.
     """
@@ -150,26 +166,76 @@ def launch() -> Launch | None:
     return None
 
 
-def network() -> Network:
-    """Read from the environment where this process meets the others."""
+def network(environ: Mapping[str, str] | None = None) -> Network:
+    """Read from the environment, ours or another, where a process meets the others."""
+    environ = os.environ if environ is None else environ
+
+    def said(name: str) -> str | None:
+        return environ.get(_OPTION + name) or environ.get(f"UNISONO_{name}") or None
+
     return Network(
-        join=os.environ.get("UNISONO_JOIN") or None,
-        address=os.environ.get("UNISONO_ADDRESS") or None,
-        advertise=os.environ.get("UNISONO_ADVERTISE") or None,
-        folder=os.environ.get("TMPDIR") or "/tmp",
-        backend=os.environ.get("UNISONO_BACKEND") or "native",
+        join=environ.get("UNISONO_JOIN") or None,
+        address=said("ADDRESS"),
+        advertise=said("ADVERTISE"),
+        folder=environ.get("TMPDIR") or "/tmp",
+        backend=said("BACKEND") or "native",
     )
 
 
-def environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a new rank: ours, without what says who we are, and with the changes."""
-    foreign = {
+def given() -> dict[str, str]:
+    """The environment as the user gave it: ours, without what launchers have told this process.
+
+    A ticket is the user's only in a process that no launcher of ours has started.
+    """
+    told = {
         name
         for launcher in _LAUNCHERS
         for name in (*launcher.signs, launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
     }
-    ours = {name: text for name, text in os.environ.items() if name not in foreign | _LAUNCH_VARIABLES}
-    return {**ours, **changes}
+    told |= _IDENTITY if "UNISONO_RANK" in os.environ else _IDENTITY - {"UNISONO_JOIN"}
+    environ = {
+        name: text for name, text in os.environ.items() if name not in told and not name.startswith(_OPTION)
+    }
+    for name, (ours, before) in json.loads(os.environ.get(_SET, "{}")).items():
+        if environ.get(name) == ours:
+            del environ[name]
+            environ |= {} if before is None else {name: before}
+    return environ
+
+
+def environment(changes: Mapping[str, str], defaults: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a new rank: what the user gave, with the changes.
+
+    `defaults` are for what neither has set. The rank is told of them, and of changes that are options in the
+    form of variables, so that a launcher in it does not take them for the user's.
+    """
+    inherited = {name: text for name, text in given().items() if name != "UNISONO_JOIN"}
+    added = {
+        name: text for name, text in (defaults or {}).items() if name not in inherited and name not in changes
+    }
+    options = {name: text for name, text in changes.items() if name in _OPTIONS}
+    ours = {name: (text, inherited.get(name)) for name, text in {**added, **options}.items()}
+    return {**inherited, **changes, **added, **({_SET: json.dumps(ours)} if ours else {})}
+
+
+def as_options(options: Mapping[str, str | None], variables: Mapping[str, str]) -> dict[str, str]:
+    """What tells ranks an option of their launcher: {"BACKEND": "gloo"} wins over UNISONO_BACKEND.
+
+    It has a name of its own, because the variable is the user's: what a rank starts reads the variable, not
+    the option. `variables` are options too: the user set them for the ranks.
+
+    Raises:
+        UsageError: an option and a variable among `variables` say different things.
+    """
+    chosen = {name: text for name, text in options.items() if text is not None}
+    for name, text in chosen.items():
+        other = variables.get(f"UNISONO_{name}")
+        kind = type(getattr(Config, name.lower(), ""))
+        if other is not None and _parsed(name, other, kind) != _parsed(name, text, kind):
+            raise UsageError(
+                f"--env UNISONO_{name}={other} contradicts --{name.lower()}", next_step="give one of them"
+            )
+    return {_OPTION + name: text for name, text in chosen.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +296,7 @@ _LAUNCHERS = (
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
     _Launcher(
-        "the environment",
+        BARE,
         ("WORLD_SIZE",),
         "RANK",
         "WORLD_SIZE",
@@ -240,11 +306,16 @@ _LAUNCHERS = (
     ),
 )
 
-# What a launcher of ours tells a rank about itself; it is no setting that ranks share.
-_LAUNCH_VARIABLES = frozenset(
-    f"UNISONO_{name}"
-    for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "JOIN", "ADDRESS", "ADVERTISE", "BACKEND")
-)
+# What a launcher of ours tells a rank about itself: no user's variable goes before it.
+_IDENTITY = frozenset(f"UNISONO_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "JOIN"))
+# What a user may set beside the settings that ranks share.
+_PLACES = ("ADDRESS", "ADVERTISE", "BACKEND")
+# What `unisono run` has an option for.
+_OPTIONS = frozenset(f"UNISONO_{name}" for name in (*_PLACES, "INSECURE"))
+# Options of a launcher of ours; and the variables that it has set, with what was there before.
+_OPTION = "UNISONO_RUN_"
+_SET = "UNISONO_RUN_SET"
+_NO_SETTINGS = _IDENTITY | {_SET} | {prefix + name for prefix in ("UNISONO_", _OPTION) for name in _PLACES}
 
 _LOOPBACK_NAMES = ("localhost", "127.", "::1")
 
@@ -259,7 +330,8 @@ def _started_by(launcher: _Launcher, environ: Mapping[str, str]) -> Launch:
         )
         raise UsageError(
             f"{launcher.name} set variables of its own, but {launcher.rank} and {launcher.size} are not both "
-            f"numbers: {found}"
+            f"numbers: {found}",
+            next_step="start it by that launcher, or unset its variables",
         ) from None
     if not 0 <= rank < size:
         raise UsageError(
@@ -278,15 +350,28 @@ def _started_by(launcher: _Launcher, environ: Mapping[str, str]) -> Launch:
         local_rank=local_rank,
         is_one_host=local_size == size
         or nodes == 1
-        or (
-            launcher.name == "the environment" and environ.get("MASTER_ADDR", "").startswith(_LOOPBACK_NAMES)
-        ),
+        or (launcher.name == BARE and environ.get("MASTER_ADDR", "").startswith(_LOOPBACK_NAMES)),
         job="/".join([launcher.name, *job]) if job and all(job) else "",
         master=environ.get("MASTER_ADDR", "") if "MASTER_ADDR" in launcher.job else "",
         store=f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
         if environ.get(launcher.store_sign) == "True"
         else "",
+        began=_began(environ, (launcher.rank, launcher.size, *launcher.job))
+        if launcher.name == BARE
+        else None,
     )
+
+
+def _began(environ: Mapping[str, str], names: Sequence[str]) -> float | None:
+    """When this process was started, if it was started with these very variables."""
+    try:
+        first = Path("/proc/self/environ").read_bytes().split(b"\0")
+        started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return None
+    if any(f"{name}={environ.get(name)}".encode() not in first for name in names):
+        return None
+    return started_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
@@ -298,12 +383,13 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     names = {f.name: f for f in dataclasses.fields(Config)}
     found: dict[str, Any] = {}
     for variable, text in environ.items():
-        if not variable.startswith("UNISONO_") or variable in _LAUNCH_VARIABLES:
+        if not variable.startswith("UNISONO_") or variable in _NO_SETTINGS:
             continue
-        name = variable.removeprefix("UNISONO_").lower()
+        name = variable.removeprefix(_OPTION).removeprefix("UNISONO_").lower()
         if name not in names:
-            raise UsageError(_unknown("variable", variable, list(names), "UNISONO_"))
-        found[name] = _parsed(variable, text, type(names[name].default))
+            raise _unknown("variable", variable, list(names), "UNISONO_")
+        if variable.startswith(_OPTION) or _OPTION + name.upper() not in environ:
+            found[name] = _parsed(variable, text, type(names[name].default))
     return found
 
 
@@ -317,7 +403,8 @@ def _parsed(variable: str, text: str, kind: type) -> Any:
         return kind(text)
     except ValueError:
         raise UsageError(
-            f"{variable}={text!r} is not {'a number' if kind is float else 'an integer'}"
+            f"{variable}={text!r} is not {'a number' if kind is float else 'an integer'}",
+            next_step="correct the variable, or unset it",
         ) from None
 
 
@@ -334,10 +421,11 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
     return value
 
 
-def _unknown(what: str, name: str, known: list[str], prefix: str = "") -> str:
+def _unknown(what: str, name: str, known: list[str], prefix: str = "") -> UsageError:
     import difflib  # only a mistake needs it
 
     close = difflib.get_close_matches(name.removeprefix(prefix).lower(), known, n=1)
     shown = [f"{prefix}{n.upper()}" if prefix else n for n in (close or known)]
     hint = f"did you mean {shown[0]}?" if close else f"allowed: {', '.join(shown)}"
-    return f"{what} {name!r} is unknown; {hint}"
+    step = f"write {shown[0]}" if close else f"correct the {what}, or leave it out"
+    return UsageError(f"{what} {name!r} is unknown; {hint}", next_step=step)

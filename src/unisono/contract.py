@@ -27,10 +27,14 @@ if TYPE_CHECKING:
     from unisono.runtime import Runtime
 
 __all__ = [
+    "CONTROL_BYTES_MAX",
+    "ENDED_CONTEXTS_MAX",
     "ENVELOPE_BYTES",
     "GRACE_LOOK_S",
     "GRACE_S",
     "HEADER_BYTES_MAX",
+    "OFFERS_MAX",
+    "OWN_CREDIT_BYTES",
     "UNTYPED",
     "Backend",
     "Capabilities",
@@ -40,10 +44,12 @@ __all__ = [
     "Lane",
     "LengthMismatch",
     "Mailbox",
+    "OwnCredit",
     "PeerDown",
     "Request",
     "Stage",
     "Tags",
+    "bytes_max",
     "eager_limits",
     "withdrawn",
 ]
@@ -53,6 +59,9 @@ HEADER_BYTES_MAX: Final = 1024
 
 # What a queued message costs beyond its bytes: an endless stream of empty ones must meet a limit too.
 ENVELOPE_BYTES: Final = 64
+
+# So many contexts that were closed here are remembered: what comes for them is late, not early.
+ENDED_CONTEXTS_MAX: Final = 1 << 16
 
 # How the cause of a PeerDown begins if the bytes that came made no sense, or were damaged.
 BROKEN: Final = "broke the protocol"
@@ -88,6 +97,11 @@ class Tags:
         """Whether a user may have sent it."""
         return 0 <= tag <= TAG_MAX
 
+    @staticmethod
+    def is_control(tag: int) -> bool:
+        """Whether it is news between ranks or the frame of a call: at most CONTROL_BYTES_MAX long."""
+        return bool(tag & Tags.CONTROL) or tag == Tags.RPC
+
 
 class Lane(IntEnum):
     """An independent queue on a link. A full lane never blocks another."""
@@ -96,9 +110,19 @@ class Lane(IntEnum):
     CONTROL = 1
 
 
-# A control message is a few lines of text; a hundred of the longest may wait.
+# News between ranks and frames of calls are a few lines of text. No longer one is accepted, whoever sends it:
+# more than this breaks the protocol, before any memory is taken for it.
+CONTROL_BYTES_MAX: Final = 256 * 1024
+# Most are much shorter than this, and travel at once; a hundred such may wait.
 _CONTROL_EAGER_BYTES: Final = 16 * 1024
 _CONTROL_CREDIT_BYTES: Final = 100 * _CONTROL_EAGER_BYTES
+
+# A rank may send itself this much, and always one message of any length, before a receive is posted: a
+# blocking send could never wait for its own receive. Beyond, it waits for its receive like any other.
+OWN_CREDIT_BYTES: Final = 64 << 20
+
+# Offers of one peer that may wait for their receives: the peer holds further ones back.
+OFFERS_MAX: Final = 1 << 16
 
 
 def eager_limits(config: Config, lane: Lane) -> tuple[int, int]:
@@ -112,6 +136,31 @@ def eager_limits(config: Config, lane: Lane) -> tuple[int, int]:
             max(config.eager_credit_bytes, _CONTROL_CREDIT_BYTES),
         )
     return config.eager_bytes, config.eager_credit_bytes
+
+
+def bytes_max(config: Config, tag: int) -> int:
+    """The longest message that may come under a tag; what users set for theirs does not bound control."""
+    return CONTROL_BYTES_MAX if Tags.is_control(tag) else config.message_bytes_max
+
+
+class OwnCredit:
+    """What a rank has sent itself and not received, in bytes. Whoever uses it holds a lock."""
+
+    def __init__(self, config: Config) -> None:
+        self._limit = max(OWN_CREDIT_BYTES, config.eager_credit_bytes)
+        self._used = 0
+
+    def take(self, nbytes: int) -> bool:
+        """Keep a message; False if it must wait for its receive instead. The first may have any length."""
+        cost = nbytes + ENVELOPE_BYTES
+        if self._used and self._used + cost > self._limit:
+            return False
+        self._used += cost
+        return True
+
+    def give_back(self, nbytes: int) -> None:
+        """A message was received, or never will be."""
+        self._used -= nbytes + ENVELOPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +185,7 @@ class PeerDown:
 
     def error(self) -> PeerLost:
         """The error of a request that can no longer end; a ProtocolError may be behind it."""
-        lost = PeerLost(lost_text((self.rank,)), ranks=(self.rank,), cause=self.cause)
+        lost = PeerLost(lost_text((self.rank,), self.cause), ranks=(self.rank,), cause=self.cause)
         if self.cause.startswith(BROKEN):
             lost.__cause__ = ProtocolError(f"rank {self.rank} {self.cause}")
         return lost
@@ -307,8 +356,11 @@ class Mailbox(Protocol):
     background, one at a time, and make way for any thread that waits for anything.
     """
 
-    def post(self, dst: int, data: bytes) -> None:
-        """Send in the control lane, in order. What cannot arrive is dropped: a watch tells why."""
+    def post(self, dst: int, data: bytes, unsent_bytes_max: int) -> bool:
+        """Send in the control lane, in order. What cannot arrive is dropped: a watch tells why.
+
+        False, and nothing is sent, if more than `unsent_bytes_max` wait for a peer that does not take them.
+        """
 
     def take(self, timeout: float, is_front: bool) -> list[tuple[int, Any]]:
         """Wait for messages and take them, with their sources; none after a poke, or if time is up.
@@ -512,7 +564,20 @@ class Backend(ABC):
         return None
 
     def end_group(self, context: int) -> None:  # noqa: B027 - only who keeps something for groups cares
-        """A communicator of some of the ranks was closed here."""
+        """A communicator of some of the ranks, or an agent, was closed here: its context is not used again.
+
+        Messages that came whole and that nobody received, or that come later, are dropped: their credit goes
+        back. A message whose sender still waits stays: the sender takes it back when it hears of the end.
+        """
+
+    def check_length(self, tag: int, nbytes: int, header: bytes = b"") -> None:
+        """Refuse a message that is longer than any of its kind may be, before anything is sent."""
+        longest = bytes_max(self.config, tag)
+        if nbytes > longest or len(header) > HEADER_BYTES_MAX:
+            raise UsageError(
+                f"a message of {nbytes} bytes with a header of {len(header)}; allowed: "
+                f"{longest} and {HEADER_BYTES_MAX}"
+            )
 
     def check_peer(self, rank: int | Any_, what: str) -> None:
         """Refuse a rank that does not exist, before anything is sent. Only a source (`src`) may be ANY."""

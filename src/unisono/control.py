@@ -7,15 +7,31 @@ message of every context meets.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
-from typing import Final, Protocol, TypeAlias
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Annotated, Final, Protocol, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-from unisono.contract import GRACE_LOOK_S, GRACE_S, Backend, Lane, PeerDown, Tags
+from unisono.contract import (
+    CONTROL_BYTES_MAX,
+    ENDED_CONTEXTS_MAX,
+    ENVELOPE_BYTES,
+    GRACE_LOOK_S,
+    GRACE_S,
+    HEADER_BYTES_MAX,
+    Backend,
+    Lane,
+    PeerDown,
+    Tags,
+)
+from unisono.deadlock import Wait
+from unisono.deadlock_watch import Ask, DeadlockWatch, Doomed, Mark, Told
 from unisono.errors import (
     ClosedError,
     CollectiveMismatch,
@@ -49,28 +65,51 @@ _log = logging.getLogger("unisono")
 CONTROL_CONTEXT: Final = 0
 WORLD_CONTEXT: Final = 1
 
-# A rank may hear of a communicator before it has made it; the news waits, this much of it.
-_EARLY_NEWS_MAX: Final = 1024
+# A rank may hear of a communicator before it has made it; the news waits, so many bytes of each sender.
+EARLY_BYTES_MAX: Final = 1 << 20
+# Who asks for an agent too early is remembered, in so many contexts of each rank.
+_KNOCKS_MAX: Final = 64
+_MISSED_MAX: Final = 1024
+# Answers to a rank that it has not taken yet: who asks and does not listen gets no more.
+_ANSWERS_MAX: Final = 1024
 # Text that comes from a peer is shown to people and logged: one line of it, not a book.
 _TEXT_MAX: Final = 4096
+RANKS_MAX: Final = 1 << 13
+_CALLS_MAX: Final = 64
+# How long to wait after a control message could not be received, for want of memory for example.
+_REST_S: Final = 0.05
+
+# What stands in a message is bounded where it is read, and cut to the same length where it is written. All
+# of the longest together are shorter than CONTROL_BYTES_MAX.
+Text: TypeAlias = Annotated[str, Meta(max_length=_TEXT_MAX)]
+Fingerprint: TypeAlias = Annotated[bytes, Meta(max_length=HEADER_BYTES_MAX)]
+Ranks: TypeAlias = Annotated[tuple[int, ...], Meta(max_length=RANKS_MAX)]
+Calls: TypeAlias = Annotated[dict[int, Fingerprint], Meta(max_length=_CALLS_MAX)]
+Progress: TypeAlias = Annotated[dict[int, int], Meta(max_length=_CALLS_MAX)]
 
 
 class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
-    """A communicator is broken, and why: the root cause, passed on as itself."""
+    """A communicator is broken, and why: the root cause, passed on as itself.
+
+    If members called different things, `calls` holds the sender's call and two that differ, by world rank.
+    """
 
     context: int
-    kind: str
-    what: str
-    cause: str = ""
-    report: str = ""
-    ranks: tuple[int, ...] = ()
-    operation: str | None = None
-    communicator: str | None = None
+    kind: Text
+    what: Text
+    cause: Text = ""
+    report: Text = ""
+    ranks: Ranks = ()
+    operation: Text | None = None
+    communicator: Text | None = None
     sequence: int | None = None
     is_abort: bool = False
+    calls: Calls = {}
 
     @staticmethod
-    def of(error: UnisonoError, context: int, is_abort: bool = False) -> Verdict:
+    def of(
+        error: UnisonoError, context: int, is_abort: bool = False, calls: Mapping[int, bytes] | None = None
+    ) -> Verdict:
         """Put an error into words that travel; an abort ends more than collectives, for its sender leaves."""
         ranks: tuple[int, ...] = ()
         if isinstance(error, PeerLost):
@@ -79,19 +118,22 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
             ranks = error.waiting_on
         elif isinstance(error, PeerAborted):
             ranks = (error.rank,)
+        elif isinstance(error, CollectiveMismatch):
+            ranks = error.culprits
         report = error.report if isinstance(error, CollectiveMismatch) else ""
         where = error.where
         return Verdict(
             context,
-            type(error).__name__,
-            error.what,
-            error.cause or "",
-            report,
-            ranks,
-            where.operation,
-            where.communicator,
+            _cut(type(error).__name__),
+            _cut(error.what),
+            _cut(error.cause or ""),
+            _cut(report),
+            ranks[:RANKS_MAX],
+            where.operation and _cut(where.operation),
+            where.communicator and _cut(where.communicator),
             where.sequence,
             is_abort,
+            dict(itertools.islice((calls or {}).items(), _CALLS_MAX)),
         )
 
     def error(self, sender: int) -> UnisonoError:
@@ -99,12 +141,14 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
         what, cause, report = _shown(self.what), _shown(self.cause), _shown(self.report)
         where = Location(self.operation, self.communicator, None, self.sequence)
         match self.kind:
-            case "PeerLost":
-                return PeerLost(what, ranks=self.ranks, where=where, cause=cause)
+            case "PeerLost":  # what the sender was doing is not what its receiver does
+                return PeerLost(what, ranks=self.ranks, cause=cause)
             case "DeadlineExceeded":
                 return DeadlineExceeded(what, waiting_on=self.ranks, where=where, cause=cause)
             case "CollectiveMismatch":
-                return CollectiveMismatch(what, report=report, where=where, cause=cause)
+                # Under this number the members called different verbs: the sender's is but one of them.
+                where = replace(where, operation="collective")
+                return CollectiveMismatch(what, report=report, culprits=self.ranks, where=where, cause=cause)
             case "Deadlock":
                 return Deadlock(what, where=where, cause=cause)
             case "PeerAborted":
@@ -124,7 +168,7 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
 
     context: int
     lane: Lane
-    calls: dict[int, bytes] = {}
+    calls: Calls = {}
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):
@@ -132,7 +176,7 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
 
     context: int
     sequence: int
-    fingerprint: bytes
+    fingerprint: Fingerprint
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
@@ -141,7 +185,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     context: int
     sequence: int
     has_called: bool
-    waiting_on: tuple[int, ...] = ()
+    waiting_on: Ranks = ()
 
 
 class Knock(msgspec.Struct, frozen=True, tag="knock"):
@@ -152,15 +196,15 @@ class Knock(msgspec.Struct, frozen=True, tag="knock"):
     """
 
     context: int
-    name: str
-    progress: dict[int, int] = {}
+    name: Text
+    progress: Progress = {}
 
 
 class Present(msgspec.Struct, frozen=True, tag="present"):
     """The sender has one, and what it is called."""
 
     context: int
-    name: str
+    name: Text
 
 
 class Absent(msgspec.Struct, frozen=True, tag="absent"):
@@ -170,7 +214,7 @@ class Absent(msgspec.Struct, frozen=True, tag="absent"):
 
 
 News: TypeAlias = Verdict | Left | Query | Answer
-Word: TypeAlias = News | Knock | Present | Absent
+Word: TypeAlias = News | Knock | Present | Absent | Ask | Told | Mark | Doomed
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Word).decode
 
@@ -196,6 +240,12 @@ class Member(Protocol):
     @property
     def next_sequence(self) -> int:
         """The number of the collective that is called next."""
+
+    def calls_under_way(self) -> list[Call]:
+        """The operations that have not ended."""
+
+    def wait_of(self, call: Call, is_limited: bool) -> Wait | None:
+        """What an operation of it waits for."""
 
     def on_news(self, sender: int, news: News) -> None:
         """A member, by its world rank, tells something about this communicator."""
@@ -245,9 +295,12 @@ class Control:
         # Contexts whose tenant was waited for once, and did not come.
         self._missed: OrderedDict[int, None] = OrderedDict()
         self._down: dict[int, PeerDown] = {}
-        self._early: OrderedDict[int, list[tuple[int, News]]] = OrderedDict()
-        self._early_count = 0
+        # Contexts that were closed here last: what is still said about them is late, not early.
+        self._over: OrderedDict[int, None] = OrderedDict()
+        self._early = _EarlyNews()
+        self._answers: Counter[int] = Counter()
         self._ends: deque[PeerDown] = deque()
+        self.deadlocks = DeadlockWatch(self)
         self._call = Call("control", backend.rank)
         Task(backend.runtime, self._call, self._listen(self._call)).begin(timers=False)
         backend.watch(self._on_peer_down)
@@ -256,18 +309,22 @@ class Control:
         """Let a communicator hear the news of its context, the early ones first."""
         with self._lock:
             self._members[member.context] = member
-            early = self._early.pop(member.context, [])
-            self._early_count -= len(early)
+            early = self._early.taken(member.context)
             down = list(self._down.values())
         for verdict in down:
             member.on_peer_down(verdict)
-        for sender, news in early:
+        for sender, data in early:
+            news = decode(data)
+            assert isinstance(news, Verdict | Left), "nothing else is kept"
             member.on_news(sender, news)
 
     def leave(self, member: Member) -> None:
         """Stop telling a communicator anything."""
         with self._lock:
             self._members.pop(member.context, None)
+            self._over[member.context] = None
+            if len(self._over) > ENDED_CONTEXTS_MAX:
+                self._over.popitem(last=False)
 
     def settle(self, tenant: Tenant) -> None:
         """Let a tenant hear who asks for it, those first who asked too early, and who is gone."""
@@ -288,18 +345,54 @@ class Control:
 
     def ask_for(self, tenant: Tenant, rank: int) -> None:
         """Ask a rank whether it has such a tenant."""
-        self.tell([rank], Knock(tenant.context, tenant.name or "", tenant.progress))
+        nearest = dict(list(tenant.progress.items())[-_CALLS_MAX:])
+        self.tell([rank], Knock(tenant.context, tenant.name or "", nearest))
 
     def has_context(self, context: int) -> bool:
         """Whether a living communicator of this rank uses the context."""
         return context in self._members
 
+    def groups(self) -> list[Member]:
+        """The living communicators of this rank."""
+        with self._lock:
+            return list(self._members.values())
+
+    def has_tenants(self) -> bool:
+        """Whether anything lives on them that others may call."""
+        return bool(self._tenants)
+
     def tell(self, ranks: Iterable[int], news: Word, lane: Lane = Lane.CONTROL) -> None:
         """Send news to world ranks. Whoever cannot be reached has other sources of bad news."""
-        data = memoryview(_encode(news))
+        data = self._encoded(news)
         for rank in ranks:
-            if rank != self.backend.rank and rank not in self._down:
+            if data is not None and rank != self.backend.rank and rank not in self._down:
                 self.backend.start_send(rank, CONTROL_CONTEXT, Tags.CONTROL, data, lane=lane)
+
+    def answer(self, rank: int, word: Word, lane: Lane = Lane.CONTROL) -> None:
+        """Send what others asked for to a world rank, unless it asks and asks and takes no answer."""
+        if rank == self.backend.rank or rank in self._down or self._answers[rank] >= _ANSWERS_MAX:
+            return
+        if (data := self._encoded(word)) is None:
+            return
+        request = self.backend.start_send(rank, CONTROL_CONTEXT, Tags.CONTROL, data, lane=lane)
+        if request.done:
+            return
+
+        def taken() -> None:
+            with self._lock:
+                self._answers[rank] -= 1
+
+        with self._lock:
+            self._answers[rank] += 1
+        request.notify(taken)
+
+    def _encoded(self, word: Word) -> memoryview | None:
+        """What travels; None if nobody would take it. Verdicts and answers are cut so that this never is."""
+        data = memoryview(_encode(word))
+        if data.nbytes <= CONTROL_BYTES_MAX:
+            return data
+        _log.error("rank %d: news of %d bytes is too long to be told", self.backend.rank, data.nbytes)
+        return None
 
     def _listen(self, call: Call) -> Steps[None]:
         while True:
@@ -311,8 +404,11 @@ class Control:
                     self._heed(self._tell_end, self._ends.popleft())
                 if not request.done:
                     yield
-            if request.error is not None and not isinstance(request.error, ClosedError):
+            if isinstance(request.error, PeerLost):
                 continue  # a message whose sender went while it was on its way: the others still speak
+            if request.error is not None and not isinstance(request.error, ClosedError):
+                yield from self._rest(call, request.error)
+                continue
             if request.error is not None:
                 with self._lock:
                     members, tenants = list(self._members.values()), list(self._tenants.values())
@@ -320,10 +416,20 @@ class Control:
                     member.on_silence()
                 for tenant in tenants:
                     tenant.on_silence()
+                self.deadlocks.close()
                 return
             envelope = request.envelope
             assert envelope is not None
             self._heed(self._on_message, envelope.source, bytes(request.data or b""))
+
+    def _rest(self, call: Call, error: BaseException) -> Steps[None]:
+        """A message could not be received and is still there: say so, and try again after a while."""
+        rank, runtime = self.backend.rank, self.backend.runtime
+        self._blame(rank, ProtocolError(f"rank {rank} could not receive a control message", cause=str(error)))
+        until = runtime.now() + _REST_S
+        runtime.call_at(until, call.wake)
+        while runtime.now() < until:
+            yield
 
     def _heed(self, hear: Callable[..., None], *news: object) -> None:
         """Hear the news. A failure in that must not make this rank deaf: others would wait for ever."""
@@ -349,24 +455,34 @@ class Control:
         if isinstance(news, Knock | Present | Absent):
             self._on_tenants_word(sender, news)
             return
+        if isinstance(news, Ask | Told | Mark | Doomed):
+            self.deadlocks.on_word(sender, news)
+            return
         with self._lock:
             member = self._members.get(news.context)
-            if member is None and not isinstance(news, Query | Answer):
-                self._keep(sender, news)
+            is_late = news.context in self._over
+            if member is None and not is_late and not isinstance(news, Query | Answer):
+                self._early.keep(sender, news.context, data)
         if member is not None:
             member.on_news(sender, news)
+        elif isinstance(news, Query) and is_late:
+            # Who asks has not heard that this rank left it: the news came too early to be kept there.
+            self.answer(sender, Answer(news.context, news.sequence, has_called=False))
+            for lane in Lane:
+                self.answer(sender, Left(news.context, lane), lane)
         elif isinstance(news, Query):
-            self.tell([sender], Answer(news.context, news.sequence, has_called=False))
+            self.answer(sender, Answer(news.context, news.sequence, has_called=False))
 
     def _on_tenants_word(self, sender: int, word: Knock | Present | Absent) -> None:
         with self._lock:
             tenant = self._tenants.get(word.context)
-            if tenant is None and isinstance(word, Knock) and len(self._knocks) < _EARLY_NEWS_MAX:
+            is_waiting = sender in self._knocks.get(word.context, {})
+            if tenant is None and isinstance(word, Knock) and self._knocks_of(sender) < _KNOCKS_MAX:
                 self._knocks.setdefault(word.context, {})[sender] = word.name
         match word:
             case Knock() if tenant is not None:
                 self._on_knock(sender, word.name, tenant)
-            case Knock():
+            case Knock() if not is_waiting:  # else it will be answered
                 until = self.backend.runtime.now() + (0 if word.context in self._missed else GRACE_S)
                 self._await_tenant(sender, word, until)
             case Present() if tenant is not None:
@@ -375,7 +491,7 @@ class Control:
                 tenant.on_absent(sender)
 
     def _on_knock(self, sender: int, name: str, tenant: Tenant) -> None:
-        self.tell([sender], Present(tenant.context, tenant.name or ""))
+        self.answer(sender, Present(tenant.context, tenant.name or ""))
         tenant.on_present(sender, _shown(name))
 
     def _await_tenant(self, sender: int, knock: Knock, until: float) -> None:
@@ -390,7 +506,7 @@ class Control:
             )
             if is_asked and now >= until:
                 self._missed[knock.context] = None
-                if len(self._missed) > _EARLY_NEWS_MAX:
+                if len(self._missed) > _MISSED_MAX:
                     self._missed.popitem(last=False)
         if not is_asked or is_beyond or now >= until:
             self._say_absent(sender, knock.context)
@@ -406,14 +522,11 @@ class Control:
                 self._knocks.pop(context, None)
             is_here = context in self._tenants
         if not is_here:
-            self.tell([sender], Absent(context))
+            self.answer(sender, Absent(context))
 
-    def _keep(self, sender: int, news: News) -> None:
-        self._early.setdefault(news.context, []).append((sender, news))
-        self._early_count += 1
-        while self._early_count > _EARLY_NEWS_MAX:
-            _, oldest = self._early.popitem(last=False)
-            self._early_count -= len(oldest)
+    def _knocks_of(self, sender: int) -> int:
+        """In how many contexts a rank waits for an agent; the caller holds the lock."""
+        return sum(sender in waiting for waiting in self._knocks.values())
 
     def _blame(self, sender: int, error: ProtocolError) -> None:
         with self._lock:
@@ -440,6 +553,66 @@ class Control:
             member.on_peer_down(down)
         for tenant in tenants:
             tenant.on_peer_down(down)
+
+
+class _EarlyNews:
+    """What ranks said about communicators that were not made here yet, as it came.
+
+    Of each rank a bounded number of bytes is kept. Beyond, its oldest news loses all calls but the last, and
+    only if that does not help it goes.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._by_context: dict[int, dict[int, tuple[int, bytes]]] = {}
+        # By sender: the context of its news by number, and those that have not been made shorter.
+        self._by_sender: dict[int, OrderedDict[int, int]] = {}
+        self._full: dict[int, OrderedDict[int, int]] = {}
+        self._bytes: Counter[int] = Counter()
+
+    def keep(self, sender: int, context: int, data: bytes) -> None:
+        number = next(self._numbers)
+        self._by_context.setdefault(context, {})[number] = (sender, data)
+        kept = self._by_sender.setdefault(sender, OrderedDict())
+        full = self._full.setdefault(sender, OrderedDict())
+        kept[number] = full[number] = context
+        self._bytes[sender] += _cost(data)
+        while self._bytes[sender] > EARLY_BYTES_MAX and full:
+            self._shorten(*full.popitem(last=False))
+        while self._bytes[sender] > EARLY_BYTES_MAX:
+            oldest, its_context = kept.popitem(last=False)
+            news = self._by_context[its_context]
+            self._bytes[sender] -= _cost(news.pop(oldest)[1])
+            if not news:
+                del self._by_context[its_context]
+
+    def taken(self, context: int) -> list[tuple[int, bytes]]:
+        """The news of a context, with its senders, in the order in which it came."""
+        found = self._by_context.pop(context, {})
+        for number, (sender, data) in found.items():
+            del self._by_sender[sender][number]
+            self._full[sender].pop(number, None)
+            self._bytes[sender] -= _cost(data)
+        return list(found.values())
+
+    def _shorten(self, number: int, context: int) -> None:
+        """Keep the last call only: that its sender had come so far decides who still waits for it."""
+        sender, data = self._by_context[context][number]
+        news = decode(data)
+        assert isinstance(news, Verdict | Left), "nothing else is kept"
+        if len(news.calls) > 1 and isinstance(news, Left):
+            last = max(news.calls)
+            shorter = _encode(msgspec.structs.replace(news, calls={last: news.calls[last]}))
+            self._by_context[context][number] = (sender, shorter)
+            self._bytes[sender] -= len(data) - len(shorter)
+
+
+def _cost(data: bytes) -> int:
+    return len(data) + ENVELOPE_BYTES
+
+
+def _cut(text: str) -> str:
+    return text[:_TEXT_MAX]
 
 
 def _shown(text: str) -> str:

@@ -7,11 +7,8 @@
     ├─ DeadlineExceeded (TimeoutError) .waiting_on: retry, or look at those ranks
     ├─ PeerLost                        .ranks: every rank known to be dead or gone
     ├─ PeerAborted                     .rank and its own error text: look there first
-    ├─ CollectiveMismatch              .report: the ranks called different things
-    ├─ Deadlock                        who waits for whom (simulator and in-process ranks)
-    ├─ Revoked                         a member revoked the communicator: rebuild it
-    ├─ StaleEpoch                      the others went on without this process
-    ├─ QuorumLost                      this side of a partition must not go on
+    ├─ CollectiveMismatch              .report: the ranks called different things; .culprits: the minority
+    ├─ Deadlock                        who waits for whom; only where nobody can end it
     ├─ ProtocolError                   a peer sent bytes that make no sense
     ├─ ClosedError                     stop using the closed thing
     └─ RemoteError                     .rank, .type_name, .traceback_text of a far exception
@@ -24,8 +21,11 @@ Ranks in errors are world ranks.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypedDict, Unpack
+from itertools import groupby
+from typing import ClassVar, Final, TypedDict, Unpack
 
 __all__ = [
     "BackendUnavailable",
@@ -39,11 +39,8 @@ __all__ = [
     "PeerAborted",
     "PeerLost",
     "ProtocolError",
-    "QuorumLost",
     "RemoteError",
     "RendezvousError",
-    "Revoked",
-    "StaleEpoch",
     "UnisonoError",
     "UsageError",
 ]
@@ -83,12 +80,12 @@ class _Rest(TypedDict, total=False):
 
 
 class UnisonoError(Exception):
-    """The base of all. Its text is built once, from what happened, where and what to do next.
+    """The base of all. Its text says what happened, where, why, and what to do next.
 
-    `usual_step` is the next step of errors of a kind that are told no better one.
+    `usual_step` is the next step of errors of a kind that are told no better one: every error has one.
     """
 
-    usual_step: ClassVar[str] = ""
+    usual_step: ClassVar[str] = "see what the other ranks say; if that explains nothing, report it"
 
     def __init__(
         self,
@@ -101,17 +98,19 @@ class UnisonoError(Exception):
         self.what = what
         self.where = where if where is not None else Location()
         self.cause = cause
-        self.next_step = next_step
+        self.next_step = next_step or self.usual_step
         super().__init__(what)
 
     def __str__(self) -> str:
         where = str(self.where)
         text = self.what + (where if where.startswith(",") or not where else f" {where}")
-        if self.cause:
-            text += f": {self.cause}"
-        if step := self.next_step or self.usual_step:
-            text += f". Next: {step}"
-        return text
+        if why := self._why():
+            text += f": {why}"
+        return f"{text}. Next: {self.next_step}"
+
+    def _why(self) -> str:
+        """The cause in words. It may be another error's text, but that one's next step is not this one's."""
+        return (self.cause or "").partition(". Next: ")[0]
 
     @property
     def operation(self) -> str | None:
@@ -149,13 +148,19 @@ class UnisonoError(Exception):
 class UsageError(UnisonoError, ValueError):
     """The call is wrong: it says what was given and what is allowed. Nothing was sent."""
 
+    usual_step = "correct the call; nothing was sent"
+
 
 class BackendUnavailable(UnisonoError):
     """The backend cannot run here; the text names the command that installs it."""
 
+    usual_step = "uni.list_backends() shows what can run here and how to install the rest"
+
 
 class RendezvousError(UnisonoError):
     """The ranks did not find each other."""
+
+    usual_step = "check that every rank was started, with the same size, address and ticket"
 
 
 class DeadlineExceeded(UnisonoError, TimeoutError):
@@ -176,13 +181,19 @@ class PeerLost(UnisonoError):
     def __init__(self, what: str, *, ranks: tuple[int, ...] = (), **rest: Unpack[_Rest]) -> None:
         super().__init__(what, **rest)
         self.ranks = ranks
+        if self.next_step == self.usual_step and _UNREACHED in (self.cause or ""):
+            self.next_step = _OPEN_PORT
 
     def of_ranks(self, ranks: tuple[int, ...]) -> PeerLost:
         """Return a copy that names these ranks: the same ones as others number them, or more of them."""
         if ranks == self.ranks:
             return self
         return PeerLost(
-            lost_text(ranks), ranks=ranks, where=self.where, cause=self.cause, next_step=self.next_step
+            lost_text(ranks, self.cause),
+            ranks=ranks,
+            where=self.where,
+            cause=self.cause,
+            next_step=self.next_step,
         )
 
 
@@ -197,27 +208,25 @@ class PeerAborted(UnisonoError):
 
 
 class CollectiveMismatch(UnisonoError):
-    """The ranks of a communicator called different things; `report` shows both calls."""
+    """The ranks of a communicator called different things; `report` shows each call, and who made it.
 
-    def __init__(self, what: str, *, report: str = "", **rest: Unpack[_Rest]) -> None:
+    `culprits` are the ranks whose call is not that of the majority; there are none if no call has one.
+    """
+
+    usual_step = "make all ranks of the communicator call the same, with the same arguments"
+
+    def __init__(
+        self, what: str, *, report: str = "", culprits: tuple[int, ...] = (), **rest: Unpack[_Rest]
+    ) -> None:
         super().__init__(what, **rest)
         self.report = report
+        self.culprits = culprits
 
 
 class Deadlock(UnisonoError):
     """Every rank waits for another, so no one can go on; the text says who waits for whom."""
 
-
-class Revoked(UnisonoError):
-    """A member revoked this communicator."""
-
-
-class StaleEpoch(UnisonoError):
-    """The others formed a newer view without this process."""
-
-
-class QuorumLost(UnisonoError):
-    """Too few members of the previous view are reachable to go on."""
+    usual_step = "break the cycle, or give one of these waits a timeout"
 
 
 class ProtocolError(UnisonoError):
@@ -233,7 +242,12 @@ class ClosedError(UnisonoError):
 
 
 class RemoteError(UnisonoError):
-    """An exception on another rank whose type cannot be rebuilt here."""
+    """An exception on another rank whose type cannot be rebuilt here.
+
+    Its text names the line there that raised it; `traceback_text` has the whole traceback.
+    """
+
+    usual_step = "see .traceback_text, the whole traceback of that rank"
 
     def __init__(
         self,
@@ -249,18 +263,83 @@ class RemoteError(UnisonoError):
         self.type_name = type_name
         self.traceback_text = traceback_text
 
+    def _why(self) -> str:
+        why, frames = super()._why(), _FRAME.findall(self.traceback_text)
+        if not frames:
+            return why
+        file, line, function = frames[-1]
+        raised_at = "".join(c for c in f"at {file}:{line} in {function}" if c.isprintable())
+        return f"{why}, {raised_at}" if why else raised_at
+
 
 class BadArguments(RemoteError, TypeError):
     """A function on another rank does not take the arguments; it was not called."""
+
+    usual_step = "call it with the arguments that it takes"
 
 
 class NotExposed(RemoteError, LookupError):
     """There is no function of this name on the other rank, or no agent."""
 
+    usual_step = "expose it on that rank before it is called: agent.register(name, fn)"
 
-def lost_text(ranks: tuple[int, ...]) -> str:
-    """Who is gone, in words."""
-    return f"rank {ranks[0]} is gone" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are gone"
+
+# A frame of a traceback in Python's own words.
+_FRAME: Final = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
+# So many ranks are named one by one; of more, neighbours are written as a range.
+_RANKS_LISTED: Final = 8
+# More ranges than this say nothing to a reader.
+_RANGES_MAX: Final = 32
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in words: "rank 3", "ranks 0, 1, 3", of many "ranks 0-6, 8-9"."""
+    numbers = sorted(set(ranks))
+    is_short = len(numbers) <= _RANKS_LISTED
+    listed = ", ".join(map(str, numbers)) if is_short else rank_numbers(numbers)
+    return f"rank{'' if len(numbers) == 1 else 's'} {listed}"
+
+
+def rank_numbers(ranks: Iterable[int]) -> str:
+    """Ranks as briefly as a person writes them: "0-3, 7"."""
+    runs = [
+        [rank for _, rank in run]
+        for _, run in groupby(enumerate(sorted(set(ranks))), lambda place: place[1] - place[0])
+    ]
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(parts[:_RANGES_MAX]) + (", ..." if len(parts) > _RANGES_MAX else "")
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: "1 rank", "2 ranks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def said_of(rank: int, cause: str) -> str:
+    """What happened to a rank, as a sentence: a cause says it with or without "it", or names a thing."""
+    if cause.startswith("it "):
+        cause = cause.removeprefix("it ")
+    elif cause.startswith(("its ", "no ", "the ", "data ", "too ", "cannot ")) and not cause.startswith(
+        "cannot be "
+    ):
+        return f"rank {rank}: {cause}"
+    return f"rank {rank} {cause}"
+
+
+# How the engine begins the cause of a rank that does not answer where it should (native/engine/door.cpp).
+_UNREACHED: Final = "cannot be reached from rank"
+_OPEN_PORT: Final = (
+    "see whether that rank still runs; if it does, let TCP and UDP through to that port of its host "
+    "(--address HOST:PORT fixes the ports: PORT for the seed, those after it for the ranks of a host)"
+)
+
+
+def lost_text(ranks: tuple[int, ...], cause: str | None = None) -> str:
+    """Who is gone, or only out of reach, in words."""
+    how = "out of reach" if all(_UNREACHED in each for each in (cause or "").split("; ")) else "gone"
+    return f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} {how}"
 
 
 def _copy(error: UnisonoError) -> UnisonoError:

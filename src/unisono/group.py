@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from unisono._native import Ledger
 from unisono.call_site import call_site
-from unisono.contract import HEADER_BYTES_MAX, Backend, Lane, PeerDown, Request
-from unisono.control import Answer, Control, Left, News, Query, Tenant, Verdict
+from unisono.contract import HEADER_BYTES_MAX, Backend, Envelope, Lane, PeerDown, Request
+from unisono.control import RANKS_MAX, Answer, Control, Left, News, Query, Tenant, Verdict
+from unisono.deadlock import ANY_RANK, Wait
 from unisono.errors import (
     ClosedError,
     CollectiveMismatch,
@@ -31,19 +34,26 @@ from unisono.errors import (
     UnisonoError,
     UsageError,
     lost_text,
+    said_of,
 )
-from unisono.runtime import NEVER, Deadline
-from unisono.values import ANY
+from unisono.inquiry import FORGOTTEN, Inquiry, call_of
+from unisono.runtime import NEVER, Deadline, Timer
+from unisono.values import ANY, Any_
 from unisono.work import Call, Started, Steps, Task, Work, waited
 
 __all__ = ["Group", "context_of", "descriptor_of", "fingerprint_of", "single"]
 
 T = TypeVar("T")
 
-# Of those who ask too early, so many are kept.
+_log = logging.getLogger("unisono")
+
+# Questions about collectives that were not called here yet, kept of each member.
 _QUESTIONS_KEPT: Final = 64
 # A farewell holds so many: an empty collective needs nobody, so its caller may leave while others wait in it.
 _CALLS_TOLD: Final = 4
+# Members that differ wait so long to hear what all others called. A mismatch is found within half a second
+# (twice stall_query_s) and must end every rank within one.
+_INQUIRY_S: Final = 0.4
 
 
 @dataclass(slots=True)
@@ -88,7 +98,14 @@ class Group:
             context, tuple(range(backend.size)), self.ledger, is_introduced=is_introduced
         )
         self._poison: UnisonoError | None = None
+        # Members called different things: until it is over, the poison is what is known so far.
+        self._inquiry: Inquiry | None = None
+        self._patience: Timer | None = None
+        self._ending: UnisonoError | None = None  # a member gave up because of it
         self._is_heard = False  # a caller here has heard of the poison
+        # Where works were started that nobody has waited for yet, and threads that a mismatch was raised in.
+        self._unwaited: Counter[tuple[str, str]] = Counter()
+        self._raised: dict[int, str] = {}
         # Who has not said yet, as this one leaves, that it made our last call.
         self._unsettled: set[int] = set()
         self._is_aborted = False
@@ -117,8 +134,10 @@ class Group:
     ) -> Work[T]:
         """Begin an operation and keep an eye on it until it ends."""
         runtime = self.backend.runtime
+        runtime.used(self.world_rank)
+        begun = 0.0 if is_collective or self.hot_messages is None else self.hot_messages.take_begun()
         call, task, entry = self._prepared(
-            operation, deadline, runtime.now(), steps, is_collective=is_collective, is_send=is_send
+            operation, deadline, begun or runtime.now(), steps, is_collective=is_collective, is_send=is_send
         )
         # Allowed, numbered and pending in one breath: no verdict can fall in between and miss it.
         with self._lock:
@@ -126,6 +145,10 @@ class Group:
             if is_collective:
                 call.sequence = entry.sequence = self.ledger.take()
             self._pending[id(entry)] = entry
+            if timers:
+                started = (operation, call_site())
+                self._unwaited[started] += 1
+                call.on_result = lambda error: self._on_result(call, started, error)
         task.begin(timers)
         return Started(task, runtime) if timers else Work(task, runtime)
 
@@ -158,12 +181,16 @@ class Group:
     ) -> tuple[Call, Task[T], _Pending]:
         runtime, config = self.backend.runtime, self.backend.config
         call = Call(operation, self.world_rank, self.name, self.epoch, None, deadline, started_at)
-        task: Task[T] = Task(runtime, call, steps(call))
+        carried = self._until_known(steps(call)) if is_collective else steps(call)
+        task: Task[T] = Task(runtime, call, carried)
         entry = _Pending(task, None, set(), is_send)  # type: ignore[arg-type]
         call.doom = lambda: self._doom_of(call)
         call.fault = self._in_world_ranks
         call.on_end = lambda error: self._on_end(entry, error)
+        call.on_result = lambda error: self._on_result(call, None, error)
         call.stall_log_s = None if runtime.is_virtual else config.stall_log_s
+        if config.deadlock_after_s and not runtime.sees_deadlocks:
+            call.long_wait_s, call.on_long_wait = config.deadlock_after_s, self.control.deadlocks.look
         if is_collective:
             budget = deadline.remaining(call.started_at)
             call.stall_query_s = (
@@ -173,12 +200,17 @@ class Group:
         return call, task, entry
 
     def check_usable(self, is_collective: bool, operation: str | None = None) -> None:
-        """Refuse an operation on a closed or broken communicator."""
+        """Refuse an operation on a closed or broken communicator.
+
+        A collective that is called while members hear what the others called says so, too: see remember.
+        """
         here = Location(operation, self.name, self.epoch)
         if self._closed is not None:
             raise self._closed.located(here)
-        if self._poison is not None and (is_collective or self._is_aborted):
-            raise self._current_poison().located(here)
+        if self._poison is not None and (is_collective or self._is_aborted) and not self._is_inquiring():
+            error = self._current_poison().located(here)
+            self._note_raised(str(here), error)
+            raise error
 
     def remember(self, sequence: int, fingerprint: bytes) -> None:
         """Keep what was called under a number, for those who ask later; compare it with who has left."""
@@ -187,6 +219,9 @@ class Group:
             known = list(self._farewells.items())
             askers = self._questions.pop(sequence, {})
             self._look()
+            inquiry = self._inquiry
+        if inquiry is not None:
+            raise self._inquire(inquiry.sequence, {})
         known += [(rank, {sequence: theirs}) for rank, theirs in askers.items()]
         for rank, calls in known:
             if (mismatch := self._compare(rank, calls)) is not None:
@@ -197,15 +232,17 @@ class Group:
 
     def check_fingerprint(self, call: Call, mine: bytes, peer: int, theirs: bytes) -> None:
         """Compare the call of the peer (by its rank here) with ours; a difference is the end of the group."""
-        if _call_of(mine) != _call_of(theirs):
-            raise self._mismatch(call.operation, call.sequence, mine, self.world_ranks[peer], theirs)
+        if call_of(mine) != call_of(theirs):
+            assert call.sequence is not None
+            raise self._inquire(call.sequence, {self.world_rank: mine, self.world_ranks[peer]: theirs})
 
     def refuse_length(self, call: Call, mine: bytes, peer: int, came: int, awaited: int) -> None:
         """The calls read alike and yet a message has another length: no correct peer sends it."""
         there = self.world_ranks[peer]
         lines = f"rank {there} sent {came} bytes where {awaited} were due"
+        words = call_of(mine).decode(errors="replace")
         raise CollectiveMismatch(
-            f"ranks {self.world_rank} and {there} disagree", report=f"{_shown(mine)}: {lines}", cause=lines
+            f"ranks {self.world_rank} and {there} disagree", report=f"{words}: {lines}", cause=lines
         )
 
     def introduction(self, peer: int) -> bytes:
@@ -268,6 +305,7 @@ class Group:
 
     def abort(self, error: UnisonoError) -> None:
         """A member gives up for good: end everything. If the group was poisoned before, that is the cause."""
+        self._conclude()
         with self._lock:
             if self._closed is not None or self._is_aborted:
                 return
@@ -276,7 +314,7 @@ class Group:
             pending = list(self._pending.values())
             root_cause = self._poison
             self._look()
-        self.control.tell(self.world_ranks, Verdict.of(root_cause, self.context, is_abort=True))
+        self.control.tell(self.world_ranks, self._verdict(root_cause, is_abort=True))
         for entry in pending:
             entry.task.interrupt(self._current_poison)
         for tenant in list(self._tenants.values()):
@@ -292,24 +330,39 @@ class Group:
             sends = [entry for entry in self._pending.values() if entry.is_send]
         self._flush(sends)
         is_ahead = self._settle()
+        is_unheard = (
+            is_ahead
+            and isinstance(self._poison, CollectiveMismatch)
+            and not (self._is_heard or self._is_aborted)
+        )
+        if not is_unheard:
+            self.warn_of_loose_ends(f" at {call_site()}")
+        self._leave()
+        if is_unheard:
+            raise self._current_poison()
+
+    def forget(self, cause: str | None = None) -> None:
+        """Leave without waiting for anybody: who used it is gone, or will be."""
+        self._leave(cause)
+
+    def _leave(self, cause: str | None = None) -> None:
         with self._lock:
-            self._closed = ClosedError(f"communicator {self.name!r} is closed")
+            if self._closed is not None:
+                return
+            next_step = None if cause is None else "close it, or join the threads that use it, before that"
+            self._closed = ClosedError(
+                f"communicator {self.name!r} is closed", cause=cause, next_step=next_step
+            )
             self._look()
             pending = list(self._pending.values())
         for entry in pending:
             entry.task.interrupt(self._closed)
         if not self._is_aborted:
             if self._poison is not None:  # told before, but a farewell in its own lane must not overtake it
-                self.control.tell(self.world_ranks, Verdict.of(self._poison, self.context), Lane.BULK)
+                self.control.tell(self.world_ranks, self._verdict(self._poison), Lane.BULK)
             for lane in (Lane.BULK, Lane.CONTROL):
                 self.control.tell(self.world_ranks, Left(self.context, lane, self._last_calls()), lane)
         self.control.leave(self)
-        if (
-            is_ahead
-            and isinstance(self._poison, CollectiveMismatch)
-            and not (self._is_heard or self._is_aborted)
-        ):
-            raise self._current_poison()
 
     @property
     def is_closed(self) -> bool:
@@ -332,8 +385,8 @@ class Group:
         gone, or when the time to flush is over.
         """
         behind = [] if self.hot is None else self.hot.behind()
-        if (mismatch := self._overlooked()) is not None:
-            self.poison(mismatch)
+        self._overlooked()
+        self.wait_until_known()
         if not behind or self._poison is not None or self._is_silent:
             return bool(behind)
 
@@ -361,6 +414,53 @@ class Group:
             self._is_heard = True
             self.poison(error)
 
+    def _on_result(self, call: Call, started: tuple[str, str] | None, error: BaseException | None) -> None:
+        """A thread of the user's has seen how an operation ended."""
+        if started is not None:
+            call.on_result = lambda error: self._on_result(call, None, error)
+            with self._lock:
+                self._unwaited[started] -= 1
+                if not self._unwaited[started]:
+                    del self._unwaited[started]
+        if error is not None:
+            self._note_raised(f"during {call}", error)
+
+    def _note_raised(self, where: str, error: BaseException | None) -> None:
+        if isinstance(error, CollectiveMismatch):
+            thread = threading.current_thread()
+            self._raised.setdefault(thread.ident or 0, f"{where} at {call_site()}, in thread {thread.name}")
+
+    def warn_of_loose_ends(self, where: str) -> None:
+        """Log what the user left undone: what nobody has seen is a mistake that hides."""
+        with self._lock:
+            works, poison = sorted(self._unwaited.items()), self._poison
+        loose: list[str] = []
+        if poison is None:
+            started = [f"{verb} at {site}" + (f" ({n} times)" if n > 1 else "") for (verb, site), n in works]
+            queued = [f"{n} bytes from rank {rank}, tag {tag}" for rank, tag, n in self._unreceived()]
+            loose += [f"works never waited for: {', '.join(started)}"] if started else []
+            loose += [f"messages never received: {'; '.join(queued)}"] if queued else []
+        elif isinstance(poison, CollectiveMismatch) and threading.get_ident() not in self._raised:
+            told = "; ".join(self._raised.values()) or "to nobody"
+            loose.append(f"a mismatch that was raised {told}: {poison.what}")
+        if loose and not self._is_aborted:
+            _log.warning("rank %d closes %r%s with %s", self.world_rank, self.name, where, "; ".join(loose))
+
+    def _unreceived(self) -> list[tuple[int, int, int]]:
+        """The first message of each member that waits here: its world rank, tag and length."""
+        found = []
+        with contextlib.suppress(UnisonoError):
+            if self._queued_from(ANY) is not None:
+                for source, rank in enumerate(self.world_ranks):
+                    if (envelope := self._queued_from(source)) is not None:
+                        found.append((rank, envelope.tag, envelope.nbytes))
+        return found
+
+    def _queued_from(self, source: int | Any_) -> Envelope | None:
+        probe = self.backend.probe(source, self.context, ANY)
+        probe.cancel()
+        return probe.envelope
+
     def _current_poison(self) -> UnisonoError:
         """The poison as it reads now: a PeerLost names all that are known to be lost."""
         error = self._poison
@@ -379,18 +479,26 @@ class Group:
         if sender not in self.world_ranks:
             return
         match news:
+            case Verdict(kind="CollectiveMismatch", sequence=int(sequence), calls=calls) if calls:
+                self._inquire(sequence, {rank: calls[rank] for rank in calls if rank in self.world_ranks})
+                with self._lock:
+                    is_inquiring = self._is_inquiring()
+                    if news.is_abort and is_inquiring:
+                        self._ending = news.error(sender)
+                if news.is_abort and not is_inquiring:
+                    self.abort(news.error(sender))
             case Verdict(is_abort=True):
                 self.abort(news.error(sender))
             case Verdict():
                 self.poison(news.error(sender))
             case Left():
                 with self._lock:
-                    self._farewells[sender] = news.calls
+                    if news.calls or sender not in self._farewells:
+                        self._farewells[sender] = news.calls
                     lanes = self._closed_lanes.setdefault(sender, set())
                     lanes.add(news.lane)
                     self._look()
-                if (mismatch := self._compare(sender, news.calls)) is not None:
-                    self.poison(mismatch)
+                self._compare(sender, news.calls)
                 if len(lanes) == len(Lane):
                     self._on_gone(sender, "left")
             case Query():
@@ -408,6 +516,7 @@ class Group:
         with self._lock:
             self._dead[down.rank] = down.cause
             self._look()
+        self._conclude(if_known=True)
         self.poison(self._lost([down.rank]))
         self._wake_all()
 
@@ -424,6 +533,7 @@ class Group:
         with self._lock:
             self._left.setdefault(rank, cause)
             self._look()
+        self._conclude(if_known=True)
         self._wake_all()
 
     def _silence(self) -> UnisonoError:
@@ -448,8 +558,10 @@ class Group:
     def _doom_of(self, call: Call) -> UnisonoError | None:
         """Why an operation that waits now can never end, if so."""
         gone = {**self._left, **self._dead}
-        if not gone:
+        if not gone or self._is_inquiring():
             return None
+        if self._inquiry is not None and call.sequence is not None:
+            return self._current_poison()  # who left called something else: that is why
         if not call.is_wildcard:
             hopeless = [
                 rank for rank in call.waiting_on() if rank in gone and not self._has_joined(call, rank)
@@ -487,8 +599,8 @@ class Group:
     def _lost(self, ranks: list[int]) -> PeerLost:
         causes = {**self._left, **self._dead}
         everyone = tuple(sorted({*ranks, *self._dead}))
-        cause = "; ".join(f"rank {rank} {causes[rank]}" for rank in everyone)
-        return PeerLost(lost_text(everyone), ranks=everyone, cause=cause)
+        cause = "; ".join(said_of(rank, causes[rank]) for rank in everyone)
+        return PeerLost(lost_text(everyone, cause), ranks=everyone, cause=cause)
 
     # -- stalls and mismatches ----------------------------------------------------------------------------
 
@@ -503,30 +615,28 @@ class Group:
             self.control.tell(fresh, Query(self.context, sequence, fingerprint))
 
     def _on_query(self, sender: int, query: Query) -> None:
-        mismatch = self._overlooked() or self._compare(sender, {query.sequence: query.fingerprint})
-        if mismatch is not None:
-            self.poison(mismatch)
+        if self._overlooked() or self._compare(sender, {query.sequence: query.fingerprint}):
             return
         with self._lock:
             entry = self._pending_at(query.sequence)
             has_passed = query.sequence < self.ledger.next
             # Who asks too early is answered, and its call compared, once this rank makes its own.
             is_early = not has_passed or (entry is not None and self.ledger.find(query.sequence) is None)
-            if is_early and len(self._questions) < _QUESTIONS_KEPT:
+            kept = sum(sender in askers for askers in self._questions.values())
+            if is_early and kept < _QUESTIONS_KEPT:
                 self._questions.setdefault(query.sequence, {})[sender] = query.fingerprint
                 self._look()
             below = tuple(self.ledger.awaited(query.sequence))
         waiting_on = entry.task.call.waiting_on() if entry is not None else below
-        self.control.tell([sender], Answer(self.context, query.sequence, has_passed, waiting_on))
+        self.control.answer(sender, Answer(self.context, query.sequence, has_passed, waiting_on[:RANKS_MAX]))
 
     def _compare(self, sender: int, calls: Mapping[int, bytes]) -> CollectiveMismatch | None:
         """Look for the first collective that a member called otherwise than this one."""
         for sequence, theirs in sorted(calls.items()):
             with self._lock:
                 mine = self.ledger.find(sequence)
-            if mine is not None and _call_of(mine) != _call_of(theirs):
-                operation = _call_of(mine).split(b" ")[0].decode(errors="replace")
-                return self._mismatch(operation, sequence, mine, sender, theirs)
+            if mine is not None and call_of(mine) != call_of(theirs):
+                return self._inquire(sequence, {self.world_rank: mine, sender: theirs})
         return None
 
     def on_unmet(self, source: int, sequence: int, theirs: bytes) -> bool:
@@ -534,16 +644,12 @@ class Group:
 
         False once there is nothing to compare any more. A call that is still to be made is compared then.
         """
-        mismatch = self._compare(source, {sequence: theirs})
+        self._compare(source, {sequence: theirs})
         with self._lock:
             is_early = sequence >= self.ledger.next or self._pending_at(sequence) is not None
             is_forgotten = not is_early and self.ledger.find(sequence) is None
         if is_forgotten:
-            mine = b"another call, made long ago"
-            operation = _call_of(theirs).split(b" ")[0].decode(errors="replace")
-            mismatch = self._mismatch(operation, sequence, mine, source, theirs)
-        if mismatch is not None:
-            self.poison(mismatch)
+            self._inquire(sequence, {self.world_rank: FORGOTTEN, source: theirs})
         return self._poison is None and self._closed is None
 
     def _overlooked(self) -> CollectiveMismatch | None:
@@ -582,18 +688,127 @@ class Group:
     def _pending_at(self, sequence: int) -> _Pending | None:
         return next((entry for entry in self._pending.values() if entry.sequence == sequence), None)
 
-    def _mismatch(
-        self, operation: str, sequence: int | None, mine: bytes, peer: int, theirs: bytes
-    ) -> CollectiveMismatch:
-        calls = sorted([(self.world_rank, mine), (peer, theirs)])
-        lines = [f"rank {rank}: {_shown(fingerprint)}" for rank, fingerprint in calls]
-        return CollectiveMismatch(
-            f"ranks {calls[0][0]} and {calls[1][0]} called different things",
-            report="\n".join(lines),
-            where=Location(operation, self.name, self.epoch, sequence),
-            cause="; ".join(lines),
-            next_step="make every rank call the same collectives in the same order",
+    # -- deadlocks ----------------------------------------------------------------------------------------
+
+    def calls_under_way(self) -> list[Call]:
+        """The operations that have not ended."""
+        with self._lock:
+            return [entry.task.call for entry in self._pending.values()]
+
+    def wait_of(self, call: Call, is_limited: bool) -> Wait | None:
+        """What an operation of this group waits for; None if others cannot judge it."""
+        words = str(call)
+        if call.sequence is not None:
+            # Of the absent only those it waits for itself: a rank that has called may still be sending to it.
+            absent = tuple(sorted(call.absent.intersection(call.waiting_on())))
+            return Wait(call.number, words, self.context, absent, False, call.sequence, is_limited=is_limited)
+        open_ones = [message for message in call.messages if not message.request.done]
+        if not open_ones:
+            return None
+        message = min(open_ones, key=lambda message: message.is_send)
+        others = tuple(
+            rank for rank in self.world_ranks if rank != self.world_rank and rank not in self._left
         )
+        is_any = message.peer == ANY_RANK
+        return Wait(
+            call.number,
+            words,
+            self.context,
+            others if is_any else (message.peer,),
+            is_any,
+            None,
+            message.tag,
+            message.is_send,
+            is_limited,
+        )
+
+    # -- inquiries ----------------------------------------------------------------------------------------
+
+    def _inquire(self, sequence: int, calls: Mapping[int, bytes]) -> CollectiveMismatch:
+        """Members called different things: tell them, hear what the others called, then end all collectives.
+
+        Returns what is known so far. The lowest number under which calls differ counts.
+        """
+        with self._lock:
+            is_late = self._closed is not None or (self._poison is not None and not self._is_inquiring())
+            inquiry = self._inquiry
+            if is_late or inquiry is None or sequence < inquiry.sequence:
+                inquiry = Inquiry(sequence)
+            if sequence == inquiry.sequence:
+                inquiry.add(calls)
+            is_silent = self.world_rank not in inquiry.calls
+            number = inquiry.sequence
+            inquiry.add({rank: told[number] for rank, told in self._farewells.items() if number in told})
+            if (mine := self.ledger.find(number)) is not None:
+                inquiry.add({self.world_rank: mine})
+            error = inquiry.error(self.world_ranks, self.world_rank, self.name, self.epoch)
+            if is_late:
+                return error
+            is_first = self._inquiry is None
+            is_news = inquiry is not self._inquiry or (is_silent and mine is not None)
+            self._inquiry, self._poison = inquiry, error
+            self._look()
+        if is_news:
+            self.control.tell(self.world_ranks, self._verdict(error))
+        if is_first:
+            runtime = self.backend.runtime
+            self._patience = runtime.call_at(runtime.now() + _INQUIRY_S, self._conclude)
+        self._conclude(if_known=True)
+        return error
+
+    def _verdict(self, error: UnisonoError, *, is_abort: bool = False) -> Verdict:
+        """What the other members are told. Every one of them finds out by itself who differs."""
+        is_found = self._inquiry is not None and isinstance(error, CollectiveMismatch)
+        calls = self._inquiry.evidence(self.world_rank) if self._inquiry is not None and is_found else {}
+        return Verdict.of(error, self.context, is_abort, calls)
+
+    def _is_inquiring(self) -> bool:
+        return self._inquiry is not None and not self._inquiry.is_over
+
+    def _conclude(self, *, if_known: bool = False) -> None:
+        """End an inquiry, and with it all collectives; with `if_known` only if every member was heard."""
+        with self._lock:
+            inquiry = self._inquiry
+            if inquiry is None or inquiry.is_over:
+                return
+            if if_known and set(self.world_ranks) - {*inquiry.calls, *self._left, *self._dead}:
+                return
+            number = inquiry.sequence
+            inquiry.add({rank: told[number] for rank, told in self._farewells.items() if number in told})
+            inquiry.is_over = True
+            self._poison = inquiry.error(self.world_ranks, self.world_rank, self.name, self.epoch)
+            pending = [entry for entry in self._pending.values() if entry.sequence is not None]
+            ending, self._ending = self._ending, None
+        if self._patience is not None:
+            self._patience.cancel()
+        for entry in pending:
+            entry.task.interrupt(self._current_poison)
+        self._wake_all()
+        if ending is not None:
+            self.abort(ending)
+
+    def _until_known(self, steps: Steps[T]) -> Steps[T]:
+        """Carry a collective to its end; if members called different things, until all have told theirs."""
+        try:
+            return (yield from steps)
+        except CollectiveMismatch:
+            if self._inquiry is None:
+                raise
+            with contextlib.suppress(UnisonoError):  # whatever ends it meanwhile, this is the reason
+                while self._is_inquiring():
+                    yield
+            raise self._current_poison() from None
+
+    def wait_until_known(self) -> None:
+        """Wait for an inquiry that is under way."""
+
+        def steps(call: Call) -> Steps[None]:
+            while self._is_inquiring():
+                yield
+
+        if self._is_inquiring():
+            with contextlib.suppress(UnisonoError):
+                waited(self.start("inquiry", NEVER, steps, is_collective=False, timers=False))
 
 
 def fingerprint_of(words: str, descriptor: bytes) -> bytes:
@@ -637,13 +852,3 @@ def single(call: Call, request: Request, peers: Callable[[], tuple[int, ...]]) -
             yield
         raise call.fault(request.error)
     return request
-
-
-def _call_of(fingerprint: bytes) -> bytes:
-    return fingerprint.partition(b"\0")[0]
-
-
-def _shown(fingerprint: bytes) -> str:
-    call, _, site = fingerprint.partition(b"\0")
-    words = call.decode(errors="replace").partition(" group=")[0]
-    return words + (f" at {site.decode(errors='replace')}" if site else "")

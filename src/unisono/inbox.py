@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
-from unisono.contract import UNTYPED, Envelope, PeerDown, Request
-from unisono.errors import ClosedError, UnisonoError, UsageError
+from unisono.config import Config
+from unisono.contract import ENDED_CONTEXTS_MAX, UNTYPED, Envelope, PeerDown, Request, Tags
+from unisono.errors import ClosedError, UnisonoError
 from unisono.matching import Arrived, Matcher, Posted, refusal
 from unisono.values import ANY, Any_
 
@@ -30,6 +32,13 @@ class Parcel(ABC):
     def refuse(self, error: UnisonoError) -> None:
         """The receiver is gone: end the sender's request with the error."""
 
+    def is_whole(self) -> bool:
+        """Whether all of it is here and nobody waits for its receive. Called with the inbox's lock held."""
+        return False
+
+    def drop(self) -> None:  # noqa: B027 - only who counts credit cares
+        """Nobody will ever receive it, and it was whole: give its credit back."""
+
 
 class Inbox:
     """Where messages for one rank meet its receives.
@@ -37,12 +46,15 @@ class Inbox:
     Requests are completed after the lock is released, because their callbacks may call anything.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, recv_bytes_max: int = Config.recv_bytes_max) -> None:
         self.rank = rank
+        self._recv_bytes_max = recv_bytes_max
         self._lock = threading.Lock()
         self._matcher: Matcher[Parcel] = Matcher()
+        self._queued: dict[Parcel, Arrived[Parcel]] = {}
         self._down: dict[int, PeerDown] = {}
         self._closed: UnisonoError | None = None
+        self._ended: OrderedDict[int, None] = OrderedDict()
 
     def arrive(self, envelope: Envelope, parcel: Parcel) -> None:
         """A message has come: it meets the first fitting receive, or waits for one."""
@@ -90,23 +102,42 @@ class Inbox:
             self._closed = to_senders
             posted, arrived = list(self._matcher.all_posted()), list(self._matcher.all_arrived())
             self._matcher = Matcher()
+            self._queued.clear()
         for receive in posted:
             receive.request.fail(error)
         for message in arrived:
             message.payload.refuse(to_senders)
 
+    def end_context(self, context: int) -> None:
+        """Nobody will receive in this context any more: drop what came whole, now and later."""
+        with self._lock:
+            self._ended[context] = None
+            if len(self._ended) > ENDED_CONTEXTS_MAX:
+                self._ended.popitem(last=False)
+            dropped = [m for m in self._matcher.arrived_in(context) if m.payload.is_whole()]
+            for message in dropped:
+                self._take(message)
+        for message in dropped:
+            message.payload.drop()
+
     def withdraw_parcel(self, wanted: Parcel) -> bool:
         """Take back a queued message that its sender cancels; False if it has met its receive."""
         with self._lock:
-            for message in self._matcher.all_arrived():
-                if message.payload is wanted:
-                    return self._matcher.take(message)
-        return False
+            message = self._queued.get(wanted)
+            if message is not None:
+                self._take(message)
+        return message is not None
 
     def parcels_from(self, source: int) -> list[Parcel]:
         """The queued messages of a rank."""
         with self._lock:
             return [m.payload for m in self._matcher.all_arrived() if m.envelope.source == source]
+
+    def is_awaited(self) -> bool:
+        """Whether a receive or probe waits here, beside those for control messages."""
+        with self._lock:
+            tags = [posted.tag for posted in self._matcher.all_posted()]
+        return any(tag is ANY or not tag & Tags.CONTROL for tag in tags)
 
     def post_again(self, posted: Posted) -> None:
         """A receive whose message was taken back by its sender waits again, at its old place."""
@@ -122,12 +153,21 @@ class Inbox:
             self._matcher.withdraw(posted)
             if posted.is_probe:
                 todo.append(partial(posted.request.complete, envelope))
-            elif (reason := refusal(posted, envelope)) is not None:
-                todo.append(partial(posted.request.fail, UsageError(reason), envelope))
+            elif (reason := refusal(posted, envelope, self._recv_bytes_max)) is not None:
+                todo.append(partial(posted.request.fail, reason, envelope))
             else:
                 todo.append(partial(parcel.deliver, posted, envelope))
                 return
-        self._matcher.queue(Arrived(envelope, parcel))
+        if envelope.context in self._ended and parcel.is_whole():
+            todo.append(parcel.drop)
+        else:
+            self._queued[parcel] = message = Arrived(envelope, parcel)
+            self._matcher.queue(message)
+
+    def _take(self, message: Arrived[Parcel]) -> None:
+        """Take a message out of the queue; the caller holds the lock."""
+        self._matcher.take(message)
+        del self._queued[message.payload]
 
     def _post(self, posted: Posted) -> Request:
         request = posted.request
@@ -145,10 +185,10 @@ class Inbox:
                     self._matcher.post(posted)
             elif posted.is_probe:
                 pass
-            elif (reason := refusal(posted, message.envelope)) is not None:
-                error = UsageError(reason)
+            elif (reason := refusal(posted, message.envelope, self._recv_bytes_max)) is not None:
+                error = reason
             else:
-                self._matcher.take(message)
+                self._take(message)
         if error is not None:
             request.fail(error, None if message is None else message.envelope)
         elif message is not None:

@@ -61,10 +61,16 @@ def _reduce_by_function(dst: Array, src: Array, op: ReduceOp, dtype: DType, left
     mine, other = _lend(dst, dtype), _lend(src, dtype)
     result = np.asarray(op.fn(other, mine) if left else op.fn(mine, other))
     if result.shape != mine.shape:
-        raise UsageError(f"op {op} returned shape {result.shape} for two arrays of shape {mine.shape}")
+        raise UsageError(
+            f"op {op} returned shape {result.shape} for two arrays of shape {mine.shape}",
+            next_step="return one array of the same shape",
+        )
     # A float for integers would lose its fraction without a word.
     if not np.can_cast(result.dtype, mine.dtype, "same_kind"):
-        raise UsageError(f"op {op} returned {result.dtype} for two arrays of {mine.dtype}")
+        raise UsageError(
+            f"op {op} returned {result.dtype} for two arrays of {mine.dtype}",
+            next_step=f"return an array of {mine.dtype}",
+        )
     if dtype == BFLOAT16:
         narrow(np.ascontiguousarray(result, np.float32), dst, dtype)
     else:

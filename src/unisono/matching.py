@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from unisono.contract import UNTYPED, Envelope, Request, Tags
+from unisono.errors import UsageError
 from unisono.values import ANY, DTYPES, Any_
 
 __all__ = ["Arrived", "Matcher", "Posted", "refusal"]
@@ -25,7 +26,7 @@ P = TypeVar("P")
 
 @dataclass(slots=True, eq=False)
 class Posted:
-    """A receive or probe that waits. `capacity` None takes any length; a probe takes nothing at all."""
+    """A receive or probe that waits. Without `into` it takes any allowed length; a probe takes nothing."""
 
     source: int | Any_
     context: int
@@ -65,23 +66,40 @@ class _Queues(Generic[P]):
     arrived_exact: dict[tuple[int, int], OrderedDict[int, Arrived[P]]] = field(default_factory=dict)
 
 
-def refusal(posted: Posted, envelope: Envelope) -> str | None:
-    """Why a fitting message may not go into this receive's buffer; None if it may."""
+def refusal(posted: Posted, envelope: Envelope, bytes_max: int | None = None) -> UsageError | None:
+    """Why a fitting message may not be taken by this receive; None if it may.
+
+    `bytes_max` bounds what a user's receive without a buffer takes, before any memory is. Control messages
+    have a bound of their own, where they arrive: refused here, they would stay in front of all later ones.
+    """
     if posted.into is None:
-        return None
+        if bytes_max is None or envelope.nbytes <= bytes_max or Tags.is_control(envelope.tag):
+            return None
+        return _too_long(envelope, bytes_max)
     if envelope.nbytes > posted.into.nbytes:
-        return (
+        return UsageError(
             f"the message from rank {envelope.source} with tag {envelope.tag} has {envelope.nbytes} bytes, "
-            f"the buffer {posted.into.nbytes}; it stays queued"
+            f"the buffer {posted.into.nbytes}; it stays queued",
+            next_step=f"receive it into {envelope.nbytes} bytes or more, or by recv_bytes",
         )
     types = (envelope.dtype, posted.dtype)
     if types[0] != types[1] and not any(code in (UNTYPED, DTYPES["uint8"].code) for code in types):
         sent, wanted = (list(DTYPES)[code] if code < len(DTYPES) else f"type {code}" for code in types)
-        return (
+        return UsageError(
             f"the message from rank {envelope.source} with tag {envelope.tag} holds {sent}, "
-            f"the buffer is {wanted}; it stays queued"
+            f"the buffer is {wanted}; it stays queued",
+            next_step=f"receive it into {sent}, or by recv_bytes",
         )
     return None
+
+
+def _too_long(envelope: Envelope, bytes_max: int) -> UsageError:
+    return UsageError(
+        f"the message from rank {envelope.source} with tag {envelope.tag} has {envelope.nbytes} bytes; "
+        f"allowed without a buffer of a given size: {bytes_max} (recv_bytes_max); it stays queued",
+        next_step="receive it with recv into a buffer of its size, or set Config(recv_bytes_max=...) or "
+        "UNISONO_RECV_BYTES_MAX alike on all ranks",
+    )
 
 
 class Matcher(Generic[P]):
@@ -166,6 +184,11 @@ class Matcher(Generic[P]):
     def all_arrived(self) -> Iterator[Arrived[P]]:
         """Every queued message, in order of arrival within a context."""
         return itertools.chain.from_iterable(list(q.arrived.values()) for q in list(self._contexts.values()))
+
+    def arrived_in(self, context: int) -> list[Arrived[P]]:
+        """The queued messages of one context, in order of arrival."""
+        queues = self._contexts.get(context)
+        return [] if queues is None else list(queues.arrived.values())
 
     def is_empty(self) -> bool:
         """Whether nothing waits: contexts that are done leave nothing behind."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from unisono.errors import UsageError
+from unisono.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
@@ -44,7 +44,9 @@ class Grid:
     def check_size(self, size: int) -> None:
         """Refuse a shape that does not hold exactly `size` ranks."""
         if self.size != size:
-            raise UsageError(f"mesh shape {self.shape} holds {self.size} ranks; allowed: exactly {size}")
+            raise UsageError(
+                f"mesh shape {self.shape} holds {counted(self.size, 'rank')}; allowed: exactly {size}"
+            )
 
     def axis(self, name: str | int) -> int:
         """The number of an axis."""

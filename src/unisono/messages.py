@@ -14,11 +14,12 @@ import numpy as np
 from unisono import buffers
 from unisono.buffers import Array
 from unisono.contract import Envelope, Request
+from unisono.deadlock import ANY_RANK, ANY_TAG
 from unisono.errors import UsageError
 from unisono.group import Group, single
 from unisono.runtime import NEVER
 from unisono.values import ANY, TAG_MAX, Any_, Status
-from unisono.work import Call, Steps, Work, requests_done
+from unisono.work import Call, Message, Steps, Work, requests_done
 
 __all__ = ["Messages", "receivable"]
 
@@ -40,6 +41,7 @@ class Messages:
 
         def steps(call: Call) -> Steps[None]:
             request = self._start_send(array, dst, tag)
+            call.messages = (self._message(dst, tag, request, is_send=True),)
             yield from single(call, request, lambda: (self._group.world_ranks[dst],))
 
         return self._begin("send", timeout, steps, is_send=True)
@@ -65,6 +67,7 @@ class Messages:
         def steps(call: Call) -> Steps[bytes]:
             backend = self._group.backend
             request = backend.start_recv(src, self._group.context, tag, None)
+            call.messages = (self._message(src, tag, request),)
             yield from single(call, request, self._awaited(src))
             self._check_met(request.envelope)
             return bytes(request.data or b"")
@@ -83,6 +86,7 @@ class Messages:
 
         def steps(call: Call) -> Steps[Status]:
             sending = self._start_send(array, dst, tag)
+            call.messages = (self._message(dst, tag, sending, is_send=True),)
             try:
                 status = yield from self._receive(call, into, src, tag)
             except Exception:
@@ -107,6 +111,7 @@ class Messages:
             request = self._group.backend.probe(src, self._group.context, tag)
             if is_poll and not request.done and request.cancel():
                 return None
+            call.messages = (self._message(src, tag, request),)
             yield from single(call, request, self._awaited(src))
             return _status(request.envelope)
 
@@ -144,9 +149,17 @@ class Messages:
     def _receive(self, call: Call, into: Array, src: int | Any_, tag: int | Any_) -> Steps[Status]:
         backend = self._group.backend
         request = backend.start_recv(src, self._group.context, tag, into.bytes(), dtype=into.dtype.code)
+        call.messages += (self._message(src, tag, request),)
         yield from single(call, request, self._awaited(src))
         self._check_met(request.envelope)
         return _status(request.envelope)
+
+    def _message(
+        self, peer: int | Any_, tag: int | Any_, request: Request, *, is_send: bool = False
+    ) -> Message:
+        """What others may ask about it while it is under way."""
+        rank = ANY_RANK if isinstance(peer, Any_) else self._group.world_ranks[peer]
+        return Message(is_send, rank, ANY_TAG if isinstance(tag, Any_) else tag, request)
 
     def _awaited(self, src: int | Any_) -> Callable[[], tuple[int, ...]]:
         ranks = () if isinstance(src, Any_) else (self._group.world_ranks[src],)

@@ -6,23 +6,41 @@ the place of this one, and everything above runs unchanged in virtual time.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
 import os
+import signal
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import Enum, auto
 from numbers import Real
-from queue import SimpleQueue
+from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Final, Protocol
 
-from unisono.errors import UsageError
+from unisono.errors import UsageError, ranks_text
 
-__all__ = ["NEVER", "Deadline", "Event", "Killed", "RealRuntime", "Runtime", "Timer", "Waiting"]
+__all__ = [
+    "NEVER",
+    "Deadline",
+    "Event",
+    "Killed",
+    "Parked",
+    "RealRuntime",
+    "Runtime",
+    "Timer",
+    "Waiting",
+    "call_before_threads_are_joined",
+    "file_age_s",
+    "parked_threads",
+]
 
 _log = logging.getLogger("unisono")
 
@@ -86,7 +104,7 @@ class Waiting:
     operation: str
 
     def __str__(self) -> str:
-        whom = "any rank" if not self.ranks else "rank " + ",".join(map(str, self.ranks))
+        whom = ranks_text(self.ranks) if self.ranks else "any rank"
         return f"rank {self.rank} waits for {whom} in {self.operation}"
 
 
@@ -98,6 +116,8 @@ class Runtime(ABC):
     """A clock, a way to wait, and timers."""
 
     is_virtual = False
+    # Whether it finds deadlocks by itself: all ranks live in this process.
+    sees_deadlocks = False
 
     @property
     def is_dead(self) -> bool:
@@ -140,6 +160,9 @@ class Runtime(ABC):
     @abstractmethod
     def sleep(self, seconds: float) -> None:
         """Let time pass for the calling thread."""
+
+    def used(self, rank: int) -> None:  # noqa: B027 - only who watches threads has something to do here
+        """The calling thread begins an operation of a rank."""
 
     def polled(self) -> None:  # noqa: B027 - only virtual time has something to do here
         """Somebody asked whether something has happened, and does not wait.
@@ -302,13 +325,74 @@ class _Collected:
             caller.join()
 
     def _call(self, fn: Callable[[], None]) -> None:
-        try:
-            fn()
-        except Exception:  # the others must not pay for it
-            _log.exception("a forgotten object could not be closed")
+        """Call it, and what else was asked for meanwhile: one collection may find hundreds."""
+        while True:
+            try:
+                fn()
+            except Exception:  # the others must not pay for it
+                _log.exception("a forgotten object could not be closed")
+            try:
+                fn = self._calls.get_nowait()
+            except Empty:
+                return
 
 
 _collected = _Collected()
+
+
+def call_before_threads_are_joined(fn: Callable[[], None]) -> None:
+    """Call `fn` when the main thread ends, before Python waits for the other threads.
+
+    What registers with `atexit` comes after them. `concurrent.futures` joins threads of its own at that
+    moment: who registers later is called earlier, so it must have registered before.
+    """
+    import concurrent.futures.thread  # noqa: F401
+
+    with contextlib.suppress(RuntimeError):  # the main thread has ended already
+        threading._register_atexit(fn)  # type: ignore[attr-defined]
+
+
+def file_age_s(path: Path) -> float:
+    """How long ago a file was written; negative if the clock was set back."""
+    return time.time() - path.lstat().st_mtime
+
+
+class Parked(Enum):
+    """How a thread waits for another thread of Python."""
+
+    WITH_LIMIT = auto()
+    WITHOUT_LIMIT = auto()
+
+
+def parked_threads() -> dict[threading.Thread, Parked]:
+    """Threads that wait for others: in `join`, for a condition, a future or a queue, or idle in a pool.
+
+    Seen by the innermost function of each. A thread in a bare lock, in `sleep` or in another module's C code
+    is not among them: what may end its wait is not known. Nor is a main thread that a signal may wake.
+    """
+    pool = sys.modules.get("concurrent.futures.thread")
+    idle = {_Collected._run.__code__, *([] if pool is None else [pool._worker.__code__])}
+    waits = {
+        getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join).__code__,
+        threading.Condition.wait.__code__,
+    }
+    frames, found = sys._current_frames(), {}
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        if thread is threading.main_thread() and _has_signal_handler():
+            continue
+        if frame is not None and frame.f_code in idle:
+            found[thread] = Parked.WITHOUT_LIMIT
+        elif frame is not None and frame.f_code in waits:
+            has_limit = frame.f_locals.get("timeout") not in (None, -1)
+            found[thread] = Parked.WITH_LIMIT if has_limit else Parked.WITHOUT_LIMIT
+    return found
+
+
+def _has_signal_handler() -> bool:
+    """Whether the program handles a signal by a function of its own, which may do anything."""
+    handlers = (signal.getsignal(number) for number in signal.valid_signals())
+    return any(callable(one) and one is not signal.default_int_handler for one in handlers)
 
 
 def _after_fork() -> None:

@@ -19,6 +19,7 @@ from unisono.communicator import Communicator
 from unisono.config import Config, launch, network
 from unisono.contract import Backend
 from unisono.errors import ProtocolError, UsageError
+from unisono.plans import measured
 from unisono.version import VERSION
 
 if TYPE_CHECKING:
@@ -58,7 +59,10 @@ def init(
     settings = config if config is not None else Config()
     if info is not None and info.join is not None:
         if (rank, size, join) != (None, None, None):
-            raise UsageError(f"rank, size and join are {info.launcher}'s to say with backend={backend!r}")
+            raise UsageError(
+                f"rank, size and join are {info.launcher}'s to say with backend={backend!r}",
+                next_step="leave them out",
+            )
         return Communicator.world(info.join(settings, timeout))
     from unisono.launch.place import decide  # a world in one process does not need it
 
@@ -71,14 +75,15 @@ def spawn(
     n: int,
     *args: Any,
     backend: str = "native",
-    timeout: float | None = 60,
+    timeout: float | None = None,
     env: Mapping[str, str] | None = None,
     config: Config | None = None,
 ) -> list[Any]:
     """Run `fn(comm, *args)` in `n` fresh processes of this host and return the results by rank.
 
     `fn` is found by its qualified name in the caller's main file or module; arguments and results are plain
-    data, arrays and registered dataclasses. The first failing rank's exception is raised here.
+    data, arrays and registered dataclasses. The first failing rank's exception is raised here. When `timeout`
+    seconds are over, all ranks are killed and DeadlineExceeded is raised; without it there is no limit.
     """
     if backend_named(backend).join is not None:
         raise UsageError(
@@ -103,14 +108,13 @@ def _joined(place: Place, backend: str, config: Config, timeout: float | None) -
     if place.source is None:
         return local(1, config)[0]
     draft: type[_Native] | Callable[[Site, Config], _Foreign] = _Native
-    around: Callable[[Closable], Closable] = _itself
+    around: Callable[[Closable], Closable] | None = None
     if backend not in ("auto", "native"):
         info = backend_named(backend)
-        if info.around is not None:
-            around = info.around
-        elif info.draft is None:
+        if not info.has_processes:
             raise UsageError(f"backend={backend!r} for {place.size} processes; allowed: ranks of one process")
-        else:
+        around = info.around
+        if info.draft is not None:
             draft = partial(_Foreign, info.draft)
     from unisono.launch.entry import enter
 
@@ -129,17 +133,16 @@ def _joined(place: Place, backend: str, config: Config, timeout: float | None) -
             one.close()
         raise
     try:
-        world = around(made[0].connect(entry.view))
+        measured.table()  # read now: when the first collective asks for it, no descriptor may be left
+        world = made[0].connect(entry.view)
+        if around is not None:
+            world = around(world)
     except BaseException:
         made[0].close()
         entry.close()
         raise
     world.when_closed(entry.close)
     return Communicator.world(world)
-
-
-def _itself(backend: Closable) -> Closable:
-    return backend
 
 
 class _Native:
@@ -207,8 +210,8 @@ def card_of(data: bytes) -> Card:
         card = msgspec.msgpack.decode(data, type=Card)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError("a rank's card is malformed", cause=str(error)) from None
-    if not 0 <= card.port < 1 << 16:
-        raise ProtocolError("a rank's card is malformed", cause=f"port {card.port}")
+    if not (0 <= card.port < 1 << 16 and 0 <= card.pid < 1 << 31):
+        raise ProtocolError("a rank's card is malformed", cause=f"port {card.port}, pid {card.pid}")
     return card
 
 

@@ -62,8 +62,8 @@ class Collective:
         # Left to itself, a library that has algorithms of its own is asked first: by all ranks or by none.
         may_be_own = able.run_collective and wanted == "auto"
         # An algorithm for metadata follows from what is shown already; what the user asked for does not.
-        shown = "auto" if may_be_own else name if algorithm is None else self._algorithm
-        fingerprint = fingerprint_of(self._words(problem, given, op, shown), group.descriptor)
+        shown = self._algorithm if algorithm is not None else "auto" if may_be_own else name
+        fingerprint = fingerprint_of(self._words(problem, given, dtype, op, shown), group.descriptor)
         sequence, stage = self._call.sequence, self._stage
         assert sequence is not None, "a collective has a number"
         self._stage += 1
@@ -139,11 +139,15 @@ class Collective:
         self._call.is_joint = self._group.backend.capabilities.run_collective
         yield from self._follow(self._group.backend.adopt_run(handle, memory), fingerprint)
 
-    def _words(self, problem: Problem, given: str, op: ReduceOp | None, algorithm: str) -> str:
+    def _words(self, problem: Problem, given: str, dtype: DType, op: ReduceOp | None, algorithm: str) -> str:
         """The call in words: what ranks compare and what a mismatch shows."""
         words = [self._call.operation, given] if given else [self._call.operation]
         if op is not None:
             words.append(f"op={op}")
+            if op.fn is not None:
+                words.append(f"commutative={op.commutative}")
+            if op.fn is not None and problem.collective == "exscan":
+                words.append(f"identity={op.shown_identity(dtype)}")
         if problem.collective in ("reduce", "broadcast", "gather", "scatter"):
             words.append(f"root={problem.root}")
         if self._stage:
@@ -177,10 +181,13 @@ def check_order(collective: str, op: ReduceOp | None, algorithm: str, reproducib
     if op is None:
         return
     if reproducible and not entry.ordered:
-        raise UsageError(_disorder(collective, algorithm, "reproducible results need"))
+        raise _disorder(collective, algorithm, "reproducible results need")
     if not op.commutative and not entry.keeps_rank_order:
-        raise UsageError(_disorder(collective, algorithm, f"op {op}, which does not commute, needs"))
+        raise _disorder(collective, algorithm, f"op {op}, which does not commute, needs")
 
 
-def _disorder(collective: str, algorithm: str, who: str) -> str:
-    return f"algorithm={algorithm!r} of {collective} does not keep the order that {who}: unisono plan --list"
+def _disorder(collective: str, algorithm: str, who: str) -> UsageError:
+    return UsageError(
+        f"algorithm={algorithm!r} of {collective} does not keep the order that {who}",
+        next_step="algorithm='auto', or one that `unisono plan --list` shows as ordered",
+    )

@@ -9,6 +9,7 @@ dimensions, then lengths along axis 0.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any, Final
@@ -41,7 +42,9 @@ _DIMENSIONS_MAX: Final = 32  # NumPy's own limit was 32 for most of its life
 _ROW: Final = 3 + _DIMENSIONS_MAX
 _INT64: Final = DTYPES["int64"]
 _BYTE: Final = DTYPES["uint8"]
-_LENGTH_MAX: Final = 1 << 48
+# What a rank may announce of an array; memory for it is taken by the call that asked for it.
+_ARRAY_BYTES_MAX: Final = 1 << 48
+_RAISE_LIMIT: Final = "set Config(recv_bytes_max=...) or UNISONO_RECV_BYTES_MAX alike on all ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class _Meta:
     @property
     def row(self) -> int:
         """How many elements one step along axis 0 holds."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     def encoded(self) -> np.ndarray[Any, Any]:
         """As a row of numbers."""
@@ -67,29 +70,40 @@ class _Meta:
         return row
 
     @staticmethod
-    def decoded(row: np.ndarray[Any, Any]) -> _Meta:
+    def decoded(row: np.ndarray[Any, Any], bytes_max: int) -> _Meta:
         """From a row of numbers that another rank sent: nothing in it is taken on trust."""
         code, family, dimensions, *rest = row.tolist()
         shape, lengths = rest[:dimensions], rest[_DIMENSIONS_MAX:]
         if not (0 <= code < len(DTYPES) and 0 <= dimensions <= _DIMENSIONS_MAX):
             raise ProtocolError("malformed metadata in a collective")
-        if any(not 0 <= n <= _LENGTH_MAX for n in (*shape, *lengths)):
+        if any(n < 0 for n in (*shape, *lengths)):
             raise ProtocolError("malformed lengths in a collective")
-        return _Meta(list(DTYPES.values())[code], family, tuple(shape), tuple(lengths))
+        meta = _Meta(list(DTYPES.values())[code], family, tuple(shape), tuple(lengths))
+        longest = max(lengths) * meta.row * meta.dtype.itemsize
+        if longest > bytes_max:
+            raise ProtocolError(
+                f"a rank announced {longest} bytes; allowed: {bytes_max}",
+                next_step=_RAISE_LIMIT if bytes_max < _ARRAY_BYTES_MAX else None,
+            )
+        return meta
 
 
-def all_gather_v(one: Collective, group: Group, array: Array) -> Steps[list[Any]]:
-    """Everyone's array to everyone."""
-    metas = yield from _exchange(one, group, _meta_of([array]))
+def all_gather_v(
+    one: Collective, group: Group, array: Array, bytes_max: int = _ARRAY_BYTES_MAX
+) -> Steps[list[Any]]:
+    """Everyone's array to everyone; `bytes_max` each."""
+    metas = yield from _exchange(one, group, _meta_of([array]), bytes_max)
     counts = tuple(m.lengths[0] * m.row for m in metas)
     flat = np.empty(sum(counts), array.dtype.storage)
     yield from one.run("all_gather", counts, array.dtype, {Buf.IN: array.flat, Buf.OUT: flat})
     return _as_list(flat, [m.lengths[0] for m in metas], metas[0], array.family)
 
 
-def gather_v(one: Collective, group: Group, array: Array, root: int) -> Steps[list[Any] | None]:
-    """Everyone's array to root."""
-    metas = yield from _exchange(one, group, _meta_of([array]), f" root={root}")
+def gather_v(
+    one: Collective, group: Group, array: Array, root: int, bytes_max: int = _ARRAY_BYTES_MAX
+) -> Steps[list[Any] | None]:
+    """Everyone's array to root; `bytes_max` each."""
+    metas = yield from _exchange(one, group, _meta_of([array]), bytes_max, f" root={root}")
     counts = tuple(m.lengths[0] * m.row for m in metas)
     is_root = group.backend.rank == root
     flat = np.empty(sum(counts) if is_root else 0, array.dtype.storage)
@@ -100,22 +114,27 @@ def gather_v(one: Collective, group: Group, array: Array, root: int) -> Steps[li
 
 def scatter(one: Collective, group: Group, array: Array | None, out: Array | None, root: int) -> Steps[Any]:
     """Root's array, cut along its leading axis, to everyone."""
-    meta = yield from _announce(one, group, None if array is None else _meta_of([array]), root, lengths=1)
+    given = None if array is None else _meta_of([array])
+    meta = yield from _announce(one, given, root, lengths=1, bytes_max=_ARRAY_BYTES_MAX)
     size, shape = group.backend.size, meta.shape
     target = out if out is not None else _empty(meta, shape, array)
     if target.dtype is not meta.dtype or target.shape != shape:
         raise UsageError(
-            f"out is {target.dtype} of shape {target.shape}; root scatters {meta.dtype} of shape {shape}"
+            f"out is {target.dtype} of shape {target.shape}; root scatters {meta.dtype} of shape {shape}",
+            next_step="give out= of that type and shape, or leave it out",
         )
     memory = {Buf.OUT: target.flat} | ({} if array is None else {Buf.IN: array.flat})
     yield from one.run("scatter", (meta.row,) * size, meta.dtype, memory, root=root)
     return target.give()
 
 
-def scatter_v(one: Collective, group: Group, parts: list[Array] | None, root: int) -> Steps[Any]:
-    """Root's list of arrays, one to each."""
+def scatter_v(
+    one: Collective, group: Group, parts: list[Array] | None, root: int, bytes_max: int = _ARRAY_BYTES_MAX
+) -> Steps[Any]:
+    """Root's list of arrays, one to each; `bytes_max` each."""
     size, rank = group.backend.size, group.backend.rank
-    meta = yield from _announce(one, group, None if parts is None else _meta_of(parts), root, lengths=size)
+    given = None if parts is None else _meta_of(parts)
+    meta = yield from _announce(one, given, root, lengths=size, bytes_max=bytes_max)
     counts = tuple(n * meta.row for n in meta.lengths)
     target = _empty(meta, (meta.lengths[rank], *meta.shape), parts[rank] if parts else None)
     memory = {Buf.OUT: target.flat}
@@ -128,7 +147,7 @@ def scatter_v(one: Collective, group: Group, parts: list[Array] | None, root: in
 def all_to_all_v(one: Collective, group: Group, parts: list[Array]) -> Steps[list[Any]]:
     """Everyone's list of arrays, one to each."""
     size, rank = group.backend.size, group.backend.rank
-    metas = yield from _exchange(one, group, _meta_of(parts))
+    metas = yield from _exchange(one, group, _meta_of(parts), _ARRAY_BYTES_MAX)
     row, dtype = metas[0].row, metas[0].dtype
     counts = tuple(n * row for m in metas for n in m.lengths)
     mine = tuple(counts[s * size + rank] for s in range(size))
@@ -165,20 +184,27 @@ def all_reduce_fused(one: Collective, arrays: list[Array], op: ReduceOp, size: i
             start += array.count
 
 
-def broadcast_bytes(one: Collective, data: Array | None, root: int) -> Steps[np.ndarray[Any, Any]]:
+def broadcast_bytes(
+    one: Collective, data: Array | None, root: int, bytes_max: int
+) -> Steps[np.ndarray[Any, Any]]:
     """Root's bytes to everyone, who learn the length first."""
     length = np.array([0 if data is None else data.count], np.int64)
     yield from one.run("broadcast", (1,), _INT64, {Buf.OUT: length}, root=root, given="")
-    if not 0 <= length[0] <= _LENGTH_MAX:
-        raise ProtocolError(f"root announced an object of {length[0]} bytes")
+    if not 0 <= length[0] <= bytes_max:
+        raise ProtocolError(
+            f"root announced an object of {length[0]} bytes; allowed: {bytes_max}", next_step=_RAISE_LIMIT
+        )
     flat = np.empty(int(length[0]), np.uint8) if data is None else data.flat
     yield from one.run("broadcast", (flat.size,), _BYTE, {Buf.OUT: flat}, root=root)
     return flat
 
 
-def packed(value: Any) -> Array:
-    """An object as an array of bytes."""
-    return buffers.view(codec.pack(value), "object")
+def packed(value: Any, bytes_max: int) -> Array:
+    """An object as an array of bytes, of a length that the others take."""
+    array = buffers.view(codec.pack(value), "object")
+    if array.count > bytes_max:
+        raise UsageError(f"an object of {array.count} bytes; allowed: {bytes_max}", next_step=_RAISE_LIMIT)
+    return array
 
 
 def unpacked(data: np.ndarray[Any, Any]) -> Any:
@@ -186,14 +212,16 @@ def unpacked(data: np.ndarray[Any, Any]) -> Any:
     return codec.unpack(bytearray(data))
 
 
-def _exchange(one: Collective, group: Group, mine: _Meta, where: str = "") -> Steps[list[_Meta]]:
+def _exchange(
+    one: Collective, group: Group, mine: _Meta, bytes_max: int, where: str = ""
+) -> Steps[list[_Meta]]:
     """Everyone's metadata to everyone; all see the same, so all come to the same verdict."""
     size, row = group.backend.size, mine.encoded()
     everyone = np.empty(row.size * size, np.int64)
     memory = {Buf.IN: row, Buf.OUT: everyone}
     given = f"{mine.dtype}[{','.join(['*', *map(str, mine.shape)])}]{where}"
     yield from one.run("all_gather", (row.size,) * size, _INT64, memory, algorithm="auto", given=given)
-    metas = [_Meta.decoded(part) for part in everyone.reshape(size, -1)]
+    metas = [_Meta.decoded(part, bytes_max) for part in everyone.reshape(size, -1)]
     for rank, meta in enumerate(metas):
         if (meta.dtype, meta.shape) != (metas[0].dtype, metas[0].shape):
             sides = ((0, metas[0]), (rank, meta))
@@ -207,12 +235,14 @@ def _exchange(one: Collective, group: Group, mine: _Meta, where: str = "") -> St
     return metas
 
 
-def _announce(one: Collective, group: Group, meta: _Meta | None, root: int, lengths: int) -> Steps[_Meta]:
+def _announce(
+    one: Collective, meta: _Meta | None, root: int, *, lengths: int, bytes_max: int
+) -> Steps[_Meta]:
     """Root's metadata to everyone."""
     row = np.zeros(_ROW + lengths, np.int64) if meta is None else meta.encoded()
     memory = {Buf.OUT: row}
     yield from one.run("broadcast", (row.size,), _INT64, memory, root=root, algorithm="auto", given="")
-    return _Meta.decoded(row)
+    return _Meta.decoded(row, bytes_max)
 
 
 def _meta_of(arrays: list[Array]) -> _Meta:

@@ -180,19 +180,32 @@ class ReduceOp:
         """Return the value that changes nothing: what exscan gives rank 0."""
         if self.fn is not None:
             if self.identity is None:
-                raise UsageError(f"exscan needs an identity for op {self.name!r}: uni.op(fn, identity=...)")
+                raise UsageError(
+                    f"exscan needs an identity for op {self.name!r}, which it gives rank 0",
+                    next_step="uni.op(fn, identity=...)",
+                )
             return self._checked_identity(dtype)
         return _IDENTITY[self.name](dtype)
 
+    def shown_identity(self, dtype: DType) -> str:
+        """The identity as the type holds it: 0 and 0.0 are one value of float32, so they read alike."""
+        held = self._held(self.identity_for(dtype), dtype)
+        return repr(None if held is None else held.item())
+
+    def _held(self, value: Any, dtype: DType) -> np.ndarray[Any, Any] | None:
+        try:
+            return np.array(value, np.float32 if dtype is BFLOAT16 else dtype.storage)
+        except (TypeError, ValueError, OverflowError):
+            return None
+
     def _checked_identity(self, dtype: DType) -> Any:
         """The user's identity, refused before anything is sent if the type cannot hold it."""
-        try:
-            held = np.array(self.identity, np.float32 if dtype is BFLOAT16 else dtype.storage)
-        except (TypeError, ValueError, OverflowError):
-            held = None
+        held = self._held(self.identity, dtype)
         is_exact_kind = dtype.kind in (Kind.BOOL, Kind.INTEGER)
         if held is None or held.shape != () or (is_exact_kind and held != self.identity):
-            raise UsageError(f"identity={self.identity!r} of op {self.name!r} is no value of {dtype}")
+            raise UsageError(
+                f"identity={self.identity!r} of op {self.name!r} is no value of {dtype}; allowed: one number"
+            )
         return self.identity
 
     def __str__(self) -> str:
@@ -232,6 +245,20 @@ _BUILT_IN: Final[dict[str, ReduceOp]] = {
     "mean": ReduceOp("mean", OpCode.SUM),
 }
 
+# What other libraries call them.
+_OTHER_NAMES: Final = {
+    "avg": "mean",
+    "average": "mean",
+    "add": "sum",
+    "product": "prod",
+    "mul": "prod",
+    "minimum": "min",
+    "maximum": "max",
+    "and": "band",
+    "or": "bor",
+    "xor": "bxor",
+}
+
 OpLike: TypeAlias = str | ReduceOp
 
 
@@ -242,10 +269,13 @@ def op(
 
     `left` and `right` are NumPy arrays of equal shape; left holds the contributions of lower ranks.
     A non-commutative operation keeps the rank order. `identity` is what exscan gives rank 0.
-    All ranks must pass operations of the same name: by default the function's qualified name.
+    All ranks must pass operations of the same name (by default the function's qualified name), of the same
+    `commutative` and, in exscan, of the same identity: the ranks compare them.
     """
     if not callable(fn):
-        raise UsageError(f"op needs a function of two arrays, not {type(fn).__name__}")
+        raise UsageError(
+            f"op needs a function of two arrays, not {type(fn).__name__}", next_step="uni.op(fn)"
+        )
     if name in _BUILT_IN:
         raise UsageError(f"name={name!r} belongs to a built-in operation; allowed: any other")
     label = name if name is not None else f"{fn.__module__}.{getattr(fn, '__qualname__', type(fn).__name__)}"
@@ -258,6 +288,9 @@ def as_op(given: OpLike) -> ReduceOp:
         return given
     if isinstance(given, str) and given in _BUILT_IN:
         return _BUILT_IN[given]
+    word = str(given).rpartition(".")[2].lower()
+    known = _OTHER_NAMES.get(word, word)
     raise UsageError(
-        f"op {given!r} is unknown; allowed: {', '.join(_BUILT_IN)} or one made by unisono.op(fn)"
+        f"op {given!r} is unknown; allowed: {', '.join(_BUILT_IN)} or one made by unisono.op(fn)",
+        next_step=f"op={known!r}" if known in _BUILT_IN else "choose one of these",
     )

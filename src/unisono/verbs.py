@@ -73,7 +73,10 @@ class Verbs(Messages):
         """Combine a list of arrays in one go, in place; many small ones cost little more than one."""
         how = as_op(op)
         if not isinstance(xs, Sequence):
-            raise UsageError(f"all_reduce_many takes a list of arrays, not {type(xs).__name__}")
+            raise UsageError(
+                f"all_reduce_many takes a list of arrays, not {type(xs).__name__}",
+                next_step="all_reduce_many([x, y])",
+            )
         arrays = [buffers.view(x, f"xs[{i}]", writable=True) for i, x in enumerate(xs)]
         for array in arrays:
             self._check_reduction("all_reduce", how, array.dtype, algorithm)
@@ -182,7 +185,9 @@ class Verbs(Messages):
         root = self._rank_of(root, "root")
         _check_algorithm("scatter", algorithm)
         if self._rank == root and x is None:
-            raise UsageError("scatter needs x on root; elsewhere it is None")
+            raise UsageError(
+                "scatter needs x on root; elsewhere it is None", next_step="pass x on root, a row per rank"
+            )
         array = self._by_rank(x, "x") if self._rank == root else None
         filled = None if out is None else receivable(out, "out")
         if array is not None and filled is not None:
@@ -348,20 +353,24 @@ class Verbs(Messages):
     ) -> Work[Any]:
         """Give everyone root's object."""
         root = self._rank_of(root, "root")
-        packed = uneven.packed(value) if self._rank == root else None
+        packed = uneven.packed(value, self._object_bytes_max) if self._rank == root else None
 
         def steps(call: Call) -> Steps[Any]:
-            data = yield from uneven.broadcast_bytes(Collective(self._group, call), packed, root)
+            data = yield from uneven.broadcast_bytes(
+                Collective(self._group, call), packed, root, self._object_bytes_max
+            )
             return value if self._rank == root else uneven.unpacked(data)
 
         return self._begin("broadcast_object", timeout, steps, is_collective=True)
 
     def all_gather_object(self, value: Any, *, timeout: float | None = None) -> Work[list[Any]]:
         """Give everyone everyone's object."""
-        packed = uneven.packed(value)
+        packed = uneven.packed(value, self._object_bytes_max)
 
         def steps(call: Call) -> Steps[list[Any]]:
-            parts = yield from uneven.all_gather_v(Collective(self._group, call), self._group, packed)
+            parts = yield from uneven.all_gather_v(
+                Collective(self._group, call), self._group, packed, self._object_bytes_max
+            )
             return [uneven.unpacked(part) for part in parts]
 
         return self._begin("all_gather_object", timeout, steps, is_collective=True)
@@ -371,10 +380,12 @@ class Verbs(Messages):
     ) -> Work[list[Any] | None]:
         """Give root everyone's object; the others get None."""
         root = self._rank_of(root, "root")
-        packed = uneven.packed(value)
+        packed = uneven.packed(value, self._object_bytes_max)
 
         def steps(call: Call) -> Steps[list[Any] | None]:
-            parts = yield from uneven.gather_v(Collective(self._group, call), self._group, packed, root)
+            parts = yield from uneven.gather_v(
+                Collective(self._group, call), self._group, packed, root, self._object_bytes_max
+            )
             return None if parts is None else [uneven.unpacked(part) for part in parts]
 
         return self._begin("gather_object", timeout, steps, is_collective=True)
@@ -391,14 +402,23 @@ class Verbs(Messages):
                 or isinstance(values, str | bytes)
                 or len(values) != self._size
             ):
-                raise UsageError(f"scatter_object takes a list of {self._size} objects on root: one per rank")
-            arrays = [uneven.packed(value) for value in values]
+                raise UsageError(
+                    f"scatter_object takes a list of {self._size} objects on root: one per rank",
+                    next_step="pass a list of that many objects on root",
+                )
+            arrays = [uneven.packed(value, self._object_bytes_max) for value in values]
 
         def steps(call: Call) -> Steps[Any]:
-            part = yield from uneven.scatter_v(Collective(self._group, call), self._group, arrays, root)
+            part = yield from uneven.scatter_v(
+                Collective(self._group, call), self._group, arrays, root, self._object_bytes_max
+            )
             return uneven.unpacked(part)
 
         return self._begin("scatter_object", timeout, steps, is_collective=True)
+
+    @property
+    def _object_bytes_max(self) -> int:
+        return self._group.backend.config.recv_bytes_max
 
     # -- shared by several verbs --------------------------------------------------------------------------
 
@@ -466,7 +486,10 @@ class Verbs(Messages):
 
     def _parts(self, parts: Any) -> list[Array]:
         if isinstance(parts, str | bytes) or not isinstance(parts, Sequence) or len(parts) != self._size:
-            raise UsageError(f"parts must be a list of length {self._size}: one array per rank")
+            raise UsageError(
+                f"parts must be a list of length {self._size}: one array per rank",
+                next_step="pass a list of that many arrays, empty ones too",
+            )
         arrays = [_rows(part, f"parts[{i}]") for i, part in enumerate(parts)]
         if len({(a.dtype.name, a.shape[1:]) for a in arrays}) > 1:
             raise UsageError(

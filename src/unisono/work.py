@@ -11,6 +11,7 @@ does it: no operation needs a thread of its own, and none is left behind.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import warnings
@@ -18,18 +19,39 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from unisono.contract import Request
-from unisono.errors import DeadlineExceeded, Deadlock, Location, PeerAborted, UnisonoError
+from unisono.errors import DeadlineExceeded, Deadlock, Location, PeerAborted, UnisonoError, ranks_text
 from unisono.runtime import NEVER, Deadline, Killed, Runtime, Timer, Waiting
 
-__all__ = ["Call", "Started", "Steps", "Task", "Work", "requests_done", "wait_all", "waited"]
+__all__ = [
+    "Blocked",
+    "Call",
+    "Message",
+    "Started",
+    "Steps",
+    "Task",
+    "Work",
+    "blocked_threads",
+    "requests_done",
+    "wait_all",
+    "waited",
+]
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
 
 _log = logging.getLogger("unisono")
+
+
+class Message(NamedTuple):
+    """A message that an operation sends or receives: with whom, by world rank, and its tag; -1 is any."""
+
+    is_send: bool
+    peer: int
+    tag: int
+    request: Request
 
 
 @dataclass(slots=True)
@@ -59,6 +81,11 @@ class Call:
     interruption: UnisonoError | None = None
     stall_query_s: float | None = None
     stall_log_s: float | None = None
+    long_wait_s: float | None = None
+    on_long_wait: Callable[[], None] | None = None
+    messages: tuple[Message, ...] = ()  # of an operation between two ranks
+    on_result: Callable[[BaseException | None], None] | None = None  # somebody has seen how it ended
+    number: int = field(default_factory=itertools.count().__next__)
 
     def __str__(self) -> str:
         number = "" if self.sequence is None else f" #{self.sequence}"
@@ -162,6 +189,9 @@ class Task(Generic[T]):
     def _wait(self, limit: Deadline, timeout: float | None) -> None:
         with self._lock:
             self._waiters += 1
+        me = threading.get_ident()
+        outer = _blocked.get(me)  # a wait inside an operation, such as a verb in a user's own reduce function
+        _blocked[me] = Blocked(self.call, self, limit.at is not None or self.call.deadline.at is not None)
         try:
             stalls = self._stalls()
             while not self._claim_or_done():
@@ -174,10 +204,16 @@ class Task(Generic[T]):
                 else:
                     self._block(limit, stalls)
         finally:
+            if outer is None:
+                del _blocked[me]
+            else:
+                _blocked[me] = outer
             self._stop_waiting()
 
     def result(self) -> T:
         """What it gave, or the error that ended it."""
+        if self.call.on_result is not None:
+            self.call.on_result(self._error)
         if self._error is not None:
             error = self._error
             # Each thread that asks raises its own copy, so that tracebacks do not grow into each other.
@@ -266,6 +302,7 @@ class Task(Generic[T]):
                 (call.started_at + after, action)
                 for after, action in (
                     (call.stall_query_s, call.on_stall),
+                    (call.long_wait_s, call.on_long_wait),
                     (call.stall_log_s, self._log_stall),
                 )
                 if after is not None and action is not None
@@ -308,12 +345,12 @@ class Task(Generic[T]):
     def _log_stall(self) -> None:
         call = self.call
         _log.warning(
-            "rank %d: %s stalled for %.3g s, waiting for rank %s%s",
+            "rank %d: %s stalled for %.3g s, waiting for %s%s",
             call.rank,
             call,
             self._runtime.now() - call.started_at,
-            ",".join(map(str, call.missing())) or "any",
-            ", which has not called it" if call.absent else "",
+            ranks_text(call.missing()) if call.missing() else "any rank",
+            f", which {'has' if len(call.absent) == 1 else 'have'} not called it" if call.absent else "",
         )
 
     def _finish(self, result: T | None, error: BaseException | None) -> None:
@@ -358,6 +395,22 @@ class _Stalls:
             entry[1]()
 
 
+class Blocked(NamedTuple):
+    """A thread that waits for an operation; limited: only for some time."""
+
+    call: Call
+    task: Task[Any]
+    is_limited: bool
+
+
+_blocked: dict[int, Blocked] = {}
+
+
+def blocked_threads() -> dict[int, Blocked]:
+    """The threads of this process that wait for operations, by their idents."""
+    return _blocked.copy()
+
+
 class _Queue(threading.local):
     """The tasks this thread has claimed; the outermost frame carries them on, so that nothing recurses.
 
@@ -398,7 +451,7 @@ def _carry_on_claimed() -> None:
 
 
 def _awaiting(ranks: tuple[int, ...]) -> str:
-    return f"waiting for rank {', '.join(map(str, ranks))}" if ranks else "waiting for any rank"
+    return f"waiting for {ranks_text(ranks)}" if ranks else "waiting for any rank"
 
 
 def requests_done(call: Call, requests: Iterable[Request]) -> Steps[None]:
@@ -424,13 +477,17 @@ class Work(Generic[T]):
             DeadlineExceeded: `timeout` seconds passed; the work goes on.
             UnisonoError: the operation failed.
         """
+        self._note_user()
         return self._task.wait(timeout)
 
     def done(self) -> bool:
         """Whether it ended, well or not."""
         if not self._task.is_done():
             self._runtime.polled()
-        return self._task.is_done()
+        if not self._task.is_done():
+            return False
+        self._note_user()
+        return True
 
     def cancel(self) -> bool:
         """End it now; False if it had ended already.
@@ -438,6 +495,7 @@ class Work(Generic[T]):
         A receive is withdrawn and leaves its message to the next. A collective cannot be taken back:
         its communicator is unusable afterwards, here and on the other ranks.
         """
+        self._note_user()
         if self._task.is_done():
             return False
         rank = self._task.call.rank
@@ -446,7 +504,13 @@ class Work(Generic[T]):
             _settled(self._task)
         return True
 
+    def _note_user(self) -> None:
+        """Somebody waits for it, or has asked how it ended: it is not forgotten."""
+        if (seen := self._task.call.on_result) is not None:
+            seen(None)
+
     def __await__(self) -> Generator[Any, None, T]:
+        self._note_user()
         if not self._task.is_done() and not self._runtime.is_virtual:
             import asyncio  # a third of the package's import time, and only needed here
 

@@ -89,7 +89,7 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
     )
     member = protocol.Member(0, 1, b"card", "host", 812, "127.0.0.1")
     replies = {
-        "refused": protocol.Refused("too late", True),
+        "refused": protocol.Refused("too late", "taken late"),
         "status": protocol.Status("2 of 4"),
         "admitted": protocol.Admitted("job", 1, b"pem", b"pem"),
         "members": protocol.Members([member, member]),
@@ -142,6 +142,7 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
             "stranger": b"\0" + visitor.hello() + visitor.proof(visitor.hello()),
             "altered": b"\1" + struct.pack(">I32s", 5, bytes(32)) + b"hello",
             "request": b"\2" + protocol.encode(request),
+            "ended": b"\2" + protocol.encode(protocol.Ended(1, "exit code 0", 0.5)),
             "greeting": b"\3" + visitor.hello(),
             "verdict": b"\4" + protocol.NO_ENTRY,
         }

@@ -256,6 +256,8 @@ class Hall final : public Host {
   Ruling judge(std::int32_t, Medium, Lane) override { return Ruling::welcome; }
   void on_guest(Guest) override { ++guests; }
   void on_closed_door(std::int32_t, const std::string&, Ruling) override {}
+  bool is_given_up(std::int32_t) override { return false; }
+  void on_answer(std::int32_t, bool) override {}
   size_t guests = 0;
 };
 

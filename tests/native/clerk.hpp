@@ -122,7 +122,7 @@ class Clerk {
     auto lent = std::make_shared<std::vector<byte>>(bytes);
     const byte* at = lent->data();
     const Hold held = engine_.hold();
-    box_->post(dst, reinterpret_cast<const byte*>(&words), sizeof words);
+    box_->post(dst, reinterpret_cast<const byte*>(&words), sizeof words, UINT64_MAX);
     if (!bytes.empty()) box_->lend(dst, words.number, at, bytes.size(), next_++, std::move(lent));
   }
 

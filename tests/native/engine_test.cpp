@@ -595,6 +595,105 @@ void test_circle(const char* folder, unsigned seed, bool shm) {
   for (auto& engine : engines) engine->close(second);
 }
 
+// Always has more to do.
+class Endless final : public Chore {
+ public:
+  explicit Endless(Engine& engine) : engine_(engine) {}
+  void work() override { engine_.add(*this); }
+  void drop() override {}
+
+ private:
+  Engine& engine_;
+};
+
+// A background thread that always finds something to do still sends heartbeats, by a link that it shares with nobody on
+// its host: there a busy rank would not be taken for dead.
+void test_busy_heartbeats(const char* folder) {
+  Settings settings;
+  settings.silence_ns = second;
+  settings.neighbours = true;
+  std::vector<std::unique_ptr<Engine>> engines;
+  std::vector<Card> cards;
+  for (int rank = 0; rank < 2; ++rank) {
+    settings.host = "host " + std::to_string(rank);
+    engines.push_back(std::make_unique<Engine>(rank, 2, folder, "secret", settings));
+    cards.push_back(engines.back()->card());
+  }
+  Endless endless(*engines[1]);
+  for (auto& engine : engines) {
+    const Hold held = engine->hold();
+    engine->connect(cards);
+    if (engine == engines[1]) engine->add(endless);
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  for (auto& engine : engines) {
+    const Hold held = engine->hold();
+    check(engine->peer(1 - engine->rank).state == Peer::State::open, "heartbeats came");
+  }
+  for (auto& engine : engines) engine->close(0);
+}
+
+// However long a message to oneself is, a turn of the engine copies a few MiB of it: heartbeats have theirs in between.
+void test_own_pieces(const char* folder) {
+  enum class Order { receive_first, kept, half_kept, sync, taken_back };
+  constexpr size_t nbytes = (64 << 20) + 3;
+  constexpr int turns_min = nbytes >> 22;
+  std::vector<byte> data(nbytes);
+  for (size_t i = 0; i < nbytes; ++i) data[i] = static_cast<byte>(i * 7 + (i >> 20));
+  auto engines = make_engines(1, folder, Settings());
+  Engine& engine = *engines[0];
+  for (const Order order : {Order::receive_first, Order::kept, Order::half_kept, Order::sync, Order::taken_back, Order::kept}) {
+    std::vector<byte> into(nbytes);
+    PingSend send(engine);
+    PingReceive receive(engine, into.data(), nbytes);
+    send.context = receive.context = 5;
+    send.data = data.data();
+    send.nbytes = nbytes;
+    send.sync = order == Order::sync;
+    receive.source = 0;
+    const Hold held = engine.hold();
+    const auto turns_until = [&](const bool& is_done) {
+      int turns = 0;
+      for (; !is_done && turns < 1000; ++turns) engine.progress();
+      return turns;
+    };
+    if (order == Order::receive_first) engine.start(receive);
+    engine.start(send, 0);
+    if (order == Order::kept) {
+      check(turns_until(send.is_done) >= turns_min, "it is kept in pieces");
+      check(send.outcome == Outcome::done, "and its send ends without a receive");
+    }
+    if (order == Order::half_kept || order == Order::taken_back)
+      for (int i = 0; i < turns_min / 2; ++i) engine.progress();
+    if (order == Order::taken_back) {
+      check(engine.cancel(send) && send.outcome == Outcome::cancelled, "half of it is taken back");
+      check(!engine.progress(), "and nothing is left to do");
+      continue;
+    }
+    if (order != Order::receive_first) engine.start(receive);
+    check(turns_until(receive.is_done) >= turns_min, "it comes in pieces");
+    check(send.is_done && receive.outcome == Outcome::done && into == data, "and is whole");
+  }
+  // What is left when the engine closes ends.
+  std::vector<byte> into(nbytes);
+  PingSend sends[2] = {PingSend(engine), PingSend(engine)};
+  PingReceive receive(engine, into.data(), nbytes);
+  {
+    const Hold held = engine.hold();
+    for (PingSend& send : sends) {
+      send.context = 5;
+      send.data = data.data();
+      send.nbytes = nbytes;
+      engine.start(send, 0);
+    }
+    receive.context = 5;
+    receive.source = 0;
+    engine.start(receive);
+  }
+  engine.close(0);
+  check(sends[0].is_done && sends[1].is_done && receive.is_done, "all end");
+}
+
 // Who computes or waits for a core is slow; who is stopped is not.
 void test_starved() {
   const pid_t busy = fork();
@@ -632,6 +731,8 @@ int main(int count, char** words) {
   check(mkdtemp(folder) != nullptr, "there is a folder");
   run("checksum", test_checksum);
   run("starved", test_starved);
+  run("busy heartbeats", [&] { test_busy_heartbeats(folder); });
+  run("own pieces", [&] { test_own_pieces(folder); });
   for (const bool is_too_early : {false, true}) run("early answer", [&] { test_early_answer(is_too_early); });
   for (unsigned seed = 1; seed <= 3; ++seed) {
     run("ring", [&] { test_ring(seed); });

@@ -12,10 +12,12 @@ sender; a *landing* is the receive that has asked for them.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import struct
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -28,20 +30,25 @@ from unisono.contract import (
     BROKEN,
     ENVELOPE_BYTES,
     HEADER_BYTES_MAX,
+    OFFERS_MAX,
     UNTYPED,
     Envelope,
     Lane,
+    OwnCredit,
     PeerDown,
     Request,
+    bytes_max,
     eager_limits,
 )
-from unisono.errors import ClosedError, ProtocolError, UnisonoError, UsageError
+from unisono.errors import ClosedError, ProtocolError, UnisonoError
 from unisono.inbox import Inbox, Parcel
 from unisono.matching import Posted
 from unisono.runtime import Runtime
 from unisono.values import Any_
 
 __all__ = ["Courier", "Wire", "frame_bytes_max"]
+
+_log = logging.getLogger("unisono.courier")
 
 
 class Kind(IntEnum):
@@ -122,7 +129,7 @@ class Courier(Closable):
         self._pid = os.getpid()
         self._config = config
         self._runtime = runtime
-        self._inbox = Inbox(rank)
+        self._inbox = Inbox(rank, config.recv_bytes_max)
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)
         self._numbers = itertools.count(1)
@@ -131,6 +138,15 @@ class Courier(Closable):
         self._landings: dict[tuple[int, int], _Landing] = {}
         self._used = {(peer, lane): 0 for peer in range(size) for lane in Lane}
         self._owed = {(peer, lane): 0 for peer in range(size) for lane in Lane}
+        self._own = OwnCredit(config)
+        self._held = {(peer, lane): 0 for peer in range(size) for lane in Lane}
+        # Offers of ours: made to a peer, waiting to be made, and taken back after they were.
+        self._offers_made = dict.fromkeys(range(size), 0)
+        self._held_back: dict[int, deque[_Outgoing]] = {peer: deque() for peer in range(size)}
+        self._withdrawn = dict.fromkeys(range(size), 0)
+        self._offering: set[int] = set()
+        # Offers of each peer that wait here.
+        self._offers_held = dict.fromkeys(range(size), 0)
         self._limits = {lane: eager_limits(config, lane) for lane in Lane}
         self._down: dict[int, PeerDown] = {}
         self._listeners: list[Callable[[PeerDown], None]] = []
@@ -174,30 +190,34 @@ class Courier(Closable):
     ) -> Request:
         """Send at once if the message is short and the credit allows, else offer it."""
         self.check_peer(dst, "dst")
-        if data.nbytes > self._config.message_bytes_max or len(header) > HEADER_BYTES_MAX:
-            raise UsageError(
-                f"a message of {data.nbytes} bytes with a header of {len(header)}; allowed: "
-                f"{self._config.message_bytes_max} and {HEADER_BYTES_MAX}"
-            )
+        self.check_length(tag, data.nbytes, header)
         if self.is_forked():
             return _failed(dst)
         request = Request(dst)
         envelope = Envelope(self._rank, context, tag, data.nbytes, dtype, header)
-        if dst == self._rank:
-            self._send_here(request, envelope, data, sync)
-            return request
         bytes_of = data.cast("B") if data.nbytes else data
+        if dst == self._rank:
+            self._send_here(request, envelope, bytes_of, sync)
+            return request
         with self._lock:
             error = self._refusal(dst)
             number = 0
             if error is None and (sync or not self._take_credit(dst, lane, data.nbytes)):
                 number = next(self._numbers)
-                self._outgoing[number] = _Outgoing(number, dst, lane, bytes_of, request)
+                out = _Outgoing(number, dst, lane, bytes_of, request, envelope)
+                self._outgoing[number] = out
+                if self._is_held_back(dst) or self._offers_made[dst] >= OFFERS_MAX:
+                    self._held_back[dst].append(out)
+                else:
+                    out.is_offered = True
+                    self._offers_made[dst] += 1
         if error is not None:
             request.fail(error)
         elif number:
             request.withdraw_by(lambda _: self._withdraw(number))
-            self._send(dst, _head_of(Kind.OFFER, envelope, lane, number), header)
+            if out.is_offered:
+                self._send(dst, _head_of(Kind.OFFER, envelope, lane, number), header)
+            self._offer_next(dst)
         else:
             self._send(dst, _head_of(Kind.EAGER, envelope, lane), header, bytes(bytes_of))
             request.complete()
@@ -218,6 +238,10 @@ class Courier(Closable):
         if self.is_forked():
             return _failed(src)
         return self._inbox.probe(src, context, tag)
+
+    def end_group(self, context: int) -> None:
+        """Drop what nobody will receive any more."""
+        self._inbox.end_context(context)
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         """Tell the listener of ranks that are or go down."""
@@ -241,6 +265,9 @@ class Courier(Closable):
             unmet = [out for out in self._outgoing.values() if not out.is_asked]
             for out in unmet:
                 del self._outgoing[out.number]
+                self._withdrawn[out.peer] += out.is_offered
+            for held_back in self._held_back.values():
+                held_back.clear()
             idle = [key for key, landing in self._landings.items() if not landing.filling]
             dropped = [self._landings.pop(key) for key in idle]
         for out in unmet:
@@ -318,6 +345,16 @@ class Courier(Closable):
                 raise ProtocolError(f"a frame of kind {head.kind}")
         return None
 
+    def hear(self, peer: int, frame: memoryview) -> tuple[memoryview, Callable[[], None]] | None:
+        """`arrive`, for a wire's own thread: a callback that fails must not make this rank deaf."""
+        try:
+            return self.arrive(peer, frame)
+        except ProtocolError:
+            raise
+        except Exception:
+            _log.exception("rank %d: a callback failed", self._rank)
+            return None
+
     def is_over(self, peer: int) -> bool:
         """Whether a peer has said its last word."""
         return peer in self._farewells or peer in self._down
@@ -354,26 +391,73 @@ class Courier(Closable):
         if error is not None:
             request.fail(error)
             return
-        parcel = _Own(bytes(data), request if sync else None, self._inbox)
+        with self._lock:
+            is_kept = not sync and self._own.take(data.nbytes)
+        parcel = _Own(self, bytes(data) if is_kept else data, None if is_kept else request)
         request.withdraw_by(lambda _: parcel.take_back())
-        if not sync:
+        if is_kept:
             request.complete()
         self._inbox.arrive(envelope, parcel)
+
+    def withdraw_own(self, parcel: Parcel) -> bool:
+        """Take a message to oneself back; False if it was received."""
+        return self._inbox.withdraw_parcel(parcel)
+
+    def settle_own(self, nbytes: int) -> None:
+        """A message to oneself that was kept was received, or never will be."""
+        with self._lock:
+            self._own.give_back(nbytes)
+
+    def _is_held_back(self, peer: int) -> bool:
+        """Whether what is sent now must not overtake what was not offered yet; the caller holds the lock."""
+        return bool(self._held_back[peer]) or peer in self._offering
+
+    def _offer_next(self, peer: int) -> None:
+        """Offer what was held back, in order, as long as the peer may hold more: one thread at a time."""
+        is_mine = False
+        while True:
+            with self._lock:
+                queue = self._held_back[peer]
+                is_taken = peer in self._offering and not is_mine
+                if is_taken or not queue or self._offers_made[peer] >= OFFERS_MAX:
+                    if is_mine:
+                        self._offering.discard(peer)
+                    return
+                is_mine = True
+                self._offering.add(peer)
+                out = queue.popleft()
+                out.is_offered = True
+                self._offers_made[peer] += 1
+            self._send(peer, _head_of(Kind.OFFER, out.envelope, out.lane, out.number), out.envelope.header)
+
+    def _end_offer(self, out: _Outgoing) -> None:
+        """An offer has ended: another may be made; the caller holds the lock."""
+        del self._outgoing[out.number]
+        if out.is_offered:
+            self._offers_made[out.peer] -= 1
+        else:
+            self._held_back[out.peer].remove(out)
 
     def _withdraw(self, number: int) -> bool:
         with self._lock:
             out = self._outgoing.get(number)
             if out is None or out.is_asked:
                 return False
-            del self._outgoing[number]
-        self._send(out.peer, Head(Kind.WITHDRAW, out.lane, number=number))
+            self._end_offer(out)
+            self._withdrawn[out.peer] += out.is_offered
+        if out.is_offered:
+            self._send(out.peer, Head(Kind.WITHDRAW, out.lane, number=number))
         out.request.cancelled()
+        self._offer_next(out.peer)
         return True
 
     def _hear_ask(self, peer: int, number: int) -> None:
         with self._lock:
             out = self._outgoing.get(number)
-            if out is not None and (out.peer != peer or out.is_asked):
+            if out is None:
+                # It may have asked before it heard that the offer was taken back: once for each of those.
+                self._withdrawn[peer] -= 1
+            if self._withdrawn[peer] < 0 or (out is not None and (out.peer != peer or not out.may_be_asked)):
                 raise ProtocolError("it asked for what was not offered")
             if out is not None:
                 out.is_asked = True
@@ -393,14 +477,16 @@ class Courier(Closable):
             out = self._outgoing.get(number)
             if out is None or out.peer != peer or not out.is_asked:
                 raise ProtocolError("it has what was not sent")
-            del self._outgoing[number]
+            self._end_offer(out)
             self._quiet.notify_all()
         out.request.complete()
+        self._offer_next(peer)
 
     def _take_credit(self, peer: int, lane: Lane, nbytes: int) -> bool:
         eager_bytes, limit = self._limits[lane]
         cost = nbytes + ENVELOPE_BYTES
-        if nbytes > eager_bytes or self._used[peer, lane] + cost > limit:
+        # Nor may it overtake what was not even offered yet.
+        if nbytes > eager_bytes or self._used[peer, lane] + cost > limit or self._is_held_back(peer):
             return False
         self._used[peer, lane] += cost
         return True
@@ -417,23 +503,39 @@ class Courier(Closable):
     def _hear_message(self, peer: int, head: Head, body: memoryview) -> None:
         is_eager = head.kind == Kind.EAGER
         due = head.header_bytes + (head.nbytes if is_eager else 0)
-        if len(body) != due or head.lane not in tuple(Lane) or head.nbytes > self._config.message_bytes_max:
+        if len(body) != due or head.header_bytes > HEADER_BYTES_MAX or head.lane not in tuple(Lane):
             raise ProtocolError(f"a message of {head.nbytes} bytes in a frame of {len(body)}")
-        header = bytes(body[: head.header_bytes])
+        if head.nbytes > bytes_max(self._config, head.tag):
+            raise ProtocolError(f"a message of {head.nbytes} bytes: longer than any of its kind may be")
+        header, lane = bytes(body[: head.header_bytes]), Lane(head.lane)
         envelope = Envelope(peer, head.context, head.tag, head.nbytes, head.dtype, header)
         if is_eager:
-            self._inbox.arrive(
-                envelope, _Eager(self, peer, Lane(head.lane), bytes(body[head.header_bytes :]))
-            )
+            self._hold(peer, lane, head.nbytes)
+            self._inbox.arrive(envelope, _Eager(self, peer, lane, bytes(body[head.header_bytes :])))
             return
-        parcel = _Offered(self, peer, head.number)
+        parcel, key = _Offered(self, peer, head.number), (peer, head.number)
         with self._lock:
-            self._offered[peer, head.number] = parcel
+            if key in self._offered or key in self._landings:
+                raise ProtocolError(f"it offered message {head.number} twice")
+            self._offers_held[peer] += 1
+            # Twice: what a peer takes back in one lane may come after what it offers in the other.
+            if self._offers_held[peer] > 2 * OFFERS_MAX:
+                raise ProtocolError(f"it offered {self._offers_held[peer]} messages; allowed: {OFFERS_MAX}")
+            self._offered[key] = parcel
         self._inbox.arrive(envelope, parcel)
+
+    def _hold(self, peer: int, lane: Lane, nbytes: int) -> None:
+        """Keep a message that nobody asked for. A correct peer sends no more of them than its credit."""
+        eager_bytes, limit = self._limits[lane]
+        with self._lock:
+            self._held[peer, lane] += nbytes + ENVELOPE_BYTES
+            if nbytes > eager_bytes or self._held[peer, lane] > limit:
+                raise ProtocolError(f"it sent {self._held[peer, lane]} bytes unasked, its credit is {limit}")
 
     def owe(self, peer: int, lane: Lane, nbytes: int) -> None:
         """A message has met its receive: its sender may use the credit again."""
         with self._lock:
+            self._held[peer, lane] -= nbytes + ENVELOPE_BYTES
             self._owed[peer, lane] += nbytes + ENVELOPE_BYTES
             is_due = self._owed[peer, lane] * 4 >= self._limits[lane][1] and peer not in self._down
         if is_due:
@@ -449,7 +551,7 @@ class Courier(Closable):
         landing = _Landing(posted, envelope, memory, data)
         posted.request.withdraw_by(lambda _: self._let_go(landing))
         with self._lock:
-            self._offered.pop((peer, number), None)
+            self._take_offer(peer, number)
             error = self._refusal(peer)
             if error is None:
                 self._landings[peer, number] = landing
@@ -516,9 +618,15 @@ class Courier(Closable):
 
     def _hear_withdraw(self, peer: int, number: int) -> None:
         with self._lock:
-            parcel = self._offered.pop((peer, number), None)
+            parcel = self._take_offer(peer, number)
         if parcel is not None:  # else it has met its receive, and whoever asks hears that it is gone
             self._inbox.withdraw_parcel(parcel)
+
+    def _take_offer(self, peer: int, number: int) -> _Offered | None:
+        """An offer of a peer waits no longer; the caller holds the lock."""
+        parcel = self._offered.pop((peer, number), None)
+        self._offers_held[peer] -= parcel is not None
+        return parcel
 
     # -- endings ------------------------------------------------------------------------------------------
 
@@ -534,6 +642,7 @@ class Courier(Closable):
             outgoing = [out for out in self._outgoing.values() if out.peer == peer]
             for out in outgoing:
                 del self._outgoing[out.number]
+            self._held_back[peer].clear()
             listeners = list(self._listeners)
             self._quiet.notify_all()
         for parcel in offered:
@@ -576,14 +685,20 @@ def _failed(peer: int | Any_) -> Request:
 
 @dataclass(slots=True)
 class _Outgoing:
-    """A message that was offered, and waits or is on its way."""
+    """A message that is to be offered, or was, and waits or is on its way."""
 
     number: int
     peer: int
     lane: Lane
     data: memoryview
     request: Request
+    envelope: Envelope
+    is_offered: bool = False
     is_asked: bool = False
+
+    @property
+    def may_be_asked(self) -> bool:
+        return self.is_offered and not self.is_asked
 
 
 @dataclass(slots=True)
@@ -619,6 +734,12 @@ class _Eager(Parcel):
     def refuse(self, error: UnisonoError) -> None:
         """Its sender's part has ended long ago."""
 
+    def is_whole(self) -> bool:
+        return True
+
+    def drop(self) -> None:
+        self._courier.owe(self._peer, self._lane, len(self._data))
+
 
 class _Offered(Parcel):
     """A message whose bytes are still at its sender."""
@@ -636,20 +757,32 @@ class _Offered(Parcel):
 class _Own(Parcel):
     """A message to oneself; `request` is the sender's, if it waits."""
 
-    def __init__(self, data: bytes, request: Request | None, inbox: Inbox) -> None:
-        self._data, self._request, self._inbox = data, request, inbox
+    def __init__(self, courier: Courier, data: bytes | memoryview, request: Request | None) -> None:
+        self._courier, self._data, self._request = courier, data, request
 
     def deliver(self, posted: Posted, envelope: Envelope) -> None:
+        if self._request is None:
+            self._courier.settle_own(envelope.nbytes)
+        if posted.into is not None:
+            posted.into.cast("B")[: envelope.nbytes] = self._data if envelope.nbytes else b""
+        taken = bytearray(self._data) if posted.into is None else None
+        # The bytes are out of the sender's memory by now.
         if self._request is not None:
             self._request.complete()
-        _fill(posted, envelope, self._data)
+        posted.request.complete(envelope, taken)
 
     def refuse(self, error: UnisonoError) -> None:
         if self._request is not None:
             self._request.fail(error)
 
+    def is_whole(self) -> bool:
+        return self._request is None
+
+    def drop(self) -> None:
+        self._courier.settle_own(len(self._data))
+
     def take_back(self) -> bool:
-        if self._request is None or not self._inbox.withdraw_parcel(self):
+        if self._request is None or not self._courier.withdraw_own(self):
             return False
         self._request.cancelled()
         return True

@@ -73,22 +73,9 @@ class DeviceCalls:
         """The others know."""
         return () if self._inner is None else self._inner.behind()
 
-    def learn(
-        self,
-        sequence: int,
-        operation: str,
-        program: Any,
-        dtype: int,
-        op: int,
-        memory_in: Any,
-        memory_out: Any,
-        header: bytes,
-        divisor: int,
-    ) -> bool:
+    def learn(self, *lesson: Any) -> bool:
         """It is for the others."""
-        return self._inner is not None and self._inner.learn(
-            sequence, operation, program, dtype, op, memory_in, memory_out, header, divisor
-        )
+        return self._inner is not None and self._inner.learn(*lesson)
 
     def _run(
         self,

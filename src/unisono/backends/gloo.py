@@ -13,10 +13,9 @@ import atexit
 import contextlib
 import datetime
 import importlib.util
-import logging
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["DESCRIPTION", "Draft", "GlooBackend"]
-
-_log = logging.getLogger("unisono.gloo")
 
 _FRAME, _PAYLOAD = 1, 2  # Gloo's tags
 # So many receives stand ready for frames of one peer.
@@ -78,6 +75,7 @@ class GlooBackend(Courier):
 
     def end_group(self, context: int) -> None:
         """Let go of what was made for it."""
+        super().end_group(context)
         self._collectives.close_room(context)
 
     def close(self) -> None:
@@ -171,7 +169,11 @@ class _Maker(Opening):
         """Wait for the group."""
         self._thread.join()
         if self._error is not None:
-            raise RendezvousError("gloo could not connect", cause=_first_line(self._error))
+            raise RendezvousError(
+                "gloo could not connect",
+                cause=_first_line(self._error),
+                next_step="open the ports between the ranks' addresses",
+            )
         return self._made
 
     def _make(self) -> None:
@@ -302,7 +304,7 @@ class _GlooWire(Wire):
             while not courier.is_over(peer):
                 _wait(works.pop(0))
                 buffer = buffers.pop(0)
-                landing = self._hear(peer, _frame_in(buffer))
+                landing = courier.hear(peer, _frame_in(buffer))
                 if landing is not None:
                     memory, on_landed = landing
                     _wait(self._start_recv(self._tensor(memory), peer, _PAYLOAD))
@@ -320,16 +322,6 @@ class _GlooWire(Wire):
             return self._group.recv([memory], peer, tag)
         except RuntimeError as error:
             raise _LinkError(_first_line(error)) from None
-
-    def _hear(self, peer: int, frame: memoryview) -> tuple[memoryview, Callable[[], None]] | None:
-        """Pass a frame on. A callback that fails must not make this rank deaf."""
-        try:
-            return self._courier.arrive(peer, frame)
-        except ProtocolError:
-            raise
-        except Exception:
-            _log.exception("rank %d: a callback failed", self._courier.rank)
-            return None
 
     def _tensor(self, memory: memoryview) -> Tensor:
         """The memory as a tensor; a copy of what may not be written to, because torch warns of it."""

@@ -24,6 +24,7 @@ from unisono.backends import own
 from unisono.backends.own import Agreement, Introductions, OwnRequest
 from unisono.contract import HEADER_BYTES_MAX, Backend, PeerDown, Request, Stage
 from unisono.errors import UnisonoError
+from unisono.plans.catalog import reduces
 from unisono.plans.steps import Buf, Problem
 
 if TYPE_CHECKING:
@@ -44,8 +45,6 @@ REDUCTIONS: Final = {
     "max": _INTEGERS,
 }
 _NAMES: Final = {"sum": "SUM", "mean": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
-_MOVING: Final = ("broadcast", "all_gather", "gather", "all_to_all")
-_REDUCING: Final = ("all_reduce", "reduce", "reduce_scatter")
 _JOIN_S: Final = 1.0
 # A receive that nobody serves, and that waits no longer than this.
 _NO_TAG: Final = 3
@@ -152,7 +151,12 @@ class _Room:
             except RuntimeError as error:
                 text = (str(error).splitlines() or [""])[0]
                 task.request.break_off_later(
-                    self._backend.runtime, UnisonoError("gloo's collective failed", cause=text)
+                    self._backend.runtime,
+                    UnisonoError(
+                        "gloo's collective failed",
+                        cause=text,
+                        next_step="see whether a rank has ended; the communicator is of no use any more",
+                    ),
                 )
             except Exception as error:  # a user's operation may raise anything
                 task.request.break_off(error)
@@ -255,12 +259,13 @@ class Collectives:
         return room
 
     def _fits(self, problem: Problem, stage: Stage) -> bool:
-        if own.is_slip(problem, stage, self._reproducible) or problem.collective in _MOVING:
+        if own.is_slip(problem, stage, self._reproducible):
             return True
+        if problem.collective not in _CALLS or not reduces(problem.collective):
+            return problem.collective in _CALLS
         op = stage.op
         return (
-            problem.collective in _REDUCING
-            and op is not None
+            op is not None
             and op.fn is None
             and stage.dtype.name in REDUCTIONS.get(op.name, ())
             and own.is_exact(stage, self._reproducible)

@@ -51,7 +51,10 @@ class HybridBackend(Closable):
         if not parts:
             raise UsageError("parts is empty; allowed: one or more backends")
         if len({(part.rank, part.size) for part in parts}) != 1:
-            raise UsageError(f"parts disagree on rank and size: {[(part.rank, part.size) for part in parts]}")
+            raise UsageError(
+                f"parts disagree on rank and size: {[(part.rank, part.size) for part in parts]}",
+                next_step="give backends of the same ranks",
+            )
         self._parts = tuple(parts)
         self._route = route
         self._device = device

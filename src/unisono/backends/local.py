@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from unisono.backends.registry import BackendInfo
 from unisono.config import Config
@@ -21,15 +22,16 @@ from unisono.contract import (
     Capabilities,
     Envelope,
     Lane,
+    OwnCredit,
     PeerDown,
     Request,
     eager_limits,
     withdrawn,
 )
-from unisono.errors import ClosedError, Deadlock, UnisonoError, UsageError
+from unisono.errors import ClosedError, Deadlock, UnisonoError, UsageError, ranks_text
 from unisono.inbox import Inbox, Parcel
 from unisono.matching import Posted
-from unisono.runtime import Event, RealRuntime, Runtime, Waiting
+from unisono.runtime import Event, Parked, RealRuntime, Runtime, Waiting, parked_threads
 from unisono.values import Any_
 
 __all__ = ["DESCRIPTION", "LocalBackend"]
@@ -95,6 +97,7 @@ class LocalBackend(Backend):
     ) -> Request:
         """Put a message into the other's inbox: a copy if the credit allows, else a reference."""
         self.check_peer(dst, "dst")
+        self.check_length(tag, data.nbytes, header)
         self._hub.runtime.note_user(self._rank)
         request = Request(dst)
         down = self._hub.down_of(self._rank, dst)
@@ -103,8 +106,8 @@ class LocalBackend(Backend):
             return request
         envelope = Envelope(self._rank, context, tag, data.nbytes, dtype, header)
         pair = self._hub.pair(self._rank, dst, lane)
-        parcel = _Parcel(data, request, pair, self._hub)
-        if pair.take(data.nbytes, is_own=dst == self._rank):
+        parcel = _Parcel(data.cast("B") if data.nbytes else data, request, pair, self._hub)
+        if pair.take(data.nbytes):
             parcel.data, parcel.cost = memoryview(bytes(data)), data.nbytes + ENVELOPE_BYTES
         inbox = self._hub.inboxes[dst]
         request.withdraw_by(lambda _: parcel.take_back(inbox, withdrawn()))
@@ -131,6 +134,10 @@ class LocalBackend(Backend):
         self.check_peer(src, "src")
         return self._hub.inboxes[self._rank].probe(src, context, tag)
 
+    def end_group(self, context: int) -> None:
+        """Drop what nobody will receive any more."""
+        self._hub.inboxes[self._rank].end_context(context)
+
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         """Tell the listener of ranks that are or go down."""
         self._hub.watch(self._rank, listener)
@@ -153,23 +160,26 @@ class _Pair:
     limit: int
     eager_bytes: int
     used: int = 0
+    own: OwnCredit | None = None  # of a rank with itself
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take(self, nbytes: int, is_own: bool) -> bool:
-        """Use credit for a message; False if it must wait for its receive instead.
-
-        A rank may always send to itself: it could never wait for its own receive.
-        """
+    def take(self, nbytes: int) -> bool:
+        """Use credit for a message; False if it must wait for its receive instead."""
         cost = nbytes + ENVELOPE_BYTES
         with self.lock:
-            if not is_own and (nbytes > self.eager_bytes or self.used + cost > self.limit):
+            if self.own is not None:
+                return self.own.take(nbytes)
+            if nbytes > self.eager_bytes or self.used + cost > self.limit:
                 return False
             self.used += cost
             return True
 
     def give_back(self, cost: int) -> None:
         with self.lock:
-            self.used -= cost
+            if self.own is not None:
+                self.own.give_back(cost - ENVELOPE_BYTES)
+            else:
+                self.used -= cost
 
 
 class _Parcel(Parcel):
@@ -199,6 +209,12 @@ class _Parcel(Parcel):
         if self.request is not None:
             self.request.fail(error)
 
+    def is_whole(self) -> bool:
+        return self.request is None
+
+    def drop(self) -> None:
+        self._settle()
+
     def take_back(self, inbox: Inbox, error: UnisonoError) -> bool:
         """End the sender's request and let the message vanish; False if it has met its receive or ended."""
         if self.request is None or not inbox.withdraw_parcel(self):
@@ -218,8 +234,8 @@ class _Hub:
     def __init__(self, size: int, config: Config) -> None:
         self.size = size
         self.config = config
-        self.inboxes = [Inbox(rank) for rank in range(size)]
-        self.runtime = _WatchfulRuntime(size, config.deadlock_after_s)
+        self.inboxes = [Inbox(rank, config.recv_bytes_max) for rank in range(size)]
+        self.runtime = _WatchfulRuntime(size, config.deadlock_after_s, self.is_under_way)
         self._lock = threading.Lock()
         self._pairs: dict[tuple[int, int, Lane], _Pair] = {}
         self._down: dict[int, PeerDown] = {}
@@ -230,7 +246,8 @@ class _Hub:
         pair = self._pairs.get((src, dst, lane))
         if pair is None:
             eager_bytes, limit = eager_limits(self.config, lane)
-            pair = self._pairs.setdefault((src, dst, lane), _Pair(limit, eager_bytes))
+            own = OwnCredit(self.config) if src == dst else None
+            pair = self._pairs.setdefault((src, dst, lane), _Pair(limit, eager_bytes, own=own))
         return pair
 
     def down_of(self, rank: int, peer: int) -> UnisonoError | None:
@@ -274,6 +291,13 @@ class _Hub:
     def note_activity(self) -> None:
         self.runtime.activity += 1
 
+    def is_under_way(self, rank: int) -> bool:
+        """Whether an operation of a rank waits for a message, or for its own to be received."""
+        if self.inboxes[rank].is_awaited():
+            return True
+        parcels = (parcel for inbox in self.inboxes for parcel in inbox.parcels_from(rank))
+        return any(isinstance(parcel, _Parcel) and parcel.request is not None for parcel in parcels)
+
 
 @dataclass(eq=False, slots=True)
 class _Blocked:
@@ -283,26 +307,46 @@ class _Blocked:
     event: Event
     waiting: Callable[[], Waiting]
     deadlock: Deadlock | None = None
+    deserted: set[int] = field(default_factory=set)  # the ranks that were so at the last look
 
 
 class _WatchfulRuntime(RealRuntime):
     """The real runtime, and an eye on threads that can never go on.
 
-    The rule, which errs on the side of patience: every rank that has not left has a thread that waits
-    without a limit; so does every thread that could help, unless it has ended; and nothing at all has moved
+    Two rules, which err on the side of patience. Who waits looks every `grace_s`.
+
+    *No rank can go on*: every rank that has not left has a thread that waits without a limit, or only threads
+    that have ended; so does every thread that could help, unless it has ended; and nothing at all has moved
     for `grace_s`. Then all of them are told. A thread could help if it was started after this world was made,
-    or has sent or waited here, and not only for ranks that have left.
+    or has sent or waited here, and not only for ranks that have left. If every other thread of the process
+    waits for threads, too (in `join`, on a future, idle in a pool), it does not matter what the ranks do.
+
+    *A rank is deserted*: every thread that began an operation of it has ended, it has not left, and nothing
+    of it is under way; for `grace_s` no new thread has used it. Who waits for it without a limit is told.
     """
 
-    def __init__(self, size: int, grace_s: float) -> None:
+    sees_deadlocks = True
+
+    def __init__(self, size: int, grace_s: float, is_under_way: Callable[[int], bool]) -> None:
         super().__init__()
         self.activity = 0
         self._grace_s = grace_s
+        self._is_under_way = is_under_way
         self._watch_lock = threading.Lock()
         self._blocked: list[_Blocked] = []
         self._ranks_here = set(range(size))
         self._ranks_of: weakref.WeakKeyDictionary[threading.Thread, set[int]] = weakref.WeakKeyDictionary()
+        self._users: dict[int, weakref.WeakSet[threading.Thread]] = {}
+        self._mine = _Mine()
         self._bystanders = weakref.WeakSet(threading.enumerate())
+
+    def used(self, rank: int) -> None:
+        """The calling thread begins an operation of a rank: it is one of the rank's own."""
+        if rank in self._mine.ranks:
+            return
+        self._mine.ranks.add(rank)
+        with self._watch_lock:
+            self._users.setdefault(rank, weakref.WeakSet()).add(threading.current_thread())
 
     def note_user(self, rank: int) -> None:
         """The calling thread does something for a rank."""
@@ -320,7 +364,9 @@ class _WatchfulRuntime(RealRuntime):
         self, event: Event, timeout: float | None, waiting: Callable[[], Waiting], *, is_limited: bool = True
     ) -> bool:
         """Wait; without a limit only as long as somebody may still end it."""
-        self.note_user(waiting().rank)
+        rank = waiting().rank
+        self.used(rank)
+        self.note_user(rank)
         if is_limited or not self._grace_s:
             self.activity += 1
             return super().block(event, timeout, waiting)
@@ -328,15 +374,18 @@ class _WatchfulRuntime(RealRuntime):
         with self._watch_lock:
             self._blocked.append(mine)
         end = None if timeout is None else self.now() + timeout
+        look_s = min(_FIRST_LOOK_S, self._grace_s / 2)
         try:
             while True:
                 before = self.activity
-                left = self._grace_s if end is None else min(self._grace_s, end - self.now())
+                left = look_s if end is None else min(look_s, end - self.now())
                 woken = left > 0 and super().block(event, left, waiting)
-                if woken or left < self._grace_s:
+                if woken or left < look_s:
                     break
-                if self.activity == before:
+                self._look_for_deserted(mine)
+                if look_s == self._grace_s and self.activity == before:
                     self._look()
+                look_s = self._grace_s
         finally:
             with self._watch_lock:
                 self._blocked.remove(mine)
@@ -347,26 +396,92 @@ class _WatchfulRuntime(RealRuntime):
     def _look(self) -> None:
         with self._watch_lock:
             blocked = [b for b in self._blocked if not b.event.is_set()]
-            threads = {b.thread for b in blocked}
-            if any(thread not in threads and self._could_help(thread) for thread in threading.enumerate()):
-                return
             waits = [b.waiting() for b in blocked]
-            if {w.rank for w in waits} != self._ranks_here:
+            quiet = self._ranks_here - {w.rank for w in waits}
+            others = set(threading.enumerate()) - {b.thread for b in blocked}
+            if not self._are_all_parked(others) and (
+                any(self._could_help(thread) for thread in others)
+                or any(not self._is_deserted(rank) for rank in quiet)
+            ):
                 return
-            lines = "; ".join(str(w) for w in sorted(waits, key=lambda w: w.rank))
+            lines = [str(w) for w in sorted(waits, key=lambda w: w.rank)]
+            lines += [self._why_quiet(rank) for rank in sorted(quiet)]
             for entry in blocked:
                 entry.deadlock = Deadlock(
                     "no rank can go on",
-                    cause=lines,
-                    next_step="break the cycle: pair every send with a receive",
+                    cause="; ".join(lines),
+                    next_step=_CLOSE_RANKS if quiet else "break the cycle: pair every send with a receive",
                 )
         for entry in blocked:
             entry.event.set()
+
+    def _look_for_deserted(self, mine: _Blocked) -> None:
+        """Tell a thread whose wait cannot end: it needs a rank that has been deserted for long enough."""
+        wait = mine.waiting()
+        with self._watch_lock:
+            others = self._ranks_here - {wait.rank}
+            deserted = {rank for rank in others if self._is_deserted(rank)}
+        # Any of the others may end a wait that names nobody.
+        needed = set(wait.ranks) & deserted if wait.ranks else deserted if deserted == others else set()
+        needed = {rank for rank in needed if not self._is_under_way(rank)}
+        lasting, mine.deserted = sorted(needed & mine.deserted), needed
+        if not lasting or mine.event.is_set():
+            return
+        ranks = ranks_text(lasting)
+        mine.deadlock = Deadlock(
+            f"{ranks} will not come",
+            cause=f"every thread that used {ranks} has ended without closing it; {wait}",
+            next_step=_CLOSE_RANKS,
+        )
+        mine.event.set()
+
+    def _is_deserted(self, rank: int) -> bool:
+        """Whether all threads of a rank have ended; the caller holds the lock. One may still be to come."""
+        users = self._users.get(rank)
+        return users is not None and not any(thread.is_alive() for thread in users)
+
+    def _why_quiet(self, rank: int) -> str:
+        if rank not in self._users:
+            return f"no thread uses rank {rank}"
+        if self._is_deserted(rank):
+            return f"every thread that used rank {rank} has ended without closing it"
+        return f"the threads that used rank {rank} are idle and have not closed it"
+
+    def _are_all_parked(self, threads: set[threading.Thread]) -> bool:
+        """Whether none of these threads can do anything before another one does.
+
+        Threads from before this world that have done nothing here are watchdogs if they are daemons or wait
+        with a limit. The main thread is not: after `join(1)` it may use the rank that is missing.
+        """
+        waits = parked_threads()
+        for thread in threads:
+            is_bystander = (
+                thread is not threading.main_thread()
+                and thread in self._bystanders
+                and thread not in self._ranks_of
+            )
+            is_parked = thread in waits if is_bystander else waits.get(thread) is Parked.WITHOUT_LIMIT
+            if thread.is_alive() and not is_parked and not (is_bystander and thread.daemon):
+                return False
+        return True
 
     def _could_help(self, thread: threading.Thread) -> bool:
         """Whether a thread may yet do something for a rank; the caller holds the lock."""
         ranks = self._ranks_of.get(thread)
         return thread not in self._bystanders if ranks is None else bool(ranks & self._ranks_here)
+
+
+# Who waits for so long looks for the first time. Most waits are shorter, and pay nothing for it.
+_FIRST_LOOK_S: Final = 0.05
+
+_CLOSE_RANKS: Final = "use `with comm:` in the thread of each rank, or unisono.testing.run_local(fn, n)"
+
+
+class _Mine(threading.local):
+    """The ranks that the calling thread has used."""
+
+    def __init__(self) -> None:
+        self.ranks: set[int] = set()
 
 
 DESCRIPTION = BackendInfo(

@@ -148,6 +148,7 @@ class MpiBackend(Courier):
 
     def end_group(self, context: int) -> None:
         """Let go of what was made for it."""
+        super().end_group(context)
         self.collectives.close_room(context)
 
     def hot_path(
@@ -329,7 +330,9 @@ def _join(config: Config, timeout: float | None) -> MpiBackend:
     if len(set(said)) > 1:
         odd = next(rank for rank, text in enumerate(said) if text != said[0])
         raise RendezvousError(
-            f"rank {odd} differs from rank 0", cause=f"rank 0: {said[0]}; rank {odd}: {said[odd]}"
+            f"rank {odd} differs from rank 0",
+            cause=f"rank 0: {said[0]}; rank {odd}: {said[odd]}",
+            next_step="start all ranks with the same version of unisono and the same settings",
         )
     return MpiBackend(world, config)
 

@@ -25,6 +25,8 @@ from unisono.backends import own
 from unisono.backends.own import Agreement, Introductions, OwnRequest
 from unisono.contract import HEADER_BYTES_MAX, Backend, PeerDown, Request, Stage
 from unisono.errors import PeerAborted
+from unisono.kernels import reduce_into
+from unisono.plans.catalog import reduces
 from unisono.plans.steps import Buf, Problem
 from unisono.values import Kind, ReduceOp
 
@@ -35,14 +37,16 @@ __all__ = ["REDUCTIONS", "Collectives", "Room", "Task"]
 
 Array = np.ndarray[Any, Any]
 
-_INTEGERS: Final = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_WIDE: Final = ("int32", "int64", "uint32", "uint64")
+_INTEGERS: Final = ("int8", "int16", "uint8", "uint16", *_WIDE)
 _FLOATS: Final = ("float32", "float64")
 _COMPLEX: Final = ("complex64", "complex128")
-# Halves are no types of MPI's, and its min and max lose NaN: those go by plans.
+# What goes by plans: halves, which are no types of MPI's; float min and max, because MPI's lose NaN; sums and
+# products of narrow integers, because Open MPI's vector code saturates and its remainder loop wraps.
 REDUCTIONS: Final = {
-    "sum": (*_FLOATS, *_COMPLEX, *_INTEGERS),
+    "sum": (*_FLOATS, *_COMPLEX, *_WIDE),
     "mean": (*_FLOATS, *_COMPLEX),
-    "prod": (*_FLOATS, *_INTEGERS),
+    "prod": (*_FLOATS, *_WIDE),
     "min": _INTEGERS,
     "max": _INTEGERS,
     "band": _INTEGERS,
@@ -50,8 +54,6 @@ REDUCTIONS: Final = {
     "bxor": _INTEGERS,
 }
 _NAMES: Final = {"mean": "SUM"}
-_MOVING: Final = ("broadcast", "all_gather", "gather", "all_to_all")
-_REDUCING: Final = ("all_reduce", "reduce", "reduce_scatter", "scan", "exscan")
 # MPI counts in 32 bits.
 _BYTES_MAX: Final = 2**31 - 1
 # Open MPI adds in place fastest in pieces of this length.
@@ -221,15 +223,15 @@ class Room:
             return None
         if op.fn is None:
             return getattr(self._mpi, _NAMES.get(op.name, op.name.upper()))
-        fn, dtype = op.fn, task.stage.dtype.storage
+        dtype = task.stage.dtype
 
         def combine(left: Any, right: Any, datatype: Any) -> None:
             """MPI cannot bear an exception: it is kept, and told when the collective is over."""
             if task.failure is not None:
                 return
             try:
-                into = np.frombuffer(right, dtype)
-                into[:] = fn(np.frombuffer(left, dtype).copy(), into.copy())
+                into = np.frombuffer(right, dtype.storage)
+                reduce_into(into, np.frombuffer(left, dtype.storage), op, dtype, left=True)
             except Exception as error:
                 task.failure = error
 
@@ -238,7 +240,7 @@ class Room:
     def _call(self, task: Task, op: Any, *, is_blocking: bool) -> Steps:
         root, is_root = task.problem.root, self.rank == task.problem.root
         given, taken = task.memory.get(Buf.IN), task.memory.get(Buf.OUT)
-        if task.problem.collective in _MOVING:
+        if not reduces(task.problem.collective):
             given = None if given is None else given.view(np.uint8)
             taken = None if taken is None else taken.view(np.uint8)
         here = self._mpi.IN_PLACE
@@ -361,10 +363,10 @@ class Collectives:
             return True
         if problem.counts[0] * problem.size * stage.dtype.storage.itemsize > _BYTES_MAX:
             return False
-        if problem.collective in _MOVING:
-            return True
+        if not reduces(problem.collective):
+            return problem.collective != "scatter"
         op = stage.op
-        if problem.collective not in _REDUCING or op is None or stage.dtype.is_half:
+        if op is None or stage.dtype.is_half:
             return False
         if not own.is_exact(stage, self._reproducible):
             return False

@@ -10,9 +10,11 @@ ended. While nobody waits, a pump thread sleeps in the engine and tells, so that
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import itertools
 import logging
+import os
 import threading
 import weakref
 from collections import deque
@@ -24,11 +26,14 @@ import numpy as np
 
 from unisono import _native
 from unisono.backends.native_plans import compiled
+from unisono.backends.refusals import Refusals
 from unisono.backends.registry import BackendInfo, Closable
 from unisono.backends.signals import HELD, HeldSignals
 from unisono.call_site import is_users
 from unisono.config import Config
 from unisono.contract import (
+    CONTROL_BYTES_MAX,
+    OWN_CREDIT_BYTES,
     UNTYPED,
     Capabilities,
     Envelope,
@@ -40,6 +45,8 @@ from unisono.contract import (
     Request,
     Stage,
     Tags,
+    bytes_max,
+    eager_limits,
 )
 from unisono.errors import BackendUnavailable, ClosedError, UnisonoError, UsageError
 from unisono.matching import Posted, refusal
@@ -67,12 +74,16 @@ _DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)
 
 
 class Card(NamedTuple):
-    """What the others need to reach a rank. `unix_path` is empty if it uses no shared memory."""
+    """What the others need to reach a rank, and on its host to see whether it is only starved.
+
+    `unix_path` is empty if it uses no shared memory; `pid` is 0 if it is not known.
+    """
 
     host: str
     unix_path: str
     address: str
     port: int
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +126,7 @@ class NativeBackend(Closable):
         self._rank = rank
         self._size = size
         self._config = config if config is not None else Config()
+        control_eager_bytes, control_credit_bytes = eager_limits(self._config, Lane.CONTROL)
         try:
             self._engine = _native.Engine(
                 rank,
@@ -124,6 +136,11 @@ class NativeBackend(Closable):
                 eager_bytes=self._config.eager_bytes,
                 eager_credit_bytes=self._config.eager_credit_bytes,
                 message_bytes_max=self._config.message_bytes_max,
+                recv_bytes_max=self._config.recv_bytes_max,
+                control_eager_bytes=control_eager_bytes,
+                control_credit_bytes=control_credit_bytes,
+                control_bytes_max=CONTROL_BYTES_MAX,
+                own_credit_bytes=OWN_CREDIT_BYTES,
                 silence_s=self._config.silence_s,
                 shm=shm,
                 checksum=checksum,
@@ -136,11 +153,18 @@ class NativeBackend(Closable):
                 rekey_records=rekey_records,
             )
         except RuntimeError as error:
-            raise BackendUnavailable("the native backend cannot start", cause=str(error)) from None
+            raise BackendUnavailable(
+                "the native backend cannot start",
+                cause=str(error),
+                next_step="raise the limit of open files: ulimit -n 4096"
+                if os.strerror(errno.EMFILE) in str(error)
+                else "see the cause; what can run here is in uni.list_backends()",
+            ) from None
         self._tls = tls
-        self._desk = _Desk(self._engine)
+        self._desk = _Desk(self._engine, self._config.recv_bytes_max)
         self._runtime = _NativeRuntime(self._desk)
         self._hosts: tuple[int, ...] = ()
+        self._short_bytes = bytes_max(self._config, Tags.CONTROL)  # what may have this length under any tag
         self._after_close: list[Callable[[], None]] = []
         self._pump = threading.Thread(
             target=_pump, args=(weakref.ref(self._desk), self._engine), name="unisono-pump", daemon=True
@@ -170,7 +194,7 @@ class NativeBackend(Closable):
             self._secure(credentials)
         names = list(dict.fromkeys(card.host for card in cards))
         self._hosts = tuple(names.index(card.host) for card in cards) if len(names) > 1 else ()
-        self._engine.connect([(c.host, c.unix_path, c.address, c.port) for c in cards])
+        self._engine.connect([(c.host, c.unix_path, c.address, c.port, c.pid) for c in cards])
 
     @property
     def rank(self) -> int:
@@ -223,6 +247,8 @@ class NativeBackend(Closable):
     ) -> Request:
         """Send: at once if the message is short and the credit allows, else when its receive asks for it."""
         self.check_peer(dst, "dst")
+        if data.nbytes > self._short_bytes:
+            self.check_length(tag, data.nbytes, header)
         desk = self._desk
         request = _NativeRequest(dst, desk, data)
         number = request.number
@@ -327,6 +353,10 @@ class NativeBackend(Closable):
         request = _RunRequest(self._desk, memory)
         return self._start(request, lambda: self._engine.adopt(request.number, handle))
 
+    def end_group(self, context: int) -> None:
+        """Drop what nobody will receive any more."""
+        self._engine.end_context(context)
+
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         """Tell the listener of ranks that are or go down."""
         for down in self._desk.add_listener(listener):
@@ -352,7 +382,11 @@ class NativeBackend(Closable):
         try:
             self._engine.secure(list(given.names), given.key_pem, given.certificate_pem, given.authority_pem)
         except RuntimeError as error:
-            raise UsageError("these credentials are of no use here", cause=str(error)) from None
+            raise UsageError(
+                "these credentials are of no use here",
+                cause=str(error),
+                next_step="give the key and the certificates that the seed of this job has made",
+            ) from None
 
     def _start(self, request: _NativeRequest, start: Callable[[], int | tuple[Any, ...]]) -> Request:
         desk, number = self._desk, request.number
@@ -443,8 +477,9 @@ class _RunRequest(_NativeRequest):
 class _Desk:
     """The requests under way, and what is told of them."""
 
-    def __init__(self, engine: _native.Engine) -> None:
+    def __init__(self, engine: _native.Engine, recv_bytes_max: int) -> None:
         self.engine = engine
+        self._recv_bytes_max = recv_bytes_max
         self.numbers = itertools.count(1)
         self.requests: dict[int, _NativeRequest] = {}
         self.is_closed = False
@@ -548,11 +583,12 @@ class _Desk:
         if outcome == _PEER_DOWN:
             assert isinstance(request.peer, int)
             return self._down_of(request.peer).error()
-        if outcome == _REFUSED and envelope is not None and request.buffer is not None:
+        if outcome == _REFUSED and envelope is not None:
             posted = Posted(
                 envelope.source, envelope.context, envelope.tag, request, request.buffer, request.dtype
             )
-            return UsageError(refusal(posted, envelope) or "the message does not fit")
+            if (reason := refusal(posted, envelope, self._recv_bytes_max)) is not None:
+                return reason
         return _broken(outcome)
 
     def _down_of(self, rank: int) -> PeerDown:
@@ -639,7 +675,9 @@ def _pattern(src: int | Any_, tag: int | Any_) -> tuple[int, int]:
 
 def _broken(outcome: int) -> UnisonoError:
     if outcome in (_NO_MEMORY, _REFUSED):
-        return UnisonoError("there is no memory for the message")
+        return UnisonoError(
+            "there is no memory for the message", next_step="send it in parts, or free memory on this host"
+        )
     return ClosedError("the backend is closed")
 
 
@@ -674,12 +712,14 @@ def _leave_all() -> None:
 
 def _pump(desk_ref: weakref.ref[_Desk], engine: _native.Engine) -> None:
     """Tell what ends while nobody waits, and log who was turned away at the door."""
+    refusals, clock = Refusals(), RealRuntime()
     while True:
         news = engine.pump(1.0)
-        for caller in engine.take_refusals():
-            _log.warning("refused %s", caller)
         desk = desk_ref()
-        if desk is None or (desk.is_closed and not news):
+        is_over = desk is None or (desk.is_closed and not news)
+        for line in refusals.lines(engine.take_refusals(), engine.refused(), clock.now(), is_last=is_over):
+            _log.warning("refused %s", line)
+        if desk is None or is_over:
             return
         if news:
             desk.tell(news)
@@ -692,4 +732,5 @@ DESCRIPTION = BackendInfo(
     check=lambda: None,
     install="part of unisono",
     capabilities=_CAPABILITIES,
+    around=lambda native: native,
 )

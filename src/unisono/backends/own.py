@@ -24,6 +24,7 @@ import numpy as np
 
 from unisono.contract import HEADER_BYTES_MAX, Backend, HeaderMismatch, Lane, PeerDown, Request, Stage, Tags
 from unisono.kernels import reduce_into
+from unisono.plans.catalog import reduces
 from unisono.plans.steps import Buf, Problem
 from unisono.runtime import Runtime
 from unisono.values import Kind
@@ -52,9 +53,6 @@ SLIP_BYTES: Final = _HEAD_BYTES + _OPERAND_BYTES
 _PATIENCE_S: Final = 2.0
 _NOBODY: Final = -1
 
-_MOVING: Final = ("broadcast", "all_gather", "gather", "all_to_all")
-_REDUCING: Final = ("all_reduce", "reduce", "reduce_scatter", "scan", "exscan")
-
 
 class OwnRequest(Request):
     """A collective under way in a library.
@@ -64,7 +62,16 @@ class OwnRequest(Request):
     that it ends by itself; `on_unwanted` may hasten that.
     """
 
-    __slots__ = ("_on_given_up", "_on_unwanted", "_others", "_state_lock", "_taken", "is_committed")
+    __slots__ = (
+        "_failure",
+        "_is_unwanted",
+        "_on_given_up",
+        "_on_unwanted",
+        "_others",
+        "_state_lock",
+        "_taken",
+        "is_committed",
+    )
 
     def __init__(
         self,
@@ -78,6 +85,8 @@ class OwnRequest(Request):
         self._on_given_up = on_given_up
         self._on_unwanted = on_unwanted
         self._taken = False
+        self._is_unwanted = False
+        self._failure: BaseException | None = None
         self._state_lock = threading.Lock()
         self.is_committed = False
 
@@ -97,7 +106,11 @@ class OwnRequest(Request):
             self._on_given_up()
             self.cancelled()
             return True
-        if not self.done:
+        with self._state_lock:
+            self._is_unwanted, failure = True, self._failure
+        if failure is not None:
+            self.break_off(failure)
+        elif not self.done:
             self._on_unwanted()
         return False
 
@@ -114,8 +127,16 @@ class OwnRequest(Request):
             self.fail(error)
 
     def break_off_later(self, runtime: Runtime, error: BaseException) -> None:
-        """The library failed. Why is for those to say who know the ranks; if they do not, it is this."""
-        runtime.call_at(runtime.now() + _PATIENCE_S, lambda: self.break_off(error))
+        """The library failed. Why is for those to say who know the ranks; if they do not, it is this.
+
+        Who knows it gives the request up: then it ends at once.
+        """
+        with self._state_lock:
+            self._failure, is_unwanted = error, self._is_unwanted
+        if is_unwanted:
+            self.break_off(error)
+        else:
+            runtime.call_at(runtime.now() + _PATIENCE_S, lambda: self.break_off(error))
 
     def peer_down(self, runtime: Runtime, down: PeerDown) -> None:
         """A rank is gone, and may have done its part before. What is committed ends with the library."""
@@ -274,21 +295,24 @@ _INTRODUCTION: Final = Tags.CONTROL | 1
 
 
 def may_be_own(problem: Problem, stage: Stage) -> bool:
-    """Whether ranks begin it in the order of the user's calls, and all blocks have one length."""
+    """Whether ranks begin it in the order of the user's calls, and all blocks have one length.
+
+    Empty ones are no exception: a rank that left one out would be a call behind without a word.
+    """
     if (stage.tag & ~Tags.COLLECTIVE) % Tags.STAGES != 0:
         return False
-    counts = problem.counts
-    return problem.collective == "barrier" or bool(counts and counts[0] > 0 and len(set(counts)) == 1)
+    return problem.collective == "barrier" or len(set(problem.counts)) == 1
 
 
 def is_slip(problem: Problem, stage: Stage, reproducible: bool) -> bool:
     """Whether slips alone will do."""
     if problem.collective == "barrier":
         return True
-    if problem.collective in _REDUCING and not is_exact(stage, reproducible):
+    if problem.collective == "scatter":  # only its root has anything to show
         return False
-    is_known = problem.collective in _REDUCING or problem.collective in _MOVING
-    return is_known and _operand_bytes(problem, stage) <= _OPERAND_BYTES
+    if reduces(problem.collective) and not is_exact(stage, reproducible):
+        return False
+    return _operand_bytes(problem, stage) <= _OPERAND_BYTES
 
 
 def is_exact(stage: Stage, reproducible: bool) -> bool:

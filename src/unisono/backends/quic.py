@@ -13,7 +13,7 @@ import contextlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -193,7 +193,11 @@ class _QuicWire(Wire):
             for task in meetings.values():
                 task.cancel()
             what = "; ".join(f"rank {peer}: {why}" for peer, why in sorted(failed.items()))
-            raise RendezvousError(f"rank {rank} could not connect by QUIC", cause=what)
+            raise RendezvousError(
+                f"rank {rank} could not connect by QUIC",
+                cause=what,
+                next_step="open UDP between these ranks, or set quic_relay",
+            )
         for peer, task in meetings.items():
             self._links[peer] = link = task.result()
             link.start()
@@ -215,21 +219,11 @@ class _QuicWire(Wire):
             streams=berth.config.quic_streams,
             frame_bytes_max=frame_bytes_max(berth.config),
             piece_bytes=courier.piece_bytes,
-            hear=partial(self._hear, peer),
+            hear=partial(courier.hear, peer),
             is_over=partial(courier.is_over, peer),
         )
         await link.open()
         return link
-
-    def _hear(self, peer: int, frame: memoryview) -> tuple[memoryview, Callable[[], None]] | None:
-        """Pass a frame on. A callback that fails must not make this rank deaf."""
-        try:
-            return self._courier.arrive(peer, frame)
-        except ProtocolError:
-            raise
-        except Exception:
-            _log.exception("rank %d: a callback failed", self._courier.rank)
-            return None
 
     async def _tend(self, peer: int, link: Link) -> None:
         """Listen to a peer until its last word, or until it is gone."""

@@ -146,7 +146,11 @@ class Endpoint:
             if berth.advertise:
                 await bound.add_external_addr(_with_port(berth.advertise, bound))
         except iroh.IrohError as error:
-            raise BackendUnavailable("QUIC has no endpoint", cause=error.message()) from None
+            raise BackendUnavailable(
+                "QUIC has no endpoint",
+                cause=error.message(),
+                next_step="name another --address, or take backend='native'",
+            ) from None
         if config.quic_relay != "off":
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(bound.online(), _RELAY_S)

@@ -82,6 +82,11 @@ class BackendInfo:
     join: Callable[[Config, float | None], Backend] | None = None
     launcher: str = ""
 
+    @property
+    def has_processes(self) -> bool:
+        """Whether `uni.init` can begin its ranks, each in a process of its own."""
+        return any(way is not None for way in (self.draft, self.around, self.join))
+
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
@@ -95,14 +100,14 @@ class BackendStatus:
 
 
 def backend_named(name: str) -> BackendInfo:
-    """Find a backend and make sure that it can run.
+    """Find a backend and make sure that it can run; "auto" is the native one.
 
     Raises:
         UsageError: no backend has this name.
         BackendUnavailable: it cannot run here; the text says why and what to install.
     """
     for point in _points():
-        if point.name == name:
+        if point.name == ("native" if name == "auto" else name):
             return _loaded(point)
     known = [point.name for point in _points()]
     raise UsageError(f"backend {name!r} is unknown; allowed: {', '.join(['auto', *known])}")

@@ -40,10 +40,11 @@ class SubBackend(Backend):
             parent.check_peer(member, "member")
         chosen = list(members) if ordered else sorted(set(members))
         if len(set(chosen)) != len(chosen):
-            raise UsageError(f"members {chosen} name a rank twice")
+            raise UsageError(f"members {chosen} name a rank twice", next_step="name each rank once")
         if parent.rank not in chosen:
             raise UsageError(
-                f"rank {parent.rank} is not among the members {chosen}; only members may make the group"
+                f"rank {parent.rank} is not among the members {chosen}; only members may make the group",
+                next_step="call it on the members only",
             )
         # Views on views would translate ranks once per level, so a view always stands on the real backend.
         if isinstance(parent, SubBackend):
@@ -197,8 +198,8 @@ class _SubMailbox:
         self.is_lent = parent.is_lent
         self.withdraw = parent.withdraw
 
-    def post(self, dst: int, data: bytes) -> None:
-        self._parent.post(self._members[dst], data)
+    def post(self, dst: int, data: bytes, unsent_bytes_max: int) -> bool:
+        return self._parent.post(self._members[dst], data, unsent_bytes_max)
 
     def take(self, timeout: float, is_front: bool) -> list[tuple[int, Any]]:
         local = self._local

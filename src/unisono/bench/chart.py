@@ -37,7 +37,10 @@ def draw(results: Results, path: Path) -> None:
     operations = [name for name in results.operations() if name != "barrier"]
     numbers = results.ranks()
     if not operations:
-        raise UsageError("a chart of barriers alone shows nothing; measure an operation with bytes")
+        raise UsageError(
+            "a chart of barriers alone shows nothing; measure an operation with bytes",
+            next_step="measure an operation with bytes",
+        )
     columns = min(_WIDE, len(operations))
     rows = -(-len(operations) // columns) * len(numbers)
     figure = Figure(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
@@ -57,7 +60,9 @@ def draw(results: Results, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise UsageError(f"the chart cannot be written to {path}", cause=str(error)) from None
+        raise UsageError(
+            f"the chart cannot be written to {path}", cause=str(error), next_step="name another file"
+        ) from None
 
 
 def _panel(panel: Any, results: Results, operation: str, ranks: int) -> None:

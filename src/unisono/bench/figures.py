@@ -118,5 +118,9 @@ class Results:
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, UsageError):
                 raise
-            raise UsageError("these are no results of `unisono bench --json`", cause=str(error)) from None
+            raise UsageError(
+                "these are no results of `unisono bench --json`",
+                cause=str(error),
+                next_step="give a file that it has written",
+            ) from None
         return results

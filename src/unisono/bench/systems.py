@@ -42,7 +42,8 @@ class System:
         worker = ["-m", "unisono.bench.worker", self.library, str(folder)]
         match self.library:
             case "unisono":
-                return [[sys.executable, "-m", "unisono", "run", "-n", str(ranks), *worker]]
+                launcher = [sys.executable, "-m", "unisono", "run", "--backend", "native"]
+                return [[*launcher, "-n", str(ranks), *worker]]
             case "mpi":
                 # As root, and with more ranks than cores: Open MPI refuses both unless told.
                 allowed = ["--allow-run-as-root", "--oversubscribe"]

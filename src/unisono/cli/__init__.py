@@ -16,6 +16,7 @@ __all__ = ["main"]
 
 # Name: module. Each module has a click command `command`.
 _SUBCOMMANDS: Final = {
+    "backends": "unisono.cli.backends",
     "bench": "unisono.cli.bench",
     "plan": "unisono.cli.plan",
     "run": "unisono.cli.run",
@@ -34,6 +35,17 @@ class _LazyGroup(click.Group):
             return None
         command: click.Command = import_module(module).command
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Show the first sentence of each subcommand whole; click cuts it to one line."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [
+            (name, command.get_short_help_str(limit=1000))
+            for name, command in commands
+            if command is not None
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the subcommand; a wrong call ends with one line and exit code 2."""

@@ -18,6 +18,7 @@ from unisono.bench.chart import draw
 from unisono.bench.crew import CrewFailed
 from unisono.bench.systems import OURS, PEERS
 from unisono.cli.amounts import bytes_of
+from unisono.cli.screen import Screen
 from unisono.errors import UsageError
 from unisono.plans.units import bytes_text, seconds_text
 
@@ -25,9 +26,6 @@ __all__ = ["command", "print_tables"]
 
 _QUICK_SIZES = "8,1Ki,64Ki,1Mi,16Mi,128Mi"
 _ALL_SIZES = "8,64,1Ki,8Ki,64Ki,512Ki,1Mi,4Mi,16Mi,64Mi,128Mi"
-
-# What a line may hold where no terminal says so.
-_FILE_WIDTH = 140
 
 
 @click.command("bench")
@@ -81,10 +79,8 @@ def command(
     )
     for path in (json_path, plot_path):
         if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"the folder of {path} does not exist")
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+            raise UsageError(f"the folder of {path} does not exist", next_step="make the folder first")
+    console = Screen()
     try:
         # Where nobody looks at a terminal, a line that replaces itself is only noise.
         with Console(stderr=True).status("starting") as status:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unisono.cli.amounts import bytes_of
+from unisono.cli.screen import Screen
 from unisono.plans import (
     CATALOG,
     LINKS,
@@ -104,7 +105,7 @@ def command(
     is_list: bool,
 ) -> None:
     """Show how a collective would run: the algorithm and why, rounds, steps, bytes and predicted time."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = Screen(soft_wrap=True)
     if is_list:
         _print_list(console, [collective] if collective else list(CATALOG))
         return
@@ -132,11 +133,12 @@ def command(
         what += f", {bytes_text(nbytes)} of {dtype_name}"
     if len(problem.counts) > 1:
         what += f", {bytes_text(problem.counts[0] * itemsize)} a block"
+    if svg is not None:
+        _write(svg, as_svg(plans, itemsize, f"{what}; {_predicted(plans[0], links, itemsize)} predicted"))
     others = _others_text(problem, algorithm, links, itemsize, ordered)
     _print_summary(console, what, reason, plans, links, itemsize, others)
     _print_steps(console, plans, itemsize, rank)
     if svg is not None:
-        _write(svg, as_svg(plans, itemsize, f"{what}; {_predicted(plans[0], links, itemsize)} predicted"))
         console.print(f"drawn in {svg}", markup=False)
 
 

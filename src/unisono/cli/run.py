@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TextIO
 
 import click
 
-from unisono.config import Config, network
+from unisono.config import Config, as_options, environment, given, network
 from unisono.errors import BackendUnavailable, RendezvousError, UsageError
 
 __all__ = ["command"]
@@ -21,10 +22,8 @@ __all__ = ["command"]
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as in `python -m`.")
 @click.option(
     "--backend",
-    default="native",
-    show_default=True,
     metavar="NAME",
-    help="What `unisono.init()` uses in the ranks; mpi starts them by mpiexec.",
+    help="What `unisono.init()` uses [UNISONO_BACKEND; default: native]; mpi is started by mpiexec.",
 )
 @click.option("--nnodes", type=int, default=1, show_default=True, help="Hosts; each runs this command.")
 @click.option("--node-rank", type=int, default=0, show_default=True, help="Which of the hosts this is.")
@@ -49,13 +48,14 @@ __all__ = ["command"]
     metavar="SECONDS",
     help="How long the others may go on after a rank has failed.",
 )
+@click.option("--verbose", is_flag=True, help="When the job fails: whole tracebacks, of every rank.")
 @click.option("--env", "env", multiple=True, metavar="NAME=VALUE", help="Set a variable for every rank.")
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     ranks: int,
     is_module: bool,
-    backend: str,
+    backend: str | None,
     nnodes: int,
     node_rank: int,
     join: str | None,
@@ -63,6 +63,7 @@ def command(
     advertise: str | None,
     insecure: bool,
     grace_s: float,
+    verbose: bool,
     env: tuple[str, ...],
     program: str,
     arguments: tuple[str, ...],
@@ -73,7 +74,6 @@ def command(
     to end by themselves; the exit code and the last words are those of the rank that failed first.
     """
     from unisono import __version__
-    from unisono.launch.mpiexec import become_mpiexec
     from unisono.launch.run import Job, run
 
     if join is not None and "://" in join:
@@ -81,29 +81,36 @@ def command(
             "--join takes a file: a ticket on a command line can be read by every user",
             next_step="put the ticket into a file of mode 0600, or into UNISONO_JOIN",
         )
-    around, variables = network(), dict(_pair(text) for text in env)
-    settings = Config.inherited(variables)
-    launcher = _launcher_of(backend)
-    variables["UNISONO_BACKEND"] = backend
+    variables = dict(_pair(text) for text in env)
+    options = {
+        "BACKEND": backend,
+        "ADDRESS": address,
+        "ADVERTISE": advertise,
+        "INSECURE": "1" if insecure else None,
+    }
+    variables |= as_options(options, variables)
+    # As the ranks will read it: an option, else a variable, else the default.
+    around, settings = network(environment(variables)), Config.inherited(variables)
+    launcher = _launcher_of(around.backend, "--backend " if backend else "UNISONO_BACKEND=")
     job = Job(
         command=[sys.executable, *(["-m"] if is_module else []), program, *arguments],
         ranks_here=ranks,
         nodes=nnodes,
         node_rank=node_rank,
-        join=join or (around.join if nnodes > 1 else None),
-        address=address or around.address,
-        advertise=advertise or around.advertise,
-        insecure=insecure or settings.insecure,
+        join=join or (network(given()).join if nnodes > 1 else None),
+        address=around.address,
+        advertise=around.advertise,
+        insecure=settings.insecure,
         tls=settings.tls,
         grace_s=grace_s,
         env=variables,
+        is_mpi=bool(launcher),
+        verbose=verbose,
     )
     streams = (sys.stdout, sys.stderr)
     try:
-        if launcher:
-            become_mpiexec(job)
         with open(os.devnull, "wb") as nowhere:  # for a stream that was closed before we began
-            out, err = (nowhere if stream is None else stream.buffer for stream in streams)
+            out, err = (_descriptor(stream, nowhere.fileno()) for stream in streams)
             code = run(
                 job,
                 version=__version__,
@@ -116,19 +123,25 @@ def command(
     sys.exit(code)
 
 
-def _launcher_of(backend: str) -> str:
+def _launcher_of(backend: str, named_by: str) -> str:
     """Who starts the ranks of a backend; we do if nobody is named."""
-    if backend == "native":
-        return ""
     from unisono.backends.registry import backend_named
 
     try:
         info = backend_named(backend)
     except BackendUnavailable as error:
         raise click.ClickException(str(error)) from error
-    if info.draft is None and info.join is None:
-        raise UsageError(f"--backend {backend}; allowed: backends whose ranks are processes")
+    if not info.has_processes:
+        raise UsageError(f"{named_by}{backend}; allowed: backends whose ranks are processes")
     return info.launcher
+
+
+def _descriptor(stream: TextIO | None, otherwise: int) -> int:
+    """Where a stream prints to; the other one if it was closed, or is none of the system's."""
+    try:
+        return otherwise if stream is None else stream.fileno()
+    except OSError:
+        return otherwise
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -112,7 +112,7 @@ def bindable(text: str) -> Address:
     if name in interfaces:
         found = _interface_address(name)
         if found is None:
-            raise UsageError(f"interface {name!r} has no address")
+            raise UsageError(f"interface {name!r} has no address", next_step="name another one")
         return Address(found, Address.parse(f"x:{port}").port if port else 0)
     address = Address.parse(text)
     try:
@@ -120,7 +120,8 @@ def bindable(text: str) -> Address:
     except OSError as error:
         raise UsageError(
             f"address {printable(address.host)!r} means nothing here: {error.strerror or error}; "
-            f"interfaces: {', '.join(interfaces)}"
+            f"interfaces: {', '.join(interfaces)}",
+            next_step="name an address or interface of this host",
         ) from None
     for family, place in endpoints:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -131,7 +132,8 @@ def bindable(text: str) -> Address:
         return Address(place[0], address.port)
     raise UsageError(
         f"{printable(address.host)!r} ({', '.join(place[0] for _, place in endpoints)}) is no address of "
-        f"this host; interfaces: {', '.join(interfaces)}"
+        f"this host; interfaces: {', '.join(interfaces)}",
+        next_step="name an address or interface of this host",
     )
 
 
@@ -153,7 +155,9 @@ def source_toward(address: Address, timeout: float) -> str:
                 return str(probe.getsockname()[0])
     except OSError as error:
         cause = error.strerror or str(error)
-    raise RendezvousError(f"no way to {address}", cause=cause)
+    raise RendezvousError(
+        f"no way to {address}", cause=cause, next_step="check the address and the routes of this host"
+    )
 
 
 def _endpoints(address: Address) -> list[Endpoint]:

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 from unisono import codec
@@ -50,23 +51,26 @@ def _run(task: dict[str, Any], packed_arguments: bytearray) -> bytearray:
         sys.argv[:] = task["argv"]
         sys.path[:] = task["path"]
         run_main(Main(*task["main"]))
-        arguments = codec.unpack(packed_arguments)
         fn = Reference(*task["fn"]).find()
         enter = Reference(*task["enter"]).find()
+        arguments = codec.unpack(packed_arguments)
         place = Place(
             task["rank"],
             task["size"],
             launcher="uni.spawn",
             local_rank=task["rank"],
             source=TicketSource(task["join"]) if task["join"] else None,
-            network=network(),
+            # All are on this host, and so is their seed, on loopback.
+            network=replace(network(), address=None, advertise=None),
         )
         with enter(place, task["backend"], Config(**task["config"]), task["timeout"]) as world:
             value = fn(world, *arguments)
         try:
-            return codec.pack({"value": value})
+            return codec.pack({"value": value}, lambda steps: codec.place(steps[1:], "the result"))
         except UsageError as error:
-            raise UsageError(f"rank {place.rank} returned what cannot travel", cause=str(error)) from None
+            raise UsageError(
+                f"rank {place.rank} returned what cannot travel", cause=error.what, next_step=error.next_step
+            ) from None
     except BaseException as error:  # also SystemExit: the parent waits for a word
         return codec.pack({"error": describe(error)})
 

@@ -42,6 +42,9 @@ class Diary:
         _, times = self._entries.get(place, ("", 0))
         self._entries[place] = (answer, times + 1)
 
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
     def __str__(self) -> str:
         if not self._entries:
             return "nothing was tried"

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from unisono.config import Config
 from unisono.errors import UsageError
 from unisono.launch.address import Address, bindable, source_toward
-from unisono.launch.folder import make_private, own_folder, remove_socket_folder, socket_folder
+from unisono.launch.descriptors import need
+from unisono.launch.folder import enter_socket_folder
 from unisono.launch.join import View, join
 from unisono.launch.place import Place
 from unisono.launch.protocol import links_secret
@@ -77,6 +77,13 @@ def enter(
     Raises:
         RendezvousError: see `join`.
     """
+    with need(_descriptors(place), f"rank {place.rank} of {place.size}"):
+        return _enter(place, make_card, config, version, timeout)
+
+
+def _enter(
+    place: Place, make_card: Callable[[Site], bytes], config: Config, version: str, timeout: float | None
+) -> Entry:
     assert place.source is not None
     deadline = RealRuntime().deadline(timeout)
     undo: list[Callable[[], None]] = []
@@ -88,9 +95,9 @@ def enter(
             source = TicketSource(seed.ticket.text(), insecure=config.insecure)
 
         def card(ticket: Ticket) -> bytes:
-            # Last of all: the engine is to be closed by then.
-            undo.insert(0, partial(remove_socket_folder, place.network.folder, ticket.token, is_over=False))
-            return make_card(_site(place, ticket, deadline))
+            folder, leave = enter_socket_folder(place.network.folder, ticket.token)
+            undo.insert(0, leave)  # last of all: the engine is to be closed by then
+            return make_card(_site(place, ticket, folder, deadline))
 
         view = join(
             source,
@@ -107,9 +114,19 @@ def enter(
         while undo:
             undo.pop()()
         raise
-    if seed is not None:
-        undo.pop()()  # everybody has read the ticket's file
+    if seed is not None and place.source.path is None:
+        undo.pop()()  # everybody has read the ticket; in a file it stays, as a sign that this job lives
     return Entry(view, seed, undo)
+
+
+def _descriptors(place: Place) -> int:
+    """How many a rank needs in any case: the engine's own, two for each link of heartbeats, and the seed's.
+
+    Further links take two each when they are opened.
+    """
+    links = min(place.size - 1, 2 * place.size.bit_length())
+    seed = 6 + place.size if place.seed_address is not None else 0
+    return 14 + 2 * links + seed
 
 
 def _host(
@@ -129,11 +146,11 @@ def _host(
     )
     undo.append(seed.close)
     seed.start()
-    undo.append(source.write(seed.ticket))
+    undo.append(source.claim(seed.ticket))
     return seed
 
 
-def _site(place: Place, ticket: Ticket, deadline: Deadline) -> Site:
+def _site(place: Place, ticket: Ticket, folder: Path, deadline: Deadline) -> Site:
     runtime = RealRuntime()
     left = deadline.remaining(runtime.now())
     if place.network.address is not None:
@@ -146,14 +163,13 @@ def _site(place: Place, ticket: Ticket, deadline: Deadline) -> Site:
     else:
         bound = Address(source_toward(ticket.address, 5.0 if left is None else left))
     advertise = place.network.advertise
-    make_private(own_folder(place.network.folder))
     return Site(
         place.rank,
         place.size,
         bind=_own_port(bound, place),
         advertise=_own_port(Address.parse(advertise) if advertise is not None else bound, place),
         is_encrypted=not ticket.is_plain,
-        folder=make_private(socket_folder(place.network.folder, ticket.token)),
+        folder=folder,
         secret=links_secret(ticket.token),
     )
 

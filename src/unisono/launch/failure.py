@@ -10,18 +10,19 @@ import builtins
 import dataclasses
 import signal
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
 from unisono import codec, errors
 from unisono.errors import Location, PeerLost, RemoteError, UnisonoError, UsageError
 
-__all__ = ["VICTIM_TYPES", "culprit", "describe", "exit_words", "rebuild"]
+__all__ = ["VICTIM_TYPES", "End", "blamed", "culprit", "describe", "exit_words", "rebuild"]
 
 # Who ends by one of these was told of another rank's end.
 VICTIM_TYPES: Final = ("PeerLost", "PeerAborted", "CollectiveMismatch")
 
-_FIELDS: Final = ("waiting_on", "ranks", "rank", "report", "type_name", "traceback_text")
+_FIELDS: Final = ("waiting_on", "ranks", "rank", "report", "culprits", "type_name", "traceback_text")
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -50,6 +51,18 @@ def describe(error: BaseException) -> dict[str, Any]:
     return described
 
 
+def blamed(described: dict[str, Any]) -> tuple[int, ...]:
+    """Whose end a described exception tells of."""
+    if described["name"] not in VICTIM_TYPES:
+        return ()
+    fields = described.get("unisono", {})
+    return (
+        tuple(fields.get("culprits", ()))
+        or tuple(fields.get("ranks", ()))
+        or tuple(rank for rank in (fields.get("rank", -1),) if rank >= 0)
+    )
+
+
 def rebuild(described: dict[str, Any], rank: int) -> Exception:
     """The exception again, with the far traceback as a note; of a foreign type, a RemoteError."""
     error = _rebuilt(described)
@@ -65,12 +78,31 @@ def rebuild(described: dict[str, Any], rank: int) -> Exception:
     return error
 
 
-def culprit(ends: Sequence[tuple[int, bool]]) -> int:
-    """Which rank failed first, from (rank, is a victim) in the order in which they ended.
+@dataclasses.dataclass(frozen=True, slots=True)
+class End:
+    """How a rank ended that did not end well. A victim heard of another's end; it may say whose."""
 
-    A rank that heard of another's failure may end before it; so victims count only if all are.
+    rank: int
+    is_victim: bool = False
+    blames: tuple[int, ...] = ()
+
+
+def culprit(ends: Sequence[End]) -> int:
+    """Which rank's end caused the others', from the ends in their order.
+
+    A rank that heard of another's failure may end before it, and one that left the others alone may have
+    ended well: what victims say counts first. Among those they name, one that failed by itself goes before
+    one that only left. A rank that nobody names counts if nobody is named.
     """
-    return next((rank for rank, is_victim in ends if not is_victim), ends[0][0])
+    named = Counter(rank for end in ends if end.is_victim for rank in end.blames)
+    alone = [end.rank for end in ends if not end.is_victim]
+    for rank in alone:
+        if rank in named:
+            return rank
+    if named:
+        most = max(named.values())
+        return next(rank for rank, votes in named.items() if votes == most)
+    return alone[0] if alone else ends[0].rank
 
 
 def exit_words(code: int) -> str:

@@ -24,7 +24,7 @@ from unisono.launch.dial import Diary, dial
 from unisono.launch.limits import printable
 from unisono.launch.protocol import Frames, Visitor, WrongToken
 from unisono.launch.rendezvous import Member
-from unisono.launch.ticket import Ticket, TicketSource
+from unisono.launch.ticket import MalformedTicket, Ticket, TicketSource
 from unisono.runtime import Deadline, RealRuntime
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from unisono.launch.identity import Identity, WorkerKey
 
-__all__ = ["View", "join"]
+__all__ = ["View", "join", "tell_ended"]
 
 _PAUSE_FIRST_S: Final = 0.02
 _PAUSE_LAST_S: Final = 0.25
@@ -89,6 +89,16 @@ def join(
     return _Worker(source, rank, size, card, config, version, deadline).join()
 
 
+def tell_ended(
+    source: TicketSource, rank: int, how: str, *, started_at: float, version: str, deadline: Deadline
+) -> None:
+    """Tell the seed that the process of a rank has ended, for the launcher of a host that has no seed.
+
+    A seed that is younger than the process does not listen: it may be that of the next job.
+    """
+    _Worker(source, rank, 0, b"", Config(), version, deadline).tell(how, started_at)
+
+
 class _Retry(Exception):
     """This attempt failed in a way that may pass."""
 
@@ -117,6 +127,9 @@ class _Worker:
         self._began = self._runtime.now()
         self._diary = Diary()
         self._status = ""
+        self._absence = ""  # why there is no ticket
+        self._is_crossed = False  # another process has had this rank
+        self._late = ""  # the last answer, if it was that a world is complete
         self._instance = secrets.token_hex(8)
         self._key: WorkerKey | None = None
 
@@ -134,30 +147,53 @@ class _Worker:
 
     def _ticket(self) -> Ticket:
         try:
-            return self._source.read()
+            ticket = self._source.read()
         except FileNotFoundError:
-            self._diary.note(
-                str(self._source), "has no ticket" if self._source.path is None else "is not there"
-            )
+            self._absence = "has no ticket" if self._source.path is None else "is not there"
+        except MalformedTicket as error:
+            if not self._source.may_be_old:
+                raise
+            self._absence = f"holds no whole ticket ({error.what})"  # it may still be being copied
         except OSError as error:
             raise self._error(f"the {self._source} cannot be read", str(error)) from error
+        else:
+            self._absence = ""
+            return ticket
         raise _Retry
 
     def _attempt(self, ticket: Ticket) -> View:
+        with self._proven(ticket) as (sock, frames):
+            # Outside of what the seed answers: what fails here is the engine's.
+            card = self._card_for(ticket)
+            with self._answers(ticket):
+                return self._ask(sock, frames, ticket, card)
+
+    def tell(self, how: str, started_at: float) -> None:
+        """Bring a launcher's news, if there is a seed to hear it: none is there before a job and after it."""
+        with contextlib.suppress(_Retry, RendezvousError, UsageError):
+            ticket = self._ticket()
+            with self._proven(ticket) as (sock, frames), self._answers(ticket):
+                age_s = self._runtime.now() - started_at
+                body = protocol.encode(protocol.Ended(self._rank, how, age_s))
+                sock.sendall(frames.seal(body) + body)
+                while sock.recv(4096):
+                    pass
+
+    @contextlib.contextmanager
+    def _proven(self, ticket: Ticket) -> Iterator[tuple[socket.socket, Frames]]:
+        """A connection to a seed that has proven the token, as we have."""
         sock = dial(ticket.address, self._deadline, self._runtime, self._diary)
         if sock is None:
             raise _Retry
+        nonce = protocol.tagged_nonce(ticket.token, secrets.token_bytes(protocol.NONCE_BYTES // 2))
         with contextlib.ExitStack() as stack:
             stack.enter_context(sock)
             sock.settimeout(self._handshake_s())
             with self._answers(ticket):
                 if not ticket.is_plain:
-                    sock = stack.enter_context(self._secured(sock, ticket))
-                frames = self._prove(sock, ticket)
-            # Outside: what fails here is the engine's, not the seed's.
-            card = self._card_for(ticket)
-            with self._answers(ticket):
-                return self._ask(sock, frames, ticket, card)
+                    sock = stack.enter_context(self._secured(sock, ticket, nonce))
+                frames = self._prove(sock, ticket, nonce)
+            yield sock, frames
 
     @contextlib.contextmanager
     def _answers(self, ticket: Ticket) -> Iterator[None]:
@@ -173,6 +209,8 @@ class _Worker:
             raise _Retry from None
         except OSError as error:
             said = "closed the connection" if isinstance(error, ConnectionError) else str(error)
+            if not self._status:
+                said += " before it had answered, as a seed does that strangers crowd"
             self._diary.note(str(ticket.address), said)
             raise _Retry from None
 
@@ -184,7 +222,7 @@ class _Worker:
             self._card = (ticket, made)
         return self._card[1]
 
-    def _secured(self, sock: socket.socket, ticket: Ticket) -> ssl.SSLSocket:
+    def _secured(self, sock: socket.socket, ticket: Ticket, nonce: bytes) -> ssl.SSLSocket:
         """Speak TLS, and go on only with the one right certificate."""
         import ssl  # costs 80 ms, with cryptography: only who uses TLS pays
 
@@ -194,7 +232,7 @@ class _Worker:
         if self._key is None:
             self._key = WorkerKey()
         try:
-            secured = client_context().wrap_socket(sock)
+            secured = client_context().wrap_socket(sock, server_hostname=protocol.nonce_as_name(nonce))
         except ssl.SSLError as error:
             raise ProtocolError("no TLS 1.3 there", cause=error.reason or "the handshake broke off") from None
         certificate = secured.getpeercert(binary_form=True)
@@ -208,10 +246,10 @@ class _Worker:
             raise ProtocolError("it speaks another protocol inside TLS")
         return secured
 
-    def _prove(self, sock: socket.socket, ticket: Ticket) -> Frames:
+    def _prove(self, sock: socket.socket, ticket: Ticket, nonce: bytes) -> Frames:
         """Show each other that both know the token."""
         binding = ticket.ca_fingerprint or protocol.NO_BINDING
-        visitor = Visitor(ticket.token, binding, secrets.token_bytes(protocol.NONCE_BYTES))
+        visitor = Visitor(ticket.token, binding, nonce)
         sock.sendall(visitor.hello())
         sock.sendall(visitor.proof(_exactly(sock, visitor.greeting_bytes)))
         return visitor.frames(_exactly(sock, visitor.verdict_bytes))
@@ -237,7 +275,7 @@ class _Worker:
                     case protocol.Refused():
                         raise self._refused(ticket, reply)
                     case protocol.Status(text):
-                        self._status = printable(text, 2000)
+                        self._status, self._late = printable(text, 2000), ""
                     case protocol.Admitted():
                         admitted = reply
                     case protocol.Members(members) if admitted is not None:
@@ -296,24 +334,52 @@ class _Worker:
 
     def _refused(self, ticket: Ticket, reply: protocol.Refused) -> Exception:
         reason = printable(reply.reason, 4000)
-        if reply.is_late and self._source.is_keyed:
+        is_taken = reply.kind in ("taken", "taken late")
+        self._is_crossed |= is_taken
+        # The complete world may be an earlier one, whose rank 0 still has something to do: of this very
+        # process, or one that was complete before this process came.
+        is_late = reply.kind == "own late" or (
+            reply.kind == "taken late" and self._present_s() <= reply.formed_s
+        )
+        if is_late and self._source.may_be_old:
+            self._late = f"the seed at {ticket.address} refused it: {reason}"
             self._diary.note(str(ticket.address), f"refused: {reason}")
             return _Retry()
-        return self._error(f"the seed at {ticket.address} refused rank {self._rank} of {self._size}", reason)
+        what = f"the seed at {ticket.address} refused rank {self._rank} of {self._size}"
+        if reply.kind == "over":
+            what = f"rank {self._rank} of {self._size} cannot join"
+            return self._error(what, reason, "see why it ended; every rank of a job calls uni.init()")
+        return self._error(what, reason, self._source.how_to_part if is_taken else None)
 
     def _timed_out(self) -> RendezvousError:
         elapsed = self._runtime.now() - self._began
         what = f"rank {self._rank} of {self._size} could not join within {elapsed:.1f} s"
+        if self._late and not self._absence:
+            return self._error(what, self._late, self._source.how_to_part)
         if self._status:
             return self._error(
                 what, self._status, "see why the missing ranks have not started, or raise timeout="
             )
+        if self._absence:
+            cause = f"rank 0 has not come: the {self._source} {self._absence}"
+            if self._diary:
+                cause += f"; before, {self._diary}"
+            if rival := self._source.rival():
+                cause += f"; {rival}"
+            known_by = self._source.known_by or "ticket file"
+            is_crossed = self._is_crossed or rival
+            step = f"see whether rank 0 was started, with the same {known_by}"
+            return self._error(what, cause, self._source.how_to_part if is_crossed else step)
         return self._error(
             what, f"tried {self._diary}", "see whether the seed runs, and whether this host can reach it"
         )
 
     def _error(self, what: str, cause: str, next_step: str | None = None) -> RendezvousError:
         return RendezvousError(what, cause=cause, next_step=next_step)
+
+    def _present_s(self) -> float:
+        """For how long this process has been there to join, as far as is known."""
+        return max(self._runtime.now() - self._began, self._source.waited_s())
 
     def _left(self) -> float:
         left = self._deadline.remaining(self._runtime.now())

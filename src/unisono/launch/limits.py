@@ -16,7 +16,13 @@ PENDING_MAX: Final = 256
 # A host with more ranks than this loses some connections of a burst; they come again 50 ms later.
 PENDING_PER_ADDRESS_MAX: Final = 128
 FAILURES_PER_MINUTE_MAX: Final = 20
+# How long a wrong word waits for its answer then. Nobody else waits.
 FAILURE_DELAY_S: Final = 1.0
+FAILURES_HELD_MAX: Final = 64
+# For so long after a stranger had to go for another, no TLS handshake is made with who does not show the tag.
+CROWDED_S: Final = 1.0
+# So many dropped strangers are worth a word in an error.
+CROWD_MIN: Final = 20
 # Addresses whose failures are remembered; the oldest is forgotten first.
 FAILURE_ADDRESSES_MAX: Final = 1024
 
@@ -25,6 +31,10 @@ CARD_BYTES_MAX: Final = 16 * 1024
 REQUEST_BYTES_MAX: Final = 64 * 1024
 REPLY_BYTES_MAX: Final = 64 * 1024 * 1024
 REQUEST_S: Final = 10.0
+# Processes whose refusal is logged once, however often they ask.
+REFUSED_REMEMBERED_MAX: Final = 1024
+# First words of workers that are remembered, so that a recorded one is worth nothing.
+TAGS_REMEMBERED_MAX: Final = 65536
 
 # A worker sends so much of a stranger's text to a log or an error.
 TEXT_MAX: Final = 256

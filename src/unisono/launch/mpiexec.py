@@ -1,26 +1,23 @@
-"""`unisono run --backend mpi`: MPI's own launcher starts the ranks.
+"""`unisono run --backend mpi`: MPI's own launcher starts the ranks, and ours shows their output.
 
-Knows where mpiexec is and what it must be allowed. Does not know what ranks do: from here on this process is
-mpiexec, which shows their output, passes on signals and ends them all when one fails.
+Knows where mpiexec is, what it must be allowed, and the command that it runs. Does not know what ranks do,
+nor who watches them: mpiexec ends them all when one fails.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
-from unisono.config import environment
-from unisono.errors import BackendUnavailable, UsageError
-from unisono.launch.run import Job
+from unisono.errors import BackendUnavailable
 
-__all__ = ["become_mpiexec", "mpiexec"]
+__all__ = ["ALLOWANCES", "mpiexec", "mpiexec_command"]
 
 # Open MPI refuses ranks of root, and more ranks than cores, unless told. Others do not read these.
-_ALLOWANCES: Final[Mapping[str, str]] = {
+ALLOWANCES: Final[Mapping[str, str]] = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -34,23 +31,23 @@ def mpiexec() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
-def become_mpiexec(job: Job) -> NoReturn:
-    """Run the job's ranks under mpiexec, in the place of this process.
+def mpiexec_command(command: list[str], pid: int, descriptors: Iterable[tuple[int, int]]) -> list[str]:
+    """How to start ranks whose output goes to the process `pid`: to two of its descriptors for each rank.
+
+    A shell joins them, since mpiexec passes on neither descriptors nor lines with ranks that all versions
+    write alike. Where it cannot, mpiexec shows the output as it is.
 
     Raises:
-        UsageError: the job asks for what only our own launcher does.
         BackendUnavailable: there is no mpiexec.
     """
-    job.check()
-    if job.nodes > 1 or job.join is not None:
-        raise UsageError(
-            "--nnodes and --join with --backend mpi; allowed: one host",
-            next_step="on several, run mpiexec with its host file, and uni.init(backend='mpi')",
-        )
     program = mpiexec()
     if program is None:
         raise BackendUnavailable(
             "backend 'mpi'", cause="mpiexec is not installed", next_step="pip install 'unisono[mpi]'"
         )
-    command = [program, "-n", str(job.ranks_here), *job.command]
-    os.execve(program, command, environment({**_ALLOWANCES, "PYTHONUNBUFFERED": "1", **job.env}))
+    cases = [
+        f"{rank}) [ -w /proc/{pid}/fd/{out} ] && exec >/proc/{pid}/fd/{out} 2>/proc/{pid}/fd/{err};;"
+        for rank, (out, err) in enumerate(descriptors)
+    ]
+    script = f'case ${{OMPI_COMM_WORLD_RANK-${{PMIX_RANK-$PMI_RANK}}}} in {" ".join(cases)} esac; exec "$@"'
+    return [program, "-n", str(len(cases)), "/bin/sh", "-c", script, "sh", *command]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from unisono.config import Launch, Network
+from unisono.config import BARE, Launch, Network
 from unisono.errors import RendezvousError, UsageError
 from unisono.launch.ticket import TicketSource
 
@@ -68,7 +68,7 @@ def decide(
             next_step="start it with `unisono run`; inside uni.spawn, use the communicator that fn was given",
         )
     if started is not None and started.is_one_host and started.job:
-        source = TicketSource.keyed(network.folder, started.job)
+        source = TicketSource.keyed(network.folder, started.job, _known_by(started), started.began)
         return replace(place, source=source, seed_address="127.0.0.1" if place.rank == 0 else None)
     if started is not None and started.store and started.job:
         from unisono.launch.store import StoreSource  # only under torchrun on several hosts
@@ -85,12 +85,20 @@ def decide(
     )
 
 
+def _known_by(started: Launch) -> str:
+    """What tells the jobs of a launcher apart on one host."""
+    return "MASTER_ADDR and MASTER_PORT" if started.launcher == BARE else f"job id of {started.launcher}"
+
+
 def _counted(started: Launch | None, network: Network, rank: int | None, size: int | None) -> Place:
     count = size if size is not None else started.size if started is not None else 1
     number = rank if rank is not None else started.rank if started is not None else None
     if number is None:
         if count != 1:
-            raise UsageError(f"size={count} without a rank; give rank= too, or start it with `unisono run`")
+            raise UsageError(
+                f"size={count} without a rank; give rank= too, or start it with `unisono run`",
+                next_step="uni.init(rank=..., size=...), or start it with `unisono run`",
+            )
         number = 0
     for name, value in (("rank", number), ("size", count)):
         if isinstance(value, bool) or not isinstance(value, int):

@@ -45,11 +45,15 @@ class Main:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A function by its name. `file` helps where its module cannot be imported by name, as in some tests."""
+    """A function by its name. `file` helps where its module cannot be imported by name, as in some tests.
+
+    `line` is where a function of the main file is defined: another one of the same name is not the one meant.
+    """
 
     module: str
     qualname: str
     file: str | None = None
+    line: int | None = None
 
     @classmethod
     def to(cls, fn: Callable[..., Any], main: Main) -> Reference:
@@ -60,7 +64,10 @@ class Reference:
         """
         module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
         if not isinstance(module, str) or not isinstance(qualname, str):
-            raise UsageError(f"spawn needs a function with a name, not {type(fn).__name__}")
+            raise UsageError(
+                f"spawn needs a function with a name, not {type(fn).__name__}",
+                next_step="pass a function that is defined at the top of a module",
+            )
         if "<" in qualname:
             raise UsageError(
                 f"spawn cannot find {qualname!r} in a new process",
@@ -83,14 +90,26 @@ class Reference:
                     cause="it was typed at a prompt or in a notebook",
                     next_step="put it into a file and import it",
                 )
-            return cls(MAIN_NAME, qualname)
+            return cls(MAIN_NAME, qualname, line=_line(fn))
         return cls(module, qualname, getattr(sys.modules[module], "__file__", None))
 
     def find(self) -> Callable[..., Any]:
-        """The function, in the new process."""
+        """The function, in the new process.
+
+        Raises:
+            UsageError: it is not there, since it was defined where only the first process comes.
+        """
         found: Any = _module(self)
         for part in self.qualname.split("."):
-            found = getattr(found, part)
+            found = getattr(found, part, None)
+        if found is None or (self.line is not None and _line(found) != self.line):
+            where = "its main file" if self.module == MAIN_NAME else self.module
+            raise UsageError(
+                f"spawn cannot find {self.qualname!r} in a new process",
+                cause=f"a new process runs {where} under another name, and it defines no such function then; "
+                'what stands under `if __name__ == "__main__":` does not exist there',
+                next_step="define it at the top of a module, and pass what it uses as arguments",
+            )
         function: Callable[..., Any] = found
         return function
 
@@ -113,6 +132,10 @@ def run_main(main: Main) -> None:
             _load(MAIN_NAME, main.path, ("__main__", MAIN_NAME))
     finally:
         _is_main_running = False
+
+
+def _line(fn: object) -> int | None:
+    return getattr(getattr(fn, "__code__", None), "co_firstlineno", None)
 
 
 def _module(reference: Reference) -> types.ModuleType:

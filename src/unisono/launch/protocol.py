@@ -11,10 +11,15 @@ ProtocolError; lengths are checked before memory is taken.
 
 The binding is the hash of the seed's certificate as each side sees it, so that a proof is worth nothing on
 another connection; without TLS it is zero. The key of the frames comes from the token, nonces and binding.
+
+Half of a worker's nonce is random, the other half a tag that only holders of the token can make. It admits
+nobody, but a crowd of strangers cannot make one: who shows it first is not pushed out by them. With TLS it
+stands in the client hello, too, as the name of the server.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import struct
@@ -28,10 +33,12 @@ from unisono.launch.limits import REPLY_BYTES_MAX, REQUEST_BYTES_MAX, UNPROVEN_B
 __all__ = [
     "ALPN",
     "Admitted",
+    "Ended",
     "Frames",
     "Guest",
     "Member",
     "Members",
+    "Refusal",
     "Refused",
     "Reply",
     "Request",
@@ -39,9 +46,13 @@ __all__ = [
     "Visitor",
     "WrongToken",
     "encode",
+    "is_tagged",
     "links_secret",
+    "nonce_as_name",
+    "nonce_from_name",
     "parse_reply",
     "parse_request",
+    "tagged_nonce",
 ]
 
 ALPN: Final = "unisono-join/1"
@@ -50,6 +61,7 @@ NO_BINDING: Final = bytes(32)
 
 _MAGIC: Final = b"UNISONO1"
 _PROOF_BYTES: Final = 32
+_HALF: Final = NONCE_BYTES // 2
 _FRAME: Final = struct.Struct(">I32s")
 
 Side: TypeAlias = Literal[b"worker", b"seed"]
@@ -70,11 +82,29 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     instance: str
 
 
+class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A launcher's news: the process of a rank has ended, and will not join any more.
+
+    `age_s` is the time since that process was started, measured after the seed has proven the token.
+    """
+
+    rank: int
+    how: str
+    age_s: float
+
+
+# Why the seed says no: the request does not fit this world; another process has the rank, in a world that
+# forms or in a complete one; this very process has it in a complete one; the world cannot form any more.
+Refusal: TypeAlias = Literal["misfit", "taken", "taken late", "own late", "over"]
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The seed says no. `is_late`: the world had been formed, so the ticket may be an old one."""
+    """The seed says no."""
 
     reason: str
-    is_late: bool = False
+    kind: Refusal = "misfit"
+    formed_s: float = 0.0
+    """For how long the world has been complete, if it is."""
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):
@@ -112,6 +142,7 @@ class Members(msgspec.Struct, frozen=True, tag="members"):
 Reply: TypeAlias = Refused | Status | Admitted | Members
 
 _requests: Final = msgspec.msgpack.Decoder(Request)
+_ends: Final = msgspec.msgpack.Decoder(Ended)
 _replies: Final = msgspec.msgpack.Decoder(Reply)
 
 
@@ -175,6 +206,11 @@ class Guest:
         self._nonces = b""
         self._buffer = bytearray()
         self.frames: Frames | None = None
+
+    @property
+    def nonce_heard(self) -> bytes:
+        """The worker's nonce, once it has come."""
+        return self._nonces[:NONCE_BYTES]
 
     @property
     def is_proven(self) -> bool:
@@ -260,17 +296,19 @@ class Visitor:
         return Frames(key, b"worker", b"seed", REPLY_BYTES_MAX)
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: Request | Ended | Reply) -> bytes:
     """The body of a frame."""
     return msgspec.msgpack.encode(message)
 
 
-def parse_request(body: bytes) -> Request:
-    """Read a worker's request.
+def parse_request(body: bytes) -> Request | Ended:
+    """Read a worker's request, or a launcher's news.
 
     Raises:
-        ProtocolError: it is not one.
+        ProtocolError: it is neither.
     """
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
+        return _ends.decode(body)
     try:
         return _requests.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
@@ -288,6 +326,29 @@ def parse_reply(body: bytes) -> Reply:
         return reply
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise ProtocolError("a malformed reply", cause=type(error).__name__) from None
+
+
+def tagged_nonce(token: bytes, random: bytes) -> bytes:
+    """A worker's nonce: random bytes, and the tag that shows who may have made them."""
+    return random + hmac.digest(token, b"unisono join 1 tag " + random, "sha256")[:_HALF]
+
+
+def is_tagged(token: bytes, nonce: bytes) -> bool:
+    """Whether a nonce was made by a holder of the token."""
+    return len(nonce) == NONCE_BYTES and hmac.compare_digest(tagged_nonce(token, nonce[:_HALF]), nonce)
+
+
+def nonce_as_name(nonce: bytes) -> str:
+    """A nonce as the name of a server in a client hello: a label has 63 characters at most."""
+    return f"{nonce[:_HALF].hex()}.{nonce[_HALF:].hex()}"
+
+
+def nonce_from_name(name: str) -> bytes:
+    """The nonce again; empty if the name is none."""
+    try:
+        return bytes.fromhex(name.replace(".", "", 1))
+    except ValueError:
+        return b""
 
 
 def links_secret(token: bytes) -> bytes:

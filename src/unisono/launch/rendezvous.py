@@ -6,13 +6,14 @@ proven the token. A bad join is refused by itself and never ends the formation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from unisono.errors import rank_numbers
 from unisono.launch.limits import CARD_BYTES_MAX, printable
+from unisono.launch.protocol import Refusal
 
-__all__ = ["Formation", "Join", "Member", "Roll", "ranks_text"]
+__all__ = ["Formation", "Join", "Member", "Roll"]
 
 # How many refusals an error repeats.
 _REFUSALS_SHOWN: Final = 8
@@ -77,6 +78,7 @@ class Formation:
         self._incarnations: dict[int, int] = {}
         self._refused: list[str] = []
         self._refusals = 0
+        self._ended = ""  # why this world cannot form any more
         self._roll: Roll | None = None
 
     def offer(self, key: int, join: Join) -> str | None:
@@ -88,6 +90,24 @@ class Formation:
         self._incarnations[join.rank] = self._incarnations.get(join.rank, -1) + 1
         self._joined[join.rank] = (key, join)
         return None
+
+    def lose(self, rank: int, how: str) -> str | None:
+        """The process of a rank has ended: unless the world is complete, it cannot form any more; why not."""
+        if self.is_formed or not 0 <= rank < self.size:
+            return None
+        if not self._ended:  # those who end after the first may do so because of it
+            self._ended = f"rank {rank} has ended ({printable(how)}) before this world had formed"
+        return self._ended
+
+    def refusal(self, join: Join) -> Refusal:
+        """What kind of no it is to a join that has just been refused."""
+        _, holder = self._joined.get(join.rank, (0, join))
+        is_own = (holder.host, holder.pid) == (join.host, join.pid)
+        if self.is_formed:
+            return "own late" if is_own else "taken late"
+        if self._ended:
+            return "over"
+        return "misfit" if is_own else "taken"
 
     def incarnation(self, rank: int) -> int:
         """How often this rank had been admitted before."""
@@ -154,9 +174,11 @@ class Formation:
         joined, missing = self.ranks_joined(), self.ranks_missing()
         text = f"{len(joined)} of {self.size} ranks joined"
         if joined:
-            text += f" ({ranks_text(joined)})"
+            text += f" ({rank_numbers(joined)})"
         if missing:
-            text += f"; missing: {ranks_text(missing)}"
+            text += f"; missing: {rank_numbers(missing)}"
+        if self._ended and not self.is_formed:
+            text += f"; {self._ended}"
         if self._refused:
             text += f"; refused: {'; '.join(self._refused)}"
             if self._refusals > len(self._refused):
@@ -179,24 +201,14 @@ class Formation:
         if self.is_formed:
             assert holder is not None
             return f"this world of {self.size} ranks is complete, and {holder[1]} is in it"
+        if self._ended:
+            return self._ended
         if holder is not None and not (join.instance and join.instance == holder[1].instance):
             return f"rank {join.rank} is taken by {holder[1]}"
         first = self._joined.get(0)
         if first is not None and join.config_digest != first[1].config_digest:
             return _difference(join, first[1])
         return None
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks as a person writes them: `0-3, 7`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    parts = [f"{low}" if low == high else f"{low}-{high}" for low, high in spans]
-    return ", ".join(parts[:32]) + (", ..." if len(parts) > 32 else "")
 
 
 def _difference(join: Join, first: Join) -> str:

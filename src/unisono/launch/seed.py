@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final, Self
 from unisono.errors import ProtocolError, RendezvousError, UsageError
 from unisono.launch import limits, protocol
 from unisono.launch.address import Address
+from unisono.launch.descriptors import is_exhausted, limit
 from unisono.launch.gate import Gate
 from unisono.launch.protocol import Guest, WrongToken
 from unisono.launch.rendezvous import Formation, Join, Roll
@@ -79,6 +80,8 @@ class Seed:
         self.job = secrets.token_hex(16)
         self.counts: Counter[str] = Counter()
         self._runtime = RealRuntime()
+        self._began = self._runtime.now()
+        self._formed_at: float | None = None
         self._formation = Formation(size, version)
         self._gate = Gate()
         self._authority: Authority | None = None
@@ -88,7 +91,9 @@ class Seed:
             from unisono.launch.identity import Authority  # costs 60 ms: only who leaves the host pays
 
             self._authority = Authority(self.job, _wall_clock())
-            self._context = server_context(self._authority.certificate_pem, self._authority.key_pem())
+            self._context = server_context(
+                self._authority.certificate_pem, self._authority.key_pem(), self._is_served
+            )
         self._listener = _listen(address)
         self._port: int = self._listener.getsockname()[1]
         self._bound = address
@@ -105,8 +110,15 @@ class Seed:
         self._next_tick = 0.0
         self._next_status = 0.0
         self._status = ""
+        self._held: dict[
+            int, None
+        ] = {}  # connections that wait for the answer to a wrong word, in their order
+        self._tags: set[bytes] = set()  # first words of workers
+        self._refused: set[str] = set()  # instances whose refusal was logged
         self._closing = False
         self._close_reason = ""
+        self._trouble = ""  # why not everybody can be served
+        self._news: deque[tuple[int, str]] = deque()  # ranks that have ended, and how
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -128,13 +140,20 @@ class Seed:
     def report(self) -> str:
         """Who joined, who is missing and who was refused, in one sentence."""
         with self._lock:
-            return self._formation.roll()[1]
+            return self._standing()
 
     @property
     def is_formed(self) -> bool:
         """Whether every rank has joined."""
         with self._lock:
             return self._formation.is_formed
+
+    def lose(self, rank: int, how: str) -> None:
+        """Hear from a launcher that a rank's process has ended: if it had not joined, nobody waits for it."""
+        with self._lock:
+            if self._thread is not None and not self._closing:
+                self._news.append((rank, how))
+                os.eventfd_write(self._bell, 1)
 
     def close(self, reason: str = "") -> None:
         """Stop serving. Workers that still wait are told the reason and who is missing."""
@@ -145,10 +164,11 @@ class Seed:
                 self._selector.close()
             self._closing = True
             return
-        if not self._closing:
-            self._close_reason = reason
-            self._closing = True
-            os.eventfd_write(self._bell, 1)
+        with self._lock:
+            if not self._closing:
+                self._close_reason = reason
+                self._closing = True
+                os.eventfd_write(self._bell, 1)
         self._thread.join(2 * _LINGER_S)
 
     def __enter__(self) -> Self:
@@ -161,6 +181,11 @@ class Seed:
 
     def __repr__(self) -> str:
         return f"<Seed at {self.ticket.address}>"
+
+    def _standing(self) -> str:
+        roll, text = self._formation.roll()
+        notes = (self._gate.crowd(), self._trouble) if roll is None else ()
+        return "; ".join([text, *filter(None, notes)])
 
     # -- the serving thread --------------------------------------------------------------------------------
 
@@ -189,6 +214,8 @@ class Seed:
 
     def _ring(self) -> None:
         os.eventfd_read(self._bell)
+        while self._news:
+            self._lose(*self._news.popleft())
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_ROUND):
@@ -205,39 +232,70 @@ class Seed:
                 sock.close()  # gone already
 
     def _make_room(self, error: OSError) -> None:
-        """No descriptor is free: the oldest stranger goes. Otherwise wait for the next tick."""
-        oldest = self._gate.oldest()
-        if oldest is not None and error.errno in (errno.EMFILE, errno.ENFILE):
-            self.counts["evicted"] += 1
-            self._drop(self._connections[oldest])
+        """No descriptor is free: a stranger goes. Otherwise wait for the next tick."""
+        victim = self._gate.any()
+        if victim is not None and is_exhausted(error):
+            self._evict(victim)
             return
-        _log.warning("the seed cannot accept: %s", error.strerror)
+        trouble = f"the seed cannot take more connections: {error.strerror}"
+        if is_exhausted(error):
+            trouble += f"; its process may have {limit()} (ulimit -n)"
+        if not self._trouble:
+            _log.warning("%s", trouble)
+        self._trouble = trouble
         self._selector.unregister(self._listener)
 
     def _welcome(self, sock: socket.socket, host: str) -> None:
         sock.setblocking(False)
-        for level, option, value in _SOCKET_OPTIONS:
-            sock.setsockopt(level, option, value)
         now = self._runtime.now()
         key = self._next_key
         self._next_key += 1
         self.counts["connections"] += 1
-        serve_at, victim = self._gate.arrive(key, host, now)
+        victim = self._gate.arrive(key, host, now)
         if victim is not None:
-            self.counts["evicted"] += 1
-            self._drop(self._connections[victim])
-        wire: Wire = PlainWire() if self._context is None else TlsWire(self._context)
+            self._evict(victim)
         binding = protocol.NO_BINDING if self._authority is None else self._authority.fingerprint
         guest = Guest(self.ticket.token, binding, secrets.token_bytes(protocol.NONCE_BYTES))
-        connection = _Connection(key, sock, host, wire, guest, serve_at, serve_at + limits.UNPROVEN_S)
+        connection = _Connection(key, sock, host, guest, now + limits.UNPROVEN_S)
         self._connections[key] = connection
-        if serve_at <= now:
-            self._attend(connection)
+        # In a crowd its first word is here already: a worker's tag is seen before anybody can push it out.
+        self._guarded(connection, self._exchange)
 
-    def _attend(self, connection: _Connection) -> None:
-        """Begin to listen to a connection."""
-        connection.serve_at = None
-        self._watch(connection)
+    def _evict(self, key: int) -> None:
+        self.counts["evicted"] += 1
+        if self.counts["evicted"] == limits.CROWD_MIN:
+            _log.warning("%s", self._gate.crowd())
+        self._gate.turn_away(key)
+        self._drop(self._connections[key])
+
+    def _wire(self) -> Wire:
+        return PlainWire() if self._context is None else TlsWire(self._context)
+
+    def _is_served(self, name: str) -> bool:
+        """Whether a TLS handshake is worth its cost: always, but in a crowd only with a tag."""
+        is_tagged = protocol.is_tagged(self.ticket.token, protocol.nonce_from_name(name))
+        return is_tagged or not self._gate.is_crowded(self._runtime.now())
+
+    def _recognise(self, connection: _Connection) -> None:
+        """Whoever shows the tag of a worker, or has proven the token, is no stranger any more."""
+        nonce = protocol.nonce_from_name(connection.wire.name) if connection.wire is not None else b""
+        nonce = nonce or connection.guest.nonce_heard
+        is_known = connection.guest.is_proven
+        if (
+            not is_known
+            and nonce
+            and nonce not in self._tags
+            and protocol.is_tagged(self.ticket.token, nonce)
+        ):
+            if len(self._tags) == limits.TAGS_REMEMBERED_MAX:
+                self._tags.clear()
+            self._tags.add(nonce)
+            is_known = True
+        if is_known:
+            connection.is_known = True
+            self._gate.depart(connection.key)
+            for level, option, value in _SOCKET_OPTIONS:
+                connection.sock.setsockopt(level, option, value)
 
     def _watch(self, connection: _Connection) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_to_write else 0)
@@ -263,12 +321,10 @@ class Seed:
                 connection.flush()
                 self._settle(connection)
         except WrongToken:
-            self._fail(connection, "wrong token", "it does not know the token")
-            connection.send_plain(protocol.NO_ENTRY)
-            self._end(connection)
+            self._fail(connection, "wrong token", "it does not know the token", protocol.NO_ENTRY)
         except ProtocolError as error:
-            self._fail(connection, "garbage", str(error))
-            self._drop(connection)
+            reason = f"{error.what}: {error.cause}" if error.cause else error.what
+            self._fail(connection, "garbage", reason, b"")
         except OSError:
             self.counts["broken"] += 1
             self._drop(connection)
@@ -291,6 +347,8 @@ class Seed:
             return
         if not connection.guest.is_proven and connection.bytes_in > limits.UNPROVEN_BYTES_MAX:
             raise ProtocolError(f"more than {limits.UNPROVEN_BYTES_MAX} bytes before the token was proven")
+        if connection.wire is None:
+            connection.wire = self._wire()  # idle strangers do not cost one
         answer, bodies = connection.guest.receive(connection.wire.receive(raw))
         if answer:
             connection.send_plain(answer)
@@ -302,11 +360,17 @@ class Seed:
         if connection.join is not None or connection.is_ending:
             raise ProtocolError("more than one request")
         request = protocol.parse_request(body)
+        if isinstance(request, protocol.Ended):
+            # A ticket file may be read after another job has put its ticket there: a process that is older
+            # than this seed may have been a rank of an earlier job, and its end says nothing about this one.
+            if request.age_s < connection.proven_at - self._began:
+                self._lose(request.rank, request.how)
+            self._end(connection)
+            return
         join = _join(request, connection.host)
-        is_late = self._formation.is_formed
         reason = self._formation.offer(connection.key, join)
         if reason is not None:
-            self._refuse(connection, join, reason, is_late=is_late)
+            self._refuse(connection, join, reason, self._formation.refusal(join))
             return
         connection.join = join
         connection.expires_at = None
@@ -326,15 +390,16 @@ class Seed:
             misfit = self._connections[key]
             assert misfit.join is not None
             self._refuse(misfit, misfit.join, why)
-        roll, standing = self._formation.roll()
+        roll, _ = self._formation.roll()
         if roll is None:
-            connection.send_frame(protocol.encode(protocol.Status(standing)))
+            connection.send_frame(protocol.encode(protocol.Status(self._standing())))
         else:
             self._publish(roll)
 
     def _publish(self, roll: Roll) -> None:
         """Everybody has come: give each its certificate, and all the same view."""
         self.counts["formed"] += 1
+        self._formed_at = self._runtime.now()
         members = [
             protocol.Member(m.rank, m.incarnation, m.card, m.host, m.pid, m.address) for m in roll.members
         ]
@@ -351,27 +416,72 @@ class Seed:
             self._end(connection, linger_s=limits.REQUEST_S)
         _log.info("the world of %d ranks is formed", roll.size)
 
-    def _refuse(self, connection: _Connection, join: Join, reason: str, *, is_late: bool = False) -> None:
+    def _lose(self, rank: int, how: str) -> None:
+        """Somebody will not come: whoever waits hears so now."""
+        reason = self._formation.lose(rank, how)
+        if reason is None:
+            return
+        for connection in list(self._connections.values()):
+            if connection.join is not None and not connection.is_ending:
+                self._refuse(connection, connection.join, reason, "over")
+
+    def _refuse(
+        self, connection: _Connection, join: Join, reason: str, kind: protocol.Refusal = "misfit"
+    ) -> None:
         self.counts["refused"] += 1
-        _log.warning("join refused: %s: %s", join, reason)
-        connection.send_frame(protocol.encode(protocol.Refused(reason, is_late)))
+        # Who may have an old ticket asks again and again; and what ends all is said by each itself.
+        if join.instance not in self._refused and kind != "over":
+            if len(self._refused) == limits.REFUSED_REMEMBERED_MAX:
+                self._refused.clear()
+            self._refused.add(join.instance)
+            _log.warning("join refused: %s: %s", join, reason)
+        formed_s = 0.0 if self._formed_at is None else self._runtime.now() - self._formed_at
+        connection.send_frame(protocol.encode(protocol.Refused(reason, kind, formed_s)))
         self._end(connection)
 
-    def _fail(self, connection: _Connection, kind: str, reason: str) -> None:
+    def _fail(self, connection: _Connection, kind: str, reason: str, answer: bytes) -> None:
+        """Somebody said a wrong word. Who says many waits for the answer; nobody else does."""
         self.counts[kind] += 1
-        self._gate.fail(connection.host, self._runtime.now())
+        now = self._runtime.now()
+        delay_s = self._gate.fail(connection.host, now)
+        self._gate.turn_away(connection.key)
+        connection.answer = answer
+        connection.expires_at = now + delay_s
+        self._held[connection.key] = None
+        if delay_s == 0:
+            self._answer(connection)
+        else:
+            self._ignore(connection)
+            if len(self._held) > limits.FAILURES_HELD_MAX:
+                self._drop(self._connections[next(iter(self._held))])
         # A stranger must not be able to fill a disk.
         if self.counts["wrong token"] + self.counts["garbage"] <= limits.FAILURES_PER_MINUTE_MAX:
             _log.warning("a stranger from %s: %s", connection.host, reason)
         if kind == "wrong token":
             self._formation.note_refusal(f"somebody from {connection.host}", reason)
 
+    def _answer(self, connection: _Connection) -> None:
+        """Say no, if there is a word for it, and end the connection."""
+        del self._held[connection.key]
+        if not connection.answer:
+            self._drop(connection)
+            return
+        connection.send_plain(connection.answer)
+        self._end(connection)
+
+    def _ignore(self, connection: _Connection) -> None:
+        if connection.events:
+            self._selector.unregister(connection.sock)
+            connection.events = 0
+
     def _settle(self, connection: _Connection) -> None:
         """Note what an exchange has changed."""
+        if not connection.is_known:
+            self._recognise(connection)
         if connection.guest.is_proven and not connection.was_proven:
             connection.was_proven = True
+            connection.proven_at = self._runtime.now()
             self.counts["proven"] += 1
-            self._gate.depart(connection.key)
             if connection.join is None and not connection.is_ending:
                 connection.expires_at = self._runtime.now() + limits.REQUEST_S
         if connection.is_ending and not connection.wants_to_write and not connection.is_shut:
@@ -390,10 +500,10 @@ class Seed:
         if self._connections.pop(connection.key, None) is None:
             return
         self._gate.depart(connection.key)
+        self._held.pop(connection.key, None)
         if connection.join is not None:
             self._formation.leave(connection.key)
-        if connection.events:
-            self._selector.unregister(connection.sock)
+        self._ignore(connection)
         connection.sock.close()
 
     def _tick(self) -> None:
@@ -404,21 +514,26 @@ class Seed:
         if self._listener not in self._selector.get_map():
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for connection in list(self._connections.values()):
-            if connection.serve_at is not None and now >= connection.serve_at:
-                self._attend(connection)
-            if connection.expires_at is not None and now >= connection.expires_at:
-                self.counts["lingered" if connection.is_ending else "silent"] += 1
-                self._drop(connection)
+            if connection.expires_at is None or now < connection.expires_at:
+                continue
+            if connection.key in self._held:
+                self._answer(connection)
+                continue
+            self.counts["lingered" if connection.is_ending else "silent"] += 1
+            self._gate.turn_away(connection.key)
+            self._drop(connection)
         if now >= self._next_status and not self._formation.is_formed:
             self._next_status = now + _STATUS_INTERVAL_S
             self._tell_status()
 
     def _tell_status(self) -> None:
-        status = repr((self._formation.ranks_joined(), self.counts["refused"]))
+        # A crowd is told again when it has doubled.
+        crowd = self.counts["evicted"].bit_length() if self._gate.crowd() else 0
+        status = repr((self._formation.ranks_joined(), self.counts["refused"], crowd, self._trouble))
         if status == self._status:
             return
         self._status = status
-        body = protocol.encode(protocol.Status(self._formation.report()))
+        body = protocol.encode(protocol.Status(self._standing()))
         for connection in list(self._connections.values()):
             if connection.join is not None and not connection.is_ending:
                 connection.send_frame(body)
@@ -427,7 +542,7 @@ class Seed:
     def _farewell(self) -> None:
         """Tell workers that still wait why nobody serves them any more, and let views get out."""
         if not self._formation.is_formed:
-            why = f"{self._close_reason or 'the seed was closed'}; {self._formation.report()}"
+            why = f"{self._close_reason or 'the seed was closed'}; {self._standing()}"
             for connection in list(self._connections.values()):
                 if connection.join is not None and not connection.is_ending:
                     connection.send_frame(protocol.encode(protocol.Refused(why)))
@@ -452,21 +567,21 @@ class _Connection:
         key: int,
         sock: socket.socket,
         host: str,
-        wire: Wire,
         guest: Guest,
-        serve_at: float,
         expires_at: float,
     ) -> None:
         self.key = key
         self.sock = sock
         self.host = host
-        self.wire = wire
+        self.wire: Wire | None = None  # made for the first byte
         self.guest = guest
-        self.serve_at: float | None = serve_at
         self.expires_at: float | None = expires_at
         self.events = 0
         self.bytes_in = 0
+        self.is_known = False
         self.was_proven = False
+        self.proven_at = 0.0
+        self.answer = b""
         self.is_ending = False
         self.is_shut = False
         self.join: Join | None = None
@@ -491,7 +606,7 @@ class _Connection:
 
     def flush(self) -> None:
         """Send what the socket takes."""
-        while True:
+        while self.wire is not None:
             if not self._raw:
                 self._raw = self.wire.to_send()
             if not self._raw:
@@ -528,7 +643,9 @@ def _join(request: protocol.Request, host: str) -> Join:
 def _check_exposure(address: Address, advertise: Address | None, insecure: bool) -> None:
     if address.is_wildcard:
         if insecure:
-            raise UsageError("insecure=True with a wildcard address; name one address")
+            raise UsageError(
+                "insecure=True with a wildcard address; name one address", next_step="name one address"
+            )
         if advertise is None:
             raise UsageError(
                 f"{address.host} is every address of this host, so nobody knows where to join",

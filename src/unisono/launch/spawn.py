@@ -20,12 +20,13 @@ from typing import Any, Final
 
 from unisono import codec
 from unisono.config import Config, environment, network
-from unisono.errors import DeadlineExceeded, UsageError
-from unisono.launch.failure import VICTIM_TYPES, culprit, lost, rebuild
-from unisono.launch.folder import remove_socket_folder
+from unisono.errors import DeadlineExceeded, UsageError, ranks_text
+from unisono.launch.defaults import rank_defaults
+from unisono.launch.descriptors import need
+from unisono.launch.failure import VICTIM_TYPES, End, blamed, culprit, exit_words, lost, rebuild
+from unisono.launch.folder import remove_dead_folders
 from unisono.launch.pipe import Inlet, Outlet, frame
 from unisono.launch.program import Main, Reference, is_main_running
-from unisono.launch.rendezvous import ranks_text
 from unisono.launch.seed import Seed
 from unisono.runtime import Deadline, RealRuntime
 
@@ -38,6 +39,10 @@ GRACE_S: Final = 5.0
 # After SIGTERM, so long until SIGKILL.
 _TERM_S: Final = 1.0
 
+# Of each rank a socket, a pidfd and, until the world is formed, the seed's connection are kept.
+_DESCRIPTORS_PER_RANK: Final = 3
+_DESCRIPTORS: Final = 12
+
 _PROGRAM: Final = "from unisono.launch.child import main; main()"
 
 
@@ -49,7 +54,7 @@ def spawn(
     enter: Callable[..., Any],
     backend: str,
     version: str,
-    timeout: float | None = 60.0,
+    timeout: float | None = None,
     env: Mapping[str, str] | None = None,
     config: Config | None = None,
     grace_s: float = GRACE_S,
@@ -86,19 +91,24 @@ def spawn(
         "timeout": timeout,
         "size": n,
     }
-    arguments = frame(codec.pack(list(args)))
+    arguments = frame(codec.pack(list(args), codec.place_of_argument))
     with contextlib.ExitStack() as stack:
-        join = ""
-        if n > 1:
-            settings = config if config is not None else Config.inherited(env or {})
-            seed = stack.enter_context(Seed(n, version=version, tls=settings.tls or None))
-            join = seed.ticket.text()
-            folder = (env or {}).get("TMPDIR") or network().folder
-            stack.callback(remove_socket_folder, folder, seed.ticket.token, is_over=True)
-        crew = stack.enter_context(_Crew(n, runtime, deadline, grace_s))
-        for rank in range(n):
-            head = frame(codec.pack({**task, "rank": rank, "join": join}))
-            crew.start(rank, n, [*head, *arguments], env or {})
+        with need(_DESCRIPTORS + _DESCRIPTORS_PER_RANK * n, "spawn"):
+            join = ""
+            tell: Callable[[int, str], None] = lambda rank, how: None  # noqa: E731 - nobody else waits
+            if n > 1:
+                settings = config if config is not None else Config.inherited(env or {})
+                seed = stack.enter_context(Seed(n, version=version, tls=settings.tls or None))
+                join, tell = seed.ticket.text(), seed.lose
+                folder = (env or {}).get("TMPDIR") or network().folder
+                stack.callback(remove_dead_folders, folder)
+            crew = stack.enter_context(_Crew(n, runtime, deadline, grace_s, tell))
+            if n > 1 and "OMP_NUM_THREADS" not in environment(env or {}):
+                threads = rank_defaults(n)["OMP_NUM_THREADS"]
+                _log.info("OMP_NUM_THREADS=%s for each of %d ranks; a value that you set wins", threads, n)
+            for rank in range(n):
+                head = frame(codec.pack({**task, "rank": rank, "join": join}))
+                crew.start(rank, n, [*head, *arguments], env or {})
         return crew.results()
 
 
@@ -119,10 +129,12 @@ class _Rank:
         """Whether it ended without a result."""
         return "error" in self.report if self.report is not None else self.is_gone
 
-    @property
-    def is_victim(self) -> bool:
-        """Whether it ended because of another rank."""
-        return self.report is not None and self.report["error"]["name"] in VICTIM_TYPES
+    def end(self) -> End:
+        """How it ended, for whoever looks for the cause."""
+        if self.report is None:
+            return End(self.rank)
+        error = self.report["error"]
+        return End(self.rank, error["name"] in VICTIM_TYPES, blamed(error))
 
     def error(self) -> Exception:
         """What to raise for it."""
@@ -134,8 +146,16 @@ class _Rank:
 class _Crew:
     """All children, from start to end."""
 
-    def __init__(self, size: int, runtime: RealRuntime, deadline: Deadline, grace_s: float) -> None:
+    def __init__(
+        self,
+        size: int,
+        runtime: RealRuntime,
+        deadline: Deadline,
+        grace_s: float,
+        tell: Callable[[int, str], None],
+    ) -> None:
         self._size = size
+        self._tell = tell  # who forms the world hears which ranks have ended, and how
         self._runtime = runtime
         self._deadline = deadline
         self._grace_s = grace_s
@@ -167,7 +187,10 @@ class _Crew:
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, *flags, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
-                env=environment({**env, **{f"UNISONO_{name}": str(value) for name, value in about.items()}}),
+                env=environment(
+                    {**env, **{f"UNISONO_{name}": str(value) for name, value in about.items()}},
+                    rank_defaults(size),
+                ),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
@@ -202,11 +225,12 @@ class _Crew:
         waiting = tuple(rank.rank for rank in self._ranks if rank.report is None and not rank.is_gone)
         self._end_all()
         if self._failed:
-            guilty = culprit([(rank.rank, rank.is_victim) for rank in self._failed])
-            raise self._ranks[guilty].error()
+            guilty = culprit([rank.end() for rank in self._failed])
+            # A rank that left the others alone returned well: who waited for it says so.
+            raise next((rank for rank in self._failed if rank.rank == guilty), self._failed[0]).error()
         if waiting:
             raise DeadlineExceeded(
-                f"spawn: rank {ranks_text(waiting)} of {self._size} had not ended after "
+                f"spawn: {ranks_text(waiting)} of {self._size} had not ended after "
                 f"{self._runtime.now() - self._began:.3g} s; all were killed",
                 waiting_on=waiting,
                 next_step="raise timeout=, or see what these ranks wait for",
@@ -243,6 +267,7 @@ class _Crew:
         self._selector.unregister(rank.pidfd)
         rank.process.wait()
         rank.is_gone = True
+        self._tell(rank.rank, exit_words(rank.process.returncode))
         if rank.report is None:
             self._failed.append(rank)
 

@@ -32,7 +32,7 @@ class StoreSource(TicketSource):
     @classmethod
     def of_job(cls, store: str, job: str, *, insecure: bool) -> StoreSource:
         """The place for a job's ticket."""
-        return cls(store, insecure=insecure, is_keyed=True, key=f"unisono/{job}")
+        return cls(store, insecure=insecure, is_keyed=True, known_by="run id", key=f"unisono/{job}")
 
     @property
     def path(self) -> None:
@@ -79,6 +79,10 @@ class StoreSource(TicketSource):
                 store.delete_key(self.key)
 
         return remove
+
+    def claim(self, ticket: Ticket) -> Callable[[], None]:
+        """The store belongs to one run of torchrun: nobody else is there."""
+        return self.write(ticket)
 
     def _silent(self, error: Exception) -> RendezvousError:
         return RendezvousError(

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import os
 import ssl
-from typing import Protocol
+from collections.abc import Callable
+from typing import Final, Protocol
 
 from unisono.errors import ProtocolError
 from unisono.launch.protocol import ALPN
 
 __all__ = ["PlainWire", "TlsWire", "Wire", "client_context", "server_context"]
 
-_PIECE_BYTES = 16 * 1024
+_PIECE_BYTES: Final = 16 * 1024
+# Where a TLS object keeps the name in its client hello.
+_NAME: Final = "name_heard"
 
 
 class Wire(Protocol):
     """Bytes of a socket in, plain bytes out; and back."""
+
+    @property
+    def name(self) -> str:
+        """What a TLS client calls the server; empty without TLS."""
 
     @property
     def is_open(self) -> bool:
@@ -39,6 +46,7 @@ class PlainWire:
     """No encryption: on loopback, or by the loud switch."""
 
     is_open = True
+    name = ""
 
     def __init__(self) -> None:
         self._out = bytearray()
@@ -66,6 +74,11 @@ class TlsWire:
         self._outgoing = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self.is_open = False
+
+    @property
+    def name(self) -> str:
+        """What the client hello calls us; empty before it has come."""
+        return str(vars(self._tls).get(_NAME, ""))
 
     def receive(self, raw: bytes) -> bytes:
         """Decrypt.
@@ -100,12 +113,23 @@ class TlsWire:
         return self._outgoing.read()
 
 
-def server_context(certificate_pem: bytes, key_pem: bytes) -> ssl.SSLContext:
-    """TLS 1.3 only, our protocol only, no resumption."""
+def server_context(
+    certificate_pem: bytes, key_pem: bytes, is_served: Callable[[str], bool] = lambda name: True
+) -> ssl.SSLContext:
+    """TLS 1.3 only, our protocol only, no resumption.
+
+    `is_served` is asked with the name in a client hello, before anything is computed for it.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.set_alpn_protocols([ALPN])
     context.num_tickets = 0
+
+    def hear(tls: ssl.SSLObject | ssl.SSLSocket, name: str | None, _: ssl.SSLContext) -> int | None:
+        vars(tls)[_NAME] = name or ""
+        return None if is_served(name or "") else int(ssl.ALERT_DESCRIPTION_ACCESS_DENIED)
+
+    context.sni_callback = hear
     descriptor = os.memfd_create("unisono", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, key_pem + certificate_pem)

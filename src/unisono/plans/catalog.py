@@ -178,11 +178,14 @@ def build(problem: Problem, rank: int, algorithm: str) -> Plan:
     entry = entry_of(problem.collective, algorithm)
     check(problem)
     if not 0 <= rank < problem.size:
-        raise UsageError(f"rank {rank} is outside 0..{problem.size - 1}")
+        raise UsageError(
+            f"rank {rank} is outside 0..{problem.size - 1}", next_step="give a rank of the problem"
+        )
     if not entry.takes_uneven and not is_even(problem):
         fit = [name for name, other in _entries(problem.collective).items() if other.takes_uneven]
         raise UsageError(
-            f"{problem.collective} by {algorithm!r} needs equal counts; for uneven ones: {', '.join(fit)}"
+            f"{problem.collective} by {algorithm!r} needs equal counts; for uneven ones: {', '.join(fit)}",
+            next_step="take one of these, or algorithm='auto'",
         )
     return entry.builder(problem, rank)
 
@@ -192,16 +195,25 @@ def check(problem: Problem) -> None:
     _entries(problem.collective)
     size, counts, hosts = problem.size, problem.counts, problem.hosts
     if size < 1:
-        raise UsageError(f"{problem.collective} needs at least one rank, not {size}")
+        raise UsageError(
+            f"{problem.collective} needs at least one rank, not {size}", next_step="give a size of 1 or more"
+        )
     held = _COUNTS_HELD[problem.collective](size)
     if len(counts) != held:
-        raise UsageError(f"{problem.collective} on {size} ranks needs {held} counts, not {len(counts)}")
+        raise UsageError(
+            f"{problem.collective} on {size} ranks needs {held} counts, not {len(counts)}",
+            next_step="give as many counts",
+        )
     if any(count < 0 for count in counts):
-        raise UsageError(f"{problem.collective} has a negative count: {min(counts)}")
+        raise UsageError(
+            f"{problem.collective} has a negative count: {min(counts)}", next_step="give counts of 0 or more"
+        )
     if not 0 <= problem.root < size:
-        raise UsageError(f"root {problem.root} is outside 0..{size - 1}")
+        raise UsageError(
+            f"root {problem.root} is outside 0..{size - 1}", next_step="give a rank of the problem"
+        )
     if hosts and len(hosts) != size:
-        raise UsageError(f"hosts names {len(hosts)} ranks of {size}")
+        raise UsageError(f"hosts names {len(hosts)} ranks of {size}", next_step="name a host for each rank")
 
 
 def reduces(collective: str) -> bool:

@@ -7,7 +7,8 @@ that all ranks of a host read the same one.
     {"machine": {...}, "any": {"shm": {"all_reduce": {"2": [[4096, "doubling"], [8388608, "ring"]]}}},
      "ordered": {...}}
 
-A row gives the fastest up to so many bytes, of the vector or of one block; what is longer was not measured.
+A row gives the fastest up to so many bytes, of the vector or of one block. The last one reaches far
+beyond the longest that was measured; what is longer still is left to the cost model.
 """
 
 from __future__ import annotations

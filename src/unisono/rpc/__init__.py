@@ -15,3 +15,8 @@ from unisono.rpc.objects import Proxy, Reference
 from unisono.rpc.streams import Stream
 
 __all__ = ["Agent", "Incoming", "Proxy", "Reference", "Stream", "here"]
+
+
+def __dir__() -> list[str]:
+    """What is public, and nothing else."""
+    return __all__

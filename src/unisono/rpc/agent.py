@@ -27,7 +27,7 @@ from unisono.rpc.objects import Proxy, Reference
 from unisono.rpc.outgoing import TIMEOUT_S, Outgoing
 from unisono.rpc.peers import Directory, Peer, Peers
 from unisono.rpc.pool import Pool
-from unisono.rpc.post import Awaited, CallbackPost, MailboxPost, Post
+from unisono.rpc.post import UNBOUNDED, UNSENT_BYTES_MAX, Awaited, CallbackPost, MailboxPost, Post
 from unisono.rpc.registry import Registry, check_name
 from unisono.rpc.server import Server
 from unisono.rpc.streams import Arrivals, Stream
@@ -63,7 +63,7 @@ class Place(Protocol):
 class Communicator(Protocol):
     """What an agent needs of a communicator."""
 
-    def attach(self, tenant: Any, purpose: str) -> tuple[Place, int]:
+    def _attach(self, tenant: Any, purpose: str) -> tuple[Place, int]:
         """Live here until the communicator is closed: the place, and a context of one's own."""
 
 
@@ -82,9 +82,13 @@ class Agent:
             check_name(name)
         if isinstance(handlers, bool) or not isinstance(handlers, int) or not 1 <= handlers <= 1024:
             raise UsageError(f"handlers={handlers!r}; allowed: 1 to 1024")
-        if not hasattr(communicator, "attach"):
-            raise UsageError(f"{communicator!r} is no communicator")
-        place, self.context = communicator.attach(self, "rpc")
+        if not hasattr(communicator, "_attach"):
+            raise UsageError(
+                f"{communicator!r} is no communicator", next_step="Agent(world), or any group of it"
+            )
+        place, self.context = communicator._attach(self, "rpc")
+        # Who serves needs the communicator, whoever else has forgotten it.
+        self._home: Communicator | None = communicator
         self.name = name
         self.progress: dict[int, int] = place.progress()
         self.backend: Backend = place.backend
@@ -244,7 +248,7 @@ class Agent:
         self._drain(runtime.deadline(flush_s))
         for peer in self._peers:
             if peer.state is Peer.State.PRESENT and peer.error is None and peer.rank != self.backend.rank:
-                self.post.send(peer.rank, _BYE)
+                self.post.send(peer.rank, _BYE, UNBOUNDED)
         self.is_closed = True
         for peer in self._peers:
             self._peers.end(peer, closed_here)
@@ -252,7 +256,9 @@ class Agent:
         self._outgoing.close()
         self._server.close(flush_s, waiting)
         self.post.close()
+        self.backend.end_group(self.context)
         self._server.pool.close(flush_s, lambda: waiting)
+        self._home = None
 
     def __enter__(self) -> Self:
         return self
@@ -276,7 +282,16 @@ class Agent:
         """The other side need not answer."""
         peer = calling.peer
         if peer.state is Peer.State.PRESENT and peer.error is None and not self.is_closed:
-            self.post.send(peer.rank, encode(Cancel(calling.number)))
+            self.tell(peer.rank, encode(Cancel(calling.number)))
+
+    def tell(self, rank: int, frame: bytes) -> None:
+        """Send a frame that is no call; a rank that takes none is given up."""
+        if not self.post.send(rank, frame, UNSENT_BYTES_MAX):
+            self.give_up(rank)
+
+    def give_up(self, rank: int) -> None:
+        """A frame for a rank was dropped, so one of its calls cannot end well: end all from and to it."""
+        self._peers.give_up(self._peers[rank])
 
     def make_room(self, peer: Peer) -> None:
         """A call has ended: others may be held back."""

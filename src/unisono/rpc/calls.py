@@ -298,20 +298,29 @@ def error_of(failure: Failure, calling: Calling) -> UnisonoError:
                 rank=rank,
                 type_name="LookupError",
                 cause=what or None,
+                next_step=f"agent.register({name!r}, fn) on rank {rank}, or call what it exposes",
             )
         case "deadline":
             return DeadlineExceeded(f"rank {rank} could not run {name!r} in time", waiting_on=(rank,))
         case "closed":
             return closed_there(calling.peer)
         case "busy":
-            return RemoteError(f"rank {rank} refused the call", rank=rank, type_name="Busy", cause=what)
+            return RemoteError(
+                f"rank {rank} refused the call",
+                rank=rank,
+                type_name="Busy",
+                cause=what,
+                next_step="call it again when some of these have ended",
+            )
         case _:
+            what, _, step = what.partition(". Next: ")  # an error of ours knows it better
             return RemoteError(
                 f"rank {rank} raised {failure.type_name or 'an exception'} in {name!r}",
                 rank=rank,
                 type_name=failure.type_name,
                 traceback_text=failure.traceback_text,
                 cause=what or None,
+                next_step=step or None,
             )
 
 

@@ -18,6 +18,7 @@ from unisono.errors import ProtocolError
 __all__ = [
     "MESSAGE_BYTES_MAX",
     "NAME_CHARS_MAX",
+    "TEXT_CHARS_MAX",
     "Ack",
     "Answer",
     "Ask",
@@ -40,7 +41,7 @@ MESSAGE_BYTES_MAX: Final = 1 << 30
 NAME_CHARS_MAX: Final = 256
 
 # What a peer says about an exception is shown to people: enough to find the line, and a frame stays short.
-_TEXT_CHARS_MAX: Final = 1000
+TEXT_CHARS_MAX: Final = 1000
 _TRACE_CHARS_MAX: Final = 2500
 
 
@@ -109,7 +110,7 @@ class Failure(msgspec.Struct, array_like=True, tag=4, gc=False):
         return cls(
             call,
             kind,
-            _sound(what[:_TEXT_CHARS_MAX]),
+            _sound(what[:TEXT_CHARS_MAX]),
             _sound(type_name[:NAME_CHARS_MAX]),
             _sound(traceback_text[-_TRACE_CHARS_MAX:]),
         )
@@ -128,7 +129,9 @@ class Ack(msgspec.Struct, array_like=True, tag=6, gc=False):
 
 
 class Bye(msgspec.Struct, array_like=True, tag=7, gc=False):
-    """The sender's agent is closed; its answers came before."""
+    """The sender's agent is closed, its answers came before; or why it has given the receiver up."""
+
+    why: str = ""
 
 
 class Item(msgspec.Struct, array_like=True, tag=8, gc=False):

@@ -13,6 +13,7 @@ from unisono.errors import ClosedError, PeerLost, ProtocolError
 from unisono.rpc.calls import Calling, closed_there, error_of
 from unisono.rpc.following import Taking
 from unisono.rpc.frames import (
+    TEXT_CHARS_MAX,
     Ack,
     Answer,
     Ask,
@@ -112,13 +113,14 @@ class Hearing:
                 if peer.room:
                     self._peers.make_room(peer)
             case Bye():
-                self._peers.lose(peer, lambda: closed_there(peer))
+                why = frame.why[:TEXT_CHARS_MAX]
+                self._peers.lose(peer, lambda: lost(peer.world_rank, why) if why else closed_there(peer))
 
     def _on_packed_answer(self, peer: Peer, frame: PackedAnswer) -> None:
         calling = peer.calls.get(frame.call)
         if calling is None:
             # Given up meanwhile: what follows must not wait for somebody to take it.
-            self._agent.post.send(peer.rank, encode(Cancel(frame.call)))
+            self._agent.tell(peer.rank, encode(Cancel(frame.call)))
             return
         memory = places(frame.body)
 

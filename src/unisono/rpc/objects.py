@@ -127,7 +127,10 @@ class Objects:
         made, number = cls(*args, **kwargs), next(self._numbers)
         with self._lock:
             if sum(whose == incoming.source for _, _, whose in self._held.values()) >= _OBJECTS_MAX:
-                raise UsageError(f"rank {incoming.source} holds {_OBJECTS_MAX} objects here already")
+                raise UsageError(
+                    f"rank {incoming.source} holds {_OBJECTS_MAX} objects here already",
+                    next_step="drop proxies that are no longer used",
+                )
             self._held[number] = (cls, made, incoming.source)
         return number
 

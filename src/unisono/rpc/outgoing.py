@@ -5,17 +5,20 @@ Knows how a call becomes a frame and what follows it, and when it has to wait. D
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from unisono.codec import place_of_argument
 from unisono.errors import DeadlineExceeded, Location, UsageError
 from unisono.rpc.calls import Calling, Deadlines, closed_here
 from unisono.rpc.following import Sending
 from unisono.rpc.frames import NAME_CHARS_MAX, Ask, PackedAsk, encode
 from unisono.rpc.incoming import current
 from unisono.rpc.payload import is_plain, pack
-from unisono.rpc.peers import Peer, Peers, Room
+from unisono.rpc.peers import Peer, Peers, Room, busy
+from unisono.rpc.post import UNSENT_ASKS_MAX
 from unisono.rpc.streams import WINDOW, Arrivals
 from unisono.runtime import NEVER, Deadline, Waiting
 
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
 
 __all__ = ["TIMEOUT_S", "Outgoing"]
+
+_log = logging.getLogger("unisono.rpc")
 
 # Of a call for which the user names none.
 TIMEOUT_S: Final = 30.0
@@ -130,18 +135,22 @@ class Outgoing:
         try:
             if not kwargs and is_plain(args):
                 return encode(Ask(number, name, timeout_s, args, window)), 0, []  # type: ignore[arg-type]
-            body, parts = pack([list(args), kwargs])
+            body, parts = pack([list(args), kwargs], lambda steps: place_of_argument(steps[1:]))
             following = self._agent.next_number()
             return encode(PackedAsk(number, name, timeout_s, following, body, window)), following, parts
         except (UnicodeEncodeError, OverflowError) as error:
-            raise UsageError(f"the call of {name!r} cannot be encoded: {error}") from None
+            raise UsageError(
+                f"the call of {name!r} cannot be encoded: {error}",
+                next_step="send text that UTF-8 can hold, or bytes",
+            ) from None
 
     def _dispatch(
         self, peer: Peer, frame: bytes, following: int, parts: list[memoryview], calling: Calling | None
     ) -> None:
         """Send a call, or hold it until it is known that there is an agent to take it."""
         if peer.state is Peer.State.PRESENT:
-            self._send(peer, frame, following, parts, calling)
+            if not self._send(peer, frame, following, parts, calling) and calling is None:
+                raise busy(peer)
         else:
             self._hold(peer, partial(self._send, peer, frame, following, parts, calling))
         if peer.error is not None and calling is not None:
@@ -149,7 +158,7 @@ class Outgoing:
             if peer.calls.pop(calling.number, None) is not None:
                 calling.fail(error().located(calling.location()))
 
-    def _hold(self, peer: Peer, send: Callable[[], None]) -> None:
+    def _hold(self, peer: Peer, send: Callable[[], object]) -> None:
         with peer.lock:
             state = peer.state
             if state is not Peer.State.PRESENT:
@@ -162,13 +171,25 @@ class Outgoing:
 
     def _send(
         self, peer: Peer, frame: bytes, following: int, parts: list[memoryview], calling: Calling | None
-    ) -> None:
+    ) -> bool:
         if calling is not None and calling.is_done:
-            return
-        self._agent.post.send(peer.rank, frame)
+            return True
+        if not self._agent.post.send(peer.rank, frame, UNSENT_ASKS_MAX):
+            self._refuse(peer, calling)
+            return False
         if parts:
             sending = Sending(self._agent.post, peer.rank, following, parts)
             if calling is not None:
                 calling.sending = sending
                 if calling.is_done:
                     sending.cancel()
+        return True
+
+    def _refuse(self, peer: Peer, calling: Calling | None) -> None:
+        """A call cannot be sent: too much waits for its rank."""
+        if calling is None:
+            with peer.lock:
+                peer.notes -= 1
+            _log.warning("a notification was not sent: %s", busy(peer))
+        elif peer.calls.pop(calling.number, None) is not None:
+            calling.fail(busy(peer).located(calling.location()))

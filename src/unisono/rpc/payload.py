@@ -9,7 +9,7 @@ whole value in one piece.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -44,17 +44,20 @@ def is_plain(values: Sequence[Any]) -> bool:
     return len(values) <= _PLAIN_VALUES_MAX
 
 
-def pack(value: Any) -> tuple[Packed, list[memoryview]]:
-    """Turn a value into what a frame holds, and what follows it.
+def pack(value: Any, place: Callable[[Sequence[str]], str] = codec.place) -> tuple[Packed, list[memoryview]]:
+    """Turn a value into what a frame holds, and what follows it; `place` as in the codec.
 
     Raises:
         UsageError: something in it cannot travel, or it is too large.
     """
-    head, blobs = codec.encode(value)
+    head, blobs = codec.encode(value, place)
     sizes = [blob.nbytes for blob in blobs]
     total = len(head) + sum(sizes)
     if total > MESSAGE_BYTES_MAX:
-        raise UsageError(f"a message of {total} bytes; allowed: up to {MESSAGE_BYTES_MAX}")
+        raise UsageError(
+            f"a message of {total} bytes; allowed: up to {MESSAGE_BYTES_MAX}",
+            next_step="send it in parts, or by comm.send beside the call",
+        )
     if total + 72 * len(sizes) <= _FRAME_BYTES:
         return Packed(bytes(codec.pack(value))), []
     if not blobs or len(head) > _FRAME_BYTES or len(sizes) > _SIZES_MAX:

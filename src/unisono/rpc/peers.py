@@ -6,6 +6,7 @@ that is gone end. Does not know how a call is made, or heard.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -14,15 +15,26 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 from unisono.contract import PeerDown
-from unisono.errors import DeadlineExceeded, NotExposed, PeerLost, UnisonoError, UsageError, lost_text
-from unisono.rpc.post import Awaited
+from unisono.errors import (
+    DeadlineExceeded,
+    NotExposed,
+    PeerLost,
+    RemoteError,
+    UnisonoError,
+    UsageError,
+    lost_text,
+)
+from unisono.rpc.frames import Bye, encode
+from unisono.rpc.post import UNBOUNDED, UNSENT_ASKS_MAX, UNSENT_BYTES_MAX, Awaited
 from unisono.runtime import Deadline, Waiting
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
     from unisono.rpc.calls import Calling
 
-__all__ = ["QUEUE_MAX", "Directory", "Peer", "Peers", "Room", "lost"]
+__all__ = ["QUEUE_MAX", "Directory", "Peer", "Peers", "Room", "busy", "lost"]
+
+_log = logging.getLogger("unisono.rpc")
 
 # Calls to one rank that are not answered yet; a caller with more is held back until half of them are.
 QUEUE_MAX: Final = 1024
@@ -44,6 +56,7 @@ class Peer:
         "error",
         "held",
         "is_blamed",
+        "is_given_up",
         "lock",
         "name",
         "notes",
@@ -59,13 +72,14 @@ class Peer:
         self.name: str | None = None
         self.lock = threading.Lock()
         self.state = Peer.State.UNKNOWN
-        self.held: list[Callable[[], None]] = []
+        self.held: list[Callable[[], object]] = []
         # Whoever takes a call out of this table ends it: there is no other arbiter.
         self.calls: dict[int, Calling] = {}
         self.notes = 0
         self.is_blamed = False  # for frames that made no sense; once is enough for the log
+        self.is_given_up = False  # it takes no frames
         self.room: list[Room] = []
-        # Why nothing can be called there any more: (kind, cause)
+        # Makes the error of a call, once nothing can be called there any more.
         self.error: Callable[[], UnisonoError] | None = None
 
     @property
@@ -205,26 +219,44 @@ class Peers:
         """A rank, or its agent, is gone."""
 
         def end() -> None:
-            self.end(peer, error)
+            self.end(peer, error, are_answers_awaited=True)
             self._on_gone(peer.rank)
 
         # Its last answers are here, but another thread may be about to deliver them.
         self._agent.post.when_quiet(end)
 
-    def end(self, peer: Peer, error: Callable[[], UnisonoError]) -> None:
-        """Nothing can be called there any more, and why."""
+    def give_up(self, peer: Peer) -> None:
+        """A rank does not take what is sent to it: tell it once, for when it reads, and lose it."""
+        with peer.lock:
+            is_known, peer.is_given_up = peer.is_given_up, True
+        if is_known:
+            return
+        why = f"{UNSENT_BYTES_MAX} bytes of answers and stream items waited to be read"
+        _log.warning("rank %d is given up: %s", peer.world_rank, why)
+        self._agent.post.send(peer.rank, encode(Bye(why)), UNBOUNDED)
+        self.lose(peer, lambda: lost(peer.world_rank, why))
+
+    def end(
+        self, peer: Peer, error: Callable[[], UnisonoError], *, are_answers_awaited: bool = False
+    ) -> None:
+        """Nothing can be called there any more, and why. An answer that is on its way may be awaited."""
         if peer.error is None:
             peer.error = error
         with peer.lock:
             peer.held = []
-        self.fail_calls(peer, error)
+        self.fail_calls(peer, error, are_answers_awaited=are_answers_awaited)
         self.make_room(peer)
         self._wake_resolvers()
 
-    def fail_calls(self, peer: Peer, error: Callable[[], UnisonoError]) -> None:
+    def fail_calls(
+        self, peer: Peer, error: Callable[[], UnisonoError], *, are_answers_awaited: bool = False
+    ) -> None:
         """End every call to it."""
-        for number in list(peer.calls):
-            if (calling := peer.calls.pop(number, None)) is not None:
+        for number, calling in list(peer.calls.items()):
+            taking = calling.taking
+            if are_answers_awaited and taking is not None and not taking.is_done:
+                continue  # it ends when its answer is here, or with the link
+            if peer.calls.pop(number, None) is not None:
                 calling.fail(error().located(calling.location()))
 
     # -- names --------------------------------------------------------------------------------------------
@@ -257,7 +289,16 @@ class Peers:
                 )
         if len(found) != 1:
             names = sorted(peer.name for peer in self._all if peer.name)
-            raise UsageError(f"dst={name!r} is {len(found)} agents; known: {', '.join(names) or 'none'}")
+            shown = f"known names: {', '.join(names) or 'none'}"
+            if found:
+                where = ", ".join(str(peer.world_rank) for peer in found)
+                raise UsageError(
+                    f"ranks {where} all have an agent named {name!r}; {shown}",
+                    next_step="give each agent a name of its own, or call by rank",
+                )
+            raise UsageError(
+                f"no agent is named {name!r}; {shown}", next_step=f"Agent(comm, name={name!r}) on one rank"
+            )
         self._names[name] = found[0]
         return found[0]
 
@@ -270,4 +311,15 @@ class Peers:
 
 def lost(rank: int, cause: str) -> PeerLost:
     """The error of a call to a world rank that is gone."""
-    return PeerLost(lost_text((rank,)), ranks=(rank,), cause=cause)
+    return PeerLost(lost_text((rank,), cause), ranks=(rank,), cause=cause)
+
+
+def busy(peer: Peer) -> RemoteError:
+    """The error of a call that was not sent, because the rank has too much to take."""
+    return RemoteError(
+        f"rank {peer.world_rank} has too much to read: the call was not sent",
+        rank=peer.world_rank,
+        type_name="Busy",
+        cause=f"more than {UNSENT_ASKS_MAX} bytes wait for it",
+        next_step="call it again when some of the calls under way have ended",
+    )

@@ -18,12 +18,21 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
-from unisono.contract import Backend, Lane, Mailbox, Request, Tags
+from unisono.contract import ENVELOPE_BYTES, Backend, Lane, Mailbox, Request, Tags
 from unisono.errors import ClosedError, PeerLost, ProtocolError, UnisonoError, lost_text
 from unisono.runtime import Deadline, Runtime, Waiting
 from unisono.values import ANY
 
-__all__ = ["Awaited", "CallbackPost", "Lent", "MailboxPost", "Post"]
+__all__ = [
+    "UNBOUNDED",
+    "UNSENT_ASKS_MAX",
+    "UNSENT_BYTES_MAX",
+    "Awaited",
+    "CallbackPost",
+    "Lent",
+    "MailboxPost",
+    "Post",
+]
 
 _log = logging.getLogger("unisono.rpc")
 
@@ -39,6 +48,15 @@ _SLEEP_S: Final = 1.0
 # How often to look whether other threads have delivered what they have in hand, and for how long at most.
 _QUIET_LOOK_S: Final = 0.001
 _QUIET_MAX_S: Final = 0.05
+# Bytes of frames that wait for a rank which does not take them. Beyond the first bound, calls to it fail as
+# busy. Honest use does not reach the second: these calls, 73 MiB of stream items (peers.QUEUE_MAX streams of
+# streams.WINDOW items of up to 4.5 KiB) and 16 MiB of answers. A rank beyond it is given up.
+UNSENT_ASKS_MAX: Final = 32 << 20
+UNSENT_BYTES_MAX: Final = 128 << 20
+# What is sent whatever waits: the last word to a rank.
+UNBOUNDED: Final = (1 << 63) - 1
+# How long to wait after a frame could not be received, for want of memory for example.
+_REST_S: Final = 0.05
 # Outcomes of a message that was expected: native/engine/message.hpp.
 _DONE, _PEER_DOWN, _CLOSED = 0, 2, 4
 
@@ -67,8 +85,11 @@ class Post(ABC):
     """The frames of one agent."""
 
     @abstractmethod
-    def send(self, dst: int, frame: bytes) -> None:
-        """Send a frame. Whether it arrives is told by what comes back, or by the end of the rank."""
+    def send(self, dst: int, frame: bytes, unsent_bytes_max: int) -> bool:
+        """Send a frame. Whether it arrives is told by what comes back, or by the end of the rank.
+
+        False, and nothing is sent, if more than `unsent_bytes_max` wait for the rank to take them.
+        """
 
     @abstractmethod
     def lend(self, dst: int, number: int, part: memoryview) -> Lent:
@@ -104,6 +125,7 @@ class CallbackPost(Post):
         self._context = context
         self._deliver = deliver
         self._lock = threading.Lock()
+        self._unsent = [0] * backend.size
         self._posted: Request | None = None
         self._is_closed = False
 
@@ -111,9 +133,20 @@ class CallbackPost(Post):
         """Begin to hear."""
         self._listen()
 
-    def send(self, dst: int, frame: bytes) -> None:
+    def send(self, dst: int, frame: bytes, unsent_bytes_max: int) -> bool:
         """Send a frame."""
-        self._backend.start_send(dst, self._context, Tags.RPC, memoryview(frame), lane=Lane.CONTROL)
+        if self._unsent[dst] > unsent_bytes_max:
+            return False
+        request = self._backend.start_send(dst, self._context, Tags.RPC, memoryview(frame), lane=Lane.CONTROL)
+        if not request.done:
+            with self._lock:
+                self._unsent[dst] += len(frame) + ENVELOPE_BYTES
+            request.notify(partial(self._on_sent, dst, len(frame) + ENVELOPE_BYTES))
+        return True
+
+    def _on_sent(self, dst: int, cost: int) -> None:
+        with self._lock:
+            self._unsent[dst] -= cost
 
     def lend(self, dst: int, number: int, part: memoryview) -> Lent:
         """Send it in the lane of the data."""
@@ -179,9 +212,14 @@ class CallbackPost(Post):
 
     def _hear(self, request: Request) -> bool:
         """Take what came; False if nothing will come any more."""
+        if isinstance(request.error, PeerLost):
+            return True  # a message whose sender went while it was on its way: the others still speak
         if request.error is not None:
-            # A message whose sender went while it was on its way: the others still speak.
-            return not isinstance(request.error, ClosedError)
+            if not isinstance(request.error, ClosedError):
+                # It is still there: at once it would fail again.
+                _log.error("a frame could not be received: %s", request.error)
+                self._runtime.call_at(self._runtime.now() + _REST_S, self._listen)
+            return False
         envelope = request.envelope
         assert envelope is not None
         self._deliver(envelope.source, bytes(request.data or b""))
@@ -206,9 +244,9 @@ class MailboxPost(Post):
         # Every frame passes here: a method less in between.
         self.send = mailbox.post  # type: ignore[method-assign,assignment]
 
-    def send(self, dst: int, frame: bytes) -> None:
+    def send(self, dst: int, frame: bytes, unsent_bytes_max: int) -> bool:
         """Send a frame."""
-        self._mailbox.post(dst, frame)
+        return self._mailbox.post(dst, frame, unsent_bytes_max)
 
     def lend(self, dst: int, number: int, part: memoryview) -> Lent:
         """Lend it to the mailbox."""

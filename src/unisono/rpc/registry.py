@@ -20,6 +20,7 @@ from unisono.rpc.signature import Signature, register_records
 
 __all__ = ["Handler", "Kind", "Registry", "Takes", "check_name"]
 
+_SHOWN_MAX: Final = 20  # of names in an error
 _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.:/-]*")
 
 
@@ -69,6 +70,12 @@ class Registry:
         # Who looks up a name; a method of the table itself, because every call passes here.
         self.find: Callable[[str], Handler | None] = self._handlers.get
 
+    def shown(self) -> str:
+        """What may be called, in words."""
+        names = sorted(name for name in self._handlers if not name.endswith("/release"))
+        more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
+        return f"it exposes {', '.join(names[:_SHOWN_MAX]) or 'nothing'}{more}"
+
     def add(self, name: str, fn: Callable[..., Any], takes: Takes | None = None) -> Handler:
         """Let a function be called; `takes` stands in for its own signature.
 
@@ -79,7 +86,10 @@ class Registry:
         if not callable(fn):
             raise UsageError(f"{fn!r} cannot be called; allowed: a function")
         if name in self._handlers and self._handlers[name].fn is not fn:
-            raise UsageError(f"another function is exposed as {name!r} already")
+            raise UsageError(
+                f"another function is exposed as {name!r} already",
+                next_step="agent.register(name, fn) with another name",
+            )
         register_records(_written(fn))
         if takes is None:
             takes = Signature(fn)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+from unisono.codec import place
 from unisono.contract import GRACE_LOOK_S, GRACE_S
 from unisono.errors import ProtocolError, UnisonoError, UsageError
 from unisono.rpc.following import Sending, Taking
@@ -48,6 +49,8 @@ _log = logging.getLogger("unisono.rpc")
 _HELD_BYTES_MAX: Final = 256 << 20
 # Notifications are confirmed so many at a time.
 _NOTES_PER_ACK: Final = 32
+# So many answers are looked at, whether they have arrived, whenever one is sent.
+_LOOKS: Final = 8
 
 
 class Server:
@@ -71,7 +74,8 @@ class Server:
         # Calls of names that are not exposed, while they may still be.
         self._early: list[Incoming] = []
         self._is_early_watched = False
-        self._answers: dict[tuple[int, int], Sending] = {}
+        # By caller: what was sent and may not have arrived, by call, or by the negative number of an item.
+        self._answers: list[OrderedDict[int, Sending]] = [OrderedDict() for _ in range(size)]
         self._held_bytes = 0
         self._held_back: deque[tuple[Incoming, PackedAsk]] = deque()
         self._loop: Loop | None = None
@@ -95,7 +99,8 @@ class Server:
             table[ask.call] = incoming
         else:
             self._notes[source] += 1
-        if len(table) + self._notes[source] > 2 * QUEUE_MAX or self.pool.is_full:
+        is_crowded = len(table) + self._notes[source] > 2 * QUEUE_MAX or self._has_untaken(source)
+        if is_crowded or self.pool.is_full:
             self._fail(incoming, "busy", "too many calls wait there")
         elif self.agent.is_closing and not self._is_nested(source):
             self._fail(incoming, "closed", "")
@@ -110,7 +115,8 @@ class Server:
         incoming = self._tables[source].pop(call, None)
         if incoming is not None:
             incoming.cancel()
-        sending = self._answers.pop((source, call), None)
+        with self._lock:
+            sending = self._answers[source].pop(call, None)
         if sending is not None:
             sending.cancel()
 
@@ -128,9 +134,10 @@ class Server:
         table = self._tables[source]
         for call in list(table):
             self.on_cancel(source, call)
-        for key in [key for key in list(self._answers) if key[0] == source]:
-            if (sending := self._answers.pop(key, None)) is not None:
-                sending.cancel()
+        with self._lock:
+            answers, self._answers[source] = self._answers[source], OrderedDict()
+        for sending in answers.values():
+            sending.cancel()
 
     def on_exposed(self) -> None:
         """A function can be called now: perhaps it was called too early."""
@@ -143,11 +150,11 @@ class Server:
 
     def is_idle(self) -> bool:
         """Whether every call that came has been answered."""
-        return (
-            not any(self._tables)
-            and self.pool.is_idle()
-            and all(s.is_done() for s in list(self._answers.values()))
-        )
+        if any(self._tables) or not self.pool.is_idle():
+            return False
+        with self._lock:  # only now: a handler that ends leaves its answer here
+            answers = [sending for kept in self._answers for sending in kept.values()]
+        return all(sending.is_done() for sending in answers)
 
     def close(self, timeout: float, waiting: Waiting) -> None:
         """Answer nobody any more."""
@@ -177,7 +184,7 @@ class Server:
             if must_watch:
                 self._watch_early()
         else:
-            self._fail(incoming, "unknown", "")
+            self._fail(incoming, "unknown", self._registry.shown())
 
     def _is_settled(self) -> bool:
         """Whether all is exposed that will be: long ago, or its rank has gone on to a collective."""
@@ -379,22 +386,37 @@ class Server:
     def _send_item(self, incoming: Incoming, index: int, value: Any) -> None:
         call, source, agent = incoming.call, incoming.source, self.agent
         if is_plain((value,)):
-            agent.post.send(source, encode(Item(call, index, value)))
+            agent.tell(source, encode(Item(call, index, value)))
             return
         body, parts = pack(value)
         number = agent.next_number()
-        agent.post.send(source, encode(PackedItem(call, index, number, body)))
+        agent.tell(source, encode(PackedItem(call, index, number, body)))
         if parts:
             sending = Sending(agent.post, source, number, parts)
-            self._keep((source, -number), sending)
+            self._keep(source, -number, sending)
             incoming.on_cancel[sending] = sending.cancel
 
-    def _keep(self, key: tuple[int, int], sending: Sending) -> None:
-        """Remember what is on its way, and forget what has arrived."""
-        for known, earlier in list(self._answers.items()):
-            if earlier.is_done():
-                self._answers.pop(known, None)
-        self._answers[key] = sending
+    def _has_untaken(self, source: int) -> bool:
+        """Whether a caller takes no answers, and so keeps more of them here than it may have calls."""
+        if len(self._answers[source]) <= 2 * QUEUE_MAX:
+            return False
+        with self._lock:
+            self._forget_some(source)
+        return len(self._answers[source]) > 2 * QUEUE_MAX
+
+    def _keep(self, source: int, key: int, sending: Sending) -> None:
+        """Remember what is on its way."""
+        with self._lock:
+            self._forget_some(source)
+            self._answers[source][key] = sending
+
+    def _forget_some(self, source: int) -> None:
+        """Forget what has arrived of the oldest few: more than is added. The caller holds the lock."""
+        answers = self._answers[source]
+        for _ in range(min(_LOOKS, len(answers))):
+            key, sending = answers.popitem(last=False)
+            if not sending.is_done():
+                answers[key] = sending
 
     def _checked(self, incoming: Incoming, handler: Handler) -> Any:
         if handler.kind.is_stream != (incoming.credit is not None):
@@ -416,22 +438,22 @@ class Server:
         elif not is_plain((value,)):
             self._answer_packed(incoming, value)
         elif self._tables[source].pop(call, None) is not None:
-            self.agent.post.send(source, encode(Answer(call, value)))
+            self.agent.tell(source, encode(Answer(call, value)))
 
     def _answer_packed(self, incoming: Incoming, value: Any) -> None:
         call, source = incoming.call, incoming.source
         agent = self.agent
         try:
-            body, parts = pack(value)
+            body, parts = pack(value, lambda steps: place(steps, "the result"))
         except UsageError as error:
             self._fail(incoming, "raised", f"its result cannot travel: {error}", "UsageError")
             return
         if self._tables[source].pop(call, None) is None:
             return
         number = agent.next_number()
-        agent.post.send(source, encode(PackedAnswer(call, number, body)))
+        agent.tell(source, encode(PackedAnswer(call, number, body)))
         if parts:
-            self._keep((source, call), Sending(agent.post, source, number, parts))
+            self._keep(source, call, Sending(agent.post, source, number, parts))
 
     def _raised(self, incoming: Incoming, error: BaseException) -> None:
         kind = type(error)
@@ -452,7 +474,7 @@ class Server:
             self._note_done(incoming)
             _log.warning("a notification of %r from rank %d failed: %s %s", incoming.name, source, kind, what)
         elif self._tables[source].pop(call, None) is not None:
-            self.agent.post.send(source, encode(Failure.of(call, kind, what, type_name, traceback_text)))
+            self.agent.tell(source, encode(Failure.of(call, kind, what, type_name, traceback_text)))
 
     def _note_done(self, incoming: Incoming) -> None:
         if incoming.call:
@@ -464,7 +486,7 @@ class Server:
             if self._notes_done[source] < _NOTES_PER_ACK:
                 return
             count, self._notes_done[source] = self._notes_done[source], 0
-        self.agent.post.send(source, encode(Ack(count)))
+        self.agent.tell(source, encode(Ack(count)))
 
 
 def _driven_items(items: Any) -> Iterator[Any]:
@@ -487,4 +509,7 @@ def _driven(coroutine: Any) -> Any:
     except StopIteration as stop:
         return stop.value
     coroutine.close()
-    raise UsageError("an async handler waits for something that is no Work; the simulator has no event loop")
+    raise UsageError(
+        "an async handler waits for something that is no Work; the simulator has no event loop",
+        next_step="await only agent.start(...) there",
+    )

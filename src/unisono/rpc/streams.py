@@ -202,7 +202,7 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
         value, error = self._arrivals.items.pop(self._next)
         self._next += 1
         if self._next % (WINDOW // 2) == 0 and not calling.is_done:
-            self._agent.post.send(calling.peer.rank, encode(More(calling.number, WINDOW // 2)))
+            self._agent.tell(calling.peer.rank, encode(More(calling.number, WINDOW // 2)))
         if error is not None:
             self.close()
             raise error

@@ -31,3 +31,8 @@ __all__ = [
     "run",
     "sleep",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public, and nothing else."""
+    return __all__

@@ -11,12 +11,12 @@ from typing import Protocol, TypeVar
 
 from unisono.config import Config
 from unisono.contract import (
-    HEADER_BYTES_MAX,
     UNTYPED,
     Backend,
     Capabilities,
     Envelope,
     Lane,
+    OwnCredit,
     PeerDown,
     Request,
     Tags,
@@ -50,7 +50,8 @@ class SimBackend(Backend):
     ) -> None:
         self.fabric = fabric
         self.thread = thread
-        self.inbox = Inbox(thread.rank)
+        self.inbox = Inbox(thread.rank, fabric.config.recv_bytes_max)
+        self.own = OwnCredit(fabric.config)
         self.sending: dict[_Message, None] = {}
         self.offered: dict[_Message, None] = {}
         self.landing: dict[_Message, Posted] = {}
@@ -108,11 +109,7 @@ class SimBackend(Backend):
         self.check_peer(dst, "dst")
         if isinstance(dst, Any_):
             raise UsageError("dst=ANY; allowed: one rank")
-        if data.nbytes > self.config.message_bytes_max or len(header) > HEADER_BYTES_MAX:
-            raise UsageError(
-                f"a message of {data.nbytes} bytes with a header of {len(header)}; allowed: "
-                f"{self.config.message_bytes_max} and {HEADER_BYTES_MAX}"
-            )
+        self.check_length(tag, data.nbytes, header)
         request = Request(dst)
         if not self._begin(tag):
             return request
@@ -122,7 +119,8 @@ class SimBackend(Backend):
             request.fail(self._down[dst].error())
         else:
             envelope = Envelope(self.rank, context, tag, data.nbytes, dtype, header)
-            _Message(self, self._peers[dst], envelope, data, lane, request).start(sync)
+            bytes_of = data.cast("B") if data.nbytes else data
+            _Message(self, self._peers[dst], envelope, bytes_of, lane, request).start(sync)
         return request
 
     def start_recv(
@@ -140,6 +138,11 @@ class SimBackend(Backend):
         if not self._begin(tag):
             return Request(src)
         return self.inbox.probe(src, context, tag)
+
+    def end_group(self, context: int) -> None:
+        """Drop what nobody will receive any more."""
+        if not self.is_gone:
+            self.inbox.end_context(context)
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         """Tell the listener of ranks that are or go down."""
@@ -242,9 +245,8 @@ class _Message(Parcel):
             self.request.complete()
 
     def _may_be_eager(self) -> bool:
-        # A rank may always send to itself: it could never wait for its own receive.
         if self.sender is self.receiver:
-            return True
+            return self.sender.own.take(self._envelope.nbytes)
         src, dst, fabric = self.sender.rank, self.receiver.rank, self.sender.fabric
         credit = fabric.way(src, dst).credit(self._lane)
         return credit.take(self._envelope.nbytes, fabric.scheduler.now, fabric.way(dst, src))
@@ -301,6 +303,14 @@ class _Message(Parcel):
     def refuse(self, error: UnisonoError) -> None:
         """The receiver has left; the sender hears of that itself, as soon as the news has travelled."""
 
+    def is_whole(self) -> bool:
+        """Whether its bytes came with it, and its sender does not wait."""
+        return self._is_eager and self not in self.sender.sending
+
+    def drop(self) -> None:
+        """Nobody will receive it: its sender may use the credit again."""
+        self._return_credit()
+
     def _land(self) -> None:
         """The bytes have come."""
         self.sender.thread.when_awake(self._settled)
@@ -327,7 +337,9 @@ class _Message(Parcel):
         self.receiver.fabric.carry(self.receiver.rank, self.sender.rank, self._lane, 0, delivery)
 
     def _return_credit(self) -> None:
-        if self.sender is not self.receiver:
+        if self.sender is self.receiver:
+            self.sender.own.give_back(self._envelope.nbytes)
+        else:
             fabric, src, dst = self.sender.fabric, self.sender.rank, self.receiver.rank
             when = fabric.scheduler.now + fabric.way(dst, src).latency_s
             fabric.way(src, dst).credit(self._lane).give_back(self._envelope.nbytes, when)

@@ -2,9 +2,10 @@
 
 Knows ways, lanes, times and cuts. Does not know what a message means, or who is taken for dead.
 
-The nouns. A *way* leads from one rank to another and has two lanes. A *delivery* is a call that the way makes
-at the far end. A way that is cut, or leads to a paused rank, holds its deliveries: nothing is lost on it, as
-on a TCP connection, until somebody hangs up.
+The nouns. A *link* joins two ranks once they have something to say to each other. A *way* leads from one rank
+to another and has two lanes. A *delivery* is a call that the way makes at the far end. A way that is cut, or
+leads to a paused rank, holds its deliveries: nothing is lost on it, as on a TCP connection, until somebody
+hangs up.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class Fabric:
         self._network = network
         self._jitter = random.Random(f"jitter {seed}").random
         self._ways: dict[tuple[int, int], Way] = {}
+        # When a message first opened the link of two ranks, the lower one first; see `linked_since`.
+        self._opened: dict[tuple[int, int], float] = {}
+        self.on_link: Callable[[int, int], None] = lambda caller, called: None
 
     @property
     def size(self) -> int:
@@ -55,8 +59,21 @@ class Fabric:
         """Take something to another rank, or to the same one, which takes no time."""
         if src == dst:
             delivery()
-        else:
-            self.way(src, dst).send(lane, nbytes, delivery)
+            return
+        if self.linked_since(src, dst) is None:
+            self._opened[min(src, dst), max(src, dst)] = self.scheduler.now
+            self.on_link(src, dst)
+        self.way(src, dst).send(lane, nbytes, delivery)
+
+    def linked_since(self, one: int, other: int) -> float | None:
+        """Since when two ranks have a link; None if they have none.
+
+        As in the engine: ranks +-2^k have one from the start, others from the first message between them.
+        """
+        apart = (one - other) % self.size
+        if apart & (apart - 1) == 0 or (self.size - apart) & (self.size - apart - 1) == 0:
+            return 0.0
+        return self._opened.get((min(one, other), max(one, other)))
 
     def release_to(self, rank: int) -> None:
         """A rank runs again: what came for it meanwhile is there at once."""

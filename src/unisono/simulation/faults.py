@@ -164,7 +164,9 @@ def _ranks_named(fault: Fault) -> tuple[int, ...]:
 
 def _check_times(fault: object, at_s: float | None, at_step: int | None, for_s: float | None = None) -> None:
     if (at_s is None) == (at_step is None):
-        raise UsageError(f"{type(fault).__name__} needs at_s or at_step, and not both")
+        raise UsageError(
+            f"{type(fault).__name__} needs at_s or at_step, and not both", next_step="give one of the two"
+        )
     if at_s is not None:
         check_amount("at_s", at_s)
     else:

@@ -69,6 +69,7 @@ class SimRuntime(Runtime):
     """The clock and timers of one rank. Its timers stand still and end with the rank."""
 
     is_virtual = True
+    sees_deadlocks = True
 
     def __init__(self, scheduler: Scheduler, thread: SimThread) -> None:
         self._scheduler = scheduler

@@ -222,7 +222,10 @@ class Scheduler:
         """The thread that wants to wait."""
         self.check_caller()
         if self.current is None:
-            raise UsageError("a callback must not wait: it runs between two points of virtual time")
+            raise UsageError(
+                "a callback must not wait: it runs between two points of virtual time",
+                next_step="start operations there, and wait for them elsewhere",
+            )
         return self.current
 
     def make_ready(self, thread: SimThread) -> None:

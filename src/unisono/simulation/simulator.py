@@ -45,7 +45,9 @@ def run(
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UsageError(f"seed={seed!r}; allowed: integers")
     if scheduler_here() is not None:
-        raise UsageError("a simulation cannot run inside another")
+        raise UsageError(
+            "a simulation cannot run inside another", next_step="call uni.simulate outside of the program"
+        )
     network = network if network is not None else Network()
     if not isinstance(network, Network):
         raise UsageError(f"network is {type(network).__name__}; allowed: unisono.simulation.Network")

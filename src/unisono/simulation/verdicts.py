@@ -57,36 +57,22 @@ class Member(Protocol):
         """Tell it that a rank is down."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A rank is taken for dead; `accuser` is who did not hear it."""
-
-    rank: int
-    accuser: int
-    silence_s: float
-
-    def to_others(self) -> PeerDown:
-        """What the other ranks are told."""
-        return PeerDown(self.rank, f"silent for {self.silence_s:g} s")
-
-    def to_accused(self, by: int) -> PeerDown:
-        """What the rank finds when it comes back: the others hung up."""
-        if by == self.accuser:
-            return PeerDown(by, f"gave this rank up after {self.silence_s:g} s of silence")
-        return PeerDown(
-            by, f"gave this rank up, because rank {self.accuser} had not heard it for {self.silence_s:g} s"
-        )
-
-
 class Verdicts:
-    """Turns silence into verdicts and takes them to everybody."""
+    """Turns silence into verdicts, by the engine's rule (native/engine/engine.cpp, Engine::on_news).
+
+    Who has a link with a rank judges for itself: it gives the rank up after `silence_s` without a word, or
+    when the link is closed at the other end, and what others say of the rank changes nothing. Who has no link
+    would never know, and believes what it is told. Whoever gives a rank up tells all it has links with.
+    """
 
     def __init__(self, fabric: Fabric, members: Sequence[Member]) -> None:
         self._fabric = fabric
         self._members = members
         self._limit_s = fabric.config.silence_s
         self._silences: dict[tuple[int, int], Silence] = {}
-        self._news: dict[int, list[Verdict]] = {}
+        self._parted: dict[int, PeerDown] = {}
+        self._news: dict[int, list[PeerDown]] = {}
+        fabric.on_link = self._on_link
 
     def mute(self, src: int, dst: int) -> None:
         """From now on `dst` does not hear `src`, for one more reason."""
@@ -102,48 +88,77 @@ class Verdicts:
 
     def part(self, down: PeerDown) -> None:
         """A rank has left or was killed: its links tell the others, after all that it sent."""
+        self._parted[down.rank] = down
         for dst in range(self._fabric.size):
-            if dst != down.rank and not self._members[dst].is_gone:
-                self._fabric.way(down.rank, dst).send_last(partial(self._hear, dst, down))
+            if dst != down.rank and not self._members[dst].is_gone and self._has_link(down.rank, dst):
+                self._fabric.way(down.rank, dst).send_last(partial(self._lose, dst, down))
 
     def _judge(self, src: int, dst: int) -> None:
-        now = self._fabric.scheduler.now
-        if not self._silences[src, dst].is_fatal(now, self._limit_s):
+        linked_since = self._fabric.linked_since(src, dst)
+        if linked_since is None:
+            return
+        now, silence = self._fabric.scheduler.now, self._silences[src, dst]
+        if now < linked_since + self._limit_s or not silence.is_fatal(now, self._limit_s):
             return
         # A rank that stands still judges nobody; it looks again when it runs.
         thread = self._fabric.scheduler.threads[dst]
         if thread.is_paused:
             thread.when_awake(partial(self._judge, src, dst))
         else:
-            self._declare(dst, Verdict(src, dst, self._limit_s))
+            self._give_up(dst, src)
 
-    def _declare(self, by: int, verdict: Verdict) -> None:
-        """`by` takes a rank for dead: it hangs up, tells its own, and everybody it still reaches."""
-        member, accused = self._members[by], verdict.rank
+    def _give_up(self, by: int, accused: int) -> None:
+        """`by` has not heard a rank for too long: it closes the link, whose other end finds it closed."""
+        member = self._members[by]
         if member.is_gone or member.has_lost(accused):
             return
+        notice = PeerDown(by, f"gave rank {accused} up after {self._limit_s:g} s of silence")
         self._fabric.way(accused, by).hang_up(None)
-        self._fabric.way(by, accused).hang_up(partial(self._hear, accused, verdict.to_accused(by)))
+        self._fabric.way(by, accused).hang_up(partial(self._lose, accused, notice))
+        self._lose(by, PeerDown(accused, f"silent for {self._limit_s:g} s"))
+
+    def _lose(self, by: int, down: PeerDown) -> None:
+        """A rank is down for `by`, who tells its own, and everybody it has a link with."""
+        member = self._members[by]
+        if member.is_gone or member.has_lost(down.rank):
+            return
         # Verdicts of one moment travel together.
         news = self._news.setdefault(by, [])
         if not news:
             scheduler = self._fabric.scheduler
             scheduler.call_at(scheduler.now, partial(self._spread, by))
-        news.append(verdict)
-        self._hear(by, verdict.to_others())
+        news.append(down)
+        self._fabric.note("down", by, down.rank)
+        member.peer_down(down)
 
     def _spread(self, by: int) -> None:
         news, member = tuple(self._news.pop(by)), self._members[by]
         for dst in range(self._fabric.size):
-            if dst != by and not member.is_gone and not member.has_lost(dst):
-                self._fabric.way(by, dst).send(Lane.CONTROL, 0, partial(self._learn, dst, news))
+            if dst == by or member.is_gone or member.has_lost(dst) or not self._has_link(by, dst):
+                continue
+            # To those who have a link with it themselves it would be no news.
+            unknown = tuple(d for d in news if d.rank != dst and not self._has_link(dst, d.rank))
+            if unknown:
+                self._fabric.way(by, dst).send(Lane.CONTROL, 0, partial(self._learn, dst, unknown))
 
-    def _learn(self, dst: int, news: tuple[Verdict, ...]) -> None:
-        for verdict in news:
-            self._declare(dst, verdict)
+    def _learn(self, dst: int, news: tuple[PeerDown, ...]) -> None:
+        for down in news:
+            if not self._has_link(dst, down.rank):
+                self._lose(dst, down)
 
-    def _hear(self, dst: int, down: PeerDown) -> None:
-        member = self._members[dst]
-        if not member.is_gone and not member.has_lost(down.rank):
-            self._fabric.note("down", dst, down.rank)
-            member.peer_down(down)
+    def _on_link(self, caller: int, called: int) -> None:
+        """A first message opens a link: who is called may be gone, silent, or take the caller for dead."""
+        if (parted := self._parted.get(called)) is not None:
+            self._fabric.way(called, caller).send_last(partial(self._lose, caller, parted))
+        elif self._members[called].has_lost(caller):
+            notice = PeerDown(called, f"refuses the link: it takes rank {caller} for dead")
+            self._fabric.way(caller, called).hang_up(None)
+            self._fabric.way(called, caller).hang_up(partial(self._lose, caller, notice))
+        else:
+            scheduler = self._fabric.scheduler
+            for src, dst in ((caller, called), (called, caller)):
+                if (src, dst) in self._silences:
+                    scheduler.call_at(scheduler.now + self._limit_s, partial(self._judge, src, dst))
+
+    def _has_link(self, one: int, other: int) -> bool:
+        return self._fabric.linked_since(one, other) is not None

@@ -8,3 +8,8 @@ from unisono.testing.conformance import CASES, check_backend, run_case
 from unisono.testing.ranks import run_local
 
 __all__ = ["CASES", "Case", "ConformanceError", "check_backend", "run_case", "run_local"]
+
+
+def __dir__() -> list[str]:
+    """What is public, and nothing else."""
+    return __all__

@@ -208,11 +208,14 @@ def different_calls_are_a_mismatch(seat: Seat) -> None:
         for i, (what, call) in enumerate(_MISMATCHES.items()):
             group = world.split(0)
             assert group is not None
-            is_odd = seat.rank == i % seat.size
+            odd = i % seat.size
+            is_odd = seat.rank == odd
             error = seat.raised(CollectiveMismatch, what, call, group, is_odd)
             lines = error.report.splitlines()
             seat.check(len(lines) == 2, f"the report of {what} shows two calls", error.report)
             seat.check(lines[0] != lines[1], f"the report of {what} shows different calls", error.report)
+            # Nobody is blamed if a busy machine kept most ranks from telling their calls in time.
+            seat.check(error.culprits in ((odd,), ()), f"the rank of {what} is to blame", str(error))
             seat.raised(CollectiveMismatch, f"a collective after {what}", group.barrier)
         seat.same(world.all_reduce(ramp(9, seat.rank)), sum(_all(9, 4)), "a sum on the sound parent")
 

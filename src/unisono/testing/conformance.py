@@ -10,7 +10,7 @@ from typing import Final
 
 from unisono.contract import Backend
 from unisono.errors import UsageError
-from unisono.testing import communicator_cases, ending_cases, flow_cases, message_cases
+from unisono.testing import communicator_cases, ending_cases, flow_cases, message_cases, value_cases
 from unisono.testing.case import Case, ConformanceError
 from unisono.testing.ranks import Threads
 from unisono.testing.seat import PATIENCE_S
@@ -20,7 +20,7 @@ __all__ = ["CASES", "check_backend", "run_case"]
 # From the simple to the composed: the first that fails says most.
 CASES: Final[tuple[Case, ...]] = tuple(
     case
-    for part in (message_cases, flow_cases, ending_cases, communicator_cases)
+    for part in (message_cases, flow_cases, ending_cases, communicator_cases, value_cases)
     for case in part.SUITE.cases
 )
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 
-from unisono.contract import Lane
+from unisono.contract import ENVELOPE_BYTES, OWN_CREDIT_BYTES, Lane
 from unisono.testing.case import Suite
-from unisono.testing.seat import Seat, payload
+from unisono.testing.seat import CONTEXT, Seat, payload
 from unisono.values import ANY
 
 __all__ = ["SUITE"]
@@ -21,18 +21,39 @@ _MIB = 1 << 20
 
 @SUITE.case(size=1)
 def a_rank_sends_to_itself(seat: Seat) -> None:
-    """A send to oneself ends at once, however long it is: its receive could only come afterwards."""
+    """A send to oneself ends by itself, however long it is: its receive could only come afterwards."""
     lengths = (0, 9, seat.eager_bytes + 1, seat.credit_bytes + 1, 12 * _MIB + 1)
     for i, n in enumerate(lengths):
         data = bytearray(payload(0, i, n))
         request = seat.send(0, memoryview(data), tag=i)
-        seat.check(request.done, f"a send of {n} bytes to oneself is done before its receive is posted")
+        seat.done(request, f"a send of {n} bytes to oneself before its receive is posted")
         data[:] = bytes(n)  # it has ended, so its buffer is ours again
     for i, n in reversed(list(enumerate(lengths))):
         seat.take(0, payload(0, i, n), f"the message of {n} bytes to oneself", tag=i)
     early = seat.recv(0, tag=9)
     seat.done(seat.send(0, b"later", tag=9), "a send to oneself after its receive")
     seat.equal(bytes(seat.done(early, "that receive").data or b""), b"later", "the message to oneself")
+
+
+@SUITE.case(size=1)
+def messages_to_oneself_are_bounded(seat: Seat) -> None:
+    """What a rank sends itself and does not receive is kept up to a bound; then a send waits."""
+    n = 8 * _MIB
+    count = max(OWN_CREDIT_BYTES, seat.credit_bytes) // n + 4
+    data = [bytes([i]) * n for i in (1, 2)] * count
+    sends = [seat.send(0, memoryview(each), tag=i) for i, each in enumerate(data[:count])]
+    seat.done(sends[0], "the first send to oneself")
+    kept = sum(request.done for request in sends)
+    bound = max(OWN_CREDIT_BYTES, seat.credit_bytes) // n
+    seat.check(0 < kept <= bound, f"1 to {bound} sends of 8 MiB to oneself end unreceived", f"{kept} do")
+    seat.check(sends[-1].cancel(), "a send to oneself that waits can be withdrawn")
+    for i in reversed(range(count - 1)):
+        buffer = seat.buffer(n)
+        seat.got(seat.recv(0, buffer, tag=i), f"message {i} to oneself")
+        seat.equal(bytes(buffer), data[i], f"message {i} to oneself")
+    seat.all_done(sends[:-1], "a send to oneself that was received")
+    seat.done(seat.send(0, memoryview(data[0]), tag=99), "a send to oneself when there is room again")
+    seat.take(0, data[0], "the last message to oneself", tag=99)
 
 
 @SUITE.case(size=2)
@@ -108,6 +129,32 @@ def unmatched_payload_is_bounded(seat: Seat) -> None:
             seat.meet()
             for n in seat.eager_lengths(piece):
                 seat.take(0, payload(turn, 0, n), "the short message after the flood", tag=9)
+
+
+@SUITE.case(size=2)
+def an_ended_context_holds_no_credit(seat: Seat) -> None:
+    """What nobody received gives its credit back when its context ends, and what comes later does at once."""
+    piece = min(4096, seat.eager_bytes)
+    count = seat.credit_bytes // (piece + ENVELOPE_BYTES) // 3
+    for turn in range(9):
+        context, is_late = CONTEXT + 1 + turn, turn % 2 == 1
+        if seat.rank == 1 and is_late:
+            seat.backend.end_group(context)
+        seat.meet()
+        if seat.rank == 0:
+            sends = [seat.send(1, payload(turn, i, piece), tag=i, context=context) for i in range(count)]
+            seat.all_done(sends, f"a send in context {turn}, after the credit of those before came back")
+        seat.meet()
+        if seat.rank == 1:
+            seat.backend.end_group(context)
+            seat.check(
+                not seat.probe(0, tag=0, context=context).done, "nothing is queued in an ended context"
+            )
+    seat.meet()
+    if seat.rank == 0:
+        seat.done(seat.send(1, payload(0, 0, piece), tag=1), "a send in another context")
+    else:
+        seat.take(0, payload(0, 0, piece), "the message in another context", tag=1)
 
 
 @SUITE.case(size=3)

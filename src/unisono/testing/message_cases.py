@@ -5,6 +5,8 @@ Knows what the contract promises about matching. Does not know how a backend kee
 
 from __future__ import annotations
 
+import mmap
+
 from unisono.contract import HEADER_BYTES_MAX, UNTYPED, Request, Tags
 from unisono.errors import ClosedError, UsageError
 from unisono.testing.case import Suite
@@ -309,6 +311,33 @@ def too_long_is_refused_and_stays(seat: Seat) -> None:
             seat.equal(bytes(buffer), bytes(seat.buffer(room)), "a buffer that was too short")
         for i in range(2):
             seat.take(0, payload(0, i, n + i), f"message {i}, refused before", tag=2, room=0)
+
+
+@SUITE.case(size=2)
+def unknown_lengths_are_bounded(seat: Seat) -> None:
+    """A receive without a buffer refuses more than `recv_bytes_max`, before it takes memory."""
+    config = seat.backend.config
+    n = config.recv_bytes_max + 1
+    if n > config.message_bytes_max:
+        return
+    early = seat.recv(0, tag=2) if seat.rank else None
+    seat.meet()
+    if seat.rank == 0:
+        # Memory that nobody touches costs nothing.
+        sent = seat.send(1, memoryview(mmap.mmap(-1, n)), tag=2)
+        seat.meet()
+        seat.check(sent.cancel(), "a send that was refused can still be withdrawn")
+        seat.meet()
+        seat.done(seat.send(1, b"short", tag=2), "a short send after it")
+        return
+    assert early is not None
+    for request, when in ((early, "early"), (seat.recv(ANY, tag=ANY), "late")):
+        error = seat.failed(request, UsageError, f"a receive of unknown length for {n} bytes, posted {when}")
+        seat.check("recv_bytes_max" in str(error), "the error names the setting", str(error))
+    seat.equal(seat.got(seat.probe(0, tag=2), "a probe").nbytes, n, "the message, which stays queued,")
+    seat.meet()
+    seat.meet()
+    seat.take(0, b"short", "the message after it", tag=2)
 
 
 @SUITE.case(size=2)

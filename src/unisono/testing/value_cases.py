@@ -1,0 +1,193 @@
+"""Cases with values at the edge of their types: overflow, NaN, signed zeros, infinities, subnormals.
+
+Knows what every reduction gives for them, which is the same on every backend: integers wrap around, NaN gets
+through min and max, and -0.0 is smaller than 0.0. A library with collectives of its own may do otherwise.
+
+Every value is chosen so that the result does not depend on the order in which contributions are combined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from unisono.buffers import Typed, typed
+from unisono.errors import UsageError
+from unisono.kernels import narrow, widen
+from unisono.testing.case import Suite
+from unisono.testing.seat import Seat
+from unisono.values import BFLOAT16, DTYPES, DType, Kind, as_op
+
+__all__ = ["SUITE"]
+
+SUITE = Suite()
+
+Array = np.ndarray[Any, Any]
+
+# Neither is a multiple of a vector's length: the first is short enough to travel beside an envelope in every
+# type, the second leaves a remainder behind many whole vectors.
+_COUNTS: Final = (31, 1033)
+
+
+@SUITE.case(size=3)
+def all_reduce_keeps_special_values(seat: Seat) -> None:
+    """all_reduce of overflow, NaN, signed zeros and infinities: the same on every rank and every backend."""
+    with seat.world() as world:
+        results = []
+        for dtype, op in _pairs():
+            for count in _COUNTS:
+                every = [_special(dtype, count, rank) for rank in range(world.size)]
+                got = world.all_reduce(_given(every[world.rank], dtype), op)
+                _check(seat, got, _reduced(every, op, dtype), f"all_reduce of {count} {dtype} by {op}")
+                results.append(_storage(got).view(np.uint8))
+        bits = world.all_gather(np.concatenate(results))
+        seat.check(bool((bits == bits[0]).all()), "all ranks have the same bits", "they differ, NaN included")
+
+
+@SUITE.case(size=3)
+def the_other_reductions_keep_special_values(seat: Seat) -> None:
+    """reduce, scan, exscan and reduce_scatter treat overflow, NaN, signed zeros and infinities alike."""
+    with seat.world() as world:
+        size, rank, count = world.size, world.rank, _COUNTS[-1]
+        for root, (dtype, op) in enumerate(_pairs()):
+            if op not in ("sum", "prod", "min", "max", "mean"):
+                continue  # to bits no value is special
+            rows = [_special(dtype, count * size, peer).reshape(size, count) for peer in range(size)]
+            every = [row[0] for row in rows]
+            what = f"of {count} {dtype} by {op}"
+            got = world.reduce(_given(every[rank], dtype), root % size, op)
+            if rank == root % size:
+                _check(seat, got, _reduced(every, op, dtype), f"reduce {what}")
+            parts = [row[rank] for row in rows]
+            got = world.reduce_scatter(_given(rows[rank], dtype), op)
+            _check(seat, got, _reduced(parts, op, dtype), f"reduce_scatter {what}")
+            if op == "mean":
+                continue
+            got = world.scan(_given(every[rank], dtype), op)
+            _check(seat, got, _reduced(every[: rank + 1], op, dtype), f"scan {what}")
+            got = world.exscan(_given(every[rank], dtype), op)
+            if rank:  # what rank 0 gets is no value of anybody's
+                _check(seat, got, _reduced(every[:rank], op, dtype), f"exscan {what}")
+
+
+def _pairs() -> list[tuple[DType, str]]:
+    """Every type with every operation that it has; not the products whose result depends on the order."""
+    pairs = []
+    for dtype in DTYPES.values():
+        for op in (*_COMBINE, "mean"):
+            try:
+                as_op(op).check(dtype)
+            except UsageError:
+                continue
+            if (dtype.kind, op) != (Kind.COMPLEX, "prod"):
+                pairs.append((dtype, op))
+    return pairs
+
+
+def _special(dtype: DType, count: int, rank: int) -> Array:
+    """A rank's contribution, as numbers that NumPy can compute with: halves as float32."""
+    rng = np.random.default_rng([dtype.code, count, rank])
+    if dtype.kind is Kind.BOOL:
+        return rng.integers(0, 2, count).astype(bool)
+    if dtype.kind is Kind.INTEGER:
+        info = np.iinfo(dtype.storage)
+        some = rng.integers(info.min, info.max, count, dtype.storage, endpoint=True)
+        edges = np.array([info.min, info.max, info.max - 1, 1], dtype.storage)
+        return np.where(rng.integers(0, 2, count) == 0, rng.choice(edges, count), some)
+    kind = _REAL[dtype.name]
+    real = np.finfo(kind)
+    largest, smallest = _LIMITS.get(dtype.name) or (real.max, real.smallest_subnormal)
+    parts = count * (2 if dtype.kind is Kind.COMPLEX else 1)
+    place = np.arange(parts)
+    any_order = rng.choice(np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 2.0]), parts)
+    overflow = np.where(place % 2, largest, -largest)  # of one sign on all ranks
+    tiny = rng.choice(np.array([smallest, -smallest, 0.0, -0.0]), parts)
+    numbers: Array = np.select([place % 5 == 3, place % 5 == 4], [overflow, tiny], any_order).astype(kind)
+    return numbers.view(dtype.storage) if dtype.kind is Kind.COMPLEX else numbers
+
+
+def _reduced(every: list[Array], op: str, dtype: DType) -> Array:
+    """What the contributions give, in the order of ranks. Halves are rounded at every step, a mean once."""
+    total = every[0]
+    with np.errstate(all="ignore"):
+        for other in every[1:]:
+            total = _COMBINE["sum" if op == "mean" else op](total, other).astype(total.dtype)
+            total = total if op == "mean" else _rounded(total, dtype)
+        if op == "mean":
+            real = total.view(_REAL[dtype.name])
+            total = _rounded((real / real.dtype.type(len(every))).view(total.dtype), dtype)
+    return total
+
+
+def _minimum(a: Array, b: Array) -> Array:
+    """NumPy's, which gives either zero if the two differ only in sign."""
+    least = np.minimum(a, b)
+    return np.where((a == 0) & (b == 0) & np.signbit(a), a, least) if a.dtype.kind == "f" else least
+
+
+def _maximum(a: Array, b: Array) -> Array:
+    return -_minimum(-a, -b) if a.dtype.kind == "f" else np.maximum(a, b)
+
+
+_COMBINE: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "min": _minimum,
+    "max": _maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+    "land": np.logical_and,
+    "lor": np.logical_or,
+    "lxor": np.logical_xor,
+}
+# The type of the numbers that a float or complex type is computed and compared in.
+_REAL: Final[dict[str, Any]] = {
+    "float16": np.float32,
+    "bfloat16": np.float32,
+    "float32": np.float32,
+    "float64": np.float64,
+    "complex64": np.float32,
+    "complex128": np.float64,
+}
+# The largest and the smallest positive number of types that are computed in another.
+_LIMITS: Final = {"float16": (65504.0, 2.0**-24), "bfloat16": (255 * 2.0**120, 2.0**-133)}
+
+
+def _rounded(numbers: Array, dtype: DType) -> Array:
+    """Numbers as their type holds them."""
+    return widen(_bits(numbers, dtype), dtype) if dtype.is_half else numbers
+
+
+def _bits(numbers: Array, dtype: DType) -> Array:
+    if not dtype.is_half:
+        return numbers
+    bits = np.empty(numbers.size, dtype.storage)
+    narrow(np.ascontiguousarray(numbers.reshape(-1)), bits, dtype)
+    return bits.reshape(numbers.shape)
+
+
+def _given(numbers: Array, dtype: DType) -> Any:
+    """The contribution as a user gives it, in memory that begins beside every alignment of vectors."""
+    bits = _bits(numbers, dtype)
+    memory = np.empty(bits.size + 1, dtype.storage)[1:].reshape(bits.shape)
+    memory[...] = bits
+    return typed(memory, dtype.name) if dtype is BFLOAT16 else memory
+
+
+def _storage(got: Any) -> Array:
+    return got.data if isinstance(got, Typed) else got
+
+
+def _check(seat: Seat, got: Any, expected: Array, what: str) -> None:
+    """Compare bit by bit, but any NaN with any other."""
+    bits = _storage(got)
+    dtype = got.dtype if isinstance(got, Typed) else DTYPES[bits.dtype.name]
+    held = widen(bits, dtype) if dtype.is_half else bits
+    if held.dtype.kind in "fc":
+        real = held.real.dtype
+        held, expected = held.view(real).copy(), expected.view(real).copy()
+        held[np.isnan(held)] = expected[np.isnan(expected)] = np.nan
+    seat.same(held, expected, what)

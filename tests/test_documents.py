@@ -1,0 +1,66 @@
+"""Facts that documents state and the code decides: they are compared here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from unisono import errors
+from unisono.contract import Backend
+
+from .test_layers import EDGES, GROUND, HOLDERS, PACKAGE, ROOMS
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+
+
+def text_of(name: str) -> str:
+    return re.sub(r"\s+", " ", (ROOT / name).read_text())
+
+
+def test_every_error_stands_in_the_table_of_errors() -> None:
+    rows = re.findall(r"^\| `(\w+)`", (ROOT / "docs/failure.md").read_text(), re.MULTILINE)
+    wanted = set(errors.__all__) - {"UnisonoError", "Location"}
+    assert set(rows) == wanted
+
+
+def test_a_backend_has_the_methods_that_the_page_names() -> None:
+    page = (ROOT / "docs/backends.md").read_text().partition("# Writing a backend")[2]
+    table = "".join(line for line in page.splitlines() if line.startswith("| `"))
+    named = set(re.findall(r"`(\w+)`", table))
+    assert named == Backend.__abstractmethods__
+    assert len(named) == 10
+    assert "with ten methods" in text_of("docs/backends.md")
+    assert "ten methods, three of which move messages" in text_of("README.md")
+
+
+def test_calls_run_ahead_as_far_as_the_pages_say() -> None:
+    source = (ROOT / "native/engine/bind_hot_path.cpp").read_text()
+    calls = re.search(r"ahead_max = (\d+);", source)[1]
+    kib = re.search(r"ahead_bytes = (\d+) \* 1024;", source)[1]
+    assert f"up to {calls} calls before it waits for them" in text_of("docs/failure.md")
+    assert f"with up to {kib} KiB" in text_of("docs/failure.md")
+    assert f"{calls} times at most" in text_of("ARCHITECTURE.md")
+    assert f"up to {calls} calls; a mismatch" in text_of("CHANGELOG.md")
+
+
+def test_the_picture_of_the_house_names_every_module_and_room() -> None:
+    picture = (ROOT / "ARCHITECTURE.md").read_text().split("```")[1]
+    shown = set(re.findall(r"\w+", picture))
+    missing = {
+        name
+        for name in (*GROUND, *HOLDERS, *ROOMS, *EDGES)
+        if (PACKAGE / name).exists() or (PACKAGE / f"{name}.py").exists()
+    } - shown
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_between_documents_and_names_of_files_lead_somewhere(document: Path) -> None:
+    text = document.read_text()
+    for link in re.findall(r"\]\((?!http|#)([^)#]+)", text):
+        assert (document.parent / link).exists(), link
+    for name in re.findall(r"`((?:src|tests|bench|examples|docs|native)/[\w./-]+\.\w+)(?:::\w+)?`", text):
+        assert (ROOT / name).exists(), name

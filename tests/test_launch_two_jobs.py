@@ -1,0 +1,247 @@
+"""Two jobs with the same bare variables, as real processes: one world at most, and the others hear why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from unisono.launch.address import Address
+from unisono.launch.claim import Held, claim
+from unisono.launch.ticket import Ticket, TicketSource
+
+pytestmark = pytest.mark.more
+
+PATIENCE_S = 60.0
+
+# It says each step, and waits for a line of standard input before the next: begin, then leave.
+PROGRAM = """
+import sys
+import unisono as uni
+
+job, timeout = sys.argv[1], float(sys.argv[2])
+print("up", flush=True)
+sys.stdin.readline()
+try:
+    with uni.init(timeout=timeout) as world:
+        print("met", world.rank, *world.all_gather_object(job), flush=True)
+        sys.stdin.readline()
+except uni.RendezvousError as error:
+    print("RendezvousError", error, flush=True)
+    sys.exit(3)
+"""
+
+
+class Rank:
+    """One process of a job."""
+
+    def __init__(self, folder: Path, job: str, rank: int, timeout: float = PATIENCE_S) -> None:
+        foreign = ("UNISONO_", "OMPI_", "SLURM_", "TORCHELASTIC_", "LOCAL_")
+        env = {name: text for name, text in os.environ.items() if not name.startswith(foreign)}
+        env |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, job, str(timeout)],
+            env={**env, "TMPDIR": str(folder)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def said(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def begin(self) -> None:
+        """Join, once it is up."""
+        assert self.said() == "up"
+        self.go_on()
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+
+    def ended(self) -> int:
+        return self.process.wait(PATIENCE_S)
+
+
+Start = Callable[..., Rank]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with contextlib.ExitStack() as stack:
+
+        def begin(job: str, rank: int, timeout: float = PATIENCE_S) -> Rank:
+            started = Rank(tmp_path, job, rank, timeout)
+            stack.enter_context(started.process)
+            stack.callback(started.process.kill)
+            return started
+
+        yield begin
+
+
+def test_who_comes_while_another_job_lives_is_refused(start: Start) -> None:
+    """Nothing tells the ranks of the two jobs apart: rank 1 of B joins A. The other two are refused."""
+    first, guest = start("A", 0), start("B", 1)
+    first.begin()
+    guest.begin()
+    assert first.said() == "met 0 A B"
+    assert guest.said() == "met 1 A B"
+    rest = [start("B", 0), start("A", 1, timeout=3.0)]
+    for rank in rest:
+        rank.begin()
+    texts = [rank.said() for rank in rest]
+    address = r"127\.0\.0\.1:\d+"
+    pid = first.process.pid
+    assert re.search(rf"the seed of another job lives at {address}, in process {pid}: both have", texts[0])
+    assert re.search(
+        rf"within 3\.\d s: the seed at {address} refused it: .* is complete, and rank 1 \(", texts[1]
+    )
+    for rank, text in zip(rest, texts, strict=True):
+        assert text.startswith("RendezvousError")
+        assert "Next: give each job its own MASTER_ADDR and MASTER_PORT, or set UNISONO_JOIN" in text
+        assert rank.ended() == 3
+    first.go_on()
+    guest.go_on()
+    assert (first.ended(), guest.ended()) == (0, 0)
+
+
+def test_who_was_there_before_the_others_met_is_refused_at_once(start: Start) -> None:
+    """Its world cannot be the next one: it need not wait for its deadline."""
+    first, guest, left = start("A", 0), start("B", 1), start("A", 1)
+    assert left.said() == "up"
+    first.begin()
+    guest.begin()
+    assert first.said() == "met 0 A B"
+    left.go_on()
+    assert re.search(r"^RendezvousError the seed at \S+ refused rank 1 of 2: .* is complete", left.said())
+    assert left.ended() == 3
+
+
+def test_the_next_job_waits_for_a_rank_0_that_still_has_something_to_do(start: Start) -> None:
+    first = [start("A", rank) for rank in range(2)]
+    for rank in first:
+        rank.begin()
+    assert [rank.said() for rank in first] == ["met 0 A A", "met 1 A A"]
+    first[1].process.kill()
+    first[1].ended()
+    later = start("B", 1)
+    later.begin()
+    until = time.monotonic() + 2.5  # longer than a rank 0 waits for the place of another
+    while time.monotonic() < until:
+        assert later.process.poll() is None
+        time.sleep(0.05)
+    first[0].go_on()
+    first[0].ended()
+    host = start("B", 0)
+    host.begin()
+    assert (host.said(), later.said()) == ("met 0 B B", "met 1 B B")
+    for rank in (host, later):
+        rank.go_on()
+    assert (host.ended(), later.ended()) == (0, 0)
+
+
+def test_no_second_world_forms_of_what_a_short_one_has_left(start: Start) -> None:
+    """All four are started together; the first world is over before the other two ask."""
+    first, guest, *rest = start("A", 0), start("B", 1), start("B", 0), start("A", 1, timeout=1.0)
+    for rank in (first, guest):
+        rank.begin()
+        rank.go_on()
+    assert first.said() == "met 0 A B"
+    assert (first.ended(), guest.ended()) == (0, 0)
+    for rank in rest:
+        rank.begin()
+    texts = [rank.said() for rank in rest]
+    rival = rf"the seed of another job was alive at 127\.0\.0\.1:\d+, in process {first.process.pid}, after"
+    assert re.search(f"RendezvousError this rank 0 cannot host its job: {rival}", texts[0])
+    assert re.search(
+        f"RendezvousError rank 1 of 2 could not join .*: rank 0 has not come: .*{rival}", texts[1]
+    )
+    assert all("Next: give each job its own MASTER_ADDR and MASTER_PORT" in text for text in texts)
+    assert [rank.ended() for rank in rest] == [3, 3]
+
+
+@pytest.mark.more
+def test_one_job_after_another_may_have_the_same_variables(start: Start) -> None:
+    for job, is_killed in (("A", False), ("B", True), ("C", False)):
+        ranks = [start(job, rank) for rank in range(2)]
+        for rank in ranks:
+            rank.begin()
+        assert [rank.said() for rank in ranks] == [f"met 0 {job} {job}", f"met 1 {job} {job}"]
+        for rank in ranks:
+            rank.process.send_signal(signal.SIGKILL) if is_killed else rank.go_on()
+        assert [rank.ended() for rank in ranks] == [-9 * is_killed] * 2
+
+
+# -- a place for one ---------------------------------------------------------------------------------------
+
+
+def test_a_place_is_held_by_one_living_process_and_free_after_it(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from unisono.launch.claim import claim\n"
+        "draft = Path(sys.argv[1])\n"
+        "draft.write_text('theirs')\n"
+        "claim(draft, draft.with_name('place'))\n"
+        "print('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    place, draft = tmp_path / "place", tmp_path / "draft"
+    draft.write_text("ours")
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "their draft")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(Held) as caught:
+            claim(draft, place)
+        assert caught.value.pid == other.pid
+        assert place.read_text() == "theirs"
+        other.kill()
+    release = claim(draft, place)
+    assert place.read_text() == "ours"
+    release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_may_put_a_newer_ticket_in_its_own_place(tmp_path: Path) -> None:
+    source = TicketSource(str(tmp_path / "job.ticket"))
+    older, newer = (Ticket.create(Address("127.0.0.1", port)) for port in (1, 2))
+    leave_older = source.claim(older)
+    leave_newer = source.claim(newer)
+    leave_older()
+    assert source.read() == newer
+    leave_newer()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_child_neither_holds_nor_gives_back_its_parents_place(tmp_path: Path) -> None:
+    source = TicketSource(str(tmp_path / "job.ticket"))
+    leave = source.claim(Ticket.create(Address("127.0.0.1", 1)))
+    child = os.fork()
+    if child == 0:
+        leave()
+        signal.pause()
+    try:
+        assert source.read().address.port == 1
+        leave()
+        assert not list(tmp_path.iterdir())
+        draft = tmp_path / "draft"
+        draft.touch()
+        claim(draft, tmp_path / "job.ticket")()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
