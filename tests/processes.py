@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
@@ -136,7 +137,7 @@ class Ranks:
                 opened = partial(native_rank, self.folder, links or KINDS[kind], shown[rank])
                 if draft is not None or kind in DRAFTS:
                     opened = partial(drafted_rank, draft or DRAFTS[kind])
-                _be_rank(live, partial(opened, rank, size, config), rank, pairs)
+                _be_rank(live, partial(opened, rank, size, config), rank, pairs, self.folder)
             self.pids.append(pid)
         for ours, theirs in pairs:
             theirs.close()
@@ -157,7 +158,8 @@ class Ranks:
         """What a rank returned, or how it failed; its other words are skipped."""
         deadline = time.monotonic() + timeout
         while True:
-            assert self.pipes[rank].poll(max(0.0, deadline - time.monotonic())), f"rank {rank} hangs"
+            if not self.pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+                raise AssertionError(f"rank {rank} hangs\n{self.stacks()}")
             try:
                 said = self.pipes[rank].recv()
             except EOFError:
@@ -166,6 +168,19 @@ class Ranks:
                 return said
             if isinstance(said, _Returned):
                 return said.value
+
+    def stacks(self) -> str:
+        """Where every rank that lives is: the stacks of all its Python threads."""
+        for rank, pid in enumerate(self.pids):
+            if rank not in self.codes:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGUSR2)
+        time.sleep(0.5)  # a signal has no answer
+        texts = []
+        for rank in range(len(self.pids)):
+            with contextlib.suppress(OSError), open(_stack_file(self.folder, rank)) as file:
+                texts.append(f"-- rank {rank}:\n{file.read() or 'no stack: it has ended'}")
+        return "\n".join(texts)
 
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.pids[rank], number)
@@ -269,10 +284,12 @@ def _be_rank(
     opened: Callable[[Connection], Backend],
     rank: int,
     pairs: list[tuple[Connection, Connection]],
+    folder: str,
 ) -> None:
     """The whole life of a forked rank. It never returns to the test."""
     code = 0
     try:
+        faulthandler.register(signal.SIGUSR2, open(_stack_file(folder, rank), "w"))  # noqa: SIM115
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         for other, (ours, theirs) in enumerate(pairs):
             ours.close()
@@ -291,3 +308,7 @@ def _be_rank(
         code = 99
     finally:
         os._exit(code)
+
+
+def _stack_file(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"stacks.{rank}")

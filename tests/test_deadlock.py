@@ -168,10 +168,11 @@ def ended(comm: Communicator, program: Callable[[Communicator], None]) -> tuple[
 
 def check_told(results: list[Any], words: str) -> None:
     assert any(words in text for _, text, _ in results), results
-    for kind, text, elapsed_s in results:
+    for kind, text, _ in results:
         assert kind == "Deadlock", text
         assert "no rank can go on" in text
-        assert elapsed_s >= 0.45
+    # Whoever called first has waited for deadlock_after_s; the others may have come later.
+    assert max(elapsed_s for _, _, elapsed_s in results) >= 0.45
 
 
 @pytest.mark.parametrize("what", CYCLES)

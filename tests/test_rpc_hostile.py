@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -182,19 +183,33 @@ def test_a_call_to_a_rank_that_reads_nothing_fails_as_busy(
 ) -> None:
     monkeypatch.setattr("unisono.rpc.outgoing.UNSENT_ASKS_MAX", 1 << 20)
     agent, _, _ = server_and_mute(comms := pair(kind))
+    texts = ["x" * 128] * 16
     works = []
     for _ in range(1000):  # beyond the credit of the lane and the limit, with calls that nobody waits for
-        works += [agent.start(1, "f", *["x" * 128] * 16, timeout=None) for _ in range(10)]
+        works += [agent.start(1, "f", *texts, timeout=None) for _ in range(10)]
         if works[-1].done():
             break
         for work in works[-10:]:
             work.cancel()
     with pytest.raises(uni.RemoteError, match="rank 1 has too much to read: the call was not sent"):
         works[-1].wait()
+
+    def notify_until_refused() -> None:
+        """The other's engine may still be taking in what was sent, which makes room here."""
+        for _ in range(10_000):
+            agent.notify(1, "f", *texts)
+
+    def stream_until_refused() -> None:
+        for _ in range(100):
+            with pytest.raises(uni.RemoteError, match="not sent"):
+                notify_until_refused()
+            with contextlib.suppress(uni.DeadlineExceeded):  # it was sent, and nobody answers
+                next(agent.stream(1, "f", *texts, timeout=0.2))
+
     with pytest.raises(uni.RemoteError, match="not sent"):
-        agent.notify(1, "f", "x")
+        notify_until_refused()
     with pytest.raises(uni.RemoteError, match="not sent"):
-        next(agent.stream(1, "f", timeout=None))
+        stream_until_refused()
     agent.close()
     for comm in comms:
         comm.close()
