@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/* native/engine/*)
+NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/*.txt native/*/*)
 
 # Every rank imports the library: compiled once, not in each of thousands of processes.
 unexport PYTHONDONTWRITEBYTECODE

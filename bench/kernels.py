@@ -16,8 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from unisono import _native
-from unisono.kernels import reduce_into
-from unisono.values import DTYPES, DType, as_op
+from unisono.core.dtypes import DTYPES, DType
+from unisono.core.kernels import reduce_into
+from unisono.core.ops import as_op
 
 SIZES_BYTES = [1 << n for n in range(10, 27, 2)]
 # Long enough for the clock, short enough that a round is over before the machine changes its mind.

@@ -21,7 +21,7 @@ import iroh
 import numpy as np
 
 import unisono as uni
-from unisono.backends.iroh_repairs import repair
+from unisono.backends.quic.iroh_repairs import repair
 
 MESSAGE = 64 << 20
 PART = 256 << 10

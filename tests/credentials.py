@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime
 import functools
 
-from unisono.backends.native import Credentials
-from unisono.launch.identity import Authority, Name, WorkerKey
+from unisono.backends.native.backend import Credentials
+from unisono.bootstrap.identity import Authority, Name, WorkerKey
 
 JOB = "0123456789abcdef" * 2
 INCARNATION = 3

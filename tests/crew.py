@@ -15,9 +15,9 @@ from typing import Any
 from hypothesis import given, settings
 
 from unisono.backends.registry import Berth
-from unisono.communicator import Communicator
+from unisono.comm.communicator import Communicator
 from unisono.config import Config
-from unisono.contract import Backend
+from unisono.messaging.backend import Backend
 from unisono.testing import CASES, run_case
 
 from . import test_properties

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from unisono.backends.native import NativeBackend
-from unisono.communicator import Communicator
+from unisono.backends.native.backend import NativeBackend
+from unisono.comm.communicator import Communicator
 from unisono.config import Config
 
 from .conftest import run_each

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 import unisono as uni
-from unisono import session
-from unisono.launch.join import View
+from unisono.bootstrap.join import View
+from unisono.comm import world as world_module
 
 PATTERN = b"\xa5to be or not \x5a!"
 
@@ -30,7 +30,7 @@ def keep_secrets(folder: Path) -> None:
     given = os.environ["UNISONO_JOIN"]
     if given.startswith("unisono1://"):
         (folder / "ticket").write_text(given)
-    real = session._credentials
+    real = world_module._credentials
 
     def spy(view: View) -> Any:
         (folder / f"secret {view.rank}").write_bytes(view.secret)
@@ -38,7 +38,7 @@ def keep_secrets(folder: Path) -> None:
             (folder / f"key {view.rank}").write_bytes(view.identity.key_pem)
         return real(view)
 
-    session._credentials = spy
+    world_module._credentials = spy
 
 
 def same(found: Any, expected: Any, what: str) -> None:

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 import unisono as uni
+from unisono.bootstrap.entry import enter as join_world
+from unisono.bootstrap.launch_info import Place
 from unisono.config import Config
 from unisono.errors import PeerLost
-from unisono.launch.entry import enter as join_world
-from unisono.launch.place import Place
-from unisono.launch.spawn import spawn
+from unisono.launcher.spawn import spawn
 
 
 @uni.register

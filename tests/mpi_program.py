@@ -17,9 +17,9 @@ import pytest
 from mpi4py import MPI
 
 import unisono as uni
-from unisono.backends.mpi import MpiBackend
-from unisono.backends.mpi_calls import MpiCalls
-from unisono.communicator import Communicator
+from unisono.backends.mpi.backend import MpiBackend
+from unisono.backends.mpi.calls import MpiCalls
+from unisono.comm.communicator import Communicator
 from unisono.config import Config
 from unisono.errors import CollectiveMismatch, DeadlineExceeded, UnisonoError
 

@@ -24,12 +24,13 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from unisono.backends import gloo, quic
-from unisono.backends.native import Credentials, NativeBackend
+from unisono.backends.gloo import backend as gloo
+from unisono.backends.native.backend import Credentials, NativeBackend
+from unisono.backends.quic import backend as quic
 from unisono.backends.registry import Berth, Draft
-from unisono.communicator import Communicator
+from unisono.comm.communicator import Communicator
 from unisono.config import Config
-from unisono.contract import Backend
+from unisono.messaging.backend import Backend
 
 from .credentials import credentials
 

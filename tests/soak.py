@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from unisono.backends.native import NativeBackend
-from unisono.communicator import Communicator
+from unisono.backends.native.backend import NativeBackend
+from unisono.comm.communicator import Communicator
 from unisono.config import Config
-from unisono.contract import Backend
 from unisono.errors import PeerLost
+from unisono.messaging.backend import Backend
 
 from .processes import DRAFTS, KINDS, Failed, forked
 from .test_failure_local import Metronome, one_collective

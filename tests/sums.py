@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from unisono.communicator import Communicator
+from unisono.comm.communicator import Communicator
 
 __all__ = ["SUMS", "sums"]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.mesh import Grid
+from unisono.comm.mesh import Grid
 
 from .conftest import run_ranks
 from .oracle import Notes, operand, reduced

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.values import TAG_MAX
+from unisono.core.envelope import TAG_MAX
 
 from .conftest import run_each, run_ranks
 from .oracle import DTYPES, Notes, dtype_of, moved

@@ -14,9 +14,10 @@ import unisono as uni
 from unisono.backends.hybrid import HybridBackend
 from unisono.backends.local import LocalBackend
 from unisono.config import Config
-from unisono.contract import Capabilities, PeerDown, Request, Tags
+from unisono.core.envelope import ANY, Tags
+from unisono.core.request import Request
 from unisono.errors import ClosedError, PeerLost, UsageError
-from unisono.values import ANY
+from unisono.messaging.backend import Capabilities, PeerDown
 
 from .conftest import PATIENCE_S, run_each
 

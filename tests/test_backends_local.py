@@ -12,11 +12,13 @@ import pytest
 
 from unisono.backends.local import LocalBackend
 from unisono.config import Config
-from unisono.contract import ENVELOPE_BYTES, Lane, PeerDown, Request, Tags
+from unisono.core.clock import Waiting
+from unisono.core.envelope import ANY, Lane, Tags
+from unisono.core.request import Request
 from unisono.errors import ClosedError, Deadlock, PeerLost, UsageError
-from unisono.runtime import Waiting
+from unisono.messaging.backend import PeerDown
+from unisono.messaging.credit import ENVELOPE_BYTES
 from unisono.testing.seat import payload
-from unisono.values import ANY
 
 from .conftest import PATIENCE_S, run_each
 

@@ -10,7 +10,7 @@ from textwrap import dedent
 import pytest
 
 import unisono as uni
-from unisono.backends import nccl
+from unisono.backends.devices import nccl
 from unisono.backends.registry import BackendInfo, BackendStatus, backend_named
 from unisono.errors import BackendUnavailable, UsageError
 

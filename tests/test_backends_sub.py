@@ -13,9 +13,11 @@ import unisono as uni
 from unisono.backends.local import LocalBackend
 from unisono.backends.sub import SubBackend
 from unisono.config import Config
-from unisono.contract import Capabilities, Envelope, HeaderMismatch, PeerDown, Request, Stage
+from unisono.core.dtypes import DTYPES
+from unisono.core.envelope import ANY, Envelope
+from unisono.core.request import HeaderMismatch, Request
 from unisono.errors import ClosedError, PeerLost, UsageError
-from unisono.values import ANY, DTYPES
+from unisono.messaging.backend import Capabilities, PeerDown, Stage
 
 from .conftest import PATIENCE_S, run_each
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import unisono as uni
-from unisono import buffers
-from unisono.buffers import Typed, as_bytes, typed, view
+from unisono.core import buffers
+from unisono.core.buffers import Typed, as_bytes, typed, view
+from unisono.core.dtypes import DTYPES
 from unisono.errors import UsageError
-from unisono.values import DTYPES
 
 from .conftest import run_ranks
 

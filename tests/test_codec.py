@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import unisono as uni
-from unisono import codec
-from unisono.codec import decode, encode, pack, register, unpack
+from unisono.core import codec
+from unisono.core.codec import decode, encode, pack, register, unpack
+from unisono.core.dtypes import DTYPES
 from unisono.errors import ProtocolError, UsageError
-from unisono.values import DTYPES
 
 from .conftest import run_ranks
 
@@ -648,7 +648,9 @@ def test_the_scan_would_see_it(source):
 
 
 def test_nothing_of_pickle_is_loaded_by_the_codec():
-    script = "import sys, unisono.codec as c; c.unpack(c.pack([1, (2,)])); print('pickle' in sys.modules)"
+    script = (
+        "import sys, unisono.core.codec as c; c.unpack(c.pack([1, (2,)])); print('pickle' in sys.modules)"
+    )
     clean = "import sys, numpy, msgspec; print('pickle' in sys.modules)"
     ours, theirs = (
         subprocess.run([sys.executable, "-c", s], capture_output=True, text=True, check=True).stdout

@@ -16,26 +16,17 @@ from unisono.backends.hybrid import HybridBackend
 from unisono.backends.local import LocalBackend
 from unisono.backends.sub import SubBackend
 from unisono.config import Config
-from unisono.contract import (
-    OWN_CREDIT_BYTES,
-    UNTYPED,
-    Backend,
-    Capabilities,
-    Envelope,
-    Lane,
-    PeerDown,
-    Request,
-    Tags,
-    withdrawn,
-)
+from unisono.core.clock import RealRuntime, Runtime
+from unisono.core.envelope import ANY, UNTYPED, Any_, Envelope, Lane, Tags
+from unisono.core.request import Request, withdrawn
 from unisono.errors import ClosedError, PeerLost, UnisonoError, UsageError
-from unisono.inbox import Inbox, Parcel
-from unisono.matching import Posted
+from unisono.messaging.backend import Backend, Capabilities, PeerDown
+from unisono.messaging.credit import OWN_CREDIT_BYTES
+from unisono.messaging.inbox import Inbox, Parcel
+from unisono.messaging.matching import Posted
 from unisono.plans.steps import Buf
-from unisono.runtime import RealRuntime, Runtime
 from unisono.testing import CASES, ConformanceError, check_backend, run_case, run_local
 from unisono.testing.seat import payload
-from unisono.values import ANY, Any_
 
 NAMES = [case.name for case in CASES]
 

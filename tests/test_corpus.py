@@ -16,16 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from unisono.backends.native import Card, NativeBackend
+from unisono.backends.native.backend import Card, NativeBackend
 from unisono.config import Config
-from unisono.contract import PeerDown
+from unisono.messaging.backend import PeerDown
 
 from .fuzz import corpus
 from .fuzz.decoders import CORPUS, DECODERS, feed, mutated, seeds
 
 SECRET = b"the job's secret"
 PATIENCE_S = 30
-# native/engine/shm_link.hpp: LinkMemory
+# native/link/shm_link.hpp: LinkMemory
 LINK_BYTES, OFFERS_AT, CONTROL_AT, BULK_AT = 536576, 4096, 12288, 45056
 SHM, TCP = 0, 1
 BULK, CONTROL = 0, 1

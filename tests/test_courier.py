@@ -8,11 +8,13 @@ from collections import deque
 
 import pytest
 
-from unisono.backends.courier import _HEAD, Courier, Head, Kind, Wire
+from unisono.backends.framed import _HEAD, Courier, Head, Kind, Wire
 from unisono.config import Config
-from unisono.contract import ENVELOPE_BYTES, HEADER_BYTES_MAX, Capabilities, Lane
+from unisono.core.clock import RealRuntime
+from unisono.core.envelope import HEADER_BYTES_MAX, Lane
 from unisono.errors import PeerLost, ProtocolError
-from unisono.runtime import RealRuntime
+from unisono.messaging.backend import Capabilities
+from unisono.messaging.credit import ENVELOPE_BYTES
 
 CONFIG = Config(flush_s=0.0)
 CONTEXT, TAG = 7, 3

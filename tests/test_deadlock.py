@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.communicator import Communicator
+from unisono.comm.communicator import Communicator
+from unisono.comm.deadlock import ANY_TAG, Report, Wait, cycle_of, lost_of
 from unisono.config import Config
-from unisono.deadlock import ANY_TAG, Report, Wait, cycle_of, lost_of
 
 from .processes import run_processes
 

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 import unisono as uni
-from unisono.backends.devices import DevicePart
+from unisono.backends.devices.nccl import missing, store_over
+from unisono.backends.devices.verbs import DevicePart
 from unisono.backends.hybrid import HybridBackend
 from unisono.backends.local import LocalBackend
-from unisono.backends.native import NativeBackend
-from unisono.backends.nccl import missing, store_over
-from unisono.communicator import Communicator
+from unisono.backends.native.backend import NativeBackend
+from unisono.comm.communicator import Communicator
 from unisono.errors import BackendUnavailable, UsageError
 
 from .conftest import PATIENCE_S, run_each

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unisono import errors
-from unisono.contract import Backend
+from unisono.messaging.backend import Backend
 
 from .test_layers import EDGES, GROUND, HOLDERS, PACKAGE, ROOMS
 
@@ -37,7 +37,7 @@ def test_a_backend_has_the_methods_that_the_page_names() -> None:
 
 
 def test_calls_run_ahead_as_far_as_the_pages_say() -> None:
-    source = (ROOT / "native/engine/bind_hot_path.cpp").read_text()
+    source = (ROOT / "native/python/bind_fast_path.cpp").read_text()
     calls = re.search(r"ahead_max = (\d+);", source)[1]
     kib = re.search(r"ahead_bytes = (\d+) \* 1024;", source)[1]
     assert f"up to {calls} calls before it waits for them" in text_of("docs/failure.md")

@@ -25,9 +25,10 @@ import pytest
 
 import unisono as uni
 from unisono.backends.local import LocalBackend
+from unisono.comm.control import Left, Query
 from unisono.config import Config
-from unisono.contract import Lane, Request, Tags
-from unisono.control import Left, Query
+from unisono.core.envelope import Lane, Tags
+from unisono.core.request import Request
 from unisono.errors import (
     ClosedError,
     CollectiveMismatch,

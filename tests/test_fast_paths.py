@@ -8,11 +8,12 @@ import numpy as np
 
 import unisono as uni
 from unisono.backends.local import LocalBackend
-from unisono.communicator import Communicator
-from unisono.contract import Capabilities, Request, Stage
+from unisono.comm.communicator import Communicator
+from unisono.core.request import Request
+from unisono.core.task import Call, Task
+from unisono.messaging.backend import Capabilities, Stage
 from unisono.plans import Buf, Plan, Problem
 from unisono.plans.execute import Execution, execute
-from unisono.work import Call, Task
 
 from .conftest import run_each
 

@@ -23,11 +23,11 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.backends.native import Card, NativeBackend
-from unisono.communicator import Communicator
+from unisono.backends.native.backend import Card, NativeBackend
+from unisono.comm.communicator import Communicator
 from unisono.config import Config
-from unisono.contract import PeerDown
 from unisono.errors import PeerLost
+from unisono.messaging.backend import PeerDown
 
 from .credentials import credentials
 from .hosts import Hosts, hosts

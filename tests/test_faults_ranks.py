@@ -25,8 +25,8 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.backends.native import NativeBackend
-from unisono.communicator import Communicator
+from unisono.backends.native.backend import NativeBackend
+from unisono.comm.communicator import Communicator
 from unisono.errors import BackendUnavailable, DeadlineExceeded, PeerAborted, PeerLost, UnisonoError
 
 from .processes import PATIENCE_S, Failed, Ranks, forked

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 import unisono as uni
-from unisono.backends.gloo import Draft, GlooBackend
-from unisono.backends.gloo_collectives import REDUCTIONS
-from unisono.backends.own import OwnRequest
+from unisono.backends.foreign import OwnRequest
+from unisono.backends.gloo.backend import Draft, GlooBackend
+from unisono.backends.gloo.collectives import REDUCTIONS
 from unisono.backends.registry import Berth
-from unisono.communicator import Communicator
+from unisono.comm.communicator import Communicator
 from unisono.config import Config
+from unisono.core.clock import RealRuntime
 from unisono.errors import CollectiveMismatch, DeadlineExceeded, PeerLost, UnisonoError, UsageError
-from unisono.runtime import RealRuntime
 from unisono.testing import CASES
 
 from .crew import ended_by_drafts

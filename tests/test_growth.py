@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.group import Group
+from unisono.comm.group import Group
 from unisono.testing import run_local
 
 pytestmark = pytest.mark.more

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from unisono.config import Config
-from unisono.contract import Lane, PeerDown
+from unisono.core.envelope import Lane
+from unisono.messaging.backend import PeerDown
 from unisono.simulation import Drop, Kill, Network, now, sleep
 from unisono.simulation.fabric import Fabric
 from unisono.simulation.scheduler import Scheduler

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.communicator import Communicator
+from unisono.comm.communicator import Communicator
 from unisono.errors import CollectiveMismatch, PeerLost
 
 from .conftest import run_each
@@ -24,7 +24,7 @@ from .oracle import Notes
 __all__ = ["world"]
 
 every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
-AHEAD_MAX = 32  # native/engine/bind_hot_path.cpp
+AHEAD_MAX = 32  # native/python/bind_fast_path.cpp
 PATIENCE_S = 30.0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.communicator import Communicator
+from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 
 from .engines import MakeWorld, found, outcome, world

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.communicator import Communicator
+from unisono.comm.communicator import Communicator
 from unisono.errors import ClosedError, PeerAborted, PeerLost, UsageError
 
 from .conftest import run_each

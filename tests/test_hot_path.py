@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.communicator import Communicator
+from unisono.comm.communicator import Communicator
 from unisono.errors import (
     ClosedError,
     CollectiveMismatch,

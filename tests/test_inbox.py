@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 import unisono as uni
 from unisono.backends.local import LocalBackend
-from unisono.contract import UNTYPED, Envelope, PeerDown, Request, Tags
+from unisono.core.dtypes import DTYPES
+from unisono.core.envelope import ANY, UNTYPED, Envelope, Tags
+from unisono.core.request import Request
 from unisono.errors import ClosedError, PeerLost, UsageError
-from unisono.inbox import Inbox, Parcel
-from unisono.values import ANY, DTYPES
+from unisono.messaging.backend import PeerDown
+from unisono.messaging.inbox import Inbox, Parcel
 
 from .conftest import PATIENCE_S, run_each
 

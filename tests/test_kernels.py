@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from unisono import _native
+from unisono.core.dtypes import DTYPES, DType, Kind
+from unisono.core.kernels import divide, narrow, reduce_into, widen
+from unisono.core.ops import OpCode, as_op, op
 from unisono.errors import UsageError
-from unisono.kernels import divide, narrow, reduce_into, widen
-from unisono.values import DTYPES, DType, Kind, OpCode, as_op, op
 
 Array = np.ndarray[Any, Any]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import unisono as uni
-from unisono.launch.defaults import cores, rank_defaults
-from unisono.launch.spawn import spawn
+from unisono.launcher.defaults import cores, rank_defaults
+from unisono.launcher.spawn import spawn
 
 PATIENCE_S = 60.0
 NAMES = ("PYTHONFAULTHANDLER", "OMP_NUM_THREADS")

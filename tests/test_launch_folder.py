@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch.folder import enter_socket_folder, own_folder, remove_dead_folders, socket_folder
+from unisono.bootstrap.folder import enter_socket_folder, own_folder, remove_dead_folders, socket_folder
 
 from .test_launch_run import PATIENCE_S, gone, launched, run
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from unisono import config
+from unisono.bootstrap.admission import Gate
+from unisono.bootstrap.launch_info import decide
+from unisono.bootstrap.rendezvous import Formation, Join
 from unisono.config import Config, Launch, Network
 from unisono.errors import RendezvousError, UsageError, rank_numbers
-from unisono.launch.failure import End, culprit, describe, rebuild
-from unisono.launch.gate import Gate
-from unisono.launch.output import Prefixer, last_words
-from unisono.launch.place import decide
-from unisono.launch.rendezvous import Formation, Join
-from unisono.launch.run import Job, Patience
-from unisono.launch.summary import Ended, end_of
+from unisono.launcher.failure import End, culprit, describe, rebuild
+from unisono.launcher.output import Prefixer, last_words
+from unisono.launcher.run import Job, Patience
+from unisono.launcher.summary import Ended, end_of
 
 
 def a_join(rank: int, size: int = 3, **changes: Any) -> Join:

@@ -34,8 +34,8 @@ HEAD = "import os, signal, sys, threading\nrank = int(os.environ['UNISONO_RANK']
 # A program whose ranks meet as uni.init will make them meet.
 MEET = """
 from unisono import config
-from unisono.launch.entry import enter
-from unisono.launch.place import decide
+from unisono.bootstrap.entry import enter
+from unisono.bootstrap.launch_info import decide
 place = decide(config.launch(), config.network())
 with enter(place, make_card=lambda site: b"card %d" % site.rank, config=config.Config(),
            version=__import__("unisono").__version__, timeout=30) as entry:
@@ -221,7 +221,7 @@ def test_the_launcher_of_another_node_tells_the_seed_who_has_ended(program, tmp_
 FEW = """
 import resource
 import unisono as uni
-import unisono.backends.native, unisono.launch.entry
+import unisono.backends.native.backend, unisono.bootstrap.entry
 limit = len(os.listdir("/proc/self/fd")) - 1 + {free}
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 try:
@@ -404,7 +404,7 @@ def test_ranks_that_die_of_a_signal_give_its_code(program, number: signal.Signal
 
 CROWDED = """
 import os, signal, sys
-from unisono.launch.run import Job, _Crew
+from unisono.launcher.run import Job, _Crew
 
 with _Crew(Job([sys.executable, "-c", "import signal; signal.pause()"], 1), 1, 2, False, print) as crew:
     crew.start({})
@@ -572,11 +572,11 @@ def test_ranks_of_two_hosts_meet_encrypted(hosts: Hosts, program, tmp_path: Path
 def test_an_unreachable_seed_is_described(hosts: Hosts) -> None:
     subprocess.run(["ip", "-n", hosts[1], "route", "add", "unreachable", "10.99.0.0/16"], check=True)
     program = (
-        "from unisono.launch.join import join\n"
-        "from unisono.launch.ticket import Ticket, TicketSource\n"
-        "from unisono.launch.address import Address\n"
+        "from unisono.bootstrap.join import join\n"
+        "from unisono.bootstrap.ticket import Ticket, TicketSource\n"
+        "from unisono.bootstrap.address import Address\n"
         "from unisono.config import Config\n"
-        "from unisono.runtime import RealRuntime\n"
+        "from unisono.core.clock import RealRuntime\n"
         "for host in ('10.99.0.1', '203.0.113.5', '10.77.0.1'):\n"
         "    source = TicketSource(Ticket.create(Address(host, 4711), bytes(32)).text())\n"
         "    try:\n"

@@ -26,19 +26,19 @@ from typing import Any, Self
 
 import pytest
 
+from unisono.bootstrap import limits, protocol
+from unisono.bootstrap.address import Address
+from unisono.bootstrap.entry import Entry, Site, enter
+from unisono.bootstrap.identity import Authority, verified_name
+from unisono.bootstrap.join import View, join, tell_ended
+from unisono.bootstrap.launch_info import Place, decide
+from unisono.bootstrap.protocol import NO_ENTRY, Frames, Visitor
+from unisono.bootstrap.seed import Seed
+from unisono.bootstrap.ticket import Ticket, TicketSource
+from unisono.bootstrap.tls_stream import server_context
 from unisono.config import Config, Launch, Network
+from unisono.core.clock import RealRuntime
 from unisono.errors import RendezvousError, UsageError
-from unisono.launch import limits, protocol
-from unisono.launch.address import Address
-from unisono.launch.entry import Entry, Site, enter
-from unisono.launch.identity import Authority, verified_name
-from unisono.launch.join import View, join, tell_ended
-from unisono.launch.place import Place, decide
-from unisono.launch.protocol import NO_ENTRY, Frames, Visitor
-from unisono.launch.seed import Seed
-from unisono.launch.ticket import Ticket, TicketSource
-from unisono.launch.wire import server_context
-from unisono.runtime import RealRuntime
 
 PATIENCE_S = 30.0
 VERSION = "1.0"
@@ -1144,7 +1144,7 @@ def test_a_declared_port_is_the_seeds_and_ranks_take_the_next(tmp_path: Path) ->
 def test_a_seed_with_too_few_descriptors_for_its_ranks_says_so() -> None:
     program = (
         "import os, resource, sys\n"
-        "from unisono.launch.seed import Seed\n"
+        "from unisono.bootstrap.seed import Seed\n"
         "seed = Seed(5, version='1.0').start()\n"
         "limit = len(os.listdir('/proc/self/fd')) + 2\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))\n"
@@ -1175,7 +1175,7 @@ def test_a_seed_with_too_few_descriptors_for_its_ranks_says_so() -> None:
 def test_a_seed_without_free_descriptors_still_lets_ranks_in() -> None:
     program = (
         "import resource, sys\n"
-        "from unisono.launch.seed import Seed\n"
+        "from unisono.bootstrap.seed import Seed\n"
         "seed = Seed(2, version='1.0').start()\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))\n"
         "print(seed.ticket.text(), flush=True)\n"

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from unisono.bootstrap.descriptors import limit, need
+from unisono.bootstrap.launch_info import Place
 from unisono.errors import RendezvousError
-from unisono.launch.descriptors import limit, need
-from unisono.launch.place import Place
-from unisono.launch.spawn import spawn
+from unisono.launcher.spawn import spawn
 
 pytestmark = pytest.mark.more
 

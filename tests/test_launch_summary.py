@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.control import Verdict
+from unisono.comm.control import Verdict
+from unisono.comm.inquiry import Inquiry
 from unisono.errors import CollectiveMismatch, PeerAborted, PeerLost, UnisonoError, UsageError, lost_text
-from unisono.inquiry import Inquiry
-from unisono.launch import summary as summary_module
-from unisono.launch.failure import End, blamed, culprit, describe
-from unisono.launch.output import Errors, last_words
-from unisono.launch.summary import Ended, end_of, summary, without_library
+from unisono.launcher import summary as summary_module
+from unisono.launcher.failure import End, blamed, culprit, describe
+from unisono.launcher.output import Errors, last_words
+from unisono.launcher.summary import Ended, end_of, summary, without_library
 
 from .test_launch_run import PATIENCE_S, gone, launched, run
 

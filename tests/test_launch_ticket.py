@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from unisono.bootstrap.address import Address, bindable, resolve, source_toward
+from unisono.bootstrap.identity import Authority, Name, WorkerKey, verified_name
+from unisono.bootstrap.limits import printable
+from unisono.bootstrap.ticket import Ticket, TicketSource, new_token
 from unisono.errors import ProtocolError, RendezvousError, UsageError
-from unisono.launch.address import Address, bindable, resolve, source_toward
-from unisono.launch.identity import Authority, Name, WorkerKey, verified_name
-from unisono.launch.limits import printable
-from unisono.launch.ticket import Ticket, TicketSource, new_token
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
 HOUR = datetime.timedelta(hours=1)

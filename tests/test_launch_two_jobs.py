@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch.address import Address
-from unisono.launch.claim import Held, claim
-from unisono.launch.ticket import Ticket, TicketSource
+from unisono.bootstrap.address import Address
+from unisono.bootstrap.owned_file import Held, claim
+from unisono.bootstrap.ticket import Ticket, TicketSource
 
 pytestmark = pytest.mark.more
 
@@ -189,7 +189,7 @@ def test_a_place_is_held_by_one_living_process_and_free_after_it(tmp_path: Path)
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from unisono.launch.claim import claim\n"
+        "from unisono.bootstrap.owned_file import claim\n"
         "draft = Path(sys.argv[1])\n"
         "draft.write_text('theirs')\n"
         "claim(draft, draft.with_name('place'))\n"

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from unisono.bench.systems import mpiexec
+from unisono.bootstrap import store as store_module
+from unisono.bootstrap.address import Address
+from unisono.bootstrap.launch_info import decide
+from unisono.bootstrap.store import StoreSource
+from unisono.bootstrap.ticket import Ticket
 from unisono.config import Launch, Network
 from unisono.errors import RendezvousError
-from unisono.launch import store as store_module
-from unisono.launch.address import Address
-from unisono.launch.place import decide
-from unisono.launch.store import StoreSource
-from unisono.launch.ticket import Ticket
 
 pytestmark = pytest.mark.more
 

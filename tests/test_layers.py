@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import unisono
-from unisono.call_site import is_users
+from unisono.core.call_site import is_users
 
 PACKAGE = Path(unisono.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
@@ -270,15 +270,15 @@ def test_nothing_imports_in_a_circle():
     ("where", "source"),
     [
         ("errors.py", "from unisono.plans import build"),
-        ("work.py", "import unisono.communicator"),
+        ("work.py", "import unisono.comm.communicator"),
         ("matching.py", "from unisono import Communicator"),
         ("buffers.py", "from . import verbs"),
         ("plans/ring.py", "from unisono.backends.local import LocalBackend"),
         ("plans/ring.py", "from ..group import Group"),
         ("backends/local.py", "from unisono.simulation import run"),
         ("simulation/backend.py", "from unisono import backends"),
-        ("backends/sub.py", "def f():\n    from unisono.communicator import Communicator"),
-        ("backends/sub.py", "if TYPE_CHECKING:\n    from unisono.communicator import Communicator"),
+        ("backends/sub.py", "def f():\n    from unisono.comm.communicator import Communicator"),
+        ("backends/sub.py", "if TYPE_CHECKING:\n    from unisono.comm.communicator import Communicator"),
         ("group.py", "import unisono.cli"),
         (
             "session.py",
@@ -294,7 +294,7 @@ def test_the_reader_sees_what_points_up_or_sideways(where, source):
 @pytest.mark.parametrize(
     ("where", "source"),
     [
-        ("group.py", "from unisono.control import Control\nfrom unisono.backends.sub import SubBackend"),
+        ("group.py", "from unisono.comm.control import Control\nfrom unisono.backends.sub import SubBackend"),
         (
             "plans/ring.py",
             "from unisono.plans.steps import Plan\nfrom . import steps\nfrom ..errors import UsageError",
@@ -342,7 +342,7 @@ def test_importing_unisono_brings_little():
         "unisono.plans.draw",
     }
     assert (ours - bare) & unwanted == set()
-    assert "unisono.communicator" in ours
+    assert "unisono.comm.communicator" in ours
 
 
 def test_reducing_brings_no_more():

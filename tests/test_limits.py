@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.backends.courier import _HEAD, Courier, Head, Kind, Wire
+from unisono.backends.framed import _HEAD, Courier, Head, Kind, Wire
 from unisono.backends.local import LocalBackend
-from unisono.communicator import Communicator
-from unisono.contract import CONTROL_BYTES_MAX, Capabilities, Lane, Request, Tags
-from unisono.control import (
+from unisono.comm.communicator import Communicator
+from unisono.comm.control import (
     EARLY_BYTES_MAX,
     RANKS_MAX,
     Answer,
@@ -34,9 +33,13 @@ from unisono.control import (
     _encode,
     decode,
 )
+from unisono.core.clock import RealRuntime
+from unisono.core.envelope import Lane, Tags
+from unisono.core.request import Request
 from unisono.errors import CollectiveMismatch, PeerAborted, ProtocolError, UsageError
+from unisono.messaging.backend import Capabilities
+from unisono.messaging.credit import CONTROL_BYTES_MAX
 from unisono.rpc import Agent
-from unisono.runtime import RealRuntime
 
 from .conftest import run_each
 from .engines import MakeWorld, outcome, world
@@ -119,13 +122,13 @@ def test_an_object_beyond_the_limit_is_refused_before_anything_is_sent(
 def test_a_rank_that_announces_a_huge_object_takes_nobodys_memory(
     make: Callable[..., list[Communicator]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unisono import uneven
+    from unisono.comm import vector_collectives
 
-    real = uneven._Meta.encoded
+    real = vector_collectives._Meta.encoded
 
     def lie(meta: Any) -> Any:
         row = real(meta)
-        row[uneven._ROW] = 1 << 40
+        row[vector_collectives._ROW] = 1 << 40
         return row
 
     def program(comm: Communicator) -> None:
@@ -135,7 +138,7 @@ def test_a_rank_that_announces_a_huge_object_takes_nobodys_memory(
         ):
             comm.all_gather_object(b"x")
 
-    monkeypatch.setattr(uneven._Meta, "encoded", lie)
+    monkeypatch.setattr(vector_collectives._Meta, "encoded", lie)
     run_each(program, make(2, kind)).values()
 
 
@@ -274,7 +277,7 @@ def test_a_rank_that_runs_far_ahead_and_leaves_every_group_is_heard_of_in_each(
     make: Callable[..., list[Communicator]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last words in 40 groups are more than is kept here: in each, its data and its end are known."""
-    monkeypatch.setattr("unisono.control.EARLY_BYTES_MAX", 6000)
+    monkeypatch.setattr("unisono.comm.control.EARLY_BYTES_MAX", 6000)
     groups = 40
 
     def program(comm: Communicator) -> list[str] | None:
@@ -420,7 +423,7 @@ HOSTILE = {
 def test_a_peer_of_a_courier_breaks_the_protocol_before_it_takes_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.backends.courier.OFFERS_MAX", 1000)
+    monkeypatch.setattr("unisono.backends.framed.OFFERS_MAX", 1000)
     courier = _Post()
     say = HOSTILE[name]
 
@@ -460,7 +463,7 @@ def test_a_message_to_oneself_leaves_from_memory_of_any_type(kind: str, sync: bo
 
 def test_a_courier_holds_back_offers_that_its_peer_may_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends agree on how many; what waits keeps its order, and nothing overtakes it."""
-    monkeypatch.setattr("unisono.backends.courier.OFFERS_MAX", 3)
+    monkeypatch.setattr("unisono.backends.framed.OFFERS_MAX", 3)
     courier = _Post()
     data = memoryview(bytes(100_000))
     sends = [courier.start_send(1, 9, 5, data) for _ in range(5)]

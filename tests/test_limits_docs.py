@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import unisono as uni
+from unisono.bootstrap import limits
 from unisono.cli.run import command
-from unisono.launch import limits
-from unisono.launch.run import Job
+from unisono.launcher.run import Job
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "limits.md"
@@ -70,7 +70,7 @@ def test_the_page_has_every_setting_and_every_limit_of_the_join_port() -> None:
         for field in dataclasses.fields(uni.Config)
         if type(field.default) in (int, float)
     ]
-    ports = [f"unisono.launch.limits.{name}" for name in vars(limits) if name.isupper()]
+    ports = [f"unisono.bootstrap.limits.{name}" for name in vars(limits) if name.isupper()]
     assert set(settings + ports) - set(NAMED) == set()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.communicator import Communicator
+from unisono.comm.communicator import Communicator
 
 from .conftest import run_ranks
 from .processes import PATIENCE_S, run_processes

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.contract import UNTYPED, Envelope, Request, Tags
-from unisono.matching import Arrived, Matcher, Posted, refusal
-from unisono.values import ANY, DTYPES, TAG_MAX
+from unisono.core.dtypes import DTYPES
+from unisono.core.envelope import ANY, TAG_MAX, UNTYPED, Envelope, Tags
+from unisono.core.request import Request
+from unisono.messaging.matching import Arrived, Matcher, Posted, refusal
 
 MANY = settings(derandomize=True, deadline=None, database=None, max_examples=400)
 

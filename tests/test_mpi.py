@@ -17,7 +17,7 @@ import pytest
 
 import unisono as uni
 from unisono.errors import UsageError
-from unisono.launch.mpiexec import mpiexec
+from unisono.launcher.mpiexec import mpiexec
 from unisono.testing import CASES
 
 from .conftest import run_ranks

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 import pytest
 from hypothesis import given, settings
 
-from unisono.backends.native import NativeBackend
+from unisono.backends.native.backend import NativeBackend
 from unisono.testing import CASES, run_case
 
 from .conftest import ON_EVERY_LINK

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unisono.backends.native import NativeBackend
+from unisono.backends.native.backend import NativeBackend
 from unisono.config import Config
 from unisono.testing import CASES, check_backend
 

@@ -17,14 +17,17 @@ import pytest
 
 import unisono as uni
 from unisono import _native
-from unisono.backends.native import NativeBackend
-from unisono.backends.native_plans import compiled
-from unisono.communicator import Communicator
+from unisono.backends.native.backend import NativeBackend
+from unisono.backends.native.programs import compiled
+from unisono.comm.communicator import Communicator
 from unisono.config import Config
-from unisono.contract import HeaderMismatch, LengthMismatch, Request, Stage, Tags
+from unisono.core.dtypes import DTYPES
+from unisono.core.envelope import Tags
+from unisono.core.ops import as_op
+from unisono.core.request import HeaderMismatch, LengthMismatch, Request
+from unisono.messaging.backend import Stage
 from unisono.plans import CATALOG, Problem, algorithms, build
 from unisono.plans.steps import Buf, Plan
-from unisono.values import DTYPES, as_op
 
 from .conftest import run_each, run_ranks
 from .engines import MakeWorld, World, found, world
@@ -439,7 +442,7 @@ def test_who_is_killed_in_the_middle_of_a_run_is_named_soon(
 def test_an_unclosed_world_does_not_disturb_the_end_of_the_process(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     text = (
-        "from unisono.backends.native import NativeBackend\n"
+        "from unisono.backends.native.backend import NativeBackend\n"
         f"ranks = [NativeBackend(r, 2, {str(tmp_path)!r}, b'secret') for r in range(2)]\n"
         "[rank.connect([each.card() for each in ranks]) for rank in ranks]\n"
         "ranks[0].start_recv(1, 0, 0, None)\n"

@@ -22,12 +22,13 @@ import numpy as np
 import pytest
 
 from unisono import _native
-from unisono.backends.native import Card, Credentials, NativeBackend
+from unisono.backends.native.backend import Card, Credentials, NativeBackend
 from unisono.config import Config
-from unisono.contract import PeerDown, Request
+from unisono.core.clock import Waiting
+from unisono.core.envelope import ANY
+from unisono.core.request import Request
 from unisono.errors import ClosedError, PeerLost
-from unisono.runtime import Waiting
-from unisono.values import ANY
+from unisono.messaging.backend import PeerDown
 
 from .conftest import IS_SANITIZED
 from .credentials import credentials
@@ -586,7 +587,7 @@ def test_who_dies_after_it_said_that_its_own_call_counts_is_lost_at_once(tmp_pat
 
 
 def refuse_for_our_own_call(caller: socket.socket, secret: bytes) -> None:
-    """The acceptor's part of a greeting, as native/engine/door.hpp draws it."""
+    """The acceptor's part of a greeting, as native/connect/connector.hpp draws it."""
     said, nonce = exactly(caller, HELLO.size), os.urandom(32)
     caller.sendall(nonce + hmac.digest(secret, b"acceptor" + said + nonce, "sha256"))
     introduction, fds, _, _ = socket.recv_fds(caller, 56, 2)

@@ -23,12 +23,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.backends.native import Card, Credentials, NativeBackend
-from unisono.backends.refusals import NAMED_MAX
+from unisono.backends.native.backend import Card, Credentials, NativeBackend
+from unisono.backends.native.refusals import NAMED_MAX
 from unisono.config import Config
-from unisono.contract import BROKEN, CONTROL_BYTES_MAX, PeerDown, Request, Tags
+from unisono.core.clock import Waiting
+from unisono.core.envelope import Tags
+from unisono.core.request import Request
 from unisono.errors import PeerLost, ProtocolError, UsageError
-from unisono.runtime import Waiting
+from unisono.messaging.backend import BROKEN, PeerDown
+from unisono.messaging.credit import CONTROL_BYTES_MAX
 
 from .conftest import IS_SANITIZED
 from .credentials import Issuer

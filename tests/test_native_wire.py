@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.backends.native import NativeBackend
+from unisono.backends.native.backend import NativeBackend
 from unisono.config import Config
-from unisono.contract import Request
-from unisono.runtime import Waiting
+from unisono.core.clock import Waiting
+from unisono.core.request import Request
 
 from .member import BULK, CONTROL, HEAD, Member, exactly
 

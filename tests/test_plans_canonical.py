@@ -19,7 +19,7 @@ from unisono.plans import (
     Step,
     build,
 )
-from unisono.plans.canonical import blocks, fold, levels, merge_of
+from unisono.plans.algorithms.canonical import blocks, fold, levels, merge_of
 
 ORDERED = [
     (collective, name)

@@ -9,7 +9,15 @@ import pytest
 from click.testing import CliRunner
 
 from unisono.cli import main
-from unisono.plans import CATALOG, LINKS, Problem, build, cost, hierarchical, layout
+from unisono.plans import (
+    CATALOG,
+    LINKS,
+    Problem,
+    build,
+    cost,
+    layout,
+)
+from unisono.plans.algorithms import hierarchical
 from unisono.plans.choose import predict_s
 from unisono.plans.draw import messages
 from unisono.plans.units import bytes_text, seconds_text

@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unisono as uni
+from unisono.core.dtypes import DTYPES, Kind
+from unisono.core.ops import as_op
 from unisono.plans import CATALOG
 from unisono.plans.choose import fitting
 from unisono.plans.steps import Problem
-from unisono.values import DTYPES, Kind, as_op
 
 from .conftest import Ended, run_ranks
 from .processes import KINDS, run_processes

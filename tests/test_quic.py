@@ -25,9 +25,9 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.backends.quic import Draft, QuicBackend
+from unisono.backends.quic.backend import Draft, QuicBackend
 from unisono.backends.registry import Berth
-from unisono.communicator import Communicator
+from unisono.comm.communicator import Communicator
 from unisono.config import Config
 from unisono.errors import ClosedError, PeerLost
 from unisono.testing import CASES
@@ -337,7 +337,7 @@ class Knocking(Draft):
 
     def connect(self, cards: Any) -> QuicBackend:
         if self._berth.rank == 1:
-            from unisono.backends.quic_endpoint import ALPN, Card
+            from unisono.backends.quic.endpoint import ALPN, Card
 
             first = Card.parse(cards[0])
             answers = [
@@ -350,7 +350,7 @@ class Knocking(Draft):
 
 def test_a_stranger_without_the_ticket_is_refused_before_and_after_the_world_is_formed() -> None:
     def live(backend: QuicBackend, pipe: Connection) -> tuple[int, str]:
-        from unisono.backends.quic_endpoint import ALPN
+        from unisono.backends.quic.endpoint import ALPN
 
         comm = Communicator.world(backend)
         card = backend._wire._endpoint.card
@@ -371,7 +371,7 @@ class Impostor(Draft):
     """Rank 0 does not hold the key that its card names."""
 
     def card(self) -> bytes:
-        from unisono.backends.quic_endpoint import Card
+        from unisono.backends.quic.endpoint import Card
 
         card = Card.parse(super().card())
         if self._berth.rank == 0:
@@ -389,7 +389,7 @@ class Ignorant(Draft):
 
 
 def test_who_cannot_show_the_right_key_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.backends.quic._CONNECT_S", 2.0)
+    monkeypatch.setattr("unisono.backends.quic.backend._CONNECT_S", 2.0)
     with forked(lambda backend, pipe: "connected", 2, draft=Impostor) as ranks:
         failed = ranks.result(1)
     assert isinstance(failed, Failed)
@@ -399,7 +399,7 @@ def test_who_cannot_show_the_right_key_is_not_connected_to(monkeypatch: pytest.M
 
 def test_who_does_not_know_the_secret_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the two refuses the other; who is first says why, and hangs up on the second."""
-    monkeypatch.setattr("unisono.backends.quic._CONNECT_S", 2.0)
+    monkeypatch.setattr("unisono.backends.quic.backend._CONNECT_S", 2.0)
     with forked(lambda backend, pipe: "connected", 2, draft=Ignorant) as ranks:
         failed = [ranks.result(rank) for rank in range(2)]
     for rank, end in enumerate(failed):
@@ -443,7 +443,7 @@ class Recorded(Draft):
 
     def connect(self, cards: Any) -> QuicBackend:
         if self._berth.rank == 1:
-            from unisono.backends.quic_endpoint import Card
+            from unisono.backends.quic.endpoint import Card
 
             first = Card.parse(cards[0])
             host, _, port = first.addresses[0].rpartition(":")

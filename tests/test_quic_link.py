@@ -20,11 +20,11 @@ import pytest
 from iroh import iroh_ffi
 
 from unisono._native import Bell
-from unisono.backends import iroh_repairs
-from unisono.backends.quic_endpoint import Card
-from unisono.backends.quic_link import Introduction, Link
-from unisono.backends.quic_watch import TICKS, Pulse, open_process, own_process
-from unisono.contract import Lane
+from unisono.backends.quic import iroh_repairs
+from unisono.backends.quic.endpoint import Card
+from unisono.backends.quic.link import Introduction, Link
+from unisono.backends.quic.watch import TICKS, Pulse, open_process, own_process
+from unisono.core.envelope import Lane
 from unisono.errors import ProtocolError
 
 FRAME_MAX, PIECE_MAX, STREAMS = 2000, 1 << 20, 2

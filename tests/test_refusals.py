@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.backends.refusals import INTERVAL_S, NAMED_MAX, Refusals
+from unisono.backends.native.refusals import INTERVAL_S, NAMED_MAX, Refusals
 
 
 def test_the_first_callers_are_named_and_the_others_counted_once_per_interval() -> None:

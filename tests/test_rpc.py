@@ -487,7 +487,7 @@ def strangers(comm: uni.Communicator) -> str:
 
 def test_what_is_not_there_after_a_collective_is_an_error_at_once(world_of, monkeypatch):
     """Not after a grace: that would be longer here than any call may take."""
-    for module in ("unisono.control", "unisono.rpc.server"):
+    for module in ("unisono.comm.control", "unisono.rpc.server"):
         monkeypatch.setattr(f"{module}.GRACE_S", 10 * LONG_S)
     assert world_of(strangers, 3) == ["ok"] * 3
 

@@ -19,8 +19,8 @@ from tests.conftest import PATIENCE_S, run_ranks
 from tests.processes import Failed, forked, run_processes
 
 import unisono as uni
-from unisono.backends.native import NativeBackend
-from unisono.communicator import Communicator
+from unisono.backends.native.backend import NativeBackend
+from unisono.comm.communicator import Communicator
 from unisono.rpc import Agent
 from unisono.simulation import Kill, Network, Pause, sleep
 

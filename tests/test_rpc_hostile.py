@@ -14,9 +14,9 @@ import pytest
 from tests.fuzz.rpc_frames import corpus, mutated
 
 import unisono as uni
-from unisono.communicator import Communicator
-from unisono.contract import Lane, Tags
-from unisono.control import Present
+from unisono.comm.communicator import Communicator
+from unisono.comm.control import Present
+from unisono.core.envelope import Lane, Tags
 from unisono.rpc import Agent
 from unisono.rpc.frames import Answer, Ask, Bye, Failure, PackedAnswer, PackedItem, decode, encode
 from unisono.rpc.registry import Registry

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unisono as uni
+from unisono.core.clock import NEVER, Deadline, RealRuntime, Waiting
 from unisono.errors import UsageError
-from unisono.runtime import NEVER, Deadline, RealRuntime, Waiting
 
 from .conftest import PATIENCE_S, run_ranks
 

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from unisono.config import Config
-from unisono.contract import Lane, PeerDown, Request
+from unisono.core.clock import Waiting
+from unisono.core.envelope import ANY, Lane
+from unisono.core.request import Request
 from unisono.errors import ClosedError, Deadlock, PeerLost, UsageError
-from unisono.runtime import Waiting
+from unisono.messaging.backend import PeerDown
 from unisono.simulation import (
     Drop,
     Kill,
@@ -33,7 +35,6 @@ from unisono.simulation import (
     run,
     sleep,
 )
-from unisono.values import ANY
 
 LATENCY = 2.0**-10
 SPEED = 2.0**20  # 1 KiB takes as long as the latency

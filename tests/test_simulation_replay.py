@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.contract import Request
+from unisono.core.clock import Waiting
+from unisono.core.envelope import ANY
+from unisono.core.request import Request
 from unisono.errors import Deadlock, PeerLost
-from unisono.runtime import Waiting
 from unisono.simulation import (
     Drop,
     Fault,
@@ -31,7 +32,6 @@ from unisono.simulation import (
     run,
     sleep,
 )
-from unisono.values import ANY
 
 
 class Chaos:

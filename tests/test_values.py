@@ -12,8 +12,10 @@ import torch.distributed
 
 import unisono as uni
 from unisono import _native
+from unisono.core.dtypes import BFLOAT16, DTYPES, Kind, dtype_named
+from unisono.core.envelope import TAG_MAX
+from unisono.core.ops import OpCode, ReduceOp, as_op, op
 from unisono.errors import UsageError
-from unisono.values import BFLOAT16, DTYPES, TAG_MAX, Kind, OpCode, ReduceOp, as_op, dtype_named, op
 
 OPS = ("sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor", "lxor", "mean")
 INTEGER_OPS = OPS[:-1]

@@ -14,7 +14,11 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.contract import Request
+from unisono.core.clock import RealRuntime
+from unisono.core.request import Request
+from unisono.core.task import Call, Task, requests_done
+from unisono.core.work import Started as Handed
+from unisono.core.work import Work, wait_all
 from unisono.errors import (
     ClosedError,
     DeadlineExceeded,
@@ -24,9 +28,6 @@ from unisono.errors import (
     UnisonoError,
     UsageError,
 )
-from unisono.runtime import RealRuntime
-from unisono.work import Call, Task, Work, requests_done, wait_all
-from unisono.work import Started as Handed
 
 from .conftest import PATIENCE_S, run_each, run_ranks
 

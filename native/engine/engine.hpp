@@ -18,11 +18,11 @@
 #include <unordered_map>
 #include <vector>
 
-#include "door.hpp"
-#include "peer.hpp"
-#include "poller.hpp"
-#include "presence.hpp"
-#include "tcp_link.hpp"
+#include "connect/connector.hpp"
+#include "messaging/peer.hpp"
+#include "base/poller.hpp"
+#include "link/presence.hpp"
+#include "link/tcp_link.hpp"
 
 namespace unisono::engine {
 

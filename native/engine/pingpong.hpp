@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "engine.hpp"
+#include "engine/engine.hpp"
 
 namespace unisono::engine {
 

@@ -13,10 +13,15 @@ print(uni.simulate(program, 4).results)
 
 from typing import TYPE_CHECKING, Any
 
-from unisono.buffers import Typed, typed
-from unisono.codec import register
-from unisono.communicator import Communicator
+from unisono.comm.communicator import Communicator
+from unisono.comm.mesh import Mesh
+from unisono.comm.world import init, list_backends, local, simulate, spawn
 from unisono.config import Config
+from unisono.core.buffers import Typed, typed
+from unisono.core.codec import register
+from unisono.core.envelope import ANY, Status
+from unisono.core.ops import ReduceOp, op
+from unisono.core.work import Work, wait_all
 from unisono.errors import (
     BackendUnavailable,
     BadArguments,
@@ -33,11 +38,7 @@ from unisono.errors import (
     UnisonoError,
     UsageError,
 )
-from unisono.mesh import Mesh
-from unisono.session import init, list_backends, local, simulate, spawn
-from unisono.values import ANY, ReduceOp, Status, op
 from unisono.version import VERSION
-from unisono.work import Work, wait_all
 
 if TYPE_CHECKING:
     from unisono import rpc

@@ -1,4 +1,4 @@
-# The types of the native side. native/bind_kernels.cpp is its source, native/kernels.hpp holds its promises.
+# The types of the native side. native/python/bind_kernels.cpp is its source, native/kernels/kernels.hpp holds its promises.
 #
 # A dtype is a DType.code, an op an OpCode. Memory is contiguous and read as bits of that dtype, whatever type
 # it says it has. A wrong argument raises ValueError before anything is written; an object that gives no such
@@ -18,12 +18,12 @@ def widen(dst: Memory, src: Memory, dtype: int) -> None: ...
 def narrow(dst: Memory, src: Memory, dtype: int) -> None: ...
 def isa() -> str: ...
 
-# At the end of the interpreter: threads that are below Python stay there. See native/away.hpp.
+# At the end of the interpreter: threads that are below Python stay there. See native/python/gil_released.hpp.
 def keep_away() -> None: ...
 def isas() -> tuple[str, ...]: ...
 def use_isa(name: str) -> None: ...
 
-# A plan for the engine: see native/engine/program.hpp. A piece is (step, peer, dst_buf, dst, src_buf, src,
+# A plan for the engine: see native/collective/program.hpp. A piece is (step, peer, dst_buf, dst, src_buf, src,
 # count, left).
 class Program:
     def __init__(
@@ -140,7 +140,7 @@ class Engine:
     # Seconds for rounds of ping-pong below Python; negative if the peer went down.
     def ping(self, peer: int, nbytes: int, rounds: int, is_first: bool) -> float: ...
 
-# The collectives of a group: see native/engine/ledger.hpp. `find` and `last` give the text of calls by
+# The collectives of a group: see native/collective/call_log.hpp. `find` and `last` give the text of calls by
 # number. `awaited` tells whom a call below Python waits for; `recall` makes all of those come back to Python.
 class Ledger:
     next: int
@@ -154,7 +154,7 @@ class Ledger:
     def awaited(self, sequence: int) -> list[int]: ...
     def recall(self) -> None: ...
 
-# Known calls without Python: see native/engine/bind_hot_path.cpp. `verb` makes the callable that stands in
+# Known calls without Python: see native/python/bind_fast_path.cpp. `verb` makes the callable that stands in
 # front of `slow`; `aid.take_over` waits for what it began, given (operation, sequence, header, start time,
 # handle, memory, exception or None); `aid.heed` compares a message that was not met (rank, sequence, header).
 class HotPath:
@@ -195,7 +195,7 @@ class HotPath:
         divisor: int,
     ) -> bool: ...
 
-# contract.Mailbox: see native/engine/mailbox.hpp.
+# contract.Mailbox: see native/messaging/mailbox.hpp.
 class Mailbox:
     def __init__(self, engine: Engine, context: int, tag: int) -> None: ...
     def post(self, dst: int, data: bytes, unsent_bytes_max: int) -> bool: ...
@@ -209,7 +209,7 @@ class Mailbox:
     def poke(self, is_front: bool) -> None: ...
     def close(self) -> None: ...
 
-# Messages without Python: see native/engine/bind_hot_messages.cpp. `members` are the engine's ranks of the
+# Messages without Python: see native/python/bind_fast_messages.cpp. `members` are the engine's ranks of the
 # group's; `dtypes` the NumPy types by their number, None where there is no such type. `send` and `recv` make
 # the callables that stand in front of `slow`; `check_header` gets a header that came, and the rank.
 class HotMessages:
@@ -241,7 +241,7 @@ class HotMessages:
         self, slow: Callable[..., Any], check_header: Callable[[bytes, int], None]
     ) -> Callable[..., Any]: ...
 
-# What threads that know no Python tell it: see native/bell.hpp. `ring` is the address of the C function
+# What threads that know no Python tell it: see native/python/completion_eventfd.hpp. `ring` is the address of the C function
 # void(uint64 ticket, int8 code); `take` gives (number, code) of all that was rung.
 class Bell:
     def __init__(self) -> None: ...

@@ -15,16 +15,24 @@ import numpy as np
 from tests.fuzz import rpc_frames
 from tests.fuzz.decoders import CORPUS, NONCE, TOKEN
 
-from unisono import codec
-from unisono.backends.native import Card
-from unisono.contract import Lane
-from unisono.control import Absent, Answer, Knock, Left, Present, Query, Verdict
+from unisono.backends.native.backend import Card
+from unisono.bootstrap import protocol
+from unisono.bootstrap.address import Address
+from unisono.bootstrap.ticket import Ticket
+from unisono.comm.control import (
+    Absent,
+    Answer,
+    Knock,
+    Left,
+    Present,
+    Query,
+    Verdict,
+)
+from unisono.core import codec
+from unisono.core.envelope import Lane
 from unisono.errors import PeerLost
-from unisono.launch import protocol
-from unisono.launch.address import Address
-from unisono.launch.ticket import Ticket
 
-# native/engine/frame.hpp: Kind
+# native/wire/frame.hpp: Kind
 EAGER, OFFER, ACCEPT, DATA, DONE, CREDIT, QUEUED, WITHDRAW, BEAT, GOODBYE, DOWN = range(2, 13)
 FIRST_TICKET = 1 << 32  # the first use of the first place
 

@@ -22,8 +22,8 @@
 #include <string>
 #include <vector>
 
-#include "../../native/engine/door.hpp"
-#include "../../native/engine/tcp_link.hpp"
+#include "connect/connector.hpp"
+#include "link/tcp_link.hpp"
 
 using namespace unisono::engine;
 

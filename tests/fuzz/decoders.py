@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from unisono import codec, control
+from unisono.bootstrap import protocol
+from unisono.bootstrap.limits import REQUEST_BYTES_MAX
+from unisono.bootstrap.ticket import Ticket
+from unisono.comm import control
+from unisono.comm.world import card_of
+from unisono.core import codec
 from unisono.errors import ProtocolError, UsageError
-from unisono.launch import protocol
-from unisono.launch.limits import REQUEST_BYTES_MAX
-from unisono.launch.ticket import Ticket
 from unisono.rpc import frames, payload
-from unisono.session import card_of
 
 CORPUS = Path(__file__).parent.parent / "corpus"
 TOKEN, NONCE = bytes(range(32)), bytes(range(100, 132))

@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../native/engine/mailbox.hpp"
+#include "messaging/mailbox.hpp"
 
 namespace unisono::engine {
 

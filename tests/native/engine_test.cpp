@@ -18,10 +18,10 @@
 #include <thread>
 #include <vector>
 
-#include "../../native/engine/digest.hpp"
-#include "../../native/engine/engine.hpp"
-#include "../../native/engine/pingpong.hpp"
-#include "../../native/engine/ring.hpp"
+#include "base/digest.hpp"
+#include "engine/engine.hpp"
+#include "engine/pingpong.hpp"
+#include "link/ring.hpp"
 #include "clerk.hpp"
 #include "office.hpp"
 

@@ -9,8 +9,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../../native/engine/desk.hpp"
-#include "../../native/engine/run.hpp"
+#include "engine/completion_queue.hpp"
+#include "collective/run.hpp"
 
 namespace unisono::engine {
 

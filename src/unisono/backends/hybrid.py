@@ -12,25 +12,16 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from unisono._native import HotMessages, Ledger
-from unisono.backends.devices import DeviceCalls, DevicePart
+from unisono.backends.devices.verbs import DeviceCalls, DevicePart
 from unisono.backends.registry import Closable
 from unisono.config import Config
-from unisono.contract import (
-    UNTYPED,
-    Backend,
-    Capabilities,
-    Envelope,
-    KnownCalls,
-    Lane,
-    Mailbox,
-    PeerDown,
-    Request,
-    Stage,
-)
+from unisono.core.clock import Runtime
+from unisono.core.envelope import ANY, UNTYPED, Any_, Envelope, Lane
+from unisono.core.request import Request
 from unisono.errors import UsageError
-from unisono.matching import Posted
-from unisono.runtime import Runtime
-from unisono.values import ANY, Any_
+from unisono.messaging.backend import Backend, Capabilities, PeerDown, Stage
+from unisono.messaging.fast_path import KnownCalls, Mailbox
+from unisono.messaging.matching import Posted
 
 __all__ = ["HybridBackend", "Route"]
 

@@ -15,24 +15,21 @@ from typing import Final
 
 from unisono.backends.registry import BackendInfo
 from unisono.config import Config
-from unisono.contract import (
-    ENVELOPE_BYTES,
-    UNTYPED,
-    Backend,
-    Capabilities,
-    Envelope,
-    Lane,
-    OwnCredit,
-    PeerDown,
-    Request,
-    eager_limits,
-    withdrawn,
+from unisono.core.clock import (
+    Event,
+    Parked,
+    RealRuntime,
+    Runtime,
+    Waiting,
+    parked_threads,
 )
+from unisono.core.envelope import UNTYPED, Any_, Envelope, Lane
+from unisono.core.request import Request, withdrawn
 from unisono.errors import ClosedError, Deadlock, UnisonoError, UsageError, ranks_text
-from unisono.inbox import Inbox, Parcel
-from unisono.matching import Posted
-from unisono.runtime import Event, Parked, RealRuntime, Runtime, Waiting, parked_threads
-from unisono.values import Any_
+from unisono.messaging.backend import Backend, Capabilities, PeerDown
+from unisono.messaging.credit import ENVELOPE_BYTES, OwnCredit, eager_limits
+from unisono.messaging.inbox import Inbox, Parcel
+from unisono.messaging.matching import Posted
 
 __all__ = ["DESCRIPTION", "LocalBackend"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from unisono.config import Config
-from unisono.contract import Backend, Capabilities
 from unisono.errors import BackendUnavailable, UsageError
+from unisono.messaging.backend import Backend, Capabilities
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

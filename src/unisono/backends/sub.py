@@ -12,20 +12,12 @@ from typing import Any
 
 from unisono._native import HotMessages, Ledger
 from unisono.config import Config
-from unisono.contract import (
-    UNTYPED,
-    Backend,
-    Capabilities,
-    KnownCalls,
-    Lane,
-    Mailbox,
-    PeerDown,
-    Request,
-    Stage,
-)
+from unisono.core.clock import Runtime
+from unisono.core.envelope import ANY, UNTYPED, Any_, Lane
+from unisono.core.request import Request
 from unisono.errors import UsageError
-from unisono.runtime import Runtime
-from unisono.values import ANY, Any_
+from unisono.messaging.backend import Backend, Capabilities, PeerDown, Stage
+from unisono.messaging.fast_path import KnownCalls, Mailbox
 
 __all__ = ["SubBackend"]
 

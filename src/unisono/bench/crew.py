@@ -19,7 +19,7 @@ from unisono.bench.cases import Case
 from unisono.bench.systems import System
 from unisono.bench.worker import SOCKET_NAME
 from unisono.config import environment
-from unisono.runtime import RealRuntime
+from unisono.core.clock import RealRuntime
 
 __all__ = ["Crew", "CrewFailed"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from unisono.launch.mpiexec import mpiexec
+from unisono.launcher.mpiexec import mpiexec
 
 __all__ = ["OURS", "PEERS", "SYSTEMS", "System"]
 

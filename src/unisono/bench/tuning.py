@@ -15,10 +15,10 @@ import numpy as np
 
 import unisono as uni
 from unisono.bench.arrays import array_of
+from unisono.core.clock import RealRuntime
 from unisono.plans import CATALOG, LINKS, Problem, choose, entry_of
 from unisono.plans.catalog import reduces
 from unisono.plans.choose import fitting
-from unisono.runtime import RealRuntime
 
 __all__ = ["REACH_BYTES", "SIZES", "Times", "links_measured", "measured", "thresholds"]
 
@@ -197,8 +197,9 @@ def _predicted(collective: str, size: int, nbytes: int, kind: str, ordered: bool
 
 def links_measured(comm: uni.Communicator) -> dict[str, float]:
     """What the cost model wants to know about the link between ranks 0 and 1, and about reducing."""
-    from unisono.kernels import reduce_into
-    from unisono.values import DTYPES, as_op
+    from unisono.core.dtypes import DTYPES
+    from unisono.core.kernels import reduce_into
+    from unisono.core.ops import as_op
 
     def flow(nbytes: int, many: int) -> Callable[[], Any]:
         x = np.zeros(nbytes, np.uint8)

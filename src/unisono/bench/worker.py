@@ -17,7 +17,7 @@ from typing import Any
 
 from unisono.bench.cases import Case
 from unisono.bench.libraries import Library, opened
-from unisono.runtime import RealRuntime
+from unisono.core.clock import RealRuntime
 
 __all__ = ["SOCKET_NAME", "main"]
 

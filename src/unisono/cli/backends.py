@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from unisono.cli.screen import Screen
-from unisono.session import list_backends
+from unisono.comm.world import list_backends
 
 __all__ = ["command"]
 

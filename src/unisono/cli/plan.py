@@ -18,6 +18,7 @@ from rich.text import Text
 
 from unisono.cli.amounts import bytes_of
 from unisono.cli.screen import Screen
+from unisono.core.dtypes import DTYPES
 from unisono.plans import (
     CATALOG,
     LINKS,
@@ -36,7 +37,6 @@ from unisono.plans import (
 from unisono.plans.choose import fitting, predict_s
 from unisono.plans.draw import as_svg, as_text, messages, rank_text
 from unisono.plans.units import bytes_text, seconds_text
-from unisono.values import DTYPES
 
 __all__ = ["command"]
 

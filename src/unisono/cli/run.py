@@ -1,6 +1,6 @@
 """`unisono run`: start ranks of a program on this host.
 
-Knows the command line and the terminal. Does not know processes: `unisono.launch.run` does.
+Knows the command line and the terminal. Does not know processes: `unisono.launcher.run` does.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def command(
     to end by themselves; the exit code and the last words are those of the rank that failed first.
     """
     from unisono import __version__
-    from unisono.launch.run import Job, run
+    from unisono.launcher.run import Job, run
 
     if join is not None and "://" in join:
         raise UsageError(

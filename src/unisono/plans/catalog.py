@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from unisono.errors import UsageError
-from unisono.plans import (
+from unisono.plans.algorithms import (
     chain,
     dissemination,
     doubling,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from unisono.plans.canonical import blocks
+from unisono.plans.algorithms.canonical import blocks
 from unisono.plans.catalog import CATALOG, check, entry_of, is_even, reduces
 from unisono.plans.cost import Links, cost, crossings
 from unisono.plans.measured import fastest

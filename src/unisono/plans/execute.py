@@ -19,13 +19,14 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from unisono.buffers import as_bytes
-from unisono.contract import Backend, Request, Stage
+from unisono.core.buffers import as_bytes
+from unisono.core.kernels import reduce_into
+from unisono.core.request import Request
+from unisono.core.task import Call, Steps
 from unisono.errors import PeerLost, UnisonoError, UsageError
-from unisono.kernels import reduce_into
+from unisono.messaging.backend import Backend, Stage
 from unisono.plans.program import Program, piece_bytes_of, program_of
 from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice
-from unisono.work import Call, Steps
 
 __all__ = ["Execution", "Memory", "execute"]
 

@@ -17,8 +17,11 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeVar, overload
 
-from unisono.contract import Backend, PeerDown, Tags
+from unisono.core.clock import Deadline, Runtime, Waiting
+from unisono.core.envelope import Tags
+from unisono.core.work import Work, wait_all
 from unisono.errors import Location, UnisonoError, UsageError
+from unisono.messaging.backend import Backend, PeerDown
 from unisono.rpc.calls import Calling, closed_here
 from unisono.rpc.frames import Bye, Cancel, encode
 from unisono.rpc.hearing import Hearing
@@ -31,8 +34,6 @@ from unisono.rpc.post import UNBOUNDED, UNSENT_BYTES_MAX, Awaited, CallbackPost,
 from unisono.rpc.registry import Registry, check_name
 from unisono.rpc.server import Server
 from unisono.rpc.streams import Arrivals, Stream
-from unisono.runtime import Deadline, Runtime, Waiting
-from unisono.work import Work, wait_all
 
 __all__ = ["Agent"]
 

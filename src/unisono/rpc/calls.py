@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
+from unisono.core.clock import NEVER, Deadline, Runtime, Timer, Waiting
+from unisono.core.work import Work
 from unisono.errors import (
     BadArguments,
     ClosedError,
@@ -31,8 +33,6 @@ from unisono.rpc.incoming import Incoming, current
 from unisono.rpc.peers import QUEUE_MAX, Peer
 from unisono.rpc.post import Awaited
 from unisono.rpc.streams import Arrivals
-from unisono.runtime import NEVER, Deadline, Runtime, Timer, Waiting
-from unisono.work import Work
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from unisono.runtime import Deadline, Runtime
+from unisono.core.clock import Deadline, Runtime
 
 __all__ = ["Incoming", "current", "here"]
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
-from unisono.runtime import Runtime, Waiting
+from unisono.core.clock import Runtime, Waiting
 
 __all__ = ["Loop"]
 

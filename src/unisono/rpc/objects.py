@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from unisono.codec import register
+from unisono.core.codec import register
+from unisono.core.work import Work
 from unisono.errors import UsageError
 from unisono.rpc.incoming import here
 from unisono.rpc.signature import Signature
-from unisono.work import Work
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent

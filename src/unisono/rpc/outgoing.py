@@ -10,7 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from unisono.codec import place_of_argument
+from unisono.core.clock import NEVER, Deadline, Waiting
+from unisono.core.codec import place_of_argument
 from unisono.errors import DeadlineExceeded, Location, UsageError
 from unisono.rpc.calls import Calling, Deadlines, closed_here
 from unisono.rpc.following import Sending
@@ -20,7 +21,6 @@ from unisono.rpc.payload import is_plain, pack
 from unisono.rpc.peers import Peer, Peers, Room, busy
 from unisono.rpc.post import UNSENT_ASKS_MAX
 from unisono.rpc.streams import WINDOW, Arrivals
-from unisono.runtime import NEVER, Deadline, Waiting
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from unisono import codec
+from unisono.core import codec
 from unisono.errors import ProtocolError, UsageError
 from unisono.rpc import memory
 from unisono.rpc.frames import MESSAGE_BYTES_MAX, Packed

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from unisono.contract import PeerDown
+from unisono.core.clock import Deadline, Waiting
 from unisono.errors import (
     DeadlineExceeded,
     NotExposed,
@@ -24,9 +24,9 @@ from unisono.errors import (
     UsageError,
     lost_text,
 )
+from unisono.messaging.backend import PeerDown
 from unisono.rpc.frames import Bye, encode
 from unisono.rpc.post import UNBOUNDED, UNSENT_ASKS_MAX, UNSENT_BYTES_MAX, Awaited
-from unisono.runtime import Deadline, Waiting
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent

@@ -18,10 +18,13 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
-from unisono.contract import ENVELOPE_BYTES, Backend, Lane, Mailbox, Request, Tags
+from unisono.core.clock import Deadline, Runtime, Waiting
+from unisono.core.envelope import ANY, Lane, Tags
+from unisono.core.request import Request
 from unisono.errors import ClosedError, PeerLost, ProtocolError, UnisonoError, lost_text
-from unisono.runtime import Deadline, Runtime, Waiting
-from unisono.values import ANY
+from unisono.messaging.backend import Backend
+from unisono.messaging.credit import ENVELOPE_BYTES
+from unisono.messaging.fast_path import Mailbox
 
 __all__ = [
     "UNBOUNDED",
@@ -57,7 +60,7 @@ UNSENT_BYTES_MAX: Final = 128 << 20
 UNBOUNDED: Final = (1 << 63) - 1
 # How long to wait after a frame could not be received, for want of memory for example.
 _REST_S: Final = 0.05
-# Outcomes of a message that was expected: native/engine/message.hpp.
+# Outcomes of a message that was expected: native/messaging/message.hpp.
 _DONE, _PEER_DOWN, _CLOSED = 0, 2, 4
 
 

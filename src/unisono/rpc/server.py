@@ -13,9 +13,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from unisono.codec import place
-from unisono.contract import GRACE_LOOK_S, GRACE_S
+from unisono.core.clock import NEVER, Deadline, Killed, Waiting
+from unisono.core.codec import place
 from unisono.errors import ProtocolError, UnisonoError, UsageError
+from unisono.messaging.backend import GRACE_LOOK_S, GRACE_S
 from unisono.rpc.following import Sending, Taking
 from unisono.rpc.frames import (
     Ack,
@@ -35,7 +36,6 @@ from unisono.rpc.peers import QUEUE_MAX
 from unisono.rpc.pool import Pool
 from unisono.rpc.registry import Handler, Kind, Registry
 from unisono.rpc.streams import WINDOW, Credit
-from unisono.runtime import NEVER, Deadline, Killed, Waiting
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent

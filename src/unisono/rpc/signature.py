@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from unisono import codec
+from unisono.core import codec
 
 __all__ = ["Signature", "register_records"]
 

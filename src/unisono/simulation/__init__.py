@@ -4,7 +4,7 @@ Knows everything about time and failure in a simulation. Does not know communica
 those on top.
 """
 
-from unisono.runtime import Killed
+from unisono.core.clock import Killed
 from unisono.simulation.backend import SimBackend
 from unisono.simulation.faults import Drop, Fault, Kill, Partition, Pause, Resume, Slow
 from unisono.simulation.network import Link, Network

@@ -10,24 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from unisono.config import Config
-from unisono.contract import (
-    UNTYPED,
-    Backend,
-    Capabilities,
-    Envelope,
-    Lane,
-    OwnCredit,
-    PeerDown,
-    Request,
-    Tags,
-)
+from unisono.core.envelope import ANY, UNTYPED, Any_, Envelope, Lane, Tags
+from unisono.core.request import Request
 from unisono.errors import ClosedError, UnisonoError, UsageError
-from unisono.inbox import Inbox, Parcel
-from unisono.matching import Posted
+from unisono.messaging.backend import Backend, Capabilities, PeerDown
+from unisono.messaging.credit import OwnCredit
+from unisono.messaging.inbox import Inbox, Parcel
+from unisono.messaging.matching import Posted
 from unisono.simulation.fabric import Fabric
 from unisono.simulation.runtime import SimRuntime
 from unisono.simulation.scheduler import SimThread
-from unisono.values import ANY, Any_
 
 __all__ = ["Overseer", "SimBackend"]
 

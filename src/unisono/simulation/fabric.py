@@ -17,7 +17,8 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from unisono.config import Config
-from unisono.contract import ENVELOPE_BYTES, Envelope, Lane, eager_limits
+from unisono.core.envelope import Envelope, Lane
+from unisono.messaging.credit import ENVELOPE_BYTES, eager_limits
 from unisono.simulation.network import Network, Pace
 from unisono.simulation.scheduler import Due, Scheduler, SimThread
 from unisono.simulation.trace import TraceEvent

@@ -10,7 +10,14 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from unisono.runtime import Deadline, Event, Killed, Runtime, Timer, Waiting
+from unisono.core.clock import (
+    Deadline,
+    Event,
+    Killed,
+    Runtime,
+    Timer,
+    Waiting,
+)
 from unisono.simulation.checks import check_amount
 from unisono.simulation.scheduler import Due, Scheduler, SimThread, Stopped, scheduler_here
 

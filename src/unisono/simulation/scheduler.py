@@ -16,8 +16,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
+from unisono.core.clock import Killed, Waiting
 from unisono.errors import Deadlock, UsageError
-from unisono.runtime import Killed, Waiting
 
 __all__ = ["Due", "Scheduler", "SimThread", "Stopped", "scheduler_here"]
 

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from unisono.contract import Tags
+from unisono.core.envelope import Tags
 
 __all__ = ["TraceEvent", "trace_digest", "trace_text"]
 

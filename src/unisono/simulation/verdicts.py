@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from unisono.contract import Lane, PeerDown
+from unisono.core.envelope import Lane
+from unisono.messaging.backend import PeerDown
 from unisono.simulation.fabric import Fabric
 
 __all__ = ["Member", "Silence", "Verdicts"]

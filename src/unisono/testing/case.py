@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from unisono.contract import Backend
+from unisono.messaging.backend import Backend
 from unisono.testing.seat import Seat
 
 __all__ = ["Case", "ConformanceError", "Suite"]

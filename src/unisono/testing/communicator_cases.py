@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from unisono.communicator import Communicator
+from unisono.comm.communicator import Communicator
+from unisono.core.envelope import ANY, Status
+from unisono.core.ops import op
+from unisono.core.work import wait_all
 from unisono.errors import ClosedError, CollectiveMismatch, PeerAborted, PeerLost, UsageError
 from unisono.plans import CATALOG
 from unisono.testing.case import Suite
 from unisono.testing.seat import Seat
-from unisono.values import ANY, Status, op
-from unisono.work import wait_all
 
 __all__ = ["SUITE"]
 

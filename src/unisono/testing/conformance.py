@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-from unisono.contract import Backend
 from unisono.errors import UsageError
+from unisono.messaging.backend import Backend
 from unisono.testing import communicator_cases, ending_cases, flow_cases, message_cases, value_cases
 from unisono.testing.case import Case, ConformanceError
 from unisono.testing.ranks import Threads

@@ -5,10 +5,10 @@ Knows what the contract promises when a rank closes. Does not know how a backend
 
 from __future__ import annotations
 
+from unisono.core.envelope import ANY
 from unisono.errors import ClosedError, PeerLost
 from unisono.testing.case import Suite
 from unisono.testing.seat import Downs, Seat, payload
-from unisono.values import ANY
 
 __all__ = ["SUITE"]
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import threading
 
-from unisono.contract import ENVELOPE_BYTES, OWN_CREDIT_BYTES, Lane
+from unisono.core.envelope import ANY, Lane
+from unisono.messaging.credit import ENVELOPE_BYTES, OWN_CREDIT_BYTES
 from unisono.testing.case import Suite
 from unisono.testing.seat import CONTEXT, Seat, payload
-from unisono.values import ANY
 
 __all__ = ["SUITE"]
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import mmap
 
-from unisono.contract import HEADER_BYTES_MAX, UNTYPED, Request, Tags
+from unisono.core.dtypes import DTYPES
+from unisono.core.envelope import ANY, HEADER_BYTES_MAX, TAG_MAX, UNTYPED, Any_, Tags
+from unisono.core.request import Request
 from unisono.errors import ClosedError, UsageError
 from unisono.testing.case import Suite
 from unisono.testing.seat import CONTEXT, Seat, payload
-from unisono.values import ANY, DTYPES, TAG_MAX, Any_
 
 __all__ = ["SUITE"]
 

@@ -13,9 +13,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unisono.communicator import Communicator
+from unisono.comm.communicator import Communicator
+from unisono.comm.world import local
 from unisono.config import Config
-from unisono.session import local
 
 __all__ = ["Threads", "run_local"]
 

@@ -13,11 +13,13 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import numpy as np
 
-from unisono.communicator import Communicator
-from unisono.contract import ENVELOPE_BYTES, UNTYPED, Backend, Envelope, Lane, PeerDown, Request
+from unisono.comm.communicator import Communicator
+from unisono.core.clock import Waiting
+from unisono.core.envelope import ANY, UNTYPED, Any_, Envelope, Lane
+from unisono.core.request import Request
 from unisono.errors import UnisonoError
-from unisono.runtime import Waiting
-from unisono.values import ANY, Any_
+from unisono.messaging.backend import Backend, PeerDown
+from unisono.messaging.credit import ENVELOPE_BYTES
 
 __all__ = ["CONTEXT", "PATIENCE_S", "Downs", "Seat", "payload"]
 

@@ -13,12 +13,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from unisono.buffers import Typed, typed
+from unisono.core.buffers import Typed, typed
+from unisono.core.dtypes import BFLOAT16, DTYPES, DType, Kind
+from unisono.core.kernels import narrow, widen
+from unisono.core.ops import as_op
 from unisono.errors import UsageError
-from unisono.kernels import narrow, widen
 from unisono.testing.case import Suite
 from unisono.testing.seat import Seat
-from unisono.values import BFLOAT16, DTYPES, DType, Kind, as_op
 
 __all__ = ["SUITE"]
 

@@ -1,0 +1,107 @@
+// The poller: which descriptors have news. Knows epoll; does not know what the news means.
+
+#pragma once
+
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+
+#include <array>
+#include <unordered_map>
+
+#include "wire/frame.hpp"
+#include "base/system.hpp"
+
+namespace unisono::engine {
+
+class Watcher {
+ public:
+  virtual ~Watcher() = default;
+  virtual void on_ready(uint32_t events) = 0;
+};
+
+class Poller {
+ public:
+  using Events = std::array<epoll_event, 64>;
+
+  bool open() {
+    epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
+    kick_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    recall_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!epoll_ || !kick_ || !recall_) return false;
+    epoll_event event{.events = EPOLLIN, .data = {.u64 = 0}};
+    return epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, kick_.get(), &event) == 0;
+  }
+
+  // Events of descriptors that are gone find no watcher, because numbers are never used twice.
+  uint64_t add(int fd, uint32_t events, Watcher& watcher) {
+    const uint64_t number = ++numbers_;
+    epoll_event event{.events = events, .data = {.u64 = number}};
+    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) return 0;
+    watchers_.emplace(number, &watcher);
+    return number;
+  }
+  void change(int fd, uint64_t number, uint32_t events) {
+    epoll_event event{.events = events, .data = {.u64 = number}};
+    epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
+  }
+  void remove(int fd, uint64_t number) {
+    if (watchers_.erase(number) != 0) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+  }
+
+  // Without the engine's lock: sleep for news. A timeout of 0 only looks.
+  int wait(Events& events, std::int64_t timeout_ns) const {
+    const std::int64_t up = timeout_ns + millisecond - 1;
+    const int ms = timeout_ns <= 0 ? 0 : static_cast<int>((up < 3600 * second ? up : 3600 * second) / millisecond);
+    const int n = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), ms);
+    return n < 0 ? 0 : n;
+  }
+  // The same for one who may be recalled: a kick could be noticed by somebody else.
+  int wait_recallable(Events& events, std::int64_t timeout_ns) const {
+    pollfd both[2] = {{epoll_.get(), POLLIN, 0}, {recall_.get(), POLLIN, 0}};
+    const timespec time{static_cast<time_t>(timeout_ns / second), static_cast<long>(timeout_ns % second)};
+    const timespec none{0, 0};
+    ppoll(both, 2, timeout_ns > 0 ? &time : &none, nullptr);
+    uint64_t drained;
+    if (both[1].revents != 0) [[maybe_unused]] const ssize_t n = ::read(recall_.get(), &drained, sizeof drained);
+    return wait(events, 0);
+  }
+  void recall() const {
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t n = ::write(recall_.get(), &one, sizeof one);
+  }
+  // With the lock: pass the news on.
+  void dispatch(const Events& events, int count) {
+    for (int i = 0; i < count; ++i) {
+      const uint64_t number = events[i].data.u64;
+      if (number == 0) {
+        uint64_t drained;
+        [[maybe_unused]] const ssize_t n = ::read(kick_.get(), &drained, sizeof drained);
+        continue;
+      }
+      const auto found = watchers_.find(number);
+      if (found != watchers_.end()) found->second->on_ready(events[i].events);
+    }
+  }
+
+  // End somebody's sleep. Callable from any thread.
+  void kick() const {
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t n = ::write(kick_.get(), &one, sizeof one);
+  }
+
+  void close() {
+    epoll_.close();
+    kick_.close();
+    recall_.close();
+  }
+
+ private:
+  Descriptor epoll_;
+  Descriptor kick_;
+  Descriptor recall_;
+  uint64_t numbers_ = 0;
+  std::unordered_map<uint64_t, Watcher*> watchers_;
+};
+
+}  // namespace unisono::engine

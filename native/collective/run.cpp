@@ -1,0 +1,413 @@
+#include "collective/run.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/copy.hpp"
+
+namespace unisono::engine {
+namespace {
+
+// Local work done at once; longer work waits for its turn between looks at the links.
+constexpr uint64_t inline_bytes = 32 * 1024;
+// A copy may be long, and must not keep the links waiting.
+constexpr uint64_t copy_bytes = 1024 * 1024;
+// Sends under way per peer for each receive that may be: enough that a peer never waits for an offer, and few enough
+// that each has an offer word.
+constexpr size_t sends_per_receive = 4;
+
+// The k-th message to a peer meets its k-th receive and no other: if one is taken back, because its sender gives up,
+// the next must not fill the gap, or a wrong value would be passed on. Bits that contract.Tags leaves free say which.
+uint64_t numbered(uint64_t tag, uint64_t number) {
+  constexpr int shift = 40, bits = 21;
+  return tag + ((number & ((uint64_t{1} << bits) - 1)) << shift);
+}
+
+// Only the part before a NUL counts: where the call stands in the source is told, not compared. Most often it is the
+// same place, and then nothing need be looked for.
+std::string_view call_of(std::string_view header) { return header.substr(0, header.find('\0')); }
+bool is_same_call(std::string_view a, std::string_view b) { return a == b || call_of(a) == call_of(b); }
+
+}  // namespace
+
+void RunSend::end(Outcome how) { run_.on_sent(*this, how); }
+Meeting RunReceive::meet(const Envelope& envelope, bool) { return run_.meet(*this, envelope); }
+void RunReceive::end(Outcome how, std::int32_t) { run_.on_received(*this, how); }
+
+bool RunReceive::has_fixed_place() const { return run_.piece(piece).step == Step::recv; }
+
+byte* RunReceive::place() {
+  const Piece& p = run_.piece(piece);
+  if (p.step == Step::recv) return run_.at(p.dst_buf, p.dst);
+  if (way == Way::open) way = run_.waits_[piece] == 0 ? Way::direct : Way::landing;
+  return way == Way::landing ? landing.at() : nullptr;
+}
+
+void RunReceive::write(uint64_t offset, const byte* from, size_t bytes) {
+  const Piece& p = run_.piece(piece);
+  const size_t item = run_.stage_.itemsize;
+  if (cut_bytes != 0) {
+    const size_t take = std::min(item - cut_bytes, bytes);
+    std::memcpy(cut + cut_bytes, from, take);
+    cut_bytes = static_cast<uint8_t>(cut_bytes + take);
+    if (cut_bytes < item) return;
+    run_.combine(p, offset + take - item, cut, item);
+    cut_bytes = 0;
+    offset += take;
+    from += take;
+    bytes -= take;
+  }
+  const size_t rest = bytes % item;
+  run_.combine(p, offset, from, bytes - rest);
+  if (rest == 0) return;
+  std::memcpy(cut, from + bytes - rest, rest);
+  cut_bytes = static_cast<uint8_t>(rest);
+}
+
+void Run::begin(std::shared_ptr<const Program> program, const Stage& stage) {
+  program_ = std::move(program);
+  stage_ = stage;
+  const Program& p = *program_;
+  outcome = Outcome::done;
+  failure.peer = -1;
+  failure.header.clear();
+  waits_.assign(p.waits.begin(), p.waits.end());
+  ready_.assign(p.ready.begin(), p.ready.end());
+  ready_at_ = 0;
+  copied_ = 0;
+  is_long_ = (p.counts[static_cast<size_t>(Buffer::in)] + p.counts[static_cast<size_t>(Buffer::out)]) * stage.itemsize > cache_bytes;
+  if (p.reduces) landed_.assign(p.pieces.size(), nullptr);
+  lines_.assign(p.lines.size(), LineState());
+  dirty_.clear();
+  for (uint32_t line = 0; line < lines_.size(); ++line) mark(line);
+  left_ = p.pieces.size();
+  active_ = 0;
+  has_failed_ = has_ended_ = is_busy_ = false;
+  memory_[static_cast<size_t>(Buffer::in)] = stage.in;
+  memory_[static_cast<size_t>(Buffer::out)] = stage.out;
+  if (const uint64_t bytes = p.counts[static_cast<size_t>(Buffer::tmp)] * stage.itemsize; bytes != 0) {
+    tmp_ = scratch_.take(bytes);
+    if (tmp_.at() == nullptr) fail(Outcome::no_memory, -1);
+  }
+  memory_[static_cast<size_t>(Buffer::tmp)] = tmp_.at();
+  go_on();
+  if (has_failed_ && !has_ended_) withdraw();
+}
+
+void Run::cancel() {
+  if (has_ended_) return;
+  fail(Outcome::cancelled, -1);
+  withdraw();
+}
+
+std::vector<std::int32_t> Run::awaited() const {
+  std::vector<std::int32_t> ranks;
+  if (has_ended_) return ranks;
+  for (const auto& send : sends_)
+    if (send->is_active) ranks.push_back(program_->lines[piece(send->piece).line].peer);
+  for (const auto& receive : receives_)
+    if (receive->is_active) ranks.push_back(program_->lines[piece(receive->piece).line].peer);
+  for (size_t i = 0; i < lines_.size(); ++i)
+    if (lines_[i].is_deserted) ranks.push_back(program_->lines[i].peer);
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  return ranks;
+}
+
+// ---- going on ----
+
+// Do all that can be done now. Whoever is called back while somebody goes on leaves the rest to them.
+void Run::go_on() {
+  if (is_busy_ || has_ended_) return;
+  is_busy_ = true;
+  engine_.gather();
+  uint64_t budget = inline_bytes;
+  while (!has_failed_) {
+    if (!dirty_.empty()) {
+      const uint32_t line = dirty_.back();
+      dirty_.pop_back();
+      lines_[line].is_dirty = false;
+      post(line);
+      continue;
+    }
+    if (ready_at_ == ready_.size()) break;
+    const uint64_t bytes = bytes_of(piece(ready_[ready_at_]));
+    if (bytes > budget) {
+      engine_.add(*this);
+      break;
+    }
+    budget -= bytes;
+    do_local(ready_[ready_at_]);
+  }
+  is_busy_ = false;
+  engine_.send_gathered();
+  if (left_ == 0 || (has_failed_ && active_ == 0)) conclude();
+}
+
+// A turn between looks at the links.
+void Run::work() {
+  if (has_failed_) return withdraw();
+  is_busy_ = true;
+  if (ready_at_ < ready_.size()) do_local(ready_[ready_at_]);
+  is_busy_ = false;
+  go_on();
+}
+
+void Run::drop() {
+  fail(Outcome::closed, -1);
+  withdraw();
+}
+
+void Run::mark(uint32_t line) {
+  if (std::exchange(lines_[line].is_dirty, true)) return;
+  dirty_.push_back(line);
+}
+
+void Run::post(uint32_t at) {
+  const Line& line = program_->lines[at];
+  LineState& state = lines_[at];
+  while (!has_failed_ && !state.is_deserted && state.next_send < line.sends.size() && state.sending < sends_per_receive * stage_.window &&
+         waits_[line.sends[state.next_send]] == 0)
+    post_send(line, state);
+  while (!has_failed_ && !state.is_deserted && state.next_recv < line.recvs.size() && state.receiving < stage_.window) {
+    const uint32_t next = line.recvs[state.next_recv];
+    if (piece(next).step == Step::recv && waits_[next] != 0) return;
+    post_recv(line, state);
+  }
+}
+
+void Run::post_send(const Line& line, LineState& state) {
+  if (spare_sends_.empty()) {
+    sends_.push_back(std::make_unique<RunSend>(*this));
+    spare_sends_.push_back(sends_.back().get());
+  }
+  RunSend& send = *spare_sends_.back();
+  spare_sends_.pop_back();
+  // The first message carries the fingerprint. To a peer from which nothing comes back it ends only when met: a peer
+  // that never asks for it is a mismatch, and the sender must not get away before it is seen, unless it runs ahead and
+  // the peer looks after it. Any other peer's own fingerprint, without which the run does not end, proves that it will ask.
+  const bool is_first = state.next_send == 0;
+  send.tag = numbered(stage_.tag, state.next_send);
+  send.piece = line.sends[state.next_send++];
+  const Piece& p = piece(send.piece);
+  send.context = stage_.context;
+  send.data = at(p.dst_buf, p.dst);
+  send.nbytes = bytes_of(p);
+  send.header = reinterpret_cast<const byte*>(header->data());
+  send.header_bytes = static_cast<uint16_t>(is_first ? header->size() : 0);
+  send.dtype = stage_.dtype;
+  const bool is_unanswered = is_first && line.recvs.empty();
+  send.sync = is_unanswered && !stage_.runs_ahead;
+  send.is_ahead = is_unanswered && stage_.runs_ahead;
+  send.is_final = true;
+  send.is_active = true;
+  ++state.sending;
+  ++active_;
+  if (engine_.start(send, line.peer)) return;
+  on_sent(send, Outcome::closed);
+}
+
+void Run::post_recv(const Line& line, LineState& state) {
+  if (spare_receives_.empty()) {
+    receives_.push_back(std::make_unique<RunReceive>(*this));
+    spare_receives_.push_back(receives_.back().get());
+  }
+  RunReceive& receive = *spare_receives_.back();
+  spare_receives_.pop_back();
+  receive.tag = numbered(stage_.tag, state.next_recv);
+  receive.piece = line.recvs[state.next_recv++];
+  receive.context = stage_.context;
+  receive.source = line.peer;
+  receive.way = RunReceive::Way::open;
+  receive.cut_bytes = 0;
+  receive.is_active = true;
+  ++state.receiving;
+  ++active_;
+  if (engine_.start(receive)) return;
+  on_received(receive, Outcome::closed);
+}
+
+// Do the local piece whose turn it is, or a part of it.
+void Run::do_local(uint32_t index) {
+  const Piece& p = piece(index);
+  switch (p.step) {
+    case Step::copy: {
+      // In parts, which is right because source and target never overlap: Program and the verbs see to that.
+      const uint64_t bytes = std::min(copy_bytes, bytes_of(p) - copied_);
+      byte* to = at(p.dst_buf, p.dst) + copied_;
+      const byte* from = at(p.src_buf, p.src) + copied_;
+      if (is_long_)
+        copy_past_cache(to, from, bytes);
+      else
+        std::memcpy(to, from, bytes);
+      copied_ += bytes;
+      if (copied_ < bytes_of(p)) return;
+      copied_ = 0;
+      break;
+    }
+    case Step::reduce:
+      combine(p, 0, at(p.src_buf, p.src), bytes_of(p));
+      break;
+    default: {
+      RunReceive& receive = *std::exchange(landed_[index], nullptr);
+      combine(p, 0, receive.landing.at(), bytes_of(p));
+      release(receive);
+      break;
+    }
+  }
+  ++ready_at_;
+  finish(index);
+}
+
+void Run::combine(const Piece& p, uint64_t first_byte, const byte* from, uint64_t bytes) const {
+  if (bytes == 0) return;
+  byte* dst = at(p.dst_buf, p.dst) + first_byte;
+  stage_.kernel(dst, p.left ? from : dst, p.left ? dst : from, bytes / stage_.itemsize);
+}
+
+void Run::finish(uint32_t index) {
+  --left_;
+  const Program& program = *program_;
+  for (uint32_t i = program.after_at[index]; i < program.after_at[index + 1]; ++i) {
+    const uint32_t later = program.after[i];
+    if (--waits_[later] != 0) continue;
+    const Piece& p = piece(later);
+    switch (p.step) {
+      case Step::send:
+      case Step::recv:
+        mark(p.line);
+        break;
+      case Step::recv_reduce:
+        if (landed_[later] != nullptr) ready_.push_back(later);
+        break;
+      default:
+        ready_.push_back(later);
+    }
+  }
+}
+
+// ---- messages ----
+
+void Run::on_sent(RunSend& send, Outcome how) {
+  const uint32_t line = piece(send.piece).line;
+  send.is_active = false;
+  --active_;
+  --lines_[line].sending;
+  spare_sends_.push_back(&send);
+  if (how == Outcome::done) {
+    finish(send.piece);
+    mark(line);
+  } else if (how == Outcome::peer_down) {
+    lines_[line].is_deserted = true;
+  } else {
+    fail(how, program_->lines[line].peer);
+  }
+  go_on();
+}
+
+Meeting Run::meet(RunReceive& receive, const Envelope& envelope) {
+  const Piece& p = piece(receive.piece);
+  const Line& line = program_->lines[p.line];
+  LineState& state = lines_[p.line];
+  const bool is_first = receive.piece == line.recvs.front();
+  // It took its first message back, so it has given up, and the news why is on its way: what it sent before means
+  // nothing any more.
+  if (!header->empty() && (is_first ? envelope.header_bytes == 0 : !state.is_introduced)) state.is_deserted = true;
+  if (state.is_deserted || has_failed_) return Meeting::refuse;
+  const std::string_view theirs(reinterpret_cast<const char*>(envelope.header), envelope.header_bytes);
+  const uint64_t awaited = bytes_of(p);
+  const auto fits_any = [](uint8_t code) { return code == untyped || code == plain_bytes; };
+  const bool fits = envelope.nbytes == awaited && (envelope.dtype == stage_.dtype || fits_any(envelope.dtype) || fits_any(stage_.dtype));
+  const bool is_same = is_first || !fits ? (envelope.header_bytes == 0 && !is_first) || is_same_call(theirs, *header) : true;
+  if (!fits || !is_same) {
+    refuse(envelope, awaited, !is_same);
+    return Meeting::refuse;
+  }
+  state.is_introduced = true;
+  if (p.step == Step::recv_reduce && waits_[receive.piece] != 0 && awaited != 0) {
+    if (receive.landing.at() == nullptr) receive.landing = scratch_.take(awaited);
+    if (receive.landing.at() == nullptr) {
+      outcome = Outcome::no_memory;
+      return Meeting::refuse;
+    }
+  }
+  return Meeting::accept;
+}
+
+// Keep the reason: the receive that met the message ends with it at once.
+void Run::refuse(const Envelope& envelope, uint64_t awaited, bool is_header) {
+  outcome = Outcome::refused;
+  failure.is_header = is_header;
+  failure.came = envelope.nbytes;
+  failure.awaited = awaited;
+  failure.header.assign(reinterpret_cast<const char*>(envelope.header), envelope.header_bytes);
+}
+
+void Run::on_received(RunReceive& receive, Outcome how) {
+  const uint32_t index = receive.piece;
+  const Piece& p = piece(index);
+  receive.is_active = false;
+  --active_;
+  if (how != Outcome::done) {
+    release(receive);
+    if (how == Outcome::peer_down)
+      lines_[p.line].is_deserted = true;
+    else if (how != Outcome::refused)
+      fail(how, program_->lines[p.line].peer);
+    else if (!lines_[p.line].is_deserted)
+      fail(outcome, program_->lines[p.line].peer);
+  } else if (receive.way != RunReceive::Way::landing) {
+    release(receive);
+    finish(index);
+  } else {
+    landed_[index] = &receive;
+    if (waits_[index] == 0) ready_.push_back(index);
+  }
+  go_on();
+}
+
+// Give a receive's place in the window back.
+void Run::release(RunReceive& receive) {
+  const uint32_t line = piece(receive.piece).line;
+  if (receive.landing.at() != nullptr) scratch_.give_back(std::exchange(receive.landing, {}));
+  --lines_[line].receiving;
+  spare_receives_.push_back(&receive);
+  mark(line);
+}
+
+// ---- ending ----
+
+// The first reason counts. Other messages are taken back later: now the engine may be in the middle of a list of them.
+void Run::fail(Outcome how, std::int32_t peer) {
+  if (std::exchange(has_failed_, true)) return;
+  outcome = how;
+  failure.peer = peer;
+  engine_.add(*this);
+}
+
+void Run::withdraw() {
+  is_busy_ = true;
+  for (const auto& send : sends_)
+    if (send->is_active) engine_.cancel(*send);
+  for (const auto& receive : receives_)
+    if (receive->is_active && engine_.cancel(*receive)) {
+      receive->is_active = false;
+      --active_;
+      release(*receive);
+    }
+  is_busy_ = false;
+  if (active_ == 0 && !has_ended_) conclude();
+}
+
+void Run::conclude() {
+  has_ended_ = true;
+  engine_.remove(*this);
+  if (left_ != 0)
+    for (RunReceive*& receive : landed_)
+      if (receive != nullptr) release(*std::exchange(receive, nullptr));
+  if (tmp_.at() != nullptr) scratch_.give_back(std::exchange(tmp_, {}));
+  program_.reset();
+  desk_.tell(*this);
+}
+
+}  // namespace unisono::engine

@@ -1,0 +1,172 @@
+// A run: one execution of a program on given memory. The native twin of unisono/plans/execute.py's _Run.
+//
+// Knows which pieces are ready, posts them in order, and reduces what arrives. Does not know algorithms, links, nor
+// who called it: its desk tells the end. Everything happens with the engine's lock held: callbacks of messages
+// start what became ready, and long local work is done a piece at a time as a chore between looks at the links.
+//
+// What arrives for a reduction is reduced straight out of the ring or of the piece just read, if the pieces before
+// it are done when its first bytes come; else it lands in scratch memory and is reduced as soon as they are.
+//
+// A peer that is gone does not end a run: it then waits until somebody who knows why cancels it.
+
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/kernels.hpp"
+#include "engine/completion_queue.hpp"
+#include "collective/call_log.hpp"
+#include "collective/program.hpp"
+#include "base/scratch.hpp"
+
+namespace unisono::engine {
+
+class Run;
+
+class RunSend final : public Send {
+ public:
+  explicit RunSend(Run& run) : run_(run) {}
+  void end(Outcome how) override;
+
+  uint32_t piece = 0;
+  bool is_active = false;
+
+ private:
+  Run& run_;
+};
+
+class RunReceive final : public Receive {
+ public:
+  explicit RunReceive(Run& run) : run_(run) {}
+  Meeting meet(const Envelope& envelope, bool is_here) override;
+  byte* place() override;
+  bool has_fixed_place() const override;
+  void write(uint64_t offset, const byte* from, size_t bytes) override;
+  void on_taken_back() override { way = Way::open; }
+  void end(Outcome how, std::int32_t rank) override;
+
+  uint32_t piece = 0;
+  bool is_active = false;
+  enum class Way : uint8_t { open, direct, landing };
+  Way way = Way::open;  // decided when the first bytes come
+  uint8_t cut_bytes = 0;
+  byte cut[16];  // the begin of an element whose rest comes with the next bytes
+  Scratch::Block landing;
+
+ private:
+  Run& run_;
+};
+
+// What a run works on.
+struct Stage {
+  uint64_t context = 0;
+  uint64_t tag = 0;
+  byte* in = nullptr;
+  byte* out = nullptr;
+  uint8_t dtype = untyped;
+  uint64_t itemsize = 1;
+  Reduce kernel = nullptr;  // none: the program reduces nothing
+  size_t window = 1;        // receives under way per peer
+  bool runs_ahead = false;  // messages to peers from which nothing comes back need not be met before it ends
+};
+
+class Run final : public Operation, public Chore {
+ public:
+  Run(Engine& engine, Desk& desk, Scratch& scratch) : engine_(engine), desk_(desk), scratch_(scratch) { is_run = true; }
+
+  // The header of the first message to each peer: set before `begin`.
+  Text header;
+  // Start; it may end before the call returns.
+  void begin(std::shared_ptr<const Program> program, const Stage& stage);
+  // Take back what can be taken back; it ends as cancelled as soon as nobody uses its memory.
+  void cancel();
+  // The ranks that it waits for now.
+  std::vector<std::int32_t> awaited() const;
+
+  // Why it failed, if `outcome` says so: about which peer, and what that sent.
+  struct Failure {
+    std::int32_t peer = -1;
+    bool is_header = false;  // its header differs; else its length or type
+    uint64_t came = 0;
+    uint64_t awaited = 0;
+    std::string header;
+  };
+  Failure failure;
+
+  void work() override;
+  void drop() override;
+
+ private:
+  friend RunSend;
+  friend RunReceive;
+  struct LineState {
+    uint32_t next_send = 0, next_recv = 0;
+    uint32_t sending = 0, receiving = 0;
+    bool is_dirty = false;
+    bool is_introduced = false;  // its first message has come, with the header that we await
+    bool is_deserted = false;    // the peer is gone, or has given up: its first message was taken back
+  };
+
+  const Piece& piece(uint32_t index) const { return program_->pieces[index]; }
+  byte* at(Buffer buffer, uint64_t element) const { return memory_[static_cast<size_t>(buffer)] + element * stage_.itemsize; }
+  uint64_t bytes_of(const Piece& p) const { return p.count * stage_.itemsize; }
+
+  void go_on();
+  void post(uint32_t line);
+  void post_send(const Line& line, LineState& state);
+  void post_recv(const Line& line, LineState& state);
+  void do_local(uint32_t index);
+  void combine(const Piece& p, uint64_t first_byte, const byte* from, uint64_t bytes) const;
+  void finish(uint32_t index);
+  void mark(uint32_t line);
+  void on_sent(RunSend& send, Outcome how);
+  Meeting meet(RunReceive& receive, const Envelope& envelope);
+  void on_received(RunReceive& receive, Outcome how);
+  void release(RunReceive& receive);
+  void fail(Outcome how, std::int32_t peer);
+  void refuse(const Envelope& envelope, uint64_t awaited, bool is_header);
+  void withdraw();
+  void conclude();
+
+  Engine& engine_;
+  Desk& desk_;
+  Scratch& scratch_;
+  std::shared_ptr<const Program> program_;
+  Stage stage_;
+  byte* memory_[buffer_count] = {};
+  Scratch::Block tmp_;
+  size_t left_ = 0;
+  size_t active_ = 0;
+  bool is_busy_ = false;  // somebody further up the stack goes on
+  bool has_failed_ = false;
+  bool has_ended_ = true;
+  std::vector<uint32_t> waits_;
+  std::vector<LineState> lines_;
+  std::vector<uint32_t> dirty_;
+  std::vector<uint32_t> ready_;
+  size_t ready_at_ = 0;
+  uint64_t copied_ = 0;  // bytes of the copy whose turn it is
+  bool is_long_ = false;  // no cache holds what it works on
+  std::vector<RunReceive*> landed_;  // by piece: all bytes are here, the pieces before it are not done
+  std::vector<std::unique_ptr<RunSend>> sends_;
+  std::vector<std::unique_ptr<RunReceive>> receives_;
+  std::vector<RunSend*> spare_sends_;
+  std::vector<RunReceive*> spare_receives_;
+};
+
+template <class Begin>
+void Desk::start(Run& run, Begin begin) {
+  run.phase = Operation::Phase::starting;
+  begin();
+  if (run.phase == Operation::Phase::ended && (!news_.empty() || is_telling_)) {
+    // What has ended earlier must be told earlier.
+    run.phase = Operation::Phase::active;
+    tell(run);
+  } else if (run.phase == Operation::Phase::starting) {
+    run.phase = Operation::Phase::active;
+  }
+}
+
+}  // namespace unisono::engine

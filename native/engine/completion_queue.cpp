@@ -1,0 +1,314 @@
+#include "engine/completion_queue.hpp"
+
+#include <algorithm>
+#include <new>
+
+#include "collective/run.hpp"
+
+namespace unisono::engine {
+
+namespace {
+constexpr size_t index_bits = 32;
+}
+
+void SendOperation::end(Outcome how) {
+  outcome = how;
+  desk_.tell(*this);
+}
+
+Meeting ReceiveOperation::meet(const Envelope& envelope, bool is_here) {
+  met = envelope;
+  met.header = nullptr;
+  has_met = true;
+  if (envelope.header_bytes != 0)
+    header_held.assign(reinterpret_cast<const char*>(envelope.header), envelope.header_bytes);
+  else
+    header_held.clear();
+  if (is_probe) return Meeting::look;
+  if (is_open_ended) {
+    if (envelope.nbytes == 0) return Meeting::accept;
+    // Control messages have a bound of their own (Peer::on_message); refused here, they would block all later ones.
+    if (envelope.nbytes > desk_.engine().settings.recv_bytes_max && !is_control(envelope.tag)) return Meeting::refuse;
+    if (!is_here) return Meeting::later;
+    own.reset(new (std::nothrow) byte[envelope.nbytes]);
+    into = own.get();
+    return own != nullptr ? Meeting::accept : Meeting::refuse;
+  }
+  // unisono/messaging/matching.py's refusal() finds the words for it.
+  if (envelope.nbytes > capacity) return Meeting::refuse;
+  const auto fits_any = [](uint8_t code) { return code == untyped || code == plain_bytes; };
+  if (envelope.dtype != dtype && !fits_any(envelope.dtype) && !fits_any(dtype)) return Meeting::refuse;
+  return Meeting::accept;
+}
+
+void ReceiveOperation::want_memory() {
+  needs_memory = true;
+  ++wishes;
+  if (phase != Phase::starting) desk_.tell(*this);
+}
+
+void ReceiveOperation::on_taken_back() {
+  needs_memory = has_met = false;
+  if (is_open_ended) into = nullptr;
+}
+
+void ReceiveOperation::end(Outcome how, std::int32_t) {
+  outcome = how;
+  needs_memory = false;
+  desk_.tell(*this);
+}
+
+Desk::Desk(Engine& engine) : engine_(engine) {
+  engine.set_on_down(
+      [](void* self, const Down& down) {
+        Desk& desk = *static_cast<Desk*>(self);
+        desk.news_.push_back({nullptr, down, desk.engine_.inbox.newest()});
+        desk.wake_pump();
+      },
+      this);
+  engine.set_on_unmet([](void* self) { static_cast<Desk*>(self)->tell_unmet(); }, this);
+}
+
+Desk::Unmet::Unmet(const Envelope& envelope)
+    : context(envelope.context),
+      source(envelope.source),
+      sequence(sequence_of(envelope.tag)),
+      header(reinterpret_cast<const char*>(envelope.header), envelope.header_bytes) {}
+
+std::vector<Desk::Unmet> Desk::unmet(uint64_t context, uint64_t tag_max) const {
+  std::vector<Unmet> found;
+  for (const Arrived* one = engine_.inbox.ahead().front(); one != nullptr; one = Inbox::Ahead::next(*one))
+    if (one->envelope.context == context && one->envelope.tag <= tag_max) found.emplace_back(one->envelope);
+  return found;
+}
+
+// The oldest of each sender and context: if that is early, so are the others.
+void Desk::tell_unmet() {
+  // While Python does not come to look, nothing is told twice.
+  if (unmet_in_news_ != 0) return;
+  std::vector<std::pair<uint64_t, std::int32_t>> told;
+  for (const Arrived* one = engine_.inbox.ahead().front(); one != nullptr; one = Inbox::Ahead::next(*one)) {
+    const std::pair key{one->envelope.context, one->envelope.source};
+    if (std::find(told.begin(), told.end(), key) != told.end()) continue;
+    told.push_back(key);
+    news_.push_back({nullptr, {}, 0, std::make_shared<const Unmet>(one->envelope)});
+    ++unmet_in_news_;
+  }
+  engine_.nudge();
+  wake_pump();
+}
+
+SendOperation& Desk::make_send() {
+  if (spare_sends_.empty()) {
+    auto made = std::make_unique<SendOperation>(*this);
+    spare_sends_.push_back(made.get());
+    made->handle = all_.size();
+    all_.push_back(std::move(made));
+  }
+  SendOperation& send = *spare_sends_.back();
+  spare_sends_.pop_back();
+  add(send);
+  return send;
+}
+
+ReceiveOperation& Desk::make_receive() {
+  if (spare_receives_.empty()) {
+    auto made = std::make_unique<ReceiveOperation>(*this);
+    spare_receives_.push_back(made.get());
+    made->handle = all_.size();
+    all_.push_back(std::move(made));
+  }
+  ReceiveOperation& receive = *spare_receives_.back();
+  spare_receives_.pop_back();
+  add(receive);
+  return receive;
+}
+
+Run& Desk::make_run() {
+  if (spare_runs_.empty()) {
+    auto made = std::make_unique<Run>(engine_, *this, scratch_);
+    spare_runs_.push_back(made.get());
+    made->handle = all_.size();
+    all_.push_back(std::move(made));
+  }
+  Run& run = *spare_runs_.back();
+  spare_runs_.pop_back();
+  add(run);
+  return run;
+}
+
+void Desk::add(Operation& operation) {
+  operation.handle += uint64_t{1} << index_bits;  // a new use of the same place
+  operation.phase = Operation::Phase::idle;
+  operation.needs_memory = false;
+}
+
+bool Desk::start(SendOperation& send, std::int32_t dst) {
+  send.phase = Operation::Phase::starting;
+  if (!engine_.start(send, dst)) return false;
+  if (send.phase == Operation::Phase::starting) send.phase = Operation::Phase::active;
+  return true;
+}
+
+bool Desk::start(ReceiveOperation& receive) {
+  receive.phase = Operation::Phase::starting;
+  receive.has_met = false;
+  if (!engine_.start(receive)) return false;
+  if (receive.phase == Operation::Phase::ended) {
+    if (receive.in_order && (!news_.empty() || is_telling_)) {
+      receive.phase = Operation::Phase::active;
+      tell(receive, receive.has_met ? receive.met.arrival : never_arrived);
+    }
+    return true;
+  }
+  receive.phase = Operation::Phase::active;
+  if (receive.needs_memory) tell(receive);
+  return true;
+}
+
+bool Desk::cancel(uint64_t handle) {
+  const size_t index = handle & ((uint64_t{1} << index_bits) - 1);
+  if (index >= all_.size()) return false;
+  Operation& operation = *all_[index];
+  if (operation.handle != handle || operation.phase != Operation::Phase::active) return false;
+  if (operation.is_run) {
+    static_cast<Run&>(operation).cancel();
+    return true;
+  }
+  if (operation.is_receive) {
+    auto& receive = static_cast<ReceiveOperation&>(operation);
+    if (!engine_.cancel(receive)) return false;
+    // It may have wanted memory for an offer that was taken back since.
+    if (std::exchange(operation.is_news, false))
+      std::erase_if(news_, [&](const News& one) { return one.operation == &operation; });
+    recycle(operation);
+    return true;
+  }
+  auto& send = static_cast<SendOperation&>(operation);
+  operation.phase = Operation::Phase::starting;  // it ends here and now, or not at all
+  if (!engine_.cancel(send)) {
+    if (operation.phase == Operation::Phase::starting) operation.phase = Operation::Phase::active;
+    return false;
+  }
+  recycle(operation);
+  return true;
+}
+
+Run* Desk::run_of(uint64_t handle) const {
+  const size_t index = handle & ((uint64_t{1} << index_bits) - 1);
+  if (index >= all_.size() || all_[index]->handle != handle || !all_[index]->is_run) return nullptr;
+  return all_[index]->phase == Operation::Phase::active ? static_cast<Run*>(all_[index].get()) : nullptr;
+}
+
+Run* Desk::watched(uint64_t handle) const {
+  const size_t index = handle & ((uint64_t{1} << index_bits) - 1);
+  if (index >= all_.size() || all_[index]->handle != handle || !all_[index]->is_run) return nullptr;
+  return all_[index]->is_watched ? static_cast<Run*>(all_[index].get()) : nullptr;
+}
+
+void Desk::recycle(Operation& operation) {
+  operation.phase = Operation::Phase::idle;
+  operation.is_watched = false;
+  if (operation.is_run) return spare_runs_.push_back(static_cast<Run*>(&operation));
+  if (operation.is_receive) {
+    auto& receive = static_cast<ReceiveOperation&>(operation);
+    receive.own.reset();
+    receive.into = nullptr;
+    receive.owner = nullptr;
+    spare_receives_.push_back(&receive);
+  } else {
+    spare_sends_.push_back(static_cast<SendOperation*>(&operation));
+  }
+}
+
+std::vector<Desk::News> Desk::take() {
+  std::vector<News> taken;
+  while (!news_.empty() && (taken.empty() || news_.front().operation != nullptr)) {
+    taken.push_back(std::move(news_.front()));
+    news_.pop_front();
+    if (taken.back().unmet != nullptr) --unmet_in_news_;
+    if (taken.back().operation == nullptr) break;
+  }
+  return taken;
+}
+
+// Called when an operation has ended or wants memory.
+void Desk::tell(Operation& operation, uint64_t arrival) {
+  if (operation.is_watched) {
+    operation.phase = Operation::Phase::ended;
+    engine_.nudge();
+    return;
+  }
+  if (!operation.needs_memory) {
+    const bool is_starting = operation.phase == Operation::Phase::starting;
+    operation.phase = Operation::Phase::ended;
+    if (is_starting) return;
+  }
+  if (operation.is_news) return;
+  operation.is_news = true;
+  if (arrival == never_arrived) [[likely]] {
+    news_.push_back({&operation, {}, 0});
+  } else {
+    auto place = news_.begin();
+    while (place != news_.end() && (place->operation != nullptr || place->arrival < arrival)) ++place;
+    news_.insert(place, {&operation, {}, 0});
+  }
+  engine_.nudge();
+  wake_pump();
+}
+
+void Desk::wake_pump() {
+  if (is_pump_waiting_ && waiters_ == 0) pump_.notify_one();
+}
+
+void Desk::wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller) {
+  ++waiters_;
+  engine_.wait(
+      held, [&] { return (!is_empty() && (is_teller || !is_telling_)) || pokes_ != pokes_seen; }, deadline);
+  --waiters_;
+  // Whoever leaves takes what there is; the pump is only needed for what comes later.
+}
+
+void Desk::wait_as_pump(Hold& held, std::int64_t deadline) {
+  while ((is_empty() || is_telling_ || waiters_ != 0) && !engine_.is_closed()) {
+    const std::int64_t left = deadline - now_ns();
+    if (left <= 0) return;
+    is_pump_waiting_ = true;
+    pump_.wait_until(held, std::chrono::steady_clock::now() + std::chrono::nanoseconds(left < second ? left : second));
+    is_pump_waiting_ = false;
+  }
+}
+
+bool Desk::wait_for(Hold& held, const Operation& operation, std::int64_t deadline, const std::atomic<bool>& is_recalled) {
+  const auto has_ended = [&] { return operation.phase == Operation::Phase::ended; };
+  const auto has_other = [&] {
+    // relaxed: a poke follows it
+    return (!is_empty() && !is_telling_) || is_recalled.load(std::memory_order_relaxed) || engine_.is_closed();
+  };
+  ++waiters_;
+  engine_.wait(held, [&] { return has_ended() || has_other(); }, deadline);
+  --waiters_;
+  if (!has_ended()) return has_other();
+  // Nobody woke the pump while somebody waited.
+  if (!is_empty() && !is_telling_) wake_pump();
+  return false;
+}
+
+void Desk::glance_at(const Operation& operation) {
+  engine_.glance([&] { return operation.phase == Operation::Phase::ended; });
+}
+
+bool Desk::unwatch(Run& run, uint64_t id) {
+  if (run.phase == Operation::Phase::ended) return false;
+  run.is_watched = false;
+  run.id = id;
+  return true;
+}
+
+void Desk::poke() {
+  ++pokes_;
+  engine_.nudge();
+  pump_.notify_all();
+}
+
+}  // namespace unisono::engine

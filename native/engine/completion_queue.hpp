@@ -1,0 +1,169 @@
+// The desk: operations that were started from Python, and those that have ended and wait to be told.
+//
+// Knows numbers, pools and who should hear of an end. Does not know Python objects: a buffer is an address, and its
+// owner is kept by whoever asked until the end was told.
+
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/engine.hpp"
+#include "base/scratch.hpp"
+
+namespace unisono::engine {
+
+class Desk;
+class Run;
+
+class Operation {
+ public:
+  virtual ~Operation() = default;
+
+  uint64_t id = 0;      // the caller's
+  uint64_t handle = 0;  // ours: place and number of uses
+  Outcome outcome = Outcome::done;
+  enum class Phase : uint8_t { idle, starting, active, ended };
+  Phase phase = Phase::idle;
+  bool is_receive = false;
+  bool is_run = false;
+  bool needs_memory = false;
+  bool is_news = false;
+  bool is_watched = false;  // whoever started it looks at the phase: it is not told
+};
+
+class SendOperation final : public Send, public Operation {
+ public:
+  explicit SendOperation(Desk& desk) : desk_(desk) {}
+  void end(Outcome how) override;
+  std::string header_held;
+
+ private:
+  Desk& desk_;
+};
+
+class ReceiveOperation final : public Receive, public Operation {
+ public:
+  explicit ReceiveOperation(Desk& desk) : desk_(desk) { is_receive = true; }
+  Meeting meet(const Envelope& envelope, bool is_here) override;
+  void want_memory() override;
+  void on_taken_back() override;
+  byte* place() override { return into; }
+  void write(uint64_t, const byte*, size_t) override {}
+  void end(Outcome how, std::int32_t from) override;
+
+  byte* into = nullptr;
+  uint64_t capacity = 0;
+  uint8_t dtype = untyped;
+  bool is_probe = false;
+  bool is_open_ended = false;  // the length is the message's own
+  bool in_order = false;       // if it ends at once, it is still told after all that ended earlier
+  uint64_t wishes = 0;         // how often it has wanted memory
+  Envelope met;                // valid if it met a message; the header is in header_held
+  bool has_met = false;
+  std::string header_held;
+  std::unique_ptr<byte[]> own;   // an open-ended receive of bytes that came at once
+  void* owner = nullptr;         // whatever the caller keeps with it
+
+ private:
+  Desk& desk_;
+};
+
+// Every call needs the engine's lock.
+class Desk {
+ public:
+  explicit Desk(Engine& engine);
+
+  SendOperation& make_send();
+  ReceiveOperation& make_receive();
+  Run& make_run();
+  // Start it. If it ends at once it is not told: the phase is `ended`. A receive that wants to be told in order is
+  // told, if anything else is still to be told. False if the engine is closed.
+  bool start(SendOperation& send, std::int32_t dst);
+  bool start(ReceiveOperation& receive);
+  // Call `begin`, in which the run starts. If it ends at once it is not told, as above.
+  template <class Begin>
+  void start(Run& run, Begin begin);
+  // True if it was taken back; then it is not told. A run is told, when it has let go of its memory.
+  bool cancel(uint64_t handle);
+  // The run of this handle; nullptr if it has ended.
+  Run* run_of(uint64_t handle) const;
+  // The run of this handle that is watched, also if it has ended; nullptr if there is none.
+  Run* watched(uint64_t handle) const;
+  void recycle(Operation& operation);
+
+  // A message that waits although its sender does not (Inbox::ahead), as Python compares it with what was called here.
+  struct Unmet {
+    uint64_t context = 0;
+    std::int32_t source = 0;
+    uint64_t sequence = 0;
+    std::string header;
+    explicit Unmet(const Envelope& envelope);
+  };
+  // Those of a context that belong to calls up to the one with this tag.
+  std::vector<Unmet> unmet(uint64_t context, uint64_t tag_max) const;
+  // The oldest, if it is such a one. Cheap enough to ask at the end of every call.
+  const Arrived* first_unmet(uint64_t context, uint64_t tag_max) const {
+    const Arrived* first = engine_.inbox.ahead().front();
+    while (first != nullptr && first->envelope.context != context) first = Inbox::Ahead::next(*first);
+    return first != nullptr && first->envelope.tag <= tag_max ? first : nullptr;
+  }
+
+  // What is to be told, oldest first: an operation, a peer that is gone, or a message that waits too long. News has an order: who hears of a peer's
+  // end must have heard of every message that came before, even of one that meets its receive only now. So one
+  // thread tells at a time, from `begin_telling` until `end_telling` finds nothing more, and the end of a peer is
+  // taken alone.
+  struct News {
+    Operation* operation = nullptr;
+    Down down{};
+    uint64_t arrival = 0;  // of a peer's end: what has arrived by then came before
+    std::shared_ptr<const Unmet> unmet{};
+  };
+  bool begin_telling() { return !std::exchange(is_telling_, true); }
+  bool end_telling() { return news_.empty() ? !(is_telling_ = false) : false; }
+  bool is_empty() const { return news_.empty(); }
+  std::vector<News> take();
+
+  // How threads of Python wait; each returns when there is something for it to tell, at a poke, or at the deadline.
+  void wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller);
+  void wait_as_pump(Hold& held, std::int64_t deadline);
+  // The same for one who watches an operation: also returns at its end. True if there is something else to look at.
+  bool wait_for(Hold& held, const Operation& operation, std::int64_t deadline, const std::atomic<bool>& is_recalled);
+  // A few rounds of progress for one who watches an operation, as long as there is little to do.
+  void glance_at(const Operation& operation);
+  // Watch it no more: from now on it is told, under the caller's number. False if it has ended.
+  bool unwatch(Run& run, uint64_t id);
+  uint64_t pokes() const { return pokes_; }
+  void poke();
+
+  Engine& engine() const { return engine_; }
+  // Keep something that the engine still uses until there is no engine any more.
+  void keep(std::shared_ptr<void> thing) { kept_.push_back(std::move(thing)); }
+  void tell(Operation& operation, uint64_t arrival = never_arrived);
+  static constexpr uint64_t never_arrived = UINT64_MAX;
+
+ private:
+  void add(Operation& operation);
+  void tell_unmet();
+  void wake_pump();
+
+  Engine& engine_;
+  std::vector<std::shared_ptr<void>> kept_;
+  std::vector<std::unique_ptr<Operation>> all_;
+  std::vector<SendOperation*> spare_sends_;
+  std::vector<ReceiveOperation*> spare_receives_;
+  std::vector<Run*> spare_runs_;
+  Scratch scratch_;
+  std::deque<News> news_;
+  size_t unmet_in_news_ = 0;
+  bool is_telling_ = false;
+  uint64_t pokes_ = 0;
+  size_t waiters_ = 0;
+  bool is_pump_waiting_ = false;
+  std::condition_variable_any pump_;
+};
+
+}  // namespace unisono::engine

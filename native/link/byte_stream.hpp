@@ -1,0 +1,42 @@
+// A channel: a stream of bytes to one process, as it is or encrypted. Knows a socket; does not know what the bytes
+// mean.
+
+#pragma once
+
+#include <sys/types.h>
+#include <sys/uio.h>
+
+#include "base/system.hpp"
+
+namespace unisono::engine {
+
+// Calls return as readv and writev do: -1 with EAGAIN when nothing can move now. Bytes that were not taken must be
+// the first of the next call, in whatever parts.
+class Channel {
+ public:
+  virtual ~Channel() = default;
+  virtual ssize_t readv(const iovec* parts, int count) = 0;
+  virtual ssize_t writev(const iovec* parts, int count) = 0;
+  virtual void finish() = 0;  // nothing more will be written
+  virtual int fd() const = 0;
+  virtual const char* name() const = 0;
+  // Whether reading may have to wait for room to write.
+  virtual bool is_entangled() const { return false; }
+  // What was wrong with the bytes that came; nullptr if the stream just ended.
+  virtual const char* fault() const { return nullptr; }
+};
+
+class PlainChannel final : public Channel {
+ public:
+  explicit PlainChannel(Descriptor socket) : socket_(std::move(socket)) {}
+  ssize_t readv(const iovec* parts, int count) override;
+  ssize_t writev(const iovec* parts, int count) override;
+  void finish() override;
+  int fd() const override { return socket_.get(); }
+  const char* name() const override { return "tcp"; }
+
+ private:
+  Descriptor socket_;
+};
+
+}  // namespace unisono::engine

@@ -1,0 +1,95 @@
+// A link to one peer: brings frames over, in order on each lane. Knows its transport; does not know what frames
+// mean: its peer does.
+
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "wire/frame.hpp"
+#include "link/cooperative_copy.hpp"
+#include "base/system.hpp"
+
+namespace unisono::engine {
+
+// An offer word: who may touch the memory of an offered message.
+// `offered` on its way, `queued` without a receive so far.
+enum class Offer : uint32_t { free, offered, queued, reading, done, withdrawn };
+
+class Link {
+ public:
+  virtual ~Link() = default;
+
+  // Send a whole frame, or nothing at all while there is no room.
+  virtual bool put(Lane lane, Head head, const Body& body) = 0;
+  // Send some bytes of an accepted offer: how many were taken. They stay in use while it `holds_data`
+  // of that ticket.
+  virtual size_t put_data(Lane lane, uint64_t ticket, uint64_t offset, const byte* from, uint64_t left) = 0;
+  virtual bool holds_data(Lane, uint64_t) const { return false; }
+  // Give the peer every frame that has come; true if something moved.
+  virtual bool poll() = 0;
+  // Hand over what was kept to go together: see Manner.
+  virtual void push() {}
+  // Everything was handed to the transport.
+  virtual bool is_drained() const { return true; }
+  // The longest payload that a frame may carry beside a header.
+  virtual size_t eager_bytes_max(Lane lane) const = 0;
+
+  // How much longer a message that is sure to be received may be and still go at once: to ask first costs two more
+  // ways.
+  virtual size_t final_factor() const { return 1; }
+
+  // Copy from the peer's memory; false if that does not work (any more).
+  virtual bool can_read() const { return false; }
+  virtual bool read(uint64_t, byte*, size_t) { return false; }
+  virtual bool is_alive() const { return true; }
+  // The word of an offer that this side made / that the peer made; nullptr if it has none.
+  virtual std::atomic<uint32_t>* own_offer(size_t) { return nullptr; }
+  virtual std::atomic<uint32_t>* peers_offer(size_t) { return nullptr; }
+
+  // The same for the place where both sides agree who copies what of an offer.
+  virtual Help* own_help(size_t) { return nullptr; }
+  virtual Help* peers_help(size_t) { return nullptr; }
+  // Copy to the peer's memory, unless it has shut its guard; false if that does not work (any more).
+  virtual bool can_write() const { return false; }
+  virtual bool write(uint64_t, uint64_t, const byte*, size_t) { return false; }
+  // Our own guard: its address, and that from now on the peer writes no more. Writes that are under way go on.
+  virtual uint64_t guard() const { return 0; }
+  virtual void shut_guard() {}
+  virtual void wake_if_asleep() {}
+
+  // Everything has reached the peer's system: nothing is lost if we go.
+  virtual bool is_delivered() const { return true; }
+  // The peer is alive, but nobody lets it run.
+  virtual bool is_starved() const { return false; }
+
+  // Whether the peer was heard of since the last call, and our own sign of life.
+  virtual bool was_heard() = 0;
+  virtual void beat() = 0;
+  // Whether the network may hold up what the peer says, so that it should be asked by other means, too.
+  virtual bool can_stall() const { return false; }
+  // The core that the peer waited on last; -1 if that is not known.
+  virtual std::int32_t core() const { return -1; }
+  // The peer may sleep although it has something to do: wake it.
+  virtual void ring() {}
+  // Nothing will follow.
+  virtual void finish() {}
+  // From now on whatever comes is thrown away, and memory of messages is no longer touched: they have ended here.
+  virtual void deafen() { is_deaf_ = true; }
+  virtual const char* name() const = 0;
+
+  // Why it is over; nullptr while it is not. What came before has then been given to the peer.
+  const char* over() const { return over_; }
+  // It is over because the other side ended it, not for what it sent.
+  bool is_hung_up() const { return has_left() || (over_ != nullptr && std::string_view(over_).starts_with("died")); }
+  bool has_left() const { return goodbyes_[0] && goodbyes_[1]; }
+
+  void on_goodbye(Lane lane) { goodbyes_[static_cast<size_t>(lane)] = true; }
+
+ protected:
+  const char* over_ = nullptr;
+  bool goodbyes_[lane_count] = {};
+  bool is_deaf_ = false;
+};
+
+}  // namespace unisono::engine

@@ -1,0 +1,91 @@
+// Presence: one page per rank that its peers on the host may read.
+//
+// Knows whether a rank sleeps and that its thread is alive. Does not know links: whoever sends looks here and rings.
+
+#pragma once
+
+#include <fcntl.h>
+#include <sched.h>
+
+#include <atomic>
+
+#include "wire/frame.hpp"
+#include "base/system.hpp"
+
+namespace unisono::engine {
+
+inline constexpr size_t presence_bytes = 4096;
+
+struct PresencePage {
+  // Odd while the rank sleeps; every change counts on, so that each sleep is rung at most once per peer.
+  alignas(line_bytes) std::atomic<uint32_t> word;
+  // The core that the rank waited on last: who shares it must let the rank run.
+  std::atomic<std::int32_t> core;
+  // Counted by the background thread: proof that it runs.
+  alignas(line_bytes) std::atomic<uint64_t> beats;
+};
+
+// This rank's own page. The descriptor that peers get maps for reading only.
+class Presence {
+ public:
+  // False if there is no memory; errno says why.
+  bool open() {
+    fd_ = make_memory("unisono-presence", presence_bytes);
+    if (!fd_) return false;
+    memory_ = Mapping::of(fd_.get(), presence_bytes, PROT_READ | PROT_WRITE);
+    if (!memory_) return false;
+#ifdef F_SEAL_FUTURE_WRITE
+    const int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
+#else
+    const int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+#endif
+    return fcntl(fd_.get(), F_ADD_SEALS, seals) == 0;
+  }
+
+  int fd() const { return fd_.get(); }
+  void close() { fd_.close(); }
+  bool is_asleep() const { return (page()->word.load(std::memory_order_relaxed) & 1) != 0; }
+
+  // seq_cst: the change comes before the last look at the rings, as a sender's frame before its look here.
+  void fall_asleep() {
+    if (!is_asleep()) page()->word.fetch_add(1, std::memory_order_seq_cst);
+  }
+  // True if it slept. relaxed: a late sender rings once too often, which does no harm.
+  bool wake_up() {
+    if (!is_asleep()) return false;
+    page()->word.fetch_add(1, std::memory_order_relaxed);
+    return true;
+  }
+  // relaxed: a hint, written only if it changed, because peers keep the line
+  std::int32_t settle() {
+    const int core = sched_getcpu();
+    if (page()->core.load(std::memory_order_relaxed) != core) page()->core.store(core, std::memory_order_relaxed);
+    return core;
+  }
+  void beat() { page()->beats.fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  PresencePage* page() const { return reinterpret_cast<PresencePage*>(memory_.at()); }
+
+  Descriptor fd_;
+  Mapping memory_;
+};
+
+// Another rank's page.
+class PresenceView {
+ public:
+  bool open(int fd) {
+    memory_ = Mapping::of(fd, presence_bytes, PROT_READ);
+    return static_cast<bool>(memory_);
+  }
+  uint32_t word() const { return page()->word.load(std::memory_order_seq_cst); }
+  std::int32_t core() const { return page()->core.load(std::memory_order_relaxed); }
+  uint64_t beats() const { return page()->beats.load(std::memory_order_relaxed); }
+
+ private:
+  const PresencePage* page() const { return reinterpret_cast<const PresencePage*>(memory_.at()); }
+
+  Mapping memory_;
+};
+
+}  // namespace unisono::engine

@@ -1,0 +1,234 @@
+#include "link/shm_link.hpp"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+
+#include "messaging/peer.hpp"
+
+namespace unisono::engine {
+namespace {
+
+// Frames given to the peer before others have their turn.
+constexpr int frames_per_poll = 64;
+
+// Two frames fit into half a bulk ring, so that the reader works while the writer writes.
+constexpr size_t data_bytes = 32 * 1024;
+
+constexpr size_t guard_bytes = 4096;
+
+bool is_sealed_to(const Descriptor& fd, size_t bytes) {
+  struct stat about;
+  if (fstat(fd.get(), &about) != 0 || static_cast<size_t>(about.st_size) != bytes) return false;
+  const int seals = fcntl(fd.get(), F_GET_SEALS);
+  return seals >= 0 && (seals & (F_SEAL_SHRINK | F_SEAL_GROW)) == (F_SEAL_SHRINK | F_SEAL_GROW);
+}
+
+}  // namespace
+
+Descriptor ShmLink::make_memory() {
+  Descriptor fd = engine::make_memory("unisono-link", sizeof(LinkMemory));
+  if (fd && fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fd.close();
+  return fd;
+}
+
+std::unique_ptr<ShmLink> ShmLink::open(Peer& peer, Poller& poller, Descriptor socket, const Descriptor& memory,
+                                       const Descriptor& presence, bool is_opener, const Probe& probe,
+                                       std::string& why) {
+  std::unique_ptr<ShmLink> link(new ShmLink(peer, poller));
+  // A memory that could shrink would kill us with SIGBUS.
+  if (!is_sealed_to(memory, sizeof(LinkMemory)) || !is_sealed_to(presence, presence_bytes)) {
+    why = "its shared memory has a wrong size or no seals";
+    return nullptr;
+  }
+  link->mapping_ = Mapping::of(memory.get(), sizeof(LinkMemory), PROT_READ | PROT_WRITE);
+  if (!link->mapping_ || !link->presence_.open(presence.get())) {
+    why = failure("cannot map shared memory");
+    return nullptr;
+  }
+  ucred who{};
+  socklen_t length = sizeof who;
+  if (getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) != 0) {
+    why = failure("cannot tell who is at the other end");
+    return nullptr;
+  }
+  link->pid_ = who.pid;
+  link->pidfd_ = Descriptor(static_cast<int>(syscall(SYS_pidfd_open, who.pid, 0)));
+  link->own_ = is_opener ? 0 : 1;
+  LinkMemory* m = link->memory();
+  const unsigned own = link->own_, peers = 1 - own;
+  constexpr auto bulk = static_cast<size_t>(Lane::bulk), control = static_cast<size_t>(Lane::control);
+  link->out_[bulk] = Producer(&m->rings[own][bulk], m->bulk[own], bulk_ring_bytes);
+  link->out_[control] = Producer(&m->rings[own][control], m->control[own], control_ring_bytes);
+  link->in_[bulk] = Consumer(&m->rings[peers][bulk], m->bulk[peers], bulk_ring_bytes);
+  link->in_[control] = Consumer(&m->rings[peers][control], m->control[peers], control_ring_bytes);
+  link->socket_ = std::move(socket);
+  // The end of reading somebody's memory must be followed by a look whether it was still them: no pidfd, no reading.
+  byte seen[sizeof probe.value];
+  link->can_read_ = probe.address != 0 && link->pidfd_ && link->read(probe.address, seen, sizeof seen) &&
+                    std::memcmp(seen, probe.value, sizeof seen) == 0 && link->is_alive();
+  link->can_write_ = link->can_read_;
+  if (link->can_read_) link->guard_ = Mapping::own(guard_bytes);
+  link->watch_ = poller.add(link->socket_.get(), EPOLLIN | EPOLLRDHUP | EPOLLET, *link);
+  if (link->pidfd_) link->pid_watch_ = poller.add(link->pidfd_.get(), EPOLLIN, *link);
+  if (link->watch_ == 0) {
+    why = failure("cannot watch the socket");
+    return nullptr;
+  }
+  return link;
+}
+
+ShmLink::~ShmLink() {
+  if (watch_ != 0) poller_.remove(socket_.get(), watch_);
+  if (pid_watch_ != 0) poller_.remove(pidfd_.get(), pid_watch_);
+}
+
+bool ShmLink::put(Lane lane, Head head, const Body& body) {
+  Producer& out = out_[static_cast<size_t>(lane)];
+  const size_t bytes = in_lines(sizeof(Head) + body.total());
+  byte* at = out.reserve(bytes);
+  if (at == nullptr) [[unlikely]] {
+    if (out.is_broken()) over_ = "the ring holds an index that makes no sense";
+    return false;
+  }
+  // All but the word, which is published last.
+  std::memcpy(at + sizeof head.word, reinterpret_cast<const byte*>(&head) + sizeof head.word,
+              sizeof head - sizeof head.word);
+  byte* to = at + sizeof head;
+  if (body.prefix_bytes != 0) std::memcpy(to, body.prefix, body.prefix_bytes);
+  to += body.prefix_bytes;
+  if (body.header_bytes != 0) std::memcpy(to, body.header, body.header_bytes);
+  to += body.header_bytes;
+  if (body.payload_bytes != 0) std::memcpy(to, body.payload, body.payload_bytes);
+  out.publish(bytes, Head::make_word(head.kind(), head.flags(), bytes / line_bytes));
+  ring_if_asleep();
+  return true;
+}
+
+size_t ShmLink::put_data(Lane lane, uint64_t ticket, uint64_t offset, const byte* from, uint64_t left) {
+  const size_t most = lane == Lane::bulk ? data_bytes : control_ring_bytes / 8;
+  Body body;
+  body.payload = from;
+  body.payload_bytes = left < most ? left : most;
+  Head head;
+  head.word = Head::make_word(Kind::data);
+  head.context = ticket;
+  head.tag = offset;
+  head.nbytes = body.payload_bytes;
+  return put(lane, head, body) ? body.payload_bytes : 0;
+}
+
+size_t ShmLink::eager_bytes_max(Lane lane) const {
+  return out_[static_cast<size_t>(lane)].frame_bytes_max() - header_bytes_max - 2 * line_bytes;
+}
+
+bool ShmLink::poll() {
+  if (over_ != nullptr) [[unlikely]] return false;
+  // Ask before looking at the rings: what a dead peer published is in them by then.
+  const bool was_ended = is_ended_;
+  if (is_deaf_) [[unlikely]] {
+    if (was_ended) over_ = "died: its link was closed";
+    return false;
+  }
+  bool moved = poll_lane(Lane::bulk);
+  moved |= poll_lane(Lane::control);
+  if ((was_ended || has_left()) && !moved && over_ == nullptr) [[unlikely]]
+    over_ = has_left() ? "left" : "died: its link was closed";
+  return moved;
+}
+
+bool ShmLink::poll_lane(Lane lane) {
+  Consumer& from = in_[static_cast<size_t>(lane)];
+  Head head;
+  const byte* body;
+  for (int i = 0; i < frames_per_poll; ++i) {
+    switch (from.look(head, body)) {
+      case Consumer::Look::nothing:
+        return i != 0;
+      case Consumer::Look::broken:
+        over_ = "the ring holds a frame that makes no sense";
+        return true;
+      case Consumer::Look::frame:
+        break;
+    }
+    const size_t room = from.body_bytes();
+    const uint64_t payload = head.payload_bytes();
+    // In steps, so that no sum of lengths from outside can overflow.
+    const size_t front = head.prefix_bytes() + head.header_bytes;
+    if (front > room || payload > room - front || head.header_bytes > header_bytes_max) {
+      over_ = "a frame is longer than its place";
+      return true;
+    }
+    if (const char* fault = peer_.on_frame(head, body, lane); fault != nullptr) {
+      over_ = fault;
+      return true;
+    }
+    if (from.release()) ring_if_asleep();
+  }
+  return true;
+}
+
+bool ShmLink::read(uint64_t address, byte* to, size_t bytes) {
+  while (bytes > 0) {
+    const iovec local{to, bytes};
+    const iovec remote{reinterpret_cast<void*>(address), bytes};
+    const ssize_t n = process_vm_readv(pid_, &local, 1, &remote, 1, 0);
+    if (n <= 0) {
+      if (n < 0 && errno == EINTR) continue;
+      return false;
+    }
+    to += n;
+    address += static_cast<uint64_t>(n);
+    bytes -= static_cast<size_t>(n);
+  }
+  return true;
+}
+
+bool ShmLink::write(uint64_t guard, uint64_t address, const byte* from, size_t bytes) {
+  byte knock{};
+  const iovec local[] = {{&knock, sizeof knock}, {const_cast<byte*>(from), bytes}};
+  const iovec remote[] = {{reinterpret_cast<void*>(guard), sizeof knock}, {reinterpret_cast<void*>(address), bytes}};
+  // The system goes through them in order, and ends at the first that may not be written.
+  can_write_ = is_alive() && process_vm_writev(pid_, local, 2, remote, 2, 0) == static_cast<ssize_t>(sizeof knock + bytes);
+  return can_write_;
+}
+
+void ShmLink::shut_guard() {
+  if (!guard_) return;
+  mprotect(guard_.at(), guard_bytes, PROT_NONE);
+  // A peer that was stopped may write at any time: nothing else may ever lie here. Addresses cost little, so the
+  // memory goes.
+  madvise(guard_.at(), guard_bytes, MADV_DONTNEED);
+  guard_.abandon();
+}
+
+bool ShmLink::is_alive() const {
+  pollfd p{pidfd_.get(), POLLIN, 0};
+  return ::poll(&p, 1, 0) == 0;
+}
+
+bool ShmLink::was_heard() {
+  const uint64_t beats = presence_.beats();
+  return std::exchange(beats_seen_, beats) != beats;
+}
+
+void ShmLink::ring() {
+  const char one = 1;
+  // A full socket holds a ring already; a closed one is noticed by its event.
+  [[maybe_unused]] const ssize_t n = ::send(socket_.get(), &one, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+void ShmLink::on_ready(uint32_t) {
+  char rings[256];
+  for (;;) {
+    const ssize_t n = ::recv(socket_.get(), rings, sizeof rings, MSG_DONTWAIT);
+    if (n > 0) continue;
+    if (n == 0 || (errno != EAGAIN && errno != EINTR)) is_ended_ = true;
+    if (n == 0 || errno != EINTR) break;
+  }
+  if (pidfd_ && !is_alive()) is_ended_ = true;
+}
+
+}  // namespace unisono::engine

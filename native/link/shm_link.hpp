@@ -1,0 +1,117 @@
+// A link through shared memory. Knows rings, doorbell and reading the peer's memory; does not know messages.
+//
+// One memfd holds two rings per direction and the offer words. A unix socket stays open beside it: a byte on it is
+// the doorbell, its end is the peer's end.
+
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "link/link.hpp"
+#include "base/poller.hpp"
+#include "link/presence.hpp"
+#include "link/ring.hpp"
+
+namespace unisono::engine {
+
+class Peer;
+
+inline constexpr size_t control_ring_bytes = 16 * 1024;
+inline constexpr size_t bulk_ring_bytes = 240 * 1024;
+inline constexpr size_t offer_words = 1024;
+// Low tickets are used first, and long messages of a run are few at a time.
+inline constexpr size_t help_places = 64;
+
+// The two directions of a link's memory: 0 is written by who opened it.
+struct LinkMemory {
+  RingWords rings[2][lane_count];
+  alignas(4096) std::atomic<uint32_t> offers[2][offer_words];
+  Help helps[2][help_places];
+  alignas(4096) byte control[2][control_ring_bytes];
+  byte bulk[2][bulk_ring_bytes];
+};
+
+// What both ends need to know about reading each other's memory.
+struct Probe {
+  uint64_t address = 0;
+  byte value[16] = {};
+};
+
+class ShmLink final : public Link, public Watcher {
+ public:
+  // The memory of a new link, sealed; empty without memory (errno says why).
+  static Descriptor make_memory();
+
+  // nullptr if the memory or the presence page is not what it should be, with the reason.
+  static std::unique_ptr<ShmLink> open(Peer& peer, Poller& poller, Descriptor socket, const Descriptor& memory,
+                                       const Descriptor& presence, bool is_opener, const Probe& probe,
+                                       std::string& why);
+  ~ShmLink() override;
+
+  bool put(Lane lane, Head head, const Body& body) override;
+  size_t put_data(Lane lane, uint64_t ticket, uint64_t offset, const byte* from, uint64_t left) override;
+  bool poll() override;
+  size_t eager_bytes_max(Lane lane) const override;
+  bool can_read() const override { return can_read_; }
+  bool read(uint64_t address, byte* to, size_t bytes) override;
+  bool is_alive() const override;
+  bool is_starved() const override { return is_alive() && engine::is_starved(pid_); }
+  std::atomic<uint32_t>* own_offer(size_t index) override {
+    return index < offer_words ? &memory()->offers[own_][index] : nullptr;
+  }
+  std::atomic<uint32_t>* peers_offer(size_t index) override {
+    return index < offer_words ? &memory()->offers[1 - own_][index] : nullptr;
+  }
+  Help* own_help(size_t index) override {
+    return index < help_places ? &memory()->helps[own_][index] : nullptr;
+  }
+  Help* peers_help(size_t index) override {
+    return index < help_places && guard_ ? &memory()->helps[1 - own_][index] : nullptr;
+  }
+  bool can_write() const override { return can_write_; }
+  bool write(uint64_t guard, uint64_t address, const byte* from, size_t bytes) override;
+  uint64_t guard() const override { return reinterpret_cast<uint64_t>(guard_.at()); }
+  void shut_guard() override;
+  void wake_if_asleep() override { ring_if_asleep(); }
+  bool was_heard() override;
+  void beat() override {}
+  std::int32_t core() const override { return presence_.core(); }
+  void ring() override;
+  const char* name() const override { return "shm"; }
+  void on_ready(uint32_t events) override;
+
+ private:
+  ShmLink(Peer& peer, Poller& poller) : peer_(peer), poller_(poller) {}
+
+  LinkMemory* memory() const { return reinterpret_cast<LinkMemory*>(mapping_.at()); }
+  bool poll_lane(Lane lane);
+  void ring_if_asleep() {
+    const uint32_t word = presence_.word();
+    if ((word & 1) != 0 && word != rung_) [[unlikely]] {
+      rung_ = word;
+      ring();
+    }
+  }
+
+  Peer& peer_;
+  Poller& poller_;
+  Descriptor socket_;
+  Descriptor pidfd_;
+  Mapping mapping_;
+  PresenceView presence_;
+  int pid_ = 0;
+  unsigned own_ = 0;  // the direction that this side writes
+  bool can_read_ = false;
+  bool can_write_ = false;
+  Mapping guard_;
+  bool is_ended_ = false;  // the socket told the peer's end
+  uint32_t rung_ = 0;
+  uint64_t beats_seen_ = 0;
+  uint64_t watch_ = 0;
+  uint64_t pid_watch_ = 0;
+  Producer out_[lane_count];
+  Consumer in_[lane_count];
+};
+
+}  // namespace unisono::engine

@@ -1,0 +1,450 @@
+#include "link/tcp_link.hpp"
+
+#include <linux/sockios.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sched.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+
+#include "base/digest.hpp"
+#include "messaging/peer.hpp"
+
+namespace unisono::engine {
+namespace {
+
+// A data frame: long enough that its head costs nothing, short enough that other streams get their turn.
+constexpr size_t data_frame_bytes = 1 << 20;
+// What may wait in our memory for a connection that takes no more, beside what the credit bounds.
+constexpr size_t waiting_bytes_max = 512 * 1024;
+constexpr size_t bulk_buffer_bytes = 160 * 1024;
+constexpr size_t control_buffer_bytes = 16 * 1024;
+// A frame so short is copied to others that go with it, in one call to the system.
+constexpr size_t short_bytes = 2048, gathered_bytes_max = 16 * 1024;
+// What is read beside data that goes straight to its place: a few short frames, and little of the data behind them,
+// which would have to be copied.
+constexpr size_t beside_bytes = 1024;
+// What is read in one call to the system, and then before other links and heartbeats have their turn: memory that was
+// never touched takes a millisecond for so much.
+constexpr size_t read_bytes_max = data_frame_bytes;
+constexpr int reads_per_poll = 8;
+constexpr unsigned control_turns = 4;
+constexpr const char* damaged = "a message was damaged on its way";
+
+uint8_t core_here() {
+  const int core = sched_getcpu();
+  return core >= 0 && core < UINT8_MAX ? static_cast<uint8_t>(core + 1) : 0;
+}
+
+uint32_t crc_of(const Head& head) { return crc32c(0, reinterpret_cast<const byte*>(&head), sizeof head); }
+
+uint32_t crc_at(const byte* from) {
+  uint32_t crc;
+  std::memcpy(&crc, from, sizeof crc);
+  return crc;
+}
+
+void append(std::vector<byte>& to, uint32_t crc) {
+  const byte* raw = reinterpret_cast<const byte*>(&crc);
+  to.insert(to.end(), raw, raw + sizeof crc);
+}
+
+}  // namespace
+
+Connection::Connection(Peer& peer, Poller& poller, std::unique_ptr<Channel> channel, Lane lane, bool checksum,
+                       const Manner& manner)
+    : peer_(peer),
+      poller_(poller),
+      channel_(std::move(channel)),
+      lane_(lane),
+      checksum_(checksum),
+      manner_(manner),
+      in_bytes_(lane == Lane::bulk ? bulk_buffer_bytes : control_buffer_bytes),
+      in_(new byte[in_bytes_]) {
+  // Inside a host there is no network to spare. What paces for one (bbr, where a system has it as its default) made long
+  // messages take half as long again; this one every system has, and lets everyone use.
+  if (peer_.is_same_host) setsockopt(channel_->fd(), IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+  // Edges only: whoever sleeps has read and written until nothing moved any more.
+  watch_ = poller_.add(channel_->fd(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, *this);
+}
+
+Connection::~Connection() {
+  if (watch_ != 0) poller_.remove(channel_->fd(), watch_);
+}
+
+void Connection::on_ready(uint32_t events) {
+  if ((events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) is_ready_ = true;
+  is_hung_up_ |= (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
+  if ((events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) != 0) {
+    is_blocked_ = false;
+    is_ready_ |= channel_->is_entangled();
+  }
+}
+
+bool Connection::is_delivered() const {
+  int bytes = 0;
+  return is_mute_ || is_ended_ || ioctl(channel_->fd(), SIOCOUTQ, &bytes) != 0 || bytes == 0;
+}
+
+// ---- out ----
+
+// The other end is closed for good. That shows in reading, too, after all that it sent before.
+void Connection::fall_silent() {
+  is_mute_ = true;
+  waiting_.clear();
+  waiting_at_ = data_left_ = 0;
+}
+
+// Write what waits and then the parts, of which the first is left free for it; what the system does not take is kept.
+void Connection::write(iovec* parts, int count) {
+  const size_t front = waiting_.size() - waiting_at_;
+  size_t total = front, written = 0;
+  for (int i = 1; i < count; ++i) total += parts[i].iov_len;
+  if (!is_blocked_) {
+    parts[0] = {waiting_.data() + waiting_at_, front};
+    const int first = front == 0 ? 1 : 0;
+    ssize_t n;
+    do n = channel_->writev(parts + first, count - first);
+    while (n < 0 && errno == EINTR);
+    if (n < 0) {
+      if (errno != EAGAIN) return fall_silent();
+      n = 0;
+    }
+    written = static_cast<size_t>(n);
+    is_blocked_ = written < total;
+  }
+  if (written < front) {
+    waiting_at_ += written;
+    written = 0;
+  } else {
+    waiting_.clear();
+    waiting_at_ = 0;
+    written -= front;
+  }
+  for (int i = 1; i < count; ++i) {
+    const size_t skip = written < parts[i].iov_len ? written : parts[i].iov_len;
+    written -= skip;
+    const byte* from = static_cast<const byte*>(parts[i].iov_base);
+    waiting_.insert(waiting_.end(), from + skip, from + parts[i].iov_len);
+  }
+}
+
+bool Connection::put(const Head& head, const Body& body) {
+  if (is_mute_) return true;
+  if (data_left_ != 0) return false;
+  const size_t front = waiting_.size() - waiting_at_;
+  if (front != 0 && front + body.total() > waiting_bytes_max) return false;
+  Head sent = head;
+  sent.core = core_here();
+  uint32_t head_crc = 0, body_crc = 0;
+  int count = 1;
+  iovec parts[7];
+  parts[count++] = {&sent, sizeof sent};
+  if (checksum_) {
+    head_crc = crc_of(sent);
+    parts[count++] = {&head_crc, sizeof head_crc};
+  }
+  const int body_at = count;
+  if (body.prefix_bytes != 0) parts[count++] = {const_cast<uint64_t*>(body.prefix), body.prefix_bytes};
+  if (body.header_bytes != 0) parts[count++] = {const_cast<byte*>(body.header), body.header_bytes};
+  if (body.payload_bytes != 0) parts[count++] = {const_cast<byte*>(body.payload), body.payload_bytes};
+  if (checksum_ && body.total() != 0) {
+    for (int i = body_at; i < count; ++i)
+      body_crc = crc32c(body_crc, static_cast<const byte*>(parts[i].iov_base), parts[i].iov_len);
+    parts[count++] = {&body_crc, sizeof body_crc};
+  }
+  if (body.total() > short_bytes) {
+    write(parts, count);
+    return true;
+  }
+  for (int i = 1; i < count; ++i) {
+    const byte* from = static_cast<const byte*>(parts[i].iov_base);
+    waiting_.insert(waiting_.end(), from, from + parts[i].iov_len);
+  }
+  if (manner_.gathering == 0 || waiting_.size() > gathered_bytes_max) push();
+  return true;
+}
+
+size_t Connection::put_data(uint64_t ticket, uint64_t offset, const byte* from, uint64_t left) {
+  if (is_mute_ || data_left_ != 0) return 0;
+  if (waiting_at_ != waiting_.size() && is_blocked_) return 0;
+  const size_t bytes = left < data_frame_bytes ? left : data_frame_bytes;
+  Head head;
+  head.word = Head::make_word(Kind::data);
+  head.core = core_here();
+  head.context = ticket;
+  head.tag = offset;
+  head.nbytes = bytes;
+  const byte* raw = reinterpret_cast<const byte*>(&head);
+  waiting_.insert(waiting_.end(), raw, raw + sizeof head);
+  if (checksum_) append(waiting_, crc_of(head));
+  data_ = from;
+  data_left_ = bytes;
+  data_ticket_ = ticket;
+  if (checksum_) data_crc_ = crc32c(0, from, bytes);
+  push();
+  return bytes;
+}
+
+bool Connection::push() {
+  bool moved = false;
+  while (!is_blocked_ && !is_drained()) {
+    iovec parts[2];
+    int count = 0;
+    const size_t front = waiting_.size() - waiting_at_;
+    if (front != 0) parts[count++] = {waiting_.data() + waiting_at_, front};
+    if (data_left_ != 0) parts[count++] = {const_cast<byte*>(data_), data_left_};
+    const ssize_t n = channel_->writev(parts, count);
+    if (n < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN) {
+        is_blocked_ = true;
+        break;
+      }
+      fall_silent();
+      break;
+    }
+    moved = true;
+    is_blocked_ = static_cast<size_t>(n) < front + data_left_;
+    const size_t written = static_cast<size_t>(n);
+    const size_t of_front = written < front ? written : front;
+    waiting_at_ += of_front;
+    if (waiting_at_ == waiting_.size()) {
+      waiting_.clear();
+      waiting_at_ = 0;
+    }
+    const size_t of_data = written - of_front;
+    data_ += of_data;
+    data_left_ -= of_data;
+    if (of_data != 0 && data_left_ == 0 && checksum_) append(waiting_, data_crc_);
+  }
+  return moved;
+}
+
+// ---- in ----
+
+// How much to read into the buffer behind what goes straight to its place.
+size_t Connection::room_beside(size_t direct) const {
+  const size_t room = in_bytes_ - end_;
+  size_t wanted = room;
+  if (direct != 0 || (into_ == nullptr && begin_ == end_ && peer_.awaits_data()))
+    wanted = beside_bytes;
+  else if (into_ != nullptr && into_left_ < room)
+    wanted = into_left_ + beside_bytes;
+  return wanted < room ? wanted : room;
+}
+
+bool Connection::pull(bool is_hasty, bool is_deaf) {
+  if ((!is_ready_ && !is_hasty) || is_ended_ || fault_ != nullptr) return false;
+  bool moved = false;
+  size_t taken = 0;
+  for (int i = 0; i < reads_per_poll && taken < read_bytes_max; ++i) {
+    iovec parts[2];
+    int count = 0;
+    size_t direct = 0;
+    if (is_deaf) {
+      into_ = nullptr;
+      begin_ = end_ = 0;
+    }
+    if (into_ != nullptr && into_left_ != 0 && begin_ == end_) {
+      if (byte* place = into_->receive->place(); place != nullptr) {
+        direct = into_left_ < read_bytes_max ? into_left_ : read_bytes_max;
+        parts[count++] = {place + into_->received + into_done_, direct};
+      }
+    }
+    if (begin_ == end_) begin_ = end_ = 0;
+    parts[count++] = {in_.get() + end_, room_beside(direct)};
+    const ssize_t n = channel_->readv(parts, count);
+    if (n <= 0) {
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0 && errno == EAGAIN) {
+        is_ready_ = false;
+        break;
+      }
+      is_ended_ = true;
+      fault_ = channel_->fault();
+      break;
+    }
+    moved = was_heard_ = true;
+    const size_t came = static_cast<size_t>(n);
+    taken += came;
+    const size_t placed = came < direct ? came : direct;
+    if (placed != 0) {
+      if (checksum_) into_crc_ = crc32c(into_crc_, static_cast<const byte*>(parts[0].iov_base), placed);
+      into_done_ += placed;
+      into_left_ -= placed;
+    }
+    end_ += came - placed;
+    if (is_deaf) continue;
+    fault_ = parse();
+    if (fault_ != nullptr) break;
+    // Less came than there was room for: nothing more is there, and asking would cost a call. What comes later is
+    // told; but the end, behind the bytes, was told with them.
+    const size_t room = direct + parts[count - 1].iov_len;
+    if (came < room && !is_hung_up_ && !channel_->is_entangled()) {
+      is_ready_ = false;
+      break;
+    }
+  }
+  return moved;
+}
+
+const char* Connection::parse() {
+  const size_t crc_bytes = checksum_ ? sizeof(uint32_t) : 0;
+  for (;;) {
+    if (into_ != nullptr) {
+      bool is_stuck = false;
+      if (const char* fault = take_data(is_stuck); fault != nullptr) return fault;
+      if (is_stuck) break;
+      continue;
+    }
+    const size_t available = end_ - begin_;
+    const size_t head_bytes = sizeof(Head) + crc_bytes;
+    if (available < head_bytes) break;
+    const byte* frame = in_.get() + begin_;
+    Head head;
+    std::memcpy(&head, frame, sizeof head);
+    if (checksum_ && crc_at(frame + sizeof head) != crc_of(head)) return damaged;
+    if (head.kind() == Kind::none || head.kind() == Kind::wrap || static_cast<uint8_t>(head.kind()) >= kind_count)
+      return "a frame of unknown kind";
+    core_ = std::int32_t{head.core} - 1;
+    if (head.header_bytes > header_bytes_max) return "a frame's header is too long";
+    if (head.kind() == Kind::data) {
+      const char* fault = nullptr;
+      into_ = peer_.data_for(head, fault);
+      if (into_ == nullptr) return fault;
+      begin_ += head_bytes;
+      if (head.nbytes == 0) {
+        peer_.on_data(*std::exchange(into_, nullptr), 0);
+        continue;
+      }
+      into_left_ = head.nbytes;
+      into_done_ = 0;
+      into_crc_ = 0;
+      continue;
+    }
+    const size_t front = head.prefix_bytes() + head.header_bytes;
+    const uint64_t payload = head.payload_bytes();
+    if (payload > in_bytes_ || head_bytes + front + payload + crc_bytes > in_bytes_) return "a frame is too long";
+    const size_t body = front + payload;
+    const size_t total = head_bytes + body + (body != 0 ? crc_bytes : 0);
+    if (available < total) break;
+    if (checksum_ && body != 0 && crc_at(frame + head_bytes + body) != crc32c(0, frame + head_bytes, body)) return damaged;
+    begin_ += total;
+    if (const char* fault = peer_.on_frame(head, frame + head_bytes, lane_); fault != nullptr) return fault;
+  }
+  if (begin_ == end_) {
+    begin_ = end_ = 0;
+  } else if (begin_ != 0 && in_bytes_ - end_ < in_bytes_ / 2) {
+    std::memmove(in_.get(), in_.get() + begin_, end_ - begin_);
+    end_ -= begin_;
+    begin_ = 0;
+  }
+  return nullptr;
+}
+
+// Go on with the data frame that is being read.
+const char* Connection::take_data(bool& is_stuck) {
+  const byte* from = in_.get() + begin_;
+  const size_t available = end_ - begin_;
+  if (into_left_ != 0) {
+    size_t take = available < into_left_ ? available : into_left_;
+    byte* place = into_->receive->place();
+    // Whole lines to who reduces them, so that no element is cut in two.
+    if (place == nullptr && take < into_left_) take -= take % line_bytes;
+    if (take == 0) {
+      is_stuck = true;
+      return nullptr;
+    }
+    const uint64_t offset = into_->received + into_done_;
+    if (place != nullptr)
+      std::memcpy(place + offset, from, take);
+    else
+      into_->receive->write(offset, from, take);
+    if (checksum_) into_crc_ = crc32c(into_crc_, from, take);
+    begin_ += take;
+    into_done_ += take;
+    into_left_ -= take;
+    return nullptr;
+  }
+  if (checksum_) {
+    if (available < sizeof into_crc_) {
+      is_stuck = true;
+      return nullptr;
+    }
+    begin_ += sizeof into_crc_;
+    if (crc_at(from) != into_crc_) return damaged;
+  }
+  Incoming& offer = *std::exchange(into_, nullptr);
+  peer_.on_data(offer, into_done_);
+  return nullptr;
+}
+
+// ---- both lanes ----
+
+TcpLink::TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control, const Manner& manner)
+    : peer_(peer), manner_(manner) {
+  lanes_[static_cast<size_t>(Lane::bulk)] = std::move(bulk);
+  lanes_[static_cast<size_t>(Lane::control)] = std::move(control);
+}
+
+bool TcpLink::poll() {
+  if (over_ != nullptr) return false;
+  bool moved = false;
+  bool is_ended = false;
+  moved |= at(Lane::bulk).pull(manner_.is_hasty, is_deaf_);
+  // Less comes here, unless we wait for an answer; and to ask in vain is what a small message spends its time with.
+  const bool is_turn = ++turns_ % control_turns == 0 || peer_.awaits_answer();
+  // If the other lane has ended, this one says why.
+  moved |= at(Lane::control).pull((manner_.is_hasty && is_turn) || at(Lane::bulk).is_ended(), is_deaf_);
+  for (size_t i = 0; i < lane_count; ++i) {
+    const auto& lane = lanes_[i];
+    if (!lane->is_drained()) moved |= lane->push_again();
+    if (lane->fault() != nullptr) {
+      over_ = lane->fault();
+      return true;
+    }
+    // The other lane's goodbye may still be on its way.
+    is_ended |= lane->is_ended() && !goodbyes_[i];
+  }
+  if ((is_ended || has_left()) && !moved) over_ = has_left() ? "left" : "died: its connection was closed";
+  return moved;
+}
+
+void TcpLink::push() {
+  for (const auto& lane : lanes_)
+    if (!lane->is_drained()) lane->push();
+}
+
+size_t TcpLink::eager_bytes_max(Lane lane) const {
+  return (lane == Lane::bulk ? bulk_buffer_bytes : control_buffer_bytes) / 2 - header_bytes_max - 2 * line_bytes;
+}
+
+bool TcpLink::was_heard() {
+  const bool bulk = lanes_[0]->was_heard(), control = lanes_[1]->was_heard();
+  return bulk || control;
+}
+
+std::int32_t TcpLink::core() const {
+  // Signs of life go by the other lane, from the background thread.
+  return peer_.is_same_host ? lanes_[static_cast<size_t>(Lane::bulk)]->core() : -1;
+}
+
+bool TcpLink::is_starved() const { return peer_.is_starved(); }
+
+void TcpLink::beat() {
+  Head head;
+  head.word = Head::make_word(Kind::beat);
+  at(Lane::control).put(head, Body());
+}
+
+void TcpLink::deafen() {
+  Link::deafen();
+  for (const auto& lane : lanes_) lane->let_go();
+}
+
+void TcpLink::finish() {
+  for (const auto& lane : lanes_) lane->finish();
+}
+
+}  // namespace unisono::engine

@@ -1,0 +1,363 @@
+#include "link/tls.hpp"
+
+#include <openssl/bio.h>
+#include <openssl/err.h>
+#include <openssl/pem.h>
+#include <openssl/x509v3.h>
+#include <sys/socket.h>
+
+#include <stdexcept>
+
+namespace unisono::engine {
+namespace {
+
+// Handshake and greeting together take less than 2 KiB from each side.
+constexpr size_t stranger_bytes_max = 4096;
+constexpr size_t record_bytes_max = SSL3_RT_MAX_PLAIN_LENGTH;
+constexpr int certificate_bytes_max = 4096;
+// The fastest first where the CPU knows AES; all of them are as strong as the P-256 keys.
+constexpr const char* ciphers = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256:TLS_AES_256_GCM_SHA384";
+
+template <auto release>
+struct Freer {
+  template <class T>
+  void operator()(T* it) const {
+    release(it);
+  }
+};
+template <class T, auto release>
+using Owned = std::unique_ptr<T, Freer<release>>;
+using OwnedBio = Owned<BIO, BIO_free_all>;
+using OwnedX509 = Owned<X509, X509_free>;
+using OwnedKey = Owned<EVP_PKEY, EVP_PKEY_free>;
+using OwnedNames = Owned<GENERAL_NAMES, GENERAL_NAMES_free>;
+
+std::string library_error() {
+  const unsigned long code = ERR_peek_last_error();
+  const char* reason = code != 0 ? ERR_reason_error_string(code) : nullptr;
+  return reason != nullptr ? reason : "the handshake broke off";
+}
+
+[[noreturn]] void fail(const char* what) {
+  const std::string why = library_error();
+  ERR_clear_error();
+  throw std::runtime_error(std::string(what) + ": " + why);
+}
+
+// As a protocol name of ALPN: its length, then its letters.
+const std::string& protocol() {
+  static const std::string name = [] {
+    const std::string text = "unisono-link/" + std::to_string(protocol_version);
+    std::string prefixed(1, static_cast<char>(text.size()));
+    prefixed += text;
+    return prefixed;
+  }();
+  return name;
+}
+
+int choose_protocol(SSL*, const unsigned char** out, unsigned char* out_bytes, const unsigned char* in,
+                    unsigned in_bytes, void*) {
+  const std::string& ours = protocol();
+  unsigned char* chosen = nullptr;
+  const int result = SSL_select_next_proto(&chosen, out_bytes, reinterpret_cast<const unsigned char*>(ours.data()),
+                                           static_cast<unsigned>(ours.size()), in, in_bytes);
+  *out = chosen;
+  return result == OPENSSL_NPN_NEGOTIATED ? SSL_TLSEXT_ERR_OK : SSL_TLSEXT_ERR_ALERT_FATAL;
+}
+
+OwnedBio memory_of(const std::string& text) {
+  return OwnedBio(BIO_new_mem_buf(text.data(), static_cast<int>(text.size())));
+}
+
+int no_password(char*, int, int, void*) { return -1; }
+
+OwnedX509 certificate_of(const std::string& pem, const char* what) {
+  const OwnedBio from = memory_of(pem);
+  OwnedX509 made(from ? PEM_read_bio_X509(from.get(), nullptr, no_password, nullptr) : nullptr);
+  if (!made) fail(what);
+  return made;
+}
+
+// The one URI that a certificate is for; empty if it has none, or other names too.
+std::string name_in(X509* certificate) {
+  const OwnedNames names(
+      static_cast<GENERAL_NAMES*>(X509_get_ext_d2i(certificate, NID_subject_alt_name, nullptr, nullptr)));
+  if (!names || sk_GENERAL_NAME_num(names.get()) != 1) return "";
+  const GENERAL_NAME* name = sk_GENERAL_NAME_value(names.get(), 0);
+  if (name->type != GEN_URI) return "";
+  const ASN1_IA5STRING* uri = name->d.uniformResourceIdentifier;
+  return std::string(reinterpret_cast<const char*>(ASN1_STRING_get0_data(uri)),
+                     static_cast<size_t>(ASN1_STRING_length(uri)));
+}
+
+// ---- the wire: a socket as OpenSSL sees it; unlike its own, it raises no SIGPIPE and counts what a stranger sends ----
+
+TlsChannel::Wire& wire_of(BIO* bio) { return *static_cast<TlsChannel::Wire*>(BIO_get_data(bio)); }
+
+int wire_read(BIO* bio, char* to, size_t bytes, size_t* read) {
+  TlsChannel::Wire& wire = wire_of(bio);
+  BIO_clear_retry_flags(bio);
+  if (wire.may_read == 0) {
+    wire.is_glut = true;
+    return 0;
+  }
+  ssize_t n;
+  do n = recv(wire.socket.get(), to, bytes < wire.may_read ? bytes : wire.may_read, MSG_DONTWAIT);
+  while (n < 0 && errno == EINTR);
+  if (n > 0) {
+    *read = static_cast<size_t>(n);
+    if (wire.may_read != SIZE_MAX) wire.may_read -= *read;
+    return 1;
+  }
+  if (n < 0 && errno == EAGAIN)
+    BIO_set_retry_read(bio);
+  else
+    wire.is_over = true;
+  return 0;
+}
+
+int wire_write(BIO* bio, const char* from, size_t bytes, size_t* written) {
+  BIO_clear_retry_flags(bio);
+  ssize_t n;
+  do n = send(wire_of(bio).socket.get(), from, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+  while (n < 0 && errno == EINTR);
+  if (n >= 0) {
+    *written = static_cast<size_t>(n);
+    return 1;
+  }
+  if (errno == EAGAIN) BIO_set_retry_write(bio);
+  if (errno == EPIPE || errno == ECONNRESET) wire_of(bio).is_over = true;
+  return 0;
+}
+
+long wire_control(BIO* bio, int command, long, void*) {
+  if (command == BIO_CTRL_FLUSH) return 1;
+  return command == BIO_CTRL_EOF ? wire_of(bio).is_over : 0;
+}
+
+const BIO_METHOD* wire_method() {
+  static BIO_METHOD* const method = [] {
+    BIO_METHOD* made = BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "unisono wire");
+    if (made == nullptr) return made;
+    BIO_meth_set_read_ex(made, wire_read);
+    BIO_meth_set_write_ex(made, wire_write);
+    BIO_meth_set_ctrl(made, wire_control);
+    return made;
+  }();
+  return method;
+}
+
+}  // namespace
+
+// ---- identity ----
+
+TlsIdentity::TlsIdentity(const TlsMaterial& material, std::int32_t rank, uint64_t rekey_records)
+    : rekey_records_(rekey_records) {
+  for (size_t i = 0; i < material.names.size(); ++i)
+    if (material.names[i].empty() || !ranks_.emplace(material.names[i], static_cast<std::int32_t>(i)).second)
+      throw std::runtime_error("allowed: a name of its own for every rank");
+  // The engine's thread may outlive the end of main.
+  OPENSSL_init_ssl(OPENSSL_INIT_NO_ATEXIT, nullptr);
+  ERR_clear_error();
+  context_.reset(SSL_CTX_new(TLS_method()));
+  SSL_CTX* context = context_.get();
+  if (context == nullptr) fail("no TLS");
+
+  const OwnedX509 own = certificate_of(material.certificate, "the certificate cannot be read");
+  const OwnedX509 authority = certificate_of(material.authority, "the authority's certificate cannot be read");
+  const OwnedBio from = memory_of(material.key);
+  const OwnedKey key(from ? PEM_read_bio_PrivateKey(from.get(), nullptr, no_password, nullptr) : nullptr);
+  if (!key) fail("the key cannot be read");
+  if (SSL_CTX_use_certificate(context, own.get()) != 1 || SSL_CTX_use_PrivateKey(context, key.get()) != 1 ||
+      SSL_CTX_check_private_key(context) != 1)
+    fail("the key is not the certificate's");
+  if (rank_of(own.get()) != rank) throw std::runtime_error("the certificate is not this rank's");
+  if (X509_STORE_add_cert(SSL_CTX_get_cert_store(context), authority.get()) != 1) fail("no authority to trust");
+
+  const std::string& alpn = protocol();
+  if (SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION) != 1 ||
+      SSL_CTX_set_max_proto_version(context, TLS1_3_VERSION) != 1 || SSL_CTX_set_ciphersuites(context, ciphers) != 1 ||
+      SSL_CTX_set1_groups_list(context, "X25519:P-256") != 1 || SSL_CTX_set_num_tickets(context, 0) != 1 ||
+      SSL_CTX_set_max_early_data(context, 0) != 1 || SSL_CTX_set_recv_max_early_data(context, 0) != 1 ||
+      SSL_CTX_set_alpn_protos(context, reinterpret_cast<const unsigned char*>(alpn.data()),
+                              static_cast<unsigned>(alpn.size())) != 0)
+    fail("no TLS 1.3");
+  SSL_CTX_set_alpn_select_cb(context, choose_protocol, nullptr);
+  SSL_CTX_set_options(context, SSL_OP_NO_COMPRESSION | SSL_OP_NO_TICKET | SSL_OP_NO_RENEGOTIATION);
+  SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
+  // Without one of the authority's certificates nobody gets beyond the handshake, and nobody stands in between.
+  SSL_CTX_set_verify(context, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, nullptr);
+  SSL_CTX_set_verify_depth(context, 0);
+  SSL_CTX_set_max_cert_list(context, certificate_bytes_max);
+  // A record in one piece, and not after what is left of the one before.
+  SSL_CTX_set_mode(context, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
+  SSL_CTX_set_read_ahead(context, 1);
+}
+
+std::int32_t TlsIdentity::rank_of(X509* certificate) const {
+  const auto found = ranks_.find(name_in(certificate));
+  return found != ranks_.end() ? found->second : -1;
+}
+
+std::unique_ptr<TlsChannel> TlsIdentity::wrap(Descriptor socket, bool is_opener) const {
+  ERR_clear_error();
+  SSL* ssl = SSL_new(context_.get());
+  BIO* bio = wire_method() != nullptr ? BIO_new(wire_method()) : nullptr;
+  if (ssl == nullptr || bio == nullptr) {
+    SSL_free(ssl);
+    BIO_free(bio);
+    return nullptr;
+  }
+  BIO_set_init(bio, 1);
+  SSL_set_bio(ssl, bio, bio);
+  if (is_opener)
+    SSL_set_connect_state(ssl);
+  else
+    SSL_set_accept_state(ssl);
+  return std::make_unique<TlsChannel>(*this, ssl, std::move(socket), rekey_records_);
+}
+
+// ---- channel ----
+
+TlsChannel::TlsChannel(const TlsIdentity& identity, SSL* owned, Descriptor socket, uint64_t rekey_records)
+    : identity_(identity),
+      ssl_(owned),
+      wire_{std::move(socket), stranger_bytes_max},
+      rekey_records_(rekey_records) {
+  BIO_set_data(SSL_get_rbio(ssl_), &wire_);
+}
+
+TlsChannel::~TlsChannel() { SSL_free(ssl_); }
+
+TlsChannel::Shake TlsChannel::shake() {
+  ERR_clear_error();
+  const int result = SSL_do_handshake(ssl_);
+  if (result != 1) {
+    switch (SSL_get_error(ssl_, result)) {
+      case SSL_ERROR_WANT_READ:
+        return Shake::wants_read;
+      case SSL_ERROR_WANT_WRITE:
+        return Shake::wants_write;
+      default:
+        is_broken_ = true;
+        why_ = complaint();
+        ERR_clear_error();
+        return wire_.is_over ? Shake::hung_up : Shake::failed;
+    }
+  }
+  const unsigned char* chosen = nullptr;
+  unsigned bytes = 0;
+  SSL_get0_alpn_selected(ssl_, &chosen, &bytes);
+  if (std::string(reinterpret_cast<const char*>(chosen), bytes) != protocol().substr(1)) {
+    why_ = "it speaks another protocol inside TLS";
+    return Shake::failed;
+  }
+  const OwnedX509 shown(SSL_get1_peer_certificate(ssl_));
+  rank_ = shown ? identity_.rank_of(shown.get()) : -1;
+  if (rank_ < 0) {
+    why_ = "its certificate is nobody's in this world";
+    return Shake::failed;
+  }
+  return Shake::done;
+}
+
+std::string TlsChannel::complaint() const {
+  if (wire_.is_glut) return "it sent more than a stranger may";
+  if (wire_.is_over) return "it hung up during the handshake";
+  if (const long verdict = SSL_get_verify_result(ssl_); verdict != X509_V_OK)
+    return std::string("its certificate is not from this job's seed: ") + X509_verify_cert_error_string(verdict);
+  return "no TLS with it: " + library_error();
+}
+
+void TlsChannel::trust() { wire_.may_read = SIZE_MAX; }
+
+ssize_t TlsChannel::readv(const iovec* parts, int count) {
+  size_t total = 0;
+  for (int i = 0; i < count; ++i) {
+    auto* to = static_cast<byte*>(parts[i].iov_base);
+    for (size_t at = 0; at < parts[i].iov_len;) {
+      size_t n = 0;
+      ERR_clear_error();
+      if (!is_broken_ && SSL_read_ex(ssl_, to + at, parts[i].iov_len - at, &n) == 1) {
+        at += n;
+        total += n;
+        continue;
+      }
+      if (total != 0) return static_cast<ssize_t>(total);  // what is wrong shows again in the next call
+      const int error = is_broken_ ? SSL_ERROR_SSL : SSL_get_error(ssl_, 0);
+      if (error == SSL_ERROR_WANT_READ || error == SSL_ERROR_WANT_WRITE) {
+        errno = EAGAIN;
+        return -1;
+      }
+      is_broken_ |= error != SSL_ERROR_ZERO_RETURN;
+      if (error == SSL_ERROR_ZERO_RETURN || wire_.is_over) return 0;
+      if (fault_ == nullptr) fault_ = "what came was damaged or forged on its way";
+      ERR_clear_error();
+      errno = EPROTO;
+      return -1;
+    }
+  }
+  return static_cast<ssize_t>(total);
+}
+
+// The next bytes of the parts in one piece: where they lie if they lie together, else copied.
+const byte* TlsChannel::gather(const iovec* parts, int count, size_t skip, size_t bytes) {
+  size_t copied = 0;
+  for (int i = 0; i < count && copied < bytes; ++i) {
+    if (skip >= parts[i].iov_len) {
+      skip -= parts[i].iov_len;
+      continue;
+    }
+    const byte* from = static_cast<const byte*>(parts[i].iov_base) + skip;
+    const size_t here = parts[i].iov_len - skip;
+    skip = 0;
+    if (copied == 0 && here >= bytes) return from;
+    if (record_ == nullptr) record_.reset(new byte[record_bytes_max]);
+    const size_t take = here < bytes - copied ? here : bytes - copied;
+    std::memcpy(record_.get() + copied, from, take);
+    copied += take;
+  }
+  return record_.get();
+}
+
+// A record at a time. One that the system does not take is encrypted already: the same bytes come again, and count
+// as written only when it is gone.
+ssize_t TlsChannel::writev(const iovec* parts, int count) {
+  size_t total = 0, done = 0;
+  for (int i = 0; i < count; ++i) total += parts[i].iov_len;
+  while (done < total) {
+    const size_t left = total - done;
+    const size_t bytes = pending_ != 0 ? pending_ : left < record_bytes_max ? left : record_bytes_max;
+    size_t written = 0;
+    ERR_clear_error();
+    if (!is_broken_ && SSL_write_ex(ssl_, gather(parts, count, done, bytes), bytes, &written) == 1) {
+      pending_ = 0;
+      done += written;
+      // A key is good for 2^24 records; this side's are changed long before, whatever the other does.
+      if (++records_ % rekey_records_ == 0) SSL_key_update(ssl_, SSL_KEY_UPDATE_NOT_REQUESTED);
+      continue;
+    }
+    const int error = is_broken_ ? SSL_ERROR_SSL : SSL_get_error(ssl_, 0);
+    if (error == SSL_ERROR_WANT_WRITE || error == SSL_ERROR_WANT_READ) {
+      pending_ = bytes;
+      if (done != 0) break;
+      errno = EAGAIN;
+      return -1;
+    }
+    is_broken_ |= error == SSL_ERROR_SSL;
+    if (done != 0) break;
+    ERR_clear_error();
+    errno = EPIPE;
+    return -1;
+  }
+  return static_cast<ssize_t>(done);
+}
+
+void TlsChannel::finish() {
+  ERR_clear_error();
+  if (pending_ == 0 && !is_broken_) SSL_shutdown(ssl_);
+  ERR_clear_error();
+  shutdown(wire_.socket.get(), SHUT_WR);
+}
+
+}  // namespace unisono::engine

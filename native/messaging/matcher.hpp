@@ -1,0 +1,111 @@
+// Matching: posted receives meet arrived messages by (context, source, tag), first come first served.
+//
+// Knows patterns and order, and is the native twin of unisono/messaging/matching.py. Does not know bytes, links or locks.
+// No call takes memory but `queue`'s and `post`'s rare growth of the table.
+
+#pragma once
+
+#include <vector>
+
+#include "messaging/message.hpp"
+
+namespace unisono::engine {
+
+class Matcher {
+ public:
+  Matcher() : buckets_(64) {}
+
+  // The first that a message would meet; it stays posted.
+  Receive* find_posted(const Envelope& envelope) const {
+    Receive* exact = buckets_[index(envelope.context, envelope.source, envelope.tag)].posted.front();
+    while (exact != nullptr && !exact->meets(envelope)) exact = Posted::next(*exact);
+    if (wild_.empty()) [[likely]] return exact;
+    Receive* wild = wild_.front();
+    while (wild != nullptr && !wild->meets(envelope)) wild = Posted::next(*wild);
+    if (wild == nullptr || (exact != nullptr && exact->number < wild->number)) return exact;
+    return wild;
+  }
+
+  // The first that a receive would meet; it stays queued.
+  Arrived* find_arrived(const Receive& receive) const {
+    if (order_.empty()) [[likely]] return nullptr;
+    if (!receive.is_wild()) {
+      Arrived* a = buckets_[index(receive.context, receive.source, receive.tag)].arrived.front();
+      while (a != nullptr && !receive.meets(a->envelope)) a = InBucket::next(*a);
+      return a;
+    }
+    Arrived* a = order_.front();
+    while (a != nullptr && !receive.meets(a->envelope)) a = InOrder::next(*a);
+    return a;
+  }
+
+  void post(Receive& receive) {
+    receive.number = ++numbers_;
+    shelf(receive).push_back(receive);
+    ++posted_;
+    grow_if_crowded();
+  }
+  // Let it wait again, at its old place in the line.
+  void repost(Receive& receive) {
+    Posted& line = shelf(receive);
+    Receive* later = line.front();
+    while (later != nullptr && later->number < receive.number) later = Posted::next(*later);
+    if (later != nullptr)
+      line.insert_before(*later, receive);
+    else
+      line.push_back(receive);
+    ++posted_;
+  }
+  void withdraw(Receive& receive) {
+    shelf(receive).remove(receive);
+    --posted_;
+  }
+  void queue(Arrived& message) {
+    message.number = message.envelope.arrival = ++numbers_;
+    bucket(message.envelope).arrived.push_back(message);
+    order_.push_back(message);
+    grow_if_crowded();
+  }
+  void take(Arrived& message) {
+    bucket(message.envelope).arrived.remove(message);
+    order_.remove(message);
+  }
+
+  uint64_t newest() const { return numbers_; }
+  bool is_empty() const { return posted_ == 0 && order_.empty(); }
+  Arrived* first_arrived() const { return order_.front(); }
+  static Arrived* next_arrived(const Arrived& a) { return InOrder::next(a); }
+  // Every waiting receive, in no order; those that a visit ends are posted again by nobody meanwhile.
+  std::vector<Receive*> all_posted() const;
+
+ private:
+  using Posted = Chain<Receive, &Receive::hook>;
+  using InBucket = Chain<Arrived, &Arrived::in_bucket>;
+  using InOrder = Chain<Arrived, &Arrived::in_order>;
+  struct Bucket {
+    Posted posted;
+    InBucket arrived;
+  };
+
+  size_t index(uint64_t context, std::int32_t source, uint64_t tag) const {
+    uint64_t x = context * 0x9e3779b97f4a7c15u ^ (tag + static_cast<uint32_t>(source) * 0x100000001b3u);
+    x = (x ^ x >> 32) * 0xd6e8feb86659fd93u;
+    return (x ^ x >> 32) & (buckets_.size() - 1);
+  }
+  Bucket& bucket(const Envelope& e) { return buckets_[index(e.context, e.source, e.tag)]; }
+  Posted& shelf(const Receive& r) {
+    return r.is_wild() ? wild_ : buckets_[index(r.context, r.source, r.tag)].posted;
+  }
+  void grow_if_crowded() {
+    if (posted_ + order_.size() > 4 * buckets_.size()) [[unlikely]] grow();
+  }
+  void grow();
+
+  std::vector<Bucket> buckets_;
+  Posted wild_;
+  InOrder order_;
+  size_t posted_ = 0;
+  uint64_t numbers_ = 0;
+};
+
+}  // namespace unisono::engine

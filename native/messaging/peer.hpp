@@ -1,0 +1,256 @@
+// A peer: the protocol spoken with one rank, whatever the link.
+//
+// Knows credit, tickets, offers and what every frame causes. Does not know rings or sockets. It is the engine's
+// state for a rank, so it is only touched with the engine's lock held.
+
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "wire/header_table.hpp"
+#include "messaging/inbox.hpp"
+#include "link/link.hpp"
+#include "messaging/message.hpp"
+
+namespace unisono::engine {
+
+struct Settings {
+  uint64_t eager_bytes = 16 * 1024;
+  uint64_t eager_credit_bytes = 256 * 1024;
+  // Of the control lane, of messages that are news or frames of calls, and to oneself: contract.py.
+  uint64_t control_eager_bytes = 16 * 1024;
+  uint64_t control_credit_bytes = 1600 * 1024;
+  uint64_t control_bytes_max = 256 * 1024;
+  uint64_t own_credit_bytes = 64 * 1024 * 1024;
+  uint64_t message_bytes_max = uint64_t{1} << 40;
+  uint64_t recv_bytes_max = uint64_t{1} << 30;  // of a receive that takes the message's own length
+  std::int64_t silence_ns = 5 * second / 2;
+  bool shm = true;
+  bool checksum = true;     // between hosts, without TLS
+  bool tls = false;         // on all connections by TCP
+  uint64_t rekey_records = uint64_t{1} << 22;  // after so many records a sender takes a new key
+  bool neighbours = false;  // open control links to ranks +-2^k at once
+  bool direct_read = true;  // read the peer's memory where the system allows it
+  std::string bind = "127.0.0.1";
+  uint16_t port = 0;
+  std::string host;  // an id of one's own instead of the machine's
+};
+
+// Who seems to be starved has so many times as long: a minute, as long as somebody may hold the GIL.
+inline constexpr std::int64_t starved_silences_max = 24;
+// Longer is no silence: every multiple of this fits 64 bits. config.py has the same.
+inline constexpr std::int64_t silence_ns_max = 1'000'000 * second;
+
+// What peers need to reach a rank.
+struct Card {
+  std::string host;
+  std::string unix_path;  // empty: no shared memory
+  std::string address;
+  uint16_t port = 0;
+  std::int32_t pid = 0;  // 0: unknown
+};
+
+class Peer;
+
+// What the engine does for its peers.
+class Surroundings {
+ public:
+  virtual ~Surroundings() = default;
+  virtual void open_link(Peer& peer) = 0;
+  virtual void start_reading(Incoming& offer) = 0;
+  virtual void stop_reading(Incoming& offer) = 0;
+  // A peer says that a rank is gone.
+  virtual void on_news(uint64_t rank, std::string cause, bool left) = 0;
+
+  Settings settings;
+  Inbox inbox;
+};
+
+// A ticket names a message on both sides of a link: the index of its place, and how often the place was used.
+inline size_t index_of(uint64_t ticket) { return ticket & 0xffffffff; }
+inline constexpr size_t tickets_max = 65536;  // contract.OFFERS_MAX
+// Answers that a peer has not taken: three for each offer that it may have made (queued, accept, done), and some credit.
+inline constexpr size_t notes_max = 4 * tickets_max;
+
+// A message offered by a peer, or one whose arrival it wants confirmed.
+struct Incoming {
+  enum class State : uint8_t { none, queued, waiting, reading, streaming };
+  State state = State::none;
+  Lane lane = Lane::bulk;
+  Peer* peer = nullptr;
+  Receive* receive = nullptr;
+  Arrived* arrived = nullptr;
+  uint64_t ticket = 0;
+  uint64_t address = 0;
+  uint64_t nbytes = 0;
+  uint64_t received = 0;
+  Help* help = nullptr;  // its sender may copy a part
+  Send* own = nullptr;   // of a message to oneself, if its sender waits
+  Hook<Incoming> hook;
+};
+
+class Peer {
+ public:
+  enum class State : uint8_t { unopened, opening, open, down };
+
+  Peer(Surroundings& around, std::int32_t rank, bool is_self) : rank(rank), around_(around), is_self_(is_self) {}
+
+  const std::int32_t rank;
+  State state = State::unopened;
+  Card card;
+  bool is_same_host = false;
+  std::string cause;  // why it is down
+  bool left = false;
+  bool is_rumoured = false;  // others say that it is gone, and `cause` why; but a greeting with it is under way
+  // For so long nothing was heard of it, and nothing came by its link, by the looks that the judge could take.
+  std::int64_t silent_ns = 0;
+  std::int64_t stalled_ns = 0;
+  std::string verdict;  // it has given us up, and why: its link ends
+  std::unique_ptr<Link> link;
+
+  void on_open(std::unique_ptr<Link> opened);
+
+  // -- sending
+  void send(Send& send);
+  // Take it back before it was met. True if it ended as withdrawn here and now.
+  bool cancel(Send& send);
+  // Put what waits on the link. True if something moved.
+  bool flush();
+  bool has_backlog() const { return backlog_ != 0; }
+  // Nothing is on its way: what is left waits for a receive that nobody may ever post.
+  bool is_flushed() const { return backlog_ == 0 && own_copies_ == 0 && are_offers_settled(); }
+  // Copy a part of what was offered, if the receiver is at it. True if there was one.
+  bool help(size_t piece_bytes);
+  void tell_down(std::int32_t gone, const std::string& cause, Fate fate);
+  // Tell it, if it can still be told, that we hang up on it, and why.
+  void give_up_on(const std::string& cause);
+  // It is on this host, and could run if it were let. By a socket that cannot be told from who computes and is cut off:
+  // so there is an end to it.
+  bool is_starved() const {
+    return is_same_host && card.pid > 0 && silent_ns < starved_silences_max * around_.settings.silence_ns &&
+           engine::is_starved(card.pid);
+  }
+
+  // -- receiving
+  // A frame came whole; its lengths were checked against its place. Returns what is wrong with it, or nullptr.
+  const char* on_frame(const Head& head, const byte* body, Lane lane);
+  // For links that bring data straight to its place: whose it is, or nullptr with what is wrong.
+  Incoming* data_for(const Head& head, const char*& fault);
+  // Whether data of offers that we accepted is to come.
+  bool awaits_data() const { return awaited_ != 0; }
+  // Whether the peer owes us an answer to an offer.
+  bool awaits_answer() const { return free_tickets_.size() != tickets_.size(); }
+  // Bytes are in their place. Ends the receive with the last.
+  void on_data(Incoming& offer, size_t bytes);
+
+  Incoming& incoming_of(uint64_t ticket) { return incoming_[index_of(ticket)]; }
+  // Make sure that an offer's sender does not take it back any more.
+  bool claim(Incoming& offer);
+  // An offer was taken back, and nobody knows of it any more.
+  void drop(Incoming& offer);
+  // The same for a message that waits in the inbox.
+  void take_back(Incoming& offer);
+  void begin(Incoming& offer, Receive& receive, Meeting meeting);
+  // There is memory now for a receive that said `later`.
+  void supply(Incoming& offer);
+  // There will be none: the message counts as met, and its bytes are lost.
+  void give_up(Incoming& offer);
+  // Read one piece of an offer from the sender's memory; `scratch` serves receives without a place.
+  // Returns what went wrong, or nullptr.
+  const char* read_piece(Incoming& offer, byte* scratch, size_t scratch_bytes, size_t piece_bytes);
+  // A message that waited has met its receive: give its credit back, tell who wants to know.
+  void on_met(const Arrived& message);
+  // A message to oneself has left the queue for its receive. False if it is short, and to be copied at once; else it is
+  // copied in pieces, and both end with the last.
+  bool begin_own(Arrived& message, Receive& receive);
+
+  // A message that waited will never be received: give its credit back.
+  void on_dropped(const Arrived& message);
+
+  // -- ending
+  // End everything that needs this peer.
+  void end_all(Outcome outcome);
+  void say_goodbye();
+
+ private:
+  struct Note {
+    Lane lane;
+    Head head;
+    std::string text;
+  };
+  struct Ticket {
+    Send* send = nullptr;
+    uint32_t uses = 0;
+    bool is_taken = false;
+  };
+
+  uint64_t cost(uint64_t nbytes) const { return nbytes + line_bytes; }  // contract.ENVELOPE_BYTES
+  uint64_t credit_of(Lane lane) const;
+  bool start(Send& send);
+  bool take_ticket(Send& send);
+  void free_ticket(uint64_t ticket);
+  Ticket* ticket_of(uint64_t ticket);
+  bool are_offers_settled() const;
+  static bool change(std::atomic<uint32_t>& word, Offer to);
+  void set_queued(Incoming& offer);
+  void ask_for_data(Incoming& offer);
+  // Undo a match: the sender takes its offer back, and the receive waits for another message.
+  void part(Incoming& offer);
+  void note(Lane lane, Kind kind, uint64_t context, uint8_t dtype = 0, uint64_t nbytes = 0, std::string text = {});
+  bool put_note(const Note& note);
+  void return_credit(Lane lane, uint64_t bytes);
+  void send_to_self(Send& send);
+  // Whether a message to oneself is copied, or waits where it is for its receive. The first may have any length.
+  bool may_keep_own(uint64_t nbytes) const;
+  // Copy in pieces to the receive's place, or without a receive to the message's own copy.
+  void start_copy(const byte* from, uint64_t nbytes, Receive* receive, Arrived* message, Send* send);
+  void copy_piece(Incoming& copy, size_t scratch_bytes, size_t piece_bytes);
+  void end_copy(Incoming& copy, Outcome outcome);
+  // Its bytes are wanted elsewhere, or not at all: forget what was copied.
+  void stop_keeping(Arrived& message);
+  bool flush_streams();
+  void leave_offers(Send& send);
+  // Read a part of an offer whose sender helps.
+  const char* read_part(Incoming& offer, size_t piece_bytes);
+  // Still the same process, and it did not take us for dead meanwhile: then these were its bytes. Else with the
+  // fault, or none if it is gone, which will be noticed.
+  bool confirm(Incoming& offer, const char*& fault);
+  // Every byte of an offer is in its place.
+  void finish_reading(Incoming& offer);
+  // Nobody writes to its place any more.
+  void fence(Incoming& offer);
+
+  const char* on_message(const Head& head, const byte* body, Lane lane);
+  const char* on_accept(const Head& head);
+  const char* on_done(const Head& head);
+  const char* on_withdraw(const Head& head);
+
+  using Queue = Chain<Send, &Send::hook>;
+
+  Surroundings& around_;
+  const bool is_self_;
+  size_t awaited_ = 0;  // offers in state streaming
+  size_t backlog_ = 0;  // notes, queued sends and streams
+  size_t own_copies_ = 0;  // of long messages to oneself, under way
+  uint64_t eager_max_[lane_count] = {};
+  uint64_t final_max_[lane_count] = {};  // of those that are sure to be received
+  Queue queued_[lane_count];
+  Queue streams_;
+  Queue offers_;  // long ones, which the peer may be reading
+  std::deque<Note> notes_;
+  std::vector<Ticket> tickets_;
+  std::vector<uint32_t> free_tickets_;
+  // By ticket of the peer, and of oneself in any order; a deque, because elements must not move.
+  std::deque<Incoming> incoming_;
+  HeaderTable headers_sent_[lane_count];
+  HeaderTable headers_came_[lane_count];
+  uint64_t credit_used_[lane_count] = {};  // of ours with the peer
+  uint64_t credit_held_[lane_count] = {};  // of the peer's with us
+  uint64_t credit_due_[lane_count] = {};   // met, and not yet given back
+};
+
+}  // namespace unisono::engine

@@ -1,0 +1,535 @@
+// The engine as a Python class. Checks every argument, converts what ended into tuples, and decides when the GIL is
+// let go. Does not know what messages are for.
+//
+// The order of locks: the GIL, then the engine's. No Python object is made or dropped with the engine's lock held,
+// because that may run any Python code; the engine's own thread never takes the GIL.
+
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <nanobind/stl/tuple.h>
+
+#include <cmath>
+#include <optional>
+
+#include "python/bind.hpp"
+#include "kernels/isa.hpp"
+#include "engine/completion_queue.hpp"
+#include "engine/engine.hpp"
+#include "engine/pingpong.hpp"
+#include "collective/run.hpp"
+
+namespace nb = nanobind;
+
+namespace unisono {
+namespace {
+
+using namespace engine;
+
+struct ForkedError : std::runtime_error {
+  ForkedError() : std::runtime_error("this engine belongs to the parent process: make a new one after fork") {}
+};
+
+using CardTuple = std::tuple<std::string, std::string, std::string, uint16_t, std::int32_t>;
+
+std::int64_t in_ns(double seconds) {
+  return seconds >= 1e9 ? std::int64_t{1'000'000'000} * second : seconds > 0 ? std::llround(seconds * 1e9) : 0;
+}
+
+// The address and length of a contiguous buffer. Its owner is kept by the caller until the operation has ended.
+class View {
+ public:
+  View(nb::handle owner, int flags) {
+    if (PyObject_GetBuffer(owner.ptr(), &view_, flags) != 0) throw nb::python_error();
+  }
+  ~View() { PyBuffer_Release(&view_); }
+  View(const View&) = delete;
+  View& operator=(const View&) = delete;
+  byte* data() const { return static_cast<byte*>(view_.buf); }
+  uint64_t size() const { return static_cast<uint64_t>(view_.len); }
+
+ private:
+  Py_buffer view_;
+};
+
+// A program as Python holds it. Runs share what is inside: to let go of that never needs the GIL.
+struct PyProgram {
+  std::shared_ptr<const Program> program;
+};
+
+class PyEngine {
+ public:
+  PyEngine(std::int32_t rank, std::int32_t size, const std::string& directory, nb::bytes secret, const Settings& settings)
+      : engine_(rank, size, directory, std::string(secret.c_str(), secret.size()), settings), desk_(engine_) {}
+  ~PyEngine() {
+    // Before the desk: the engine ends operations that are the desk's.
+    const Away release;
+    engine_.close(0);
+  }
+  PyEngine(const PyEngine&) = delete;
+  PyEngine& operator=(const PyEngine&) = delete;
+
+  CardTuple card() const {
+    const Card c = engine_.card();
+    return {c.host, c.unix_path, c.address, c.port, c.pid};
+  }
+
+  void connect(const std::vector<CardTuple>& tuples) {
+    check();
+    std::vector<Card> cards;
+    for (const auto& [host, path, address, port, pid] : tuples) cards.push_back({host, path, address, port, pid});
+    if (cards.size() != static_cast<size_t>(engine_.size)) throw nb::value_error("allowed: one card per rank");
+    const Hold held = engine_.hold();
+    engine_.connect(cards);
+  }
+
+  void secure(const std::vector<std::string>& names, nb::bytes key, nb::bytes certificate, nb::bytes authority) {
+    check();
+    const auto text = [](nb::bytes& given) { return std::string(given.c_str(), given.size()); };
+    TlsMaterial material{text(key), text(certificate), text(authority), names};
+    const Hold held = engine_.hold();
+    engine_.secure(material);
+  }
+
+  // The handle of a send under way; 0 if it is done; the negative outcome if it failed.
+  std::int64_t send(uint64_t id, std::int32_t dst, uint64_t context, uint64_t tag, nb::handle data, uint8_t dtype,
+                    nb::bytes header, uint8_t lane, bool sync) {
+    check();
+    check_rank(dst);
+    if (header.size() > header_bytes_max) throw nb::value_error("the header is too long");
+    if (lane >= lane_count) throw nb::value_error("no such lane");
+    const View view(data, PyBUF_SIMPLE);
+    const Hold held = engine_.hold();
+    SendOperation& op = desk_.make_send();
+    op.id = id;
+    op.context = context;
+    op.tag = tag;
+    op.data = view.data();
+    op.nbytes = view.size();
+    op.header_held.assign(header.c_str(), header.size());
+    op.header = reinterpret_cast<const byte*>(op.header_held.data());
+    op.header_bytes = static_cast<uint16_t>(header.size());
+    op.dtype = dtype;
+    op.lane = static_cast<Lane>(lane);
+    op.sync = sync;
+    const bool is_open = desk_.start(op, dst);
+    if (is_open && op.phase != Operation::Phase::ended) return static_cast<std::int64_t>(op.handle);
+    const Outcome outcome = is_open ? op.outcome : Outcome::closed;
+    desk_.recycle(op);
+    return -static_cast<std::int64_t>(outcome);
+  }
+
+  // The handle of a receive under way, or what it ended with.
+  nb::object receive(uint64_t id, std::int32_t src, uint64_t context, std::int64_t tag, nb::handle into, uint8_t dtype,
+                     bool in_order) {
+    check();
+    std::optional<View> view;
+    if (!into.is_none()) view.emplace(into, PyBUF_WRITABLE);
+    return start(id, src, context, tag, [&](ReceiveOperation& op) {
+      op.into = view ? view->data() : nullptr;
+      op.capacity = view ? view->size() : 0;
+      op.is_open_ended = !view;
+      op.is_probe = false;
+      op.in_order = in_order;
+      op.dtype = dtype;
+    });
+  }
+
+  nb::object probe(uint64_t id, std::int32_t src, uint64_t context, std::int64_t tag) {
+    check();
+    return start(id, src, context, tag, [](ReceiveOperation& op) {
+      op.into = nullptr;
+      op.is_open_ended = op.in_order = false;
+      op.is_probe = true;
+    });
+  }
+
+  // The handle of a run under way, or what it ended with. `op` is negative for a program that reduces nothing.
+  nb::object run(uint64_t id, const PyProgram& given, uint64_t context, uint64_t tag, uint8_t dtype,
+                 std::int32_t op, nb::handle in, nb::handle out, nb::bytes header, size_t window) {
+    check();
+    const std::shared_ptr<const Program>& program = given.program;
+    for (const Line& line : program->lines) check_rank(line.peer);
+    if (dtype >= dtype_count || op >= static_cast<std::int32_t>(op_count)) throw nb::value_error("no such dtype or op");
+    if (header.size() > header_bytes_max) throw nb::value_error("the header is too long");
+    Stage stage;
+    stage.context = context;
+    stage.tag = tag;
+    stage.dtype = dtype;
+    stage.itemsize = itemsizes[dtype];
+    stage.kernel = op < 0 ? nullptr : active_kernels().reduce[dtype][op];
+    stage.window = window > 0 ? window : 1;
+    if (program->reduces && stage.kernel == nullptr) throw nb::value_error("the operation is not defined for the dtype");
+    std::optional<View> in_view, out_view;
+    stage.in = buffer_of(*program, Buffer::in, in, PyBUF_SIMPLE, stage.itemsize, in_view);
+    stage.out = buffer_of(*program, Buffer::out, out, PyBUF_WRITABLE, stage.itemsize, out_view);
+    Run* run;
+    {
+      const Hold held = engine_.hold();
+      run = &desk_.make_run();
+      run->id = id;
+      run->header = std::make_shared<const std::string>(header.c_str(), header.size());
+      desk_.start(*run, [&] { run->begin(program, stage); });
+      if (run->phase != Operation::Phase::ended || run->is_news) return nb::int_(run->handle);
+    }
+    nb::object result = tuple_of(*run);
+    const Hold held = engine_.hold();
+    desk_.recycle(*run);
+    return result;
+  }
+
+  // Follow a run that somebody watched until now: its handle, and then its end is told, or how it ended.
+  nb::object adopt(uint64_t id, std::int64_t handle) {
+    Run* run;
+    {
+      const Hold held = engine_.hold();
+      run = desk_.watched(static_cast<uint64_t>(handle));
+      if (run == nullptr) throw nb::value_error("no such run");
+      if (desk_.unwatch(*run, id)) return nb::int_(handle);
+    }
+    nb::object result = tuple_of(*run);
+    const Hold held = engine_.hold();
+    desk_.recycle(*run);
+    return result;
+  }
+
+  Desk& desk() { return desk_; }
+
+  // The ranks that a run waits for now.
+  std::vector<std::int32_t> awaited(std::int64_t handle) {
+    const Hold held = engine_.hold();
+    const Run* run = desk_.run_of(static_cast<uint64_t>(handle));
+    return run != nullptr ? run->awaited() : std::vector<std::int32_t>();
+  }
+
+  bool cancel(std::int64_t handle) {
+    check();
+    const Hold held = engine_.hold();
+    return desk_.cancel(static_cast<uint64_t>(handle));
+  }
+
+  // News, if this thread is to tell it; then it goes on with `more` until that is empty.
+  nb::list wait(double timeout, uint64_t pokes_seen, bool is_teller) {
+    check();
+    return news(!is_teller, [&](Hold& held) {
+      desk_.wait(held, timeout >= 1e8 ? never : now_ns() + in_ns(timeout), pokes_seen, is_teller);
+      return !desk_.is_empty() && (is_teller || desk_.begin_telling());
+    });
+  }
+
+  nb::list pump(double timeout) {
+    check();
+    return news(true, [&](Hold& held) {
+      desk_.wait_as_pump(held, now_ns() + in_ns(timeout));
+      return !desk_.is_empty() && desk_.begin_telling();
+    });
+  }
+
+  // Further news for the one who tells; `is_last` ends the telling if there is none.
+  nb::list more(bool is_last) {
+    return news(is_last, [&](Hold&) { return is_last ? !desk_.end_telling() : !desk_.is_empty(); });
+  }
+
+  void overlook(uint64_t context) {
+    const Hold held = engine_.hold();
+    engine_.inbox.overlook(context);
+  }
+
+  void end_context(uint64_t context) {
+    if (engine_.is_forked()) return;
+    const Hold held = engine_.hold();
+    engine_.inbox.end_context(context);
+  }
+
+  uint64_t pokes() {
+    const Hold held = engine_.hold();
+    return desk_.pokes();
+  }
+  void poke() {
+    if (engine_.is_forked()) return;
+    const Hold held = engine_.hold();
+    desk_.poke();
+  }
+
+  void close(double flush_s) {
+    if (engine_.is_forked()) return;
+    const Away release;
+    engine_.close(in_ns(flush_s));
+  }
+
+  bool is_forked() const { return engine_.is_forked(); }
+  uint64_t refused() {
+    const Hold held = engine_.hold();
+    return engine_.refused();
+  }
+  std::vector<std::string> take_refusals() {
+    if (engine_.is_forked()) return {};
+    const Hold held = engine_.hold();
+    return engine_.take_refusals();
+  }
+
+  std::tuple<std::string, bool> down_of(std::int32_t rank) {
+    check_rank(rank);
+    const Hold held = engine_.hold();
+    return {engine_.peer(rank).cause, engine_.peer(rank).left};
+  }
+
+  std::vector<std::string> links() {
+    const Hold held = engine_.hold();
+    std::vector<std::string> names;
+    for (std::int32_t r = 0; r < engine_.size; ++r) {
+      const Peer& peer = engine_.peer(r);
+      const char* state[] = {"unopened", "opening", "", "down"};
+      if (r == engine_.rank)
+        names.emplace_back("self");
+      else if (peer.state == Peer::State::open && peer.link != nullptr)
+        names.push_back(std::string(peer.link->name()) + (peer.link->can_read() ? "+read" : ""));
+      else
+        names.emplace_back(state[static_cast<size_t>(peer.state)]);
+    }
+    return names;
+  }
+
+  double ping(std::int32_t peer, size_t nbytes, int rounds, bool is_first) {
+    check();
+    check_rank(peer);
+    const Away release;
+    return ping_pong(engine_, peer, nbytes, rounds, is_first);
+  }
+
+ private:
+  void check() const {
+    if (engine_.is_forked()) [[unlikely]] throw ForkedError();
+  }
+  void check_rank(std::int32_t rank) const {
+    if (rank < 0 || rank >= engine_.size) throw nb::value_error("no such rank");
+  }
+
+  static byte* buffer_of(const Program& program, Buffer which, nb::handle given, int flags, uint64_t itemsize,
+                         std::optional<View>& view) {
+    const uint64_t count = program.counts[static_cast<size_t>(which)];
+    if (count == 0) return nullptr;
+    view.emplace(given, flags);
+    if (view->size() / itemsize != count || view->size() % itemsize != 0)
+      throw nb::value_error("a buffer has another length than the program says");
+    return view->data();
+  }
+
+  template <class Prepare>
+  nb::object start(uint64_t id, std::int32_t src, uint64_t context, std::int64_t tag, Prepare prepare) {
+    if (src != any_source) check_rank(src);
+    ReceiveOperation* op;
+    {
+      const Hold held = engine_.hold();
+      op = &desk_.make_receive();
+      op->id = id;
+      op->source = src;
+      op->context = context;
+      op->tag = static_cast<uint64_t>(tag);
+      op->any_tag = tag < 0;
+      prepare(*op);
+      if (!desk_.start(*op)) {
+        op->outcome = Outcome::closed;
+        op->phase = Operation::Phase::ended;
+      }
+      if (op->phase != Operation::Phase::ended || op->is_news) return nb::int_(op->handle);
+    }
+    nb::object result = tuple_of(*op);
+    const Hold held = engine_.hold();
+    desk_.recycle(*op);
+    return result;
+  }
+
+  // `is_whole`: nothing to tell means that the telling has ended.
+  template <class May>
+  nb::list news(bool is_whole, May may_tell) {
+    nb::list result;
+    if (!take_news(result, may_tell) || !is_whole) return result;
+    // All it did was to give memory to operations: there is nothing to tell yet.
+    while (result.size() == 0 && take_news(result, [this](Hold&) { return !desk_.end_telling(); })) continue;
+    return result;
+  }
+
+  template <class May>
+  bool take_news(nb::list& result, May may_tell) {
+    std::vector<Desk::News> taken;
+    {
+      const Away release;
+      Hold held = engine_.hold();
+      if (!may_tell(held)) return false;
+      taken = desk_.take();
+      for (Desk::News& one : taken)
+        if (one.operation != nullptr) one.operation->is_news = false;
+    }
+    std::vector<Operation*> ended;
+    for (Desk::News& one : taken) {
+      if (one.operation == nullptr) {
+        if (const Desk::Unmet* const u = one.unmet.get(); u != nullptr)
+          result.append(nb::make_tuple(-2, u->context, u->source, u->sequence, nb::bytes(u->header.data(), u->header.size())));
+        else
+          result.append(nb::make_tuple(-1, one.down.rank, one.down.cause, one.down.left));
+      } else if (one.operation->phase == Operation::Phase::ended) {
+        result.append(tuple_of(*one.operation));
+        ended.push_back(one.operation);
+      } else {
+        bring_memory(static_cast<ReceiveOperation&>(*one.operation));
+      }
+    }
+    if (ended.empty()) return true;
+    const Hold held = engine_.hold();
+    for (Operation* op : ended) desk_.recycle(*op);
+    return true;
+  }
+
+  // A message of unknown length waits at its sender: give it memory that Python will own. The engine may take the
+  // offer back, or find another, whenever its lock is not held: so the memory is for one wish and no other.
+  void bring_memory(ReceiveOperation& op) {
+    uint64_t wish, nbytes;
+    {
+      const Hold held = engine_.hold();
+      if (!op.needs_memory) return;
+      wish = op.wishes;
+      nbytes = op.met.nbytes;
+    }
+    PyObject* memory = PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(nbytes));
+    if (memory == nullptr) PyErr_Clear();
+    byte* at = memory != nullptr ? reinterpret_cast<byte*>(PyByteArray_AsString(memory)) : nullptr;
+    PyObject* unused = memory;
+    {
+      const Hold held = engine_.hold();
+      if (op.needs_memory && op.wishes == wish) {
+        op.needs_memory = false;
+        if (at == nullptr) {
+          engine_.give_up(op);
+        } else {
+          unused = static_cast<PyObject*>(std::exchange(op.owner, memory));  // of an offer that was taken back
+          op.into = at;
+          engine_.supply(op);
+        }
+      }
+    }
+    Py_XDECREF(unused);
+  }
+
+  // (id, outcome, envelope or None, data or None)
+  static nb::object tuple_of(Operation& op) {
+    const int outcome = static_cast<int>(op.outcome);
+    if (op.is_run) {
+      const auto& run = static_cast<Run&>(op);
+      if (op.outcome == Outcome::done) return nb::make_tuple(op.id, outcome);
+      const Run::Failure& f = run.failure;
+      return nb::make_tuple(op.id, outcome, nb::make_tuple(f.peer, f.is_header, f.came, f.awaited,
+                                                           nb::bytes(f.header.data(), f.header.size())));
+    }
+    if (!op.is_receive) return nb::make_tuple(op.id, outcome, nb::none(), nb::none());
+    auto& receive = static_cast<ReceiveOperation&>(op);
+    nb::object data = nb::none();
+    nb::object owner = nb::steal(static_cast<PyObject*>(std::exchange(receive.owner, nullptr)));
+    if (owner.is_valid() && receive.into == reinterpret_cast<byte*>(PyByteArray_AsString(owner.ptr())))
+      data = owner;
+    else if (receive.is_open_ended && op.outcome == Outcome::done)
+      data = nb::bytes(reinterpret_cast<const char*>(receive.own.get()), receive.own != nullptr ? receive.met.nbytes : 0);
+    if (!receive.has_met || (op.outcome != Outcome::done && op.outcome != Outcome::refused))
+      return nb::make_tuple(op.id, outcome, nb::none(), data);
+    const Envelope& e = receive.met;
+    return nb::make_tuple(op.id, outcome,
+                          nb::make_tuple(e.source, e.context, e.tag, e.nbytes, e.dtype,
+                                         nb::bytes(receive.header_held.data(), receive.header_held.size())),
+                          data);
+  }
+
+  Engine engine_;
+  Desk desk_;
+};
+
+}  // namespace
+
+engine::Desk& desk_of(nb::handle engine) { return nb::cast<PyEngine&>(engine).desk(); }
+
+std::shared_ptr<const engine::Program> program_of(nb::handle program) {
+  return nb::cast<PyProgram&>(program).program;
+}
+
+void bind_engine(nb::module_& m) {
+  nb::class_<PyProgram>(m, "Program")
+      .def(
+          "__init__",
+          [](PyProgram* self, const std::vector<Program::Row>& pieces, const std::vector<std::vector<uint32_t>>& before,
+             const std::array<std::int64_t, buffer_count>& lengths, std::int32_t ranks) {
+            new (self) PyProgram{std::make_shared<const Program>(pieces, before, lengths, ranks)};
+          },
+          nb::arg("pieces"), nb::arg("before"), nb::arg("lengths"), nb::arg("ranks"));
+  nb::exception<ForkedError>(m, "ForkedError", PyExc_RuntimeError);
+  nb::class_<PyEngine>(m, "Engine")
+      .def(
+          "__init__",
+          [](PyEngine* self, std::int32_t rank, std::int32_t size, const std::string& directory, nb::bytes secret,
+             uint64_t eager_bytes, uint64_t eager_credit_bytes, uint64_t message_bytes_max,
+             uint64_t recv_bytes_max, uint64_t control_eager_bytes, uint64_t control_credit_bytes,
+             uint64_t control_bytes_max, uint64_t own_credit_bytes, double silence_s, bool shm,
+             bool checksum, bool neighbours, bool direct_read, const std::string& bind, uint16_t port,
+             const std::string& host, bool tls, uint64_t rekey_records) {
+            if (rekey_records == 0) throw nb::value_error("rekey_records: allowed: at least 1");
+            Settings settings;
+            settings.eager_bytes = eager_bytes;
+            settings.eager_credit_bytes = eager_credit_bytes;
+            settings.message_bytes_max = message_bytes_max;
+            settings.recv_bytes_max = recv_bytes_max;
+            settings.control_eager_bytes = control_eager_bytes;
+            settings.control_credit_bytes = control_credit_bytes;
+            settings.control_bytes_max = control_bytes_max;
+            settings.own_credit_bytes = own_credit_bytes;
+            settings.silence_ns = in_ns(silence_s);
+            settings.shm = shm;
+            settings.checksum = checksum;
+            settings.neighbours = neighbours;
+            settings.direct_read = direct_read;
+            settings.bind = bind;
+            settings.port = port;
+            settings.host = host;
+            settings.tls = tls;
+            settings.rekey_records = rekey_records;
+            new (self) PyEngine(rank, size, directory, secret, settings);
+          },
+          nb::arg("rank"), nb::arg("size"), nb::arg("directory"), nb::arg("secret"), nb::kw_only(),
+          nb::arg("eager_bytes") = 16 * 1024, nb::arg("eager_credit_bytes") = 256 * 1024,
+          nb::arg("message_bytes_max") = uint64_t{1} << 40,
+          nb::arg("recv_bytes_max") = uint64_t{1} << 30,
+          nb::arg("control_eager_bytes") = Settings().control_eager_bytes,
+          nb::arg("control_credit_bytes") = Settings().control_credit_bytes,
+          nb::arg("control_bytes_max") = Settings().control_bytes_max,
+          nb::arg("own_credit_bytes") = Settings().own_credit_bytes, nb::arg("silence_s") = 2.5, nb::arg("shm") = true,
+          nb::arg("checksum") = true, nb::arg("neighbours") = false, nb::arg("direct_read") = true,
+          nb::arg("bind") = "127.0.0.1", nb::arg("port") = 0, nb::arg("host") = "",
+          nb::arg("tls") = false, nb::arg("rekey_records") = Settings().rekey_records)
+      .def("card", &PyEngine::card)
+      .def("secure", &PyEngine::secure, nb::arg("names"), nb::arg("key"), nb::arg("certificate"), nb::arg("authority"))
+      .def("connect", &PyEngine::connect, nb::arg("cards"))
+      .def("send", &PyEngine::send)
+      .def("receive", &PyEngine::receive, nb::arg("id"), nb::arg("src"), nb::arg("context"), nb::arg("tag"),
+           nb::arg("into").none(), nb::arg("dtype"), nb::arg("in_order"))
+      .def("probe", &PyEngine::probe)
+      .def("cancel", &PyEngine::cancel)
+      .def("run", &PyEngine::run, nb::arg("id"), nb::arg("program"), nb::arg("context"), nb::arg("tag"),
+           nb::arg("dtype"), nb::arg("op"), nb::arg("memory_in").none(), nb::arg("memory_out").none(), nb::arg("header"),
+           nb::arg("window"))
+      .def("adopt", &PyEngine::adopt)
+      .def("awaited", &PyEngine::awaited)
+      .def("wait", &PyEngine::wait)
+      .def("pump", &PyEngine::pump)
+      .def("more", &PyEngine::more)
+      .def("overlook", &PyEngine::overlook)
+      .def("end_context", &PyEngine::end_context)
+      .def("pokes", &PyEngine::pokes)
+      .def("poke", &PyEngine::poke)
+      .def("close", &PyEngine::close)
+      .def("is_forked", &PyEngine::is_forked)
+      .def("refused", &PyEngine::refused)
+      .def("take_refusals", &PyEngine::take_refusals)
+      .def("down_of", &PyEngine::down_of)
+      .def("links", &PyEngine::links)
+      .def("ping", &PyEngine::ping);
+  m.def("host_id", &engine::host_id);
+}
+
+}  // namespace unisono

@@ -1,0 +1,165 @@
+// The mailbox as a Python class: see contract.Mailbox. Readers wait without the GIL.
+
+#include <cmath>
+
+#include "python/bind.hpp"
+#include "engine/completion_queue.hpp"
+#include "messaging/mailbox.hpp"
+
+namespace nb = nanobind;
+
+namespace unisono {
+
+engine::Desk& desk_of(nb::handle engine);
+
+namespace {
+
+using namespace engine;
+
+class PyMailbox {
+ public:
+  PyMailbox(nb::object engine, uint64_t context, uint64_t tag)
+      : owner_(std::move(engine)), desk_(desk_of(owner_)), engine_(desk_.engine()) {
+    if (engine_.is_forked()) throw nb::value_error("this engine belongs to the parent process");
+    const Hold held = engine_.hold();
+    box_ = std::make_shared<Mailbox>(engine_, context, tag);
+  }
+  ~PyMailbox() {
+    if (engine_.is_forked()) return;
+    close();
+    const Hold held = engine_.hold();
+    // What is still on its way belongs to the engine until it ends.
+    if (!box_->is_idle()) desk_.keep(std::move(box_));
+  }
+  PyMailbox(const PyMailbox&) = delete;
+  PyMailbox& operator=(const PyMailbox&) = delete;
+
+  bool post(std::int32_t dst, nb::bytes data, uint64_t unsent_bytes_max) {
+    if (dst < 0 || dst >= engine_.size) throw nb::value_error("no such rank");
+    if (engine_.is_forked()) return true;
+    const Hold held = engine_.hold();
+    return box_->post(dst, reinterpret_cast<const byte*>(data.c_str()), data.size(), unsent_bytes_max);
+  }
+
+  bool lend(std::int32_t dst, uint64_t tag, nb::handle data, uint64_t number) {
+    if (dst < 0 || dst >= engine_.size) throw nb::value_error("no such rank");
+    if (engine_.is_forked()) return false;
+    auto [view, owner] = view_of(data, PyBUF_SIMPLE);
+    const Hold held = engine_.hold();
+    return box_->lend(dst, tag, static_cast<const byte*>(view->buf), static_cast<uint64_t>(view->len), number, std::move(owner));
+  }
+
+  bool is_lent(uint64_t number) {
+    if (engine_.is_forked()) return false;
+    const Hold held = engine_.hold();
+    return box_->is_lent(number);
+  }
+
+  void expect(std::int32_t src, uint64_t tag, nb::handle into, uint64_t number) {
+    if (src < 0 || src >= engine_.size) throw nb::value_error("no such rank");
+    if (number == 0) throw nb::value_error("number: allowed: 1 or more");
+    if (engine_.is_forked()) return;
+    auto [view, owner] = view_of(into, PyBUF_WRITABLE);
+    const Hold held = engine_.hold();
+    box_->expect(src, tag, static_cast<byte*>(view->buf), static_cast<uint64_t>(view->len), number, std::move(owner));
+  }
+
+  void withdraw(uint64_t number) {
+    if (engine_.is_forked()) return;
+    const Hold held = engine_.hold();
+    box_->withdraw(number);
+  }
+
+  nb::list take(double timeout, bool is_front) {
+    if (engine_.is_forked()) return {};
+    std::vector<Letter> letters;
+    std::vector<Owner> returned;
+    {
+      const Away release;
+      Hold held = engine_.hold();
+      const std::int64_t ns = timeout > 0 ? std::llround(std::min(timeout, 1e8) * 1e9) : 0;
+      letters = box_->take(held, now_ns() + ns, is_front);
+      returned = box_->returned();
+    }
+    return list_of(letters);
+  }
+
+  nb::list drain() {
+    if (engine_.is_forked()) return {};
+    std::vector<Letter> letters;
+    {
+      const Hold held = engine_.hold();
+      letters = box_->letters();
+    }
+    return list_of(letters);
+  }
+
+  uint64_t batches() {
+    const Hold held = engine_.hold();
+    return box_->batches();
+  }
+
+  void poke(bool is_front) {
+    if (engine_.is_forked()) return;
+    const Hold held = engine_.hold();
+    box_->poke(is_front);
+  }
+
+  void close() {
+    if (engine_.is_forked()) return;
+    std::vector<Letter> unread;
+    std::vector<Owner> returned;
+    const Hold held = engine_.hold();
+    box_->close();
+    unread = box_->letters();
+    returned = box_->returned();
+  }
+
+ private:
+  // What a letter says: its bytes, or (number, outcome, bytes that came) of a message that was expected.
+  static nb::list list_of(const std::vector<Letter>& letters) {
+    nb::list result;
+    for (const Letter& letter : letters) {
+      if (letter.number == 0)
+        result.append(nb::make_tuple(letter.source, nb::bytes(reinterpret_cast<const char*>(letter.data.get()), letter.nbytes)));
+      else
+        result.append(nb::make_tuple(
+            letter.source, nb::make_tuple(letter.number, static_cast<int>(letter.outcome), letter.nbytes)));
+    }
+    return result;
+  }
+
+  static std::pair<Py_buffer*, Owner> view_of(nb::handle data, int flags) {
+    auto view = std::make_unique<Py_buffer>();
+    if (PyObject_GetBuffer(data.ptr(), view.get(), flags) != 0) throw nb::python_error();
+    Py_buffer* raw = view.release();
+    return {raw, Owner(raw, [](void* it) {
+              PyBuffer_Release(static_cast<Py_buffer*>(it));
+              delete static_cast<Py_buffer*>(it);
+            })};
+  }
+
+  nb::object owner_;
+  Desk& desk_;
+  Engine& engine_;
+  std::shared_ptr<Mailbox> box_;
+};
+
+}  // namespace
+
+void bind_mailbox(nb::module_& m) {
+  nb::class_<PyMailbox>(m, "Mailbox")
+      .def(nb::init<nb::object, uint64_t, uint64_t>(), nb::arg("engine"), nb::arg("context"), nb::arg("tag"))
+      .def("post", &PyMailbox::post)
+      .def("lend", &PyMailbox::lend)
+      .def("is_lent", &PyMailbox::is_lent)
+      .def("expect", &PyMailbox::expect)
+      .def("withdraw", &PyMailbox::withdraw)
+      .def("take", &PyMailbox::take)
+      .def("drain", &PyMailbox::drain)
+      .def("batches", &PyMailbox::batches)
+      .def("poke", &PyMailbox::poke)
+      .def("close", &PyMailbox::close);
+}
+
+}  // namespace unisono

@@ -1,0 +1,4 @@
+"""The gloo backend: Gloo, as torch ships it.
+
+It needs torch.
+"""

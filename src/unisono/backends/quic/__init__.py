@@ -1,0 +1,4 @@
+"""The quic backend: QUIC by iroh.
+
+It needs the extra `quic`.
+"""

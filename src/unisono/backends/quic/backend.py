@@ -1,0 +1,323 @@
+"""The quic backend: iroh, a QUIC in Rust, carries the frames between processes, hosts and networks.
+
+Knows who dials whom, who listens to which link, and when a peer is given up. Does not know messages (the
+courier does), how frames lie in streams (the link does), nor how ranks find each other: it gives a card, and
+gets everybody's. All connections are made at the beginning; one thread, the loop's, does all that follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from unisono.backends.framed import Courier, Wire, frame_bytes_max
+from unisono.backends.quic.watch import TICKS, Pulse, open_process, own_process
+from unisono.backends.registry import BackendInfo, Berth
+from unisono.core.clock import RealRuntime
+from unisono.core.envelope import Lane
+from unisono.errors import ProtocolError, RendezvousError
+from unisono.messaging.backend import Capabilities
+
+if TYPE_CHECKING:
+    from unisono.backends.quic.endpoint import Card, Endpoint, Loop
+    from unisono.backends.quic.link import Link
+
+__all__ = ["DESCRIPTION", "Draft", "QuicBackend"]
+
+_log = logging.getLogger("unisono.quic")
+
+# Everybody has a card of everybody by then: only a lost network or a dead rank can take so long.
+_CONNECT_S: Final = 30.0
+# What was said before a goodbye has so long to get through.
+_FLUSH_S: Final = 2.0
+# The same at the end of an interpreter that has not said goodbye.
+_FORGET_S: Final = 0.5
+_CLOSE_S: Final = 1.0
+# After the end of a process, what it said last may still be on its way inside this host.
+_LAST_WORDS_S: Final = 0.05
+_LOST: Final = 2
+_CAPABILITIES: Final = Capabilities("quic")
+_INSTALL: Final = "pip install 'unisono[quic]'"
+
+
+class QuicBackend(Courier):
+    """One rank over one endpoint."""
+
+    # Small enough that the streams share a message of some MiB, long enough to cost little.
+    piece_bytes = 1 << 20
+
+    def __init__(self, berth: Berth, loop: Loop, endpoint: Endpoint) -> None:
+        super().__init__(berth.rank, berth.size, berth.config, RealRuntime())
+        self._wire: _QuicWire = _QuicWire(self, berth, loop, endpoint)
+        # At the end of the interpreter no thread may come back from iroh.
+        atexit.register(self._forget)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Messages as everywhere."""
+        return _CAPABILITIES
+
+    def connect(self, cards: Sequence[Card]) -> None:
+        """Make the links to all others."""
+        self._wire.connect(cards)
+
+    def give_up(self) -> None:
+        """Leave a world that was not formed: nobody is there to hear it."""
+        for peer in range(self.size):
+            if peer != self.rank:
+                self.lost(peer, "was not reached")
+        self.close()
+
+    def close(self) -> None:
+        """Leave."""
+        super().close()
+        atexit.unregister(self._forget)
+
+    def _forget(self) -> None:
+        """Leave without a word."""
+        if not self.is_forked():
+            self._wire.abandon()
+
+
+class Draft:
+    """A rank before it knows the others: its endpoint has a port and a key."""
+
+    def __init__(self, berth: Berth) -> None:
+        from unisono.backends.quic.endpoint import Endpoint, Loop
+
+        self._berth = berth
+        self._backend: QuicBackend | None = None
+        self._loop = Loop(f"unisono-quic-{berth.rank}")
+        try:
+            self._endpoint = self._loop.call(Endpoint.bind(berth, own_process()))
+        except BaseException:
+            self._loop.stop()
+            raise
+
+    def card(self) -> bytes:
+        """What the others need to reach this rank."""
+        return self._endpoint.card.encoded()
+
+    def connect(self, cards: Sequence[bytes]) -> QuicBackend:
+        """Make the links to all others.
+
+        Raises:
+            ProtocolError: a card is none of ours.
+            RendezvousError: somebody could not be reached. Then it is to be closed.
+        """
+        from unisono.backends.quic.endpoint import Card
+
+        known = [Card.parse(card) for card in cards]
+        backend = self._backend = QuicBackend(self._berth, self._loop, self._endpoint)
+        backend.connect(known)
+        return backend
+
+    def close(self) -> None:
+        """Give up."""
+        if self._backend is not None:
+            self._backend.give_up()
+            return
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            self._loop.call(self._endpoint.close(), _CLOSE_S)
+        self._loop.stop()
+
+
+class _QuicWire(Wire):
+    """Frames over links, one per peer."""
+
+    def __init__(self, courier: QuicBackend, berth: Berth, loop: Loop, endpoint: Endpoint) -> None:
+        self._courier = courier
+        self._berth = berth
+        self._loop = loop
+        self._endpoint = endpoint
+        self._links: dict[int, Link] = {}
+        self._pulses = {peer: Pulse() for peer in range(berth.size) if peer != berth.rank}
+        self._processes: dict[int, int] = {}
+        self._causes: dict[int, str] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_closed = False
+        self._flush_s = _FLUSH_S
+
+    def connect(self, cards: Sequence[Card]) -> None:
+        """Dial those before us, wait for those after us, and begin to listen to all."""
+        self._loop.call(self._connect(cards))
+
+    def send(self, peer: int, frame: bytes, payload: memoryview | None, lane: Lane | None) -> None:
+        """Queue it at the peer's link."""
+        if (link := self._links.get(peer)) is not None:
+            link.send(frame, payload, lane)
+
+    def is_own_thread(self) -> bool:
+        """Whether it is the loop's."""
+        return self._loop.is_here()
+
+    def close(self) -> None:
+        """Let what was said get through, and give everything back."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._loop.is_here():
+            self._loop.loop.create_task(self._close()).add_done_callback(lambda _: self._loop.stop())
+            return
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            self._loop.call(self._close(), self._flush_s + 2 * _CLOSE_S)
+        self._loop.stop()
+
+    def abandon(self) -> None:
+        """Stop: what was said gets through if it can, and nobody is waited for."""
+        self._flush_s = _FORGET_S
+        self.close()
+
+    # -- what runs on the loop's thread -------------------------------------------------------------------
+
+    async def _connect(self, cards: Sequence[Card]) -> None:
+        loop, rank = asyncio.get_running_loop(), self._berth.rank
+        coming: dict[int, asyncio.Future[Any]] = {}
+        for peer in range(rank + 1, self._berth.size):
+            coming[peer] = loop.create_future()
+            self._endpoint.expect(cards[peer].key, coming[peer].set_result)
+        self._tasks.append(loop.create_task(self._endpoint.serve()))
+        meetings = {
+            peer: loop.create_task(self._meet(peer, cards[peer], coming.get(peer))) for peer in self._pulses
+        }
+        if meetings:
+            await asyncio.wait(meetings.values(), timeout=_CONNECT_S, return_when=asyncio.FIRST_EXCEPTION)
+        failed = {peer: _failure(task) for peer, task in meetings.items() if not _is_well(task)}
+        if failed:
+            for task in meetings.values():
+                task.cancel()
+            what = "; ".join(f"rank {peer}: {why}" for peer, why in sorted(failed.items()))
+            raise RendezvousError(
+                f"rank {rank} could not connect by QUIC",
+                cause=what,
+                next_step="open UDP between these ranks, or set quic_relay",
+            )
+        for peer, task in meetings.items():
+            self._links[peer] = link = task.result()
+            link.start()
+            self._tasks.append(loop.create_task(self._tend(peer, link)))
+            if (descriptor := open_process(cards[peer].process)) is not None:
+                self._processes[peer] = descriptor
+                loop.add_reader(descriptor, self._process_ended, peer)
+        self._tasks.append(loop.create_task(self._watch()))
+
+    async def _meet(self, peer: int, card: Card, coming: asyncio.Future[Any] | None) -> Link:
+        """One link, made by whoever of the two comes later in the order of ranks."""
+        from unisono.backends.quic.link import Introduction, Link
+
+        connection = await (self._endpoint.dial(card) if coming is None else coming)
+        berth, courier = self._berth, self._courier
+        link = Link(
+            connection,
+            Introduction(berth.rank, peer, self._endpoint.card.key, card.key, berth.secret),
+            streams=berth.config.quic_streams,
+            frame_bytes_max=frame_bytes_max(berth.config),
+            piece_bytes=courier.piece_bytes,
+            hear=partial(courier.hear, peer),
+            is_over=partial(courier.is_over, peer),
+        )
+        await link.open()
+        return link
+
+    async def _tend(self, peer: int, link: Link) -> None:
+        """Listen to a peer until its last word, or until it is gone."""
+        from unisono.backends.quic.link import LinkError
+
+        try:
+            await link.listen()
+        except ProtocolError as error:
+            await link.close(0)
+            self._courier.broken(peer, error)
+        except LinkError as error:
+            await link.close(0)
+            self._courier.lost(peer, self._causes.get(peer, f"closed its connection ({error})"))
+        except Exception as error:  # a mistake of ours must not become a hang
+            _log.exception("rank %d: the link with rank %d failed", self._berth.rank, peer)
+            await link.close(0)
+            self._courier.lost(peer, f"its link failed here ({error})")
+
+    async def _watch(self) -> None:
+        """Ask those who are silent, and give up those who do not answer."""
+        silence_s = self._berth.config.silence_s
+        while True:
+            await asyncio.sleep(silence_s / TICKS)
+            for peer, link in self._links.items():
+                if self._courier.is_over(peer):
+                    continue
+                is_due, is_lost = self._pulses[peer].tick(link.rx_datagrams())
+                if is_lost:
+                    self._give_up(peer, f"silent for {silence_s:g} s")
+                elif is_due:
+                    link.ping()
+
+    def _process_ended(self, peer: int) -> None:
+        self._forget_process(peer)
+        self._tasks.append(self._loop.loop.create_task(self._hear_last_words(peer)))
+
+    async def _hear_last_words(self, peer: int) -> None:
+        """A process of this host has ended: what it said before is in our sockets already."""
+        link, before = self._links[peer], (-1, -1)
+        while (now := (link.rx_datagrams(), link.bytes_heard)) != before:
+            before = now
+            await asyncio.sleep(_LAST_WORDS_S)
+        self._give_up(peer, "its process ended")
+
+    def _give_up(self, peer: int, cause: str) -> None:
+        if not self._courier.is_over(peer):
+            self._causes.setdefault(peer, cause)
+            self._links[peer].connection.close(_LOST, cause.encode())
+
+    def _forget_process(self, peer: int) -> None:
+        descriptor = self._processes.pop(peer)
+        self._loop.loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+    async def _close(self) -> None:
+        for peer in list(self._processes):
+            self._forget_process(peer)
+        await asyncio.gather(
+            *(
+                link.close(self._flush_s if peer not in self._causes else 0)
+                for peer, link in self._links.items()
+            ),
+            return_exceptions=True,
+        )
+        mine = asyncio.current_task()
+        for task in self._tasks:
+            if task is not mine:
+                task.cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._endpoint.close(), _CLOSE_S)
+
+
+def _is_well(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+def _failure(task: asyncio.Task[Any]) -> str:
+    if not task.done():
+        return "no connection yet"
+    error = None if task.cancelled() else task.exception()
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _check() -> str | None:
+    """Why it cannot run here."""
+    return None if importlib.util.find_spec("iroh") is not None else "iroh is not installed"
+
+
+DESCRIPTION = BackendInfo(
+    name="quic",
+    summary="ranks as processes, over QUIC by iroh: encrypted, through NAT if asked",
+    check=_check,
+    install=_INSTALL,
+    capabilities=_CAPABILITIES,
+    draft=Draft,
+)

@@ -1,0 +1,269 @@
+"""An endpoint: a rank's UDP port, key and event loop, and how it meets the others.
+
+Knows iroh's endpoints: which addresses and relays they use, and that only those are let in whose keys the
+seed named. Does not know what ranks say to each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+import iroh
+import msgspec
+
+from unisono.backends.quic.iroh_repairs import attend, repair
+from unisono.backends.registry import Berth
+from unisono.errors import BackendUnavailable, ProtocolError, UsageError
+
+__all__ = ["Card", "Endpoint", "Loop"]
+
+_log = logging.getLogger("unisono.quic")
+
+T = TypeVar("T")
+
+ALPN: Final = b"unisono/quic/1"
+# Who has not shown its key within this time, or is one too many of those, is let down.
+_HANDSHAKE_S: Final = 5.0
+_HANDSHAKES_MAX: Final = 64
+# A relay that does not answer within this time is not waited for.
+_RELAY_S: Final = 5.0
+_JOIN_S: Final = 2.0
+_STRANGER: Final = 403
+_WARNINGS_MAX: Final = 20
+
+
+class Card(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What others need to reach a rank: its key, its addresses, its relay, and its process if it is here."""
+
+    key: bytes
+    addresses: list[str]
+    relay: str | None
+    process: list[str]
+
+    def encoded(self) -> bytes:
+        """As the seed carries it."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Card:
+        """Read a card.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        try:
+            card = msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ProtocolError("a rank's card is malformed", cause=str(error)) from None
+        if len(card.key) != 32 or len(card.process) != 4 or not (card.addresses or card.relay):
+            raise ProtocolError("a rank's card is malformed", cause="no key, or no address")
+        return card
+
+
+class Loop:
+    """An event loop on a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        _, is_free = repair()
+        self.loop = asyncio.new_event_loop()
+        self._leave = attend(self.loop) if is_free else None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run something there and wait for it; signals interrupt the wait."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result(timeout)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def is_here(self) -> bool:
+        """Whether this is its thread."""
+        return threading.current_thread() is self._thread
+
+    def stop(self) -> None:
+        """End it, after what is scheduled now."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        if not self.is_here():
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            # What iroh still had to say to those tasks is said, and dropped.
+            self.loop.run_until_complete(asyncio.sleep(0))
+            if self._leave is not None:
+                self._leave()
+            self.loop.close()
+
+
+class Endpoint:
+    """One rank's endpoint."""
+
+    def __init__(self, bound: Any, card: Card) -> None:
+        self._bound = bound
+        self.card = card
+        self._awaited: dict[bytes, Callable[[Any], None]] = {}
+        self._handshakes = 0
+        self._strangers = 0
+        self._admissions: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def bind(cls, berth: Berth, process: list[str]) -> Endpoint:
+        """Take a port.
+
+        Raises:
+            BackendUnavailable: iroh could not.
+        """
+        config = berth.config
+        builder = iroh.EndpointBuilder()
+        if config.quic_discovery:
+            builder.apply_n0()
+        else:
+            builder.apply_minimal()
+        try:
+            builder.relay_mode(_relay_mode(config.quic_relay))
+            builder.alpns([ALPN])
+            for address in _addresses_to_bind(berth.host, berth.port):
+                builder.bind_addr(address)
+            bound = await builder.bind()
+            if berth.advertise:
+                await bound.add_external_addr(_with_port(berth.advertise, bound))
+        except iroh.IrohError as error:
+            raise BackendUnavailable(
+                "QUIC has no endpoint",
+                cause=error.message(),
+                next_step="name another --address, or take backend='native'",
+            ) from None
+        if config.quic_relay != "off":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(bound.online(), _RELAY_S)
+        return cls(bound, _card(berth, bound, process))
+
+    def expect(self, key: bytes, arrived: Callable[[Any], None]) -> None:
+        """Let in whoever holds a key, once."""
+        self._awaited[key] = arrived
+
+    async def serve(self) -> None:
+        """Let in those who are expected, and nobody else."""
+        while (incoming := await self._bound.accept_next()) is not None:
+            if not self._awaited or self._handshakes >= _HANDSHAKES_MAX:
+                self._note_stranger("nobody is expected" if not self._awaited else "too many at once")
+                with contextlib.suppress(iroh.IrohError):
+                    await incoming.refuse()
+                continue
+            self._handshakes += 1
+            task = asyncio.get_running_loop().create_task(self._admit(incoming))
+            self._admissions.add(task)
+            task.add_done_callback(self._admissions.discard)
+
+    async def dial(self, card: Card) -> Any:
+        """Connect to whoever holds the key of a card.
+
+        Raises:
+            ProtocolError: somebody else answered.
+        """
+        address = iroh.EndpointAddr(iroh.EndpointId.from_bytes(card.key), card.relay, card.addresses)
+        connection = await self._bound.connect(address, ALPN)
+        if bytes(connection.remote_id().to_bytes()) != card.key:
+            connection.close(_STRANGER, b"another key")
+            raise ProtocolError("somebody else answered")
+        return connection
+
+    async def close(self) -> None:
+        """Give the port back."""
+        await self._bound.close()
+
+    async def _admit(self, incoming: Any) -> None:
+        connection: Any = None
+        try:
+            connection = await asyncio.wait_for(_shaken(incoming), _HANDSHAKE_S)
+            key = bytes(connection.remote_id().to_bytes())
+            arrived = self._awaited.pop(key, None)
+            if arrived is None:
+                self._note_stranger(f"the key {key.hex()[:10]} is not of this world")
+                connection.close(_STRANGER, b"not of this world")
+                return
+            arrived(connection)
+        except (iroh.IrohError, TimeoutError):
+            self._note_stranger("no handshake")
+        finally:
+            self._handshakes -= 1
+
+    def _note_stranger(self, why: str) -> None:
+        self._strangers += 1
+        if self._strangers <= _WARNINGS_MAX:  # a stranger must not be able to fill a disk
+            _log.warning("a connection was refused: %s", why)
+
+
+async def _shaken(incoming: Any) -> Any:
+    return await (await incoming.accept()).connect()
+
+
+def _relay_mode(setting: str) -> Any:
+    if setting == "off":
+        return iroh.RelayMode.disabled()
+    if setting == "default":
+        return iroh.RelayMode.default_mode()
+    try:
+        return iroh.RelayMode.custom_from_urls([url.strip() for url in setting.split(",")])
+    except iroh.IrohError as error:
+        raise UsageError(
+            f"quic_relay={setting!r} ({error.message()}); allowed: off, default or addresses of relays"
+        ) from None
+
+
+def _addresses_to_bind(host: str, port: int) -> list[str]:
+    """The rank's own address; of the other family only loopback, because iroh would take every address."""
+    address = ipaddress.ip_address(host)
+    if address.version == 4:
+        return [f"{host}:{port}", *(["[::1]:0"] if _is_bindable("::1") else [])]
+    return [f"[{host}]:{port}", "127.0.0.1:0"]
+
+
+def _is_bindable(host: str) -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _card(berth: Berth, bound: Any, process: list[str]) -> Card:
+    address = bound.addr()
+    found = list(address.direct_addresses())
+    if berth.config.quic_relay == "off" and not ipaddress.ip_address(berth.host).is_unspecified:
+        found = [text for text in found if text.rpartition(":")[0].strip("[]") == berth.host]
+    if berth.advertise:
+        found = list(dict.fromkeys([_with_port(berth.advertise, bound), *found]))
+    return Card(bytes(bound.id().to_bytes()), found, address.relay_url(), process)
+
+
+def _with_port(advertised: str, bound: Any) -> str:
+    """An address to tell, in numbers, and with the port that was taken if it names none."""
+    name, _, port = advertised.rpartition(":")
+    host = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_DGRAM)[0][4][0]
+    version = ipaddress.ip_address(host).version
+    own = {
+        ipaddress.ip_address(text.rpartition(":")[0].strip("[]")).version: text.rpartition(":")[2]
+        for text in bound.bound_sockets()
+    }
+    number = own[version] if port == "0" else port
+    return f"[{host}]:{number}" if version == 6 else f"{host}:{number}"

@@ -1,0 +1,129 @@
+"""Reaching an address: every address of a name is tried, a little after one another, and the first wins.
+
+Knows names, sockets and what each address answered. Does not know what is said on the connection.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+from typing import Final
+
+from unisono.bootstrap.address import Address, Endpoint, resolve
+from unisono.bootstrap.limits import printable
+from unisono.core.clock import Deadline, Runtime
+
+__all__ = ["Diary", "dial"]
+
+# RFC 8305: a second address is tried when the first has not answered in this time.
+_STAGGER_S: Final = 0.25
+_CONNECT_S: Final = 5.0
+
+_WORDS: Final = {
+    errno.ECONNREFUSED: "refused the connection",
+    errno.EHOSTUNREACH: "no route to the host",
+    errno.ENETUNREACH: "no route to the network",
+    errno.ETIMEDOUT: "did not answer",
+    errno.ECONNRESET: "closed the connection",
+    errno.EADDRNOTAVAIL: "cannot be reached from this host",
+}
+
+
+class Diary:
+    """What was tried and what it answered, for the error that may come."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[str, int]] = {}
+
+    def note(self, place: str, answer: str) -> None:
+        """Write down an answer; the last one of each place counts."""
+        _, times = self._entries.get(place, ("", 0))
+        self._entries[place] = (answer, times + 1)
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def __str__(self) -> str:
+        if not self._entries:
+            return "nothing was tried"
+        return "; ".join(
+            f"{place} {answer}" + (f" ({times} times)" if times > 1 else "")
+            for place, (answer, times) in self._entries.items()
+        )
+
+
+def dial(address: Address, deadline: Deadline, runtime: Runtime, diary: Diary) -> socket.socket | None:
+    """Connect, or write down why not and return None. The socket blocks."""
+    limit = (
+        runtime.now() + _CONNECT_S if deadline.at is None else min(deadline.at, runtime.now() + _CONNECT_S)
+    )
+    try:
+        endpoints = resolve(address, max(0.0, limit - runtime.now()))
+    except TimeoutError as error:
+        diary.note(str(address), str(error))
+        return None
+    except OSError as error:
+        diary.note(str(address), f"could not be resolved ({printable(error.strerror or str(error), 80)})")
+        return None
+    return _race(address, endpoints, limit, runtime, diary)
+
+
+def _race(
+    address: Address, endpoints: list[Endpoint], limit: float, runtime: Runtime, diary: Diary
+) -> socket.socket | None:
+    waiting = list(endpoints)
+    trying: dict[socket.socket, str] = {}
+    next_start = runtime.now()
+    winner: socket.socket | None = None
+    with selectors.DefaultSelector() as selector:
+
+        def fail(sock: socket.socket, code: int) -> None:
+            nonlocal next_start
+            diary.note(trying.pop(sock), _WORDS.get(code, os.strerror(code)))
+            sock.close()
+            next_start = runtime.now()  # nothing to wait for: the next address at once
+
+        def start(endpoint: Endpoint) -> None:
+            family, place = endpoint
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            trying[sock] = _told(address, str(place[0]))
+            code = sock.connect_ex(place)
+            if code not in (0, errno.EINPROGRESS):
+                fail(sock, code)
+            else:
+                selector.register(sock, selectors.EVENT_WRITE)
+
+        try:
+            while winner is None and (waiting or trying) and runtime.now() < limit:
+                if waiting and runtime.now() >= next_start:
+                    next_start = runtime.now() + _STAGGER_S
+                    start(waiting.pop(0))
+                    continue
+                until = min(limit, next_start) if waiting else limit
+                for key, _ in selector.select(max(0.0, until - runtime.now())):
+                    sock = key.fileobj
+                    assert isinstance(sock, socket.socket)
+                    selector.unregister(sock)
+                    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    if code:
+                        fail(sock, code)
+                    elif winner is None:
+                        winner = sock
+                        del trying[sock]
+        finally:
+            for sock, place in trying.items():
+                if winner is None:
+                    diary.note(place, "did not answer")
+                sock.close()
+    if winner is not None:
+        winner.setblocking(True)
+        winner.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return winner
+
+
+def _told(address: Address, host: str) -> str:
+    """The address as the user wrote it, and what it was resolved to if that differs."""
+    return str(address) if host == address.host else f"{address} ({host})"

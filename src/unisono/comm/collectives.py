@@ -1,0 +1,568 @@
+"""The verbs: every operation of a communicator, started.
+
+Knows the arguments of each verb, what is allowed, and which stages it takes. Does not know how a stage runs.
+Bad arguments are refused here, before anything is sent. The blocking verbs of a Communicator are these,
+waited for: nothing exists twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+from typing import Any, TypeVar
+
+import numpy as np
+
+from unisono.comm import vector_collectives
+from unisono.comm.dispatch import Collective, check_order, described
+from unisono.comm.point_to_point import Messages, receivable
+from unisono.core import buffers
+from unisono.core.buffers import Array
+from unisono.core.dtypes import DTYPES, DType
+from unisono.core.kernels import divide, narrow, widen
+from unisono.core.ops import OpLike, ReduceOp, as_op
+from unisono.core.task import Call, Steps
+from unisono.core.work import Work
+from unisono.errors import UsageError
+from unisono.plans import algorithms, entry_of
+from unisono.plans.steps import Buf
+
+__all__ = ["Verbs"]
+
+T = TypeVar("T")
+_FLOAT32 = DTYPES["float32"]
+_BYTE = DTYPES["uint8"]
+
+
+class Verbs(Messages):
+    """`comm.start`: the operations of a communicator, each returning a Work.
+
+    Every verb takes `timeout=`: seconds for the whole operation, no limit by default. Collectives take
+    `algorithm=`: "auto" or a name from `unisono plan --list`.
+    """
+
+    # -- collectives --------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        x: Any,
+        op: OpLike = "sum",
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        algorithm: str = "auto",
+    ) -> Work[Any]:
+        """Combine everyone's `x` and give everyone the result, in place or into `out`."""
+        how = as_op(op)
+        array = buffers.view(x, "x", writable=out is None)
+        target = array if out is None else self._out(out, array, array.shape)
+        self._check_reduction("all_reduce", how, array.dtype, algorithm)
+
+        def steps(call: Call) -> Steps[Any]:
+            if target is not array:
+                target.flat[:] = array.flat
+            one = Collective(self._group, call, algorithm)
+            memory, dtype = _operand(target, how, self._size)
+            given = described(array.dtype, (array.count,))
+            yield from one.run("all_reduce", (array.count,), dtype, {Buf.OUT: memory}, op=how, given=given)
+            _conclude(memory, dtype, target, how, self._size)
+            return target.give()
+
+        return self._begin("all_reduce", timeout, steps, is_collective=True)
+
+    def all_reduce_many(
+        self, xs: Sequence[Any], op: OpLike = "sum", *, timeout: float | None = None, algorithm: str = "auto"
+    ) -> Work[Sequence[Any]]:
+        """Combine a list of arrays in one go, in place; many small ones cost little more than one."""
+        how = as_op(op)
+        if not isinstance(xs, Sequence):
+            raise UsageError(
+                f"all_reduce_many takes a list of arrays, not {type(xs).__name__}",
+                next_step="all_reduce_many([x, y])",
+            )
+        arrays = [buffers.view(x, f"xs[{i}]", writable=True) for i, x in enumerate(xs)]
+        for array in arrays:
+            self._check_reduction("all_reduce", how, array.dtype, algorithm)
+
+        def steps(call: Call) -> Steps[Sequence[Any]]:
+            one = Collective(self._group, call, algorithm)
+            yield from vector_collectives.all_reduce_fused(one, arrays, how, self._size)
+            # In place: the very list that was given, unless it holds numbers, which cannot be filled.
+            return [array.give() for array in arrays] if any(a.is_value for a in arrays) else xs
+
+        return self._begin("all_reduce_many", timeout, steps, is_collective=True)
+
+    def reduce(
+        self,
+        x: Any,
+        root: int = 0,
+        op: OpLike = "sum",
+        *,
+        timeout: float | None = None,
+        algorithm: str = "auto",
+    ) -> Work[Any]:
+        """Combine everyone's `x` into root's `x`; the others keep theirs and get None."""
+        how = as_op(op)
+        root = self._rank_of(root, "root")
+        is_root = self._rank == root
+        array = buffers.view(x, "x", writable=is_root)
+        self._check_reduction("reduce", how, array.dtype, algorithm)
+
+        def steps(call: Call) -> Steps[Any]:
+            one = Collective(self._group, call, algorithm)
+            memory, dtype = _operand(array, how, self._size)
+            place = {Buf.OUT if is_root else Buf.IN: memory}
+            given = described(array.dtype, (array.count,))
+            yield from one.run("reduce", (array.count,), dtype, place, root=root, op=how, given=given)
+            if not is_root:
+                return None
+            _conclude(memory, dtype, array, how, self._size)
+            return array.give()
+
+        return self._begin("reduce", timeout, steps, is_collective=True)
+
+    def broadcast(
+        self, x: Any, root: int = 0, *, timeout: float | None = None, algorithm: str = "auto"
+    ) -> Work[Any]:
+        """Copy root's `x` into everyone's."""
+        root = self._rank_of(root, "root")
+        array = buffers.view(x, "x", writable=self._rank != root)
+        _check_algorithm("broadcast", algorithm)
+
+        def steps(call: Call) -> Steps[Any]:
+            one = Collective(self._group, call, algorithm)
+            # Root's is only read, but an engine asks for memory that it may write.
+            memory = array.flat if array.flat.flags.writeable else array.flat.copy()
+            yield from one.run("broadcast", (array.count,), array.dtype, {Buf.OUT: memory}, root=root)
+            return array.give()
+
+        return self._begin("broadcast", timeout, steps, is_collective=True)
+
+    def all_gather(
+        self, x: Any, *, out: Any = None, timeout: float | None = None, algorithm: str = "auto"
+    ) -> Work[Any]:
+        """Give everyone everyone's `x`: `result[r]` is rank r's."""
+        array = buffers.view(x, "x")
+        target = self._result(array, out, (self._size, *array.shape))
+        _check_algorithm("all_gather", algorithm)
+
+        def steps(call: Call) -> Steps[Any]:
+            one = Collective(self._group, call, algorithm)
+            memory = {Buf.IN: array.flat, Buf.OUT: target.flat}
+            yield from one.run(
+                "all_gather", (array.count,) * self._size, array.dtype, memory, shape=array.shape
+            )
+            return target.give()
+
+        return self._begin("all_gather", timeout, steps, is_collective=True)
+
+    def gather(
+        self, x: Any, root: int = 0, *, out: Any = None, timeout: float | None = None, algorithm: str = "auto"
+    ) -> Work[Any]:
+        """Give root everyone's `x`: `result[r]` is rank r's; the others get None."""
+        array = buffers.view(x, "x")
+        root = self._rank_of(root, "root")
+        is_root = self._rank == root
+        target = self._result(array, out, (self._size, *array.shape)) if is_root else None
+        _check_algorithm("gather", algorithm)
+
+        def steps(call: Call) -> Steps[Any]:
+            one = Collective(self._group, call, algorithm)
+            memory = {Buf.IN: array.flat} | ({} if target is None else {Buf.OUT: target.flat})
+            counts = (array.count,) * self._size
+            yield from one.run("gather", counts, array.dtype, memory, root=root, shape=array.shape)
+            return None if target is None else target.give()
+
+        return self._begin("gather", timeout, steps, is_collective=True)
+
+    def scatter(
+        self,
+        x: Any = None,
+        root: int = 0,
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        algorithm: str = "auto",
+    ) -> Work[Any]:
+        """Give rank r root's `x[r]`; elsewhere `x` is None."""
+        root = self._rank_of(root, "root")
+        _check_algorithm("scatter", algorithm)
+        if self._rank == root and x is None:
+            raise UsageError(
+                "scatter needs x on root; elsewhere it is None", next_step="pass x on root, a row per rank"
+            )
+        array = self._by_rank(x, "x") if self._rank == root else None
+        filled = None if out is None else receivable(out, "out")
+        if array is not None and filled is not None:
+            self._out(out, array, array.shape[1:])
+
+        def steps(call: Call) -> Steps[Any]:
+            one = Collective(self._group, call, algorithm)
+            return (yield from vector_collectives.scatter(one, self._group, array, filled, root))
+
+        return self._begin("scatter", timeout, steps, is_collective=True)
+
+    def reduce_scatter(
+        self,
+        x: Any,
+        op: OpLike = "sum",
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        algorithm: str = "auto",
+    ) -> Work[Any]:
+        """Combine everyone's `x` and give rank r the combined `x[r]`."""
+        array = self._by_rank(x, "x")
+        part = array.count // self._size
+        return self._reduce_scatter(
+            "reduce_scatter", array, (part,) * self._size, as_op(op), array.shape[1:], out, timeout, algorithm
+        )
+
+    def reduce_scatter_v(
+        self,
+        x: Any,
+        counts: Sequence[int],
+        op: OpLike = "sum",
+        *,
+        timeout: float | None = None,
+        algorithm: str = "auto",
+    ) -> Work[Any]:
+        """Combine everyone's `x` and give rank r the next `counts[r]` rows of the result."""
+        array = buffers.view(x, "x")
+        rows = self._check_counts(array, counts)
+        row = int(np.prod(array.shape[1:], dtype=np.int64))
+        shape = (rows[self._rank], *array.shape[1:])
+        parts = tuple(n * row for n in rows)
+        return self._reduce_scatter(
+            "reduce_scatter_v", array, parts, as_op(op), shape, None, timeout, algorithm
+        )
+
+    def all_to_all(
+        self, x: Any, *, out: Any = None, timeout: float | None = None, algorithm: str = "auto"
+    ) -> Work[Any]:
+        """Send `x[d]` to each rank d: `result[s]` is what rank s had for this one."""
+        array = self._by_rank(x, "x")
+        target = self._result(array, out, array.shape)
+        _check_algorithm("all_to_all", algorithm)
+
+        def steps(call: Call) -> Steps[Any]:
+            # Where nothing travels, any algorithm will do, also one that cannot tell empty from uneven.
+            one = Collective(self._group, call, algorithm if array.count else "auto")
+            counts = (array.count // self._size,) * self._size**2
+            memory = {Buf.IN: array.flat, Buf.OUT: target.flat}
+            yield from one.run("all_to_all", counts, array.dtype, memory, shape=array.shape)
+            return target.give()
+
+        return self._begin("all_to_all", timeout, steps, is_collective=True)
+
+    def scan(
+        self,
+        x: Any,
+        op: OpLike = "sum",
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        algorithm: str = "auto",
+    ) -> Work[Any]:
+        """Combine the `x` of ranks 0 to this one."""
+        return self._prefix("scan", x, as_op(op), out, timeout, algorithm)
+
+    def exscan(
+        self,
+        x: Any,
+        op: OpLike = "sum",
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        algorithm: str = "auto",
+    ) -> Work[Any]:
+        """Combine the `x` of the ranks below this one; rank 0 gets the operation's identity."""
+        return self._prefix("exscan", x, as_op(op), out, timeout, algorithm)
+
+    def barrier(self, *, timeout: float | None = None, algorithm: str = "auto") -> Work[None]:
+        """Wait until every rank has come here."""
+        _check_algorithm("barrier", algorithm)
+
+        def steps(call: Call) -> Steps[None]:
+            yield from Collective(self._group, call, algorithm).run("barrier", (), _BYTE, {}, given="")
+
+        return self._begin("barrier", timeout, steps, is_collective=True)
+
+    # -- uneven ones: lists of arrays by rank -------------------------------------------------------------
+
+    def all_gather_v(
+        self, x: Any, *, timeout: float | None = None, algorithm: str = "auto"
+    ) -> Work[list[Any]]:
+        """Give everyone everyone's `x`, whose lengths along axis 0 may differ."""
+        array = _rows(x, "x")
+        _check_algorithm("all_gather", algorithm)
+
+        def steps(call: Call) -> Steps[list[Any]]:
+            one = Collective(self._group, call, algorithm)
+            return (yield from vector_collectives.all_gather_v(one, self._group, array))
+
+        return self._begin("all_gather_v", timeout, steps, is_collective=True)
+
+    def gather_v(
+        self, x: Any, root: int = 0, *, timeout: float | None = None, algorithm: str = "auto"
+    ) -> Work[list[Any] | None]:
+        """Give root everyone's `x`, whose lengths along axis 0 may differ; the others get None."""
+        array = _rows(x, "x")
+        root = self._rank_of(root, "root")
+        _check_algorithm("gather", algorithm)
+
+        def steps(call: Call) -> Steps[list[Any] | None]:
+            one = Collective(self._group, call, algorithm)
+            return (yield from vector_collectives.gather_v(one, self._group, array, root))
+
+        return self._begin("gather_v", timeout, steps, is_collective=True)
+
+    def scatter_v(
+        self,
+        parts: Sequence[Any] | None = None,
+        root: int = 0,
+        *,
+        timeout: float | None = None,
+        algorithm: str = "auto",
+    ) -> Work[Any]:
+        """Give rank r root's `parts[r]`; elsewhere `parts` is None."""
+        root = self._rank_of(root, "root")
+        _check_algorithm("scatter", algorithm)
+        arrays = self._parts(parts) if self._rank == root else None
+
+        def steps(call: Call) -> Steps[Any]:
+            one = Collective(self._group, call, algorithm)
+            return (yield from vector_collectives.scatter_v(one, self._group, arrays, root))
+
+        return self._begin("scatter_v", timeout, steps, is_collective=True)
+
+    def all_to_all_v(
+        self, parts: Sequence[Any], *, timeout: float | None = None, algorithm: str = "auto"
+    ) -> Work[list[Any]]:
+        """Send `parts[d]` to each rank d: `result[s]` is what rank s had for this one."""
+        arrays = self._parts(parts)
+        _check_algorithm("all_to_all", algorithm, is_uneven=True)
+
+        def steps(call: Call) -> Steps[list[Any]]:
+            one = Collective(self._group, call, algorithm)
+            return (yield from vector_collectives.all_to_all_v(one, self._group, arrays))
+
+        return self._begin("all_to_all_v", timeout, steps, is_collective=True)
+
+    # -- objects: plain data, arrays and registered dataclasses -------------------------------------------
+
+    def broadcast_object(
+        self, value: Any = None, root: int = 0, *, timeout: float | None = None
+    ) -> Work[Any]:
+        """Give everyone root's object."""
+        root = self._rank_of(root, "root")
+        packed = vector_collectives.packed(value, self._object_bytes_max) if self._rank == root else None
+
+        def steps(call: Call) -> Steps[Any]:
+            data = yield from vector_collectives.broadcast_bytes(
+                Collective(self._group, call), packed, root, self._object_bytes_max
+            )
+            return value if self._rank == root else vector_collectives.unpacked(data)
+
+        return self._begin("broadcast_object", timeout, steps, is_collective=True)
+
+    def all_gather_object(self, value: Any, *, timeout: float | None = None) -> Work[list[Any]]:
+        """Give everyone everyone's object."""
+        packed = vector_collectives.packed(value, self._object_bytes_max)
+
+        def steps(call: Call) -> Steps[list[Any]]:
+            parts = yield from vector_collectives.all_gather_v(
+                Collective(self._group, call), self._group, packed, self._object_bytes_max
+            )
+            return [vector_collectives.unpacked(part) for part in parts]
+
+        return self._begin("all_gather_object", timeout, steps, is_collective=True)
+
+    def gather_object(
+        self, value: Any, root: int = 0, *, timeout: float | None = None
+    ) -> Work[list[Any] | None]:
+        """Give root everyone's object; the others get None."""
+        root = self._rank_of(root, "root")
+        packed = vector_collectives.packed(value, self._object_bytes_max)
+
+        def steps(call: Call) -> Steps[list[Any] | None]:
+            parts = yield from vector_collectives.gather_v(
+                Collective(self._group, call), self._group, packed, root, self._object_bytes_max
+            )
+            return None if parts is None else [vector_collectives.unpacked(part) for part in parts]
+
+        return self._begin("gather_object", timeout, steps, is_collective=True)
+
+    def scatter_object(
+        self, values: Sequence[Any] | None = None, root: int = 0, *, timeout: float | None = None
+    ) -> Work[Any]:
+        """Give rank r root's `values[r]`; elsewhere `values` is None."""
+        root = self._rank_of(root, "root")
+        arrays: list[Array] | None = None
+        if self._rank == root:
+            if (
+                not isinstance(values, Sequence)
+                or isinstance(values, str | bytes)
+                or len(values) != self._size
+            ):
+                raise UsageError(
+                    f"scatter_object takes a list of {self._size} objects on root: one per rank",
+                    next_step="pass a list of that many objects on root",
+                )
+            arrays = [vector_collectives.packed(value, self._object_bytes_max) for value in values]
+
+        def steps(call: Call) -> Steps[Any]:
+            part = yield from vector_collectives.scatter_v(
+                Collective(self._group, call), self._group, arrays, root, self._object_bytes_max
+            )
+            return vector_collectives.unpacked(part)
+
+        return self._begin("scatter_object", timeout, steps, is_collective=True)
+
+    @property
+    def _object_bytes_max(self) -> int:
+        return self._group.backend.config.recv_bytes_max
+
+    # -- shared by several verbs --------------------------------------------------------------------------
+
+    def _reduce_scatter(
+        self,
+        operation: str,
+        array: Array,
+        counts: tuple[int, ...],
+        how: ReduceOp,
+        shape: tuple[int, ...],
+        out: Any,
+        timeout: float | None,
+        algorithm: str,
+    ) -> Work[Any]:
+        target = self._result(array, out, shape)
+        self._check_reduction("reduce_scatter", how, array.dtype, algorithm)
+
+        def steps(call: Call) -> Steps[Any]:
+            one = Collective(self._group, call, algorithm)
+            given, dtype = _operand(array, how, self._size)
+            part = target.flat if dtype is array.dtype else np.empty(target.count, dtype.storage)
+            memory = {Buf.IN: given, Buf.OUT: part}
+            words = described(array.dtype, counts)
+            yield from one.run("reduce_scatter", counts, dtype, memory, op=how, given=words)
+            _conclude(part, dtype, target, how, self._size)
+            return target.give()
+
+        return self._begin(operation, timeout, steps, is_collective=True)
+
+    def _prefix(
+        self, operation: str, x: Any, how: ReduceOp, out: Any, timeout: float | None, algorithm: str
+    ) -> Work[Any]:
+        if how.is_mean:
+            raise UsageError(
+                f"{operation} has no mean: the contributions of a prefix differ in number; allowed: sum"
+            )
+        array = buffers.view(x, "x")
+        target = self._result(array, out, array.shape)
+        self._check_reduction(operation, how, array.dtype, algorithm)
+        identity = how.identity_for(array.dtype) if operation == "exscan" else None
+
+        def steps(call: Call) -> Steps[Any]:
+            one = Collective(self._group, call, algorithm)
+            memory = {Buf.IN: array.flat, Buf.OUT: target.flat}
+            yield from one.run(operation, (array.count,), array.dtype, memory, op=how)
+            if operation == "exscan" and self._rank == 0:
+                _fill(target, identity)
+            return target.give()
+
+        return self._begin(operation, timeout, steps, is_collective=True)
+
+    def _check_reduction(self, collective: str, op: ReduceOp, dtype: DType, algorithm: str) -> None:
+        op.check(dtype)
+        _check_algorithm(collective, algorithm)
+        if algorithm != "auto":
+            check_order(collective, op, algorithm, self._group.backend.config.reproducible)
+
+    def _by_rank(self, x: Any, what: str) -> Array:
+        array = buffers.view(x, what)
+        if not array.shape or array.shape[0] != self._size:
+            raise UsageError(
+                f"{what} has shape {array.shape}; allowed: a leading axis of {self._size}, one per rank"
+            )
+        return array
+
+    def _parts(self, parts: Any) -> list[Array]:
+        if isinstance(parts, str | bytes) or not isinstance(parts, Sequence) or len(parts) != self._size:
+            raise UsageError(
+                f"parts must be a list of length {self._size}: one array per rank",
+                next_step="pass a list of that many arrays, empty ones too",
+            )
+        arrays = [_rows(part, f"parts[{i}]") for i, part in enumerate(parts)]
+        if len({(a.dtype.name, a.shape[1:]) for a in arrays}) > 1:
+            raise UsageError(
+                "parts differ in dtype or in shape beyond axis 0; allowed: the same for all ranks"
+            )
+        return arrays
+
+    def _check_counts(self, array: Array, counts: Sequence[int]) -> tuple[int, ...]:
+        try:
+            rows = tuple(index(n) for n in counts)
+        except TypeError:
+            raise UsageError(f"counts={counts!r}; allowed: a list of {self._size} lengths") from None
+        total = array.shape[0] if array.shape else None
+        if len(rows) != self._size or any(n < 0 for n in rows) or sum(rows) != total:
+            raise UsageError(
+                f"counts={list(rows)} do not cut axis 0 of x, shape {array.shape}; allowed: {self._size} "
+                f"lengths >= 0 that add up to {total}"
+            )
+        return rows
+
+    def _result(self, array: Array, out: Any, shape: tuple[int, ...]) -> Array:
+        return array.like(shape) if out is None else self._out(out, array, shape)
+
+    def _out(self, out: Any, array: Array, shape: tuple[int, ...]) -> Array:
+        target = receivable(out, "out")
+        if target.dtype is not array.dtype or target.shape != shape:
+            raise UsageError(
+                f"out is {target.dtype} of shape {target.shape}; allowed: {array.dtype} of shape {shape}"
+            )
+        if target.overlaps(array):
+            raise UsageError("out overlaps x; allowed: separate memory")
+        return target
+
+
+def _rows(x: Any, what: str) -> Array:
+    array = buffers.view(x, what)
+    if not array.shape:
+        raise UsageError(f"{what} has no axis 0; allowed: arrays of one dimension or more")
+    return array
+
+
+def _check_algorithm(collective: str, algorithm: str, *, is_uneven: bool = False) -> None:
+    if algorithm == "auto":
+        return
+    fit = [n for n in algorithms(collective) if not is_uneven or entry_of(collective, n).takes_uneven]
+    if algorithm not in fit:
+        kind = f"an uneven {collective}" if is_uneven else collective
+        raise UsageError(
+            f"algorithm={algorithm!r} is unknown for {kind}; allowed: {', '.join(['auto', *fit])}"
+        )
+
+
+def _operand(array: Array, op: ReduceOp, size: int) -> tuple[np.ndarray[Any, Any], DType]:
+    """What is reduced: the array, or a float32 copy of halves, whose sum could overflow before the mean."""
+    if op.is_mean and array.dtype.is_half and size > 1:
+        return widen(array.flat, array.dtype), _FLOAT32
+    return array.flat, array.dtype
+
+
+def _conclude(memory: np.ndarray[Any, Any], dtype: DType, target: Array, op: ReduceOp, size: int) -> None:
+    """Make a mean of the sum, and halves of the float32 that it was computed in."""
+    if not op.is_mean or size == 1:
+        return
+    divide(memory, size, dtype)
+    if dtype is not target.dtype:
+        narrow(memory, target.flat, target.dtype)
+
+
+def _fill(target: Array, value: Any) -> None:
+    if target.dtype.name == "bfloat16":
+        narrow(np.full(target.count, value, np.float32), target.flat, target.dtype)
+    else:
+        target.flat[:] = value

@@ -1,0 +1,513 @@
+"""The communicator: what a user holds. A rank's place among others, its verbs, and the groups within.
+
+Knows its lifetime and how groups are made. Does not know how a verb works (verbs.py), nor what goes on inside
+a group (group.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial, update_wrapper
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from unisono.backends.sub import SubBackend
+from unisono.comm.collectives import Verbs
+from unisono.comm.control import WORLD_CONTEXT, Control, Tenant
+from unisono.comm.dispatch import Collective
+from unisono.comm.group import Group, context_of, descriptor_of
+from unisono.comm.mesh import Grid, Mesh
+from unisono.core.clock import Killed, call_before_threads_are_joined
+from unisono.core.dtypes import DTYPES
+from unisono.core.task import Call, Steps
+from unisono.core.work import Work, waited
+from unisono.errors import (
+    CollectiveMismatch,
+    Deadlock,
+    PeerAborted,
+    PeerLost,
+    ProtocolError,
+    UnisonoError,
+    UsageError,
+)
+from unisono.messaging.backend import Backend
+from unisono.plans.steps import Buf
+
+__all__ = ["Communicator", "Start"]
+
+_log = logging.getLogger("unisono")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_INT64 = DTYPES["int64"]
+
+
+class Start(Verbs):
+    """`comm.start`: the verbs, and the making of groups."""
+
+    def __init__(self, communicator: Communicator, group: Group, *, timers: bool = True) -> None:
+        super().__init__(group, timers=timers)
+        self._communicator = communicator
+
+    def split(
+        self, color: int | None, key: int = 0, *, timeout: float | None = None
+    ) -> Work[Communicator | None]:
+        """Make a communicator of the ranks that give the same color, ordered by (key, rank here).
+
+        Every rank calls it; one that gives None gets None.
+        """
+        for what, number in (("color", color), ("key", key)):
+            if number is not None or what == "key":
+                _check_int64(number, what)
+
+        def steps(call: Call) -> Steps[Communicator | None]:
+            return (yield from self._communicator._split(Collective(self._group, call), color, key))
+
+        return self._begin("split", timeout, steps, is_collective=True)
+
+
+class _Blocking(Generic[P, R]):
+    """A verb that starts the operation of the same name and waits for it."""
+
+    def __init__(self, verb: Callable[Concatenate[Any, P], Work[R]]) -> None:
+        self._verb = verb
+        update_wrapper(self, verb)  # type: ignore[arg-type]
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> Self: ...
+    @overload
+    def __get__(self, owner: Communicator, kind: type) -> Callable[P, R]: ...
+    def __get__(self, owner: Communicator | None, kind: type) -> Self | Callable[P, R]:
+        """Bind the verb to a communicator."""
+        if owner is None:
+            return self
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            with owner._group.backend.runtime.undisturbed():
+                return waited(self._verb(owner._waited, *args, **kwargs))
+
+        return update_wrapper(call, self._verb)
+
+
+class Communicator:
+    """A rank among others: the world, or a part of it.
+
+    Use it as a context manager: leaving the block closes it, and an exception that leaves the block ends the
+    others' operations with PeerAborted instead of leaving them to wait.
+    """
+
+    send = _Blocking(Verbs.send)
+    recv = _Blocking(Verbs.recv)
+    recv_bytes = _Blocking(Verbs.recv_bytes)
+    sendrecv = _Blocking(Verbs.sendrecv)
+    probe = _Blocking(Verbs.probe)
+    all_reduce = _Blocking(Verbs.all_reduce)
+    all_reduce_many = _Blocking(Verbs.all_reduce_many)
+    reduce = _Blocking(Verbs.reduce)
+    broadcast = _Blocking(Verbs.broadcast)
+    all_gather = _Blocking(Verbs.all_gather)
+    gather = _Blocking(Verbs.gather)
+    scatter = _Blocking(Verbs.scatter)
+    reduce_scatter = _Blocking(Verbs.reduce_scatter)
+    all_to_all = _Blocking(Verbs.all_to_all)
+    scan = _Blocking(Verbs.scan)
+    exscan = _Blocking(Verbs.exscan)
+    barrier = _Blocking(Verbs.barrier)
+    all_gather_v = _Blocking(Verbs.all_gather_v)
+    gather_v = _Blocking(Verbs.gather_v)
+    scatter_v = _Blocking(Verbs.scatter_v)
+    all_to_all_v = _Blocking(Verbs.all_to_all_v)
+    reduce_scatter_v = _Blocking(Verbs.reduce_scatter_v)
+    broadcast_object = _Blocking(Verbs.broadcast_object)
+    all_gather_object = _Blocking(Verbs.all_gather_object)
+    gather_object = _Blocking(Verbs.gather_object)
+    scatter_object = _Blocking(Verbs.scatter_object)
+    split = _Blocking(Start.split)
+
+    def __init__(self, group: Group, parent: Communicator | None) -> None:
+        self._group = group
+        self._parent = parent
+        # By context, in the order they were made, until they are closed or nobody uses them any more. In
+        # virtual time they are kept: when the collector strikes must not change what a simulation does.
+        is_virtual = group.backend.runtime.is_virtual
+        self._children: MutableMapping[int, Communicator] = {} if is_virtual else WeakValueDictionary()
+        self._splits = 0
+        self._subs: dict[tuple[int, ...], int] = {}
+        self._start = Start(self, group)
+        self._waited = Start(self, group, timers=False)
+        self._forgotten: weakref.finalize[..., Communicator] | None = None
+        if group.hot is not None:
+            # In front of the verb of the class, which it asks for whatever is not plain or not known yet.
+            aid = _Aid(group)
+            for name in group.hot.verbs:
+                verb = getattr(self, name)
+                self.__dict__[name] = group.hot.verb(name, verb, aid)
+        if group.hot_messages is not None:
+            check = group.check_introduction
+            self.__dict__["send"] = group.hot_messages.send(self.send, check)
+            self.__dict__["recv"] = group.hot_messages.recv(self.recv, check)
+        if parent is None:
+            # A world that is simply forgotten must not leave the others waiting for it.
+            self._forgotten = weakref.finalize(self, _close_later, group.backend)
+            self._forgotten.atexit = False
+            if not is_virtual:
+                _worlds.add(self)
+                _watch_the_end()
+            return
+        parent._children[group.context] = self
+        if not is_virtual:
+            # Nor must a group that is simply forgotten, and what was kept for it is freed. Operations under
+            # way on it and its agent hold the communicator.
+            self._forgotten = weakref.finalize(self, _leave_later, group)
+            self._forgotten.atexit = False
+
+    @classmethod
+    def world(cls, backend: Backend) -> Communicator:
+        """The communicator of all ranks of a backend, which it owns and closes."""
+        descriptor = descriptor_of("world", backend.size)
+        ranks = tuple(range(backend.size))
+        group = Group(
+            backend, Control(backend), WORLD_CONTEXT, "world", descriptor, ranks, is_introduced=True
+        )
+        group.control.join(group)
+        return cls(group, None)
+
+    # -- what it is ---------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's position, 0 to size - 1."""
+        return self._group.backend.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._group.backend.size
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self._group.name
+
+    @property
+    def epoch(self) -> int:
+        """The number of the membership view."""
+        return self._group.epoch
+
+    @property
+    def backend(self) -> Backend:
+        """What moves the bytes."""
+        return self._group.backend
+
+    @property
+    def start(self) -> Start:
+        """The same verbs, started: each returns a Work."""
+        return self._start
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._group.is_closed else ""
+        place = f"rank {self.rank} of {self.size}"
+        return f"<Communicator {self.name!r} {place}, {self.backend.capabilities.name}{state}>"
+
+    # -- groups within ------------------------------------------------------------------------------------
+
+    def sub(self, ranks: Sequence[int]) -> Communicator:
+        """Make a communicator of the given ranks; only these call it, and nothing is exchanged.
+
+        The ranks are sorted and duplicates removed. All members must make the same subs of the same set
+        equally often.
+        """
+        self._group.check_usable(is_collective=False)
+        chosen = _listed(ranks, "ranks")
+        backend = SubBackend(self.backend, chosen)
+        members = tuple(sorted(set(chosen)))
+        uses = self._subs[members] = self._subs.get(members, 0) + 1
+        identity = (self._group.descriptor.hex(), self.epoch, "sub", members, uses)
+        context = context_of(self._group.context, *identity)
+        if self._group.control.has_context(context):
+            raise ProtocolError(
+                f"the context id of sub({list(members)}) is in use", next_step="call sub again on all members"
+            )
+        name = f"{self.name}.sub({','.join(map(str, members))})" + ("" if uses == 1 else f"#{uses}")
+        return self._child(backend, members, context, name, descriptor_of(*identity), is_introduced=False)
+
+    def mesh(self, shape: Sequence[int], names: Sequence[str] | None = None) -> Mesh:
+        """Arrange the ranks in a grid, row by row, with a communicator along each axis. All ranks call it."""
+        grid = Grid(
+            tuple(_listed(shape, "shape")), tuple(_listed(names, "names")) if names is not None else None
+        )
+        grid.check_size(self.size)
+        axes: dict[str, Communicator] = {}
+        for axis, name in enumerate(grid.names):
+            group = grid.groups_along(axis)
+            color = next(i for i, ranks in enumerate(group) if self.rank in ranks)
+            child = self.split(color, self.rank)
+            assert child is not None
+            child._group.name = name
+            axes[name] = child
+        return Mesh(grid, self.rank, axes)
+
+    def _attach(self, tenant: Tenant, purpose: str) -> tuple[Group, int]:
+        """Let something live on this communicator until it is closed: where, and in which context."""
+        return self._group, self._group.attach(tenant, purpose)
+
+    # -- endings ------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Flush what was sent and leave, with all groups within. Who waits for this rank gets PeerLost.
+
+        Raises:
+            CollectiveMismatch: calls that ended here were others elsewhere. It is closed all the same.
+        """
+        unheard: CollectiveMismatch | None = None
+        ending: list[Communicator | Group] = [*self._living(), self._group]
+        for one in ending:
+            try:
+                one.close()
+            except CollectiveMismatch as mismatch:
+                unheard = unheard or mismatch
+        if self._parent is None:
+            _worlds.discard(self)
+            if self._forgotten is not None and self._forgotten.detach() is not None:
+                self._group.backend.close()
+        else:
+            context = self._group.context
+            self._parent._children.pop(context, None)
+            if self._forgotten is not None:
+                self._forgotten.detach()
+            self._group.backend.end_group(context)
+        if unheard is not None:
+            raise unheard
+
+    def abort(self, reason: str) -> None:
+        """Give up: end everyone's operations here with PeerAborted, which carries the reason."""
+        rank = self._group.world_rank
+        self._end_by(PeerAborted(f"rank {rank} aborted", rank=rank, cause=str(reason)))
+
+    def __enter__(self) -> Self:
+        self._group.check_usable(is_collective=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Killed):
+            return  # a crash says no goodbye
+        if error is not None:
+            self._explain(error)
+        self.close()
+
+    def _explain(self, error: BaseException) -> None:
+        """Tell the others what ends this rank."""
+        if isinstance(error, PeerLost | PeerAborted | CollectiveMismatch | Deadlock):
+            self._end_by(error)  # the root cause, passed on as itself
+        elif not (isinstance(error, SystemExit) and not error.code):
+            first_line = (str(error).splitlines() or [""])[0]
+            self.abort(f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__)
+
+    def _forsake(self, cause: str) -> None:
+        """Leave without waiting for anybody, with all groups within."""
+        for child in self._living():
+            child._forsake(cause)
+        self._group.warn_of_loose_ends("")
+        self._group.forget(cause)
+        if self._parent is None:
+            _worlds.discard(self)
+            if self._forgotten is not None and self._forgotten.detach() is not None:
+                self._group.backend.close()
+
+    def _end_by(self, error: UnisonoError) -> None:
+        for child in self._living():
+            child._end_by(error)
+        self._group.abort(error)
+
+    def _living(self) -> list[Communicator]:
+        """The groups within that are in use, in the order they were made."""
+        if isinstance(self._children, WeakValueDictionary):
+            known = (ref() for ref in self._children.valuerefs())
+            return [child for child in known if child is not None]
+        return list(self._children.values())
+
+    # -- making children ----------------------------------------------------------------------------------
+
+    def _split(self, one: Collective, color: int | None, key: int) -> Steps[Communicator | None]:
+        generation = self._splits
+        self._splits += 1
+        mine = np.array([color is not None, color if color is not None else 0, key, generation], np.int64)
+        rows = yield from self._gathered(one, mine)
+        if any(row[3] != generation for row in rows):
+            raise CollectiveMismatch(
+                "the ranks disagree on how often they have split",
+                report="\n".join(
+                    f"rank {self._group.world_ranks[r]}: split #{row[3]}" for r, row in enumerate(rows)
+                ),
+                next_step="call split equally often on all ranks",
+            )
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for rank, (has_color, its_color, its_key, _) in enumerate(rows):
+            if has_color:
+                groups.setdefault(its_color, []).append((its_key, rank))
+        salt, contexts = yield from self._fresh_contexts(one, generation, sorted(groups))
+        if color is None:
+            return None
+        members = tuple(rank for _, rank in sorted(groups[color]))
+        backend = SubBackend(self.backend, members, ordered=True)
+        identity = (self._group.descriptor.hex(), self.epoch, "split", generation, color, salt, members)
+        name = f"{self.name}.split#{generation}({color})"
+        return self._child(
+            backend, members, contexts[color], name, descriptor_of(*identity), is_introduced=True
+        )
+
+    def _fresh_contexts(
+        self, one: Collective, generation: int, colors: list[int]
+    ) -> Steps[tuple[int, dict[int, int]]]:
+        """Context ids that no group of any member uses: all ranks look, and try again together."""
+        for salt in range(_SALTS_MAX):
+            contexts = {
+                c: _split_context(self._group.context, self.epoch, generation, c, salt) for c in colors
+            }
+            taken = len(set(contexts.values())) < len(contexts) or any(
+                self._group.control.has_context(context) for context in contexts.values()
+            )
+            rows = yield from self._gathered(one, np.array([taken], np.int64))
+            if not any(row[0] for row in rows):
+                return salt, contexts
+        raise ProtocolError(f"no free context id in {_SALTS_MAX} attempts")
+
+    def _gathered(self, one: Collective, mine: np.ndarray[Any, Any]) -> Steps[list[list[int]]]:
+        everyone = np.empty(mine.size * self.size, np.int64)
+        counts = (mine.size,) * self.size
+        yield from one.run("all_gather", counts, _INT64, {Buf.IN: mine, Buf.OUT: everyone}, given="")
+        rows: list[list[int]] = everyone.reshape(self.size, -1).tolist()
+        return rows
+
+    def _child(
+        self,
+        backend: Backend,
+        members: tuple[int, ...],
+        context: int,
+        name: str,
+        descriptor: bytes,
+        *,
+        is_introduced: bool,
+    ) -> Communicator:
+        control, ranks = self._group.control, tuple(self._group.world_ranks[rank] for rank in members)
+        group = Group(backend, control, context, name, descriptor, ranks, is_introduced=is_introduced)
+        group.epoch, group.parent = self.epoch, self._group
+        control.join(group)
+        return Communicator(group, self)
+
+
+# A second collision is as likely as 64-bit hashes are bad; more than a few attempts mean a bug.
+_SALTS_MAX = 4
+
+
+def _split_context(parent: int, epoch: int, generation: int, color: int, salt: int) -> int:
+    return context_of(parent, epoch, "split", generation, color, salt)
+
+
+def _check_int64(number: Any, what: str) -> None:
+    if isinstance(number, bool) or not isinstance(number, int | np.integer) or not -(2**63) <= number < 2**63:
+        raise UsageError(
+            f"{what}={number!r}; allowed: a signed 64-bit integer" + (" or None" if what == "color" else "")
+        )
+
+
+def _listed(given: Any, what: str) -> list[Any]:
+    try:
+        return list(given)
+    except TypeError:
+        raise UsageError(f"{what}={given!r}; allowed: a list") from None
+
+
+class _Aid:
+    """What the hot path asks for on a bad day."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def take_over(
+        self,
+        operation: str,
+        sequence: int,
+        fingerprint: bytes,
+        started_at: float,
+        handle: int,
+        memory: tuple[Any, ...],
+        interruption: BaseException | None,
+    ) -> None:
+        """Wait for what the hot path began and could not end by itself; it raises what the verb would."""
+        group = self._group
+
+        def steps(call: Call) -> Steps[None]:
+            return Collective(group, call).take_over(handle, memory, fingerprint)
+
+        work = group.resume(operation, sequence, started_at, steps)
+        if interruption is not None:
+            work.cancel()
+            raise interruption
+        waited(work)
+
+    def heed(self, source: int, sequence: int, theirs: bytes) -> None:
+        """A message waits for a call that was made here: raise if that was another call than its sender's."""
+        if not self._group.on_unmet(source, sequence, theirs):
+            self._group.wait_until_known()
+            self._group.check_usable(is_collective=True)
+
+
+# Worlds that were not closed: their users' `with` would have told what happened.
+_worlds: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+_is_end_watched = False
+
+
+def _watch_the_end() -> None:
+    """Be called when the main thread ends, and again when the interpreter does, before the backends are."""
+    global _is_end_watched
+    if not _is_end_watched:
+        _is_end_watched = True
+        # Other threads of ours may be waiting for other ranks, and Python for them.
+        call_before_threads_are_joined(_end_all)
+    atexit.unregister(_end_all)
+    atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    """The main thread has ended: so do the worlds it left open, and say so if an exception did it."""
+    error = getattr(sys, "last_value", None)
+    if hasattr(sys, "ps1"):  # at a prompt it is any that was shown before
+        error = None
+    for world in list(_worlds):
+        try:
+            if error is not None:
+                world._explain(error)
+            world._forsake("the main thread of this process has ended")
+        except Exception:  # the others must not pay for it
+            _log.exception("rank %d could not leave", world._group.world_rank)
+
+
+os.register_at_fork(after_in_child=_worlds.clear)  # they are the parent's
+
+
+def _close_later(backend: Backend) -> None:
+    """Close a forgotten backend where no lock is held: the collector may strike in the midst of its code."""
+    backend.runtime.call_soon(backend.close)
+
+
+def _leave_later(group: Group) -> None:
+    """Leave a forgotten group, where no lock is held."""
+    group.backend.runtime.call_soon(partial(_leave, group))
+
+
+def _leave(group: Group) -> None:
+    group.forget()
+    group.backend.end_group(group.context)

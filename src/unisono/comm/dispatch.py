@@ -1,0 +1,196 @@
+"""A collective under way: one or more plans, one after the other, under one number.
+
+Knows how a stage is chosen, fingerprinted and run, by the backend's own means where it has them. Does not
+know the verbs, nor what their arguments meant to the user.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from unisono.comm.group import Group, fingerprint_of, single
+from unisono.core.dtypes import DType
+from unisono.core.envelope import Tags
+from unisono.core.ops import ReduceOp
+from unisono.core.request import HeaderMismatch, LengthMismatch, Request
+from unisono.core.task import Call, Steps
+from unisono.errors import UsageError
+from unisono.messaging.backend import Stage
+from unisono.plans import LINKS, Links, Problem, build, choose, entry_of
+from unisono.plans.execute import Execution, Memory, execute
+from unisono.plans.steps import Buf
+
+__all__ = ["Collective", "check_order", "described"]
+
+_COUNTS_SHOWN: Final = 16
+
+
+class Collective:
+    """One collective call of one rank. Its stages follow each other; each has a tag of its own."""
+
+    def __init__(self, group: Group, call: Call, algorithm: str = "auto") -> None:
+        self._group = group
+        self._call = call
+        self._algorithm = algorithm
+        self._stage = 0
+
+    def run(
+        self,
+        collective: str,
+        counts: tuple[int, ...],
+        dtype: DType,
+        memory: Mapping[Buf, Memory],
+        *,
+        root: int = 0,
+        op: ReduceOp | None = None,
+        shape: tuple[int, ...] | None = None,
+        algorithm: str | None = None,
+        given: str | None = None,
+    ) -> Steps[None]:
+        """Run one stage to its end. `shape` is shown and compared where ranks must agree on it.
+
+        Where something else travels than the user gave (metadata, a wider type), `given` says what it was:
+        the first stage is the one that ranks compare.
+        """
+        group, backend = self._group, self._group.backend
+        problem = Problem(collective, backend.size, counts, root, backend.hosts())
+        links = LINKS[backend.link_kind()]
+        wanted = algorithm or self._algorithm
+        name = algorithm_for(problem, dtype, op, wanted, backend.config.reproducible, links)
+        if given is None:
+            given = described(dtype, shape if shape is not None else counts)
+        able = backend.capabilities
+        # Left to itself, a library that has algorithms of its own is asked first: by all ranks or by none.
+        may_be_own = able.run_collective and wanted == "auto"
+        # An algorithm for metadata follows from what is shown already; what the user asked for does not.
+        shown = self._algorithm if algorithm is not None else "auto" if may_be_own else name
+        fingerprint = fingerprint_of(self._words(problem, given, dtype, op, shown), group.descriptor)
+        sequence, stage = self._call.sequence, self._stage
+        assert sequence is not None, "a collective has a number"
+        self._stage += 1
+        if stage == 0:
+            group.remember(sequence, fingerprint)
+        tag = Tags.collective(sequence, stage)
+        learn = None if stage or group.hot is None else self._lesson(sequence, dtype, op, memory, fingerprint)
+        part = Stage(group.context, tag, dtype, op, memory, fingerprint, on_compiled=learn)
+        if may_be_own and (own := backend.run_collective(problem, part)) is not None:
+            self._call.is_joint = True
+            yield from self._follow(own, fingerprint)
+            self._call.is_joint = False
+            return
+        plan = build(problem, backend.rank, name)
+        if able.run_plan and (op is None or op.fn is None):
+            yield from self._follow(backend.run_plan(plan, part), fingerprint)
+            return
+        how = Execution(
+            backend,
+            part,
+            self._call,
+            group.world_ranks,
+            check_header=lambda peer, theirs: group.check_fingerprint(self._call, fingerprint, peer, theirs),
+            check_length=lambda peer, came, awaited, theirs: group.refuse_length(
+                self._call, fingerprint, peer, came, awaited
+            ),
+        )
+        yield from execute(plan, how)
+
+    def _lesson(
+        self,
+        sequence: int,
+        dtype: DType,
+        op: ReduceOp | None,
+        memory: Mapping[Buf, Memory],
+        fingerprint: bytes,
+    ) -> Callable[[Any], object] | None:
+        """What the hot path needs to make the same call again by itself."""
+        hot = self._group.hot
+        divisor = self._group.backend.size if op is not None and op.is_mean else 0
+        return lambda program: (
+            hot
+            and hot.learn(
+                sequence,
+                self._call.operation,
+                program,
+                dtype.code,
+                -1 if op is None or op.code is None else op.code,
+                memory.get(Buf.IN),
+                memory.get(Buf.OUT),
+                fingerprint,
+                divisor if divisor > 1 else 0,
+            )
+        )
+
+    def _follow(self, request: Request, fingerprint: bytes) -> Steps[None]:
+        """Carry to its end what the backend runs by its own means."""
+        group, call = self._group, self._call
+
+        def peers() -> tuple[int, ...]:
+            return tuple(sorted(group.world_ranks[peer] for peer in request.peers_awaited()))
+
+        try:
+            yield from single(call, request, peers)
+        except HeaderMismatch as wrong:
+            group.check_fingerprint(call, fingerprint, wrong.peer, wrong.header)
+            raise
+        except LengthMismatch as wrong:
+            group.refuse_length(call, fingerprint, wrong.peer, wrong.came, wrong.awaited)
+
+    def take_over(self, handle: int, memory: tuple[Any, ...], fingerprint: bytes) -> Steps[None]:
+        """Carry to its end what the hot path began."""
+        self._call.is_joint = self._group.backend.capabilities.run_collective
+        yield from self._follow(self._group.backend.adopt_run(handle, memory), fingerprint)
+
+    def _words(self, problem: Problem, given: str, dtype: DType, op: ReduceOp | None, algorithm: str) -> str:
+        """The call in words: what ranks compare and what a mismatch shows."""
+        words = [self._call.operation, given] if given else [self._call.operation]
+        if op is not None:
+            words.append(f"op={op}")
+            if op.fn is not None:
+                words.append(f"commutative={op.commutative}")
+            if op.fn is not None and problem.collective == "exscan":
+                words.append(f"identity={op.shown_identity(dtype)}")
+        if problem.collective in ("reduce", "broadcast", "gather", "scatter"):
+            words.append(f"root={problem.root}")
+        if self._stage:
+            words.append(f"stage={self._stage}")
+        words.append(f"algorithm={algorithm}")
+        words.append(f"segment={self._group.backend.config.segment_bytes}")
+        return " ".join(words)
+
+
+def described(dtype: DType, lengths: Sequence[int]) -> str:
+    """An array in words. Of many lengths the first are shown, and a checksum stands for the rest."""
+    shown = ",".join(map(str, lengths[:_COUNTS_SHOWN]))
+    more = f"+{zlib.crc32(repr(lengths).encode()):x}" if len(lengths) > _COUNTS_SHOWN else ""
+    return f"{dtype}[{shown}{more}]"
+
+
+def algorithm_for(
+    problem: Problem, dtype: DType, op: ReduceOp | None, wanted: str, reproducible: bool, links: Links
+) -> str:
+    """The algorithm by name, or the best that keeps what the operation and the settings need."""
+    if wanted != "auto":
+        check_order(problem.collective, op, wanted, reproducible)
+        return wanted
+    ordered = op is not None and (reproducible or not op.commutative)
+    return choose(problem, dtype.itemsize, links, ordered=ordered)[0]
+
+
+def check_order(collective: str, op: ReduceOp | None, algorithm: str, reproducible: bool) -> None:
+    """Refuse a named algorithm that brackets or orders the operands otherwise than the call needs."""
+    entry = entry_of(collective, algorithm)
+    if op is None:
+        return
+    if reproducible and not entry.ordered:
+        raise _disorder(collective, algorithm, "reproducible results need")
+    if not op.commutative and not entry.keeps_rank_order:
+        raise _disorder(collective, algorithm, f"op {op}, which does not commute, needs")
+
+
+def _disorder(collective: str, algorithm: str, who: str) -> UsageError:
+    return UsageError(
+        f"algorithm={algorithm!r} of {collective} does not keep the order that {who}",
+        next_step="algorithm='auto', or one that `unisono plan --list` shows as ordered",
+    )

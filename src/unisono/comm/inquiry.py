@@ -1,0 +1,153 @@
+"""An inquiry: ranks called different things under one number; which of them differs, and in what.
+
+Knows the calls of members by world rank, as far as they have been told, and how a call reads. Does not know
+how they are told, nor who waits for the result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import takewhile
+from typing import Final
+
+from unisono.core.envelope import HEADER_BYTES_MAX
+from unisono.errors import CollectiveMismatch, Location, ranks_text
+
+__all__ = ["FORGOTTEN", "Inquiry", "call_of"]
+
+# Stands for a call of ours that is no longer remembered.
+FORGOTTEN: Final = b"(another call, made long ago)"
+
+
+class Inquiry:
+    """The calls of members under one number."""
+
+    def __init__(self, sequence: int) -> None:
+        self.sequence = sequence
+        self.calls: dict[int, bytes] = {}
+        self.is_over = False
+
+    def add(self, calls: Mapping[int, bytes]) -> None:
+        """Learn what members called; what is known already counts."""
+        for rank, fingerprint in calls.items():
+            self.calls.setdefault(rank, fingerprint[:HEADER_BYTES_MAX])
+
+    def evidence(self, rank: int) -> dict[int, bytes]:
+        """What a rank tells the others: its own call, and of the others' two that differ."""
+        firsts = {call_of(self.calls[one]): one for one in sorted(self.calls, reverse=True)}
+        told = sorted(firsts.values())[:2]
+        return {one: self.calls[one] for one in (rank, *told) if one in self.calls}
+
+    def error(self, members: tuple[int, ...], rank: int, communicator: str, epoch: int) -> CollectiveMismatch:
+        """Put what is known into words, for one of the members."""
+        sides = self._sides()
+        lines = [f"{ranks_text(side)}: {_shown(self.calls[side[0]])}" for side in sorted(sides)]
+        unknown = tuple(member for member in members if member not in self.calls)
+        silence = [f"{ranks_text(unknown)} did not say in time"] if unknown else []
+        mine = self.calls.get(rank)
+        culprits = self._culprits(sides)
+        return CollectiveMismatch(
+            self._difference(sides, culprits),
+            report="\n".join(lines),
+            culprits=culprits,
+            where=Location(_verb(mine) if mine else "collective", communicator, epoch, self.sequence),
+            cause="; ".join([*lines, *silence]),
+            next_step="make every rank call the same collectives in the same order",
+        )
+
+    def _sides(self) -> list[tuple[int, ...]]:
+        """Ranks that called the same, the most first."""
+        sides: dict[bytes, list[int]] = {}
+        for rank in sorted(self.calls):
+            sides.setdefault(call_of(self.calls[rank]), []).append(rank)
+        return sorted(map(tuple, sides.values()), key=lambda side: (-len(side), side))
+
+    def _culprits(self, sides: list[tuple[int, ...]]) -> tuple[int, ...]:
+        """Who differs from more than half of those whose calls are known."""
+        if not sides or 2 * len(sides[0]) <= len(self.calls):
+            return ()
+        return tuple(sorted(rank for side in sides[1:] for rank in side))
+
+    def _difference(self, sides: list[tuple[int, ...]], culprits: tuple[int, ...]) -> str:
+        if len(sides) < 2:
+            return "ranks called different things"
+        usual = self.calls[sides[0][0]]
+        if culprits:
+            most = ranks_text(sides[0])
+            told = [
+                f"{ranks_text(side)} differ{'s' if len(side) == 1 else ''} from {most} in "
+                + _aspects(self.calls[side[0]], usual, ", they ")
+                for side in sides[1:]
+            ]
+            return f"ranks called different things: {'; '.join(told)}"
+        sides = sorted(sides)
+        names = (
+            f"ranks {' and '.join(str(rank) for (rank,) in sides)}"
+            if all(len(side) == 1 for side in sides) and len(sides) == 2
+            else " and ".join(map(ranks_text, sides))
+        )
+        if len(sides) != 2:
+            return f"{names} called different things"
+        aspects = _aspects(self.calls[sides[0][0]], self.calls[sides[1][0]], " against ")
+        return f"{names} called different things: {aspects}"
+
+
+def call_of(fingerprint: bytes) -> bytes:
+    """The part of a fingerprint that is compared."""
+    return fingerprint.partition(b"\0")[0]
+
+
+# What a user decides comes first. What follows from it, such as an algorithm that was chosen by the count,
+# differs too, and says nothing more.
+_CHOSEN: Final = ("dtype", "count", "shape", "arrays", "op", "commutative", "identity", "root")
+_DERIVED: Final = ("algorithm", "segment", "stage", "group", "arguments")
+_ARRAY: Final = re.compile(r"(\w+)\[([^\]]*)\]")
+
+
+def _aspects(mine: bytes, theirs: bytes, between: str) -> str:
+    """In what two calls differ."""
+    here, there = _parsed(mine), _parsed(theirs)
+    if here["verb"] != there["verb"]:
+        differing = ["verb"]
+    elif "arguments" in here or "arguments" in there:
+        differing = ["arguments"]
+    else:
+        if (shapes := _ARRAY.fullmatch(here["arrays"])) and (others := _ARRAY.fullmatch(there["arrays"])):
+            name = "shape" if "," in shapes[2] + others[2] else "count"
+            here |= {"arrays": "", "dtype": shapes[1], name: shapes[2]}
+            there |= {"arrays": "", "dtype": others[1], name: others[2]}
+        differing = [name for name in _CHOSEN if here.get(name) != there.get(name)]
+        differing = differing or [name for name in _DERIVED if here.get(name) != there.get(name)]
+    told = [f"{name}: {here.get(name) or 'none'}{between}{there.get(name) or 'none'}" for name in differing]
+    return " and ".join(told)
+
+
+def _parsed(fingerprint: bytes) -> dict[str, str]:
+    """A call, by what it says."""
+    text = call_of(fingerprint).decode(errors="replace")
+    if fingerprint.startswith(FORGOTTEN):
+        return {"verb": text}
+    if "~" in text:  # too long to be told whole
+        return {"verb": text.partition(" ")[0], "arguments": text.rpartition("~")[2]}
+    verb, *words = text.split(" ")
+    given = list(takewhile(lambda word: "=" not in word, words))
+    parts = {"verb": verb, "arrays": " ".join(given)}
+    name = ""
+    for word in words[len(given) :]:
+        if "=" in word and word.partition("=")[0] in (*_CHOSEN, *_DERIVED):
+            name, _, parts[name] = word.partition("=")
+        else:  # an operation's name may have spaces
+            parts[name] = f"{parts.get(name, '')} {word}"
+    return parts
+
+
+def _verb(fingerprint: bytes) -> str:
+    return call_of(fingerprint).split(b" ")[0].decode(errors="replace")
+
+
+def _shown(fingerprint: bytes) -> str:
+    call, _, site = fingerprint.partition(b"\0")
+    words = call.decode(errors="replace").partition(" group=")[0]
+    text = words + (f" at {site.decode(errors='replace')}" if site else "")
+    return "".join(c if c.isprintable() else "?" for c in text)

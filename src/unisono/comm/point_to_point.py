@@ -1,0 +1,202 @@
+"""Messages between two ranks: send, receive, probe, started.
+
+Knows tags, sources and what a receive buffer must be. Does not know collectives. Bad arguments are refused
+here, before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from unisono.comm.deadlock import ANY_RANK, ANY_TAG
+from unisono.comm.group import Group, single
+from unisono.core import buffers
+from unisono.core.buffers import Array
+from unisono.core.clock import NEVER
+from unisono.core.envelope import ANY, TAG_MAX, Any_, Envelope, Status
+from unisono.core.request import Request
+from unisono.core.task import Call, Message, Steps, requests_done
+from unisono.core.work import Work
+from unisono.errors import UsageError
+
+__all__ = ["Messages", "receivable"]
+
+T = TypeVar("T")
+
+
+class Messages:
+    """The verbs that concern two ranks, each returning a Work."""
+
+    def __init__(self, group: Group, *, timers: bool = True) -> None:
+        self._group = group
+        # Somebody waits for a blocking verb and sees to its deadline; a started one needs a timer.
+        self._timers = timers
+
+    def send(self, data: Any, dst: int, tag: int = 0, *, timeout: float | None = None) -> Work[None]:
+        """Send an array or number. A small message travels at once; a large one waits for its receive."""
+        array = buffers.view(data, "data")
+        dst, tag = self._rank_of(dst, "dst"), _tag_of(tag)
+
+        def steps(call: Call) -> Steps[None]:
+            request = self._start_send(array, dst, tag)
+            call.messages = (self._message(dst, tag, request, is_send=True),)
+            yield from single(call, request, lambda: (self._group.world_ranks[dst],))
+
+        return self._begin("send", timeout, steps, is_send=True)
+
+    def recv(
+        self, buf: Any, src: int | Any_ = ANY, tag: int | Any_ = ANY, *, timeout: float | None = None
+    ) -> Work[Status]:
+        """Receive into `buf`. A message longer than it, or of another type, is refused and stays queued."""
+        array = receivable(buf)
+        src, tag = self._source_of(src), tag if isinstance(tag, Any_) else _tag_of(tag)
+
+        def steps(call: Call) -> Steps[Status]:
+            return (yield from self._receive(call, array, src, tag))
+
+        return self._begin("recv", timeout, steps)
+
+    def recv_bytes(
+        self, src: int | Any_ = ANY, tag: int | Any_ = ANY, *, timeout: float | None = None
+    ) -> Work[bytes]:
+        """Receive a message of unknown length."""
+        src, tag = self._source_of(src), tag if isinstance(tag, Any_) else _tag_of(tag)
+
+        def steps(call: Call) -> Steps[bytes]:
+            backend = self._group.backend
+            request = backend.start_recv(src, self._group.context, tag, None)
+            call.messages = (self._message(src, tag, request),)
+            yield from single(call, request, self._awaited(src))
+            self._check_met(request.envelope)
+            return bytes(request.data or b"")
+
+        return self._begin("recv_bytes", timeout, steps)
+
+    def sendrecv(
+        self, data: Any, dst: int, buf: Any, src: int | Any_, tag: int = 0, *, timeout: float | None = None
+    ) -> Work[Status]:
+        """Send and receive at the same time, so that two ranks can swap data without a deadlock."""
+        array, into = buffers.view(data, "data"), receivable(buf)
+        dst, tag = self._rank_of(dst, "dst"), _tag_of(tag)
+        src = self._source_of(src)
+        if array.overlaps(into):
+            raise UsageError("data and buf overlap; allowed: separate memory")
+
+        def steps(call: Call) -> Steps[Status]:
+            sending = self._start_send(array, dst, tag)
+            call.messages = (self._message(dst, tag, sending, is_send=True),)
+            try:
+                status = yield from self._receive(call, into, src, tag)
+            except Exception:
+                sending.cancel()
+                yield from requests_done(call, [sending])
+                raise
+            yield from single(call, sending, lambda: (self._group.world_ranks[dst],))
+            return status
+
+        return self._begin("sendrecv", timeout, steps)
+
+    def probe(
+        self, src: int | Any_ = ANY, tag: int | Any_ = ANY, *, timeout: float | None = None
+    ) -> Work[Status | None]:
+        """Wait for a message without taking it. With `timeout=0`: None if there is none now."""
+        src, tag = self._source_of(src), tag if isinstance(tag, Any_) else _tag_of(tag)
+        is_poll = timeout == 0 and not isinstance(timeout, bool)
+        if is_poll:
+            self._group.backend.runtime.polled()
+
+        def steps(call: Call) -> Steps[Status | None]:
+            request = self._group.backend.probe(src, self._group.context, tag)
+            if is_poll and not request.done and request.cancel():
+                return None
+            call.messages = (self._message(src, tag, request),)
+            yield from single(call, request, self._awaited(src))
+            return _status(request.envelope)
+
+        return self._begin("probe", None if is_poll else timeout, steps)
+
+    @property
+    def _rank(self) -> int:
+        return self._group.backend.rank
+
+    @property
+    def _size(self) -> int:
+        return self._group.backend.size
+
+    def _begin(
+        self,
+        operation: str,
+        timeout: float | None,
+        steps: Callable[[Call], Steps[T]],
+        *,
+        is_collective: bool = False,
+        is_send: bool = False,
+    ) -> Work[T]:
+        deadline = self._group.backend.runtime.deadline(timeout) if timeout is not None else NEVER
+        return self._group.start(
+            operation, deadline, steps, is_collective=is_collective, timers=self._timers, is_send=is_send
+        )
+
+    def _start_send(self, array: Array, dst: int, tag: int) -> Request:
+        group = self._group
+        header = group.introduction(dst)
+        return group.backend.start_send(
+            dst, group.context, tag, array.bytes(), dtype=array.dtype.code, header=header
+        )
+
+    def _receive(self, call: Call, into: Array, src: int | Any_, tag: int | Any_) -> Steps[Status]:
+        backend = self._group.backend
+        request = backend.start_recv(src, self._group.context, tag, into.bytes(), dtype=into.dtype.code)
+        call.messages += (self._message(src, tag, request),)
+        yield from single(call, request, self._awaited(src))
+        self._check_met(request.envelope)
+        return _status(request.envelope)
+
+    def _message(
+        self, peer: int | Any_, tag: int | Any_, request: Request, *, is_send: bool = False
+    ) -> Message:
+        """What others may ask about it while it is under way."""
+        rank = ANY_RANK if isinstance(peer, Any_) else self._group.world_ranks[peer]
+        return Message(is_send, rank, ANY_TAG if isinstance(tag, Any_) else tag, request)
+
+    def _awaited(self, src: int | Any_) -> Callable[[], tuple[int, ...]]:
+        ranks = () if isinstance(src, Any_) else (self._group.world_ranks[src],)
+        return lambda: ranks
+
+    def _check_met(self, envelope: Envelope | None) -> None:
+        assert envelope is not None
+        self._group.check_introduction(envelope.header, envelope.source)
+
+    def _rank_of(self, rank: Any, what: str) -> int:
+        """A rank that the user names; NumPy's integers are integers too."""
+        if rank is ANY:
+            raise UsageError(f"{what}=ANY; allowed: ranks 0 to {self._size - 1}")
+        number = int(rank) if isinstance(rank, np.integer) else rank
+        self._group.backend.check_peer(number, what)
+        return number
+
+    def _source_of(self, src: Any) -> int | Any_:
+        return src if isinstance(src, Any_) else self._rank_of(src, "src")
+
+
+def receivable(buf: Any, what: str = "buf") -> Array:
+    """See `buf` as memory to receive into."""
+    array = buffers.view(buf, what, writable=True)
+    if array.is_value:
+        raise UsageError(f"{what} is a number; allowed: writable memory to receive into")
+    return array
+
+
+def _tag_of(tag: Any) -> int:
+    number = int(tag) if isinstance(tag, np.integer) else tag
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= TAG_MAX:
+        raise UsageError(f"tag={tag!r}; allowed: 0 to {TAG_MAX}")
+    return number
+
+
+def _status(envelope: Envelope | None) -> Status:
+    assert envelope is not None
+    return Status(envelope.source, envelope.tag, envelope.nbytes)

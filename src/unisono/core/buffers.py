@@ -1,0 +1,277 @@
+"""Memory that operations read and write: NumPy, torch, DLPack, the buffer protocol, plain numbers.
+
+Knows how to see a user's object as a flat array without copying, and how to give a result back in the user's
+own kind. Does not know what is done with it. torch is never imported here: who passes a tensor has it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unisono.core.dtypes import BFLOAT16, DTYPES, DType, dtype_named
+from unisono.errors import UsageError
+
+__all__ = ["RAW", "TORCH", "Array", "Family", "Typed", "as_bytes", "numpy_family", "typed", "view"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Typed:
+    """Raw memory with an element type that NumPy may lack: bfloat16 in a uint16 array."""
+
+    data: np.ndarray[Any, Any]
+    dtype: DType
+
+
+def typed(data: np.ndarray[Any, Any], dtype: str) -> Typed:
+    """Describe a NumPy array as holding `dtype`, such as bfloat16 bits in uint16."""
+    kind = dtype_named(dtype)
+    if (
+        not isinstance(data, np.ndarray)
+        or _is_masked(data)
+        or data.dtype.itemsize != kind.itemsize
+        or data.dtype.hasobject
+        or not data.dtype.isnative
+    ):
+        given = f"an array of {data.dtype}" if isinstance(data, np.ndarray) else _describe(data)
+        raise UsageError(
+            f"typed(..., {dtype!r}) got {given}; allowed: a NumPy array of {kind.itemsize}-byte elements"
+        )
+    return Typed(data, kind)
+
+
+class Family:
+    """The kind of object a user gave: results come back in the same kind."""
+
+    def give(self, flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType) -> Any:
+        """Turn a flat result into the user's kind."""
+        return flat.reshape(shape)
+
+
+class _Numpy(Family):
+    pass
+
+
+@dataclass(frozen=True)
+class _NumpyAs(Family):
+    """NumPy with a type from outside NumPy, such as ml_dtypes.bfloat16."""
+
+    kind: np.dtype[Any]
+
+    def give(self, flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType) -> Any:
+        return flat.view(self.kind).reshape(shape)
+
+
+class _Number(Family):
+    """A Python number comes back as a number; a row of them as an array."""
+
+    def give(self, flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType) -> Any:
+        return flat.item() if shape == () else flat.reshape(shape)
+
+
+class _NumpyScalar(Family):
+    """A NumPy scalar is immutable, so it comes back as a scalar."""
+
+    def give(self, flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType) -> Any:
+        return flat[0] if shape == () else flat.reshape(shape)
+
+
+@dataclass(frozen=True)
+class _ScalarAs(_NumpyScalar):
+    """A scalar of a type from outside NumPy."""
+
+    kind: np.dtype[Any]
+
+    def give(self, flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType) -> Any:
+        return super().give(flat.view(self.kind), shape, dtype)
+
+
+class _Raw(Family):
+    def give(self, flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType) -> Any:
+        return Typed(flat.reshape(shape), dtype)
+
+
+class _Torch(Family):
+    def give(self, flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType) -> Any:
+        torch = sys.modules["torch"]
+        if dtype is BFLOAT16:
+            return torch.from_numpy(flat.view(np.int16)).view(torch.bfloat16).reshape(shape)
+        return torch.from_numpy(flat).reshape(shape)
+
+
+_NUMPY, _NUMBER, _SCALAR, RAW, TORCH = _Numpy(), _Number(), _NumpyScalar(), _Raw(), _Torch()
+
+
+def numpy_family(dtype: DType) -> Family:
+    """The kind of array that NumPy has for a type: bfloat16 needs ml_dtypes, else it stays raw."""
+    if dtype is not BFLOAT16:
+        return _NUMPY
+    ml_dtypes = sys.modules.get("ml_dtypes")
+    return RAW if ml_dtypes is None else _NumpyAs(np.dtype(ml_dtypes.bfloat16))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Array:
+    """A user's memory as a flat array of storage elements, with its type and shape."""
+
+    flat: np.ndarray[Any, Any]
+    dtype: DType
+    shape: tuple[int, ...]
+    family: Family
+    given: Any
+
+    @property
+    def count(self) -> int:
+        """How many elements it has."""
+        return self.flat.size
+
+    @property
+    def is_value(self) -> bool:
+        """Whether it came as an immutable number, which cannot be filled in place."""
+        return isinstance(self.family, _Number | _NumpyScalar)
+
+    def bytes(self) -> memoryview:
+        """Its memory as bytes."""
+        return as_bytes(self.flat)
+
+    def like(self, shape: tuple[int, ...]) -> Array:
+        """New memory of the same type and kind."""
+        count = int(np.prod(shape, dtype=np.int64))
+        return Array(np.empty(count, self.dtype.storage), self.dtype, shape, self.family, None)
+
+    def copy(self) -> Array:
+        """The same content in new memory."""
+        return Array(self.flat.copy(), self.dtype, self.shape, self.family, None)
+
+    def give(self) -> Any:
+        """What the user gets back: the very object that was given, or a new one of its kind."""
+        if self.given is not None and not self.is_value:
+            return self.given
+        return self.family.give(self.flat, self.shape, self.dtype)
+
+    def overlaps(self, other: Array) -> bool:
+        """Whether both share memory."""
+        return bool(self.count and other.count and np.may_share_memory(self.flat, other.flat))
+
+
+def as_bytes(flat: np.ndarray[Any, Any]) -> memoryview:
+    """The bytes of a flat contiguous array."""
+    raw: Any = flat.view(np.uint8) if flat.size else np.empty(0, np.uint8)
+    return memoryview(raw)
+
+
+def view(given: Any, what: str, *, writable: bool = False) -> Array:
+    """See `given` as an array, without copying if it is contiguous.
+
+    Raises:
+        UsageError: it is no memory, its type is not supported, or it is to be written and cannot be.
+    """
+    storage, dtype, family = _see(given, what)
+    if writable:
+        if not isinstance(family, _Number | _NumpyScalar) and not storage.flags.writeable:
+            raise UsageError(f"{what} is read-only; allowed: writable memory", next_step="pass a copy of it")
+        if not storage.flags.c_contiguous:
+            raise UsageError(
+                f"{what} is not contiguous (strides {storage.strides}); allowed: C-contiguous memory",
+                next_step="pass np.ascontiguousarray(x), and copy the result back",
+            )
+    shape = storage.shape
+    flat = np.ascontiguousarray(storage).reshape(-1)
+    return Array(flat, dtype, shape, family, given)
+
+
+def _see(given: Any, what: str) -> tuple[np.ndarray[Any, Any], DType, Family]:
+    if isinstance(given, np.ndarray):
+        return _see_numpy(given, what, _NUMPY)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(given, getattr(torch, "Tensor", ())):
+        return _see_torch(given, what, torch)
+    if isinstance(given, np.generic):
+        return _see_numpy(np.array(given), what, _SCALAR)
+    if isinstance(given, bool | int | float | complex):
+        return _see_number(given, what)
+    if isinstance(given, Typed):
+        return given.data.view(given.dtype.storage), given.dtype, RAW
+    if hasattr(given, "__dlpack__"):
+        return _see_dlpack(given, what, torch)
+    try:
+        array = np.asarray(memoryview(given))
+    except (TypeError, ValueError, NotImplementedError, BufferError):
+        raise UsageError(
+            f"{what} is {_describe(given)}; allowed: an array with the buffer protocol or DLPack, or a number"
+        ) from None
+    return _see_numpy(array, what, _NUMPY)
+
+
+def _is_masked(array: np.ndarray[Any, Any]) -> bool:
+    """Whether it has a mask. `np.ma` takes 10 ms to import, and who has such an array has done it."""
+    masked = sys.modules.get("numpy.ma.core")
+    return masked is not None and isinstance(array, masked.MaskedArray)
+
+
+def _see_numpy(
+    array: np.ndarray[Any, Any], what: str, family: Family
+) -> tuple[np.ndarray[Any, Any], DType, Family]:
+    kind = array.dtype
+    if _is_masked(array):
+        raise UsageError(f"{what} is a masked array, and a mask does not travel; allowed: plain arrays")
+    if not kind.isnative:
+        raise UsageError(f"{what} has foreign byte order ({kind.str}); allowed: the machine's own")
+    dtype = DTYPES.get(kind.name)
+    if dtype is None:
+        raise UsageError(f"{what} has dtype {kind}; allowed: {', '.join(DTYPES)}")
+    if dtype is BFLOAT16:
+        return array.view(np.uint16), dtype, _ScalarAs(kind) if family is _SCALAR else _NumpyAs(kind)
+    return array, dtype, family
+
+
+def _see_number(number: complex, what: str) -> tuple[np.ndarray[Any, Any], DType, Family]:
+    kinds = ((bool, "bool"), (int, "int64"), (float, "float64"), (complex, "complex128"))
+    name = next(name for kind, name in kinds if isinstance(number, kind))
+    if name == "int64" and not -(2**63) <= int(number.real) < 2**63:
+        raise UsageError(f"{what} is an integer beyond 64 bits; allowed: -2**63 to 2**63 - 1")
+    return np.array(number, DTYPES[name].storage), DTYPES[name], _NUMBER
+
+
+def _see_torch(tensor: Any, what: str, torch: Any) -> tuple[np.ndarray[Any, Any], DType, Family]:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        raise UsageError(
+            f"{what} is a {tensor.layout} tensor on {tensor.device}; allowed: dense tensors on the CPU"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise UsageError(f"{what} is a lazily conjugated view; allowed: x.resolve_conj().resolve_neg()")
+    name = str(tensor.dtype).removeprefix("torch.")
+    dtype = DTYPES.get(name)
+    if dtype is None:
+        raise UsageError(f"{what} has dtype {tensor.dtype}; allowed: {', '.join(DTYPES)}")
+    tensor = tensor.detach()
+    if dtype is BFLOAT16:
+        return tensor.view(torch.int16).numpy().view(np.uint16), dtype, TORCH
+    return tensor.numpy(), dtype, TORCH
+
+
+def _see_dlpack(given: Any, what: str, torch: Any) -> tuple[np.ndarray[Any, Any], DType, Family]:
+    device = given.__dlpack_device__()
+    if device[0] != 1:  # kDLCPU
+        raise UsageError(
+            f"{what} is on DLPack device {tuple(map(int, device))}; allowed: CPU memory, device (1, 0)"
+        )
+    try:
+        return _see_numpy(np.from_dlpack(given), what, _NUMPY)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        if torch is not None:  # NumPy's DLPack has no bfloat16, torch's has
+            storage, dtype, _ = _see_torch(torch.from_dlpack(given), what, torch)
+            return storage, dtype, RAW
+        raise UsageError(
+            f"{what} offers DLPack that NumPy cannot read: {error}", next_step="pass a NumPy array of it"
+        ) from error
+
+
+def _describe(given: Any) -> str:
+    kind = type(given)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

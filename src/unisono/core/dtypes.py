@@ -1,0 +1,86 @@
+"""Element types: names, sizes, kinds and the NumPy type that stores each.
+
+Does not know memory (buffers) or arithmetic (kernels).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+
+from unisono.errors import UsageError
+
+__all__ = ["BFLOAT16", "DTYPES", "DType", "Kind", "dtype_named"]
+
+
+class Kind(Enum):
+    """What family an element type belongs to; it decides which operations are allowed."""
+
+    BOOL = "bool"
+    INTEGER = "integer"
+    FLOAT = "float"
+    COMPLEX = "complex"
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type. `storage` is the NumPy type that holds its bits.
+
+    bfloat16 is stored as uint16: NumPy has no such type unless ml_dtypes is installed.
+    `code` is the number that the native kernels know it by.
+    """
+
+    name: str
+    code: int
+    kind: Kind
+    itemsize: int
+
+    @property
+    def storage(self) -> np.dtype[Any]:
+        """The NumPy type whose arrays hold the bits."""
+        return _STORAGE[self.code]
+
+    @property
+    def is_half(self) -> bool:
+        """Whether arithmetic goes through float32."""
+        return self.name in ("float16", "bfloat16")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _dtypes() -> dict[str, DType]:
+    table: list[tuple[str, Kind, int]] = [
+        ("bool", Kind.BOOL, 1),
+        ("int8", Kind.INTEGER, 1),
+        ("int16", Kind.INTEGER, 2),
+        ("int32", Kind.INTEGER, 4),
+        ("int64", Kind.INTEGER, 8),
+        ("uint8", Kind.INTEGER, 1),
+        ("uint16", Kind.INTEGER, 2),
+        ("uint32", Kind.INTEGER, 4),
+        ("uint64", Kind.INTEGER, 8),
+        ("float16", Kind.FLOAT, 2),
+        ("bfloat16", Kind.FLOAT, 2),
+        ("float32", Kind.FLOAT, 4),
+        ("float64", Kind.FLOAT, 8),
+        ("complex64", Kind.COMPLEX, 8),
+        ("complex128", Kind.COMPLEX, 16),
+    ]
+    return {name: DType(name, code, kind, size) for code, (name, kind, size) in enumerate(table)}
+
+
+DTYPES: Final[dict[str, DType]] = _dtypes()
+BFLOAT16: Final = DTYPES["bfloat16"]
+_STORAGE: Final = [np.dtype("uint16" if name == "bfloat16" else name) for name in DTYPES]
+
+
+def dtype_named(name: str) -> DType:
+    """Look a type up by its name."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise UsageError(f"dtype {name!r} is not supported; allowed: {', '.join(DTYPES)}") from None

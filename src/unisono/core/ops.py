@@ -1,0 +1,189 @@
+"""Reduce operations: their names, identities and the element types each is defined for.
+
+Does not know arithmetic: kernels compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from unisono.core.dtypes import BFLOAT16, DType, Kind
+from unisono.errors import UsageError
+
+__all__ = ["OpCode", "OpLike", "ReduceOp", "as_op", "op"]
+
+
+class OpCode(IntEnum):
+    """The numbers that the native kernels know the operations by."""
+
+    SUM = 0
+    PROD = 1
+    MIN = 2
+    MAX = 3
+    BAND = 4
+    BOR = 5
+    BXOR = 6
+    LAND = 7
+    LOR = 8
+    LXOR = 9
+
+
+_BITWISE = ("band", "bor", "bxor", "land", "lor", "lxor")
+_ALLOWED: Final[dict[Kind, tuple[str, ...]]] = {
+    Kind.BOOL: ("min", "max", *_BITWISE),
+    Kind.INTEGER: ("sum", "prod", "min", "max", *_BITWISE),
+    Kind.FLOAT: ("sum", "prod", "min", "max", "mean"),
+    Kind.COMPLEX: ("sum", "prod", "mean"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceOp:
+    """How two contributions become one.
+
+    A built-in has a `code` for the kernels; mean is a sum that the communicator divides at the end.
+    A user's own has `fn(left, right) -> array`, where left comes from lower ranks.
+    """
+
+    name: str
+    code: OpCode | None = None
+    fn: Callable[[Any, Any], Any] | None = None
+    commutative: bool = True
+    identity: Any = None
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the sum is divided by the number of contributions at the end."""
+        return self.fn is None and self.name == "mean"
+
+    def check(self, dtype: DType) -> None:
+        """Refuse a type that the operation has no meaning for."""
+        if self.fn is None and self.name not in _ALLOWED[dtype.kind]:
+            raise UsageError(
+                f"op {self.name!r} is not defined for {dtype}; allowed for {dtype.kind.value} types: "
+                f"{', '.join(_ALLOWED[dtype.kind])}"
+            )
+
+    def identity_for(self, dtype: DType) -> Any:
+        """Return the value that changes nothing: what exscan gives rank 0."""
+        if self.fn is not None:
+            if self.identity is None:
+                raise UsageError(
+                    f"exscan needs an identity for op {self.name!r}, which it gives rank 0",
+                    next_step="uni.op(fn, identity=...)",
+                )
+            return self._checked_identity(dtype)
+        return _IDENTITY[self.name](dtype)
+
+    def shown_identity(self, dtype: DType) -> str:
+        """The identity as the type holds it: 0 and 0.0 are one value of float32, so they read alike."""
+        held = self._held(self.identity_for(dtype), dtype)
+        return repr(None if held is None else held.item())
+
+    def _held(self, value: Any, dtype: DType) -> np.ndarray[Any, Any] | None:
+        try:
+            return np.array(value, np.float32 if dtype is BFLOAT16 else dtype.storage)
+        except (TypeError, ValueError, OverflowError):
+            return None
+
+    def _checked_identity(self, dtype: DType) -> Any:
+        """The user's identity, refused before anything is sent if the type cannot hold it."""
+        held = self._held(self.identity, dtype)
+        is_exact_kind = dtype.kind in (Kind.BOOL, Kind.INTEGER)
+        if held is None or held.shape != () or (is_exact_kind and held != self.identity):
+            raise UsageError(
+                f"identity={self.identity!r} of op {self.name!r} is no value of {dtype}; allowed: one number"
+            )
+        return self.identity
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _extreme(dtype: DType, largest: bool) -> Any:
+    if dtype.kind is Kind.BOOL:
+        return largest
+    if dtype.kind is Kind.INTEGER:
+        info = np.iinfo(dtype.storage)
+        return info.max if largest else info.min
+    return float("inf") if largest else float("-inf")
+
+
+def _all_bits(dtype: DType) -> Any:
+    return (
+        True if dtype.kind is Kind.BOOL else (-1 if dtype.name.startswith("int") else _extreme(dtype, True))
+    )
+
+
+_IDENTITY: Final[dict[str, Callable[[DType], Any]]] = {
+    "sum": lambda dtype: 0,
+    "prod": lambda dtype: 1,
+    "min": lambda dtype: _extreme(dtype, largest=True),
+    "max": lambda dtype: _extreme(dtype, largest=False),
+    "band": _all_bits,
+    "bor": lambda dtype: 0,
+    "bxor": lambda dtype: 0,
+    "land": lambda dtype: 1,
+    "lor": lambda dtype: 0,
+    "lxor": lambda dtype: 0,
+}
+
+_BUILT_IN: Final[dict[str, ReduceOp]] = {
+    **{code.name.lower(): ReduceOp(code.name.lower(), code) for code in OpCode},
+    "mean": ReduceOp("mean", OpCode.SUM),
+}
+
+# What other libraries call them.
+_OTHER_NAMES: Final = {
+    "avg": "mean",
+    "average": "mean",
+    "add": "sum",
+    "product": "prod",
+    "mul": "prod",
+    "minimum": "min",
+    "maximum": "max",
+    "and": "band",
+    "or": "bor",
+    "xor": "bxor",
+}
+
+OpLike: TypeAlias = str | ReduceOp
+
+
+def op(
+    fn: Callable[[Any, Any], Any], commutative: bool = True, identity: Any = None, name: str | None = None
+) -> ReduceOp:
+    """Make a reduce operation from `fn(left, right) -> array`, which must be associative.
+
+    `left` and `right` are NumPy arrays of equal shape; left holds the contributions of lower ranks.
+    A non-commutative operation keeps the rank order. `identity` is what exscan gives rank 0.
+    All ranks must pass operations of the same name (by default the function's qualified name), of the same
+    `commutative` and, in exscan, of the same identity: the ranks compare them.
+    """
+    if not callable(fn):
+        raise UsageError(
+            f"op needs a function of two arrays, not {type(fn).__name__}", next_step="uni.op(fn)"
+        )
+    if name in _BUILT_IN:
+        raise UsageError(f"name={name!r} belongs to a built-in operation; allowed: any other")
+    label = name if name is not None else f"{fn.__module__}.{getattr(fn, '__qualname__', type(fn).__name__)}"
+    return ReduceOp(label, None, fn, commutative, identity)
+
+
+def as_op(given: OpLike) -> ReduceOp:
+    """Turn what a user wrote into an operation."""
+    if isinstance(given, ReduceOp):
+        return given
+    if isinstance(given, str) and given in _BUILT_IN:
+        return _BUILT_IN[given]
+    word = str(given).rpartition(".")[2].lower()
+    known = _OTHER_NAMES.get(word, word)
+    raise UsageError(
+        f"op {given!r} is unknown; allowed: {', '.join(_BUILT_IN)} or one made by unisono.op(fn)",
+        next_step=f"op={known!r}" if known in _BUILT_IN else "choose one of these",
+    )

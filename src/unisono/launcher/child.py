@@ -1,0 +1,85 @@
+"""A spawned rank, from its first instruction to its last word.
+
+Knows the order: never outlive the parent, run the caller's main file, join, call the function, report. Does
+not know how ranks are connected: `enter` does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from dataclasses import replace
+from typing import Any
+
+from unisono.bootstrap.launch_info import Place
+from unisono.bootstrap.ticket import TicketSource
+from unisono.config import Config, network
+from unisono.core import codec
+from unisono.errors import UsageError
+from unisono.launcher.failure import describe
+from unisono.launcher.parent_death import make_leash
+from unisono.launcher.pipe import Outlet, frame, receive_frame
+from unisono.launcher.program import Main, Reference, run_main
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run: `python -c "from unisono.launcher.child import main; main()" <descriptor> <parent's pid>`."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    make_leash(parent)()
+    sock = socket.socket(fileno=descriptor)
+    os.set_inheritable(descriptor, False)
+    try:
+        task = codec.unpack(receive_frame(sock))
+        packed_arguments = receive_frame(sock)
+    except EOFError:
+        os._exit(1)
+    threading.Thread(target=_end_with_parent, args=(sock,), name="unisono-parent", daemon=True).start()
+    report = _run(task, packed_arguments)
+    try:
+        Outlet(frame(report)).send(sock)
+    except OSError:
+        os._exit(1)  # nobody is left to hear it
+
+
+def _run(task: dict[str, Any], packed_arguments: bytearray) -> bytearray:
+    """Call the function; a result or an exception, packed."""
+    try:
+        sys.argv[:] = task["argv"]
+        sys.path[:] = task["path"]
+        run_main(Main(*task["main"]))
+        fn = Reference(*task["fn"]).find()
+        enter = Reference(*task["enter"]).find()
+        arguments = codec.unpack(packed_arguments)
+        place = Place(
+            task["rank"],
+            task["size"],
+            launcher="uni.spawn",
+            local_rank=task["rank"],
+            source=TicketSource(task["join"]) if task["join"] else None,
+            # All are on this host, and so is their seed, on loopback.
+            network=replace(network(), address=None, advertise=None),
+        )
+        with enter(place, task["backend"], Config(**task["config"]), task["timeout"]) as world:
+            value = fn(world, *arguments)
+        try:
+            return codec.pack({"value": value}, lambda steps: codec.place(steps[1:], "the result"))
+        except UsageError as error:
+            raise UsageError(
+                f"rank {place.rank} returned what cannot travel", cause=error.what, next_step=error.next_step
+            ) from None
+    except BaseException as error:  # also SystemExit: the parent waits for a word
+        return codec.pack({"error": describe(error)})
+
+
+def _end_with_parent(sock: socket.socket) -> None:
+    """The parent sends nothing more: the end of its stream is its end."""
+    try:
+        while sock.recv(1):
+            pass
+    except OSError:
+        pass
+    os._exit(1)

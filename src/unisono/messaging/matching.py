@@ -1,0 +1,207 @@
+"""Matching: posted receives meet arrived messages by (context, source, tag), first come first served.
+
+Knows patterns and order. Does not know bytes, locks or links: the caller holds the lock and moves the data.
+
+A *posted* receive waits for a message, an *arrived* message waits for a receive. For one receive, messages
+are considered in the order they arrived; for one message, receives in the order they were posted. So messages
+of one sender with one tag never overtake each other, wildcards included.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from unisono.core.dtypes import DTYPES
+from unisono.core.envelope import ANY, UNTYPED, Any_, Envelope, Tags
+from unisono.core.request import Request
+from unisono.errors import UsageError
+
+__all__ = ["Arrived", "Matcher", "Posted", "refusal"]
+
+P = TypeVar("P")
+
+
+@dataclass(slots=True, eq=False)
+class Posted:
+    """A receive or probe that waits. Without `into` it takes any allowed length; a probe takes nothing."""
+
+    source: int | Any_
+    context: int
+    tag: int | Any_
+    request: Request
+    into: memoryview | None = None
+    dtype: int = UNTYPED
+    is_probe: bool = False
+    number: int = -1
+
+    def meets(self, envelope: Envelope) -> bool:
+        """Whether the pattern fits."""
+        return (
+            self.context == envelope.context
+            and (self.source is ANY or self.source == envelope.source)
+            and (Tags.is_users(envelope.tag) if self.tag is ANY else self.tag == envelope.tag)
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Arrived(Generic[P]):
+    """A message that waits; `payload` means something to the backend only."""
+
+    envelope: Envelope
+    payload: P
+    number: int = -1
+
+
+@dataclass(slots=True)
+class _Queues(Generic[P]):
+    """What waits in one context."""
+
+    posted: OrderedDict[int, Posted] = field(default_factory=OrderedDict)
+    arrived: OrderedDict[int, Arrived[P]] = field(default_factory=OrderedDict)
+    posted_exact: dict[tuple[int, int], OrderedDict[int, Posted]] = field(default_factory=dict)
+    posted_wild: OrderedDict[int, Posted] = field(default_factory=OrderedDict)
+    arrived_exact: dict[tuple[int, int], OrderedDict[int, Arrived[P]]] = field(default_factory=dict)
+
+
+def refusal(posted: Posted, envelope: Envelope, bytes_max: int | None = None) -> UsageError | None:
+    """Why a fitting message may not be taken by this receive; None if it may.
+
+    `bytes_max` bounds what a user's receive without a buffer takes, before any memory is. Control messages
+    have a bound of their own, where they arrive: refused here, they would stay in front of all later ones.
+    """
+    if posted.into is None:
+        if bytes_max is None or envelope.nbytes <= bytes_max or Tags.is_control(envelope.tag):
+            return None
+        return _too_long(envelope, bytes_max)
+    if envelope.nbytes > posted.into.nbytes:
+        return UsageError(
+            f"the message from rank {envelope.source} with tag {envelope.tag} has {envelope.nbytes} bytes, "
+            f"the buffer {posted.into.nbytes}; it stays queued",
+            next_step=f"receive it into {envelope.nbytes} bytes or more, or by recv_bytes",
+        )
+    types = (envelope.dtype, posted.dtype)
+    if types[0] != types[1] and not any(code in (UNTYPED, DTYPES["uint8"].code) for code in types):
+        sent, wanted = (list(DTYPES)[code] if code < len(DTYPES) else f"type {code}" for code in types)
+        return UsageError(
+            f"the message from rank {envelope.source} with tag {envelope.tag} holds {sent}, "
+            f"the buffer is {wanted}; it stays queued",
+            next_step=f"receive it into {sent}, or by recv_bytes",
+        )
+    return None
+
+
+def _too_long(envelope: Envelope, bytes_max: int) -> UsageError:
+    return UsageError(
+        f"the message from rank {envelope.source} with tag {envelope.tag} has {envelope.nbytes} bytes; "
+        f"allowed without a buffer of a given size: {bytes_max} (recv_bytes_max); it stays queued",
+        next_step="receive it with recv into a buffer of its size, or set Config(recv_bytes_max=...) or "
+        "UNISONO_RECV_BYTES_MAX alike on all ranks",
+    )
+
+
+class Matcher(Generic[P]):
+    """The two queues of one rank, by context."""
+
+    def __init__(self) -> None:
+        self._contexts: dict[int, _Queues[P]] = {}
+        self._numbers = itertools.count()
+
+    def find_arrived(self, posted: Posted) -> Arrived[P] | None:
+        """The first queued message that a receive would meet; it stays queued."""
+        queues = self._contexts.get(posted.context)
+        if queues is None:
+            return None
+        if posted.source is not ANY and posted.tag is not ANY:
+            exact = queues.arrived_exact.get((posted.source, posted.tag))
+            return next(iter(exact.values())) if exact else None
+        return next((m for m in queues.arrived.values() if posted.meets(m.envelope)), None)
+
+    def find_posted(self, envelope: Envelope) -> Posted | None:
+        """The first waiting receive or probe that a message would meet; it stays posted."""
+        queues = self._contexts.get(envelope.context)
+        if queues is None:
+            return None
+        exact = queues.posted_exact.get((envelope.source, envelope.tag))
+        candidates = [next(iter(exact.values()))] if exact else []
+        wild = next((p for p in queues.posted_wild.values() if p.meets(envelope)), None)
+        if wild is not None:
+            candidates.append(wild)
+        return min(candidates, key=lambda p: p.number) if candidates else None
+
+    def post(self, posted: Posted) -> None:
+        """Let a receive or probe wait; one that waited before comes back to its old place."""
+        is_new = posted.number < 0
+        if is_new:
+            posted.number = next(self._numbers)
+        queues = self._contexts.setdefault(posted.context, _Queues())
+        for shelf in (queues.posted, _shelf(queues, posted)):
+            later = [] if is_new else [number for number in shelf if number > posted.number]
+            shelf[posted.number] = posted
+            for number in later:
+                shelf.move_to_end(number)
+
+    def queue(self, message: Arrived[P]) -> None:
+        """Let a message wait."""
+        message.number = next(self._numbers)
+        envelope = message.envelope
+        queues = self._contexts.setdefault(envelope.context, _Queues())
+        queues.arrived[message.number] = message
+        key = (envelope.source, envelope.tag)
+        queues.arrived_exact.setdefault(key, OrderedDict())[message.number] = message
+
+    def withdraw(self, posted: Posted) -> bool:
+        """Take a receive or probe back; False if it no longer waits."""
+        queues = self._contexts.get(posted.context)
+        if queues is None or queues.posted.pop(posted.number, None) is None:
+            return False
+        shelf = _shelf(queues, posted)
+        del shelf[posted.number]
+        if not shelf and posted.source is not ANY and posted.tag is not ANY:
+            del queues.posted_exact[posted.source, posted.tag]
+        self._forget_if_empty(posted.context)
+        return True
+
+    def take(self, message: Arrived[P]) -> bool:
+        """Take a queued message out; False if it is no longer there."""
+        envelope = message.envelope
+        queues = self._contexts.get(envelope.context)
+        if queues is None or queues.arrived.pop(message.number, None) is None:
+            return False
+        key = (envelope.source, envelope.tag)
+        del queues.arrived_exact[key][message.number]
+        if not queues.arrived_exact[key]:
+            del queues.arrived_exact[key]
+        self._forget_if_empty(envelope.context)
+        return True
+
+    def all_posted(self) -> Iterator[Posted]:
+        """Every waiting receive and probe, in order of posting within a context."""
+        return itertools.chain.from_iterable(list(q.posted.values()) for q in list(self._contexts.values()))
+
+    def all_arrived(self) -> Iterator[Arrived[P]]:
+        """Every queued message, in order of arrival within a context."""
+        return itertools.chain.from_iterable(list(q.arrived.values()) for q in list(self._contexts.values()))
+
+    def arrived_in(self, context: int) -> list[Arrived[P]]:
+        """The queued messages of one context, in order of arrival."""
+        queues = self._contexts.get(context)
+        return [] if queues is None else list(queues.arrived.values())
+
+    def is_empty(self) -> bool:
+        """Whether nothing waits: contexts that are done leave nothing behind."""
+        return not self._contexts
+
+    def _forget_if_empty(self, context: int) -> None:
+        queues = self._contexts[context]
+        if not queues.posted and not queues.arrived:
+            del self._contexts[context]
+
+
+def _shelf(queues: _Queues[P], posted: Posted) -> OrderedDict[int, Posted]:
+    if posted.source is ANY or posted.tag is ANY:
+        return queues.posted_wild
+    return queues.posted_exact.setdefault((posted.source, posted.tag), OrderedDict())

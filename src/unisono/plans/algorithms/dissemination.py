@@ -1,0 +1,92 @@
+"""Dissemination (Bruck): distances 1, 2, 4, ... round a circle; ceil(log2(n)) rounds for any number of ranks.
+
+Knows circles. What a rank has after k rounds came from the 2^k ranks that follow it (before it, for
+all_to_all). For small messages and for barriers.
+"""
+
+from __future__ import annotations
+
+from unisono.plans.algorithms.canonical import levels
+from unisono.plans.layout import TOKEN, finish, offsets, whole, with_first, with_last
+from unisono.plans.steps import Buf, Copy, Plan, Problem, Recv, Send, Slice, Step
+
+__all__ = ["all_gather", "all_to_all", "barrier"]
+
+
+def all_gather(problem: Problem, rank: int) -> Plan:
+    """Send all blocks that one has to the rank 2^k before; they lie where they belong from the start.
+
+    A run of blocks that goes past the last rank and on from rank 0 travels as two messages.
+    """
+    size = problem.size
+    starts = offsets(problem.counts)
+
+    def run(first: int, length: int) -> list[Slice]:
+        stop = min(first + length, size)
+        wrapped = Slice(Buf.OUT, 0, starts[first + length - stop])
+        return [Slice(Buf.OUT, starts[first], starts[stop]), wrapped]
+
+    own = whole(Buf.IN, problem.counts[rank])
+    rounds: list[list[Step]] = []
+    for level in range(levels(size)):
+        distance = 1 << level
+        length = min(distance, size - distance)
+        before, after = (rank - distance) % size, (rank + distance) % size
+        have = run(rank, length) if level else [own]
+        lack = run(after, length) if level else [Slice(Buf.OUT, starts[after], starts[after + 1])]
+        rounds.append([*(Send(before, piece) for piece in have), *(Recv(after, piece) for piece in lack)])
+    copy = Copy(Slice(Buf.OUT, starts[rank], starts[rank + 1]), own)
+    return finish(problem, rank, "dissemination", with_first([copy], rounds))
+
+
+def all_to_all(problem: Problem, rank: int) -> Plan:
+    """Let blocks hop by the bits of their distance: log2(n) rounds of n/2 blocks each, all of one length.
+
+    tmp: the blocks by distance to go, then room to pack what leaves and what arrives.
+    """
+    size, count = problem.size, problem.counts[0]
+
+    def run(buf: Buf, first: int, stop: int) -> Slice:
+        return Slice(buf, first * count, stop * count)
+
+    leaves, arrives = size, size + size // 2
+    rounds: list[list[Step]] = []
+    for level in range(levels(size)):
+        distance = 1 << level
+        # Blocks whose distance has this bit lie in runs of 2^level.
+        runs = [(first, min(first + distance, size)) for first in range(distance, size, 2 * distance)]
+        packed = offsets(stop - first for first, stop in runs)
+        pack: list[Step] = []
+        unpack: list[Step] = []
+        for (first, stop), begin, end in zip(runs, packed, packed[1:], strict=False):
+            pack.append(Copy(run(Buf.TMP, leaves + begin, leaves + end), run(Buf.TMP, first, stop)))
+            unpack.append(Copy(run(Buf.TMP, first, stop), run(Buf.TMP, arrives + begin, arrives + end)))
+        send = Send((rank + distance) % size, run(Buf.TMP, leaves, leaves + packed[-1]))
+        recv = Recv((rank - distance) % size, run(Buf.TMP, arrives, arrives + packed[-1]))
+        rounds.append([*pack, send, recv, *unpack])
+    turn = [
+        Copy(run(Buf.TMP, 0, size - rank), run(Buf.IN, rank, size)),
+        Copy(run(Buf.TMP, size - rank, size), run(Buf.IN, 0, rank)),
+    ]
+    sources = ((rank - place) % size for place in range(size))
+    turn_back = [
+        Copy(run(Buf.OUT, source, source + 1), run(Buf.TMP, place, place + 1))
+        for place, source in enumerate(sources)
+    ]
+    return finish(problem, rank, "dissemination", with_last(with_first(turn, rounds), turn_back))
+
+
+def barrier(problem: Problem, rank: int) -> Plan:
+    """Hear, directly or not, from the 2^k ranks before after k rounds."""
+    size = problem.size
+    arrived = Slice(Buf.TMP, 1, 2)
+    rounds = [
+        (
+            Send((rank + (1 << level)) % size, TOKEN),
+            Recv((rank - (1 << level)) % size, arrived),
+            # What is sent next must wait for all that arrived before.
+            Copy(TOKEN, arrived),
+        )
+        for level in range(levels(size))
+    ]
+    return finish(problem, rank, "dissemination", rounds)

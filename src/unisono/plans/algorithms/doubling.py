@@ -1,0 +1,146 @@
+"""Recursive doubling and halving: partners at distances 1, 2, 4, ...; any number of ranks.
+
+Knows blocks of ranks. Doubling exchanges whole vectors in ceil(log2(n)) rounds, for small messages;
+halving-doubling exchanges halves of halves and back, as few bytes as a ring in 2 log2(n) rounds.
+
+All of them follow the canonical tree. Where the number of ranks is no power of two, it is a sum of them:
+these blocks of ranks each work alone, and the smaller hands its result to the next larger one ("binary
+blocks"), which is exactly how the canonical tree joins them.
+"""
+
+from __future__ import annotations
+
+from unisono.plans.algorithms.canonical import blocks, levels, merge_of
+from unisono.plans.layout import chunks, even_bounds, finish, offsets, whole, with_first
+from unisono.plans.steps import Buf, Copy, Plan, Problem, Recv, RecvReduce, Reduce, Send, Slice, Step
+
+__all__ = ["doubling_all_reduce", "halving_doubling_all_reduce", "halving_reduce_scatter"]
+
+
+def doubling_all_reduce(problem: Problem, rank: int) -> Plan:
+    """Exchange whole vectors with the neighbouring block until the block is the world.
+
+    Both sides compute op(lower, higher), so all have the same bits. A shorter last block has fewer ranks than
+    its neighbour: each of them then serves several.
+    """
+    count = problem.counts[0]
+    data, arrived = whole(Buf.OUT, count), whole(Buf.TMP, count)
+    rounds: list[list[Step]] = []
+    for level in range(levels(problem.size)):
+        merge = merge_of(rank, problem.size, level)
+        if merge is None:
+            rounds.append([])
+            continue
+        lo, mid, hi = merge
+        width = hi - mid
+        on_right = rank >= mid
+        if on_right:
+            source, targets = lo + rank - mid, list(range(lo + rank - mid, mid, width))
+        else:
+            source = mid + (rank - lo) % width
+            targets = [source] if rank - lo < width else []
+        steps: list[Step] = [Send(target, data) for target in targets]
+        rounds.append([*steps, Recv(source, arrived), Reduce(data, arrived, left=on_right)])
+    return finish(problem, rank, "doubling", rounds)
+
+
+def halving_doubling_all_reduce(problem: Problem, rank: int) -> Plan:
+    """Halve the range to care for in every round while sums double their ranks; then collect the ranges."""
+    size = problem.size
+    width = blocks(size)[0][1]
+    grid = _Grid(Buf.OUT, even_bounds(problem.counts[0], width), size, rank)
+    rounds = [*grid.halving(), *grid.hand_back(), *grid.doubling()]
+    return finish(problem, rank, "halving_doubling", rounds)
+
+
+def halving_reduce_scatter(problem: Problem, rank: int) -> Plan:
+    """Halve as above on a copy whose chunks are reordered so that each rank ends with its own.
+
+    Ranks beyond the largest power of two get theirs from a partner in a last message.
+    """
+    size, counts = problem.size, problem.counts
+    width = blocks(size)[0][1]
+    mine = chunks(Buf.IN, offsets(counts))
+    # Each piece of the copy ends at one rank q: chunk q, and behind it that of rank q + width, if any.
+    order = [chunk for piece in range(width) for chunk in range(_reversed(piece, width), size, width)]
+    starts = offsets(counts[chunk] for chunk in order)
+    place = {chunk: Slice(Buf.TMP, starts[i], starts[i + 1]) for i, chunk in enumerate(order)}
+    bounds = (*(place[_reversed(piece, width)].start for piece in range(width)), starts[-1])
+    result = whole(Buf.OUT, counts[rank])
+    last: list[Step]
+    if rank >= width:
+        last = [Recv(rank - width, result)]
+    else:
+        last = [Send(rank + width, place[rank + width])] if rank + width < size else []
+        last.append(Copy(result, place[rank]))
+    grid = _Grid(Buf.TMP, bounds, size, rank)
+    copies = [Copy(place[chunk], mine[chunk]) for chunk in range(size)]
+    return finish(problem, rank, "halving", with_first(copies, [*grid.halving(), last]))
+
+
+class _Grid:
+    """Ranks in blocks of descending powers of two, over a buffer of as many pieces as the first has ranks.
+
+    After d halvings a block's member cares for one of 2^d ranges, found by its last d bits in reverse. So
+    member i of a block has what members i, i + width, i + 2 width, ... of a larger block have between them.
+    """
+
+    def __init__(self, buf: Buf, bounds: tuple[int, ...], size: int, rank: int) -> None:
+        self.buf, self.bounds, self.rank = buf, bounds, rank
+        self.blocks = blocks(size)
+        self.block = next(i for i, (start, width) in enumerate(self.blocks) if rank < start + width)
+        self.start, self.width = self.blocks[self.block]
+        self.member = rank - self.start
+        self.depth = levels(self.width)
+        self.depth_max = levels(self.blocks[0][1])
+
+    def halving(self) -> list[list[Step]]:
+        """Reduce inside the block, then into the next larger one, until the first has it all."""
+        rounds: list[list[Step]] = [[] for _ in range(self.depth_max + (len(self.blocks) > 1))]
+        for level in range(self.depth):
+            partner = self.member ^ (1 << level)
+            keep, give = (self._range(member, level + 1) for member in (self.member, partner))
+            peer = self.start + partner
+            rounds[level] = [Send(peer, give), RecvReduce(peer, keep, left=partner < self.member)]
+        if self.block + 1 < len(self.blocks):
+            start, width = self.blocks[self.block + 1]
+            range_ = self._range(self.member, self.depth)
+            rounds[self.depth].append(RecvReduce(start + self.member % width, range_))
+        if self.block > 0:
+            start, width = self.blocks[self.block - 1]
+            depth = levels(width)
+            rounds[depth] += [
+                Send(start + other, self._range(other, depth))
+                for other in range(self.member, width, self.width)
+            ]
+        return rounds
+
+    def hand_back(self) -> list[list[Step]]:
+        """Give every other block what the first has; nothing to do if it is the only one."""
+        if len(self.blocks) == 1:
+            return []
+        if self.block == 0:
+            own = self._range(self.member, self.depth)
+            return [[Send(start + self.member % width, own) for start, width in self.blocks[1:]]]
+        owners = range(self.member, self.blocks[0][1], self.width)
+        return [[Recv(owner, self._range(owner, self.depth_max)) for owner in owners]]
+
+    def doubling(self) -> list[list[Step]]:
+        """Collect inside the block: the halving backwards."""
+        rounds: list[list[Step]] = []
+        for level in reversed(range(self.depth)):
+            partner = self.member ^ (1 << level)
+            have, lack = (self._range(member, level + 1) for member in (self.member, partner))
+            rounds.append([Send(self.start + partner, have), Recv(self.start + partner, lack)])
+        return [*rounds, *([] for _ in range(self.depth_max - self.depth))]
+
+    def _range(self, member: int, depth: int) -> Slice:
+        parts = 1 << depth
+        part, pieces = _reversed(member % parts, parts), (len(self.bounds) - 1) >> depth
+        return Slice(self.buf, self.bounds[part * pieces], self.bounds[(part + 1) * pieces])
+
+
+def _reversed(number: int, parts: int) -> int:
+    """Reverse the bits of a number below `parts`, a power of two."""
+    bits = parts.bit_length() - 1
+    return int(f"{number:0{bits}b}"[::-1], 2) if bits else 0

@@ -1,0 +1,177 @@
+"""Binomial tree: log2(n) rounds from a root to everyone, or from everyone to a root.
+
+Knows parents and children. Every message carries all that its subtree has or needs, so trees are for small
+messages. Reductions follow the canonical tree whatever the root: the root stands for the blocks that it is
+in, the lowest rank for the others.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from unisono.plans.algorithms.canonical import levels, merge_of
+from unisono.plans.layout import TOKEN, Rounds, finish, offsets, whole, with_first, with_last
+from unisono.plans.steps import Buf, Copy, Plan, Problem, Recv, RecvReduce, Send, Slice, Step
+
+__all__ = ["all_reduce", "barrier", "broadcast", "gather", "reduce", "scatter", "token_down", "token_up"]
+
+
+def all_reduce(problem: Problem, rank: int) -> Plan:
+    """Reduce to rank 0 and broadcast from there."""
+    data = whole(Buf.OUT, problem.counts[0])
+    rounds = [
+        *_reduce_rounds(data, data, problem.size, rank, 0),
+        *_broadcast_rounds(data, problem.size, rank, 0),
+    ]
+    return finish(problem, rank, "tree", rounds)
+
+
+def broadcast(problem: Problem, rank: int) -> Plan:
+    """Double the number of ranks that have the data in every round."""
+    rounds = _broadcast_rounds(whole(Buf.OUT, problem.counts[0]), problem.size, rank, problem.root)
+    return finish(problem, rank, "tree", rounds)
+
+
+def reduce(problem: Problem, rank: int) -> Plan:
+    """Halve the number of partial results in every round, in the canonical order, ending at the root."""
+    count, root = problem.counts[0], problem.root
+    if rank == root:
+        data = whole(Buf.OUT, count)
+        return finish(problem, rank, "tree", _reduce_rounds(data, data, problem.size, rank, root))
+    rounds = _reduce_rounds(whole(Buf.IN, count), whole(Buf.TMP, count), problem.size, rank, root)
+    return finish(problem, rank, "tree", rounds)
+
+
+def barrier(problem: Problem, rank: int) -> Plan:
+    """Tell rank 0 that everyone is here, and let it tell everyone."""
+    rounds = [*token_up(problem.size, rank), *token_down(problem.size, rank)]
+    return finish(problem, rank, "tree", rounds)
+
+
+def token_up(size: int, rank: int) -> Rounds:
+    """Let rank 0 know that all have come."""
+    return [
+        [Recv(step.peer, TOKEN) if isinstance(step, RecvReduce) else step for step in steps]
+        for steps in _reduce_rounds(TOKEN, TOKEN, size, rank, 0)
+    ]
+
+
+def token_down(size: int, rank: int) -> Rounds:
+    """Let all know that rank 0 knows."""
+    return _broadcast_rounds(TOKEN, size, rank, 0)
+
+
+def _reduce_rounds(own: Slice, sum_: Slice, size: int, rank: int, root: int) -> list[list[Step]]:
+    """Merge level by level; `own` is copied to `sum_` before something is added to it."""
+
+    def stands_for(lo: int, hi: int) -> int:
+        return root if lo <= root < hi else lo
+
+    rounds: list[list[Step]] = []
+    held = own
+    for level in range(levels(size)):
+        steps: list[Step] = []
+        if (merge := merge_of(rank, size, level)) is not None:
+            left, right = stands_for(merge.lo, merge.mid), stands_for(merge.mid, merge.hi)
+            src, dst = (left, right) if merge.mid <= root < merge.hi else (right, left)
+            if rank == src:
+                steps = [Send(dst, held)]
+            elif rank == dst:
+                steps = [Copy(sum_, own)] if held != sum_ else []
+                steps.append(RecvReduce(src, sum_, left=src == left))
+                held = sum_
+        rounds.append(steps)
+    return rounds
+
+
+def _broadcast_rounds(data: Slice, size: int, rank: int, root: int) -> list[list[Step]]:
+    """Hand the data over distances n/2, n/4, ... 1, counted from the root."""
+    place = (rank - root) % size
+    rounds: list[list[Step]] = []
+    for level in reversed(range(levels(size))):
+        distance = 1 << level
+        if place % (2 * distance) == 0 and place + distance < size:
+            rounds.append([Send((rank + distance) % size, data)])
+        elif place % (2 * distance) == distance:
+            rounds.append([Recv((rank - distance) % size, data)])
+        else:
+            rounds.append([])
+    return rounds
+
+
+def gather(problem: Problem, rank: int) -> Plan:
+    """Collect the blocks of whole subtrees on the way to the root."""
+    place = _Place(problem, rank, own=Buf.IN, all_=Buf.OUT)
+    rounds: list[list[Step]] = []
+    for level in range(levels(problem.size)):
+        distance = 1 << level
+        if place.index % (2 * distance) == distance:
+            peer = (rank - distance) % problem.size
+            rounds.append([Send(peer, piece) for piece in place.subtree(place.index)])
+        elif place.index % (2 * distance) == 0 and place.index + distance < problem.size:
+            peer = (rank + distance) % problem.size
+            rounds.append([Recv(peer, piece) for piece in place.subtree(place.index + distance)])
+        else:
+            rounds.append([])
+    own = [] if place.is_leaf else [Copy(place.own_block, whole(Buf.IN, problem.counts[rank]))]
+    return finish(problem, rank, "tree", with_first(own, rounds))
+
+
+def scatter(problem: Problem, rank: int) -> Plan:
+    """Hand down the blocks of whole subtrees: a gather played backwards."""
+    place = _Place(problem, rank, own=Buf.OUT, all_=Buf.IN)
+    rounds: list[list[Step]] = []
+    for level in reversed(range(levels(problem.size))):
+        distance = 1 << level
+        if place.index % (2 * distance) == 0 and place.index + distance < problem.size:
+            peer = (rank + distance) % problem.size
+            rounds.append([Send(peer, piece) for piece in place.subtree(place.index + distance)])
+        elif place.index % (2 * distance) == distance:
+            peer = (rank - distance) % problem.size
+            rounds.append([Recv(peer, piece) for piece in place.subtree(place.index)])
+        else:
+            rounds.append([])
+    own = [] if place.is_leaf else [Copy(whole(Buf.OUT, problem.counts[rank]), place.own_block)]
+    return finish(problem, rank, "tree", with_last(rounds, own))
+
+
+class _Place:
+    """A rank's place in the tree of a gather or scatter, and where the blocks of a subtree lie there.
+
+    Places count from the root. The root keeps blocks where the user has them, in rank order; others keep
+    those of their subtree in `tmp`, in the order of places; a leaf needs no more than its own block.
+    """
+
+    def __init__(self, problem: Problem, rank: int, own: Buf, all_: Buf) -> None:
+        self.size, self.root = problem.size, problem.root
+        self.index = (rank - problem.root) % self.size
+        self.by_rank = offsets(problem.counts)
+        self.by_place = offsets(problem.counts[self.rank_at(index)] for index in range(self.size))
+        self.is_leaf = self.index != 0 and self._span(self.index) == 1
+        self.buf = own if self.is_leaf else all_ if self.index == 0 else Buf.TMP
+        self.own_block = self._slice(self.index, self.index + 1)
+
+    def rank_at(self, index: int) -> int:
+        return (self.root + index) % self.size
+
+    def subtree(self, index: int) -> list[Slice]:
+        """Return where this rank keeps the blocks of the subtree at `index`: its own, or a child's.
+
+        Two pieces where the root is one end and the subtree runs past the last rank: the root's are apart.
+        """
+        stop = index + self._span(index)
+        wrap = self.size - self.root
+        with_root = index & (index - 1) == 0
+        cuts = [index, wrap, stop] if with_root and index < wrap < stop else [index, stop]
+        return [self._slice(start, end) for start, end in pairwise(cuts)]
+
+    def _span(self, index: int) -> int:
+        return min(index & -index, self.size - index) if index else self.size
+
+    def _slice(self, start: int, stop: int) -> Slice:
+        count = self.by_place[stop] - self.by_place[start]
+        at_root = self.index == 0
+        first = (
+            self.by_rank[self.rank_at(start)] if at_root else self.by_place[start] - self.by_place[self.index]
+        )
+        return Slice(self.buf, first, first + count)
