@@ -241,8 +241,8 @@ class HotMessages:
         self, slow: Callable[..., Any], check_header: Callable[[bytes, int], None]
     ) -> Callable[..., Any]: ...
 
-# What threads that know no Python tell it: see native/python/completion_eventfd.hpp. `ring` is the address of the C function
-# void(uint64 ticket, int8 code); `take` gives (number, code) of all that was rung.
+# What threads that know no Python tell it: see native/python/completion_eventfd.hpp. `ring` is the address of
+# the C function void(uint64 ticket, int8 code); `take` gives (number, code) of all that was rung.
 class Bell:
     def __init__(self) -> None: ...
     def descriptor(self) -> int: ...
