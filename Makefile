@@ -98,7 +98,7 @@ sanitize-build: $(STAMP)
 FUZZ_INPUTS ?= 1000000
 FUZZ_SEED ?= 1
 fuzz: sanitize-build
-	for decoder in tcp ring door; do \
+	for decoder in tcp ring connector; do \
 		ASAN_OPTIONS=quarantine_size_mb=4 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 		$(ASAN)/native/decoders $$decoder $(FUZZ_INPUTS) $(FUZZ_SEED) tests/corpus/$$decoder || exit 1; done
 	$(BIN)/python -m tests.fuzz.decoders $(FUZZ_INPUTS) $(FUZZ_SEED)

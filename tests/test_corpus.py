@@ -182,7 +182,7 @@ def test_a_rank_survives_what_strangers_may_say(
     rank: tuple[NativeBackend, NativeBackend, list[PeerDown]],
 ) -> None:
     one, _, lost = rank
-    for data in seeds("door"):
+    for data in seeds("connector"):
         for family, address in (
             (socket.AF_UNIX, one.card().unix_path),
             (socket.AF_INET, (one.card().address, one.card().port)),

@@ -9,14 +9,14 @@
 namespace unisono::engine {
 
 template <class T>
-struct Hook {
+struct ListHook {
   T* before = nullptr;
   T* after = nullptr;
   bool is_in = false;
 };
 
-template <class T, Hook<T> T::*hook>
-class Chain {
+template <class T, ListHook<T> T::*hook>
+class IntrusiveList {
  public:
   T* front() const { return first_; }
   T* back() const { return last_; }
@@ -26,7 +26,7 @@ class Chain {
   std::size_t size() const { return size_; }
 
   void push_back(T& item) {
-    Hook<T>& h = item.*hook;
+    ListHook<T>& h = item.*hook;
     h = {last_, nullptr, true};
     (last_ != nullptr ? (last_->*hook).after : first_) = &item;
     last_ = &item;
@@ -34,7 +34,7 @@ class Chain {
   }
 
   void push_front(T& item) {
-    Hook<T>& h = item.*hook;
+    ListHook<T>& h = item.*hook;
     h = {nullptr, first_, true};
     (first_ != nullptr ? (first_->*hook).before : last_) = &item;
     first_ = &item;
@@ -51,7 +51,7 @@ class Chain {
   }
 
   void remove(T& item) {
-    Hook<T>& h = item.*hook;
+    ListHook<T>& h = item.*hook;
     (h.before != nullptr ? (h.before->*hook).after : first_) = h.after;
     (h.after != nullptr ? (h.after->*hook).before : last_) = h.before;
     h = {};

@@ -56,7 +56,7 @@ class Poller {
     const int n = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), ms);
     return n < 0 ? 0 : n;
   }
-  // The same for one who may be recalled: a kick could be noticed by somebody else.
+  // The same for one who may be recalled: a wake_poller could be noticed by somebody else.
   int wait_recallable(Events& events, std::int64_t timeout_ns) const {
     pollfd both[2] = {{epoll_.get(), POLLIN, 0}, {recall_.get(), POLLIN, 0}};
     const timespec time{static_cast<time_t>(timeout_ns / second), static_cast<long>(timeout_ns % second)};
@@ -66,7 +66,7 @@ class Poller {
     if (both[1].revents != 0) [[maybe_unused]] const ssize_t n = ::read(recall_.get(), &drained, sizeof drained);
     return wait(events, 0);
   }
-  void recall() const {
+  void interrupt_in_flight() const {
     const uint64_t one = 1;
     [[maybe_unused]] const ssize_t n = ::write(recall_.get(), &one, sizeof one);
   }
@@ -85,7 +85,7 @@ class Poller {
   }
 
   // End somebody's sleep. Callable from any thread.
-  void kick() const {
+  void wake_poller() const {
     const uint64_t one = 1;
     [[maybe_unused]] const ssize_t n = ::write(kick_.get(), &one, sizeof one);
   }

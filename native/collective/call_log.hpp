@@ -1,4 +1,4 @@
-// The ledger of a group: the number of its next collective, what was called under the last numbers, and which calls
+// The call log of a group: the number of its next collective, what was called under the last numbers, and which calls
 // are under way below Python.
 //
 // Knows numbers and the text of calls. Does not know what a call does, nor who compares the text. Every call needs
@@ -16,11 +16,11 @@
 
 namespace unisono::engine {
 
-class Desk;
+class CompletionQueue;
 
 using Text = std::shared_ptr<const std::string>;
 
-class Ledger {
+class CallLog {
  public:
   // Whoever asks about an older call has not met us for long: more than any rank runs ahead.
   static constexpr size_t kept = 64;
@@ -32,17 +32,17 @@ class Ledger {
 
   // A call under way below Python, on the stack of whoever makes it. A message has no number.
   static constexpr uint64_t no_sequence = UINT64_MAX;
-  struct Flight {
+  struct InFlightCall {
     uint64_t sequence;
-    Desk& desk;
+    CompletionQueue& completions;
     uint64_t handle;  // of its operation
-    // relaxed: a poke follows, and makes the waiting thread look
+    // relaxed: a interrupt_wait follows, and makes the waiting thread look
     std::atomic<bool> is_recalled{false};
   };
 
   uint64_t next = 0;
   // Nothing has happened that Python must look at before the next call.
-  bool is_plain = true;
+  bool fast_path_open = true;
 
   void remember(uint64_t sequence, Text text) {
     Entry& entry = entries_[written_++ % kept];
@@ -60,7 +60,7 @@ class Ledger {
   // The i-th of those kept, the newest first.
   const Entry& at(size_t i) const { return entries_[(written_ - 1 - i) % kept]; }
 
-  std::vector<Flight*> flights;
+  std::vector<InFlightCall*> flights;
 
  private:
   std::array<Entry, kept> entries_;

@@ -31,7 +31,7 @@ bool is_same_call(std::string_view a, std::string_view b) { return a == b || cal
 }  // namespace
 
 void RunSend::end(Outcome how) { run_.on_sent(*this, how); }
-Meeting RunReceive::meet(const Envelope& envelope, bool) { return run_.meet(*this, envelope); }
+MatchResult RunReceive::on_match(const Envelope& envelope, bool) { return run_.on_match(*this, envelope); }
 void RunReceive::end(Outcome how, std::int32_t) { run_.on_received(*this, how); }
 
 bool RunReceive::has_fixed_place() const { return run_.piece(piece).step == Step::recv; }
@@ -199,7 +199,7 @@ void Run::post_send(const Line& line, LineState& state) {
   const bool is_unanswered = is_first && line.recvs.empty();
   send.sync = is_unanswered && !stage_.runs_ahead;
   send.is_ahead = is_unanswered && stage_.runs_ahead;
-  send.is_final = true;
+  send.receive_is_certain = true;
   send.is_active = true;
   ++state.sending;
   ++active_;
@@ -305,7 +305,7 @@ void Run::on_sent(RunSend& send, Outcome how) {
   go_on();
 }
 
-Meeting Run::meet(RunReceive& receive, const Envelope& envelope) {
+MatchResult Run::on_match(RunReceive& receive, const Envelope& envelope) {
   const Piece& p = piece(receive.piece);
   const Line& line = program_->lines[p.line];
   LineState& state = lines_[p.line];
@@ -313,7 +313,7 @@ Meeting Run::meet(RunReceive& receive, const Envelope& envelope) {
   // It took its first message back, so it has given up, and the news why is on its way: what it sent before means
   // nothing any more.
   if (!header->empty() && (is_first ? envelope.header_bytes == 0 : !state.is_introduced)) state.is_deserted = true;
-  if (state.is_deserted || has_failed_) return Meeting::refuse;
+  if (state.is_deserted || has_failed_) return MatchResult::reject;
   const std::string_view theirs(reinterpret_cast<const char*>(envelope.header), envelope.header_bytes);
   const uint64_t awaited = bytes_of(p);
   const auto fits_any = [](uint8_t code) { return code == untyped || code == plain_bytes; };
@@ -321,17 +321,17 @@ Meeting Run::meet(RunReceive& receive, const Envelope& envelope) {
   const bool is_same = is_first || !fits ? (envelope.header_bytes == 0 && !is_first) || is_same_call(theirs, *header) : true;
   if (!fits || !is_same) {
     refuse(envelope, awaited, !is_same);
-    return Meeting::refuse;
+    return MatchResult::reject;
   }
   state.is_introduced = true;
   if (p.step == Step::recv_reduce && waits_[receive.piece] != 0 && awaited != 0) {
     if (receive.landing.at() == nullptr) receive.landing = scratch_.take(awaited);
     if (receive.landing.at() == nullptr) {
       outcome = Outcome::no_memory;
-      return Meeting::refuse;
+      return MatchResult::reject;
     }
   }
-  return Meeting::accept;
+  return MatchResult::accept;
 }
 
 // Keep the reason: the receive that met the message ends with it at once.
@@ -407,7 +407,7 @@ void Run::conclude() {
       if (receive != nullptr) release(*std::exchange(receive, nullptr));
   if (tmp_.at() != nullptr) scratch_.give_back(std::exchange(tmp_, {}));
   program_.reset();
-  desk_.tell(*this);
+  completions_.tell(*this);
 }
 
 }  // namespace unisono::engine

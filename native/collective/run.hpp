@@ -1,8 +1,8 @@
 // A run: one execution of a program on given memory. The native twin of unisono/plans/execute.py's _Run.
 //
 // Knows which pieces are ready, posts them in order, and reduces what arrives. Does not know algorithms, links, nor
-// who called it: its desk tells the end. Everything happens with the engine's lock held: callbacks of messages
-// start what became ready, and long local work is done a piece at a time as a chore between looks at the links.
+// who called it: its completions tells the end. Everything happens with the engine's lock held: callbacks of messages
+// start what became ready, and long local work is done a piece at a time as a deferred work between looks at the links.
 //
 // What arrives for a reduction is reduced straight out of the ring or of the piece just read, if the pieces before
 // it are done when its first bytes come; else it lands in scratch memory and is reduced as soon as they are.
@@ -40,7 +40,7 @@ class RunSend final : public Send {
 class RunReceive final : public Receive {
  public:
   explicit RunReceive(Run& run) : run_(run) {}
-  Meeting meet(const Envelope& envelope, bool is_here) override;
+  MatchResult on_match(const Envelope& envelope, bool is_here) override;
   byte* place() override;
   bool has_fixed_place() const override;
   void write(uint64_t offset, const byte* from, size_t bytes) override;
@@ -72,9 +72,9 @@ struct Stage {
   bool runs_ahead = false;  // messages to peers from which nothing comes back need not be met before it ends
 };
 
-class Run final : public Operation, public Chore {
+class Run final : public Operation, public DeferredWork {
  public:
-  Run(Engine& engine, Desk& desk, Scratch& scratch) : engine_(engine), desk_(desk), scratch_(scratch) { is_run = true; }
+  Run(Engine& engine, CompletionQueue& completions, Scratch& scratch) : engine_(engine), completions_(completions), scratch_(scratch) { is_run = true; }
 
   // The header of the first message to each peer: set before `begin`.
   Text header;
@@ -122,7 +122,7 @@ class Run final : public Operation, public Chore {
   void finish(uint32_t index);
   void mark(uint32_t line);
   void on_sent(RunSend& send, Outcome how);
-  Meeting meet(RunReceive& receive, const Envelope& envelope);
+  MatchResult on_match(RunReceive& receive, const Envelope& envelope);
   void on_received(RunReceive& receive, Outcome how);
   void release(RunReceive& receive);
   void fail(Outcome how, std::int32_t peer);
@@ -131,7 +131,7 @@ class Run final : public Operation, public Chore {
   void conclude();
 
   Engine& engine_;
-  Desk& desk_;
+  CompletionQueue& completions_;
   Scratch& scratch_;
   std::shared_ptr<const Program> program_;
   Stage stage_;
@@ -157,7 +157,7 @@ class Run final : public Operation, public Chore {
 };
 
 template <class Begin>
-void Desk::start(Run& run, Begin begin) {
+void CompletionQueue::start(Run& run, Begin begin) {
   run.phase = Operation::Phase::starting;
   begin();
   if (run.phase == Operation::Phase::ended && (!news_.empty() || is_telling_)) {

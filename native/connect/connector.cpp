@@ -120,30 +120,30 @@ std::string host_id() {
 
 // ---- listening ----
 
-class Door::Listener final : public Watcher {
+class Connector::Listener final : public Watcher {
  public:
-  Listener(Door& door, Descriptor socket, Medium medium, std::string path)
-      : door_(door), socket_(std::move(socket)), medium_(medium), path_(std::move(path)) {
+  Listener(Connector& connector, Descriptor socket, Medium medium, std::string path)
+      : connector_(connector), socket_(std::move(socket)), medium_(medium), path_(std::move(path)) {
     watch();
   }
   ~Listener() override {
-    if (watch_ != 0) door_.poller_.remove(socket_.get(), watch_);
+    if (watch_ != 0) connector_.poller_.remove(socket_.get(), watch_);
     if (!path_.empty()) unlink(path_.c_str());
   }
-  void on_ready(uint32_t) override { door_.accept_from(socket_.get(), medium_); }
+  void on_ready(uint32_t) override { connector_.accept_from(socket_.get(), medium_); }
   // Without descriptors left, a listener that is always ready would keep us busy.
   void pause() {
-    if (watch_ != 0) door_.poller_.remove(socket_.get(), std::exchange(watch_, 0));
+    if (watch_ != 0) connector_.poller_.remove(socket_.get(), std::exchange(watch_, 0));
   }
   void watch() {
-    if (medium_ == Medium::tcp && !door_.is_ready()) return;
-    if (watch_ == 0) watch_ = door_.poller_.add(socket_.get(), EPOLLIN, *this);
+    if (medium_ == Medium::tcp && !connector_.is_ready()) return;
+    if (watch_ == 0) watch_ = connector_.poller_.add(socket_.get(), EPOLLIN, *this);
   }
   void leave_file() { path_.clear(); }
   int fd() const { return socket_.get(); }
 
  private:
-  Door& door_;
+  Connector& connector_;
   Descriptor socket_;
   const Medium medium_;
   std::string path_;
@@ -152,24 +152,24 @@ class Door::Listener final : public Watcher {
 
 // ---- a greeting under way ----
 
-class Door::Greeting final : public Watcher {
+class Connector::Greeting final : public Watcher {
  public:
-  Greeting(Door& door, std::int64_t patience_ns) : door(door), patience_ns(patience_ns) {}
+  Greeting(Connector& connector, std::int64_t patience_ns) : connector(connector), patience_ns(patience_ns) {}
 
   // False if there is no memory for it.
   bool take(Descriptor socket) {
-    if (guest.medium == Medium::shm) {
-      guest.socket = std::move(socket);
+    if (connection.medium == Medium::shm) {
+      connection.socket = std::move(socket);
       return true;
     }
-    tune(socket.get(), door.settings_.silence_ns);
-    if (door.identity_ == nullptr) {
-      guest.channel = std::make_unique<PlainChannel>(std::move(socket));
+    tune(socket.get(), connector.settings_.silence_ns);
+    if (connector.identity_ == nullptr) {
+      connection.stream = std::make_unique<PlainStream>(std::move(socket));
       return true;
     }
-    auto made = door.identity_->wrap(std::move(socket), guest.is_opener);
+    auto made = connector.identity_->wrap(std::move(socket), connection.is_opener);
     tls = made.get();
-    guest.channel = std::move(made);
+    connection.stream = std::move(made);
     return tls != nullptr;
   }
   // Until the next call.
@@ -177,15 +177,15 @@ class Door::Greeting final : public Watcher {
     unwatch();
     step = Step::resting;
     tls = nullptr;
-    guest.channel.reset();
+    connection.stream.reset();
     have = 0;
   }
   ~Greeting() override { unwatch(); }
 
-  int fd() const { return guest.channel != nullptr ? guest.channel->fd() : guest.socket.get(); }
-  void begin(uint32_t events) { watch = door.poller_.add(fd(), events, *this); }
+  int fd() const { return connection.stream != nullptr ? connection.stream->fd() : connection.socket.get(); }
+  void begin(uint32_t events) { watch = connector.poller_.add(fd(), events, *this); }
   void unwatch() {
-    if (watch != 0) door.poller_.remove(fd(), std::exchange(watch, 0));
+    if (watch != 0) connector.poller_.remove(fd(), std::exchange(watch, 0));
   }
 
   void on_ready(uint32_t) override {
@@ -197,8 +197,8 @@ class Door::Greeting final : public Watcher {
     for (;;) {
       const Reading read = read_message();
       if (read == Reading::more) return;
-      if (read == Reading::truncated) return door.refuse(*this, failure("no descriptor for its memory", EMFILE));
-      if (read == Reading::over) return door.again(*this);
+      if (read == Reading::truncated) return connector.refuse(*this, failure("no descriptor for its memory", EMFILE));
+      if (read == Reading::over) return connector.again(*this);
       have = 0;
       switch (step) {
         case Step::await_hello:
@@ -228,11 +228,11 @@ class Door::Greeting final : public Watcher {
   // Truncated: descriptors came with the message, and this process has no room for them.
   enum class Reading : uint8_t { more, whole, over, truncated };
 
-  Door& door;
+  Connector& connector;
   std::int64_t patience_ns;
   Step step = Step::await_hello;
-  Guest guest{};
-  TlsChannel* tls = nullptr;  // the guest's channel, if it is one
+  NewConnection connection{};
+  TlsStream* tls = nullptr;  // the connection's stream, if it is one
   sockaddr_storage address{};
   socklen_t address_bytes = 0;
   int calls = 0;
@@ -254,26 +254,26 @@ class Door::Greeting final : public Watcher {
   // Whom we called on this host is slow because nobody lets it run.
   bool is_starved() const {
     // The system takes calls for who does not run.
-    return pid > 0 && step != Step::connecting && patience_ns > -starved_silences_max * door.settings_.silence_ns &&
+    return pid > 0 && step != Step::connecting && patience_ns > -starved_silences_max * connector.settings_.silence_ns &&
            engine::is_starved(pid);
   }
 
   // Our call has not reached anybody so far.
-  bool is_dialling() const { return guest.is_opener && (step == Step::connecting || step == Step::resting); }
+  bool is_dialling() const { return connection.is_opener && (step == Step::connecting || step == Step::resting); }
 
   // Calls by TCP wait for each other. One that belongs to a link whose other half is there does not.
-  bool is_limited() const { return guest.medium == Medium::tcp && guest.lane == Lane::control; }
+  bool is_limited() const { return connection.medium == Medium::tcp && connection.lane == Lane::control; }
   // Whether it keeps us busy: not if nobody answers, nor if it waits for a call. Whoever was reached and is slow has longer
   // than a heartbeat: a hundred ranks with TLS on a few cores are.
   bool is_work(std::int64_t beat_ns) const {
-    return guest.is_opener && is_limited() && step != Step::resting && step != Step::crossed &&
-           idle_ns <= (step == Step::connecting ? beat_ns : door.settings_.silence_ns / 2);
+    return connection.is_opener && is_limited() && step != Step::resting && step != Step::crossed &&
+           idle_ns <= (step == Step::connecting ? beat_ns : connector.settings_.silence_ns / 2);
   }
 
   // Whom we called in vain, in words.
   std::string unreached(const std::string& why) const {
-    if (guest.medium == Medium::shm) return "cannot be reached: " + why;
-    return "cannot be reached from rank " + std::to_string(door.rank_) + " at " + host_of(address, address_bytes) + " port " +
+    if (connection.medium == Medium::shm) return "cannot be reached: " + why;
+    return "cannot be reached from rank " + std::to_string(connector.rank_) + " at " + host_of(address, address_bytes) + " port " +
            std::to_string(port_of(address)) + ": " + why;
   }
   std::string late() const {
@@ -281,7 +281,7 @@ class Door::Greeting final : public Watcher {
     const bool is_dialled = is_dialling();
     snprintf(text, sizeof text, is_dialled ? "no answer to a connection in %.1f s" : "no answer to a greeting in %.1f s",
              static_cast<double>(waited_ns) / 1e9);
-    if (!guest.is_opener) return text;
+    if (!connection.is_opener) return text;
     return unreached((is_dialled || hang_ups != 0) && !trouble.empty() ? trouble : text);
   }
 
@@ -289,11 +289,11 @@ class Door::Greeting final : public Watcher {
   void open() {
     // It was reached: what the network loses from now on is sent again, and the other side's Python may not have given its
     // engine an identity yet. Once: whoever accepts and hangs up again and again gets no more time.
-    if (guest.is_opener && guest.medium == Medium::tcp && !std::exchange(is_reached, true))
-      patience_ns = std::max({patience_ns, 2 * door.settings_.silence_ns, tls != nullptr ? stranger_ns : 0});
+    if (connection.is_opener && connection.medium == Medium::tcp && !std::exchange(is_reached, true))
+      patience_ns = std::max({patience_ns, 2 * connector.settings_.silence_ns, tls != nullptr ? stranger_ns : 0});
     if (tls == nullptr) {
       step = Step::await_hello;
-      if (guest.is_opener) say_hello();
+      if (connection.is_opener) say_hello();
       return;
     }
     step = Step::shaking;
@@ -305,38 +305,38 @@ class Door::Greeting final : public Watcher {
     int error = 0;
     socklen_t length = sizeof error;
     getsockopt(fd(), SOL_SOCKET, SO_ERROR, &error, &length);
-    if (error != 0) return door.on_unreached(*this, error);
-    door.poller_.change(fd(), watch, EPOLLIN);
+    if (error != 0) return connector.on_unreached(*this, error);
+    connector.poller_.change(fd(), watch, EPOLLIN);
     open();
   }
 
   // Go on with the handshake. True if an acceptor's is done: a hello may be here already.
   bool shake() {
     switch (tls->shake()) {
-      case TlsChannel::Shake::wants_read:
-        door.poller_.change(fd(), watch, EPOLLIN);
+      case TlsStream::Shake::wants_read:
+        connector.poller_.change(fd(), watch, EPOLLIN);
         return false;
-      case TlsChannel::Shake::wants_write:
-        door.poller_.change(fd(), watch, EPOLLIN | EPOLLOUT);
+      case TlsStream::Shake::wants_write:
+        connector.poller_.change(fd(), watch, EPOLLIN | EPOLLOUT);
         return false;
-      case TlsChannel::Shake::hung_up:
-        door.again(*this);
+      case TlsStream::Shake::hung_up:
+        connector.again(*this);
         return false;
-      case TlsChannel::Shake::failed:
-        door.refuse(*this, tls->why());
+      case TlsStream::Shake::failed:
+        connector.refuse(*this, tls->why());
         return false;
-      case TlsChannel::Shake::done:
+      case TlsStream::Shake::done:
         break;
     }
-    door.poller_.change(fd(), watch, EPOLLIN);
-    if (!guest.is_opener) {
+    connector.poller_.change(fd(), watch, EPOLLIN);
+    if (!connection.is_opener) {
       step = Step::await_hello;
       return true;
     }
-    if (tls->rank() == guest.rank)
+    if (tls->rank() == connection.rank)
       say_hello();
     else
-      door.refuse(*this, std::string("its certificate is rank ") + std::to_string(tls->rank()) + "'s");
+      connector.refuse(*this, std::string("its certificate is rank ") + std::to_string(tls->rank()) + "'s");
     return false;
   }
 
@@ -365,8 +365,8 @@ class Door::Greeting final : public Watcher {
     }
     while (have < place.bytes) {
       iovec part{static_cast<byte*>(place.at) + have, place.bytes - have};
-      if (guest.channel != nullptr) {
-        const ssize_t n = guest.channel->readv(&part, 1);
+      if (connection.stream != nullptr) {
+        const ssize_t n = connection.stream->readv(&part, 1);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && errno == EAGAIN) return Reading::more;
         if (n <= 0) return Reading::over;
@@ -379,7 +379,7 @@ class Door::Greeting final : public Watcher {
       message.msg_iovlen = 1;
       message.msg_control = space;
       message.msg_controllen = sizeof space;
-      const ssize_t n = recvmsg(guest.socket.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+      const ssize_t n = recvmsg(connection.socket.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
       if (n < 0 && errno == EINTR) continue;
       if (n < 0 && errno == EAGAIN) return Reading::more;
       if (n > 0) keep_descriptors(message);
@@ -398,7 +398,7 @@ class Door::Greeting final : public Watcher {
       for (size_t i = 0; i < count; ++i) {
         int fd;
         std::memcpy(&fd, CMSG_DATA(c) + i * sizeof fd, sizeof fd);
-        (i + 1 < count ? guest.memory : guest.presence) = Descriptor(fd);
+        (i + 1 < count ? connection.memory : connection.presence) = Descriptor(fd);
       }
     }
   }
@@ -406,7 +406,7 @@ class Door::Greeting final : public Watcher {
   bool send(const void* data, size_t bytes, std::vector<int> descriptors) {
     iovec part{const_cast<void*>(data), bytes};
     // A greeting fits into an empty socket.
-    if (guest.channel != nullptr) return guest.channel->writev(&part, 1) == static_cast<ssize_t>(bytes);
+    if (connection.stream != nullptr) return connection.stream->writev(&part, 1) == static_cast<ssize_t>(bytes);
     alignas(cmsghdr) char space[CMSG_SPACE(2 * sizeof(int))] = {};
     msghdr message{};
     message.msg_iov = &part;
@@ -420,76 +420,76 @@ class Door::Greeting final : public Watcher {
       c->cmsg_len = CMSG_LEN(descriptors.size() * sizeof(int));
       std::memcpy(CMSG_DATA(c), descriptors.data(), descriptors.size() * sizeof(int));
     }
-    return sendmsg(guest.socket.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
+    return sendmsg(connection.socket.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
   }
 
   void on_hello() {
     const bool is_sound = std::memcmp(hello.magic, magic, sizeof magic) == 0 && hello.version == protocol_version &&
-                          hello.size == static_cast<uint32_t>(door.size_) && hello.to == static_cast<uint32_t>(door.rank_) &&
-                          hello.from < hello.size && hello.from != hello.to && hello.medium == guest.medium &&
+                          hello.size == static_cast<uint32_t>(connector.size_) && hello.to == static_cast<uint32_t>(connector.rank_) &&
+                          hello.from < hello.size && hello.from != hello.to && hello.medium == connection.medium &&
                           static_cast<uint8_t>(hello.lane) < lane_count &&
-                          hello.eager_credit_bytes == door.settings_.eager_credit_bytes;
-    if (!is_sound) return door.refuse(*this, "its hello is not one of this world");
-    guest.rank = static_cast<std::int32_t>(hello.from);
-    if (tls != nullptr && tls->rank() != guest.rank)
-      return door.refuse(*this, std::string("its certificate is rank ") + std::to_string(tls->rank()) + "'s, but it says that it is rank " +
-                                    std::to_string(guest.rank));
-    guest.lane = hello.lane;
-    guest.checksum = hello.checksum != 0;
+                          hello.eager_credit_bytes == connector.settings_.eager_credit_bytes;
+    if (!is_sound) return connector.refuse(*this, "its hello is not one of this world");
+    connection.rank = static_cast<std::int32_t>(hello.from);
+    if (tls != nullptr && tls->rank() != connection.rank)
+      return connector.refuse(*this, std::string("its certificate is rank ") + std::to_string(tls->rank()) + "'s, but it says that it is rank " +
+                                    std::to_string(connection.rank));
+    connection.lane = hello.lane;
+    connection.checksum = hello.checksum != 0;
     step = Step::await_introduction;
-    if (!fill_random(challenge.nonce, sizeof challenge.nonce)) return door.refuse(*this, failure("no random bytes"));
-    challenge.proof = door.prove("acceptor", hello, challenge.nonce);
-    if (!send(&challenge, sizeof challenge, {})) door.end(*this);
+    if (!fill_random(challenge.nonce, sizeof challenge.nonce)) return connector.refuse(*this, failure("no random bytes"));
+    challenge.proof = connector.prove("acceptor", hello, challenge.nonce);
+    if (!send(&challenge, sizeof challenge, {})) connector.end(*this);
   }
 
   void on_challenge() {
-    if (!is_equal(challenge.proof, door.prove("acceptor", hello, challenge.nonce)))
-      return door.refuse(*this, "it does not know the job's secret");
-    introduction.proof = door.prove("opener", hello, challenge.nonce);
-    introduction.probe = door.probe_;
+    if (!is_equal(challenge.proof, connector.prove("acceptor", hello, challenge.nonce)))
+      return connector.refuse(*this, "it does not know the job's secret");
+    introduction.proof = connector.prove("opener", hello, challenge.nonce);
+    introduction.probe = connector.probe_;
     std::vector<int> descriptors;
-    if (guest.medium == Medium::shm) {
-      if (!is_same_user(guest.socket.get())) return door.refuse(*this, "it belongs to another user");
-      guest.memory = ShmLink::make_memory();
-      if (!guest.memory)
-        return door.refuse(*this, failure(("no shared memory for a link of " + std::to_string(sizeof(LinkMemory)) + " bytes").c_str()));
-      descriptors = {guest.memory.get(), door.presence_->fd()};
+    if (connection.medium == Medium::shm) {
+      if (!is_same_user(connection.socket.get())) return connector.refuse(*this, "it belongs to another user");
+      connection.memory = ShmLink::make_memory();
+      if (!connection.memory)
+        return connector.refuse(*this, failure(("no shared memory for a link of " + std::to_string(sizeof(LinkMemory)) + " bytes").c_str()));
+      descriptors = {connection.memory.get(), connector.presence_->fd()};
     }
     step = Step::await_verdict;
     if (!send(&introduction, sizeof introduction, descriptors)) on_unsent();
   }
 
   void on_unsent() {
-    if (errno == EPIPE || errno == ECONNRESET) return door.again(*this);
-    door.refuse(*this, failure("cannot greet"));
+    if (errno == EPIPE || errno == ECONNRESET) return connector.again(*this);
+    connector.refuse(*this, failure("cannot greet"));
   }
 
   void on_introduction() {
-    if (!is_equal(introduction.proof, door.prove("opener", hello, challenge.nonce)))
-      return door.refuse(*this, "it does not know the job's secret");
-    if (guest.medium == Medium::shm && (!guest.memory || !guest.presence))
-      return door.refuse(*this, "it shows no memory to share");
+    if (!is_equal(introduction.proof, connector.prove("opener", hello, challenge.nonce)))
+      return connector.refuse(*this, "it does not know the job's secret");
+    if (connection.medium == Medium::shm && (!connection.memory || !connection.presence))
+      return connector.refuse(*this, "it shows no memory to share");
     is_proven = true;
-    guest.probe = introduction.probe;
-    verdict = {door.host_.judge(guest.rank, guest.medium, guest.lane), 0, door.probe_};
-    const bool is_welcome = verdict.ruling == Ruling::welcome;
+    connection.probe = introduction.probe;
+    verdict = {connector.host_.admit(connection.rank, connection.medium, connection.lane), 0, connector.probe_};
+    const bool is_welcome = verdict.ruling == Admission::welcome;
     std::vector<int> descriptors;
-    if (guest.medium == Medium::shm && is_welcome) descriptors = {door.presence_->fd()};
-    if (!send(&verdict, sizeof verdict, descriptors)) return door.end(*this);
-    if (verdict.ruling == Ruling::crossing) {
-      std::erase_if(door.greetings_, [this](const auto& g) {
-        return g->step == Step::crossed && !g->guest.is_opener && g->guest.rank == guest.rank;  // a call before this one
+    if (connection.medium == Medium::shm && is_welcome) descriptors = {connector.presence_->fd()};
+    if (!send(&verdict, sizeof verdict, descriptors)) return connector.end(*this);
+    if (verdict.ruling == Admission::crossing) {
+      std::erase_if(connector.greetings_, [this](const auto& g) {
+        return g->step == Step::crossed && !g->connection.is_opener && g->connection.rank == connection.rank;  // a call before this one
       });
       return cross();
     }
-    if (!is_welcome) return door.end(*this);
+    if (!is_welcome) return connector.end(*this);
     finish();
   }
 
   void cross() {
     step = Step::crossed;
-    guest.memory.close();
-    guest.presence.close();
+    connection.memory.close();
+    connection.presence.close();
   }
 
   // Nothing is said any more on a connection that was crossed: it is over, or the system has woken us for nothing.
@@ -497,39 +497,39 @@ class Door::Greeting final : public Watcher {
     byte word;
     iovec part{&word, 1};
     ssize_t n;
-    do n = guest.channel != nullptr ? guest.channel->readv(&part, 1) : recv(guest.socket.get(), &word, 1, MSG_DONTWAIT);
+    do n = connection.stream != nullptr ? connection.stream->readv(&part, 1) : recv(connection.socket.get(), &word, 1, MSG_DONTWAIT);
     while (n < 0 && errno == EINTR);
     if (n < 0 && errno == EAGAIN) return;
-    if (guest.is_opener) return door.refuse(*this, "died: its connection was closed");
-    door.end(*this);
+    if (connection.is_opener) return connector.refuse(*this, "died: its connection was closed");
+    connector.end(*this);
   }
 
   void on_verdict() {
-    if (verdict.ruling == Ruling::crossing) return cross();
-    if (verdict.ruling == Ruling::leaving) return door.refuse(*this, "left", Ruling::leaving);
-    if (verdict.ruling != Ruling::welcome) return door.refuse(*this, "it refuses the link");
-    if (guest.medium == Medium::shm && !guest.presence) return door.refuse(*this, "it shows no presence");
-    guest.probe = verdict.probe;
+    if (verdict.ruling == Admission::crossing) return cross();
+    if (verdict.ruling == Admission::leaving) return connector.refuse(*this, "left", Admission::leaving);
+    if (verdict.ruling != Admission::welcome) return connector.refuse(*this, "it refuses the link");
+    if (connection.medium == Medium::shm && !connection.presence) return connector.refuse(*this, "it shows no presence");
+    connection.probe = verdict.probe;
     finish();
   }
 
   void finish() {
     unwatch();
     if (tls != nullptr) tls->trust();
-    Guest made = std::move(guest);
-    Host& host = door.host_;
-    door.end(*this);
-    host.on_guest(std::move(made));
+    NewConnection made = std::move(connection);
+    Host& host = connector.host_;
+    connector.end(*this);
+    host.on_connection(std::move(made));
   }
 };
 
-// ---- the door ----
+// ---- the connector ----
 
-Door::Door(Host& host, Poller& poller) : host_(host), poller_(poller), pinger_(host, poller) {}
+Connector::Connector(Host& host, Poller& poller) : host_(host), poller_(poller), pinger_(host, poller) {}
 
-Door::~Door() { close(false); }
+Connector::~Connector() { close(false); }
 
-void Door::open(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
+void Connector::open(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
                 const Settings& settings, const Presence& presence) {
   rank_ = rank;
   size_ = size;
@@ -578,7 +578,7 @@ void Door::open(std::int32_t rank, std::int32_t size, const std::string& directo
 }
 
 // Listen for calls; the address gets the port that the system chose.
-Descriptor Door::listen_at(sockaddr_storage& address, socklen_t bytes) {
+Descriptor Connector::listen_at(sockaddr_storage& address, socklen_t bytes) {
   Descriptor socket(::socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   const int on = 1;
   if (socket) setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
@@ -588,12 +588,12 @@ Descriptor Door::listen_at(sockaddr_storage& address, socklen_t bytes) {
   return socket;
 }
 
-void Door::learn(std::int32_t rank, const Card& card) {
+void Connector::learn(std::int32_t rank, const Card& card) {
   sockaddr_storage address{};
   if (const socklen_t bytes = tcp_address(address, card.address, card.port); bytes != 0) pinger_.set_address(rank, address, bytes);
 }
 
-void Door::secure(const TlsMaterial& material) {
+void Connector::secure(const TlsMaterial& material) {
   if (!settings_.tls || identity_ != nullptr) fail("allowed: an identity, once, for a rank with TLS");
   if (material.names.size() != static_cast<size_t>(size_)) fail("allowed: one name per rank");
   identity_ = std::make_unique<TlsIdentity>(material, rank_, settings_.rekey_records);
@@ -601,7 +601,7 @@ void Door::secure(const TlsMaterial& material) {
     if (one != nullptr) one->watch();
 }
 
-void Door::accept_from(int listener, Medium medium) {
+void Connector::accept_from(int listener, Medium medium) {
   for (;;) {
     sockaddr_storage from{};
     socklen_t from_bytes = sizeof from;
@@ -619,8 +619,8 @@ void Door::accept_from(int listener, Medium medium) {
     }
     make_room(group_of(from));
     auto greeting = std::make_unique<Greeting>(*this, stranger_ns);
-    greeting->guest.medium = medium;
-    greeting->guest.is_opener = false;
+    greeting->connection.medium = medium;
+    greeting->connection.is_opener = false;
     greeting->address = from;
     greeting->address_bytes = from_bytes;
     if (!greeting->take(std::move(socket))) continue;
@@ -632,8 +632,8 @@ void Door::accept_from(int listener, Medium medium) {
 }
 
 // One of the oldest strangers goes if there are too many, first one from the same address.
-void Door::make_room(const std::string& group) {
-  const auto is_stranger = [](const auto& g) { return !g->guest.is_opener && !g->is_proven; };
+void Connector::make_room(const std::string& group) {
+  const auto is_stranger = [](const auto& g) { return !g->connection.is_opener && !g->is_proven; };
   const auto is_same = [&](const auto& g) { return is_stranger(g) && group_of(g->address) == group; };
   auto oldest = greetings_.end();
   if (static_cast<size_t>(std::count_if(greetings_.begin(), greetings_.end(), is_same)) >= strangers_per_address_max)
@@ -643,7 +643,7 @@ void Door::make_room(const std::string& group) {
   if (oldest != greetings_.end()) refuse(**oldest, "too many strangers");
 }
 
-void Door::knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum) {
+void Connector::connect(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum) {
   const bool is_unix = medium == Medium::shm;
   sockaddr_storage address{};
   socklen_t length;
@@ -651,17 +651,17 @@ void Door::knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, 
     length = unix_address(reinterpret_cast<sockaddr_un&>(address), card.unix_path, directory_.get());
   else
     length = tcp_address(address, card.address, card.port);
-  if (length == 0) return host_.on_closed_door(rank, "its address makes no sense", Ruling::unknown);
+  if (length == 0) return host_.on_refused(rank, "its address makes no sense", Admission::unknown);
   auto greeting = std::make_unique<Greeting>(*this, settings_.silence_ns);
   Greeting& g = *greeting;
   if (card.host == card_.host) g.pid = card.pid;
   g.address = address;
   g.address_bytes = length;
-  g.guest.rank = rank;
-  g.guest.medium = medium;
-  g.guest.lane = lane;
-  g.guest.checksum = checksum;
-  g.guest.is_opener = true;
+  g.connection.rank = rank;
+  g.connection.medium = medium;
+  g.connection.lane = lane;
+  g.connection.checksum = checksum;
+  g.connection.is_opener = true;
   std::memcpy(g.hello.magic, magic, sizeof magic);
   g.hello.version = protocol_version;
   g.hello.size = static_cast<uint32_t>(size_);
@@ -677,7 +677,7 @@ void Door::knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, 
   dial_due();
 }
 
-void Door::dial_due() {
+void Connector::dial_due() {
   // Whoever ends makes room, and moves the others: then once more from the start.
   while (std::exchange(has_due_, false)) {
     bool is_roomy = has_room();
@@ -689,11 +689,11 @@ void Door::dial_due() {
   }
 }
 
-bool Door::has_room() const {
+bool Connector::has_room() const {
   return std::count_if(greetings_.begin(), greetings_.end(), [this](const auto& g) { return g->is_work(beat_ns_); }) < calls_max;
 }
 
-void Door::dial(Greeting& g) {
+void Connector::dial(Greeting& g) {
   ++g.calls;
   g.is_due = false;
   g.idle_ns = 0;
@@ -701,7 +701,7 @@ void Door::dial(Greeting& g) {
   Descriptor socket(::socket(g.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket || !g.take(std::move(socket))) return refuse(g, failure("no socket to reach it"));
   int result;
-  do result = connect(g.fd(), reinterpret_cast<sockaddr*>(&g.address), g.address_bytes);
+  do result = ::connect(g.fd(), reinterpret_cast<sockaddr*>(&g.address), g.address_bytes);
   while (result != 0 && errno == EINTR);
   if (result != 0 && errno != EINPROGRESS) return on_unreached(g, errno);
   g.step = Greeting::Step::connecting;
@@ -711,58 +711,58 @@ void Door::dial(Greeting& g) {
 
 // The other side hung up in the middle: a dead one will not be there any more, a crowded one will. Once more at once, then
 // with every heartbeat, until the greeting's time is over.
-void Door::again(Greeting& g) {
+void Connector::again(Greeting& g) {
   // A caller that hangs up has found another way, or was just curious: nobody was refused.
-  if (!g.guest.is_opener) return end(g);
+  if (!g.connection.is_opener) return end(g);
   ++g.hang_ups;
   g.trouble = "it hung up " + (g.hang_ups == 1 ? "" : std::to_string(g.hang_ups) + " times ") + "during the greeting";
-  if (g.guest.medium == Medium::shm) return refuse(g, g.unreached(g.trouble));
+  if (g.connection.medium == Medium::shm) return refuse(g, g.unreached(g.trouble));
   g.rest();
   if (g.calls == 1) dial(g);
 }
 
 // Nobody listens there, or the network does not carry us now and may do so soon.
-void Door::on_unreached(Greeting& g, int error) {
+void Connector::on_unreached(Greeting& g, int error) {
   if (error == ECONNRESET) return again(g);
   g.trouble = strerror(error);
   if (error != EHOSTUNREACH && error != ENETUNREACH && error != ENETDOWN && error != ETIMEDOUT) return refuse(g, g.unreached(g.trouble));
   g.rest();
 }
 
-void Door::forget(std::int32_t rank) {
+void Connector::forget(std::int32_t rank) {
   has_due_ = true;
   std::erase_if(greetings_, [rank](const auto& g) {
-    return g->guest.rank == rank && (g->guest.is_opener || g->step == Greeting::Step::crossed);
+    return g->connection.rank == rank && (g->connection.is_opener || g->step == Greeting::Step::crossed);
   });
 }
 
-bool Door::is_dialling(std::int32_t rank) const {
+bool Connector::is_dialling(std::int32_t rank) const {
   return std::any_of(greetings_.begin(), greetings_.end(),
-                     [rank](const auto& g) { return g->guest.rank == rank && g->is_dialling(); });
+                     [rank](const auto& g) { return g->connection.rank == rank && g->is_dialling(); });
 }
 
-bool Door::is_crossed(std::int32_t rank) const {
+bool Connector::is_crossed(std::int32_t rank) const {
   return std::any_of(greetings_.begin(), greetings_.end(), [rank](const auto& g) {
-    return g->guest.is_opener && g->guest.rank == rank && g->step == Greeting::Step::crossed;
+    return g->connection.is_opener && g->connection.rank == rank && g->step == Greeting::Step::crossed;
   });
 }
 
-bool Door::is_calling(std::int32_t rank) const {
+bool Connector::is_calling(std::int32_t rank) const {
   return std::any_of(greetings_.begin(), greetings_.end(),
-                     [rank](const auto& g) { return g->guest.is_opener && g->guest.rank == rank; });
+                     [rank](const auto& g) { return g->connection.is_opener && g->connection.rank == rank; });
 }
 
-bool Door::is_greeting() const {
+bool Connector::is_greeting() const {
   return std::any_of(greetings_.begin(), greetings_.end(), [](const auto& g) {
-    return g->guest.is_opener || g->step == Greeting::Step::await_introduction;
+    return g->connection.is_opener || g->step == Greeting::Step::await_introduction;
   });
 }
 
-void Door::tick(std::int64_t passed_ns) {
+void Connector::tick(std::int64_t passed_ns) {
   for (auto& one : listeners_)
     if (one != nullptr) one->watch();
   for (const auto& g : greetings_) {
-    if (g->guest.is_opener && g->calls == 0) continue;  // not called so far
+    if (g->connection.is_opener && g->calls == 0) continue;  // not called so far
     g->patience_ns -= passed_ns;
     g->waited_ns += passed_ns;
     g->idle_ns += passed_ns;
@@ -780,7 +780,7 @@ void Door::tick(std::int64_t passed_ns) {
   dial_due();
 }
 
-void Door::close(bool keep_files) {
+void Connector::close(bool keep_files) {
   for (auto& one : listeners_) {
     if (one != nullptr && keep_files) one->leave_file();
     one.reset();
@@ -790,32 +790,32 @@ void Door::close(bool keep_files) {
   directory_.close();
 }
 
-void Door::end(Greeting& greeting) {
+void Connector::end(Greeting& greeting) {
   has_due_ = true;
   std::erase_if(greetings_, [&greeting](const auto& g) { return g.get() == &greeting; });
 }
 
-void Door::refuse(Greeting& greeting, std::string cause, Ruling ruling) {
-  const bool is_opener = greeting.guest.is_opener;
-  const std::int32_t rank = greeting.guest.rank;
+void Connector::refuse(Greeting& greeting, std::string cause, Admission ruling) {
+  const bool is_opener = greeting.connection.is_opener;
+  const std::int32_t rank = greeting.connection.rank;
   if (!is_opener) {
     ++refused_;
     if (refusals_.size() < refusals_max)
-      refusals_.push_back(greeting.guest.medium == Medium::shm
+      refusals_.push_back(greeting.connection.medium == Medium::shm
                               ? "a caller on this host: " + cause
                               : std::string("a caller from ") + host_of(greeting.address, greeting.address_bytes) + ": " + cause);
   }
   end(greeting);
-  if (is_opener) host_.on_closed_door(rank, cause, ruling);
+  if (is_opener) host_.on_refused(rank, cause, ruling);
 }
 
-std::vector<std::string> Door::take_refusals() {
+std::vector<std::string> Connector::take_refusals() {
   std::vector<std::string> taken(refusals_.begin(), refusals_.end());
   refusals_.clear();
   return taken;
 }
 
-Proof Door::prove(const char* role, const Hello& hello, const byte* nonce) const {
+Proof Connector::prove(const char* role, const Hello& hello, const byte* nonce) const {
   std::vector<byte> words(reinterpret_cast<const byte*>(&hello), reinterpret_cast<const byte*>(&hello) + sizeof hello);
   words.insert(words.end(), nonce, nonce + 32);
   return hmac_sha256(reinterpret_cast<const byte*>(secret_.data()), secret_.size(), reinterpret_cast<const byte*>(role),

@@ -1,4 +1,4 @@
-// The door: listens, knocks, and lets in who knows the job's secret.
+// The connector: listens, connects, and lets in who knows the job's secret.
 //
 // Knows sockets and the four messages of a greeting. Does not know links: a finished greeting is handed on.
 //
@@ -38,7 +38,7 @@ namespace unisono::engine {
 
 enum class Medium : uint8_t { shm, tcp };
 
-enum class Ruling : uint32_t { welcome, crossing, known, unknown, leaving };
+enum class Admission : uint32_t { welcome, crossing, known, unknown, leaving };
 
 struct Hello {
   char magic[8];
@@ -66,39 +66,39 @@ struct Introduction {
 };
 
 struct Verdict {
-  Ruling ruling;
+  Admission ruling;
   uint32_t unused;
   Probe probe;
 };
 
-// A greeting that ended well: a channel, or on one host a socket and the memory to share.
-struct Guest {
+// A greeting that ended well: a stream, or on one host a socket and the memory to share.
+struct NewConnection {
   std::int32_t rank;
   Medium medium;
   Lane lane;
   bool checksum;
   bool is_opener;
-  std::unique_ptr<Channel> channel;
+  std::unique_ptr<ByteStream> stream;
   Descriptor socket;
   Descriptor memory;
   Descriptor presence;
   Probe probe;
 };
 
-// Who owns the door.
+// Who owns the connector.
 class Host : public Pinged {
  public:
   // A caller has proven itself: may it come in?
-  virtual Ruling judge(std::int32_t rank, Medium medium, Lane lane) = 0;
-  virtual void on_guest(Guest guest) = 0;
-  // A knock was not answered (`unknown`), or refused, perhaps because the other side is leaving.
-  virtual void on_closed_door(std::int32_t rank, const std::string& cause, Ruling ruling) = 0;
+  virtual Admission admit(std::int32_t rank, Medium medium, Lane lane) = 0;
+  virtual void on_connection(NewConnection connection) = 0;
+  // A connect was not answered (`unknown`), or refused, perhaps because the other side is leaving.
+  virtual void on_refused(std::int32_t rank, const std::string& cause, Admission ruling) = 0;
 };
 
-class Door {
+class Connector {
  public:
-  Door(Host& host, Poller& poller);
-  ~Door();
+  Connector(Host& host, Poller& poller);
+  ~Connector();
 
   // Throws std::runtime_error with the reason; only called before any thread runs.
   void open(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
@@ -112,8 +112,8 @@ class Door {
   void learn(std::int32_t rank, const Card& card);
   void ping(std::int32_t rank) { pinger_.ping(rank); }
 
-  void knock(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum);
-  // Forget a knock under way, and one that ours crossed.
+  void connect(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum);
+  // Forget a connect under way, and one that ours crossed.
   void forget(std::int32_t rank);
   // Whether we called this rank and it has not answered to the end.
   bool is_calling(std::int32_t rank) const;
@@ -147,7 +147,7 @@ class Door {
   void on_unreached(Greeting& greeting, int error);
   void end(Greeting& greeting);
   // A copy of the cause, because it may be the greeting's own.
-  void refuse(Greeting& greeting, std::string cause, Ruling ruling = Ruling::unknown);
+  void refuse(Greeting& greeting, std::string cause, Admission ruling = Admission::unknown);
   Descriptor listen_at(sockaddr_storage& address, socklen_t bytes);
   Proof prove(const char* role, const Hello& hello, const byte* nonce) const;
 

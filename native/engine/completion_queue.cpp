@@ -13,10 +13,10 @@ constexpr size_t index_bits = 32;
 
 void SendOperation::end(Outcome how) {
   outcome = how;
-  desk_.tell(*this);
+  completions_.tell(*this);
 }
 
-Meeting ReceiveOperation::meet(const Envelope& envelope, bool is_here) {
+MatchResult ReceiveOperation::on_match(const Envelope& envelope, bool is_here) {
   met = envelope;
   met.header = nullptr;
   has_met = true;
@@ -24,27 +24,27 @@ Meeting ReceiveOperation::meet(const Envelope& envelope, bool is_here) {
     header_held.assign(reinterpret_cast<const char*>(envelope.header), envelope.header_bytes);
   else
     header_held.clear();
-  if (is_probe) return Meeting::look;
+  if (is_probe) return MatchResult::peek;
   if (is_open_ended) {
-    if (envelope.nbytes == 0) return Meeting::accept;
+    if (envelope.nbytes == 0) return MatchResult::accept;
     // Control messages have a bound of their own (Peer::on_message); refused here, they would block all later ones.
-    if (envelope.nbytes > desk_.engine().settings.recv_bytes_max && !is_control(envelope.tag)) return Meeting::refuse;
-    if (!is_here) return Meeting::later;
+    if (envelope.nbytes > completions_.engine().settings.recv_bytes_max && !is_control(envelope.tag)) return MatchResult::reject;
+    if (!is_here) return MatchResult::defer;
     own.reset(new (std::nothrow) byte[envelope.nbytes]);
     into = own.get();
-    return own != nullptr ? Meeting::accept : Meeting::refuse;
+    return own != nullptr ? MatchResult::accept : MatchResult::reject;
   }
   // unisono/messaging/matching.py's refusal() finds the words for it.
-  if (envelope.nbytes > capacity) return Meeting::refuse;
+  if (envelope.nbytes > capacity) return MatchResult::reject;
   const auto fits_any = [](uint8_t code) { return code == untyped || code == plain_bytes; };
-  if (envelope.dtype != dtype && !fits_any(envelope.dtype) && !fits_any(dtype)) return Meeting::refuse;
-  return Meeting::accept;
+  if (envelope.dtype != dtype && !fits_any(envelope.dtype) && !fits_any(dtype)) return MatchResult::reject;
+  return MatchResult::accept;
 }
 
 void ReceiveOperation::want_memory() {
   needs_memory = true;
   ++wishes;
-  if (phase != Phase::starting) desk_.tell(*this);
+  if (phase != Phase::starting) completions_.tell(*this);
 }
 
 void ReceiveOperation::on_taken_back() {
@@ -55,50 +55,50 @@ void ReceiveOperation::on_taken_back() {
 void ReceiveOperation::end(Outcome how, std::int32_t) {
   outcome = how;
   needs_memory = false;
-  desk_.tell(*this);
+  completions_.tell(*this);
 }
 
-Desk::Desk(Engine& engine) : engine_(engine) {
+CompletionQueue::CompletionQueue(Engine& engine) : engine_(engine) {
   engine.set_on_down(
       [](void* self, const Down& down) {
-        Desk& desk = *static_cast<Desk*>(self);
-        desk.news_.push_back({nullptr, down, desk.engine_.inbox.newest()});
-        desk.wake_pump();
+        CompletionQueue& completions = *static_cast<CompletionQueue*>(self);
+        completions.news_.push_back({nullptr, down, completions.engine_.inbox.newest()});
+        completions.wake_pump();
       },
       this);
-  engine.set_on_unmet([](void* self) { static_cast<Desk*>(self)->tell_unmet(); }, this);
+  engine.set_on_unmet([](void* self) { static_cast<CompletionQueue*>(self)->tell_unmet(); }, this);
 }
 
-Desk::Unmet::Unmet(const Envelope& envelope)
+CompletionQueue::Unmet::Unmet(const Envelope& envelope)
     : context(envelope.context),
       source(envelope.source),
       sequence(sequence_of(envelope.tag)),
       header(reinterpret_cast<const char*>(envelope.header), envelope.header_bytes) {}
 
-std::vector<Desk::Unmet> Desk::unmet(uint64_t context, uint64_t tag_max) const {
+std::vector<CompletionQueue::Unmet> CompletionQueue::unmet(uint64_t context, uint64_t tag_max) const {
   std::vector<Unmet> found;
-  for (const Arrived* one = engine_.inbox.ahead().front(); one != nullptr; one = Inbox::Ahead::next(*one))
+  for (const UnexpectedMessage* one = engine_.inbox.ahead().front(); one != nullptr; one = Inbox::Ahead::next(*one))
     if (one->envelope.context == context && one->envelope.tag <= tag_max) found.emplace_back(one->envelope);
   return found;
 }
 
 // The oldest of each sender and context: if that is early, so are the others.
-void Desk::tell_unmet() {
+void CompletionQueue::tell_unmet() {
   // While Python does not come to look, nothing is told twice.
   if (unmet_in_news_ != 0) return;
   std::vector<std::pair<uint64_t, std::int32_t>> told;
-  for (const Arrived* one = engine_.inbox.ahead().front(); one != nullptr; one = Inbox::Ahead::next(*one)) {
+  for (const UnexpectedMessage* one = engine_.inbox.ahead().front(); one != nullptr; one = Inbox::Ahead::next(*one)) {
     const std::pair key{one->envelope.context, one->envelope.source};
     if (std::find(told.begin(), told.end(), key) != told.end()) continue;
     told.push_back(key);
     news_.push_back({nullptr, {}, 0, std::make_shared<const Unmet>(one->envelope)});
     ++unmet_in_news_;
   }
-  engine_.nudge();
+  engine_.wake_waiters();
   wake_pump();
 }
 
-SendOperation& Desk::make_send() {
+SendOperation& CompletionQueue::make_send() {
   if (spare_sends_.empty()) {
     auto made = std::make_unique<SendOperation>(*this);
     spare_sends_.push_back(made.get());
@@ -111,7 +111,7 @@ SendOperation& Desk::make_send() {
   return send;
 }
 
-ReceiveOperation& Desk::make_receive() {
+ReceiveOperation& CompletionQueue::make_receive() {
   if (spare_receives_.empty()) {
     auto made = std::make_unique<ReceiveOperation>(*this);
     spare_receives_.push_back(made.get());
@@ -124,7 +124,7 @@ ReceiveOperation& Desk::make_receive() {
   return receive;
 }
 
-Run& Desk::make_run() {
+Run& CompletionQueue::make_run() {
   if (spare_runs_.empty()) {
     auto made = std::make_unique<Run>(engine_, *this, scratch_);
     spare_runs_.push_back(made.get());
@@ -137,20 +137,20 @@ Run& Desk::make_run() {
   return run;
 }
 
-void Desk::add(Operation& operation) {
+void CompletionQueue::add(Operation& operation) {
   operation.handle += uint64_t{1} << index_bits;  // a new use of the same place
   operation.phase = Operation::Phase::idle;
   operation.needs_memory = false;
 }
 
-bool Desk::start(SendOperation& send, std::int32_t dst) {
+bool CompletionQueue::start(SendOperation& send, std::int32_t dst) {
   send.phase = Operation::Phase::starting;
   if (!engine_.start(send, dst)) return false;
   if (send.phase == Operation::Phase::starting) send.phase = Operation::Phase::active;
   return true;
 }
 
-bool Desk::start(ReceiveOperation& receive) {
+bool CompletionQueue::start(ReceiveOperation& receive) {
   receive.phase = Operation::Phase::starting;
   receive.has_met = false;
   if (!engine_.start(receive)) return false;
@@ -166,7 +166,7 @@ bool Desk::start(ReceiveOperation& receive) {
   return true;
 }
 
-bool Desk::cancel(uint64_t handle) {
+bool CompletionQueue::cancel(uint64_t handle) {
   const size_t index = handle & ((uint64_t{1} << index_bits) - 1);
   if (index >= all_.size()) return false;
   Operation& operation = *all_[index];
@@ -194,19 +194,19 @@ bool Desk::cancel(uint64_t handle) {
   return true;
 }
 
-Run* Desk::run_of(uint64_t handle) const {
+Run* CompletionQueue::run_of(uint64_t handle) const {
   const size_t index = handle & ((uint64_t{1} << index_bits) - 1);
   if (index >= all_.size() || all_[index]->handle != handle || !all_[index]->is_run) return nullptr;
   return all_[index]->phase == Operation::Phase::active ? static_cast<Run*>(all_[index].get()) : nullptr;
 }
 
-Run* Desk::watched(uint64_t handle) const {
+Run* CompletionQueue::watched(uint64_t handle) const {
   const size_t index = handle & ((uint64_t{1} << index_bits) - 1);
   if (index >= all_.size() || all_[index]->handle != handle || !all_[index]->is_run) return nullptr;
   return all_[index]->is_watched ? static_cast<Run*>(all_[index].get()) : nullptr;
 }
 
-void Desk::recycle(Operation& operation) {
+void CompletionQueue::recycle(Operation& operation) {
   operation.phase = Operation::Phase::idle;
   operation.is_watched = false;
   if (operation.is_run) return spare_runs_.push_back(static_cast<Run*>(&operation));
@@ -221,7 +221,7 @@ void Desk::recycle(Operation& operation) {
   }
 }
 
-std::vector<Desk::News> Desk::take() {
+std::vector<CompletionQueue::News> CompletionQueue::take() {
   std::vector<News> taken;
   while (!news_.empty() && (taken.empty() || news_.front().operation != nullptr)) {
     taken.push_back(std::move(news_.front()));
@@ -233,10 +233,10 @@ std::vector<Desk::News> Desk::take() {
 }
 
 // Called when an operation has ended or wants memory.
-void Desk::tell(Operation& operation, uint64_t arrival) {
+void CompletionQueue::tell(Operation& operation, uint64_t arrival) {
   if (operation.is_watched) {
     operation.phase = Operation::Phase::ended;
-    engine_.nudge();
+    engine_.wake_waiters();
     return;
   }
   if (!operation.needs_memory) {
@@ -253,15 +253,15 @@ void Desk::tell(Operation& operation, uint64_t arrival) {
     while (place != news_.end() && (place->operation != nullptr || place->arrival < arrival)) ++place;
     news_.insert(place, {&operation, {}, 0});
   }
-  engine_.nudge();
+  engine_.wake_waiters();
   wake_pump();
 }
 
-void Desk::wake_pump() {
+void CompletionQueue::wake_pump() {
   if (is_pump_waiting_ && waiters_ == 0) pump_.notify_one();
 }
 
-void Desk::wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller) {
+void CompletionQueue::wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller) {
   ++waiters_;
   engine_.wait(
       held, [&] { return (!is_empty() && (is_teller || !is_telling_)) || pokes_ != pokes_seen; }, deadline);
@@ -269,7 +269,7 @@ void Desk::wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_
   // Whoever leaves takes what there is; the pump is only needed for what comes later.
 }
 
-void Desk::wait_as_pump(Hold& held, std::int64_t deadline) {
+void CompletionQueue::wait_as_pump(Hold& held, std::int64_t deadline) {
   while ((is_empty() || is_telling_ || waiters_ != 0) && !engine_.is_closed()) {
     const std::int64_t left = deadline - now_ns();
     if (left <= 0) return;
@@ -279,10 +279,10 @@ void Desk::wait_as_pump(Hold& held, std::int64_t deadline) {
   }
 }
 
-bool Desk::wait_for(Hold& held, const Operation& operation, std::int64_t deadline, const std::atomic<bool>& is_recalled) {
+bool CompletionQueue::wait_for(Hold& held, const Operation& operation, std::int64_t deadline, const std::atomic<bool>& is_recalled) {
   const auto has_ended = [&] { return operation.phase == Operation::Phase::ended; };
   const auto has_other = [&] {
-    // relaxed: a poke follows it
+    // relaxed: a interrupt_wait follows it
     return (!is_empty() && !is_telling_) || is_recalled.load(std::memory_order_relaxed) || engine_.is_closed();
   };
   ++waiters_;
@@ -294,20 +294,20 @@ bool Desk::wait_for(Hold& held, const Operation& operation, std::int64_t deadlin
   return false;
 }
 
-void Desk::glance_at(const Operation& operation) {
-  engine_.glance([&] { return operation.phase == Operation::Phase::ended; });
+void CompletionQueue::poll_briefly_for(const Operation& operation) {
+  engine_.poll_briefly([&] { return operation.phase == Operation::Phase::ended; });
 }
 
-bool Desk::unwatch(Run& run, uint64_t id) {
+bool CompletionQueue::unwatch(Run& run, uint64_t id) {
   if (run.phase == Operation::Phase::ended) return false;
   run.is_watched = false;
   run.id = id;
   return true;
 }
 
-void Desk::poke() {
+void CompletionQueue::interrupt_wait() {
   ++pokes_;
-  engine_.nudge();
+  engine_.wake_waiters();
   pump_.notify_all();
 }
 

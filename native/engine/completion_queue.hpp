@@ -1,4 +1,4 @@
-// The desk: operations that were started from Python, and those that have ended and wait to be told.
+// The completions: operations that were started from Python, and those that have ended and wait to be told.
 //
 // Knows numbers, pools and who should hear of an end. Does not know Python objects: a buffer is an address, and its
 // owner is kept by whoever asked until the end was told.
@@ -16,7 +16,7 @@
 
 namespace unisono::engine {
 
-class Desk;
+class CompletionQueue;
 class Run;
 
 class Operation {
@@ -37,18 +37,18 @@ class Operation {
 
 class SendOperation final : public Send, public Operation {
  public:
-  explicit SendOperation(Desk& desk) : desk_(desk) {}
+  explicit SendOperation(CompletionQueue& completions) : completions_(completions) {}
   void end(Outcome how) override;
   std::string header_held;
 
  private:
-  Desk& desk_;
+  CompletionQueue& completions_;
 };
 
 class ReceiveOperation final : public Receive, public Operation {
  public:
-  explicit ReceiveOperation(Desk& desk) : desk_(desk) { is_receive = true; }
-  Meeting meet(const Envelope& envelope, bool is_here) override;
+  explicit ReceiveOperation(CompletionQueue& completions) : completions_(completions) { is_receive = true; }
+  MatchResult on_match(const Envelope& envelope, bool is_here) override;
   void want_memory() override;
   void on_taken_back() override;
   byte* place() override { return into; }
@@ -69,13 +69,13 @@ class ReceiveOperation final : public Receive, public Operation {
   void* owner = nullptr;         // whatever the caller keeps with it
 
  private:
-  Desk& desk_;
+  CompletionQueue& completions_;
 };
 
 // Every call needs the engine's lock.
-class Desk {
+class CompletionQueue {
  public:
-  explicit Desk(Engine& engine);
+  explicit CompletionQueue(Engine& engine);
 
   SendOperation& make_send();
   ReceiveOperation& make_receive();
@@ -106,8 +106,8 @@ class Desk {
   // Those of a context that belong to calls up to the one with this tag.
   std::vector<Unmet> unmet(uint64_t context, uint64_t tag_max) const;
   // The oldest, if it is such a one. Cheap enough to ask at the end of every call.
-  const Arrived* first_unmet(uint64_t context, uint64_t tag_max) const {
-    const Arrived* first = engine_.inbox.ahead().front();
+  const UnexpectedMessage* first_unmet(uint64_t context, uint64_t tag_max) const {
+    const UnexpectedMessage* first = engine_.inbox.ahead().front();
     while (first != nullptr && first->envelope.context != context) first = Inbox::Ahead::next(*first);
     return first != nullptr && first->envelope.tag <= tag_max ? first : nullptr;
   }
@@ -127,17 +127,17 @@ class Desk {
   bool is_empty() const { return news_.empty(); }
   std::vector<News> take();
 
-  // How threads of Python wait; each returns when there is something for it to tell, at a poke, or at the deadline.
+  // How threads of Python wait; each returns when there is something for it to tell, at a interrupt_wait, or at the deadline.
   void wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller);
   void wait_as_pump(Hold& held, std::int64_t deadline);
   // The same for one who watches an operation: also returns at its end. True if there is something else to look at.
   bool wait_for(Hold& held, const Operation& operation, std::int64_t deadline, const std::atomic<bool>& is_recalled);
   // A few rounds of progress for one who watches an operation, as long as there is little to do.
-  void glance_at(const Operation& operation);
+  void poll_briefly_for(const Operation& operation);
   // Watch it no more: from now on it is told, under the caller's number. False if it has ended.
   bool unwatch(Run& run, uint64_t id);
-  uint64_t pokes() const { return pokes_; }
-  void poke();
+  uint64_t interrupt_count() const { return pokes_; }
+  void interrupt_wait();
 
   Engine& engine() const { return engine_; }
   // Keep something that the engine still uses until there is no engine any more.

@@ -90,15 +90,15 @@ void unregister_engine(Engine& engine) {
 }  // namespace
 
 // The control connection of a link whose other one is still being made: a peer that dies meanwhile is noticed.
-class Engine::Half final : public Watcher {
+class Engine::HalfOpenLink final : public Watcher {
  public:
-  Half(Engine& engine, Guest& guest)
-      : is_opener(guest.is_opener), engine_(engine), rank_(guest.rank), control_(std::move(guest.channel)) {
+  HalfOpenLink(Engine& engine, NewConnection& connection)
+      : is_opener(connection.is_opener), engine_(engine), rank_(connection.rank), control_(std::move(connection.stream)) {
     watch_ = engine_.poller_.add(control_->fd(), EPOLLRDHUP, *this);
   }
-  ~Half() override { unwatch(); }
+  ~HalfOpenLink() override { unwatch(); }
 
-  std::unique_ptr<Channel> take() {
+  std::unique_ptr<ByteStream> take() {
     unwatch();
     return std::move(control_);
   }
@@ -114,7 +114,7 @@ class Engine::Half final : public Watcher {
 
   Engine& engine_;
   const std::int32_t rank_;
-  std::unique_ptr<Channel> control_;
+  std::unique_ptr<ByteStream> control_;
   uint64_t watch_ = 0;
 };
 
@@ -130,7 +130,7 @@ void Mutex::let_others_in() {
 
 Engine::Engine(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
                const Settings& given)
-    : rank(rank), size(size), door_(*this, poller_), scratch_(new byte[scratch_bytes]) {
+    : rank(rank), size(size), connector_(*this, poller_), scratch_(new byte[scratch_bytes]) {
   if (size < 1 || rank < 0 || rank >= size) throw std::runtime_error("allowed: 0 <= rank < size");
   settings = given;
   settings.silence_ns = std::min(settings.silence_ns, silence_ns_max);
@@ -138,7 +138,7 @@ Engine::Engine(std::int32_t rank, std::int32_t size, const std::string& director
   if (!presence_.open()) throw std::runtime_error(failure("no shared memory for a presence page"));
   for (std::int32_t r = 0; r < size; ++r) peers_.push_back(std::make_unique<Peer>(*this, r, r == rank));
   peers_[rank]->state = Peer::State::open;
-  door_.open(rank, size, directory, std::move(secret), settings, presence_);
+  connector_.open(rank, size, directory, std::move(secret), settings, presence_);
   spin_ns_ = spin_ns_crowded;
   yield_ns_ = yield_ns_crowded;
   beat_ns_ = std::min(beat_ns_max, settings.silence_ns / beats_per_silence);
@@ -167,9 +167,9 @@ void Engine::after_fork_in_child() {
   is_forked_.store(true, std::memory_order_relaxed);
   // The poller first: its kernel object is shared with the parent, who still needs its entries.
   poller_.close();
-  door_.close(true);
+  connector_.close(true);
   presence_.close();
-  halves_.clear();
+  half_open_links_.clear();
   open_.clear();
   for (auto& peer : peers_) peer->link.reset();
   mutex_.unlock();
@@ -177,13 +177,13 @@ void Engine::after_fork_in_child() {
 
 void Engine::connect(const std::vector<Card>& cards) {
   if (cards.size() != peers_.size()) throw std::runtime_error("allowed: one card per rank");
-  if (!door_.is_ready()) throw std::runtime_error("with TLS a rank needs an identity before it connects");
+  if (!connector_.is_ready()) throw std::runtime_error("with TLS a rank needs an identity before it connects");
   int neighbours = 0;
   for (size_t i = 0; i < cards.size(); ++i) {
     Peer& peer = *peers_[i];
     peer.card = cards[i];
-    peer.is_same_host = cards[i].host == door_.card().host;
-    door_.learn(peer.rank, peer.card);
+    peer.is_same_host = cards[i].host == connector_.card().host;
+    connector_.learn(peer.rank, peer.card);
     neighbours += peer.is_same_host;
   }
   is_connected_ = true;
@@ -243,8 +243,8 @@ void Engine::give_up(Receive& receive) { receive.incoming->peer->give_up(*receiv
 bool Engine::progress() {
   bool moved = false;
   // One call for all sockets, where asking each would be too many.
-  if (!manner_.is_hasty) look_for_news();
-  if (door_.has_due()) [[unlikely]] door_.dial_due();
+  if (!manner_.busy_poll) look_for_news();
+  if (connector_.has_due()) [[unlikely]] connector_.dial_due();
   gather();
   for (size_t i = 0; i < open_.size(); ++i) {
     Peer& peer = *open_[i];
@@ -274,9 +274,9 @@ void Engine::push() {
   for (Peer* peer : open_) peer->link->push();
 }
 
-void Engine::add(Chore& chore) {
-  if (chore.chore_hook.is_in) return;
-  chores_.push_back(chore);
+void Engine::add(DeferredWork& deferred) {
+  if (deferred.chore_hook.is_in) return;
+  chores_.push_back(deferred);
   wake_sleeper();
 }
 
@@ -285,7 +285,7 @@ bool Engine::read_pieces() {
   uint64_t bytes = 0;
   // One piece of each, then the links have their turn.
   for (size_t turns = readers_.size(); turns > 0 && bytes < turn_bytes_max && !readers_.empty(); --turns) {
-    Incoming& offer = *readers_.front();
+    RendezvousReceive& offer = *readers_.front();
     readers_.remove(offer);
     readers_.push_back(offer);
     const uint64_t before = offer.received;
@@ -306,8 +306,8 @@ bool Engine::help() {
   return false;
 }
 
-void Engine::nudge() {
-  if (is_sleeping_.load(std::memory_order_relaxed)) poller_.kick();
+void Engine::wake_waiters() {
+  if (is_sleeping_.load(std::memory_order_relaxed)) poller_.wake_poller();
   if (waiters_ != 0) moved_.notify_all();
 }
 
@@ -321,25 +321,25 @@ void Engine::enter_polling() {
   is_polled_.store(true, std::memory_order_relaxed);
   presence_.settle();
   // Nobody rings any more: if the background thread relies on it, it must hear of that.
-  if (presence_.wake_up() && rest_ == Rest::epoll) poller_.kick();
+  if (presence_.wake_up() && rest_ == Rest::epoll) poller_.wake_poller();
 }
 
 // From one who makes progress in the background, and finds out when it next looks.
 void Engine::take_over() {
-  if (is_sleeping_.exchange(false, std::memory_order_relaxed)) poller_.recall();
+  if (is_sleeping_.exchange(false, std::memory_order_relaxed)) poller_.interrupt_in_flight();
 }
 
 void Engine::leave_polling() {
   if (!is_background_) ++polls_;
   is_polled_.store(false, std::memory_order_relaxed);
-  if (rest_ == Rest::epoll) poller_.kick();
+  if (rest_ == Rest::epoll) poller_.wake_poller();
   if (rest_ == Rest::deep) background_.notify_one();
   if (waiters_ != 0) moved_.notify_all();
 }
 
 // What a caller does after a while in which nothing moved.
-void Engine::be_patient(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::int64_t deadline) {
-  if (now - looked_at_ > (door_.is_busy() ? look_ns_greeting : look_ns)) {
+void Engine::back_off(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::int64_t deadline) {
+  if (now - looked_at_ > (connector_.is_busy() ? look_ns_greeting : look_ns)) {
     looked_at_ = now;
     look_for_news();
   }
@@ -377,10 +377,10 @@ void Engine::be_patient(std::int64_t quiet_ns, Hold& held, std::int64_t now, std
     if (away > yield_ns_long && spin_ns_long_ != 0) crowded_until_ = now + away + crowded_ns;
     return;
   }
-  doze(held, std::min(deadline, now + second));
+  sleep_for_events(held, std::min(deadline, now + second));
 }
 
-void Engine::doze(Hold& held, std::int64_t until) {
+void Engine::sleep_for_events(Hold& held, std::int64_t until) {
   presence_.fall_asleep();
   if (progress()) {
     presence_.wake_up();
@@ -397,7 +397,7 @@ void Engine::doze(Hold& held, std::int64_t until) {
   if (turn != turn_) {
     poller_.dispatch(events, count);
     // What has just been taken here was meant to wake another.
-    if (count > 0 && is_sleeping_.load(std::memory_order_relaxed)) poller_.kick();
+    if (count > 0 && is_sleeping_.load(std::memory_order_relaxed)) poller_.wake_poller();
     return;
   }
   is_sleeping_.store(false, std::memory_order_relaxed);
@@ -440,7 +440,7 @@ void Engine::run() {
     poller_.dispatch(events, count);
     if (is_polled_.load(std::memory_order_relaxed)) {
       // A caller came meanwhile and sleeps: what has just been taken here was meant to wake it.
-      if (count > 0 && is_sleeping_.load(std::memory_order_relaxed)) poller_.kick();
+      if (count > 0 && is_sleeping_.load(std::memory_order_relaxed)) poller_.wake_poller();
       continue;
     }
     if (is_asleep) presence_.wake_up();
@@ -478,58 +478,58 @@ void Engine::open_link(Peer& peer) {
   peer.silent_ns = 0;
   const bool is_shm = settings.shm && peer.is_same_host && !peer.card.unix_path.empty();
   const bool checksum = settings.checksum && !settings.tls && !peer.is_same_host;
-  door_.knock(peer.rank, peer.card, is_shm ? Medium::shm : Medium::tcp, Lane::control, checksum);
+  connector_.connect(peer.rank, peer.card, is_shm ? Medium::shm : Medium::tcp, Lane::control, checksum);
 }
 
-Ruling Engine::judge(std::int32_t from, Medium medium, Lane lane) {
+Admission Engine::admit(std::int32_t from, Medium medium, Lane lane) {
   const Peer& peer = *peers_[from];
-  if (is_leaving_) return Ruling::leaving;
-  if (peer.state == Peer::State::down) return Ruling::unknown;
-  if (peer.state == Peer::State::open) return Ruling::known;
-  const auto half = halves_.find(from);
+  if (is_leaving_) return Admission::leaving;
+  if (peer.state == Peer::State::down) return Admission::unknown;
+  if (peer.state == Peer::State::open) return Admission::known;
+  const auto half = half_open_links_.find(from);
   if (medium == Medium::tcp && lane == Lane::bulk)
-    return half != halves_.end() && !half->second->is_opener ? Ruling::welcome : Ruling::unknown;
-  if (half != halves_.end()) return Ruling::known;
+    return half != half_open_links_.end() && !half->second->is_opener ? Admission::welcome : Admission::unknown;
+  if (half != half_open_links_.end()) return Admission::known;
   // Both called at once: the lower rank's call counts, unless it has not come through and perhaps never will.
-  if (peer.state == Peer::State::opening && from > rank && !door_.is_dialling(from)) return Ruling::crossing;
-  return Ruling::welcome;
+  if (peer.state == Peer::State::opening && from > rank && !connector_.is_dialling(from)) return Admission::crossing;
+  return Admission::welcome;
 }
 
-void Engine::on_guest(Guest guest) {
-  Peer& peer = *peers_[guest.rank];
+void Engine::on_connection(NewConnection connection) {
+  Peer& peer = *peers_[connection.rank];
   if (peer.state == Peer::State::down || peer.state == Peer::State::open) return;
   peer.state = Peer::State::opening;
-  if (guest.lane == Lane::control) door_.forget(guest.rank);
-  if (guest.medium == Medium::shm) {
+  if (connection.lane == Lane::control) connector_.forget(connection.rank);
+  if (connection.medium == Medium::shm) {
     std::string why;
-    auto link = ShmLink::open(peer, poller_, std::move(guest.socket), guest.memory, guest.presence, guest.is_opener,
-                              guest.probe, why);
+    auto link = ShmLink::open(peer, poller_, std::move(connection.socket), connection.memory, connection.presence, connection.is_opener,
+                              connection.probe, why);
     if (link == nullptr) return lose(peer, why, false);
     return opened(peer, std::move(link));
   }
-  if (guest.lane == Lane::control) {
-    halves_[guest.rank] = std::make_unique<Half>(*this, guest);
+  if (connection.lane == Lane::control) {
+    half_open_links_[connection.rank] = std::make_unique<HalfOpenLink>(*this, connection);
     peer.silent_ns = 0;
-    if (guest.is_opener) door_.knock(guest.rank, peer.card, Medium::tcp, Lane::bulk, guest.checksum);
+    if (connection.is_opener) connector_.connect(connection.rank, peer.card, Medium::tcp, Lane::bulk, connection.checksum);
     return;
   }
-  const auto half = halves_.find(guest.rank);
-  if (half == halves_.end()) return;
-  auto bulk = std::make_unique<Connection>(peer, poller_, std::move(guest.channel), Lane::bulk, guest.checksum, manner_);
+  const auto half = half_open_links_.find(connection.rank);
+  if (half == half_open_links_.end()) return;
+  auto bulk = std::make_unique<Connection>(peer, poller_, std::move(connection.stream), Lane::bulk, connection.checksum, manner_);
   auto control =
-      std::make_unique<Connection>(peer, poller_, half->second->take(), Lane::control, guest.checksum, manner_);
-  halves_.erase(half);
+      std::make_unique<Connection>(peer, poller_, half->second->take(), Lane::control, connection.checksum, manner_);
+  half_open_links_.erase(half);
   if (!bulk->is_watched() || !control->is_watched()) return lose(peer, failure("cannot watch its sockets"), false);
-  manner_.is_hasty = ++tcp_links_ <= hasty_links_max;
+  manner_.busy_poll = ++tcp_links_ <= hasty_links_max;
   opened(peer, std::make_unique<TcpLink>(peer, std::move(bulk), std::move(control), manner_));
 }
 
-void Engine::on_closed_door(std::int32_t to, const std::string& cause, Ruling ruling) {
+void Engine::on_refused(std::int32_t to, const std::string& cause, Admission ruling) {
   Peer& peer = *peers_[to];
   if (peer.state != Peer::State::opening) return;
   // What others said of it is the better reason: that nobody answers is a symptom.
   if (peer.is_rumoured) return lose(peer, std::string(peer.cause), peer.left);
-  lose(peer, cause, ruling == Ruling::leaving);
+  lose(peer, cause, ruling == Admission::leaving);
 }
 
 void Engine::opened(Peer& peer, std::unique_ptr<Link> link) {
@@ -546,20 +546,20 @@ void Engine::lose(Peer& peer, const std::string& cause, bool left) {
   peer.cause = cause;
   peer.left = left;
   std::erase(open_, &peer);
-  halves_.erase(peer.rank);
-  door_.forget(peer.rank);
-  if (peer.link != nullptr && std::string_view(peer.link->name()).starts_with("tcp")) manner_.is_hasty = --tcp_links_ <= hasty_links_max;
+  half_open_links_.erase(peer.rank);
+  connector_.forget(peer.rank);
+  if (peer.link != nullptr && std::string_view(peer.link->name()).starts_with("tcp")) manner_.busy_poll = --tcp_links_ <= hasty_links_max;
   peer.end_all(Outcome::peer_down);
   inbox.end_receives_from(peer.rank);
   peer.link.reset();
   // Who leaves has no more say about others: they hang up because of its goodbye.
-  if (is_leaving_) return nudge();
+  if (is_leaving_) return wake_waiters();
   // Who was killed could not clean up after itself; who lives, and is only lost to us, still listens there.
   if (!left && peer.is_same_host && !peer.card.unix_path.empty() && is_gone(peer.card.pid)) unlink(peer.card.unix_path.c_str());
   // To those who have no link with it, and would never know.
   for (Peer* other : open_) other->tell_down(peer.rank, cause, left ? Fate::left : Fate::died);
   if (on_down_ != nullptr) on_down_(on_down_self_, Down{peer.rank, cause, left});
-  nudge();
+  wake_waiters();
 }
 
 void Engine::on_news(uint64_t gone, std::string cause, bool left) {
@@ -568,7 +568,7 @@ void Engine::on_news(uint64_t gone, std::string cause, bool left) {
   // Who has a link with it sees for itself, and first gets what was sent before. A call of ours under way may be the
   // begin of such a link: what it sent after its part of the greeting waits there for us. Where its call counts there
   // is no such link: whoever leaves waits for its own calls, whoever died does not.
-  if (peer.state == Peer::State::opening && door_.is_calling(peer.rank) && (left || !door_.is_crossed(peer.rank))) {
+  if (peer.state == Peer::State::opening && connector_.is_calling(peer.rank) && (left || !connector_.is_crossed(peer.rank))) {
     if (std::exchange(peer.is_rumoured, true)) return;
     peer.cause = cause;
     peer.left = left;
@@ -589,7 +589,7 @@ void Engine::beat(std::int64_t now) {
   const std::int64_t passed = std::min(now - judged_at_, beat_ns_ + beat_ns_ / 4);
   judged_at_ = now;
   bool is_asking = false;
-  door_.tick(passed);
+  connector_.tick(passed);
   const std::vector<Peer*> open = open_;
   for (Peer* peer : open) {
     peer->link->beat();
@@ -600,11 +600,11 @@ void Engine::beat(std::int64_t now) {
     const bool is_open = peer->state == Peer::State::open;
     if (is_open ? peer->link == nullptr : peer->state != Peer::State::opening) continue;
     // A call of ours has its own deadline.
-    if (!is_open && door_.is_calling(peer->rank) && !door_.is_crossed(peer->rank)) continue;
+    if (!is_open && connector_.is_calling(peer->rank) && !connector_.is_crossed(peer->rank)) continue;
     peer->silent_ns += passed;
     peer->stalled_ns += passed;
     if (is_open && peer->link->can_stall() && peer->silent_ns >= (beats_before_ping - 1) * beat_ns_) {
-      door_.ping(peer->rank);
+      connector_.ping(peer->rank);
       is_asking = true;
     }
     // Longer for the rest of a link, or a call of its own, that never comes from a host that fell silent.
@@ -639,7 +639,7 @@ void Engine::close(std::int64_t flush_ns) {
     };
     wait_until([&] { return all_open([this](const Peer& p) { return p.is_flushed() || !is_connected_; }); }, now_ns() + flush_ns);
     // Who is just being greeted must hear a goodbye, too.
-    wait(held, [&] { return !door_.is_greeting() && all_open([](const Peer& p) { return p.state != Peer::State::opening; }); },
+    wait(held, [&] { return !connector_.is_greeting() && all_open([](const Peer& p) { return p.state != Peer::State::opening; }); },
          now_ns() + std::max(flush_ns, farewell_ns));
     is_leaving_ = true;
     // What was not met by now will not be.
@@ -664,21 +664,21 @@ void Engine::close(std::int64_t flush_ns) {
     if (has_tcp) wait_until([&] { return is_over() || is_delivered(); }, now_ns() + flush_ns);
     is_closed_ = true;
     is_stopping_.store(true, std::memory_order_relaxed);
-    poller_.kick();
+    poller_.wake_poller();
     background_.notify_all();
     moved_.notify_all();
     // A caller that sleeps must be gone before the poller is.
     while (is_polled_.load(std::memory_order_relaxed)) {
-      poller_.kick();
+      poller_.wake_poller();
       moved_.wait_for(held, std::chrono::milliseconds(1));
     }
   }
   if (thread_ != nullptr) thread_->join();
   thread_.reset();
   Hold held(mutex_);
-  door_.close(false);
+  connector_.close(false);
   open_.clear();
-  halves_.clear();
+  half_open_links_.clear();
   for (auto& peer : peers_) {
     peer->link.reset();
     if (peer->rank != rank && peer->state != Peer::State::down) {

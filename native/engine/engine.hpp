@@ -56,18 +56,18 @@ struct Down {
 };
 
 // Work that is done a piece at a time, between looks at the links.
-class Chore {
+class DeferredWork {
  public:
-  virtual ~Chore() = default;
+  virtual ~DeferredWork() = default;
   // Do a piece. It is no longer added; whoever has more to do adds itself again.
   virtual void work() = 0;
   // The engine closes: there will be no other turn.
   virtual void drop() = 0;
 
-  Hook<Chore> chore_hook;
+  ListHook<DeferredWork> chore_hook;
 };
 
-class Engine final : public Surroundings, private Host {
+class Engine final : public PeerServices, private Host {
  public:
   // Throws std::runtime_error if it cannot listen or has no memory.
   Engine(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret, const Settings& settings);
@@ -78,12 +78,12 @@ class Engine final : public Surroundings, private Host {
   const std::int32_t rank;
   const std::int32_t size;
 
-  // Every call below but `hold`, `poke` and `close` needs it.
+  // Every call below but `hold`, `interrupt_wait` and `close` needs it.
   Hold hold() { return Hold(mutex_); }
 
-  Card card() const { return door_.card(); }
+  Card card() const { return connector_.card(); }
   // Who this rank is on links with TLS; before `connect`. Throws std::runtime_error.
-  void secure(const TlsMaterial& material) { door_.secure(material); }
+  void secure(const TlsMaterial& material) { connector_.secure(material); }
   void connect(const std::vector<Card>& cards);
 
   // Start an operation; it may end before the call returns. False (and nothing happens) once the engine is closed.
@@ -99,14 +99,14 @@ class Engine final : public Surroundings, private Host {
   void give_up(Receive& receive);
 
   // Between the two, short frames wait to go together where that saves calls to the system.
-  void gather() { ++manner_.gathering; }
+  void gather() { ++manner_.corked; }
   void send_gathered() {
-    if (--manner_.gathering == 0 && tcp_links_ != 0) push();
+    if (--manner_.corked == 0 && tcp_links_ != 0) push();
   }
 
-  void add(Chore& chore);
-  void remove(Chore& chore) {
-    if (chore.chore_hook.is_in) chores_.remove(chore);
+  void add(DeferredWork& deferred);
+  void remove(DeferredWork& deferred) {
+    if (deferred.chore_hook.is_in) chores_.remove(deferred);
   }
 
   // Make progress until `done()`, or until the deadline. `done` is asked with the lock held. Who does it in the
@@ -119,11 +119,11 @@ class Engine final : public Surroundings, private Host {
   // A few rounds of progress, for one who expects to be done at once; it gives up as soon as others want to do
   // something, or there is much to do.
   template <class Done>
-  void glance(Done done);
+  void poll_briefly(Done done);
   // One round of progress. True if something moved.
   bool progress();
   // Whoever ends an operation calls this: another thread may be waiting for it.
-  void nudge();
+  void wake_waiters();
 
   const Peer& peer(std::int32_t of) const { return *peers_[of]; }
   void set_on_down(void (*call)(void*, const Down&), void* self) {
@@ -141,17 +141,17 @@ class Engine final : public Surroundings, private Host {
   void close(std::int64_t flush_ns);
   bool is_closed() const { return is_closed_; }
   bool is_forked() const { return is_forked_.load(std::memory_order_relaxed); }
-  // How many callers the door turned away.
-  uint64_t refused() const { return door_.refused(); }
-  std::vector<std::string> take_refusals() { return door_.take_refusals(); }
+  // How many callers the connector turned away.
+  uint64_t refused() const { return connector_.refused(); }
+  std::vector<std::string> take_refusals() { return connector_.take_refusals(); }
 
-  // -- Surroundings
+  // -- PeerServices
   void open_link(Peer& peer) override;
-  void start_reading(Incoming& offer) override {
+  void start_reading(RendezvousReceive& offer) override {
     readers_.push_back(offer);
     wake_sleeper();
   }
-  void stop_reading(Incoming& offer) override { readers_.remove(offer); }
+  void stop_reading(RendezvousReceive& offer) override { readers_.remove(offer); }
   void on_news(uint64_t gone, std::string cause, bool left) override;
 
   // -- fork: see engine.cpp
@@ -161,12 +161,12 @@ class Engine final : public Surroundings, private Host {
 
  private:
   enum class Rest : uint8_t { ticking, epoll, deep };  // how the background thread rests
-  class Half;
+  class HalfOpenLink;
 
   // -- Host
-  Ruling judge(std::int32_t from, Medium medium, Lane lane) override;
-  void on_guest(Guest guest) override;
-  void on_closed_door(std::int32_t to, const std::string& cause, Ruling ruling) override;
+  Admission admit(std::int32_t from, Medium medium, Lane lane) override;
+  void on_connection(NewConnection connection) override;
+  void on_refused(std::int32_t to, const std::string& cause, Admission ruling) override;
   bool is_given_up(std::int32_t by) override { return peers_[by]->state == Peer::State::down && !peers_[by]->left; }
   void on_answer(std::int32_t from, bool is_given_up) override;
 
@@ -183,26 +183,26 @@ class Engine final : public Surroundings, private Host {
   void run();
   // Whoever sleeps for news has something to do.
   void wake_sleeper() {
-    if (rest_ == Rest::epoll || is_sleeping_.load(std::memory_order_relaxed)) poller_.kick();
+    if (rest_ == Rest::epoll || is_sleeping_.load(std::memory_order_relaxed)) poller_.wake_poller();
   }
   void enter_polling();
   void take_over();
   void leave_polling();
-  void doze(Hold& held, std::int64_t until);
-  void be_patient(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::int64_t deadline);
+  void sleep_for_events(Hold& held, std::int64_t until);
+  void back_off(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::int64_t deadline);
 
   Mutex mutex_;
   Poller poller_;
   Presence presence_;
-  Door door_;
+  Connector connector_;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::vector<Peer*> open_;
-  std::unordered_map<std::int32_t, std::unique_ptr<Half>> halves_;
-  Chain<Incoming, &Incoming::hook> readers_;
-  Chain<Chore, &Chore::chore_hook> chores_;
+  std::unordered_map<std::int32_t, std::unique_ptr<HalfOpenLink>> half_open_links_;
+  IntrusiveList<RendezvousReceive, &RendezvousReceive::hook> readers_;
+  IntrusiveList<DeferredWork, &DeferredWork::chore_hook> chores_;
   std::unique_ptr<byte[]> scratch_;
   size_t tcp_links_ = 0;
-  Manner manner_;
+  SocketPolicy manner_;
   bool is_connected_ = false;
   bool is_closed_ = false;
   bool is_closing_ = false;  // nothing may be started any more
@@ -286,7 +286,7 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline, bool is_backgrou
       quiet_since = now;
       continue;
     }
-    be_patient(now - quiet_since, held, now, deadline);
+    back_off(now - quiet_since, held, now, deadline);
     if (turn != turn_) return done();
     if ((is_done = done())) break;
   }
@@ -295,7 +295,7 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline, bool is_backgrou
 }
 
 template <class Done>
-void Engine::glance(Done done) {
+void Engine::poll_briefly(Done done) {
   if (done() || is_closed_) return;
   if (is_polled_.load(std::memory_order_relaxed)) {
     if (!is_background_) return;

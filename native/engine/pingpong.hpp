@@ -15,7 +15,7 @@ class PingSend final : public Send {
   void end(Outcome how) override {
     is_done = true;
     outcome = how;
-    engine_.nudge();
+    engine_.wake_waiters();
   }
   bool is_done = false;
   Outcome outcome = Outcome::done;
@@ -27,15 +27,15 @@ class PingSend final : public Send {
 class PingReceive final : public Receive {
  public:
   PingReceive(Engine& engine, byte* into, size_t nbytes) : engine_(engine), into_(into), nbytes_(nbytes) {}
-  Meeting meet(const Envelope& envelope, bool) override {
-    return envelope.nbytes <= nbytes_ ? Meeting::accept : Meeting::refuse;
+  MatchResult on_match(const Envelope& envelope, bool) override {
+    return envelope.nbytes <= nbytes_ ? MatchResult::accept : MatchResult::reject;
   }
   byte* place() override { return into_; }
   void write(uint64_t, const byte*, size_t) override {}
   void end(Outcome how, std::int32_t) override {
     is_done = true;
     outcome = how;
-    engine_.nudge();
+    engine_.wake_waiters();
   }
   bool is_done = false;
   Outcome outcome = Outcome::done;

@@ -4,7 +4,7 @@
 
 namespace unisono::engine {
 
-ssize_t PlainChannel::readv(const iovec* parts, int count) {
+ssize_t PlainStream::readv(const iovec* parts, int count) {
   // The plain call is a quarter cheaper, and who spins makes it all the time.
   if (count == 1) return recv(socket_.get(), parts->iov_base, parts->iov_len, MSG_DONTWAIT);
   msghdr message{};
@@ -13,7 +13,7 @@ ssize_t PlainChannel::readv(const iovec* parts, int count) {
   return recvmsg(socket_.get(), &message, MSG_DONTWAIT);
 }
 
-ssize_t PlainChannel::writev(const iovec* parts, int count) {
+ssize_t PlainStream::writev(const iovec* parts, int count) {
   if (count == 1) return send(socket_.get(), parts->iov_base, parts->iov_len, MSG_DONTWAIT | MSG_NOSIGNAL);
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(parts);
@@ -21,6 +21,6 @@ ssize_t PlainChannel::writev(const iovec* parts, int count) {
   return sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
-void PlainChannel::finish() { shutdown(socket_.get(), SHUT_WR); }
+void PlainStream::finish() { shutdown(socket_.get(), SHUT_WR); }
 
 }  // namespace unisono::engine

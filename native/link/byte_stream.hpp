@@ -1,4 +1,4 @@
-// A channel: a stream of bytes to one process, as it is or encrypted. Knows a socket; does not know what the bytes
+// A stream: a stream of bytes to one process, as it is or encrypted. Knows a socket; does not know what the bytes
 // mean.
 
 #pragma once
@@ -12,9 +12,9 @@ namespace unisono::engine {
 
 // Calls return as readv and writev do: -1 with EAGAIN when nothing can move now. Bytes that were not taken must be
 // the first of the next call, in whatever parts.
-class Channel {
+class ByteStream {
  public:
-  virtual ~Channel() = default;
+  virtual ~ByteStream() = default;
   virtual ssize_t readv(const iovec* parts, int count) = 0;
   virtual ssize_t writev(const iovec* parts, int count) = 0;
   virtual void finish() = 0;  // nothing more will be written
@@ -26,9 +26,9 @@ class Channel {
   virtual const char* fault() const { return nullptr; }
 };
 
-class PlainChannel final : public Channel {
+class PlainStream final : public ByteStream {
  public:
-  explicit PlainChannel(Descriptor socket) : socket_(std::move(socket)) {}
+  explicit PlainStream(Descriptor socket) : socket_(std::move(socket)) {}
   ssize_t readv(const iovec* parts, int count) override;
   ssize_t writev(const iovec* parts, int count) override;
   void finish() override;

@@ -1,4 +1,4 @@
-// Help: one offered message copied by both of its ranks, the receiver from the front and the sender from the back.
+// CooperativeCopy: one offered message copied by both of its ranks, the receiver from the front and the sender from the back.
 //
 // Knows who has taken which part. Does not copy. A sender that waits for the receiver has a core to spare, and two
 // cores copy twice as fast. Lies in memory that both share, so nothing in it is believed: each side keeps what it has
@@ -25,7 +25,7 @@ struct Part {
   uint64_t bytes = 0;
 };
 
-class Help {
+class CooperativeCopy {
  public:
   // What the receiver has to do: go on with a part, wait for the sender, or nothing more.
   enum class Front : uint8_t { part, wait, complete, broken };
@@ -44,7 +44,7 @@ class Help {
   }
 
   // The receiver's next part, of at most `most` bytes.
-  Front take_front(uint64_t nbytes, uint64_t most, Part& part) {
+  Front claim_front(uint64_t nbytes, uint64_t most, Part& part) {
     const uint64_t units = in_units(nbytes);
     uint64_t taken = taken_.load(std::memory_order_relaxed);
     for (;;) {
@@ -68,7 +68,7 @@ class Help {
   }
 
   // The sender's next part: where it goes to, or 0 if nobody asks for help or there is nothing left to do.
-  uint64_t take_back(uint64_t nbytes, uint64_t most, Part& part, uint64_t& guard) {
+  uint64_t claim_back(uint64_t nbytes, uint64_t most, Part& part, uint64_t& guard) {
     const uint64_t place = place_.load(std::memory_order_acquire);
     if (place == 0) return 0;
     const uint64_t units = in_units(nbytes);
@@ -85,7 +85,7 @@ class Help {
     }
   }
   // It is written, or could not be. seq_cst: before the look at the receiver's presence word that follows.
-  void gave(const Part& part, bool is_written) {
+  void report(const Part& part, bool is_written) {
     if (is_written)
       written_.fetch_add(in_units(part.bytes), std::memory_order_seq_cst);
     else

@@ -14,7 +14,7 @@ namespace unisono::engine {
 
 // An offer word: who may touch the memory of an offered message.
 // `offered` on its way, `queued` without a receive so far.
-enum class Offer : uint32_t { free, offered, queued, reading, done, withdrawn };
+enum class OfferWord : uint32_t { free, offered, queued, reading, done, withdrawn };
 
 class Link {
  public:
@@ -23,12 +23,12 @@ class Link {
   // Send a whole frame, or nothing at all while there is no room.
   virtual bool put(Lane lane, Head head, const Body& body) = 0;
   // Send some bytes of an accepted offer: how many were taken. They stay in use while it `holds_data`
-  // of that ticket.
-  virtual size_t put_data(Lane lane, uint64_t ticket, uint64_t offset, const byte* from, uint64_t left) = 0;
+  // of that rendezvous_id.
+  virtual size_t put_data(Lane lane, uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) = 0;
   virtual bool holds_data(Lane, uint64_t) const { return false; }
   // Give the peer every frame that has come; true if something moved.
   virtual bool poll() = 0;
-  // Hand over what was kept to go together: see Manner.
+  // Hand over what was kept to go together: see SocketPolicy.
   virtual void push() {}
   // Everything was handed to the transport.
   virtual bool is_drained() const { return true; }
@@ -37,7 +37,7 @@ class Link {
 
   // How much longer a message that is sure to be received may be and still go at once: to ask first costs two more
   // ways.
-  virtual size_t final_factor() const { return 1; }
+  virtual size_t certain_eager_factor() const { return 1; }
 
   // Copy from the peer's memory; false if that does not work (any more).
   virtual bool can_read() const { return false; }
@@ -48,8 +48,8 @@ class Link {
   virtual std::atomic<uint32_t>* peers_offer(size_t) { return nullptr; }
 
   // The same for the place where both sides agree who copies what of an offer.
-  virtual Help* own_help(size_t) { return nullptr; }
-  virtual Help* peers_help(size_t) { return nullptr; }
+  virtual CooperativeCopy* own_help(size_t) { return nullptr; }
+  virtual CooperativeCopy* peers_help(size_t) { return nullptr; }
   // Copy to the peer's memory, unless it has shut its guard; false if that does not work (any more).
   virtual bool can_write() const { return false; }
   virtual bool write(uint64_t, uint64_t, const byte*, size_t) { return false; }

@@ -107,14 +107,14 @@ bool ShmLink::put(Lane lane, Head head, const Body& body) {
   return true;
 }
 
-size_t ShmLink::put_data(Lane lane, uint64_t ticket, uint64_t offset, const byte* from, uint64_t left) {
+size_t ShmLink::put_data(Lane lane, uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) {
   const size_t most = lane == Lane::bulk ? data_bytes : control_ring_bytes / 8;
   Body body;
   body.payload = from;
   body.payload_bytes = left < most ? left : most;
   Head head;
   head.word = Head::make_word(Kind::data);
-  head.context = ticket;
+  head.context = rendezvous_id;
   head.tag = offset;
   head.nbytes = body.payload_bytes;
   return put(lane, head, body) ? body.payload_bytes : 0;
@@ -187,11 +187,11 @@ bool ShmLink::read(uint64_t address, byte* to, size_t bytes) {
 }
 
 bool ShmLink::write(uint64_t guard, uint64_t address, const byte* from, size_t bytes) {
-  byte knock{};
-  const iovec local[] = {{&knock, sizeof knock}, {const_cast<byte*>(from), bytes}};
-  const iovec remote[] = {{reinterpret_cast<void*>(guard), sizeof knock}, {reinterpret_cast<void*>(address), bytes}};
+  byte connect{};
+  const iovec local[] = {{&connect, sizeof connect}, {const_cast<byte*>(from), bytes}};
+  const iovec remote[] = {{reinterpret_cast<void*>(guard), sizeof connect}, {reinterpret_cast<void*>(address), bytes}};
   // The system goes through them in order, and ends at the first that may not be written.
-  can_write_ = is_alive() && process_vm_writev(pid_, local, 2, remote, 2, 0) == static_cast<ssize_t>(sizeof knock + bytes);
+  can_write_ = is_alive() && process_vm_writev(pid_, local, 2, remote, 2, 0) == static_cast<ssize_t>(sizeof connect + bytes);
   return can_write_;
 }
 

@@ -20,14 +20,14 @@ class Peer;
 inline constexpr size_t control_ring_bytes = 16 * 1024;
 inline constexpr size_t bulk_ring_bytes = 240 * 1024;
 inline constexpr size_t offer_words = 1024;
-// Low tickets are used first, and long messages of a run are few at a time.
+// Low rendezvous ids are used first, and long messages of a run are few at a time.
 inline constexpr size_t help_places = 64;
 
 // The two directions of a link's memory: 0 is written by who opened it.
 struct LinkMemory {
   RingWords rings[2][lane_count];
   alignas(4096) std::atomic<uint32_t> offers[2][offer_words];
-  Help helps[2][help_places];
+  CooperativeCopy helps[2][help_places];
   alignas(4096) byte control[2][control_ring_bytes];
   byte bulk[2][bulk_ring_bytes];
 };
@@ -50,7 +50,7 @@ class ShmLink final : public Link, public Watcher {
   ~ShmLink() override;
 
   bool put(Lane lane, Head head, const Body& body) override;
-  size_t put_data(Lane lane, uint64_t ticket, uint64_t offset, const byte* from, uint64_t left) override;
+  size_t put_data(Lane lane, uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) override;
   bool poll() override;
   size_t eager_bytes_max(Lane lane) const override;
   bool can_read() const override { return can_read_; }
@@ -63,10 +63,10 @@ class ShmLink final : public Link, public Watcher {
   std::atomic<uint32_t>* peers_offer(size_t index) override {
     return index < offer_words ? &memory()->offers[1 - own_][index] : nullptr;
   }
-  Help* own_help(size_t index) override {
+  CooperativeCopy* own_help(size_t index) override {
     return index < help_places ? &memory()->helps[own_][index] : nullptr;
   }
-  Help* peers_help(size_t index) override {
+  CooperativeCopy* peers_help(size_t index) override {
     return index < help_places && guard_ ? &memory()->helps[1 - own_][index] : nullptr;
   }
   bool can_write() const override { return can_write_; }

@@ -51,11 +51,11 @@ void append(std::vector<byte>& to, uint32_t crc) {
 
 }  // namespace
 
-Connection::Connection(Peer& peer, Poller& poller, std::unique_ptr<Channel> channel, Lane lane, bool checksum,
-                       const Manner& manner)
+Connection::Connection(Peer& peer, Poller& poller, std::unique_ptr<ByteStream> stream, Lane lane, bool checksum,
+                       const SocketPolicy& manner)
     : peer_(peer),
       poller_(poller),
-      channel_(std::move(channel)),
+      stream_(std::move(stream)),
       lane_(lane),
       checksum_(checksum),
       manner_(manner),
@@ -63,13 +63,13 @@ Connection::Connection(Peer& peer, Poller& poller, std::unique_ptr<Channel> chan
       in_(new byte[in_bytes_]) {
   // Inside a host there is no network to spare. What paces for one (bbr, where a system has it as its default) made long
   // messages take half as long again; this one every system has, and lets everyone use.
-  if (peer_.is_same_host) setsockopt(channel_->fd(), IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+  if (peer_.is_same_host) setsockopt(stream_->fd(), IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
   // Edges only: whoever sleeps has read and written until nothing moved any more.
-  watch_ = poller_.add(channel_->fd(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, *this);
+  watch_ = poller_.add(stream_->fd(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, *this);
 }
 
 Connection::~Connection() {
-  if (watch_ != 0) poller_.remove(channel_->fd(), watch_);
+  if (watch_ != 0) poller_.remove(stream_->fd(), watch_);
 }
 
 void Connection::on_ready(uint32_t events) {
@@ -77,13 +77,13 @@ void Connection::on_ready(uint32_t events) {
   is_hung_up_ |= (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
   if ((events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) != 0) {
     is_blocked_ = false;
-    is_ready_ |= channel_->is_entangled();
+    is_ready_ |= stream_->is_entangled();
   }
 }
 
 bool Connection::is_delivered() const {
   int bytes = 0;
-  return is_mute_ || is_ended_ || ioctl(channel_->fd(), SIOCOUTQ, &bytes) != 0 || bytes == 0;
+  return is_mute_ || is_ended_ || ioctl(stream_->fd(), SIOCOUTQ, &bytes) != 0 || bytes == 0;
 }
 
 // ---- out ----
@@ -104,7 +104,7 @@ void Connection::write(iovec* parts, int count) {
     parts[0] = {waiting_.data() + waiting_at_, front};
     const int first = front == 0 ? 1 : 0;
     ssize_t n;
-    do n = channel_->writev(parts + first, count - first);
+    do n = stream_->writev(parts + first, count - first);
     while (n < 0 && errno == EINTR);
     if (n < 0) {
       if (errno != EAGAIN) return fall_silent();
@@ -161,18 +161,18 @@ bool Connection::put(const Head& head, const Body& body) {
     const byte* from = static_cast<const byte*>(parts[i].iov_base);
     waiting_.insert(waiting_.end(), from, from + parts[i].iov_len);
   }
-  if (manner_.gathering == 0 || waiting_.size() > gathered_bytes_max) push();
+  if (manner_.corked == 0 || waiting_.size() > gathered_bytes_max) push();
   return true;
 }
 
-size_t Connection::put_data(uint64_t ticket, uint64_t offset, const byte* from, uint64_t left) {
+size_t Connection::put_data(uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) {
   if (is_mute_ || data_left_ != 0) return 0;
   if (waiting_at_ != waiting_.size() && is_blocked_) return 0;
   const size_t bytes = left < data_frame_bytes ? left : data_frame_bytes;
   Head head;
   head.word = Head::make_word(Kind::data);
   head.core = core_here();
-  head.context = ticket;
+  head.context = rendezvous_id;
   head.tag = offset;
   head.nbytes = bytes;
   const byte* raw = reinterpret_cast<const byte*>(&head);
@@ -180,7 +180,7 @@ size_t Connection::put_data(uint64_t ticket, uint64_t offset, const byte* from, 
   if (checksum_) append(waiting_, crc_of(head));
   data_ = from;
   data_left_ = bytes;
-  data_ticket_ = ticket;
+  data_ticket_ = rendezvous_id;
   if (checksum_) data_crc_ = crc32c(0, from, bytes);
   push();
   return bytes;
@@ -194,7 +194,7 @@ bool Connection::push() {
     const size_t front = waiting_.size() - waiting_at_;
     if (front != 0) parts[count++] = {waiting_.data() + waiting_at_, front};
     if (data_left_ != 0) parts[count++] = {const_cast<byte*>(data_), data_left_};
-    const ssize_t n = channel_->writev(parts, count);
+    const ssize_t n = stream_->writev(parts, count);
     if (n < 0) {
       if (errno == EINTR) continue;
       if (errno == EAGAIN) {
@@ -234,8 +234,8 @@ size_t Connection::room_beside(size_t direct) const {
   return wanted < room ? wanted : room;
 }
 
-bool Connection::pull(bool is_hasty, bool is_deaf) {
-  if ((!is_ready_ && !is_hasty) || is_ended_ || fault_ != nullptr) return false;
+bool Connection::pull(bool busy_poll, bool is_deaf) {
+  if ((!is_ready_ && !busy_poll) || is_ended_ || fault_ != nullptr) return false;
   bool moved = false;
   size_t taken = 0;
   for (int i = 0; i < reads_per_poll && taken < read_bytes_max; ++i) {
@@ -254,7 +254,7 @@ bool Connection::pull(bool is_hasty, bool is_deaf) {
     }
     if (begin_ == end_) begin_ = end_ = 0;
     parts[count++] = {in_.get() + end_, room_beside(direct)};
-    const ssize_t n = channel_->readv(parts, count);
+    const ssize_t n = stream_->readv(parts, count);
     if (n <= 0) {
       if (n < 0 && errno == EINTR) continue;
       if (n < 0 && errno == EAGAIN) {
@@ -262,7 +262,7 @@ bool Connection::pull(bool is_hasty, bool is_deaf) {
         break;
       }
       is_ended_ = true;
-      fault_ = channel_->fault();
+      fault_ = stream_->fault();
       break;
     }
     moved = was_heard_ = true;
@@ -281,7 +281,7 @@ bool Connection::pull(bool is_hasty, bool is_deaf) {
     // Less came than there was room for: nothing more is there, and asking would cost a call. What comes later is
     // told; but the end, behind the bytes, was told with them.
     const size_t room = direct + parts[count - 1].iov_len;
-    if (came < room && !is_hung_up_ && !channel_->is_entangled()) {
+    if (came < room && !is_hung_up_ && !stream_->is_entangled()) {
       is_ready_ = false;
       break;
     }
@@ -375,14 +375,14 @@ const char* Connection::take_data(bool& is_stuck) {
     begin_ += sizeof into_crc_;
     if (crc_at(from) != into_crc_) return damaged;
   }
-  Incoming& offer = *std::exchange(into_, nullptr);
+  RendezvousReceive& offer = *std::exchange(into_, nullptr);
   peer_.on_data(offer, into_done_);
   return nullptr;
 }
 
 // ---- both lanes ----
 
-TcpLink::TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control, const Manner& manner)
+TcpLink::TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control, const SocketPolicy& manner)
     : peer_(peer), manner_(manner) {
   lanes_[static_cast<size_t>(Lane::bulk)] = std::move(bulk);
   lanes_[static_cast<size_t>(Lane::control)] = std::move(control);
@@ -392,11 +392,11 @@ bool TcpLink::poll() {
   if (over_ != nullptr) return false;
   bool moved = false;
   bool is_ended = false;
-  moved |= at(Lane::bulk).pull(manner_.is_hasty, is_deaf_);
+  moved |= at(Lane::bulk).pull(manner_.busy_poll, is_deaf_);
   // Less comes here, unless we wait for an answer; and to ask in vain is what a small message spends its time with.
   const bool is_turn = ++turns_ % control_turns == 0 || peer_.awaits_answer();
   // If the other lane has ended, this one says why.
-  moved |= at(Lane::control).pull((manner_.is_hasty && is_turn) || at(Lane::bulk).is_ended(), is_deaf_);
+  moved |= at(Lane::control).pull((manner_.busy_poll && is_turn) || at(Lane::bulk).is_ended(), is_deaf_);
   for (size_t i = 0; i < lane_count; ++i) {
     const auto& lane = lanes_[i];
     if (!lane->is_drained()) moved |= lane->push_again();

@@ -19,23 +19,23 @@
 namespace unisono::engine {
 
 class Peer;
-struct Incoming;
+struct RendezvousReceive;
 
 // How all links of an engine treat their sockets; it depends on how many there are and who is at work.
-struct Manner {
-  bool is_hasty = true;    // try to read without having been told that there is something
-  unsigned gathering = 0;  // short frames wait until whoever raised this calls `push`: one call to the system for all
+struct SocketPolicy {
+  bool busy_poll = true;    // try to read without having been told that there is something
+  unsigned corked = 0;  // short frames wait until whoever raised this calls `push`: one call to the system for all
 };
 
 class Connection final : public Watcher {
  public:
-  Connection(Peer& peer, Poller& poller, std::unique_ptr<Channel> channel, Lane lane, bool checksum, const Manner& manner);
+  Connection(Peer& peer, Poller& poller, std::unique_ptr<ByteStream> stream, Lane lane, bool checksum, const SocketPolicy& manner);
   ~Connection() override;
 
   bool is_watched() const { return watch_ != 0; }
   bool put(const Head& head, const Body& body);
-  size_t put_data(uint64_t ticket, uint64_t offset, const byte* from, uint64_t left);
-  bool holds_data(uint64_t ticket) const { return data_left_ != 0 && data_ticket_ == ticket; }
+  size_t put_data(uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left);
+  bool holds_data(uint64_t rendezvous_id) const { return data_left_ != 0 && data_ticket_ == rendezvous_id; }
   // Write what waits. True if something moved.
   bool push();
   // The same although the system took no more the last time: room may have come without our being told so far.
@@ -44,9 +44,9 @@ class Connection final : public Watcher {
     return push();
   }
   // Read what came and give it to the peer. True if something moved.
-  bool pull(bool is_hasty, bool is_deaf);
+  bool pull(bool busy_poll, bool is_deaf);
   bool is_drained() const { return waiting_at_ == waiting_.size() && data_left_ == 0; }
-  void finish() { channel_->finish(); }
+  void finish() { stream_->finish(); }
   // Let go of data that waits in the sender's memory: the stream is cut in the middle of a frame.
   void let_go() {
     if (data_left_ != 0) fall_silent();
@@ -55,7 +55,7 @@ class Connection final : public Watcher {
 
   bool is_delivered() const;
   const char* fault() const { return fault_; }
-  const char* name() const { return channel_->name(); }
+  const char* name() const { return stream_->name(); }
   bool is_ended() const { return is_ended_; }
   std::int32_t core() const { return core_; }
   bool was_heard() { return std::exchange(was_heard_, false); }
@@ -69,10 +69,10 @@ class Connection final : public Watcher {
 
   Peer& peer_;
   Poller& poller_;
-  std::unique_ptr<Channel> channel_;
+  std::unique_ptr<ByteStream> stream_;
   const Lane lane_;
   const bool checksum_;
-  const Manner& manner_;
+  const SocketPolicy& manner_;
   uint64_t watch_ = 0;
   bool is_ready_ = true;  // there may be something to read
   bool is_blocked_ = false;  // the system takes no more for now
@@ -96,7 +96,7 @@ class Connection final : public Watcher {
   std::unique_ptr<byte[]> in_;
   size_t begin_ = 0;
   size_t end_ = 0;
-  Incoming* into_ = nullptr;
+  RendezvousReceive* into_ = nullptr;
   uint64_t into_done_ = 0;
   uint64_t into_left_ = 0;
   uint32_t into_crc_ = 0;
@@ -104,21 +104,21 @@ class Connection final : public Watcher {
 
 class TcpLink final : public Link {
  public:
-  TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control, const Manner& manner);
+  TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control, const SocketPolicy& manner);
 
   bool put(Lane lane, Head head, const Body& body) override { return at(lane).put(head, body); }
-  size_t put_data(Lane lane, uint64_t ticket, uint64_t offset, const byte* from, uint64_t left) override {
-    return at(lane).put_data(ticket, offset, from, left);
+  size_t put_data(Lane lane, uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) override {
+    return at(lane).put_data(rendezvous_id, offset, from, left);
   }
-  bool holds_data(Lane lane, uint64_t ticket) const override {
-    return lanes_[static_cast<size_t>(lane)]->holds_data(ticket);
+  bool holds_data(Lane lane, uint64_t rendezvous_id) const override {
+    return lanes_[static_cast<size_t>(lane)]->holds_data(rendezvous_id);
   }
   bool poll() override;
   void push() override;
   bool is_drained() const override { return lanes_[0]->is_drained() && lanes_[1]->is_drained(); }
   bool is_delivered() const override { return lanes_[0]->is_delivered() && lanes_[1]->is_delivered(); }
   size_t eager_bytes_max(Lane lane) const override;
-  size_t final_factor() const override { return 4; }
+  size_t certain_eager_factor() const override { return 4; }
   bool was_heard() override;
   std::int32_t core() const override;
   void beat() override;
@@ -132,7 +132,7 @@ class TcpLink final : public Link {
   Connection& at(Lane lane) { return *lanes_[static_cast<size_t>(lane)]; }
 
   Peer& peer_;
-  const Manner& manner_;
+  const SocketPolicy& manner_;
   unsigned turns_ = 0;
   std::unique_ptr<Connection> lanes_[lane_count];
 };

@@ -92,10 +92,10 @@ std::string name_in(X509* certificate) {
 
 // ---- the wire: a socket as OpenSSL sees it; unlike its own, it raises no SIGPIPE and counts what a stranger sends ----
 
-TlsChannel::Wire& wire_of(BIO* bio) { return *static_cast<TlsChannel::Wire*>(BIO_get_data(bio)); }
+TlsStream::BioSocket& wire_of(BIO* bio) { return *static_cast<TlsStream::BioSocket*>(BIO_get_data(bio)); }
 
-int wire_read(BIO* bio, char* to, size_t bytes, size_t* read) {
-  TlsChannel::Wire& wire = wire_of(bio);
+int bio_read(BIO* bio, char* to, size_t bytes, size_t* read) {
+  TlsStream::BioSocket& wire = wire_of(bio);
   BIO_clear_retry_flags(bio);
   if (wire.may_read == 0) {
     wire.is_glut = true;
@@ -116,7 +116,7 @@ int wire_read(BIO* bio, char* to, size_t bytes, size_t* read) {
   return 0;
 }
 
-int wire_write(BIO* bio, const char* from, size_t bytes, size_t* written) {
+int bio_write(BIO* bio, const char* from, size_t bytes, size_t* written) {
   BIO_clear_retry_flags(bio);
   ssize_t n;
   do n = send(wire_of(bio).socket.get(), from, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -139,8 +139,8 @@ const BIO_METHOD* wire_method() {
   static BIO_METHOD* const method = [] {
     BIO_METHOD* made = BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "unisono wire");
     if (made == nullptr) return made;
-    BIO_meth_set_read_ex(made, wire_read);
-    BIO_meth_set_write_ex(made, wire_write);
+    BIO_meth_set_read_ex(made, bio_read);
+    BIO_meth_set_write_ex(made, bio_write);
     BIO_meth_set_ctrl(made, wire_control);
     return made;
   }();
@@ -199,7 +199,7 @@ std::int32_t TlsIdentity::rank_of(X509* certificate) const {
   return found != ranks_.end() ? found->second : -1;
 }
 
-std::unique_ptr<TlsChannel> TlsIdentity::wrap(Descriptor socket, bool is_opener) const {
+std::unique_ptr<TlsStream> TlsIdentity::wrap(Descriptor socket, bool is_opener) const {
   ERR_clear_error();
   SSL* ssl = SSL_new(context_.get());
   BIO* bio = wire_method() != nullptr ? BIO_new(wire_method()) : nullptr;
@@ -214,12 +214,12 @@ std::unique_ptr<TlsChannel> TlsIdentity::wrap(Descriptor socket, bool is_opener)
     SSL_set_connect_state(ssl);
   else
     SSL_set_accept_state(ssl);
-  return std::make_unique<TlsChannel>(*this, ssl, std::move(socket), rekey_records_);
+  return std::make_unique<TlsStream>(*this, ssl, std::move(socket), rekey_records_);
 }
 
-// ---- channel ----
+// ---- stream ----
 
-TlsChannel::TlsChannel(const TlsIdentity& identity, SSL* owned, Descriptor socket, uint64_t rekey_records)
+TlsStream::TlsStream(const TlsIdentity& identity, SSL* owned, Descriptor socket, uint64_t rekey_records)
     : identity_(identity),
       ssl_(owned),
       wire_{std::move(socket), stranger_bytes_max},
@@ -227,9 +227,9 @@ TlsChannel::TlsChannel(const TlsIdentity& identity, SSL* owned, Descriptor socke
   BIO_set_data(SSL_get_rbio(ssl_), &wire_);
 }
 
-TlsChannel::~TlsChannel() { SSL_free(ssl_); }
+TlsStream::~TlsStream() { SSL_free(ssl_); }
 
-TlsChannel::Shake TlsChannel::shake() {
+TlsStream::Shake TlsStream::shake() {
   ERR_clear_error();
   const int result = SSL_do_handshake(ssl_);
   if (result != 1) {
@@ -261,7 +261,7 @@ TlsChannel::Shake TlsChannel::shake() {
   return Shake::done;
 }
 
-std::string TlsChannel::complaint() const {
+std::string TlsStream::complaint() const {
   if (wire_.is_glut) return "it sent more than a stranger may";
   if (wire_.is_over) return "it hung up during the handshake";
   if (const long verdict = SSL_get_verify_result(ssl_); verdict != X509_V_OK)
@@ -269,9 +269,9 @@ std::string TlsChannel::complaint() const {
   return "no TLS with it: " + library_error();
 }
 
-void TlsChannel::trust() { wire_.may_read = SIZE_MAX; }
+void TlsStream::trust() { wire_.may_read = SIZE_MAX; }
 
-ssize_t TlsChannel::readv(const iovec* parts, int count) {
+ssize_t TlsStream::readv(const iovec* parts, int count) {
   size_t total = 0;
   for (int i = 0; i < count; ++i) {
     auto* to = static_cast<byte*>(parts[i].iov_base);
@@ -301,7 +301,7 @@ ssize_t TlsChannel::readv(const iovec* parts, int count) {
 }
 
 // The next bytes of the parts in one piece: where they lie if they lie together, else copied.
-const byte* TlsChannel::gather(const iovec* parts, int count, size_t skip, size_t bytes) {
+const byte* TlsStream::gather(const iovec* parts, int count, size_t skip, size_t bytes) {
   size_t copied = 0;
   for (int i = 0; i < count && copied < bytes; ++i) {
     if (skip >= parts[i].iov_len) {
@@ -322,7 +322,7 @@ const byte* TlsChannel::gather(const iovec* parts, int count, size_t skip, size_
 
 // A record at a time. One that the system does not take is encrypted already: the same bytes come again, and count
 // as written only when it is gone.
-ssize_t TlsChannel::writev(const iovec* parts, int count) {
+ssize_t TlsStream::writev(const iovec* parts, int count) {
   size_t total = 0, done = 0;
   for (int i = 0; i < count; ++i) total += parts[i].iov_len;
   while (done < total) {
@@ -353,7 +353,7 @@ ssize_t TlsChannel::writev(const iovec* parts, int count) {
   return static_cast<ssize_t>(done);
 }
 
-void TlsChannel::finish() {
+void TlsStream::finish() {
   ERR_clear_error();
   if (pending_ == 0 && !is_broken_) SSL_shutdown(ssl_);
   ERR_clear_error();

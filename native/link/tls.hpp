@@ -1,9 +1,9 @@
-// TLS 1.3 between ranks: who this rank is, and a channel on which both sides have proven who they are.
+// TLS 1.3 between ranks: who this rank is, and a stream on which both sides have proven who they are.
 //
 // Knows OpenSSL, certificates and how many bytes a stranger may send. Does not know who may be which rank: it gets
 // one name per rank, and says whose name the other side's certificate holds.
 //
-// TLS 1.3 only; no tickets, resumption, early data, compression or renegotiation, so that every connection proves
+// TLS 1.3 only; no rendezvous ids, resumption, early data, compression or renegotiation, so that every connection proves
 // everything anew. The protocol's version is negotiated by ALPN.
 
 #pragma once
@@ -21,7 +21,7 @@
 
 namespace unisono::engine {
 
-class TlsChannel;
+class TlsStream;
 
 // What a rank shows, and whom it trusts, as PEM; `names[r]` is the URI in rank r's certificate.
 struct TlsMaterial {
@@ -37,7 +37,7 @@ class TlsIdentity {
   TlsIdentity(const TlsMaterial& material, std::int32_t rank, uint64_t rekey_records);
 
   // nullptr if there is no memory.
-  std::unique_ptr<TlsChannel> wrap(Descriptor socket, bool is_opener) const;
+  std::unique_ptr<TlsStream> wrap(Descriptor socket, bool is_opener) const;
   // Whose name a certificate holds; negative if it is nobody's in this world.
   std::int32_t rank_of(X509* certificate) const;
 
@@ -50,14 +50,14 @@ class TlsIdentity {
   uint64_t rekey_records_;
 };
 
-class TlsChannel final : public Channel {
+class TlsStream final : public ByteStream {
  public:
   enum class Shake : uint8_t { wants_read, wants_write, done, hung_up, failed };
 
-  TlsChannel(const TlsIdentity& identity, SSL* owned, Descriptor socket, uint64_t rekey_records);
-  ~TlsChannel() override;
-  TlsChannel(const TlsChannel&) = delete;
-  TlsChannel& operator=(const TlsChannel&) = delete;
+  TlsStream(const TlsIdentity& identity, SSL* owned, Descriptor socket, uint64_t rekey_records);
+  ~TlsStream() override;
+  TlsStream(const TlsStream&) = delete;
+  TlsStream& operator=(const TlsStream&) = delete;
 
   // Go on with the handshake. When it is done, `rank` says who the other side is.
   Shake shake();
@@ -76,7 +76,7 @@ class TlsChannel final : public Channel {
   const char* fault() const override { return fault_; }
 
   // What OpenSSL reads from and writes to.
-  struct Wire {
+  struct BioSocket {
     Descriptor socket;
     size_t may_read;
     bool is_over = false;  // the other side has hung up
@@ -89,7 +89,7 @@ class TlsChannel final : public Channel {
 
   const TlsIdentity& identity_;
   SSL* ssl_;
-  Wire wire_;
+  BioSocket wire_;
   std::int32_t rank_ = -1;
   std::string why_;
   const char* fault_ = nullptr;

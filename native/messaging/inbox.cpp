@@ -12,15 +12,15 @@ constexpr size_t ended_max = 1 << 16;  // contract.ENDED_CONTEXTS_MAX
 }
 
 Inbox::~Inbox() {
-  while (Arrived* message = matcher_.first_arrived()) remove(*message);
+  while (UnexpectedMessage* message = matcher_.first_arrived()) remove(*message);
 }
 
-Receive* Inbox::take_receive(const Envelope& envelope, bool is_here, Incoming* offer, Meeting& meeting,
+Receive* Inbox::take_receive(const Envelope& envelope, bool is_here, RendezvousReceive* offer, MatchResult& match,
                              bool& is_gone) {
   is_gone = false;
   while (Receive* receive = matcher_.find_posted(envelope)) {
-    meeting = receive->meet(envelope, is_here);
-    if (meeting == Meeting::accept || meeting == Meeting::later) {
+    match = receive->on_match(envelope, is_here);
+    if (match == MatchResult::accept || match == MatchResult::defer) {
       // Claimed while the receive is still posted: if the offer is gone, the receive keeps its place.
       if (offer != nullptr && !offer->peer->claim(*offer)) {
         is_gone = true;
@@ -30,18 +30,18 @@ Receive* Inbox::take_receive(const Envelope& envelope, bool is_here, Incoming* o
       return receive;
     }
     matcher_.withdraw(*receive);
-    receive->end(meeting == Meeting::look ? Outcome::done : Outcome::refused, envelope.source);
+    receive->end(match == MatchResult::peek ? Outcome::done : Outcome::refused, envelope.source);
   }
   return nullptr;
 }
 
-Arrived* Inbox::queue(const Envelope& envelope, Peer& peer, const byte* payload, uint64_t held_bytes) {
-  std::unique_ptr<Arrived> message;
+UnexpectedMessage* Inbox::queue(const Envelope& envelope, Peer& peer, const byte* payload, uint64_t held_bytes) {
+  std::unique_ptr<UnexpectedMessage> message;
   if (!spare_.empty()) {
     message = std::move(spare_.back());
     spare_.pop_back();
   } else {
-    message.reset(new (std::nothrow) Arrived);
+    message.reset(new (std::nothrow) UnexpectedMessage);
   }
   if (message == nullptr || !message->hold(envelope, payload, held_bytes)) return nullptr;
   message->peer = &peer;
@@ -50,18 +50,18 @@ Arrived* Inbox::queue(const Envelope& envelope, Peer& peer, const byte* payload,
 }
 
 bool Inbox::serve(Receive& receive) {
-  while (Arrived* message = matcher_.find_arrived(receive)) {
+  while (UnexpectedMessage* message = matcher_.find_arrived(receive)) {
     const Envelope& envelope = message->envelope;
-    const Meeting meeting = receive.meet(envelope, message->is_here);
-    if (meeting == Meeting::look || meeting == Meeting::refuse) {
-      receive.end(meeting == Meeting::look ? Outcome::done : Outcome::refused, envelope.source);
+    const MatchResult match = receive.on_match(envelope, message->is_here);
+    if (match == MatchResult::peek || match == MatchResult::reject) {
+      receive.end(match == MatchResult::peek ? Outcome::done : Outcome::refused, envelope.source);
       return true;
     }
     Peer& peer = *message->peer;
     const std::int32_t source = envelope.source;
     if (message->is_here) {
-      if (message->has_ticket && !peer.claim(peer.incoming_of(message->ticket))) {
-        peer.take_back(peer.incoming_of(message->ticket));
+      if (message->has_ticket && !peer.claim(peer.incoming_of(message->rendezvous_id))) {
+        peer.take_back(peer.incoming_of(message->rendezvous_id));
         continue;
       }
       matcher_.take(*message);
@@ -72,13 +72,13 @@ bool Inbox::serve(Receive& receive) {
       receive.end(Outcome::done, source);
       return true;
     }
-    Incoming& offer = peer.incoming_of(message->ticket);
+    RendezvousReceive& offer = peer.incoming_of(message->rendezvous_id);
     remove(*message);
     if (!peer.claim(offer)) {
       peer.drop(offer);
       continue;
     }
-    peer.begin(offer, receive, meeting);
+    peer.begin(offer, receive, match);
     return true;
   }
   return false;
@@ -97,7 +97,7 @@ void Inbox::end_all(Outcome outcome) {
     matcher_.withdraw(*receive);
     receive->end(outcome, -1);
   }
-  while (Arrived* message = matcher_.first_arrived()) {
+  while (UnexpectedMessage* message = matcher_.first_arrived()) {
     Send* own = message->own;
     remove(*message);
     if (own == nullptr) continue;
@@ -112,8 +112,8 @@ void Inbox::end_context(uint64_t context) {
     ended_.erase(ended_order_.front());
     ended_order_.pop_front();
   }
-  for (Arrived* message = matcher_.first_arrived(); message != nullptr;) {
-    Arrived* const next = Matcher::next_arrived(*message);
+  for (UnexpectedMessage* message = matcher_.first_arrived(); message != nullptr;) {
+    UnexpectedMessage* const next = Matcher::next_arrived(*message);
     if (message->envelope.context == context && message->is_here && !message->has_ticket && message->own == nullptr) {
       message->peer->on_dropped(*message);
       remove(*message);
@@ -122,16 +122,16 @@ void Inbox::end_context(uint64_t context) {
   }
 }
 
-void Inbox::overlook(uint64_t context) {
-  for (Arrived* message = ahead_.front(); message != nullptr;) {
-    Arrived* const next = Ahead::next(*message);
+void Inbox::ignore_context(uint64_t context) {
+  for (UnexpectedMessage* message = ahead_.front(); message != nullptr;) {
+    UnexpectedMessage* const next = Ahead::next(*message);
     if (message->envelope.context == context) ahead_.remove(*message);
     message = next;
   }
 }
 
-void Inbox::recycle(Arrived& message) {
-  std::unique_ptr<Arrived> owned(&message);
+void Inbox::recycle(UnexpectedMessage& message) {
+  std::unique_ptr<UnexpectedMessage> owned(&message);
   if (message.in_ahead.is_in) ahead_.remove(message);
   owned->heap.reset();
   owned->copy.reset();

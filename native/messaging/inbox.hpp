@@ -1,4 +1,4 @@
-// The inbox: where messages for this rank meet its receives.
+// The inbox: where messages for this rank on_match its receives.
 //
 // Knows arrivals and posted receives. Does not know how a message travels: its peer does.
 
@@ -19,10 +19,10 @@ class Inbox {
 
   // The receive that takes a message, no longer posted; nullptr if the message has to wait. A message that its
   // sender may still take back is claimed first; `is_gone` if that came too late.
-  Receive* take_receive(const Envelope& envelope, bool is_here, Incoming* offer, Meeting& meeting, bool& is_gone);
+  Receive* take_receive(const Envelope& envelope, bool is_here, RendezvousReceive* offer, MatchResult& match, bool& is_gone);
   // Let a message wait. nullptr without memory.
-  Arrived* queue(const Envelope& envelope, Peer& peer, const byte* payload, uint64_t held_bytes);
-  void remove(Arrived& message) {
+  UnexpectedMessage* queue(const Envelope& envelope, Peer& peer, const byte* payload, uint64_t held_bytes);
+  void remove(UnexpectedMessage& message) {
     matcher_.take(message);
     recycle(message);
   }
@@ -35,15 +35,15 @@ class Inbox {
 
   // Messages whose senders do not wait until they are met, as long as they are not. If the call that they belong to
   // has been made here, and they still wait, it was another call: whoever keeps the calls has to compare.
-  using Ahead = Chain<Arrived, &Arrived::in_ahead>;
+  using Ahead = IntrusiveList<UnexpectedMessage, &UnexpectedMessage::in_ahead>;
   const Ahead& ahead() const { return ahead_; }
-  void add_ahead(Arrived& message) { ahead_.push_back(message); }
+  void add_ahead(UnexpectedMessage& message) { ahead_.push_back(message); }
   // Nobody receives in this context any more: messages that came whole, now or later, are dropped, and their credit
   // goes back. One whose sender waits stays: the sender takes it back when it hears of the end.
   void end_context(uint64_t context);
   bool has_ended(uint64_t context) const { return !ended_.empty() && ended_.contains(context); }
   // Nobody has calls of this context to compare with any more.
-  void overlook(uint64_t context);
+  void ignore_context(uint64_t context);
 
   // Bring bytes that are here to their place.
   static void bring(Receive& receive, const byte* payload, uint64_t bytes) {
@@ -62,12 +62,12 @@ class Inbox {
   uint64_t newest() const { return matcher_.newest(); }
 
   // Free a message that is no longer among those that wait.
-  void recycle(Arrived& message);
+  void recycle(UnexpectedMessage& message);
 
  private:
   Matcher matcher_;
   Ahead ahead_;
-  std::vector<std::unique_ptr<Arrived>> spare_;
+  std::vector<std::unique_ptr<UnexpectedMessage>> spare_;
   // The contexts that were closed here last, and in which order.
   std::unordered_set<uint64_t> ended_;
   std::deque<uint64_t> ended_order_;

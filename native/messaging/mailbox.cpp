@@ -25,14 +25,14 @@ class Mailbox::Slot final : public Receive {
  public:
   explicit Slot(Mailbox& box) : box_(box) {}
 
-  Meeting meet(const Envelope& envelope, bool is_here) override {
-    letter_ = Letter{};
+  MatchResult on_match(const Envelope& envelope, bool is_here) override {
+    letter_ = MailboxMessage{};
     letter_.source = envelope.source;
     letter_.nbytes = envelope.nbytes;
     is_offer_ = false;
     if (envelope.nbytes <= box_.engine_.settings.control_bytes_max) letter_.data.reset(new (std::nothrow) byte[envelope.nbytes + 1]);
-    if (is_here) return Meeting::accept;
-    if (letter_.data == nullptr) return Meeting::later;
+    if (is_here) return MatchResult::accept;
+    if (letter_.data == nullptr) return MatchResult::defer;
     // It takes a while: what comes after it must not wait.
     is_offer_ = true;
     Sender& sender = box_.senders_[envelope.source];
@@ -40,7 +40,7 @@ class Mailbox::Slot final : public Receive {
       sender.needs_slot = true;
       box_.engine_.add(box_);
     }
-    return Meeting::accept;
+    return MatchResult::accept;
   }
   void want_memory() override { box_.engine_.give_up(*this); }
   void on_taken_back() override {
@@ -63,13 +63,13 @@ class Mailbox::Slot final : public Receive {
 
  private:
   Mailbox& box_;
-  Letter letter_;
+  MailboxMessage letter_;
   bool is_offer_ = false;
 };
 
-class Mailbox::Parcel final : public Send {
+class Mailbox::OwnedSend final : public Send {
  public:
-  explicit Parcel(Mailbox& box) : box_(box) { lane = Lane::control; }
+  explicit OwnedSend(Mailbox& box) : box_(box) { lane = Lane::control; }
   void end(Outcome) override {
     --box_.active_;
     box_.senders_[to].unsent_bytes -= held.size() + line_bytes;
@@ -101,16 +101,16 @@ class Mailbox::Lent final : public Send {
 class Mailbox::Expected final : public Receive {
  public:
   explicit Expected(Mailbox& box) : box_(box) {}
-  Meeting meet(const Envelope& envelope, bool) override {
+  MatchResult on_match(const Envelope& envelope, bool) override {
     came_ = envelope.nbytes;
-    return came_ <= nbytes ? Meeting::accept : Meeting::refuse;
+    return came_ <= nbytes ? MatchResult::accept : MatchResult::reject;
   }
   byte* place() override { return into; }
   void write(uint64_t, const byte*, size_t) override {}
   void end(Outcome outcome, std::int32_t) override {
     --box_.active_;
     box_.expected_.erase(number_of);
-    Letter letter;
+    MailboxMessage letter;
     letter.source = source;
     letter.nbytes = came_;
     letter.number = number_of;
@@ -183,7 +183,7 @@ void Mailbox::work() {
 bool Mailbox::post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t unsent_bytes_max) {
   Sender& sender = senders_[dst];
   if (sender.unsent_bytes > unsent_bytes_max) return false;
-  Parcel& parcel = taken(*this, parcels_, spare_parcels_);
+  OwnedSend& parcel = taken(*this, parcels_, spare_parcels_);
   parcel.to = dst;
   parcel.context = context_;
   parcel.tag = tag_;
@@ -237,25 +237,25 @@ void Mailbox::withdraw(uint64_t number) {
   }
 }
 
-void Mailbox::on_letter(Letter letter) {
+void Mailbox::on_letter(MailboxMessage letter) {
   senders_[letter.source].queued_bytes += letter.nbytes + line_bytes;
   add(std::move(letter));
 }
 
-void Mailbox::add(Letter letter) {
+void Mailbox::add(MailboxMessage letter) {
   queue_.push_back(std::move(letter));
   // A letter to oneself is brought by a thread that does not make progress.
-  engine_.nudge();
+  engine_.wake_waiters();
   // Who reads in front comes back at once, most likely; else the leader looks by itself.
   if (fronts_ == 0 && is_leader_resting_ && now_ns() - front_at_ > rest_ns) rest_.notify_one();
 }
 
-std::vector<Letter> Mailbox::letters() {
-  std::vector<Letter> taken = std::move(queue_);
+std::vector<MailboxMessage> Mailbox::letters() {
+  std::vector<MailboxMessage> taken = std::move(queue_);
   queue_.clear();
   if (!taken.empty()) ++batches_;
   bool is_short = false;
-  for (const Letter& letter : taken) {
+  for (const MailboxMessage& letter : taken) {
     if (letter.number != 0) continue;
     Sender& sender = senders_[letter.source];
     is_short |= sender.needs_slot;
@@ -265,7 +265,7 @@ std::vector<Letter> Mailbox::letters() {
   return taken;
 }
 
-std::vector<Letter> Mailbox::take(Hold& held, std::int64_t deadline, bool is_front) {
+std::vector<MailboxMessage> Mailbox::take(Hold& held, std::int64_t deadline, bool is_front) {
   if (is_front)
     wait_in_front(held, deadline);
   else
@@ -337,16 +337,16 @@ void Mailbox::wait_in_background(Hold& held, std::int64_t deadline) {
   }
 }
 
-void Mailbox::poke(bool is_front) {
+void Mailbox::interrupt_wait(bool is_front) {
   if (is_front) {
     is_front_poked_ = true;
-    if (fronts_ != 0) engine_.nudge();
+    if (fronts_ != 0) engine_.wake_waiters();
     return;
   }
   ++pokes_;
   if (is_leader_here_) {
     rest_.notify_one();
-    engine_.nudge();
+    engine_.wake_waiters();
   } else {
     spare_.notify_one();
   }
@@ -363,7 +363,7 @@ void Mailbox::close() {
   std::vector<uint64_t> expected;
   for (const auto& [number, one] : expected_) expected.push_back(number);
   for (const uint64_t number : expected) withdraw(number);
-  engine_.nudge();
+  engine_.wake_waiters();
   rest_.notify_all();
   spare_.notify_all();
 }

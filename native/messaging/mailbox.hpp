@@ -29,7 +29,7 @@ namespace unisono::engine {
 // Keeps memory where it is. Only a reader may let go of it: others hold the engine's lock.
 using Owner = std::shared_ptr<void>;
 
-struct Letter {
+struct MailboxMessage {
   std::int32_t source = 0;
   uint64_t nbytes = 0;
   std::unique_ptr<byte[]> data;
@@ -39,7 +39,7 @@ struct Letter {
   Owner owner;
 };
 
-class Mailbox final : private Chore {
+class Mailbox final : private DeferredWork {
  public:
   Mailbox(Engine& engine, uint64_t context, uint64_t tag);
   ~Mailbox() override;
@@ -58,21 +58,21 @@ class Mailbox final : private Chore {
   void withdraw(uint64_t number);
 
   // Wait for letters and take all of them.
-  std::vector<Letter> take(Hold& held, std::int64_t deadline, bool is_front);
+  std::vector<MailboxMessage> take(Hold& held, std::int64_t deadline, bool is_front);
   // Those that are here.
-  std::vector<Letter> letters();
+  std::vector<MailboxMessage> letters();
   // How often somebody has left with letters.
   uint64_t batches() const { return batches_; }
   // Memory that nobody needs any more.
   std::vector<Owner> returned() { return std::exchange(returned_, {}); }
-  void poke(bool is_front);
+  void interrupt_wait(bool is_front);
   // Readers return, receives end. It may be destroyed once `is_idle`.
   void close();
   bool is_idle() const { return active_ == 0; }
 
  private:
   class Slot;
-  class Parcel;
+  class OwnedSend;
   class Lent;
   class Expected;
   struct Sender {
@@ -86,8 +86,8 @@ class Mailbox final : private Chore {
   void drop() override { is_closed_ = true; }
   void refill(std::int32_t source);
   void open_slot(std::int32_t source);
-  void on_letter(Letter letter);
-  void add(Letter letter);
+  void on_letter(MailboxMessage letter);
+  void add(MailboxMessage letter);
   void wait_in_front(Hold& held, std::int64_t deadline);
   void wait_in_background(Hold& held, std::int64_t deadline);
 
@@ -100,8 +100,8 @@ class Mailbox final : private Chore {
   std::vector<Sender> senders_;
   std::vector<std::unique_ptr<Slot>> slots_;
   std::vector<Slot*> spare_slots_;
-  std::vector<std::unique_ptr<Parcel>> parcels_;
-  std::vector<Parcel*> spare_parcels_;
+  std::vector<std::unique_ptr<OwnedSend>> parcels_;
+  std::vector<OwnedSend*> spare_parcels_;
   std::vector<std::unique_ptr<Send>> all_lent_;
   std::vector<Lent*> spare_lent_;
   std::unordered_map<uint64_t, Lent*> lent_;
@@ -109,7 +109,7 @@ class Mailbox final : private Chore {
   std::vector<Expected*> spare_expected_;
   std::unordered_map<uint64_t, Expected*> expected_;
   std::vector<Owner> returned_;
-  std::vector<Letter> queue_;
+  std::vector<MailboxMessage> queue_;
   uint64_t batches_ = 0;
 
   size_t fronts_ = 0;

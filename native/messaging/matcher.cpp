@@ -6,7 +6,7 @@
 
 namespace unisono::engine {
 
-bool Arrived::hold(const Envelope& of, const byte* bytes, uint64_t count) {
+bool UnexpectedMessage::hold(const Envelope& of, const byte* bytes, uint64_t count) {
   const size_t need = of.header_bytes + count;
   byte* to = inside;
   if (need > sizeof inside) {
@@ -37,7 +37,7 @@ void Matcher::grow() {
   // Order within a key is order within its old bucket, and each old bucket is emptied front to back.
   for (Bucket& b : old) {
     while (Receive* r = b.posted.pop_front()) shelf(*r).push_back(*r);
-    while (Arrived* a = b.arrived.pop_front()) bucket(a->envelope).arrived.push_back(*a);
+    while (UnexpectedMessage* a = b.arrived.pop_front()) bucket(a->envelope).arrived.push_back(*a);
   }
 }
 

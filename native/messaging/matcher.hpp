@@ -1,4 +1,4 @@
-// Matching: posted receives meet arrived messages by (context, source, tag), first come first served.
+// Matching: posted receives on_match arrived messages by (context, source, tag), first come first served.
 //
 // Knows patterns and order, and is the native twin of unisono/messaging/matching.py. Does not know bytes, links or locks.
 // No call takes memory but `queue`'s and `post`'s rare growth of the table.
@@ -15,7 +15,7 @@ class Matcher {
  public:
   Matcher() : buckets_(64) {}
 
-  // The first that a message would meet; it stays posted.
+  // The first that a message would on_match; it stays posted.
   Receive* find_posted(const Envelope& envelope) const {
     Receive* exact = buckets_[index(envelope.context, envelope.source, envelope.tag)].posted.front();
     while (exact != nullptr && !exact->meets(envelope)) exact = Posted::next(*exact);
@@ -26,15 +26,15 @@ class Matcher {
     return wild;
   }
 
-  // The first that a receive would meet; it stays queued.
-  Arrived* find_arrived(const Receive& receive) const {
+  // The first that a receive would on_match; it stays queued.
+  UnexpectedMessage* find_arrived(const Receive& receive) const {
     if (order_.empty()) [[likely]] return nullptr;
     if (!receive.is_wild()) {
-      Arrived* a = buckets_[index(receive.context, receive.source, receive.tag)].arrived.front();
+      UnexpectedMessage* a = buckets_[index(receive.context, receive.source, receive.tag)].arrived.front();
       while (a != nullptr && !receive.meets(a->envelope)) a = InBucket::next(*a);
       return a;
     }
-    Arrived* a = order_.front();
+    UnexpectedMessage* a = order_.front();
     while (a != nullptr && !receive.meets(a->envelope)) a = InOrder::next(*a);
     return a;
   }
@@ -60,28 +60,28 @@ class Matcher {
     shelf(receive).remove(receive);
     --posted_;
   }
-  void queue(Arrived& message) {
+  void queue(UnexpectedMessage& message) {
     message.number = message.envelope.arrival = ++numbers_;
     bucket(message.envelope).arrived.push_back(message);
     order_.push_back(message);
     grow_if_crowded();
   }
-  void take(Arrived& message) {
+  void take(UnexpectedMessage& message) {
     bucket(message.envelope).arrived.remove(message);
     order_.remove(message);
   }
 
   uint64_t newest() const { return numbers_; }
   bool is_empty() const { return posted_ == 0 && order_.empty(); }
-  Arrived* first_arrived() const { return order_.front(); }
-  static Arrived* next_arrived(const Arrived& a) { return InOrder::next(a); }
+  UnexpectedMessage* first_arrived() const { return order_.front(); }
+  static UnexpectedMessage* next_arrived(const UnexpectedMessage& a) { return InOrder::next(a); }
   // Every waiting receive, in no order; those that a visit ends are posted again by nobody meanwhile.
   std::vector<Receive*> all_posted() const;
 
  private:
-  using Posted = Chain<Receive, &Receive::hook>;
-  using InBucket = Chain<Arrived, &Arrived::in_bucket>;
-  using InOrder = Chain<Arrived, &Arrived::in_order>;
+  using Posted = IntrusiveList<Receive, &Receive::hook>;
+  using InBucket = IntrusiveList<UnexpectedMessage, &UnexpectedMessage::in_bucket>;
+  using InOrder = IntrusiveList<UnexpectedMessage, &UnexpectedMessage::in_order>;
   struct Bucket {
     Posted posted;
     InBucket arrived;

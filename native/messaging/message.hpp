@@ -14,8 +14,8 @@
 namespace unisono::engine {
 
 class Peer;
-struct Arrived;
-struct Incoming;
+struct UnexpectedMessage;
+struct RendezvousReceive;
 
 inline constexpr std::int32_t any_source = -1;
 inline constexpr uint64_t user_tags = uint64_t{1} << 31;  // ANY meets only tags below: values.TAG_MAX + 1
@@ -58,7 +58,7 @@ class Send {
   uint8_t dtype = untyped;
   Lane lane = Lane::bulk;
   bool sync = false;  // end only when met
-  bool is_final = false;  // the peer will ask for it; if it is taken back after it has left, it may still be received
+  bool receive_is_certain = false;  // the peer will ask for it; if it is taken back after it has left, it may still be received
   bool is_ahead = false;  // it should be met, but nobody waits for that: the peer is to look after it
 
   // What follows is the engine's.
@@ -66,18 +66,18 @@ class Send {
   State state = State::idle;
   bool is_queued = false;  // the peer says that no receive wants it so far
   Peer* peer = nullptr;
-  uint64_t ticket = 0;
+  uint64_t rendezvous_id = 0;
   uint64_t streamed = 0;
-  Arrived* own = nullptr;  // a message to oneself that waits
-  Hook<Send> hook;
+  UnexpectedMessage* own = nullptr;  // a message to oneself that waits
+  ListHook<Send> hook;
 };
 
 // What a receive says to a message that fits its pattern.
-enum class Meeting : uint8_t {
+enum class MatchResult : uint8_t {
   accept,  // bring the bytes
-  later,   // bring them once there is memory: Engine::supply
-  look,    // a probe: it ends, the message stays
-  refuse,  // it ends, the message stays
+  defer,   // bring them once there is memory: Engine::supply
+  peek,    // a probe: it ends, the message stays
+  reject,  // it ends, the message stays
 };
 
 // A receive or probe that waits for a message, and where its bytes go.
@@ -86,7 +86,7 @@ class Receive {
   virtual ~Receive() = default;
 
   // `is_here`: the bytes came with the envelope; `later` is then no answer. The envelope's header is only lent.
-  virtual Meeting meet(const Envelope& envelope, bool is_here) = 0;
+  virtual MatchResult on_match(const Envelope& envelope, bool is_here) = 0;
   // It said `later`, and the sender waits: Engine::supply or Engine::give_up must follow.
   virtual void want_memory() {}
   // Its message was taken back before any byte came; it waits for another.
@@ -112,26 +112,26 @@ class Receive {
 
   // What follows is the engine's.
   uint64_t number = 0;
-  Incoming* incoming = nullptr;  // the offer it took, until all bytes are here
+  RendezvousReceive* incoming = nullptr;  // the offer it took, until all bytes are here
   bool is_unwanted = false;      // somebody tried to cancel it while it had such an offer
-  Hook<Receive> hook;
+  ListHook<Receive> hook;
   bool is_posted() const { return hook.is_in; }
 };
 
 // A message that waits for its receive: with its bytes, or an offer of them.
-struct Arrived {
+struct UnexpectedMessage {
   Envelope envelope;
   uint64_t number = 0;
   Peer* peer = nullptr;
-  uint64_t ticket = 0;
+  uint64_t rendezvous_id = 0;
   bool has_ticket = false;
   bool is_here = false;
   Lane lane = Lane::bulk;
   Send* own = nullptr;  // a message to oneself whose sender waits
   const byte* payload = nullptr;
-  Hook<Arrived> in_bucket;
-  Hook<Arrived> in_order;
-  Hook<Arrived> in_ahead;
+  ListHook<UnexpectedMessage> in_bucket;
+  ListHook<UnexpectedMessage> in_order;
+  ListHook<UnexpectedMessage> in_ahead;
   std::unique_ptr<byte[]> heap;
   std::unique_ptr<byte[]> copy;  // of a long message to oneself
   // Enough for a small message with its fingerprint.

@@ -31,15 +31,15 @@ void Peer::on_open(std::unique_ptr<Link> opened) {
   is_rumoured = false;
   for (const Lane lane : {Lane::bulk, Lane::control}) {
     const uint64_t fits = link->eager_bytes_max(lane);
-    const Settings& set = around_.settings;
+    const Settings& set = services_.settings;
     const uint64_t allowed = lane == Lane::control ? set.control_eager_bytes : set.eager_bytes;
     eager_max_[static_cast<size_t>(lane)] = std::min(fits, allowed);
-    final_max_[static_cast<size_t>(lane)] = std::min(fits, allowed * link->final_factor());
+    certain_eager_max_[static_cast<size_t>(lane)] = std::min(fits, allowed * link->certain_eager_factor());
   }
 }
 
 uint64_t Peer::credit_of(Lane lane) const {
-  return lane == Lane::control ? around_.settings.control_credit_bytes : around_.settings.eager_credit_bytes;
+  return lane == Lane::control ? services_.settings.control_credit_bytes : services_.settings.eager_credit_bytes;
 }
 
 // ---- sending ----
@@ -58,7 +58,7 @@ void Peer::send(Send& send) {
   send.state = Send::State::queued;
   queue.push_back(send);
   ++backlog_;
-  if (state == State::unopened) around_.open_link(*this);
+  if (state == State::unopened) services_.open_link(*this);
 }
 
 // Put a message on the link: with its bytes if they are few and the credit allows, else as an offer.
@@ -78,7 +78,7 @@ bool Peer::start(Send& send) {
     body.header = send.header;
     body.header_bytes = head.header_bytes = send.header_bytes;
   }
-  bool is_eager = send.nbytes <= (send.is_final ? final_max_ : eager_max_)[lane] &&
+  bool is_eager = send.nbytes <= (send.receive_is_certain ? certain_eager_max_ : eager_max_)[lane] &&
                   credit_used_[lane] + cost(send.nbytes) <= credit_of(send.lane);
   if (is_eager && !send.sync) [[likely]] {
     head.word = Head::make_word(Kind::eager, send.is_ahead ? flags | flag_ahead : flags);
@@ -91,50 +91,50 @@ bool Peer::start(Send& send) {
     send.end(Outcome::done);
     return true;
   }
-  if (!take_ticket(send)) return false;
-  auto* word = link->own_offer(index_of(send.ticket));
+  if (!take_slot(send)) return false;
+  auto* word = link->own_offer(index_of(send.rendezvous_id));
   // Without a word only bytes that have not left can be taken back for sure.
-  if (word == nullptr && !send.is_final) is_eager = false;
-  body.prefix[0] = send.ticket;
+  if (word == nullptr && !send.receive_is_certain) is_eager = false;
+  body.prefix[0] = send.rendezvous_id;
   if (is_eager) {
-    head.word = Head::make_word(Kind::eager, flags | flag_ticket);
+    head.word = Head::make_word(Kind::eager, flags | flag_rendezvous_id);
     body.prefix_bytes = 8;
     body.payload = send.data;
     body.payload_bytes = send.nbytes;
   } else {
-    head.word = Head::make_word(Kind::offer, flags);
+    head.word = Head::make_word(Kind::rts, flags);
     body.prefix[1] = reinterpret_cast<uint64_t>(send.data);
     body.prefix_bytes = 16;
   }
-  Help* help = !is_eager && is_worth_help(send.nbytes) ? link->own_help(index_of(send.ticket)) : nullptr;
+  CooperativeCopy* help = !is_eager && is_worth_help(send.nbytes) ? link->own_help(index_of(send.rendezvous_id)) : nullptr;
   if (help != nullptr) help->reset();
   // relaxed: the frame that follows is published after it
-  if (word != nullptr) word->store(static_cast<uint32_t>(Offer::offered), std::memory_order_relaxed);
+  if (word != nullptr) word->store(static_cast<uint32_t>(OfferWord::offered), std::memory_order_relaxed);
   if (!link->put(send.lane, head, body)) {
-    free_ticket(send.ticket);
+    free_slot(send.rendezvous_id);
     return false;
   }
   if (head.header_bytes != 0) headers.keep(send.header, send.header_bytes);
   if (is_eager) credit_used_[lane] += cost(send.nbytes);
   send.state = Send::State::offered;
-  if (help != nullptr) offers_.push_back(send);
+  if (help != nullptr) rendezvous_sends_.push_back(send);
   return true;
 }
 
-void Peer::leave_offers(Send& send) {
-  if (send.hook.is_in) offers_.remove(send);
+void Peer::leave_rendezvous(Send& send) {
+  if (send.hook.is_in) rendezvous_sends_.remove(send);
 }
 
 bool Peer::help(size_t piece_bytes) {
-  if (offers_.empty() || !link->can_write() || link->over() != nullptr) return false;
+  if (rendezvous_sends_.empty() || !link->can_write() || link->over() != nullptr) return false;
   // From the last: the receiver begins with the first.
-  for (Send* send = offers_.back(); send != nullptr; send = Queue::before(*send)) {
-    Help& help = *link->own_help(index_of(send->ticket));
+  for (Send* send = rendezvous_sends_.back(); send != nullptr; send = Queue::before(*send)) {
+    CooperativeCopy& help = *link->own_help(index_of(send->rendezvous_id));
     Part part;
     uint64_t guard;
-    const uint64_t place = help.take_back(send->nbytes, piece_bytes, part, guard);
+    const uint64_t place = help.claim_back(send->nbytes, piece_bytes, part, guard);
     if (place == 0) continue;
-    help.gave(part, link->write(guard, place + part.offset, send->data + part.offset, part.bytes));
+    help.report(part, link->write(guard, place + part.offset, send->data + part.offset, part.bytes));
     link->wake_if_asleep();
     return true;
   }
@@ -150,17 +150,17 @@ bool Peer::cancel(Send& send) {
     case Send::State::offered: {
       if (is_self_) {
         stop_keeping(*send.own);
-        around_.inbox.remove(*send.own);
+        services_.inbox.remove(*send.own);
         break;
       }
-      auto* word = link->own_offer(index_of(send.ticket));
+      auto* word = link->own_offer(index_of(send.rendezvous_id));
       // Without a word the sender decides: no byte has left, and a receive that took the offer waits for another
       // message. What is final has left.
-      if (word != nullptr && !change(*word, Offer::withdrawn)) return false;
-      leave_offers(send);
+      if (word != nullptr && !change(*word, OfferWord::withdrawn)) return false;
+      leave_rendezvous(send);
       // The place is free again only when the peer has forgotten the offer.
-      ticket_of(send.ticket)->send = nullptr;
-      note(send.lane, Kind::withdraw, send.ticket);
+      slot_of(send.rendezvous_id)->send = nullptr;
+      note(send.lane, Kind::withdraw, send.rendezvous_id);
       break;
     }
     default:
@@ -199,18 +199,18 @@ bool Peer::flush_streams() {
   for (size_t turns = streams_.size(); turns > 0 && link->over() == nullptr; --turns) {
     Send& send = *streams_.pop_front();
     if (send.streamed < send.nbytes) {
-      const size_t taken = link->put_data(send.lane, send.ticket, send.streamed, send.data + send.streamed,
+      const size_t taken = link->put_data(send.lane, send.rendezvous_id, send.streamed, send.data + send.streamed,
                                           send.nbytes - send.streamed);
       send.streamed += taken;
       moved |= taken != 0;
     }
-    if (send.streamed < send.nbytes || link->holds_data(send.lane, send.ticket)) {
+    if (send.streamed < send.nbytes || link->holds_data(send.lane, send.rendezvous_id)) {
       streams_.push_back(send);
       continue;
     }
     --backlog_;
     // The place is free again when the peer says so: a new offer on the other lane could overtake the last bytes.
-    ticket_of(send.ticket)->send = nullptr;
+    slot_of(send.rendezvous_id)->send = nullptr;
     send.state = Send::State::ended;
     send.end(Outcome::done);
     moved = true;
@@ -220,9 +220,9 @@ bool Peer::flush_streams() {
 
 void Peer::send_to_self(Send& send) {
   Envelope envelope{send.context, send.tag, send.nbytes, rank, send.dtype, send.header_bytes, send.header};
-  Meeting meeting;
+  MatchResult match;
   bool is_gone;
-  Receive* receive = around_.inbox.take_receive(envelope, true, nullptr, meeting, is_gone);
+  Receive* receive = services_.inbox.take_receive(envelope, true, nullptr, match, is_gone);
   const bool is_long = send.nbytes > own_bytes_at_once;
   if (receive != nullptr && is_long) {
     send.state = Send::State::streaming;
@@ -235,15 +235,15 @@ void Peer::send_to_self(Send& send) {
     receive->end(Outcome::done, rank);
     return;
   }
-  if (!send.sync && around_.inbox.has_ended(send.context)) {
+  if (!send.sync && services_.inbox.has_ended(send.context)) {
     send.state = Send::State::ended;
     return send.end(Outcome::done);
   }
   const bool is_kept = !send.sync && may_keep_own(send.nbytes);
-  Arrived* message = around_.inbox.queue(envelope, *this, send.data, is_kept && !is_long ? send.nbytes : 0);
+  UnexpectedMessage* message = services_.inbox.queue(envelope, *this, send.data, is_kept && !is_long ? send.nbytes : 0);
   if (message != nullptr && is_kept && is_long) {
     message->copy.reset(new (std::nothrow) byte[send.nbytes]);
-    if (message->copy == nullptr) around_.inbox.remove(*std::exchange(message, nullptr));
+    if (message->copy == nullptr) services_.inbox.remove(*std::exchange(message, nullptr));
   }
   if (message == nullptr) {
     send.state = Send::State::ended;
@@ -265,11 +265,11 @@ void Peer::send_to_self(Send& send) {
 }
 
 bool Peer::may_keep_own(uint64_t nbytes) const {
-  const uint64_t limit = std::max(around_.settings.own_credit_bytes, around_.settings.eager_credit_bytes);
+  const uint64_t limit = std::max(services_.settings.own_credit_bytes, services_.settings.eager_credit_bytes);
   return credit_held_[0] == 0 || (nbytes < limit && credit_held_[0] + cost(nbytes) <= limit);
 }
 
-bool Peer::begin_own(Arrived& message, Receive& receive) {
+bool Peer::begin_own(UnexpectedMessage& message, Receive& receive) {
   if (!is_self_ || message.envelope.nbytes <= own_bytes_at_once) return false;
   stop_keeping(message);
   if (message.own != nullptr) message.own->state = Send::State::streaming;
@@ -277,10 +277,10 @@ bool Peer::begin_own(Arrived& message, Receive& receive) {
   return true;
 }
 
-void Peer::start_copy(const byte* from, uint64_t nbytes, Receive* receive, Arrived* message, Send* send) {
-  auto copy = std::find_if(incoming_.begin(), incoming_.end(), [](const Incoming& c) { return c.state == Incoming::State::none; });
+void Peer::start_copy(const byte* from, uint64_t nbytes, Receive* receive, UnexpectedMessage* message, Send* send) {
+  auto copy = std::find_if(incoming_.begin(), incoming_.end(), [](const RendezvousReceive& c) { return c.state == RendezvousReceive::State::none; });
   if (copy == incoming_.end()) copy = incoming_.emplace(incoming_.end());
-  copy->state = Incoming::State::reading;
+  copy->state = RendezvousReceive::State::reading;
   copy->peer = this;
   copy->receive = receive;
   copy->arrived = message;
@@ -290,10 +290,10 @@ void Peer::start_copy(const byte* from, uint64_t nbytes, Receive* receive, Arriv
   copy->received = 0;
   if (receive != nullptr) receive->incoming = &*copy;
   ++own_copies_;
-  around_.start_reading(*copy);
+  services_.start_reading(*copy);
 }
 
-void Peer::copy_piece(Incoming& copy, size_t scratch_bytes, size_t piece_bytes) {
+void Peer::copy_piece(RendezvousReceive& copy, size_t scratch_bytes, size_t piece_bytes) {
   byte* place = copy.receive != nullptr ? copy.receive->place() : copy.arrived->copy.get();
   const byte* from = reinterpret_cast<const byte*>(copy.address) + copy.received;
   const size_t bytes = std::min<uint64_t>(copy.nbytes - copy.received, place != nullptr ? piece_bytes : scratch_bytes);
@@ -305,24 +305,24 @@ void Peer::copy_piece(Incoming& copy, size_t scratch_bytes, size_t piece_bytes) 
   if (copy.received == copy.nbytes) end_copy(copy, Outcome::done);
 }
 
-void Peer::end_copy(Incoming& copy, Outcome outcome) {
-  around_.stop_reading(copy);
-  copy.state = Incoming::State::none;
+void Peer::end_copy(RendezvousReceive& copy, Outcome outcome) {
+  services_.stop_reading(copy);
+  copy.state = RendezvousReceive::State::none;
   --own_copies_;
   Receive* receive = std::exchange(copy.receive, nullptr);
-  Arrived* message = std::exchange(copy.arrived, nullptr);
+  UnexpectedMessage* message = std::exchange(copy.arrived, nullptr);
   Send* send = std::exchange(copy.own, nullptr);
   if (receive == nullptr) {
     message->payload = message->copy.get();
     message->own = nullptr;
     // A context that ended meanwhile has dropped what was whole.
-    if (around_.inbox.has_ended(message->envelope.context)) {
+    if (services_.inbox.has_ended(message->envelope.context)) {
       on_dropped(*message);
-      around_.inbox.remove(*message);
+      services_.inbox.remove(*message);
     }
   } else if (message != nullptr) {
     if (send == nullptr) credit_held_[0] -= cost(message->envelope.nbytes);
-    around_.inbox.recycle(*message);
+    services_.inbox.recycle(*message);
   }
   if (send != nullptr) {
     send->state = Send::State::ended;
@@ -333,11 +333,11 @@ void Peer::end_copy(Incoming& copy, Outcome outcome) {
   receive->end(outcome, rank);
 }
 
-void Peer::stop_keeping(Arrived& message) {
-  for (Incoming& copy : incoming_) {
-    if (copy.state != Incoming::State::reading || copy.arrived != &message) continue;
-    around_.stop_reading(copy);
-    copy.state = Incoming::State::none;
+void Peer::stop_keeping(UnexpectedMessage& message) {
+  for (RendezvousReceive& copy : incoming_) {
+    if (copy.state != RendezvousReceive::State::reading || copy.arrived != &message) continue;
+    services_.stop_reading(copy);
+    copy.state = RendezvousReceive::State::none;
     copy.arrived = nullptr;
     --own_copies_;
     message.copy.reset();
@@ -345,35 +345,35 @@ void Peer::stop_keeping(Arrived& message) {
   }
 }
 
-bool Peer::take_ticket(Send& send) {
-  if (free_tickets_.empty()) {
-    const size_t size = tickets_.size();
-    if (size == tickets_max) return false;
+bool Peer::take_slot(Send& send) {
+  if (free_slots_.empty()) {
+    const size_t size = send_slots_.size();
+    if (size == rendezvous_max) return false;
     const size_t more = size == 0 ? 64 : size;
-    tickets_.resize(size + more);
+    send_slots_.resize(size + more);
     // Low numbers first: those have an offer word.
-    for (size_t i = size + more; i > size; --i) free_tickets_.push_back(static_cast<uint32_t>(i - 1));
+    for (size_t i = size + more; i > size; --i) free_slots_.push_back(static_cast<uint32_t>(i - 1));
   }
-  const uint32_t index = free_tickets_.back();
-  free_tickets_.pop_back();
-  Ticket& ticket = tickets_[index];
-  ticket.send = &send;
-  ticket.is_taken = true;
-  send.ticket = uint64_t{++ticket.uses} << 32 | index;
+  const uint32_t index = free_slots_.back();
+  free_slots_.pop_back();
+  SendSlot& rendezvous_id = send_slots_[index];
+  rendezvous_id.send = &send;
+  rendezvous_id.is_taken = true;
+  send.rendezvous_id = uint64_t{++rendezvous_id.uses} << 32 | index;
   return true;
 }
 
-Peer::Ticket* Peer::ticket_of(uint64_t ticket) {
-  if (index_of(ticket) >= tickets_.size()) return nullptr;
-  Ticket& found = tickets_[index_of(ticket)];
-  return found.is_taken && found.uses == ticket >> 32 ? &found : nullptr;
+Peer::SendSlot* Peer::slot_of(uint64_t rendezvous_id) {
+  if (index_of(rendezvous_id) >= send_slots_.size()) return nullptr;
+  SendSlot& found = send_slots_[index_of(rendezvous_id)];
+  return found.is_taken && found.uses == rendezvous_id >> 32 ? &found : nullptr;
 }
 
-void Peer::free_ticket(uint64_t ticket) {
-  Ticket& freed = tickets_[index_of(ticket)];
+void Peer::free_slot(uint64_t rendezvous_id) {
+  SendSlot& freed = send_slots_[index_of(rendezvous_id)];
   freed.send = nullptr;
   freed.is_taken = false;
-  free_tickets_.push_back(static_cast<uint32_t>(index_of(ticket)));
+  free_slots_.push_back(static_cast<uint32_t>(index_of(rendezvous_id)));
 }
 
 void Peer::note(Lane lane, Kind kind, uint64_t context, uint8_t dtype, uint64_t nbytes, std::string text) {
@@ -428,13 +428,13 @@ const char* Peer::on_frame(const Head& head, const byte* body, Lane lane) {
   if (notes_.size() > notes_max) [[unlikely]] return "it does not take the answers that it asks for";
   switch (head.kind()) {
     case Kind::eager:
-    case Kind::offer:
+    case Kind::rts:
       return on_message(head, body, lane);
-    case Kind::accept:
-      return on_accept(head);
+    case Kind::cts:
+      return on_cts(head);
     case Kind::data: {
       const char* fault = nullptr;
-      Incoming* offer = data_for(head, fault);
+      RendezvousReceive* offer = data_for(head, fault);
       if (offer == nullptr) return fault;
       if (byte* to = offer->receive->place(); to != nullptr)
         std::memcpy(to + offer->received, body, head.nbytes);
@@ -443,8 +443,8 @@ const char* Peer::on_frame(const Head& head, const byte* body, Lane lane) {
       on_data(*offer, head.nbytes);
       return nullptr;
     }
-    case Kind::done:
-      return on_done(head);
+    case Kind::fin:
+      return on_fin(head);
     case Kind::credit:
       if (head.dtype >= lane_count || head.nbytes > credit_used_[head.dtype]) return "more credit came back than was given";
       credit_used_[head.dtype] -= head.nbytes;
@@ -452,7 +452,7 @@ const char* Peer::on_frame(const Head& head, const byte* body, Lane lane) {
     case Kind::withdraw:
       return on_withdraw(head);
     case Kind::queued:
-      if (Ticket* ticket = ticket_of(head.context); ticket != nullptr && ticket->send != nullptr) ticket->send->is_queued = true;
+      if (SendSlot* rendezvous_id = slot_of(head.context); rendezvous_id != nullptr && rendezvous_id->send != nullptr) rendezvous_id->send->is_queued = true;
       return nullptr;
     case Kind::beat:
       return nullptr;
@@ -463,7 +463,7 @@ const char* Peer::on_frame(const Head& head, const byte* body, Lane lane) {
       if (head.dtype == static_cast<uint8_t>(Fate::given_up))
         verdict = readable(body, head.header_bytes);
       else
-        around_.on_news(head.context, readable(body, head.header_bytes), head.dtype == static_cast<uint8_t>(Fate::left));
+        services_.on_news(head.context, readable(body, head.header_bytes), head.dtype == static_cast<uint8_t>(Fate::left));
       return nullptr;
     default:
       return "a frame of unknown kind";
@@ -484,8 +484,8 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
     headers.keep(envelope.header, head.header_bytes);
   }
   if (is_control(head.tag)) {
-    if (head.nbytes > around_.settings.control_bytes_max) return "a control message is longer than any may be";
-  } else if (head.nbytes > around_.settings.message_bytes_max) {
+    if (head.nbytes > services_.settings.control_bytes_max) return "a control message is longer than any may be";
+  } else if (head.nbytes > services_.settings.message_bytes_max) {
     return "a message is longer than any may be";
   }
   if (is_here) {
@@ -493,69 +493,69 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
     if (cost(head.nbytes) > credit_of(lane) - held) return "more arrived than the credit allows";
     held += cost(head.nbytes);
   }
-  Incoming* ticketed = nullptr;
+  RendezvousReceive* ticketed = nullptr;
   if (prefix != 0) {
-    uint64_t ticket;
-    std::memcpy(&ticket, body, sizeof ticket);
-    const size_t index = index_of(ticket);
-    if (index >= tickets_max) return "a ticket is out of range";
+    uint64_t rendezvous_id;
+    std::memcpy(&rendezvous_id, body, sizeof rendezvous_id);
+    const size_t index = index_of(rendezvous_id);
+    if (index >= rendezvous_max) return "a rendezvous_id is out of range";
     if (index >= incoming_.size()) incoming_.resize(index + 1);
     ticketed = &incoming_[index];
-    if (ticketed->state != Incoming::State::none) return "a ticket is used twice";
-    *ticketed = Incoming();
+    if (ticketed->state != RendezvousReceive::State::none) return "a rendezvous_id is used twice";
+    *ticketed = RendezvousReceive();
     ticketed->peer = this;
-    ticketed->ticket = ticket;
+    ticketed->rendezvous_id = rendezvous_id;
     ticketed->nbytes = head.nbytes;
-    if (!is_here) std::memcpy(&ticketed->address, body + sizeof ticket, sizeof ticketed->address);
+    if (!is_here) std::memcpy(&ticketed->address, body + sizeof rendezvous_id, sizeof ticketed->address);
   }
-  Meeting meeting;
+  MatchResult match;
   bool is_gone;
   const byte* payload = body + prefix + head.header_bytes;
-  Receive* receive = around_.inbox.take_receive(envelope, is_here, ticketed, meeting, is_gone);
+  Receive* receive = services_.inbox.take_receive(envelope, is_here, ticketed, match, is_gone);
   if (is_gone) {
     if (is_here) return_credit(lane, cost(head.nbytes));
     drop(*ticketed);
     return nullptr;
   }
-  if (receive == nullptr && is_here && ticketed == nullptr && around_.inbox.has_ended(head.context)) {
+  if (receive == nullptr && is_here && ticketed == nullptr && services_.inbox.has_ended(head.context)) {
     return_credit(lane, cost(head.nbytes));
     return nullptr;
   }
   if (receive == nullptr) {
-    Arrived* message = around_.inbox.queue(envelope, *this, payload, is_here ? head.nbytes : 0);
+    UnexpectedMessage* message = services_.inbox.queue(envelope, *this, payload, is_here ? head.nbytes : 0);
     if (message == nullptr) return "no memory for a message";
     message->is_here = is_here;
     message->lane = lane;
     message->has_ticket = ticketed != nullptr;
-    if ((head.flags() & flag_ahead) != 0) around_.inbox.add_ahead(*message);
+    if ((head.flags() & flag_ahead) != 0) services_.inbox.add_ahead(*message);
     if (ticketed != nullptr) {
-      message->ticket = ticketed->ticket;
-      ticketed->state = Incoming::State::queued;
+      message->rendezvous_id = ticketed->rendezvous_id;
+      ticketed->state = RendezvousReceive::State::queued;
       ticketed->arrived = message;
       set_queued(*ticketed);
     }
     return nullptr;
   }
   if (!is_here) {
-    begin(*ticketed, *receive, meeting);
+    begin(*ticketed, *receive, match);
     return nullptr;
   }
   Inbox::bring(*receive, payload, head.nbytes);
   return_credit(lane, cost(head.nbytes));
-  if (ticketed != nullptr) note(Lane::control, Kind::done, ticketed->ticket, static_cast<uint8_t>(Answer::met));
+  if (ticketed != nullptr) note(Lane::control, Kind::fin, ticketed->rendezvous_id, static_cast<uint8_t>(Answer::met));
   receive->end(Outcome::done, rank);
   return nullptr;
 }
 
-const char* Peer::on_accept(const Head& head) {
-  Ticket* ticket = ticket_of(head.context);
-  if (ticket != nullptr && ticket->send == nullptr) return nullptr;  // taken back; the peer will hear of it
-  if (ticket == nullptr || ticket->send->state != Send::State::offered) return "an offer is accepted that was not made";
-  Send& send = *ticket->send;
-  leave_offers(send);
+const char* Peer::on_cts(const Head& head) {
+  SendSlot* rendezvous_id = slot_of(head.context);
+  if (rendezvous_id != nullptr && rendezvous_id->send == nullptr) return nullptr;  // taken back; the peer will hear of it
+  if (rendezvous_id == nullptr || rendezvous_id->send->state != Send::State::offered) return "an offer is accepted that was not made";
+  Send& send = *rendezvous_id->send;
+  leave_rendezvous(send);
   if (send.nbytes == 0) {
-    note(send.lane, Kind::data, send.ticket);
-    ticket->send = nullptr;
+    note(send.lane, Kind::data, send.rendezvous_id);
+    rendezvous_id->send = nullptr;
     send.state = Send::State::ended;
     send.end(Outcome::done);
     return nullptr;
@@ -566,24 +566,24 @@ const char* Peer::on_accept(const Head& head) {
   return nullptr;
 }
 
-const char* Peer::on_done(const Head& head) {
-  Ticket* ticket = ticket_of(head.context);
-  if (ticket == nullptr) return "a message is confirmed that was not sent";
-  Send* send = ticket->send;
+const char* Peer::on_fin(const Head& head) {
+  SendSlot* rendezvous_id = slot_of(head.context);
+  if (rendezvous_id == nullptr) return "a message is confirmed that was not sent";
+  Send* send = rendezvous_id->send;
   if (send != nullptr && send->state == Send::State::streaming && send->streamed == send->nbytes &&
-      !link->holds_data(send->lane, send->ticket)) {
+      !link->holds_data(send->lane, send->rendezvous_id)) {
     // The last bytes have left since the streams were looked at, and the answer was faster than the next look.
     streams_.remove(*send);
     --backlog_;
-    free_ticket(head.context);
+    free_slot(head.context);
     send->state = Send::State::ended;
     send->end(Outcome::done);
     return nullptr;
   }
   if (send != nullptr && send->state != Send::State::offered) return "a message is confirmed while it is sent";
-  free_ticket(head.context);
+  free_slot(head.context);
   if (send == nullptr) return nullptr;  // withdrawn here, and forgotten there
-  leave_offers(*send);
+  leave_rendezvous(*send);
   send->state = Send::State::ended;
   send->end(static_cast<Answer>(head.dtype) == Answer::withdrawn ? Outcome::cancelled : Outcome::done);
   return nullptr;
@@ -591,11 +591,11 @@ const char* Peer::on_done(const Head& head) {
 
 const char* Peer::on_withdraw(const Head& head) {
   if (index_of(head.context) >= incoming_.size()) return "an offer is taken back that was not made";
-  Incoming& offer = incoming_of(head.context);
-  if (offer.ticket != head.context) return nullptr;
-  if (offer.state == Incoming::State::queued)
+  RendezvousReceive& offer = incoming_of(head.context);
+  if (offer.rendezvous_id != head.context) return nullptr;
+  if (offer.state == RendezvousReceive::State::queued)
     take_back(offer);
-  else if (offer.state == Incoming::State::waiting || offer.state == Incoming::State::streaming) {
+  else if (offer.state == RendezvousReceive::State::waiting || offer.state == RendezvousReceive::State::streaming) {
     if (offer.received != 0) return "an offer is taken back while it is sent";
     part(offer);
   }
@@ -603,33 +603,33 @@ const char* Peer::on_withdraw(const Head& head) {
   return nullptr;
 }
 
-void Peer::part(Incoming& offer) {
+void Peer::part(RendezvousReceive& offer) {
   Receive& receive = *std::exchange(offer.receive, nullptr);
-  if (offer.state == Incoming::State::streaming) --awaited_;
+  if (offer.state == RendezvousReceive::State::streaming) --awaited_;
   drop(offer);
   receive.incoming = nullptr;
   if (receive.is_unwanted) return receive.end(Outcome::cancelled, rank);
   receive.on_taken_back();
-  if (!around_.inbox.serve(receive)) around_.inbox.repost(receive);
+  if (!services_.inbox.serve(receive)) services_.inbox.repost(receive);
 }
 
-void Peer::take_back(Incoming& offer) {
+void Peer::take_back(RendezvousReceive& offer) {
   const uint64_t held = offer.arrived->is_here ? cost(offer.nbytes) : 0;
   const Lane lane = offer.arrived->lane;
-  around_.inbox.remove(*offer.arrived);
+  services_.inbox.remove(*offer.arrived);
   drop(offer);
   if (held != 0) return_credit(lane, held);
 }
 
-bool Peer::claim(Incoming& offer) {
-  auto* word = link != nullptr ? link->peers_offer(index_of(offer.ticket)) : nullptr;
+bool Peer::claim(RendezvousReceive& offer) {
+  auto* word = link != nullptr ? link->peers_offer(index_of(offer.rendezvous_id)) : nullptr;
   if (word == nullptr) return true;
-  return change(*word, Offer::reading);
+  return change(*word, OfferWord::reading);
 }
 
 // Claim or withdraw an offer: which of the two comes first is decided here.
-bool Peer::change(std::atomic<uint32_t>& word, Offer to) {
-  for (const Offer from : {Offer::offered, Offer::queued}) {
+bool Peer::change(std::atomic<uint32_t>& word, OfferWord to) {
+  for (const OfferWord from : {OfferWord::offered, OfferWord::queued}) {
     auto expected = static_cast<uint32_t>(from);
     // acq_rel: what the other side did before its own change has happened
     if (word.compare_exchange_strong(expected, static_cast<uint32_t>(to), std::memory_order_acq_rel)) return true;
@@ -638,68 +638,68 @@ bool Peer::change(std::atomic<uint32_t>& word, Offer to) {
 }
 
 // Let the sender know that nobody wants its offer so far: it need not wait for an answer when it leaves.
-void Peer::set_queued(Incoming& offer) {
-  auto* word = link->peers_offer(index_of(offer.ticket));
-  if (word == nullptr) return note(Lane::control, Kind::queued, offer.ticket);
-  auto expected = static_cast<uint32_t>(Offer::offered);
+void Peer::set_queued(RendezvousReceive& offer) {
+  auto* word = link->peers_offer(index_of(offer.rendezvous_id));
+  if (word == nullptr) return note(Lane::control, Kind::queued, offer.rendezvous_id);
+  auto expected = static_cast<uint32_t>(OfferWord::offered);
   // relaxed: a hint; if the sender withdrew it meanwhile, it stays withdrawn
-  word->compare_exchange_strong(expected, static_cast<uint32_t>(Offer::queued), std::memory_order_relaxed);
+  word->compare_exchange_strong(expected, static_cast<uint32_t>(OfferWord::queued), std::memory_order_relaxed);
 }
 
-void Peer::drop(Incoming& offer) {
-  offer.state = Incoming::State::none;
+void Peer::drop(RendezvousReceive& offer) {
+  offer.state = RendezvousReceive::State::none;
   offer.arrived = nullptr;
-  note(Lane::control, Kind::done, offer.ticket, static_cast<uint8_t>(Answer::withdrawn));
+  note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::withdrawn));
 }
 
-void Peer::begin(Incoming& offer, Receive& receive, Meeting meeting) {
+void Peer::begin(RendezvousReceive& offer, Receive& receive, MatchResult match) {
   offer.receive = &receive;
   offer.arrived = nullptr;
   receive.incoming = &offer;
-  if (meeting == Meeting::later && offer.nbytes != 0) {
-    offer.state = Incoming::State::waiting;
+  if (match == MatchResult::defer && offer.nbytes != 0) {
+    offer.state = RendezvousReceive::State::waiting;
     return receive.want_memory();
   }
   supply(offer);
 }
 
 // The sender decides whether its bytes come or its offer is taken back, also if there are none.
-void Peer::ask_for_data(Incoming& offer) {
-  offer.state = Incoming::State::streaming;
+void Peer::ask_for_data(RendezvousReceive& offer) {
+  offer.state = RendezvousReceive::State::streaming;
   ++awaited_;
-  note(Lane::control, Kind::accept, offer.ticket);
+  note(Lane::control, Kind::cts, offer.rendezvous_id);
 }
 
-void Peer::supply(Incoming& offer) {
-  const bool has_word = link->peers_offer(index_of(offer.ticket)) != nullptr;
+void Peer::supply(RendezvousReceive& offer) {
+  const bool has_word = link->peers_offer(index_of(offer.rendezvous_id)) != nullptr;
   if (offer.nbytes == 0 && has_word) {
-    offer.state = Incoming::State::none;
-    note(Lane::control, Kind::done, offer.ticket, static_cast<uint8_t>(Answer::met));
+    offer.state = RendezvousReceive::State::none;
+    note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::met));
     offer.receive->incoming = nullptr;
     return offer.receive->end(Outcome::done, rank);
   }
   if (link->can_read() && has_word) {
-    offer.state = Incoming::State::reading;
-    offer.help = is_worth_help(offer.nbytes) ? link->peers_help(index_of(offer.ticket)) : nullptr;
+    offer.state = RendezvousReceive::State::reading;
+    offer.help = is_worth_help(offer.nbytes) ? link->peers_help(index_of(offer.rendezvous_id)) : nullptr;
     const byte* place = offer.help != nullptr && offer.receive->has_fixed_place() ? offer.receive->place() : nullptr;
     if (place != nullptr)
       offer.help->ask(place, link->guard());
     else
       offer.help = nullptr;
-    return around_.start_reading(offer);
+    return services_.start_reading(offer);
   }
   ask_for_data(offer);
 }
 
-void Peer::give_up(Incoming& offer) {
+void Peer::give_up(RendezvousReceive& offer) {
   Receive* receive = std::exchange(offer.receive, nullptr);
-  offer.state = Incoming::State::none;
-  note(Lane::control, Kind::done, offer.ticket, static_cast<uint8_t>(Answer::met));
+  offer.state = RendezvousReceive::State::none;
+  note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::met));
   receive->incoming = nullptr;
   receive->end(Outcome::no_memory, rank);
 }
 
-const char* Peer::read_piece(Incoming& offer, byte* scratch, size_t scratch_bytes, size_t piece_bytes) {
+const char* Peer::read_piece(RendezvousReceive& offer, byte* scratch, size_t scratch_bytes, size_t piece_bytes) {
   if (offer.help != nullptr) return read_part(offer, piece_bytes);
   if (is_self_) {
     copy_piece(offer, scratch_bytes, piece_bytes);
@@ -713,7 +713,7 @@ const char* Peer::read_piece(Incoming& offer, byte* scratch, size_t scratch_byte
     // Its memory cannot be read (any more): let it send the rest, or let its end be noticed.
     if (!link->is_alive()) return nullptr;
     if (offer.received != 0) return "its memory could be read no longer";
-    around_.stop_reading(offer);
+    services_.stop_reading(offer);
     ask_for_data(offer);
     return nullptr;
   }
@@ -726,47 +726,47 @@ const char* Peer::read_piece(Incoming& offer, byte* scratch, size_t scratch_byte
   return nullptr;
 }
 
-const char* Peer::read_part(Incoming& offer, size_t piece_bytes) {
+const char* Peer::read_part(RendezvousReceive& offer, size_t piece_bytes) {
   Part part;
-  Help::Front next;
+  CooperativeCopy::Front next;
   // Once more where all is taken: the sender may be done by now.
-  while ((next = offer.help->take_front(offer.nbytes, piece_bytes, part)) == Help::Front::part) {
+  while ((next = offer.help->claim_front(offer.nbytes, piece_bytes, part)) == CooperativeCopy::Front::part) {
     if (!link->read(offer.address + part.offset, offer.receive->place() + part.offset, part.bytes)) {
       if (!link->is_alive()) return nullptr;
       if (offer.received != 0 || !offer.help->close()) return "its memory could be read no longer";
-      around_.stop_reading(offer);
+      services_.stop_reading(offer);
       ask_for_data(offer);
       return nullptr;
     }
     offer.received += part.bytes;
     if (!offer.help->is_all_taken(offer.nbytes)) return nullptr;
   }
-  if (next == Help::Front::broken) return "its help makes no sense";
+  if (next == CooperativeCopy::Front::broken) return "its help makes no sense";
   const char* fault = nullptr;
-  if (next == Help::Front::wait || !confirm(offer, fault)) return fault;
+  if (next == CooperativeCopy::Front::wait || !confirm(offer, fault)) return fault;
   offer.received = offer.nbytes;
   finish_reading(offer);
   return nullptr;
 }
 
-bool Peer::confirm(Incoming& offer, const char*& fault) {
-  auto expected = static_cast<uint32_t>(Offer::reading);
-  auto* word = link->peers_offer(index_of(offer.ticket));
+bool Peer::confirm(RendezvousReceive& offer, const char*& fault) {
+  auto expected = static_cast<uint32_t>(OfferWord::reading);
+  auto* word = link->peers_offer(index_of(offer.rendezvous_id));
   if (!link->is_alive()) return false;
-  if (word->compare_exchange_strong(expected, static_cast<uint32_t>(Offer::done), std::memory_order_acq_rel)) return true;
+  if (word->compare_exchange_strong(expected, static_cast<uint32_t>(OfferWord::done), std::memory_order_acq_rel)) return true;
   fault = "it gave us up while its memory was read";
   return false;
 }
 
-void Peer::finish_reading(Incoming& offer) {
-  around_.stop_reading(offer);
-  offer.state = Incoming::State::none;
-  note(Lane::control, Kind::done, offer.ticket, static_cast<uint8_t>(Answer::met));
+void Peer::finish_reading(RendezvousReceive& offer) {
+  services_.stop_reading(offer);
+  offer.state = RendezvousReceive::State::none;
+  note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::met));
   offer.receive->incoming = nullptr;
   offer.receive->end(Outcome::done, rank);
 }
 
-void Peer::fence(Incoming& offer) {
+void Peer::fence(RendezvousReceive& offer) {
   if (offer.help == nullptr) return;
   link->shut_guard();
   offer.help->close();
@@ -774,28 +774,28 @@ void Peer::fence(Incoming& offer) {
   while (offer.help->is_being_written() && link->is_starved()) sched_yield();
 }
 
-Incoming* Peer::data_for(const Head& head, const char*& fault) {
+RendezvousReceive* Peer::data_for(const Head& head, const char*& fault) {
   fault = "data came that was not asked for";
   if (index_of(head.context) >= incoming_.size()) return nullptr;
-  Incoming& offer = incoming_of(head.context);
-  if (offer.state != Incoming::State::streaming || offer.ticket != head.context) return nullptr;
+  RendezvousReceive& offer = incoming_of(head.context);
+  if (offer.state != RendezvousReceive::State::streaming || offer.rendezvous_id != head.context) return nullptr;
   fault = "data came for a wrong place";
   if (head.tag != offer.received || head.nbytes > offer.nbytes - offer.received) return nullptr;
   if (head.nbytes == 0 && offer.nbytes != 0) return nullptr;
   return &offer;
 }
 
-void Peer::on_data(Incoming& offer, size_t bytes) {
+void Peer::on_data(RendezvousReceive& offer, size_t bytes) {
   offer.received += bytes;
   if (offer.received < offer.nbytes) return;
   --awaited_;
-  offer.state = Incoming::State::none;
-  note(Lane::control, Kind::done, offer.ticket, static_cast<uint8_t>(Answer::met));
+  offer.state = RendezvousReceive::State::none;
+  note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::met));
   offer.receive->incoming = nullptr;
   offer.receive->end(Outcome::done, rank);
 }
 
-void Peer::on_met(const Arrived& message) {
+void Peer::on_met(const UnexpectedMessage& message) {
   if (message.own != nullptr) {
     message.own->state = Send::State::ended;
     message.own->end(Outcome::done);
@@ -805,12 +805,12 @@ void Peer::on_met(const Arrived& message) {
   if (is_self_) return;
   return_credit(message.lane, cost(message.envelope.nbytes));
   if (!message.has_ticket) return;
-  incoming_of(message.ticket).state = Incoming::State::none;
-  // The sender may have taken it back meanwhile; then it has ended, and the answer only frees the ticket.
-  note(Lane::control, Kind::done, message.ticket, static_cast<uint8_t>(Answer::met));
+  incoming_of(message.rendezvous_id).state = RendezvousReceive::State::none;
+  // The sender may have taken it back meanwhile; then it has ended, and the answer only frees the rendezvous_id.
+  note(Lane::control, Kind::fin, message.rendezvous_id, static_cast<uint8_t>(Answer::met));
 }
 
-void Peer::on_dropped(const Arrived& message) {
+void Peer::on_dropped(const UnexpectedMessage& message) {
   if (is_self_)
     credit_held_[0] -= cost(message.envelope.nbytes);
   else
@@ -819,13 +819,13 @@ void Peer::on_dropped(const Arrived& message) {
 
 // ---- ending ----
 
-bool Peer::are_offers_settled() const {
-  for (const Ticket& ticket : tickets_) {
-    if (!ticket.is_taken || ticket.send == nullptr || ticket.send->state != Send::State::offered) continue;
-    auto* word = link->own_offer(index_of(ticket.send->ticket));
+bool Peer::are_rendezvous_settled() const {
+  for (const SendSlot& rendezvous_id : send_slots_) {
+    if (!rendezvous_id.is_taken || rendezvous_id.send == nullptr || rendezvous_id.send->state != Send::State::offered) continue;
+    auto* word = link->own_offer(index_of(rendezvous_id.send->rendezvous_id));
     // relaxed: asked again until it is so
-    const bool is_queued = word != nullptr ? word->load(std::memory_order_relaxed) == static_cast<uint32_t>(Offer::queued)
-                                           : ticket.send->is_queued;
+    const bool is_queued = word != nullptr ? word->load(std::memory_order_relaxed) == static_cast<uint32_t>(OfferWord::queued)
+                                           : rendezvous_id.send->is_queued;
     if (!is_queued) return false;
   }
   return true;
@@ -833,14 +833,14 @@ bool Peer::are_offers_settled() const {
 
 void Peer::end_all(Outcome outcome) {
   // A stopped peer may come back and go on reading: it must find that the memory is no longer offered.
-  for (Ticket& ticket : tickets_) {
-    if (!ticket.is_taken || ticket.send == nullptr) continue;
-    if (auto* word = link != nullptr ? link->own_offer(index_of(ticket.send->ticket)) : nullptr)
-      word->exchange(static_cast<uint32_t>(Offer::withdrawn), std::memory_order_acq_rel);
-    Send* send = ticket.send;
+  for (SendSlot& rendezvous_id : send_slots_) {
+    if (!rendezvous_id.is_taken || rendezvous_id.send == nullptr) continue;
+    if (auto* word = link != nullptr ? link->own_offer(index_of(rendezvous_id.send->rendezvous_id)) : nullptr)
+      word->exchange(static_cast<uint32_t>(OfferWord::withdrawn), std::memory_order_acq_rel);
+    Send* send = rendezvous_id.send;
     if (send->state == Send::State::streaming) streams_.remove(*send);
-    if (send->state == Send::State::offered) leave_offers(*send);
-    ticket.send = nullptr;
+    if (send->state == Send::State::offered) leave_rendezvous(*send);
+    rendezvous_id.send = nullptr;
     send->state = Send::State::ended;
     send->end(outcome);
   }
@@ -849,27 +849,27 @@ void Peer::end_all(Outcome outcome) {
       send->state = Send::State::ended;
       send->end(outcome);
     }
-  for (Incoming& offer : incoming_) {
+  for (RendezvousReceive& offer : incoming_) {
     if (is_self_) {
-      if (offer.state == Incoming::State::reading && offer.receive == nullptr)
+      if (offer.state == RendezvousReceive::State::reading && offer.receive == nullptr)
         stop_keeping(*offer.arrived);
-      else if (offer.state == Incoming::State::reading)
+      else if (offer.state == RendezvousReceive::State::reading)
         end_copy(offer, offer.receive->is_unwanted ? Outcome::cancelled : outcome);
       continue;
     }
-    const auto was = std::exchange(offer.state, Incoming::State::none);
-    if (was == Incoming::State::queued) {
+    const auto was = std::exchange(offer.state, RendezvousReceive::State::none);
+    if (was == RendezvousReceive::State::queued) {
       // What is here stays receivable; what was only offered cannot be had any more.
       if (offer.arrived->is_here)
         offer.arrived->has_ticket = false;
       else
-        around_.inbox.remove(*offer.arrived);
+        services_.inbox.remove(*offer.arrived);
     }
-    if (was == Incoming::State::reading) {
-      around_.stop_reading(offer);
+    if (was == RendezvousReceive::State::reading) {
+      services_.stop_reading(offer);
       fence(offer);
     }
-    if (was == Incoming::State::waiting || was == Incoming::State::reading || was == Incoming::State::streaming) {
+    if (was == RendezvousReceive::State::waiting || was == RendezvousReceive::State::reading || was == RendezvousReceive::State::streaming) {
       Receive& receive = *offer.receive;
       receive.incoming = nullptr;
       // Another rank may serve who takes from any.
@@ -878,11 +878,11 @@ void Peer::end_all(Outcome outcome) {
         continue;
       }
       receive.on_taken_back();
-      if (!around_.inbox.serve(receive)) around_.inbox.repost(receive);
+      if (!services_.inbox.serve(receive)) services_.inbox.repost(receive);
     }
   }
-  tickets_.clear();
-  free_tickets_.clear();
+  send_slots_.clear();
+  free_slots_.clear();
   notes_.clear();
   backlog_ = awaited_ = 0;
 }

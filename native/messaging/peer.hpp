@@ -1,6 +1,6 @@
 // A peer: the protocol spoken with one rank, whatever the link.
 //
-// Knows credit, tickets, offers and what every frame causes. Does not know rings or sockets. It is the engine's
+// Knows credit, rendezvous ids, offers and what every frame causes. Does not know rings or sockets. It is the engine's
 // state for a rank, so it is only touched with the engine's lock held.
 
 #pragma once
@@ -57,12 +57,12 @@ struct Card {
 class Peer;
 
 // What the engine does for its peers.
-class Surroundings {
+class PeerServices {
  public:
-  virtual ~Surroundings() = default;
+  virtual ~PeerServices() = default;
   virtual void open_link(Peer& peer) = 0;
-  virtual void start_reading(Incoming& offer) = 0;
-  virtual void stop_reading(Incoming& offer) = 0;
+  virtual void start_reading(RendezvousReceive& offer) = 0;
+  virtual void stop_reading(RendezvousReceive& offer) = 0;
   // A peer says that a rank is gone.
   virtual void on_news(uint64_t rank, std::string cause, bool left) = 0;
 
@@ -70,34 +70,34 @@ class Surroundings {
   Inbox inbox;
 };
 
-// A ticket names a message on both sides of a link: the index of its place, and how often the place was used.
-inline size_t index_of(uint64_t ticket) { return ticket & 0xffffffff; }
-inline constexpr size_t tickets_max = 65536;  // contract.OFFERS_MAX
+// A rendezvous_id names a message on both sides of a link: the index of its place, and how often the place was used.
+inline size_t index_of(uint64_t rendezvous_id) { return rendezvous_id & 0xffffffff; }
+inline constexpr size_t rendezvous_max = 65536;  // contract.OFFERS_MAX
 // Answers that a peer has not taken: three for each offer that it may have made (queued, accept, done), and some credit.
-inline constexpr size_t notes_max = 4 * tickets_max;
+inline constexpr size_t notes_max = 4 * rendezvous_max;
 
 // A message offered by a peer, or one whose arrival it wants confirmed.
-struct Incoming {
+struct RendezvousReceive {
   enum class State : uint8_t { none, queued, waiting, reading, streaming };
   State state = State::none;
   Lane lane = Lane::bulk;
   Peer* peer = nullptr;
   Receive* receive = nullptr;
-  Arrived* arrived = nullptr;
-  uint64_t ticket = 0;
+  UnexpectedMessage* arrived = nullptr;
+  uint64_t rendezvous_id = 0;
   uint64_t address = 0;
   uint64_t nbytes = 0;
   uint64_t received = 0;
-  Help* help = nullptr;  // its sender may copy a part
+  CooperativeCopy* help = nullptr;  // its sender may copy a part
   Send* own = nullptr;   // of a message to oneself, if its sender waits
-  Hook<Incoming> hook;
+  ListHook<RendezvousReceive> hook;
 };
 
 class Peer {
  public:
   enum class State : uint8_t { unopened, opening, open, down };
 
-  Peer(Surroundings& around, std::int32_t rank, bool is_self) : rank(rank), around_(around), is_self_(is_self) {}
+  Peer(PeerServices& around, std::int32_t rank, bool is_self) : rank(rank), services_(around), is_self_(is_self) {}
 
   const std::int32_t rank;
   State state = State::unopened;
@@ -106,7 +106,7 @@ class Peer {
   std::string cause;  // why it is down
   bool left = false;
   bool is_rumoured = false;  // others say that it is gone, and `cause` why; but a greeting with it is under way
-  // For so long nothing was heard of it, and nothing came by its link, by the looks that the judge could take.
+  // For so long nothing was heard of it, and nothing came by its link, by the looks that the admit could take.
   std::int64_t silent_ns = 0;
   std::int64_t stalled_ns = 0;
   std::string verdict;  // it has given us up, and why: its link ends
@@ -122,7 +122,7 @@ class Peer {
   bool flush();
   bool has_backlog() const { return backlog_ != 0; }
   // Nothing is on its way: what is left waits for a receive that nobody may ever post.
-  bool is_flushed() const { return backlog_ == 0 && own_copies_ == 0 && are_offers_settled(); }
+  bool is_flushed() const { return backlog_ == 0 && own_copies_ == 0 && are_rendezvous_settled(); }
   // Copy a part of what was offered, if the receiver is at it. True if there was one.
   bool help(size_t piece_bytes);
   void tell_down(std::int32_t gone, const std::string& cause, Fate fate);
@@ -131,7 +131,7 @@ class Peer {
   // It is on this host, and could run if it were let. By a socket that cannot be told from who computes and is cut off:
   // so there is an end to it.
   bool is_starved() const {
-    return is_same_host && card.pid > 0 && silent_ns < starved_silences_max * around_.settings.silence_ns &&
+    return is_same_host && card.pid > 0 && silent_ns < starved_silences_max * services_.settings.silence_ns &&
            engine::is_starved(card.pid);
   }
 
@@ -139,37 +139,37 @@ class Peer {
   // A frame came whole; its lengths were checked against its place. Returns what is wrong with it, or nullptr.
   const char* on_frame(const Head& head, const byte* body, Lane lane);
   // For links that bring data straight to its place: whose it is, or nullptr with what is wrong.
-  Incoming* data_for(const Head& head, const char*& fault);
+  RendezvousReceive* data_for(const Head& head, const char*& fault);
   // Whether data of offers that we accepted is to come.
   bool awaits_data() const { return awaited_ != 0; }
   // Whether the peer owes us an answer to an offer.
-  bool awaits_answer() const { return free_tickets_.size() != tickets_.size(); }
+  bool awaits_answer() const { return free_slots_.size() != send_slots_.size(); }
   // Bytes are in their place. Ends the receive with the last.
-  void on_data(Incoming& offer, size_t bytes);
+  void on_data(RendezvousReceive& offer, size_t bytes);
 
-  Incoming& incoming_of(uint64_t ticket) { return incoming_[index_of(ticket)]; }
+  RendezvousReceive& incoming_of(uint64_t rendezvous_id) { return incoming_[index_of(rendezvous_id)]; }
   // Make sure that an offer's sender does not take it back any more.
-  bool claim(Incoming& offer);
+  bool claim(RendezvousReceive& offer);
   // An offer was taken back, and nobody knows of it any more.
-  void drop(Incoming& offer);
+  void drop(RendezvousReceive& offer);
   // The same for a message that waits in the inbox.
-  void take_back(Incoming& offer);
-  void begin(Incoming& offer, Receive& receive, Meeting meeting);
+  void take_back(RendezvousReceive& offer);
+  void begin(RendezvousReceive& offer, Receive& receive, MatchResult match);
   // There is memory now for a receive that said `later`.
-  void supply(Incoming& offer);
+  void supply(RendezvousReceive& offer);
   // There will be none: the message counts as met, and its bytes are lost.
-  void give_up(Incoming& offer);
+  void give_up(RendezvousReceive& offer);
   // Read one piece of an offer from the sender's memory; `scratch` serves receives without a place.
   // Returns what went wrong, or nullptr.
-  const char* read_piece(Incoming& offer, byte* scratch, size_t scratch_bytes, size_t piece_bytes);
+  const char* read_piece(RendezvousReceive& offer, byte* scratch, size_t scratch_bytes, size_t piece_bytes);
   // A message that waited has met its receive: give its credit back, tell who wants to know.
-  void on_met(const Arrived& message);
+  void on_met(const UnexpectedMessage& message);
   // A message to oneself has left the queue for its receive. False if it is short, and to be copied at once; else it is
   // copied in pieces, and both end with the last.
-  bool begin_own(Arrived& message, Receive& receive);
+  bool begin_own(UnexpectedMessage& message, Receive& receive);
 
   // A message that waited will never be received: give its credit back.
-  void on_dropped(const Arrived& message);
+  void on_dropped(const UnexpectedMessage& message);
 
   // -- ending
   // End everything that needs this peer.
@@ -182,7 +182,7 @@ class Peer {
     Head head;
     std::string text;
   };
-  struct Ticket {
+  struct SendSlot {
     Send* send = nullptr;
     uint32_t uses = 0;
     bool is_taken = false;
@@ -191,15 +191,15 @@ class Peer {
   uint64_t cost(uint64_t nbytes) const { return nbytes + line_bytes; }  // contract.ENVELOPE_BYTES
   uint64_t credit_of(Lane lane) const;
   bool start(Send& send);
-  bool take_ticket(Send& send);
-  void free_ticket(uint64_t ticket);
-  Ticket* ticket_of(uint64_t ticket);
-  bool are_offers_settled() const;
-  static bool change(std::atomic<uint32_t>& word, Offer to);
-  void set_queued(Incoming& offer);
-  void ask_for_data(Incoming& offer);
+  bool take_slot(Send& send);
+  void free_slot(uint64_t rendezvous_id);
+  SendSlot* slot_of(uint64_t rendezvous_id);
+  bool are_rendezvous_settled() const;
+  static bool change(std::atomic<uint32_t>& word, OfferWord to);
+  void set_queued(RendezvousReceive& offer);
+  void ask_for_data(RendezvousReceive& offer);
   // Undo a match: the sender takes its offer back, and the receive waits for another message.
-  void part(Incoming& offer);
+  void part(RendezvousReceive& offer);
   void note(Lane lane, Kind kind, uint64_t context, uint8_t dtype = 0, uint64_t nbytes = 0, std::string text = {});
   bool put_note(const Note& note);
   void return_credit(Lane lane, uint64_t bytes);
@@ -207,45 +207,45 @@ class Peer {
   // Whether a message to oneself is copied, or waits where it is for its receive. The first may have any length.
   bool may_keep_own(uint64_t nbytes) const;
   // Copy in pieces to the receive's place, or without a receive to the message's own copy.
-  void start_copy(const byte* from, uint64_t nbytes, Receive* receive, Arrived* message, Send* send);
-  void copy_piece(Incoming& copy, size_t scratch_bytes, size_t piece_bytes);
-  void end_copy(Incoming& copy, Outcome outcome);
+  void start_copy(const byte* from, uint64_t nbytes, Receive* receive, UnexpectedMessage* message, Send* send);
+  void copy_piece(RendezvousReceive& copy, size_t scratch_bytes, size_t piece_bytes);
+  void end_copy(RendezvousReceive& copy, Outcome outcome);
   // Its bytes are wanted elsewhere, or not at all: forget what was copied.
-  void stop_keeping(Arrived& message);
+  void stop_keeping(UnexpectedMessage& message);
   bool flush_streams();
-  void leave_offers(Send& send);
+  void leave_rendezvous(Send& send);
   // Read a part of an offer whose sender helps.
-  const char* read_part(Incoming& offer, size_t piece_bytes);
+  const char* read_part(RendezvousReceive& offer, size_t piece_bytes);
   // Still the same process, and it did not take us for dead meanwhile: then these were its bytes. Else with the
   // fault, or none if it is gone, which will be noticed.
-  bool confirm(Incoming& offer, const char*& fault);
+  bool confirm(RendezvousReceive& offer, const char*& fault);
   // Every byte of an offer is in its place.
-  void finish_reading(Incoming& offer);
+  void finish_reading(RendezvousReceive& offer);
   // Nobody writes to its place any more.
-  void fence(Incoming& offer);
+  void fence(RendezvousReceive& offer);
 
   const char* on_message(const Head& head, const byte* body, Lane lane);
-  const char* on_accept(const Head& head);
-  const char* on_done(const Head& head);
+  const char* on_cts(const Head& head);
+  const char* on_fin(const Head& head);
   const char* on_withdraw(const Head& head);
 
-  using Queue = Chain<Send, &Send::hook>;
+  using Queue = IntrusiveList<Send, &Send::hook>;
 
-  Surroundings& around_;
+  PeerServices& services_;
   const bool is_self_;
   size_t awaited_ = 0;  // offers in state streaming
   size_t backlog_ = 0;  // notes, queued sends and streams
   size_t own_copies_ = 0;  // of long messages to oneself, under way
   uint64_t eager_max_[lane_count] = {};
-  uint64_t final_max_[lane_count] = {};  // of those that are sure to be received
+  uint64_t certain_eager_max_[lane_count] = {};  // of those that are sure to be received
   Queue queued_[lane_count];
   Queue streams_;
-  Queue offers_;  // long ones, which the peer may be reading
+  Queue rendezvous_sends_;  // long ones, which the peer may be reading
   std::deque<Note> notes_;
-  std::vector<Ticket> tickets_;
-  std::vector<uint32_t> free_tickets_;
-  // By ticket of the peer, and of oneself in any order; a deque, because elements must not move.
-  std::deque<Incoming> incoming_;
+  std::vector<SendSlot> send_slots_;
+  std::vector<uint32_t> free_slots_;
+  // By rendezvous_id of the peer, and of oneself in any order; a deque, because elements must not move.
+  std::deque<RendezvousReceive> incoming_;
   HeaderTable headers_sent_[lane_count];
   HeaderTable headers_came_[lane_count];
   uint64_t credit_used_[lane_count] = {};  // of ours with the peer

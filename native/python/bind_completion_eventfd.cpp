@@ -14,7 +14,7 @@ class PyBell {
  public:
   int descriptor() const { return bell_->descriptor(); }
   std::uint64_t ticket(std::uint64_t number) { return bell_->ticket(number); }
-  static std::uint64_t ring() { return reinterpret_cast<std::uint64_t>(&Bell::ring); }
+  static std::uint64_t ring() { return reinterpret_cast<std::uint64_t>(&CompletionEventFd::ring); }
 
   nb::list take() {
     nb::list result;
@@ -23,13 +23,13 @@ class PyBell {
   }
 
  private:
-  std::shared_ptr<Bell> bell_ = std::make_shared<Bell>();
+  std::shared_ptr<CompletionEventFd> bell_ = std::make_shared<CompletionEventFd>();
 };
 
 }  // namespace
 
 void bind_bell(nb::module_& m) {
-  nb::class_<PyBell>(m, "Bell")
+  nb::class_<PyBell>(m, "CompletionEventFd")
       .def(nb::init<>())
       .def("descriptor", &PyBell::descriptor)
       .def("ticket", &PyBell::ticket)

@@ -60,10 +60,10 @@ struct PyProgram {
 class PyEngine {
  public:
   PyEngine(std::int32_t rank, std::int32_t size, const std::string& directory, nb::bytes secret, const Settings& settings)
-      : engine_(rank, size, directory, std::string(secret.c_str(), secret.size()), settings), desk_(engine_) {}
+      : engine_(rank, size, directory, std::string(secret.c_str(), secret.size()), settings), completions_(engine_) {}
   ~PyEngine() {
-    // Before the desk: the engine ends operations that are the desk's.
-    const Away release;
+    // Before the completions: the engine ends operations that are the completions's.
+    const GilReleased release;
     engine_.close(0);
   }
   PyEngine(const PyEngine&) = delete;
@@ -100,7 +100,7 @@ class PyEngine {
     if (lane >= lane_count) throw nb::value_error("no such lane");
     const View view(data, PyBUF_SIMPLE);
     const Hold held = engine_.hold();
-    SendOperation& op = desk_.make_send();
+    SendOperation& op = completions_.make_send();
     op.id = id;
     op.context = context;
     op.tag = tag;
@@ -112,10 +112,10 @@ class PyEngine {
     op.dtype = dtype;
     op.lane = static_cast<Lane>(lane);
     op.sync = sync;
-    const bool is_open = desk_.start(op, dst);
+    const bool is_open = completions_.start(op, dst);
     if (is_open && op.phase != Operation::Phase::ended) return static_cast<std::int64_t>(op.handle);
     const Outcome outcome = is_open ? op.outcome : Outcome::closed;
-    desk_.recycle(op);
+    completions_.recycle(op);
     return -static_cast<std::int64_t>(outcome);
   }
 
@@ -166,15 +166,15 @@ class PyEngine {
     Run* run;
     {
       const Hold held = engine_.hold();
-      run = &desk_.make_run();
+      run = &completions_.make_run();
       run->id = id;
       run->header = std::make_shared<const std::string>(header.c_str(), header.size());
-      desk_.start(*run, [&] { run->begin(program, stage); });
+      completions_.start(*run, [&] { run->begin(program, stage); });
       if (run->phase != Operation::Phase::ended || run->is_news) return nb::int_(run->handle);
     }
     nb::object result = tuple_of(*run);
     const Hold held = engine_.hold();
-    desk_.recycle(*run);
+    completions_.recycle(*run);
     return result;
   }
 
@@ -183,56 +183,56 @@ class PyEngine {
     Run* run;
     {
       const Hold held = engine_.hold();
-      run = desk_.watched(static_cast<uint64_t>(handle));
+      run = completions_.watched(static_cast<uint64_t>(handle));
       if (run == nullptr) throw nb::value_error("no such run");
-      if (desk_.unwatch(*run, id)) return nb::int_(handle);
+      if (completions_.unwatch(*run, id)) return nb::int_(handle);
     }
     nb::object result = tuple_of(*run);
     const Hold held = engine_.hold();
-    desk_.recycle(*run);
+    completions_.recycle(*run);
     return result;
   }
 
-  Desk& desk() { return desk_; }
+  CompletionQueue& completions() { return completions_; }
 
   // The ranks that a run waits for now.
   std::vector<std::int32_t> awaited(std::int64_t handle) {
     const Hold held = engine_.hold();
-    const Run* run = desk_.run_of(static_cast<uint64_t>(handle));
+    const Run* run = completions_.run_of(static_cast<uint64_t>(handle));
     return run != nullptr ? run->awaited() : std::vector<std::int32_t>();
   }
 
   bool cancel(std::int64_t handle) {
     check();
     const Hold held = engine_.hold();
-    return desk_.cancel(static_cast<uint64_t>(handle));
+    return completions_.cancel(static_cast<uint64_t>(handle));
   }
 
   // News, if this thread is to tell it; then it goes on with `more` until that is empty.
   nb::list wait(double timeout, uint64_t pokes_seen, bool is_teller) {
     check();
     return news(!is_teller, [&](Hold& held) {
-      desk_.wait(held, timeout >= 1e8 ? never : now_ns() + in_ns(timeout), pokes_seen, is_teller);
-      return !desk_.is_empty() && (is_teller || desk_.begin_telling());
+      completions_.wait(held, timeout >= 1e8 ? never : now_ns() + in_ns(timeout), pokes_seen, is_teller);
+      return !completions_.is_empty() && (is_teller || completions_.begin_telling());
     });
   }
 
   nb::list pump(double timeout) {
     check();
     return news(true, [&](Hold& held) {
-      desk_.wait_as_pump(held, now_ns() + in_ns(timeout));
-      return !desk_.is_empty() && desk_.begin_telling();
+      completions_.wait_as_pump(held, now_ns() + in_ns(timeout));
+      return !completions_.is_empty() && completions_.begin_telling();
     });
   }
 
   // Further news for the one who tells; `is_last` ends the telling if there is none.
   nb::list more(bool is_last) {
-    return news(is_last, [&](Hold&) { return is_last ? !desk_.end_telling() : !desk_.is_empty(); });
+    return news(is_last, [&](Hold&) { return is_last ? !completions_.end_telling() : !completions_.is_empty(); });
   }
 
-  void overlook(uint64_t context) {
+  void ignore_context(uint64_t context) {
     const Hold held = engine_.hold();
-    engine_.inbox.overlook(context);
+    engine_.inbox.ignore_context(context);
   }
 
   void end_context(uint64_t context) {
@@ -241,19 +241,19 @@ class PyEngine {
     engine_.inbox.end_context(context);
   }
 
-  uint64_t pokes() {
+  uint64_t interrupt_count() {
     const Hold held = engine_.hold();
-    return desk_.pokes();
+    return completions_.interrupt_count();
   }
-  void poke() {
+  void interrupt_wait() {
     if (engine_.is_forked()) return;
     const Hold held = engine_.hold();
-    desk_.poke();
+    completions_.interrupt_wait();
   }
 
   void close(double flush_s) {
     if (engine_.is_forked()) return;
-    const Away release;
+    const GilReleased release;
     engine_.close(in_ns(flush_s));
   }
 
@@ -293,7 +293,7 @@ class PyEngine {
   double ping(std::int32_t peer, size_t nbytes, int rounds, bool is_first) {
     check();
     check_rank(peer);
-    const Away release;
+    const GilReleased release;
     return ping_pong(engine_, peer, nbytes, rounds, is_first);
   }
 
@@ -321,14 +321,14 @@ class PyEngine {
     ReceiveOperation* op;
     {
       const Hold held = engine_.hold();
-      op = &desk_.make_receive();
+      op = &completions_.make_receive();
       op->id = id;
       op->source = src;
       op->context = context;
       op->tag = static_cast<uint64_t>(tag);
       op->any_tag = tag < 0;
       prepare(*op);
-      if (!desk_.start(*op)) {
+      if (!completions_.start(*op)) {
         op->outcome = Outcome::closed;
         op->phase = Operation::Phase::ended;
       }
@@ -336,7 +336,7 @@ class PyEngine {
     }
     nb::object result = tuple_of(*op);
     const Hold held = engine_.hold();
-    desk_.recycle(*op);
+    completions_.recycle(*op);
     return result;
   }
 
@@ -346,25 +346,25 @@ class PyEngine {
     nb::list result;
     if (!take_news(result, may_tell) || !is_whole) return result;
     // All it did was to give memory to operations: there is nothing to tell yet.
-    while (result.size() == 0 && take_news(result, [this](Hold&) { return !desk_.end_telling(); })) continue;
+    while (result.size() == 0 && take_news(result, [this](Hold&) { return !completions_.end_telling(); })) continue;
     return result;
   }
 
   template <class May>
   bool take_news(nb::list& result, May may_tell) {
-    std::vector<Desk::News> taken;
+    std::vector<CompletionQueue::News> taken;
     {
-      const Away release;
+      const GilReleased release;
       Hold held = engine_.hold();
       if (!may_tell(held)) return false;
-      taken = desk_.take();
-      for (Desk::News& one : taken)
+      taken = completions_.take();
+      for (CompletionQueue::News& one : taken)
         if (one.operation != nullptr) one.operation->is_news = false;
     }
     std::vector<Operation*> ended;
-    for (Desk::News& one : taken) {
+    for (CompletionQueue::News& one : taken) {
       if (one.operation == nullptr) {
-        if (const Desk::Unmet* const u = one.unmet.get(); u != nullptr)
+        if (const CompletionQueue::Unmet* const u = one.unmet.get(); u != nullptr)
           result.append(nb::make_tuple(-2, u->context, u->source, u->sequence, nb::bytes(u->header.data(), u->header.size())));
         else
           result.append(nb::make_tuple(-1, one.down.rank, one.down.cause, one.down.left));
@@ -377,7 +377,7 @@ class PyEngine {
     }
     if (ended.empty()) return true;
     const Hold held = engine_.hold();
-    for (Operation* op : ended) desk_.recycle(*op);
+    for (Operation* op : ended) completions_.recycle(*op);
     return true;
   }
 
@@ -439,12 +439,12 @@ class PyEngine {
   }
 
   Engine engine_;
-  Desk desk_;
+  CompletionQueue completions_;
 };
 
 }  // namespace
 
-engine::Desk& desk_of(nb::handle engine) { return nb::cast<PyEngine&>(engine).desk(); }
+engine::CompletionQueue& desk_of(nb::handle engine) { return nb::cast<PyEngine&>(engine).completions(); }
 
 std::shared_ptr<const engine::Program> program_of(nb::handle program) {
   return nb::cast<PyProgram&>(program).program;
@@ -518,10 +518,10 @@ void bind_engine(nb::module_& m) {
       .def("wait", &PyEngine::wait)
       .def("pump", &PyEngine::pump)
       .def("more", &PyEngine::more)
-      .def("overlook", &PyEngine::overlook)
+      .def("ignore_context", &PyEngine::ignore_context)
       .def("end_context", &PyEngine::end_context)
-      .def("pokes", &PyEngine::pokes)
-      .def("poke", &PyEngine::poke)
+      .def("interrupt_count", &PyEngine::interrupt_count)
+      .def("interrupt_wait", &PyEngine::interrupt_wait)
       .def("close", &PyEngine::close)
       .def("is_forked", &PyEngine::is_forked)
       .def("refused", &PyEngine::refused)

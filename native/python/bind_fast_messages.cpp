@@ -20,7 +20,7 @@
 
 namespace unisono {
 
-engine::Desk& desk_of(nb::handle engine);
+engine::CompletionQueue& desk_of(nb::handle engine);
 
 namespace {
 
@@ -34,12 +34,12 @@ constexpr uint64_t glance_bytes = 16 * 1024;
 // When the call began that this thread makes anew in Python, until Python has asked; 0: none.
 thread_local std::int64_t begun_ns = 0;
 
-class HotMessages {
+class FastMessages {
  public:
-  HotMessages(nb::object engine, nb::object ledger, uint64_t context, std::vector<std::int32_t> members, nb::object array_type,
+  FastMessages(nb::object engine, nb::object call_log, uint64_t context, std::vector<std::int32_t> members, nb::object array_type,
               nb::object empty, nb::list dtypes, nb::object status, nb::object any, bool is_introduced)
-      : ledger(nb::cast<Ledger&>(ledger)),
-        desk(desk_of(engine)),
+      : call_log(nb::cast<CallLog&>(call_log)),
+        completions(desk_of(engine)),
         context(context),
         members(std::move(members)),
         status(std::move(status)),
@@ -47,11 +47,11 @@ class HotMessages {
         arguments(std::move(array_type), std::move(empty)),
         is_introduced_(this->members.size(), is_introduced),
         engine_(std::move(engine)),
-        ledger_(std::move(ledger)) {
+        call_log_(std::move(call_log)) {
     if (!PyType_Check(this->status.ptr()) || !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(this->status.ptr()), &PyTuple_Type))
       throw nb::type_error("allowed: a status that is a tuple");
     for (const std::int32_t member : this->members)
-      if (member < 0 || member >= desk.engine().size) throw nb::value_error("no such rank");
+      if (member < 0 || member >= completions.engine().size) throw nb::value_error("no such rank");
     for (const nb::handle dtype : dtypes) dtypes_.push_back(nb::borrow(dtype));
     if (dtypes_.size() > dtype_count) throw nb::value_error("allowed: a NumPy type, or None, by the number of the dtype");
   }
@@ -68,8 +68,8 @@ class HotMessages {
     is_introduced_[rank] = true;
   }
 
-  Ledger& ledger;
-  Desk& desk;
+  CallLog& call_log;
+  CompletionQueue& completions;
   const uint64_t context;
   const std::vector<std::int32_t> members;
   const nb::object status, any;
@@ -80,14 +80,14 @@ class HotMessages {
  private:
   std::vector<bool> is_introduced_;  // the group has told a peer who it is
   std::vector<nb::object> dtypes_;
-  nb::object engine_, ledger_;  // kept for the references above
+  nb::object engine_, call_log_;  // kept for the references above
 };
 
 // What both directions share.
-class HotMessage : public HotCall {
+class HotMessage : public FastCall {
  public:
   HotMessage(nb::object path, nb::object slow, nb::object check_header)
-      : HotCall(std::move(slow), std::move(check_header)), path(nb::cast<HotMessages&>(path)), path_(std::move(path)) {}
+      : FastCall(std::move(slow), std::move(check_header)), path(nb::cast<FastMessages&>(path)), path_(std::move(path)) {}
 
  protected:
   struct Given {
@@ -110,7 +110,7 @@ class HotMessage : public HotCall {
     return result;
   }
 
-  HotMessages& path;
+  FastMessages& path;
 
  private:
   nb::object path_;
@@ -151,23 +151,23 @@ bool HotMessage::parse(PyObject* const* args, size_t nargsf, PyObject* names, Py
 
 // Wait with the GIL let go until it ends. False if it was taken back instead, and is no longer ours.
 bool HotMessage::wait(const Operation& operation, uint64_t handle) const {
-  Ledger::Flight flight{Ledger::no_sequence, path.desk, handle};
-  path.ledger.flights.push_back(&flight);
+  CallLog::InFlightCall flight{CallLog::no_sequence, path.completions, handle};
+  path.call_log.flights.push_back(&flight);
   bool has_ended = true;
   {
-    const Away released;
-    Engine& engine = path.desk.engine();
+    const GilReleased released;
+    Engine& engine = path.completions.engine();
     Hold held = engine.hold();
     begun_ns = now_ns();
-    path.desk.wait_for(held, operation, begun_ns + patience_ns, flight.is_recalled);
+    path.completions.wait_for(held, operation, begun_ns + patience_ns, flight.is_recalled);
     if (operation.phase != Operation::Phase::ended) {
-      has_ended = !path.desk.cancel(handle);
+      has_ended = !path.completions.cancel(handle);
       // It was met: nobody may touch the memory when we return.
       while (has_ended && operation.phase != Operation::Phase::ended && !engine.is_closed())
         engine.wait(held, [&] { return operation.phase == Operation::Phase::ended; }, now_ns() + second);
     }
   }
-  std::erase(path.ledger.flights, &flight);
+  std::erase(path.call_log.flights, &flight);
   return has_ended;
 }
 
@@ -178,15 +178,15 @@ class HotSend final : public HotMessage {
   PyObject* call(PyObject* const* args, size_t nargsf, PyObject* names) override {
     static PyObject* const dst_word = interned("dst");
     Given given;
-    if (path.desk.engine().is_forked() || !path.ledger.is_plain ||
+    if (path.completions.engine().is_forked() || !path.call_log.fast_path_open ||
         !parse(args, nargsf, names, dst_word, is_contiguous | is_aligned, false, given) || !path.is_introduced(given.rank))
       return call_slow(args, nargsf, names);
     bool has_ended, is_done = false;
     SendOperation* op;
     uint64_t handle;
     {
-      const Hold held = path.desk.engine().hold();
-      op = &path.desk.make_send();
+      const Hold held = path.completions.engine().hold();
+      op = &path.completions.make_send();
       handle = op->handle;
       op->is_watched = true;
       op->context = path.context;
@@ -199,17 +199,17 @@ class HotSend final : public HotMessage {
       op->lane = Lane::bulk;
       op->sync = false;
       op->outcome = Outcome::closed;
-      has_ended = !path.desk.start(*op, path.members[given.rank]);
+      has_ended = !path.completions.start(*op, path.members[given.rank]);
       has_ended = has_ended || op->phase == Operation::Phase::ended;
       if (has_ended) {
         is_done = op->outcome == Outcome::done;
-        path.desk.recycle(*op);
+        path.completions.recycle(*op);
       }
     }
     if (!has_ended && wait(*op, handle)) {
-      const Hold held = path.desk.engine().hold();
+      const Hold held = path.completions.engine().hold();
       is_done = op->outcome == Outcome::done;
-      path.desk.recycle(*op);
+      path.completions.recycle(*op);
     }
     if (is_done) {
       begun_ns = 0;
@@ -227,7 +227,7 @@ class HotReceive final : public HotMessage {
   PyObject* call(PyObject* const* args, size_t nargsf, PyObject* names) override {
     static PyObject* const src_word = interned("src");
     Given given;
-    if (path.desk.engine().is_forked() || !path.ledger.is_plain ||
+    if (path.completions.engine().is_forked() || !path.call_log.fast_path_open ||
         !parse(args, nargsf, names, src_word, is_contiguous | is_aligned | is_writeable, true, given) || given.what.is_number())
       return call_slow(args, nargsf, names);
     Met met;
@@ -235,8 +235,8 @@ class HotReceive final : public HotMessage {
     ReceiveOperation* op;
     uint64_t handle;
     {
-      const Hold held = path.desk.engine().hold();
-      op = &path.desk.make_receive();
+      const Hold held = path.completions.engine().hold();
+      op = &path.completions.make_receive();
       handle = op->handle;
       op->is_watched = true;
       op->context = path.context;
@@ -248,13 +248,13 @@ class HotReceive final : public HotMessage {
       op->dtype = given.dtype;
       op->is_probe = op->is_open_ended = op->in_order = false;
       op->outcome = Outcome::closed;
-      has_ended = !path.desk.start(*op);
-      if (!has_ended && given.nbytes <= glance_bytes) path.desk.glance_at(*op);
+      has_ended = !path.completions.start(*op);
+      if (!has_ended && given.nbytes <= glance_bytes) path.completions.poll_briefly_for(*op);
       has_ended = has_ended || op->phase == Operation::Phase::ended;
       if (has_ended) met = take(*op);
     }
     if (!has_ended && wait(*op, handle)) {
-      const Hold held = path.desk.engine().hold();
+      const Hold held = path.completions.engine().hold();
       met = take(*op);
     }
     if (met.is_done) {
@@ -277,7 +277,7 @@ class HotReceive final : public HotMessage {
   Met take(ReceiveOperation& op) const {
     Met met{op.outcome == Outcome::done, op.met.tag, op.met.nbytes, {}};
     if (met.is_done && !op.header_held.empty()) met.header.swap(op.header_held);
-    path.desk.recycle(op);
+    path.completions.recycle(op);
     return met;
   }
 
@@ -303,17 +303,17 @@ nb::object make_receive(nb::object path, nb::object slow, nb::object check_heade
 }  // namespace
 
 void bind_hot_messages(nb::module_& m) {
-  nb::class_<HotMessages>(m, "HotMessages")
+  nb::class_<FastMessages>(m, "FastMessages")
       .def(nb::init<nb::object, nb::object, uint64_t, std::vector<std::int32_t>, nb::object, nb::object, nb::list, nb::object,
                     nb::object, bool>(),
-           nb::arg("engine"), nb::arg("ledger"), nb::kw_only(), nb::arg("context"), nb::arg("members"), nb::arg("array_type"),
+           nb::arg("engine"), nb::arg("call_log"), nb::kw_only(), nb::arg("context"), nb::arg("members"), nb::arg("array_type"),
            nb::arg("empty"), nb::arg("dtypes"), nb::arg("status"), nb::arg("any"), nb::arg("is_introduced"))
-      .def("introduce", &HotMessages::introduce)
-      .def("take_begun", [](const HotMessages&) { return static_cast<double>(std::exchange(begun_ns, 0)) / 1e9; })
+      .def("introduce", &FastMessages::introduce)
+      .def("take_begun", [](const FastMessages&) { return static_cast<double>(std::exchange(begun_ns, 0)) / 1e9; })
       .def("send", &make_send, nb::arg("slow"), nb::arg("check_header"))
       .def("recv", &make_receive, nb::arg("slow"), nb::arg("check_header"))
-      .def_ro("ended", &HotMessages::ended)
-      .def_ro("handed_over", &HotMessages::handed_over);
+      .def_ro("ended", &FastMessages::ended)
+      .def_ro("handed_over", &FastMessages::handed_over);
 }
 
 }  // namespace unisono

@@ -30,7 +30,7 @@ namespace nb = nanobind;
 
 namespace unisono {
 
-engine::Desk& desk_of(nb::handle engine);
+engine::CompletionQueue& desk_of(nb::handle engine);
 std::shared_ptr<const engine::Program> program_of(nb::handle program);
 
 namespace {
@@ -101,34 +101,34 @@ struct Learned {
   uint64_t bytes = 0;        // of the longer buffer
 };
 
-class HotVerb;
+class FastVerb;
 
-class HotPath {
+class FastPath {
  public:
-  HotPath(nb::object engine, nb::object ledger, uint64_t context, Py_ssize_t size, size_t window, double stall_s,
+  FastPath(nb::object engine, nb::object call_log, uint64_t context, Py_ssize_t size, size_t window, double stall_s,
           nb::object array_type, nb::object empty, nb::object is_users)
-      : ledger(nb::cast<Ledger&>(ledger)),
-        desk(desk_of(engine)),
+      : call_log(nb::cast<CallLog&>(call_log)),
+        completions(desk_of(engine)),
         context(context),
         size(size),
         window(window > 0 ? window : 1),
         stall_ns(static_cast<std::int64_t>(stall_s * 1e9)),
         arguments(std::move(array_type), std::move(empty)),
         engine_(std::move(engine)),
-        ledger_(std::move(ledger)),
+        call_log_(std::move(call_log)),
         is_users_(std::move(is_users)) {
-    ahead.resize(static_cast<size_t>(desk.engine().size));
+    ahead.resize(static_cast<size_t>(completions.engine().size));
   }
 
   // Messages that no call here has met although it should have: (rank, number, header) of calls before `sequence`.
   nb::list unmet(uint64_t sequence) {
-    std::vector<Desk::Unmet> found;
+    std::vector<CompletionQueue::Unmet> found;
     if (sequence > 0) {
-      const Hold held = desk.engine().hold();
-      found = desk.unmet(context, tag_of(sequence - 1));
+      const Hold held = completions.engine().hold();
+      found = completions.unmet(context, tag_of(sequence - 1));
     }
     nb::list result;
-    for (const Desk::Unmet& one : found)
+    for (const CompletionQueue::Unmet& one : found)
       result.append(nb::make_tuple(one.source, one.sequence, nb::bytes(one.header.data(), one.header.size())));
     return result;
   }
@@ -145,8 +145,8 @@ class HotPath {
   bool learn(uint64_t sequence, const std::string& operation, nb::handle program, uint8_t dtype, std::int32_t op,
              nb::handle in, nb::handle out, nb::bytes header, std::int64_t divisor);
 
-  Ledger& ledger;
-  Desk& desk;
+  CallLog& call_log;
+  CompletionQueue& completions;
   const uint64_t context;
   const Py_ssize_t size;
   const size_t window;
@@ -159,7 +159,7 @@ class HotPath {
   uint64_t ended = 0, missed = 0, handed_over = 0;
 
   struct Miss {
-    HotVerb& verb;
+    FastVerb& verb;
     const Given& given;
     uint64_t sequence;
     unsigned long thread;
@@ -171,15 +171,15 @@ class HotPath {
     return nb::cast<bool>(is_users_(nb::borrow(code).attr("co_filename")));
   }
 
-  nb::object engine_, ledger_;  // kept for the references above
+  nb::object engine_, call_log_;  // kept for the references above
   nb::object is_users_;
 };
 
 // One verb of one communicator.
-class HotVerb final : public HotCall {
+class FastVerb final : public FastCall {
  public:
-  HotVerb(nb::object path, Verb verb, nb::object slow, nb::object aid)
-      : HotCall(std::move(slow), std::move(aid)), path(nb::cast<HotPath&>(path)), verb(verb), path_(std::move(path)) {}
+  FastVerb(nb::object path, Verb verb, nb::object slow, nb::object aid)
+      : FastCall(std::move(slow), std::move(aid)), path(nb::cast<FastPath&>(path)), verb(verb), path_(std::move(path)) {}
 
   PyObject* call(PyObject* const* args, size_t nargsf, PyObject* names) override;
   void keep(std::unique_ptr<Learned> learned) {
@@ -187,7 +187,7 @@ class HotVerb final : public HotCall {
     learned_[learned->key.hash() % learned_max] = std::move(learned);
   }
 
-  HotPath& path;
+  FastPath& path;
   const Verb verb;
 
  private:
@@ -197,9 +197,9 @@ class HotVerb final : public HotCall {
   PyObject* ask_python(PyObject* const* args, size_t nargsf, PyObject* names, const Given& given);
   bool run(const Learned& learned, PyObject* x, const nb::object& out);
   bool wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x, const nb::object& out,
-            std::optional<Desk::Unmet>& unmet);
+            std::optional<CompletionQueue::Unmet>& unmet);
   bool may_run_ahead(const Learned& learned) const;
-  void heed(const Desk::Unmet& unmet) const;
+  void heed(const CompletionQueue::Unmet& unmet) const;
   bool hand_over(const Text& header, uint64_t sequence, uint64_t handle, std::int64_t started, PyObject* x,
                  const nb::object& out, nb::handle interruption);
   bool is_in_place() const { return verb == Verb::all_reduce || verb == Verb::broadcast; }
@@ -209,7 +209,7 @@ class HotVerb final : public HotCall {
   std::vector<std::unique_ptr<Learned>> learned_;
 };
 
-bool HotVerb::parse_x(PyObject* x, Given& given) const {
+bool FastVerb::parse_x(PyObject* x, Given& given) const {
   if (!path.arguments.see(x, given.x)) return false;
   const ArrayObject& array = as_array(given.x.array);
   const int needed = is_contiguous | is_aligned | (is_in_place() ? is_writeable : 0);
@@ -227,7 +227,7 @@ bool HotVerb::parse_x(PyObject* x, Given& given) const {
 // The same text may come in many objects; those in the source are one.
 bool is_one_object(PyObject* text) { return PyUnicode_CheckExact(text) && PyUnicode_CHECK_INTERNED(text); }
 
-bool HotVerb::parse(PyObject* const* args, Py_ssize_t count, PyObject* names, Given& given) const {
+bool FastVerb::parse(PyObject* const* args, Py_ssize_t count, PyObject* names, Given& given) const {
   static PyObject* const op_word = interned("op");
   static PyObject* const root_word = interned("root");
   static PyObject* const out_word = interned("out");
@@ -270,7 +270,7 @@ bool HotVerb::parse(PyObject* const* args, Py_ssize_t count, PyObject* names, Gi
 }
 
 // Whether `out` may be filled as it is.
-bool HotVerb::fits(const Given& given) const {
+bool FastVerb::fits(const Given& given) const {
   if (given.out.is_number()) return false;
   const ArrayObject& x = as_array(given.x.array);
   const ArrayObject& out = as_array(given.out.array);
@@ -285,7 +285,7 @@ bool HotVerb::fits(const Given& given) const {
   return true;
 }
 
-nb::object HotVerb::make_result(const Given& given) const {
+nb::object FastVerb::make_result(const Given& given) const {
   const Key& key = given.key;
   Py_ssize_t shape[dims_max];
   int nd = 0;
@@ -294,9 +294,9 @@ nb::object HotVerb::make_result(const Given& given) const {
   return path.arguments.make(shape, nd, nb::handle(key.descr));
 }
 
-PyObject* HotVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) {
+PyObject* FastVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) {
   Given given;
-  if (path.desk.engine().is_forked() || !parse(args, PyVectorcall_NARGS(nargsf), names, given))
+  if (path.completions.engine().is_forked() || !parse(args, PyVectorcall_NARGS(nargsf), names, given))
     return call_slow(args, nargsf, names);
   PyFrameObject* const frame = PyEval_GetFrame();
   if (frame == nullptr) return call_slow(args, nargsf, names);
@@ -304,7 +304,7 @@ PyObject* HotVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) {
   given.key.code = code.ptr();
   given.key.lasti = PyFrame_GetLasti(frame);
   const Learned* known = learned_.empty() ? nullptr : learned_[given.key.hash() % learned_max].get();
-  if (known == nullptr || !(known->key == given.key) || !path.ledger.is_plain) return ask_python(args, nargsf, names, given);
+  if (known == nullptr || !(known->key == given.key) || !path.call_log.fast_path_open) return ask_python(args, nargsf, names, given);
   nb::object out;
   if (given.out.given != nullptr) {
     const uint64_t itemsize = itemsizes[known->dtype];
@@ -320,7 +320,7 @@ PyObject* HotVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) {
     out = make_result(given);
     // Making it may have run any code, and `known` may be gone.
     known = learned_[given.key.hash() % learned_max].get();
-    if (!(known->key == given.key) || !path.ledger.is_plain) return ask_python(args, nargsf, names, given);
+    if (!(known->key == given.key) || !path.call_log.fast_path_open) return ask_python(args, nargsf, names, given);
   }
   if (!run(*known, given.x.array, out)) return nullptr;
   if (verb == Verb::barrier) Py_RETURN_NONE;
@@ -329,20 +329,20 @@ PyObject* HotVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) {
   return given.x.is_number() ? Arguments::number_of(given.x) : Py_NewRef(given.x.given);
 }
 
-PyObject* HotVerb::ask_python(PyObject* const* args, size_t nargsf, PyObject* names, const Given& given) {
+PyObject* FastVerb::ask_python(PyObject* const* args, size_t nargsf, PyObject* names, const Given& given) {
   ++path.missed;
-  const HotPath::Miss miss{*this, given, path.ledger.next, PyThread_get_thread_ident()};
-  const HotPath::Miss* const outer = std::exchange(path.miss, &miss);
+  const FastPath::Miss miss{*this, given, path.call_log.next, PyThread_get_thread_ident()};
+  const FastPath::Miss* const outer = std::exchange(path.miss, &miss);
   PyObject* const result = call_slow(args, nargsf, names);
   // Another thread may have put its own in this place, and taken it away again, or not yet.
   if (path.miss == &miss) path.miss = outer;
   return result;
 }
 
-bool HotPath::learn(uint64_t sequence, const std::string& operation, nb::handle program, uint8_t dtype, std::int32_t op,
+bool FastPath::learn(uint64_t sequence, const std::string& operation, nb::handle program, uint8_t dtype, std::int32_t op,
                     nb::handle in, nb::handle out, nb::bytes header, std::int64_t divisor) {
   if (miss == nullptr || miss->thread != PyThread_get_thread_ident() || miss->sequence != sequence) return false;
-  const HotVerb& verb = miss->verb;
+  const FastVerb& verb = miss->verb;
   const Given& given = miss->given;
   if (operation != verb_names[static_cast<size_t>(verb.verb)] || dtype >= dtype_count) return false;
   if (!is_users(given.key.code)) return false;  // the place that the fingerprint shows is further out
@@ -387,7 +387,7 @@ bool HotPath::learn(uint64_t sequence, const std::string& operation, nb::handle 
   return true;
 }
 
-bool HotVerb::may_run_ahead(const Learned& learned) const {
+bool FastVerb::may_run_ahead(const Learned& learned) const {
   if (learned.bytes > ahead_bytes) return false;
   for (const std::int32_t peer : learned.unanswered)
     if (path.ahead[static_cast<size_t>(peer)] >= ahead_max) return false;
@@ -395,11 +395,11 @@ bool HotVerb::may_run_ahead(const Learned& learned) const {
 }
 
 // A message waits for a call that has been made here: Python compares, and raises if it was another.
-void HotVerb::heed(const Desk::Unmet& unmet) const {
+void FastVerb::heed(const CompletionQueue::Unmet& unmet) const {
   helper.attr("heed")(unmet.source, unmet.sequence, nb::bytes(unmet.header.data(), unmet.header.size()));
 }
 
-bool HotVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
+bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
   Stage stage;
   stage.context = path.context;
   stage.dtype = learned.dtype;
@@ -409,8 +409,8 @@ bool HotVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
   if (x != nullptr && !is_in_place()) stage.in = as_array(x).data;
   if (out.is_valid()) stage.out = as_array(out.ptr()).data;
   // From here to the flight's entry below nobody else runs Python: allowed, numbered and under way in one breath.
-  const uint64_t sequence = path.ledger.next++;
-  path.ledger.remember(sequence, learned.header);
+  const uint64_t sequence = path.call_log.next++;
+  path.call_log.remember(sequence, learned.header);
   stage.tag = tag_of(sequence);
   stage.runs_ahead = may_run_ahead(learned);
   for (const std::int32_t peer : learned.unanswered) {
@@ -419,23 +419,23 @@ bool HotVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
   }
   for (const std::int32_t peer : learned.answering) path.ahead[static_cast<size_t>(peer)] = 0;
   bool is_done = false;
-  std::optional<Desk::Unmet> unmet;
+  std::optional<CompletionQueue::Unmet> unmet;
   Run* run;
   uint64_t handle;
   {
-    const Hold held = path.desk.engine().hold();
-    run = &path.desk.make_run();
+    const Hold held = path.completions.engine().hold();
+    run = &path.completions.make_run();
     handle = run->handle;
     run->is_watched = true;
     run->header = learned.header;
     run->phase = Operation::Phase::starting;
     run->begin(learned.program, stage);
     if (run->phase == Operation::Phase::starting) run->phase = Operation::Phase::active;
-    if (learned.bytes <= glance_bytes) path.desk.glance_at(*run);
+    if (learned.bytes <= glance_bytes) path.completions.poll_briefly_for(*run);
     if (run->phase == Operation::Phase::ended && run->outcome == Outcome::done) [[likely]] {
       is_done = true;
-      path.desk.recycle(*run);
-      if (const Arrived* const first = path.desk.first_unmet(path.context, stage.tag); first != nullptr) [[unlikely]]
+      path.completions.recycle(*run);
+      if (const UnexpectedMessage* const first = path.completions.first_unmet(path.context, stage.tag); first != nullptr) [[unlikely]]
         unmet.emplace(first->envelope);
     }
   }
@@ -449,7 +449,7 @@ bool HotVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
     return false;
   if (unmet.has_value()) heed(*unmet);
   if (divisor != 0) {
-    std::optional<Away> released;
+    std::optional<GilReleased> released;
     if (count * itemsizes[dtype] >= gil_release_bytes) released.emplace();
     active_kernels().divide[dtype](as_array(out.ptr()).data, count, divisor);
   }
@@ -457,26 +457,26 @@ bool HotVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
 }
 
 // Wait for the end of a run with the GIL let go; false if an exception is set.
-bool HotVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x, const nb::object& out,
-                   std::optional<Desk::Unmet>& unmet) {
+bool FastVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x, const nb::object& out,
+                   std::optional<CompletionQueue::Unmet>& unmet) {
   const Text header = learned.header;
   const std::int64_t started = now_ns(), stalled = started + path.stall_ns;
-  Ledger::Flight flight{sequence, path.desk, handle};
-  path.ledger.flights.push_back(&flight);
+  CallLog::InFlightCall flight{sequence, path.completions, handle};
+  path.call_log.flights.push_back(&flight);
   nb::object interruption;
   for (;;) {
     bool is_done = false, is_ours = true;
     {
-      const Away released;
-      Hold held = path.desk.engine().hold();
+      const GilReleased released;
+      Hold held = path.completions.engine().hold();
       const std::int64_t now = now_ns();
-      const bool has_other = path.desk.wait_for(held, run, std::min(now + slice_ns, stalled), flight.is_recalled);
+      const bool has_other = path.completions.wait_for(held, run, std::min(now + slice_ns, stalled), flight.is_recalled);
       if (run.phase == Operation::Phase::ended) {
         is_done = run.outcome == Outcome::done;
         is_ours = is_done;
         if (is_done) {
-          path.desk.recycle(run);
-          if (const Arrived* const first = path.desk.first_unmet(path.context, tag_of(sequence)); first != nullptr) [[unlikely]]
+          path.completions.recycle(run);
+          if (const UnexpectedMessage* const first = path.completions.first_unmet(path.context, tag_of(sequence)); first != nullptr) [[unlikely]]
             unmet.emplace(first->envelope);
         }
       } else if (has_other) {
@@ -484,7 +484,7 @@ bool HotVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t
       }
     }
     if (is_done) {
-      std::erase(path.ledger.flights, &flight);
+      std::erase(path.call_log.flights, &flight);
       ++path.ended;
       return true;
     }
@@ -495,11 +495,11 @@ bool HotVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t
     }
     if (!is_ours || now_ns() >= stalled) break;
   }
-  std::erase(path.ledger.flights, &flight);
+  std::erase(path.call_log.flights, &flight);
   return hand_over(header, sequence, handle, started, x, out, interruption);
 }
 
-bool HotVerb::hand_over(const Text& header, uint64_t sequence, uint64_t handle, std::int64_t started, PyObject* x,
+bool FastVerb::hand_over(const Text& header, uint64_t sequence, uint64_t handle, std::int64_t started, PyObject* x,
                         const nb::object& out, nb::handle interruption) {
   ++path.handed_over;
   try {
@@ -511,12 +511,12 @@ bool HotVerb::hand_over(const Text& header, uint64_t sequence, uint64_t handle, 
   } catch (nb::python_error& error) {
     // An interrupt may have come before Python had it in hand: the memory must be left alone before we return.
     {
-      const Away released;
-      Hold held = path.desk.engine().hold();
-      if (Run* const run = path.desk.watched(handle); run != nullptr) {
+      const GilReleased released;
+      Hold held = path.completions.engine().hold();
+      if (Run* const run = path.completions.watched(handle); run != nullptr) {
         run->cancel();
-        path.desk.engine().wait(held, [&] { return run->phase == Operation::Phase::ended; }, never);
-        path.desk.recycle(*run);
+        path.completions.engine().wait(held, [&] { return run->phase == Operation::Phase::ended; }, never);
+        path.completions.recycle(*run);
       }
     }
     error.restore();
@@ -528,7 +528,7 @@ nb::object make_verb(nb::object path, const std::string& name, nb::object slow, 
   for (size_t i = 0; i < verb_count; ++i)
     if (name == verb_names[i])
       return make_callable(
-          std::make_unique<HotVerb>(std::move(path), static_cast<Verb>(i), std::move(slow), std::move(aid)));
+          std::make_unique<FastVerb>(std::move(path), static_cast<Verb>(i), std::move(slow), std::move(aid)));
   throw nb::value_error("no such verb");
 }
 
@@ -537,48 +537,48 @@ nb::object bytes_of(const Text& text) { return nb::bytes(text->data(), text->siz
 }  // namespace
 
 void bind_hot_path(nb::module_& m) {
-  nb::class_<Ledger>(m, "Ledger")
+  nb::class_<CallLog>(m, "CallLog")
       .def(nb::init<>())
-      .def_rw("next", &Ledger::next)
-      .def_rw("is_plain", &Ledger::is_plain)
-      .def("take", [](Ledger& self) { return self.next++; })
+      .def_rw("next", &CallLog::next)
+      .def_rw("fast_path_open", &CallLog::fast_path_open)
+      .def("take", [](CallLog& self) { return self.next++; })
       .def("remember",
-           [](Ledger& self, uint64_t sequence, nb::bytes text) {
+           [](CallLog& self, uint64_t sequence, nb::bytes text) {
              self.remember(sequence, std::make_shared<const std::string>(text.c_str(), text.size()));
            })
       .def("find",
-           [](const Ledger& self, uint64_t sequence) {
+           [](const CallLog& self, uint64_t sequence) {
              const Text* const found = self.find(sequence);
              return found != nullptr ? bytes_of(*found) : nb::none();
            })
       .def("last",
-           [](const Ledger& self, size_t count) {
+           [](const CallLog& self, size_t count) {
              nb::dict calls;
              for (size_t i = std::min(count, self.size()); i > 0; --i)
                calls[nb::int_(self.at(i - 1).sequence)] = bytes_of(self.at(i - 1).text);
              return calls;
            })
-      .def("__len__", &Ledger::size)
+      .def("__len__", &CallLog::size)
       .def("awaited",
-           [](const Ledger& self, uint64_t sequence) {
-             for (const Ledger::Flight* flight : self.flights) {
+           [](const CallLog& self, uint64_t sequence) {
+             for (const CallLog::InFlightCall* flight : self.flights) {
                if (flight->sequence != sequence) continue;
-               const Hold held = flight->desk.engine().hold();
-               const Run* const run = flight->desk.run_of(flight->handle);
+               const Hold held = flight->completions.engine().hold();
+               const Run* const run = flight->completions.run_of(flight->handle);
                return run != nullptr ? run->awaited() : std::vector<std::int32_t>();
              }
              return std::vector<std::int32_t>();
            })
-      .def("recall", [](Ledger& self) {
-        for (Ledger::Flight* flight : self.flights) {
+      .def("interrupt_in_flight", [](CallLog& self) {
+        for (CallLog::InFlightCall* flight : self.flights) {
           flight->is_recalled.store(true, std::memory_order_relaxed);
-          const Hold held = flight->desk.engine().hold();
-          flight->desk.poke();
+          const Hold held = flight->completions.engine().hold();
+          flight->completions.interrupt_wait();
         }
       });
-  nb::class_<HotPath>(m, "HotPath")
+  nb::class_<FastPath>(m, "FastPath")
       .def(nb::init<nb::object, nb::object, uint64_t, Py_ssize_t, size_t, double, nb::object, nb::object, nb::object>(),
-           nb::arg("engine"), nb::arg("ledger"), nb::kw_only(), nb::arg("context"), nb::arg("size"), nb::arg("window"),
+           nb::arg("engine"), nb::arg("call_log"), nb::kw_only(), nb::arg("context"), nb::arg("size"), nb::arg("window"),
            nb::arg("stall_s"), nb::arg("array_type"), nb::arg("empty"), nb::arg("is_users"))
       .def_prop_ro_static("verbs",
                           [](nb::handle) {
@@ -587,13 +587,13 @@ void bind_hot_path(nb::module_& m) {
                             return nb::tuple(names);
                           })
       .def("verb", &make_verb, nb::arg("name"), nb::arg("slow"), nb::arg("aid"))
-      .def("unmet", &HotPath::unmet, nb::arg("sequence"))
-      .def("behind", &HotPath::behind)
-      .def("learn", &HotPath::learn, nb::arg("sequence"), nb::arg("operation"), nb::arg("program"), nb::arg("dtype"),
+      .def("unmet", &FastPath::unmet, nb::arg("sequence"))
+      .def("behind", &FastPath::behind)
+      .def("learn", &FastPath::learn, nb::arg("sequence"), nb::arg("operation"), nb::arg("program"), nb::arg("dtype"),
            nb::arg("op"), nb::arg("memory_in").none(), nb::arg("memory_out").none(), nb::arg("header"), nb::arg("divisor"))
-      .def_ro("ended", &HotPath::ended)
-      .def_ro("missed", &HotPath::missed)
-      .def_ro("handed_over", &HotPath::handed_over);
+      .def_ro("ended", &FastPath::ended)
+      .def_ro("missed", &FastPath::missed)
+      .def_ro("handed_over", &FastPath::handed_over);
 }
 
 }  // namespace unisono

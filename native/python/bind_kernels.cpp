@@ -76,7 +76,7 @@ void require_separate(bool allowed) {
 
 template <class Work>
 void run(std::size_t bytes, Work work) {
-  std::optional<Away> released;
+  std::optional<GilReleased> released;
   if (bytes >= gil_release_bytes) released.emplace();
   work();
 }

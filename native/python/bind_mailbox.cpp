@@ -10,7 +10,7 @@ namespace nb = nanobind;
 
 namespace unisono {
 
-engine::Desk& desk_of(nb::handle engine);
+engine::CompletionQueue& desk_of(nb::handle engine);
 
 namespace {
 
@@ -19,7 +19,7 @@ using namespace engine;
 class PyMailbox {
  public:
   PyMailbox(nb::object engine, uint64_t context, uint64_t tag)
-      : owner_(std::move(engine)), desk_(desk_of(owner_)), engine_(desk_.engine()) {
+      : owner_(std::move(engine)), completions_(desk_of(owner_)), engine_(completions_.engine()) {
     if (engine_.is_forked()) throw nb::value_error("this engine belongs to the parent process");
     const Hold held = engine_.hold();
     box_ = std::make_shared<Mailbox>(engine_, context, tag);
@@ -29,7 +29,7 @@ class PyMailbox {
     close();
     const Hold held = engine_.hold();
     // What is still on its way belongs to the engine until it ends.
-    if (!box_->is_idle()) desk_.keep(std::move(box_));
+    if (!box_->is_idle()) completions_.keep(std::move(box_));
   }
   PyMailbox(const PyMailbox&) = delete;
   PyMailbox& operator=(const PyMailbox&) = delete;
@@ -72,10 +72,10 @@ class PyMailbox {
 
   nb::list take(double timeout, bool is_front) {
     if (engine_.is_forked()) return {};
-    std::vector<Letter> letters;
+    std::vector<MailboxMessage> letters;
     std::vector<Owner> returned;
     {
-      const Away release;
+      const GilReleased release;
       Hold held = engine_.hold();
       const std::int64_t ns = timeout > 0 ? std::llround(std::min(timeout, 1e8) * 1e9) : 0;
       letters = box_->take(held, now_ns() + ns, is_front);
@@ -86,7 +86,7 @@ class PyMailbox {
 
   nb::list drain() {
     if (engine_.is_forked()) return {};
-    std::vector<Letter> letters;
+    std::vector<MailboxMessage> letters;
     {
       const Hold held = engine_.hold();
       letters = box_->letters();
@@ -99,15 +99,15 @@ class PyMailbox {
     return box_->batches();
   }
 
-  void poke(bool is_front) {
+  void interrupt_wait(bool is_front) {
     if (engine_.is_forked()) return;
     const Hold held = engine_.hold();
-    box_->poke(is_front);
+    box_->interrupt_wait(is_front);
   }
 
   void close() {
     if (engine_.is_forked()) return;
-    std::vector<Letter> unread;
+    std::vector<MailboxMessage> unread;
     std::vector<Owner> returned;
     const Hold held = engine_.hold();
     box_->close();
@@ -117,9 +117,9 @@ class PyMailbox {
 
  private:
   // What a letter says: its bytes, or (number, outcome, bytes that came) of a message that was expected.
-  static nb::list list_of(const std::vector<Letter>& letters) {
+  static nb::list list_of(const std::vector<MailboxMessage>& letters) {
     nb::list result;
-    for (const Letter& letter : letters) {
+    for (const MailboxMessage& letter : letters) {
       if (letter.number == 0)
         result.append(nb::make_tuple(letter.source, nb::bytes(reinterpret_cast<const char*>(letter.data.get()), letter.nbytes)));
       else
@@ -140,7 +140,7 @@ class PyMailbox {
   }
 
   nb::object owner_;
-  Desk& desk_;
+  CompletionQueue& completions_;
   Engine& engine_;
   std::shared_ptr<Mailbox> box_;
 };
@@ -158,7 +158,7 @@ void bind_mailbox(nb::module_& m) {
       .def("take", &PyMailbox::take)
       .def("drain", &PyMailbox::drain)
       .def("batches", &PyMailbox::batches)
-      .def("poke", &PyMailbox::poke)
+      .def("interrupt_wait", &PyMailbox::interrupt_wait)
       .def("close", &PyMailbox::close);
 }
 

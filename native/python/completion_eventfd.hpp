@@ -18,11 +18,11 @@
 
 namespace unisono {
 
-class Bell : public std::enable_shared_from_this<Bell> {
+class CompletionEventFd : public std::enable_shared_from_this<CompletionEventFd> {
  public:
   using Rung = std::pair<std::uint64_t, std::int8_t>;  // number, code
 
-  Bell() : event_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  CompletionEventFd() : event_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     if (!event_) throw std::system_error(errno, std::generic_category(), "eventfd");
   }
 
@@ -48,7 +48,7 @@ class Bell : public std::enable_shared_from_this<Bell> {
 
  private:
   struct Ticket {
-    std::shared_ptr<Bell> bell;
+    std::shared_ptr<CompletionEventFd> bell;
     std::uint64_t number;
   };
 

@@ -28,10 +28,10 @@ namespace {
 struct CallObject {
   PyObject_HEAD
   vectorcallfunc vectorcall;
-  HotCall* call;
+  FastCall* call;
 };
 
-HotCall& call_of(PyObject* self) { return *reinterpret_cast<CallObject*>(self)->call; }
+FastCall& call_of(PyObject* self) { return *reinterpret_cast<CallObject*>(self)->call; }
 
 PyObject* call_verb(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
   try {
@@ -54,7 +54,7 @@ PyObject* verb_repr(PyObject* self) { return PyObject_Repr(call_of(self).slow.pt
 
 int traverse_verb(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
-  const HotCall* const call = reinterpret_cast<CallObject*>(self)->call;
+  const FastCall* const call = reinterpret_cast<CallObject*>(self)->call;
   if (call != nullptr) {
     Py_VISIT(call->slow.ptr());
     Py_VISIT(call->helper.ptr());
@@ -63,7 +63,7 @@ int traverse_verb(PyObject* self, visitproc visit, void* arg) {
 }
 
 int clear_verb(PyObject* self) {
-  HotCall& call = call_of(self);
+  FastCall& call = call_of(self);
   // Who calls it in the midst of a collection finds something that can be called.
   call.slow = nb::borrow(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
   call.helper = nb::none();
@@ -101,7 +101,7 @@ PyType_Spec verb_spec = {"unisono._native.Verb", sizeof(CallObject), 0,
 
 }  // namespace
 
-nb::object make_callable(std::unique_ptr<HotCall> call) {
+nb::object make_callable(std::unique_ptr<FastCall> call) {
   static PyObject* const type = PyType_FromSpec(&verb_spec);
   if (type == nullptr) throw nb::python_error();
   CallObject* const made = PyObject_GC_New(CallObject, reinterpret_cast<PyTypeObject*>(type));

@@ -37,13 +37,13 @@ void check_layout(nb::handle array_type, nb::handle empty);
 // A word that the interpreter has once: names of arguments can be compared by address.
 PyObject* interned(const char* word);
 
-class HotCall {
+class FastCall {
  public:
   // `slow` is the verb in Python; `helper` is called on a bad day.
-  HotCall(nb::object slow, nb::object helper) : slow(std::move(slow)), helper(std::move(helper)) {}
-  virtual ~HotCall() = default;
-  HotCall(const HotCall&) = delete;
-  HotCall& operator=(const HotCall&) = delete;
+  FastCall(nb::object slow, nb::object helper) : slow(std::move(slow)), helper(std::move(helper)) {}
+  virtual ~FastCall() = default;
+  FastCall(const FastCall&) = delete;
+  FastCall& operator=(const FastCall&) = delete;
 
   // A vectorcall.
   virtual PyObject* call(PyObject* const* args, size_t nargsf, PyObject* names) = 0;
@@ -55,6 +55,6 @@ class HotCall {
   nb::object slow, helper;
 };
 
-nb::object make_callable(std::unique_ptr<HotCall> call);
+nb::object make_callable(std::unique_ptr<FastCall> call);
 
 }  // namespace unisono

@@ -1,4 +1,4 @@
-// Away: without the GIL, for as long as something below Python takes.
+// GilReleased: without the GIL, for as long as something below Python takes.
 //
 // Knows how a thread comes back to Python, and when it must not. At the end of the interpreter Python ends a thread
 // that comes back by unwinding its stack; through C++ that is the end of the process, with an abort. So before the
@@ -15,12 +15,12 @@
 
 namespace unisono {
 
-class Away {
+class GilReleased {
  public:
-  Away() : state_(PyEval_SaveThread()) {}
-  ~Away() { come_back(state_); }
-  Away(const Away&) = delete;
-  Away& operator=(const Away&) = delete;
+  GilReleased() : state_(PyEval_SaveThread()) {}
+  ~GilReleased() { reacquire(state_); }
+  GilReleased(const GilReleased&) = delete;
+  GilReleased& operator=(const GilReleased&) = delete;
 
   // Once, when the module is loaded: of those on their way none is in a forked child.
   static void prepare() {
@@ -29,7 +29,7 @@ class Away {
   }
 
   // From now on only the calling thread comes back. It has the GIL, and has it again afterwards.
-  static void keep_away() {
+  static void forbid_reacquire() {
     last_ = pthread_self();
     // seq_cst, as below: whoever does not see this is seen among those who return.
     is_last_.store(true);
@@ -43,7 +43,7 @@ class Away {
   }
 
  private:
-  static void come_back(PyThreadState* state) {
+  static void reacquire(PyThreadState* state) {
     returning_.fetch_add(1);
     if (is_last_.load() && !pthread_equal(last_, pthread_self())) [[unlikely]] {
       returning_.fetch_sub(1);

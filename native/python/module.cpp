@@ -6,10 +6,10 @@ NB_MODULE(_native, m) {
   m.doc() = "The native side of unisono: moves bytes and reduces. It decides nothing.";
   // A process may end while a thread of it still holds a communicator: that is no leak worth words.
   nanobind::set_leak_warnings(false);
-  unisono::Away::prepare();
-  m.def("keep_away", &unisono::Away::keep_away);
+  unisono::GilReleased::prepare();
+  m.def("forbid_reacquire", &unisono::GilReleased::forbid_reacquire);
   // Registered before all that use the module, and so called after them.
-  nanobind::module_::import_("atexit").attr("register")(m.attr("keep_away"));
+  nanobind::module_::import_("atexit").attr("register")(m.attr("forbid_reacquire"));
   unisono::bind_bell(m);
   unisono::bind_kernels(m);
   unisono::bind_engine(m);

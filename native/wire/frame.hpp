@@ -1,7 +1,7 @@
 // The frame: what crosses a link, in a ring and on a socket alike. Knows the layout and its limits; does not know
 // what a frame causes.
 //
-// A frame is 32 bytes of head and a body: a prefix (a ticket, an address), the message's opaque header, its
+// A frame is 32 bytes of head and a body: a prefix (a rendezvous_id, an address), the message's opaque header, its
 // payload. In a ring it starts on a cache line and fills whole lines, so that an 8-byte message with a 16-byte
 // header is one line.
 
@@ -34,14 +34,14 @@ inline constexpr size_t lane_count = 2;
 enum class Kind : uint8_t {
   none,      // nothing yet: a ring's next position holds 0
   wrap,      // the rest of a ring is empty, go on at its start
-  eager,     // a message with its bytes; with a ticket if flags say so
-  offer,     // a message's envelope, ticket and address: its bytes wait at the sender
-  accept,    // context: ticket. The receiver wants the bytes of an offer
-  data,      // context: ticket, tag: offset, nbytes of an accepted offer
-  done,      // context: ticket, dtype: an Answer. The sender may forget the ticket
+  eager,     // a message with its bytes; with a rendezvous_id if flags say so
+  rts,       // ready to send: a message's envelope, rendezvous_id and address; its bytes wait at the sender
+  cts,       // context: rendezvous_id. Clear to send: the receiver wants the bytes of an RTS
+  data,      // context: rendezvous_id, tag: offset, nbytes of a message that got its CTS
+  fin,       // context: rendezvous_id, dtype: an Answer. The sender may forget the rendezvous_id
   credit,    // nbytes: credit given back, for the lane in dtype
-  queued,    // context: ticket. No receive wants the offer so far; only if it has no word to say so
-  withdraw,  // context: ticket. The sender takes an offer back, if it still waits
+  queued,    // context: rendezvous_id. No receive matches the RTS so far; only if it has no word to say so
+  withdraw,  // context: rendezvous_id. The sender withdraws an RTS that is still unmatched
   beat,      // alive
   goodbye,   // nothing follows on this lane
   down,      // context: a rank that is gone, dtype: its Fate; the header says why
@@ -53,7 +53,7 @@ enum class Answer : uint8_t { met, withdrawn };
 // How a rank went: it died, it left; or it is the reader itself, whom the sender has given up and hangs up on.
 enum class Fate : uint8_t { died, left, given_up };
 
-inline constexpr uint8_t flag_ticket = 1;  // eager: a ticket precedes the header
+inline constexpr uint8_t flag_rendezvous_id = 1;  // eager: a rendezvous_id precedes the header
 inline constexpr uint8_t flag_ahead = 2;   // eager: the sender does not wait until it is met; see Inbox::ahead
 // A message's header is not in the frame: it came before in this lane, and these bits say which it was (HeaderTable).
 inline constexpr uint8_t flag_known = 4;
@@ -79,8 +79,8 @@ struct Head {
 
   // Bytes between head and header.
   size_t prefix_bytes() const {
-    if (kind() == Kind::offer) return 16;
-    return kind() == Kind::eager && (flags() & flag_ticket) != 0 ? 8 : 0;
+    if (kind() == Kind::rts) return 16;
+    return kind() == Kind::eager && (flags() & flag_rendezvous_id) != 0 ? 8 : 0;
   }
   // Bytes of payload that follow in this very frame.
   uint64_t payload_bytes() const { return kind() == Kind::eager || kind() == Kind::data ? nbytes : 0; }

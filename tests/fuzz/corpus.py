@@ -137,7 +137,7 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
             "withdrawn": b"\x10\0" + struct.pack("<QIBB", 0, 5, 0, 0) + frames(lines=True)["done"],
             "wrap": ring + frame(1, lines=True),
         },
-        "door": {
+        "connector": {
             "hello": b"\0" + hello,
             "hello-sound": b"\1" + bytes(88),
             "introduction": b"\2" + bytes(56) + b"more",

@@ -1,6 +1,6 @@
-// Fuzzing what the engine reads from others: frames of a connection, the memory of a ring, a greeting at the door.
+// Fuzzing what the engine reads from others: frames of a connection, the memory of a ring, a greeting at the connector.
 //
-//   decoders <tcp|ring|door> <inputs> <seed> <corpus folder>
+//   decoders <tcp|ring|connector> <inputs> <seed> <corpus folder>
 //
 // Each input is a seed of the corpus, changed at random by a generator that gives the same again for the same number.
 // Built with sanitizers, it ends at the first bad access. It also ends if memory grows. An input is a file of
@@ -46,10 +46,10 @@ class SomeSend final : public Send {
 
 class SomeReceive final : public Receive {
  public:
-  Meeting meet(const Envelope& envelope, bool is_here) override {
+  MatchResult on_match(const Envelope& envelope, bool is_here) override {
     // Whoever sends must not make us take memory for more than we asked for.
-    if (envelope.nbytes > sizeof into_) return Meeting::refuse;
-    return is_late_ && !is_here ? Meeting::later : Meeting::accept;
+    if (envelope.nbytes > sizeof into_) return MatchResult::reject;
+    return is_late_ && !is_here ? MatchResult::defer : MatchResult::accept;
   }
   byte* place() override { return is_streamed_ ? nullptr : into_; }
   void write(uint64_t offset, const byte* from, size_t bytes) override { std::memcpy(into_ + offset, from, bytes); }
@@ -61,21 +61,21 @@ class SomeReceive final : public Receive {
   byte into_[300];
 };
 
-class Around final : public Surroundings {
+class Around final : public PeerServices {
  public:
   void open_link(Peer&) override {}
-  void start_reading(Incoming& offer) override { readers.push_back(offer); }
-  void stop_reading(Incoming& offer) override { readers.remove(offer); }
+  void start_reading(RendezvousReceive& offer) override { readers.push_back(offer); }
+  void stop_reading(RendezvousReceive& offer) override { readers.remove(offer); }
   void on_news(uint64_t, std::string, bool) override {}
-  Chain<Incoming, &Incoming::hook> readers;
+  IntrusiveList<RendezvousReceive, &RendezvousReceive::hook> readers;
 };
 
 // One side of a link, with receives that wait and sends that were offered: what the corpus talks about.
 class Place {
  public:
-  Place() : peer_(around_, 1, false) {
-    around_.settings.eager_bytes = 64;
-    around_.settings.eager_credit_bytes = 1024;
+  Place() : peer_(services_, 1, false) {
+    services_.settings.eager_bytes = 64;
+    services_.settings.eager_credit_bytes = 1024;
   }
   Peer& peer() { return peer_; }
 
@@ -89,7 +89,7 @@ class Place {
       receive.source = i == 2 ? any_source : 1;
       receive.is_late_ = i == 1;
       receive.is_streamed_ = i % 2 == 1;
-      if (!around_.inbox.serve(receive)) around_.inbox.post(receive);
+      if (!services_.inbox.serve(receive)) services_.inbox.post(receive);
     }
     for (size_t i = 0; i < std::size(sends_); ++i) {
       sends_[i].context = 9;
@@ -105,10 +105,10 @@ class Place {
     byte scratch[512];
     for (int i = 0; i < 4 && peer_.link->over() == nullptr; ++i) {
       peer_.link->poll();
-      for (size_t turns = around_.readers.size(); turns > 0 && !around_.readers.empty(); --turns)
-        if (peer_.read_piece(*around_.readers.front(), scratch, sizeof scratch, sizeof scratch) != nullptr) return;
+      for (size_t turns = services_.readers.size(); turns > 0 && !services_.readers.empty(); --turns)
+        if (peer_.read_piece(*services_.readers.front(), scratch, sizeof scratch, sizeof scratch) != nullptr) return;
       for (SomeReceive& receive : receives_)
-        if (receive.is_late_ && receive.incoming != nullptr && receive.incoming->state == Incoming::State::waiting)
+        if (receive.is_late_ && receive.incoming != nullptr && receive.incoming->state == RendezvousReceive::State::waiting)
           peer_.supply(*receive.incoming);
       if (peer_.has_backlog() && peer_.link->over() == nullptr) peer_.flush();
     }
@@ -117,12 +117,12 @@ class Place {
   void close() {
     peer_.state = Peer::State::down;
     peer_.end_all(Outcome::peer_down);
-    around_.inbox.end_all(Outcome::closed);
+    services_.inbox.end_all(Outcome::closed);
     peer_.link.reset();
   }
 
  private:
-  Around around_;
+  Around services_;
   Peer peer_;
   SomeReceive receives_[6];
   SomeSend sends_[3];
@@ -132,7 +132,7 @@ class Place {
 // ---- frames of a connection ----
 
 // The other end in memory: reading gives what was said, then the end; writing stops after a while, if it is to be slow.
-class Told final : public Channel {
+class Told final : public ByteStream {
  public:
   Told(int fd, size_t room) : fd_(fd), room_(room) {}
   void say(const byte* from, size_t bytes) { said_.insert(said_.end(), from, from + bytes); }
@@ -182,14 +182,14 @@ void feed_tcp(const Input& input) {
   if (input.empty()) return;
   const auto first = static_cast<uint8_t>(input[0]);
   const bool checksum = (first & 2) != 0;
-  const Manner manner;
+  const SocketPolicy manner;
   Told* told[lane_count];
   std::unique_ptr<Connection> lanes[lane_count];
   Place place;
   for (size_t i = 0; i < lane_count; ++i) {
-    auto channel = std::make_unique<Told>(events[i].get(), (first & 4) != 0 ? 1000 : SIZE_MAX);
-    told[i] = channel.get();
-    lanes[i] = std::make_unique<Connection>(place.peer(), poller, std::move(channel), static_cast<Lane>(i), checksum, manner);
+    auto stream = std::make_unique<Told>(events[i].get(), (first & 4) != 0 ? 1000 : SIZE_MAX);
+    told[i] = stream.get();
+    lanes[i] = std::make_unique<Connection>(place.peer(), poller, std::move(stream), static_cast<Lane>(i), checksum, manner);
   }
   Told& speaker = *told[first & 1];
   place.open(std::make_unique<TcpLink>(place.peer(), std::move(lanes[0]), std::move(lanes[1]), manner));
@@ -253,9 +253,9 @@ void feed_ring(const Input& input) {
 
 class Hall final : public Host {
  public:
-  Ruling judge(std::int32_t, Medium, Lane) override { return Ruling::welcome; }
-  void on_guest(Guest) override { ++guests; }
-  void on_closed_door(std::int32_t, const std::string&, Ruling) override {}
+  Admission admit(std::int32_t, Medium, Lane) override { return Admission::welcome; }
+  void on_connection(NewConnection) override { ++guests; }
+  void on_refused(std::int32_t, const std::string&, Admission) override {}
   bool is_given_up(std::int32_t) override { return false; }
   void on_answer(std::int32_t, bool) override {}
   size_t guests = 0;
@@ -276,15 +276,15 @@ void feed_door(const Input& input, const std::string& folder) {
   static Poller poller;
   static Presence presence;
   static Hall hall;
-  static std::unique_ptr<Door> door;
+  static std::unique_ptr<Connector> connector;
   static Descriptor listener;
   static sockaddr_un address{};
   static std::string path = folder + "/them.sock";
   Settings settings;
-  if (door == nullptr) {
+  if (connector == nullptr) {
     check(poller.open() && presence.open(), "there is memory");
-    door = std::make_unique<Door>(hall, poller);
-    door->open(0, 2, folder, secret, settings, presence);
+    connector = std::make_unique<Connector>(hall, poller);
+    connector->open(0, 2, folder, secret, settings, presence);
     address.sun_family = AF_UNIX;
     std::snprintf(address.sun_path, sizeof address.sun_path, "%s", path.c_str());
     listener = Descriptor(socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0));
@@ -316,7 +316,7 @@ void feed_door(const Input& input, const std::string& folder) {
     us = Descriptor(socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0));
     sockaddr_un to{};
     to.sun_family = AF_UNIX;
-    std::snprintf(to.sun_path, sizeof to.sun_path, "%s", door->card().unix_path.c_str());
+    std::snprintf(to.sun_path, sizeof to.sun_path, "%s", connector->card().unix_path.c_str());
     if (connect(us.get(), reinterpret_cast<sockaddr*>(&to), sizeof to) != 0) return work();
     if (mode > 0) {
       Hello hello{};
@@ -336,7 +336,7 @@ void feed_door(const Input& input, const std::string& folder) {
     }
     say(at, left);
   } else {
-    door->knock(1, Card{"", path, "127.0.0.1", 1}, Medium::shm, Lane::control, false);
+    connector->connect(1, Card{"", path, "127.0.0.1", 1}, Medium::shm, Lane::control, false);
     us = Descriptor(accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK));
     Hello hello{};
     if (us && ::recv(us.get(), &hello, sizeof hello, MSG_DONTWAIT) == sizeof hello && mode == 4) {
@@ -349,7 +349,7 @@ void feed_door(const Input& input, const std::string& folder) {
   }
   us.close();
   work();
-  door->forget(1);
+  connector->forget(1);
 }
 
 // ---- changing inputs ----
@@ -448,7 +448,7 @@ size_t resident_bytes() {
 
 int main(int argc, char** argv) {
   if (argc != 5) {
-    std::fprintf(stderr, "decoders <tcp|ring|door> <inputs> <seed> <corpus folder>\n");
+    std::fprintf(stderr, "decoders <tcp|ring|connector> <inputs> <seed> <corpus folder>\n");
     return 2;
   }
   const std::string decoder = argv[1];
@@ -459,7 +459,7 @@ int main(int argc, char** argv) {
   const auto feed = [&](const Input& input) {
     if (decoder == "tcp") return feed_tcp(input);
     if (decoder == "ring") return feed_ring(input);
-    check(decoder == "door", "the decoder is one of tcp, ring, door");
+    check(decoder == "connector", "the decoder is one of tcp, ring, connector");
     feed_door(input, folder);
   };
   for (const Input& input : corpus) feed(input);

@@ -68,9 +68,9 @@ class Clerk {
     box_->withdraw(number);
   }
 
-  void poke(bool is_front) {
+  void interrupt_wait(bool is_front) {
     const Hold held = engine_.hold();
-    box_->poke(is_front);
+    box_->interrupt_wait(is_front);
   }
 
   void close() {
@@ -102,14 +102,14 @@ class Clerk {
   }
 
   void read(bool is_front) {
-    std::vector<Letter> letters;
+    std::vector<MailboxMessage> letters;
     std::vector<Owner> returned;
     {
       Hold held = engine_.hold();
       letters = box_->take(held, now_ns() + 20 * millisecond, is_front);
       returned = box_->returned();
     }
-    for (const Letter& letter : letters) {
+    for (const MailboxMessage& letter : letters) {
       if (letter.number != 0)
         on_expected(letter);
       else
@@ -126,7 +126,7 @@ class Clerk {
     if (!bytes.empty()) box_->lend(dst, words.number, at, bytes.size(), next_++, std::move(lent));
   }
 
-  void on_words(const Letter& letter) {
+  void on_words(const MailboxMessage& letter) {
     Words words;
     std::memcpy(&words, letter.data.get(), sizeof words);
     auto place = std::make_shared<std::vector<byte>>(words.nbytes);
@@ -143,7 +143,7 @@ class Clerk {
     box_->expect(from, words.number, at, words.nbytes, number, std::move(place));
   }
 
-  void on_expected(const Letter& letter) {
+  void on_expected(const MailboxMessage& letter) {
     std::function<void()> then;
     {
       const std::lock_guard guard(mutex_);
@@ -159,7 +159,7 @@ class Clerk {
       const std::lock_guard guard(mutex_);
       calls_[words.call] = Call{true, bytes};
     }
-    poke(true);
+    interrupt_wait(true);
   }
 
   Engine& engine_;

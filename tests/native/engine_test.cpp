@@ -175,11 +175,11 @@ void test_rumour(const char* folder, bool shm) {
 }
 
 // A link that takes everything and says when it is gone.
-class Wire final : public Link {
+class BioSocket final : public Link {
  public:
-  explicit Wire(uint64_t& ticket) : ticket_(ticket) {}
+  explicit BioSocket(uint64_t& rendezvous_id) : ticket_(rendezvous_id) {}
   bool put(Lane, Head head, const Body& body) override {
-    if (head.kind() == Kind::offer) ticket_ = body.prefix[0];
+    if (head.kind() == Kind::rts) ticket_ = body.prefix[0];
     return true;
   }
   size_t put_data(Lane, uint64_t, uint64_t, const std::byte*, uint64_t left) override { return left; }
@@ -195,11 +195,11 @@ class Wire final : public Link {
   uint64_t& ticket_;
 };
 
-class Alone final : public Surroundings {
+class Alone final : public PeerServices {
  public:
   void open_link(Peer&) override {}
-  void start_reading(Incoming&) override {}
-  void stop_reading(Incoming&) override {}
+  void start_reading(RendezvousReceive&) override {}
+  void stop_reading(RendezvousReceive&) override {}
   void on_news(uint64_t, std::string, bool) override {}
 };
 
@@ -214,9 +214,9 @@ class LongSend final : public Send {
 void test_early_answer(bool is_too_early) {
   Alone around;
   Peer peer(around, 1, false);
-  uint64_t ticket = 0;
-  auto made = std::make_unique<Wire>(ticket);
-  Wire& wire = *made;
+  uint64_t rendezvous_id = 0;
+  auto made = std::make_unique<BioSocket>(rendezvous_id);
+  BioSocket& wire = *made;
   peer.on_open(std::move(made));
   LongSend send;
   const std::vector<std::byte> data(1 << 20);
@@ -224,13 +224,13 @@ void test_early_answer(bool is_too_early) {
   send.nbytes = data.size();
   peer.send(send);
   Head head;
-  head.context = ticket;
-  head.word = Head::make_word(Kind::accept);
+  head.context = rendezvous_id;
+  head.word = Head::make_word(Kind::cts);
   check(peer.on_frame(head, nullptr, Lane::control) == nullptr, "an offer may be accepted");
   peer.flush();
   check(send.ends == 0 && peer.has_backlog(), "bytes are on their way");
   wire.is_full = is_too_early;
-  head.word = Head::make_word(Kind::done);
+  head.word = Head::make_word(Kind::fin);
   check((peer.on_frame(head, nullptr, Lane::control) == nullptr) == !is_too_early, "an answer follows the last byte");
   check(send.ends == (is_too_early ? 0 : 1) && peer.has_backlog() == is_too_early, "it has ended with the answer");
   wire.is_full = false;
@@ -277,7 +277,7 @@ std::shared_ptr<const Program> sum_of_all(int rank, int size, std::int64_t count
   return std::make_shared<Program>(rows, before, std::array<std::int64_t, 3>{count, count, 0}, size);
 }
 
-// Several engines with a desk and a pump each, and two threads that start runs and messages of unknown length: who
+// Several engines with a completions and a pump each, and two threads that start runs and messages of unknown length: who
 // waits tells, also what the other waits for.
 void test_desks(const char* folder, unsigned seed, bool shm) {
   constexpr int size = 4, turns = 40;
@@ -390,7 +390,7 @@ void test_parts(unsigned seed) {
   std::mt19937 random(seed);
   for (const uint64_t nbytes : {uint64_t{128} * 1024, uint64_t{200'001}, uint64_t{1} << 20, uint64_t{9'999'999}}) {
     constexpr uint64_t most = 1 << 20;
-    Help help;
+    CooperativeCopy help;
     help.reset();
     Part part;
     uint64_t guard = 0;
@@ -406,7 +406,7 @@ void test_parts(unsigned seed) {
     };
     const bool fails = nbytes % 2 != 0;
     bool has_failed = false;
-    Help::Front front;
+    CooperativeCopy::Front front;
     do {
       const bool helps = random() % 2 == 0 && !has_failed && help.take_back(nbytes, most, part, guard) != 0;
       if (helps) check(guard == 77 && help.is_being_written(), "it is known who writes");
@@ -414,12 +414,12 @@ void test_parts(unsigned seed) {
       if (helps && !has_failed) note(part);
       if (helps) help.gave(part, !has_failed);
       check(!help.is_being_written(), "and when it has ended");
-      if ((front = help.take_front(nbytes, most, part)) == Help::Front::part) note(part);
-    } while (front == Help::Front::part);
-    check(front == Help::Front::complete, "all is taken and written");
+      if ((front = help.claim_front(nbytes, most, part)) == CooperativeCopy::Front::part) note(part);
+    } while (front == CooperativeCopy::Front::part);
+    check(front == CooperativeCopy::Front::complete, "all is taken and written");
     check(std::find(seen.begin(), seen.end(), false) == seen.end(), "every byte");
   }
-  Help help;
+  CooperativeCopy help;
   help.reset();
   help.ask(reinterpret_cast<const byte*>(uint64_t{4096}), 77);
   Part part;
@@ -428,11 +428,11 @@ void test_parts(unsigned seed) {
   check(help.take_back(1 << 20, 1 << 20, part, guard) == 0, "and is so no more");
   // Whatever the other side writes, no part reaches beyond the message.
   for (int i = 0; i < 10'000; ++i) {
-    auto words = std::array<uint64_t, sizeof(Help) / 8>();
+    auto words = std::array<uint64_t, sizeof(CooperativeCopy) / 8>();
     for (auto& word : words) word = (uint64_t{random()} << 32 | random()) >> random() % 64;
     std::memcpy(static_cast<void*>(&help), words.data(), sizeof words);
     const uint64_t nbytes = 1 + random() % 10'000'000;
-    if (help.take_front(nbytes, 1 << 20, part) == Help::Front::part)
+    if (help.claim_front(nbytes, 1 << 20, part) == CooperativeCopy::Front::part)
       check(part.offset < nbytes && part.bytes <= nbytes - part.offset, "inside the message");
     if (help.take_back(nbytes, 1 << 20, part, guard) != 0)
       check(part.offset < nbytes && part.bytes <= nbytes - part.offset, "inside the message");
@@ -517,7 +517,7 @@ void test_close_while_busy(const char* folder, unsigned seed, bool shm) {
   }
 }
 
-// Mailboxes: one thread of each asks in front and two serve in the background, while others poke and waver; what is
+// Mailboxes: one thread of each asks in front and two serve in the background, while others interrupt_wait and waver; what is
 // long goes beside the letters. At the end the mailboxes close under whoever still reads.
 void test_mailboxes(const char* folder, unsigned seed, bool shm) {
   constexpr int size = 3;
@@ -545,7 +545,7 @@ void test_mailboxes(const char* folder, unsigned seed, bool shm) {
     threads.emplace_back([&, rank] {
       std::mt19937 random(seed * 10 + 5 + static_cast<unsigned>(rank));
       while (askers != 0) {
-        clerks[rank]->poke(random() % 2 == 0);
+        clerks[rank]->interrupt_wait(random() % 2 == 0);
         clerks[rank]->waver(static_cast<int>(random() % size));
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
       }
@@ -596,7 +596,7 @@ void test_circle(const char* folder, unsigned seed, bool shm) {
 }
 
 // Always has more to do.
-class Endless final : public Chore {
+class Endless final : public DeferredWork {
  public:
   explicit Endless(Engine& engine) : engine_(engine) {}
   void work() override { engine_.add(*this); }

@@ -1,4 +1,4 @@
-// An engine, its desk and its pump thread: what bind_engine.cpp and backends/native.py make of them, without Python.
+// An engine, its completions and its pump thread: what bind_engine.cpp and backends/native.py make of them, without Python.
 //
 // Knows who tells what has ended, and gives memory to whoever wants it. Does not know what the operations are for.
 
@@ -24,23 +24,23 @@ class Office {
     uint64_t nbytes = 0;      // of the message that a receive met
     std::vector<byte> bytes;  // of one whose length was not known
   };
-  using Ticket = std::shared_ptr<Slip>;
+  using SendSlot = std::shared_ptr<Slip>;
 
-  explicit Office(Engine& engine) : engine(engine), desk_(engine), pump_([this] { pump(); }) {}
+  explicit Office(Engine& engine) : engine(engine), completions_(engine), pump_([this] { pump(); }) {}
   ~Office() {
     {
       const Hold held = engine.hold();
       is_over_ = true;
-      desk_.poke();
+      completions_.interrupt_wait();
     }
     pump_.join();
   }
 
   Engine& engine;
 
-  Ticket send(const std::vector<byte>& data, std::int32_t dst, uint64_t context, uint64_t tag, bool sync = false) {
+  SendSlot send(const std::vector<byte>& data, std::int32_t dst, uint64_t context, uint64_t tag, bool sync = false) {
     const Hold held = engine.hold();
-    SendOperation& op = desk_.make_send();
+    SendOperation& op = completions_.make_send();
     op.context = context;
     op.tag = tag;
     op.data = data.data();
@@ -48,13 +48,13 @@ class Office {
     op.header = nullptr;
     op.header_bytes = 0;
     op.sync = sync;
-    return started(op, [&] { return desk_.start(op, dst); });
+    return started(op, [&] { return completions_.start(op, dst); });
   }
 
   // Into memory of the caller, or for a message of any length.
-  Ticket receive(std::vector<byte>* into, std::int32_t source, uint64_t context, uint64_t tag) {
+  SendSlot receive(std::vector<byte>* into, std::int32_t source, uint64_t context, uint64_t tag) {
     const Hold held = engine.hold();
-    ReceiveOperation& op = desk_.make_receive();
+    ReceiveOperation& op = completions_.make_receive();
     op.source = source;
     op.context = context;
     op.tag = tag;
@@ -63,15 +63,15 @@ class Office {
     op.capacity = into != nullptr ? into->size() : 0;
     op.is_open_ended = into == nullptr;
     op.dtype = untyped;
-    return started(op, [&] { return desk_.start(op); });
+    return started(op, [&] { return completions_.start(op); });
   }
 
-  Ticket run(std::shared_ptr<const Program> program, const Stage& stage, const std::string& header) {
+  SendSlot run(std::shared_ptr<const Program> program, const Stage& stage, const std::string& header) {
     const Hold held = engine.hold();
-    Run& op = desk_.make_run();
+    Run& op = completions_.make_run();
     op.header = std::make_shared<const std::string>(header);
     return started(op, [&] {
-      desk_.start(op, [&] { op.begin(std::move(program), stage); });
+      completions_.start(op, [&] { op.begin(std::move(program), stage); });
       return true;
     });
   }
@@ -79,7 +79,7 @@ class Office {
   // Take it back; what cannot be taken back ends by itself. A run ends as cancelled, later.
   bool cancel(Slip& slip) {
     const Hold held = engine.hold();
-    if (slip.is_done || !desk_.cancel(slip.handle)) return false;
+    if (slip.is_done || !completions_.cancel(slip.handle)) return false;
     const auto found = by_handle_.find(slip.handle);
     if (found != by_handle_.end() && !found->second.is_run) {
       by_handle_.erase(found);
@@ -90,13 +90,13 @@ class Office {
   }
 
   // False if it has not ended by then.
-  bool wait(const Ticket& slip, std::int64_t deadline) {
+  bool wait(const SendSlot& slip, std::int64_t deadline) {
     Hold held = engine.hold();
     while (!slip->is_done) {
       const std::int64_t now = now_ns();
       if (now >= deadline) return false;
-      desk_.wait(held, std::min(deadline, now + 50 * millisecond), desk_.pokes(), false);
-      if (!desk_.is_empty() && desk_.begin_telling()) tell(held);
+      completions_.wait(held, std::min(deadline, now + 50 * millisecond), completions_.interrupt_count(), false);
+      if (!completions_.is_empty() && completions_.begin_telling()) tell(held);
       if (engine.is_closed() && !slip->is_done) {
         // Whoever tells has not come to it yet.
         held.unlock();
@@ -109,12 +109,12 @@ class Office {
 
  private:
   struct Kept {
-    Ticket slip;
+    SendSlot slip;
     bool is_run;
   };
 
   template <class Start>
-  Ticket started(Operation& op, Start start) {
+  SendSlot started(Operation& op, Start start) {
     auto slip = std::make_shared<Slip>();
     slip->handle = op.handle;
     if (!start()) {
@@ -125,7 +125,7 @@ class Office {
       by_handle_.emplace(op.handle, Kept{slip, op.is_run});
     } else {
       end(op, *slip);
-      desk_.recycle(op);
+      completions_.recycle(op);
     }
     return slip;
   }
@@ -144,8 +144,8 @@ class Office {
   void pump() {
     Hold held = engine.hold();
     while (!is_over_) {
-      desk_.wait_as_pump(held, now_ns() + 20 * millisecond);
-      if (!desk_.is_empty() && desk_.begin_telling()) tell(held);
+      completions_.wait_as_pump(held, now_ns() + 20 * millisecond);
+      if (!completions_.is_empty() && completions_.begin_telling()) tell(held);
       if (engine.is_closed()) {
         held.unlock();
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -157,7 +157,7 @@ class Office {
   // One thread at a time; without the lock in between, as Python's callbacks run without it.
   void tell(Hold& held) {
     do {
-      for (const Desk::News& one : desk_.take()) {
+      for (const CompletionQueue::News& one : completions_.take()) {
         if (one.operation == nullptr) continue;
         Operation& op = *one.operation;
         op.is_news = false;
@@ -165,7 +165,7 @@ class Office {
         if (op.phase == Operation::Phase::ended) {
           if (found != by_handle_.end()) end(op, *found->second.slip);
           by_handle_.erase(op.handle);
-          desk_.recycle(op);
+          completions_.recycle(op);
         } else if (op.needs_memory && found != by_handle_.end()) {
           auto& receive = static_cast<ReceiveOperation&>(op);
           receive.needs_memory = false;
@@ -174,14 +174,14 @@ class Office {
           engine.supply(receive);
         }
       }
-      desk_.poke();
+      completions_.interrupt_wait();
       held.unlock();
       std::this_thread::yield();
       held.lock();
-    } while (!desk_.end_telling());
+    } while (!completions_.end_telling());
   }
 
-  Desk desk_;
+  CompletionQueue completions_;
   std::unordered_map<uint64_t, Kept> by_handle_;
   bool is_over_ = false;
   std::thread pump_;
