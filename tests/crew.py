@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import given, settings
 
-from unisono.backends.registry import Berth
+from unisono.backends.registry import BindSpec
 from unisono.comm.communicator import Communicator
 from unisono.config import Config
 from unisono.messaging.backend import Backend
@@ -22,7 +22,7 @@ from unisono.testing import CASES, run_case
 
 from . import test_properties
 from .conftest import Ended
-from .processes import DRAFTS, PATIENCE_S, Failed, run_processes
+from .processes import BINDERS, PATIENCE_S, Failed, run_processes
 
 __all__ = ["Crew", "DraftCrew", "ended_by_drafts"]
 
@@ -96,12 +96,12 @@ class DraftCrew(Crew):
         self._world = world
 
     def opened(self, size: int, config: Config) -> Backend | None:
-        draft = None
+        bind = None
         if self.rank < size:
-            berth = Berth(self.rank, size, "127.0.0.1", is_encrypted=False, config=config)
-            draft = DRAFTS[self.kind](berth)
-        cards = self._world.all_gather_object(None if draft is None else draft.card())
-        return None if draft is None else draft.connect(cards[:size])
+            spec = BindSpec(self.rank, size, "127.0.0.1", is_encrypted=False, config=config)
+            bind = BINDERS[self.kind](spec)
+        cards = self._world.all_gather_object(None if bind is None else bind.card())
+        return None if bind is None else bind.connect(cards[:size])
 
     def gathered(self, said: Any) -> list[Any]:
         return [pickle.loads(each) for each in self._world.all_gather_object(pickle.dumps(said))]

@@ -21,7 +21,7 @@ import numpy as np
 
 import unisono as uni
 from unisono.bootstrap.entry import enter as join_world
-from unisono.bootstrap.launch_info import Place
+from unisono.bootstrap.launch_info import LaunchInfo
 from unisono.config import Config
 from unisono.errors import PeerLost
 from unisono.launcher.spawn import spawn
@@ -38,7 +38,7 @@ _given = Config()
 
 
 @contextlib.contextmanager
-def enter(place: Place, backend: str, config: Config, timeout: float) -> Iterator[Place]:
+def enter(place: LaunchInfo, backend: str, config: Config, timeout: float) -> Iterator[LaunchInfo]:
     global _given
     _given = config
     if backend == "meet":
@@ -52,19 +52,19 @@ def enter(place: Place, backend: str, config: Config, timeout: float) -> Iterato
         yield place
 
 
-def add(place: Place, x: np.ndarray[Any, Any], y: int) -> tuple[int, float]:
+def add(place: LaunchInfo, x: np.ndarray[Any, Any], y: int) -> tuple[int, float]:
     return place.rank, float(x.sum()) + y
 
 
-def move(place: Place, point: Point) -> Point:
+def move(place: LaunchInfo, point: Point) -> Point:
     return Point(point.x + place.rank, point.y * place.rank)
 
 
-def big(place: Place, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def big(place: LaunchInfo, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return x + place.rank
 
 
-def surroundings(place: Place) -> dict[str, Any]:
+def surroundings(place: LaunchInfo) -> dict[str, Any]:
     return {
         "env": {
             name: text for name, text in os.environ.items() if name.startswith(("UNISONO", "RANK", "MINE"))
@@ -79,7 +79,7 @@ class Odd(Exception):
     """Not a built-in exception."""
 
 
-def fail(place: Place, kind: str) -> None:
+def fail(place: LaunchInfo, kind: str) -> None:
     if place.rank != 1:
         threading.Event().wait()
     if kind == "key":
@@ -94,7 +94,7 @@ def fail(place: Place, kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def blame(place: Place) -> None:
+def blame(place: LaunchInfo) -> None:
     """Ranks 0 and 2 hear of rank 1's error before rank 1's process has said it."""
     if place.rank == 1:
         time.sleep(0.3)  # the order of events is what is tested
@@ -102,17 +102,17 @@ def blame(place: Place) -> None:
     raise PeerLost("rank 1 is gone", ranks=(1,))
 
 
-def opaque(place: Place) -> Any:
+def opaque(place: LaunchInfo) -> Any:
     return threading.Lock()
 
 
-def hang(place: Place, who: int) -> None:
+def hang(place: LaunchInfo, who: int) -> None:
     if place.rank >= who:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         threading.Event().wait()
 
 
-def tell_pid(place: Place, descriptor: int) -> None:
+def tell_pid(place: LaunchInfo, descriptor: int) -> None:
     os.write(1, b"%d\n" % os.getpid())  # in one piece: the ranks share the pipe
     threading.Event().wait()
 
@@ -145,7 +145,7 @@ def case_surroundings(*_: str) -> Any:
 
 
 def case_closure() -> Any:
-    def inner(place: Place) -> None: ...
+    def inner(place: LaunchInfo) -> None: ...
 
     texts = []
     for fn in (inner, lambda place: None, "x".join):

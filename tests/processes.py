@@ -27,14 +27,14 @@ from typing import Any
 from unisono.backends.gloo import backend as gloo
 from unisono.backends.native.backend import Credentials, NativeBackend
 from unisono.backends.quic import backend as quic
-from unisono.backends.registry import Berth, Draft
+from unisono.backends.registry import BindSpec, UnconnectedBackend
 from unisono.comm.communicator import Communicator
 from unisono.config import Config
 from unisono.messaging.backend import Backend
 
 from .credentials import credentials
 
-__all__ = ["DRAFTS", "KINDS", "Failed", "Ranks", "forked", "run_processes"]
+__all__ = ["BINDERS", "KINDS", "Failed", "Ranks", "forked", "run_processes"]
 
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "shm": lambda rank: {},
@@ -46,7 +46,10 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "gloo": lambda rank: {},
     "quic": lambda rank: {},
 }
-DRAFTS: dict[str, Callable[[Berth], Draft]] = {"gloo": gloo.Draft, "quic": quic.Draft}
+BINDERS: dict[str, Callable[[BindSpec], UnconnectedBackend]] = {
+    "gloo": gloo.UnconnectedGloo,
+    "quic": quic.UnconnectedQuic,
+}
 PATIENCE_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
@@ -121,12 +124,12 @@ class Ranks:
         kind: str = "shm",
         config: Config | None = None,
         links: Callable[[int], dict[str, Any]] | None = None,
-        draft: Callable[[Berth], Draft] | None = None,
+        bind: Callable[[BindSpec], UnconnectedBackend] | None = None,
     ) -> None:
         """Fork the ranks: each calls `live(backend, pipe)` with a backend that is connected.
 
         `links(rank)` is called in the rank itself and gives the settings of its backend, instead of `kind`.
-        So is `draft(berth)`, which makes the draft of another backend.
+        So is `bind(spec)`, which makes the bind of another backend.
         """
         pairs = [mp.Pipe() for _ in range(size)]
         shown = credentials(size) if links is None and KINDS[kind](0).get("tls") else [None] * size
@@ -136,8 +139,8 @@ class Ranks:
                 pid = os.fork()
             if pid == 0:
                 opened = partial(native_rank, self.folder, links or KINDS[kind], shown[rank])
-                if draft is not None or kind in DRAFTS:
-                    opened = partial(drafted_rank, draft or DRAFTS[kind])
+                if bind is not None or kind in BINDERS:
+                    opened = partial(bound_rank, bind or BINDERS[kind])
                 _be_rank(live, partial(opened, rank, size, config), rank, pairs, self.folder)
             self.pids.append(pid)
         for ours, theirs in pairs:
@@ -266,17 +269,21 @@ def native_rank(
     return backend
 
 
-def drafted_rank(
-    make: Callable[[Berth], Draft], rank: int, size: int, config: Config | None, pipe: Connection
+def bound_rank(
+    make: Callable[[BindSpec], UnconnectedBackend],
+    rank: int,
+    size: int,
+    config: Config | None,
+    pipe: Connection,
 ) -> Backend:
-    draft = make(
-        Berth(rank, size, "127.0.0.1", is_encrypted=False, config=config or Config(), secret=b"the secret")
+    bind = make(
+        BindSpec(rank, size, "127.0.0.1", is_encrypted=False, config=config or Config(), secret=b"the secret")
     )
     try:
-        pipe.send(draft.card())
-        return draft.connect(pipe.recv())
+        pipe.send(bind.card())
+        return bind.connect(pipe.recv())
     except BaseException:
-        draft.close()
+        bind.close()
         raise
 
 

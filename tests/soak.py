@@ -26,11 +26,11 @@ from unisono.config import Config
 from unisono.errors import PeerLost
 from unisono.messaging.backend import Backend
 
-from .processes import DRAFTS, KINDS, Failed, forked
+from .processes import BINDERS, KINDS, Failed, forked
 from .test_failure_local import Metronome, one_collective
 
 SIZE = 8
-NATIVE = [kind for kind in KINDS if kind not in DRAFTS]
+NATIVE = [kind for kind in KINDS if kind not in BINDERS]
 HEARD_WITHIN_S = 1.0  # half a second, and as much for noise
 CONFIGS = (
     {},
@@ -81,10 +81,10 @@ def kill_some(seed: int, most: int, kind: str = "") -> int:
     rng = random.Random(f"kills {seed}")
     chosen, config = rng.choice(NATIVE), Config(**rng.choice(CONFIGS))
     kind = kind or chosen
-    size = 4 if kind in DRAFTS else SIZE  # of those that take a second each to start
+    size = 4 if kind in BINDERS else SIZE  # of those that take a second each to start
     victims = rng.sample(range(size), min(most, size - 1, rng.choice((1, 1, 2, 3, 5))))
     # Other libraries find each other by means of their own: who dies then is a RendezvousError.
-    is_early = rng.random() < 0.2 and kind not in DRAFTS
+    is_early = rng.random() < 0.2 and kind not in BINDERS
     what = f"seed {seed}: {kind}, {victims} killed{' early' if is_early else ''}"
     with forked(lambda backend, pipe: live(backend, pipe, seed), size, kind=kind, config=config) as ranks:
         if not is_early:

@@ -372,7 +372,7 @@ def test_no_operation_number_is_special(first: int) -> None:
 
     def program(comm: uni.Communicator) -> Notes:
         notes = Notes()
-        comm._group.ledger.next = first  # as if so many had been called before
+        comm._group.call_log.next = first  # as if so many had been called before
         works = [
             comm.start.all_reduce(operand("int32", "sum", 99, comm.rank, 3, k).copy()) for k in range(10)
         ]
@@ -403,7 +403,7 @@ def test_nothing_is_left_of_operations_that_ended() -> None:
         assert list(inbox._matcher.all_arrived()) == []
         assert len(list(inbox._matcher.all_posted())) == 1, "only control listens"
         assert comm._group._pending == {}
-        assert len(comm._group.ledger) <= 64
+        assert len(comm._group.call_log) <= 64
     for comm in world:
         comm.close()
 

@@ -18,7 +18,7 @@ from unisono.core.request import Request
 from unisono.errors import ClosedError, Deadlock, PeerLost, UsageError
 from unisono.messaging.backend import PeerDown
 from unisono.messaging.credit import ENVELOPE_BYTES
-from unisono.testing.seat import payload
+from unisono.testing.case_rank import payload
 
 from .conftest import PATIENCE_S, run_each
 

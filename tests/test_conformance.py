@@ -22,11 +22,11 @@ from unisono.core.request import Request, withdrawn
 from unisono.errors import ClosedError, PeerLost, UnisonoError, UsageError
 from unisono.messaging.backend import Backend, Capabilities, PeerDown
 from unisono.messaging.credit import OWN_CREDIT_BYTES
-from unisono.messaging.inbox import Inbox, Parcel
+from unisono.messaging.inbox import InboundMessage, Inbox
 from unisono.messaging.matching import Posted
 from unisono.plans.steps import Buf
 from unisono.testing import CASES, ConformanceError, check_backend, run_case, run_local
-from unisono.testing.seat import payload
+from unisono.testing.case_rank import payload
 
 NAMES = [case.name for case in CASES]
 
@@ -83,22 +83,22 @@ def hybrid_by_kind(size: int) -> list[HybridBackend]:
 # -- an outsider's backend --------------------------------------------------------------------------------
 
 
-class PostOffice(Backend):
-    """A user's own backend: a queue and a postman thread per rank, and the inbox that unisono offers."""
+class QueueBackend(Backend):
+    """A user's own backend: a queue and a deliverer thread per rank, and the inbox that unisono offers."""
 
     @classmethod
-    def create(cls, size: int) -> list[PostOffice]:
-        offices: list[PostOffice] = []
+    def create(cls, size: int) -> list[QueueBackend]:
+        offices: list[QueueBackend] = []
         for rank in range(size):
             offices.append(cls(rank, offices, Config()))
         for office in offices:
-            office.postman.start()
+            office.deliverer.start()
         return offices
 
-    def __init__(self, rank: int, offices: list[PostOffice], config: Config) -> None:
+    def __init__(self, rank: int, offices: list[QueueBackend], config: Config) -> None:
         self.inbox = Inbox(rank, config.recv_bytes_max)
         self.letters: queue.Queue[tuple[Envelope, Letter] | PeerDown | None] = queue.Queue()
-        self.postman = threading.Thread(target=self._deliver_all, name=f"postman-{rank}", daemon=True)
+        self.deliverer = threading.Thread(target=self._deliver_all, name=f"deliverer-{rank}", daemon=True)
         self.lock = threading.Lock()
         self.waiting: dict[Letter, None] = {}
         self._offices = offices
@@ -234,10 +234,12 @@ class PostOffice(Backend):
             listener(down)
 
 
-class Letter(Parcel):
+class Letter(InboundMessage):
     """A message on its way; `data` is a copy if it was sent at once."""
 
-    def __init__(self, sender: PostOffice, receiver: PostOffice, data: memoryview, request: Request) -> None:
+    def __init__(
+        self, sender: QueueBackend, receiver: QueueBackend, data: memoryview, request: Request
+    ) -> None:
         self.data = data
         self.request = request
         self.cost = 0
@@ -295,7 +297,7 @@ FACTORIES = [
     view_on_a_view,
     hybrid_by_peer,
     hybrid_by_kind,
-    PostOffice.create,
+    QueueBackend.create,
 ]
 
 
@@ -656,7 +658,7 @@ class ForgetsTheDead(Mutant):
 
     def close(self) -> None:
         for inbox in self.inner._hub.inboxes:
-            for parcel in inbox.parcels_from(self.rank):
+            for parcel in inbox.inbound_from(self.rank):
                 inbox.withdraw_parcel(parcel)
         super().close()
 

@@ -1,4 +1,4 @@
-"""The courier against members that send nonsense: it decides what to believe for Gloo, MPI and QUIC."""
+"""The backend against members that send nonsense: it decides what to believe for Gloo, MPI and QUIC."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 
 import pytest
 
-from unisono.backends.framed import _HEAD, Courier, Head, Kind, Wire
+from unisono.backends.framed import _HEAD, FramedBackend, FrameTransport, Head, Kind
 from unisono.config import Config
 from unisono.core.clock import RealRuntime
 from unisono.core.envelope import HEADER_BYTES_MAX, Lane
@@ -20,7 +20,7 @@ CONFIG = Config(flush_s=0.0)
 CONTEXT, TAG = 7, 3
 
 
-class Belt(Wire):
+class Belt(FrameTransport):
     """Frames between ranks of this process, delivered when the test says so."""
 
     def __init__(self, rank: int, all_: list[Station]) -> None:
@@ -36,7 +36,7 @@ class Belt(Wire):
         pass
 
 
-class Station(Courier):
+class Station(FramedBackend):
     def __init__(self, rank: int, all_: list[Station]) -> None:
         super().__init__(rank, len(all_) + 8, CONFIG, RealRuntime())
         self._wire = Belt(rank, all_)

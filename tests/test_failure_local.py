@@ -25,7 +25,7 @@ import pytest
 
 import unisono as uni
 from unisono.backends.local import LocalBackend
-from unisono.comm.control import Left, Query
+from unisono.comm.control import Goodbye, Query
 from unisono.config import Config
 from unisono.core.envelope import Lane, Tags
 from unisono.core.request import Request
@@ -370,9 +370,9 @@ def test_a_rank_has_left_when_both_lanes_say_so(first: Lane) -> None:
     worlds = uni.local(2)
     group = worlds[0]._group
     work = worlds[0].start.recv_bytes(1)
-    group.on_news(1, Left(group.context, first))
+    group.on_news(1, Goodbye(group.context, first))
     ended_by(DeadlineExceeded, lambda: work.wait(0.05))
-    group.on_news(1, Left(group.context, Lane(1 - first)))
+    group.on_news(1, Goodbye(group.context, Lane(1 - first)))
     assert "left" in ended_by(PeerLost, lambda: work.wait(PATIENCE_S)).cause
     close_all(worlds)
 

@@ -22,7 +22,7 @@ def test_fifty_ranks_are_killed_and_every_survivor_names_the_dead() -> None:
         done += soak.kill_some(world, KILLS - done)
 
 
-@pytest.mark.parametrize("kind", soak.DRAFTS)
+@pytest.mark.parametrize("kind", soak.BINDERS)
 def test_killed_ranks_are_named_on_other_backends_too(kind: str) -> None:
     done = 0
     for world in itertools.count():

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import unisono as uni
-from unisono.backends.foreign import OwnRequest
-from unisono.backends.gloo.backend import Draft, GlooBackend
+from unisono.backends.foreign import ForeignRequest
+from unisono.backends.gloo.backend import GlooBackend, UnconnectedGloo
 from unisono.backends.gloo.collectives import REDUCTIONS
-from unisono.backends.registry import Berth
+from unisono.backends.registry import BindSpec
 from unisono.comm.communicator import Communicator
 from unisono.config import Config
 from unisono.core.clock import RealRuntime
@@ -172,7 +172,7 @@ def test_a_killed_rank_is_known_to_all_within_the_bound() -> None:
 @pytest.mark.parametrize("is_given_up_first", [True, False])
 def test_what_was_given_up_ends_as_soon_as_the_library_fails(is_given_up_first: bool) -> None:
     """Not when the time has passed in which somebody might have said why: whoever gave it up knows."""
-    request, failure = OwnRequest((1,)), UnisonoError("the library failed")
+    request, failure = ForeignRequest((1,)), UnisonoError("the library failed")
     assert request.commit()
     steps = [lambda: request.break_off_later(RealRuntime(), failure), lambda: request.cancel()]
     for step in reversed(steps) if is_given_up_first else steps:
@@ -199,13 +199,13 @@ def test_a_users_own_process_group_is_not_disturbed(tmp_path: Any) -> None:
 
 def test_links_without_encryption_are_refused_where_it_is_due() -> None:
     with pytest.raises(UsageError, match=r"no encryption.*backend='native'"):
-        Draft(Berth(0, 2, "127.0.0.1", is_encrypted=True, config=Config()))
+        UnconnectedGloo(BindSpec(0, 2, "127.0.0.1", is_encrypted=True, config=Config()))
 
 
 def test_a_draft_that_is_given_up_leaves_nothing() -> None:
-    draft = Draft(Berth(0, 2, "127.0.0.1", is_encrypted=False, config=Config()))
-    assert draft.card()
-    draft.close()
+    bind = UnconnectedGloo(BindSpec(0, 2, "127.0.0.1", is_encrypted=False, config=Config()))
+    assert bind.card()
+    bind.close()
 
 
 def spawned(comm: Communicator) -> tuple[str, float, int]:

@@ -71,7 +71,7 @@ def first_error(*calls: Callable[[], Any]) -> Any:
 
 
 def is_broken(comm: Communicator) -> bool:
-    return not comm._group.ledger.is_plain
+    return not comm._group.call_log.fast_path_open
 
 
 # -- how far --------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_who_shows_that_it_came_along_lets_the_root_go_on(world: MakeWorld, kind
             total(comm)
             hot = comm._group.hot
             assert hot is not None
-            notes.expect(hot.behind(), [], f"behind at #{k}")
+            notes.expect(hot.unconfirmed_ranks(), [], f"behind at #{k}")
         return notes
 
     assert found(comms, program) == []

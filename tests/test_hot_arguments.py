@@ -236,7 +236,7 @@ def test_tensors_and_numbers_are_sent_and_received(world: MakeWorld, kind: str) 
 
     assert found(comms, program) == []
     for comm in comms:
-        messages = comm._group.hot_messages
+        messages = comm._group.fast_messages
         assert messages is not None
         assert messages.ended + messages.handed_over == 2 * (3 * 4 + 2)
 

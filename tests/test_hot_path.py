@@ -229,7 +229,7 @@ def test_a_rank_that_takes_the_slow_way_meets_the_others(world: MakeWorld) -> No
             got = slow(x, k) if k % 3 == rank else comm.all_gather(x)
             notes.expect(got, np.array([np.arange(4) + 10 * r + k for r in range(3)]), f"#{k}")
         notes.expect(comm.all_reduce(rank + 0.5), 4.5, "a number")
-        notes.expect([comm._group.ledger.next], [201], "the numbers")
+        notes.expect([comm._group.call_log.next], [201], "the numbers")
         return notes
 
     assert found(comms, program) == []
@@ -425,7 +425,7 @@ def test_a_close_in_another_thread_ends_a_waiting_call(world: MakeWorld) -> None
         warmed.wait()
         if comm.rank == 1:
             return None
-        flights = comm._group.ledger
+        flights = comm._group.call_log
         sequence = flights.next
 
         def close_when_it_waits() -> None:
@@ -506,13 +506,13 @@ def _interrupted(comm: Communicator) -> list[Any]:
     warm(comm, 50)
     if comm.rank == 1:
         return [str(outcome(lambda: step(comm))) if comm.recv_bytes(0, 9) else None]
-    ledger, sequence, main = comm._group.ledger, comm._group.ledger.next, threading.get_ident()
+    call_log, sequence, main = comm._group.call_log, comm._group.call_log.next, threading.get_ident()
     hot = comm._group.hot
     assert hot is not None
     before = hot.handed_over  # on a busy machine the calls above may have had to wait, too
 
     def strike() -> None:
-        while ledger.next == sequence:
+        while call_log.next == sequence:
             time.sleep(0.001)
         signal.pthread_kill(main, signal.SIGINT)
 
@@ -543,7 +543,7 @@ def _hot(comm: Communicator) -> list[int]:
         comm.all_reduce(x)
         assert x.tolist() == [k * comm.size, sum(range(comm.size))]
     assert group.hot is not None
-    return [group.hot.missed, group.hot.ended + group.hot.handed_over, group.ledger.next]
+    return [group.hot.missed, group.hot.ended + group.hot.handed_over, group.call_log.next]
 
 
 @pytest.mark.parametrize("shm", ["1", "0"])

@@ -19,7 +19,7 @@ from unisono.core.envelope import ANY, UNTYPED, Envelope, Tags
 from unisono.core.request import Request
 from unisono.errors import ClosedError, PeerLost, UsageError
 from unisono.messaging.backend import PeerDown
-from unisono.messaging.inbox import Inbox, Parcel
+from unisono.messaging.inbox import InboundMessage, Inbox
 
 from .conftest import PATIENCE_S, run_each
 
@@ -27,7 +27,7 @@ MANY = settings(derandomize=True, deadline=None, database=None, max_examples=400
 FLOAT, DOUBLE = DTYPES["float32"].code, DTYPES["float64"].code
 
 
-class Note(Parcel):
+class Note(InboundMessage):
     """A message that writes down what happens to it."""
 
     def __init__(self, name: object) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from unisono import config
-from unisono.bootstrap.admission import Gate
+from unisono.bootstrap.admission import AdmissionLimiter
 from unisono.bootstrap.launch_info import decide
 from unisono.bootstrap.rendezvous import Formation, Join
 from unisono.config import Config, Launch, Network
@@ -164,7 +164,7 @@ def test_ranks_are_written_as_spans() -> None:
 
 
 def test_a_stranger_goes_for_a_newcomer_first_one_from_the_same_address() -> None:
-    gate = Gate(pending_max=4, per_address_max=2, draw=lambda keys: keys[-1])
+    gate = AdmissionLimiter(pending_max=4, per_address_max=2, draw=lambda keys: keys[-1])
     assert gate.arrive(0, "10.0.0.1", 0.0) is None
     assert gate.arrive(1, "10.0.0.2", 0.0) is None
     assert gate.arrive(2, "10.0.0.2", 0.0) is None
@@ -182,7 +182,7 @@ def test_a_stranger_goes_for_a_newcomer_first_one_from_the_same_address() -> Non
 
 
 def test_who_goes_is_drawn_from_all() -> None:
-    gate = Gate(pending_max=8, per_address_max=8)
+    gate = AdmissionLimiter(pending_max=8, per_address_max=8)
     victims = [gate.arrive(key, "10.0.0.1", 0.0) for key in range(2000)]
     ages = {key - victim for key, victim in enumerate(victims) if victim is not None}
     assert min(ages) == 1
@@ -190,14 +190,14 @@ def test_who_goes_is_drawn_from_all() -> None:
 
 
 def test_the_addresses_of_one_ipv6_network_count_as_one() -> None:
-    gate = Gate(pending_max=99, per_address_max=1)
+    gate = AdmissionLimiter(pending_max=99, per_address_max=1)
     gate.arrive(0, "2001:db8::1", 0.0)
     assert gate.arrive(1, "2001:db8::ffff", 0.0) == 0
     assert gate.arrive(2, "2001:db8:1::1", 0.0) is None
 
 
 def test_the_answer_to_who_fails_often_waits_for_a_minute() -> None:
-    gate = Gate()
+    gate = AdmissionLimiter()
     assert [gate.fail("10.0.0.1", float(i)) for i in range(20)] == [0.0] * 20
     assert gate.fail("10.0.0.1", 21.0) == 1.0
     assert gate.fail("10.0.0.2", 21.0) == 0.0
@@ -205,7 +205,7 @@ def test_the_answer_to_who_fails_often_waits_for_a_minute() -> None:
 
 
 def test_a_crowd_is_named_by_its_number_and_place() -> None:
-    gate = Gate(pending_max=3, per_address_max=3)
+    gate = AdmissionLimiter(pending_max=3, per_address_max=3)
     for key in range(19):
         gate.arrive(key, "10.0.0.1", 0.0)
     assert gate.crowd() == ""

@@ -28,11 +28,11 @@ import pytest
 
 from unisono.bootstrap import limits, protocol
 from unisono.bootstrap.address import Address
-from unisono.bootstrap.entry import Entry, Site, enter
+from unisono.bootstrap.entry import Entry, ListenSpec, enter
 from unisono.bootstrap.identity import Authority, verified_name
 from unisono.bootstrap.join import View, join, tell_ended
-from unisono.bootstrap.launch_info import Place, decide
-from unisono.bootstrap.protocol import NO_ENTRY, Frames, Visitor
+from unisono.bootstrap.launch_info import LaunchInfo, decide
+from unisono.bootstrap.protocol import NO_ENTRY, Frames, JoinClient
 from unisono.bootstrap.seed import Seed
 from unisono.bootstrap.ticket import Ticket, TicketSource
 from unisono.bootstrap.tls_stream import server_context
@@ -126,7 +126,7 @@ def proven(seed: Seed) -> tuple[socket.socket, Frames]:
     sock = connected(seed)
     if not seed.ticket.is_plain:
         sock = secured(sock, alpn=protocol.ALPN)
-    visitor = Visitor(seed.ticket.token, seed.ticket.ca_fingerprint or bytes(32), secrets.token_bytes(32))
+    visitor = JoinClient(seed.ticket.token, seed.ticket.ca_fingerprint or bytes(32), secrets.token_bytes(32))
     sock.sendall(visitor.hello())
     sock.sendall(visitor.proof(sock.recv(visitor.greeting_bytes, socket.MSG_WAITALL * seed.ticket.is_plain)))
     return sock, visitor.frames(sock.recv(visitor.verdict_bytes))
@@ -1029,10 +1029,12 @@ def test_no_secret_is_ever_logged_or_shown(make_seed: MakeSeed, caplog: pytest.L
 # -- entering (rank 0 hosts) -------------------------------------------------------------------------------
 
 
-def _enter(place: Place, timeout: float = PATIENCE_S, config: Config | None = None) -> tuple[View, Site]:
-    sites: list[Site] = []
+def _enter(
+    place: LaunchInfo, timeout: float = PATIENCE_S, config: Config | None = None
+) -> tuple[View, ListenSpec]:
+    sites: list[ListenSpec] = []
 
-    def card(site: Site) -> bytes:
+    def card(site: ListenSpec) -> bytes:
         sites.append(site)
         return b"card %d" % site.rank
 
@@ -1042,7 +1044,7 @@ def _enter(place: Place, timeout: float = PATIENCE_S, config: Config | None = No
 
 
 def test_ranks_of_one_job_meet_at_their_file(tmp_path: Path) -> None:
-    def place(rank: int) -> Place:
+    def place(rank: int) -> LaunchInfo:
         started = Launch("Slurm", rank, 3, local_rank=rank, is_one_host=True, job="Slurm/1/0")
         return decide(started, Network(folder=str(tmp_path)))
 
@@ -1130,10 +1132,10 @@ def test_rank_0_that_gives_up_takes_its_ticket_along(tmp_path: Path) -> None:
 
 def test_a_declared_port_is_the_seeds_and_ranks_take_the_next(tmp_path: Path) -> None:
     network = Network(join=str(tmp_path / "t"), address="127.0.0.1:47110", advertise="127.0.0.3:5000")
-    place = Place(1, 2, local_rank=1, network=network, source=TicketSource(str(tmp_path / "t")))
+    place = LaunchInfo(1, 2, local_rank=1, network=network, source=TicketSource(str(tmp_path / "t")))
     with Seed(2, version=VERSION) as seed, ThreadPoolExecutor(2) as pool:
         TicketSource(str(tmp_path / "t")).write(seed.ticket)
-        other = pool.submit(_enter, Place(0, 2, source=place.source))
+        other = pool.submit(_enter, LaunchInfo(0, 2, source=place.source))
         view, site = pool.submit(_enter, place).result(PATIENCE_S)
         other.result(PATIENCE_S)
     assert view.rank == 1

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from unisono.bootstrap.descriptors import limit, need
-from unisono.bootstrap.launch_info import Place
+from unisono.bootstrap.launch_info import LaunchInfo
 from unisono.errors import RendezvousError
 from unisono.launcher.spawn import spawn
 
@@ -288,11 +288,11 @@ def test_spawn_with_few_descriptors_starts_nothing_and_says_why() -> None:
 
 
 @contextlib.contextmanager
-def enter_alone(place: Place, backend: str, config: object, timeout: float) -> Iterator[Place]:
+def enter_alone(place: LaunchInfo, backend: str, config: object, timeout: float) -> Iterator[LaunchInfo]:
     yield place
 
 
-def rank_of(place: Place) -> int:
+def rank_of(place: LaunchInfo) -> int:
     return place.rank
 
 

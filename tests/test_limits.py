@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.backends.framed import _HEAD, Courier, Head, Kind, Wire
+from unisono.backends.framed import _HEAD, FramedBackend, FrameTransport, Head, Kind
 from unisono.backends.local import LocalBackend
 from unisono.comm.communicator import Communicator
 from unisono.comm.control import (
@@ -25,9 +25,9 @@ from unisono.comm.control import (
     RANKS_MAX,
     Answer,
     Control,
-    Knock,
-    Left,
+    Goodbye,
     Query,
+    ServiceQuery,
     Verdict,
     _EarlyNews,
     _encode,
@@ -168,14 +168,14 @@ def test_a_users_limit_does_not_bound_news_and_frames_of_calls(
 
 
 def test_a_users_limit_does_not_bound_what_a_courier_takes_as_news() -> None:
-    courier = _Post(uni.Config(recv_bytes_max=60, message_bytes_max=60))
-    courier.arrive(1, eager(1000, Lane.CONTROL, Tags.CONTROL))
-    taken = courier.start_recv(1, 9, Tags.CONTROL, None)
+    backend = _Post(uni.Config(recv_bytes_max=60, message_bytes_max=60))
+    backend.arrive(1, eager(1000, Lane.CONTROL, Tags.CONTROL))
+    taken = backend.start_recv(1, 9, Tags.CONTROL, None)
     assert taken.done
     assert taken.data == bytes(1000)
-    assert courier.start_send(1, 9, Tags.RPC, memoryview(bytes(1000)), lane=Lane.CONTROL).done
-    courier.lost(1, "the test is over")
-    courier.close()
+    assert backend.start_send(1, 9, Tags.RPC, memoryview(bytes(1000)), lane=Lane.CONTROL).done
+    backend.lost(1, "the test is over")
+    backend.close()
 
 
 def test_news_that_cannot_be_received_is_tried_again_after_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_news_that_cannot_be_received_is_tried_again_after_a_rest(monkeypatch: p
     control = Control(backend)
     wait_until(lambda: len(tried) == 5, "it listens again")
     assert min(np.diff(tried)) > 0.04
-    other.start_send(0, 0, Tags.CONTROL, memoryview(msgspec.msgpack.encode(Left(77, Lane.BULK))))
+    other.start_send(0, 0, Tags.CONTROL, memoryview(msgspec.msgpack.encode(Goodbye(77, Lane.BULK))))
     wait_until(lambda: 77 in control._early._by_context, "news is heard")
     for one in (backend, other):
         one.close()
@@ -309,11 +309,11 @@ def test_a_rank_that_runs_far_ahead_and_leaves_every_group_is_heard_of_in_each(
 
 def test_early_news_loses_all_calls_but_the_last_before_any_is_dropped() -> None:
     early, calls = _EarlyNews(), {number: bytes([number]) * 400 for number in range(4)}
-    full = _encode(Left(0, Lane.CONTROL, calls))
+    full = _encode(Goodbye(0, Lane.CONTROL, calls))
     count = 2 * EARLY_BYTES_MAX // len(full)
     for context in range(count):
-        early.keep(1, context, msgspec.msgpack.encode(Left(context, Lane.CONTROL, calls)))
-        early.keep(1, context, msgspec.msgpack.encode(Left(context, Lane.BULK)))
+        early.keep(1, context, msgspec.msgpack.encode(Goodbye(context, Lane.CONTROL, calls)))
+        early.keep(1, context, msgspec.msgpack.encode(Goodbye(context, Lane.BULK)))
         assert early._bytes[1] <= EARLY_BYTES_MAX
     for context in range(count):
         kept = [decode(data) for _, data in early.taken(context)]
@@ -340,9 +340,9 @@ def test_a_control_message_holds_no_more_than_its_fields_may() -> None:
     for wrong in (
         verdict(1, "x" * 4097),
         Query(1, 1, bytes(1025)),
-        Left(1, Lane.BULK, dict.fromkeys(range(65), b"")),
-        Knock(1, "x" * 4097),
-        Knock(1, "x", {n: n for n in range(65)}),
+        Goodbye(1, Lane.BULK, dict.fromkeys(range(65), b"")),
+        ServiceQuery(1, "x" * 4097),
+        ServiceQuery(1, "x", {n: n for n in range(65)}),
         Answer(1, 1, True, tuple(range(RANKS_MAX + 1))),
     ):
         with pytest.raises(ProtocolError, match="malformed"):
@@ -358,9 +358,9 @@ def test_who_asks_without_end_and_takes_no_answers_gets_a_bounded_number() -> No
         backends[1].start_send(0, 0, Tags.CONTROL, memoryview(question), lane=Lane.CONTROL)
         if number % 40:
             continue
-        knock = msgspec.msgpack.encode(Knock(1000 + number, "name"))
+        knock = msgspec.msgpack.encode(ServiceQuery(1000 + number, "name"))
         backends[1].start_send(0, 0, Tags.CONTROL, memoryview(knock), lane=Lane.CONTROL)
-    queued = len(backends[0]._hub.inboxes[1].parcels_from(0))
+    queued = len(backends[0]._hub.inboxes[1].inbound_from(0))
     assert queued < 30_000  # those that fit the credit of the lane, and a thousand
     assert control._answers[1] <= 1024
     assert control._knocks_of(1) <= 64
@@ -368,10 +368,10 @@ def test_who_asks_without_end_and_takes_no_answers_gets_a_bounded_number() -> No
         backend.close()
 
 
-# -- a courier and a peer that keeps no promise -----------------------------------------------------------
+# -- a backend and a peer that keeps no promise -----------------------------------------------------------
 
 
-class _NoWire(Wire):
+class _NoWire(FrameTransport):
     """Frames that are sent go nowhere."""
 
     def __init__(self) -> None:
@@ -387,8 +387,8 @@ class _NoWire(Wire):
         pass
 
 
-class _Post(Courier):
-    """A courier whose peers are this test."""
+class _Post(FramedBackend):
+    """A backend whose peers are this test."""
 
     capabilities = Capabilities("test")
 
@@ -424,21 +424,21 @@ def test_a_peer_of_a_courier_breaks_the_protocol_before_it_takes_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unisono.backends.framed.OFFERS_MAX", 1000)
-    courier = _Post()
+    backend = _Post()
     say = HOSTILE[name]
 
     def speak() -> None:
         for number in range(20_000):
-            courier.arrive(1, say(number))
+            backend.arrive(1, say(number))
 
     with pytest.raises(ProtocolError):
         speak()
-    assert courier._wire.sent == 0, "nothing is answered without end"
-    courier.broken(1, ProtocolError("as a wire says"))
-    courier.close()
+    assert backend._wire.sent == 0, "nothing is answered without end"
+    backend.broken(1, ProtocolError("as a wire says"))
+    backend.close()
 
 
-@pytest.mark.parametrize("kind", ["courier", "local", "simulated"])
+@pytest.mark.parametrize("kind", ["backend", "local", "simulated"])
 @pytest.mark.parametrize("sync", [False, True])
 def test_a_message_to_oneself_leaves_from_memory_of_any_type(kind: str, sync: bool) -> None:
     x = np.arange(5.0) / 3
@@ -454,9 +454,9 @@ def test_a_message_to_oneself_leaves_from_memory_of_any_type(kind: str, sync: bo
     if kind == "simulated":
         assert uni.simulate(lambda comm: program(comm.backend), 1).results == [x.tolist()]
         return
-    backend = _Post() if kind == "courier" else LocalBackend.create(1)[0]
+    backend = _Post() if kind == "backend" else LocalBackend.create(1)[0]
     assert program(backend) == x.tolist()
-    if kind == "courier":
+    if kind == "backend":
         backend.lost(1, "the test is over")
     backend.close()
 
@@ -464,27 +464,27 @@ def test_a_message_to_oneself_leaves_from_memory_of_any_type(kind: str, sync: bo
 def test_a_courier_holds_back_offers_that_its_peer_may_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends agree on how many; what waits keeps its order, and nothing overtakes it."""
     monkeypatch.setattr("unisono.backends.framed.OFFERS_MAX", 3)
-    courier = _Post()
+    backend = _Post()
     data = memoryview(bytes(100_000))
-    sends = [courier.start_send(1, 9, 5, data) for _ in range(5)]
-    short = courier.start_send(1, 9, 5, memoryview(b"short"))
-    assert courier._wire.sent == 3
+    sends = [backend.start_send(1, 9, 5, data) for _ in range(5)]
+    short = backend.start_send(1, 9, 5, memoryview(b"short"))
+    assert backend._wire.sent == 3
     assert not short.done, "it would overtake"
     assert sends[4].cancel()
-    assert courier._wire.sent == 3, "it was never offered"
+    assert backend._wire.sent == 3, "it was never offered"
     for number in (1, 2):
-        courier.arrive(1, frame(Kind.ASK, number=number))
-        courier.arrive(1, frame(Kind.LANDED, number=number))
+        backend.arrive(1, frame(Kind.ASK, number=number))
+        backend.arrive(1, frame(Kind.LANDED, number=number))
     assert [request.done for request in sends] == [True, True, False, False, True]
-    assert courier._wire.sent == 3 + 2 + 2, "two pieces, and the two that waited"
+    assert backend._wire.sent == 3 + 2 + 2, "two pieces, and the two that waited"
     for number in (3, 4, 6):
-        courier.arrive(1, frame(Kind.ASK, number=number))
-        courier.arrive(1, frame(Kind.LANDED, number=number))
+        backend.arrive(1, frame(Kind.ASK, number=number))
+        backend.arrive(1, frame(Kind.LANDED, number=number))
     assert short.done
-    assert courier.start_send(1, 9, 5, memoryview(b"short")).done
-    assert not courier._outgoing
-    courier.lost(1, "the test is over")
-    courier.close()
+    assert backend.start_send(1, 9, 5, memoryview(b"short")).done
+    assert not backend._outgoing
+    backend.lost(1, "the test is over")
+    backend.close()
 
 
 # -- a member that sends what no member would -------------------------------------------------------------

@@ -25,8 +25,8 @@ import numpy as np
 import pytest
 
 import unisono as uni
-from unisono.backends.quic.backend import Draft, QuicBackend
-from unisono.backends.registry import Berth
+from unisono.backends.quic.backend import QuicBackend, UnconnectedQuic
+from unisono.backends.registry import BindSpec
 from unisono.comm.communicator import Communicator
 from unisono.config import Config
 from unisono.errors import ClosedError, PeerLost
@@ -332,11 +332,11 @@ async def knock(addresses: list[str], key: bytes, alpn: bytes) -> str:
         await endpoint.close()
 
 
-class Knocking(Draft):
+class Knocking(UnconnectedQuic):
     """Rank 1, before it joins, and as somebody else."""
 
     def connect(self, cards: Any) -> QuicBackend:
-        if self._berth.rank == 1:
+        if self._spec.rank == 1:
             from unisono.backends.quic.endpoint import ALPN, Card
 
             first = Card.parse(cards[0])
@@ -360,37 +360,37 @@ def test_a_stranger_without_the_ticket_is_refused_before_and_after_the_world_is_
         comm.close()
         return total, answer
 
-    with forked(live, 2, draft=Knocking) as ranks:
+    with forked(live, 2, bind=Knocking) as ranks:
         results = [ranks.result(rank) for rank in range(2)]
     assert not [each for each in results if isinstance(each, Failed)], results
     assert [total for total, _ in results] == [1, 1]
     assert "no connection" in results[1][1]
 
 
-class Impostor(Draft):
+class Impostor(UnconnectedQuic):
     """Rank 0 does not hold the key that its card names."""
 
     def card(self) -> bytes:
         from unisono.backends.quic.endpoint import Card
 
         card = Card.parse(super().card())
-        if self._berth.rank == 0:
+        if self._spec.rank == 0:
             card.key = bytes.fromhex("3ef41c0e46f953b5d90d1bb91b92126979bd9191cf3cd21110e882e64e84282a")
         return card.encoded()
 
 
-class Ignorant(Draft):
+class Ignorant(UnconnectedQuic):
     """Rank 1 does not know the job's secret."""
 
-    def __init__(self, berth: Berth) -> None:
+    def __init__(self, spec: BindSpec) -> None:
         import dataclasses
 
-        super().__init__(dataclasses.replace(berth, secret=b"a guess") if berth.rank == 1 else berth)
+        super().__init__(dataclasses.replace(spec, secret=b"a guess") if spec.rank == 1 else spec)
 
 
 def test_who_cannot_show_the_right_key_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.backends.quic.backend._CONNECT_S", 2.0)
-    with forked(lambda backend, pipe: "connected", 2, draft=Impostor) as ranks:
+    with forked(lambda backend, pipe: "connected", 2, bind=Impostor) as ranks:
         failed = ranks.result(1)
     assert isinstance(failed, Failed)
     assert failed.type_name == "RendezvousError"
@@ -400,7 +400,7 @@ def test_who_cannot_show_the_right_key_is_not_connected_to(monkeypatch: pytest.M
 def test_who_does_not_know_the_secret_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the two refuses the other; who is first says why, and hangs up on the second."""
     monkeypatch.setattr("unisono.backends.quic.backend._CONNECT_S", 2.0)
-    with forked(lambda backend, pipe: "connected", 2, draft=Ignorant) as ranks:
+    with forked(lambda backend, pipe: "connected", 2, bind=Ignorant) as ranks:
         failed = [ranks.result(rank) for rank in range(2)]
     for rank, end in enumerate(failed):
         assert isinstance(end, Failed)
@@ -438,11 +438,11 @@ class Recorder:
 RECORDERS: list[Recorder] = []
 
 
-class Recorded(Draft):
+class Recorded(UnconnectedQuic):
     """Rank 1 reaches rank 0 through a recorder."""
 
     def connect(self, cards: Any) -> QuicBackend:
-        if self._berth.rank == 1:
+        if self._spec.rank == 1:
             from unisono.backends.quic.endpoint import Card
 
             first = Card.parse(cards[0])
@@ -477,7 +477,7 @@ def test_a_replayed_join_and_garbage_datagrams_change_nothing() -> None:
         comm.close()
         return sum(sums), links
 
-    with forked(live, 2, draft=Recorded) as ranks:
+    with forked(live, 2, bind=Recorded) as ranks:
         results = [ranks.result(rank) for rank in range(2)]
     assert results == [(9, 1), (9, 1)]
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from iroh import iroh_ffi
 
-from unisono._native import Bell
+from unisono._native import CompletionEventFd
 from unisono.backends.quic import iroh_repairs
 from unisono.backends.quic.endpoint import Card
 from unisono.backends.quic.link import Introduction, Link
@@ -343,7 +343,10 @@ def test_other_bindings_are_left_alone_with_a_warning(
 
 
 def test_a_bell_keeps_what_threads_ring_until_it_is_taken() -> None:
-    bell, ring = Bell(), ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_int8)(Bell.ring())
+    bell, ring = (
+        CompletionEventFd(),
+        ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_int8)(CompletionEventFd.ring()),
+    )
     assert bell.take() == []
 
     def ring_some(first: int) -> None:
@@ -358,5 +361,5 @@ def test_a_bell_keeps_what_threads_ring_until_it_is_taken() -> None:
     assert select.select([bell.descriptor()], [], [], 10)[0] == [bell.descriptor()]
     assert sorted(bell.take()) == [(number, number % 2) for number in range(400)]
     assert select.select([bell.descriptor()], [], [], 0)[0] == []
-    last = Bell().ticket(7)
+    last = CompletionEventFd().ticket(7)
     ring(last, 0)  # a ticket keeps what it rings

@@ -16,7 +16,7 @@ import pytest
 import unisono as uni
 from unisono.core.clock import RealRuntime
 from unisono.core.request import Request
-from unisono.core.task import Call, Task, requests_done
+from unisono.core.task import Call, Task, await_requests
 from unisono.core.work import Started as Handed
 from unisono.core.work import Work, wait_all
 from unisono.errors import (
@@ -81,7 +81,7 @@ def gate(result: object = None, error: Exception | None = None):
     request = Request(0)
 
     def steps(call):
-        yield from requests_done(call, [request])
+        yield from await_requests(call, [request])
         if error is not None:
             raise error
         return result
@@ -131,7 +131,7 @@ def test_it_waits_for_all_of_its_requests_however_they_end():
     requests = [Request(0) for _ in range(5)]
 
     def steps(call):
-        yield from requests_done(call, requests)
+        yield from await_requests(call, requests)
         return [r.error is not None for r in requests]
 
     work = start(steps)
@@ -158,7 +158,7 @@ def test_a_work_is_carried_on_by_the_waiter_if_there_is_one():
     request, seen = Request(0), []
 
     def steps(call):
-        yield from requests_done(call, [request])
+        yield from await_requests(call, [request])
         seen.append(threading.get_ident())
 
     work = start(steps)
@@ -173,7 +173,7 @@ def test_a_work_that_nobody_waits_for_is_carried_on_by_who_ended_its_request():
     request, seen = Request(0), []
 
     def steps(call):
-        yield from requests_done(call, [request])
+        yield from await_requests(call, [request])
         seen.append(threading.get_ident())
 
     work = start(steps)
@@ -324,15 +324,15 @@ def test_an_interruption_during_a_step_waits_for_the_step():
 
 
 def test_an_interruption_and_a_doom_at_the_same_moment_are_one():
-    """The doom is looked for after a step; an interruption that comes just then must win or lose, not add."""
+    """An interruption that comes while the unreachable error is looked for must win or lose, not add."""
     thrown: list[str] = []
     cleanup = Request(0)
 
-    def doom() -> UnisonoError:
+    def unreachable_error() -> UnisonoError:
         started.task.interrupt(ClosedError("interrupted"))
         return PeerLost("doomed")
 
-    started = Started(careful(Request(0), thrown, cleanup), doom=doom)
+    started = Started(careful(Request(0), thrown, cleanup), unreachable_error=unreachable_error)
     work = started.begin()
     cleanup.complete()
     with pytest.raises(ClosedError, match="interrupted"):
@@ -343,7 +343,7 @@ def test_an_interruption_and_a_doom_at_the_same_moment_are_one():
 def test_a_doom_is_found_when_it_is_woken():
     thrown: list[str] = []
     doomed: list[UnisonoError] = []
-    work = start(careful(Request(0), thrown), doom=lambda: doomed[0] if doomed else None)
+    work = start(careful(Request(0), thrown), unreachable_error=lambda: doomed[0] if doomed else None)
     assert not work.done()
     doomed.append(PeerLost("all are gone"))
     work._task.wake()
@@ -617,7 +617,7 @@ def test_waiters_with_and_without_time_share_a_work():
 
     def steps(call):
         for request in requests:
-            yield from requests_done(call, [request])
+            yield from await_requests(call, [request])
         return "end"
 
     work = start(steps)

@@ -588,7 +588,7 @@ Descriptor Connector::listen_at(sockaddr_storage& address, socklen_t bytes) {
   return socket;
 }
 
-void Connector::learn(std::int32_t rank, const Card& card) {
+void Connector::cache_decision(std::int32_t rank, const Card& card) {
   sockaddr_storage address{};
   if (const socklen_t bytes = tcp_address(address, card.address, card.port); bytes != 0) pinger_.set_address(rank, address, bytes);
 }

@@ -109,7 +109,7 @@ class Connector {
   bool is_ready() const { return !settings_.tls || identity_ != nullptr; }
 
   // Where a rank is asked whether it lives.
-  void learn(std::int32_t rank, const Card& card);
+  void cache_decision(std::int32_t rank, const Card& card);
   void ping(std::int32_t rank) { pinger_.ping(rank); }
 
   void connect(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum);

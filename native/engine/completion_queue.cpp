@@ -66,32 +66,32 @@ CompletionQueue::CompletionQueue(Engine& engine) : engine_(engine) {
         completions.wake_pump();
       },
       this);
-  engine.set_on_unmet([](void* self) { static_cast<CompletionQueue*>(self)->tell_unmet(); }, this);
+  engine.set_on_unmet([](void* self) { static_cast<CompletionQueue*>(self)->dispatch_unclaimed(); }, this);
 }
 
-CompletionQueue::Unmet::Unmet(const Envelope& envelope)
+CompletionQueue::Unclaimed::Unclaimed(const Envelope& envelope)
     : context(envelope.context),
       source(envelope.source),
       sequence(sequence_of(envelope.tag)),
       header(reinterpret_cast<const char*>(envelope.header), envelope.header_bytes) {}
 
-std::vector<CompletionQueue::Unmet> CompletionQueue::unmet(uint64_t context, uint64_t tag_max) const {
-  std::vector<Unmet> found;
-  for (const UnexpectedMessage* one = engine_.inbox.ahead().front(); one != nullptr; one = Inbox::Ahead::next(*one))
+std::vector<CompletionQueue::Unclaimed> CompletionQueue::unclaimed(uint64_t context, uint64_t tag_max) const {
+  std::vector<Unclaimed> found;
+  for (const UnexpectedMessage* one = engine_.inbox.run_ahead().front(); one != nullptr; one = Inbox::RunAhead::next(*one))
     if (one->envelope.context == context && one->envelope.tag <= tag_max) found.emplace_back(one->envelope);
   return found;
 }
 
 // The oldest of each sender and context: if that is early, so are the others.
-void CompletionQueue::tell_unmet() {
+void CompletionQueue::dispatch_unclaimed() {
   // While Python does not come to look, nothing is told twice.
   if (unmet_in_news_ != 0) return;
   std::vector<std::pair<uint64_t, std::int32_t>> told;
-  for (const UnexpectedMessage* one = engine_.inbox.ahead().front(); one != nullptr; one = Inbox::Ahead::next(*one)) {
+  for (const UnexpectedMessage* one = engine_.inbox.run_ahead().front(); one != nullptr; one = Inbox::RunAhead::next(*one)) {
     const std::pair key{one->envelope.context, one->envelope.source};
     if (std::find(told.begin(), told.end(), key) != told.end()) continue;
     told.push_back(key);
-    news_.push_back({nullptr, {}, 0, std::make_shared<const Unmet>(one->envelope)});
+    news_.push_back({nullptr, {}, 0, std::make_shared<const Unclaimed>(one->envelope)});
     ++unmet_in_news_;
   }
   engine_.wake_waiters();
@@ -226,7 +226,7 @@ std::vector<CompletionQueue::News> CompletionQueue::take() {
   while (!news_.empty() && (taken.empty() || news_.front().operation != nullptr)) {
     taken.push_back(std::move(news_.front()));
     news_.pop_front();
-    if (taken.back().unmet != nullptr) --unmet_in_news_;
+    if (taken.back().unclaimed != nullptr) --unmet_in_news_;
     if (taken.back().operation == nullptr) break;
   }
   return taken;

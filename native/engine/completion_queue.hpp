@@ -96,19 +96,19 @@ class CompletionQueue {
   void recycle(Operation& operation);
 
   // A message that waits although its sender does not (Inbox::ahead), as Python compares it with what was called here.
-  struct Unmet {
+  struct Unclaimed {
     uint64_t context = 0;
     std::int32_t source = 0;
     uint64_t sequence = 0;
     std::string header;
-    explicit Unmet(const Envelope& envelope);
+    explicit Unclaimed(const Envelope& envelope);
   };
   // Those of a context that belong to calls up to the one with this tag.
-  std::vector<Unmet> unmet(uint64_t context, uint64_t tag_max) const;
+  std::vector<Unclaimed> unclaimed(uint64_t context, uint64_t tag_max) const;
   // The oldest, if it is such a one. Cheap enough to ask at the end of every call.
   const UnexpectedMessage* first_unmet(uint64_t context, uint64_t tag_max) const {
-    const UnexpectedMessage* first = engine_.inbox.ahead().front();
-    while (first != nullptr && first->envelope.context != context) first = Inbox::Ahead::next(*first);
+    const UnexpectedMessage* first = engine_.inbox.run_ahead().front();
+    while (first != nullptr && first->envelope.context != context) first = Inbox::RunAhead::next(*first);
     return first != nullptr && first->envelope.tag <= tag_max ? first : nullptr;
   }
 
@@ -120,7 +120,7 @@ class CompletionQueue {
     Operation* operation = nullptr;
     Down down{};
     uint64_t arrival = 0;  // of a peer's end: what has arrived by then came before
-    std::shared_ptr<const Unmet> unmet{};
+    std::shared_ptr<const Unclaimed> unclaimed{};
   };
   bool begin_telling() { return !std::exchange(is_telling_, true); }
   bool end_telling() { return news_.empty() ? !(is_telling_ = false) : false; }
@@ -147,7 +147,7 @@ class CompletionQueue {
 
  private:
   void add(Operation& operation);
-  void tell_unmet();
+  void dispatch_unclaimed();
   void wake_pump();
 
   Engine& engine_;

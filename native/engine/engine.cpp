@@ -183,7 +183,7 @@ void Engine::connect(const std::vector<Card>& cards) {
     Peer& peer = *peers_[i];
     peer.card = cards[i];
     peer.is_same_host = cards[i].host == connector_.card().host;
-    connector_.learn(peer.rank, peer.card);
+    connector_.cache_decision(peer.rank, peer.card);
     neighbours += peer.is_same_host;
   }
   is_connected_ = true;
@@ -619,7 +619,7 @@ void Engine::beat(std::int64_t now) {
     lose(*peer, text, false);
   }
   beat_at_ = now + (is_asking ? beat_ns_ / 2 : beat_ns_);
-  if (!inbox.ahead().empty() && on_unmet_ != nullptr) on_unmet_(on_unmet_self_);
+  if (!inbox.run_ahead().empty() && on_unclaimed_ != nullptr) on_unclaimed_(on_unclaimed_self_);
 }
 
 // ---- leaving ----

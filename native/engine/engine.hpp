@@ -133,8 +133,8 @@ class Engine final : public PeerServices, private Host {
 
   // Called at every heartbeat while messages wait whose senders do not: see Inbox::ahead.
   void set_on_unmet(void (*call)(void*), void* self) {
-    on_unmet_ = call;
-    on_unmet_self_ = self;
+    on_unclaimed_ = call;
+    on_unclaimed_self_ = self;
   }
 
   // Take leave: flush what was started within the time, tell the others, end the rest.
@@ -217,8 +217,8 @@ class Engine final : public PeerServices, private Host {
   size_t share_ = 1;  // how many ranks of this host a core has to serve
   void (*on_down_)(void*, const Down&) = nullptr;
   void* on_down_self_ = nullptr;
-  void (*on_unmet_)(void*) = nullptr;
-  void* on_unmet_self_ = nullptr;
+  void (*on_unclaimed_)(void*) = nullptr;
+  void* on_unclaimed_self_ = nullptr;
 
   // relaxed everywhere: hints that are read without the lock, decided with it
   std::atomic<bool> is_polled_{false};    // a caller makes progress

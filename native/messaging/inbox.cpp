@@ -123,16 +123,16 @@ void Inbox::end_context(uint64_t context) {
 }
 
 void Inbox::ignore_context(uint64_t context) {
-  for (UnexpectedMessage* message = ahead_.front(); message != nullptr;) {
-    UnexpectedMessage* const next = Ahead::next(*message);
-    if (message->envelope.context == context) ahead_.remove(*message);
+  for (UnexpectedMessage* message = run_ahead_.front(); message != nullptr;) {
+    UnexpectedMessage* const next = RunAhead::next(*message);
+    if (message->envelope.context == context) run_ahead_.remove(*message);
     message = next;
   }
 }
 
 void Inbox::recycle(UnexpectedMessage& message) {
   std::unique_ptr<UnexpectedMessage> owned(&message);
-  if (message.in_ahead.is_in) ahead_.remove(message);
+  if (message.in_ahead.is_in) run_ahead_.remove(message);
   owned->heap.reset();
   owned->copy.reset();
   owned->own = nullptr;

@@ -35,9 +35,9 @@ class Inbox {
 
   // Messages whose senders do not wait until they are met, as long as they are not. If the call that they belong to
   // has been made here, and they still wait, it was another call: whoever keeps the calls has to compare.
-  using Ahead = IntrusiveList<UnexpectedMessage, &UnexpectedMessage::in_ahead>;
-  const Ahead& ahead() const { return ahead_; }
-  void add_ahead(UnexpectedMessage& message) { ahead_.push_back(message); }
+  using RunAhead = IntrusiveList<UnexpectedMessage, &UnexpectedMessage::in_ahead>;
+  const RunAhead& run_ahead() const { return run_ahead_; }
+  void add_ahead(UnexpectedMessage& message) { run_ahead_.push_back(message); }
   // Nobody receives in this context any more: messages that came whole, now or later, are dropped, and their credit
   // goes back. One whose sender waits stays: the sender takes it back when it hears of the end.
   void end_context(uint64_t context);
@@ -66,7 +66,7 @@ class Inbox {
 
  private:
   Matcher matcher_;
-  Ahead ahead_;
+  RunAhead run_ahead_;
   std::vector<std::unique_ptr<UnexpectedMessage>> spare_;
   // The contexts that were closed here last, and in which order.
   std::unordered_set<uint64_t> ended_;

@@ -81,7 +81,7 @@ bool Peer::start(Send& send) {
   bool is_eager = send.nbytes <= (send.receive_is_certain ? certain_eager_max_ : eager_max_)[lane] &&
                   credit_used_[lane] + cost(send.nbytes) <= credit_of(send.lane);
   if (is_eager && !send.sync) [[likely]] {
-    head.word = Head::make_word(Kind::eager, send.is_ahead ? flags | flag_ahead : flags);
+    head.word = Head::make_word(Kind::eager, send.is_ahead ? flags | flag_run_ahead : flags);
     body.payload = send.data;
     body.payload_bytes = send.nbytes;
     if (!link->put(send.lane, head, body)) return false;
@@ -527,7 +527,7 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
     message->is_here = is_here;
     message->lane = lane;
     message->has_ticket = ticketed != nullptr;
-    if ((head.flags() & flag_ahead) != 0) services_.inbox.add_ahead(*message);
+    if ((head.flags() & flag_run_ahead) != 0) services_.inbox.add_ahead(*message);
     if (ticketed != nullptr) {
       message->rendezvous_id = ticketed->rendezvous_id;
       ticketed->state = RendezvousReceive::State::queued;

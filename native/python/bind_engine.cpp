@@ -364,7 +364,7 @@ class PyEngine {
     std::vector<Operation*> ended;
     for (CompletionQueue::News& one : taken) {
       if (one.operation == nullptr) {
-        if (const CompletionQueue::Unmet* const u = one.unmet.get(); u != nullptr)
+        if (const CompletionQueue::Unclaimed* const u = one.unclaimed.get(); u != nullptr)
           result.append(nb::make_tuple(-2, u->context, u->source, u->sequence, nb::bytes(u->header.data(), u->header.size())));
         else
           result.append(nb::make_tuple(-1, one.down.rank, one.down.cause, one.down.left));

@@ -117,32 +117,32 @@ class FastPath {
         engine_(std::move(engine)),
         call_log_(std::move(call_log)),
         is_users_(std::move(is_users)) {
-    ahead.resize(static_cast<size_t>(completions.engine().size));
+    run_ahead.resize(static_cast<size_t>(completions.engine().size));
   }
 
   // Messages that no call here has met although it should have: (rank, number, header) of calls before `sequence`.
-  nb::list unmet(uint64_t sequence) {
-    std::vector<CompletionQueue::Unmet> found;
+  nb::list unclaimed(uint64_t sequence) {
+    std::vector<CompletionQueue::Unclaimed> found;
     if (sequence > 0) {
       const Hold held = completions.engine().hold();
-      found = completions.unmet(context, tag_of(sequence - 1));
+      found = completions.unclaimed(context, tag_of(sequence - 1));
     }
     nb::list result;
-    for (const CompletionQueue::Unmet& one : found)
+    for (const CompletionQueue::Unclaimed& one : found)
       result.append(nb::make_tuple(one.source, one.sequence, nb::bytes(one.header.data(), one.header.size())));
     return result;
   }
 
   // Who has not shown yet that it has made all calls that ended here.
-  std::vector<std::int32_t> behind() const {
+  std::vector<std::int32_t> unconfirmed_ranks() const {
     std::vector<std::int32_t> ranks;
-    for (size_t rank = 0; rank < ahead.size(); ++rank)
-      if (ahead[rank] != 0) ranks.push_back(static_cast<std::int32_t>(rank));
+    for (size_t rank = 0; rank < run_ahead.size(); ++rank)
+      if (run_ahead[rank] != 0) ranks.push_back(static_cast<std::int32_t>(rank));
     return ranks;
   }
 
   // Called by Python in the midst of a call that was not known: what it decided.
-  bool learn(uint64_t sequence, const std::string& operation, nb::handle program, uint8_t dtype, std::int32_t op,
+  bool cache_decision(uint64_t sequence, const std::string& operation, nb::handle program, uint8_t dtype, std::int32_t op,
              nb::handle in, nb::handle out, nb::bytes header, std::int64_t divisor);
 
   CallLog& call_log;
@@ -153,18 +153,18 @@ class FastPath {
   const std::int64_t stall_ns;
   const Arguments arguments;
   // By rank: how many of our calls it may not have made yet. Whatever comes from it in a later call shows that it has.
-  std::vector<uint8_t> ahead;
+  std::vector<uint8_t> run_ahead;
 
   // For tests: calls that ended here, that Python had to decide, and that Python had to end.
   uint64_t ended = 0, missed = 0, handed_over = 0;
 
-  struct Miss {
+  struct PendingMiss {
     FastVerb& verb;
     const Given& given;
     uint64_t sequence;
     unsigned long thread;
   };
-  const Miss* miss = nullptr;
+  const PendingMiss* miss = nullptr;
 
  private:
   bool is_users(PyObject* code) const {
@@ -178,13 +178,13 @@ class FastPath {
 // One verb of one communicator.
 class FastVerb final : public FastCall {
  public:
-  FastVerb(nb::object path, Verb verb, nb::object slow, nb::object aid)
-      : FastCall(std::move(slow), std::move(aid)), path(nb::cast<FastPath&>(path)), verb(verb), path_(std::move(path)) {}
+  FastVerb(nb::object path, Verb verb, nb::object slow, nb::object slow_path)
+      : FastCall(std::move(slow), std::move(slow_path)), path(nb::cast<FastPath&>(path)), verb(verb), path_(std::move(path)) {}
 
   PyObject* call(PyObject* const* args, size_t nargsf, PyObject* names) override;
   void keep(std::unique_ptr<Learned> learned) {
-    if (learned_.empty()) learned_.resize(learned_max);
-    learned_[learned->key.hash() % learned_max] = std::move(learned);
+    if (decisions_.empty()) decisions_.resize(learned_max);
+    decisions_[learned->key.hash() % learned_max] = std::move(learned);
   }
 
   FastPath& path;
@@ -197,16 +197,16 @@ class FastVerb final : public FastCall {
   PyObject* ask_python(PyObject* const* args, size_t nargsf, PyObject* names, const Given& given);
   bool run(const Learned& learned, PyObject* x, const nb::object& out);
   bool wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x, const nb::object& out,
-            std::optional<CompletionQueue::Unmet>& unmet);
+            std::optional<CompletionQueue::Unclaimed>& unclaimed);
   bool may_run_ahead(const Learned& learned) const;
-  void heed(const CompletionQueue::Unmet& unmet) const;
+  void check_unclaimed(const CompletionQueue::Unclaimed& unclaimed) const;
   bool hand_over(const Text& header, uint64_t sequence, uint64_t handle, std::int64_t started, PyObject* x,
                  const nb::object& out, nb::handle interruption);
   bool is_in_place() const { return verb == Verb::all_reduce || verb == Verb::broadcast; }
   nb::object make_result(const Given& given) const;
 
   nb::object path_;
-  std::vector<std::unique_ptr<Learned>> learned_;
+  std::vector<std::unique_ptr<Learned>> decisions_;
 };
 
 bool FastVerb::parse_x(PyObject* x, Given& given) const {
@@ -303,7 +303,7 @@ PyObject* FastVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) 
   const nb::object code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
   given.key.code = code.ptr();
   given.key.lasti = PyFrame_GetLasti(frame);
-  const Learned* known = learned_.empty() ? nullptr : learned_[given.key.hash() % learned_max].get();
+  const Learned* known = decisions_.empty() ? nullptr : decisions_[given.key.hash() % learned_max].get();
   if (known == nullptr || !(known->key == given.key) || !path.call_log.fast_path_open) return ask_python(args, nargsf, names, given);
   nb::object out;
   if (given.out.given != nullptr) {
@@ -319,7 +319,7 @@ PyObject* FastVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) 
   } else if (verb != Verb::barrier) {
     out = make_result(given);
     // Making it may have run any code, and `known` may be gone.
-    known = learned_[given.key.hash() % learned_max].get();
+    known = decisions_[given.key.hash() % learned_max].get();
     if (!(known->key == given.key) || !path.call_log.fast_path_open) return ask_python(args, nargsf, names, given);
   }
   if (!run(*known, given.x.array, out)) return nullptr;
@@ -331,15 +331,15 @@ PyObject* FastVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) 
 
 PyObject* FastVerb::ask_python(PyObject* const* args, size_t nargsf, PyObject* names, const Given& given) {
   ++path.missed;
-  const FastPath::Miss miss{*this, given, path.call_log.next, PyThread_get_thread_ident()};
-  const FastPath::Miss* const outer = std::exchange(path.miss, &miss);
+  const FastPath::PendingMiss miss{*this, given, path.call_log.next, PyThread_get_thread_ident()};
+  const FastPath::PendingMiss* const outer = std::exchange(path.miss, &miss);
   PyObject* const result = call_slow(args, nargsf, names);
   // Another thread may have put its own in this place, and taken it away again, or not yet.
   if (path.miss == &miss) path.miss = outer;
   return result;
 }
 
-bool FastPath::learn(uint64_t sequence, const std::string& operation, nb::handle program, uint8_t dtype, std::int32_t op,
+bool FastPath::cache_decision(uint64_t sequence, const std::string& operation, nb::handle program, uint8_t dtype, std::int32_t op,
                     nb::handle in, nb::handle out, nb::bytes header, std::int64_t divisor) {
   if (miss == nullptr || miss->thread != PyThread_get_thread_ident() || miss->sequence != sequence) return false;
   const FastVerb& verb = miss->verb;
@@ -390,13 +390,13 @@ bool FastPath::learn(uint64_t sequence, const std::string& operation, nb::handle
 bool FastVerb::may_run_ahead(const Learned& learned) const {
   if (learned.bytes > ahead_bytes) return false;
   for (const std::int32_t peer : learned.unanswered)
-    if (path.ahead[static_cast<size_t>(peer)] >= ahead_max) return false;
+    if (path.run_ahead[static_cast<size_t>(peer)] >= ahead_max) return false;
   return true;
 }
 
 // A message waits for a call that has been made here: Python compares, and raises if it was another.
-void FastVerb::heed(const CompletionQueue::Unmet& unmet) const {
-  helper.attr("heed")(unmet.source, unmet.sequence, nb::bytes(unmet.header.data(), unmet.header.size()));
+void FastVerb::check_unclaimed(const CompletionQueue::Unclaimed& unclaimed) const {
+  helper.attr("check_unclaimed")(unclaimed.source, unclaimed.sequence, nb::bytes(unclaimed.header.data(), unclaimed.header.size()));
 }
 
 bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
@@ -414,12 +414,12 @@ bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
   stage.tag = tag_of(sequence);
   stage.runs_ahead = may_run_ahead(learned);
   for (const std::int32_t peer : learned.unanswered) {
-    uint8_t& ahead = path.ahead[static_cast<size_t>(peer)];
+    uint8_t& ahead = path.run_ahead[static_cast<size_t>(peer)];
     ahead = stage.runs_ahead ? static_cast<uint8_t>(ahead + 1) : 0;
   }
-  for (const std::int32_t peer : learned.answering) path.ahead[static_cast<size_t>(peer)] = 0;
+  for (const std::int32_t peer : learned.answering) path.run_ahead[static_cast<size_t>(peer)] = 0;
   bool is_done = false;
-  std::optional<CompletionQueue::Unmet> unmet;
+  std::optional<CompletionQueue::Unclaimed> unclaimed;
   Run* run;
   uint64_t handle;
   {
@@ -436,7 +436,7 @@ bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
       is_done = true;
       path.completions.recycle(*run);
       if (const UnexpectedMessage* const first = path.completions.first_unmet(path.context, stage.tag); first != nullptr) [[unlikely]]
-        unmet.emplace(first->envelope);
+        unclaimed.emplace(first->envelope);
     }
   }
   // What was learned may be replaced while others run Python.
@@ -445,9 +445,9 @@ bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
   const uint64_t count = learned.program->counts[static_cast<size_t>(Buffer::out)];
   if (is_done)
     ++path.ended;
-  else if (!wait(*run, learned, sequence, handle, x, out, unmet))
+  else if (!wait(*run, learned, sequence, handle, x, out, unclaimed))
     return false;
-  if (unmet.has_value()) heed(*unmet);
+  if (unclaimed.has_value()) check_unclaimed(*unclaimed);
   if (divisor != 0) {
     std::optional<GilReleased> released;
     if (count * itemsizes[dtype] >= gil_release_bytes) released.emplace();
@@ -458,7 +458,7 @@ bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
 
 // Wait for the end of a run with the GIL let go; false if an exception is set.
 bool FastVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x, const nb::object& out,
-                   std::optional<CompletionQueue::Unmet>& unmet) {
+                   std::optional<CompletionQueue::Unclaimed>& unclaimed) {
   const Text header = learned.header;
   const std::int64_t started = now_ns(), stalled = started + path.stall_ns;
   CallLog::InFlightCall flight{sequence, path.completions, handle};
@@ -477,7 +477,7 @@ bool FastVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_
         if (is_done) {
           path.completions.recycle(run);
           if (const UnexpectedMessage* const first = path.completions.first_unmet(path.context, tag_of(sequence)); first != nullptr) [[unlikely]]
-            unmet.emplace(first->envelope);
+            unclaimed.emplace(first->envelope);
         }
       } else if (has_other) {
         is_ours = false;
@@ -524,11 +524,11 @@ bool FastVerb::hand_over(const Text& header, uint64_t sequence, uint64_t handle,
   }
 }
 
-nb::object make_verb(nb::object path, const std::string& name, nb::object slow, nb::object aid) {
+nb::object make_verb(nb::object path, const std::string& name, nb::object slow, nb::object slow_path) {
   for (size_t i = 0; i < verb_count; ++i)
     if (name == verb_names[i])
       return make_callable(
-          std::make_unique<FastVerb>(std::move(path), static_cast<Verb>(i), std::move(slow), std::move(aid)));
+          std::make_unique<FastVerb>(std::move(path), static_cast<Verb>(i), std::move(slow), std::move(slow_path)));
   throw nb::value_error("no such verb");
 }
 
@@ -586,10 +586,10 @@ void bind_hot_path(nb::module_& m) {
                             for (const char* name : verb_names) names.append(name);
                             return nb::tuple(names);
                           })
-      .def("verb", &make_verb, nb::arg("name"), nb::arg("slow"), nb::arg("aid"))
-      .def("unmet", &FastPath::unmet, nb::arg("sequence"))
-      .def("behind", &FastPath::behind)
-      .def("learn", &FastPath::learn, nb::arg("sequence"), nb::arg("operation"), nb::arg("program"), nb::arg("dtype"),
+      .def("verb", &make_verb, nb::arg("name"), nb::arg("slow"), nb::arg("slow_path"))
+      .def("unclaimed", &FastPath::unclaimed, nb::arg("sequence"))
+      .def("unconfirmed_ranks", &FastPath::unconfirmed_ranks)
+      .def("cache_decision", &FastPath::cache_decision, nb::arg("sequence"), nb::arg("operation"), nb::arg("program"), nb::arg("dtype"),
            nb::arg("op"), nb::arg("memory_in").none(), nb::arg("memory_out").none(), nb::arg("header"), nb::arg("divisor"))
       .def_ro("ended", &FastPath::ended)
       .def_ro("missed", &FastPath::missed)

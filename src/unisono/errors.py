@@ -328,7 +328,7 @@ def said_of(rank: int, cause: str) -> str:
     return f"rank {rank} {cause}"
 
 
-# How the engine begins the cause of a rank that does not answer where it should: native/connect/connector.cpp.
+# How the engine begins the cause of a rank that does not answer: native/connect/connector.cpp.
 _UNREACHED: Final = "cannot be reached from rank"
 _OPEN_PORT: Final = (
     "see whether that rank still runs; if it does, let TCP and UDP through to that port of its host "

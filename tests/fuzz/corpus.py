@@ -20,12 +20,12 @@ from unisono.bootstrap import protocol
 from unisono.bootstrap.address import Address
 from unisono.bootstrap.ticket import Ticket
 from unisono.comm.control import (
-    Absent,
     Answer,
-    Knock,
-    Left,
-    Present,
+    Goodbye,
     Query,
+    ServiceFound,
+    ServiceMissing,
+    ServiceQuery,
     Verdict,
 )
 from unisono.core import codec
@@ -105,12 +105,12 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
     news = {
         "verdict": Verdict.of(PeerLost("rank 3 is lost", ranks=(3,), cause="silent"), 1),
         "abort": Verdict(2, "ValueError", "no", "because", is_abort=True),
-        "left": Left(1, Lane.BULK, {4: b"all_reduce\0here"}),
+        "left": Goodbye(1, Lane.BULK, {4: b"all_reduce\0here"}),
         "query": Query(1, 9, b"all_reduce\0here"),
         "answer": Answer(1, 9, True, (2, 3)),
-        "knock": Knock(7, "worker", {1: 5, 9: 0}),
-        "present": Present(7, ""),
-        "absent": Absent(7),
+        "knock": ServiceQuery(7, "worker", {1: 5, 9: 0}),
+        "present": ServiceFound(7, ""),
+        "absent": ServiceMissing(7),
     }
     tickets = {
         "plain": Ticket(Address("127.0.0.1", 4711), b"", TOKEN),

@@ -3,10 +3,11 @@
 Knows when such a collective may begin, what ranks show each other before and how it ends. Does not know any
 library.
 
-Ranks that call different things would confuse a library that compares nothing: it hangs, or adds what should
-not be added. So every collective begins with an *agreement*: all ranks show what they call, in *slips* of one
-length. A short operand fits on the slip, and then that is all: everybody has everybody's, and reduces them in
-the order of ranks. Else every rank is there when the agreement ends, and the rest needs nobody's patience.
+A library that compares nothing hangs, or adds what should not be added, when ranks call different things. So
+every collective begins with an *agreement*: all ranks exchange *preambles* of one length that say what each
+calls. A short operand fits in the preamble, and then nothing else travels: every rank has every operand, and
+reduces them in the order of ranks. Otherwise all ranks have entered by the end of the agreement, so the
+library call cannot block on an absent rank.
 
 Libraries put the calls of a group in order by themselves, so all ranks must begin them in one order. Verbs
 begin their first stage in the order of the user's calls; later stages do so when they can, and go by plans.
@@ -34,12 +35,12 @@ from unisono.plans.steps import Buf, Problem
 __all__ = [
     "SLIP_BYTES",
     "Agreement",
+    "ForeignRequest",
     "Introductions",
-    "OwnRequest",
     "disagreement",
     "is_exact",
     "is_slip",
-    "may_be_own",
+    "library_may_run",
     "shown",
 ]
 
@@ -56,7 +57,7 @@ _PATIENCE_S: Final = 2.0
 _NOBODY: Final = -1
 
 
-class OwnRequest(Request):
+class ForeignRequest(Request):
     """A collective under way in a library.
 
     Until all ranks have agreed it can be given up at any time; `on_given_up` is called while its memory is
@@ -199,7 +200,7 @@ class Agreement:
             ]
 
     def show(self, memory: Mapping[Any, Array], note: int = 0) -> None:
-        """Write the slip of a collective on this memory."""
+        """Write the preamble of a collective on this memory."""
         self._memory = memory
         self.mine[_DIGEST_BYTES] = note
         if self._shown:
@@ -296,7 +297,7 @@ class Introductions:
 _INTRODUCTION: Final = Tags.CONTROL | 1
 
 
-def may_be_own(problem: Problem, stage: Stage) -> bool:
+def library_may_run(problem: Problem, stage: Stage) -> bool:
     """Whether ranks begin it in the order of the user's calls, and all blocks have one length.
 
     Empty ones are no exception: a rank that left one out would be a call behind without a word.

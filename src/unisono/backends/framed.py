@@ -1,4 +1,4 @@
-"""A courier: the whole contract over links that carry frames in order, and know nothing else.
+"""A backend: the whole contract over links that carry frames in order, and know nothing else.
 
 Knows how a message becomes frames: whole if the credit allows, else its envelope first and the bytes when a
 receive asks for them; how credit comes back, how a send is taken back, how a rank says goodbye. Does not know
@@ -6,7 +6,7 @@ how a frame travels: a wire does, and foreign libraries (Gloo, MPI) are wires.
 
 The nouns. A *frame* is a head of fixed length, a header and a few bytes. A *payload* follows its frame and
 lies in the users' memory at both ends. An *offer* is a message whose bytes wait for a receive at their
-sender; a *landing* is the receive that has asked for them.
+sender; a *reassembly* is the receive that has asked for them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from unisono.core.request import Request
 from unisono.errors import ClosedError, ProtocolError, UnisonoError
 from unisono.messaging.backend import BROKEN, PeerDown
 from unisono.messaging.credit import ENVELOPE_BYTES, OFFERS_MAX, OwnCredit, bytes_max, eager_limits
-from unisono.messaging.inbox import Inbox, Parcel
+from unisono.messaging.inbox import InboundMessage, Inbox
 from unisono.messaging.matching import Posted
 
-__all__ = ["Courier", "Wire", "frame_bytes_max"]
+__all__ = ["FrameTransport", "FramedBackend", "frame_bytes_max"]
 
-_log = logging.getLogger("unisono.courier")
+_log = logging.getLogger("unisono.backend")
 
 
 class Kind(IntEnum):
@@ -79,12 +79,12 @@ def frame_bytes_max(config: Config) -> int:
     return _HEAD.size + HEADER_BYTES_MAX + max(eager_limits(config, lane)[0] for lane in Lane)
 
 
-class Wire(ABC):
+class FrameTransport(ABC):
     """What carries frames between ranks. None of its methods blocks but `close`.
 
-    It hands what comes from a peer to `Courier.arrive`, frame by frame in the order of its lane and never two
-    of one peer at a time; says `Courier.lost` once a peer cannot be heard any more; and after a peer's last
-    word (`Courier.is_over`) it listens no longer.
+    It passes each frame of a peer to `FramedBackend.arrive`, in the order of its lane and never two frames of
+    one peer at a time. It calls `FramedBackend.lost` once a peer can no longer be heard, and stops reading
+    from a peer once `FramedBackend.is_over`.
     """
 
     @abstractmethod
@@ -104,13 +104,13 @@ class Wire(ABC):
         """Stop listening. Everything that was to be heard has been, or the time for it is over."""
 
 
-class Courier(Closable):
+class FramedBackend(Closable):
     """A backend over a wire, which a subclass opens with `_wire`."""
 
     # A payload crosses in pieces of so many bytes: what waits behind one waits some milliseconds.
     piece_bytes = 4 << 20
 
-    _wire: Wire
+    _wire: FrameTransport
 
     def __init__(self, rank: int, size: int, config: Config, runtime: Runtime) -> None:
         self._rank = rank
@@ -124,7 +124,7 @@ class Courier(Closable):
         self._numbers = itertools.count(1)
         self._outgoing: dict[int, _Outgoing] = {}
         self._offered: dict[tuple[int, int], _Offered] = {}
-        self._landings: dict[tuple[int, int], _Landing] = {}
+        self._landings: dict[tuple[int, int], _Reassembly] = {}
         self._used = {(peer, lane): 0 for peer in range(size) for lane in Lane}
         self._owed = {(peer, lane): 0 for peer in range(size) for lane in Lane}
         self._own = OwnCredit(config)
@@ -257,13 +257,13 @@ class Courier(Closable):
                 self._withdrawn[out.peer] += out.is_offered
             for held_back in self._held_back.values():
                 held_back.clear()
-            idle = [key for key, landing in self._landings.items() if not landing.filling]
+            idle = [key for key, reassembly in self._landings.items() if not reassembly.filling]
             dropped = [self._landings.pop(key) for key in idle]
         for out in unmet:
             out.request.fail(closed)
         self._inbox.close(closed, closed)
-        for landing in dropped:
-            landing.posted.request.fail(closed)
+        for reassembly in dropped:
+            reassembly.posted.request.fail(closed)
         can_wait = not self._wire.is_own_thread()
         deadline = self._runtime.deadline(self._config.flush_s)
         if can_wait:
@@ -278,7 +278,7 @@ class Courier(Closable):
             )
         self._wire.close()
         with self._lock:
-            rest = [landing.posted.request for landing in self._landings.values()]
+            rest = [reassembly.posted.request for reassembly in self._landings.values()]
             rest += [out.request for out in self._outgoing.values()]
             self._landings.clear()
             self._outgoing.clear()
@@ -388,7 +388,7 @@ class Courier(Closable):
             request.complete()
         self._inbox.arrive(envelope, parcel)
 
-    def withdraw_own(self, parcel: Parcel) -> bool:
+    def withdraw_own(self, parcel: InboundMessage) -> bool:
         """Take a message to oneself back; False if it was received."""
         return self._inbox.withdraw_parcel(parcel)
 
@@ -537,13 +537,13 @@ class Courier(Closable):
         assert memory is not None
         if envelope.nbytes:
             memory = memory.cast("B")[: envelope.nbytes]
-        landing = _Landing(posted, envelope, memory, data)
-        posted.request.withdraw_by(lambda _: self._let_go(landing))
+        reassembly = _Reassembly(posted, envelope, memory, data)
+        posted.request.withdraw_by(lambda _: self._let_go(reassembly))
         with self._lock:
             self._take_offer(peer, number)
             error = self._refusal(peer)
             if error is None:
-                self._landings[peer, number] = landing
+                self._landings[peer, number] = reassembly
         if error is not None:
             posted.request.fail(error)
         else:
@@ -553,57 +553,57 @@ class Courier(Closable):
         if head.nbytes > self.piece_bytes:
             raise ProtocolError(f"a piece of {head.nbytes} bytes")
         with self._lock:
-            landing = self._landings.get((peer, head.number))
-            if landing is not None:
-                due = min(self.piece_bytes, landing.envelope.nbytes - head.offset)
-                if head.offset % self.piece_bytes or head.nbytes != due or head.offset in landing.offsets:
+            reassembly = self._landings.get((peer, head.number))
+            if reassembly is not None:
+                due = min(self.piece_bytes, reassembly.envelope.nbytes - head.offset)
+                if head.offset % self.piece_bytes or head.nbytes != due or head.offset in reassembly.offsets:
                     raise ProtocolError(f"a piece of {head.nbytes} bytes at {head.offset}")
-                landing.offsets.add(head.offset)
-                landing.filling += 1
-        if landing is None:  # its receive ended when this rank was closed
+                reassembly.offsets.add(head.offset)
+                reassembly.filling += 1
+        if reassembly is None:  # its receive ended when this rank was closed
             return (memoryview(bytearray(head.nbytes)), lambda: None) if head.nbytes else None
         if not head.nbytes:
             self._landed(peer, head)
             return None
-        part = landing.memory[head.offset : head.offset + head.nbytes]
+        part = reassembly.memory[head.offset : head.offset + head.nbytes]
         return part, partial(self._landed, peer, head)
 
     def _landed(self, peer: int, head: Head) -> None:
         with self._lock:
-            landing = self._landings.get((peer, head.number))
-            if landing is None:
+            reassembly = self._landings.get((peer, head.number))
+            if reassembly is None:
                 return
-            landing.filling -= 1
-            landing.filled += head.nbytes
-            is_whole = landing.filled == landing.envelope.nbytes
-            is_dropped = self._is_closed and not is_whole and not landing.filling
+            reassembly.filling -= 1
+            reassembly.filled += head.nbytes
+            is_whole = reassembly.filled == reassembly.envelope.nbytes
+            is_dropped = self._is_closed and not is_whole and not reassembly.filling
             if is_whole or is_dropped:
                 del self._landings[peer, head.number]
         if is_whole:
             self._send(peer, Head(Kind.LANDED, number=head.number))
-            landing.posted.request.complete(landing.envelope, landing.data)
+            reassembly.posted.request.complete(reassembly.envelope, reassembly.data)
         elif is_dropped:
-            landing.posted.request.fail(self._closed())
+            reassembly.posted.request.fail(self._closed())
 
     def _hear_gone(self, peer: int, number: int) -> None:
         with self._lock:
-            landing = self._landings.pop((peer, number), None)
-        if landing is None:
+            reassembly = self._landings.pop((peer, number), None)
+        if reassembly is None:
             return
-        self._inbox.post_again(landing.posted)
+        self._inbox.post_again(reassembly.posted)
         with self._lock:
-            landing.is_posted = True
-            is_unwanted = landing.is_unwanted
+            reassembly.is_posted = True
+            is_unwanted = reassembly.is_unwanted
         if is_unwanted:
-            landing.posted.request.cancel()
+            reassembly.posted.request.cancel()
 
-    def _let_go(self, landing: _Landing) -> bool:
+    def _let_go(self, reassembly: _Reassembly) -> bool:
         """A receive that met an offer is no longer wanted: it ends with the bytes, or without the offer."""
         with self._lock:
-            landing.is_unwanted = True
-            if not landing.is_posted:
+            reassembly.is_unwanted = True
+            if not reassembly.is_posted:
                 return False
-        return landing.posted.request.cancel()
+        return reassembly.posted.request.cancel()
 
     def _hear_withdraw(self, peer: int, number: int) -> None:
         with self._lock:
@@ -638,8 +638,8 @@ class Courier(Closable):
             # Its bytes will never come, so it is no message that could still be received.
             self._inbox.withdraw_parcel(parcel)
         self._inbox.peer_down(down)
-        for landing in landings:
-            landing.posted.request.fail(down.error())
+        for reassembly in landings:
+            reassembly.posted.request.fail(down.error())
         for out in outgoing:
             out.request.fail(down.error())
         for listener in listeners:
@@ -691,7 +691,7 @@ class _Outgoing:
 
 
 @dataclass(slots=True)
-class _Landing:
+class _Reassembly:
     """A receive whose bytes are under way: `filling` of its pieces are being written into its memory.
 
     `offsets` are those of the pieces that have come, in any order.
@@ -710,14 +710,14 @@ class _Landing:
     is_posted: bool = False
 
 
-class _Eager(Parcel):
+class _Eager(InboundMessage):
     """A message that came whole."""
 
-    def __init__(self, courier: Courier, peer: int, lane: Lane, data: bytes) -> None:
-        self._courier, self._peer, self._lane, self._data = courier, peer, lane, data
+    def __init__(self, backend: FramedBackend, peer: int, lane: Lane, data: bytes) -> None:
+        self._backend, self._peer, self._lane, self._data = backend, peer, lane, data
 
     def deliver(self, posted: Posted, envelope: Envelope) -> None:
-        self._courier.owe(self._peer, self._lane, envelope.nbytes)
+        self._backend.owe(self._peer, self._lane, envelope.nbytes)
         _fill(posted, envelope, self._data)
 
     def refuse(self, error: UnisonoError) -> None:
@@ -727,31 +727,31 @@ class _Eager(Parcel):
         return True
 
     def drop(self) -> None:
-        self._courier.owe(self._peer, self._lane, len(self._data))
+        self._backend.owe(self._peer, self._lane, len(self._data))
 
 
-class _Offered(Parcel):
+class _Offered(InboundMessage):
     """A message whose bytes are still at its sender."""
 
-    def __init__(self, courier: Courier, peer: int, number: int) -> None:
-        self._courier, self._peer, self._number = courier, peer, number
+    def __init__(self, backend: FramedBackend, peer: int, number: int) -> None:
+        self._backend, self._peer, self._number = backend, peer, number
 
     def deliver(self, posted: Posted, envelope: Envelope) -> None:
-        self._courier.ask(self._peer, self._number, posted, envelope)
+        self._backend.ask(self._peer, self._number, posted, envelope)
 
     def refuse(self, error: UnisonoError) -> None:
         """Its sender hears a goodbye."""
 
 
-class _Own(Parcel):
+class _Own(InboundMessage):
     """A message to oneself; `request` is the sender's, if it waits."""
 
-    def __init__(self, courier: Courier, data: bytes | memoryview, request: Request | None) -> None:
-        self._courier, self._data, self._request = courier, data, request
+    def __init__(self, backend: FramedBackend, data: bytes | memoryview, request: Request | None) -> None:
+        self._backend, self._data, self._request = backend, data, request
 
     def deliver(self, posted: Posted, envelope: Envelope) -> None:
         if self._request is None:
-            self._courier.settle_own(envelope.nbytes)
+            self._backend.settle_own(envelope.nbytes)
         if posted.into is not None:
             posted.into.cast("B")[: envelope.nbytes] = self._data if envelope.nbytes else b""
         taken = bytearray(self._data) if posted.into is None else None
@@ -768,10 +768,10 @@ class _Own(Parcel):
         return self._request is None
 
     def drop(self) -> None:
-        self._courier.settle_own(len(self._data))
+        self._backend.settle_own(len(self._data))
 
     def take_back(self) -> bool:
-        if self._request is None or not self._courier.withdraw_own(self):
+        if self._request is None or not self._backend.withdraw_own(self):
             return False
         self._request.cancelled()
         return True

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from unisono._native import HotMessages, Ledger
+from unisono._native import CallLog, FastMessages
 from unisono.backends.devices.verbs import DeviceCalls, DevicePart
 from unisono.backends.registry import Closable
 from unisono.config import Config
@@ -20,7 +20,7 @@ from unisono.core.envelope import ANY, UNTYPED, Any_, Envelope, Lane
 from unisono.core.request import Request
 from unisono.errors import UsageError
 from unisono.messaging.backend import Backend, Capabilities, PeerDown, Stage
-from unisono.messaging.fast_path import KnownCalls, Mailbox
+from unisono.messaging.fast_path import FastPath, Mailbox
 from unisono.messaging.matching import Posted
 
 __all__ = ["HybridBackend", "Route"]
@@ -175,23 +175,23 @@ class HybridBackend(Closable):
         for part in self._parts:
             part.end_group(context)
 
-    def hot_path(
-        self, context: int, size: int, ledger: Ledger, on_unmet: Callable[[int, int, bytes], bool]
-    ) -> KnownCalls | None:
+    def fast_path(
+        self, context: int, size: int, call_log: CallLog, on_unclaimed: Callable[[int, int, bytes], bool]
+    ) -> FastPath | None:
         """The only part's; in the world, whose group is made first, the device's stand in front of them."""
-        inner = None if self._only is None else self._only.hot_path(context, size, ledger, on_unmet)
+        inner = None if self._only is None else self._only.fast_path(context, size, call_log, on_unclaimed)
         if self._device is None or self._has_world:
             return inner
         self._has_world = True
         return DeviceCalls(self._device, size, inner)
 
-    def hot_messages(
-        self, context: int, members: tuple[int, ...], ledger: Ledger, *, is_introduced: bool
-    ) -> HotMessages | None:
+    def fast_messages(
+        self, context: int, members: tuple[int, ...], call_log: CallLog, *, is_introduced: bool
+    ) -> FastMessages | None:
         """The only part's."""
         if self._only is None:
             return None
-        return self._only.hot_messages(context, members, ledger, is_introduced=is_introduced)
+        return self._only.fast_messages(context, members, call_log, is_introduced=is_introduced)
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:
         """The only part's."""

@@ -28,7 +28,7 @@ from unisono.core.request import Request, withdrawn
 from unisono.errors import ClosedError, Deadlock, UnisonoError, UsageError, ranks_text
 from unisono.messaging.backend import Backend, Capabilities, PeerDown
 from unisono.messaging.credit import ENVELOPE_BYTES, OwnCredit, eager_limits
-from unisono.messaging.inbox import Inbox, Parcel
+from unisono.messaging.inbox import InboundMessage, Inbox
 from unisono.messaging.matching import Posted
 
 __all__ = ["DESCRIPTION", "LocalBackend"]
@@ -179,7 +179,7 @@ class _Pair:
                 self.used -= cost
 
 
-class _Parcel(Parcel):
+class _Parcel(InboundMessage):
     """A message in this process; `request` is the sender's, if it still waits."""
 
     def __init__(self, data: memoryview, request: Request, pair: _Pair, hub: _Hub) -> None:
@@ -271,7 +271,7 @@ class _Hub:
         self.runtime.note_left(down.rank)
         closed = ClosedError(f"rank {down.rank} is closed")
         for inbox in self.inboxes:
-            for parcel in inbox.parcels_from(down.rank):
+            for parcel in inbox.inbound_from(down.rank):
                 assert isinstance(parcel, _Parcel)
                 parcel.take_back(inbox, closed)
         self.inboxes[down.rank].close(closed, down.error())
@@ -292,7 +292,7 @@ class _Hub:
         """Whether an operation of a rank waits for a message, or for its own to be received."""
         if self.inboxes[rank].is_awaited():
             return True
-        parcels = (parcel for inbox in self.inboxes for parcel in inbox.parcels_from(rank))
+        parcels = (parcel for inbox in self.inboxes for parcel in inbox.inbound_from(rank))
         return any(isinstance(parcel, _Parcel) and parcel.request is not None for parcel in parcels)
 
 

@@ -18,13 +18,21 @@ from unisono.messaging.backend import Backend, Capabilities
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["BackendInfo", "BackendStatus", "Berth", "Closable", "Draft", "backend_named", "statuses"]
+__all__ = [
+    "BackendInfo",
+    "BackendStatus",
+    "BindSpec",
+    "Closable",
+    "UnconnectedBackend",
+    "backend_named",
+    "statuses",
+]
 
 GROUP = "unisono.backends"
 
 
 @dataclass(frozen=True, slots=True)
-class Berth:
+class BindSpec:
     """What a rank is told before it knows the others: where to listen, and whether links need encryption.
 
     Port 0 is any. `advertise` is host:port for others, if it is not what is listened on; `secret` is known to
@@ -49,7 +57,7 @@ class Closable(Backend):
         """Call once it is closed: for what must outlive it."""
 
 
-class Draft(Protocol):
+class UnconnectedBackend(Protocol):
     """A rank that does not know the others yet."""
 
     def card(self) -> bytes:
@@ -66,8 +74,8 @@ class Draft(Protocol):
 class BackendInfo:
     """How a backend introduces itself. `check` returns why it cannot run here, or None.
 
-    There are three ways to begin a rank for `uni.init`. `draft` makes one that shows its card at our own
-    seed; `around` takes a rank of the native backend, and stands in its place; `join(config, timeout)` joins
+    There are three ways to begin a rank for `uni.init`. `bind` makes one that shows its card at our own
+    seed; `wrap` takes a rank of the native backend, and stands in its place; `join(config, timeout)` joins
     by means of the library's own launcher, which `launcher` names. With none of them, ranks of this kind are
     begun in another way.
     """
@@ -77,15 +85,15 @@ class BackendInfo:
     check: Callable[[], str | None]
     install: str
     capabilities: Capabilities | None = None
-    draft: Callable[[Berth], Draft] | None = None
-    around: Callable[[Closable], Closable] | None = None
+    bind: Callable[[BindSpec], UnconnectedBackend] | None = None
+    wrap: Callable[[Closable], Closable] | None = None
     join: Callable[[Config, float | None], Backend] | None = None
     launcher: str = ""
 
     @property
     def has_processes(self) -> bool:
         """Whether `uni.init` can begin its ranks, each in a process of its own."""
-        return any(way is not None for way in (self.draft, self.around, self.join))
+        return any(way is not None for way in (self.bind, self.wrap, self.join))
 
 
 @dataclass(frozen=True, slots=True)

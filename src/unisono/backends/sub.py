@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unisono._native import HotMessages, Ledger
+from unisono._native import CallLog, FastMessages
 from unisono.config import Config
 from unisono.core.clock import Runtime
 from unisono.core.envelope import ANY, UNTYPED, Any_, Lane
 from unisono.core.request import Request
 from unisono.errors import UsageError
 from unisono.messaging.backend import Backend, Capabilities, PeerDown, Stage
-from unisono.messaging.fast_path import KnownCalls, Mailbox
+from unisono.messaging.fast_path import FastPath, Mailbox
 
 __all__ = ["SubBackend"]
 
@@ -125,23 +125,23 @@ class SubBackend(Backend):
         """Tell the parent."""
         self.parent.end_group(context)
 
-    def hot_path(
-        self, context: int, size: int, ledger: Ledger, on_unmet: Callable[[int, int, bytes], bool]
-    ) -> KnownCalls | None:
+    def fast_path(
+        self, context: int, size: int, call_log: CallLog, on_unclaimed: Callable[[int, int, bytes], bool]
+    ) -> FastPath | None:
         """The parent's: what it learns has the parent's ranks in it."""
-        return self.parent.hot_path(context, size, ledger, on_unmet)
+        return self.parent.fast_path(context, size, call_log, on_unclaimed)
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:
         """The parent's, by our numbers."""
         theirs = self.parent.mailbox(context, tag)
         return None if theirs is None else _SubMailbox(theirs, self.members, self._local)
 
-    def hot_messages(
-        self, context: int, members: tuple[int, ...], ledger: Ledger, *, is_introduced: bool
-    ) -> HotMessages | None:
+    def fast_messages(
+        self, context: int, members: tuple[int, ...], call_log: CallLog, *, is_introduced: bool
+    ) -> FastMessages | None:
         """The parent's, with the parent's ranks."""
         there = tuple(self.members[rank] for rank in members)
-        return self.parent.hot_messages(context, there, ledger, is_introduced=is_introduced)
+        return self.parent.fast_messages(context, there, call_log, is_introduced=is_introduced)
 
     def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
         """Follow a run in the parent."""
@@ -184,7 +184,7 @@ class _SubMailbox:
         self._parent = parent
         self._members = members
         self._local = local
-        self.poke = parent.poke
+        self.interrupt_wait = parent.interrupt_wait
         self.close = parent.close
         self.batches = parent.batches
         self.is_lent = parent.is_lent

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 
 from unisono.bootstrap import limits
 
-__all__ = ["Gate"]
+__all__ = ["AdmissionLimiter"]
 
 
-class Gate:
+class AdmissionLimiter:
     """Connections that have not shown that they know the token, by key."""
 
     def __init__(

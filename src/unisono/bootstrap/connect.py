@@ -15,7 +15,7 @@ from unisono.bootstrap.address import Address, Endpoint, resolve
 from unisono.bootstrap.limits import printable
 from unisono.core.clock import Deadline, Runtime
 
-__all__ = ["Diary", "dial"]
+__all__ = ["ConnectLog", "connect"]
 
 # RFC 8305: a second address is tried when the first has not answered in this time.
 _STAGGER_S: Final = 0.25
@@ -31,7 +31,7 @@ _WORDS: Final = {
 }
 
 
-class Diary:
+class ConnectLog:
     """What was tried and what it answered, for the error that may come."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Diary:
         )
 
 
-def dial(address: Address, deadline: Deadline, runtime: Runtime, diary: Diary) -> socket.socket | None:
+def connect(address: Address, deadline: Deadline, runtime: Runtime, log: ConnectLog) -> socket.socket | None:
     """Connect, or write down why not and return None. The socket blocks."""
     limit = (
         runtime.now() + _CONNECT_S if deadline.at is None else min(deadline.at, runtime.now() + _CONNECT_S)
@@ -62,16 +62,16 @@ def dial(address: Address, deadline: Deadline, runtime: Runtime, diary: Diary) -
     try:
         endpoints = resolve(address, max(0.0, limit - runtime.now()))
     except TimeoutError as error:
-        diary.note(str(address), str(error))
+        log.note(str(address), str(error))
         return None
     except OSError as error:
-        diary.note(str(address), f"could not be resolved ({printable(error.strerror or str(error), 80)})")
+        log.note(str(address), f"could not be resolved ({printable(error.strerror or str(error), 80)})")
         return None
-    return _race(address, endpoints, limit, runtime, diary)
+    return _race(address, endpoints, limit, runtime, log)
 
 
 def _race(
-    address: Address, endpoints: list[Endpoint], limit: float, runtime: Runtime, diary: Diary
+    address: Address, endpoints: list[Endpoint], limit: float, runtime: Runtime, log: ConnectLog
 ) -> socket.socket | None:
     waiting = list(endpoints)
     trying: dict[socket.socket, str] = {}
@@ -81,7 +81,7 @@ def _race(
 
         def fail(sock: socket.socket, code: int) -> None:
             nonlocal next_start
-            diary.note(trying.pop(sock), _WORDS.get(code, os.strerror(code)))
+            log.note(trying.pop(sock), _WORDS.get(code, os.strerror(code)))
             sock.close()
             next_start = runtime.now()  # nothing to wait for: the next address at once
 
@@ -116,7 +116,7 @@ def _race(
         finally:
             for sock, place in trying.items():
                 if winner is None:
-                    diary.note(place, "did not answer")
+                    log.note(place, "did not answer")
                 sock.close()
     if winner is not None:
         winner.setblocking(True)

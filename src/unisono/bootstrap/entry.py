@@ -14,7 +14,7 @@ from unisono.bootstrap.address import Address, bindable, source_toward
 from unisono.bootstrap.descriptors import need
 from unisono.bootstrap.folder import enter_socket_folder
 from unisono.bootstrap.join import View, join
-from unisono.bootstrap.launch_info import Place
+from unisono.bootstrap.launch_info import LaunchInfo
 from unisono.bootstrap.protocol import links_secret
 from unisono.bootstrap.ticket import Ticket, TicketSource
 from unisono.config import Config
@@ -24,11 +24,11 @@ from unisono.errors import UsageError
 if TYPE_CHECKING:
     from unisono.bootstrap.seed import Seed
 
-__all__ = ["Entry", "Site", "enter"]
+__all__ = ["Entry", "ListenSpec", "enter"]
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class ListenSpec:
     """Where the engine of this rank shall listen, and what it tells the others.
 
     `bind` is an address of this host, and never a wildcard unasked. `advertise` is what the card should name:
@@ -67,7 +67,12 @@ class Entry:
 
 
 def enter(
-    place: Place, *, make_card: Callable[[Site], bytes], config: Config, version: str, timeout: float | None
+    place: LaunchInfo,
+    *,
+    make_card: Callable[[ListenSpec], bytes],
+    config: Config,
+    version: str,
+    timeout: float | None,
 ) -> Entry:
     """Join the world of several ranks that `place` names.
 
@@ -82,7 +87,11 @@ def enter(
 
 
 def _enter(
-    place: Place, make_card: Callable[[Site], bytes], config: Config, version: str, timeout: float | None
+    place: LaunchInfo,
+    make_card: Callable[[ListenSpec], bytes],
+    config: Config,
+    version: str,
+    timeout: float | None,
 ) -> Entry:
     assert place.source is not None
     deadline = RealRuntime().deadline(timeout)
@@ -119,7 +128,7 @@ def _enter(
     return Entry(view, seed, undo)
 
 
-def _descriptors(place: Place) -> int:
+def _descriptors(place: LaunchInfo) -> int:
     """How many a rank needs in any case: the engine's own, two for each link of heartbeats, and the seed's.
 
     Further links take two each when they are opened.
@@ -130,7 +139,7 @@ def _descriptors(place: Place) -> int:
 
 
 def _host(
-    place: Place, source: TicketSource, config: Config, version: str, undo: list[Callable[[], None]]
+    place: LaunchInfo, source: TicketSource, config: Config, version: str, undo: list[Callable[[], None]]
 ) -> Seed:
     from unisono.bootstrap.seed import Seed  # only the process that hosts pays for it
 
@@ -150,7 +159,7 @@ def _host(
     return seed
 
 
-def _site(place: Place, ticket: Ticket, folder: Path, deadline: Deadline) -> Site:
+def _site(place: LaunchInfo, ticket: Ticket, folder: Path, deadline: Deadline) -> ListenSpec:
     runtime = RealRuntime()
     left = deadline.remaining(runtime.now())
     if place.network.address is not None:
@@ -163,7 +172,7 @@ def _site(place: Place, ticket: Ticket, folder: Path, deadline: Deadline) -> Sit
     else:
         bound = Address(source_toward(ticket.address, 5.0 if left is None else left))
     advertise = place.network.advertise
-    return Site(
+    return ListenSpec(
         place.rank,
         place.size,
         bind=_own_port(bound, place),
@@ -174,6 +183,6 @@ def _site(place: Place, ticket: Ticket, folder: Path, deadline: Deadline) -> Sit
     )
 
 
-def _own_port(address: Address, place: Place) -> Address:
+def _own_port(address: Address, place: LaunchInfo) -> Address:
     """A declared port is the seed's; the ranks of a host take those after it."""
     return replace(address, port=address.port + 1 + (place.local_rank or 0)) if address.port else address

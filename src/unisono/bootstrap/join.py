@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from unisono.bootstrap import limits, protocol
-from unisono.bootstrap.connect import Diary, dial
+from unisono.bootstrap.connect import ConnectLog, connect
 from unisono.bootstrap.limits import printable
-from unisono.bootstrap.protocol import Frames, Visitor, WrongToken
+from unisono.bootstrap.protocol import Frames, JoinClient, WrongToken
 from unisono.bootstrap.rendezvous import Member
 from unisono.bootstrap.ticket import MalformedTicket, Ticket, TicketSource
 from unisono.config import Config
@@ -125,7 +125,7 @@ class _Worker:
         self._deadline = deadline
         self._runtime = RealRuntime()
         self._began = self._runtime.now()
-        self._diary = Diary()
+        self._diary = ConnectLog()
         self._status = ""
         self._absence = ""  # why there is no ticket
         self._is_crossed = False  # another process has had this rank
@@ -182,7 +182,7 @@ class _Worker:
     @contextlib.contextmanager
     def _proven(self, ticket: Ticket) -> Iterator[tuple[socket.socket, Frames]]:
         """A connection to a seed that has proven the token, as we have."""
-        sock = dial(ticket.address, self._deadline, self._runtime, self._diary)
+        sock = connect(ticket.address, self._deadline, self._runtime, self._diary)
         if sock is None:
             raise _Retry
         nonce = protocol.tagged_nonce(ticket.token, secrets.token_bytes(protocol.NONCE_BYTES // 2))
@@ -249,7 +249,7 @@ class _Worker:
     def _prove(self, sock: socket.socket, ticket: Ticket, nonce: bytes) -> Frames:
         """Show each other that both know the token."""
         binding = ticket.ca_fingerprint or protocol.NO_BINDING
-        visitor = Visitor(ticket.token, binding, nonce)
+        visitor = JoinClient(ticket.token, binding, nonce)
         sock.sendall(visitor.hello())
         sock.sendall(visitor.proof(_exactly(sock, visitor.greeting_bytes)))
         return visitor.frames(_exactly(sock, visitor.verdict_bytes))

@@ -12,13 +12,13 @@ from unisono.bootstrap.ticket import TicketSource
 from unisono.config import BARE, Launch, Network
 from unisono.errors import RendezvousError, UsageError
 
-__all__ = ["Place", "decide"]
+__all__ = ["LaunchInfo", "decide"]
 
 OURS = "unisono run"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaunchInfo:
     """What a process needs to join. Without a source it is a world of one.
 
     `seed_address` is where this process hosts the seed; None if another one does.
@@ -41,7 +41,7 @@ def decide(
     size: int | None = None,
     join: str | None = None,
     insecure: bool = False,
-) -> Place:
+) -> LaunchInfo:
     """Decide the place; arguments win over the launcher's word.
 
     Raises:
@@ -90,7 +90,7 @@ def _known_by(started: Launch) -> str:
     return "MASTER_ADDR and MASTER_PORT" if started.launcher == BARE else f"job id of {started.launcher}"
 
 
-def _counted(started: Launch | None, network: Network, rank: int | None, size: int | None) -> Place:
+def _counted(started: Launch | None, network: Network, rank: int | None, size: int | None) -> LaunchInfo:
     count = size if size is not None else started.size if started is not None else 1
     number = rank if rank is not None else started.rank if started is not None else None
     if number is None:
@@ -105,7 +105,7 @@ def _counted(started: Launch | None, network: Network, rank: int | None, size: i
             raise UsageError(f"{name}={value!r}; allowed: an integer")
     if not 0 <= number < count:
         raise UsageError(f"rank={number}, size={count}; allowed: 0 <= rank < size")
-    return Place(
+    return LaunchInfo(
         number,
         count,
         launcher=started.launcher if started is not None and size is None else "",

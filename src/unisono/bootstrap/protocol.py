@@ -35,7 +35,8 @@ __all__ = [
     "Admitted",
     "Ended",
     "Frames",
-    "Guest",
+    "JoinClient",
+    "JoinServer",
     "Member",
     "Members",
     "Refusal",
@@ -43,7 +44,6 @@ __all__ = [
     "Reply",
     "Request",
     "Status",
-    "Visitor",
     "WrongToken",
     "encode",
     "is_tagged",
@@ -196,7 +196,7 @@ class Frames:
         return maker.digest()
 
 
-class Guest:
+class JoinServer:
     """The seed's view of one connection: first a stranger, then the holder of a token."""
 
     def __init__(self, token: bytes, binding: bytes, nonce: bytes) -> None:
@@ -253,7 +253,7 @@ class Guest:
 NO_ENTRY: Final = b"\1" + bytes(_PROOF_BYTES)
 
 
-class Visitor:
+class JoinClient:
     """A worker's side of the proof. It gives nothing away to a seed that does not know the token."""
 
     greeting_bytes: Final = len(_MAGIC) + NONCE_BYTES

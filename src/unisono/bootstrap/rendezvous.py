@@ -13,7 +13,7 @@ from unisono.bootstrap.limits import CARD_BYTES_MAX, printable
 from unisono.bootstrap.protocol import Refusal
 from unisono.errors import rank_numbers
 
-__all__ = ["Formation", "Join", "Member", "Roll"]
+__all__ = ["Formation", "Join", "Member", "Membership"]
 
 # How many refusals an error repeats.
 _REFUSALS_SHOWN: Final = 8
@@ -61,7 +61,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Roll:
+class Membership:
     """Who is in: the part of a view that is the same for every rank."""
 
     size: int
@@ -79,7 +79,7 @@ class Formation:
         self._refused: list[str] = []
         self._refusals = 0
         self._ended = ""  # why this world cannot form any more
-        self._roll: Roll | None = None
+        self._roll: Membership | None = None
 
     def offer(self, key: int, join: Join) -> str | None:
         """Admit a join, or say why not. `misfits` then tells whom an arrival of rank 0 has pushed out."""
@@ -141,13 +141,13 @@ class Formation:
         if len(self._refused) < _REFUSALS_SHOWN:
             self._refused.append(f"{who}: {reason}")
 
-    def roll(self) -> tuple[Roll | None, str]:
+    def roll(self) -> tuple[Membership | None, str]:
         """The world, once every rank has joined; and where the formation stands, in one sentence."""
         missing = self.ranks_missing()
         if missing:
             return None, self.report()
         if self._roll is None:
-            self._roll = Roll(
+            self._roll = Membership(
                 self.size,
                 tuple(
                     Member(rank, self._incarnations[rank], join.card, join.host, join.pid, join.address)

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Final, Self
 
 from unisono.bootstrap import limits, protocol
 from unisono.bootstrap.address import Address
-from unisono.bootstrap.admission import Gate
+from unisono.bootstrap.admission import AdmissionLimiter
 from unisono.bootstrap.descriptors import is_exhausted, limit
-from unisono.bootstrap.protocol import Guest, WrongToken
-from unisono.bootstrap.rendezvous import Formation, Join, Roll
+from unisono.bootstrap.protocol import JoinServer, WrongToken
+from unisono.bootstrap.rendezvous import Formation, Join, Membership
 from unisono.bootstrap.ticket import Ticket
-from unisono.bootstrap.tls_stream import PlainWire, TlsWire, Wire, server_context
+from unisono.bootstrap.tls_stream import PlainWire, TlsStream, TlsWire, server_context
 from unisono.core.clock import RealRuntime
 from unisono.errors import ProtocolError, RendezvousError, UsageError
 
@@ -83,7 +83,7 @@ class Seed:
         self._began = self._runtime.now()
         self._formed_at: float | None = None
         self._formation = Formation(size, version)
-        self._gate = Gate()
+        self._gate = AdmissionLimiter()
         self._authority: Authority | None = None
         self._context: ssl.SSLContext | None = None
         is_local = address.is_loopback and (advertise is None or advertise.is_loopback)
@@ -255,7 +255,7 @@ class Seed:
         if victim is not None:
             self._evict(victim)
         binding = protocol.NO_BINDING if self._authority is None else self._authority.fingerprint
-        guest = Guest(self.ticket.token, binding, secrets.token_bytes(protocol.NONCE_BYTES))
+        guest = JoinServer(self.ticket.token, binding, secrets.token_bytes(protocol.NONCE_BYTES))
         connection = _Connection(key, sock, host, guest, now + limits.UNPROVEN_S)
         self._connections[key] = connection
         # In a crowd its first word is here already: a worker's tag is seen before anybody can push it out.
@@ -268,7 +268,7 @@ class Seed:
         self._gate.turn_away(key)
         self._drop(self._connections[key])
 
-    def _wire(self) -> Wire:
+    def _wire(self) -> TlsStream:
         return PlainWire() if self._context is None else TlsWire(self._context)
 
     def _is_served(self, name: str) -> bool:
@@ -396,7 +396,7 @@ class Seed:
         else:
             self._publish(roll)
 
-    def _publish(self, roll: Roll) -> None:
+    def _publish(self, roll: Membership) -> None:
         """Everybody has come: give each its certificate, and all the same view."""
         self.counts["formed"] += 1
         self._formed_at = self._runtime.now()
@@ -567,13 +567,13 @@ class _Connection:
         key: int,
         sock: socket.socket,
         host: str,
-        guest: Guest,
+        guest: JoinServer,
         expires_at: float,
     ) -> None:
         self.key = key
         self.sock = sock
         self.host = host
-        self.wire: Wire | None = None  # made for the first byte
+        self.wire: TlsStream | None = None  # made for the first byte
         self.guest = guest
         self.expires_at: float | None = expires_at
         self.events = 0

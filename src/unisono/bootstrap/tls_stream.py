@@ -14,14 +14,14 @@ from typing import Final, Protocol
 from unisono.bootstrap.protocol import ALPN
 from unisono.errors import ProtocolError
 
-__all__ = ["PlainWire", "TlsWire", "Wire", "client_context", "server_context"]
+__all__ = ["PlainWire", "TlsStream", "TlsWire", "client_context", "server_context"]
 
 _PIECE_BYTES: Final = 16 * 1024
 # Where a TLS object keeps the name in its client hello.
 _NAME: Final = "name_heard"
 
 
-class Wire(Protocol):
+class TlsStream(Protocol):
     """Bytes of a socket in, plain bytes out; and back."""
 
     @property

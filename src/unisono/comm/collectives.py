@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from unisono.comm import vector_collectives
-from unisono.comm.dispatch import Collective, check_order, described
+from unisono.comm.dispatch import CollectiveCall, check_order, described
 from unisono.comm.point_to_point import Messages, receivable
 from unisono.core import buffers
 from unisono.core.buffers import Array
@@ -61,7 +61,7 @@ class Verbs(Messages):
         def steps(call: Call) -> Steps[Any]:
             if target is not array:
                 target.flat[:] = array.flat
-            one = Collective(self._group, call, algorithm)
+            one = CollectiveCall(self._group, call, algorithm)
             memory, dtype = _operand(target, how, self._size)
             given = described(array.dtype, (array.count,))
             yield from one.run("all_reduce", (array.count,), dtype, {Buf.OUT: memory}, op=how, given=given)
@@ -85,7 +85,7 @@ class Verbs(Messages):
             self._check_reduction("all_reduce", how, array.dtype, algorithm)
 
         def steps(call: Call) -> Steps[Sequence[Any]]:
-            one = Collective(self._group, call, algorithm)
+            one = CollectiveCall(self._group, call, algorithm)
             yield from vector_collectives.all_reduce_fused(one, arrays, how, self._size)
             # In place: the very list that was given, unless it holds numbers, which cannot be filled.
             return [array.give() for array in arrays] if any(a.is_value for a in arrays) else xs
@@ -109,7 +109,7 @@ class Verbs(Messages):
         self._check_reduction("reduce", how, array.dtype, algorithm)
 
         def steps(call: Call) -> Steps[Any]:
-            one = Collective(self._group, call, algorithm)
+            one = CollectiveCall(self._group, call, algorithm)
             memory, dtype = _operand(array, how, self._size)
             place = {Buf.OUT if is_root else Buf.IN: memory}
             given = described(array.dtype, (array.count,))
@@ -130,7 +130,7 @@ class Verbs(Messages):
         _check_algorithm("broadcast", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
-            one = Collective(self._group, call, algorithm)
+            one = CollectiveCall(self._group, call, algorithm)
             # Root's is only read, but an engine asks for memory that it may write.
             memory = array.flat if array.flat.flags.writeable else array.flat.copy()
             yield from one.run("broadcast", (array.count,), array.dtype, {Buf.OUT: memory}, root=root)
@@ -147,7 +147,7 @@ class Verbs(Messages):
         _check_algorithm("all_gather", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
-            one = Collective(self._group, call, algorithm)
+            one = CollectiveCall(self._group, call, algorithm)
             memory = {Buf.IN: array.flat, Buf.OUT: target.flat}
             yield from one.run(
                 "all_gather", (array.count,) * self._size, array.dtype, memory, shape=array.shape
@@ -167,7 +167,7 @@ class Verbs(Messages):
         _check_algorithm("gather", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
-            one = Collective(self._group, call, algorithm)
+            one = CollectiveCall(self._group, call, algorithm)
             memory = {Buf.IN: array.flat} | ({} if target is None else {Buf.OUT: target.flat})
             counts = (array.count,) * self._size
             yield from one.run("gather", counts, array.dtype, memory, root=root, shape=array.shape)
@@ -197,7 +197,7 @@ class Verbs(Messages):
             self._out(out, array, array.shape[1:])
 
         def steps(call: Call) -> Steps[Any]:
-            one = Collective(self._group, call, algorithm)
+            one = CollectiveCall(self._group, call, algorithm)
             return (yield from vector_collectives.scatter(one, self._group, array, filled, root))
 
         return self._begin("scatter", timeout, steps, is_collective=True)
@@ -247,7 +247,7 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[Any]:
             # Where nothing travels, any algorithm will do, also one that cannot tell empty from uneven.
-            one = Collective(self._group, call, algorithm if array.count else "auto")
+            one = CollectiveCall(self._group, call, algorithm if array.count else "auto")
             counts = (array.count // self._size,) * self._size**2
             memory = {Buf.IN: array.flat, Buf.OUT: target.flat}
             yield from one.run("all_to_all", counts, array.dtype, memory, shape=array.shape)
@@ -284,7 +284,7 @@ class Verbs(Messages):
         _check_algorithm("barrier", algorithm)
 
         def steps(call: Call) -> Steps[None]:
-            yield from Collective(self._group, call, algorithm).run("barrier", (), _BYTE, {}, given="")
+            yield from CollectiveCall(self._group, call, algorithm).run("barrier", (), _BYTE, {}, given="")
 
         return self._begin("barrier", timeout, steps, is_collective=True)
 
@@ -298,7 +298,7 @@ class Verbs(Messages):
         _check_algorithm("all_gather", algorithm)
 
         def steps(call: Call) -> Steps[list[Any]]:
-            one = Collective(self._group, call, algorithm)
+            one = CollectiveCall(self._group, call, algorithm)
             return (yield from vector_collectives.all_gather_v(one, self._group, array))
 
         return self._begin("all_gather_v", timeout, steps, is_collective=True)
@@ -312,7 +312,7 @@ class Verbs(Messages):
         _check_algorithm("gather", algorithm)
 
         def steps(call: Call) -> Steps[list[Any] | None]:
-            one = Collective(self._group, call, algorithm)
+            one = CollectiveCall(self._group, call, algorithm)
             return (yield from vector_collectives.gather_v(one, self._group, array, root))
 
         return self._begin("gather_v", timeout, steps, is_collective=True)
@@ -331,7 +331,7 @@ class Verbs(Messages):
         arrays = self._parts(parts) if self._rank == root else None
 
         def steps(call: Call) -> Steps[Any]:
-            one = Collective(self._group, call, algorithm)
+            one = CollectiveCall(self._group, call, algorithm)
             return (yield from vector_collectives.scatter_v(one, self._group, arrays, root))
 
         return self._begin("scatter_v", timeout, steps, is_collective=True)
@@ -344,7 +344,7 @@ class Verbs(Messages):
         _check_algorithm("all_to_all", algorithm, is_uneven=True)
 
         def steps(call: Call) -> Steps[list[Any]]:
-            one = Collective(self._group, call, algorithm)
+            one = CollectiveCall(self._group, call, algorithm)
             return (yield from vector_collectives.all_to_all_v(one, self._group, arrays))
 
         return self._begin("all_to_all_v", timeout, steps, is_collective=True)
@@ -360,7 +360,7 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[Any]:
             data = yield from vector_collectives.broadcast_bytes(
-                Collective(self._group, call), packed, root, self._object_bytes_max
+                CollectiveCall(self._group, call), packed, root, self._object_bytes_max
             )
             return value if self._rank == root else vector_collectives.unpacked(data)
 
@@ -372,7 +372,7 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[list[Any]]:
             parts = yield from vector_collectives.all_gather_v(
-                Collective(self._group, call), self._group, packed, self._object_bytes_max
+                CollectiveCall(self._group, call), self._group, packed, self._object_bytes_max
             )
             return [vector_collectives.unpacked(part) for part in parts]
 
@@ -387,7 +387,7 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[list[Any] | None]:
             parts = yield from vector_collectives.gather_v(
-                Collective(self._group, call), self._group, packed, root, self._object_bytes_max
+                CollectiveCall(self._group, call), self._group, packed, root, self._object_bytes_max
             )
             return None if parts is None else [vector_collectives.unpacked(part) for part in parts]
 
@@ -413,7 +413,7 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[Any]:
             part = yield from vector_collectives.scatter_v(
-                Collective(self._group, call), self._group, arrays, root, self._object_bytes_max
+                CollectiveCall(self._group, call), self._group, arrays, root, self._object_bytes_max
             )
             return vector_collectives.unpacked(part)
 
@@ -440,7 +440,7 @@ class Verbs(Messages):
         self._check_reduction("reduce_scatter", how, array.dtype, algorithm)
 
         def steps(call: Call) -> Steps[Any]:
-            one = Collective(self._group, call, algorithm)
+            one = CollectiveCall(self._group, call, algorithm)
             given, dtype = _operand(array, how, self._size)
             part = target.flat if dtype is array.dtype else np.empty(target.count, dtype.storage)
             memory = {Buf.IN: given, Buf.OUT: part}
@@ -464,7 +464,7 @@ class Verbs(Messages):
         identity = how.identity_for(array.dtype) if operation == "exscan" else None
 
         def steps(call: Call) -> Steps[Any]:
-            one = Collective(self._group, call, algorithm)
+            one = CollectiveCall(self._group, call, algorithm)
             memory = {Buf.IN: array.flat, Buf.OUT: target.flat}
             yield from one.run(operation, (array.count,), array.dtype, memory, op=how)
             if operation == "exscan" and self._rank == 0:

@@ -21,14 +21,14 @@ import numpy as np
 
 from unisono.backends.sub import SubBackend
 from unisono.comm.collectives import Verbs
-from unisono.comm.control import WORLD_CONTEXT, Control, Tenant
-from unisono.comm.dispatch import Collective
+from unisono.comm.control import WORLD_CONTEXT, Control, Service
+from unisono.comm.dispatch import CollectiveCall
 from unisono.comm.group import Group, context_of, descriptor_of
 from unisono.comm.mesh import Grid, Mesh
 from unisono.core.clock import Killed, call_before_threads_are_joined
 from unisono.core.dtypes import DTYPES
 from unisono.core.task import Call, Steps
-from unisono.core.work import Work, waited
+from unisono.core.work import Work, wait_or_cancel
 from unisono.errors import (
     CollectiveMismatch,
     Deadlock,
@@ -69,7 +69,7 @@ class Start(Verbs):
                 _check_int64(number, what)
 
         def steps(call: Call) -> Steps[Communicator | None]:
-            return (yield from self._communicator._split(Collective(self._group, call), color, key))
+            return (yield from self._communicator._split(CollectiveCall(self._group, call), color, key))
 
         return self._begin("split", timeout, steps, is_collective=True)
 
@@ -91,8 +91,8 @@ class _Blocking(Generic[P, R]):
             return self
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with owner._group.backend.runtime.undisturbed():
-                return waited(self._verb(owner._waited, *args, **kwargs))
+            with owner._group.backend.runtime.defer_signals():
+                return wait_or_cancel(self._verb(owner._waited, *args, **kwargs))
 
         return update_wrapper(call, self._verb)
 
@@ -146,14 +146,14 @@ class Communicator:
         self._forgotten: weakref.finalize[..., Communicator] | None = None
         if group.hot is not None:
             # In front of the verb of the class, which it asks for whatever is not plain or not known yet.
-            aid = _Aid(group)
+            slow_path = SlowPathHandler(group)
             for name in group.hot.verbs:
                 verb = getattr(self, name)
-                self.__dict__[name] = group.hot.verb(name, verb, aid)
-        if group.hot_messages is not None:
+                self.__dict__[name] = group.hot.verb(name, verb, slow_path)
+        if group.fast_messages is not None:
             check = group.check_introduction
-            self.__dict__["send"] = group.hot_messages.send(self.send, check)
-            self.__dict__["recv"] = group.hot_messages.recv(self.recv, check)
+            self.__dict__["send"] = group.fast_messages.send(self.send, check)
+            self.__dict__["recv"] = group.fast_messages.recv(self.recv, check)
         if parent is None:
             # A world that is simply forgotten must not leave the others waiting for it.
             self._forgotten = weakref.finalize(self, _close_later, group.backend)
@@ -255,9 +255,9 @@ class Communicator:
             axes[name] = child
         return Mesh(grid, self.rank, axes)
 
-    def _attach(self, tenant: Tenant, purpose: str) -> tuple[Group, int]:
+    def _attach(self, service: Service, purpose: str) -> tuple[Group, int]:
         """Let something live on this communicator until it is closed: where, and in which context."""
-        return self._group, self._group.attach(tenant, purpose)
+        return self._group, self._group.attach(service, purpose)
 
     # -- endings ------------------------------------------------------------------------------------------
 
@@ -338,7 +338,7 @@ class Communicator:
 
     # -- making children ----------------------------------------------------------------------------------
 
-    def _split(self, one: Collective, color: int | None, key: int) -> Steps[Communicator | None]:
+    def _split(self, one: CollectiveCall, color: int | None, key: int) -> Steps[Communicator | None]:
         generation = self._splits
         self._splits += 1
         mine = np.array([color is not None, color if color is not None else 0, key, generation], np.int64)
@@ -367,7 +367,7 @@ class Communicator:
         )
 
     def _fresh_contexts(
-        self, one: Collective, generation: int, colors: list[int]
+        self, one: CollectiveCall, generation: int, colors: list[int]
     ) -> Steps[tuple[int, dict[int, int]]]:
         """Context ids that no group of any member uses: all ranks look, and try again together."""
         for salt in range(_SALTS_MAX):
@@ -382,7 +382,7 @@ class Communicator:
                 return salt, contexts
         raise ProtocolError(f"no free context id in {_SALTS_MAX} attempts")
 
-    def _gathered(self, one: Collective, mine: np.ndarray[Any, Any]) -> Steps[list[list[int]]]:
+    def _gathered(self, one: CollectiveCall, mine: np.ndarray[Any, Any]) -> Steps[list[list[int]]]:
         everyone = np.empty(mine.size * self.size, np.int64)
         counts = (mine.size,) * self.size
         yield from one.run("all_gather", counts, _INT64, {Buf.IN: mine, Buf.OUT: everyone}, given="")
@@ -428,7 +428,7 @@ def _listed(given: Any, what: str) -> list[Any]:
         raise UsageError(f"{what}={given!r}; allowed: a list") from None
 
 
-class _Aid:
+class SlowPathHandler:
     """What the hot path asks for on a bad day."""
 
     def __init__(self, group: Group) -> None:
@@ -448,17 +448,17 @@ class _Aid:
         group = self._group
 
         def steps(call: Call) -> Steps[None]:
-            return Collective(group, call).take_over(handle, memory, fingerprint)
+            return CollectiveCall(group, call).take_over(handle, memory, fingerprint)
 
         work = group.resume(operation, sequence, started_at, steps)
         if interruption is not None:
             work.cancel()
             raise interruption
-        waited(work)
+        wait_or_cancel(work)
 
-    def heed(self, source: int, sequence: int, theirs: bytes) -> None:
+    def check_unclaimed(self, source: int, sequence: int, theirs: bytes) -> None:
         """A message waits for a call that was made here: raise if that was another call than its sender's."""
-        if not self._group.on_unmet(source, sequence, theirs):
+        if not self._group.on_unclaimed(source, sequence, theirs):
             self._group.wait_until_known()
             self._group.check_usable(is_collective=True)
 

@@ -37,15 +37,15 @@ from unisono.messaging.backend import GRACE_LOOK_S, GRACE_S, Backend, PeerDown
 from unisono.messaging.credit import CONTROL_BYTES_MAX, ENDED_CONTEXTS_MAX, ENVELOPE_BYTES
 
 __all__ = [
-    "Absent",
     "Answer",
     "Control",
-    "Knock",
-    "Left",
+    "Goodbye",
     "Member",
-    "Present",
     "Query",
-    "Tenant",
+    "Service",
+    "ServiceFound",
+    "ServiceMissing",
+    "ServiceQuery",
     "Verdict",
     "decode",
 ]
@@ -149,7 +149,7 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
                 return PeerAborted(f"rank {sender} gave up", rank=sender, where=where, cause=text)
 
 
-class Left(msgspec.Struct, frozen=True, tag="left"):
+class Goodbye(msgspec.Struct, frozen=True, tag="left"):
     """The sender has closed this communicator; all it sent on it in this lane came before.
 
     It has left when both lanes say so: data, and the word that ours were taken, travel in different ones.
@@ -178,8 +178,8 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     waiting_on: Ranks = ()
 
 
-class Knock(msgspec.Struct, frozen=True, tag="knock"):
-    """Does the receiver have a tenant of this context, an agent for calls? The sender has, called `name`.
+class ServiceQuery(msgspec.Struct, frozen=True, tag="knock"):
+    """Does the receiver have a service of this context, an agent for calls? The sender has, called `name`.
 
     `progress` is how far the sender had come when it made its own: the number of its next collective, by
     context. Who is beyond that and has none is not about to make one.
@@ -190,33 +190,35 @@ class Knock(msgspec.Struct, frozen=True, tag="knock"):
     progress: Progress = {}
 
 
-class Present(msgspec.Struct, frozen=True, tag="present"):
+class ServiceFound(msgspec.Struct, frozen=True, tag="present"):
     """The sender has one, and what it is called."""
 
     context: int
     name: Text
 
 
-class Absent(msgspec.Struct, frozen=True, tag="absent"):
+class ServiceMissing(msgspec.Struct, frozen=True, tag="absent"):
     """The sender has none."""
 
     context: int
 
 
-News: TypeAlias = Verdict | Left | Query | Answer
-Word: TypeAlias = News | Knock | Present | Absent | Ask | Told | Mark | Doomed
+GroupMessage: TypeAlias = Verdict | Goodbye | Query | Answer
+ControlMessage: TypeAlias = (
+    GroupMessage | ServiceQuery | ServiceFound | ServiceMissing | Ask | Told | Mark | Doomed
+)
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Word).decode
+_decode = msgspec.msgpack.Decoder(ControlMessage).decode
 
 
-def decode(data: bytes) -> Word:
+def decode(data: bytes) -> ControlMessage:
     """Read a control message.
 
     Raises:
         ProtocolError: it is none.
     """
     try:
-        news: Word = _decode(data)
+        news: ControlMessage = _decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError("a malformed control message", cause=str(error)) from None
     return news
@@ -237,22 +239,22 @@ class Member(Protocol):
     def wait_of(self, call: Call, is_limited: bool) -> Wait | None:
         """What an operation of it waits for."""
 
-    def on_news(self, sender: int, news: News) -> None:
+    def on_news(self, sender: int, news: GroupMessage) -> None:
         """A member, by its world rank, tells something about this communicator."""
 
     def on_peer_down(self, down: PeerDown) -> None:
         """The backend gave a world rank up."""
 
-    def on_silence(self) -> None:
+    def on_backend_closed(self) -> None:
         """The backend was closed: no more news will come."""
 
 
-class Tenant(Protocol):
+class Service(Protocol):
     """What lives on a communicator and ends with it, such as an agent for calls. Ranks are world ranks."""
 
     context: int
     name: str | None
-    progress: dict[int, int]  # see Knock
+    progress: dict[int, int]  # see ServiceQuery
 
     def on_present(self, sender: int, name: str) -> None:
         """A rank has one, too, and what it is called."""
@@ -263,7 +265,7 @@ class Tenant(Protocol):
     def on_peer_down(self, down: PeerDown) -> None:
         """The backend gave a rank up."""
 
-    def on_silence(self) -> None:
+    def on_backend_closed(self) -> None:
         """The backend was closed: no more news will come."""
 
     def on_abort(self, error: UnisonoError) -> None:
@@ -280,9 +282,9 @@ class Control:
         self.backend = backend
         self._lock = threading.Lock()
         self._members: dict[int, Member] = {}
-        self._tenants: dict[int, Tenant] = {}
+        self._services: dict[int, Service] = {}
         self._knocks: dict[int, dict[int, str]] = {}
-        # Contexts whose tenant was waited for once, and did not come.
+        # Contexts whose service was waited for once, and did not come.
         self._missed: OrderedDict[int, None] = OrderedDict()
         self._down: dict[int, PeerDown] = {}
         # Contexts that were closed here last: what is still said about them is late, not early.
@@ -305,7 +307,7 @@ class Control:
             member.on_peer_down(verdict)
         for sender, data in early:
             news = decode(data)
-            assert isinstance(news, Verdict | Left), "nothing else is kept"
+            assert isinstance(news, Verdict | Goodbye), "nothing else is kept"
             member.on_news(sender, news)
 
     def leave(self, member: Member) -> None:
@@ -316,27 +318,27 @@ class Control:
             if len(self._over) > ENDED_CONTEXTS_MAX:
                 self._over.popitem(last=False)
 
-    def settle(self, tenant: Tenant) -> None:
-        """Let a tenant hear who asks for it, those first who asked too early, and who is gone."""
+    def settle(self, service: Service) -> None:
+        """Let a service hear who asks for it, those first who asked too early, and who is gone."""
         with self._lock:
-            self._tenants[tenant.context] = tenant
-            early = self._knocks.pop(tenant.context, {})
-            self._missed.pop(tenant.context, None)
+            self._services[service.context] = service
+            early = self._knocks.pop(service.context, {})
+            self._missed.pop(service.context, None)
             down = list(self._down.values())
         for verdict in down:
-            tenant.on_peer_down(verdict)
+            service.on_peer_down(verdict)
         for sender, name in sorted(early.items()):
-            self._on_knock(sender, name, tenant)
+            self._on_knock(sender, name, service)
 
-    def unsettle(self, tenant: Tenant) -> None:
-        """Tell a tenant no more."""
+    def unsettle(self, service: Service) -> None:
+        """Tell a service no more."""
         with self._lock:
-            self._tenants.pop(tenant.context, None)
+            self._services.pop(service.context, None)
 
-    def ask_for(self, tenant: Tenant, rank: int) -> None:
-        """Ask a rank whether it has such a tenant."""
-        nearest = dict(list(tenant.progress.items())[-_CALLS_MAX:])
-        self.tell([rank], Knock(tenant.context, tenant.name or "", nearest))
+    def ask_for(self, service: Service, rank: int) -> None:
+        """Ask a rank whether it has such a service."""
+        nearest = dict(list(service.progress.items())[-_CALLS_MAX:])
+        self.tell([rank], ServiceQuery(service.context, service.name or "", nearest))
 
     def has_context(self, context: int) -> bool:
         """Whether a living communicator of this rank uses the context."""
@@ -347,18 +349,18 @@ class Control:
         with self._lock:
             return list(self._members.values())
 
-    def has_tenants(self) -> bool:
+    def has_services(self) -> bool:
         """Whether anything lives on them that others may call."""
-        return bool(self._tenants)
+        return bool(self._services)
 
-    def tell(self, ranks: Iterable[int], news: Word, lane: Lane = Lane.CONTROL) -> None:
+    def tell(self, ranks: Iterable[int], news: ControlMessage, lane: Lane = Lane.CONTROL) -> None:
         """Send news to world ranks. Whoever cannot be reached has other sources of bad news."""
         data = self._encoded(news)
         for rank in ranks:
             if data is not None and rank != self.backend.rank and rank not in self._down:
                 self.backend.start_send(rank, CONTROL_CONTEXT, Tags.CONTROL, data, lane=lane)
 
-    def answer(self, rank: int, word: Word, lane: Lane = Lane.CONTROL) -> None:
+    def answer(self, rank: int, word: ControlMessage, lane: Lane = Lane.CONTROL) -> None:
         """Send what others asked for to a world rank, unless it asks and asks and takes no answer."""
         if rank == self.backend.rank or rank in self._down or (data := self._encoded(word)) is None:
             return
@@ -373,7 +375,7 @@ class Control:
 
         self.backend.start_send(rank, CONTROL_CONTEXT, Tags.CONTROL, data, lane=lane).notify(taken)
 
-    def _encoded(self, word: Word) -> memoryview | None:
+    def _encoded(self, word: ControlMessage) -> memoryview | None:
         """What travels; None if nobody would take it. Verdicts and answers are cut so that this never is."""
         data = memoryview(_encode(word))
         if data.nbytes <= CONTROL_BYTES_MAX:
@@ -398,11 +400,11 @@ class Control:
                 continue
             if request.error is not None:
                 with self._lock:
-                    members, tenants = list(self._members.values()), list(self._tenants.values())
+                    members, services = list(self._members.values()), list(self._services.values())
                 for member in members:
-                    member.on_silence()
-                for tenant in tenants:
-                    tenant.on_silence()
+                    member.on_backend_closed()
+                for service in services:
+                    service.on_backend_closed()
                 self.deadlocks.close()
                 return
             envelope = request.envelope
@@ -427,7 +429,7 @@ class Control:
             self._blame(
                 self.backend.rank,
                 ProtocolError(
-                    f"rank {self.backend.rank} could not heed a control message", cause=repr(error)
+                    f"rank {self.backend.rank} could not check_unclaimed a control message", cause=repr(error)
                 ),
             )
 
@@ -439,8 +441,8 @@ class Control:
                 sender, ProtocolError(f"rank {sender} sent a malformed control message", cause=error.cause)
             )
             return
-        if isinstance(news, Knock | Present | Absent):
-            self._on_tenants_word(sender, news)
+        if isinstance(news, ServiceQuery | ServiceFound | ServiceMissing):
+            self._on_service_message(sender, news)
             return
         if isinstance(news, Ask | Told | Mark | Doomed):
             self.deadlocks.on_word(sender, news)
@@ -456,33 +458,33 @@ class Control:
             # Who asks has not heard that this rank left it: the news came too early to be kept there.
             self.answer(sender, Answer(news.context, news.sequence, has_called=False))
             for lane in Lane:
-                self.answer(sender, Left(news.context, lane), lane)
+                self.answer(sender, Goodbye(news.context, lane), lane)
         elif isinstance(news, Query):
             self.answer(sender, Answer(news.context, news.sequence, has_called=False))
 
-    def _on_tenants_word(self, sender: int, word: Knock | Present | Absent) -> None:
+    def _on_service_message(self, sender: int, word: ServiceQuery | ServiceFound | ServiceMissing) -> None:
         with self._lock:
-            tenant = self._tenants.get(word.context)
+            service = self._services.get(word.context)
             is_waiting = sender in self._knocks.get(word.context, {})
-            if tenant is None and isinstance(word, Knock) and self._knocks_of(sender) < _KNOCKS_MAX:
+            if service is None and isinstance(word, ServiceQuery) and self._knocks_of(sender) < _KNOCKS_MAX:
                 self._knocks.setdefault(word.context, {})[sender] = word.name
         match word:
-            case Knock() if tenant is not None:
-                self._on_knock(sender, word.name, tenant)
-            case Knock() if not is_waiting:  # else it will be answered
+            case ServiceQuery() if service is not None:
+                self._on_knock(sender, word.name, service)
+            case ServiceQuery() if not is_waiting:  # else it will be answered
                 until = self.backend.runtime.now() + (0 if word.context in self._missed else GRACE_S)
                 self._await_tenant(sender, word, until)
-            case Present() if tenant is not None:
-                tenant.on_present(sender, _shown(word.name))
-            case Absent() if tenant is not None:
-                tenant.on_absent(sender)
+            case ServiceFound() if service is not None:
+                service.on_present(sender, _shown(word.name))
+            case ServiceMissing() if service is not None:
+                service.on_absent(sender)
 
-    def _on_knock(self, sender: int, name: str, tenant: Tenant) -> None:
-        self.answer(sender, Present(tenant.context, tenant.name or ""))
-        tenant.on_present(sender, _shown(name))
+    def _on_knock(self, sender: int, name: str, service: Service) -> None:
+        self.answer(sender, ServiceFound(service.context, service.name or ""))
+        service.on_present(sender, _shown(name))
 
-    def _await_tenant(self, sender: int, knock: Knock, until: float) -> None:
-        """Give a tenant the time to come that it may still need, and no more."""
+    def _await_tenant(self, sender: int, knock: ServiceQuery, until: float) -> None:
+        """Give a service the time to come that it may still need, and no more."""
         runtime = self.backend.runtime
         now = runtime.now()
         with self._lock:
@@ -507,9 +509,9 @@ class Control:
             waiting.pop(sender, None)
             if not waiting:
                 self._knocks.pop(context, None)
-            is_here = context in self._tenants
+            is_here = context in self._services
         if not is_here:
-            self.answer(sender, Absent(context))
+            self.answer(sender, ServiceMissing(context))
 
     def _knocks_of(self, sender: int) -> int:
         """In how many contexts a rank waits for an agent; the caller holds the lock."""
@@ -535,11 +537,11 @@ class Control:
             if down.rank in self._down:
                 return
             self._down[down.rank] = down
-            members, tenants = list(self._members.values()), list(self._tenants.values())
+            members, services = list(self._members.values()), list(self._services.values())
         for member in members:
             member.on_peer_down(down)
-        for tenant in tenants:
-            tenant.on_peer_down(down)
+        for service in services:
+            service.on_peer_down(down)
 
 
 class _EarlyNews:
@@ -586,8 +588,8 @@ class _EarlyNews:
         """Keep the last call only: that its sender had come so far decides who still waits for it."""
         sender, data = self._by_context[context][number]
         news = decode(data)
-        assert isinstance(news, Verdict | Left), "nothing else is kept"
-        if len(news.calls) > 1 and isinstance(news, Left):
+        assert isinstance(news, Verdict | Goodbye), "nothing else is kept"
+        if len(news.calls) > 1 and isinstance(news, Goodbye):
             last = max(news.calls)
             shorter = _encode(msgspec.structs.replace(news, calls={last: news.calls[last]}))
             self._by_context[context][number] = (sender, shorter)

@@ -80,7 +80,7 @@ class _World(Protocol):
     backend: Backend
 
     def groups(self) -> Iterable[Any]: ...
-    def has_tenants(self) -> bool: ...
+    def has_services(self) -> bool: ...
     def tell(self, ranks: Iterable[int], news: Any, lane: Lane = Lane.CONTROL) -> None: ...
     def answer(self, rank: int, word: Any, lane: Lane = Lane.CONTROL) -> None: ...
 
@@ -185,7 +185,7 @@ class DeadlockWatch:
 
     def _report(self) -> Report:
         blocked, waits = blocked_threads(), []
-        helpers = [] if not self._world.has_tenants() else ["an agent that serves calls"]
+        helpers = [] if not self._world.has_services() else ["an agent that serves calls"]
         messages, following, groups = [], {}, {}
         for group in self._world.groups():
             following[group.context] = group.next_sequence

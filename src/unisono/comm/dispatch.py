@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from unisono.comm.group import Group, fingerprint_of, single
+from unisono.comm.group import Group, await_request, fingerprint_of
 from unisono.core.dtypes import DType
 from unisono.core.envelope import Tags
 from unisono.core.ops import ReduceOp
@@ -22,12 +22,12 @@ from unisono.plans import LINKS, Links, Problem, build, choose, entry_of
 from unisono.plans.execute import Execution, Memory, execute
 from unisono.plans.steps import Buf
 
-__all__ = ["Collective", "check_order", "described"]
+__all__ = ["CollectiveCall", "check_order", "described"]
 
 _COUNTS_SHOWN: Final = 16
 
 
-class Collective:
+class CollectiveCall:
     """One collective call of one rank. Its stages follow each other; each has a tag of its own."""
 
     def __init__(self, group: Group, call: Call, algorithm: str = "auto") -> None:
@@ -62,10 +62,10 @@ class Collective:
         if given is None:
             given = described(dtype, shape if shape is not None else counts)
         able = backend.capabilities
-        # Left to itself, a library that has algorithms of its own is asked first: by all ranks or by none.
-        may_be_own = able.run_collective and wanted == "auto"
+        # Goodbye to itself, a library that has algorithms of its own is asked first: by all ranks or by none.
+        library_may_run = able.run_collective and wanted == "auto"
         # An algorithm for metadata follows from what is shown already; what the user asked for does not.
-        shown = self._algorithm if algorithm is not None else "auto" if may_be_own else name
+        shown = self._algorithm if algorithm is not None else "auto" if library_may_run else name
         fingerprint = fingerprint_of(self._words(problem, given, dtype, op, shown), group.descriptor)
         sequence, stage = self._call.sequence, self._stage
         assert sequence is not None, "a collective has a number"
@@ -73,9 +73,11 @@ class Collective:
         if stage == 0:
             group.remember(sequence, fingerprint)
         tag = Tags.collective(sequence, stage)
-        learn = None if stage or group.hot is None else self._lesson(sequence, dtype, op, memory, fingerprint)
-        part = Stage(group.context, tag, dtype, op, memory, fingerprint, on_compiled=learn)
-        if may_be_own and (own := backend.run_collective(problem, part)) is not None:
+        cache_decision = (
+            None if stage or group.hot is None else self._decision(sequence, dtype, op, memory, fingerprint)
+        )
+        part = Stage(group.context, tag, dtype, op, memory, fingerprint, on_compiled=cache_decision)
+        if library_may_run and (own := backend.run_collective(problem, part)) is not None:
             self._call.is_joint = True
             yield from self._follow(own, fingerprint)
             self._call.is_joint = False
@@ -96,7 +98,7 @@ class Collective:
         )
         yield from execute(plan, how)
 
-    def _lesson(
+    def _decision(
         self,
         sequence: int,
         dtype: DType,
@@ -109,7 +111,7 @@ class Collective:
         divisor = self._group.backend.size if op is not None and op.is_mean else 0
         return lambda program: (
             hot
-            and hot.learn(
+            and hot.cache_decision(
                 sequence,
                 self._call.operation,
                 program,
@@ -130,7 +132,7 @@ class Collective:
             return tuple(sorted(group.world_ranks[peer] for peer in request.peers_awaited()))
 
         try:
-            yield from single(call, request, peers)
+            yield from await_request(call, request, peers)
         except HeaderMismatch as wrong:
             group.check_fingerprint(call, fingerprint, wrong.peer, wrong.header)
             raise

@@ -20,15 +20,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from unisono._native import Ledger
+from unisono._native import CallLog
 from unisono.comm.control import (
     RANKS_MAX,
     Answer,
     Control,
-    Left,
-    News,
+    Goodbye,
+    GroupMessage,
     Query,
-    Tenant,
+    Service,
     Verdict,
 )
 from unisono.comm.deadlock import ANY_RANK, Wait
@@ -38,7 +38,7 @@ from unisono.core.clock import NEVER, Deadline, Timer
 from unisono.core.envelope import ANY, HEADER_BYTES_MAX, Any_, Envelope, Lane
 from unisono.core.request import Request
 from unisono.core.task import Call, Steps, Task
-from unisono.core.work import Started, Work, waited
+from unisono.core.work import Started, Work, wait_or_cancel
 from unisono.errors import (
     ClosedError,
     CollectiveMismatch,
@@ -52,7 +52,7 @@ from unisono.errors import (
 )
 from unisono.messaging.backend import Backend, PeerDown
 
-__all__ = ["Group", "context_of", "descriptor_of", "fingerprint_of", "single"]
+__all__ = ["Group", "await_request", "context_of", "descriptor_of", "fingerprint_of"]
 
 T = TypeVar("T")
 
@@ -102,11 +102,11 @@ class Group:
         self.world_rank = world_ranks[backend.rank]
         self._lock = threading.RLock()
         self._pending: dict[int, _Pending] = {}
-        self.ledger = Ledger()
+        self.call_log = CallLog()
         # The backend's ways around Python, for calls that were made before and for messages, if it has them.
-        self.hot = backend.hot_path(context, backend.size, self.ledger, self.on_unmet)
-        self.hot_messages = backend.hot_messages(
-            context, tuple(range(backend.size)), self.ledger, is_introduced=is_introduced
+        self.hot = backend.fast_path(context, backend.size, self.call_log, self.on_unclaimed)
+        self.fast_messages = backend.fast_messages(
+            context, tuple(range(backend.size)), self.call_log, is_introduced=is_introduced
         )
         self._poison: UnisonoError | None = None
         # Members called different things: until it is over, the poison is what is known so far.
@@ -121,7 +121,7 @@ class Group:
         self._unsettled: set[int] = set()
         self._is_aborted = False
         self._closed: ClosedError | None = None
-        self._tenants: dict[str, Tenant] = {}
+        self._services: dict[str, Service] = {}
         self._is_silent = False
         self._left: dict[int, str] = {}
         self._farewells: dict[int, Mapping[int, bytes]] = {}
@@ -146,7 +146,7 @@ class Group:
         """Begin an operation and keep an eye on it until it ends."""
         runtime = self.backend.runtime
         runtime.used(self.world_rank)
-        begun = 0.0 if is_collective or self.hot_messages is None else self.hot_messages.take_begun()
+        begun = 0.0 if is_collective or self.fast_messages is None else self.fast_messages.take_begun()
         call, task, entry = self._prepared(
             operation, deadline, begun or runtime.now(), steps, is_collective=is_collective, is_send=is_send
         )
@@ -154,7 +154,7 @@ class Group:
         with self._lock:
             self.check_usable(is_collective, operation)
             if is_collective:
-                call.sequence = entry.sequence = self.ledger.take()
+                call.sequence = entry.sequence = self.call_log.take()
             self._pending[id(entry)] = entry
             if timers:
                 started = (operation, call_site())
@@ -195,8 +195,8 @@ class Group:
         carried = self._until_known(steps(call)) if is_collective else steps(call)
         task: Task[T] = Task(runtime, call, carried)
         entry = _Pending(task, None, set(), is_send)  # type: ignore[arg-type]
-        call.doom = lambda: self._doom_of(call)
-        call.fault = self._in_world_ranks
+        call.unreachable_error = lambda: self._unreachable_error_of(call)
+        call.translate_error = self._in_world_ranks
         call.on_end = lambda error: self._on_end(entry, error)
         call.on_result = lambda error: self._on_result(call, None, error)
         call.stall_log_s = None if runtime.is_virtual else config.stall_log_s
@@ -226,7 +226,7 @@ class Group:
     def remember(self, sequence: int, fingerprint: bytes) -> None:
         """Keep what was called under a number, for those who ask later; compare it with who has left."""
         with self._lock:
-            self.ledger.remember(sequence, fingerprint)
+            self.call_log.remember(sequence, fingerprint)
             known = list(self._farewells.items())
             askers = self._questions.pop(sequence, {})
             self._look()
@@ -237,7 +237,7 @@ class Group:
         for rank, calls in known:
             if (mismatch := self._compare(rank, calls)) is not None:
                 raise mismatch
-        if (mismatch := self._overlooked()) is not None:
+        if (mismatch := self._find_unclaimed()) is not None:
             raise mismatch
         self.control.tell(askers, Answer(self.context, sequence, has_called=True))
 
@@ -263,8 +263,8 @@ class Group:
             if there not in self._to_introduce:
                 return b""
             self._to_introduce.discard(there)
-            if self.hot_messages is not None:
-                self.hot_messages.introduce(peer)
+            if self.fast_messages is not None:
+                self.fast_messages.introduce(peer)
             return self.descriptor
 
     def check_introduction(self, header: bytes, source: int) -> None:
@@ -275,28 +275,28 @@ class Group:
                 next_step="close both groups and call sub again",
             )
 
-    # -- tenants ------------------------------------------------------------------------------------------
+    # -- services ------------------------------------------------------------------------------------------
 
     @property
     def next_sequence(self) -> int:
         """The number of the collective that is called next."""
-        return self.ledger.next
+        return self.call_log.next
 
     def progress(self) -> dict[int, int]:
         """How far this rank has come: the number of its next collective, here and on the groups above."""
         above = {} if self.parent is None else self.parent.progress()
         return {**above, self.context: self.next_sequence}
 
-    def attach(self, tenant: Tenant, purpose: str) -> int:
+    def attach(self, service: Service, purpose: str) -> int:
         """Let something live here until the end of the group; returns its context. One for each purpose."""
         with self._lock:
             self.check_usable(is_collective=False)
-            if purpose in self._tenants:
+            if purpose in self._services:
                 raise UsageError(
                     f"{self.name!r} has or had an agent for {purpose}; allowed: one",
                     next_step="make another communicator by split or sub",
                 )
-            self._tenants[purpose] = tenant
+            self._services[purpose] = service
         return context_of(self.context, self.descriptor.hex(), purpose)
 
     # -- endings ------------------------------------------------------------------------------------------
@@ -328,19 +328,19 @@ class Group:
         self.control.tell(self.world_ranks, self._verdict(root_cause, is_abort=True))
         for entry in pending:
             entry.task.interrupt(self._current_poison)
-        for tenant in list(self._tenants.values()):
-            tenant.on_abort(root_cause)
+        for service in list(self._services.values()):
+            service.on_abort(root_cause)
 
     def close(self) -> None:
         """Flush, end what is pending, and say goodbye."""
-        for tenant in list(self._tenants.values()):
-            tenant.close()
+        for service in list(self._services.values()):
+            service.close()
         with self._lock:
             if self._closed is not None:
                 return
             sends = [entry for entry in self._pending.values() if entry.is_send]
         self._flush(sends)
-        is_ahead = self._settle()
+        is_ahead = self._confirm_before_close()
         is_unheard = (
             is_ahead
             and isinstance(self._poison, CollectiveMismatch)
@@ -372,7 +372,7 @@ class Group:
             if self._poison is not None:  # told before, but a farewell in its own lane must not overtake it
                 self.control.tell(self.world_ranks, self._verdict(self._poison), Lane.BULK)
             for lane in (Lane.BULK, Lane.CONTROL):
-                self.control.tell(self.world_ranks, Left(self.context, lane, self._last_calls()), lane)
+                self.control.tell(self.world_ranks, Goodbye(self.context, lane, self._last_calls()), lane)
         self.control.leave(self)
 
     @property
@@ -389,14 +389,14 @@ class Group:
             except (UnisonoError, TimeoutError):
                 continue
 
-    def _settle(self) -> bool:
+    def _confirm_before_close(self) -> bool:
         """Wait for those who have not shown yet that they made the calls that ended here; False if all have.
 
         Whoever runs ahead leaves only when the others are known to have made the same calls, when they are
         gone, or when the time to flush is over.
         """
-        behind = [] if self.hot is None else self.hot.behind()
-        self._overlooked()
+        behind = [] if self.hot is None else self.hot.unconfirmed_ranks()
+        self._find_unclaimed()
         self.wait_until_known()
         if not behind or self._poison is not None or self._is_silent:
             return bool(behind)
@@ -415,7 +415,7 @@ class Group:
         self._unsettled.update(behind)
         deadline = self.backend.runtime.deadline(self.backend.config.flush_s)
         with contextlib.suppress(UnisonoError):
-            waited(self.start("close", deadline, steps, is_collective=False, timers=False))
+            wait_or_cancel(self.start("close", deadline, steps, is_collective=False, timers=False))
         return True
 
     def _on_end(self, entry: _Pending, error: UnisonoError | None) -> None:
@@ -485,7 +485,7 @@ class Group:
 
     # -- news ---------------------------------------------------------------------------------------------
 
-    def on_news(self, sender: int, news: News) -> None:
+    def on_news(self, sender: int, news: GroupMessage) -> None:
         """A member tells something about this communicator."""
         if sender not in self.world_ranks:
             return
@@ -502,7 +502,7 @@ class Group:
                 self.abort(news.error(sender))
             case Verdict():
                 self.poison(news.error(sender))
-            case Left():
+            case Goodbye():
                 with self._lock:
                     if news.calls or sender not in self._farewells:
                         self._farewells[sender] = news.calls
@@ -531,7 +531,7 @@ class Group:
         self.poison(self._lost([down.rank]))
         self._wake_all()
 
-    def on_silence(self) -> None:
+    def on_backend_closed(self) -> None:
         """The backend was closed under this communicator: who waits for news would wait for ever."""
         with self._lock:
             self._is_silent = True
@@ -556,9 +556,9 @@ class Group:
         The caller holds the lock. What is under way below Python comes back, and finds what has changed.
         """
         odd = (self._closed, self._poison, self._left, self._dead, self._farewells, self._questions)
-        self.ledger.is_plain = not any(odd) and not self._is_silent
-        if not self.ledger.is_plain:
-            self.ledger.recall()
+        self.call_log.fast_path_open = not any(odd) and not self._is_silent
+        if not self.call_log.fast_path_open:
+            self.call_log.interrupt_in_flight()
 
     def _wake_all(self) -> None:
         with self._lock:
@@ -566,7 +566,7 @@ class Group:
         for entry in pending:
             entry.task.wake()
 
-    def _doom_of(self, call: Call) -> UnisonoError | None:
+    def _unreachable_error_of(self, call: Call) -> UnisonoError | None:
         """Why an operation that waits now can never end, if so."""
         gone = {**self._left, **self._dead}
         if not gone or self._is_inquiring():
@@ -619,25 +619,25 @@ class Group:
         """A collective does not end: show the others what was called here and ask what they are doing."""
         with self._lock:
             sequence = entry.sequence if id(entry) in self._pending else None
-            fingerprint = None if sequence is None else self.ledger.find(sequence)
+            fingerprint = None if sequence is None else self.call_log.find(sequence)
             fresh = [rank for rank in ranks if rank not in entry.asked and rank != self.world_rank]
             entry.asked.update(fresh)
         if sequence is not None and fingerprint is not None and fresh:
             self.control.tell(fresh, Query(self.context, sequence, fingerprint))
 
     def _on_query(self, sender: int, query: Query) -> None:
-        if self._overlooked() or self._compare(sender, {query.sequence: query.fingerprint}):
+        if self._find_unclaimed() or self._compare(sender, {query.sequence: query.fingerprint}):
             return
         with self._lock:
             entry = self._pending_at(query.sequence)
-            has_passed = query.sequence < self.ledger.next
+            has_passed = query.sequence < self.call_log.next
             # Who asks too early is answered, and its call compared, once this rank makes its own.
-            is_early = not has_passed or (entry is not None and self.ledger.find(query.sequence) is None)
+            is_early = not has_passed or (entry is not None and self.call_log.find(query.sequence) is None)
             kept = sum(sender in askers for askers in self._questions.values())
             if is_early and kept < _QUESTIONS_KEPT:
                 self._questions.setdefault(query.sequence, {})[sender] = query.fingerprint
                 self._look()
-            below = tuple(self.ledger.awaited(query.sequence))
+            below = tuple(self.call_log.awaited(query.sequence))
         waiting_on = entry.task.call.waiting_on() if entry is not None else below
         self.control.answer(sender, Answer(self.context, query.sequence, has_passed, waiting_on[:RANKS_MAX]))
 
@@ -645,28 +645,28 @@ class Group:
         """Look for the first collective that a member called otherwise than this one."""
         for sequence, theirs in sorted(calls.items()):
             with self._lock:
-                mine = self.ledger.find(sequence)
+                mine = self.call_log.find(sequence)
             if mine is not None and call_of(mine) != call_of(theirs):
                 return self._inquire(sequence, {self.world_rank: mine, sender: theirs})
         return None
 
-    def on_unmet(self, source: int, sequence: int, theirs: bytes) -> bool:
+    def on_unclaimed(self, source: int, sequence: int, theirs: bytes) -> bool:
         """A message waits here although its sender went on: look whether it belongs to the call made here.
 
         False once there is nothing to compare any more. A call that is still to be made is compared then.
         """
         self._compare(source, {sequence: theirs})
         with self._lock:
-            is_early = sequence >= self.ledger.next or self._pending_at(sequence) is not None
-            is_forgotten = not is_early and self.ledger.find(sequence) is None
+            is_early = sequence >= self.call_log.next or self._pending_at(sequence) is not None
+            is_forgotten = not is_early and self.call_log.find(sequence) is None
         if is_forgotten:
             self._inquire(sequence, {self.world_rank: FORGOTTEN, source: theirs})
         return self._poison is None and self._closed is None
 
-    def _overlooked(self) -> CollectiveMismatch | None:
+    def _find_unclaimed(self) -> CollectiveMismatch | None:
         """Look for a message that a call made here should have received, and did not: it was another call."""
         if self.hot is not None:
-            for source, sequence, theirs in self.hot.unmet(self.ledger.next):
+            for source, sequence, theirs in self.hot.unclaimed(self.call_log.next):
                 if (mismatch := self._compare(source, {sequence: theirs})) is not None:
                     return mismatch
         return None
@@ -674,7 +674,7 @@ class Group:
     def _last_calls(self, count: int = _CALLS_TOLD) -> dict[int, bytes]:
         """What was called last: who lags behind by more than this has not met us for long."""
         with self._lock:
-            return self.ledger.last(count)
+            return self.call_log.last(count)
 
     def _on_answer(self, sender: int, answer: Answer) -> None:
         if answer.has_called and sender in self._unsettled:
@@ -750,7 +750,7 @@ class Group:
             is_silent = self.world_rank not in inquiry.calls
             number = inquiry.sequence
             inquiry.add({rank: told[number] for rank, told in self._farewells.items() if number in told})
-            if (mine := self.ledger.find(number)) is not None:
+            if (mine := self.call_log.find(number)) is not None:
                 inquiry.add({self.world_rank: mine})
             error = inquiry.error(self.world_ranks, self.world_rank, self.name, self.epoch)
             if is_late:
@@ -819,7 +819,7 @@ class Group:
 
         if self._is_inquiring():
             with contextlib.suppress(UnisonoError):
-                waited(self.start("inquiry", NEVER, steps, is_collective=False, timers=False))
+                wait_or_cancel(self.start("inquiry", NEVER, steps, is_collective=False, timers=False))
 
 
 def fingerprint_of(words: str, descriptor: bytes) -> bytes:
@@ -841,7 +841,7 @@ def descriptor_of(*parts: object) -> bytes:
     return hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).digest()
 
 
-def single(call: Call, request: Request, peers: Callable[[], tuple[int, ...]]) -> Steps[Request]:
+def await_request(call: Call, request: Request, peers: Callable[[], tuple[int, ...]]) -> Steps[Request]:
     """Carry one request to its end. Interrupted, it is withdrawn; if it was met already, it ends well."""
     call.waiting_on = peers
     call.is_wildcard = request.peer is ANY
@@ -861,5 +861,5 @@ def single(call: Call, request: Request, peers: Callable[[], tuple[int, ...]]) -
         # That a peer is gone is a symptom. The news of it, and why, come by control, in the right order.
         while isinstance(request.error, PeerLost) and peers():
             yield
-        raise call.fault(request.error)
+        raise call.translate_error(request.error)
     return request

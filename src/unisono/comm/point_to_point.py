@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from unisono.comm.deadlock import ANY_RANK, ANY_TAG
-from unisono.comm.group import Group, single
+from unisono.comm.group import Group, await_request
 from unisono.core import buffers
 from unisono.core.buffers import Array
 from unisono.core.clock import NEVER
 from unisono.core.envelope import ANY, TAG_MAX, Any_, Envelope, Status
 from unisono.core.request import Request
-from unisono.core.task import Call, Message, Steps, requests_done
+from unisono.core.task import Call, Message, Steps, await_requests
 from unisono.core.work import Work
 from unisono.errors import UsageError
 
@@ -43,7 +43,7 @@ class Messages:
         def steps(call: Call) -> Steps[None]:
             request = self._start_send(array, dst, tag)
             call.messages = (self._message(dst, tag, request, is_send=True),)
-            yield from single(call, request, lambda: (self._group.world_ranks[dst],))
+            yield from await_request(call, request, lambda: (self._group.world_ranks[dst],))
 
         return self._begin("send", timeout, steps, is_send=True)
 
@@ -69,7 +69,7 @@ class Messages:
             backend = self._group.backend
             request = backend.start_recv(src, self._group.context, tag, None)
             call.messages = (self._message(src, tag, request),)
-            yield from single(call, request, self._awaited(src))
+            yield from await_request(call, request, self._awaited(src))
             self._check_met(request.envelope)
             return bytes(request.data or b"")
 
@@ -92,9 +92,9 @@ class Messages:
                 status = yield from self._receive(call, into, src, tag)
             except Exception:
                 sending.cancel()
-                yield from requests_done(call, [sending])
+                yield from await_requests(call, [sending])
                 raise
-            yield from single(call, sending, lambda: (self._group.world_ranks[dst],))
+            yield from await_request(call, sending, lambda: (self._group.world_ranks[dst],))
             return status
 
         return self._begin("sendrecv", timeout, steps)
@@ -113,7 +113,7 @@ class Messages:
             if is_poll and not request.done and request.cancel():
                 return None
             call.messages = (self._message(src, tag, request),)
-            yield from single(call, request, self._awaited(src))
+            yield from await_request(call, request, self._awaited(src))
             return _status(request.envelope)
 
         return self._begin("probe", None if is_poll else timeout, steps)
@@ -151,7 +151,7 @@ class Messages:
         backend = self._group.backend
         request = backend.start_recv(src, self._group.context, tag, into.bytes(), dtype=into.dtype.code)
         call.messages += (self._message(src, tag, request),)
-        yield from single(call, request, self._awaited(src))
+        yield from await_request(call, request, self._awaited(src))
         self._check_met(request.envelope)
         return _status(request.envelope)
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from unisono.comm.dispatch import Collective, described
+from unisono.comm.dispatch import CollectiveCall, described
 from unisono.comm.group import Group
 from unisono.core import buffers, codec
 from unisono.core.buffers import Array, Family
@@ -90,7 +90,7 @@ class _Meta:
 
 
 def all_gather_v(
-    one: Collective, group: Group, array: Array, bytes_max: int = _ARRAY_BYTES_MAX
+    one: CollectiveCall, group: Group, array: Array, bytes_max: int = _ARRAY_BYTES_MAX
 ) -> Steps[list[Any]]:
     """Everyone's array to everyone; `bytes_max` each."""
     metas = yield from _exchange(one, group, _meta_of([array]), bytes_max)
@@ -101,7 +101,7 @@ def all_gather_v(
 
 
 def gather_v(
-    one: Collective, group: Group, array: Array, root: int, bytes_max: int = _ARRAY_BYTES_MAX
+    one: CollectiveCall, group: Group, array: Array, root: int, bytes_max: int = _ARRAY_BYTES_MAX
 ) -> Steps[list[Any] | None]:
     """Everyone's array to root; `bytes_max` each."""
     metas = yield from _exchange(one, group, _meta_of([array]), bytes_max, f" root={root}")
@@ -113,7 +113,9 @@ def gather_v(
     return _as_list(flat, [m.lengths[0] for m in metas], metas[0], array.family) if is_root else None
 
 
-def scatter(one: Collective, group: Group, array: Array | None, out: Array | None, root: int) -> Steps[Any]:
+def scatter(
+    one: CollectiveCall, group: Group, array: Array | None, out: Array | None, root: int
+) -> Steps[Any]:
     """Root's array, cut along its leading axis, to everyone."""
     given = None if array is None else _meta_of([array])
     meta = yield from _announce(one, given, root, lengths=1, bytes_max=_ARRAY_BYTES_MAX)
@@ -130,7 +132,7 @@ def scatter(one: Collective, group: Group, array: Array | None, out: Array | Non
 
 
 def scatter_v(
-    one: Collective, group: Group, parts: list[Array] | None, root: int, bytes_max: int = _ARRAY_BYTES_MAX
+    one: CollectiveCall, group: Group, parts: list[Array] | None, root: int, bytes_max: int = _ARRAY_BYTES_MAX
 ) -> Steps[Any]:
     """Root's list of arrays, one to each; `bytes_max` each."""
     size, rank = group.backend.size, group.backend.rank
@@ -145,7 +147,7 @@ def scatter_v(
     return target.give()
 
 
-def all_to_all_v(one: Collective, group: Group, parts: list[Array]) -> Steps[list[Any]]:
+def all_to_all_v(one: CollectiveCall, group: Group, parts: list[Array]) -> Steps[list[Any]]:
     """Everyone's list of arrays, one to each."""
     size, rank = group.backend.size, group.backend.rank
     metas = yield from _exchange(one, group, _meta_of(parts), _ARRAY_BYTES_MAX)
@@ -158,7 +160,7 @@ def all_to_all_v(one: Collective, group: Group, parts: list[Array]) -> Steps[lis
     return _as_list(flat, [m.lengths[rank] for m in metas], metas[0], parts[0].family)
 
 
-def all_reduce_fused(one: Collective, arrays: list[Array], op: ReduceOp, size: int) -> Steps[None]:
+def all_reduce_fused(one: CollectiveCall, arrays: list[Array], op: ReduceOp, size: int) -> Steps[None]:
     """Reduce arrays in place: those of one type travel as one."""
     by_type = [[array for array in arrays if array.dtype.name == name] for name in DTYPES]
     # In the order given: lists of the same arrays in another order would be paired by type without a word.
@@ -186,9 +188,9 @@ def all_reduce_fused(one: Collective, arrays: list[Array], op: ReduceOp, size: i
 
 
 def broadcast_bytes(
-    one: Collective, data: Array | None, root: int, bytes_max: int
+    one: CollectiveCall, data: Array | None, root: int, bytes_max: int
 ) -> Steps[np.ndarray[Any, Any]]:
-    """Root's bytes to everyone, who learn the length first."""
+    """Root's bytes to everyone, who cache_decision the length first."""
     length = np.array([0 if data is None else data.count], np.int64)
     yield from one.run("broadcast", (1,), _INT64, {Buf.OUT: length}, root=root, given="")
     if not 0 <= length[0] <= bytes_max:
@@ -214,7 +216,7 @@ def unpacked(data: np.ndarray[Any, Any]) -> Any:
 
 
 def _exchange(
-    one: Collective, group: Group, mine: _Meta, bytes_max: int, where: str = ""
+    one: CollectiveCall, group: Group, mine: _Meta, bytes_max: int, where: str = ""
 ) -> Steps[list[_Meta]]:
     """Everyone's metadata to everyone; all see the same, so all come to the same verdict."""
     size, row = group.backend.size, mine.encoded()
@@ -237,7 +239,7 @@ def _exchange(
 
 
 def _announce(
-    one: Collective, meta: _Meta | None, root: int, *, lengths: int, bytes_max: int
+    one: CollectiveCall, meta: _Meta | None, root: int, *, lengths: int, bytes_max: int
 ) -> Steps[_Meta]:
     """Root's metadata to everyone."""
     row = np.zeros(_ROW + lengths, np.int64) if meta is None else meta.encoded()

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from unisono.backends.local import LocalBackend
-from unisono.backends.registry import BackendStatus, Berth, Closable, Draft, backend_named, statuses
+from unisono.backends.registry import (
+    BackendStatus,
+    BindSpec,
+    Closable,
+    UnconnectedBackend,
+    backend_named,
+    statuses,
+)
 from unisono.comm.communicator import Communicator
 from unisono.config import Config, launch, network
 from unisono.errors import ProtocolError, UsageError
@@ -24,9 +31,9 @@ from unisono.version import VERSION
 
 if TYPE_CHECKING:
     from unisono.backends.native.backend import Card, Credentials, NativeBackend
-    from unisono.bootstrap.entry import Site
+    from unisono.bootstrap.entry import ListenSpec
     from unisono.bootstrap.join import View
-    from unisono.bootstrap.launch_info import Place
+    from unisono.bootstrap.launch_info import LaunchInfo
     from unisono.simulation import Fault, Network, SimResult
 
 __all__ = ["init", "list_backends", "local", "simulate", "spawn"]
@@ -98,32 +105,34 @@ def spawn(
 
 
 @contextlib.contextmanager
-def _entered(place: Place, backend: str, config: Config, timeout: float | None) -> Iterator[Communicator]:
+def _entered(
+    place: LaunchInfo, backend: str, config: Config, timeout: float | None
+) -> Iterator[Communicator]:
     """A spawned rank's world."""
     with _joined(place, backend, config, timeout) as world:
         yield world
 
 
-def _joined(place: Place, backend: str, config: Config, timeout: float | None) -> Communicator:
+def _joined(place: LaunchInfo, backend: str, config: Config, timeout: float | None) -> Communicator:
     if place.source is None:
         return local(1, config)[0]
-    draft: type[_Native] | Callable[[Site, Config], _Foreign] = _Native
+    bind: type[_Native] | Callable[[ListenSpec, Config], _Foreign] = _Native
     around: Callable[[Closable], Closable] | None = None
     if backend not in ("auto", "native"):
         info = backend_named(backend)
         if not info.has_processes:
             raise UsageError(f"backend={backend!r} for {place.size} processes; allowed: ranks of one process")
-        around = info.around
-        if info.draft is not None:
-            draft = partial(_Foreign, info.draft)
+        around = info.wrap
+        if info.bind is not None:
+            bind = partial(_Foreign, info.bind)
     from unisono.bootstrap.entry import enter
 
     made: list[_Native | _Foreign] = []
 
-    def make_card(site: Site) -> bytes:
+    def make_card(site: ListenSpec) -> bytes:
         while made:
             made.pop().close()
-        made.append(draft(site, config))
+        made.append(bind(site, config))
         return made[0].card()
 
     try:
@@ -148,7 +157,7 @@ def _joined(place: Place, backend: str, config: Config, timeout: float | None) -
 class _Native:
     """A rank of the native backend on its way into the world."""
 
-    def __init__(self, site: Site, config: Config) -> None:
+    def __init__(self, site: ListenSpec, config: Config) -> None:
         self._site = site
         self._engine = _engine(site, config)
 
@@ -170,10 +179,12 @@ class _Native:
 class _Foreign:
     """A rank of another backend on its way into the world."""
 
-    def __init__(self, draft: Callable[[Berth], Draft], site: Site, config: Config) -> None:
+    def __init__(
+        self, bind: Callable[[BindSpec], UnconnectedBackend], site: ListenSpec, config: Config
+    ) -> None:
         advertise = "" if site.advertise == site.bind else str(site.advertise)
-        self._draft = draft(
-            Berth(
+        self._unconnected = bind(
+            BindSpec(
                 site.rank,
                 site.size,
                 site.bind.host,
@@ -187,15 +198,15 @@ class _Foreign:
 
     def card(self) -> bytes:
         """What the backend wants told."""
-        return self._draft.card()
+        return self._unconnected.card()
 
     def connect(self, view: View) -> Closable:
         """Learn of the others."""
-        return self._draft.connect(view.cards)
+        return self._unconnected.connect(view.cards)
 
     def close(self) -> None:
         """Give up."""
-        self._draft.close()
+        self._unconnected.close()
 
 
 def card_of(data: bytes) -> Card:
@@ -215,7 +226,7 @@ def card_of(data: bytes) -> Card:
     return card
 
 
-def _engine(site: Site, config: Config) -> NativeBackend:
+def _engine(site: ListenSpec, config: Config) -> NativeBackend:
     from unisono.backends.native.backend import NativeBackend
 
     if config.tls and not site.is_encrypted:

@@ -170,7 +170,7 @@ class Runtime(ABC):
         It costs nothing here. In virtual time it must, or a loop that asks until it has would never end.
         """
 
-    def undisturbed(self) -> AbstractContextManager[None]:
+    def defer_signals(self) -> AbstractContextManager[None]:
         """A block in which signal handlers of Python only run while `block` waits, or after it."""
         return _AS_IT_COMES
 

@@ -27,7 +27,7 @@ from unisono.core.clock import (
 from unisono.core.request import Request
 from unisono.errors import DeadlineExceeded, Deadlock, Location, PeerAborted, UnisonoError, ranks_text
 
-__all__ = ["Blocked", "Call", "Message", "Steps", "T", "Task", "blocked_threads", "requests_done"]
+__all__ = ["Blocked", "Call", "Message", "Steps", "T", "Task", "await_requests", "blocked_threads"]
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
@@ -48,8 +48,8 @@ class Message(NamedTuple):
 class Call:
     """Which operation this is, and what it is doing: errors, logs and the deadlock report read it here.
 
-    `fault` turns the error of a request into the operation's own. `interruption` is what the operation was
-    told to end by: if a part of it was met already and ended well, no further part may begin to wait.
+    `translate_error` turns the error of a request into the operation's own. `interruption` is the error by
+    which the operation was told to end: a part that was met already may end well, and no further part begins.
     """
 
     operation: str
@@ -65,8 +65,8 @@ class Call:
     absent: set[int] = field(default_factory=set)
     on_stall: Callable[[], None] | None = None
     on_end: Callable[[UnisonoError | None], None] | None = None
-    doom: Callable[[], UnisonoError | None] | None = None
-    fault: Callable[[BaseException], BaseException] = field(default=lambda error: error)
+    unreachable_error: Callable[[], UnisonoError | None] | None = None
+    translate_error: Callable[[BaseException], BaseException] = field(default=lambda error: error)
     wake: Callable[[], None] = field(default=lambda: None)
     interruption: UnisonoError | None = None
     stall_query_s: float | None = None
@@ -172,7 +172,7 @@ class Task(Generic[T]):
     def wait(self, timeout: float | None) -> T:
         """Carry it on, or wait while another thread does, until it ends."""
         limit = self._runtime.deadline(timeout)
-        with self._runtime.undisturbed():
+        with self._runtime.defer_signals():
             self._wait(limit, timeout)
         return self.result()
 
@@ -221,8 +221,8 @@ class Task(Generic[T]):
                     self._throw(interruption())
                 else:
                     self._steps.send(None)
-                if (doom := self._doom()) is not None:
-                    self._throw(doom)
+                if (unreachable_error := self._unreachable_error()) is not None:
+                    self._throw(unreachable_error)
             except StopIteration as stop:
                 self._finish(stop.value, None)
                 return
@@ -239,16 +239,16 @@ class Task(Generic[T]):
         self.call.interruption = error
         self._steps.throw(error)
 
-    def _doom(self) -> UnisonoError | None:
+    def _unreachable_error(self) -> UnisonoError | None:
         """Why it can never end; nothing if it was interrupted already, for the first reason counts."""
-        doom = None if self.call.doom is None else self.call.doom()
-        if doom is None:
+        unreachable_error = None if self.call.unreachable_error is None else self.call.unreachable_error()
+        if unreachable_error is None:
             return None
         with self._lock:
             if self._is_interrupted:
                 return None
             self._is_interrupted = True
-        return doom
+        return unreachable_error
 
     def _claim_or_done(self) -> bool:
         """Take a step if there is one to take; True once it ended."""
@@ -444,7 +444,7 @@ def _awaiting(ranks: tuple[int, ...]) -> str:
     return f"waiting for {ranks_text(ranks)}" if ranks else "waiting for any rank"
 
 
-def requests_done(call: Call, requests: Iterable[Request]) -> Steps[None]:
+def await_requests(call: Call, requests: Iterable[Request]) -> Steps[None]:
     """Sleep until all requests are done, however they end."""
     pending = [r for r in requests if not r.done]
     for request in pending:

@@ -14,7 +14,7 @@ from unisono.core.clock import (
 from unisono.core.task import T, Task
 from unisono.errors import PeerAborted, UnisonoError
 
-__all__ = ["Started", "Work", "wait_all", "waited"]
+__all__ = ["Started", "Work", "wait_all", "wait_or_cancel"]
 
 
 class Work(Generic[T]):
@@ -110,7 +110,7 @@ def _settled(task: Task[Any]) -> None:
         task.wait(None)
 
 
-def waited(work: Work[T]) -> T:
+def wait_or_cancel(work: Work[T]) -> T:
     """Wait for a work that nobody else holds: who is interrupted ends it."""
     try:
         return work.wait()

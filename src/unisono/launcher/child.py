@@ -13,13 +13,13 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from unisono.bootstrap.launch_info import Place
+from unisono.bootstrap.launch_info import LaunchInfo
 from unisono.bootstrap.ticket import TicketSource
 from unisono.config import Config, network
 from unisono.core import codec
 from unisono.errors import UsageError
 from unisono.launcher.failure import describe
-from unisono.launcher.parent_death import make_leash
+from unisono.launcher.parent_death import die_with_parent
 from unisono.launcher.pipe import Outlet, frame, receive_frame
 from unisono.launcher.program import Main, Reference, run_main
 
@@ -29,7 +29,7 @@ __all__ = ["main"]
 def main() -> None:
     """Run: `python -c "from unisono.launcher.child import main; main()" <descriptor> <parent's pid>`."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    make_leash(parent)()
+    die_with_parent(parent)()
     sock = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
     try:
@@ -54,7 +54,7 @@ def _run(task: dict[str, Any], packed_arguments: bytearray) -> bytearray:
         fn = Reference(*task["fn"]).find()
         enter = Reference(*task["enter"]).find()
         arguments = codec.unpack(packed_arguments)
-        place = Place(
+        place = LaunchInfo(
             task["rank"],
             task["size"],
             launcher="uni.spawn",

@@ -12,12 +12,12 @@ import signal
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["make_leash"]
+__all__ = ["die_with_parent"]
 
 _PR_SET_PDEATHSIG: Final = 1
 
 
-def make_leash(parent: int) -> Callable[[], None]:
+def die_with_parent(parent: int) -> Callable[[], None]:
     """Prepare a function for a child of the process `parent` to call; it allocates nothing after a fork."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     kill = int(signal.SIGKILL)

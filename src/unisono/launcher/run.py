@@ -33,7 +33,7 @@ from unisono.launcher.defaults import cores, rank_defaults
 from unisono.launcher.failure import culprit, exit_words
 from unisono.launcher.mpiexec import ALLOWANCES, mpiexec_command
 from unisono.launcher.output import Errors, Prefixer, beginnings, last_words
-from unisono.launcher.parent_death import make_leash
+from unisono.launcher.parent_death import die_with_parent
 from unisono.launcher.summary import AFTER_MAX, Ended, end_of, summary
 from unisono.launcher.writer import Sink
 
@@ -350,7 +350,7 @@ class _Crew:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                preexec_fn=make_leash(os.getpid()),
+                preexec_fn=die_with_parent(os.getpid()),
             )
         finally:
             os.close(out)

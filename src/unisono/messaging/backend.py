@@ -21,13 +21,13 @@ from unisono.core.ops import ReduceOp
 from unisono.errors import PeerLost, ProtocolError, UsageError, lost_text
 
 if TYPE_CHECKING:
-    from unisono._native import HotMessages, Ledger
+    from unisono._native import CallLog, FastMessages
     from unisono.config import Config
     from unisono.core.clock import Runtime
 from unisono.core.envelope import HEADER_BYTES_MAX, UNTYPED, Lane
 from unisono.core.request import Request
 from unisono.messaging.credit import bytes_max
-from unisono.messaging.fast_path import KnownCalls, Mailbox
+from unisono.messaging.fast_path import FastPath, Mailbox
 
 __all__ = ["BROKEN", "GRACE_LOOK_S", "GRACE_S", "Backend", "Capabilities", "PeerDown", "Stage"]
 
@@ -188,12 +188,12 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"{self.capabilities.name} does not run plans")
 
-    def hot_path(
-        self, context: int, size: int, ledger: Ledger, on_unmet: Callable[[int, int, bytes], bool]
-    ) -> KnownCalls | None:
+    def fast_path(
+        self, context: int, size: int, call_log: CallLog, on_unclaimed: Callable[[int, int, bytes], bool]
+    ) -> FastPath | None:
         """Make what runs known calls of a communicator of `size` ranks by a short way, if the backend can.
 
-        Such a call may end before its messages are met. `on_unmet` hears of those that have come here and
+        Such a call may end before its messages are met. `on_unclaimed` hears of those that have come here and
         wait: the rank of the world, the number and the text of the call. False: it need not hear of any more.
         """
         return None
@@ -202,9 +202,9 @@ class Backend(ABC):
         """Make what carries short messages below Python, if the backend can."""
         return None
 
-    def hot_messages(
-        self, context: int, members: tuple[int, ...], ledger: Ledger, *, is_introduced: bool
-    ) -> HotMessages | None:
+    def fast_messages(
+        self, context: int, members: tuple[int, ...], call_log: CallLog, *, is_introduced: bool
+    ) -> FastMessages | None:
         """Make what sends and receives a communicator's plain messages without Python, if the backend can.
 
         `members` are its ranks here. Unless `is_introduced`, the first message to each goes through Python.

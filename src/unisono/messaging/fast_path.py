@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     pass
 
-__all__ = ["KnownCalls", "Mailbox"]
+__all__ = ["FastPath", "Mailbox"]
 
 
 class Mailbox(Protocol):
@@ -25,7 +25,7 @@ class Mailbox(Protocol):
         """
 
     def take(self, timeout: float, is_front: bool) -> list[tuple[int, Any]]:
-        """Wait for messages and take them, with their sources; none after a poke, or if time is up.
+        """Wait for messages and take them, with their sources; none after a interrupt_wait, or if time is up.
 
         A message is bytes, or for one that was expected (its number, its outcome, how many bytes came). In
         the background it also returns with none when who read last has been away for long.
@@ -49,14 +49,14 @@ class Mailbox(Protocol):
     def withdraw(self, number: int) -> None:
         """Take back what was lent or expected and has not begun."""
 
-    def poke(self, is_front: bool) -> None:
+    def interrupt_wait(self, is_front: bool) -> None:
         """Make the reader in front, or one in the background, return."""
 
     def close(self) -> None:
         """Let every reader return at once, now and later; what arrives is no longer taken."""
 
 
-class KnownCalls(Protocol):
+class FastPath(Protocol):
     """A short way for blocking collectives that were made before, from the same place with like arguments.
 
     What it begins and cannot end by itself, soon and well, it hands over.
@@ -66,20 +66,21 @@ class KnownCalls(Protocol):
     def verbs(self) -> tuple[str, ...]:
         """The verbs that it has a short way for."""
 
-    def verb(self, name: str, slow: Callable[..., Any], aid: Any) -> Callable[..., Any]:
+    def verb(self, name: str, slow: Callable[..., Any], slow_path: Any) -> Callable[..., Any]:
         """Make what stands in front of `slow`, the verb itself.
 
-        `aid.take_over` waits for what was begun, given (operation, sequence, header, start time, handle,
-        memory, exception or None); `aid.heed` compares a message that was not met (rank, sequence, header).
+        `slow_path.take_over` waits for what was begun, given (operation, sequence, header, start time,
+        handle, memory, exception or None); `slow_path.check_unclaimed` compares a message that was not met
+        (rank, sequence, header).
         """
 
-    def unmet(self, sequence: int) -> Sequence[tuple[int, int, bytes]]:
+    def unclaimed(self, sequence: int) -> Sequence[tuple[int, int, bytes]]:
         """Messages that wait for calls before this one, if calls may end before theirs are met."""
 
-    def behind(self) -> Sequence[int]:
+    def unconfirmed_ranks(self) -> Sequence[int]:
         """Ranks that have not shown yet that they have made all calls that ended here."""
 
-    def learn(
+    def cache_decision(
         self,
         sequence: int,
         operation: str,
@@ -91,4 +92,4 @@ class KnownCalls(Protocol):
         header: bytes,
         divisor: int,
     ) -> bool:
-        """Hear in the midst of a call by `slow` what was decided; False if there is nothing to learn."""
+        """Keep what `slow` decided in the midst of its call; False if there is nothing to keep."""

@@ -20,10 +20,10 @@ from unisono.messaging.backend import PeerDown
 from unisono.messaging.credit import ENDED_CONTEXTS_MAX
 from unisono.messaging.matching import Arrived, Matcher, Posted, refusal
 
-__all__ = ["Inbox", "Parcel"]
+__all__ = ["InboundMessage", "Inbox"]
 
 
-class Parcel(ABC):
+class InboundMessage(ABC):
     """A message on its way. Its methods are called without any lock held."""
 
     @abstractmethod
@@ -52,13 +52,13 @@ class Inbox:
         self.rank = rank
         self._recv_bytes_max = recv_bytes_max
         self._lock = threading.Lock()
-        self._matcher: Matcher[Parcel] = Matcher()
-        self._queued: dict[Parcel, Arrived[Parcel]] = {}
+        self._matcher: Matcher[InboundMessage] = Matcher()
+        self._queued: dict[InboundMessage, Arrived[InboundMessage]] = {}
         self._down: dict[int, PeerDown] = {}
         self._closed: UnisonoError | None = None
         self._ended: OrderedDict[int, None] = OrderedDict()
 
-    def arrive(self, envelope: Envelope, parcel: Parcel) -> None:
+    def arrive(self, envelope: Envelope, parcel: InboundMessage) -> None:
         """A message has come: it meets the first fitting receive, or waits for one."""
         todo: list[Callable[[], None]] = []
         with self._lock:
@@ -122,7 +122,7 @@ class Inbox:
         for message in dropped:
             message.payload.drop()
 
-    def withdraw_parcel(self, wanted: Parcel) -> bool:
+    def withdraw_parcel(self, wanted: InboundMessage) -> bool:
         """Take back a queued message that its sender cancels; False if it has met its receive."""
         with self._lock:
             message = self._queued.get(wanted)
@@ -130,7 +130,7 @@ class Inbox:
                 self._take(message)
         return message is not None
 
-    def parcels_from(self, source: int) -> list[Parcel]:
+    def inbound_from(self, source: int) -> list[InboundMessage]:
         """The queued messages of a rank."""
         with self._lock:
             return [m.payload for m in self._matcher.all_arrived() if m.envelope.source == source]
@@ -150,7 +150,7 @@ class Inbox:
         with self._lock:
             return self._matcher.is_empty()
 
-    def _place(self, envelope: Envelope, parcel: Parcel, todo: list[Callable[[], None]]) -> None:
+    def _place(self, envelope: Envelope, parcel: InboundMessage, todo: list[Callable[[], None]]) -> None:
         while (posted := self._matcher.find_posted(envelope)) is not None:
             self._matcher.withdraw(posted)
             if posted.is_probe:
@@ -166,7 +166,7 @@ class Inbox:
             self._queued[parcel] = message = Arrived(envelope, parcel)
             self._matcher.queue(message)
 
-    def _take(self, message: Arrived[Parcel]) -> None:
+    def _take(self, message: Arrived[InboundMessage]) -> None:
         """Take a message out of the queue; the caller holds the lock."""
         self._matcher.take(message)
         del self._queued[message.payload]
@@ -174,7 +174,7 @@ class Inbox:
     def _post(self, posted: Posted) -> Request:
         request = posted.request
         request.withdraw_by(lambda _: self._withdraw(posted))
-        message: Arrived[Parcel] | None = None
+        message: Arrived[InboundMessage] | None = None
         error: UnisonoError | None = None
         with self._lock:
             if self._closed is not None:

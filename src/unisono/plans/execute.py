@@ -207,7 +207,7 @@ class _Run:
             return
         if isinstance(piece, Send):
             if request.error is not None:
-                raise self._how.call.fault(request.error)
+                raise self._how.call.translate_error(request.error)
             self._finish(i)
             return
         if self._is_left_over(i, piece, request):
@@ -248,7 +248,7 @@ class _Run:
                     how.check_header(piece.peer, envelope.header)
                 how.check_length(piece.peer, envelope.nbytes, awaited, envelope.header)
         if request.error is not None:
-            raise how.call.fault(request.error)
+            raise how.call.translate_error(request.error)
         envelope = request.envelope
         assert envelope is not None
         # The fingerprint is in the first message, which need not be the first whose bytes are all here.

@@ -22,15 +22,22 @@ from unisono.core.envelope import Tags
 from unisono.core.work import Work, wait_all
 from unisono.errors import Location, UnisonoError, UsageError
 from unisono.messaging.backend import Backend, PeerDown
-from unisono.rpc.calls import Calling, closed_here
+from unisono.rpc.calls import PendingCall, closed_here
 from unisono.rpc.frames import Bye, Cancel, encode
-from unisono.rpc.hearing import Hearing
+from unisono.rpc.hearing import FrameDispatcher
 from unisono.rpc.incoming import current
 from unisono.rpc.objects import Proxy, Reference
-from unisono.rpc.outgoing import TIMEOUT_S, Outgoing
+from unisono.rpc.outgoing import TIMEOUT_S, CallStarter
 from unisono.rpc.peers import Directory, Peer, Peers
 from unisono.rpc.pool import Pool
-from unisono.rpc.post import UNBOUNDED, UNSENT_BYTES_MAX, Awaited, CallbackPost, MailboxPost, Post
+from unisono.rpc.post import (
+    UNBOUNDED,
+    UNSENT_BYTES_MAX,
+    CallbackTransport,
+    MailboxTransport,
+    RpcTransport,
+    Waitable,
+)
 from unisono.rpc.registry import Registry, check_name
 from unisono.rpc.server import Server
 from unisono.rpc.streams import Arrivals, Stream
@@ -45,7 +52,7 @@ _HANDLERS: Final = 16
 _BYE: Final = encode(Bye())
 
 
-class Place(Protocol):
+class LaunchInfo(Protocol):
     """Where an agent lives, and as whom: group.Group."""
 
     name: str
@@ -64,7 +71,7 @@ class Place(Protocol):
 class Communicator(Protocol):
     """What an agent needs of a communicator."""
 
-    def _attach(self, tenant: Any, purpose: str) -> tuple[Place, int]:
+    def _attach(self, service: Any, purpose: str) -> tuple[LaunchInfo, int]:
         """Live here until the communicator is closed: the place, and a context of one's own."""
 
 
@@ -108,20 +115,20 @@ class Agent:
         ranks = place.world_ranks
         self._server = Server(self, self._registry, len(ranks), place.progress)
         self._peers = Peers(self, place.control, ranks, self.backend.rank, self._server.on_gone)
-        self._outgoing = Outgoing(self, self._peers)
-        self._hearing = Hearing(self, self._peers, self._server)
+        self._outgoing = CallStarter(self, self._peers)
+        self._hearing = FrameDispatcher(self, self._peers, self._server)
         title = f"unisono-rpc-{self.world_rank}"
         mailbox = self.backend.mailbox(self.context, Tags.RPC)
-        self.post: Post
+        self.post: RpcTransport
         if mailbox is not None:
-            post = MailboxPost(mailbox, self.runtime, self._hearing.on_frame)
+            post = MailboxTransport(mailbox, self.runtime, self._hearing.on_frame)
             self.post = post
             self._server.pool = Pool(self.runtime, self._server.run, handlers, title, post)
             # At the end of the interpreter no thread may come back from below Python.
             atexit.register(self._leave_at_exit, os.getpid())
         else:
             self._server.pool = Pool(self.runtime, self._server.run, handlers, title, None)
-            self.post = CallbackPost(self.backend, self.context, self._hearing.on_frame)
+            self.post = CallbackTransport(self.backend, self.context, self._hearing.on_frame)
             self.post.start()
         self._directory.settle(self)
 
@@ -279,7 +286,7 @@ class Agent:
         """Whether calls to a rank are under way."""
         return bool(self._peers[rank].calls)
 
-    def tell_cancelled(self, calling: Calling) -> None:
+    def tell_cancelled(self, calling: PendingCall) -> None:
         """The other side need not answer."""
         peer = calling.peer
         if peer.state is Peer.State.PRESENT and peer.error is None and not self.is_closed:
@@ -298,7 +305,7 @@ class Agent:
         """A call has ended: others may be held back."""
         self._peers.make_room(peer)
 
-    def wait_for(self, room: Awaited, deadline: Deadline, waiting: Waiting) -> None:
+    def wait_for(self, room: Waitable, deadline: Deadline, waiting: Waiting) -> None:
         """Wait for something that is no answer; a handler gives up its slot meanwhile."""
         incoming = current.get()
         pool = None if incoming is None else incoming.server.slot_of_thread()
@@ -325,7 +332,7 @@ class Agent:
         """A world rank is gone."""
         self._peers.on_peer_down(down)
 
-    def on_silence(self) -> None:
+    def on_backend_closed(self) -> None:
         """The backend was closed under the agent."""
         self.runtime.call_soon(self.close)
 

@@ -27,20 +27,20 @@ from unisono.errors import (
     UnisonoError,
     lost_text,
 )
-from unisono.rpc.following import Sending, Taking
+from unisono.rpc.following import InboundParts, OutboundParts
 from unisono.rpc.frames import Failure
 from unisono.rpc.incoming import Incoming, current
 from unisono.rpc.peers import QUEUE_MAX, Peer
-from unisono.rpc.post import Awaited
+from unisono.rpc.post import Waitable
 from unisono.rpc.streams import Arrivals
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
 
-__all__ = ["Calling", "Deadlines"]
+__all__ = ["Deadlines", "PendingCall"]
 
 
-class Calling(Work[Any], Awaited):
+class PendingCall(Work[Any], Waitable):
     """A call under way: what `start` returns."""
 
     def __init__(
@@ -58,11 +58,11 @@ class Calling(Work[Any], Awaited):
         self.name = name
         self.is_done = False
         self.waiter: Any = None
-        self.sending: Sending | None = None
-        self.taking: Taking | None = None
+        self.sending: OutboundParts | None = None
+        self.taking: InboundParts | None = None
         self.above: Incoming | None = None
         self.stream: Arrivals | None = None
-        self.items: list[Taking] = []  # of a stream, on their way
+        self.items: list[InboundParts] = []  # of a stream, on their way
 
     # -- what a user does with it -------------------------------------------------------------------------
 
@@ -241,11 +241,11 @@ class Deadlines:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._lock = threading.Lock()
-        self._heap: list[tuple[float, int, Calling]] = []
+        self._heap: list[tuple[float, int, PendingCall]] = []
         self._timer: Timer | None = None
         self._timer_at = 0.0
 
-    def add(self, at: float, calling: Calling) -> None:
+    def add(self, at: float, calling: PendingCall) -> None:
         """Let a call expire at a time, if it has not ended by then."""
         with self._lock:
             heapq.heappush(self._heap, (at, calling.number, calling))
@@ -272,7 +272,7 @@ class Deadlines:
 
     def _look(self) -> None:
         now = self._runtime.now()
-        late: list[Calling] = []
+        late: list[PendingCall] = []
         with self._lock:
             self._timer = None
             while self._heap and (self._heap[0][0] <= now or self._heap[0][2].is_done):
@@ -283,7 +283,7 @@ class Deadlines:
                 calling.expire()
 
 
-def error_of(failure: Failure, calling: Calling) -> UnisonoError:
+def error_of(failure: Failure, calling: PendingCall) -> UnisonoError:
     """The error that a caller gets for what the other side said."""
     rank, name = calling.peer.world_rank, calling.name
     what = "".join(c if c.isprintable() or c == "\n" else "?" for c in failure.what)

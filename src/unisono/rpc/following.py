@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from unisono.rpc.post import Lent, Post
+from unisono.rpc.post import Lent, RpcTransport
 
-__all__ = ["Sending", "Taking"]
+__all__ = ["InboundParts", "OutboundParts"]
 
 
-class Sending:
+class OutboundParts:
     """Parts on their way out. They are lent until it is done."""
 
-    def __init__(self, post: Post, dst: int, number: int, parts: Sequence[memoryview]) -> None:
+    def __init__(self, post: RpcTransport, dst: int, number: int, parts: Sequence[memoryview]) -> None:
         self._lent: list[Lent] = [post.lend(dst, number, part) for part in parts]
 
     def is_done(self) -> bool:
@@ -33,12 +33,12 @@ class Sending:
             lent.cancel()
 
 
-class Taking:
+class InboundParts:
     """Parts on their way in; `then` hears of the first error, or that there was none."""
 
     def __init__(
         self,
-        post: Post,
+        post: RpcTransport,
         src: int,
         number: int,
         places: Sequence[np.ndarray[Any, Any]],

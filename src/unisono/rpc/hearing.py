@@ -1,4 +1,4 @@
-"""Hearing: what the frames of other agents cause here.
+"""FrameDispatcher: what the frames of other agents cause here.
 
 Knows which frame is for whom: answers and items for the calls that were made from here, the rest for the
 server. Does not know how frames travel. Whatever is wrong with one, the next is heard.
@@ -10,8 +10,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import ClosedError, PeerLost, ProtocolError
-from unisono.rpc.calls import Calling, closed_there, error_of
-from unisono.rpc.following import Taking
+from unisono.rpc.calls import PendingCall, closed_there, error_of
+from unisono.rpc.following import InboundParts
 from unisono.rpc.frames import (
     TEXT_CHARS_MAX,
     Ack,
@@ -36,12 +36,12 @@ from unisono.rpc.streams import Arrivals
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
 
-__all__ = ["Hearing"]
+__all__ = ["FrameDispatcher"]
 
 _log = logging.getLogger("unisono.rpc")
 
 
-class Hearing:
+class FrameDispatcher:
     """The ear of one agent."""
 
     def __init__(self, agent: Agent, peers: Peers, server: Server) -> None:
@@ -85,7 +85,7 @@ class Hearing:
         elif peer.calls.pop(frame.call, None) is not None:
             calling.complete(frame.value)
 
-    def _look_at_end(self, peer: Peer, calling: Calling, stream: Arrivals) -> None:
+    def _look_at_end(self, peer: Peer, calling: PendingCall, stream: Arrivals) -> None:
         """A stream ends when its last item is here, whoever brings it."""
         if stream.is_complete and peer.calls.pop(calling.number, None) is not None:
             calling.complete(stream.total)
@@ -139,7 +139,7 @@ class Hearing:
         if not memory:
             then(None)
             return
-        taking = Taking(self._agent.post, peer.rank, frame.number, memory, then)
+        taking = InboundParts(self._agent.post, peer.rank, frame.number, memory, then)
         # Those that hold each other keep the memory until the collector comes: so only while it is needed.
         if not taking.is_done:
             calling.taking = taking
@@ -168,7 +168,7 @@ class Hearing:
         if not memory:
             then(None)
             return
-        taking = Taking(self._agent.post, peer.rank, frame.number, memory, then)
+        taking = InboundParts(self._agent.post, peer.rank, frame.number, memory, then)
         calling.items = [*(one for one in calling.items if not one.is_done), taking]
         if calling.has_failed:
             taking.cancel()

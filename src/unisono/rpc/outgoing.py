@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, Final
 from unisono.core.clock import NEVER, Deadline, Waiting
 from unisono.core.codec import place_of_argument
 from unisono.errors import DeadlineExceeded, Location, UsageError
-from unisono.rpc.calls import Calling, Deadlines, closed_here
-from unisono.rpc.following import Sending
+from unisono.rpc.calls import Deadlines, PendingCall, closed_here
+from unisono.rpc.following import OutboundParts
 from unisono.rpc.frames import NAME_CHARS_MAX, Ask, PackedAsk, encode
 from unisono.rpc.incoming import current
 from unisono.rpc.payload import is_plain, pack
-from unisono.rpc.peers import Peer, Peers, Room, busy
+from unisono.rpc.peers import AdmissionWait, Peer, Peers, busy
 from unisono.rpc.post import UNSENT_ASKS_MAX
 from unisono.rpc.streams import WINDOW, Arrivals
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
 
-__all__ = ["TIMEOUT_S", "Outgoing"]
+__all__ = ["TIMEOUT_S", "CallStarter"]
 
 _log = logging.getLogger("unisono.rpc")
 
@@ -33,7 +33,7 @@ _log = logging.getLogger("unisono.rpc")
 TIMEOUT_S: Final = 30.0
 
 
-class Outgoing:
+class CallStarter:
     """What one agent calls."""
 
     def __init__(self, agent: Agent, peers: Peers) -> None:
@@ -51,7 +51,7 @@ class Outgoing:
         *,
         timers: bool,
         arrivals: Arrivals | None = None,
-    ) -> Calling:
+    ) -> PendingCall:
         """Begin a call; with `timers` it expires by itself, else whoever waits for it sees to that."""
         now = self._agent.runtime.now()
         deadline = NEVER if timeout is None else self._agent.runtime.deadline(timeout)
@@ -64,7 +64,7 @@ class Outgoing:
         is_waiting_handler = above is not None and not timers and arrivals is None
         peer = self._admitted(dst, name, deadline, is_held=not is_waiting_handler)
         number = self._agent.next_number()
-        calling = Calling(self._agent, peer, number, name, deadline, now)
+        calling = PendingCall(self._agent, peer, number, name, deadline, now)
         calling.stream, window = arrivals, WINDOW if arrivals is not None else 0
         try:
             frame, following, parts = self._asked(number, name, args, kwargs, deadline, window)
@@ -108,7 +108,7 @@ class Outgoing:
         return peer
 
     def _await_room(self, peer: Peer, name: str, deadline: Deadline) -> None:
-        room = Room()
+        room = AdmissionWait()
         with peer.lock:
             peer.room.append(room)
         self._peers.make_room(peer)
@@ -145,7 +145,7 @@ class Outgoing:
             ) from None
 
     def _dispatch(
-        self, peer: Peer, frame: bytes, following: int, parts: list[memoryview], calling: Calling | None
+        self, peer: Peer, frame: bytes, following: int, parts: list[memoryview], calling: PendingCall | None
     ) -> None:
         """Send a call, or hold it until it is known that there is an agent to take it."""
         if peer.state is Peer.State.PRESENT:
@@ -170,7 +170,7 @@ class Outgoing:
             self._peers.ask_for(peer)
 
     def _send(
-        self, peer: Peer, frame: bytes, following: int, parts: list[memoryview], calling: Calling | None
+        self, peer: Peer, frame: bytes, following: int, parts: list[memoryview], calling: PendingCall | None
     ) -> bool:
         if calling is not None and calling.is_done:
             return True
@@ -178,14 +178,14 @@ class Outgoing:
             self._refuse(peer, calling)
             return False
         if parts:
-            sending = Sending(self._agent.post, peer.rank, following, parts)
+            sending = OutboundParts(self._agent.post, peer.rank, following, parts)
             if calling is not None:
                 calling.sending = sending
                 if calling.is_done:
                     sending.cancel()
         return True
 
-    def _refuse(self, peer: Peer, calling: Calling | None) -> None:
+    def _refuse(self, peer: Peer, calling: PendingCall | None) -> None:
         """A call cannot be sent: too much waits for its rank."""
         if calling is None:
             with peer.lock:

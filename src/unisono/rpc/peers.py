@@ -26,13 +26,13 @@ from unisono.errors import (
 )
 from unisono.messaging.backend import PeerDown
 from unisono.rpc.frames import Bye, encode
-from unisono.rpc.post import UNBOUNDED, UNSENT_ASKS_MAX, UNSENT_BYTES_MAX, Awaited
+from unisono.rpc.post import UNBOUNDED, UNSENT_ASKS_MAX, UNSENT_BYTES_MAX, Waitable
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
-    from unisono.rpc.calls import Calling
+    from unisono.rpc.calls import PendingCall
 
-__all__ = ["QUEUE_MAX", "Directory", "Peer", "Peers", "Room", "busy", "lost"]
+__all__ = ["QUEUE_MAX", "AdmissionWait", "Directory", "Peer", "Peers", "busy", "lost"]
 
 _log = logging.getLogger("unisono.rpc")
 
@@ -74,11 +74,11 @@ class Peer:
         self.state = Peer.State.UNKNOWN
         self.held: list[Callable[[], object]] = []
         # Whoever takes a call out of this table ends it: there is no other arbiter.
-        self.calls: dict[int, Calling] = {}
+        self.calls: dict[int, PendingCall] = {}
         self.notes = 0
         self.is_blamed = False  # for frames that made no sense; once is enough for the log
         self.is_given_up = False  # it takes no frames
-        self.room: list[Room] = []
+        self.room: list[AdmissionWait] = []
         # Makes the error of a call, once nothing can be called there any more.
         self.error: Callable[[], UnisonoError] | None = None
 
@@ -93,21 +93,21 @@ class Peer:
         return len(self.calls) + self.notes <= _QUEUE_LOW or self.error is not None
 
 
-class Room(Awaited):
+class AdmissionWait(Waitable):
     """What a caller waits for who is held back."""
 
 
 class Directory(Protocol):
     """Who hears of agents, and of ranks that are gone: control.Control."""
 
-    def settle(self, tenant: Any) -> None:
+    def settle(self, service: Any) -> None:
         """Tell it from now on who asks for it, and who is gone."""
 
-    def unsettle(self, tenant: Any) -> None:
+    def unsettle(self, service: Any) -> None:
         """Tell it no more."""
 
-    def ask_for(self, tenant: Any, rank: int) -> None:
-        """Ask a world rank whether it has a tenant of this context: `on_present` or `on_absent` follows."""
+    def ask_for(self, service: Any, rank: int) -> None:
+        """Ask a world rank whether it has a service of this context: `on_present` or `on_absent` follows."""
 
 
 class Peers:
@@ -128,7 +128,7 @@ class Peers:
         self._all = [Peer(rank, world) for rank, world in enumerate(world_ranks)]
         self._by_world_rank = {peer.world_rank: peer for peer in self._all}
         self._names: dict[str, Peer] = {}
-        self._resolving: list[Room] = []
+        self._resolving: list[AdmissionWait] = []
         self._all[own_rank].state = Peer.State.PRESENT
 
     def __len__(self) -> int:
@@ -275,7 +275,7 @@ class Peers:
                 self.ask_for(peer)
         waiting = Waiting(self._agent.world_rank, (), f"looking for the agent {name!r}")
         while True:
-            room = Room()
+            room = AdmissionWait()
             self._resolving.append(room)
             found = [peer for peer in self._all if peer.name == name]
             asked = [p for p in self._all if p.state is Peer.State.ASKED and p.error is None]

@@ -30,11 +30,11 @@ __all__ = [
     "UNBOUNDED",
     "UNSENT_ASKS_MAX",
     "UNSENT_BYTES_MAX",
-    "Awaited",
-    "CallbackPost",
+    "CallbackTransport",
     "Lent",
-    "MailboxPost",
-    "Post",
+    "MailboxTransport",
+    "RpcTransport",
+    "Waitable",
 ]
 
 _log = logging.getLogger("unisono.rpc")
@@ -64,7 +64,7 @@ _REST_S: Final = 0.05
 _DONE, _PEER_DOWN, _CLOSED = 0, 2, 4
 
 
-class Awaited:
+class Waitable:
     """Something that threads wait for: an answer, or room for another call."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Lent(Protocol):
         """Take it back, if the other side has not begun to take it."""
 
 
-class Post(ABC):
+class RpcTransport(ABC):
     """The frames of one agent."""
 
     @abstractmethod
@@ -107,11 +107,11 @@ class Post(ABC):
         """Call as soon as every frame that is here has been delivered."""
 
     @abstractmethod
-    def wait(self, awaited: Awaited, deadline: Deadline, waiting: Callable[[], Waiting]) -> None:
+    def wait(self, awaited: Waitable, deadline: Deadline, waiting: Callable[[], Waiting]) -> None:
         """Wait until it is done, or until the deadline."""
 
     @abstractmethod
-    def wake(self, awaited: Awaited) -> None:
+    def wake(self, awaited: Waitable) -> None:
         """It is done: wake who waits for it."""
 
     @abstractmethod
@@ -119,7 +119,7 @@ class Post(ABC):
         """Hear no more."""
 
 
-class CallbackPost(Post):
+class CallbackTransport(RpcTransport):
     """Over any backend: a receive that every frame meets."""
 
     def __init__(self, backend: Backend, context: int, deliver: Deliver) -> None:
@@ -171,7 +171,7 @@ class CallbackPost(Post):
         """Frames come in order here."""
         call()
 
-    def wait(self, awaited: Awaited, deadline: Deadline, waiting: Callable[[], Waiting]) -> None:
+    def wait(self, awaited: Waitable, deadline: Deadline, waiting: Callable[[], Waiting]) -> None:
         """Wait by the clock of the backend."""
         runtime = self._runtime
         while not awaited.is_done:
@@ -186,7 +186,7 @@ class CallbackPost(Post):
             if not awaited.is_done:
                 runtime.block(event, left, waiting, is_limited=left is not None)
 
-    def wake(self, awaited: Awaited) -> None:
+    def wake(self, awaited: Waitable) -> None:
         """Raise its flag, if somebody waits for it."""
         if awaited.waiter is not None:
             awaited.waiter.set()
@@ -229,7 +229,7 @@ class CallbackPost(Post):
         return True
 
 
-class MailboxPost(Post):
+class MailboxTransport(RpcTransport):
     """Over a mailbox: whoever waits reads it; while nobody does, a thread of the pool."""
 
     def __init__(self, mailbox: Mailbox, runtime: Runtime, deliver: Deliver) -> None:
@@ -238,7 +238,7 @@ class MailboxPost(Post):
         self._deliver = deliver
         self._lead = threading.Lock()
         self._leader = 0
-        self._followers: dict[Awaited, None] = {}
+        self._followers: dict[Waitable, None] = {}
         self._numbers = itertools.count(1)
         # What is expected: where, and whom to tell.
         self._expected: dict[int, tuple[np.ndarray[Any, Any], Then]] = {}
@@ -285,9 +285,9 @@ class MailboxPost(Post):
 
     def rouse(self) -> None:
         """Make a reader of the pool return."""
-        self._mailbox.poke(False)
+        self._mailbox.interrupt_wait(False)
 
-    def wait(self, awaited: Awaited, deadline: Deadline, waiting: Callable[[], Waiting]) -> None:
+    def wait(self, awaited: Waitable, deadline: Deadline, waiting: Callable[[], Waiting]) -> None:
         """Read until it is done; while another thread reads, sleep."""
         now = self._runtime.now
         while not awaited.is_done:
@@ -308,7 +308,7 @@ class MailboxPost(Post):
             else:
                 self._follow(awaited, min(left, _SLEEP_S))
 
-    def wake(self, awaited: Awaited) -> None:
+    def wake(self, awaited: Waitable) -> None:
         """Wake the thread that waits for it, if there is one and it is not this one."""
         waiter = awaited.waiter
         if waiter is None:
@@ -316,13 +316,13 @@ class MailboxPost(Post):
         if waiter is not self:
             _release(waiter)
         elif self._leader != threading.get_ident():
-            self._mailbox.poke(True)
+            self._mailbox.interrupt_wait(True)
 
     def close(self) -> None:
         """Let every reader go."""
         self._mailbox.close()
 
-    def _read_for(self, awaited: Awaited, timeout: float) -> None:
+    def _read_for(self, awaited: Waitable, timeout: float) -> None:
         """Read, unless it was done before this thread could be woken."""
         if not awaited.is_done:
             self._take(timeout, is_front=True)
@@ -358,7 +358,7 @@ class MailboxPost(Post):
         except Exception:
             _log.exception("what followed a frame could not be heeded")
 
-    def _follow(self, awaited: Awaited, limit: float) -> None:
+    def _follow(self, awaited: Waitable, limit: float) -> None:
         turn = threading.Lock()
         turn.acquire()
         awaited.waiter = turn

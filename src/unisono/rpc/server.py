@@ -17,7 +17,7 @@ from unisono.core.clock import NEVER, Deadline, Killed, Waiting
 from unisono.core.codec import place
 from unisono.errors import ProtocolError, UnisonoError, UsageError
 from unisono.messaging.backend import GRACE_LOOK_S, GRACE_S
-from unisono.rpc.following import Sending, Taking
+from unisono.rpc.following import InboundParts, OutboundParts
 from unisono.rpc.frames import (
     Ack,
     Answer,
@@ -75,7 +75,7 @@ class Server:
         self._early: list[Incoming] = []
         self._is_early_watched = False
         # By caller: what was sent and may not have arrived, by call, or by the negative number of an item.
-        self._answers: list[OrderedDict[int, Sending]] = [OrderedDict() for _ in range(size)]
+        self._answers: list[OrderedDict[int, OutboundParts]] = [OrderedDict() for _ in range(size)]
         self._held_bytes = 0
         self._held_back: deque[tuple[Incoming, PackedAsk]] = deque()
         self._loop: Loop | None = None
@@ -224,7 +224,7 @@ class Server:
             return
 
         def then(error: BaseException | None) -> None:
-            incoming.on_cancel.pop(Taking, None)
+            incoming.on_cancel.pop(InboundParts, None)
             if error is None:
                 self._unpack(incoming, ask, memory)
                 return
@@ -235,10 +235,10 @@ class Server:
         if not memory:
             then(None)
             return
-        taking = Taking(agent.post, incoming.source, ask.number, memory, then)
-        incoming.on_cancel[Taking] = taking.cancel
+        taking = InboundParts(agent.post, incoming.source, ask.number, memory, then)
+        incoming.on_cancel[InboundParts] = taking.cancel
         if taking.is_done:
-            incoming.on_cancel.pop(Taking, None)
+            incoming.on_cancel.pop(InboundParts, None)
         if incoming.is_cancelled:
             taking.cancel()
 
@@ -392,7 +392,7 @@ class Server:
         number = agent.next_number()
         agent.tell(source, encode(PackedItem(call, index, number, body)))
         if parts:
-            sending = Sending(agent.post, source, number, parts)
+            sending = OutboundParts(agent.post, source, number, parts)
             self._keep(source, -number, sending)
             incoming.on_cancel[sending] = sending.cancel
 
@@ -404,7 +404,7 @@ class Server:
             self._forget_some(source)
         return len(self._answers[source]) > 2 * QUEUE_MAX
 
-    def _keep(self, source: int, key: int, sending: Sending) -> None:
+    def _keep(self, source: int, key: int, sending: OutboundParts) -> None:
         """Remember what is on its way."""
         with self._lock:
             self._forget_some(source)
@@ -453,7 +453,7 @@ class Server:
         number = agent.next_number()
         agent.tell(source, encode(PackedAnswer(call, number, body)))
         if parts:
-            self._keep(source, call, Sending(agent.post, source, number, parts))
+            self._keep(source, call, OutboundParts(agent.post, source, number, parts))
 
     def _raised(self, incoming: Incoming, error: BaseException) -> None:
         kind = type(error)

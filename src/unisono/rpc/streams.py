@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from unisono.errors import DeadlineExceeded
 from unisono.rpc.frames import More, encode
-from unisono.rpc.post import Awaited
+from unisono.rpc.post import Waitable
 
 if TYPE_CHECKING:
     import asyncio
 
     from unisono.rpc.agent import Agent
-    from unisono.rpc.calls import Calling
+    from unisono.rpc.calls import PendingCall
 
 __all__ = ["WINDOW", "Arrivals", "Credit", "Stream"]
 
@@ -28,10 +28,10 @@ __all__ = ["WINDOW", "Arrivals", "Credit", "Stream"]
 WINDOW: Final = 16
 
 
-class Changing(Awaited):
+class Changing(Waitable):
     """What changes now and then: who waits for it, a thread or a coroutine, looks again each time."""
 
-    def __init__(self, wake: Callable[[Awaited], None]) -> None:
+    def __init__(self, wake: Callable[[Waitable], None]) -> None:
         super().__init__()
         self._wake = wake
         self._listener: Callable[[], None] | None = None
@@ -62,7 +62,7 @@ class Changing(Awaited):
 class Credit(Changing):
     """How many more items a reader allows; the generator's side waits for it."""
 
-    def __init__(self, count: int, wake: Callable[[Awaited], None]) -> None:
+    def __init__(self, count: int, wake: Callable[[Waitable], None]) -> None:
         super().__init__(wake)
         self.count = count
 
@@ -73,7 +73,7 @@ class Arrivals(Changing):
     They come in any order: a long one takes a while, and several threads may bring them.
     """
 
-    def __init__(self, wake: Callable[[Awaited], None]) -> None:
+    def __init__(self, wake: Callable[[Waitable], None]) -> None:
         super().__init__(wake)
         self.items: dict[int, tuple[Any, BaseException | None]] = {}
         self._lock = threading.Lock()
@@ -105,7 +105,7 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
     Who does not read to the end closes it, or leaves its `with` block.
     """
 
-    def __init__(self, agent: Agent, calling: Calling, arrivals: Arrivals, timeout: float | None) -> None:
+    def __init__(self, agent: Agent, calling: PendingCall, arrivals: Arrivals, timeout: float | None) -> None:
         self._agent = agent
         self._calling = calling
         self._arrivals = arrivals

@@ -15,7 +15,7 @@ from unisono.core.request import Request
 from unisono.errors import ClosedError, UnisonoError, UsageError
 from unisono.messaging.backend import Backend, Capabilities, PeerDown
 from unisono.messaging.credit import OwnCredit
-from unisono.messaging.inbox import Inbox, Parcel
+from unisono.messaging.inbox import InboundMessage, Inbox
 from unisono.messaging.matching import Posted
 from unisono.simulation.fabric import Fabric
 from unisono.simulation.runtime import SimRuntime
@@ -197,7 +197,7 @@ class SimBackend(Backend):
         return self.thread.killed is None
 
 
-class _Message(Parcel):
+class _Message(InboundMessage):
     """One message from a sender to a receiver, from its start to its end."""
 
     def __init__(

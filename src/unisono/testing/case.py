@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from unisono.messaging.backend import Backend
-from unisono.testing.seat import Seat
+from unisono.testing.case_rank import CaseRank
 
 __all__ = ["Case", "ConformanceError", "Suite"]
 
@@ -57,16 +57,16 @@ class Suite:
 
     def case(
         self, size: int, needs: Iterable[str] = ()
-    ) -> Callable[[Callable[[Seat], None]], Callable[[Seat], None]]:
+    ) -> Callable[[Callable[[CaseRank], None]], Callable[[CaseRank], None]]:
         """Enter a function as a case for `size` ranks."""
         needed = frozenset(needs)
         assert needed <= set(_NEEDS), f"a case can need {_NEEDS}"
 
-        def enter(program: Callable[[Seat], None]) -> Callable[[Seat], None]:
+        def enter(program: Callable[[CaseRank], None]) -> Callable[[CaseRank], None]:
             promise = (program.__doc__ or "").strip().splitlines()[0]
 
             def run(backend: Backend) -> None:
-                program(Seat(backend))
+                program(CaseRank(backend))
 
             self.cases.append(Case(program.__name__, size, run, promise, needed))
             return program

@@ -17,7 +17,7 @@ from unisono.core.work import wait_all
 from unisono.errors import ClosedError, CollectiveMismatch, PeerAborted, PeerLost, UsageError
 from unisono.plans import CATALOG
 from unisono.testing.case import Suite
-from unisono.testing.seat import Seat
+from unisono.testing.case_rank import CaseRank
 
 __all__ = ["SUITE"]
 
@@ -36,50 +36,50 @@ def _all(count: int, size: int, dtype: str = "float32") -> list[Array]:
 
 
 @SUITE.case(size=1)
-def every_verb_works_alone(seat: Seat) -> None:
+def every_verb_works_alone(me: CaseRank) -> None:
     """A world of one: every collective gives what was put in."""
-    with seat.world() as world:
-        _check_collectives(seat, world, counts=(0, 5))
-        _check_uneven(seat, world)
-        _check_objects(seat, world)
+    with me.world() as world:
+        _check_collectives(me, world, counts=(0, 5))
+        _check_uneven(me, world)
+        _check_objects(me, world)
 
 
 @SUITE.case(size=4)
-def collectives_match_numpy(seat: Seat) -> None:
+def collectives_match_numpy(me: CaseRank) -> None:
     """Every even collective gives what NumPy computes, for empty, odd and long arrays and every root."""
-    segment = seat.backend.config.segment_bytes // 4
-    with seat.world() as world:
-        _check_collectives(seat, world, counts=(0, 1, 3, 4, 5, 1021, min(segment, 1 << 18) + 3))
+    segment = me.backend.config.segment_bytes // 4
+    with me.world() as world:
+        _check_collectives(me, world, counts=(0, 1, 3, 4, 5, 1021, min(segment, 1 << 18) + 3))
 
 
 @SUITE.case(size=3)
-def collectives_match_numpy_on_three(seat: Seat) -> None:
+def collectives_match_numpy_on_three(me: CaseRank) -> None:
     """The same for a size that is no power of two."""
-    with seat.world() as world:
-        _check_collectives(seat, world, counts=(2, 3, 17, 2050))
+    with me.world() as world:
+        _check_collectives(me, world, counts=(2, 3, 17, 2050))
 
 
 @SUITE.case(size=3)
-def uneven_collectives_match_numpy(seat: Seat) -> None:
+def uneven_collectives_match_numpy(me: CaseRank) -> None:
     """The uneven and the fused collectives give what NumPy computes, empty parts included."""
-    with seat.world() as world:
-        _check_uneven(seat, world)
+    with me.world() as world:
+        _check_uneven(me, world)
 
 
 @SUITE.case(size=3)
-def objects_travel(seat: Seat) -> None:
+def objects_travel(me: CaseRank) -> None:
     """Plain data, bytes and arrays arrive as equal objects."""
-    with seat.world() as world:
-        _check_objects(seat, world)
+    with me.world() as world:
+        _check_objects(me, world)
 
 
 @SUITE.case(size=4)
-def every_algorithm_agrees(seat: Seat) -> None:
+def every_algorithm_agrees(me: CaseRank) -> None:
     """Every algorithm of every collective gives the same result."""
-    count, size, rank = 1027, seat.size, seat.rank
+    count, size, rank = 1027, me.size, me.rank
     rows = np.stack(_all(count * size, size)).reshape(size, size, count)
     x, total = rows[rank], rows.sum(0)
-    with seat.world() as world:
+    with me.world() as world:
         calls: dict[str, tuple[Callable[[str], Any], Any]] = {
             "all_reduce": (lambda name: world.all_reduce(x.copy(), algorithm=name), total),
             "reduce": (lambda name: world.reduce(x.copy(), 1, algorithm=name), total if rank == 1 else None),
@@ -96,93 +96,93 @@ def every_algorithm_agrees(seat: Seat) -> None:
             "exscan": (lambda name: world.exscan(x, algorithm=name), rows[:rank].sum(0)),
             "barrier": (lambda name: world.barrier(algorithm=name), None),
         }
-        seat.equal(set(calls), set(CATALOG), "the collectives that are checked")
+        me.equal(set(calls), set(CATALOG), "the collectives that are checked")
         for collective, (call, expected) in calls.items():
             for name, entry in CATALOG[collective].items():
-                if entry.needs_hosts and not seat.backend.hosts():
+                if entry.needs_hosts and not me.backend.hosts():
                     continue
                 got, what = call(name), f"{collective} by {name}"
                 if expected is None:
-                    seat.check(got is None, f"{what} gives None here", repr(got))
+                    me.check(got is None, f"{what} gives None here", repr(got))
                 else:
-                    seat.same(got, expected.astype(np.float32), what)
+                    me.same(got, expected.astype(np.float32), what)
 
 
 @SUITE.case(size=3)
-def messages_pass_between_users(seat: Seat) -> None:
+def messages_pass_between_users(me: CaseRank) -> None:
     """send, recv, recv_bytes, sendrecv and probe work on a communicator, and a refused message stays."""
-    size, rank = seat.size, seat.rank
+    size, rank = me.size, me.rank
     right, left = (rank + 1) % size, (rank - 1) % size
-    with seat.world() as world:
+    with me.world() as world:
         got = np.empty(2051, np.float64)
         status = world.sendrecv(ramp(2051, rank, "float64"), right, got, left, 5)
-        seat.equal(status, Status(left, 5, 2051 * 8), "the status of sendrecv")
-        seat.same(got, ramp(2051, left, "float64"), "what sendrecv received")
+        me.equal(status, Status(left, 5, 2051 * 8), "the status of sendrecv")
+        me.same(got, ramp(2051, left, "float64"), "what sendrecv received")
         work = world.start.send(ramp(100, rank), right, 6)
-        seat.equal(world.probe(left, 6), Status(left, 6, 400), "the status of a probe")
+        me.equal(world.probe(left, 6), Status(left, 6, 400), "the status of a probe")
         short = np.empty(99, np.float32)
-        seat.raised(UsageError, "a recv into too little", world.recv, short, left, 6)
+        me.raised(UsageError, "a recv into too little", world.recv, short, left, 6)
         room = np.zeros(101, np.float32)
-        if seat.backend.capabilities.wildcards:
-            seat.equal(world.recv(room, ANY, 6).source, left, "the source that ANY met")
+        if me.backend.capabilities.wildcards:
+            me.equal(world.recv(room, ANY, 6).source, left, "the source that ANY met")
         else:
             world.recv(room, left, 6)
-        seat.same(room[:100], ramp(100, left), "what recv got")
-        work.wait(seat.time_left_s)
+        me.same(room[:100], ramp(100, left), "what recv got")
+        work.wait(me.time_left_s)
         words = world.start.send(b"of unknown length", left, 7)
-        seat.equal(world.recv_bytes(right, 7), b"of unknown length", "what recv_bytes got")
-        words.wait(seat.time_left_s)
-        seat.equal(world.probe(left, 8, timeout=0), None, "a probe for nothing with timeout=0")
+        me.equal(world.recv_bytes(right, 7), b"of unknown length", "what recv_bytes got")
+        words.wait(me.time_left_s)
+        me.equal(world.probe(left, 8, timeout=0), None, "a probe for nothing with timeout=0")
         world.barrier()
 
 
 @SUITE.case(size=4)
-def started_works_overlap(seat: Seat) -> None:
+def started_works_overlap(me: CaseRank) -> None:
     """Many collectives under way at once, waited for in another order, do not mix."""
-    with seat.world() as world:
+    with me.world() as world:
         counts = [1, 1000, 7, 20_000, 0, 333]
-        works = [world.start.all_reduce(ramp(n, seat.rank + i)) for i, n in enumerate(counts)]
+        works = [world.start.all_reduce(ramp(n, me.rank + i)) for i, n in enumerate(counts)]
         message = world.start.sendrecv(
-            np.array([seat.rank]), (seat.rank + 1) % 4, np.empty(1, np.int64), (seat.rank - 1) % 4
+            np.array([me.rank]), (me.rank + 1) % 4, np.empty(1, np.int64), (me.rank - 1) % 4
         )
         for i, work in reversed(list(enumerate(works))):
             expected = sum(ramp(counts[i], rank + i) for rank in range(4))
-            seat.same(work.wait(seat.time_left_s), expected, f"the sum of started all_reduce {i}")
-        wait_all([message], seat.time_left_s)
+            me.same(work.wait(me.time_left_s), expected, f"the sum of started all_reduce {i}")
+        wait_all([message], me.time_left_s)
 
 
 @SUITE.case(size=4)
-def groups_are_worlds_of_their_own(seat: Seat) -> None:
+def groups_are_worlds_of_their_own(me: CaseRank) -> None:
     """split, sub and mesh give communicators whose members alone take part, several at the same time."""
-    rank = seat.rank
-    with seat.world() as world:
+    rank = me.rank
+    with me.world() as world:
         half = world.split(color=rank % 2, key=-rank)
         assert half is not None
         members = [3, 1] if rank % 2 else [2, 0]
-        seat.equal((half.size, half.rank), (2, members.index(rank)), "size and rank in a split by parity")
+        me.equal((half.size, half.rank), (2, members.index(rank)), "size and rank in a split by parity")
         works = [
             world.start.all_reduce(ramp(50, rank)),
             half.start.all_reduce(ramp(50, rank)),
             half.start.all_gather(np.array([rank])),
         ]
-        everyone, pair, order = wait_all(works, seat.time_left_s)
-        seat.same(everyone, sum(_all(50, 4)), "the sum over the world, beside that of a group")
-        seat.same(pair, sum(ramp(50, r) for r in members), "the sum over a group, beside that of the world")
-        seat.same(order, np.array(members)[:, None], "the order of ranks in a split with keys")
+        everyone, pair, order = wait_all(works, me.time_left_s)
+        me.same(everyone, sum(_all(50, 4)), "the sum over the world, beside that of a group")
+        me.same(pair, sum(ramp(50, r) for r in members), "the sum over a group, beside that of the world")
+        me.same(order, np.array(members)[:, None], "the order of ranks in a split with keys")
         none = world.split(None if rank == 2 else 0)
-        seat.equal(none is None, rank == 2, "whether rank 2, which opted out, got no group")
+        me.equal(none is None, rank == 2, "whether rank 2, which opted out, got no group")
         if rank in (1, 3):
             with world.sub([3, 1, 3]) as sub:
-                seat.same(sub.all_reduce(ramp(5, rank)), ramp(5, 1) + ramp(5, 3), "the sum over a sub")
+                me.same(sub.all_reduce(ramp(5, rank)), ramp(5, 1) + ramp(5, 3), "the sum over a sub")
                 again = sub.split(0, key=-sub.rank)
                 assert again is not None
-                seat.equal(again.rank, 1 - sub.rank, "the rank in a group of a group")
+                me.equal(again.rank, 1 - sub.rank, "the rank in a group of a group")
                 buffer = np.empty(3, np.int64)
                 again.sendrecv(np.arange(3) + rank, 1 - again.rank, buffer, 1 - again.rank)
-                seat.same(buffer, np.arange(3) + (4 - rank), "a message inside a group of a group")
+                me.same(buffer, np.arange(3) + (4 - rank), "a message inside a group of a group")
         grid = world.mesh((2, 2), ("dp", "tp"))
-        seat.same(grid["dp"].all_gather(np.array([rank])).ravel(), np.array([rank % 2, rank % 2 + 2]), "dp")
-        seat.same(
+        me.same(grid["dp"].all_gather(np.array([rank])).ravel(), np.array([rank % 2, rank % 2 + 2]), "dp")
+        me.same(
             grid["tp"].all_gather(np.array([rank])).ravel(),
             np.array([0, 1]) + rank // 2 * 2,
             "the ranks along tp",
@@ -203,33 +203,33 @@ _MISMATCHES: dict[str, Callable[[Communicator, bool], Any]] = {
 
 
 @SUITE.case(size=4)
-def different_calls_are_a_mismatch(seat: Seat) -> None:
+def different_calls_are_a_mismatch(me: CaseRank) -> None:
     """Ranks that call different things all get CollectiveMismatch, which shows both calls."""
-    with seat.world() as world:
+    with me.world() as world:
         for i, (what, call) in enumerate(_MISMATCHES.items()):
             group = world.split(0)
             assert group is not None
-            odd = i % seat.size
-            is_odd = seat.rank == odd
-            error = seat.raised(CollectiveMismatch, what, call, group, is_odd)
+            odd = i % me.size
+            is_odd = me.rank == odd
+            error = me.raised(CollectiveMismatch, what, call, group, is_odd)
             lines = error.report.splitlines()
-            seat.check(len(lines) == 2, f"the report of {what} shows two calls", error.report)
-            seat.check(lines[0] != lines[1], f"the report of {what} shows different calls", error.report)
+            me.check(len(lines) == 2, f"the report of {what} shows two calls", error.report)
+            me.check(lines[0] != lines[1], f"the report of {what} shows different calls", error.report)
             # Nobody is blamed if a busy machine kept most ranks from telling their calls in time.
-            seat.check(error.culprits in ((odd,), ()), f"the rank of {what} is to blame", str(error))
-            seat.raised(CollectiveMismatch, f"a collective after {what}", group.barrier)
-        seat.same(world.all_reduce(ramp(9, seat.rank)), sum(_all(9, 4)), "a sum on the sound parent")
+            me.check(error.culprits in ((odd,), ()), f"the rank of {what} is to blame", str(error))
+            me.raised(CollectiveMismatch, f"a collective after {what}", group.barrier)
+        me.same(world.all_reduce(ramp(9, me.rank)), sum(_all(9, 4)), "a sum on the sound parent")
 
 
 @SUITE.case(size=3)
-def an_exception_reaches_the_others(seat: Seat) -> None:
+def an_exception_reaches_the_others(me: CaseRank) -> None:
     """An exception that leaves a rank's block ends the others' operations with PeerAborted and its text."""
 
     class Mishap(Exception):
         pass
 
-    world = seat.world()
-    if seat.rank == 1:
+    world = me.world()
+    if me.rank == 1:
         try:
             with world:
                 for peer in (0, 2):
@@ -239,38 +239,38 @@ def an_exception_reaches_the_others(seat: Seat) -> None:
             return
     world.send(b"about to wait", 1, 1)
     calls: list[Callable[[], Any]] = [lambda: world.recv_bytes(1, 3), lambda: world.all_reduce(ramp(5, 0))]
-    for call in calls if seat.rank else reversed(calls):
-        error = seat.raised(PeerAborted, "an operation beside a rank that failed", call)
-        seat.equal(error.rank, 1, "the rank to look at")
-        seat.check("Mishap: spilled coffee" in str(error), "the error carries the far text", str(error))
+    for call in calls if me.rank else reversed(calls):
+        error = me.raised(PeerAborted, "an operation beside a rank that failed", call)
+        me.equal(error.rank, 1, "the rank to look at")
+        me.check("Mishap: spilled coffee" in str(error), "the error carries the far text", str(error))
     world.close()
 
 
 @SUITE.case(size=3)
-def leaving_is_not_silent(seat: Seat) -> None:
+def leaving_is_not_silent(me: CaseRank) -> None:
     """Who waits for a rank that has closed its communicator gets PeerLost; what it sent is still there."""
-    world, farewell = seat.world(), seat.eager_lengths(8)
-    if seat.rank == 2:
+    world, farewell = me.world(), me.eager_lengths(8)
+    if me.rank == 2:
         for n in farewell:
             world.send(bytes(n), 0, 4)
         world.close()
-        seat.raised(ClosedError, "a collective on a closed communicator", world.barrier)
+        me.raised(ClosedError, "a collective on a closed communicator", world.barrier)
         return
-    error = seat.raised(PeerLost, "a collective with a rank that left", world.all_reduce, ramp(5, 0))
-    seat.equal(error.ranks, (2,), "the lost ranks")
-    if seat.rank == 0:
+    error = me.raised(PeerLost, "a collective with a rank that left", world.all_reduce, ramp(5, 0))
+    me.equal(error.ranks, (2,), "the lost ranks")
+    if me.rank == 0:
         for n in farewell:
-            seat.equal(world.recv_bytes(2, 4), bytes(n), "the message of a rank that left")
+            me.equal(world.recv_bytes(2, 4), bytes(n), "the message of a rank that left")
         world.send(b"still here", 1, 5)
     else:
-        seat.equal(world.recv_bytes(0, 5), b"still here", "a message between those who stay")
+        me.equal(world.recv_bytes(0, 5), b"still here", "a message between those who stay")
     world.close()
 
 
 # -- what several cases check -----------------------------------------------------------------------------
 
 
-def _check_collectives(seat: Seat, world: Communicator, counts: tuple[int, ...]) -> None:
+def _check_collectives(me: CaseRank, world: Communicator, counts: tuple[int, ...]) -> None:
     size, rank = world.size, world.rank
     for i, count in enumerate(counts):
         root = i % size
@@ -280,35 +280,33 @@ def _check_collectives(seat: Seat, world: Communicator, counts: tuple[int, ...])
         at = f"of {count} elements on {size} ranks"
 
         mine = x.copy()
-        seat.check(world.all_reduce(mine) is mine, "all_reduce returns what it was given")
-        seat.same(mine, total, f"all_reduce {at}")
-        seat.same(world.all_reduce(x, "max", out=np.empty_like(x)), np.max(every, axis=0), f"max {at}")
-        seat.same(world.all_reduce(x.astype(np.int16), "bxor"), _folded(every, np.bitwise_xor), f"bxor {at}")
-        seat.same(world.all_reduce(x.copy(), "mean"), total / np.float32(size), f"mean {at}")
+        me.check(world.all_reduce(mine) is mine, "all_reduce returns what it was given")
+        me.same(mine, total, f"all_reduce {at}")
+        me.same(world.all_reduce(x, "max", out=np.empty_like(x)), np.max(every, axis=0), f"max {at}")
+        me.same(world.all_reduce(x.astype(np.int16), "bxor"), _folded(every, np.bitwise_xor), f"bxor {at}")
+        me.same(world.all_reduce(x.copy(), "mean"), total / np.float32(size), f"mean {at}")
         mine = x.copy()
         got = world.reduce(mine, root)
-        seat.check((got is mine) == (rank == root), "reduce gives x on root only")
-        seat.same(mine, total if rank == root else x, f"x after reduce {at}")
-        seat.same(world.broadcast(x.copy(), root), every[root], f"broadcast {at}")
-        seat.same(world.all_gather(x), np.stack(every), f"all_gather {at}")
+        me.check((got is mine) == (rank == root), "reduce gives x on root only")
+        me.same(mine, total if rank == root else x, f"x after reduce {at}")
+        me.same(world.broadcast(x.copy(), root), every[root], f"broadcast {at}")
+        me.same(world.all_gather(x), np.stack(every), f"all_gather {at}")
         got = world.gather(x, root)
-        seat.check((got is not None) == (rank == root), "gather gives something on root only")
+        me.check((got is not None) == (rank == root), "gather gives something on root only")
         if got is not None:
-            seat.same(got, np.stack(every), f"gather {at}")
-        seat.same(
-            world.scatter(rows[root] if rank == root else None, root), rows[root][rank], f"scatter {at}"
-        )
+            me.same(got, np.stack(every), f"gather {at}")
+        me.same(world.scatter(rows[root] if rank == root else None, root), rows[root][rank], f"scatter {at}")
         summed = _summed(rows)
-        seat.same(world.reduce_scatter(rows[rank]), summed[rank], f"reduce_scatter {at}")
-        seat.same(world.all_to_all(rows[rank]), np.stack([r[rank] for r in rows]), f"all_to_all {at}")
-        seat.same(world.scan(x), _summed(every[: rank + 1]), f"scan {at}")
+        me.same(world.reduce_scatter(rows[rank]), summed[rank], f"reduce_scatter {at}")
+        me.same(world.all_to_all(rows[rank]), np.stack([r[rank] for r in rows]), f"all_to_all {at}")
+        me.same(world.scan(x), _summed(every[: rank + 1]), f"scan {at}")
         before = _summed(every[:rank]) if rank else np.zeros(count, np.float32)
-        seat.same(world.exscan(x), before, f"exscan {at}")
+        me.same(world.exscan(x), before, f"exscan {at}")
         world.barrier()
-    seat.equal(world.all_reduce(rank + 1), size * (size + 1) // 2, "the sum of Python numbers")
-    seat.equal(world.broadcast(rank + 0.5, size - 1), size - 0.5, "a broadcast Python number")
+    me.equal(world.all_reduce(rank + 1), size * (size + 1) // 2, "the sum of Python numbers")
+    me.equal(world.broadcast(rank + 0.5, size - 1), size - 0.5, "a broadcast Python number")
     first = op(lambda left, right: left, commutative=False, name="first")
-    seat.same(world.all_reduce(ramp(7, rank), first), ramp(7, 0), "an operation that does not commute")
+    me.same(world.all_reduce(ramp(7, rank), first), ramp(7, 0), "an operation that does not commute")
 
 
 def _summed(arrays: list[Array]) -> Array:
@@ -325,43 +323,43 @@ def _folded(every: list[Array], combine: Any) -> Array:
     return result
 
 
-def _check_uneven(seat: Seat, world: Communicator) -> None:
+def _check_uneven(me: CaseRank, world: Communicator) -> None:
     size, rank = world.size, world.rank
     parts = [[ramp(2 * ((s + d) % 3), s * size + d).reshape(-1, 2) for d in range(size)] for s in range(size)]
     mine = [part[0] for part in parts]
     for got, expected in zip(world.all_gather_v(mine[rank]), mine, strict=True):
-        seat.same(got, expected, "a part of all_gather_v")
+        me.same(got, expected, "a part of all_gather_v")
     gathered = world.gather_v(mine[rank], size - 1)
-    seat.check((gathered is not None) == (rank == size - 1), "gather_v gives something on root only")
+    me.check((gathered is not None) == (rank == size - 1), "gather_v gives something on root only")
     for got, expected in zip(gathered or mine, mine, strict=True):
-        seat.same(got, expected, "a part of gather_v")
+        me.same(got, expected, "a part of gather_v")
     root = size // 2
     scattered = world.scatter_v(parts[root] if rank == root else None, root)
-    seat.same(scattered, parts[root][rank], "scatter_v")
+    me.same(scattered, parts[root][rank], "scatter_v")
     for s, got in enumerate(world.all_to_all_v(parts[rank])):
-        seat.same(got, parts[s][rank], f"what all_to_all_v got from rank {s}")
+        me.same(got, parts[s][rank], f"what all_to_all_v got from rank {s}")
     counts = [(r * 2 + 1) % 4 for r in range(size)]
     starts = np.cumsum([0, *counts])
     rows = [ramp(3 * sum(counts), r).reshape(-1, 3) for r in range(size)]
     part = _summed(rows)[starts[rank] : starts[rank + 1]]
-    seat.same(world.reduce_scatter_v(rows[rank], counts), part, "reduce_scatter_v")
+    me.same(world.reduce_scatter_v(rows[rank], counts), part, "reduce_scatter_v")
     arrays = [ramp(5, rank), ramp(0, rank), ramp(3, rank, "int64"), ramp(1030, rank)]
     sums = [_summed([ramp(a.size, r, a.dtype.name) for r in range(size)]) for a in arrays]
     for got, expected in zip(world.all_reduce_many(arrays), sums, strict=True):
-        seat.same(got, expected, "an array of all_reduce_many")
+        me.same(got, expected, "an array of all_reduce_many")
 
 
-def _check_objects(seat: Seat, world: Communicator) -> None:
+def _check_objects(me: CaseRank, world: Communicator) -> None:
     size, rank = world.size, world.rank
 
     def thing(r: int) -> dict[str, Any]:
         return {"rank": r, "pair": (r, -r), "text": "ä" * r, "raw": bytes(range(r)), "none": None}
 
-    seat.equal(world.broadcast_object(thing(rank), size - 1), thing(size - 1), "a broadcast object")
-    seat.equal(world.all_gather_object(thing(rank)), [thing(r) for r in range(size)], "gathered objects")
+    me.equal(world.broadcast_object(thing(rank), size - 1), thing(size - 1), "a broadcast object")
+    me.equal(world.all_gather_object(thing(rank)), [thing(r) for r in range(size)], "gathered objects")
     expected = [thing(r) for r in range(size)] if rank == 0 else None
-    seat.equal(world.gather_object(thing(rank), 0), expected, "objects gathered on root")
+    me.equal(world.gather_object(thing(rank), 0), expected, "objects gathered on root")
     things = [thing(r) for r in range(size)] if rank == 0 else None
-    seat.equal(world.scatter_object(things, 0), thing(rank), "a scattered object")
+    me.equal(world.scatter_object(things, 0), thing(rank), "a scattered object")
     array = world.broadcast_object({"x": ramp(100, 5)} if rank == 0 else None, 0)["x"]
-    seat.same(array, ramp(100, 5), "an array inside an object")
+    me.same(array, ramp(100, 5), "an array inside an object")

@@ -12,8 +12,8 @@ from unisono.errors import UsageError
 from unisono.messaging.backend import Backend
 from unisono.testing import communicator_cases, ending_cases, flow_cases, message_cases, value_cases
 from unisono.testing.case import Case, ConformanceError
+from unisono.testing.case_rank import PATIENCE_S
 from unisono.testing.ranks import Threads
-from unisono.testing.seat import PATIENCE_S
 
 __all__ = ["CASES", "check_backend", "run_case"]
 

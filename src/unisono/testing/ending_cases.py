@@ -8,7 +8,7 @@ from __future__ import annotations
 from unisono.core.envelope import ANY
 from unisono.errors import ClosedError, PeerLost
 from unisono.testing.case import Suite
-from unisono.testing.seat import Downs, Seat, payload
+from unisono.testing.case_rank import CaseRank, Downs, payload
 
 __all__ = ["SUITE"]
 
@@ -16,154 +16,154 @@ SUITE = Suite()
 
 
 @SUITE.case(size=3)
-def requests_to_a_closed_peer_fail(seat: Seat) -> None:
+def requests_to_a_closed_peer_fail(me: CaseRank) -> None:
     """Who waits for a rank that leaves gets PeerLost with its number; so does who begins later."""
-    news = Downs(seat.backend)
-    if seat.rank == 1:
-        seat.meet()
-        seat.backend.close()
+    news = Downs(me.backend)
+    if me.rank == 1:
+        me.meet()
+        me.backend.close()
         return
     waiting = {
-        "a receive": seat.recv(1, tag=1),
-        "a receive into a buffer": seat.recv(1, seat.buffer(8), tag=2),
-        "a probe": seat.probe(1, tag=3),
-        "a send that waits for its receive": seat.send(
-            1, payload(seat.rank, 0, max(seat.eager_bytes, seat.credit_bytes) + 1), tag=4
+        "a receive": me.recv(1, tag=1),
+        "a receive into a buffer": me.recv(1, me.buffer(8), tag=2),
+        "a probe": me.probe(1, tag=3),
+        "a send that waits for its receive": me.send(
+            1, payload(me.rank, 0, max(me.eager_bytes, me.credit_bytes) + 1), tag=4
         ),
     }
-    seat.meet()
+    me.meet()
     for what, request in waiting.items():
-        error = seat.failed(request, PeerLost, f"{what} of a rank that leaves")
-        seat.equal(error.ranks, (1,), f"the lost ranks of {what}")
-    seat.told(news, 1)
+        error = me.failed(request, PeerLost, f"{what} of a rank that leaves")
+        me.equal(error.ranks, (1,), f"the lost ranks of {what}")
+    me.told(news, 1)
     late = {
-        "a receive": seat.recv(1, tag=1),
-        "a probe": seat.probe(1, tag=3),
-        "a short send": seat.send(1, b"x", tag=5),
-        "an empty send": seat.send(1, b"", tag=5),
-        "a long send": seat.send(1, payload(seat.rank, 1, seat.eager_bytes + 1), tag=6),
+        "a receive": me.recv(1, tag=1),
+        "a probe": me.probe(1, tag=3),
+        "a short send": me.send(1, b"x", tag=5),
+        "an empty send": me.send(1, b"", tag=5),
+        "a long send": me.send(1, payload(me.rank, 1, me.eager_bytes + 1), tag=6),
     }
     for what, request in late.items():
-        error = seat.failed(request, PeerLost, f"{what} of a rank that has left")
-        seat.equal(error.ranks, (1,), f"the lost ranks of {what}")
-    peer = 2 - seat.rank
-    send = seat.send(peer, payload(seat.rank, 2, 100), tag=7)
-    seat.take(peer, payload(peer, 2, 100), "a message between those who stay", tag=7)
-    seat.done(send, "a send between those who stay")
+        error = me.failed(request, PeerLost, f"{what} of a rank that has left")
+        me.equal(error.ranks, (1,), f"the lost ranks of {what}")
+    peer = 2 - me.rank
+    send = me.send(peer, payload(me.rank, 2, 100), tag=7)
+    me.take(peer, payload(peer, 2, 100), "a message between those who stay", tag=7)
+    me.done(send, "a send between those who stay")
 
 
 @SUITE.case(size=2)
-def messages_outlive_their_sender(seat: Seat) -> None:
+def messages_outlive_their_sender(me: CaseRank) -> None:
     """What a rank sent before it left stays receivable, in order; only then PeerLost."""
-    lengths = seat.eager_lengths(0, 3, 1021, seat.eager_bytes // 2)
-    if seat.rank == 1:
-        sends = [seat.send(0, payload(1, i, n), tag=i % 2) for i, n in enumerate(lengths)]
-        seat.all_done(sends, "a send under the credit")
-        seat.backend.close()
+    lengths = me.eager_lengths(0, 3, 1021, me.eager_bytes // 2)
+    if me.rank == 1:
+        sends = [me.send(0, payload(1, i, n), tag=i % 2) for i, n in enumerate(lengths)]
+        me.all_done(sends, "a send under the credit")
+        me.backend.close()
         return
-    seat.told(Downs(seat.backend), 1)
+    me.told(Downs(me.backend), 1)
     if lengths:
-        seat.equal(seat.got(seat.probe(1, tag=0), "a probe").nbytes, lengths[0], "the length of what is left")
+        me.equal(me.got(me.probe(1, tag=0), "a probe").nbytes, lengths[0], "the length of what is left")
     for tag in (1, 0):
         for i in range(tag, len(lengths), 2):
-            seat.take(1, payload(1, i, lengths[i]), f"message {i} of a rank that has left", tag=tag)
-    seat.failed(seat.recv(1, tag=0), PeerLost, "a receive when nothing is left")
+            me.take(1, payload(1, i, lengths[i]), f"message {i} of a rank that has left", tag=tag)
+    me.failed(me.recv(1, tag=0), PeerLost, "a receive when nothing is left")
 
 
 @SUITE.case(size=3, needs=["wildcards"])
-def wildcards_outlive_a_peer(seat: Seat) -> None:
+def wildcards_outlive_a_peer(me: CaseRank) -> None:
     """A receive or probe for ANY goes on when a rank leaves: another may serve it."""
-    if seat.rank == 1:
-        seat.meet()
-        seat.backend.close()
+    if me.rank == 1:
+        me.meet()
+        me.backend.close()
         return
-    news = Downs(seat.backend)
-    posted = seat.recv(ANY, tag=1) if seat.rank == 0 else None
-    seat.meet()
-    seat.told(news, 1)
+    news = Downs(me.backend)
+    posted = me.recv(ANY, tag=1) if me.rank == 0 else None
+    me.meet()
+    me.told(news, 1)
     if posted is None:
-        seat.done(seat.send(0, b"from two", tag=1), "a send")
-        seat.done(seat.send(0, b"again", tag=1), "a send")
+        me.done(me.send(0, b"from two", tag=1), "a send")
+        me.done(me.send(0, b"again", tag=1), "a send")
         return
-    seat.equal(seat.got(posted, "a receive from ANY").source, 2, "who served it")
-    seat.equal(bytes(posted.data or b""), b"from two", "what it got")
-    seat.equal(seat.got(seat.probe(ANY, tag=1), "a probe for ANY").source, 2, "who served the probe")
-    seat.take(ANY, b"again", "the second message", tag=1)
+    me.equal(me.got(posted, "a receive from ANY").source, 2, "who served it")
+    me.equal(bytes(posted.data or b""), b"from two", "what it got")
+    me.equal(me.got(me.probe(ANY, tag=1), "a probe for ANY").source, 2, "who served the probe")
+    me.take(ANY, b"again", "the second message", tag=1)
 
 
 @SUITE.case(size=3)
-def watch_tells_once(seat: Seat) -> None:
+def watch_tells_once(me: CaseRank) -> None:
     """A watch tells of every rank that leaves, once, whether it came before or after; it says who left."""
-    early, twin = Downs(seat.backend), Downs(seat.backend)
-    seat.meet()
-    if seat.rank == 2:
-        seat.backend.close()
+    early, twin = Downs(me.backend), Downs(me.backend)
+    me.meet()
+    if me.rank == 2:
+        me.backend.close()
         return
-    down = seat.told(early, 2)
-    seat.check(down.left, "a rank that closed is said to have left", repr(down))
-    seat.check(bool(down.cause), "the news names a cause", repr(down))
-    seat.told(twin, 2)
-    late = Downs(seat.backend)
-    seat.told(late, 2)
-    if seat.rank == 1:
-        seat.done(seat.send(0, b"", tag=1), "a send")
-        seat.backend.close()
+    down = me.told(early, 2)
+    me.check(down.left, "a rank that closed is said to have left", repr(down))
+    me.check(bool(down.cause), "the news names a cause", repr(down))
+    me.told(twin, 2)
+    late = Downs(me.backend)
+    me.told(late, 2)
+    if me.rank == 1:
+        me.done(me.send(0, b"", tag=1), "a send")
+        me.backend.close()
         return
-    seat.take(1, b"", "the last message", tag=1)
+    me.take(1, b"", "the last message", tag=1)
     for news in (early, twin, late):
-        seat.told(news, 1)
+        me.told(news, 1)
         told = {rank: len(downs) for rank, downs in news.told.items()}
-        seat.equal(told, {1: 1, 2: 1}, "how often each rank was told to be down")
+        me.equal(told, {1: 1, 2: 1}, "how often each rank was told to be down")
 
 
 @SUITE.case(size=2)
-def close_ends_everything_here(seat: Seat) -> None:
+def close_ends_everything_here(me: CaseRank) -> None:
     """Closing ends all requests here with ClosedError, pending or begun later; twice does no harm."""
-    large = max(seat.eager_bytes, seat.credit_bytes) + 1
-    if seat.rank == 1:
-        seat.meet()
-        error = seat.failed(seat.recv(0, tag=9), PeerLost, "a receive from the rank that closed")
-        seat.equal(error.ranks, (0,), "the lost ranks")
+    large = max(me.eager_bytes, me.credit_bytes) + 1
+    if me.rank == 1:
+        me.meet()
+        error = me.failed(me.recv(0, tag=9), PeerLost, "a receive from the rank that closed")
+        me.equal(error.ranks, (0,), "the lost ranks")
         return
     pending = {
-        "a receive": seat.recv(1, tag=1),
-        "a receive into a buffer": seat.recv(1, seat.buffer(9), tag=2),
-        "a probe": seat.probe(1, tag=3),
-        "a send that waits for its receive": seat.send(1, payload(0, 0, large), tag=4),
-        "a receive from oneself": seat.recv(0, tag=5),
+        "a receive": me.recv(1, tag=1),
+        "a receive into a buffer": me.recv(1, me.buffer(9), tag=2),
+        "a probe": me.probe(1, tag=3),
+        "a send that waits for its receive": me.send(1, payload(0, 0, large), tag=4),
+        "a receive from oneself": me.recv(0, tag=5),
     }
-    if seat.backend.capabilities.wildcards:
-        pending["a receive from ANY"] = seat.recv(ANY, tag=ANY)
-        pending["a probe for ANY"] = seat.probe(ANY, tag=6)
-    if seat.backend.capabilities.sync_send:
-        pending["a sync send"] = seat.send(1, b"sync", tag=7, sync=True)
-    seat.meet()
-    seat.backend.close()
-    seat.backend.close()
+    if me.backend.capabilities.wildcards:
+        pending["a receive from ANY"] = me.recv(ANY, tag=ANY)
+        pending["a probe for ANY"] = me.probe(ANY, tag=6)
+    if me.backend.capabilities.sync_send:
+        pending["a sync send"] = me.send(1, b"sync", tag=7, sync=True)
+    me.meet()
+    me.backend.close()
+    me.backend.close()
     for what, request in pending.items():
-        seat.failed(request, ClosedError, f"{what} that was pending at the close")
-        seat.check(not request.cancel(), "cancel of an ended request returns False")
+        me.failed(request, ClosedError, f"{what} that was pending at the close")
+        me.check(not request.cancel(), "cancel of an ended request returns False")
     late = {
-        "a receive": seat.recv(1, tag=1),
-        "a probe": seat.probe(1, tag=1),
-        "a send": seat.send(1, b"x", tag=1),
-        "a send to oneself": seat.send(0, b"x", tag=1),
+        "a receive": me.recv(1, tag=1),
+        "a probe": me.probe(1, tag=1),
+        "a send": me.send(1, b"x", tag=1),
+        "a send to oneself": me.send(0, b"x", tag=1),
     }
     for what, request in late.items():
-        seat.failed(request, ClosedError, f"{what} begun after the close")
-    seat.backend.close()
+        me.failed(request, ClosedError, f"{what} begun after the close")
+    me.backend.close()
 
 
 @SUITE.case(size=3)
-def all_may_leave_at_once(seat: Seat) -> None:
+def all_may_leave_at_once(me: CaseRank) -> None:
     """Ranks that have what they need may close without waiting for the others."""
-    after, before = (seat.rank + 1) % seat.size, (seat.rank - 1) % seat.size
-    nbytes = seat.eager_bytes + 1
-    receive, buffer = None, seat.buffer(nbytes)
-    if seat.rank:
-        receive = seat.recv(before, buffer, tag=0)
-    send = seat.send(after, payload(seat.rank, 0, nbytes), tag=0)
-    envelope = seat.got(receive or seat.recv(before, buffer, tag=0), "the message from the left")
-    seat.check_filled(envelope, buffer, payload(before, 0, nbytes), "the message from the left")
-    seat.done(send, "the send to the right")
-    seat.backend.close()
+    after, before = (me.rank + 1) % me.size, (me.rank - 1) % me.size
+    nbytes = me.eager_bytes + 1
+    receive, buffer = None, me.buffer(nbytes)
+    if me.rank:
+        receive = me.recv(before, buffer, tag=0)
+    send = me.send(after, payload(me.rank, 0, nbytes), tag=0)
+    envelope = me.got(receive or me.recv(before, buffer, tag=0), "the message from the left")
+    me.check_filled(envelope, buffer, payload(before, 0, nbytes), "the message from the left")
+    me.done(send, "the send to the right")
+    me.backend.close()

@@ -10,7 +10,7 @@ import threading
 from unisono.core.envelope import ANY, Lane
 from unisono.messaging.credit import ENVELOPE_BYTES, OWN_CREDIT_BYTES
 from unisono.testing.case import Suite
-from unisono.testing.seat import CONTEXT, Seat, payload
+from unisono.testing.case_rank import CONTEXT, CaseRank, payload
 
 __all__ = ["SUITE"]
 
@@ -20,218 +20,216 @@ _MIB = 1 << 20
 
 
 @SUITE.case(size=1)
-def a_rank_sends_to_itself(seat: Seat) -> None:
+def a_rank_sends_to_itself(me: CaseRank) -> None:
     """A send to oneself ends by itself, however long it is: its receive could only come afterwards."""
-    lengths = (0, 9, seat.eager_bytes + 1, seat.credit_bytes + 1, 12 * _MIB + 1)
+    lengths = (0, 9, me.eager_bytes + 1, me.credit_bytes + 1, 12 * _MIB + 1)
     for i, n in enumerate(lengths):
         data = bytearray(payload(0, i, n))
-        request = seat.send(0, memoryview(data), tag=i)
-        seat.done(request, f"a send of {n} bytes to oneself before its receive is posted")
+        request = me.send(0, memoryview(data), tag=i)
+        me.done(request, f"a send of {n} bytes to oneself before its receive is posted")
         data[:] = bytes(n)  # it has ended, so its buffer is ours again
     for i, n in reversed(list(enumerate(lengths))):
-        seat.take(0, payload(0, i, n), f"the message of {n} bytes to oneself", tag=i)
-    early = seat.recv(0, tag=9)
-    seat.done(seat.send(0, b"later", tag=9), "a send to oneself after its receive")
-    seat.equal(bytes(seat.done(early, "that receive").data or b""), b"later", "the message to oneself")
+        me.take(0, payload(0, i, n), f"the message of {n} bytes to oneself", tag=i)
+    early = me.recv(0, tag=9)
+    me.done(me.send(0, b"later", tag=9), "a send to oneself after its receive")
+    me.equal(bytes(me.done(early, "that receive").data or b""), b"later", "the message to oneself")
 
 
 @SUITE.case(size=1)
-def messages_to_oneself_are_bounded(seat: Seat) -> None:
+def messages_to_oneself_are_bounded(me: CaseRank) -> None:
     """What a rank sends itself and does not receive is kept up to a bound; then a send waits."""
     n = 8 * _MIB
-    count = max(OWN_CREDIT_BYTES, seat.credit_bytes) // n + 4
+    count = max(OWN_CREDIT_BYTES, me.credit_bytes) // n + 4
     data = [bytes([i]) * n for i in (1, 2)] * count
-    sends = [seat.send(0, memoryview(each), tag=i) for i, each in enumerate(data[:count])]
-    seat.done(sends[0], "the first send to oneself")
+    sends = [me.send(0, memoryview(each), tag=i) for i, each in enumerate(data[:count])]
+    me.done(sends[0], "the first send to oneself")
     kept = sum(request.done for request in sends)
-    bound = max(OWN_CREDIT_BYTES, seat.credit_bytes) // n
-    seat.check(0 < kept <= bound, f"1 to {bound} sends of 8 MiB to oneself end unreceived", f"{kept} do")
-    seat.check(sends[-1].cancel(), "a send to oneself that waits can be withdrawn")
+    bound = max(OWN_CREDIT_BYTES, me.credit_bytes) // n
+    me.check(0 < kept <= bound, f"1 to {bound} sends of 8 MiB to oneself end unreceived", f"{kept} do")
+    me.check(sends[-1].cancel(), "a send to oneself that waits can be withdrawn")
     for i in reversed(range(count - 1)):
-        buffer = seat.buffer(n)
-        seat.got(seat.recv(0, buffer, tag=i), f"message {i} to oneself")
-        seat.equal(bytes(buffer), data[i], f"message {i} to oneself")
-    seat.all_done(sends[:-1], "a send to oneself that was received")
-    seat.done(seat.send(0, memoryview(data[0]), tag=99), "a send to oneself when there is room again")
-    seat.take(0, data[0], "the last message to oneself", tag=99)
+        buffer = me.buffer(n)
+        me.got(me.recv(0, buffer, tag=i), f"message {i} to oneself")
+        me.equal(bytes(buffer), data[i], f"message {i} to oneself")
+    me.all_done(sends[:-1], "a send to oneself that was received")
+    me.done(me.send(0, memoryview(data[0]), tag=99), "a send to oneself when there is room again")
+    me.take(0, data[0], "the last message to oneself", tag=99)
 
 
 @SUITE.case(size=2)
-def large_messages_cross_in_any_order(seat: Seat) -> None:
+def large_messages_cross_in_any_order(me: CaseRank) -> None:
     """Three sends of 12 MiB, received in another order of tags: what nobody asked for fills no lane."""
     n, order = 12 * _MIB + 5, (2, 0, 1)
-    if seat.rank == 0:
-        sends = [seat.send(1, payload(0, i, n), tag=i) for i in range(3)]
-        seat.meet()
-        seat.all_done(sends, "a send of 12 MiB")
+    if me.rank == 0:
+        sends = [me.send(1, payload(0, i, n), tag=i) for i in range(3)]
+        me.meet()
+        me.all_done(sends, "a send of 12 MiB")
     else:
-        seat.meet()
+        me.meet()
         for i in order:
-            seat.take(0, payload(0, i, n), f"the message of 12 MiB with tag {i}", tag=i)
+            me.take(0, payload(0, i, n), f"the message of 12 MiB with tag {i}", tag=i)
 
 
 @SUITE.case(size=2)
-def large_messages_cross_both_ways(seat: Seat) -> None:
+def large_messages_cross_both_ways(me: CaseRank) -> None:
     """Two ranks may send each other large messages at the same time, with or without receives posted."""
-    n, peer = 3 * _MIB + 1, 1 - seat.rank
-    early = seat.buffer(n)
-    request = seat.recv(peer, early, tag=0)
-    sends = [seat.send(peer, payload(seat.rank, i, n), tag=i) for i in range(2)]
-    seat.check_filled(seat.got(request, "the first"), early, payload(peer, 0, n), "the first large message")
-    seat.take(peer, payload(peer, 1, n), "the second large message", tag=1)
-    seat.all_done(sends, "a large send")
+    n, peer = 3 * _MIB + 1, 1 - me.rank
+    early = me.buffer(n)
+    request = me.recv(peer, early, tag=0)
+    sends = [me.send(peer, payload(me.rank, i, n), tag=i) for i in range(2)]
+    me.check_filled(me.got(request, "the first"), early, payload(peer, 0, n), "the first large message")
+    me.take(peer, payload(peer, 1, n), "the second large message", tag=1)
+    me.all_done(sends, "a large send")
 
 
 @SUITE.case(size=2)
-def buffers_are_free_when_sends_end(seat: Seat) -> None:
+def buffers_are_free_when_sends_end(me: CaseRank) -> None:
     """Once a send has ended, its buffer may change: the message does not."""
-    lengths = seat.eager_lengths(1, 100, seat.eager_bytes)
-    if seat.rank == 0:
+    lengths = me.eager_lengths(1, 100, me.eager_bytes)
+    if me.rank == 0:
         for i, n in enumerate(lengths):
             data = bytearray(payload(0, i, n))
-            seat.done(seat.send(1, memoryview(data), tag=i), f"a send of {n} bytes under the credit")
+            me.done(me.send(1, memoryview(data), tag=i), f"a send of {n} bytes under the credit")
             data[:] = bytes(n)
-        seat.meet()
+        me.meet()
     else:
-        seat.meet()
+        me.meet()
         for i, n in enumerate(lengths):
-            seat.take(0, payload(0, i, n), f"the message of {n} bytes", tag=i)
+            me.take(0, payload(0, i, n), f"the message of {n} bytes", tag=i)
 
 
 @SUITE.case(size=2)
-def unmatched_payload_is_bounded(seat: Seat) -> None:
+def unmatched_payload_is_bounded(me: CaseRank) -> None:
     """Sends that nobody receives stop ending at the credit; received at last, all arrive, in order."""
-    piece = max(1, seat.eager_bytes)
-    limit = seat.credit_bytes + piece
+    piece = max(1, me.eager_bytes)
+    limit = me.credit_bytes + piece
     count = 4 * limit // piece + 4
     for turn in range(2):  # twice, because credit must come back
-        if seat.rank == 0:
-            sends = [seat.send(1, payload(turn, i, piece), tag=turn) for i in range(count)]
-            seat.meet()
+        if me.rank == 0:
+            sends = [me.send(1, payload(turn, i, piece), tag=turn) for i in range(count)]
+            me.meet()
             ended = sum(request.done for request in sends) * piece
-            seat.check(
+            me.check(
                 ended <= limit,
                 f"at most {limit} bytes of sends end before any receive (the credit and one message)",
                 f"{ended} of {count * piece} bytes did",
             )
-            seat.meet()
-            seat.all_done(sends, "a send that was received at last")
-            seat.meet()
-            last = [seat.send(1, payload(turn, 0, n), tag=9) for n in seat.eager_lengths(piece)]
-            seat.all_done(last, "a short send after the credit has come back")
-            seat.meet()
+            me.meet()
+            me.all_done(sends, "a send that was received at last")
+            me.meet()
+            last = [me.send(1, payload(turn, 0, n), tag=9) for n in me.eager_lengths(piece)]
+            me.all_done(last, "a short send after the credit has come back")
+            me.meet()
         else:
-            seat.meet()
-            seat.meet()
+            me.meet()
+            me.meet()
             for i in range(count):
-                seat.take(0, payload(turn, i, piece), f"message {i} of the flood", tag=turn)
-            seat.meet()
-            seat.meet()
-            for n in seat.eager_lengths(piece):
-                seat.take(0, payload(turn, 0, n), "the short message after the flood", tag=9)
+                me.take(0, payload(turn, i, piece), f"message {i} of the flood", tag=turn)
+            me.meet()
+            me.meet()
+            for n in me.eager_lengths(piece):
+                me.take(0, payload(turn, 0, n), "the short message after the flood", tag=9)
 
 
 @SUITE.case(size=2)
-def an_ended_context_holds_no_credit(seat: Seat) -> None:
+def an_ended_context_holds_no_credit(me: CaseRank) -> None:
     """What nobody received gives its credit back when its context ends, and what comes later does at once."""
-    piece = min(4096, seat.eager_bytes)
-    count = seat.credit_bytes // (piece + ENVELOPE_BYTES) // 3
+    piece = min(4096, me.eager_bytes)
+    count = me.credit_bytes // (piece + ENVELOPE_BYTES) // 3
     for turn in range(9):
         context, is_late = CONTEXT + 1 + turn, turn % 2 == 1
-        if seat.rank == 1 and is_late:
-            seat.backend.end_group(context)
-        seat.meet()
-        if seat.rank == 0:
-            sends = [seat.send(1, payload(turn, i, piece), tag=i, context=context) for i in range(count)]
-            seat.all_done(sends, f"a send in context {turn}, after the credit of those before came back")
-        seat.meet()
-        if seat.rank == 1:
-            seat.backend.end_group(context)
-            seat.check(
-                not seat.probe(0, tag=0, context=context).done, "nothing is queued in an ended context"
-            )
-    seat.meet()
-    if seat.rank == 0:
-        seat.done(seat.send(1, payload(0, 0, piece), tag=1), "a send in another context")
+        if me.rank == 1 and is_late:
+            me.backend.end_group(context)
+        me.meet()
+        if me.rank == 0:
+            sends = [me.send(1, payload(turn, i, piece), tag=i, context=context) for i in range(count)]
+            me.all_done(sends, f"a send in context {turn}, after the credit of those before came back")
+        me.meet()
+        if me.rank == 1:
+            me.backend.end_group(context)
+            me.check(not me.probe(0, tag=0, context=context).done, "nothing is queued in an ended context")
+    me.meet()
+    if me.rank == 0:
+        me.done(me.send(1, payload(0, 0, piece), tag=1), "a send in another context")
     else:
-        seat.take(0, payload(0, 0, piece), "the message in another context", tag=1)
+        me.take(0, payload(0, 0, piece), "the message in another context", tag=1)
 
 
 @SUITE.case(size=3)
-def a_full_pair_blocks_no_other(seat: Seat) -> None:
+def a_full_pair_blocks_no_other(me: CaseRank) -> None:
     """A rank that takes nothing from another holds up neither third ranks, nor the way back, nor control."""
-    piece = max(1, seat.eager_bytes)
-    count = 2 * (seat.credit_bytes // piece) + 2
-    if seat.rank == 0:
-        flood = [seat.send(1, payload(0, i, piece), tag=0) for i in range(count)]
-        seat.done(seat.send(2, payload(0, 1, piece + 1), tag=1), "a send to a third rank")
-        control = seat.send(1, b"control", tag=2, lane=Lane.CONTROL)
-        seat.take(1, payload(1, 2, piece + 1), "the message on the way back", tag=3)
-        seat.done(control, "a send on the control lane")
-        seat.all_done(flood, "a send of the flood")
-    elif seat.rank == 1:
-        seat.take(0, b"control", "the message on the control lane", tag=2)
-        seat.done(seat.send(0, payload(1, 2, piece + 1), tag=3), "a send on the way back")
+    piece = max(1, me.eager_bytes)
+    count = 2 * (me.credit_bytes // piece) + 2
+    if me.rank == 0:
+        flood = [me.send(1, payload(0, i, piece), tag=0) for i in range(count)]
+        me.done(me.send(2, payload(0, 1, piece + 1), tag=1), "a send to a third rank")
+        control = me.send(1, b"control", tag=2, lane=Lane.CONTROL)
+        me.take(1, payload(1, 2, piece + 1), "the message on the way back", tag=3)
+        me.done(control, "a send on the control lane")
+        me.all_done(flood, "a send of the flood")
+    elif me.rank == 1:
+        me.take(0, b"control", "the message on the control lane", tag=2)
+        me.done(me.send(0, payload(1, 2, piece + 1), tag=3), "a send on the way back")
         for i in range(count):
-            seat.take(0, payload(0, i, piece), f"message {i} of the flood", tag=0)
+            me.take(0, payload(0, i, piece), f"message {i} of the flood", tag=0)
     else:
-        seat.take(0, payload(0, 1, piece + 1), "the message to a third rank", tag=1)
+        me.take(0, payload(0, 1, piece + 1), "the message to a third rank", tag=1)
 
 
 @SUITE.case(size=2, needs=["sync_send"])
-def sync_sends_end_when_met(seat: Seat) -> None:
+def sync_sends_end_when_met(me: CaseRank) -> None:
     """A sync send ends when its message has met a receive, not before; a probe is no receive."""
-    lengths = (0, 10, seat.eager_bytes, seat.eager_bytes + 1)
-    if seat.rank == 0:
-        sends = [seat.send(1, payload(0, i, n), tag=i, sync=True) for i, n in enumerate(lengths)]
-        seat.meet()
-        seat.meet()
+    lengths = (0, 10, me.eager_bytes, me.eager_bytes + 1)
+    if me.rank == 0:
+        sends = [me.send(1, payload(0, i, n), tag=i, sync=True) for i, n in enumerate(lengths)]
+        me.meet()
+        me.meet()
         early = [lengths[i] for i, request in enumerate(sends) if request.done]
-        seat.check(not early, "no sync send ends before its receive", f"those of {early} bytes did")
-        seat.meet()
-        seat.all_done(sends, "a sync send that was met")
-        back = seat.send(1, b"gone", tag=7, sync=True)
-        seat.meet()
-        seat.check(back.cancel(), "an unmet sync send can be withdrawn")
-        seat.meet()
-        seat.meet()
+        me.check(not early, "no sync send ends before its receive", f"those of {early} bytes did")
+        me.meet()
+        me.all_done(sends, "a sync send that was met")
+        back = me.send(1, b"gone", tag=7, sync=True)
+        me.meet()
+        me.check(back.cancel(), "an unmet sync send can be withdrawn")
+        me.meet()
+        me.meet()
     else:
-        seat.meet()
+        me.meet()
         for i, n in enumerate(lengths):
-            seat.equal(seat.got(seat.probe(0, tag=i), "a probe").nbytes, n, "the length that a probe shows")
-        seat.meet()
-        seat.meet()
+            me.equal(me.got(me.probe(0, tag=i), "a probe").nbytes, n, "the length that a probe shows")
+        me.meet()
+        me.meet()
         for i, n in enumerate(lengths):
-            seat.take(0, payload(0, i, n), f"the sync message of {n} bytes", tag=i)
-        seat.meet()
-        seat.meet()
-        probe = seat.probe(0, tag=7)
-        seat.check(not probe.done, "a withdrawn message is gone", "it is still there")
-        seat.check(probe.cancel(), "a waiting probe can be withdrawn")
-        seat.meet()
+            me.take(0, payload(0, i, n), f"the sync message of {n} bytes", tag=i)
+        me.meet()
+        me.meet()
+        probe = me.probe(0, tag=7)
+        me.check(not probe.done, "a withdrawn message is gone", "it is still there")
+        me.check(probe.cancel(), "a waiting probe can be withdrawn")
+        me.meet()
 
 
 @SUITE.case(size=1, needs=["sync_send"])
-def sync_sends_to_oneself_wait(seat: Seat) -> None:
+def sync_sends_to_oneself_wait(me: CaseRank) -> None:
     """A sync send to oneself ends with its receive, too."""
-    request = seat.send(0, b"me", tag=1, sync=True)
-    seat.check(not request.done, "a sync send to oneself waits for its receive", "it is done")
-    seat.take(0, b"me", "the message to oneself", tag=1)
-    seat.done(request, "the sync send")
+    request = me.send(0, b"me", tag=1, sync=True)
+    me.check(not request.done, "a sync send to oneself waits for its receive", "it is done")
+    me.take(0, b"me", "the message to oneself", tag=1)
+    me.done(request, "the sync send")
 
 
 @SUITE.case(size=2, needs=["threads"])
-def threads_share_a_rank(seat: Seat) -> None:
+def threads_share_a_rank(me: CaseRank) -> None:
     """Requests may be started from several threads at once; each thread's messages keep their order."""
-    peer, turns, failures = 1 - seat.rank, 40, []
+    peer, turns, failures = 1 - me.rank, 40, []
 
     def exchange(tag: int) -> None:
         try:
             for i in range(turns):
-                n = seat.eager_bytes + tag if i % 10 == tag else 10 + i
-                send = seat.send(peer, payload(seat.rank * 8 + tag, i, n), tag=tag)
-                seat.take(peer, payload(peer * 8 + tag, i, n), f"message {i} of thread {tag}", tag=tag)
-                seat.done(send, f"send {i} of thread {tag}")
+                n = me.eager_bytes + tag if i % 10 == tag else 10 + i
+                send = me.send(peer, payload(me.rank * 8 + tag, i, n), tag=tag)
+                me.take(peer, payload(peer * 8 + tag, i, n), f"message {i} of thread {tag}", tag=tag)
+                me.done(send, f"send {i} of thread {tag}")
         except AssertionError as failure:
             failures.append(failure)
 
@@ -239,25 +237,25 @@ def threads_share_a_rank(seat: Seat) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(seat.time_left_s + 1)
+        thread.join(me.time_left_s + 1)
     if failures:
         raise failures[0]
-    seat.check(not any(thread.is_alive() for thread in threads), "all threads end", "one hangs")
+    me.check(not any(thread.is_alive() for thread in threads), "all threads end", "one hangs")
 
 
 @SUITE.case(size=3, needs=["threads", "wildcards"])
-def threads_share_wildcards(seat: Seat) -> None:
+def threads_share_wildcards(me: CaseRank) -> None:
     """Receives from ANY on several threads take every message exactly once."""
     per_rank, taken, failures = 60, [], []
-    if seat.rank:
-        sends = [seat.send(0, payload(seat.rank, i, 8), tag=i % 3) for i in range(per_rank)]
-        seat.all_done(sends, "a send")
+    if me.rank:
+        sends = [me.send(0, payload(me.rank, i, 8), tag=i % 3) for i in range(per_rank)]
+        me.all_done(sends, "a send")
         return
 
     def take() -> None:
         try:
             for _ in range(2 * per_rank // 3):
-                request = seat.done(seat.recv(ANY, tag=ANY), "a receive from ANY")
+                request = me.done(me.recv(ANY, tag=ANY), "a receive from ANY")
                 taken.append(bytes(request.data or b""))
         except AssertionError as failure:
             failures.append(failure)
@@ -266,8 +264,8 @@ def threads_share_wildcards(seat: Seat) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(seat.time_left_s + 1)
+        thread.join(me.time_left_s + 1)
     if failures:
         raise failures[0]
     expected = sorted(bytes(payload(rank, i, 8)) for rank in (1, 2) for i in range(per_rank))
-    seat.check(sorted(taken) == expected, "every message is taken once", "some are missing or doubled")
+    me.check(sorted(taken) == expected, "every message is taken once", "some are missing or doubled")

@@ -19,7 +19,7 @@ from unisono.core.kernels import narrow, widen
 from unisono.core.ops import as_op
 from unisono.errors import UsageError
 from unisono.testing.case import Suite
-from unisono.testing.seat import Seat
+from unisono.testing.case_rank import CaseRank
 
 __all__ = ["SUITE"]
 
@@ -33,24 +33,24 @@ _COUNTS: Final = (31, 1033)
 
 
 @SUITE.case(size=3)
-def all_reduce_keeps_special_values(seat: Seat) -> None:
+def all_reduce_keeps_special_values(me: CaseRank) -> None:
     """all_reduce of overflow, NaN, signed zeros and infinities: the same on every rank and every backend."""
-    with seat.world() as world:
+    with me.world() as world:
         results = []
         for dtype, op in _pairs():
             for count in _COUNTS:
                 every = [_special(dtype, count, rank) for rank in range(world.size)]
                 got = world.all_reduce(_given(every[world.rank], dtype), op)
-                _check(seat, got, _reduced(every, op, dtype), f"all_reduce of {count} {dtype} by {op}")
+                _check(me, got, _reduced(every, op, dtype), f"all_reduce of {count} {dtype} by {op}")
                 results.append(_storage(got).view(np.uint8))
         bits = world.all_gather(np.concatenate(results))
-        seat.check(bool((bits == bits[0]).all()), "all ranks have the same bits", "they differ, NaN included")
+        me.check(bool((bits == bits[0]).all()), "all ranks have the same bits", "they differ, NaN included")
 
 
 @SUITE.case(size=3)
-def the_other_reductions_keep_special_values(seat: Seat) -> None:
+def the_other_reductions_keep_special_values(me: CaseRank) -> None:
     """reduce, scan, exscan and reduce_scatter treat overflow, NaN, signed zeros and infinities alike."""
-    with seat.world() as world:
+    with me.world() as world:
         size, rank, count = world.size, world.rank, _COUNTS[-1]
         for root, (dtype, op) in enumerate(_pairs()):
             if op not in ("sum", "prod", "min", "max", "mean"):
@@ -60,17 +60,17 @@ def the_other_reductions_keep_special_values(seat: Seat) -> None:
             what = f"of {count} {dtype} by {op}"
             got = world.reduce(_given(every[rank], dtype), root % size, op)
             if rank == root % size:
-                _check(seat, got, _reduced(every, op, dtype), f"reduce {what}")
+                _check(me, got, _reduced(every, op, dtype), f"reduce {what}")
             parts = [row[rank] for row in rows]
             got = world.reduce_scatter(_given(rows[rank], dtype), op)
-            _check(seat, got, _reduced(parts, op, dtype), f"reduce_scatter {what}")
+            _check(me, got, _reduced(parts, op, dtype), f"reduce_scatter {what}")
             if op == "mean":
                 continue
             got = world.scan(_given(every[rank], dtype), op)
-            _check(seat, got, _reduced(every[: rank + 1], op, dtype), f"scan {what}")
+            _check(me, got, _reduced(every[: rank + 1], op, dtype), f"scan {what}")
             got = world.exscan(_given(every[rank], dtype), op)
             if rank:  # what rank 0 gets is no value of anybody's
-                _check(seat, got, _reduced(every[:rank], op, dtype), f"exscan {what}")
+                _check(me, got, _reduced(every[:rank], op, dtype), f"exscan {what}")
 
 
 def _pairs() -> list[tuple[DType, str]]:
@@ -182,7 +182,7 @@ def _storage(got: Any) -> Array:
     return got.data if isinstance(got, Typed) else got
 
 
-def _check(seat: Seat, got: Any, expected: Array, what: str) -> None:
+def _check(me: CaseRank, got: Any, expected: Array, what: str) -> None:
     """Compare bit by bit, but any NaN with any other."""
     bits = _storage(got)
     dtype = got.dtype if isinstance(got, Typed) else DTYPES[bits.dtype.name]
@@ -191,4 +191,4 @@ def _check(seat: Seat, got: Any, expected: Array, what: str) -> None:
         real = held.real.dtype
         held, expected = held.view(real).copy(), expected.view(real).copy()
         held[np.isnan(held)] = expected[np.isnan(expected)] = np.nan
-    seat.same(held, expected, what)
+    me.same(held, expected, what)

@@ -198,5 +198,5 @@ DESCRIPTION = BackendInfo(
     check=missing,
     install="a machine with an NVIDIA GPU, and pip install torch with CUDA",
     capabilities=_CAPABILITIES,
-    around=_around,
+    wrap=_around,
 )

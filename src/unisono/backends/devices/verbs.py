@@ -14,7 +14,7 @@ from typing import Any, Final
 from unisono.core.dtypes import DTYPES
 from unisono.core.ops import OpLike, as_op
 from unisono.errors import UsageError
-from unisono.messaging.fast_path import KnownCalls
+from unisono.messaging.fast_path import FastPath
 
 __all__ = ["DeviceCalls", "DevicePart"]
 
@@ -45,13 +45,13 @@ class DevicePart(ABC):
 class DeviceCalls:
     """Stands before a communicator's verbs, and takes the calls with tensors of devices."""
 
-    def __init__(self, part: DevicePart, size: int, inner: KnownCalls | None) -> None:
+    def __init__(self, part: DevicePart, size: int, inner: FastPath | None) -> None:
         self._part = part
         self._size = size
         self._inner = inner
         self.verbs = tuple(dict.fromkeys((*_VERBS, *(inner.verbs if inner is not None else ()))))
 
-    def verb(self, name: str, slow: Callable[..., Any], aid: Any) -> Callable[..., Any]:
+    def verb(self, name: str, slow: Callable[..., Any], slow_path: Any) -> Callable[..., Any]:
         """Take what concerns a device. The short way of others, which knows no such thing, goes first."""
 
         def call(*args: Any, **named: Any) -> Any:
@@ -64,19 +64,19 @@ class DeviceCalls:
         call.__name__, call.__doc__ = name, slow.__doc__
         last = call if name in _VERBS else slow
         inner = self._inner
-        return last if inner is None or name not in inner.verbs else inner.verb(name, last, aid)
+        return last if inner is None or name not in inner.verbs else inner.verb(name, last, slow_path)
 
-    def unmet(self, sequence: int) -> Sequence[tuple[int, int, bytes]]:
+    def unclaimed(self, sequence: int) -> Sequence[tuple[int, int, bytes]]:
         """The others know."""
-        return () if self._inner is None else self._inner.unmet(sequence)
+        return () if self._inner is None else self._inner.unclaimed(sequence)
 
-    def behind(self) -> Sequence[int]:
+    def unconfirmed_ranks(self) -> Sequence[int]:
         """The others know."""
-        return () if self._inner is None else self._inner.behind()
+        return () if self._inner is None else self._inner.unconfirmed_ranks()
 
-    def learn(self, *lesson: Any) -> bool:
+    def cache_decision(self, *decision: Any) -> bool:
         """It is for the others."""
-        return self._inner is not None and self._inner.learn(*lesson)
+        return self._inner is not None and self._inner.cache_decision(*decision)
 
     def _run(
         self,

@@ -2,7 +2,7 @@
 
 Knows Gloo's process groups: how they are made without torch.distributed's global state, who waits for which
 of their works, and that one expired wait would break all links, so that none ever expires. Does not know
-messages (the courier does), nor how ranks find each other: it gives a card, and gets everybody's.
+messages (the backend does), nor how ranks find each other: it gives a card, and gets everybody's.
 
 A thread per peer waits for what the peer sends, another for what was sent to it to be gone.
 """
@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from unisono.backends.framed import Courier, Wire, frame_bytes_max
+from unisono.backends.framed import FramedBackend, FrameTransport, frame_bytes_max
 from unisono.backends.gloo.collectives import Collectives, Opening, break_links
-from unisono.backends.registry import BackendInfo, Berth
+from unisono.backends.registry import BackendInfo, BindSpec
 from unisono.core.clock import RealRuntime
 from unisono.core.envelope import Lane
 from unisono.core.request import Request
@@ -36,7 +36,7 @@ from unisono.plans.steps import Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DESCRIPTION", "Draft", "GlooBackend"]
+__all__ = ["DESCRIPTION", "GlooBackend", "UnconnectedGloo"]
 
 _FRAME, _PAYLOAD = 1, 2  # Gloo's tags
 # So many receives stand ready for frames of one peer.
@@ -51,14 +51,14 @@ _CAPABILITIES: Final = Capabilities("gloo", run_collective=True)
 _INSTALL: Final = "pip install 'unisono[torch]'"
 
 
-class GlooBackend(Courier):
+class GlooBackend(FramedBackend):
     """One rank over two process groups: one for messages, one for Gloo's own collectives.
 
     A collective that is given up may leave its group in the middle of an exchange; messages go on.
     """
 
-    def __init__(self, berth: Berth, device: Any, messages: Any, collectives: Any) -> None:
-        super().__init__(berth.rank, berth.size, berth.config, RealRuntime())
+    def __init__(self, spec: BindSpec, device: Any, messages: Any, collectives: Any) -> None:
+        super().__init__(spec.rank, spec.size, spec.config, RealRuntime())
         self._collectives = Collectives(self, collectives, partial(_Maker, device))
         self._wire = wire = _GlooWire(self, messages)
         self.watch(self._collectives.peer_down)
@@ -78,7 +78,7 @@ class GlooBackend(Courier):
     def end_group(self, context: int) -> None:
         """Let go of what was made for it."""
         super().end_group(context)
-        self._collectives.close_room(context)
+        self._collectives.close_queue(context)
 
     def close(self) -> None:
         """Leave."""
@@ -92,20 +92,20 @@ class GlooBackend(Courier):
         self._wire.close()
 
 
-class Draft:
+class UnconnectedGloo:
     """A rank before it knows the others: its groups are being made, and wait for everybody's addresses."""
 
-    def __init__(self, berth: Berth) -> None:
-        if berth.is_encrypted:
+    def __init__(self, spec: BindSpec) -> None:
+        if spec.is_encrypted:
             raise UsageError(
                 "gloo's links have no encryption, and these ranks are on several hosts or asked for it",
                 next_step="use backend='native', or insecure=True on a network that nobody else can reach",
             )
         from torch.distributed import ProcessGroupGloo
 
-        self._berth = berth
-        self._device = ProcessGroupGloo.create_device(hostname=berth.host, lazy_init=False)
-        self._makers = [_Maker(self._device, berth.rank, berth.size) for _ in range(2)]
+        self._spec = spec
+        self._device = ProcessGroupGloo.create_device(hostname=spec.host, lazy_init=False)
+        self._makers = [_Maker(self._device, spec.rank, spec.size) for _ in range(2)]
 
     def card(self) -> bytes:
         """What the others need to reach this rank."""
@@ -122,7 +122,7 @@ class Draft:
         for index, maker in enumerate(self._makers):
             maker.fill([pair[index] for pair in pairs])
         messages, collectives = (maker.group() for maker in self._makers)
-        return GlooBackend(self._berth, self._device, messages, collectives)
+        return GlooBackend(self._spec, self._device, messages, collectives)
 
     def close(self) -> None:
         """Give up."""
@@ -237,17 +237,17 @@ def _store() -> Any:
     return SeedStore()
 
 
-class _GlooWire(Wire):
+class _GlooWire(FrameTransport):
     """Frames and payloads as sends and receives of a process group."""
 
-    def __init__(self, courier: GlooBackend, group: Any) -> None:
+    def __init__(self, backend: GlooBackend, group: Any) -> None:
         import torch
 
         self._torch = torch
-        self._courier = courier
+        self._backend = backend
         self._group = group
-        self._frame_bytes = _LENGTH.size + frame_bytes_max(courier.config)
-        others = [peer for peer in range(courier.size) if peer != courier.rank]
+        self._frame_bytes = _LENGTH.size + frame_bytes_max(backend.config)
+        others = [peer for peer in range(backend.size) if peer != backend.rank]
         self._send_locks = {peer: threading.Lock() for peer in others}
         self._sent: dict[int, SimpleQueue[tuple[Any, Tensor] | None]] = {
             peer: SimpleQueue() for peer in others
@@ -278,7 +278,7 @@ class _GlooWire(Wire):
         """Let the threads end, also those whose peers have not answered the goodbye."""
         for queue in self._sent.values():
             queue.put(None)
-        deaf = [peer for peer in self._sent if not self._courier.is_over(peer)]
+        deaf = [peer for peer in self._sent if not self._backend.is_over(peer)]
         if deaf:
             break_links(self._group, tuple(deaf))
         for thread in self._threads:
@@ -299,25 +299,25 @@ class _GlooWire(Wire):
 
     def _listen(self, peer: int) -> None:
         """Hear a peer until its last word."""
-        courier, torch = self._courier, self._torch
+        backend, torch = self._backend, self._torch
         try:
             buffers = [torch.empty(self._frame_bytes, dtype=torch.uint8) for _ in range(_READY)]
             works = [self._start_recv(buffer, peer, _FRAME) for buffer in buffers]
-            while not courier.is_over(peer):
+            while not backend.is_over(peer):
                 _wait(works.pop(0))
                 buffer = buffers.pop(0)
-                landing = courier.hear(peer, _frame_in(buffer))
-                if landing is not None:
-                    memory, on_landed = landing
+                reassembly = backend.hear(peer, _frame_in(buffer))
+                if reassembly is not None:
+                    memory, on_landed = reassembly
                     _wait(self._start_recv(self._tensor(memory), peer, _PAYLOAD))
                     on_landed()
-                if not courier.is_over(peer):
+                if not backend.is_over(peer):
                     buffers.append(buffer)
                     works.append(self._start_recv(buffer, peer, _FRAME))
         except ProtocolError as error:
-            courier.broken(peer, error)
+            backend.broken(peer, error)
         except _LinkError as error:
-            courier.lost(peer, f"closed its connection ({error})")
+            backend.lost(peer, f"closed its connection ({error})")
 
     def _start_recv(self, memory: Tensor, peer: int, tag: int) -> Any:
         try:
@@ -373,5 +373,5 @@ DESCRIPTION = BackendInfo(
     check=_check,
     install=_INSTALL,
     capabilities=_CAPABILITIES,
-    draft=Draft,
+    bind=UnconnectedGloo,
 )

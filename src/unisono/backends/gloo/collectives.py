@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from unisono.backends import foreign
-from unisono.backends.foreign import Agreement, Introductions, OwnRequest
+from unisono.backends.foreign import Agreement, ForeignRequest, Introductions
 from unisono.core.envelope import HEADER_BYTES_MAX
 from unisono.core.request import Request
 from unisono.errors import UnisonoError
@@ -75,10 +75,10 @@ class _Task:
 
     problem: Problem
     stage: Stage
-    request: OwnRequest
+    request: ForeignRequest
 
 
-class _Room:
+class CollectiveQueue:
     """The collectives of one communicator."""
 
     def __init__(self, backend: Backend, members: tuple[int, ...], group: Any = None) -> None:
@@ -92,7 +92,7 @@ class _Room:
         self._introductions: Introductions | None = None
         self._cards: SimpleQueue[list[bytes] | None] = SimpleQueue()
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._pending: dict[OwnRequest, None] = {}
+        self._pending: dict[ForeignRequest, None] = {}
         self._thread: threading.Thread | None = None
         self._is_busy = False
         self._is_broken = False
@@ -106,7 +106,7 @@ class _Room:
 
     def run(self, problem: Problem, stage: Stage) -> Request:
         """Put a collective in the line."""
-        request = OwnRequest(self._others, on_unwanted=self._break)
+        request = ForeignRequest(self._others, on_unwanted=self._break)
         self._pending[request] = None
         request.notify(lambda: self._pending.pop(request, None))
         if self._thread is None:
@@ -213,14 +213,14 @@ class Collectives:
     def __init__(self, backend: Backend, group: Any, make: Callable[[int, int], Opening]) -> None:
         self._backend = backend
         self._make = make
-        self._world = _Room(backend, tuple(range(backend.size)), group)
-        self._rooms: dict[int, _Room] = {}
+        self._world = CollectiveQueue(backend, tuple(range(backend.size)), group)
+        self._rooms: dict[int, CollectiveQueue] = {}
         self._lock = threading.Lock()
         self._reproducible = backend.config.reproducible
 
     def run(self, problem: Problem, stage: Stage) -> Request | None:
         """Put a collective in the line, or leave it to plans: None."""
-        if problem.size == 1 or not foreign.may_be_own(problem, stage) or not self._fits(problem, stage):
+        if problem.size == 1 or not foreign.library_may_run(problem, stage) or not self._fits(problem, stage):
             return None
         return self._room_of(stage).run(problem, stage)
 
@@ -230,7 +230,7 @@ class Collectives:
             if down.rank in room.members:
                 room.peer_down(down)
 
-    def close_room(self, context: int) -> None:
+    def close_queue(self, context: int) -> None:
         """A communicator has ended."""
         with self._lock:
             room = self._rooms.pop(context, None)
@@ -242,11 +242,11 @@ class Collectives:
         for room in self._all():
             room.close()
 
-    def _all(self) -> list[_Room]:
+    def _all(self) -> list[CollectiveQueue]:
         with self._lock:
             return [self._world, *self._rooms.values()]
 
-    def _room_of(self, stage: Stage) -> _Room:
+    def _room_of(self, stage: Stage) -> CollectiveQueue:
         """The room of a communicator, which is opened when it is needed first."""
         members = stage.members
         if members is None:
@@ -255,7 +255,7 @@ class Collectives:
             room = self._rooms.get(stage.context)
             is_new = room is None
             if room is None:
-                room = self._rooms[stage.context] = _Room(self._backend, members)
+                room = self._rooms[stage.context] = CollectiveQueue(self._backend, members)
         if is_new:
             room.open(stage.context, self._make(members.index(self._backend.rank), len(members)))
         return room

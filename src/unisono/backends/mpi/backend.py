@@ -1,7 +1,7 @@
 """The mpi backend: any MPI library, through mpi4py, carries the frames.
 
 Knows how frames and payloads become MPI messages, and who makes MPI progress: whoever waits asks it again and
-again, and while nobody waits a thread does so now and then. Does not know messages (the courier does), nor
+again, and while nobody waits a thread does so now and then. Does not know messages (the backend does), nor
 how ranks were started: MPI's launcher did that.
 
 All calls of MPI stand under one lock, so that MPI_THREAD_SERIALIZED is enough. What they bring is told after
@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from unisono._native import Ledger
-from unisono.backends.foreign import OwnRequest
-from unisono.backends.framed import Courier, Wire
+from unisono._native import CallLog
+from unisono.backends.foreign import ForeignRequest
+from unisono.backends.framed import FramedBackend, FrameTransport
 from unisono.backends.mpi.calls import Decision, MpiCalls
 from unisono.backends.mpi.collectives import Collectives
 from unisono.backends.registry import BackendInfo
@@ -119,7 +119,7 @@ class Engine:
                 _log.exception("a callback failed")
 
 
-class MpiBackend(Courier):
+class MpiBackend(FramedBackend):
     """One rank of MPI_COMM_WORLD, or of another communicator, of which it takes a duplicate."""
 
     def __init__(self, comm: Any, config: Config) -> None:
@@ -129,7 +129,7 @@ class MpiBackend(Courier):
         self._wire = _MpiWire(self, comm.Dup(), engine)
         engine.watch(self.collectives.check)
         self._handles = itertools.count(1)
-        self._kept: dict[int, OwnRequest] = {}
+        self._kept: dict[int, ForeignRequest] = {}
         self.watch(self.collectives.peer_down)
         self._pump = threading.Thread(target=self._run, name="unisono-mpi", daemon=True)
         self._pump.start()
@@ -143,7 +143,7 @@ class MpiBackend(Courier):
         """Let MPI solve it, if it gives our results."""
         request = self.collectives.run(problem, stage)
         if request is not None and stage.on_compiled is not None:
-            room = self.collectives.room_of(stage.context, stage.members)
+            room = self.collectives.queue_of(stage.context, stage.members)
             assert room is not None
             stage.on_compiled(Decision(room, problem, stage))
         return request
@@ -151,15 +151,15 @@ class MpiBackend(Courier):
     def end_group(self, context: int) -> None:
         """Let go of what was made for it."""
         super().end_group(context)
-        self.collectives.close_room(context)
+        self.collectives.close_queue(context)
 
-    def hot_path(
-        self, context: int, size: int, ledger: Ledger, on_unmet: Callable[[int, int, bytes], bool]
+    def fast_path(
+        self, context: int, size: int, call_log: CallLog, on_unclaimed: Callable[[int, int, bytes], bool]
     ) -> MpiCalls | None:
         """Make what brings known calls straight to MPI."""
-        return MpiCalls(self, size, ledger) if size > 1 else None
+        return MpiCalls(self, size, call_log) if size > 1 else None
 
-    def keep(self, request: OwnRequest) -> int:
+    def keep(self, request: ForeignRequest) -> int:
         """Keep what a known call began until somebody adopts it."""
         handle = next(self._handles)
         self._kept[handle] = request
@@ -185,14 +185,14 @@ class MpiBackend(Courier):
                 self.runtime.sleep(_IDLE_S)
 
 
-class _MpiWire(Wire):
+class _MpiWire(FrameTransport):
     """Frames and payloads as MPI messages on a communicator of their own."""
 
-    def __init__(self, courier: MpiBackend, comm: Any, engine: Engine) -> None:
+    def __init__(self, backend: MpiBackend, comm: Any, engine: Engine) -> None:
         from mpi4py import MPI
 
         self._mpi: Any = MPI
-        self._courier = courier
+        self._backend = backend
         self._comm = comm
         self._engine = engine
         self._status = MPI.Status()
@@ -216,10 +216,10 @@ class _MpiWire(Wire):
 
     def close(self) -> None:
         """Ask MPI no more."""
-        runtime = self._courier.runtime
-        flush, bound = runtime.deadline(self._courier.config.flush_s), runtime.deadline(_BOUND_S)
+        runtime = self._backend.runtime
+        flush, bound = runtime.deadline(self._backend.config.flush_s), runtime.deadline(_BOUND_S)
         while (self._sends and not flush.has_passed(runtime.now())) or (
-            self._courier.collectives.is_bound() and not bound.has_passed(runtime.now())
+            self._backend.collectives.is_bound() and not bound.has_passed(runtime.now())
         ):
             if not self._engine.progress():
                 runtime.sleep(_PAUSE_LAST_S)
@@ -254,12 +254,12 @@ class _MpiWire(Wire):
             self._waiting[peer].append(frame)
             return
         try:
-            landing = self._courier.arrive(peer, memoryview(frame))
+            reassembly = self._backend.arrive(peer, memoryview(frame))
         except ProtocolError as error:
-            self._courier.broken(peer, error)
+            self._backend.broken(peer, error)
             return
-        if landing is not None:
-            memory, on_landed = landing
+        if reassembly is not None:
+            memory, on_landed = reassembly
             self._waiting[peer] = deque()
             with self._engine.lock:
                 request = self._comm.Irecv([memory, self._mpi.BYTE], peer, _PAYLOAD)

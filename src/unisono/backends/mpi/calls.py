@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from unisono._native import Ledger
-from unisono.backends.mpi.collectives import Room, Task
+from unisono._native import CallLog
+from unisono.backends.mpi.collectives import CollectiveQueue, Task
 from unisono.core.call_site import is_users
 from unisono.core.kernels import divide
 from unisono.messaging.backend import Stage
@@ -45,7 +45,7 @@ _PAUSE_S: Final = 50e-6
 class Decision:
     """What MPI is asked for, and where; `stage` is that of the first such call."""
 
-    room: Room
+    room: CollectiveQueue
     problem: Problem
     stage: Stage
 
@@ -82,28 +82,28 @@ class MpiCalls:
 
     verbs = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
-    def __init__(self, backend: MpiBackend, size: int, ledger: Ledger) -> None:
+    def __init__(self, backend: MpiBackend, size: int, call_log: CallLog) -> None:
         self.backend = backend
         self.size = size
-        self.ledger = ledger
+        self.call_log = call_log
         self.miss = _Miss()
         # Calls that ended here, and that were handed over.
         self.ended = 0
         self.handed_over = 0
 
-    def verb(self, name: str, slow: Callable[..., Any], aid: Any) -> Callable[..., Any]:
+    def verb(self, name: str, slow: Callable[..., Any], slow_path: Any) -> Callable[..., Any]:
         """Stand in front of a verb."""
-        return _Verb(self, name, slow, aid.take_over)
+        return _Verb(self, name, slow, slow_path.take_over)
 
-    def unmet(self, sequence: int) -> tuple[tuple[int, int, bytes], ...]:
+    def unclaimed(self, sequence: int) -> tuple[tuple[int, int, bytes], ...]:
         """None: every call begins with an agreement."""
         return ()
 
-    def behind(self) -> tuple[int, ...]:
+    def unconfirmed_ranks(self) -> tuple[int, ...]:
         """Nobody, for the same reason."""
         return ()
 
-    def learn(
+    def cache_decision(
         self,
         sequence: int,
         operation: str,
@@ -159,7 +159,7 @@ class _Verb:
         if key is None:
             return self._slow(*args, **named)
         known = self._known.get(key)
-        if known is not None and self._calls.ledger.is_plain:
+        if known is not None and self._calls.call_log.fast_path_open:
             return self._run(known, args)
         return self._ask(key, args) if is_users(frame.f_code.co_filename) else self._slow(*args)
 
@@ -183,9 +183,9 @@ class _Verb:
         return (x.dtype, x.shape, second, *place)
 
     def _ask(self, key: Any, args: tuple[Any, ...]) -> Any:
-        """Go the long way, and learn."""
+        """Go the long way, and cache_decision."""
         miss = self._calls.miss
-        miss.verb, miss.key, miss.sequence = self, key, self._calls.ledger.next
+        miss.verb, miss.key, miss.sequence = self, key, self._calls.call_log.next
         miss.x = args[0] if args else None
         try:
             return self._slow(*args)
@@ -195,7 +195,7 @@ class _Verb:
     def _run(self, known: _Known, args: tuple[Any, ...]) -> Any:
         calls, decision = self._calls, known.decision
         backend, room = calls.backend, decision.room
-        engine, ledger = backend.engine, calls.ledger
+        engine, call_log = backend.engine, calls.call_log
         x = args[0] if args else None
         out, memory = self._memory(x)
         started_at = backend.runtime.now()
@@ -203,10 +203,10 @@ class _Verb:
         is_over, interruption = False, None
         with engine.lock:
             # Who hears only now that the others have given up must not begin.
-            may_begin = not engine.hears() and ledger.is_plain and room.is_free()
+            may_begin = not engine.hears() and call_log.fast_path_open and room.is_free()
             if may_begin:
-                sequence = ledger.take()
-                ledger.remember(sequence, known.header)
+                sequence = call_log.take()
+                call_log.remember(sequence, known.header)
                 room.tasks.append(task)
         if not may_begin:
             return self._slow(*args)
@@ -247,9 +247,13 @@ class _Verb:
         out = np.empty(shape, x.dtype)
         return out, {Buf.IN: flat, Buf.OUT: out.reshape(-1)}
 
-    def _drive(self, room: Room, task: Task, stalled_at: float) -> bool:
+    def _drive(self, room: CollectiveQueue, task: Task, stalled_at: float) -> bool:
         """Carry a task on until it is over; False if somebody else has to."""
-        engine, ledger, runtime = self._calls.backend.engine, self._calls.ledger, self._calls.backend.runtime
+        engine, call_log, runtime = (
+            self._calls.backend.engine,
+            self._calls.call_log,
+            self._calls.backend.runtime,
+        )
         lock, advance = engine.lock, room.advance
         for _ in range(_SPINS):
             with lock:
@@ -261,7 +265,7 @@ class _Verb:
             with lock:
                 if advance(task):
                     return True
-            if not ledger.is_plain or runtime.now() > stalled_at:
+            if not call_log.fast_path_open or runtime.now() > stalled_at:
                 return False
             turns += 1
             if turns < _YIELDS:

@@ -3,13 +3,13 @@
 Knows MPI's communicators, one for each group, used for nothing else. Does not know messages, nor who makes
 progress: a check, called again and again under the engine's lock, brings every collective one step further.
 
-A *room* is where the collectives of one group happen, one after the other, because MPI counts the calls on a
-communicator. A rank that has shown its slip is bound: others may rely on it. If it gives its collective up,
-it still does its part, with a copy of the memory, while the request has ended.
+A *collective queue* runs the collectives of one group one after the other, because MPI counts the calls on a
+communicator. A rank that has sent its preamble is bound: others rely on it. If its user gives the collective
+up, it still does its part, with a copy of the memory, after the request has ended.
 
 Once all have agreed the call is MPI's blocking one, several times as fast as the others. It can wait for
 nobody: everyone who noted that it does nothing else enters at once, and no rank is in two such calls. If one
-has other collectives under way, in other rooms, the call is non-blocking.
+has other collectives under way, in other queues, the call is non-blocking.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from unisono.backends import foreign
-from unisono.backends.foreign import Agreement, Introductions, OwnRequest
+from unisono.backends.foreign import Agreement, ForeignRequest, Introductions
 from unisono.core.dtypes import Kind
 from unisono.core.envelope import HEADER_BYTES_MAX
 from unisono.core.kernels import reduce_into
@@ -36,7 +36,7 @@ from unisono.plans.steps import Buf, Problem
 if TYPE_CHECKING:
     from unisono.backends.mpi.backend import Engine
 
-__all__ = ["REDUCTIONS", "Collectives", "Room", "Task"]
+__all__ = ["REDUCTIONS", "CollectiveQueue", "Collectives", "Task"]
 
 Array = np.ndarray[Any, Any]
 
@@ -61,7 +61,7 @@ _NAMES: Final = {"mean": "SUM"}
 _BYTES_MAX: Final = 2**31 - 1
 # Open MPI adds in place fastest in pieces of this length.
 _PIECE_BYTES: Final = 1 << 20
-_BUSY, _ALONE = 0, 1  # what a rank notes on its slip
+_BUSY, _ALONE = 0, 1  # what a rank notes on its preamble
 _TAGS: Final = 1 << 15  # of MPI, at least
 
 # What a collective waits for: MPI requests, one after the other.
@@ -69,7 +69,7 @@ Steps = Generator[Any, None, None]
 
 
 class Task:
-    """A collective of one rank, from its slip to its end. `memory` is the user's, or a copy of it.
+    """A collective of one rank, from its preamble to its end. `memory` is the user's, or a copy of it.
 
     With `is_driven`, the thread that called makes progress by itself.
     """
@@ -87,15 +87,17 @@ class Task:
         "steps",
     )
 
-    def __init__(self, room: Room, problem: Problem, stage: Stage, *, is_driven: bool = False) -> None:
+    def __init__(
+        self, room: CollectiveQueue, problem: Problem, stage: Stage, *, is_driven: bool = False
+    ) -> None:
         self.problem = problem
         self.stage = stage
         self.agreement = Agreement(problem, stage, room.rank)
-        self.request = OwnRequest(room.others, on_given_up=partial(room.leave, self))
+        self.request = ForeignRequest(room.others, on_given_up=partial(room.leave, self))
         self.is_driven = is_driven
         self.prepare(room, stage.memory)
 
-    def prepare(self, room: Room, memory: Mapping[Any, Array]) -> None:
+    def prepare(self, room: CollectiveQueue, memory: Mapping[Any, Array]) -> None:
         """Be about to begin, on this memory."""
         self.memory = memory
         self.is_copied = False
@@ -120,7 +122,7 @@ class Task:
             self.failure = error
 
 
-class Room:
+class CollectiveQueue:
     """The collectives of one group."""
 
     def __init__(self, collectives: Collectives, members: tuple[int, ...], comm: Any = None) -> None:
@@ -189,7 +191,7 @@ class Room:
             task.memory = {which: array.copy() for which, array in task.memory.items()}
 
     def is_bound(self) -> bool:
-        """Whether this rank has shown a slip and not done the rest."""
+        """Whether this rank has shown a preamble and not done the rest."""
         return any(task.awaits is not None for task in self.tasks)
 
     def steps(self, task: Task) -> Steps:
@@ -288,8 +290,8 @@ class Collectives:
         self.backend = backend
         self.engine = engine
         self._reproducible = backend.config.reproducible
-        self._world = Room(self, tuple(range(backend.size)), comm)
-        self._rooms: dict[int, Room] = {}
+        self._world = CollectiveQueue(self, tuple(range(backend.size)), comm)
+        self._rooms: dict[int, CollectiveQueue] = {}
         self._down: set[int] = set()
         self.begun = 0  # collectives under way, in any room
         # Communicators for groups are made beside everything else.
@@ -297,18 +299,18 @@ class Collectives:
 
     def run(self, problem: Problem, stage: Stage) -> Request | None:
         """Begin a collective, or leave it to plans: None."""
-        if problem.size == 1 or not foreign.may_be_own(problem, stage) or not self._fits(problem, stage):
+        if problem.size == 1 or not foreign.library_may_run(problem, stage) or not self._fits(problem, stage):
             return None
-        room = self.room_of(stage.context, stage.members)
+        room = self.queue_of(stage.context, stage.members)
         return None if room is None else room.run(problem, stage)
 
-    def room_of(self, context: int, members: tuple[int, ...] | None) -> Room | None:
+    def queue_of(self, context: int, members: tuple[int, ...] | None) -> CollectiveQueue | None:
         """The room of a group, which is opened when it is needed first."""
         if members is None:
             return self._world
         room = self._rooms.get(context)
         if room is None and self._has_threads:
-            room = self._rooms[context] = Room(self, members)
+            room = self._rooms[context] = CollectiveQueue(self, members)
             room.is_barred = not self._down.isdisjoint(members)
             room.introductions = Introductions(
                 self.backend, context, members, b"", lambda _: self._open(room, context)
@@ -333,7 +335,7 @@ class Collectives:
         for request in requests:
             request.peer_down(self.backend.runtime, down)
 
-    def close_room(self, context: int) -> None:
+    def close_queue(self, context: int) -> None:
         """A group has ended."""
         with self.engine.lock:
             room = self._rooms.get(context)
@@ -377,7 +379,7 @@ class Collectives:
             return stage.dtype.kind is not Kind.BOOL
         return stage.dtype.name in REDUCTIONS.get(op.name, ())
 
-    def _open(self, room: Room, context: int) -> None:
+    def _open(self, room: CollectiveQueue, context: int) -> None:
         """All members want a communicator: MPI makes it while nothing else waits."""
 
         def make() -> None:

@@ -284,14 +284,18 @@ class NativeBackend(Closable):
             ),
         )
 
-    def hot_path(
-        self, context: int, size: int, ledger: _native.Ledger, on_unmet: Callable[[int, int, bytes], bool]
-    ) -> _native.HotPath:
+    def fast_path(
+        self,
+        context: int,
+        size: int,
+        call_log: _native.CallLog,
+        on_unclaimed: Callable[[int, int, bytes], bool],
+    ) -> _native.FastPath:
         """Make what runs a communicator's known calls in the engine."""
-        self._desk.on_unmet(context, on_unmet)
-        return _native.HotPath(
+        self._desk.on_unclaimed(context, on_unclaimed)
+        return _native.FastPath(
             self._engine,
-            ledger,
+            call_log,
             context=context,
             size=size,
             window=self._config.window_segments,
@@ -305,13 +309,13 @@ class NativeBackend(Closable):
         """Short messages without a request for each."""
         return _native.Mailbox(self._engine, context, tag)
 
-    def hot_messages(
-        self, context: int, members: tuple[int, ...], ledger: _native.Ledger, *, is_introduced: bool
-    ) -> _native.HotMessages:
+    def fast_messages(
+        self, context: int, members: tuple[int, ...], call_log: _native.CallLog, *, is_introduced: bool
+    ) -> _native.FastMessages:
         """Make what sends and receives a communicator's plain messages in the engine."""
-        return _native.HotMessages(
+        return _native.FastMessages(
             self._engine,
-            ledger,
+            call_log,
             context=context,
             members=members,
             array_type=np.ndarray,
@@ -398,7 +402,7 @@ def _forget(desk: CompletionDispatcher, pump: threading.Thread) -> None:
     _open.pop(desk, None)
     desk.engine.close(0.0)
     desk.is_closed = True
-    desk.engine.poke()
+    desk.engine.interrupt_wait()
     if threading.current_thread() is not pump and not desk.engine.is_forked():
         pump.join(1.0)
 
@@ -436,5 +440,5 @@ DESCRIPTION = BackendInfo(
     check=lambda: None,
     install="part of unisono",
     capabilities=_CAPABILITIES,
-    around=lambda native: native,
+    wrap=lambda native: native,
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from unisono import _native
 from unisono.backends.native.completions import CompletionDispatcher
-from unisono.backends.native.signals import HELD, HeldSignals
+from unisono.backends.native.signals import DEFERRED, DeferredSignals
 from unisono.core.clock import Event, RealRuntime, Waiting
 
 __all__ = ["NativeRuntime"]
@@ -31,7 +31,7 @@ class EngineEvent:
         self._flag = True
         waiters = self.waiters
         if waiters and waiters != [threading.get_ident()]:
-            self._engine.poke()
+            self._engine.interrupt_wait()
 
     def clear(self) -> None:
         self._flag = False
@@ -47,9 +47,9 @@ class NativeRuntime(RealRuntime):
         super().__init__()
         self._desk = desk
 
-    def undisturbed(self) -> HeldSignals:
+    def defer_signals(self) -> DeferredSignals:
         """Hold signals back: news that the engine gave and nobody told would be lost."""
-        return HELD
+        return DEFERRED
 
     def event(self) -> Any:
         """Make an event."""
@@ -65,10 +65,10 @@ class NativeRuntime(RealRuntime):
         event.waiters.append(threading.get_ident())
         try:
             while not event.is_set():
-                if HELD.came:
-                    HELD.deliver()
-                # Before the look at the flag: a poke after it ends the wait at once.
-                pokes = engine.pokes()
+                if DEFERRED.came:
+                    DEFERRED.deliver()
+                # Before the look at the flag: a interrupt_wait after it ends the wait at once.
+                interrupt_count = engine.interrupt_count()
                 if event.is_set():
                     break
                 left = _SLICE_S if end is None else min(_SLICE_S, end - self.now())
@@ -76,7 +76,7 @@ class NativeRuntime(RealRuntime):
                     return False
                 if desk.is_teller():
                     desk.tell([])  # a callback waits: what it waits for may be behind it in the line
-                if news := engine.wait(left, pokes, desk.is_teller()):
+                if news := engine.wait(left, interrupt_count, desk.is_teller()):
                     desk.tell(news)
                 elif desk.is_closed:
                     self.sleep(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unisono import _native
-from unisono.backends.native.signals import HELD
+from unisono.backends.native.signals import DEFERRED
 from unisono.core.envelope import UNTYPED, Any_, Envelope
 from unisono.core.request import HeaderMismatch, LengthMismatch, Request
 from unisono.errors import ClosedError, UnisonoError
@@ -25,7 +25,7 @@ from unisono.messaging.matching import Posted, refusal
 __all__ = ["CompletionDispatcher", "NativeRequest", "RunRequest"]
 
 # What stands in news for the number of an operation: see _native.Engine.
-_UNMET = -2
+_UNCLAIMED = -2
 # native/messaging/message.hpp: Outcome
 _DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)
 
@@ -111,7 +111,7 @@ class CompletionDispatcher:
         self._news: deque[tuple[Any, ...]] = deque()
         self._teller = 0
         self._listeners: list[Callable[[PeerDown], None]] = []
-        self._unmet: dict[int, weakref.WeakMethod[Callable[[int, int, bytes], bool]]] = {}
+        self._unclaimed: dict[int, weakref.WeakMethod[Callable[[int, int, bytes], bool]]] = {}
 
     def tell(self, news: list[tuple[Any, ...]]) -> None:
         """Tell news that the engine gave to this thread, and whatever more there is by then.
@@ -160,23 +160,24 @@ class CompletionDispatcher:
             request.fail(self._error(request, outcome, met), met)
 
     def add_listener(self, listener: Callable[[PeerDown], None]) -> list[PeerDown]:
+        """Call back for every rank that goes down from now on; those that are down are returned."""
         with self._lock:
             if not self.is_closed:
                 self._listeners.append(listener)
             return list(self._down.values())
 
-    def on_unmet(self, context: int, hear: Callable[[int, int, bytes], bool]) -> None:
+    def on_unclaimed(self, context: int, hear: Callable[[int, int, bytes], bool]) -> None:
         """Let a group hear of messages that wait here although their senders do not, as long as it lives."""
-        self._unmet[context] = weakref.WeakMethod(hear, lambda _: self._unmet.pop(context, None))
+        self._unclaimed[context] = weakref.WeakMethod(hear, lambda _: self._unclaimed.pop(context, None))
 
     def close(self) -> None:
         """Tell what ended with the engine; nobody listens any more."""
         with self._lock:
             self.is_closed = True
             self._listeners.clear()
-        with HELD:
+        with DEFERRED:
             self.tell(self.engine.wait(0.0, 0, self.is_teller()))
-        self.engine.poke()
+        self.engine.interrupt_wait()
 
     def _tell_one(self, number: int, *details: Any) -> None:
         if number >= 0:
@@ -186,8 +187,8 @@ class CompletionDispatcher:
             elif request is not None:
                 self.end(request, *details)
             return
-        if number == _UNMET:
-            self._tell_unmet(*details)
+        if number == _UNCLAIMED:
+            self._dispatch_unclaimed(*details)
             return
         down = PeerDown(*details)
         with self._lock:
@@ -196,11 +197,11 @@ class CompletionDispatcher:
         for listener in listeners:
             listener(down)
 
-    def _tell_unmet(self, context: int, source: int, sequence: int, header: bytes) -> None:
-        known = self._unmet.get(context)
+    def _dispatch_unclaimed(self, context: int, source: int, sequence: int, header: bytes) -> None:
+        known = self._unclaimed.get(context)
         hear = None if known is None else known()
         if hear is None or not hear(source, sequence, header):
-            self.engine.overlook(context)
+            self.engine.ignore_context(context)
 
     def _error(self, request: NativeRequest, outcome: int, envelope: Envelope | None) -> UnisonoError:
         if outcome == _PEER_DOWN:

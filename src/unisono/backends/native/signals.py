@@ -19,13 +19,13 @@ from signal import SIGALRM, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2
 from types import FrameType
 from typing import Any, Final
 
-__all__ = ["HELD", "HeldSignals"]
+__all__ = ["DEFERRED", "DeferredSignals"]
 
 # Ctrl-C comes first, to be let through last.
 _NUMBERS: Final = tuple(map(int, (SIGINT, SIGTERM, SIGHUP, SIGALRM, SIGUSR1, SIGUSR2)))
 
 
-class HeldSignals:
+class DeferredSignals:
     """Within its block the handlers of the main thread only run where `deliver` is called, or after it."""
 
     def __init__(self) -> None:
@@ -88,4 +88,4 @@ class HeldSignals:
 
 
 # A process has one main thread, and one handler for each signal.
-HELD: Final = HeldSignals()
+DEFERRED: Final = DeferredSignals()

@@ -1,7 +1,7 @@
 """The quic backend: iroh, a QUIC in Rust, carries the frames between processes, hosts and networks.
 
 Knows who dials whom, who listens to which link, and when a peer is given up. Does not know messages (the
-courier does), how frames lie in streams (the link does), nor how ranks find each other: it gives a card, and
+backend does), how frames lie in streams (the link does), nor how ranks find each other: it gives a card, and
 gets everybody's. All connections are made at the beginning; one thread, the loop's, does all that follows.
 """
 
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from unisono.backends.framed import Courier, Wire, frame_bytes_max
+from unisono.backends.framed import FramedBackend, FrameTransport, frame_bytes_max
 from unisono.backends.quic.watch import TICKS, Pulse, open_process, own_process
-from unisono.backends.registry import BackendInfo, Berth
+from unisono.backends.registry import BackendInfo, BindSpec
 from unisono.core.clock import RealRuntime
 from unisono.core.envelope import Lane
 from unisono.errors import ProtocolError, RendezvousError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from unisono.backends.quic.endpoint import Card, Endpoint, Loop
     from unisono.backends.quic.link import Link
 
-__all__ = ["DESCRIPTION", "Draft", "QuicBackend"]
+__all__ = ["DESCRIPTION", "QuicBackend", "UnconnectedQuic"]
 
 _log = logging.getLogger("unisono.quic")
 
@@ -47,15 +47,15 @@ _CAPABILITIES: Final = Capabilities("quic")
 _INSTALL: Final = "pip install 'unisono[quic]'"
 
 
-class QuicBackend(Courier):
+class QuicBackend(FramedBackend):
     """One rank over one endpoint."""
 
     # Small enough that the streams share a message of some MiB, long enough to cost little.
     piece_bytes = 1 << 20
 
-    def __init__(self, berth: Berth, loop: Loop, endpoint: Endpoint) -> None:
-        super().__init__(berth.rank, berth.size, berth.config, RealRuntime())
-        self._wire: _QuicWire = _QuicWire(self, berth, loop, endpoint)
+    def __init__(self, spec: BindSpec, loop: Loop, endpoint: Endpoint) -> None:
+        super().__init__(spec.rank, spec.size, spec.config, RealRuntime())
+        self._wire: _QuicWire = _QuicWire(self, spec, loop, endpoint)
         # At the end of the interpreter no thread may come back from iroh.
         atexit.register(self._forget)
 
@@ -86,17 +86,17 @@ class QuicBackend(Courier):
             self._wire.abandon()
 
 
-class Draft:
+class UnconnectedQuic:
     """A rank before it knows the others: its endpoint has a port and a key."""
 
-    def __init__(self, berth: Berth) -> None:
+    def __init__(self, spec: BindSpec) -> None:
         from unisono.backends.quic.endpoint import Endpoint, Loop
 
-        self._berth = berth
+        self._spec = spec
         self._backend: QuicBackend | None = None
-        self._loop = Loop(f"unisono-quic-{berth.rank}")
+        self._loop = Loop(f"unisono-quic-{spec.rank}")
         try:
-            self._endpoint = self._loop.call(Endpoint.bind(berth, own_process()))
+            self._endpoint = self._loop.call(Endpoint.bind(spec, own_process()))
         except BaseException:
             self._loop.stop()
             raise
@@ -115,7 +115,7 @@ class Draft:
         from unisono.backends.quic.endpoint import Card
 
         known = [Card.parse(card) for card in cards]
-        backend = self._backend = QuicBackend(self._berth, self._loop, self._endpoint)
+        backend = self._backend = QuicBackend(self._spec, self._loop, self._endpoint)
         backend.connect(known)
         return backend
 
@@ -129,16 +129,16 @@ class Draft:
         self._loop.stop()
 
 
-class _QuicWire(Wire):
+class _QuicWire(FrameTransport):
     """Frames over links, one per peer."""
 
-    def __init__(self, courier: QuicBackend, berth: Berth, loop: Loop, endpoint: Endpoint) -> None:
-        self._courier = courier
-        self._berth = berth
+    def __init__(self, backend: QuicBackend, spec: BindSpec, loop: Loop, endpoint: Endpoint) -> None:
+        self._backend = backend
+        self._spec = spec
         self._loop = loop
         self._endpoint = endpoint
         self._links: dict[int, Link] = {}
-        self._pulses = {peer: Pulse() for peer in range(berth.size) if peer != berth.rank}
+        self._pulses = {peer: Pulse() for peer in range(spec.size) if peer != spec.rank}
         self._processes: dict[int, int] = {}
         self._causes: dict[int, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -178,9 +178,9 @@ class _QuicWire(Wire):
     # -- what runs on the loop's thread -------------------------------------------------------------------
 
     async def _connect(self, cards: Sequence[Card]) -> None:
-        loop, rank = asyncio.get_running_loop(), self._berth.rank
+        loop, rank = asyncio.get_running_loop(), self._spec.rank
         coming: dict[int, asyncio.Future[Any]] = {}
-        for peer in range(rank + 1, self._berth.size):
+        for peer in range(rank + 1, self._spec.size):
             coming[peer] = loop.create_future()
             self._endpoint.expect(cards[peer].key, coming[peer].set_result)
         self._tasks.append(loop.create_task(self._endpoint.serve()))
@@ -213,15 +213,15 @@ class _QuicWire(Wire):
         from unisono.backends.quic.link import Introduction, Link
 
         connection = await (self._endpoint.dial(card) if coming is None else coming)
-        berth, courier = self._berth, self._courier
+        spec, backend = self._spec, self._backend
         link = Link(
             connection,
-            Introduction(berth.rank, peer, self._endpoint.card.key, card.key, berth.secret),
-            streams=berth.config.quic_streams,
-            frame_bytes_max=frame_bytes_max(berth.config),
-            piece_bytes=courier.piece_bytes,
-            hear=partial(courier.hear, peer),
-            is_over=partial(courier.is_over, peer),
+            Introduction(spec.rank, peer, self._endpoint.card.key, card.key, spec.secret),
+            streams=spec.config.quic_streams,
+            frame_bytes_max=frame_bytes_max(spec.config),
+            piece_bytes=backend.piece_bytes,
+            hear=partial(backend.hear, peer),
+            is_over=partial(backend.is_over, peer),
         )
         await link.open()
         return link
@@ -234,22 +234,22 @@ class _QuicWire(Wire):
             await link.listen()
         except ProtocolError as error:
             await link.close(0)
-            self._courier.broken(peer, error)
+            self._backend.broken(peer, error)
         except LinkError as error:
             await link.close(0)
-            self._courier.lost(peer, self._causes.get(peer, f"closed its connection ({error})"))
+            self._backend.lost(peer, self._causes.get(peer, f"closed its connection ({error})"))
         except Exception as error:  # a mistake of ours must not become a hang
-            _log.exception("rank %d: the link with rank %d failed", self._berth.rank, peer)
+            _log.exception("rank %d: the link with rank %d failed", self._spec.rank, peer)
             await link.close(0)
-            self._courier.lost(peer, f"its link failed here ({error})")
+            self._backend.lost(peer, f"its link failed here ({error})")
 
     async def _watch(self) -> None:
         """Ask those who are silent, and give up those who do not answer."""
-        silence_s = self._berth.config.silence_s
+        silence_s = self._spec.config.silence_s
         while True:
             await asyncio.sleep(silence_s / TICKS)
             for peer, link in self._links.items():
-                if self._courier.is_over(peer):
+                if self._backend.is_over(peer):
                     continue
                 is_due, is_lost = self._pulses[peer].tick(link.rx_datagrams())
                 if is_lost:
@@ -270,7 +270,7 @@ class _QuicWire(Wire):
         self._give_up(peer, "its process ended")
 
     def _give_up(self, peer: int, cause: str) -> None:
-        if not self._courier.is_over(peer):
+        if not self._backend.is_over(peer):
             self._causes.setdefault(peer, cause)
             self._links[peer].connection.close(_LOST, cause.encode())
 
@@ -319,5 +319,5 @@ DESCRIPTION = BackendInfo(
     check=_check,
     install=_INSTALL,
     capabilities=_CAPABILITIES,
-    draft=Draft,
+    bind=UnconnectedQuic,
 )

@@ -19,7 +19,7 @@ import iroh
 import msgspec
 
 from unisono.backends.quic.iroh_repairs import attend, repair
-from unisono.backends.registry import Berth
+from unisono.backends.registry import BindSpec
 from unisono.errors import BackendUnavailable, ProtocolError, UsageError
 
 __all__ = ["Card", "Endpoint", "Loop"]
@@ -125,13 +125,13 @@ class Endpoint:
         self._admissions: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def bind(cls, berth: Berth, process: list[str]) -> Endpoint:
+    async def bind(cls, spec: BindSpec, process: list[str]) -> Endpoint:
         """Take a port.
 
         Raises:
             BackendUnavailable: iroh could not.
         """
-        config = berth.config
+        config = spec.config
         builder = iroh.EndpointBuilder()
         if config.quic_discovery:
             builder.apply_n0()
@@ -140,11 +140,11 @@ class Endpoint:
         try:
             builder.relay_mode(_relay_mode(config.quic_relay))
             builder.alpns([ALPN])
-            for address in _addresses_to_bind(berth.host, berth.port):
+            for address in _addresses_to_bind(spec.host, spec.port):
                 builder.bind_addr(address)
             bound = await builder.bind()
-            if berth.advertise:
-                await bound.add_external_addr(_with_port(berth.advertise, bound))
+            if spec.advertise:
+                await bound.add_external_addr(_with_port(spec.advertise, bound))
         except iroh.IrohError as error:
             raise BackendUnavailable(
                 "QUIC has no endpoint",
@@ -154,7 +154,7 @@ class Endpoint:
         if config.quic_relay != "off":
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(bound.online(), _RELAY_S)
-        return cls(bound, _card(berth, bound, process))
+        return cls(bound, _card(spec, bound, process))
 
     def expect(self, key: bytes, arrived: Callable[[Any], None]) -> None:
         """Let in whoever holds a key, once."""
@@ -246,13 +246,13 @@ def _is_bindable(host: str) -> bool:
     return True
 
 
-def _card(berth: Berth, bound: Any, process: list[str]) -> Card:
+def _card(spec: BindSpec, bound: Any, process: list[str]) -> Card:
     address = bound.addr()
     found = list(address.direct_addresses())
-    if berth.config.quic_relay == "off" and not ipaddress.ip_address(berth.host).is_unspecified:
-        found = [text for text in found if text.rpartition(":")[0].strip("[]") == berth.host]
-    if berth.advertise:
-        found = list(dict.fromkeys([_with_port(berth.advertise, bound), *found]))
+    if spec.config.quic_relay == "off" and not ipaddress.ip_address(spec.host).is_unspecified:
+        found = [text for text in found if text.rpartition(":")[0].strip("[]") == spec.host]
+    if spec.advertise:
+        found = list(dict.fromkeys([_with_port(spec.advertise, bound), *found]))
     return Card(bytes(bound.id().to_bytes()), found, address.relay_url(), process)
 
 

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from unisono._native import Bell
+from unisono._native import CompletionEventFd
 
 __all__ = ["attend", "repair"]
 
@@ -124,7 +124,7 @@ class _Waiting:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._bell = Bell()
+        self._bell = CompletionEventFd()
         self._futures: dict[int, asyncio.Future[int]] = {}
         self._numbers = itertools.count(1)
         self._at_once = 0
@@ -167,7 +167,7 @@ def _mend_wake(bindings: Any) -> str | None:
     kind = bindings._UNIFFI_RUST_FUTURE_CONTINUATION_CALLBACK
     if (kind._restype_, kind._argtypes_) != (None, (ctypes.c_uint64, ctypes.c_int8)):
         return "its callbacks are called in another way"
-    ring, ready = kind(Bell.ring()), bindings._UNIFFI_RUST_FUTURE_POLL_READY
+    ring, ready = kind(CompletionEventFd.ring()), bindings._UNIFFI_RUST_FUTURE_POLL_READY
     theirs, complete_with = bindings._uniffi_rust_call_async, bindings._uniffi_rust_call_with_error
 
     async def call(future: Any, poll: Any, complete: Any, free: Any, lift: Any, errors: Any) -> Any:

@@ -1,12 +1,12 @@
 """A link: one QUIC connection with one peer, and its lanes.
 
 Knows how frames lie in streams, which stream a frame takes, and what a peer must show first. Does not know
-what a frame says (the courier does), nor how a connection is made. All of it runs on the loop's thread,
+what a frame says (the backend does), nor how a connection is made. All of it runs on the loop's thread,
 except `send`.
 
 The lanes, in each direction a stream of its own: *control* for the messages of that lane, *messages* for
 short messages and all that is said about long ones, and some for the *pieces* of long messages. A stream that
-stands still holds up nobody but itself. Whichever of the last has room takes the next piece; the courier puts
+stands still holds up nobody but itself. Whichever of the last has room takes the next piece; the backend puts
 them together.
 
 The *window* is how many bytes of pieces may be on their way; the receiver notes what has landed. Without it
@@ -299,15 +299,15 @@ class Link:
             while self._control_heard + 1 < fence:
                 self._control_came.clear()
                 await self._control_came.wait()
-            landing = self._hear(frame)
+            reassembly = self._hear(frame)
             self.bytes_heard += frame_bytes
             if lane == _CONTROL:
                 self._control_heard += 1
                 self._control_came.set()
-            if payload_bytes != (0 if landing is None else landing[0].nbytes):
+            if payload_bytes != (0 if reassembly is None else reassembly[0].nbytes):
                 raise ProtocolError(f"{payload_bytes} bytes behind a frame that announces others")
-            if landing is not None:
-                memory, on_landed = landing
+            if reassembly is not None:
+                memory, on_landed = reassembly
                 filled = reader.take_into(memory)
                 self._note(lane, filled)
                 while filled < payload_bytes:

@@ -1,4 +1,4 @@
-"""A seat: one rank's place in a conformance case.
+"""A me: one rank's place in a conformance case.
 
 Knows how to wait for a request, what data to send and how to say what was expected. Does not know the cases.
 Ranks of a case talk only through the backend, so the same case runs on threads, in processes and in virtual
@@ -21,7 +21,7 @@ from unisono.errors import UnisonoError
 from unisono.messaging.backend import Backend, PeerDown
 from unisono.messaging.credit import ENVELOPE_BYTES
 
-__all__ = ["CONTEXT", "PATIENCE_S", "Downs", "Seat", "payload"]
+__all__ = ["CONTEXT", "PATIENCE_S", "CaseRank", "Downs", "payload"]
 
 E = TypeVar("E", bound=UnisonoError)
 
@@ -64,7 +64,7 @@ class Downs:
             self._awaited[down.rank].complete()
 
 
-class Seat:
+class CaseRank:
     """One rank of a case: its backend, and how to wait and check there."""
 
     def __init__(self, backend: Backend) -> None:
