@@ -56,12 +56,12 @@ bench: $(STAMP)
 # A thousand ranks killed at random, every value checked, nothing left behind. Then what ranks must do and bear, on
 # every kind of links: the acceptance tests, the cases and properties of every backend, a thousand flipped bits, the
 # GIL held for a minute.
-LONG := $(wildcard tests/test_acceptance_*.py) tests/test_native_cases.py tests/test_native_threats.py \
-	tests/test_native_processes.py
+LONG := $(wildcard tests/conformance/test_acceptance_*.py) tests/conformance/test_native_cases.py \
+	tests/process/test_native_threats.py tests/process/test_native_processes.py
 soak: $(STAMP)
-	$(BIN)/python -m tests.soak 1000
+	$(BIN)/python -m tests.soak.kills 1000
 	$(BIN)/python -m pytest --long $(LONG)
-	$(BIN)/python -m tests.rpc_soak 100000
+	$(BIN)/python -m tests.soak.calls 100000
 
 # Builds of their own beside the user's: rings and wake-ups on threads under TSan; the process tests with a module
 # under ASan and UBSan, in an environment that finds this module instead of the installed one.
@@ -72,9 +72,9 @@ CMAKE = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPytho
 # Python is not built with the sanitizer, so the sanitizer comes first; and the interpreter's own memory is no leak.
 ASAN_ENV = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
-SANITIZED ?= tests/test_native_processes.py tests/test_native_plans.py tests/test_native_conformance.py \
-	tests/test_native_cases.py tests/test_native_threats.py tests/test_hot_path.py tests/test_hot_ahead.py \
-	tests/test_hot_messages.py tests/test_corpus.py tests/test_rpc.py tests/test_rpc_failure.py
+SANITIZED ?= $(addprefix tests/conformance/test_native_, plans.py conformance.py cases.py) \
+	$(addprefix tests/process/test_, native_processes.py native_threats.py fast_path.py run_ahead.py fast_messages.py \
+	rpc_failure.py) tests/native/test_corpus.py tests/unit/rpc/test_rpc.py
 
 sanitize: sanitize-build
 	$(TSAN)/native/engine_test

@@ -11,7 +11,7 @@
 #include <emmintrin.h>
 #endif
 
-#include "wire/frame.hpp"
+#include "base/types.hpp"
 
 namespace unisono::engine {
 

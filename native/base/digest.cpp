@@ -1,5 +1,6 @@
 #include "base/digest.hpp"
 
+#include <bit>
 #include <cstring>
 
 #if defined(__x86_64__)

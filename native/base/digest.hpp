@@ -4,7 +4,7 @@
 
 #include <array>
 
-#include "wire/frame.hpp"
+#include "base/types.hpp"
 
 namespace unisono::engine {
 

@@ -9,7 +9,7 @@
 #include <array>
 #include <unordered_map>
 
-#include "wire/frame.hpp"
+#include "base/types.hpp"
 #include "base/system.hpp"
 
 namespace unisono::engine {

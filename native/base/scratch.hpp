@@ -9,7 +9,7 @@
 #include <new>
 #include <vector>
 
-#include "wire/frame.hpp"
+#include "base/types.hpp"
 
 namespace unisono::engine {
 

@@ -4,7 +4,7 @@
 
 #include "python/bind.hpp"
 #include "engine/completion_queue.hpp"
-#include "messaging/mailbox.hpp"
+#include "engine/mailbox.hpp"
 
 namespace nb = nanobind;
 

@@ -8,24 +8,16 @@
 #pragma once
 
 #include <bit>
-#include <cstddef>
-#include <cstdint>
+
+#include "base/types.hpp"
 
 namespace unisono::engine {
 
 static_assert(std::endian::native == std::endian::little, "frames are written as they lie in memory");
 
-using std::byte;
-using std::size_t;
-using std::uint16_t;
-using std::uint32_t;
-using std::uint64_t;
-using std::uint8_t;
-
 // Of the greeting and of everything that follows it.
 inline constexpr uint32_t protocol_version = 1;
 
-inline constexpr size_t line_bytes = 64;
 inline constexpr size_t header_bytes_max = 1024;  // contract.HEADER_BYTES_MAX
 
 enum class Lane : uint8_t { bulk, control };

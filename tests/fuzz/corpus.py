@@ -91,7 +91,7 @@ def frames(lines: bool) -> dict[str, bytes]:
 def all_seeds() -> dict[str, dict[str, bytes]]:
     """Per decoder: name and bytes."""
     hello = struct.pack("<8sIIIIBBB5xQ32s", b"unisono\n", 1, 2, 1, 0, 0, 0, 0, 256 * 1024, NONCE)
-    visitor = protocol.Visitor(TOKEN, protocol.NO_BINDING, NONCE)
+    visitor = protocol.JoinClient(TOKEN, protocol.NO_BINDING, NONCE)
     request = protocol.Request(
         1, 4, "0.1.0", "digest", {"shm": "True"}, b"card", b"csr", "host", 812, "instance"
     )

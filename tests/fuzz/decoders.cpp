@@ -4,7 +4,7 @@
 //
 // Each input is a seed of the corpus, changed at random by a generator that gives the same again for the same number.
 // Built with sanitizers, it ends at the first bad access. It also ends if memory grows. An input is a file of
-// tests/corpus; tests/test_corpus.py replays all of them against a real rank.
+// tests/corpus; tests/native/test_corpus.py replays all of them against a real rank.
 
 #include <dirent.h>
 #include <sys/eventfd.h>

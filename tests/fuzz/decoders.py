@@ -38,8 +38,8 @@ def ticket(data: bytes) -> None:
 def join(data: bytes) -> None:
     """Both sides of a join; the first byte says how far it has come."""
     mode, rest = (data[0] % 6 if data else 0), data[1:]
-    visitor = protocol.Visitor(TOKEN, protocol.NO_BINDING, NONCE)
-    guest = protocol.Guest(TOKEN, protocol.NO_BINDING, NONCE)
+    visitor = protocol.JoinClient(TOKEN, protocol.NO_BINDING, NONCE)
+    guest = protocol.JoinServer(TOKEN, protocol.NO_BINDING, NONCE)
     match mode:
         case 0:
             for piece in (rest[: len(rest) // 2], rest[len(rest) // 2 :]):

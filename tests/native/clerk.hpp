@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "messaging/mailbox.hpp"
+#include "engine/mailbox.hpp"
 
 namespace unisono::engine {
 

@@ -16,7 +16,7 @@ __all__ = ["call_site", "is_users"]
 _PACKAGE: Final = Path(__file__).parents[1]
 _INSIDE: Final = str(_PACKAGE)
 # The edges call as a user does, and are worth as much speed.
-_EDGES: Final = tuple(str(_PACKAGE / name) for name in ("bench", "cli", "pytorch", "testing"))
+_EDGES: Final = tuple(str(_PACKAGE / name) for name in ("bench", "cli", "pytorch", "testing", "train"))
 
 
 # Asked for every frame of every call, of which there are few.

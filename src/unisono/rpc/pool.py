@@ -4,7 +4,7 @@ Knows slots and threads. Does not know what a job does. A handler that waits for
 up meanwhile, so that calls which call back never deadlock; it takes precedence when it wants the slot again.
 
 Where a backend has a mailbox, a thread that has nothing to run reads it: whoever reads a call runs it, and
-only if that takes long does the next thread read on (see native/messaging/mailbox.hpp).
+only if that takes long does the next thread read on (see native/engine/mailbox.hpp).
 """
 
 from __future__ import annotations

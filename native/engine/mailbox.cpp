@@ -1,0 +1,371 @@
+#include "engine/mailbox.hpp"
+
+#include <cstring>
+#include <new>
+#include <string>
+
+namespace unisono::engine {
+namespace {
+
+// What waits to be read, of one sender: all the calls that it may have under way, and as many answers.
+constexpr uint64_t queued_bytes_max = 32 * 1024 * 1024;
+constexpr size_t offers_max = 64;
+constexpr size_t spare_max = 1024;
+// While other threads make progress, now and then, the leader leaves it to them and looks again after this time.
+constexpr std::int64_t rest_ns = millisecond / 2;
+// A leader that does not come back for so long is busy with something long.
+constexpr std::int64_t away_ns = millisecond;
+// So often a spare thread looks whether the leader is away, before it sleeps until that leaves again.
+constexpr int spare_looks = 50;
+
+}  // namespace
+
+// A receive that is always there, one for each sender.
+class Mailbox::Slot final : public Receive {
+ public:
+  explicit Slot(Mailbox& box) : box_(box) {}
+
+  MatchResult on_match(const Envelope& envelope, bool is_here) override {
+    letter_ = MailboxMessage{};
+    letter_.source = envelope.source;
+    letter_.nbytes = envelope.nbytes;
+    is_offer_ = false;
+    if (envelope.nbytes <= box_.engine_.settings.control_bytes_max) letter_.data.reset(new (std::nothrow) byte[envelope.nbytes + 1]);
+    if (is_here) return MatchResult::accept;
+    if (letter_.data == nullptr) return MatchResult::defer;
+    // It takes a while: what comes after it must not wait.
+    is_offer_ = true;
+    Sender& sender = box_.senders_[envelope.source];
+    if (++sender.offers < offers_max) {
+      sender.needs_slot = true;
+      box_.engine_.add(box_);
+    }
+    return MatchResult::accept;
+  }
+  void want_memory() override { box_.engine_.give_up(*this); }
+  void on_taken_back() override {
+    if (std::exchange(is_offer_, false)) --box_.senders_[letter_.source].offers;
+    letter_.data.reset();
+  }
+  byte* place() override { return letter_.data.get(); }
+  void write(uint64_t, const byte*, size_t) override {}  // there is no memory for it: it is lost
+  void end(Outcome outcome, std::int32_t) override {
+    Sender& sender = box_.senders_[source];
+    if (std::exchange(is_offer_, false)) --sender.offers;
+    --box_.active_;
+    box_.spare_slots_.push_back(this);
+    if (outcome == Outcome::closed) box_.is_closed_ = true;
+    if (outcome == Outcome::peer_down || outcome == Outcome::closed || box_.is_closed_) return;
+    if (outcome == Outcome::done && letter_.data != nullptr) box_.on_letter(std::move(letter_));
+    sender.needs_slot = true;
+    box_.refill(source);
+  }
+
+ private:
+  Mailbox& box_;
+  MailboxMessage letter_;
+  bool is_offer_ = false;
+};
+
+class Mailbox::OwnedSend final : public Send {
+ public:
+  explicit OwnedSend(Mailbox& box) : box_(box) { lane = Lane::control; }
+  void end(Outcome) override {
+    --box_.active_;
+    box_.senders_[to].unsent_bytes -= held.size() + line_bytes;
+    box_.spare_parcels_.push_back(this);
+  }
+  std::string held;
+  std::int32_t to = 0;
+
+ private:
+  Mailbox& box_;
+};
+
+class Mailbox::Lent final : public Send {
+ public:
+  explicit Lent(Mailbox& box) : box_(box) {}
+  void end(Outcome) override {
+    --box_.active_;
+    box_.lent_.erase(number_of);
+    box_.returned_.push_back(std::move(owner));
+    box_.spare_lent_.push_back(this);
+  }
+  uint64_t number_of = 0;
+  Owner owner;
+
+ private:
+  Mailbox& box_;
+};
+
+class Mailbox::Expected final : public Receive {
+ public:
+  explicit Expected(Mailbox& box) : box_(box) {}
+  MatchResult on_match(const Envelope& envelope, bool) override {
+    came_ = envelope.nbytes;
+    return came_ <= nbytes ? MatchResult::accept : MatchResult::reject;
+  }
+  byte* place() override { return into; }
+  void write(uint64_t, const byte*, size_t) override {}
+  void end(Outcome outcome, std::int32_t) override {
+    --box_.active_;
+    box_.expected_.erase(number_of);
+    MailboxMessage letter;
+    letter.source = source;
+    letter.nbytes = came_;
+    letter.number = number_of;
+    letter.outcome = outcome;
+    letter.owner = std::move(owner);
+    box_.spare_expected_.push_back(this);
+    box_.add(std::move(letter));
+  }
+  uint64_t number_of = 0;
+  byte* into = nullptr;
+  uint64_t nbytes = 0;
+  Owner owner;
+
+ private:
+  Mailbox& box_;
+  uint64_t came_ = 0;
+};
+
+Mailbox::Mailbox(Engine& engine, uint64_t context, uint64_t tag)
+    : engine_(engine), context_(context), tag_(tag), senders_(static_cast<size_t>(engine.size)) {
+  for (std::int32_t source = 0; source < engine.size; ++source) open_slot(source);
+}
+
+Mailbox::~Mailbox() = default;
+
+namespace {
+
+// One that is not in use, or a new one.
+template <class Kept, class One>
+One& taken(Mailbox& box, std::vector<std::unique_ptr<Kept>>& all, std::vector<One*>& spare) {
+  if (spare.empty()) {
+    auto made = std::make_unique<One>(box);
+    spare.push_back(made.get());
+    all.push_back(std::move(made));
+  }
+  One& one = *spare.back();
+  spare.pop_back();
+  return one;
+}
+
+}  // namespace
+
+void Mailbox::open_slot(std::int32_t source) {
+  senders_[source].needs_slot = false;
+  Slot& slot = taken(*this, slots_, spare_slots_);
+  slot.context = context_;
+  slot.tag = tag_;
+  slot.source = source;
+  slot.any_tag = false;
+  ++active_;
+  if (engine_.start(slot)) return;
+  --active_;
+  spare_slots_.push_back(&slot);
+  is_closed_ = true;
+}
+
+// A slot may be served at once and end while it is opened: then the outermost call opens the next.
+void Mailbox::refill(std::int32_t source) {
+  if (std::exchange(is_filling_, true)) return;
+  Sender& sender = senders_[source];
+  while (sender.needs_slot && sender.queued_bytes < queued_bytes_max && sender.offers < offers_max && !is_closed_)
+    open_slot(source);
+  is_filling_ = false;
+}
+
+void Mailbox::work() {
+  for (std::int32_t source = 0; source < engine_.size; ++source) refill(source);
+}
+
+bool Mailbox::post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t unsent_bytes_max) {
+  Sender& sender = senders_[dst];
+  if (sender.unsent_bytes > unsent_bytes_max) return false;
+  OwnedSend& parcel = taken(*this, parcels_, spare_parcels_);
+  parcel.to = dst;
+  parcel.context = context_;
+  parcel.tag = tag_;
+  parcel.held.assign(reinterpret_cast<const char*>(data), nbytes);
+  parcel.data = reinterpret_cast<const byte*>(parcel.held.data());
+  parcel.nbytes = nbytes;
+  sender.unsent_bytes += nbytes + line_bytes;
+  ++active_;
+  if (!is_closed_ && engine_.start(parcel, dst)) return true;
+  --active_;
+  sender.unsent_bytes -= nbytes + line_bytes;
+  spare_parcels_.push_back(&parcel);
+  return true;  // once it is closed nobody answers, and whoever closed it has said so
+}
+
+bool Mailbox::lend(std::int32_t dst, uint64_t tag, const byte* data, uint64_t nbytes, uint64_t number, Owner owner) {
+  Lent& lent = taken(*this, all_lent_, spare_lent_);
+  lent.context = context_;
+  lent.tag = tag;
+  lent.data = data;
+  lent.nbytes = nbytes;
+  lent.number_of = number;
+  lent.owner = std::move(owner);
+  lent_[number] = &lent;
+  ++active_;
+  if (!is_closed_ && engine_.start(lent, dst)) return true;
+  lent.end(Outcome::closed);
+  return false;
+}
+
+void Mailbox::expect(std::int32_t source, uint64_t tag, byte* into, uint64_t nbytes, uint64_t number, Owner owner) {
+  Expected& expected = taken(*this, all_expected_, spare_expected_);
+  expected.context = context_;
+  expected.tag = tag;
+  expected.source = source;
+  expected.into = into;
+  expected.nbytes = nbytes;
+  expected.number_of = number;
+  expected.owner = std::move(owner);
+  expected_[number] = &expected;
+  ++active_;
+  if (is_closed_ || !engine_.start(expected)) expected.end(Outcome::closed, source);
+}
+
+void Mailbox::withdraw(uint64_t number) {
+  if (const auto found = lent_.find(number); found != lent_.end()) {
+    engine_.cancel(*found->second);
+  } else if (const auto it = expected_.find(number); it != expected_.end()) {
+    Expected& expected = *it->second;
+    if (engine_.cancel(expected)) expected.end(Outcome::cancelled, expected.source);
+  }
+}
+
+void Mailbox::on_letter(MailboxMessage letter) {
+  senders_[letter.source].queued_bytes += letter.nbytes + line_bytes;
+  add(std::move(letter));
+}
+
+void Mailbox::add(MailboxMessage letter) {
+  queue_.push_back(std::move(letter));
+  // A letter to oneself is brought by a thread that does not make progress.
+  engine_.wake_waiters();
+  // Who reads in front comes back at once, most likely; else the leader looks by itself.
+  if (fronts_ == 0 && is_leader_resting_ && now_ns() - front_at_ > rest_ns) rest_.notify_one();
+}
+
+std::vector<MailboxMessage> Mailbox::letters() {
+  std::vector<MailboxMessage> taken = std::move(queue_);
+  queue_.clear();
+  if (!taken.empty()) ++batches_;
+  bool is_short = false;
+  for (const MailboxMessage& letter : taken) {
+    if (letter.number != 0) continue;
+    Sender& sender = senders_[letter.source];
+    is_short |= sender.needs_slot;
+    sender.queued_bytes -= letter.nbytes + line_bytes;
+  }
+  if (is_short && !is_closed_) work();
+  return taken;
+}
+
+std::vector<MailboxMessage> Mailbox::take(Hold& held, std::int64_t deadline, bool is_front) {
+  if (is_front)
+    wait_in_front(held, deadline);
+  else
+    wait_in_background(held, deadline);
+  if (!is_front && (fronts_ != 0 || leader_ != std::this_thread::get_id())) return {};
+  return letters();
+}
+
+void Mailbox::wait_in_front(Hold& held, std::int64_t deadline) {
+  ++fronts_;
+  engine_.wait(held, [this] { return !queue_.empty() || is_front_poked_ || is_closed_; }, deadline);
+  --fronts_;
+  is_front_poked_ = false;
+  front_at_ = now_ns();
+}
+
+void Mailbox::wait_in_background(Hold& held, std::int64_t deadline) {
+  const std::thread::id me = std::this_thread::get_id();
+  const auto clock = [](std::int64_t at) {
+    return std::chrono::steady_clock::now() + std::chrono::nanoseconds(at - now_ns());
+  };
+  int looks = spare_looks;
+  for (;;) {
+    if (is_closed_) return;
+    if (pokes_ != 0) {
+      --pokes_;
+      break;
+    }
+    const std::int64_t now = now_ns();
+    if (now >= deadline) break;
+    if (leader_ != me && leader_ != std::thread::id()) {
+      const bool is_late = !is_leader_here_ && now - leader_left_at_ >= away_ns;
+      if (!is_late) {
+        if (!is_leader_here_) looks = spare_looks;
+        if (looks-- > 0) {
+          spare_.wait_until(held, clock(now + away_ns));
+        } else {
+          ++spares_asleep_;
+          spare_.wait_until(held, clock(deadline));
+          --spares_asleep_;
+          looks = spare_looks;
+        }
+        continue;
+      }
+      // What the leader took with it is for this thread to run on.
+      leader_ = me;
+      break;
+    }
+    leader_ = me;
+    is_leader_here_ = true;
+    const auto is_over = [&] { return (!queue_.empty() && fronts_ == 0) || pokes_ != 0 || is_closed_; };
+    if (is_over() && fronts_ == 0) break;
+    if (engine_.is_polled() || engine_.polls() != polls_seen_) {
+      polls_seen_ = engine_.polls();
+      is_leader_resting_ = true;
+      rest_.wait_until(held, clock(std::min(deadline, now + rest_ns)));
+      is_leader_resting_ = false;
+    } else {
+      engine_.wait(held, is_over, deadline, true);
+      polls_seen_ = engine_.polls();
+    }
+    if (leader_ != me) continue;
+    if (!queue_.empty() && fronts_ == 0) break;
+  }
+  if (leader_ == me) {
+    is_leader_here_ = false;
+    leader_left_at_ = now_ns();
+    if (spares_asleep_ != 0) spare_.notify_one();
+  }
+}
+
+void Mailbox::interrupt_wait(bool is_front) {
+  if (is_front) {
+    is_front_poked_ = true;
+    if (fronts_ != 0) engine_.wake_waiters();
+    return;
+  }
+  ++pokes_;
+  if (is_leader_here_) {
+    rest_.notify_one();
+    engine_.wake_waiters();
+  } else {
+    spare_.notify_one();
+  }
+}
+
+void Mailbox::close() {
+  is_closed_ = true;
+  engine_.remove(*this);
+  for (auto& slot : slots_)
+    if (slot->is_posted() && engine_.cancel(*slot)) {
+      --active_;
+      spare_slots_.push_back(slot.get());
+    }
+  std::vector<uint64_t> expected;
+  for (const auto& [number, one] : expected_) expected.push_back(number);
+  for (const uint64_t number : expected) withdraw(number);
+  engine_.wake_waiters();
+  rest_.notify_all();
+  spare_.notify_all();
+}
+
+}  // namespace unisono::engine

@@ -1,0 +1,639 @@
+"""Mistakes that others made, one test each: wrong results, mixed-up messages and hangs.
+
+F and N name the entries of ferrotorch's and nexar's lists of weaknesses (docs/acceptance.md maps them).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.oracle import (
+    HALVES,
+    Array,
+    Notes,
+    canonical,
+    dtype_of,
+    identity,
+    moved,
+    operand,
+    operands,
+    reduced,
+    result,
+)
+from tests.support.ranks import run_each, run_ranks
+
+import unisono as uni
+from unisono import simulation
+from unisono.plans import algorithms
+
+SHORT = uni.Config(segment_bytes=64)
+
+
+def sleep(comm: uni.Communicator, seconds: float) -> None:
+    """Virtual seconds: only in a simulation."""
+    comm.backend.runtime.sleep(seconds)
+
+
+# -- elements that were dropped ---------------------------------------------------------------------------
+
+
+def large(rank: int, count: int) -> Array:
+    return np.resize(np.arange(rank, rank + 251, dtype=np.float32), count)
+
+
+@pytest.mark.on_every_link
+@pytest.mark.parametrize("algorithm", [a for a in algorithms("all_reduce") if a != "flat"])
+@pytest.mark.parametrize("count", [2**21, 3 * 2**20 + 1], ids=["8 MiB", "a straddled boundary"])
+def test_large_odd_sizes_lose_no_element_on_three_ranks(count: int, algorithm: str) -> None:
+    """N1, N2: segments were cut in bytes and floored to elements; both ends counted them differently."""
+
+    def program(comm: uni.Communicator) -> Any:
+        x = comm.all_reduce(large(comm.rank, count), algorithm=algorithm)
+        return np.flatnonzero(x != 3 * large(1, count)).tolist()
+
+    assert run_ranks(program, 3).values() == [[]] * 3
+
+
+@pytest.mark.on_every_link
+def test_the_size_of_a_resnet_loses_no_element_on_four_ranks() -> None:
+    """N1: 25,557,032 float32 on 4 ranks kept 20 local values."""
+    count = 25_557_032
+
+    def program(comm: uni.Communicator) -> Any:
+        x = comm.all_reduce(large(comm.rank, count))
+        x -= 6
+        x /= 4
+        return bool(np.array_equal(x, large(0, count)))
+
+    assert run_ranks(program, 4).values() == [True] * 4
+
+
+@pytest.mark.on_every_link
+@pytest.mark.parametrize("delta", [-1, 0, 1])
+def test_pipelines_lose_nothing_around_their_own_segments(delta: int) -> None:
+    """N1: both sides of the 16 Ki elements at which pipelines begin to cut, and of 64 such pieces."""
+
+    def program(comm: uni.Communicator) -> Notes:
+        notes = Notes()
+        for count in (16 * 1024 + delta, 2 * 16 * 1024 + delta, 64 * 16 * 1024 + delta):
+            x = np.arange(count, dtype=np.int32) * (comm.rank + 1)
+            base = np.arange(count, dtype=np.int32)
+            got = comm.broadcast(x.copy(), 1, algorithm="chain")
+            notes.expect(got, base * 2, "broadcast", count)
+            got = comm.reduce(x.copy(), 2, algorithm="chain")
+            notes.expect(got, base * 6 if comm.rank == 2 else None, "reduce", count)
+            got = comm.scan(x, algorithm="ordered")
+            notes.expect(got, base * (1, 3, 6)[comm.rank], "scan", count)
+        return notes
+
+    assert run_ranks(program, 3).values() == [[]] * 3
+
+
+@pytest.mark.on_every_link
+@pytest.mark.parametrize("algorithm", algorithms("reduce_scatter"))
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_reduce_scatter_gives_rank_i_chunk_i(size: int, algorithm: str) -> None:
+    """N3: rank i got chunk (i + 1) % N, which uniform data hid."""
+
+    def program(comm: uni.Communicator) -> list[int]:
+        x = np.arange(size * 3).reshape(size, 3) * (comm.rank + 1)
+        return comm.reduce_scatter(x, algorithm=algorithm).tolist()
+
+    factor = size * (size + 1) // 2
+    want = [[(3 * r + k) * factor for k in range(3)] for r in range(size)]
+    assert run_ranks(program, size).values() == want
+
+
+# -- halves, NaN, subnormals ------------------------------------------------------------------------------
+
+
+@pytest.mark.on_every_link
+@pytest.mark.parametrize("name", HALVES)
+def test_halves_are_added_in_float32_and_rounded_to_even_in_body_and_tail_alike(name: str) -> None:
+    """N6, F18: SIMD truncated where scalars rounded; sums were kept in bfloat16."""
+    kind = dtype_of(name)
+    # 1 + half a unit ties to even, 1 + 3/2 units to the next even one, and a bit more rounds up.
+    unit = 2.0 ** (-10 if name == "float16" else -7)
+    left = [1.0, 1.0 + unit, 1.0, 1.0 + unit, -1.0, 3.0]
+    right = [unit / 2, unit / 2, unit * 0.75, unit / 4, -unit / 2, unit * 3]
+    want = (np.array(left, np.float32) + np.array(right, np.float32)).astype(kind)
+    assert want[0] == 1.0
+    assert want[1] == 1.0 + 2 * unit
+
+    def program(comm: uni.Communicator) -> Notes:
+        notes = Notes()
+        values = np.array(left if comm.rank == 0 else right, np.float32).astype(kind)
+        for count in range(1, 70):  # every tail after none to several vectors
+            x = np.resize(values, count)
+            notes.expect(comm.all_reduce(x), np.resize(want, count), name, count)
+        return notes
+
+    assert run_ranks(program, 2).values() == [[], []]
+
+
+@pytest.mark.on_every_link
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+def test_subnormals_are_not_flushed(name: str) -> None:
+    """N6: 2**-15 became 0."""
+    kind = dtype_of(name)
+    tiny = float(_info(name).smallest_subnormal)
+    values = np.array([tiny, 3 * tiny, float(_info(name).smallest_normal) / 2, -tiny, 2.0**-15], kind)
+
+    def program(comm: uni.Communicator) -> Notes:
+        notes = Notes()
+        for count in (1, 5, 37):
+            x = np.resize(values, count)
+            both = [x, x]
+            for op in ("sum", "min", "max", "mean"):
+                notes.expect(comm.all_reduce(x.copy(), op), reduced(op, both), name, op, count)
+        return notes
+
+    assert run_ranks(program, 2).values() == [[], []]
+    assert all(v != 0 for v in values.tolist())
+
+
+def _info(name: str) -> Any:
+    import ml_dtypes
+
+    return ml_dtypes.finfo(dtype_of(name)) if name == "bfloat16" else np.finfo(name)
+
+
+@pytest.mark.on_every_link
+@pytest.mark.parametrize("algorithm", algorithms("all_reduce"))
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+def test_nan_and_infinity_come_out_alike_wherever_they_stand(name: str, algorithm: str) -> None:
+    """N6: a NaN became -0.0, and min and max kept or lost it depending on its place in a vector."""
+    kind, size = dtype_of(name), 3
+
+    def given(rank: int, count: int) -> Array:
+        x = operand(name, "min", count, rank, size).copy()
+        x[rank::4] = np.nan if rank == 1 else np.inf if rank == 2 else -np.inf
+        return x
+
+    def program(comm: uni.Communicator) -> Notes:
+        notes = Notes()
+        for count in (1, 2, 7, 33, 64, 101):
+            xs = [given(rank, count) for rank in range(size)]
+            for op in ("min", "max"):
+                got = comm.all_reduce(xs[comm.rank].copy(), op, algorithm=algorithm)
+                notes.expect(got, reduced(op, xs), name, op, count)
+            for op in ("sum", "prod", "mean"):
+                got = comm.all_reduce(xs[comm.rank].copy(), op, algorithm=algorithm)
+                nan = np.isnan(reduced(op, xs).astype(np.float64))
+                notes.check(bool((np.isnan(got.astype(np.float64)) == nan).all()), name, op, count)
+                gathered = comm.all_gather(got.view(f"u{kind.itemsize}"))
+                notes.check(bool((gathered == gathered[0]).all()), "ranks differ", name, op, count)
+        return notes
+
+    assert run_ranks(program, size, config=SHORT).values() == [[]] * size
+
+
+@pytest.mark.on_every_link
+@pytest.mark.parametrize("name", HALVES)
+def test_a_mean_of_halves_does_not_overflow_on_the_way(name: str) -> None:
+    """F18: the sum was made in the same type and divided afterwards."""
+    largest = float(_info(name).max)
+
+    def program(comm: uni.Communicator) -> Notes:
+        notes = Notes()
+        x = np.full(19, largest, dtype_of(name))
+        notes.expect(comm.all_reduce(x.copy(), "mean"), x, "all_reduce")
+        notes.expect(comm.reduce(x.copy(), 1, "mean"), x if comm.rank == 1 else None, "reduce")
+        rows = np.full((comm.size, 5), largest, dtype_of(name))
+        notes.expect(comm.reduce_scatter(rows, "mean"), rows[0], "reduce_scatter")
+        many = [x.copy(), rows.copy()]
+        notes.expect(comm.all_reduce_many(many, "mean"), [x, rows], "all_reduce_many")
+        return notes
+
+    # Not bfloat16 with three: thrice its largest number overflows float32 too.
+    size = 3 if name == "float16" else 2
+    if name == "bfloat16":
+        largest /= 2
+    assert run_ranks(program, size).values() == [[]] * size
+
+
+@pytest.mark.on_every_link
+def test_a_mean_of_small_integers_keeps_their_precision() -> None:
+    """F18: in bfloat16, 256 + 1 is 256; the mean of 1, 256, 256, 1, ... must come from the exact sum."""
+
+    def program(comm: uni.Communicator) -> Notes:
+        notes = Notes()
+        xs = [np.full(11, 256 if r % 2 else 1, dtype_of("bfloat16")) for r in range(comm.size)]
+        notes.expect(comm.all_reduce(xs[comm.rank].copy(), "mean"), canonical("mean", xs), "mean")
+        return notes
+
+    assert run_ranks(program, 8).values() == [[]] * 8
+
+
+@pytest.mark.on_every_link
+def test_a_single_contribution_comes_back_unchanged_to_the_bit() -> None:
+    """NaN payloads and the sign of zero included, for every operation and every reduction."""
+
+    def program(comm: uni.Communicator) -> Notes:
+        notes = Notes()
+        for name in ("float16", "bfloat16", "float32", "complex64"):
+            x = moved(name, 29, "alone")
+            for op in ("sum", "prod", "mean"):
+                notes.expect(comm.all_reduce(x.copy(), op), x, "all_reduce", name, op)
+                notes.expect(comm.reduce(x.copy(), 0, op), x, "reduce", name, op)
+                notes.expect(comm.reduce_scatter(x.reshape(1, 29), op), x, "reduce_scatter", name, op)
+                if op != "mean":
+                    notes.expect(comm.scan(x, op), x, "scan", name, op)
+                    want = np.full(29, identity(name, op), dtype_of(name))
+                    notes.expect(comm.exscan(x, op), want, "exscan", name, op)
+        return notes
+
+    assert run_ranks(program, 1).values() == [[]]
+
+
+# -- messages that met the wrong receive ------------------------------------------------------------------
+
+
+@pytest.mark.on_every_link
+def test_a_stream_is_in_step_after_hundreds_of_receives_that_gave_up() -> None:
+    """F1, F2, F3, N17: a timeout or a wrong size left half a message in the stream."""
+    total = 150
+
+    def program(comm: uni.Communicator) -> Any:
+        if comm.rank == 0:
+            for k in range(total):
+                comm.send(np.full(1 + 37 * k % 5000, k, np.int32), 1, 5)
+            return None
+        got, tries = [], 0
+        buf = np.zeros(5001, np.int32)
+        while len(got) < total:
+            tries += 1
+            short = np.zeros(1 + tries % 3, np.int32)
+            try:
+                if tries % 2:
+                    status = comm.recv(short, 0, 5, timeout=0)
+                    got.append(int(short[0]))
+                else:
+                    status = comm.recv(buf, 0, 5, timeout=0.001 * (tries % 3))
+                    got.append(int(buf[0]) if (buf[: status.nbytes // 4] == buf[0]).all() else -1)
+            except (uni.DeadlineExceeded, uni.UsageError):
+                continue
+        return got
+
+    config = uni.Config(eager_bytes=1024, eager_credit_bytes=4096)
+    assert run_ranks(program, 2, config=config).values()[1] == list(range(total))
+
+
+def test_a_late_contribution_is_never_added_to_the_next_round() -> None:
+    """F3: a retried all_reduce added last round's tensor. Here the communicator is done for."""
+
+    def program(comm: uni.Communicator) -> Any:
+        group = comm.sub(range(3))
+        fresh = comm.sub(range(3))
+        if comm.rank == 2:
+            sleep(comm, 1.0)
+        first = None
+        try:
+            group.all_reduce(np.full(4, 1000.0), timeout=0.5 if comm.rank != 2 else None)
+        except uni.DeadlineExceeded as error:
+            first = error.waiting_on
+        with pytest.raises(uni.DeadlineExceeded):
+            group.all_reduce(np.full(4, 1.0))
+        return first, fresh.all_reduce(np.full(4, comm.rank + 1.0)).tolist()
+
+    got = uni.simulate(program, 3).results
+    assert got == [((2,), [6.0] * 4)] * 3
+
+
+@pytest.mark.on_every_link
+def test_unreceived_messages_disturb_no_collective_and_no_barrier() -> None:
+    """F13: barrier bytes shared a channel with data."""
+
+    def program(comm: uni.Communicator) -> Any:
+        after, before = (comm.rank + 1) % 3, (comm.rank - 1) % 3
+        for tag in range(4):
+            comm.send(bytes([comm.rank, tag]), after, tag)  # one byte, two bytes: as long as a token
+        comm.send(b"", after, 9)
+        comm.barrier()
+        total = comm.all_reduce(np.arange(9) + comm.rank).tolist()
+        comm.barrier()
+        left = [comm.recv_bytes(before, tag) for tag in (3, 1, 2, 0, 9)]
+        return total, left == [bytes([before, tag]) for tag in (3, 1, 2, 0)] + [b""]
+
+    assert run_ranks(program, 3).values() == [([3 * k + 3 for k in range(9)], True)] * 3
+
+
+@pytest.mark.on_every_link
+def test_one_full_tag_holds_up_no_other() -> None:
+    """N17, N20: a full channel blocked all tags of a link. Here unmatched payload is bounded."""
+
+    def program(comm: uni.Communicator) -> Any:
+        if comm.rank == 0:
+            flood = [comm.start.send(np.full(100, k), 1, 1) for k in range(400)]
+            waiting = sum(not work.done() for work in flood)
+            comm.send(np.array([42]), 1, 2)
+            total = comm.all_reduce(np.array([1]))
+            uni.wait_all(flood)
+            return waiting > 0, int(total[0])  # bounded: not all of them were taken
+        quick = np.zeros(1, np.int64)
+        comm.recv(quick, 0, 2)
+        total = comm.all_reduce(np.array([2]))
+        buf, order = np.zeros(100, np.int64), []
+        for _ in range(400):
+            comm.recv(buf, 0, 1)
+            order.append(int(buf[99]))
+        return int(quick[0]), int(total[0]), order == list(range(400))
+
+    config = uni.Config(eager_bytes=1024, eager_credit_bytes=8192)
+    assert run_ranks(program, 2, config=config).values() == [(True, 3), (42, 3, True)]
+
+
+@pytest.mark.on_every_link
+def test_a_thread_that_waits_for_a_peer_does_not_keep_another_from_sending_to_it() -> None:
+    """F6: one mutex per peer for both directions, held during a blocking receive."""
+
+    def program(comm: uni.Communicator) -> Any:
+        other = 1 - comm.rank
+        if comm.rank == 0:
+            answers: list[int] = []
+
+            def ask(tag: int) -> None:
+                buf = np.zeros(1, np.int64)
+                comm.recv(
+                    buf, other, 100 + tag
+                )  # waits first, and is served only after the other thread sends
+                answers.append(int(buf[0]))
+
+            threads = [threading.Thread(target=ask, args=(tag,)) for tag in range(4)]
+            for thread in threads:
+                thread.start()
+            for tag in range(4):
+                comm.send(np.array([tag * 10]), other, tag)
+            for thread in threads:
+                thread.join()
+            return sorted(answers)
+        for tag in range(4):
+            buf = np.zeros(1, np.int64)
+            comm.recv(buf, other, tag)
+            comm.send(buf + 1, other, 100 + tag)
+        return None
+
+    assert run_ranks(program, 2).values()[0] == [1, 11, 21, 31]
+
+
+@pytest.mark.on_every_link
+@pytest.mark.parametrize("first", [65_530, 2**31 - 4, 2**32 - 4])
+def test_no_operation_number_is_special(first: int) -> None:
+    """N18: every 65,536th large all_reduce used the untagged lane, and operation 2t met operation t."""
+
+    def program(comm: uni.Communicator) -> Notes:
+        notes = Notes()
+        comm._group.call_log.next = first  # as if so many had been called before
+        works = [
+            comm.start.all_reduce(operand("int32", "sum", 99, comm.rank, 3, k).copy()) for k in range(10)
+        ]
+        for k, work in reversed(list(enumerate(works))):
+            notes.expect(work.wait(), result("int32", "sum", 99, 3, k), first + k)
+        return notes
+
+    assert run_ranks(program, 3, config=SHORT).values() == [[]] * 3
+
+
+def test_nothing_is_left_of_operations_that_ended() -> None:
+    """N19, N23: every step of every collective leaked a channel."""
+
+    def program(comm: uni.Communicator) -> None:
+        for k in range(50):
+            comm.all_reduce(np.arange(100) + k)
+            comm.sendrecv(np.ones(3), 1 - comm.rank, np.zeros(3), 1 - comm.rank, k)
+            child = comm.split(0)
+            assert child is not None
+            child.all_gather(np.ones(k))
+            child.close()
+        comm.barrier()
+
+    world = uni.local(2, SHORT)
+    run_each(program, world).values()
+    for comm in world:
+        inbox: Any = comm.backend._hub.inboxes[comm.rank]  # type: ignore[attr-defined]
+        assert list(inbox._matcher.all_arrived()) == []
+        assert len(list(inbox._matcher.all_posted())) == 1, "only control listens"
+        assert comm._group._pending == {}
+        assert len(comm._group.call_log) <= 64
+    for comm in world:
+        comm.close()
+
+
+def test_news_about_operations_is_no_data() -> None:
+    """N8: a barrier failed on any control message it did not expect. Here every operation asks."""
+
+    def program(comm: uni.Communicator) -> Notes:
+        notes = Notes()
+        for k in range(30):
+            if comm.rank == k % 3:
+                sleep(comm, 0.4)  # late enough that the others ask what is going on
+            comm.barrier()
+            got = comm.all_reduce(operand("int64", "sum", 40, comm.rank, 3, k).copy())
+            notes.expect(got, result("int64", "sum", 40, 3, k), k)
+        return notes
+
+    assert uni.simulate(program, 3, config=SHORT).results == [[]] * 3
+
+
+def test_a_child_that_failed_leaves_nothing_behind_for_its_parent() -> None:
+    """N10: a failed barrier of a child left a message that broke its parent's next one."""
+
+    def program(comm: uni.Communicator) -> Any:
+        for _ in range(5):
+            child = comm.sub(range(3))
+            if comm.rank != 1:
+                with pytest.raises(uni.DeadlineExceeded):
+                    child.barrier(timeout=0.1)
+            comm.barrier()
+        return comm.all_gather(comm.rank).tolist()
+
+    assert uni.simulate(program, 3).results == [[0, 1, 2]] * 3
+
+
+# -- deadlines --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("verb", "algorithm"), [("all_reduce", "ring"), ("all_gather", "ring"), ("scan", "ordered")]
+)
+def test_a_deadline_is_for_the_whole_operation_not_for_each_step(verb: str, algorithm: str) -> None:
+    """F4, N24: a timeout per step, or per byte that trickles in, never ends. Here a step takes a second."""
+    slow = simulation.Network(latency_s=1.0)
+
+    def program(comm: uni.Communicator, timeout: float | None) -> Any:
+        word = "done"
+        try:
+            getattr(comm, verb)(np.arange(64.0), timeout=timeout, algorithm=algorithm)
+        except uni.DeadlineExceeded:
+            word = "late"
+        return word, comm.backend.runtime.now()
+
+    # Eight ranks in a row need at least seven steps, each far shorter than the timeout.
+    unlimited = uni.simulate(program, 8, None, network=slow)
+    assert max(time_s for _, time_s in unlimited.results) >= 7
+    limited = uni.simulate(program, 8, 2.5, network=slow)
+    late = [time_s for word, time_s in limited.results if word == "late"]
+    assert late
+    # A message that is under way cannot be called back: its memory is free once it has arrived.
+    assert max(late) <= 2.5 + 1.1
+
+
+def test_a_call_of_nothing_made_late_is_still_compared() -> None:
+    """F19: an early return for an empty array is a local decision. The others had asked before it."""
+
+    def program(comm: uni.Communicator) -> None:
+        if comm.rank == 2:
+            sleep(comm, 1.0)
+        comm.all_reduce(np.ones(0 if comm.rank == 2 else 5))
+        comm.barrier()
+
+    ended = uni.simulate(program, 3)
+    assert [type(error) for error in ended.results] == [uni.CollectiveMismatch] * 3
+    assert ended.time_s < 1.1, "at once when it came"
+
+
+def test_a_rank_that_came_late_is_not_blamed_for_one_that_never_came() -> None:
+    """Rank 1 comes after the others have asked for it; rank 3 not at all."""
+
+    def program(comm: uni.Communicator) -> Any:
+        if comm.rank == 3:
+            sleep(comm, 10.0)
+            return None
+        if comm.rank == 1:
+            sleep(comm, 1.0)
+        with pytest.raises(uni.DeadlineExceeded) as caught:
+            comm.reduce_scatter(np.ones((4, 3)), timeout=3.0, algorithm="ring")
+        return caught.value.waiting_on
+
+    assert uni.simulate(program, 4).results == [(3,), (3,), (3,), None]
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "barrier", "broadcast", "all_to_all_v"])
+def test_the_death_of_any_rank_at_any_step_ends_every_survivor(verb: str) -> None:
+    """F14, F15, N24: when one rank failed, the others waited out a minute, or for ever."""
+    calls = {
+        "all_reduce": lambda comm: comm.all_reduce(np.ones(100)),
+        "barrier": lambda comm: comm.barrier(),
+        "broadcast": lambda comm: comm.broadcast(np.ones(100), 1),
+        "all_to_all_v": lambda comm: comm.all_to_all_v([np.ones(k + 1) for k in range(4)]),
+    }
+
+    def program(comm: uni.Communicator) -> int:
+        for _ in range(20):
+            calls[verb](comm)
+            sleep(comm, 0.001)
+        return comm.rank
+
+    for victim in range(4):
+        at_s = 0.0005 + 0.0031 * victim
+        ended = uni.simulate(program, 4, faults=[simulation.Kill(victim, at_s)], config=SHORT)
+        assert ended.time_s < 1.0
+        for rank, error in enumerate(ended.results):
+            if rank != victim:
+                assert isinstance(error, uni.PeerLost), f"rank {rank} of victim {victim}: {error!r}"
+                assert error.ranks == (victim,)
+
+
+# -- nothing empty is special -----------------------------------------------------------------------------
+
+
+@pytest.mark.on_every_link
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_empty_arrays_go_through_every_verb(size: int) -> None:
+    """F22: a receive of no element waited for one."""
+
+    def program(comm: uni.Communicator) -> Notes:
+        notes = Notes()
+        me = comm.rank
+        for shape in ((0,), (0, 3), (3, 0)):
+            x = np.zeros(shape, np.float32)
+            rows = np.zeros((size, *shape), np.float32)
+            expectations: list[tuple[str, Any, Any]] = [
+                ("all_reduce", comm.all_reduce(x), x),
+                ("reduce", comm.reduce(x, size - 1), x if me == size - 1 else None),
+                ("broadcast", comm.broadcast(x, size - 1), x),
+                ("all_gather", comm.all_gather(x), rows),
+                ("gather", comm.gather(x), rows if me == 0 else None),
+                ("scatter", comm.scatter(rows if me == 0 else None), x),
+                ("reduce_scatter", comm.reduce_scatter(rows), x),
+                ("all_to_all", comm.all_to_all(rows), rows),
+                ("scan", comm.scan(x), x),
+                ("exscan", comm.exscan(x), x),
+                ("all_gather_v", comm.all_gather_v(x), [x] * size),
+                ("scatter_v", comm.scatter_v([x] * size if me == 0 else None), x),
+                ("all_to_all_v", comm.all_to_all_v([x] * size), [x] * size),
+                ("all_reduce_many", comm.all_reduce_many([x, x]), [x, x]),
+            ]
+            for verb, got, want in expectations:
+                notes.expect(got, want, verb, shape)
+            status = comm.sendrecv(x, (me + 1) % size, np.zeros(shape, np.float32), (me - 1) % size, 3)
+            notes.check(status == ((me - 1) % size, 3, 0), "sendrecv", status)
+        notes.expect(comm.all_reduce(np.array([me])), np.array([size * (size - 1) // 2]), "still in step")
+        return notes
+
+    assert run_ranks(program, size).values() == [[]] * size
+
+
+# -- no detour through rank 0 -----------------------------------------------------------------------------
+
+
+def test_ranks_that_never_meet_rank_0_need_nothing_of_it() -> None:
+    """F7: on a star, everything that did not go through rank 0 failed. Here rank 0 is dead."""
+    world = uni.local(4)
+    backend: Any = world[0].backend
+    groups = run_each(lambda comm: comm.sub([1, 2, 3]), world[1:]).values()
+    backend.kill()
+
+    def program(comm: uni.Communicator) -> Any:
+        size, me = comm.size, comm.rank
+        buf = np.zeros(2)
+        comm.sendrecv(np.array([me, 0.5]), (me + 1) % size, buf, (me - 1) % size)
+        xs = operands("int32", "sum", 50, 3)
+        return (
+            buf.tolist(),
+            np.array_equal(comm.all_reduce(xs[me].copy()), reduced("sum", xs)),
+            comm.split(0).size,
+        )
+
+    want = [([(r - 1) % 3, 0.5], True, 3) for r in range(3)]
+    assert run_each(program, groups).values() == want
+    for comm in world:
+        comm.close()
+
+
+# -- typed errors -----------------------------------------------------------------------------------------
+
+
+def test_errors_can_be_told_apart_by_their_type() -> None:
+    """F12: all errors became one with a text, and a timeout was found by its words."""
+    assert issubclass(uni.UsageError, ValueError)
+    assert issubclass(uni.DeadlineExceeded, TimeoutError)
+    kinds = [
+        uni.UsageError, uni.BackendUnavailable, uni.RendezvousError, uni.DeadlineExceeded, uni.PeerLost,
+        uni.PeerAborted, uni.CollectiveMismatch, uni.Deadlock, uni.ProtocolError, uni.ClosedError,
+        uni.RemoteError,
+    ]  # fmt: skip
+    for kind in kinds:
+        assert issubclass(kind, uni.UnisonoError)
+        assert not any(issubclass(kind, other) for other in kinds if other is not kind)
+
+
+def test_a_world_of_no_rank_is_refused() -> None:
+    """Ferrotorch BK04, CF09."""
+    for n in (0, -1, 1.5, True, None):
+        with pytest.raises(uni.UsageError, match=">= 1"):
+            uni.local(n)  # type: ignore[arg-type]
+
+
+def test_ranks_and_size_are_reported() -> None:
+    """Ferrotorch BK03, CF07, CF08."""
+    for n in (1, 2, 3):
+        world = uni.local(n)
+        assert [(comm.rank, comm.size, comm.name, comm.epoch) for comm in world] == [
+            (rank, n, "world", 0) for rank in range(n)
+        ]
+        for comm in world:
+            comm.close()

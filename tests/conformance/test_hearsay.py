@@ -1,0 +1,150 @@
+"""Hearsay: what a rank does when others say that a rank is gone. One table, for engine and simulator."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+from tests.process.test_native_threats import (
+    CONTEXT,
+    DOWN,
+    EAGER,
+    SECRET,
+    Make,
+    connect,
+    ended,
+    exchange,
+    make,
+)
+from tests.simulation.test_simulated_backend import LATENCY, Rank, simulated
+from tests.support.member import CONTROL, HEAD, Member
+
+from unisono.config import Config
+from unisono.core.envelope import Lane
+from unisono.messaging.backend import PeerDown
+from unisono.simulation import Drop, Kill, Network, now, sleep
+from unisono.simulation.fabric import Fabric
+from unisono.simulation.scheduler import Scheduler
+from unisono.simulation.verdicts import Verdicts
+
+__all__ = ["make"]
+
+
+class Case(NamedTuple):
+    """Rank 0 is told of rank 2, which lives; what it believes."""
+
+    has_link: bool
+    left: bool
+    believed: tuple[str, bool] | None
+
+
+CASES = {
+    "who has a link does not believe in a death": Case(True, False, None),
+    "who has a link does not believe in a goodbye": Case(True, True, None),
+    "who has no link believes in a death": Case(False, False, ("silent for 9.9 s", False)),
+    "who has no link believes in a goodbye": Case(False, True, ("silent for 9.9 s", True)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_engine_keeps_the_rule(make: Make, name: str) -> None:
+    case, heard = CASES[name], list[PeerDown]()
+    first, last = make(3, (0, 2))
+    connect([first, last], cards=[first.card(), first.card(), last.card()])
+    first.watch(heard.append)
+    if case.has_link:
+        exchange(first, last)
+    with Member(first.card(), SECRET, 1, 0, 3) as member:
+        cause = b"silent for 9.9 s"
+        member.send(HEAD.pack(DOWN, case.left, 0, len(cause), 2, 0, 0) + cause, CONTROL)
+        # What it says after that has been received: so has this.
+        member.send(HEAD.pack(EAGER, 255, 0, 0, CONTEXT, 7, 2) + b"ok", CONTROL)
+        assert bytes(ended(first, first.start_recv(1, CONTEXT, 7, None)).data or b"") == b"ok"
+        believed = [(down.cause, down.left) for down in heard if down.rank == 2]
+        assert believed == [] if case.believed is None else [case.believed]
+        if case.has_link:
+            exchange(first, last)
+        else:
+            error = ended(first, first.start_send(2, CONTEXT, 0, memoryview(b"x"))).error
+            assert "silent for 9.9 s" in str(error)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_simulator_keeps_the_rule(name: str) -> None:
+    case, size = CASES[name], 6  # 0 and 3 have no link from the start
+    scheduler = Scheduler(0, 2.0)
+    for _ in range(size):
+        scheduler.add_thread(lambda: None)
+    fabric = Fabric(scheduler, Network(), Config(), 0)
+    members = [Listener() for _ in range(size)]
+    verdicts = Verdicts(fabric, members)
+    if case.has_link:
+        fabric.carry(3, 0, Lane.BULK, 0, lambda: None)
+    verdicts._learn(0, (PeerDown(3, "silent for 9.9 s", case.left),))
+    believed = [(down.cause, down.left) for down in members[0].downs.values()]
+    assert believed == ([] if case.believed is None else [case.believed])
+
+
+class Listener:
+    """A rank that lives, and what it was told."""
+
+    is_gone = False
+
+    def __init__(self) -> None:
+        self.downs: dict[int, PeerDown] = {}
+
+    def has_lost(self, peer: int) -> bool:
+        return peer in self.downs
+
+    def peer_down(self, down: PeerDown) -> None:
+        self.downs[down.rank] = down
+
+
+def downs(me: Rank) -> Any:
+    sleep(8)
+    return [(at, down.rank, down.cause) for at, down in me.downs if not down.left]
+
+
+def test_a_cut_between_two_is_no_matter_of_those_who_see_both() -> None:
+    results = simulated(downs, 4, faults=[Drop(3, 0, 1.0)]).results
+    assert results[0] == [(3.5, 3, "silent for 2.5 s")]
+    assert results[1] == results[2] == []
+    assert results[3] == [(3.5 + LATENCY, 0, "gave rank 3 up after 2.5 s of silence")]
+
+
+def test_who_has_no_link_is_told_and_is_not_to_be_reached_again() -> None:
+    """Of six ranks all have links but 0 and 3, 1 and 4, 2 and 5, until one of them calls the other."""
+
+    def program(me: Rank) -> Any:
+        if me.rank == 4:
+            sleep(6)
+            request = me.start_send(1, b"hello", sync=True)
+            sleep(1)
+            return str(request.error)
+        return downs(me)
+
+    results = simulated(program, 6, faults=[Drop(4, 5, 1.0)]).results
+    assert results[5] == [(3.5, 4, "silent for 2.5 s")]
+    assert results[1] == [(3.5 + LATENCY, 4, "silent for 2.5 s")], "rank 5 has a link with it"
+    assert "rank 1" in results[4]
+    assert "refuses the link: it takes rank 4 for dead" in results[4]
+    assert results[2] == [(3.5 + 2 * LATENCY, 5, "gave rank 4 up after 2.5 s of silence")], "by rank 4"
+    assert results[0] == results[3] == [], "they hear both"
+
+
+def test_a_death_is_heard_by_all_and_by_who_calls_the_dead_later() -> None:
+    def program(me: Rank) -> Any:
+        if me.rank == 3:
+            me.recv(0)
+        if me.rank == 0:
+            sleep(1.0 + LATENCY / 2)  # it died, and nobody knows yet
+            request = me.start_send(3, b"hello", sync=True)
+            sleep(1)
+            return now() > 2, [down.rank for _, down in me.downs], str(request.error)
+        sleep(3)
+        return [(at, down.rank) for at, down in me.downs if not down.left]
+
+    results = simulated(program, 6, faults=[Kill(3, 1.0)]).results
+    assert results[0][:2] == (True, [3])
+    assert "killed at 1 s (simulated)" in results[0][2]
+    assert results[1] == results[2] == results[4] == results[5] == [(1.0 + LATENCY, 3)]

@@ -1,0 +1,535 @@
+"""The quic backend in processes: the cases and properties of every backend, and what is QUIC's.
+
+Nothing here uses iroh in the process of the tests: its threads would not survive a fork. What strangers do is
+done by a rank, with endpoints of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import random
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.conformance.test_properties import PROPERTIES
+from tests.support.network import NoNetwork, private_network
+from tests.support.processes import Failed, forked, run_processes
+from tests.support.rank_pool import ended_by_drafts
+
+import unisono as uni
+from unisono.backends.quic.backend import QuicBackend, UnconnectedQuic
+from unisono.backends.registry import BindSpec
+from unisono.comm.communicator import Communicator
+from unisono.config import Config
+from unisono.errors import ClosedError, PeerLost
+from unisono.testing import CASES
+
+pytestmark = pytest.mark.more
+
+# docs/backends.md: a killed rank is known to all on its host within the first, to others within the second.
+KILLED_S = 0.5
+SILENT_S = 3.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _alone() -> Iterator[None]:
+    """Where there is no router, iroh does not look for one."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(NoNetwork):
+            stack.enter_context(private_network())
+        yield
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_a_case_holds_on_quic(name: str) -> None:
+    assert ended_by_drafts("quic", "cases", 4)[name] == "ok"
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_a_property_holds_on_quic(name: str) -> None:
+    assert ended_by_drafts("quic", "properties", 6)[name] == "ok"
+
+
+# -- what arrives is what was sent ------------------------------------------------------------------------
+
+
+def bytes_of(size: int, seed: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def test_long_and_odd_messages_arrive_as_they_were_sent() -> None:
+    """Both sides of every threshold: nothing, eager, one piece, many; several at once, in another order."""
+    sizes = [0, 1, 16 << 10, (16 << 10) + 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 5_000_011, 64 << 20]
+
+    def program(comm: Communicator) -> bool:
+        if comm.rank == 0:
+            uni.wait_all([comm.start.send(bytes_of(size, i), 1, i) for i, size in enumerate(sizes)])
+            return True
+        for i, size in reversed(list(enumerate(sizes))):
+            got = np.zeros(size, np.uint8)
+            comm.recv(got, 0, i)
+            assert np.array_equal(got, bytes_of(size, i)), size
+        return True
+
+    assert run_processes(program, 2, kind="quic") == [True, True]
+
+
+def reproducibly(comm: Communicator) -> bytes:
+    """Sums that would differ in another order."""
+    x = (np.random.default_rng(comm.rank).standard_normal(10_007) * 10.0 ** (comm.rank % 3)).astype(
+        np.float32
+    )
+    rows = np.stack([x[: 1000 + 0 * row] * (row + 1) for row in range(comm.size)])
+    return b"".join(
+        np.ascontiguousarray(each).tobytes()
+        for each in (comm.all_reduce(x.copy()), comm.scan(x), comm.reduce_scatter(rows))
+    )
+
+
+def test_reproducible_results_are_those_of_other_backends_bit_for_bit() -> None:
+    config = Config(reproducible=True)
+    by_quic, by_tcp = (run_processes(reproducibly, 3, kind=kind, config=config) for kind in ("quic", "tcp"))
+    assert not [each for each in by_quic if isinstance(each, Failed)], by_quic
+    assert by_quic == by_tcp
+
+
+def test_what_was_sent_before_the_end_arrives() -> None:
+    def live(backend: QuicBackend, pipe: Connection) -> list[int]:
+        comm = Communicator.world(backend)
+        if comm.rank == 0:
+            for i in range(100):
+                comm.send(np.full(10, i), 1, i)
+            comm.close()
+            pipe.send("left")
+            return []
+        pipe.recv()
+        got = np.zeros(10, np.int64)
+        return [comm.recv(got, 0, i).tag + 0 * int(got[0]) for i in range(100) if int(got[0]) <= i]
+
+    with forked(live, 2, kind="quic") as ranks:
+        assert ranks.hear(0) == "left"
+        ranks.pipes[1].send("receive")
+        assert ranks.result(1) == list(range(100))
+
+
+# -- lanes ------------------------------------------------------------------------------------------------
+
+
+class Stall:
+    """Lets nothing more of the long messages of a peer be read, until it is over."""
+
+    def __init__(self, backend: QuicBackend, peer: int) -> None:
+        self._loop = backend._wire._loop.loop
+        self._gate = asyncio.Event()
+        for reader in backend._wire._links[peer]._readers[2:]:
+            reader.read = self._slow(reader.read)  # type: ignore[method-assign]
+
+    def _slow(self, read: Any) -> Any:
+        async def slow(limit: int) -> bytes:
+            await self._gate.wait()
+            return await read(limit)
+
+        return slow
+
+    def end(self) -> None:
+        self._loop.call_soon_threadsafe(self._gate.set)
+
+
+def test_a_stalled_message_delays_no_barrier_and_takes_no_memory() -> None:
+    size = 48 << 20
+
+    def live(backend: QuicBackend, pipe: Connection) -> tuple[int, int]:
+        comm = Communicator.world(backend)
+        data = bytes_of(size, 5) if comm.rank == 0 else np.zeros(size, np.uint8)
+        stall = Stall(backend, 0) if comm.rank == 1 else None
+        comm.barrier()
+        link = backend._wire._links[1 - comm.rank]
+        sent, grown = link.connection.stats().udp_tx_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        work = comm.start.send(data, 1) if comm.rank == 0 else comm.start.recv(data, 0)
+        for i in range(10):
+            comm.barrier()
+            assert comm.all_reduce(i + comm.rank) == 2 * i + 1
+        sent = link.connection.stats().udp_tx_bytes - sent
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - grown
+        assert not work.done()
+        comm.barrier()
+        if stall is not None:
+            stall.end()
+        work.wait(timeout=60)
+        assert np.array_equal(data, bytes_of(size, 5))
+        comm.barrier()
+        comm.close()
+        return sent, grown * 1024
+
+    with forked(live, 2, kind="quic") as ranks:
+        results = [ranks.result(rank) for rank in range(2)]
+    assert not [each for each in results if isinstance(each, Failed)], results
+    sent, grown = results[0]
+    assert sent < size // 3
+    assert grown < size // 2
+
+
+def test_a_slow_receiver_holds_the_sender_back() -> None:
+    """Who is not asked for its bytes keeps them, and does not copy them either."""
+
+    def live(backend: QuicBackend, pipe: Connection) -> int:
+        comm = Communicator.world(backend)
+        data = bytes_of(1 << 20, comm.rank)
+        comm.barrier()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if comm.rank == 0:
+            works = [comm.start.send(data, 1, i) for i in range(64)]
+            comm.barrier()
+            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+            assert not [work for work in works if work.done()]
+            comm.barrier()
+            uni.wait_all(works)
+        else:
+            comm.barrier()
+            comm.barrier()
+            got, wanted = np.zeros(1 << 20, np.uint8), bytes_of(1 << 20, 0)
+            for i in range(64):
+                comm.recv(got, 0, i)
+                assert np.array_equal(got, wanted)
+            grown = 0
+        comm.barrier()
+        comm.close()
+        return grown * 1024
+
+    with forked(live, 2, kind="quic") as ranks:
+        results = [ranks.result(rank) for rank in range(2)]
+    assert not [each for each in results if isinstance(each, Failed)], results
+    assert results[0] < 32 << 20
+
+
+# -- failure ----------------------------------------------------------------------------------------------
+
+
+def lose(how: int, config: Config | None = None) -> list[tuple[float, tuple[int, ...], str]]:
+    """Three ranks, one of which is killed or stopped: when the others knew after that, whom, and why."""
+
+    def live(backend: QuicBackend, pipe: Connection) -> tuple[Any, ...]:
+        comm = Communicator.world(backend)
+        comm.barrier()
+        pipe.send("ready")
+        if comm.rank == 1:
+            time.sleep(60)
+        with pytest.raises(PeerLost) as caught:
+            comm.all_reduce(np.ones(100))
+        return time.monotonic(), caught.value.ranks, str(caught.value)
+
+    with forked(live, 3, kind="quic", config=config) as ranks:
+        for rank in range(3):
+            assert ranks.hear(rank) == "ready"
+        lost = time.monotonic()
+        ranks.signal(1, how)
+        results = [ranks.result(rank) for rank in (0, 2)]
+    assert not [each for each in results if isinstance(each, Failed)], results
+    return [(at - lost, whom, why) for at, whom, why in results]
+
+
+def test_a_killed_rank_is_known_to_all_within_the_bound() -> None:
+    for after_s, whom, why in lose(signal.SIGKILL):
+        assert whom == (1,)
+        assert "its process ended" in why
+        assert after_s < 2 * KILLED_S
+
+
+def test_a_stopped_rank_is_known_to_all_within_the_bound() -> None:
+    for after_s, whom, why in lose(signal.SIGSTOP):
+        assert whom == (1,)
+        assert "silent for 2.5 s" in why
+        assert after_s < 2 * SILENT_S
+
+
+def test_a_rank_that_holds_its_interpreter_is_not_taken_for_dead() -> None:
+    def program(comm: Communicator) -> int:
+        comm.barrier()
+        if comm.rank == 1:
+            ctypes.PyDLL(None).usleep(2_500_000)  # with the lock of the interpreter in its hand
+        return int(comm.all_reduce(comm.rank))
+
+    assert run_processes(program, 2, kind="quic", config=Config(silence_s=0.5)) == [1, 1]
+
+
+def test_ctrl_c_ends_a_blocking_call() -> None:
+    def live(backend: QuicBackend, pipe: Connection) -> str:
+        comm = Communicator.world(backend)
+        comm.barrier()
+        if comm.rank == 1:
+            pipe.send("ready")
+            return str(pipe.recv())
+        try:
+            pipe.send("ready")
+            comm.recv(np.zeros(1), 1)
+        except KeyboardInterrupt:
+            return "interrupted"
+        return "received"
+
+    with forked(live, 2, kind="quic") as ranks:
+        for rank in range(2):
+            assert ranks.hear(rank) == "ready"
+        ranks.signal(0, signal.SIGINT)
+        assert ranks.result(0) == "interrupted"
+        ranks.pipes[1].send("over")
+        assert ranks.result(1) == "over"
+
+
+def test_a_forked_child_is_refused() -> None:
+    def program(comm: Communicator) -> int:
+        comm.barrier()
+        if comm.rank == 1:
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                with contextlib.suppress(BaseException):
+                    try:
+                        comm.send(np.ones(1), 0)
+                    except ClosedError as error:
+                        code = 0 if "belongs to the parent process" in str(error) else 2
+                    comm.close()
+                os._exit(code)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            assert code == 0, code
+        return int(comm.all_reduce(comm.rank))
+
+    assert run_processes(program, 2, kind="quic") == [1, 1]
+
+
+# -- strangers --------------------------------------------------------------------------------------------
+
+
+async def knock(addresses: list[str], key: bytes, alpn: bytes) -> str:
+    """Connect with a key that nobody knows: how it ends."""
+    import iroh
+
+    builder = iroh.EndpointBuilder()
+    builder.apply_minimal()
+    builder.relay_mode(iroh.RelayMode.disabled())
+    builder.bind_addr("127.0.0.1:0")
+    builder.bind_addr("[::1]:0")
+    endpoint = await builder.bind()
+    try:
+        there = iroh.EndpointAddr(iroh.EndpointId.from_bytes(key), None, addresses)
+        connection = await asyncio.wait_for(endpoint.connect(there, alpn), 10)
+        return str(await asyncio.wait_for(connection.closed(), 10))
+    except iroh.IrohError as error:
+        return f"no connection: {error.message()}"
+    finally:
+        await endpoint.close()
+
+
+class Knocking(UnconnectedQuic):
+    """Rank 1, before it joins, and as somebody else."""
+
+    def connect(self, cards: Any) -> QuicBackend:
+        if self._spec.rank == 1:
+            from unisono.backends.quic.endpoint import ALPN, Card
+
+            first = Card.parse(cards[0])
+            answers = [
+                asyncio.run(knock(first.addresses, first.key, alpn)) for alpn in (ALPN, b"unisono/other")
+            ]
+            assert "not of this world" in answers[0], answers
+            assert "no connection" in answers[1], answers
+        return super().connect(cards)
+
+
+def test_a_stranger_without_the_ticket_is_refused_before_and_after_the_world_is_formed() -> None:
+    def live(backend: QuicBackend, pipe: Connection) -> tuple[int, str]:
+        from unisono.backends.quic.endpoint import ALPN
+
+        comm = Communicator.world(backend)
+        card = backend._wire._endpoint.card
+        addresses, key = comm.broadcast_object((card.addresses, card.key), 0)
+        answer = asyncio.run(knock(addresses, key, ALPN)) if comm.rank == 1 else ""
+        total = int(comm.all_reduce(comm.rank))
+        comm.close()
+        return total, answer
+
+    with forked(live, 2, bind=Knocking) as ranks:
+        results = [ranks.result(rank) for rank in range(2)]
+    assert not [each for each in results if isinstance(each, Failed)], results
+    assert [total for total, _ in results] == [1, 1]
+    assert "no connection" in results[1][1]
+
+
+class Impostor(UnconnectedQuic):
+    """Rank 0 does not hold the key that its card names."""
+
+    def card(self) -> bytes:
+        from unisono.backends.quic.endpoint import Card
+
+        card = Card.parse(super().card())
+        if self._spec.rank == 0:
+            card.key = bytes.fromhex("3ef41c0e46f953b5d90d1bb91b92126979bd9191cf3cd21110e882e64e84282a")
+        return card.encoded()
+
+
+class Ignorant(UnconnectedQuic):
+    """Rank 1 does not know the job's secret."""
+
+    def __init__(self, spec: BindSpec) -> None:
+        import dataclasses
+
+        super().__init__(dataclasses.replace(spec, secret=b"a guess") if spec.rank == 1 else spec)
+
+
+def test_who_cannot_show_the_right_key_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.backends.quic.backend._CONNECT_S", 2.0)
+    with forked(lambda backend, pipe: "connected", 2, bind=Impostor) as ranks:
+        failed = ranks.result(1)
+    assert isinstance(failed, Failed)
+    assert failed.type_name == "RendezvousError"
+    assert "rank 1 could not connect by QUIC: rank 0: " in failed.text
+
+
+def test_who_does_not_know_the_secret_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the two refuses the other; who is first says why, and hangs up on the second."""
+    monkeypatch.setattr("unisono.backends.quic.backend._CONNECT_S", 2.0)
+    with forked(lambda backend, pipe: "connected", 2, bind=Ignorant) as ranks:
+        failed = [ranks.result(rank) for rank in range(2)]
+    for rank, end in enumerate(failed):
+        assert isinstance(end, Failed)
+        assert end.type_name == "RendezvousError"
+        assert f"rank {rank} could not connect by QUIC: rank {1 - rank}: " in end.text
+    assert any("does not know the job's secret" in end.text for end in failed), failed
+
+
+class Recorder:
+    """A relay for datagrams that keeps what passes from the first who speaks."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.front, self.back = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
+        self.target = target
+        self.kept: list[bytes] = []
+        self._client: Any = None
+        for sock in (self.front, self.back):
+            sock.bind(("127.0.0.1", 0))
+        threading.Thread(target=self._there, daemon=True).start()
+        threading.Thread(target=self._back, daemon=True).start()
+
+    def _there(self) -> None:
+        while True:
+            data, self._client = self.front.recvfrom(1 << 16)
+            self.kept.append(data)
+            self.back.sendto(data, self.target)
+
+    def _back(self) -> None:
+        while True:
+            data, _ = self.back.recvfrom(1 << 16)
+            if self._client is not None:
+                self.front.sendto(data, self._client)
+
+
+RECORDERS: list[Recorder] = []
+
+
+class Recorded(UnconnectedQuic):
+    """Rank 1 reaches rank 0 through a recorder."""
+
+    def connect(self, cards: Any) -> QuicBackend:
+        if self._spec.rank == 1:
+            from unisono.backends.quic.endpoint import Card
+
+            first = Card.parse(cards[0])
+            host, _, port = first.addresses[0].rpartition(":")
+            RECORDERS.append(Recorder((host, int(port))))
+            first.addresses = ["{}:{}".format(*RECORDERS[0].front.getsockname())]
+            cards = [first.encoded(), *cards[1:]]
+        return super().connect(cards)
+
+
+def test_a_replayed_join_and_garbage_datagrams_change_nothing() -> None:
+    def live(backend: QuicBackend, pipe: Connection) -> tuple[int, int]:
+        comm = Communicator.world(backend)
+        comm.barrier()
+        sums = []
+        if comm.rank == 1:
+            recorder, stranger = RECORDERS[0], socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            kept = list(recorder.kept)
+            assert len(kept) >= 3, "the join did not pass the recorder"
+            rng = random.Random(5)
+            for turn in range(3):
+                for data in kept:
+                    stranger.sendto(data, recorder.target)
+                for _ in range(300):
+                    data = rng.randbytes(rng.choice([0, 1, 20, 300, 1200, 1500]))
+                    stranger.sendto(bytes([rng.choice([0, 0x40, 0xC0, 0xFF])]) + data, recorder.target)
+                sums.append(int(comm.all_reduce(comm.rank + turn)))
+        else:
+            sums = [int(comm.all_reduce(comm.rank + turn)) for turn in range(3)]
+        comm.barrier()
+        links = len(backend._wire._links)
+        comm.close()
+        return sum(sums), links
+
+    with forked(live, 2, bind=Recorded) as ranks:
+        results = [ranks.result(rank) for rank in range(2)]
+    assert results == [(9, 1), (9, 1)]
+
+
+# -- a bad network ----------------------------------------------------------------------------------------
+
+
+def test_one_datagram_in_twenty_may_get_lost() -> None:
+    def program(comm: Communicator) -> int:
+        data = bytes_of(3_000_017, 7) if comm.rank == 0 else np.zeros(3_000_017, np.uint8)
+        comm.broadcast(data, 0)
+        assert np.array_equal(data, bytes_of(3_000_017, 7))
+        for i in range(30):
+            x = np.arange(1000) * (comm.rank + i)
+            assert np.array_equal(comm.all_reduce(x), np.arange(1000) * (3 * i + 3))
+        return int(comm.backend._wire._links[(comm.rank + 1) % 3].connection.stats().udp_tx_datagrams)
+
+    try:
+        with private_network(lost_percent=5):
+            sent = run_processes(program, 3, kind="quic")
+    except NoNetwork as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    assert not [each for each in sent if isinstance(each, Failed)], sent
+    assert min(sent) > 100
+
+
+# -- beginnings -------------------------------------------------------------------------------------------
+
+
+def spawned(comm: Communicator) -> tuple[str, float]:
+    return comm.backend.capabilities.name, comm.all_reduce(float(comm.rank + 1))
+
+
+def test_spawn_and_the_seed_bring_quic_ranks_together() -> None:
+    assert uni.spawn(spawned, 2, backend="quic") == [("quic", 3.0)] * 2
+
+
+def test_it_listens_on_the_named_address_only() -> None:
+    def program(comm: Communicator) -> list[str]:
+        own = {os.readlink(link).strip("socket:[]") for link in sockets_of("self")}
+        return [
+            line.split()[1]
+            for name in ("udp", "udp6")
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+            if line.split()[9] in own
+        ]
+
+    loopback = ("0100007F:", "00000000000000000000000001000000:")
+    for bound in run_processes(program, 2, kind="quic"):
+        assert bound
+        assert [address for address in bound if not address.startswith(loopback)] == []
+
+
+def sockets_of(process: str) -> list[str]:
+    links = [f"/proc/{process}/fd/{number}" for number in os.listdir(f"/proc/{process}/fd")]
+    return [link for link in links if os.path.exists(link) and os.readlink(link).startswith("socket:")]

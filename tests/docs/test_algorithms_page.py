@@ -1,0 +1,103 @@
+"""What docs/algorithms.md says in numbers is what the plans do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from click.testing import CliRunner
+from tests.support.paths import ROOT
+
+from unisono.cli import main
+from unisono.plans import (
+    CATALOG,
+    LINKS,
+    Problem,
+    build,
+    cost,
+    layout,
+)
+from unisono.plans.algorithms import hierarchical
+from unisono.plans.choose import predict_s
+from unisono.plans.draw import messages
+from unisono.plans.units import bytes_text, seconds_text
+
+PAGE = ROOT / "docs" / "algorithms.md"
+SIZE, COUNT = 8, 1 << 18
+# What `unisono plan` shows unless it is asked for other links.
+SHM = LINKS["shm"]
+
+
+def table() -> list[str]:
+    """The table as it should stand; print("\\n".join(table())) to renew it."""
+    lines = [
+        "| collective | algorithm | ordered | rounds | messages | sent | predicted |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for collective, entries in CATALOG.items():
+        for name, entry in entries.items():
+            if entry.needs_hosts:
+                continue
+            problem = Problem(collective, SIZE, counts_of(collective))
+            plans = [build(problem, rank, name) for rank in range(SIZE)]
+            itemsize = 1 if collective == "barrier" else 4
+            costs = [cost(plan, SHM, itemsize) for plan in plans]
+            rounds = len({message.sent_in for message in messages(plans)})
+            cells = [
+                collective,
+                name,
+                "yes" if entry.ordered else "",
+                str(rounds),
+                str(max(each.messages for each in costs)),
+                bytes_text(max(each.bytes_sent for each in costs)),
+                seconds_text(predict_s(problem, name, itemsize, SHM)),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def counts_of(collective: str) -> tuple[int, ...]:
+    if collective == "barrier":
+        return ()
+    if collective in ("all_reduce", "reduce", "broadcast", "scan", "exscan"):
+        return (COUNT,)
+    return (COUNT // SIZE,) * (SIZE * SIZE if collective == "all_to_all" else SIZE)
+
+
+def test_the_table_holds() -> None:
+    found = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    assert found == table()
+
+
+def test_the_command_that_draws_plans_predicts_the_same() -> None:
+    for line in table()[2:]:
+        collective, name, *_, predicted = (cell.strip() for cell in line.strip("|").split("|"))
+        shown = CliRunner().invoke(main, ["plan", collective, "-n", str(SIZE), "--algorithm", name])
+        assert shown.exit_code == 0, shown.output
+        assert re.search(rf"^predicted +{re.escape(predicted)} *$", shown.output, re.MULTILINE), (
+            line,
+            shown.output,
+        )
+
+
+def test_every_family_is_described() -> None:
+    text = PAGE.read_text()
+    for entries in CATALOG.values():
+        for entry in entries.values():
+            module = entry.builder.__module__.rsplit(".", 1)[1]
+            assert f"(`{module}.py`)" in text
+
+
+@pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 11, 12, 15, 17, 31, 33])
+def test_binary_blocks_cost_two_rounds_more(size: int) -> None:
+    rounds = len(build(Problem("all_reduce", size, (1000,)), 0, "halving_doubling").rounds)
+    assert rounds == 2 * (size.bit_length() - 1) + 2
+
+
+def test_limits_in_the_text_are_those_in_the_code() -> None:
+    text = re.sub(r"\s+", " ", PAGE.read_text())
+    assert (
+        f"segments of {layout._SEGMENT_COUNT // 1024} Ki elements or more, {layout._SEGMENTS_MAX} at most"
+        in text
+    )
+    assert f"({hierarchical._LARGE_COUNT // 1024} Ki elements and more)" in text

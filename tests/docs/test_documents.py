@@ -1,0 +1,53 @@
+"""Facts that documents state and the code decides: they are compared here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.support.paths import ROOT
+
+from unisono import errors
+from unisono.messaging.backend import Backend
+
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+
+
+def text_of(name: str) -> str:
+    return re.sub(r"\s+", " ", (ROOT / name).read_text())
+
+
+def test_every_error_stands_in_the_table_of_errors() -> None:
+    rows = re.findall(r"^\| `(\w+)`", (ROOT / "docs/failure.md").read_text(), re.MULTILINE)
+    wanted = set(errors.__all__) - {"UnisonoError", "Location"}
+    assert set(rows) == wanted
+
+
+def test_a_backend_has_the_methods_that_the_page_names() -> None:
+    page = (ROOT / "docs/backends.md").read_text().partition("# Writing a backend")[2]
+    table = "".join(line for line in page.splitlines() if line.startswith("| `"))
+    named = set(re.findall(r"`(\w+)`", table))
+    assert named == Backend.__abstractmethods__
+    assert len(named) == 10
+    assert "with ten methods" in text_of("docs/backends.md")
+    assert "ten methods, three of which move messages" in text_of("README.md")
+
+
+def test_calls_run_ahead_as_far_as_the_pages_say() -> None:
+    source = (ROOT / "native/python/bind_fast_path.cpp").read_text()
+    calls = re.search(r"ahead_max = (\d+);", source)[1]
+    kib = re.search(r"ahead_bytes = (\d+) \* 1024;", source)[1]
+    assert f"up to {calls} calls before it waits for them" in text_of("docs/failure.md")
+    assert f"with up to {kib} KiB" in text_of("docs/failure.md")
+    assert f"{calls} times at most" in text_of("ARCHITECTURE.md")
+    assert f"up to {calls} calls; a mismatch" in text_of("CHANGELOG.md")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_between_documents_and_names_of_files_lead_somewhere(document: Path) -> None:
+    text = document.read_text()
+    for link in re.findall(r"\]\((?!http|#)([^)#]+)", text):
+        assert (document.parent / link).exists(), link
+    for name in re.findall(r"`((?:src|tests|bench|examples|docs|native)/[\w./-]+\.\w+)(?:::\w+)?`", text):
+        assert (ROOT / name).exists(), name

@@ -1,0 +1,98 @@
+"""Every example runs and says what it should; so does the program in the README."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.paths import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+# What four ranks say, and what one process says that was started alone.
+SAYS = {
+    "hello": ["hello from rank 0 of 4", "hello from rank 3 of 4"],
+    "send_recv": ["came back from rank 3 and counts 4 ranks", "27 bytes wait from rank 3"],
+    "all_reduce": ["sum 10 in all 1,000,003 elements", "largest rank 3", "squares [0 1 4 9]"],
+    "split": [
+        "rank 0 at (0, 0): its row adds to 1, its dp axis to 2, its pair ['rank 0', 'rank 3']",
+        "rank 2 at (1, 0): its row adds to 5, its dp axis to 2, its pair None",
+    ],
+    "overlap": ["mean of the last element 250,005", "one=4.0 two=8.0"],
+    "parameter_server": ["4 ranks trained 20 weights; the largest error is 0.0"],
+    "train": [
+        "4 ranks ━━",
+        "the 4 ranks differ by 0",
+        "data-parallel training equals training in one process",
+    ],
+}
+SAYS_ALONE = {
+    "hello": ["hello from rank 0 of 1"],
+    "send_recv": ["came back from rank 0 and counts 1 ranks", "27 bytes wait from rank 0"],
+    "all_reduce": ["sum 1 in all 1,000,003 elements"],
+    "overlap": ["mean of the last element 100,002", "one=1.0 two=2.0"],
+    "parameter_server": ["1 ranks trained 20 weights; the largest error is 0.0"],
+    "simulate": ["64 ranks agree on 31.5", "63 ranks raised PeerLost, naming (3,)", "replayed: True"],
+}
+
+
+def run(*command: str, **env: str) -> str:
+    around = {name: text for name, text in os.environ.items() if not name.startswith("UNISONO_")}
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+        env={**around, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1", **env},
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_run() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == SAYS.keys() | SAYS_ALONE.keys()
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_four_ranks_say_what_they_should(name: str) -> None:
+    said = " ".join(run("-m", "unisono", "run", "-n", "4", f"examples/{name}.py").split())
+    for words in SAYS[name]:
+        assert words in said
+
+
+@pytest.mark.parametrize("name", SAYS_ALONE)
+def test_one_process_says_what_it_should(name: str) -> None:
+    said = " ".join(run(f"examples/{name}.py").split())
+    for words in SAYS_ALONE[name]:
+        assert words in said
+
+
+def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
+    program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert program is not None
+    (tmp_path / "program.py").write_text(program[1])
+    assert run(str(tmp_path / "program.py")) == "[6.0, 6.0, 6.0, 6.0]\n"
+
+
+def test_the_program_about_failures_runs(tmp_path: Path) -> None:
+    program = re.search(r"```python\n(.*?)```", (ROOT / "docs/failure.md").read_text(), re.DOTALL)
+    assert program is not None
+    (tmp_path / "program.py").write_text(program[1])
+    run(str(tmp_path / "program.py"))
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/failure.md"])
+def test_links_and_named_files_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    named = re.findall(r"`((?:src|tests|docs|examples|bench|plans|backends|simulation)/[\w/.]+\.\w+)`", text)
+    for link in links:
+        assert (ROOT / document).parent.joinpath(link).exists(), link
+    for name in named:
+        assert (ROOT / name).exists() or (ROOT / "src/unisono" / name).exists(), name

@@ -1,0 +1,177 @@
+"""What a rank says on its sockets, frame by frame: the other end is played by the test.
+
+Order that two engines show only now and then is made here on purpose.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.member import BULK, CONTROL, HEAD, Member, exactly
+
+from unisono.backends.native.backend import NativeBackend
+from unisono.config import Config
+from unisono.core.clock import Waiting
+from unisono.core.request import Request
+
+CONTEXT = 0xBEEF
+SECRET = b"the job's secret"
+PATIENCE_S = 60
+TICKET = 1 << 32 | 5
+EAGER, OFFER, ACCEPT, DATA, DONE, _CREDIT, QUEUED, WITHDRAW, BEAT = range(2, 11)
+MET, WITHDRAWN = 0, 1
+
+Make = Callable[..., list[NativeBackend]]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """`make(*ranks)`: engines of these ranks of a world of 2, over TCP; both if none is named."""
+    tmp_path.chmod(0o700)
+    made: list[NativeBackend] = []
+
+    def start(*ranks: int) -> list[NativeBackend]:
+        # Nobody is to be taken for dead because this machine is busy.
+        how: dict[str, Any] = {"shm": False, "neighbours": False, "config": Config(silence_s=20.0)}
+        made.extend(NativeBackend(rank, 2, str(tmp_path), SECRET, **how) for rank in ranks or (0, 1))
+        cards = [backend.card() for backend in made] * (2 // len(made))
+        for backend in made:
+            backend.connect(cards)
+        return made
+
+    yield start
+    for backend in made:
+        backend.close()
+
+
+def ended(backend: NativeBackend, request: Request) -> Request:
+    event = backend.runtime.event()
+    request.notify(event.set)
+    assert backend.runtime.block(event, PATIENCE_S, lambda: Waiting(backend.rank, (), "a test")), "it hangs"
+    return request
+
+
+def frame(kind: int, *, dtype: int = 255, context: int = 0, tag: int = 0, nbytes: int = 0) -> bytes:
+    return HEAD.pack(kind, dtype, 0, 0, context, tag, nbytes)
+
+
+def offer(nbytes: int, tag: int = 7) -> bytes:
+    return frame(OFFER, context=CONTEXT, tag=tag, nbytes=nbytes) + struct.pack("<QQ", TICKET, 0)
+
+
+def next_frame(member: Member, lane: int) -> tuple[int, int, int, int]:
+    """Kind, dtype, context and bytes of the next frame that is no sign of life."""
+    while True:
+        word, dtype, _, _, context, _, nbytes = HEAD.unpack(exactly(member.lanes[lane], HEAD.size))
+        if word & 0xFF != BEAT:
+            return word & 0xFF, dtype, context, nbytes
+
+
+def ticket_of_offer(member: Member) -> int:
+    """The ticket of the offer that comes next."""
+    assert next_frame(member, BULK)[0] == OFFER
+    return int(struct.unpack("<QQ", exactly(member.lanes[BULK], 16))[0])
+
+
+def test_an_empty_offer_is_received_only_when_its_sender_lets_it_go(make: Make) -> None:
+    (backend,) = make(0)
+    with Member(backend.card(), SECRET, 1, 0, 2) as member:
+        receive = backend.start_recv(1, CONTEXT, 7, None)
+        member.send(offer(0))
+        assert next_frame(member, CONTROL)[:3:2] == (ACCEPT, TICKET)
+        # It changes its mind: who took the offer waits for another message.
+        member.send(frame(WITHDRAW, context=TICKET))
+        assert next_frame(member, CONTROL)[:3] == (DONE, WITHDRAWN, TICKET)
+        assert not receive.done
+        member.send(frame(EAGER, context=CONTEXT, tag=7, nbytes=3) + b"yes")
+        assert ended(backend, receive).data == b"yes"
+
+
+def test_an_empty_offer_that_its_sender_lets_go_is_received(make: Make) -> None:
+    (backend,) = make(0)
+    with Member(backend.card(), SECRET, 1, 0, 2) as member:
+        receive = backend.start_recv(1, CONTEXT, 7, None)
+        member.send(offer(0))
+        assert next_frame(member, CONTROL)[:3:2] == (ACCEPT, TICKET)
+        member.send(frame(DATA, context=TICKET))
+        assert ended(backend, receive).data == b""
+        assert next_frame(member, CONTROL)[:3] == (DONE, MET, TICKET)
+
+
+def test_an_empty_synchronous_send_leaves_when_it_is_asked_for(make: Make) -> None:
+    (backend,) = make(0)
+    with Member(backend.card(), SECRET, 1, 0, 2) as member:
+        send = backend.start_send(1, CONTEXT, 7, memoryview(b""), sync=True)
+        ticket = ticket_of_offer(member)
+        assert not send.done
+        member.send(frame(ACCEPT, context=ticket), CONTROL)
+        assert next_frame(member, BULK) == (DATA, 0, ticket, 0)
+        assert ended(backend, send).error is None
+        member.send(frame(DONE, dtype=MET, context=ticket), CONTROL)
+
+
+def test_an_empty_synchronous_send_that_was_cancelled_never_leaves(make: Make) -> None:
+    (backend,) = make(0)
+    with Member(backend.card(), SECRET, 1, 0, 2) as member:
+        send = backend.start_send(1, CONTEXT, 7, memoryview(b""), sync=True)
+        ticket = ticket_of_offer(member)
+        send.cancel()
+        assert ended(backend, send).error is not None
+        # Too late: our acceptance crosses its withdrawal.
+        member.send(frame(ACCEPT, context=ticket), CONTROL)
+        assert next_frame(member, BULK)[:3:2] == (WITHDRAW, ticket)
+        member.send(frame(DONE, dtype=WITHDRAWN, context=ticket), CONTROL)
+        # The link is sound, and nothing else was said.
+        backend.start_send(1, CONTEXT, 7, memoryview(b"next"))
+        assert next_frame(member, BULK)[::3] == (EAGER, 4)
+
+
+def test_a_long_message_may_be_confirmed_as_soon_as_its_last_byte_is_read(make: Make) -> None:
+    """The answer then comes before the sender has looked whether its bytes are gone."""
+    (backend,) = make(0)
+    nbytes = 16 << 20
+    data = (np.arange(nbytes) % 251).astype(np.uint8)
+    with Member(backend.card(), SECRET, 1, 0, 2) as member:
+        for _ in range(4):
+            send = backend.start_send(1, CONTEXT, 7, memoryview(data))
+            ticket = ticket_of_offer(member)
+            reading = threading.Thread(target=read_and_confirm, args=(member, ticket, nbytes))
+            reading.start()
+            assert ended(backend, send).error is None
+            reading.join()
+
+
+def read_and_confirm(member: Member, ticket: int, nbytes: int) -> None:
+    sock = member.lanes[BULK]
+    member.send(frame(ACCEPT, context=ticket), CONTROL)
+    answer = frame(DONE, dtype=MET, context=ticket)
+    while nbytes:
+        kind, _, context, left = next_frame(member, BULK)
+        assert (kind, context) == (DATA, ticket)
+        nbytes -= left
+        while left:
+            left -= len(sock.recv(min(left, 1 << 18), socket.MSG_WAITALL))
+    member.lanes[CONTROL].sendall(answer)
+
+
+def test_long_messages_both_ways_at_once_all_arrive(make: Make) -> None:
+    one, other = make()
+    nbytes = (16 << 20) + 3
+    rows = [(np.arange(nbytes) * 7 + rank).astype(np.uint8) for rank in range(2)]
+    for _ in range(3):
+        into = [np.zeros(nbytes, np.uint8) for _ in range(2)]
+        works = []
+        for me, peer in ((one, other), (other, one)):
+            works.append((me, me.start_recv(peer.rank, CONTEXT, 1, memoryview(into[me.rank]))))
+            works.append((me, me.start_send(peer.rank, CONTEXT, 1, memoryview(rows[me.rank]))))
+        for backend, request in works:
+            assert ended(backend, request).error is None
+        assert np.array_equal(into[0], rows[1])
+        assert np.array_equal(into[1], rows[0])

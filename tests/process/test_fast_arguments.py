@@ -1,0 +1,258 @@
+"""Tensors and numbers on the hot path: the same as without it, in kind and in value."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.engines import MakeWorld, found, outcome, world
+from tests.support.oracle import Notes
+
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+
+__all__ = ["world"]
+
+torch = pytest.importorskip("torch")
+
+every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
+DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.float16, torch.complex64)
+
+
+def begun_hot(comm: Communicator) -> int:
+    hot = comm._group.hot
+    assert hot is not None
+    return hot.ended + hot.handed_over
+
+
+def tensor(shape: tuple[int, ...], dtype: Any, rank: int, k: int) -> Any:
+    count = int(np.prod(shape))
+    return ((torch.arange(count) * 3 + 5 * rank + k) % 100).to(dtype).reshape(shape)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+
+
+# -- tensors --------------------------------------------------------------------------------------------
+
+
+@every_kind
+@pytest.mark.parametrize("size", [2, 3])
+def test_tensors_are_reduced_and_moved_as_numpys_arrays_are(world: MakeWorld, kind: str, size: int) -> None:
+    comms = world(size, kind)
+    shapes = [(), (5,), (2, 3), (0, 2), (1021,)]
+
+    def program(comm: Communicator) -> Notes:
+        notes, rank, every = Notes(), comm.rank, range(size)
+        for shape, dtype, k in itertools.product(shapes, DTYPES, range(3)):
+            what = f"{dtype} {shape} #{k}"
+            here = [tensor(shape, dtype, r, k) for r in every]
+            x = here[rank].clone()
+            notes.expect(comm.all_reduce(x) is x, True, f"all_reduce gives what it got {what}")
+            notes.expect(is_same(x, sum(here[1:], here[0])), True, f"all_reduce {what}")
+            x = here[rank].clone()
+            notes.expect(comm.broadcast(x, 1) is x, True, f"broadcast gives what it got {what}")
+            notes.expect(is_same(x, here[1]), True, f"broadcast {what}")
+            gathered = comm.all_gather(here[rank])
+            notes.expect(is_same(gathered, torch.stack(here)), True, f"all_gather {what}")
+            into = torch.empty_like(gathered)
+            notes.expect(comm.all_gather(here[rank], out=into) is into, True, f"out {what}")
+            notes.expect(is_same(into, gathered), True, f"all_gather into out {what}")
+            mixed = np.empty(gathered.shape, gathered.numpy().dtype)
+            notes.expect(comm.all_gather(here[rank], out=mixed) is mixed, True, f"out of NumPy {what}")
+            notes.expect(mixed, gathered.numpy(), f"all_gather into NumPy {what}")
+            rows = [tensor((size, *shape), dtype, r, k) for r in every]
+            want = torch.stack([rows[r][rank] for r in every])
+            notes.expect(is_same(comm.all_to_all(rows[rank]), want), True, f"all_to_all {what}")
+            combined = sum(rows[1:], rows[0])[rank]
+            notes.expect(is_same(comm.reduce_scatter(rows[rank]), combined), True, f"reduce_scatter {what}")
+        return notes
+
+    assert found(comms, program) == []
+    for comm in comms:
+        # All but the empty ones, which have no address to compare.
+        assert begun_hot(comm) == (len(shapes) - 1) * len(DTYPES) * 2 * 7
+
+
+def test_a_mean_of_tensors(world: MakeWorld) -> None:
+    comms = world(2)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        for k in range(4):
+            x = torch.tensor([comm.rank + k, 7.0], dtype=torch.float64)
+            comm.all_reduce(x, "mean")
+            notes.expect(x.tolist(), [k + 0.5, 7.0], f"#{k}")
+        return notes
+
+    assert found(comms, program) == []
+    assert all(begun_hot(comm) == 3 for comm in comms)
+
+
+def test_tensors_that_are_not_plain_take_the_slow_way_and_end_as_ever(world: MakeWorld) -> None:
+    comms = world(2)
+
+    class Own(torch.Tensor):
+        pass
+
+    def program(comm: Communicator) -> Notes:
+        notes, rank = Notes(), comm.rank
+
+        def total(x: Any) -> Any:
+            return comm.all_reduce(x)
+
+        for k in range(3):
+            plain = torch.full((4,), rank + k + 1.0)
+            notes.expect(total(plain).tolist(), [2.0 * k + 3] * 4, f"plain #{k}")
+            leaf = torch.full((4,), rank + 1.0, requires_grad=True)
+            notes.expect(total(leaf) is leaf and leaf.tolist() == [3.0] * 4, True, f"with a gradient #{k}")
+            own = torch.full((4,), rank + 1.0).as_subclass(Own)
+            notes.expect(total(own) is own and own.tolist() == [3.0] * 4, True, f"of a subclass #{k}")
+            narrow = torch.full((4,), rank + 1.0, dtype=torch.bfloat16)
+            notes.expect(total(narrow).tolist(), [3.0] * 4, f"bfloat16 #{k}")
+            parameter = torch.nn.Parameter(torch.full((4,), rank + 1.0))
+            notes.expect(total(parameter) is parameter, True, f"a parameter #{k}")
+            bad: list[Callable[[], Any]] = [
+                lambda: total(torch.ones(4, 4).T),
+                lambda: total(torch.ones(4, device="meta")),
+                lambda: total(torch.ones(4, dtype=torch.complex64).conj()),
+                lambda: comm.all_gather(torch.ones(4), out=torch.ones(3, 4)),
+                lambda: comm.all_gather(torch.ones(4), out=3.0),
+                lambda: comm.all_to_all(torch.ones(3, 4)),
+            ]
+            for i, call in enumerate(bad):
+                notes.expect(isinstance(outcome(call), UsageError), True, f"bad call {i} #{k}")
+        return notes
+
+    assert found(comms, program) == []
+
+
+def test_memory_that_is_both_given_and_filled_is_refused(world: MakeWorld) -> None:
+    comms = world(2)
+
+    def program(comm: Communicator) -> Notes:
+        notes, x = Notes(), torch.arange(6.0).reshape(2, 3)
+
+        def swap(out: Any) -> Any:
+            return comm.all_to_all(x, out=out)
+
+        for _ in range(3):
+            swap(torch.empty(2, 3))
+        for out in (x, x.numpy()):
+            notes.expect(isinstance(outcome(lambda out=out: swap(out)), UsageError), True, "overlap")
+        return notes
+
+    assert found(comms, program) == []
+
+
+# -- numbers --------------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_numbers_come_back_as_numbers(world: MakeWorld, kind: str) -> None:
+    comms = world(3, kind)
+
+    def program(comm: Communicator) -> Notes:
+        notes, rank = Notes(), comm.rank
+        for k in range(4):
+            given: list[Any] = [rank + k, rank + 0.5, -(2**62) // 3 * (rank > 0), float("inf"), -0.0]
+            for i, number in enumerate(given):
+                got = comm.all_reduce(number)
+                want = comm.start.all_reduce(number).wait()
+                notes.expect(type(got) is type(want) and got == want, True, f"sum {i} #{k}: {got!r} {want!r}")
+                top = comm.all_reduce(number, "max")
+                notes.expect(type(top) is type(number), True, f"max {i} #{k}")
+                cast = comm.broadcast(number, 1)
+                notes.expect(type(cast) is type(number), True, f"broadcast {i} #{k}")
+                row = comm.all_gather(number)
+                notes.expect(isinstance(row, np.ndarray) and row.shape == (3,), True, f"all_gather {i} #{k}")
+                notes.expect(row[rank] == number, True, f"all_gather's own {i} #{k}")
+                notes.expect(cast == row[1] and top == row.max(), True, f"values {i} #{k}")
+            notes.expect(comm.all_reduce(rank + 1.0, "mean"), 2.0, f"mean #{k}")
+            for odd in (True, np.float32(2), np.int64(3)):
+                got = comm.all_reduce(odd, "max")
+                notes.expect(type(got) is type(odd) and got == odd, True, f"{odd!r} #{k}: {got!r}")
+            notes.expect(isinstance(outcome(lambda: comm.all_reduce(2**63)), UsageError), True, "too large")
+            notes.expect(isinstance(outcome(lambda: comm.all_to_all(1.0)), UsageError), True, "no row")
+        return notes
+
+    assert found(comms, program) == []
+    assert all(begun_hot(comm) >= 3 * 5 * 3 for comm in comms)
+
+
+def test_a_number_an_array_and_a_tensor_meet(world: MakeWorld) -> None:
+    """One value of one type, whatever it comes in: that is no difference between calls."""
+    comms = world(3)
+
+    def program(comm: Communicator) -> Notes:
+        notes, rank = Notes(), comm.rank
+        kinds: list[Callable[[float], Any]] = [
+            float,
+            lambda x: np.array([x], float),
+            lambda x: torch.tensor([x], dtype=torch.float64),
+        ]
+        for k in range(9):
+            got = comm.all_reduce(kinds[(rank + k) % 3](rank + k))
+            notes.expect(np.asarray(got).item(), 3.0 * k + 3, f"#{k}")
+        return notes
+
+    assert found(comms, program) == []
+
+
+# -- messages -------------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_tensors_and_numbers_are_sent_and_received(world: MakeWorld, kind: str) -> None:
+    comms = world(2, kind)
+
+    def program(comm: Communicator) -> Notes:
+        notes, there = Notes(), 1 - comm.rank
+        for k, count in itertools.product(range(3), (0, 1, 7, 5000)):
+            given, into = tensor((count,), torch.float32, comm.rank, k), torch.empty(count)
+            if comm.rank == 0:
+                comm.send(given, there, k)
+                status = comm.recv(into, there, k)
+            else:
+                status = comm.recv(into, there, k)
+                comm.send(given, there, k)
+            notes.expect(tuple(status), (there, k, 4 * count), f"status {count} #{k}")
+            notes.expect(is_same(into, tensor((count,), torch.float32, there, k)), True, f"{count} #{k}")
+        for base, dtype in ((3.5, torch.float64), (-(2**40), torch.int64)):
+            comm.send(base + comm.rank, there)
+            into = torch.zeros(1, dtype=dtype)
+            comm.recv(into, there)
+            notes.expect(into.item(), base + there, "a number")
+        notes.expect(isinstance(outcome(lambda: comm.recv(1.0, there)), UsageError), True, "into a number")
+        return notes
+
+    assert found(comms, program) == []
+    for comm in comms:
+        messages = comm._group.fast_messages
+        assert messages is not None
+        assert messages.ended + messages.handed_over == 2 * (3 * 4 + 2)
+
+
+def test_numbers_do_not_bring_torch_in(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, unisono as uni\n"
+        "class Tensor: pass\n"
+        "def main(comm):\n"
+        "    for k in range(4): comm.all_reduce(1.0)\n"
+        "    try: comm.all_reduce(Tensor())\n"
+        "    except uni.UsageError: pass\n"
+        "    return 'torch' in sys.modules\n"
+        "if __name__ == '__main__': print(uni.spawn(main, 1))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.stdout.strip() == "[False]", ended.stderr

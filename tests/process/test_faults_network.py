@@ -1,0 +1,536 @@
+"""Who lives is not lost: much data, few cores, a network that is cut for a while, ports that nobody reaches.
+
+docs/failure.md has the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import re
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.native.test_wire import CONTEXT, SECRET, ended
+from tests.process.test_faults_ranks import all_ready, in_world
+from tests.support.credentials import credentials
+from tests.support.hosts import Hosts, hosts
+from tests.support.member import BULK, CONTROL, HEAD, Member, exactly
+from tests.support.processes import PATIENCE_S, forked
+
+import unisono as uni
+from unisono.backends.native.backend import Card, NativeBackend
+from unisono.comm.communicator import Communicator
+from unisono.config import Config
+from unisono.errors import PeerLost
+from unisono.messaging.backend import PeerDown
+
+pytestmark = pytest.mark.more
+
+__all__ = ["hosts"]
+
+DOWN, GIVEN_UP = 12, 2  # frame.hpp: Kind, Fate
+CALLS_MAX = 16  # door.cpp
+
+
+# -- much data --------------------------------------------------------------------------------------------
+
+
+def receives_in_the_background(kind: str, nbytes: int, silence_s: float) -> None:
+    """Nobody waits for the receive: the engine's own thread brings all of it, and sends the heartbeats."""
+
+    def program(comm: Communicator, pipe: Connection) -> Any:
+        comm.barrier()
+        if comm.rank == 0:
+            data = np.arange(nbytes // 8, dtype=np.int64)
+            comm.send(data, 1)
+            return comm.all_reduce(1)
+        into = np.empty(nbytes // 8, np.int64)  # fresh: the system finds a page for each piece as it comes
+        work = comm.start.recv(into, 0)
+        while not work._task.is_done():  # `done()` would make progress
+            time.sleep(0.02)
+        work.wait()
+        assert np.array_equal(into[:: 1 << 10], np.arange(0, nbytes // 8, 1 << 10))
+        return comm.all_reduce(1)
+
+    with forked(in_world(program), 2, kind=kind, config=Config(silence_s=silence_s)) as ranks:
+        assert [ranks.result(rank) for rank in range(2)] == [2, 2]
+
+
+# Where ranks share a host, one that is busy is not taken for dead anyway: so these do not.
+@pytest.mark.parametrize("kind", ["hosts", "hosts tls"])
+def test_heartbeats_go_on_while_a_long_message_comes(kind: str) -> None:
+    receives_in_the_background(kind, 512 << 20, 0.3)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["hosts", "hosts tls", "tcp", "shm", "rings"])
+def test_a_started_receive_of_a_gibibyte_loses_nobody(kind: str) -> None:
+    receives_in_the_background(kind, 5 << 28, 0.8)
+
+
+def test_the_error_of_a_long_send_says_how_long_it_took() -> None:
+    """It is met, so nobody can take it back; and then its receiver dies."""
+
+    def program(comm: Communicator, pipe: Connection) -> Any:
+        comm.barrier()
+        if comm.rank == 1:
+            buffer = np.empty(1 << 30, np.uint8)
+            pipe.send("ready")
+            comm.recv(buffer, 0)
+            return None
+        pipe.send("ready")
+        begun = time.monotonic()
+        try:
+            while True:
+                comm.send(np.ones(1 << 20), 1)
+        except PeerLost as error:
+            return error.elapsed_s, time.monotonic() - begun
+
+    with forked(in_world(program), 2, kind="tcp") as ranks:
+        all_ready(ranks)
+        ranks.signal(1, signal.SIGSTOP)  # in the middle: it is silent, and then given up
+        said, took = ranks.result(0)
+        assert took > 2
+        assert abs(said - took) < 1.5
+
+
+# -- few cores --------------------------------------------------------------------------------------------
+
+
+class News(list[PeerDown]):
+    """What a rank hears of others."""
+
+    def __init__(self, backend: NativeBackend) -> None:
+        super().__init__()
+        backend.watch(self.append)
+
+    def wait(self) -> PeerDown:
+        deadline = time.monotonic() + PATIENCE_S
+        while not self:
+            assert time.monotonic() < deadline, "nothing is heard"
+            time.sleep(0.01)
+        return self[0]
+
+
+@pytest.fixture
+def rank_zero(tmp_path: Path) -> Iterator[Callable[..., NativeBackend]]:
+    """Make rank 0 of a world over TCP, which is not connected so far."""
+    tmp_path.chmod(0o700)
+    with contextlib.ExitStack() as stack:
+
+        def make(size: int = 2, silence_s: float = 0.3, **how: Any) -> NativeBackend:
+            config = Config(silence_s=silence_s)
+            backend = NativeBackend(
+                0, size, str(tmp_path), SECRET, config=config, shm=False, neighbours=False, **how
+            )
+            stack.callback(backend.close)
+            return backend
+
+        yield make
+
+
+@pytest.fixture
+def busy() -> Iterator[int]:
+    """A process that could always run."""
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            pass
+    yield pid
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def is_quiet(backend: NativeBackend, news: News, seconds: float) -> bool:
+    """Whether nothing is heard for so long, by the engine's own clock."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not news:
+        time.sleep(0.02)
+    return not news
+
+
+def test_a_starved_rank_behind_a_socket_is_not_dead(
+    rank_zero: Callable[..., NativeBackend], busy: int
+) -> None:
+    backend = rank_zero()
+    card, news = backend.card(), News(backend)
+    backend.connect([card, card._replace(port=1, pid=busy)])
+    with Member(card, SECRET, 1, 0, 2):
+        assert is_quiet(backend, news, 1.5), "five times as long as silence may last"
+        os.kill(busy, signal.SIGSTOP)
+        assert re.fullmatch(r"silent for \d\.\d s", news.wait().cause)
+
+
+def test_a_starved_rank_has_time_for_a_greeting(rank_zero: Callable[..., NativeBackend], busy: int) -> None:
+    backend = rank_zero()
+    news = News(backend)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+        backend.connect([backend.card(), backend.card()._replace(port=port, pid=busy)])
+        request = backend.start_send(1, CONTEXT, 0, memoryview(b"x"))
+        assert is_quiet(backend, news, 1.5)
+        os.kill(busy, signal.SIGKILL)
+        os.waitpid(busy, 0)
+        error = ended(backend, request).error
+        assert isinstance(error, PeerLost)
+        assert re.search(rf"at 127\.0\.0\.1 port {port}: no answer to a greeting in \d", str(error))
+
+
+def test_a_rank_calls_few_others_at_a_time(rank_zero: Callable[..., NativeBackend]) -> None:
+    size = 2 * CALLS_MAX + 1
+    backend = rank_zero(size, silence_s=20.0)
+    with contextlib.ExitStack() as stack, socket.create_server(("127.0.0.1", 0), backlog=64) as door:
+        door.settimeout(PATIENCE_S)
+        card = backend.card()
+        backend.connect([card] + [card._replace(port=door.getsockname()[1])] * (size - 1))
+        requests = [backend.start_send(rank, CONTEXT, 0, memoryview(b"x")) for rank in range(1, size)]
+        callers = [stack.enter_context(door.accept()[0]) for _ in range(CALLS_MAX)]
+        door.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            door.accept()
+        door.settimeout(PATIENCE_S)
+        for caller in callers:  # what is no answer ends a call, and makes room for another
+            caller.sendall(bytes(64))
+        for _ in range(CALLS_MAX):
+            stack.enter_context(door.accept()[0]).sendall(bytes(64))
+        for request in requests:
+            assert "secret" in str(ended(backend, request).error)
+
+
+def test_ranks_that_answer_nothing_do_not_hold_up_calls_to_others(
+    rank_zero: Callable[..., NativeBackend],
+) -> None:
+    size = CALLS_MAX + 2
+    backend = rank_zero(size, silence_s=1.0)
+    news = News(backend)
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=64) as stopped,  # the system takes its calls
+        socket.create_server(("127.0.0.1", 0)) as lives,
+    ):
+        lives.settimeout(PATIENCE_S)
+        silent = backend.card()._replace(port=stopped.getsockname()[1], pid=0)
+        card = silent._replace(port=lives.getsockname()[1])
+        backend.connect([backend.card(), *[silent] * CALLS_MAX, card])
+        for rank in range(1, size):
+            backend.start_send(rank, CONTEXT, 0, memoryview(b"x"))
+        with lives.accept()[0]:
+            assert news == [], "the others have not been given up"
+
+
+@pytest.mark.more
+def test_64_ranks_with_tls_on_few_cores_lose_nobody() -> None:
+    size = 64
+
+    def program(comm: Communicator, pipe: Connection) -> bool:
+        into = np.zeros((size, 3), np.int64)
+        others = [rank for rank in range(size) if rank != comm.rank]
+        works: list[uni.Work[Any]] = [comm.start.recv(into[rank], rank) for rank in others]
+        works += [comm.start.send(np.full(3, comm.rank * size + rank), rank) for rank in others]
+        uni.wait_all(works)
+        comm.barrier()
+        return all((into[rank] == rank * size + comm.rank).all() for rank in others)
+
+    with forked(in_world(program), size, kind="tls") as ranks:
+        assert [ranks.result(rank, 4 * PATIENCE_S) for rank in range(size)] == [True] * size
+
+
+# -- a network that is cut --------------------------------------------------------------------------------
+
+both_ways = pytest.param((0, 1), id="both ways")
+one_way = [pytest.param((side,), id=f"from {side}", marks=pytest.mark.more) for side in (0, 1)]
+
+
+@pytest.mark.parametrize("sides", [both_ways, *one_way])
+def test_a_cut_that_heals_is_survived(hosts: Hosts, sides: tuple[int, ...]) -> None:
+    """Two seconds, where silence of 2.5 is death: TCP would wait a second more before it tries again."""
+
+    def enter(rank: int) -> dict[str, Any]:
+        hosts.enter(rank)
+        return {"host": f"host {rank}", "bind": f"10.77.0.{rank + 1}"}
+
+    def program(comm: Communicator, pipe: Connection) -> int:
+        pipe.send("ready")
+        data, calls, is_over = np.arange(100_003) * (comm.rank + 1), 0, 0
+        while not is_over:
+            assert np.array_equal(comm.all_reduce(data.copy()), np.arange(100_003) * 3)
+            is_over = comm.all_reduce(int(pipe.poll()), "max")
+            calls += 1
+        return calls
+
+    with forked(in_world(program), 2, links=enter) as ranks, hosts.scissors() as cut:
+        all_ready(ranks)
+        for side in sides:
+            cut(side, True)
+        time.sleep(2)
+        for side in sides:
+            cut(side, False)
+        ranks.pipes[0].send("enough")
+        calls, same = (ranks.result(rank) for rank in range(2))
+        assert calls == same
+
+
+def test_a_rank_hears_why_it_was_hung_up_on(rank_zero: Callable[..., NativeBackend]) -> None:
+    backend = rank_zero()
+    backend.connect([backend.card(), backend.card()._replace(port=1, pid=0)])
+    with Member(backend.card(), SECRET, 1, 0, 2) as member:
+        kind = 0
+        while kind != DOWN:
+            word, fate, _, length, rank, _, _ = HEAD.unpack(exactly(member.lanes[CONTROL], HEAD.size))
+            kind = word & 0xFF
+        assert (fate, rank) == (GIVEN_UP, 1)
+        assert exactly(member.lanes[CONTROL], length).startswith(b"silent for 0.")
+        for lane in (CONTROL, BULK):
+            assert exactly(member.lanes[lane], 1) == b"", "and then the connection ends"
+
+
+@pytest.mark.parametrize("is_left_open", [False, True])
+def test_who_is_given_up_says_so(rank_zero: Callable[..., NativeBackend], is_left_open: bool) -> None:
+    backend = rank_zero(silence_s=20.0)
+    news = News(backend)
+    backend.connect([backend.card(), backend.card()._replace(port=1)])
+    with Member(backend.card(), SECRET, 1, 0, 2) as member:
+        why = b"silent for 2.6 s"
+        member.send(HEAD.pack(DOWN, GIVEN_UP, 0, len(why), 0, 0, 0) + why, CONTROL)
+        if is_left_open:
+            member.lanes[BULK].shutdown(socket.SHUT_WR)  # and the control lane's end is on its way
+        else:
+            for sock in member.lanes.values():
+                sock.close()
+        assert news.wait() == PeerDown(1, "gave rank 0 up: silent for 2.6 s")
+
+
+# -- datagrams --------------------------------------------------------------------------------------------
+
+# pinger.hpp: magic, kind, from, to, number; then the proof
+DATAGRAM = struct.Struct("<8sB7xIIQ")
+PING, ALIVE, DATAGRAM_GIVEN_UP = 0, 1, 2
+
+
+def proven(kind: int, sender: int, to: int, number: int, secret: bytes = SECRET) -> bytes:
+    said = DATAGRAM.pack(b"uniping\n", kind, sender, to, number)
+    return said + hmac.digest(secret, b"ping" + said, "sha256")
+
+
+def test_a_rank_that_answers_datagrams_has_time_until_its_connection_goes_on(
+    rank_zero: Callable[..., NativeBackend],
+) -> None:
+    backend = rank_zero()
+    news = News(backend)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
+        ear.bind(("127.0.0.1", 0))
+        ear.settimeout(PATIENCE_S)
+        silent_since = time.monotonic()
+        backend.connect([backend.card(), backend.card()._replace(port=ear.getsockname()[1], pid=0)])
+        with Member(backend.card(), SECRET, 1, 0, 2):
+            while not news:
+                with contextlib.suppress(TimeoutError):
+                    said = ear.recv(100)
+                    _, kind, sender, to, number = DATAGRAM.unpack(said[: DATAGRAM.size])
+                    assert said == proven(PING, 0, 1, number)
+                    assert (kind, sender, to) == (PING, 0, 1)
+                    ear.sendto(proven(ALIVE, 1, 0, number), (backend.card().address, backend.card().port))
+                    ear.settimeout(0.5)
+            assert "its connection brought nothing for 0." in news[0].cause
+            assert time.monotonic() - silent_since > 0.5
+
+
+def test_only_proven_datagrams_are_answered(rank_zero: Callable[..., NativeBackend]) -> None:
+    backend = rank_zero(silence_s=20.0)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
+        ear.bind(("127.0.0.1", 0))
+        ear.settimeout(PATIENCE_S)
+        card = backend.card()
+        backend.connect([card, card._replace(port=ear.getsockname()[1])])
+        sound = proven(PING, 1, 0, 7)
+        flipped = [bytes(b ^ (i == at) for i, b in enumerate(sound)) for at in range(len(sound))]
+        for said in [
+            b"",
+            os.urandom(64),
+            sound[:-1],
+            sound + b"x",
+            proven(PING, 1, 0, 7, b"another"),
+            proven(PING, 5, 0, 7),
+            proven(PING, 0, 0, 7),
+            proven(PING, 1, 1, 7),
+            proven(ALIVE, 1, 0, 7),
+            *flipped,
+        ]:
+            ear.sendto(said, (card.address, card.port))
+        ear.sendto(proven(PING, 1, 0, 8), (card.address, card.port))
+        assert ear.recv(100) == proven(ALIVE, 0, 1, 8), "the first answer is to the only question"
+
+
+def test_who_did_not_get_the_question_cannot_answer_it(rank_zero: Callable[..., NativeBackend]) -> None:
+    """Any member could prove a datagram in another one's name: it has to know the number of a question."""
+    backend = rank_zero(silence_s=1.0)
+    news = News(backend)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
+        ear.bind(("127.0.0.1", 0))
+        ear.settimeout(PATIENCE_S)
+        card = backend.card()
+        backend.connect([card, card._replace(port=ear.getsockname()[1], pid=0)])
+        with Member(card, SECRET, 1, 0, 2):
+            numbers = []
+            while len(numbers) < 3:
+                numbers.append(DATAGRAM.unpack(ear.recv(100)[: DATAGRAM.size])[-1])
+                guesses = {*range(100), *(number + step for number in numbers for step in (-1, 1))}
+                for guess in guesses - set(numbers):
+                    ear.sendto(proven(DATAGRAM_GIVEN_UP, 1, 0, guess), (card.address, card.port))
+            assert len({number >> 32 for number in numbers}) == 3, "from the system's random source"
+            assert news.wait().cause.startswith("silent for ")
+
+
+# -- ports that nobody reaches ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def black_hole() -> Iterator[int]:
+    """A port that answers nothing, as behind a firewall that drops: its queue of callers is full."""
+    with contextlib.ExitStack() as stack:
+        door = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        while True:
+            caller = stack.enter_context(socket.socket())
+            caller.settimeout(0.2)
+            try:
+                caller.connect(door.getsockname())
+            except TimeoutError:
+                break
+        yield door.getsockname()[1]
+
+
+def test_a_rank_behind_a_firewall_is_out_of_reach_and_the_error_says_where(
+    rank_zero: Callable[..., NativeBackend],
+) -> None:
+    with black_hole() as port:
+        backend = rank_zero()
+        backend.connect([backend.card(), backend.card()._replace(port=port)])  # of a process that runs
+        with Communicator.world(backend) as comm, pytest.raises(PeerLost) as caught:
+            comm.barrier()
+    said = str(caught.value)
+    assert said.startswith("rank 1 is out of reach during barrier")
+    assert f"cannot be reached from rank 0 at 127.0.0.1 port {port}: no answer to a connection in 0." in said
+    assert "let TCP and UDP through to that port" in said
+    assert caught.value.ranks == (1,)
+
+
+@pytest.mark.parametrize("kind", ["plain", pytest.param("tls", marks=pytest.mark.more)])  # 5 s
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_port_that_accepts_and_hangs_up_is_out_of_reach_in_time(
+    rank_zero: Callable[..., NativeBackend], kind: str, is_reset: bool
+) -> None:
+    """As a proxy does, or an acceptor that refuses every hello: every call gets through, in vain."""
+    is_over = threading.Event()
+
+    def hang_up(door: socket.socket) -> None:
+        while not is_over.is_set():
+            with contextlib.suppress(TimeoutError), door.accept()[0] as caller:
+                if is_reset:
+                    caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    backend = rank_zero(tls=kind == "tls")
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        door.settimeout(0.05)
+        port = door.getsockname()[1]
+        hangs_up = threading.Thread(target=hang_up, args=(door,))
+        hangs_up.start()
+        try:
+            shown = credentials(2)[0] if kind == "tls" else None
+            backend.connect([backend.card(), backend.card()._replace(port=port, pid=0)], shown)
+            error = ended(backend, backend.start_send(1, CONTEXT, 0, memoryview(b"x"))).error
+        finally:
+            is_over.set()
+            hangs_up.join()
+    assert isinstance(error, PeerLost)
+    where = rf"cannot be reached from rank 0 at 127\.0\.0\.1 port {port}"
+    assert re.search(rf"{where}: it hung up \d+ times during the greeting", str(error))
+
+
+def test_the_longest_silence_is_long_for_the_system_too(rank_zero: Callable[..., NativeBackend]) -> None:
+    """Four times as long does not fit the system's milliseconds."""
+    backend = rank_zero(silence_s=1e6)
+    backend.connect([backend.card(), backend.card()._replace(port=1)])
+    with Member(backend.card(), SECRET, 1, 0, 2) as member:
+        theirs = {sock.getsockname() for sock in member.lanes.values()}
+        timeouts = []
+        for file in Path("/proc/self/fd").iterdir():
+            if not file.is_socket():
+                continue
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(file.name))) as sock:
+                if sock.getpeername() in theirs:
+                    timeouts.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+        assert timeouts == [2**31 - 1] * 2
+
+
+@pytest.mark.parametrize("fate", ["lives", "is a zombie", "is gone"])
+def test_only_the_socket_of_a_dead_rank_is_removed(tmp_path: Path, fate: str) -> None:
+    tmp_path.chmod(0o700)
+    path = tmp_path / "one.sock"
+    pid = os.getpid()
+    if fate != "lives":
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    if fate == "is gone":
+        os.waitpid(pid, 0)
+    with socket.socket(socket.AF_UNIX) as door, contextlib.ExitStack() as stack:
+        door.bind(str(path))
+        door.listen()
+        backend = NativeBackend(0, 2, str(tmp_path), SECRET, neighbours=False)
+        stack.callback(backend.close)
+        backend.connect([backend.card(), backend.card()._replace(unix_path=str(path), pid=pid)])
+        request = backend.start_send(1, CONTEXT, 0, memoryview(b"x"))
+        door.accept()[0].close()
+        assert "hung up" in str(ended(backend, request).error)
+    assert path.exists() == (fate == "lives")
+    if fate == "is a zombie":
+        os.waitpid(pid, 0)
+
+
+def test_hosts_that_do_not_reach_each_other_name_address_and_port(hosts: Hosts) -> None:
+    def enter(rank: int) -> dict[str, Any]:
+        hosts.enter(rank)
+        return {"host": f"host {rank}", "bind": f"10.77.0.{rank + 1}"}
+
+    def program(comm: Communicator, pipe: Connection) -> str:
+        with pytest.raises(PeerLost) as caught:
+            comm.barrier()
+        return str(caught.value)
+
+    with hosts.scissors() as cut:
+        for side in (0, 1):
+            cut(side, True)
+        with forked(in_world(program), 2, links=enter, config=Config(silence_s=1.0)) as ranks:
+            for rank in range(2):
+                where = rf"from rank {rank} at 10\.77\.0\.{2 - rank} port \d+: "
+                assert re.search(where, ranks.result(rank))
+
+
+def test_a_rank_that_can_call_but_not_be_called_is_reached_by_its_own_call(tmp_path: Path) -> None:
+    """Rank 0's call gets nowhere; the other's counts, although it is the higher rank."""
+    tmp_path.chmod(0o700)
+    with black_hole() as port, contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            ranks.append(NativeBackend(rank, 2, str(tmp_path), SECRET, shm=False, neighbours=False))
+            stack.callback(ranks[rank].close)
+        cards: list[Card] = [backend.card() for backend in ranks]
+        ranks[0].connect([cards[0], cards[1]._replace(port=port)])
+        sent = ranks[0].start_send(1, CONTEXT, 0, memoryview(b"down"))
+        ranks[1].connect(cards)
+        answer = ranks[1].start_send(0, CONTEXT, 0, memoryview(b"up"))
+        assert ended(ranks[0], ranks[0].start_recv(1, CONTEXT, 0, None)).data == b"up"
+        assert ended(ranks[1], ranks[1].start_recv(0, CONTEXT, 0, None)).data == b"down"
+        assert ended(ranks[0], sent).error is ended(ranks[1], answer).error is None

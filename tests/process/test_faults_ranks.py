@@ -1,0 +1,636 @@
+"""Faults of ranks and of what they stand on, seen from the communicator: one test each, with its bound.
+
+docs/failure.md has the table. Bounds are asserted at twice their figure, less the time that the machine had
+none for us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.processes import PATIENCE_S, Failed, Ranks, forked
+from tests.unit.comm.test_failure_local import Metronome
+
+import unisono as uni
+from unisono.backends.native.backend import NativeBackend
+from unisono.comm.communicator import Communicator
+from unisono.errors import BackendUnavailable, DeadlineExceeded, PeerAborted, PeerLost, UnisonoError
+
+pytestmark = pytest.mark.more
+
+HEARD_WITHIN_S = 1.0
+SILENT_WITHIN_S = 6.0
+CTRL_C_WITHIN_S = 0.4
+SYS_PIDFD_OPEN, SYS_PIDFD_GETFD = 434, 438
+CLONE_NEWNET = 0x40000000
+
+# Gloo has no heartbeats: who only stands still is not lost there.
+_MORE_LINKS = {kind: pytest.param(kind, marks=pytest.mark.more) for kind in ("tls", "gloo", "quic")}
+each_link = pytest.mark.parametrize("kind", ["shm", "tcp"])
+each_backend = pytest.mark.parametrize("kind", ["shm", "tcp", *_MORE_LINKS.values()])
+each_with_heartbeats = pytest.mark.parametrize(
+    "kind", ["shm", "tcp", _MORE_LINKS["tls"], _MORE_LINKS["quic"]]
+)
+
+
+def in_world(
+    program: Callable[[Communicator, Connection], Any],
+) -> Callable[[NativeBackend, Connection], Any]:
+    """A rank's life as a program on its communicator."""
+
+    def live(backend: NativeBackend, pipe: Connection) -> Any:
+        with Communicator.world(backend) as comm:
+            return program(comm, pipe)
+
+    return live
+
+
+def until_lost(comm: Communicator, pipe: Connection) -> tuple[str, tuple[int, ...], float, float]:
+    """Reduce until it fails: how, about whom, when, and how much of the time was ours."""
+    metronome, begun = Metronome(), time.monotonic()
+    x = np.ones(2000, np.float32)
+    try:
+        comm.barrier()
+        pipe.send("ready")
+        while True:
+            comm.all_reduce(x, "max")
+    except (PeerLost, PeerAborted) as error:
+        at = time.monotonic()
+        ranks = error.ranks if isinstance(error, PeerLost) else (error.rank,)
+        return type(error).__name__, ranks, at, at - begun - metronome.fair_s(begun, at)
+
+
+def all_ready(ranks: Ranks) -> None:
+    for rank in range(len(ranks.pids)):
+        assert ranks.hear(rank) == "ready"
+
+
+# -- F4: stopped ------------------------------------------------------------------------------------------
+
+
+@each_backend
+def test_a_rank_that_is_stopped_for_a_second_is_not_dead(kind: str) -> None:
+    def program(comm: Communicator, pipe: Connection) -> int:
+        comm.barrier()
+        pipe.send("ready")
+        if comm.rank == 0:
+            pipe.recv()
+        return comm.all_reduce(comm.rank + 1)
+
+    with forked(in_world(program), 3, kind=kind) as ranks:
+        all_ready(ranks)
+        ranks.signal(1, signal.SIGSTOP)
+        time.sleep(1)
+        ranks.signal(1, signal.SIGCONT)
+        ranks.pipes[0].send("go on")
+        assert [ranks.result(rank) for rank in range(3)] == [6, 6, 6]
+
+
+@each_with_heartbeats
+def test_a_rank_that_stays_stopped_is_lost_and_hears_of_it_when_it_comes_back(kind: str) -> None:
+    with forked(in_world(until_lost), 3, kind=kind) as ranks:
+        all_ready(ranks)
+        stopped_at = time.monotonic()
+        ranks.signal(2, signal.SIGSTOP)
+        for rank in (0, 1):
+            name, lost, at, stolen_s = ranks.result(rank)
+            assert (name, lost) == ("PeerLost", (2,))
+            assert at - stopped_at - stolen_s < SILENT_WITHIN_S
+        ranks.signal(2, signal.SIGCONT)
+        # The others' verdict, which names itself, or that they have left: whatever it hears first.
+        assert ranks.result(2)[0] == "PeerLost"
+
+
+# -- F5, F6: the cable ------------------------------------------------------------------------------------
+
+
+Cable = tuple[Callable[[int], dict[str, Any]], Callable[[], None], Callable[[], None]]
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    """Two hosts as network namespaces: how a rank enters its own, how to cut the cable, and one way of it."""
+    names = [f"unisono-f{side}-{os.getpid()}" for side in "ab"]
+    ends = [f"uf{side}{os.getpid()}"[:15] for side in "ab"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    def enter(rank: int) -> dict[str, Any]:
+        side = rank % 2
+        with open(f"/var/run/netns/{names[side]}") as space:
+            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
+        return {"host": f"host {side}", "bind": f"10.78.0.{side + 1}"}
+
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                stack.callback(subprocess.run, ["ip", "netns", "delete", name], check=False)
+            ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", ends[1], "netns", names[1])
+            for side in range(2):
+                ip("-n", names[side], "address", "add", f"10.78.0.{side + 1}/24", "dev", ends[side])
+                for interface in (ends[side], "lo"):
+                    ip("-n", names[side], "link", "set", interface, "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield (
+            enter,
+            lambda: ip("-n", names[0], "link", "set", ends[0], "down"),
+            # Packets of host 0 go nowhere; those of host 1 arrive.
+            lambda: ip("-n", names[0], "route", "add", "blackhole", "10.78.0.2/32"),
+        )
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("what", ["cable cut", "power off", "cut one way"])
+def test_a_host_without_a_cable_is_lost(cable: Cable, what: str) -> None:
+    """No packet says so: only silence does, on both sides."""
+    enter, cut, cut_one_way = cable
+    with forked(in_world(until_lost), 2, links=enter) as ranks:
+        all_ready(ranks)
+        cut_at = time.monotonic()
+        (cut_one_way if what == "cut one way" else cut)()
+        if what == "power off":
+            ranks.signal(1, signal.SIGKILL)
+        for rank in (0,) if what == "power off" else (0, 1):
+            name, lost, at, stolen_s = ranks.result(rank)
+            assert (name, lost) == ("PeerLost", (1 - rank,))
+            assert at - cut_at - stolen_s < SILENT_WITHIN_S
+
+
+# -- F9, F15: slow, or not coming -------------------------------------------------------------------------
+
+
+@each_backend
+def test_a_slow_rank_is_not_dead_and_a_deadline_names_it(kind: str) -> None:
+    def program(comm: Communicator, pipe: Connection) -> Any:
+        late = comm.split(0)
+        assert late is not None
+        if comm.rank == 1:
+            time.sleep(3.5)  # longer than silence may last
+            return comm.all_reduce(1)
+        error = None
+        try:
+            late.all_reduce(np.ones(50_000), timeout=1.5)  # who is missing is asked after 0.25 s
+        except DeadlineExceeded as caught:
+            error = caught.waiting_on
+        return error, comm.all_reduce(1)
+
+    with forked(in_world(program), 3, kind=kind) as ranks:
+        assert [ranks.result(rank) for rank in range(3)] == [((1,), 3), 3, ((1,), 3)]
+
+
+# -- F10, F11: broken connections and damaged bytes -------------------------------------------------------
+
+
+def connections(pid: int) -> list[socket.socket]:
+    """A process's own TCP connections, borrowed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pidfd, found = libc.syscall(SYS_PIDFD_OPEN, pid, 0), []
+    try:
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if not os.readlink(f"/proc/{pid}/fd/{entry}").startswith("socket:"):
+                    continue
+                fd = libc.syscall(SYS_PIDFD_GETFD, pidfd, int(entry), 0)
+                if fd < 0:
+                    continue
+                sock = socket.socket(fileno=fd)
+                try:
+                    sock.getpeername()
+                    is_tcp = sock.family == socket.AF_INET
+                except OSError:
+                    is_tcp = False
+                if is_tcp:
+                    found.append(sock)
+                else:
+                    sock.close()
+    finally:
+        os.close(pidfd)
+    return found
+
+
+def disconnect(found: list[socket.socket]) -> None:
+    """The kernel sends RST."""
+    unspecified = (ctypes.c_ubyte * 16)()
+    for sock in found:
+        ctypes.CDLL(None).connect(sock.fileno(), unspecified, 16)
+
+
+def destroy(found: list[socket.socket]) -> None:
+    """As an administrator does it: the owner hears ECONNABORTED, the other side RST."""
+    ports = " or ".join(f"sport = :{sock.getsockname()[1]}" for sock in found)
+    try:
+        done = subprocess.run(
+            ["ss", "--kill", "--tcp", "--no-header", ports], check=True, capture_output=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"ss is not here, or may not do it: {error}")
+    if not done.stdout:
+        pytest.skip("this system does not end connections of others")
+
+
+@pytest.mark.parametrize("end", [disconnect, destroy])
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+def test_a_reset_connection_ends_the_link_at_once(
+    kind: str, end: Callable[[list[socket.socket]], None]
+) -> None:
+    with contextlib.ExitStack() as stack, forked(in_world(until_lost), 2, kind=kind) as ranks:
+        all_ready(ranks)
+        found = [stack.enter_context(sock) for sock in connections(ranks.pids[0])]
+        if not found:
+            pytest.skip("this system does not lend us another process's sockets")
+        reset_at = time.monotonic()
+        end(found)
+        for rank in (0, 1):
+            name, lost, at, stolen_s = ranks.result(rank)
+            assert (name, lost) == ("PeerLost", (1 - rank,))
+            assert at - reset_at - stolen_s < HEARD_WITHIN_S
+
+
+# -- F16, F17: exceptions and exits -----------------------------------------------------------------------
+
+
+@each_backend
+def test_an_exception_on_one_rank_is_heard_by_the_others(kind: str) -> None:
+    class Mishap(Exception):
+        pass
+
+    def program(comm: Communicator, pipe: Connection) -> Any:
+        if comm.rank != 1:
+            return until_lost(comm, pipe)
+        comm.barrier()
+        pipe.send("ready")
+        comm.all_reduce(np.ones(2000, np.float32), "max")
+        pipe.send(time.monotonic())
+        raise Mishap("spilled coffee")
+
+    with forked(in_world(program), 3, kind=kind) as ranks:
+        all_ready(ranks)
+        raised_at = ranks.hear(1)
+        for rank in (0, 2):
+            name, culprit, at, stolen_s = ranks.result(rank)
+            assert (name, culprit) == ("PeerAborted", (1,))
+            assert at - raised_at - stolen_s < HEARD_WITHIN_S
+        failed = ranks.result(1)
+        assert isinstance(failed, Failed)
+        assert failed.type_name == "Mishap"
+
+
+ENDINGS = {
+    "end of script": "",
+    "sys.exit": "sys.exit(0)",
+    "os._exit": "os._exit(0)",
+    "SIGTERM": "os.kill(os.getpid(), 15); time.sleep(60)",
+    "Ctrl-C": "os.kill(os.getpid(), 2); time.sleep(60)",
+}
+SCRIPT = """
+import os, sys, time
+import numpy as np
+import unisono as uni
+world = uni.init()
+if world.rank == 0:
+    world.send(b"hello", 1)
+    try:
+        world.recv_bytes(1)
+    except uni.UnisonoError as error:
+        print(type(error).__name__, flush=True)
+    world.close()
+else:
+    world.recv_bytes(0)
+    works = [world.start.all_reduce(np.ones(300_000)), world.start.recv_bytes(0, 5)]
+    print("pending", flush=True)
+    ENDING
+"""
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_process_ends_although_works_are_pending(ending: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "TMPDIR": folder, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            env["MASTER_PORT"] = str(free.getsockname()[1])
+        text = SCRIPT.replace("ENDING", ENDINGS[ending])
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", text],
+                env={**env, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            assert ranks[1].stdout is not None
+            assert ranks[1].stdout.readline() == "pending\n"
+            told_at = time.monotonic()
+            _, errors = ranks[1].communicate(timeout=PATIENCE_S)
+            assert time.monotonic() - told_at < 4 + 4, "two seconds, twice, and a starved machine"
+            assert ranks[1].returncode in (0, -15, -2, 130), errors
+            assert "Fatal" not in errors
+            said, _ = ranks[0].communicate(timeout=PATIENCE_S)
+            assert said in ("PeerLost\n", "PeerAborted\n")
+        finally:
+            for process in ranks:
+                process.kill()
+                process.communicate()
+
+
+WAITING_THREAD = """
+import os, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+import unisono as uni
+
+def waits():
+    try:
+        world.recv(np.empty(5), 0, tag=9)
+    except (uni.ClosedError, uni.PeerAborted, uni.PeerLost) as error:
+        print("thread", type(error).__name__, flush=True)
+
+def executed():
+    return ThreadPoolExecutor(1).submit(waits)
+
+def threaded(daemon=False):
+    threading.Thread(target=waits, daemon=daemon).start()
+
+world = uni.init()
+if world.rank == 1:
+    START
+    world.send(np.ones(2), 0)
+    ENDING
+else:
+    world.recv(np.empty(2), 1)
+    try:
+        world.recv(np.empty(2), 1)
+    except uni.UnisonoError as error:
+        print("other", type(error).__name__, error.cause, flush=True)
+"""
+LEFT, RAISED = "other PeerLost rank 1 left", "other PeerAborted ValueError: the root of it"
+# How the main thread of rank 1 ends, who else waits there, and what rank 0 hears.
+MAIN_ENDS = {
+    "raises": ("raise ValueError('the root of it')", "threaded()", "native", RAISED),
+    "raises, executor": ("raise ValueError('the root of it')", "executed()", "native", RAISED),
+    "raises, daemon": ("raise ValueError('the root of it')", "threaded(daemon=True)", "native", RAISED),
+    "ends": ("pass", "threaded()", "native", LEFT),
+    "sys.exit(0)": ("sys.exit(0)", "threaded()", "native", LEFT),
+    "sys.exit(3)": ("sys.exit(3)", "threaded()", "native", LEFT),
+    "Ctrl-C": (
+        "os.kill(os.getpid(), 2); time.sleep(60)",
+        "threaded()",
+        "native",
+        "other PeerAborted KeyboardInterrupt",
+    ),
+    "raises, gloo": ("raise ValueError('the root of it')", "threaded()", "gloo", RAISED),
+    "raises, quic": ("raise ValueError('the root of it')", "threaded()", "quic", RAISED),
+    "raises, mpi": ("raise ValueError('the root of it')", "threaded()", "mpi", RAISED),
+    "ends, gloo": ("pass", "executed()", "gloo", LEFT),
+    "ends, quic": ("pass", "executed()", "quic", LEFT),
+}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=() if backend == "native" else pytest.mark.more)  # torch and mpiexec are slow
+        for how, (_, _, backend, _) in MAIN_ENDS.items()
+    ],
+)
+def test_the_others_hear_of_a_main_thread_that_ends_while_another_thread_waits(
+    how: str, tmp_path: Path
+) -> None:
+    """Python joins threads before it ends: one that waits for rank 0 must neither hang nor keep the news."""
+    ending, start, backend, heard = MAIN_ENDS[how]
+    path = tmp_path / "program.py"
+    path.write_text(WAITING_THREAD.replace("START", start).replace("ENDING", ending))
+    command = [sys.executable, "-m", "unisono", "run", "-n", "2", "--grace", "30", "--backend", backend]
+    ended = subprocess.run(
+        [*command, str(path)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert heard in ended.stdout, (ended.stdout, ended.stderr)
+    assert "daemon" in how or "thread " in ended.stdout, (ended.stdout, ended.stderr)
+    assert (ended.returncode == 0) == (ending in ("pass", "sys.exit(0)")), ended.stderr
+    assert "Fatal" not in ended.stderr
+
+
+def test_ranks_of_one_process_end_with_its_main_thread() -> None:
+    text = """
+import threading
+import numpy as np
+import unisono as uni
+
+def waits(comm):
+    try:
+        comm.recv(np.empty(2), 1 - comm.rank)
+    except uni.UnisonoError as error:
+        print(type(error).__name__, flush=True)
+
+threads = [threading.Thread(target=waits, args=(comm,)) for comm in uni.local(2)]
+for thread in threads:
+    thread.start()
+ENDING
+"""
+    for ending, said in (("", {"ClosedError", "PeerLost"}), ("raise ValueError('x')", {"PeerAborted"})):
+        command = [sys.executable, "-c", text.replace("ENDING", ending)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        words = ended.stdout.split()
+        assert len(words) == 2, ended
+        assert set(words) <= said, ended
+
+
+# -- F20, F22, F23, F25: nothing left to stand on ---------------------------------------------------------
+
+
+def test_no_memory_for_a_link_is_an_error_that_says_so() -> None:
+    """A limit of files makes the reservation fail as a full /dev/shm does."""
+
+    def links(rank: int) -> dict[str, Any]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, 64 << 10))
+        return {}
+
+    def program(comm: Communicator, pipe: Connection) -> Any:
+        try:
+            comm.barrier()
+        except PeerLost as error:
+            return str(error)
+        return "it worked"
+
+    with forked(in_world(program), 2, links=links) as ranks:
+        said = [ranks.result(rank) for rank in range(2)]
+    assert any("no shared memory for a link of" in str(each) for each in said), said
+    assert "it worked" not in said
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE], ids=["memory", "files"])
+def test_a_rank_that_cannot_start_says_why(limit: int, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    _, hard = before = resource.getrlimit(limit)
+    free = os.dup(0)
+    os.close(free)
+    least = 0 if limit == resource.RLIMIT_FSIZE else free + 2
+    resource.setrlimit(limit, (least, hard))
+    try:
+        with pytest.raises(BackendUnavailable, match=r"File too large|Too many open files"):
+            NativeBackend(0, 2, str(tmp_path), b"secret")
+    finally:
+        resource.setrlimit(limit, before)
+
+
+def test_a_link_for_which_no_descriptor_is_left_is_an_error_that_says_so() -> None:
+    """At the start rank 0 of 8 has links to ranks 1, 2, 4, 6 and 7; that to rank 3 is opened by the send."""
+
+    def program(comm: Communicator, pipe: Connection) -> str:
+        comm.barrier()
+        try:
+            if comm.rank == 0:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+                with contextlib.suppress(OSError):
+                    while True:
+                        os.dup(0)
+                comm.send(b"hello", 3)
+            comm.recv_bytes(0)
+        except UnisonoError as error:
+            return str(error)
+        return "it worked"
+
+    with forked(in_world(program), 8) as ranks:
+        assert "Too many open files (raise this rank's ulimit -n)" in str(ranks.result(0))
+        for rank in range(1, 8):
+            ranks.result(rank)
+
+
+def test_a_taken_port_and_an_address_of_others_are_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(BackendUnavailable, match=f"port {port}.*in use"):
+            NativeBackend(0, 2, str(tmp_path), b"secret", port=port)
+    with pytest.raises(BackendUnavailable, match=r"192\.0\.2\.1"):
+        NativeBackend(0, 2, str(tmp_path), b"secret", bind="192.0.2.1")
+    assert not list(tmp_path.iterdir()), "nothing is left of the attempts"
+
+
+def test_a_message_for_which_there_is_no_memory_is_an_error() -> None:
+    length = 1 << 30
+
+    def program(comm: Communicator, pipe: Connection) -> str:
+        if comm.rank == 0:
+            comm.send(np.zeros(length, np.uint8), 1)
+            comm.barrier()
+            return "sent"
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + length // 2, resource.RLIM_INFINITY))
+        try:
+            comm.recv_bytes(0)
+        except UnisonoError as error:
+            comm.barrier()
+            return str(error)
+        return "it worked"
+
+    with forked(in_world(program), 2) as ranks:
+        assert ranks.result(0) == "sent"
+        assert "no memory" in str(ranks.result(1))
+
+
+# -- F26: Ctrl-C ------------------------------------------------------------------------------------------
+
+CALLS: dict[str, Callable[[Communicator], Any]] = {
+    "recv": lambda comm: comm.recv(np.empty(3), 1),
+    "recv from ANY": lambda comm: comm.recv(np.empty(3)),
+    "recv_bytes": lambda comm: comm.recv_bytes(1),
+    "probe": lambda comm: comm.probe(1),
+    "send": lambda comm: comm.send(np.ones(1_000_000), 1),
+    "sendrecv": lambda comm: comm.sendrecv(np.ones(1_000_000), 1, np.empty(3), 1),
+    "barrier": lambda comm: comm.barrier(),
+    "all_reduce": lambda comm: comm.all_reduce(np.ones(1_000_000)),
+    "broadcast": lambda comm: comm.broadcast(np.ones(10), root=1),
+    "all_gather_v": lambda comm: comm.all_gather_v(np.ones(3)),
+    "broadcast_object": lambda comm: comm.broadcast_object(None, root=1),
+    "split": lambda comm: comm.split(0),
+    "wait": lambda comm: comm.start.recv_bytes(1).wait(),
+    "a user's op": lambda comm: comm.all_reduce(np.ones(10), uni.op(np.maximum)),
+}
+
+
+@each_backend
+def test_ctrl_c_ends_every_blocking_call(kind: str) -> None:
+    def program(comm: Communicator, pipe: Connection) -> Any:
+        if comm.rank == 1:
+            pipe.send("ready")
+            return pipe.recv()
+        metronome, heard = Metronome(), {}
+        pipe.send("ready")
+        for name, call in CALLS.items():
+            # A collective that was interrupted is the end of its communicator: each call gets its own.
+            group = comm.sub([0, 1])
+            try:
+                pipe.send(name)
+                call(group)
+            except KeyboardInterrupt:
+                at = time.monotonic()
+                sent_at = pipe.recv()
+                heard[name] = metronome.fair_s(sent_at, at)
+        return heard
+
+    with forked(in_world(program), 2, kind=kind) as ranks:
+        all_ready(ranks)
+        for name in CALLS:
+            assert ranks.hear(0) == name
+            time.sleep(0.02)  # let it begin to wait: a signal before that would prove less
+            ranks.signal(0, signal.SIGINT)
+            ranks.pipes[0].send(time.monotonic())
+        heard = ranks.result(0)
+        assert set(heard) == set(CALLS)
+        assert {name: late for name, late in heard.items() if late > CTRL_C_WITHIN_S} == {}
+        ranks.pipes[1].send("done")
+
+
+@each_link
+def test_a_signal_that_comes_together_with_news_loses_none(kind: str) -> None:
+    """A handler raises between any two instructions: also between the engine's news and who waits for it."""
+
+    def program(comm: Communicator, pipe: Connection) -> Any:
+        pid = comm.broadcast_object(os.getpid(), root=1)
+        heard = []
+        for i in range(40):
+            if comm.rank == 0:
+                comm.recv_bytes(1)
+                # The engine looks for signals only every 50 ms, so rank 1 finds both at once.
+                os.kill(pid, signal.SIGINT if i % 2 else signal.SIGTERM)
+                comm.send(b"now", 1, i)
+                comm.send(b"later", 1, 1000)
+                continue
+            try:
+                comm.send(b"ready", 0)
+                comm.recv_bytes(0, i, timeout=10)
+                time.sleep(10)  # the signal is let through at the latest now
+            except (KeyboardInterrupt, SystemExit) as error:
+                heard.append(type(error).__name__)
+            assert comm.recv_bytes(0, 1000, timeout=10) == b"later"
+        return heard
+
+    def live(backend: NativeBackend, pipe: Connection) -> Any:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        return in_world(program)(backend, pipe)
+
+    with forked(live, 2, kind=kind) as ranks:
+        assert ranks.result(0) == []
+        assert ranks.result(1) == ["SystemExit", "KeyboardInterrupt"] * 20

@@ -1,0 +1,623 @@
+"""Threats at the engine's door and on its links, as SECURITY.md names them: strangers, liars, bombs, crowds.
+
+Every test ends with ranks that still work together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import random
+import socket
+import ssl
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.credentials import Issuer
+from tests.support.member import BULK, CONTROL, HEAD, Member, context, dialled, exactly, greet, hello
+from tests.support.ranks import IS_SANITIZED
+
+from unisono.backends.native.backend import Card, Credentials, NativeBackend
+from unisono.backends.native.refusals import NAMED_MAX
+from unisono.config import Config
+from unisono.core.clock import Waiting
+from unisono.core.envelope import Tags
+from unisono.core.request import Request
+from unisono.errors import PeerLost, ProtocolError, UsageError
+from unisono.messaging.backend import BROKEN, PeerDown
+from unisono.messaging.credit import CONTROL_BYTES_MAX
+
+CONTEXT = 0xC0FFEE
+SECRET = b"the job's secret"
+PATIENCE_S = 60
+
+EAGER, OFFER, ACCEPT, DATA, DONE, CREDIT, QUEUED, WITHDRAW, BEAT, GOODBYE, DOWN = range(2, 13)
+
+Make = Callable[..., list[NativeBackend]]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """`make(size, ranks, **settings)`: engines of these ranks of a world, not connected yet."""
+    tmp_path.chmod(0o700)
+    made: list[NativeBackend] = []
+
+    def start(
+        size: int, ranks: Sequence[int] | None = None, *, hosts: bool = False, **settings: Any
+    ) -> list[NativeBackend]:
+        # Nobody is to be taken for dead because this machine is busy.
+        common = {"shm": False, "neighbours": False, "config": Config(silence_s=20.0)}
+        for rank in range(size) if ranks is None else ranks:
+            given = {**common, "host": f"host {rank}" if hosts else "", **settings}
+            made.append(NativeBackend(rank, size, str(tmp_path), SECRET, **given))
+        return made
+
+    yield start
+    for backend in made:
+        backend.close()
+
+
+def connect(
+    backends: list[NativeBackend], issuer: Issuer | None = None, cards: list[Card] | None = None
+) -> None:
+    known = cards or [backend.card() for backend in backends]
+    for backend in backends:
+        backend.connect(known, issuer.credentials(backend.rank) if issuer is not None else None)
+
+
+def ended(backend: NativeBackend, request: Request) -> Request:
+    event = backend.runtime.event()
+    request.notify(event.set)
+    assert backend.runtime.block(event, PATIENCE_S, lambda: Waiting(backend.rank, (), "a test")), "it hangs"
+    return request
+
+
+def exchange(one: NativeBackend, other: NativeBackend, nbytes: int = 100_003) -> None:
+    """Both get what the other sent."""
+    rows = {b.rank: (np.arange(nbytes) * 7 + b.rank).astype(np.uint8) for b in (one, other)}
+    into = {b.rank: np.zeros(nbytes, np.uint8) for b in (one, other)}
+    pairs = ((one, other), (other, one))
+    works = [(b, b.start_recv(p.rank, CONTEXT, 1, memoryview(into[b.rank]))) for b, p in pairs]
+    works += [(b, b.start_send(p.rank, CONTEXT, 1, memoryview(rows[b.rank]))) for b, p in pairs]
+    for backend, request in works:
+        if (error := ended(backend, request).error) is not None:
+            raise error
+    for b, p in pairs:
+        assert np.array_equal(into[b.rank], rows[p.rank])
+
+
+def call(one: NativeBackend, other: NativeBackend) -> None:
+    """The first opens the link."""
+    assert ended(one, one.start_send(other.rank, CONTEXT, 0, memoryview(b"x"))).error is None
+    assert ended(other, other.start_recv(one.rank, CONTEXT, 0, None)).data == b"x"
+
+
+def exchange_for_ever(one: NativeBackend, other: NativeBackend) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        exchange(one, other)
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+def refused(backend: NativeBackend) -> int:
+    return backend._engine.refused()
+
+
+def memory_kib() -> int:
+    return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
+
+
+# -- strangers at a door with TLS -------------------------------------------------------------------------
+
+
+def said_nothing(sock: socket.socket) -> bool:
+    """The door hung up, or sent an alert, but no word of ours inside TLS."""
+    return exactly(sock, 1) == b""
+
+
+def as_rank(
+    card: Card, shown: Credentials | None, rank: int, change: Callable[[ssl.SSLContext], None]
+) -> bool:
+    """Call with these credentials and say to be `rank`; whether the door opened."""
+    client = context(shown)
+    change(client)
+    with dialled(card) as sock:
+        try:
+            with client.wrap_socket(sock) as inside:
+                return greet(inside, SECRET, hello(rank, 0, 3, CONTROL)) is not None
+        except (ssl.SSLError, ConnectionError):
+            return False
+
+
+def old_version(client: ssl.SSLContext) -> None:
+    client.minimum_version = client.maximum_version = ssl.TLSVersion.TLSv1_2
+
+
+def other_protocol(client: ssl.SSLContext) -> None:
+    client.set_alpn_protocols(["h2", "unisono-link/0"])
+
+
+YEAR = datetime.timedelta(days=365)
+STRANGERS: dict[str, tuple[Callable[[Issuer], Credentials | None], Callable[[ssl.SSLContext], None], str]] = {
+    "no certificate": (lambda _: None, lambda _: None, "peer did not return a certificate"),
+    "another authority": (lambda _: Issuer(3).credentials(1), lambda _: None, "not from this job's seed"),
+    "expired": (lambda i: i.credentials(1, age=YEAR), lambda _: None, "expired"),
+    "an earlier incarnation": (
+        lambda i: i.credentials(1, incarnation=2),
+        lambda _: None,
+        "nobody's in this world",
+    ),
+    "a rank that there is not": (lambda i: i.credentials(7), lambda _: None, "nobody's in this world"),
+    "another rank": (lambda i: i.credentials(2), lambda _: None, "rank 2's, but it says that it is rank 1"),
+    "old TLS": (lambda i: i.credentials(1), old_version, "unsupported protocol"),
+    "another protocol": (lambda i: i.credentials(1), other_protocol, "no application protocol"),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_who_is_no_member_is_refused_and_named(
+    make: Make, caplog: pytest.LogCaptureFixture, stranger: str
+) -> None:
+    shown, change, reason = STRANGERS[stranger]
+    issuer = Issuer(3)
+    backends = make(3, (0, 1), tls=True)
+    cards = [b.card() for b in backends]
+    connect(backends, issuer, [*cards, cards[0]])
+    with caplog.at_level(logging.WARNING, logger="unisono.native"):
+        assert not as_rank(cards[0], shown(issuer), 1, change)
+        wait_until(lambda: refused(backends[0]) == 1, "it is counted")
+        wait_until(lambda: reason in caplog.text, "it is logged")
+    assert "127.0.0.1" in caplog.text
+    # The same call of a member is welcome: it was the stranger's credentials that were not.
+    assert as_rank(cards[0], issuer.credentials(2), 2, lambda _: None)
+    exchange(*backends)
+
+
+def test_no_word_without_tls_is_answered(make: Make) -> None:
+    issuer = Issuer(2)
+    backends = make(2, tls=True)
+    connect(backends, issuer)
+    card = backends[0].card()
+    glut = b"\x16\x03\x01\x40\x00\x01\x00\x3f\xfc\x03\x03" + bytes(16_000)  # a hello of 16 KiB
+    for junk in (hello(1, 0, 2, CONTROL), b"GET / HTTP/1.0\r\n\r\n", os.urandom(3000), glut):
+        with dialled(card) as sock:
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(junk)
+            answer = exactly(sock, 100)
+            assert len(answer) < 100, "an alert at most"
+    wait_until(lambda: refused(backends[0]) == 4, "they are counted")
+    exchange(*backends)
+
+
+def test_a_stranger_gets_less_than_4_kib(make: Make) -> None:
+    issuer = Issuer(2)
+    backends = make(2, tls=True)
+    connect(backends, issuer)
+    card = backends[0].card()
+    inward, outward = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = context(None).wrap_bio(inward, outward)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    with dialled(card) as sock:
+        sock.sendall(outward.read())
+        # It never answers: all that comes until the door gives up is for a stranger.
+        assert 0 < len(exactly(sock, 1 << 20)) < 4096
+
+
+def test_credentials_that_do_not_fit_are_refused_at_once(make: Make) -> None:
+    backend = make(2, (0,), tls=True)[0]
+    issuer = Issuer(2)
+    mine, theirs = issuer.credentials(0), issuer.credentials(1)
+    cards = [backend.card()] * 2
+    mixed = Credentials(issuer.names, mine.key_pem, theirs.certificate_pem, mine.authority_pem)
+    few = Credentials(issuer.names[:1], mine.key_pem, mine.certificate_pem, mine.authority_pem)
+    garbage = Credentials(issuer.names, b"no key", mine.certificate_pem, mine.authority_pem)
+    for wrong in (theirs, mixed, few, garbage, None):
+        with pytest.raises(UsageError, match="credentials"):
+            backend.connect(cards, wrong)
+    assert mine.key_pem.decode() not in repr(mine)
+    backend.connect(cards, mine)
+
+
+# -- somebody in between ----------------------------------------------------------------------------------
+
+
+class Between:
+    """A port that passes on to an engine what it hears, as `change(number, direction, data)` makes it."""
+
+    def __init__(self, card: Card, change: Callable[[int, int, bytes], bytes]) -> None:
+        self._change = change
+        self._card = card
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.card = card._replace(port=self._listener.getsockname()[1])
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._serve)]
+        self._threads[0].start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                outer, _ = self._listener.accept()
+                inner = socket.create_connection((self._card.address, self._card.port))
+                number = len(self._sockets) // 2
+                self._sockets += [outer, inner]
+                for direction, ends in enumerate(((outer, inner), (inner, outer))):
+                    thread = threading.Thread(target=self._pass, args=(number, direction, *ends))
+                    thread.start()
+                    self._threads.append(thread)
+
+    def _pass(self, number: int, direction: int, a: socket.socket, b: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := a.recv(1 << 16):
+                b.sendall(self._change(number, direction, data))
+            b.shutdown(socket.SHUT_WR)
+
+    def __enter__(self) -> Between:  # noqa: PYI034 - private
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sock in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for sock in (self._listener, *self._sockets):
+            sock.close()
+
+
+def test_somebody_in_between_with_a_certificate_of_his_own_hears_nothing(make: Make) -> None:
+    issuer, foreign = Issuer(2), Issuer(2)
+    backends = make(2, tls=True)
+    heard: list[bytes] = []
+    server = context(foreign.credentials(0), is_server=True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            outer, _ = listener.accept()
+            try:
+                with server.wrap_socket(outer, server_side=True) as inside:
+                    heard.append(inside.recv(100))
+            except (ssl.SSLError, ConnectionError):
+                outer.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        cards = [b.card() for b in backends]
+        cards[0] = cards[0]._replace(port=listener.getsockname()[1])
+        connect(backends, issuer, cards)
+        error = ended(backends[1], backends[1].start_send(0, CONTEXT, 0, memoryview(b"x"))).error
+        thread.join()
+    assert isinstance(error, PeerLost)
+    assert "not from this job's seed" in str(error)
+    assert heard in ([], [b""])
+
+
+def test_a_member_at_another_ones_address_is_no_stand_in(make: Make) -> None:
+    issuer = Issuer(3)
+    backends = make(3, tls=True)
+    cards = [b.card() for b in backends]
+    swapped = [cards[0], cards[2], cards[2]]
+    backends[0].connect(swapped, issuer.credentials(0))
+    for backend in backends[1:]:
+        backend.connect(cards, issuer.credentials(backend.rank))
+    error = ended(backends[0], backends[0].start_send(1, CONTEXT, 0, memoryview(b"x"))).error
+    assert isinstance(error, PeerLost)
+    assert "its certificate is rank 2's" in str(error)
+    exchange(backends[1], backends[2])
+
+
+def test_a_recorded_greeting_cannot_be_replayed(make: Make) -> None:
+    backends = make(2)
+    record: dict[int, bytes] = {}
+
+    def listen(number: int, direction: int, data: bytes) -> bytes:
+        if direction == 0:
+            record[number] = record.get(number, b"") + data
+        return data
+
+    card = backends[0].card()
+    with Between(card, listen) as between:
+        connect(backends, cards=[between.card, backends[1].card()])
+        call(backends[1], backends[0])
+        with dialled(card) as sock:
+            sock.sendall(record[0][:128])  # hello and proof
+            assert len(exactly(sock, 1000)) == 64, "a new challenge, and no more"
+        wait_until(lambda: refused(backends[0]) == 1, "the old proof does not answer it")
+        exchange(*backends)
+
+
+LINKS: dict[str, dict[str, Any]] = {"checksums": {"hosts": True}, "tls": {"tls": True}}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A thousand flips in the long run."""
+    if metafunc.function is test_a_flipped_bit_ends_the_link_and_never_becomes_a_value:
+        metafunc.parametrize("seed", range(500 if metafunc.config.getoption("--long") else 12))
+
+
+@pytest.mark.parametrize("links", LINKS)
+def test_a_flipped_bit_ends_the_link_and_never_becomes_a_value(make: Make, links: str, seed: int) -> None:
+    """One bit, anywhere behind the greeting, in either direction of either connection."""
+    issuer = Issuer(2) if links == "tls" else None
+    backends = make(2, **LINKS[links])
+    rng = random.Random(seed)
+    number, direction = rng.randrange(2), rng.randrange(2)  # the control connection is the first
+    at = 2500 + rng.randrange(200 if number == 0 else 400_000)
+    bit, passed = 1 << rng.randrange(8), 0
+
+    def flip(n: int, d: int, data: bytes) -> bytes:
+        nonlocal passed
+        if (n, d) != (number, direction):
+            return data
+        start, passed = passed, passed + len(data)
+        if not start <= at < passed:
+            return data
+        return data[: at - start] + bytes([data[at - start] ^ bit]) + data[at - start + 1 :]
+
+    def ends() -> list[PeerDown]:
+        return [down for backend in backends for down in list(backend._desk._down.values())]
+
+    def broken() -> list[PeerDown]:
+        return [down for down in ends() if down.cause.startswith(BROKEN)]
+
+    with Between(backends[0].card(), flip) as between:
+        connect(backends, issuer, [between.card, backends[1].card()])
+        call(backends[1], backends[0])
+        with pytest.raises(PeerLost):
+            exchange_for_ever(backends[1], backends[0])
+        wait_until(lambda: bool(broken()) or len(ends()) == 2, "both know of the end")
+    assert broken(), ends()
+    down = broken()[0]
+    assert "damaged" in down.cause
+    assert isinstance(down.error().__cause__, ProtocolError)
+
+
+# -- members that break the protocol ----------------------------------------------------------------------
+
+
+def head(
+    kind: int, *, flags: int = 0, header: int = 0, context: int = 0, tag: int = 0, nbytes: int = 0
+) -> bytes:
+    return HEAD.pack(kind | flags << 8, 255, 0, header, context, tag, nbytes)
+
+
+# Lengths beyond what the receiver asked for, or any message may have.
+BOMBS = {
+    "a message of 2^63 bytes": head(EAGER, nbytes=1 << 63),
+    "a message of 2^64 - 1 bytes": head(EAGER, nbytes=(1 << 64) - 1),
+    "a message of 2^32 - 1 bytes at once": head(EAGER, nbytes=(1 << 32) - 1),
+    "a message beyond the credit": head(EAGER, nbytes=60_000) + bytes(60_000),
+    "an offer of 2^63 bytes": head(OFFER, nbytes=1 << 63) + bytes(16),
+    "an offer with ticket 2^32 - 1": head(OFFER, nbytes=100_000) + struct.pack("<QQ", (1 << 32) - 1, 0),
+    "a ticket used twice": (head(OFFER, nbytes=100_000) + bytes(16)) * 2,
+    "a control message of 3 GiB": head(OFFER, tag=Tags.CONTROL, nbytes=3 << 30) + bytes(16),
+    "a control message of one byte too many": head(OFFER, tag=Tags.CONTROL, nbytes=CONTROL_BYTES_MAX + 1)
+    + bytes(16),
+    "a frame of a call of 3 GiB": head(OFFER, context=7, tag=Tags.RPC, nbytes=3 << 30) + bytes(16),
+    "a header of 64 KiB": head(EAGER, header=65535),
+    "data that nobody asked for": head(DATA, nbytes=1 << 20) + bytes(1 << 16),
+    "data for ticket 2^63": head(DATA, context=1 << 63, nbytes=8) + bytes(8),
+    "an answer to nothing": head(DONE, context=5),
+    "an acceptance of nothing": head(ACCEPT, context=5),
+    "a withdrawal of nothing": head(WITHDRAW, context=5),
+    "credit that was never given": head(CREDIT, nbytes=1 << 40),
+    "a kind that there is not": head(200),
+    "no kind": bytes(32),
+}
+
+
+def test_a_bomb_ends_its_link_and_takes_no_memory(make: Make) -> None:
+    size = len(BOMBS) + 2
+    first, last = backends = make(size, (0, size - 1))
+    connect(backends, cards=[first.card()] * (size - 1) + [last.card()])
+    exchange(*backends)
+    before = memory_kib()
+    for rank, (name, bomb) in enumerate(BOMBS.items(), 1):
+        repeat = 8 if "credit" in name and "beyond" in name else 1
+        with Member(first.card(), SECRET, rank, 0, size) as member:
+            member.send(bomb * repeat)
+            assert member.is_dropped(), name
+            error = ended(first, first.start_send(rank, CONTEXT, 0, memoryview(b"x"))).error
+            assert isinstance(error, PeerLost), name
+            assert isinstance(error.__cause__, ProtocolError), name
+    assert memory_kib() - before < 8 * 1024
+    exchange(*backends)
+
+
+def test_who_asks_and_takes_no_answers_is_dropped_and_takes_little_memory(make: Make) -> None:
+    """Each offer and its withdrawal are answered; a member that never reads would be answered for ever."""
+    first, last = backends = make(3, (0, 2))
+    connect(backends, cards=[first.card()] * 2 + [last.card()])
+    exchange(*backends)
+    before = memory_kib()
+    with Member(first.card(), SECRET, 1, 0, 3) as member:
+        member.lanes[CONTROL].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        uses, is_heard = 0, True
+        with contextlib.suppress(ConnectionError):
+            while is_heard and uses < 4_000_000:
+                frames = []
+                for _ in range(2000):
+                    uses += 1
+                    ticket = uses << 32
+                    frames.append(
+                        head(OFFER, context=CONTEXT, nbytes=100_000) + struct.pack("<QQ", ticket, 0)
+                    )
+                    frames.append(head(WITHDRAW, context=ticket))
+                member.lanes[BULK].sendall(b"".join(frames))
+                is_heard = first.links()[1] != "down"
+        error = ended(first, first.start_send(1, CONTEXT, 0, memoryview(b"x"))).error
+    assert isinstance(error, PeerLost)
+    assert "does not take the answers" in str(error)
+    assert IS_SANITIZED or memory_kib() - before < 64 * 1024
+    exchange(*backends)
+
+
+def test_random_frames_of_a_member_hurt_nobody_else(make: Make) -> None:
+    turns = 120
+    size = turns + 2
+    first, last = backends = make(size, (0, size - 1))
+    connect(backends, cards=[first.card()] * (size - 1) + [last.card()])
+    rng = random.Random(7)
+    before = memory_kib()
+    for rank in range(1, turns + 1):
+        with Member(first.card(), SECRET, rank, 0, size) as member:
+            for _ in range(rng.randrange(1, 12)):
+                kind = rng.choice(
+                    (EAGER, OFFER, ACCEPT, DATA, DONE, CREDIT, QUEUED, WITHDRAW, BEAT, DOWN, GOODBYE)
+                )
+                number = rng.choice((0, 1, 2, 5, 63, 1 << 20, (1 << 32) - 1, 1 << 63))
+                frame = head(
+                    kind,
+                    flags=rng.choice((0, 0, 1, 255)),
+                    header=rng.choice((0, 0, 3, 1024, 1025)),
+                    context=rng.choice((0, 1, CONTEXT, number)),
+                    tag=rng.choice((0, number)),
+                    # Not the truth about others: that a rank may say what it saw is its right.
+                    nbytes=number if kind != DOWN else 0,
+                )
+                if kind == DOWN:
+                    frame = head(DOWN, context=size + rng.randrange(9))
+                member.send(frame + rng.randbytes(rng.choice((0, 8, 16, 300))), rng.choice((BULK, CONTROL)))
+    exchange(*backends)
+    assert memory_kib() - before < 16 * 1024
+
+
+def test_who_does_not_read_does_not_grow_the_senders_memory(make: Make) -> None:
+    """A member that takes nothing and says nothing is known by its silence, and held back until then."""
+    first = make(2, (0,), config=Config())[0]
+    connect([first], cards=[first.card()] * 2)
+    with Member(first.card(), SECRET, 1, 0, 2):
+        data = memoryview(bytes(16 * 1024))
+        before = memory_kib()
+        sends = [first.start_send(1, CONTEXT, 0, data) for _ in range(4096)]  # 64 MiB
+        grown = memory_kib() - before
+        assert grown < 24 * 1024, f"{grown} KiB"
+        error = ended(first, sends[-1]).error
+        assert isinstance(error, PeerLost)
+        assert "silent" in str(error) or "closed" in str(error)
+
+
+# -- crowds -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_crowd_at_the_door_keeps_no_member_out(make: Make, tls: bool) -> None:
+    issuer = Issuer(2) if tls else None
+    backends = make(2, tls=tls)
+    card = backends[0].card()
+    connect(backends, issuer)
+    before = memory_kib()
+    with contextlib.ExitStack() as stack:
+        crowd = []
+        for i in range(400):
+            sock = stack.enter_context(socket.create_connection((card.address, card.port), timeout=30))
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(b"\x16\x03\x01"[: i % 4])  # the beginning of a handshake, or nothing
+            crowd.append(sock)
+        wait_until(lambda: refused(backends[0]) >= 400 - 128, "the oldest of one address go first")
+        # 128 strangers wait, and each costs less than 64 KiB.
+        assert IS_SANITIZED or memory_kib() - before < 128 * 64 + 4096
+        exchange(*backends)
+        # After 5 s nobody is left.
+        wait_until(lambda: refused(backends[0]) >= 400, "strangers have a time")
+        assert all(said_nothing(sock) for sock in crowd)
+
+
+def test_refused_callers_are_named_a_few_times_and_then_counted(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    backends = make(2)
+    connect(backends)
+    with caplog.at_level(logging.WARNING, logger="unisono.native"):
+        for turn in range(3 * NAMED_MAX):
+            with dialled(backends[0].card()) as sock:
+                sock.sendall(os.urandom(72))
+                assert said_nothing(sock)
+            wait_until(lambda turn=turn: refused(backends[0]) == turn + 1, "it is counted")
+        exchange(*backends)
+        backends[0].close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == NAMED_MAX + 1, lines
+    assert all("127.0.0.1" in line for line in lines[:-1])
+    assert f"{2 * NAMED_MAX} more" in lines[-1]
+
+
+# -- what is open -----------------------------------------------------------------------------------------
+
+
+def listening() -> set[str]:
+    """The TCP ports on which this process listens, as the kernel writes them."""
+    own = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(f"/proc/self/fd/{fd}"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                found.add(fields[1])
+    return found
+
+
+def test_a_rank_listens_on_one_port_of_one_address(make: Make) -> None:
+    before = listening()
+    backend = make(2, (0,), bind="127.0.0.2")[0]
+    port = backend.card().port
+    assert listening() - before == {f"0200007F:{port:04X}"}
+
+
+def as_nobody(path: str) -> bytes:
+    """What another user is told who connects to a unix socket."""
+    inward, outward = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(path)
+                os.write(outward, b"said %r" % sock.recv(1))
+        except OSError as error:
+            os.write(outward, type(error).__name__.encode())
+        finally:
+            os._exit(0)
+    os.close(outward)
+    os.waitpid(child, 0)
+    with open(inward, "rb") as pipe:
+        return pipe.read()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_finds_no_way_to_shared_memory() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        backends = [NativeBackend(rank, 2, folder, SECRET, neighbours=False) for rank in range(2)]
+        try:
+            connect(backends)
+            path = backends[0].card().unix_path
+            assert as_nobody(path) == b"PermissionError"
+            # Even with an open folder and an open socket: the kernel says who calls.
+            Path(folder).chmod(0o755)
+            Path(path).chmod(0o777)
+            assert as_nobody(path) in (b"said b''", b"ConnectionResetError")
+            wait_until(lambda: refused(backends[0]) == 1, "it is counted")
+            exchange(*backends)
+        finally:
+            for backend in backends:
+                backend.close()

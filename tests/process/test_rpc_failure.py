@@ -1,0 +1,450 @@
+"""Calls on bad days: ranks that die, stop or are slow, with calls under way; and many calls at once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.paths import ROOT
+from tests.support.processes import Failed, forked, run_processes
+from tests.support.ranks import PATIENCE_S, run_ranks
+
+import unisono as uni
+from unisono.backends.native.backend import NativeBackend
+from unisono.comm.communicator import Communicator
+from unisono.rpc import Agent
+from unisono.simulation import Kill, Network, Pause, sleep
+
+pytestmark = pytest.mark.more
+
+# DESIGN 8, each at twice its figure: a dead rank, and a silent one.
+DEAD_S, SILENT_S = 2 * 0.5, 2 * 3.0
+
+
+# -- processes -------------------------------------------------------------------------------------------
+
+
+def caller_and_callee(backend: NativeBackend, pipe: Connection) -> Any:
+    """Rank 0 calls rank 1, which never answers and says when it has begun."""
+    comm = Communicator.world(backend)
+    agent = Agent(comm)
+    if comm.rank == 1:
+
+        @agent.expose
+        def never(x: Any) -> None:
+            pipe.send("begun")
+            time.sleep(600)
+
+        agent.register("echo", lambda x: x)
+        comm.barrier()
+        pipe.recv()
+        return None
+    comm.barrier()
+    agent.call(1, "echo", 1)
+    works = [agent.start(1, "never", np.zeros(100_000)) for _ in range(3)]
+    errors = []
+    for work in works:
+        try:
+            work.wait()
+        except uni.PeerLost as error:
+            errors.append(error.ranks)
+    ended = time.monotonic()
+    try:
+        agent.call(1, "echo", 2)
+    except uni.PeerLost as error:
+        errors.append(error.ranks)
+    return errors, ended
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "bound_s"),
+    [
+        *((kind, signal.SIGKILL, DEAD_S) for kind in ("shm", "tcp")),
+        *((kind, signal.SIGSTOP, SILENT_S) for kind in ("shm", "tcp")),
+        *(pytest.param(k, signal.SIGKILL, DEAD_S, marks=pytest.mark.more) for k in ("tls", "gloo", "quic")),
+        *(pytest.param(k, signal.SIGSTOP, SILENT_S, marks=pytest.mark.more) for k in ("tls", "quic")),
+    ],
+)
+def test_a_callee_that_is_killed_or_stopped_is_lost_in_time(kind, how, bound_s):
+    with forked(caller_and_callee, 2, kind=kind) as ranks:
+        for _ in range(3):
+            assert ranks.hear(1) == "begun"
+        ranks.signal(1, how)
+        struck = time.monotonic()
+        errors, ended = ranks.result(0)
+        assert errors == [(1,)] * 4
+        assert ended - struck < bound_s
+
+
+def caller_is_killed(backend: NativeBackend, pipe: Connection) -> Any:
+    comm = Communicator.world(backend)
+    agent = Agent(comm)
+    cancelled = threading.Event()
+
+    @agent.expose
+    async def wait() -> None:
+        import asyncio
+
+        try:
+            pipe.send("begun")
+            await asyncio.sleep(600)
+        finally:
+            cancelled.set()
+
+    agent.register("echo", lambda x: x)
+    comm.barrier()
+    if comm.rank == 0:
+        agent.call(1, "wait")
+    if comm.rank == 1:
+        assert cancelled.wait(60)
+        return agent.call(2, "echo", 5)  # the others go on
+    pipe.recv()
+    return None
+
+
+def test_a_caller_that_is_killed_takes_its_calls_with_it():
+    with forked(caller_is_killed, 3) as ranks:
+        assert ranks.hear(1) == "begun"
+        ranks.signal(0, signal.SIGKILL)
+        assert ranks.result(1) == 5
+
+
+def test_an_answer_is_heard_of_a_rank_that_leaves_at_once():
+    def program(comm: uni.Communicator) -> Any:
+        agent = Agent(comm)
+        asked = threading.Event()
+
+        @agent.expose
+        def last(x: np.ndarray) -> np.ndarray:
+            asked.set()
+            return x + 1
+
+        comm.barrier()
+        if comm.rank == 1:
+            assert asked.wait(60)
+            return None
+        return agent.call(1, "last", np.arange(100_000)).sum()
+
+    for kind in ("shm", "tcp"):
+        assert run_processes(program, 2, kind=kind)[0] == np.arange(1, 100_001).sum()
+
+
+# -- many at once ----------------------------------------------------------------------------------------
+
+
+def crowd(comm: uni.Communicator, threads: int, calls: int) -> int:
+    """Threads of every rank call every other, nested and with arrays, beside a running collective."""
+    agent = Agent(comm)
+
+    @agent.expose
+    def work(x: Any, hops: list[int]) -> Any:
+        return agent.call(hops[0], "work", x, hops[1:]) if hops else [comm.rank, x]
+
+    @agent.expose
+    async def work_async(x: Any, hops: list[int]) -> Any:
+        return await agent.start(hops[0], "work", x, hops[1:]) if hops else [comm.rank, x]
+
+    comm.barrier()
+    wrong: list[Any] = []
+
+    def caller(number: int) -> None:
+        draw = random.Random(f"{comm.rank} {number}")
+        try:
+            for i in range(calls):
+                hops = [draw.randrange(comm.size) for _ in range(draw.randrange(1, 4))]
+                length = draw.choice([0, 1, 10, 3_000, 40_000]) if draw.random() < 0.2 else -1
+                x = i if length < 0 else np.arange(length) + i
+                name = draw.choice(["work", "work", "work_async"])
+                rank, came = agent.call(hops[0], name, x, hops[1:], timeout=100)
+                if rank != hops[-1] or not np.array_equal(came, x):
+                    wrong.append((hops, x, rank, came))
+        except BaseException as error:
+            wrong.append(error)
+
+    running = [threading.Thread(target=caller, args=(number,)) for number in range(threads)]
+    for thread in running:
+        thread.start()
+    rounds = 0
+    while comm.all_reduce(int(any(thread.is_alive() for thread in running))):
+        rounds += 1
+        sums = comm.all_reduce(np.arange(101) + comm.rank)
+        np.testing.assert_array_equal(sums, comm.size * np.arange(101) + sum(range(comm.size)))
+    for thread in running:
+        thread.join()
+    assert not wrong, wrong[:3]
+    comm.barrier()
+    return rounds
+
+
+@pytest.mark.parametrize("where", ["local", "shm", "tcp"])
+def test_many_threads_call_each_other_beside_collectives(where):
+    size, threads, calls = 4, 4, 40
+    if where == "local":
+        run_ranks(crowd, size, threads, calls).values()
+        return
+    for result in run_processes(crowd, size, threads, calls, kind=where):
+        assert not isinstance(result, Failed), result
+
+
+def test_threads_are_bounded_and_the_rest_waits_its_turn(ranks):
+    """A thousand calls at once, two slots: never more than two run, and each is answered."""
+
+    def program(comm: uni.Communicator) -> Any:
+        agent = Agent(comm, handlers=2)
+        now, most, lock = [0], [0], threading.Lock()
+
+        @agent.expose
+        def busy(i: int) -> int:
+            with lock:
+                now[0] += 1
+                most[0] = max(most[0], now[0])
+            time.sleep(0.0005)
+            with lock:
+                now[0] -= 1
+            return i
+
+        results = None
+        comm.barrier()
+        if comm.rank == 0:
+            results = uni.wait_all([agent.start(1, "busy", i) for i in range(1000)])
+        comm.barrier()
+        return results, most[0]
+
+    (results, _), (_, most) = ranks(program, 2).values()
+    assert results == list(range(1000))
+    assert 1 <= most <= 2
+
+
+def test_nested_calls_through_one_slot_do_not_deadlock():
+    def program(comm: uni.Communicator) -> Any:
+        agent = Agent(comm, handlers=1)
+
+        @agent.expose
+        def down(n: int) -> int:
+            return 0 if n == 0 else 1 + agent.call((comm.rank + 1) % comm.size, "down", n - 1)
+
+        comm.barrier()
+        works = [agent.start(1 - comm.rank, "down", 20) for _ in range(5)]
+        results = uni.wait_all(works)
+        comm.barrier()
+        return results
+
+    assert run_ranks(program, 2).values() == [[20] * 5] * 2
+    assert run_processes(program, 2) == [[20] * 5] * 2
+
+
+def deep(comm: uni.Communicator) -> Any:
+    agent = Agent(comm)
+
+    @agent.expose
+    def down(n: int) -> int:
+        return 0 if n == 0 else 1 + agent.call(1 - comm.rank, "down", n - 1, timeout=100)
+
+    agent.register("ready", lambda: True)
+    comm.barrier()
+    results = []
+    if comm.rank == 0:
+        results.append(agent.call(1, "down", 1500, timeout=100))
+        try:
+            agent.call(1, "down", 2500, timeout=100)
+        except uni.RemoteError:
+            results.append("refused")
+        results.append(agent.call(1, "ready"))
+    comm.barrier()
+    return results
+
+
+def test_what_calls_back_too_deep_is_refused_and_not_waited_for():
+    """1,024 handlers may wait on a rank; the next call is refused, however many calls are under way."""
+    assert run_processes(deep, 2, patience_s=180) == [[1500, "refused", True], []]
+
+
+# -- lanes -----------------------------------------------------------------------------------------------
+
+
+def beside_full_lane(comm: uni.Communicator) -> Any:
+    """Rank 1 never receives what rank 0 sends: short messages until they are held back, and a long one."""
+    agent = Agent(comm)
+    agent.register("double", lambda x: 2 * x)
+    comm.barrier()
+    results = []
+    if comm.rank == 0:
+        works = [comm.start.send(np.zeros(1000), 1, tag) for tag in range(400)]
+        works.append(comm.start.send(np.zeros(1 << 20), 1, 400))
+        results = [agent.call(1, "double", i) for i in range(100)]
+        long = np.arange(300_000)
+        results.append(int(agent.call(1, "double", long).sum()))
+        results.append(sum(not work.done() for work in works) > 0)
+        agent.call(1, "take")
+        uni.wait_all(works)
+    else:
+        taking = threading.Event()
+        agent.register("take", taking.set)
+        taking.wait(60)
+        for tag in range(400):
+            comm.recv(np.empty(1000), 0, tag)
+        comm.recv(np.empty(1 << 20), 0, 400)
+    comm.barrier()
+    return results
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_messages_that_nobody_takes_do_not_hold_calls_up(kind):
+    first, _ = run_processes(beside_full_lane, 2, kind=kind)
+    assert first == [*range(0, 200, 2), 300_000 * 299_999, True]
+
+
+def beside_collectives(comm: uni.Communicator) -> Any:
+    agent = Agent(comm)
+    released = threading.Event()
+
+    @agent.expose
+    def slowly(x: int) -> int:
+        assert released.wait(PATIENCE_S)
+        return x
+
+    agent.register("at_once", lambda x: x)
+    agent.register("release", released.set)
+    comm.barrier()
+    slow = agent.start(1 - comm.rank, "slowly", comm.rank)
+    x = np.full(1000, float(comm.rank + 1))
+    for _ in range(200):
+        comm.all_reduce(x, "max")
+        assert agent.call(1 - comm.rank, "at_once", 7) == 7
+    was_slow = not slow.done()
+    agent.call(1 - comm.rank, "release")
+    echoed = slow.wait()
+    comm.barrier()  # the other one's calls have ended, too
+    return echoed, was_slow, float(x[0])
+
+
+def test_a_slow_handler_delays_neither_calls_nor_collectives():
+    assert run_processes(beside_collectives, 2) == [(0, True, 2.0), (1, True, 2.0)]
+
+
+def test_a_message_of_more_than_a_gibibyte_is_refused_where_it_is_sent():
+    def program(comm: uni.Communicator) -> Any:
+        agent = Agent(comm)
+        agent.register("size", lambda x: x.nbytes)
+        comm.barrier()
+        with pytest.raises(uni.UsageError, match=f"allowed: up to {1 << 30}"):
+            agent.call(1, "size", np.empty((1 << 30) + 1, np.uint8))
+        return agent.call(1, "size", np.zeros(9, np.uint8)), comm.barrier()
+
+    assert run_ranks(program, 2).values() == [(9, None)] * 2
+
+
+# -- simulated -------------------------------------------------------------------------------------------
+
+
+def simulated(comm: uni.Communicator) -> Any:
+    agent = Agent(comm)
+
+    @agent.expose
+    def slowly(x: Any) -> Any:
+        sleep(1.0)
+        return x
+
+    agent.register("echo", lambda x: x)
+    if comm.rank == 0:
+        outcome = []
+        for dst, name, timeout in [(1, "slowly", 30), (2, "slowly", 30), (2, "slowly", 0.5), (1, "echo", 30)]:
+            try:
+                outcome.append(agent.call(dst, name, np.arange(9000), timeout=timeout).sum())
+            except uni.UnisonoError as error:
+                outcome.append(type(error).__name__)
+        return outcome
+    sleep(20.0)
+    return None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_simulated_faults_end_calls_and_the_same_seed_repeats_them(seed):
+    faults = [Kill(1, at_s=0.5)]
+    runs = [
+        uni.simulate(simulated, 3, seed=seed, faults=faults, network=Network(jitter_s=1e-5)) for _ in range(2)
+    ]
+    total = np.arange(9000).sum()
+    assert runs[0].results[0] == ["PeerLost", total, "DeadlineExceeded", "PeerLost"]
+    assert runs[0].trace_hash == runs[1].trace_hash
+
+
+def test_a_simulated_rank_that_pauses_answers_later():
+    result = uni.simulate(simulated, 3, faults=[Pause(1, at_s=0.5, for_s=1.0)])
+    total = np.arange(9000).sum()
+    assert result.results[0] == [total, total, "DeadlineExceeded", total]
+
+
+# -- forgetting ------------------------------------------------------------------------------------------
+
+
+def forgets(comm: uni.Communicator) -> int:
+    agent = Agent(comm)
+    agent.register("echo", lambda x: x)
+    agent.register("stuck", lambda: time.sleep(600))
+    comm.barrier()
+    keep.append((comm, agent, agent.start(1 - comm.rank, "stuck")))
+    return agent.call(1 - comm.rank, "echo", 5)
+
+
+keep: list[Any] = []
+FORGETFUL = """
+import unisono as uni
+from tests.process.test_rpc_failure import forgets
+with uni.init() as world:
+    inner = world.sub(range(world.size))
+    assert forgets(inner) == 5
+    world.barrier()
+"""
+
+
+STUCK = """
+import asyncio, threading, time
+import unisono as uni
+world = uni.init()
+agent = uni.rpc.Agent(world)
+begun = threading.Semaphore(0)
+other = 1 - world.rank
+async def never():
+    await asyncio.sleep(600)
+def sleeps():
+    begun.release()
+    time.sleep(600)
+def calls():
+    begun.release()
+    agent.call(other, "never", timeout=600)
+for fn in (never, sleeps, calls):
+    agent.expose(fn)
+world.barrier()
+works = [agent.start(other, "calls", timeout=600) for _ in range(300)]
+works += [agent.start(other, "sleeps", timeout=600) for _ in range(10)]
+for _ in works:
+    begun.acquire()
+world.barrier()
+"""
+
+
+@pytest.mark.parametrize("text", [FORGETFUL, STUCK], ids=["one that sleeps", "hundreds that call"])
+def test_an_agent_that_nobody_closes_keeps_no_process_alive(tmp_path, text):
+    """Neither at the end of the world nor of the interpreter, with handlers that never end."""
+    program = tmp_path / "forgetful.py"
+    program.write_text(text)
+    ended = subprocess.run(
+        [sys.executable, "-m", "unisono", "run", "-n", "2", str(program)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+        env={**os.environ, "UNISONO_FLUSH_S": "0.2", "PYTHONPATH": str(ROOT)},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "terminate" not in ended.stderr

@@ -1,0 +1,329 @@
+"""Running ahead: known small calls do not wait until they are met by others, and nobody gets away with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.engines import MakeWorld, found, outcome, world
+from tests.support.oracle import Notes
+from tests.support.ranks import run_each
+
+import unisono as uni
+from unisono.comm.communicator import Communicator
+from unisono.errors import CollectiveMismatch, PeerLost
+
+__all__ = ["world"]
+
+every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
+AHEAD_MAX = 32  # native/python/bind_fast_path.cpp
+PATIENCE_S = 30.0
+
+
+def until(condition: Callable[[], bool], limit_s: float = PATIENCE_S) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.001)
+
+
+def value(k: int) -> np.ndarray[Any, Any]:
+    return np.array([k, 3 * k + 1], np.int64)
+
+
+def cast(comm: Communicator, k: int, root: int = 0) -> np.ndarray[Any, Any]:
+    """Broadcast what root has at step k. One line for all: another line would be another call."""
+    x = value(k) if comm.rank == root else np.full(2, -1, np.int64)
+    comm.broadcast(x, root)
+    return x
+
+
+def total(comm: Communicator) -> np.ndarray[Any, Any]:
+    """All wait for all, and know afterwards that all were there."""
+    x = np.full(3, comm.rank + 1.0)
+    comm.all_reduce(x)
+    return x
+
+
+def warm(comm: Communicator) -> None:
+    """Let both roots' calls be known, and show everybody that all have made them."""
+    for k in range(4):
+        for root in (0, 1):
+            cast(comm, k, root)
+        comm.barrier()
+        total(comm)
+
+
+def first_error(*calls: Callable[[], Any]) -> Any:
+    """What ended the first of the calls that did not end well. Who is late hears in the wrong call itself."""
+    for call in calls:
+        if isinstance(error := outcome(call), Exception):
+            return error
+    return None
+
+
+def is_broken(comm: Communicator) -> bool:
+    return not comm._group.call_log.fast_path_open
+
+
+# -- how far --------------------------------------------------------------------------------------------
+
+
+@every_kind
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_slow_receiver_gets_everything_in_order_and_is_not_left_far_behind(
+    world: MakeWorld, kind: str, size: int
+) -> None:
+    comms, steps, done = world(size, kind), 300, [0]
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        warm(comm)
+        if comm.rank == 0:
+            for k in range(steps):
+                cast(comm, k)
+                done[0] = k + 1
+            return notes
+        until(lambda: done[0] >= AHEAD_MAX)
+        for k in range(steps):
+            lead = done[0] - k
+            notes.expect(lead <= AHEAD_MAX + 1, True, f"{lead} calls ahead at #{k}")
+            notes.expect(cast(comm, k), value(k), f"#{k}")
+        return notes
+
+    assert found(comms, program) == []
+
+
+@every_kind
+def test_who_shows_that_it_came_along_lets_the_root_go_on(world: MakeWorld, kind: str) -> None:
+    """A call that waits for everybody proves the earlier ones: then the root is not ahead at all."""
+    comms = world(3, kind)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        warm(comm)
+        for k in range(100):
+            notes.expect(cast(comm, k, k % 2), value(k), f"#{k}")
+            total(comm)
+            hot = comm._group.hot
+            assert hot is not None
+            notes.expect(hot.unconfirmed_ranks(), [], f"behind at #{k}")
+        return notes
+
+    assert found(comms, program) == []
+
+
+def test_each_root_has_its_own_bound(world: MakeWorld) -> None:
+    comms = world(3)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        for k in range(400):
+            root = k % 3
+            notes.expect(cast(comm, k, root), value(k), f"#{k} from {root}")
+        return notes
+
+    assert found(comms, program) == []
+
+
+# -- mismatches -----------------------------------------------------------------------------------------
+
+
+def shows_both(error: Any, *calls: str) -> bool:
+    return isinstance(error, CollectiveMismatch) and all(call in error.report for call in calls)
+
+
+@every_kind
+@pytest.mark.parametrize("after", ["barrier", "all_reduce", "broadcast"])
+def test_a_root_that_ran_ahead_hears_of_a_mismatch_in_its_next_call(
+    world: MakeWorld, kind: str, after: str
+) -> None:
+    comms = world(3, kind)
+
+    def program(comm: Communicator) -> Any:
+        warm(comm)
+
+        def go_on() -> None:
+            # Who lags behind may hear of it before its own turn has come.
+            for k in range(10):
+                cast(comm, k)
+            if comm.rank == 2:
+                total(comm)
+            cast(comm, 10)
+            started = time.monotonic()
+            while time.monotonic() - started < 2 * 1.0:
+                match after:
+                    case "barrier":
+                        comm.barrier()
+                    case "all_reduce":
+                        total(comm)
+                    case _:
+                        cast(comm, 11)
+
+        return [outcome(go_on)]
+
+    for [error] in run_each(program, list(comms)).values():
+        assert shows_both(error, "broadcast", "all_reduce"), error
+        assert error.report.count("test_hot_ahead.py:") == 2
+
+
+@every_kind
+def test_two_roots_that_both_ran_ahead_hear_of_it_in_the_next_call(world: MakeWorld, kind: str) -> None:
+    """Nobody waits for anybody in the wrong call, and the next one is right on both."""
+    comms = world(2, kind)
+
+    def program(comm: Communicator) -> Any:
+        warm(comm)
+        return [first_error(lambda: cast(comm, 5, comm.rank), lambda: total(comm))]
+
+    for [error] in run_each(program, list(comms)).values():
+        assert shows_both(error, "root=0", "root=1"), error
+
+
+@every_kind
+def test_a_mismatch_is_found_although_nobody_calls_again(world: MakeWorld, kind: str) -> None:
+    comms = world(2, kind)
+
+    def program(comm: Communicator) -> Any:
+        warm(comm)
+        outcome(lambda: cast(comm, 5, comm.rank))
+        until(lambda: is_broken(comm), 2 * 1.0)
+        return [outcome(lambda: cast(comm, 6)) for _ in range(2)]
+
+    for errors in run_each(program, list(comms)).values():
+        for error in errors:
+            assert shows_both(error, "root=0", "root=1"), error
+
+
+@every_kind
+def test_a_call_through_python_finds_it_too(world: MakeWorld, kind: str) -> None:
+    comms = world(2, kind)
+
+    def program(comm: Communicator) -> Any:
+        warm(comm)
+        outcome(lambda: cast(comm, 5, comm.rank))
+        return [outcome(lambda: comm.start.all_reduce(np.ones(3)).wait())]
+
+    for [error] in run_each(program, list(comms)).values():
+        if error is not None and not isinstance(error, np.ndarray):
+            assert shows_both(error, "root=0", "root=1"), error
+    for comm in comms:
+        until(lambda comm=comm: is_broken(comm), 2 * 1.0)
+
+
+@every_kind
+def test_who_leaves_after_it_ran_ahead_hears_of_a_mismatch(world: MakeWorld, kind: str) -> None:
+    comms = world(2, kind)
+
+    def program(comm: Communicator) -> Any:
+        warm(comm)
+        error = first_error(lambda: cast(comm, 5, comm.rank), comm.close)
+        comm.close()
+        return [error]
+
+    for [error] in run_each(program, list(comms)).values():
+        assert shows_both(error, "root=0", "root=1"), error
+    assert all("closed" in repr(comm) for comm in comms)
+
+
+@every_kind
+def test_who_leaves_waits_to_hear_what_a_late_rank_calls(world: MakeWorld, kind: str) -> None:
+    comms, has_cast = world(2, kind), threading.Event()
+
+    def program(comm: Communicator) -> Any:
+        warm(comm)
+        if comm.rank == 0:
+            cast(comm, 5)
+            has_cast.set()
+            return [outcome(comm.close)]
+        assert has_cast.wait(PATIENCE_S)
+        return [outcome(lambda: total(comm))]
+
+    for [error] in run_each(program, list(comms)).values():
+        assert shows_both(error, "broadcast", "all_reduce"), error
+
+
+def test_a_mismatch_that_was_heard_is_not_raised_again_by_close(world: MakeWorld) -> None:
+    comms = world(2)
+
+    def program(comm: Communicator) -> Any:
+        warm(comm)
+        return first_error(lambda: cast(comm, 5, comm.rank), lambda: total(comm)), outcome(comm.close)
+
+    for error, at_close in run_each(program, list(comms)).values():
+        assert isinstance(error, CollectiveMismatch)
+        assert at_close is None
+
+
+# -- endings --------------------------------------------------------------------------------------------
+
+
+@every_kind
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_a_root_cast_before_it_left_is_received(world: MakeWorld, kind: str, is_late: bool) -> None:
+    """Whether it is still waiting to leave, or has left long ago because nobody came."""
+    comms = world(3, kind, **({"flush_s": 0.05} if is_late else {}))
+    ready, both = threading.Event(), threading.Barrier(2)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        warm(comm)
+        if comm.rank == 0:
+            for k in range(20):
+                cast(comm, k)
+            if not is_late:
+                ready.set()
+            notes.expect(outcome(comm.close), None, "close")
+            ready.set()
+            return notes
+        assert ready.wait(PATIENCE_S)
+        for k in range(20):
+            notes.expect(cast(comm, k), value(k), f"#{k}")
+        both.wait(PATIENCE_S)  # the first error ends the calls of all
+        error = outcome(lambda: cast(comm, 20))
+        notes.expect(isinstance(error, PeerLost) and error.ranks == (0,), True, f"then {error!r}")
+        return notes
+
+    assert found(comms, program) == []
+
+
+def _leave(comm: Communicator, folder: str) -> int:
+    warm(comm)
+    total = 0
+    for k in range(30):
+        total += int(cast(comm, k)[1])
+    return total
+
+
+@pytest.mark.parametrize("shm", ["1", "0"])
+def test_processes_that_end_at_once_lose_nothing(shm: str, tmp_path: Path) -> None:
+    want = sum(int(value(k)[1]) for k in range(30))
+    assert uni.spawn(_leave, 4, str(tmp_path), env={"UNISONO_SHM": shm}) == [want] * 4
+
+
+def _cast_to_the_dead(comm: Communicator, folder: str) -> None:
+    warm(comm)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    error: Any = None
+    while error is None and time.monotonic() - started < PATIENCE_S:
+        error = outcome(lambda: cast(comm, 1) if comm.rank == 0 else comm.barrier())
+        error = None if isinstance(error, np.ndarray) else error
+    took = time.monotonic() - started
+    ranks = getattr(error, "ranks", ())
+    Path(folder, str(comm.rank)).write_text(f"{type(error).__name__} {ranks} {took < 2 * 0.5}")
+
+
+@pytest.mark.parametrize("shm", ["1", "0"])
+def test_a_root_hears_that_a_receiver_is_dead(shm: str, tmp_path: Path) -> None:
+    with pytest.raises(uni.UnisonoError, match="rank 1"):
+        uni.spawn(_cast_to_the_dead, 2, str(tmp_path), env={"UNISONO_SHM": shm})
+    assert (tmp_path / "0").read_text() == "PeerLost (1,) True"

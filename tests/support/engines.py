@@ -1,0 +1,67 @@
+"""A world of engines in this process, each with a communicator: native ranks on threads.
+
+Knows how they meet and that all leave in the end. Does not know what they do.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.credentials import credentials
+from tests.support.oracle import Notes
+from tests.support.processes import KINDS
+from tests.support.ranks import run_each
+
+from unisono.backends.native.backend import NativeBackend
+from unisono.comm.communicator import Communicator
+from unisono.config import Config
+
+__all__ = ["MakeWorld", "World", "found", "outcome", "world"]
+
+World = list[Communicator]
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[MakeWorld]:
+    """`world(size, kind, **config)`: connected communicators, by rank."""
+    numbers = itertools.count()
+    made: World = []
+
+    def make(size: int, kind: str = "shm", **settings: Any) -> World:
+        folder = tmp_path / str(next(numbers))
+        folder.mkdir(mode=0o700)
+        config, links = Config(**settings), KINDS[kind]
+        shown = credentials(size) if links(0).get("tls") else [None] * size
+        backends = [
+            NativeBackend(r, size, str(folder), b"secret", config=config, **links(r)) for r in range(size)
+        ]
+        cards = [backend.card() for backend in backends]
+        for backend in backends:
+            backend.connect(cards, shown[backend.rank])
+        comms = [Communicator.world(backend) for backend in backends]
+        made.extend(comms)
+        return comms
+
+    yield make
+    run_each(lambda comm: comm.close(), made)
+    gc.collect()
+
+
+def found(comms: World, program: Callable[[Communicator], Notes]) -> list[str]:
+    """What the ranks noted down as wrong."""
+    ended = run_each(program, list(comms)).values()
+    return [f"rank {rank}: {note}" for rank, notes in enumerate(ended) for note in notes]
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What the call gave, or the exception that ended it."""
+    try:
+        return call()
+    except Exception as error:
+        return error

@@ -1,0 +1,95 @@
+"""The layers of the house, top to bottom, as one list: test_layers.py enforces it, ARCHITECTURE.md draws it.
+
+    python -m tests.support.layers
+
+prints the picture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LAYERS", "NATIVE_LAYERS", "Layer", "picture"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Folders or modules that stand side by side: they import what stands below, and never one another.
+
+    `inside` are the modules of a single folder that has an order of its own, top to bottom. `exceptions` are
+    pairs of neighbours of which the first may import the second.
+    """
+
+    members: tuple[str, ...]
+    what: str
+    inside: tuple[tuple[str, ...], ...] = ()
+    exceptions: tuple[tuple[str, str], ...] = ()
+
+
+# Top first. A name is a folder of src/unisono, or a module at its top.
+LAYERS = (
+    Layer(("__main__",), "`python -m unisono`"),
+    Layer(("cli",), "the command line"),
+    Layer(("bench", "testing", "pytorch", "train"), "edges: nothing below imports them"),
+    Layer(("__init__",), "`import unisono`"),
+    Layer(
+        ("comm",),
+        "what a user holds",
+        inside=(
+            ("world",),
+            ("communicator", "mesh"),
+            ("collectives",),
+            ("point_to_point", "vector_collectives"),
+            ("dispatch",),
+            ("group",),
+            ("control", "inquiry"),
+            ("deadlock_watch",),
+            ("deadlock",),
+        ),
+        exceptions=(("mesh", "communicator"), ("communicator", "mesh")),
+    ),
+    Layer(
+        ("rpc", "cluster", "backends", "simulation", "launcher", "bootstrap"),
+        "rooms: none imports another, but launcher -> bootstrap",
+        exceptions=(("launcher", "bootstrap"),),
+    ),
+    Layer(("plans",), "collectives as data; plans/algorithms builds them"),
+    Layer(
+        ("messaging",),
+        "the backend contract, matching, credit",
+        inside=(("inbox",), ("backend", "matching"), ("credit", "fast_path")),
+    ),
+    Layer(
+        ("core",),
+        "element types, memory, time, tasks",
+        inside=(
+            ("work",),
+            ("task",),
+            ("codec", "kernels", "request"),
+            ("buffers", "ops", "clock"),
+            ("dtypes", "envelope", "call_site"),
+        ),
+    ),
+    Layer(("config",), "settings and the environment"),
+    Layer(("errors", "version", "_native"), "what everything may name"),
+)
+
+# The same for native/: folders top first. A header includes only what stands below; sources may call back up.
+NATIVE_LAYERS = ("python", "collective", "engine", "connect", "messaging", "link", "wire", "base", "kernels")
+
+
+def picture() -> str:
+    """The layers as text, widest first."""
+    rows = []
+    for layer in LAYERS[1:]:
+        names = [name for name in layer.members if name != "_native"]
+        rows.append((" ".join(f"{name}/" if name not in _MODULES else name for name in names), layer.what))
+        rows += [(f"    {' '.join(level)}", "") for level in layer.inside]
+    width = max(len(left) for left, what in rows if what) + 2
+    return "\n".join(f"{left:<{width}}{what}".rstrip() for left, what in rows)
+
+
+_MODULES = {"config", "errors", "version", "__init__"}
+
+if __name__ == "__main__":
+    print(picture())  # noqa: T201

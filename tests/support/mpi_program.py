@@ -1,0 +1,209 @@
+"""What ranks under mpiexec do for conformance/test_mpi.py: `python -m tests.support.mpi_program cases`, say.
+
+The last line that rank 0 prints says how it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from tests.conformance.test_properties import equal
+from tests.process.test_mismatch import CORPUS, mismatches
+from tests.support.rank_pool import Crew
+from tests.support.sums import SUMS, sums
+
+import unisono as uni
+from unisono.backends.mpi.backend import MpiBackend
+from unisono.backends.mpi.calls import MpiCalls
+from unisono.comm.communicator import Communicator
+from unisono.config import Config
+from unisono.errors import CollectiveMismatch, DeadlineExceeded, UnisonoError
+
+WORLD = MPI.COMM_WORLD
+
+
+class MpiCrew(Crew):
+    """Ranks of mpiexec."""
+
+    rank = WORLD.rank
+    kind = "mpi"
+
+    def opened(self, size: int, config: Config) -> MpiBackend | None:
+        part = WORLD.Split(0 if WORLD.rank < size else 1, WORLD.rank)
+        backend = MpiBackend(part, config) if WORLD.rank < size else None
+        part.Free()
+        return backend
+
+    def gathered(self, said: Any) -> list[Any]:
+        return WORLD.allgather(said)
+
+
+def fails(left: Any, right: Any) -> Any:
+    raise ArithmeticError("no such sum")
+
+
+def behaviour() -> dict[str, Any]:
+    """What `uni.init` brings, MPI's own collectives, a user's operation that fails, an end by exception."""
+    said: dict[str, Any] = {}
+    with uni.init(backend="mpi") as world:
+        said["name"], said["size"] = world.backend.capabilities.name, world.size
+        said["own"] = own_or_not(world)
+        known(world)
+        overlapping(world)
+        left_alone(world)
+        different(world)
+        said["fraction"] = fraction_lost(world)
+        try:
+            world.all_reduce(np.arange(500.0), uni.op(fails))
+        except (UnisonoError, ArithmeticError) as error:
+            said["failed"] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def own_or_not(world: Communicator) -> list[tuple[str, bool]]:
+    """Which collectives MPI solves by itself."""
+    seen = []
+    real = world.backend.run_collective
+
+    def spy(problem: Any, stage: Any) -> Any:
+        request = real(problem, stage)
+        seen.append((problem.collective, request is not None))
+        return request
+
+    world.backend.run_collective = spy  # type: ignore[method-assign]
+    x = np.arange(500.0) + world.rank
+    world.all_reduce(x.copy(), uni.op(lambda a, b: a + b, name="plus"))
+    world.scan(x)
+    world.all_reduce(x.copy(), "max")
+    world.all_reduce(x.astype(np.float16))
+    world.all_reduce(x[:5].copy(), "max")
+    world.barrier()
+    world.backend.run_collective = real  # type: ignore[method-assign]
+    return seen
+
+
+def known(world: Communicator) -> None:
+    """Calls from one place: the first is decided, the others go straight to MPI."""
+    size, calls = world.size, world._group.hot
+    assert isinstance(calls, MpiCalls)
+    before = calls.ended
+    for turn in range(8):
+        for count in (1, 37, 300_001):  # with the agreement, by one call of MPI, by several
+            every = [np.arange(count) * (rank + 1.5) + turn for rank in range(size)]
+            mine = every[world.rank].copy()
+            assert world.all_reduce(mine) is mine
+            equal(mine, sum(every))
+            mine = every[world.rank].copy()
+            equal(world.all_reduce(mine, "mean"), sum(every) / size)
+            mine = every[world.rank].copy()
+            equal(world.broadcast(mine, root=turn % size), every[turn % size])
+            equal(world.all_gather(every[world.rank]), np.stack(every))
+            rows = np.stack([every[world.rank] + 10 * peer for peer in range(size)])
+            equal(world.all_to_all(rows), np.stack([x + 10 * world.rank for x in every]))
+            equal(world.reduce_scatter(rows), sum(x + 10 * world.rank for x in every))
+        world.barrier()
+    assert calls.ended > before  # how many depends on who was late
+
+
+def overlapping(world: Communicator) -> None:
+    """Several at once in groups that overlap, begun in different orders."""
+    pair = world.sub([0, 1]) if world.rank < 2 else None
+    others = world.split(0, key=-world.rank)
+    assert others is not None
+    for _ in range(5):
+        x = [np.arange(2000.0) + world.rank for _ in range(3)]
+        begin = list(zip((pair, others, world), x, strict=True))
+        works = [
+            comm.start.all_reduce(operand)
+            for comm, operand in (begin if world.rank % 2 else begin[::-1])
+            if comm is not None
+        ]
+        uni.wait_all(works, timeout=30)
+        for got in x[1:]:
+            equal(got, sum(np.arange(2000.0) + rank for rank in range(world.size)))
+        if pair is not None:
+            equal(x[0], 2 * np.arange(2000.0) + 1)
+    others.close()
+
+
+def left_alone(world: Communicator) -> None:
+    """Whoever gives up gets its memory back, and whoever comes later is told, or has a right result."""
+    for count in (5, 100_000):
+        group = world.split(0)
+        assert group is not None
+        x = np.full(count, world.rank + 1.0)
+        if world.rank == 0:
+            with pytest.raises(DeadlineExceeded):
+                group.all_reduce(x, timeout=0.3)
+            x[:] = 99
+            world.send(b"gave up", 1)
+            world.send(b"gave up", 2)
+        else:
+            world.recv_bytes(0)
+            with contextlib.suppress(DeadlineExceeded):
+                equal(group.all_reduce(x), np.full(count, sum(range(1, world.size + 1)) + 0.0))
+        with pytest.raises(DeadlineExceeded):
+            group.barrier()
+        group.close()
+        world.barrier()
+
+
+def different(world: Communicator) -> None:
+    """Ranks that call different things hear of it, however long their operands are."""
+    for count in (3, 5000):
+        group = world.split(0)
+        assert group is not None
+        with pytest.raises(CollectiveMismatch):
+            group.all_reduce(np.ones(count + (world.rank == 1)))
+        group.close()
+        world.barrier()
+
+
+def fraction_lost(world: Communicator) -> str:
+    """A user's operation that gives floats for integers."""
+    group = world.split(0)
+    assert group is not None
+    with pytest.raises(UnisonoError) as caught:
+        group.all_reduce(np.arange(500), uni.op(lambda a, b: (a + b) / 2, name="middle"))
+    group.close()
+    world.barrier()
+    return str(caught.value)
+
+
+def main() -> None:
+    match sys.argv[1]:
+        case "cases":
+            said: Any = MpiCrew().cases()
+        case "properties":
+            said = MpiCrew().properties(examples=4)
+        case "behaviour":
+            said = behaviour()
+        case "mismatches":
+            with uni.init(backend="mpi") as world:
+                said = mismatches(world, CORPUS)
+        case "death":
+            with uni.init(backend="mpi") as world:
+                world.barrier()
+                if world.rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                world.barrier()
+            said = "it went on"
+        case _:
+            with uni.init(backend="mpi", config=Config(reproducible=True)) as world:
+                said = world.all_gather_object(sums(world))
+            assert len(said[0]) == SUMS
+    everyone = WORLD.allgather(said)
+    if WORLD.rank == 0:
+        print("said " + json.dumps(everyone), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""What no honest agent sends: hostile names, and frames made of noise. Errors only, and others are served."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from tests.fuzz.rpc_frames import corpus, mutated
+from tests.process.test_native_threats import wait_until
+from tests.support.engines import MakeWorld, world
+
+import unisono as uni
+from unisono.comm.communicator import Communicator
+from unisono.comm.control import ServiceFound
+from unisono.core.envelope import Lane, Tags
+from unisono.rpc import Agent
+from unisono.rpc.frames import Answer, Ask, Bye, Failure, PackedAnswer, PackedItem, decode, encode
+from unisono.rpc.registry import Registry
+from unisono.rpc.server import Server
+from unisono.rpc.streams import WINDOW
+
+__all__ = ["world"]
+
+NAMES = 100_000
+FRAMES = 20_000
+
+
+def hostile_names(seed: int, count: int):
+    """Attributes, paths, modules, code, dunders, and noise."""
+    draw = random.Random(seed)
+    words = [
+        "os",
+        "system",
+        "echo",
+        "eval",
+        "import",
+        "builtins",
+        "class",
+        "init",
+        "globals",
+        "..",
+        "/",
+        "self",
+        "\0",
+    ]
+    shapes = ["{}", "__{}__", "{}.{}", "echo.{}", "echo.__{}__", "{}({})", " {}", "{}\n", "ECHO{}", "../{}"]
+    for _ in range(count):
+        if draw.random() < 0.5:
+            shape = draw.choice(shapes)
+            yield shape.format(*(draw.choice(words) for _ in range(shape.count("{}"))))
+        else:
+            yield "".join(chr(draw.choice([draw.randrange(128), draw.randrange(0xD7FF)])) for _ in range(9))
+
+
+def test_hostile_names_find_nothing():
+    registry = Registry()
+    registry.add("echo", lambda: None)
+    for name in hostile_names(1, NAMES):
+        assert name == "echo" or registry.find(name) is None
+
+
+def test_hostile_names_are_answered_with_an_error():
+    (comm,) = uni.local(1)
+    with comm:
+        agent = Agent(comm)
+        agent.register("echo", lambda: "echo")
+        called = [name for name in hostile_names(2, 2000) if name != "echo"]
+        works = [agent.start(0, name) for name in called]
+        for work in works:
+            with pytest.raises(uni.NotExposed):
+                work.wait()
+        assert agent.call(0, "echo") == "echo"
+
+
+def test_frames_of_noise_are_errors_only():
+    """Straight into an agent that serves: nothing raises, and the calls of others go on."""
+    a, b, c = uni.local(3)
+    with a, b, c:
+        agents = [Agent(a), Agent(b)]
+        ran = threading.Event()
+        for agent in agents:
+            agent.register("echo", lambda *args, **kwargs: ran.set() or [list(args), kwargs])
+        assert agents[0].call(1, "echo", 1) == [[1], {}]
+        draw = random.Random(7)
+        seeds = corpus()
+        for _ in range(FRAMES):
+            agents[1]._hearing.on_frame(2, mutated(draw, seeds))
+        assert agents[0].call(1, "echo", 2) == [[2], {}]
+        assert agents[1].call(0, "echo", 3) == [[3], {}]
+
+
+def test_the_frames_of_the_corpus_are_sound():
+    for data in corpus():
+        assert encode(decode(data)) == data
+
+
+def test_a_frame_that_is_none_is_a_protocol_error():
+    for data in (b"", b"\xc1", b"\x90", msgspec.msgpack.encode([99, 1]), encode(Ask(1, "f", None, []))[:-1]):
+        with pytest.raises(uni.ProtocolError):
+            decode(data)
+    with pytest.raises(uni.ProtocolError):
+        decode(msgspec.msgpack.encode([0, 1, "f", None, [msgspec.msgpack.Ext(5, b"x")]]))
+
+
+# -- a rank that does not read ----------------------------------------------------------------------------
+
+
+Say = Callable[[Any], None]
+Read = Callable[[Callable[[list[Any]], bool]], list[Any]]
+
+
+def server_and_mute(
+    comms: list[Communicator],
+) -> tuple[Agent, Callable[[Any], None], Callable[[int], list[Any]]]:
+    """Rank 0's agent; how rank 1, which has none, sends it a frame, and how it reads, if it does."""
+    agent, mute = Agent(comms[0]), comms[1].backend
+
+    def say(frame: Any) -> None:
+        mute.start_send(0, agent.context, Tags.RPC, memoryview(encode(frame)), lane=Lane.CONTROL)
+
+    def read(is_all: Callable[[list[Any]], bool]) -> list[Any]:
+        requests = [mute.start_recv(0, agent.context, Tags.RPC, None) for _ in range(FRAMES)]
+
+        def frames() -> list[Any]:
+            return [decode(bytes(request.data or b"")) for request in requests if request.done]
+
+        wait_until(lambda: is_all(frames()), "all frames come")
+        found = frames()
+        for request in requests:
+            request.cancel()
+        return found
+
+    comms[1]._group.control.tell([0], ServiceFound(agent.context, "mute"))
+    wait_until(lambda: agent._peers[1].name == "mute", "rank 0 takes it for an agent")
+    return agent, say, read
+
+
+@pytest.fixture
+def pair(world: MakeWorld) -> Callable[[str], list[Communicator]]:
+    return lambda kind: uni.local(2) if kind == "local" else world(2, kind)
+
+
+@pytest.mark.parametrize("kind", ["local", "shm", "tcp"])
+def test_no_item_of_a_stream_is_lost_while_its_reader_reads_nothing(
+    pair: Callable[[str], list[Communicator]], kind: str
+) -> None:
+    """More than 32 MiB of items wait for a reader that is busy elsewhere; then it reads them all."""
+    streams = 600
+    agent, say, read = server_and_mute(comms := pair(kind))
+    blob = random.Random(1).randbytes(1900)
+
+    def items(number: int) -> Iterator[list[Any]]:
+        for index in range(WINDOW):
+            yield [number, index, blob, blob[:90]]
+
+    agent.register("items", items)
+    for number in range(1, streams + 1):
+        say(Ask(number, "items", None, [number], WINDOW))
+    wait_until(lambda: not any(agent._server._tables), "all streams have ended there")
+    came: dict[int, list[int]] = {number: [] for number in range(1, streams + 1)}
+    for frame in read(lambda frames: len(frames) == streams * (WINDOW + 1)):
+        if isinstance(frame, PackedItem):
+            came[frame.call].append(frame.index)
+        else:
+            assert isinstance(frame, Answer)
+            assert frame.value == WINDOW
+    assert all(sorted(found) == list(range(WINDOW)) for found in came.values())
+    agent.close()
+    for comm in comms:
+        comm.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "shm", "tcp"])
+def test_a_call_to_a_rank_that_reads_nothing_fails_as_busy(
+    pair: Callable[[str], list[Communicator]], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unisono.rpc.outgoing.UNSENT_ASKS_MAX", 1 << 20)
+    agent, _, _ = server_and_mute(comms := pair(kind))
+    texts = ["x" * 128] * 16
+    works = []
+    for _ in range(1000):  # beyond the credit of the lane and the limit, with calls that nobody waits for
+        works += [agent.start(1, "f", *texts, timeout=None) for _ in range(10)]
+        if works[-1].done():
+            break
+        for work in works[-10:]:
+            work.cancel()
+    with pytest.raises(uni.RemoteError, match="rank 1 has too much to read: the call was not sent"):
+        works[-1].wait()
+
+    def notify_until_refused() -> None:
+        """The other's engine may still be taking in what was sent, which makes room here."""
+        for _ in range(10_000):
+            agent.notify(1, "f", *texts)
+
+    def stream_until_refused() -> None:
+        for _ in range(100):
+            with pytest.raises(uni.RemoteError, match="not sent"):
+                notify_until_refused()
+            with contextlib.suppress(uni.DeadlineExceeded):  # it was sent, and nobody answers
+                next(agent.stream(1, "f", *texts, timeout=0.2))
+
+    with pytest.raises(uni.RemoteError, match="not sent"):
+        notify_until_refused()
+    with pytest.raises(uni.RemoteError, match="not sent"):
+        stream_until_refused()
+    agent.close()
+    for comm in comms:
+        comm.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "shm", "tcp"])
+def test_a_rank_that_calls_without_end_and_reads_nothing_is_given_up_once_and_told(
+    pair: Callable[[str], list[Communicator]],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("unisono.rpc.agent.UNSENT_BYTES_MAX", 1 << 20)
+    agent, say, read = server_and_mute(comms := pair(kind))
+    agent.register("f", lambda: "x" * 1900)
+    mine = agent.start(1, "f", timeout=None)
+    numbers = itertools.count(1)
+    while not agent._peers[1].is_given_up:
+        for _ in range(500):
+            say(Ask(next(numbers), "f", None, []))
+        wait_until(lambda: not any(agent._server._tables), "all are answered")
+    with pytest.raises(uni.PeerLost, match="waited to be read"):
+        mine.wait(timeout=20)
+    frames = read(lambda frames: any(isinstance(frame, Bye) for frame in frames))
+    assert all(isinstance(frame, Ask | PackedAnswer | Failure | Bye) for frame in frames)
+    assert ["waited to be read" in frame.why for frame in frames if isinstance(frame, Bye)] == [True]
+    assert sum("given up" in record.message for record in caplog.records) == 1
+    agent.close()
+    for comm in comms:
+        comm.close()
+
+
+class _Slow:
+    """Parts that take as long as the test says."""
+
+    def __init__(self) -> None:
+        self.has_arrived, self.looks = False, 0
+
+    def is_done(self) -> bool:
+        self.looks += 1
+        return self.has_arrived
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_what_has_not_been_taken_is_counted_for_each_caller() -> None:
+    """One keeps 3,000 answers: it is refused, others are not, and no call looks at all of them."""
+    (comm,) = uni.local(1)
+    with comm:
+        server = Server(Agent(comm), Registry(), 2, dict)
+        kept = [_Slow() for _ in range(3000)]
+        for call, slow in enumerate(kept, 1):
+            server._keep(0, call, slow)
+        before = sum(slow.looks for slow in kept)
+        for _ in range(1000):
+            assert server._has_untaken(0)
+            assert not server._has_untaken(1)
+        assert sum(slow.looks for slow in kept) - before <= 8 * 1000
+        for slow in kept[:1500]:
+            slow.has_arrived = True
+        assert not all(server._has_untaken(0) for _ in range(1000)), "it took enough of them"
+        assert all(call in server._answers[0] for call in range(1501, 3001))
