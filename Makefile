@@ -36,14 +36,19 @@ test: $(STAMP)
 test-more: $(STAMP)
 	$(PYTEST) -m more
 
+CPP = $(shell git ls-files 'native/*.?pp' 'tests/native/*.?pp' 'tests/fuzz/*.cpp')
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/cppcheck --std=c++20 --language=c++ --enable=warning,performance,portability --inline-suppr --quiet -I native \
+		--suppress=missingIncludeSystem --suppress=uninitMemberVarNoCtor --error-exitcode=1 native
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP)
 
 # The figures: collectives beside MPI and Gloo, calls beside torch.rpc, gRPC and ZeroMQ, import, start-up and memory.
 bench: $(STAMP)

@@ -15,7 +15,7 @@ struct ListHook {
   bool is_in = false;
 };
 
-template <class T, ListHook<T> T::*hook>
+template <class T, ListHook<T> T::* hook>
 class IntrusiveList {
  public:
   T* front() const { return first_; }

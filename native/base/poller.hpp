@@ -9,8 +9,8 @@
 #include <array>
 #include <unordered_map>
 
-#include "base/types.hpp"
 #include "base/system.hpp"
+#include "base/types.hpp"
 
 namespace unisono::engine {
 
@@ -63,7 +63,8 @@ class Poller {
     const timespec none{0, 0};
     ppoll(both, 2, timeout_ns > 0 ? &time : &none, nullptr);
     uint64_t drained;
-    if (both[1].revents != 0) [[maybe_unused]] const ssize_t n = ::read(recall_.get(), &drained, sizeof drained);
+    if (both[1].revents != 0) [[maybe_unused]]
+      const ssize_t n = ::read(recall_.get(), &drained, sizeof drained);
     return wait(events, 0);
   }
   void interrupt_in_flight() const {

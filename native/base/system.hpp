@@ -137,8 +137,8 @@ inline bool is_starved(int pid) {
   return found;
 }
 
-// Whether a process of this host has ended, or is about to: its sockets close before its parent hears of it. False if that
-// cannot be told.
+// Whether a process of this host has ended, or is about to: its sockets close before its parent hears of it. False if
+// that cannot be told.
 inline bool is_gone(int pid) {
   if (pid <= 0) return false;
   char path[64], text[512];

@@ -58,10 +58,10 @@ struct Program {
 
   std::vector<Piece> pieces;
   std::vector<Line> lines;
-  std::vector<uint32_t> waits;       // how many pieces each awaits
-  std::vector<uint32_t> after;       // who awaits piece i: after[after_at[i]] up to after[after_at[i + 1]]
+  std::vector<uint32_t> waits;  // how many pieces each awaits
+  std::vector<uint32_t> after;  // who awaits piece i: after[after_at[i]] up to after[after_at[i + 1]]
   std::vector<uint32_t> after_at;
-  std::vector<uint32_t> ready;       // local pieces that wait for nobody
+  std::vector<uint32_t> ready;  // local pieces that wait for nobody
   uint64_t counts[buffer_count] = {};
   uint64_t count_max = 0;  // of a piece
   bool reduces = false;

@@ -75,7 +75,8 @@ void Run::begin(std::shared_ptr<const Program> program, const Stage& stage) {
   ready_.assign(p.ready.begin(), p.ready.end());
   ready_at_ = 0;
   copied_ = 0;
-  is_long_ = (p.counts[static_cast<size_t>(Buffer::in)] + p.counts[static_cast<size_t>(Buffer::out)]) * stage.itemsize > cache_bytes;
+  is_long_ = (p.counts[static_cast<size_t>(Buffer::in)] + p.counts[static_cast<size_t>(Buffer::out)]) * stage.itemsize >
+             cache_bytes;
   if (p.reduces) landed_.assign(p.pieces.size(), nullptr);
   lines_.assign(p.lines.size(), LineState());
   dirty_.clear();
@@ -166,8 +167,8 @@ void Run::mark(uint32_t line) {
 void Run::post(uint32_t at) {
   const Line& line = program_->lines[at];
   LineState& state = lines_[at];
-  while (!has_failed_ && !state.is_deserted && state.next_send < line.sends.size() && state.sending < sends_per_receive * stage_.window &&
-         waits_[line.sends[state.next_send]] == 0)
+  while (!has_failed_ && !state.is_deserted && state.next_send < line.sends.size() &&
+         state.sending < sends_per_receive * stage_.window && waits_[line.sends[state.next_send]] == 0)
     post_send(line, state);
   while (!has_failed_ && !state.is_deserted && state.next_recv < line.recvs.size() && state.receiving < stage_.window) {
     const uint32_t next = line.recvs[state.next_recv];
@@ -185,7 +186,8 @@ void Run::post_send(const Line& line, LineState& state) {
   spare_sends_.pop_back();
   // The first message carries the fingerprint. To a peer from which nothing comes back it ends only when met: a peer
   // that never asks for it is a mismatch, and the sender must not get away before it is seen, unless it runs ahead and
-  // the peer looks after it. Any other peer's own fingerprint, without which the run does not end, proves that it will ask.
+  // the peer looks after it. Any other peer's own fingerprint, without which the run does not end, proves that it will
+  // ask.
   const bool is_first = state.next_send == 0;
   send.tag = numbered(stage_.tag, state.next_send);
   send.piece = line.sends[state.next_send++];
@@ -245,9 +247,7 @@ void Run::do_local(uint32_t index) {
       copied_ = 0;
       break;
     }
-    case Step::reduce:
-      combine(p, 0, at(p.src_buf, p.src), bytes_of(p));
-      break;
+    case Step::reduce: combine(p, 0, at(p.src_buf, p.src), bytes_of(p)); break;
     default: {
       RunReceive& receive = *std::exchange(landed_[index], nullptr);
       combine(p, 0, receive.landing.at(), bytes_of(p));
@@ -274,14 +274,11 @@ void Run::finish(uint32_t index) {
     const Piece& p = piece(later);
     switch (p.step) {
       case Step::send:
-      case Step::recv:
-        mark(p.line);
-        break;
+      case Step::recv: mark(p.line); break;
       case Step::recv_reduce:
         if (landed_[later] != nullptr) ready_.push_back(later);
         break;
-      default:
-        ready_.push_back(later);
+      default: ready_.push_back(later);
     }
   }
 }
@@ -317,8 +314,10 @@ MatchResult Run::on_match(RunReceive& receive, const Envelope& envelope) {
   const std::string_view theirs(reinterpret_cast<const char*>(envelope.header), envelope.header_bytes);
   const uint64_t awaited = bytes_of(p);
   const auto fits_any = [](uint8_t code) { return code == untyped || code == plain_bytes; };
-  const bool fits = envelope.nbytes == awaited && (envelope.dtype == stage_.dtype || fits_any(envelope.dtype) || fits_any(stage_.dtype));
-  const bool is_same = is_first || !fits ? (envelope.header_bytes == 0 && !is_first) || is_same_call(theirs, *header) : true;
+  const bool fits = envelope.nbytes == awaited &&
+                    (envelope.dtype == stage_.dtype || fits_any(envelope.dtype) || fits_any(stage_.dtype));
+  const bool is_same =
+      is_first || !fits ? (envelope.header_bytes == 0 && !is_first) || is_same_call(theirs, *header) : true;
   if (!fits || !is_same) {
     refuse(envelope, awaited, !is_same);
     return MatchResult::reject;

@@ -15,11 +15,11 @@
 #include <string>
 #include <vector>
 
-#include "kernels/kernels.hpp"
-#include "engine/completion_queue.hpp"
+#include "base/scratch.hpp"
 #include "collective/call_log.hpp"
 #include "collective/program.hpp"
-#include "base/scratch.hpp"
+#include "engine/completion_queue.hpp"
+#include "kernels/kernels.hpp"
 
 namespace unisono::engine {
 
@@ -74,7 +74,10 @@ struct Stage {
 
 class Run final : public Operation, public DeferredWork {
  public:
-  Run(Engine& engine, CompletionQueue& completions, Scratch& scratch) : engine_(engine), completions_(completions), scratch_(scratch) { is_run = true; }
+  Run(Engine& engine, CompletionQueue& completions, Scratch& scratch)
+      : engine_(engine), completions_(completions), scratch_(scratch) {
+    is_run = true;
+  }
 
   // The header of the first message to each peer: set before `begin`.
   Text header;
@@ -110,7 +113,9 @@ class Run final : public Operation, public DeferredWork {
   };
 
   const Piece& piece(uint32_t index) const { return program_->pieces[index]; }
-  byte* at(Buffer buffer, uint64_t element) const { return memory_[static_cast<size_t>(buffer)] + element * stage_.itemsize; }
+  byte* at(Buffer buffer, uint64_t element) const {
+    return memory_[static_cast<size_t>(buffer)] + element * stage_.itemsize;
+  }
   uint64_t bytes_of(const Piece& p) const { return p.count * stage_.itemsize; }
 
   void go_on();
@@ -147,8 +152,8 @@ class Run final : public Operation, public DeferredWork {
   std::vector<uint32_t> dirty_;
   std::vector<uint32_t> ready_;
   size_t ready_at_ = 0;
-  uint64_t copied_ = 0;  // bytes of the copy whose turn it is
-  bool is_long_ = false;  // no cache holds what it works on
+  uint64_t copied_ = 0;              // bytes of the copy whose turn it is
+  bool is_long_ = false;             // no cache holds what it works on
   std::vector<RunReceive*> landed_;  // by piece: all bytes are here, the pieces before it are not done
   std::vector<std::unique_ptr<RunSend>> sends_;
   std::vector<std::unique_ptr<RunReceive>> receives_;

@@ -28,8 +28,8 @@ constexpr size_t strangers_max = 256;
 constexpr size_t strangers_per_address_max = 128;
 constexpr std::int64_t stranger_ns = 5 * second;
 constexpr int ports_tried_max = 16;
-// So many calls are under way at a time: with TLS each takes milliseconds of both sides, and a hundred begun at once on a
-// few cores would all take too long.
+// So many calls are under way at a time: with TLS each takes milliseconds of both sides, and a hundred begun at once on
+// a few cores would all take too long.
 constexpr std::ptrdiff_t calls_max = 16;
 constexpr size_t refusals_max = 8;
 
@@ -85,7 +85,8 @@ bool is_same_user(int fd) {
 
 std::string host_of(const sockaddr_storage& address, socklen_t length) {
   char host[NI_MAXHOST];
-  if (length == 0 || getnameinfo(reinterpret_cast<const sockaddr*>(&address), length, host, sizeof host, nullptr, 0, NI_NUMERICHOST) != 0)
+  if (length == 0 || getnameinfo(reinterpret_cast<const sockaddr*>(&address), length, host, sizeof host, nullptr, 0,
+                                 NI_NUMERICHOST) != 0)
     return "?";
   return host;
 }
@@ -201,16 +202,11 @@ class Connector::Greeting final : public Watcher {
       if (read == Reading::over) return connector.again(*this);
       have = 0;
       switch (step) {
-        case Step::await_hello:
-          return on_hello();
-        case Step::await_challenge:
-          return on_challenge();
-        case Step::await_introduction:
-          return on_introduction();
-        case Step::await_verdict:
-          return on_verdict();
-        default:
-          return;
+        case Step::await_hello: return on_hello();
+        case Step::await_challenge: return on_challenge();
+        case Step::await_introduction: return on_introduction();
+        case Step::await_verdict: return on_verdict();
+        default: return;
       }
     }
   }
@@ -236,13 +232,13 @@ class Connector::Greeting final : public Watcher {
   sockaddr_storage address{};
   socklen_t address_bytes = 0;
   int calls = 0;
-  int hang_ups = 0;              // of the other side
-  bool is_reached = false;       // a call of ours was connected
-  bool is_due = false;           // to be called again
-  std::int32_t pid = 0;          // whom we called, if it is on this host
+  int hang_ups = 0;         // of the other side
+  bool is_reached = false;  // a call of ours was connected
+  bool is_due = false;      // to be called again
+  std::int32_t pid = 0;     // whom we called, if it is on this host
   std::int64_t waited_ns = 0;
-  std::int64_t idle_ns = 0;      // since anything came
-  std::string trouble;           // why the last call led to nothing
+  std::int64_t idle_ns = 0;  // since anything came
+  std::string trouble;       // why the last call led to nothing
   uint64_t watch = 0;
   Hello hello{};
   Challenge challenge{};
@@ -254,8 +250,8 @@ class Connector::Greeting final : public Watcher {
   // Whom we called on this host is slow because nobody lets it run.
   bool is_starved() const {
     // The system takes calls for who does not run.
-    return pid > 0 && step != Step::connecting && patience_ns > -starved_silences_max * connector.settings_.silence_ns &&
-           engine::is_starved(pid);
+    return pid > 0 && step != Step::connecting &&
+           patience_ns > -starved_silences_max * connector.settings_.silence_ns && engine::is_starved(pid);
   }
 
   // Our call has not reached anybody so far.
@@ -263,8 +259,8 @@ class Connector::Greeting final : public Watcher {
 
   // Calls by TCP wait for each other. One that belongs to a link whose other half is there does not.
   bool is_limited() const { return connection.medium == Medium::tcp && connection.lane == Lane::control; }
-  // Whether it keeps us busy: not if nobody answers, nor if it waits for a call. Whoever was reached and is slow has longer
-  // than a heartbeat: a hundred ranks with TLS on a few cores are.
+  // Whether it keeps us busy: not if nobody answers, nor if it waits for a call. Whoever was reached and is slow has
+  // longer than a heartbeat: a hundred ranks with TLS on a few cores are.
   bool is_work(std::int64_t beat_ns) const {
     return connection.is_opener && is_limited() && step != Step::resting && step != Step::crossed &&
            idle_ns <= (step == Step::connecting ? beat_ns : connector.settings_.silence_ns / 2);
@@ -273,13 +269,14 @@ class Connector::Greeting final : public Watcher {
   // Whom we called in vain, in words.
   std::string unreached(const std::string& why) const {
     if (connection.medium == Medium::shm) return "cannot be reached: " + why;
-    return "cannot be reached from rank " + std::to_string(connector.rank_) + " at " + host_of(address, address_bytes) + " port " +
-           std::to_string(port_of(address)) + ": " + why;
+    return "cannot be reached from rank " + std::to_string(connector.rank_) + " at " + host_of(address, address_bytes) +
+           " port " + std::to_string(port_of(address)) + ": " + why;
   }
   std::string late() const {
     char text[64];
     const bool is_dialled = is_dialling();
-    snprintf(text, sizeof text, is_dialled ? "no answer to a connection in %.1f s" : "no answer to a greeting in %.1f s",
+    snprintf(text, sizeof text,
+             is_dialled ? "no answer to a connection in %.1f s" : "no answer to a greeting in %.1f s",
              static_cast<double>(waited_ns) / 1e9);
     if (!connection.is_opener) return text;
     return unreached((is_dialled || hang_ups != 0) && !trouble.empty() ? trouble : text);
@@ -287,8 +284,8 @@ class Connector::Greeting final : public Watcher {
 
   // Connected: what comes first.
   void open() {
-    // It was reached: what the network loses from now on is sent again, and the other side's Python may not have given its
-    // engine an identity yet. Once: whoever accepts and hangs up again and again gets no more time.
+    // It was reached: what the network loses from now on is sent again, and the other side's Python may not have given
+    // its engine an identity yet. Once: whoever accepts and hangs up again and again gets no more time.
     if (connection.is_opener && connection.medium == Medium::tcp && !std::exchange(is_reached, true))
       patience_ns = std::max({patience_ns, 2 * connector.settings_.silence_ns, tls != nullptr ? stranger_ns : 0});
     if (tls == nullptr) {
@@ -313,20 +310,11 @@ class Connector::Greeting final : public Watcher {
   // Go on with the handshake. True if an acceptor's is done: a hello may be here already.
   bool shake() {
     switch (tls->shake()) {
-      case TlsStream::Shake::wants_read:
-        connector.poller_.change(fd(), watch, EPOLLIN);
-        return false;
-      case TlsStream::Shake::wants_write:
-        connector.poller_.change(fd(), watch, EPOLLIN | EPOLLOUT);
-        return false;
-      case TlsStream::Shake::hung_up:
-        connector.again(*this);
-        return false;
-      case TlsStream::Shake::failed:
-        connector.refuse(*this, tls->why());
-        return false;
-      case TlsStream::Shake::done:
-        break;
+      case TlsStream::Shake::wants_read: connector.poller_.change(fd(), watch, EPOLLIN); return false;
+      case TlsStream::Shake::wants_write: connector.poller_.change(fd(), watch, EPOLLIN | EPOLLOUT); return false;
+      case TlsStream::Shake::hung_up: connector.again(*this); return false;
+      case TlsStream::Shake::failed: connector.refuse(*this, tls->why()); return false;
+      case TlsStream::Shake::done: break;
     }
     connector.poller_.change(fd(), watch, EPOLLIN);
     if (!connection.is_opener) {
@@ -351,17 +339,10 @@ class Connector::Greeting final : public Watcher {
       size_t bytes;
     } place{};
     switch (step) {
-      case Step::await_hello:
-        place = {&hello, sizeof hello};
-        break;
-      case Step::await_challenge:
-        place = {&challenge, sizeof challenge};
-        break;
-      case Step::await_introduction:
-        place = {&introduction, sizeof introduction};
-        break;
-      default:
-        place = {&verdict, sizeof verdict};
+      case Step::await_hello: place = {&hello, sizeof hello}; break;
+      case Step::await_challenge: place = {&challenge, sizeof challenge}; break;
+      case Step::await_introduction: place = {&introduction, sizeof introduction}; break;
+      default: place = {&verdict, sizeof verdict};
     }
     while (have < place.bytes) {
       iovec part{static_cast<byte*>(place.at) + have, place.bytes - have};
@@ -425,19 +406,21 @@ class Connector::Greeting final : public Watcher {
 
   void on_hello() {
     const bool is_sound = std::memcmp(hello.magic, magic, sizeof magic) == 0 && hello.version == protocol_version &&
-                          hello.size == static_cast<uint32_t>(connector.size_) && hello.to == static_cast<uint32_t>(connector.rank_) &&
-                          hello.from < hello.size && hello.from != hello.to && hello.medium == connection.medium &&
+                          hello.size == static_cast<uint32_t>(connector.size_) &&
+                          hello.to == static_cast<uint32_t>(connector.rank_) && hello.from < hello.size &&
+                          hello.from != hello.to && hello.medium == connection.medium &&
                           static_cast<uint8_t>(hello.lane) < lane_count &&
                           hello.eager_credit_bytes == connector.settings_.eager_credit_bytes;
     if (!is_sound) return connector.refuse(*this, "its hello is not one of this world");
     connection.rank = static_cast<std::int32_t>(hello.from);
     if (tls != nullptr && tls->rank() != connection.rank)
-      return connector.refuse(*this, std::string("its certificate is rank ") + std::to_string(tls->rank()) + "'s, but it says that it is rank " +
-                                    std::to_string(connection.rank));
+      return connector.refuse(*this, std::string("its certificate is rank ") + std::to_string(tls->rank()) +
+                                         "'s, but it says that it is rank " + std::to_string(connection.rank));
     connection.lane = hello.lane;
     connection.checksum = hello.checksum != 0;
     step = Step::await_introduction;
-    if (!fill_random(challenge.nonce, sizeof challenge.nonce)) return connector.refuse(*this, failure("no random bytes"));
+    if (!fill_random(challenge.nonce, sizeof challenge.nonce))
+      return connector.refuse(*this, failure("no random bytes"));
     challenge.proof = connector.prove("acceptor", hello, challenge.nonce);
     if (!send(&challenge, sizeof challenge, {})) connector.end(*this);
   }
@@ -452,7 +435,9 @@ class Connector::Greeting final : public Watcher {
       if (!is_same_user(connection.socket.get())) return connector.refuse(*this, "it belongs to another user");
       connection.memory = ShmLink::make_memory();
       if (!connection.memory)
-        return connector.refuse(*this, failure(("no shared memory for a link of " + std::to_string(sizeof(LinkMemory)) + " bytes").c_str()));
+        return connector.refuse(
+            *this,
+            failure(("no shared memory for a link of " + std::to_string(sizeof(LinkMemory)) + " bytes").c_str()));
       descriptors = {connection.memory.get(), connector.presence_->fd()};
     }
     step = Step::await_verdict;
@@ -478,7 +463,8 @@ class Connector::Greeting final : public Watcher {
     if (!send(&verdict, sizeof verdict, descriptors)) return connector.end(*this);
     if (verdict.ruling == Admission::crossing) {
       std::erase_if(connector.greetings_, [this](const auto& g) {
-        return g->step == Step::crossed && !g->connection.is_opener && g->connection.rank == connection.rank;  // a call before this one
+        return g->step == Step::crossed && !g->connection.is_opener &&
+               g->connection.rank == connection.rank;  // a call before this one
       });
       return cross();
     }
@@ -497,7 +483,9 @@ class Connector::Greeting final : public Watcher {
     byte word;
     iovec part{&word, 1};
     ssize_t n;
-    do n = connection.stream != nullptr ? connection.stream->readv(&part, 1) : recv(connection.socket.get(), &word, 1, MSG_DONTWAIT);
+    do
+      n = connection.stream != nullptr ? connection.stream->readv(&part, 1)
+                                       : recv(connection.socket.get(), &word, 1, MSG_DONTWAIT);
     while (n < 0 && errno == EINTR);
     if (n < 0 && errno == EAGAIN) return;
     if (connection.is_opener) return connector.refuse(*this, "died: its connection was closed");
@@ -508,7 +496,8 @@ class Connector::Greeting final : public Watcher {
     if (verdict.ruling == Admission::crossing) return cross();
     if (verdict.ruling == Admission::leaving) return connector.refuse(*this, "left", Admission::leaving);
     if (verdict.ruling != Admission::welcome) return connector.refuse(*this, "it refuses the link");
-    if (connection.medium == Medium::shm && !connection.presence) return connector.refuse(*this, "it shows no presence");
+    if (connection.medium == Medium::shm && !connection.presence)
+      return connector.refuse(*this, "it shows no presence");
     connection.probe = verdict.probe;
     finish();
   }
@@ -530,7 +519,7 @@ Connector::Connector(Host& host, Poller& poller) : host_(host), poller_(poller),
 Connector::~Connector() { close(false); }
 
 void Connector::open(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
-                const Settings& settings, const Presence& presence) {
+                     const Settings& settings, const Presence& presence) {
   rank_ = rank;
   size_ = size;
   secret_ = std::move(secret);
@@ -547,7 +536,8 @@ void Connector::open(std::int32_t rank, std::int32_t size, const std::string& di
     directory_ = Descriptor(::open(directory.c_str(), O_DIRECTORY | O_RDONLY | O_CLOEXEC));
     struct stat about{};
     if (!directory_ || fstat(directory_.get(), &about) != 0) fail(failure(directory.c_str()));
-    if (about.st_uid != geteuid() || (about.st_mode & 077) != 0) fail(directory + ": allowed: a folder of one's own with mode 0700");
+    if (about.st_uid != geteuid() || (about.st_mode & 077) != 0)
+      fail(directory + ": allowed: a folder of one's own with mode 0700");
     card_.unix_path = directory + "/r" + std::to_string(rank) + "-" + hex(salt) + ".sock";
     sockaddr_un address;
     const socklen_t length = unix_address(address, card_.unix_path, directory_.get());
@@ -570,7 +560,8 @@ void Connector::open(std::int32_t rank, std::int32_t size, const std::string& di
       address = bound;
       break;
     }
-    if (tries == 1) fail(failure(("cannot listen on " + settings.bind + " port " + std::to_string(settings.port) + ", UDP").c_str()));
+    if (tries == 1)
+      fail(failure(("cannot listen on " + settings.bind + " port " + std::to_string(settings.port) + ", UDP").c_str()));
   }
   card_.address = settings.bind;
   card_.port = port_of(address);
@@ -582,7 +573,8 @@ Descriptor Connector::listen_at(sockaddr_storage& address, socklen_t bytes) {
   Descriptor socket(::socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   const int on = 1;
   if (socket) setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  if (!socket || bind(socket.get(), reinterpret_cast<sockaddr*>(&address), bytes) != 0 || listen(socket.get(), 4096) != 0)
+  if (!socket || bind(socket.get(), reinterpret_cast<sockaddr*>(&address), bytes) != 0 ||
+      listen(socket.get(), 4096) != 0)
     fail(failure(("cannot listen on " + settings_.bind + " port " + std::to_string(settings_.port)).c_str()));
   getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &bytes);
   return socket;
@@ -590,7 +582,8 @@ Descriptor Connector::listen_at(sockaddr_storage& address, socklen_t bytes) {
 
 void Connector::cache_decision(std::int32_t rank, const Card& card) {
   sockaddr_storage address{};
-  if (const socklen_t bytes = tcp_address(address, card.address, card.port); bytes != 0) pinger_.set_address(rank, address, bytes);
+  if (const socklen_t bytes = tcp_address(address, card.address, card.port); bytes != 0)
+    pinger_.set_address(rank, address, bytes);
 }
 
 void Connector::secure(const TlsMaterial& material) {
@@ -690,7 +683,8 @@ void Connector::dial_due() {
 }
 
 bool Connector::has_room() const {
-  return std::count_if(greetings_.begin(), greetings_.end(), [this](const auto& g) { return g->is_work(beat_ns_); }) < calls_max;
+  return std::count_if(greetings_.begin(), greetings_.end(), [this](const auto& g) { return g->is_work(beat_ns_); }) <
+         calls_max;
 }
 
 void Connector::dial(Greeting& g) {
@@ -709,8 +703,8 @@ void Connector::dial(Greeting& g) {
   if (result == 0) g.open();
 }
 
-// The other side hung up in the middle: a dead one will not be there any more, a crowded one will. Once more at once, then
-// with every heartbeat, until the greeting's time is over.
+// The other side hung up in the middle: a dead one will not be there any more, a crowded one will. Once more at once,
+// then with every heartbeat, until the greeting's time is over.
 void Connector::again(Greeting& g) {
   // A caller that hangs up has found another way, or was just curious: nobody was refused.
   if (!g.connection.is_opener) return end(g);
@@ -725,7 +719,8 @@ void Connector::again(Greeting& g) {
 void Connector::on_unreached(Greeting& g, int error) {
   if (error == ECONNRESET) return again(g);
   g.trouble = strerror(error);
-  if (error != EHOSTUNREACH && error != ENETUNREACH && error != ENETDOWN && error != ETIMEDOUT) return refuse(g, g.unreached(g.trouble));
+  if (error != EHOSTUNREACH && error != ENETUNREACH && error != ENETDOWN && error != ETIMEDOUT)
+    return refuse(g, g.unreached(g.trouble));
   g.rest();
 }
 
@@ -772,7 +767,8 @@ void Connector::tick(std::int64_t passed_ns) {
     return g->patience_ns <= 0 && g->step != Greeting::Step::crossed && !g->is_starved();
   };
   // From the start each time: anything may have changed.
-  for (auto late = greetings_.begin(); (late = std::find_if(greetings_.begin(), greetings_.end(), is_late)) != greetings_.end();)
+  for (auto late = greetings_.begin();
+       (late = std::find_if(greetings_.begin(), greetings_.end(), is_late)) != greetings_.end();)
     refuse(**late, (*late)->late());
   for (const auto& g : greetings_) g->is_due = g->step == Greeting::Step::resting;
   beat_ns_ = passed_ns;
@@ -803,7 +799,8 @@ void Connector::refuse(Greeting& greeting, std::string cause, Admission ruling) 
     if (refusals_.size() < refusals_max)
       refusals_.push_back(greeting.connection.medium == Medium::shm
                               ? "a caller on this host: " + cause
-                              : std::string("a caller from ") + host_of(greeting.address, greeting.address_bytes) + ": " + cause);
+                              : std::string("a caller from ") + host_of(greeting.address, greeting.address_bytes) +
+                                    ": " + cause);
   }
   end(greeting);
   if (is_opener) host_.on_refused(rank, cause, ruling);

@@ -26,13 +26,13 @@
 #include <string>
 #include <vector>
 
-#include "link/byte_stream.hpp"
 #include "base/digest.hpp"
-#include "messaging/peer.hpp"
-#include "connect/pinger.hpp"
 #include "base/poller.hpp"
+#include "connect/pinger.hpp"
+#include "link/byte_stream.hpp"
 #include "link/shm_link.hpp"
 #include "link/tls.hpp"
+#include "messaging/peer.hpp"
 
 namespace unisono::engine {
 

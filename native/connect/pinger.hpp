@@ -1,7 +1,7 @@
 // The pinger: asks a rank by datagram whether it lives, and answers others.
 //
-// Knows a UDP socket with the number of the rank's TCP port, and the four fields of a datagram. Does not know links, nor
-// when to ask.
+// Knows a UDP socket with the number of the rank's TCP port, and the four fields of a datagram. Does not know links,
+// nor when to ask.
 //
 // A TCP connection that lost packets waits ever longer before it sends again, so it is silent for a while after the
 // network has healed. A datagram has no memory: the first one after that arrives.

@@ -28,7 +28,8 @@ MatchResult ReceiveOperation::on_match(const Envelope& envelope, bool is_here) {
   if (is_open_ended) {
     if (envelope.nbytes == 0) return MatchResult::accept;
     // Control messages have a bound of their own (Peer::on_message); refused here, they would block all later ones.
-    if (envelope.nbytes > completions_.engine().settings.recv_bytes_max && !is_control(envelope.tag)) return MatchResult::reject;
+    if (envelope.nbytes > completions_.engine().settings.recv_bytes_max && !is_control(envelope.tag))
+      return MatchResult::reject;
     if (!is_here) return MatchResult::defer;
     own.reset(new (std::nothrow) byte[envelope.nbytes]);
     into = own.get();
@@ -77,7 +78,8 @@ CompletionQueue::Unclaimed::Unclaimed(const Envelope& envelope)
 
 std::vector<CompletionQueue::Unclaimed> CompletionQueue::unclaimed(uint64_t context, uint64_t tag_max) const {
   std::vector<Unclaimed> found;
-  for (const UnexpectedMessage* one = engine_.inbox.run_ahead().front(); one != nullptr; one = Inbox::RunAhead::next(*one))
+  for (const UnexpectedMessage* one = engine_.inbox.run_ahead().front(); one != nullptr;
+       one = Inbox::RunAhead::next(*one))
     if (one->envelope.context == context && one->envelope.tag <= tag_max) found.emplace_back(one->envelope);
   return found;
 }
@@ -87,7 +89,8 @@ void CompletionQueue::dispatch_unclaimed() {
   // While Python does not come to look, nothing is told twice.
   if (unmet_in_news_ != 0) return;
   std::vector<std::pair<uint64_t, std::int32_t>> told;
-  for (const UnexpectedMessage* one = engine_.inbox.run_ahead().front(); one != nullptr; one = Inbox::RunAhead::next(*one)) {
+  for (const UnexpectedMessage* one = engine_.inbox.run_ahead().front(); one != nullptr;
+       one = Inbox::RunAhead::next(*one)) {
     const std::pair key{one->envelope.context, one->envelope.source};
     if (std::find(told.begin(), told.end(), key) != told.end()) continue;
     told.push_back(key);
@@ -263,8 +266,7 @@ void CompletionQueue::wake_pump() {
 
 void CompletionQueue::wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller) {
   ++waiters_;
-  engine_.wait(
-      held, [&] { return (!is_empty() && (is_teller || !is_telling_)) || pokes_ != pokes_seen; }, deadline);
+  engine_.wait(held, [&] { return (!is_empty() && (is_teller || !is_telling_)) || pokes_ != pokes_seen; }, deadline);
   --waiters_;
   // Whoever leaves takes what there is; the pump is only needed for what comes later.
 }
@@ -279,7 +281,8 @@ void CompletionQueue::wait_as_pump(Hold& held, std::int64_t deadline) {
   }
 }
 
-bool CompletionQueue::wait_for(Hold& held, const Operation& operation, std::int64_t deadline, const std::atomic<bool>& is_recalled) {
+bool CompletionQueue::wait_for(Hold& held, const Operation& operation, std::int64_t deadline,
+                               const std::atomic<bool>& is_recalled) {
   const auto has_ended = [&] { return operation.phase == Operation::Phase::ended; };
   const auto has_other = [&] {
     // relaxed: a interrupt_wait follows it

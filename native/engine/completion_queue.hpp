@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "engine/engine.hpp"
 #include "base/scratch.hpp"
+#include "engine/engine.hpp"
 
 namespace unisono::engine {
 
@@ -65,8 +65,8 @@ class ReceiveOperation final : public Receive, public Operation {
   Envelope met;                // valid if it met a message; the header is in header_held
   bool has_met = false;
   std::string header_held;
-  std::unique_ptr<byte[]> own;   // an open-ended receive of bytes that came at once
-  void* owner = nullptr;         // whatever the caller keeps with it
+  std::unique_ptr<byte[]> own;  // an open-ended receive of bytes that came at once
+  void* owner = nullptr;        // whatever the caller keeps with it
 
  private:
   CompletionQueue& completions_;
@@ -112,10 +112,10 @@ class CompletionQueue {
     return first != nullptr && first->envelope.tag <= tag_max ? first : nullptr;
   }
 
-  // What is to be told, oldest first: an operation, a peer that is gone, or a message that waits too long. News has an order: who hears of a peer's
-  // end must have heard of every message that came before, even of one that meets its receive only now. So one
-  // thread tells at a time, from `begin_telling` until `end_telling` finds nothing more, and the end of a peer is
-  // taken alone.
+  // What is to be told, oldest first: an operation, a peer that is gone, or a message that waits too long. News has an
+  // order: who hears of a peer's end must have heard of every message that came before, even of one that meets its
+  // receive only now. So one thread tells at a time, from `begin_telling` until `end_telling` finds nothing more, and
+  // the end of a peer is taken alone.
   struct News {
     Operation* operation = nullptr;
     Down down{};
@@ -127,7 +127,8 @@ class CompletionQueue {
   bool is_empty() const { return news_.empty(); }
   std::vector<News> take();
 
-  // How threads of Python wait; each returns when there is something for it to tell, at a interrupt_wait, or at the deadline.
+  // How threads of Python wait; each returns when there is something for it to tell, at a interrupt_wait, or at the
+  // deadline.
   void wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller);
   void wait_as_pump(Hold& held, std::int64_t deadline);
   // The same for one who watches an operation: also returns at its end. True if there is something else to look at.

@@ -13,7 +13,8 @@ namespace {
 // A piece that is reduced after it was read stays in the cache; one that is read to its place may be longer, because
 // each costs 2 us, until it is time to look at the other links: 300 us.
 constexpr size_t scratch_bytes = 256 * 1024, piece_bytes = 4 * 1024 * 1024;
-// However many messages are read at once, a turn ends in a few milliseconds: the thread that reads also sends heartbeats.
+// However many messages are read at once, a turn ends in a few milliseconds: the thread that reads also sends
+// heartbeats.
 constexpr uint64_t turn_bytes_max = 4 * piece_bytes;
 constexpr std::int64_t tick_ns = millisecond;
 constexpr int quiet_ticks = 2;
@@ -93,7 +94,10 @@ void unregister_engine(Engine& engine) {
 class Engine::HalfOpenLink final : public Watcher {
  public:
   HalfOpenLink(Engine& engine, NewConnection& connection)
-      : is_opener(connection.is_opener), engine_(engine), rank_(connection.rank), control_(std::move(connection.stream)) {
+      : is_opener(connection.is_opener),
+        engine_(engine),
+        rank_(connection.rank),
+        control_(std::move(connection.stream)) {
     watch_ = engine_.poller_.add(control_->fd(), EPOLLRDHUP, *this);
   }
   ~HalfOpenLink() override { unwatch(); }
@@ -244,7 +248,8 @@ bool Engine::progress() {
   bool moved = false;
   // One call for all sockets, where asking each would be too many.
   if (!manner_.busy_poll) look_for_news();
-  if (connector_.has_due()) [[unlikely]] connector_.dial_due();
+  if (connector_.has_due()) [[unlikely]]
+    connector_.dial_due();
   gather();
   for (size_t i = 0; i < open_.size(); ++i) {
     Peer& peer = *open_[i];
@@ -261,7 +266,8 @@ bool Engine::progress() {
     }
   }
   send_gathered();
-  if (!readers_.empty()) [[unlikely]] moved |= read_pieces();
+  if (!readers_.empty()) [[unlikely]]
+    moved |= read_pieces();
   if (!chores_.empty()) [[unlikely]] {
     // One piece of each, then the links have their turn.
     for (size_t turns = chores_.size(); turns > 0 && !chores_.empty(); --turns) chores_.pop_front()->work();
@@ -502,20 +508,22 @@ void Engine::on_connection(NewConnection connection) {
   if (connection.lane == Lane::control) connector_.forget(connection.rank);
   if (connection.medium == Medium::shm) {
     std::string why;
-    auto link = ShmLink::open(peer, poller_, std::move(connection.socket), connection.memory, connection.presence, connection.is_opener,
-                              connection.probe, why);
+    auto link = ShmLink::open(peer, poller_, std::move(connection.socket), connection.memory, connection.presence,
+                              connection.is_opener, connection.probe, why);
     if (link == nullptr) return lose(peer, why, false);
     return opened(peer, std::move(link));
   }
   if (connection.lane == Lane::control) {
     half_open_links_[connection.rank] = std::make_unique<HalfOpenLink>(*this, connection);
     peer.silent_ns = 0;
-    if (connection.is_opener) connector_.connect(connection.rank, peer.card, Medium::tcp, Lane::bulk, connection.checksum);
+    if (connection.is_opener)
+      connector_.connect(connection.rank, peer.card, Medium::tcp, Lane::bulk, connection.checksum);
     return;
   }
   const auto half = half_open_links_.find(connection.rank);
   if (half == half_open_links_.end()) return;
-  auto bulk = std::make_unique<Connection>(peer, poller_, std::move(connection.stream), Lane::bulk, connection.checksum, manner_);
+  auto bulk = std::make_unique<Connection>(peer, poller_, std::move(connection.stream), Lane::bulk, connection.checksum,
+                                           manner_);
   auto control =
       std::make_unique<Connection>(peer, poller_, half->second->take(), Lane::control, connection.checksum, manner_);
   half_open_links_.erase(half);
@@ -548,14 +556,16 @@ void Engine::lose(Peer& peer, const std::string& cause, bool left) {
   std::erase(open_, &peer);
   half_open_links_.erase(peer.rank);
   connector_.forget(peer.rank);
-  if (peer.link != nullptr && std::string_view(peer.link->name()).starts_with("tcp")) manner_.busy_poll = --tcp_links_ <= hasty_links_max;
+  if (peer.link != nullptr && std::string_view(peer.link->name()).starts_with("tcp"))
+    manner_.busy_poll = --tcp_links_ <= hasty_links_max;
   peer.end_all(Outcome::peer_down);
   inbox.end_receives_from(peer.rank);
   peer.link.reset();
   // Who leaves has no more say about others: they hang up because of its goodbye.
   if (is_leaving_) return wake_waiters();
   // Who was killed could not clean up after itself; who lives, and is only lost to us, still listens there.
-  if (!left && peer.is_same_host && !peer.card.unix_path.empty() && is_gone(peer.card.pid)) unlink(peer.card.unix_path.c_str());
+  if (!left && peer.is_same_host && !peer.card.unix_path.empty() && is_gone(peer.card.pid))
+    unlink(peer.card.unix_path.c_str());
   // To those who have no link with it, and would never know.
   for (Peer* other : open_) other->tell_down(peer.rank, cause, left ? Fate::left : Fate::died);
   if (on_down_ != nullptr) on_down_(on_down_self_, Down{peer.rank, cause, left});
@@ -568,7 +578,8 @@ void Engine::on_news(uint64_t gone, std::string cause, bool left) {
   // Who has a link with it sees for itself, and first gets what was sent before. A call of ours under way may be the
   // begin of such a link: what it sent after its part of the greeting waits there for us. Where its call counts there
   // is no such link: whoever leaves waits for its own calls, whoever died does not.
-  if (peer.state == Peer::State::opening && connector_.is_calling(peer.rank) && (left || !connector_.is_crossed(peer.rank))) {
+  if (peer.state == Peer::State::opening && connector_.is_calling(peer.rank) &&
+      (left || !connector_.is_crossed(peer.rank))) {
     if (std::exchange(peer.is_rumoured, true)) return;
     peer.cause = cause;
     peer.left = left;
@@ -614,7 +625,8 @@ void Engine::beat(std::int64_t now) {
     if (!is_silent && !is_stalled) continue;
     if (peer->link != nullptr ? peer->link->is_starved() : peer->is_starved()) continue;
     char text[96];
-    snprintf(text, sizeof text, is_silent ? "silent for %.1f s" : "lives, but its connection brought nothing for %.1f s",
+    snprintf(text, sizeof text,
+             is_silent ? "silent for %.1f s" : "lives, but its connection brought nothing for %.1f s",
              static_cast<double>(is_silent ? peer->silent_ns : peer->stalled_ns) / 1e9);
     lose(*peer, text, false);
   }
@@ -631,16 +643,22 @@ void Engine::close(std::int64_t flush_ns) {
     if (is_closing_) return;
     is_closing_ = true;
     const auto all_open = [this](auto says) {
-      return std::all_of(peers_.begin(), peers_.end(), [&](const auto& p) { return p->state == Peer::State::down || says(*p); });
+      return std::all_of(peers_.begin(), peers_.end(),
+                         [&](const auto& p) { return p->state == Peer::State::down || says(*p); });
     };
     // Nobody rings when an offer is seen and not wanted: so look often.
     const auto wait_until = [&](auto is_so, std::int64_t until) {
       while (!wait(held, is_so, std::min(until, now_ns() + 2 * millisecond)) && now_ns() < until) continue;
     };
-    wait_until([&] { return all_open([this](const Peer& p) { return p.is_flushed() || !is_connected_; }); }, now_ns() + flush_ns);
+    wait_until([&] { return all_open([this](const Peer& p) { return p.is_flushed() || !is_connected_; }); },
+               now_ns() + flush_ns);
     // Who is just being greeted must hear a goodbye, too.
-    wait(held, [&] { return !connector_.is_greeting() && all_open([](const Peer& p) { return p.state != Peer::State::opening; }); },
-         now_ns() + std::max(flush_ns, farewell_ns));
+    wait(
+        held,
+        [&] {
+          return !connector_.is_greeting() && all_open([](const Peer& p) { return p.state != Peer::State::opening; });
+        },
+        now_ns() + std::max(flush_ns, farewell_ns));
     is_leaving_ = true;
     // What was not met by now will not be.
     for (auto& peer : peers_) peer->end_all(Outcome::closed);
@@ -650,8 +668,13 @@ void Engine::close(std::int64_t flush_ns) {
       peer->link->deafen();
       peer->say_goodbye();
     }
-    wait(held, [&] { return all_open([](const Peer& p) { return !p.has_backlog() && (p.link == nullptr || p.link->is_drained()); }); },
-         now_ns() + farewell_ns);
+    wait(
+        held,
+        [&] {
+          return all_open(
+              [](const Peer& p) { return !p.has_backlog() && (p.link == nullptr || p.link->is_drained()); });
+        },
+        now_ns() + farewell_ns);
     // A connection closed with unread bytes would take back what we sent: wait until the others hung up, too.
     for (Peer* peer : open_) peer->link->finish();
     const bool has_tcp = tcp_links_ != 0;

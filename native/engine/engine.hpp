@@ -18,11 +18,11 @@
 #include <unordered_map>
 #include <vector>
 
-#include "connect/connector.hpp"
-#include "messaging/peer.hpp"
 #include "base/poller.hpp"
+#include "connect/connector.hpp"
 #include "link/presence.hpp"
 #include "link/tcp_link.hpp"
+#include "messaging/peer.hpp"
 
 namespace unisono::engine {
 
@@ -30,7 +30,8 @@ namespace unisono::engine {
 class Mutex {
  public:
   void lock() {
-    if (inner_.try_lock()) [[likely]] return;
+    if (inner_.try_lock()) [[likely]]
+      return;
     contenders_.fetch_add(1, std::memory_order_relaxed);
     inner_.lock();
     contenders_.fetch_sub(1, std::memory_order_relaxed);
@@ -70,7 +71,8 @@ class DeferredWork {
 class Engine final : public PeerServices, private Host {
  public:
   // Throws std::runtime_error if it cannot listen or has no memory.
-  Engine(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret, const Settings& settings);
+  Engine(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
+         const Settings& settings);
   ~Engine() override;
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -227,8 +229,8 @@ class Engine final : public PeerServices, private Host {
   std::atomic<bool> is_stopping_{false};
   Rest rest_ = Rest::ticking;
   size_t waiters_ = 0;
-  uint64_t polls_ = 0;  // how often a caller has made progress
-  uint64_t turn_ = 0;   // whose turn it is to make progress: changes when a caller takes over
+  uint64_t polls_ = 0;          // how often a caller has made progress
+  uint64_t turn_ = 0;           // whose turn it is to make progress: changes when a caller takes over
   bool is_background_ = false;  // who makes progress does it in the background
   std::condition_variable_any moved_;
   std::condition_variable_any background_;
@@ -250,7 +252,8 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline, bool is_backgrou
     // Somebody else makes progress, and tells when something ended or when it leaves.
     ++waiters_;
     const std::int64_t left = deadline - now_ns();
-    const auto until = std::chrono::steady_clock::now() + std::chrono::nanoseconds(left < 10 * millisecond ? left : 10 * millisecond);
+    const auto until =
+        std::chrono::steady_clock::now() + std::chrono::nanoseconds(left < 10 * millisecond ? left : 10 * millisecond);
     moved_.wait_until(held, until);
     --waiters_;
     if (done()) return true;

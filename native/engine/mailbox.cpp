@@ -30,7 +30,8 @@ class Mailbox::Slot final : public Receive {
     letter_.source = envelope.source;
     letter_.nbytes = envelope.nbytes;
     is_offer_ = false;
-    if (envelope.nbytes <= box_.engine_.settings.control_bytes_max) letter_.data.reset(new (std::nothrow) byte[envelope.nbytes + 1]);
+    if (envelope.nbytes <= box_.engine_.settings.control_bytes_max)
+      letter_.data.reset(new (std::nothrow) byte[envelope.nbytes + 1]);
     if (is_here) return MatchResult::accept;
     if (letter_.data == nullptr) return MatchResult::defer;
     // It takes a while: what comes after it must not wait.

@@ -78,8 +78,8 @@ class Mailbox final : private DeferredWork {
   struct Sender {
     uint64_t queued_bytes = 0;
     uint64_t unsent_bytes = 0;  // posted to it, and not taken by its link
-    size_t offers = 0;        // long messages under way
-    bool needs_slot = false;  // no receive is posted
+    size_t offers = 0;          // long messages under way
+    bool needs_slot = false;    // no receive is posted
   };
 
   void work() override;

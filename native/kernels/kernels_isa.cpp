@@ -72,45 +72,101 @@ void each(byte* dst, const byte* a, const byte* b, size_t count) {
 // ---- integers: unsigned where the sign makes no difference, since unsigned arithmetic may wrap ----
 
 // `1u *`: uint16 would be promoted to int, whose product may overflow.
-template <class U> U wrapping_sum(U a, U b) { return static_cast<U>(1u * a + b); }
-template <class U> U wrapping_prod(U a, U b) { return static_cast<U>(1u * a * b); }
-template <class T> T smaller(T a, T b) { return b < a ? b : a; }
-template <class T> T larger(T a, T b) { return a < b ? b : a; }
-template <class U> U bits_and(U a, U b) { return a & b; }
-template <class U> U bits_or(U a, U b) { return a | b; }
-template <class U> U bits_xor(U a, U b) { return a ^ b; }
-template <class U> U truth_and(U a, U b) { return (a != 0) & (b != 0); }
-template <class U> U truth_or(U a, U b) { return (a | b) != 0; }
-template <class U> U truth_xor(U a, U b) { return (a != 0) ^ (b != 0); }
+template <class U>
+U wrapping_sum(U a, U b) {
+  return static_cast<U>(1u * a + b);
+}
+template <class U>
+U wrapping_prod(U a, U b) {
+  return static_cast<U>(1u * a * b);
+}
+template <class T>
+T smaller(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+T larger(T a, T b) {
+  return a < b ? b : a;
+}
+template <class U>
+U bits_and(U a, U b) {
+  return a & b;
+}
+template <class U>
+U bits_or(U a, U b) {
+  return a | b;
+}
+template <class U>
+U bits_xor(U a, U b) {
+  return a ^ b;
+}
+template <class U>
+U truth_and(U a, U b) {
+  return (a != 0) & (b != 0);
+}
+template <class U>
+U truth_or(U a, U b) {
+  return (a | b) != 0;
+}
+template <class U>
+U truth_xor(U a, U b) {
+  return (a != 0) ^ (b != 0);
+}
 
 // ---- float32 and float64 ----
 
-template <class T> struct Bits;
-template <> struct Bits<float> {
+template <class T>
+struct Bits;
+template <>
+struct Bits<float> {
   using type = uint32_t;
   static constexpr type nan = 0x7fc00000u;
 };
-template <> struct Bits<double> {
+template <>
+struct Bits<double> {
   using type = uint64_t;
   static constexpr type nan = 0x7ff8000000000000u;
 };
 
-template <class T> typename Bits<T>::type bits(T value) { return __builtin_bit_cast(typename Bits<T>::type, value); }
-template <class T> T from_bits(typename Bits<T>::type value) { return __builtin_bit_cast(T, value); }
+template <class T>
+typename Bits<T>::type bits(T value) {
+  return __builtin_bit_cast(typename Bits<T>::type, value);
+}
+template <class T>
+T from_bits(typename Bits<T>::type value) {
+  return __builtin_bit_cast(T, value);
+}
 
-template <class T> T one_nan(T value) { return value == value ? value : from_bits<T>(Bits<T>::nan); }
+template <class T>
+T one_nan(T value) {
+  return value == value ? value : from_bits<T>(Bits<T>::nan);
+}
 
-template <class T> T raw_sum(T a, T b) { return a + b; }
-template <class T> T raw_prod(T a, T b) { return a * b; }
-template <class T> T float_sum(T a, T b) { return one_nan<T>(raw_sum<T>(a, b)); }
-template <class T> T float_prod(T a, T b) { return one_nan<T>(raw_prod<T>(a, b)); }
+template <class T>
+T raw_sum(T a, T b) {
+  return a + b;
+}
+template <class T>
+T raw_prod(T a, T b) {
+  return a * b;
+}
+template <class T>
+T float_sum(T a, T b) {
+  return one_nan<T>(raw_sum<T>(a, b));
+}
+template <class T>
+T float_prod(T a, T b) {
+  return one_nan<T>(raw_prod<T>(a, b));
+}
 
 // Equal operands have equal bits unless they are zeros; then `or` finds the negative one and `and` the positive.
-template <class T> T float_min(T a, T b) {
+template <class T>
+T float_min(T a, T b) {
   const T chosen = from_bits<T>(bits<T>(a < b ? a : b) | bits<T>(b < a ? b : a));
   return (a == a) & (b == b) ? chosen : from_bits<T>(Bits<T>::nan);
 }
-template <class T> T float_max(T a, T b) {
+template <class T>
+T float_max(T a, T b) {
   const T chosen = from_bits<T>(bits<T>(a > b ? a : b) & bits<T>(b > a ? b : a));
   return (a == a) & (b == b) ? chosen : from_bits<T>(Bits<T>::nan);
 }
@@ -159,10 +215,10 @@ void two_vectors_each(byte* dst, const byte* a, const byte* b, size_t count) {
   for (size_t i = vectors * lanes; i < count; ++i) store<T>(dst, i, op_of_one(load<T>(a, i), load<T>(b, i)));
 }
 
-#define UNISONO_BY_HAND(T, Vector, name)                                                                     \
-  template <>                                                                                                \
-  void plain_each<T, float_##name<T>>(byte * dst, const byte* a, const byte* b, size_t count) {              \
-    two_vectors_each<Vector, raw_##name, T, float_##name<T>>(dst, a, b, count);                              \
+#define UNISONO_BY_HAND(T, Vector, name)                                                        \
+  template <>                                                                                   \
+  void plain_each<T, float_##name<T>>(byte * dst, const byte* a, const byte* b, size_t count) { \
+    two_vectors_each<Vector, raw_##name, T, float_##name<T>>(dst, a, b, count);                 \
   }
 UNISONO_BY_HAND(float, __m256, sum)
 UNISONO_BY_HAND(float, __m256, prod)
@@ -368,8 +424,8 @@ constexpr Row bool_row() {
 template <class T, class U>
 constexpr Row integer_row() {
   return {{each<U, wrapping_sum<U>>, each<U, wrapping_prod<U>>, each<T, smaller<T>>, each<T, larger<T>>,
-           each<U, bits_and<U>>, each<U, bits_or<U>>, each<U, bits_xor<U>>, each<U, truth_and<U>>,
-           each<U, truth_or<U>>, each<U, truth_xor<U>>}};
+           each<U, bits_and<U>>, each<U, bits_or<U>>, each<U, bits_xor<U>>, each<U, truth_and<U>>, each<U, truth_or<U>>,
+           each<U, truth_xor<U>>}};
 }
 
 template <class Half>

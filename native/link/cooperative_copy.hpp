@@ -1,4 +1,5 @@
-// CooperativeCopy: one offered message copied by both of its ranks, the receiver from the front and the sender from the back.
+// CooperativeCopy: one offered message copied by both of its ranks, the receiver from the front and the sender from the
+// back.
 //
 // Knows who has taken which part. Does not copy. A sender that waits for the receiver has a core to spare, and two
 // cores copy twice as fast. Lies in memory that both share, so nothing in it is believed: each side keeps what it has

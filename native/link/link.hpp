@@ -6,9 +6,9 @@
 #include <string>
 #include <string_view>
 
-#include "wire/frame.hpp"
-#include "link/cooperative_copy.hpp"
 #include "base/system.hpp"
+#include "link/cooperative_copy.hpp"
+#include "wire/frame.hpp"
 
 namespace unisono::engine {
 

@@ -9,8 +9,8 @@
 
 #include <atomic>
 
-#include "wire/frame.hpp"
 #include "base/system.hpp"
+#include "wire/frame.hpp"
 
 namespace unisono::engine {
 

@@ -131,7 +131,8 @@ class Consumer {
     at_ += bytes_;
     if (at_ == capacity_) at_ = 0;
     head_ += bytes_;
-    if (head_ - told_ < capacity_ / 8) [[likely]] return false;
+    if (head_ - told_ < capacity_ / 8) [[likely]]
+      return false;
     told_ = head_;
     words_->head.store(head_, std::memory_order_seq_cst);  // before the look at the wish, see look_for_room
     if (words_->wants_room.load(std::memory_order_seq_cst) == 0) return false;

@@ -125,7 +125,8 @@ size_t ShmLink::eager_bytes_max(Lane lane) const {
 }
 
 bool ShmLink::poll() {
-  if (over_ != nullptr) [[unlikely]] return false;
+  if (over_ != nullptr) [[unlikely]]
+    return false;
   // Ask before looking at the rings: what a dead peer published is in them by then.
   const bool was_ended = is_ended_;
   if (is_deaf_) [[unlikely]] {
@@ -145,13 +146,9 @@ bool ShmLink::poll_lane(Lane lane) {
   const byte* body;
   for (int i = 0; i < frames_per_poll; ++i) {
     switch (from.look(head, body)) {
-      case Consumer::Look::nothing:
-        return i != 0;
-      case Consumer::Look::broken:
-        over_ = "the ring holds a frame that makes no sense";
-        return true;
-      case Consumer::Look::frame:
-        break;
+      case Consumer::Look::nothing: return i != 0;
+      case Consumer::Look::broken: over_ = "the ring holds a frame that makes no sense"; return true;
+      case Consumer::Look::frame: break;
     }
     const size_t room = from.body_bytes();
     const uint64_t payload = head.payload_bytes();
@@ -191,7 +188,8 @@ bool ShmLink::write(uint64_t guard, uint64_t address, const byte* from, size_t b
   const iovec local[] = {{&connect, sizeof connect}, {const_cast<byte*>(from), bytes}};
   const iovec remote[] = {{reinterpret_cast<void*>(guard), sizeof connect}, {reinterpret_cast<void*>(address), bytes}};
   // The system goes through them in order, and ends at the first that may not be written.
-  can_write_ = is_alive() && process_vm_writev(pid_, local, 2, remote, 2, 0) == static_cast<ssize_t>(sizeof connect + bytes);
+  can_write_ =
+      is_alive() && process_vm_writev(pid_, local, 2, remote, 2, 0) == static_cast<ssize_t>(sizeof connect + bytes);
   return can_write_;
 }
 

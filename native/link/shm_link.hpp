@@ -8,8 +8,8 @@
 #include <atomic>
 #include <memory>
 
-#include "link/link.hpp"
 #include "base/poller.hpp"
+#include "link/link.hpp"
 #include "link/presence.hpp"
 #include "link/ring.hpp"
 

@@ -61,8 +61,8 @@ Connection::Connection(Peer& peer, Poller& poller, std::unique_ptr<ByteStream> s
       manner_(manner),
       in_bytes_(lane == Lane::bulk ? bulk_buffer_bytes : control_buffer_bytes),
       in_(new byte[in_bytes_]) {
-  // Inside a host there is no network to spare. What paces for one (bbr, where a system has it as its default) made long
-  // messages take half as long again; this one every system has, and lets everyone use.
+  // Inside a host there is no network to spare. What paces for one (bbr, where a system has it as its default) made
+  // long messages take half as long again; this one every system has, and lets everyone use.
   if (peer_.is_same_host) setsockopt(stream_->fd(), IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
   // Edges only: whoever sleeps has read and written until nothing moved any more.
   watch_ = poller_.add(stream_->fd(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, *this);
@@ -329,7 +329,8 @@ const char* Connection::parse() {
     const size_t body = front + payload;
     const size_t total = head_bytes + body + (body != 0 ? crc_bytes : 0);
     if (available < total) break;
-    if (checksum_ && body != 0 && crc_at(frame + head_bytes + body) != crc32c(0, frame + head_bytes, body)) return damaged;
+    if (checksum_ && body != 0 && crc_at(frame + head_bytes + body) != crc32c(0, frame + head_bytes, body))
+      return damaged;
     begin_ += total;
     if (const char* fault = peer_.on_frame(head, frame + head_bytes, lane_); fault != nullptr) return fault;
   }
@@ -382,7 +383,8 @@ const char* Connection::take_data(bool& is_stuck) {
 
 // ---- both lanes ----
 
-TcpLink::TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control, const SocketPolicy& manner)
+TcpLink::TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control,
+                 const SocketPolicy& manner)
     : peer_(peer), manner_(manner) {
   lanes_[static_cast<size_t>(Lane::bulk)] = std::move(bulk);
   lanes_[static_cast<size_t>(Lane::control)] = std::move(control);

@@ -12,9 +12,9 @@
 #include <memory>
 #include <vector>
 
+#include "base/poller.hpp"
 #include "link/byte_stream.hpp"
 #include "link/link.hpp"
-#include "base/poller.hpp"
 
 namespace unisono::engine {
 
@@ -23,13 +23,14 @@ struct RendezvousReceive;
 
 // How all links of an engine treat their sockets; it depends on how many there are and who is at work.
 struct SocketPolicy {
-  bool busy_poll = true;    // try to read without having been told that there is something
-  unsigned corked = 0;  // short frames wait until whoever raised this calls `push`: one call to the system for all
+  bool busy_poll = true;  // try to read without having been told that there is something
+  unsigned corked = 0;    // short frames wait until whoever raised this calls `push`: one call to the system for all
 };
 
 class Connection final : public Watcher {
  public:
-  Connection(Peer& peer, Poller& poller, std::unique_ptr<ByteStream> stream, Lane lane, bool checksum, const SocketPolicy& manner);
+  Connection(Peer& peer, Poller& poller, std::unique_ptr<ByteStream> stream, Lane lane, bool checksum,
+             const SocketPolicy& manner);
   ~Connection() override;
 
   bool is_watched() const { return watch_ != 0; }
@@ -74,7 +75,7 @@ class Connection final : public Watcher {
   const bool checksum_;
   const SocketPolicy& manner_;
   uint64_t watch_ = 0;
-  bool is_ready_ = true;  // there may be something to read
+  bool is_ready_ = true;     // there may be something to read
   bool is_blocked_ = false;  // the system takes no more for now
   bool is_hung_up_ = false;  // the end may be behind the bytes that are there
   bool is_ended_ = false;    // nothing more can be read
@@ -104,7 +105,8 @@ class Connection final : public Watcher {
 
 class TcpLink final : public Link {
  public:
-  TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control, const SocketPolicy& manner);
+  TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control,
+          const SocketPolicy& manner);
 
   bool put(Lane lane, Head head, const Body& body) override { return at(lane).put(head, body); }
   size_t put_data(Lane lane, uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) override {

@@ -90,7 +90,8 @@ std::string name_in(X509* certificate) {
                      static_cast<size_t>(ASN1_STRING_length(uri)));
 }
 
-// ---- the wire: a socket as OpenSSL sees it; unlike its own, it raises no SIGPIPE and counts what a stranger sends ----
+// ---- the wire: a socket as OpenSSL sees it; unlike its own, it raises no SIGPIPE and counts what a stranger sends
+// ----
 
 TlsStream::BioSocket& wire_of(BIO* bio) { return *static_cast<TlsStream::BioSocket*>(BIO_get_data(bio)); }
 
@@ -220,10 +221,7 @@ std::unique_ptr<TlsStream> TlsIdentity::wrap(Descriptor socket, bool is_opener) 
 // ---- stream ----
 
 TlsStream::TlsStream(const TlsIdentity& identity, SSL* owned, Descriptor socket, uint64_t rekey_records)
-    : identity_(identity),
-      ssl_(owned),
-      wire_{std::move(socket), stranger_bytes_max},
-      rekey_records_(rekey_records) {
+    : identity_(identity), ssl_(owned), wire_{std::move(socket), stranger_bytes_max}, rekey_records_(rekey_records) {
   BIO_set_data(SSL_get_rbio(ssl_), &wire_);
 }
 
@@ -234,10 +232,8 @@ TlsStream::Shake TlsStream::shake() {
   const int result = SSL_do_handshake(ssl_);
   if (result != 1) {
     switch (SSL_get_error(ssl_, result)) {
-      case SSL_ERROR_WANT_READ:
-        return Shake::wants_read;
-      case SSL_ERROR_WANT_WRITE:
-        return Shake::wants_write;
+      case SSL_ERROR_WANT_READ: return Shake::wants_read;
+      case SSL_ERROR_WANT_WRITE: return Shake::wants_write;
       default:
         is_broken_ = true;
         why_ = complaint();

@@ -3,8 +3,8 @@
 // Knows OpenSSL, certificates and how many bytes a stranger may send. Does not know who may be which rank: it gets
 // one name per rank, and says whose name the other side's certificate holds.
 //
-// TLS 1.3 only; no rendezvous ids, resumption, early data, compression or renegotiation, so that every connection proves
-// everything anew. The protocol's version is negotiated by ALPN.
+// TLS 1.3 only; no rendezvous ids, resumption, early data, compression or renegotiation, so that every connection
+// proves everything anew. The protocol's version is negotiated by ALPN.
 
 #pragma once
 

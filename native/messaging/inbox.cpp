@@ -9,7 +9,7 @@ namespace unisono::engine {
 namespace {
 constexpr size_t spare_max = 256;
 constexpr size_t ended_max = 1 << 16;  // contract.ENDED_CONTEXTS_MAX
-}
+}  // namespace
 
 Inbox::~Inbox() {
   while (UnexpectedMessage* message = matcher_.first_arrived()) remove(*message);

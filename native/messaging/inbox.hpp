@@ -19,7 +19,8 @@ class Inbox {
 
   // The receive that takes a message, no longer posted; nullptr if the message has to wait. A message that its
   // sender may still take back is claimed first; `is_gone` if that came too late.
-  Receive* take_receive(const Envelope& envelope, bool is_here, RendezvousReceive* offer, MatchResult& match, bool& is_gone);
+  Receive* take_receive(const Envelope& envelope, bool is_here, RendezvousReceive* offer, MatchResult& match,
+                        bool& is_gone);
   // Let a message wait. nullptr without memory.
   UnexpectedMessage* queue(const Envelope& envelope, Peer& peer, const byte* payload, uint64_t held_bytes);
   void remove(UnexpectedMessage& message) {

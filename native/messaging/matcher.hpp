@@ -1,7 +1,7 @@
 // Matching: posted receives on_match arrived messages by (context, source, tag), first come first served.
 //
-// Knows patterns and order, and is the native twin of unisono/messaging/matching.py. Does not know bytes, links or locks.
-// No call takes memory but `queue`'s and `post`'s rare growth of the table.
+// Knows patterns and order, and is the native twin of unisono/messaging/matching.py. Does not know bytes, links or
+// locks. No call takes memory but `queue`'s and `post`'s rare growth of the table.
 
 #pragma once
 
@@ -19,7 +19,8 @@ class Matcher {
   Receive* find_posted(const Envelope& envelope) const {
     Receive* exact = buckets_[index(envelope.context, envelope.source, envelope.tag)].posted.front();
     while (exact != nullptr && !exact->meets(envelope)) exact = Posted::next(*exact);
-    if (wild_.empty()) [[likely]] return exact;
+    if (wild_.empty()) [[likely]]
+      return exact;
     Receive* wild = wild_.front();
     while (wild != nullptr && !wild->meets(envelope)) wild = Posted::next(*wild);
     if (wild == nullptr || (exact != nullptr && exact->number < wild->number)) return exact;
@@ -28,7 +29,8 @@ class Matcher {
 
   // The first that a receive would on_match; it stays queued.
   UnexpectedMessage* find_arrived(const Receive& receive) const {
-    if (order_.empty()) [[likely]] return nullptr;
+    if (order_.empty()) [[likely]]
+      return nullptr;
     if (!receive.is_wild()) {
       UnexpectedMessage* a = buckets_[index(receive.context, receive.source, receive.tag)].arrived.front();
       while (a != nullptr && !receive.meets(a->envelope)) a = InBucket::next(*a);
@@ -93,11 +95,10 @@ class Matcher {
     return (x ^ x >> 32) & (buckets_.size() - 1);
   }
   Bucket& bucket(const Envelope& e) { return buckets_[index(e.context, e.source, e.tag)]; }
-  Posted& shelf(const Receive& r) {
-    return r.is_wild() ? wild_ : buckets_[index(r.context, r.source, r.tag)].posted;
-  }
+  Posted& shelf(const Receive& r) { return r.is_wild() ? wild_ : buckets_[index(r.context, r.source, r.tag)].posted; }
   void grow_if_crowded() {
-    if (posted_ + order_.size() > 4 * buckets_.size()) [[unlikely]] grow();
+    if (posted_ + order_.size() > 4 * buckets_.size()) [[unlikely]]
+      grow();
   }
   void grow();
 

@@ -26,8 +26,8 @@ inline constexpr uint64_t sequence_of(uint64_t tag) { return (tag & ~collective_
 // News and frames of calls, which are short: contract.bytes_max.
 inline constexpr uint64_t control_tag = uint64_t{1} << 61, call_tag = uint64_t{1} << 60;
 inline constexpr bool is_control(uint64_t tag) { return (tag & control_tag) != 0 || tag == call_tag; }
-inline constexpr uint8_t untyped = 255;                   // contract.UNTYPED
-inline constexpr uint8_t plain_bytes = 5;                 // values.DTYPES["uint8"].code: fits any type too
+inline constexpr uint8_t untyped = 255;    // contract.UNTYPED
+inline constexpr uint8_t plain_bytes = 5;  // values.DTYPES["uint8"].code: fits any type too
 
 struct Envelope {
   uint64_t context = 0;
@@ -58,7 +58,8 @@ class Send {
   uint8_t dtype = untyped;
   Lane lane = Lane::bulk;
   bool sync = false;  // end only when met
-  bool receive_is_certain = false;  // the peer will ask for it; if it is taken back after it has left, it may still be received
+  bool receive_is_certain =
+      false;              // the peer will ask for it; if it is taken back after it has left, it may still be received
   bool is_ahead = false;  // it should be met, but nobody waits for that: the peer is to look after it
 
   // What follows is the engine's.
@@ -113,7 +114,7 @@ class Receive {
   // What follows is the engine's.
   uint64_t number = 0;
   RendezvousReceive* incoming = nullptr;  // the offer it took, until all bytes are here
-  bool is_unwanted = false;      // somebody tried to cancel it while it had such an offer
+  bool is_unwanted = false;               // somebody tried to cancel it while it had such an offer
   ListHook<Receive> hook;
   bool is_posted() const { return hook.is_in; }
 };

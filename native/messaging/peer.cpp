@@ -54,7 +54,8 @@ void Peer::send(Send& send) {
     return send.end(Outcome::peer_down);
   }
   Queue& queue = queued_[static_cast<size_t>(send.lane)];
-  if (state == State::open && queue.empty() && notes_.empty() && start(send)) [[likely]] return;
+  if (state == State::open && queue.empty() && notes_.empty() && start(send)) [[likely]]
+    return;
   send.state = Send::State::queued;
   queue.push_back(send);
   ++backlog_;
@@ -106,7 +107,8 @@ bool Peer::start(Send& send) {
     body.prefix[1] = reinterpret_cast<uint64_t>(send.data);
     body.prefix_bytes = 16;
   }
-  CooperativeCopy* help = !is_eager && is_worth_help(send.nbytes) ? link->own_help(index_of(send.rendezvous_id)) : nullptr;
+  CooperativeCopy* help =
+      !is_eager && is_worth_help(send.nbytes) ? link->own_help(index_of(send.rendezvous_id)) : nullptr;
   if (help != nullptr) help->reset();
   // relaxed: the frame that follows is published after it
   if (word != nullptr) word->store(static_cast<uint32_t>(OfferWord::offered), std::memory_order_relaxed);
@@ -163,8 +165,7 @@ bool Peer::cancel(Send& send) {
       note(send.lane, Kind::withdraw, send.rendezvous_id);
       break;
     }
-    default:
-      return false;
+    default: return false;
   }
   send.state = Send::State::ended;
   send.end(Outcome::cancelled);
@@ -278,7 +279,8 @@ bool Peer::begin_own(UnexpectedMessage& message, Receive& receive) {
 }
 
 void Peer::start_copy(const byte* from, uint64_t nbytes, Receive* receive, UnexpectedMessage* message, Send* send) {
-  auto copy = std::find_if(incoming_.begin(), incoming_.end(), [](const RendezvousReceive& c) { return c.state == RendezvousReceive::State::none; });
+  auto copy = std::find_if(incoming_.begin(), incoming_.end(),
+                           [](const RendezvousReceive& c) { return c.state == RendezvousReceive::State::none; });
   if (copy == incoming_.end()) copy = incoming_.emplace(incoming_.end());
   copy->state = RendezvousReceive::State::reading;
   copy->peer = this;
@@ -397,7 +399,8 @@ bool Peer::put_note(const Note& note) {
 }
 
 void Peer::tell_down(std::int32_t gone, const std::string& cause, Fate fate) {
-  note(Lane::control, Kind::down, static_cast<uint64_t>(gone), static_cast<uint8_t>(fate), 0, cause.substr(0, cause_bytes_max));
+  note(Lane::control, Kind::down, static_cast<uint64_t>(gone), static_cast<uint8_t>(fate), 0,
+       cause.substr(0, cause_bytes_max));
 }
 
 void Peer::give_up_on(const std::string& cause) {
@@ -425,13 +428,12 @@ void Peer::return_credit(Lane lane, uint64_t bytes) {
 
 const char* Peer::on_frame(const Head& head, const byte* body, Lane lane) {
   // Whoever reads has fewer than this many answers to come.
-  if (notes_.size() > notes_max) [[unlikely]] return "it does not take the answers that it asks for";
+  if (notes_.size() > notes_max) [[unlikely]]
+    return "it does not take the answers that it asks for";
   switch (head.kind()) {
     case Kind::eager:
-    case Kind::rts:
-      return on_message(head, body, lane);
-    case Kind::cts:
-      return on_cts(head);
+    case Kind::rts: return on_message(head, body, lane);
+    case Kind::cts: return on_cts(head);
     case Kind::data: {
       const char* fault = nullptr;
       RendezvousReceive* offer = data_for(head, fault);
@@ -443,30 +445,27 @@ const char* Peer::on_frame(const Head& head, const byte* body, Lane lane) {
       on_data(*offer, head.nbytes);
       return nullptr;
     }
-    case Kind::fin:
-      return on_fin(head);
+    case Kind::fin: return on_fin(head);
     case Kind::credit:
-      if (head.dtype >= lane_count || head.nbytes > credit_used_[head.dtype]) return "more credit came back than was given";
+      if (head.dtype >= lane_count || head.nbytes > credit_used_[head.dtype])
+        return "more credit came back than was given";
       credit_used_[head.dtype] -= head.nbytes;
       return nullptr;
-    case Kind::withdraw:
-      return on_withdraw(head);
+    case Kind::withdraw: return on_withdraw(head);
     case Kind::queued:
-      if (SendSlot* rendezvous_id = slot_of(head.context); rendezvous_id != nullptr && rendezvous_id->send != nullptr) rendezvous_id->send->is_queued = true;
+      if (SendSlot* rendezvous_id = slot_of(head.context); rendezvous_id != nullptr && rendezvous_id->send != nullptr)
+        rendezvous_id->send->is_queued = true;
       return nullptr;
-    case Kind::beat:
-      return nullptr;
-    case Kind::goodbye:
-      link->on_goodbye(lane);
-      return nullptr;
+    case Kind::beat: return nullptr;
+    case Kind::goodbye: link->on_goodbye(lane); return nullptr;
     case Kind::down:
       if (head.dtype == static_cast<uint8_t>(Fate::given_up))
         verdict = readable(body, head.header_bytes);
       else
-        services_.on_news(head.context, readable(body, head.header_bytes), head.dtype == static_cast<uint8_t>(Fate::left));
+        services_.on_news(head.context, readable(body, head.header_bytes),
+                          head.dtype == static_cast<uint8_t>(Fate::left));
       return nullptr;
-    default:
-      return "a frame of unknown kind";
+    default: return "a frame of unknown kind";
   }
 }
 
@@ -549,8 +548,10 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
 
 const char* Peer::on_cts(const Head& head) {
   SendSlot* rendezvous_id = slot_of(head.context);
-  if (rendezvous_id != nullptr && rendezvous_id->send == nullptr) return nullptr;  // taken back; the peer will hear of it
-  if (rendezvous_id == nullptr || rendezvous_id->send->state != Send::State::offered) return "an offer is accepted that was not made";
+  if (rendezvous_id != nullptr && rendezvous_id->send == nullptr)
+    return nullptr;  // taken back; the peer will hear of it
+  if (rendezvous_id == nullptr || rendezvous_id->send->state != Send::State::offered)
+    return "an offer is accepted that was not made";
   Send& send = *rendezvous_id->send;
   leave_rendezvous(send);
   if (send.nbytes == 0) {
@@ -753,7 +754,8 @@ bool Peer::confirm(RendezvousReceive& offer, const char*& fault) {
   auto expected = static_cast<uint32_t>(OfferWord::reading);
   auto* word = link->peers_offer(index_of(offer.rendezvous_id));
   if (!link->is_alive()) return false;
-  if (word->compare_exchange_strong(expected, static_cast<uint32_t>(OfferWord::done), std::memory_order_acq_rel)) return true;
+  if (word->compare_exchange_strong(expected, static_cast<uint32_t>(OfferWord::done), std::memory_order_acq_rel))
+    return true;
   fault = "it gave us up while its memory was read";
   return false;
 }
@@ -821,11 +823,13 @@ void Peer::on_dropped(const UnexpectedMessage& message) {
 
 bool Peer::are_rendezvous_settled() const {
   for (const SendSlot& rendezvous_id : send_slots_) {
-    if (!rendezvous_id.is_taken || rendezvous_id.send == nullptr || rendezvous_id.send->state != Send::State::offered) continue;
+    if (!rendezvous_id.is_taken || rendezvous_id.send == nullptr || rendezvous_id.send->state != Send::State::offered)
+      continue;
     auto* word = link->own_offer(index_of(rendezvous_id.send->rendezvous_id));
     // relaxed: asked again until it is so
-    const bool is_queued = word != nullptr ? word->load(std::memory_order_relaxed) == static_cast<uint32_t>(OfferWord::queued)
-                                           : rendezvous_id.send->is_queued;
+    const bool is_queued = word != nullptr
+                               ? word->load(std::memory_order_relaxed) == static_cast<uint32_t>(OfferWord::queued)
+                               : rendezvous_id.send->is_queued;
     if (!is_queued) return false;
   }
   return true;
@@ -869,7 +873,8 @@ void Peer::end_all(Outcome outcome) {
       services_.stop_reading(offer);
       fence(offer);
     }
-    if (was == RendezvousReceive::State::waiting || was == RendezvousReceive::State::reading || was == RendezvousReceive::State::streaming) {
+    if (was == RendezvousReceive::State::waiting || was == RendezvousReceive::State::reading ||
+        was == RendezvousReceive::State::streaming) {
       Receive& receive = *offer.receive;
       receive.incoming = nullptr;
       // Another rank may serve who takes from any.

@@ -11,10 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "wire/header_table.hpp"
-#include "messaging/inbox.hpp"
 #include "link/link.hpp"
+#include "messaging/inbox.hpp"
 #include "messaging/message.hpp"
+#include "wire/header_table.hpp"
 
 namespace unisono::engine {
 
@@ -30,11 +30,11 @@ struct Settings {
   uint64_t recv_bytes_max = uint64_t{1} << 30;  // of a receive that takes the message's own length
   std::int64_t silence_ns = 5 * second / 2;
   bool shm = true;
-  bool checksum = true;     // between hosts, without TLS
-  bool tls = false;         // on all connections by TCP
+  bool checksum = true;                        // between hosts, without TLS
+  bool tls = false;                            // on all connections by TCP
   uint64_t rekey_records = uint64_t{1} << 22;  // after so many records a sender takes a new key
-  bool neighbours = false;  // open control links to ranks +-2^k at once
-  bool direct_read = true;  // read the peer's memory where the system allows it
+  bool neighbours = false;                     // open control links to ranks +-2^k at once
+  bool direct_read = true;                     // read the peer's memory where the system allows it
   std::string bind = "127.0.0.1";
   uint16_t port = 0;
   std::string host;  // an id of one's own instead of the machine's
@@ -73,7 +73,8 @@ class PeerServices {
 // A rendezvous_id names a message on both sides of a link: the index of its place, and how often the place was used.
 inline size_t index_of(uint64_t rendezvous_id) { return rendezvous_id & 0xffffffff; }
 inline constexpr size_t rendezvous_max = 65536;  // contract.OFFERS_MAX
-// Answers that a peer has not taken: three for each offer that it may have made (queued, accept, done), and some credit.
+// Answers that a peer has not taken: three for each offer that it may have made (queued, accept, done), and some
+// credit.
 inline constexpr size_t notes_max = 4 * rendezvous_max;
 
 // A message offered by a peer, or one whose arrival it wants confirmed.
@@ -89,7 +90,7 @@ struct RendezvousReceive {
   uint64_t nbytes = 0;
   uint64_t received = 0;
   CooperativeCopy* help = nullptr;  // its sender may copy a part
-  Send* own = nullptr;   // of a message to oneself, if its sender waits
+  Send* own = nullptr;              // of a message to oneself, if its sender waits
   ListHook<RendezvousReceive> hook;
 };
 
@@ -233,8 +234,8 @@ class Peer {
 
   PeerServices& services_;
   const bool is_self_;
-  size_t awaited_ = 0;  // offers in state streaming
-  size_t backlog_ = 0;  // notes, queued sends and streams
+  size_t awaited_ = 0;     // offers in state streaming
+  size_t backlog_ = 0;     // notes, queued sends and streams
   size_t own_copies_ = 0;  // of long messages to oneself, under way
   uint64_t eager_max_[lane_count] = {};
   uint64_t certain_eager_max_[lane_count] = {};  // of those that are sure to be received

@@ -6,18 +6,18 @@
 
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <cmath>
 #include <optional>
 
-#include "python/bind.hpp"
-#include "kernels/isa.hpp"
+#include "collective/run.hpp"
 #include "engine/completion_queue.hpp"
 #include "engine/engine.hpp"
 #include "engine/pingpong.hpp"
-#include "collective/run.hpp"
+#include "kernels/isa.hpp"
+#include "python/bind.hpp"
 
 namespace nb = nanobind;
 
@@ -59,7 +59,8 @@ struct PyProgram {
 
 class PyEngine {
  public:
-  PyEngine(std::int32_t rank, std::int32_t size, const std::string& directory, nb::bytes secret, const Settings& settings)
+  PyEngine(std::int32_t rank, std::int32_t size, const std::string& directory, nb::bytes secret,
+           const Settings& settings)
       : engine_(rank, size, directory, std::string(secret.c_str(), secret.size()), settings), completions_(engine_) {}
   ~PyEngine() {
     // Before the completions: the engine ends operations that are the completions's.
@@ -145,8 +146,8 @@ class PyEngine {
   }
 
   // The handle of a run under way, or what it ended with. `op` is negative for a program that reduces nothing.
-  nb::object run(uint64_t id, const PyProgram& given, uint64_t context, uint64_t tag, uint8_t dtype,
-                 std::int32_t op, nb::handle in, nb::handle out, nb::bytes header, size_t window) {
+  nb::object run(uint64_t id, const PyProgram& given, uint64_t context, uint64_t tag, uint8_t dtype, std::int32_t op,
+                 nb::handle in, nb::handle out, nb::bytes header, size_t window) {
     check();
     const std::shared_ptr<const Program>& program = given.program;
     for (const Line& line : program->lines) check_rank(line.peer);
@@ -159,7 +160,8 @@ class PyEngine {
     stage.itemsize = itemsizes[dtype];
     stage.kernel = op < 0 ? nullptr : active_kernels().reduce[dtype][op];
     stage.window = window > 0 ? window : 1;
-    if (program->reduces && stage.kernel == nullptr) throw nb::value_error("the operation is not defined for the dtype");
+    if (program->reduces && stage.kernel == nullptr)
+      throw nb::value_error("the operation is not defined for the dtype");
     std::optional<View> in_view, out_view;
     stage.in = buffer_of(*program, Buffer::in, in, PyBUF_SIMPLE, stage.itemsize, in_view);
     stage.out = buffer_of(*program, Buffer::out, out, PyBUF_WRITABLE, stage.itemsize, out_view);
@@ -299,7 +301,8 @@ class PyEngine {
 
  private:
   void check() const {
-    if (engine_.is_forked()) [[unlikely]] throw ForkedError();
+    if (engine_.is_forked()) [[unlikely]]
+      throw ForkedError();
   }
   void check_rank(std::int32_t rank) const {
     if (rank < 0 || rank >= engine_.size) throw nb::value_error("no such rank");
@@ -365,7 +368,8 @@ class PyEngine {
     for (CompletionQueue::News& one : taken) {
       if (one.operation == nullptr) {
         if (const CompletionQueue::Unclaimed* const u = one.unclaimed.get(); u != nullptr)
-          result.append(nb::make_tuple(-2, u->context, u->source, u->sequence, nb::bytes(u->header.data(), u->header.size())));
+          result.append(
+              nb::make_tuple(-2, u->context, u->source, u->sequence, nb::bytes(u->header.data(), u->header.size())));
         else
           result.append(nb::make_tuple(-1, one.down.rank, one.down.cause, one.down.left));
       } else if (one.operation->phase == Operation::Phase::ended) {
@@ -418,8 +422,9 @@ class PyEngine {
       const auto& run = static_cast<Run&>(op);
       if (op.outcome == Outcome::done) return nb::make_tuple(op.id, outcome);
       const Run::Failure& f = run.failure;
-      return nb::make_tuple(op.id, outcome, nb::make_tuple(f.peer, f.is_header, f.came, f.awaited,
-                                                           nb::bytes(f.header.data(), f.header.size())));
+      return nb::make_tuple(
+          op.id, outcome,
+          nb::make_tuple(f.peer, f.is_header, f.came, f.awaited, nb::bytes(f.header.data(), f.header.size())));
     }
     if (!op.is_receive) return nb::make_tuple(op.id, outcome, nb::none(), nb::none());
     auto& receive = static_cast<ReceiveOperation&>(op);
@@ -428,7 +433,8 @@ class PyEngine {
     if (owner.is_valid() && receive.into == reinterpret_cast<byte*>(PyByteArray_AsString(owner.ptr())))
       data = owner;
     else if (receive.is_open_ended && op.outcome == Outcome::done)
-      data = nb::bytes(reinterpret_cast<const char*>(receive.own.get()), receive.own != nullptr ? receive.met.nbytes : 0);
+      data =
+          nb::bytes(reinterpret_cast<const char*>(receive.own.get()), receive.own != nullptr ? receive.met.nbytes : 0);
     if (!receive.has_met || (op.outcome != Outcome::done && op.outcome != Outcome::refused))
       return nb::make_tuple(op.id, outcome, nb::none(), data);
     const Envelope& e = receive.met;
@@ -446,9 +452,7 @@ class PyEngine {
 
 engine::CompletionQueue& desk_of(nb::handle engine) { return nb::cast<PyEngine&>(engine).completions(); }
 
-std::shared_ptr<const engine::Program> program_of(nb::handle program) {
-  return nb::cast<PyProgram&>(program).program;
-}
+std::shared_ptr<const engine::Program> program_of(nb::handle program) { return nb::cast<PyProgram&>(program).program; }
 
 void bind_engine(nb::module_& m) {
   nb::class_<PyProgram>(m, "Program")
@@ -464,11 +468,10 @@ void bind_engine(nb::module_& m) {
       .def(
           "__init__",
           [](PyEngine* self, std::int32_t rank, std::int32_t size, const std::string& directory, nb::bytes secret,
-             uint64_t eager_bytes, uint64_t eager_credit_bytes, uint64_t message_bytes_max,
-             uint64_t recv_bytes_max, uint64_t control_eager_bytes, uint64_t control_credit_bytes,
-             uint64_t control_bytes_max, uint64_t own_credit_bytes, double silence_s, bool shm,
-             bool checksum, bool neighbours, bool direct_read, const std::string& bind, uint16_t port,
-             const std::string& host, bool tls, uint64_t rekey_records) {
+             uint64_t eager_bytes, uint64_t eager_credit_bytes, uint64_t message_bytes_max, uint64_t recv_bytes_max,
+             uint64_t control_eager_bytes, uint64_t control_credit_bytes, uint64_t control_bytes_max,
+             uint64_t own_credit_bytes, double silence_s, bool shm, bool checksum, bool neighbours, bool direct_read,
+             const std::string& bind, uint16_t port, const std::string& host, bool tls, uint64_t rekey_records) {
             if (rekey_records == 0) throw nb::value_error("rekey_records: allowed: at least 1");
             Settings settings;
             settings.eager_bytes = eager_bytes;
@@ -493,15 +496,14 @@ void bind_engine(nb::module_& m) {
           },
           nb::arg("rank"), nb::arg("size"), nb::arg("directory"), nb::arg("secret"), nb::kw_only(),
           nb::arg("eager_bytes") = 16 * 1024, nb::arg("eager_credit_bytes") = 256 * 1024,
-          nb::arg("message_bytes_max") = uint64_t{1} << 40,
-          nb::arg("recv_bytes_max") = uint64_t{1} << 30,
+          nb::arg("message_bytes_max") = uint64_t{1} << 40, nb::arg("recv_bytes_max") = uint64_t{1} << 30,
           nb::arg("control_eager_bytes") = Settings().control_eager_bytes,
           nb::arg("control_credit_bytes") = Settings().control_credit_bytes,
           nb::arg("control_bytes_max") = Settings().control_bytes_max,
           nb::arg("own_credit_bytes") = Settings().own_credit_bytes, nb::arg("silence_s") = 2.5, nb::arg("shm") = true,
           nb::arg("checksum") = true, nb::arg("neighbours") = false, nb::arg("direct_read") = true,
-          nb::arg("bind") = "127.0.0.1", nb::arg("port") = 0, nb::arg("host") = "",
-          nb::arg("tls") = false, nb::arg("rekey_records") = Settings().rekey_records)
+          nb::arg("bind") = "127.0.0.1", nb::arg("port") = 0, nb::arg("host") = "", nb::arg("tls") = false,
+          nb::arg("rekey_records") = Settings().rekey_records)
       .def("card", &PyEngine::card)
       .def("secure", &PyEngine::secure, nb::arg("names"), nb::arg("key"), nb::arg("certificate"), nb::arg("authority"))
       .def("connect", &PyEngine::connect, nb::arg("cards"))
@@ -511,8 +513,8 @@ void bind_engine(nb::module_& m) {
       .def("probe", &PyEngine::probe)
       .def("cancel", &PyEngine::cancel)
       .def("run", &PyEngine::run, nb::arg("id"), nb::arg("program"), nb::arg("context"), nb::arg("tag"),
-           nb::arg("dtype"), nb::arg("op"), nb::arg("memory_in").none(), nb::arg("memory_out").none(), nb::arg("header"),
-           nb::arg("window"))
+           nb::arg("dtype"), nb::arg("op"), nb::arg("memory_in").none(), nb::arg("memory_out").none(),
+           nb::arg("header"), nb::arg("window"))
       .def("adopt", &PyEngine::adopt)
       .def("awaited", &PyEngine::awaited)
       .def("wait", &PyEngine::wait)

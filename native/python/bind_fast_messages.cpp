@@ -1,8 +1,8 @@
 // The hot path of messages: blocking sends and receives, from the raw arguments to the result without Python.
 //
-// Knows arguments (hot_argument.hpp) of the plain types, a rank and a tag. Does not know objects, timeouts, ANY source or errors:
-// whatever is not plain goes to Python, and so does a message that does not end well or soon. It is then first taken
-// back here, so that Python makes the call as if it were new; one that was met meanwhile ends here.
+// Knows arguments (hot_argument.hpp) of the plain types, a rank and a tag. Does not know objects, timeouts, ANY source
+// or errors: whatever is not plain goes to Python, and so does a message that does not end well or soon. It is then
+// first taken back here, so that Python makes the call as if it were new; one that was met meanwhile ends here.
 //
 // The order of locks is that of bind_engine.cpp: the GIL, then the engine's.
 
@@ -12,11 +12,11 @@
 #include <string>
 #include <vector>
 
-#include "python/bind.hpp"
-#include "kernels/isa.hpp"
-#include "engine/completion_queue.hpp"
-#include "python/fast_argument.hpp"
 #include "collective/call_log.hpp"
+#include "engine/completion_queue.hpp"
+#include "kernels/isa.hpp"
+#include "python/bind.hpp"
+#include "python/fast_argument.hpp"
 
 namespace unisono {
 
@@ -36,8 +36,9 @@ thread_local std::int64_t begun_ns = 0;
 
 class FastMessages {
  public:
-  FastMessages(nb::object engine, nb::object call_log, uint64_t context, std::vector<std::int32_t> members, nb::object array_type,
-              nb::object empty, nb::list dtypes, nb::object status, nb::object any, bool is_introduced)
+  FastMessages(nb::object engine, nb::object call_log, uint64_t context, std::vector<std::int32_t> members,
+               nb::object array_type, nb::object empty, nb::list dtypes, nb::object status, nb::object any,
+               bool is_introduced)
       : call_log(nb::cast<CallLog&>(call_log)),
         completions(desk_of(engine)),
         context(context),
@@ -48,12 +49,14 @@ class FastMessages {
         is_introduced_(this->members.size(), is_introduced),
         engine_(std::move(engine)),
         call_log_(std::move(call_log)) {
-    if (!PyType_Check(this->status.ptr()) || !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(this->status.ptr()), &PyTuple_Type))
+    if (!PyType_Check(this->status.ptr()) ||
+        !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(this->status.ptr()), &PyTuple_Type))
       throw nb::type_error("allowed: a status that is a tuple");
     for (const std::int32_t member : this->members)
       if (member < 0 || member >= completions.engine().size) throw nb::value_error("no such rank");
     for (const nb::handle dtype : dtypes) dtypes_.push_back(nb::borrow(dtype));
-    if (dtypes_.size() > dtype_count) throw nb::value_error("allowed: a NumPy type, or None, by the number of the dtype");
+    if (dtypes_.size() > dtype_count)
+      throw nb::value_error("allowed: a NumPy type, or None, by the number of the dtype");
   }
 
   // The code of an array's type; `untyped` if it is none of the plain ones.
@@ -87,7 +90,9 @@ class FastMessages {
 class HotMessage : public FastCall {
  public:
   HotMessage(nb::object path, nb::object slow, nb::object check_header)
-      : FastCall(std::move(slow), std::move(check_header)), path(nb::cast<FastMessages&>(path)), path_(std::move(path)) {}
+      : FastCall(std::move(slow), std::move(check_header)),
+        path(nb::cast<FastMessages&>(path)),
+        path_(std::move(path)) {}
 
  protected:
   struct Given {
@@ -117,8 +122,8 @@ class HotMessage : public FastCall {
 };
 
 // (array, rank[, tag]) with the last two by name or place.
-bool HotMessage::parse(PyObject* const* args, size_t nargsf, PyObject* names, PyObject* rank_word, int flags, bool takes_any,
-                       Given& given) const {
+bool HotMessage::parse(PyObject* const* args, size_t nargsf, PyObject* names, PyObject* rank_word, int flags,
+                       bool takes_any, Given& given) const {
   static PyObject* const tag_word = interned("tag");
   const Py_ssize_t count = PyVectorcall_NARGS(nargsf);
   if (count < 1 || count > 3) return false;
@@ -179,7 +184,8 @@ class HotSend final : public HotMessage {
     static PyObject* const dst_word = interned("dst");
     Given given;
     if (path.completions.engine().is_forked() || !path.call_log.fast_path_open ||
-        !parse(args, nargsf, names, dst_word, is_contiguous | is_aligned, false, given) || !path.is_introduced(given.rank))
+        !parse(args, nargsf, names, dst_word, is_contiguous | is_aligned, false, given) ||
+        !path.is_introduced(given.rank))
       return call_slow(args, nargsf, names);
     bool has_ended, is_done = false;
     SendOperation* op;
@@ -228,7 +234,8 @@ class HotReceive final : public HotMessage {
     static PyObject* const src_word = interned("src");
     Given given;
     if (path.completions.engine().is_forked() || !path.call_log.fast_path_open ||
-        !parse(args, nargsf, names, src_word, is_contiguous | is_aligned | is_writeable, true, given) || given.what.is_number())
+        !parse(args, nargsf, names, src_word, is_contiguous | is_aligned | is_writeable, true, given) ||
+        given.what.is_number())
       return call_slow(args, nargsf, names);
     Met met;
     bool has_ended;
@@ -304,10 +311,11 @@ nb::object make_receive(nb::object path, nb::object slow, nb::object check_heade
 
 void bind_hot_messages(nb::module_& m) {
   nb::class_<FastMessages>(m, "FastMessages")
-      .def(nb::init<nb::object, nb::object, uint64_t, std::vector<std::int32_t>, nb::object, nb::object, nb::list, nb::object,
-                    nb::object, bool>(),
-           nb::arg("engine"), nb::arg("call_log"), nb::kw_only(), nb::arg("context"), nb::arg("members"), nb::arg("array_type"),
-           nb::arg("empty"), nb::arg("dtypes"), nb::arg("status"), nb::arg("any"), nb::arg("is_introduced"))
+      .def(nb::init<nb::object, nb::object, uint64_t, std::vector<std::int32_t>, nb::object, nb::object, nb::list,
+                    nb::object, nb::object, bool>(),
+           nb::arg("engine"), nb::arg("call_log"), nb::kw_only(), nb::arg("context"), nb::arg("members"),
+           nb::arg("array_type"), nb::arg("empty"), nb::arg("dtypes"), nb::arg("status"), nb::arg("any"),
+           nb::arg("is_introduced"))
       .def("introduce", &FastMessages::introduce)
       .def("take_begun", [](const FastMessages&) { return static_cast<double>(std::exchange(begun_ns, 0)) / 1e9; })
       .def("send", &make_send, nb::arg("slow"), nb::arg("check_header"))

@@ -19,12 +19,12 @@
 #include <stdexcept>
 #include <vector>
 
-#include "python/bind.hpp"
-#include "kernels/isa.hpp"
-#include "engine/completion_queue.hpp"
-#include "python/fast_argument.hpp"
 #include "collective/call_log.hpp"
 #include "collective/run.hpp"
+#include "engine/completion_queue.hpp"
+#include "kernels/isa.hpp"
+#include "python/bind.hpp"
+#include "python/fast_argument.hpp"
 
 namespace nb = nanobind;
 
@@ -52,7 +52,8 @@ constexpr int dims_max = 8;
 constexpr size_t learned_max = 512;  // per verb; a newer one takes the place of an older
 
 enum class Verb : uint8_t { all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, barrier };
-constexpr const char* verb_names[] = {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier"};
+constexpr const char* verb_names[] = {"all_reduce",     "broadcast",  "all_gather",
+                                      "reduce_scatter", "all_to_all", "barrier"};
 constexpr size_t verb_count = 6;
 
 // What tells calls apart. The place of the call counts: its line is part of the fingerprint.
@@ -68,8 +69,8 @@ struct Key {
   Py_ssize_t shape[dims_max] = {};
 
   bool operator==(const Key& o) const {
-    return descr == o.descr && op == o.op && algorithm == o.algorithm && code == o.code && root == o.root && lasti == o.lasti &&
-           nd == o.nd && form == o.form &&
+    return descr == o.descr && op == o.op && algorithm == o.algorithm && code == o.code && root == o.root &&
+           lasti == o.lasti && nd == o.nd && form == o.form &&
            std::memcmp(shape, o.shape, static_cast<size_t>(nd) * sizeof *shape) == 0;
   }
   size_t hash() const {
@@ -95,10 +96,10 @@ struct Learned {
   Text header;
   uint8_t dtype = 0;
   std::int32_t op_code = -1;
-  std::int64_t divisor = 0;  // of a mean
+  std::int64_t divisor = 0;              // of a mean
   std::vector<std::int32_t> unanswered;  // peers to which we send, and from which nothing comes back
   std::vector<std::int32_t> answering;
-  uint64_t bytes = 0;        // of the longer buffer
+  uint64_t bytes = 0;  // of the longer buffer
 };
 
 class FastVerb;
@@ -106,7 +107,7 @@ class FastVerb;
 class FastPath {
  public:
   FastPath(nb::object engine, nb::object call_log, uint64_t context, Py_ssize_t size, size_t window, double stall_s,
-          nb::object array_type, nb::object empty, nb::object is_users)
+           nb::object array_type, nb::object empty, nb::object is_users)
       : call_log(nb::cast<CallLog&>(call_log)),
         completions(desk_of(engine)),
         context(context),
@@ -142,8 +143,8 @@ class FastPath {
   }
 
   // Called by Python in the midst of a call that was not known: what it decided.
-  bool cache_decision(uint64_t sequence, const std::string& operation, nb::handle program, uint8_t dtype, std::int32_t op,
-             nb::handle in, nb::handle out, nb::bytes header, std::int64_t divisor);
+  bool cache_decision(uint64_t sequence, const std::string& operation, nb::handle program, uint8_t dtype,
+                      std::int32_t op, nb::handle in, nb::handle out, nb::bytes header, std::int64_t divisor);
 
   CallLog& call_log;
   CompletionQueue& completions;
@@ -167,9 +168,7 @@ class FastPath {
   const PendingMiss* miss = nullptr;
 
  private:
-  bool is_users(PyObject* code) const {
-    return nb::cast<bool>(is_users_(nb::borrow(code).attr("co_filename")));
-  }
+  bool is_users(PyObject* code) const { return nb::cast<bool>(is_users_(nb::borrow(code).attr("co_filename"))); }
 
   nb::object engine_, call_log_;  // kept for the references above
   nb::object is_users_;
@@ -179,7 +178,10 @@ class FastPath {
 class FastVerb final : public FastCall {
  public:
   FastVerb(nb::object path, Verb verb, nb::object slow, nb::object slow_path)
-      : FastCall(std::move(slow), std::move(slow_path)), path(nb::cast<FastPath&>(path)), verb(verb), path_(std::move(path)) {}
+      : FastCall(std::move(slow), std::move(slow_path)),
+        path(nb::cast<FastPath&>(path)),
+        verb(verb),
+        path_(std::move(path)) {}
 
   PyObject* call(PyObject* const* args, size_t nargsf, PyObject* names) override;
   void keep(std::unique_ptr<Learned> learned) {
@@ -237,7 +239,8 @@ bool FastVerb::parse(PyObject* const* args, Py_ssize_t count, PyObject* names, G
   const bool takes_out = verb == Verb::all_gather || verb == Verb::reduce_scatter || verb == Verb::all_to_all;
   PyObject* op = nullptr;
   PyObject* root = nullptr;
-  if (verb == Verb::barrier ? count != 0 : count < 1 || count > (takes_op || takes_root ? 2 : 1) || !parse_x(args[0], given))
+  if (verb == Verb::barrier ? count != 0
+                            : count < 1 || count > (takes_op || takes_root ? 2 : 1) || !parse_x(args[0], given))
     return false;
   if (count == 2) (takes_op ? op : root) = args[1];
   const Py_ssize_t named = names != nullptr ? PyTuple_GET_SIZE(names) : 0;
@@ -304,7 +307,8 @@ PyObject* FastVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) 
   given.key.code = code.ptr();
   given.key.lasti = PyFrame_GetLasti(frame);
   const Learned* known = decisions_.empty() ? nullptr : decisions_[given.key.hash() % learned_max].get();
-  if (known == nullptr || !(known->key == given.key) || !path.call_log.fast_path_open) return ask_python(args, nargsf, names, given);
+  if (known == nullptr || !(known->key == given.key) || !path.call_log.fast_path_open)
+    return ask_python(args, nargsf, names, given);
   nb::object out;
   if (given.out.given != nullptr) {
     const uint64_t itemsize = itemsizes[known->dtype];
@@ -339,8 +343,8 @@ PyObject* FastVerb::ask_python(PyObject* const* args, size_t nargsf, PyObject* n
   return result;
 }
 
-bool FastPath::cache_decision(uint64_t sequence, const std::string& operation, nb::handle program, uint8_t dtype, std::int32_t op,
-                    nb::handle in, nb::handle out, nb::bytes header, std::int64_t divisor) {
+bool FastPath::cache_decision(uint64_t sequence, const std::string& operation, nb::handle program, uint8_t dtype,
+                              std::int32_t op, nb::handle in, nb::handle out, nb::bytes header, std::int64_t divisor) {
   if (miss == nullptr || miss->thread != PyThread_get_thread_ident() || miss->sequence != sequence) return false;
   const FastVerb& verb = miss->verb;
   const Given& given = miss->given;
@@ -396,7 +400,8 @@ bool FastVerb::may_run_ahead(const Learned& learned) const {
 
 // A message waits for a call that has been made here: Python compares, and raises if it was another.
 void FastVerb::check_unclaimed(const CompletionQueue::Unclaimed& unclaimed) const {
-  helper.attr("check_unclaimed")(unclaimed.source, unclaimed.sequence, nb::bytes(unclaimed.header.data(), unclaimed.header.size()));
+  helper.attr("check_unclaimed")(unclaimed.source, unclaimed.sequence,
+                                 nb::bytes(unclaimed.header.data(), unclaimed.header.size()));
 }
 
 bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
@@ -435,7 +440,8 @@ bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
     if (run->phase == Operation::Phase::ended && run->outcome == Outcome::done) [[likely]] {
       is_done = true;
       path.completions.recycle(*run);
-      if (const UnexpectedMessage* const first = path.completions.first_unmet(path.context, stage.tag); first != nullptr) [[unlikely]]
+      if (const UnexpectedMessage* const first = path.completions.first_unmet(path.context, stage.tag);
+          first != nullptr) [[unlikely]]
         unclaimed.emplace(first->envelope);
     }
   }
@@ -457,8 +463,8 @@ bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
 }
 
 // Wait for the end of a run with the GIL let go; false if an exception is set.
-bool FastVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x, const nb::object& out,
-                   std::optional<CompletionQueue::Unclaimed>& unclaimed) {
+bool FastVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x,
+                    const nb::object& out, std::optional<CompletionQueue::Unclaimed>& unclaimed) {
   const Text header = learned.header;
   const std::int64_t started = now_ns(), stalled = started + path.stall_ns;
   CallLog::InFlightCall flight{sequence, path.completions, handle};
@@ -470,13 +476,15 @@ bool FastVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_
       const GilReleased released;
       Hold held = path.completions.engine().hold();
       const std::int64_t now = now_ns();
-      const bool has_other = path.completions.wait_for(held, run, std::min(now + slice_ns, stalled), flight.is_recalled);
+      const bool has_other =
+          path.completions.wait_for(held, run, std::min(now + slice_ns, stalled), flight.is_recalled);
       if (run.phase == Operation::Phase::ended) {
         is_done = run.outcome == Outcome::done;
         is_ours = is_done;
         if (is_done) {
           path.completions.recycle(run);
-          if (const UnexpectedMessage* const first = path.completions.first_unmet(path.context, tag_of(sequence)); first != nullptr) [[unlikely]]
+          if (const UnexpectedMessage* const first = path.completions.first_unmet(path.context, tag_of(sequence));
+              first != nullptr) [[unlikely]]
             unclaimed.emplace(first->envelope);
         }
       } else if (has_other) {
@@ -500,13 +508,14 @@ bool FastVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_
 }
 
 bool FastVerb::hand_over(const Text& header, uint64_t sequence, uint64_t handle, std::int64_t started, PyObject* x,
-                        const nb::object& out, nb::handle interruption) {
+                         const nb::object& out, nb::handle interruption) {
   ++path.handed_over;
   try {
     const nb::object given = x != nullptr ? nb::borrow(x) : nb::none();
     helper.attr("take_over")(verb_names[static_cast<size_t>(verb)], sequence, nb::bytes(header->data(), header->size()),
-              static_cast<double>(started) / 1e9, handle, nb::make_tuple(given, out.is_valid() ? out : nb::none()),
-              interruption.is_valid() ? interruption : nb::handle(Py_None));
+                             static_cast<double>(started) / 1e9, handle,
+                             nb::make_tuple(given, out.is_valid() ? out : nb::none()),
+                             interruption.is_valid() ? interruption : nb::handle(Py_None));
     return true;
   } catch (nb::python_error& error) {
     // An interrupt may have come before Python had it in hand: the memory must be left alone before we return.
@@ -578,8 +587,8 @@ void bind_hot_path(nb::module_& m) {
       });
   nb::class_<FastPath>(m, "FastPath")
       .def(nb::init<nb::object, nb::object, uint64_t, Py_ssize_t, size_t, double, nb::object, nb::object, nb::object>(),
-           nb::arg("engine"), nb::arg("call_log"), nb::kw_only(), nb::arg("context"), nb::arg("size"), nb::arg("window"),
-           nb::arg("stall_s"), nb::arg("array_type"), nb::arg("empty"), nb::arg("is_users"))
+           nb::arg("engine"), nb::arg("call_log"), nb::kw_only(), nb::arg("context"), nb::arg("size"),
+           nb::arg("window"), nb::arg("stall_s"), nb::arg("array_type"), nb::arg("empty"), nb::arg("is_users"))
       .def_prop_ro_static("verbs",
                           [](nb::handle) {
                             nb::list names;
@@ -589,8 +598,9 @@ void bind_hot_path(nb::module_& m) {
       .def("verb", &make_verb, nb::arg("name"), nb::arg("slow"), nb::arg("slow_path"))
       .def("unclaimed", &FastPath::unclaimed, nb::arg("sequence"))
       .def("unconfirmed_ranks", &FastPath::unconfirmed_ranks)
-      .def("cache_decision", &FastPath::cache_decision, nb::arg("sequence"), nb::arg("operation"), nb::arg("program"), nb::arg("dtype"),
-           nb::arg("op"), nb::arg("memory_in").none(), nb::arg("memory_out").none(), nb::arg("header"), nb::arg("divisor"))
+      .def("cache_decision", &FastPath::cache_decision, nb::arg("sequence"), nb::arg("operation"), nb::arg("program"),
+           nb::arg("dtype"), nb::arg("op"), nb::arg("memory_in").none(), nb::arg("memory_out").none(),
+           nb::arg("header"), nb::arg("divisor"))
       .def_ro("ended", &FastPath::ended)
       .def_ro("missed", &FastPath::missed)
       .def_ro("handed_over", &FastPath::handed_over);

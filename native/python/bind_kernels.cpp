@@ -5,8 +5,8 @@
 #include <optional>
 #include <string>
 
-#include "python/bind.hpp"
 #include "kernels/isa.hpp"
+#include "python/bind.hpp"
 
 namespace nb = nanobind;
 
@@ -55,14 +55,16 @@ Kernel require(Kernel kernel, const char* what, std::size_t dtype) {
 std::size_t elements(const Bytes& bytes, std::size_t itemsize) {
   if (bytes.size() % itemsize != 0)
     throw nb::value_error((std::to_string(bytes.size()) + " bytes are not a whole number of elements of " +
-                           std::to_string(itemsize) + " bytes").c_str());
+                           std::to_string(itemsize) + " bytes")
+                              .c_str());
   return bytes.size() / itemsize;
 }
 
 void require_equal(std::size_t dst_elements, std::size_t src_elements) {
   if (dst_elements != src_elements)
     throw nb::value_error(("the destination has " + std::to_string(dst_elements) + " elements, an operand " +
-                           std::to_string(src_elements)).c_str());
+                           std::to_string(src_elements))
+                              .c_str());
 }
 
 bool overlap(const Bytes& x, const Bytes& y) {

@@ -2,9 +2,9 @@
 
 #include <cmath>
 
-#include "python/bind.hpp"
 #include "engine/completion_queue.hpp"
 #include "engine/mailbox.hpp"
+#include "python/bind.hpp"
 
 namespace nb = nanobind;
 
@@ -46,7 +46,8 @@ class PyMailbox {
     if (engine_.is_forked()) return false;
     auto [view, owner] = view_of(data, PyBUF_SIMPLE);
     const Hold held = engine_.hold();
-    return box_->lend(dst, tag, static_cast<const byte*>(view->buf), static_cast<uint64_t>(view->len), number, std::move(owner));
+    return box_->lend(dst, tag, static_cast<const byte*>(view->buf), static_cast<uint64_t>(view->len), number,
+                      std::move(owner));
   }
 
   bool is_lent(uint64_t number) {
@@ -121,10 +122,11 @@ class PyMailbox {
     nb::list result;
     for (const MailboxMessage& letter : letters) {
       if (letter.number == 0)
-        result.append(nb::make_tuple(letter.source, nb::bytes(reinterpret_cast<const char*>(letter.data.get()), letter.nbytes)));
+        result.append(
+            nb::make_tuple(letter.source, nb::bytes(reinterpret_cast<const char*>(letter.data.get()), letter.nbytes)));
       else
-        result.append(nb::make_tuple(
-            letter.source, nb::make_tuple(letter.number, static_cast<int>(letter.outcome), letter.nbytes)));
+        result.append(nb::make_tuple(letter.source,
+                                     nb::make_tuple(letter.number, static_cast<int>(letter.outcome), letter.nbytes)));
     }
     return result;
   }

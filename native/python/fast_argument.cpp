@@ -29,7 +29,8 @@ bool is_tensor(PyObject* object) {
 
 }  // namespace
 
-Arguments::Arguments(nb::object array_type, nb::object empty) : array_type_(std::move(array_type)), empty_(std::move(empty)) {
+Arguments::Arguments(nb::object array_type, nb::object empty)
+    : array_type_(std::move(array_type)), empty_(std::move(empty)) {
   check_layout(array_type_, empty_);
   whole_ = nb::object(empty_(0, "int64").attr("dtype"));
   real_ = nb::object(empty_(0, "float64").attr("dtype"));

@@ -26,8 +26,7 @@ PyObject* interned(const char* word) {
 namespace {
 
 struct CallObject {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
+  PyObject_HEAD vectorcallfunc vectorcall;
   FastCall* call;
 };
 
@@ -94,10 +93,10 @@ PyType_Slot verb_slots[] = {
     {0, nullptr},
 };
 
-PyType_Spec verb_spec = {"unisono._native.Verb", sizeof(CallObject), 0,
-                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
-                             Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                         verb_slots};
+PyType_Spec verb_spec = {
+    "unisono._native.Verb", sizeof(CallObject), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    verb_slots};
 
 }  // namespace
 

@@ -17,8 +17,7 @@ namespace nb = nanobind;
 
 // NumPy's array object. Its layout is part of NumPy's binary interface, old and new; check_layout compares.
 struct ArrayObject {
-  PyObject_HEAD
-  engine::byte* data;
+  PyObject_HEAD engine::byte* data;
   int nd;
   Py_ssize_t* dimensions;
   Py_ssize_t* strides;
@@ -29,7 +28,9 @@ struct ArrayObject {
 inline constexpr int is_contiguous = 0x1, is_aligned = 0x100, is_writeable = 0x400;
 
 inline const ArrayObject& as_array(PyObject* object) { return *reinterpret_cast<const ArrayObject*>(object); }
-inline bool is_a(PyObject* object, nb::handle type) { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type.ptr(); }
+inline bool is_a(PyObject* object, nb::handle type) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type.ptr();
+}
 
 // Throws std::runtime_error if arrays that `empty` makes lie otherwise in memory than ArrayObject says.
 void check_layout(nb::handle array_type, nb::handle empty);

@@ -46,7 +46,7 @@ enum class Answer : uint8_t { met, withdrawn };
 enum class Fate : uint8_t { died, left, given_up };
 
 inline constexpr uint8_t flag_rendezvous_id = 1;  // eager: a rendezvous_id precedes the header
-inline constexpr uint8_t flag_run_ahead = 2;   // eager: the sender does not wait until it is met; see Inbox::ahead
+inline constexpr uint8_t flag_run_ahead = 2;      // eager: the sender does not wait until it is met; see Inbox::ahead
 // A message's header is not in the frame: it came before in this lane, and these bits say which it was (HeaderTable).
 inline constexpr uint8_t flag_known = 4;
 inline constexpr int place_shift = 3;

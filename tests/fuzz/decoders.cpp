@@ -108,7 +108,8 @@ class Place {
       for (size_t turns = services_.readers.size(); turns > 0 && !services_.readers.empty(); --turns)
         if (peer_.read_piece(*services_.readers.front(), scratch, sizeof scratch, sizeof scratch) != nullptr) return;
       for (SomeReceive& receive : receives_)
-        if (receive.is_late_ && receive.incoming != nullptr && receive.incoming->state == RendezvousReceive::State::waiting)
+        if (receive.is_late_ && receive.incoming != nullptr &&
+            receive.incoming->state == RendezvousReceive::State::waiting)
           peer_.supply(*receive.incoming);
       if (peer_.has_backlog() && peer_.link->over() == nullptr) peer_.flush();
     }
@@ -177,7 +178,8 @@ class Told final : public ByteStream {
 void feed_tcp(const Input& input) {
   static Poller poller;
   static const bool is_open = poller.open();
-  static const Descriptor events[lane_count] = {Descriptor(eventfd(0, EFD_CLOEXEC)), Descriptor(eventfd(0, EFD_CLOEXEC))};
+  static const Descriptor events[lane_count] = {Descriptor(eventfd(0, EFD_CLOEXEC)),
+                                                Descriptor(eventfd(0, EFD_CLOEXEC))};
   check(is_open && events[0] && events[1], "there is a poller");
   if (input.empty()) return;
   const auto first = static_cast<uint8_t>(input[0]);
@@ -189,7 +191,8 @@ void feed_tcp(const Input& input) {
   for (size_t i = 0; i < lane_count; ++i) {
     auto stream = std::make_unique<Told>(events[i].get(), (first & 4) != 0 ? 1000 : SIZE_MAX);
     told[i] = stream.get();
-    lanes[i] = std::make_unique<Connection>(place.peer(), poller, std::move(stream), static_cast<Lane>(i), checksum, manner);
+    lanes[i] =
+        std::make_unique<Connection>(place.peer(), poller, std::move(stream), static_cast<Lane>(i), checksum, manner);
   }
   Told& speaker = *told[first & 1];
   place.open(std::make_unique<TcpLink>(place.peer(), std::move(lanes[0]), std::move(lanes[1]), manner));
@@ -370,25 +373,32 @@ class Mutator {
   size_t place(const Input& input) { return input.empty() ? 0 : random_() % input.size(); }
 
   void change(Input& input) {
-    static constexpr uint64_t odd[] = {0, 1, 63, 64, 65, 255, 1024, 0x7fff, 0xffff, 0x7fffffff, 0xffffffff,
-                                       0x100000000, 0x100000001, 0x7fffffffffffffff, 0xffffffffffffffff};
+    static constexpr uint64_t odd[] = {0,
+                                       1,
+                                       63,
+                                       64,
+                                       65,
+                                       255,
+                                       1024,
+                                       0x7fff,
+                                       0xffff,
+                                       0x7fffffff,
+                                       0xffffffff,
+                                       0x100000000,
+                                       0x100000001,
+                                       0x7fffffffffffffff,
+                                       0xffffffffffffffff};
     if (input.empty()) return input.resize(1 + random_() % 64, static_cast<byte>(random_()));
     switch (random_() % 8) {
-      case 0:
-        input[place(input)] ^= static_cast<byte>(1u << random_() % 8);
-        break;
-      case 1:
-        input[place(input)] = static_cast<byte>(random_());
-        break;
+      case 0: input[place(input)] ^= static_cast<byte>(1u << random_() % 8); break;
+      case 1: input[place(input)] = static_cast<byte>(random_()); break;
       case 2: {
         const uint64_t value = odd[random_() % std::size(odd)];
         const size_t bytes = size_t{1} << random_() % 4, at = place(input) / bytes * bytes;
         if (at + bytes <= input.size()) std::memcpy(input.data() + at, &value, bytes);
         break;
       }
-      case 3:
-        input.resize(place(input));
-        break;
+      case 3: input.resize(place(input)); break;
       case 4: {
         const Input& other = pick();
         const size_t at = place(other);
@@ -473,7 +483,8 @@ int main(int argc, char** argv) {
   }
   const size_t after = resident_bytes();
   std::printf("%s: %zu inputs in %.0f s, memory grew by %zd KiB in the second half\n", decoder.c_str(), count,
-              static_cast<double>(now_ns() - start) / 1e9, (static_cast<ssize_t>(after) - static_cast<ssize_t>(before)) / 1024);
+              static_cast<double>(now_ns() - start) / 1e9,
+              (static_cast<ssize_t>(after) - static_cast<ssize_t>(before)) / 1024);
   check(after < before + (8 << 20), "memory does not grow");
   unlink((std::string(folder) + "/them.sock").c_str());
 }

@@ -19,10 +19,10 @@
 #include <vector>
 
 #include "base/digest.hpp"
+#include "clerk.hpp"
 #include "engine/engine.hpp"
 #include "engine/pingpong.hpp"
 #include "link/ring.hpp"
-#include "clerk.hpp"
 #include "office.hpp"
 
 using namespace unisono::engine;
@@ -277,8 +277,8 @@ std::shared_ptr<const Program> sum_of_all(int rank, int size, std::int64_t count
   return std::make_shared<Program>(rows, before, std::array<std::int64_t, 3>{count, count, 0}, size);
 }
 
-// Several engines with a completions and a pump each, and two threads that start runs and messages of unknown length: who
-// waits tells, also what the other waits for.
+// Several engines with a completions and a pump each, and two threads that start runs and messages of unknown length:
+// who waits tells, also what the other waits for.
 void test_desks(const char* folder, unsigned seed, bool shm) {
   constexpr int size = 4, turns = 40;
   Settings settings;
@@ -311,11 +311,13 @@ void test_desks(const char* folder, unsigned seed, bool shm) {
             const std::vector<byte> letter(count, static_cast<byte>(rank + turn));
             // Messages beside the run, on a context of their own: sent before it and received after it has begun.
             const auto sent = office.send(letter, right, context + 10, 0, turn % 3 == 0);
-            const auto ran = office.run(sum_of_all(rank, size, static_cast<std::int64_t>(count)), stage, "turn " + std::to_string(turn));
+            const auto ran = office.run(sum_of_all(rank, size, static_cast<std::int64_t>(count)), stage,
+                                        "turn " + std::to_string(turn));
             if (pauses() % 4 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(pauses() % 4));
             const auto received = office.receive(nullptr, left, context + 10, 0);
             const std::int64_t deadline = now_ns() + 60 * second;
-            check(office.wait(ran, deadline) && office.wait(sent, deadline) && office.wait(received, deadline), "all ends");
+            check(office.wait(ran, deadline) && office.wait(sent, deadline) && office.wait(received, deadline),
+                  "all ends");
             const Hold held = engines[rank]->hold();
             check(ran->outcome == Outcome::done && sent->outcome == Outcome::done && received->outcome == Outcome::done,
                   "all ends well");
@@ -517,8 +519,8 @@ void test_close_while_busy(const char* folder, unsigned seed, bool shm) {
   }
 }
 
-// Mailboxes: one thread of each asks in front and two serve in the background, while others interrupt_wait and waver; what is
-// long goes beside the letters. At the end the mailboxes close under whoever still reads.
+// Mailboxes: one thread of each asks in front and two serve in the background, while others interrupt_wait and waver;
+// what is long goes beside the letters. At the end the mailboxes close under whoever still reads.
 void test_mailboxes(const char* folder, unsigned seed, bool shm) {
   constexpr int size = 3;
   Settings settings;
@@ -642,7 +644,8 @@ void test_own_pieces(const char* folder) {
   for (size_t i = 0; i < nbytes; ++i) data[i] = static_cast<byte>(i * 7 + (i >> 20));
   auto engines = make_engines(1, folder, Settings());
   Engine& engine = *engines[0];
-  for (const Order order : {Order::receive_first, Order::kept, Order::half_kept, Order::sync, Order::taken_back, Order::kept}) {
+  for (const Order order :
+       {Order::receive_first, Order::kept, Order::half_kept, Order::sync, Order::taken_back, Order::kept}) {
     std::vector<byte> into(nbytes);
     PingSend send(engine);
     PingReceive receive(engine, into.data(), nbytes);

@@ -1,4 +1,5 @@
-// An engine, its completions and its pump thread: what bind_engine.cpp and backends/native.py make of them, without Python.
+// An engine, its completions and its pump thread: what bind_engine.cpp and backends/native.py make of them, without
+// Python.
 //
 // Knows who tells what has ended, and gives memory to whoever wants it. Does not know what the operations are for.
 
@@ -9,8 +10,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "engine/completion_queue.hpp"
 #include "collective/run.hpp"
+#include "engine/completion_queue.hpp"
 
 namespace unisono::engine {
 
@@ -138,7 +139,8 @@ class Office {
     slip.nbytes = receive.has_met ? receive.met.nbytes : 0;
     // What came at once lies in memory that the engine took; the rest is in ours. Both may be left from messages that
     // were taken back.
-    if (receive.own != nullptr && receive.into == receive.own.get()) slip.bytes.assign(receive.own.get(), receive.own.get() + slip.nbytes);
+    if (receive.own != nullptr && receive.into == receive.own.get())
+      slip.bytes.assign(receive.own.get(), receive.own.get() + slip.nbytes);
   }
 
   void pump() {
