@@ -1,5 +1,5 @@
 # Everything a newcomer needs: `make demo` and `make test` set the machine up by themselves.
-.PHONY: setup demo test test-more check format bench soak sanitize sanitize-build fuzz clean
+.PHONY: setup demo test test-more check format wheel bench soak sanitize sanitize-build fuzz clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -49,6 +49,10 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CPP)
+
+# Wheels in dist/ for every interpreter found, each tried in a fresh environment.
+wheel: $(VENV)/.tools
+	$(BIN)/python tools/wheels.py
 
 # The figures: collectives beside MPI and Gloo, calls beside torch.rpc, gRPC and ZeroMQ, import, start-up and memory.
 bench: $(STAMP)

@@ -171,7 +171,7 @@ def test_a_root_that_ran_ahead_hears_of_a_mismatch_in_its_next_call(
 
     for [error] in run_each(program, list(comms)).values():
         assert shows_both(error, "broadcast", "all_reduce"), error
-        assert error.report.count("test_hot_ahead.py:") == 2
+        assert error.report.count("test_run_ahead.py:") == 2
 
 
 @every_kind

@@ -598,7 +598,7 @@ FORBIDDEN_IMPORTS = {
     "code",
 }
 # Subcommands by the names in a table of its own; a spawned rank runs what its parent process names.
-EXEMPT = {"cli/__init__.py": ("import_module",), "launch/program.py": ("runpy", "import_module")}
+EXEMPT = {"cli/__init__.py": ("import_module",), "launcher/program.py": ("runpy", "import_module")}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "import_module"}
 
 
