@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from tests.support.paths import ROOT
 
+from unisono.testing import CASES
+
 EXAMPLES = ROOT / "examples"
 
 # What four ranks say, and what one process says that was started alone.
@@ -36,6 +38,7 @@ SAYS_ALONE = {
     "all_reduce": ["sum 1 in all 1,000,003 elements"],
     "overlap": ["mean of the last element 100,002", "one=1.0 two=2.0"],
     "parameter_server": ["1 ranks trained 20 weights; the largest error is 0.0"],
+    "own_backend": ["our own backend: [6, 6, 6]", f"{len(CASES)} cases passed"],
     "simulate": ["64 ranks agree on 31.5", "63 ranks raised PeerLost, naming (3,)", "replayed: True"],
 }
 
