@@ -95,11 +95,11 @@ class MinimalBackend(Backend):
             message.request.fail(error)
             return message.request
         message.request.withdraw_by(lambda _: message.withdraw(withdrawn()))
-        if message.is_eager:
-            message.request.complete()
         # The transport. Between processes, the bytes would travel, and a receive thread would call arrive().
         message.receiver.inbox.arrive(Envelope(self.rank, context, tag, data.nbytes, dtype, header), message)
-        if (error := self._unreachable(dst)) is not None:  # one of the two was closed meanwhile
+        if message.is_eager:
+            message.request.complete()  # not earlier: the next message must not overtake this one
+        elif (error := self._unreachable(dst)) is not None:  # one of the two was closed meanwhile
             message.withdraw(error)
         return message.request
 
