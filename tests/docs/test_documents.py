@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, file_of
 
 from unisono import errors
 from unisono.messaging.backend import Backend
@@ -51,3 +51,16 @@ def test_links_between_documents_and_names_of_files_lead_somewhere(document: Pat
         assert (document.parent / link).exists(), link
     for name in re.findall(r"`((?:src|tests|bench|examples|docs|native)/[\w./-]+\.\w+)(?:::\w+)?`", text):
         assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_test_that_a_document_names_exists(document: Path) -> None:
+    """Named as `test_file.py::test_name`; a further test of the same file as `::test_name`."""
+    source = ""
+    for file, name in re.findall(
+        r"`(?:tests/[\w/]+/)?(test_\w+\.py)?(?:::(test_\w+))?`", document.read_text()
+    ):
+        if file:
+            source = file_of(file.removeprefix("test_").removesuffix(".py")).read_text()
+        if name:
+            assert f"\ndef {name}(" in source, f"{file}::{name}"
