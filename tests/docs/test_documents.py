@@ -38,8 +38,8 @@ def test_calls_run_ahead_as_far_as_the_pages_say() -> None:
     source = (ROOT / "native/python/bind_fast_path.cpp").read_text()
     calls = re.search(r"ahead_max = (\d+);", source)[1]
     kib = re.search(r"ahead_bytes = (\d+) \* 1024;", source)[1]
-    assert f"up to {calls} calls before it waits for them" in text_of("docs/failure.md")
-    assert f"with up to {kib} KiB" in text_of("docs/failure.md")
+    assert f"up to {calls} calls before it waits for the receivers" in text_of("docs/failure.md")
+    assert f"a collective of up to {kib} KiB" in text_of("docs/failure.md")
     assert f"by up to {calls} calls of at most {kib} KiB each" in text_of("ARCHITECTURE.md")
     assert f"up to {calls} calls; a mismatch" in text_of("CHANGELOG.md")
 
