@@ -96,8 +96,6 @@ def test_binary_blocks_cost_two_rounds_more(size: int) -> None:
 
 def test_limits_in_the_text_are_those_in_the_code() -> None:
     text = re.sub(r"\s+", " ", PAGE.read_text())
-    assert (
-        f"segments of at least {layout._SEGMENT_COUNT // 1024} Ki elements, at most {layout._SEGMENTS_MAX} of them"
-        in text
-    )
+    least, most = layout._SEGMENT_COUNT // 1024, layout._SEGMENTS_MAX
+    assert f"segments of at least {least} Ki elements, at most {most} of them" in text
     assert f"({hierarchical._LARGE_COUNT // 1024} Ki elements or more)" in text
