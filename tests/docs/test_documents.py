@@ -46,11 +46,12 @@ def test_calls_run_ahead_as_far_as_the_pages_say() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_between_documents_and_names_of_files_lead_somewhere(document: Path) -> None:
+    """A file is named from the root of the repository, or of the package: `comm/group.py`."""
     text = document.read_text()
     for link in re.findall(r"\]\((?!http|#)([^)#]+)", text):
         assert (document.parent / link).exists(), link
-    for name in re.findall(r"`((?:src|tests|bench|examples|docs|native)/[\w./-]+\.\w+)(?:::\w+)?`", text):
-        assert (ROOT / name).exists(), name
+    for name in re.findall(r"`([a-z]+/[\w./-]+\.(?:py|md|hpp|cpp|json))(?:::\w+)?`", text):
+        assert (ROOT / name).exists() or (ROOT / "src/unisono" / name).exists(), name
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -76,26 +76,25 @@ def test_one_process_says_what_it_should(name: str) -> None:
         assert words in said
 
 
+def first_program(document: str, folder: Path) -> str:
+    """Write the first program of a document to a file; return its path."""
+    program = re.search(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+    assert program is not None
+    path = folder / "program.py"
+    path.write_text(program[1])
+    return str(path)
+
+
 def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
-    program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert program is not None
-    (tmp_path / "program.py").write_text(program[1])
-    assert run(str(tmp_path / "program.py")) == "[6.0, 6.0, 6.0, 6.0]\n"
+    assert run(first_program("README.md", tmp_path)) == "[6.0, 6.0, 6.0, 6.0]\n"
 
 
-def test_the_program_about_failures_runs(tmp_path: Path) -> None:
-    program = re.search(r"```python\n(.*?)```", (ROOT / "docs/failure.md").read_text(), re.DOTALL)
-    assert program is not None
-    (tmp_path / "program.py").write_text(program[1])
-    run(str(tmp_path / "program.py"))
+@pytest.mark.parametrize("document", ["docs/failure.md", "docs/simulation.md"])
+def test_the_program_of_a_page_runs(document: str, tmp_path: Path) -> None:
+    run(first_program(document, tmp_path))
 
 
-@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/failure.md"])
-def test_links_and_named_files_exist(document: str) -> None:
-    text = (ROOT / document).read_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    named = re.findall(r"`((?:src|tests|docs|examples|bench|plans|backends|simulation)/[\w/.]+\.\w+)`", text)
-    for link in links:
-        assert (ROOT / document).parent.joinpath(link).exists(), link
-    for name in named:
-        assert (ROOT / name).exists() or (ROOT / "src/unisono" / name).exists(), name
+def test_the_program_about_remote_calls_runs(tmp_path: Path) -> None:
+    said = run("-m", "unisono", "run", "-n", "2", first_program("docs/rpc.md", tmp_path))
+    assert [line.split()[-1] for line in said.splitlines()][:2] == ["5", str(sum(range(1, 1001)))]
+    assert "[2, 2]" in said
