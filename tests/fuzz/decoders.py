@@ -19,7 +19,7 @@ from typing import Any
 from unisono.bootstrap import protocol
 from unisono.bootstrap.limits import REQUEST_BYTES_MAX
 from unisono.bootstrap.ticket import Ticket
-from unisono.comm import control
+from unisono.comm.control_messages import GroupFailure, decode
 from unisono.comm.world import card_of
 from unisono.core import codec
 from unisono.errors import ProtocolError, UsageError
@@ -63,9 +63,9 @@ def join(data: bytes) -> None:
 
 def control_message(data: bytes) -> None:
     """What ranks tell each other beside the data."""
-    news = control.decode(data)
-    if isinstance(news, control.Verdict):
-        str(news.error(3))
+    message = decode(data)
+    if isinstance(message, GroupFailure):
+        str(message.error(3))
 
 
 def card(data: bytes) -> None:

@@ -24,19 +24,18 @@ import unisono as uni
 from unisono.backends.framed import _HEAD, FramedBackend, FrameTransport, Head, Kind
 from unisono.backends.local import LocalBackend
 from unisono.comm.communicator import Communicator
-from unisono.comm.control import (
-    EARLY_BYTES_MAX,
+from unisono.comm.control import Control
+from unisono.comm.control_messages import (
     RANKS_MAX,
-    Answer,
-    Control,
     Goodbye,
-    Query,
+    GroupFailure,
     ServiceQuery,
-    Verdict,
-    _EarlyNews,
-    _encode,
+    StallQuery,
+    StallReply,
     decode,
+    encode,
 )
+from unisono.comm.early_messages import EARLY_BYTES_MAX, EarlyMessages
 from unisono.core.clock import RealRuntime
 from unisono.core.envelope import Lane, Tags
 from unisono.core.request import Request
@@ -239,8 +238,8 @@ def test_closed_and_forgotten_groups_take_no_credit_with_them(
 # -- news about communicators that are not known here -----------------------------------------------------
 
 
-def verdict(context: int, text: str = "x") -> Verdict:
-    return Verdict(context, "PeerAborted", text, text, text, (1,))
+def failure(context: int, text: str = "x") -> GroupFailure:
+    return GroupFailure(context, "PeerAborted", text, text, text, (1,))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -252,10 +251,10 @@ def test_early_news_is_kept_within_a_budget_per_sender(
     controls = [comm._group.control for comm in comms]
     assert outcome(lambda: run_each(lambda comm: comm.barrier(), comms).values()) == [None] * 3
     pair = comms[2].sub([0, 2])
-    controls[2].tell([0], verdict(pair._group.context, "rank 2 will not do it"))
+    controls[2].send([0], failure(pair._group.context, "rank 2 will not do it"))
     text, count = "y" * 4000, 3 * EARLY_BYTES_MAX // 12_000
     for context in range(count):
-        controls[1].tell([0], verdict(1000 + context, text))
+        controls[1].send([0], failure(1000 + context, text))
     # Behind all that on the same way: when it is here, the others are.
     run_each(lambda comm: comm.barrier(), comms).values()
     early = controls[0]._early
@@ -276,7 +275,7 @@ def test_a_rank_that_runs_far_ahead_and_leaves_every_group_is_heard_of_in_each(
     make: Callable[..., list[Communicator]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last words in 40 groups are more than is kept here: in each, its data and its end are known."""
-    monkeypatch.setattr("unisono.comm.control.EARLY_BYTES_MAX", 6000)
+    monkeypatch.setattr("unisono.comm.early_messages.EARLY_BYTES_MAX", 6000)
     groups = 40
 
     def program(comm: Communicator) -> list[str] | None:
@@ -307,23 +306,23 @@ def test_a_rank_that_runs_far_ahead_and_leaves_every_group_is_heard_of_in_each(
 
 
 def test_early_news_loses_all_calls_but_the_last_before_any_is_dropped() -> None:
-    early, calls = _EarlyNews(), {number: bytes([number]) * 400 for number in range(4)}
-    full = _encode(Goodbye(0, Lane.CONTROL, calls))
+    early, calls = EarlyMessages(), {number: bytes([number]) * 400 for number in range(4)}
+    full = encode(Goodbye(0, Lane.CONTROL, calls))
     count = 2 * EARLY_BYTES_MAX // len(full)
     for context in range(count):
         early.keep(1, context, msgspec.msgpack.encode(Goodbye(context, Lane.CONTROL, calls)))
         early.keep(1, context, msgspec.msgpack.encode(Goodbye(context, Lane.BULK)))
         assert early._bytes[1] <= EARLY_BYTES_MAX
     for context in range(count):
-        kept = [decode(data) for _, data in early.taken(context)]
-        assert [news.lane for news in kept] == [Lane.CONTROL, Lane.BULK]
+        kept = [message for _, message in early.take(context)]
+        assert [message.lane for message in kept] == [Lane.CONTROL, Lane.BULK]
         assert kept[0].calls in (calls, {3: calls[3]})
     assert early._bytes[1] == 0
-    assert not any(early._full.values())
+    assert not any(early._unshortened.values())
 
 
 def test_a_control_message_holds_no_more_than_its_fields_may() -> None:
-    longest = Verdict.of(
+    longest = GroupFailure.of(
         CollectiveMismatch("\U0001f3b5" * 9000, report="\U0001f3b5" * 9000, cause="\U0001f3b5" * 9000),
         2**64 - 1,
         is_abort=True,
@@ -337,12 +336,12 @@ def test_a_control_message_holds_no_more_than_its_fields_may() -> None:
     assert len(data) <= CONTROL_BYTES_MAX
     assert decode(data) == longest
     for wrong in (
-        verdict(1, "x" * 4097),
-        Query(1, 1, bytes(1025)),
+        failure(1, "x" * 4097),
+        StallQuery(1, 1, bytes(1025)),
         Goodbye(1, Lane.BULK, dict.fromkeys(range(65), b"")),
         ServiceQuery(1, "x" * 4097),
         ServiceQuery(1, "x", {n: n for n in range(65)}),
-        Answer(1, 1, True, tuple(range(RANKS_MAX + 1))),
+        StallReply(1, 1, True, tuple(range(RANKS_MAX + 1))),
     ):
         with pytest.raises(ProtocolError, match="malformed"):
             decode(msgspec.msgpack.encode(wrong))
@@ -353,7 +352,7 @@ def test_who_asks_without_end_and_takes_no_answers_gets_a_bounded_number() -> No
     backends = LocalBackend.create(2)
     control = Control(backends[0])
     for number in range(20_000):
-        question = msgspec.msgpack.encode(Query(77, number, b"barrier"))
+        question = msgspec.msgpack.encode(StallQuery(77, number, b"barrier"))
         backends[1].start_send(0, 0, Tags.CONTROL, memoryview(question), lane=Lane.CONTROL)
         if number % 40:
             continue
@@ -361,8 +360,8 @@ def test_who_asks_without_end_and_takes_no_answers_gets_a_bounded_number() -> No
         backends[1].start_send(0, 0, Tags.CONTROL, memoryview(knock), lane=Lane.CONTROL)
     queued = len(backends[0]._hub.inboxes[1].inbound_from(0))
     assert queued < 30_000  # those that fit the credit of the lane, and a thousand
-    assert control._answers[1] <= 1024
-    assert control._knocks_of(1) <= 64
+    assert control._replies_unsent[1] <= 1024
+    assert control._queries_of(1) <= 64
     for backend in backends:
         backend.close()
 

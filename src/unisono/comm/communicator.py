@@ -177,7 +177,7 @@ class Communicator:
         group = Group(
             backend, Control(backend), WORLD_CONTEXT, "world", descriptor, ranks, is_introduced=True
         )
-        group.control.join(group)
+        group.control.add_group(group)
         return cls(group, None)
 
     # -- what it is ---------------------------------------------------------------------------------------
@@ -317,8 +317,8 @@ class Communicator:
         """Leave without waiting for anybody, with all groups within."""
         for child in self._living():
             child._forsake(cause)
-        self._group.warn_of_loose_ends("")
-        self._group.forget(cause)
+        self._group.loose_ends.warn("")
+        self._group.leave(cause)
         if self._parent is None:
             _worlds.discard(self)
             if self._forgotten is not None and self._forgotten.detach() is not None:
@@ -402,7 +402,7 @@ class Communicator:
         control, ranks = self._group.control, tuple(self._group.world_ranks[rank] for rank in members)
         group = Group(backend, control, context, name, descriptor, ranks, is_introduced=is_introduced)
         group.epoch, group.parent = self.epoch, self._group
-        control.join(group)
+        control.add_group(group)
         return Communicator(group, self)
 
 
@@ -459,7 +459,7 @@ class SlowPathHandler:
     def check_unclaimed(self, source: int, sequence: int, theirs: bytes) -> None:
         """A message waits for a call that was made here: raise if that was another call than its sender's."""
         if not self._group.on_unclaimed(source, sequence, theirs):
-            self._group.wait_until_known()
+            self._group.wait_for_mismatch()
             self._group.check_usable(is_collective=True)
 
 
@@ -509,5 +509,5 @@ def _leave_later(group: Group) -> None:
 
 
 def _leave(group: Group) -> None:
-    group.forget()
+    group.leave()
     group.backend.end_group(group.context)

@@ -15,8 +15,8 @@ import pytest
 from tests.process.test_run import PATIENCE_S, gone, launched, run
 
 import unisono as uni
-from unisono.comm.control import Verdict
-from unisono.comm.inquiry import Inquiry
+from unisono.comm.control_messages import GroupFailure
+from unisono.comm.mismatch import Mismatch
 from unisono.errors import CollectiveMismatch, PeerAborted, PeerLost, UnisonoError, UsageError, lost_text
 from unisono.launcher import summary as summary_module
 from unisono.launcher.failure import End, blamed, culprit, describe
@@ -181,10 +181,10 @@ def test_the_culprit_is_whom_victims_name(ends: list[End], wanted: int) -> None:
 
 def odd(culprits: tuple[int, ...], size: int) -> CollectiveMismatch:
     """The error of a mismatch in which these ranks differ from the others."""
-    inquiry = Inquiry(3)
+    mismatch = Mismatch(3)
     calls = dict.fromkeys(range(size), b"all_reduce float32[4] op=sum")
-    inquiry.add({**calls, **{rank: b"all_reduce float%d[4] op=sum" % (rank + 8) for rank in culprits}})
-    return inquiry.error(tuple(range(size)), 0, "world", 0)
+    mismatch.add({**calls, **{rank: b"all_reduce float%d[4] op=sum" % (rank + 8) for rank in culprits}})
+    return mismatch.error(tuple(range(size)), 0, "world", 0)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def odd(culprits: tuple[int, ...], size: int) -> CollectiveMismatch:
         (PeerAborted("rank 7 aborted", rank=7, cause="ValueError: rank 2 is gone"), (7,)),
         (PeerLost(lost_text((3, 4), "cannot be reached from rank 0"), ranks=(3, 4)), (3, 4)),
         (PeerAborted("rank 7 gave up", rank=7, cause="OSError: no space"), (7,)),
-        (Verdict.of(UsageError("no such op"), 0).error(7), (7,)),
+        (GroupFailure.of(UsageError("no such op"), 0).error(7), (7,)),
         (PeerAborted("rank 1 cancelled all_reduce", rank=1), (1,)),
         (odd((2,), 4), (2,)),
         (odd((0, 5), 32), (0, 5)),

@@ -17,7 +17,7 @@ from tests.support.engines import MakeWorld, world
 
 import unisono as uni
 from unisono.comm.communicator import Communicator
-from unisono.comm.control import ServiceFound
+from unisono.comm.control_messages import ServiceFound
 from unisono.core.envelope import Lane, Tags
 from unisono.rpc import Agent
 from unisono.rpc.frames import Answer, Ask, Bye, Failure, PackedAnswer, PackedItem, decode, encode
@@ -136,7 +136,7 @@ def server_and_mute(
             request.cancel()
         return found
 
-    comms[1]._group.control.tell([0], ServiceFound(agent.context, "mute"))
+    comms[1]._group.control.send([0], ServiceFound(agent.context, "mute"))
     wait_until(lambda: agent._peers[1].name == "mute", "rank 0 takes it for an agent")
     return agent, say, read
 

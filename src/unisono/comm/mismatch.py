@@ -14,19 +14,18 @@ from typing import Final
 from unisono.core.envelope import HEADER_BYTES_MAX
 from unisono.errors import CollectiveMismatch, Location, ranks_text
 
-__all__ = ["FORGOTTEN", "Inquiry", "call_of"]
+__all__ = ["FORGOTTEN", "Mismatch", "call_of"]
 
 # Stands for a call of ours that is no longer remembered.
 FORGOTTEN: Final = b"(another call, made long ago)"
 
 
-class Inquiry:
+class Mismatch:
     """The calls of members under one number."""
 
     def __init__(self, sequence: int) -> None:
         self.sequence = sequence
         self.calls: dict[int, bytes] = {}
-        self.is_over = False
 
     def add(self, calls: Mapping[int, bytes]) -> None:
         """Learn what members called; what is known already counts."""
