@@ -535,7 +535,7 @@ class LendsTheBuffer(Mutant):
         if not 90 < data.nbytes <= self.config.eager_bytes or how.get("sync"):
             return super().start_send(dst, context, tag, data, **how)
         shown = super().start_send(dst, context, tag, memoryview(bytes(data)), **how)
-        for queued in self.inner._hub.inboxes[dst]._matcher.all_arrived():
+        for queued in self.inner._hub.inboxes[dst]._matcher.all_unexpected():
             about = queued.envelope
             if (about.source, about.tag, about.nbytes) == (self.rank, tag, data.nbytes):
                 queued.payload.data = data  # type: ignore[attr-defined]
