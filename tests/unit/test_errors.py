@@ -149,7 +149,7 @@ def test_an_error_that_is_told_no_next_step_names_the_usual_one(kind: type[Uniso
 def test_an_error_has_one_next_step_even_if_another_error_is_its_cause() -> None:
     first = UsageError("root=9; allowed: ranks 0 to 3")
     assert str(PeerAborted("rank 1 aborted", rank=1, cause=f"UsageError: {first}")) == (
-        "rank 1 aborted: UsageError: root=9; allowed: ranks 0 to 3. Next: look at that rank first"
+        "rank 1 aborted: UsageError: root=9; allowed: ranks 0 to 3. Next: see the error of that rank first"
     )
 
 
