@@ -416,7 +416,7 @@ def test_nothing_is_left_of_operations_that_ended() -> None:
         inbox: Any = comm.backend._hub.inboxes[comm.rank]  # type: ignore[attr-defined]
         assert list(inbox._matcher.all_unexpected()) == []
         assert len(list(inbox._matcher.all_posted())) == 1, "only control listens"
-        assert comm._group.pending == {}
+        assert comm._group.state.pending == {}
         assert len(comm._group.call_log) <= 64
     for comm in world:
         comm.close()

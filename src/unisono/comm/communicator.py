@@ -251,7 +251,7 @@ class Communicator:
             color = next(i for i, ranks in enumerate(group) if self.rank in ranks)
             child = self.split(color, self.rank)
             assert child is not None
-            child._group.name = name
+            child._group.state.name = name
             axes[name] = child
         return Mesh(grid, self.rank, axes)
 
@@ -400,8 +400,17 @@ class Communicator:
         is_introduced: bool,
     ) -> Communicator:
         control, ranks = self._group.control, tuple(self._group.world_ranks[rank] for rank in members)
-        group = Group(backend, control, context, name, descriptor, ranks, is_introduced=is_introduced)
-        group.epoch, group.parent = self.epoch, self._group
+        group = Group(
+            backend,
+            control,
+            context,
+            name,
+            descriptor,
+            ranks,
+            is_introduced=is_introduced,
+            epoch=self.epoch,
+            parent=self._group,
+        )
         control.add_group(group)
         return Communicator(group, self)
 

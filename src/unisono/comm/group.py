@@ -47,7 +47,7 @@ T = TypeVar("T")
 _GOODBYE_CALLS: Final = 4
 
 
-class Group(GroupState):
+class Group:
     """The members of one communicator, seen from one of them."""
 
     def __init__(
@@ -60,13 +60,20 @@ class Group(GroupState):
         world_ranks: tuple[int, ...],
         *,
         is_introduced: bool,
+        epoch: int = 0,
+        parent: Group | None = None,
     ) -> None:
-        super().__init__(backend, control, context, name, descriptor, world_ranks)
-        self.parent: Group | None = None
-        self.loose_ends = LooseEnds(self)
-        self._mismatches = MismatchCollector(self, self.abort)
-        self._run_ahead = RunAhead(self, self._mismatches)
-        self._stalls = StallQueries(self)
+        state = GroupState(backend, control, context, name, descriptor, world_ranks, epoch)
+        self.state = state
+        self.backend, self.control, self.call_log = backend, control, state.call_log
+        self.context, self.descriptor = context, descriptor
+        self.world_ranks, self.world_rank = world_ranks, state.world_rank
+        self.parent = parent
+        # The parts know the state, not the group: without a cycle, a group that is dropped is freed at once.
+        self.loose_ends = LooseEnds(state)
+        self._mismatches = MismatchCollector(state, self.abort)
+        self._run_ahead = RunAhead(state, self._mismatches)
+        self._stalls = StallQueries(state)
         # Optional fast paths of the backend: for collectives and for messages.
         self.hot = backend.fast_path(context, backend.size, self.call_log, self.on_unclaimed)
         self._run_ahead.fast_path = self.hot
@@ -77,6 +84,16 @@ class Group(GroupState):
         # The members of a group made by `sub` have not talked to each other: the first message to each of
         # these carries the group's descriptor.
         self._to_introduce = set() if is_introduced else set(self.world_ranks)
+
+    @property
+    def name(self) -> str:
+        """What errors call the communicator."""
+        return self.state.name
+
+    @property
+    def epoch(self) -> int:
+        """The number of the membership view."""
+        return self.state.epoch
 
     # -- operations ---------------------------------------------------------------------------------------
 
@@ -98,11 +115,11 @@ class Group(GroupState):
             operation, deadline, begun or runtime.now(), steps, is_collective=is_collective, is_send=is_send
         )
         # Checked, numbered and pending under one hold of the lock: no error of the group can miss it.
-        with self.lock:
+        with self.state.lock:
             self.check_usable(is_collective, operation)
             if is_collective:
                 call.sequence = entry.sequence = self.call_log.take()
-            self.pending[id(entry)] = entry
+            self.state.pending[id(entry)] = entry
             if timers:
                 started = self.loose_ends.add_started(operation)
                 call.on_result = lambda error: self._on_result(call, started, error)
@@ -114,13 +131,13 @@ class Group(GroupState):
     ) -> Work[T]:
         """Take over a collective that has its number and is under way below Python."""
         call, task, entry = self._prepared(operation, NEVER, started_at, steps, is_collective=True)
-        with self.lock:
+        with self.state.lock:
             call.sequence = entry.sequence = sequence
-            self.pending[id(entry)] = entry
+            self.state.pending[id(entry)] = entry
             # The group may have failed before the operation was pending here.
-            reason = self._backend_closed_error() if self.is_backend_closed else None
-            if self.closed is not None or self.poisoned_by is not None:
-                reason = self.closed if self.closed is not None else self.poison_error()
+            reason = self._backend_closed_error() if self.state.is_backend_closed else None
+            if self.state.closed is not None or self.state.poisoned_by is not None:
+                reason = self.state.closed if self.state.closed is not None else self.state.poison_error()
         if reason is not None:
             task.interrupt(reason)
         task.begin(timers=False)
@@ -158,8 +175,8 @@ class Group(GroupState):
 
     def calls_under_way(self) -> list[Call]:
         """The operations that have not ended."""
-        with self.lock:
-            return [entry.task.call for entry in self.pending.values()]
+        with self.state.lock:
+            return [entry.task.call for entry in self.state.pending.values()]
 
     def check_usable(self, is_collective: bool, operation: str | None = None) -> None:
         """Refuse an operation on a closed or broken communicator.
@@ -168,11 +185,11 @@ class Group(GroupState):
         into the report, and `remember` raises the mismatch.
         """
         here = Location(operation, self.name, self.epoch)
-        if self.closed is not None:
-            raise self.closed.located(here)
-        is_refused = self.poisoned_by is not None and (is_collective or self.is_aborted)
+        if self.state.closed is not None:
+            raise self.state.closed.located(here)
+        is_refused = self.state.poisoned_by is not None and (is_collective or self.state.is_aborted)
         if is_refused and not self._mismatches.is_collecting:
-            error = self.poison_error().located(here)
+            error = self.state.poison_error().located(here)
             self.loose_ends.note_raised(str(here), error)
             raise error
 
@@ -182,11 +199,11 @@ class Group(GroupState):
         Raises:
             CollectiveMismatch: a member called something else under this number.
         """
-        with self.lock:
+        with self.state.lock:
             self.call_log.remember(sequence, fingerprint)
-            known = list(self.last_calls.items())
+            known = list(self.state.last_calls.items())
             early = self._stalls.take_early(sequence)
-            self.update_fast_path()
+            self.state.update_fast_path()
         if (mismatch := self._mismatches.add_to_current()) is not None:
             raise mismatch
         known += [(rank, {sequence: theirs}) for rank, theirs in early.items()]
@@ -218,7 +235,7 @@ class Group(GroupState):
 
     def introduction(self, peer: int) -> bytes:
         """The header of a user's message: our descriptor in the first one to each peer, else nothing."""
-        with self.lock:
+        with self.state.lock:
             there = self.world_ranks[peer]
             if there not in self._to_introduce:
                 return b""
@@ -257,7 +274,7 @@ class Group(GroupState):
         Raises:
             UsageError: the group has or had a service for this purpose.
         """
-        with self.lock:
+        with self.state.lock:
             self.check_usable(is_collective=False)
             if purpose in self._services:
                 raise UsageError(
@@ -271,27 +288,27 @@ class Group(GroupState):
 
     def poison(self, error: UnisonoError) -> None:
         """The members are no longer in step: end every collective, refuse the next, tell the others once."""
-        with self.lock:
-            if self.closed is not None or self.poisoned_by is not None:
+        with self.state.lock:
+            if self.state.closed is not None or self.state.poisoned_by is not None:
                 return
-            self.poisoned_by = error
-            self.update_fast_path()
+            self.state.poisoned_by = error
+            self.state.update_fast_path()
         self.control.send(self.world_ranks, GroupFailure.of(error, self.context))
-        self.interrupt(self.poison_error, only_collectives=True)
-        self.wake_all()
+        self.state.interrupt(self.state.poison_error, only_collectives=True)
+        self.state.wake_all()
 
     def abort(self, error: UnisonoError) -> None:
         """A member gives up for good: end everything. If the group was poisoned before, that is the cause."""
         self._mismatches.conclude()
-        with self.lock:
-            if self.closed is not None or self.is_aborted:
+        with self.state.lock:
+            if self.state.closed is not None or self.state.is_aborted:
                 return
-            self.is_aborted = True
-            self.poisoned_by = self.poisoned_by if self.poisoned_by is not None else error
-            root_cause = self.poisoned_by
-            self.update_fast_path()
+            self.state.is_aborted = True
+            self.state.poisoned_by = self.state.poisoned_by if self.state.poisoned_by is not None else error
+            root_cause = self.state.poisoned_by
+            self.state.update_fast_path()
         self.control.send(self.world_ranks, self._mismatches.failure_message(root_cause, is_abort=True))
-        self.interrupt(self.poison_error, only_collectives=False)
+        self.state.interrupt(self.state.poison_error, only_collectives=False)
         for service in list(self._services.values()):
             service.on_abort(root_cause)
 
@@ -304,38 +321,40 @@ class Group(GroupState):
         """
         for service in list(self._services.values()):
             service.close()
-        with self.lock:
-            if self.closed is not None:
+        with self.state.lock:
+            if self.state.closed is not None:
                 return
-            sends = [entry for entry in self.pending.values() if entry.is_send]
+            sends = [entry for entry in self.state.pending.values() if entry.is_send]
         self._flush(sends)
         ran_ahead = self._confirm_before_close()
         is_mismatch_unseen = (
             ran_ahead
-            and isinstance(self.poisoned_by, CollectiveMismatch)
-            and not (self.is_poison_seen or self.is_aborted)
+            and isinstance(self.state.poisoned_by, CollectiveMismatch)
+            and not (self.state.is_poison_seen or self.state.is_aborted)
         )
         if not is_mismatch_unseen:
             self.loose_ends.warn(f" at {call_site()}")
         self.leave()
         if is_mismatch_unseen:
-            raise self.poison_error()
+            raise self.state.poison_error()
 
     def leave(self, cause: str | None = None) -> None:
         """Say goodbye without waiting for anything. `cause` says why, if the user did not close the group."""
-        with self.lock:
-            if self.closed is not None:
+        with self.state.lock:
+            if self.state.closed is not None:
                 return
             next_step = None if cause is None else "close it, or join the threads that use it, before that"
-            self.closed = ClosedError(
+            self.state.closed = ClosedError(
                 f"communicator {self.name!r} is closed", cause=cause, next_step=next_step
             )
-            self.update_fast_path()
+            self.state.update_fast_path()
             last_calls = self.call_log.last(_GOODBYE_CALLS)
-        self.interrupt(self.closed, only_collectives=False)
-        if not self.is_aborted:
-            if self.poisoned_by is not None:  # sent before in the other lane, but must precede the goodbye
-                failure = self._mismatches.failure_message(self.poisoned_by)
+        self.state.interrupt(self.state.closed, only_collectives=False)
+        if not self.state.is_aborted:
+            if (
+                self.state.poisoned_by is not None
+            ):  # sent before in the other lane, but must precede the goodbye
+                failure = self._mismatches.failure_message(self.state.poisoned_by)
                 self.control.send(self.world_ranks, failure, Lane.BULK)
             for lane in (Lane.BULK, Lane.CONTROL):
                 self.control.send(self.world_ranks, Goodbye(self.context, lane, last_calls), lane)
@@ -344,7 +363,7 @@ class Group(GroupState):
     @property
     def is_closed(self) -> bool:
         """Whether this rank has closed it."""
-        return self.closed is not None
+        return self.state.closed is not None
 
     def _flush(self, sends: list[Pending]) -> None:
         runtime = self.backend.runtime
@@ -363,7 +382,7 @@ class Group(GroupState):
         ranks = self._run_ahead.unconfirmed_ranks()
         self._run_ahead.find_unclaimed()
         self.wait_for_mismatch()
-        if ranks and self.poisoned_by is None and not self.is_backend_closed:
+        if ranks and self.state.poisoned_by is None and not self.state.is_backend_closed:
             deadline = self.backend.runtime.deadline(self.backend.config.flush_s)
             self._wait("close", deadline, lambda call: self._run_ahead.confirm(call, ranks))
         return bool(ranks)
@@ -382,10 +401,10 @@ class Group(GroupState):
             wait_or_cancel(self.start(operation, deadline, steps, is_collective=False, timers=False))
 
     def _on_end(self, entry: Pending, error: UnisonoError | None) -> None:
-        with self.lock:
-            self.pending.pop(id(entry), None)
+        with self.state.lock:
+            self.state.pending.pop(id(entry), None)
         if error is not None and entry.sequence is not None and not isinstance(error, ClosedError):
-            self.is_poison_seen = True
+            self.state.is_poison_seen = True
             self.poison(error)
 
     def _on_result(self, call: Call, started: tuple[str, str] | None, error: BaseException | None) -> None:
@@ -413,7 +432,7 @@ class Group(GroupState):
             case GroupFailure():
                 self.poison(message.error(sender))
             case Goodbye():
-                is_complete = self.add_goodbye(sender, message)
+                is_complete = self.state.add_goodbye(sender, message)
                 self._mismatches.compare(sender, message.calls)
                 if is_complete:
                     self._on_left(sender, "left")
@@ -433,30 +452,30 @@ class Group(GroupState):
         if down.left:
             self._on_left(down.rank, down.cause)
             return
-        with self.lock:
-            self.dead[down.rank] = down.cause
-            self.update_fast_path()
+        with self.state.lock:
+            self.state.dead[down.rank] = down.cause
+            self.state.update_fast_path()
         self._mismatches.conclude(if_complete=True)
-        self.poison(self.lost_error([down.rank]))
-        self.wake_all()
+        self.poison(self.state.lost_error([down.rank]))
+        self.state.wake_all()
 
     def on_backend_closed(self) -> None:
         """The backend was closed under this group: operations that wait for messages would never end."""
-        with self.lock:
-            self.is_backend_closed = True
-            self.update_fast_path()
-        self.interrupt(self._backend_closed_error(), only_collectives=False)
+        with self.state.lock:
+            self.state.is_backend_closed = True
+            self.state.update_fast_path()
+        self.state.interrupt(self._backend_closed_error(), only_collectives=False)
 
     def ranks_left(self) -> Container[int]:
         """The world ranks of the members that have closed the group."""
-        return self.left
+        return self.state.left
 
     def _on_left(self, rank: int, cause: str) -> None:
-        with self.lock:
-            self.left.setdefault(rank, cause)
-            self.update_fast_path()
+        with self.state.lock:
+            self.state.left.setdefault(rank, cause)
+            self.state.update_fast_path()
         self._mismatches.conclude(if_complete=True)
-        self.wake_all()
+        self.state.wake_all()
 
     def _backend_closed_error(self) -> UnisonoError:
         return ClosedError(f"rank {self.world_rank} is closed")
@@ -465,36 +484,38 @@ class Group(GroupState):
 
     def _unreachable_error_of(self, call: Call) -> UnisonoError | None:
         """Why an operation that waits now can never end, if so."""
-        gone = self.gone()
+        gone = self.state.gone()
         if not gone or self._mismatches.is_collecting:
             return None
         if self._mismatches.is_found and call.sequence is not None:
-            return self.poison_error()  # the rank that left had called something else: that is the cause
+            return (
+                self.state.poison_error()
+            )  # the rank that left had called something else: that is the cause
         if not call.is_wildcard:
             needed = [rank for rank in call.waiting_on() if rank in gone and not self._has_joined(call, rank)]
-        elif self.dead:
-            needed = list(self.dead)
+        elif self.state.dead:
+            needed = list(self.state.dead)
         else:
             others = [rank for rank in self.world_ranks if rank != self.world_rank]
             needed = others if all(rank in gone for rank in others) else []
         if not needed:
             return None
         # A rank that left because the parent was aborted may never have made this group.
-        cause = None if any(rank in self.dead for rank in needed) else self._ancestor_abort()
-        return cause if cause is not None else self.lost_error(needed)
+        cause = None if any(rank in self.state.dead for rank in needed) else self._ancestor_abort()
+        return cause if cause is not None else self.state.lost_error(needed)
 
     def _has_joined(self, call: Call, rank: int) -> bool:
         """Whether a member that left had called a joint collective before, and so has done its part."""
-        if not call.is_joint or call.sequence is None or rank in self.dead:
+        if not call.is_joint or call.sequence is None or rank in self.state.dead:
             return False
-        return any(number >= call.sequence for number in self.last_calls.get(rank, ()))
+        return any(number >= call.sequence for number in self.state.last_calls.get(rank, ()))
 
     def _ancestor_abort(self) -> UnisonoError | None:
         """The error of the nearest ancestor that was aborted."""
         above = self.parent
-        while above is not None and not above.is_aborted:
+        while above is not None and not above.state.is_aborted:
             above = above.parent
-        return None if above is None else above.poison_error()
+        return None if above is None else above.state.poison_error()
 
     def _in_world_ranks(self, error: BaseException) -> BaseException:
         """The error of a request, whose ranks are those of the group, as users see it."""

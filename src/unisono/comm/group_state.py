@@ -45,12 +45,13 @@ class GroupState:
         name: str,
         descriptor: bytes,
         world_ranks: tuple[int, ...],
+        epoch: int,
     ) -> None:
         self.backend = backend
         self.control = control
         self.context = context
         self.name = name
-        self.epoch = 0
+        self.epoch = epoch
         self.descriptor = descriptor
         self.world_ranks = world_ranks
         self.world_rank = world_ranks[backend.rank]

@@ -7,6 +7,7 @@ that every rank raises the same report. The wait is bounded.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
@@ -31,7 +32,7 @@ class MismatchCollector:
 
     def __init__(self, state: GroupState, abort: Callable[[UnisonoError], None]) -> None:
         self._state = state
-        self._abort = abort
+        self._abort = weakref.WeakMethod(abort)  # of the group, which holds the collector
         self._mismatch: Mismatch | None = None
         self._is_over = False
         self._timer: Timer | None = None
@@ -109,8 +110,8 @@ class MismatchCollector:
             self._timer.cancel()
         state.interrupt(state.poison_error, only_collectives=True)
         state.wake_all()
-        if deferred is not None:
-            self._abort(deferred)
+        if deferred is not None and (abort := self._abort()) is not None:
+            abort(deferred)
 
     def defer_abort(self, error: UnisonoError) -> bool:
         """Abort the group once all calls are collected; False if none are awaited."""

@@ -44,7 +44,7 @@ def fits(pattern: tuple, message: tuple) -> bool:
 
 def shelves_of(matcher: Matcher[str]) -> list[object]:
     queues = matcher._contexts.values()
-    return [shelf for q in queues for shelf in (*q.posted_exact.values(), *q.arrived_exact.values())]
+    return [shelf for q in queues for shelf in (*q.posted_exact.values(), *q.unexpected_exact.values())]
 
 
 def posted(source, context, tag, **how) -> Posted:
