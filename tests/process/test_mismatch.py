@@ -757,7 +757,7 @@ def test_a_rank_that_never_calls_delays_nobody_beyond_a_second():
         assert outcome.elapsed_s < LIMIT_S
         check_report(outcome.error, calls)
         assert outcome.error.culprits == (1,)
-        assert "rank 3 did not say in time" in str(outcome.error)
+        assert "rank 3 did not report in time" in str(outcome.error)
 
 
 def test_ranks_in_words():

@@ -63,7 +63,7 @@ class Group:
         epoch: int = 0,
         parent: Group | None = None,
     ) -> None:
-        state = GroupState(backend, control, context, name, descriptor, world_ranks, epoch)
+        state = GroupState(backend, control, context, name, world_ranks, epoch)
         self.state = state
         self.backend, self.control, self.call_log = backend, control, state.call_log
         self.context, self.descriptor = context, descriptor

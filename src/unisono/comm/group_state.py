@@ -43,7 +43,6 @@ class GroupState:
         control: Control,
         context: int,
         name: str,
-        descriptor: bytes,
         world_ranks: tuple[int, ...],
         epoch: int,
     ) -> None:
@@ -52,7 +51,6 @@ class GroupState:
         self.context = context
         self.name = name
         self.epoch = epoch
-        self.descriptor = descriptor
         self.world_ranks = world_ranks
         self.world_rank = world_ranks[backend.rank]
         self.lock = threading.RLock()
