@@ -88,7 +88,7 @@ class Verbs(Messages):
     ) -> Work[Sequence[Any]]:
         """Reduce each array of a list over all ranks, in place, as one operation.
 
-        Arrays of one type travel together, so many small arrays cost little more than one. Returns `xs`; if
+        Arrays of one type travel together: many small arrays cost little more than one. Returns `xs`; if
         it holds numbers, a new list.
         """
         how = as_op(op)
