@@ -287,7 +287,7 @@ class Group:
     # -- the end of a group -------------------------------------------------------------------------------
 
     def poison(self, error: UnisonoError) -> None:
-        """The members are no longer in step: end every collective, refuse the next, inform the others once."""
+        """The members are not in step any more: end every collective, refuse the next, inform the others."""
         with self.state.lock:
             if self.state.closed is not None or self.state.poisoned_by is not None:
                 return
