@@ -304,8 +304,7 @@ class Group:
             if self.state.closed is not None or self.state.is_aborted:
                 return
             self.state.is_aborted = True
-            self.state.poisoned_by = self.state.poisoned_by if self.state.poisoned_by is not None else error
-            root_cause = self.state.poisoned_by
+            self.state.poisoned_by = root_cause = self.state.poisoned_by or error
             self.state.update_fast_path()
         self.control.send(self.world_ranks, self._mismatches.failure_message(root_cause, is_abort=True))
         self.state.interrupt(self.state.poison_error, only_collectives=False)
@@ -343,7 +342,7 @@ class Group:
         with self.state.lock:
             if self.state.closed is not None:
                 return
-            next_step = None if cause is None else "close it, or join the threads that use it, before that"
+            next_step = cause and "close it, or join the threads that use it, before the main thread ends"
             self.state.closed = ClosedError(
                 f"communicator {self.name!r} is closed", cause=cause, next_step=next_step
             )
@@ -351,9 +350,8 @@ class Group:
             last_calls = self.call_log.last(_GOODBYE_CALLS)
         self.state.interrupt(self.state.closed, only_collectives=False)
         if not self.state.is_aborted:
-            if (
-                self.state.poisoned_by is not None
-            ):  # sent before in the other lane, but must precede the goodbye
+            if self.state.poisoned_by is not None:
+                # Sent before in the other lane, but it must precede the goodbye in this lane, too.
                 failure = self._mismatches.failure_message(self.state.poisoned_by)
                 self.control.send(self.world_ranks, failure, Lane.BULK)
             for lane in (Lane.BULK, Lane.CONTROL):

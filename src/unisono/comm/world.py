@@ -150,6 +150,7 @@ def _joined(launch_info: LaunchInfo, backend: str, config: Config, timeout: floa
     unconnected: list[_Native | _Foreign] = []
 
     def make_card(listen: ListenSpec) -> bytes:
+        """Called once for each attempt to join; the backend of an earlier attempt is closed."""
         while unconnected:
             unconnected.pop().close()
         unconnected.append(bind(listen, config))
