@@ -173,7 +173,7 @@ def test_what_was_given_up_ends_as_soon_as_the_library_fails(is_given_up_first: 
     """Not when the time has passed in which somebody might have said why: whoever gave it up knows."""
     request, failure = ForeignRequest((1,)), UnisonoError("the library failed")
     assert request.commit()
-    steps = [lambda: request.break_off_later(RealRuntime(), failure), lambda: request.cancel()]
+    steps = [lambda: request.abort_later(RealRuntime(), failure), lambda: request.cancel()]
     for step in reversed(steps) if is_given_up_first else steps:
         assert not request.done
         step()
