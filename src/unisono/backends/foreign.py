@@ -190,8 +190,8 @@ class Agreement:
         self.everyone = bytearray(PREAMBLE_BYTES * problem.size)
         self.mine[:_DIGEST_BYTES] = self._digest
         # Whether the preambles carry all that the collective needs.
-        nbytes = _operand_bytes(problem, stage)
-        self.is_sufficient = problem.collective == "barrier" or nbytes <= _OPERAND_BYTES
+        nbytes = 0 if problem.collective == "barrier" else _operand_bytes(problem, stage)
+        self.is_sufficient = nbytes <= _OPERAND_BYTES
         self._operands: list[Array] = []
         if self.is_sufficient and problem.collective != "barrier":
             dtype = stage.dtype.storage

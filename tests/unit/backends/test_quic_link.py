@@ -171,16 +171,16 @@ def test_a_last_word_waits_for_the_control_lane() -> None:
 def test_two_links_carry_frames_and_pieces_and_keep_the_window() -> None:
     sizes = [0, 1, 16 << 10, (16 << 10) + 1, 300_000, PIECE_MAX]
     sent = [bytes([i]) * n for i, n in enumerate(sizes * 4)]
-    landed: dict[int, bytearray] = {}
+    received: dict[int, bytearray] = {}
     done: list[int] = []
 
     def arrive(frame: memoryview) -> Any:
         number = frame[0]
-        landed[number] = bytearray(len(sent[number]))
-        if not landed[number]:
+        received[number] = bytearray(len(sent[number]))
+        if not received[number]:
             done.append(number)
             return None
-        return memoryview(landed[number]), lambda: done.append(number)
+        return memoryview(received[number]), lambda: done.append(number)
 
     async def both() -> None:
         ends = Connection(), Connection()
@@ -194,7 +194,7 @@ def test_two_links_carry_frames_and_pieces_and_keep_the_window() -> None:
             links[0].send(bytes([number]), memoryview(data) if data else None, Lane.BULK)
         while len(done) < len(sent):
             await asyncio.sleep(0)
-            under_way = links[0]._pieces_sent - links[1]._pieces_landed
+            under_way = links[0]._pieces_sent - links[1]._pieces_received
             assert under_way <= links[0]._window()
         for task in listening:
             task.cancel()
@@ -203,7 +203,7 @@ def test_two_links_carry_frames_and_pieces_and_keep_the_window() -> None:
             await link.close(0)
 
     asyncio.run(asyncio.wait_for(both(), 60))
-    assert [bytes(landed[number]) for number in range(len(sent))] == sent
+    assert [bytes(received[number]) for number in range(len(sent))] == sent
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
 import importlib.util
 import struct
 import threading
@@ -22,12 +21,13 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from unisono.backends.framed import FramedBackend, FrameTransport, frame_bytes_max
-from unisono.backends.gloo.collectives import GlooCollectives, PendingGroup, break_links
+from unisono.backends.gloo.collectives import GlooCollectives
+from unisono.backends.gloo.process_group import GroupMaker, break_links, decoded, first_line
 from unisono.backends.registry import BackendInfo, BindSpec
 from unisono.core.clock import RealRuntime
 from unisono.core.envelope import Lane
 from unisono.core.request import Request
-from unisono.errors import ProtocolError, RendezvousError, UsageError
+from unisono.errors import ProtocolError, UsageError
 from unisono.messaging.backend import Capabilities, Stage
 from unisono.plans.steps import Problem
 
@@ -39,8 +39,6 @@ __all__ = ["DESCRIPTION", "GlooBackend", "UnconnectedGloo"]
 _FRAME, _PAYLOAD = 1, 2  # Gloo's tags
 # Receives posted for the frames of one peer, so that the next can arrive while one is handled.
 _RECEIVES_POSTED: Final = 2
-# A wait that expires closes every link of its process group: ours never expire.
-_NEVER: Final = datetime.timedelta(days=3650)
 # A thread ends within this time after it was asked to, unless its peer hangs.
 _JOIN_S: Final = 1.0
 # Gloo does not report the length of a message that is shorter than its buffer, so each frame begins with it.
@@ -57,7 +55,7 @@ class GlooBackend(FramedBackend):
 
     def __init__(self, spec: BindSpec, device: Any, messages: Any, collectives: Any) -> None:
         super().__init__(spec.rank, spec.size, spec.config, RealRuntime())
-        self._collectives = GlooCollectives(self, collectives, partial(_GroupMaker, device))
+        self._collectives = GlooCollectives(self, collectives, device)
         self._transport = transport = _GlooTransport(self, messages)
         self.watch(self._collectives.peer_down)
         transport.start()
@@ -103,7 +101,7 @@ class UnconnectedGloo:
 
         self._spec = spec
         self._device = ProcessGroupGloo.create_device(hostname=spec.host, lazy_init=False)
-        self._makers = [_GroupMaker(self._device, spec.rank, spec.size) for _ in range(2)]
+        self._makers = [GroupMaker(self._device, spec.rank, spec.size) for _ in range(2)]
 
     def card(self) -> bytes:
         """What the others need to reach this rank."""
@@ -116,7 +114,7 @@ class UnconnectedGloo:
             ProtocolError: a card is malformed.
             RendezvousError: Gloo could not connect.
         """
-        pairs = [_decoded(card, tuple[bytes, bytes]) for card in cards]
+        pairs = [decoded(card, tuple[bytes, bytes]) for card in cards]
         for index, maker in enumerate(self._makers):
             maker.fill([pair[index] for pair in pairs])
         messages, collectives = (maker.group() for maker in self._makers)
@@ -126,113 +124,6 @@ class UnconnectedGloo:
         """Give up."""
         for maker in self._makers:
             maker.close()
-
-
-def _decoded(card: bytes, kind: Any) -> Any:
-    try:
-        return msgspec.msgpack.decode(card, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError("a rank's card is malformed", cause=str(error)) from None
-
-
-class _GroupMaker(PendingGroup):
-    """Makes one process group, on a thread of its own because Gloo blocks in the store meanwhile."""
-
-    def __init__(self, device: Any, rank: int, size: int) -> None:
-        self._store = _store()
-        self._device = device
-        self._rank, self._size = rank, size
-        self._made: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._make, name="unisono-gloo-maker", daemon=True)
-        self._thread.start()
-
-    def card(self) -> bytes:
-        """What Gloo has put into the store for the other ranks."""
-        return msgspec.msgpack.encode(self._store.offered())
-
-    def fill(self, cards: Sequence[bytes]) -> None:
-        """Put the cards of all ranks into the store."""
-        known = [_decoded(card, dict[str, bytes]) for card in cards]
-        self._store.fill({key: value for each in known for key, value in each.items()})
-
-    def finish(self, cards: list[bytes]) -> Any:
-        """Wait for the group, given the cards of all ranks."""
-        self.fill(cards)
-        return self.group()
-
-    def close(self) -> None:
-        """Give up."""
-        self._store.give_up()
-
-    def group(self) -> Any:
-        """Wait for the group."""
-        self._thread.join()
-        if self._error is not None:
-            raise RendezvousError(
-                "gloo could not connect",
-                cause=_first_line(self._error),
-                next_step="open the ports between the ranks' addresses",
-            )
-        return self._made
-
-    def _make(self) -> None:
-        try:
-            from torch.distributed import ProcessGroupGloo
-
-            options = ProcessGroupGloo._Options()
-            options._devices = [self._device]
-            options._timeout = _NEVER
-            options._threads = 1  # collectives run in the order in which they were started
-            self._made = ProcessGroupGloo(self._store, self._rank, self._size, options)
-        except BaseException as error:
-            self._error = error
-            self._store.give_up()
-
-
-def _store() -> Any:
-    """A store for one process group: Gloo's `set` makes this rank's card, its `get` reads those of others."""
-    from torch.distributed import Store
-
-    class SeedStore(Store):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self._changed = threading.Condition()
-            self._own: dict[str, bytes] = {}
-            self._known: dict[str, bytes] = {}
-            self._is_over = False
-
-        def set(self, key: str, value: bytes) -> None:
-            with self._changed:
-                self._own[key] = bytes(value)
-                self._changed.notify_all()
-
-        def get(self, key: str) -> bytes:
-            self.wait([key])
-            return self._known[key]
-
-        def wait(self, keys: list[str], timeout: object = None) -> None:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_over or all(key in self._known for key in keys))
-                if self._is_over:
-                    raise ConnectionAbortedError("the world was not formed")
-
-        def offered(self) -> dict[str, bytes]:
-            with self._changed:
-                self._changed.wait_for(lambda: self._own or self._is_over)
-                return self._own
-
-        def fill(self, known: dict[str, bytes]) -> None:
-            with self._changed:
-                self._known = known
-                self._changed.notify_all()
-
-        def give_up(self) -> None:
-            with self._changed:
-                self._is_over = True
-                self._changed.notify_all()
-
-    return SeedStore()
 
 
 class _GlooTransport(FrameTransport):
@@ -321,7 +212,7 @@ class _GlooTransport(FrameTransport):
         try:
             return self._group.recv([memory], peer, tag)
         except RuntimeError as error:
-            raise _LinkError(_first_line(error)) from None
+            raise _LinkError(first_line(error)) from None
 
     def _tensor(self, memory: memoryview) -> Tensor:
         """A tensor on the memory; on a copy if it is read-only, because torch warns about that."""
@@ -337,7 +228,7 @@ def _wait(work: Any) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise _LinkError(_first_line(error)) from None
+        raise _LinkError(first_line(error)) from None
 
 
 def _frame_in(buffer: Tensor) -> memoryview:
@@ -347,12 +238,6 @@ def _frame_in(buffer: Tensor) -> memoryview:
     if length > len(memory) - _LENGTH.size:
         raise ProtocolError(f"a frame says it has {length} bytes; at most {len(memory) - _LENGTH.size} fit")
     return memory[_LENGTH.size : _LENGTH.size + length]
-
-
-def _first_line(error: BaseException) -> str:
-    """Gloo's reason, without what torch adds."""
-    text = (str(error).splitlines() or [""])[0]
-    return text.partition(". This may be due to")[0].removeprefix("Application timeout caused pair closure")
 
 
 def _check() -> str | None:

@@ -7,10 +7,7 @@ all links of the process group. After that the queue is unusable, like its commu
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +16,7 @@ import numpy as np
 
 from unisono.backends.collective_queue import CollectiveQueue, Collectives, Steps, Task
 from unisono.backends.foreign import ForeignRequest
+from unisono.backends.gloo.process_group import GroupMaker, break_links
 from unisono.core.request import Request
 from unisono.errors import UnisonoError
 from unisono.messaging.backend import Backend, Stage
@@ -28,7 +26,7 @@ from unisono.plans.steps import Buf, Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["REDUCTIONS", "GlooCollectives", "PendingGroup", "break_links"]
+__all__ = ["REDUCTIONS", "GlooCollectives"]
 
 _INTEGERS: Final = ("int8", "int32", "int64", "uint8")
 _FLOATS: Final = ("float32", "float64")
@@ -43,46 +41,16 @@ REDUCTIONS: Final = {
 }
 _NAMES: Final = {"sum": "SUM", "mean": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 _JOIN_S: Final = 1.0
-# A receive on a tag that no rank sends on, and whose wait expires after this time.
-_UNUSED_TAG: Final = 3
-_EXPIRE_AT_ONCE: Final = datetime.timedelta(milliseconds=1)
-
-
-class PendingGroup(ABC):
-    """A process group that is being made."""
-
-    @abstractmethod
-    def card(self) -> bytes:
-        """What the other members need to know."""
-
-    @abstractmethod
-    def finish(self, cards: list[bytes]) -> Any:
-        """Wait for the group, given the cards of all members.
-
-        Raises:
-            ProtocolError: a card is malformed.
-            RendezvousError: Gloo could not connect.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give up."""
 
 
 class GlooQueue(CollectiveQueue):
-    """The collectives of one communicator. Without a `group`, `make` begins to make one."""
+    """The collectives of one communicator. Without a `group`, `open` makes one on the `device`."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        members: tuple[int, ...],
-        group: Any = None,
-        make: Callable[[int, int], PendingGroup] | None = None,
-    ) -> None:
+    def __init__(self, backend: Backend, members: tuple[int, ...], device: Any, group: Any = None) -> None:
         super().__init__(backend, members)
+        self._device = device
         self._group = group
-        self._make = make
-        self._pending_group: PendingGroup | None = None
+        self._maker: GroupMaker | None = None
         self._cards: SimpleQueue[list[bytes] | None] = SimpleQueue()
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._pending: dict[ForeignRequest, None] = {}
@@ -92,9 +60,8 @@ class GlooQueue(CollectiveQueue):
 
     def open(self, context: int) -> None:
         """Make the process group with the other members, once all of them want it."""
-        assert self._make is not None
-        self._pending_group = self._make(self.rank, self.size)
-        self._introduce(context, self._pending_group.card(), self._cards.put)
+        self._maker = GroupMaker(self._device, self.rank, self.size)
+        self._introduce(context, self._maker.card(), self._cards.put)
 
     def run(self, problem: Problem, stage: Stage) -> Request:
         """Put a collective behind those under way."""
@@ -159,14 +126,14 @@ class GlooQueue(CollectiveQueue):
 
     def _has_group(self) -> bool:
         """Wait for the process group; False if it could not be made, which ends the pending requests."""
-        if self._pending_group is None:
+        if self._maker is None:
             return True
         cards = self._cards.get()
         if cards is None:
-            self._pending_group.close()
+            self._maker.close()
             return False
         try:
-            self._group = self._pending_group.finish(cards)
+            self._group = self._maker.finish(cards)
         except UnisonoError as error:
             for request in self.pending():
                 request.abort_later(self.backend.runtime, error)
@@ -187,30 +154,21 @@ class GlooQueue(CollectiveQueue):
 
 
 class GlooCollectives(Collectives[GlooQueue]):
-    """The queues of one rank. `make` begins to make a process group, given this rank in it and its size."""
+    """The queues of one rank; `group` is the process group of the world."""
 
-    def __init__(self, backend: Backend, group: Any, make: Callable[[int, int], PendingGroup]) -> None:
-        world = GlooQueue(backend, tuple(range(backend.size)), group)
+    def __init__(self, backend: Backend, group: Any, device: Any) -> None:
+        world = GlooQueue(backend, tuple(range(backend.size)), device, group)
         super().__init__(backend, world, threading.Lock())
-        self._make = make
+        self._device = device
 
     def _make_queue(self, members: tuple[int, ...]) -> GlooQueue:
-        return GlooQueue(self.backend, members, make=self._make)
+        return GlooQueue(self.backend, members, self._device)
 
     def _has_call(self, problem: Problem, stage: Stage) -> bool:
         if problem.collective not in _CALLS or not reduces(problem.collective):
             return problem.collective in _CALLS
         op = stage.op
         return op is not None and op.fn is None and stage.dtype.name in REDUCTIONS.get(op.name, ())
-
-
-def break_links(group: Any, others: tuple[int, ...]) -> None:
-    """End every wait in a process group: a wait that expires breaks all its links."""
-    import torch
-
-    for peer in others:
-        with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNUSED_TAG).wait(_EXPIRE_AT_ONCE)
 
 
 def _numbers(task: Task, which: Buf) -> Tensor:
