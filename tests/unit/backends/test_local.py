@@ -113,7 +113,7 @@ def test_credit_comes_back(how: str) -> None:
     hub = ranks[0]._hub
     for _ in range(10):
         sends = [send(ranks[0], 1, bytes(100), sync=True) for _ in range(3)]
-        assert hub.pair(0, 1, Lane.BULK).used == 3 * (100 + ENVELOPE_BYTES)
+        assert hub.credit(0, 1, Lane.BULK).used == 3 * (100 + ENVELOPE_BYTES)
         if how == "received":
             assert all(recv(ranks[1]).done for _ in sends)
         elif how == "cancelled":
@@ -121,7 +121,7 @@ def test_credit_comes_back(how: str) -> None:
         else:
             ranks[1].close()
         assert all(request.done for request in sends)
-        assert hub.pair(0, 1, Lane.BULK).used == 0
+        assert hub.credit(0, 1, Lane.BULK).used == 0
         if how == "refused to the dead":
             break
     close_all(ranks)

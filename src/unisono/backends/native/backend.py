@@ -63,7 +63,7 @@ class Card(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A rank's TLS key and certificate, and the authority it trusts. Rank r's certificate names `names[r]`."""
+    """A rank's TLS key and certificate, and the authority it trusts; certificate r is for `names[r]`."""
 
     names: Sequence[str]
     key_pem: bytes = field(repr=False)
