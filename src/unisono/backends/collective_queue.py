@@ -1,7 +1,7 @@
 """The collectives that a foreign library runs: one queue for each communicator.
 
 A queue runs its collectives one after the other, because a library matches the calls of a group by their
-order. A library adds how it gathers preambles, how it makes the call, and who waits for the call.
+order. A library adds how it gathers preambles, makes the call, and waits for it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from unisono.backends.foreign import (
-    Agreement,
-    ForeignRequest,
-    Introductions,
-    disagreement,
-    fingerprint_row,
-    fits_preamble,
-    library_may_run,
-    order_is_free,
-)
+from unisono.backends import foreign
+from unisono.backends.foreign import Agreement, ForeignRequest, Introductions
 from unisono.core.envelope import HEADER_BYTES_MAX
 from unisono.core.request import Request
 from unisono.messaging.backend import Backend, PeerDown, Stage
@@ -124,8 +116,8 @@ class CollectiveQueue(ABC):
         yield self._gather(agreement.mine, agreement.everyone)
         if not agreement.is_unanimous():
             everyone = bytearray(HEADER_BYTES_MAX * self.size)
-            yield self._gather(fingerprint_row(task.stage), everyone)
-            task.failure = disagreement(task.stage, everyone, self.rank)
+            yield self._gather(foreign.fingerprint_row(task.stage), everyone)
+            task.failure = foreign.disagreement(task.stage, everyone, self.rank)
         elif not agreement.is_sufficient:
             yield from self._call(task)
 
@@ -208,7 +200,7 @@ class Collectives(ABC, Generic[Queue]):
     def _is_suitable(self, problem: Problem, stage: Stage) -> bool:
         return (
             problem.size > 1
-            and library_may_run(problem, stage)
-            and order_is_free(problem, stage, self._reproducible)
-            and (fits_preamble(problem, stage) or self._has_call(problem, stage))
+            and foreign.library_may_run(problem, stage)
+            and foreign.order_is_free(problem, stage, self._reproducible)
+            and (foreign.fits_preamble(problem, stage) or self._has_call(problem, stage))
         )

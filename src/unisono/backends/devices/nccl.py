@@ -36,7 +36,7 @@ _OPS: Final = {
     "bor": "BOR",
     "bxor": "BXOR",
 }
-# Where NCCL's ranks tell each other how to meet: a context and a tag of their own.
+# The context and tag of the store's messages, by which NCCL's ranks find each other.
 _CONTEXT: Final = 0
 _TAG: Final = Tags.CONTROL | 2
 _CAPABILITIES: Final = Capabilities("nccl", run_plan=True, device_memory=True)

@@ -126,14 +126,17 @@ class GlooQueue(CollectiveQueue):
 
     def _has_group(self) -> bool:
         """Wait for the process group; False if it could not be made, which ends the pending requests."""
-        if self._maker is None:
+        if self._group is not None:
             return True
-        cards = self._cards.get()
+        cards = self._cards.get()  # None: closed before all members wanted the group
+        maker = self._maker
+        if maker is None:
+            return False
         if cards is None:
-            self._maker.close()
+            maker.close()
             return False
         try:
-            self._group = self._maker.finish(cards)
+            self._group = maker.finish(cards)
         except UnisonoError as error:
             for request in self.pending():
                 request.abort_later(self.backend.runtime, error)

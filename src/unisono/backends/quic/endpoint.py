@@ -259,7 +259,7 @@ def _card(spec: BindSpec, bound: Any, process: list[str]) -> Card:
 
 
 def _with_port(advertised: str, bound: Any) -> str:
-    """An address to tell, in numbers, and with the port that was taken if it names none."""
+    """A numeric address with a port: the bound one if `advertised` names none."""
     name, _, port = advertised.rpartition(":")
     host = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_DGRAM)[0][4][0]
     version = ipaddress.ip_address(host).version

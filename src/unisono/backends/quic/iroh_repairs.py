@@ -54,7 +54,7 @@ def repair(bindings: Any = None, version: str | None = None) -> tuple[bool, bool
     done = []
     for what, known, make in (
         ("its copy of outgoing bytes stays slow, and QUIC sends some MB/s only", _COPY, _mend_copy),
-        ("a rank that keeps Python busy for long may be taken for dead", _WAKE, _mend_wake),
+        ("a rank that keeps Python busy for long may be declared dead", _WAKE, _mend_wake),
     ):
         if make in getattr(bindings, "_unisono_repairs", ()):
             done.append(True)
