@@ -68,9 +68,9 @@ class Closable(Backend):
 
 
 class UnconnectedBackend(Protocol):
-    """A rank that listens, but cannot reach the others yet. Either `connect` or `close` is called once.
+    """A rank that listens, but cannot reach the others yet.
 
-    If `connect` raises, `close` is called after it.
+    `close` is called if joining fails: in place of `connect`, after it has raised, or after it has returned.
     """
 
     def card(self) -> bytes:
