@@ -31,7 +31,7 @@ __all__ = ["make"]
 
 
 class Case(NamedTuple):
-    """Rank 0 is told of rank 2, which lives; what it believes."""
+    """Rank 0 gets the report that rank 2, which lives, is down; what it believes."""
 
     has_link: bool
     left: bool
@@ -86,7 +86,7 @@ def test_the_simulator_keeps_the_rule(name: str) -> None:
 
 
 class Listener:
-    """A rank that lives, and what it was told."""
+    """A rank that lives, and the ranks that are down for it."""
 
     is_gone = False
 
@@ -129,15 +129,15 @@ def test_a_rank_without_a_link_gets_the_report_and_refuses_the_dead_rank_later()
     assert "rank 1" in results[4]
     assert "refuses the link: it has declared rank 4 dead" in results[4]
     assert results[2] == [(3.5 + 2 * LATENCY, 5, "gave rank 4 up after 2.5 s of silence")], "by rank 4"
-    assert results[0] == results[3] == [], "they hear both"
+    assert results[0] == results[3] == [], "they reach both"
 
 
-def test_a_death_is_heard_by_all_and_by_who_calls_the_dead_later() -> None:
+def test_all_ranks_learn_of_a_death_also_those_that_call_the_dead_rank_later() -> None:
     def program(me: Rank) -> Any:
         if me.rank == 3:
             me.recv(0)
         if me.rank == 0:
-            sleep(1.0 + LATENCY / 2)  # it died, and nobody knows yet
+            sleep(1.0 + LATENCY / 2)  # it died, and no rank knows yet
             request = me.start_send(3, b"hello", sync=True)
             sleep(1)
             return now() > 2, [down.rank for _, down in me.downs], str(request.error)
