@@ -17,7 +17,7 @@ from unisono.backends.local import LocalBackend
 from unisono.backends.sub import SubBackend
 from unisono.config import Config
 from unisono.core.clock import RealRuntime, Runtime
-from unisono.core.envelope import ANY, UNTYPED, Any_, Envelope, Lane, Tags
+from unisono.core.envelope import ANY, UNTYPED, Any_, Envelope, Lane
 from unisono.core.request import Request, withdrawn
 from unisono.errors import ClosedError, PeerLost, UnisonoError, UsageError
 from unisono.messaging.backend import Backend, Capabilities, PeerDown
@@ -71,13 +71,7 @@ def view_on_a_view(size: int) -> list[SubBackend]:
 def hybrid_by_peer(size: int) -> list[HybridBackend]:
     """Ranks of one parity talk by one hub, others by another."""
     parts = list(zip(LocalBackend.create(size), LocalBackend.create(size), strict=True))
-    return [HybridBackend(pair, lambda peer, tag, r=r: (peer + r) % 2) for r, pair in enumerate(parts)]
-
-
-def hybrid_by_kind(size: int) -> list[HybridBackend]:
-    """Users' messages go by one hub, collectives and control by another."""
-    parts = zip(LocalBackend.create(size), LocalBackend.create(size), strict=True)
-    return [HybridBackend(pair, lambda peer, tag: 0 if Tags.is_users(tag) else 1) for pair in parts]
+    return [HybridBackend(pair, lambda peer, r=r: (peer + r) % 2) for r, pair in enumerate(parts)]
 
 
 # -- an outsider's backend --------------------------------------------------------------------------------
@@ -296,7 +290,6 @@ FACTORIES = [
     view,
     view_on_a_view,
     hybrid_by_peer,
-    hybrid_by_kind,
     QueueBackend.create,
 ]
 

@@ -21,7 +21,8 @@ from tests.support.processes import run_processes
 from tests.support.ranks import run_each
 
 import unisono as uni
-from unisono.backends.framed import _HEAD, FramedBackend, FrameTransport, Head, Kind
+from unisono.backends.framed import FramedBackend, FrameTransport
+from unisono.backends.framed.frames import Head, Kind
 from unisono.backends.local import LocalBackend
 from unisono.comm.communicator import Communicator
 from unisono.comm.control import Control
@@ -165,7 +166,7 @@ def test_a_users_limit_does_not_bound_news_and_frames_of_calls(
     assert ended == [["x" * 100, "CollectiveMismatch"]] * 2
 
 
-def test_a_users_limit_does_not_bound_what_a_courier_takes_as_news() -> None:
+def test_a_users_limit_does_not_bound_the_control_messages_of_a_framed_backend() -> None:
     backend = _Post(uni.Config(recv_bytes_max=60, message_bytes_max=60))
     backend.arrive(1, eager(1000, Lane.CONTROL, Tags.CONTROL))
     taken = backend.start_recv(1, 9, Tags.CONTROL, None)
@@ -392,11 +393,11 @@ class _Post(FramedBackend):
 
     def __init__(self, config: uni.Config | None = None) -> None:
         super().__init__(0, 2, config or uni.Config(), RealRuntime())
-        self._wire = _NoWire()
+        self._transport = _NoWire()
 
 
 def frame(kind: Kind, header: bytes = b"", data: bytes = b"", **fields: int) -> memoryview:
-    return memoryview(_HEAD.pack(*Head(kind, header_bytes=len(header), **fields)) + header + data)
+    return memoryview(Head(kind, header_bytes=len(header), **fields).packed() + header + data)
 
 
 def eager(nbytes: int, lane: Lane = Lane.BULK, tag: int = 5) -> memoryview:
@@ -407,21 +408,23 @@ HOSTILE = {
     "eager messages beyond the credit": lambda n: eager(16_000),
     "empty ones": lambda n: eager(0),
     "news without end that nobody wants": lambda n: eager(16_000, Lane.CONTROL, Tags.CONTROL | 9),
-    "offers without end": lambda n: frame(Kind.OFFER, number=n, context=9, tag=5, nbytes=1 << 20),
-    "an offer made twice": lambda n: frame(Kind.OFFER, number=1, context=9, tag=5, nbytes=1 << 20),
-    "a control message of 3 GiB": lambda n: frame(Kind.OFFER, number=n, tag=Tags.CONTROL, nbytes=3 << 30),
-    "a frame of a call of 3 GiB": lambda n: frame(Kind.OFFER, number=n, tag=Tags.RPC, nbytes=3 << 30),
+    "offers without end": lambda n: frame(Kind.RTS, rendezvous_id=n, context=9, tag=5, nbytes=1 << 20),
+    "an offer made twice": lambda n: frame(Kind.RTS, rendezvous_id=1, context=9, tag=5, nbytes=1 << 20),
+    "a control message of 3 GiB": lambda n: frame(
+        Kind.RTS, rendezvous_id=n, tag=Tags.CONTROL, nbytes=3 << 30
+    ),
+    "a frame of a call of 3 GiB": lambda n: frame(Kind.RTS, rendezvous_id=n, tag=Tags.RPC, nbytes=3 << 30),
     "a header of 60 KiB": lambda n: frame(Kind.EAGER, header=bytes(60_000), context=9, tag=5),
-    "a request for what was not offered": lambda n: frame(Kind.ASK, number=n),
+    "a request for what was not offered": lambda n: frame(Kind.CTS, rendezvous_id=n),
     "credit that was not used": lambda n: frame(Kind.CREDIT, credit_bulk=1),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_peer_of_a_courier_breaks_the_protocol_before_it_takes_memory(
+def test_a_peer_of_a_framed_backend_breaks_the_protocol_before_it_takes_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.backends.framed.OFFERS_MAX", 1000)
+    monkeypatch.setattr("unisono.backends.framed.backend.OFFERS_MAX", 1000)
     backend = _Post()
     say = HOSTILE[name]
 
@@ -431,7 +434,7 @@ def test_a_peer_of_a_courier_breaks_the_protocol_before_it_takes_memory(
 
     with pytest.raises(ProtocolError):
         speak()
-    assert backend._wire.sent == 0, "nothing is answered without end"
+    assert backend._transport.sent == 0, "nothing is answered without end"
     backend.broken(1, ProtocolError("as a wire says"))
     backend.close()
 
@@ -459,28 +462,28 @@ def test_a_message_to_oneself_leaves_from_memory_of_any_type(kind: str, sync: bo
     backend.close()
 
 
-def test_a_courier_holds_back_offers_that_its_peer_may_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_framed_backend_queues_rts_that_its_peer_may_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends agree on how many; what waits keeps its order, and nothing overtakes it."""
-    monkeypatch.setattr("unisono.backends.framed.OFFERS_MAX", 3)
+    monkeypatch.setattr("unisono.backends.framed.backend.OFFERS_MAX", 3)
     backend = _Post()
     data = memoryview(bytes(100_000))
     sends = [backend.start_send(1, 9, 5, data) for _ in range(5)]
     short = backend.start_send(1, 9, 5, memoryview(b"short"))
-    assert backend._wire.sent == 3
+    assert backend._transport.sent == 3
     assert not short.done, "it would overtake"
     assert sends[4].cancel()
-    assert backend._wire.sent == 3, "it was never offered"
+    assert backend._transport.sent == 3, "it was never offered"
     for number in (1, 2):
-        backend.arrive(1, frame(Kind.ASK, number=number))
-        backend.arrive(1, frame(Kind.LANDED, number=number))
+        backend.arrive(1, frame(Kind.CTS, rendezvous_id=number))
+        backend.arrive(1, frame(Kind.FIN, rendezvous_id=number))
     assert [request.done for request in sends] == [True, True, False, False, True]
-    assert backend._wire.sent == 3 + 2 + 2, "two pieces, and the two that waited"
+    assert backend._transport.sent == 3 + 2 + 2, "two pieces, and the two that waited"
     for number in (3, 4, 6):
-        backend.arrive(1, frame(Kind.ASK, number=number))
-        backend.arrive(1, frame(Kind.LANDED, number=number))
+        backend.arrive(1, frame(Kind.CTS, rendezvous_id=number))
+        backend.arrive(1, frame(Kind.FIN, rendezvous_id=number))
     assert short.done
     assert backend.start_send(1, 9, 5, memoryview(b"short")).done
-    assert not backend._outgoing
+    assert not backend._sends
     backend.lost(1, "the test is over")
     backend.close()
 
