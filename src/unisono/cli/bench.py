@@ -15,7 +15,7 @@ from rich.text import Text
 
 from unisono.bench import OPERATIONS, Case, Options, Results, contest
 from unisono.bench.chart import draw
-from unisono.bench.crew import CrewFailed
+from unisono.bench.running_system import SystemFailed
 from unisono.bench.systems import OURS, PEERS
 from unisono.cli.amounts import bytes_of
 from unisono.cli.screen import Screen
@@ -82,10 +82,10 @@ def command(
             raise UsageError(f"the folder of {path} does not exist", next_step="make the folder first")
     console = Screen()
     try:
-        # Where nobody looks at a terminal, a line that replaces itself is only noise.
+        # rich shows the status on a terminal only.
         with Console(stderr=True).status("starting") as status:
-            results = contest(options, tell=status.update)
-    except CrewFailed as error:
+            results = contest(options, progress=status.update)
+    except SystemFailed as error:
         raise click.ClickException(str(error)) from error
     print_tables(console, results)
     if json_path is not None:

@@ -74,7 +74,8 @@ def command(
     to end by themselves; the exit code and the last words are those of the rank that failed first.
     """
     from unisono import __version__
-    from unisono.launcher.run import Job, run
+    from unisono.launcher.job import Job
+    from unisono.launcher.run import run
 
     if join is not None and "://" in join:
         raise UsageError(
