@@ -50,7 +50,7 @@ def decide(
     given = join or network.join
     if given is not None and started is None and size is None:
         raise UsageError(
-            "there is a ticket (join= or UNISONO_JOIN), but no rank and size",
+            "there is a ticket (join= or UNISONO_JOIN), but neither rank nor size",
             next_step="give rank= and size=, or start it with `unisono run`",
         )
     info = _rank_and_size(started, network, rank, size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from unisono.bootstrap.rendezvous import Formation, Join
 from unisono.config import Config, Launch, Network
 from unisono.errors import RendezvousError, UsageError, rank_numbers
 from unisono.launcher.failure import End, culprit, describe, rebuild
+from unisono.launcher.job import Job
 from unisono.launcher.output import Prefixer, last_words
-from unisono.launcher.run import Job, Patience
 from unisono.launcher.summary import Ended, end_of
 
 
@@ -446,22 +445,6 @@ def test_the_culprit_is_whom_the_victims_name_or_the_first_that_is_no_victim() -
     assert culprit([victim(3), victim(1)]) == 3
     assert culprit([victim(3, 0), End(2), End(0)]) == 0
     assert culprit([victim(3, 1), victim(0, 1), victim(2, 3)]) == 1, "it left, and most name it"
-
-
-def test_patience_ends_in_steps() -> None:
-    patience = Patience(5.0)
-    assert patience.next_at is None
-    patience.begin(100.0)
-    patience.begin(104.0)  # a second failure gives no more time
-    assert patience.due(104.9) is None
-    assert patience.next_at == 105.0
-    assert patience.due(105.0) is signal.SIGTERM
-    assert patience.due(107.9) is None
-    assert patience.due(108.0) is signal.SIGKILL
-    assert patience.due(999.0) is None
-    hasty = Patience(5.0)
-    hasty.end(7.0)
-    assert hasty.due(7.0) is signal.SIGKILL
 
 
 class Odd(Exception):

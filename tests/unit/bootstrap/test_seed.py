@@ -288,7 +288,7 @@ def test_the_seed_opens_one_socket_on_loopback_and_ranks_keep_none(make_seed: Ma
 
 
 def test_a_wildcard_needs_an_address_to_advertise_and_tls(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(UsageError, match="nobody knows where to join"):
+    with pytest.raises(UsageError, match="ranks do not know which one to join"):
         Seed(1, version=VERSION, address=Address("0.0.0.0"))
     with pytest.raises(UsageError, match="wildcard"):
         Seed(1, version=VERSION, address=Address("0.0.0.0"), advertise=Address("h"), insecure=True)

@@ -201,7 +201,7 @@ def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     assert source.path is not None
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     source.path.parent.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RendezvousError, match="not what it should be"):
+    with pytest.raises(RendezvousError, match="is not a folder"):
         source.read()
 
 

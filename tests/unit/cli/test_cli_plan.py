@@ -112,7 +112,7 @@ def test_blocks_are_cut_from_the_whole() -> None:
 
 def test_ordered_restricts_the_choice() -> None:
     result = unisono("plan", "all_reduce", "-n", "5", "--bytes", "64Mi", "--ordered")
-    assert "ordered ones only" in " ".join(result.output.split())
+    assert "ordered algorithms only" in " ".join(result.output.split())
     assert "ring" not in result.output.split("others")[1].splitlines()[0]
 
 
