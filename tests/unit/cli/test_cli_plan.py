@@ -120,13 +120,13 @@ def test_a_drawing_is_written(tmp_path: Path) -> None:
     target = tmp_path / "plan.svg"
     result = unisono("plan", "barrier", "-n", "6", "--hosts", "2", "--svg", str(target))
     assert result.exit_code == 0
-    assert f"drawn in {target}" in result.output.replace("\n", "")
+    assert f"wrote {target}" in result.output.replace("\n", "")
     assert ET.fromstring(target.read_text()).tag.endswith("svg")
 
 
 WRONG_CALLS = {
     "an unknown collective": (["all_sum"], "'all_sum' is not one of 'all_reduce'"),
-    "no collective": ([], "which collective? One of all_reduce"),
+    "no collective": ([], "name a collective: all_reduce"),
     "an unknown algorithm": (
         ["gather", "--algorithm", "ring"],
         "algorithm 'ring' is unknown for gather; allowed: tree, flat",
