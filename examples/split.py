@@ -17,7 +17,7 @@ with uni.init() as world:
 
     swapped = None
     if world.rank in (0, 3):
-        with world.sub([0, 3]) as pair:  # called by its members only
+        with world.sub([0, 3]) as pair:  # only its members call it
             swapped = pair.all_gather_object(f"rank {world.rank}")
 
     for turn in range(world.size):

@@ -140,7 +140,7 @@ WRONG_CALLS = {
     "a root outside": (["broadcast", "-n", "4", "--root", "4"], "root 4 is outside 0..3"),
     "a rank outside": (["broadcast", "-n", "4", "--rank", "9"], "9 is outside 0..3"),
     "more hosts than ranks": (["all_reduce", "-n", "2", "--hosts", "3"], "3 hosts for 2 ranks"),
-    "an unordered algorithm": (["all_reduce", "--ordered", "--algorithm", "ring"], "not ordered"),
+    "an unordered algorithm": (["all_reduce", "--ordered", "--algorithm", "ring"], "is not reproducible"),
     "a file that cannot be written": (
         ["barrier", "--svg", "/nowhere/at/all.svg"],
         "cannot write /nowhere/at/all.svg",
