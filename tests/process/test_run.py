@@ -348,7 +348,7 @@ def test_who_ignores_sigterm_is_killed(program) -> None:  # type: ignore[no-unty
         (["--nnodes", "2", "x.py"], "--join FILE"),
         (["--nnodes", "2", "--join", "unisono1://h:1/a/b", "x.py"], "can be read by every user"),
         (["--nnodes", "2", "--join", "f", "x.py"], "--address on node 0"),
-        (["--nnodes", "2", "--join", "f", "--address", "203.0.113.1", "x.py"], "no address of this host"),
+        (["--nnodes", "2", "--join", "f", "--address", "203.0.113.1", "x.py"], "not an address of this host"),
         (["--env", "X", "x.py"], "NAME=VALUE"),
         (["--env", "UNISONO_JOIN=x", "x.py"], "command line"),
         ([], "Missing argument"),
