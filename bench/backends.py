@@ -63,8 +63,8 @@ def bare_gloo(world: uni.Communicator) -> Calls:
     import torch
     import torch.distributed as dist
 
-    place = os.environ["BENCH_STORE"]
-    dist.init_process_group("gloo", init_method=f"file://{place}", rank=world.rank, world_size=2)
+    path = os.environ["BENCH_STORE"]
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=world.rank, world_size=2)
     peer = 1 - world.rank
 
     def ping(x: Any) -> None:

@@ -22,8 +22,8 @@ with uni.init() as world:
 
     for turn in range(world.size):
         if turn == world.rank:
-            place = f"rank {world.rank} at {mesh.coords}"
+            here = f"rank {world.rank} at {mesh.coords}"
             print(
-                f"{place}: its row adds to {total}, its dp axis to {along_dp}, its pair {swapped}", flush=True
+                f"{here}: its row adds to {total}, its dp axis to {along_dp}, its pair {swapped}", flush=True
             )
         world.barrier()

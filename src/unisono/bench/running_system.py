@@ -119,9 +119,9 @@ class RunningSystem:
         try:
             while len(self._lines) < self.ranks:
                 if any(process.code is not None for process in self._supervisor.processes):
-                    raise self._failed("it ended before its ranks had met")
+                    raise self._failed("it ended before all ranks had connected")
                 if deadline.has_passed(runtime.now()):
-                    raise self._failed(f"its ranks have not met in {_START_S:.0f} s")
+                    raise self._failed(f"its ranks have not connected within {_START_S:.0f} s")
                 self._supervisor.serve(deadline.at)
         finally:
             self._supervisor.unwatch(listener)

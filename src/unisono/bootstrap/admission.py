@@ -92,7 +92,7 @@ class AdmissionLimiter:
         return now - self._crowded_at < limits.CROWDED_S
 
     def crowd(self) -> str:
-        """Who crowds the port, in words; empty if few were dropped."""
+        """Where a crowd of strangers comes from, in words; empty if few were dropped."""
         if self._turned_away_total < limits.CROWD_MIN:
             return ""
         ((host, most),) = self._turned_away.most_common(1)

@@ -1,6 +1,6 @@
 """The join port: the seed's listening socket, its connections and their handshakes.
 
-It decides who may stay connected; what a connection that has proven the token may do is up to the owner. An
+The port decides which connections stay open; requests of those that have proven the token go to its owner. An
 error on one connection ends that connection only.
 """
 
@@ -100,7 +100,7 @@ class JoinPort:
         return [key.data for key, _ in self._selector.select(timeout_s)]
 
     def crowd(self) -> str:
-        """Who crowds the port, in words; empty if few strangers came."""
+        """Where a crowd of strangers comes from, in words; empty if few were dropped."""
         return self._limiter.crowd()
 
     def waiting(self) -> list[JoinConnection]:

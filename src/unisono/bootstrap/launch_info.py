@@ -1,6 +1,6 @@
 """What a launcher and the arguments of init say about this process: its rank, and where the ranks meet.
 
-Pure: it reads neither the environment nor files; what a launcher has set comes in as values.
+Pure: it reads neither the environment nor files; the values that a launcher has set are arguments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A file that one living process owns: the process holds a lock on the file until it ends.
 
 The kernel releases the lock however the process ends, so a file that a dead process left behind can be
-replaced, and of two processes that come at the same moment only one gets the path.
+replaced, and of two processes that claim a path at the same moment only one gets it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["EndNote", "FileOwned", "claim", "uptime_s"]
 # Files that this process owns, by device and inode; the value is the descriptor with the lock.
 _owned: Final[dict[tuple[int, int], int]] = {}
 
-# Errors of a file system without locks or hard links: there the newest file counts, whoever owns it.
+# Errors of a file system without locks or hard links: there the newest file counts.
 _UNSUPPORTED: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINVAL)
 
 

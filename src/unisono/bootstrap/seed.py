@@ -1,6 +1,6 @@
 """The seed: the service where the ranks of a job meet, and that is off the data path afterwards.
 
-One thread serves the join port; the formation decides who may join.
+One thread serves the join port; the formation decides which ranks may join.
 """
 
 from __future__ import annotations

@@ -49,23 +49,23 @@ class Job:
         if self.is_mpi and (self.nodes > 1 or self.join is not None):
             raise UsageError(
                 "--nnodes and --join with --backend mpi; allowed: one host",
-                next_step="on several, run mpiexec with its host file, and uni.init(backend='mpi')",
+                next_step="for several hosts, run mpiexec with its host file, and uni.init(backend='mpi')",
             )
         if self.nodes > 1 and self.join is None:
             raise UsageError(
                 "several nodes need --join FILE, or UNISONO_JOIN",
-                next_step="name a file that every node can read: node 0 puts the ticket there",
+                next_step="name a file that every node can read; node 0 writes the ticket to it",
             )
         if self.nodes > 1 and self.node_rank == 0:
             if self.address is None:
                 raise UsageError(
                     "several nodes need --address on node 0: an address or interface that the others reach",
-                    cause="nothing listens beyond loopback unasked",
+                    cause="without an address the seed listens on loopback only",
                     next_step="--address ADDRESS, or the name of an interface, on node 0",
                 )
             if TicketSource(self.join or "").path is None:
                 raise UsageError(
-                    "node 0 makes the ticket; give it a file to put it in, not a ticket",
+                    "node 0 makes the ticket, so its --join is a file to write, not a ticket",
                     next_step="--join FILE",
                 )
         if "UNISONO_JOIN" in self.env:

@@ -145,8 +145,8 @@ class _Launch:
         self._failed: list[LocalRank] = []  # in the order in which they ended
         self._lent: list[int] = []  # ends of pipes that ranks under mpiexec open themselves
         self._forwarded: signal.Signals | None = None
-        self._told_to_end_at: float | None = None  # when the first signal came
-        self._has_reader = True  # somebody may read what we print
+        self._told_to_end_at: float | None = None  # when the first signal arrived
+        self._has_reader = True  # until printing fails
 
     def __enter__(self) -> _Launch:  # noqa: PYI034 - private
         return self

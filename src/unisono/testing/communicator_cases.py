@@ -269,7 +269,7 @@ def leaving_is_not_silent(me: CaseRank) -> None:
             me.check_equal(world.recv_bytes(2, 4), bytes(n), "the message of a rank that left")
         world.send(b"still here", 1, 5)
     else:
-        me.check_equal(world.recv_bytes(0, 5), b"still here", "a message between those who stay")
+        me.check_equal(world.recv_bytes(0, 5), b"still here", "a message between the remaining ranks")
     world.close()
 
 

@@ -94,7 +94,7 @@ def _passes(case: Case, factory: Callable[[int], Sequence[Backend]], timeout: fl
         try:
             _run(case, backend, timeout)
         except BaseException as failure:
-            failures.append(failure)  # before `close`: failures of other ranks that follow from it come later
+            failures.append(failure)  # before `close`: failures that follow from it come later
         finally:
             backend.close()
 

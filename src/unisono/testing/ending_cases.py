@@ -48,8 +48,8 @@ def requests_to_a_closed_peer_fail(me: CaseRank) -> None:
         me.check_equal(error.ranks, (1,), f"the lost ranks of {what}")
     peer = 2 - me.rank
     send = me.send(peer, payload(me.rank, 2, 100), tag=7)
-    me.expect(peer, payload(peer, 2, 100), "a message between those who stay", tag=7)
-    me.wait_done(send, "a send between those who stay")
+    me.expect(peer, payload(peer, 2, 100), "a message between the remaining ranks", tag=7)
+    me.wait_done(send, "a send between the remaining ranks")
 
 
 @SUITE.case(size=2)
@@ -87,10 +87,10 @@ def wildcards_outlive_a_peer(me: CaseRank) -> None:
         me.wait_done(me.send(0, b"from two", tag=1), "a send")
         me.wait_done(me.send(0, b"again", tag=1), "a send")
         return
-    me.check_equal(me.wait_envelope(posted, "a receive from ANY").source, 2, "who served it")
+    me.check_equal(me.wait_envelope(posted, "a receive from ANY").source, 2, "the rank that it matched")
     me.check_equal(bytes(posted.data or b""), b"from two", "what it got")
     me.check_equal(
-        me.wait_envelope(me.probe(ANY, tag=1), "a probe for ANY").source, 2, "who served the probe"
+        me.wait_envelope(me.probe(ANY, tag=1), "a probe for ANY").source, 2, "the rank that the probe matched"
     )
     me.expect(ANY, b"again", "the second message", tag=1)
 

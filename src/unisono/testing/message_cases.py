@@ -249,10 +249,10 @@ def headers_and_types_arrive(me: CaseRank) -> None:
     for i, (n, header, code) in enumerate(parts):
         buffer = me.buffer(n)
         seen = me.wait_envelope(me.probe(0, tag=i), f"a probe for message {i}")
-        met = me.wait_envelope(me.recv(0, buffer, tag=i, dtype=code), f"message {i}")
-        me.check_filled(met, buffer, payload(0, i, n), f"message {i}")
-        me.check_equal((met.dtype, met.header), (code, header), f"dtype and header of message {i}")
-        me.check_equal(seen, met, f"what a probe shows of message {i}")
+        matched = me.wait_envelope(me.recv(0, buffer, tag=i, dtype=code), f"message {i}")
+        me.check_filled(matched, buffer, payload(0, i, n), f"message {i}")
+        me.check_equal((matched.dtype, matched.header), (code, header), f"dtype and header of message {i}")
+        me.check_equal(seen, matched, f"what a probe shows of message {i}")
 
 
 @SUITE.case(size=2)

@@ -38,9 +38,7 @@ def run_local(
             try:
                 results[world.rank] = fn(world, *args)
             except BaseException as error:
-                errors.append(
-                    error
-                )  # before the world is left: errors of other ranks that follow from it come later
+                errors.append(error)  # before the world closes: errors that follow from it come later
                 raise
 
     threads = Threads(run_rank, worlds)

@@ -129,7 +129,7 @@ def _prefix(problem: Problem, rank: int, inclusive: bool) -> Plan:
 def barrier(problem: Problem, rank: int) -> Plan:
     """Send a token to every rank and receive one from each."""
     peers = others(rank, problem.size)
-    heard = {peer: Slice(Buf.TMP, turn, turn + 1) for turn, peer in enumerate(peers, 1)}
-    tell: list[Step] = [Send(peer, TOKEN) for peer in peers]
-    hear: list[Step] = [Recv(peer, heard[peer]) for peer in peers]
-    return finish(problem, rank, "flat", [[*tell, *hear]])
+    arrived = {peer: Slice(Buf.TMP, turn, turn + 1) for turn, peer in enumerate(peers, 1)}
+    sends: list[Step] = [Send(peer, TOKEN) for peer in peers]
+    receives: list[Step] = [Recv(peer, arrived[peer]) for peer in peers]
+    return finish(problem, rank, "flat", [[*sends, *receives]])

@@ -102,7 +102,7 @@ def all_to_all(problem: Problem, rank: int) -> Plan:
             continue
         arrived = Slice(Buf.TMP, end, end := end + len(group) * count)
         between.append(Recv(carrier, arrived))
-        parts = chunks(Buf.TMP, [arrived.start + place * count for place in range(len(group) + 1)])
+        parts = chunks(Buf.TMP, [arrived.start + index * count for index in range(len(group) + 1)])
         last += [Copy(column[source], part_) for source, part_ in zip(group, parts, strict=True)]
     rounds = with_last(with_first(copies, [*hosts.padded(inside), between]), last)
     return finish(problem, rank, "hierarchical", rounds)
@@ -120,20 +120,20 @@ class _Hosts:
 
     def carriers(self) -> list[int]:
         """The ranks of other hosts that carry this rank's blocks."""
-        place = self.own.index(self.rank)
-        return [group[place % len(group)] for group in self.others]
+        index = self.own.index(self.rank)
+        return [group[index % len(group)] for group in self.others]
 
     def carried_for(self, member: int) -> list[int]:
         """The ranks of other hosts whose blocks a given rank carries."""
         own = group_of(member, self.groups)
-        place = own.index(member)
-        return [rank for group in self.groups if group is not own for rank in group[place :: len(own)]]
+        index = own.index(member)
+        return [rank for group in self.groups if group is not own for rank in group[index :: len(own)]]
 
     def turns(self) -> Iterator[tuple[int, int]]:
         """The ranks of the own host at growing distance: before and after."""
-        place, length = self.own.index(self.rank), len(self.own)
+        index, length = self.own.index(self.rank), len(self.own)
         for turn in range(1, length):
-            yield self.own[place - turn], self.own[(place + turn) % length]
+            yield self.own[index - turn], self.own[(index + turn) % length]
 
     def padded(self, inside: Rounds) -> Rounds:
         """Padded to the number of rounds that the largest host needs inside."""

@@ -31,9 +31,9 @@ def reduce(problem: Problem, rank: int) -> Plan:
     bounds = even_bounds(problem.counts[0], size)
     is_root = rank == root
     mine = chunks(Buf.OUT if is_root else Buf.IN, bounds)
-    room = (size - 1) * mine[rank].count
+    used = (size - 1) * mine[rank].count
     # Only the root may overwrite its contribution.
-    result = mine[rank] if is_root else Slice(Buf.TMP, room, room + mine[rank].count)
+    result = mine[rank] if is_root else Slice(Buf.TMP, used, used + mine[rank].count)
     collect: list[Step]
     collect = [Recv(peer, mine[peer]) for peer in others(rank, size)] if is_root else [Send(root, result)]
     rounds = [_owner_reduces(mine, result, rank, size), collect]
