@@ -96,7 +96,7 @@ def frames(lines: bool) -> dict[str, bytes]:
 def all_seeds() -> dict[str, dict[str, bytes]]:
     """Per decoder: name and bytes."""
     hello = struct.pack("<8sIIIIBBB5xQ32s", b"unisono\n", 1, 2, 1, 0, 0, 0, 0, 256 * 1024, NONCE)
-    visitor = protocol.JoinClient(TOKEN, protocol.NO_BINDING, NONCE)
+    client = protocol.JoinClient(TOKEN, protocol.NO_BINDING, NONCE)
     request = protocol.Request(
         1, 4, "0.1.0", "digest", {"shm": "True"}, b"card", b"csr", "host", 812, "instance"
     )
@@ -156,11 +156,11 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
         },
         "ticket": {name: each.text().encode() for name, each in tickets.items()},
         "join": {
-            "stranger": b"\0" + visitor.hello() + visitor.proof(visitor.hello()),
+            "stranger": b"\0" + client.hello() + client.proof(client.hello()),
             "altered": b"\1" + struct.pack(">I32s", 5, bytes(32)) + b"hello",
             "request": b"\2" + protocol.encode(request),
             "ended": b"\2" + protocol.encode(protocol.Ended(1, "exit code 0", 0.5)),
-            "greeting": b"\3" + visitor.hello(),
+            "greeting": b"\3" + client.hello(),
             "verdict": b"\4" + protocol.NO_ENTRY,
         }
         | {name: b"\5" + protocol.encode(reply) for name, reply in replies.items()},

@@ -38,25 +38,25 @@ def ticket(data: bytes) -> None:
 def join(data: bytes) -> None:
     """Both sides of a join; the first byte says how far it has come."""
     mode, rest = (data[0] % 6 if data else 0), data[1:]
-    visitor = protocol.JoinClient(TOKEN, protocol.NO_BINDING, NONCE)
-    guest = protocol.JoinServer(TOKEN, protocol.NO_BINDING, NONCE)
+    client = protocol.JoinClient(TOKEN, protocol.NO_BINDING, NONCE)
+    server = protocol.JoinServer(TOKEN, protocol.NO_BINDING, NONCE)
     match mode:
         case 0:
             for piece in (rest[: len(rest) // 2], rest[len(rest) // 2 :]):
-                guest.receive(piece)
+                server.receive(piece)
         case 1 | 2:
-            guest.receive(visitor.hello() + visitor.proof(visitor.hello()))
-            assert guest.frames is not None
+            server.receive(client.hello() + client.proof(client.hello()))
+            assert server.frames is not None
             if mode == 2:
                 key = protocol._proof(TOKEN, b"frames", NONCE + NONCE, protocol.NO_BINDING)
                 rest = protocol.Frames(key, b"worker", b"seed", REQUEST_BYTES_MAX).seal(rest) + rest
-            for body in guest.receive(rest)[1]:
+            for body in server.receive(rest)[1]:
                 protocol.parse_request(body)
         case 3:
-            visitor.proof(rest)
+            client.proof(rest)
         case 4:
-            visitor.proof(visitor.hello())
-            visitor.frames(rest)
+            client.proof(client.hello())
+            client.frames(rest)
         case 5:
             protocol.parse_reply(rest)
 

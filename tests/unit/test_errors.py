@@ -27,7 +27,7 @@ from unisono.errors import (
     ranks_text,
     said_of,
 )
-from unisono.launcher.run import Job
+from unisono.launcher.job import Job
 
 KINDS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, UnisonoError)]
 PACKAGE = Path(uni.__file__).parent

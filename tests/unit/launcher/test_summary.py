@@ -20,7 +20,7 @@ from unisono.comm.mismatch import Mismatch
 from unisono.errors import CollectiveMismatch, PeerAborted, PeerLost, UnisonoError, UsageError, lost_text
 from unisono.launcher import summary as summary_module
 from unisono.launcher.failure import End, blamed, culprit, describe
-from unisono.launcher.output import Errors, last_words
+from unisono.launcher.output import ErrorStream, last_words
 from unisono.launcher.summary import Ended, end_of, summary, without_library
 
 pytestmark = pytest.mark.more
@@ -325,7 +325,7 @@ def test_many_kinds_of_ends_and_long_tracebacks_are_cut() -> None:
 
 
 def test_a_traceback_is_kept_until_it_is_released_and_what_comes_before_it_is_shown() -> None:
-    errors = Errors()
+    errors = ErrorStream()
     assert errors.add(b"first", 1.0) == [b"first"]
     words = frames("a.py", error="ValueError: x")
     assert [shown for line in words for shown in errors.add(line, 2.0)] == []
@@ -349,7 +349,7 @@ def test_what_follows_a_traceback_is_no_part_of_it() -> None:
     ]
     after = [b"flushed 7 items", b"", b"bye"]
     for before, last in (([b"Exception in thread T:", *words, b""], words), ([], group)):
-        errors = Errors()
+        errors = ErrorStream()
         for line in [*before, *last, *after]:
             assert errors.add(line, 1.0) == []
         assert errors.split() == (before, last, after)
