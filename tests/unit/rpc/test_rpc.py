@@ -707,7 +707,7 @@ def with_objects(comm: uni.Communicator) -> str:
     agent.expose(Counter)
     agent.expose(Counter)  # twice is once
     agent.register("Tally", Counter)  # and another name is another name
-    agent.register("held", lambda: len(agent._server.objects))
+    agent.register("held", lambda: len(agent._objects))
     comm.barrier()
     if comm.rank == 0:
         one, two = agent.remote(1, Counter, 5), agent.remote(1, "Counter", step=10)
@@ -747,7 +747,7 @@ def with_objects(comm: uni.Communicator) -> str:
     if comm.rank == 0:
         agent.close()
     else:
-        while agent._server.objects:  # what a rank owned goes with it
+        while agent._objects:  # what a rank owned goes with it
             time.sleep(0.001)
     comm.barrier()
     return "ok"
