@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol, Self, TypeVar, overload
 
-from unisono.core.clock import Deadline, Runtime, Waiting
+from unisono.core.clock import Runtime, Waiting
 from unisono.core.envelope import Tags
 from unisono.core.work import Work, wait_all
 from unisono.errors import UnisonoError, UsageError
@@ -22,12 +22,11 @@ from unisono.messaging.backend import Backend
 from unisono.rpc.client import TIMEOUT_S, CallStarter
 from unisono.rpc.dispatch import FrameDispatcher
 from unisono.rpc.objects import Objects, Proxy, Reference
-from unisono.rpc.peers import Peer, Peers
+from unisono.rpc.peers import Peers
 from unisono.rpc.registry import Registry, check_name
 from unisono.rpc.server import Server
 from unisono.rpc.streams import Stream
-from unisono.rpc.transport import UNBOUNDED, CallbackTransport, MailboxTransport, RpcTransport
-from unisono.rpc.wire import Goodbye, encode
+from unisono.rpc.transport import CallbackTransport, MailboxTransport, RpcTransport
 
 __all__ = ["Agent"]
 
@@ -35,10 +34,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Handlers that run at the same time; those that wait for other ranks do not count.
 _HANDLERS: Final = 16
-
-# While an agent closes: how soon and how often it checks whether all calls are answered.
-_DRAIN_LOOK_MIN_S: Final = 0.0002
-_DRAIN_LOOK_MAX_S: Final = 0.01
 
 
 class Directory(Protocol):
@@ -124,12 +119,12 @@ class Agent:
         self._client = CallStarter(self._runtime, transport, peers, group.name, group.epoch)
         self._dispatcher = FrameDispatcher(transport, peers, self._server)
 
+        service.start(context, group.progress(), peers, self._runtime)
         transport.start(self._dispatcher.on_frame)
         self._server.pool.start()
         if mailbox is not None:
             # When the interpreter ends, no thread of the pool may return into Python from the mailbox.
             atexit.register(self._leave_at_exit, os.getpid())
-        service.start(context, group.progress(), peers, self._runtime)
         self._directory.settle(service)
 
     @property
@@ -175,7 +170,7 @@ class Agent:
 
         Raises:
             RemoteError: the function raised; BadArguments, NotExposed: it was not called.
-            DeadlineExceeded: there was no answer within `timeout` seconds; the other side is told.
+            DeadlineExceeded: there was no answer within `timeout` seconds; the call is cancelled there.
             PeerLost: the rank, or its agent, is gone.
         """
         loop = self._server.loop
@@ -256,11 +251,8 @@ class Agent:
         self._server.refuse_calls()
         flush_s = self._backend.config.flush_s
         waiting = Waiting(self._peers.own.world_rank, (), "closing the agent")
-        self._drain(self._runtime.deadline(flush_s))
-        goodbye = encode(Goodbye())
-        for peer in self._peers:
-            if peer.state is Peer.State.PRESENT and peer.error is None and peer is not self._peers.own:
-                self._transport.send(peer.rank, goodbye, UNBOUNDED)
+        self._server.drain(self._runtime.deadline(flush_s))
+        self._peers.say_goodbye()
         self._client.close()
         self._directory.unsettle(self._service)
         self._server.close(flush_s, waiting)
@@ -289,15 +281,6 @@ class Agent:
         self._transport.close()
         waiting = Waiting(self._peers.own.world_rank, (), "the end of the process")
         self._server.pool.close(0.0, lambda: waiting)
-
-    def _drain(self, deadline: Deadline) -> None:
-        """Wait until every call that came is answered; a handler that closes the agent does not wait."""
-        if self._server.pool.is_mine:
-            return
-        pause_s = _DRAIN_LOOK_MIN_S
-        while not self._server.is_idle() and not deadline.has_passed(self._runtime.now()):
-            self._runtime.sleep(pause_s)
-            pause_s = min(2 * pause_s, _DRAIN_LOOK_MAX_S)
 
 
 class _Service:

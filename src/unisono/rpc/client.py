@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from unisono.core.clock import NEVER, Deadline, Runtime, Timer, Waiting
 from unisono.core.codec import place_of_argument
@@ -32,6 +32,9 @@ _log = logging.getLogger("unisono.rpc")
 
 # Of a call for which the user gives none.
 TIMEOUT_S: Final = 30.0
+
+# The frame of a call, the number of its attachments, and these.
+_Message: TypeAlias = tuple[bytes, int, list[memoryview]]
 
 
 class CallStarter:
@@ -82,7 +85,7 @@ class CallStarter:
         pending = PendingCall(self, peer, number, name, deadline, now)
         pending.buffer, window = buffer, WINDOW if buffer is not None else 0
         try:
-            frame, attachments, parts = self._encoded(number, name, args, kwargs, deadline, window)
+            message = self._encoded(number, name, args, kwargs, deadline, window)
         except BaseException:
             pending.is_done = True  # it never began
             raise
@@ -90,7 +93,7 @@ class CallStarter:
             pending.parent = parent
             parent.on_cancel[pending] = pending.cancel
         peer.calls[number] = pending
-        self._send_or_hold(peer, frame, attachments, parts, pending)
+        self._send_or_hold(peer, message, pending)
         if parent is not None and parent.is_cancelled:
             pending.cancel()
         if timers and deadline.at is not None and not pending.is_done:
@@ -100,10 +103,10 @@ class CallStarter:
     def notify(self, dst: int | str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call a function without an answer; raises as `begin` does, and a RemoteError if it was not sent."""
         peer = self._admitted(dst, name, self.runtime.deadline(TIMEOUT_S))
-        frame, attachments, parts = self._encoded(0, name, args, kwargs, None)
+        message = self._encoded(0, name, args, kwargs, None)
         with peer.lock:
             peer.notifications += 1
-        self._send_or_hold(peer, frame, attachments, parts, None)
+        self._send_or_hold(peer, message, None)
 
     def stream(
         self, dst: int | str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
@@ -169,45 +172,39 @@ class CallStarter:
         kwargs: dict[str, Any],
         deadline: Deadline | None,
         window: int = 0,
-    ) -> tuple[bytes, int, list[memoryview]]:
-        """The frame of a call, the number of its attachments, and these."""
+    ) -> _Message:
         timeout_s = None if deadline is None else deadline.given_s
         try:
             if not kwargs and is_plain(args):
                 return encode(Ask(number, name, timeout_s, args, window)), 0, []  # type: ignore[arg-type]
             body, parts = pack([list(args), kwargs], lambda steps: place_of_argument(steps[1:]))
-            attachments = self.transport.next_number()
-            return encode(PackedAsk(number, name, timeout_s, attachments, body, window)), attachments, parts
+            tag = self.transport.next_number()
+            return encode(PackedAsk(number, name, timeout_s, tag, body, window)), tag, parts
         except (UnicodeEncodeError, OverflowError) as error:
             raise UsageError(
                 f"the call of {name!r} cannot be encoded: {error}",
                 next_step="send text that UTF-8 can hold, or bytes",
             ) from None
 
-    def _send_or_hold(
-        self, peer: Peer, frame: bytes, attachments: int, parts: list[memoryview], pending: PendingCall | None
-    ) -> None:
+    def _send_or_hold(self, peer: Peer, message: _Message, pending: PendingCall | None) -> None:
         """Send a call, or hold it until it is known that there is an agent to take it."""
         if peer.state is Peer.State.PRESENT:
-            if not self._send(peer, frame, attachments, parts, pending) and pending is None:
+            if not self._send(peer, message, pending) and pending is None:
                 raise busy(peer)
         else:
-            self.peers.hold(peer, partial(self._send, peer, frame, attachments, parts, pending))
+            self.peers.hold(peer, partial(self._send, peer, message, pending))
         if peer.error is not None and pending is not None:
-            error = peer.error
-            if peer.calls.pop(pending.number, None) is not None:
-                pending.fail(error().located(pending.location()))
+            pending.fail_unless_done(peer.error)
 
-    def _send(
-        self, peer: Peer, frame: bytes, attachments: int, parts: list[memoryview], pending: PendingCall | None
-    ) -> bool:
+    def _send(self, peer: Peer, message: _Message, pending: PendingCall | None) -> bool:
+        frame, number, parts = message
         if pending is not None and pending.is_done:
             return True
         if not self.transport.send(peer.rank, frame, UNSENT_ASKS_MAX):
             self._on_unsent(peer, pending)
             return False
         if parts:
-            outbound = OutboundParts(self.transport, peer.rank, attachments, parts)
+            outbound = OutboundParts(self.transport, peer.rank, number, parts)
             if pending is not None:
                 pending.outbound = outbound
                 if pending.is_done:
@@ -220,8 +217,8 @@ class CallStarter:
             with peer.lock:
                 peer.notifications -= 1
             _log.warning("a notification was not sent: %s", busy(peer))
-        elif peer.calls.pop(pending.number, None) is not None:
-            pending.fail(busy(peer).located(pending.location()))
+        else:
+            pending.fail_unless_done(partial(busy, peer))
 
 
 class PendingCall(Work[Any], Waitable):
@@ -337,6 +334,11 @@ class PendingCall(Work[Any], Waitable):
         """It ended with an error."""
         self._error = error
         self._end()
+
+    def fail_unless_done(self, error: Callable[[], UnisonoError]) -> None:
+        """Take it out of its peer's table and end it with an error, unless another thread did."""
+        if self.peer.calls.pop(self.number, None) is not None:
+            self.fail(error().located(self.location()))
 
     def expire(self) -> None:
         """Its deadline has passed."""

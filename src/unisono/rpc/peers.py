@@ -79,7 +79,7 @@ class Peer:
 
 
 class AdmissionWait(Waitable):
-    """What a caller waits for before it may call: a shorter queue, or news of a name."""
+    """What a caller waits for before it may call: a shorter queue, or the name of an agent."""
 
 
 class Peers:
@@ -239,12 +239,17 @@ class Peers:
         self, peer: Peer, error: Callable[[], UnisonoError], *, await_answers: bool = False
     ) -> None:
         """Fail every call to a rank; `await_answers` as in `end`."""
-        for number, pending in list(peer.calls.items()):
+        for pending in list(peer.calls.values()):
             inbound = pending.inbound
-            if await_answers and inbound is not None and not inbound.is_done:
-                continue
-            if peer.calls.pop(number, None) is not None:
-                pending.fail(error().located(pending.location()))
+            if not await_answers or inbound is None or inbound.is_done:
+                pending.fail_unless_done(error)
+
+    def say_goodbye(self) -> None:
+        """Tell the others that this agent is closed."""
+        goodbye = encode(Goodbye())
+        for peer in self._all:
+            if peer.state is Peer.State.PRESENT and peer.error is None and peer is not self.own:
+                self._transport.send(peer.rank, goodbye, UNBOUNDED)
 
     def _give_up(self, peer: Peer) -> None:
         """A frame for a rank that does not read was dropped, so its calls cannot end well: lose it."""

@@ -63,7 +63,6 @@ class Parameters(Protocol):
 class Handler:
     """A function that other ranks may call."""
 
-    name: str
     fn: Callable[..., Any]
     kind: Kind
     parameters: Parameters
@@ -99,7 +98,7 @@ class Registry:
             )
         target = _user_function(fn)
         _register_records(target)
-        self._handlers[name] = Handler(name, fn, _kind_of(target), parameters or Signature(fn))
+        self._handlers[name] = Handler(fn, _kind_of(target), parameters or Signature(fn))
 
 
 def check_name(name: Any) -> None:

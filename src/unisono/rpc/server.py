@@ -37,6 +37,9 @@ _log = logging.getLogger("unisono.rpc")
 _NOTIFICATIONS_PER_ACK: Final = 32
 # Calls, and unread answers, of one caller: twice what an agent lets a caller have under way.
 _QUEUE_MAX: Final = 2 * QUEUE_MAX
+# While the agent closes: the first and the longest pause between two checks whether all is answered.
+_DRAIN_LOOK_MIN_S: Final = 0.0002
+_DRAIN_LOOK_MAX_S: Final = 0.01
 
 current: ContextVar[Incoming | None] = ContextVar("unisono-rpc-incoming", default=None)
 
@@ -193,14 +196,20 @@ class Server:
 
     # -- endings ------------------------------------------------------------------------------------------
 
-    def is_idle(self) -> bool:
-        """Whether every call that came has been answered, and the answers were read."""
-        # In this order: a handler that ends leaves its answer among the unread ones.
-        return not any(self._tables) and self.pool.is_idle() and self._unread.are_all_read()
-
     def refuse_calls(self) -> None:
         """The agent begins to close: only calls are served that it may depend on itself."""
         self._is_closing = True
+
+    def drain(self, deadline: Deadline) -> None:
+        """Wait until every call that came is answered; a handler that closes the agent does not wait."""
+        pause_s = _DRAIN_LOOK_MIN_S
+        while not (self.pool.is_mine or self._is_idle() or deadline.has_passed(self._runtime.now())):
+            self._runtime.sleep(pause_s)
+            pause_s = min(2 * pause_s, _DRAIN_LOOK_MAX_S)
+
+    def _is_idle(self) -> bool:
+        # In this order: a handler that ends leaves its answer among the unread ones.
+        return not any(self._tables) and self.pool.is_idle() and self._unread.are_all_read()
 
     def close(self, timeout: float, waiting: Waiting) -> None:
         """Answer no more calls. The pool is closed separately, after the transport that its threads read."""
