@@ -2,7 +2,8 @@
 
 Measured: an int and back (p50, p99), calls per second with 5,000 started before the first is waited for, and
 arrays of 1, 16 and 64 MiB and back (bytes both ways). Each library serves an echo in a process of its own;
-one that is not installed is left out: `pip install grpcio pyzmq msgpack torch`. The callee's main thread sleeps.
+one that is not installed is left out (`pip install grpcio pyzmq msgpack torch`). The callee's main thread
+sleeps.
 
     python bench/rpc.py [--rounds 3] [--only unisono,torch,grpc,zmq] [--calls 2000]
 """

@@ -1,15 +1,16 @@
-"""The event loop: one thread on which every `async def` handler of an agent runs."""
+"""How `async def` handlers run: on one event loop per agent; in virtual time on the thread of the call."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from unisono.core.clock import Runtime, Waiting
+from unisono.errors import UsageError
 
-__all__ = ["Loop"]
+__all__ = ["Loop", "run_virtual"]
 
 
 class Loop:
@@ -61,3 +62,36 @@ class Loop:
         finally:
             self._loop.close()
             self._is_over.set()
+
+
+def run_virtual(made: Any) -> Any:
+    """The result of a coroutine, or the items of an async generator, that awaits works only.
+
+    In virtual time works block instead of suspending the coroutine.
+
+    Raises:
+        UsageError: it awaits something else.
+    """
+    if hasattr(made, "__anext__"):
+        return _items(made)
+    try:
+        made.send(None)
+    except StopIteration as stop:
+        return stop.value
+    made.close()
+    raise UsageError(
+        "an async handler awaits something that is not a Work; the simulator has no event loop",
+        next_step="await only agent.start(...) there",
+    )
+
+
+def _items(made: Any) -> Iterator[Any]:
+    try:
+        while True:
+            try:
+                item = run_virtual(made.__anext__())
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        run_virtual(made.aclose())

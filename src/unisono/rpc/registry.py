@@ -12,7 +12,6 @@ import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -22,30 +21,11 @@ from unisono.core import codec
 from unisono.errors import UsageError
 from unisono.rpc.wire import NAME_CHARS_MAX
 
-__all__ = ["Handler", "Kind", "Parameters", "Registry", "Signature", "check_name"]
+__all__ = ["Handler", "Parameters", "Registry", "Signature", "check_name"]
 
 _SHOWN_MAX: Final = 20  # names in an error
 _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.:/-]*")
 _NO_HINT = object()
-
-
-class Kind(Enum):
-    """How a handler is run."""
-
-    PLAIN = "a function, on a thread"
-    ASYNC = "a coroutine function, on the event loop"
-    STREAM = "a generator function, on a thread"
-    ASYNC_STREAM = "an async generator function, on the event loop"
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether it yields items."""
-        return self in (Kind.STREAM, Kind.ASYNC_STREAM)
-
-    @property
-    def is_async(self) -> bool:
-        """Whether it runs on the event loop."""
-        return self in (Kind.ASYNC, Kind.ASYNC_STREAM)
 
 
 class Parameters(Protocol):
@@ -64,8 +44,9 @@ class Handler:
     """A function that other ranks may call."""
 
     fn: Callable[..., Any]
-    kind: Kind
     parameters: Parameters
+    is_async: bool  # it runs on the event loop, not on a thread of the pool
+    is_stream: bool  # it is a generator function
 
 
 class Registry:
@@ -98,7 +79,15 @@ class Registry:
             )
         target = _user_function(fn)
         _register_records(target)
-        self._handlers[name] = Handler(fn, _kind_of(target), parameters or Signature(fn))
+        is_async_stream = inspect.isasyncgenfunction(target)
+        self._handlers[name] = Handler(
+            fn,
+            parameters or Signature(fn),
+            is_async=is_async_stream
+            or inspect.iscoroutinefunction(target)
+            or inspect.iscoroutinefunction(type(target).__call__),
+            is_stream=is_async_stream or inspect.isgeneratorfunction(target),
+        )
 
 
 def check_name(name: Any) -> None:
@@ -230,12 +219,3 @@ def _user_function(fn: Callable[..., Any]) -> Any:
         inner = [one for one in (target.func, *target.args) if inspect.isfunction(one)]
         target = inner[-1] if inner else target.func
     return target
-
-
-def _kind_of(target: Any) -> Kind:
-    is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
-    if inspect.isgeneratorfunction(target):
-        return Kind.STREAM
-    if inspect.isasyncgenfunction(target):
-        return Kind.ASYNC_STREAM
-    return Kind.ASYNC if is_async else Kind.PLAIN

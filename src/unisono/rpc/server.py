@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +22,7 @@ from unisono.rpc import wire
 from unisono.rpc.attachments import InboundBudget, InboundParts, OutboundParts, UnreadParts, allocate
 from unisono.rpc.peers import QUEUE_MAX, Peers
 from unisono.rpc.pool import Pool, Reader
-from unisono.rpc.registry import Handler, Kind, Registry
+from unisono.rpc.registry import Handler, Registry
 from unisono.rpc.streams import WINDOW, Credit
 from unisono.rpc.transport import RpcTransport
 
@@ -224,7 +224,7 @@ class Server:
         handler = self._registry.find(incoming.name)
         if handler is not None:
             incoming.handler = handler
-            if handler.kind.is_async and not self._runtime.is_virtual:
+            if handler.is_async and not self._runtime.is_virtual:
                 self._run_on_loop(incoming, handler)
             else:
                 self.pool.put(incoming)
@@ -313,11 +313,12 @@ class Server:
             if (bound := self._bound(incoming, handler)) is None:
                 return
             value = handler.fn(*bound[0], **bound[1])
-            if handler.kind is Kind.ASYNC:
-                value = _run_virtual(value)
-            elif handler.kind.is_stream:
-                items = value if handler.kind is Kind.STREAM else _virtual_items(value)
-                value = self._stream(incoming, items)
+            if handler.is_async:  # in virtual time only: see _look_up
+                from unisono.rpc.loop import run_virtual
+
+                value = run_virtual(value)
+            if handler.is_stream:
+                value = self._stream(incoming, value)
             self._answer(incoming, value)
         except Killed:
             raise
@@ -343,7 +344,7 @@ class Server:
             try:
                 if (bound := self._bound(incoming, handler)) is not None:
                     made = handler.fn(*bound[0], **bound[1])
-                    is_stream = handler.kind.is_stream
+                    is_stream = handler.is_stream
                     self._answer(incoming, await (self._stream_async(incoming, made) if is_stream else made))
             except asyncio.CancelledError:
                 self._fail(incoming, "closed", "")
@@ -368,8 +369,8 @@ class Server:
 
     def _bound(self, incoming: Incoming, handler: Handler) -> Any:
         """The checked arguments; None if the call was refused."""
-        if handler.kind.is_stream != (incoming.credit is not None):
-            verb = "stream" if handler.kind.is_stream else "call"
+        if handler.is_stream != (incoming.credit is not None):
+            verb = "stream" if handler.is_stream else "call"
             self._fail(incoming, "arguments", f"it has to be called by agent.{verb}", "TypeError")
             return None
         try:
@@ -484,32 +485,3 @@ class Server:
                 return
             count, self._notifications_done[source] = self._notifications_done[source], 0
         self._peers.send(source, wire.Ack(count))
-
-
-# -- async handlers in virtual time -----------------------------------------------------------------------
-
-
-def _virtual_items(items: Any) -> Iterator[Any]:
-    """The items of an async generator: see `_run_virtual`."""
-    try:
-        while True:
-            try:
-                item = _run_virtual(items.__anext__())
-            except StopAsyncIteration:
-                return
-            yield item
-    finally:
-        _run_virtual(items.aclose())
-
-
-def _run_virtual(coroutine: Any) -> Any:
-    """Run a coroutine that awaits works only: in virtual time these block instead of suspending it."""
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        return stop.value
-    coroutine.close()
-    raise UsageError(
-        "an async handler awaits something that is not a Work; the simulator has no event loop",
-        next_step="await only agent.start(...) there",
-    )
