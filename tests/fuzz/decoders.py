@@ -23,7 +23,7 @@ from unisono.comm.control_messages import GroupFailure, decode
 from unisono.comm.world import card_of
 from unisono.core import codec
 from unisono.errors import ProtocolError, UsageError
-from unisono.rpc import frames, payload
+from unisono.rpc import attachments, wire
 
 CORPUS = Path(__file__).parent.parent / "corpus"
 TOKEN, NONCE = bytes(range(32)), bytes(range(100, 132))
@@ -80,15 +80,15 @@ def typed(data: bytes) -> None:
 
 def frame(data: bytes) -> None:
     """What agents say to each other, and the memory that they ask for."""
-    said = frames.decode(data)
+    said = wire.decode(data)
     if (
-        isinstance(said, frames.PackedAsk | frames.PackedAnswer | frames.PackedItem)
+        isinstance(said, wire.PackedAsk | wire.PackedAnswer | wire.PackedItem)
         and sum(said.body.sizes) < 1 << 20
     ):
-        room = payload.places(said.body)
-        for one in room:
-            one[:] = 0
-        payload.unpack(said.body, room)
+        buffers = attachments.allocate(wire.part_lengths(said.body))
+        for buffer in buffers:
+            buffer[:] = 0
+        wire.unpack(said.body, buffers)
 
 
 DECODERS: dict[str, tuple[Callable[[bytes], None], tuple[type[BaseException], ...]]] = {
