@@ -20,7 +20,11 @@ $(VENV)/.tools:
 	$(BIN)/pip install --quiet torch==2.13.0
 	touch $@
 
-$(STAMP): $(VENV)/.tools $(NATIVE)
+# The editable install knows every module by name: it is made anew when one comes or goes.
+$(VENV)/.modules: $(VENV)/.tools FORCE
+	@find src -name '*.py' | sort | cmp --silent - $@ || find src -name '*.py' | sort > $@
+
+$(STAMP): $(VENV)/.tools $(VENV)/.modules $(NATIVE)
 	$(BIN)/pip install --quiet --no-build-isolation -e ".[test,bf16,plot,mpi,quic]"
 	touch $@
 
@@ -111,6 +115,8 @@ fuzz: sanitize-build
 		ASAN_OPTIONS=quarantine_size_mb=4 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 		$(ASAN)/native/decoders $$decoder $(FUZZ_INPUTS) $(FUZZ_SEED) tests/corpus/$$decoder || exit 1; done
 	$(BIN)/python -m tests.fuzz.decoders $(FUZZ_INPUTS) $(FUZZ_SEED)
+
+FORCE:
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
