@@ -138,7 +138,7 @@ class Control:
             if len(self._closed_contexts) > ENDED_CONTEXTS_MAX:
                 self._closed_contexts.popitem(last=False)
 
-    def settle(self, service: Service) -> None:
+    def add_service(self, service: Service) -> None:
         """Register a service: reply to the queries that waited for it, and dispatch those that come."""
         with self._lock:
             self._services[service.context] = service
@@ -150,12 +150,12 @@ class Control:
         for sender, name in sorted(waiting.items()):
             self._on_service_query(sender, name, service)
 
-    def unsettle(self, service: Service) -> None:
+    def remove_service(self, service: Service) -> None:
         """Unregister a service."""
         with self._lock:
             self._services.pop(service.context, None)
 
-    def ask_for(self, service: Service, rank: int) -> None:
+    def query_service(self, service: Service, rank: int) -> None:
         """Ask a rank whether it has this service; `on_present` or `on_absent` follows."""
         nearest = dict(list(service.progress.items())[-CALLS_MAX:])
         self.send([rank], ServiceQuery(service.context, service.name or "", nearest))

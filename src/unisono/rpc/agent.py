@@ -39,13 +39,13 @@ _HANDLERS: Final = 16
 class Directory(Protocol):
     """Finds the agents of other ranks, and reports lost ranks: control.Control."""
 
-    def settle(self, service: Any) -> None:
+    def add_service(self, service: Any) -> None:
         """Tell the other ranks of this service when they ask, and call it back from now on."""
 
-    def unsettle(self, service: Any) -> None:
+    def remove_service(self, service: Any) -> None:
         """Call it back no more."""
 
-    def ask_for(self, service: Any, rank: int) -> None:
+    def query_service(self, service: Any, rank: int) -> None:
         """Ask a world rank whether it has a service of this context: `on_present` or `on_absent` follows."""
 
 
@@ -107,7 +107,7 @@ class Agent:
         reader = None if mailbox is None else MailboxTransport(mailbox, self._runtime)
         transport: RpcTransport = reader or CallbackTransport(backend, context)
         self._transport = transport
-        query = partial(self._directory.ask_for, service)
+        query = partial(self._directory.query_service, service)
         self._peers = peers = Peers(transport, group.world_ranks, backend.rank, name, query)
         self._objects = Objects()
         peers.watch_lost(self._objects.on_lost)
@@ -125,7 +125,7 @@ class Agent:
         if mailbox is not None:
             # When the interpreter ends, no thread of the pool may return into Python from the mailbox.
             atexit.register(self._leave_at_exit, os.getpid())
-        self._directory.settle(service)
+        self._directory.add_service(service)
 
     @property
     def name(self) -> str | None:
@@ -254,7 +254,7 @@ class Agent:
         self._server.drain(self._runtime.deadline(flush_s))
         self._peers.say_goodbye()
         self._client.close()
-        self._directory.unsettle(self._service)
+        self._directory.remove_service(self._service)
         self._server.close(flush_s, waiting)
         self._objects.clear()
         self._transport.close()

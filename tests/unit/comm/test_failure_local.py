@@ -1447,7 +1447,7 @@ def test_a_rank_whose_control_fails_says_so_and_hears_on(monkeypatch: pytest.Mon
         heard.append(sender)
         raise RuntimeError("no threads left")
 
-    monkeypatch.setattr(group, "_on_query", fail_once)
+    monkeypatch.setattr(group._stalls, "on_query", fail_once)
 
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 1:
