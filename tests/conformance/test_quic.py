@@ -397,7 +397,7 @@ def test_who_cannot_show_the_right_key_is_not_connected_to(monkeypatch: pytest.M
 
 
 def test_who_does_not_know_the_secret_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the two refuses the other; who is first says why, and hangs up on the second."""
+    """Each of the two refuses the other; the first says why, and closes the connection to the second."""
     monkeypatch.setattr("unisono.backends.quic.backend._CONNECT_S", 2.0)
     with forked(lambda backend, pipe: "connected", 2, bind=Ignorant) as ranks:
         failed = [ranks.result(rank) for rank in range(2)]
@@ -405,7 +405,7 @@ def test_who_does_not_know_the_secret_is_not_connected_to(monkeypatch: pytest.Mo
         assert isinstance(end, Failed)
         assert end.type_name == "RendezvousError"
         assert f"rank {rank} could not connect by QUIC: rank {1 - rank}: " in end.text
-    assert any("does not know the job's secret" in end.text for end in failed), failed
+    assert any("proof of the job's secret is wrong" in end.text for end in failed), failed
 
 
 class Recorder:
