@@ -22,6 +22,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/transition_table.hpp"
 #include "engine/engine.hpp"
 
 namespace unisono::engine {
@@ -38,6 +39,31 @@ struct MailboxMessage {
   Outcome outcome = Outcome::done;
   Owner owner;
 };
+
+// Where the leader is, the one background thread that makes progress for a mailbox. The other background threads are
+// spares. Guarded by the engine's lock.
+//
+//   state    event    next     who and why
+//   absent   lead     polling  the first background thread becomes the leader
+//   polling  lead     polling  the leader looks again
+//   polling  rest     resting  other threads make progress, so the leader sleeps for 0.5 ms
+//   polling  leave    away     the leader returns with letters, by an interrupt or at its deadline
+//   resting  resume   polling  woken by a letter, an interrupt or the end of the 0.5 ms
+//   away     lead     polling  the leader came back
+//   away     leave    away     the leader came back and returned at once: interrupted or late
+//   away     succeed  away     a spare becomes the leader after 1 ms, and returns to run calls that the old one took
+enum class Leader : uint8_t { absent, polling, resting, away };
+enum class LeaderEvent : uint8_t { lead, rest, resume, leave, succeed };
+inline constexpr TransitionTable<Leader, 4, LeaderEvent, 5> leader_transitions({
+    {Leader::absent, LeaderEvent::lead, Leader::polling},
+    {Leader::polling, LeaderEvent::lead, Leader::polling},
+    {Leader::polling, LeaderEvent::rest, Leader::resting},
+    {Leader::polling, LeaderEvent::leave, Leader::away},
+    {Leader::resting, LeaderEvent::resume, Leader::polling},
+    {Leader::away, LeaderEvent::lead, Leader::polling},
+    {Leader::away, LeaderEvent::leave, Leader::away},
+    {Leader::away, LeaderEvent::succeed, Leader::away},
+});
 
 class Mailbox final : private DeferredWork {
  public:
@@ -90,6 +116,7 @@ class Mailbox final : private DeferredWork {
   void add(MailboxMessage letter);
   void wait_in_front(Hold& held, std::int64_t deadline);
   void wait_in_background(Hold& held, std::int64_t deadline);
+  void on(LeaderEvent event) { leader_ = leader_transitions.next(leader_, event); }
 
   Engine& engine_;
   const uint64_t context_;
@@ -112,18 +139,17 @@ class Mailbox final : private DeferredWork {
   std::vector<MailboxMessage> queue_;
   uint64_t batches_ = 0;
 
-  size_t fronts_ = 0;
-  std::int64_t front_at_ = 0;  // when somebody read in front
-  bool is_front_poked_ = false;
-  size_t pokes_ = 0;  // of readers in the background
-  std::thread::id leader_;
-  bool is_leader_here_ = false;
-  bool is_leader_resting_ = false;
+  size_t front_readers_ = 0;
+  std::int64_t front_read_at_ = 0;  // when a front reader last returned
+  bool is_front_interrupted_ = false;
+  size_t background_interrupts_ = 0;  // each ends the wait of one background reader
+  Leader leader_ = Leader::absent;
+  std::thread::id leader_id_;  // none while absent
   std::int64_t leader_left_at_ = 0;
   uint64_t polls_seen_ = 0;
   size_t spares_asleep_ = 0;
-  std::condition_variable_any rest_;   // the leader's
-  std::condition_variable_any spare_;  // the others'
+  std::condition_variable_any rest_;   // the resting leader waits here
+  std::condition_variable_any spare_;  // and the spares here
 };
 
 }  // namespace unisono::engine

@@ -3,18 +3,67 @@
 
 #pragma once
 
+#include <atomic>
 #include <string>
 #include <string_view>
 
 #include "base/system.hpp"
+#include "base/transition_table.hpp"
 #include "link/cooperative_copy.hpp"
 #include "wire/frame.hpp"
 
 namespace unisono::engine {
 
-// An offer word: who may touch the memory of an offered message.
-// `offered` on its way, `queued` without a receive so far.
+// The word in shared memory that belongs to an RTS, and says which side may touch the message's memory. Both sides
+// change it by compare-and-swap, so that a claim and a withdrawal cannot both succeed. A word outside the enum is a
+// fault of the peer and allows nothing.
+//
+//   state      event     next       side and why
+//   offered    queue     queued     receiver: the RTS arrived and no receive matches; a hint for a sender that closes
+//   offered    claim     reading    receiver: a receive matches, and the memory may be read from now on
+//   queued     claim     reading
+//   offered    withdraw  withdrawn  sender: the send was cancelled before any receive matched
+//   queued     withdraw  withdrawn
+//   reading    finish    done       receiver: all bytes were read while the memory was still the sender's to lend
+//   any        offer     offered    sender: a new RTS; the FIN of the one before has arrived, so no other side looks
+//   any        revoke    withdrawn  sender: the peer was declared dead; a read that goes on cannot finish
 enum class OfferWord : uint32_t { free, offered, queued, reading, done, withdrawn };
+enum class OfferEvent : uint8_t { queue, claim, withdraw, finish, offer, revoke };
+inline constexpr size_t offer_word_count = 6;
+inline constexpr TransitionTable<OfferWord, offer_word_count, OfferEvent, 6> offer_transitions({
+    {OfferWord::offered, OfferEvent::queue, OfferWord::queued},
+    {OfferWord::offered, OfferEvent::claim, OfferWord::reading},
+    {OfferWord::queued, OfferEvent::claim, OfferWord::reading},
+    {OfferWord::offered, OfferEvent::withdraw, OfferWord::withdrawn},
+    {OfferWord::queued, OfferEvent::withdraw, OfferWord::withdrawn},
+    {OfferWord::reading, OfferEvent::finish, OfferWord::done},
+    {OfferWord::free, OfferEvent::offer, OfferWord::offered},
+    {OfferWord::offered, OfferEvent::offer, OfferWord::offered},
+    {OfferWord::queued, OfferEvent::offer, OfferWord::offered},
+    {OfferWord::reading, OfferEvent::offer, OfferWord::offered},
+    {OfferWord::done, OfferEvent::offer, OfferWord::offered},
+    {OfferWord::withdrawn, OfferEvent::offer, OfferWord::offered},
+    {OfferWord::free, OfferEvent::revoke, OfferWord::withdrawn},
+    {OfferWord::offered, OfferEvent::revoke, OfferWord::withdrawn},
+    {OfferWord::queued, OfferEvent::revoke, OfferWord::withdrawn},
+    {OfferWord::reading, OfferEvent::revoke, OfferWord::withdrawn},
+    {OfferWord::done, OfferEvent::revoke, OfferWord::withdrawn},
+    {OfferWord::withdrawn, OfferEvent::revoke, OfferWord::withdrawn},
+});
+
+// Apply an event to a word that the other side may change meanwhile. False if the table does not list the pair.
+inline bool change_offer(std::atomic<uint32_t>& word, OfferEvent event) {
+  uint32_t seen = word.load(std::memory_order_relaxed);
+  // An honest peer changes the word at most twice meanwhile (queued, then reading or withdrawn).
+  for (int tries = 0; tries < 3 && seen < offer_word_count; ++tries) {
+    const auto from = static_cast<OfferWord>(seen);
+    if (!offer_transitions.allows(from, event)) return false;
+    const auto to = static_cast<uint32_t>(offer_transitions.next(from, event));
+    // acq_rel: what the other side did before its own change has happened
+    if (word.compare_exchange_strong(seen, to, std::memory_order_acq_rel)) return true;
+  }
+  return false;
+}
 
 class Link {
  public:

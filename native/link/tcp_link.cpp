@@ -73,24 +73,24 @@ Connection::~Connection() {
 }
 
 void Connection::on_ready(uint32_t events) {
-  if ((events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) is_ready_ = true;
-  is_hung_up_ |= (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
+  if ((events & EPOLLIN) != 0) on(ReadEvent::readable);
+  if ((events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) on(ReadEvent::hang_up);
   if ((events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) != 0) {
-    is_blocked_ = false;
-    is_ready_ |= stream_->is_entangled();
+    on(WriteEvent::writable);
+    if (stream_->is_entangled()) on(ReadEvent::readable);
   }
 }
 
 bool Connection::is_delivered() const {
   int bytes = 0;
-  return is_mute_ || is_ended_ || ioctl(stream_->fd(), SIOCOUTQ, &bytes) != 0 || bytes == 0;
+  return writing_ == Writing::closed || is_ended() || ioctl(stream_->fd(), SIOCOUTQ, &bytes) != 0 || bytes == 0;
 }
 
 // ---- out ----
 
 // The other end is closed for good. That shows in reading, too, after all that it sent before.
-void Connection::fall_silent() {
-  is_mute_ = true;
+void Connection::close_writing() {
+  on(WriteEvent::broken);
   waiting_.clear();
   waiting_at_ = data_left_ = 0;
 }
@@ -100,18 +100,18 @@ void Connection::write(iovec* parts, int count) {
   const size_t front = waiting_.size() - waiting_at_;
   size_t total = front, written = 0;
   for (int i = 1; i < count; ++i) total += parts[i].iov_len;
-  if (!is_blocked_) {
+  if (writing_ != Writing::blocked) {
     parts[0] = {waiting_.data() + waiting_at_, front};
     const int first = front == 0 ? 1 : 0;
     ssize_t n;
     do n = stream_->writev(parts + first, count - first);
     while (n < 0 && errno == EINTR);
     if (n < 0) {
-      if (errno != EAGAIN) return fall_silent();
+      if (errno != EAGAIN) return close_writing();
       n = 0;
     }
     written = static_cast<size_t>(n);
-    is_blocked_ = written < total;
+    if (written < total) on(WriteEvent::full);
   }
   if (written < front) {
     waiting_at_ += written;
@@ -130,7 +130,7 @@ void Connection::write(iovec* parts, int count) {
 }
 
 bool Connection::put(const Head& head, const Body& body) {
-  if (is_mute_) return true;
+  if (writing_ == Writing::closed) return true;
   if (data_left_ != 0) return false;
   const size_t front = waiting_.size() - waiting_at_;
   if (front != 0 && front + body.total() > waiting_bytes_max) return false;
@@ -166,8 +166,8 @@ bool Connection::put(const Head& head, const Body& body) {
 }
 
 size_t Connection::put_data(uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) {
-  if (is_mute_ || data_left_ != 0) return 0;
-  if (waiting_at_ != waiting_.size() && is_blocked_) return 0;
+  if (writing_ == Writing::closed || data_left_ != 0) return 0;
+  if (waiting_at_ != waiting_.size() && writing_ == Writing::blocked) return 0;
   const size_t bytes = left < data_frame_bytes ? left : data_frame_bytes;
   Head head;
   head.word = Head::make_word(Kind::data);
@@ -188,7 +188,7 @@ size_t Connection::put_data(uint64_t rendezvous_id, uint64_t offset, const byte*
 
 bool Connection::push() {
   bool moved = false;
-  while (!is_blocked_ && !is_drained()) {
+  while (writing_ == Writing::open && !is_drained()) {
     iovec parts[2];
     int count = 0;
     const size_t front = waiting_.size() - waiting_at_;
@@ -197,16 +197,15 @@ bool Connection::push() {
     const ssize_t n = stream_->writev(parts, count);
     if (n < 0) {
       if (errno == EINTR) continue;
-      if (errno == EAGAIN) {
-        is_blocked_ = true;
-        break;
-      }
-      fall_silent();
+      if (errno == EAGAIN)
+        on(WriteEvent::full);
+      else
+        close_writing();
       break;
     }
     moved = true;
-    is_blocked_ = static_cast<size_t>(n) < front + data_left_;
     const size_t written = static_cast<size_t>(n);
+    if (written < front + data_left_) on(WriteEvent::full);
     const size_t of_front = written < front ? written : front;
     waiting_at_ += of_front;
     if (waiting_at_ == waiting_.size()) {
@@ -235,7 +234,7 @@ size_t Connection::room_beside(size_t direct) const {
 }
 
 bool Connection::pull(bool busy_poll, bool is_deaf) {
-  if ((!is_ready_ && !busy_poll) || is_ended_ || fault_ != nullptr) return false;
+  if (is_ended() || (reading_ == Reading::idle && !busy_poll) || fault_ != nullptr) return false;
   bool moved = false;
   size_t taken = 0;
   for (int i = 0; i < reads_per_poll && taken < read_bytes_max; ++i) {
@@ -258,10 +257,10 @@ bool Connection::pull(bool busy_poll, bool is_deaf) {
     if (n <= 0) {
       if (n < 0 && errno == EINTR) continue;
       if (n < 0 && errno == EAGAIN) {
-        is_ready_ = false;
+        on(ReadEvent::drained);
         break;
       }
-      is_ended_ = true;
+      on(ReadEvent::end_of_stream);
       fault_ = stream_->fault();
       break;
     }
@@ -278,12 +277,11 @@ bool Connection::pull(bool busy_poll, bool is_deaf) {
     if (is_deaf) continue;
     fault_ = parse();
     if (fault_ != nullptr) break;
-    // Less came than there was room for: nothing more is there, and asking would cost a call. What comes later is
-    // told; but the end, behind the bytes, was told with them.
+    // A short read: the socket is empty, and another call would only confirm that.
     const size_t room = direct + parts[count - 1].iov_len;
-    if (came < room && !is_hung_up_ && !stream_->is_entangled()) {
-      is_ready_ = false;
-      break;
+    if (came < room && !stream_->is_entangled()) {
+      on(ReadEvent::drained);
+      if (reading_ == Reading::idle) break;
     }
   }
   return moved;

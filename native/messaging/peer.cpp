@@ -158,7 +158,7 @@ bool Peer::cancel(Send& send) {
       auto* word = link->own_offer(index_of(send.rendezvous_id));
       // Without a word the sender decides: no byte has left, and a receive that took the offer waits for another
       // message. What is final has left.
-      if (word != nullptr && !change(*word, OfferWord::withdrawn)) return false;
+      if (word != nullptr && !change_offer(*word, OfferEvent::withdraw)) return false;
       leave_rendezvous(send);
       // The place is free again only when the peer has forgotten the offer.
       slot_of(send.rendezvous_id)->send = nullptr;
@@ -280,9 +280,9 @@ bool Peer::begin_own(UnexpectedMessage& message, Receive& receive) {
 
 void Peer::start_copy(const byte* from, uint64_t nbytes, Receive* receive, UnexpectedMessage* message, Send* send) {
   auto copy = std::find_if(incoming_.begin(), incoming_.end(),
-                           [](const RendezvousReceive& c) { return c.state == RendezvousReceive::State::none; });
+                           [](const RendezvousReceive& c) { return c.state == RendezvousReceive::State::free; });
   if (copy == incoming_.end()) copy = incoming_.emplace(incoming_.end());
-  copy->state = RendezvousReceive::State::reading;
+  advance(*copy, RendezvousReceive::Event::read);
   copy->peer = this;
   copy->receive = receive;
   copy->arrived = message;
@@ -309,7 +309,7 @@ void Peer::copy_piece(RendezvousReceive& copy, size_t scratch_bytes, size_t piec
 
 void Peer::end_copy(RendezvousReceive& copy, Outcome outcome) {
   services_.stop_reading(copy);
-  copy.state = RendezvousReceive::State::none;
+  advance(copy, RendezvousReceive::Event::copied);
   --own_copies_;
   Receive* receive = std::exchange(copy.receive, nullptr);
   UnexpectedMessage* message = std::exchange(copy.arrived, nullptr);
@@ -339,7 +339,7 @@ void Peer::stop_keeping(UnexpectedMessage& message) {
   for (RendezvousReceive& copy : incoming_) {
     if (copy.state != RendezvousReceive::State::reading || copy.arrived != &message) continue;
     services_.stop_reading(copy);
-    copy.state = RendezvousReceive::State::none;
+    advance(copy, RendezvousReceive::Event::abort);
     copy.arrived = nullptr;
     --own_copies_;
     message.copy.reset();
@@ -500,7 +500,7 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
     if (index >= rendezvous_max) return "a rendezvous_id is out of range";
     if (index >= incoming_.size()) incoming_.resize(index + 1);
     ticketed = &incoming_[index];
-    if (ticketed->state != RendezvousReceive::State::none) return "a rendezvous_id is used twice";
+    if (ticketed->state != RendezvousReceive::State::free) return "a rendezvous_id is used twice";
     *ticketed = RendezvousReceive();
     ticketed->peer = this;
     ticketed->rendezvous_id = rendezvous_id;
@@ -529,9 +529,8 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
     if ((head.flags() & flag_run_ahead) != 0) services_.inbox.add_ahead(*message);
     if (ticketed != nullptr) {
       message->rendezvous_id = ticketed->rendezvous_id;
-      ticketed->state = RendezvousReceive::State::queued;
       ticketed->arrived = message;
-      set_queued(*ticketed);
+      advance(*ticketed, RendezvousReceive::Event::queue);
     }
     return nullptr;
   }
@@ -541,7 +540,7 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
   }
   Inbox::bring(*receive, payload, head.nbytes);
   return_credit(lane, cost(head.nbytes));
-  if (ticketed != nullptr) note(Lane::control, Kind::fin, ticketed->rendezvous_id, static_cast<uint8_t>(Answer::met));
+  if (ticketed != nullptr) advance(*ticketed, RendezvousReceive::Event::complete);
   receive->end(Outcome::done, rank);
   return nullptr;
 }
@@ -594,19 +593,20 @@ const char* Peer::on_withdraw(const Head& head) {
   if (index_of(head.context) >= incoming_.size()) return "an offer is taken back that was not made";
   RendezvousReceive& offer = incoming_of(head.context);
   if (offer.rendezvous_id != head.context) return nullptr;
-  if (offer.state == RendezvousReceive::State::queued)
-    take_back(offer);
-  else if (offer.state == RendezvousReceive::State::waiting || offer.state == RendezvousReceive::State::streaming) {
-    if (offer.received != 0) return "an offer is taken back while it is sent";
-    part(offer);
+  switch (offer.state) {
+    case RendezvousReceive::State::free: break;     // our claim came too late, and the sender has its FIN
+    case RendezvousReceive::State::reading: break;  // claimed by its offer word, which an honest sender respects
+    case RendezvousReceive::State::queued: take_back(offer); break;
+    case RendezvousReceive::State::awaiting_memory:
+    case RendezvousReceive::State::streaming:
+      if (offer.received != 0) return "an offer is taken back while it is sent";
+      part(offer);
   }
-  // Else it was dropped already, when the claim failed: the sender has its answer.
   return nullptr;
 }
 
 void Peer::part(RendezvousReceive& offer) {
   Receive& receive = *std::exchange(offer.receive, nullptr);
-  if (offer.state == RendezvousReceive::State::streaming) --awaited_;
   drop(offer);
   receive.incoming = nullptr;
   if (receive.is_unwanted) return receive.end(Outcome::cancelled, rank);
@@ -624,33 +624,43 @@ void Peer::take_back(RendezvousReceive& offer) {
 
 bool Peer::claim(RendezvousReceive& offer) {
   auto* word = link != nullptr ? link->peers_offer(index_of(offer.rendezvous_id)) : nullptr;
-  if (word == nullptr) return true;
-  return change(*word, OfferWord::reading);
+  return word == nullptr || change_offer(*word, OfferEvent::claim);
 }
 
-// Claim or withdraw an offer: which of the two comes first is decided here.
-bool Peer::change(std::atomic<uint32_t>& word, OfferWord to) {
-  for (const OfferWord from : {OfferWord::offered, OfferWord::queued}) {
-    auto expected = static_cast<uint32_t>(from);
-    // acq_rel: what the other side did before its own change has happened
-    if (word.compare_exchange_strong(expected, static_cast<uint32_t>(to), std::memory_order_acq_rel)) return true;
+void Peer::advance(RendezvousReceive& offer, RendezvousReceive::Event event) {
+  using State = RendezvousReceive::State;
+  using Reply = RendezvousReceive::Reply;
+  const auto& step = RendezvousReceive::transitions.at(offer.state, event);
+  awaited_ += (step.next == State::streaming) - (offer.state == State::streaming);
+  offer.state = step.next;
+  switch (step.action) {
+    case Reply::none: return;
+    case Reply::queued: return reply_queued(offer);
+    case Reply::cts: return note(Lane::control, Kind::cts, offer.rendezvous_id);
+    case Reply::fin_matched:
+      return note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::met));
+    case Reply::fin_withdrawn:
+      return note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::withdrawn));
   }
-  return false;
 }
 
-// Let the sender know that nobody wants its offer so far: it need not wait for an answer when it leaves.
-void Peer::set_queued(RendezvousReceive& offer) {
-  auto* word = link->peers_offer(index_of(offer.rendezvous_id));
-  if (word == nullptr) return note(Lane::control, Kind::queued, offer.rendezvous_id);
-  auto expected = static_cast<uint32_t>(OfferWord::offered);
-  // relaxed: a hint; if the sender withdrew it meanwhile, it stays withdrawn
-  word->compare_exchange_strong(expected, static_cast<uint32_t>(OfferWord::queued), std::memory_order_relaxed);
+void Peer::reply_queued(RendezvousReceive& offer) {
+  if (auto* word = link->peers_offer(index_of(offer.rendezvous_id)); word != nullptr)
+    change_offer(*word, OfferEvent::queue);  // if the sender withdrew it meanwhile, it stays withdrawn
+  else
+    note(Lane::control, Kind::queued, offer.rendezvous_id);
+}
+
+void Peer::complete(RendezvousReceive& offer, Outcome outcome) {
+  advance(offer, RendezvousReceive::Event::complete);
+  Receive* receive = std::exchange(offer.receive, nullptr);
+  receive->incoming = nullptr;
+  receive->end(outcome, rank);
 }
 
 void Peer::drop(RendezvousReceive& offer) {
-  offer.state = RendezvousReceive::State::none;
   offer.arrived = nullptr;
-  note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::withdrawn));
+  advance(offer, RendezvousReceive::Event::withdraw);
 }
 
 void Peer::begin(RendezvousReceive& offer, Receive& receive, MatchResult match) {
@@ -658,29 +668,17 @@ void Peer::begin(RendezvousReceive& offer, Receive& receive, MatchResult match) 
   offer.arrived = nullptr;
   receive.incoming = &offer;
   if (match == MatchResult::defer && offer.nbytes != 0) {
-    offer.state = RendezvousReceive::State::waiting;
+    advance(offer, RendezvousReceive::Event::defer);
     return receive.want_memory();
   }
   supply(offer);
 }
 
-// The sender decides whether its bytes come or its offer is taken back, also if there are none.
-void Peer::ask_for_data(RendezvousReceive& offer) {
-  offer.state = RendezvousReceive::State::streaming;
-  ++awaited_;
-  note(Lane::control, Kind::cts, offer.rendezvous_id);
-}
-
 void Peer::supply(RendezvousReceive& offer) {
   const bool has_word = link->peers_offer(index_of(offer.rendezvous_id)) != nullptr;
-  if (offer.nbytes == 0 && has_word) {
-    offer.state = RendezvousReceive::State::none;
-    note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::met));
-    offer.receive->incoming = nullptr;
-    return offer.receive->end(Outcome::done, rank);
-  }
+  if (offer.nbytes == 0 && has_word) return complete(offer, Outcome::done);
   if (link->can_read() && has_word) {
-    offer.state = RendezvousReceive::State::reading;
+    advance(offer, RendezvousReceive::Event::read);
     offer.help = is_worth_help(offer.nbytes) ? link->peers_help(index_of(offer.rendezvous_id)) : nullptr;
     const byte* place = offer.help != nullptr && offer.receive->has_fixed_place() ? offer.receive->place() : nullptr;
     if (place != nullptr)
@@ -689,16 +687,11 @@ void Peer::supply(RendezvousReceive& offer) {
       offer.help = nullptr;
     return services_.start_reading(offer);
   }
-  ask_for_data(offer);
+  // Without a word only the sender knows whether its RTS still stands, so an empty message needs its answer, too.
+  advance(offer, RendezvousReceive::Event::stream);
 }
 
-void Peer::give_up(RendezvousReceive& offer) {
-  Receive* receive = std::exchange(offer.receive, nullptr);
-  offer.state = RendezvousReceive::State::none;
-  note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::met));
-  receive->incoming = nullptr;
-  receive->end(Outcome::no_memory, rank);
-}
+void Peer::give_up(RendezvousReceive& offer) { complete(offer, Outcome::no_memory); }
 
 const char* Peer::read_piece(RendezvousReceive& offer, byte* scratch, size_t scratch_bytes, size_t piece_bytes) {
   if (offer.help != nullptr) return read_part(offer, piece_bytes);
@@ -715,7 +708,7 @@ const char* Peer::read_piece(RendezvousReceive& offer, byte* scratch, size_t scr
     if (!link->is_alive()) return nullptr;
     if (offer.received != 0) return "its memory could be read no longer";
     services_.stop_reading(offer);
-    ask_for_data(offer);
+    advance(offer, RendezvousReceive::Event::stream);
     return nullptr;
   }
   const bool is_last = bytes == left;
@@ -723,7 +716,9 @@ const char* Peer::read_piece(RendezvousReceive& offer, byte* scratch, size_t scr
   if (is_last && !confirm(offer, fault)) return fault;
   if (place == nullptr) offer.receive->write(offer.received, scratch, bytes);
   offer.received += bytes;
-  if (is_last) finish_reading(offer);
+  if (!is_last) return nullptr;
+  services_.stop_reading(offer);
+  complete(offer, Outcome::done);
   return nullptr;
 }
 
@@ -736,36 +731,26 @@ const char* Peer::read_part(RendezvousReceive& offer, size_t piece_bytes) {
       if (!link->is_alive()) return nullptr;
       if (offer.received != 0 || !offer.help->close()) return "its memory could be read no longer";
       services_.stop_reading(offer);
-      ask_for_data(offer);
+      advance(offer, RendezvousReceive::Event::stream);
       return nullptr;
     }
     offer.received += part.bytes;
     if (!offer.help->is_all_taken(offer.nbytes)) return nullptr;
   }
-  if (next == CooperativeCopy::Front::broken) return "its help makes no sense";
+  if (next == CooperativeCopy::Front::broken) return "corrupt cooperative-copy state in shared memory";
   const char* fault = nullptr;
   if (next == CooperativeCopy::Front::wait || !confirm(offer, fault)) return fault;
   offer.received = offer.nbytes;
-  finish_reading(offer);
+  services_.stop_reading(offer);
+  complete(offer, Outcome::done);
   return nullptr;
 }
 
 bool Peer::confirm(RendezvousReceive& offer, const char*& fault) {
-  auto expected = static_cast<uint32_t>(OfferWord::reading);
-  auto* word = link->peers_offer(index_of(offer.rendezvous_id));
   if (!link->is_alive()) return false;
-  if (word->compare_exchange_strong(expected, static_cast<uint32_t>(OfferWord::done), std::memory_order_acq_rel))
-    return true;
-  fault = "it gave us up while its memory was read";
+  if (change_offer(*link->peers_offer(index_of(offer.rendezvous_id)), OfferEvent::finish)) return true;
+  fault = "peer declared this rank dead during a direct read";
   return false;
-}
-
-void Peer::finish_reading(RendezvousReceive& offer) {
-  services_.stop_reading(offer);
-  offer.state = RendezvousReceive::State::none;
-  note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::met));
-  offer.receive->incoming = nullptr;
-  offer.receive->end(Outcome::done, rank);
 }
 
 void Peer::fence(RendezvousReceive& offer) {
@@ -789,12 +774,7 @@ RendezvousReceive* Peer::data_for(const Head& head, const char*& fault) {
 
 void Peer::on_data(RendezvousReceive& offer, size_t bytes) {
   offer.received += bytes;
-  if (offer.received < offer.nbytes) return;
-  --awaited_;
-  offer.state = RendezvousReceive::State::none;
-  note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::met));
-  offer.receive->incoming = nullptr;
-  offer.receive->end(Outcome::done, rank);
+  if (offer.received == offer.nbytes) complete(offer, Outcome::done);
 }
 
 void Peer::on_met(const UnexpectedMessage& message) {
@@ -807,9 +787,8 @@ void Peer::on_met(const UnexpectedMessage& message) {
   if (is_self_) return;
   return_credit(message.lane, cost(message.envelope.nbytes));
   if (!message.has_ticket) return;
-  incoming_of(message.rendezvous_id).state = RendezvousReceive::State::none;
-  // The sender may have taken it back meanwhile; then it has ended, and the answer only frees the rendezvous_id.
-  note(Lane::control, Kind::fin, message.rendezvous_id, static_cast<uint8_t>(Answer::met));
+  // The sender may have withdrawn it meanwhile; its send has then ended, and the FIN only frees the rendezvous id.
+  advance(incoming_of(message.rendezvous_id), RendezvousReceive::Event::complete);
 }
 
 void Peer::on_dropped(const UnexpectedMessage& message) {
@@ -861,7 +840,8 @@ void Peer::end_all(Outcome outcome) {
         end_copy(offer, offer.receive->is_unwanted ? Outcome::cancelled : outcome);
       continue;
     }
-    const auto was = std::exchange(offer.state, RendezvousReceive::State::none);
+    const auto was = offer.state;
+    advance(offer, RendezvousReceive::Event::abort);
     if (was == RendezvousReceive::State::queued) {
       // What is here stays receivable; what was only offered cannot be had any more.
       if (offer.arrived->is_here)
@@ -873,8 +853,7 @@ void Peer::end_all(Outcome outcome) {
       services_.stop_reading(offer);
       fence(offer);
     }
-    if (was == RendezvousReceive::State::waiting || was == RendezvousReceive::State::reading ||
-        was == RendezvousReceive::State::streaming) {
+    if (was != RendezvousReceive::State::free && was != RendezvousReceive::State::queued) {
       Receive& receive = *offer.receive;
       receive.incoming = nullptr;
       // Another rank may serve who takes from any.

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/transition_table.hpp"
 #include "link/link.hpp"
 #include "messaging/inbox.hpp"
 #include "messaging/message.hpp"
@@ -77,10 +78,57 @@ inline constexpr size_t rendezvous_max = 65536;  // contract.OFFERS_MAX
 // credit.
 inline constexpr size_t notes_max = 4 * rendezvous_max;
 
-// A message offered by a peer, or one whose arrival it wants confirmed.
+// The receiving side of a rendezvous: a message that a peer announced by RTS, or sent eagerly and wants confirmed. For
+// a long message to oneself it is the copy in progress: `read`, then `copied` or `abort`.
+//
+//   state            event      next             reply           why
+//   free             queue      queued           queued          no receive matches yet
+//   free, queued     defer      awaiting_memory  none            a receive matches and must get its memory from Python
+//   free, queued,    read       reading          none            the sender's memory can be read directly
+//   awaiting_memory
+//   free, queued,    stream     streaming        cts             the sender has to stream the bytes
+//   awaiting_memory
+//   reading          stream     streaming        cts             the first direct read failed
+//   all but reading  withdraw   free             fin withdrawn   the sender cancelled, or was faster than our claim
+//   free, queued,    complete   free             fin matched     an eager or empty message, or no memory for it
+//   awaiting_memory
+//   reading,         complete   free             fin matched     every byte is in its place
+//   streaming
+//   reading          copied     free             none            a message to oneself is copied
+//   any              abort      free             none            the peer is lost or this rank closes
 struct RendezvousReceive {
-  enum class State : uint8_t { none, queued, waiting, reading, streaming };
-  State state = State::none;
+  enum class State : uint8_t { free, queued, awaiting_memory, reading, streaming };
+  enum class Event : uint8_t { queue, defer, read, stream, withdraw, complete, copied, abort };
+  enum class Reply : uint8_t { none, queued, cts, fin_matched, fin_withdrawn };
+  static constexpr TransitionTable<State, 5, Event, 8, Reply> transitions{{
+      {State::free, Event::queue, State::queued, Reply::queued},
+      {State::free, Event::defer, State::awaiting_memory},
+      {State::free, Event::read, State::reading},
+      {State::free, Event::stream, State::streaming, Reply::cts},
+      {State::free, Event::withdraw, State::free, Reply::fin_withdrawn},
+      {State::free, Event::complete, State::free, Reply::fin_matched},
+      {State::free, Event::abort, State::free},
+      {State::queued, Event::defer, State::awaiting_memory},
+      {State::queued, Event::read, State::reading},
+      {State::queued, Event::stream, State::streaming, Reply::cts},
+      {State::queued, Event::withdraw, State::free, Reply::fin_withdrawn},
+      {State::queued, Event::complete, State::free, Reply::fin_matched},
+      {State::queued, Event::abort, State::free},
+      {State::awaiting_memory, Event::read, State::reading},
+      {State::awaiting_memory, Event::stream, State::streaming, Reply::cts},
+      {State::awaiting_memory, Event::withdraw, State::free, Reply::fin_withdrawn},
+      {State::awaiting_memory, Event::complete, State::free, Reply::fin_matched},
+      {State::awaiting_memory, Event::abort, State::free},
+      {State::reading, Event::stream, State::streaming, Reply::cts},
+      {State::reading, Event::complete, State::free, Reply::fin_matched},
+      {State::reading, Event::copied, State::free},
+      {State::reading, Event::abort, State::free},
+      {State::streaming, Event::withdraw, State::free, Reply::fin_withdrawn},
+      {State::streaming, Event::complete, State::free, Reply::fin_matched},
+      {State::streaming, Event::abort, State::free},
+  }};
+
+  State state = State::free;
   Lane lane = Lane::bulk;
   Peer* peer = nullptr;
   Receive* receive = nullptr;
@@ -196,9 +244,12 @@ class Peer {
   void free_slot(uint64_t rendezvous_id);
   SendSlot* slot_of(uint64_t rendezvous_id);
   bool are_rendezvous_settled() const;
-  static bool change(std::atomic<uint32_t>& word, OfferWord to);
-  void set_queued(RendezvousReceive& offer);
-  void ask_for_data(RendezvousReceive& offer);
+  // Apply an event to a rendezvous and send the reply that its table names.
+  void advance(RendezvousReceive& offer, RendezvousReceive::Event event);
+  // Tell the sender that no receive matches its RTS so far: it need not wait for an answer when it leaves.
+  void reply_queued(RendezvousReceive& offer);
+  // Complete a rendezvous whose receive ends with it.
+  void complete(RendezvousReceive& offer, Outcome outcome);
   // Undo a match: the sender takes its offer back, and the receive waits for another message.
   void part(RendezvousReceive& offer);
   void note(Lane lane, Kind kind, uint64_t context, uint8_t dtype = 0, uint64_t nbytes = 0, std::string text = {});
@@ -220,8 +271,6 @@ class Peer {
   // Still the same process, and it did not take us for dead meanwhile: then these were its bytes. Else with the
   // fault, or none if it is gone, which will be noticed.
   bool confirm(RendezvousReceive& offer, const char*& fault);
-  // Every byte of an offer is in its place.
-  void finish_reading(RendezvousReceive& offer);
   // Nobody writes to its place any more.
   void fence(RendezvousReceive& offer);
 

@@ -109,7 +109,7 @@ class Place {
         if (peer_.read_piece(*services_.readers.front(), scratch, sizeof scratch, sizeof scratch) != nullptr) return;
       for (SomeReceive& receive : receives_)
         if (receive.is_late_ && receive.incoming != nullptr &&
-            receive.incoming->state == RendezvousReceive::State::waiting)
+            receive.incoming->state == RendezvousReceive::State::awaiting_memory)
           peer_.supply(*receive.incoming);
       if (peer_.has_backlog() && peer_.link->over() == nullptr) peer_.flush();
     }
