@@ -7,7 +7,7 @@
 namespace unisono::engine {
 namespace {
 
-// What waits to be read, of one sender: all the calls that it may have under way, and as many answers.
+// Unread letters of one sender: all the calls that it may have under way, and as many answers.
 constexpr uint64_t queued_bytes_max = 32 * 1024 * 1024;
 constexpr size_t offers_max = 64;
 constexpr size_t spare_max = 1024;
@@ -20,7 +20,7 @@ constexpr int spare_checks = 50;
 
 }  // namespace
 
-// A receive that is always there, one for each sender.
+// The receive that is always posted, one for each sender.
 class Mailbox::Slot final : public Receive {
  public:
   explicit Slot(Mailbox& box) : box_(box) {}
@@ -34,7 +34,7 @@ class Mailbox::Slot final : public Receive {
       letter_.data.reset(new (std::nothrow) byte[envelope.nbytes + 1]);
     if (is_here) return MatchResult::accept;
     if (letter_.data == nullptr) return MatchResult::defer;
-    // It takes a while: what comes after it must not wait.
+    // A rendezvous takes a while: letters behind it must not wait.
     is_offer_ = true;
     Sender& sender = box_.senders_[envelope.source];
     if (++sender.offers < offers_max) {
@@ -49,7 +49,7 @@ class Mailbox::Slot final : public Receive {
     letter_.data.reset();
   }
   byte* place() override { return letter_.data.get(); }
-  void write(uint64_t, const byte*, size_t) override {}  // there is no memory for it: it is lost
+  void write(uint64_t, const byte*, size_t) override {}  // without memory the letter is lost
   void end(Outcome outcome, std::int32_t) override {
     Sender& sender = box_.senders_[source];
     if (std::exchange(is_offer_, false)) --sender.offers;
@@ -74,7 +74,7 @@ class Mailbox::OwnedSend final : public Send {
   void end(Outcome) override {
     --box_.active_;
     box_.senders_[to].unsent_bytes -= held.size() + line_bytes;
-    box_.spare_parcels_.push_back(this);
+    box_.spare_sends_.push_back(this);
   }
   std::string held;
   std::int32_t to = 0;
@@ -139,7 +139,7 @@ Mailbox::~Mailbox() = default;
 
 namespace {
 
-// One that is not in use, or a new one.
+// An operation from the pool, or a new one.
 template <class Kept, class One>
 One& taken(Mailbox& box, std::vector<std::unique_ptr<Kept>>& all, std::vector<One*>& spare) {
   if (spare.empty()) {
@@ -168,7 +168,7 @@ void Mailbox::open_slot(std::int32_t source) {
   is_closed_ = true;
 }
 
-// A slot may be served at once and end while it is opened: then the outermost call opens the next.
+// A slot may be matched at once and end while it is opened: then the outermost call opens the next.
 void Mailbox::refill(std::int32_t source) {
   if (std::exchange(is_filling_, true)) return;
   Sender& sender = senders_[source];
@@ -184,20 +184,20 @@ void Mailbox::work() {
 bool Mailbox::post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t unsent_bytes_max) {
   Sender& sender = senders_[dst];
   if (sender.unsent_bytes > unsent_bytes_max) return false;
-  OwnedSend& parcel = taken(*this, parcels_, spare_parcels_);
-  parcel.to = dst;
-  parcel.context = context_;
-  parcel.tag = tag_;
-  parcel.held.assign(reinterpret_cast<const char*>(data), nbytes);
-  parcel.data = reinterpret_cast<const byte*>(parcel.held.data());
-  parcel.nbytes = nbytes;
+  OwnedSend& send = taken(*this, sends_, spare_sends_);
+  send.to = dst;
+  send.context = context_;
+  send.tag = tag_;
+  send.held.assign(reinterpret_cast<const char*>(data), nbytes);
+  send.data = reinterpret_cast<const byte*>(send.held.data());
+  send.nbytes = nbytes;
   sender.unsent_bytes += nbytes + line_bytes;
   ++active_;
-  if (!is_closed_ && engine_.start(parcel, dst)) return true;
+  if (!is_closed_ && engine_.start(send, dst)) return true;
   --active_;
   sender.unsent_bytes -= nbytes + line_bytes;
-  spare_parcels_.push_back(&parcel);
-  return true;  // once it is closed nobody answers, and whoever closed it has said so
+  spare_sends_.push_back(&send);
+  return true;  // closed: the message is lost, and the close was reported elsewhere
 }
 
 bool Mailbox::lend(std::int32_t dst, uint64_t tag, const byte* data, uint64_t nbytes, uint64_t number, Owner owner) {
@@ -245,7 +245,7 @@ void Mailbox::on_letter(MailboxMessage letter) {
 
 void Mailbox::add(MailboxMessage letter) {
   queue_.push_back(std::move(letter));
-  // A letter to oneself is brought by a thread that does not make progress.
+  // A letter to oneself arrives on a thread that may not be the one that makes progress.
   engine_.wake_waiters();
   // A front reader that returned just now most likely comes back at once; if not, the leader's rest ends soon.
   if (front_readers_ == 0 && leader_ == Leader::resting && now_ns() - front_read_at_ > rest_ns) rest_.notify_one();

@@ -1,10 +1,8 @@
-// A link over two connections, one per lane. Knows how frames lie in a byte stream; does not know messages.
+// A link over two TCP connections, one per lane.
 //
-// Large payload goes from the sender's memory to the receiver's without a copy between: written from where it lies,
-// read to where it belongs.
+// Large payload is not copied on either side: it is written from the sender's buffer and read into the receiver's.
 //
-// With checksums a CRC32C follows every head and every body, so that no length is believed before it is known to be
-// what was sent.
+// With checksums a CRC32C follows every head and every body, so that no length is used before it was checked.
 
 #pragma once
 
@@ -22,10 +20,10 @@ namespace unisono::engine {
 class Peer;
 struct RendezvousReceive;
 
-// How all links of an engine treat their sockets; it depends on how many there are and who is at work.
+// How all links of an engine treat their sockets. It depends on the number of links and on the caller.
 struct SocketPolicy {
-  bool busy_poll = true;  // try to read without having been told that there is something
-  unsigned corked = 0;    // short frames wait until whoever raised this calls `push`: one call to the system for all
+  bool busy_poll = true;  // read without waiting for epoll to report something
+  unsigned corked = 0;    // while not 0, short frames wait for `push`: one system call for all
 };
 
 // The two halves of a connection. They end independently: what the peer sent before it closed can still be read when
@@ -86,13 +84,13 @@ inline constexpr TransitionTable<Writing, 3, WriteEvent, 3> write_transitions({
 class Connection final : public Watcher {
  public:
   Connection(Peer& peer, Poller& poller, std::unique_ptr<ByteStream> stream, Lane lane, bool checksum,
-             const SocketPolicy& manner);
+             const SocketPolicy& policy);
   ~Connection() override;
 
   bool is_watched() const { return watch_ != 0; }
   bool put(const Head& head, const Body& body);
   size_t put_data(uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left);
-  bool holds_data(uint64_t rendezvous_id) const { return data_left_ != 0 && data_ticket_ == rendezvous_id; }
+  bool holds_data(uint64_t rendezvous_id) const { return data_left_ != 0 && data_rendezvous_id_ == rendezvous_id; }
   // Write what waits. True if something moved.
   bool push();
   // The same although the socket was full the last time: it may have room that epoll has not reported yet.
@@ -100,12 +98,12 @@ class Connection final : public Watcher {
     on(WriteEvent::writable);
     return push();
   }
-  // Read what came and give it to the peer. True if something moved.
-  bool pull(bool busy_poll, bool is_deaf);
+  // Read what arrived and give it to the peer, or throw it away. True if something moved.
+  bool pull(bool busy_poll, bool is_discarding);
   bool is_drained() const { return waiting_at_ == waiting_.size() && data_left_ == 0; }
   void finish() { stream_->finish(); }
-  // Let go of data that waits in the sender's memory: the stream is cut in the middle of a frame.
-  void let_go() {
+  // Give up data that waits in the sender's memory. This cuts the stream in the middle of a frame.
+  void abandon_data() {
     if (data_left_ != 0) close_writing();
   }
   void on_ready(uint32_t events) override;
@@ -131,20 +129,20 @@ class Connection final : public Watcher {
   std::unique_ptr<ByteStream> stream_;
   const Lane lane_;
   const bool checksum_;
-  const SocketPolicy& manner_;
+  const SocketPolicy& policy_;
   uint64_t watch_ = 0;
   Reading reading_ = Reading::ready;
   Writing writing_ = Writing::open;
   bool was_heard_ = false;
-  std::int32_t core_ = -1;  // where its last frame was sent
+  std::int32_t core_ = -1;  // CPU core that sent the last frame
   const char* fault_ = nullptr;
 
-  // Out: bytes that wait, then the data of one frame where it lies in the sender's memory.
+  // Out: bytes that wait, then the payload of one data frame in the sender's memory.
   std::vector<byte> waiting_;
   size_t waiting_at_ = 0;
   const byte* data_ = nullptr;
   size_t data_left_ = 0;
-  uint64_t data_ticket_ = 0;
+  uint64_t data_rendezvous_id_ = 0;
   uint32_t data_crc_ = 0;
 
   // In: a buffer, and the data frame that is being read.
@@ -161,7 +159,7 @@ class Connection final : public Watcher {
 class TcpLink final : public Link {
  public:
   TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control,
-          const SocketPolicy& manner);
+          const SocketPolicy& policy);
 
   bool put(Lane lane, Head head, const Body& body) override { return at(lane).put(head, body); }
   size_t put_data(Lane lane, uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) override {
@@ -182,14 +180,14 @@ class TcpLink final : public Link {
   bool can_stall() const override { return true; }
   bool is_starved() const override;
   void finish() override;
-  void deafen() override;
+  void discard_input() override;
   const char* name() const override { return lanes_[0]->name(); }
 
  private:
   Connection& at(Lane lane) { return *lanes_[static_cast<size_t>(lane)]; }
 
   Peer& peer_;
-  const SocketPolicy& manner_;
+  const SocketPolicy& policy_;
   unsigned turns_ = 0;
   std::unique_ptr<Connection> lanes_[lane_count];
 };

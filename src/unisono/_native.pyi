@@ -18,7 +18,7 @@ def widen(dst: Memory, src: Memory, dtype: int) -> None: ...
 def narrow(dst: Memory, src: Memory, dtype: int) -> None: ...
 def isa() -> str: ...
 
-# At the end of the interpreter: threads that are below Python stay there. See native/python/gil_released.hpp.
+# Before interpreter shutdown: threads that released the GIL no longer reacquire it. See gil_released.hpp.
 def forbid_reacquire() -> None: ...
 def isas() -> tuple[str, ...]: ...
 def use_isa(name: str) -> None: ...
@@ -38,9 +38,9 @@ class ForkedError(RuntimeError): ...
 
 # The data plane of one rank: see native/engine/engine.hpp. `id` is the caller's number of an operation, and
 # comes back with the end as (id, outcome, envelope or None, data or None). An envelope is (source, context,
-# tag, nbytes, dtype, header). The end of a peer is (-1, rank, cause, left); a message that waits although its
-# sender does not is (-2, context, source, sequence, header). -1 for src or tag means any. The
-# caller keeps the owner of every buffer until the operation has ended.
+# tag, nbytes, dtype, header). The loss of a peer is (-1, rank, cause, left); an unmatched run-ahead message
+# is (-2, context, source, sequence, header). -1 for src or tag means any. The caller keeps the owner of every
+# buffer until the operation has ended.
 class Engine:
     def __init__(
         self,
@@ -49,15 +49,19 @@ class Engine:
         directory: str,
         secret: bytes,
         *,
-        eager_bytes: int = ...,
-        eager_credit_bytes: int = ...,
-        message_bytes_max: int = ...,
-        recv_bytes_max: int = ...,
-        control_eager_bytes: int = ...,
-        control_credit_bytes: int = ...,
-        control_bytes_max: int = ...,
-        own_credit_bytes: int = ...,
-        silence_s: float = ...,
+        eager_bytes: int,
+        eager_credit_bytes: int,
+        message_bytes_max: int,
+        recv_bytes_max: int,
+        control_eager_bytes: int,
+        control_credit_bytes: int,
+        control_bytes_max: int,
+        own_credit_bytes: int,
+        silence_s: float,
+        stranger_bytes_max: int,
+        stranger_s: float,
+        strangers_max: int,
+        strangers_per_address_max: int,
         shm: bool = ...,
         checksum: bool = ...,
         neighbours: bool = ...,
@@ -69,7 +73,7 @@ class Engine:
         rekey_records: int = ...,
     ) -> None: ...
     def card(self) -> tuple[str, str, str, int, int]: ...
-    # PEM, and the name in each rank's certificate; once, before `connect`, for an engine with `tls`.
+    # PEM texts, and the name in each rank's certificate; once, before `connect`, for an engine with `tls`.
     def secure(self, names: list[str], key: bytes, certificate: bytes, authority: bytes) -> None: ...
     def connect(self, cards: list[tuple[str, str, str, int, int]]) -> None: ...
     # A handle, 0 if it is done, or the negative outcome if it failed.
@@ -85,7 +89,7 @@ class Engine:
         lane: int,
         sync: bool,
     ) -> int: ...
-    # A handle, or how it ended. With `in_order` it is told after everything that ended earlier.
+    # A handle, or how it ended. With `in_order` its end is dispatched after everything that ended earlier.
     def receive(
         self,
         id: int,  # noqa: A002
@@ -97,7 +101,7 @@ class Engine:
         in_order: bool,
     ) -> int | tuple[Any, ...]: ...
     def probe(self, id: int, src: int, context: int, tag: int) -> int | tuple[Any, ...]: ...  # noqa: A002
-    # A run that was cancelled is told, when it has let go of its memory; whatever else was cancelled is not.
+    # The end of a cancelled run is dispatched when its memory is free; that of other operations is not.
     def cancel(self, handle: int) -> bool: ...
     # A handle, or how it ended: (id, outcome) or (id, outcome, (peer, whether its header differs, bytes that
     # came, bytes awaited, header)).
@@ -114,25 +118,25 @@ class Engine:
         header: bytes,
         window: int,
     ) -> int | tuple[Any, ...]: ...
-    # Follow a run of the hot path: its handle, or how it ended.
+    # Adopt a run of the fast path: its handle, or how it ended.
     def adopt(self, id: int, handle: int) -> int | tuple[Any, ...]: ...  # noqa: A002
     # The ranks that a run waits for.
     def awaited(self, handle: int) -> list[int]: ...
-    # What has ended, in order. Both wait for it without the GIL, and `wait` makes progress. Who gets some
-    # tells it and asks for `more` until the last time gives none; until then the others get nothing.
-    def wait(self, timeout: float, interrupt_count: int, is_teller: bool) -> list[tuple[Any, ...]]: ...
+    # Completions, in order. Both wait without the GIL, and `wait` makes progress. A thread that gets some
+    # dispatches them and calls `more` until that returns none; until then other threads get nothing.
+    def wait(self, timeout: float, interrupt_count: int, is_dispatcher: bool) -> list[tuple[Any, ...]]: ...
     def pump(self, timeout: float) -> list[tuple[Any, ...]]: ...
     def more(self, is_last: bool) -> list[tuple[Any, ...]]: ...
-    # Tell no more of messages of this context that wait although their senders do not.
+    # Report no more run-ahead messages of this context.
     def ignore_context(self, context: int) -> None: ...
-    # Nobody receives in this context any more: what came whole for it, or will, is dropped.
+    # No receive will be posted in this context: its eager messages, present and future, are dropped.
     def end_context(self, context: int) -> None: ...
     def interrupt_count(self) -> int: ...
     def interrupt_wait(self) -> None: ...
     def close(self, flush_s: float) -> None: ...
     def is_forked(self) -> bool: ...
     def down_of(self, rank: int) -> tuple[str, bool]: ...
-    # How many callers were turned away at the door.
+    # The number of callers that were refused.
     def refused(self) -> int: ...
     # The first few of them since the last call, and why.
     def take_refusals(self) -> list[str]: ...
@@ -157,8 +161,8 @@ class CallLog:
 
 # Known calls without Python: see native/python/bind_fast_path.cpp. `verb` makes the callable that stands in
 # front of `slow`; `slow_path.take_over` waits for what it began, given (operation, sequence, header, start
-# time, handle, memory, exception or None); `slow_path.check_unclaimed` compares a message that was not met
-# (rank, sequence, header).
+# time, handle, memory, exception or None); `slow_path.check_unclaimed` compares an unmatched message (rank,
+# sequence, header).
 class FastPath:
     verbs: ClassVar[tuple[str, ...]]
     # Calls that ended without Python, that Python had to decide, and that it had to end.
@@ -183,7 +187,7 @@ class FastPath:
     def unclaimed(self, sequence: int) -> list[tuple[int, int, bytes]]: ...
     # Ranks that have not shown yet that they have made all calls that ended here.
     def unconfirmed_ranks(self) -> list[int]: ...
-    # False if there is nothing to cache_decision from this call.
+    # False if there is nothing to cache for this call.
     def cache_decision(
         self,
         sequence: int,
@@ -197,7 +201,7 @@ class FastPath:
         divisor: int,
     ) -> bool: ...
 
-# contract.Mailbox: see native/engine/mailbox.hpp.
+# messaging.fast_path.Mailbox: see native/engine/mailbox.hpp.
 class Mailbox:
     def __init__(self, engine: Engine, context: int, tag: int) -> None: ...
     def post(self, dst: int, data: bytes, unsent_bytes_max: int) -> bool: ...
@@ -243,8 +247,8 @@ class FastMessages:
         self, slow: Callable[..., Any], check_header: Callable[[bytes, int], None]
     ) -> Callable[..., Any]: ...
 
-# What threads that know no Python tell it: see native/python/completion_eventfd.hpp. `ring` is the address of
-# the C function void(uint64 ticket, int8 code); `take` gives (number, code) of all that was rung.
+# Completions of a foreign library's threads: see native/python/completion_eventfd.hpp. `ring` is the address
+# of the C callback void(uint64 ticket, int8 code); `take` gives (number, code) of all calls since the last.
 class CompletionEventFd:
     def __init__(self) -> None: ...
     def descriptor(self) -> int: ...

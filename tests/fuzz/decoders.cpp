@@ -22,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "../native/settings.hpp"
 #include "connect/connector.hpp"
 #include "link/tcp_link.hpp"
 
@@ -66,7 +67,7 @@ class Around final : public PeerServices {
   void open_link(Peer&) override {}
   void start_reading(RendezvousReceive& offer) override { readers.push_back(offer); }
   void stop_reading(RendezvousReceive& offer) override { readers.remove(offer); }
-  void on_news(uint64_t, std::string, bool) override {}
+  void on_rank_down(uint64_t, std::string, bool) override {}
   IntrusiveList<RendezvousReceive, &RendezvousReceive::hook> readers;
 };
 
@@ -74,6 +75,7 @@ class Around final : public PeerServices {
 class Place {
  public:
   Place() : peer_(services_, 1, false) {
+    services_.settings = test_settings();
     services_.settings.eager_bytes = 64;
     services_.settings.eager_credit_bytes = 1024;
   }
@@ -254,7 +256,7 @@ void feed_ring(const Input& input) {
 
 // ---- a greeting ----
 
-class Hall final : public Host {
+class Hall final : public ConnectionOwner {
  public:
   Admission admit(std::int32_t, Medium, Lane) override { return Admission::welcome; }
   void on_connection(NewConnection) override { ++guests; }
@@ -283,7 +285,7 @@ void feed_door(const Input& input, const std::string& folder) {
   static Descriptor listener;
   static sockaddr_un address{};
   static std::string path = folder + "/them.sock";
-  Settings settings;
+  Settings settings = test_settings();
   if (connector == nullptr) {
     check(poller.open() && presence.open(), "there is memory");
     connector = std::make_unique<Connector>(hall, poller);

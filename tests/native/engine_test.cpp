@@ -25,6 +25,7 @@
 #include "engine_harness.hpp"
 #include "link/ring.hpp"
 #include "mailbox_harness.hpp"
+#include "settings.hpp"
 
 using namespace unisono::engine;
 
@@ -100,11 +101,11 @@ void test_ring(unsigned seed) {
 
 // Every row of a machine's table is in the array, every other pair is refused, and every state can be reached.
 template <class State, class Event, class Table>
-void check_machine(const Table& table, State start, const char* what) {
+void check_machine(const Table& table, std::initializer_list<State> starts, const char* what) {
   size_t listed = 0;
   std::vector<bool> reached(Table::state_count);
-  std::vector<State> next{start};
-  reached[static_cast<size_t>(start)] = true;
+  std::vector<State> next = starts;
+  for (const State start : starts) reached[static_cast<size_t>(start)] = true;
   while (!next.empty()) {
     const State state = next.back();
     next.pop_back();
@@ -122,16 +123,23 @@ void check_machine(const Table& table, State start, const char* what) {
 }
 
 void test_machines() {
-  check_machine<Reading, ReadEvent>(read_transitions, Reading::ready, "the reading half of a connection is whole");
-  check_machine<Writing, WriteEvent>(write_transitions, Writing::open, "the writing half of a connection is whole");
+  check_machine<Reading, ReadEvent>(read_transitions, {Reading::ready}, "the reading half of a connection is whole");
+  check_machine<Writing, WriteEvent>(write_transitions, {Writing::open}, "the writing half of a connection is whole");
   static_assert(!read_transitions.allows(Reading::ended, ReadEvent::end_of_stream), "a stream ends once");
   static_assert(!write_transitions.allows(Writing::closed, WriteEvent::full), "nothing is written after the end");
 
-  check_machine<Leader, LeaderEvent>(leader_transitions, Leader::absent, "the mailbox leader is whole");
+  check_machine<HandshakeState, HandshakeEvent>(handshake_transitions, {HandshakeState::due, HandshakeState::accepted},
+                                                "the handshake is whole on both sides");
+  static_assert(!handshake_transitions.allows(HandshakeState::await_hello, HandshakeEvent::welcome),
+                "nobody is admitted without a proof");
+  static_assert(!handshake_transitions.allows(HandshakeState::tls_accept, HandshakeEvent::message),
+                "nothing is read before TLS is done");
+
+  check_machine<Leader, LeaderEvent>(leader_transitions, {Leader::absent}, "the mailbox leader is whole");
   static_assert(!leader_transitions.allows(Leader::polling, LeaderEvent::succeed), "a present leader is not replaced");
   static_assert(!leader_transitions.allows(Leader::resting, LeaderEvent::succeed), "nor one that rests");
 
-  check_machine<OfferWord, OfferEvent>(offer_transitions, OfferWord::free, "the offer word is whole");
+  check_machine<OfferWord, OfferEvent>(offer_transitions, {OfferWord::free}, "the offer word is whole");
   // A claim and a withdrawal exclude each other, and only what was claimed can be finished.
   for (uint32_t from = 0; from < offer_word_count; ++from) {
     std::atomic<uint32_t> word{from};
@@ -150,7 +158,7 @@ void test_machines() {
   check(!change_offer(wild, OfferEvent::claim) && wild == 77, "a word that is no state allows nothing");
 
   using Rendezvous = RendezvousReceive;
-  check_machine<Rendezvous::State, Rendezvous::Event>(Rendezvous::transitions, Rendezvous::State::free,
+  check_machine<Rendezvous::State, Rendezvous::Event>(Rendezvous::transitions, {Rendezvous::State::free},
                                                       "the receiving side of a rendezvous is whole");
   static_assert(!Rendezvous::transitions.allows(Rendezvous::State::reading, Rendezvous::Event::withdraw),
                 "a message that is read cannot be withdrawn");
@@ -169,7 +177,7 @@ void test_checksum() {
 
 // Two engines and two threads each: messages of all kinds with pauses long enough for the engines to fall asleep.
 void test_wake_ups(const char* folder, unsigned seed, bool shm) {
-  Settings settings;
+  Settings settings = test_settings();
   settings.shm = shm;
   auto engines = make_engines(2, folder, settings);
   std::vector<std::thread> threads;
@@ -207,7 +215,7 @@ void test_wake_ups(const char* folder, unsigned seed, bool shm) {
 // Others say that a rank has left, while a greeting with it is under way: what it sends on the link that the greeting
 // makes still arrives.
 void test_rumour(const char* folder, bool shm) {
-  Settings settings;
+  Settings settings = test_settings();
   settings.shm = shm;
   auto engines = make_engines(2, folder, settings);
   Engine &one = *engines[0], &two = *engines[1];
@@ -221,7 +229,7 @@ void test_rumour(const char* folder, bool shm) {
   Hold held = two.hold();
   check(two.start(receive) && two.start(hello, 0), "the engine is open");
   check(two.peer(0).state == Peer::State::opening, "a greeting begins");
-  two.on_news(0, "left", true);
+  two.on_rank_down(0, "left", true);
   check(two.peer(0).state == Peer::State::opening, "a rumour does not end a greeting");
   held.unlock();
   {
@@ -235,12 +243,12 @@ void test_rumour(const char* folder, bool shm) {
   for (auto& engine : engines) engine->close(second);
 }
 
-// A link that takes everything and says when it is gone.
-class BioSocket final : public Link {
+// A link that takes every byte and holds data while `is_full`.
+class SinkLink final : public Link {
  public:
-  explicit BioSocket(uint64_t& rendezvous_id) : ticket_(rendezvous_id) {}
+  explicit SinkLink(uint64_t& rendezvous_id) : rendezvous_id_(rendezvous_id) {}
   bool put(Lane, Head head, const Body& body) override {
-    if (head.kind() == Kind::rts) ticket_ = body.prefix[0];
+    if (head.kind() == Kind::rts) rendezvous_id_ = body.prefix[0];
     return true;
   }
   size_t put_data(Lane, uint64_t, uint64_t, const std::byte*, uint64_t left) override { return left; }
@@ -249,19 +257,20 @@ class BioSocket final : public Link {
   size_t eager_bytes_max(Lane) const override { return 0; }
   bool was_heard() override { return true; }
   void beat() override {}
-  const char* name() const override { return "wire"; }
+  const char* name() const override { return "sink"; }
   bool is_full = true;
 
  private:
-  uint64_t& ticket_;
+  uint64_t& rendezvous_id_;
 };
 
-class Alone final : public PeerServices {
+class NoServices final : public PeerServices {
  public:
+  NoServices() { settings = test_settings(); }
   void open_link(Peer&) override {}
   void start_reading(RendezvousReceive&) override {}
   void stop_reading(RendezvousReceive&) override {}
-  void on_news(uint64_t, std::string, bool) override {}
+  void on_rank_down(uint64_t, std::string, bool) override {}
 };
 
 class LongSend final : public Send {
@@ -273,11 +282,11 @@ class LongSend final : public Send {
 // The last bytes of a long message leave, and the answer comes before the next look at what was sent. An answer before
 // the last bytes have left is a fault.
 void test_early_answer(bool is_too_early) {
-  Alone around;
-  Peer peer(around, 1, false);
+  NoServices services;
+  Peer peer(services, 1, false);
   uint64_t rendezvous_id = 0;
-  auto made = std::make_unique<BioSocket>(rendezvous_id);
-  BioSocket& wire = *made;
+  auto made = std::make_unique<SinkLink>(rendezvous_id);
+  SinkLink& link = *made;
   peer.on_open(std::move(made));
   LongSend send;
   const std::vector<std::byte> data(1 << 20);
@@ -290,16 +299,16 @@ void test_early_answer(bool is_too_early) {
   check(peer.on_frame(head, nullptr, Lane::control) == nullptr, "an offer may be accepted");
   peer.flush();
   check(send.ends == 0 && peer.has_backlog(), "bytes are on their way");
-  wire.is_full = is_too_early;
+  link.is_full = is_too_early;
   head.word = Head::make_word(Kind::fin);
   check((peer.on_frame(head, nullptr, Lane::control) == nullptr) == !is_too_early, "an answer follows the last byte");
   check(send.ends == (is_too_early ? 0 : 1) && peer.has_backlog() == is_too_early, "it has ended with the answer");
-  wire.is_full = false;
+  link.is_full = false;
   if (is_too_early) peer.flush();
   check(send.ends == 1, "it has ended");
 }
 
-// ---- desks ----
+// ---- completion queues ----
 
 uint32_t value_of(int rank, uint64_t context, int turn, size_t i) {
   return static_cast<uint32_t>(i * 31 + static_cast<size_t>(rank) * 1009 + context * 7 + static_cast<size_t>(turn));
@@ -342,7 +351,7 @@ std::shared_ptr<const Program> sum_of_all(int rank, int size, std::int64_t count
 // who waits tells, also what the other waits for.
 void test_completion_queues(const char* folder, unsigned seed, bool shm) {
   constexpr int size = 4, turns = 40;
-  Settings settings;
+  Settings settings = test_settings();
   settings.shm = shm;
   settings.direct_read = seed % 2 == 0;
   auto engines = make_engines(size, folder, settings);
@@ -397,7 +406,7 @@ void test_completion_queues(const char* folder, unsigned seed, bool shm) {
 
 // One side takes offers back at random, the other its receives: exactly what was not taken back arrives, in order.
 void test_offers(const char* folder, unsigned seed, bool shm, bool direct_read) {
-  Settings settings;
+  Settings settings = test_settings();
   settings.shm = shm;
   settings.direct_read = direct_read;
   auto engines = make_engines(2, folder, settings);
@@ -504,7 +513,7 @@ void test_parts(unsigned seed) {
 
 // Long messages one after the other, whose sender waits and so helps: every byte arrives.
 void test_help(const char* folder, unsigned seed) {
-  auto engines = make_engines(2, folder, Settings());
+  auto engines = make_engines(2, folder, test_settings());
   {
     EngineHarness sender(*engines[0]), receiver(*engines[1]);
     constexpr size_t count = 60, bytes_max = 3'000'000;
@@ -542,7 +551,7 @@ void test_help(const char* folder, unsigned seed) {
 // Engines close one after the other, while threads of theirs and of the others wait for messages: every wait ends.
 void test_close_while_busy(const char* folder, unsigned seed, bool shm) {
   constexpr int size = 5;
-  Settings settings;
+  Settings settings = test_settings();
   settings.shm = shm;
   auto engines = make_engines(size, folder, settings);
   {
@@ -584,7 +593,7 @@ void test_close_while_busy(const char* folder, unsigned seed, bool shm) {
 // what is long goes beside the letters. At the end the mailboxes close under whoever still reads.
 void test_mailboxes(const char* folder, unsigned seed, bool shm) {
   constexpr int size = 3;
-  Settings settings;
+  Settings settings = test_settings();
   settings.shm = shm;
   auto engines = make_engines(size, folder, settings);
   std::vector<std::unique_ptr<MailboxHarness>> mailboxes;
@@ -622,7 +631,7 @@ void test_mailboxes(const char* folder, unsigned seed, bool shm) {
 // Many engines in a circle: each waits for its left, then rings its right; whoever waits has fallen asleep by then.
 void test_circle(const char* folder, unsigned seed, bool shm) {
   constexpr int size = 7, rounds = 30;
-  Settings settings;
+  Settings settings = test_settings();
   settings.shm = shm;
   auto engines = make_engines(size, folder, settings);
   std::vector<std::thread> threads;
@@ -672,7 +681,7 @@ class Endless final : public DeferredWork {
 // A background thread that always finds something to do still sends heartbeats, by a link that it shares with nobody on
 // its host: there a busy rank would not be taken for dead.
 void test_busy_heartbeats(const char* folder) {
-  Settings settings;
+  Settings settings = test_settings();
   settings.silence_ns = second;
   settings.neighbours = true;
   std::vector<std::unique_ptr<Engine>> engines;
@@ -703,7 +712,7 @@ void test_own_pieces(const char* folder) {
   constexpr int turns_min = nbytes >> 22;
   std::vector<byte> data(nbytes);
   for (size_t i = 0; i < nbytes; ++i) data[i] = static_cast<byte>(i * 7 + (i >> 20));
-  auto engines = make_engines(1, folder, Settings());
+  auto engines = make_engines(1, folder, test_settings());
   Engine& engine = *engines[0];
   for (const Order order :
        {Order::receive_first, Order::kept, Order::half_kept, Order::sync, Order::taken_back, Order::kept}) {
