@@ -1,7 +1,7 @@
 // Copying memory past the cache: for what is too long to stay in it.
 //
-// Knows stores that do not read their target first, which saves a third of the way to memory. Does not know when that
-// is right: whoever copies little, or reads the copy at once, loses by it.
+// Streaming stores do not read their target first, which saves a third of the memory traffic. A short copy, or one that
+// is read at once, is slower this way: the caller decides.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace unisono::engine {
 
-// What cores that share a cache find in it. The system's own figure may be the sum of many such caches.
+// The last-level cache that cores share. The system's own figure may be the sum of several such caches.
 inline constexpr size_t cache_bytes = 32 * 1024 * 1024;
 
 inline void copy_past_cache(byte* to, const byte* from, size_t bytes) {
@@ -35,7 +35,7 @@ inline void copy_past_cache(byte* to, const byte* from, size_t bytes) {
     _mm_stream_si128(target + 2, c);
     _mm_stream_si128(target + 3, d);
   }
-  _mm_sfence();  // such stores are in no order with those that follow
+  _mm_sfence();  // streaming stores are not ordered with the stores that follow
   std::memcpy(to + at, from + at, bytes - at);
 #else
   std::memcpy(to, from, bytes);

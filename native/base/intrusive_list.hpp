@@ -1,6 +1,5 @@
-// A list whose links live in its elements: adding and removing takes no memory and no search.
-//
-// Knows order. Does not own its elements; an element is in at most one chain per hook.
+// A list whose links live in its elements: adding and removing takes no memory and no search. It does not own its
+// elements, and an element is in at most one list per hook.
 
 #pragma once
 

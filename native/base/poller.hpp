@@ -1,4 +1,4 @@
-// The poller: which descriptors have news. Knows epoll; does not know what the news means.
+// The poller: waits for events of descriptors (epoll) and dispatches them to their watchers.
 
 #pragma once
 
@@ -26,14 +26,14 @@ class Poller {
 
   bool open() {
     epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
-    kick_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    recall_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!epoll_ || !kick_ || !recall_) return false;
+    wake_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    interrupt_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!epoll_ || !wake_ || !interrupt_) return false;
     epoll_event event{.events = EPOLLIN, .data = {.u64 = 0}};
-    return epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, kick_.get(), &event) == 0;
+    return epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) == 0;
   }
 
-  // Events of descriptors that are gone find no watcher, because numbers are never used twice.
+  // Returns the number of the watch. An event of a closed descriptor finds no watcher, because no number is used twice.
   uint64_t add(int fd, uint32_t events, Watcher& watcher) {
     const uint64_t number = ++numbers_;
     epoll_event event{.events = events, .data = {.u64 = number}};
@@ -49,35 +49,35 @@ class Poller {
     if (watchers_.erase(number) != 0) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
   }
 
-  // Without the engine's lock: sleep for news. A timeout of 0 only looks.
+  // Sleep for events, without the engine's lock. A timeout of 0 only looks.
   int wait(Events& events, std::int64_t timeout_ns) const {
     const std::int64_t up = timeout_ns + millisecond - 1;
     const int ms = timeout_ns <= 0 ? 0 : static_cast<int>((up < 3600 * second ? up : 3600 * second) / millisecond);
     const int n = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), ms);
     return n < 0 ? 0 : n;
   }
-  // The same for one who may be recalled: a wake_poller could be noticed by somebody else.
-  int wait_recallable(Events& events, std::int64_t timeout_ns) const {
-    pollfd both[2] = {{epoll_.get(), POLLIN, 0}, {recall_.get(), POLLIN, 0}};
+  // The same for a background poller, which `interrupt_in_flight` ends: wake_poller could wake another thread instead.
+  int wait_interruptible(Events& events, std::int64_t timeout_ns) const {
+    pollfd both[2] = {{epoll_.get(), POLLIN, 0}, {interrupt_.get(), POLLIN, 0}};
     const timespec time{static_cast<time_t>(timeout_ns / second), static_cast<long>(timeout_ns % second)};
     const timespec none{0, 0};
     ppoll(both, 2, timeout_ns > 0 ? &time : &none, nullptr);
     uint64_t drained;
     if (both[1].revents != 0) [[maybe_unused]]
-      const ssize_t n = ::read(recall_.get(), &drained, sizeof drained);
+      const ssize_t n = ::read(interrupt_.get(), &drained, sizeof drained);
     return wait(events, 0);
   }
   void interrupt_in_flight() const {
     const uint64_t one = 1;
-    [[maybe_unused]] const ssize_t n = ::write(recall_.get(), &one, sizeof one);
+    [[maybe_unused]] const ssize_t n = ::write(interrupt_.get(), &one, sizeof one);
   }
-  // With the lock: pass the news on.
+  // Call the watchers, with the engine's lock.
   void dispatch(const Events& events, int count) {
     for (int i = 0; i < count; ++i) {
       const uint64_t number = events[i].data.u64;
       if (number == 0) {
         uint64_t drained;
-        [[maybe_unused]] const ssize_t n = ::read(kick_.get(), &drained, sizeof drained);
+        [[maybe_unused]] const ssize_t n = ::read(wake_.get(), &drained, sizeof drained);
         continue;
       }
       const auto found = watchers_.find(number);
@@ -85,22 +85,22 @@ class Poller {
     }
   }
 
-  // End somebody's sleep. Callable from any thread.
+  // Wake a thread that sleeps in `wait`. Callable from any thread.
   void wake_poller() const {
     const uint64_t one = 1;
-    [[maybe_unused]] const ssize_t n = ::write(kick_.get(), &one, sizeof one);
+    [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
   }
 
   void close() {
     epoll_.close();
-    kick_.close();
-    recall_.close();
+    wake_.close();
+    interrupt_.close();
   }
 
  private:
   Descriptor epoll_;
-  Descriptor kick_;
-  Descriptor recall_;
+  Descriptor wake_;
+  Descriptor interrupt_;
   uint64_t numbers_ = 0;
   std::unordered_map<uint64_t, Watcher*> watchers_;
 };

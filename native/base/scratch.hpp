@@ -1,6 +1,5 @@
-// Scratch memory of runs: blocks that are taken and given back all the time, and so are kept for the next.
-//
-// Knows sizes. Does not know who uses a block. Fresh memory costs a page fault every 4 KiB, more than copying it.
+// Scratch memory of runs: a pool of blocks by size. Fresh memory would cost a page fault every 4 KiB, which takes
+// longer than copying 4 KiB.
 
 #pragma once
 
@@ -21,36 +20,36 @@ class Scratch {
     byte* at() const { return memory.get(); }
   };
 
-  // At least so many bytes; an empty block without memory.
+  // A block of at least `bytes`; an empty one if there is no memory.
   Block take(size_t bytes) {
-    const size_t shelf = shelf_of(bytes);
-    if (!shelves_[shelf].empty()) {
-      Block block = std::move(shelves_[shelf].back());
-      shelves_[shelf].pop_back();
+    const size_t size_class = size_class_of(bytes);
+    if (!free_[size_class].empty()) {
+      Block block = std::move(free_[size_class].back());
+      free_[size_class].pop_back();
       idle_bytes_ -= block.bytes;
       return block;
     }
-    const size_t size = size_t{1} << shelf;
+    const size_t size = size_t{1} << size_class;
     return {std::unique_ptr<byte[]>(new (std::nothrow) byte[size]), size};
   }
 
   void give_back(Block block) {
     if (block.memory == nullptr || idle_bytes_ + block.bytes > idle_bytes_max) return;
     idle_bytes_ += block.bytes;
-    shelves_[shelf_of(block.bytes)].push_back(std::move(block));
+    free_[size_class_of(block.bytes)].push_back(std::move(block));
   }
 
  private:
-  // What a step of training uses again and again; more is given back to the system.
+  // Kept between runs: what a training step uses again and again. The rest goes back to the system.
   static constexpr size_t idle_bytes_max = 16 * 1024 * 1024;
-  static constexpr size_t shelf_min = 10;
+  static constexpr size_t size_class_min = 10;
 
-  static size_t shelf_of(size_t bytes) {
+  static size_t size_class_of(size_t bytes) {
     const auto width = static_cast<size_t>(std::bit_width(bytes > 1 ? bytes - 1 : size_t{1}));
-    return width < shelf_min ? shelf_min : width;
+    return width < size_class_min ? size_class_min : width;
   }
 
-  std::vector<Block> shelves_[65];
+  std::vector<Block> free_[65];
   size_t idle_bytes_ = 0;
 };
 

@@ -1,6 +1,5 @@
-// What the engine takes from the operating system: descriptors, mappings and the clock, each owned by one object.
-//
-// Knows who closes what. Does not know what a descriptor is used for.
+// What the engine takes from the operating system: owned descriptors and mappings, the clock, and the state of other
+// processes.
 
 #pragma once
 
@@ -41,7 +40,7 @@ inline void cpu_pause() {
 #endif
 }
 
-// A failed call in words: "what: why"; a limit that the user can raise is named.
+// A failed system call in words: "what: why". A limit that the user can raise is named.
 inline std::string failure(const char* what, int error = errno) {
   return std::string(what) + ": " + strerror(error) + (error == EMFILE ? " (raise this rank's ulimit -n)" : "");
 }
@@ -72,7 +71,7 @@ class Descriptor {
   int fd_ = -1;
 };
 
-// Mapped memory. Nothing in what is shared with another process may be trusted.
+// Mapped memory. What another process may write into it cannot be trusted.
 class Mapping {
  public:
   Mapping() = default;
@@ -113,8 +112,8 @@ class Mapping {
   std::size_t bytes_ = 0;
 };
 
-// Whether a process of this host has a thread that could run or waits for the disk: it is slow, but neither stopped nor
-// gone. False if that cannot be told.
+// Whether a process of this host has a thread that is runnable or waits for the disk: it is slow, but neither stopped
+// nor gone. False if the system does not say.
 inline bool is_starved(int pid) {
   char path[64];
   snprintf(path, sizeof path, "/proc/%d/task", pid);
@@ -137,8 +136,8 @@ inline bool is_starved(int pid) {
   return found;
 }
 
-// Whether a process of this host has ended, or is about to: its sockets close before its parent hears of it. False if
-// that cannot be told.
+// Whether a process of this host has ended or is exiting: its sockets close before its parent can wait for it. False if
+// the system does not say.
 inline bool is_gone(int pid) {
   if (pid <= 0) return false;
   char path[64], text[512];
@@ -151,12 +150,12 @@ inline bool is_gone(int pid) {
   const char* end = strrchr(text, ')');
   char state;
   unsigned flags;
-  constexpr unsigned exiting = 4;  // PF_EXITING of the system
+  constexpr unsigned exiting = 4;  // PF_EXITING of the kernel
   if (end == nullptr || sscanf(end + 1, " %c %*d %*d %*d %*d %*d %u", &state, &flags) != 2) return false;
   return state == 'Z' || state == 'X' || (flags & exiting) != 0;
 }
 
-// A memfd whose memory is there (no SIGBUS later) and whose size is fixed for good. Empty if it fails.
+// A memfd whose memory is allocated, so that no access raises SIGBUS later. Empty if it fails; errno says why.
 inline Descriptor make_memory(const char* name, std::size_t bytes) {
   Descriptor fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) return fd;

@@ -121,7 +121,7 @@ std::vector<std::int32_t> Run::awaited() const {
 void Run::go_on() {
   if (is_busy_ || has_ended_) return;
   is_busy_ = true;
-  engine_.gather();
+  engine_.cork();
   uint64_t budget = inline_bytes;
   while (!has_failed_) {
     if (!dirty_.empty()) {
@@ -141,7 +141,7 @@ void Run::go_on() {
     do_local(ready_[ready_at_]);
   }
   is_busy_ = false;
-  engine_.send_gathered();
+  engine_.uncork();
   if (left_ == 0 || (has_failed_ && active_ == 0)) conclude();
 }
 

@@ -24,13 +24,11 @@ namespace unisono::engine {
 namespace {
 
 constexpr char magic[8] = {'u', 'n', 'i', 's', 'o', 'n', 'o', '\n'};
-constexpr size_t strangers_max = 256;
-constexpr size_t strangers_per_address_max = 128;
-constexpr std::int64_t stranger_ns = 5 * second;
 constexpr int ports_tried_max = 16;
-// So many calls are under way at a time: with TLS each takes milliseconds of both sides, and a hundred begun at once on
-// a few cores would all take too long.
+// Calls under way at a time. With TLS each costs both sides milliseconds, and a hundred begun at once on a few cores
+// would all time out.
 constexpr std::ptrdiff_t calls_max = 16;
+// Refusals kept for the log.
 constexpr size_t refusals_max = 8;
 
 [[noreturn]] void fail(const std::string& why) { throw std::runtime_error(why); }
@@ -41,7 +39,7 @@ std::string hex(uint64_t value) {
   return text;
 }
 
-// A path may be longer than a socket address: then it is reached through its folder's descriptor.
+// A path that is too long for a socket address is reached through its folder's descriptor.
 socklen_t unix_address(sockaddr_un& address, const std::string& path, int folder) {
   address = {};
   address.sun_family = AF_UNIX;
@@ -68,19 +66,19 @@ socklen_t tcp_address(sockaddr_storage& address, const std::string& host, uint16
 void tune(int fd, std::int64_t silence_ns) {
   const int on = 1, rto_ms_max = 1000;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  // What the network lost is sent again soon, so that a connection goes on soon after a cut. Systems before 6.15 do not
-  // know the second, and wait longer.
+  // Retransmit soon, so that a connection goes on soon after a cut. Linux before 6.15 does not know the second option
+  // and waits longer.
   setsockopt(fd, IPPROTO_TCP, TCP_THIN_LINEAR_TIMEOUTS, &on, sizeof on);
   setsockopt(fd, IPPROTO_TCP, TCP_RTO_MAX_MS, &rto_ms_max, sizeof rto_ms_max);
-  // We give up on peers, by their silence; this is for the system, which sends on for a while what was closed.
+  // The engine declares peers dead by their silence. This bounds how long the system retransmits for a closed socket.
   const auto timeout = static_cast<int>(std::min<std::int64_t>(4 * silence_ns / millisecond, INT_MAX));
   setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout, sizeof timeout);
 }
 
 bool is_same_user(int fd) {
-  ucred who{};
-  socklen_t length = sizeof who;
-  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
+  ucred peer{};
+  socklen_t length = sizeof peer;
+  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == geteuid();
 }
 
 std::string host_of(const sockaddr_storage& address, socklen_t length) {
@@ -96,7 +94,7 @@ uint16_t port_of(const sockaddr_storage& address) {
                                              : reinterpret_cast<const sockaddr_in&>(address).sin_port);
 }
 
-// What counts as one place: an IPv4 address, or the network of an IPv6 one, of which a host has 2^64.
+// Callers that count as one address: an IPv4 address, or the /64 network of an IPv6 one, which a single host owns.
 std::string group_of(const sockaddr_storage& address) {
   if (address.ss_family == AF_INET6)
     return std::string(reinterpret_cast<const char*>(&reinterpret_cast<const sockaddr_in6&>(address).sin6_addr), 8);
@@ -132,7 +130,7 @@ class Connector::Listener final : public Watcher {
     if (!path_.empty()) unlink(path_.c_str());
   }
   void on_ready(uint32_t) override { connector_.accept_from(socket_.get(), medium_); }
-  // Without descriptors left, a listener that is always ready would keep us busy.
+  // While accept fails for want of descriptors, a listener that is always ready would keep this thread busy.
   void pause() {
     if (watch_ != 0) connector_.poller_.remove(socket_.get(), std::exchange(watch_, 0));
   }
@@ -151,13 +149,18 @@ class Connector::Listener final : public Watcher {
   uint64_t watch_ = 0;
 };
 
-// ---- a greeting under way ----
+// ---- a handshake under way ----
 
-class Connector::Greeting final : public Watcher {
+class Connector::Handshake final : public Watcher {
  public:
-  Greeting(Connector& connector, std::int64_t patience_ns) : connector(connector), patience_ns(patience_ns) {}
+  using State = HandshakeState;
+  using Event = HandshakeEvent;
 
-  // False if there is no memory for it.
+  Handshake(Connector& connector, State state, std::int64_t patience_ns)
+      : connector(connector), state(state), patience_ns(patience_ns) {}
+  ~Handshake() override { unwatch(); }
+
+  // False if there is no memory for a TLS stream.
   bool take(Descriptor socket) {
     if (connection.medium == Medium::shm) {
       connection.socket = std::move(socket);
@@ -173,185 +176,190 @@ class Connector::Greeting final : public Watcher {
     connection.stream = std::move(made);
     return tls != nullptr;
   }
-  // Until the next call.
-  void rest() {
-    unwatch();
-    step = Step::resting;
-    tls = nullptr;
-    connection.stream.reset();
-    have = 0;
-  }
-  ~Greeting() override { unwatch(); }
 
   int fd() const { return connection.stream != nullptr ? connection.stream->fd() : connection.socket.get(); }
-  void begin(uint32_t events) { watch = connector.poller_.add(fd(), events, *this); }
-  void unwatch() {
-    if (watch != 0) connector.poller_.remove(fd(), std::exchange(watch, 0));
+  void watch(uint32_t events) { watch_ = connector.poller_.add(fd(), events, *this); }
+
+  // Apply an event and do what the table says. It may destroy this handshake, so callers return at once.
+  void on(Event event) {
+    switch (advance(event)) {
+      case HandshakeAction::none: return;
+      case HandshakeAction::run_tls: return run_tls();
+      case HandshakeAction::send_hello: return send_hello();
+      case HandshakeAction::send_challenge: return send_challenge();
+      case HandshakeAction::send_introduction: return send_introduction();
+      case HandshakeAction::rest: return rest();
+      case HandshakeAction::redial:
+        rest();
+        if (calls == 1) connector.dial(*this);
+        return;
+      case HandshakeAction::hand_over: return hand_over();
+      case HandshakeAction::keep_open: return keep_open();
+      case HandshakeAction::drop: return connector.end(*this);
+      case HandshakeAction::report: return connector.report(*this);
+    }
+  }
+  HandshakeAction advance(Event event) {
+    const auto& step = handshake_transitions.at(state, event);
+    state = step.next;
+    return step.action;
   }
 
   void on_ready(uint32_t) override {
     idle_ns = 0;
-    // A step may end and destroy this greeting.
-    if (step == Step::connecting) return on_connected();
-    if (step == Step::crossed) return on_parted();
-    if (step == Step::shaking && !shake()) return;
-    for (;;) {
-      const Reading read = read_message();
-      if (read == Reading::more) return;
-      if (read == Reading::truncated) return connector.refuse(*this, failure("no descriptor for its memory", EMFILE));
-      if (read == Reading::over) return connector.again(*this);
-      have = 0;
-      switch (step) {
-        case Step::await_hello: return on_hello();
-        case Step::await_challenge: return on_challenge();
-        case Step::await_introduction: return on_introduction();
-        case Step::await_verdict: return on_verdict();
-        default: return;
-      }
+    switch (state) {
+      case State::connecting: return on_connect_result();
+      case State::crossed: return on_crossed_ready();
+      case State::tls_connect:
+      case State::tls_accept: return run_tls();
+      default: return read();
     }
   }
 
-  enum class Step : uint8_t {
-    resting,
-    connecting,
-    shaking,
-    await_hello,
-    await_challenge,
-    await_introduction,
-    await_verdict,
-    crossed,  // the lower rank's own call counts; until that is through, this shows both that the other lives
-  };
-  // Truncated: descriptors came with the message, and this process has no room for them.
-  enum class Reading : uint8_t { more, whole, over, truncated };
+  // The connection is up.
+  void on_connected() {
+    // From now on TCP repeats what the network loses, and the acceptor's Python may not have given its engine an
+    // identity yet. Once only: an acceptor that hangs up again and again does not prolong the handshake.
+    if (connection.is_opener && connection.medium == Medium::tcp && !std::exchange(is_reached, true))
+      patience_ns = std::max(
+          {patience_ns, 2 * connector.settings_.silence_ns, tls != nullptr ? connector.settings_.stranger_ns : 0});
+    on(tls != nullptr ? Event::connected_tls : Event::connected);
+  }
 
-  Connector& connector;
-  std::int64_t patience_ns;
-  Step step = Step::await_hello;
-  NewConnection connection{};
-  TlsStream* tls = nullptr;  // the connection's stream, if it is one
-  sockaddr_storage address{};
-  socklen_t address_bytes = 0;
-  int calls = 0;
-  int hang_ups = 0;         // of the other side
-  bool is_reached = false;  // a call of ours was connected
-  bool is_due = false;      // to be called again
-  std::int32_t pid = 0;     // whom we called, if it is on this host
-  std::int64_t waited_ns = 0;
-  std::int64_t idle_ns = 0;  // since anything came
-  std::string trouble;       // why the last call led to nothing
-  uint64_t watch = 0;
-  Hello hello{};
-  Challenge challenge{};
-  Introduction introduction{};
-  Verdict verdict{};
-  size_t have = 0;
-  bool is_proven = false;
+  // An acceptor's caller that has not proven that it knows the secret.
+  bool is_stranger() const { return !connection.is_opener && state != State::crossed; }
 
-  // Whom we called on this host is slow because nobody lets it run.
+  // The peer is on this host and slow because the system does not schedule it. It says nothing while connecting: the
+  // system accepts connections for a process that does not run.
   bool is_starved() const {
-    // The system takes calls for who does not run.
-    return pid > 0 && step != Step::connecting &&
+    return pid > 0 && state != State::connecting &&
            patience_ns > -starved_silences_max * connector.settings_.silence_ns && engine::is_starved(pid);
   }
 
-  // Our call has not reached anybody so far.
-  bool is_dialling() const { return connection.is_opener && (step == Step::connecting || step == Step::resting); }
+  bool is_waiting() const { return state == State::due || state == State::resting; }
+  // The call has not reached the peer so far.
+  bool is_dialling() const { return state == State::connecting || is_waiting(); }
 
-  // Calls by TCP wait for each other. One that belongs to a link whose other half is there does not.
+  // Whether the limit of calls under way applies: not to the second connection of a link whose first one is up.
   bool is_limited() const { return connection.medium == Medium::tcp && connection.lane == Lane::control; }
-  // Whether it keeps us busy: not if nobody answers, nor if it waits for a call. Whoever was reached and is slow has
-  // longer than a heartbeat: a hundred ranks with TLS on a few cores are.
-  bool is_work(std::int64_t beat_ns) const {
-    return connection.is_opener && is_limited() && step != Step::resting && step != Step::crossed &&
-           idle_ns <= (step == Step::connecting ? beat_ns : connector.settings_.silence_ns / 2);
+  // Whether it counts as a call under way: not while it waits for its turn, is crossed, or the peer is silent. A peer
+  // that was reached has longer than a heartbeat to answer: a hundred ranks with TLS on a few cores need it.
+  bool is_under_way(std::int64_t beat_ns) const {
+    return connection.is_opener && is_limited() && !is_waiting() && state != State::crossed &&
+           idle_ns <= (state == State::connecting ? beat_ns : connector.settings_.silence_ns / 2);
   }
 
-  // Whom we called in vain, in words.
   std::string unreached(const std::string& why) const {
     if (connection.medium == Medium::shm) return "cannot be reached: " + why;
     return "cannot be reached from rank " + std::to_string(connector.rank_) + " at " + host_of(address, address_bytes) +
            " port " + std::to_string(port_of(address)) + ": " + why;
   }
-  std::string late() const {
+  std::string timed_out() const {
     char text[64];
-    const bool is_dialled = is_dialling();
     snprintf(text, sizeof text,
-             is_dialled ? "no answer to a connection in %.1f s" : "no answer to a greeting in %.1f s",
+             is_dialling() ? "no answer to a connection in %.1f s" : "no answer to a handshake in %.1f s",
              static_cast<double>(waited_ns) / 1e9);
     if (!connection.is_opener) return text;
-    return unreached((is_dialled || hang_ups != 0) && !trouble.empty() ? trouble : text);
+    return unreached((is_dialling() || hang_ups != 0) && !trouble.empty() ? trouble : text);
   }
 
-  // Connected: what comes first.
-  void open() {
-    // It was reached: what the network loses from now on is sent again, and the other side's Python may not have given
-    // its engine an identity yet. Once: whoever accepts and hangs up again and again gets no more time.
-    if (connection.is_opener && connection.medium == Medium::tcp && !std::exchange(is_reached, true))
-      patience_ns = std::max({patience_ns, 2 * connector.settings_.silence_ns, tls != nullptr ? stranger_ns : 0});
-    if (tls == nullptr) {
-      step = Step::await_hello;
-      if (connection.is_opener) say_hello();
-      return;
-    }
-    step = Step::shaking;
-    on_ready(EPOLLIN);
-  }
+  Connector& connector;
+  State state;
+  std::int64_t patience_ns;  // what is left of the handshake's time
+  NewConnection connection{};
+  TlsStream* tls = nullptr;  // connection.stream, if it is one
+  sockaddr_storage address{};
+  socklen_t address_bytes = 0;
+  int calls = 0;     // connection attempts
+  int hang_ups = 0;  // by the acceptor
+  bool is_reached = false;
+  std::int32_t pid = 0;  // of the acceptor, if it is on this host
+  std::int64_t waited_ns = 0;
+  std::int64_t idle_ns = 0;  // since the last event on the socket
+  std::string trouble;       // why the last attempt failed
+  Admission ruling = Admission::unknown;
+  Hello hello{};
 
  private:
-  void on_connected() {
+  enum class ReadResult : uint8_t {
+    more,
+    whole,
+    over,
+    truncated,  // descriptors came with the message, and this process has no free ones
+  };
+
+  void unwatch() {
+    if (watch_ != 0) connector.poller_.remove(fd(), std::exchange(watch_, 0));
+  }
+
+  void rest() {
+    unwatch();
+    tls = nullptr;
+    connection.stream.reset();
+    have_ = 0;
+  }
+
+  void on_connect_result() {
     int error = 0;
     socklen_t length = sizeof error;
     getsockopt(fd(), SOL_SOCKET, SO_ERROR, &error, &length);
     if (error != 0) return connector.on_unreached(*this, error);
-    connector.poller_.change(fd(), watch, EPOLLIN);
-    open();
+    connector.poller_.change(fd(), watch_, EPOLLIN);
+    on_connected();
   }
 
-  // Go on with the handshake. True if an acceptor's is done: a hello may be here already.
-  bool shake() {
+  void run_tls() {
     switch (tls->shake()) {
-      case TlsStream::Shake::wants_read: connector.poller_.change(fd(), watch, EPOLLIN); return false;
-      case TlsStream::Shake::wants_write: connector.poller_.change(fd(), watch, EPOLLIN | EPOLLOUT); return false;
-      case TlsStream::Shake::hung_up: connector.again(*this); return false;
-      case TlsStream::Shake::failed: connector.refuse(*this, tls->why()); return false;
+      case TlsStream::Shake::wants_read: return connector.poller_.change(fd(), watch_, EPOLLIN);
+      case TlsStream::Shake::wants_write: return connector.poller_.change(fd(), watch_, EPOLLIN | EPOLLOUT);
+      case TlsStream::Shake::hung_up: return connector.on_hang_up(*this);
+      case TlsStream::Shake::failed: return connector.refuse(*this, tls->why());
       case TlsStream::Shake::done: break;
     }
-    connector.poller_.change(fd(), watch, EPOLLIN);
-    if (!connection.is_opener) {
-      step = Step::await_hello;
-      return true;
+    connector.poller_.change(fd(), watch_, EPOLLIN);
+    if (connection.is_opener && tls->rank() != connection.rank)
+      return connector.refuse(*this, "its certificate is rank " + std::to_string(tls->rank()) + "'s");
+    if (connection.is_opener) return on(Event::tls_done);
+    on(Event::tls_done);
+    read();  // the hello may lie in OpenSSL's buffer, which epoll does not see
+  }
+
+  // Read the message that the state awaits, and check it.
+  void read() {
+    switch (read_message()) {
+      case ReadResult::more: return;
+      case ReadResult::truncated: return connector.refuse(*this, failure("no descriptor for its memory", EMFILE));
+      case ReadResult::over: return connector.on_hang_up(*this);
+      case ReadResult::whole: break;
     }
-    if (tls->rank() == connection.rank)
-      say_hello();
-    else
-      connector.refuse(*this, std::string("its certificate is rank ") + std::to_string(tls->rank()) + "'s");
-    return false;
+    have_ = 0;
+    switch (state) {
+      case State::await_hello: return on_hello();
+      case State::await_challenge: return on_challenge();
+      case State::await_introduction: return on_introduction();
+      default: return on_verdict();
+    }
   }
 
-  void say_hello() {
-    step = Step::await_challenge;
-    if (!send(&hello, sizeof hello, {})) on_unsent();
-  }
-
-  Reading read_message() {
-    struct Place {
+  ReadResult read_message() {
+    struct {
       void* at;
       size_t bytes;
     } place{};
-    switch (step) {
-      case Step::await_hello: place = {&hello, sizeof hello}; break;
-      case Step::await_challenge: place = {&challenge, sizeof challenge}; break;
-      case Step::await_introduction: place = {&introduction, sizeof introduction}; break;
-      default: place = {&verdict, sizeof verdict};
+    switch (state) {
+      case State::await_hello: place = {&hello, sizeof hello}; break;
+      case State::await_challenge: place = {&challenge_, sizeof challenge_}; break;
+      case State::await_introduction: place = {&introduction_, sizeof introduction_}; break;
+      default: place = {&verdict_, sizeof verdict_};
     }
-    while (have < place.bytes) {
-      iovec part{static_cast<byte*>(place.at) + have, place.bytes - have};
+    while (have_ < place.bytes) {
+      iovec part{static_cast<byte*>(place.at) + have_, place.bytes - have_};
       if (connection.stream != nullptr) {
         const ssize_t n = connection.stream->readv(&part, 1);
         if (n < 0 && errno == EINTR) continue;
-        if (n < 0 && errno == EAGAIN) return Reading::more;
-        if (n <= 0) return Reading::over;
-        have += static_cast<size_t>(n);
+        if (n < 0 && errno == EAGAIN) return ReadResult::more;
+        if (n <= 0) return ReadResult::over;
+        have_ += static_cast<size_t>(n);
         continue;
       }
       alignas(cmsghdr) char space[CMSG_SPACE(2 * sizeof(int))];
@@ -362,16 +370,16 @@ class Connector::Greeting final : public Watcher {
       message.msg_controllen = sizeof space;
       const ssize_t n = recvmsg(connection.socket.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
       if (n < 0 && errno == EINTR) continue;
-      if (n < 0 && errno == EAGAIN) return Reading::more;
+      if (n < 0 && errno == EAGAIN) return ReadResult::more;
       if (n > 0) keep_descriptors(message);
-      if (n <= 0) return Reading::over;
-      if ((message.msg_flags & MSG_CTRUNC) != 0) return Reading::truncated;
-      have += static_cast<size_t>(n);
+      if (n <= 0) return ReadResult::over;
+      if ((message.msg_flags & MSG_CTRUNC) != 0) return ReadResult::truncated;
+      have_ += static_cast<size_t>(n);
     }
-    return Reading::whole;
+    return ReadResult::whole;
   }
 
-  // The first is the link's memory if the opener sends two; the last is the presence page.
+  // An opener sends two descriptors, the link's memory and its presence page; an acceptor sends its presence page.
   void keep_descriptors(msghdr& message) {
     for (cmsghdr* c = CMSG_FIRSTHDR(&message); c != nullptr; c = CMSG_NXTHDR(&message, c)) {
       if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
@@ -384,9 +392,9 @@ class Connector::Greeting final : public Watcher {
     }
   }
 
-  bool send(const void* data, size_t bytes, std::vector<int> descriptors) {
+  bool send(const void* data, size_t bytes, const std::vector<int>& descriptors) {
     iovec part{const_cast<void*>(data), bytes};
-    // A greeting fits into an empty socket.
+    // Every message of a handshake fits into the empty buffer of a socket.
     if (connection.stream != nullptr) return connection.stream->writev(&part, 1) == static_cast<ssize_t>(bytes);
     alignas(cmsghdr) char space[CMSG_SPACE(2 * sizeof(int))] = {};
     msghdr message{};
@@ -404,6 +412,10 @@ class Connector::Greeting final : public Watcher {
     return sendmsg(connection.socket.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
   }
 
+  void send_hello() {
+    if (!send(&hello, sizeof hello, {})) on_unsent();
+  }
+
   void on_hello() {
     const bool is_sound = std::memcmp(hello.magic, magic, sizeof magic) == 0 && hello.version == protocol_version &&
                           hello.size == static_cast<uint32_t>(connector.size_) &&
@@ -414,23 +426,23 @@ class Connector::Greeting final : public Watcher {
     if (!is_sound) return connector.refuse(*this, "its hello is not one of this world");
     connection.rank = static_cast<std::int32_t>(hello.from);
     if (tls != nullptr && tls->rank() != connection.rank)
-      return connector.refuse(*this, std::string("its certificate is rank ") + std::to_string(tls->rank()) +
+      return connector.refuse(*this, "its certificate is rank " + std::to_string(tls->rank()) +
                                          "'s, but it says that it is rank " + std::to_string(connection.rank));
     connection.lane = hello.lane;
     connection.checksum = hello.checksum != 0;
-    step = Step::await_introduction;
-    if (!fill_random(challenge.nonce, sizeof challenge.nonce))
+    if (!fill_random(challenge_.nonce, sizeof challenge_.nonce))
       return connector.refuse(*this, failure("no random bytes"));
-    challenge.proof = connector.prove("acceptor", hello, challenge.nonce);
-    if (!send(&challenge, sizeof challenge, {})) connector.end(*this);
+    on(Event::message);
+  }
+
+  void send_challenge() {
+    challenge_.proof = connector.prove("acceptor", hello, challenge_.nonce);
+    if (!send(&challenge_, sizeof challenge_, {})) on(Event::hang_up);
   }
 
   void on_challenge() {
-    if (!is_equal(challenge.proof, connector.prove("acceptor", hello, challenge.nonce)))
+    if (!is_equal(challenge_.proof, connector.prove("acceptor", hello, challenge_.nonce)))
       return connector.refuse(*this, "it does not know the job's secret");
-    introduction.proof = connector.prove("opener", hello, challenge.nonce);
-    introduction.probe = connector.probe_;
-    std::vector<int> descriptors;
     if (connection.medium == Medium::shm) {
       if (!is_same_user(connection.socket.get())) return connector.refuse(*this, "it belongs to another user");
       connection.memory = ShmLink::make_memory();
@@ -438,83 +450,91 @@ class Connector::Greeting final : public Watcher {
         return connector.refuse(
             *this,
             failure(("no shared memory for a link of " + std::to_string(sizeof(LinkMemory)) + " bytes").c_str()));
-      descriptors = {connection.memory.get(), connector.presence_->fd()};
     }
-    step = Step::await_verdict;
-    if (!send(&introduction, sizeof introduction, descriptors)) on_unsent();
+    on(Event::message);
+  }
+
+  void send_introduction() {
+    introduction_.proof = connector.prove("opener", hello, challenge_.nonce);
+    introduction_.probe = connector.probe_;
+    std::vector<int> descriptors;
+    if (connection.medium == Medium::shm) descriptors = {connection.memory.get(), connector.presence_->fd()};
+    if (!send(&introduction_, sizeof introduction_, descriptors)) on_unsent();
   }
 
   void on_unsent() {
-    if (errno == EPIPE || errno == ECONNRESET) return connector.again(*this);
-    connector.refuse(*this, failure("cannot greet"));
+    if (errno == EPIPE || errno == ECONNRESET) return connector.on_hang_up(*this);
+    connector.refuse(*this, failure("cannot send a handshake"));
   }
 
   void on_introduction() {
-    if (!is_equal(introduction.proof, connector.prove("opener", hello, challenge.nonce)))
+    if (!is_equal(introduction_.proof, connector.prove("opener", hello, challenge_.nonce)))
       return connector.refuse(*this, "it does not know the job's secret");
     if (connection.medium == Medium::shm && (!connection.memory || !connection.presence))
-      return connector.refuse(*this, "it shows no memory to share");
-    is_proven = true;
-    connection.probe = introduction.probe;
-    verdict = {connector.host_.admit(connection.rank, connection.medium, connection.lane), 0, connector.probe_};
-    const bool is_welcome = verdict.ruling == Admission::welcome;
+      return connector.refuse(*this, "it sent no memory to share");
+    connection.probe = introduction_.probe;
+    verdict_ = {connector.owner_.admit(connection.rank, connection.medium, connection.lane), 0, connector.probe_};
     std::vector<int> descriptors;
-    if (connection.medium == Medium::shm && is_welcome) descriptors = {connector.presence_->fd()};
-    if (!send(&verdict, sizeof verdict, descriptors)) return connector.end(*this);
-    if (verdict.ruling == Admission::crossing) {
-      std::erase_if(connector.greetings_, [this](const auto& g) {
-        return g->step == Step::crossed && !g->connection.is_opener &&
-               g->connection.rank == connection.rank;  // a call before this one
-      });
-      return cross();
-    }
-    if (!is_welcome) return connector.end(*this);
-    finish();
+    if (connection.medium == Medium::shm && verdict_.ruling == Admission::welcome)
+      descriptors = {connector.presence_->fd()};
+    if (!send(&verdict_, sizeof verdict_, descriptors)) return on(Event::hang_up);
+    if (verdict_.ruling == Admission::welcome) return on(Event::welcome);
+    if (verdict_.ruling != Admission::crossing) return on(Event::turned_away);
+    // An earlier call of this rank that was crossed has been replaced by this one.
+    std::erase_if(connector.handshakes_, [this](const auto& h) {
+      return h->state == State::crossed && !h->connection.is_opener && h->connection.rank == connection.rank;
+    });
+    on(Event::crossing);
   }
 
-  void cross() {
-    step = Step::crossed;
+  void on_verdict() {
+    if (verdict_.ruling == Admission::crossing) return on(Event::crossing);
+    if (verdict_.ruling == Admission::leaving) return connector.refuse(*this, "left", Admission::leaving);
+    if (verdict_.ruling != Admission::welcome) return connector.refuse(*this, "it refuses the link");
+    if (connection.medium == Medium::shm && !connection.presence)
+      return connector.refuse(*this, "it sent no presence page");
+    connection.probe = verdict_.probe;
+    on(Event::welcome);
+  }
+
+  void keep_open() {
     connection.memory.close();
     connection.presence.close();
   }
 
-  // Nothing is said any more on a connection that was crossed: it is over, or the system has woken us for nothing.
-  void on_parted() {
-    byte word;
-    iovec part{&word, 1};
+  // Nothing is sent on a crossed connection any more: either it has ended, or the wake-up was spurious.
+  void on_crossed_ready() {
+    byte unused;
+    iovec part{&unused, 1};
     ssize_t n;
     do
       n = connection.stream != nullptr ? connection.stream->readv(&part, 1)
-                                       : recv(connection.socket.get(), &word, 1, MSG_DONTWAIT);
+                                       : recv(connection.socket.get(), &unused, 1, MSG_DONTWAIT);
     while (n < 0 && errno == EINTR);
     if (n < 0 && errno == EAGAIN) return;
     if (connection.is_opener) return connector.refuse(*this, "died: its connection was closed");
-    connector.end(*this);
+    on(Event::hang_up);
   }
 
-  void on_verdict() {
-    if (verdict.ruling == Admission::crossing) return cross();
-    if (verdict.ruling == Admission::leaving) return connector.refuse(*this, "left", Admission::leaving);
-    if (verdict.ruling != Admission::welcome) return connector.refuse(*this, "it refuses the link");
-    if (connection.medium == Medium::shm && !connection.presence)
-      return connector.refuse(*this, "it shows no presence");
-    connection.probe = verdict.probe;
-    finish();
-  }
-
-  void finish() {
+  void hand_over() {
     unwatch();
     if (tls != nullptr) tls->trust();
     NewConnection made = std::move(connection);
-    Host& host = connector.host_;
+    ConnectionOwner& owner = connector.owner_;
     connector.end(*this);
-    host.on_connection(std::move(made));
+    owner.on_connection(std::move(made));
   }
+
+  uint64_t watch_ = 0;
+  Challenge challenge_{};
+  Introduction introduction_{};
+  Verdict verdict_{};
+  size_t have_ = 0;  // bytes of the awaited message
 };
 
 // ---- the connector ----
 
-Connector::Connector(Host& host, Poller& poller) : host_(host), poller_(poller), pinger_(host, poller) {}
+Connector::Connector(ConnectionOwner& owner, Poller& poller) : owner_(owner), poller_(poller), pinger_(owner, poller) {}
 
 Connector::~Connector() { close(false); }
 
@@ -537,7 +557,7 @@ void Connector::open(std::int32_t rank, std::int32_t size, const std::string& di
     struct stat about{};
     if (!directory_ || fstat(directory_.get(), &about) != 0) fail(failure(directory.c_str()));
     if (about.st_uid != geteuid() || (about.st_mode & 077) != 0)
-      fail(directory + ": allowed: a folder of one's own with mode 0700");
+      fail(directory + ": allowed: a folder of this user with mode 0700");
     card_.unix_path = directory + "/r" + std::to_string(rank) + "-" + hex(salt) + ".sock";
     sockaddr_un address;
     const socklen_t length = unix_address(address, card_.unix_path, directory_.get());
@@ -550,9 +570,9 @@ void Connector::open(std::int32_t rank, std::int32_t size, const std::string& di
 
   sockaddr_storage address{};
   const socklen_t length = tcp_address(address, settings.bind, settings.port);
-  if (length == 0) fail(settings.bind + " is no numeric address");
+  if (length == 0) fail(settings.bind + " is not a numeric address");
   Descriptor socket;
-  // The same number for datagrams: if it is not free, and any other will do, another one.
+  // UDP gets the number of the TCP port. If that is taken and the caller asked for no fixed port, another is tried.
   for (int tries = settings.port == 0 ? ports_tried_max : 1; tries > 0; --tries) {
     sockaddr_storage bound = address;
     socket = listen_at(bound, length);
@@ -568,7 +588,7 @@ void Connector::open(std::int32_t rank, std::int32_t size, const std::string& di
   listeners_[1] = std::make_unique<Listener>(*this, std::move(socket), Medium::tcp, "");
 }
 
-// Listen for calls; the address gets the port that the system chose.
+// `address` gets the port that the system chose.
 Descriptor Connector::listen_at(sockaddr_storage& address, socklen_t bytes) {
   Descriptor socket(::socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   const int on = 1;
@@ -580,7 +600,7 @@ Descriptor Connector::listen_at(sockaddr_storage& address, socklen_t bytes) {
   return socket;
 }
 
-void Connector::cache_decision(std::int32_t rank, const Card& card) {
+void Connector::set_ping_address(std::int32_t rank, const Card& card) {
   sockaddr_storage address{};
   if (const socklen_t bytes = tcp_address(address, card.address, card.port); bytes != 0)
     pinger_.set_address(rank, address, bytes);
@@ -589,7 +609,7 @@ void Connector::cache_decision(std::int32_t rank, const Card& card) {
 void Connector::secure(const TlsMaterial& material) {
   if (!settings_.tls || identity_ != nullptr) fail("allowed: an identity, once, for a rank with TLS");
   if (material.names.size() != static_cast<size_t>(size_)) fail("allowed: one name per rank");
-  identity_ = std::make_unique<TlsIdentity>(material, rank_, settings_.rekey_records);
+  identity_ = std::make_unique<TlsIdentity>(material, rank_, settings_.rekey_records, settings_.stranger_bytes_max);
   for (auto& one : listeners_)
     if (one != nullptr) one->watch();
 }
@@ -610,30 +630,34 @@ void Connector::accept_from(int listener, Medium medium) {
       ++refused_;
       continue;
     }
-    make_room(group_of(from));
-    auto greeting = std::make_unique<Greeting>(*this, stranger_ns);
-    greeting->connection.medium = medium;
-    greeting->connection.is_opener = false;
-    greeting->address = from;
-    greeting->address_bytes = from_bytes;
-    if (!greeting->take(std::move(socket))) continue;
-    greeting->begin(EPOLLIN);
-    Greeting& g = *greeting;
-    greetings_.push_back(std::move(greeting));
-    g.open();
+    drop_oldest_stranger(group_of(from));
+    auto made = std::make_unique<Handshake>(*this, HandshakeState::accepted, settings_.stranger_ns);
+    Handshake& h = *made;
+    h.connection.medium = medium;
+    h.connection.is_opener = false;
+    h.address = from;
+    h.address_bytes = from_bytes;
+    if (!h.take(std::move(socket))) continue;
+    h.watch(EPOLLIN);
+    handshakes_.push_back(std::move(made));
+    h.on_connected();
   }
 }
 
-// One of the oldest strangers goes if there are too many, first one from the same address.
-void Connector::make_room(const std::string& group) {
-  const auto is_stranger = [](const auto& g) { return !g->connection.is_opener && !g->is_proven; };
-  const auto is_same = [&](const auto& g) { return is_stranger(g) && group_of(g->address) == group; };
-  auto oldest = greetings_.end();
-  if (static_cast<size_t>(std::count_if(greetings_.begin(), greetings_.end(), is_same)) >= strangers_per_address_max)
-    oldest = std::find_if(greetings_.begin(), greetings_.end(), is_same);
-  else if (static_cast<size_t>(std::count_if(greetings_.begin(), greetings_.end(), is_stranger)) >= strangers_max)
-    oldest = std::find_if(greetings_.begin(), greetings_.end(), is_stranger);
-  if (oldest != greetings_.end()) refuse(**oldest, "too many strangers");
+// A newcomer is never turned away: if there are too many strangers, the oldest goes, of the same address if that alone
+// has too many.
+void Connector::drop_oldest_stranger(const std::string& group) {
+  const auto is_stranger = [](const auto& h) { return h->is_stranger(); };
+  const auto is_same = [&](const auto& h) { return h->is_stranger() && group_of(h->address) == group; };
+  const auto count = [this](auto is_one) {
+    return static_cast<size_t>(std::count_if(handshakes_.begin(), handshakes_.end(), is_one));
+  };
+  auto oldest = handshakes_.end();
+  if (count(is_same) >= settings_.strangers_per_address_max)
+    oldest = std::find_if(handshakes_.begin(), handshakes_.end(), is_same);
+  else if (count(is_stranger) >= settings_.strangers_max)
+    oldest = std::find_if(handshakes_.begin(), handshakes_.end(), is_stranger);
+  if (oldest != handshakes_.end()) refuse(**oldest, "too many strangers");
 }
 
 void Connector::connect(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum) {
@@ -644,133 +668,133 @@ void Connector::connect(std::int32_t rank, const Card& card, Medium medium, Lane
     length = unix_address(reinterpret_cast<sockaddr_un&>(address), card.unix_path, directory_.get());
   else
     length = tcp_address(address, card.address, card.port);
-  if (length == 0) return host_.on_refused(rank, "its address makes no sense", Admission::unknown);
-  auto greeting = std::make_unique<Greeting>(*this, settings_.silence_ns);
-  Greeting& g = *greeting;
-  if (card.host == card_.host) g.pid = card.pid;
-  g.address = address;
-  g.address_bytes = length;
-  g.connection.rank = rank;
-  g.connection.medium = medium;
-  g.connection.lane = lane;
-  g.connection.checksum = checksum;
-  g.connection.is_opener = true;
-  std::memcpy(g.hello.magic, magic, sizeof magic);
-  g.hello.version = protocol_version;
-  g.hello.size = static_cast<uint32_t>(size_);
-  g.hello.from = static_cast<uint32_t>(rank_);
-  g.hello.to = static_cast<uint32_t>(rank);
-  g.hello.medium = medium;
-  g.hello.lane = lane;
-  g.hello.checksum = checksum;
-  g.hello.eager_credit_bytes = settings_.eager_credit_bytes;
-  g.step = Greeting::Step::resting;
-  g.is_due = has_due_ = true;
-  greetings_.push_back(std::move(greeting));
+  if (length == 0) return owner_.on_refused(rank, "its address is not valid", Admission::unknown);
+  auto made = std::make_unique<Handshake>(*this, HandshakeState::due, settings_.silence_ns);
+  Handshake& h = *made;
+  if (card.host == card_.host) h.pid = card.pid;
+  h.address = address;
+  h.address_bytes = length;
+  h.connection.rank = rank;
+  h.connection.medium = medium;
+  h.connection.lane = lane;
+  h.connection.checksum = checksum;
+  h.connection.is_opener = true;
+  std::memcpy(h.hello.magic, magic, sizeof magic);
+  h.hello.version = protocol_version;
+  h.hello.size = static_cast<uint32_t>(size_);
+  h.hello.from = static_cast<uint32_t>(rank_);
+  h.hello.to = static_cast<uint32_t>(rank);
+  h.hello.medium = medium;
+  h.hello.lane = lane;
+  h.hello.checksum = checksum;
+  h.hello.eager_credit_bytes = settings_.eager_credit_bytes;
+  has_due_ = true;
+  handshakes_.push_back(std::move(made));
   dial_due();
 }
 
 void Connector::dial_due() {
-  // Whoever ends makes room, and moves the others: then once more from the start.
+  // A handshake that ends at once makes way for another one and moves those behind it: then start again.
   while (std::exchange(has_due_, false)) {
-    bool is_roomy = has_room();
-    for (size_t i = 0; i < greetings_.size(); ++i) {
-      if (!greetings_[i]->is_due || (!is_roomy && greetings_[i]->is_limited())) continue;
-      dial(*greetings_[i]);
-      is_roomy = has_room();
+    bool may_call = has_free_call();
+    for (size_t i = 0; i < handshakes_.size(); ++i) {
+      if (handshakes_[i]->state != HandshakeState::due || (!may_call && handshakes_[i]->is_limited())) continue;
+      dial(*handshakes_[i]);
+      may_call = has_free_call();
     }
   }
 }
 
-bool Connector::has_room() const {
-  return std::count_if(greetings_.begin(), greetings_.end(), [this](const auto& g) { return g->is_work(beat_ns_); }) <
-         calls_max;
+bool Connector::has_free_call() const {
+  return std::count_if(handshakes_.begin(), handshakes_.end(),
+                       [this](const auto& h) { return h->is_under_way(beat_ns_); }) < calls_max;
 }
 
-void Connector::dial(Greeting& g) {
-  ++g.calls;
-  g.is_due = false;
-  g.idle_ns = 0;
-  if (!fill_random(g.hello.nonce, sizeof g.hello.nonce)) return refuse(g, failure("no random bytes"));
-  Descriptor socket(::socket(g.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!socket || !g.take(std::move(socket))) return refuse(g, failure("no socket to reach it"));
+void Connector::dial(Handshake& h) {
+  h.on(HandshakeEvent::dial);
+  ++h.calls;
+  h.idle_ns = 0;
+  if (!fill_random(h.hello.nonce, sizeof h.hello.nonce)) return refuse(h, failure("no random bytes"));
+  Descriptor socket(::socket(h.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!socket || !h.take(std::move(socket))) return refuse(h, failure("no socket to reach it"));
   int result;
-  do result = ::connect(g.fd(), reinterpret_cast<sockaddr*>(&g.address), g.address_bytes);
+  do result = ::connect(h.fd(), reinterpret_cast<sockaddr*>(&h.address), h.address_bytes);
   while (result != 0 && errno == EINTR);
-  if (result != 0 && errno != EINPROGRESS) return on_unreached(g, errno);
-  g.step = Greeting::Step::connecting;
-  g.begin(result == 0 ? EPOLLIN : EPOLLOUT);
-  if (result == 0) g.open();
+  if (result != 0 && errno != EINPROGRESS) return on_unreached(h, errno);
+  h.watch(result == 0 ? EPOLLIN : EPOLLOUT);
+  if (result == 0) h.on_connected();
 }
 
-// The other side hung up in the middle: a dead one will not be there any more, a crowded one will. Once more at once,
-// then with every heartbeat, until the greeting's time is over.
-void Connector::again(Greeting& g) {
-  // A caller that hangs up has found another way, or was just curious: nobody was refused.
-  if (!g.connection.is_opener) return end(g);
-  ++g.hang_ups;
-  g.trouble = "it hung up " + (g.hang_ups == 1 ? "" : std::to_string(g.hang_ups) + " times ") + "during the greeting";
-  if (g.connection.medium == Medium::shm) return refuse(g, g.unreached(g.trouble));
-  g.rest();
-  if (g.calls == 1) dial(g);
+// The other side hung up during the handshake. An acceptor that died will not be there any more, a crowded one will: so
+// an opener by TCP calls again, once at once and then with every heartbeat, until the handshake's time is over.
+void Connector::on_hang_up(Handshake& h) {
+  if (h.connection.is_opener) {
+    ++h.hang_ups;
+    h.trouble =
+        "it hung up " + (h.hang_ups == 1 ? "" : std::to_string(h.hang_ups) + " times ") + "during the handshake";
+    if (h.connection.medium == Medium::shm) return refuse(h, h.unreached(h.trouble));
+  }
+  h.on(HandshakeEvent::hang_up);
 }
 
-// Nobody listens there, or the network does not carry us now and may do so soon.
-void Connector::on_unreached(Greeting& g, int error) {
-  if (error == ECONNRESET) return again(g);
-  g.trouble = strerror(error);
+// Nobody listens there, or the network does not carry the call now and may do so soon.
+void Connector::on_unreached(Handshake& h, int error) {
+  if (error == ECONNRESET) return on_hang_up(h);
+  h.trouble = strerror(error);
   if (error != EHOSTUNREACH && error != ENETUNREACH && error != ENETDOWN && error != ETIMEDOUT)
-    return refuse(g, g.unreached(g.trouble));
-  g.rest();
+    return refuse(h, h.unreached(h.trouble));
+  h.on(HandshakeEvent::unreachable);
 }
 
 void Connector::forget(std::int32_t rank) {
   has_due_ = true;
-  std::erase_if(greetings_, [rank](const auto& g) {
-    return g->connection.rank == rank && (g->connection.is_opener || g->step == Greeting::Step::crossed);
+  std::erase_if(handshakes_, [rank](const auto& h) {
+    return h->connection.rank == rank && (h->connection.is_opener || h->state == HandshakeState::crossed);
   });
 }
 
 bool Connector::is_dialling(std::int32_t rank) const {
-  return std::any_of(greetings_.begin(), greetings_.end(),
-                     [rank](const auto& g) { return g->connection.rank == rank && g->is_dialling(); });
+  return std::any_of(handshakes_.begin(), handshakes_.end(), [rank](const auto& h) {
+    return h->connection.rank == rank && h->connection.is_opener && h->is_dialling();
+  });
 }
 
 bool Connector::is_crossed(std::int32_t rank) const {
-  return std::any_of(greetings_.begin(), greetings_.end(), [rank](const auto& g) {
-    return g->connection.is_opener && g->connection.rank == rank && g->step == Greeting::Step::crossed;
+  return std::any_of(handshakes_.begin(), handshakes_.end(), [rank](const auto& h) {
+    return h->connection.is_opener && h->connection.rank == rank && h->state == HandshakeState::crossed;
   });
 }
 
 bool Connector::is_calling(std::int32_t rank) const {
-  return std::any_of(greetings_.begin(), greetings_.end(),
-                     [rank](const auto& g) { return g->connection.is_opener && g->connection.rank == rank; });
+  return std::any_of(handshakes_.begin(), handshakes_.end(),
+                     [rank](const auto& h) { return h->connection.is_opener && h->connection.rank == rank; });
 }
 
-bool Connector::is_greeting() const {
-  return std::any_of(greetings_.begin(), greetings_.end(), [](const auto& g) {
-    return g->connection.is_opener || g->step == Greeting::Step::await_introduction;
+bool Connector::is_connecting() const {
+  return std::any_of(handshakes_.begin(), handshakes_.end(), [](const auto& h) {
+    return h->connection.is_opener || h->state == HandshakeState::await_introduction;
   });
 }
 
 void Connector::tick(std::int64_t passed_ns) {
   for (auto& one : listeners_)
     if (one != nullptr) one->watch();
-  for (const auto& g : greetings_) {
-    if (g->connection.is_opener && g->calls == 0) continue;  // not called so far
-    g->patience_ns -= passed_ns;
-    g->waited_ns += passed_ns;
-    g->idle_ns += passed_ns;
+  for (const auto& h : handshakes_) {
+    if (h->connection.is_opener && h->calls == 0) continue;  // its time has not begun
+    h->patience_ns -= passed_ns;
+    h->waited_ns += passed_ns;
+    h->idle_ns += passed_ns;
   }
-  // Whoever was crossed waits for a call, and that has its own time.
-  const auto is_late = [](const auto& g) {
-    return g->patience_ns <= 0 && g->step != Greeting::Step::crossed && !g->is_starved();
+  // A crossed connection waits for another one, which has its own time.
+  const auto is_late = [](const auto& h) {
+    return h->patience_ns <= 0 && h->state != HandshakeState::crossed && !h->is_starved();
   };
-  // From the start each time: anything may have changed.
-  for (auto late = greetings_.begin();
-       (late = std::find_if(greetings_.begin(), greetings_.end(), is_late)) != greetings_.end();)
-    refuse(**late, (*late)->late());
-  for (const auto& g : greetings_) g->is_due = g->step == Greeting::Step::resting;
+  // From the start each time: a refusal may remove any of them.
+  for (auto late = handshakes_.begin();
+       (late = std::find_if(handshakes_.begin(), handshakes_.end(), is_late)) != handshakes_.end();)
+    refuse(**late, (*late)->timed_out());
+  for (const auto& h : handshakes_)
+    if (h->state == HandshakeState::resting) h->on(HandshakeEvent::tick);
   beat_ns_ = passed_ns;
   has_due_ = true;
   dial_due();
@@ -781,29 +805,38 @@ void Connector::close(bool keep_files) {
     if (one != nullptr && keep_files) one->leave_file();
     one.reset();
   }
-  greetings_.clear();
+  handshakes_.clear();
   pinger_.close();
   directory_.close();
 }
 
-void Connector::end(Greeting& greeting) {
+void Connector::end(const Handshake& handshake) {
   has_due_ = true;
-  std::erase_if(greetings_, [&greeting](const auto& g) { return g.get() == &greeting; });
+  std::erase_if(handshakes_, [&handshake](const auto& h) { return h.get() == &handshake; });
 }
 
-void Connector::refuse(Greeting& greeting, std::string cause, Admission ruling) {
-  const bool is_opener = greeting.connection.is_opener;
-  const std::int32_t rank = greeting.connection.rank;
+void Connector::refuse(Handshake& handshake, const std::string& cause, Admission ruling) {
+  handshake.trouble = cause;
+  handshake.ruling = ruling;
+  handshake.on(HandshakeEvent::fail);
+}
+
+void Connector::report(Handshake& handshake) {
+  const NewConnection& connection = handshake.connection;
+  const bool is_opener = connection.is_opener;
+  const std::int32_t rank = connection.rank;
+  const Admission ruling = handshake.ruling;
+  const std::string cause = std::move(handshake.trouble);
   if (!is_opener) {
     ++refused_;
     if (refusals_.size() < refusals_max)
-      refusals_.push_back(greeting.connection.medium == Medium::shm
-                              ? "a caller on this host: " + cause
-                              : std::string("a caller from ") + host_of(greeting.address, greeting.address_bytes) +
-                                    ": " + cause);
+      refusals_.push_back((connection.medium == Medium::shm
+                               ? "a caller on this host: "
+                               : "a caller from " + host_of(handshake.address, handshake.address_bytes) + ": ") +
+                          cause);
   }
-  end(greeting);
-  if (is_opener) host_.on_refused(rank, cause, ruling);
+  end(handshake);
+  if (is_opener) owner_.on_refused(rank, cause, ruling);
 }
 
 std::vector<std::string> Connector::take_refusals() {

@@ -7,10 +7,10 @@ namespace {
 
 constexpr char magic[8] = {'u', 'n', 'i', 'p', 'i', 'n', 'g', '\n'};
 constexpr const char* role = "ping";
-// Datagrams looked at before others have their turn.
+// Datagrams handled before other descriptors have their turn.
 constexpr int datagrams_per_turn = 64;
-// Answers to older questions say too little about now.
-constexpr size_t questions_open_max = 8;
+// Pings whose replies still count; a reply to an older one says too little about now.
+constexpr size_t pings_open_max = 8;
 
 }  // namespace
 
@@ -40,7 +40,7 @@ void Pinger::ping(std::int32_t rank) {
   if (static_cast<size_t>(rank) >= targets_.size() || !fill_random(&number, sizeof number)) return;
   auto& asked = targets_[rank].asked;
   asked.push_back(number);
-  if (asked.size() > questions_open_max) asked.pop_front();
+  if (asked.size() > pings_open_max) asked.pop_front();
   send(rank, Datagram::Kind::ping, number);
 }
 
@@ -53,7 +53,7 @@ void Pinger::send(std::int32_t rank, Datagram::Kind kind, uint64_t number) {
   datagram.to = static_cast<uint32_t>(rank);
   datagram.number = number;
   datagram.proof = prove(datagram);
-  // One that cannot be sent is a lost one: who asks asks again.
+  // A datagram that cannot be sent counts as lost: the next ping follows soon.
   [[maybe_unused]] const ssize_t n = sendto(socket_.get(), &datagram, sizeof datagram, MSG_DONTWAIT | MSG_NOSIGNAL,
                                             reinterpret_cast<const sockaddr*>(&to.address), to.bytes);
 }
@@ -61,7 +61,7 @@ void Pinger::send(std::int32_t rank, Datagram::Kind kind, uint64_t number) {
 void Pinger::on_ready(uint32_t) {
   for (int i = 0; i < datagrams_per_turn && watch_ != 0; ++i) {
     Datagram came;
-    // Truncated to its length; a longer one does not count. An error is about one that was sent: the next comes.
+    // MSG_TRUNC returns the real length, so a longer datagram is ignored. An error concerns one that was sent: go on.
     const ssize_t n = recv(socket_.get(), &came, sizeof came, MSG_DONTWAIT | MSG_TRUNC);
     if (n < 0 && (errno == EAGAIN || errno == EBADF)) return;
     if (n == static_cast<ssize_t>(sizeof came)) take(came);
@@ -76,9 +76,9 @@ void Pinger::take(const Datagram& came) {
   if (came.kind == Datagram::Kind::ping)
     return send(from, owner_.is_given_up(from) ? Datagram::Kind::given_up : Datagram::Kind::alive, came.number);
   auto& asked = targets_[from].asked;
-  const auto question = std::find(asked.begin(), asked.end(), came.number);
-  if (question == asked.end()) return;
-  asked.erase(asked.begin(), question + 1);
+  const auto ping = std::find(asked.begin(), asked.end(), came.number);
+  if (ping == asked.end()) return;
+  asked.erase(asked.begin(), ping + 1);
   owner_.on_answer(from, came.kind == Datagram::Kind::given_up);
 }
 

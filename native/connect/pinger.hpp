@@ -1,14 +1,11 @@
-// The pinger: asks a rank by datagram whether it lives, and answers others.
+// The pinger: asks a rank by UDP whether it is alive, and answers such pings. Its port has the number of the TCP port.
 //
-// Knows a UDP socket with the number of the rank's TCP port, and the four fields of a datagram. Does not know links,
-// nor when to ask.
+// A TCP connection that lost packets waits ever longer before it retransmits, so it is silent for a while after the
+// network has healed. The first datagram after that arrives.
 //
-// A TCP connection that lost packets waits ever longer before it sends again, so it is silent for a while after the
-// network has healed. A datagram has no memory: the first one after that arrives.
-//
-// Every datagram is proven by the job's secret and fits one answer of the same length, which goes to the address on
-// the card of the rank that asked, wherever the question came from. An answer counts once, for a recent question, whose
-// number is random: all members know the secret, but only who got the question can answer it.
+// Every datagram is authenticated by the job's secret. The reply has the same length and goes to the address on the
+// card of the rank that asked, wherever the ping came from. A reply counts once, for a recent ping, whose number is
+// random: all members know the secret, but only the one that got the ping can reply to it.
 
 #pragma once
 
@@ -36,18 +33,17 @@ struct Datagram {
 };
 static_assert(sizeof(Datagram) == 64);
 
-// Who owns the pinger.
-class Pinged {
+class PingOwner {
  public:
-  virtual ~Pinged() = default;
-  // A rank asks: are we still there for it?
+  virtual ~PingOwner() = default;
+  // Whether this rank has declared `rank` dead, which a ping of that rank asks for.
   virtual bool is_given_up(std::int32_t rank) = 0;
   virtual void on_answer(std::int32_t rank, bool is_given_up) = 0;
 };
 
 class Pinger final : public Watcher {
  public:
-  Pinger(Pinged& owner, Poller& poller) : owner_(owner), poller_(poller) {}
+  Pinger(PingOwner& owner, Poller& poller) : owner_(owner), poller_(poller) {}
   ~Pinger() override { close(); }
 
   // False if the port is not free; errno says why.
@@ -61,14 +57,14 @@ class Pinger final : public Watcher {
   struct Target {
     sockaddr_storage address{};
     socklen_t bytes = 0;
-    std::deque<uint64_t> asked;  // the numbers of the last questions, without those before the last that was answered
+    std::deque<uint64_t> asked;  // numbers of recent pings without a reply
   };
 
   void take(const Datagram& came);
   void send(std::int32_t rank, Datagram::Kind kind, uint64_t number);
   Proof prove(const Datagram& datagram) const;
 
-  Pinged& owner_;
+  PingOwner& owner_;
   Poller& poller_;
   std::int32_t rank_ = 0;
   std::string secret_;

@@ -67,7 +67,7 @@ CompletionQueue::CompletionQueue(Engine& engine) : engine_(engine) {
         completions.wake_pump();
       },
       this);
-  engine.set_on_unmet([](void* self) { static_cast<CompletionQueue*>(self)->dispatch_unclaimed(); }, this);
+  engine.set_on_unclaimed([](void* self) { static_cast<CompletionQueue*>(self)->dispatch_unclaimed(); }, this);
 }
 
 CompletionQueue::Unclaimed::Unclaimed(const Envelope& envelope)

@@ -10,29 +10,30 @@
 namespace unisono::engine {
 namespace {
 
-// A piece that is reduced after it was read stays in the cache; one that is read to its place may be longer, because
-// each costs 2 us, until it is time to look at the other links: 300 us.
+// Bytes per direct read. A piece that is reduced after it was read must stay in the cache; one that is read to its
+// target may be longer, because each costs 2 us, until the other links are due: 300 us.
 constexpr size_t scratch_bytes = 256 * 1024, piece_bytes = 4 * 1024 * 1024;
-// However many messages are read at once, a turn ends in a few milliseconds: the thread that reads also sends
-// heartbeats.
+// Bytes read per round of progress, however many messages are read: the same thread sends heartbeats.
 constexpr uint64_t turn_bytes_max = 4 * piece_bytes;
 constexpr std::int64_t tick_ns = millisecond;
 constexpr int quiet_ticks = 2;
 constexpr std::int64_t beat_ns_max = second / 2;
-// Ten heartbeats may be missing. Whoever missed three is asked by datagrams, too, twice as often.
+// Ten heartbeats may be missing. A peer that missed three is pinged by UDP, too, twice as often.
 constexpr std::int64_t beats_per_silence = 10, beats_before_ping = 3;
-// Two microseconds: what small messages need if both sides call at the same time.
+// About 2 us: the time of a small message if both sides call at once.
 constexpr unsigned patience_roomy = 32;
-// With a core for every rank spinning costs nobody anything; without, it keeps the one from running that we wait for.
-// Beside strangers it is the only way to keep a core of one's own, as long as whom we wait for has another.
+// With a core for every rank, spinning costs no other rank; with fewer cores it keeps the awaited rank from running.
+// Beside other processes' load, spinning is the only way to keep a core, as long as the awaited rank has another one.
 constexpr std::int64_t spin_ns_long = 500'000;
 constexpr std::int64_t spin_ns_roomy = 20'000, yield_ns_roomy = 2 * millisecond;
 constexpr std::int64_t spin_ns_crowded = 0, yield_ns_crowded = 100'000;
+// Between two changes of the core.
 constexpr std::int64_t move_ns = 5 * millisecond;
 constexpr std::int64_t yield_ns_long = 50'000, crowded_ns = 20 * millisecond;
-// How often a spinning caller looks for hang-ups and new links, which do not show in the rings.
-constexpr std::int64_t look_ns = 200'000, look_ns_greeting = 2'000;
-constexpr size_t hasty_links_max = 2;
+// Interval at which a spinning caller polls for hang-ups and new links, which rings do not show.
+constexpr std::int64_t events_ns = 200'000, events_ns_connecting = 2'000;
+// With more TCP links one epoll call is cheaper than a read of each socket.
+constexpr size_t busy_poll_links_max = 2;
 constexpr std::int64_t farewell_ns = second / 2;
 
 int cores() {
@@ -40,8 +41,8 @@ int cores() {
   return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-// Go to another of the cores that this thread may use. The system puts who is woken where its waker runs, and two
-// ranks that wake each other then stay on one core, however many there are.
+// Move to another of the cores that this thread may use. The scheduler puts a woken thread on its waker's core, so two
+// ranks that wake each other would stay on one core, however many there are.
 void leave_core(int core) {
   cpu_set_t allowed, others;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
@@ -53,8 +54,8 @@ void leave_core(int core) {
 
 // ---- fork ----
 //
-// A child gets copies of the descriptors but none of the threads. It must neither use the engine nor keep peers
-// from seeing the parent's end: so every descriptor is closed in it, and every call is refused.
+// A child has copies of the descriptors but none of the threads. It must not use the engine, nor hide the parent's end
+// from its peers: so it closes every descriptor and refuses every call.
 
 std::mutex registry_lock;
 std::vector<Engine*>& registry() {
@@ -90,7 +91,8 @@ void unregister_engine(Engine& engine) {
 
 }  // namespace
 
-// The control connection of a link whose other one is still being made: a peer that dies meanwhile is noticed.
+// The control connection of a TCP link whose bulk connection is still being made. It notices if the peer dies
+// meanwhile.
 class Engine::HalfOpenLink final : public Watcher {
  public:
   HalfOpenLink(Engine& engine, NewConnection& connection)
@@ -123,7 +125,7 @@ class Engine::HalfOpenLink final : public Watcher {
 };
 
 void Mutex::let_others_in() {
-  // Called without the lock: wait until the one who wanted it has it, but not for ever.
+  // Called without the lock: wait until a contender has it, but not for ever.
   for (int i = 0; i < 1000 && is_wanted(); ++i) {
     if (i % 16 == 15)
       sched_yield();
@@ -138,7 +140,7 @@ Engine::Engine(std::int32_t rank, std::int32_t size, const std::string& director
   if (size < 1 || rank < 0 || rank >= size) throw std::runtime_error("allowed: 0 <= rank < size");
   settings = given;
   settings.silence_ns = std::min(settings.silence_ns, silence_ns_max);
-  if (!poller_.open()) throw std::runtime_error(failure("no event poll"));
+  if (!poller_.open()) throw std::runtime_error(failure("cannot create an epoll instance"));
   if (!presence_.open()) throw std::runtime_error(failure("no shared memory for a presence page"));
   for (std::int32_t r = 0; r < size; ++r) peers_.push_back(std::make_unique<Peer>(*this, r, r == rank));
   peers_[rank]->state = Peer::State::open;
@@ -146,10 +148,10 @@ Engine::Engine(std::int32_t rank, std::int32_t size, const std::string& director
   spin_ns_ = spin_ns_crowded;
   yield_ns_ = yield_ns_crowded;
   beat_ns_ = std::min(beat_ns_max, settings.silence_ns / beats_per_silence);
-  judged_at_ = now_ns();
-  beat_at_ = judged_at_ + beat_ns_;
+  silence_counted_at_ = now_ns();
+  beat_at_ = silence_counted_at_ + beat_ns_;
   register_engine(*this);
-  // Signals are for the threads that run Python.
+  // Signals are delivered to threads that run Python.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -169,7 +171,7 @@ Engine::~Engine() {
 
 void Engine::after_fork_in_child() {
   is_forked_.store(true, std::memory_order_relaxed);
-  // The poller first: its kernel object is shared with the parent, who still needs its entries.
+  // The poller first: the parent shares its kernel object and still needs the entries.
   poller_.close();
   connector_.close(true);
   presence_.close();
@@ -181,19 +183,20 @@ void Engine::after_fork_in_child() {
 
 void Engine::connect(const std::vector<Card>& cards) {
   if (cards.size() != peers_.size()) throw std::runtime_error("allowed: one card per rank");
-  if (!connector_.is_ready()) throw std::runtime_error("with TLS a rank needs an identity before it connects");
-  int neighbours = 0;
+  if (!connector_.is_ready())
+    throw std::runtime_error("TLS is on, and this rank has no credentials: call secure before connect");
+  int ranks_here = 0;
   for (size_t i = 0; i < cards.size(); ++i) {
     Peer& peer = *peers_[i];
     peer.card = cards[i];
     peer.is_same_host = cards[i].host == connector_.card().host;
-    connector_.cache_decision(peer.rank, peer.card);
-    neighbours += peer.is_same_host;
+    connector_.set_ping_address(peer.rank, peer.card);
+    ranks_here += peer.is_same_host;
   }
   is_connected_ = true;
   const int cores_here = cores();
-  share_ = static_cast<size_t>((neighbours + cores_here - 1) / cores_here);
-  if (neighbours <= cores_here) {
+  ranks_per_core_ = static_cast<size_t>((ranks_here + cores_here - 1) / cores_here);
+  if (ranks_here <= cores_here) {
     spin_ns_ = spin_ns_roomy;
     spin_ns_long_ = spin_ns_long;
     patience_ = patience_roomy;
@@ -205,7 +208,7 @@ void Engine::connect(const std::vector<Card>& cards) {
         Peer& peer = *peers_[other];
         if (peer.state == Peer::State::unopened) open_link(peer);
       }
-  // Sends that were started before wait for the table.
+  // Sends that were started earlier waited for the cards.
   for (auto& peer : peers_)
     if (peer->state == Peer::State::unopened && peer->has_backlog()) open_link(*peer);
 }
@@ -246,11 +249,11 @@ void Engine::give_up(Receive& receive) { receive.incoming->peer->give_up(*receiv
 
 bool Engine::progress() {
   bool moved = false;
-  // One call for all sockets, where asking each would be too many.
-  if (!manner_.busy_poll) look_for_news();
+  // One epoll call for all sockets instead of a read of each.
+  if (!policy_.busy_poll) poll_events();
   if (connector_.has_due()) [[unlikely]]
     connector_.dial_due();
-  gather();
+  cork();
   for (size_t i = 0; i < open_.size(); ++i) {
     Peer& peer = *open_[i];
     moved |= peer.link->poll();
@@ -258,19 +261,19 @@ bool Engine::progress() {
     if (peer.link->over() != nullptr) [[unlikely]] {
       const Link& link = *peer.link;
       if (!peer.verdict.empty())
-        lose(peer, gave_us_up(peer.verdict), false);
+        lose(peer, gave_up_on_us(peer.verdict), false);
       else
         lose(peer, std::string(link.is_hung_up() ? "" : "broke the protocol: ") + link.over(), link.has_left());
       --i;
       moved = true;
     }
   }
-  send_gathered();
+  uncork();
   if (!readers_.empty()) [[unlikely]]
     moved |= read_pieces();
-  if (!chores_.empty()) [[unlikely]] {
+  if (!deferred_.empty()) [[unlikely]] {
     // One piece of each, then the links have their turn.
-    for (size_t turns = chores_.size(); turns > 0 && !chores_.empty(); --turns) chores_.pop_front()->work();
+    for (size_t turns = deferred_.size(); turns > 0 && !deferred_.empty(); --turns) deferred_.pop_front()->work();
     moved = true;
   }
   return moved;
@@ -281,8 +284,8 @@ void Engine::push() {
 }
 
 void Engine::add(DeferredWork& deferred) {
-  if (deferred.chore_hook.is_in) return;
-  chores_.push_back(deferred);
+  if (deferred.deferred_hook.is_in) return;
+  deferred_.push_back(deferred);
   wake_sleeper();
 }
 
@@ -306,9 +309,9 @@ bool Engine::read_pieces() {
   return moved;
 }
 
-bool Engine::help() {
+bool Engine::share_copies() {
   for (Peer* peer : open_)
-    if (peer->help(piece_bytes)) return true;
+    if (peer->copy_for_receiver(piece_bytes)) return true;
   return false;
 }
 
@@ -317,7 +320,7 @@ void Engine::wake_waiters() {
   if (waiters_ != 0) moved_.notify_all();
 }
 
-void Engine::look_for_news() {
+void Engine::poll_events() {
   Poller::Events events;
   const int count = poller_.wait(events, 0);
   if (count > 0) poller_.dispatch(events, count);
@@ -325,12 +328,12 @@ void Engine::look_for_news() {
 
 void Engine::enter_polling() {
   is_polled_.store(true, std::memory_order_relaxed);
-  presence_.settle();
-  // Nobody rings any more: if the background thread relies on it, it must hear of that.
+  presence_.publish_core();
+  // Peers do not wake a rank that is awake: a background thread that sleeps in epoll must take note.
   if (presence_.wake_up() && rest_ == Rest::epoll) poller_.wake_poller();
 }
 
-// From one who makes progress in the background, and finds out when it next looks.
+// Take over from a background caller, which notices by the changed turn.
 void Engine::take_over() {
   if (is_sleeping_.exchange(false, std::memory_order_relaxed)) poller_.interrupt_in_flight();
 }
@@ -343,14 +346,14 @@ void Engine::leave_polling() {
   if (waiters_ != 0) moved_.notify_all();
 }
 
-// What a caller does after a while in which nothing moved.
+// What a caller does after a while without progress: spin on, change the core, yield or sleep.
 void Engine::back_off(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::int64_t deadline) {
-  if (now - looked_at_ > (connector_.is_busy() ? look_ns_greeting : look_ns)) {
-    looked_at_ = now;
-    look_for_news();
+  if (now - events_polled_at_ > (connector_.is_busy() ? events_ns_connecting : events_ns)) {
+    events_polled_at_ = now;
+    poll_events();
   }
   const bool is_crowded = now < crowded_until_;
-  const std::int32_t core = presence_.settle();
+  const std::int32_t core = presence_.publish_core();
   size_t sharers = 0;
   bool is_last = true;
   for (const Peer* peer : open_) {
@@ -359,16 +362,16 @@ void Engine::back_off(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::
     is_last &= peer->rank < rank;
   }
   const bool is_shared = sharers != 0;
-  // With a core for every rank each keeps one; else no core serves more than its share. Who came last goes.
-  if (is_last && sharers >= share_ && now > moved_at_ + move_ns) {
-    moved_at_ = now;
+  // No core should serve more than its share of ranks. The highest rank on a crowded one moves.
+  if (is_last && sharers >= ranks_per_core_ && now > core_left_at_ + move_ns) {
+    core_left_at_ = now;
     held.unlock();
     leave_core(core);
     held.lock();
     return;
   }
-  // Whom we wait for may be next in line for this very core: to spin would only keep it waiting. On another host it
-  // may be, for all we know.
+  // The awaited rank may be next in line for this core, and spinning would keep it waiting. If its core is unknown,
+  // that has to be assumed.
   const auto is_unknown = [](const Peer* p) { return p->link->core() < 0; };
   const bool is_known = tcp_links_ == 0 || std::none_of(open_.begin(), open_.end(), is_unknown);
   const std::int64_t spin_ns = !is_crowded ? spin_ns_ : is_known ? spin_ns_long_ : spin_ns_crowded;
@@ -378,8 +381,8 @@ void Engine::back_off(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::
     sched_yield();
     const std::int64_t away = now_ns() - now;
     held.lock();
-    // Strangers ran here, and will again: to yield gives them milliseconds. With a core for every rank spin from now
-    // on, and then sleep: who sleeps wakes sooner than who yields. Without, it was most likely one of us.
+    // Another process ran here for milliseconds and will again. With a core for every rank, spin from now on and then
+    // sleep: a sleeping thread is scheduled sooner than one that yields. With fewer cores it most likely was a rank.
     if (away > yield_ns_long && spin_ns_long_ != 0) crowded_until_ = now + away + crowded_ns;
     return;
   }
@@ -398,11 +401,11 @@ void Engine::sleep_for_events(Hold& held, std::int64_t until) {
   held.unlock();
   Poller::Events events;
   const std::int64_t left = until - now_ns();
-  const int count = is_background ? poller_.wait_recallable(events, left) : poller_.wait(events, left);
+  const int count = is_background ? poller_.wait_interruptible(events, left) : poller_.wait(events, left);
   held.lock();
   if (turn != turn_) {
     poller_.dispatch(events, count);
-    // What has just been taken here was meant to wake another.
+    // The event that ended this sleep was meant for the new caller.
     if (count > 0 && is_sleeping_.load(std::memory_order_relaxed)) poller_.wake_poller();
     return;
   }
@@ -418,20 +421,20 @@ void Engine::run() {
   while (!is_stopping_.load(std::memory_order_relaxed)) {
     const std::int64_t now = now_ns();
     if (now < beat_at_ && is_polled_.load(std::memory_order_relaxed) && !is_sleeping_.load(std::memory_order_relaxed)) {
-      // A caller spins: do not disturb it.
+      // A caller spins and makes progress.
       quiet = 0;
       const timespec tick{0, tick_ns};
       nanosleep(&tick, nullptr);
       continue;
     }
-    // Before the lock: a caller that has it and is not let run must not make us look dead.
+    // Before taking the lock: a caller that holds it and is not scheduled must not make this rank look dead.
     if (now >= beat_at_) presence_.beat();
     Hold held(mutex_);
     if (now >= beat_at_) beat(now);
     const std::int64_t until = beat_at_ - now;
     if (is_polled_.load(std::memory_order_relaxed)) {
       if (!is_sleeping_.load(std::memory_order_relaxed)) continue;
-      // The caller sleeps for news itself; only heartbeats are left to do.
+      // The caller sleeps for events itself; only heartbeats are left to do.
       rest_ = Rest::deep;
       background_.wait_until(held, std::chrono::steady_clock::now() + std::chrono::nanoseconds(until));
       rest_ = Rest::ticking;
@@ -445,13 +448,13 @@ void Engine::run() {
     rest_ = Rest::ticking;
     poller_.dispatch(events, count);
     if (is_polled_.load(std::memory_order_relaxed)) {
-      // A caller came meanwhile and sleeps: what has just been taken here was meant to wake it.
+      // A caller came meanwhile and sleeps: the event taken here was meant for it.
       if (count > 0 && is_sleeping_.load(std::memory_order_relaxed)) poller_.wake_poller();
       continue;
     }
     if (is_asleep) presence_.wake_up();
     bool moved = false;
-    // While more and more comes, heartbeats are still due.
+    // Heartbeats are due even while messages keep coming.
     while (now_ns() < beat_at_ && progress()) {
       moved = true;
       if (mutex_.is_wanted()) {
@@ -462,10 +465,10 @@ void Engine::run() {
       }
     }
     if (is_polled_.load(std::memory_order_relaxed)) continue;
-    // Between two calls of somebody who calls all the time it is not quiet.
+    // The gap between two calls of a busy caller is not quiet.
     const bool was_polled = std::exchange(polls, polls_) != polls_;
     quiet = (moved && !is_asleep) || was_polled ? 0 : quiet + 1;
-    // Woken by a doorbell and done: back to sleep at once. Ticking: after a while without anything.
+    // After a wake-up by a peer: back to sleep at once. While ticking: after some ticks without progress.
     if ((is_asleep && !was_polled) || quiet >= quiet_ticks) {
       presence_.fall_asleep();
       if (progress()) {
@@ -496,7 +499,8 @@ Admission Engine::admit(std::int32_t from, Medium medium, Lane lane) {
   if (medium == Medium::tcp && lane == Lane::bulk)
     return half != half_open_links_.end() && !half->second->is_opener ? Admission::welcome : Admission::unknown;
   if (half != half_open_links_.end()) return Admission::known;
-  // Both called at once: the lower rank's call counts, unless it has not come through and perhaps never will.
+  // Both connect at once: the lower rank's connection counts, unless it has not reached the peer and perhaps never
+  // will.
   if (peer.state == Peer::State::opening && from > rank && !connector_.is_dialling(from)) return Admission::crossing;
   return Admission::welcome;
 }
@@ -523,19 +527,19 @@ void Engine::on_connection(NewConnection connection) {
   const auto half = half_open_links_.find(connection.rank);
   if (half == half_open_links_.end()) return;
   auto bulk = std::make_unique<Connection>(peer, poller_, std::move(connection.stream), Lane::bulk, connection.checksum,
-                                           manner_);
+                                           policy_);
   auto control =
-      std::make_unique<Connection>(peer, poller_, half->second->take(), Lane::control, connection.checksum, manner_);
+      std::make_unique<Connection>(peer, poller_, half->second->take(), Lane::control, connection.checksum, policy_);
   half_open_links_.erase(half);
   if (!bulk->is_watched() || !control->is_watched()) return lose(peer, failure("cannot watch its sockets"), false);
-  manner_.busy_poll = ++tcp_links_ <= hasty_links_max;
-  opened(peer, std::make_unique<TcpLink>(peer, std::move(bulk), std::move(control), manner_));
+  policy_.busy_poll = ++tcp_links_ <= busy_poll_links_max;
+  opened(peer, std::make_unique<TcpLink>(peer, std::move(bulk), std::move(control), policy_));
 }
 
 void Engine::on_refused(std::int32_t to, const std::string& cause, Admission ruling) {
   Peer& peer = *peers_[to];
   if (peer.state != Peer::State::opening) return;
-  // What others said of it is the better reason: that nobody answers is a symptom.
+  // What others reported is the better cause; a missing answer is a symptom.
   if (peer.is_rumoured) return lose(peer, std::string(peer.cause), peer.left);
   lose(peer, cause, ruling == Admission::leaving);
 }
@@ -548,8 +552,8 @@ void Engine::opened(Peer& peer, std::unique_ptr<Link> link) {
 
 void Engine::lose(Peer& peer, const std::string& cause, bool left) {
   if (peer.state == Peer::State::down) return;
-  // It may live: then it hears why nobody talks to it any more.
-  if (!left) peer.give_up_on(cause);
+  // It may live: then it should learn why this rank hangs up.
+  if (!left) peer.declare_dead(cause);
   peer.state = Peer::State::down;
   peer.cause = cause;
   peer.left = left;
@@ -557,27 +561,27 @@ void Engine::lose(Peer& peer, const std::string& cause, bool left) {
   half_open_links_.erase(peer.rank);
   connector_.forget(peer.rank);
   if (peer.link != nullptr && std::string_view(peer.link->name()).starts_with("tcp"))
-    manner_.busy_poll = --tcp_links_ <= hasty_links_max;
+    policy_.busy_poll = --tcp_links_ <= busy_poll_links_max;
   peer.end_all(Outcome::peer_down);
   inbox.end_receives_from(peer.rank);
   peer.link.reset();
-  // Who leaves has no more say about others: they hang up because of its goodbye.
+  // A rank that leaves reports no other: they hang up because of its own goodbye.
   if (is_leaving_) return wake_waiters();
-  // Who was killed could not clean up after itself; who lives, and is only lost to us, still listens there.
+  // A killed process could not remove its socket file; a live one, only lost to this rank, still listens there.
   if (!left && peer.is_same_host && !peer.card.unix_path.empty() && is_gone(peer.card.pid))
     unlink(peer.card.unix_path.c_str());
-  // To those who have no link with it, and would never know.
-  for (Peer* other : open_) other->tell_down(peer.rank, cause, left ? Fate::left : Fate::died);
+  // Ranks without a link to it would not learn of it otherwise.
+  for (Peer* other : open_) other->send_down(peer.rank, cause, left ? Fate::left : Fate::died);
   if (on_down_ != nullptr) on_down_(on_down_self_, Down{peer.rank, cause, left});
   wake_waiters();
 }
 
-void Engine::on_news(uint64_t gone, std::string cause, bool left) {
+void Engine::on_rank_down(uint64_t gone, std::string cause, bool left) {
   if (gone >= peers_.size() || gone == static_cast<uint64_t>(rank)) return;
   Peer& peer = *peers_[gone];
-  // Who has a link with it sees for itself, and first gets what was sent before. A call of ours under way may be the
-  // begin of such a link: what it sent after its part of the greeting waits there for us. Where its call counts there
-  // is no such link: whoever leaves waits for its own calls, whoever died does not.
+  // A rank with a link to it sees the end itself, after all messages sent before. A handshake that we opened may be the
+  // begin of such a link, in which the peer's messages wait. Where the peer's own connection counts there is no such
+  // link, unless the peer leaves: it waits for its own connections first.
   if (peer.state == Peer::State::opening && connector_.is_calling(peer.rank) &&
       (left || !connector_.is_crossed(peer.rank))) {
     if (std::exchange(peer.is_rumoured, true)) return;
@@ -591,46 +595,46 @@ void Engine::on_news(uint64_t gone, std::string cause, bool left) {
 void Engine::on_answer(std::int32_t from, bool is_given_up) {
   Peer& peer = *peers_[from];
   if (peer.state != Peer::State::open) return;
-  if (is_given_up) return lose(peer, gave_us_up("it heard nothing of it for too long"), false);
+  if (is_given_up) return lose(peer, gave_up_on_us("it was silent for too long"), false);
   peer.silent_ns = -beat_ns_;
 }
 
 void Engine::beat(std::int64_t now) {
-  // Time is counted in looks: whoever could not look, because nobody let it run, has not heard silence.
-  const std::int64_t passed = std::min(now - judged_at_, beat_ns_ + beat_ns_ / 4);
-  judged_at_ = now;
-  bool is_asking = false;
+  // Silence is measured only while this rank was scheduled.
+  const std::int64_t passed = std::min(now - silence_counted_at_, beat_ns_ + beat_ns_ / 4);
+  silence_counted_at_ = now;
+  bool is_pinging = false;
   connector_.tick(passed);
   const std::vector<Peer*> open = open_;
   for (Peer* peer : open) {
     peer->link->beat();
-    // What was heard came since the last look; silence begins later, when the next heartbeat is due.
+    // The sign of life came at some time since the last beat; silence begins when the next one is due.
     if (peer->link->was_heard()) peer->silent_ns = peer->stalled_ns = -passed - beat_ns_ / 2;
   }
   for (auto& peer : peers_) {
     const bool is_open = peer->state == Peer::State::open;
     if (is_open ? peer->link == nullptr : peer->state != Peer::State::opening) continue;
-    // A call of ours has its own deadline.
+    // A handshake that we opened has its own deadline.
     if (!is_open && connector_.is_calling(peer->rank) && !connector_.is_crossed(peer->rank)) continue;
     peer->silent_ns += passed;
     peer->stalled_ns += passed;
     if (is_open && peer->link->can_stall() && peer->silent_ns >= (beats_before_ping - 1) * beat_ns_) {
       connector_.ping(peer->rank);
-      is_asking = true;
+      is_pinging = true;
     }
-    // Longer for the rest of a link, or a call of its own, that never comes from a host that fell silent.
+    // A link half made, or a connection that the peer should open, gets twice the time.
     const bool is_silent = peer->silent_ns >= (is_open ? settings.silence_ns : 2 * settings.silence_ns);
-    // It answers datagrams: its connection has time to send again what the network lost.
+    // The peer answers pings: its connection has time to retransmit what the network lost.
     const bool is_stalled = is_open && peer->stalled_ns >= 2 * settings.silence_ns;
     if (!is_silent && !is_stalled) continue;
     if (peer->link != nullptr ? peer->link->is_starved() : peer->is_starved()) continue;
     char text[96];
     snprintf(text, sizeof text,
-             is_silent ? "silent for %.1f s" : "lives, but its connection brought nothing for %.1f s",
+             is_silent ? "silent for %.1f s" : "answers pings, but its connection brought nothing for %.1f s",
              static_cast<double>(is_silent ? peer->silent_ns : peer->stalled_ns) / 1e9);
     lose(*peer, text, false);
   }
-  beat_at_ = now + (is_asking ? beat_ns_ / 2 : beat_ns_);
+  beat_at_ = now + (is_pinging ? beat_ns_ / 2 : beat_ns_);
   if (!inbox.run_ahead().empty() && on_unclaimed_ != nullptr) on_unclaimed_(on_unclaimed_self_);
 }
 
@@ -646,26 +650,26 @@ void Engine::close(std::int64_t flush_ns) {
       return std::all_of(peers_.begin(), peers_.end(),
                          [&](const auto& p) { return p->state == Peer::State::down || says(*p); });
     };
-    // Nobody rings when an offer is seen and not wanted: so look often.
+    // An RTS that becomes queued wakes nobody, so look often.
     const auto wait_until = [&](auto is_so, std::int64_t until) {
       while (!wait(held, is_so, std::min(until, now_ns() + 2 * millisecond)) && now_ns() < until) continue;
     };
     wait_until([&] { return all_open([this](const Peer& p) { return p.is_flushed() || !is_connected_; }); },
                now_ns() + flush_ns);
-    // Who is just being greeted must hear a goodbye, too.
+    // A peer in the middle of a handshake must get a goodbye, too.
     wait(
         held,
         [&] {
-          return !connector_.is_greeting() && all_open([](const Peer& p) { return p.state != Peer::State::opening; });
+          return !connector_.is_connecting() && all_open([](const Peer& p) { return p.state != Peer::State::opening; });
         },
         now_ns() + std::max(flush_ns, farewell_ns));
     is_leaving_ = true;
-    // What was not met by now will not be.
+    // What is unmatched by now stays so.
     for (auto& peer : peers_) peer->end_all(Outcome::closed);
     inbox.end_all(Outcome::closed);
-    for (size_t turns = chores_.size(); turns > 0 && !chores_.empty(); --turns) chores_.pop_front()->drop();
+    for (size_t turns = deferred_.size(); turns > 0 && !deferred_.empty(); --turns) deferred_.pop_front()->drop();
     for (Peer* peer : open_) {
-      peer->link->deafen();
+      peer->link->discard_input();
       peer->say_goodbye();
     }
     wait(
@@ -675,12 +679,13 @@ void Engine::close(std::int64_t flush_ns) {
               [](const Peer& p) { return !p.has_backlog() && (p.link == nullptr || p.link->is_drained()); });
         },
         now_ns() + farewell_ns);
-    // A connection closed with unread bytes would take back what we sent: wait until the others hung up, too.
+    // Closing a connection with unread bytes resets it, and the peer loses what we sent: wait until the peers hung up,
+    // too.
     for (Peer* peer : open_) peer->link->finish();
     const bool has_tcp = tcp_links_ != 0;
     const auto is_over = [&] { return tcp_links_ == 0; };
     if (has_tcp) wait(held, is_over, now_ns() + farewell_ns);
-    // And what is still on its way is lost if they talk to a connection that is closed: a slow one gets more time.
+    // Bytes in transit are lost if a peer writes to a closed connection: a slow one gets more time.
     const auto is_delivered = [&] {
       return std::all_of(open_.begin(), open_.end(), [](const Peer* p) { return p->link->is_delivered(); });
     };
@@ -690,7 +695,7 @@ void Engine::close(std::int64_t flush_ns) {
     poller_.wake_poller();
     background_.notify_all();
     moved_.notify_all();
-    // A caller that sleeps must be gone before the poller is.
+    // A caller that sleeps in the poller must leave before it is closed.
     while (is_polled_.load(std::memory_order_relaxed)) {
       poller_.wake_poller();
       moved_.wait_for(held, std::chrono::milliseconds(1));

@@ -1,11 +1,9 @@
 // The engine of one rank: its peers, its background thread, and how callers wait.
 //
-// Knows who makes progress when, and when a peer is dead. Does not know Python, nor what messages are for.
-//
-// One thread at a time holds the engine. A caller that waits makes progress itself: it spins, then yields, then
-// sleeps for news. While nobody waits, the background thread looks every millisecond; after two quiet looks it
-// says on the presence page that this rank sleeps, and sleeps until a doorbell rings or a heartbeat is due. It never
-// runs Python and so never waits for it.
+// One thread at a time holds the engine's lock. A caller that waits makes progress itself: it spins, then yields, then
+// sleeps for events. While no caller waits, the background thread polls every millisecond; after two polls without
+// progress it announces on the presence page that this rank sleeps, and sleeps until a peer wakes it or a heartbeat is
+// due. It never runs Python, and so never waits for the GIL.
 
 #pragma once
 
@@ -26,7 +24,7 @@
 
 namespace unisono::engine {
 
-// A mutex that knows whether others want it: who holds it for long lets them in.
+// A mutex that knows whether other threads want it, so that a thread that holds it for long can let them in.
 class Mutex {
  public:
   void lock() {
@@ -38,7 +36,7 @@ class Mutex {
   }
   bool try_lock() { return inner_.try_lock(); }
   void unlock() { inner_.unlock(); }
-  // relaxed: seen late is soon enough
+  // relaxed: a late answer is soon enough
   bool is_wanted() const { return contenders_.load(std::memory_order_relaxed) != 0; }
   void let_others_in();
 
@@ -56,19 +54,19 @@ struct Down {
   bool left;
 };
 
-// Work that is done a piece at a time, between looks at the links.
+// Work that is done a piece at a time, between polls of the links.
 class DeferredWork {
  public:
   virtual ~DeferredWork() = default;
-  // Do a piece. It is no longer added; whoever has more to do adds itself again.
+  // Do a piece. The engine has removed this object, which adds itself again if it has more to do.
   virtual void work() = 0;
-  // The engine closes: there will be no other turn.
+  // The engine closes, and `work` will not be called again.
   virtual void drop() = 0;
 
-  ListHook<DeferredWork> chore_hook;
+  ListHook<DeferredWork> deferred_hook;
 };
 
-class Engine final : public PeerServices, private Host {
+class Engine final : public PeerServices, private ConnectionOwner {
  public:
   // Throws std::runtime_error if it cannot listen or has no memory.
   Engine(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
@@ -80,51 +78,51 @@ class Engine final : public PeerServices, private Host {
   const std::int32_t rank;
   const std::int32_t size;
 
-  // Every call below but `hold`, `interrupt_wait` and `close` needs it.
+  // Every call below but `close` needs the lock.
   Hold hold() { return Hold(mutex_); }
 
   Card card() const { return connector_.card(); }
-  // Who this rank is on links with TLS; before `connect`. Throws std::runtime_error.
+  // Set this rank's TLS identity, before `connect`. Throws std::runtime_error.
   void secure(const TlsMaterial& material) { connector_.secure(material); }
   void connect(const std::vector<Card>& cards);
 
   // Start an operation; it may end before the call returns. False (and nothing happens) once the engine is closed.
   bool start(Send& send, std::int32_t dst);
   bool start(Receive& receive);
-  // Take it back; false if it has met its counterpart, and then it ends by itself. A receive that was taken back is
-  // not told, a send ends as cancelled.
+  // Cancel an operation. False if it was matched; it then ends by itself. A cancelled send ends as cancelled, a
+  // cancelled receive without a call of `end`.
   bool cancel(Send& send) { return send.peer != nullptr && send.peer->cancel(send); }
   bool cancel(Receive& receive);
-  // There is memory now for a receive that answered `later`.
+  // There is memory now for a receive that said `defer`.
   void supply(Receive& receive) { receive.incoming->peer->supply(*receive.incoming); }
-  // There will be none: the message is given up.
+  // There will be none: the payload is lost.
   void give_up(Receive& receive);
 
-  // Between the two, short frames wait to go together where that saves calls to the system.
-  void gather() { ++manner_.corked; }
-  void send_gathered() {
-    if (--manner_.corked == 0 && tcp_links_ != 0) push();
+  // Between the two, short frames to sockets wait, so that one system call sends them all.
+  void cork() { ++policy_.corked; }
+  void uncork() {
+    if (--policy_.corked == 0 && tcp_links_ != 0) push();
   }
 
   void add(DeferredWork& deferred);
   void remove(DeferredWork& deferred) {
-    if (deferred.chore_hook.is_in) chores_.remove(deferred);
+    if (deferred.deferred_hook.is_in) deferred_.remove(deferred);
   }
 
-  // Make progress until `done()`, or until the deadline. `done` is asked with the lock held. Who does it in the
-  // background makes way for any other: then it returns, done or not.
+  // Make progress until `done()` or the deadline; returns `done()`, which is called with the lock held. A background
+  // caller makes way for any other, and then returns early.
   template <class Done>
   bool wait(Hold& held, Done done, std::int64_t deadline, bool is_background = false);
   bool is_polled() const { return is_polled_.load(std::memory_order_relaxed); }
-  // How often callers have made progress.
+  // The number of times that a caller finished making progress.
   uint64_t polls() const { return polls_; }
-  // A few rounds of progress, for one who expects to be done at once; it gives up as soon as others want to do
-  // something, or there is much to do.
+  // A few rounds of progress, for a caller that expects to be done at once. Returns as soon as another thread wants the
+  // lock or longer work is due.
   template <class Done>
   void poll_briefly(Done done);
   // One round of progress. True if something moved.
   bool progress();
-  // Whoever ends an operation calls this: another thread may be waiting for it.
+  // To be called when an operation ends: another thread may wait for it.
   void wake_waiters();
 
   const Peer& peer(std::int32_t of) const { return *peers_[of]; }
@@ -133,17 +131,17 @@ class Engine final : public PeerServices, private Host {
     on_down_self_ = self;
   }
 
-  // Called at every heartbeat while messages wait whose senders do not: see Inbox::ahead.
-  void set_on_unmet(void (*call)(void*), void* self) {
+  // Called at every heartbeat while run-ahead messages wait: see Inbox::run_ahead.
+  void set_on_unclaimed(void (*call)(void*), void* self) {
     on_unclaimed_ = call;
     on_unclaimed_self_ = self;
   }
 
-  // Take leave: flush what was started within the time, tell the others, end the rest.
+  // Flush for up to `flush_ns`, say goodbye, end the remaining operations.
   void close(std::int64_t flush_ns);
   bool is_closed() const { return is_closed_; }
   bool is_forked() const { return is_forked_.load(std::memory_order_relaxed); }
-  // How many callers the connector turned away.
+  // The number of callers that the connector refused.
   uint64_t refused() const { return connector_.refused(); }
   std::vector<std::string> take_refusals() { return connector_.take_refusals(); }
 
@@ -154,7 +152,7 @@ class Engine final : public PeerServices, private Host {
     wake_sleeper();
   }
   void stop_reading(RendezvousReceive& offer) override { readers_.remove(offer); }
-  void on_news(uint64_t gone, std::string cause, bool left) override;
+  void on_rank_down(uint64_t gone, std::string cause, bool left) override;
 
   // -- fork: see engine.cpp
   void before_fork() { mutex_.lock(); }
@@ -162,10 +160,10 @@ class Engine final : public PeerServices, private Host {
   void after_fork_in_child();
 
  private:
-  enum class Rest : uint8_t { ticking, epoll, deep };  // how the background thread rests
+  enum class Rest : uint8_t { ticking, epoll, deep };  // how the background thread sleeps
   class HalfOpenLink;
 
-  // -- Host
+  // -- ConnectionOwner
   Admission admit(std::int32_t from, Medium medium, Lane lane) override;
   void on_connection(NewConnection connection) override;
   void on_refused(std::int32_t to, const std::string& cause, Admission ruling) override;
@@ -174,16 +172,18 @@ class Engine final : public PeerServices, private Host {
 
   void opened(Peer& peer, std::unique_ptr<Link> link);
   void lose(Peer& peer, const std::string& cause, bool left);
-  // Why a peer is lost that has given us up.
-  std::string gave_us_up(const std::string& why) const { return "gave rank " + std::to_string(rank) + " up: " + why; }
+  // The cause of a peer that has declared this rank dead.
+  std::string gave_up_on_us(const std::string& why) const {
+    return "gave rank " + std::to_string(rank) + " up: " + why;
+  }
   void push();
   bool read_pieces();
-  // Take work off a peer that reads our memory, while there is nothing else to do.
-  bool help();
-  void look_for_news();
+  // Share the copy of a message that a peer reads from our memory, while there is nothing else to do.
+  bool share_copies();
+  void poll_events();
   void beat(std::int64_t now);
   void run();
-  // Whoever sleeps for news has something to do.
+  // Wake the thread that sleeps for events: there is something to do.
   void wake_sleeper() {
     if (rest_ == Rest::epoll || is_sleeping_.load(std::memory_order_relaxed)) poller_.wake_poller();
   }
@@ -201,42 +201,42 @@ class Engine final : public PeerServices, private Host {
   std::vector<Peer*> open_;
   std::unordered_map<std::int32_t, std::unique_ptr<HalfOpenLink>> half_open_links_;
   IntrusiveList<RendezvousReceive, &RendezvousReceive::hook> readers_;
-  IntrusiveList<DeferredWork, &DeferredWork::chore_hook> chores_;
+  IntrusiveList<DeferredWork, &DeferredWork::deferred_hook> deferred_;
   std::unique_ptr<byte[]> scratch_;
   size_t tcp_links_ = 0;
-  SocketPolicy manner_;
+  SocketPolicy policy_;
   bool is_connected_ = false;
   bool is_closed_ = false;
-  bool is_closing_ = false;  // nothing may be started any more
-  bool is_leaving_ = false;  // nobody may call any more
+  bool is_closing_ = false;  // no operation may be started any more
+  bool is_leaving_ = false;  // no peer may connect any more
   std::int64_t spin_ns_ = 0;
   std::int64_t spin_ns_long_ = 0;
-  unsigned patience_ = 4;  // rounds without anything new before a look at the clock
+  unsigned patience_ = 4;  // rounds without progress before a look at the clock
   std::int64_t yield_ns_ = 0;
-  std::int64_t looked_at_ = 0;
+  std::int64_t events_polled_at_ = 0;
   std::int64_t crowded_until_ = 0;
-  std::int64_t moved_at_ = 0;
-  size_t share_ = 1;  // how many ranks of this host a core has to serve
+  std::int64_t core_left_at_ = 0;
+  size_t ranks_per_core_ = 1;  // on this host
   void (*on_down_)(void*, const Down&) = nullptr;
   void* on_down_self_ = nullptr;
   void (*on_unclaimed_)(void*) = nullptr;
   void* on_unclaimed_self_ = nullptr;
 
-  // relaxed everywhere: hints that are read without the lock, decided with it
+  // relaxed everywhere: hints that are read without the lock and written with it
   std::atomic<bool> is_polled_{false};    // a caller makes progress
   std::atomic<bool> is_sleeping_{false};  // that caller sleeps
   std::atomic<bool> is_forked_{false};
   std::atomic<bool> is_stopping_{false};
   Rest rest_ = Rest::ticking;
   size_t waiters_ = 0;
-  uint64_t polls_ = 0;          // how often a caller has made progress
-  uint64_t turn_ = 0;           // whose turn it is to make progress: changes when a caller takes over
-  bool is_background_ = false;  // who makes progress does it in the background
+  uint64_t polls_ = 0;
+  uint64_t turn_ = 0;           // changes when another caller takes over making progress
+  bool is_background_ = false;  // the caller that makes progress is a background one
   std::condition_variable_any moved_;
   std::condition_variable_any background_;
   std::int64_t beat_ns_ = 0;
   std::int64_t beat_at_ = 0;
-  std::int64_t judged_at_ = 0;
+  std::int64_t silence_counted_at_ = 0;
   std::unique_ptr<std::thread> thread_;
 };
 
@@ -249,7 +249,7 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline, bool is_backgrou
       take_over();
       break;
     }
-    // Somebody else makes progress, and tells when something ended or when it leaves.
+    // Another thread makes progress, and notifies when an operation ended or when it leaves.
     ++waiters_;
     const std::int64_t left = deadline - now_ns();
     const auto until =
@@ -268,7 +268,7 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline, bool is_backgrou
     bool moved = progress();
     if ((is_done = done())) break;
     if (is_closed_) break;
-    if (!moved && !is_background) moved = help();
+    if (!moved && !is_background) moved = share_copies();
     if (mutex_.is_wanted()) [[unlikely]] {
       held.unlock();
       mutex_.let_others_in();
@@ -309,7 +309,7 @@ void Engine::poll_briefly(Done done) {
   is_background_ = false;
   for (unsigned rounds = 3 * patience_ / 2; rounds > 0; --rounds) {
     const bool moved = progress();
-    if (done() || !readers_.empty() || !chores_.empty() || mutex_.is_wanted() || is_closed_) break;
+    if (done() || !readers_.empty() || !deferred_.empty() || mutex_.is_wanted() || is_closed_) break;
     if (!moved) cpu_pause();
   }
   leave_polling();

@@ -7,20 +7,20 @@
 namespace unisono::engine {
 namespace {
 
-// What waits to be read, of one sender: all the calls that it may have under way, and as many answers.
+// Unread letters of one sender: all the calls that it may have under way, and as many answers.
 constexpr uint64_t queued_bytes_max = 32 * 1024 * 1024;
 constexpr size_t offers_max = 64;
 constexpr size_t spare_max = 1024;
-// While other threads make progress, now and then, the leader leaves it to them and looks again after this time.
+// While other threads make progress, the leader leaves it to them and looks again after this time.
 constexpr std::int64_t rest_ns = millisecond / 2;
-// A leader that does not come back for so long is busy with something long.
+// A leader that has been away for longer is busy with a long call: a spare takes its place.
 constexpr std::int64_t away_ns = millisecond;
-// So often a spare thread looks whether the leader is away, before it sleeps until that leaves again.
-constexpr int spare_looks = 50;
+// Checks, one per millisecond, that a spare makes while the leader is present before it sleeps until the leader leaves.
+constexpr int spare_checks = 50;
 
 }  // namespace
 
-// A receive that is always there, one for each sender.
+// The receive that is always posted, one for each sender.
 class Mailbox::Slot final : public Receive {
  public:
   explicit Slot(Mailbox& box) : box_(box) {}
@@ -34,7 +34,7 @@ class Mailbox::Slot final : public Receive {
       letter_.data.reset(new (std::nothrow) byte[envelope.nbytes + 1]);
     if (is_here) return MatchResult::accept;
     if (letter_.data == nullptr) return MatchResult::defer;
-    // It takes a while: what comes after it must not wait.
+    // A rendezvous takes a while: letters behind it must not wait.
     is_offer_ = true;
     Sender& sender = box_.senders_[envelope.source];
     if (++sender.offers < offers_max) {
@@ -49,7 +49,7 @@ class Mailbox::Slot final : public Receive {
     letter_.data.reset();
   }
   byte* place() override { return letter_.data.get(); }
-  void write(uint64_t, const byte*, size_t) override {}  // there is no memory for it: it is lost
+  void write(uint64_t, const byte*, size_t) override {}  // without memory the letter is lost
   void end(Outcome outcome, std::int32_t) override {
     Sender& sender = box_.senders_[source];
     if (std::exchange(is_offer_, false)) --sender.offers;
@@ -74,7 +74,7 @@ class Mailbox::OwnedSend final : public Send {
   void end(Outcome) override {
     --box_.active_;
     box_.senders_[to].unsent_bytes -= held.size() + line_bytes;
-    box_.spare_parcels_.push_back(this);
+    box_.spare_sends_.push_back(this);
   }
   std::string held;
   std::int32_t to = 0;
@@ -139,7 +139,7 @@ Mailbox::~Mailbox() = default;
 
 namespace {
 
-// One that is not in use, or a new one.
+// An operation from the pool, or a new one.
 template <class Kept, class One>
 One& taken(Mailbox& box, std::vector<std::unique_ptr<Kept>>& all, std::vector<One*>& spare) {
   if (spare.empty()) {
@@ -168,7 +168,7 @@ void Mailbox::open_slot(std::int32_t source) {
   is_closed_ = true;
 }
 
-// A slot may be served at once and end while it is opened: then the outermost call opens the next.
+// A slot may be matched at once and end while it is opened: then the outermost call opens the next.
 void Mailbox::refill(std::int32_t source) {
   if (std::exchange(is_filling_, true)) return;
   Sender& sender = senders_[source];
@@ -184,20 +184,20 @@ void Mailbox::work() {
 bool Mailbox::post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t unsent_bytes_max) {
   Sender& sender = senders_[dst];
   if (sender.unsent_bytes > unsent_bytes_max) return false;
-  OwnedSend& parcel = taken(*this, parcels_, spare_parcels_);
-  parcel.to = dst;
-  parcel.context = context_;
-  parcel.tag = tag_;
-  parcel.held.assign(reinterpret_cast<const char*>(data), nbytes);
-  parcel.data = reinterpret_cast<const byte*>(parcel.held.data());
-  parcel.nbytes = nbytes;
+  OwnedSend& send = taken(*this, sends_, spare_sends_);
+  send.to = dst;
+  send.context = context_;
+  send.tag = tag_;
+  send.held.assign(reinterpret_cast<const char*>(data), nbytes);
+  send.data = reinterpret_cast<const byte*>(send.held.data());
+  send.nbytes = nbytes;
   sender.unsent_bytes += nbytes + line_bytes;
   ++active_;
-  if (!is_closed_ && engine_.start(parcel, dst)) return true;
+  if (!is_closed_ && engine_.start(send, dst)) return true;
   --active_;
   sender.unsent_bytes -= nbytes + line_bytes;
-  spare_parcels_.push_back(&parcel);
-  return true;  // once it is closed nobody answers, and whoever closed it has said so
+  spare_sends_.push_back(&send);
+  return true;  // closed: the message is lost, and the close was reported elsewhere
 }
 
 bool Mailbox::lend(std::int32_t dst, uint64_t tag, const byte* data, uint64_t nbytes, uint64_t number, Owner owner) {
@@ -245,10 +245,10 @@ void Mailbox::on_letter(MailboxMessage letter) {
 
 void Mailbox::add(MailboxMessage letter) {
   queue_.push_back(std::move(letter));
-  // A letter to oneself is brought by a thread that does not make progress.
+  // A letter to oneself arrives on a thread that may not be the one that makes progress.
   engine_.wake_waiters();
-  // Who reads in front comes back at once, most likely; else the leader looks by itself.
-  if (fronts_ == 0 && is_leader_resting_ && now_ns() - front_at_ > rest_ns) rest_.notify_one();
+  // A front reader that returned just now most likely comes back at once; if not, the leader's rest ends soon.
+  if (front_readers_ == 0 && leader_ == Leader::resting && now_ns() - front_read_at_ > rest_ns) rest_.notify_one();
 }
 
 std::vector<MailboxMessage> Mailbox::letters() {
@@ -271,16 +271,16 @@ std::vector<MailboxMessage> Mailbox::take(Hold& held, std::int64_t deadline, boo
     wait_in_front(held, deadline);
   else
     wait_in_background(held, deadline);
-  if (!is_front && (fronts_ != 0 || leader_ != std::this_thread::get_id())) return {};
+  if (!is_front && (front_readers_ != 0 || leader_id_ != std::this_thread::get_id())) return {};
   return letters();
 }
 
 void Mailbox::wait_in_front(Hold& held, std::int64_t deadline) {
-  ++fronts_;
-  engine_.wait(held, [this] { return !queue_.empty() || is_front_poked_ || is_closed_; }, deadline);
-  --fronts_;
-  is_front_poked_ = false;
-  front_at_ = now_ns();
+  ++front_readers_;
+  engine_.wait(held, [this] { return !queue_.empty() || is_front_interrupted_ || is_closed_; }, deadline);
+  --front_readers_;
+  is_front_interrupted_ = false;
+  front_read_at_ = now_ns();
 }
 
 void Mailbox::wait_in_background(Hold& held, std::int64_t deadline) {
@@ -288,64 +288,62 @@ void Mailbox::wait_in_background(Hold& held, std::int64_t deadline) {
   const auto clock = [](std::int64_t at) {
     return std::chrono::steady_clock::now() + std::chrono::nanoseconds(at - now_ns());
   };
-  int looks = spare_looks;
+  const auto is_readable = [this] { return !queue_.empty() && front_readers_ == 0; };
+  int checks = spare_checks;
   for (;;) {
     if (is_closed_) return;
-    if (pokes_ != 0) {
-      --pokes_;
+    if (background_interrupts_ != 0) {
+      --background_interrupts_;
       break;
     }
     const std::int64_t now = now_ns();
     if (now >= deadline) break;
-    if (leader_ != me && leader_ != std::thread::id()) {
-      const bool is_late = !is_leader_here_ && now - leader_left_at_ >= away_ns;
-      if (!is_late) {
-        if (!is_leader_here_) looks = spare_looks;
-        if (looks-- > 0) {
-          spare_.wait_until(held, clock(now + away_ns));
-        } else {
-          ++spares_asleep_;
-          spare_.wait_until(held, clock(deadline));
-          --spares_asleep_;
-          looks = spare_looks;
-        }
-        continue;
+    if (leader_ != Leader::absent && leader_id_ != me) {
+      if (leader_ == Leader::away && now - leader_left_at_ >= away_ns) {
+        // Return even without a letter: the batch that the late leader took may hold calls for this thread to run.
+        leader_id_ = me;
+        on(LeaderEvent::succeed);
+        break;
       }
-      // What the leader took with it is for this thread to run on.
-      leader_ = me;
-      break;
+      if (leader_ == Leader::away) checks = spare_checks;
+      if (checks-- > 0) {
+        spare_.wait_until(held, clock(now + away_ns));
+      } else {
+        ++spares_asleep_;
+        spare_.wait_until(held, clock(deadline));
+        --spares_asleep_;
+        checks = spare_checks;
+      }
+      continue;
     }
-    leader_ = me;
-    is_leader_here_ = true;
-    const auto is_over = [&] { return (!queue_.empty() && fronts_ == 0) || pokes_ != 0 || is_closed_; };
-    if (is_over() && fronts_ == 0) break;
+    leader_id_ = me;
+    on(LeaderEvent::lead);
+    if (is_readable()) break;
     if (engine_.is_polled() || engine_.polls() != polls_seen_) {
       polls_seen_ = engine_.polls();
-      is_leader_resting_ = true;
+      on(LeaderEvent::rest);
       rest_.wait_until(held, clock(std::min(deadline, now + rest_ns)));
-      is_leader_resting_ = false;
+      on(LeaderEvent::resume);
     } else {
-      engine_.wait(held, is_over, deadline, true);
+      engine_.wait(held, [&] { return is_readable() || background_interrupts_ != 0 || is_closed_; }, deadline, true);
       polls_seen_ = engine_.polls();
     }
-    if (leader_ != me) continue;
-    if (!queue_.empty() && fronts_ == 0) break;
+    if (is_readable()) break;
   }
-  if (leader_ == me) {
-    is_leader_here_ = false;
-    leader_left_at_ = now_ns();
-    if (spares_asleep_ != 0) spare_.notify_one();
-  }
+  if (leader_id_ != me) return;
+  on(LeaderEvent::leave);
+  leader_left_at_ = now_ns();
+  if (spares_asleep_ != 0) spare_.notify_one();
 }
 
 void Mailbox::interrupt_wait(bool is_front) {
   if (is_front) {
-    is_front_poked_ = true;
-    if (fronts_ != 0) engine_.wake_waiters();
+    is_front_interrupted_ = true;
+    if (front_readers_ != 0) engine_.wake_waiters();
     return;
   }
-  ++pokes_;
-  if (is_leader_here_) {
+  ++background_interrupts_;
+  if (leader_ == Leader::polling || leader_ == Leader::resting) {
     rest_.notify_one();
     engine_.wake_waiters();
   } else {

@@ -1,17 +1,18 @@
 // A mailbox: short messages of one context and tag, in both directions, without an operation for each.
 //
-// Knows who reads. Does not know what is in a message, nor Python. Every call needs the engine's lock.
+// Every call needs the engine's lock.
 //
-// A *letter* is a message that has come. Letters are taken from the links at once, so that they never use up credit;
-// what nobody reads is bounded per sender, and then waits at the sender as any message does.
+// A *letter* is a message that has arrived. Letters are taken from the links at once, so that they do not use up
+// credit. Unread letters are bounded per sender; beyond that they wait at the sender as any message does.
 //
-// What is too long for a letter goes beside it, under tags of its own: *lent* from where it lies, and *expected* where
-// it is to stay. Who reads letters also reads that an expected message has come: so there is nobody to wake for it.
+// A payload that is too long for a letter travels beside it under a tag of its own: *lent* from the sender's memory,
+// and *expected* into the receiver's. The end of an expected message is itself a letter, so no other thread has to be
+// woken.
 //
-// One reads at a time. In front: who waits for an answer, and makes progress meanwhile as every caller does. In the
-// background: one *leader* among the threads that serve. It makes progress only while nobody else does, and sleeps
-// in the same poll as everything, so that one wake-up brings a letter to the thread that handles it. When the leader
-// leaves with letters it is expected back soon; the next thread takes its place only if it is not.
+// One thread reads at a time. A *front* reader waits for an answer and makes progress meanwhile, as every caller does.
+// In the background one *leader* among the serving threads makes progress, only while no other thread does, and sleeps
+// in the same poll as the rest of the engine, so that one wake-up brings a letter to the thread that handles it. A
+// leader that leaves with letters is expected back soon; a spare thread takes its place only if it is not.
 
 #pragma once
 
@@ -22,22 +23,48 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/transition_table.hpp"
 #include "engine/engine.hpp"
 
 namespace unisono::engine {
 
-// Keeps memory where it is. Only a reader may let go of it: others hold the engine's lock.
+// Keeps memory alive. Only a reader may drop it, because releasing it may run Python, and other callers hold the lock.
 using Owner = std::shared_ptr<void>;
 
 struct MailboxMessage {
   std::int32_t source = 0;
   uint64_t nbytes = 0;
   std::unique_ptr<byte[]> data;
-  // Of a message that was expected: its number, how it ended, and the place where it is.
+  // Of an expected message: its number (else 0), how it ended, and its memory.
   uint64_t number = 0;
   Outcome outcome = Outcome::done;
   Owner owner;
 };
+
+// Where the leader is, the one background thread that makes progress for a mailbox. The other background threads are
+// spares. Guarded by the engine's lock.
+//
+//   state    event    next     who and why
+//   absent   lead     polling  the first background thread becomes the leader
+//   polling  lead     polling  the leader looks again
+//   polling  rest     resting  other threads make progress, so the leader sleeps for 0.5 ms
+//   polling  leave    away     the leader returns with letters, by an interrupt or at its deadline
+//   resting  resume   polling  woken by a letter, an interrupt or the end of the 0.5 ms
+//   away     lead     polling  the leader came back
+//   away     leave    away     the leader came back and returned at once: interrupted or late
+//   away     succeed  away     a spare becomes the leader after 1 ms, and returns to run calls that the old one took
+enum class Leader : uint8_t { absent, polling, resting, away };
+enum class LeaderEvent : uint8_t { lead, rest, resume, leave, succeed };
+inline constexpr TransitionTable<Leader, 4, LeaderEvent, 5> leader_transitions({
+    {Leader::absent, LeaderEvent::lead, Leader::polling},
+    {Leader::polling, LeaderEvent::lead, Leader::polling},
+    {Leader::polling, LeaderEvent::rest, Leader::resting},
+    {Leader::polling, LeaderEvent::leave, Leader::away},
+    {Leader::resting, LeaderEvent::resume, Leader::polling},
+    {Leader::away, LeaderEvent::lead, Leader::polling},
+    {Leader::away, LeaderEvent::leave, Leader::away},
+    {Leader::away, LeaderEvent::succeed, Leader::away},
+});
 
 class Mailbox final : private DeferredWork {
  public:
@@ -46,27 +73,27 @@ class Mailbox final : private DeferredWork {
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
 
-  // Copy a message and send it. False, and nothing is sent, if more than `unsent_bytes_max` wait for the peer.
+  // Copy a message and send it. False, and nothing is sent, if more than `unsent_bytes_max` bytes wait for the peer.
   bool post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t unsent_bytes_max);
-  // Send a long message from where it lies. False once the engine is closed.
+  // Send a long message without copying it. False once the engine is closed.
   bool lend(std::int32_t dst, uint64_t tag, const byte* data, uint64_t nbytes, uint64_t number, Owner owner);
-  // Whether it is still on its way.
+  // Whether it has not ended yet.
   bool is_lent(uint64_t number) const { return lent_.contains(number); }
-  // Receive a message of up to so many bytes where it is to stay. A letter tells its end.
+  // Receive a message of up to `nbytes` into memory. A letter reports its end.
   void expect(std::int32_t source, uint64_t tag, byte* into, uint64_t nbytes, uint64_t number, Owner owner);
-  // Take back what was lent or expected and has not met its counterpart; a letter tells of the latter.
+  // Cancel what was lent or expected and is unmatched. A letter reports the end of an expected one.
   void withdraw(uint64_t number);
 
   // Wait for letters and take all of them.
   std::vector<MailboxMessage> take(Hold& held, std::int64_t deadline, bool is_front);
-  // Those that are here.
+  // Take all letters that are here.
   std::vector<MailboxMessage> letters();
-  // How often somebody has left with letters.
+  // The number of times that a reader has left with letters.
   uint64_t batches() const { return batches_; }
-  // Memory that nobody needs any more.
+  // Take memory that is no longer used.
   std::vector<Owner> returned() { return std::exchange(returned_, {}); }
   void interrupt_wait(bool is_front);
-  // Readers return, receives end. It may be destroyed once `is_idle`.
+  // End all waits and receives. The mailbox may be destroyed once `is_idle`.
   void close();
   bool is_idle() const { return active_ == 0; }
 
@@ -77,9 +104,9 @@ class Mailbox final : private DeferredWork {
   class Expected;
   struct Sender {
     uint64_t queued_bytes = 0;
-    uint64_t unsent_bytes = 0;  // posted to it, and not taken by its link
-    size_t offers = 0;          // long messages under way
-    bool needs_slot = false;    // no receive is posted
+    uint64_t unsent_bytes = 0;  // posted to this rank, and not taken by its link
+    size_t offers = 0;          // rendezvous under way
+    bool needs_slot = false;    // no receive is posted for it
   };
 
   void work() override;
@@ -90,18 +117,19 @@ class Mailbox final : private DeferredWork {
   void add(MailboxMessage letter);
   void wait_in_front(Hold& held, std::int64_t deadline);
   void wait_in_background(Hold& held, std::int64_t deadline);
+  void on(LeaderEvent event) { leader_ = leader_transitions.next(leader_, event); }
 
   Engine& engine_;
   const uint64_t context_;
   const uint64_t tag_;
   bool is_closed_ = false;
   bool is_filling_ = false;
-  size_t active_ = 0;  // slots and parcels that the engine knows
+  size_t active_ = 0;  // operations that the engine refers to
   std::vector<Sender> senders_;
   std::vector<std::unique_ptr<Slot>> slots_;
   std::vector<Slot*> spare_slots_;
-  std::vector<std::unique_ptr<OwnedSend>> parcels_;
-  std::vector<OwnedSend*> spare_parcels_;
+  std::vector<std::unique_ptr<OwnedSend>> sends_;
+  std::vector<OwnedSend*> spare_sends_;
   std::vector<std::unique_ptr<Send>> all_lent_;
   std::vector<Lent*> spare_lent_;
   std::unordered_map<uint64_t, Lent*> lent_;
@@ -112,18 +140,17 @@ class Mailbox final : private DeferredWork {
   std::vector<MailboxMessage> queue_;
   uint64_t batches_ = 0;
 
-  size_t fronts_ = 0;
-  std::int64_t front_at_ = 0;  // when somebody read in front
-  bool is_front_poked_ = false;
-  size_t pokes_ = 0;  // of readers in the background
-  std::thread::id leader_;
-  bool is_leader_here_ = false;
-  bool is_leader_resting_ = false;
+  size_t front_readers_ = 0;
+  std::int64_t front_read_at_ = 0;  // when a front reader last returned
+  bool is_front_interrupted_ = false;
+  size_t background_interrupts_ = 0;  // each ends the wait of one background reader
+  Leader leader_ = Leader::absent;
+  std::thread::id leader_id_;  // none while absent
   std::int64_t leader_left_at_ = 0;
   uint64_t polls_seen_ = 0;
   size_t spares_asleep_ = 0;
-  std::condition_variable_any rest_;   // the leader's
-  std::condition_variable_any spare_;  // the others'
+  std::condition_variable_any rest_;   // the resting leader waits here
+  std::condition_variable_any spare_;  // and the spares here
 };
 
 }  // namespace unisono::engine

@@ -46,7 +46,7 @@ class PingReceive final : public Receive {
   size_t nbytes_;
 };
 
-// Seconds for all rounds, negative if a peer went down. Both sides call it, one as the first.
+// Seconds for all rounds; negative if the peer went down. Both sides call it, exactly one with is_first.
 inline double ping_pong(Engine& engine, std::int32_t peer, size_t nbytes, int rounds, bool is_first) {
   std::vector<byte> out(nbytes + 1), in(nbytes + 1);
   PingSend send(engine);

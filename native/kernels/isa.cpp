@@ -1,4 +1,4 @@
-// Asks the CPU once what it can run. Knows feature names; does not know any kernel.
+// Asks the CPU once which instruction sets it has.
 
 #include "kernels/isa.hpp"
 
@@ -20,7 +20,7 @@ std::vector<const Kernels*> detect() {
 
 const std::vector<const Kernels*> usable = detect();
 
-// Relaxed: the tables are constants that were there before any thread, and every one gives the same bits.
+// relaxed: the tables are constants, and every one gives the same bits
 std::atomic<const Kernels*> active = usable.back();
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Which compilation of the kernels this machine runs.
+// Which compilation of the kernels this process uses.
 
 #pragma once
 
@@ -8,10 +8,10 @@
 
 namespace unisono {
 
-// Every compiled set that this CPU can run, the plainest first.
+// Every compiled set that this CPU can run, slowest first.
 std::span<const Kernels* const> usable_kernels();
 
-// The set in use: at load the last, fastest usable one.
+// The set in use; when the module is loaded the fastest usable one.
 const Kernels& active_kernels();
 
 // Use the set of this name from now on, in the whole process. False if this CPU has none of that name.

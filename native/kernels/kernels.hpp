@@ -1,7 +1,6 @@
 // The arithmetic of reductions: which kernels exist, and one table of them per instruction set.
 //
-// Knows the numbers of element types and operations (the contract with unisono/core/values.py) and what every kernel
-// promises. Does not know Python, ranks or who owns the memory.
+// The numbers of element types and operations are those of unisono/core/dtypes.py and ops.py.
 //
 // What every kernel promises, on every instruction set, in the vector body and in the tail alike:
 //   - The bits written depend only on the bits read and their order: never on length, alignment or machine.

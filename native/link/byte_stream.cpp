@@ -5,7 +5,7 @@
 namespace unisono::engine {
 
 ssize_t PlainStream::readv(const iovec* parts, int count) {
-  // The plain call is a quarter cheaper, and who spins makes it all the time.
+  // recv is a quarter cheaper than recvmsg, and a spinning caller makes it all the time.
   if (count == 1) return recv(socket_.get(), parts->iov_base, parts->iov_len, MSG_DONTWAIT);
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(parts);

@@ -1,5 +1,4 @@
-// A stream: a stream of bytes to one process, as it is or encrypted. Knows a socket; does not know what the bytes
-// mean.
+// A stream of bytes to one process over a socket, plain or encrypted.
 
 #pragma once
 
@@ -10,19 +9,19 @@
 
 namespace unisono::engine {
 
-// Calls return as readv and writev do: -1 with EAGAIN when nothing can move now. Bytes that were not taken must be
-// the first of the next call, in whatever parts.
+// Calls return as readv and writev do: -1 with EAGAIN when nothing can move now. Bytes that were not taken must be the
+// first ones of the next call, in any division.
 class ByteStream {
  public:
   virtual ~ByteStream() = default;
   virtual ssize_t readv(const iovec* parts, int count) = 0;
   virtual ssize_t writev(const iovec* parts, int count) = 0;
-  virtual void finish() = 0;  // nothing more will be written
+  virtual void finish() = 0;  // shut the writing half down
   virtual int fd() const = 0;
   virtual const char* name() const = 0;
-  // Whether reading may have to wait for room to write.
+  // Whether reading may have to wait for room to write, as with TLS.
   virtual bool is_entangled() const { return false; }
-  // What was wrong with the bytes that came; nullptr if the stream just ended.
+  // What was wrong with the bytes that arrived; nullptr if the stream simply ended.
   virtual const char* fault() const { return nullptr; }
 };
 

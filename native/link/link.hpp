@@ -1,86 +1,131 @@
-// A link to one peer: brings frames over, in order on each lane. Knows its transport; does not know what frames
-// mean: its peer does.
+// A link to one peer: carries frames, in order on each lane. What a frame means is the Peer's business.
 
 #pragma once
 
+#include <atomic>
 #include <string>
 #include <string_view>
 
 #include "base/system.hpp"
+#include "base/transition_table.hpp"
 #include "link/cooperative_copy.hpp"
 #include "wire/frame.hpp"
 
 namespace unisono::engine {
 
-// An offer word: who may touch the memory of an offered message.
-// `offered` on its way, `queued` without a receive so far.
+// The word in shared memory that belongs to an RTS, and says which side may touch the message's memory. Both sides
+// change it by compare-and-swap, so that a claim and a withdrawal cannot both succeed. A word outside the enum is a
+// fault of the peer and allows nothing.
+//
+//   state      event     next       side and why
+//   offered    queue     queued     receiver: the RTS arrived and no receive matches; a hint for a sender that closes
+//   offered    claim     reading    receiver: a receive matches, and the memory may be read from now on
+//   queued     claim     reading
+//   offered    withdraw  withdrawn  sender: the send was cancelled before any receive matched
+//   queued     withdraw  withdrawn
+//   reading    finish    done       receiver: all bytes were read while the memory was still the sender's to lend
+//   any        offer     offered    sender: a new RTS; the FIN of the one before has arrived, so no other side looks
+//   any        revoke    withdrawn  sender: the peer was declared dead; a read that goes on cannot finish
 enum class OfferWord : uint32_t { free, offered, queued, reading, done, withdrawn };
+enum class OfferEvent : uint8_t { queue, claim, withdraw, finish, offer, revoke };
+inline constexpr size_t offer_word_count = 6;
+inline constexpr TransitionTable<OfferWord, offer_word_count, OfferEvent, 6> offer_transitions({
+    {OfferWord::offered, OfferEvent::queue, OfferWord::queued},
+    {OfferWord::offered, OfferEvent::claim, OfferWord::reading},
+    {OfferWord::queued, OfferEvent::claim, OfferWord::reading},
+    {OfferWord::offered, OfferEvent::withdraw, OfferWord::withdrawn},
+    {OfferWord::queued, OfferEvent::withdraw, OfferWord::withdrawn},
+    {OfferWord::reading, OfferEvent::finish, OfferWord::done},
+    {OfferWord::free, OfferEvent::offer, OfferWord::offered},
+    {OfferWord::offered, OfferEvent::offer, OfferWord::offered},
+    {OfferWord::queued, OfferEvent::offer, OfferWord::offered},
+    {OfferWord::reading, OfferEvent::offer, OfferWord::offered},
+    {OfferWord::done, OfferEvent::offer, OfferWord::offered},
+    {OfferWord::withdrawn, OfferEvent::offer, OfferWord::offered},
+    {OfferWord::free, OfferEvent::revoke, OfferWord::withdrawn},
+    {OfferWord::offered, OfferEvent::revoke, OfferWord::withdrawn},
+    {OfferWord::queued, OfferEvent::revoke, OfferWord::withdrawn},
+    {OfferWord::reading, OfferEvent::revoke, OfferWord::withdrawn},
+    {OfferWord::done, OfferEvent::revoke, OfferWord::withdrawn},
+    {OfferWord::withdrawn, OfferEvent::revoke, OfferWord::withdrawn},
+});
+
+// Apply an event to a word that the other side may change meanwhile. False if the table does not list the pair.
+inline bool change_offer(std::atomic<uint32_t>& word, OfferEvent event) {
+  uint32_t seen = word.load(std::memory_order_relaxed);
+  // An honest peer changes the word at most twice meanwhile (queued, then reading or withdrawn).
+  for (int tries = 0; tries < 3 && seen < offer_word_count; ++tries) {
+    const auto from = static_cast<OfferWord>(seen);
+    if (!offer_transitions.allows(from, event)) return false;
+    const auto to = static_cast<uint32_t>(offer_transitions.next(from, event));
+    // acq_rel: what the other side did before its own change has happened
+    if (word.compare_exchange_strong(seen, to, std::memory_order_acq_rel)) return true;
+  }
+  return false;
+}
 
 class Link {
  public:
   virtual ~Link() = default;
 
-  // Send a whole frame, or nothing at all while there is no room.
+  // Send a whole frame. False, and nothing is sent, while there is no room.
   virtual bool put(Lane lane, Head head, const Body& body) = 0;
-  // Send some bytes of an accepted offer: how many were taken. They stay in use while it `holds_data`
-  // of that rendezvous_id.
+  // Send some payload of a rendezvous after its CTS; returns how many bytes were taken. Their memory stays in use while
+  // `holds_data` of that rendezvous id.
   virtual size_t put_data(Lane lane, uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) = 0;
   virtual bool holds_data(Lane, uint64_t) const { return false; }
-  // Give the peer every frame that has come; true if something moved.
+  // Give arrived frames to the peer. True if something moved.
   virtual bool poll() = 0;
-  // Hand over what was kept to go together: see SocketPolicy.
+  // Write short frames that were corked: see SocketPolicy.
   virtual void push() {}
-  // Everything was handed to the transport.
+  // Whether everything was handed to the operating system or the ring.
   virtual bool is_drained() const { return true; }
-  // The longest payload that a frame may carry beside a header.
+  // The longest payload of an eager frame.
   virtual size_t eager_bytes_max(Lane lane) const = 0;
 
-  // How much longer a message that is sure to be received may be and still go at once: to ask first costs two more
-  // ways.
+  // Factor on the eager limit for a message whose receive is certain: a rendezvous would cost two more trips.
   virtual size_t certain_eager_factor() const { return 1; }
 
-  // Copy from the peer's memory; false if that does not work (any more).
+  // Copy from the peer's memory (process_vm_readv); false if that fails.
   virtual bool can_read() const { return false; }
   virtual bool read(uint64_t, byte*, size_t) { return false; }
   virtual bool is_alive() const { return true; }
-  // The word of an offer that this side made / that the peer made; nullptr if it has none.
+  // The offer word of an RTS of ours / of the peer, by the index of its rendezvous id; nullptr if it has none.
   virtual std::atomic<uint32_t>* own_offer(size_t) { return nullptr; }
   virtual std::atomic<uint32_t>* peers_offer(size_t) { return nullptr; }
 
-  // The same for the place where both sides agree who copies what of an offer.
-  virtual CooperativeCopy* own_help(size_t) { return nullptr; }
-  virtual CooperativeCopy* peers_help(size_t) { return nullptr; }
-  // Copy to the peer's memory, unless it has shut its guard; false if that does not work (any more).
+  // The same for the state of a cooperative copy.
+  virtual CooperativeCopy* own_copy(size_t) { return nullptr; }
+  virtual CooperativeCopy* peers_copy(size_t) { return nullptr; }
+  // Copy to the peer's memory (process_vm_writev) unless the peer has shut its guard page; false if that fails.
   virtual bool can_write() const { return false; }
   virtual bool write(uint64_t, uint64_t, const byte*, size_t) { return false; }
-  // Our own guard: its address, and that from now on the peer writes no more. Writes that are under way go on.
+  // Our own guard page: its address, and how to shut it. The peer begins no write after that; one in progress goes on.
   virtual uint64_t guard() const { return 0; }
   virtual void shut_guard() {}
   virtual void wake_if_asleep() {}
 
-  // Everything has reached the peer's system: nothing is lost if we go.
+  // Whether everything has reached the peer's operating system, so that nothing is lost if this process exits.
   virtual bool is_delivered() const { return true; }
-  // The peer is alive, but nobody lets it run.
+  // Whether the peer is runnable and not scheduled.
   virtual bool is_starved() const { return false; }
 
-  // Whether the peer was heard of since the last call, and our own sign of life.
+  // Whether a sign of life came since the last call; send our own.
   virtual bool was_heard() = 0;
   virtual void beat() = 0;
-  // Whether the network may hold up what the peer says, so that it should be asked by other means, too.
+  // Whether the network may delay the peer's heartbeats, so that a silent peer should be pinged by datagram, too.
   virtual bool can_stall() const { return false; }
-  // The core that the peer waited on last; -1 if that is not known.
+  // The CPU core that the peer waited on last; -1 if unknown.
   virtual std::int32_t core() const { return -1; }
-  // The peer may sleep although it has something to do: wake it.
-  virtual void ring() {}
-  // Nothing will follow.
+  // Nothing more will be sent.
   virtual void finish() {}
-  // From now on whatever comes is thrown away, and memory of messages is no longer touched: they have ended here.
-  virtual void deafen() { is_deaf_ = true; }
+  // All operations have ended here: from now on throw away what arrives and touch no memory of messages.
+  virtual void discard_input() { is_discarding_ = true; }
   virtual const char* name() const = 0;
 
-  // Why it is over; nullptr while it is not. What came before has then been given to the peer.
+  // Why the link ended, after all earlier frames were given to the peer; nullptr while it is open.
   const char* over() const { return over_; }
-  // It is over because the other side ended it, not for what it sent.
+  // The other side ended it, and not by breaking the protocol.
   bool is_hung_up() const { return has_left() || (over_ != nullptr && std::string_view(over_).starts_with("died")); }
   bool has_left() const { return goodbyes_[0] && goodbyes_[1]; }
 
@@ -89,7 +134,7 @@ class Link {
  protected:
   const char* over_ = nullptr;
   bool goodbyes_[lane_count] = {};
-  bool is_deaf_ = false;
+  bool is_discarding_ = false;
 };
 
 }  // namespace unisono::engine

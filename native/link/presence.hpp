@@ -1,6 +1,5 @@
-// Presence: one page per rank that its peers on the host may read.
-//
-// Knows whether a rank sleeps and that its thread is alive. Does not know links: whoever sends looks here and rings.
+// Presence: one page per rank, which its peers on the host map for reading. It says whether the rank sleeps, so that a
+// sender knows when to wake it, and counts heartbeats.
 
 #pragma once
 
@@ -17,15 +16,15 @@ namespace unisono::engine {
 inline constexpr size_t presence_bytes = 4096;
 
 struct PresencePage {
-  // Odd while the rank sleeps; every change counts on, so that each sleep is rung at most once per peer.
+  // Odd while the rank sleeps. Every change increments it, so that a peer wakes each sleep at most once.
   alignas(line_bytes) std::atomic<uint32_t> word;
-  // The core that the rank waited on last: who shares it must let the rank run.
+  // The CPU core that the rank waited on last. A rank that shares it must let this one run.
   std::atomic<std::int32_t> core;
-  // Counted by the background thread: proof that it runs.
+  // Incremented by the background thread: proof that it runs.
   alignas(line_bytes) std::atomic<uint64_t> beats;
 };
 
-// This rank's own page. The descriptor that peers get maps for reading only.
+// This rank's own page. Peers can map its descriptor only for reading.
 class Presence {
  public:
   // False if there is no memory; errno says why.
@@ -46,18 +45,18 @@ class Presence {
   void close() { fd_.close(); }
   bool is_asleep() const { return (page()->word.load(std::memory_order_relaxed) & 1) != 0; }
 
-  // seq_cst: the change comes before the last look at the rings, as a sender's frame before its look here.
+  // seq_cst: the change precedes the last poll of the rings, as a sender's frame precedes its look at this word.
   void fall_asleep() {
     if (!is_asleep()) page()->word.fetch_add(1, std::memory_order_seq_cst);
   }
-  // True if it slept. relaxed: a late sender rings once too often, which does no harm.
+  // True if it slept. relaxed: a late sender wakes once too often, which does no harm.
   bool wake_up() {
     if (!is_asleep()) return false;
     page()->word.fetch_add(1, std::memory_order_relaxed);
     return true;
   }
-  // relaxed: a hint, written only if it changed, because peers keep the line
-  std::int32_t settle() {
+  // relaxed: a hint. Written only if it changed, because peers have the cache line.
+  std::int32_t publish_core() {
     const int core = sched_getcpu();
     if (page()->core.load(std::memory_order_relaxed) != core) page()->core.store(core, std::memory_order_relaxed);
     return core;

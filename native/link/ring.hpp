@@ -1,10 +1,8 @@
-// A ring: frames from one producer to one consumer through shared memory.
+// A ring: frames from one producer to one consumer through shared memory. Neither side trusts what the other one wrote.
 //
-// Knows how a frame is published, and distrusts everything the other side wrote. Does not know what frames mean.
-//
-// The consumer looks at one word only, the first of the next frame: 0 until the frame is whole. The producer clears
-// the word after a frame before it publishes the frame, so there is always a 0 to stop at. How far the consumer
-// has come is told rarely, because only a producer short of room wants to know.
+// The consumer polls one word only, the first of the next frame: it is 0 until the frame is whole. The producer clears
+// the word behind a frame before it publishes the frame, so the consumer always finds a 0 to stop at. The consumer
+// publishes its position once per eighth of the ring, because only a producer short of room needs it.
 
 #pragma once
 
@@ -15,7 +13,7 @@
 
 namespace unisono::engine {
 
-// The words of a ring that are not frames, each on a line of its own.
+// The words of a ring beside its frames, each on a cache line of its own.
 struct RingWords {
   alignas(line_bytes) std::atomic<uint64_t> head;        // bytes consumed; written by the consumer
   alignas(line_bytes) std::atomic<uint32_t> wants_room;  // 1 while the producer waits for room
@@ -31,10 +29,10 @@ class Producer {
   Producer() = default;
   Producer(RingWords* words, byte* data, size_t capacity) : words_(words), data_(data), capacity_(capacity) {}
 
-  // The longest frame that always finds room in an empty ring, wherever it starts.
+  // The longest frame that always fits an empty ring, wherever it starts.
   size_t frame_bytes_max() const { return capacity_ / 4; }
 
-  // Where a frame of so many bytes (whole lines) may be written; nullptr while there is no room.
+  // Where a frame of `bytes` (whole cache lines) may be written; nullptr while there is no room.
   byte* reserve(size_t bytes) {
     const bool wraps = at_ + bytes > capacity_;
     const size_t need = bytes + line_bytes + (wraps ? capacity_ - at_ : 0);
@@ -45,7 +43,7 @@ class Producer {
       at_ = 0;
       tail_ += rest;
       word_at(data_).store(0, std::memory_order_relaxed);
-      // release: who sees the wrap sees the cleared word at the start
+      // release: a consumer that sees the wrap sees the cleared word at the start
       word_at(from).store(Head::make_word(Kind::wrap, 0, rest / line_bytes), std::memory_order_release);
     }
     return data_ + at_;
@@ -58,7 +56,7 @@ class Producer {
     if (at_ == capacity_) at_ = 0;
     tail_ += bytes;
     word_at(data_ + at_).store(0, std::memory_order_relaxed);
-    // seq_cst: before the look at the receiver's presence word that follows, as it looks after it has changed that
+    // seq_cst: precedes our look at the receiver's presence word; the receiver polls after it has changed that word
     word_at(frame).store(word, std::memory_order_seq_cst);
   }
 
@@ -67,7 +65,7 @@ class Producer {
  private:
   bool look_for_room(size_t need) {
     if (has_room(need)) return true;
-    // seq_cst twice: either the consumer sees the wish when it tells its head, or we see that head
+    // seq_cst twice: either the consumer sees the request when it publishes its head, or we see that head
     words_->wants_room.store(1, std::memory_order_seq_cst);
     if (!has_room(need)) return false;
     words_->wants_room.store(0, std::memory_order_relaxed);
@@ -102,7 +100,7 @@ class Consumer {
 
   bool is_empty() const { return word_at(data_ + at_).load(std::memory_order_acquire) == 0; }
 
-  // Look at the next frame: its head is copied, so that it cannot change after it was checked.
+  // Look at the next frame. Its head is copied, so that the producer cannot change it after it was checked.
   Look look(Head& head, const byte*& body) {
     // acquire: the frame was written before its word
     uint32_t word = word_at(data_ + at_).load(std::memory_order_acquire);
@@ -123,18 +121,18 @@ class Consumer {
     return Look::frame;
   }
 
-  // Bytes of the body of the frame just looked at, padding included.
+  // Bytes of the body of the last frame looked at, padding included.
   size_t body_bytes() const { return bytes_ - sizeof(Head); }
 
-  // Give the frame's room back. True if the producer waits for room and should hear of it.
+  // Give the frame's room back. True if the producer waits for room and should be woken.
   bool release() {
     at_ += bytes_;
     if (at_ == capacity_) at_ = 0;
     head_ += bytes_;
-    if (head_ - told_ < capacity_ / 8) [[likely]]
+    if (head_ - published_ < capacity_ / 8) [[likely]]
       return false;
-    told_ = head_;
-    words_->head.store(head_, std::memory_order_seq_cst);  // before the look at the wish, see look_for_room
+    published_ = head_;
+    words_->head.store(head_, std::memory_order_seq_cst);  // precedes the look at the request, see look_for_room
     if (words_->wants_room.load(std::memory_order_seq_cst) == 0) return false;
     words_->wants_room.store(0, std::memory_order_relaxed);
     return true;
@@ -147,7 +145,7 @@ class Consumer {
   size_t at_ = 0;
   size_t bytes_ = 0;
   uint64_t head_ = 0;
-  uint64_t told_ = 0;
+  uint64_t published_ = 0;
 };
 
 }  // namespace unisono::engine

@@ -11,10 +11,10 @@
 namespace unisono::engine {
 namespace {
 
-// Frames given to the peer before others have their turn.
+// Frames handled per poll, so that other links get their turn.
 constexpr int frames_per_poll = 64;
 
-// Two frames fit into half a bulk ring, so that the reader works while the writer writes.
+// Several data frames fit into a bulk ring, so that the reader works while the writer writes.
 constexpr size_t data_bytes = 32 * 1024;
 
 constexpr size_t guard_bytes = 4096;
@@ -38,7 +38,7 @@ std::unique_ptr<ShmLink> ShmLink::open(Peer& peer, Poller& poller, Descriptor so
                                        const Descriptor& presence, bool is_opener, const Probe& probe,
                                        std::string& why) {
   std::unique_ptr<ShmLink> link(new ShmLink(peer, poller));
-  // A memory that could shrink would kill us with SIGBUS.
+  // Memory that the peer could shrink would raise SIGBUS here.
   if (!is_sealed_to(memory, sizeof(LinkMemory)) || !is_sealed_to(presence, presence_bytes)) {
     why = "its shared memory has a wrong size or no seals";
     return nullptr;
@@ -48,14 +48,14 @@ std::unique_ptr<ShmLink> ShmLink::open(Peer& peer, Poller& poller, Descriptor so
     why = failure("cannot map shared memory");
     return nullptr;
   }
-  ucred who{};
-  socklen_t length = sizeof who;
-  if (getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) != 0) {
-    why = failure("cannot tell who is at the other end");
+  ucred other{};
+  socklen_t length = sizeof other;
+  if (getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &other, &length) != 0) {
+    why = failure("cannot get the process id of its socket");
     return nullptr;
   }
-  link->pid_ = who.pid;
-  link->pidfd_ = Descriptor(static_cast<int>(syscall(SYS_pidfd_open, who.pid, 0)));
+  link->pid_ = other.pid;
+  link->pidfd_ = Descriptor(static_cast<int>(syscall(SYS_pidfd_open, other.pid, 0)));
   link->own_ = is_opener ? 0 : 1;
   LinkMemory* m = link->memory();
   const unsigned own = link->own_, peers = 1 - own;
@@ -65,7 +65,7 @@ std::unique_ptr<ShmLink> ShmLink::open(Peer& peer, Poller& poller, Descriptor so
   link->in_[bulk] = Consumer(&m->rings[peers][bulk], m->bulk[peers], bulk_ring_bytes);
   link->in_[control] = Consumer(&m->rings[peers][control], m->control[peers], control_ring_bytes);
   link->socket_ = std::move(socket);
-  // The end of reading somebody's memory must be followed by a look whether it was still them: no pidfd, no reading.
+  // After a direct read the pidfd must confirm that the process id still was the peer's: no pidfd, no direct reads.
   byte seen[sizeof probe.value];
   link->can_read_ = probe.address != 0 && link->pidfd_ && link->read(probe.address, seen, sizeof seen) &&
                     std::memcmp(seen, probe.value, sizeof seen) == 0 && link->is_alive();
@@ -90,10 +90,10 @@ bool ShmLink::put(Lane lane, Head head, const Body& body) {
   const size_t bytes = in_lines(sizeof(Head) + body.total());
   byte* at = out.reserve(bytes);
   if (at == nullptr) [[unlikely]] {
-    if (out.is_broken()) over_ = "the ring holds an index that makes no sense";
+    if (out.is_broken()) over_ = "corrupt ring index in shared memory";
     return false;
   }
-  // All but the word, which is published last.
+  // All but the first word, which publishes the frame.
   std::memcpy(at + sizeof head.word, reinterpret_cast<const byte*>(&head) + sizeof head.word,
               sizeof head - sizeof head.word);
   byte* to = at + sizeof head;
@@ -103,7 +103,7 @@ bool ShmLink::put(Lane lane, Head head, const Body& body) {
   to += body.header_bytes;
   if (body.payload_bytes != 0) std::memcpy(to, body.payload, body.payload_bytes);
   out.publish(bytes, Head::make_word(head.kind(), head.flags(), bytes / line_bytes));
-  ring_if_asleep();
+  wake_if_asleep();
   return true;
 }
 
@@ -127,9 +127,9 @@ size_t ShmLink::eager_bytes_max(Lane lane) const {
 bool ShmLink::poll() {
   if (over_ != nullptr) [[unlikely]]
     return false;
-  // Ask before looking at the rings: what a dead peer published is in them by then.
+  // Read before the rings: whatever a dead peer published is in them by then.
   const bool was_ended = is_ended_;
-  if (is_deaf_) [[unlikely]] {
+  if (is_discarding_) [[unlikely]] {
     if (was_ended) over_ = "died: its link was closed";
     return false;
   }
@@ -147,7 +147,7 @@ bool ShmLink::poll_lane(Lane lane) {
   for (int i = 0; i < frames_per_poll; ++i) {
     switch (from.look(head, body)) {
       case Consumer::Look::nothing: return i != 0;
-      case Consumer::Look::broken: over_ = "the ring holds a frame that makes no sense"; return true;
+      case Consumer::Look::broken: over_ = "corrupt frame in a shared-memory ring"; return true;
       case Consumer::Look::frame: break;
     }
     const size_t room = from.body_bytes();
@@ -155,14 +155,14 @@ bool ShmLink::poll_lane(Lane lane) {
     // In steps, so that no sum of lengths from outside can overflow.
     const size_t front = head.prefix_bytes() + head.header_bytes;
     if (front > room || payload > room - front || head.header_bytes > header_bytes_max) {
-      over_ = "a frame is longer than its place";
+      over_ = "a frame is longer than its slot in the ring";
       return true;
     }
     if (const char* fault = peer_.on_frame(head, body, lane); fault != nullptr) {
       over_ = fault;
       return true;
     }
-    if (from.release()) ring_if_asleep();
+    if (from.release()) wake_if_asleep();
   }
   return true;
 }
@@ -184,20 +184,20 @@ bool ShmLink::read(uint64_t address, byte* to, size_t bytes) {
 }
 
 bool ShmLink::write(uint64_t guard, uint64_t address, const byte* from, size_t bytes) {
-  byte connect{};
-  const iovec local[] = {{&connect, sizeof connect}, {const_cast<byte*>(from), bytes}};
-  const iovec remote[] = {{reinterpret_cast<void*>(guard), sizeof connect}, {reinterpret_cast<void*>(address), bytes}};
-  // The system goes through them in order, and ends at the first that may not be written.
+  byte probe{};
+  const iovec local[] = {{&probe, sizeof probe}, {const_cast<byte*>(from), bytes}};
+  const iovec remote[] = {{reinterpret_cast<void*>(guard), sizeof probe}, {reinterpret_cast<void*>(address), bytes}};
+  // The system writes the pieces in order and stops at the first that is not writable: the guard page, once it is shut.
   can_write_ =
-      is_alive() && process_vm_writev(pid_, local, 2, remote, 2, 0) == static_cast<ssize_t>(sizeof connect + bytes);
+      is_alive() && process_vm_writev(pid_, local, 2, remote, 2, 0) == static_cast<ssize_t>(sizeof probe + bytes);
   return can_write_;
 }
 
 void ShmLink::shut_guard() {
   if (!guard_) return;
   mprotect(guard_.at(), guard_bytes, PROT_NONE);
-  // A peer that was stopped may write at any time: nothing else may ever lie here. Addresses cost little, so the
-  // memory goes.
+  // A stopped peer may come back and write at any time, so nothing else may ever be mapped here. The memory goes, the
+  // address range stays reserved.
   madvise(guard_.at(), guard_bytes, MADV_DONTNEED);
   guard_.abandon();
 }
@@ -212,16 +212,16 @@ bool ShmLink::was_heard() {
   return std::exchange(beats_seen_, beats) != beats;
 }
 
-void ShmLink::ring() {
+void ShmLink::wake() {
   const char one = 1;
-  // A full socket holds a ring already; a closed one is noticed by its event.
+  // A full socket holds a wake-up already; a closed one reports its end by an event.
   [[maybe_unused]] const ssize_t n = ::send(socket_.get(), &one, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 void ShmLink::on_ready(uint32_t) {
-  char rings[256];
+  char wakes[256];
   for (;;) {
-    const ssize_t n = ::recv(socket_.get(), rings, sizeof rings, MSG_DONTWAIT);
+    const ssize_t n = ::recv(socket_.get(), wakes, sizeof wakes, MSG_DONTWAIT);
     if (n > 0) continue;
     if (n == 0 || (errno != EAGAIN && errno != EINTR)) is_ended_ = true;
     if (n == 0 || errno != EINTR) break;

@@ -1,7 +1,5 @@
-// A link through shared memory. Knows rings, doorbell and reading the peer's memory; does not know messages.
-//
-// One memfd holds two rings per direction and the offer words. A unix socket stays open beside it: a byte on it is
-// the doorbell, its end is the peer's end.
+// A link through shared memory. One memfd holds, per direction, two rings, the offer words and the state of cooperative
+// copies. A unix socket stays open beside it: a byte on it wakes the peer, and its end is the peer's end.
 
 #pragma once
 
@@ -20,19 +18,19 @@ class Peer;
 inline constexpr size_t control_ring_bytes = 16 * 1024;
 inline constexpr size_t bulk_ring_bytes = 240 * 1024;
 inline constexpr size_t offer_words = 1024;
-// Low rendezvous ids are used first, and long messages of a run are few at a time.
-inline constexpr size_t help_places = 64;
+// Long messages of a run are few at a time, and low rendezvous ids are used first.
+inline constexpr size_t copy_slots = 64;
 
-// The two directions of a link's memory: 0 is written by who opened it.
+// The memory of a link. Direction 0 is the opener's.
 struct LinkMemory {
   RingWords rings[2][lane_count];
   alignas(4096) std::atomic<uint32_t> offers[2][offer_words];
-  CooperativeCopy helps[2][help_places];
+  CooperativeCopy copies[2][copy_slots];
   alignas(4096) byte control[2][control_ring_bytes];
   byte bulk[2][bulk_ring_bytes];
 };
 
-// What both ends need to know about reading each other's memory.
+// A value in a rank's memory, by which its peer tests whether it can read that memory. Address 0: it must not.
 struct Probe {
   uint64_t address = 0;
   byte value[16] = {};
@@ -43,7 +41,7 @@ class ShmLink final : public Link, public Watcher {
   // The memory of a new link, sealed; empty without memory (errno says why).
   static Descriptor make_memory();
 
-  // nullptr if the memory or the presence page is not what it should be, with the reason.
+  // nullptr, and `why`, if the memory or the presence page is not as it should be.
   static std::unique_ptr<ShmLink> open(Peer& peer, Poller& poller, Descriptor socket, const Descriptor& memory,
                                        const Descriptor& presence, bool is_opener, const Probe& probe,
                                        std::string& why);
@@ -63,21 +61,20 @@ class ShmLink final : public Link, public Watcher {
   std::atomic<uint32_t>* peers_offer(size_t index) override {
     return index < offer_words ? &memory()->offers[1 - own_][index] : nullptr;
   }
-  CooperativeCopy* own_help(size_t index) override {
-    return index < help_places ? &memory()->helps[own_][index] : nullptr;
+  CooperativeCopy* own_copy(size_t index) override {
+    return index < copy_slots ? &memory()->copies[own_][index] : nullptr;
   }
-  CooperativeCopy* peers_help(size_t index) override {
-    return index < help_places && guard_ ? &memory()->helps[1 - own_][index] : nullptr;
+  CooperativeCopy* peers_copy(size_t index) override {
+    return index < copy_slots && guard_ ? &memory()->copies[1 - own_][index] : nullptr;
   }
   bool can_write() const override { return can_write_; }
   bool write(uint64_t guard, uint64_t address, const byte* from, size_t bytes) override;
   uint64_t guard() const override { return reinterpret_cast<uint64_t>(guard_.at()); }
   void shut_guard() override;
-  void wake_if_asleep() override { ring_if_asleep(); }
+  void wake_if_asleep() override;
   bool was_heard() override;
   void beat() override {}
   std::int32_t core() const override { return presence_.core(); }
-  void ring() override;
   const char* name() const override { return "shm"; }
   void on_ready(uint32_t events) override;
 
@@ -86,13 +83,7 @@ class ShmLink final : public Link, public Watcher {
 
   LinkMemory* memory() const { return reinterpret_cast<LinkMemory*>(mapping_.at()); }
   bool poll_lane(Lane lane);
-  void ring_if_asleep() {
-    const uint32_t word = presence_.word();
-    if ((word & 1) != 0 && word != rung_) [[unlikely]] {
-      rung_ = word;
-      ring();
-    }
-  }
+  void wake();
 
   Peer& peer_;
   Poller& poller_;
@@ -105,13 +96,21 @@ class ShmLink final : public Link, public Watcher {
   bool can_read_ = false;
   bool can_write_ = false;
   Mapping guard_;
-  bool is_ended_ = false;  // the socket told the peer's end
-  uint32_t rung_ = 0;
+  bool is_ended_ = false;     // the socket or the pidfd reported the peer's end
+  uint32_t sleep_woken_ = 0;  // the presence word of the peer's sleep that was ended last
   uint64_t beats_seen_ = 0;
   uint64_t watch_ = 0;
   uint64_t pid_watch_ = 0;
   Producer out_[lane_count];
   Consumer in_[lane_count];
 };
+
+inline void ShmLink::wake_if_asleep() {
+  const uint32_t word = presence_.word();
+  if ((word & 1) != 0 && word != sleep_woken_) [[unlikely]] {
+    sleep_woken_ = word;
+    wake();
+  }
+}
 
 }  // namespace unisono::engine

@@ -13,23 +13,24 @@
 namespace unisono::engine {
 namespace {
 
-// A data frame: long enough that its head costs nothing, short enough that other streams get their turn.
+// Payload of a data frame: long enough that its head costs nothing, short enough that other streams get their turn.
 constexpr size_t data_frame_bytes = 1 << 20;
-// What may wait in our memory for a connection that takes no more, beside what the credit bounds.
+// Bytes that may wait here for a blocked connection, beside what the credit bounds.
 constexpr size_t waiting_bytes_max = 512 * 1024;
 constexpr size_t bulk_buffer_bytes = 160 * 1024;
 constexpr size_t control_buffer_bytes = 16 * 1024;
-// A frame so short is copied to others that go with it, in one call to the system.
+// Frames up to short_bytes are copied together and go out in one system call.
 constexpr size_t short_bytes = 2048, gathered_bytes_max = 16 * 1024;
-// What is read beside data that goes straight to its place: a few short frames, and little of the data behind them,
-// which would have to be copied.
+// Bytes read into the buffer beside payload that goes straight to its target: a few short frames, and little of the
+// payload behind them, which has to be copied.
 constexpr size_t beside_bytes = 1024;
-// What is read in one call to the system, and then before other links and heartbeats have their turn: memory that was
-// never touched takes a millisecond for so much.
+// Bytes read per poll, before other links and heartbeats have their turn. Reading 1 MiB into memory that was never
+// touched takes a millisecond.
 constexpr size_t read_bytes_max = data_frame_bytes;
 constexpr int reads_per_poll = 8;
+// A busy poll reads the control lane every fourth time.
 constexpr unsigned control_turns = 4;
-constexpr const char* damaged = "a message was damaged on its way";
+constexpr const char* damaged = "checksum mismatch: a message was damaged in transit";
 
 uint8_t core_here() {
   const int core = sched_getcpu();
@@ -52,19 +53,19 @@ void append(std::vector<byte>& to, uint32_t crc) {
 }  // namespace
 
 Connection::Connection(Peer& peer, Poller& poller, std::unique_ptr<ByteStream> stream, Lane lane, bool checksum,
-                       const SocketPolicy& manner)
+                       const SocketPolicy& policy)
     : peer_(peer),
       poller_(poller),
       stream_(std::move(stream)),
       lane_(lane),
       checksum_(checksum),
-      manner_(manner),
+      policy_(policy),
       in_bytes_(lane == Lane::bulk ? bulk_buffer_bytes : control_buffer_bytes),
       in_(new byte[in_bytes_]) {
-  // Inside a host there is no network to spare. What paces for one (bbr, where a system has it as its default) made
-  // long messages take half as long again; this one every system has, and lets everyone use.
+  // Inside a host there is no network to protect. A pacing congestion control (bbr, the default of some systems) made
+  // long messages take half as long again; every system has reno and lets any user choose it.
   if (peer_.is_same_host) setsockopt(stream_->fd(), IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
-  // Edges only: whoever sleeps has read and written until nothing moved any more.
+  // Edge-triggered: a thread sleeps only after it has read and written until nothing moved any more.
   watch_ = poller_.add(stream_->fd(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, *this);
 }
 
@@ -73,45 +74,46 @@ Connection::~Connection() {
 }
 
 void Connection::on_ready(uint32_t events) {
-  if ((events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) is_ready_ = true;
-  is_hung_up_ |= (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
+  if ((events & EPOLLIN) != 0) on(ReadEvent::readable);
+  if ((events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) on(ReadEvent::hang_up);
   if ((events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) != 0) {
-    is_blocked_ = false;
-    is_ready_ |= stream_->is_entangled();
+    on(WriteEvent::writable);
+    if (stream_->is_entangled()) on(ReadEvent::readable);
   }
 }
 
 bool Connection::is_delivered() const {
   int bytes = 0;
-  return is_mute_ || is_ended_ || ioctl(stream_->fd(), SIOCOUTQ, &bytes) != 0 || bytes == 0;
+  return writing_ == Writing::closed || is_ended() || ioctl(stream_->fd(), SIOCOUTQ, &bytes) != 0 || bytes == 0;
 }
 
 // ---- out ----
 
-// The other end is closed for good. That shows in reading, too, after all that it sent before.
-void Connection::fall_silent() {
-  is_mute_ = true;
+// The other end is closed. Reading finds that, too, after all that the peer sent before.
+void Connection::close_writing() {
+  on(WriteEvent::broken);
   waiting_.clear();
   waiting_at_ = data_left_ = 0;
 }
 
-// Write what waits and then the parts, of which the first is left free for it; what the system does not take is kept.
+// Write what waits, then `parts`, whose first entry the caller leaves free for it. What the socket does not take is
+// kept.
 void Connection::write(iovec* parts, int count) {
   const size_t front = waiting_.size() - waiting_at_;
   size_t total = front, written = 0;
   for (int i = 1; i < count; ++i) total += parts[i].iov_len;
-  if (!is_blocked_) {
+  if (writing_ != Writing::blocked) {
     parts[0] = {waiting_.data() + waiting_at_, front};
     const int first = front == 0 ? 1 : 0;
     ssize_t n;
     do n = stream_->writev(parts + first, count - first);
     while (n < 0 && errno == EINTR);
     if (n < 0) {
-      if (errno != EAGAIN) return fall_silent();
+      if (errno != EAGAIN) return close_writing();
       n = 0;
     }
     written = static_cast<size_t>(n);
-    is_blocked_ = written < total;
+    if (written < total) on(WriteEvent::full);
   }
   if (written < front) {
     waiting_at_ += written;
@@ -130,7 +132,7 @@ void Connection::write(iovec* parts, int count) {
 }
 
 bool Connection::put(const Head& head, const Body& body) {
-  if (is_mute_) return true;
+  if (writing_ == Writing::closed) return true;
   if (data_left_ != 0) return false;
   const size_t front = waiting_.size() - waiting_at_;
   if (front != 0 && front + body.total() > waiting_bytes_max) return false;
@@ -161,13 +163,13 @@ bool Connection::put(const Head& head, const Body& body) {
     const byte* from = static_cast<const byte*>(parts[i].iov_base);
     waiting_.insert(waiting_.end(), from, from + parts[i].iov_len);
   }
-  if (manner_.corked == 0 || waiting_.size() > gathered_bytes_max) push();
+  if (policy_.corked == 0 || waiting_.size() > gathered_bytes_max) push();
   return true;
 }
 
 size_t Connection::put_data(uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) {
-  if (is_mute_ || data_left_ != 0) return 0;
-  if (waiting_at_ != waiting_.size() && is_blocked_) return 0;
+  if (writing_ == Writing::closed || data_left_ != 0) return 0;
+  if (waiting_at_ != waiting_.size() && writing_ == Writing::blocked) return 0;
   const size_t bytes = left < data_frame_bytes ? left : data_frame_bytes;
   Head head;
   head.word = Head::make_word(Kind::data);
@@ -180,7 +182,7 @@ size_t Connection::put_data(uint64_t rendezvous_id, uint64_t offset, const byte*
   if (checksum_) append(waiting_, crc_of(head));
   data_ = from;
   data_left_ = bytes;
-  data_ticket_ = rendezvous_id;
+  data_rendezvous_id_ = rendezvous_id;
   if (checksum_) data_crc_ = crc32c(0, from, bytes);
   push();
   return bytes;
@@ -188,7 +190,7 @@ size_t Connection::put_data(uint64_t rendezvous_id, uint64_t offset, const byte*
 
 bool Connection::push() {
   bool moved = false;
-  while (!is_blocked_ && !is_drained()) {
+  while (writing_ == Writing::open && !is_drained()) {
     iovec parts[2];
     int count = 0;
     const size_t front = waiting_.size() - waiting_at_;
@@ -197,16 +199,15 @@ bool Connection::push() {
     const ssize_t n = stream_->writev(parts, count);
     if (n < 0) {
       if (errno == EINTR) continue;
-      if (errno == EAGAIN) {
-        is_blocked_ = true;
-        break;
-      }
-      fall_silent();
+      if (errno == EAGAIN)
+        on(WriteEvent::full);
+      else
+        close_writing();
       break;
     }
     moved = true;
-    is_blocked_ = static_cast<size_t>(n) < front + data_left_;
     const size_t written = static_cast<size_t>(n);
+    if (written < front + data_left_) on(WriteEvent::full);
     const size_t of_front = written < front ? written : front;
     waiting_at_ += of_front;
     if (waiting_at_ == waiting_.size()) {
@@ -223,7 +224,7 @@ bool Connection::push() {
 
 // ---- in ----
 
-// How much to read into the buffer behind what goes straight to its place.
+// How much to read into the buffer behind `direct` bytes that go straight to their target.
 size_t Connection::room_beside(size_t direct) const {
   const size_t room = in_bytes_ - end_;
   size_t wanted = room;
@@ -234,15 +235,15 @@ size_t Connection::room_beside(size_t direct) const {
   return wanted < room ? wanted : room;
 }
 
-bool Connection::pull(bool busy_poll, bool is_deaf) {
-  if ((!is_ready_ && !busy_poll) || is_ended_ || fault_ != nullptr) return false;
+bool Connection::pull(bool busy_poll, bool is_discarding) {
+  if (is_ended() || (reading_ == Reading::idle && !busy_poll) || fault_ != nullptr) return false;
   bool moved = false;
   size_t taken = 0;
   for (int i = 0; i < reads_per_poll && taken < read_bytes_max; ++i) {
     iovec parts[2];
     int count = 0;
     size_t direct = 0;
-    if (is_deaf) {
+    if (is_discarding) {
       into_ = nullptr;
       begin_ = end_ = 0;
     }
@@ -258,10 +259,10 @@ bool Connection::pull(bool busy_poll, bool is_deaf) {
     if (n <= 0) {
       if (n < 0 && errno == EINTR) continue;
       if (n < 0 && errno == EAGAIN) {
-        is_ready_ = false;
+        on(ReadEvent::drained);
         break;
       }
-      is_ended_ = true;
+      on(ReadEvent::end_of_stream);
       fault_ = stream_->fault();
       break;
     }
@@ -275,15 +276,14 @@ bool Connection::pull(bool busy_poll, bool is_deaf) {
       into_left_ -= placed;
     }
     end_ += came - placed;
-    if (is_deaf) continue;
+    if (is_discarding) continue;
     fault_ = parse();
     if (fault_ != nullptr) break;
-    // Less came than there was room for: nothing more is there, and asking would cost a call. What comes later is
-    // told; but the end, behind the bytes, was told with them.
+    // A short read: the socket is empty, and another call would only confirm that.
     const size_t room = direct + parts[count - 1].iov_len;
-    if (came < room && !is_hung_up_ && !stream_->is_entangled()) {
-      is_ready_ = false;
-      break;
+    if (came < room && !stream_->is_entangled()) {
+      on(ReadEvent::drained);
+      if (reading_ == Reading::idle) break;
     }
   }
   return moved;
@@ -344,14 +344,14 @@ const char* Connection::parse() {
   return nullptr;
 }
 
-// Go on with the data frame that is being read.
+// Continue with the data frame that is being read. `is_stuck` if more bytes are needed.
 const char* Connection::take_data(bool& is_stuck) {
   const byte* from = in_.get() + begin_;
   const size_t available = end_ - begin_;
   if (into_left_ != 0) {
     size_t take = available < into_left_ ? available : into_left_;
     byte* place = into_->receive->place();
-    // Whole lines to who reduces them, so that no element is cut in two.
+    // A receive that reduces gets whole cache lines, so that no element is cut in two.
     if (place == nullptr && take < into_left_) take -= take % line_bytes;
     if (take == 0) {
       is_stuck = true;
@@ -384,8 +384,8 @@ const char* Connection::take_data(bool& is_stuck) {
 // ---- both lanes ----
 
 TcpLink::TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control,
-                 const SocketPolicy& manner)
-    : peer_(peer), manner_(manner) {
+                 const SocketPolicy& policy)
+    : peer_(peer), policy_(policy) {
   lanes_[static_cast<size_t>(Lane::bulk)] = std::move(bulk);
   lanes_[static_cast<size_t>(Lane::control)] = std::move(control);
 }
@@ -394,11 +394,11 @@ bool TcpLink::poll() {
   if (over_ != nullptr) return false;
   bool moved = false;
   bool is_ended = false;
-  moved |= at(Lane::bulk).pull(manner_.busy_poll, is_deaf_);
-  // Less comes here, unless we wait for an answer; and to ask in vain is what a small message spends its time with.
+  moved |= at(Lane::bulk).pull(policy_.busy_poll, is_discarding_);
+  // The control lane carries less, unless a reply is due; a read in vain is a large part of a small message's latency.
   const bool is_turn = ++turns_ % control_turns == 0 || peer_.awaits_answer();
-  // If the other lane has ended, this one says why.
-  moved |= at(Lane::control).pull((manner_.busy_poll && is_turn) || at(Lane::bulk).is_ended(), is_deaf_);
+  // If the bulk lane has ended, the control lane may say why.
+  moved |= at(Lane::control).pull((policy_.busy_poll && is_turn) || at(Lane::bulk).is_ended(), is_discarding_);
   for (size_t i = 0; i < lane_count; ++i) {
     const auto& lane = lanes_[i];
     if (!lane->is_drained()) moved |= lane->push_again();
@@ -428,7 +428,7 @@ bool TcpLink::was_heard() {
 }
 
 std::int32_t TcpLink::core() const {
-  // Signs of life go by the other lane, from the background thread.
+  // The control lane carries heartbeats of the background thread, which runs on another core.
   return peer_.is_same_host ? lanes_[static_cast<size_t>(Lane::bulk)]->core() : -1;
 }
 
@@ -440,9 +440,9 @@ void TcpLink::beat() {
   at(Lane::control).put(head, Body());
 }
 
-void TcpLink::deafen() {
-  Link::deafen();
-  for (const auto& lane : lanes_) lane->let_go();
+void TcpLink::discard_input() {
+  Link::discard_input();
+  for (const auto& lane : lanes_) lane->abandon_data();
 }
 
 void TcpLink::finish() {

@@ -1,10 +1,8 @@
-// A link over two connections, one per lane. Knows how frames lie in a byte stream; does not know messages.
+// A link over two TCP connections, one per lane.
 //
-// Large payload goes from the sender's memory to the receiver's without a copy between: written from where it lies,
-// read to where it belongs.
+// Large payload is not copied on either side: it is written from the sender's buffer and read into the receiver's.
 //
-// With checksums a CRC32C follows every head and every body, so that no length is believed before it is known to be
-// what was sent.
+// With checksums a CRC32C follows every head and every body, so that no length is used before it was checked.
 
 #pragma once
 
@@ -13,6 +11,7 @@
 #include <vector>
 
 #include "base/poller.hpp"
+#include "base/transition_table.hpp"
 #include "link/byte_stream.hpp"
 #include "link/link.hpp"
 
@@ -21,50 +20,107 @@ namespace unisono::engine {
 class Peer;
 struct RendezvousReceive;
 
-// How all links of an engine treat their sockets; it depends on how many there are and who is at work.
+// How all links of an engine treat their sockets. It depends on the number of links and on the caller.
 struct SocketPolicy {
-  bool busy_poll = true;  // try to read without having been told that there is something
-  unsigned corked = 0;    // short frames wait until whoever raised this calls `push`: one call to the system for all
+  bool busy_poll = true;  // read without waiting for epoll to report something
+  unsigned corked = 0;    // while not 0, short frames wait for `push`: one system call for all
 };
+
+// The two halves of a connection. They end independently: what the peer sent before it closed can still be read when
+// nothing can be written any more.
+//
+//   reading    event          next        why
+//   idle       readable       ready       epoll reports bytes
+//   idle       hang_up        draining    epoll reports the end, perhaps behind bytes
+//   idle       drained        idle        a busy poll found nothing
+//   idle       end_of_stream  ended       a busy poll found the end
+//   ready      readable       ready
+//   ready      hang_up        draining
+//   ready      drained        idle        the socket has no more bytes; epoll reports the next ones
+//   ready      end_of_stream  ended
+//   draining   readable       draining
+//   draining   hang_up        draining
+//   draining   drained        draining    epoll reports a hang-up once, so the end must be looked for
+//   draining   end_of_stream  ended
+//   ended      readable       ended       epoll may report a closed socket once more
+//   ended      hang_up        ended
+enum class Reading : uint8_t { idle, ready, draining, ended };
+enum class ReadEvent : uint8_t { readable, hang_up, drained, end_of_stream };
+inline constexpr TransitionTable<Reading, 4, ReadEvent, 4> read_transitions({
+    {Reading::idle, ReadEvent::readable, Reading::ready},
+    {Reading::idle, ReadEvent::hang_up, Reading::draining},
+    {Reading::idle, ReadEvent::drained, Reading::idle},
+    {Reading::idle, ReadEvent::end_of_stream, Reading::ended},
+    {Reading::ready, ReadEvent::readable, Reading::ready},
+    {Reading::ready, ReadEvent::hang_up, Reading::draining},
+    {Reading::ready, ReadEvent::drained, Reading::idle},
+    {Reading::ready, ReadEvent::end_of_stream, Reading::ended},
+    {Reading::draining, ReadEvent::readable, Reading::draining},
+    {Reading::draining, ReadEvent::hang_up, Reading::draining},
+    {Reading::draining, ReadEvent::drained, Reading::draining},
+    {Reading::draining, ReadEvent::end_of_stream, Reading::ended},
+    {Reading::ended, ReadEvent::readable, Reading::ended},
+    {Reading::ended, ReadEvent::hang_up, Reading::ended},
+});
+
+//   writing    event     next      why
+//   open       writable  open      epoll reports room that was not missed
+//   open       full      blocked   the socket took less than it was given
+//   open       broken    closed    a write failed, or data in the sender's memory had to be let go
+//   blocked    writable  open      epoll reports room, or the next poll tries without a report
+//   blocked    broken    closed
+//   closed     writable  closed    what is put is thrown away
+enum class Writing : uint8_t { open, blocked, closed };
+enum class WriteEvent : uint8_t { writable, full, broken };
+inline constexpr TransitionTable<Writing, 3, WriteEvent, 3> write_transitions({
+    {Writing::open, WriteEvent::writable, Writing::open},
+    {Writing::open, WriteEvent::full, Writing::blocked},
+    {Writing::open, WriteEvent::broken, Writing::closed},
+    {Writing::blocked, WriteEvent::writable, Writing::open},
+    {Writing::blocked, WriteEvent::broken, Writing::closed},
+    {Writing::closed, WriteEvent::writable, Writing::closed},
+});
 
 class Connection final : public Watcher {
  public:
   Connection(Peer& peer, Poller& poller, std::unique_ptr<ByteStream> stream, Lane lane, bool checksum,
-             const SocketPolicy& manner);
+             const SocketPolicy& policy);
   ~Connection() override;
 
   bool is_watched() const { return watch_ != 0; }
   bool put(const Head& head, const Body& body);
   size_t put_data(uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left);
-  bool holds_data(uint64_t rendezvous_id) const { return data_left_ != 0 && data_ticket_ == rendezvous_id; }
+  bool holds_data(uint64_t rendezvous_id) const { return data_left_ != 0 && data_rendezvous_id_ == rendezvous_id; }
   // Write what waits. True if something moved.
   bool push();
-  // The same although the system took no more the last time: room may have come without our being told so far.
+  // The same although the socket was full the last time: it may have room that epoll has not reported yet.
   bool push_again() {
-    is_blocked_ = false;
+    on(WriteEvent::writable);
     return push();
   }
-  // Read what came and give it to the peer. True if something moved.
-  bool pull(bool busy_poll, bool is_deaf);
+  // Read what arrived and give it to the peer, or throw it away. True if something moved.
+  bool pull(bool busy_poll, bool is_discarding);
   bool is_drained() const { return waiting_at_ == waiting_.size() && data_left_ == 0; }
   void finish() { stream_->finish(); }
-  // Let go of data that waits in the sender's memory: the stream is cut in the middle of a frame.
-  void let_go() {
-    if (data_left_ != 0) fall_silent();
+  // Give up data that waits in the sender's memory. This cuts the stream in the middle of a frame.
+  void abandon_data() {
+    if (data_left_ != 0) close_writing();
   }
   void on_ready(uint32_t events) override;
 
   bool is_delivered() const;
   const char* fault() const { return fault_; }
   const char* name() const { return stream_->name(); }
-  bool is_ended() const { return is_ended_; }
+  bool is_ended() const { return reading_ == Reading::ended; }
   std::int32_t core() const { return core_; }
   bool was_heard() { return std::exchange(was_heard_, false); }
 
  private:
   void write(iovec* parts, int count);
   size_t room_beside(size_t direct) const;
-  void fall_silent();
+  void close_writing();
+  void on(ReadEvent event) { reading_ = read_transitions.next(reading_, event); }
+  void on(WriteEvent event) { writing_ = write_transitions.next(writing_, event); }
   const char* parse();
   const char* take_data(bool& is_stuck);
 
@@ -73,23 +129,20 @@ class Connection final : public Watcher {
   std::unique_ptr<ByteStream> stream_;
   const Lane lane_;
   const bool checksum_;
-  const SocketPolicy& manner_;
+  const SocketPolicy& policy_;
   uint64_t watch_ = 0;
-  bool is_ready_ = true;     // there may be something to read
-  bool is_blocked_ = false;  // the system takes no more for now
-  bool is_hung_up_ = false;  // the end may be behind the bytes that are there
-  bool is_ended_ = false;    // nothing more can be read
-  bool is_mute_ = false;     // nothing more can be written; what came before may still be read
+  Reading reading_ = Reading::ready;
+  Writing writing_ = Writing::open;
   bool was_heard_ = false;
-  std::int32_t core_ = -1;  // where its last frame was sent
+  std::int32_t core_ = -1;  // CPU core that sent the last frame
   const char* fault_ = nullptr;
 
-  // Out: bytes that wait, then the data of one frame where it lies in the sender's memory.
+  // Out: bytes that wait, then the payload of one data frame in the sender's memory.
   std::vector<byte> waiting_;
   size_t waiting_at_ = 0;
   const byte* data_ = nullptr;
   size_t data_left_ = 0;
-  uint64_t data_ticket_ = 0;
+  uint64_t data_rendezvous_id_ = 0;
   uint32_t data_crc_ = 0;
 
   // In: a buffer, and the data frame that is being read.
@@ -106,7 +159,7 @@ class Connection final : public Watcher {
 class TcpLink final : public Link {
  public:
   TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control,
-          const SocketPolicy& manner);
+          const SocketPolicy& policy);
 
   bool put(Lane lane, Head head, const Body& body) override { return at(lane).put(head, body); }
   size_t put_data(Lane lane, uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) override {
@@ -127,14 +180,14 @@ class TcpLink final : public Link {
   bool can_stall() const override { return true; }
   bool is_starved() const override;
   void finish() override;
-  void deafen() override;
+  void discard_input() override;
   const char* name() const override { return lanes_[0]->name(); }
 
  private:
   Connection& at(Lane lane) { return *lanes_[static_cast<size_t>(lane)]; }
 
   Peer& peer_;
-  const SocketPolicy& manner_;
+  const SocketPolicy& policy_;
   unsigned turns_ = 0;
   std::unique_ptr<Connection> lanes_[lane_count];
 };

@@ -11,11 +11,9 @@
 namespace unisono::engine {
 namespace {
 
-// Handshake and greeting together take less than 2 KiB from each side.
-constexpr size_t stranger_bytes_max = 4096;
 constexpr size_t record_bytes_max = SSL3_RT_MAX_PLAIN_LENGTH;
 constexpr int certificate_bytes_max = 4096;
-// The fastest first where the CPU knows AES; all of them are as strong as the P-256 keys.
+// Fastest first on a CPU with AES instructions. All are as strong as the P-256 keys.
 constexpr const char* ciphers = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256:TLS_AES_256_GCM_SHA384";
 
 template <auto release>
@@ -35,7 +33,7 @@ using OwnedNames = Owned<GENERAL_NAMES, GENERAL_NAMES_free>;
 std::string library_error() {
   const unsigned long code = ERR_peek_last_error();
   const char* reason = code != 0 ? ERR_reason_error_string(code) : nullptr;
-  return reason != nullptr ? reason : "the handshake broke off";
+  return reason != nullptr ? reason : "the TLS handshake broke off";
 }
 
 [[noreturn]] void fail(const char* what) {
@@ -44,7 +42,7 @@ std::string library_error() {
   throw std::runtime_error(std::string(what) + ": " + why);
 }
 
-// As a protocol name of ALPN: its length, then its letters.
+// The ALPN protocol name: a length byte, then the text.
 const std::string& protocol() {
   static const std::string name = [] {
     const std::string text = "unisono-link/" + std::to_string(protocol_version);
@@ -78,7 +76,7 @@ OwnedX509 certificate_of(const std::string& pem, const char* what) {
   return made;
 }
 
-// The one URI that a certificate is for; empty if it has none, or other names too.
+// The only subject name of a certificate, if it is a URI; else empty.
 std::string name_in(X509* certificate) {
   const OwnedNames names(
       static_cast<GENERAL_NAMES*>(X509_get_ext_d2i(certificate, NID_subject_alt_name, nullptr, nullptr)));
@@ -90,59 +88,58 @@ std::string name_in(X509* certificate) {
                      static_cast<size_t>(ASN1_STRING_length(uri)));
 }
 
-// ---- the wire: a socket as OpenSSL sees it; unlike its own, it raises no SIGPIPE and counts what a stranger sends
-// ----
+// ---- a BIO over our socket: unlike OpenSSL's own it raises no SIGPIPE and counts what a stranger sends ----
 
-TlsStream::BioSocket& wire_of(BIO* bio) { return *static_cast<TlsStream::BioSocket*>(BIO_get_data(bio)); }
+TlsStream::BioSocket& socket_of(BIO* bio) { return *static_cast<TlsStream::BioSocket*>(BIO_get_data(bio)); }
 
 int bio_read(BIO* bio, char* to, size_t bytes, size_t* read) {
-  TlsStream::BioSocket& wire = wire_of(bio);
+  TlsStream::BioSocket& from = socket_of(bio);
   BIO_clear_retry_flags(bio);
-  if (wire.may_read == 0) {
-    wire.is_glut = true;
+  if (from.may_read == 0) {
+    from.is_exceeded = true;
     return 0;
   }
   ssize_t n;
-  do n = recv(wire.socket.get(), to, bytes < wire.may_read ? bytes : wire.may_read, MSG_DONTWAIT);
+  do n = recv(from.socket.get(), to, bytes < from.may_read ? bytes : from.may_read, MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
   if (n > 0) {
     *read = static_cast<size_t>(n);
-    if (wire.may_read != SIZE_MAX) wire.may_read -= *read;
+    if (from.may_read != SIZE_MAX) from.may_read -= *read;
     return 1;
   }
   if (n < 0 && errno == EAGAIN)
     BIO_set_retry_read(bio);
   else
-    wire.is_over = true;
+    from.is_over = true;
   return 0;
 }
 
 int bio_write(BIO* bio, const char* from, size_t bytes, size_t* written) {
   BIO_clear_retry_flags(bio);
   ssize_t n;
-  do n = send(wire_of(bio).socket.get(), from, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+  do n = send(socket_of(bio).socket.get(), from, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
   while (n < 0 && errno == EINTR);
   if (n >= 0) {
     *written = static_cast<size_t>(n);
     return 1;
   }
   if (errno == EAGAIN) BIO_set_retry_write(bio);
-  if (errno == EPIPE || errno == ECONNRESET) wire_of(bio).is_over = true;
+  if (errno == EPIPE || errno == ECONNRESET) socket_of(bio).is_over = true;
   return 0;
 }
 
-long wire_control(BIO* bio, int command, long, void*) {
+long bio_control(BIO* bio, int command, long, void*) {
   if (command == BIO_CTRL_FLUSH) return 1;
-  return command == BIO_CTRL_EOF ? wire_of(bio).is_over : 0;
+  return command == BIO_CTRL_EOF ? socket_of(bio).is_over : 0;
 }
 
-const BIO_METHOD* wire_method() {
+const BIO_METHOD* bio_method() {
   static BIO_METHOD* const method = [] {
-    BIO_METHOD* made = BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "unisono wire");
+    BIO_METHOD* made = BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "unisono socket");
     if (made == nullptr) return made;
     BIO_meth_set_read_ex(made, bio_read);
     BIO_meth_set_write_ex(made, bio_write);
-    BIO_meth_set_ctrl(made, wire_control);
+    BIO_meth_set_ctrl(made, bio_control);
     return made;
   }();
   return method;
@@ -152,17 +149,18 @@ const BIO_METHOD* wire_method() {
 
 // ---- identity ----
 
-TlsIdentity::TlsIdentity(const TlsMaterial& material, std::int32_t rank, uint64_t rekey_records)
-    : rekey_records_(rekey_records) {
+TlsIdentity::TlsIdentity(const TlsMaterial& material, std::int32_t rank, uint64_t rekey_records,
+                         uint64_t stranger_bytes_max)
+    : rekey_records_(rekey_records), stranger_bytes_max_(stranger_bytes_max) {
   for (size_t i = 0; i < material.names.size(); ++i)
     if (material.names[i].empty() || !ranks_.emplace(material.names[i], static_cast<std::int32_t>(i)).second)
-      throw std::runtime_error("allowed: a name of its own for every rank");
-  // The engine's thread may outlive the end of main.
+      throw std::runtime_error("allowed: a different name for every rank");
+  // No clean-up at exit: the engine's thread may still run then.
   OPENSSL_init_ssl(OPENSSL_INIT_NO_ATEXIT, nullptr);
   ERR_clear_error();
   context_.reset(SSL_CTX_new(TLS_method()));
   SSL_CTX* context = context_.get();
-  if (context == nullptr) fail("no TLS");
+  if (context == nullptr) fail("OpenSSL has no TLS context");
 
   const OwnedX509 own = certificate_of(material.certificate, "the certificate cannot be read");
   const OwnedX509 authority = certificate_of(material.authority, "the authority's certificate cannot be read");
@@ -173,7 +171,8 @@ TlsIdentity::TlsIdentity(const TlsMaterial& material, std::int32_t rank, uint64_
       SSL_CTX_check_private_key(context) != 1)
     fail("the key is not the certificate's");
   if (rank_of(own.get()) != rank) throw std::runtime_error("the certificate is not this rank's");
-  if (X509_STORE_add_cert(SSL_CTX_get_cert_store(context), authority.get()) != 1) fail("no authority to trust");
+  if (X509_STORE_add_cert(SSL_CTX_get_cert_store(context), authority.get()) != 1)
+    fail("the authority's certificate is not accepted");
 
   const std::string& alpn = protocol();
   if (SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION) != 1 ||
@@ -182,15 +181,15 @@ TlsIdentity::TlsIdentity(const TlsMaterial& material, std::int32_t rank, uint64_
       SSL_CTX_set_max_early_data(context, 0) != 1 || SSL_CTX_set_recv_max_early_data(context, 0) != 1 ||
       SSL_CTX_set_alpn_protos(context, reinterpret_cast<const unsigned char*>(alpn.data()),
                               static_cast<unsigned>(alpn.size())) != 0)
-    fail("no TLS 1.3");
+    fail("OpenSSL does not offer TLS 1.3");
   SSL_CTX_set_alpn_select_cb(context, choose_protocol, nullptr);
   SSL_CTX_set_options(context, SSL_OP_NO_COMPRESSION | SSL_OP_NO_TICKET | SSL_OP_NO_RENEGOTIATION);
   SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
-  // Without one of the authority's certificates nobody gets beyond the handshake, and nobody stands in between.
+  // Both sides must show a certificate signed by the authority itself, without intermediates.
   SSL_CTX_set_verify(context, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, nullptr);
   SSL_CTX_set_verify_depth(context, 0);
   SSL_CTX_set_max_cert_list(context, certificate_bytes_max);
-  // A record in one piece, and not after what is left of the one before.
+  // A write may end after a record, and is repeated from another address when it is retried.
   SSL_CTX_set_mode(context, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
   SSL_CTX_set_read_ahead(context, 1);
 }
@@ -203,7 +202,7 @@ std::int32_t TlsIdentity::rank_of(X509* certificate) const {
 std::unique_ptr<TlsStream> TlsIdentity::wrap(Descriptor socket, bool is_opener) const {
   ERR_clear_error();
   SSL* ssl = SSL_new(context_.get());
-  BIO* bio = wire_method() != nullptr ? BIO_new(wire_method()) : nullptr;
+  BIO* bio = bio_method() != nullptr ? BIO_new(bio_method()) : nullptr;
   if (ssl == nullptr || bio == nullptr) {
     SSL_free(ssl);
     BIO_free(bio);
@@ -215,14 +214,15 @@ std::unique_ptr<TlsStream> TlsIdentity::wrap(Descriptor socket, bool is_opener) 
     SSL_set_connect_state(ssl);
   else
     SSL_set_accept_state(ssl);
-  return std::make_unique<TlsStream>(*this, ssl, std::move(socket), rekey_records_);
+  return std::make_unique<TlsStream>(*this, ssl, std::move(socket), rekey_records_, stranger_bytes_max_);
 }
 
 // ---- stream ----
 
-TlsStream::TlsStream(const TlsIdentity& identity, SSL* owned, Descriptor socket, uint64_t rekey_records)
-    : identity_(identity), ssl_(owned), wire_{std::move(socket), stranger_bytes_max}, rekey_records_(rekey_records) {
-  BIO_set_data(SSL_get_rbio(ssl_), &wire_);
+TlsStream::TlsStream(const TlsIdentity& identity, SSL* owned, Descriptor socket, uint64_t rekey_records,
+                     uint64_t stranger_bytes_max)
+    : identity_(identity), ssl_(owned), socket_{std::move(socket), stranger_bytes_max}, rekey_records_(rekey_records) {
+  BIO_set_data(SSL_get_rbio(ssl_), &socket_);
 }
 
 TlsStream::~TlsStream() { SSL_free(ssl_); }
@@ -236,16 +236,16 @@ TlsStream::Shake TlsStream::shake() {
       case SSL_ERROR_WANT_WRITE: return Shake::wants_write;
       default:
         is_broken_ = true;
-        why_ = complaint();
+        why_ = explain();
         ERR_clear_error();
-        return wire_.is_over ? Shake::hung_up : Shake::failed;
+        return socket_.is_over ? Shake::hung_up : Shake::failed;
     }
   }
   const unsigned char* chosen = nullptr;
   unsigned bytes = 0;
   SSL_get0_alpn_selected(ssl_, &chosen, &bytes);
   if (std::string(reinterpret_cast<const char*>(chosen), bytes) != protocol().substr(1)) {
-    why_ = "it speaks another protocol inside TLS";
+    why_ = "it speaks another protocol inside TLS (ALPN)";
     return Shake::failed;
   }
   const OwnedX509 shown(SSL_get1_peer_certificate(ssl_));
@@ -257,15 +257,15 @@ TlsStream::Shake TlsStream::shake() {
   return Shake::done;
 }
 
-std::string TlsStream::complaint() const {
-  if (wire_.is_glut) return "it sent more than a stranger may";
-  if (wire_.is_over) return "it hung up during the handshake";
+std::string TlsStream::explain() const {
+  if (socket_.is_exceeded) return "it sent more than a stranger may";
+  if (socket_.is_over) return "it hung up during the TLS handshake";
   if (const long verdict = SSL_get_verify_result(ssl_); verdict != X509_V_OK)
     return std::string("its certificate is not from this job's seed: ") + X509_verify_cert_error_string(verdict);
   return "no TLS with it: " + library_error();
 }
 
-void TlsStream::trust() { wire_.may_read = SIZE_MAX; }
+void TlsStream::trust() { socket_.may_read = SIZE_MAX; }
 
 ssize_t TlsStream::readv(const iovec* parts, int count) {
   size_t total = 0;
@@ -279,15 +279,15 @@ ssize_t TlsStream::readv(const iovec* parts, int count) {
         total += n;
         continue;
       }
-      if (total != 0) return static_cast<ssize_t>(total);  // what is wrong shows again in the next call
+      if (total != 0) return static_cast<ssize_t>(total);  // the next call reports the error
       const int error = is_broken_ ? SSL_ERROR_SSL : SSL_get_error(ssl_, 0);
       if (error == SSL_ERROR_WANT_READ || error == SSL_ERROR_WANT_WRITE) {
         errno = EAGAIN;
         return -1;
       }
       is_broken_ |= error != SSL_ERROR_ZERO_RETURN;
-      if (error == SSL_ERROR_ZERO_RETURN || wire_.is_over) return 0;
-      if (fault_ == nullptr) fault_ = "what came was damaged or forged on its way";
+      if (error == SSL_ERROR_ZERO_RETURN || socket_.is_over) return 0;
+      if (fault_ == nullptr) fault_ = "TLS record damaged or forged in transit";
       ERR_clear_error();
       errno = EPROTO;
       return -1;
@@ -296,7 +296,7 @@ ssize_t TlsStream::readv(const iovec* parts, int count) {
   return static_cast<ssize_t>(total);
 }
 
-// The next bytes of the parts in one piece: where they lie if they lie together, else copied.
+// `bytes` of the parts from `skip` on in one piece: in place if they are contiguous, else copied.
 const byte* TlsStream::gather(const iovec* parts, int count, size_t skip, size_t bytes) {
   size_t copied = 0;
   for (int i = 0; i < count && copied < bytes; ++i) {
@@ -316,8 +316,8 @@ const byte* TlsStream::gather(const iovec* parts, int count, size_t skip, size_t
   return record_.get();
 }
 
-// A record at a time. One that the system does not take is encrypted already: the same bytes come again, and count
-// as written only when it is gone.
+// One record at a time. A record that the socket does not take is encrypted already: the same bytes are given again,
+// and count as written only when the record is gone.
 ssize_t TlsStream::writev(const iovec* parts, int count) {
   size_t total = 0, done = 0;
   for (int i = 0; i < count; ++i) total += parts[i].iov_len;
@@ -329,7 +329,7 @@ ssize_t TlsStream::writev(const iovec* parts, int count) {
     if (!is_broken_ && SSL_write_ex(ssl_, gather(parts, count, done, bytes), bytes, &written) == 1) {
       pending_ = 0;
       done += written;
-      // A key is good for 2^24 records; this side's are changed long before, whatever the other does.
+      // A key is safe for 2^24 records; this side changes its own long before, whatever the other side does.
       if (++records_ % rekey_records_ == 0) SSL_key_update(ssl_, SSL_KEY_UPDATE_NOT_REQUESTED);
       continue;
     }
@@ -353,7 +353,7 @@ void TlsStream::finish() {
   ERR_clear_error();
   if (pending_ == 0 && !is_broken_) SSL_shutdown(ssl_);
   ERR_clear_error();
-  shutdown(wire_.socket.get(), SHUT_WR);
+  shutdown(socket_.socket.get(), SHUT_WR);
 }
 
 }  // namespace unisono::engine

@@ -8,7 +8,7 @@ namespace unisono::engine {
 
 namespace {
 constexpr size_t spare_max = 256;
-constexpr size_t ended_max = 1 << 16;  // contract.ENDED_CONTEXTS_MAX
+constexpr size_t ended_max = 1 << 16;  // credit.ENDED_CONTEXTS_MAX
 }  // namespace
 
 Inbox::~Inbox() {
@@ -21,7 +21,7 @@ Receive* Inbox::take_receive(const Envelope& envelope, bool is_here, RendezvousR
   while (Receive* receive = matcher_.find_posted(envelope)) {
     match = receive->on_match(envelope, is_here);
     if (match == MatchResult::accept || match == MatchResult::defer) {
-      // Claimed while the receive is still posted: if the offer is gone, the receive keeps its place.
+      // Claim while the receive is still posted: if the message was withdrawn, the receive keeps its position.
       if (offer != nullptr && !offer->peer->claim(*offer)) {
         is_gone = true;
         return nullptr;
@@ -60,13 +60,13 @@ bool Inbox::serve(Receive& receive) {
     Peer& peer = *message->peer;
     const std::int32_t source = envelope.source;
     if (message->is_here) {
-      if (message->has_ticket && !peer.claim(peer.incoming_of(message->rendezvous_id))) {
-        peer.take_back(peer.incoming_of(message->rendezvous_id));
+      if (message->has_rendezvous && !peer.claim(peer.incoming_of(message->rendezvous_id))) {
+        peer.drop_queued(peer.incoming_of(message->rendezvous_id));
         continue;
       }
       matcher_.take(*message);
       if (peer.begin_own(*message, receive)) return true;
-      bring(receive, message->payload, envelope.nbytes);
+      deliver(receive, message->payload, envelope.nbytes);
       peer.on_met(*message);
       recycle(*message);
       receive.end(Outcome::done, source);
@@ -114,7 +114,8 @@ void Inbox::end_context(uint64_t context) {
   }
   for (UnexpectedMessage* message = matcher_.first_arrived(); message != nullptr;) {
     UnexpectedMessage* const next = Matcher::next_arrived(*message);
-    if (message->envelope.context == context && message->is_here && !message->has_ticket && message->own == nullptr) {
+    if (message->envelope.context == context && message->is_here && !message->has_rendezvous &&
+        message->own == nullptr) {
       message->peer->on_dropped(*message);
       remove(*message);
     }
@@ -136,7 +137,7 @@ void Inbox::recycle(UnexpectedMessage& message) {
   owned->heap.reset();
   owned->copy.reset();
   owned->own = nullptr;
-  owned->has_ticket = owned->is_here = false;
+  owned->has_rendezvous = owned->is_here = false;
   if (spare_.size() < spare_max) spare_.push_back(std::move(owned));
 }
 

@@ -1,6 +1,5 @@
-// The inbox: where messages for this rank on_match its receives.
-//
-// Knows arrivals and posted receives. Does not know how a message travels: its peer does.
+// The inbox: posted receives and the unexpected-message queue of a rank. How the payload travels is the Peer's
+// business.
 
 #pragma once
 
@@ -17,37 +16,37 @@ class Inbox {
  public:
   ~Inbox();
 
-  // The receive that takes a message, no longer posted; nullptr if the message has to wait. A message that its
-  // sender may still take back is claimed first; `is_gone` if that came too late.
+  // Take the receive that matches a message; nullptr if the message has to wait. A message that its sender may still
+  // withdraw is claimed first; `is_gone` if the claim came too late.
   Receive* take_receive(const Envelope& envelope, bool is_here, RendezvousReceive* offer, MatchResult& match,
                         bool& is_gone);
-  // Let a message wait. nullptr without memory.
+  // Add an unexpected message. nullptr without memory.
   UnexpectedMessage* queue(const Envelope& envelope, Peer& peer, const byte* payload, uint64_t held_bytes);
   void remove(UnexpectedMessage& message) {
     matcher_.take(message);
     recycle(message);
   }
 
-  // Let a receive take a message that waits. False if there is none.
+  // Match a receive with an unexpected message. False if there is none.
   bool serve(Receive& receive);
   void post(Receive& receive) { matcher_.post(receive); }
   void repost(Receive& receive) { matcher_.repost(receive); }
   void withdraw(Receive& receive) { matcher_.withdraw(receive); }
 
-  // Messages whose senders do not wait until they are met, as long as they are not. If the call that they belong to
-  // has been made here, and they still wait, it was another call: whoever keeps the calls has to compare.
+  // Unexpected messages whose senders run ahead, that is, do not wait for the match. If the collective with that
+  // sequence number has already run here, the ranks called different collectives: the owner of the call log compares.
   using RunAhead = IntrusiveList<UnexpectedMessage, &UnexpectedMessage::in_ahead>;
   const RunAhead& run_ahead() const { return run_ahead_; }
   void add_ahead(UnexpectedMessage& message) { run_ahead_.push_back(message); }
-  // Nobody receives in this context any more: messages that came whole, now or later, are dropped, and their credit
-  // goes back. One whose sender waits stays: the sender takes it back when it hears of the end.
+  // No receive will be posted in this context: eager messages, present and future, are dropped and their credit is
+  // returned. A message whose sender waits stays, and its sender withdraws it when it learns of the end.
   void end_context(uint64_t context);
   bool has_ended(uint64_t context) const { return !ended_.empty() && ended_.contains(context); }
-  // Nobody has calls of this context to compare with any more.
+  // Stop watching run-ahead messages of this context.
   void ignore_context(uint64_t context);
 
-  // Bring bytes that are here to their place.
-  static void bring(Receive& receive, const byte* payload, uint64_t bytes) {
+  // Copy payload to a receive.
+  static void deliver(Receive& receive, const byte* payload, uint64_t bytes) {
     if (bytes == 0) return;
     if (byte* to = receive.place(); to != nullptr)
       std::memcpy(to, payload, bytes);
@@ -55,21 +54,21 @@ class Inbox {
       receive.write(0, payload, bytes);
   }
 
-  // A rank is gone: what only it could serve ends.
+  // A rank is gone: end receives that only it could match.
   void end_receives_from(std::int32_t rank);
   void end_all(Outcome outcome);
   bool is_idle() const { return matcher_.is_empty(); }
-  // Whatever has arrived so far has a number up to this.
+  // The highest number of an unexpected message so far.
   uint64_t newest() const { return matcher_.newest(); }
 
-  // Free a message that is no longer among those that wait.
+  // Reuse a message that has left the queue.
   void recycle(UnexpectedMessage& message);
 
  private:
   Matcher matcher_;
   RunAhead run_ahead_;
   std::vector<std::unique_ptr<UnexpectedMessage>> spare_;
-  // The contexts that were closed here last, and in which order.
+  // Contexts that ended here, the oldest first in `ended_order_`.
   std::unordered_set<uint64_t> ended_;
   std::deque<uint64_t> ended_order_;
 };

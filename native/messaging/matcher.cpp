@@ -34,9 +34,9 @@ std::vector<Receive*> Matcher::all_posted() const {
 void Matcher::grow() {
   std::vector<Bucket> old(buckets_.size() * 4);
   old.swap(buckets_);
-  // Order within a key is order within its old bucket, and each old bucket is emptied front to back.
+  // Emptying each old bucket front to back keeps the order within a key.
   for (Bucket& b : old) {
-    while (Receive* r = b.posted.pop_front()) shelf(*r).push_back(*r);
+    while (Receive* r = b.posted.pop_front()) posted_like(*r).push_back(*r);
     while (UnexpectedMessage* a = b.arrived.pop_front()) bucket(a->envelope).arrived.push_back(*a);
   }
 }

@@ -1,7 +1,5 @@
-// Matching: posted receives on_match arrived messages by (context, source, tag), first come first served.
-//
-// Knows patterns and order, and is the native twin of unisono/messaging/matching.py. Does not know bytes, links or
-// locks. No call takes memory but `queue`'s and `post`'s rare growth of the table.
+// Matching of posted receives and unexpected messages by (context, source, tag), in order: the native twin of
+// unisono/messaging/matching.py. It allocates only when the table grows.
 
 #pragma once
 
@@ -15,41 +13,41 @@ class Matcher {
  public:
   Matcher() : buckets_(64) {}
 
-  // The first that a message would on_match; it stays posted.
+  // The first receive that matches a message; it stays posted.
   Receive* find_posted(const Envelope& envelope) const {
     Receive* exact = buckets_[index(envelope.context, envelope.source, envelope.tag)].posted.front();
-    while (exact != nullptr && !exact->meets(envelope)) exact = Posted::next(*exact);
+    while (exact != nullptr && !exact->matches(envelope)) exact = Posted::next(*exact);
     if (wild_.empty()) [[likely]]
       return exact;
     Receive* wild = wild_.front();
-    while (wild != nullptr && !wild->meets(envelope)) wild = Posted::next(*wild);
+    while (wild != nullptr && !wild->matches(envelope)) wild = Posted::next(*wild);
     if (wild == nullptr || (exact != nullptr && exact->number < wild->number)) return exact;
     return wild;
   }
 
-  // The first that a receive would on_match; it stays queued.
+  // The first message that matches a receive; it stays queued.
   UnexpectedMessage* find_arrived(const Receive& receive) const {
     if (order_.empty()) [[likely]]
       return nullptr;
     if (!receive.is_wild()) {
       UnexpectedMessage* a = buckets_[index(receive.context, receive.source, receive.tag)].arrived.front();
-      while (a != nullptr && !receive.meets(a->envelope)) a = InBucket::next(*a);
+      while (a != nullptr && !receive.matches(a->envelope)) a = InBucket::next(*a);
       return a;
     }
     UnexpectedMessage* a = order_.front();
-    while (a != nullptr && !receive.meets(a->envelope)) a = InOrder::next(*a);
+    while (a != nullptr && !receive.matches(a->envelope)) a = InOrder::next(*a);
     return a;
   }
 
   void post(Receive& receive) {
     receive.number = ++numbers_;
-    shelf(receive).push_back(receive);
+    posted_like(receive).push_back(receive);
     ++posted_;
-    grow_if_crowded();
+    grow_if_full();
   }
-  // Let it wait again, at its old place in the line.
+  // Post it again in its old position.
   void repost(Receive& receive) {
-    Posted& line = shelf(receive);
+    Posted& line = posted_like(receive);
     Receive* later = line.front();
     while (later != nullptr && later->number < receive.number) later = Posted::next(*later);
     if (later != nullptr)
@@ -59,14 +57,14 @@ class Matcher {
     ++posted_;
   }
   void withdraw(Receive& receive) {
-    shelf(receive).remove(receive);
+    posted_like(receive).remove(receive);
     --posted_;
   }
   void queue(UnexpectedMessage& message) {
     message.number = message.envelope.arrival = ++numbers_;
     bucket(message.envelope).arrived.push_back(message);
     order_.push_back(message);
-    grow_if_crowded();
+    grow_if_full();
   }
   void take(UnexpectedMessage& message) {
     bucket(message.envelope).arrived.remove(message);
@@ -77,7 +75,7 @@ class Matcher {
   bool is_empty() const { return posted_ == 0 && order_.empty(); }
   UnexpectedMessage* first_arrived() const { return order_.front(); }
   static UnexpectedMessage* next_arrived(const UnexpectedMessage& a) { return InOrder::next(a); }
-  // Every waiting receive, in no order; those that a visit ends are posted again by nobody meanwhile.
+  // Every posted receive, in the order of posting.
   std::vector<Receive*> all_posted() const;
 
  private:
@@ -95,8 +93,10 @@ class Matcher {
     return (x ^ x >> 32) & (buckets_.size() - 1);
   }
   Bucket& bucket(const Envelope& e) { return buckets_[index(e.context, e.source, e.tag)]; }
-  Posted& shelf(const Receive& r) { return r.is_wild() ? wild_ : buckets_[index(r.context, r.source, r.tag)].posted; }
-  void grow_if_crowded() {
+  Posted& posted_like(const Receive& r) {
+    return r.is_wild() ? wild_ : buckets_[index(r.context, r.source, r.tag)].posted;
+  }
+  void grow_if_full() {
     if (posted_ + order_.size() > 4 * buckets_.size()) [[unlikely]]
       grow();
   }

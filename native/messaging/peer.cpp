@@ -9,10 +9,10 @@ namespace unisono::engine {
 namespace {
 
 constexpr size_t cause_bytes_max = 200;
-// A longer message to oneself is copied in pieces, and the links have their turn between them: 1 ms.
+// A longer message to oneself is copied in pieces of about 1 ms, between which the links have their turn.
 constexpr uint64_t own_bytes_at_once = 4 * 1024 * 1024;
 
-// Words from a peer, safe to print.
+// Text of a peer, safe to print.
 std::string readable(const byte* text, size_t bytes) {
   std::string safe;
   for (size_t i = 0; i < bytes && i < cause_bytes_max; ++i) {
@@ -62,7 +62,7 @@ void Peer::send(Send& send) {
   if (state == State::unopened) services_.open_link(*this);
 }
 
-// Put a message on the link: with its bytes if they are few and the credit allows, else as an offer.
+// Put a message on the link: eagerly if it is short and the credit allows it, else as an RTS.
 bool Peer::start(Send& send) {
   Head head;
   head.dtype = send.dtype;
@@ -94,7 +94,7 @@ bool Peer::start(Send& send) {
   }
   if (!take_slot(send)) return false;
   auto* word = link->own_offer(index_of(send.rendezvous_id));
-  // Without a word only bytes that have not left can be taken back for sure.
+  // Without an offer word only payload that has not left can be withdrawn for certain.
   if (word == nullptr && !send.receive_is_certain) is_eager = false;
   body.prefix[0] = send.rendezvous_id;
   if (is_eager) {
@@ -107,9 +107,9 @@ bool Peer::start(Send& send) {
     body.prefix[1] = reinterpret_cast<uint64_t>(send.data);
     body.prefix_bytes = 16;
   }
-  CooperativeCopy* help =
-      !is_eager && is_worth_help(send.nbytes) ? link->own_help(index_of(send.rendezvous_id)) : nullptr;
-  if (help != nullptr) help->reset();
+  CooperativeCopy* copy =
+      !is_eager && is_worth_sharing(send.nbytes) ? link->own_copy(index_of(send.rendezvous_id)) : nullptr;
+  if (copy != nullptr) copy->reset();
   // relaxed: the frame that follows is published after it
   if (word != nullptr) word->store(static_cast<uint32_t>(OfferWord::offered), std::memory_order_relaxed);
   if (!link->put(send.lane, head, body)) {
@@ -119,24 +119,24 @@ bool Peer::start(Send& send) {
   if (head.header_bytes != 0) headers.keep(send.header, send.header_bytes);
   if (is_eager) credit_used_[lane] += cost(send.nbytes);
   send.state = Send::State::offered;
-  if (help != nullptr) rendezvous_sends_.push_back(send);
+  if (copy != nullptr) shared_copies_.push_back(send);
   return true;
 }
 
-void Peer::leave_rendezvous(Send& send) {
-  if (send.hook.is_in) rendezvous_sends_.remove(send);
+void Peer::stop_sharing(Send& send) {
+  if (send.hook.is_in) shared_copies_.remove(send);
 }
 
-bool Peer::help(size_t piece_bytes) {
-  if (rendezvous_sends_.empty() || !link->can_write() || link->over() != nullptr) return false;
-  // From the last: the receiver begins with the first.
-  for (Send* send = rendezvous_sends_.back(); send != nullptr; send = Queue::before(*send)) {
-    CooperativeCopy& help = *link->own_help(index_of(send->rendezvous_id));
+bool Peer::copy_for_receiver(size_t piece_bytes) {
+  if (shared_copies_.empty() || !link->can_write() || link->over() != nullptr) return false;
+  // The last one first: the receiver begins with the first.
+  for (Send* send = shared_copies_.back(); send != nullptr; send = Queue::before(*send)) {
+    CooperativeCopy& copy = *link->own_copy(index_of(send->rendezvous_id));
     Part part;
     uint64_t guard;
-    const uint64_t place = help.claim_back(send->nbytes, piece_bytes, part, guard);
-    if (place == 0) continue;
-    help.report(part, link->write(guard, place + part.offset, send->data + part.offset, part.bytes));
+    const uint64_t target = copy.claim_back(send->nbytes, piece_bytes, part, guard);
+    if (target == 0) continue;
+    copy.report(part, link->write(guard, target + part.offset, send->data + part.offset, part.bytes));
     link->wake_if_asleep();
     return true;
   }
@@ -156,11 +156,11 @@ bool Peer::cancel(Send& send) {
         break;
       }
       auto* word = link->own_offer(index_of(send.rendezvous_id));
-      // Without a word the sender decides: no byte has left, and a receive that took the offer waits for another
-      // message. What is final has left.
-      if (word != nullptr && !change(*word, OfferWord::withdrawn)) return false;
-      leave_rendezvous(send);
-      // The place is free again only when the peer has forgotten the offer.
+      // Without an offer word the sender decides: no byte has left, and a receive that matched the RTS waits for
+      // another message. A send whose receive is certain has left eagerly.
+      if (word != nullptr && !change_offer(*word, OfferEvent::withdraw)) return false;
+      stop_sharing(send);
+      // The slot is free again when the peer's FIN has come.
       slot_of(send.rendezvous_id)->send = nullptr;
       note(send.lane, Kind::withdraw, send.rendezvous_id);
       break;
@@ -181,7 +181,7 @@ bool Peer::flush() {
   }
   for (Queue& queue : queued_)
     while (Send* send = link->over() == nullptr ? queue.pop_front() : nullptr) {
-      // Out of the queue first: once it has ended it is no longer ours to touch.
+      // Out of the queue first: once it has ended it must not be touched.
       --backlog_;
       if (!start(*send)) {
         queue.push_front(*send);
@@ -196,7 +196,7 @@ bool Peer::flush() {
 
 bool Peer::flush_streams() {
   bool moved = false;
-  // Each stream once, then the others on the link have their turn.
+  // One data frame of each stream, then everything else on the link has its turn.
   for (size_t turns = streams_.size(); turns > 0 && link->over() == nullptr; --turns) {
     Send& send = *streams_.pop_front();
     if (send.streamed < send.nbytes) {
@@ -210,7 +210,7 @@ bool Peer::flush_streams() {
       continue;
     }
     --backlog_;
-    // The place is free again when the peer says so: a new offer on the other lane could overtake the last bytes.
+    // The slot is free again when the peer's FIN has come: a new RTS on the other lane could overtake the last bytes.
     slot_of(send.rendezvous_id)->send = nullptr;
     send.state = Send::State::ended;
     send.end(Outcome::done);
@@ -230,7 +230,7 @@ void Peer::send_to_self(Send& send) {
     return start_copy(send.data, send.nbytes, receive, nullptr, &send);
   }
   if (receive != nullptr) {
-    Inbox::bring(*receive, send.data, send.nbytes);
+    Inbox::deliver(*receive, send.data, send.nbytes);
     send.state = Send::State::ended;
     send.end(Outcome::done);
     receive->end(Outcome::done, rank);
@@ -253,7 +253,7 @@ void Peer::send_to_self(Send& send) {
   message->is_here = true;
   if (is_kept) credit_held_[0] += cost(send.nbytes);
   if (!is_kept || is_long) {
-    // Its bytes stay where they are: the send ends when they have been copied from there.
+    // The payload stays in the sender's buffer, and the send ends when it was copied from there.
     message->payload = send.data;
     message->own = &send;
     send.own = message;
@@ -280,9 +280,9 @@ bool Peer::begin_own(UnexpectedMessage& message, Receive& receive) {
 
 void Peer::start_copy(const byte* from, uint64_t nbytes, Receive* receive, UnexpectedMessage* message, Send* send) {
   auto copy = std::find_if(incoming_.begin(), incoming_.end(),
-                           [](const RendezvousReceive& c) { return c.state == RendezvousReceive::State::none; });
+                           [](const RendezvousReceive& c) { return c.state == RendezvousReceive::State::free; });
   if (copy == incoming_.end()) copy = incoming_.emplace(incoming_.end());
-  copy->state = RendezvousReceive::State::reading;
+  advance(*copy, RendezvousReceive::Event::read);
   copy->peer = this;
   copy->receive = receive;
   copy->arrived = message;
@@ -309,7 +309,7 @@ void Peer::copy_piece(RendezvousReceive& copy, size_t scratch_bytes, size_t piec
 
 void Peer::end_copy(RendezvousReceive& copy, Outcome outcome) {
   services_.stop_reading(copy);
-  copy.state = RendezvousReceive::State::none;
+  advance(copy, RendezvousReceive::Event::copied);
   --own_copies_;
   Receive* receive = std::exchange(copy.receive, nullptr);
   UnexpectedMessage* message = std::exchange(copy.arrived, nullptr);
@@ -317,7 +317,7 @@ void Peer::end_copy(RendezvousReceive& copy, Outcome outcome) {
   if (receive == nullptr) {
     message->payload = message->copy.get();
     message->own = nullptr;
-    // A context that ended meanwhile has dropped what was whole.
+    // A context that ended meanwhile has dropped its complete messages.
     if (services_.inbox.has_ended(message->envelope.context)) {
       on_dropped(*message);
       services_.inbox.remove(*message);
@@ -339,7 +339,7 @@ void Peer::stop_keeping(UnexpectedMessage& message) {
   for (RendezvousReceive& copy : incoming_) {
     if (copy.state != RendezvousReceive::State::reading || copy.arrived != &message) continue;
     services_.stop_reading(copy);
-    copy.state = RendezvousReceive::State::none;
+    advance(copy, RendezvousReceive::Event::abort);
     copy.arrived = nullptr;
     --own_copies_;
     message.copy.reset();
@@ -353,15 +353,15 @@ bool Peer::take_slot(Send& send) {
     if (size == rendezvous_max) return false;
     const size_t more = size == 0 ? 64 : size;
     send_slots_.resize(size + more);
-    // Low numbers first: those have an offer word.
+    // Low indices first: those have an offer word.
     for (size_t i = size + more; i > size; --i) free_slots_.push_back(static_cast<uint32_t>(i - 1));
   }
   const uint32_t index = free_slots_.back();
   free_slots_.pop_back();
-  SendSlot& rendezvous_id = send_slots_[index];
-  rendezvous_id.send = &send;
-  rendezvous_id.is_taken = true;
-  send.rendezvous_id = uint64_t{++rendezvous_id.uses} << 32 | index;
+  SendSlot& slot = send_slots_[index];
+  slot.send = &send;
+  slot.is_taken = true;
+  send.rendezvous_id = uint64_t{++slot.uses} << 32 | index;
   return true;
 }
 
@@ -398,12 +398,12 @@ bool Peer::put_note(const Note& note) {
   return link->put(note.lane, note.head, body);
 }
 
-void Peer::tell_down(std::int32_t gone, const std::string& cause, Fate fate) {
+void Peer::send_down(std::int32_t gone, const std::string& cause, Fate fate) {
   note(Lane::control, Kind::down, static_cast<uint64_t>(gone), static_cast<uint8_t>(fate), 0,
        cause.substr(0, cause_bytes_max));
 }
 
-void Peer::give_up_on(const std::string& cause) {
+void Peer::declare_dead(const std::string& cause) {
   if (state != State::open || link->is_hung_up()) return;
   Note made{Lane::control, {}, cause.substr(0, cause_bytes_max)};
   made.head.word = Head::make_word(Kind::down);
@@ -419,7 +419,7 @@ void Peer::return_credit(Lane lane, uint64_t bytes) {
   const auto at = static_cast<size_t>(lane);
   credit_held_[at] -= bytes;
   credit_due_[at] += bytes;
-  // A quarter at a time: a frame per 16 KiB message at most, one in hundreds of small ones.
+  // A quarter at a time: at most one credit frame per 16 KiB message, and one for hundreds of small ones.
   if (credit_due_[at] < credit_of(lane) / 4) return;
   note(Lane::control, Kind::credit, 0, static_cast<uint8_t>(lane), std::exchange(credit_due_[at], 0));
 }
@@ -427,9 +427,9 @@ void Peer::return_credit(Lane lane, uint64_t bytes) {
 // ---- receiving ----
 
 const char* Peer::on_frame(const Head& head, const byte* body, Lane lane) {
-  // Whoever reads has fewer than this many answers to come.
+  // A peer that reads its replies never has this many outstanding.
   if (notes_.size() > notes_max) [[unlikely]]
-    return "it does not take the answers that it asks for";
+    return "it does not read the replies to its messages";
   switch (head.kind()) {
     case Kind::eager:
     case Kind::rts: return on_message(head, body, lane);
@@ -448,13 +448,13 @@ const char* Peer::on_frame(const Head& head, const byte* body, Lane lane) {
     case Kind::fin: return on_fin(head);
     case Kind::credit:
       if (head.dtype >= lane_count || head.nbytes > credit_used_[head.dtype])
-        return "more credit came back than was given";
+        return "more credit returned than was used";
       credit_used_[head.dtype] -= head.nbytes;
       return nullptr;
     case Kind::withdraw: return on_withdraw(head);
     case Kind::queued:
-      if (SendSlot* rendezvous_id = slot_of(head.context); rendezvous_id != nullptr && rendezvous_id->send != nullptr)
-        rendezvous_id->send->is_queued = true;
+      if (SendSlot* slot = slot_of(head.context); slot != nullptr && slot->send != nullptr)
+        slot->send->is_queued = true;
       return nullptr;
     case Kind::beat: return nullptr;
     case Kind::goodbye: link->on_goodbye(lane); return nullptr;
@@ -462,8 +462,8 @@ const char* Peer::on_frame(const Head& head, const byte* body, Lane lane) {
       if (head.dtype == static_cast<uint8_t>(Fate::given_up))
         verdict = readable(body, head.header_bytes);
       else
-        services_.on_news(head.context, readable(body, head.header_bytes),
-                          head.dtype == static_cast<uint8_t>(Fate::left));
+        services_.on_rank_down(head.context, readable(body, head.header_bytes),
+                               head.dtype == static_cast<uint8_t>(Fate::left));
       return nullptr;
     default: return "a frame of unknown kind";
   }
@@ -476,47 +476,47 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
   HeaderTable& headers = headers_came_[static_cast<size_t>(lane)];
   if ((head.flags() & flag_known) != 0) {
     const std::string& known = headers.at(head.flags() >> place_shift & (header_places - 1));
-    if (known.empty() || head.header_bytes != 0) return "a header is named that has not come";
+    if (known.empty() || head.header_bytes != 0) return "reference to a header that was not sent";
     envelope.header = reinterpret_cast<const byte*>(known.data());
     envelope.header_bytes = static_cast<uint16_t>(known.size());
   } else if (head.header_bytes != 0) {
     headers.keep(envelope.header, head.header_bytes);
   }
   if (is_control(head.tag)) {
-    if (head.nbytes > services_.settings.control_bytes_max) return "a control message is longer than any may be";
+    if (head.nbytes > services_.settings.control_bytes_max) return "a control message longer than any may be";
   } else if (head.nbytes > services_.settings.message_bytes_max) {
-    return "a message is longer than any may be";
+    return "a message longer than message_bytes_max";
   }
   if (is_here) {
     uint64_t& held = credit_held_[static_cast<size_t>(lane)];
-    if (cost(head.nbytes) > credit_of(lane) - held) return "more arrived than the credit allows";
+    if (cost(head.nbytes) > credit_of(lane) - held) return "eager messages beyond the credit";
     held += cost(head.nbytes);
   }
-  RendezvousReceive* ticketed = nullptr;
+  RendezvousReceive* rendezvous = nullptr;
   if (prefix != 0) {
     uint64_t rendezvous_id;
     std::memcpy(&rendezvous_id, body, sizeof rendezvous_id);
     const size_t index = index_of(rendezvous_id);
-    if (index >= rendezvous_max) return "a rendezvous_id is out of range";
+    if (index >= rendezvous_max) return "rendezvous id out of range";
     if (index >= incoming_.size()) incoming_.resize(index + 1);
-    ticketed = &incoming_[index];
-    if (ticketed->state != RendezvousReceive::State::none) return "a rendezvous_id is used twice";
-    *ticketed = RendezvousReceive();
-    ticketed->peer = this;
-    ticketed->rendezvous_id = rendezvous_id;
-    ticketed->nbytes = head.nbytes;
-    if (!is_here) std::memcpy(&ticketed->address, body + sizeof rendezvous_id, sizeof ticketed->address);
+    rendezvous = &incoming_[index];
+    if (rendezvous->state != RendezvousReceive::State::free) return "rendezvous id already in use";
+    *rendezvous = RendezvousReceive();
+    rendezvous->peer = this;
+    rendezvous->rendezvous_id = rendezvous_id;
+    rendezvous->nbytes = head.nbytes;
+    if (!is_here) std::memcpy(&rendezvous->address, body + sizeof rendezvous_id, sizeof rendezvous->address);
   }
   MatchResult match;
   bool is_gone;
   const byte* payload = body + prefix + head.header_bytes;
-  Receive* receive = services_.inbox.take_receive(envelope, is_here, ticketed, match, is_gone);
+  Receive* receive = services_.inbox.take_receive(envelope, is_here, rendezvous, match, is_gone);
   if (is_gone) {
     if (is_here) return_credit(lane, cost(head.nbytes));
-    drop(*ticketed);
+    drop(*rendezvous);
     return nullptr;
   }
-  if (receive == nullptr && is_here && ticketed == nullptr && services_.inbox.has_ended(head.context)) {
+  if (receive == nullptr && is_here && rendezvous == nullptr && services_.inbox.has_ended(head.context)) {
     return_credit(lane, cost(head.nbytes));
     return nullptr;
   }
@@ -525,38 +525,35 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
     if (message == nullptr) return "no memory for a message";
     message->is_here = is_here;
     message->lane = lane;
-    message->has_ticket = ticketed != nullptr;
+    message->has_rendezvous = rendezvous != nullptr;
     if ((head.flags() & flag_run_ahead) != 0) services_.inbox.add_ahead(*message);
-    if (ticketed != nullptr) {
-      message->rendezvous_id = ticketed->rendezvous_id;
-      ticketed->state = RendezvousReceive::State::queued;
-      ticketed->arrived = message;
-      set_queued(*ticketed);
+    if (rendezvous != nullptr) {
+      message->rendezvous_id = rendezvous->rendezvous_id;
+      rendezvous->arrived = message;
+      advance(*rendezvous, RendezvousReceive::Event::queue);
     }
     return nullptr;
   }
   if (!is_here) {
-    begin(*ticketed, *receive, match);
+    begin(*rendezvous, *receive, match);
     return nullptr;
   }
-  Inbox::bring(*receive, payload, head.nbytes);
+  Inbox::deliver(*receive, payload, head.nbytes);
   return_credit(lane, cost(head.nbytes));
-  if (ticketed != nullptr) note(Lane::control, Kind::fin, ticketed->rendezvous_id, static_cast<uint8_t>(Answer::met));
+  if (rendezvous != nullptr) advance(*rendezvous, RendezvousReceive::Event::complete);
   receive->end(Outcome::done, rank);
   return nullptr;
 }
 
 const char* Peer::on_cts(const Head& head) {
-  SendSlot* rendezvous_id = slot_of(head.context);
-  if (rendezvous_id != nullptr && rendezvous_id->send == nullptr)
-    return nullptr;  // taken back; the peer will hear of it
-  if (rendezvous_id == nullptr || rendezvous_id->send->state != Send::State::offered)
-    return "an offer is accepted that was not made";
-  Send& send = *rendezvous_id->send;
-  leave_rendezvous(send);
+  SendSlot* slot = slot_of(head.context);
+  if (slot != nullptr && slot->send == nullptr) return nullptr;  // withdrawn, and the withdrawal is on its way
+  if (slot == nullptr || slot->send->state != Send::State::offered) return "CTS without an RTS";
+  Send& send = *slot->send;
+  stop_sharing(send);
   if (send.nbytes == 0) {
     note(send.lane, Kind::data, send.rendezvous_id);
-    rendezvous_id->send = nullptr;
+    slot->send = nullptr;
     send.state = Send::State::ended;
     send.end(Outcome::done);
     return nullptr;
@@ -568,12 +565,12 @@ const char* Peer::on_cts(const Head& head) {
 }
 
 const char* Peer::on_fin(const Head& head) {
-  SendSlot* rendezvous_id = slot_of(head.context);
-  if (rendezvous_id == nullptr) return "a message is confirmed that was not sent";
-  Send* send = rendezvous_id->send;
+  SendSlot* slot = slot_of(head.context);
+  if (slot == nullptr) return "FIN of an unknown rendezvous";
+  Send* send = slot->send;
   if (send != nullptr && send->state == Send::State::streaming && send->streamed == send->nbytes &&
       !link->holds_data(send->lane, send->rendezvous_id)) {
-    // The last bytes have left since the streams were looked at, and the answer was faster than the next look.
+    // The last bytes have left since the last flush_streams, and the FIN was faster than the next one.
     streams_.remove(*send);
     --backlog_;
     free_slot(head.context);
@@ -581,32 +578,33 @@ const char* Peer::on_fin(const Head& head) {
     send->end(Outcome::done);
     return nullptr;
   }
-  if (send != nullptr && send->state != Send::State::offered) return "a message is confirmed while it is sent";
+  if (send != nullptr && send->state != Send::State::offered) return "FIN before the last data frame";
   free_slot(head.context);
-  if (send == nullptr) return nullptr;  // withdrawn here, and forgotten there
-  leave_rendezvous(*send);
+  if (send == nullptr) return nullptr;  // withdrawn earlier
+  stop_sharing(*send);
   send->state = Send::State::ended;
   send->end(static_cast<Answer>(head.dtype) == Answer::withdrawn ? Outcome::cancelled : Outcome::done);
   return nullptr;
 }
 
 const char* Peer::on_withdraw(const Head& head) {
-  if (index_of(head.context) >= incoming_.size()) return "an offer is taken back that was not made";
+  if (index_of(head.context) >= incoming_.size()) return "withdrawal of an unknown RTS";
   RendezvousReceive& offer = incoming_of(head.context);
   if (offer.rendezvous_id != head.context) return nullptr;
-  if (offer.state == RendezvousReceive::State::queued)
-    take_back(offer);
-  else if (offer.state == RendezvousReceive::State::waiting || offer.state == RendezvousReceive::State::streaming) {
-    if (offer.received != 0) return "an offer is taken back while it is sent";
-    part(offer);
+  switch (offer.state) {
+    case RendezvousReceive::State::free: break;     // our claim came too late, and the sender has its FIN
+    case RendezvousReceive::State::reading: break;  // claimed by its offer word, which an honest sender respects
+    case RendezvousReceive::State::queued: drop_queued(offer); break;
+    case RendezvousReceive::State::awaiting_memory:
+    case RendezvousReceive::State::streaming:
+      if (offer.received != 0) return "withdrawal after the first data frame";
+      unmatch(offer);
   }
-  // Else it was dropped already, when the claim failed: the sender has its answer.
   return nullptr;
 }
 
-void Peer::part(RendezvousReceive& offer) {
+void Peer::unmatch(RendezvousReceive& offer) {
   Receive& receive = *std::exchange(offer.receive, nullptr);
-  if (offer.state == RendezvousReceive::State::streaming) --awaited_;
   drop(offer);
   receive.incoming = nullptr;
   if (receive.is_unwanted) return receive.end(Outcome::cancelled, rank);
@@ -614,7 +612,7 @@ void Peer::part(RendezvousReceive& offer) {
   if (!services_.inbox.serve(receive)) services_.inbox.repost(receive);
 }
 
-void Peer::take_back(RendezvousReceive& offer) {
+void Peer::drop_queued(RendezvousReceive& offer) {
   const uint64_t held = offer.arrived->is_here ? cost(offer.nbytes) : 0;
   const Lane lane = offer.arrived->lane;
   services_.inbox.remove(*offer.arrived);
@@ -624,33 +622,43 @@ void Peer::take_back(RendezvousReceive& offer) {
 
 bool Peer::claim(RendezvousReceive& offer) {
   auto* word = link != nullptr ? link->peers_offer(index_of(offer.rendezvous_id)) : nullptr;
-  if (word == nullptr) return true;
-  return change(*word, OfferWord::reading);
+  return word == nullptr || change_offer(*word, OfferEvent::claim);
 }
 
-// Claim or withdraw an offer: which of the two comes first is decided here.
-bool Peer::change(std::atomic<uint32_t>& word, OfferWord to) {
-  for (const OfferWord from : {OfferWord::offered, OfferWord::queued}) {
-    auto expected = static_cast<uint32_t>(from);
-    // acq_rel: what the other side did before its own change has happened
-    if (word.compare_exchange_strong(expected, static_cast<uint32_t>(to), std::memory_order_acq_rel)) return true;
+void Peer::advance(RendezvousReceive& offer, RendezvousReceive::Event event) {
+  using State = RendezvousReceive::State;
+  using Reply = RendezvousReceive::Reply;
+  const auto& step = RendezvousReceive::transitions.at(offer.state, event);
+  awaited_ += (step.next == State::streaming) - (offer.state == State::streaming);
+  offer.state = step.next;
+  switch (step.action) {
+    case Reply::none: return;
+    case Reply::queued: return reply_queued(offer);
+    case Reply::cts: return note(Lane::control, Kind::cts, offer.rendezvous_id);
+    case Reply::fin_matched:
+      return note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::matched));
+    case Reply::fin_withdrawn:
+      return note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::withdrawn));
   }
-  return false;
 }
 
-// Let the sender know that nobody wants its offer so far: it need not wait for an answer when it leaves.
-void Peer::set_queued(RendezvousReceive& offer) {
-  auto* word = link->peers_offer(index_of(offer.rendezvous_id));
-  if (word == nullptr) return note(Lane::control, Kind::queued, offer.rendezvous_id);
-  auto expected = static_cast<uint32_t>(OfferWord::offered);
-  // relaxed: a hint; if the sender withdrew it meanwhile, it stays withdrawn
-  word->compare_exchange_strong(expected, static_cast<uint32_t>(OfferWord::queued), std::memory_order_relaxed);
+void Peer::reply_queued(RendezvousReceive& offer) {
+  if (auto* word = link->peers_offer(index_of(offer.rendezvous_id)); word != nullptr)
+    change_offer(*word, OfferEvent::queue);  // if the sender withdrew it meanwhile, it stays withdrawn
+  else
+    note(Lane::control, Kind::queued, offer.rendezvous_id);
+}
+
+void Peer::complete(RendezvousReceive& offer, Outcome outcome) {
+  advance(offer, RendezvousReceive::Event::complete);
+  Receive* receive = std::exchange(offer.receive, nullptr);
+  receive->incoming = nullptr;
+  receive->end(outcome, rank);
 }
 
 void Peer::drop(RendezvousReceive& offer) {
-  offer.state = RendezvousReceive::State::none;
   offer.arrived = nullptr;
-  note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::withdrawn));
+  advance(offer, RendezvousReceive::Event::withdraw);
 }
 
 void Peer::begin(RendezvousReceive& offer, Receive& receive, MatchResult match) {
@@ -658,50 +666,34 @@ void Peer::begin(RendezvousReceive& offer, Receive& receive, MatchResult match) 
   offer.arrived = nullptr;
   receive.incoming = &offer;
   if (match == MatchResult::defer && offer.nbytes != 0) {
-    offer.state = RendezvousReceive::State::waiting;
+    advance(offer, RendezvousReceive::Event::defer);
     return receive.want_memory();
   }
   supply(offer);
 }
 
-// The sender decides whether its bytes come or its offer is taken back, also if there are none.
-void Peer::ask_for_data(RendezvousReceive& offer) {
-  offer.state = RendezvousReceive::State::streaming;
-  ++awaited_;
-  note(Lane::control, Kind::cts, offer.rendezvous_id);
-}
-
 void Peer::supply(RendezvousReceive& offer) {
   const bool has_word = link->peers_offer(index_of(offer.rendezvous_id)) != nullptr;
-  if (offer.nbytes == 0 && has_word) {
-    offer.state = RendezvousReceive::State::none;
-    note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::met));
-    offer.receive->incoming = nullptr;
-    return offer.receive->end(Outcome::done, rank);
-  }
+  if (offer.nbytes == 0 && has_word) return complete(offer, Outcome::done);
   if (link->can_read() && has_word) {
-    offer.state = RendezvousReceive::State::reading;
-    offer.help = is_worth_help(offer.nbytes) ? link->peers_help(index_of(offer.rendezvous_id)) : nullptr;
-    const byte* place = offer.help != nullptr && offer.receive->has_fixed_place() ? offer.receive->place() : nullptr;
-    if (place != nullptr)
-      offer.help->ask(place, link->guard());
+    advance(offer, RendezvousReceive::Event::read);
+    offer.shared_copy = is_worth_sharing(offer.nbytes) ? link->peers_copy(index_of(offer.rendezvous_id)) : nullptr;
+    const byte* target =
+        offer.shared_copy != nullptr && offer.receive->has_fixed_place() ? offer.receive->place() : nullptr;
+    if (target != nullptr)
+      offer.shared_copy->ask(target, link->guard());
     else
-      offer.help = nullptr;
+      offer.shared_copy = nullptr;
     return services_.start_reading(offer);
   }
-  ask_for_data(offer);
+  // Without a word only the sender knows whether its RTS still stands, so an empty message needs its answer, too.
+  advance(offer, RendezvousReceive::Event::stream);
 }
 
-void Peer::give_up(RendezvousReceive& offer) {
-  Receive* receive = std::exchange(offer.receive, nullptr);
-  offer.state = RendezvousReceive::State::none;
-  note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::met));
-  receive->incoming = nullptr;
-  receive->end(Outcome::no_memory, rank);
-}
+void Peer::give_up(RendezvousReceive& offer) { complete(offer, Outcome::no_memory); }
 
 const char* Peer::read_piece(RendezvousReceive& offer, byte* scratch, size_t scratch_bytes, size_t piece_bytes) {
-  if (offer.help != nullptr) return read_part(offer, piece_bytes);
+  if (offer.shared_copy != nullptr) return read_part(offer, piece_bytes);
   if (is_self_) {
     copy_piece(offer, scratch_bytes, piece_bytes);
     return nullptr;
@@ -711,11 +703,11 @@ const char* Peer::read_piece(RendezvousReceive& offer, byte* scratch, size_t scr
   const size_t bytes = std::min<uint64_t>(left, place != nullptr ? piece_bytes : scratch_bytes);
   byte* to = place != nullptr ? place + offer.received : scratch;
   if (!link->read(offer.address + offer.received, to, bytes)) {
-    // Its memory cannot be read (any more): let it send the rest, or let its end be noticed.
+    // If the peer is dead, its end will be noticed; if it lives, it has to stream the message.
     if (!link->is_alive()) return nullptr;
-    if (offer.received != 0) return "its memory could be read no longer";
+    if (offer.received != 0) return "its memory became unreadable during a direct read";
     services_.stop_reading(offer);
-    ask_for_data(offer);
+    advance(offer, RendezvousReceive::Event::stream);
     return nullptr;
   }
   const bool is_last = bytes == left;
@@ -723,65 +715,59 @@ const char* Peer::read_piece(RendezvousReceive& offer, byte* scratch, size_t scr
   if (is_last && !confirm(offer, fault)) return fault;
   if (place == nullptr) offer.receive->write(offer.received, scratch, bytes);
   offer.received += bytes;
-  if (is_last) finish_reading(offer);
+  if (!is_last) return nullptr;
+  services_.stop_reading(offer);
+  complete(offer, Outcome::done);
   return nullptr;
 }
 
 const char* Peer::read_part(RendezvousReceive& offer, size_t piece_bytes) {
   Part part;
   CooperativeCopy::Front next;
-  // Once more where all is taken: the sender may be done by now.
-  while ((next = offer.help->claim_front(offer.nbytes, piece_bytes, part)) == CooperativeCopy::Front::part) {
+  // Again once everything is claimed: the sender may have written its parts by now.
+  while ((next = offer.shared_copy->claim_front(offer.nbytes, piece_bytes, part)) == CooperativeCopy::Front::part) {
     if (!link->read(offer.address + part.offset, offer.receive->place() + part.offset, part.bytes)) {
       if (!link->is_alive()) return nullptr;
-      if (offer.received != 0 || !offer.help->close()) return "its memory could be read no longer";
+      if (offer.received != 0 || !offer.shared_copy->close())
+        return "its memory became unreadable during a direct read";
       services_.stop_reading(offer);
-      ask_for_data(offer);
+      advance(offer, RendezvousReceive::Event::stream);
       return nullptr;
     }
     offer.received += part.bytes;
-    if (!offer.help->is_all_taken(offer.nbytes)) return nullptr;
+    if (!offer.shared_copy->is_all_claimed(offer.nbytes)) return nullptr;
   }
-  if (next == CooperativeCopy::Front::broken) return "its help makes no sense";
+  if (next == CooperativeCopy::Front::broken)
+    return "broke the protocol: corrupt cooperative-copy state in shared memory";
   const char* fault = nullptr;
   if (next == CooperativeCopy::Front::wait || !confirm(offer, fault)) return fault;
   offer.received = offer.nbytes;
-  finish_reading(offer);
+  services_.stop_reading(offer);
+  complete(offer, Outcome::done);
   return nullptr;
 }
 
 bool Peer::confirm(RendezvousReceive& offer, const char*& fault) {
-  auto expected = static_cast<uint32_t>(OfferWord::reading);
-  auto* word = link->peers_offer(index_of(offer.rendezvous_id));
   if (!link->is_alive()) return false;
-  if (word->compare_exchange_strong(expected, static_cast<uint32_t>(OfferWord::done), std::memory_order_acq_rel))
-    return true;
-  fault = "it gave us up while its memory was read";
+  if (change_offer(*link->peers_offer(index_of(offer.rendezvous_id)), OfferEvent::finish)) return true;
+  fault = "declared this rank dead during a direct read";
   return false;
 }
 
-void Peer::finish_reading(RendezvousReceive& offer) {
-  services_.stop_reading(offer);
-  offer.state = RendezvousReceive::State::none;
-  note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::met));
-  offer.receive->incoming = nullptr;
-  offer.receive->end(Outcome::done, rank);
-}
-
 void Peer::fence(RendezvousReceive& offer) {
-  if (offer.help == nullptr) return;
+  if (offer.shared_copy == nullptr) return;
   link->shut_guard();
-  offer.help->close();
-  // A write that had passed the guard is under way in the system, where nothing but want of a core can hold it up.
-  while (offer.help->is_being_written() && link->is_starved()) sched_yield();
+  offer.shared_copy->close();
+  // A write that had passed the guard page is inside a system call, which only the lack of a free core can delay.
+  while (offer.shared_copy->is_being_written() && link->is_starved()) sched_yield();
 }
 
 RendezvousReceive* Peer::data_for(const Head& head, const char*& fault) {
-  fault = "data came that was not asked for";
+  fault = "data frame without a CTS";
   if (index_of(head.context) >= incoming_.size()) return nullptr;
   RendezvousReceive& offer = incoming_of(head.context);
   if (offer.state != RendezvousReceive::State::streaming || offer.rendezvous_id != head.context) return nullptr;
-  fault = "data came for a wrong place";
+  fault = "data frame at a wrong offset";
   if (head.tag != offer.received || head.nbytes > offer.nbytes - offer.received) return nullptr;
   if (head.nbytes == 0 && offer.nbytes != 0) return nullptr;
   return &offer;
@@ -789,12 +775,7 @@ RendezvousReceive* Peer::data_for(const Head& head, const char*& fault) {
 
 void Peer::on_data(RendezvousReceive& offer, size_t bytes) {
   offer.received += bytes;
-  if (offer.received < offer.nbytes) return;
-  --awaited_;
-  offer.state = RendezvousReceive::State::none;
-  note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::met));
-  offer.receive->incoming = nullptr;
-  offer.receive->end(Outcome::done, rank);
+  if (offer.received == offer.nbytes) complete(offer, Outcome::done);
 }
 
 void Peer::on_met(const UnexpectedMessage& message) {
@@ -806,10 +787,9 @@ void Peer::on_met(const UnexpectedMessage& message) {
   }
   if (is_self_) return;
   return_credit(message.lane, cost(message.envelope.nbytes));
-  if (!message.has_ticket) return;
-  incoming_of(message.rendezvous_id).state = RendezvousReceive::State::none;
-  // The sender may have taken it back meanwhile; then it has ended, and the answer only frees the rendezvous_id.
-  note(Lane::control, Kind::fin, message.rendezvous_id, static_cast<uint8_t>(Answer::met));
+  if (!message.has_rendezvous) return;
+  // The sender may have withdrawn it meanwhile; its send has then ended, and the FIN only frees the rendezvous id.
+  advance(incoming_of(message.rendezvous_id), RendezvousReceive::Event::complete);
 }
 
 void Peer::on_dropped(const UnexpectedMessage& message) {
@@ -822,29 +802,28 @@ void Peer::on_dropped(const UnexpectedMessage& message) {
 // ---- ending ----
 
 bool Peer::are_rendezvous_settled() const {
-  for (const SendSlot& rendezvous_id : send_slots_) {
-    if (!rendezvous_id.is_taken || rendezvous_id.send == nullptr || rendezvous_id.send->state != Send::State::offered)
-      continue;
-    auto* word = link->own_offer(index_of(rendezvous_id.send->rendezvous_id));
-    // relaxed: asked again until it is so
+  for (const SendSlot& slot : send_slots_) {
+    if (!slot.is_taken || slot.send == nullptr || slot.send->state != Send::State::offered) continue;
+    auto* word = link->own_offer(index_of(slot.send->rendezvous_id));
+    // relaxed: polled until it is so
     const bool is_queued = word != nullptr
                                ? word->load(std::memory_order_relaxed) == static_cast<uint32_t>(OfferWord::queued)
-                               : rendezvous_id.send->is_queued;
+                               : slot.send->is_queued;
     if (!is_queued) return false;
   }
   return true;
 }
 
 void Peer::end_all(Outcome outcome) {
-  // A stopped peer may come back and go on reading: it must find that the memory is no longer offered.
-  for (SendSlot& rendezvous_id : send_slots_) {
-    if (!rendezvous_id.is_taken || rendezvous_id.send == nullptr) continue;
-    if (auto* word = link != nullptr ? link->own_offer(index_of(rendezvous_id.send->rendezvous_id)) : nullptr)
+  // A stopped peer may come back and go on reading: it must find that the offer was revoked.
+  for (SendSlot& slot : send_slots_) {
+    if (!slot.is_taken || slot.send == nullptr) continue;
+    if (auto* word = link != nullptr ? link->own_offer(index_of(slot.send->rendezvous_id)) : nullptr)
       word->exchange(static_cast<uint32_t>(OfferWord::withdrawn), std::memory_order_acq_rel);
-    Send* send = rendezvous_id.send;
+    Send* send = slot.send;
     if (send->state == Send::State::streaming) streams_.remove(*send);
-    if (send->state == Send::State::offered) leave_rendezvous(*send);
-    rendezvous_id.send = nullptr;
+    if (send->state == Send::State::offered) stop_sharing(*send);
+    slot.send = nullptr;
     send->state = Send::State::ended;
     send->end(outcome);
   }
@@ -861,11 +840,12 @@ void Peer::end_all(Outcome outcome) {
         end_copy(offer, offer.receive->is_unwanted ? Outcome::cancelled : outcome);
       continue;
     }
-    const auto was = std::exchange(offer.state, RendezvousReceive::State::none);
+    const auto was = offer.state;
+    advance(offer, RendezvousReceive::Event::abort);
     if (was == RendezvousReceive::State::queued) {
-      // What is here stays receivable; what was only offered cannot be had any more.
+      // An eager message stays receivable; the payload of an RTS is lost.
       if (offer.arrived->is_here)
-        offer.arrived->has_ticket = false;
+        offer.arrived->has_rendezvous = false;
       else
         services_.inbox.remove(*offer.arrived);
     }
@@ -873,11 +853,10 @@ void Peer::end_all(Outcome outcome) {
       services_.stop_reading(offer);
       fence(offer);
     }
-    if (was == RendezvousReceive::State::waiting || was == RendezvousReceive::State::reading ||
-        was == RendezvousReceive::State::streaming) {
+    if (was != RendezvousReceive::State::free && was != RendezvousReceive::State::queued) {
       Receive& receive = *offer.receive;
       receive.incoming = nullptr;
-      // Another rank may serve who takes from any.
+      // A receive from any source may still match another rank's message.
       if (outcome != Outcome::peer_down || receive.source != any_source || receive.is_unwanted) {
         receive.end(receive.is_unwanted ? Outcome::cancelled : outcome, rank);
         continue;

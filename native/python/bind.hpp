@@ -1,4 +1,4 @@
-// What each noun offers the Python module.
+// The bind function of each class of the module unisono._native.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace unisono {
 
-void bind_bell(nanobind::module_& m);
+void bind_completion_eventfd(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_hot_path(nanobind::module_& m);

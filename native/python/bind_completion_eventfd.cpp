@@ -1,4 +1,4 @@
-// The bell as a Python class.
+// CompletionEventFd as a Python class.
 
 #include "python/completion_eventfd.hpp"
 
@@ -10,31 +10,31 @@ namespace unisono {
 
 namespace {
 
-class PyBell {
+class PyCompletionEventFd {
  public:
-  int descriptor() const { return bell_->descriptor(); }
-  std::uint64_t ticket(std::uint64_t number) { return bell_->ticket(number); }
+  int descriptor() const { return event_->descriptor(); }
+  std::uint64_t ticket(std::uint64_t number) { return event_->ticket(number); }
   static std::uint64_t ring() { return reinterpret_cast<std::uint64_t>(&CompletionEventFd::ring); }
 
   nb::list take() {
     nb::list result;
-    for (const auto& [number, code] : bell_->take()) result.append(nb::make_tuple(number, int{code}));
+    for (const auto& [number, code] : event_->take()) result.append(nb::make_tuple(number, int{code}));
     return result;
   }
 
  private:
-  std::shared_ptr<CompletionEventFd> bell_ = std::make_shared<CompletionEventFd>();
+  std::shared_ptr<CompletionEventFd> event_ = std::make_shared<CompletionEventFd>();
 };
 
 }  // namespace
 
-void bind_bell(nb::module_& m) {
-  nb::class_<PyBell>(m, "CompletionEventFd")
+void bind_completion_eventfd(nb::module_& m) {
+  nb::class_<PyCompletionEventFd>(m, "CompletionEventFd")
       .def(nb::init<>())
-      .def("descriptor", &PyBell::descriptor)
-      .def("ticket", &PyBell::ticket)
-      .def_static("ring", &PyBell::ring)
-      .def("take", &PyBell::take);
+      .def("descriptor", &PyCompletionEventFd::descriptor)
+      .def("ticket", &PyCompletionEventFd::ticket)
+      .def_static("ring", &PyCompletionEventFd::ring)
+      .def("take", &PyCompletionEventFd::take);
 }
 
 }  // namespace unisono

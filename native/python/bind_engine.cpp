@@ -1,8 +1,7 @@
-// The engine as a Python class. Checks every argument, converts what ended into tuples, and decides when the GIL is
-// let go. Does not know what messages are for.
+// The engine as a Python class. It checks every argument and converts completions into tuples.
 //
-// The order of locks: the GIL, then the engine's. No Python object is made or dropped with the engine's lock held,
-// because that may run any Python code; the engine's own thread never takes the GIL.
+// The order of locks: the GIL, then the engine's. No Python object is created or released with the engine's lock held,
+// because that may run any Python code. The engine's own thread never takes the GIL.
 
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
@@ -36,7 +35,7 @@ std::int64_t in_ns(double seconds) {
   return seconds >= 1e9 ? std::int64_t{1'000'000'000} * second : seconds > 0 ? std::llround(seconds * 1e9) : 0;
 }
 
-// The address and length of a contiguous buffer. Its owner is kept by the caller until the operation has ended.
+// The address and length of a contiguous buffer. The Python caller keeps its owner until the operation has ended.
 class View {
  public:
   View(nb::handle owner, int flags) {
@@ -52,7 +51,7 @@ class View {
   Py_buffer view_;
 };
 
-// A program as Python holds it. Runs share what is inside: to let go of that never needs the GIL.
+// A program as Python holds it. Runs share the inner object, whose release never needs the GIL.
 struct PyProgram {
   std::shared_ptr<const Program> program;
 };
@@ -63,7 +62,7 @@ class PyEngine {
            const Settings& settings)
       : engine_(rank, size, directory, std::string(secret.c_str(), secret.size()), settings), completions_(engine_) {}
   ~PyEngine() {
-    // Before the completions: the engine ends operations that are the completions's.
+    // Before completions_ goes: closing ends operations that belong to it.
     const GilReleased release;
     engine_.close(0);
   }
@@ -92,7 +91,7 @@ class PyEngine {
     engine_.secure(material);
   }
 
-  // The handle of a send under way; 0 if it is done; the negative outcome if it failed.
+  // The handle of a send; 0 if it is done already; the negative outcome if it failed.
   std::int64_t send(uint64_t id, std::int32_t dst, uint64_t context, uint64_t tag, nb::handle data, uint8_t dtype,
                     nb::bytes header, uint8_t lane, bool sync) {
     check();
@@ -120,7 +119,7 @@ class PyEngine {
     return -static_cast<std::int64_t>(outcome);
   }
 
-  // The handle of a receive under way, or what it ended with.
+  // The handle of a receive, or its completion if it ended at once.
   nb::object receive(uint64_t id, std::int32_t src, uint64_t context, std::int64_t tag, nb::handle into, uint8_t dtype,
                      bool in_order) {
     check();
@@ -145,7 +144,7 @@ class PyEngine {
     });
   }
 
-  // The handle of a run under way, or what it ended with. `op` is negative for a program that reduces nothing.
+  // The handle of a run, or its completion if it ended at once. `op` is negative for a program without reductions.
   nb::object run(uint64_t id, const PyProgram& given, uint64_t context, uint64_t tag, uint8_t dtype, std::int32_t op,
                  nb::handle in, nb::handle out, nb::bytes header, size_t window) {
     check();
@@ -180,7 +179,7 @@ class PyEngine {
     return result;
   }
 
-  // Follow a run that somebody watched until now: its handle, and then its end is told, or how it ended.
+  // Adopt a run of the fast path: its handle, and its completion will be dispatched; or its completion if it has ended.
   nb::object adopt(uint64_t id, std::int64_t handle) {
     Run* run;
     {
@@ -210,26 +209,27 @@ class PyEngine {
     return completions_.cancel(static_cast<uint64_t>(handle));
   }
 
-  // News, if this thread is to tell it; then it goes on with `more` until that is empty.
-  nb::list wait(double timeout, uint64_t pokes_seen, bool is_teller) {
+  // Completions, if this thread is to dispatch them; it then calls `more` until that is empty.
+  nb::list wait(double timeout, uint64_t interrupts_seen, bool is_dispatcher) {
     check();
-    return news(!is_teller, [&](Hold& held) {
-      completions_.wait(held, timeout >= 1e8 ? never : now_ns() + in_ns(timeout), pokes_seen, is_teller);
-      return !completions_.is_empty() && (is_teller || completions_.begin_telling());
+    return completions_for(!is_dispatcher, [&](Hold& held) {
+      completions_.wait(held, timeout >= 1e8 ? never : now_ns() + in_ns(timeout), interrupts_seen, is_dispatcher);
+      return !completions_.is_empty() && (is_dispatcher || completions_.begin_telling());
     });
   }
 
   nb::list pump(double timeout) {
     check();
-    return news(true, [&](Hold& held) {
+    return completions_for(true, [&](Hold& held) {
       completions_.wait_as_pump(held, now_ns() + in_ns(timeout));
       return !completions_.is_empty() && completions_.begin_telling();
     });
   }
 
-  // Further news for the one who tells; `is_last` ends the telling if there is none.
+  // Further completions for the thread that dispatches; `is_last` ends the dispatching if there are none.
   nb::list more(bool is_last) {
-    return news(is_last, [&](Hold&) { return is_last ? !completions_.end_telling() : !completions_.is_empty(); });
+    return completions_for(is_last,
+                           [&](Hold&) { return is_last ? !completions_.end_telling() : !completions_.is_empty(); });
   }
 
   void ignore_context(uint64_t context) {
@@ -314,7 +314,7 @@ class PyEngine {
     if (count == 0) return nullptr;
     view.emplace(given, flags);
     if (view->size() / itemsize != count || view->size() % itemsize != 0)
-      throw nb::value_error("a buffer has another length than the program says");
+      throw nb::value_error("the length of a buffer is not the program's");
     return view->data();
   }
 
@@ -343,23 +343,24 @@ class PyEngine {
     return result;
   }
 
-  // `is_whole`: nothing to tell means that the telling has ended.
+  // `ends_if_empty`: an empty result means that the dispatching has ended.
   template <class May>
-  nb::list news(bool is_whole, May may_tell) {
+  nb::list completions_for(bool ends_if_empty, May may_dispatch) {
     nb::list result;
-    if (!take_news(result, may_tell) || !is_whole) return result;
-    // All it did was to give memory to operations: there is nothing to tell yet.
-    while (result.size() == 0 && take_news(result, [this](Hold&) { return !completions_.end_telling(); })) continue;
+    if (!take_completions(result, may_dispatch) || !ends_if_empty) return result;
+    // All entries were operations that needed memory: look again.
+    while (result.size() == 0 && take_completions(result, [this](Hold&) { return !completions_.end_telling(); }))
+      continue;
     return result;
   }
 
   template <class May>
-  bool take_news(nb::list& result, May may_tell) {
+  bool take_completions(nb::list& result, May may_dispatch) {
     std::vector<CompletionQueue::News> taken;
     {
       const GilReleased release;
       Hold held = engine_.hold();
-      if (!may_tell(held)) return false;
+      if (!may_dispatch(held)) return false;
       taken = completions_.take();
       for (CompletionQueue::News& one : taken)
         if (one.operation != nullptr) one.operation->is_news = false;
@@ -376,7 +377,7 @@ class PyEngine {
         result.append(tuple_of(*one.operation));
         ended.push_back(one.operation);
       } else {
-        bring_memory(static_cast<ReceiveOperation&>(*one.operation));
+        supply_memory(static_cast<ReceiveOperation&>(*one.operation));
       }
     }
     if (ended.empty()) return true;
@@ -385,14 +386,14 @@ class PyEngine {
     return true;
   }
 
-  // A message of unknown length waits at its sender: give it memory that Python will own. The engine may take the
-  // offer back, or find another, whenever its lock is not held: so the memory is for one wish and no other.
-  void bring_memory(ReceiveOperation& op) {
-    uint64_t wish, nbytes;
+  // A message of unknown length waits at its sender: give it memory that Python will own. While the lock is not held
+  // the message may be withdrawn and the receive matched with another one: so the memory is for one request only.
+  void supply_memory(ReceiveOperation& op) {
+    uint64_t request, nbytes;
     {
       const Hold held = engine_.hold();
       if (!op.needs_memory) return;
-      wish = op.wishes;
+      request = op.wishes;
       nbytes = op.met.nbytes;
     }
     PyObject* memory = PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(nbytes));
@@ -401,12 +402,12 @@ class PyEngine {
     PyObject* unused = memory;
     {
       const Hold held = engine_.hold();
-      if (op.needs_memory && op.wishes == wish) {
+      if (op.needs_memory && op.wishes == request) {
         op.needs_memory = false;
         if (at == nullptr) {
           engine_.give_up(op);
         } else {
-          unused = static_cast<PyObject*>(std::exchange(op.owner, memory));  // of an offer that was taken back
+          unused = static_cast<PyObject*>(std::exchange(op.owner, memory));  // of a withdrawn message
           op.into = at;
           engine_.supply(op);
         }
@@ -450,7 +451,7 @@ class PyEngine {
 
 }  // namespace
 
-engine::CompletionQueue& desk_of(nb::handle engine) { return nb::cast<PyEngine&>(engine).completions(); }
+engine::CompletionQueue& completions_of(nb::handle engine) { return nb::cast<PyEngine&>(engine).completions(); }
 
 std::shared_ptr<const engine::Program> program_of(nb::handle program) { return nb::cast<PyProgram&>(program).program; }
 
@@ -470,10 +471,12 @@ void bind_engine(nb::module_& m) {
           [](PyEngine* self, std::int32_t rank, std::int32_t size, const std::string& directory, nb::bytes secret,
              uint64_t eager_bytes, uint64_t eager_credit_bytes, uint64_t message_bytes_max, uint64_t recv_bytes_max,
              uint64_t control_eager_bytes, uint64_t control_credit_bytes, uint64_t control_bytes_max,
-             uint64_t own_credit_bytes, double silence_s, bool shm, bool checksum, bool neighbours, bool direct_read,
-             const std::string& bind, uint16_t port, const std::string& host, bool tls, uint64_t rekey_records) {
+             uint64_t own_credit_bytes, double silence_s, uint64_t stranger_bytes_max, double stranger_s,
+             uint64_t strangers_max, uint64_t strangers_per_address_max, bool shm, bool checksum, bool neighbours,
+             bool direct_read, const std::string& bind, uint16_t port, const std::string& host, bool tls,
+             uint64_t rekey_records) {
             if (rekey_records == 0) throw nb::value_error("rekey_records: allowed: at least 1");
-            Settings settings;
+            Settings settings{};
             settings.eager_bytes = eager_bytes;
             settings.eager_credit_bytes = eager_credit_bytes;
             settings.message_bytes_max = message_bytes_max;
@@ -483,6 +486,10 @@ void bind_engine(nb::module_& m) {
             settings.control_bytes_max = control_bytes_max;
             settings.own_credit_bytes = own_credit_bytes;
             settings.silence_ns = in_ns(silence_s);
+            settings.stranger_bytes_max = stranger_bytes_max;
+            settings.stranger_ns = in_ns(stranger_s);
+            settings.strangers_max = strangers_max;
+            settings.strangers_per_address_max = strangers_per_address_max;
             settings.shm = shm;
             settings.checksum = checksum;
             settings.neighbours = neighbours;
@@ -495,15 +502,14 @@ void bind_engine(nb::module_& m) {
             new (self) PyEngine(rank, size, directory, secret, settings);
           },
           nb::arg("rank"), nb::arg("size"), nb::arg("directory"), nb::arg("secret"), nb::kw_only(),
-          nb::arg("eager_bytes") = 16 * 1024, nb::arg("eager_credit_bytes") = 256 * 1024,
-          nb::arg("message_bytes_max") = uint64_t{1} << 40, nb::arg("recv_bytes_max") = uint64_t{1} << 30,
-          nb::arg("control_eager_bytes") = Settings().control_eager_bytes,
-          nb::arg("control_credit_bytes") = Settings().control_credit_bytes,
-          nb::arg("control_bytes_max") = Settings().control_bytes_max,
-          nb::arg("own_credit_bytes") = Settings().own_credit_bytes, nb::arg("silence_s") = 2.5, nb::arg("shm") = true,
-          nb::arg("checksum") = true, nb::arg("neighbours") = false, nb::arg("direct_read") = true,
-          nb::arg("bind") = "127.0.0.1", nb::arg("port") = 0, nb::arg("host") = "", nb::arg("tls") = false,
-          nb::arg("rekey_records") = Settings().rekey_records)
+          nb::arg("eager_bytes"), nb::arg("eager_credit_bytes"), nb::arg("message_bytes_max"),
+          nb::arg("recv_bytes_max"), nb::arg("control_eager_bytes"), nb::arg("control_credit_bytes"),
+          nb::arg("control_bytes_max"), nb::arg("own_credit_bytes"), nb::arg("silence_s"),
+          nb::arg("stranger_bytes_max"), nb::arg("stranger_s"), nb::arg("strangers_max"),
+          nb::arg("strangers_per_address_max"), nb::arg("shm") = true, nb::arg("checksum") = true,
+          nb::arg("neighbours") = false, nb::arg("direct_read") = true, nb::arg("bind") = "127.0.0.1",
+          nb::arg("port") = 0, nb::arg("host") = "", nb::arg("tls") = false,
+          nb::arg("rekey_records") = Settings{}.rekey_records)
       .def("card", &PyEngine::card)
       .def("secure", &PyEngine::secure, nb::arg("names"), nb::arg("key"), nb::arg("certificate"), nb::arg("authority"))
       .def("connect", &PyEngine::connect, nb::arg("cards"))

@@ -20,7 +20,7 @@
 
 namespace unisono {
 
-engine::CompletionQueue& desk_of(nb::handle engine);
+engine::CompletionQueue& completions_of(nb::handle engine);
 
 namespace {
 
@@ -40,7 +40,7 @@ class FastMessages {
                nb::object array_type, nb::object empty, nb::list dtypes, nb::object status, nb::object any,
                bool is_introduced)
       : call_log(nb::cast<CallLog&>(call_log)),
-        completions(desk_of(engine)),
+        completions(completions_of(engine)),
         context(context),
         members(std::move(members)),
         status(std::move(status)),

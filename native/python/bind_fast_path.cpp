@@ -30,7 +30,7 @@ namespace nb = nanobind;
 
 namespace unisono {
 
-engine::CompletionQueue& desk_of(nb::handle engine);
+engine::CompletionQueue& completions_of(nb::handle engine);
 std::shared_ptr<const engine::Program> program_of(nb::handle program);
 
 namespace {
@@ -109,7 +109,7 @@ class FastPath {
   FastPath(nb::object engine, nb::object call_log, uint64_t context, Py_ssize_t size, size_t window, double stall_s,
            nb::object array_type, nb::object empty, nb::object is_users)
       : call_log(nb::cast<CallLog&>(call_log)),
-        completions(desk_of(engine)),
+        completions(completions_of(engine)),
         context(context),
         size(size),
         window(window > 0 ? window : 1),

@@ -1,5 +1,5 @@
-// The kernels as Python functions. Checks every argument, so that no call from Python can reach memory that is
-// not its own; decides when to let other Python threads run. Does not know what the kernels compute.
+// The kernels as Python functions. Every argument is checked, so that no call from Python can reach memory outside its
+// buffers.
 
 #include <cstdint>
 #include <optional>
@@ -13,9 +13,9 @@ namespace nb = nanobind;
 namespace unisono {
 namespace {
 
-// Below this the GIL is kept. Letting go costs 50 to 90 ns when nobody wants it, and beside busy Python threads it
-// made calls of 1 to 31 KiB up to ten times slower on average, since whoever takes it keeps it for 5 ms. Keeping
-// it holds others up by 1 us for a float32 sum of this size, and by 32 us for float16 without AVX2, the slowest.
+// Below this size the GIL is kept. Releasing it costs 50 to 90 ns without contention, and beside busy Python threads it
+// made calls of 1 to 31 KiB up to ten times slower on average, because another thread keeps it for 5 ms. Keeping it
+// delays others by 1 us for a float32 sum of this size, and by 32 us for float16 without AVX2, the slowest.
 constexpr std::size_t gil_release_bytes = 32 * 1024;
 
 // A contiguous buffer, held for the length of a call: its owner can neither free nor resize it meanwhile.
@@ -88,7 +88,7 @@ void reduce(nb::handle dst_owner, nb::handle a_owner, nb::handle b_owner, nb::ha
   const std::size_t op = parse_code(op_code, op_count, "op");
   const Reduce kernel = require(active_kernels().reduce[dtype][op], "op", dtype);
 
-  // An operand that is the destination itself is not asked for its buffer twice: that is half of a small call.
+  // Acquire the buffer of an in-place operand only once: acquiring is half the time of a small call.
   const Bytes dst(dst_owner, PyBUF_WRITABLE);
   std::optional<Bytes> a_own, b_own;
   const Bytes& a = a_owner.is(dst_owner) ? dst : a_own.emplace(a_owner, PyBUF_SIMPLE);

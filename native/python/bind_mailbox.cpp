@@ -1,4 +1,4 @@
-// The mailbox as a Python class: see contract.Mailbox. Readers wait without the GIL.
+// The mailbox as a Python class: see unisono/messaging/fast_path.py. Readers wait without the GIL.
 
 #include <cmath>
 
@@ -10,7 +10,7 @@ namespace nb = nanobind;
 
 namespace unisono {
 
-engine::CompletionQueue& desk_of(nb::handle engine);
+engine::CompletionQueue& completions_of(nb::handle engine);
 
 namespace {
 
@@ -19,7 +19,7 @@ using namespace engine;
 class PyMailbox {
  public:
   PyMailbox(nb::object engine, uint64_t context, uint64_t tag)
-      : owner_(std::move(engine)), completions_(desk_of(owner_)), engine_(completions_.engine()) {
+      : owner_(std::move(engine)), completions_(completions_of(owner_)), engine_(completions_.engine()) {
     if (engine_.is_forked()) throw nb::value_error("this engine belongs to the parent process");
     const Hold held = engine_.hold();
     box_ = std::make_shared<Mailbox>(engine_, context, tag);
@@ -28,7 +28,7 @@ class PyMailbox {
     if (engine_.is_forked()) return;
     close();
     const Hold held = engine_.hold();
-    // What is still on its way belongs to the engine until it ends.
+    // Operations under way belong to the engine until they end.
     if (!box_->is_idle()) completions_.keep(std::move(box_));
   }
   PyMailbox(const PyMailbox&) = delete;
@@ -117,7 +117,7 @@ class PyMailbox {
   }
 
  private:
-  // What a letter says: its bytes, or (number, outcome, bytes that came) of a message that was expected.
+  // Letters for Python: (source, bytes), or (source, (number, outcome, nbytes)) for the end of an expected message.
   static nb::list list_of(const std::vector<MailboxMessage>& letters) {
     nb::list result;
     for (const MailboxMessage& letter : letters) {

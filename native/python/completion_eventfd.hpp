@@ -1,7 +1,7 @@
-// A bell: threads that know no Python tell it what has happened, and never wait for it.
+// An eventfd with a queue of completions: threads of a foreign library report completions to Python without the GIL.
 //
-// Knows numbers and an eventfd. Does not know what a number stands for. A foreign library that calls back from its own
-// threads is given `ring` and a ticket, which is good for one call; Python takes what was rung when it comes to it.
+// The library is given `ring` as its callback and a ticket, which is good for one call. Python waits for the eventfd
+// and takes the completions.
 
 #pragma once
 
@@ -20,7 +20,7 @@ namespace unisono {
 
 class CompletionEventFd : public std::enable_shared_from_this<CompletionEventFd> {
  public:
-  using Rung = std::pair<std::uint64_t, std::int8_t>;  // number, code
+  using Completion = std::pair<std::uint64_t, std::int8_t>;  // number, code
 
   CompletionEventFd() : event_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     if (!event_) throw std::system_error(errno, std::generic_category(), "eventfd");
@@ -28,40 +28,40 @@ class CompletionEventFd : public std::enable_shared_from_this<CompletionEventFd>
 
   int descriptor() const { return event_.get(); }
 
-  // What `ring` is to be given. The bell lives until every ticket is used.
+  // The argument of one call of `ring`. This object lives until every ticket is used.
   std::uint64_t ticket(std::uint64_t number) {
     return reinterpret_cast<std::uint64_t>(new Ticket{shared_from_this(), number});
   }
 
   static void ring(std::uint64_t ticket, std::int8_t code) noexcept {
     const std::unique_ptr<Ticket> used(reinterpret_cast<Ticket*>(ticket));
-    used->bell->note(used->number, code);
+    used->owner->note(used->number, code);
   }
 
-  std::vector<Rung> take() {
+  std::vector<Completion> take() {
     eventfd_t count;
     const std::lock_guard lock(mutex_);
-    if (rung_.empty()) return {};
+    if (completions_.empty()) return {};
     (void)eventfd_read(event_.get(), &count);
-    return std::exchange(rung_, {});
+    return std::exchange(completions_, {});
   }
 
  private:
   struct Ticket {
-    std::shared_ptr<CompletionEventFd> bell;
+    std::shared_ptr<CompletionEventFd> owner;
     std::uint64_t number;
   };
 
   void note(std::uint64_t number, std::int8_t code) {
     const std::lock_guard lock(mutex_);
-    rung_.emplace_back(number, code);
-    // Whoever takes takes all, so that one write is enough for those in between.
-    if (rung_.size() == 1) (void)eventfd_write(event_.get(), 1);
+    completions_.emplace_back(number, code);
+    // `take` takes all, so one write is enough until then.
+    if (completions_.size() == 1) (void)eventfd_write(event_.get(), 1);
   }
 
   engine::Descriptor event_;
   std::mutex mutex_;
-  std::vector<Rung> rung_;
+  std::vector<Completion> completions_;
 };
 
 }  // namespace unisono

@@ -1,8 +1,8 @@
-// GilReleased: without the GIL, for as long as something below Python takes.
+// GilReleased: releases the GIL for a scope.
 //
-// Knows how a thread comes back to Python, and when it must not. At the end of the interpreter Python ends a thread
-// that comes back by unwinding its stack; through C++ that is the end of the process, with an abort. So before the
-// interpreter ends, it says that nobody comes back any more: those on their way are awaited, all others stay.
+// At interpreter shutdown CPython ends a thread that reacquires the GIL by unwinding its stack, and unwinding through
+// C++ aborts the process. So before shutdown `forbid_reacquire` waits for threads that are reacquiring, and all later
+// ones sleep for ever instead.
 
 #pragma once
 
@@ -22,20 +22,20 @@ class GilReleased {
   GilReleased(const GilReleased&) = delete;
   GilReleased& operator=(const GilReleased&) = delete;
 
-  // Once, when the module is loaded: of those on their way none is in a forked child.
+  // Once, when the module is loaded. A forked child has no thread that is reacquiring.
   static void prepare() {
     static const int once = pthread_atfork(nullptr, nullptr, [] { returning_.store(0); });
     (void)once;
   }
 
-  // From now on only the calling thread comes back. It has the GIL, and has it again afterwards.
+  // From now on only the calling thread may reacquire the GIL. It holds the GIL before and after the call.
   static void forbid_reacquire() {
     last_ = pthread_self();
-    // seq_cst, as below: whoever does not see this is seen among those who return.
+    // seq_cst, as in reacquire: a thread that does not see this is counted in returning_.
     is_last_.store(true);
     PyThreadState* state = PyEval_SaveThread();
-    // Each of them needs the GIL once. Whoever has it for two seconds is not ours to wait for.
-    for (int looks = 0; returning_.load() != 0 && looks < 20'000; ++looks) {
+    // Each of them needs the GIL once. After 2 s a foreign thread holds it, which we do not wait for.
+    for (int checks = 0; returning_.load() != 0 && checks < 20'000; ++checks) {
       const timespec pause{0, 100'000};
       nanosleep(&pause, nullptr);
     }

@@ -1,16 +1,16 @@
-// The module unisono._native: one bind function per noun, nothing else.
+// The module unisono._native.
 
 #include "python/bind.hpp"
 
 NB_MODULE(_native, m) {
-  m.doc() = "The native side of unisono: moves bytes and reduces. It decides nothing.";
-  // A process may end while a thread of it still holds a communicator: that is no leak worth words.
+  m.doc() = "The native engine of unisono: moves bytes, matches messages, runs programs and reduces.";
+  // A process may exit while one of its threads still holds a communicator: nanobind should not warn of that.
   nanobind::set_leak_warnings(false);
   unisono::GilReleased::prepare();
   m.def("forbid_reacquire", &unisono::GilReleased::forbid_reacquire);
-  // Registered before all that use the module, and so called after them.
+  // Registered before any user of the module, and so called after all of theirs.
   nanobind::module_::import_("atexit").attr("register")(m.attr("forbid_reacquire"));
-  unisono::bind_bell(m);
+  unisono::bind_completion_eventfd(m);
   unisono::bind_kernels(m);
   unisono::bind_engine(m);
   unisono::bind_hot_path(m);

@@ -1,7 +1,6 @@
-// The headers that travelled last in one direction of a lane: one that comes again is named instead of sent.
-//
-// Knows texts and their places. Both sides of a lane keep one, in the same order, so that a place means the same on
-// both. A collective's fingerprint is longer than a small message: without it the frame is one cache line.
+// The last headers that travelled in one direction of a lane. A header that comes again is sent as its place in this
+// table: a collective's fingerprint is longer than a small message, and without it the frame is one cache line. Both
+// sides keep the same headers in the same order, so that a place means the same on both.
 
 #pragma once
 
@@ -15,9 +14,9 @@ namespace unisono::engine {
 
 class HeaderTable {
  public:
-  // Its place; `header_places` if it is not here.
+  // The place of a header; `header_places` if it is not kept.
   size_t find(const byte* header, size_t bytes) const {
-    // The newest first: most often one call follows itself.
+    // Newest first: most often the same collective is called again.
     for (size_t i = 1; i <= header_places; ++i) {
       const size_t place = (next_ + header_places - i) % header_places;
       const std::string& one = kept_[place];
@@ -25,7 +24,7 @@ class HeaderTable {
     }
     return header_places;
   }
-  // In place of the oldest. An empty one is not kept.
+  // Replace the oldest one. `header` is not empty.
   void keep(const byte* header, size_t bytes) {
     kept_[next_].assign(reinterpret_cast<const char*>(header), bytes);
     next_ = (next_ + 1) % header_places;

@@ -50,15 +50,19 @@ class Engine:
         directory: str,
         secret: bytes,
         *,
-        eager_bytes: int = ...,
-        eager_credit_bytes: int = ...,
-        message_bytes_max: int = ...,
-        recv_bytes_max: int = ...,
-        control_eager_bytes: int = ...,
-        control_credit_bytes: int = ...,
-        control_bytes_max: int = ...,
-        own_credit_bytes: int = ...,
-        silence_s: float = ...,
+        eager_bytes: int,
+        eager_credit_bytes: int,
+        message_bytes_max: int,
+        recv_bytes_max: int,
+        control_eager_bytes: int,
+        control_credit_bytes: int,
+        control_bytes_max: int,
+        own_credit_bytes: int,
+        silence_s: float,
+        stranger_bytes_max: int,
+        stranger_s: float,
+        strangers_max: int,
+        strangers_per_address_max: int,
         shm: bool = ...,
         checksum: bool = ...,
         neighbours: bool = ...,
@@ -122,7 +126,7 @@ class Engine:
     # Completions, in order. `wait` and `pump` wait for them without the GIL; `wait` makes progress. A thread
     # that gets some is the dispatcher: it dispatches them, then calls `more` until that returns none. Until
     # then other threads get nothing.
-    def wait(self, timeout: float, interrupt_count: int, is_teller: bool) -> list[tuple[Any, ...]]: ...
+    def wait(self, timeout: float, interrupt_count: int, is_dispatcher: bool) -> list[tuple[Any, ...]]: ...
     def pump(self, timeout: float) -> list[tuple[Any, ...]]: ...
     def more(self, is_last: bool) -> list[tuple[Any, ...]]: ...
     # Report no more unclaimed messages of this context.

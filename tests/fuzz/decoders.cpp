@@ -22,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "../native/settings.hpp"
 #include "connect/connector.hpp"
 #include "link/tcp_link.hpp"
 
@@ -61,12 +62,12 @@ class SomeReceive final : public Receive {
   byte into_[300];
 };
 
-class Around final : public PeerServices {
+class Services final : public PeerServices {
  public:
   void open_link(Peer&) override {}
   void start_reading(RendezvousReceive& offer) override { readers.push_back(offer); }
   void stop_reading(RendezvousReceive& offer) override { readers.remove(offer); }
-  void on_news(uint64_t, std::string, bool) override {}
+  void on_rank_down(uint64_t, std::string, bool) override {}
   IntrusiveList<RendezvousReceive, &RendezvousReceive::hook> readers;
 };
 
@@ -74,6 +75,7 @@ class Around final : public PeerServices {
 class Place {
  public:
   Place() : peer_(services_, 1, false) {
+    services_.settings = test_settings();
     services_.settings.eager_bytes = 64;
     services_.settings.eager_credit_bytes = 1024;
   }
@@ -109,7 +111,7 @@ class Place {
         if (peer_.read_piece(*services_.readers.front(), scratch, sizeof scratch, sizeof scratch) != nullptr) return;
       for (SomeReceive& receive : receives_)
         if (receive.is_late_ && receive.incoming != nullptr &&
-            receive.incoming->state == RendezvousReceive::State::waiting)
+            receive.incoming->state == RendezvousReceive::State::awaiting_memory)
           peer_.supply(*receive.incoming);
       if (peer_.has_backlog() && peer_.link->over() == nullptr) peer_.flush();
     }
@@ -123,7 +125,7 @@ class Place {
   }
 
  private:
-  Around services_;
+  Services services_;
   Peer peer_;
   SomeReceive receives_[6];
   SomeSend sends_[3];
@@ -252,16 +254,16 @@ void feed_ring(const Input& input) {
   place.close();
 }
 
-// ---- a greeting ----
+// ---- a handshake ----
 
-class Hall final : public Host {
+class AdmitAll final : public ConnectionOwner {
  public:
   Admission admit(std::int32_t, Medium, Lane) override { return Admission::welcome; }
-  void on_connection(NewConnection) override { ++guests; }
+  void on_connection(NewConnection) override { ++connections; }
   void on_refused(std::int32_t, const std::string&, Admission) override {}
   bool is_given_up(std::int32_t) override { return false; }
   void on_answer(std::int32_t, bool) override {}
-  size_t guests = 0;
+  size_t connections = 0;
 };
 
 constexpr char secret[] = "secret";
@@ -273,20 +275,20 @@ Proof proof_of(const char* role, const Hello& hello, const byte* nonce) {
                      std::strlen(role), words.data(), words.size());
 }
 
-// The first byte says who speaks: a caller (0), one whose hello is sound (1), one who proves itself (2), or whom we
+// The first byte chooses the sender: a stranger (0), with a sound hello (1), with a proof (2), or an acceptor that we
 // called (3), with the right proof (4).
-void feed_door(const Input& input, const std::string& folder) {
+void feed_connector(const Input& input, const std::string& folder) {
   static Poller poller;
   static Presence presence;
-  static Hall hall;
+  static AdmitAll owner;
   static std::unique_ptr<Connector> connector;
   static Descriptor listener;
   static sockaddr_un address{};
   static std::string path = folder + "/them.sock";
-  Settings settings;
+  Settings settings = test_settings();
   if (connector == nullptr) {
     check(poller.open() && presence.open(), "there is memory");
-    connector = std::make_unique<Connector>(hall, poller);
+    connector = std::make_unique<Connector>(owner, poller);
     connector->open(0, 2, folder, secret, settings, presence);
     address.sun_family = AF_UNIX;
     std::snprintf(address.sun_path, sizeof address.sun_path, "%s", path.c_str());
@@ -470,7 +472,7 @@ int main(int argc, char** argv) {
     if (decoder == "tcp") return feed_tcp(input);
     if (decoder == "ring") return feed_ring(input);
     check(decoder == "connector", "the decoder is one of tcp, ring, connector");
-    feed_door(input, folder);
+    feed_connector(input, folder);
   };
   for (const Input& input : corpus) feed(input);
   Mutator mutator(static_cast<unsigned>(std::strtoul(argv[3], nullptr, 10)), std::move(corpus));

@@ -1,5 +1,6 @@
-// Rings, wake-ups, offers and desks on threads, for the thread sanitizer: a ring with random frames, and engines whose
-// threads spin, sleep, ring, take back and leave at random. Exits with 0 if every byte arrived in order.
+// Rings, wake-ups, rendezvous and completion queues on threads, for the thread sanitizer: a ring with random frames,
+// and engines whose threads spin, sleep, wake each other, cancel and leave at random. Exits with 0 if every byte
+// arrived in order.
 //
 // engine_test [one of the tests, such as mailboxes]
 
@@ -19,11 +20,12 @@
 #include <vector>
 
 #include "base/digest.hpp"
-#include "clerk.hpp"
 #include "engine/engine.hpp"
 #include "engine/pingpong.hpp"
+#include "engine_harness.hpp"
 #include "link/ring.hpp"
-#include "office.hpp"
+#include "mailbox_harness.hpp"
+#include "settings.hpp"
 
 using namespace unisono::engine;
 
@@ -97,6 +99,73 @@ void test_ring(unsigned seed) {
   producer.join();
 }
 
+// Every row of a machine's table is in the array, every other pair is refused, and every state can be reached.
+template <class State, class Event, class Table>
+void check_machine(const Table& table, std::initializer_list<State> starts, const char* what) {
+  size_t listed = 0;
+  std::vector<bool> reached(Table::state_count);
+  std::vector<State> next = starts;
+  for (const State start : starts) reached[static_cast<size_t>(start)] = true;
+  while (!next.empty()) {
+    const State state = next.back();
+    next.pop_back();
+    for (size_t e = 0; e < Table::event_count; ++e) {
+      const auto event = static_cast<Event>(e);
+      if (!table.allows(state, event)) continue;
+      ++listed;
+      const State to = table.next(state, event);
+      if (!reached[static_cast<size_t>(to)]) next.push_back(to);
+      reached[static_cast<size_t>(to)] = true;
+    }
+  }
+  check(std::find(reached.begin(), reached.end(), false) == reached.end(), what);
+  check(listed == table.row_count, what);
+}
+
+void test_machines() {
+  check_machine<Reading, ReadEvent>(read_transitions, {Reading::ready}, "the reading half of a connection is whole");
+  check_machine<Writing, WriteEvent>(write_transitions, {Writing::open}, "the writing half of a connection is whole");
+  static_assert(!read_transitions.allows(Reading::ended, ReadEvent::end_of_stream), "a stream ends once");
+  static_assert(!write_transitions.allows(Writing::closed, WriteEvent::full), "nothing is written after the end");
+
+  check_machine<HandshakeState, HandshakeEvent>(handshake_transitions, {HandshakeState::due, HandshakeState::accepted},
+                                                "the handshake is whole on both sides");
+  static_assert(!handshake_transitions.allows(HandshakeState::await_hello, HandshakeEvent::welcome),
+                "nobody is admitted without a proof");
+  static_assert(!handshake_transitions.allows(HandshakeState::tls_accept, HandshakeEvent::message),
+                "nothing is read before TLS is done");
+
+  check_machine<Leader, LeaderEvent>(leader_transitions, {Leader::absent}, "the mailbox leader is whole");
+  static_assert(!leader_transitions.allows(Leader::polling, LeaderEvent::succeed), "a present leader is not replaced");
+  static_assert(!leader_transitions.allows(Leader::resting, LeaderEvent::succeed), "nor one that rests");
+
+  check_machine<OfferWord, OfferEvent>(offer_transitions, {OfferWord::free}, "the offer word is whole");
+  // A claim and a withdrawal exclude each other, and only what was claimed can be finished.
+  for (uint32_t from = 0; from < offer_word_count; ++from) {
+    std::atomic<uint32_t> word{from};
+    const bool is_open =
+        from == static_cast<uint32_t>(OfferWord::offered) || from == static_cast<uint32_t>(OfferWord::queued);
+    check(change_offer(word, OfferEvent::claim) == is_open, "an offer can be claimed while it is open");
+    check(!is_open || !change_offer(word, OfferEvent::withdraw), "a claimed offer cannot be withdrawn");
+    word = from;
+    check(change_offer(word, OfferEvent::withdraw) == is_open, "an offer can be withdrawn while it is open");
+    check(!is_open || !change_offer(word, OfferEvent::claim), "a withdrawn offer cannot be claimed");
+    word = from;
+    check(change_offer(word, OfferEvent::finish) == (from == static_cast<uint32_t>(OfferWord::reading)),
+          "a claimed offer can be finished, no other");
+  }
+  std::atomic<uint32_t> wild{77};
+  check(!change_offer(wild, OfferEvent::claim) && wild == 77, "a word that is no state allows nothing");
+
+  using Rendezvous = RendezvousReceive;
+  check_machine<Rendezvous::State, Rendezvous::Event>(Rendezvous::transitions, {Rendezvous::State::free},
+                                                      "the receiving side of a rendezvous is whole");
+  static_assert(!Rendezvous::transitions.allows(Rendezvous::State::reading, Rendezvous::Event::withdraw),
+                "a message that is read cannot be withdrawn");
+  static_assert(!Rendezvous::transitions.allows(Rendezvous::State::streaming, Rendezvous::Event::read),
+                "a message that streams is not read as well");
+}
+
 // RFC 3720, B.4; and in two pieces as in one.
 void test_checksum() {
   const auto* digits = reinterpret_cast<const std::byte*>("123456789");
@@ -108,7 +177,7 @@ void test_checksum() {
 
 // Two engines and two threads each: messages of all kinds with pauses long enough for the engines to fall asleep.
 void test_wake_ups(const char* folder, unsigned seed, bool shm) {
-  Settings settings;
+  Settings settings = test_settings();
   settings.shm = shm;
   auto engines = make_engines(2, folder, settings);
   std::vector<std::thread> threads;
@@ -146,7 +215,7 @@ void test_wake_ups(const char* folder, unsigned seed, bool shm) {
 // Others say that a rank has left, while a greeting with it is under way: what it sends on the link that the greeting
 // makes still arrives.
 void test_rumour(const char* folder, bool shm) {
-  Settings settings;
+  Settings settings = test_settings();
   settings.shm = shm;
   auto engines = make_engines(2, folder, settings);
   Engine &one = *engines[0], &two = *engines[1];
@@ -160,7 +229,7 @@ void test_rumour(const char* folder, bool shm) {
   Hold held = two.hold();
   check(two.start(receive) && two.start(hello, 0), "the engine is open");
   check(two.peer(0).state == Peer::State::opening, "a greeting begins");
-  two.on_news(0, "left", true);
+  two.on_rank_down(0, "left", true);
   check(two.peer(0).state == Peer::State::opening, "a rumour does not end a greeting");
   held.unlock();
   {
@@ -174,12 +243,12 @@ void test_rumour(const char* folder, bool shm) {
   for (auto& engine : engines) engine->close(second);
 }
 
-// A link that takes everything and says when it is gone.
-class BioSocket final : public Link {
+// A link that takes every byte and holds data while `is_full`.
+class SinkLink final : public Link {
  public:
-  explicit BioSocket(uint64_t& rendezvous_id) : ticket_(rendezvous_id) {}
+  explicit SinkLink(uint64_t& rendezvous_id) : rendezvous_id_(rendezvous_id) {}
   bool put(Lane, Head head, const Body& body) override {
-    if (head.kind() == Kind::rts) ticket_ = body.prefix[0];
+    if (head.kind() == Kind::rts) rendezvous_id_ = body.prefix[0];
     return true;
   }
   size_t put_data(Lane, uint64_t, uint64_t, const std::byte*, uint64_t left) override { return left; }
@@ -188,19 +257,20 @@ class BioSocket final : public Link {
   size_t eager_bytes_max(Lane) const override { return 0; }
   bool was_heard() override { return true; }
   void beat() override {}
-  const char* name() const override { return "wire"; }
+  const char* name() const override { return "sink"; }
   bool is_full = true;
 
  private:
-  uint64_t& ticket_;
+  uint64_t& rendezvous_id_;
 };
 
-class Alone final : public PeerServices {
+class NoServices final : public PeerServices {
  public:
+  NoServices() { settings = test_settings(); }
   void open_link(Peer&) override {}
   void start_reading(RendezvousReceive&) override {}
   void stop_reading(RendezvousReceive&) override {}
-  void on_news(uint64_t, std::string, bool) override {}
+  void on_rank_down(uint64_t, std::string, bool) override {}
 };
 
 class LongSend final : public Send {
@@ -212,11 +282,11 @@ class LongSend final : public Send {
 // The last bytes of a long message leave, and the answer comes before the next look at what was sent. An answer before
 // the last bytes have left is a fault.
 void test_early_answer(bool is_too_early) {
-  Alone around;
-  Peer peer(around, 1, false);
+  NoServices services;
+  Peer peer(services, 1, false);
   uint64_t rendezvous_id = 0;
-  auto made = std::make_unique<BioSocket>(rendezvous_id);
-  BioSocket& wire = *made;
+  auto made = std::make_unique<SinkLink>(rendezvous_id);
+  SinkLink& link = *made;
   peer.on_open(std::move(made));
   LongSend send;
   const std::vector<std::byte> data(1 << 20);
@@ -229,16 +299,16 @@ void test_early_answer(bool is_too_early) {
   check(peer.on_frame(head, nullptr, Lane::control) == nullptr, "an offer may be accepted");
   peer.flush();
   check(send.ends == 0 && peer.has_backlog(), "bytes are on their way");
-  wire.is_full = is_too_early;
+  link.is_full = is_too_early;
   head.word = Head::make_word(Kind::fin);
   check((peer.on_frame(head, nullptr, Lane::control) == nullptr) == !is_too_early, "an answer follows the last byte");
   check(send.ends == (is_too_early ? 0 : 1) && peer.has_backlog() == is_too_early, "it has ended with the answer");
-  wire.is_full = false;
+  link.is_full = false;
   if (is_too_early) peer.flush();
   check(send.ends == 1, "it has ended");
 }
 
-// ---- desks ----
+// ---- completion queues ----
 
 uint32_t value_of(int rank, uint64_t context, int turn, size_t i) {
   return static_cast<uint32_t>(i * 31 + static_cast<size_t>(rank) * 1009 + context * 7 + static_cast<size_t>(turn));
@@ -279,20 +349,20 @@ std::shared_ptr<const Program> sum_of_all(int rank, int size, std::int64_t count
 
 // Several engines with a completions and a pump each, and two threads that start runs and messages of unknown length:
 // who waits tells, also what the other waits for.
-void test_desks(const char* folder, unsigned seed, bool shm) {
+void test_completion_queues(const char* folder, unsigned seed, bool shm) {
   constexpr int size = 4, turns = 40;
-  Settings settings;
+  Settings settings = test_settings();
   settings.shm = shm;
   settings.direct_read = seed % 2 == 0;
   auto engines = make_engines(size, folder, settings);
   {
-    std::vector<std::unique_ptr<Office>> offices;
-    for (auto& engine : engines) offices.push_back(std::make_unique<Office>(*engine));
+    std::vector<std::unique_ptr<EngineHarness>> harnesses;
+    for (auto& engine : engines) harnesses.push_back(std::make_unique<EngineHarness>(*engine));
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size; ++rank)
       for (uint64_t context = 1; context <= 2; ++context)
         threads.emplace_back([&, rank, context] {
-          Office& office = *offices[rank];
+          EngineHarness& harness = *harnesses[rank];
           std::mt19937 lengths(seed * 31 + static_cast<unsigned>(context)), pauses(seed + static_cast<unsigned>(rank));
           for (int turn = 0; turn < turns; ++turn) {
             const size_t count = turn % 4 == 0 ? 5'000 + lengths() % 40'000 : 2 + lengths() % 500;
@@ -310,13 +380,13 @@ void test_desks(const char* folder, unsigned seed, bool shm) {
             const int right = (rank + 1) % size, left = (rank + size - 1) % size;
             const std::vector<byte> letter(count, static_cast<byte>(rank + turn));
             // Messages beside the run, on a context of their own: sent before it and received after it has begun.
-            const auto sent = office.send(letter, right, context + 10, 0, turn % 3 == 0);
-            const auto ran = office.run(sum_of_all(rank, size, static_cast<std::int64_t>(count)), stage,
-                                        "turn " + std::to_string(turn));
+            const auto sent = harness.send(letter, right, context + 10, 0, turn % 3 == 0);
+            const auto ran = harness.run(sum_of_all(rank, size, static_cast<std::int64_t>(count)), stage,
+                                         "turn " + std::to_string(turn));
             if (pauses() % 4 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(pauses() % 4));
-            const auto received = office.receive(nullptr, left, context + 10, 0);
+            const auto received = harness.receive(nullptr, left, context + 10, 0);
             const std::int64_t deadline = now_ns() + 60 * second;
-            check(office.wait(ran, deadline) && office.wait(sent, deadline) && office.wait(received, deadline),
+            check(harness.wait(ran, deadline) && harness.wait(sent, deadline) && harness.wait(received, deadline),
                   "all ends");
             const Hold held = engines[rank]->hold();
             check(ran->outcome == Outcome::done && sent->outcome == Outcome::done && received->outcome == Outcome::done,
@@ -336,12 +406,12 @@ void test_desks(const char* folder, unsigned seed, bool shm) {
 
 // One side takes offers back at random, the other its receives: exactly what was not taken back arrives, in order.
 void test_offers(const char* folder, unsigned seed, bool shm, bool direct_read) {
-  Settings settings;
+  Settings settings = test_settings();
   settings.shm = shm;
   settings.direct_read = direct_read;
   auto engines = make_engines(2, folder, settings);
   {
-    Office sender(*engines[0]), receiver(*engines[1]);
+    EngineHarness sender(*engines[0]), receiver(*engines[1]);
     constexpr size_t count = 300;
     std::vector<uint32_t> kept, came;
     std::thread out([&] {
@@ -349,33 +419,33 @@ void test_offers(const char* folder, unsigned seed, bool shm, bool direct_read) 
       for (uint32_t number = 0; number <= count; ++number) {
         std::vector<byte> data(number % 3 == 0 ? 100 : 20'000 + random() % 100'000, static_cast<byte>(number));
         std::memcpy(data.data(), &number, sizeof number);
-        const auto slip = sender.send(data, 1, 5, 0, true);
+        const auto operation = sender.send(data, 1, 5, 0, true);
         if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
         const bool is_last = number == count;
-        if (!is_last && random() % 2 == 0) sender.cancel(*slip);
-        check(sender.wait(slip, now_ns() + 60 * second), "every send ends");
+        if (!is_last && random() % 2 == 0) sender.cancel(*operation);
+        check(sender.wait(operation, now_ns() + 60 * second), "every send ends");
         const Hold held = engines[0]->hold();
-        check(slip->outcome == Outcome::done || slip->outcome == Outcome::cancelled, "well, or taken back");
-        if (slip->outcome == Outcome::done) kept.push_back(number);
+        check(operation->outcome == Outcome::done || operation->outcome == Outcome::cancelled, "well, or taken back");
+        if (operation->outcome == Outcome::done) kept.push_back(number);
       }
     });
     std::thread in([&] {
       std::mt19937 random(seed + 1);
       std::vector<byte> memory(200'000);
       for (;;) {
-        const auto slip = receiver.receive(random() % 2 == 0 ? &memory : nullptr, 0, 5, 0);
+        const auto operation = receiver.receive(random() % 2 == 0 ? &memory : nullptr, 0, 5, 0);
         if (random() % 4 == 0) {
-          receiver.wait(slip, now_ns() + static_cast<std::int64_t>(random() % 300) * 1000);
-          receiver.cancel(*slip);
+          receiver.wait(operation, now_ns() + static_cast<std::int64_t>(random() % 300) * 1000);
+          receiver.cancel(*operation);
         }
-        check(receiver.wait(slip, now_ns() + 60 * second), "every receive ends");
+        check(receiver.wait(operation, now_ns() + 60 * second), "every receive ends");
         const Hold held = engines[1]->hold();
-        if (slip->outcome == Outcome::cancelled) continue;
-        check(slip->outcome == Outcome::done, "well, or taken back");
-        const byte* data = slip->bytes.empty() ? memory.data() : slip->bytes.data();
+        if (operation->outcome == Outcome::cancelled) continue;
+        check(operation->outcome == Outcome::done, "well, or taken back");
+        const byte* data = operation->bytes.empty() ? memory.data() : operation->bytes.data();
         uint32_t number;
         std::memcpy(&number, data, sizeof number);
-        for (size_t i = sizeof number; i < slip->nbytes; ++i) check(data[i] == static_cast<byte>(number), "whole");
+        for (size_t i = sizeof number; i < operation->nbytes; ++i) check(data[i] == static_cast<byte>(number), "whole");
         came.push_back(number);
         if (number == count) return;
       }
@@ -392,12 +462,12 @@ void test_parts(unsigned seed) {
   std::mt19937 random(seed);
   for (const uint64_t nbytes : {uint64_t{128} * 1024, uint64_t{200'001}, uint64_t{1} << 20, uint64_t{9'999'999}}) {
     constexpr uint64_t most = 1 << 20;
-    CooperativeCopy help;
-    help.reset();
+    CooperativeCopy copy;
+    copy.reset();
     Part part;
     uint64_t guard = 0;
-    check(help.take_back(nbytes, most, part, guard) == 0, "nobody helps unasked");
-    help.ask(reinterpret_cast<const byte*>(uint64_t{4096}), 77);
+    check(copy.claim_back(nbytes, most, part, guard) == 0, "nobody is_sender unasked");
+    copy.ask(reinterpret_cast<const byte*>(uint64_t{4096}), 77);
     std::vector<bool> seen(nbytes);
     const auto note = [&](const Part& p) {
       check(p.bytes != 0 && p.bytes <= most && p.offset + p.bytes <= nbytes, "inside the message");
@@ -410,42 +480,42 @@ void test_parts(unsigned seed) {
     bool has_failed = false;
     CooperativeCopy::Front front;
     do {
-      const bool helps = random() % 2 == 0 && !has_failed && help.take_back(nbytes, most, part, guard) != 0;
-      if (helps) check(guard == 77 && help.is_being_written(), "it is known who writes");
-      has_failed = has_failed || (helps && fails && random() % 2 == 0);
-      if (helps && !has_failed) note(part);
-      if (helps) help.gave(part, !has_failed);
-      check(!help.is_being_written(), "and when it has ended");
-      if ((front = help.claim_front(nbytes, most, part)) == CooperativeCopy::Front::part) note(part);
+      const bool is_sender = random() % 2 == 0 && !has_failed && copy.claim_back(nbytes, most, part, guard) != 0;
+      if (is_sender) check(guard == 77 && copy.is_being_written(), "it is known who writes");
+      has_failed = has_failed || (is_sender && fails && random() % 2 == 0);
+      if (is_sender && !has_failed) note(part);
+      if (is_sender) copy.report(part, !has_failed);
+      check(!copy.is_being_written(), "and when it has ended");
+      if ((front = copy.claim_front(nbytes, most, part)) == CooperativeCopy::Front::part) note(part);
     } while (front == CooperativeCopy::Front::part);
     check(front == CooperativeCopy::Front::complete, "all is taken and written");
     check(std::find(seen.begin(), seen.end(), false) == seen.end(), "every byte");
   }
-  CooperativeCopy help;
-  help.reset();
-  help.ask(reinterpret_cast<const byte*>(uint64_t{4096}), 77);
+  CooperativeCopy copy;
+  copy.reset();
+  copy.ask(reinterpret_cast<const byte*>(uint64_t{4096}), 77);
   Part part;
   uint64_t guard;
-  check(help.take_back(1 << 20, 1 << 20, part, guard) != 0 && !help.close(), "it has been helped");
-  check(help.take_back(1 << 20, 1 << 20, part, guard) == 0, "and is so no more");
+  check(copy.claim_back(1 << 20, 1 << 20, part, guard) != 0 && !copy.close(), "it has been helped");
+  check(copy.claim_back(1 << 20, 1 << 20, part, guard) == 0, "and is so no more");
   // Whatever the other side writes, no part reaches beyond the message.
   for (int i = 0; i < 10'000; ++i) {
     auto words = std::array<uint64_t, sizeof(CooperativeCopy) / 8>();
     for (auto& word : words) word = (uint64_t{random()} << 32 | random()) >> random() % 64;
-    std::memcpy(static_cast<void*>(&help), words.data(), sizeof words);
+    std::memcpy(static_cast<void*>(&copy), words.data(), sizeof words);
     const uint64_t nbytes = 1 + random() % 10'000'000;
-    if (help.claim_front(nbytes, 1 << 20, part) == CooperativeCopy::Front::part)
+    if (copy.claim_front(nbytes, 1 << 20, part) == CooperativeCopy::Front::part)
       check(part.offset < nbytes && part.bytes <= nbytes - part.offset, "inside the message");
-    if (help.take_back(nbytes, 1 << 20, part, guard) != 0)
+    if (copy.claim_back(nbytes, 1 << 20, part, guard) != 0)
       check(part.offset < nbytes && part.bytes <= nbytes - part.offset, "inside the message");
   }
 }
 
 // Long messages one after the other, whose sender waits and so helps: every byte arrives.
 void test_help(const char* folder, unsigned seed) {
-  auto engines = make_engines(2, folder, Settings());
+  auto engines = make_engines(2, folder, test_settings());
   {
-    Office sender(*engines[0]), receiver(*engines[1]);
+    EngineHarness sender(*engines[0]), receiver(*engines[1]);
     constexpr size_t count = 60, bytes_max = 3'000'000;
     const auto drawn = [](std::mt19937& random) { return 100'000 + random() % (bytes_max - 100'000); };
     const auto byte_of = [](size_t number, size_t i) { return static_cast<byte>((i * 2654435761 + number * 97) >> 7); };
@@ -464,12 +534,12 @@ void test_help(const char* folder, unsigned seed) {
       for (size_t number = 0; number < count; ++number) {
         std::fill(memory.begin(), memory.end(), byte{0});
         if (pause() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(pause() % 500));
-        const auto slip = receiver.receive(&memory, 0, 5, 0);
-        check(receiver.wait(slip, now_ns() + 60 * second), "every receive ends");
+        const auto operation = receiver.receive(&memory, 0, 5, 0);
+        check(receiver.wait(operation, now_ns() + 60 * second), "every receive ends");
         const Hold held = engines[1]->hold();
-        check(slip->outcome == Outcome::done && slip->nbytes == drawn(random), "well");
-        for (size_t i = 0; i < slip->nbytes; ++i) check(memory[i] == byte_of(number, i), "every byte arrives");
-        check(memory[slip->nbytes] == byte{0}, "and none beyond");
+        check(operation->outcome == Outcome::done && operation->nbytes == drawn(random), "well");
+        for (size_t i = 0; i < operation->nbytes; ++i) check(memory[i] == byte_of(number, i), "every byte arrives");
+        check(memory[operation->nbytes] == byte{0}, "and none beyond");
       }
     });
     out.join();
@@ -481,29 +551,29 @@ void test_help(const char* folder, unsigned seed) {
 // Engines close one after the other, while threads of theirs and of the others wait for messages: every wait ends.
 void test_close_while_busy(const char* folder, unsigned seed, bool shm) {
   constexpr int size = 5;
-  Settings settings;
+  Settings settings = test_settings();
   settings.shm = shm;
   auto engines = make_engines(size, folder, settings);
   {
-    std::vector<std::unique_ptr<Office>> offices;
-    for (auto& engine : engines) offices.push_back(std::make_unique<Office>(*engine));
+    std::vector<std::unique_ptr<EngineHarness>> harnesses;
+    for (auto& engine : engines) harnesses.push_back(std::make_unique<EngineHarness>(*engine));
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size; ++rank)
       for (uint64_t context = 1; context <= 2; ++context)
         threads.emplace_back([&, rank, context] {
-          Office& office = *offices[rank];
+          EngineHarness& harness = *harnesses[rank];
           std::mt19937 random(seed * 100 + static_cast<unsigned>(rank) * 10 + static_cast<unsigned>(context));
           for (bool is_open = true; is_open;) {
             const int peer = static_cast<int>((static_cast<unsigned>(rank) + 1 + random() % (size - 1)) % size);
             const std::vector<byte> data(random() % 4 == 0 ? 50'000 : 100);
-            const auto sent = office.send(data, peer, context, 0);
-            const auto received = office.receive(nullptr, peer, context, 0);
-            for (const auto& slip : {received, sent}) {
+            const auto sent = harness.send(data, peer, context, 0);
+            const auto received = harness.receive(nullptr, peer, context, 0);
+            for (const auto& operation : {received, sent}) {
               // It may never be met: then it is taken back, or ends with the other side or with ours.
-              if (!office.wait(slip, now_ns() + millisecond)) office.cancel(*slip);
-              check(office.wait(slip, now_ns() + 60 * second), "every wait ends");
-              const Hold held = office.engine.hold();
-              is_open &= slip->outcome != Outcome::closed;
+              if (!harness.wait(operation, now_ns() + millisecond)) harness.cancel(*operation);
+              check(harness.wait(operation, now_ns() + 60 * second), "every wait ends");
+              const Hold held = harness.engine.hold();
+              is_open &= operation->outcome != Outcome::closed;
             }
           }
         });
@@ -523,11 +593,11 @@ void test_close_while_busy(const char* folder, unsigned seed, bool shm) {
 // what is long goes beside the letters. At the end the mailboxes close under whoever still reads.
 void test_mailboxes(const char* folder, unsigned seed, bool shm) {
   constexpr int size = 3;
-  Settings settings;
+  Settings settings = test_settings();
   settings.shm = shm;
   auto engines = make_engines(size, folder, settings);
-  std::vector<std::unique_ptr<Clerk>> clerks;
-  for (auto& engine : engines) clerks.push_back(std::make_unique<Clerk>(*engine, 2));
+  std::vector<std::unique_ptr<MailboxHarness>> mailboxes;
+  for (auto& engine : engines) mailboxes.push_back(std::make_unique<MailboxHarness>(*engine, 2));
   std::vector<std::thread> threads;
   std::atomic<int> askers{size};
   for (int rank = 0; rank < size; ++rank) {
@@ -538,7 +608,7 @@ void test_mailboxes(const char* folder, unsigned seed, bool shm) {
         const size_t nbytes = turn % 3 == 0 ? 0 : turn % 3 == 1 ? 1 + random() % 2000 : 20'000 + random() % 300'000;
         const std::vector<byte> out(nbytes, static_cast<byte>(turn + rank));
         std::vector<byte> back;
-        check(clerks[rank]->ask(dst, out, back, now_ns() + 60 * second), "every question is answered");
+        check(mailboxes[rank]->ask(dst, out, back, now_ns() + 60 * second), "every question is answered");
         check(back == out, "every byte comes back");
         if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(random() % 6));
       }
@@ -547,21 +617,21 @@ void test_mailboxes(const char* folder, unsigned seed, bool shm) {
     threads.emplace_back([&, rank] {
       std::mt19937 random(seed * 10 + 5 + static_cast<unsigned>(rank));
       while (askers != 0) {
-        clerks[rank]->interrupt_wait(random() % 2 == 0);
-        clerks[rank]->waver(static_cast<int>(random() % size));
+        mailboxes[rank]->interrupt_wait(random() % 2 == 0);
+        mailboxes[rank]->expect_and_withdraw(static_cast<int>(random() % size));
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
       }
     });
   }
   for (auto& thread : threads) thread.join();
-  for (auto& clerk : clerks) clerk->close();
+  for (auto& mailbox : mailboxes) mailbox->close();
   for (auto& engine : engines) engine->close(second);
 }
 
 // Many engines in a circle: each waits for its left, then rings its right; whoever waits has fallen asleep by then.
 void test_circle(const char* folder, unsigned seed, bool shm) {
   constexpr int size = 7, rounds = 30;
-  Settings settings;
+  Settings settings = test_settings();
   settings.shm = shm;
   auto engines = make_engines(size, folder, settings);
   std::vector<std::thread> threads;
@@ -611,7 +681,7 @@ class Endless final : public DeferredWork {
 // A background thread that always finds something to do still sends heartbeats, by a link that it shares with nobody on
 // its host: there a busy rank would not be taken for dead.
 void test_busy_heartbeats(const char* folder) {
-  Settings settings;
+  Settings settings = test_settings();
   settings.silence_ns = second;
   settings.neighbours = true;
   std::vector<std::unique_ptr<Engine>> engines;
@@ -642,7 +712,7 @@ void test_own_pieces(const char* folder) {
   constexpr int turns_min = nbytes >> 22;
   std::vector<byte> data(nbytes);
   for (size_t i = 0; i < nbytes; ++i) data[i] = static_cast<byte>(i * 7 + (i >> 20));
-  auto engines = make_engines(1, folder, Settings());
+  auto engines = make_engines(1, folder, test_settings());
   Engine& engine = *engines[0];
   for (const Order order :
        {Order::receive_first, Order::kept, Order::half_kept, Order::sync, Order::taken_back, Order::kept}) {
@@ -732,6 +802,7 @@ int main(int count, char** words) {
   if (count > 1) wanted = words[1];
   char folder[] = "/tmp/unisono-test-XXXXXX";
   check(mkdtemp(folder) != nullptr, "there is a folder");
+  run("machines", test_machines);
   run("checksum", test_checksum);
   run("starved", test_starved);
   run("busy heartbeats", [&] { test_busy_heartbeats(folder); });
@@ -748,7 +819,7 @@ int main(int count, char** words) {
       run("wake-ups", [&] { test_wake_ups(folder, seed, shm); });
       run("circle", [&] { test_circle(folder, seed, shm); });
       run("mailboxes", [&] { test_mailboxes(folder, seed, shm); });
-      run("desks", [&] { test_desks(folder, seed, shm); });
+      run("completion queues", [&] { test_completion_queues(folder, seed, shm); });
       run("offers", [&] { test_offers(folder, seed, shm, true); });
       run("close while busy", [&] { test_close_while_busy(folder, seed, shm); });
     }

@@ -6,7 +6,7 @@ import os
 import subprocess
 
 import pytest
-from tests.support.paths import TESTS
+from tests.support.paths import ROOT, TESTS
 
 
 @pytest.mark.more
@@ -14,7 +14,17 @@ from tests.support.paths import TESTS
 def test_a_program_beside_the_module_compiles(source: str) -> None:
     compiler = os.environ.get("CXX", "c++")
     done = subprocess.run(
-        [compiler, "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", TESTS / source],
+        [
+            compiler,
+            "-std=c++20",
+            "-fsyntax-only",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-I",
+            ROOT / "native",
+            TESTS / source,
+        ],
         capture_output=True,
         text=True,
     )

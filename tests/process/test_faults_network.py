@@ -173,7 +173,7 @@ def test_a_starved_rank_behind_a_socket_is_not_dead(
         assert re.fullmatch(r"silent for \d\.\d s", news.wait().cause)
 
 
-def test_a_starved_rank_has_time_for_a_greeting(rank_zero: Callable[..., NativeBackend], busy: int) -> None:
+def test_a_starved_rank_has_time_for_a_handshake(rank_zero: Callable[..., NativeBackend], busy: int) -> None:
     backend = rank_zero()
     news = News(backend)
     with socket.create_server(("127.0.0.1", 0)) as door:
@@ -185,7 +185,7 @@ def test_a_starved_rank_has_time_for_a_greeting(rank_zero: Callable[..., NativeB
         os.waitpid(busy, 0)
         error = ended(backend, request).error
         assert isinstance(error, PeerLost)
-        assert re.search(rf"at 127\.0\.0\.1 port {port}: no answer to a greeting in \d", str(error))
+        assert re.search(rf"at 127\.0\.0\.1 port {port}: no answer to a handshake in \d", str(error))
 
 
 def test_a_rank_calls_few_others_at_a_time(rank_zero: Callable[..., NativeBackend]) -> None:
@@ -454,7 +454,7 @@ def test_a_port_that_accepts_and_hangs_up_is_out_of_reach_in_time(
             hangs_up.join()
     assert isinstance(error, PeerLost)
     where = rf"cannot be reached from rank 0 at 127\.0\.0\.1 port {port}"
-    assert re.search(rf"{where}: it hung up \d+ times during the greeting", str(error))
+    assert re.search(rf"{where}: it hung up \d+ times during the handshake", str(error))
 
 
 def test_the_longest_silence_is_long_for_the_system_too(rank_zero: Callable[..., NativeBackend]) -> None:

@@ -24,13 +24,12 @@ from tests.support.credentials import credentials
 from tests.support.member import HELLO, exactly
 from tests.support.ranks import IS_SANITIZED
 
-from unisono import _native
 from unisono.backends.native.backend import Card, Credentials, NativeBackend
 from unisono.config import Config
 from unisono.core.clock import Waiting
 from unisono.core.envelope import ANY
 from unisono.core.request import Request
-from unisono.errors import ClosedError, PeerLost
+from unisono.errors import BackendUnavailable, ClosedError, PeerLost
 from unisono.messaging.backend import PeerDown
 
 CONTEXT = 0xC0FFEE
@@ -506,8 +505,8 @@ def test_who_does_not_know_the_secret_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(RuntimeError, match="0700"):
-        _native.Engine(0, 1, str(tmp_path), b"secret")
+    with pytest.raises(BackendUnavailable, match="0700"):
+        NativeBackend(0, 1, str(tmp_path), b"secret")
 
 
 def test_garbage_at_the_door_is_dropped(tmp_path: Path) -> None:
@@ -586,7 +585,7 @@ def test_who_dies_after_it_said_that_its_own_call_counts_is_lost_at_once(tmp_pat
 
 
 def refuse_for_our_own_call(caller: socket.socket, secret: bytes) -> None:
-    """The acceptor's part of a greeting, as native/connect/connector.hpp draws it."""
+    """The acceptor's part of a handshake, as native/connect/handshake.hpp draws it."""
     said, nonce = exactly(caller, HELLO.size), os.urandom(32)
     caller.sendall(nonce + hmac.digest(secret, b"acceptor" + said + nonce, "sha256"))
     introduction, fds, _, _ = socket.recv_fds(caller, 56, 2)

@@ -321,7 +321,7 @@ def test_a_member_at_another_ones_address_is_no_stand_in(make: Make) -> None:
     exchange(backends[1], backends[2])
 
 
-def test_a_recorded_greeting_cannot_be_replayed(make: Make) -> None:
+def test_a_recorded_handshake_cannot_be_replayed(make: Make) -> None:
     backends = make(2)
     record: dict[int, bytes] = {}
 
@@ -352,7 +352,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.parametrize("links", LINKS)
 def test_a_flipped_bit_ends_the_link_and_never_becomes_a_value(make: Make, links: str, seed: int) -> None:
-    """One bit, anywhere behind the greeting, in either direction of either connection."""
+    """One bit, anywhere behind the handshake, in either direction of either connection."""
     issuer = Issuer(2) if links == "tls" else None
     backends = make(2, **LINKS[links])
     rng = random.Random(seed)
@@ -404,7 +404,7 @@ BOMBS = {
     "a message beyond the credit": head(EAGER, nbytes=60_000) + bytes(60_000),
     "an offer of 2^63 bytes": head(OFFER, nbytes=1 << 63) + bytes(16),
     "an offer with ticket 2^32 - 1": head(OFFER, nbytes=100_000) + struct.pack("<QQ", (1 << 32) - 1, 0),
-    "a ticket used twice": (head(OFFER, nbytes=100_000) + bytes(16)) * 2,
+    "a rendezvous id used twice": (head(OFFER, nbytes=100_000) + bytes(16)) * 2,
     "a control message of 3 GiB": head(OFFER, tag=Tags.CONTROL, nbytes=3 << 30) + bytes(16),
     "a control message of one byte too many": head(OFFER, tag=Tags.CONTROL, nbytes=CONTROL_BYTES_MAX + 1)
     + bytes(16),
@@ -462,7 +462,7 @@ def test_who_asks_and_takes_no_answers_is_dropped_and_takes_little_memory(make: 
                 is_heard = first.links()[1] != "down"
         error = ended(first, first.start_send(1, CONTEXT, 0, memoryview(b"x"))).error
     assert isinstance(error, PeerLost)
-    assert "does not take the answers" in str(error)
+    assert "does not read the replies" in str(error)
     assert IS_SANITIZED or memory_kib() - before < 64 * 1024
     exchange(*backends)
 

@@ -61,7 +61,7 @@ LAYERS = (
     Layer(
         ("messaging",),
         "the backend contract, matching, credit",
-        inside=(("inbox",), ("backend", "matching"), ("credit", "fast_path")),
+        inside=(("inbox",), ("backend", "matching"), ("credit", "fast_path", "strangers")),
     ),
     Layer(
         ("core",),

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Final
 
+from unisono.messaging import strangers
+
 __all__ = ["printable"]
 
-# Before the token is proven: a TLS client hello with a post-quantum share has 1.8 KiB, our handshake 72
-# bytes.
-UNPROVEN_BYTES_MAX: Final = 4096
-UNPROVEN_S: Final = 5.0
-PENDING_MAX: Final = 256
-# A host with more ranks than this loses some connections of a burst; they are retried 50 ms later.
-PENDING_PER_ADDRESS_MAX: Final = 128
+# Before the token is proven: as at the port of a rank.
+UNPROVEN_BYTES_MAX: Final = strangers.BYTES_MAX
+UNPROVEN_S: Final = strangers.STRANGER_S
+PENDING_MAX: Final = strangers.STRANGERS_MAX
+PENDING_PER_ADDRESS_MAX: Final = strangers.PER_ADDRESS_MAX
 FAILURES_PER_MINUTE_MAX: Final = 20
 # From an address that fails more often, a failed handshake is answered this late. No other address waits.
 FAILURE_DELAY_S: Final = 1.0

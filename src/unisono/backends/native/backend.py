@@ -31,6 +31,7 @@ from unisono.core.dtypes import BFLOAT16, DTYPES
 from unisono.core.envelope import ANY, UNTYPED, Any_, Lane, Status, Tags
 from unisono.core.request import Request
 from unisono.errors import BackendUnavailable, ClosedError, UsageError
+from unisono.messaging import strangers
 from unisono.messaging.backend import Capabilities, PeerDown, Stage
 from unisono.messaging.credit import CONTROL_BYTES_MAX, OWN_CREDIT_BYTES, bytes_max, eager_limits
 from unisono.messaging.fast_path import Mailbox
@@ -128,6 +129,10 @@ class NativeBackend(Closable):
                 control_bytes_max=CONTROL_BYTES_MAX,
                 own_credit_bytes=OWN_CREDIT_BYTES,
                 silence_s=self._config.silence_s,
+                stranger_bytes_max=strangers.BYTES_MAX,
+                stranger_s=strangers.STRANGER_S,
+                strangers_max=strangers.STRANGERS_MAX,
+                strangers_per_address_max=strangers.PER_ADDRESS_MAX,
                 shm=shm,
                 checksum=checksum,
                 neighbours=neighbours,

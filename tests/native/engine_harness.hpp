@@ -1,7 +1,5 @@
-// An engine, its completions and its pump thread: what bind_engine.cpp and backends/native.py make of them, without
-// Python.
-//
-// Knows who tells what has ended, and gives memory to whoever wants it. Does not know what the operations are for.
+// An engine, its completion queue and a pump thread: what bind_engine.cpp and backends/native/ make of them, without
+// Python. It dispatches completions and gives memory to receives of unknown length.
 
 #pragma once
 
@@ -15,20 +13,20 @@
 
 namespace unisono::engine {
 
-class Office {
+class EngineHarness {
  public:
-  // An operation as its owner sees it. Every field is guarded by the engine's lock.
-  struct Slip {
-    uint64_t handle = 0;  // 0: it ended at once
+  // An operation as the test sees it. The engine's lock guards every field.
+  struct Started {
+    uint64_t handle = 0;  // 0: it completed at once
     bool is_done = false;
     Outcome outcome = Outcome::done;
-    uint64_t nbytes = 0;      // of the message that a receive met
-    std::vector<byte> bytes;  // of one whose length was not known
+    uint64_t nbytes = 0;      // of the message that a receive matched
+    std::vector<byte> bytes;  // of a message whose length was unknown
   };
-  using SendSlot = std::shared_ptr<Slip>;
+  using Handle = std::shared_ptr<Started>;
 
-  explicit Office(Engine& engine) : engine(engine), completions_(engine), pump_([this] { pump(); }) {}
-  ~Office() {
+  explicit EngineHarness(Engine& engine) : engine(engine), completions_(engine), pump_([this] { pump(); }) {}
+  ~EngineHarness() {
     {
       const Hold held = engine.hold();
       is_over_ = true;
@@ -39,7 +37,7 @@ class Office {
 
   Engine& engine;
 
-  SendSlot send(const std::vector<byte>& data, std::int32_t dst, uint64_t context, uint64_t tag, bool sync = false) {
+  Handle send(const std::vector<byte>& data, std::int32_t dst, uint64_t context, uint64_t tag, bool sync = false) {
     const Hold held = engine.hold();
     SendOperation& op = completions_.make_send();
     op.context = context;
@@ -49,11 +47,11 @@ class Office {
     op.header = nullptr;
     op.header_bytes = 0;
     op.sync = sync;
-    return started(op, [&] { return completions_.start(op, dst); });
+    return start(op, [&] { return completions_.start(op, dst); });
   }
 
-  // Into memory of the caller, or for a message of any length.
-  SendSlot receive(std::vector<byte>* into, std::int32_t source, uint64_t context, uint64_t tag) {
+  // `into` is null for a message of unknown length.
+  Handle receive(std::vector<byte>* into, std::int32_t source, uint64_t context, uint64_t tag) {
     const Hold held = engine.hold();
     ReceiveOperation& op = completions_.make_receive();
     op.source = source;
@@ -64,42 +62,43 @@ class Office {
     op.capacity = into != nullptr ? into->size() : 0;
     op.is_open_ended = into == nullptr;
     op.dtype = untyped;
-    return started(op, [&] { return completions_.start(op); });
+    return start(op, [&] { return completions_.start(op); });
   }
 
-  SendSlot run(std::shared_ptr<const Program> program, const Stage& stage, const std::string& header) {
+  Handle run(std::shared_ptr<const Program> program, const Stage& stage, const std::string& header) {
     const Hold held = engine.hold();
     Run& op = completions_.make_run();
     op.header = std::make_shared<const std::string>(header);
-    return started(op, [&] {
+    return start(op, [&] {
       completions_.start(op, [&] { op.begin(std::move(program), stage); });
       return true;
     });
   }
 
-  // Take it back; what cannot be taken back ends by itself. A run ends as cancelled, later.
-  bool cancel(Slip& slip) {
+  // False if the operation can no longer be cancelled; it then completes by itself. A run completes later, as
+  // cancelled.
+  bool cancel(Started& started) {
     const Hold held = engine.hold();
-    if (slip.is_done || !completions_.cancel(slip.handle)) return false;
-    const auto found = by_handle_.find(slip.handle);
+    if (started.is_done || !completions_.cancel(started.handle)) return false;
+    const auto found = by_handle_.find(started.handle);
     if (found != by_handle_.end() && !found->second.is_run) {
       by_handle_.erase(found);
-      slip.is_done = true;
-      slip.outcome = Outcome::cancelled;
+      started.is_done = true;
+      started.outcome = Outcome::cancelled;
     }
     return true;
   }
 
-  // False if it has not ended by then.
-  bool wait(const SendSlot& slip, std::int64_t deadline) {
+  // False if the operation has not completed by the deadline.
+  bool wait(const Handle& started, std::int64_t deadline) {
     Hold held = engine.hold();
-    while (!slip->is_done) {
+    while (!started->is_done) {
       const std::int64_t now = now_ns();
       if (now >= deadline) return false;
       completions_.wait(held, std::min(deadline, now + 50 * millisecond), completions_.interrupt_count(), false);
-      if (!completions_.is_empty() && completions_.begin_telling()) tell(held);
-      if (engine.is_closed() && !slip->is_done) {
-        // Whoever tells has not come to it yet.
+      if (!completions_.is_empty() && completions_.begin_telling()) dispatch(held);
+      if (engine.is_closed() && !started->is_done) {
+        // Another thread dispatches and has not reached this operation yet.
         held.unlock();
         std::this_thread::yield();
         held.lock();
@@ -110,44 +109,44 @@ class Office {
 
  private:
   struct Kept {
-    SendSlot slip;
+    Handle started;
     bool is_run;
   };
 
   template <class Start>
-  SendSlot started(Operation& op, Start start) {
-    auto slip = std::make_shared<Slip>();
-    slip->handle = op.handle;
-    if (!start()) {
+  Handle start(Operation& op, Start start_it) {
+    auto started = std::make_shared<Started>();
+    started->handle = op.handle;
+    if (!start_it()) {
       op.outcome = Outcome::closed;
       op.phase = Operation::Phase::ended;
     }
     if (op.phase != Operation::Phase::ended || op.is_news) {
-      by_handle_.emplace(op.handle, Kept{slip, op.is_run});
+      by_handle_.emplace(op.handle, Kept{started, op.is_run});
     } else {
-      end(op, *slip);
+      end(op, *started);
       completions_.recycle(op);
     }
-    return slip;
+    return started;
   }
 
-  static void end(Operation& op, Slip& slip) {
-    slip.is_done = true;
-    slip.outcome = op.outcome;
+  static void end(Operation& op, Started& started) {
+    started.is_done = true;
+    started.outcome = op.outcome;
     if (!op.is_receive) return;
     auto& receive = static_cast<ReceiveOperation&>(op);
-    slip.nbytes = receive.has_met ? receive.met.nbytes : 0;
-    // What came at once lies in memory that the engine took; the rest is in ours. Both may be left from messages that
-    // were taken back.
+    started.nbytes = receive.has_met ? receive.met.nbytes : 0;
+    // A message that arrived eagerly lies in the engine's memory, a longer one in `bytes`. Either may be left over from
+    // a withdrawn message.
     if (receive.own != nullptr && receive.into == receive.own.get())
-      slip.bytes.assign(receive.own.get(), receive.own.get() + slip.nbytes);
+      started.bytes.assign(receive.own.get(), receive.own.get() + started.nbytes);
   }
 
   void pump() {
     Hold held = engine.hold();
     while (!is_over_) {
       completions_.wait_as_pump(held, now_ns() + 20 * millisecond);
-      if (!completions_.is_empty() && completions_.begin_telling()) tell(held);
+      if (!completions_.is_empty() && completions_.begin_telling()) dispatch(held);
       if (engine.is_closed()) {
         held.unlock();
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -156,8 +155,8 @@ class Office {
     }
   }
 
-  // One thread at a time; without the lock in between, as Python's callbacks run without it.
-  void tell(Hold& held) {
+  // One thread at a time, and without the lock between batches, because Python's callbacks run without it.
+  void dispatch(Hold& held) {
     do {
       for (const CompletionQueue::News& one : completions_.take()) {
         if (one.operation == nullptr) continue;
@@ -165,14 +164,14 @@ class Office {
         op.is_news = false;
         const auto found = by_handle_.find(op.handle);
         if (op.phase == Operation::Phase::ended) {
-          if (found != by_handle_.end()) end(op, *found->second.slip);
+          if (found != by_handle_.end()) end(op, *found->second.started);
           by_handle_.erase(op.handle);
           completions_.recycle(op);
         } else if (op.needs_memory && found != by_handle_.end()) {
           auto& receive = static_cast<ReceiveOperation&>(op);
           receive.needs_memory = false;
-          found->second.slip->bytes.resize(receive.met.nbytes);
-          receive.into = found->second.slip->bytes.data();
+          found->second.started->bytes.resize(receive.met.nbytes);
+          receive.into = found->second.started->bytes.data();
           engine.supply(receive);
         }
       }

@@ -1,6 +1,5 @@
-// A mailbox, and threads that read it: what rpc/post.py and rpc/pool.py make of it, without Python.
-//
-// Knows questions and their echoes, with something long beside some of them. Does not know why anybody asks.
+// A mailbox and threads that read it: what rpc/ makes of it, without Python. A question is echoed; a long one travels
+// beside its letter.
 
 #pragma once
 
@@ -17,21 +16,21 @@
 
 namespace unisono::engine {
 
-class Clerk {
+class MailboxHarness {
  public:
-  Clerk(Engine& engine, int readers) : engine_(engine) {
+  MailboxHarness(Engine& engine, int readers) : engine_(engine) {
     {
       const Hold held = engine.hold();
       box_ = std::make_unique<Mailbox>(engine, context, tag_of_letters);
     }
     for (int i = 0; i < readers; ++i) readers_.emplace_back([this] { serve(); });
   }
-  ~Clerk() {
+  ~MailboxHarness() {
     close();
     for (auto& reader : readers_) reader.join();
   }
 
-  // Send bytes there and back, and read in front meanwhile. False if that takes too long.
+  // Send bytes to a rank and back, reading in front meanwhile. False if the deadline passes first.
   bool ask(std::int32_t dst, const std::vector<byte>& bytes, std::vector<byte>& back, std::int64_t deadline) {
     const uint64_t call = next_++;
     {
@@ -54,8 +53,8 @@ class Clerk {
     }
   }
 
-  // Expect what nobody sends, and think better of it: a letter says so.
-  void waver(std::int32_t src) {
+  // Expect a message that nobody sends, then withdraw: a letter reports the end.
+  void expect_and_withdraw(std::int32_t src) {
     const uint64_t number = next_++;
     auto place = std::make_shared<std::vector<byte>>(100);
     byte* at = place->data();
@@ -113,11 +112,11 @@ class Clerk {
       if (letter.number != 0)
         on_expected(letter);
       else
-        on_words(letter);
+        on_message(letter);
     }
   }
 
-  // What is long goes beside the letter, and comes back to it as an expected one.
+  // The bytes travel beside the letter, lent here and expected there.
   void send(std::int32_t dst, const Words& words, const std::vector<byte>& bytes) {
     auto lent = std::make_shared<std::vector<byte>>(bytes);
     const byte* at = lent->data();
@@ -126,12 +125,12 @@ class Clerk {
     if (!bytes.empty()) box_->lend(dst, words.number, at, bytes.size(), next_++, std::move(lent));
   }
 
-  void on_words(const MailboxMessage& letter) {
+  void on_message(const MailboxMessage& letter) {
     Words words;
     std::memcpy(&words, letter.data.get(), sizeof words);
     auto place = std::make_shared<std::vector<byte>>(words.nbytes);
     const std::int32_t from = letter.source;
-    auto then = [this, words, place, from] { on_all(from, words, *place); };
+    auto then = [this, words, place, from] { on_complete(from, words, *place); };
     if (words.nbytes == 0) return then();
     const uint64_t number = next_++;
     {
@@ -153,7 +152,7 @@ class Clerk {
     if (letter.outcome == Outcome::done || letter.outcome == Outcome::cancelled) then();
   }
 
-  void on_all(std::int32_t from, const Words& words, const std::vector<byte>& bytes) {
+  void on_complete(std::int32_t from, const Words& words, const std::vector<byte>& bytes) {
     if (words.kind == question) return send(from, Words{answer, words.call, next_++, words.nbytes}, bytes);
     {
       const std::lock_guard guard(mutex_);
