@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BUILD := $(VENV)/build
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/*.txt native/*/*)
 
@@ -21,7 +22,8 @@ $(VENV)/.tools:
 	touch $@
 
 $(STAMP): $(VENV)/.tools $(NATIVE)
-	$(BIN)/pip install --quiet --no-build-isolation -e ".[test,bf16,plot,mpi,quic]"
+	$(BIN)/pip install --quiet --no-build-isolation --config-settings=build-dir=$(BUILD)/module \
+		-e ".[test,bf16,plot,mpi,quic]"
 	touch $@
 
 demo: $(STAMP)
@@ -74,8 +76,8 @@ soak: $(STAMP)
 
 # Builds of their own beside the user's: rings and wake-ups on threads under TSan; the process tests with a module
 # under ASan and UBSan, in an environment that finds this module instead of the installed one.
-ASAN := build/sanitize-address
-TSAN := build/sanitize-thread
+ASAN := $(BUILD)/sanitize-address
+TSAN := $(BUILD)/sanitize-thread
 CMAKE = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
 	-DCMAKE_BUILD_TYPE=RelWithDebInfo
 # Python is not built with the sanitizer, so the sanitizer comes first; and the interpreter's own memory is no leak.
@@ -113,4 +115,4 @@ fuzz: sanitize-build
 	$(BIN)/python -m tests.fuzz.decoders $(FUZZ_INPUTS) $(FUZZ_SEED)
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV)

@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.paths import ROOT
 from tests.support.ranks import IN_THREADS, ON_EVERY_LINK, Ended, ranks_live_in, run_ranks
+from tests.support.system import skipped_by_need
+
+# Hypothesis remembers failing examples in .venv, where all caches are.
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(ROOT / ".venv/cache/hypothesis"))
 
 # Started in the background by a shell, the tests ignore Ctrl-C, and so would the children that we interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -55,6 +60,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dropped.update(item for item in group if item is not kept)
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count the tests that this machine could not run, by what they wanted."""
+    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
+    for what, count in skipped_by_need(reasons).items():
+        terminalreporter.write_line(f"skipped for want of {what}: {count} test{'s' if count > 1 else ''}")
 
 
 def _place_of(item: pytest.Item) -> str:

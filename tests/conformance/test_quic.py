@@ -27,6 +27,7 @@ from tests.conformance.test_properties import PROPERTIES
 from tests.support.network import NoNetwork, private_network
 from tests.support.processes import Failed, forked, run_processes
 from tests.support.rank_pool import ended_by_drafts
+from tests.support.system import need_tools, skip_without
 
 import unisono as uni
 from unisono.backends.quic.backend import QuicBackend, UnconnectedQuic
@@ -494,11 +495,12 @@ def test_one_datagram_in_twenty_may_get_lost() -> None:
             assert np.array_equal(comm.all_reduce(x), np.arange(1000) * (3 * i + 3))
         return int(comm.backend._wire._links[(comm.rank + 1) % 3].connection.stats().udp_tx_datagrams)
 
+    need_tools("ip", "nft")
     try:
         with private_network(lost_percent=5):
             sent = run_processes(program, 3, kind="quic")
     except NoNetwork as error:
-        pytest.skip(f"no network namespaces here: {error}")
+        skip_without("the right to make a network namespace", str(error))
     assert not [each for each in sent if isinstance(each, Failed)], sent
     assert min(sent) > 100
 
