@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import zlib
@@ -19,6 +21,12 @@ from tests.support.system import skipped_by_need
 
 # Hypothesis remembers failing examples in .venv, where all caches are.
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(ROOT / ".venv/cache/hypothesis"))
+
+# The ranks of thousands of tests were threads of this process. glibc gives threads heaps of their own, which keep what
+# the largest test took: one heap, and large blocks that go back to the system at once, bound the process to a third.
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 # Started in the background by a shell, the tests ignore Ctrl-C, and so would the children that we interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -62,6 +70,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in dropped]
 
 
+def pytest_collection_finish() -> None:
+    """Leave what was collected out of every later garbage collection: it stays, and ranks are forked from it."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Count the tests that this machine could not run, by what they wanted."""
     reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
@@ -85,6 +99,19 @@ def place(request: pytest.FixtureRequest) -> Iterator[None]:
 def ranks() -> Callable[..., Ended]:
     """`ranks(fn, n, *args)`: see run_ranks."""
     return run_ranks
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_is_given_back() -> Iterator[None]:
+    """Forget a file's plans, and give its free memory back: every forked rank begins with a copy of it."""
+    yield
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("unisono.plans", "unisono.backends.native")):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(autouse=True)
