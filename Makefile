@@ -31,7 +31,7 @@ demo: $(STAMP)
 
 # What a newcomer runs: everything once, over shared memory. `make test-more` adds the other links, other libraries and
 # what takes long; CI runs both. Two files at a time: most tests wait, for time to pass or for processes to start.
-PYTEST = $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --quiet
+PYTEST = $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --quiet
 test: $(STAMP)
 	$(PYTEST) -m "not more"
 

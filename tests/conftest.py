@@ -7,7 +7,6 @@ import ctypes
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 import zlib
@@ -15,15 +14,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, TESTS
 from tests.support.ranks import IN_THREADS, ON_EVERY_LINK, Ended, ranks_live_in, run_ranks
 from tests.support.system import skipped_by_need
 
 # Hypothesis remembers failing examples in .venv, where all caches are.
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(ROOT / ".venv/cache/hypothesis"))
 
-# The ranks of thousands of tests were threads of this process. glibc gives threads heaps of their own, which keep what
-# the largest test took: one heap, and large blocks that go back to the system at once, bound the process to a third.
+# In thousands of tests the ranks are threads of this process. By default glibc gives them up to
+# 16 heaps, each of which keeps what its largest test took: 1.3 GB in the end. One heap, and large blocks that
+# go back to the system at once, bound it.
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
@@ -46,11 +46,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 # Of the kinds of links that a test names in its id, `make test` takes shared memory; the others are for
 # `make test-more`.
-_MORE_LINKS = {"rings", "tcp", "TCP", "tls", "hosts", "hosts tls"}
+_MORE_LINKS = {"rings", "tcp", "TCP", "tight tcp", "tls", "tight tls", "hosts", "hosts tls"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave most kinds of links to `make test-more`; of an acceptance test's runs in processes keep one."""
+    items.sort(key=_folder_order)
     for item in items:
         if _MORE_LINKS.intersection(item.nodeid.partition("[")[2].removesuffix("]").split("-")):
             item.add_marker(pytest.mark.more)
@@ -71,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was collected out of every later garbage collection: it stays, and ranks are forked from it."""
+    """Exempt what was collected from garbage collections, here and in every rank that is forked."""
     gc.collect()
     gc.freeze()
 
@@ -81,6 +82,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
     for what, count in skipped_by_need(reasons).items():
         terminalreporter.write_line(f"skipped for want of {what}: {count} test{'s' if count > 1 else ''}")
+
+
+# Files of these folders take longest. With them at the end, one of two workers would wait for the other.
+_FIRST = ("process", "conformance")
+
+
+def _folder_order(item: pytest.Item) -> int:
+    folder = item.path.relative_to(TESTS).parts[0]
+    return _FIRST.index(folder) if folder in _FIRST else len(_FIRST)
 
 
 def _place_of(item: pytest.Item) -> str:
@@ -99,19 +109,6 @@ def place(request: pytest.FixtureRequest) -> Iterator[None]:
 def ranks() -> Callable[..., Ended]:
     """`ranks(fn, n, *args)`: see run_ranks."""
     return run_ranks
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _memory_is_given_back() -> Iterator[None]:
-    """Forget a file's plans, and give its free memory back: every forked rank begins with a copy of it."""
-    yield
-    for name, module in list(sys.modules.items()):
-        if name.startswith(("unisono.plans", "unisono.backends.native")):
-            for value in vars(module).values():
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(autouse=True)

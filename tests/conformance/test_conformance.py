@@ -292,11 +292,11 @@ class Letter(InboundMessage):
 FACTORIES = [
     local,
     tight,
-    never_eager,
+    pytest.param(never_eager, marks=pytest.mark.more),
     view,
-    view_on_a_view,
+    pytest.param(view_on_a_view, marks=pytest.mark.more),
     hybrid_by_peer,
-    hybrid_by_kind,
+    pytest.param(hybrid_by_kind, marks=pytest.mark.more),
     QueueBackend.create,
 ]
 

@@ -549,7 +549,7 @@ def _hot(comm: Communicator) -> list[int]:
     return [group.hot.missed, group.hot.ended + group.hot.handed_over, group.call_log.next]
 
 
-@pytest.mark.parametrize("shm", ["1", "0"])
+@pytest.mark.parametrize("shm", ["1", "0"], ids=["shm", "tcp"])
 def test_processes_take_the_hot_path(shm: str) -> None:
     """All but the first, and those that a busy machine stalls for so long that Python looks after them."""
     for missed, hot, numbers in uni.spawn(_hot, 4, env={"UNISONO_SHM": shm}):

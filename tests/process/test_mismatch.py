@@ -402,11 +402,11 @@ def who_calls_what(pair: tuple[str, str], size: int) -> list[Call]:
 def cases() -> list[Any]:
     """The first 120 pairs with every number of ranks, the others with one of them in turn.
 
-    Every fourth pair in `make test`: a mismatch takes half a second, and there are hundreds.
+    Every eighth pair in `make test`: a mismatch takes half a second, and there are hundreds.
     """
     return [
         pytest.param(
-            pair, size, id=f"{' and '.join(pair)}, {size} ranks", marks=pytest.mark.more if i % 4 else ()
+            pair, size, id=f"{' and '.join(pair)}, {size} ranks", marks=pytest.mark.more if i % 8 else ()
         )
         for i, pair in enumerate(CORPUS)
         for size in (SIZES if i < 120 else (SIZES[i % 3],))

@@ -240,6 +240,9 @@ def test_a_rank_with_few_descriptors_says_how_many_it_needs(program, free: int) 
         assert re.search(rf"\[{rank}\] rank {rank} of 3 has too few file descriptors: it needs \d+, and", out)
     assert out.count("Next: raise the limit of open files") == 3
     assert "OSError" not in err
+
+
+def test_forty_descriptors_are_enough_for_a_rank_of_three(program) -> None:  # type: ignore[no-untyped-def]
     assert run("-n", "3", program(FEW.format(free=40)))[1].count("met 3") == 3
 
 

@@ -1,4 +1,4 @@
-"""What some tests need of the system: a tool, or a permission. Without it a test is skipped, named and counted.
+"""What some tests need of the system, a tool or a permission: without it a test is skipped and counted.
 
 With CI=true, which .ci/run sets after it has installed .ci/packages, a missing tool is a failure.
 """

@@ -51,6 +51,12 @@ NAMED = {
 }
 
 
+def seeds(number: int, together: int) -> pytest.MarkDecorator:
+    """The first few seeds in `make test`; tests/simulation/test_random_deaths.py has more of them."""
+    others = [pytest.param(first, marks=pytest.mark.more) for first in range(together, number, together)]
+    return pytest.mark.parametrize("first", [0, *others])
+
+
 class Metronome(threading.Thread):
     """Beats a hundred times a second; late beats show for how long the machine had no time for us."""
 
@@ -230,7 +236,7 @@ def survive_and_leave(comm: uni.Communicator, seed: int) -> tuple[float, Unisono
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["who hears stays", "who hears leaves"])
-@pytest.mark.parametrize("first", range(0, 64, 8))
+@seeds(64, 8)
 def test_every_survivor_hears_who_died_wherever_it_died(first: int, leaves: bool) -> None:
     """And hears of nobody else, although others leave because of it; what completed was right."""
     for seed in range(first, first + 8):
@@ -251,7 +257,7 @@ def test_every_survivor_hears_who_died_wherever_it_died(first: int, leaves: bool
         close_all(worlds)
 
 
-@pytest.mark.parametrize("first", range(0, 24, 8))
+@seeds(24, 8)
 def test_two_deaths_are_both_told_and_nobody_else_is_blamed(first: int) -> None:
     for seed in range(first, first + 8):
         rng = random.Random(f"two victims {seed}")
@@ -765,7 +771,7 @@ def live_until_the_end(comm: uni.Communicator, seed: int, struck: dict[int, str]
             one_collective(comm, rng, turn)
 
 
-@pytest.mark.parametrize("first", range(0, 80, 20))
+@seeds(80, 20)
 def test_whatever_happens_nobody_hangs_and_only_those_who_ended_are_named(first: int) -> None:
     for seed in range(first, first + 20):
         size, _ = endings(seed)
