@@ -124,7 +124,7 @@ def test_what_a_peer_sent_before_its_death_can_still_be_received() -> None:
     close_all(world)
 
 
-def test_a_wildcard_receive_ends_when_nobody_is_left_who_could_serve_it() -> None:
+def test_a_wildcard_receive_ends_when_no_rank_is_left_that_could_serve_it() -> None:
     world = uni.local(3)
     work = world[0].start.recv(np.zeros(1))
     world[1].close()
@@ -140,7 +140,7 @@ def test_a_wildcard_receive_ends_when_nobody_is_left_who_could_serve_it() -> Non
 
 
 @pytest.mark.parametrize("verb", ["all_reduce", "barrier", "all_to_all_v", "gather"])
-def test_who_waits_for_a_closed_rank_is_told_that_it_left(verb: str) -> None:
+def test_a_rank_that_waits_for_a_closed_rank_learns_that_it_left(verb: str) -> None:
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 0:
             return comm.close()
@@ -242,7 +242,7 @@ def test_an_abort_ends_everything_everywhere_and_carries_the_reason() -> None:
 
 
 @pytest.mark.on_every_link
-def test_a_rank_that_fails_before_it_made_a_group_ends_those_who_wait_for_it_there() -> None:
+def test_a_rank_that_fails_before_it_made_a_group_ends_the_ranks_that_wait_for_it_there() -> None:
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 2:
             raise RuntimeError("no group for me")
@@ -341,7 +341,7 @@ def test_an_own_op_that_raises_ends_the_collective_everywhere_with_its_reason() 
 @pytest.mark.parametrize(
     "verb", [verb for verb in COLLECTIVES if verb not in ("scan", "exscan", "scatter_v")]
 )
-def test_a_collective_that_times_out_names_who_did_not_come(verb: str) -> None:
+def test_a_collective_that_times_out_names_the_missing_ranks(verb: str) -> None:
     """scan, exscan and scatter need nothing from the last rank: those may well end without it."""
     gone = threading.Event()
 
@@ -374,7 +374,7 @@ def test_a_collective_that_times_out_names_who_did_not_come(verb: str) -> None:
 
 
 # Not on_every_link: only there everybody can be watched.
-def test_ranks_that_all_wait_for_each_other_are_told_so() -> None:
+def test_ranks_that_all_wait_for_each_other_get_a_deadlock_error() -> None:
     def program(comm: uni.Communicator) -> Any:
         comm.barrier()  # before it, a rank whose thread has not begun waits for nobody
         return comm.recv(np.zeros(1), (comm.rank + 1) % comm.size)

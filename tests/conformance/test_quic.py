@@ -388,7 +388,7 @@ class Ignorant(UnconnectedQuic):
         super().__init__(dataclasses.replace(spec, secret=b"a guess") if spec.rank == 1 else spec)
 
 
-def test_who_cannot_show_the_right_key_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_without_the_right_key_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.backends.quic.backend._CONNECT_S", 2.0)
     with forked(lambda backend, pipe: "connected", 2, bind=Impostor) as ranks:
         failed = ranks.result(1)
@@ -397,7 +397,7 @@ def test_who_cannot_show_the_right_key_is_not_connected_to(monkeypatch: pytest.M
     assert "rank 1 could not connect by QUIC: rank 0: " in failed.text
 
 
-def test_who_does_not_know_the_secret_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_does_not_know_the_secret_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the two refuses the other; who is first says why, and hangs up on the second."""
     monkeypatch.setattr("unisono.backends.quic.backend._CONNECT_S", 2.0)
     with forked(lambda backend, pipe: "connected", 2, bind=Ignorant) as ranks:

@@ -94,7 +94,7 @@ def test_shapes_shorter_messages_and_oneself(world: MakeWorld) -> None:
     assert found(comms, program) == []
 
 
-def test_order_and_tags_are_kept_among_hot_and_slow_messages(world: MakeWorld) -> None:
+def test_order_and_tags_are_kept_among_messages_of_both_paths(world: MakeWorld) -> None:
     comms = world(2)
     rounds = 300
 
@@ -273,7 +273,7 @@ def test_bad_arguments_are_refused_as_ever(world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("count", [4, 100_000])
-def test_who_waits_long_waits_in_python_and_gets_it(world: MakeWorld, count: int) -> None:
+def test_a_long_wait_goes_on_in_python_and_gets_the_message(world: MakeWorld, count: int) -> None:
     comms = world(2)
     is_waiting = threading.Event()
 
@@ -306,7 +306,7 @@ def test_who_waits_long_waits_in_python_and_gets_it(world: MakeWorld, count: int
     assert found(comms, program) == []
 
 
-def test_who_leaves_ends_the_receive_of_who_waits(world: MakeWorld) -> None:
+def test_a_rank_that_leaves_ends_a_waiting_receive(world: MakeWorld) -> None:
     comms = world(2)
 
     def program(comm: Communicator) -> Any:
@@ -327,7 +327,7 @@ def test_who_leaves_ends_the_receive_of_who_waits(world: MakeWorld) -> None:
         assert "left" in str(error)
 
 
-def test_an_abort_ends_the_receive_of_who_waits(world: MakeWorld) -> None:
+def test_an_abort_ends_a_waiting_receive(world: MakeWorld) -> None:
     comms = world(2)
     begun = threading.Barrier(2)
 
@@ -375,7 +375,7 @@ def _die_or_wait(comm: Communicator, folder: str) -> None:
     Path(folder, str(comm.rank)).write_text(f"{type(error).__name__} {ranks} {took < 2 * 0.5}")
 
 
-def test_a_killed_rank_is_named_by_who_waits_for_its_message(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_where_its_message_is_awaited(tmp_path: Path) -> None:
     with pytest.raises(uni.UnisonoError, match="rank 1"):
         uni.spawn(_die_or_wait, 2, str(tmp_path))
     assert (tmp_path / "0").read_text() == "PeerLost (1,) True"

@@ -296,7 +296,7 @@ def test_a_rank_hears_why_it_was_hung_up_on(rank_zero: Callable[..., NativeBacke
 
 
 @pytest.mark.parametrize("is_left_open", [False, True])
-def test_who_is_given_up_says_so(rank_zero: Callable[..., NativeBackend], is_left_open: bool) -> None:
+def test_a_rank_declared_dead_says_so(rank_zero: Callable[..., NativeBackend], is_left_open: bool) -> None:
     backend = rank_zero(silence_s=20.0)
     news = News(backend)
     backend.connect([backend.card(), backend.card()._replace(port=1)])
@@ -372,7 +372,7 @@ def test_only_proven_datagrams_are_answered(rank_zero: Callable[..., NativeBacke
         assert ear.recv(100) == proven(ALIVE, 0, 1, 8), "the first answer is to the only question"
 
 
-def test_who_did_not_get_the_question_cannot_answer_it(rank_zero: Callable[..., NativeBackend]) -> None:
+def test_a_rank_that_did_not_get_the_query_cannot_answer_it(rank_zero: Callable[..., NativeBackend]) -> None:
     """Any member could prove a datagram in another one's name: it has to know the number of a question."""
     backend = rank_zero(silence_s=1.0)
     news = News(backend)

@@ -596,7 +596,7 @@ def test_ctrl_c_ends_every_blocking_call(kind: str) -> None:
 
 
 @each_link
-def test_a_signal_that_comes_together_with_news_loses_none(kind: str) -> None:
+def test_a_signal_that_comes_together_with_a_completion_loses_neither(kind: str) -> None:
     """A handler raises between any two instructions: also between the engine's news and who waits for it."""
 
     def program(comm: Communicator, pipe: Connection) -> Any:

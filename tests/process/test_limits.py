@@ -143,7 +143,7 @@ def test_a_rank_that_announces_a_huge_object_takes_nobodys_memory(
 
 @pytest.mark.parametrize("setting", ["recv_bytes_max", "message_bytes_max"])
 @pytest.mark.parametrize("kind", [*KINDS, "simulated"])
-def test_a_users_limit_does_not_bound_news_and_frames_of_calls(
+def test_a_users_limit_does_not_bound_control_messages_and_rpc_frames(
     make: Callable[..., list[Communicator]], kind: str, setting: str
 ) -> None:
     """Every rank hears of a mismatch, in words that are longer than the limit; so are frames of calls."""
@@ -166,7 +166,7 @@ def test_a_users_limit_does_not_bound_news_and_frames_of_calls(
     assert ended == [["x" * 100, "CollectiveMismatch"]] * 2
 
 
-def test_a_users_limit_does_not_bound_what_a_courier_takes_as_news() -> None:
+def test_a_users_limit_does_not_bound_the_control_messages_of_a_framed_backend() -> None:
     backend = _Post(uni.Config(recv_bytes_max=60, message_bytes_max=60))
     backend.arrive(1, eager(1000, Lane.CONTROL, Tags.CONTROL))
     taken = backend.start_recv(1, 9, Tags.CONTROL, None)
@@ -177,7 +177,9 @@ def test_a_users_limit_does_not_bound_what_a_courier_takes_as_news() -> None:
     backend.close()
 
 
-def test_news_that_cannot_be_received_is_tried_again_after_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_control_message_that_cannot_be_received_is_tried_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It stays queued: without a rest control would take a whole core, for ever."""
     backend, other = LocalBackend.create(2)
     tried: list[float] = []
@@ -244,7 +246,7 @@ def verdict(context: int, text: str = "x") -> Verdict:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_early_news_is_kept_within_a_budget_per_sender(
+def test_early_control_messages_are_kept_within_a_budget_per_sender(
     make: Callable[..., list[Communicator]], kind: str
 ) -> None:
     """Rank 1 talks of communicators that will never be; what rank 2 said of one that comes is still known."""
@@ -272,7 +274,7 @@ def test_early_news_is_kept_within_a_budget_per_sender(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_runs_far_ahead_and_leaves_every_group_is_heard_of_in_each(
+def test_a_rank_that_closes_many_groups_early_is_reported_lost_in_each(
     make: Callable[..., list[Communicator]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last words in 40 groups are more than is kept here: in each, its data and its end are known."""
@@ -306,7 +308,7 @@ def test_a_rank_that_runs_far_ahead_and_leaves_every_group_is_heard_of_in_each(
     assert run_each(program, make(2, kind)).values()[1] == []
 
 
-def test_early_news_loses_all_calls_but_the_last_before_any_is_dropped() -> None:
+def test_early_control_messages_keep_only_the_last_call_before_any_is_dropped() -> None:
     early, calls = _EarlyNews(), {number: bytes([number]) * 400 for number in range(4)}
     full = _encode(Goodbye(0, Lane.CONTROL, calls))
     count = 2 * EARLY_BYTES_MAX // len(full)
@@ -348,7 +350,7 @@ def test_a_control_message_holds_no_more_than_its_fields_may() -> None:
             decode(msgspec.msgpack.encode(wrong))
 
 
-def test_who_asks_without_end_and_takes_no_answers_gets_a_bounded_number() -> None:
+def test_a_rank_that_queries_without_end_and_reads_nothing_gets_a_bounded_number_of_answers() -> None:
     """Rank 1 asks and does not listen: what waits for it does not grow."""
     backends = LocalBackend.create(2)
     control = Control(backends[0])
@@ -419,7 +421,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_peer_of_a_courier_breaks_the_protocol_before_it_takes_memory(
+def test_a_peer_of_a_framed_backend_breaks_the_protocol_before_it_takes_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unisono.backends.framed.OFFERS_MAX", 1000)
@@ -460,7 +462,9 @@ def test_a_message_to_oneself_leaves_from_memory_of_any_type(kind: str, sync: bo
     backend.close()
 
 
-def test_a_courier_holds_back_offers_that_its_peer_may_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_framed_backend_holds_back_offers_that_its_peer_may_not_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Both ends agree on how many; what waits keeps its order, and nothing overtakes it."""
     monkeypatch.setattr("unisono.backends.framed.OFFERS_MAX", 3)
     backend = _Post()

@@ -502,7 +502,7 @@ def test_a_call_that_one_rank_leaves_out_is_a_mismatch_at_the_next(size):
 
 
 @pytest.mark.parametrize("size", [3, 5])
-def test_who_comes_late_hears_it_at_once(size):
+def test_a_late_rank_gets_the_mismatch_at_once(size):
     """The others have ended when the last rank makes its call, which is the right one."""
     calls = [CALLS["sum"] if rank % 2 else CALLS["barrier"] for rank in range(size)]
     comms = uni.local(size)
@@ -725,7 +725,7 @@ def test_two_ranks_that_differ_each_in_its_own_way_are_both_named():
     told_in_time(lambda: collide(uni.local(5), calls), is_right)
 
 
-def test_who_calls_while_the_others_are_asked_is_counted():
+def test_a_rank_that_calls_while_the_others_are_queried_is_counted():
     """Two ranks have found that they differ; the third makes its call meanwhile, and decides who is wrong."""
     comms = uni.local(3)
     found = threading.Event()

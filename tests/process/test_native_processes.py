@@ -349,7 +349,7 @@ def be_helped(backend: NativeBackend, pipe: Connection, nbytes: int) -> bool:
 
 @pytest.mark.more
 @pytest.mark.parametrize("nbytes", [1 << 20, 16 << 20])
-def test_who_was_stopped_while_it_helped_writes_no_more(ranks: Ranks, nbytes: int) -> None:
+def test_a_rank_stopped_during_a_cooperative_copy_writes_no_more(ranks: Ranks, nbytes: int) -> None:
     ranks.start(be_helped, 2, nbytes)
     for rank in range(2):
         assert ranks.get(rank) == "ready"
@@ -489,7 +489,7 @@ def test_noise_in_shared_memory_is_an_error_not_a_crash(ranks: Ranks, seed: int)
 # -- at the door ------------------------------------------------------------------------------------------
 
 
-def test_who_does_not_know_the_secret_is_refused(tmp_path: Path) -> None:
+def test_a_peer_that_does_not_know_the_secret_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     a = NativeBackend(0, 2, str(tmp_path), b"one secret")
     b = NativeBackend(1, 2, str(tmp_path), b"another")
@@ -510,7 +510,7 @@ def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
         _native.Engine(0, 1, str(tmp_path), b"secret")
 
 
-def test_garbage_at_the_door_is_dropped(tmp_path: Path) -> None:
+def test_garbage_at_the_listener_is_dropped(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     ranks = [NativeBackend(r, 2, str(tmp_path), b"secret", neighbours=False) for r in range(2)]
     try:
@@ -554,7 +554,7 @@ CROSSING = 1  # door.hpp: Ruling
 
 
 @pytest.mark.parametrize("medium", ["shm", "tcp"])
-def test_who_dies_after_it_said_that_its_own_call_counts_is_lost_at_once(tmp_path: Path, medium: str) -> None:
+def test_a_rank_that_dies_after_it_confirmed_its_call_is_lost_at_once(tmp_path: Path, medium: str) -> None:
     """Both call at once: rank 0 refuses our call for the sake of its own, and dies before that comes."""
     tmp_path.chmod(0o700)
     secret, is_unix = b"secret", medium == "shm"

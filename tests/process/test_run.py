@@ -198,7 +198,7 @@ def test_nobody_waits_for_a_rank_that_ended_before_it_joined(program, code: int)
     assert "join refused" not in err
 
 
-def test_the_launcher_of_another_node_tells_the_seed_who_has_ended(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_launcher_of_another_node_reports_ended_ranks_to_the_seed(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = program(WAIT.format(gone=1, code=0))
     file = str(tmp_path / "ticket")
 
@@ -269,7 +269,7 @@ def test_a_launcher_with_few_descriptors_starts_nothing_and_says_why(program, li
     )
 
 
-def test_who_only_heard_of_a_failure_is_not_blamed(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_rank_that_only_reports_a_failure_is_not_blamed(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     os.mkfifo(tmp_path / "fifo")
     path = program(
         f"fifo = {str(tmp_path / 'fifo')!r}\n"
@@ -330,7 +330,7 @@ def test_the_others_have_time_to_end_by_themselves(program, tmp_path: Path) -> N
     assert out == "[0] saved\n"
 
 
-def test_who_ignores_sigterm_is_killed(program) -> None:  # type: ignore[no-untyped-def]
+def test_a_rank_that_ignores_sigterm_is_killed(program) -> None:  # type: ignore[no-untyped-def]
     path = program(
         "if rank == 1:\n    sys.stdin.read()\n    sys.exit(3)\n"
         "signal.signal(signal.SIGTERM, lambda *_: print('not yet'))\n"

@@ -102,7 +102,7 @@ def test_a_slow_receiver_gets_everything_in_order_and_is_not_left_far_behind(
 
 
 @every_kind
-def test_who_shows_that_it_came_along_lets_the_root_go_on(world: MakeWorld, kind: str) -> None:
+def test_a_receiver_that_confirms_lets_the_root_go_on(world: MakeWorld, kind: str) -> None:
     """A call that waits for everybody proves the earlier ones: then the root is not ahead at all."""
     comms = world(3, kind)
 
@@ -142,7 +142,7 @@ def shows_both(error: Any, *calls: str) -> bool:
 
 @every_kind
 @pytest.mark.parametrize("after", ["barrier", "all_reduce", "broadcast"])
-def test_a_root_that_ran_ahead_hears_of_a_mismatch_in_its_next_call(
+def test_a_root_that_ran_ahead_gets_the_mismatch_in_its_next_call(
     world: MakeWorld, kind: str, after: str
 ) -> None:
     comms = world(3, kind)
@@ -175,7 +175,9 @@ def test_a_root_that_ran_ahead_hears_of_a_mismatch_in_its_next_call(
 
 
 @every_kind
-def test_two_roots_that_both_ran_ahead_hear_of_it_in_the_next_call(world: MakeWorld, kind: str) -> None:
+def test_two_roots_that_both_ran_ahead_get_the_mismatch_in_their_next_call(
+    world: MakeWorld, kind: str
+) -> None:
     """Nobody waits for anybody in the wrong call, and the next one is right on both."""
     comms = world(2, kind)
 
@@ -219,7 +221,7 @@ def test_a_call_through_python_finds_it_too(world: MakeWorld, kind: str) -> None
 
 
 @every_kind
-def test_who_leaves_after_it_ran_ahead_hears_of_a_mismatch(world: MakeWorld, kind: str) -> None:
+def test_a_root_that_closes_after_it_ran_ahead_gets_the_mismatch(world: MakeWorld, kind: str) -> None:
     comms = world(2, kind)
 
     def program(comm: Communicator) -> Any:
@@ -234,7 +236,7 @@ def test_who_leaves_after_it_ran_ahead_hears_of_a_mismatch(world: MakeWorld, kin
 
 
 @every_kind
-def test_who_leaves_waits_to_hear_what_a_late_rank_calls(world: MakeWorld, kind: str) -> None:
+def test_close_waits_for_what_a_late_rank_calls(world: MakeWorld, kind: str) -> None:
     comms, has_cast = world(2, kind), threading.Event()
 
     def program(comm: Communicator) -> Any:

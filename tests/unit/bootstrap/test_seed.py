@@ -386,7 +386,7 @@ def test_every_wrong_token_hears_the_same(make_seed: MakeSeed) -> None:
     assert heard == {NO_ENTRY}
 
 
-def test_who_guesses_is_slowed_down(make_seed: MakeSeed) -> None:
+def test_a_client_that_guesses_is_slowed_down(make_seed: MakeSeed) -> None:
     seed, ranks = make_seed(2)
 
     def guess() -> float:
@@ -514,7 +514,9 @@ def test_no_crowd_keeps_a_rank_out(make_seed: MakeSeed, tls: bool, first_word: b
     assert seed.counts["connections"] > 300
 
 
-def test_a_crowd_is_named_to_those_who_wait(make_seed: MakeSeed, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_crowd_is_named_to_the_ranks_that_wait(
+    make_seed: MakeSeed, caplog: pytest.LogCaptureFixture
+) -> None:
     seed, ranks = make_seed(2)
     with (
         Crowd(seed, b""),
@@ -524,7 +526,7 @@ def test_a_crowd_is_named_to_those_who_wait(make_seed: MakeSeed, caplog: pytest.
     assert len([record for record in caplog.records if "strangers crowd" in record.getMessage()]) == 1
 
 
-def test_who_was_pushed_out_says_so() -> None:
+def test_a_rank_that_was_evicted_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as full, ThreadPoolExecutor(1) as pool:
 
         def push_out() -> None:
@@ -871,7 +873,7 @@ def test_a_late_comer_hears_why(make_seed: MakeSeed, tls: bool) -> None:
 # -- time (what a timeout says) ----------------------------------------------------------------------------
 
 
-def test_a_timeout_names_who_joined_and_who_is_missing(make_seed: MakeSeed, tls: bool) -> None:
+def test_a_timeout_names_the_ranks_that_joined_and_the_missing_ones(make_seed: MakeSeed, tls: bool) -> None:
     _, ranks = make_seed(5, tls=tls)
     began = time.monotonic()
     joining = [ranks.start(rank, timeout=1.0) for rank in (1, 2)]
@@ -960,7 +962,7 @@ def test_a_rank_0_that_has_not_come_is_named(tmp_path: Path) -> None:
         _enter(decide(started, Network(folder=str(tmp_path))), timeout=0.2)
 
 
-def test_a_seed_that_closes_tells_who_was_missing(make_seed: MakeSeed, tls: bool) -> None:
+def test_a_seed_that_closes_names_the_missing_ranks(make_seed: MakeSeed, tls: bool) -> None:
     seed, ranks = make_seed(3, tls=tls)
     waiting = ranks.start(2)
     _until(lambda: seed.counts["admitted"] == 1)

@@ -237,7 +237,7 @@ def survive_and_leave(comm: uni.Communicator, seed: int) -> tuple[float, Unisono
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["who hears stays", "who hears leaves"])
 @seeds(64, 8)
-def test_every_survivor_hears_who_died_wherever_it_died(first: int, leaves: bool) -> None:
+def test_every_survivor_hears_which_rank_died_wherever_it_died(first: int, leaves: bool) -> None:
     """And hears of nobody else, although others leave because of it; what completed was right."""
     for seed in range(first, first + 8):
         rng = random.Random(f"victims {seed}")
@@ -258,7 +258,7 @@ def test_every_survivor_hears_who_died_wherever_it_died(first: int, leaves: bool
 
 
 @seeds(24, 8)
-def test_two_deaths_are_both_told_and_nobody_else_is_blamed(first: int) -> None:
+def test_two_deaths_are_both_reported_and_no_other_rank_is_blamed(first: int) -> None:
     for seed in range(first, first + 8):
         rng = random.Random(f"two victims {seed}")
         size = rng.randint(3, 8)
@@ -347,7 +347,7 @@ def test_a_death_ends_groups_of_the_dead_and_leaves_the_others() -> None:
 # -- a rank leaves ----------------------------------------------------------------------------------------
 
 
-def test_who_waits_for_a_rank_that_leaves_hears_that_it_left() -> None:
+def test_a_wait_for_a_rank_that_leaves_ends_with_the_cause() -> None:
     def live(comm: uni.Communicator) -> Any:
         if comm.rank == 1:
             comm.recv_bytes(0)
@@ -401,7 +401,7 @@ def test_what_was_sent_before_leaving_stays_receivable() -> None:
 
 
 @pytest.mark.parametrize("collective", list(NAMED))
-def test_who_has_done_its_part_may_leave(collective: str) -> None:
+def test_a_rank_that_has_done_its_part_may_leave(collective: str) -> None:
     """No rank waits for the others to be done, and none fails because one was faster."""
 
     class Chosen(random.Random):
@@ -532,7 +532,7 @@ def test_a_survivor_that_leaves_because_of_a_death_is_not_the_culprit() -> None:
 
 
 @pytest.mark.parametrize("what", ["a message", "a collective"])
-def test_a_cause_in_the_world_explains_who_is_missing_in_a_group(what: str) -> None:
+def test_a_cause_in_the_world_explains_a_missing_rank_in_a_group(what: str) -> None:
     """Rank 0 fails; rank 1 leaves because of it, without having made the group where rank 2 waits for it."""
 
     def live(world: uni.Communicator) -> Any:
@@ -572,7 +572,7 @@ def test_a_sendrecv_of_which_half_has_ended_ends_too() -> None:
 
 
 @pytest.mark.parametrize("what", ["a message", "a collective"])
-def test_a_rank_that_dies_while_it_waits_for_news_of_another_ends_too(what: str) -> None:
+def test_a_rank_that_dies_while_it_waits_for_a_control_message_ends_too(what: str) -> None:
     """It has seen that rank 0 is gone, but never hears why."""
     worlds = uni.local(3)
     work: uni.Work[Any] = worlds[1].start.recv_bytes(0) if what == "a message" else worlds[1].start.barrier()
@@ -629,7 +629,7 @@ PENDING: dict[str, Callable[[uni.Communicator], Any]] = {
 
 @pytest.mark.parametrize("verb", PENDING)
 @pytest.mark.parametrize("how", ["exception", "abort"])
-def test_whoever_gives_up_ends_everything_that_is_pending(verb: str, how: str) -> None:
+def test_a_rank_that_gives_up_ends_everything_that_is_pending(verb: str, how: str) -> None:
     """Messages too, and those between other ranks: the one that gave up will not be part of anything."""
     gave_up_at: list[float] = []
 
@@ -675,7 +675,7 @@ def test_ctrl_c_in_one_rank_reaches_the_others() -> None:
     assert (ended[1].rank, "KeyboardInterrupt" in str(ended[1])) == (0, True)
 
 
-def test_a_reduce_function_that_raises_is_told_to_all() -> None:
+def test_a_reduce_function_that_raises_is_reported_on_every_rank() -> None:
     def live(comm: uni.Communicator) -> Any:
         def add(left: Any, right: Any) -> Any:
             if comm.rank == 2:
@@ -772,7 +772,7 @@ def live_until_the_end(comm: uni.Communicator, seed: int, struck: dict[int, str]
 
 
 @seeds(80, 20)
-def test_whatever_happens_nobody_hangs_and_only_those_who_ended_are_named(first: int) -> None:
+def test_whatever_happens_no_rank_hangs_and_only_ended_ranks_are_named(first: int) -> None:
     for seed in range(first, first + 20):
         size, _ = endings(seed)
         struck: dict[int, str] = {}
@@ -796,7 +796,7 @@ def test_whatever_happens_nobody_hangs_and_only_those_who_ended_are_named(first:
 WATCHFUL = Config(deadlock_after_s=0.15, stall_query_s=0.05)
 
 
-def test_ranks_that_wait_in_a_circle_are_told_who_waits_for_whom() -> None:
+def test_a_deadlock_in_a_circle_names_which_rank_waits_for_which() -> None:
     ended = run_ranks(lambda comm: comm.recv_bytes((comm.rank + 1) % 3, 4), 3, config=WATCHFUL)
     for error in ended:
         assert isinstance(error, Deadlock)
