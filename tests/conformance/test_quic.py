@@ -26,7 +26,7 @@ import pytest
 from tests.conformance.test_properties import PROPERTIES
 from tests.support.network import NoNetwork, private_network
 from tests.support.processes import Failed, forked, run_processes
-from tests.support.rank_pool import ended_by_drafts
+from tests.support.rank_pool import ended_in_pool
 from tests.support.system import need_tools, skip_without
 
 import unisono as uni
@@ -55,12 +55,12 @@ def _alone() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_a_case_holds_on_quic(name: str) -> None:
-    assert ended_by_drafts("quic", "cases", 4)[name] == "ok"
+    assert ended_in_pool("quic", "cases", 4)[name] == "ok"
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_a_property_holds_on_quic(name: str) -> None:
-    assert ended_by_drafts("quic", "properties", 6)[name] == "ok"
+    assert ended_in_pool("quic", "properties", 6)[name] == "ok"
 
 
 # -- what arrives is what was sent ------------------------------------------------------------------------
