@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.engines import MakeWorld, found, outcome, world
+from tests.support.metronome import stopwatch
 from tests.support.oracle import Notes
 from tests.support.ranks import run_each
 
@@ -368,9 +369,9 @@ def _die_or_wait(comm: Communicator, folder: str) -> None:
             comm.send(x, 1)
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    error = outcome(lambda: comm.recv(x, 1))
-    took = time.monotonic() - started
+    with stopwatch() as seconds:
+        error = outcome(lambda: comm.recv(x, 1))
+        took = seconds()
     ranks = getattr(error, "ranks", ())
     Path(folder, str(comm.rank)).write_text(f"{type(error).__name__} {ranks} {took < 2 * 0.5}")
 
@@ -396,14 +397,14 @@ def _interrupted(comm: Communicator) -> list[Any]:
 
     striker = threading.Thread(target=strike)
     striker.start()
-    started = time.monotonic()
-    try:
-        is_called.set()
-        comm.recv(x, 1, 1)
-        ended = "well"
-    except KeyboardInterrupt:
-        ended = "interrupted"
-    took = time.monotonic() - started
+    with stopwatch() as seconds:
+        try:
+            is_called.set()
+            comm.recv(x, 1, 1)
+            ended = "well"
+        except KeyboardInterrupt:
+            ended = "interrupted"
+        took = seconds()
     striker.join()
     # The receive is gone, and the message is for the next.
     comm.send(b"go", 1, 9)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.engines import MakeWorld, found, outcome, world
+from tests.support.metronome import stopwatch
 from tests.support.oracle import PAIRS, Notes, dtype_of, operand, result
 from tests.support.ranks import run_each
 
@@ -371,12 +372,12 @@ def test_another_collective_is_a_mismatch_never_a_wrong_sum(world: MakeWorld, ot
 
         for name in ("all_reduce", other) * 4:
             call(name)
-        started = time.monotonic()
-        error = outcome(lambda: call("all_reduce" if comm.rank else other))
-        if comm.rank == 0 and other == "broadcast":
-            assert isinstance(error, np.ndarray | CollectiveMismatch)
-            error = outcome(lambda: call("barrier"))  # a root runs ahead, but only into the next call
-        assert time.monotonic() - started < 2
+        with stopwatch() as seconds:
+            error = outcome(lambda: call("all_reduce" if comm.rank else other))
+            if comm.rank == 0 and other == "broadcast":
+                assert isinstance(error, np.ndarray | CollectiveMismatch)
+                error = outcome(lambda: call("barrier"))  # a root runs ahead, but only into the next call
+            assert seconds() < 2
         return [error]
 
     for (error,) in run_each(program, list(comms)).values():
@@ -491,9 +492,9 @@ def _die_or_wait(comm: Communicator, folder: str) -> None:
     warm(comm, 50)
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    error = outcome(lambda: warm(comm))
-    took = time.monotonic() - started
+    with stopwatch() as seconds:
+        error = outcome(lambda: warm(comm))
+        took = seconds()
     ranks = getattr(error, "ranks", ())
     Path(folder, str(comm.rank)).write_text(f"{type(error).__name__} {ranks} {took < 2 * 0.5}")
 
@@ -521,13 +522,13 @@ def _interrupted(comm: Communicator) -> list[Any]:
 
     striker = threading.Thread(target=strike)
     striker.start()
-    started = time.monotonic()
-    try:
-        step(comm)
-        ended = "well"
-    except KeyboardInterrupt:
-        ended = "interrupted"
-    took = time.monotonic() - started
+    with stopwatch() as seconds:
+        try:
+            step(comm)
+            ended = "well"
+        except KeyboardInterrupt:
+            ended = "interrupted"
+        took = seconds()
     striker.join()
     comm.send(b"1", 1, 9)
     return [ended, took < 2 * 0.2 + 0.2, hot.handed_over - before]

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.metronome import Metronome
 from tests.support.processes import PATIENCE_S, Failed, Ranks, forked
 from tests.support.system import run_tool, skip_without
-from tests.unit.comm.test_failure_local import Metronome
 
 import unisono as uni
 from unisono.backends.native.backend import NativeBackend

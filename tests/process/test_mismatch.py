@@ -19,9 +19,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from tests.support.metronome import Metronome, stopwatch
 from tests.support.processes import run_processes
 from tests.support.ranks import PATIENCE_S, run_each, run_ranks
-from tests.unit.comm.test_failure_local import Metronome
 
 import unisono as uni
 from unisono.errors import ranks_text
@@ -328,7 +328,7 @@ class Outcome(NamedTuple):
 
 def collide(comms: list[Any], calls: list[Call], *, go_on: bool = True) -> list[Outcome]:
     """Every rank makes its call and, if it gets away with it, a barrier."""
-    begin = threading.Barrier(len(comms))
+    begin, metronome = threading.Barrier(len(comms)), Metronome()
 
     def one(comm) -> Outcome:
         begin.wait(PATIENCE_S)
@@ -342,12 +342,16 @@ def collide(comms: list[Any], calls: list[Call], *, go_on: bool = True) -> list[
                     if go_on:
                         comm.barrier()
                 finally:
-                    elapsed_s = time.monotonic() - started
+                    elapsed_s = metronome.fair_s(started, time.monotonic())
         except uni.UnisonoError as raised:
             error = raised
         return Outcome(error, elapsed_s)
 
-    return run_each(one, comms).values()
+    try:
+        return run_each(one, comms).values()
+    finally:
+        metronome.is_over = True
+        metronome.join()
 
 
 def check_collision(calls: list[Call]) -> None:
@@ -507,9 +511,9 @@ def test_a_late_rank_gets_the_mismatch_at_once(size):
     calls = [CALLS["sum"] if rank % 2 else CALLS["barrier"] for rank in range(size)]
     comms = uni.local(size)
     early = collide(comms[:-1], calls)
-    started = time.monotonic()
-    (late,) = collide_alone(comms[-1], calls[-1])
-    assert time.monotonic() - started < LIMIT_S
+    with stopwatch() as seconds:
+        (late,) = collide_alone(comms[-1], calls[-1])
+        assert seconds() < LIMIT_S
     for error in (*(outcome.error for outcome in early), late):
         check_report(error, calls)
 
@@ -575,9 +579,9 @@ def test_calls_on_different_communicators_are_a_deadlock_that_names_both():
         left, right = comm.split(0), comm.split(0)
         (left if comm.rank == 0 else right).all_reduce(f4(3))
 
-    started = time.monotonic()
-    ended = run_ranks(program, 2, config=uni.Config(deadlock_after_s=0.3))
-    assert time.monotonic() - started < 4.0
+    with stopwatch() as seconds:
+        ended = run_ranks(program, 2, config=uni.Config(deadlock_after_s=0.3))
+        assert seconds() < 4.0
     for error in ended:
         assert isinstance(error, uni.Deadlock), repr(error)
         assert 'all_reduce #0 on "world.split#0(0)"' in str(error)

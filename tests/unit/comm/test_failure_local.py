@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import itertools
 import random
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.metronome import Metronome
 from tests.support.ranks import PATIENCE_S, run_each, run_ranks
 
 import unisono as uni
@@ -55,31 +55,6 @@ def seeds(number: int, together: int) -> pytest.MarkDecorator:
     """The first few seeds in `make test`; tests/simulation/test_random_deaths.py has more of them."""
     others = [pytest.param(first, marks=pytest.mark.more) for first in range(together, number, together)]
     return pytest.mark.parametrize("first", [0, *others])
-
-
-class Metronome(threading.Thread):
-    """Beats a hundred times a second; late beats show for how long the machine had no time for us."""
-
-    PERIOD_S = 0.01
-
-    def __init__(self):  # type: ignore[no-untyped-def] # its source goes into scripts
-        super().__init__(name="metronome", daemon=True)
-        self.beats = [time.monotonic()]
-        self.is_over = False
-        self.start()
-
-    def run(self):  # type: ignore[no-untyped-def]
-        while not self.is_over:
-            time.sleep(self.PERIOD_S)
-            self.beats.append(time.monotonic())
-
-    def fair_s(self, begun, ended):  # type: ignore[no-untyped-def]
-        """The seconds between two points in time, less those that were stolen."""
-        while self.beats[-1] <= ended:
-            time.sleep(self.PERIOD_S)
-        beats = list(self.beats)
-        pairs = [(t0, t1) for t0, t1 in itertools.pairwise(beats) if t1 > begun and t0 < ended]
-        return ended - begun - sum(max(0.0, t1 - t0 - 2 * self.PERIOD_S) for t0, t1 in pairs)
 
 
 @pytest.fixture(scope="module", autouse=True)
