@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -295,6 +296,8 @@ def _be_rank(
 ) -> None:
     """The whole life of a forked rank. It never returns to the test."""
     code = 0
+    # Garbage of earlier tests is the parent's: a finalizer here might wait for a thread that was not forked.
+    gc.freeze()
     try:
         faulthandler.register(signal.SIGUSR2, open(_stack_file(folder, rank), "w"))  # noqa: SIM115
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
