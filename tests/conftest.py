@@ -21,12 +21,13 @@ from tests.support.system import skipped_by_need
 # Hypothesis remembers failing examples in .venv, where all caches are.
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(ROOT / ".venv/cache/hypothesis"))
 
-# In thousands of tests the ranks are threads of this process. By default glibc gives them up to
-# 16 heaps, each of which keeps what its largest test took: 1.3 GB in the end. One heap, and large blocks that
-# go back to the system at once, bound it.
+# In thousands of tests the ranks are threads of this process. By default glibc gives them up to 16 heaps,
+# each of which keeps what its largest test took: 1.3 GB in the end. So there is one heap, and the size from
+# which a block is mapped by itself, and unmapped when it is freed, stays at glibc's
+# first value instead of growing.
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)
 
 # Started in the background by a shell, the tests ignore Ctrl-C, and so would the children that we interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
