@@ -201,7 +201,7 @@ def test_links_without_encryption_are_refused_where_it_is_due() -> None:
         UnconnectedGloo(BindSpec(0, 2, "127.0.0.1", is_encrypted=True, config=Config()))
 
 
-def test_an_unconnected_backend_that_is_closed_leaves_nothing() -> None:
+def test_a_draft_that_is_given_up_leaves_nothing() -> None:
     bind = UnconnectedGloo(BindSpec(0, 2, "127.0.0.1", is_encrypted=False, config=Config()))
     assert bind.card()
     bind.close()

@@ -105,14 +105,14 @@ def downs(me: Rank) -> Any:
     return [(at, down.rank, down.cause) for at, down in me.downs if not down.left]
 
 
-def test_a_cut_between_two_ranks_does_not_concern_ranks_that_reach_both() -> None:
+def test_a_cut_between_two_is_no_matter_of_those_who_see_both() -> None:
     results = simulated(downs, 4, faults=[Drop(3, 0, 1.0)]).results
     assert results[0] == [(3.5, 3, "silent for 2.5 s")]
     assert results[1] == results[2] == []
     assert results[3] == [(3.5 + LATENCY, 0, "gave rank 3 up after 2.5 s of silence")]
 
 
-def test_a_rank_without_a_link_is_notified_and_stays_unreachable() -> None:
+def test_who_has_no_link_is_told_and_is_not_to_be_reached_again() -> None:
     """Of six ranks all have links but 0 and 3, 1 and 4, 2 and 5, until one of them calls the other."""
 
     def program(me: Rank) -> Any:
@@ -132,7 +132,7 @@ def test_a_rank_without_a_link_is_notified_and_stays_unreachable() -> None:
     assert results[0] == results[3] == [], "they hear both"
 
 
-def test_a_death_is_reported_to_all_and_to_later_calls() -> None:
+def test_a_death_is_heard_by_all_and_by_who_calls_the_dead_later() -> None:
     def program(me: Rank) -> Any:
         if me.rank == 3:
             me.recv(0)

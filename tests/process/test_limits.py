@@ -166,7 +166,7 @@ def test_a_users_limit_does_not_bound_control_messages_and_rpc_frames(
     assert ended == [["x" * 100, "CollectiveMismatch"]] * 2
 
 
-def test_a_users_limit_does_not_bound_the_control_messages_of_a_framed_backend() -> None:
+def test_a_users_limit_does_not_bound_what_a_courier_takes_as_news() -> None:
     backend = _Post(uni.Config(recv_bytes_max=60, message_bytes_max=60))
     backend.arrive(1, eager(1000, Lane.CONTROL, Tags.CONTROL))
     taken = backend.start_recv(1, 9, Tags.CONTROL, None)
@@ -421,7 +421,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_peer_of_a_framed_backend_breaks_the_protocol_before_it_takes_memory(
+def test_a_peer_of_a_courier_breaks_the_protocol_before_it_takes_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unisono.backends.framed.OFFERS_MAX", 1000)
@@ -462,7 +462,7 @@ def test_a_message_to_oneself_leaves_from_memory_of_any_type(kind: str, sync: bo
     backend.close()
 
 
-def test_a_framed_backend_holds_back_offers_that_its_peer_may_not_keep(
+def test_a_courier_holds_back_offers_that_its_peer_may_not_keep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both ends agree on how many; what waits keeps its order, and nothing overtakes it."""

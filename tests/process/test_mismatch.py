@@ -729,7 +729,7 @@ def test_two_ranks_that_differ_each_in_its_own_way_are_both_named():
     told_in_time(lambda: collide(uni.local(5), calls), is_right)
 
 
-def test_a_rank_that_calls_while_the_others_are_queried_is_counted():
+def test_who_calls_while_the_others_are_asked_is_counted():
     """Two ranks have found that they differ; the third makes its call meanwhile, and decides who is wrong."""
     comms = uni.local(3)
     found = threading.Event()

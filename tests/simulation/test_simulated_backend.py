@@ -675,7 +675,7 @@ def test_a_pause_can_end_at_a_step_of_another_rank() -> None:
 # -- deadlocks and endings -------------------------------------------------------------------------------
 
 
-def test_a_deadlock_names_which_rank_waits_for_which() -> None:
+def test_a_deadlock_names_who_waits_for_whom() -> None:
     result = simulated(lambda me: me.recv((me.rank + 1) % me.size), 3)
     assert [type(error) for error in result.results] == [Deadlock] * 3
     text = str(result.results[1])

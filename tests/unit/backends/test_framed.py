@@ -118,7 +118,7 @@ def test_nonsense_ends_the_link_and_takes_no_memory(pair: list[Station], what: s
     exchange(*pair)
 
 
-def test_a_peer_that_sends_more_than_its_credit_is_dropped_and_takes_no_more_memory(
+def test_who_sends_more_than_its_credit_is_broken_and_takes_no_more_memory(
     pair: list[Station],
 ) -> None:
     """A correct sender waits; whoever does not wait is no member that could be trusted."""

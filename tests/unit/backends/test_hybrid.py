@@ -255,7 +255,7 @@ def test_wildcards_and_cancels_on_many_threads_lose_nothing(seed: int) -> None:
 # -- endings ----------------------------------------------------------------------------------------------
 
 
-def test_a_loss_is_reported_once_whichever_part_sees_it() -> None:
+def test_a_loss_is_told_once_whichever_part_sees_it() -> None:
     ranks = pair(size=3)
     told: list[PeerDown] = []
     ranks[0].watch(told.append)
@@ -270,7 +270,7 @@ def test_a_loss_is_reported_once_whichever_part_sees_it() -> None:
     close_all(ranks)
 
 
-def test_what_one_part_still_holds_comes_before_its_senders_goodbye() -> None:
+def test_what_one_part_still_holds_comes_before_the_news_that_its_sender_left() -> None:
     ranks = pair()
     send(ranks[1], 0, b"on the second part", 1)
     ranks[1].close()
@@ -283,7 +283,7 @@ def test_what_one_part_still_holds_comes_before_its_senders_goodbye() -> None:
     close_all(ranks)
 
 
-def test_a_wait_on_all_parts_for_a_rank_that_leaves_ends_once() -> None:
+def test_who_waits_on_all_parts_for_a_rank_that_leaves_hears_of_it_once() -> None:
     ranks = pair(size=3)
     waiting = [recv(ranks[0], 1), ranks[0].probe(1, CONTEXT, ANY)]
     behind = recv(ranks[0], 1, 4)

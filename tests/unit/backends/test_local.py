@@ -149,7 +149,7 @@ def test_a_message_that_waits_is_read_when_it_is_met_not_before() -> None:
 # -- endings ----------------------------------------------------------------------------------------------
 
 
-def test_a_crash_is_reported_with_its_cause_and_is_no_goodbye() -> None:
+def test_a_crash_is_told_with_its_cause_and_is_no_goodbye() -> None:
     ranks = LocalBackend.create(3)
     told: list[list[PeerDown]] = [[], [], []]
     for rank, news in zip(ranks, told, strict=True):
@@ -307,7 +307,7 @@ class Waiter(threading.Thread):
 QUICK = Config(deadlock_after_s=0.1)
 
 
-def test_a_deadlock_of_threads_names_which_rank_waits_for_which() -> None:
+def test_threads_that_wait_for_each_other_are_told_who_waits_for_whom() -> None:
     ranks = LocalBackend.create(3, QUICK)
     waiters = [Waiter(rank, (rank.rank + 1) % 3) for rank in ranks]
     for waiter in waiters:
@@ -318,7 +318,7 @@ def test_a_deadlock_of_threads_names_which_rank_waits_for_which() -> None:
     close_all(ranks)
 
 
-def test_a_deadlock_among_the_remaining_ranks_is_seen_too() -> None:
+def test_a_deadlock_among_those_who_stay_is_seen_too() -> None:
     ranks = LocalBackend.create(3, QUICK)
     gone = Waiter(ranks[2], 0, timeout=0.01).ended()
     ranks[2].close()

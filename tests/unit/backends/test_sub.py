@@ -114,7 +114,7 @@ def test_sources_and_peers_are_the_views_own_numbers() -> None:
     close_all(members)
 
 
-def test_losses_are_reported_in_the_views_ranks_and_only_of_members() -> None:
+def test_losses_are_told_in_the_views_numbers_and_only_of_members() -> None:
     world = LocalBackend.create(6)
     view = SubBackend(world[3], [5, 0, 3], ordered=True)
     told: list[PeerDown] = []
