@@ -165,7 +165,7 @@ def ended(comm: Communicator, program: Callable[[Communicator], None]) -> tuple[
     return "", "", 0.0
 
 
-def check_told(results: list[Any], words: str) -> None:
+def check_deadlock(results: list[Any], words: str) -> None:
     assert any(words in text for _, text, _ in results), results
     for kind, text, _ in results:
         assert kind == "Deadlock", text
@@ -177,14 +177,14 @@ def check_told(results: list[Any], words: str) -> None:
 @pytest.mark.parametrize("what", CYCLES)
 def test_ranks_that_wait_for_each_other_get_a_deadlock_error(what):
     program, size, words = CYCLES[what]
-    check_told(run_processes(ended, size, program, kind="shm", config=QUICK), words)
+    check_deadlock(run_processes(ended, size, program, kind="shm", config=QUICK), words)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "quic", pytest.param("gloo", marks=pytest.mark.more)])
 @pytest.mark.parametrize("what", ["sends", "a collective and a receive"])
 def test_ranks_that_wait_for_each_other_get_a_deadlock_error_on_every_backend(what, kind):
     program, size, words = CYCLES[what]
-    check_told(run_processes(ended, size, program, kind=kind, config=QUICK), words)
+    check_deadlock(run_processes(ended, size, program, kind=kind, config=QUICK), words)
 
 
 def test_the_communicator_works_on_after_a_deadlock_of_messages():

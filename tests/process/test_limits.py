@@ -359,8 +359,8 @@ def test_a_rank_that_queries_without_end_and_reads_nothing_gets_a_bounded_number
         backends[1].start_send(0, 0, Tags.CONTROL, memoryview(question), lane=Lane.CONTROL)
         if number % 40:
             continue
-        knock = msgspec.msgpack.encode(ServiceQuery(1000 + number, "name"))
-        backends[1].start_send(0, 0, Tags.CONTROL, memoryview(knock), lane=Lane.CONTROL)
+        query = msgspec.msgpack.encode(ServiceQuery(1000 + number, "name"))
+        backends[1].start_send(0, 0, Tags.CONTROL, memoryview(query), lane=Lane.CONTROL)
     queued = len(backends[0]._hub.inboxes[1].inbound_from(0))
     assert queued < 30_000  # those that fit the credit of the lane, and a thousand
     assert control._answers[1] <= 1024

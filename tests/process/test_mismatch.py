@@ -396,7 +396,7 @@ def check_report(error: BaseException | None, calls: list[Call]) -> None:
     assert ". Next: " in str(error)
 
 
-def who_calls_what(pair: tuple[str, str], size: int) -> list[Call]:
+def calls_by_rank(pair: tuple[str, str], size: int) -> list[Call]:
     """Some ranks make the second call: one or several, chosen by the pair, never all or none."""
     rng = random.Random(f"{pair} {size}")
     seconds = set(rng.sample(range(size), rng.randint(1, size - 1)))
@@ -419,7 +419,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("pair", "size"), cases())
 def test_every_rank_hears_of_a_mismatch_within_a_second(pair, size):
-    check_collision(who_calls_what(pair, size))
+    check_collision(calls_by_rank(pair, size))
 
 
 def mismatches(comm: uni.Communicator, pairs: list[tuple[str, str]]) -> list[str]:
@@ -428,7 +428,7 @@ def mismatches(comm: uni.Communicator, pairs: list[tuple[str, str]]) -> list[str
     # Seconds that other programs took from this rank are nobody's fault; virtual ones cannot be taken.
     metronome = None if comm.backend.runtime.is_virtual else Metronome()
     for pair in pairs:
-        calls = who_calls_what(pair, comm.size)
+        calls = calls_by_rank(pair, comm.size)
         for _ in range(3):  # as above
             group, error = comm.split(0), None
             started = now()
@@ -589,7 +589,7 @@ def test_calls_on_different_communicators_are_a_deadlock_that_names_both():
 
 
 def test_started_collectives_that_do_not_match_end_too():
-    """All that are under way end, and none hangs; one that is started later is refused at the door."""
+    """All that are under way end, and none hangs; one that is started later is refused before it starts."""
 
     def program(comm):
         ended = []
@@ -643,7 +643,7 @@ DIFFERENCES = {
 }
 
 
-def told_in_time(outcomes_of: Callable[[], list[Any]], is_right: Callable[[Any], bool]) -> None:
+def reported_in_time(outcomes_of: Callable[[], list[Any]], is_right: Callable[[Any], bool]) -> None:
     """Who differs is known if every rank could tell its call in time: a busy machine gets three turns."""
     for _ in range(3):
         outcomes = outcomes_of()
@@ -666,7 +666,7 @@ def test_the_rank_that_differs_is_named_with_what_differs(difference, odd):
             f"rank {odd} differs from ranks {others} in {difference} during" in str(error)
         )
 
-    told_in_time(lambda: collide(uni.local(4), calls), is_right)
+    reported_in_time(lambda: collide(uni.local(4), calls), is_right)
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp", "gloo", "quic"])
@@ -686,7 +686,7 @@ def test_processes_name_the_rank_that_differs(kind):
         wanted = "rank 2 differs from ranks 0, 1, 3 in verb: barrier, they all_reduce"
         return elapsed_s < LIMIT_S and culprits == (2,) and wanted in text
 
-    told_in_time(lambda: run_processes(program, 4, kind=kind), is_right)
+    reported_in_time(lambda: run_processes(program, 4, kind=kind), is_right)
 
 
 def test_every_rank_reads_its_own_verb():
@@ -712,7 +712,7 @@ def test_of_two_equal_sides_none_is_to_blame(seconds, names):
         assert outcome.error.culprits == () or size > 2
         return outcome.error.culprits == () and names in str(outcome.error)
 
-    told_in_time(lambda: collide(uni.local(size), calls), is_right)
+    reported_in_time(lambda: collide(uni.local(size), calls), is_right)
 
 
 def test_two_ranks_that_differ_each_in_its_own_way_are_both_named():
@@ -726,7 +726,7 @@ def test_two_ranks_that_differ_each_in_its_own_way_are_both_named():
             and "rank 3 differs from ranks 0, 2, 4 in op: max, they sum" in text
         )
 
-    told_in_time(lambda: collide(uni.local(5), calls), is_right)
+    reported_in_time(lambda: collide(uni.local(5), calls), is_right)
 
 
 def test_who_calls_while_the_others_are_asked_is_counted():
@@ -824,7 +824,7 @@ SIMULATED = [pair for pairs in NEAR.values() for pair in pairs]
 
 @pytest.mark.parametrize("pair", SIMULATED, ids=[" and ".join(pair) for pair in SIMULATED])
 def test_simulated_ranks_hear_of_a_mismatch_within_a_virtual_second(pair):
-    calls = who_calls_what(pair, 3)
+    calls = calls_by_rank(pair, 3)
 
     def program(comm):
         calls[comm.rank].make(comm)
@@ -838,7 +838,7 @@ def test_simulated_ranks_hear_of_a_mismatch_within_a_virtual_second(pair):
 
 def test_simulated_ranks_hear_of_a_mismatch_with_nothing_eager():
     for pair in SIMULATED:
-        calls = who_calls_what(pair, 3)
+        calls = calls_by_rank(pair, 3)
 
         def program(comm, calls=calls):
             calls[comm.rank].make(comm)

@@ -488,7 +488,7 @@ def test_noise_in_shared_memory_is_an_error_not_a_crash(ranks: Ranks, seed: int)
         assert process.exitcode == 0
 
 
-# -- at the door ------------------------------------------------------------------------------------------
+# -- at the listener --------------------------------------------------------------------------------------
 
 
 def test_a_peer_that_does_not_know_the_secret_is_refused(tmp_path: Path) -> None:
@@ -520,7 +520,7 @@ def test_garbage_at_the_listener_is_dropped(tmp_path: Path) -> None:
         for junk in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(72), os.urandom(5000)):
             with socket.create_connection((cards[0].address, cards[0].port)) as stranger:
                 stranger.settimeout(10)
-                # The door may hang up at any of these: what counts is that it says nothing.
+                # The listener may hang up at any of these: what counts is that it says nothing.
                 with contextlib.suppress(OSError):
                     stranger.sendall(junk)
                     stranger.shutdown(socket.SHUT_WR)
@@ -552,7 +552,7 @@ def test_a_rank_that_is_forgotten_leaves(tmp_path: Path) -> None:
     assert threading.active_count() < 10
 
 
-CROSSING = 1  # door.hpp: Ruling
+CROSSING = 1  # connect/connector.hpp: Admission
 
 
 @pytest.mark.parametrize("medium", ["shm", "tcp"])
@@ -561,20 +561,20 @@ def test_a_rank_that_dies_after_it_confirmed_its_call_is_lost_at_once(tmp_path: 
     tmp_path.chmod(0o700)
     secret, is_unix = b"secret", medium == "shm"
     survivor = NativeBackend(1, 2, str(tmp_path), secret, shm=is_unix)
-    with socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET) as door:
-        door.settimeout(PATIENCE_S)
-        door.bind(str(tmp_path / "zero.sock") if is_unix else ("127.0.0.1", 0))
-        door.listen()
+    with socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET) as listener:
+        listener.settimeout(PATIENCE_S)
+        listener.bind(str(tmp_path / "zero.sock") if is_unix else ("127.0.0.1", 0))
+        listener.listen()
         card = survivor.card()
         zero = (
             card._replace(unix_path=str(tmp_path / "zero.sock"))
             if is_unix
-            else card._replace(port=door.getsockname()[1])
+            else card._replace(port=listener.getsockname()[1])
         )
         try:
             news = News(survivor)
             survivor.connect([zero, card])
-            caller, _ = door.accept()
+            caller, _ = listener.accept()
             with caller:
                 caller.settimeout(PATIENCE_S)
                 refuse_for_our_own_call(caller, secret)

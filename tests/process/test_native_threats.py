@@ -1,4 +1,4 @@
-"""Threats at the engine's door and on its links, as SECURITY.md names them: strangers, liars, bombs, crowds.
+"""Threats at the engine's listener and on its links, as in SECURITY.md: strangers, liars, bombs, crowds.
 
 Every test ends with ranks that still work together.
 """
@@ -122,18 +122,18 @@ def memory_kib() -> int:
     return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
 
 
-# -- strangers at a door with TLS -------------------------------------------------------------------------
+# -- strangers at a listener with TLS ---------------------------------------------------------------------
 
 
 def said_nothing(sock: socket.socket) -> bool:
-    """The door hung up, or sent an alert, but no word of ours inside TLS."""
+    """The listener hung up, or sent an alert, but no word of ours inside TLS."""
     return exactly(sock, 1) == b""
 
 
 def as_rank(
     card: Card, shown: Credentials | None, rank: int, change: Callable[[ssl.SSLContext], None]
 ) -> bool:
-    """Call with these credentials and say to be `rank`; whether the door opened."""
+    """Call with these credentials and say to be `rank`; whether it is admitted."""
     client = context(shown)
     change(client)
     with dialled(card) as sock:
@@ -213,7 +213,7 @@ def test_a_stranger_gets_less_than_4_kib(make: Make) -> None:
         client.do_handshake()
     with dialled(card) as sock:
         sock.sendall(outward.read())
-        # It never answers: all that comes until the door gives up is for a stranger.
+        # It never answers: all that comes until the listener gives up is for a stranger.
         assert 0 < len(exactly(sock, 1 << 20)) < 4096
 
 

@@ -443,7 +443,7 @@ def test_a_forgotten_communicator_is_lost_to_the_others() -> None:
 
 
 @contextmanager
-def deafened(world: uni.Communicator, by: uni.Communicator) -> Iterator[Callable[[], None]]:
+def held_up(world: uni.Communicator, by: uni.Communicator) -> Iterator[Callable[[], None]]:
     """Hold a rank's ear: a thread is busy handing it a message, and whatever comes now waits behind.
 
     Gives a function that lets it hear again.
@@ -474,11 +474,11 @@ def test_a_rank_that_gave_up_is_heard_before_it_is_missed(what: str) -> None:
     """Rank 0 fails, says so and leaves while rank 1 is deaf for a moment: what it said comes first."""
     worlds = uni.local(3)
     work: uni.Work[Any] = worlds[1].start.recv_bytes(0) if what == "a message" else worlds[1].start.barrier()
-    with deafened(worlds[1], by=worlds[2]) as hear_again:
+    with held_up(worlds[1], by=worlds[2]) as let_go:
         with pytest.raises(ZeroDivisionError), worlds[0]:
             raise ZeroDivisionError("by rank 0")
         ended_by(DeadlineExceeded, lambda: work.wait(0.05))  # nothing is believed yet
-        hear_again()
+        let_go()
         error = ended_by(PeerAborted, lambda: work.wait(PATIENCE_S))
     assert error.rank == 0
     assert "ZeroDivisionError: by rank 0" in str(error)
@@ -494,11 +494,11 @@ def test_a_survivor_that_leaves_because_of_a_death_is_not_the_culprit() -> None:
         worlds[2].start.send(np.ones(100_000), 0),
     ]
     waiting = worlds[0].start.recv_bytes(3)
-    with deafened(worlds[1], by=worlds[2]) as hear_again:
+    with held_up(worlds[1], by=worlds[2]) as let_go:
         backend_of(worlds[3]).kill("struck by lightning")
         with pytest.raises(PeerLost), worlds[0]:
             waiting.wait(PATIENCE_S)
-        hear_again()
+        let_go()
         for work in works:
             error = ended_by(PeerLost, lambda work=work: work.wait(PATIENCE_S))
             assert error.ranks == (3,)
@@ -551,10 +551,10 @@ def test_a_rank_that_dies_while_it_waits_for_a_control_message_ends_too(what: st
     """It has seen that rank 0 is gone, but never hears why."""
     worlds = uni.local(3)
     work: uni.Work[Any] = worlds[1].start.recv_bytes(0) if what == "a message" else worlds[1].start.barrier()
-    with deafened(worlds[1], by=worlds[2]) as hear_again:
+    with held_up(worlds[1], by=worlds[2]) as let_go:
         worlds[0].close()
         backend_of(worlds[1]).kill()
-        hear_again()
+        let_go()
         ended_by(ClosedError, lambda: work.wait(PATIENCE_S))
     close_all(worlds)
 
