@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,16 @@ BUILD = Path(os.environ.get("UNISONO_BUILD_DIR", ROOT / ".venv/build/module"))
 CASES = sorted(set(re.findall(r'\brun\("([^"]+)"', (TESTS / "native/engine_test.cpp").read_text())))
 
 
-@cache
+@pytest.fixture(scope="module")
+def engine_test() -> Path:
+    return built("engine_test")
+
+
+@pytest.fixture(scope="module")
+def decoders() -> Path:
+    return built("decoders")
+
+
 def built(target: str) -> Path:
     """The program, linked again if a source of it changed."""
     if not (BUILD / "CMakeCache.txt").exists():
@@ -29,20 +37,20 @@ def built(target: str) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_case_of_the_engine_holds(case: str) -> None:
-    ended = subprocess.run([built("engine_test"), case], capture_output=True, text=True)
+def test_a_case_of_the_engine_holds(engine_test: Path, case: str) -> None:
+    ended = subprocess.run([engine_test, case], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["ok"]), ended.stdout + ended.stderr
 
 
-def test_a_case_that_does_not_exist_is_refused() -> None:
-    ended = subprocess.run([built("engine_test"), "no such case"], capture_output=True, text=True)
+def test_a_case_that_does_not_exist_is_refused(engine_test: Path) -> None:
+    ended = subprocess.run([engine_test, "no such case"], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (1, "not so: the command line names a case\n")
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("decoder", ["tcp", "ring", "connector"])
-def test_a_decoder_of_the_engine_bears_ten_thousand_inputs(decoder: str) -> None:
+def test_a_decoder_of_the_engine_bears_ten_thousand_inputs(decoders: Path, decoder: str) -> None:
     """`make fuzz` gives it a million, under sanitizers."""
-    command = [built("decoders"), decoder, "10000", "1", TESTS / "corpus" / decoder]
+    command = [decoders, decoder, "10000", "1", TESTS / "corpus" / decoder]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
