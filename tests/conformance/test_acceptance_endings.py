@@ -342,7 +342,23 @@ def test_an_own_op_that_raises_ends_the_collective_everywhere_with_its_reason() 
     "verb", [verb for verb in COLLECTIVES if verb not in ("scan", "exscan", "scatter_v")]
 )
 def test_a_collective_that_times_out_names_the_missing_ranks(verb: str) -> None:
-    """scan, exscan and scatter need nothing from the last rank: those may well end without it."""
+    """scan, exscan and scatter_v need nothing from the last rank: those may well end without it.
+
+    On a busy machine another rank may be late, too, and is named rightly: then with more time.
+    """
+    for timeout in (0.6, 5.0):
+        late = ended_late(verb, timeout)
+        if all(error.waiting_on == (3,) for error in late):
+            break
+    assert late, f"{verb} ended without rank 3"
+    for error in late:
+        assert error.waiting_on == (3,)
+        assert isinstance(error, TimeoutError)
+        assert verb in str(error)
+
+
+def ended_late(verb: str, timeout: float) -> list[uni.DeadlineExceeded]:
+    """The errors of ranks 0 to 2, which make a call that rank 3 does not make."""
     gone = threading.Event()
 
     def program(comm: uni.Communicator) -> Any:
@@ -352,7 +368,7 @@ def test_a_collective_that_times_out_names_the_missing_ranks(verb: str) -> None:
         comm.sub([0, 1, 2]).barrier()  # no thread of these starts late
         args = next(args for name, args, _ in cases(comm.rank, 4) if name == verb)
         try:
-            return getattr(comm, verb)(*args, timeout=0.6)
+            return getattr(comm, verb)(*args, timeout=timeout)
         except uni.DeadlineExceeded as error:
             return error
 
@@ -364,13 +380,8 @@ def test_a_collective_that_times_out_names_the_missing_ranks(verb: str) -> None:
     finally:
         gone.set()
         absent.join()
-    late = [error for error in ended if isinstance(error, uni.DeadlineExceeded)]
-    assert late, f"{verb} ended without rank 3"
-    for error in late:
-        assert error.waiting_on == (3,)
-        assert isinstance(error, TimeoutError)
-        assert verb in str(error)
-    close_all(world)
+        close_all(world)
+    return [error for error in ended if isinstance(error, uni.DeadlineExceeded)]
 
 
 # Not on_every_link: only there everybody can be watched.
