@@ -3,7 +3,8 @@
     python bench/backends.py [backend ...]
 
 Prints the rows of the table in docs/backends.md: half a round trip of 8 bytes, all_reduce of 8 bytes, and the
-rate of messages and of all_reduce of 16 MiB; medians of turns that alternate between us and the bare library.
+rate of messages and of all_reduce of 16 MiB; medians of turns that alternate between the backend and the bare
+library.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import unisono as uni
 TURNS = 7
 LARGE = 16 << 20
 
-# What one side does for each column: given memory and the rank, a round trip or an all_reduce.
+# One side's part in a round trip or an all_reduce, for each column of the table.
 Calls = dict[str, Callable[[Any], Any]]
 
 
@@ -62,8 +63,8 @@ def bare_gloo(world: uni.Communicator) -> Calls:
     import torch
     import torch.distributed as dist
 
-    place = os.environ["BENCH_STORE"]
-    dist.init_process_group("gloo", init_method=f"file://{place}", rank=world.rank, world_size=2)
+    path = os.environ["BENCH_STORE"]
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=world.rank, world_size=2)
     peer = 1 - world.rank
 
     def ping(x: Any) -> None:
@@ -85,7 +86,7 @@ BARE: dict[str, tuple[str, Callable[[uni.Communicator], Calls]]] = {
 
 
 def measured(calls: list[Callable[[Any], Any]], x: Any, world: uni.Communicator, count: int) -> list[float]:
-    """Seconds per call of each, in alternating turns: the medians."""
+    """Median seconds per call of each system, in alternating turns."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(TURNS + 1):
         for call, mine in zip(calls, times, strict=True):

@@ -1,4 +1,4 @@
-"""More ranks than cores: 8 and 16 ranks still finish, and nobody starves the others by spinning.
+"""More ranks than cores: 8 and 16 ranks still finish, and no rank starves the others by spinning.
 
     python bench/crowd.py [-n 2,8,16] [--calls 200]
 
@@ -49,7 +49,7 @@ def rank(comm: uni.Communicator, calls: int) -> tuple[float, float, float, float
         comm.all_reduce(large)
         comm.barrier()
     took, processor = time.perf_counter() - began, time.process_time() - used
-    # One rank is late: what do the others burn while they wait for it?
+    # One rank is late: how much processor time do the others use while they wait?
     began, used = time.perf_counter(), time.process_time()
     if comm.rank == 0:
         time.sleep(1.0)

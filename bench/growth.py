@@ -2,8 +2,8 @@
 
     python bench/growth.py [-n 2] [--collectives 100000] [--messages 10000]
 
-The first tenth is left out: by then plans, links and caches are made. Both kinds of link. What counts is how
-much the resident memory has grown from there to the end.
+The growth of resident memory is measured after the first tenth of the calls, when plans, links and caches
+have been made, for both kinds of link.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def collectives(comm: uni.Communicator, count: int) -> tuple[int, int]:
-    """Four kinds in turn; the results must stay right."""
+    """Four collectives in turn; the results are checked."""
     x = np.full(16, comm.rank, np.float32)
     before = 0
     for i in range(count):
@@ -57,7 +57,7 @@ def collectives(comm: uni.Communicator, count: int) -> tuple[int, int]:
 
 
 def messages(comm: uni.Communicator, count: int) -> tuple[int, int]:
-    """Round the circle, every message with a tag of its own, received in another order."""
+    """Messages around a ring, each with its own tag, received in another order."""
     to, from_ = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     out, in_ = np.zeros(64, np.int64), np.zeros(64, np.int64)
     before = 0

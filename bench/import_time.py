@@ -1,8 +1,8 @@
 """How long `import unisono` takes beyond NumPy's own import: `python bench/import_time.py`.
 
-Each round starts two fresh interpreters, one after the other, so that a slow moment of the machine hits both:
-one imports NumPy, the other NumPy and then unisono, and each times its own import. The table shows the median
-and quartiles. The goal: below 0.15 s beyond NumPy's. The slowest modules come from -X importtime.
+Each round starts two fresh interpreters, one after the other, so that a slow moment of the machine affects
+both: one imports NumPy, the other NumPy and then unisono, and each times its own import. The table shows the
+median and quartiles. The goal: below 0.15 s beyond NumPy's. The slowest modules come from -X importtime.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 GOAL_S = 0.15
-# As after an install: byte code is kept.
+# As after an install: byte code is cached.
 ENV = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 TIMED = "import time; a = time.perf_counter(); {0}; b = time.perf_counter(); print(b - a)"
 
@@ -32,7 +32,7 @@ def quartiles(times: list[float]) -> str:
 
 
 def slowest_modules(count: int) -> list[tuple[float, str]]:
-    """Modules that unisono adds to NumPy, by the time that each takes by itself."""
+    """Modules that unisono imports beyond NumPy's, by their own import time."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", "import numpy; import unisono"],
         capture_output=True,

@@ -1,6 +1,6 @@
 """How fast the reduce kernels are beside NumPy and ml_dtypes: `python bench/kernels.py`.
 
-Ours and the peer take turns in one run on the same arrays, so that a slow moment of the machine hits both.
+Ours and the peer take turns in one run on the same arrays, so that a slow moment of the machine affects both.
 The ratio is peer time / our time (above 1 we are faster), per pair of neighbouring rounds; the table shows
 its median and quartiles. Goals: float32 never below 1, bfloat16 at least 5.
 """
@@ -21,7 +21,7 @@ from unisono.core.kernels import reduce_into
 from unisono.core.ops import as_op
 
 SIZES_BYTES = [1 << n for n in range(10, 27, 2)]
-# Long enough for the clock, short enough that a round is over before the machine changes its mind.
+# Long enough for the clock, short enough that the load of the machine does not change within a round.
 ROUND_S = 2e-3
 
 
@@ -42,8 +42,8 @@ def main() -> None:
 
 def row(dtype: DType, size_bytes: int, op_name: str, peer: Any, rounds: int) -> None:
     op = as_op(op_name)
-    # Ones: they make no subnormals, infinities or NaN in any number of products, minima or maxima, and a sum
-    # that has grown to infinity costs no more than any other.
+    # Ones: any number of products, minima or maxima of them has no subnormals, infinities or NaN, and a sum
+    # that reaches infinity takes no longer than others.
     kind = ml_dtypes.bfloat16 if dtype.name == "bfloat16" else dtype.storage
     dst, src = (np.ones(size_bytes // dtype.itemsize, kind) for _ in range(2))
     dst_bits, src_bits = dst.view(dtype.storage), src.view(dtype.storage)

@@ -2,12 +2,11 @@
 
     python bench/overlap.py [-n 2] [--bytes 67108864] [--rounds 7] [--with numpy,torch,idle]
 
-Three things in turns, all ranks at once: compute alone (a matrix product on one thread of the caller, which
-holds the GIL or not as NumPy or torch please), the all_reduce alone, and both: start, compute, wait. Nothing
-hidden: both = compute + communication. All hidden: both = the longer of the two. With as many ranks as cores
-the engine's threads have no core of their own, so only what does not need one (waiting, the other rank's
-turn) can be hidden; with a free core clearly more. `idle` is a caller that waits for something else, such as
-a disk or a GPU, and leaves its core free.
+All ranks take three measurements in turns: compute alone (a matrix product on one thread, by NumPy or torch),
+the all_reduce alone, and both (start, compute, wait). Without overlap, both = compute + communication; with
+full overlap, both = the longer of the two. With as many ranks as cores the engine's threads have no core of
+their own, so only waiting can be hidden; a free core hides clearly more. `idle` is a caller that waits for
+something else, such as a disk or a GPU, and leaves its core free.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def main() -> None:
 
 
 def show(what: str, of_ranks: list[Any]) -> None:
-    """What the slowest rank took, round by round."""
+    """The time of the slowest rank, round by round."""
     rounds = [
         [max(times) for times in zip(*of_round, strict=True)] for of_round in zip(*of_ranks, strict=True)
     ]
@@ -74,7 +73,7 @@ def rank(comm: uni.Communicator, nbytes: int, rounds: int, library: str) -> list
         compute()
         work.wait()
 
-    # About as long as the all_reduce takes, and the same on every rank.
+    # Compute for about as long as the all_reduce takes, the same on every rank.
     repeats, _ = 1, alone()
     compute()
     longer = comm.all_reduce(timed(comm, alone), "max") / comm.all_reduce(timed(comm, compute), "max")

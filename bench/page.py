@@ -3,7 +3,7 @@
     unisono bench --json out.json --plot docs/benchmarks.png
     python bench/page.py out.json > docs/benchmarks.md
 
-Nothing on the page is written by hand: who measures on another machine gets another page.
+Nothing on the page is written by hand: a measurement on another machine gives another page.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from unisono.bench import Case, Results
 from unisono.plans.units import bytes_text, seconds_text
 
-# What DESIGN asks for: a peer's time over ours, at least.
+# The goals: the least ratio of a peer's time to ours.
 GOALS = {
     ("unisono", "mpi"): 1.0,
     ("unisono", "gloo"): 5.0,
@@ -53,7 +53,7 @@ def page(results: Results) -> list[str]:
 
 
 def summary(results: Results) -> list[str]:
-    """How many cases reach the goal, and the worst of each pair."""
+    """How many cases reach the goal, and the worst ratio of each pair of systems."""
     lines = [
         "## Goals",
         "",

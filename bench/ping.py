@@ -1,6 +1,6 @@
-"""Ping-pong between two processes: latency of a message one way, and bandwidth of long ones.
+"""Ping-pong between two processes: one-way latency of a message, and bandwidth of long ones.
 
-Two loops, shared memory and TCP each: below Python (Engine.ping), and from Python (start_send, start_recv).
+Two loops, each over shared memory and TCP: in C++ (Engine.ping) and from Python (start_send, start_recv).
 Every figure is the best and the median of several runs.
 
     python bench/ping.py [--rounds 20000] [--runs 5] [--only shm|tcp]
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def measure(kind: str, rounds: int, runs: int) -> list[tuple[int, list[float], list[float]]]:
-    """Both loops at every size: seconds one way, per run."""
+    """Both loops at every size: one-way seconds, per run."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         secret = secrets.token_bytes(32)

@@ -1,10 +1,10 @@
-"""What the quic backend makes of iroh: long messages beside a bare stream of iroh's, in the same processes.
+"""The quic backend beside iroh itself: long messages and a bare stream of iroh, in the same processes.
 
     python bench/quic.py [rounds] [MiB]
 
 Both send the same bytes one way over loopback, in turns: our messages of 64 MiB, and one stream written and
 read 256 KiB at a time, with the same repair of iroh's copy. Prints the rates and the ratio of each round, and
-their medians; then the time of a short all_reduce, alone and while a long message is under way.
+their medians; then the time of a short all_reduce, alone and while a long message is in flight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALPN = b"unisono/bench"
 
 
 class Bare:
-    """A connection of iroh's own, with one stream in each direction."""
+    """A bare iroh connection, with one stream in each direction."""
 
     def __init__(self, world: uni.Communicator) -> None:
         repair()

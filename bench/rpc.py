@@ -2,7 +2,8 @@
 
 Measured: an int and back (p50, p99), calls per second with 5,000 started before the first is waited for, and
 arrays of 1, 16 and 64 MiB and back (bytes both ways). Each library serves an echo in a process of its own;
-who is not installed is left out: `pip install grpcio pyzmq msgpack torch`. The callee's main thread sleeps.
+libraries that are not installed are left out: `pip install grpcio pyzmq msgpack torch`. The callee's main
+thread sleeps.
 
     python bench/rpc.py [--rounds 3] [--only unisono,torch,grpc,zmq] [--calls 2000]
 """
@@ -54,7 +55,7 @@ def main() -> None:
         if name != "unisono" and "unisono" in medians:
             ratios = (medians["unisono"][key] / row[key] for key in keys)
             print(f"{'/ ' + name:12}" + "".join(f"{ratio:>14.2f}" for ratio in ratios))
-            # Turns that follow each other, so that a slow moment of the machine is in both.
+            # Adjacent turns, so that a slow moment of the machine affects both.
             pairs = list(zip(results["unisono"], results[name], strict=True))
             spreads = (sorted(ours[key] / theirs[key] for ours, theirs in pairs) for key in keys)
             print(f"{'  from..to':12}" + "".join(f"{f'{s[0]:.2f}..{s[-1]:.2f}':>14}" for s in spreads))
@@ -67,7 +68,7 @@ def measured(
     calls: int,
     pipelined: Callable[[int], None] | None = None,
 ) -> dict[str, float]:
-    """What one library does in one turn."""
+    """The figures of one library in one turn."""
     for i in range(200):
         call(i)
     times = []
@@ -258,7 +259,7 @@ PORT = free_port()
 def answered(
     plan: Callable[[Any], Iterable[tuple[Callable[..., None], tuple[Any, ...]]]],
 ) -> dict[str, float]:
-    """Start processes, and end those that serve when the first has answered."""
+    """Start processes, and end the servers when the first one has answered."""
     answers: Any = mp.get_context("spawn").Queue()
     processes = [mp.get_context("spawn").Process(target=fn, args=args) for fn, args in plan(answers)]
     for process in processes:
@@ -271,7 +272,7 @@ def answered(
         process.join(2)
         process.terminate()
         process.join()
-    # gRPC now and then cancels one of 5,000 started calls: that turn is taken again.
+    # gRPC sometimes cancels one of 5,000 started calls: that turn is repeated.
     return figures if figures is not None else answered(plan)
 
 

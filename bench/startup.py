@@ -2,10 +2,11 @@
 
     python bench/startup.py [-n 32] [--rounds 3]
 
-Beside each other, in turns: n interpreters that import NumPy and end; `uni.spawn` of n ranks that meet in a
+Three measurements in turns: n interpreters that import NumPy and end; `uni.spawn` of n ranks that call a
 barrier; the same under `unisono run`. What counts is the time beyond the bare processes, from the first
 process to the finished barrier, and the memory of a rank beyond an interpreter with NumPy. Memory is Pss:
-what processes share is divided among them; private memory is shown too. Goals: below 5 s and 60 MiB.
+shared memory is divided among the processes that share it; private memory is shown, too. Goals: below 5 s and
+60 MiB.
 """
 
 from __future__ import annotations
@@ -77,13 +78,13 @@ def main() -> None:
 
 
 def processor_s() -> float:
-    """Processor time of all children that have ended: what a busy machine cannot change."""
+    """Processor time of all ended children; unlike wall time it hardly depends on other load."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def bare(n: int) -> tuple[float, float, float]:
-    """Until the last one has imported NumPy; the memory while all of them live."""
+    """The time until the last interpreter has imported NumPy, and the memory while all of them run."""
     began = time.monotonic()
     processes = [
         subprocess.Popen(

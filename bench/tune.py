@@ -3,10 +3,10 @@
     python bench/tune.py
 
 For each kind of link (shared memory, TCP) and number of ranks, all algorithms of a collective take turns in
-one set of processes. What it finds goes to src/unisono/plans/measured.json, with the machine and the date.
-At most eight minutes. Run it where nothing else runs, then look at the diff.
+one set of processes. The result goes to src/unisono/plans/measured.json, with the machine and the date. It
+takes at most eight minutes. Run it on an idle machine, then look at the diff.
 
-Also prints what the cost model should know about these links (plans/cost.py), which decides where nothing was
+It also prints the figures of these links for the cost model (plans/cost.py), which decides where nothing was
 measured: more ranks, several hosts.
 """
 
@@ -73,7 +73,7 @@ def show(kind: str, ranks: int, times: dict[str, dict[int, dict[str, float]]]) -
 
 
 def write(whole: dict[str, Any], path: Path) -> None:
-    """One line for each collective, so that a diff can be read."""
+    """One line for each collective, so that a diff is readable."""
     lines = ["{", f'"machine": {json.dumps(whole["machine"])},']
     for order in ("any", "ordered"):
         lines.append(f'"{order}": {{')

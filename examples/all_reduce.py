@@ -1,4 +1,4 @@
-"""All-reduce: everyone contributes an array, everyone gets the sum, the mean or the largest.
+"""All-reduce: every rank contributes an array and gets the sum, the mean or the maximum.
 
 unisono run -n 4 examples/all_reduce.py
 """

@@ -16,7 +16,7 @@ async def two_at_once(world: uni.Communicator) -> list[float]:
 
 with uni.init() as world:
     gradient = np.arange(100_003, dtype=np.float64) * (world.rank + 1)
-    work = world.start.all_reduce(gradient, op="mean")  # the array belongs to the work until it is done
+    work = world.start.all_reduce(gradient, op="mean")  # do not touch the array until the work is done
     a = np.random.default_rng(world.rank).standard_normal((200, 200))
     checksum = np.linalg.norm(a @ a.T)  # meanwhile
     work.wait(timeout=30)

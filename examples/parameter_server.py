@@ -1,4 +1,4 @@
-"""Rank 0 holds the parameters; the others pull them, compute gradients on their own data, and push those.
+"""Rank 0 holds the parameters; the others pull them, compute gradients on their own data and push them.
 
 unisono run -n 4 examples/parameter_server.py
 """
@@ -13,7 +13,7 @@ FEATURES, STEPS, RATE = 20, 60, 0.1
 
 
 class ParameterServer:
-    """The weights of a linear model. Whoever pushes a gradient moves them."""
+    """The weights of a linear model; every pushed gradient moves them."""
 
     def __init__(self, size: int, rate: float) -> None:
         self._weights = np.zeros(size)
@@ -26,7 +26,7 @@ class ParameterServer:
             return self._weights.copy()
 
     def push(self, gradient: np.ndarray) -> None:
-        """Take a step."""
+        """Take one step of gradient descent."""
         with self._lock:
             self._weights -= self._rate * gradient
 
@@ -36,7 +36,7 @@ def main() -> None:
         agent = uni.rpc.Agent(world)
         agent.expose(ParameterServer)
         server = agent.remote(0, ParameterServer, FEATURES, RATE / world.size) if world.rank == 0 else None
-        # The others get a reference: the object lives as long as rank 0 holds its proxy.
+        # The other ranks get a reference; the object lives as long as rank 0 holds its proxy.
         shared = world.broadcast_object(server.reference if server is not None else None)
         parameters = agent.proxy(shared)
 

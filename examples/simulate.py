@@ -20,8 +20,8 @@ if __name__ == "__main__":
     print(f"64 ranks agree on {healthy.results[0]:g} after {healthy.time_s * 1e3:.2f} virtual ms")
 
     broken = uni.simulate(program, 64, seed=7, network=slow, faults=[Kill(rank=3, at_s=0.002)])
-    heard = [r for r in broken.results if isinstance(r, uni.PeerLost)]
-    print(f"rank 3 was killed at 2 ms: {len(heard)} ranks raised PeerLost, naming {heard[0].ranks}")
+    lost = [r for r in broken.results if isinstance(r, uni.PeerLost)]
+    print(f"rank 3 was killed at 2 ms: {len(lost)} ranks raised PeerLost, naming {lost[0].ranks}")
 
     again = uni.simulate(program, 64, seed=7, network=slow, faults=[Kill(rank=3, at_s=0.002)])
     print(f"replayed: {again.trace_hash == broken.trace_hash} ({len(again.trace):,} events)")

@@ -17,13 +17,13 @@ with uni.init() as world:
 
     swapped = None
     if world.rank in (0, 3):
-        with world.sub([0, 3]) as pair:  # called by its members only
+        with world.sub([0, 3]) as pair:  # only its members call it
             swapped = pair.all_gather_object(f"rank {world.rank}")
 
     for turn in range(world.size):
         if turn == world.rank:
-            place = f"rank {world.rank} at {mesh.coords}"
+            here = f"rank {world.rank} at {mesh.coords}"
             print(
-                f"{place}: its row adds to {total}, its dp axis to {along_dp}, its pair {swapped}", flush=True
+                f"{here}: its row adds to {total}, its dp axis to {along_dp}, its pair {swapped}", flush=True
             )
         world.barrier()

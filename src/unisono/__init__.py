@@ -1,4 +1,4 @@
-"""Processes that work together: messages, collectives and groups in Python.
+"""unisono: messages, collectives, groups and remote calls between Python processes.
 
 import numpy as np
 import unisono as uni
@@ -82,14 +82,14 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What is public, and nothing else."""
+    """The public names only."""
     return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load what only some need when it is first asked for."""
+    """Import `unisono.rpc` on first use, which keeps `import unisono` fast."""
     if name == "rpc":
-        import unisono.rpc as asked
+        import unisono.rpc as rpc_module
 
-        return asked
+        return rpc_module
     raise AttributeError(f"module 'unisono' has no attribute {name!r}")

@@ -1,8 +1,8 @@
 # The types of the module that native/python binds.
 #
-# A dtype is a DType.code, an op an OpCode. Memory is contiguous and read as bits of that dtype, whatever type
-# it says it has. A wrong argument raises ValueError before anything is written; an object that gives no such
-# memory raises TypeError or BufferError.
+# A dtype is a DType.code, an op an OpCode. Memory is contiguous, and read as bits of that dtype whatever its
+# own type. A wrong argument raises ValueError before anything is written; an object without such memory
+# raises TypeError or BufferError.
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -18,7 +18,8 @@ def widen(dst: Memory, src: Memory, dtype: int) -> None: ...
 def narrow(dst: Memory, src: Memory, dtype: int) -> None: ...
 def isa() -> str: ...
 
-# At the end of the interpreter: threads that are below Python stay there. See native/python/gil_released.hpp.
+# Called at interpreter exit: threads that have released the GIL never take it again, and sleep. See
+# native/python/gil_released.hpp.
 def forbid_reacquire() -> None: ...
 def isas() -> tuple[str, ...]: ...
 def use_isa(name: str) -> None: ...
@@ -36,11 +37,11 @@ class Program:
 
 class ForkedError(RuntimeError): ...
 
-# The data plane of one rank: see native/engine/engine.hpp. `id` is the caller's number of an operation, and
-# comes back with the end as (id, outcome, envelope or None, data or None). An envelope is (source, context,
-# tag, nbytes, dtype, header). The end of a peer is (-1, rank, cause, left); a message that waits although its
-# sender does not is (-2, context, source, sequence, header). -1 for src or tag means any. The
-# caller keeps the owner of every buffer until the operation has ended.
+# The data plane of one rank: see native/engine/engine.hpp. `id` is the caller's number of an operation. A
+# completion is (id, outcome, envelope or None, data or None), with an envelope (source, context, tag, nbytes,
+# dtype, header); for a peer that is down it is (-1, rank, cause, left); for an unclaimed message, whose
+# sender ran ahead, (-2, context, source, sequence, header). -1 for src or tag means any. The caller keeps the
+# owner of every buffer alive until the operation has ended.
 class Engine:
     def __init__(
         self,
@@ -69,10 +70,10 @@ class Engine:
         rekey_records: int = ...,
     ) -> None: ...
     def card(self) -> tuple[str, str, str, int, int]: ...
-    # PEM, and the name in each rank's certificate; once, before `connect`, for an engine with `tls`.
+    # Sets the PEM credentials and the name in each rank's certificate; once, before `connect`, with `tls`.
     def secure(self, names: list[str], key: bytes, certificate: bytes, authority: bytes) -> None: ...
     def connect(self, cards: list[tuple[str, str, str, int, int]]) -> None: ...
-    # A handle, 0 if it is done, or the negative outcome if it failed.
+    # Returns a handle, 0 if it is done, or the negative outcome if it failed.
     def send(
         self,
         id: int,  # noqa: A002
@@ -85,7 +86,7 @@ class Engine:
         lane: int,
         sync: bool,
     ) -> int: ...
-    # A handle, or how it ended. With `in_order` it is told after everything that ended earlier.
+    # Returns a handle, or the completion. With `in_order` it completes after everything that ended earlier.
     def receive(
         self,
         id: int,  # noqa: A002
@@ -97,10 +98,10 @@ class Engine:
         in_order: bool,
     ) -> int | tuple[Any, ...]: ...
     def probe(self, id: int, src: int, context: int, tag: int) -> int | tuple[Any, ...]: ...  # noqa: A002
-    # A run that was cancelled is told, when it has let go of its memory; whatever else was cancelled is not.
+    # A cancelled run completes once it has released its memory; other cancelled operations do not complete.
     def cancel(self, handle: int) -> bool: ...
-    # A handle, or how it ended: (id, outcome) or (id, outcome, (peer, whether its header differs, bytes that
-    # came, bytes awaited, header)).
+    # Returns a handle, or the completion: (id, outcome) or (id, outcome, (peer, whether its header differs,
+    # bytes received, bytes expected, header)).
     def run(
         self,
         id: int,  # noqa: A002
@@ -114,35 +115,36 @@ class Engine:
         header: bytes,
         window: int,
     ) -> int | tuple[Any, ...]: ...
-    # Follow a run of the hot path: its handle, or how it ended.
+    # Takes over a run of the fast path; returns its handle, or the completion.
     def adopt(self, id: int, handle: int) -> int | tuple[Any, ...]: ...  # noqa: A002
     # The ranks that a run waits for.
     def awaited(self, handle: int) -> list[int]: ...
-    # What has ended, in order. Both wait for it without the GIL, and `wait` makes progress. Who gets some
-    # tells it and asks for `more` until the last time gives none; until then the others get nothing.
+    # Completions, in order. `wait` and `pump` wait for them without the GIL; `wait` makes progress. A thread
+    # that gets some is the dispatcher: it dispatches them, then calls `more` until that returns none. Until
+    # then other threads get nothing.
     def wait(self, timeout: float, interrupt_count: int, is_teller: bool) -> list[tuple[Any, ...]]: ...
     def pump(self, timeout: float) -> list[tuple[Any, ...]]: ...
     def more(self, is_last: bool) -> list[tuple[Any, ...]]: ...
-    # Tell no more of messages of this context that wait although their senders do not.
+    # Report no more unclaimed messages of this context.
     def ignore_context(self, context: int) -> None: ...
-    # Nobody receives in this context any more: what came whole for it, or will, is dropped.
+    # The context is closed: its whole messages are dropped, now and when they arrive.
     def end_context(self, context: int) -> None: ...
     def interrupt_count(self) -> int: ...
     def interrupt_wait(self) -> None: ...
     def close(self, flush_s: float) -> None: ...
     def is_forked(self) -> bool: ...
     def down_of(self, rank: int) -> tuple[str, bool]: ...
-    # How many callers were turned away at the door.
+    # How many connections were refused.
     def refused(self) -> int: ...
-    # The first few of them since the last call, and why.
+    # The first few refusals since the last call, and why.
     def take_refusals(self) -> list[str]: ...
     def links(self) -> list[str]: ...
-    # Seconds for rounds of ping-pong below Python; negative if the peer went down.
+    # Seconds that the rounds of ping-pong took; negative if the peer went down.
     def ping(self, peer: int, nbytes: int, rounds: int, is_first: bool) -> float: ...
 
-# The collectives of a group: see native/collective/call_log.hpp. `find` and `last` give the text of calls by
-# number. `awaited` tells whom a call below Python waits for; `interrupt_in_flight` makes all of
-# those come back to Python.
+# The collective calls of a group: see native/collective/call_log.hpp. `find` and `last` return the
+# fingerprints of calls by number. `awaited` returns the ranks that a call on the fast path waits for;
+# `interrupt_in_flight` makes all of these calls return to Python.
 class CallLog:
     next: int
     fast_path_open: bool
@@ -155,13 +157,10 @@ class CallLog:
     def awaited(self, sequence: int) -> list[int]: ...
     def interrupt_in_flight(self) -> None: ...
 
-# Known calls without Python: see native/python/bind_fast_path.cpp. `verb` makes the callable that stands in
-# front of `slow`; `slow_path.take_over` waits for what it began, given (operation, sequence, header, start
-# time, handle, memory, exception or None); `slow_path.check_unclaimed` compares a message that was not met
-# (rank, sequence, header).
+# messaging.fast_path.FastPath: see native/python/bind_fast_path.cpp.
 class FastPath:
     verbs: ClassVar[tuple[str, ...]]
-    # Calls that ended without Python, that Python had to decide, and that it had to end.
+    # Calls that ended without Python, that Python had to decide, and that Python had to finish.
     ended: int
     missed: int
     handed_over: int
@@ -179,11 +178,8 @@ class FastPath:
         is_users: Callable[[str], bool],
     ) -> None: ...
     def verb(self, name: str, slow: Callable[..., Any], slow_path: Any) -> Callable[..., Any]: ...
-    # Messages that wait for calls before this one: (rank, sequence, header).
     def unclaimed(self, sequence: int) -> list[tuple[int, int, bytes]]: ...
-    # Ranks that have not shown yet that they have made all calls that ended here.
     def unconfirmed_ranks(self) -> list[int]: ...
-    # False if there is nothing to cache_decision from this call.
     def cache_decision(
         self,
         sequence: int,
@@ -197,7 +193,7 @@ class FastPath:
         divisor: int,
     ) -> bool: ...
 
-# contract.Mailbox: see native/engine/mailbox.hpp.
+# messaging.fast_path.Mailbox: see native/engine/mailbox.hpp.
 class Mailbox:
     def __init__(self, engine: Engine, context: int, tag: int) -> None: ...
     def post(self, dst: int, data: bytes, unsent_bytes_max: int) -> bool: ...
@@ -211,11 +207,12 @@ class Mailbox:
     def interrupt_wait(self, is_front: bool) -> None: ...
     def close(self) -> None: ...
 
-# Messages without Python: see native/python/bind_fast_messages.cpp. `members` are the engine's ranks of the
-# group's; `dtypes` the NumPy types by their number, None where there is no such type. `send` and `recv` make
-# the callables that stand in front of `slow`; `check_header` gets a header that came, and the rank.
+# Plain messages without Python: see native/python/bind_fast_messages.cpp. `members` are the group's ranks by
+# their numbers in the engine; `dtypes` the NumPy types by code, None where there is no such type. `send` and
+# `recv` return callables that try the fast path, then call `slow`. `check_header` gets a received header and
+# the sender.
 class FastMessages:
-    # Calls that ended without Python, and that Python had to make anew.
+    # Calls that ended without Python, and that Python had to make again.
     ended: int
     handed_over: int
     def __init__(
@@ -232,9 +229,9 @@ class FastMessages:
         any: Any,  # noqa: A002
         is_introduced: bool,
     ) -> None: ...
-    # The group has told this rank who it is: its messages need no header any more.
+    # The group has introduced itself to this rank: messages to it need no header any more.
     def introduce(self, rank: int) -> None: ...
-    # When the call began that this thread makes anew, in monotonic seconds; 0.0 if it is new.
+    # When the call began that this thread makes again, in monotonic seconds; 0.0 if it is new.
     def take_begun(self) -> float: ...
     def send(
         self, slow: Callable[..., Any], check_header: Callable[[bytes, int], None]
@@ -243,8 +240,9 @@ class FastMessages:
         self, slow: Callable[..., Any], check_header: Callable[[bytes, int], None]
     ) -> Callable[..., Any]: ...
 
-# What threads that know no Python tell it: see native/python/completion_eventfd.hpp. `ring` is the address of
-# the C function void(uint64 ticket, int8 code); `take` gives (number, code) of all that was rung.
+# Completions of threads that must not touch Python: see native/python/completion_eventfd.hpp. `ring` is the
+# address of the C function void(uint64 ticket, int8 code) that they call; `take` returns (number, code) of
+# these calls.
 class CompletionEventFd:
     def __init__(self) -> None: ...
     def descriptor(self) -> int: ...

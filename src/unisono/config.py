@@ -1,6 +1,6 @@
-"""Every setting in one frozen value, and the only reader of the environment.
+"""All settings, with their defaults and limits, and all that is read from the environment.
 
-Knows names, defaults, limits and UNISONO_* variables. Does not know who uses a setting.
+No other module reads os.environ.
 """
 
 from __future__ import annotations
@@ -28,69 +28,71 @@ def _setting(default: Any, low: float | None = None, high: float | None = None) 
 
 @dataclass(frozen=True, init=False)
 class Config:
-    """What a user may set. Unknown names and senseless values are refused with a UsageError.
+    """What a user may set. An unknown name or a value out of range is a UsageError.
 
-    Every field can also be set by a variable: `UNISONO_SEGMENT_BYTES=65536`. A value given in code wins, then
-    an option of `unisono run`, then the variable. All ranks must use equal settings wherever `digest()`
-    covers them.
+    Every setting can also be given by a variable, such as `UNISONO_SEGMENT_BYTES=65536`. A value in code wins
+    over an option of `unisono run`, which wins over the variable. All ranks must use equal settings: they
+    compare `digest()` when they join.
     """
 
     reproducible: bool = _setting(False)
-    """The same bits whatever transport, size or timing."""
+    """Reduce in one fixed order: the same bits whatever the transport, the message size or the timing."""
 
     segment_bytes: int = _setting(256 * KIB, 64, 1 << 30)
-    """The piece in which a long message of a collective travels."""
+    """Bytes of one segment: a long message of a collective is cut into segments, so that sending, receiving
+    and reducing overlap."""
 
     window_segments: int = _setting(8, 1, 4096)
-    """How many pieces from one peer may be under way at once."""
+    """How many segments of one peer may be under way at once, which hides the latency of the link."""
 
     eager_bytes: int = _setting(16 * KIB, 0, MIB)
-    """A message up to this length is sent before a receive asks for it; four times as much in a
-    collective over TCP."""
+    """The eager limit in bytes: a message up to this length is sent before its receive is posted. In a
+    collective over TCP it is four times as much, which saves a round trip."""
 
     eager_credit_bytes: int = _setting(256 * KIB, 0, 1 << 30)
-    """How much a peer may have sent in this way before it must wait."""
+    """Bytes of eager messages that one peer may have waiting here; it bounds the memory they take."""
 
     message_bytes_max: int = _setting(1 << 40, 1)
-    """The longest message that is accepted."""
+    """The longest message in bytes; a longer one is refused before anything is sent."""
 
     recv_bytes_max: int = _setting(1 << 30, 1)
-    """The longest message that is received without a buffer of a given size: by `recv_bytes`, or as an
-    object."""
+    """The longest message in bytes that is received without a buffer of the user's, by `recv_bytes` or as an
+    object: a peer must not be able to make this rank allocate more."""
 
     stall_query_s: float = _setting(0.25, 0.001)
-    """After this time without an end, a collective asks the others what they are doing."""
+    """Seconds after which a collective that has not ended asks the ranks it waits for what they called, to
+    detect mismatches and missing ranks."""
 
     stall_log_s: float = _setting(30.0, 0.001)
-    """After this time without an end, an operation logs who is missing."""
+    """Seconds after which an operation that has not ended logs the ranks it waits for."""
 
     flush_s: float = _setting(5.0, 0.0)
-    """How long `close` waits for sends that were started and have not met their receive."""
+    """Seconds that `close` waits for started sends whose receive was not posted yet."""
 
     silence_s: float = _setting(2.5, 0.01, 1e6)
-    """A peer that is silent for so long is taken for dead."""
+    """Seconds without a heartbeat after which a peer is declared dead."""
 
     shm: bool = _setting(True)
-    """Whether ranks on one host share memory; else they use TCP."""
+    """Use shared memory between ranks of one host; otherwise they use TCP."""
 
     insecure: bool = _setting(False)
-    """Let ranks on different hosts talk without encryption; for a network that nobody else can reach."""
+    """Do not encrypt links between hosts; only for a network that nobody else can reach."""
 
     tls: bool = _setting(False)
-    """Encrypt TCP on loopback, too, where nobody else can listen; between hosts it always is."""
+    """Encrypt TCP links within a host, too; links between hosts are always encrypted unless `insecure`."""
 
     quic_streams: int = _setting(4, 1, 64)
-    """How many streams of a QUIC connection carry the pieces of long messages."""
+    """How many streams of a QUIC connection share the segments of long messages."""
 
     quic_relay: str = _setting("off")
-    """Which relays QUIC may use where no direct way is found: off, default (those of iroh's makers), or
-    addresses, separated by commas."""
+    """Relays that QUIC may use where two hosts cannot connect directly: off, default (the public ones of the
+    iroh project), or addresses separated by commas."""
 
     quic_discovery: bool = _setting(False)
-    """Let iroh publish where a rank is, and look up others, at its makers' servers."""
+    """Let iroh publish the addresses of ranks, and look them up, at the servers of the iroh project."""
 
     deadlock_after_s: float = _setting(2.0, 0.0)
-    """Ranks that wait for each other, and can never go on, are told so after this time; 0 turns it off."""
+    """Seconds of waiting after which ranks check whether they are in a deadlock; 0 turns the check off."""
 
     def __init__(self, **settings: Any) -> None:
         fields = {f.name: f for f in dataclasses.fields(self)}
@@ -105,27 +107,27 @@ class Config:
 
     @classmethod
     def inherited(cls, changes: Mapping[str, str]) -> Config:
-        """What a child of this process reads if its environment is changed in this way."""
+        """The settings that a child process will read if its environment has these changes."""
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         return cls(**{**defaults, **_from_environment({**given(), **changes})})
 
     def digest(self) -> str:
-        """A fingerprint of the settings; ranks that differ in it must not work together."""
+        """A hash of the settings, which must be equal on all ranks."""
         return hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()
 
 
-# The name of what starts ranks by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone.
+# The launcher's name if only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set.
 BARE = "the environment"
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How this process was started: by whom, and as which of how many ranks.
+    """How this process was started: by which launcher, and as which of how many ranks.
 
-    `job` tells this start from every other on the same host; it is empty if nothing does. `master` is the
-    address that was named for rank 0, `store` the host:port of a key-value store that all ranks can reach.
-    `began` is when this process was started, in seconds since the host was, if only bare variables name its
-    job and they were there from the start: two such jobs at one time may have the same ones.
+    `job` identifies this job among all on the same host; empty if no variable does. `master` is the address
+    of rank 0, `store` the host:port of a key-value store that all ranks can reach. `began` is the start time
+    of this process in seconds since boot. It is set only if nothing but bare variables, present from the
+    start, name the job: two such jobs may have the same variables, and differ only in when they started.
     """
 
     launcher: str
@@ -141,8 +143,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Where and how this process meets the others: what options of `unisono run` say, else UNISONO_JOIN,
-    _ADDRESS, _ADVERTISE and _BACKEND.
+    """Where and how this process meets the others: from the options of `unisono run`, else from UNISONO_JOIN,
+    UNISONO_ADDRESS, UNISONO_ADVERTISE and UNISONO_BACKEND.
 
     `join` is a ticket, which is a secret, or the path of a file that holds one.
     """
@@ -155,10 +157,10 @@ class Network:
 
 
 def launch() -> Launch | None:
-    """Read from the environment who started this process; None if it was started alone.
+    """Which launcher started this process; None if none did.
 
     Raises:
-        UsageError: the environment names a rank and a size that make no sense.
+        UsageError: the launcher's rank or size is missing, not a number, or out of range.
     """
     for launcher in _LAUNCHERS:
         if any(sign in os.environ for sign in launcher.signs):
@@ -167,34 +169,36 @@ def launch() -> Launch | None:
 
 
 def network(environ: Mapping[str, str] | None = None) -> Network:
-    """Read from the environment, ours or another, where a process meets the others."""
+    """Where and how a process meets the others, from its environment (by default ours)."""
     environ = os.environ if environ is None else environ
 
-    def said(name: str) -> str | None:
+    def option_or_variable(name: str) -> str | None:
         return environ.get(_OPTION + name) or environ.get(f"UNISONO_{name}") or None
 
     return Network(
         join=environ.get("UNISONO_JOIN") or None,
-        address=said("ADDRESS"),
-        advertise=said("ADVERTISE"),
+        address=option_or_variable("ADDRESS"),
+        advertise=option_or_variable("ADVERTISE"),
         folder=environ.get("TMPDIR") or "/tmp",
-        backend=said("BACKEND") or "native",
+        backend=option_or_variable("BACKEND") or "native",
     )
 
 
 def given() -> dict[str, str]:
-    """The environment as the user gave it: ours, without what launchers have told this process.
+    """The user's environment: ours, without the variables that launchers have set for this process.
 
-    A ticket is the user's only in a process that no launcher of ours has started.
+    UNISONO_JOIN is the user's only in a process that no launcher of ours has started.
     """
-    told = {
+    set_by_launchers = {
         name
         for launcher in _LAUNCHERS
         for name in (*launcher.signs, launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
     }
-    told |= _IDENTITY if "UNISONO_RANK" in os.environ else _IDENTITY - {"UNISONO_JOIN"}
+    set_by_launchers |= _IDENTITY if "UNISONO_RANK" in os.environ else _IDENTITY - {"UNISONO_JOIN"}
     environ = {
-        name: text for name, text in os.environ.items() if name not in told and not name.startswith(_OPTION)
+        name: text
+        for name, text in os.environ.items()
+        if name not in set_by_launchers and not name.startswith(_OPTION)
     }
     for name, (ours, before) in json.loads(os.environ.get(_SET, "{}")).items():
         if environ.get(name) == ours:
@@ -204,10 +208,10 @@ def given() -> dict[str, str]:
 
 
 def environment(changes: Mapping[str, str], defaults: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a new rank: what the user gave, with the changes.
+    """The environment of a new rank: the user's, with changes, and with defaults for what neither sets.
 
-    `defaults` are for what neither has set. The rank is told of them, and of changes that are options in the
-    form of variables, so that a launcher in it does not take them for the user's.
+    The names of the defaults, and of changes that stand for options, are passed on in _SET: a launcher that
+    runs inside the rank must not take them for the user's.
     """
     inherited = {name: text for name, text in given().items() if name != "UNISONO_JOIN"}
     added = {
@@ -219,13 +223,14 @@ def environment(changes: Mapping[str, str], defaults: Mapping[str, str] | None =
 
 
 def as_options(options: Mapping[str, str | None], variables: Mapping[str, str]) -> dict[str, str]:
-    """What tells ranks an option of their launcher: {"BACKEND": "gloo"} wins over UNISONO_BACKEND.
+    """The variables that pass options of a launcher to ranks: {"BACKEND": "gloo"} wins over UNISONO_BACKEND.
 
-    It has a name of its own, because the variable is the user's: what a rank starts reads the variable, not
-    the option. `variables` are options too: the user set them for the ranks.
+    An option has a variable name of its own (UNISONO_RUN_BACKEND), because UNISONO_BACKEND belongs to the
+    user: a process that a rank starts reads that, not the option. `variables` are those that the user set for
+    the ranks by --env.
 
     Raises:
-        UsageError: an option and a variable among `variables` say different things.
+        UsageError: an option contradicts one of `variables`.
     """
     chosen = {name: text for name, text in options.items() if text is not None}
     for name, text in chosen.items():
@@ -240,10 +245,10 @@ def as_options(options: Mapping[str, str | None], variables: Mapping[str, str]) 
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The variables of one launcher. Any of `signs` means that it started us.
+    """The variables of one launcher. If any of `signs` is set, it started this process.
 
-    `job` lists what names the job, all of it needed; "A|B" means the first of them that is set. `store_sign`
-    is "True" if a store of the launcher's own listens at MASTER_ADDR and MASTER_PORT.
+    `job` lists the variables that together identify the job; "A|B" means the first of them that is set. The
+    variable `store_sign` is "True" if the launcher's own store listens at MASTER_ADDR and MASTER_PORT.
     """
 
     name: str
@@ -257,7 +262,7 @@ class _Launcher:
     store_sign: str = ""
 
 
-# In this order: a launcher may run under another, and the inner one counts. torchrun sets RANK too.
+# The order matters: a launcher may run under another, and the inner one counts. torchrun sets RANK, too.
 _LAUNCHERS = (
     _Launcher(
         "unisono run",
@@ -306,13 +311,13 @@ _LAUNCHERS = (
     ),
 )
 
-# What a launcher of ours tells a rank about itself: no user's variable goes before it.
+# A rank's identity, set by a launcher of ours; no variable of the user's replaces it.
 _IDENTITY = frozenset(f"UNISONO_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "JOIN"))
-# What a user may set beside the settings that ranks share.
+# Variables of a user that are not settings in Config.
 _PLACES = ("ADDRESS", "ADVERTISE", "BACKEND")
-# What `unisono run` has an option for.
+# Variables that have an option of `unisono run`.
 _OPTIONS = frozenset(f"UNISONO_{name}" for name in (*_PLACES, "INSECURE"))
-# Options of a launcher of ours; and the variables that it has set, with what was there before.
+# The prefix of options of a launcher of ours; and the variables that it set, with their values before.
 _OPTION = "UNISONO_RUN_"
 _SET = "UNISONO_RUN_SET"
 _NO_SETTINGS = _IDENTITY | {_SET} | {prefix + name for prefix in ("UNISONO_", _OPTION) for name in _PLACES}
@@ -363,7 +368,7 @@ def _started_by(launcher: _Launcher, environ: Mapping[str, str]) -> Launch:
 
 
 def _began(environ: Mapping[str, str], names: Sequence[str]) -> float | None:
-    """When this process was started, if it was started with these very variables."""
+    """When this process was started, in seconds since boot, if these variables were set by then."""
     try:
         first = Path("/proc/self/environ").read_bytes().split(b"\0")
         started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -422,7 +427,7 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def _unknown(what: str, name: str, known: list[str], prefix: str = "") -> UsageError:
-    import difflib  # only a mistake needs it
+    import difflib  # slow to import, and only needed for an error
 
     close = difflib.get_close_matches(name.removeprefix(prefix).lower(), known, n=1)
     shown = [f"{prefix}{n.upper()}" if prefix else n for n in (close or known)]

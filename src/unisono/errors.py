@@ -1,21 +1,20 @@
-"""Every exception that unisono raises, each answering: what can the caller do next?
+"""Every exception that unisono raises. Each says what happened, where, why, and what to do next.
 
     UnisonoError
-    ├─ UsageError (ValueError)         fix the call; nothing was sent
-    ├─ BackendUnavailable              install what it names, or choose another backend
-    ├─ RendezvousError                 the world did not form; the text says who is missing
-    ├─ DeadlineExceeded (TimeoutError) .waiting_on: retry, or look at those ranks
+    ├─ UsageError (ValueError)         a wrong argument; nothing was sent
+    ├─ BackendUnavailable              the backend cannot run here; names the command that installs it
+    ├─ RendezvousError                 the world did not form; names the missing ranks
+    ├─ DeadlineExceeded (TimeoutError) a timeout; .waiting_on: the ranks that were waited for
     ├─ PeerLost                        .ranks: every rank known to be dead or gone
-    ├─ PeerAborted                     .rank and its own error text: look there first
-    ├─ CollectiveMismatch              .report: the ranks called different things; .culprits: the minority
-    ├─ Deadlock                        who waits for whom; only where nobody can end it
-    ├─ ProtocolError                   a peer sent bytes that make no sense
-    ├─ ClosedError                     stop using the closed thing
-    └─ RemoteError                     .rank, .type_name, .traceback_text of a far exception
-       ├─ BadArguments (TypeError)     a far function does not take these: the text names the argument
-       └─ NotExposed (LookupError)     there is no such function there, or no agent: expose it first
+    ├─ PeerAborted                     .rank gave up; the text has its error
+    ├─ CollectiveMismatch              ranks called different collectives; .report, .culprits
+    ├─ Deadlock                        a cycle of waits that nothing can break; the text has the cycle
+    ├─ ProtocolError                   a peer sent malformed bytes
+    ├─ ClosedError                     the communicator, backend or agent was closed
+    └─ RemoteError                     an exception on .rank; .type_name, .traceback_text
+       ├─ BadArguments (TypeError)     a remote function does not take these arguments; it was not called
+       └─ NotExposed (LookupError)     no function of this name on that rank, or no agent
 
-Knows how an error reads and what fields it carries. Does not know who raises it.
 Ranks in errors are world ranks.
 """
 
@@ -48,7 +47,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where an operation stood when it failed: the part of the text that every error shares."""
+    """Which operation failed, and when: the part of the text that all errors share.
+
+    A field is None if it is unknown, or does not apply.
+    """
 
     operation: str | None = None
     communicator: str | None = None
@@ -72,7 +74,7 @@ class Location:
 
 
 class _Rest(TypedDict, total=False):
-    """What every error may be told besides what happened."""
+    """The arguments that every error takes besides `what`."""
 
     where: Location | None
     cause: str | None
@@ -80,12 +82,16 @@ class _Rest(TypedDict, total=False):
 
 
 class UnisonoError(Exception):
-    """The base of all. Its text says what happened, where, why, and what to do next.
+    """The base of all errors. Its text is "<what> <where>: <cause>. Next: <next_step>".
 
-    `usual_step` is the next step of errors of a kind that are told no better one: every error has one.
+    Attributes:
+        what: what happened.
+        where: the operation, communicator, epoch, sequence number and elapsed time; also properties.
+        cause: why, if known.
+        next_step: what to do; `usual_step` of the class unless the place that raises knows better.
     """
 
-    usual_step: ClassVar[str] = "see what the other ranks say; if that explains nothing, report it"
+    usual_step: ClassVar[str] = "see the errors of the other ranks; if they do not explain it, report a bug"
 
     def __init__(
         self,
@@ -109,7 +115,7 @@ class UnisonoError(Exception):
         return f"{text}. Next: {self.next_step}"
 
     def _why(self) -> str:
-        """The cause in words. It may be another error's text, but that one's next step is not this one's."""
+        """The cause. If it is the text of another error, without that error's next step."""
         return (self.cause or "").partition(". Next: ")[0]
 
     @property
@@ -124,21 +130,21 @@ class UnisonoError(Exception):
 
     @property
     def epoch(self) -> int | None:
-        """The membership view in force."""
+        """The number of the membership view."""
         return self.where.epoch
 
     @property
     def sequence(self) -> int | None:
-        """The number of the collective on its communicator."""
+        """The number of the collective; each communicator counts its own."""
         return self.where.sequence
 
     @property
     def elapsed_s(self) -> float | None:
-        """How long the operation had run."""
+        """How long the operation had run, in seconds."""
         return self.where.elapsed_s
 
     def located(self, where: Location) -> UnisonoError:
-        """Return a copy that stands at `where`, keeping what it already knows about itself."""
+        """Return a copy with `where`; fields of its own location that are set already win."""
         copy = _copy(self)
         known = {name: getattr(self.where, name) for name in Location.__slots__}
         copy.where = replace(where, **{name: value for name, value in known.items() if value is not None})
@@ -146,27 +152,31 @@ class UnisonoError(Exception):
 
 
 class UsageError(UnisonoError, ValueError):
-    """The call is wrong: it says what was given and what is allowed. Nothing was sent."""
+    """A call with a wrong argument: the text says what was given and what is allowed. Nothing was sent."""
 
     usual_step = "correct the call; nothing was sent"
 
 
 class BackendUnavailable(UnisonoError):
-    """The backend cannot run here; the text names the command that installs it."""
+    """Raised by init if the backend cannot run here; the text names the command that installs it."""
 
     usual_step = "uni.list_backends() shows what can run here and how to install the rest"
 
 
 class RendezvousError(UnisonoError):
-    """The ranks did not find each other."""
+    """Raised by init if the world did not form in time; the text says which ranks are missing, and why."""
 
     usual_step = "check that every rank was started, with the same size, address and ticket"
 
 
 class DeadlineExceeded(UnisonoError, TimeoutError):
-    """Time ran out; `waiting_on` holds the world ranks that had not answered."""
+    """A timeout passed before an operation ended.
 
-    usual_step = "see what these ranks do, or raise timeout="
+    Attributes:
+        waiting_on: the world ranks that it was waiting for; empty if any rank could have ended it.
+    """
+
+    usual_step = "see what these ranks are doing, or raise timeout="
 
     def __init__(self, what: str, *, waiting_on: tuple[int, ...] = (), **rest: Unpack[_Rest]) -> None:
         super().__init__(what, **rest)
@@ -174,9 +184,13 @@ class DeadlineExceeded(UnisonoError, TimeoutError):
 
 
 class PeerLost(UnisonoError):
-    """One or more ranks died, fell silent or left; `ranks` holds all that are known."""
+    """An operation needs a rank that died, is silent for too long, or left.
 
-    usual_step = "see what these ranks wrote last and how they ended"
+    Attributes:
+        ranks: all world ranks that are known to be gone, not only those the operation needs.
+    """
+
+    usual_step = "see the last output of these ranks and how they ended"
 
     def __init__(self, what: str, *, ranks: tuple[int, ...] = (), **rest: Unpack[_Rest]) -> None:
         super().__init__(what, **rest)
@@ -185,7 +199,7 @@ class PeerLost(UnisonoError):
             self.next_step = _OPEN_PORT
 
     def of_ranks(self, ranks: tuple[int, ...]) -> PeerLost:
-        """Return a copy that names these ranks: the same ones as others number them, or more of them."""
+        """Return a copy that names these ranks: the same ones in another numbering, or more of them."""
         if ranks == self.ranks:
             return self
         return PeerLost(
@@ -198,9 +212,13 @@ class PeerLost(UnisonoError):
 
 
 class PeerAborted(UnisonoError):
-    """A rank gave up and said why; `rank` is where to look."""
+    """Another rank gave up: it called abort, left a `with` block by an exception, or cancelled a collective.
 
-    usual_step = "look at that rank first"
+    Attributes:
+        rank: that world rank, or -1 if it is unknown. The text has its reason.
+    """
+
+    usual_step = "see the error of that rank first"
 
     def __init__(self, what: str, *, rank: int = -1, **rest: Unpack[_Rest]) -> None:
         super().__init__(what, **rest)
@@ -208,12 +226,14 @@ class PeerAborted(UnisonoError):
 
 
 class CollectiveMismatch(UnisonoError):
-    """The ranks of a communicator called different things; `report` shows each call, and who made it.
+    """Ranks of a communicator called different collectives, or the same one with different arguments.
 
-    `culprits` are the ranks whose call is not that of the majority; there are none if no call has one.
+    Attributes:
+        report: one line for each call, with the ranks that made it.
+        culprits: the ranks whose call is not the majority's; empty if no call has a majority.
     """
 
-    usual_step = "make all ranks of the communicator call the same, with the same arguments"
+    usual_step = "call the same collective with the same arguments on all ranks of the communicator"
 
     def __init__(
         self, what: str, *, report: str = "", culprits: tuple[int, ...] = (), **rest: Unpack[_Rest]
@@ -224,30 +244,35 @@ class CollectiveMismatch(UnisonoError):
 
 
 class Deadlock(UnisonoError):
-    """Every rank waits for another, so no one can go on; the text says who waits for whom."""
+    """Ranks wait for each other in a cycle that nothing can break; the text shows the cycle."""
 
     usual_step = "break the cycle, or give one of these waits a timeout"
 
 
 class ProtocolError(UnisonoError):
-    """Bytes arrived that no correct peer sends."""
+    """Malformed bytes arrived, or a message that no correct peer sends."""
 
-    usual_step = "check that all ranks run one version of unisono and that nobody else writes to their links"
+    usual_step = "check that all ranks run the same version of unisono and that nothing else uses their ports"
 
 
 class ClosedError(UnisonoError):
-    """The communicator, backend or agent was closed."""
+    """The communicator, backend or agent was closed before or during the operation."""
 
-    usual_step = "make a new one, or close this one later"
+    usual_step = "close it after its last use, or make a new one"
 
 
 class RemoteError(UnisonoError):
-    """An exception on another rank whose type cannot be rebuilt here.
+    """An exception on another rank: of a remote call, or in a spawned process if its type is unknown here.
 
-    Its text names the line there that raised it; `traceback_text` has the whole traceback.
+    The text names the line that raised it.
+
+    Attributes:
+        rank: the world rank where it was raised, or -1 if it is unknown.
+        type_name: the name of the exception's class there.
+        traceback_text: the full traceback there.
     """
 
-    usual_step = "see .traceback_text, the whole traceback of that rank"
+    usual_step = "see .traceback_text for the full traceback on that rank"
 
     def __init__(
         self,
@@ -273,29 +298,29 @@ class RemoteError(UnisonoError):
 
 
 class BadArguments(RemoteError, TypeError):
-    """A function on another rank does not take the arguments; it was not called."""
+    """A remote function does not take these arguments; it was not called. The text names the argument."""
 
-    usual_step = "call it with the arguments that it takes"
+    usual_step = "pass the arguments that the function takes"
 
 
 class NotExposed(RemoteError, LookupError):
-    """There is no function of this name on the other rank, or no agent."""
+    """There is no function of this name on the other rank, or no agent; nothing was called."""
 
     usual_step = "expose it on that rank before it is called: agent.register(name, fn)"
 
 
-# A frame of a traceback in Python's own words.
+# A line of a traceback as Python prints it.
 _FRAME: Final = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
-# So many ranks are named one by one; of more, neighbours are written as a range.
+# Up to this many ranks are listed one by one; more are written as ranges.
 _RANKS_LISTED: Final = 8
-# More ranges than this say nothing to a reader.
+# A text with more ranges is cut: nobody reads on.
 _RANGES_MAX: Final = 32
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks in words: "rank 3", "ranks 0, 1, 3", of many "ranks 0-6, 8-9"."""
+    """Ranks for a text: "rank 3", "ranks 0, 1, 3", or, if there are many, "ranks 0-6, 8-9"."""
     numbers = sorted(set(ranks))
     is_short = len(numbers) <= _RANKS_LISTED
     listed = ", ".join(map(str, numbers)) if is_short else rank_numbers(numbers)
@@ -303,22 +328,22 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def rank_numbers(ranks: Iterable[int]) -> str:
-    """Ranks as briefly as a person writes them: "0-3, 7"."""
+    """Ranks as ranges: "0-3, 7"."""
     runs = [
         [rank for _, rank in run]
-        for _, run in groupby(enumerate(sorted(set(ranks))), lambda place: place[1] - place[0])
+        for _, run in groupby(enumerate(sorted(set(ranks))), lambda pair: pair[1] - pair[0])
     ]
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return ", ".join(parts[:_RANGES_MAX]) + (", ..." if len(parts) > _RANGES_MAX else "")
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things: "1 rank", "2 ranks"."""
+    """A number with its noun: "1 rank", "2 ranks"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def said_of(rank: int, cause: str) -> str:
-    """What happened to a rank, as a sentence: a cause says it with or without "it", or names a thing."""
+    """A sentence about a rank from a cause, which may begin with "it", with a verb, or with a noun."""
     if cause.startswith("it "):
         cause = cause.removeprefix("it ")
     elif cause.startswith(("its ", "no ", "the ", "data ", "too ", "cannot ")) and not cause.startswith(
@@ -328,16 +353,16 @@ def said_of(rank: int, cause: str) -> str:
     return f"rank {rank} {cause}"
 
 
-# How the engine begins the cause of a rank that does not answer: native/connect/connector.cpp.
+# Part of the cause if a rank does not accept connections: see native/connect/connector.cpp.
 _UNREACHED: Final = "cannot be reached from rank"
 _OPEN_PORT: Final = (
-    "see whether that rank still runs; if it does, let TCP and UDP through to that port of its host "
-    "(--address HOST:PORT fixes the ports: PORT for the seed, those after it for the ranks of a host)"
+    "see whether that rank still runs; if it does, open that port of its host for TCP and UDP "
+    "(--address HOST:PORT fixes the ports: PORT for the seed, the following ones for the ranks of a host)"
 )
 
 
 def lost_text(ranks: tuple[int, ...], cause: str | None = None) -> str:
-    """Who is gone, or only out of reach, in words."""
+    """A sentence that says which ranks are gone, or only out of reach."""
     how = "out of reach" if all(_UNREACHED in each for each in (cause or "").split("; ")) else "gone"
     return f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} {how}"
 

@@ -1,3 +1,3 @@
-"""The version, in one place."""
+"""The version of the package. The ranks of a world must have the same one."""
 
 VERSION = "0.1.0"

@@ -414,9 +414,9 @@ def test_nothing_is_left_of_operations_that_ended() -> None:
     run_each(program, world).values()
     for comm in world:
         inbox: Any = comm.backend._hub.inboxes[comm.rank]  # type: ignore[attr-defined]
-        assert list(inbox._matcher.all_arrived()) == []
+        assert list(inbox._matcher.all_unexpected()) == []
         assert len(list(inbox._matcher.all_posted())) == 1, "only control listens"
-        assert comm._group._pending == {}
+        assert comm._group.state.pending == {}
         assert len(comm._group.call_log) <= 64
     for comm in world:
         comm.close()

@@ -43,7 +43,7 @@ def test_a_property_holds_on_gloo(name: str) -> None:
     assert ended_in_pool("gloo", "properties", 6)[name] == "ok"
 
 
-def test_gloo_solves_what_it_can_itself_and_plans_do_the_rest() -> None:
+def test_gloo_runs_what_it_can_and_plans_do_the_rest() -> None:
     def program(comm: Communicator) -> list[tuple[str, bool]]:
         backend, seen = comm.backend, []
         real = backend.run_collective
@@ -124,7 +124,7 @@ def test_different_calls_of_the_world_are_a_mismatch() -> None:
             assert len(report.splitlines()) == 2
 
 
-def test_a_collective_that_nobody_joins_ends_at_its_deadline() -> None:
+def test_a_collective_that_no_other_rank_joins_ends_at_its_deadline() -> None:
     def live(backend: GlooBackend, pipe: Connection) -> float:
         comm = Communicator.world(backend)
         started = time.monotonic()
@@ -169,11 +169,11 @@ def test_a_killed_rank_is_known_to_all_within_the_bound() -> None:
 
 
 @pytest.mark.parametrize("is_given_up_first", [True, False])
-def test_what_was_given_up_ends_as_soon_as_the_library_fails(is_given_up_first: bool) -> None:
-    """Not when the time has passed in which somebody might have said why: whoever gave it up knows."""
+def test_a_cancelled_collective_ends_as_soon_as_the_library_fails(is_given_up_first: bool) -> None:
+    """It does not wait for the verdict that a rank is dead: the group that cancelled it knows the reason."""
     request, failure = ForeignRequest((1,)), UnisonoError("the library failed")
     assert request.commit()
-    steps = [lambda: request.break_off_later(RealRuntime(), failure), lambda: request.cancel()]
+    steps = [lambda: request.abort_later(RealRuntime(), failure), lambda: request.cancel()]
     for step in reversed(steps) if is_given_up_first else steps:
         assert not request.done
         step()
@@ -201,7 +201,7 @@ def test_links_without_encryption_are_refused_where_it_is_due() -> None:
         UnconnectedGloo(BindSpec(0, 2, "127.0.0.1", is_encrypted=True, config=Config()))
 
 
-def test_a_draft_that_is_given_up_leaves_nothing() -> None:
+def test_an_unconnected_rank_that_is_closed_leaves_nothing() -> None:
     bind = UnconnectedGloo(BindSpec(0, 2, "127.0.0.1", is_encrypted=False, config=Config()))
     assert bind.card()
     bind.close()

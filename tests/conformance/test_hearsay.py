@@ -31,7 +31,7 @@ __all__ = ["make"]
 
 
 class Case(NamedTuple):
-    """Rank 0 is told of rank 2, which lives; what it believes."""
+    """Rank 0 gets the report that rank 2, which lives, is down; what it believes."""
 
     has_link: bool
     left: bool
@@ -39,10 +39,10 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "who has a link does not believe in a death": Case(True, False, None),
-    "who has a link does not believe in a goodbye": Case(True, True, None),
-    "who has no link believes in a death": Case(False, False, ("silent for 9.9 s", False)),
-    "who has no link believes in a goodbye": Case(False, True, ("silent for 9.9 s", True)),
+    "a rank with a link ignores the report of a death": Case(True, False, None),
+    "a rank with a link ignores the report of a goodbye": Case(True, True, None),
+    "a rank without a link believes the report of a death": Case(False, False, ("silent for 9.9 s", False)),
+    "a rank without a link believes the report of a goodbye": Case(False, True, ("silent for 9.9 s", True)),
 }
 
 
@@ -80,13 +80,13 @@ def test_the_simulator_keeps_the_rule(name: str) -> None:
     verdicts = Verdicts(fabric, members)
     if case.has_link:
         fabric.carry(3, 0, Lane.BULK, 0, lambda: None)
-    verdicts._learn(0, (PeerDown(3, "silent for 9.9 s", case.left),))
+    verdicts._on_report(0, (PeerDown(3, "silent for 9.9 s", case.left),))
     believed = [(down.cause, down.left) for down in members[0].downs.values()]
     assert believed == ([] if case.believed is None else [case.believed])
 
 
 class Listener:
-    """A rank that lives, and what it was told."""
+    """A rank that lives, and the ranks that are down for it."""
 
     is_gone = False
 
@@ -105,14 +105,14 @@ def downs(me: Rank) -> Any:
     return [(at, down.rank, down.cause) for at, down in me.downs if not down.left]
 
 
-def test_a_cut_between_two_is_no_matter_of_those_who_see_both() -> None:
+def test_a_cut_between_two_ranks_does_not_concern_ranks_that_reach_both() -> None:
     results = simulated(downs, 4, faults=[Drop(3, 0, 1.0)]).results
     assert results[0] == [(3.5, 3, "silent for 2.5 s")]
     assert results[1] == results[2] == []
     assert results[3] == [(3.5 + LATENCY, 0, "gave rank 3 up after 2.5 s of silence")]
 
 
-def test_who_has_no_link_is_told_and_is_not_to_be_reached_again() -> None:
+def test_a_rank_without_a_link_gets_the_report_and_refuses_the_dead_rank_later() -> None:
     """Of six ranks all have links but 0 and 3, 1 and 4, 2 and 5, until one of them calls the other."""
 
     def program(me: Rank) -> Any:
@@ -127,17 +127,17 @@ def test_who_has_no_link_is_told_and_is_not_to_be_reached_again() -> None:
     assert results[5] == [(3.5, 4, "silent for 2.5 s")]
     assert results[1] == [(3.5 + LATENCY, 4, "silent for 2.5 s")], "rank 5 has a link with it"
     assert "rank 1" in results[4]
-    assert "refuses the link: it takes rank 4 for dead" in results[4]
+    assert "refuses the link: it has declared rank 4 dead" in results[4]
     assert results[2] == [(3.5 + 2 * LATENCY, 5, "gave rank 4 up after 2.5 s of silence")], "by rank 4"
-    assert results[0] == results[3] == [], "they hear both"
+    assert results[0] == results[3] == [], "they reach both"
 
 
-def test_a_death_is_heard_by_all_and_by_who_calls_the_dead_later() -> None:
+def test_all_ranks_learn_of_a_death_also_those_that_call_the_dead_rank_later() -> None:
     def program(me: Rank) -> Any:
         if me.rank == 3:
             me.recv(0)
         if me.rank == 0:
-            sleep(1.0 + LATENCY / 2)  # it died, and nobody knows yet
+            sleep(1.0 + LATENCY / 2)  # it died, and no rank knows yet
             request = me.start_send(3, b"hello", sync=True)
             sleep(1)
             return now() > 2, [down.rank for _, down in me.downs], str(request.error)

@@ -65,7 +65,7 @@ def test_a_property_holds_under_mpiexec(name: str) -> None:
     assert said("properties", 6)[0][name] == "ok"
 
 
-def test_mpi_solves_what_it_can_itself_and_a_failing_operation_harms_nobody() -> None:
+def test_mpi_runs_what_it_can_and_a_failing_operation_harms_no_other_call() -> None:
     for rank, words in enumerate(said("behaviour", 3)):
         assert (words["name"], words["size"]) == ("mpi", 3)
         assert words["own"] == [
@@ -100,7 +100,7 @@ def test_reproducible_sums_are_equal_on_every_backend() -> None:
 
 
 def test_a_killed_rank_is_the_end_of_the_job() -> None:
-    """Open MPI's: nobody is left to hear of it, and mpiexec says so."""
+    """Open MPI ends all ranks, and mpiexec says so."""
     ended = on_mpiexec("death", 3)
     assert ended.returncode not in (0, None)
     assert "said" not in ended.stdout

@@ -155,10 +155,17 @@ CLOCKS = {"time", "sched"}
 MAY_READ_CLOCKS = {"core/clock.py", "simulation", "testing"}
 # The launcher and the measurements start processes, and the seed serves on a thread of its own.
 MAY_START_THREADS = {"core/clock.py", "simulation", "testing", "launcher", "bootstrap", "bench"}
-# The clock rules above the transports; these have threads that tell what ended below Python.
+# The clock rules above the transports; these have threads that dispatch what ended below Python.
 TRANSPORTS = {
     f"backends/{name}.py"
-    for name in ("native/backend", "gloo/backend", "gloo/collectives", "mpi/backend", "quic/endpoint")
+    for name in (
+        "native/backend",
+        "gloo/backend",
+        "gloo/collectives",
+        "gloo/process_group",
+        "mpi/backend",
+        "quic/endpoint",
+    )
 }
 THREADS = {"threading.Thread", "threading.Timer", "_thread.start_new_thread"}
 POOLS = {"concurrent", "multiprocessing", "subprocess"}

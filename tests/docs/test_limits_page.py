@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 import unisono as uni
 from unisono.bootstrap import limits
 from unisono.cli.run import command
-from unisono.launcher.run import Job
+from unisono.launcher.job import Job
 
 PAGE = ROOT / "docs" / "limits.md"
 UNITS = {"s": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "": 1}

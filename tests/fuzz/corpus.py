@@ -19,15 +19,20 @@ from unisono.backends.native.backend import Card
 from unisono.bootstrap import protocol
 from unisono.bootstrap.address import Address
 from unisono.bootstrap.ticket import Ticket
-from unisono.comm.control import (
-    Answer,
+from unisono.comm.control_messages import (
+    DeadlockFound,
     Goodbye,
-    Query,
+    GroupFailure,
+    Marker,
     ServiceFound,
     ServiceMissing,
     ServiceQuery,
-    Verdict,
+    StallQuery,
+    StallReply,
+    WaitQuery,
+    WaitReport,
 )
+from unisono.comm.deadlock import RankState, Wait
 from unisono.core import codec
 from unisono.core.envelope import Lane
 from unisono.errors import PeerLost
@@ -91,7 +96,7 @@ def frames(lines: bool) -> dict[str, bytes]:
 def all_seeds() -> dict[str, dict[str, bytes]]:
     """Per decoder: name and bytes."""
     hello = struct.pack("<8sIIIIBBB5xQ32s", b"unisono\n", 1, 2, 1, 0, 0, 0, 0, 256 * 1024, NONCE)
-    visitor = protocol.JoinClient(TOKEN, protocol.NO_BINDING, NONCE)
+    client = protocol.JoinClient(TOKEN, protocol.NO_BINDING, NONCE)
     request = protocol.Request(
         1, 4, "0.1.0", "digest", {"shm": "True"}, b"card", b"csr", "host", 812, "instance"
     )
@@ -102,15 +107,19 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
         "admitted": protocol.Admitted("job", 1, b"pem", b"pem"),
         "members": protocol.Members([member, member]),
     }
-    news = {
-        "verdict": Verdict.of(PeerLost("rank 3 is lost", ranks=(3,), cause="silent"), 1),
-        "abort": Verdict(2, "ValueError", "no", "because", is_abort=True),
-        "left": Goodbye(1, Lane.BULK, {4: b"all_reduce\0here"}),
-        "query": Query(1, 9, b"all_reduce\0here"),
-        "answer": Answer(1, 9, True, (2, 3)),
-        "knock": ServiceQuery(7, "worker", {1: 5, 9: 0}),
-        "present": ServiceFound(7, ""),
-        "absent": ServiceMissing(7),
+    control = {
+        "group_failure": GroupFailure.of(PeerLost("rank 3 is lost", ranks=(3,), cause="silent"), 1),
+        "abort": GroupFailure(2, "ValueError", "no", "because", is_abort=True),
+        "goodbye": Goodbye(1, Lane.BULK, {4: b"all_reduce\0here"}),
+        "stall_query": StallQuery(1, 9, b"all_reduce\0here"),
+        "stall_reply": StallReply(1, 9, True, (2, 3)),
+        "service_query": ServiceQuery(7, "worker", {1: 5, 9: 0}),
+        "service_found": ServiceFound(7, ""),
+        "service_missing": ServiceMissing(7),
+        "wait_query": WaitQuery(3, (0, 1)),
+        "wait_report": WaitReport(3, True, RankState(1, (Wait(5, "recv", 1, (0,)),), next_sequences={1: 4})),
+        "marker": Marker(0, 3),
+        "deadlock_found": DeadlockFound((5,), "rank 1 waits for rank 0 in recv"),
     }
     tickets = {
         "plain": Ticket(Address("127.0.0.1", 4711), b"", TOKEN),
@@ -147,15 +156,15 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
         },
         "ticket": {name: each.text().encode() for name, each in tickets.items()},
         "join": {
-            "stranger": b"\0" + visitor.hello() + visitor.proof(visitor.hello()),
+            "stranger": b"\0" + client.hello() + client.proof(client.hello()),
             "altered": b"\1" + struct.pack(">I32s", 5, bytes(32)) + b"hello",
             "request": b"\2" + protocol.encode(request),
             "ended": b"\2" + protocol.encode(protocol.Ended(1, "exit code 0", 0.5)),
-            "greeting": b"\3" + visitor.hello(),
+            "greeting": b"\3" + client.hello(),
             "verdict": b"\4" + protocol.NO_ENTRY,
         }
         | {name: b"\5" + protocol.encode(reply) for name, reply in replies.items()},
-        "control": {name: msgspec.msgpack.encode(each) for name, each in news.items()},
+        "control": {name: msgspec.msgpack.encode(each) for name, each in control.items()},
         "card": {"card": msgspec.msgpack.encode(Card("host", "/tmp/r0.sock", "127.0.0.1", 4711))},
         "typed": {name: bytes(codec.pack(each)) for name, each in objects.items()},
         "frame": {f"{number:02}": data for number, data in enumerate(rpc_frames.corpus())},

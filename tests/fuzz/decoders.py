@@ -19,11 +19,11 @@ from typing import Any
 from unisono.bootstrap import protocol
 from unisono.bootstrap.limits import REQUEST_BYTES_MAX
 from unisono.bootstrap.ticket import Ticket
-from unisono.comm import control
+from unisono.comm.control_messages import GroupFailure, decode
 from unisono.comm.world import card_of
 from unisono.core import codec
 from unisono.errors import ProtocolError, UsageError
-from unisono.rpc import frames, payload
+from unisono.rpc import attachments, wire
 
 CORPUS = Path(__file__).parent.parent / "corpus"
 TOKEN, NONCE = bytes(range(32)), bytes(range(100, 132))
@@ -38,34 +38,34 @@ def ticket(data: bytes) -> None:
 def join(data: bytes) -> None:
     """Both sides of a join; the first byte says how far it has come."""
     mode, rest = (data[0] % 6 if data else 0), data[1:]
-    visitor = protocol.JoinClient(TOKEN, protocol.NO_BINDING, NONCE)
-    guest = protocol.JoinServer(TOKEN, protocol.NO_BINDING, NONCE)
+    client = protocol.JoinClient(TOKEN, protocol.NO_BINDING, NONCE)
+    server = protocol.JoinServer(TOKEN, protocol.NO_BINDING, NONCE)
     match mode:
         case 0:
             for piece in (rest[: len(rest) // 2], rest[len(rest) // 2 :]):
-                guest.receive(piece)
+                server.receive(piece)
         case 1 | 2:
-            guest.receive(visitor.hello() + visitor.proof(visitor.hello()))
-            assert guest.frames is not None
+            server.receive(client.hello() + client.proof(client.hello()))
+            assert server.frames is not None
             if mode == 2:
                 key = protocol._proof(TOKEN, b"frames", NONCE + NONCE, protocol.NO_BINDING)
                 rest = protocol.Frames(key, b"worker", b"seed", REQUEST_BYTES_MAX).seal(rest) + rest
-            for body in guest.receive(rest)[1]:
+            for body in server.receive(rest)[1]:
                 protocol.parse_request(body)
         case 3:
-            visitor.proof(rest)
+            client.proof(rest)
         case 4:
-            visitor.proof(visitor.hello())
-            visitor.frames(rest)
+            client.proof(client.hello())
+            client.frames(rest)
         case 5:
             protocol.parse_reply(rest)
 
 
 def control_message(data: bytes) -> None:
     """What ranks tell each other beside the data."""
-    news = control.decode(data)
-    if isinstance(news, control.Verdict):
-        str(news.error(3))
+    message = decode(data)
+    if isinstance(message, GroupFailure):
+        str(message.error(3))
 
 
 def card(data: bytes) -> None:
@@ -80,15 +80,15 @@ def typed(data: bytes) -> None:
 
 def frame(data: bytes) -> None:
     """What agents say to each other, and the memory that they ask for."""
-    said = frames.decode(data)
+    said = wire.decode(data)
     if (
-        isinstance(said, frames.PackedAsk | frames.PackedAnswer | frames.PackedItem)
+        isinstance(said, wire.PackedAsk | wire.PackedAnswer | wire.PackedItem)
         and sum(said.body.sizes) < 1 << 20
     ):
-        room = payload.places(said.body)
-        for one in room:
-            one[:] = 0
-        payload.unpack(said.body, room)
+        buffers = attachments.allocate(wire.part_lengths(said.body))
+        for buffer in buffers:
+            buffer[:] = 0
+        wire.unpack(said.body, buffers)
 
 
 DECODERS: dict[str, tuple[Callable[[bytes], None], tuple[type[BaseException], ...]]] = {

@@ -1,4 +1,4 @@
-"""Frames of agents, sound ones and what becomes of them by chance."""
+"""Frames of agents: valid ones, and the same changed at random."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 
 import numpy as np
 
-from unisono.rpc.frames import (
+from unisono.rpc.wire import (
     Ack,
     Answer,
     Ask,
-    Bye,
     Cancel,
     Failure,
+    Goodbye,
     Item,
     More,
     Packed,
@@ -20,8 +20,8 @@ from unisono.rpc.frames import (
     PackedAsk,
     PackedItem,
     encode,
+    pack,
 )
-from unisono.rpc.payload import pack
 
 __all__ = ["corpus", "mutated"]
 
@@ -44,7 +44,7 @@ def corpus() -> list[bytes]:
         Failure(3, "raised", "text", "ValueError", "trace"),
         Cancel(5),
         Ack(32),
-        Bye(),
+        Goodbye(),
         Ask(14, "count", None, [5], 16),
         Item(15, 0, 1.5),
         PackedItem(16, 1, 17, inline),
@@ -54,7 +54,7 @@ def corpus() -> list[bytes]:
 
 
 def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
-    """A frame with bytes changed, cut, doubled or mixed with another's; never a farewell as it is."""
+    """A frame with bytes changed, cut, doubled or mixed with another's; never a valid goodbye."""
     data = bytearray(draw.choice(seeds))
     for _ in range(draw.randrange(1, 4)):
         at = draw.randrange(len(data)) if data else 0
@@ -70,5 +70,4 @@ def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
             case _:
                 other = draw.choice(seeds)
                 data[at:] = other[draw.randrange(len(other)) :]
-    farewell = encode(Bye())
-    return b"" if bytes(data) == farewell else bytes(data)
+    return b"" if bytes(data) == encode(Goodbye()) else bytes(data)

@@ -16,7 +16,7 @@ from tests.support.processes import run_processes
 
 import unisono as uni
 from unisono.comm.communicator import Communicator
-from unisono.comm.deadlock import ANY_TAG, Report, Wait, cycle_of, lost_of
+from unisono.comm.deadlock import ANY_TAG, RankState, Wait, cycle_of, deadlocked
 from unisono.config import Config
 
 QUICK = Config(deadlock_after_s=0.5, stall_query_s=0.1)
@@ -33,33 +33,34 @@ def send(number: int, peer: int, tag: int = 0) -> Wait:
     return Wait(number, "send", 7, (peer,), tag=tag, is_send=True)
 
 
-def of(*reports: Report) -> dict[int, Report]:
+def of(*reports: RankState) -> dict[int, RankState]:
     return {report.rank: report for report in reports}
 
 
 def test_a_cycle_of_waits_is_a_deadlock_and_so_is_a_wait_for_it():
     reports = of(
-        *(Report(rank, (recv(rank, (rank + 1) % 3),)) for rank in range(3)), Report(3, (recv(9, 1),))
+        *(RankState(rank, (recv(rank, (rank + 1) % 3),)) for rank in range(3)), RankState(3, (recv(9, 1),))
     )
-    assert lost_of(reports) == {0, 1, 2, 3}
+    assert deadlocked(reports) == {0, 1, 2, 3}
     assert [rank for rank, _ in cycle_of(reports, 3)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        Report(1, (recv(2, 0),), helpers=("thread worker",)),
-        Report(1, (recv(2, 0, is_limited=True),)),
-        Report(1, (recv(2, 2),)),  # who waits for a rank that works
-        Report(1, (recv(2, 0), recv(3, 2))),  # one of its threads does
-        Report(1, (recv(2, 0),), sends=((7, 0, 0),)),  # the message is on its way
-        Report(1, (recv(2, 0, 2, is_any=True),)),
-        Report(1, ()),
+        RankState(1, (recv(2, 0),), helpers=("thread worker",)),
+        RankState(1, (recv(2, 0, is_limited=True),)),
+        RankState(1, (recv(2, 2),)),  # who waits for a rank that works
+        RankState(1, (recv(2, 0), recv(3, 2))),  # one of its threads does
+        RankState(1, (recv(2, 0),), sends=((7, 0, 0),)),  # the message is on its way
+        RankState(1, (recv(2, 0, 2, is_any=True),)),
+        RankState(1, ()),
     ],
 )
 def test_a_rank_that_can_still_be_helped_is_in_no_deadlock(other):
     assert (
-        lost_of(of(Report(0, (recv(1, 1),)), other, Report(2, (), helpers=("thread MainThread",)))) == set()
+        deadlocked(of(RankState(0, (recv(1, 1),)), other, RankState(2, (), helpers=("thread MainThread",))))
+        == set()
     )
 
 
@@ -68,16 +69,16 @@ def test_a_rank_that_can_still_be_helped_is_in_no_deadlock(other):
     [((7, 0, 5), True), ((7, -1, 5), True), ((7, 0, ANY_TAG), True), ((7, 0, 6), False), ((8, 0, 5), False)],
 )
 def test_messages_meet_by_context_rank_and_tag(pending, is_met):
-    receiving = Report(1, (Wait(2, "recv", pending[0], (0,), tag=pending[2]),), receives=(pending,))
-    sending = Report(0, (send(1, 1, tag=5),), sends=((7, 1, 5),))
-    assert (lost_of(of(sending, receiving)) == set()) == is_met
+    receiving = RankState(1, (Wait(2, "recv", pending[0], (0,), tag=pending[2]),), receives=(pending,))
+    sending = RankState(0, (send(1, 1, tag=5),), sends=((7, 1, 5),))
+    assert (deadlocked(of(sending, receiving)) == set()) == is_met
 
 
 def test_a_collective_waits_for_the_ranks_that_have_not_called_it():
     barrier = Wait(1, "barrier", 7, (1,), sequence=4)
     for following, lost in ((4, {0, 1}), (5, set()), (3, {0, 1})):
-        late = Report(1, (recv(2, 0),), following={7: following})
-        assert lost_of(of(Report(0, (barrier,)), late)) == lost
+        late = RankState(1, (recv(2, 0),), next_sequences={7: following})
+        assert deadlocked(of(RankState(0, (barrier,)), late)) == lost
 
 
 # -- between processes -----------------------------------------------------------------------------------

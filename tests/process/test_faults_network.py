@@ -421,7 +421,7 @@ def test_a_rank_behind_a_firewall_is_out_of_reach_and_the_error_says_where(
     said = str(caught.value)
     assert said.startswith("rank 1 is out of reach during barrier")
     assert f"cannot be reached from rank 0 at 127.0.0.1 port {port}: no answer to a connection in 0." in said
-    assert "let TCP and UDP through to that port" in said
+    assert "open that port of its host for TCP and UDP" in said
     assert caught.value.ranks == (1,)
 
 

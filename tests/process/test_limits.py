@@ -21,22 +21,22 @@ from tests.support.processes import run_processes
 from tests.support.ranks import run_each
 
 import unisono as uni
-from unisono.backends.framed import _HEAD, FramedBackend, FrameTransport, Head, Kind
+from unisono.backends.framed import FramedBackend, FrameTransport
+from unisono.backends.framed.frames import Head, Kind
 from unisono.backends.local import LocalBackend
 from unisono.comm.communicator import Communicator
-from unisono.comm.control import (
-    EARLY_BYTES_MAX,
+from unisono.comm.control import Control
+from unisono.comm.control_messages import (
     RANKS_MAX,
-    Answer,
-    Control,
     Goodbye,
-    Query,
+    GroupFailure,
     ServiceQuery,
-    Verdict,
-    _EarlyNews,
-    _encode,
+    StallQuery,
+    StallReply,
     decode,
+    encode,
 )
+from unisono.comm.early_messages import EARLY_BYTES_MAX, EarlyMessages
 from unisono.core.clock import RealRuntime
 from unisono.core.envelope import Lane, Tags
 from unisono.core.request import Request
@@ -166,7 +166,7 @@ def test_a_users_limit_does_not_bound_control_messages_and_rpc_frames(
     assert ended == [["x" * 100, "CollectiveMismatch"]] * 2
 
 
-def test_a_users_limit_does_not_bound_what_a_courier_takes_as_news() -> None:
+def test_a_users_limit_does_not_bound_the_control_messages_of_a_framed_backend() -> None:
     backend = _Post(uni.Config(recv_bytes_max=60, message_bytes_max=60))
     backend.arrive(1, eager(1000, Lane.CONTROL, Tags.CONTROL))
     taken = backend.start_recv(1, 9, Tags.CONTROL, None)
@@ -241,8 +241,8 @@ def test_closed_and_forgotten_groups_take_no_credit_with_them(
 # -- news about communicators that are not known here -----------------------------------------------------
 
 
-def verdict(context: int, text: str = "x") -> Verdict:
-    return Verdict(context, "PeerAborted", text, text, text, (1,))
+def failure(context: int, text: str = "x") -> GroupFailure:
+    return GroupFailure(context, "PeerAborted", text, text, text, (1,))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -254,10 +254,10 @@ def test_early_control_messages_are_kept_within_a_budget_per_sender(
     controls = [comm._group.control for comm in comms]
     assert outcome(lambda: run_each(lambda comm: comm.barrier(), comms).values()) == [None] * 3
     pair = comms[2].sub([0, 2])
-    controls[2].tell([0], verdict(pair._group.context, "rank 2 will not do it"))
+    controls[2].send([0], failure(pair._group.context, "rank 2 will not do it"))
     text, count = "y" * 4000, 3 * EARLY_BYTES_MAX // 12_000
     for context in range(count):
-        controls[1].tell([0], verdict(1000 + context, text))
+        controls[1].send([0], failure(1000 + context, text))
     # Behind all that on the same way: when it is here, the others are.
     run_each(lambda comm: comm.barrier(), comms).values()
     early = controls[0]._early
@@ -278,7 +278,7 @@ def test_a_rank_that_closes_many_groups_early_is_reported_lost_in_each(
     make: Callable[..., list[Communicator]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last words in 40 groups are more than is kept here: in each, its data and its end are known."""
-    monkeypatch.setattr("unisono.comm.control.EARLY_BYTES_MAX", 6000)
+    monkeypatch.setattr("unisono.comm.early_messages.EARLY_BYTES_MAX", 6000)
     groups = 40
 
     def program(comm: Communicator) -> list[str] | None:
@@ -309,23 +309,23 @@ def test_a_rank_that_closes_many_groups_early_is_reported_lost_in_each(
 
 
 def test_early_control_messages_keep_only_the_last_call_before_any_is_dropped() -> None:
-    early, calls = _EarlyNews(), {number: bytes([number]) * 400 for number in range(4)}
-    full = _encode(Goodbye(0, Lane.CONTROL, calls))
+    early, calls = EarlyMessages(), {number: bytes([number]) * 400 for number in range(4)}
+    full = encode(Goodbye(0, Lane.CONTROL, calls))
     count = 2 * EARLY_BYTES_MAX // len(full)
     for context in range(count):
         early.keep(1, context, msgspec.msgpack.encode(Goodbye(context, Lane.CONTROL, calls)))
         early.keep(1, context, msgspec.msgpack.encode(Goodbye(context, Lane.BULK)))
         assert early._bytes[1] <= EARLY_BYTES_MAX
     for context in range(count):
-        kept = [decode(data) for _, data in early.taken(context)]
-        assert [news.lane for news in kept] == [Lane.CONTROL, Lane.BULK]
+        kept = [message for _, message in early.take(context)]
+        assert [message.lane for message in kept] == [Lane.CONTROL, Lane.BULK]
         assert kept[0].calls in (calls, {3: calls[3]})
     assert early._bytes[1] == 0
-    assert not any(early._full.values())
+    assert not any(early._unshortened.values())
 
 
 def test_a_control_message_holds_no_more_than_its_fields_may() -> None:
-    longest = Verdict.of(
+    longest = GroupFailure.of(
         CollectiveMismatch("\U0001f3b5" * 9000, report="\U0001f3b5" * 9000, cause="\U0001f3b5" * 9000),
         2**64 - 1,
         is_abort=True,
@@ -339,12 +339,12 @@ def test_a_control_message_holds_no_more_than_its_fields_may() -> None:
     assert len(data) <= CONTROL_BYTES_MAX
     assert decode(data) == longest
     for wrong in (
-        verdict(1, "x" * 4097),
-        Query(1, 1, bytes(1025)),
+        failure(1, "x" * 4097),
+        StallQuery(1, 1, bytes(1025)),
         Goodbye(1, Lane.BULK, dict.fromkeys(range(65), b"")),
         ServiceQuery(1, "x" * 4097),
         ServiceQuery(1, "x", {n: n for n in range(65)}),
-        Answer(1, 1, True, tuple(range(RANKS_MAX + 1))),
+        StallReply(1, 1, True, tuple(range(RANKS_MAX + 1))),
     ):
         with pytest.raises(ProtocolError, match="malformed"):
             decode(msgspec.msgpack.encode(wrong))
@@ -355,7 +355,7 @@ def test_a_rank_that_queries_without_end_and_reads_nothing_gets_a_bounded_number
     backends = LocalBackend.create(2)
     control = Control(backends[0])
     for number in range(20_000):
-        question = msgspec.msgpack.encode(Query(77, number, b"barrier"))
+        question = msgspec.msgpack.encode(StallQuery(77, number, b"barrier"))
         backends[1].start_send(0, 0, Tags.CONTROL, memoryview(question), lane=Lane.CONTROL)
         if number % 40:
             continue
@@ -363,8 +363,8 @@ def test_a_rank_that_queries_without_end_and_reads_nothing_gets_a_bounded_number
         backends[1].start_send(0, 0, Tags.CONTROL, memoryview(query), lane=Lane.CONTROL)
     queued = len(backends[0]._hub.inboxes[1].inbound_from(0))
     assert queued < 30_000  # those that fit the credit of the lane, and a thousand
-    assert control._answers[1] <= 1024
-    assert control._knocks_of(1) <= 64
+    assert control._replies_unsent[1] <= 1024
+    assert control._queries_of(1) <= 64
     for backend in backends:
         backend.close()
 
@@ -395,11 +395,11 @@ class _Post(FramedBackend):
 
     def __init__(self, config: uni.Config | None = None) -> None:
         super().__init__(0, 2, config or uni.Config(), RealRuntime())
-        self._wire = _NoWire()
+        self._transport = _NoWire()
 
 
 def frame(kind: Kind, header: bytes = b"", data: bytes = b"", **fields: int) -> memoryview:
-    return memoryview(_HEAD.pack(*Head(kind, header_bytes=len(header), **fields)) + header + data)
+    return memoryview(Head(kind, header_bytes=len(header), **fields).packed() + header + data)
 
 
 def eager(nbytes: int, lane: Lane = Lane.BULK, tag: int = 5) -> memoryview:
@@ -410,21 +410,23 @@ HOSTILE = {
     "eager messages beyond the credit": lambda n: eager(16_000),
     "empty ones": lambda n: eager(0),
     "news without end that nobody wants": lambda n: eager(16_000, Lane.CONTROL, Tags.CONTROL | 9),
-    "offers without end": lambda n: frame(Kind.OFFER, number=n, context=9, tag=5, nbytes=1 << 20),
-    "an offer made twice": lambda n: frame(Kind.OFFER, number=1, context=9, tag=5, nbytes=1 << 20),
-    "a control message of 3 GiB": lambda n: frame(Kind.OFFER, number=n, tag=Tags.CONTROL, nbytes=3 << 30),
-    "a frame of a call of 3 GiB": lambda n: frame(Kind.OFFER, number=n, tag=Tags.RPC, nbytes=3 << 30),
+    "offers without end": lambda n: frame(Kind.RTS, rendezvous_id=n, context=9, tag=5, nbytes=1 << 20),
+    "an offer made twice": lambda n: frame(Kind.RTS, rendezvous_id=1, context=9, tag=5, nbytes=1 << 20),
+    "a control message of 3 GiB": lambda n: frame(
+        Kind.RTS, rendezvous_id=n, tag=Tags.CONTROL, nbytes=3 << 30
+    ),
+    "a frame of a call of 3 GiB": lambda n: frame(Kind.RTS, rendezvous_id=n, tag=Tags.RPC, nbytes=3 << 30),
     "a header of 60 KiB": lambda n: frame(Kind.EAGER, header=bytes(60_000), context=9, tag=5),
-    "a request for what was not offered": lambda n: frame(Kind.ASK, number=n),
+    "a request for what was not offered": lambda n: frame(Kind.CTS, rendezvous_id=n),
     "credit that was not used": lambda n: frame(Kind.CREDIT, credit_bulk=1),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_peer_of_a_courier_breaks_the_protocol_before_it_takes_memory(
+def test_a_peer_of_a_framed_backend_breaks_the_protocol_before_it_takes_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.backends.framed.OFFERS_MAX", 1000)
+    monkeypatch.setattr("unisono.backends.framed.backend.OFFERS_MAX", 1000)
     backend = _Post()
     say = HOSTILE[name]
 
@@ -434,7 +436,7 @@ def test_a_peer_of_a_courier_breaks_the_protocol_before_it_takes_memory(
 
     with pytest.raises(ProtocolError):
         speak()
-    assert backend._wire.sent == 0, "nothing is answered without end"
+    assert backend._transport.sent == 0, "nothing is answered without end"
     backend.broken(1, ProtocolError("as a wire says"))
     backend.close()
 
@@ -462,30 +464,28 @@ def test_a_message_to_oneself_leaves_from_memory_of_any_type(kind: str, sync: bo
     backend.close()
 
 
-def test_a_courier_holds_back_offers_that_its_peer_may_not_keep(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_framed_backend_queues_rts_that_its_peer_may_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends agree on how many; what waits keeps its order, and nothing overtakes it."""
-    monkeypatch.setattr("unisono.backends.framed.OFFERS_MAX", 3)
+    monkeypatch.setattr("unisono.backends.framed.backend.OFFERS_MAX", 3)
     backend = _Post()
     data = memoryview(bytes(100_000))
     sends = [backend.start_send(1, 9, 5, data) for _ in range(5)]
     short = backend.start_send(1, 9, 5, memoryview(b"short"))
-    assert backend._wire.sent == 3
+    assert backend._transport.sent == 3
     assert not short.done, "it would overtake"
     assert sends[4].cancel()
-    assert backend._wire.sent == 3, "it was never offered"
+    assert backend._transport.sent == 3, "it was never offered"
     for number in (1, 2):
-        backend.arrive(1, frame(Kind.ASK, number=number))
-        backend.arrive(1, frame(Kind.LANDED, number=number))
+        backend.arrive(1, frame(Kind.CTS, rendezvous_id=number))
+        backend.arrive(1, frame(Kind.FIN, rendezvous_id=number))
     assert [request.done for request in sends] == [True, True, False, False, True]
-    assert backend._wire.sent == 3 + 2 + 2, "two pieces, and the two that waited"
+    assert backend._transport.sent == 3 + 2 + 2, "two pieces, and the two that waited"
     for number in (3, 4, 6):
-        backend.arrive(1, frame(Kind.ASK, number=number))
-        backend.arrive(1, frame(Kind.LANDED, number=number))
+        backend.arrive(1, frame(Kind.CTS, rendezvous_id=number))
+        backend.arrive(1, frame(Kind.FIN, rendezvous_id=number))
     assert short.done
     assert backend.start_send(1, 9, 5, memoryview(b"short")).done
-    assert not backend._outgoing
+    assert not backend._sends
     backend.lost(1, "the test is over")
     backend.close()
 

@@ -729,17 +729,18 @@ def test_two_ranks_that_differ_each_in_its_own_way_are_both_named():
     reported_in_time(lambda: collide(uni.local(5), calls), is_right)
 
 
-def test_who_calls_while_the_others_are_asked_is_counted():
+def test_a_call_made_while_the_calls_of_a_mismatch_are_collected_counts():
     """Two ranks have found that they differ; the third makes its call meanwhile, and decides who is wrong."""
     comms = uni.local(3)
     found = threading.Event()
-    inquire = comms[0]._group._inquire
+    collector = comms[0]._group._mismatches
+    add = collector.add
 
-    def asked(sequence, calls):
+    def noted(sequence, calls):
         found.set()
-        return inquire(sequence, calls)
+        return add(sequence, calls)
 
-    comms[0]._group._inquire = asked
+    collector.add = noted
 
     def one(comm):
         assert comm.rank != 2 or found.wait(PATIENCE_S)
@@ -760,7 +761,7 @@ def test_a_rank_that_never_calls_delays_nobody_beyond_a_second():
         assert outcome.elapsed_s < LIMIT_S
         check_report(outcome.error, calls)
         assert outcome.error.culprits == (1,)
-        assert "rank 3 did not say in time" in str(outcome.error)
+        assert "rank 3 did not report in time" in str(outcome.error)
 
 
 def test_ranks_in_words():

@@ -368,7 +368,7 @@ def test_a_flipped_bit_ends_the_link_and_never_becomes_a_value(make: Make, links
         return data[: at - start] + bytes([data[at - start] ^ bit]) + data[at - start + 1 :]
 
     def ends() -> list[PeerDown]:
-        return [down for backend in backends for down in list(backend._desk._down.values())]
+        return [down for backend in backends for down in list(backend._completions._down.values())]
 
     def broken() -> list[PeerDown]:
         return [down for down in ends() if down.cause.startswith(BROKEN)]

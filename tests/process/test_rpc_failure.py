@@ -118,7 +118,7 @@ def test_a_caller_that_is_killed_takes_its_calls_with_it():
         assert ranks.result(1) == 5
 
 
-def test_an_answer_is_heard_of_a_rank_that_leaves_at_once():
+def test_the_answer_of_a_rank_that_leaves_at_once_arrives():
     def program(comm: uni.Communicator) -> Any:
         agent = Agent(comm)
         asked = threading.Event()
@@ -195,7 +195,7 @@ def test_many_threads_call_each_other_beside_collectives(where):
         assert not isinstance(result, Failed), result
 
 
-def test_threads_are_bounded_and_the_rest_waits_its_turn(ranks):
+def test_running_handlers_are_bounded_and_other_calls_wait(ranks):
     """A thousand calls at once, two slots: never more than two run, and each is answered."""
 
     def program(comm: uni.Communicator) -> Any:
@@ -263,7 +263,7 @@ def deep(comm: uni.Communicator) -> Any:
     return results
 
 
-def test_what_calls_back_too_deep_is_refused_and_not_waited_for():
+def test_calls_that_are_nested_too_deep_are_refused_at_once():
     """1,024 handlers may wait on a rank; the next call is refused, however many calls are under way."""
     assert run_processes(deep, 2, patience_s=180) == [[1500, "refused", True], []]
 
@@ -298,7 +298,7 @@ def beside_full_lane(comm: uni.Communicator) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_messages_that_nobody_takes_do_not_hold_calls_up(kind):
+def test_messages_that_are_not_received_do_not_delay_calls(kind):
     first, _ = run_processes(beside_full_lane, 2, kind=kind)
     assert first == [*range(0, 200, 2), 300_000 * 299_999, True]
 
@@ -434,7 +434,7 @@ world.barrier()
 
 
 @pytest.mark.parametrize("text", [FORGETFUL, STUCK], ids=["one that sleeps", "hundreds that call"])
-def test_an_agent_that_nobody_closes_keeps_no_process_alive(tmp_path, text):
+def test_an_unclosed_agent_does_not_keep_a_process_alive(tmp_path, text):
     """Neither at the end of the world nor of the interpreter, with handlers that never end."""
     program = tmp_path / "forgetful.py"
     program.write_text(text)

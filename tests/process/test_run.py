@@ -356,7 +356,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(program, tmp_path: Path) -> None:
         (["--nnodes", "2", "x.py"], "--join FILE"),
         (["--nnodes", "2", "--join", "unisono1://h:1/a/b", "x.py"], "can be read by every user"),
         (["--nnodes", "2", "--join", "f", "x.py"], "--address on node 0"),
-        (["--nnodes", "2", "--join", "f", "--address", "203.0.113.1", "x.py"], "no address of this host"),
+        (["--nnodes", "2", "--join", "f", "--address", "203.0.113.1", "x.py"], "not an address of this host"),
         (["--env", "X", "x.py"], "NAME=VALUE"),
         (["--env", "UNISONO_JOIN=x", "x.py"], "command line"),
         ([], "Missing argument"),
@@ -411,21 +411,22 @@ def test_ranks_that_die_of_a_signal_give_its_code(program, number: signal.Signal
 
 CROWDED = """
 import os, signal, sys
-from unisono.launcher.run import Job, _Crew
+from unisono.launcher.job import Job
+from unisono.launcher.run import _Launch
 
-with _Crew(Job([sys.executable, "-c", "import signal; signal.pause()"], 1), 1, 2, False, print) as crew:
-    crew.start({})
-    serve = crew._serve
+with _Launch(Job([sys.executable, "-c", "import signal; signal.pause()"], 1), 1, 2, False, print) as launch:
+    launch.start({})
+    serve = launch._serve
 
     def crowded(until=None):
-        crew._serve = serve
+        launch._serve = serve
         for _ in range(10000):  # more than the socket that wakes the loop holds
-            crew._tell()
+            launch._relay.wake()
         os.kill(os.getpid(), signal.SIGTERM)
         serve(until)
 
-    crew._serve = crowded
-    sys.exit(crew.run())
+    launch._serve = crowded
+    sys.exit(launch.run())
 """
 
 

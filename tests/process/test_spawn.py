@@ -144,7 +144,7 @@ def test_a_rank_that_only_reports_a_failure_is_not_blamed() -> None:
 def test_a_result_that_cannot_travel_is_an_error_that_says_so() -> None:
     said = run("opaque")
     assert said["error"] == "UsageError"
-    assert "returned what cannot travel" in said["text"]
+    assert "returned a value that cannot be sent to the parent" in said["text"]
 
 
 def test_a_timeout_ends_all_and_names_the_missing_ranks() -> None:
@@ -247,7 +247,7 @@ def test_a_function_under_the_guard_is_refused_in_words(
     )
     assert done.returncode == 0, done.stderr
     assert "work' in a new process: " in done.stdout
-    assert 'what stands under `if __name__ == "__main__":` does not exist there' in done.stdout
+    assert 'what is defined under `if __name__ == "__main__":` does not exist there' in done.stdout
     assert "Next: define it at the top of a module, and pass what it uses as arguments" in done.stdout
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from unisono.bootstrap.address import Address
-from unisono.bootstrap.owned_file import Held, claim
+from unisono.bootstrap.owned_file import FileOwned, claim
 from unisono.bootstrap.ticket import Ticket, TicketSource
 
 pytestmark = pytest.mark.more
@@ -164,7 +164,7 @@ def test_no_second_world_forms_of_what_a_short_one_has_left(start: Start) -> Non
     rival = rf"the seed of another job was alive at 127\.0\.0\.1:\d+, in process {first.process.pid}, after"
     assert re.search(f"RendezvousError this rank 0 cannot host its job: {rival}", texts[0])
     assert re.search(
-        f"RendezvousError rank 1 of 2 could not join .*: rank 0 has not come: .*{rival}", texts[1]
+        f"RendezvousError rank 1 of 2 could not join .*: rank 0 has not started its seed: .*{rival}", texts[1]
     )
     assert all("Next: give each job its own MASTER_ADDR and MASTER_PORT" in text for text in texts)
     assert [rank.ended() for rank in rest] == [3, 3]
@@ -206,7 +206,7 @@ def test_a_place_is_held_by_one_living_process_and_free_after_it(tmp_path: Path)
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(Held) as caught:
+        with pytest.raises(FileOwned) as caught:
             claim(draft, place)
         assert caught.value.pid == other.pid
         assert place.read_text() == "theirs"

@@ -1,4 +1,4 @@
-"""Whole communicators under random faults: every rank gets right results or hears whom it lost, and all end.
+"""Whole communicators under random faults: every rank gets right results or PeerLost, and all ranks end.
 
 The random programs are the same on all ranks, so only faults can go wrong: no mismatch, no deadlock, no
 foreign error.

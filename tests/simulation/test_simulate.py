@@ -96,7 +96,7 @@ def test_a_rank_may_die_at_any_step(algorithm: str) -> None:
         is_dead = isinstance(result.results[1], Killed)
         deaths += is_dead
         for rank, outcome in enumerate(outcomes(result)):
-            # Who needed nothing more from the dead rank got through.
+            # A rank that needed nothing more from the dead rank got through.
             if rank != 1:
                 assert outcome in ("through", (uni.PeerLost, (1,))), (step, rank, outcome)
         if not is_dead:
@@ -111,7 +111,7 @@ def _algorithms(verb: str) -> list[str]:
     return str(refused).replace(",", " ").replace(";", " ").split()
 
 
-def test_a_rank_that_dies_while_nobody_waits_is_dead_all_the_same() -> None:
+def test_a_rank_that_dies_while_no_rank_waits_is_declared_dead_too() -> None:
     def program(world: uni.Communicator) -> Any:
         work = world.start.all_reduce(ramp(300_000, world.rank))
         sleep(5.0)
@@ -136,7 +136,7 @@ def test_leftovers_of_a_rank_that_gave_up_are_no_mismatch(step: int) -> None:
         assert result.results[rank] is None or isinstance(result.results[rank], uni.PeerLost)
 
 
-def test_what_a_killed_rank_had_started_is_nobodys_fault() -> None:
+def test_works_that_a_killed_rank_had_started_cause_no_warning() -> None:
     def program(world: uni.Communicator) -> None:
         works = [world.start.all_reduce(ramp(1021, world.rank)) for _ in range(3)]
         world.barrier()

@@ -232,7 +232,7 @@ def test_sends_beyond_the_credit_wait_for_their_receives() -> None:
         were_done = [request.done for request in requests]
         for request in requests:
             me.wait(request)
-        # The credit has come back with the news of the last match.
+        # The credit has come back one latency after the last match.
         sleep(2 * LATENCY)
         return were_done, me.start_send(1, bytes(KIB)).done
 
@@ -378,7 +378,7 @@ def test_a_rank_that_leaves_is_missed_after_all_it_sent() -> None:
     assert downs == [(gone_at, PeerDown(0, "left", left=True))]
 
 
-def test_a_rank_that_leaves_takes_back_what_nobody_asked_for() -> None:
+def test_a_rank_that_leaves_withdraws_sends_without_a_receive() -> None:
     def leave(me: Rank) -> Any:
         request = me.start_send(1, bytes(64 * KIB))
         me.backend.close()
@@ -407,7 +407,7 @@ def test_sends_to_a_rank_that_left_fail() -> None:
 # -- faults ----------------------------------------------------------------------------------------------
 
 
-def test_a_killed_rank_unwinds_where_it_waits_and_the_others_hear_after_a_latency() -> None:
+def test_a_killed_rank_unwinds_where_it_waits_and_the_others_learn_of_it_after_a_latency() -> None:
     unwound = []
 
     def die(me: Rank) -> None:
@@ -675,7 +675,7 @@ def test_a_pause_can_end_at_a_step_of_another_rank() -> None:
 # -- deadlocks and endings -------------------------------------------------------------------------------
 
 
-def test_a_deadlock_names_who_waits_for_whom() -> None:
+def test_a_deadlock_names_each_waiting_rank_and_its_peer() -> None:
     result = simulated(lambda me: me.recv((me.rank + 1) % me.size), 3)
     assert [type(error) for error in result.results] == [Deadlock] * 3
     text = str(result.results[1])
@@ -736,7 +736,7 @@ def test_a_rank_paused_for_ever_is_given_up_and_ends_with_the_others() -> None:
     assert 3.0 <= result.time_s < 3.01
 
 
-def test_an_error_of_one_rank_ends_it_and_the_others_hear_that_it_left() -> None:
+def test_an_error_of_one_rank_ends_it_and_the_others_learn_that_it_left() -> None:
     def fail(me: Rank) -> None:
         sleep(1.0)
         raise ZeroDivisionError("mine")

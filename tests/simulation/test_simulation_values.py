@@ -9,7 +9,7 @@ import pytest
 
 from unisono.errors import UsageError
 from unisono.simulation import Drop, Kill, Link, Network, Partition, Pause, Resume, Slow, run
-from unisono.simulation.faults import ways_cut
+from unisono.simulation.faults import channels_cut
 from unisono.simulation.verdicts import Silence
 
 
@@ -80,7 +80,7 @@ def test_what_does_not_fit_the_world_is_refused_before_it_runs(arguments: dict[s
 def test_a_partition_cuts_both_ways_between_all_groups() -> None:
     groups = Partition([{2, 1}, (0,), [3]], 0)
     assert groups.groups == ((1, 2), (0,), (3,))
-    cut = ways_cut(groups)
+    cut = channels_cut(groups)
     assert len(cut) == 10
     assert {(src, dst) for src, dst in cut} == {(dst, src) for src, dst in cut}
     assert (1, 2) not in cut

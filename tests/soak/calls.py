@@ -1,6 +1,6 @@
 """The large mixed run of calls: 8 ranks, 64 threads, 10^5 calls each on threads, shared memory and TCP.
 
-python -m tests.soak.kills.calls [calls] [kinds...]
+python -m tests.soak.calls [calls] [kinds...]
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from unisono.errors import (
     ranks_text,
     said_of,
 )
-from unisono.launcher.run import Job
+from unisono.launcher.job import Job
 
 KINDS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, UnisonoError)]
 PACKAGE = Path(uni.__file__).parent
@@ -149,7 +149,7 @@ def test_an_error_without_a_next_step_of_its_own_names_the_usual_one(kind: type[
 def test_an_error_has_one_next_step_even_if_another_error_is_its_cause() -> None:
     first = UsageError("root=9; allowed: ranks 0 to 3")
     assert str(PeerAborted("rank 1 aborted", rank=1, cause=f"UsageError: {first}")) == (
-        "rank 1 aborted: UsageError: root=9; allowed: ranks 0 to 3. Next: look at that rank first"
+        "rank 1 aborted: UsageError: root=9; allowed: ranks 0 to 3. Next: see the error of that rank first"
     )
 
 

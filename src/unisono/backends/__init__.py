@@ -1,4 +1,4 @@
 """What moves bytes between ranks: each module is one way to do it, behind the contract.
 
-A room: a backend imports the ground, and nothing of another backend but what it is made of.
+A backend imports core/, messaging/ and plans/, and of other backends only what it is made of.
 """

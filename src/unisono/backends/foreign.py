@@ -1,16 +1,16 @@
-"""What the collectives of a foreign library have in common: agreements, groups, and how each is given up.
+"""What every foreign library's collectives need: the agreement before a call, and how a call ends.
 
-Knows when such a collective may begin, what ranks show each other before and how it ends. Does not know any
-library.
+Gloo and MPI compare nothing: ranks that call different things hang, or reduce what does not belong together.
+So every collective begins with an *agreement*: all ranks gather *preambles* of one length that say what each
+of them calls. A short operand fits into the preamble. Then nothing else travels: every rank has every operand
+and reduces them in rank order. Otherwise all ranks have entered by the end of the agreement, so the library
+call cannot block on an absent rank.
 
-A library that compares nothing hangs, or adds what should not be added, when ranks call different things. So
-every collective begins with an *agreement*: all ranks exchange *preambles* of one length that say what each
-calls. A short operand fits in the preamble, and then nothing else travels: every rank has every operand, and
-reduces them in the order of ranks. Otherwise all ranks have entered by the end of the agreement, so the
-library call cannot block on an absent rank.
+A library matches the calls of a group by their order, so all ranks must begin them in one order. The first
+stage of a verb begins in the order of the user's calls. Later stages begin whenever they can, so they go by
+plans.
 
-Libraries put the calls of a group in order by themselves, so all ranks must begin them in one order. Verbs
-begin their first stage in the order of the user's calls; later stages do so when they can, and go by plans.
+This module names no library.
 """
 
 from __future__ import annotations
@@ -33,46 +33,46 @@ from unisono.plans.catalog import reduces
 from unisono.plans.steps import Buf, Problem
 
 __all__ = [
-    "SLIP_BYTES",
+    "PREAMBLE_BYTES",
     "Agreement",
     "ForeignRequest",
     "Introductions",
     "disagreement",
-    "is_exact",
-    "is_slip",
+    "fingerprint_row",
+    "fits_preamble",
     "library_may_run",
-    "shown",
+    "order_is_free",
 ]
 
 Array = np.ndarray[Any, Any]
 
 _DIGEST_BYTES: Final = 8
-_HEAD_BYTES: Final = 16  # the digest, a note, and room to align what follows
-# 512 bytes more cost a library nothing that can be measured; 4 KiB do.
+_HEAD_BYTES: Final = 16  # the digest, a note, and padding that aligns the operand
+# 512 bytes of operand cost a library nothing that can be measured; 4 KiB do.
 _OPERAND_BYTES: Final = 512
-SLIP_BYTES: Final = _HEAD_BYTES + _OPERAND_BYTES
+PREAMBLE_BYTES: Final = _HEAD_BYTES + _OPERAND_BYTES
 
-# After a rank is gone, what it said last may need so long to be read by a library's threads.
-_PATIENCE_S: Final = 2.0
-_NOBODY: Final = -1
+# The library's threads may need this long to read the last messages of a rank that is gone.
+_LAST_MESSAGES_S: Final = 2.0
+_NO_PEER: Final = -1
 
 
 class ForeignRequest(Request):
     """A collective under way in a library.
 
-    Until all ranks have agreed it can be given up at any time; `on_given_up` is called while its memory is
-    still its own. Then it is *committed*: the library works on the user's memory and everybody is there, so
-    that it ends by itself; `on_unwanted` may hasten that.
+    It can be cancelled at any time until all ranks have agreed; `on_abandoned` is called then, while the
+    request still owns its memory. After the agreement it is *committed*: the library works on the user's
+    memory and all ranks take part, so it ends by itself; `on_unwanted` may make that happen sooner.
     """
 
     __slots__ = (
         "_failure",
+        "_is_ended",
         "_is_unwanted",
-        "_on_given_up",
+        "_on_abandoned",
         "_on_unwanted",
         "_others",
         "_state_lock",
-        "_taken",
         "is_committed",
     )
 
@@ -80,101 +80,103 @@ class ForeignRequest(Request):
         self,
         others: tuple[int, ...],
         *,
-        on_given_up: Callable[[], None] = lambda: None,
+        on_abandoned: Callable[[], None] = lambda: None,
         on_unwanted: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(_NOBODY)
+        super().__init__(_NO_PEER)
         self._others = others
-        self._on_given_up = on_given_up
+        self._on_abandoned = on_abandoned
         self._on_unwanted = on_unwanted
-        self._taken = False
+        self._is_ended = False
         self._is_unwanted = False
         self._failure: BaseException | None = None
         self._state_lock = threading.Lock()
         self.is_committed = False
 
     def peers_awaited(self) -> tuple[int, ...]:
-        """Everybody: a library does not say whom it waits for."""
+        """All other ranks: a library does not say which one it waits for."""
         return () if self.done else self._others
 
     def commit(self) -> bool:
-        """All have agreed; False if it was given up before."""
+        """All ranks have agreed; False if it was cancelled before."""
         with self._state_lock:
-            self.is_committed = not self._taken
+            self.is_committed = not self._is_ended
         return self.is_committed
 
     def cancel(self) -> bool:
-        """Give it up; False if it ends by itself."""
-        if self._take(if_committed=False):
-            self._on_given_up()
+        """Cancel it; False if it is committed and ends by itself."""
+        if self._claim_end(if_committed=False):
+            self._on_abandoned()
             self.cancelled()
             return True
         with self._state_lock:
             self._is_unwanted, failure = True, self._failure
         if failure is not None:
-            self.break_off(failure)
+            self.abort(failure)
         elif not self.done:
             self._on_unwanted()
         return False
 
     def succeed(self) -> None:
         """The library is done."""
-        if self._take():
+        if self._claim_end():
             self.complete()
 
-    def break_off(self, error: BaseException) -> None:
-        """The library or the others failed, and nobody uses the memory."""
-        if self._take():
+    def abort(self, error: BaseException) -> None:
+        """The library or another rank failed, and the memory is no longer in use."""
+        if self._claim_end():
             if not self.is_committed:
-                self._on_given_up()
+                self._on_abandoned()
             self.fail(error)
 
-    def break_off_later(self, runtime: Runtime, error: BaseException) -> None:
-        """The library failed. Why is for those to say who know the ranks; if they do not, it is this.
+    def abort_later(self, runtime: Runtime, error: BaseException) -> None:
+        """The library failed. Leave time for the verdict that a rank is dead, which explains it better.
 
-        Who knows it gives the request up: then it ends at once.
+        The group cancels the request when it learns of a dead rank; then the request ends at once. If it
+        learns of none, the request ends with `error`.
         """
         with self._state_lock:
             self._failure, is_unwanted = error, self._is_unwanted
         if is_unwanted:
-            self.break_off(error)
+            self.abort(error)
         else:
-            runtime.call_at(runtime.now() + _PATIENCE_S, lambda: self.break_off(error))
+            runtime.call_at(runtime.now() + _LAST_MESSAGES_S, lambda: self.abort(error))
 
     def peer_down(self, runtime: Runtime, down: PeerDown) -> None:
-        """A rank is gone, and may have done its part before. What is committed ends with the library."""
-        runtime.call_at(runtime.now() + _PATIENCE_S, lambda: self._leave(down.error()))
+        """A rank is gone, but may have done its part before. A committed collective ends by the library."""
+        runtime.call_at(runtime.now() + _LAST_MESSAGES_S, lambda: self._abandon(down.error()))
 
-    def _leave(self, error: BaseException) -> None:
-        if self._take(if_committed=False):
-            self._on_given_up()
+    def _abandon(self, error: BaseException) -> None:
+        if self._claim_end(if_committed=False):
+            self._on_abandoned()
             self.fail(error)
 
-    def _take(self, *, if_committed: bool = True) -> bool:
-        """Whether the caller is the one who ends it."""
+    def _claim_end(self, *, if_committed: bool = True) -> bool:
+        """Whether the caller is the one that ends it."""
         with self._state_lock:
-            if self._taken or (self.is_committed and not if_committed):
+            if self._is_ended or (self.is_committed and not if_committed):
                 return False
-            self._taken = True
+            self._is_ended = True
         return True
 
 
 class Agreement:
-    """What all ranks of a group show each other before a collective: `mine` is sent, `everyone` gathered.
+    """The preambles of one collective: the library gathers `mine` of every rank into `everyone`.
 
-    `note` is a byte for the library's own use. Once it is over, the like of it can be shown again.
+    `note` is a byte for the library's own use. An agreement that is over can be used again for the next call
+    of the same kind.
     """
 
     __slots__ = (
         "_digest",
-        "_given",
         "_memory",
+        "_operand",
+        "_operands",
         "_problem",
         "_rank",
-        "_shown",
         "_stage",
         "everyone",
-        "is_whole",
+        "is_sufficient",
         "mine",
     )
 
@@ -184,65 +186,67 @@ class Agreement:
         self._rank = rank
         self._digest = _digest_of(stage.header)
         self._memory: Mapping[Any, Array] = {}
-        self.mine = bytearray(SLIP_BYTES)
-        self.everyone = bytearray(SLIP_BYTES * problem.size)
+        self.mine = bytearray(PREAMBLE_BYTES)
+        self.everyone = bytearray(PREAMBLE_BYTES * problem.size)
         self.mine[:_DIGEST_BYTES] = self._digest
-        # Whether the slips are all that is needed.
-        self.is_whole = problem.collective == "barrier" or _operand_bytes(problem, stage) <= _OPERAND_BYTES
-        self._shown: list[Array] = []
-        if self.is_whole and problem.collective != "barrier":
+        # Whether the preambles carry all that the collective needs.
+        nbytes = 0 if problem.collective == "barrier" else _operand_bytes(problem, stage)
+        self.is_sufficient = nbytes <= _OPERAND_BYTES
+        self._operands: list[Array] = []
+        if self.is_sufficient and problem.collective != "barrier":
             dtype = stage.dtype.storage
-            count = _operand_bytes(problem, stage) // dtype.itemsize
-            self._given = np.frombuffer(self.mine, dtype, count, _HEAD_BYTES)
-            self._shown = [
-                np.frombuffer(self.everyone, dtype, count, rank * SLIP_BYTES + _HEAD_BYTES)
+            count = nbytes // dtype.itemsize
+            self._operand = np.frombuffer(self.mine, dtype, count, _HEAD_BYTES)
+            self._operands = [
+                np.frombuffer(self.everyone, dtype, count, rank * PREAMBLE_BYTES + _HEAD_BYTES)
                 for rank in range(problem.size)
             ]
 
-    def show(self, memory: Mapping[Any, Array], note: int = 0) -> None:
-        """Write the preamble of a collective on this memory."""
+    def write(self, memory: Mapping[Any, Array], note: int = 0) -> None:
+        """Write this rank's preamble for a call on `memory`."""
         self._memory = memory
         self.mine[_DIGEST_BYTES] = note
-        if self._shown:
-            self._given[:] = _operand(self._problem, memory, self._rank)
+        if self._operands:
+            self._operand[:] = _operand_of(self._problem, memory, self._rank)
 
-    def is_met(self) -> bool:
+    def is_unanimous(self) -> bool:
         """Whether all ranks called the same."""
+        # A loop, because a generator expression costs more than the comparisons.
         digest, everyone = self._digest, self.everyone
-        for at in range(0, len(everyone), SLIP_BYTES):  # noqa: SIM110 - a generator costs more than the rest
+        for at in range(0, len(everyone), PREAMBLE_BYTES):
             if everyone[at : at + _DIGEST_BYTES] != digest:
                 return False
         return True
 
     def notes(self) -> bytes:
         """What each rank noted."""
-        return bytes(self.everyone[_DIGEST_BYTES::SLIP_BYTES])
+        return bytes(self.everyone[_DIGEST_BYTES::PREAMBLE_BYTES])
 
     def conclude(self) -> None:
-        """Do what remains when the slips are whole: everybody's operands are here."""
-        problem, rank, shown = self._problem, self._rank, self._shown
+        """Compute the result from the operands in the preambles."""
+        problem, rank, operands = self._problem, self._rank, self._operands
         kind = problem.collective
         if kind == "barrier" or (kind in ("reduce", "gather") and rank != problem.root):
             return
         out = self._memory[Buf.OUT]
         match kind:
             case "all_reduce" | "reduce":
-                self._fold(out, shown)
+                self._fold(out, operands)
             case "scan":
-                self._fold(out, shown[: rank + 1])
+                self._fold(out, operands[: rank + 1])
             case "exscan":
-                self._fold(out, shown[:rank])
+                self._fold(out, operands[:rank])
             case "reduce_scatter":
                 start = rank * out.size
-                self._fold(out, [each[start : start + out.size] for each in shown])
+                self._fold(out, [each[start : start + out.size] for each in operands])
             case "broadcast":
-                out[:] = shown[problem.root]
+                out[:] = operands[problem.root]
             case "all_to_all":
                 part = out.size // problem.size
-                for peer, each in enumerate(shown):
+                for peer, each in enumerate(operands):
                     out[peer * part : (peer + 1) * part] = each[rank * part : (rank + 1) * part]
             case _:
-                np.concatenate(shown, out=out)
+                np.concatenate(operands, out=out)
 
     def _fold(self, out: Array, parts: list[Array]) -> None:
         op, dtype = self._stage.op, self._stage.dtype
@@ -254,9 +258,10 @@ class Agreement:
 
 
 class Introductions:
-    """The members of a group tell each other what a library needs to know before it has a group, too.
+    """The exchange among the members of a group that precedes the library's own group.
 
-    Every member sends its own words to all others; `on_all` gets everybody's, in order, on any thread.
+    Every member sends its `card` (what the library wants the others to know) to all others. `on_all` gets the
+    cards of all members in their order, on any thread.
     """
 
     def __init__(
@@ -264,34 +269,34 @@ class Introductions:
         backend: Backend,
         context: int,
         members: tuple[int, ...],
-        words: bytes,
+        card: bytes,
         on_all: Callable[[list[bytes]], None],
     ) -> None:
         self._backend = backend
         self._lock = threading.Lock()
         self._on_all = on_all
-        self._words = {backend.rank: words}
+        self._cards = {backend.rank: card}
         self._members = members
         others = [member for member in members if member != backend.rank]
         for member in others:
-            backend.start_send(member, context, _INTRODUCTION, memoryview(words), lane=Lane.CONTROL)
+            backend.start_send(member, context, _INTRODUCTION, memoryview(card), lane=Lane.CONTROL)
         self._receives = [backend.start_recv(member, context, _INTRODUCTION, None) for member in others]
         for member, receive in zip(others, self._receives, strict=True):
-            receive.notify(partial(self._hear, member, receive))
+            receive.notify(partial(self._on_card, member, receive))
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop waiting for cards."""
         for receive in self._receives:
             receive.cancel()
 
-    def _hear(self, member: int, receive: Request) -> None:
+    def _on_card(self, member: int, receive: Request) -> None:
         if receive.error is not None:
-            return  # who waits for the group hears why by other ways
+            return  # the group reports the loss of a member to the waiting caller
         with self._lock:
-            self._words[member] = bytes(receive.data or b"")
-            is_last = len(self._words) == len(self._members)
+            self._cards[member] = bytes(receive.data or b"")
+            is_last = len(self._cards) == len(self._members)
         if is_last:
-            self._on_all([self._words[each] for each in self._members])
+            self._on_all([self._cards[each] for each in self._members])
 
 
 _INTRODUCTION: Final = Tags.CONTROL | 1
@@ -300,54 +305,53 @@ _INTRODUCTION: Final = Tags.CONTROL | 1
 def library_may_run(problem: Problem, stage: Stage) -> bool:
     """Whether ranks begin it in the order of the user's calls, and all blocks have one length.
 
-    Empty ones are no exception: a rank that left one out would be a call behind without a word.
+    This includes blocks of no bytes: the library counts calls, so a rank that left one out would be a call
+    behind the others.
     """
     if (stage.tag & ~Tags.COLLECTIVE) % Tags.STAGES != 0:
         return False
     return problem.collective == "barrier" or len(set(problem.counts)) == 1
 
 
-def is_slip(problem: Problem, stage: Stage, reproducible: bool) -> bool:
-    """Whether slips alone will do."""
+def fits_preamble(problem: Problem, stage: Stage) -> bool:
+    """Whether the preambles alone carry the collective."""
     if problem.collective == "barrier":
         return True
-    if problem.collective == "scatter":  # only its root has anything to show
-        return False
-    if reduces(problem.collective) and not is_exact(stage, reproducible):
-        return False
-    return _operand_bytes(problem, stage) <= _OPERAND_BYTES
+    # Only the root of a scatter has an operand.
+    return problem.collective != "scatter" and _operand_bytes(problem, stage) <= _OPERAND_BYTES
 
 
-def is_exact(stage: Stage, reproducible: bool) -> bool:
-    """Whether the order of operands is free: nothing rounds, or nobody asked for the same bits every time."""
-    return not reproducible or stage.dtype.kind in (Kind.INTEGER, Kind.BOOL)
+def order_is_free(problem: Problem, stage: Stage, reproducible: bool) -> bool:
+    """Whether operands may be combined in any order: nothing rounds, or `Config.reproducible` is off."""
+    is_exact = stage.dtype.kind in (Kind.INTEGER, Kind.BOOL)
+    return not reproducible or is_exact or not reduces(problem.collective)
 
 
-def shown(stage: Stage) -> bytearray:
-    """The whole fingerprint in a fixed length: what ranks show if they differ."""
+def fingerprint_row(stage: Stage) -> bytearray:
+    """The whole fingerprint in a fixed length, which ranks gather if their digests differ."""
     text = stage.header[: HEADER_BYTES_MAX - 2]
     return bytearray(len(text).to_bytes(2, "little") + text.ljust(HEADER_BYTES_MAX - 2, b"\0"))
 
 
 def disagreement(stage: Stage, everyone: bytes | bytearray, rank: int) -> HeaderMismatch:
-    """The error of ranks whose calls differ, from the fingerprints of all, in the numbers of the backend."""
+    """The error of ranks whose calls differ, from all fingerprint rows; it names a rank of the backend."""
     rows = [bytes(everyone[at : at + HEADER_BYTES_MAX]) for at in range(0, len(everyone), HEADER_BYTES_MAX)]
     headers = [row[2 : 2 + int.from_bytes(row[:2], "little")] for row in rows]
     mine = _call_of(stage.header)
-    # Where this rank agrees with some, those who differ show it; where with nobody, anyone does.
+    # At least one rank differs from this one: its agreement was not unanimous.
     peer = next(r for r, header in enumerate(headers) if r != rank and _call_of(header) != mine)
     return HeaderMismatch(peer if stage.members is None else stage.members[peer], headers[peer])
 
 
-def _operand(problem: Problem, memory: Mapping[Any, Array], rank: int) -> Array:
-    """What a rank contributes."""
+def _operand_of(problem: Problem, memory: Mapping[Any, Array], rank: int) -> Array:
+    """The array that a rank contributes."""
     kind = problem.collective
     in_place = kind in ("all_reduce", "broadcast") or (kind == "reduce" and rank == problem.root)
     return memory[Buf.OUT if in_place else Buf.IN]
 
 
 def _operand_bytes(problem: Problem, stage: Stage) -> int:
-    """How long it is, the same number on every rank."""
+    """The length of an operand, the same on every rank."""
     parts = problem.size if problem.collective in ("all_to_all", "reduce_scatter") else 1
     return problem.counts[0] * parts * stage.dtype.storage.itemsize
 

@@ -1,8 +1,7 @@
 """Ranks inside one process, for threads and tests.
 
-Knows how a message gets from one inbox to another in the same memory, and who in this process waits for whom.
-Does not know collectives. Sends are bounded as on a real link: small ones travel at once under a credit per
-pair of ranks, others wait for their receive. A program that needs endless buffers fails here too.
+Sends are bounded as on a real link: short messages are eager under a credit per pair of ranks, others wait
+for their receive. So a program that needs unbounded buffers fails here too.
 """
 
 from __future__ import annotations
@@ -41,7 +40,11 @@ class LocalBackend(Backend):
 
     @classmethod
     def create(cls, size: int, config: Config | None = None) -> list[LocalBackend]:
-        """Make `size` ranks that know each other."""
+        """Make `size` connected ranks.
+
+        Raises:
+            UsageError: `size` is not an integer of at least 1.
+        """
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"n={size!r}; allowed: an integer >= 1")
         hub = _Hub(size, config if config is not None else Config())
@@ -50,10 +53,10 @@ class LocalBackend(Backend):
     def __init__(self, hub: _Hub, rank: int) -> None:
         self._hub = hub
         self._rank = rank
-        # A rank that is simply forgotten must not leave the others waiting for it.
+        # A rank that is garbage-collected without `close` must not leave the others waiting for it.
         gone = PeerDown(rank, "left without closing", left=True)
-        self._forgotten = weakref.finalize(self, hub.leave_later, gone)
-        self._forgotten.atexit = False
+        self._finalizer = weakref.finalize(self, hub.leave_later, gone)
+        self._finalizer.atexit = False
 
     @property
     def rank(self) -> int:
@@ -62,7 +65,7 @@ class LocalBackend(Backend):
 
     @property
     def size(self) -> int:
-        """How many ranks share the process."""
+        """The number of ranks in this process."""
         return self._hub.size
 
     @property
@@ -92,7 +95,7 @@ class LocalBackend(Backend):
         lane: Lane = Lane.BULK,
         sync: bool = False,
     ) -> Request:
-        """Put a message into the other's inbox: a copy if the credit allows, else a reference."""
+        """Put a message into the inbox of `dst`: a copy if the credit allows, otherwise a reference."""
         self.check_peer(dst, "dst")
         self.check_length(tag, data.nbytes, header)
         self._hub.runtime.note_user(self._rank)
@@ -102,21 +105,21 @@ class LocalBackend(Backend):
             request.fail(down)
             return request
         envelope = Envelope(self._rank, context, tag, data.nbytes, dtype, header)
-        pair = self._hub.pair(self._rank, dst, lane)
-        parcel = _Parcel(data.cast("B") if data.nbytes else data, request, pair, self._hub)
-        if pair.take(data.nbytes):
-            parcel.data, parcel.cost = memoryview(bytes(data)), data.nbytes + ENVELOPE_BYTES
+        credit = self._hub.credit(self._rank, dst, lane)
+        message = _Message(data.cast("B") if data.nbytes else data, request, credit, self._hub)
+        if credit.take(data.nbytes):
+            message.data, message.cost = memoryview(bytes(data)), data.nbytes + ENVELOPE_BYTES
         inbox = self._hub.inboxes[dst]
-        request.withdraw_by(lambda _: parcel.take_back(inbox, withdrawn()))
-        # An eager send ends before its arrival: the receiver may answer at once, on this very thread.
-        if parcel.cost and not sync:
-            parcel.request = None
-            inbox.arrive(envelope, parcel)
+        request.withdraw_by(lambda _: message.withdraw(inbox, withdrawn()))
+        # No send waits for an eager message, which its receiver may answer on this very thread.
+        if message.cost and not sync:
+            message.request = None
+            inbox.arrive(envelope, message)
             request.complete()
         else:
-            inbox.arrive(envelope, parcel)
+            inbox.arrive(envelope, message)
             if (closed := self._hub.down_of(self._rank, self._rank)) is not None:
-                parcel.take_back(inbox, closed)  # this rank was closed meanwhile and has not seen the parcel
+                message.withdraw(inbox, closed)  # `close` on another thread has not seen this message
         return request
 
     def start_recv(
@@ -132,36 +135,36 @@ class LocalBackend(Backend):
         return self._hub.inboxes[self._rank].probe(src, context, tag)
 
     def end_group(self, context: int) -> None:
-        """Drop what nobody will receive any more."""
+        """Drop messages that no receive will match any more."""
         self._hub.inboxes[self._rank].end_context(context)
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
-        """Tell the listener of ranks that are or go down."""
+        """Notify the listener of every rank that is down or goes down."""
         self._hub.watch(self._rank, listener)
 
     def close(self) -> None:
-        """Leave. What was sent before stays receivable."""
-        if self._forgotten.detach() is not None:
+        """Leave. Messages that were sent before can still be received."""
+        if self._finalizer.detach() is not None:
             self._hub.leave(PeerDown(self._rank, "left", left=True))
 
     def kill(self, cause: str = "killed") -> None:
-        """End this rank as a crash would: the others see it die."""
-        if self._forgotten.detach() is not None:
+        """End this rank as a crash would."""
+        if self._finalizer.detach() is not None:
             self._hub.leave(PeerDown(self._rank, cause))
 
 
 @dataclass(slots=True)
-class _Pair:
-    """The credit that one rank has with another on one lane."""
+class _Credit:
+    """The credit of one rank at another, on one lane."""
 
     limit: int
     eager_bytes: int
     used: int = 0
-    own: OwnCredit | None = None  # of a rank with itself
+    own: OwnCredit | None = None  # of a rank at itself
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, nbytes: int) -> bool:
-        """Use credit for a message; False if it must wait for its receive instead."""
+        """Use credit for a message; False if it must wait for its receive."""
         cost = nbytes + ENVELOPE_BYTES
         with self.lock:
             if self.own is not None:
@@ -179,14 +182,14 @@ class _Pair:
                 self.used -= cost
 
 
-class _Parcel(InboundMessage):
-    """A message in this process; `request` is the sender's, if it still waits."""
+class _Message(InboundMessage):
+    """A message in this process; `request` is the sender's, if it still waits. `cost` is the credit used."""
 
-    def __init__(self, data: memoryview, request: Request, pair: _Pair, hub: _Hub) -> None:
+    def __init__(self, data: memoryview, request: Request, credit: _Credit, hub: _Hub) -> None:
         self.data = data
         self.request: Request | None = request
         self.cost = 0
-        self._pair = pair
+        self._credit = credit
         self._hub = hub
 
     def deliver(self, posted: Posted, envelope: Envelope) -> None:
@@ -196,13 +199,13 @@ class _Parcel(InboundMessage):
             taken = bytearray(self.data)
         elif envelope.nbytes:
             posted.into[: envelope.nbytes] = self.data
-        self._settle()
+        self._return_credit()
         if self.request is not None:
             self.request.complete()
         posted.request.complete(envelope, taken)
 
     def refuse(self, error: UnisonoError) -> None:
-        self._settle()
+        self._return_credit()
         if self.request is not None:
             self.request.fail(error)
 
@@ -210,19 +213,19 @@ class _Parcel(InboundMessage):
         return self.request is None
 
     def drop(self) -> None:
-        self._settle()
+        self._return_credit()
 
-    def take_back(self, inbox: Inbox, error: UnisonoError) -> bool:
-        """End the sender's request and let the message vanish; False if it has met its receive or ended."""
+    def withdraw(self, inbox: Inbox, error: UnisonoError) -> bool:
+        """Remove the message and end the sender's request; False if it was matched or has ended."""
         if self.request is None or not inbox.withdraw_parcel(self):
             return False
         self.refuse(error)
         return True
 
-    def _settle(self) -> None:
+    def _return_credit(self) -> None:
         cost, self.cost = self.cost, 0
         if cost:
-            self._pair.give_back(cost)
+            self._credit.give_back(cost)
 
 
 class _Hub:
@@ -232,23 +235,23 @@ class _Hub:
         self.size = size
         self.config = config
         self.inboxes = [Inbox(rank, config.recv_bytes_max) for rank in range(size)]
-        self.runtime = _WatchfulRuntime(size, config.deadlock_after_s, self.is_under_way)
+        self.runtime = _WatchfulRuntime(size, config.deadlock_after_s, self.has_pending)
         self._lock = threading.Lock()
-        self._pairs: dict[tuple[int, int, Lane], _Pair] = {}
+        self._credits: dict[tuple[int, int, Lane], _Credit] = {}
         self._down: dict[int, PeerDown] = {}
         self._listeners: dict[int, list[Callable[[PeerDown], None]]] = {rank: [] for rank in range(size)}
 
-    def pair(self, src: int, dst: int, lane: Lane) -> _Pair:
-        """The credit of a lane between two ranks."""
-        pair = self._pairs.get((src, dst, lane))
-        if pair is None:
+    def credit(self, src: int, dst: int, lane: Lane) -> _Credit:
+        """The credit of `src` at `dst`, on one lane."""
+        credit = self._credits.get((src, dst, lane))
+        if credit is None:
             eager_bytes, limit = eager_limits(self.config, lane)
             own = OwnCredit(self.config) if src == dst else None
-            pair = self._pairs.setdefault((src, dst, lane), _Pair(limit, eager_bytes, own=own))
-        return pair
+            credit = self._credits.setdefault((src, dst, lane), _Credit(limit, eager_bytes, own=own))
+        return credit
 
     def down_of(self, rank: int, peer: int) -> UnisonoError | None:
-        """Why `rank` can send nothing to `peer`, if so."""
+        """The error of a send from `rank` to `peer`, if one of them is down."""
         down = self._down
         if rank in down:
             return ClosedError(f"rank {rank} is closed")
@@ -271,9 +274,9 @@ class _Hub:
         self.runtime.note_left(down.rank)
         closed = ClosedError(f"rank {down.rank} is closed")
         for inbox in self.inboxes:
-            for parcel in inbox.inbound_from(down.rank):
-                assert isinstance(parcel, _Parcel)
-                parcel.take_back(inbox, closed)
+            for message in inbox.inbound_from(down.rank):
+                assert isinstance(message, _Message)
+                message.withdraw(inbox, closed)
         self.inboxes[down.rank].close(closed, down.error())
         for inbox in self.inboxes:
             if inbox.rank != down.rank:
@@ -282,53 +285,55 @@ class _Hub:
             listener(down)
 
     def leave_later(self, down: PeerDown) -> None:
-        """Leave soon: the collector strikes anywhere, also where a lock of ours is held."""
+        """Leave soon: the garbage collector may run while a lock of ours is held."""
         self.runtime.call_soon(lambda: self.leave(down))
 
     def note_activity(self) -> None:
         self.runtime.activity += 1
 
-    def is_under_way(self, rank: int) -> bool:
-        """Whether an operation of a rank waits for a message, or for its own to be received."""
+    def has_pending(self, rank: int) -> bool:
+        """Whether a rank has a receive without a message, or a send that waits for its receive."""
         if self.inboxes[rank].is_awaited():
             return True
-        parcels = (parcel for inbox in self.inboxes for parcel in inbox.inbound_from(rank))
-        return any(isinstance(parcel, _Parcel) and parcel.request is not None for parcel in parcels)
+        messages = (message for inbox in self.inboxes for message in inbox.inbound_from(rank))
+        return any(isinstance(message, _Message) and message.request is not None for message in messages)
 
 
 @dataclass(eq=False, slots=True)
 class _Blocked:
-    """A thread that waits without a limit."""
+    """A thread that waits without a time limit."""
 
     thread: threading.Thread
     event: Event
     waiting: Callable[[], Waiting]
     deadlock: Deadlock | None = None
-    deserted: set[int] = field(default_factory=set)  # the ranks that were so at the last look
+    deserted: set[int] = field(default_factory=set)  # ranks that were deserted at the last check
 
 
 class _WatchfulRuntime(RealRuntime):
-    """The real runtime, and an eye on threads that can never go on.
+    """The real runtime, with a detector for threads that can never go on.
 
-    Two rules, which err on the side of patience. Who waits looks every `grace_s`.
+    A waiting thread checks two rules every `grace_s`. Both rather miss a deadlock than report a false one.
 
-    *No rank can go on*: every rank that has not left has a thread that waits without a limit, or only threads
-    that have ended; so does every thread that could help, unless it has ended; and nothing at all has moved
-    for `grace_s`. Then all of them are told. A thread could help if it was started after this world was made,
-    or has sent or waited here, and not only for ranks that have left. If every other thread of the process
-    waits for threads, too (in `join`, on a future, idle in a pool), it does not matter what the ranks do.
+    *No rank can go on*: each rank that has not left has a thread that waits without a time limit, or only
+    threads that have ended; each thread that could help waits without a limit too, or has ended; and nothing
+    has moved for `grace_s`. Then all waiting threads get Deadlock. A thread could help if it was started
+    after this world was made, or has sent or waited here for a rank that has not left. The rule also holds,
+    whatever the ranks do, if every other thread of the process waits for threads (in `join`, on a future,
+    idle in a pool).
 
-    *A rank is deserted*: every thread that began an operation of it has ended, it has not left, and nothing
-    of it is under way; for `grace_s` no new thread has used it. Who waits for it without a limit is told.
+    *A rank is deserted*: it has not left, every thread that has started an operation of it has ended, and it
+    has no operation pending; for `grace_s` no new thread has used it. Then every thread that waits for this
+    rank without a time limit gets Deadlock.
     """
 
     sees_deadlocks = True
 
-    def __init__(self, size: int, grace_s: float, is_under_way: Callable[[int], bool]) -> None:
+    def __init__(self, size: int, grace_s: float, has_pending: Callable[[int], bool]) -> None:
         super().__init__()
         self.activity = 0
         self._grace_s = grace_s
-        self._is_under_way = is_under_way
+        self._has_pending = has_pending
         self._watch_lock = threading.Lock()
         self._blocked: list[_Blocked] = []
         self._ranks_here = set(range(size))
@@ -338,7 +343,7 @@ class _WatchfulRuntime(RealRuntime):
         self._bystanders = weakref.WeakSet(threading.enumerate())
 
     def used(self, rank: int) -> None:
-        """The calling thread begins an operation of a rank: it is one of the rank's own."""
+        """The calling thread waits for an operation of a rank: it belongs to the rank."""
         if rank in self._mine.ranks:
             return
         self._mine.ranks.add(rank)
@@ -346,13 +351,13 @@ class _WatchfulRuntime(RealRuntime):
             self._users.setdefault(rank, weakref.WeakSet()).add(threading.current_thread())
 
     def note_user(self, rank: int) -> None:
-        """The calling thread does something for a rank."""
+        """The calling thread sends or waits for a rank."""
         thread = threading.current_thread()
         with self._watch_lock:
             self._ranks_of.setdefault(thread, set()).add(rank)
 
     def note_left(self, rank: int) -> None:
-        """A rank will do nothing any more."""
+        """A rank has left."""
         self.activity += 1
         with self._watch_lock:
             self._ranks_here.discard(rank)
@@ -360,7 +365,7 @@ class _WatchfulRuntime(RealRuntime):
     def block(
         self, event: Event, timeout: float | None, waiting: Callable[[], Waiting], *, is_limited: bool = True
     ) -> bool:
-        """Wait; without a limit only as long as somebody may still end it."""
+        """Wait; without a time limit, raise Deadlock once no thread can end the wait."""
         rank = waiting().rank
         self.used(rank)
         self.note_user(rank)
@@ -371,18 +376,18 @@ class _WatchfulRuntime(RealRuntime):
         with self._watch_lock:
             self._blocked.append(mine)
         end = None if timeout is None else self.now() + timeout
-        look_s = min(_FIRST_LOOK_S, self._grace_s / 2)
+        check_s = min(_FIRST_CHECK_S, self._grace_s / 2)
         try:
             while True:
                 before = self.activity
-                left = look_s if end is None else min(look_s, end - self.now())
+                left = check_s if end is None else min(check_s, end - self.now())
                 woken = left > 0 and super().block(event, left, waiting)
-                if woken or left < look_s:
+                if woken or left < check_s:
                     break
-                self._look_for_deserted(mine)
-                if look_s == self._grace_s and self.activity == before:
-                    self._look()
-                look_s = self._grace_s
+                self._check_deserted(mine)
+                if check_s == self._grace_s and self.activity == before:
+                    self._check_all()
+                check_s = self._grace_s
         finally:
             with self._watch_lock:
                 self._blocked.remove(mine)
@@ -390,7 +395,7 @@ class _WatchfulRuntime(RealRuntime):
             raise mine.deadlock
         return woken
 
-    def _look(self) -> None:
+    def _check_all(self) -> None:
         with self._watch_lock:
             blocked = [b for b in self._blocked if not b.event.is_set()]
             waits = [b.waiting() for b in blocked]
@@ -412,19 +417,19 @@ class _WatchfulRuntime(RealRuntime):
         for entry in blocked:
             entry.event.set()
 
-    def _look_for_deserted(self, mine: _Blocked) -> None:
-        """Tell a thread whose wait cannot end: it needs a rank that has been deserted for long enough."""
+    def _check_deserted(self, mine: _Blocked) -> None:
+        """End a wait that needs a rank which was deserted at the last check already."""
         wait = mine.waiting()
         with self._watch_lock:
             others = self._ranks_here - {wait.rank}
             deserted = {rank for rank in others if self._is_deserted(rank)}
-        # Any of the others may end a wait that names nobody.
+        # Any other rank may end a wait that names none.
         needed = set(wait.ranks) & deserted if wait.ranks else deserted if deserted == others else set()
-        needed = {rank for rank in needed if not self._is_under_way(rank)}
-        lasting, mine.deserted = sorted(needed & mine.deserted), needed
-        if not lasting or mine.event.is_set():
+        needed = {rank for rank in needed if not self._has_pending(rank)}
+        still_deserted, mine.deserted = sorted(needed & mine.deserted), needed
+        if not still_deserted or mine.event.is_set():
             return
-        ranks = ranks_text(lasting)
+        ranks = ranks_text(still_deserted)
         mine.deadlock = Deadlock(
             f"{ranks} will not come",
             cause=f"every thread that used {ranks} has ended without closing it; {wait}",
@@ -433,7 +438,7 @@ class _WatchfulRuntime(RealRuntime):
         mine.event.set()
 
     def _is_deserted(self, rank: int) -> bool:
-        """Whether all threads of a rank have ended; the caller holds the lock. One may still be to come."""
+        """Whether all threads of a rank have ended; a new one may follow. The caller holds the lock."""
         users = self._users.get(rank)
         return users is not None and not any(thread.is_alive() for thread in users)
 
@@ -445,10 +450,10 @@ class _WatchfulRuntime(RealRuntime):
         return f"the threads that used rank {rank} are idle and have not closed it"
 
     def _are_all_parked(self, threads: set[threading.Thread]) -> bool:
-        """Whether none of these threads can do anything before another one does.
+        """Whether none of these threads can run before another one does.
 
-        Threads from before this world that have done nothing here are watchdogs if they are daemons or wait
-        with a limit. The main thread is not: after `join(1)` it may use the rank that is missing.
+        A thread from before this world that has done nothing here counts as parked if it is a daemon or waits
+        with a limit: it is a watchdog. The main thread is none: after `join(1)` it may use the missing rank.
         """
         waits = parked_threads()
         for thread in threads:
@@ -463,13 +468,13 @@ class _WatchfulRuntime(RealRuntime):
         return True
 
     def _could_help(self, thread: threading.Thread) -> bool:
-        """Whether a thread may yet do something for a rank; the caller holds the lock."""
+        """Whether a thread may still do something for a rank; the caller holds the lock."""
         ranks = self._ranks_of.get(thread)
         return thread not in self._bystanders if ranks is None else bool(ranks & self._ranks_here)
 
 
-# Who waits for so long looks for the first time. Most waits are shorter, and pay nothing for it.
-_FIRST_LOOK_S: Final = 0.05
+# A wait of this length makes its first check. Most waits are shorter, and pay nothing.
+_FIRST_CHECK_S: Final = 0.05
 
 _CLOSE_RANKS: Final = "use `with comm:` in the thread of each rank, or unisono.testing.run_local(fn, n)"
 

@@ -1,7 +1,6 @@
-"""Which backends there are: ours, and those that outside packages register.
+"""The registered backends: ours, and those of outside packages.
 
-Knows names, whether each can run here and how to install what is missing. Does not know how any of them
-works. An outside package points the entry-point group `unisono.backends` at a BackendInfo of its own.
+An outside package points the entry-point group `unisono.backends` at a BackendInfo of its own.
 """
 
 from __future__ import annotations
@@ -33,10 +32,17 @@ GROUP = "unisono.backends"
 
 @dataclass(frozen=True, slots=True)
 class BindSpec:
-    """What a rank is told before it knows the others: where to listen, and whether links need encryption.
+    """What a rank knows before it can reach the others: its argument to `BackendInfo.bind`.
 
-    Port 0 is any. `advertise` is host:port for others, if it is not what is listened on; `secret` is known to
-    the job's ranks only.
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+        host: the address to listen on.
+        is_encrypted: whether links must be encrypted; a backend that cannot do so raises UsageError.
+        config: the settings, the same on all ranks.
+        port: the port to listen on; 0 is any.
+        advertise: host:port that other ranks should use, if it differs from where this rank listens.
+        secret: bytes that only the ranks of this job know.
     """
 
     rank: int
@@ -50,34 +56,60 @@ class BindSpec:
 
 
 class Closable(Backend):
-    """A backend that tells when it was closed."""
+    """A backend that reports when it is closed."""
 
     @abstractmethod
     def when_closed(self, call: Callable[[], None]) -> None:
-        """Call once it is closed: for what must outlive it."""
+        """Register a callback for resources that must outlive the backend.
+
+        Args:
+            call: called once, at the end of `close`, on the thread that closes.
+        """
 
 
 class UnconnectedBackend(Protocol):
-    """A rank that does not know the others yet."""
+    """A rank that listens, but cannot reach the others yet.
+
+    `close` is called if joining fails: in place of `connect`, after it has raised, or after it has returned.
+    """
 
     def card(self) -> bytes:
-        """What the others need to reach this rank."""
+        """What other ranks need to reach this one: addresses and keys, no secrets. The seed passes it on."""
 
     def connect(self, cards: Sequence[bytes]) -> Closable:
-        """Make the backend, from everybody's cards by rank."""
+        """Make the backend.
+
+        Args:
+            cards: the cards of all ranks, this one included, in the order of ranks.
+
+        Raises:
+            ProtocolError: a card is malformed.
+            RendezvousError: a rank could not be reached.
+        """
 
     def close(self) -> None:
-        """Give up."""
+        """Release everything: the world was not formed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """How a backend introduces itself. `check` returns why it cannot run here, or None.
+    """A backend's entry in the registry.
 
-    There are three ways to begin a rank for `uni.init`. `bind` makes one that shows its card at our own
-    seed; `wrap` takes a rank of the native backend, and stands in its place; `join(config, timeout)` joins
-    by means of the library's own launcher, which `launcher` names. With none of them, ranks of this kind are
-    begun in another way.
+    `uni.init` begins a rank by one of `bind`, `wrap` and `join`; a backend with none of them has no ranks in
+    processes of their own.
+
+    Args:
+        name: the name for `backend=`, equal to the entry point's.
+        summary: one line for `uni.list_backends()`.
+        check: returns why the backend cannot run here, or None. It must be cheap: no heavy import.
+        install: what to do if it cannot run, such as a pip command.
+        capabilities: what its ranks can do, for the table of backends.
+        bind: makes a rank that the job's seed connects with the others. May raise UsageError or
+            BackendUnavailable.
+        wrap: takes a connected rank of the native backend, and returns the backend to use in its place.
+        join: `join(config, timeout)` joins by the library's own launcher. May raise BackendUnavailable or
+            RendezvousError.
+        launcher: the name of that launcher.
     """
 
     name: str
@@ -92,7 +124,7 @@ class BackendInfo:
 
     @property
     def has_processes(self) -> bool:
-        """Whether `uni.init` can begin its ranks, each in a process of its own."""
+        """Whether `uni.init` can begin ranks, each in a process of its own."""
         return any(way is not None for way in (self.bind, self.wrap, self.join))
 
 
@@ -108,7 +140,7 @@ class BackendStatus:
 
 
 def backend_named(name: str) -> BackendInfo:
-    """Find a backend and make sure that it can run; "auto" is the native one.
+    """Find a backend that can run here; "auto" is the native one.
 
     Raises:
         UsageError: no backend has this name.
@@ -122,12 +154,14 @@ def backend_named(name: str) -> BackendInfo:
 
 
 def statuses() -> list[BackendStatus]:
-    """Every registered backend, whether it can run here or not."""
+    """All registered backends, also those that cannot run here."""
     return [_status(point.name) for point in _points()]
 
 
 def _points() -> list[EntryPoint]:
-    from importlib.metadata import entry_points  # a quarter of the package's import time, and rarely needed
+    from importlib.metadata import (
+        entry_points,
+    )  # it would be a quarter of the import time of unisono, and is rarely needed
 
     return sorted(entry_points(group=GROUP), key=lambda point: point.name)
 
@@ -136,7 +170,7 @@ def _loaded(point: EntryPoint) -> BackendInfo:
     try:
         info: BackendInfo = point.load()
         reason, install = info.check(), info.install
-    except Exception as error:  # an outside package that does not even load must not take others down
+    except Exception as error:  # a broken outside package must not affect the other backends
         reason, install = f"{type(error).__name__}: {error}", "reinstall the package that provides it"
     if reason is not None:
         raise BackendUnavailable(f"backend {point.name!r}", cause=reason, next_step=install)

@@ -1,8 +1,4 @@
-"""A view on some ranks of another backend.
-
-Knows how local ranks translate to the parent's and back. Does not know contexts or traffic: everything goes
-through the parent.
-"""
+"""A view on some ranks of another backend: it translates ranks, and the parent does the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +19,11 @@ __all__ = ["SubBackend"]
 
 
 class SubBackend(Backend):
-    """The members of a parent backend, numbered from 0 in the order given (`ordered`) or sorted."""
+    """Some ranks of a parent backend, renumbered from 0: in the order given (`ordered`), or sorted.
+
+    Raises:
+        UsageError: `members` is empty, names a rank twice, or does not contain the parent's own rank.
+    """
 
     def __init__(self, parent: Backend, members: Sequence[int], *, ordered: bool = False) -> None:
         if not members:
@@ -38,7 +38,7 @@ class SubBackend(Backend):
                 f"rank {parent.rank} is not among the members {chosen}; only members may make the group",
                 next_step="call it on the members only",
             )
-        # Views on views would translate ranks once per level, so a view always stands on the real backend.
+        # A view on a view would translate ranks once per level, so the parent is always the root backend.
         if isinstance(parent, SubBackend):
             chosen = [parent.members[rank] for rank in chosen]
             parent = parent.parent
@@ -48,22 +48,22 @@ class SubBackend(Backend):
         self._rank = self._local[parent.rank]
 
     def to_global(self, rank: int) -> int:
-        """The parent's number of one of our ranks."""
+        """The parent's number of a rank of this view."""
         self.check_peer(rank, "rank")
         return self.members[rank]
 
     def to_local(self, rank: int) -> int | None:
-        """Our number of one of the parent's ranks; None if it is not a member."""
+        """This view's number of a rank of the parent; None if it is not a member."""
         return self._local.get(rank)
 
     @property
     def rank(self) -> int:
-        """This process's number here."""
+        """This process's rank in the view."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """How many members there are."""
+        """The number of members."""
         return len(self.members)
 
     @property
@@ -94,10 +94,10 @@ class SubBackend(Backend):
         sync: bool = False,
     ) -> Request:
         """Send through the parent."""
-        there = self.to_global(dst)
-        return self._ours(
+        target = self.to_global(dst)
+        return self._translated(
             self.parent.start_send(
-                there, context, tag, data, dtype=dtype, header=header, lane=lane, sync=sync
+                target, context, tag, data, dtype=dtype, header=header, lane=lane, sync=sync
             ),
             dst,
         )
@@ -106,49 +106,51 @@ class SubBackend(Backend):
         self, src: int | Any_, context: int, tag: int | Any_, into: memoryview | None, *, dtype: int = UNTYPED
     ) -> Request:
         """Receive through the parent."""
-        return self._ours(self.parent.start_recv(self._source(src), context, tag, into, dtype=dtype), src)
+        return self._translated(
+            self.parent.start_recv(self._source(src), context, tag, into, dtype=dtype), src
+        )
 
     def probe(self, src: int | Any_, context: int, tag: int | Any_) -> Request:
         """Probe through the parent."""
-        return self._ours(self.parent.probe(self._source(src), context, tag), src)
+        return self._translated(self.parent.probe(self._source(src), context, tag), src)
 
     def run_plan(self, plan: Any, stage: Stage) -> Request:
-        """Run a plan in the parent, whose ranks our members are."""
-        return self._ours(self.parent.run_plan(plan, replace(stage, members=self.members)), self.rank)
+        """Run a plan in the parent, among the members."""
+        return self._translated(self.parent.run_plan(plan, replace(stage, members=self.members)), self.rank)
 
     def run_collective(self, problem: Any, stage: Stage) -> Request | None:
-        """Let the parent's library solve it among our members."""
+        """Let the parent's library run it, among the members."""
         request = self.parent.run_collective(problem, replace(stage, members=self.members))
-        return None if request is None else self._ours(request, self.rank)
+        return None if request is None else self._translated(request, self.rank)
 
     def end_group(self, context: int) -> None:
-        """Tell the parent."""
+        """End it in the parent."""
         self.parent.end_group(context)
 
     def fast_path(
         self, context: int, size: int, call_log: CallLog, on_unclaimed: Callable[[int, int, bytes], bool]
     ) -> FastPath | None:
-        """The parent's: what it learns has the parent's ranks in it."""
+        """The parent's: cached decisions name the parent's ranks."""
         return self.parent.fast_path(context, size, call_log, on_unclaimed)
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:
-        """The parent's, by our numbers."""
-        theirs = self.parent.mailbox(context, tag)
-        return None if theirs is None else _SubMailbox(theirs, self.members, self._local)
+        """The parent's, with the ranks of this view."""
+        mailbox = self.parent.mailbox(context, tag)
+        return None if mailbox is None else _SubMailbox(mailbox, self.members, self._local)
 
     def fast_messages(
         self, context: int, members: tuple[int, ...], call_log: CallLog, *, is_introduced: bool
     ) -> FastMessages | None:
         """The parent's, with the parent's ranks."""
-        there = tuple(self.members[rank] for rank in members)
-        return self.parent.fast_messages(context, there, call_log, is_introduced=is_introduced)
+        targets = tuple(self.members[rank] for rank in members)
+        return self.parent.fast_messages(context, targets, call_log, is_introduced=is_introduced)
 
     def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
-        """Follow a run in the parent."""
-        return self._ours(self.parent.adopt_run(handle, memory), self.rank)
+        """Take over a run of the parent's fast path."""
+        return self._translated(self.parent.adopt_run(handle, memory), self.rank)
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
-        """Hear of members only, by our numbers."""
+        """Notify the listener of members that are down, by their ranks in this view."""
 
         def translate(down: PeerDown) -> None:
             rank = self.to_local(down.rank)
@@ -158,7 +160,7 @@ class SubBackend(Backend):
         self.parent.watch(translate)
 
     def close(self) -> None:
-        """Nothing of its own to close: the parent stays."""
+        """Do nothing: the parent stays open."""
 
     def link_kind(self) -> str:
         """The parent's."""
@@ -166,10 +168,10 @@ class SubBackend(Backend):
 
     def hosts(self) -> tuple[int, ...]:
         """The members' hosts."""
-        theirs = self.parent.hosts()
-        return tuple(theirs[member] for member in self.members) if theirs else ()
+        hosts = self.parent.hosts()
+        return tuple(hosts[member] for member in self.members) if hosts else ()
 
-    def _ours(self, request: Request, peer: int | Any_) -> Request:
+    def _translated(self, request: Request, peer: int | Any_) -> Request:
         request.peer, request.rank_here = peer, self._local.__getitem__
         return request
 
@@ -178,7 +180,7 @@ class SubBackend(Backend):
 
 
 class _SubMailbox:
-    """A mailbox whose ranks are those of a view. Who is no member is not heard."""
+    """A mailbox with the ranks of a view. Messages of ranks that are no members are dropped."""
 
     def __init__(self, parent: Mailbox, members: tuple[int, ...], local: dict[int, int]) -> None:
         self._parent = parent

@@ -1,8 +1,8 @@
-"""Measuring: collectives of unisono beside those of other libraries, on this machine, in turns.
+"""Measuring collectives of unisono beside those of other libraries, on this machine, in turns.
 
-Knows cases, systems, processes and statistics. Does not print: `unisono bench` and the scripts in bench/ do.
+Nothing here prints: `unisono bench` and the scripts in bench/ do.
 
-    results = contest(options, tell=print)
+    results = contest(options, progress=print)
     results.ratio(case, "unisono", "mpi")
 """
 

@@ -1,7 +1,4 @@
-"""The arrays that are measured.
-
-Knows how memory lies. Does not know what is done with it.
-"""
+"""The arrays of a measurement, with the same memory layout for every system."""
 
 from __future__ import annotations
 
@@ -14,16 +11,16 @@ from unisono.bench.cases import ITEM_BYTES
 
 __all__ = ["array_of"]
 
-# From here on NumPy, too, asks for huge pages.
+# NumPy, too, asks for huge pages from this length on.
 _HUGE_FROM_BYTES: Final = 4 << 20
 _HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 def array_of(shape: tuple[int, ...]) -> Any:
-    """An array that lies the same way every time, for every system.
+    """An array whose memory has huge pages from 4 MiB on, every time and for every system.
 
-    What the allocator gives is a lottery: after the first long array is freed, the next ones come from a heap
-    where some have huge pages and some have not, and crossing to another process takes twice as long without.
+    With the allocator that is a matter of luck: after the first long array is freed, later ones come from a
+    heap with and without huge pages, and copies to another process take twice as long without.
     """
     nbytes = int(np.prod(shape)) * ITEM_BYTES
     if nbytes < _HUGE_FROM_BYTES:

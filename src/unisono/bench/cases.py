@@ -1,9 +1,9 @@
 """What is measured: an operation, a number of ranks and an amount of bytes, and what a time means for it.
 
-Knows the formulas. Does not know libraries. Bytes and bandwidths follow nccl-tests: the bytes are those of
-the whole vector (all_gather: of what everybody gets; reduce_scatter and all_to_all: of what everybody gives).
-The algorithm's bandwidth is bytes over time; the bus bandwidth is what each rank's link must have carried, so
-that it can be compared with the hardware whatever the number of ranks.
+Bytes and bandwidths follow nccl-tests: the bytes are those of the whole vector (all_gather: each rank's
+output; reduce_scatter and all_to_all: each rank's input). The algorithm bandwidth is bytes over time; the bus
+bandwidth is what each rank's link must have carried, which can be compared with the hardware for any number
+of ranks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Final
 
 __all__ = ["ITEM_BYTES", "OPERATIONS", "Case"]
 
-# All is float32.
+# Everything is float32.
 ITEM_BYTES: Final = 4
 
-# Bus bandwidth over the algorithm's, by the number of ranks; nccl-tests, doc/PERFORMANCE.md.
+# Bus bandwidth over algorithm bandwidth, by the number of ranks; from nccl-tests, doc/PERFORMANCE.md.
 OPERATIONS: Final[Mapping[str, Callable[[int], float]]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "broadcast": lambda n: 1.0,
@@ -32,7 +32,7 @@ _OF_BLOCKS: Final = ("all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Case:
-    """One thing to measure. `nbytes` is what was asked for; blocks have one element at least."""
+    """One measurement. `nbytes` is the requested length; a block has at least one element."""
 
     operation: str
     ranks: int

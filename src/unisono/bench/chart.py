@@ -1,6 +1,6 @@
 """The chart of a measurement: time per call over bytes, one panel for each operation.
 
-Knows matplotlib, which it imports only when something is drawn. Does not know how the times were taken.
+matplotlib is imported only when a chart is drawn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WIDE: Final = 3
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write the chart, as PNG, SVG or PDF by the name's ending.
+    """Write the chart as PNG, SVG or PDF, by the suffix of the path.
 
     Raises:
         UsageError: matplotlib is not installed, or the file cannot be written.
@@ -38,8 +38,8 @@ def draw(results: Results, path: Path) -> None:
     numbers = results.ranks()
     if not operations:
         raise UsageError(
-            "a chart of barriers alone shows nothing; measure an operation with bytes",
-            next_step="measure an operation with bytes",
+            "--plot needs an operation other than barrier, which has no sizes",
+            next_step="add an operation to --ops",
         )
     columns = min(_WIDE, len(operations))
     rows = -(-len(operations) // columns) * len(numbers)

@@ -1,7 +1,6 @@
-"""The contest: every system takes its turn at every case, round after round, never two at the same time.
+"""The contest: systems take turns at every case, round after round, never two at the same time.
 
-Knows the order of turns and how often a call is repeated. Does not know processes or statistics. Turns are
-short and systems alternate within a case, so that a slow minute of the machine hits all of them alike.
+Turns are short and systems alternate within a case, so that a slow minute of the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -12,24 +11,24 @@ from dataclasses import dataclass
 from typing import Final
 
 from unisono.bench.cases import OPERATIONS, Case
-from unisono.bench.crew import Crew, CrewFailed
 from unisono.bench.figures import Results
 from unisono.bench.machine import described
+from unisono.bench.running_system import RunningSystem, SystemFailed
 from unisono.bench.systems import OURS, PEERS, SYSTEMS
 from unisono.errors import UsageError
 
 __all__ = ["Options", "contest"]
 
 _MIB: Final = 1 << 20
-# Not more calls in one turn than this, however short they are.
+# At most this many calls in one turn, however short they are.
 _REPEATS_MAX: Final = 2000
-# Computing the right answer of longer vectors takes longer than everything else.
+# Results of longer vectors are not checked: computing the right answer would take longer than the rest.
 _CHECKED_BYTES_MAX: Final = 16 * _MIB
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure. `turn_s` is how long one system works on one case before the next has its turn."""
+    """What to measure. `turn_s`: how long one system works on one case before the next has its turn."""
 
     ranks: Sequence[int] = (2, 4)
     operations: Sequence[str] = tuple(OPERATIONS)
@@ -51,7 +50,7 @@ class Options:
             raise UsageError(f"rounds={self.rounds}, turn_s={self.turn_s}; allowed: 1 or more, above 0")
 
     def cases(self, ranks: int) -> list[Case]:
-        """The cases of a number of ranks, in order; a barrier has one only."""
+        """The cases with this number of ranks, in order; a barrier has one only."""
         return [
             Case(operation, ranks, nbytes)
             for operation in self.operations
@@ -59,16 +58,18 @@ class Options:
         ]
 
     def systems(self) -> list[str]:
-        """Who takes part: ours, and the peers that have a link in common with it."""
+        """The systems that take part: ours, and the peers that share a kind of link with them."""
         ours = [OURS[link] for link in self.links]
         return ours + [name for name in self.peers if SYSTEMS[name].link in (*self.links, "any")]
 
 
-def contest(options: Options, tell: Callable[[str], None] = lambda _: None) -> Results:
+def contest(options: Options, progress: Callable[[str], None] = lambda _: None) -> Results:
     """Measure. A peer that is not installed or fails is left out, and the results say why.
 
+    `progress` gets a line of text before each step.
+
     Raises:
-        CrewFailed: one of ours failed.
+        SystemFailed: one of our own systems failed.
     """
     absent: dict[str, str] = {}
     for name in options.systems():
@@ -76,52 +77,52 @@ def contest(options: Options, tell: Callable[[str], None] = lambda _: None) -> R
             absent[name] = why
     results = Results(described(), absent=absent)
     for ranks in options.ranks:
-        _compete(options, ranks, results, tell)
+        _compete(options, ranks, results, progress)
     return results
 
 
-def _compete(options: Options, ranks: int, results: Results, tell: Callable[[str], None]) -> None:
+def _compete(options: Options, ranks: int, results: Results, progress: Callable[[str], None]) -> None:
     with contextlib.ExitStack() as stack:
-        crews: dict[str, Crew] = {}
+        running: dict[str, RunningSystem] = {}
 
-        def drop(name: str, error: CrewFailed) -> None:
+        def drop(name: str, error: SystemFailed) -> None:
             if name in OURS.values():
                 raise error
             results.absent[f"{name}, {ranks} ranks"] = str(error)
-            if name in crews:
-                crews.pop(name).close()
+            if name in running:
+                running.pop(name).close()
 
         for name in options.systems():
             if name not in results.absent:
-                tell(f"starting {ranks} ranks of {name}")
+                progress(f"starting {ranks} ranks of {name}")
                 try:
-                    crews[name] = stack.enter_context(Crew(SYSTEMS[name], ranks))
-                except CrewFailed as error:
+                    running[name] = stack.enter_context(RunningSystem(SYSTEMS[name], ranks))
+                except SystemFailed as error:
                     drop(name, error)
         for case in options.cases(ranks):
-            tell(f"{case.operation} on {ranks} ranks, {case.nbytes:,} bytes")
+            progress(f"{case.operation} on {ranks} ranks, {case.nbytes:,} bytes")
             repeats = {}
-            for name, crew in list(crews.items()):
+            for name, system in list(running.items()):
                 try:
-                    repeats[name] = _repeats(crew, case, options.turn_s)
-                except CrewFailed as error:
+                    repeats[name] = _repeats(system, case, options.turn_s)
+                except SystemFailed as error:
                     drop(name, error)
             for round_ in range(options.rounds):
-                # Who begins changes, so that nobody always follows the same one.
-                order = list(crews)
+                # The order rotates, so that no system always follows the same one.
+                order = list(running)
                 for name in order[round_ % len(order) :] + order[: round_ % len(order)]:
                     try:
-                        seconds = crews[name].measure(case, repeats[name])
-                    except CrewFailed as error:
+                        seconds = running[name].measure(case, repeats[name])
+                    except SystemFailed as error:
                         drop(name, error)
                     else:
                         results.add(case, name, seconds)
 
 
-def _repeats(crew: Crew, case: Case, turn_s: float) -> int:
-    """How often to call in one turn, from a first try, which also checks the result."""
+def _repeats(system: RunningSystem, case: Case, turn_s: float) -> int:
+    """The number of calls in one turn, from a first try, which also checks the result."""
     tries = 20 if case.nbytes < _MIB else 3 if case.nbytes <= _CHECKED_BYTES_MAX else 1
-    seconds = crew.measure(case, tries, check=case.nbytes <= _CHECKED_BYTES_MAX)
+    seconds = system.measure(case, tries, check=case.nbytes <= _CHECKED_BYTES_MAX)
     return max(2, min(_REPEATS_MAX, round(turn_s / seconds)))
 
 

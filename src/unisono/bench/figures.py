@@ -1,6 +1,6 @@
 """Times in; medians, ratios and their spread out.
 
-Knows statistics and the JSON that holds them. Does not know how the times were taken.
+Results are kept as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A peer's time over ours: above 1 we are faster. The ends are those of single rounds."""
+    """A peer's time divided by ours: above 1 ours is faster. `low` and `high` are of single rounds."""
 
     median: float
     low: float
@@ -31,14 +31,14 @@ class Ratio:
 
 @dataclass(slots=True)
 class Results:
-    """What was measured: seconds per call of every case and system, one for each round."""
+    """Seconds per call of every case and system, one figure per round."""
 
     machine: Mapping[str, str]
     times: dict[Case, dict[str, list[float]]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
 
     def add(self, case: Case, system: str, seconds: float) -> None:
-        """Note one round."""
+        """Add the time of one round."""
         self.times.setdefault(case, {}).setdefault(system, []).append(seconds)
 
     def cases(self, operation: str, ranks: int) -> list[Case]:
@@ -46,7 +46,7 @@ class Results:
         return sorted(case for case in self.times if (case.operation, case.ranks) == (operation, ranks))
 
     def operations(self) -> list[str]:
-        """In the order of measurement."""
+        """The operations, in the order of measurement."""
         return list(dict.fromkeys(case.operation for case in self.times))
 
     def ranks(self) -> list[int]:
@@ -54,12 +54,12 @@ class Results:
         return sorted({case.ranks for case in self.times})
 
     def systems(self, link: str) -> list[str]:
-        """Who was measured on a link, ours first."""
+        """The systems that were measured on a link, ours first."""
         names = list(dict.fromkeys(name for systems in self.times.values() for name in systems))
         return [name for name in SYSTEMS if name in names and SYSTEMS[name].link in (link, "any")]
 
     def tables(self) -> Iterator[tuple[str, list[str], list[Case]]]:
-        """What belongs into one table: our system, its peers, and the cases, by link, ranks and operation."""
+        """For each table our system, its peers and the cases; by link, ranks and operation."""
         for link, ours in OURS.items():
             systems = self.systems(link)
             if ours not in systems:
@@ -70,18 +70,18 @@ class Results:
                     yield ours, peers, self.cases(operation, ranks)
 
     def seconds(self, case: Case, system: str) -> float | None:
-        """The median, if it was measured."""
+        """The median; None if it was not measured."""
         times = self.times.get(case, {}).get(system)
         return statistics.median(times) if times else None
 
     def ratio(self, case: Case, ours: str, peer: str) -> Ratio | None:
-        """How much longer the peer takes, from the rounds that both have."""
+        """The peer's time over ours, from the rounds that both have."""
         mine, theirs = (self.times.get(case, {}).get(name, []) for name in (ours, peer))
         each = [their / my for my, their in zip(mine, theirs, strict=False)]
         return Ratio(statistics.median(each), min(each), max(each)) if each else None
 
     def as_json(self) -> str:
-        """All of it."""
+        """Everything, as JSON."""
         rows = [
             {
                 "operation": case.operation,
@@ -104,7 +104,7 @@ class Results:
         """Read what `as_json` has written.
 
         Raises:
-            UsageError: it was written by something else.
+            UsageError: the text is not from `as_json`.
         """
         try:
             whole: dict[str, Any] = json.loads(text)

@@ -1,7 +1,6 @@
 """The measured operations in each library, called from Python as its users call them.
 
-Knows mpi4py, torch.distributed and unisono. Does not know times. `prepared` gives the call to repeat; every
-operation can be checked against the answer that its input must have before it is timed.
+`prepared` returns the call to repeat; before it is timed, its result can be checked once.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ Call = Callable[[], Any]
 
 
 class Library:
-    """One rank of a library. Arrays are NumPy's; who wants tensors makes them of the same memory."""
+    """One rank of a library. Arrays are NumPy's; a library with tensors wraps the same memory."""
 
     rank: int
     size: int
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
         raise NotImplementedError
 
     def call(self, operation: str, x: Any, out: Any) -> Call:
-        """The operation on these arrays, ready to be repeated."""
+        """A function that runs the operation on these arrays; it is called repeatedly."""
         raise NotImplementedError
 
     def close(self) -> None:
         """Leave."""
 
     def prepared(self, case: Case, check: bool) -> Call:
-        """Make the arrays, check once what the operation gives if asked to, and return the call to repeat.
+        """Make the arrays and return the call to repeat; with `check`, check its result once.
 
         Raises:
             ArithmeticError: the result was wrong.
@@ -49,11 +48,11 @@ class Library:
         x, out = _arrays(case)
         call = self.call(case.operation, x, out)
         if check:
-            x.reshape(-1)[:] = _given(self.rank, x.size)
+            x.reshape(-1)[:] = _input(self.rank, x.size)
             call()
             if not _is_right(case, self.rank, x, out):
                 raise ArithmeticError(f"wrong: {case.operation} of {case.nbytes} bytes on rank {self.rank}")
-        x.fill(0)  # zeros stay zeros however often they are added
+        x.fill(0)  # repeated sums of zeros do not overflow
         return call
 
 
@@ -175,19 +174,19 @@ class _Gloo(Library):
             self._dist.destroy_process_group()
 
 
-def opened(name: str, folder: Path, place: list[int]) -> Library:
-    """Join the ranks of a library that were started in this folder."""
+def opened(name: str, folder: Path, rank_and_size: list[int]) -> Library:
+    """Join the other ranks of a library; Gloo's ranks meet in the folder."""
     match name:
         case "unisono":
             return _Unisono()
         case "mpi":
             return _Mpi()
         case _:
-            return _Gloo(folder, *place)
+            return _Gloo(folder, *rank_and_size)
 
 
 def _nothing() -> None:
-    """What a rank does that takes no part."""
+    """The call of a rank that takes no part."""
 
 
 def _arrays(case: Case) -> tuple[Any, Any]:
@@ -197,12 +196,12 @@ def _arrays(case: Case) -> tuple[Any, Any]:
     out_shape = {"all_gather": rows, "reduce_scatter": (case.block,), "all_to_all": rows}
     x = array_of(shape.get(case.operation, (case.count,)))
     out = array_of(out_shape.get(case.operation, (0,)))
-    out.fill(0)  # touched, so that no page is first met in a timed call
+    out.fill(0)  # touch every page before the timed calls
     return x, out
 
 
-def _given(rank: int, count: int) -> Any:
-    """What a rank gives: a wrong order or offset is seen, and sums of small whole numbers are exact."""
+def _input(rank: int, count: int) -> Any:
+    """A rank's input: it shows a wrong order or offset, and sums of small integers are exact."""
     return np.resize(np.arange(1 + rank, 8 + rank, dtype=np.float32), count)
 
 
@@ -211,16 +210,16 @@ def _is_right(case: Case, rank: int, x: Any, out: Any) -> bool:
     mine = slice(rank * block, (rank + 1) * block)
     match case.operation:
         case "all_reduce":
-            return np.array_equal(x, sum(_given(r, count) for r in ranks))
+            return np.array_equal(x, sum(_input(r, count) for r in ranks))
         case "broadcast":
-            return np.array_equal(x, _given(0, count))
+            return np.array_equal(x, _input(0, count))
         case "all_gather":
-            return np.array_equal(out, [_given(r, block) for r in ranks])
+            return np.array_equal(out, [_input(r, block) for r in ranks])
         case "reduce_scatter":
-            return np.array_equal(out, sum(_given(r, count)[mine] for r in ranks))
+            return np.array_equal(out, sum(_input(r, count)[mine] for r in ranks))
         case "all_to_all":
-            return np.array_equal(out, [_given(r, count)[mine] for r in ranks])
+            return np.array_equal(out, [_input(r, count)[mine] for r in ranks])
         case "ping" if rank < 2:
-            return np.array_equal(x, _given(0, count))
+            return np.array_equal(x, _input(0, count))
         case _:
             return True

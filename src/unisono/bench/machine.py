@@ -1,7 +1,4 @@
-"""The machine that was measured on, in words: without it a figure means nothing.
-
-Knows where Linux describes itself. Does not know what is measured.
-"""
+"""The machine of a measurement, in words, as Linux describes it."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ __all__ = ["described"]
 
 
 def described() -> dict[str, str]:
-    """What it is, how busy it is, and the versions of what is compared."""
+    """Processor, memory and load of the machine, and the versions of the compared libraries."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": _processor(),

@@ -1,7 +1,6 @@
 """The systems that are measured: what each needs, and how its ranks are started.
 
-Knows commands and packages. Does not know what is measured. Peers are taken as a user gets them, by pip, with
-their own defaults.
+Peers are taken as pip installs them, with their own defaults.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ class System:
         return f"not installed ({', '.join(lacks)}): {self.install}" if lacks else None
 
     def commands(self, ranks: int, folder: Path) -> list[list[str]]:
-        """What to start: one launcher, or every rank by itself. Ranks report at a socket in the folder."""
+        """The commands to start: one launcher, or every rank. Ranks connect to a socket in the folder."""
         worker = ["-m", "unisono.bench.worker", self.library, str(folder)]
         match self.library:
             case "unisono":
                 launcher = [sys.executable, "-m", "unisono", "run", "--backend", "native"]
                 return [[*launcher, "-n", str(ranks), *worker]]
             case "mpi":
-                # As root, and with more ranks than cores: Open MPI refuses both unless told.
+                # Open MPI refuses to run as root and with more ranks than cores unless allowed.
                 allowed = ["--allow-run-as-root", "--oversubscribe"]
                 launcher = [mpiexec() or "mpiexec", *allowed, *self.flags, "-n", str(ranks)]
                 return [[*launcher, sys.executable, *worker]]
@@ -68,7 +67,7 @@ SYSTEMS: Final[Mapping[str, System]] = {
             packages=_MPI[1],
             flags=("--mca", "pml", "ob1", "--mca", "btl", "tcp,self"),
         ),
-        # Gloo has no shared memory: it is the peer of both.
+        # Gloo has no shared memory; it is compared with both of our links.
         System(
             "gloo",
             "gloo",

@@ -1,7 +1,6 @@
-"""Which algorithm is fastest: every one of them at every size, in turns; from the times, thresholds.
+"""Which algorithm is fastest: all algorithms at every size, in turns; thresholds from the times.
 
-Knows how algorithms are timed against each other and when one is better. Does not know where the table is
-kept: `bench/tune.py` writes it, `plans/measured.py` reads it.
+`bench/tune.py` writes the table, `plans/measured.py` reads it.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ __all__ = ["REACH_BYTES", "SIZES", "Times", "links_measured", "measured", "thres
 # Collective: bytes: algorithm: seconds.
 Times = Mapping[str, Mapping[int, Mapping[str, float]]]
 
-# Bytes of the vector, or of one block, up to what no cache holds. Who is fastest with the last stays so.
+# Bytes of the vector, or of one block. The last exceeds every cache; its winner also serves longer ones.
 SIZES: Final = (8, 128, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20, 128 << 20)
 _BLOCK_BYTES_MAX: Final = 32 << 20
 REACH_BYTES: Final = 1 << 30
-# Of these two rounds must do: a call takes tens of milliseconds, and varies little.
+# From here on two rounds suffice: a call takes tens of milliseconds and varies little.
 _LONG_BYTES: Final = 16 << 20
 _VECTORS: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
 _ITEM_BYTES: Final = 4
-# Who is three times slower than the best in a first try, or the best of some where one says little, does not
-# run again.
+# An algorithm that is three times slower than the best in a first try is not measured further. Where calls
+# are short, a first try is the best of _TRIES.
 _HOPELESS: Final = 3.0
 _TRIES: Final = 4
-# Only who is faster by more than this takes another one's place: less is noise.
+# An algorithm must be faster by this factor to replace another one: less is noise.
 _GAIN: Final = 1.1
 
 
 def measured(comm: uni.Communicator, rounds: int, turn_s: float, budget_s: float) -> list[list[Any]]:
-    """One rank's part: rows of collective, bytes, algorithm, seconds on the slowest rank.
+    """Measure on this rank; rows of collective, bytes, algorithm, seconds on the slowest rank.
 
-    Small sizes come first; when the budget is used up the rest is left out, on all ranks alike.
+    Small sizes come first; when `budget_s` is used up all ranks leave out the rest.
     """
     clock = RealRuntime()
     began = clock.now()
@@ -65,13 +64,13 @@ def measured(comm: uni.Communicator, rounds: int, turn_s: float, budget_s: float
 def _compared(
     comm: uni.Communicator, collective: str, nbytes: int, rounds: int, turn_s: float
 ) -> dict[str, float]:
-    """Seconds per call of the algorithms that are worth it: the best of rounds in which they alternate.
+    """Seconds per call of the promising algorithms: the best of several rounds, in which they take turns.
 
-    The best and not the median: what else runs on the machine can only add to a time.
+    The best and not the median: other load on the machine can only add to a time.
     """
     count = nbytes // _ITEM_BYTES
     names = fitting(_problem(collective, comm.size, count))
-    # One block or vector, and two of all ranks' blocks: the same memory for every algorithm.
+    # One block or vector, and two arrays of all ranks' blocks: the same memory for every algorithm.
     arrays = _zeros(count), _zeros(comm.size, count), _zeros(comm.size, count)
     calls = {name: _call(comm, collective, arrays, name) for name in names}
     calls_each, tries = (1, 1) if nbytes > 1 << 20 else (5, _TRIES)
@@ -100,7 +99,7 @@ def _problem(collective: str, size: int, count: int) -> Problem:
 
 
 def _timed(comm: uni.Communicator, call: Callable[[], Any], repeats: int) -> float:
-    """Seconds per call here, after one that builds plans and opens links."""
+    """Seconds per call on this rank, after a first call that builds plans and opens links."""
     clock = RealRuntime()
     call()
     comm.barrier()
@@ -117,7 +116,7 @@ def _slowest(comm: uni.Communicator, seconds: Sequence[float]) -> list[float]:
 def _call(
     comm: uni.Communicator, collective: str, arrays: tuple[Any, Any, Any], algorithm: str
 ) -> Callable[[], Any]:
-    """A collective on such arrays of zeros."""
+    """A call of the collective on these arrays."""
     how: dict[str, Any] = {"algorithm": algorithm}
     if collective == "barrier":
         return lambda: comm.barrier(**how)
@@ -155,9 +154,10 @@ def _zeros(*shape: int) -> Any:
 def thresholds(times: Times, size: int, kind: str, *, ordered: bool) -> dict[str, list[list[Any]]]:
     """The table of one kind of link and number of ranks: collective: rows of (up to bytes, algorithm).
 
-    Who is not clearly slower than the best may stay: first who won at the size before, then whom the cost
-    model predicts. Between two sizes with different winners the threshold is their geometric mean. The last
-    one holds for all that is longer, or for little more than was measured if that was not all.
+    Among the algorithms that are not clearly slower than the best, the winner of the size before is
+    preferred, then the one that the cost model predicts. Between two sizes with different winners the
+    threshold is their geometric mean. The last row reaches REACH_BYTES, or twice the longest size if the
+    measurement stopped early.
     """
     found: dict[str, list[list[Any]]] = {}
     for collective, by_size in times.items():
@@ -196,7 +196,7 @@ def _predicted(collective: str, size: int, nbytes: int, kind: str, ordered: bool
 
 
 def links_measured(comm: uni.Communicator) -> dict[str, float]:
-    """What the cost model wants to know about the link between ranks 0 and 1, and about reducing."""
+    """The cost model's figures for the link between ranks 0 and 1, and for reductions."""
     from unisono.core.dtypes import DTYPES
     from unisono.core.kernels import reduce_into
     from unisono.core.ops import as_op

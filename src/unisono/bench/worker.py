@@ -1,7 +1,7 @@
-"""One rank of a measured system: waits for a case, prepares it, repeats it, and says how long that took.
+"""One rank of a measured system: waits for a case, prepares it, repeats it and reports the time.
 
-Knows the clock and the socket to the referee. Does not know what else is measured. While it waits it sleeps
-in a read, outside its library, so that ranks of another system have the cores to themselves.
+While it waits it sleeps in a read of the coordinator's socket, outside its library, so that the ranks of
+another system have the cores to themselves.
 
     python -m unisono.bench.worker <library> <folder> [<rank> <size>]
 """
@@ -21,40 +21,40 @@ from unisono.core.clock import RealRuntime
 
 __all__ = ["SOCKET_NAME", "main"]
 
-SOCKET_NAME = "referee"
-# One untimed call for so many timed ones.
-_WARMING = 4
+SOCKET_NAME = "coordinator"
+# One untimed call for every four timed ones.
+_CALLS_PER_WARM_UP = 4
 
 
 def main() -> None:
-    """Serve until the referee hangs up."""
-    library, folder, *place = sys.argv[1:]
-    rank = opened(library, Path(folder), [int(number) for number in place])
+    """Serve until the coordinator closes the socket."""
+    library, folder, *rank_and_size = sys.argv[1:]
+    rank = opened(library, Path(folder), [int(number) for number in rank_and_size])
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(Path(folder) / SOCKET_NAME))
         lines = sock.makefile("rw")
-        _say(lines, {"rank": rank.rank})
+        _send(lines, {"rank": rank.rank})
         for line in lines:
-            _say(lines, _measured(rank, **json.loads(line)))
+            _send(lines, _measured(rank, **json.loads(line)))
     rank.close()
 
 
-def _say(lines: Any, word: dict[str, Any]) -> None:
-    lines.write(json.dumps(word) + "\n")
+def _send(lines: Any, message: dict[str, Any]) -> None:
+    lines.write(json.dumps(message) + "\n")
     lines.flush()
 
 
 def _measured(
     rank: Library, operation: str, ranks: int, nbytes: int, repeats: int, check: bool
 ) -> dict[str, Any]:
-    """Repeat one case; the seconds of all repeats together."""
+    """Repeat one case; the seconds of all repeats together, or an error."""
     clock = RealRuntime()
     try:
         call = rank.prepared(Case(operation, ranks, nbytes), check)
     except ArithmeticError as error:
         return {"error": str(error)}
-    # After a pause ranks may share a core, and caches hold what others did: a running program counts.
-    for _ in range(1 + repeats // _WARMING):
+    # After a pause ranks may share a core and caches are cold; a program in steady state is measured.
+    for _ in range(1 + repeats // _CALLS_PER_WARM_UP):
         call()
     gc.disable()
     rank.barrier()
@@ -63,7 +63,7 @@ def _measured(
         call()
     elapsed = clock.now() - began
     gc.enable()
-    rank.barrier()  # nobody frees what another still reads
+    rank.barrier()  # no rank frees memory that another still reads
     return {"seconds": elapsed}
 
 

@@ -1,8 +1,4 @@
-"""Addresses as users write them: names, IPv4, bracketed IPv6, interfaces; with or without a port.
-
-Knows how to read and write them, and which of this host's addresses a name or an interface means. Does not
-know tickets or connections.
-"""
+"""Addresses as users write them: names, IPv4, bracketed IPv6, interfaces; with or without a port."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ __all__ = ["Address", "Endpoint", "bindable", "resolve", "source_toward"]
 
 _log = logging.getLogger("unisono.launch")
 
-# What getaddrinfo gives and connect takes: family and address.
+# What getaddrinfo returns and connect takes: family and address.
 Endpoint = tuple[int, tuple[str, int] | tuple[str, int, int, int]]
 
 _SIOCGIFADDR: Final = 0x8915
@@ -31,7 +27,7 @@ _SIOCGIFADDR: Final = 0x8915
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A host (a name, IPv4 or IPv6 without brackets) and a port; 0 is a port to be chosen."""
+    """A host (a name, IPv4 or IPv6 without brackets) and a port; 0: any free port."""
 
     host: str
     port: int = 0
@@ -74,12 +70,12 @@ class Address:
 
 
 def resolve(address: Address, timeout: float) -> list[Endpoint]:
-    """Find the addresses of a name, within the time given and with families taking turns.
+    """The addresses of a name, IPv4 and IPv6 alternating, within `timeout` seconds.
 
-    `getaddrinfo` takes no timeout, so it runs on a thread of its own, which is left behind if it hangs.
+    `getaddrinfo` has no timeout, so it runs on a thread of its own, which is left behind if it hangs.
 
     Raises:
-        OSError: the name is unknown, or nothing was heard in time.
+        OSError: the name is unknown, or was not resolved in time.
     """
     if _number(address.host) is not None:
         return _endpoints(address)
@@ -119,36 +115,37 @@ def bindable(text: str) -> Address:
         endpoints = resolve(address, timeout=5.0)
     except OSError as error:
         raise UsageError(
-            f"address {printable(address.host)!r} means nothing here: {error.strerror or error}; "
+            f"address {printable(address.host)!r} cannot be resolved here: {error.strerror or error}; "
             f"interfaces: {', '.join(interfaces)}",
             next_step="name an address or interface of this host",
         ) from None
-    for family, place in endpoints:
+    for family, target in endpoints:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
-                probe.bind((place[0], 0, *place[2:]))
+                probe.bind((target[0], 0, *target[2:]))
             except OSError:
                 continue
-        return Address(place[0], address.port)
+        return Address(target[0], address.port)
+    numbers = ", ".join(target[0] for _, target in endpoints)
     raise UsageError(
-        f"{printable(address.host)!r} ({', '.join(place[0] for _, place in endpoints)}) is no address of "
-        f"this host; interfaces: {', '.join(interfaces)}",
+        f"{printable(address.host)!r} ({numbers}) is not an address of this host; "
+        f"interfaces: {', '.join(interfaces)}",
         next_step="name an address or interface of this host",
     )
 
 
 def source_toward(address: Address, timeout: float) -> str:
-    """Which address of this host is used to reach another one. Nothing is sent.
+    """The address of this host from which another one is reached. Nothing is sent.
 
     Raises:
-        RendezvousError: there is no way to reach it.
+        RendezvousError: there is no route to it.
     """
     cause = "no address"
     try:
-        for family, place in resolve(address, timeout):
+        for family, target in resolve(address, timeout):
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 try:
-                    probe.connect(place)
+                    probe.connect(target)
                 except OSError as error:
                     cause = error.strerror or str(error)
                     continue
@@ -156,7 +153,7 @@ def source_toward(address: Address, timeout: float) -> str:
     except OSError as error:
         cause = error.strerror or str(error)
     raise RendezvousError(
-        f"no way to {address}", cause=cause, next_step="check the address and the routes of this host"
+        f"no route to {address}", cause=cause, next_step="check the address and the routes of this host"
     )
 
 
@@ -164,10 +161,10 @@ def _endpoints(address: Address) -> list[Endpoint]:
     found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     six: list[Endpoint] = []
     four: list[Endpoint] = []
-    for family, _, _, _, place in found:
-        # A Python without IPv6 gives raw bytes for such a place; nothing can be done with it.
-        if family in (socket.AF_INET, socket.AF_INET6) and isinstance(place[0], str):
-            (six if family == socket.AF_INET6 else four).append((int(family), place))
+    for family, _, _, _, target in found:
+        # A Python without IPv6 returns raw bytes for such an address, which cannot be used.
+        if family in (socket.AF_INET, socket.AF_INET6) and isinstance(target[0], str):
+            (six if family == socket.AF_INET6 else four).append((int(family), target))
     first, second = (six, four) if found and found[0][0] == socket.AF_INET6 else (four, six)
     mixed: list[Endpoint] = []
     for i in range(max(len(first), len(second))):
@@ -194,7 +191,7 @@ def _interface_address(name: str) -> str | None:
     except OSError:
         return None
     rows = [line.split() for line in lines]
-    # Global addresses (scope 00) before link-local ones, which need the interface's name beside them.
+    # Global addresses (scope 00) before link-local ones, which need the interface's name as their zone.
     for digits, _, _, scope, _, interface in sorted(rows, key=lambda row: row[3]):
         if interface == name:
             host = str(ipaddress.IPv6Address(bytes.fromhex(digits)))

@@ -1,8 +1,8 @@
-"""Who may wait at the join port: strangers are few, short-lived and slowed down when they guess.
+"""Which strangers (connections that have not proven the token) may wait at the join port.
 
-Knows addresses, counts and times. Does not know sockets. A newcomer is never turned away for strangers who
-came before: one of them goes instead, drawn at random, so that no rate and no order of connections keeps a
-certain one out; first one from the same address. Who has shown that it knows the token is no stranger.
+Pure: addresses and times in, decisions out. A full port never refuses a newcomer; it evicts a stranger drawn
+at random, one from the newcomer's address if that address is full. So no rate and no order of connections can
+keep a certain worker out. A connection that has shown a worker's tag or proven the token is no stranger.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["AdmissionLimiter"]
 
 
 class AdmissionLimiter:
-    """Connections that have not shown that they know the token, by key."""
+    """The strangers, by the key of their connection."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class AdmissionLimiter:
         self._crowded_at = float("-inf")
 
     def arrive(self, key: int, host: str, now: float) -> int | None:
-        """A stranger comes; returns who has to go for it."""
+        """A stranger arrives; returns the stranger to evict for it."""
         group = _group(host)
         same = self._by_address.get(group, {})
         victim: int | None = None
@@ -53,7 +53,7 @@ class AdmissionLimiter:
         return victim
 
     def depart(self, key: int) -> None:
-        """A stranger has gone, or is none any more."""
+        """A stranger has left, or is none any more."""
         group = self._strangers.pop(key, None)
         if group is None:
             return
@@ -63,7 +63,7 @@ class AdmissionLimiter:
             del self._by_address[group]
 
     def turn_away(self, key: int) -> None:
-        """A stranger has to go: it crowds the port, says nothing, or what it says is wrong."""
+        """A stranger is dropped: evicted, silent for too long, or its handshake failed."""
         group = self._strangers.get(key)
         if group is None:
             return
@@ -73,11 +73,11 @@ class AdmissionLimiter:
         self.depart(key)
 
     def any(self) -> int | None:
-        """One of the strangers."""
+        """One of the strangers, drawn at random."""
         return self._draw(list(self._strangers)) if self._strangers else None
 
     def fail(self, host: str, now: float) -> float:
-        """Somebody there spoke garbage or did not know the token; returns how long its answer waits."""
+        """A handshake from `host` failed; returns by how many seconds to delay the answer."""
         group = _group(host)
         times = self._failures.setdefault(group, deque(maxlen=limits.FAILURES_PER_MINUTE_MAX))
         is_guessing = len(times) == times.maxlen and now - times[0] < 60
@@ -88,17 +88,17 @@ class AdmissionLimiter:
         return limits.FAILURE_DELAY_S if is_guessing else 0.0
 
     def is_crowded(self, now: float) -> bool:
-        """Whether strangers came faster than they went, a moment ago."""
+        """Whether a stranger was evicted within the last CROWDED_S seconds."""
         return now - self._crowded_at < limits.CROWDED_S
 
     def crowd(self) -> str:
-        """Who crowds the port, in words; empty if few came."""
+        """Where a crowd of strangers comes from, in words; empty if few were dropped."""
         if self._turned_away_total < limits.CROWD_MIN:
             return ""
         ((host, most),) = self._turned_away.most_common(1)
         return (
-            f"strangers crowd the seed's port: {self._turned_away_total} connections that did not show the "
-            f"token were dropped, {most} of them from {host}"
+            f"the seed's port is crowded: {self._turned_away_total} connections that did not prove the token "
+            f"were dropped, {most} of them from {host}"
         )
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class AdmissionLimiter:
 
 
 def _group(host: str) -> str:
-    """What counts as one place: an IPv4 address, or the network of an IPv6 one, of which a host has 2^64."""
+    """What counts as one address: an IPv4 address, or the /64 of an IPv6 one, which one host owns."""
     try:
         number = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

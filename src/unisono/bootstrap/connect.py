@@ -1,7 +1,4 @@
-"""Reaching an address: every address of a name is tried, a little after one another, and the first wins.
-
-Knows names, sockets and what each address answered. Does not know what is said on the connection.
-"""
+"""Connecting to an address as RFC 8305 says: all addresses of a name are tried, staggered; the first wins."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ __all__ = ["ConnectLog", "connect"]
 _STAGGER_S: Final = 0.25
 _CONNECT_S: Final = 5.0
 
-_WORDS: Final = {
+_ANSWERS: Final = {
     errno.ECONNREFUSED: "refused the connection",
     errno.EHOSTUNREACH: "no route to the host",
     errno.ENETUNREACH: "no route to the network",
@@ -32,15 +29,15 @@ _WORDS: Final = {
 
 
 class ConnectLog:
-    """What was tried and what it answered, for the error that may come."""
+    """Which addresses were tried and what they answered, for an error."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[str, int]] = {}
 
-    def note(self, place: str, answer: str) -> None:
-        """Write down an answer; the last one of each place counts."""
-        _, times = self._entries.get(place, ("", 0))
-        self._entries[place] = (answer, times + 1)
+    def note(self, address: str, answer: str) -> None:
+        """Record an answer; the last one of each address is shown."""
+        _, times = self._entries.get(address, ("", 0))
+        self._entries[address] = (answer, times + 1)
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -49,13 +46,13 @@ class ConnectLog:
         if not self._entries:
             return "nothing was tried"
         return "; ".join(
-            f"{place} {answer}" + (f" ({times} times)" if times > 1 else "")
-            for place, (answer, times) in self._entries.items()
+            f"{address} {answer}" + (f" ({times} times)" if times > 1 else "")
+            for address, (answer, times) in self._entries.items()
         )
 
 
 def connect(address: Address, deadline: Deadline, runtime: Runtime, log: ConnectLog) -> socket.socket | None:
-    """Connect, or write down why not and return None. The socket blocks."""
+    """A connected, blocking socket; or None, and `log` says why."""
     limit = (
         runtime.now() + _CONNECT_S if deadline.at is None else min(deadline.at, runtime.now() + _CONNECT_S)
     )
@@ -81,16 +78,16 @@ def _race(
 
         def fail(sock: socket.socket, code: int) -> None:
             nonlocal next_start
-            log.note(trying.pop(sock), _WORDS.get(code, os.strerror(code)))
+            log.note(trying.pop(sock), _ANSWERS.get(code, os.strerror(code)))
             sock.close()
-            next_start = runtime.now()  # nothing to wait for: the next address at once
+            next_start = runtime.now()  # try the next address at once
 
         def start(endpoint: Endpoint) -> None:
-            family, place = endpoint
+            family, target = endpoint
             sock = socket.socket(family, socket.SOCK_STREAM)
             sock.setblocking(False)
-            trying[sock] = _told(address, str(place[0]))
-            code = sock.connect_ex(place)
+            trying[sock] = _shown(address, str(target[0]))
+            code = sock.connect_ex(target)
             if code not in (0, errno.EINPROGRESS):
                 fail(sock, code)
             else:
@@ -114,9 +111,9 @@ def _race(
                         winner = sock
                         del trying[sock]
         finally:
-            for sock, place in trying.items():
+            for sock, shown in trying.items():
                 if winner is None:
-                    log.note(place, "did not answer")
+                    log.note(shown, "did not answer")
                 sock.close()
     if winner is not None:
         winner.setblocking(True)
@@ -124,6 +121,6 @@ def _race(
     return winner
 
 
-def _told(address: Address, host: str) -> str:
-    """The address as the user wrote it, and what it was resolved to if that differs."""
+def _shown(address: Address, host: str) -> str:
+    """The address as the user wrote it, and the number that it was resolved to if that differs."""
     return str(address) if host == address.host else f"{address} ({host})"

@@ -1,7 +1,4 @@
-"""File descriptors: how many this process may still open, and what to say when they are too few.
-
-Knows the limit of the operating system. Does not know who needs descriptors for what.
-"""
+"""File descriptors: how many this process may still open, and the error when they are too few."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ _STEP = "raise the limit of open files before the job is started: ulimit -n 4096
 
 @contextlib.contextmanager
 def need(count: int, who: str) -> Iterator[None]:
-    """Make sure that `count` descriptors are free before anything is begun, and say so if they run out later.
+    """Make sure that `count` descriptors are free before anything is started; explain if they run out later.
 
     Raises:
-        RendezvousError: they are not, or they ran out.
+        RendezvousError: too few are free, or they ran out inside the block.
     """
     free = max(0, limit() - _used())
     if free < count:
@@ -48,13 +45,13 @@ def need(count: int, who: str) -> Iterator[None]:
 
 
 def limit() -> int:
-    """How many files this process may have open."""
+    """The number of files that this process may have open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def is_exhausted(error: OSError) -> bool:
-    """Whether it says that this process, or the host, has no descriptor left."""
+    """Whether the error says that this process or the host has no descriptor left."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
@@ -64,4 +61,4 @@ def _used() -> int:
     except OSError as error:
         if is_exhausted(error):
             return limit()
-        return 0  # no /proc: then the first that runs out says so
+        return 0  # without /proc: the error comes when they run out

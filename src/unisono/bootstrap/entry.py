@@ -1,7 +1,4 @@
-"""Entering a world: host the seed if it is this process's turn, make the card, join.
-
-Knows the order of these steps and undoes them when one fails. Does not know what a card is made from.
-"""
+"""Entering a world: host the seed if this process is to, make the card, join. A step that fails is undone."""
 
 from __future__ import annotations
 
@@ -29,12 +26,13 @@ __all__ = ["Entry", "ListenSpec", "enter"]
 
 @dataclass(frozen=True, slots=True)
 class ListenSpec:
-    """Where the engine of this rank shall listen, and what it tells the others.
+    """Where the backend of this rank listens, and which address its card names.
 
-    `bind` is an address of this host, and never a wildcard unasked. `advertise` is what the card should name:
-    it differs where a router or a container stands in between. Port 0: the engine takes a free one, and
-    advertises it. `is_encrypted`: its TCP links need TLS; else all ranks are on this host, or insecure.
-    `folder` (mode 0700) is shared by the job's ranks on this host; `secret` is known to the job's ranks only.
+    `bind` is an address of this host, and a wildcard only if the user named one. `advertise` is the address
+    for the card; it differs from `bind` behind a router or in a container. Port 0: the backend takes a free
+    port and advertises it. `is_encrypted`: TCP links need TLS; otherwise all ranks are on this host, or the
+    user chose insecure=True. `folder` (mode 0700) is shared by the job's ranks on this host; `secret` is
+    known to the job's ranks only.
     """
 
     rank: int
@@ -48,14 +46,14 @@ class ListenSpec:
 
 @dataclass(slots=True)
 class Entry:
-    """The view, and the seed if this process hosts it. Close it after the engine."""
+    """The view, and the seed if this process hosts it. Close it after the backend."""
 
     view: View
     seed: Seed | None = None
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def close(self) -> None:
-        """Stop hosting. Nobody needs the seed after the world is formed: it only tells late-comers why."""
+        """Stop hosting. After the world is formed the seed only tells late joiners why they are refused."""
         while self._undo:
             self._undo.pop()()
 
@@ -67,51 +65,52 @@ class Entry:
 
 
 def enter(
-    place: LaunchInfo,
+    info: LaunchInfo,
     *,
     make_card: Callable[[ListenSpec], bytes],
     config: Config,
     version: str,
     timeout: float | None,
 ) -> Entry:
-    """Join the world of several ranks that `place` names.
+    """Join the world of several ranks that `info` names.
 
-    `make_card` is called once a seed has proven itself, and it is known where the engine shall listen. It is
-    called again in the rare case that this seed was an earlier job's: then the first engine is to be closed.
+    `make_card` is called once a seed has proven the token, and it is known where the backend listens. It is
+    called again in the rare case that the seed was an earlier job's; the caller then closes the first
+    backend.
 
     Raises:
         RendezvousError: see `join`.
     """
-    with need(_descriptors(place), f"rank {place.rank} of {place.size}"):
-        return _enter(place, make_card, config, version, timeout)
+    with need(_descriptors(info), f"rank {info.rank} of {info.size}"):
+        return _enter(info, make_card, config, version, timeout)
 
 
 def _enter(
-    place: LaunchInfo,
+    info: LaunchInfo,
     make_card: Callable[[ListenSpec], bytes],
     config: Config,
     version: str,
     timeout: float | None,
 ) -> Entry:
-    assert place.source is not None
+    assert info.source is not None
     deadline = RealRuntime().deadline(timeout)
     undo: list[Callable[[], None]] = []
     seed: Seed | None = None
     try:
-        source = place.source
-        if place.seed_address is not None:
-            seed = _host(place, source, config, version, undo)
+        source = info.source
+        if info.seed_address is not None:
+            seed = _host_seed(info, source, config, version, undo)
             source = TicketSource(seed.ticket.text(), insecure=config.insecure)
 
         def card(ticket: Ticket) -> bytes:
-            folder, leave = enter_socket_folder(place.network.folder, ticket.token)
-            undo.insert(0, leave)  # last of all: the engine is to be closed by then
-            return make_card(_site(place, ticket, folder, deadline))
+            folder, leave = enter_socket_folder(info.network.folder, ticket.token)
+            undo.insert(0, leave)  # undone last: the backend is closed by then
+            return make_card(_listen_spec(info, ticket, folder, deadline))
 
         view = join(
             source,
-            rank=place.rank,
-            size=place.size,
+            rank=info.rank,
+            size=info.size,
             card=card,
             config=config,
             version=version,
@@ -123,32 +122,32 @@ def _enter(
         while undo:
             undo.pop()()
         raise
-    if seed is not None and place.source.path is None:
-        undo.pop()()  # everybody has read the ticket; in a file it stays, as a sign that this job lives
+    if seed is not None and info.source.path is None:
+        undo.pop()()  # all have read the ticket; a file stays, as a sign that this job lives
     return Entry(view, seed, undo)
 
 
-def _descriptors(place: LaunchInfo) -> int:
-    """How many a rank needs in any case: the engine's own, two for each link of heartbeats, and the seed's.
+def _descriptors(info: LaunchInfo) -> int:
+    """Descriptors that a rank needs in any case: the engine's, two for each heartbeat link, and the seed's.
 
     Further links take two each when they are opened.
     """
-    links = min(place.size - 1, 2 * place.size.bit_length())
-    seed = 6 + place.size if place.seed_address is not None else 0
+    links = min(info.size - 1, 2 * info.size.bit_length())
+    seed = 6 + info.size if info.seed_address is not None else 0
     return 14 + 2 * links + seed
 
 
-def _host(
-    place: LaunchInfo, source: TicketSource, config: Config, version: str, undo: list[Callable[[], None]]
+def _host_seed(
+    info: LaunchInfo, source: TicketSource, config: Config, version: str, undo: list[Callable[[], None]]
 ) -> Seed:
-    from unisono.bootstrap.seed import Seed  # only the process that hosts pays for it
+    from unisono.bootstrap.seed import Seed  # only the hosting process pays for the import
 
-    assert place.seed_address is not None
-    advertise = place.network.advertise
+    assert info.seed_address is not None
+    advertise = info.network.advertise
     seed = Seed(
-        place.size,
+        info.size,
         version=version,
-        address=bindable(place.seed_address),
+        address=bindable(info.seed_address),
         advertise=Address.parse(advertise) if advertise is not None else None,
         insecure=config.insecure,
         tls=config.tls or None,
@@ -159,30 +158,30 @@ def _host(
     return seed
 
 
-def _site(place: LaunchInfo, ticket: Ticket, folder: Path, deadline: Deadline) -> ListenSpec:
+def _listen_spec(info: LaunchInfo, ticket: Ticket, folder: Path, deadline: Deadline) -> ListenSpec:
     runtime = RealRuntime()
     left = deadline.remaining(runtime.now())
-    if place.network.address is not None:
-        bound = bindable(place.network.address)
-        if bound.is_wildcard and place.network.advertise is None:
+    if info.network.address is not None:
+        bound = bindable(info.network.address)
+        if bound.is_wildcard and info.network.advertise is None:
             raise UsageError(
-                f"UNISONO_ADDRESS={place.network.address} is every address of this host",
+                f"UNISONO_ADDRESS={info.network.address} is every address of this host",
                 next_step="set UNISONO_ADVERTISE to the one that others can reach",
             )
     else:
         bound = Address(source_toward(ticket.address, 5.0 if left is None else left))
-    advertise = place.network.advertise
+    advertise = info.network.advertise
     return ListenSpec(
-        place.rank,
-        place.size,
-        bind=_own_port(bound, place),
-        advertise=_own_port(Address.parse(advertise) if advertise is not None else bound, place),
+        info.rank,
+        info.size,
+        bind=_own_port(bound, info),
+        advertise=_own_port(Address.parse(advertise) if advertise is not None else bound, info),
         is_encrypted=not ticket.is_plain,
         folder=folder,
         secret=links_secret(ticket.token),
     )
 
 
-def _own_port(address: Address, place: LaunchInfo) -> Address:
-    """A declared port is the seed's; the ranks of a host take those after it."""
-    return replace(address, port=address.port + 1 + (place.local_rank or 0)) if address.port else address
+def _own_port(address: Address, info: LaunchInfo) -> Address:
+    """A named port is the seed's; the ranks of a host take the ports after it."""
+    return replace(address, port=address.port + 1 + (info.local_rank or 0)) if address.port else address

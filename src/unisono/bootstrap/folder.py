@@ -1,9 +1,7 @@
-"""Folders that only this user can enter: for tickets, and for the sockets by which ranks of one host meet.
+"""Folders that only this user can enter: for tickets, and for the sockets by which ranks of one host connect.
 
-Knows paths, owners and modes. Does not know what is put inside.
-
-    <TMPDIR>/unisono-<uid>/<job>.ticket        where ranks find each other without a launcher of ours
-    <TMPDIR>/unisono-<uid>/<token's hash>/     the engine's sockets of one job
+<TMPDIR>/unisono-<uid>/<job>.ticket        the ticket of ranks that another launcher started
+<TMPDIR>/unisono-<uid>/<token's hash>/     the sockets of one job
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ __all__ = [
     "socket_folder",
 ]
 
-# What the folder of a job is called.
+# The name of a job's folder.
 _NAME: Final = re.compile("[0-9a-f]{16}")
-# A process that is older than this when it joins is not started together with the job that has ended.
+# Notes of ended jobs are kept for a day: no process that was started with such a job still waits to join.
 _NOTE_S: Final = 24 * 3600.0
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -45,15 +43,15 @@ def own_folder(parent: str) -> Path:
 
 
 def socket_folder(parent: str, token: bytes) -> Path:
-    """The folder for the sockets of a job: who has the ticket knows its name. It is not made yet."""
+    """The folder for the sockets of a job; its name follows from the ticket. It is not made yet."""
     return own_folder(parent) / hashlib.sha256(b"unisono folder " + token).hexdigest()[:16]
 
 
 def make_private(path: Path) -> Path:
-    """Make a folder, unless it is there, and make sure that nobody else can enter it.
+    """Make a folder, unless it exists, and make sure that no other user can enter it.
 
     Raises:
-        RendezvousError: somebody else owns it, or could enter it, or it cannot be made.
+        RendezvousError: another user owns it or could enter it, or it cannot be made.
     """
     try:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -64,10 +62,10 @@ def make_private(path: Path) -> Path:
 
 
 def enter_socket_folder(parent: str, token: bytes) -> tuple[Path, Callable[[], None]]:
-    """Make the folder of a job, or find it, and hold it; the function that is returned lets go of it.
+    """Make the folder of a job, or find it, and hold it; the returned function leaves it again.
 
-    It is held by a shared lock, which the kernel gives back when this process is gone, whatever ended it.
-    Whoever lets go last removes the folder. What jobs have left that could not is removed first.
+    A process holds it by a shared lock, which the kernel releases when the process ends, however it ends. The
+    last process that leaves removes the folder. Folders of jobs that were killed are removed first.
 
     Raises:
         RendezvousError: see `make_private`.
@@ -82,10 +80,10 @@ def enter_socket_folder(parent: str, token: bytes) -> tuple[Path, Callable[[], N
             held = os.open(path, _FOLDER)
         except FileNotFoundError:
             make_private(own_folder(parent))
-            continue  # somebody took it for a dead one's before we held it
+            continue  # another process removed it before we held it
         except OSError as error:
             raise _not_made(path, error) from error
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it, either
+        with contextlib.suppress(OSError):  # a file system without locks: then no process removes it, either
             fcntl.flock(held, fcntl.LOCK_SH)
         if _is_at(path, held):
             break
@@ -99,41 +97,40 @@ def enter_socket_folder(parent: str, token: bytes) -> tuple[Path, Callable[[], N
 
 
 def remove_dead_folders(parent: str) -> None:
-    """Remove the folders of jobs that nobody lives in any more."""
+    """Remove the folders of jobs that have no process any more."""
     folder = own_folder(parent)
     with contextlib.suppress(FileNotFoundError):
         for path in map(folder.joinpath, filter(_NAME.fullmatch, os.listdir(folder))):
-            with contextlib.suppress(OSError):  # another one removed it, or it is no folder
-                _let_go(path, os.open(path, _FOLDER))
+            with contextlib.suppress(OSError):  # another process removed it, or it is not a folder
+                _release(path, os.open(path, _FOLDER))
         _remove_old_notes(folder)
 
 
 def _remove_old_notes(folder: Path) -> None:
-    """Remove the notes of ends (see `claim.EndNote`) that no process can ask for any more."""
+    """Remove notes of ended jobs (see `owned_file.EndNote`) that no process needs any more."""
     for path in folder.glob("*.end"):
-        with contextlib.suppress(OSError):  # another one removed it
+        with contextlib.suppress(OSError):  # another process removed it
             if file_age_s(path) > _NOTE_S:
                 path.unlink()
 
 
 def _leave(path: Path, held: int, pid: int) -> None:
-    """Let go, in the process that entered: a fork of it shares the lock, and may not end it."""
+    """Release the lock in the process that entered; a fork of it shares the lock and must not."""
     if os.getpid() == pid:
-        _let_go(path, held)
+        _release(path, held)
     else:
         os.close(held)
 
 
-def _let_go(path: Path, held: int) -> None:
-    """Close a folder, and remove it if nobody else is in it."""
+def _release(path: Path, held: int) -> None:
+    """Close a folder, and remove it if no other process holds it."""
     try:
-        # Whoever removes has it alone and sees it at its place: nobody can enter it meanwhile, or has made
-        # another one there.
+        # With the exclusive lock, and the folder still at its path, no other process can enter it meanwhile.
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_at(path, held) and not _has_living_sockets(path):
             shutil.rmtree(path, ignore_errors=True)
     except OSError:
-        pass  # others are in it
+        pass  # other processes hold it
     finally:
         os.close(held)
 
@@ -154,7 +151,7 @@ def _is_at(path: Path, held: int) -> bool:
 
 
 def _has_living_sockets(path: Path) -> bool:
-    """Whether a process has a socket open whose name is in the folder: one that does not hold the lock."""
+    """Whether a process that does not hold the lock has a socket of this folder open."""
     try:
         bound = Path("/proc/net/unix").read_text(errors="replace")
     except OSError:
@@ -163,20 +160,19 @@ def _has_living_sockets(path: Path) -> bool:
 
 
 def check_private(path: Path, found: os.stat_result, is_kind: Callable[[int], bool]) -> None:
-    """Make sure that something is of the right kind, and nobody else's.
+    """Make sure that a path is of the right kind and belongs to this user only.
 
     Raises:
         RendezvousError: it is not.
     """
     if not is_kind(found.st_mode):
         raise RendezvousError(
-            f"{path} is not what it should be",
-            cause="another kind of file",
-            next_step="remove it, or name another place",
+            f"{path} is not a {'folder' if is_kind is stat.S_ISDIR else 'regular file'}",
+            next_step="remove it, or name another path",
         )
     if found.st_uid != os.getuid():
         raise RendezvousError(
-            f"{path} belongs to user {found.st_uid}", next_step="remove it, or name another place"
+            f"{path} belongs to user {found.st_uid}", next_step="remove it, or name another path"
         )
     if found.st_mode & 0o077:
         raise RendezvousError(

@@ -1,10 +1,10 @@
-"""Who a rank is: the seed's authority, a worker's own key, and certificates with job, rank and incarnation.
+"""The identity of a rank: the seed's authority, a worker's key, certificates with job, rank and incarnation.
 
-Knows keys and certificates. Does not know connections or tickets. A private key is made where it is used and
-never leaves the process. Imported only where TLS is used: `cryptography` costs 60 ms.
+A private key is made where it is used and never leaves the process. This module is imported only where TLS is
+used: `cryptography` takes 60 ms.
 
-A leaf's subject alternative name is one URI. The engine on the other side compares it with the rank that a
-peer claims to be:
+The subject alternative name of a rank's certificate is one URI. The peer's engine compares it with the rank
+that a connection claims to be:
 
     unisono://<job>/<rank>/<incarnation>
 """
@@ -27,7 +27,7 @@ from unisono.errors import ProtocolError
 
 __all__ = ["Authority", "Identity", "Name", "WorkerKey", "fingerprint", "verified_name"]
 
-# Clocks of hosts may differ by an hour; certificates are looked at only when a link opens.
+# Clocks of hosts may differ by an hour or two; certificates are checked only when a link opens.
 _SKEW: Final = datetime.timedelta(hours=2)
 _LIFE: Final = datetime.timedelta(days=90)
 _URI: Final = re.compile(r"unisono://([0-9a-f]{32})/([0-9]{1,9})/([0-9]{1,9})")
@@ -35,7 +35,7 @@ _URI: Final = re.compile(r"unisono://([0-9a-f]{32})/([0-9]{1,9})/([0-9]{1,9})")
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a certificate says about its holder."""
+    """What a certificate says about its owner."""
 
     job: str
     rank: int
@@ -51,7 +51,7 @@ class Name:
         """Read the form inside the certificate.
 
         Raises:
-            ProtocolError: no seed of ours writes this.
+            ProtocolError: it is not in this form.
         """
         found = _URI.fullmatch(uri)
         if found is None:
@@ -61,7 +61,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """All that a rank needs for links with TLS on both sides, as PEM. The key is never shown."""
+    """What a rank needs for mutual TLS, as PEM. The key is never shown."""
 
     name: Name
     key_pem: bytes = field(repr=False)
@@ -86,12 +86,12 @@ class Authority:
 
     @property
     def certificate_pem(self) -> bytes:
-        """The certificate that every rank trusts, and only it."""
+        """The only certificate that ranks trust."""
         return self._certificate.public_bytes(serialization.Encoding.PEM)
 
     @property
     def fingerprint(self) -> bytes:
-        """What a ticket pins."""
+        """The SHA-256 that a ticket pins."""
         return fingerprint(self._certificate.public_bytes(serialization.Encoding.DER))
 
     def key_pem(self) -> bytes:
@@ -99,7 +99,7 @@ class Authority:
         return _key_pem(self._key)
 
     def certify(self, request_der: bytes, rank: int, incarnation: int, now: datetime.datetime) -> bytes:
-        """Sign a worker's request: only its public key is taken over, every name is the seed's choice.
+        """Sign a worker's request: only its public key is used; the seed chooses the name.
 
         Raises:
             ProtocolError: the request is malformed, not signed by its own key, or of another kind of key.
@@ -127,18 +127,18 @@ class Authority:
 
 
 class WorkerKey:
-    """A worker's own key: made here, shown to nobody."""
+    """A worker's private key; it never leaves this object except for the TLS engine."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
 
     def request(self) -> bytes:
-        """A signing request (DER). It asks for no name: the seed decides."""
+        """A certificate signing request (DER) without a name: the seed chooses it."""
         builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
         return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
 
     def identity(self, certificate_pem: bytes, ca_pem: bytes, now: datetime.datetime) -> Identity:
-        """Put key and certificate together.
+        """The identity from our key and the seed's certificate for it.
 
         Raises:
             ProtocolError: the certificate is for another key, or not from this authority.
@@ -150,10 +150,10 @@ class WorkerKey:
 
 
 def verified_name(certificate_pem: bytes, ca_pem: bytes, now: datetime.datetime) -> Name:
-    """Who holds a certificate, if this authority signed it and it is valid now.
+    """The name in a certificate, if this authority signed it and it is valid now.
 
     Raises:
-        ProtocolError: it is malformed, from elsewhere, expired, or names no rank.
+        ProtocolError: it is malformed, of another authority, expired, or names no rank.
     """
     try:
         leaf = x509.load_pem_x509_certificate(certificate_pem)
@@ -207,9 +207,7 @@ def _requested_key(request_der: bytes) -> ec.EllipticCurvePublicKey:
         request = x509.load_der_x509_csr(request_der)
         key = request.public_key()
         is_signed = request.is_signature_valid
-    except (
-        Exception
-    ) as error:  # cryptography raises a dozen types; a stranger's bytes must not choose among them
+    except Exception as error:  # malformed bytes make cryptography raise a dozen types
         raise ProtocolError("the certificate request is malformed", cause=type(error).__name__) from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise ProtocolError("the certificate request has another kind of key than P-256")

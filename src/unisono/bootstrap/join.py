@@ -1,8 +1,7 @@
-"""A worker joins: it finds the seed, proves the token, shows its card and gets the view of the world.
+"""A worker joins: it finds the seed, proves the token, sends its card and gets the view of the world.
 
-Knows one worker's way from a ticket to a view, and what to say if it ends before. Does not know how the seed
-decides or what a card holds. Nothing secret is sent before the seed's certificate is the pinned one, and
-nothing about this rank before the seed has proven the token too.
+Nothing secret is sent before the seed's certificate has proven to be the pinned one, and nothing about this
+rank before the seed has proven the token, too.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from unisono.bootstrap.identity import Identity, WorkerKey
 
-__all__ = ["View", "join", "tell_ended"]
+__all__ = ["View", "join", "report_ended"]
 
 _PAUSE_FIRST_S: Final = 0.02
 _PAUSE_LAST_S: Final = 0.25
@@ -56,8 +55,8 @@ class View:
 
     @property
     def names(self) -> list[str]:
-        """The names in the certificates, by rank."""
-        from unisono.bootstrap.identity import Name  # who asks uses TLS, and has paid for it
+        """The names in the ranks' certificates, by rank."""
+        from unisono.bootstrap.identity import Name  # already imported where TLS is used
 
         return [Name(self.job, member.rank, member.incarnation).uri for member in self.members]
 
@@ -79,32 +78,32 @@ def join(
 ) -> View:
     """Join the world. Blocks until every rank has joined.
 
-    A card that depends on the ticket is made once a seed has proven that it knows the token, and made again
-    if that ticket turns out to be an old one.
+    A `card` that is a function is called once a seed has proven the token, and again if that ticket turns out
+    to be an old one.
 
     Raises:
-        RendezvousError: the deadline passed, or the seed refused. The text says who joined, who is missing,
-            which address was tried and what it answered.
+        RendezvousError: the deadline passed, or the seed refused. The text says which ranks joined
+            and which are missing, which address was tried and what it answered.
     """
     return _Worker(source, rank, size, card, config, version, deadline).join()
 
 
-def tell_ended(
+def report_ended(
     source: TicketSource, rank: int, how: str, *, started_at: float, version: str, deadline: Deadline
 ) -> None:
-    """Tell the seed that the process of a rank has ended, for the launcher of a host that has no seed.
+    """Report to the seed that the process of a rank has ended, from the launcher of a host without a seed.
 
-    A seed that is younger than the process does not listen: it may be that of the next job.
+    A seed that is younger than the process ignores it: the seed may belong to the next job.
     """
-    _Worker(source, rank, 0, b"", Config(), version, deadline).tell(how, started_at)
+    _Worker(source, rank, 0, b"", Config(), version, deadline).report_ended(how, started_at)
 
 
 class _Retry(Exception):
-    """This attempt failed in a way that may pass."""
+    """This attempt failed; another one may succeed."""
 
 
 class _Worker:
-    """One worker's attempts."""
+    """A worker and its attempts to join."""
 
     def __init__(
         self,
@@ -125,11 +124,11 @@ class _Worker:
         self._deadline = deadline
         self._runtime = RealRuntime()
         self._began = self._runtime.now()
-        self._diary = ConnectLog()
+        self._log = ConnectLog()
         self._status = ""
-        self._absence = ""  # why there is no ticket
-        self._is_crossed = False  # another process has had this rank
-        self._late = ""  # the last answer, if it was that a world is complete
+        self._absence = ""  # why there is no ticket yet
+        self._is_rank_taken = False  # a seed has said that another process has this rank
+        self._late = ""  # the last answer, if it was that the world is already complete
         self._instance = secrets.token_hex(8)
         self._key: WorkerKey | None = None
 
@@ -153,7 +152,7 @@ class _Worker:
         except MalformedTicket as error:
             if not self._source.may_be_old:
                 raise
-            self._absence = f"holds no whole ticket ({error.what})"  # it may still be being copied
+            self._absence = f"holds no whole ticket ({error.what})"  # it may be in the middle of a copy
         except OSError as error:
             raise self._error(f"the {self._source} cannot be read", str(error)) from error
         else:
@@ -163,13 +162,13 @@ class _Worker:
 
     def _attempt(self, ticket: Ticket) -> View:
         with self._proven(ticket) as (sock, frames):
-            # Outside of what the seed answers: what fails here is the engine's.
+            # Outside of `_answers`: an error here is the backend's, not the seed's.
             card = self._card_for(ticket)
             with self._answers(ticket):
                 return self._ask(sock, frames, ticket, card)
 
-    def tell(self, how: str, started_at: float) -> None:
-        """Bring a launcher's news, if there is a seed to hear it: none is there before a job and after it."""
+    def report_ended(self, how: str, started_at: float) -> None:
+        """Report an ended rank if there is a seed; there is none before a job and after it."""
         with contextlib.suppress(_Retry, RendezvousError, UsageError):
             ticket = self._ticket()
             with self._proven(ticket) as (sock, frames), self._answers(ticket):
@@ -181,8 +180,8 @@ class _Worker:
 
     @contextlib.contextmanager
     def _proven(self, ticket: Ticket) -> Iterator[tuple[socket.socket, Frames]]:
-        """A connection to a seed that has proven the token, as we have."""
-        sock = connect(ticket.address, self._deadline, self._runtime, self._diary)
+        """A connection on which both sides have proven the token."""
+        sock = connect(ticket.address, self._deadline, self._runtime, self._log)
         if sock is None:
             raise _Retry
         nonce = protocol.tagged_nonce(ticket.token, secrets.token_bytes(protocol.NONCE_BYTES // 2))
@@ -197,7 +196,7 @@ class _Worker:
 
     @contextlib.contextmanager
     def _answers(self, ticket: Ticket) -> Iterator[None]:
-        """Write down what the seed answered, and decide whether to try again."""
+        """Log what the seed answered, and decide whether to try again."""
         try:
             yield
         except WrongToken:
@@ -205,26 +204,26 @@ class _Worker:
         except ProtocolError as error:
             raise self._final_or_retry(ticket, f"is not our seed: {error}") from error
         except TimeoutError:
-            self._diary.note(str(ticket.address), "accepted the connection, but said nothing")
+            self._log.note(str(ticket.address), "accepted the connection, but did not answer")
             raise _Retry from None
         except OSError as error:
             said = "closed the connection" if isinstance(error, ConnectionError) else str(error)
             if not self._status:
-                said += " before it had answered, as a seed does that strangers crowd"
-            self._diary.note(str(ticket.address), said)
+                said += " before it answered, as a crowded seed does"
+            self._log.note(str(ticket.address), said)
             raise _Retry from None
 
     def _card_for(self, ticket: Ticket) -> bytes:
         if self._card is None or self._card[0] != ticket:
             made = self._make_card if isinstance(self._make_card, bytes) else self._make_card(ticket)
             if len(made) > limits.CARD_BYTES_MAX:
-                raise UsageError(f"a card of {len(made)} bytes; allowed: {limits.CARD_BYTES_MAX}")
+                raise UsageError(f"the card has {len(made)} bytes; allowed: {limits.CARD_BYTES_MAX}")
             self._card = (ticket, made)
         return self._card[1]
 
     def _secured(self, sock: socket.socket, ticket: Ticket, nonce: bytes) -> ssl.SSLSocket:
-        """Speak TLS, and go on only with the one right certificate."""
-        import ssl  # costs 80 ms, with cryptography: only who uses TLS pays
+        """Set up TLS, and accept only the pinned certificate."""
+        import ssl  # 80 ms with cryptography, paid only where TLS is used
 
         from unisono.bootstrap.identity import WorkerKey, fingerprint
         from unisono.bootstrap.tls_stream import client_context
@@ -234,12 +233,14 @@ class _Worker:
         try:
             secured = client_context().wrap_socket(sock, server_hostname=protocol.nonce_as_name(nonce))
         except ssl.SSLError as error:
-            raise ProtocolError("no TLS 1.3 there", cause=error.reason or "the handshake broke off") from None
+            raise ProtocolError(
+                "it does not speak TLS 1.3", cause=error.reason or "the handshake broke off"
+            ) from None
         certificate = secured.getpeercert(binary_form=True)
         if certificate is None or fingerprint(certificate) != ticket.ca_fingerprint:
             secured.close()
             raise ProtocolError(
-                "its certificate is not the one in the ticket", cause="an old ticket, or somebody in between"
+                "its certificate is not the one in the ticket", cause="an old ticket, or a man in the middle"
             )
         if secured.selected_alpn_protocol() != protocol.ALPN:
             secured.close()
@@ -247,12 +248,12 @@ class _Worker:
         return secured
 
     def _prove(self, sock: socket.socket, ticket: Ticket, nonce: bytes) -> Frames:
-        """Show each other that both know the token."""
+        """Both sides prove the token."""
         binding = ticket.ca_fingerprint or protocol.NO_BINDING
-        visitor = JoinClient(ticket.token, binding, nonce)
-        sock.sendall(visitor.hello())
-        sock.sendall(visitor.proof(_exactly(sock, visitor.greeting_bytes)))
-        return visitor.frames(_exactly(sock, visitor.verdict_bytes))
+        handshake = JoinClient(ticket.token, binding, nonce)
+        sock.sendall(handshake.hello())
+        sock.sendall(handshake.proof(_exactly(sock, handshake.greeting_bytes)))
+        return handshake.frames(_exactly(sock, handshake.answer_bytes))
 
     def _ask(self, sock: socket.socket, frames: Frames, ticket: Ticket, card: bytes) -> View:
         """Ask to be a rank, and wait for the view."""
@@ -322,63 +323,63 @@ class _Worker:
         )
 
     def _final_or_retry(self, ticket: Ticket, answer: str) -> Exception:
-        """A wrong place or token is final, unless the ticket's file may be an old one."""
-        self._diary.note(str(ticket.address), answer)
+        """A wrong seed or token is final, unless the ticket may be an old one."""
+        self._log.note(str(ticket.address), answer)
         if self._source.may_be_old:
             return _Retry()
         return self._error(
             f"rank {self._rank} of {self._size} could not join",
-            str(self._diary),
+            str(self._log),
             "use the ticket of the job that runs now",
         )
 
     def _refused(self, ticket: Ticket, reply: protocol.Refused) -> Exception:
         reason = printable(reply.reason, 4000)
         is_taken = reply.kind in ("taken", "taken late")
-        self._is_crossed |= is_taken
-        # The complete world may be an earlier one, whose rank 0 still has something to do: of this very
-        # process, or one that was complete before this process came.
+        self._is_rank_taken |= is_taken
+        # The complete world may be an earlier one whose rank 0 still runs: this process was in it, or it was
+        # complete before this process began to join.
         is_late = reply.kind == "own late" or (
             reply.kind == "taken late" and self._present_s() <= reply.formed_s
         )
         if is_late and self._source.may_be_old:
             self._late = f"the seed at {ticket.address} refused it: {reason}"
-            self._diary.note(str(ticket.address), f"refused: {reason}")
+            self._log.note(str(ticket.address), f"refused: {reason}")
             return _Retry()
         what = f"the seed at {ticket.address} refused rank {self._rank} of {self._size}"
         if reply.kind == "over":
             what = f"rank {self._rank} of {self._size} cannot join"
             return self._error(what, reason, "see why it ended; every rank of a job calls uni.init()")
-        return self._error(what, reason, self._source.how_to_part if is_taken else None)
+        return self._error(what, reason, self._source.how_to_separate if is_taken else None)
 
     def _timed_out(self) -> RendezvousError:
         elapsed = self._runtime.now() - self._began
         what = f"rank {self._rank} of {self._size} could not join within {elapsed:.1f} s"
         if self._late and not self._absence:
-            return self._error(what, self._late, self._source.how_to_part)
+            return self._error(what, self._late, self._source.how_to_separate)
         if self._status:
             return self._error(
                 what, self._status, "see why the missing ranks have not started, or raise timeout="
             )
         if self._absence:
-            cause = f"rank 0 has not come: the {self._source} {self._absence}"
-            if self._diary:
-                cause += f"; before, {self._diary}"
+            cause = f"rank 0 has not started its seed: the {self._source} {self._absence}"
+            if self._log:
+                cause += f"; before, {self._log}"
             if rival := self._source.rival():
                 cause += f"; {rival}"
             known_by = self._source.known_by or "ticket file"
-            is_crossed = self._is_crossed or rival
+            is_shared = self._is_rank_taken or rival
             step = f"see whether rank 0 was started, with the same {known_by}"
-            return self._error(what, cause, self._source.how_to_part if is_crossed else step)
+            return self._error(what, cause, self._source.how_to_separate if is_shared else step)
         return self._error(
-            what, f"tried {self._diary}", "see whether the seed runs, and whether this host can reach it"
+            what, f"tried {self._log}", "see whether the seed runs, and whether this host can reach it"
         )
 
     def _error(self, what: str, cause: str, next_step: str | None = None) -> RendezvousError:
         return RendezvousError(what, cause=cause, next_step=next_step)
 
     def _present_s(self) -> float:
-        """For how long this process has been there to join, as far as is known."""
+        """Seconds since this process began to join, or was started for this job if that is known."""
         return max(self._runtime.now() - self._began, self._source.waited_s())
 
     def _left(self) -> float:
@@ -386,7 +387,7 @@ class _Worker:
         return 1e9 if left is None else left
 
     def _handshake_s(self) -> float:
-        # A seed that is slowed down by strangers answers within this time.
+        # Also a seed that delays answers to failing addresses answers within this time.
         return max(0.001, min(self._left(), limits.UNPROVEN_S + limits.FAILURE_DELAY_S))
 
 

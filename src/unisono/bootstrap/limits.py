@@ -1,6 +1,6 @@
-"""Every limit of the join port, in one place, and how a stranger's text is shown.
+"""Every limit of the join port, and how text from a stranger is shown.
 
-Knows numbers. Does not know who enforces them.
+A stranger is a connection that has not proven the token.
 """
 
 from __future__ import annotations
@@ -9,40 +9,41 @@ from typing import Final
 
 __all__ = ["printable"]
 
-# Before the token is proven. A TLS client hello with a post-quantum share has 1.8 KiB, our words 72 bytes.
+# Before the token is proven: a TLS client hello with a post-quantum share has 1.8 KiB, our handshake 72
+# bytes.
 UNPROVEN_BYTES_MAX: Final = 4096
 UNPROVEN_S: Final = 5.0
 PENDING_MAX: Final = 256
-# A host with more ranks than this loses some connections of a burst; they come again 50 ms later.
+# A host with more ranks than this loses some connections of a burst; they are retried 50 ms later.
 PENDING_PER_ADDRESS_MAX: Final = 128
 FAILURES_PER_MINUTE_MAX: Final = 20
-# How long a wrong word waits for its answer then. Nobody else waits.
+# From an address that fails more often, a failed handshake is answered this late. No other address waits.
 FAILURE_DELAY_S: Final = 1.0
 FAILURES_HELD_MAX: Final = 64
-# For so long after a stranger had to go for another, no TLS handshake is made with who does not show the tag.
+# How long after an eviction TLS handshakes are made only with connections that show a worker's tag.
 CROWDED_S: Final = 1.0
-# So many dropped strangers are worth a word in an error.
+# From this many dropped strangers on, errors and the log name the crowd.
 CROWD_MIN: Final = 20
 # Addresses whose failures are remembered; the oldest is forgotten first.
 FAILURE_ADDRESSES_MAX: Final = 1024
 
-# After it.
+# After the token is proven.
 CARD_BYTES_MAX: Final = 16 * 1024
 REQUEST_BYTES_MAX: Final = 64 * 1024
 REPLY_BYTES_MAX: Final = 64 * 1024 * 1024
 REQUEST_S: Final = 10.0
 # Processes whose refusal is logged once, however often they ask.
 REFUSED_REMEMBERED_MAX: Final = 1024
-# First words of workers that are remembered, so that a recorded one is worth nothing.
+# Nonces of workers that are remembered, so that a replayed one is worth nothing.
 TAGS_REMEMBERED_MAX: Final = 65536
 
-# A worker sends so much of a stranger's text to a log or an error.
+# Characters of text from another process that a log or an error shows.
 TEXT_MAX: Final = 256
 RANKS_MAX: Final = 65536
 
 
 def printable(text: str, limit: int = TEXT_MAX) -> str:
-    """Show text from elsewhere on one line: control and bidirectional characters escaped, cut off."""
+    """Text from another process on one line: control and bidirectional characters escaped, cut off."""
     shown = "".join(
         c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
         for c in text[: limit + 1]

@@ -1,8 +1,7 @@
-"""A file that belongs to one living process: whoever put it there holds a lock on it until it ends.
+"""A file that one living process owns: the process holds a lock on the file until it ends.
 
-Knows files and locks. Does not know what the file says. The lock goes with the process, however it ends, so
-that what a dead one has left can be told from what a living one holds, and two that come at the same moment
-never both get the place.
+The kernel releases the lock however the process ends, so a file that a dead process left behind can be
+replaced, and of two processes that claim a path at the same moment only one gets it.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-__all__ = ["EndNote", "Held", "claim", "uptime_s"]
+__all__ = ["EndNote", "FileOwned", "claim", "uptime_s"]
 
-# Files that this process holds, by device and inode; the value is the descriptor with the lock.
-_held: Final[dict[tuple[int, int], int]] = {}
+# Files that this process owns, by device and inode; the value is the descriptor with the lock.
+_owned: Final[dict[tuple[int, int], int]] = {}
 
-# A file system without locks or hard links: nobody can be told apart there, and the newest file counts.
+# Errors of a file system without locks or hard links: there the newest file counts.
 _UNSUPPORTED: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINVAL)
 
 
-class Held(Exception):
-    """A living process holds the place. `pid` is None if it is on another host."""
+class FileOwned(Exception):
+    """A living process owns the file. `pid` is None if that process is on another host."""
 
     def __init__(self, pid: int | None) -> None:
         super().__init__()
@@ -33,13 +32,13 @@ class Held(Exception):
 
 
 class EndNote:
-    """What the last holder of a place wrote when it gave it back: when, which process, and its name."""
+    """What the last owner of a file noted when it removed it: when, its process id, and a name."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> tuple[float, int, str]:
-        """When, in seconds since the host was started, by which process, and its name; zeros if by none."""
+        """When (seconds since the host was started), process id and name; zeros if there is no note."""
         try:
             at, pid, name = self._path.read_text().split(" ", 2)
             found = float(at), int(pid), name
@@ -48,21 +47,21 @@ class EndNote:
         return found if found[0] <= uptime_s() else (0.0, 0, "")
 
     def write(self, name: str) -> None:
-        """Note that this process gives the place back now."""
-        with contextlib.suppress(OSError):  # without it two jobs are told apart only while both run
+        """Note that this process removes its file now."""
+        with contextlib.suppress(OSError):  # without a note two jobs are told apart only while both run
             draft = self._path.with_suffix(f".{os.getpid()}")
             draft.write_text(f"{uptime_s()} {os.getpid()} {name}")
             draft.replace(self._path)
 
 
 def claim(draft: Path, path: Path) -> Callable[[], None]:
-    """Move a file to a place that is free, or that only the dead and this very process hold.
+    """Move `draft` to `path`, if the path is free or owned by a dead process or by this very one.
 
-    Returns what gives the place back and removes the file.
+    Returns the function that removes the file again.
 
     Raises:
-        Held: another living process holds it; the draft is still there.
-        OSError: the file cannot be put there.
+        FileOwned: another living process owns the file; the draft is still there.
+        OSError: the file cannot be moved there.
     """
     descriptor = os.open(draft, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -73,20 +72,20 @@ def claim(draft: Path, path: Path) -> Callable[[], None]:
         os.close(descriptor)
         raise
     mine = _identity(os.fstat(descriptor))
-    _held[mine] = descriptor
+    _owned[mine] = descriptor
 
     def release() -> None:
-        with contextlib.suppress(OSError):  # somebody was faster
+        with contextlib.suppress(OSError):  # another process has removed it
             if _identity(path.stat()) == mine:
                 path.unlink()
-        if _held.pop(mine, None) is not None:
+        if _owned.pop(mine, None) is not None:
             os.close(descriptor)
 
     return release
 
 
 def _moved(draft: Path, path: Path) -> bool:
-    """Try once; False if the place has changed meanwhile."""
+    """Try once; False if the path has changed meanwhile."""
     try:
         os.link(draft, path)
     except FileExistsError:
@@ -105,9 +104,9 @@ def _moved(draft: Path, path: Path) -> bool:
         return False
     try:
         found = os.fstat(old)
-        if _identity(found) not in _held and not _lock(old):
-            raise Held(_holder(found))
-        # Who replaces a dead one's file holds its lock, so that only one does.
+        if _identity(found) not in _owned and not _lock(old):
+            raise FileOwned(_owner(found))
+        # We hold the lock of the dead owner's file, so only one process replaces it.
         if _identity(path.stat()) != _identity(found):
             return False
         draft.replace(path)
@@ -119,7 +118,7 @@ def _moved(draft: Path, path: Path) -> bool:
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether nobody else holds it now."""
+    """Take the lock; False if another process has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -130,13 +129,13 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _holder(found: os.stat_result) -> int | None:
-    """The process of this host that holds a lock, as the kernel lists it."""
-    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+def _owner(found: os.stat_result) -> int | None:
+    """The process of this host that holds the file's lock, as the kernel lists it."""
+    number = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
             words = line.split()
-            if "->" not in words and len(words) > 5 and words[5] == place and int(words[4]) > 0:
+            if "->" not in words and len(words) > 5 and words[5] == number and int(words[4]) > 0:
                 return int(words[4])
     return None
 
@@ -151,9 +150,9 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 
 def _forget() -> None:
-    """A forked child is another process: the place stays its parent's, and ends with it."""
-    while _held:
-        os.close(_held.popitem()[1])
+    """A forked child owns nothing: the files stay its parent's."""
+    while _owned:
+        os.close(_owned.popitem()[1])
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -1,20 +1,20 @@
-"""The words of a join: proving the token without sending it, and frames that nobody can alter.
+"""The join protocol: both sides prove the token without sending it, then exchange authenticated frames.
 
-Knows bytes and both sides' states. Does not know sockets, TLS or who may join. Any bytes give a message or
-ProtocolError; lengths are checked before memory is taken.
+Pure: bytes in, bytes out. Any bytes give a message or ProtocolError; lengths are checked before memory is
+allocated.
 
     worker -> seed    "UNISONO1" | nonce (32)
     seed -> worker    "UNISONO1" | nonce (32)
     worker -> seed    HMAC(token, "worker" | both nonces | binding)
-    seed -> worker    0 | HMAC(token, "seed" | both nonces | binding)   or   1 | zeros, and the end
+    seed -> worker    0 | HMAC(token, "seed" | both nonces | binding)   or   1 | zeros, then it closes
     both              length u32 | HMAC(key, side | number | body) | body
 
 The binding is the hash of the seed's certificate as each side sees it, so that a proof is worth nothing on
 another connection; without TLS it is zero. The key of the frames comes from the token, nonces and binding.
 
-Half of a worker's nonce is random, the other half a tag that only holders of the token can make. It admits
-nobody, but a crowd of strangers cannot make one: who shows it first is not pushed out by them. With TLS it
-stands in the client hello, too, as the name of the server.
+Half of a worker's nonce is random, the other half a tag: an HMAC that only holders of the token can make. A
+tag does not admit a worker, but the first connection that shows it is no longer evicted for newcomers when
+strangers crowd the port. With TLS the nonce is in the client hello, too, as the server name.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Side: TypeAlias = Literal[b"worker", b"seed"]
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker's wish to be a rank."""
+    """A worker asks to be a rank. `csr` is its certificate signing request, empty without TLS."""
 
     rank: int
     size: int
@@ -83,7 +83,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A launcher's news: the process of a rank has ended, and will not join any more.
+    """A launcher reports that the process of a rank has ended and will not join any more.
 
     `age_s` is the time since that process was started, measured after the seed has proven the token.
     """
@@ -93,28 +93,29 @@ class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     age_s: float
 
 
-# Why the seed says no: the request does not fit this world; another process has the rank, in a world that
-# forms or in a complete one; this very process has it in a complete one; the world cannot form any more.
+# Why the seed refuses a request. misfit: it does not fit this world. taken: another process has the rank in a
+# world that is forming; taken late: in a complete world. own late: this very process has it in a complete
+# world. over: the world cannot form any more.
 Refusal: TypeAlias = Literal["misfit", "taken", "taken late", "own late", "over"]
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The seed says no."""
+    """The seed refuses a request."""
 
     reason: str
     kind: Refusal = "misfit"
     formed_s: float = 0.0
-    """For how long the world has been complete, if it is."""
+    """Seconds for which the world has been complete; 0 if it is not."""
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):
-    """Where the formation stands."""
+    """The state of the formation, as one sentence."""
 
     text: str
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
-    """The seed says yes, and everybody has come: `members` follow in the next frame."""
+    """The world is formed: a rank's own part of the view. `Members` follows in the next frame."""
 
     job: str
     incarnation: int
@@ -151,7 +152,7 @@ class WrongToken(Exception):
 
 
 class Frames:
-    """Frames after the proof: each has a number and a code that only holders of the token can make."""
+    """Frames after the proof: each has a number and an HMAC that only holders of the token can make."""
 
     def __init__(self, key: bytes, own: Side, other: Side, body_bytes_max: int) -> None:
         self._key = key
@@ -162,7 +163,7 @@ class Frames:
         self._buffer = bytearray()
 
     def seal(self, body: bytes) -> bytes:
-        """What precedes a body on the wire; the body itself is not copied."""
+        """The header of a body on the wire; the body itself is not copied."""
         code = self._code(self._own, self._sent, body)
         self._sent += 1
         return _FRAME.pack(len(body), code)
@@ -197,7 +198,7 @@ class Frames:
 
 
 class JoinServer:
-    """The seed's view of one connection: first a stranger, then the holder of a token."""
+    """The seed's side of the handshake, and the frames that follow."""
 
     def __init__(self, token: bytes, binding: bytes, nonce: bytes) -> None:
         self._token = token
@@ -208,21 +209,21 @@ class JoinServer:
         self.frames: Frames | None = None
 
     @property
-    def nonce_heard(self) -> bytes:
-        """The worker's nonce, once it has come."""
+    def worker_nonce(self) -> bytes:
+        """The worker's nonce; empty before it has come."""
         return self._nonces[:NONCE_BYTES]
 
     @property
     def is_proven(self) -> bool:
-        """Whether it has shown that it knows the token."""
+        """Whether the worker has proven the token."""
         return self.frames is not None
 
     def receive(self, data: bytes) -> tuple[bytes, list[bytes]]:
-        """Take bytes: what to send back, and the bodies of frames that are complete.
+        """Take bytes: what to send back, and the bodies of complete frames.
 
         Raises:
-            ProtocolError: it does not speak our words.
-            WrongToken: it speaks them, but does not know the token.
+            ProtocolError: it does not speak this protocol.
+            WrongToken: it does, but does not know the token.
         """
         if self.frames is not None:
             return b"", self.frames.receive(data)
@@ -249,15 +250,15 @@ class JoinServer:
         return answer, self.frames.receive(bytes(self._buffer[_PROOF_BYTES:]))
 
 
-# What a stranger hears whose proof is wrong: as long as the right answer, and always the same.
+# The answer to a wrong proof: as long as the right answer, and always the same.
 NO_ENTRY: Final = b"\1" + bytes(_PROOF_BYTES)
 
 
 class JoinClient:
-    """A worker's side of the proof. It gives nothing away to a seed that does not know the token."""
+    """A worker's side of the handshake. It reveals nothing to a seed that does not know the token."""
 
     greeting_bytes: Final = len(_MAGIC) + NONCE_BYTES
-    verdict_bytes: Final = 1 + _PROOF_BYTES
+    answer_bytes: Final = 1 + _PROOF_BYTES
 
     def __init__(self, token: bytes, binding: bytes, nonce: bytes) -> None:
         self._token = token
@@ -266,32 +267,32 @@ class JoinClient:
         self._nonces = b""
 
     def hello(self) -> bytes:
-        """The first words."""
+        """The first message."""
         return _MAGIC + self._nonce
 
     def proof(self, greeting: bytes) -> bytes:
-        """Answer the seed's greeting.
+        """The answer to the seed's greeting.
 
         Raises:
-            ProtocolError: whoever is there does not speak our words.
+            ProtocolError: the other side does not speak this protocol.
         """
         if len(greeting) != self.greeting_bytes or not greeting.startswith(_MAGIC):
-            raise ProtocolError("what answers there is no seed of unisono")
+            raise ProtocolError("the server at this address is no unisono seed")
         self._nonces = self._nonce + greeting[len(_MAGIC) :]
         return _proof(self._token, b"worker", self._nonces, self._binding)
 
-    def frames(self, verdict: bytes) -> Frames:
+    def frames(self, answer: bytes) -> Frames:
         """Check that the seed knows the token too.
 
         Raises:
             WrongToken: the seed refused ours.
             ProtocolError: the seed does not know it.
         """
-        if verdict == NO_ENTRY:
+        if answer == NO_ENTRY:
             raise WrongToken
         right = b"\0" + _proof(self._token, b"seed", self._nonces, self._binding)
-        if not hmac.compare_digest(verdict, right):
-            raise ProtocolError("what answers there does not know the token")
+        if not hmac.compare_digest(answer, right):
+            raise ProtocolError("the server at this address does not know the token")
         key = _proof(self._token, b"frames", self._nonces, self._binding)
         return Frames(key, b"worker", b"seed", REPLY_BYTES_MAX)
 
@@ -302,7 +303,7 @@ def encode(message: Request | Ended | Reply) -> bytes:
 
 
 def parse_request(body: bytes) -> Request | Ended:
-    """Read a worker's request, or a launcher's news.
+    """Read a worker's request or a launcher's report.
 
     Raises:
         ProtocolError: it is neither.
@@ -329,7 +330,7 @@ def parse_reply(body: bytes) -> Reply:
 
 
 def tagged_nonce(token: bytes, random: bytes) -> bytes:
-    """A worker's nonce: random bytes, and the tag that shows who may have made them."""
+    """A worker's nonce: random bytes and their tag."""
     return random + hmac.digest(token, b"unisono join 1 tag " + random, "sha256")[:_HALF]
 
 
@@ -339,12 +340,12 @@ def is_tagged(token: bytes, nonce: bytes) -> bool:
 
 
 def nonce_as_name(nonce: bytes) -> str:
-    """A nonce as the name of a server in a client hello: a label has 63 characters at most."""
+    """A nonce as a server name in a client hello; two labels, since a label has at most 63 characters."""
     return f"{nonce[:_HALF].hex()}.{nonce[_HALF:].hex()}"
 
 
 def nonce_from_name(name: str) -> bytes:
-    """The nonce again; empty if the name is none."""
+    """The nonce again; empty if the name is not one."""
     try:
         return bytes.fromhex(name.replace(".", "", 1))
     except ValueError:
@@ -352,7 +353,7 @@ def nonce_from_name(name: str) -> bytes:
 
 
 def links_secret(token: bytes) -> bytes:
-    """What ranks prove to each other on links without TLS: from the token, but not the token."""
+    """The secret that ranks prove to each other on links without TLS; derived from the token."""
     return hmac.digest(token, b"unisono links 1", "sha256")
 
 

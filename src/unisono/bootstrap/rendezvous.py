@@ -1,7 +1,7 @@
-"""Forming a world: joins in; a view, or the reason why there is none, out.
+"""Forming a world: joins in; a membership, or the reason why there is none yet, out.
 
-Knows ranks, sizes, versions and settings. Does not know sockets, tokens or certificates: who comes here has
-proven the token. A bad join is refused by itself and never ends the formation.
+Pure, and used only for processes that have proven the token. A bad join is refused alone and never ends the
+formation.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from unisono.errors import rank_numbers
 
 __all__ = ["Formation", "Join", "Member", "Membership"]
 
-# How many refusals an error repeats.
+# Refusals that an error lists; the rest is counted.
 _REFUSALS_SHOWN: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """What a process says about itself. `address` is where the seed saw it come from."""
+    """What a process says about itself. `address` is the source address that the seed saw."""
 
     rank: int
     size: int
@@ -33,10 +33,10 @@ class Join:
     pid: int = 0
     address: str = ""
     instance: str = ""
-    """Tells a process that comes again, after its connection broke, from another one with the same rank."""
+    """The same when a process reconnects; it differs for another process with the same rank."""
 
     def __str__(self) -> str:
-        place = ", ".join(
+        origin = ", ".join(
             part
             for part in (
                 f"host {printable(self.host, 64)}" if self.host else "",
@@ -45,12 +45,12 @@ class Join:
             )
             if part
         )
-        return f"rank {self.rank} ({place})" if place else f"rank {self.rank}"
+        return f"rank {self.rank} ({origin})" if origin else f"rank {self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A rank of the formed world. `card` is the engine's; nobody here reads it."""
+    """A rank of the formed world. `card` is its business card, made and read by the backend only."""
 
     rank: int
     incarnation: int
@@ -62,14 +62,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Who is in: the part of a view that is the same for every rank."""
+    """The members: the part of a view that is the same for every rank."""
 
     size: int
     members: tuple[Member, ...]
 
 
 class Formation:
-    """The state of one formation. A join is known by the key that its connection has."""
+    """The state of one formation. A join is known by the key of its connection."""
 
     def __init__(self, size: int, version: str) -> None:
         self.size = size
@@ -79,10 +79,10 @@ class Formation:
         self._refused: list[str] = []
         self._refusals = 0
         self._ended = ""  # why this world cannot form any more
-        self._roll: Membership | None = None
+        self._membership: Membership | None = None
 
     def offer(self, key: int, join: Join) -> str | None:
-        """Admit a join, or say why not. `misfits` then tells whom an arrival of rank 0 has pushed out."""
+        """Admit a join, or say why not. After rank 0 was admitted, `misfits` lists the joins to refuse."""
         reason = self._objection(join)
         if reason is not None:
             self.note_refusal(join, reason)
@@ -91,16 +91,16 @@ class Formation:
         self._joined[join.rank] = (key, join)
         return None
 
-    def lose(self, rank: int, how: str) -> str | None:
-        """The process of a rank has ended: unless the world is complete, it cannot form any more; why not."""
+    def on_rank_ended(self, rank: int, how: str) -> str | None:
+        """The process of a rank has ended: returns why the world cannot form, None if it has formed."""
         if self.is_formed or not 0 <= rank < self.size:
             return None
-        if not self._ended:  # those who end after the first may do so because of it
+        if not self._ended:  # later ones may have ended because of the first
             self._ended = f"rank {rank} has ended ({printable(how)}) before this world had formed"
         return self._ended
 
     def refusal(self, join: Join) -> Refusal:
-        """What kind of no it is to a join that has just been refused."""
+        """The kind of refusal, for a join that `offer` has just refused."""
         _, holder = self._joined.get(join.rank, (0, join))
         is_own = (holder.host, holder.pid) == (join.host, join.pid)
         if self.is_formed:
@@ -110,13 +110,14 @@ class Formation:
         return "misfit" if is_own else "taken"
 
     def incarnation(self, rank: int) -> int:
-        """How often this rank had been admitted before."""
+        """How many times this rank was admitted before."""
         return self._incarnations[rank]
 
     def misfits(self) -> list[tuple[int, str]]:
-        """Take out those whose settings differ from rank 0's: each one's key and the reason.
+        """Take out joins whose settings differ from rank 0's: the key and the reason of each.
 
-        Rank 0 decides, whatever the order in which ranks arrive; before it comes, nobody can be wrong.
+        Rank 0's settings count, whatever the order of arrival; before it has joined, all settings are
+        accepted.
         """
         if 0 not in self._joined:
             return []
@@ -131,46 +132,46 @@ class Formation:
         return found
 
     def leave(self, key: int) -> None:
-        """Forget a join whose connection has ended before the world was formed."""
-        if self._roll is None:
+        """Forget a join whose connection was closed before the world was formed."""
+        if self._membership is None:
             self._joined = {rank: held for rank, held in self._joined.items() if held[0] != key}
 
     def note_refusal(self, who: object, reason: str) -> None:
-        """Remember for the report who was refused."""
+        """Remember a refusal for the report."""
         self._refusals += 1
         if len(self._refused) < _REFUSALS_SHOWN:
             self._refused.append(f"{who}: {reason}")
 
-    def roll(self) -> tuple[Membership | None, str]:
-        """The world, once every rank has joined; and where the formation stands, in one sentence."""
+    def membership(self) -> tuple[Membership | None, str]:
+        """The membership once every rank has joined, and the state of the formation in one sentence."""
         missing = self.ranks_missing()
         if missing:
             return None, self.report()
-        if self._roll is None:
-            self._roll = Membership(
+        if self._membership is None:
+            self._membership = Membership(
                 self.size,
                 tuple(
                     Member(rank, self._incarnations[rank], join.card, join.host, join.pid, join.address)
                     for rank, (_, join) in sorted(self._joined.items())
                 ),
             )
-        return self._roll, f"all {self.size} ranks joined"
+        return self._membership, f"all {self.size} ranks joined"
 
     @property
     def is_formed(self) -> bool:
-        """Whether the world is complete; then nobody can join or leave any more."""
-        return self._roll is not None
+        """Whether the world is complete; then no rank can join or leave any more."""
+        return self._membership is not None
 
     def ranks_joined(self) -> list[int]:
-        """Who is in."""
+        """Ranks that have joined."""
         return sorted(self._joined)
 
     def ranks_missing(self) -> list[int]:
-        """Who is not."""
+        """Ranks that have not."""
         return [rank for rank in range(self.size) if rank not in self._joined]
 
     def report(self) -> str:
-        """Who joined, who is missing and who was refused."""
+        """Which ranks joined, are missing and were refused."""
         joined, missing = self.ranks_joined(), self.ranks_missing()
         text = f"{len(joined)} of {self.size} ranks joined"
         if joined:
@@ -192,7 +193,7 @@ class Formation:
                 "install the same version everywhere"
             )
         if join.size != self.size:
-            return f"it counts {join.size} ranks, this world has {self.size}"
+            return f"it was started with size {join.size}, this world has {self.size} ranks"
         if not 0 <= join.rank < self.size:
             return f"rank {join.rank}; allowed: 0 to {self.size - 1}"
         if len(join.card) > CARD_BYTES_MAX:

@@ -1,8 +1,7 @@
 """A ticket in torchrun's store: how ranks on several hosts meet under torchrun without a file.
 
-Knows the key and the store's client. Does not know connections of ours. The store is torchrun's own, and who
-can reach it can read it: the ticket is as safe there as the job itself. torch is imported only here, where
-torchrun has shown that it is installed.
+Every process that can reach the store can read it, so the ticket is as safe there as torchrun's job itself.
+torch is imported only here, since under torchrun it is installed.
 """
 
 from __future__ import annotations
@@ -19,29 +18,29 @@ from unisono.errors import RendezvousError
 
 __all__ = ["StoreSource"]
 
-# The store runs in torchrun's agent, which is up before any rank is.
+# The store runs in torchrun's agent, which is started before any rank.
 _CONNECT_S: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSource(TicketSource):
-    """The ticket under one key of the store at `given` (host:port). A key may hold an earlier round's."""
+    """The ticket under one key of the store at `given` (host:port)."""
 
     key: str = field(default="")
 
     @classmethod
     def of_job(cls, store: str, job: str, *, insecure: bool) -> StoreSource:
-        """The place for a job's ticket."""
+        """The source of a job's ticket."""
         return cls(store, insecure=insecure, is_keyed=True, known_by="run id", key=f"unisono/{job}")
 
     @property
     def path(self) -> None:
-        """It is no file."""
+        """None: it is not a file."""
         return None
 
     @property
     def may_be_old(self) -> bool:
-        """After a restart the key may still hold what was there before."""
+        """Always: after a restart of the workers the key may still hold the ticket of the round before."""
         return True
 
     def __str__(self) -> str:
@@ -52,7 +51,7 @@ class StoreSource(TicketSource):
 
         Raises:
             FileNotFoundError: it is not there yet.
-            UsageError: what is there is no ticket.
+            UsageError: the value is not a ticket.
             RendezvousError: the store does not answer.
         """
         try:
@@ -65,7 +64,7 @@ class StoreSource(TicketSource):
         return Ticket.parse(text.decode("utf-8", "replace"), insecure=self.insecure)
 
     def write(self, ticket: Ticket) -> Callable[[], None]:
-        """Put the ticket there; returns how to remove it."""
+        """Store the ticket; returns the function that removes it."""
         try:
             store = _client(self.given)
             store.set(self.key, ticket.text())
@@ -73,15 +72,13 @@ class StoreSource(TicketSource):
             raise self._silent(error) from error
 
         def remove() -> None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # torchrun may have ended before us, and its store with it
+            with contextlib.suppress(RuntimeError):  # torchrun and its store may have ended before us
                 store.delete_key(self.key)
 
         return remove
 
     def claim(self, ticket: Ticket) -> Callable[[], None]:
-        """The store belongs to one run of torchrun: nobody else is there."""
+        """The same as `write`: the store belongs to one run of torchrun, so no other job uses it."""
         return self.write(ticket)
 
     def _silent(self, error: Exception) -> RendezvousError:
@@ -94,8 +91,8 @@ class StoreSource(TicketSource):
 
 @lru_cache(maxsize=1)
 def _client(address: str) -> Any:
-    """The connection to the store; one is enough for a process."""
-    from torch.distributed import TCPStore  # a second or two, but only under torchrun on several hosts
+    """The connection to the store, one per process."""
+    from torch.distributed import TCPStore  # takes a second or two, but only under torchrun on several hosts
 
     host, _, port = address.rpartition(":")
     return TCPStore(

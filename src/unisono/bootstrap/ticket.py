@@ -1,7 +1,7 @@
-"""A ticket: where the ranks of a job meet, how to know the seed, and the secret that admits.
+"""A ticket: the address of a job's seed, the fingerprint of its certificate and the secret that admits.
 
-Knows the text form and the files that hold it. Does not know connections. A ticket travels by environment
-or by a file of mode 0600, never on a command line, and never shows its token in a repr or an error.
+A ticket is passed by environment or in a file of mode 0600, never on a command line. Its token is never shown
+in a repr or an error.
 
     unisono1://[::1]:4711/<SHA-256 of the seed's certificate>/<token>
     unisono1://127.0.0.1:4711/plain/<token>                        only on loopback, or with insecure=True
@@ -22,14 +22,14 @@ from typing import Final
 
 from unisono.bootstrap.address import Address
 from unisono.bootstrap.folder import check_private, make_private, own_folder
-from unisono.bootstrap.owned_file import EndNote, Held, claim, uptime_s
+from unisono.bootstrap.owned_file import EndNote, FileOwned, claim, uptime_s
 from unisono.core.clock import RealRuntime
 from unisono.errors import RendezvousError, UsageError
 
 __all__ = ["MalformedTicket", "Ticket", "TicketSource"]
 
-# A rank 0 waits so long for the place of another one, whose process may be ending. Longer would be wrong:
-# ranks of its job may have joined the other, and a world of those left over from both must not form.
+# How long a rank 0 waits while another process owns its ticket file; that process may be ending. A longer
+# wait would be wrong: ranks of this job may join the other one, and the rest of both must not form a world.
 OLD_SEED_S: Final = 2.0
 _PAUSE_S: Final = 0.02
 
@@ -39,7 +39,7 @@ _BYTES_MAX: Final = 1024
 
 
 class MalformedTicket(UsageError):
-    """The text is no ticket, or not a whole one."""
+    """The text is not a ticket, or not a complete one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +70,23 @@ class Ticket:
 
     @classmethod
     def parse(cls, text: str, *, insecure: bool = False) -> Ticket:
-        """Read the text form. What is wrong is said without showing the text.
+        """Read the text form. Errors do not show the text.
 
         Raises:
             MalformedTicket: it is not a ticket.
-            UsageError: it is a plain one that leaves this host.
+            UsageError: it is plain, and its address is on another host.
         """
         found = _FORM.fullmatch(text.strip()) if len(text) <= _BYTES_MAX else None
         if found is None:
             raise MalformedTicket(
                 f"the ticket is malformed: {_complaint(text)}",
-                next_step="take the ticket as node 0 has written it",
+                next_step="copy the ticket exactly as node 0 has written it",
             )
         address = Address.parse(found[1])
         if address.port == 0:
             raise MalformedTicket(
                 f"the ticket is malformed: its address {address} has no port",
-                next_step="take the ticket as node 0 has written it",
+                next_step="copy the ticket exactly as node 0 has written it",
             )
         fingerprint = b"" if found[2] == "plain" else bytes.fromhex(found[2])
         if not fingerprint and not address.is_loopback and not insecure:
@@ -102,10 +102,11 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class TicketSource:
-    """Where a worker gets its ticket: given as text, or in a file that may still have to appear.
+    """Where a worker gets its ticket: given as text, or a file that may not exist yet.
 
-    A file is read again before every attempt, since it may be one that an earlier job has left. With
-    `is_keyed` the file is one that ranks find by what names their job: `known_by` says what that is.
+    A file is read again before every attempt, since an earlier job may have left it. With `is_keyed` its name
+    is derived from what identifies the job; `known_by` says what that is, for errors. `began` is when this
+    process was started (seconds since the host was), if another job may have the same key: see `claim`.
     """
 
     given: str = field(repr=False)
@@ -118,29 +119,26 @@ class TicketSource:
     def keyed(
         cls, folder: str, job: str, known_by: str = "name of the job", began: float | None = None
     ) -> TicketSource:
-        """The file of a job on this host, in a folder that only this user can enter.
-
-        `began` is when this process was started, if another job may have the same name: see `claim`.
-        """
+        """The file of a job on this host, in a folder that only this user can enter."""
         name = f"{hashlib.sha256(job.encode()).hexdigest()[:32]}.ticket"
         return cls(str(own_folder(folder) / name), is_keyed=True, known_by=known_by, began=began)
 
     @property
     def path(self) -> Path | None:
-        """The file, if it is one."""
+        """The file; None for a ticket that was given as text."""
         return None if self.given.startswith(_SCHEME) else Path(self.given)
 
     @property
     def may_be_old(self) -> bool:
-        """Whether an earlier job may have left what is there, so that it is worth reading again."""
+        """Whether an earlier job may have left the ticket, so that it should be read again."""
         return self.path is not None
 
     def __str__(self) -> str:
         return f"ticket file {self.path}" if self.path is not None else "a given ticket"
 
     @property
-    def how_to_part(self) -> str:
-        """What to set so that two jobs do not meet here."""
+    def how_to_separate(self) -> str:
+        """The next step when two jobs use this source at the same time."""
         if self.is_keyed:
             return (
                 f"give each job its own {self.known_by}, or set UNISONO_JOIN to a file for each; or end the "
@@ -157,9 +155,9 @@ class TicketSource:
 
         Raises:
             FileNotFoundError: the file is not there yet.
-            MalformedTicket: it holds no ticket, or not the whole of it yet.
-            UsageError: its ticket leaves this host without encryption.
-            RendezvousError: the file or its folder belongs to, or can be read by, somebody else.
+            MalformedTicket: it holds no ticket, or not all of it yet.
+            UsageError: its ticket is for another host and without encryption.
+            RendezvousError: another user owns the file or its folder, or can read it.
         """
         if self.path is None:
             return Ticket.parse(self.given, insecure=self.insecure)
@@ -168,8 +166,8 @@ class TicketSource:
         return Ticket.parse(_read_private(self.path), insecure=self.insecure)
 
     def write(self, ticket: Ticket) -> Callable[[], None]:
-        """Put a ticket into the file, in one step and readable by nobody else; returns how to remove it."""
-        path = self._place()
+        """Write the file atomically, readable by this user only; returns the function that removes it."""
+        path = self._writable_path()
         draft = self._draft(ticket)
         try:
             inode = draft.stat().st_ino
@@ -183,20 +181,20 @@ class TicketSource:
                 if path.stat().st_ino == inode:
                     path.unlink()
             except OSError:
-                pass  # somebody was faster
+                pass  # another process has removed it
 
         return remove
 
     def claim(self, ticket: Ticket) -> Callable[[], None]:
-        """Put a ticket there for as long as this process lives, or until what is returned is called.
+        """Write the file for as long as this process lives, or until the returned function is called.
 
-        Of two jobs of one name that run at the same time only the first gets the place, even if it is over
+        Of two jobs with the same key that overlap in time only the first gets the file, even if it has ended
         when the second asks: ranks of the second may have joined it.
 
         Raises:
-            RendezvousError: another job has or had its ticket there, or it cannot be written.
+            RendezvousError: another job owns or owned the file meanwhile, or it cannot be written.
         """
-        path = self._place()
+        path = self._writable_path()
         draft = self._draft(ticket)
         try:
             release = self._claimed(draft, path)
@@ -218,11 +216,11 @@ class TicketSource:
                 EndNote(path.with_suffix(".end")).write(str(ticket.address))
             release()
 
-        atexit.register(leave)  # for a world that nobody closes
+        atexit.register(leave)  # for a world that is never closed
         return leave
 
     def rival(self) -> str:
-        """Who had the place until after this process was started, in words; empty if nobody else had."""
+        """The job that owned the file until after this process was started, in words; empty if none did."""
         if self.began is None or self.path is None:
             return ""
         ended_at, pid, name = EndNote(self.path.with_suffix(".end")).read()
@@ -233,7 +231,7 @@ class TicketSource:
         )
 
     def waited_s(self) -> float:
-        """For how long this process has run, if it was started for this job; else 0."""
+        """Seconds since this process was started, if it was started for this job; otherwise 0."""
         return 0.0 if self.began is None else max(0.0, uptime_s() - self.began)
 
     def _claimed(self, draft: Path, path: Path) -> Callable[[], None]:
@@ -242,9 +240,9 @@ class TicketSource:
         while True:
             try:
                 return claim(draft, path)
-            except Held as held:
+            except FileOwned as owned:
                 if runtime.now() > until:
-                    where = "on another host" if held.pid is None else f"in process {held.pid}"
+                    where = "on another host" if owned.pid is None else f"in process {owned.pid}"
                     raise self._taken(f"the seed of another job lives at {self._other()}, {where}") from None
             runtime.sleep(_PAUSE_S)
 
@@ -258,10 +256,10 @@ class TicketSource:
         return RendezvousError(
             f"this rank 0 cannot host its job: {why}",
             cause=f"both have the same {self.known_by}" if self.is_keyed else f"both have the {self}",
-            next_step=self.how_to_part,
+            next_step=self.how_to_separate,
         )
 
-    def _place(self) -> Path:
+    def _writable_path(self) -> Path:
         assert self.path is not None
         if self.is_keyed:
             make_private(self.path.parent)
@@ -281,7 +279,7 @@ class TicketSource:
 
 
 def new_token() -> bytes:
-    """256 bits from the operating system."""
+    """256 random bits from the operating system."""
     return secrets.token_bytes(32)
 
 
@@ -306,7 +304,7 @@ def _complaint(text: str) -> str:
         return f"it is longer than {_BYTES_MAX} characters"
     parts = text.removeprefix(_SCHEME).split("/")
     if len(parts) != 3:
-        return f"{len(parts)} parts of 3 (address, fingerprint, token)"
+        return f"it has {len(parts)} parts instead of 3 (address, fingerprint, token)"
     if not re.fullmatch("plain|[0-9a-f]{64}", parts[1]):
         return "the fingerprint is not 64 hexadecimal digits"
     if not re.fullmatch("[0-9a-f]{64}", parts[2]):

@@ -1,7 +1,6 @@
-"""What stands between a socket's bytes and the join's words: TLS 1.3, or nothing.
+"""Between the bytes of a socket and the join protocol: TLS 1.3, or nothing.
 
-Knows TLS by memory, without sockets. Does not know the protocol. A certificate and key are loaded from
-memory, so that no key is ever written to a disk.
+TLS runs in memory, without a socket. Certificate and key are loaded from memory: no key is written to a disk.
 """
 
 from __future__ import annotations
@@ -14,36 +13,36 @@ from typing import Final, Protocol
 from unisono.bootstrap.protocol import ALPN
 from unisono.errors import ProtocolError
 
-__all__ = ["PlainWire", "TlsStream", "TlsWire", "client_context", "server_context"]
+__all__ = ["PlainStream", "Stream", "TlsStream", "client_context", "server_context"]
 
 _PIECE_BYTES: Final = 16 * 1024
-# Where a TLS object keeps the name in its client hello.
-_NAME: Final = "name_heard"
+# The attribute of a TLS object that keeps the server name (SNI) of its client hello.
+_NAME: Final = "server_name_sent"
 
 
-class TlsStream(Protocol):
+class Stream(Protocol):
     """Bytes of a socket in, plain bytes out; and back."""
 
     @property
     def name(self) -> str:
-        """What a TLS client calls the server; empty without TLS."""
+        """The server name (SNI) in the client hello; empty without TLS."""
 
     @property
     def is_open(self) -> bool:
         """Whether plain bytes can be sent."""
 
     def receive(self, raw: bytes) -> bytes:
-        """Take what came from the socket; returns the plain bytes in it."""
+        """Take bytes from the socket; the plain bytes in them."""
 
     def send(self, plain: bytes | memoryview) -> None:
-        """Take plain bytes to be sent."""
+        """Take plain bytes to be sent. Only while `is_open`."""
 
     def to_send(self) -> bytes:
-        """Take out what the socket must send now."""
+        """The bytes that the socket must send now."""
 
 
-class PlainWire:
-    """No encryption: on loopback, or by the loud switch."""
+class PlainStream:
+    """No encryption: on loopback, or with insecure=True."""
 
     is_open = True
     name = ""
@@ -66,8 +65,8 @@ class PlainWire:
         return out
 
 
-class TlsWire:
-    """One TLS connection on the server's side."""
+class TlsStream:
+    """One TLS connection, on the server's side."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._incoming = ssl.MemoryBIO()
@@ -77,21 +76,21 @@ class TlsWire:
 
     @property
     def name(self) -> str:
-        """What the client hello calls us; empty before it has come."""
+        """The server name (SNI) in the client hello; empty before it has come."""
         return str(vars(self._tls).get(_NAME, ""))
 
     def receive(self, raw: bytes) -> bytes:
         """Decrypt.
 
         Raises:
-            ProtocolError: it is not TLS 1.3 as we speak it.
+            ProtocolError: it is not TLS 1.3 with our protocol inside.
         """
         self._incoming.write(raw)
         try:
             if not self.is_open:
                 self._tls.do_handshake()
                 if self._tls.selected_alpn_protocol() != ALPN:
-                    raise ProtocolError("it speaks TLS, but not our protocol inside")
+                    raise ProtocolError("it speaks TLS, but not the join protocol inside")
                 self.is_open = True
             plain = b""
             while True:
@@ -118,18 +117,20 @@ def server_context(
 ) -> ssl.SSLContext:
     """TLS 1.3 only, our protocol only, no resumption.
 
-    `is_served` is asked with the name in a client hello, before anything is computed for it.
+    `is_served` gets the server name of a client hello, before anything is computed for it; False refuses it.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.set_alpn_protocols([ALPN])
     context.num_tickets = 0
 
-    def hear(tls: ssl.SSLObject | ssl.SSLSocket, name: str | None, _: ssl.SSLContext) -> int | None:
+    def on_client_hello(
+        tls: ssl.SSLObject | ssl.SSLSocket, name: str | None, _: ssl.SSLContext
+    ) -> int | None:
         vars(tls)[_NAME] = name or ""
         return None if is_served(name or "") else int(ssl.ALERT_DESCRIPTION_ACCESS_DENIED)
 
-    context.sni_callback = hear
+    context.sni_callback = on_client_hello
     descriptor = os.memfd_create("unisono", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, key_pem + certificate_pem)
@@ -140,11 +141,11 @@ def server_context(
 
 
 def client_context() -> ssl.SSLContext:
-    """TLS 1.3 only. The caller compares the certificate's hash before it says a word."""
+    """TLS 1.3 only. The caller must compare the certificate's hash before it sends anything."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.set_alpn_protocols([ALPN])
-    # No chain and no name to check: the ticket pins the one certificate that is right.
+    # No chain and no name to check: the ticket pins the one right certificate.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context

@@ -1,6 +1,6 @@
 """The `unisono` command. Only this folder prints.
 
-Knows the names of its subcommands and where each lives; a subcommand's module is imported when it is called.
+The module of a subcommand is imported when it is called.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Show the first sentence of each subcommand whole; click cuts it to one line."""
+        """Show the whole first sentence of each subcommand; click would cut it to one line."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         rows = [
             (name, command.get_short_help_str(limit=1000))
@@ -48,7 +48,7 @@ class _LazyGroup(click.Group):
             formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the subcommand; a wrong call ends with one line and exit code 2."""
+        """Run the subcommand; a UsageError ends it with one line and exit code 2."""
         try:
             return super().invoke(ctx)
         except click.UsageError as error:

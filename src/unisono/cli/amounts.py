@@ -17,7 +17,7 @@ def bytes_of(text: str) -> int:
     """Read an amount.
 
     Raises:
-        click.BadParameter: it is none.
+        click.BadParameter: it is not an amount.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?|)B?", text)
     if found is None:

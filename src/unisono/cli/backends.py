@@ -1,7 +1,4 @@
-"""`unisono backends`: what can move bytes between ranks here, and what is missing for the rest.
-
-Knows the table. Does not know backends: `uni.list_backends()` does.
-"""
+"""`unisono backends`: which backends can run here, and what is missing for the others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`unisono bench`: how fast collectives are on this machine, beside Open MPI and Gloo.
 
-Knows the command line and tables. Does not measure: `unisono.bench` does.
+Command line and tables; `unisono.bench` measures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from unisono.bench import OPERATIONS, Case, Options, Results, contest
 from unisono.bench.chart import draw
-from unisono.bench.crew import CrewFailed
+from unisono.bench.running_system import SystemFailed
 from unisono.bench.systems import OURS, PEERS
 from unisono.cli.amounts import bytes_of
 from unisono.cli.screen import Screen
@@ -46,7 +46,7 @@ _ALL_SIZES = "8,64,1Ki,8Ki,64Ki,512Ki,1Mi,4Mi,16Mi,64Mi,128Mi"
     default=",".join(PEERS),
     show_default=True,
     metavar="NAME,NAME",
-    help="Whom to compare with; none: nobody.",
+    help="Systems to compare with; none: only ours.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), help="Turns of each system at each case [5].")
 @click.option("--quick", is_flag=True, help="Six sizes and three short rounds: a few minutes.")
@@ -65,8 +65,9 @@ def command(
 ) -> None:
     """Measure latency and bandwidth of every operation and size, beside the peers that are installed.
 
-    All systems take turns at each case, one at a time; the table shows medians, and the peer's time over
-    ours (above 1 we are faster) with the ends of single rounds. Bytes and bus bandwidth as in nccl-tests.
+    All systems take turns at each case, one at a time. The table shows medians, and the peer's time divided
+    by ours (above 1 ours is faster) with the lowest and highest of single rounds. Bytes and bus bandwidth are
+    those of nccl-tests.
     """
     options = Options(
         ranks=[_number(text) for text in _listed(ranks)],
@@ -82,18 +83,18 @@ def command(
             raise UsageError(f"the folder of {path} does not exist", next_step="make the folder first")
     console = Screen()
     try:
-        # Where nobody looks at a terminal, a line that replaces itself is only noise.
+        # rich shows the status on a terminal only.
         with Console(stderr=True).status("starting") as status:
-            results = contest(options, tell=status.update)
-    except CrewFailed as error:
+            results = contest(options, progress=status.update)
+    except SystemFailed as error:
         raise click.ClickException(str(error)) from error
     print_tables(console, results)
     if json_path is not None:
         json_path.write_text(results.as_json())
-        console.print(f"all times are in {json_path}", markup=False)
+        console.print(f"wrote all times to {json_path}", markup=False)
     if plot_path is not None:
         draw(results, plot_path)
-        console.print(f"drawn in {plot_path}", markup=False)
+        console.print(f"wrote the chart to {plot_path}", markup=False)
 
 
 def print_tables(console: Console, results: Results) -> None:

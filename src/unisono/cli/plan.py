@@ -1,6 +1,6 @@
-"""`unisono plan`: how a collective would run, and why so.
+"""`unisono plan`: how a collective would run, and why.
 
-Knows how plans are shown. Decides nothing: choosing, costing and drawing are in `plans/`.
+Only output: choosing, costing and drawing are in `plans/`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from unisono.plans.units import bytes_text, seconds_text
 
 __all__ = ["command"]
 
-# More than this scrolls off a screen: then rounds are shown in place of steps, and of these the ends.
+# Longer plans do not fit a screen: then rounds are shown instead of steps, the first and last of them.
 _STEP_LINES_MAX: Final = 60
 _LINE_LENGTH_MAX: Final = 260
 _ROUND_LINES_MAX: Final = 24
-# Larger worlds take seconds to write down and show nothing new.
+# Plans of larger worlds take seconds to build and show nothing new.
 _RANKS_MAX: Final = 256
 
 
@@ -61,7 +61,7 @@ def _parsed_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int
     default="1Mi",
     show_default=True,
     callback=_parsed_bytes,
-    help="The whole vector; collectives of blocks cut it into one for each rank. 4096, 64Ki, 1Mi, 10M.",
+    help="The whole vector: 4096, 64Ki, 1Mi, 10M. Collectives of blocks cut it into one block per rank.",
 )
 @click.option("--algorithm", default="auto", show_default=True, help="A name that --list shows.")
 @click.option(
@@ -84,12 +84,12 @@ def _parsed_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int
     type=click.Choice([kind for kind in LINKS if kind]),
     default="shm",
     show_default=True,
-    help="What joins ranks of one host.",
+    help="The link between ranks of one host.",
 )
 @click.option("--ordered", is_flag=True, help="Only algorithms with reproducible bits.")
 @click.option("--rank", type=int, help="Show all steps of this rank.")
-@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the plan into this file.")
-@click.option("--list", "is_list", is_flag=True, help="Name the algorithms of the collective, or of all.")
+@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the plan to this file.")
+@click.option("--list", "is_list", is_flag=True, help="List the algorithms of the collective, or of all.")
 def command(
     collective: str | None,
     size: int,
@@ -110,10 +110,10 @@ def command(
         _print_list(console, [collective] if collective else list(CATALOG))
         return
     if collective is None:
-        raise click.UsageError(f"which collective? One of {', '.join(CATALOG)}")
+        raise click.UsageError(f"name a collective: {', '.join(CATALOG)}")
     if rank is not None and not 0 <= rank < size:
         raise click.BadParameter(f"{rank} is outside 0..{size - 1}", param_hint="--rank")
-    # A barrier's token has no type: one byte.
+    # A barrier's token has no type; it is one byte.
     itemsize = 1 if collective == "barrier" else DTYPES[dtype_name].itemsize
     problem = _problem(collective, size, nbytes, itemsize, root, host_count)
     links = LINKS[kind]
@@ -121,9 +121,9 @@ def command(
         algorithm, reason = choose(problem, itemsize, links, ordered=ordered)
     else:
         best, why = choose(problem, itemsize, links, ordered=ordered)
-        reason = f"asked for; auto takes {best}: {why}"
+        reason = f"as requested; auto would take {best}: {why}"
         if ordered and not entry_of(collective, algorithm).ordered:
-            raise click.UsageError(f"{collective} by {algorithm} is not ordered")
+            raise click.UsageError(f"{collective} by {algorithm} is not reproducible, as --ordered requires")
     plans = [build(problem, member, algorithm) for member in range(size)]
 
     what = f"{collective} on {size} rank{'s' * (size > 1)}" + (
@@ -139,7 +139,7 @@ def command(
     _print_summary(console, what, reason, plans, links, itemsize, others)
     _print_steps(console, plans, itemsize, rank)
     if svg is not None:
-        console.print(f"drawn in {svg}", markup=False)
+        console.print(f"wrote {svg}", markup=False)
 
 
 def _problem(collective: str, size: int, nbytes: int, itemsize: int, root: int, host_count: int) -> Problem:
@@ -206,7 +206,7 @@ def _print_summary(
 
 
 def _others_text(problem: Problem, chosen: str, links: Links, itemsize: int, ordered: bool) -> str:
-    """Say what the algorithms that were not chosen would take, the fastest first."""
+    """The predicted times of the algorithms that were not chosen, the fastest first."""
     names = [name for name in fitting(problem, ordered=ordered) if name != chosen]
     times = sorted((predict_s(problem, name, itemsize, links), name) for name in names)
     return ", ".join(f"{name} {seconds_text(time_s)}" for time_s, name in times)
@@ -228,7 +228,7 @@ def _print_steps(console: Console, plans: Sequence[Plan], itemsize: int, rank: i
 
 
 def _rounds_table(plans: Sequence[Plan], itemsize: int) -> Table:
-    """Sum up the rounds, equal neighbours in one line; the middle of a long plan is left out."""
+    """One line for each run of equal rounds; the middle of a long plan is left out."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("rounds", "messages", "of these reduced", "bytes", "rank 0"):
         table.add_column(name, justify="left" if name == "rank 0" else "right")
@@ -245,7 +245,7 @@ def _rounds_table(plans: Sequence[Plan], itemsize: int) -> Table:
 
 
 def _equal_rounds(plans: Sequence[Plan], itemsize: int) -> Iterator[tuple[tuple[str, ...], int, int]]:
-    """Yield what a round shows, and the first and last of the rounds that show the same."""
+    """Yield the cells of a line, and the first and last of the equal rounds that it is for."""
     rounds = range(len(plans[0].rounds))
     for cells, run in groupby(rounds, key=lambda number: _round_cells(plans, number, itemsize)):
         numbers = list(run)
@@ -261,7 +261,7 @@ def _round_cells(plans: Sequence[Plan], number: int, itemsize: int) -> tuple[str
 
 
 def _peers_text(steps: Sequence[Step]) -> str:
-    """Say whom a rank talks to: "to 1, from 7"."""
+    """The peers of a rank: "to 1, from 7"."""
     to = [str(step.peer) for step in steps if isinstance(step, Send)]
     from_ = [str(step.peer) for step in steps if isinstance(step, Recv | RecvReduce)]
     words = [f"{word} {_few(peers)}" for word, peers in (("to", to), ("from", from_)) if peers]

@@ -1,6 +1,6 @@
 """`unisono run`: start ranks of a program on this host.
 
-Knows the command line and the terminal. Does not know processes: `unisono.launcher.run` does.
+Command line and terminal; `unisono.launcher.run` starts the processes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ __all__ = ["command"]
     default=5.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long the others may go on after a rank has failed.",
+    help="Time for the other ranks to end by themselves after one has failed.",
 )
-@click.option("--verbose", is_flag=True, help="When the job fails: whole tracebacks, of every rank.")
+@click.option("--verbose", is_flag=True, help="When the job fails, show the whole tracebacks of all ranks.")
 @click.option("--env", "env", multiple=True, metavar="NAME=VALUE", help="Set a variable for every rank.")
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -70,11 +70,12 @@ def command(
 ) -> None:
     """Run PROGRAM, a Python script, as several ranks that find each other with `unisono.init()`.
 
-    Lines that a rank prints have its number before them. When a rank fails the others have a few seconds
-    to end by themselves; the exit code and the last words are those of the rank that failed first.
+    Each line that a rank prints is prefixed with its number. When a rank fails, the others have --grace
+    seconds to end by themselves; the exit code and the last lines are those of the rank that failed first.
     """
     from unisono import __version__
-    from unisono.launcher.run import Job, run
+    from unisono.launcher.job import Job
+    from unisono.launcher.run import run
 
     if join is not None and "://" in join:
         raise UsageError(
@@ -89,17 +90,17 @@ def command(
         "INSECURE": "1" if insecure else None,
     }
     variables |= as_options(options, variables)
-    # As the ranks will read it: an option, else a variable, else the default.
-    around, settings = network(environment(variables)), Config.inherited(variables)
-    launcher = _launcher_of(around.backend, "--backend " if backend else "UNISONO_BACKEND=")
+    # As the ranks will read them: an option, otherwise a variable, otherwise the default.
+    network_settings, settings = network(environment(variables)), Config.inherited(variables)
+    launcher = _launcher_of(network_settings.backend, "--backend " if backend else "UNISONO_BACKEND=")
     job = Job(
         command=[sys.executable, *(["-m"] if is_module else []), program, *arguments],
         ranks_here=ranks,
         nodes=nnodes,
         node_rank=node_rank,
         join=join or (network(given()).join if nnodes > 1 else None),
-        address=around.address,
-        advertise=around.advertise,
+        address=network_settings.address,
+        advertise=network_settings.advertise,
         insecure=settings.insecure,
         tls=settings.tls,
         grace_s=grace_s,
@@ -109,7 +110,7 @@ def command(
     )
     streams = (sys.stdout, sys.stderr)
     try:
-        with open(os.devnull, "wb") as nowhere:  # for a stream that was closed before we began
+        with open(os.devnull, "wb") as nowhere:  # for a stream that was closed before we started
             out, err = (_descriptor(stream, nowhere.fileno()) for stream in streams)
             code = run(
                 job,
@@ -124,7 +125,7 @@ def command(
 
 
 def _launcher_of(backend: str, named_by: str) -> str:
-    """Who starts the ranks of a backend; we do if nobody is named."""
+    """The program that starts the ranks of a backend; empty: this launcher."""
     from unisono.backends.registry import backend_named
 
     try:
@@ -137,7 +138,7 @@ def _launcher_of(backend: str, named_by: str) -> str:
 
 
 def _descriptor(stream: TextIO | None, otherwise: int) -> int:
-    """Where a stream prints to; the other one if it was closed, or is none of the system's."""
+    """The descriptor of a stream; `otherwise` if it is closed or has none."""
     try:
         return otherwise if stream is None else stream.fileno()
     except OSError:

@@ -1,7 +1,4 @@
-"""Where a command prints: a terminal, a file, or a pipe whose reader may leave.
-
-Knows widths and closed pipes. Does not know what is printed.
-"""
+"""The console that commands print to: a terminal, a file, or a pipe whose reader may close it."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from rich.console import Console
 
 __all__ = ["Screen"]
 
-# What a line may hold where no terminal says so.
+# Columns where there is no terminal.
 _FILE_WIDTH: Final = 140
 
 
 class Screen(Console):
-    """A console on standard output. A reader who leaves early, as `head` does, ends the printing only."""
+    """A console on standard output. When its reader closes the pipe, as `head` does, only printing ends."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, **options)
@@ -26,8 +23,8 @@ class Screen(Console):
             self.width = _FILE_WIDTH
 
     def on_broken_pipe(self) -> None:
-        """Print nothing more; the command goes on, and writes its files."""
+        """Print nothing more; the command continues and writes its files."""
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # the interpreter flushes it once more at its end
+        os.dup2(nowhere, sys.stdout.fileno())  # the interpreter flushes it once more when it exits
         os.close(nowhere)

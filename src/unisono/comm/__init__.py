@@ -1,4 +1,4 @@
 """What a user holds: communicators, their verbs, groups and worlds.
 
-Above the rooms: these modules may use any of them.
+These modules may import everything below them: rpc/, backends/, simulation/, launcher/ and bootstrap/.
 """

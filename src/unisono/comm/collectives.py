@@ -1,8 +1,7 @@
-"""The verbs: every operation of a communicator, started.
+"""The collective verbs of a communicator: their arguments, and the stages of each.
 
-Knows the arguments of each verb, what is allowed, and which stages it takes. Does not know how a stage runs.
-Bad arguments are refused here, before anything is sent. The blocking verbs of a Communicator are these,
-waited for: nothing exists twice.
+Wrong arguments are refused here, before anything is sent. The blocking verbs of a Communicator start these
+and wait for them.
 """
 
 from __future__ import annotations
@@ -35,10 +34,13 @@ _BYTE = DTYPES["uint8"]
 
 
 class Verbs(Messages):
-    """`comm.start`: the operations of a communicator, each returning a Work.
+    """`comm.start`: the verbs of a communicator, each of which returns a Work.
 
-    Every verb takes `timeout=`: seconds for the whole operation, no limit by default. Collectives take
-    `algorithm=`: "auto" or a name from `unisono plan --list`.
+    A collective is called by every rank of the communicator, in the same order and with equal arguments;
+    otherwise all ranks get CollectiveMismatch. Every verb takes `timeout=`: seconds for the whole operation,
+    without a limit by default. Most collectives take `algorithm=`: "auto" or a name that `unisono plan
+    --list` shows. Where a verb takes `out=`, it fills that memory and returns it; otherwise it returns a new
+    array of the same kind as `x`. A wrong argument is a UsageError, raised before anything is sent.
     """
 
     # -- collectives --------------------------------------------------------------------------------------
@@ -52,7 +54,18 @@ class Verbs(Messages):
         timeout: float | None = None,
         algorithm: str = "auto",
     ) -> Work[Any]:
-        """Combine everyone's `x` and give everyone the result, in place or into `out`."""
+        """Reduce the `x` of all ranks; every rank gets the result.
+
+        Args:
+            x: an array, which is overwritten by the result unless `out` is given, or a number.
+            op: "sum", "prod", "min", "max", "mean", a bitwise or logical operation, or one made by `op`.
+            out: memory for the result, of the same type and shape.
+            timeout: seconds for the whole operation.
+            algorithm: the algorithm by name.
+
+        Returns:
+            `x` itself, or `out`; for a number, a number.
+        """
         how = as_op(op)
         array = buffers.view(x, "x", writable=out is None)
         target = array if out is None else self._out(out, array, array.shape)
@@ -73,7 +86,11 @@ class Verbs(Messages):
     def all_reduce_many(
         self, xs: Sequence[Any], op: OpLike = "sum", *, timeout: float | None = None, algorithm: str = "auto"
     ) -> Work[Sequence[Any]]:
-        """Combine a list of arrays in one go, in place; many small ones cost little more than one."""
+        """Reduce each array of a list over all ranks, in place, as one operation.
+
+        Arrays of one type travel together: many small arrays cost little more than one. Returns `xs`; if
+        it holds numbers, a new list.
+        """
         how = as_op(op)
         if not isinstance(xs, Sequence):
             raise UsageError(
@@ -87,7 +104,7 @@ class Verbs(Messages):
         def steps(call: Call) -> Steps[Sequence[Any]]:
             one = CollectiveCall(self._group, call, algorithm)
             yield from vector_collectives.all_reduce_fused(one, arrays, how, self._size)
-            # In place: the very list that was given, unless it holds numbers, which cannot be filled.
+            # In place: the list itself, unless it holds numbers, which are immutable.
             return [array.give() for array in arrays] if any(a.is_value for a in arrays) else xs
 
         return self._begin("all_reduce_many", timeout, steps, is_collective=True)
@@ -101,7 +118,7 @@ class Verbs(Messages):
         timeout: float | None = None,
         algorithm: str = "auto",
     ) -> Work[Any]:
-        """Combine everyone's `x` into root's `x`; the others keep theirs and get None."""
+        """Reduce the `x` of all ranks into the `x` of `root`, which returns it; else None, x unchanged."""
         how = as_op(op)
         root = self._rank_of(root, "root")
         is_root = self._rank == root
@@ -124,14 +141,14 @@ class Verbs(Messages):
     def broadcast(
         self, x: Any, root: int = 0, *, timeout: float | None = None, algorithm: str = "auto"
     ) -> Work[Any]:
-        """Copy root's `x` into everyone's."""
+        """Copy the `x` of `root` into the `x` of every other rank, of the same type and length. Returns x."""
         root = self._rank_of(root, "root")
         array = buffers.view(x, "x", writable=self._rank != root)
         _check_algorithm("broadcast", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
-            # Root's is only read, but an engine asks for memory that it may write.
+            # The memory of root is only read, but the engine takes writable memory only.
             memory = array.flat if array.flat.flags.writeable else array.flat.copy()
             yield from one.run("broadcast", (array.count,), array.dtype, {Buf.OUT: memory}, root=root)
             return array.give()
@@ -141,7 +158,7 @@ class Verbs(Messages):
     def all_gather(
         self, x: Any, *, out: Any = None, timeout: float | None = None, algorithm: str = "auto"
     ) -> Work[Any]:
-        """Give everyone everyone's `x`: `result[r]` is rank r's."""
+        """Gather the `x` of all ranks, of equal shape, on every rank: `result[r]` is the x of rank r."""
         array = buffers.view(x, "x")
         target = self._result(array, out, (self._size, *array.shape))
         _check_algorithm("all_gather", algorithm)
@@ -159,7 +176,7 @@ class Verbs(Messages):
     def gather(
         self, x: Any, root: int = 0, *, out: Any = None, timeout: float | None = None, algorithm: str = "auto"
     ) -> Work[Any]:
-        """Give root everyone's `x`: `result[r]` is rank r's; the others get None."""
+        """Gather the `x` of all ranks, of equal shape, on `root`: `result[r]` is rank r's; else None."""
         array = buffers.view(x, "x")
         root = self._rank_of(root, "root")
         is_root = self._rank == root
@@ -184,7 +201,7 @@ class Verbs(Messages):
         timeout: float | None = None,
         algorithm: str = "auto",
     ) -> Work[Any]:
-        """Give rank r root's `x[r]`; elsewhere `x` is None."""
+        """Send `x[r]` of `root` to each rank r, which returns it. Ranks other than root pass no x."""
         root = self._rank_of(root, "root")
         _check_algorithm("scatter", algorithm)
         if self._rank == root and x is None:
@@ -211,7 +228,7 @@ class Verbs(Messages):
         timeout: float | None = None,
         algorithm: str = "auto",
     ) -> Work[Any]:
-        """Combine everyone's `x` and give rank r the combined `x[r]`."""
+        """Reduce the `x` of all ranks; rank r gets `result[r]`. The first axis of x is the rank."""
         array = self._by_rank(x, "x")
         part = array.count // self._size
         return self._reduce_scatter(
@@ -227,7 +244,10 @@ class Verbs(Messages):
         timeout: float | None = None,
         algorithm: str = "auto",
     ) -> Work[Any]:
-        """Combine everyone's `x` and give rank r the next `counts[r]` rows of the result."""
+        """Reduce the `x` of all ranks, cut axis 0 of the result by `counts`, and give rank r part r.
+
+        `counts` has one length for each rank, and adds up to the length of axis 0.
+        """
         array = buffers.view(x, "x")
         rows = self._check_counts(array, counts)
         row = int(np.prod(array.shape[1:], dtype=np.int64))
@@ -240,13 +260,13 @@ class Verbs(Messages):
     def all_to_all(
         self, x: Any, *, out: Any = None, timeout: float | None = None, algorithm: str = "auto"
     ) -> Work[Any]:
-        """Send `x[d]` to each rank d: `result[s]` is what rank s had for this one."""
+        """Send `x[d]` to each rank d; `result[s]` is what rank s sent to this rank, its `x[rank]`."""
         array = self._by_rank(x, "x")
         target = self._result(array, out, array.shape)
         _check_algorithm("all_to_all", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
-            # Where nothing travels, any algorithm will do, also one that cannot tell empty from uneven.
+            # Without any element all algorithms are equal, also those that do not take uneven parts.
             one = CollectiveCall(self._group, call, algorithm if array.count else "auto")
             counts = (array.count // self._size,) * self._size**2
             memory = {Buf.IN: array.flat, Buf.OUT: target.flat}
@@ -264,7 +284,7 @@ class Verbs(Messages):
         timeout: float | None = None,
         algorithm: str = "auto",
     ) -> Work[Any]:
-        """Combine the `x` of ranks 0 to this one."""
+        """Reduce the `x` of ranks 0 to this one, this one included; not with op "mean"."""
         return self._prefix("scan", x, as_op(op), out, timeout, algorithm)
 
     def exscan(
@@ -276,11 +296,11 @@ class Verbs(Messages):
         timeout: float | None = None,
         algorithm: str = "auto",
     ) -> Work[Any]:
-        """Combine the `x` of the ranks below this one; rank 0 gets the operation's identity."""
+        """Reduce the `x` of the ranks below this one; rank 0 gets the identity of the operation."""
         return self._prefix("exscan", x, as_op(op), out, timeout, algorithm)
 
     def barrier(self, *, timeout: float | None = None, algorithm: str = "auto") -> Work[None]:
-        """Wait until every rank has come here."""
+        """Wait until every rank has called it."""
         _check_algorithm("barrier", algorithm)
 
         def steps(call: Call) -> Steps[None]:
@@ -288,12 +308,12 @@ class Verbs(Messages):
 
         return self._begin("barrier", timeout, steps, is_collective=True)
 
-    # -- uneven ones: lists of arrays by rank -------------------------------------------------------------
+    # -- vector variants: lists of arrays by rank ---------------------------------------------------------
 
     def all_gather_v(
         self, x: Any, *, timeout: float | None = None, algorithm: str = "auto"
     ) -> Work[list[Any]]:
-        """Give everyone everyone's `x`, whose lengths along axis 0 may differ."""
+        """Gather the `x` of all ranks on every rank, as a list by rank. Axis 0 may differ."""
         array = _rows(x, "x")
         _check_algorithm("all_gather", algorithm)
 
@@ -306,7 +326,7 @@ class Verbs(Messages):
     def gather_v(
         self, x: Any, root: int = 0, *, timeout: float | None = None, algorithm: str = "auto"
     ) -> Work[list[Any] | None]:
-        """Give root everyone's `x`, whose lengths along axis 0 may differ; the others get None."""
+        """Gather the `x` of all ranks on `root`, as a list by rank; else None. Axis 0 may differ."""
         array = _rows(x, "x")
         root = self._rank_of(root, "root")
         _check_algorithm("gather", algorithm)
@@ -325,7 +345,10 @@ class Verbs(Messages):
         timeout: float | None = None,
         algorithm: str = "auto",
     ) -> Work[Any]:
-        """Give rank r root's `parts[r]`; elsewhere `parts` is None."""
+        """Send `parts[r]` of `root` to each rank r, which returns it. Ranks other than root pass no parts.
+
+        The arrays may differ in the length of axis 0 only.
+        """
         root = self._rank_of(root, "root")
         _check_algorithm("scatter", algorithm)
         arrays = self._parts(parts) if self._rank == root else None
@@ -339,7 +362,10 @@ class Verbs(Messages):
     def all_to_all_v(
         self, parts: Sequence[Any], *, timeout: float | None = None, algorithm: str = "auto"
     ) -> Work[list[Any]]:
-        """Send `parts[d]` to each rank d: `result[s]` is what rank s had for this one."""
+        """Send `parts[d]` to each rank d; `result[s]` is what rank s sent to this rank.
+
+        The arrays may differ in the length of axis 0 only, which may be 0.
+        """
         arrays = self._parts(parts)
         _check_algorithm("all_to_all", algorithm, is_uneven=True)
 
@@ -349,12 +375,12 @@ class Verbs(Messages):
 
         return self._begin("all_to_all_v", timeout, steps, is_collective=True)
 
-    # -- objects: plain data, arrays and registered dataclasses -------------------------------------------
+    # -- objects: plain data, arrays and registered classes -----------------------------------------------
 
     def broadcast_object(
         self, value: Any = None, root: int = 0, *, timeout: float | None = None
     ) -> Work[Any]:
-        """Give everyone root's object."""
+        """Send the object of `root` to every rank, which returns it. Ranks other than root pass none."""
         root = self._rank_of(root, "root")
         packed = vector_collectives.packed(value, self._object_bytes_max) if self._rank == root else None
 
@@ -367,7 +393,7 @@ class Verbs(Messages):
         return self._begin("broadcast_object", timeout, steps, is_collective=True)
 
     def all_gather_object(self, value: Any, *, timeout: float | None = None) -> Work[list[Any]]:
-        """Give everyone everyone's object."""
+        """Gather the objects of all ranks on every rank, as a list by rank."""
         packed = vector_collectives.packed(value, self._object_bytes_max)
 
         def steps(call: Call) -> Steps[list[Any]]:
@@ -381,7 +407,7 @@ class Verbs(Messages):
     def gather_object(
         self, value: Any, root: int = 0, *, timeout: float | None = None
     ) -> Work[list[Any] | None]:
-        """Give root everyone's object; the others get None."""
+        """Gather the objects of all ranks on `root`, as a list by rank; else None."""
         root = self._rank_of(root, "root")
         packed = vector_collectives.packed(value, self._object_bytes_max)
 
@@ -396,7 +422,7 @@ class Verbs(Messages):
     def scatter_object(
         self, values: Sequence[Any] | None = None, root: int = 0, *, timeout: float | None = None
     ) -> Work[Any]:
-        """Give rank r root's `values[r]`; elsewhere `values` is None."""
+        """Send `values[r]` of `root` to each rank r, which returns it. Ranks other than root pass none."""
         root = self._rank_of(root, "root")
         arrays: list[Array] | None = None
         if self._rank == root:
@@ -546,14 +572,14 @@ def _check_algorithm(collective: str, algorithm: str, *, is_uneven: bool = False
 
 
 def _operand(array: Array, op: ReduceOp, size: int) -> tuple[np.ndarray[Any, Any], DType]:
-    """What is reduced: the array, or a float32 copy of halves, whose sum could overflow before the mean."""
+    """The memory that is reduced. For a mean of 16-bit floats a float32 copy, because their sum overflows."""
     if op.is_mean and array.dtype.is_half and size > 1:
         return widen(array.flat, array.dtype), _FLOAT32
     return array.flat, array.dtype
 
 
 def _conclude(memory: np.ndarray[Any, Any], dtype: DType, target: Array, op: ReduceOp, size: int) -> None:
-    """Make a mean of the sum, and halves of the float32 that it was computed in."""
+    """Finish a mean: divide the sum, and round it back to 16-bit floats if it was computed in float32."""
     if not op.is_mean or size == 1:
         return
     divide(memory, size, dtype)

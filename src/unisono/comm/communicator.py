@@ -1,7 +1,6 @@
-"""The communicator: what a user holds. A rank's place among others, its verbs, and the groups within.
+"""The communicator, which a user holds: its lifetime, its verbs and how it is split into groups.
 
-Knows its lifetime and how groups are made. Does not know how a verb works (verbs.py), nor what goes on inside
-a group (group.py).
+collectives.py and point_to_point.py implement the verbs, group.py the state of a group.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _INT64 = DTYPES["int64"]
 
 
 class Start(Verbs):
-    """`comm.start`: the verbs, and the making of groups."""
+    """`comm.start`: the verbs and `split`, each of which returns a Work."""
 
     def __init__(self, communicator: Communicator, group: Group, *, timers: bool = True) -> None:
         super().__init__(group, timers=timers)
@@ -60,9 +59,12 @@ class Start(Verbs):
     def split(
         self, color: int | None, key: int = 0, *, timeout: float | None = None
     ) -> Work[Communicator | None]:
-        """Make a communicator of the ranks that give the same color, ordered by (key, rank here).
+        """Make a communicator of all ranks that pass the same color. Every rank calls it.
 
-        Every rank calls it; one that gives None gets None.
+        Args:
+            color: a signed 64-bit integer; None makes no communicator on this rank and returns None.
+            key: the ranks of the new communicator are ordered by (key, rank here).
+            timeout: seconds until DeadlineExceeded; None means no limit.
         """
         for what, number in (("color", color), ("key", key)):
             if number is not None or what == "key":
@@ -75,7 +77,7 @@ class Start(Verbs):
 
 
 class _Blocking(Generic[P, R]):
-    """A verb that starts the operation of the same name and waits for it."""
+    """The blocking form of a verb: starts the operation and waits for it."""
 
     def __init__(self, verb: Callable[Concatenate[Any, P], Work[R]]) -> None:
         self._verb = verb
@@ -98,10 +100,10 @@ class _Blocking(Generic[P, R]):
 
 
 class Communicator:
-    """A rank among others: the world, or a part of it.
+    """A set of ranks that exchange messages and call collectives: the world, or a part of it.
 
-    Use it as a context manager: leaving the block closes it, and an exception that leaves the block ends the
-    others' operations with PeerAborted instead of leaving them to wait.
+    Use it as a context manager. The end of the block closes it. If the block ends by an exception, operations
+    of the other ranks end with PeerAborted, instead of waiting for this rank.
     """
 
     send = _Blocking(Verbs.send)
@@ -135,17 +137,17 @@ class Communicator:
     def __init__(self, group: Group, parent: Communicator | None) -> None:
         self._group = group
         self._parent = parent
-        # By context, in the order they were made, until they are closed or nobody uses them any more. In
-        # virtual time they are kept: when the collector strikes must not change what a simulation does.
+        # By context, in the order they were made, until they are closed or dropped. In virtual time they are
+        # kept: a simulation must not depend on when the garbage collector runs.
         is_virtual = group.backend.runtime.is_virtual
         self._children: MutableMapping[int, Communicator] = {} if is_virtual else WeakValueDictionary()
         self._splits = 0
         self._subs: dict[tuple[int, ...], int] = {}
         self._start = Start(self, group)
         self._waited = Start(self, group, timers=False)
-        self._forgotten: weakref.finalize[..., Communicator] | None = None
+        self._finalizer: weakref.finalize[..., Communicator] | None = None
         if group.hot is not None:
-            # In front of the verb of the class, which it asks for whatever is not plain or not known yet.
+            # The instance attribute tries the fast path first; the method of the class is its slow path.
             slow_path = SlowPathHandler(group)
             for name in group.hot.verbs:
                 verb = getattr(self, name)
@@ -155,46 +157,45 @@ class Communicator:
             self.__dict__["send"] = group.fast_messages.send(self.send, check)
             self.__dict__["recv"] = group.fast_messages.recv(self.recv, check)
         if parent is None:
-            # A world that is simply forgotten must not leave the others waiting for it.
-            self._forgotten = weakref.finalize(self, _close_later, group.backend)
-            self._forgotten.atexit = False
+            # The other ranks must not wait for a world that was dropped without being closed.
+            self._finalizer = weakref.finalize(self, _close_later, group.backend)
+            self._finalizer.atexit = False
             if not is_virtual:
                 _worlds.add(self)
-                _watch_the_end()
+                _watch_exit()
             return
         parent._children[group.context] = self
         if not is_virtual:
-            # Nor must a group that is simply forgotten, and what was kept for it is freed. Operations under
-            # way on it and its agent hold the communicator.
-            self._forgotten = weakref.finalize(self, _leave_later, group)
-            self._forgotten.atexit = False
+            # The same for a group. Operations under way on it, and its agent, keep the communicator alive.
+            self._finalizer = weakref.finalize(self, _leave_later, group)
+            self._finalizer.atexit = False
 
     @classmethod
     def world(cls, backend: Backend) -> Communicator:
-        """The communicator of all ranks of a backend, which it owns and closes."""
+        """The communicator of all ranks of a backend; it owns the backend, and closes it."""
         descriptor = descriptor_of("world", backend.size)
         ranks = tuple(range(backend.size))
         group = Group(
             backend, Control(backend), WORLD_CONTEXT, "world", descriptor, ranks, is_introduced=True
         )
-        group.control.join(group)
+        group.control.add_group(group)
         return cls(group, None)
 
-    # -- what it is ---------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        """This process's position, 0 to size - 1."""
+        """The position of this process in the communicator, 0 to size - 1."""
         return self._group.backend.rank
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._group.backend.size
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The name that errors show."""
         return self._group.name
 
     @property
@@ -204,26 +205,29 @@ class Communicator:
 
     @property
     def backend(self) -> Backend:
-        """What moves the bytes."""
+        """The backend that moves the bytes."""
         return self._group.backend
 
     @property
     def start(self) -> Start:
-        """The same verbs, started: each returns a Work."""
+        """The same verbs, without waiting: each returns a Work."""
         return self._start
 
     def __repr__(self) -> str:
         state = ", closed" if self._group.is_closed else ""
-        place = f"rank {self.rank} of {self.size}"
-        return f"<Communicator {self.name!r} {place}, {self.backend.capabilities.name}{state}>"
+        position = f"rank {self.rank} of {self.size}"
+        return f"<Communicator {self.name!r} {position}, {self.backend.capabilities.name}{state}>"
 
     # -- groups within ------------------------------------------------------------------------------------
 
     def sub(self, ranks: Sequence[int]) -> Communicator:
-        """Make a communicator of the given ranks; only these call it, and nothing is exchanged.
+        """Make a communicator of the given ranks. Only these call it, and no message is exchanged.
 
-        The ranks are sorted and duplicates removed. All members must make the same subs of the same set
-        equally often.
+        Args:
+            ranks: ranks of this communicator, this one included. They are sorted, and duplicates removed.
+
+        A set of ranks may be used several times; all its members must then call `sub` the same number of
+        times.
         """
         self._group.check_usable(is_collective=False)
         chosen = _listed(ranks, "ranks")
@@ -240,7 +244,12 @@ class Communicator:
         return self._child(backend, members, context, name, descriptor_of(*identity), is_introduced=False)
 
     def mesh(self, shape: Sequence[int], names: Sequence[str] | None = None) -> Mesh:
-        """Arrange the ranks in a grid, row by row, with a communicator along each axis. All ranks call it."""
+        """Arrange the ranks in a grid with a communicator along each axis. Every rank calls it.
+
+        Args:
+            shape: the length of each axis; their product is the size. Ranks are in row-major order.
+            names: the name of each axis, such as ("dp", "tp"); by default axis0, axis1 and so on.
+        """
         grid = Grid(
             tuple(_listed(shape, "shape")), tuple(_listed(names, "names")) if names is not None else None
         )
@@ -251,44 +260,48 @@ class Communicator:
             color = next(i for i, ranks in enumerate(group) if self.rank in ranks)
             child = self.split(color, self.rank)
             assert child is not None
-            child._group.name = name
+            child._group.state.name = name
             axes[name] = child
         return Mesh(grid, self.rank, axes)
 
     def _attach(self, service: Service, purpose: str) -> tuple[Group, int]:
-        """Let something live on this communicator until it is closed: where, and in which context."""
+        """Attach a service until the communicator is closed; returns the group, and the service's context."""
         return self._group, self._group.attach(service, purpose)
 
     # -- endings ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Flush what was sent and leave, with all groups within. Who waits for this rank gets PeerLost.
+        """Flush sends and leave, with all groups made from this communicator.
+
+        Blocks up to `Config.flush_s` seconds for sends whose receive was not posted yet. Operations of other
+        ranks that wait for this rank end with PeerLost. A second call does nothing.
 
         Raises:
-            CollectiveMismatch: calls that ended here were others elsewhere. It is closed all the same.
+            CollectiveMismatch: a collective that ended here turns out to be a mismatch, which no call has
+                raised yet. The communicator is closed all the same.
         """
-        unheard: CollectiveMismatch | None = None
-        ending: list[Communicator | Group] = [*self._living(), self._group]
+        unseen: CollectiveMismatch | None = None
+        ending: list[Communicator | Group] = [*self._open_children(), self._group]
         for one in ending:
             try:
                 one.close()
             except CollectiveMismatch as mismatch:
-                unheard = unheard or mismatch
+                unseen = unseen or mismatch
         if self._parent is None:
             _worlds.discard(self)
-            if self._forgotten is not None and self._forgotten.detach() is not None:
+            if self._finalizer is not None and self._finalizer.detach() is not None:
                 self._group.backend.close()
         else:
             context = self._group.context
             self._parent._children.pop(context, None)
-            if self._forgotten is not None:
-                self._forgotten.detach()
+            if self._finalizer is not None:
+                self._finalizer.detach()
             self._group.backend.end_group(context)
-        if unheard is not None:
-            raise unheard
+        if unseen is not None:
+            raise unseen
 
     def abort(self, reason: str) -> None:
-        """Give up: end everyone's operations here with PeerAborted, which carries the reason."""
+        """Give up: the operations of all ranks on this communicator end with PeerAborted and the reason."""
         rank = self._group.world_rank
         self._end_by(PeerAborted(f"rank {rank} aborted", rank=rank, cause=str(reason)))
 
@@ -306,31 +319,31 @@ class Communicator:
         self.close()
 
     def _explain(self, error: BaseException) -> None:
-        """Tell the others what ends this rank."""
+        """Send the other ranks the error that ends this one."""
         if isinstance(error, PeerLost | PeerAborted | CollectiveMismatch | Deadlock):
             self._end_by(error)  # the root cause, passed on as itself
         elif not (isinstance(error, SystemExit) and not error.code):
             first_line = (str(error).splitlines() or [""])[0]
             self.abort(f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__)
 
-    def _forsake(self, cause: str) -> None:
-        """Leave without waiting for anybody, with all groups within."""
-        for child in self._living():
-            child._forsake(cause)
-        self._group.warn_of_loose_ends("")
-        self._group.forget(cause)
+    def _leave_now(self, cause: str) -> None:
+        """Leave without waiting, with all groups made from this communicator."""
+        for child in self._open_children():
+            child._leave_now(cause)
+        self._group.loose_ends.warn("")
+        self._group.leave(cause)
         if self._parent is None:
             _worlds.discard(self)
-            if self._forgotten is not None and self._forgotten.detach() is not None:
+            if self._finalizer is not None and self._finalizer.detach() is not None:
                 self._group.backend.close()
 
     def _end_by(self, error: UnisonoError) -> None:
-        for child in self._living():
+        for child in self._open_children():
             child._end_by(error)
         self._group.abort(error)
 
-    def _living(self) -> list[Communicator]:
-        """The groups within that are in use, in the order they were made."""
+    def _open_children(self) -> list[Communicator]:
+        """The open groups made from this communicator, in the order they were made."""
         if isinstance(self._children, WeakValueDictionary):
             known = (ref() for ref in self._children.valuerefs())
             return [child for child in known if child is not None]
@@ -345,11 +358,11 @@ class Communicator:
         rows = yield from self._gathered(one, mine)
         if any(row[3] != generation for row in rows):
             raise CollectiveMismatch(
-                "the ranks disagree on how often they have split",
+                "ranks called split a different number of times",
                 report="\n".join(
                     f"rank {self._group.world_ranks[r]}: split #{row[3]}" for r, row in enumerate(rows)
                 ),
-                next_step="call split equally often on all ranks",
+                next_step="call split the same number of times on all ranks",
             )
         groups: dict[int, list[tuple[int, int]]] = {}
         for rank, (has_color, its_color, its_key, _) in enumerate(rows):
@@ -369,7 +382,7 @@ class Communicator:
     def _fresh_contexts(
         self, one: CollectiveCall, generation: int, colors: list[int]
     ) -> Steps[tuple[int, dict[int, int]]]:
-        """Context ids that no group of any member uses: all ranks look, and try again together."""
+        """Context ids that no group of any member uses; the ranks agree on them, and retry together."""
         for salt in range(_SALTS_MAX):
             contexts = {
                 c: _split_context(self._group.context, self.epoch, generation, c, salt) for c in colors
@@ -400,13 +413,22 @@ class Communicator:
         is_introduced: bool,
     ) -> Communicator:
         control, ranks = self._group.control, tuple(self._group.world_ranks[rank] for rank in members)
-        group = Group(backend, control, context, name, descriptor, ranks, is_introduced=is_introduced)
-        group.epoch, group.parent = self.epoch, self._group
-        control.join(group)
+        group = Group(
+            backend,
+            control,
+            context,
+            name,
+            descriptor,
+            ranks,
+            is_introduced=is_introduced,
+            epoch=self.epoch,
+            parent=self._group,
+        )
+        control.add_group(group)
         return Communicator(group, self)
 
 
-# A second collision is as likely as 64-bit hashes are bad; more than a few attempts mean a bug.
+# Context ids are 64-bit hashes: a second collision in a row is a bug, not chance.
 _SALTS_MAX = 4
 
 
@@ -429,7 +451,7 @@ def _listed(given: Any, what: str) -> list[Any]:
 
 
 class SlowPathHandler:
-    """What the hot path asks for on a bad day."""
+    """What the fast path calls if an operation does not end soon, or fails."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -444,7 +466,7 @@ class SlowPathHandler:
         memory: tuple[Any, ...],
         interruption: BaseException | None,
     ) -> None:
-        """Wait for what the hot path began and could not end by itself; it raises what the verb would."""
+        """Wait for an operation that the fast path started; raises what the verb would."""
         group = self._group
 
         def steps(call: Call) -> Steps[None]:
@@ -457,57 +479,61 @@ class SlowPathHandler:
         wait_or_cancel(work)
 
     def check_unclaimed(self, source: int, sequence: int, theirs: bytes) -> None:
-        """A message waits for a call that was made here: raise if that was another call than its sender's."""
+        """A message was not received by the call with its number: raise if the sender made another call.
+
+        Raises:
+            CollectiveMismatch: it did.
+        """
         if not self._group.on_unclaimed(source, sequence, theirs):
-            self._group.wait_until_known()
+            self._group.wait_for_mismatch()
             self._group.check_usable(is_collective=True)
 
 
-# Worlds that were not closed: their users' `with` would have told what happened.
+# Worlds that are not closed yet; at the end of the process these leave.
 _worlds: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
-_is_end_watched = False
+_is_exit_watched = False
 
 
-def _watch_the_end() -> None:
-    """Be called when the main thread ends, and again when the interpreter does, before the backends are."""
-    global _is_end_watched
-    if not _is_end_watched:
-        _is_end_watched = True
-        # Other threads of ours may be waiting for other ranks, and Python for them.
+def _watch_exit() -> None:
+    """Let _end_all run when the main thread ends, and at interpreter exit before backends are closed."""
+    global _is_exit_watched
+    if not _is_exit_watched:
+        _is_exit_watched = True
+        # Before Python joins its threads, which may be waiting for other ranks.
         call_before_threads_are_joined(_end_all)
     atexit.unregister(_end_all)
     atexit.register(_end_all)
 
 
 def _end_all() -> None:
-    """The main thread has ended: so do the worlds it left open, and say so if an exception did it."""
+    """The main thread has ended: leave all open worlds; if it ended by an exception, send that to all."""
     error = getattr(sys, "last_value", None)
-    if hasattr(sys, "ps1"):  # at a prompt it is any that was shown before
+    if hasattr(sys, "ps1"):  # in an interactive session it is any earlier exception
         error = None
     for world in list(_worlds):
         try:
             if error is not None:
                 world._explain(error)
-            world._forsake("the main thread of this process has ended")
-        except Exception:  # the others must not pay for it
+            world._leave_now("the main thread of this process has ended")
+        except Exception:  # the other worlds must still leave
             _log.exception("rank %d could not leave", world._group.world_rank)
 
 
-os.register_at_fork(after_in_child=_worlds.clear)  # they are the parent's
+os.register_at_fork(after_in_child=_worlds.clear)  # a forked child does not own them
 
 
 def _close_later(backend: Backend) -> None:
-    """Close a forgotten backend where no lock is held: the collector may strike in the midst of its code."""
+    """Close a dropped backend on another thread: the garbage collector may run while its locks are held."""
     backend.runtime.call_soon(backend.close)
 
 
 def _leave_later(group: Group) -> None:
-    """Leave a forgotten group, where no lock is held."""
+    """Leave a dropped group, on another thread for the same reason."""
     group.backend.runtime.call_soon(partial(_leave, group))
 
 
 def _leave(group: Group) -> None:
-    group.forget()
+    group.leave()
     group.backend.end_group(group.context)

@@ -1,11 +1,10 @@
-"""Deadlocks between processes: whether the waits of ranks close to a chain that nobody can open.
+"""Deadlocks between processes: whether the waits that ranks report form a cycle that nothing can break.
 
-Knows what ranks report: in which operations their threads wait and for whom, what else is under way there,
-and whether another thread could act. Does not know how reports travel. Pure.
+A pure decision over the states of ranks; deadlock_watch.py collects them.
 
-A rank is *stuck* if every thread of its process that runs Python waits in an operation without a limit, or
-for another thread. Of the stuck ranks those are *lost* each of whose waits needs a rank that is lost, too:
-nobody is left to end any of them.
+A rank is *blocked* if every thread of its process that runs Python waits in an operation without a timeout,
+or for another thread. A set of blocked ranks is *deadlocked* if each of their waits needs a rank of the same
+set: no rank is left that could end any of them.
 """
 
 from __future__ import annotations
@@ -16,15 +15,16 @@ import msgspec
 
 from unisono.errors import ranks_text
 
-__all__ = ["ANY_RANK", "ANY_TAG", "Report", "Wait", "cycle_of", "lost_of", "told"]
+__all__ = ["ANY_RANK", "ANY_TAG", "RankState", "Wait", "cycle_of", "deadlocked", "wait_text"]
 
 ANY_TAG = ANY_RANK = -1
 
 
 class Wait(msgspec.Struct, frozen=True, array_like=True):
-    """A thread that waits in an operation: for each of `peers`, or for any of them.
+    """One thread that waits in an operation: for each of `peers`, or with `is_any` for any one of them.
 
-    A collective has a sequence and waits for ranks that have not called it; a message has a tag.
+    A collective has a sequence number, and `peers` have not called it. A message has a tag. `is_limited`: the
+    wait has a timeout.
     """
 
     number: int
@@ -38,49 +38,49 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
     is_limited: bool = False
 
 
-class Report(msgspec.Struct, frozen=True, array_like=True):
-    """What goes on in the process of one rank, by world ranks.
+class RankState(msgspec.Struct, frozen=True, array_like=True):
+    """What the process of one rank waits for and has under way, by world ranks.
 
-    `sends` and `receives` are all that is under way: (context, rank, tag). `following` is the number of the
-    next collective by context. `helpers` are what else could act there: threads by name, agents.
+    `sends` and `receives` are all messages under way: (context, rank, tag). `next_sequences` is the number of
+    the next collective by context. `helpers` names whatever else could act there: running threads, agents.
     """
 
     rank: int
     waits: tuple[Wait, ...]
     sends: tuple[tuple[int, int, int], ...] = ()
     receives: tuple[tuple[int, int, int], ...] = ()
-    following: dict[int, int] = {}
+    next_sequences: dict[int, int] = {}
     helpers: tuple[str, ...] = ()
 
     @property
-    def is_stuck(self) -> bool:
-        """Whether no thread there can go on by itself."""
+    def is_blocked(self) -> bool:
+        """Whether no thread there can continue by itself."""
         return bool(self.waits) and not self.helpers and not any(wait.is_limited for wait in self.waits)
 
     def blockers(self) -> set[int]:
-        """Whom its threads wait for."""
+        """The ranks that its threads wait for."""
         return {peer for wait in self.waits for peer in wait.peers}
 
 
-Reports = Mapping[int, Report]
+States = Mapping[int, RankState]
 
 
-def lost_of(reports: Reports) -> set[int]:
+def deadlocked(states: States) -> set[int]:
     """The ranks whose waits can never end."""
-    return _closed(reports, lambda report: report.is_stuck, all)
+    return _closed_set(states, lambda state: state.is_blocked, all)
 
 
-def cycle_of(reports: Reports, start: int) -> list[tuple[int, Wait]]:
-    """The chain of waits that closes, certain or not, to which `start` leads; its lowest rank is first."""
-    waiting = _closed(reports, lambda report: bool(report.waits), any)
+def cycle_of(states: States, start: int) -> list[tuple[int, Wait]]:
+    """The cycle of waits that `start` leads to, lowest rank first, whether it is certain or not; else []."""
+    waiting = _closed_set(states, lambda state: bool(state.waits), any)
     chain: list[tuple[int, Wait]] = []
     ranks: list[int] = []
     rank = start
     while rank in waiting and rank not in ranks:
-        wait = next(w for w in reports[rank].waits if _is_blocked(reports, rank, w, waiting))
+        wait = next(w for w in states[rank].waits if _needs(states, rank, w, waiting))
         ranks.append(rank)
         chain.append((rank, wait))
-        rank = next(peer for peer in wait.peers if _is_hopeless(reports, rank, wait, peer, waiting))
+        rank = next(peer for peer in wait.peers if _is_hopeless(states, rank, wait, peer, waiting))
     if rank not in ranks:
         return []
     ring = chain[ranks.index(rank) :]
@@ -88,40 +88,40 @@ def cycle_of(reports: Reports, start: int) -> list[tuple[int, Wait]]:
     return ring[lowest:] + ring[:lowest]
 
 
-def told(rank: int, wait: Wait) -> str:
-    """A wait in words."""
+def wait_text(rank: int, wait: Wait) -> str:
+    """A wait in words, for errors and logs."""
     whom = "any rank" if wait.is_any else ranks_text(wait.peers)
     return f"rank {rank} waits for {whom} in {wait.operation}"
 
 
-def _closed(
-    reports: Reports, is_candidate: Callable[[Report], bool], quantifier: Callable[..., bool]
+def _closed_set(
+    states: States, is_candidate: Callable[[RankState], bool], quantifier: Callable[..., bool]
 ) -> set[int]:
-    """The largest set of candidates whose waits (all of them, or any) need members of the set."""
-    members = {rank for rank, report in reports.items() if is_candidate(report)}
+    """The largest set of candidates each of which has all (or any) of its waits on ranks of the set."""
+    ranks_in_set = {rank for rank, state in states.items() if is_candidate(state)}
     while True:
         kept = {
             rank
-            for rank in members
-            if quantifier(_is_blocked(reports, rank, wait, members) for wait in reports[rank].waits)
+            for rank in ranks_in_set
+            if quantifier(_needs(states, rank, wait, ranks_in_set) for wait in states[rank].waits)
         }
-        if kept == members:
-            return members
-        members = kept
+        if kept == ranks_in_set:
+            return ranks_in_set
+        ranks_in_set = kept
 
 
-def _is_blocked(reports: Reports, rank: int, wait: Wait, members: set[int]) -> bool:
-    hopeless = [_is_hopeless(reports, rank, wait, peer, members) for peer in wait.peers]
+def _needs(states: States, rank: int, wait: Wait, ranks_in_set: set[int]) -> bool:
+    hopeless = [_is_hopeless(states, rank, wait, peer, ranks_in_set) for peer in wait.peers]
     return bool(hopeless) and (all(hopeless) if wait.is_any else any(hopeless))
 
 
-def _is_hopeless(reports: Reports, rank: int, wait: Wait, peer: int, members: set[int]) -> bool:
-    """Whether a peer can do nothing for a wait: it waits itself, and has nothing under way that meets it."""
-    if peer not in members:
+def _is_hopeless(states: States, rank: int, wait: Wait, peer: int, ranks_in_set: set[int]) -> bool:
+    """Whether a peer cannot end a wait: it waits itself, and nothing that it has under way would match."""
+    if peer not in ranks_in_set:
         return False
-    there = reports[peer]
+    there = states[peer]
     if wait.sequence is not None:
-        return there.following.get(wait.context, 0) <= wait.sequence
+        return there.next_sequences.get(wait.context, 0) <= wait.sequence
     others = there.receives if wait.is_send else there.sends
     return not any(
         context == wait.context

@@ -1,7 +1,6 @@
-"""A collective under way: one or more plans, one after the other, under one number.
+"""A collective under way: one or more stages, each with a plan, under one sequence number.
 
-Knows how a stage is chosen, fingerprinted and run, by the backend's own means where it has them. Does not
-know the verbs, nor what their arguments meant to the user.
+A stage is chosen, fingerprinted, and run by the backend if it can, otherwise by the executor in plans/.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class CollectiveCall:
         if given is None:
             given = described(dtype, shape if shape is not None else counts)
         able = backend.capabilities
-        # Goodbye to itself, a library that has algorithms of its own is asked first: by all ranks or by none.
+        # With algorithm="auto" a library with its own algorithms is asked first, on all ranks or on none.
         library_may_run = able.run_collective and wanted == "auto"
         # An algorithm for metadata follows from what is shown already; what the user asked for does not.
         shown = self._algorithm if algorithm is not None else "auto" if library_may_run else name
@@ -106,7 +105,7 @@ class CollectiveCall:
         memory: Mapping[Buf, Memory],
         fingerprint: bytes,
     ) -> Callable[[Any], object] | None:
-        """What the hot path needs to make the same call again by itself."""
+        """What the fast path needs to make the same call again by itself."""
         hot = self._group.hot
         divisor = self._group.backend.size if op is not None and op.is_mean else 0
         return lambda program: (
@@ -140,7 +139,7 @@ class CollectiveCall:
             group.refuse_length(call, fingerprint, wrong.peer, wrong.came, wrong.awaited)
 
     def take_over(self, handle: int, memory: tuple[Any, ...], fingerprint: bytes) -> Steps[None]:
-        """Carry to its end what the hot path began."""
+        """Finish what the fast path began."""
         self._call.is_joint = self._group.backend.capabilities.run_collective
         yield from self._follow(self._group.backend.adopt_run(handle, memory), fingerprint)
 

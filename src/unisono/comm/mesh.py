@@ -1,8 +1,4 @@
-"""Ranks in a grid.
-
-Knows index arithmetic, and the communicator along each axis once it has been made. Does not know how to make
-one.
-"""
+"""Ranks in a grid, with a communicator along each axis."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ __all__ = ["Grid", "Mesh"]
 
 
 class Grid:
-    """Ranks 0 to n - 1 laid out row by row: the last axis varies fastest."""
+    """Index arithmetic: ranks 0 to n - 1 in row-major order, so the last axis varies fastest."""
 
     def __init__(self, shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> None:
         if not shape or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in shape):
@@ -38,7 +34,7 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """How many ranks it holds."""
+        """The number of ranks."""
         return math.prod(self.shape)
 
     def check_size(self, size: int) -> None:
@@ -57,7 +53,7 @@ class Grid:
         raise UsageError(f"mesh has no axis {name!r}; allowed: {', '.join(self.names)}")
 
     def coords(self, rank: int) -> tuple[int, ...]:
-        """Where a rank stands."""
+        """The coordinates of a rank."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
             raise UsageError(f"rank={rank!r}; allowed: 0 to {self.size - 1}")
         position = []
@@ -67,7 +63,7 @@ class Grid:
         return tuple(reversed(position))
 
     def rank_of(self, coords: Sequence[int]) -> int:
-        """Who stands there."""
+        """The rank at these coordinates."""
         if len(coords) != len(self.shape) or not all(
             0 <= c < n for c, n in zip(coords, self.shape, strict=True)
         ):
@@ -78,7 +74,7 @@ class Grid:
         return rank
 
     def ranks_along(self, axis: str | int, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in nothing but this axis, itself included."""
+        """The ranks with the coordinates of `rank` on all other axes, itself included."""
         number, position = self.axis(axis), list(self.coords(rank))
         ranks = []
         for index in range(self.shape[number]):
@@ -87,7 +83,7 @@ class Grid:
         return tuple(ranks)
 
     def groups_along(self, axis: str | int) -> tuple[tuple[int, ...], ...]:
-        """All rows along an axis; together they hold every rank once."""
+        """All sets of ranks along an axis; together they hold every rank once."""
         number = self.axis(axis)
         others = [range(n) if i != number else range(1) for i, n in enumerate(self.shape)]
         return tuple(self.ranks_along(number, self.rank_of(start)) for start in itertools.product(*others))
@@ -113,12 +109,12 @@ class Mesh:
 
     @property
     def coords(self) -> tuple[int, ...]:
-        """Where this rank stands."""
+        """The coordinates of this rank."""
         return self.grid.coords(self.rank)
 
     def __getitem__(self, axis: str | int) -> Communicator:
         return self._axes[self.grid.names[self.grid.axis(axis)]]
 
     def __repr__(self) -> str:
-        sides = ", ".join(f"{name}={n}" for name, n in zip(self.names, self.shape, strict=True))
-        return f"<Mesh {sides}; rank {self.rank} at {self.coords}>"
+        axes = ", ".join(f"{name}={n}" for name, n in zip(self.names, self.shape, strict=True))
+        return f"<Mesh {axes}; rank {self.rank} at {self.coords}>"

@@ -1,7 +1,6 @@
-"""Messages between two ranks: send, receive, probe, started.
+"""Messages between two ranks: send, receive and probe.
 
-Knows tags, sources and what a receive buffer must be. Does not know collectives. Bad arguments are refused
-here, before anything is sent.
+Wrong arguments are refused here, before anything is sent.
 """
 
 from __future__ import annotations
@@ -28,15 +27,26 @@ T = TypeVar("T")
 
 
 class Messages:
-    """The verbs that concern two ranks, each returning a Work."""
+    """The verbs between two ranks, each of which returns a Work."""
 
     def __init__(self, group: Group, *, timers: bool = True) -> None:
         self._group = group
-        # Somebody waits for a blocking verb and sees to its deadline; a started one needs a timer.
+        # The thread in a blocking verb watches its deadline; a started operation needs a timer.
         self._timers = timers
 
     def send(self, data: Any, dst: int, tag: int = 0, *, timeout: float | None = None) -> Work[None]:
-        """Send an array or number. A small message travels at once; a large one waits for its receive."""
+        """Send an array or a number to rank `dst`.
+
+        A message up to the eager limit (`Config.eager_bytes`) is copied, and the send ends at once, while the
+        receiver has credit for it. Any other send ends when the message was received: `data` must not change
+        before.
+
+        Args:
+            data: an array, or a number.
+            dst: the receiver; this rank itself is allowed.
+            tag: 0 to 2**31 - 1.
+            timeout: seconds for the whole operation.
+        """
         array = buffers.view(data, "data")
         dst, tag = self._rank_of(dst, "dst"), _tag_of(tag)
 
@@ -50,7 +60,22 @@ class Messages:
     def recv(
         self, buf: Any, src: int | Any_ = ANY, tag: int | Any_ = ANY, *, timeout: float | None = None
     ) -> Work[Status]:
-        """Receive into `buf`. A message longer than it, or of another type, is refused and stays queued."""
+        """Receive a message into `buf`, which may be longer than the message.
+
+        Messages of one sender with one tag are received in the order they were sent.
+
+        Args:
+            buf: writable contiguous memory of the sender's element type; bytes match any type.
+            src: the sender, or ANY.
+            tag: the tag, or ANY.
+            timeout: seconds for the whole operation; a receive that times out takes no message.
+
+        Returns:
+            Status(source, tag, nbytes).
+
+        Raises:
+            UsageError: the message is longer than `buf` or of another type; it stays queued.
+        """
         array = receivable(buf)
         src, tag = self._source_of(src), tag if isinstance(tag, Any_) else _tag_of(tag)
 
@@ -62,7 +87,7 @@ class Messages:
     def recv_bytes(
         self, src: int | Any_ = ANY, tag: int | Any_ = ANY, *, timeout: float | None = None
     ) -> Work[bytes]:
-        """Receive a message of unknown length."""
+        """Receive a message of unknown length as bytes; at most `Config.recv_bytes_max`."""
         src, tag = self._source_of(src), tag if isinstance(tag, Any_) else _tag_of(tag)
 
         def steps(call: Call) -> Steps[bytes]:
@@ -78,7 +103,7 @@ class Messages:
     def sendrecv(
         self, data: Any, dst: int, buf: Any, src: int | Any_, tag: int = 0, *, timeout: float | None = None
     ) -> Work[Status]:
-        """Send and receive at the same time, so that two ranks can swap data without a deadlock."""
+        """Send `data` to `dst` and receive into `buf` from `src` at the same time: swapping cannot block."""
         array, into = buffers.view(data, "data"), receivable(buf)
         dst, tag = self._rank_of(dst, "dst"), _tag_of(tag)
         src = self._source_of(src)
@@ -102,7 +127,7 @@ class Messages:
     def probe(
         self, src: int | Any_ = ANY, tag: int | Any_ = ANY, *, timeout: float | None = None
     ) -> Work[Status | None]:
-        """Wait for a message without taking it. With `timeout=0`: None if there is none now."""
+        """Wait for a message without receiving it; with `timeout=0`, None if none is queued now."""
         src, tag = self._source_of(src), tag if isinstance(tag, Any_) else _tag_of(tag)
         is_poll = timeout == 0 and not isinstance(timeout, bool)
         if is_poll:
@@ -158,7 +183,7 @@ class Messages:
     def _message(
         self, peer: int | Any_, tag: int | Any_, request: Request, *, is_send: bool = False
     ) -> Message:
-        """What others may ask about it while it is under way."""
+        """The message as deadlock detection sees it."""
         rank = ANY_RANK if isinstance(peer, Any_) else self._group.world_ranks[peer]
         return Message(is_send, rank, ANY_TAG if isinstance(tag, Any_) else tag, request)
 
@@ -171,7 +196,7 @@ class Messages:
         self._group.check_introduction(envelope.header, envelope.source)
 
     def _rank_of(self, rank: Any, what: str) -> int:
-        """A rank that the user names; NumPy's integers are integers too."""
+        """A rank that the user passed, as an int; NumPy integers are allowed."""
         if rank is ANY:
             raise UsageError(f"{what}=ANY; allowed: ranks 0 to {self._size - 1}")
         number = int(rank) if isinstance(rank, np.integer) else rank
@@ -183,7 +208,7 @@ class Messages:
 
 
 def receivable(buf: Any, what: str = "buf") -> Array:
-    """See `buf` as memory to receive into."""
+    """View an object as memory to receive into."""
     array = buffers.view(buf, what, writable=True)
     if array.is_value:
         raise UsageError(f"{what} is a number; allowed: writable memory to receive into")

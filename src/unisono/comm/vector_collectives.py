@@ -1,6 +1,4 @@
-"""Collectives whose ranks cannot know each other's lengths: a small exchange of metadata, then the plan.
-
-Knows what the metadata say and how lists of arrays lie in one buffer. Does not know how stages run.
+"""Collectives whose ranks do not know each other's lengths: a metadata exchange, then the plan.
 
 *Metadata* is a row of int64: dtype code, the kind of array, the number of dimensions beyond axis 0, these
 dimensions, then lengths along axis 0.
@@ -190,7 +188,7 @@ def all_reduce_fused(one: CollectiveCall, arrays: list[Array], op: ReduceOp, siz
 def broadcast_bytes(
     one: CollectiveCall, data: Array | None, root: int, bytes_max: int
 ) -> Steps[np.ndarray[Any, Any]]:
-    """Root's bytes to everyone, who cache_decision the length first."""
+    """Root's bytes to everyone; the length is sent first."""
     length = np.array([0 if data is None else data.count], np.int64)
     yield from one.run("broadcast", (1,), _INT64, {Buf.OUT: length}, root=root, given="")
     if not 0 <= length[0] <= bytes_max:
@@ -218,7 +216,7 @@ def unpacked(data: np.ndarray[Any, Any]) -> Any:
 def _exchange(
     one: CollectiveCall, group: Group, mine: _Meta, bytes_max: int, where: str = ""
 ) -> Steps[list[_Meta]]:
-    """Everyone's metadata to everyone; all see the same, so all come to the same verdict."""
+    """Everyone's metadata to everyone; all ranks see the same, so all raise the same error or none."""
     size, row = group.backend.size, mine.encoded()
     everyone = np.empty(row.size * size, np.int64)
     memory = {Buf.IN: row, Buf.OUT: everyone}

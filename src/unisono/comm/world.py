@@ -1,7 +1,6 @@
-"""How a world begins: alone, in this process, in processes of its own, or simulated.
+"""How a world begins: init (under a launcher, or alone), local, spawn and simulate.
 
-Knows which backend a beginning needs, brings its rank into the world and hands it to a Communicator. Does not
-know how ranks find each other (launch), nor how any backend works.
+Chooses the backend, joins the world through bootstrap/, and makes the Communicator.
 """
 
 from __future__ import annotations
@@ -48,33 +47,42 @@ def init(
     timeout: float = 30.0,
     config: Config | None = None,
 ) -> Communicator:
-    """Join the world that this process was started in; started alone, it is a world of one.
+    """Join the world that this process was started in; without a launcher it is a world of one rank.
 
-    Looks for `unisono run`, torchrun, Open MPI, Slurm and RANK/WORLD_SIZE, in this order. A launcher that
-    names several ranks never leaves each of them alone. `timeout` is for finding the others. "auto" is the
-    native backend, unless `unisono run --backend` or UNISONO_BACKEND says otherwise.
+    Recognises `unisono run`, torchrun, Open MPI, Slurm and RANK/WORLD_SIZE, in this order. If a launcher
+    names several ranks, a rank that does not find the others fails; it never becomes a world of one.
+
+    Args:
+        backend: a name of `list_backends()`. "auto" is the native backend, unless `unisono run --backend` or
+            UNISONO_BACKEND names another.
+        rank: this rank, if no launcher says it.
+        size: the number of ranks, if no launcher says it.
+        join: the join ticket, or the path of a file with it, if no launcher provides one.
+        timeout: seconds to find the other ranks.
+        config: the settings; by default those of the environment. They must be equal on all ranks.
 
     Raises:
-        RendezvousError: the others were not found; it names who is missing.
-        BackendUnavailable: the backend cannot run here; it names what is missing.
+        UsageError: the arguments contradict each other or the launcher.
+        RendezvousError: the world did not form in time; the text names the missing ranks.
+        BackendUnavailable: the backend cannot run here; the text names what is missing.
     """
-    around = network()
+    meeting = network()  # the address, ticket and backend of this process
     if backend == "auto":
-        backend = around.backend
-    # The native one is always there: who uses nothing else does not pay for looking.
+        backend = meeting.backend
+    # The native backend always exists: do not import the registry of the others for it.
     info = None if backend == "native" else backend_named(backend)
     settings = config if config is not None else Config()
     if info is not None and info.join is not None:
         if (rank, size, join) != (None, None, None):
             raise UsageError(
-                f"rank, size and join are {info.launcher}'s to say with backend={backend!r}",
-                next_step="leave them out",
+                f"backend={backend!r} takes rank and size from {info.launcher}",
+                next_step="remove rank=, size= and join=",
             )
         return Communicator.world(info.join(settings, timeout))
-    from unisono.bootstrap.launch_info import decide  # a world in one process does not need it
+    from unisono.bootstrap.launch_info import decide  # not needed for a world in one process
 
-    place = decide(launch(), around, rank=rank, size=size, join=join, insecure=settings.insecure)
-    return _joined(place, backend, settings, timeout)
+    launch_info = decide(launch(), meeting, rank=rank, size=size, join=join, insecure=settings.insecure)
+    return _joined(launch_info, backend, settings, timeout)
 
 
 def spawn(
@@ -88,16 +96,26 @@ def spawn(
 ) -> list[Any]:
     """Run `fn(comm, *args)` in `n` fresh processes of this host and return the results by rank.
 
-    `fn` is found by its qualified name in the caller's main file or module; arguments and results are plain
-    data, arrays and registered dataclasses. The first failing rank's exception is raised here. When `timeout`
-    seconds are over, all ranks are killed and DeadlineExceeded is raised; without it there is no limit.
+    Args:
+        fn: a function at the top level of a module or of the caller's main file, where the new processes find
+            it by its name.
+        n: the number of ranks.
+        args: plain data, arrays and registered classes, as the results are.
+        backend: a backend whose ranks need no launcher of their own.
+        timeout: seconds after which all ranks are killed; None means no limit.
+        env: environment variables for the ranks.
+        config: the settings; by default those of the environment.
+
+    Raises:
+        DeadlineExceeded: the timeout passed.
+        Exception: the exception of the first rank that failed; RemoteError if its type is unknown here.
     """
     if backend_named(backend).join is not None:
         raise UsageError(
             f"backend={backend!r} in uni.spawn; allowed: backends whose ranks need no launcher of their own",
             next_step=f"unisono run --backend {backend}",
         )
-    from unisono.launcher.spawn import spawn as start  # only who spawns pays for it
+    from unisono.launcher.spawn import spawn as start  # imported only if it is used
 
     return start(
         fn, n, args, enter=_entered, backend=backend, version=VERSION, timeout=timeout, env=env, config=config
@@ -106,48 +124,51 @@ def spawn(
 
 @contextlib.contextmanager
 def _entered(
-    place: LaunchInfo, backend: str, config: Config, timeout: float | None
+    launch_info: LaunchInfo, backend: str, config: Config, timeout: float | None
 ) -> Iterator[Communicator]:
-    """A spawned rank's world."""
-    with _joined(place, backend, config, timeout) as world:
+    """The world of a spawned rank."""
+    with _joined(launch_info, backend, config, timeout) as world:
         yield world
 
 
-def _joined(place: LaunchInfo, backend: str, config: Config, timeout: float | None) -> Communicator:
-    if place.source is None:
+def _joined(launch_info: LaunchInfo, backend: str, config: Config, timeout: float | None) -> Communicator:
+    if launch_info.source is None:
         return local(1, config)[0]
     bind: type[_Native] | Callable[[ListenSpec, Config], _Foreign] = _Native
-    around: Callable[[Closable], Closable] | None = None
+    wrap: Callable[[Closable], Closable] | None = None
     if backend not in ("auto", "native"):
         info = backend_named(backend)
         if not info.has_processes:
-            raise UsageError(f"backend={backend!r} for {place.size} processes; allowed: ranks of one process")
-        around = info.wrap
+            raise UsageError(
+                f"backend={backend!r} for {launch_info.size} processes; allowed: ranks of one process"
+            )
+        wrap = info.wrap
         if info.bind is not None:
             bind = partial(_Foreign, info.bind)
     from unisono.bootstrap.entry import enter
 
-    made: list[_Native | _Foreign] = []
+    unconnected: list[_Native | _Foreign] = []
 
-    def make_card(site: ListenSpec) -> bytes:
-        while made:
-            made.pop().close()
-        made.append(bind(site, config))
-        return made[0].card()
+    def make_card(listen: ListenSpec) -> bytes:
+        """Called once for each attempt to join; the backend of an earlier attempt is closed."""
+        while unconnected:
+            unconnected.pop().close()
+        unconnected.append(bind(listen, config))
+        return unconnected[0].card()
 
     try:
-        entry = enter(place, make_card=make_card, config=config, version=VERSION, timeout=timeout)
+        entry = enter(launch_info, make_card=make_card, config=config, version=VERSION, timeout=timeout)
     except BaseException:
-        for one in made:
-            one.close()
+        for each in unconnected:
+            each.close()
         raise
     try:
-        measured.table()  # read now: when the first collective asks for it, no descriptor may be left
-        world = made[0].connect(entry.view)
-        if around is not None:
-            world = around(world)
+        measured.table()  # read now: at the first collective the process may have no file descriptor left
+        world = unconnected[0].connect(entry.view)
+        if wrap is not None:
+            world = wrap(world)
     except BaseException:
-        made[0].close()
+        unconnected[0].close()
         entry.close()
         raise
     world.when_closed(entry.close)
@@ -155,65 +176,65 @@ def _joined(place: LaunchInfo, backend: str, config: Config, timeout: float | No
 
 
 class _Native:
-    """A rank of the native backend on its way into the world."""
+    """A rank of the native backend that is not connected yet."""
 
-    def __init__(self, site: ListenSpec, config: Config) -> None:
-        self._site = site
-        self._engine = _engine(site, config)
+    def __init__(self, listen: ListenSpec, config: Config) -> None:
+        self._listen = listen
+        self._engine = _engine(listen, config)
 
     def card(self) -> bytes:
-        """How to reach it, as the site wants it told."""
-        card, advertise = self._engine.card(), self._site.advertise
+        """The address for the other ranks, with the advertised host and port."""
+        card, advertise = self._engine.card(), self._listen.advertise
         return msgspec.msgpack.encode(card._replace(address=advertise.host, port=advertise.port or card.port))
 
     def connect(self, view: View) -> NativeBackend:
-        """Learn of the others."""
+        """Connect to the world that has formed."""
         self._engine.connect([card_of(card) for card in view.cards], _credentials(view))
         return self._engine
 
     def close(self) -> None:
-        """Give up."""
+        """Close it if the world does not form."""
         self._engine.close()
 
 
 class _Foreign:
-    """A rank of another backend on its way into the world."""
+    """A rank of another backend that is not connected yet."""
 
     def __init__(
-        self, bind: Callable[[BindSpec], UnconnectedBackend], site: ListenSpec, config: Config
+        self, bind: Callable[[BindSpec], UnconnectedBackend], listen: ListenSpec, config: Config
     ) -> None:
-        advertise = "" if site.advertise == site.bind else str(site.advertise)
+        advertise = "" if listen.advertise == listen.bind else str(listen.advertise)
         self._unconnected = bind(
             BindSpec(
-                site.rank,
-                site.size,
-                site.bind.host,
-                site.is_encrypted,
+                listen.rank,
+                listen.size,
+                listen.bind.host,
+                listen.is_encrypted,
                 config,
-                port=site.bind.port,
+                port=listen.bind.port,
                 advertise=advertise,
-                secret=site.secret,
+                secret=listen.secret,
             )
         )
 
     def card(self) -> bytes:
-        """What the backend wants told."""
+        """What the backend sends to the other ranks."""
         return self._unconnected.card()
 
     def connect(self, view: View) -> Closable:
-        """Learn of the others."""
+        """Connect to the world that has formed."""
         return self._unconnected.connect(view.cards)
 
     def close(self) -> None:
-        """Give up."""
+        """Close it if the world does not form."""
         self._unconnected.close()
 
 
 def card_of(data: bytes) -> Card:
-    """Read how to reach a rank, as the rank itself said it.
+    """Decode the card of a rank: how to reach it.
 
     Raises:
-        ProtocolError: it is no card.
+        ProtocolError: the card is malformed.
     """
     from unisono.backends.native.backend import Card
 
@@ -226,29 +247,29 @@ def card_of(data: bytes) -> Card:
     return card
 
 
-def _engine(site: ListenSpec, config: Config) -> NativeBackend:
+def _engine(listen: ListenSpec, config: Config) -> NativeBackend:
     from unisono.backends.native.backend import NativeBackend
 
-    if config.tls and not site.is_encrypted:
+    if config.tls and not listen.is_encrypted:
         raise UsageError(
             "tls=True, but the seed gave out a ticket without encryption",
-            next_step="set UNISONO_TLS=1 for whoever hosts the seed, too",
+            next_step="set UNISONO_TLS=1 for the process that runs the seed, too",
         )
     return NativeBackend(
-        site.rank,
-        site.size,
-        str(site.folder),
-        site.secret,
+        listen.rank,
+        listen.size,
+        str(listen.folder),
+        listen.secret,
         config=config,
         shm=config.shm,
-        bind=site.bind.host,
-        port=site.bind.port,
-        tls=site.is_encrypted,
+        bind=listen.bind.host,
+        port=listen.bind.port,
+        tls=listen.is_encrypted,
     )
 
 
 def _credentials(view: View) -> Credentials | None:
-    """What a rank shows to others; None on links that are not encrypted."""
+    """This rank's certificate and key; None if links are not encrypted."""
     if view.identity is None:
         return None
     from unisono.backends.native.backend import Credentials
@@ -258,7 +279,7 @@ def _credentials(view: View) -> Credentials | None:
 
 
 def local(n: int, config: Config | None = None) -> list[Communicator]:
-    """Make a world of `n` ranks inside this process: one communicator each, for threads and tests."""
+    """Make a world of `n` ranks in this process, for threads and tests: one communicator for each rank."""
     return [Communicator.world(backend) for backend in LocalBackend.create(n, config)]
 
 
@@ -271,11 +292,21 @@ def simulate(
     faults: Sequence[Fault] = (),
     config: Config | None = None,
 ) -> SimResult:
-    """Run `fn(comm, *args)` on `n` simulated ranks, in virtual time and always in the same way for one seed.
+    """Run `fn(comm, *args)` on `n` simulated ranks in virtual time; the same seed gives the same run.
 
-    Returns what each rank returned or the exception that ended it, and a trace of every message.
+    Args:
+        fn: the program of each rank.
+        n: the number of ranks.
+        args: further arguments of fn.
+        seed: decides everything that is random in the network and the schedule.
+        network: latency, bandwidth and jitter of the links.
+        faults: kills, pauses, partitions and losses, and when they happen.
+        config: the settings of all ranks.
+
+    Returns:
+        The result of each rank, or the exception that ended it; the time; and a trace of every message.
     """
-    from unisono import simulation  # only who simulates pays for it
+    from unisono import simulation  # imported only if it is used
 
     def program(backend: Backend) -> Any:
         with Communicator.world(backend) as world:
@@ -285,5 +316,5 @@ def simulate(
 
 
 def list_backends() -> list[BackendStatus]:
-    """Every backend: whether it can run here, why not, and how to install it."""
+    """All backends: whether each can run here, why not, and how to install it."""
     return statuses()

@@ -1,4 +1,4 @@
-"""The foundation: element types, memory, time, tasks and works.
+"""The lowest layer: element types, memory, time, requests, tasks and works.
 
-The lowest layer. Modules here import one another and the top-level errors and config, and nothing above.
+Modules here import one another, errors and config, and nothing above.
 """

@@ -1,7 +1,7 @@
 """Memory that operations read and write: NumPy, torch, DLPack, the buffer protocol, plain numbers.
 
-Knows how to see a user's object as a flat array without copying, and how to give a result back in the user's
-own kind. Does not know what is done with it. torch is never imported here: who passes a tensor has it.
+`view` shows a user's object as a flat array without copying it; `Array.give` returns a result in the same
+kind. torch is never imported here: a program that passes a tensor has imported it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ __all__ = ["RAW", "TORCH", "Array", "Family", "Typed", "as_bytes", "numpy_family
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Typed:
-    """Raw memory with an element type that NumPy may lack: bfloat16 in a uint16 array."""
+    """A NumPy array with an element type that NumPy may not have, such as bfloat16 in a uint16 array."""
 
     data: np.ndarray[Any, Any]
     dtype: DType
 
 
 def typed(data: np.ndarray[Any, Any], dtype: str) -> Typed:
-    """Describe a NumPy array as holding `dtype`, such as bfloat16 bits in uint16."""
+    """Declare that a NumPy array holds elements of `dtype`, such as bfloat16 bits in uint16.
+
+    Raises:
+        UsageError: it is no plain NumPy array, or its elements have another size.
+    """
     kind = dtype_named(dtype)
     if (
         not isinstance(data, np.ndarray)
@@ -44,10 +48,10 @@ def typed(data: np.ndarray[Any, Any], dtype: str) -> Typed:
 
 
 class Family:
-    """The kind of object a user gave: results come back in the same kind."""
+    """The kind of object that a user passed; results are of the same kind."""
 
     def give(self, flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType) -> Any:
-        """Turn a flat result into the user's kind."""
+        """Convert a flat result to the user's kind."""
         return flat.reshape(shape)
 
 
@@ -57,7 +61,7 @@ class _Numpy(Family):
 
 @dataclass(frozen=True)
 class _NumpyAs(Family):
-    """NumPy with a type from outside NumPy, such as ml_dtypes.bfloat16."""
+    """A NumPy array of an element type from another package, such as ml_dtypes.bfloat16."""
 
     kind: np.dtype[Any]
 
@@ -66,14 +70,14 @@ class _NumpyAs(Family):
 
 
 class _Number(Family):
-    """A Python number comes back as a number; a row of them as an array."""
+    """A Python number: a single one is returned as a number, several as an array."""
 
     def give(self, flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType) -> Any:
         return flat.item() if shape == () else flat.reshape(shape)
 
 
 class _NumpyScalar(Family):
-    """A NumPy scalar is immutable, so it comes back as a scalar."""
+    """A NumPy scalar, which is immutable: a new scalar is returned."""
 
     def give(self, flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType) -> Any:
         return flat[0] if shape == () else flat.reshape(shape)
@@ -81,7 +85,7 @@ class _NumpyScalar(Family):
 
 @dataclass(frozen=True)
 class _ScalarAs(_NumpyScalar):
-    """A scalar of a type from outside NumPy."""
+    """A NumPy scalar of an element type from another package."""
 
     kind: np.dtype[Any]
 
@@ -106,7 +110,7 @@ _NUMPY, _NUMBER, _SCALAR, RAW, TORCH = _Numpy(), _Number(), _NumpyScalar(), _Raw
 
 
 def numpy_family(dtype: DType) -> Family:
-    """The kind of array that NumPy has for a type: bfloat16 needs ml_dtypes, else it stays raw."""
+    """The kind of array for a type: bfloat16 needs ml_dtypes, and is Typed without it."""
     if dtype is not BFLOAT16:
         return _NUMPY
     ml_dtypes = sys.modules.get("ml_dtypes")
@@ -115,7 +119,10 @@ def numpy_family(dtype: DType) -> Family:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Array:
-    """A user's memory as a flat array of storage elements, with its type and shape."""
+    """A user's memory as a flat array, with its element type, shape and kind.
+
+    `given` is the user's object; None if the memory is new.
+    """
 
     flat: np.ndarray[Any, Any]
     dtype: DType
@@ -125,12 +132,12 @@ class Array:
 
     @property
     def count(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return self.flat.size
 
     @property
     def is_value(self) -> bool:
-        """Whether it came as an immutable number, which cannot be filled in place."""
+        """Whether the user passed a number, which is immutable and cannot be filled in place."""
         return isinstance(self.family, _Number | _NumpyScalar)
 
     def bytes(self) -> memoryview:
@@ -147,7 +154,7 @@ class Array:
         return Array(self.flat.copy(), self.dtype, self.shape, self.family, None)
 
     def give(self) -> Any:
-        """What the user gets back: the very object that was given, or a new one of its kind."""
+        """The result for the user: the object that was passed, or a new one of its kind."""
         if self.given is not None and not self.is_value:
             return self.given
         return self.family.give(self.flat, self.shape, self.dtype)
@@ -164,62 +171,67 @@ def as_bytes(flat: np.ndarray[Any, Any]) -> memoryview:
 
 
 def view(given: Any, what: str, *, writable: bool = False) -> Array:
-    """See `given` as an array, without copying if it is contiguous.
+    """View a user's object as an array, without copying it if it is contiguous.
+
+    Args:
+        given: the object.
+        what: the name of the argument, for errors.
+        writable: the memory will be written to; then it must be contiguous.
 
     Raises:
-        UsageError: it is no memory, its type is not supported, or it is to be written and cannot be.
+        UsageError: the object has no memory, its element type is not supported, or it cannot be written to.
     """
-    storage, dtype, family = _see(given, what)
+    storage, dtype, family = _storage_of(given, what)
     if writable:
         if not isinstance(family, _Number | _NumpyScalar) and not storage.flags.writeable:
-            raise UsageError(f"{what} is read-only; allowed: writable memory", next_step="pass a copy of it")
+            raise UsageError(f"{what} is read-only; allowed: writable memory", next_step="pass a copy")
         if not storage.flags.c_contiguous:
             raise UsageError(
                 f"{what} is not contiguous (strides {storage.strides}); allowed: C-contiguous memory",
-                next_step="pass np.ascontiguousarray(x), and copy the result back",
+                next_step="pass np.ascontiguousarray(x), and copy the result back into x",
             )
     shape = storage.shape
     flat = np.ascontiguousarray(storage).reshape(-1)
     return Array(flat, dtype, shape, family, given)
 
 
-def _see(given: Any, what: str) -> tuple[np.ndarray[Any, Any], DType, Family]:
+def _storage_of(given: Any, what: str) -> tuple[np.ndarray[Any, Any], DType, Family]:
     if isinstance(given, np.ndarray):
-        return _see_numpy(given, what, _NUMPY)
+        return _view_numpy(given, what, _NUMPY)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(given, getattr(torch, "Tensor", ())):
-        return _see_torch(given, what, torch)
+        return _view_torch(given, what, torch)
     if isinstance(given, np.generic):
-        return _see_numpy(np.array(given), what, _SCALAR)
+        return _view_numpy(np.array(given), what, _SCALAR)
     if isinstance(given, bool | int | float | complex):
-        return _see_number(given, what)
+        return _view_number(given, what)
     if isinstance(given, Typed):
         return given.data.view(given.dtype.storage), given.dtype, RAW
     if hasattr(given, "__dlpack__"):
-        return _see_dlpack(given, what, torch)
+        return _view_dlpack(given, what, torch)
     try:
         array = np.asarray(memoryview(given))
     except (TypeError, ValueError, NotImplementedError, BufferError):
         raise UsageError(
             f"{what} is {_describe(given)}; allowed: an array with the buffer protocol or DLPack, or a number"
         ) from None
-    return _see_numpy(array, what, _NUMPY)
+    return _view_numpy(array, what, _NUMPY)
 
 
 def _is_masked(array: np.ndarray[Any, Any]) -> bool:
-    """Whether it has a mask. `np.ma` takes 10 ms to import, and who has such an array has done it."""
+    """Whether it has a mask. A program that has one has imported `np.ma`, which takes 10 ms."""
     masked = sys.modules.get("numpy.ma.core")
     return masked is not None and isinstance(array, masked.MaskedArray)
 
 
-def _see_numpy(
+def _view_numpy(
     array: np.ndarray[Any, Any], what: str, family: Family
 ) -> tuple[np.ndarray[Any, Any], DType, Family]:
     kind = array.dtype
     if _is_masked(array):
-        raise UsageError(f"{what} is a masked array, and a mask does not travel; allowed: plain arrays")
+        raise UsageError(f"{what} is a masked array, and masks cannot be sent; allowed: plain arrays")
     if not kind.isnative:
-        raise UsageError(f"{what} has foreign byte order ({kind.str}); allowed: the machine's own")
+        raise UsageError(f"{what} has foreign byte order ({kind.str}); allowed: the machine's byte order")
     dtype = DTYPES.get(kind.name)
     if dtype is None:
         raise UsageError(f"{what} has dtype {kind}; allowed: {', '.join(DTYPES)}")
@@ -228,7 +240,7 @@ def _see_numpy(
     return array, dtype, family
 
 
-def _see_number(number: complex, what: str) -> tuple[np.ndarray[Any, Any], DType, Family]:
+def _view_number(number: complex, what: str) -> tuple[np.ndarray[Any, Any], DType, Family]:
     kinds = ((bool, "bool"), (int, "int64"), (float, "float64"), (complex, "complex128"))
     name = next(name for kind, name in kinds if isinstance(number, kind))
     if name == "int64" and not -(2**63) <= int(number.real) < 2**63:
@@ -236,7 +248,7 @@ def _see_number(number: complex, what: str) -> tuple[np.ndarray[Any, Any], DType
     return np.array(number, DTYPES[name].storage), DTYPES[name], _NUMBER
 
 
-def _see_torch(tensor: Any, what: str, torch: Any) -> tuple[np.ndarray[Any, Any], DType, Family]:
+def _view_torch(tensor: Any, what: str, torch: Any) -> tuple[np.ndarray[Any, Any], DType, Family]:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         raise UsageError(
             f"{what} is a {tensor.layout} tensor on {tensor.device}; allowed: dense tensors on the CPU"
@@ -253,22 +265,22 @@ def _see_torch(tensor: Any, what: str, torch: Any) -> tuple[np.ndarray[Any, Any]
     return tensor.numpy(), dtype, TORCH
 
 
-def _see_dlpack(given: Any, what: str, torch: Any) -> tuple[np.ndarray[Any, Any], DType, Family]:
+def _view_dlpack(given: Any, what: str, torch: Any) -> tuple[np.ndarray[Any, Any], DType, Family]:
     device = given.__dlpack_device__()
     if device[0] != 1:  # kDLCPU
         raise UsageError(
             f"{what} is on DLPack device {tuple(map(int, device))}; allowed: CPU memory, device (1, 0)"
         )
     try:
-        return _see_numpy(np.from_dlpack(given), what, _NUMPY)
+        return _view_numpy(np.from_dlpack(given), what, _NUMPY)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
         if torch is not None:  # NumPy's DLPack has no bfloat16, torch's has
-            storage, dtype, _ = _see_torch(torch.from_dlpack(given), what, torch)
+            storage, dtype, _ = _view_torch(torch.from_dlpack(given), what, torch)
             return storage, dtype, RAW
         raise UsageError(
-            f"{what} offers DLPack that NumPy cannot read: {error}", next_step="pass a NumPy array of it"
+            f"{what} offers DLPack that NumPy cannot read: {error}", next_step="convert it to a NumPy array"
         ) from error
 
 

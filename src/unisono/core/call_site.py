@@ -1,7 +1,4 @@
-"""The line of the user's program that called us: what an error shows beside a collective.
-
-Knows which files are the library's own. Does not know what was called.
-"""
+"""The line of the user's program that called the library, for errors and warnings."""
 
 from __future__ import annotations
 
@@ -15,20 +12,22 @@ __all__ = ["call_site", "is_users"]
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _INSIDE: Final = str(_PACKAGE)
-# The edges call as a user does, and are worth as much speed.
+# These folders call the library as a user does.
 _EDGES: Final = tuple(str(_PACKAGE / name) for name in ("bench", "cli", "pytorch", "testing", "train"))
 
 
-# Asked for every frame of every call, of which there are few.
+# Called for every frame of every call; the number of different files is small.
 @lru_cache(maxsize=1024)
 def is_users(filename: str) -> bool:
-    """Whether a call from this file is made by the user; otherwise its user is further out."""
-    is_ours = filename.startswith(_INSIDE) or filename == contextlib.__file__  # which ends `with` blocks
+    """Whether a call from this file is the user's; otherwise the user's frame is further out."""
+    is_ours = (
+        filename.startswith(_INSIDE) or filename == contextlib.__file__
+    )  # its frames run the end of `with` blocks
     return not is_ours or filename.startswith(_EDGES)
 
 
 def call_site() -> str:
-    """The innermost line that is the user's."""
+    """The innermost line of the user's code on the stack, as "file.py:12"."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back

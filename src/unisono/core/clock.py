@@ -1,7 +1,6 @@
-"""Time and threads: the only place above the transports that reads a clock, waits or starts a thread.
+"""Time and threads: the only module above the transports that reads a clock, waits or starts a thread.
 
-Knows how to wait and when. Does not know what is waited for. The simulator puts a runtime of its own in
-the place of this one, and everything above runs unchanged in virtual time.
+The simulator replaces the runtime by its own, and everything above runs unchanged in virtual time.
 """
 
 from __future__ import annotations
@@ -49,31 +48,31 @@ class Event(Protocol):
     """A flag that threads can wait for through their runtime."""
 
     def set(self) -> None:
-        """Raise the flag and wake who waits."""
+        """Set the flag and wake the threads that wait for it."""
 
     def clear(self) -> None:
-        """Lower the flag."""
+        """Clear the flag."""
 
     def is_set(self) -> bool:
-        """Whether the flag is up."""
+        """Whether the flag is set."""
 
 
 class Timer(Protocol):
-    """A call that is due later."""
+    """A function call that is due later."""
 
     def cancel(self) -> None:
-        """Forget it, unless it has begun."""
+        """Cancel the call, unless it has begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """When an operation gives up; None means never. `given_s` is the timeout that the user gave."""
+    """The time when an operation gives up; None means never. `given_s` is the user's timeout, for errors."""
 
     at: float | None
     given_s: float | None = None
 
     def remaining(self, now: float) -> float | None:
-        """Seconds left, at least 0; None if there is no end."""
+        """Seconds left, at least 0; None if there is no deadline."""
         return None if self.at is None else max(0.0, self.at - now)
 
     def has_passed(self, now: float) -> bool:
@@ -81,23 +80,24 @@ class Deadline:
         return self.at is not None and now >= self.at
 
 
-# A signal that strikes just before the main thread falls asleep does not wake it: it is seen after this time.
+# A signal that arrives just before the main thread sleeps does not wake it: the thread polls at this
+# interval.
 _SIGNALS_S: Final = 0.1
 
 NEVER: Final = Deadline(None)
 
-# So often the thread of the timers looks whether any is left.
+# How long the timer thread sleeps at most; it ends when it finds no timer left.
 _LINGER_S: Final = 0.05
-# More of the forgotten than of the others, and these, are thrown out before they are due.
-_FORGOTTEN_KEPT: Final = 64
+# Compact the heap when cancelled timers outnumber live ones by this many.
+_CANCELLED_KEPT: Final = 64
 
-# Thirty years: longer waits overflow the clocks of some systems, and nobody is there to see them end.
+# Thirty years: longer timeouts overflow the clocks of some systems.
 _FOREVER_S: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Who waits, for whom and in what: what a Deadlock shows."""
+    """One wait in the text of a Deadlock: a rank, the ranks it waits for, and the operation."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -109,24 +109,24 @@ class Waiting:
 
 
 class Killed(BaseException):
-    """Ends a rank's thread as a crash would: nobody catches it, cleans up after it or says goodbye."""
+    """Ends a rank's thread as a crash would: no cleanup, no goodbye, and it must not be caught."""
 
 
 class Runtime(ABC):
     """A clock, a way to wait, and timers."""
 
     is_virtual = False
-    # Whether it finds deadlocks by itself: all ranks live in this process.
+    # Whether it detects deadlocks itself, because all ranks are in this process.
     sees_deadlocks = False
 
     @property
     def is_dead(self) -> bool:
-        """Whether a simulated crash has ended this rank: it finishes nothing, and nobody is to blame."""
+        """Whether a simulated crash has ended this rank: then unfinished operations are no mistake."""
         return False
 
     @abstractmethod
     def now(self) -> float:
-        """Seconds on a clock that never goes back."""
+        """Seconds on a monotonic clock."""
 
     @abstractmethod
     def event(self) -> Event:
@@ -136,49 +136,57 @@ class Runtime(ABC):
     def block(
         self, event: Event, timeout: float | None, waiting: Callable[[], Waiting], *, is_limited: bool = True
     ) -> bool:
-        """Wait for the event; False if the time ran out first.
+        """Wait for the event; False if the timeout passed first.
 
-        `waiting` is asked for only when a deadlock has to be explained. Without `is_limited` the timeout is
-        only a pause for housekeeping: the caller will wait again, for ever if need be.
+        Args:
+            event: made by `event()` of this runtime.
+            timeout: seconds; None waits for ever.
+            waiting: describes the wait; called only for the text of a deadlock.
+            is_limited: False if the caller will wait again after the timeout, which is only a pause for
+                housekeeping. Then the wait may be part of a deadlock.
 
         Raises:
-            Deadlock: no rank can go on, so the event will never come.
+            Deadlock: no rank can go on, so the event will never be set.
         """
 
     @abstractmethod
     def call_at(self, when: float, fn: Callable[[], None]) -> Timer:
-        """Call `fn`, which must be short, at the given time on a thread of the runtime's own."""
+        """Call `fn` at a time of `now()` on the runtime's timer thread; it must return soon."""
 
     @abstractmethod
     def call_soon(self, fn: Callable[[], None]) -> None:
-        """Call `fn` where no lock is held: for finalizers, which run in the midst of any code."""
+        """Call `fn` soon, without a lock held: for finalizers, which may run at any point of any code."""
 
     @abstractmethod
     def start_thread(self, fn: Callable[[], None], name: str) -> None:
-        """Run `fn` on a thread of its own, which keeps no process alive."""
+        """Run `fn` on a new daemon thread."""
 
     @abstractmethod
     def sleep(self, seconds: float) -> None:
-        """Let time pass for the calling thread."""
+        """Let the calling thread sleep."""
 
-    def used(self, rank: int) -> None:  # noqa: B027 - only who watches threads has something to do here
-        """The calling thread begins an operation of a rank."""
+    def used(self, rank: int) -> None:  # noqa: B027 - optional: for runtimes that watch threads
+        """The calling thread starts an operation of a rank."""
 
-    def polled(self) -> None:  # noqa: B027 - only virtual time has something to do here
-        """Somebody asked whether something has happened, and does not wait.
+    def polled(self) -> None:  # noqa: B027 - optional: for virtual time
+        """A caller polls for a condition instead of waiting.
 
-        It costs nothing here. In virtual time it must, or a loop that asks until it has would never end.
+        In virtual time this must take time, or a polling loop would never end.
         """
 
     def defer_signals(self) -> AbstractContextManager[None]:
-        """A block in which signal handlers of Python only run while `block` waits, or after it."""
-        return _AS_IT_COMES
+        """A context in which Python's signal handlers run only while `block` waits, or after the context."""
+        return _NOT_DEFERRED
 
     def deadline(self, timeout: float | None) -> Deadline:
-        """Turn a timeout into a deadline: once, at the public door."""
+        """Convert a timeout in seconds to a deadline: once, in the public API.
+
+        Raises:
+            UsageError: it is no number of seconds.
+        """
         if timeout is None:
             return NEVER
-        # NumPy's numbers are Real; the others come first because they are quickly told.
+        # NumPy's numbers are Real; int and float come first because that check is slow.
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float, Real)) or not timeout >= 0:
             raise UsageError(f"timeout={timeout!r}; allowed: seconds >= 0, or None for no limit")
         if timeout >= _FOREVER_S:
@@ -186,12 +194,12 @@ class Runtime(ABC):
         return Deadline(self.now() + float(timeout), float(timeout))
 
 
-# Where threads of Python wait for each other a handler strikes wherever it likes.
-_AS_IT_COMES = nullcontext()
+# Threads of Python that wait for each other need no deferral.
+_NOT_DEFERRED = nullcontext()
 
 
 class RealRuntime(Runtime):
-    """The machine's own clock and threads."""
+    """The machine's clock and threads."""
 
     def __init__(self) -> None:
         self._timers = _Timers()
@@ -223,11 +231,11 @@ class RealRuntime(Runtime):
         return self._timers.add(when, fn)
 
     def call_soon(self, fn: Callable[[], None]) -> None:
-        """Call `fn` on the thread that waits for such calls."""
+        """Call `fn` on the thread for finalizers."""
         _collected.add(fn)
 
     def start_thread(self, fn: Callable[[], None], name: str) -> None:
-        """Start a daemon."""
+        """Start a daemon thread."""
         threading.Thread(target=fn, name=name, daemon=True).start()
 
     def sleep(self, seconds: float) -> None:
@@ -236,18 +244,19 @@ class RealRuntime(Runtime):
 
 
 class _Timers:
-    """Calls that are due later, run by one thread that exists only while there are any, and a little longer.
+    """The timers of a process, run by one thread that exists while there are any, and shortly after.
 
-    Most timers are forgotten long before they are due, and the next is set at once: neither wakes the thread.
+    Most timers are cancelled long before they are due, and the next one is set at once: neither wakes the
+    thread.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._heap: list[tuple[float, int, _Due]] = []
         self._numbers = itertools.count()
-        self._awaited = 0  # how many of them were not forgotten
+        self._awaited = 0  # how many of them were not cancelled
         self._running = False
-        self._wakes_at = 0.0  # when the thread looks again in any case
+        self._wakes_at = 0.0  # when the thread wakes at the latest
 
     def add(self, when: float, fn: Callable[[], None]) -> _Due:
         due = _Due(self, fn)
@@ -261,13 +270,13 @@ class _Timers:
                 self._changed.notify()
         return due
 
-    def forget(self, due: _Due) -> None:
+    def cancel(self, due: _Due) -> None:
         with self._changed:
             if due.fn is None:
                 return
             due.fn = None
             self._awaited -= 1
-            if len(self._heap) > 2 * self._awaited + _FORGOTTEN_KEPT:
+            if len(self._heap) > 2 * self._awaited + _CANCELLED_KEPT:
                 self._heap = [entry for entry in self._heap if entry[2].fn is not None]
                 heapq.heapify(self._heap)
 
@@ -291,15 +300,16 @@ class _Timers:
             if fn is not None:
                 try:
                     fn()
-                except Exception:  # the other timers must not pay for it
+                except Exception:  # the other timers go on
                     _log.exception("a timer failed")
 
 
 class _Collected:
-    """Calls that finalizers ask for, run by one idle thread for the whole process.
+    """Runs calls for finalizers on one idle thread of the process.
 
-    A finalizer may run where any lock is held, even one of the threading module: it can neither take a lock
-    nor start a thread. So the thread is there before, and the queue is one that may be filled at any point.
+    A finalizer may run while any lock is held, even one of the threading module, so it can neither take a
+    lock nor start a thread. Therefore the thread exists before, and the queue is a SimpleQueue, whose `put`
+    is reentrant.
     """
 
     def __init__(self) -> None:
@@ -318,18 +328,18 @@ class _Collected:
 
     def _run(self) -> None:
         while True:
-            # On a thread that ends: who looks for threads that may still act sees it only while it does.
+            # On a thread of its own: deadlock detection counts it as active only while the call runs.
             caller = threading.Thread(target=self._call, args=(self._calls.get(),), name="unisono-forgotten")
             caller.daemon = True
             caller.start()
             caller.join()
 
     def _call(self, fn: Callable[[], None]) -> None:
-        """Call it, and what else was asked for meanwhile: one collection may find hundreds."""
+        """Make this call and those that were queued meanwhile: one garbage collection may queue hundreds."""
         while True:
             try:
                 fn()
-            except Exception:  # the others must not pay for it
+            except Exception:  # the other calls go on
                 _log.exception("a forgotten object could not be closed")
             try:
                 fn = self._calls.get_nowait()
@@ -343,8 +353,8 @@ _collected = _Collected()
 def call_before_threads_are_joined(fn: Callable[[], None]) -> None:
     """Call `fn` when the main thread ends, before Python waits for the other threads.
 
-    What registers with `atexit` comes after them. `concurrent.futures` joins threads of its own at that
-    moment: who registers later is called earlier, so it must have registered before.
+    `atexit` callbacks run after that. `concurrent.futures` registers here, too, and joins its threads. The
+    last one registered is called first, so its module must be imported before.
     """
     import concurrent.futures.thread  # noqa: F401
 
@@ -353,22 +363,23 @@ def call_before_threads_are_joined(fn: Callable[[], None]) -> None:
 
 
 def file_age_s(path: Path) -> float:
-    """How long ago a file was written; negative if the clock was set back."""
+    """Seconds since a file was written; negative if the clock was set back."""
     return time.time() - path.lstat().st_mtime
 
 
 class Parked(Enum):
-    """How a thread waits for another thread of Python."""
+    """How a thread waits for another thread of this process."""
 
     WITH_LIMIT = auto()
     WITHOUT_LIMIT = auto()
 
 
 def parked_threads() -> dict[threading.Thread, Parked]:
-    """Threads that wait for others: in `join`, for a condition, a future or a queue, or idle in a pool.
+    """Threads that wait for other threads: in `join`, for a condition, future or queue, or idle in a pool.
 
-    Seen by the innermost function of each. A thread in a bare lock, in `sleep` or in another module's C code
-    is not among them: what may end its wait is not known. Nor is a main thread that a signal may wake.
+    They are recognised by their innermost Python function. A thread that waits for a bare lock, in `sleep` or
+    in C code is not included, because what ends its wait is unknown. Nor is the main thread if a signal
+    handler may wake it.
     """
     pool = sys.modules.get("concurrent.futures.thread")
     idle = {_Collected._run.__code__, *([] if pool is None else [pool._worker.__code__])}
@@ -390,13 +401,13 @@ def parked_threads() -> dict[threading.Thread, Parked]:
 
 
 def _has_signal_handler() -> bool:
-    """Whether the program handles a signal by a function of its own, which may do anything."""
+    """Whether the program handles a signal by its own function, which may do anything."""
     handlers = (signal.getsignal(number) for number in signal.valid_signals())
     return any(callable(one) and one is not signal.default_int_handler for one in handlers)
 
 
 def _after_fork() -> None:
-    """No thread survives a fork, and what it held stays locked."""
+    """No thread survives a fork, and locks that one held stay locked."""
     global _collected
     _collected = _Collected()
 
@@ -405,11 +416,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Due:
-    """One call that is due; `fn` is None once it has been forgotten or begun."""
+    """One timer; `fn` is None once it was cancelled or has begun."""
 
     def __init__(self, timers: _Timers, fn: Callable[[], None]) -> None:
         self._timers = timers
         self.fn: Callable[[], None] | None = fn
 
     def cancel(self) -> None:
-        self._timers.forget(self)
+        self._timers.cancel(self)

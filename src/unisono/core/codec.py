@@ -1,12 +1,11 @@
 """The typed codec: plain data, arrays and registered classes to bytes and back.
 
-Subclasses of dict and list arrive as dict and list; bytearray and memoryview as bytearray.
+The list of types is closed. There is no pickle, and decoding imports nothing: a class name on the wire is
+only looked up among the classes that this process has registered. Subclasses of dict and list arrive as dict
+and list; bytearray and memoryview as bytearray.
 
-Knows a closed list of types. Does not know pickle, and imports nothing because of what the wire says: a name
-on the wire is only ever looked up among the classes that this process has registered.
-
-An encoded object is a *head* (msgpack) and *blobs* (the arrays' memory, out of band, not copied). `pack` lays
-both out in one piece, each blob starting at a multiple of 64 bytes:
+An encoded object is a *head* (msgpack) and *blobs* (the memory of arrays, out of band, not copied). `pack`
+puts both into one buffer, each blob at a multiple of 64 bytes:
 
     magic u32 | head bytes u32 | blobs u32 | 0 u32 | blob bytes u64 ... | head | blobs
 """
@@ -45,11 +44,11 @@ C = TypeVar("C", bound=type)
 _MAGIC: Final = 0x316E7500  # "\0un1"
 _PREFIX: Final = struct.Struct("<IIII")
 _ALIGNMENT: Final = 64
-_DEPTH_MAX: Final = 64  # far deeper than honest data, far shallower than Python's stack
+_DEPTH_MAX: Final = 64  # deeper than real data, and far from the limit of Python's stack
 _DIMENSIONS_MAX: Final = 64
 _BLOBS_MAX: Final = 1 << 20
 
-# Extension codes: what msgpack has no word for.
+# Extension codes, for types that msgpack does not have.
 _TUPLE, _MAP, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _ARRAY, _SCALAR, _RECORD, _BYTEARRAY = range(1, 11)
 
 _names: dict[type, str] = {}
@@ -57,9 +56,12 @@ _classes: dict[str, type] = {}
 
 
 def register(cls: C) -> C:
-    """Let a dataclass, a msgspec.Struct or a named tuple travel.
+    """Allow instances of a dataclass, a msgspec.Struct or a named tuple to be sent and received.
 
-    Every rank that sends or receives it registers it. Usable as a decorator.
+    Every rank that sends or receives it must register it. Usable as a decorator.
+
+    Raises:
+        UsageError: it is another kind of class, or another class has the same name.
     """
     if not is_record(cls):
         raise UsageError(
@@ -86,7 +88,7 @@ def is_record(cls: Any) -> bool:
 
 
 def is_registered(cls: type) -> bool:
-    """Whether instances of a class can travel."""
+    """Whether instances of a class can be sent."""
     return cls in _names
 
 
@@ -99,12 +101,12 @@ def _fields(cls: Any) -> list[str]:
 
 
 def place(steps: Sequence[str], whole: str = "the object") -> str:
-    """Where something stands, in words: the steps from the whole to it, such as "['rows']" and "[3]"."""
+    """The place of a part, for errors: the steps to it from the whole, such as "['rows']" and "[3]"."""
     return f"{''.join(steps)[:80]} of {whole}" if steps else whole
 
 
 def place_of_argument(steps: Sequence[str]) -> str:
-    """The same in a list of arguments or a dict of named ones: "argument 1" is the first."""
+    """The same within a list of arguments or a dict of keyword arguments: "argument 1" is the first."""
     if not steps or steps[0] == ".keys()":
         return "an argument"
     which = steps[0][1:-1]
@@ -112,10 +114,10 @@ def place_of_argument(steps: Sequence[str]) -> str:
 
 
 def encode(value: Any, place: Callable[[Sequence[str]], str] = place) -> tuple[bytes, list[memoryview]]:
-    """Turn a value into its head and blobs. `place` says in words where something in it stands.
+    """Turn a value into its head and blobs. `place` describes the place of a part, for errors.
 
     Raises:
-        UsageError: something in it cannot travel; the text says what, and where it stands.
+        UsageError: a part of it cannot be sent; the text says which, and its place.
     """
     blobs: list[memoryview] = []
     try:
@@ -132,7 +134,7 @@ def decode(head: bytes | memoryview, blobs: Sequence[memoryview]) -> Any:
     """Turn head and blobs back into the value; arrays are views on the blobs.
 
     Raises:
-        ProtocolError: no encoder makes such bytes.
+        ProtocolError: the bytes are malformed, or name a class that is not registered here.
     """
     decoder = _Decoder(blobs)
     try:
@@ -149,7 +151,7 @@ def decode(head: bytes | memoryview, blobs: Sequence[memoryview]) -> Any:
 
 
 def pack(value: Any, place: Callable[[Sequence[str]], str] = place) -> bytearray:
-    """Encode a value in one piece."""
+    """Encode a value into one buffer."""
     head, blobs = encode(value, place)
     lengths = [blob.nbytes for blob in blobs]
     starts, end = _layout(len(head), lengths)
@@ -165,7 +167,7 @@ def pack(value: Any, place: Callable[[Sequence[str]], str] = place) -> bytearray
 
 
 def unpack(packed: bytes | bytearray | memoryview) -> Any:
-    """Decode what `pack` made; arrays are views on `packed`."""
+    """Decode the buffer that `pack` made; arrays are views on it."""
     data = memoryview(packed).cast("B")
     if data.nbytes < _PREFIX.size:
         raise ProtocolError(f"malformed object: {data.nbytes} bytes are too few")
@@ -192,9 +194,9 @@ def _layout(head_bytes: int, lengths: Sequence[int]) -> tuple[list[int], int]:
 
 
 class _Unfit(Exception):
-    """Something cannot travel: how to say so, once it is known where it stands.
+    """A part of a value cannot be sent. `refusal` makes the error, given the place of the part.
 
-    Whoever contains it adds a step on the way up.
+    Each container adds its step to `steps` as the exception passes through it.
     """
 
     def __init__(self, refusal: Callable[[str], UsageError]) -> None:
@@ -203,7 +205,7 @@ class _Unfit(Exception):
 
 
 class _Encoder:
-    """Rewrites a value into what msgpack can hold."""
+    """Converts a value to types that msgpack has, and extensions."""
 
     def __init__(self, blobs: list[memoryview]) -> None:
         self._blobs = blobs
@@ -242,7 +244,7 @@ class _Encoder:
         items: list[Any] = []
         try:
             for item in value:
-                items.append(self.plain(item, depth))  # noqa: PERF401 - its length is the place of a failure
+                items.append(self.plain(item, depth))  # noqa: PERF401 - its length is the index of a failure
         except _Unfit as unfit:
             unfit.steps.append(f"[{len(items)}]")
             raise
@@ -318,7 +320,7 @@ def _no_array(error: UsageError, place: str) -> UsageError:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value is an array rather than plain data."""
+    """Whether a value is an array."""
     return isinstance(value, np.ndarray) or hasattr(value, "__dlpack__")
 
 
@@ -344,7 +346,7 @@ _REWRITES: Final[dict[type, Callable[[_Encoder, Any, int], Any]]] = {
 
 
 class _Decoder:
-    """Rebuilds a value; every extension is checked before anything is made of it."""
+    """Rebuilds a value; every extension is checked before it is used."""
 
     def __init__(self, blobs: Sequence[memoryview]) -> None:
         self._blobs = blobs
@@ -353,7 +355,7 @@ class _Decoder:
         self._decoder = msgspec.msgpack.Decoder(ext_hook=self._extension)
 
     def forget(self) -> None:
-        """Let go of the blobs now: it and msgspec's decoder hold each other, until the collector comes."""
+        """Release the blobs now: this object and msgspec's decoder form a cycle, which only the GC frees."""
         self._blobs = ()
         del self._decoder
 
@@ -420,10 +422,10 @@ class _Decoder:
         if declared != fields or type(parts) is not list or len(parts) != len(fields):
             raise ProtocolError(f"the class {name!r} has other fields here: {declared}, not {fields}")
         if issubclass(cls, msgspec.Struct):
-            return cls(**dict(zip(fields, parts, strict=True)))  # as msgspec itself makes one of what came
+            return cls(**dict(zip(fields, parts, strict=True)))  # as msgspec itself decodes one
         if issubclass(cls, tuple):
             return tuple.__new__(cls, parts)
-        # Values travel, not constructor arguments: __init__ may derive or check fields that were sent.
+        # Fields are sent, not constructor arguments: __init__ may compute or check fields.
         value: Any = object.__new__(cls)
         for field, part in zip(fields, parts, strict=True):
             object.__setattr__(value, field, part)
@@ -449,11 +451,11 @@ class _Decoder:
         blob = self._blobs[self.blobs_used]
         self.blobs_used += 1
         flat = np.frombuffer(blob, dtype.storage) if count else np.empty(0, dtype.storage)
-        return _given_back(flat, tuple(shape), dtype, is_torch is True)
+        return _array_of(flat, tuple(shape), dtype, is_torch is True)
 
 
-def _given_back(flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType, is_torch: bool) -> Any:
-    flat.reshape(shape)  # NumPy refuses dimensions that no memory could hold; torch does not if one is 0
+def _array_of(flat: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: DType, is_torch: bool) -> Any:
+    flat.reshape(shape)  # NumPy refuses impossible dimensions; torch does not if one of them is 0
     if is_torch and "torch" in sys.modules and flat.flags.writeable:
         return buffers.TORCH.give(flat, shape, dtype)
     return buffers.numpy_family(dtype).give(flat, shape, dtype)

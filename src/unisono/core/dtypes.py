@@ -1,7 +1,4 @@
-"""Element types: names, sizes, kinds and the NumPy type that stores each.
-
-Does not know memory (buffers) or arithmetic (kernels).
-"""
+"""Element types: names, sizes, kinds and the NumPy type that stores each."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ __all__ = ["BFLOAT16", "DTYPES", "DType", "Kind", "dtype_named"]
 
 
 class Kind(Enum):
-    """What family an element type belongs to; it decides which operations are allowed."""
+    """The kind of an element type, which decides what reduce operations are allowed."""
 
     BOOL = "bool"
     INTEGER = "integer"
@@ -29,8 +26,8 @@ class Kind(Enum):
 class DType:
     """An element type. `storage` is the NumPy type that holds its bits.
 
-    bfloat16 is stored as uint16: NumPy has no such type unless ml_dtypes is installed.
-    `code` is the number that the native kernels know it by.
+    bfloat16 is stored as uint16, because NumPy has no such type unless ml_dtypes is installed. `code` is its
+    number in the native code and on the wire.
     """
 
     name: str
@@ -40,12 +37,12 @@ class DType:
 
     @property
     def storage(self) -> np.dtype[Any]:
-        """The NumPy type whose arrays hold the bits."""
+        """The NumPy type of arrays that hold the bits."""
         return _STORAGE[self.code]
 
     @property
     def is_half(self) -> bool:
-        """Whether arithmetic goes through float32."""
+        """Whether it is a 16-bit float, which is computed in float32."""
         return self.name in ("float16", "bfloat16")
 
     def __str__(self) -> str:
@@ -79,7 +76,11 @@ _STORAGE: Final = [np.dtype("uint16" if name == "bfloat16" else name) for name i
 
 
 def dtype_named(name: str) -> DType:
-    """Look a type up by its name."""
+    """Look an element type up by its name.
+
+    Raises:
+        UsageError: there is no such type.
+    """
     try:
         return DTYPES[name]
     except KeyError:

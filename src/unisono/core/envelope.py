@@ -1,4 +1,4 @@
-"""Envelopes: what is known of a message before its bytes. Also wildcards, lanes and the ranges of tags."""
+"""Message envelopes, and what they consist of: wildcards, lanes, tags and their ranges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ANY", "HEADER_BYTES_MAX", "TAG_MAX", "UNTYPED", "Any_", "Envelope", 
 
 
 class Any_(Enum):
-    """The wildcard for sources and tags; the name `Any` belongs to typing."""
+    """The wildcard for sources and tags; `Any` is the name of a type in typing."""
 
     ANY = "ANY"
 
@@ -20,7 +20,7 @@ class Any_(Enum):
 
 ANY: Final = Any_.ANY
 
-# User tags are 31 bits, as in MPI; collectives and control live above them (see Tags).
+# Users have 31 bits, as in MPI; collectives and control messages use the tags above (see Tags).
 TAG_MAX: Final = 2**31 - 1
 
 
@@ -32,23 +32,23 @@ class Status(NamedTuple):
     nbytes: int
 
 
-# An envelope's header holds a fingerprint or a descriptor: a line of text and its call site.
+# A header holds a fingerprint (a line of text and its call site) or a group's descriptor.
 HEADER_BYTES_MAX: Final = 1024
 
-# The dtype code of plain bytes, which fit any receive buffer.
+# The dtype code of plain bytes, which match a receive of any type.
 UNTYPED: Final = 255
 
 
 class Tags:
-    """How the 64 bits of a tag are shared out. An ANY receive meets only what users send.
+    """The layout of a tag's 64 bits. A receive with tag ANY matches only the tags of users.
 
-    In the tag of a collective bits 40 to 60 are the engine's: which message of a plan it is.
+    In the tag of a collective, bits 40 to 60 belong to the engine: they number the messages of a plan.
     """
 
     COLLECTIVE = 1 << 62
     CONTROL = 1 << 61
-    RPC = 1 << 60  # of frames; what follows a frame adds its number
-    STAGES = 16  # a collective may exchange metadata before its plan: each stage has a tag of its own
+    RPC = 1 << 60  # RPC frames; an attachment of a frame adds its number
+    STAGES = 16  # a collective may have several stages (metadata first); each has its own tag
 
     @staticmethod
     def collective(sequence: int, stage: int) -> int:
@@ -58,12 +58,12 @@ class Tags:
 
     @staticmethod
     def is_users(tag: int) -> bool:
-        """Whether a user may have sent it."""
+        """Whether it is a tag of users."""
         return 0 <= tag <= TAG_MAX
 
     @staticmethod
     def is_control(tag: int) -> bool:
-        """Whether it is news between ranks or the frame of a call: at most CONTROL_BYTES_MAX long."""
+        """Whether it is the tag of control messages or RPC frames, which CONTROL_BYTES_MAX bounds."""
         return bool(tag & Tags.CONTROL) or tag == Tags.RPC
 
 
@@ -76,7 +76,7 @@ class Lane(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What is known about a message before its bytes: `header` is opaque to the backend."""
+    """What is known about a message before its bytes; `header` is opaque to the backend."""
 
     source: int
     context: int

@@ -1,11 +1,8 @@
 """The arithmetic of reductions, on flat contiguous arrays.
 
-Knows the native kernels and how to call a user's own function. Does not know ranks, plans or whose turn it
-is.
-
-Arrays are taken as the bits of `dtype`, whatever type they carry themselves: bfloat16 is uint16 storage, and
-a view of a byte buffer at an odd offset will do. Built-in operations let go of the GIL unless the arrays are
-small. What they do to NaN, zeros and overflow stands in native/kernels/kernels.hpp.
+An array is read as bits of `dtype`, whatever NumPy type it has: bfloat16 is stored as uint16, and a view of a
+byte buffer may be unaligned. Built-in operations release the GIL unless the arrays are small.
+native/kernels/kernels.hpp defines their results for NaN, zeros and overflow.
 """
 
 from __future__ import annotations
@@ -28,9 +25,13 @@ Array = npt.NDArray[Any]
 def reduce_into(dst: Array, src: Array, op: ReduceOp, dtype: DType, left: bool = False) -> None:
     """Write op(dst, src) to `dst`, or op(src, dst) if src is the `left` operand.
 
-    dst and src are of equal length and separate memory, or the same. A built-in refuses anything else with
-    ValueError before it writes. A user's function sees both arrays read-only, bfloat16 as float32, and may
-    not keep them: they are lent for the call. If it raises or returns nonsense, dst is as it was.
+    dst and src have equal length, and are the same memory or do not overlap. A user's function gets both
+    arrays read-only, bfloat16 as float32, and must not keep them after the call.
+
+    Raises:
+        ValueError: a built-in operation got other lengths or overlapping memory; nothing was written.
+        UsageError: a user's function returned a wrong shape or type; dst is unchanged, as it is if the
+            function raises.
     """
     if op.code is None:
         _reduce_by_function(dst, src, op, dtype, left)
@@ -41,7 +42,7 @@ def reduce_into(dst: Array, src: Array, op: ReduceOp, dtype: DType, left: bool =
 
 
 def divide(x: Array, n: int, dtype: DType) -> None:
-    """Divide every element by `n` in place: it makes a mean of a sum. Half types go through float32."""
+    """Divide every element by `n` in place, which turns a sum into a mean. 16-bit floats use float32."""
     _native.divide(x, n, dtype.code)
 
 
@@ -66,7 +67,7 @@ def _reduce_by_function(dst: Array, src: Array, op: ReduceOp, dtype: DType, left
             f"op {op} returned shape {result.shape} for two arrays of shape {mine.shape}",
             next_step="return one array of the same shape",
         )
-    # A float for integers would lose its fraction without a word.
+    # Otherwise a float result for integers would silently lose its fraction.
     if not np.can_cast(result.dtype, mine.dtype, "same_kind"):
         raise UsageError(
             f"op {op} returned {result.dtype} for two arrays of {mine.dtype}",

@@ -1,7 +1,4 @@
-"""Reduce operations: their names, identities and the element types each is defined for.
-
-Does not know arithmetic: kernels compute.
-"""
+"""Reduce operations: their names, identities and allowed element types. kernels.py computes them."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ __all__ = ["OpCode", "OpLike", "ReduceOp", "as_op", "op"]
 
 
 class OpCode(IntEnum):
-    """The numbers that the native kernels know the operations by."""
+    """The numbers of the operations in the native kernels."""
 
     SUM = 0
     PROD = 1
@@ -44,10 +41,10 @@ _ALLOWED: Final[dict[Kind, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class ReduceOp:
-    """How two contributions become one.
+    """An operation that combines two contributions to one.
 
-    A built-in has a `code` for the kernels; mean is a sum that the communicator divides at the end.
-    A user's own has `fn(left, right) -> array`, where left comes from lower ranks.
+    A built-in operation has a `code` for the kernels; mean is a sum that is divided at the end. A user's
+    operation has `fn(left, right) -> array`, where left comes from lower ranks.
     """
 
     name: str
@@ -62,7 +59,11 @@ class ReduceOp:
         return self.fn is None and self.name == "mean"
 
     def check(self, dtype: DType) -> None:
-        """Refuse a type that the operation has no meaning for."""
+        """Refuse an element type that the operation is not defined for.
+
+        Raises:
+            UsageError: the text lists the operations that are allowed for the type.
+        """
         if self.fn is None and self.name not in _ALLOWED[dtype.kind]:
             raise UsageError(
                 f"op {self.name!r} is not defined for {dtype}; allowed for {dtype.kind.value} types: "
@@ -70,18 +71,22 @@ class ReduceOp:
             )
 
     def identity_for(self, dtype: DType) -> Any:
-        """Return the value that changes nothing: what exscan gives rank 0."""
+        """Return the identity element, which exscan gives to rank 0.
+
+        Raises:
+            UsageError: a user's operation has none, or the type cannot hold it.
+        """
         if self.fn is not None:
             if self.identity is None:
                 raise UsageError(
-                    f"exscan needs an identity for op {self.name!r}, which it gives rank 0",
+                    f"exscan needs an identity for op {self.name!r}, which is the result of rank 0",
                     next_step="uni.op(fn, identity=...)",
                 )
             return self._checked_identity(dtype)
         return _IDENTITY[self.name](dtype)
 
     def shown_identity(self, dtype: DType) -> str:
-        """The identity as the type holds it: 0 and 0.0 are one value of float32, so they read alike."""
+        """The identity as text, converted to the type: 0 and 0.0 are equal for float32, and read alike."""
         held = self._held(self.identity_for(dtype), dtype)
         return repr(None if held is None else held.item())
 
@@ -92,12 +97,13 @@ class ReduceOp:
             return None
 
     def _checked_identity(self, dtype: DType) -> Any:
-        """The user's identity, refused before anything is sent if the type cannot hold it."""
+        """The user's identity, or a UsageError if the type cannot hold it."""
         held = self._held(self.identity, dtype)
         is_exact_kind = dtype.kind in (Kind.BOOL, Kind.INTEGER)
         if held is None or held.shape != () or (is_exact_kind and held != self.identity):
             raise UsageError(
-                f"identity={self.identity!r} of op {self.name!r} is no value of {dtype}; allowed: one number"
+                f"identity={self.identity!r} of op {self.name!r} is not a value of {dtype}; "
+                "allowed: one number"
             )
         return self.identity
 
@@ -138,7 +144,7 @@ _BUILT_IN: Final[dict[str, ReduceOp]] = {
     "mean": ReduceOp("mean", OpCode.SUM),
 }
 
-# What other libraries call them.
+# Names in other libraries, for the hint in an error.
 _OTHER_NAMES: Final = {
     "avg": "mean",
     "average": "mean",
@@ -160,23 +166,35 @@ def op(
 ) -> ReduceOp:
     """Make a reduce operation from `fn(left, right) -> array`, which must be associative.
 
-    `left` and `right` are NumPy arrays of equal shape; left holds the contributions of lower ranks.
-    A non-commutative operation keeps the rank order. `identity` is what exscan gives rank 0.
-    All ranks must pass operations of the same name (by default the function's qualified name), of the same
-    `commutative` and, in exscan, of the same identity: the ranks compare them.
+    `left` and `right` are read-only NumPy arrays of equal shape, which are valid only during the call; left
+    holds the contributions of lower ranks. All ranks must pass the same name, `commutative` and, in exscan,
+    identity: the ranks compare them.
+
+    Args:
+        fn: the function. It may be called in any order that associativity and `commutative` allow.
+        commutative: False keeps the order of ranks.
+        identity: the result of exscan on rank 0.
+        name: the name in errors and comparisons; by default the function's qualified name.
+
+    Raises:
+        UsageError: `fn` is not callable, or the name is that of a built-in operation.
     """
     if not callable(fn):
         raise UsageError(
             f"op needs a function of two arrays, not {type(fn).__name__}", next_step="uni.op(fn)"
         )
     if name in _BUILT_IN:
-        raise UsageError(f"name={name!r} belongs to a built-in operation; allowed: any other")
+        raise UsageError(f"name={name!r} is the name of a built-in operation; allowed: any other")
     label = name if name is not None else f"{fn.__module__}.{getattr(fn, '__qualname__', type(fn).__name__)}"
     return ReduceOp(label, None, fn, commutative, identity)
 
 
 def as_op(given: OpLike) -> ReduceOp:
-    """Turn what a user wrote into an operation."""
+    """The operation for an argument `op=`: a name, or a ReduceOp.
+
+    Raises:
+        UsageError: there is no such operation; names of other libraries get a hint.
+    """
     if isinstance(given, ReduceOp):
         return given
     if isinstance(given, str) and given in _BUILT_IN:

@@ -1,27 +1,19 @@
-"""One send, receive or probe under way.
-
-Knows how it ends and whom it then calls back. Does not know what carries it.
-"""
+"""Requests: one send, receive or probe under way, and how it ends."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from unisono.core.envelope import Any_
+from unisono.core.envelope import Any_, Envelope
 from unisono.errors import ClosedError, PeerLost
-
-if TYPE_CHECKING:
-    pass
-from unisono.core.envelope import Envelope
 
 __all__ = ["HeaderMismatch", "LengthMismatch", "Request", "withdrawn"]
 
 
 class HeaderMismatch(Exception):
-    """How a plan's request ends if a peer runs something else; whoever started it finds the words."""
+    """Ends the request of a plan if a peer runs another collective; the caller makes the error for users."""
 
     def __init__(self, peer: int, header: bytes) -> None:
         super().__init__(peer, header)
@@ -30,7 +22,7 @@ class HeaderMismatch(Exception):
 
 
 class LengthMismatch(Exception):
-    """How a plan's request ends if a peer that runs the same sends a message of another length or type."""
+    """Ends the request of a plan if a peer that runs the same one sends another length or type."""
 
     def __init__(self, peer: int, came: int, awaited: int) -> None:
         super().__init__(peer, came, awaited)
@@ -42,8 +34,8 @@ class LengthMismatch(Exception):
 class Request:
     """One send, receive or probe under way.
 
-    Whoever completes it calls `complete` or `fail`, exactly once and without holding a lock: the callbacks
-    run there and then. `data` holds the bytes of a receive that was started without a buffer.
+    The backend ends it by `complete` or `fail`, exactly once, on any thread and without holding a lock: the
+    callbacks run within that call. `data` holds the bytes of a receive that was started without a buffer.
     """
 
     __slots__ = (
@@ -61,7 +53,7 @@ class Request:
     def __init__(self, peer: int | Any_, withdraw: Callable[[Request], bool] | None = None) -> None:
         self.peer = peer
         self.done = False
-        # Turns the ranks of who ends it into those of the backend that was asked; None: they are equal.
+        # Converts ranks of the backend that ends it to those of the backend that was called, if they differ.
         self.rank_here: Callable[[int], int] | None = None
         self.data: bytes | bytearray | None = None
         self._envelope: Envelope | None = None
@@ -72,14 +64,14 @@ class Request:
 
     @property
     def envelope(self) -> Envelope | None:
-        """What a receive or probe met or had to refuse, in the rank numbers of the backend that was asked."""
+        """The envelope that a receive or probe matched or refused, in ranks of the called backend."""
         if self._envelope is None or self.rank_here is None:
             return self._envelope
         return replace(self._envelope, source=self.rank_here(self._envelope.source))
 
     @property
     def error(self) -> BaseException | None:
-        """What ended it, if not well; the ranks it names are those of the backend that was asked."""
+        """The error that ended it, if any, in ranks of the backend that was called."""
         error, here = self._error, self.rank_here
         if here is None or error is None:
             return error
@@ -93,15 +85,15 @@ class Request:
         return error
 
     def peers_awaited(self) -> tuple[int, ...]:
-        """Whom it waits for now, as far as it is known."""
+        """The ranks that it waits for now, as far as they are known."""
         return (self.peer,) if isinstance(self.peer, int) and not self.done else ()
 
     def withdraw_by(self, withdraw: Callable[[Request], bool]) -> None:
-        """Say how it can be taken back."""
+        """Set the function that cancels it; the function returns False if it was matched already."""
         self._withdraw = withdraw
 
     def notify(self, callback: Callable[[], None]) -> None:
-        """Call back once it is done; at once if it is."""
+        """Call `callback` once it is done; at once if it is done already."""
         with self._lock:
             if self._callbacks is not None:
                 self._callbacks.append(callback)
@@ -109,23 +101,23 @@ class Request:
         callback()
 
     def complete(self, envelope: Envelope | None = None, data: bytes | bytearray | None = None) -> None:
-        """End it well."""
+        """End it successfully."""
         self._envelope = envelope
         self.data = data
         self._end()
 
     def fail(self, error: BaseException, envelope: Envelope | None = None) -> None:
-        """End it with an error; the envelope is that of a message which met it and did not fit."""
+        """End it with an error; the envelope is that of a matching message that did not fit."""
         self._envelope = envelope
         self._error = error
         self._end()
 
     def cancel(self) -> bool:
-        """Withdraw it. False if it is done or has met its counterpart: then it ends by itself, soon."""
+        """Withdraw it. False if it is done or was matched: then it ends by itself, soon."""
         return not self.done and self._withdraw is not None and self._withdraw(self)
 
     def cancelled(self) -> None:
-        """End it as withdrawn; for those who implement `cancel`."""
+        """End it as withdrawn; called by the function of `withdraw_by`."""
         self.fail(withdrawn())
 
     def _end(self) -> None:
@@ -139,4 +131,4 @@ class Request:
 
 def withdrawn() -> ClosedError:
     """The error of a request that was cancelled."""
-    return ClosedError("withdrawn before it met its counterpart")
+    return ClosedError("withdrawn before it was matched")

@@ -386,7 +386,7 @@ class _Stalls:
 
 
 class Blocked(NamedTuple):
-    """A thread that waits for an operation; limited: only for some time."""
+    """A thread that waits for an operation; `is_limited` if with a timeout."""
 
     call: Call
     task: Task[Any]

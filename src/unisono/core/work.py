@@ -1,4 +1,4 @@
-"""Works: what a user holds of a started operation, to wait for, await or cancel."""
+"""Works: a started operation as the user holds it, to wait for, await or cancel."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ __all__ = ["Started", "Work", "wait_all", "wait_or_cancel"]
 
 
 class Work(Generic[T]):
-    """A started operation. Its buffers belong to it until it is done."""
+    """A started operation; also awaitable. Its buffers must not be used until it is done."""
 
     def __init__(self, task: Task[T], runtime: Runtime) -> None:
         self._task = task
         self._runtime = runtime
 
     def wait(self, timeout: float | None = None) -> T:
-        """Wait for the end and return the result.
+        """Wait until the operation ends, and return its result.
 
         Raises:
-            DeadlineExceeded: `timeout` seconds passed; the work goes on.
+            DeadlineExceeded: `timeout` seconds passed; the operation goes on, and may be waited for again.
             UnisonoError: the operation failed.
         """
         self._note_user()
         return self._task.wait(timeout)
 
     def done(self) -> bool:
-        """Whether it ended, well or not."""
+        """Whether it has ended, successfully or not."""
         if not self._task.is_done():
             self._runtime.polled()
         if not self._task.is_done():
@@ -44,10 +44,10 @@ class Work(Generic[T]):
         return True
 
     def cancel(self) -> bool:
-        """End it now; False if it had ended already.
+        """Cancel it and wait until it has ended; False if it had ended already.
 
-        A receive is withdrawn and leaves its message to the next. A collective cannot be taken back:
-        its communicator is unusable afterwards, here and on the other ranks.
+        A cancelled receive takes no message. A cancelled collective poisons its communicator: later
+        collectives fail with PeerAborted, here and on the other ranks.
         """
         self._note_user()
         if self._task.is_done():
@@ -59,7 +59,7 @@ class Work(Generic[T]):
         return True
 
     def _note_user(self) -> None:
-        """Somebody waits for it, or has asked how it ended: it is not forgotten."""
+        """The user has waited or asked for it, so `close` need not warn of it."""
         if (seen := self._task.call.on_result) is not None:
             seen(None)
 
@@ -88,10 +88,10 @@ class Work(Generic[T]):
 
 
 class Started(Work[T]):
-    """A work in the hands of a user, who is told if it is dropped.
+    """A work that the user started; it warns if it is dropped before it has ended.
 
-    The works of blocking verbs are not: Python forgets what a signal handler raises in a `__del__`, and a
-    Ctrl-C during one of those must not be lost.
+    The works of blocking verbs have no `__del__`: Python discards an exception that a signal handler raises
+    in one, and a Ctrl-C must not be lost.
     """
 
     def __del__(self) -> None:
@@ -105,13 +105,13 @@ class Started(Work[T]):
 
 
 def _settled(task: Task[Any]) -> None:
-    """Let an interrupted task clean up; its own error is not news to the one who interrupted it."""
+    """Wait until an interrupted task has cleaned up; the caller knows its error."""
     with contextlib.suppress(UnisonoError):
         task.wait(None)
 
 
 def wait_or_cancel(work: Work[T]) -> T:
-    """Wait for a work that nobody else holds: who is interrupted ends it."""
+    """Wait for a work that nobody else holds; if the wait is interrupted, cancel the work."""
     try:
         return work.wait()
     except Killed:
@@ -122,7 +122,11 @@ def wait_or_cancel(work: Work[T]) -> T:
 
 
 def wait_all(works: Iterable[Work[Any]], timeout: float | None = None) -> list[Any]:
-    """Wait for all works and return their results; report the first error after all ended."""
+    """Wait for all works and return their results.
+
+    Raises:
+        UnisonoError: the first error in the order of `works`, after all have ended or the timeout passed.
+    """
     works = list(works)
     if not works:
         return []

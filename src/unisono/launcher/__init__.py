@@ -1,4 +1,4 @@
 """Starting and watching the processes of a job: `unisono run`, `uni.spawn`, mpiexec.
 
-A room: it stands on bootstrap, and knows no backend or communicator.
+It imports bootstrap, and no backend or communicator.
 """

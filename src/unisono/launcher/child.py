@@ -1,7 +1,6 @@
-"""A spawned rank, from its first instruction to its last word.
+"""The program of a spawned rank: run the caller's main file, join, call the function, report the result.
 
-Knows the order: never outlive the parent, run the caller's main file, join, call the function, report. Does
-not know how ranks are connected: `enter` does.
+How ranks are connected is up to `enter`, which the parent names.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from unisono.core import codec
 from unisono.errors import UsageError
 from unisono.launcher.failure import describe
 from unisono.launcher.parent_death import die_with_parent
-from unisono.launcher.pipe import Outlet, frame, receive_frame
+from unisono.launcher.pipe import FrameSender, frame, receive_frame
 from unisono.launcher.program import Main, Reference, run_main
 
 __all__ = ["main"]
@@ -40,13 +39,13 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, args=(sock,), name="unisono-parent", daemon=True).start()
     report = _run(task, packed_arguments)
     try:
-        Outlet(frame(report)).send(sock)
+        FrameSender(frame(report)).send(sock)
     except OSError:
-        os._exit(1)  # nobody is left to hear it
+        os._exit(1)  # the parent is gone
 
 
 def _run(task: dict[str, Any], packed_arguments: bytearray) -> bytearray:
-    """Call the function; a result or an exception, packed."""
+    """Call the function; its result or exception, packed."""
     try:
         sys.argv[:] = task["argv"]
         sys.path[:] = task["path"]
@@ -54,29 +53,31 @@ def _run(task: dict[str, Any], packed_arguments: bytearray) -> bytearray:
         fn = Reference(*task["fn"]).find()
         enter = Reference(*task["enter"]).find()
         arguments = codec.unpack(packed_arguments)
-        place = LaunchInfo(
+        info = LaunchInfo(
             task["rank"],
             task["size"],
             launcher="uni.spawn",
             local_rank=task["rank"],
             source=TicketSource(task["join"]) if task["join"] else None,
-            # All are on this host, and so is their seed, on loopback.
+            # All ranks and their seed are on this host: loopback, whatever the environment names.
             network=replace(network(), address=None, advertise=None),
         )
-        with enter(place, task["backend"], Config(**task["config"]), task["timeout"]) as world:
+        with enter(info, task["backend"], Config(**task["config"]), task["timeout"]) as world:
             value = fn(world, *arguments)
         try:
             return codec.pack({"value": value}, lambda steps: codec.place(steps[1:], "the result"))
         except UsageError as error:
             raise UsageError(
-                f"rank {place.rank} returned what cannot travel", cause=error.what, next_step=error.next_step
+                f"rank {info.rank} returned a value that cannot be sent to the parent",
+                cause=error.what,
+                next_step=error.next_step,
             ) from None
-    except BaseException as error:  # also SystemExit: the parent waits for a word
+    except BaseException as error:  # also SystemExit: the parent waits for a report
         return codec.pack({"error": describe(error)})
 
 
 def _end_with_parent(sock: socket.socket) -> None:
-    """The parent sends nothing more: the end of its stream is its end."""
+    """End this process when the parent's end of the socket closes; the parent sends nothing more."""
     try:
         while sock.recv(1):
             pass

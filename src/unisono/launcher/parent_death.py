@@ -1,7 +1,7 @@
-"""A process that never outlives its parent.
+"""A process that never outlives its parent, by Linux's parent-death signal.
 
-Knows Linux's parent-death signal and its two traps: it must be set after the fork, when the parent may be
-gone already; and it follows the thread that forked.
+The signal must be set after the fork, when the parent may be gone already, and it is sent when the *thread*
+that forked ends, not only when its process does.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
-    """Prepare a function for a child of the process `parent` to call; it allocates nothing after a fork."""
+    """A function for a child of process `parent` to call after its fork; it allocates nothing."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     kill = int(signal.SIGKILL)
 
-    def leash() -> None:
+    def set_parent_death_signal() -> None:
         prctl(_PR_SET_PDEATHSIG, kill, 0, 0, 0)
-        if os.getppid() != parent:  # it died before we asked to be told
+        if os.getppid() != parent:  # the parent died before the signal was set
             os._exit(1)
 
-    return leash
+    return set_parent_death_signal

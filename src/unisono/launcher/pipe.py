@@ -1,6 +1,6 @@
 """Messages between a process and the ranks it has spawned: a length, then the typed codec's bytes.
 
-Knows frames on a stream socket. Does not know what they mean. Both ends are ours, on one host.
+Both ends are ours, on one host, so lengths are trusted.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-__all__ = ["Inlet", "Outlet", "frame", "receive_frame"]
+__all__ = ["FrameReceiver", "FrameSender", "frame", "receive_frame"]
 
 _LENGTH: Final = struct.Struct("<Q")
 _PIECE_BYTES: Final = 1 << 20
 
 
 def frame(packed: bytes | bytearray) -> list[memoryview]:
-    """The pieces of a message."""
+    """The pieces of one message, in order."""
     return [memoryview(_LENGTH.pack(len(packed))), memoryview(packed)]
 
 
@@ -32,14 +32,14 @@ def receive_frame(sock: socket.socket) -> bytearray:
     return _exactly(sock, length)
 
 
-class Outlet:
-    """Sends without blocking."""
+class FrameSender:
+    """Sends frames without blocking."""
 
     def __init__(self, pieces: Iterable[memoryview]) -> None:
         self._pieces = deque(pieces)
 
     def send(self, sock: socket.socket) -> bool:
-        """Send what the socket takes; True once everything is sent."""
+        """Send what the socket takes; True once everything is sent. A blocking socket takes everything."""
         while self._pieces:
             try:
                 sent = sock.send(self._pieces[0][:_PIECE_BYTES])
@@ -51,19 +51,19 @@ class Outlet:
         return True
 
 
-class Inlet:
-    """Receives without blocking."""
+class FrameReceiver:
+    """Receives frames without blocking."""
 
     def __init__(self) -> None:
         self._head = bytearray()
         self._body: bytearray | None = None
         self._filled = 0
 
-    def receive(self, sock: socket.socket) -> bytearray | None:
-        """A message, if one is complete.
+    def receive(self, sock: socket.socket) -> bytearray:
+        """The next message.
 
         Raises:
-            BlockingIOError: nothing is there yet.
+            BlockingIOError: it is not complete yet; what has come is kept.
             EOFError: the other end is gone.
         """
         while True:

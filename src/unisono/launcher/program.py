@@ -1,7 +1,6 @@
 """The program of a spawned rank: the caller's main file, and functions by their names in it.
 
-Knows modules and qualified names. Does not know processes. What is imported was named by the parent process,
-never by the network.
+Only names that the parent process gave are imported, never names from the network.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ _is_main_running = False
 
 @dataclass(frozen=True, slots=True)
 class Main:
-    """What the caller was started with: a module (`python -m`), a file, or neither."""
+    """What the caller's interpreter was started with: a module (`python -m`), a file, or neither."""
 
     module: str | None = None
     path: str | None = None
 
     @classmethod
     def of_this_process(cls) -> Main:
-        """Find out."""
+        """That of the running process."""
         main = sys.modules["__main__"]
         spec = getattr(main, "__spec__", None)
         if spec is not None and spec.name != MAIN_NAME:
-            # A package's __main__ has no guard, and nobody defines what a rank needs there.
+            # A package's __main__ has no guard, and does not define functions that a rank needs.
             return cls() if spec.name.rpartition(".")[2] == "__main__" else cls(module=spec.name)
         return cls(path=getattr(main, "__file__", None))
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A function by its name. `file` helps where its module cannot be imported by name, as in some tests.
+    """A function by its name. `file` is loaded where its module cannot be imported by name, as in some tests.
 
-    `line` is where a function of the main file is defined: another one of the same name is not the one meant.
+    `line` is where a function of the main file is defined; it tells functions of the same name apart.
     """
 
     module: str
@@ -60,7 +59,7 @@ class Reference:
         """Refer to a function that another process can find.
 
         Raises:
-            UsageError: it has no name there: a closure, a lambda, something typed at a prompt.
+            UsageError: no new process can find it: a closure, a lambda, something typed at a prompt.
         """
         module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
         if not isinstance(module, str) or not isinstance(qualname, str):
@@ -97,7 +96,7 @@ class Reference:
         """The function, in the new process.
 
         Raises:
-            UsageError: it is not there, since it was defined where only the first process comes.
+            UsageError: it is not there: it was defined in code that only the first process runs.
         """
         found: Any = _module(self)
         for part in self.qualname.split("."):
@@ -107,7 +106,7 @@ class Reference:
             raise UsageError(
                 f"spawn cannot find {self.qualname!r} in a new process",
                 cause=f"a new process runs {where} under another name, and it defines no such function then; "
-                'what stands under `if __name__ == "__main__":` does not exist there',
+                'what is defined under `if __name__ == "__main__":` does not exist there',
                 next_step="define it at the top of a module, and pass what it uses as arguments",
             )
         function: Callable[..., Any] = found
@@ -120,7 +119,7 @@ def is_main_running() -> bool:
 
 
 def run_main(main: Main) -> None:
-    """Run the caller's main file under another name, so that its guarded part stays quiet."""
+    """Run the caller's main file under another name, so that its `__main__` guard holds."""
     global _is_main_running
     _is_main_running = True
     try:

@@ -1,7 +1,6 @@
-"""Ranks in fresh processes of this host: start them, hand them their work, collect what they return.
+"""`uni.spawn`: call a function in fresh processes of this host and collect the results.
 
-Knows processes, pipes and time. Does not know how ranks are connected: `enter`, which the caller gives, makes
-a communicator in each of them. However it ends, no process is left behind.
+How ranks are connected is up to the caller: `enter` makes a communicator in each of them.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import dataclasses
 import logging
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -35,19 +33,20 @@ from unisono.launcher.failure import (
     lost,
     rebuild,
 )
-from unisono.launcher.pipe import Inlet, Outlet, frame
+from unisono.launcher.pipe import FrameReceiver, FrameSender, frame
 from unisono.launcher.program import Main, Reference, is_main_running
+from unisono.launcher.supervisor import Process, Supervisor
 
 __all__ = ["GRACE_S", "spawn"]
 
 _log = logging.getLogger("unisono.launch")
 
-# After the first failure, so long for the others to hear of it and end by themselves.
+# After the first failure the other ranks have this long to learn of it and end by themselves.
 GRACE_S: Final = 5.0
-# After SIGTERM, so long until SIGKILL.
+# From SIGTERM to SIGKILL.
 _TERM_S: Final = 1.0
 
-# Of each rank a socket, a pidfd and, until the world is formed, the seed's connection are kept.
+# Per rank: a socket, a pidfd and, until the world is formed, the seed's connection.
 _DESCRIPTORS_PER_RANK: Final = 3
 _DESCRIPTORS: Final = 12
 
@@ -69,11 +68,11 @@ def spawn(
 ) -> list[Any]:
     """Run `fn(comm, *args)` in `n` fresh processes and return the results by rank.
 
-    In each child `enter(place, backend, config, timeout)` returns a context manager that gives the
+    In each child `enter(launch_info, backend, config, timeout)` returns a context manager that gives the
     communicator; like `fn` it is found by its qualified name.
 
     Raises:
-        UsageError: fn cannot be found by a new process, or an argument cannot travel; nothing was started.
+        UsageError: fn cannot be found by a new process, or an argument cannot be sent; nothing was started.
         DeadlineExceeded: time ran out; all ranks were killed, and `waiting_on` names those without a result.
         Exception: what the first failing rank raised, with its traceback as a note.
     """
@@ -94,7 +93,7 @@ def spawn(
         "argv": list(sys.argv),
         "path": list(sys.path),
         "backend": backend,
-        # Settings that nobody gave are read by the ranks, from an environment that `env` may have changed.
+        # Without a config the ranks read theirs from the environment, which `env` may have changed.
         "config": {} if config is None else dataclasses.asdict(config),
         "timeout": timeout,
         "size": n,
@@ -103,55 +102,49 @@ def spawn(
     with contextlib.ExitStack() as stack:
         with need(_DESCRIPTORS + _DESCRIPTORS_PER_RANK * n, "spawn"):
             join = ""
-            tell: Callable[[int, str], None] = lambda rank, how: None  # noqa: E731 - nobody else waits
+            report: Callable[[int, str], None] = lambda rank, how: None  # noqa: E731 - no other rank waits
             if n > 1:
                 settings = config if config is not None else Config.inherited(env or {})
                 seed = stack.enter_context(Seed(n, version=version, tls=settings.tls or None))
-                join, tell = seed.ticket.text(), seed.lose
+                join, report = seed.ticket.text(), seed.on_rank_ended
                 folder = (env or {}).get("TMPDIR") or network().folder
                 stack.callback(remove_dead_folders, folder)
-            crew = stack.enter_context(_Crew(n, runtime, deadline, grace_s, tell))
+            ranks = stack.enter_context(_SpawnedRanks(n, runtime, deadline, grace_s, report))
             if n > 1 and "OMP_NUM_THREADS" not in environment(env or {}):
                 threads = rank_defaults(n)["OMP_NUM_THREADS"]
                 _log.info("OMP_NUM_THREADS=%s for each of %d ranks; a value that you set wins", threads, n)
             for rank in range(n):
                 head = frame(codec.pack({**task, "rank": rank, "join": join}))
-                crew.start(rank, n, [*head, *arguments], env or {})
-        return crew.results()
+                ranks.start(rank, [*head, *arguments], env or {})
+        return ranks.results()
 
 
-class _Rank:
-    """One child: its process, its pipe and what is known of its end."""
+class _SpawnedRank:
+    """One child: its process, the socket to it and what it has reported."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+    def __init__(self, rank: int, sock: socket.socket) -> None:
         self.rank = rank
-        self.process = process
-        self.pidfd = os.pidfd_open(process.pid)
+        self.process: Process  # set as soon as it is started
         self.sock: socket.socket | None = sock
-        self.inlet = Inlet()
+        self.receiver = FrameReceiver()
         self.report: dict[str, Any] | None = None
-        self.is_gone = False
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it ended without a result."""
-        return "error" in self.report if self.report is not None else self.is_gone
 
     def end(self) -> End:
-        """How it ended, for whoever looks for the cause."""
+        """How it failed, to find the culprit."""
         if self.report is None:
             return End(self.rank)
         error = self.report["error"]
         return End(self.rank, error["name"] in VICTIM_TYPES, blamed(error))
 
     def error(self) -> Exception:
-        """What to raise for it."""
+        """The exception to raise for its failure."""
         if self.report is not None:
             return rebuild(self.report["error"], self.rank)
-        return lost(self.rank, self.process.pid, self.process.returncode)
+        assert self.process.code is not None
+        return lost(self.rank, self.process.popen.pid, self.process.code)
 
 
-class _Crew:
+class _SpawnedRanks:
     """All children, from start to end."""
 
     def __init__(
@@ -160,142 +153,113 @@ class _Crew:
         runtime: RealRuntime,
         deadline: Deadline,
         grace_s: float,
-        tell: Callable[[int, str], None],
+        report_end: Callable[[int, str], None],
     ) -> None:
         self._size = size
-        self._tell = tell  # who forms the world hears which ranks have ended, and how
+        self._report_end = report_end  # to the seed: which rank has ended, and how
         self._runtime = runtime
         self._deadline = deadline
         self._grace_s = grace_s
-        self._began = runtime.now()
-        self._selector = selectors.DefaultSelector()
-        self._ranks: list[_Rank] = []
-        self._failed: list[_Rank] = []  # in the order in which they ended
+        self._started_at = runtime.now()
+        self._supervisor = Supervisor(_TERM_S)
+        self._ranks: list[_SpawnedRank] = []
+        self._failed: list[_SpawnedRank] = []  # in the order in which they ended
 
-    def __enter__(self) -> _Crew:  # noqa: PYI034 - private
+    def __enter__(self) -> _SpawnedRanks:  # noqa: PYI034 - private
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Whatever happened: nobody survives."""
+        """Whatever happened: no rank survives."""
+        self._supervisor.close()
         for rank in self._ranks:
-            if rank.process.returncode is None:
-                rank.process.kill()
-        for rank in self._ranks:
-            rank.process.wait()
-            os.close(rank.pidfd)
             if rank.sock is not None:
                 rank.sock.close()
-        self._selector.close()
 
-    def start(self, rank: int, size: int, pieces: list[memoryview], env: Mapping[str, str]) -> None:
-        """Start one child and begin to send it its work."""
+    def start(self, number: int, pieces: list[memoryview], env: Mapping[str, str]) -> None:
+        """Start one child and begin to send it its task."""
         ours, theirs = socket.socketpair()
-        about = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
+        ours.setblocking(False)
+        rank = _SpawnedRank(number, ours)
+        self._ranks.append(rank)
+        numbers = {"RANK": number, "SIZE": self._size, "LOCAL_RANK": number, "LOCAL_SIZE": self._size}
+        variables = {**env, **{f"UNISONO_{name}": str(value) for name, value in numbers.items()}}
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         with theirs:
-            process = subprocess.Popen(
+            # It stays in the caller's process group, so that Ctrl-Z and Ctrl-C reach it. Its program sets the
+            # parent-death signal itself: the caller may have threads.
+            rank.process = self._supervisor.start(
                 [sys.executable, *flags, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
-                env=environment(
-                    {**env, **{f"UNISONO_{name}": str(value) for name, value in about.items()}},
-                    rank_defaults(size),
-                ),
+                environment(variables, rank_defaults(self._size)),
+                lambda _: self._on_end(rank),
+                has_session=False,
+                dies_with_parent=False,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        ours.setblocking(False)
-        started = _Rank(rank, process, ours)
-        self._ranks.append(started)
-        outlet = Outlet(pieces)
+        sender = FrameSender(pieces)
 
-        def talk(mask: int) -> None:
-            if mask & selectors.EVENT_WRITE and started.sock is not None:
-                with contextlib.suppress(OSError):  # it died before it read its work: the pidfd will say so
-                    if not outlet.send(started.sock):
-                        return
-                self._selector.modify(started.sock, selectors.EVENT_READ, talk)
-            if mask & selectors.EVENT_READ:
-                self._hear(started)
+        def send(_: int) -> None:
+            if rank.sock is None:
+                return
+            with contextlib.suppress(OSError):  # it died before it read its task: `_on_end` will follow
+                if not sender.send(ours):
+                    return
+            self._supervisor.unwatch(ours)
+            self._supervisor.watch(ours, lambda _: self._receive(rank))
 
-        self._selector.register(ours, selectors.EVENT_READ | selectors.EVENT_WRITE, talk)
-        self._selector.register(started.pidfd, selectors.EVENT_READ, lambda mask: self._bury(started))
+        self._supervisor.watch(ours, send, selectors.EVENT_WRITE)
 
     def results(self) -> list[Any]:
         """Wait for all; the results by rank, or the error that explains the failure."""
-        ends_at: float | None = None  # when patience with the rest is over
-        while not all(rank.is_gone for rank in self._ranks):
-            now = self._runtime.now()
-            if ends_at is None and (self._failed or all(rank.report is not None for rank in self._ranks)):
-                ends_at = now + self._grace_s
-            if self._deadline.has_passed(now) or (ends_at is not None and now >= ends_at):
-                break
-            limits = [at for at in (ends_at, self._deadline.at) if at is not None]
-            self._serve(min(limits) - now if limits else None)
-        waiting = tuple(rank.rank for rank in self._ranks if rank.report is None and not rank.is_gone)
-        self._end_all()
+        while self._supervisor.is_running and not self._deadline.has_passed(self._runtime.now()):
+            if self._failed or all(rank.report is not None for rank in self._ranks):
+                self._supervisor.stop(self._grace_s)
+            self._supervisor.serve(self._deadline.at)
+        waiting = tuple(r.rank for r in self._ranks if r.report is None and r.process.code is None)
+        self._supervisor.stop(0.0)
+        while self._supervisor.is_running:
+            self._supervisor.serve()
         if self._failed:
             guilty = culprit([rank.end() for rank in self._failed])
-            # A rank that left the others alone returned well: who waited for it says so.
+            # The culprit may have returned before the others were done; then the first victim says so.
             raise next((rank for rank in self._failed if rank.rank == guilty), self._failed[0]).error()
         if waiting:
             raise DeadlineExceeded(
                 f"spawn: {ranks_text(waiting)} of {self._size} had not ended after "
-                f"{self._runtime.now() - self._began:.3g} s; all were killed",
+                f"{self._runtime.now() - self._started_at:.3g} s; all were killed",
                 waiting_on=waiting,
                 next_step="raise timeout=, or see what these ranks wait for",
             )
         return [rank.report["value"] for rank in self._ranks if rank.report is not None]
 
-    def _serve(self, timeout: float | None) -> None:
-        for key, mask in self._selector.select(timeout):
-            act: Callable[[int], None] = key.data
-            act(mask)
-
-    def _hear(self, rank: _Rank) -> None:
+    def _receive(self, rank: _SpawnedRank) -> bool:
+        """Read the rank's report; False if it is not complete, or the socket is closed."""
         if rank.sock is None:
-            return
+            return False
         try:
-            report = rank.inlet.receive(rank.sock)
+            report = rank.receiver.receive(rank.sock)
         except BlockingIOError:
-            return
+            return False
         except (EOFError, OSError):
-            self._hang_up(rank)
-            return
-        if report is not None and rank.report is None:
-            rank.report = codec.unpack(report)
-            if rank.has_failed:
-                self._failed.append(rank)
-
-    def _bury(self, rank: _Rank) -> None:
-        """A child has ended; its last words may still be in the pipe."""
-        while rank.sock is not None and rank.report is None:
-            before = rank.sock
-            self._hear(rank)
-            if rank.sock is before and rank.report is None:
-                break
-        self._selector.unregister(rank.pidfd)
-        rank.process.wait()
-        rank.is_gone = True
-        self._tell(rank.rank, exit_words(rank.process.returncode))
+            self._supervisor.unwatch(rank.sock)
+            rank.sock.close()
+            rank.sock = None
+            return False
         if rank.report is None:
+            rank.report = codec.unpack(report)
+            if "error" in rank.report:
+                self._fail(rank)
+        return True
+
+    def _on_end(self, rank: _SpawnedRank) -> None:
+        """A child has ended; its report may still be in the socket."""
+        while rank.report is None and self._receive(rank):
+            pass
+        assert rank.process.code is not None
+        self._report_end(rank.rank, exit_words(rank.process.code))
+        if rank.report is None:
+            self._fail(rank)
+
+    def _fail(self, rank: _SpawnedRank) -> None:
+        if not rank.process.was_told_to_end:  # otherwise the launcher ended it, and it is not to blame
             self._failed.append(rank)
-
-    def _hang_up(self, rank: _Rank) -> None:
-        assert rank.sock is not None
-        self._selector.unregister(rank.sock)
-        rank.sock.close()
-        rank.sock = None
-
-    def _end_all(self) -> None:
-        """Ask the rest to end, wait a little, then end them."""
-        rest = [rank for rank in self._ranks if not rank.is_gone]
-        failed = len(self._failed)
-        for rank in rest:
-            rank.process.send_signal(signal.SIGTERM)
-        limit = self._runtime.now() + _TERM_S
-        while not all(rank.is_gone for rank in rest) and self._runtime.now() < limit:
-            self._serve(limit - self._runtime.now())
-        for rank in rest:
-            if not rank.is_gone:
-                rank.process.kill()
-        # What we ended is not to blame.
-        del self._failed[failed:]

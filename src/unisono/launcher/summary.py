@@ -1,6 +1,6 @@
-"""What is said when a job has failed: equal ends folded into one line, and last the words of the culprit.
+"""The summary of a failed job: one line for all ranks that ended alike, then the culprit's last words.
 
-Knows tracebacks as text. Does not know processes. However many ranks there are, the summary fits a screen.
+Pure: text in, lines out. However many ranks there are, the summary fits a screen.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from unisono.launcher.output import beginnings
 
 __all__ = ["AFTER_MAX", "Ended", "end_of", "summary"]
 
-# Together with the lines about the culprit, and the launcher's one about threads, at most 25 lines.
+# Groups, the culprit's lines and the launcher's line about threads are at most 25 lines: a small terminal.
 _GROUPS_MAX: Final = 6
 _WORDS_MAX: Final = 15
-# Who shows a summary shows more lines than these, after a rank's words, before it.
+# Up to this many lines after a rank's last words belong to the summary; more are shown before it.
 AFTER_MAX: Final = 5
 
 _FRAME: Final = re.compile(rb'^\s*(?:\| *)?File "([^"]+)", line (\d+)')
@@ -32,25 +32,25 @@ _BLAMED: Final = re.compile(
     rb"^: ranks? ([\d, -]+) (?:(?:is|are) (?:gone|out of reach)|aborted|gave up|cancelled)\b"
     rb"|\branks? ([\d, -]+) differs? from ranks? "
 )
-# Who waited in uni.init for a rank that had ended is a victim, too; other rendezvous errors are a rank's own.
+# A rank that waited in uni.init for one that had ended is a victim; other rendezvous errors are its own.
 _MISSED: Final = re.compile(rb"^(?:[\w.]+\.)?RendezvousError: .*?\branks? ([\d, -]+) ha(?:s|ve) ended \(")
-# What differs between ranks that ended in one way: how long each had waited, and where its memory lies.
+# What differs between ranks that ended alike: how long each had waited, addresses, process ids.
 _OWN: Final = re.compile(rb", after [\d.e+-]+ s|0x[0-9a-f]+|\(pid \d+\)")
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of one rank. `code` is None if it has none of its own: the launcher ended it."""
+    """The end of one rank. `code` is None if the launcher ended it."""
 
     rank: int
     code: int | None
     words: list[bytes]
     after: list[bytes] = field(default_factory=list)
-    """What it wrote after its words: lines of its own, or more lines of the exception's message."""
+    """Lines after its last words: output, or more lines of the exception's message."""
 
 
 def end_of(ended: Ended) -> End:
-    """Whether it is a victim, and of whom, as its words tell."""
+    """Whether the rank is a victim, and which ranks its last words blame."""
     for line in ended.words:
         if found := _VICTIM.match(line):
             blames = [rank for named in _BLAMED.finditer(found[2]) for rank in _ranks(named[1] or named[2])]
@@ -69,9 +69,9 @@ def _ranks(text: bytes) -> list[int]:
 def summary(
     ends: Sequence[Ended], guilty: Ended | None, about: str = "", *, verbose: bool = False
 ) -> list[bytes]:
-    """The lines to print. `about` says of the guilty one how it ended; None: nobody is to blame.
+    """The lines to print. `about` says how the guilty rank ended; without a guilty one, only the groups.
 
-    `verbose` leaves nothing out: the words of all ranks, one after the other.
+    `verbose` leaves nothing out: the last words of all ranks, one after the other.
     """
     lines: list[bytes] = []
     alike: list[Ended] = []
@@ -86,16 +86,16 @@ def summary(
             alike = [end for end in mine if end is not guilty]
             groups = [group for group in groups if group is not mine]
         for end in ends:
-            is_said = end is guilty or (guilty is not None and end in alike and end.after == guilty.after)
-            lines += [_prefix([end.rank]) + line for line in end.after if not is_said]
+            is_repeated = end is guilty or (guilty is not None and end in alike and end.after == guilty.after)
+            lines += [_prefix([end.rank]) + line for line in end.after if not is_repeated]
         lines += map(_one_line, groups[:_GROUPS_MAX])
         if len(groups) > _GROUPS_MAX:
             rest = sorted(end.rank for group in groups[_GROUPS_MAX:] for end in group)
             lines.append(_prefix(rest) + b"ended in other ways; --verbose shows how")
     if guilty is None:
         return lines
-    room = _WORDS_MAX - len(guilty.after)
-    words = [*(guilty.words if verbose else _cut(without_library(guilty.words), room)), *guilty.after]
+    lines_max = _WORDS_MAX - len(guilty.after)
+    words = [*(guilty.words if verbose else _cut(without_library(guilty.words), lines_max)), *guilty.after]
     text = about
     if alike:
         others = [end.rank for end in alike]
@@ -108,10 +108,10 @@ def summary(
 
 
 def without_library(words: list[bytes]) -> list[bytes]:
-    """A traceback without the frames of this library and of what started the program.
+    """A traceback without the frames of this library and of the code that started the program.
 
-    The frame that raised stays, unless it raised an error of the library, which says itself what is wrong. Of
-    a crash, the thread stays that crashed.
+    The frame that raised stays, unless it raised an error of this library, whose text says what is wrong. Of
+    a crash report, only the thread that crashed stays.
     """
     current = next((i for i, line in enumerate(words) if line.startswith(_CRASHED)), None)
     if current is not None:
@@ -138,46 +138,46 @@ def without_library(words: list[bytes]) -> list[bytes]:
 
 
 def _is_of_frame(line: bytes) -> bool:
-    """Whether a line belongs to the frame above it: its source, marks below it, or a repetition."""
+    """Whether a line belongs to the frame above it: its source, the carets below it, or a repetition."""
     return line.lstrip(b"|").startswith((b"    ", b"  [Previous line repeated"))
 
 
-def _cut(words: list[bytes], room: int) -> list[bytes]:
-    if len(words) <= room:
+def _cut(words: list[bytes], lines_max: int) -> list[bytes]:
+    if len(words) <= lines_max:
         return words
     head = 4
-    tail = room - head - 1
+    tail = lines_max - head - 1
     left = len(words) - head - tail
     return [*words[:head], b"  ... %d lines left out; --verbose shows them" % left, *words[-tail:]]
 
 
 def _grouped(ends: Sequence[Ended], guilty: Ended | None) -> list[list[Ended]]:
-    """Ranks that ended in one way, in the order of the first of each.
+    """Ranks that ended alike, in the order of the first of each group.
 
-    Victims of the guilty rank are alike wherever they heard of it; others if their words are.
+    Victims of the guilty rank are alike whatever they were doing; other ranks if their last words are equal.
     """
     groups: dict[tuple[object, ...], list[Ended]] = {}
     for end in ends:
-        headline, told = _headline(end.words), end_of(end)
+        headline, known = _headline(end.words), end_of(end)
         key: tuple[object, ...] = (end.code,)
-        if headline and guilty is not None and end is not guilty and guilty.rank in told.blames:
+        if headline and guilty is not None and end is not guilty and guilty.rank in known.blames:
             key = (headline.partition(b":")[0], "victim")
         elif headline:
-            words = headline if told.is_victim else b"\n".join(without_library(end.words))
+            words = headline if known.is_victim else b"\n".join(without_library(end.words))
             key = (re.sub(rb"\brank %d\b" % end.rank, b"rank", _OWN.sub(b"", words)),)
         groups.setdefault(key, []).append(end)
     return list(groups.values())
 
 
 def _one_line(group: list[Ended]) -> bytes:
-    first = max(group, key=lambda end: len(_headline(end.words)))  # who tells most
+    first = max(group, key=lambda end: len(_headline(end.words)))  # the one that says most
     text = _headline(first.words)
     if not text:
         text = b"ended by the launcher" if first.code is None else exit_words(first.code).encode()
     elif not end_of(first).is_victim:
-        places = [found for found in map(_FRAME.match, without_library(first.words)) if found]
-        if places:
-            text += b", at %s:%s" % (places[-1][1].rpartition(b"/")[2], places[-1][2])
+        frames = [found for found in map(_FRAME.match, without_library(first.words)) if found]
+        if frames:
+            text += b", at %s:%s" % (frames[-1][1].rpartition(b"/")[2], frames[-1][2])
     count = b" (%d ranks)" % len(group) if len(group) > 1 else b""
     return _prefix(sorted(end.rank for end in group)) + text + count
 
@@ -189,7 +189,7 @@ def _headline(words: list[bytes]) -> bytes:
         return b""
     first = words[starts[0]]
     if first[:1] not in b" |+" and not first.startswith((b"Traceback", b"Exception Group")):
-        return first  # a crash
+        return first  # a crash report
     # The one that escaped: of a chain the last, of a group the outermost.
     start = starts[0] if words[starts[-1]][:1] in b" |+" else starts[-1]
     for line in words[start + 1 :]:
@@ -202,7 +202,7 @@ def _headline(words: list[bytes]) -> bytes:
 
 
 def _prefix(ranks: Sequence[int]) -> bytes:
-    """As lines of ranks begin: [0,1,3-31]."""
+    """The prefix of lines about these ranks: [0,1,3-31]."""
     pairs = re.compile(r"\b(\d+)-(\d+)\b")
     text = pairs.sub(
         lambda m: ",".join(m.groups()) if int(m[2]) == int(m[1]) + 1 else m[0], rank_numbers(ranks)

@@ -1,7 +1,6 @@
-"""Where a launcher prints: whoever prints never waits for whoever reads.
+"""The thread that prints what a launcher has to print.
 
-Knows descriptors and bytes. Does not know what they mean. A reader that does not read holds up one thread,
-and `is_full` asks for no more; the launcher itself goes on hearing signals and ending ranks.
+A reader that does not read blocks this thread only; the launcher still handles signals and ends ranks.
 """
 
 from __future__ import annotations
@@ -15,42 +14,42 @@ from typing import Final
 
 from unisono.core.clock import RealRuntime
 
-__all__ = ["Sink"]
+__all__ = ["OutputWriter"]
 
-# So much is kept for a reader that is slow; then ranks wait for it, as they would without a launcher.
-_KEPT_BYTES_MAX: Final = 1 << 20
+# 1 MiB is buffered for a slow reader; beyond that the ranks wait for it, as they would without a launcher.
+_BUFFERED_BYTES_MAX: Final = 1 << 20
 
 
-class Sink:
-    """One thread that writes to descriptors in the order of `put`; `told` is called when it got on."""
+class OutputWriter:
+    """One thread that writes to descriptors in the order of `put`, and calls `on_progress` after each."""
 
-    def __init__(self, told: Callable[[], None]) -> None:
-        self._told = told
+    def __init__(self, on_progress: Callable[[], None]) -> None:
+        self._on_progress = on_progress
         self._changed = threading.Condition()
         self._queue: deque[tuple[int, bytes]] = deque()
-        self._kept_bytes = 0
+        self._buffered_bytes = 0
         self.error: OSError | None = None
 
     @property
     def is_full(self) -> bool:
-        """Whether whoever prints should wait."""
-        return self._kept_bytes > _KEPT_BYTES_MAX
+        """Whether the caller should wait before the next `put`."""
+        return self._buffered_bytes > _BUFFERED_BYTES_MAX
 
     @property
     def is_empty(self) -> bool:
-        """Whether all is written."""
-        return not self._kept_bytes
+        """Whether everything is written."""
+        return not self._buffered_bytes
 
     def start(self) -> None:
-        """Begin to write. After the last fork: a child must not inherit a lock that is held."""
+        """Start the thread. Fork before: a child must not inherit a held lock."""
         RealRuntime().start_thread(self._run, "unisono-print")
 
     def put(self, descriptor: int, data: bytes) -> None:
-        """Write it when its turn comes; after an error nothing more is written."""
+        """Queue data to write; after an error nothing more is written."""
         with self._changed:
             if data and self.error is None:
                 self._queue.append((descriptor, data))
-                self._kept_bytes += len(data)
+                self._buffered_bytes += len(data)
                 self._changed.notify()
 
     def _run(self) -> None:
@@ -65,11 +64,11 @@ class Sink:
                 with self._changed:
                     self.error = error
                     self._queue.clear()
-                    self._kept_bytes = 0
+                    self._buffered_bytes = 0
             else:
                 with self._changed:
-                    self._kept_bytes -= len(data)
-            self._told()
+                    self._buffered_bytes -= len(data)
+            self._on_progress()
 
 
 def _write(descriptor: int, data: bytes) -> None:
@@ -77,5 +76,5 @@ def _write(descriptor: int, data: bytes) -> None:
     while rest:
         try:
             rest = rest[os.write(descriptor, rest) :]
-        except BlockingIOError:  # somebody who shares it made it so
+        except BlockingIOError:  # another process that shares it made it non-blocking
             select.select([], [descriptor], [])

@@ -1,4 +1,4 @@
-"""Messages between ranks: the contract of a backend, and matching.
+"""Messages between ranks: the contract of a backend, matching and flow control.
 
-Pure: no sockets, no threads, no clock of its own. Every backend and everything above stands on this contract.
+Pure: no sockets, no threads, no clock. Every backend, and everything above, is built on this contract.
 """

@@ -1,11 +1,11 @@
-"""The contract between a backend, which moves bytes, and everything above it.
+"""The contract between a backend, which moves bytes between ranks, and everything above it.
 
-Knows messages, requests and the duties of a backend. Does not know collectives, communicators or how any
-backend works. Collectives, groups and RPC are built from `start_send`, `start_recv` and `probe`.
+Collectives, groups and RPC are built from `start_send`, `start_recv` and `probe` alone: a backend with these
+three has all of them. The other methods are fast paths or bookkeeping, and optional unless abstract.
 
-The nouns. A *message* is an envelope and its bytes. A *context* separates communicators. A *tag* separates
-messages within one: users have 0..2^31-1, collectives and control live above. A *request* is one send,
-receive or probe under way.
+A *message* is an envelope and its bytes. A *context* separates communicators. A *tag* separates messages
+within a context: users have 0 to 2^31-1, collectives and control messages use tags above. A *request* is one
+send, receive or probe under way.
 """
 
 from __future__ import annotations
@@ -16,40 +16,42 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from unisono.core.dtypes import DType
-from unisono.core.envelope import ANY, Any_
+from unisono.core.envelope import ANY, HEADER_BYTES_MAX, UNTYPED, Any_, Lane
 from unisono.core.ops import ReduceOp
+from unisono.core.request import Request
 from unisono.errors import PeerLost, ProtocolError, UsageError, lost_text
+from unisono.messaging.credit import bytes_max
+from unisono.messaging.fast_path import FastPath, Mailbox
 
 if TYPE_CHECKING:
     from unisono._native import CallLog, FastMessages
     from unisono.config import Config
     from unisono.core.clock import Runtime
-from unisono.core.envelope import HEADER_BYTES_MAX, UNTYPED, Lane
-from unisono.core.request import Request
-from unisono.messaging.credit import bytes_max
-from unisono.messaging.fast_path import FastPath, Mailbox
 
 __all__ = ["BROKEN", "GRACE_LOOK_S", "GRACE_S", "Backend", "Capabilities", "PeerDown", "Stage"]
 
-# How the cause of a PeerDown begins if the bytes that came made no sense, or were damaged.
+# How the cause of a PeerDown begins if the peer sent damaged or malformed bytes.
 BROKEN: Final = "broke the protocol"
 
-# Ranks do not begin at the same instant: for so long what is called already may still be to come, an agent or
-# a function of it. A collective called there meanwhile says that nothing more will come; so often one looks.
+# Start-up grace: how long an RPC call waits for a peer that has not created its agent, or not exposed the
+# function, yet; and the poll interval meanwhile. A collective that the peer called later ends the grace.
 GRACE_S: Final = 0.5
 GRACE_LOOK_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class PeerDown:
-    """A backend's verdict: this rank will not be heard of again. `left` if it said goodbye."""
+    """A backend's verdict that a rank is gone for good: nothing will come from it any more.
+
+    `left` is True if the rank closed its backend, False if it died or was declared dead.
+    """
 
     rank: int
     cause: str
     left: bool = False
 
     def error(self) -> PeerLost:
-        """The error of a request that can no longer end; a ProtocolError may be behind it."""
+        """The error of a request that needs this rank; its `__cause__` is a ProtocolError if that is why."""
         lost = PeerLost(lost_text((self.rank,), self.cause), ranks=(self.rank,), cause=self.cause)
         if self.cause.startswith(BROKEN):
             lost.__cause__ = ProtocolError(f"rank {self.rank} {self.cause}")
@@ -58,10 +60,11 @@ class PeerDown:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do; what it cannot is refused before anything is sent.
+    """What a backend can do. A call that needs more is refused before anything is sent.
 
-    `run_plan` and `run_collective` name the two optional fast paths. `sync_send`: a send can be made to
-    end only when it has met its receive.
+    `run_plan` and `run_collective`: the backend has these optional methods. `sync_send`: a send can be asked
+    to end only when it has been matched. `wildcards`: ANY as a source or tag. `device_memory`: buffers may be
+    in GPU memory.
     """
 
     name: str
@@ -74,12 +77,12 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a collective, as whoever runs it sees it.
+    """One stage of a collective, for the backend that runs it.
 
     `memory` holds the flat arrays of the plan's buffers (plans.Buf). `header` is the fingerprint that goes
-    with the first message to each peer; what stands before its first NUL byte is compared. `members` are the
-    plan's ranks by their numbers in the backend, if those differ. `on_compiled` is shown what the plan
-    became, if the backend runs it in a form that can be run again without asking.
+    with the first message to each peer; the part before its first NUL byte is compared. `members` are the
+    plan's ranks by their numbers in the backend, if those differ. `on_compiled`, if given, is called with the
+    compiled plan if the backend can run that again without Python.
     """
 
     context: int
@@ -95,19 +98,23 @@ class Stage:
 class Backend(ABC):
     """What moves bytes between `size` ranks, seen from one of them.
 
-    Promises, on good days and bad:
+    Every backend promises:
 
-    - Messages of one sender with one (context, tag) meet receives in the order they were sent.
-    - A buffer belongs to the request until the request is done. If a send fails, the receiver may have
-      got all of the message or none, never a part that looks whole.
-    - A message longer than the buffer, or of another type, fails that receive with UsageError and stays
-      queued.
-    - Unmatched payload is bounded: small messages travel at once under a credit per peer, others send an
-      envelope and wait. So a send may take until its receive.
-    - A request whose peer is gone fails with PeerLost; messages that arrived before stay receivable. A
-      watch tells of a rank only after all that it sent has arrived.
-    - After any error a link is intact at a message boundary, or closed.
-    - All methods may be called from any thread; none blocks.
+    - *Order.* Messages of one sender with one (context, tag) match receives in the order they were sent.
+    - *Ownership.* A buffer belongs to the request until the request is done. Until then nobody else may write
+      to it, nor read a receive buffer.
+    - *All or nothing.* If a send fails, the receiver has all of the message or nothing, never a part that
+      looks whole.
+    - *Type and length.* A message that is longer than the receive buffer, or of another type, fails that
+      receive with UsageError and stays queued.
+    - *Bounded memory.* A small message is eager: it travels at once, under a credit per peer. A longer one,
+      or one beyond the credit, sends only its envelope and waits. So any send may last until its receive.
+    - *Lost peers.* A request that needs a peer that is gone fails with PeerLost. Messages that arrived before
+      stay receivable. `watch` reports a rank only after everything it sent has arrived.
+    - *Links.* After any error a link is intact at a message boundary, or closed.
+    - *Threads.* All methods may be called from any thread, and none blocks but `close`.
+
+    `unisono.testing.check_backend` tests all of these.
     """
 
     @property
@@ -118,7 +125,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     @property
     @abstractmethod
@@ -128,12 +135,12 @@ class Backend(ABC):
     @property
     @abstractmethod
     def runtime(self) -> Runtime:
-        """The clock and threads that its requests live by."""
+        """The clock, timers and threads on which its requests end."""
 
     @property
     @abstractmethod
     def config(self) -> Config:
-        """The settings that all ranks share."""
+        """The settings, equal on all ranks."""
 
     @abstractmethod
     def start_send(
@@ -148,90 +155,152 @@ class Backend(ABC):
         lane: Lane = Lane.BULK,
         sync: bool = False,
     ) -> Request:
-        """Start sending. With `sync` the request ends only when the message has met its receive."""
+        """Start to send a message.
+
+        The request ends when `data` may be reused. That says nothing about the receiver, unless `sync`. The
+        caller must not change `data` before. Cancelling the request withdraws a message that was not matched;
+        a matched one is sent to its end. If the request fails, see "all or nothing" above.
+
+        Args:
+            dst: the receiver; this rank itself is allowed.
+            data: contiguous bytes, possibly none.
+            dtype: the code of the element type, which must equal the receive's; UNTYPED fits any.
+            header: at most HEADER_BYTES_MAX bytes that arrive with the envelope.
+            lane: a full lane never blocks another. Order holds only within a lane.
+            sync: end only when the message has been matched with a receive.
+
+        Raises:
+            UsageError: there is no such rank, or the message is too long. Nothing was sent.
+
+        The request may end with PeerLost (the receiver is gone) or ClosedError (this backend was closed, or
+        the request was cancelled).
+        """
 
     @abstractmethod
     def start_recv(
         self, src: int | Any_, context: int, tag: int | Any_, into: memoryview | None, *, dtype: int = UNTYPED
     ) -> Request:
-        """Start receiving into a buffer; with None into bytes of the message's own length."""
+        """Start to receive a message.
+
+        The request ends with the envelope, once all bytes are in `into`. A shorter message leaves the rest of
+        `into` unchanged. Cancelling withdraws a receive that was not matched; a matched one is received to
+        its end. If the request fails, `into` may hold a part of the message.
+
+        Args:
+            src: the sender, or ANY.
+            tag: the tag, or ANY, which matches the tags of users only.
+            into: a writable contiguous buffer; None receives into new memory, `request.data`, of up to
+                `recv_bytes_max` bytes.
+            dtype: the code of the element type; UNTYPED fits any.
+
+        Raises:
+            UsageError: there is no such rank.
+
+        The request may end with UsageError (the message does not fit and stays queued), PeerLost (the sender
+        is gone; never for ANY, because another rank may still send) or ClosedError.
+        """
 
     @abstractmethod
     def probe(self, src: int | Any_, context: int, tag: int | Any_) -> Request:
-        """Start waiting for a message without taking it; done at once if one is queued."""
+        """Start to wait for a message without receiving it.
+
+        The request ends with the envelope of the first message that a receive with these arguments would
+        match, at once if one is queued. The message stays queued, and another receive may take it. Arguments
+        and errors are those of `start_recv`.
+        """
 
     @abstractmethod
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
-        """Tell the listener of every rank that is or goes down, until the backend is closed."""
+        """Call the listener for every rank that is gone or goes, once each, until the backend is closed.
+
+        It may be called on any thread, also within this call, and without a lock held. By then everything
+        that the rank sent has arrived here.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Leave: flush what was sent, end pending requests, tell the others."""
+        """Leave, in an orderly way.
+
+        Blocks up to `config.flush_s` for sends under way. Then pending requests end with ClosedError, and the
+        other ranks' `watch` reports this rank with `left`. Messages that arrived there stay receivable. What
+        was not sent by then is lost as a whole. A second call does nothing.
+        """
 
     def hosts(self) -> tuple[int, ...]:
-        """A number per rank, equal for ranks on one host; empty if all share one."""
+        """A number per rank, equal for ranks on one host; empty if all are on one. The same on every rank."""
         return ()
 
     def link_kind(self) -> str:
-        """What joins ranks of one host, as measurements call it (shm, tcp); the same answer on every rank.
+        """What connects ranks of one host, as the measurements name it (shm, tcp). The same on every rank.
 
-        Empty if nobody has measured it: then algorithms are chosen by prediction.
+        Empty if it was not measured: then algorithms are chosen by their predicted cost.
         """
         return ""
 
     def run_plan(self, plan: Any, stage: Stage) -> Request:
-        """Execute a plan (plans.Plan) below Python.
+        """Run a plan (plans.Plan) below Python.
 
-        Asked only with the capability, and never for a user's own operation. The request may end with
-        ClosedError, HeaderMismatch or LengthMismatch. If a peer is gone it waits on: whoever hears of it by
-        `watch` cancels. Cancelled, it ends once nobody uses its memory.
+        Called only if the capability says so, and never with a user-defined operation. The arrays of
+        `stage.memory` belong to the request until it is done.
+
+        The request may end with HeaderMismatch (a peer runs another collective), LengthMismatch (a peer sent
+        a message of another length) or ClosedError. It does not end if a peer is gone: the caller hears of
+        that by `watch`, and cancels. A cancelled request ends once no peer uses its memory any more.
         """
         raise NotImplementedError(f"{self.capabilities.name} does not run plans")
+
+    def run_collective(self, problem: Any, stage: Stage) -> Request | None:
+        """Run a collective (plans.Problem) by the library's own algorithm; None leaves it to plans.
+
+        Called only if the capability says so, and on all ranks or, if the stage names members, on all of
+        these. All of them must decide alike. The result must be ours: the same layout, and the same bits on
+        all ranks. Memory and errors are those of `run_plan`.
+        """
+        return None
 
     def fast_path(
         self, context: int, size: int, call_log: CallLog, on_unclaimed: Callable[[int, int, bytes], bool]
     ) -> FastPath | None:
-        """Make what runs known calls of a communicator of `size` ranks by a short way, if the backend can.
+        """The fast path for collectives of a communicator of `size` ranks; None if there is none.
 
-        Such a call may end before its messages are met. `on_unclaimed` hears of those that have come here and
-        wait: the rank of the world, the number and the text of the call. False: it need not hear of any more.
-        """
-        return None
-
-    def mailbox(self, context: int, tag: int) -> Mailbox | None:
-        """Make what carries short messages below Python, if the backend can."""
-        return None
-
-    def fast_messages(
-        self, context: int, members: tuple[int, ...], call_log: CallLog, *, is_introduced: bool
-    ) -> FastMessages | None:
-        """Make what sends and receives a communicator's plain messages without Python, if the backend can.
-
-        `members` are its ranks here. Unless `is_introduced`, the first message to each goes through Python.
+        A collective on the fast path may end before its messages are received ("run-ahead"). `on_unclaimed`
+        is called for such messages that wait here, with the world rank of the sender, the number of its call
+        and its fingerprint. False: no more calls are needed.
         """
         return None
 
     def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
-        """Follow a run that the hot path began, as if it came from `run_plan`."""
-        raise NotImplementedError(f"{self.capabilities.name} has no hot path")
+        """A request for a plan that the fast path has started and could not finish, as if from `run_plan`."""
+        raise NotImplementedError(f"{self.capabilities.name} has no fast path")
 
-    def run_collective(self, problem: Any, stage: Stage) -> Request | None:
-        """Solve a problem (plans.Problem) by the library's own algorithm, or leave it to plans: None.
+    def fast_messages(
+        self, context: int, members: tuple[int, ...], call_log: CallLog, *, is_introduced: bool
+    ) -> FastMessages | None:
+        """The fast path for plain sends and receives of a communicator; None if there is none.
 
-        Asked only with the capability, and by all ranks or, if the stage names members, by all of these. It
-        must give our results: the same layout, the same bits on all ranks.
+        Args:
+            members: the communicator's ranks, by their numbers here.
+            is_introduced: False if the first message to each member must go through Python.
         """
         return None
 
-    def end_group(self, context: int) -> None:  # noqa: B027 - only who keeps something for groups cares
-        """A communicator of some of the ranks, or an agent, was closed here: its context is not used again.
+    def mailbox(self, context: int, tag: int) -> Mailbox | None:
+        """A mailbox for short messages below Python; None if there is none."""
+        return None
 
-        Messages that came whole and that nobody received, or that come later, are dropped: their credit goes
-        back. A message whose sender still waits stays: the sender takes it back when it hears of the end.
+    def end_group(self, context: int) -> None:  # noqa: B027 - optional: for state per context
+        """A communicator of some of the ranks, or an agent, was closed here; its context is not used again.
+
+        Eager messages that nobody received, and those that come later, are dropped and their credit returned.
+        A message whose sender still waits stays queued: the sender withdraws it when it hears of the end.
         """
 
     def check_length(self, tag: int, nbytes: int, header: bytes = b"") -> None:
-        """Refuse a message that is longer than any of its kind may be, before anything is sent."""
+        """Refuse a message that is longer than its kind may be, before anything is sent.
+
+        Raises:
+            UsageError: the message or its header is too long.
+        """
         longest = bytes_max(self.config, tag)
         if nbytes > longest or len(header) > HEADER_BYTES_MAX:
             raise UsageError(
@@ -240,7 +309,11 @@ class Backend(ABC):
             )
 
     def check_peer(self, rank: int | Any_, what: str) -> None:
-        """Refuse a rank that does not exist, before anything is sent. Only a source (`src`) may be ANY."""
+        """Refuse a rank that does not exist, before anything is sent. Only `src` may be ANY.
+
+        Raises:
+            UsageError: there is no such rank.
+        """
         if rank is ANY and what == "src":
             return
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:

@@ -22,32 +22,35 @@ __all__ = [
     "eager_limits",
 ]
 
-# What a queued message costs beyond its bytes: an endless stream of empty ones must meet a limit too.
+# What a queued message costs beyond its payload, so that empty messages use up credit, too.
 ENVELOPE_BYTES: Final = 64
 
-# So many contexts that were closed here are remembered: what comes for them is late, not early.
+# Closed contexts that are remembered: a message for one of them is late, and dropped. Any other unknown
+# context may still be made here, and its messages are kept.
 ENDED_CONTEXTS_MAX: Final = 1 << 16
 
 
-# News between ranks and frames of calls are a few lines of text. No longer one is accepted, whoever sends it:
-# more than this breaks the protocol, before any memory is taken for it.
+# Control messages and RPC frames are a few lines of text. A longer one is a protocol error, found before any
+# memory is allocated for it.
 CONTROL_BYTES_MAX: Final = 256 * 1024
-# Most are much shorter than this, and travel at once; a hundred such may wait.
+# Eager limit and credit of the control lane: most control messages are much shorter, and 100 of them may
+# wait.
 _CONTROL_EAGER_BYTES: Final = 16 * 1024
 _CONTROL_CREDIT_BYTES: Final = 100 * _CONTROL_EAGER_BYTES
 
-# A rank may send itself this much, and always one message of any length, before a receive is posted: a
-# blocking send could never wait for its own receive. Beyond, it waits for its receive like any other.
+# What a rank may send to itself before it posts a receive: a blocking send cannot wait for a receive that the
+# same thread posts later. One message of any length is always allowed. Beyond this a send waits as any other.
 OWN_CREDIT_BYTES: Final = 64 << 20
 
-# Offers of one peer that may wait for their receives: the peer holds further ones back.
+# Rendezvous envelopes (RTS) of one peer that may wait for their receives; the peer holds back further ones.
 OFFERS_MAX: Final = 1 << 16
 
 
 def eager_limits(config: Config, lane: Lane) -> tuple[int, int]:
-    """The longest message that travels before it is asked for, and the bytes of them that may wait.
+    """The eager limit of a lane, and the credit: eager bytes that may wait at a peer for their receives.
 
-    Why a rank gives up must arrive although it leaves at once, however little data may travel.
+    The control lane has a minimum: a rank that aborts and leaves at once must get its reason through even if
+    the user set a small eager limit.
     """
     if lane is Lane.CONTROL:
         return (
@@ -58,19 +61,19 @@ def eager_limits(config: Config, lane: Lane) -> tuple[int, int]:
 
 
 def bytes_max(config: Config, tag: int) -> int:
-    """The longest message that may come under a tag; what users set for theirs does not bound control."""
+    """The longest message with this tag; the user's limit does not apply to control messages."""
     return CONTROL_BYTES_MAX if Tags.is_control(tag) else config.message_bytes_max
 
 
 class OwnCredit:
-    """What a rank has sent itself and not received, in bytes. Whoever uses it holds a lock."""
+    """The bytes that a rank has sent to itself and not received yet. The caller holds a lock."""
 
     def __init__(self, config: Config) -> None:
         self._limit = max(OWN_CREDIT_BYTES, config.eager_credit_bytes)
         self._used = 0
 
     def take(self, nbytes: int) -> bool:
-        """Keep a message; False if it must wait for its receive instead. The first may have any length."""
+        """Use credit for a message; False if it must wait for its receive. The first may have any length."""
         cost = nbytes + ENVELOPE_BYTES
         if self._used and self._used + cost > self._limit:
             return False
@@ -78,5 +81,5 @@ class OwnCredit:
         return True
 
     def give_back(self, nbytes: int) -> None:
-        """A message was received, or never will be."""
+        """A message was received or dropped."""
         self._used -= nbytes + ENVELOPE_BYTES

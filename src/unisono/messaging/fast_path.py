@@ -1,12 +1,9 @@
-"""Two optional short cuts of a backend: known collectives, and a mailbox for short messages."""
+"""Two optional fast paths of a backend: for blocking collectives, and a mailbox for short messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    pass
+from typing import Any, Protocol
 
 __all__ = ["FastPath", "Mailbox"]
 
@@ -14,71 +11,73 @@ __all__ = ["FastPath", "Mailbox"]
 class Mailbox(Protocol):
     """Short messages of one context and tag in both directions, without a request for each.
 
-    Who reads makes progress. A reader in front is one that waits for an answer; the others serve in the
-    background, one at a time, and make way for any thread that waits for anything.
+    A thread that reads drives the engine's progress. A *front* reader waits for a reply of its own; the other
+    readers serve in the background, one at a time, and yield to any thread that waits for an operation.
     """
 
     def post(self, dst: int, data: bytes, unsent_bytes_max: int) -> bool:
-        """Send in the control lane, in order. What cannot arrive is dropped: a watch tells why.
+        """Send in the control lane, in order. A message to a rank that is gone is dropped; see Backend.watch.
 
-        False, and nothing is sent, if more than `unsent_bytes_max` wait for a peer that does not take them.
+        Returns False, and sends nothing, if more than `unsent_bytes_max` bytes wait for a peer that does not
+        receive them.
         """
 
     def take(self, timeout: float, is_front: bool) -> list[tuple[int, Any]]:
-        """Wait for messages and take them, with their sources; none after a interrupt_wait, or if time is up.
+        """Wait for messages and take them, with their sources; empty after `interrupt_wait` or the timeout.
 
-        A message is bytes, or for one that was expected (its number, its outcome, how many bytes came). In
-        the background it also returns with none when who read last has been away for long.
+        A message is bytes; the end of an expected one is (its number, its outcome, the bytes received). A
+        background reader also returns empty when it takes over from a leader that has been busy for more than
+        1 ms.
         """
 
     def drain(self) -> list[tuple[int, Any]]:
-        """Take what is here."""
+        """Take the messages that have arrived, without waiting."""
 
     def batches(self) -> int:
-        """How often a thread was given messages so far: each time it has them in hand for a while."""
+        """How often `take` has returned messages: a change shows that a thread is handling some."""
 
     def lend(self, dst: int, tag: int, data: Any, number: int) -> bool:
-        """Send a long message from where it lies, which has to stay until it is no longer lent."""
+        """Send a long message without copying it: `data` must stay unchanged while `is_lent(number)`."""
 
     def is_lent(self, number: int) -> bool:
-        """Whether the other side may still read it."""
+        """Whether the receiver may still read the data."""
 
     def expect(self, src: int, tag: int, into: Any, number: int) -> None:
-        """Receive a long message where it is to stay; `take` tells its end, and whether it came."""
+        """Receive a long message straight into a buffer; `take` reports its end and its outcome."""
 
     def withdraw(self, number: int) -> None:
-        """Take back what was lent or expected and has not begun."""
+        """Withdraw a message that was lent or expected, unless its transfer has begun."""
 
     def interrupt_wait(self, is_front: bool) -> None:
-        """Make the reader in front, or one in the background, return."""
+        """Make the front reader, or one background reader, return."""
 
     def close(self) -> None:
-        """Let every reader return at once, now and later; what arrives is no longer taken."""
+        """Make every reader return at once, now and later. Messages are no longer received."""
 
 
 class FastPath(Protocol):
-    """A short way for blocking collectives that were made before, from the same place with like arguments.
+    """Runs blocking collectives that were decided before, without Python.
 
-    What it begins and cannot end by itself, soon and well, it hands over.
+    An operation that it starts and that fails, or does not end soon, is handed over to Python.
     """
 
     @property
     def verbs(self) -> tuple[str, ...]:
-        """The verbs that it has a short way for."""
+        """The verbs that it covers."""
 
     def verb(self, name: str, slow: Callable[..., Any], slow_path: Any) -> Callable[..., Any]:
-        """Make what stands in front of `slow`, the verb itself.
+        """A callable that tries the fast path and falls back to `slow`, the verb itself.
 
-        `slow_path.take_over` waits for what was begun, given (operation, sequence, header, start time,
-        handle, memory, exception or None); `slow_path.check_unclaimed` compares a message that was not met
-        (rank, sequence, header).
+        `slow_path.take_over` waits for an operation that was started, given (operation, sequence, header,
+        start time, handle, memory, exception or None); `slow_path.check_unclaimed` compares a message that no
+        receive matched (rank, sequence, header).
         """
 
     def unclaimed(self, sequence: int) -> Sequence[tuple[int, int, bytes]]:
-        """Messages that wait for calls before this one, if calls may end before theirs are met."""
+        """Messages for calls before `sequence` that no receive took: (source, sequence, fingerprint)."""
 
     def unconfirmed_ranks(self) -> Sequence[int]:
-        """Ranks that have not shown yet that they have made all calls that ended here."""
+        """Ranks that have not shown yet that they made all calls that ended here."""
 
     def cache_decision(
         self,
@@ -92,4 +91,4 @@ class FastPath(Protocol):
         header: bytes,
         divisor: int,
     ) -> bool:
-        """Keep what `slow` decided in the midst of its call; False if there is nothing to keep."""
+        """Cache the decision of a call that `slow` runs now; False if there is nothing to cache."""

@@ -1,7 +1,7 @@
-"""An inbox: the receiving side of a rank for backends that have no matching of their own.
+"""An inbox: the receiving side of a rank, for backends that have no matching of their own.
 
-Knows arrivals, posted receives, peers that are gone and in which order their news may be told. Does not know
-how a message travels: a parcel does, and is asked to deliver itself once it has met its receive.
+It matches messages with receives; how the bytes travel is known to the message, which delivers itself once it
+is matched.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from unisono.core.request import Request
 from unisono.errors import ClosedError, UnisonoError
 from unisono.messaging.backend import PeerDown
 from unisono.messaging.credit import ENDED_CONTEXTS_MAX
-from unisono.messaging.matching import Arrived, Matcher, Posted, refusal
+from unisono.messaging.matching import Matcher, Posted, UnexpectedMessage, refusal
 
 __all__ = ["InboundMessage", "Inbox"]
 
 
 class InboundMessage(ABC):
-    """A message on its way. Its methods are called without any lock held."""
+    """A message that has arrived, whole or only its envelope. Methods are called without a lock held."""
 
     @abstractmethod
     def deliver(self, posted: Posted, envelope: Envelope) -> None:
-        """Bring the bytes into the receive that was met, then end its request and the sender's."""
+        """Bring the bytes into the matched receive, then end its request and the sender's."""
 
     @abstractmethod
     def refuse(self, error: UnisonoError) -> None:
-        """The receiver is gone: end the sender's request with the error."""
+        """The receiver is closed: end the sender's request with this error."""
 
     def is_whole(self) -> bool:
-        """Whether all of it is here and nobody waits for its receive. Called with the inbox's lock held."""
+        """Whether all bytes are here and the sender does not wait. Called with the inbox's lock held."""
         return False
 
-    def drop(self) -> None:  # noqa: B027 - only who counts credit cares
-        """Nobody will ever receive it, and it was whole: give its credit back."""
+    def drop(self) -> None:  # noqa: B027 - a backend without credit needs nothing
+        """The message, which was whole, will never be received: return its credit."""
 
 
 class Inbox:
-    """Where messages for one rank meet its receives.
+    """Matches the messages for one rank with its receives.
 
-    Requests are completed after the lock is released, because their callbacks may call anything.
+    Requests end after the lock is released, because their callbacks may call anything.
     """
 
     def __init__(self, rank: int, recv_bytes_max: int = Config.recv_bytes_max) -> None:
@@ -53,20 +53,20 @@ class Inbox:
         self._recv_bytes_max = recv_bytes_max
         self._lock = threading.Lock()
         self._matcher: Matcher[InboundMessage] = Matcher()
-        self._queued: dict[InboundMessage, Arrived[InboundMessage]] = {}
+        self._queued: dict[InboundMessage, UnexpectedMessage[InboundMessage]] = {}
         self._down: dict[int, PeerDown] = {}
         self._closed: UnisonoError | None = None
         self._ended: OrderedDict[int, None] = OrderedDict()
 
-    def arrive(self, envelope: Envelope, parcel: InboundMessage) -> None:
-        """A message has come: it meets the first fitting receive, or waits for one."""
+    def arrive(self, envelope: Envelope, message: InboundMessage) -> None:
+        """A message has arrived: match it with the first fitting receive, or queue it."""
         todo: list[Callable[[], None]] = []
         with self._lock:
             if self._closed is not None:
                 error = self._closed
-                todo.append(lambda: parcel.refuse(error))
+                todo.append(lambda: message.refuse(error))
             else:
-                self._place(envelope, parcel, todo)
+                self._match(envelope, message, todo)
         for action in todo:
             action()
 
@@ -77,32 +77,31 @@ class Inbox:
         return self._post(Posted(source, context, tag, Request(source), into, dtype))
 
     def probe(self, source: int | Any_, context: int, tag: int | Any_) -> Request:
-        """Post a probe: it ends when a fitting message is queued, and leaves it there."""
+        """Post a probe: it ends when a matching message is queued, and leaves it there."""
         return self._post(Posted(source, context, tag, Request(source), is_probe=True))
 
     def peer_down(self, down: PeerDown) -> None:
-        """A rank is gone: receives that only it could serve end; what it sent before stays receivable.
+        """A rank is gone: receives from it end with PeerLost; messages that arrived stay receivable.
 
-        A wildcard receive goes on, because another rank may serve it; who knows the members of a
-        communicator decides about those.
+        A wildcard receive goes on, because another rank may send; the group decides about those.
         """
         with self._lock:
             if down.rank in self._down:
                 return
             self._down[down.rank] = down
-            doomed = [p for p in self._matcher.all_posted() if p.source == down.rank]
-            for posted in doomed:
+            affected = [p for p in self._matcher.all_posted() if p.source == down.rank]
+            for posted in affected:
                 self._matcher.withdraw(posted)
-        for posted in doomed:
+        for posted in affected:
             posted.request.fail(down.error())
 
     def close(self, error: ClosedError, to_senders: UnisonoError) -> None:
-        """End every receive with `error` and every sender that still waits with `to_senders`."""
+        """End every receive with `error`, and the request of every sender that waits with `to_senders`."""
         with self._lock:
             if self._closed is not None:
                 return
             self._closed = to_senders
-            posted, arrived = list(self._matcher.all_posted()), list(self._matcher.all_arrived())
+            posted, arrived = list(self._matcher.all_posted()), list(self._matcher.all_unexpected())
             self._matcher = Matcher()
             self._queued.clear()
         for receive in posted:
@@ -111,19 +110,19 @@ class Inbox:
             message.payload.refuse(to_senders)
 
     def end_context(self, context: int) -> None:
-        """Nobody will receive in this context any more: drop what came whole, now and later."""
+        """A context is closed here: drop its whole messages, now and when they arrive."""
         with self._lock:
             self._ended[context] = None
             if len(self._ended) > ENDED_CONTEXTS_MAX:
                 self._ended.popitem(last=False)
-            dropped = [m for m in self._matcher.arrived_in(context) if m.payload.is_whole()]
+            dropped = [m for m in self._matcher.unexpected_in(context) if m.payload.is_whole()]
             for message in dropped:
                 self._take(message)
         for message in dropped:
             message.payload.drop()
 
     def withdraw_parcel(self, wanted: InboundMessage) -> bool:
-        """Take back a queued message that its sender cancels; False if it has met its receive."""
+        """Remove a queued message that its sender cancels; False if it was matched."""
         with self._lock:
             message = self._queued.get(wanted)
             if message is not None:
@@ -133,24 +132,24 @@ class Inbox:
     def inbound_from(self, source: int) -> list[InboundMessage]:
         """The queued messages of a rank."""
         with self._lock:
-            return [m.payload for m in self._matcher.all_arrived() if m.envelope.source == source]
+            return [m.payload for m in self._matcher.all_unexpected() if m.envelope.source == source]
 
     def is_awaited(self) -> bool:
-        """Whether a receive or probe waits here, beside those for control messages."""
+        """Whether a receive or probe is posted, other than those for control messages."""
         with self._lock:
             tags = [posted.tag for posted in self._matcher.all_posted()]
         return any(tag is ANY or not tag & Tags.CONTROL for tag in tags)
 
     def post_again(self, posted: Posted) -> None:
-        """A receive whose message was taken back by its sender waits again, at its old place."""
+        """Post a receive again, at its old place in the order, after its sender withdrew the message."""
         self._post(posted)
 
     def is_idle(self) -> bool:
-        """Whether nothing waits here: a leak check."""
+        """Whether nothing is posted or queued; for leak checks."""
         with self._lock:
             return self._matcher.is_empty()
 
-    def _place(self, envelope: Envelope, parcel: InboundMessage, todo: list[Callable[[], None]]) -> None:
+    def _match(self, envelope: Envelope, message: InboundMessage, todo: list[Callable[[], None]]) -> None:
         while (posted := self._matcher.find_posted(envelope)) is not None:
             self._matcher.withdraw(posted)
             if posted.is_probe:
@@ -158,28 +157,28 @@ class Inbox:
             elif (reason := refusal(posted, envelope, self._recv_bytes_max)) is not None:
                 todo.append(partial(posted.request.fail, reason, envelope))
             else:
-                todo.append(partial(parcel.deliver, posted, envelope))
+                todo.append(partial(message.deliver, posted, envelope))
                 return
-        if envelope.context in self._ended and parcel.is_whole():
-            todo.append(parcel.drop)
+        if envelope.context in self._ended and message.is_whole():
+            todo.append(message.drop)
         else:
-            self._queued[parcel] = message = Arrived(envelope, parcel)
-            self._matcher.queue(message)
+            self._queued[message] = unexpected = UnexpectedMessage(envelope, message)
+            self._matcher.queue(unexpected)
 
-    def _take(self, message: Arrived[InboundMessage]) -> None:
-        """Take a message out of the queue; the caller holds the lock."""
+    def _take(self, message: UnexpectedMessage[InboundMessage]) -> None:
+        """Remove a message from the queue; the caller holds the lock."""
         self._matcher.take(message)
         del self._queued[message.payload]
 
     def _post(self, posted: Posted) -> Request:
         request = posted.request
         request.withdraw_by(lambda _: self._withdraw(posted))
-        message: Arrived[InboundMessage] | None = None
+        message: UnexpectedMessage[InboundMessage] | None = None
         error: UnisonoError | None = None
         with self._lock:
             if self._closed is not None:
                 error = ClosedError("the backend is closed")
-            elif (message := self._matcher.find_arrived(posted)) is None:
+            elif (message := self._matcher.find_unexpected(posted)) is None:
                 down = None if posted.source is ANY else self._down.get(posted.source)
                 if down is not None:
                     error = down.error()

@@ -1,10 +1,9 @@
-"""Matching: posted receives meet arrived messages by (context, source, tag), first come first served.
+"""Matching of receives and messages by (context, source, tag): posted receives, unexpected messages.
 
-Knows patterns and order. Does not know bytes, locks or links: the caller holds the lock and moves the data.
-
-A *posted* receive waits for a message, an *arrived* message waits for a receive. For one receive, messages
-are considered in the order they arrived; for one message, receives in the order they were posted. So messages
-of one sender with one tag never overtake each other, wildcards included.
+The caller holds a lock and moves the data. A *posted* receive waits for a message; an *unexpected* message
+arrived before its receive. For one receive, messages are considered in the order of arrival; for one message,
+receives in the order of posting. So messages of one sender with one tag never overtake each other, wildcards
+included.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from unisono.core.envelope import ANY, UNTYPED, Any_, Envelope, Tags
 from unisono.core.request import Request
 from unisono.errors import UsageError
 
-__all__ = ["Arrived", "Matcher", "Posted", "refusal"]
+__all__ = ["Matcher", "Posted", "UnexpectedMessage", "refusal"]
 
 P = TypeVar("P")
 
 
 @dataclass(slots=True, eq=False)
 class Posted:
-    """A receive or probe that waits. Without `into` it takes any allowed length; a probe takes nothing."""
+    """A receive or probe that waits. Without `into` a receive takes any length; a probe takes nothing."""
 
     source: int | Any_
     context: int
@@ -39,7 +38,7 @@ class Posted:
     number: int = -1
 
     def meets(self, envelope: Envelope) -> bool:
-        """Whether the pattern fits."""
+        """Whether a message with this envelope matches."""
         return (
             self.context == envelope.context
             and (self.source is ANY or self.source == envelope.source)
@@ -48,8 +47,8 @@ class Posted:
 
 
 @dataclass(slots=True, eq=False)
-class Arrived(Generic[P]):
-    """A message that waits; `payload` means something to the backend only."""
+class UnexpectedMessage(Generic[P]):
+    """A message that waits for its receive; `payload` is opaque here, the backend's own."""
 
     envelope: Envelope
     payload: P
@@ -58,20 +57,22 @@ class Arrived(Generic[P]):
 
 @dataclass(slots=True)
 class _Queues(Generic[P]):
-    """What waits in one context."""
+    """The posted receives and unexpected messages of one context."""
 
     posted: OrderedDict[int, Posted] = field(default_factory=OrderedDict)
-    arrived: OrderedDict[int, Arrived[P]] = field(default_factory=OrderedDict)
+    unexpected: OrderedDict[int, UnexpectedMessage[P]] = field(default_factory=OrderedDict)
     posted_exact: dict[tuple[int, int], OrderedDict[int, Posted]] = field(default_factory=dict)
     posted_wild: OrderedDict[int, Posted] = field(default_factory=OrderedDict)
-    arrived_exact: dict[tuple[int, int], OrderedDict[int, Arrived[P]]] = field(default_factory=dict)
+    unexpected_exact: dict[tuple[int, int], OrderedDict[int, UnexpectedMessage[P]]] = field(
+        default_factory=dict
+    )
 
 
 def refusal(posted: Posted, envelope: Envelope, bytes_max: int | None = None) -> UsageError | None:
-    """Why a fitting message may not be taken by this receive; None if it may.
+    """Why a matching message does not fit this receive; None if it does.
 
-    `bytes_max` bounds what a user's receive without a buffer takes, before any memory is. Control messages
-    have a bound of their own, where they arrive: refused here, they would stay in front of all later ones.
+    `bytes_max` bounds a user's receive without a buffer, before memory is allocated. It does not apply to
+    control messages, which are bounded on arrival: refused here, one would block all that follow.
     """
     if posted.into is None:
         if bytes_max is None or envelope.nbytes <= bytes_max or Tags.is_control(envelope.tag):
@@ -97,31 +98,31 @@ def refusal(posted: Posted, envelope: Envelope, bytes_max: int | None = None) ->
 def _too_long(envelope: Envelope, bytes_max: int) -> UsageError:
     return UsageError(
         f"the message from rank {envelope.source} with tag {envelope.tag} has {envelope.nbytes} bytes; "
-        f"allowed without a buffer of a given size: {bytes_max} (recv_bytes_max); it stays queued",
+        f"allowed without a buffer: {bytes_max} (recv_bytes_max); it stays queued",
         next_step="receive it with recv into a buffer of its size, or set Config(recv_bytes_max=...) or "
         "UNISONO_RECV_BYTES_MAX alike on all ranks",
     )
 
 
 class Matcher(Generic[P]):
-    """The two queues of one rank, by context."""
+    """The posted-receive and unexpected-message queues of one rank, by context."""
 
     def __init__(self) -> None:
         self._contexts: dict[int, _Queues[P]] = {}
         self._numbers = itertools.count()
 
-    def find_arrived(self, posted: Posted) -> Arrived[P] | None:
-        """The first queued message that a receive would meet; it stays queued."""
+    def find_unexpected(self, posted: Posted) -> UnexpectedMessage[P] | None:
+        """The first unexpected message that matches a receive; it stays queued."""
         queues = self._contexts.get(posted.context)
         if queues is None:
             return None
         if posted.source is not ANY and posted.tag is not ANY:
-            exact = queues.arrived_exact.get((posted.source, posted.tag))
+            exact = queues.unexpected_exact.get((posted.source, posted.tag))
             return next(iter(exact.values())) if exact else None
-        return next((m for m in queues.arrived.values() if posted.meets(m.envelope)), None)
+        return next((m for m in queues.unexpected.values() if posted.meets(m.envelope)), None)
 
     def find_posted(self, envelope: Envelope) -> Posted | None:
-        """The first waiting receive or probe that a message would meet; it stays posted."""
+        """The first posted receive or probe that matches a message; it stays posted."""
         queues = self._contexts.get(envelope.context)
         if queues is None:
             return None
@@ -133,75 +134,77 @@ class Matcher(Generic[P]):
         return min(candidates, key=lambda p: p.number) if candidates else None
 
     def post(self, posted: Posted) -> None:
-        """Let a receive or probe wait; one that waited before comes back to its old place."""
+        """Queue a receive or probe; one that was posted before returns to its old place in the order."""
         is_new = posted.number < 0
         if is_new:
             posted.number = next(self._numbers)
         queues = self._contexts.setdefault(posted.context, _Queues())
-        for shelf in (queues.posted, _shelf(queues, posted)):
-            later = [] if is_new else [number for number in shelf if number > posted.number]
-            shelf[posted.number] = posted
+        for queue in (queues.posted, _queue_of(queues, posted)):
+            later = [] if is_new else [number for number in queue if number > posted.number]
+            queue[posted.number] = posted
             for number in later:
-                shelf.move_to_end(number)
+                queue.move_to_end(number)
 
-    def queue(self, message: Arrived[P]) -> None:
-        """Let a message wait."""
+    def queue(self, message: UnexpectedMessage[P]) -> None:
+        """Queue an unexpected message."""
         message.number = next(self._numbers)
         envelope = message.envelope
         queues = self._contexts.setdefault(envelope.context, _Queues())
-        queues.arrived[message.number] = message
+        queues.unexpected[message.number] = message
         key = (envelope.source, envelope.tag)
-        queues.arrived_exact.setdefault(key, OrderedDict())[message.number] = message
+        queues.unexpected_exact.setdefault(key, OrderedDict())[message.number] = message
 
     def withdraw(self, posted: Posted) -> bool:
-        """Take a receive or probe back; False if it no longer waits."""
+        """Remove a receive or probe; False if it is no longer posted."""
         queues = self._contexts.get(posted.context)
         if queues is None or queues.posted.pop(posted.number, None) is None:
             return False
-        shelf = _shelf(queues, posted)
-        del shelf[posted.number]
-        if not shelf and posted.source is not ANY and posted.tag is not ANY:
+        queue = _queue_of(queues, posted)
+        del queue[posted.number]
+        if not queue and posted.source is not ANY and posted.tag is not ANY:
             del queues.posted_exact[posted.source, posted.tag]
         self._forget_if_empty(posted.context)
         return True
 
-    def take(self, message: Arrived[P]) -> bool:
-        """Take a queued message out; False if it is no longer there."""
+    def take(self, message: UnexpectedMessage[P]) -> bool:
+        """Remove an unexpected message; False if it is no longer queued."""
         envelope = message.envelope
         queues = self._contexts.get(envelope.context)
-        if queues is None or queues.arrived.pop(message.number, None) is None:
+        if queues is None or queues.unexpected.pop(message.number, None) is None:
             return False
         key = (envelope.source, envelope.tag)
-        del queues.arrived_exact[key][message.number]
-        if not queues.arrived_exact[key]:
-            del queues.arrived_exact[key]
+        del queues.unexpected_exact[key][message.number]
+        if not queues.unexpected_exact[key]:
+            del queues.unexpected_exact[key]
         self._forget_if_empty(envelope.context)
         return True
 
     def all_posted(self) -> Iterator[Posted]:
-        """Every waiting receive and probe, in order of posting within a context."""
+        """All posted receives and probes, in order of posting within a context."""
         return itertools.chain.from_iterable(list(q.posted.values()) for q in list(self._contexts.values()))
 
-    def all_arrived(self) -> Iterator[Arrived[P]]:
-        """Every queued message, in order of arrival within a context."""
-        return itertools.chain.from_iterable(list(q.arrived.values()) for q in list(self._contexts.values()))
+    def all_unexpected(self) -> Iterator[UnexpectedMessage[P]]:
+        """All unexpected messages, in order of arrival within a context."""
+        return itertools.chain.from_iterable(
+            list(q.unexpected.values()) for q in list(self._contexts.values())
+        )
 
-    def arrived_in(self, context: int) -> list[Arrived[P]]:
-        """The queued messages of one context, in order of arrival."""
+    def unexpected_in(self, context: int) -> list[UnexpectedMessage[P]]:
+        """The unexpected messages of one context, in order of arrival."""
         queues = self._contexts.get(context)
-        return [] if queues is None else list(queues.arrived.values())
+        return [] if queues is None else list(queues.unexpected.values())
 
     def is_empty(self) -> bool:
-        """Whether nothing waits: contexts that are done leave nothing behind."""
+        """Whether nothing is posted or queued in any context."""
         return not self._contexts
 
     def _forget_if_empty(self, context: int) -> None:
         queues = self._contexts[context]
-        if not queues.posted and not queues.arrived:
+        if not queues.posted and not queues.unexpected:
             del self._contexts[context]
 
 
-def _shelf(queues: _Queues[P], posted: Posted) -> OrderedDict[int, Posted]:
+def _queue_of(queues: _Queues[P], posted: Posted) -> OrderedDict[int, Posted]:
     if posted.source is ANY or posted.tag is ANY:
         return queues.posted_wild
     return queues.posted_exact.setdefault((posted.source, posted.tag), OrderedDict())

@@ -1,6 +1,6 @@
-"""Collectives as data: written, verified, costed, chosen and drawn before a byte moves.
+"""Collectives as data: built, verified, costed, chosen and drawn before a byte moves.
 
-Knows ranks, counts and steps. Does not know bytes in flight, backends or communicators.
+Everything here but the executor is pure: it imports no backend and no communicator.
 
     problem = Problem("all_reduce", size=4, counts=(1_000_003,))
     algorithm, reason = choose(problem, itemsize=4, links=Links())

@@ -1,7 +1,6 @@
 """The catalog: every algorithm of every collective, by name.
 
-Knows builders and what they promise. Does not know costs or which is best (choose). This table is what
-`unisono plan --list` prints and what `algorithm=` accepts.
+This table is what `unisono plan --list` prints and what `algorithm=` accepts.
 """
 
 from __future__ import annotations
@@ -35,32 +34,32 @@ Builder: TypeAlias = Callable[[Problem, int], Plan]
 
 
 class Order(Enum):
-    """What a reduction promises about its operands."""
+    """What a reduction promises about the order of its operands."""
 
-    ANY = "any"  # each once, the same bits on every rank
-    RANK = "rank"  # also in rank order, bracketed somehow
+    ANY = "any"  # each operand once, the same bits on every rank
+    RANK = "rank"  # also in rank order, with any bracketing
     CANONICAL = "canonical"  # also bracketed as the canonical tree (scan, exscan: as the left fold)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An algorithm: how to build it and what it promises and needs."""
+    """An algorithm: its builder, what it promises and what it needs."""
 
     builder: Builder
     order: Order = Order.ANY
     takes_uneven: bool = True
     needs_hosts: bool = False
-    # Every byte goes from its owner to its place: nobody reduces it or passes it on.
-    is_straight: bool = False
+    # Every byte goes straight from its owner to its destination: no rank reduces or forwards it.
+    is_direct: bool = False
 
     @property
     def ordered(self) -> bool:
-        """Whether it gives the reproducible bits; then it also serves operations that do not commute."""
+        """Whether results are reproducible; then it is also right for operations that do not commute."""
         return self.order is Order.CANONICAL
 
     @property
     def keeps_rank_order(self) -> bool:
-        """Whether it serves operations that do not commute."""
+        """Whether it is right for operations that do not commute."""
         return self.order is not Order.ANY
 
 
@@ -72,8 +71,8 @@ def _by_hosts(builder: Builder) -> Entry:
     return Entry(builder, needs_hosts=True)
 
 
-def _straight(builder: Builder) -> Entry:
-    return Entry(builder, is_straight=True)
+def _direct(builder: Builder) -> Entry:
+    return Entry(builder, is_direct=True)
 
 
 CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
@@ -98,22 +97,22 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
         "broadcast": {
             "tree": Entry(tree.broadcast),
             "chain": Entry(chain.broadcast),
-            "flat": _straight(flat.broadcast),
+            "flat": _direct(flat.broadcast),
             "hierarchical": _by_hosts(hierarchical.broadcast),
         },
         "all_gather": {
             "ring": Entry(ring.all_gather),
             "dissemination": Entry(dissemination.all_gather),
-            "flat": _straight(flat.all_gather),
+            "flat": _direct(flat.all_gather),
             "hierarchical": _by_hosts(hierarchical_blocks.all_gather),
         },
         "gather": {
             "tree": Entry(tree.gather),
-            "flat": _straight(flat.gather),
+            "flat": _direct(flat.gather),
         },
         "scatter": {
             "tree": Entry(tree.scatter),
-            "flat": _straight(flat.scatter),
+            "flat": _direct(flat.scatter),
         },
         "reduce_scatter": {
             "pairwise": Entry(pairwise.reduce_scatter),
@@ -123,8 +122,8 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
             "hierarchical": _by_hosts(hierarchical_blocks.reduce_scatter),
         },
         "all_to_all": {
-            "pairwise": _straight(pairwise.all_to_all),
-            "flat": _straight(flat.all_to_all),
+            "pairwise": _direct(pairwise.all_to_all),
+            "flat": _direct(flat.all_to_all),
             "dissemination": Entry(dissemination.all_to_all, takes_uneven=False),
             "hierarchical": Entry(hierarchical_blocks.all_to_all, takes_uneven=False, needs_hosts=True),
         },
@@ -141,13 +140,13 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
         "barrier": {
             "dissemination": Entry(dissemination.barrier),
             "tree": Entry(tree.barrier),
-            "flat": _straight(flat.barrier),
+            "flat": _direct(flat.barrier),
             "hierarchical": _by_hosts(hierarchical.barrier),
         },
     }
 )
 
-# How many numbers `counts` holds.
+# The length of `Problem.counts`, by size.
 _COUNTS_HELD: Final[Mapping[str, Callable[[int], int]]] = {
     **dict.fromkeys(CATALOG, lambda size: size),
     **dict.fromkeys(("all_reduce", "reduce", "broadcast", "scan", "exscan"), lambda size: 1),
@@ -162,7 +161,11 @@ def algorithms(collective: str) -> tuple[str, ...]:
 
 
 def entry_of(collective: str, algorithm: str) -> Entry:
-    """Look an algorithm up; an unknown name is refused with those that exist."""
+    """Look an algorithm up.
+
+    Raises:
+        UsageError: the name is unknown; the text lists the known ones.
+    """
     entries = _entries(collective)
     if algorithm not in entries:
         raise UsageError(
@@ -171,10 +174,14 @@ def entry_of(collective: str, algorithm: str) -> Entry:
     return entries[algorithm]
 
 
-# 1,024: the shapes of a training step fit; a plan takes kilobytes: a ring of 64 ranks 26 of them.
+# 1,024 plans: enough for the shapes of a training step, at some kilobytes each (a ring of 64 ranks: 26 KB).
 @lru_cache(maxsize=1024)
 def build(problem: Problem, rank: int, algorithm: str) -> Plan:
-    """Write one rank's plan by a named algorithm."""
+    """Build one rank's plan by a named algorithm.
+
+    Raises:
+        UsageError: algorithm, problem and rank do not fit together.
+    """
     entry = entry_of(problem.collective, algorithm)
     check(problem)
     if not 0 <= rank < problem.size:
@@ -191,7 +198,11 @@ def build(problem: Problem, rank: int, algorithm: str) -> Plan:
 
 
 def check(problem: Problem) -> None:
-    """Refuse a problem that makes no sense, before any plan is written."""
+    """Refuse a malformed problem before any plan is built.
+
+    Raises:
+        UsageError: size, counts, root or hosts contradict each other.
+    """
     _entries(problem.collective)
     size, counts, hosts = problem.size, problem.counts, problem.hosts
     if size < 1:
@@ -222,7 +233,7 @@ def reduces(collective: str) -> bool:
 
 
 def is_even(problem: Problem) -> bool:
-    """Whether all blocks have one length."""
+    """Whether all blocks have the same length."""
     return len(set(problem.counts)) <= 1
 
 

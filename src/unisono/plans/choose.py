@@ -1,8 +1,8 @@
-"""Choosing an algorithm: the fastest that was measured, else the cheapest by prediction.
+"""Choosing an algorithm: the fastest one that was measured, otherwise the cheapest by prediction.
 
-Knows the catalog, the table of measurements and the cost model. Does not know which rank asks, nor clocks:
-the same problem, element size and links give the same answer everywhere, which is what makes it safe to
-decide apart. Measurements are of ranks on one host; between hosts the model decides, hierarchies included.
+The choice must not depend on the rank or on a clock: every rank decides alone, and all must decide alike for
+the same problem, element size and links. Measurements are of ranks on one host; between hosts the cost model
+decides, hierarchical algorithms included.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unisono.plans.units import bytes_text, seconds_text
 
 __all__ = ["choose", "fitting", "predict_s"]
 
-# What an uneven all_to_all is taken for: a rank knows its own row and column only, so counts must not decide.
+# The block assumed for an uneven all_to_all: a rank knows only its own row and column of the counts.
 _NOMINAL_BLOCK_BYTES = 4096
 
 
@@ -27,8 +27,8 @@ _NOMINAL_BLOCK_BYTES = 4096
 def choose(problem: Problem, itemsize: int, links: Links, *, ordered: bool = False) -> tuple[str, str]:
     """Return the algorithm to use and the reason.
 
-    `ordered` asks for one that follows the canonical order: for reproducible results and for operations
-    that do not commute. All of these give the same bits, so any of them may be returned.
+    `ordered` restricts the choice to algorithms in canonical order, for reproducible results and for
+    operations that do not commute. All of these give the same bits.
     """
     check(problem)
     even = _is_known_even(problem)
@@ -36,25 +36,25 @@ def choose(problem: Problem, itemsize: int, links: Links, *, ordered: bool = Fal
 
 
 def predict_s(problem: Problem, algorithm: str, itemsize: int, links: Links) -> float:
-    """Predict how long an algorithm takes: as long as the slowest of a few telling ranks."""
+    """Predict how long an algorithm takes: the time of the slowest among a few representative ranks."""
     builder = entry_of(problem.collective, algorithm).builder
     crossing: list[int] = []
     if problem.hosts:
-        # One host stands for all: what its ranks send to others at the same time shares a link.
+        # The root's host represents all hosts: its ranks share the link to other hosts.
         together = [rank for rank, host in enumerate(problem.hosts) if host == problem.hosts[problem.root]]
         crossing = crossings([builder(problem, rank) for rank in together])
-    plans = (builder(problem, rank) for rank in _telling_ranks(problem))
+    plans = (builder(problem, rank) for rank in _representative_ranks(problem))
     return max(cost(plan, links, itemsize, crossing).time_s for plan in plans)
 
 
 def fitting(problem: Problem, *, ordered: bool = False) -> tuple[str, ...]:
-    """Name the algorithms that can solve a problem, among those of the canonical order if asked for."""
+    """The names of algorithms that can solve a problem; with `ordered`, those in canonical order."""
     return _fitting(problem, _is_known_even(problem), ordered)
 
 
 def _fitting(problem: Problem, even: bool, ordered: bool) -> tuple[str, ...]:
     entries = CATALOG[problem.collective]
-    # With one host, or one rank on each, there is no inside and outside.
+    # With one host, or one rank per host, there is no hierarchy.
     has_levels = 1 < len(set(problem.hosts)) < problem.size
     ordered = ordered and reduces(problem.collective)
     return tuple(
@@ -77,27 +77,27 @@ def _cheapest(problem: Problem, even: bool, itemsize: int, links: Links, ordered
         found = fastest(links.kind, problem.collective, problem.size, nbytes, ordered=is_ordered)
         if found in names:
             reason = f"measured over {links.kind} for {_described(problem, even, itemsize)}"
-            return found, reason + ("; ordered ones only" if ordered else "")
+            return found, reason + ("; ordered algorithms only" if ordered else "")
     times = sorted(
-        (predict_s(problem, name, itemsize, links), place, name) for place, name in enumerate(names)
+        (predict_s(problem, name, itemsize, links), index, name) for index, name in enumerate(names)
     )
     (best_s, _, best), *rest = times
     reason = f"{seconds_text(best_s)} predicted for {_described(problem, even, itemsize)}"
     if rest:
         reason += f"; next {rest[0][2]}, {seconds_text(rest[0][0])}"
-    return best, reason + ("; ordered ones only" if ordered else "")
+    return best, reason + ("; ordered algorithms only" if ordered else "")
 
 
 def _is_known_even(problem: Problem) -> bool:
-    """Whether every rank knows that all blocks have one length.
+    """Whether every rank knows that all blocks have the same length.
 
-    In an all_to_all a rank may leave out what does not concern it, so a zero says nothing.
+    In an all_to_all a rank writes 0 for blocks that it neither sends nor receives, so zeros prove nothing.
     """
     return is_even(problem) and not (problem.collective == "all_to_all" and problem.counts[0] == 0)
 
 
 def _bucket(problem: Problem, even: bool, itemsize: int) -> Problem:
-    """Return the problem that stands for all similar ones, so that a decision is made once for many."""
+    """Return the problem that represents all similar ones, so that one decision serves many."""
     counts = problem.counts
     if not even:
         if problem.collective == "all_to_all":
@@ -111,8 +111,8 @@ def _bucket(problem: Problem, even: bool, itemsize: int) -> Problem:
     return replace(problem, counts=rounded, hosts=hosts, root=0)
 
 
-def _telling_ranks(problem: Problem) -> list[int]:
-    """Return ranks among which the slowest is found: ends, middle, root, blocks, hosts' leaders."""
+def _representative_ranks(problem: Problem) -> list[int]:
+    """Return the ranks among which the slowest is searched: ends, middle, root, blocks, hosts' leaders."""
     size = problem.size
     leaders = sorted({problem.hosts.index(host) for host in problem.hosts})
     starts = [start for start, _ in blocks(size)]
@@ -121,7 +121,7 @@ def _telling_ranks(problem: Problem) -> list[int]:
 
 
 def _described(problem: Problem, even: bool, itemsize: int) -> str:
-    """Say what was decided for: "up to 64 KiB on 8 ranks of 2 hosts"."""
+    """Describe the bucket of a decision: "up to 64 KiB on 8 ranks of 2 hosts"."""
     where = f"{problem.size} ranks"
     if problem.hosts:
         where += f" of {len(set(problem.hosts))} hosts"

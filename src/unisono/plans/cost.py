@@ -1,15 +1,15 @@
 """What a plan costs: rounds, messages, bytes and the predicted time.
 
-Knows latencies and rates of links. Does not know algorithms, nor measures anything.
+Pure: nothing here measures. The model: all messages of a round are in flight together, in both directions,
+and a round takes
 
-The model. The messages of a round are in flight together, in both directions; a round takes
-
-    latency of its slowest link + handling of each message
-    + the largest of: bytes sent and bytes received over the links' rate (a little less if several peers share
-      it; what is fetched costs its sender nothing), bytes reduced on arrival over the reduce rate
+    the latency of its slowest link + the handling of each message
+    + the largest of: bytes sent and bytes received over the links' rate (`crowding` reduces the rate when
+      several peers share it; a message that the receiver fetches costs its sender nothing), and bytes reduced
+      on arrival over the reduce rate
     + bytes copied and reduced locally over the reduce rate
 
-An empty round is waiting for the next one that is not, and takes as long as that one.
+An empty round is a wait for the next round that is not empty, and takes as long as that one.
 """
 
 from __future__ import annotations
@@ -27,31 +27,30 @@ __all__ = ["LINKS", "Cost", "Links", "cost", "crosses_hosts", "crossings"]
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How fast ranks talk and reduce; the defaults are ranks on one host, and 10 Gbit/s between hosts.
+    """Speed of links and of reductions; defaults: ranks on one host, and 10 Gbit/s between hosts.
 
-    They are orders of magnitude to choose by, and must be the same on every rank.
+    Rough figures that serve to compare algorithms. They must be the same on every rank.
     """
 
     latency_s: float = 1e-6
     bytes_per_s: float = 8e9
     reduce_bytes_per_s: float = 10e9
-    # The work of sending or receiving one message, which a rank does for one after the other.
+    # CPU time to send or receive one message; a rank handles its messages one after the other.
     message_s: float = 0.5e-6
-    # Between hosts. The rate is a host's: ranks of one host that send at the same time share it.
+    # Between hosts. The rate is per host: its ranks that send at the same time share it.
     inter_latency_s: float = 30e-6
     inter_bytes_per_s: float = 1.1e9
     inter_message_s: float = 2e-6
-    # How much longer bytes take when several peers are served at once: they meet in one queue.
+    # Factor on transfer times when several peers are served at once and share a queue.
     crowding: float = 1.1
-    # On one host, messages from this length on are fetched by who gets them, out of the sender's memory: the
-    # sender has no part in it, and any number of peers may do so at once. 0: none are.
+    # On one host, the receiver copies messages of at least this length out of the sender's memory: that costs
+    # the sender nothing, and several receivers can do so at once. 0: never.
     fetch_bytes: int = 0
-    # Which measurements go before predictions (measured.py): shm, tcp, or none.
+    # Which measurements (measured.py) take precedence over predictions: shm, tcp, or none.
     kind: str = ""
 
 
-# By the kind of link between ranks of one host, as bench/tune.py found them on two cores; "" where nothing is
-# known about it.
+# By the kind of link between ranks of one host, as measured by bench/tune.py on two cores; "" if unknown.
 LINKS: Final[Mapping[str, Links]] = MappingProxyType(
     {
         "": Links(),
@@ -72,7 +71,7 @@ LINKS: Final[Mapping[str, Links]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One rank's share. `rounds` counts those with messages, `messages` those that it sends."""
+    """The cost of one rank. `rounds`: those with messages; `messages`: those that the rank sends."""
 
     time_s: float = 0.0
     rounds: int = 0
@@ -85,7 +84,7 @@ class Cost:
 def cost(plan: Plan, links: Links, itemsize: int, crossing: Sequence[int] = ()) -> Cost:
     """Predict what a plan costs its rank.
 
-    `crossing[i]` says how many ranks of its host send to other hosts in round i; without it, it is alone.
+    `crossing[i]` is the number of ranks of its host that send to other hosts in round i; 1 if not given.
     """
     sends = [step for step in plan.steps if isinstance(step, Send)]
     receives = [step for step in plan.steps if isinstance(step, Recv | RecvReduce)]
@@ -101,7 +100,7 @@ def cost(plan: Plan, links: Links, itemsize: int, crossing: Sequence[int] = ()) 
 
 
 def crossings(plans: Sequence[Plan]) -> list[int]:
-    """Count, round by round, those of a host's plans that talk to other hosts."""
+    """The number of a host's plans that communicate with other hosts, by round."""
     return [
         sum(
             any(
@@ -115,7 +114,7 @@ def crossings(plans: Sequence[Plan]) -> list[int]:
 
 
 def crosses_hosts(problem: Problem, rank: int, peer: int) -> bool:
-    """Whether a message between the two leaves its host."""
+    """Whether a message between the two ranks leaves the host."""
     return bool(problem.hosts) and problem.hosts[rank] != problem.hosts[peer]
 
 
@@ -130,7 +129,7 @@ def _time_s(plan: Plan, links: Links, itemsize: int, crossing: Sequence[int]) ->
 
 
 def _round_s(plan: Plan, steps: tuple[Step, ...], links: Links, itemsize: int, sharing: int) -> float:
-    """Return a round's time by the model above; `sharing` ranks use the host's link to others."""
+    """The time of a round by the model above; `sharing` ranks share the host's link to other hosts."""
     latency_s = 0.0
     out, in_ = _Direction(), _Direction()
     bytes_on_arrival = bytes_local = 0
@@ -159,7 +158,7 @@ def _round_s(plan: Plan, steps: tuple[Step, ...], links: Links, itemsize: int, s
 
 @dataclass(slots=True)
 class _Direction:
-    """What a round sends, or receives."""
+    """The messages of a round in one direction."""
 
     messages: int = 0
     handling_s: float = 0.0

@@ -1,6 +1,6 @@
 """Pictures of plans: as text, and as an SVG with ranks as lines, rounds as columns and messages as arrows.
 
-Knows how plans look. Does not know where they are printed or written to.
+Pure: it returns text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Message", "as_svg", "as_text", "messages", "rank_text"]
 
 
 class Message(NamedTuple):
-    """One arrow: from a send to the receive that it meets."""
+    """One arrow: from a send to its receive."""
 
     src: int
     dst: int
@@ -30,7 +30,7 @@ class Message(NamedTuple):
 
 
 def messages(plans: Sequence[Plan]) -> list[Message]:
-    """Pair every send with its receive: the k-th of a pair with the k-th."""
+    """Pair every send with its receive: the k-th send from p to q with q's k-th receive from p."""
     receives: defaultdict[tuple[int, int], deque[tuple[int, bool]]] = defaultdict(deque)
     for plan in plans:
         for number, steps in enumerate(plan.rounds):
@@ -72,7 +72,7 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-# Colours that stay apart for colour-blind eyes (Okabe and Ito), and in print.
+# The palette of Okabe and Ito: distinct for colour-blind readers, and in print.
 _STYLE: Final = """
   text { font-family: ui-sans-serif, system-ui, 'Segoe UI', Helvetica, Arial, sans-serif; fill: #1f2933; }
   .title { font-size: 17px; font-weight: 600; }
@@ -92,7 +92,7 @@ _STYLE: Final = """
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where things are on the page, in pixels."""
+    """The layout of the page, in pixels."""
 
     left: int
     top: int
@@ -107,10 +107,10 @@ class _Frame:
 
 
 def as_svg(plans: Sequence[Plan], itemsize: int, note: str = "") -> str:
-    """Draw a set of plans as a space-time diagram; a file of its own, nothing is loaded."""
+    """Draw a set of plans as a space-time diagram; the SVG is self-contained."""
     first = plans[0]
     ranks, rounds = len(plans), len(first.rounds)
-    # Few rounds get room for steep arrows; many must fit on a page that one can still scroll.
+    # Few rounds get wide columns for readable arrows; many rounds must fit on a page that scrolls.
     frame = _Frame(left=78, top=92, column=max(30, min(120, 1500 // max(1, rounds))), row=30)
     width = max(560, int(frame.x(rounds)) + 30)
     height = int(frame.y(ranks)) + 62
@@ -146,7 +146,7 @@ def _grid(plans: Sequence[Plan], frame: _Frame, rounds: int, itemsize: int) -> I
     for number in range(0, rounds, 2):
         x = frame.x(number)
         yield f'<rect x="{x}" y="{top}" width="{frame.column}" height="{bottom - top}" class="column"/>'
-    # With many rounds, every second, fifth, tenth ... carries a number.
+    # With many rounds, only every 2nd, 5th, 10th ... is numbered.
     every = next(step for step in (1, 2, 5, 10, 20, 50, 100, rounds) if step * frame.column >= 60)
     for number in range(rounds):
         if number % every:
@@ -170,7 +170,7 @@ def _arrows(found: Sequence[Message], frame: _Frame, itemsize: int) -> Iterator[
     longest = max((message.elements for message in found), default=1) or 1
     for message in found:
         kind = "reduce" if message.reduces else "move"
-        # Between a hair and a bold line, by the share of the longest message.
+        # Line width grows with the share of the longest message.
         stroke = round(0.9 + 1.4 * message.elements / longest, 2)
         x1, x2 = frame.x(message.sent_in + 0.08), frame.x(message.received_in + 0.92)
         says = f"{message.src} to {message.dst}: {bytes_text(message.elements * itemsize)}"
@@ -183,7 +183,7 @@ def _arrows(found: Sequence[Message], frame: _Frame, itemsize: int) -> Iterator[
 
 
 def _dots(plans: Sequence[Plan], frame: _Frame) -> Iterator[str]:
-    """Mark local work on a rank's line: before the round's messages, or after them."""
+    """Mark local steps on a rank's line: before the round's messages, or after them."""
     for plan in plans:
         for number, steps in enumerate(plan.rounds):
             for step in steps:

@@ -1,11 +1,8 @@
-"""The reference executor: runs a plan over any backend, segments in flight.
+"""The reference executor: runs a plan over any backend, with several segments in flight.
 
-Knows which steps may run at the same time and in which order messages between two ranks must be posted. Does
-not know algorithms, nor how a backend moves bytes.
-
-A plan is first cut into a *program* (program.py). A *run* then posts whatever is ready. It runs ahead of the
-plan's rounds as far as the data allow; only messages to or from one peer keep their written order, because
-that is how the k-th send meets the k-th receive.
+A plan is first cut into a *program* (program.py). A *run* then posts every piece that is ready. It runs ahead
+of the plan's rounds as far as data dependencies allow; only messages to or from one peer keep their order,
+since the k-th send matches the k-th receive.
 """
 
 from __future__ import annotations
@@ -37,21 +34,21 @@ Memory: TypeAlias = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """Everything about a run that is not the plan."""
+    """What a run needs beside the plan."""
 
     backend: Backend
     stage: Stage
     call: Call
     world_ranks: tuple[int, ...]
-    """What errors call the peers."""
+    """The peers' world ranks, for errors."""
     check_header: Callable[[int, bytes], None]
-    """Called with the peer and its header for every first message; raises if it does not fit ours."""
+    """Called with the peer and the header of its first message; raises if the fingerprint differs."""
     check_length: Callable[[int, int, int, bytes], None]
-    """Called with the peer, the bytes that came, the bytes awaited and the header; raises."""
+    """Called with the peer, the bytes received, the bytes expected and the header, if they differ; raises."""
 
 
 def execute(plan: Plan, how: Execution) -> Steps[None]:
-    """Run one rank's plan to its end; on an error, withdraw what can be withdrawn and wait for the rest."""
+    """Run one rank's plan to its end; on an error, cancel its requests and wait for those that cannot be."""
     config = how.backend.config
     nbytes = piece_bytes_of(plan, config.segment_bytes, config.message_bytes_max)
     program = program_of(plan, max(1, nbytes // how.stage.dtype.itemsize))
@@ -62,16 +59,16 @@ def execute(plan: Plan, how: Execution) -> Steps[None]:
         while not run.advance():
             yield
     except BaseException as reason:
-        run.withdraw()
+        run.cancel()
         while run.has_pending() and not isinstance(reason, GeneratorExit):
-            # The first reason counts; whatever comes meanwhile, requests that were met still use our memory.
+            # The first error counts. Requests that have matched still use our memory, so wait for their end.
             with contextlib.suppress(UnisonoError):
                 yield
         raise
 
 
 class _Run:
-    """One execution under way."""
+    """A running execution."""
 
     def __init__(self, program: Program, plan: Plan, how: Execution, window: int) -> None:
         self._program = program
@@ -94,11 +91,11 @@ class _Run:
         self._recvs: dict[int, deque[int]] = {}
         self._receiving: dict[int, int] = {}
         self._pending: dict[int, Request] = {}
-        self._landed: dict[int, Memory] = {}
+        self._staged: dict[int, Memory] = {}
         self._spare: list[Memory] = []
         self._ended: deque[int] = deque()
         self._ready: deque[int] = deque()
-        self._deserters: set[int] = set()
+        self._peers_gone: set[int] = set()
         for i, piece in enumerate(program.pieces):
             if isinstance(piece, Send):
                 self._sends.setdefault(piece.peer, deque()).append(i)
@@ -106,13 +103,13 @@ class _Run:
                 self._recvs.setdefault(piece.peer, deque()).append(i)
             elif not self._waits[i]:
                 self._ready.append(i)
-        # Which message to or from its peer a piece is: the k-th that is sent must meet the k-th receive.
+        # The number of each message to or from its peer: the k-th send matches the k-th receive.
         queues = (*self._sends.values(), *self._recvs.values())
         self._number = {i: number for queue in queues for number, i in enumerate(queue)}
         how.call.waiting_on = self.peers_awaited
 
     def advance(self) -> bool:
-        """Do all that can be done now; True once everything is done."""
+        """Run and post everything that is ready; True once all pieces are done."""
         while True:
             while self._ended:
                 self._on_request(self._ended.popleft())
@@ -126,13 +123,13 @@ class _Run:
                 return self._left == 0
 
     def peers_awaited(self) -> tuple[int, ...]:
-        """The world ranks that the run waits for now."""
+        """The world ranks that this run waits for."""
         pieces = [self._program.pieces[i] for i, request in list(self._pending.items()) if not request.done]
-        peers = {piece.peer for piece in pieces if not isinstance(piece, Copy | Reduce)} | self._deserters
+        peers = {piece.peer for piece in pieces if not isinstance(piece, Copy | Reduce)} | self._peers_gone
         return tuple(sorted(self._how.world_ranks[peer] for peer in peers))
 
-    def withdraw(self) -> None:
-        """Take back every request that has not met its counterpart."""
+    def cancel(self) -> None:
+        """Cancel every request that has not matched."""
         for request in list(self._pending.values()):
             request.cancel()
 
@@ -146,8 +143,8 @@ class _Run:
             i = queue.popleft()
             piece = self._program.pieces[i]
             assert isinstance(piece, Send)
-            # The first message carries the fingerprint and ends only when met: a peer that never asks for it
-            # is a mismatch, and the sender must not get away before it is seen.
+            # The first message carries the fingerprint and is sent synchronously: if the peer never receives
+            # it, the ranks called different things, and the sender must still be there to find out.
             how, is_first = self._how, not self._number[i]
             request = how.backend.start_send(
                 peer,
@@ -158,7 +155,7 @@ class _Run:
                 header=self._header(i),
                 sync=is_first and how.backend.capabilities.sync_send,
             )
-            self._follow(i, request)
+            self._track(i, request)
 
     def _post_recvs(self, peer: int) -> None:
         queue = self._recvs[peer]
@@ -166,9 +163,9 @@ class _Run:
             i = queue[0]
             piece = self._program.pieces[i]
             if isinstance(piece, RecvReduce):
-                landing = self._landing(piece.dst.count)
-                self._landed[i] = landing
-                into = as_bytes(landing)
+                staging = self._staging_buffer(piece.dst.count)
+                self._staged[i] = staging
+                into = as_bytes(staging)
             else:
                 assert isinstance(piece, Recv)
                 if self._waits[i]:
@@ -177,7 +174,7 @@ class _Run:
             queue.popleft()
             self._receiving[peer] = self._receiving.get(peer, 0) + 1
             how = self._how
-            self._follow(
+            self._track(
                 i,
                 how.backend.start_recv(
                     peer, how.stage.context, how.stage.tag, into, dtype=how.stage.dtype.code
@@ -185,11 +182,11 @@ class _Run:
             )
 
     def _header(self, i: int) -> bytes:
-        """What a message carries: the fingerprint if it is the first to its peer, else its number."""
+        """The header of a message: the fingerprint in the first one to a peer, then the message's number."""
         header, number = self._how.stage.header, self._number[i]
         return header if not number or not header else number.to_bytes(_NUMBER_BYTES, "little")
 
-    def _follow(self, i: int, request: Request) -> None:
+    def _track(self, i: int, request: Request) -> None:
         self._pending[i] = request
         request.notify(partial(self._on_end, i))
 
@@ -202,42 +199,42 @@ class _Run:
         piece = self._program.pieces[i]
         assert isinstance(piece, Send | Recv | RecvReduce)
         if isinstance(request.error, PeerLost):
-            self._deserters.add(piece.peer)  # why it is gone is told by others
-            self._landed.pop(i, None)
+            self._peers_gone.add(piece.peer)  # a control message will say why
+            self._staged.pop(i, None)
             return
         if isinstance(piece, Send):
             if request.error is not None:
                 raise self._how.call.translate_error(request.error)
             self._finish(i)
             return
-        if self._is_left_over(i, piece, request):
-            self._landed.pop(i, None)
+        if self._is_after_gap(i, piece, request):
+            self._staged.pop(i, None)
             return
         self._check_message(i, piece, request)
         if isinstance(piece, Recv):
             self._receiving[piece.peer] -= 1
             self._finish(i)
         elif not self._waits[i]:
-            self._reduce_landed(i, piece)
-        # else: it is reduced as soon as the pieces before it are done, by _on_ready
+            self._reduce_staged(i, piece)
+        # else: `_on_ready` reduces it when the pieces before it are done
 
-    def _is_left_over(self, i: int, piece: Recv | RecvReduce, request: Request) -> bool:
-        """Whether this is from a peer that took an earlier message back: there is a gap in what it sent.
+    def _is_after_gap(self, i: int, piece: Recv | RecvReduce, request: Request) -> bool:
+        """Whether a message follows a gap: the peer cancelled an earlier one, so it has given up.
 
-        It has given up, and the news why is on its way: what it sent before means nothing any more.
+        A control message with the reason is on its way; data of this call that is still queued is void.
         """
         envelope, peer, header = request.envelope, piece.peer, self._header(i)
         if header and envelope is not None:
             is_first = not self._number[i]
-            # The first one's fingerprint is compared elsewhere; here it is enough that it has one.
+            # `_check_message` compares the first one's fingerprint; here its presence is enough.
             if len(envelope.header) <= _NUMBER_BYTES if is_first else envelope.header != header:
-                self._deserters.add(peer)
-        return peer in self._deserters and (request.error is None or isinstance(request.error, UsageError))
+                self._peers_gone.add(peer)
+        return peer in self._peers_gone and (request.error is None or isinstance(request.error, UsageError))
 
     def _check_message(self, i: int, piece: Recv | RecvReduce, request: Request) -> None:
         how, awaited = self._how, piece.dst.count * self._how.stage.dtype.itemsize
         if isinstance(request.error, UsageError):
-            # Too long, or of another type: the message still waits, here or in a later receive that it fits.
+            # Too long, or of another type: the message is still queued, or a later receive has matched it.
             refused = request
             if refused.envelope is None:
                 refused = how.backend.probe(piece.peer, how.stage.context, how.stage.tag)
@@ -251,7 +248,7 @@ class _Run:
             raise how.call.translate_error(request.error)
         envelope = request.envelope
         assert envelope is not None
-        # The fingerprint is in the first message, which need not be the first whose bytes are all here.
+        # The fingerprint is in the first message, which need not be the first to complete.
         if not self._number[i]:
             how.check_header(piece.peer, envelope.header)
         if envelope.nbytes != awaited:
@@ -265,19 +262,19 @@ class _Run:
         elif isinstance(piece, Reduce):
             self._combine(piece.dst, self._slice(piece.src), piece.left)
             self._finish(i)
-        elif isinstance(piece, RecvReduce) and i in self._landed and i not in self._pending:
-            # Posted, no longer pending, not yet reduced: its bytes lie in the landing.
-            self._reduce_landed(i, piece)
+        elif isinstance(piece, RecvReduce) and i in self._staged and i not in self._pending:
+            # Posted, no longer pending, not yet reduced: its bytes are in the staging buffer.
+            self._reduce_staged(i, piece)
 
-    def _reduce_landed(self, i: int, piece: RecvReduce) -> None:
-        landing = self._landed.pop(i)
-        self._combine(piece.dst, landing, piece.left)
-        self._spare.append(landing)
+    def _reduce_staged(self, i: int, piece: RecvReduce) -> None:
+        staging = self._staged.pop(i)
+        self._combine(piece.dst, staging, piece.left)
+        self._spare.append(staging)
         self._receiving[piece.peer] -= 1
         self._finish(i)
 
     def _combine(self, dst: Slice, src: Memory, left: bool) -> None:
-        assert self._how.stage.op is not None, "a plan that reduces needs an operation"
+        assert self._how.stage.op is not None, "a plan that reduces needs an op"
         if dst.count:
             reduce_into(self._slice(dst), src, self._how.stage.op, self._how.stage.dtype, left)
 
@@ -288,7 +285,7 @@ class _Run:
             if not self._waits[later]:
                 self._ready.append(later)
 
-    def _landing(self, count: int) -> Memory:
+    def _staging_buffer(self, count: int) -> Memory:
         for k, spare in enumerate(self._spare):
             if spare.size == count:
                 return self._spare.pop(k)

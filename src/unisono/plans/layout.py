@@ -1,7 +1,4 @@
-"""Where data lies: which buffers a rank has, how a buffer is cut, and the last touch on every plan.
-
-Knows counts, offsets and slices. Does not know algorithms or peers.
-"""
+"""Buffers of a plan: their lengths, how they are cut into slices, and the final step of every builder."""
 
 from __future__ import annotations
 
@@ -30,21 +27,21 @@ __all__ = [
 
 Rounds: TypeAlias = Sequence[Sequence[Step]]
 
-# What a barrier's messages carry. Whoever touches it waits for those who touched it before.
+# The slice that a barrier's messages carry. Its steps overlap, so each waits for the ones before.
 TOKEN: Final = Slice(Buf.TMP, 0, 1)
 
 # 16 Ki elements (64 KiB of float32): long enough to hide a message's latency, short enough that a chain of
-# eight ranks is full after half a megabyte.
+# eight ranks is busy after half a megabyte.
 _SEGMENT_COUNT: Final = 16 * 1024
-# More pieces than this save less than a percent of the time and make the plan long.
+# More segments save less than a percent of the time and make the plan long.
 _SEGMENTS_MAX: Final = 64
 
 
 def finish(problem: Problem, rank: int, algorithm: str, rounds: Rounds, notes: str = "") -> Plan:
-    """Make the plan: drop the steps that move nothing and count the buffers.
+    """Make the plan: drop empty steps and determine the buffers' lengths.
 
-    Both ends of an empty message drop it, for they know its length alike. Every rank keeps its empty rounds,
-    so that round i is the same time on all of them.
+    Both ends of an empty message drop it, since both know its length. Empty rounds stay, so that round i is
+    the same time on all ranks.
     """
     kept = tuple(tuple(step for step in steps if slice_of(step).count) for steps in rounds)
     in_count, out_count = buffer_counts(problem, rank)
@@ -54,7 +51,7 @@ def finish(problem: Problem, rank: int, algorithm: str, rounds: Rounds, notes: s
 
 
 def buffer_counts(problem: Problem, rank: int) -> tuple[int, int]:
-    """Return how many elements the rank's `in` and `out` hold."""
+    """Return the lengths of the rank's `in` and `out`, in elements."""
     size, counts, is_root = problem.size, problem.counts, rank == problem.root
     match problem.collective:
         case "all_reduce" | "broadcast":
@@ -78,17 +75,17 @@ def buffer_counts(problem: Problem, rank: int) -> tuple[int, int]:
 
 
 def offsets(counts: Iterable[int]) -> tuple[int, ...]:
-    """Return where each block starts, and the end: one number more than there are blocks."""
+    """Return where each block starts, and the end of the last: one number more than there are blocks."""
     return (0, *accumulate(counts))
 
 
 def even_bounds(count: int, parts: int) -> tuple[int, ...]:
-    """Cut `count` elements into parts that differ by one at most; return their bounds."""
+    """Cut `count` elements into parts whose lengths differ by at most one; return their bounds."""
     return tuple(count * part // parts for part in range(parts + 1))
 
 
 def segment_bounds(count: int) -> tuple[int, ...]:
-    """Cut a buffer into the pieces that follow each other through a pipeline; return their bounds."""
+    """Cut a buffer into the segments of a pipeline; return their bounds."""
     return even_bounds(count, max(1, min(_SEGMENTS_MAX, count // _SEGMENT_COUNT)))
 
 
@@ -103,12 +100,12 @@ def whole(buf: Buf, count: int) -> Slice:
 
 
 def slice_of(step: Step) -> Slice:
-    """Return the slice whose length is the step's length."""
+    """Return the slice that has the step's length."""
     return step.src if isinstance(step, Send) else step.dst
 
 
 def touched(step: Step) -> Iterator[tuple[Slice, bool]]:
-    """Yield the slices of a step, and whether it writes them."""
+    """Yield the slices of a step, each with whether the step writes it."""
     if not isinstance(step, Recv | RecvReduce):
         yield step.src, False
     if not isinstance(step, Send):

@@ -1,7 +1,6 @@
 """Programs: a plan cut into pieces, each with the earlier pieces that it must wait for.
 
-Knows where a plan is cut and which slices overlap. Does not know who runs it: the reference executor
-(execute.py) or the engine (backends/native_plans.py).
+A program is run by the reference executor (execute.py) or by the engine (backends/native/programs.py).
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send,
 
 __all__ = ["Program", "piece_bytes_of", "program_of"]
 
-# By default 64 MiB: both ends share the work on a message, the more evenly the longer it is.
-_STRAIGHT_SEGMENTS: Final = 256
+# With the default segment 64 MiB. Both ends share the copying of a message, more evenly the longer it is.
+_DIRECT_SEGMENTS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The pieces of a plan: `before[i]` lists those that piece i awaits, `after[i]` those that await it."""
+    """The pieces of a plan. Piece i waits for the pieces `before[i]`; the pieces `after[i]` wait for it."""
 
     pieces: tuple[Step, ...]
     before: tuple[tuple[int, ...], ...]
@@ -31,27 +30,27 @@ class Program:
 
 
 def piece_bytes_of(plan: Plan, segment_bytes: int, message_bytes_max: int) -> int:
-    """How many bytes a piece has at most; the same on every rank.
+    """The largest length of a piece, in bytes; the same on every rank.
 
-    Pieces are for overlap: one is reduced or passed on while the next comes. Where every byte goes straight
-    to its place there is nothing to overlap, and they are longer, because each costs a message.
+    Pieces allow overlap: one is reduced or forwarded while the next arrives. Where every byte goes straight
+    to its destination there is nothing to overlap, and pieces are longer, because each costs a message.
     """
     problem = plan.problem
-    # Two ranks have nobody to pass anything on to.
+    # With two ranks nothing is forwarded.
     is_pair = problem.size <= 2 and not reduces(problem.collective)
-    if not is_pair and not entry_of(problem.collective, plan.algorithm).is_straight:
+    if not is_pair and not entry_of(problem.collective, plan.algorithm).is_direct:
         return segment_bytes
-    return max(segment_bytes, min(_STRAIGHT_SEGMENTS * segment_bytes, message_bytes_max))
+    return max(segment_bytes, min(_DIRECT_SEGMENTS * segment_bytes, message_bytes_max))
 
 
 def program_of(plan: Plan, segment: int) -> Program:
-    """Cut a plan into pieces of at most `segment` elements; the same again for the same plan."""
-    # The plan itself is a long key; what it was built from says the same.
+    """Cut a plan into pieces of at most `segment` elements; cached by what the plan was built from."""
+    # Hashing the plan itself would be slow.
     return _programs(_Key(plan, (plan.problem, plan.algorithm, plan.rank, segment)), segment)
 
 
 class _Key:
-    """A plan that compares by what it was built from."""
+    """A plan that is compared by what it was built from."""
 
     __slots__ = ("identity", "plan")
 
@@ -84,7 +83,7 @@ def _programs(key: _Key, segment: int) -> Program:
 
 
 def _cut(step: Step, segment: int) -> Iterator[Step]:
-    """Cut a step into pieces of at most `segment` elements; an empty one stays one empty piece."""
+    """Cut a step into pieces of at most `segment` elements; an empty step stays one empty piece."""
     whole = _reads_writes(step)[0][0]
     if whole.count <= segment:
         yield step
@@ -120,10 +119,10 @@ def _reads_writes(step: Step) -> tuple[tuple[Slice, bool], ...]:
 
 
 class _Touches:
-    """Who touched which elements of a buffer last: the source of every dependency.
+    """Which pieces touched which elements of a buffer last: the source of every dependency.
 
-    The buffer is cut wherever a touch began or ended, so that each interval has one last writer (-1: nobody)
-    and those who have read what it wrote. Who waits for these readers has waited for the writer.
+    The buffer is cut wherever a touch begins or ends, so each interval has one last writer (-1: none) and the
+    pieces that have read it since. A piece that waits for these readers has waited for the writer, too.
     """
 
     def __init__(self) -> None:
@@ -131,7 +130,7 @@ class _Touches:
         self._marks: list[tuple[int, tuple[int, ...]]] = [(-1, ())]
 
     def touch(self, s: Slice, writes: bool, i: int) -> set[int]:
-        """Say that piece i touches a slice; return the pieces that it must wait for."""
+        """Record that piece i touches a slice; return the pieces that it must wait for."""
         if s.count == 0:
             return set()
         first, last = self._bound(s.start), self._bound(s.stop)
@@ -148,7 +147,7 @@ class _Touches:
         return earlier
 
     def _bound(self, at: int) -> int:
-        """Make an interval begin here; return which one."""
+        """Make an interval begin at `at`; return its index."""
         k = bisect_left(self._starts, at)
         if k == len(self._starts) or self._starts[k] != at:
             self._starts.insert(k, at)

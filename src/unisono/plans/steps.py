@@ -1,27 +1,24 @@
 """The language of plans: a collective as data, for one rank.
 
-Knows buffers, slices, steps and rounds. Does not know algorithms (one module per family), bytes or
-peers' addresses.
+A *problem* is a collective as every rank sees it. A *plan* is one rank's part in solving it: rounds of steps
+over three flat buffers, counted in elements:
 
-The nouns. A *problem* is a collective as every rank sees it. A *plan* is one rank's part in solving it:
-rounds of steps over three flat buffers, counted in elements:
-
-    in    what the rank contributes; a plan never writes it
-    out   what the rank gets; all_reduce and broadcast work on `out` alone, in place
+    in    the rank's contribution; a plan never writes it
+    out   the rank's result; all_reduce and broadcast work on `out` alone, in place
     tmp   scratch of `tmp_count` elements
 
-Three rules give a plan its meaning, whatever runs it:
+Three rules define what a plan means, whatever executes it:
 
-1.  The k-th send from p to q meets q's k-th receive from p.
+1.  The k-th send from p to q matches q's k-th receive from p.
 2.  Steps take effect in the order written wherever their slices overlap and one of them writes;
     otherwise they may run at the same time, also across rounds.
-3.  Rounds exist for drawing and for cost. All messages of a round can be in progress together, so a plan
-    that needs no more than that never deadlocks, even when a send waits for its receive. Local steps
-    stand before or after a round's messages, never between them. Round i is the same time on every rank: both
-    ends of a message stand in rounds of one number, and a rank with nothing to do has an empty round.
+3.  Rounds serve drawing and cost. All messages of a round can be in progress together, so a plan does not
+    deadlock even if every send waits for its receive. Local steps come before or after a round's messages,
+    never between them. Round i is the same time on every rank: both ends of a message are in rounds of the
+    same number, and an idle rank has an empty round.
 
-A barrier moves no data, but order is all it is for: its messages carry a token, one element of `tmp` whose
-value does not matter. The token's steps overlap, so rule 2 keeps their order.
+A barrier moves no data, only order: its messages carry a token, one element of `tmp` whose value does not
+matter. The token's steps overlap, so rule 2 keeps their order.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ class Buf(Enum):
     OUT = "out"
     TMP = "tmp"
 
-    # There is one of each: what Enum does instead takes Python code for every look into a table.
+    # Members are unique objects, and Enum's own hash runs Python code for every dict lookup.
     __hash__ = object.__hash__
 
 
@@ -55,11 +52,11 @@ class Slice:
 
     @property
     def count(self) -> int:
-        """How many elements it covers."""
+        """The number of elements."""
         return self.stop - self.start
 
     def overlaps(self, other: Slice) -> bool:
-        """Whether both cover an element in common."""
+        """Whether both have an element in common."""
         return self.buf is other.buf and self.start < other.stop and other.start < self.stop
 
     def __str__(self) -> str:
@@ -90,10 +87,10 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class RecvReduce:
-    """Combine what a peer sends into a slice.
+    """Combine data from a peer into a slice.
 
-    `left` says on which side the arriving operand stands: op(arriving, dst) if true, else op(dst, arriving).
-    It matters to non-commutative operations and to the bits of a reproducible sum.
+    `left`: the arriving operand is the left one, op(arriving, dst); otherwise op(dst, arriving). It matters
+    for operations that do not commute and for the bits of a reproducible sum.
     """
 
     peer: int
@@ -137,7 +134,7 @@ class Problem:
     `counts` holds elements: one number for all_reduce, reduce, broadcast, scan and exscan; none for
     barrier; one per rank for all_gather, gather, scatter, reduce_scatter (and their uneven kind: the
     even ones repeat one number). For all_to_all it is a size x size matrix by rows, `counts[s * size + d]`
-    being what s sends to d; a rank may leave out (as 0) what is neither in its row nor in its column.
+    being what s sends to d; a rank may write 0 outside of its own row and column.
     `hosts[r]` names the host of rank r, for hierarchical plans; empty means one host.
     """
 

@@ -1,10 +1,8 @@
-"""Symbols for proofs: what an element consists of, without any numbers.
+"""Symbols for proofs: which contributions an element was combined from, and how.
 
-Knows contributions and how they were combined. Does not know plans or ranks' buffers.
-
-An *expression* is a number that stands for a contribution (expression r is rank r's) or for op(left, right)
-of two others; equal trees have equal numbers. A *value* is an expression together with a position in its
-vector, both in one 64-bit integer; so a buffer is an array of integers and a step a few array operations.
+An *expression* is a number that represents a contribution (expression r is rank r's) or op(left, right) of
+two others; equal trees have equal numbers. A *value* is an expression and a position in its vector, packed
+into a 64-bit integer: a buffer is an array of integers, and a step is a few array operations.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ _POSITION_MASK: Final = (1 << _POSITION_BITS) - 1
 
 
 def unset(count: int) -> Values:
-    """Return a buffer that nobody has written."""
+    """Return an unwritten buffer."""
     return np.full(count, UNSET, np.int64)
 
 
@@ -44,17 +42,21 @@ def position_of(values: Values) -> Values:
 
 
 class Expressions:
-    """All expressions met so far."""
+    """All expressions that were made so far."""
 
     def __init__(self, size: int) -> None:
         self._pairs: dict[tuple[int, int], int] = {}
         self._parts: list[tuple[int, int]] = [(-1, -1)] * size
-        # Which ranks an expression contains, one bit each; and whether they stand in ascending order.
+        # Which ranks an expression contains, one bit each; and whether they are in ascending order.
         self.contributors = [1 << rank for rank in range(size)]
         self.is_ascending = [True] * size
 
     def pair(self, left: int, right: int) -> int:
-        """Return op(left, right); a contribution on both sides is a ValueError."""
+        """Return op(left, right).
+
+        Raises:
+            ValueError: a contribution is on both sides.
+        """
         known = self._pairs.get((left, right))
         if known is not None:
             return known
@@ -69,7 +71,11 @@ class Expressions:
         return len(self._parts) - 1
 
     def combine(self, left: Values, right: Values) -> Values:
-        """Return op(left, right) element by element; different positions are a ValueError."""
+        """Return op(left, right) element by element.
+
+        Raises:
+            ValueError: positions differ, or a contribution is on both sides.
+        """
         positions = position_of(left)
         if (positions != position_of(right)).any():
             raise ValueError("elements of different positions would be combined")

@@ -1,4 +1,4 @@
-"""How amounts are written: seconds and bytes for people."""
+"""Seconds and bytes as text for people."""
 
 from __future__ import annotations
 

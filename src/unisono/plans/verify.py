@@ -1,7 +1,4 @@
-"""Proof by execution: all ranks run symbolically, and every element must end as the collective promises.
-
-Knows what each collective means. Does not know algorithms: it sees only plans.
-"""
+"""Proof by execution: all ranks run symbolically, and every element must end as the collective promises."""
 
 from __future__ import annotations
 
@@ -25,11 +22,14 @@ class PlanError(AssertionError):
 def verify(plans: Sequence[Plan], *, ordered: bool = False, canonical: bool = False) -> None:
     """Run the plans of all ranks and raise PlanError unless they do what their collective promises.
 
-    That is: every required element has exactly the right contributions, each once, at the right position,
-    and the same expression on every rank; messages match in number, order and length; `in` is never
-    written; nothing is read before it is set; messages of one round do not touch each other's elements; and
-    no deadlock, even if a send waits for its receive and a round for the end of the one before.
-    `ordered` also asks for the rank order, `canonical` for the canonical bracketing.
+    - Every required element has exactly the right contributions, each once, at the right position, and the
+      same expression on every rank.
+    - Messages match in number, order and length.
+    - `in` is never written, and nothing is read before it is set.
+    - Messages of one round do not touch each other's elements.
+    - There is no deadlock, even if every send waits for its receive and every round for the one before.
+
+    `ordered` also requires the rank order, `canonical` the canonical bracketing.
     """
     _check_shapes(plans)
     world = _World(plans)
@@ -55,20 +55,20 @@ def _check_shapes(plans: Sequence[Plan]) -> None:
 
 
 def _common(problem: Problem) -> tuple[object, ...]:
-    """Return what all ranks must agree on: in an all_to_all each knows its own counts only."""
+    """Return what all ranks must agree on; in an all_to_all each rank knows only its own counts."""
     counts = () if problem.collective == "all_to_all" else problem.counts
     return problem.collective, problem.size, counts, problem.root, problem.hosts
 
 
 class _Posted(NamedTuple):
-    """A message's step, waiting for the other end."""
+    """A step of a message that waits for its other end."""
 
     rank: int
     step: Send | Recv | RecvReduce
 
 
 class _Rank:
-    """One rank under way."""
+    """The state of one rank."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -89,7 +89,7 @@ class _Rank:
         return self.round == len(self.plan.rounds)
 
     def wrong(self, step: Step | None, what: str) -> NoReturn:
-        """Raise the error that says where it happened."""
+        """Raise PlanError with the rank, round and step."""
         at = f", step {step}" if step is not None else ""
         plan = self.plan
         raise PlanError(
@@ -100,9 +100,9 @@ class _Rank:
 class _World:
     """All ranks, and the messages that wait for their other end.
 
-    In a barrier, an element of `tmp` says who must have come before it was last touched, one bit per rank:
-    what is written there adds to it, for the write waited for those before it. Data decide, not rounds: an
-    executor may run ahead of them.
+    In a barrier, an element of `tmp` holds the ranks that must have arrived before it was last touched, one
+    bit per rank; a write adds to it, since it waited for the touches before. Dependencies count here, not
+    rounds: an executor may run ahead of rounds.
     """
 
     def __init__(self, plans: Sequence[Plan]) -> None:
@@ -113,7 +113,7 @@ class _World:
         self.ready = deque(self.ranks)
 
     def run(self) -> None:
-        """Let every rank go on, one round at a time, until all have ended."""
+        """Run all ranks, one round at a time, until all have ended."""
         while self.ready:
             state = self.ready.popleft()
             if not state.ended:
@@ -124,10 +124,10 @@ class _World:
                 f"rank {state.plan.rank}, round {state.round}: {', '.join(map(str, state.waiting[:3]))}"
                 for state in stuck[:8]
             )
-            stuck[0].wrong(None, f"deadlock: {len(stuck)} ranks wait for ever: {waits}")
+            stuck[0].wrong(None, f"deadlock: {len(stuck)} ranks wait forever: {waits}")
 
     def _begin_round(self, state: _Rank) -> None:
-        """Run the local steps that stand first and post the messages; the other local steps wait for them."""
+        """Run the local steps before the messages and post these; the other local steps run after them."""
         steps = state.plan.rounds[state.round]
         for step in steps:
             _check_step(state, step)
@@ -138,7 +138,7 @@ class _World:
             return
         first, stop = steps.index(state.waiting[0]), len(steps) - steps[::-1].index(state.waiting[-1])
         if stop - first != len(state.waiting):
-            state.wrong(None, "a local step stands between messages")
+            state.wrong(None, "a local step is between messages")
         _check_conflicts(state)
         for step in steps[:first]:
             self._run_local(state, step)
@@ -153,7 +153,7 @@ class _World:
         self.ready.append(state)
 
     def _post(self, state: _Rank, step: Step) -> None:
-        """Match a message with its other end if that is there already."""
+        """Match a message with its other end if that is posted already."""
         assert isinstance(step, Send | Recv | RecvReduce)
         is_send = isinstance(step, Send)
         rank, peer = state.plan.rank, step.peer
@@ -252,7 +252,7 @@ def _check_conflicts(state: _Rank) -> None:
 
 
 class _Piece(NamedTuple):
-    """What a stretch of `out` must hold: from whom, and from which position on."""
+    """What a part of `out` must hold: contributions of these ranks, from this position on."""
 
     start: int
     length: int
@@ -270,7 +270,7 @@ def _everyone(plans: Sequence[Plan]) -> int:
 def _blocks_of_all(plans: Sequence[Plan], rank: int) -> list[_Piece]:
     counts = plans[rank].problem.counts
     return [
-        _Piece(*place, 1 << src, 0) for src, place in enumerate(zip(offsets(counts), counts, strict=False))
+        _Piece(*block, 1 << src, 0) for src, block in enumerate(zip(offsets(counts), counts, strict=False))
     ]
 
 
@@ -326,16 +326,16 @@ def _check_results(world: _World, ordered: bool, canonical: bool) -> None:
         if collective == "all_reduce":
             differs = state.buffers[Buf.OUT] != world.ranks[0].buffers[Buf.OUT]
             if differs.any():
-                state.wrong(None, f"out[{int(np.argmax(differs))}] is bracketed otherwise than on rank 0")
+                state.wrong(None, f"out[{int(np.argmax(differs))}] is bracketed differently than on rank 0")
 
 
 def _check_barrier(state: _Rank) -> None:
-    came = 1 << state.plan.rank
+    arrived = 1 << state.plan.rank
     for before in state.buffers[Buf.TMP]:
-        came |= int(before)
-    missing = ((1 << state.plan.problem.size) - 1) & ~came
+        arrived |= int(before)
+    missing = ((1 << state.plan.problem.size) - 1) & ~arrived
     if missing:
-        state.wrong(None, f"passes the barrier before ranks {_ranks(missing)} came")
+        state.wrong(None, f"passes the barrier before ranks {_ranks(missing)} have arrived")
 
 
 def _check_piece(known: Expressions, state: _Rank, piece: _Piece, ordered: bool, canonical: bool) -> None:
@@ -360,7 +360,7 @@ def _check_piece(known: Expressions, state: _Rank, piece: _Piece, ordered: bool,
 
 
 def _canonical(known: Expressions, collective: str, contributors: int) -> int:
-    """Return the expression that reproducible results must be: a left fold for prefixes, else the tree."""
+    """Return the expression of a reproducible result: a left fold for prefixes, otherwise the tree."""
     ranks = _ranks(contributors)
     if len(ranks) == 1:
         return ranks[0]

@@ -1,4 +1,4 @@
-"""Calls between ranks: a function of one, called by another.
+"""Calls between ranks: one rank calls a function that another exposes.
 
 agent = uni.rpc.Agent(world)
 
@@ -10,13 +10,13 @@ agent.call(1, "add", 2, 3)
 """
 
 from unisono.rpc.agent import Agent
-from unisono.rpc.incoming import Incoming, here
 from unisono.rpc.objects import Proxy, Reference
+from unisono.rpc.server import Incoming, here
 from unisono.rpc.streams import Stream
 
 __all__ = ["Agent", "Incoming", "Proxy", "Reference", "Stream", "here"]
 
 
 def __dir__() -> list[str]:
-    """What is public, and nothing else."""
+    """The public names, and nothing else."""
     return __all__

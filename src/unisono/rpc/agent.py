@@ -1,46 +1,32 @@
 """The agent: what a user holds to call functions on other ranks, and to let them call functions here.
 
-Knows the parts of an agent and how they meet: who the others are (peers.py), what is called (outgoing.py),
-heard (hearing.py) and served (server.py), and how frames travel (post.py). Does not know how any of them
-works.
+It only wires the parts together: the transport carries frames, the dispatcher passes them to the calls made
+from here (client) or to the server, and peers are the agents of the other ranks.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeVar, overload
 
-from unisono.core.clock import Deadline, Runtime, Waiting
+from unisono.core.clock import Runtime, Waiting
 from unisono.core.envelope import Tags
 from unisono.core.work import Work, wait_all
-from unisono.errors import Location, UnisonoError, UsageError
-from unisono.messaging.backend import Backend, PeerDown
-from unisono.rpc.calls import PendingCall, closed_here
-from unisono.rpc.frames import Bye, Cancel, encode
-from unisono.rpc.hearing import FrameDispatcher
-from unisono.rpc.incoming import current
-from unisono.rpc.objects import Proxy, Reference
-from unisono.rpc.outgoing import TIMEOUT_S, CallStarter
-from unisono.rpc.peers import Directory, Peer, Peers
-from unisono.rpc.pool import Pool
-from unisono.rpc.post import (
-    UNBOUNDED,
-    UNSENT_BYTES_MAX,
-    CallbackTransport,
-    MailboxTransport,
-    RpcTransport,
-    Waitable,
-)
+from unisono.errors import UnisonoError, UsageError
+from unisono.messaging.backend import Backend
+from unisono.rpc.client import TIMEOUT_S, CallStarter
+from unisono.rpc.dispatch import FrameDispatcher
+from unisono.rpc.objects import Objects, Proxy, Reference
+from unisono.rpc.peers import Peers
 from unisono.rpc.registry import Registry, check_name
 from unisono.rpc.server import Server
-from unisono.rpc.streams import Arrivals, Stream
+from unisono.rpc.streams import Stream
+from unisono.rpc.transport import CallbackTransport, MailboxTransport, RpcTransport
 
 __all__ = ["Agent"]
 
@@ -49,11 +35,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Handlers that run at the same time; those that wait for other ranks do not count.
 _HANDLERS: Final = 16
 
-_BYE: Final = encode(Bye())
+
+class Directory(Protocol):
+    """Finds the agents of other ranks, and reports lost ranks: control.Control."""
+
+    def settle(self, service: Any) -> None:
+        """Tell the other ranks of this service when they ask, and call it back from now on."""
+
+    def unsettle(self, service: Any) -> None:
+        """Call it back no more."""
+
+    def ask_for(self, service: Any, rank: int) -> None:
+        """Ask a world rank whether it has a service of this context: `on_present` or `on_absent` follows."""
 
 
-class LaunchInfo(Protocol):
-    """Where an agent lives, and as whom: group.Group."""
+class Group(Protocol):
+    """The members of a communicator, and this rank among them: group.Group."""
 
     name: str
     epoch: int
@@ -65,22 +62,22 @@ class LaunchInfo(Protocol):
     def control(self) -> Directory: ...
 
     def progress(self) -> dict[int, int]:
-        """How far this rank has come: the number of its next collective, by context."""
+        """The number of this rank's next collective, by context."""
 
 
 class Communicator(Protocol):
     """What an agent needs of a communicator."""
 
-    def _attach(self, service: Any, purpose: str) -> tuple[LaunchInfo, int]:
-        """Live here until the communicator is closed: the place, and a context of one's own."""
+    def _attach(self, service: Any, purpose: str) -> tuple[Group, int]:
+        """Close the service with the communicator; returns the group, and a context for the service."""
 
 
 class Agent:
     """Calls functions on the other ranks of a communicator, and serves their calls from now on.
 
-    `name` is another way for the others to say which rank they mean. `handlers` is how many functions may
-    run at the same time here; one that waits for another rank does not count. Every rank that is to be called
-    makes an agent. It closes with its communicator.
+    `name` is another way for other ranks to call this one. `handlers` is how many functions may run at the
+    same time here; one that waits for another rank does not count. Every rank that is to be called makes an
+    agent. It closes with its communicator.
     """
 
     def __init__(
@@ -92,45 +89,48 @@ class Agent:
             raise UsageError(f"handlers={handlers!r}; allowed: 1 to 1024")
         if not hasattr(communicator, "_attach"):
             raise UsageError(
-                f"{communicator!r} is no communicator", next_step="Agent(world), or any group of it"
+                f"{communicator!r} is not a communicator", next_step="Agent(world), or any group of it"
             )
-        place, self.context = communicator._attach(self, "rpc")
-        # Who serves needs the communicator, whoever else has forgotten it.
+        service = self._service = _Service(name, self.close)
+        group, context = communicator._attach(service, "rpc")
+        # An agent that serves keeps its communicator open, even if the program drops it.
         self._home: Communicator | None = communicator
-        self.name = name
-        self.progress: dict[int, int] = place.progress()
-        self.backend: Backend = place.backend
-        self.runtime: Runtime = self.backend.runtime
-        self.communicator: str = place.name
-        self.epoch: int = place.epoch
-        self.world_rank: int = place.world_rank
-        self.is_closing = False
-        self.is_closed = False
-        self._directory: Directory = place.control
+        self._is_closing = False
         self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        self.next_number: Callable[[], int] = self._numbers.__next__
-        self._registry = Registry()
+        self._context = context
+        self._communicator = group.name
+        self._directory = group.control
+        self._backend = backend = group.backend
+        self._runtime: Runtime = backend.runtime
+
+        mailbox = backend.mailbox(context, Tags.RPC)
+        reader = None if mailbox is None else MailboxTransport(mailbox, self._runtime)
+        transport: RpcTransport = reader or CallbackTransport(backend, context)
+        self._transport = transport
+        query = partial(self._directory.ask_for, service)
+        self._peers = peers = Peers(transport, group.world_ranks, backend.rank, name, query)
+        self._objects = Objects()
+        peers.watch_lost(self._objects.on_lost)
         self._classes: dict[str, type] = {}
-        ranks = place.world_ranks
-        self._server = Server(self, self._registry, len(ranks), place.progress)
-        self._peers = Peers(self, place.control, ranks, self.backend.rank, self._server.on_gone)
-        self._outgoing = CallStarter(self, self._peers)
-        self._hearing = FrameDispatcher(self, self._peers, self._server)
-        title = f"unisono-rpc-{self.world_rank}"
-        mailbox = self.backend.mailbox(self.context, Tags.RPC)
-        self.post: RpcTransport
+        self._registry = Registry()
+        self._server = Server(
+            self._runtime, transport, peers, self._registry, group.progress, handlers, reader
+        )
+        self._client = CallStarter(self._runtime, transport, peers, group.name, group.epoch)
+        self._dispatcher = FrameDispatcher(transport, peers, self._server)
+
+        service.start(context, group.progress(), peers, self._runtime)
+        transport.start(self._dispatcher.on_frame)
+        self._server.pool.start()
         if mailbox is not None:
-            post = MailboxTransport(mailbox, self.runtime, self._hearing.on_frame)
-            self.post = post
-            self._server.pool = Pool(self.runtime, self._server.run, handlers, title, post)
-            # At the end of the interpreter no thread may come back from below Python.
+            # When the interpreter ends, no thread of the pool may return into Python from the mailbox.
             atexit.register(self._leave_at_exit, os.getpid())
-        else:
-            self._server.pool = Pool(self.runtime, self._server.run, handlers, title, None)
-            self.post = CallbackTransport(self.backend, self.context, self._hearing.on_frame)
-            self.post.start()
-        self._directory.settle(self)
+        self._directory.settle(service)
+
+    @property
+    def name(self) -> str | None:
+        """The name that other ranks may call this agent by."""
+        return self._service.name
 
     # -- what others may call -----------------------------------------------------------------------------
 
@@ -151,8 +151,8 @@ class Agent:
                 return
             check_name(name)
             self._classes[name] = fn
-            for its_name, (call, takes) in self._server.objects.handlers_of(fn, name).items():
-                self._registry.add(its_name, call, takes)
+            for its_name, (call, parameters) in self._objects.handlers_of(fn, name).items():
+                self._registry.add(its_name, call, parameters)
         else:
             self._registry.add(name, fn)
         self._server.on_exposed()
@@ -170,13 +170,13 @@ class Agent:
 
         Raises:
             RemoteError: the function raised; BadArguments, NotExposed: it was not called.
-            DeadlineExceeded: there was no answer within `timeout` seconds; the other side is told.
+            DeadlineExceeded: there was no answer within `timeout` seconds; the call is cancelled there.
             PeerLost: the rank, or its agent, is gone.
         """
         loop = self._server.loop
         if loop is not None and loop.is_mine:
             raise UsageError("call would block the event loop; allowed: await agent.start(...)")
-        return self._outgoing.begin(dst, name, args, kwargs, timeout, timers=False).wait()
+        return self._client.begin(dst, name, args, kwargs, timeout, timers=False).wait()
 
     def start(
         self, dst: int | str, name: str, /, *args: Any, timeout: float | None = TIMEOUT_S, **kwargs: Any
@@ -185,7 +185,7 @@ class Agent:
 
         With many calls to one rank under way it waits until some of them are answered.
         """
-        return self._outgoing.begin(dst, name, args, kwargs, timeout, timers=True)
+        return self._client.begin(dst, name, args, kwargs, timeout, timers=True)
 
     def call_all(
         self, name: str, /, *args: Any, timeout: float | None = TIMEOUT_S, **kwargs: Any
@@ -198,20 +198,17 @@ class Agent:
         return wait_all(works)
 
     def notify(self, dst: int | str, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Call a function and want no answer: an error is logged there."""
-        self._outgoing.notify(dst, name, args, kwargs)
+        """Call a function without an answer: an error is logged there."""
+        self._client.notify(dst, name, args, kwargs)
 
     def stream(
         self, dst: int | str, name: str, /, *args: Any, timeout: float | None = TIMEOUT_S, **kwargs: Any
     ) -> Stream:
-        """Read what a generator on another rank gives, item by item; `timeout` is for each of them.
+        """Read the items of a generator on another rank; `timeout` is for each of them.
 
-        The generator is at most a few items ahead. It is closed with the stream, or when that is forgotten.
+        The generator is at most a few items ahead. It is closed with the stream, or when that is dropped.
         """
-        arrivals = Arrivals(self.post.wake)
-        calling = self._outgoing.begin(dst, name, args, kwargs, None, timers=False, arrivals=arrivals)
-        calling.on_done(arrivals.look)
-        return Stream(self, calling, arrivals, timeout)
+        return self._client.stream(dst, name, args, kwargs, timeout)
 
     # -- objects ------------------------------------------------------------------------------------------
 
@@ -220,144 +217,85 @@ class Agent:
     ) -> Proxy:
         """Make an instance of an exposed class on another rank; a proxy calls its public methods.
 
-        It lives until the proxy is released or forgotten, or this rank goes.
+        It lives until the proxy is released or dropped, or this rank is gone.
         """
         name = cls if isinstance(cls, str) else cls.__name__
-        rank = self._peers.of(dst, self.runtime.deadline(TIMEOUT_S)).rank
-        number = self.call(rank, name, *args, timeout=timeout, **kwargs)
-        return Proxy(self, Reference(rank, name, number), is_owner=True)
+        rank = self._peers.find(dst, self._runtime.deadline(TIMEOUT_S)).rank
+        reference = Reference(rank, name, self.call(rank, name, *args, timeout=timeout, **kwargs))
+        return Proxy(self, reference, partial(self._release, reference), self._runtime.call_soon)
 
     def proxy(self, reference: Reference) -> Proxy:
-        """Call an object that another rank has made; it lives no longer for that."""
+        """Call an object that another rank has made; this proxy does not keep it alive."""
         if not isinstance(reference, Reference):
-            raise UsageError(f"{reference!r} is no reference; allowed: `proxy.reference` of any rank")
-        return Proxy(self, reference, is_owner=False)
+            raise UsageError(f"{reference!r} is not a reference; allowed: `proxy.reference` of any rank")
+        return Proxy(self, reference)
 
-    def forget(self, rank: int, name: str, number: int) -> None:
-        """Tell a rank to release an object, if it still can be told."""
+    def _release(self, reference: Reference) -> None:
         with contextlib.suppress(UnisonoError):
-            if not self.is_closing and self._peers[rank].error is None:
-                self.notify(rank, name, number)
+            if self._client.can_call(reference.rank):
+                self.notify(reference.rank, reference.release_name, reference.number)
 
     # -- endings ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Finish the calls that came, end those that were made, and leave.
 
-        Whoever calls this rank from now on gets PeerLost.
+        A rank that calls this one from now on gets PeerLost.
         """
         with self._lock:
-            if self.is_closing:
+            if self._is_closing:
                 return
-            self.is_closing = True
+            self._is_closing = True
         atexit.unregister(self._leave_at_exit)
-        runtime, flush_s = self.runtime, self.backend.config.flush_s
-        waiting = Waiting(self.world_rank, (), "closing the agent")
-        self._drain(runtime.deadline(flush_s))
-        for peer in self._peers:
-            if peer.state is Peer.State.PRESENT and peer.error is None and peer.rank != self.backend.rank:
-                self.post.send(peer.rank, _BYE, UNBOUNDED)
-        self.is_closed = True
-        for peer in self._peers:
-            self._peers.end(peer, closed_here)
-        self._directory.unsettle(self)
-        self._outgoing.close()
+        self._client.refuse_calls()
+        self._server.refuse_calls()
+        flush_s = self._backend.config.flush_s
+        waiting = Waiting(self._peers.own.world_rank, (), "closing the agent")
+        self._server.drain(self._runtime.deadline(flush_s))
+        self._peers.say_goodbye()
+        self._client.close()
+        self._directory.unsettle(self._service)
         self._server.close(flush_s, waiting)
-        self.post.close()
-        self.backend.end_group(self.context)
+        self._objects.clear()
+        self._transport.close()
+        self._backend.end_group(self._context)
         self._server.pool.close(flush_s, lambda: waiting)
         self._home = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        state = ", closed" if self.is_closed else ""
-        return f"<Agent of rank {self.backend.rank} on {self.communicator!r}{state}>"
-
-    # -- what the other parts ask of it -------------------------------------------------------------------
-
-    def has_calls_to(self, rank: int) -> bool:
-        """Whether calls to a rank are under way."""
-        return bool(self._peers[rank].calls)
-
-    def tell_cancelled(self, calling: PendingCall) -> None:
-        """The other side need not answer."""
-        peer = calling.peer
-        if peer.state is Peer.State.PRESENT and peer.error is None and not self.is_closed:
-            self.tell(peer.rank, encode(Cancel(calling.number)))
-
-    def tell(self, rank: int, frame: bytes) -> None:
-        """Send a frame that is no call; a rank that takes none is given up."""
-        if not self.post.send(rank, frame, UNSENT_BYTES_MAX):
-            self.give_up(rank)
-
-    def give_up(self, rank: int) -> None:
-        """A frame for a rank was dropped, so one of its calls cannot end well: end all from and to it."""
-        self._peers.give_up(self._peers[rank])
-
-    def make_room(self, peer: Peer) -> None:
-        """A call has ended: others may be held back."""
-        self._peers.make_room(peer)
-
-    def wait_for(self, room: Waitable, deadline: Deadline, waiting: Waiting) -> None:
-        """Wait for something that is no answer; a handler gives up its slot meanwhile."""
-        incoming = current.get()
-        pool = None if incoming is None else incoming.server.slot_of_thread()
-        if pool is None:
-            self.post.wait(room, deadline, lambda: waiting)
-            return
-        pool.give_up_slot()
-        try:
-            self.post.wait(room, deadline, lambda: waiting)
-        finally:
-            pool.take_slot(lambda: waiting)
-
-    # -- news of others -----------------------------------------------------------------------------------
-
-    def on_present(self, sender: int, name: str) -> None:
-        """A world rank has an agent, and what it is called."""
-        self._peers.on_present(sender, name)
-
-    def on_absent(self, sender: int) -> None:
-        """A world rank has no agent."""
-        self._peers.on_absent(sender)
-
-    def on_peer_down(self, down: PeerDown) -> None:
-        """A world rank is gone."""
-        self._peers.on_peer_down(down)
-
-    def on_backend_closed(self) -> None:
-        """The backend was closed under the agent."""
-        self.runtime.call_soon(self.close)
-
-    def on_abort(self, error: UnisonoError) -> None:
-        """The communicator was given up, here or elsewhere."""
-        for peer in self._peers:
-            self._peers.end(peer, lambda: error.located(Location()))
-
-    # -- how they end -------------------------------------------------------------------------------------
+        state = ", closed" if self._client.is_closed else ""
+        return f"<Agent of rank {self._backend.rank} on {self._communicator!r}{state}>"
 
     def _leave_at_exit(self, pid: int) -> None:
-        """Leave without a word: nobody has closed the agent."""
-        if self.is_closing or os.getpid() != pid:
+        """The interpreter ends and the program has not closed the agent: leave without a goodbye."""
+        if self._is_closing or os.getpid() != pid:
             return
-        self.is_closing = self.is_closed = True
-        for peer in self._peers:
-            self._peers.end(peer, closed_here)
-        self.post.close()
-        self._server.pool.close(0.0, lambda: Waiting(self.world_rank, (), "the end of the process"))
+        self._is_closing = True
+        self._client.close()
+        self._transport.close()
+        waiting = Waiting(self._peers.own.world_rank, (), "the end of the process")
+        self._server.pool.close(0.0, lambda: waiting)
 
-    def _drain(self, deadline: Deadline) -> None:
-        """Wait until every call that came is answered."""
-        if self._server.pool.is_mine:
-            return
-        pause_s = 0.0002
-        while not self._server.is_idle() and not deadline.has_passed(self.runtime.now()):
-            self.runtime.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.01)
+
+class _Service:
+    """An agent as its group and the control messages see it: control.Service. Ranks are world ranks."""
+
+    def __init__(self, name: str | None, close: Callable[[], None]) -> None:
+        self.name = name
+        self.close = close
+
+    def start(self, context: int, progress: dict[int, int], peers: Peers, runtime: Runtime) -> None:
+        """The parts exist. `progress` is the number of this rank's next collective, by context."""
+        self.context = context
+        self.progress = progress
+        self.on_present = peers.on_present
+        self.on_absent = peers.on_absent
+        self.on_peer_down = peers.on_peer_down
+        self.on_abort = peers.on_abort
+        self.on_backend_closed = partial(runtime.call_soon, self.close)

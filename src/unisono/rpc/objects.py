@@ -1,7 +1,6 @@
-"""Objects that live on another rank: made there, called from here, released when nobody holds them.
+"""Objects that live on another rank: made there, called from here, released with their proxy.
 
-Knows which instances were made for whom, and what stands for one elsewhere. Does not know how a call travels.
-A method is found in a table that was made when the class was exposed: there is no way to any other attribute.
+A method is found in a table that was made when the class was exposed: no other attribute can be reached.
 """
 
 from __future__ import annotations
@@ -13,31 +12,43 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from unisono.core.codec import register
 from unisono.core.work import Work
 from unisono.errors import UsageError
-from unisono.rpc.incoming import here
-from unisono.rpc.signature import Signature
-
-if TYPE_CHECKING:
-    from unisono.rpc.agent import Agent
+from unisono.rpc.registry import Parameters, Signature
+from unisono.rpc.server import here
 
 __all__ = ["Objects", "Proxy", "Reference"]
 
-# Of one caller: whoever makes more has forgotten to let go.
+# Objects of one caller: a program that makes more forgets to release them.
 _OBJECTS_MAX: Final = 65_536
 
 
 @register
 @dataclass(frozen=True)
 class Reference:
-    """Which object is meant; it can travel, and `agent.proxy` makes a proxy of it that owns nothing."""
+    """Names an object. On the rank that it is sent to, `agent.proxy` makes a proxy that owns nothing."""
 
     rank: int
     class_name: str
     number: int
+
+    @property
+    def release_name(self) -> str:
+        """The function that releases the object; no user's function has a name like this."""
+        return f"{self.class_name}/release"
+
+
+class Caller(Protocol):
+    """What a proxy needs of an agent."""
+
+    def call(self, dst: int | str, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of another rank."""
+
+    def start(self, dst: int | str, name: str, /, *args: Any, **kwargs: Any) -> Work[Any]:
+        """Begin such a call."""
 
 
 class Proxy:
@@ -46,16 +57,26 @@ class Proxy:
     `proxy.start.method(...)` returns a Work. The object is released with the proxy that made it.
     """
 
-    def __init__(self, agent: Agent, reference: Reference, *, is_owner: bool) -> None:
+    def __init__(
+        self,
+        agent: Caller,
+        reference: Reference,
+        release: Callable[[], None] | None = None,
+        call_soon: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
+        """With `release`, the proxy owns the object; `call_soon` runs it where no lock is held."""
         self._agent = agent
         self._reference = reference
-        self._release = weakref.finalize(self, _release_later, agent, reference) if is_owner else None
-        if self._release is not None:
-            self._release.atexit = False
+        self._release = release
+        self._finalizer: Any = None
+        if release is not None and call_soon is not None:
+            # The garbage collector may run it anywhere.
+            self._finalizer = weakref.finalize(self, call_soon, release)
+            self._finalizer.atexit = False
 
     @property
     def reference(self) -> Reference:
-        """What others need to call it, too."""
+        """What another rank needs to call the object, too."""
         return self._reference
 
     @property
@@ -64,15 +85,12 @@ class Proxy:
         return _Started(self._agent, self._reference)
 
     def release(self) -> None:
-        """Let the object go now, if this proxy owns it."""
-        if self._release is not None and self._release.detach() is not None:
-            _release(self._agent, self._reference)
+        """Release the object now, if this proxy owns it."""
+        if self._release is not None and self._finalizer.detach() is not None:
+            self._release()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(f"{name!r} is no exposed method")
-        it = self._reference
-        return partial(self._agent.call, it.rank, f"{it.class_name}.{name}", it.number)
+        return _method(self._agent.call, self._reference, name)
 
     def __repr__(self) -> str:
         it = self._reference
@@ -82,44 +100,52 @@ class Proxy:
 class _Started:
     """The methods of an object, each returning a Work."""
 
-    def __init__(self, agent: Agent, reference: Reference) -> None:
+    def __init__(self, agent: Caller, reference: Reference) -> None:
         self._agent = agent
         self._reference = reference
 
     def __getattr__(self, name: str) -> Callable[..., Work[Any]]:
-        if name.startswith("_"):
-            raise AttributeError(f"{name!r} is no exposed method")
-        it = self._reference
-        return partial(self._agent.start, it.rank, f"{it.class_name}.{name}", it.number)
+        return _method(self._agent.start, self._reference, name)
+
+
+def _method(call: Callable[..., Any], reference: Reference, name: str) -> Callable[..., Any]:
+    if name.startswith("_"):
+        raise AttributeError(f"{name!r} is not an exposed method")
+    return partial(call, reference.rank, f"{reference.class_name}.{name}", reference.number)
 
 
 class Objects:
-    """The instances that others have made on this rank."""
+    """The instances that other ranks have made on this one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._held: dict[int, tuple[type, Any, int]] = {}
+        self._held: dict[int, tuple[type, Any, int]] = {}  # class, instance, rank that owns it
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def handlers_of(self, cls: type, name: str) -> dict[str, tuple[Callable[..., Any], Any]]:
-        """What a class is called by: a way to make an instance, its public methods, and a way to let go."""
-        handlers: dict[str, tuple[Callable[..., Any], Any]] = {
+    def handlers_of(self, cls: type, name: str) -> dict[str, tuple[Callable[..., Any], Parameters]]:
+        """The functions of an exposed class, by name: make an instance, call its methods, release it."""
+        handlers: dict[str, tuple[Callable[..., Any], Parameters]] = {
             name: (partial(self._make, cls), Signature(cls)),
-            f"{name}/release": (partial(self._let_go, cls), _OfObject(None)),
+            f"{name}/release": (partial(self._release, cls), _MethodParameters(None)),
         }
         for method, fn in inspect.getmembers(cls, inspect.isfunction):
             if not method.startswith("_") and "__" not in method:
-                handlers[f"{name}.{method}"] = (partial(self._call, cls, fn), _OfObject(fn))
+                handlers[f"{name}.{method}"] = (partial(self._call, cls, fn), _MethodParameters(fn))
         return handlers
 
-    def on_gone(self, owner: int) -> None:
-        """A rank is gone, and with it all that it owned here."""
+    def on_lost(self, owner: int) -> None:
+        """A rank is gone: release all that it owned."""
         with self._lock:
             for number in [n for n, (_, _, whose) in self._held.items() if whose == owner]:
                 del self._held[number]
+
+    def clear(self) -> None:
+        """Release all."""
+        with self._lock:
+            self._held.clear()
 
     def _make(self, cls: type, *args: Any, **kwargs: Any) -> int:
         incoming = here()
@@ -135,38 +161,27 @@ class Objects:
         return number
 
     def _call(self, cls: type, fn: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:
-        known, it, _ = self._held.get(number, (None, None, 0))
+        known, instance, _ = self._held.get(number, (None, None, 0))
         if known is not cls:
             raise LookupError(f"there is no {cls.__name__} #{number}; it may have been released")
-        return fn(it, *args, **kwargs)
+        return fn(instance, *args, **kwargs)
 
-    def _let_go(self, cls: type, number: int) -> None:
+    def _release(self, cls: type, number: int) -> None:
         incoming = here()
         with self._lock:
-            known, _, whose = self._held.get(number, (None, None, 0))
-            if known is cls and incoming is not None and incoming.source == whose:
+            known, _, owner = self._held.get(number, (None, None, 0))
+            if known is cls and incoming is not None and incoming.source == owner:
                 del self._held[number]
 
 
-class _OfObject:
-    """What a method takes when it is called from afar: the object's number comes first."""
+class _MethodParameters:
+    """The parameters of a method that is called from another rank: the object's number comes first."""
 
     def __init__(self, fn: Callable[..., Any] | None) -> None:
         self._rest = Signature(fn, skip=1) if fn is not None else Signature(lambda: None)
 
-    def checked(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         if not args or type(args[0]) is not int:
             raise TypeError("the number of an object is missing")
-        rest, named = self._rest.checked(list(args[1:]), kwargs)
+        rest, named = self._rest.bind(list(args[1:]), kwargs)
         return [args[0], *rest], named
-
-
-def _release(agent: Agent, reference: Reference) -> None:
-    agent.forget(reference.rank, f"{reference.class_name}/release", reference.number)
-
-
-def _release_later(agent: Agent, reference: Reference) -> None:
-    """The collector strikes anywhere: let go where no lock is held."""
-    agent.runtime.call_soon(partial(_release, agent, reference))

@@ -1,7 +1,7 @@
-"""Peers: the other agents, as a caller sees them.
+"""Peers: the agents of the other ranks, as a caller sees them.
 
-Knows which of them are there, what they are called, how many calls each may get, and how the calls to one
-that is gone end. Does not know how a call is made, or heard.
+Which of them exist, what they are named, how many calls each may have unanswered, and how the calls to a lost
+one end.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from unisono.core.clock import Deadline, Waiting
 from unisono.errors import (
     DeadlineExceeded,
+    Location,
     NotExposed,
     PeerLost,
     RemoteError,
@@ -25,46 +26,30 @@ from unisono.errors import (
     lost_text,
 )
 from unisono.messaging.backend import PeerDown
-from unisono.rpc.frames import Bye, encode
-from unisono.rpc.post import UNBOUNDED, UNSENT_ASKS_MAX, UNSENT_BYTES_MAX, Waitable
+from unisono.rpc.transport import UNBOUNDED, UNSENT_ASKS_MAX, UNSENT_BYTES_MAX, RpcTransport, Waitable
+from unisono.rpc.wire import Frame, Goodbye, encode
 
 if TYPE_CHECKING:
-    from unisono.rpc.agent import Agent
-    from unisono.rpc.calls import PendingCall
+    from unisono.rpc.client import PendingCall
 
-__all__ = ["QUEUE_MAX", "AdmissionWait", "Directory", "Peer", "Peers", "busy", "lost"]
+__all__ = ["QUEUE_MAX", "AdmissionWait", "Peer", "Peers", "busy", "closed_there", "lost"]
 
 _log = logging.getLogger("unisono.rpc")
 
-# Calls to one rank that are not answered yet; a caller with more is held back until half of them are.
+# Unanswered calls to one rank; a caller with more waits until half of them are answered.
 QUEUE_MAX: Final = 1024
 _QUEUE_LOW: Final = QUEUE_MAX // 2
 
 
 class Peer:
-    """Another agent, as a caller sees it."""
+    """The agent of one rank."""
 
     class State(Enum):
-        """Whether there is an agent."""
+        """Whether the rank has an agent."""
 
-        UNKNOWN = "nobody has asked"
-        ASKED = "it was asked, calls are held until it answers"
-        PRESENT = "it is there"
-
-    __slots__ = (
-        "calls",
-        "error",
-        "held",
-        "is_blamed",
-        "is_given_up",
-        "lock",
-        "name",
-        "notes",
-        "rank",
-        "room",
-        "state",
-        "world_rank",
-    )
+        UNKNOWN = "not asked yet"
+        ASKED = "asked; calls are held until it answers"
+        PRESENT = "it has one"
 
     def __init__(self, rank: int, world_rank: int) -> None:
         self.rank = rank
@@ -73,63 +58,54 @@ class Peer:
         self.lock = threading.Lock()
         self.state = Peer.State.UNKNOWN
         self.held: list[Callable[[], object]] = []
-        # Whoever takes a call out of this table ends it: there is no other arbiter.
+        # The thread that removes a call from this table ends it: nothing else arbitrates.
         self.calls: dict[int, PendingCall] = {}
-        self.notes = 0
-        self.is_blamed = False  # for frames that made no sense; once is enough for the log
-        self.is_given_up = False  # it takes no frames
-        self.room: list[AdmissionWait] = []
-        # Makes the error of a call, once nothing can be called there any more.
+        self.notifications = 0  # sent and not acknowledged
+        self.has_sent_malformed = False  # and this was logged once
+        self.is_given_up = False  # it does not read
+        self.admissions: list[AdmissionWait] = []
+        # Makes the error of a call, once the rank cannot be called any more.
         self.error: Callable[[], UnisonoError] | None = None
 
     @property
     def is_full(self) -> bool:
         """Whether another call has to wait."""
-        return len(self.calls) + self.notes >= QUEUE_MAX
+        return len(self.calls) + self.notifications >= QUEUE_MAX
 
     @property
-    def has_room(self) -> bool:
-        """Whether those who were held back may go on."""
-        return len(self.calls) + self.notes <= _QUEUE_LOW or self.error is not None
+    def admits(self) -> bool:
+        """Whether the callers that wait may go on."""
+        return len(self.calls) + self.notifications <= _QUEUE_LOW or self.error is not None
 
 
 class AdmissionWait(Waitable):
-    """What a caller waits for who is held back."""
-
-
-class Directory(Protocol):
-    """Who hears of agents, and of ranks that are gone: control.Control."""
-
-    def settle(self, service: Any) -> None:
-        """Tell it from now on who asks for it, and who is gone."""
-
-    def unsettle(self, service: Any) -> None:
-        """Tell it no more."""
-
-    def ask_for(self, service: Any, rank: int) -> None:
-        """Ask a world rank whether it has a service of this context: `on_present` or `on_absent` follows."""
+    """What a caller waits for before it may call: a shorter queue, or the name of an agent."""
 
 
 class Peers:
-    """The agents of one communicator, by rank."""
+    """The agents of one communicator, by rank.
+
+    `query` asks a world rank whether it has an agent: `on_present` or `on_absent` follows.
+    """
 
     def __init__(
         self,
-        agent: Agent,
-        directory: Directory,
+        transport: RpcTransport,
         world_ranks: tuple[int, ...],
         own_rank: int,
-        on_gone: Callable[[int], None],
+        own_name: str | None,
+        query: Callable[[int], None],
     ) -> None:
-        self._agent = agent
-        self._directory = directory
-        self._own_rank = own_rank
-        self._on_gone = on_gone
+        self._transport = transport
+        self._query = query
         self._all = [Peer(rank, world) for rank, world in enumerate(world_ranks)]
         self._by_world_rank = {peer.world_rank: peer for peer in self._all}
-        self._names: dict[str, Peer] = {}
-        self._resolving: list[AdmissionWait] = []
-        self._all[own_rank].state = Peer.State.PRESENT
+        self._by_name: dict[str, Peer] = {}
+        self._lookups: list[AdmissionWait] = []
+        self._on_lost: list[Callable[[int], None]] = []
+        self.own = self._all[own_rank]
+        self.own.state = Peer.State.PRESENT
+        self.own.name = own_name or ""
 
     def __len__(self) -> int:
         return len(self._all)
@@ -140,38 +116,54 @@ class Peers:
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._all)
 
-    def of(self, dst: Any, deadline: Deadline) -> Peer:
+    def find(self, dst: Any, deadline: Deadline) -> Peer:
         """The agent of a rank, or of a name.
 
         Raises:
             UsageError: there is none.
+            DeadlineExceeded: a rank did not tell the name of its agent in time.
         """
         if type(dst) is int and 0 <= dst < len(self._all):
             return self._all[dst]
         if isinstance(dst, str):
-            return self._named(dst, deadline)
+            return self._find_name(dst, deadline)
         if isinstance(dst, np.integer) and 0 <= dst < len(self._all):
             return self._all[int(dst)]
         raise UsageError(f"dst={dst!r}; allowed: ranks 0 to {len(self._all) - 1}, or an agent's name")
 
-    def ask_for(self, peer: Peer) -> None:
-        """Ask whether it is there: `on_present` or `on_absent` follows."""
-        self._directory.ask_for(self._agent, peer.world_rank)
+    def send(self, rank: int, frame: Frame) -> None:
+        """Send a frame that is not a call; a rank that leaves too many of them unread is given up."""
+        if not self._transport.send(rank, encode(frame), UNSENT_BYTES_MAX):
+            self._give_up(self._all[rank])
 
-    def make_room(self, peer: Peer) -> None:
-        """Let those go on who were held back, if there is room by now."""
-        if not peer.has_room:
+    def hold(self, peer: Peer, send: Callable[[], object]) -> None:
+        """Send a call once it is known that there is an agent to take it."""
+        with peer.lock:
+            state = peer.state
+            if state is not Peer.State.PRESENT:
+                peer.state = Peer.State.ASKED
+                peer.held.append(send)
+        if state is Peer.State.PRESENT:
+            send()
+        elif state is Peer.State.UNKNOWN:
+            self._query(peer.world_rank)
+
+    def admit(self, peer: Peer) -> None:
+        """Wake the callers that wait for a shorter queue, if it is short enough."""
+        if not peer.admits:
             return
         with peer.lock:
-            rooms, peer.room = peer.room, []
-        for room in rooms:
-            room.is_done = True
-            self._agent.post.wake(room)
+            admissions, peer.admissions = peer.admissions, []
+        self._finish(admissions)
 
-    # -- news of them -------------------------------------------------------------------------------------
+    def watch_lost(self, on_lost: Callable[[int], None]) -> None:
+        """Call back with every rank that is lost from now on."""
+        self._on_lost.append(on_lost)
+
+    # -- control messages; ranks are world ranks ----------------------------------------------------------
 
     def on_present(self, sender: int, name: str) -> None:
-        """A rank has an agent: what was held for it may go."""
+        """A rank has an agent: send what was held for it."""
         peer = self._by_world_rank.get(sender)
         if peer is None:
             return
@@ -184,7 +176,7 @@ class Peers:
                 held, peer.held = peer.held, []
             for send in held:
                 send()
-        self._wake_resolvers()
+        self._wake_lookups()
 
     def on_absent(self, sender: int) -> None:
         """A rank has no agent."""
@@ -194,7 +186,7 @@ class Peers:
         with peer.lock:
             peer.state = Peer.State.UNKNOWN
             peer.held = []
-            peer.notes = 0
+            peer.notifications = 0
         self.fail_calls(
             peer,
             lambda: NotExposed(
@@ -204,109 +196,126 @@ class Peers:
                 next_step="make an Agent on that rank, too",
             ),
         )
-        self._wake_resolvers()
+        self._wake_lookups()
 
     def on_peer_down(self, down: PeerDown) -> None:
-        """A world rank is gone."""
+        """A rank was declared dead, or has left."""
         peer = self._by_world_rank.get(down.rank)
-        if peer is None:
-            return
-        self.lose(peer, lambda: lost(down.rank, down.cause))
+        if peer is not None:
+            self.lose(peer, lambda: lost(down.rank, down.cause))
 
-    # -- how they end -------------------------------------------------------------------------------------
+    def on_abort(self, error: UnisonoError) -> None:
+        """The communicator was aborted, here or elsewhere."""
+        for peer in self._all:
+            self.end(peer, lambda: error.located(Location()))
+
+    # -- endings ------------------------------------------------------------------------------------------
 
     def lose(self, peer: Peer, error: Callable[[], UnisonoError]) -> None:
         """A rank, or its agent, is gone."""
 
         def end() -> None:
-            self.end(peer, error, are_answers_awaited=True)
-            self._on_gone(peer.rank)
+            self.end(peer, error, await_answers=True)
+            for on_lost in self._on_lost:
+                on_lost(peer.rank)
 
-        # Its last answers are here, but another thread may be about to deliver them.
-        self._agent.post.when_quiet(end)
+        # Its last answers have arrived, but another thread may not have dispatched them yet.
+        self._transport.when_delivered(end)
 
-    def give_up(self, peer: Peer) -> None:
-        """A rank does not take what is sent to it: tell it once, for when it reads, and lose it."""
-        with peer.lock:
-            is_known, peer.is_given_up = peer.is_given_up, True
-        if is_known:
-            return
-        why = f"{UNSENT_BYTES_MAX} bytes of answers and stream items waited to be read"
-        _log.warning("rank %d is given up: %s", peer.world_rank, why)
-        self._agent.post.send(peer.rank, encode(Bye(why)), UNBOUNDED)
-        self.lose(peer, lambda: lost(peer.world_rank, why))
+    def end(self, peer: Peer, error: Callable[[], UnisonoError], *, await_answers: bool = False) -> None:
+        """Refuse every later call to a rank, and fail those under way.
 
-    def end(
-        self, peer: Peer, error: Callable[[], UnisonoError], *, are_answers_awaited: bool = False
-    ) -> None:
-        """Nothing can be called there any more, and why. An answer that is on its way may be awaited."""
+        With `await_answers` a call whose answer is being received goes on: it ends with that, or the link.
+        """
         if peer.error is None:
             peer.error = error
         with peer.lock:
             peer.held = []
-        self.fail_calls(peer, error, are_answers_awaited=are_answers_awaited)
-        self.make_room(peer)
-        self._wake_resolvers()
+        self.fail_calls(peer, error, await_answers=await_answers)
+        self.admit(peer)
+        self._wake_lookups()
 
     def fail_calls(
-        self, peer: Peer, error: Callable[[], UnisonoError], *, are_answers_awaited: bool = False
+        self, peer: Peer, error: Callable[[], UnisonoError], *, await_answers: bool = False
     ) -> None:
-        """End every call to it."""
-        for number, calling in list(peer.calls.items()):
-            taking = calling.taking
-            if are_answers_awaited and taking is not None and not taking.is_done:
-                continue  # it ends when its answer is here, or with the link
-            if peer.calls.pop(number, None) is not None:
-                calling.fail(error().located(calling.location()))
+        """Fail every call to a rank; `await_answers` as in `end`."""
+        for pending in list(peer.calls.values()):
+            inbound = pending.inbound
+            if not await_answers or inbound is None or inbound.is_done:
+                pending.fail_unless_done(error)
+
+    def say_goodbye(self) -> None:
+        """Tell the others that this agent is closed."""
+        goodbye = encode(Goodbye())
+        for peer in self._all:
+            if peer.state is Peer.State.PRESENT and peer.error is None and peer is not self.own:
+                self._transport.send(peer.rank, goodbye, UNBOUNDED)
+
+    def _give_up(self, peer: Peer) -> None:
+        """A frame for a rank that does not read was dropped, so its calls cannot end well: lose it."""
+        with peer.lock:
+            was_given_up, peer.is_given_up = peer.is_given_up, True
+        if was_given_up:
+            return
+        why = f"{UNSENT_BYTES_MAX} bytes of answers and stream items waited to be read"
+        _log.warning("rank %d is given up: %s", peer.world_rank, why)
+        self._transport.send(peer.rank, encode(Goodbye(why)), UNBOUNDED)
+        self.lose(peer, lambda: lost(peer.world_rank, why))
 
     # -- names --------------------------------------------------------------------------------------------
 
-    def _named(self, name: str, deadline: Deadline) -> Peer:
-        """Find the agent of a name: every rank is asked once what its agent is called."""
-        if (known := self._names.get(name)) is not None:
+    def _find_name(self, name: str, deadline: Deadline) -> Peer:
+        """Find the agent of a name: every rank is asked once for the name of its agent."""
+        if (known := self._by_name.get(name)) is not None:
             return known
-        self._all[self._own_rank].name = self._agent.name or ""
         for peer in self._all:
             with peer.lock:
                 must_ask = peer.state is Peer.State.UNKNOWN and peer.error is None
                 if must_ask:
                     peer.state = Peer.State.ASKED
             if must_ask:
-                self.ask_for(peer)
-        waiting = Waiting(self._agent.world_rank, (), f"looking for the agent {name!r}")
+                self._query(peer.world_rank)
+        waiting = Waiting(self.own.world_rank, (), f"looking for the agent {name!r}")
         while True:
-            room = AdmissionWait()
-            self._resolving.append(room)
+            lookup = AdmissionWait()
+            self._lookups.append(lookup)
             found = [peer for peer in self._all if peer.name == name]
             asked = [p for p in self._all if p.state is Peer.State.ASKED and p.error is None]
             if not asked:
                 break
-            self._agent.wait_for(room, deadline, waiting)
-            if not room.is_done:
+            self._transport.wait_outside_slot(lookup, deadline, waiting)
+            if not lookup.is_done:
                 raise DeadlineExceeded(
-                    f"rank {asked[0].world_rank} did not say what its agent is called",
+                    f"rank {asked[0].world_rank} did not tell the name of its agent in time",
                     waiting_on=tuple(p.world_rank for p in asked),
                 )
-        if len(found) != 1:
-            names = sorted(peer.name for peer in self._all if peer.name)
-            shown = f"known names: {', '.join(names) or 'none'}"
-            if found:
-                where = ", ".join(str(peer.world_rank) for peer in found)
-                raise UsageError(
-                    f"ranks {where} all have an agent named {name!r}; {shown}",
-                    next_step="give each agent a name of its own, or call by rank",
-                )
+        if len(found) == 1:
+            self._by_name[name] = found[0]
+            return found[0]
+        names = sorted(peer.name for peer in self._all if peer.name)
+        known_names = f"known names: {', '.join(names) or 'none'}"
+        if found:
+            ranks = ", ".join(str(peer.world_rank) for peer in found)
             raise UsageError(
-                f"no agent is named {name!r}; {shown}", next_step=f"Agent(comm, name={name!r}) on one rank"
+                f"ranks {ranks} all have an agent named {name!r}; {known_names}",
+                next_step="give each agent a name of its own, or call by rank",
             )
-        self._names[name] = found[0]
-        return found[0]
+        raise UsageError(
+            f"no agent is named {name!r}; {known_names}",
+            next_step=f"Agent(world, name={name!r}) on one rank",
+        )
 
-    def _wake_resolvers(self) -> None:
-        rooms, self._resolving = self._resolving, []
-        for room in rooms:
-            room.is_done = True
-            self._agent.post.wake(room)
+    def _wake_lookups(self) -> None:
+        lookups, self._lookups = self._lookups, []
+        self._finish(lookups)
+
+    def _finish(self, waits: list[AdmissionWait]) -> None:
+        for wait in waits:
+            wait.is_done = True
+            self._transport.wake(wait)
+
+
+# -- errors -----------------------------------------------------------------------------------------------
 
 
 def lost(rank: int, cause: str) -> PeerLost:
@@ -314,8 +323,14 @@ def lost(rank: int, cause: str) -> PeerLost:
     return PeerLost(lost_text((rank,), cause), ranks=(rank,), cause=cause)
 
 
+def closed_there(peer: Peer) -> PeerLost:
+    """The error of a call to a rank whose agent is closed."""
+    rank = peer.world_rank
+    return PeerLost(lost_text((rank,)), ranks=(rank,), cause="it has closed its agent")
+
+
 def busy(peer: Peer) -> RemoteError:
-    """The error of a call that was not sent, because the rank has too much to take."""
+    """The error of a call that was not sent, because the rank leaves too much unread."""
     return RemoteError(
         f"rank {peer.world_rank} has too much to read: the call was not sent",
         rank=peer.world_rank,

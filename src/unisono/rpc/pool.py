@@ -1,10 +1,10 @@
 """The pool: threads that run handlers, a bounded number at a time.
 
-Knows slots and threads. Does not know what a job does. A handler that waits for another rank gives its slot
-up meanwhile, so that calls which call back never deadlock; it takes precedence when it wants the slot again.
+A *slot* is the right to run. A handler that waits for another rank gives its slot up meanwhile, so that
+nested calls never deadlock, and takes precedence over new jobs when it wants the slot back.
 
-Where a backend has a mailbox, a thread that has nothing to run reads it: whoever reads a call runs it, and
-only if that takes long does the next thread read on (see native/engine/mailbox.hpp).
+With a reader, an idle thread reads frames: the thread that reads a call runs it, and only if that takes long
+does the next thread read on (see native/engine/mailbox.hpp). Without one, idle threads sleep.
 """
 
 from __future__ import annotations
@@ -16,23 +16,31 @@ from typing import Any, Final, Protocol
 
 from unisono.core.clock import Event, Runtime, Waiting
 
-__all__ = ["WAITING_MAX", "Pool", "Reader"]
+__all__ = ["WAITING_MAX", "Pool", "Reader", "held_slot"]
 
 # Handlers that wait for other ranks, each on a thread of its own.
 WAITING_MAX: Final = 1024
-# A thread without work ends after a while; a new one costs a tenth of a millisecond.
+# An idle thread ends after this time; starting a new one costs about 0.1 ms.
 _LINGER_S: Final = 1.0
-_RESTING_MAX: Final = 4
+# Idle threads that read: one reads, the others take over while handlers run.
+_READERS_MAX: Final = 4
+
+_thread = threading.local()  # .slot: the pool whose slot the thread holds
+
+
+def held_slot() -> Pool | None:
+    """The pool whose slot the calling thread holds; None outside of handlers."""
+    return getattr(_thread, "slot", None)
 
 
 class Reader(Protocol):
-    """What a thread does that has nothing to run."""
+    """What an idle thread of the pool does."""
 
     def read(self) -> None:
-        """Wait for something to do; return when there may be."""
+        """Wait for frames and dispatch them; also returns after `wake_reader`, or after a while without."""
 
-    def rouse(self) -> None:
-        """Make one of those who read return."""
+    def wake_reader(self) -> None:
+        """Make one thread return from `read`."""
 
 
 class Pool:
@@ -48,102 +56,98 @@ class Pool:
         self._reader = reader
         self._lock = threading.Lock()
         self._jobs: deque[Any] = deque()
-        self._returning: deque[Event] = deque()
+        self._resuming: deque[Event] = deque()
         self._running = 0
         self._waiting = 0
-        self._resting = 0
+        self._idle = 0
         self._threads = 0
         self._wakes = threading.Semaphore(0)
         self._is_closed = False
         self._is_empty = runtime.event()
-        self._mine = threading.local()
-        if reader is not None:
+        self._own = threading.local()
+
+    def start(self) -> None:
+        """Begin to read, if there is a reader."""
+        if self._reader is not None:
             with self._lock:
                 self._start_thread()
 
     @property
     def is_full(self) -> bool:
-        """Whether more handlers wait than any program needs: whoever calls now would wait for ever."""
+        """Whether more handlers wait than any program needs: another one might wait for ever."""
         return self._waiting >= WAITING_MAX
 
     @property
     def _is_reading(self) -> bool:
-        """Whether the calling thread reads: it will run by itself what it has put."""
-        return getattr(self._mine, "is_reading", False)
+        """Whether the calling thread reads: it runs what it puts by itself."""
+        return getattr(self._own, "is_reading", False)
 
     @property
     def is_mine(self) -> bool:
         """Whether the calling thread is one of the pool's."""
-        return getattr(self._mine, "is_worker", False)
+        return getattr(self._own, "is_worker", False)
 
     def put(self, job: Any) -> None:
-        """Let a job be run. A thread of the pool that has nothing else to do runs it itself."""
+        """Queue a job. A thread of the pool that reads runs what it puts by itself."""
         with self._lock:
             self._jobs.append(job)
             if not self._is_reading:
-                self._help()
-
-    def discard(self, job: Any) -> bool:
-        """Take back a job that has not begun."""
-        with self._lock:
-            try:
-                self._jobs.remove(job)
-            except ValueError:
-                return False
-            return True
+                self._assign_thread()
 
     def is_idle(self) -> bool:
-        """Whether no job runs, waits or has to be run."""
+        """Whether no job runs, waits or is queued."""
         with self._lock:
             return not (self._jobs or self._running or self._waiting)
 
     def give_up_slot(self) -> None:
-        """The job of the calling thread begins to wait for others."""
+        """The job of the calling thread begins to wait for other ranks."""
         with self._lock:
             self._running -= 1
             self._waiting += 1
-            self._hand_on()
+            self._pass_slot_on()
 
     def take_slot(self, waiting: Callable[[], Waiting]) -> None:
-        """It goes on: as soon as a slot is free."""
+        """The job of the calling thread goes on as soon as a slot is free."""
         with self._lock:
             if self._running < self._limit:
                 self._running += 1
                 self._waiting -= 1
                 return
             turn = self._runtime.event()
-            self._returning.append(turn)
+            self._resuming.append(turn)
         while not turn.is_set():
             self._runtime.block(turn, None, waiting, is_limited=False)
 
     def close(self, timeout: float, waiting: Callable[[], Waiting]) -> None:
-        """Let the threads end, and wait for it unless one of them asks."""
+        """End the threads, and wait for that unless the calling thread is one of them."""
         with self._lock:
             self._is_closed = True
             self._jobs.clear()
-            for _ in range(self._resting if self._reader is None else 0):
+            for _ in range(self._idle if self._reader is None else 0):
                 self._wakes.release()
             if self._threads == 0:
                 self._is_empty.set()
         if not self.is_mine and not self._is_empty.is_set():
             self._runtime.block(self._is_empty, timeout, waiting)
 
-    # -- its threads --------------------------------------------------------------------------------------
+    # -- threads ------------------------------------------------------------------------------------------
 
-    def _live(self) -> None:
-        self._mine.is_worker = True
+    def _run_thread(self) -> None:
+        self._own.is_worker = True
         try:
             while True:
                 job = self._next()
                 if job is not None:
+                    _thread.slot = self
                     try:
                         self._run(job)
                     finally:
+                        _thread.slot = None
                         with self._lock:
                             self._running -= 1
-                            if self._returning:
-                                self._hand_on()
-                elif not self._rest():
+                            if self._resuming:
+                                self._pass_slot_on()
+                elif not self._wait_for_job():
                     return
         finally:
             with self._lock:
@@ -156,59 +160,59 @@ class Pool:
             if not self._jobs or self._running >= self._limit:
                 return None
             self._running += 1
-            # Somebody has to read while this one runs.
-            if self._reader is not None and self._resting == 0:
+            # Another thread has to read while this one runs.
+            if self._reader is not None and self._idle == 0:
                 self._start_thread()
             return self._jobs.popleft()
 
-    def _rest(self) -> bool:
-        """Wait for work; False if the thread is no longer needed."""
+    def _wait_for_job(self) -> bool:
+        """Read, or sleep; False if the thread is no longer needed."""
         reader = self._reader
         with self._lock:
             if self._is_closed or self._runtime.is_virtual:
                 return False
-            if reader is not None and self._resting >= _RESTING_MAX:
+            if reader is not None and self._idle >= _READERS_MAX:
                 return False
-            self._resting += 1
+            self._idle += 1
         if reader is not None:
-            self._mine.is_reading = True
+            self._own.is_reading = True
             try:
                 reader.read()
             finally:
-                self._mine.is_reading = False
+                self._own.is_reading = False
                 with self._lock:
-                    self._resting -= 1
+                    self._idle -= 1
             return True
         if self._wakes.acquire(timeout=_LINGER_S):
             return True
         with self._lock:
-            if self._resting:
-                self._resting -= 1
+            if self._idle:
+                self._idle -= 1
                 return False
-        self._wakes.acquire()  # it was woken just now
+        self._wakes.acquire()  # another thread took it off the idle count just now and wakes it
         return True
 
-    def _help(self) -> None:
-        """Find a thread for the next job; the caller holds the lock."""
+    def _assign_thread(self) -> None:
+        """Find a thread for the next job. The caller holds the lock."""
         if self._is_closed or not self._jobs or self._running >= self._limit:
             return
-        if self._resting == 0:
+        if self._idle == 0:
             self._start_thread()
         elif self._reader is not None:
-            self._reader.rouse()
+            self._reader.wake_reader()
         else:
-            self._resting -= 1
+            self._idle -= 1
             self._wakes.release()
 
-    def _hand_on(self) -> None:
-        """A slot is free: for who had it before, or for the next job. The caller holds the lock."""
-        if self._returning and self._running < self._limit:
+    def _pass_slot_on(self) -> None:
+        """Give a free slot to a handler that wants it back, or to the next job. The caller holds the lock."""
+        if self._resuming and self._running < self._limit:
             self._running += 1
             self._waiting -= 1
-            self._returning.popleft().set()
+            self._resuming.popleft().set()
         else:
-            self._help()
+            self._assign_thread()
 
     def _start_thread(self) -> None:
         self._threads += 1
-        self._runtime.start_thread(self._live, self._name)
+        self._runtime.start_thread(self._run_thread, self._name)

@@ -1,65 +1,52 @@
-"""The registry: which functions may be called from afar, by which names.
+"""The registry: which functions other ranks may call, by which names, with which arguments.
 
-Knows names and handlers. Does not know calls. A name from the wire is looked up in a table and nowhere else:
-there are no paths, attributes or modules behind it.
+A name from the wire is looked up in one table and nowhere else: it cannot reach a path, attribute or module.
+Arguments are checked before the function is called: msgspec checks and converts what it understands of an
+annotation, an array or another class is compared by type, and anything else is accepted.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any, Final, Protocol
 
+import msgspec
+
+from unisono.core import codec
 from unisono.errors import UsageError
-from unisono.rpc.frames import NAME_CHARS_MAX
-from unisono.rpc.signature import Signature, register_records
+from unisono.rpc.wire import NAME_CHARS_MAX
 
-__all__ = ["Handler", "Kind", "Registry", "Takes", "check_name"]
+__all__ = ["Handler", "Parameters", "Registry", "Signature", "check_name"]
 
-_SHOWN_MAX: Final = 20  # of names in an error
+_SHOWN_MAX: Final = 20  # names in an error
 _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.:/-]*")
+_NO_HINT = object()
 
 
-class Kind(Enum):
-    """How a handler is run."""
+class Parameters(Protocol):
+    """What a function can be called with: a Signature, for example."""
 
-    PLAIN = "a function, on a thread"
-    ASYNC = "a coroutine function, on the loop"
-    STREAM = "a generator function, on a thread"
-    ASYNC_STREAM = "an async generator function, on the loop"
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """The arguments to call the function with, converted where that is needed.
 
-    @property
-    def is_stream(self) -> bool:
-        """Whether it gives items."""
-        return self in (Kind.STREAM, Kind.ASYNC_STREAM)
-
-    @property
-    def is_async(self) -> bool:
-        """Whether it runs on the loop."""
-        return self in (Kind.ASYNC, Kind.ASYNC_STREAM)
-
-
-class Takes(Protocol):
-    """What a function can be called with: signature.Signature."""
-
-    def checked(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """What to call it with, or a TypeError."""
+        Raises:
+            TypeError: it does not take these; the text names the argument.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """A function that may be called from afar."""
+    """A function that other ranks may call."""
 
-    name: str
     fn: Callable[..., Any]
-    kind: Kind
-    signature: Takes
+    parameters: Parameters
+    is_async: bool  # it runs on the event loop, not on a thread of the pool
+    is_stream: bool  # it is a generator function
 
 
 class Registry:
@@ -67,20 +54,20 @@ class Registry:
 
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
-        # Who looks up a name; a method of the table itself, because every call passes here.
+        # The table's own method, because every call passes here.
         self.find: Callable[[str], Handler | None] = self._handlers.get
 
-    def shown(self) -> str:
-        """What may be called, in words."""
+    def describe(self) -> str:
+        """What is exposed, for an error text."""
         names = sorted(name for name in self._handlers if not name.endswith("/release"))
         more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
         return f"it exposes {', '.join(names[:_SHOWN_MAX]) or 'nothing'}{more}"
 
-    def add(self, name: str, fn: Callable[..., Any], takes: Takes | None = None) -> Handler:
-        """Let a function be called; `takes` stands in for its own signature.
+    def add(self, name: str, fn: Callable[..., Any], parameters: Parameters | None = None) -> None:
+        """Expose a function; `parameters` replaces its own signature.
 
         Raises:
-            UsageError: the name is none, or is taken.
+            UsageError: the name is invalid or taken, or `fn` cannot be called.
         """
         check_name(name)
         if not callable(fn):
@@ -90,15 +77,25 @@ class Registry:
                 f"another function is exposed as {name!r} already",
                 next_step="agent.register(name, fn) with another name",
             )
-        register_records(_written(fn))
-        if takes is None:
-            takes = Signature(fn)
-        handler = self._handlers[name] = Handler(name, fn, _kind_of(fn), takes)
-        return handler
+        target = _user_function(fn)
+        _register_records(target)
+        is_async_stream = inspect.isasyncgenfunction(target)
+        self._handlers[name] = Handler(
+            fn,
+            parameters or Signature(fn),
+            is_async=is_async_stream
+            or inspect.iscoroutinefunction(target)
+            or inspect.iscoroutinefunction(type(target).__call__),
+            is_stream=is_async_stream or inspect.isgeneratorfunction(target),
+        )
 
 
 def check_name(name: Any) -> None:
-    """Refuse what cannot be the name of a function: a dunder name, for one."""
+    """Refuse what cannot be the name of a function, such as a dunder name.
+
+    Raises:
+        UsageError: always says what is allowed.
+    """
     is_name = isinstance(name, str) and _NAME.fullmatch(name) is not None and "__" not in name
     if not is_name or len(name) > NAME_CHARS_MAX:
         raise UsageError(
@@ -107,21 +104,118 @@ def check_name(name: Any) -> None:
         )
 
 
-def _written(fn: Callable[..., Any]) -> Any:
-    """What a user has written: a partial may stand in for it."""
+class Signature:
+    """The parameters of one function. `skip` leaves out the first ones, such as self."""
+
+    def __init__(self, fn: Callable[..., Any], *, skip: int = 0) -> None:
+        try:
+            parameters = list(inspect.signature(fn).parameters.values())[skip:]
+        except (TypeError, ValueError):  # some built-in functions have no signature
+            parameters = []
+            self._signature = None
+        else:
+            self._signature = inspect.Signature(parameters)
+        hints = _checkable_hints(fn)
+        self._hints = {p.name: hints.get(p.name, _NO_HINT) for p in parameters}
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._is_positional = self._signature is not None and len(positional) == len(parameters)
+        self._required = sum(p.default is p.empty for p in positional)
+        self._positional = [(p.name, self._hints[p.name]) for p in positional]
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """The arguments to call the function with: see Parameters."""
+        if self._is_positional and not kwargs and self._required <= len(args) <= len(self._positional):
+            for (_, hint), value in zip(self._positional, args, strict=False):
+                if hint is not _NO_HINT and type(value) is not hint:
+                    named = zip(self._positional, args, strict=False)
+                    return [_convert(name, hint, value) for (name, hint), value in named], kwargs
+            return args, kwargs
+        if self._signature is None:
+            return args, kwargs
+        bound = self._signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            hint = self._hints[name]
+            match self._signature.parameters[name].kind:
+                case inspect.Parameter.VAR_POSITIONAL:
+                    converted: Any = tuple(_convert(name, hint, one) for one in value)
+                case inspect.Parameter.VAR_KEYWORD:
+                    converted = {key: _convert(key, hint, one) for key, one in value.items()}
+                case _:
+                    converted = _convert(name, hint, value)
+            bound.arguments[name] = converted
+        return bound.args, bound.kwargs
+
+
+def _convert(name: str, hint: Any, value: Any) -> Any:
+    if hint is _NO_HINT or (isinstance(hint, type) and isinstance(value, hint) and type(value) is not bool):
+        return value
+    if not _is_known_to_msgspec(hint):
+        raise TypeError(f"argument {name!r}: expected {hint.__name__}, got {type(value).__name__}")
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        raise TypeError(f"argument {name!r}: {error}") from None
+    except TypeError:
+        raise TypeError(f"argument {name!r}: expected {hint}, got {type(value).__name__}") from None
+
+
+# -- annotations ------------------------------------------------------------------------------------------
+
+
+def _register_records(fn: Callable[..., Any]) -> None:
+    """Let the dataclasses and Structs travel that a function's annotations name, results included.
+
+    Raises:
+        UsageError: another class has the name of one of them.
+    """
+    seen: set[int] = set()
+    for hint in _hints(fn).values():
+        _register_records_in(hint, seen)
+
+
+def _register_records_in(hint: Any, seen: set[int]) -> None:
+    if id(hint) in seen:
+        return
+    seen.add(id(hint))
+    for part in typing.get_args(hint):
+        _register_records_in(part, seen)
+    if codec.is_record(hint):
+        if not codec.is_registered(hint):
+            codec.register(hint)
+        for field in _hints(hint).values():
+            _register_records_in(field, seen)
+
+
+def _checkable_hints(fn: Callable[..., Any]) -> dict[str, Any]:
+    hints = _hints(fn.__init__ if isinstance(fn, type) else fn)  # type: ignore[misc]
+    return {
+        name: hint
+        for name, hint in hints.items()
+        if hint is not Any and (isinstance(hint, type) or _is_known_to_msgspec(hint))
+    }
+
+
+def _hints(of: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(of if isinstance(of, type) else inspect.unwrap(of), include_extras=True)
+    except Exception:  # names that only a type checker can resolve
+        return {}
+
+
+def _is_known_to_msgspec(hint: Any) -> bool:
+    """Whether msgspec can check all of a type by itself."""
+    try:
+        info = msgspec.inspect.type_info(hint)
+    except Exception:
+        return False
+    return "CustomType" not in repr(info)
+
+
+def _user_function(fn: Callable[..., Any]) -> Any:
+    """The function that a user has written, if a partial wraps it."""
     target = inspect.unwrap(fn)
     while isinstance(target, partial):
-        # What stands in for a method: the last function given.
+        # Objects wraps a method as partial(call, cls, method): the last function is the user's.
         inner = [one for one in (target.func, *target.args) if inspect.isfunction(one)]
         target = inner[-1] if inner else target.func
     return target
-
-
-def _kind_of(fn: Callable[..., Any]) -> Kind:
-    target = _written(fn)
-    is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
-    if inspect.isgeneratorfunction(target):
-        return Kind.STREAM
-    if inspect.isasyncgenfunction(target):
-        return Kind.ASYNC_STREAM
-    return Kind.ASYNC if is_async else Kind.PLAIN

@@ -1,7 +1,7 @@
-"""Streams: the items of a generator on another rank, as they are made.
+"""Streams: the items of a generator on another rank, in order, as they are made.
 
-Knows the order of items and how many may be under way. Does not know how a frame travels. A generator runs
-only so far ahead as its reader allows; when the reader goes, it is closed.
+Items may arrive in any order: an item with attachments takes longer, and several threads may receive them. A
+generator runs ahead of its reader by at most the credit that the reader gives; it is closed with the stream.
 """
 
 from __future__ import annotations
@@ -9,57 +9,51 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from unisono.core.clock import Runtime
 from unisono.errors import DeadlineExceeded
-from unisono.rpc.frames import More, encode
-from unisono.rpc.post import Waitable
+from unisono.rpc.transport import Waitable
 
 if TYPE_CHECKING:
     import asyncio
 
-    from unisono.rpc.agent import Agent
-    from unisono.rpc.calls import PendingCall
+    from unisono.rpc.client import PendingCall
 
-__all__ = ["WINDOW", "Arrivals", "Credit", "Stream"]
+__all__ = ["WINDOW", "Credit", "ItemBuffer", "Signal", "Stream", "wake_loop"]
 
-# Items that a generator may be ahead of its reader; half of them are asked for at a time.
+# Items that a generator may be ahead of its reader; half of them are requested at a time.
 WINDOW: Final = 16
 
 
-class Changing(Waitable):
-    """What changes now and then: who waits for it, a thread or a coroutine, looks again each time."""
+class Signal(Waitable):
+    """Something that changes many times: the thread or coroutine that waits for it looks again each time."""
 
     def __init__(self, wake: Callable[[Waitable], None]) -> None:
         super().__init__()
         self._wake = wake
-        self._listener: Callable[[], None] | None = None
+        self._callback: Callable[[], None] | None = None
 
-    def look(self) -> None:
+    def notify(self) -> None:
         """It has changed."""
         self.is_done = True
         self._wake(self)
-        if (listener := self._listener) is not None:
-            listener()
+        if (callback := self._callback) is not None:
+            callback()
 
     def next_change(self) -> asyncio.Future[None]:
-        """Done at the next change. Whoever asks looks once more before it waits."""
-        import asyncio  # only who has a loop needs it
+        """Done at the next change. The caller has to look once more before it waits."""
+        future, resolve = wake_loop()
 
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
+        def on_change() -> None:
+            self._callback = None
+            resolve()
 
-        def tell() -> None:
-            self._listener = None
-            with contextlib.suppress(RuntimeError):  # nobody waits on a loop that is closed
-                loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
-
-        self._listener = tell
+        self._callback = on_change
         return future
 
 
-class Credit(Changing):
+class Credit(Signal):
     """How many more items a reader allows; the generator's side waits for it."""
 
     def __init__(self, count: int, wake: Callable[[Waitable], None]) -> None:
@@ -67,143 +61,151 @@ class Credit(Changing):
         self.count = count
 
 
-class Arrivals(Changing):
-    """The items of a call that have come and were not read, by their place.
-
-    They come in any order: a long one takes a while, and several threads may bring them.
-    """
+class ItemBuffer(Signal):
+    """The items of a stream that have arrived and were not read, by their index."""
 
     def __init__(self, wake: Callable[[Waitable], None]) -> None:
         super().__init__(wake)
         self.items: dict[int, tuple[Any, BaseException | None]] = {}
         self._lock = threading.Lock()
-        self._seen = 0
+        self._arrived = 0
         self.total: int | None = None
 
     def add(self, index: int, value: Any, error: BaseException | None = None) -> None:
-        """One is here, or never will be."""
+        """An item has arrived, or never will."""
         self.items[index] = (value, error)
         with self._lock:
-            self._seen += 1
-        self.look()
+            self._arrived += 1
+        self.notify()
 
     def end_at(self, total: int) -> None:
-        """There are so many in all; some may still be on their way, or in another thread's hands."""
+        """The generator has ended after this many items; some may still be on their way."""
         with self._lock:
             self.total = total
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that there are have come."""
+        """Whether the generator has ended and all its items have arrived."""
         with self._lock:
-            return self.total is not None and self._seen >= self.total
+            return self.total is not None and self._arrived >= self.total
 
 
 class Stream(Iterator[Any], AsyncIterator[Any]):
     """The items of a call, in order, by `for` or `async for`.
 
-    Who does not read to the end closes it, or leaves its `with` block.
+    A reader that does not read to the end closes it, or uses it in a `with` block.
     """
 
-    def __init__(self, agent: Agent, calling: PendingCall, arrivals: Arrivals, timeout: float | None) -> None:
-        self._agent = agent
-        self._calling = calling
-        self._arrivals = arrivals
+    def __init__(
+        self, runtime: Runtime, pending: PendingCall, buffer: ItemBuffer, timeout: float | None
+    ) -> None:
+        self._runtime = runtime
+        self._pending = pending
+        self._buffer = buffer
         self._timeout = timeout
         self._next = 0
 
     def close(self) -> None:
-        """Want no more: the generator is closed, too."""
-        self._calling.cancel()
+        """End the stream: the generator is closed, too."""
+        self._pending.cancel()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        runtime, arrivals, calling = self._agent.runtime, self._arrivals, self._calling
+        runtime, buffer = self._runtime, self._buffer
         deadline = runtime.deadline(self._timeout)
         while True:
-            arrivals.is_done = False
-            if self._next in arrivals.items:
+            buffer.is_done = False
+            if self._next in buffer.items:
                 return self._take()
             if self._is_over():
                 raise StopIteration
-            self._agent.wait_for(arrivals, deadline, calling.waiting())
-            if not arrivals.is_done and deadline.has_passed(runtime.now()):
-                raise self._too_late()
+            self._pending.wait_outside_slot(buffer, deadline)
+            if not buffer.is_done and deadline.has_passed(runtime.now()):
+                raise self._expired()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Any:
-        if self._agent.runtime.is_virtual:  # time passes by itself there
+        runtime, buffer = self._runtime, self._buffer
+        if runtime.is_virtual:  # a blocking wait lets virtual time pass
             try:
                 return next(self)
             except StopIteration:
                 raise StopAsyncIteration from None
         import asyncio
 
-        runtime, arrivals = self._agent.runtime, self._arrivals
         deadline = runtime.deadline(self._timeout)
         while True:
-            changed = arrivals.next_change()
-            if self._next in arrivals.items:
+            changed = buffer.next_change()
+            if self._next in buffer.items:
                 return self._take()
             if self._is_over():
                 raise StopAsyncIteration
             try:
                 await asyncio.wait_for(changed, deadline.remaining(runtime.now()))
             except TimeoutError:
-                raise self._too_late() from None
+                raise self._expired() from None
             except asyncio.CancelledError:
                 self.close()
                 raise
 
     def _is_over(self) -> bool:
-        calling = self._calling
-        return calling.is_done and calling.wait() <= self._next  # it raises what ended it, if not well
+        pending = self._pending
+        return pending.is_done and pending.wait() <= self._next  # `wait` raises the error of a failed call
 
-    def _too_late(self) -> DeadlineExceeded:
-        calling = self._calling
+    def _expired(self) -> DeadlineExceeded:
+        pending = self._pending
         self.close()
         return DeadlineExceeded(
             f"no item came within {self._timeout:.3g} s",
-            waiting_on=(calling.peer.world_rank,),
-            where=calling.location(),
+            waiting_on=(pending.peer.world_rank,),
+            where=pending.location(),
         )
 
     async def aclose(self) -> None:
-        """As `close`: for those who end what they iterate over by this name."""
+        """As `close`, under the name that async generators have."""
         self.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:
-        calling = getattr(self, "_calling", None)
-        if calling is not None and not calling.is_done:
-            self._agent.runtime.call_soon(calling.cancel)
+        pending = getattr(self, "_pending", None)
+        if pending is not None and not pending.is_done:
+            self._runtime.call_soon(pending.cancel)
 
     def _take(self) -> Any:
-        calling = self._calling
-        value, error = self._arrivals.items.pop(self._next)
+        value, error = self._buffer.items.pop(self._next)
         self._next += 1
-        if self._next % (WINDOW // 2) == 0 and not calling.is_done:
-            self._agent.tell(calling.peer.rank, encode(More(calling.number, WINDOW // 2)))
+        if self._next % (WINDOW // 2) == 0 and not self._pending.is_done:
+            self._pending.request_items(WINDOW // 2)
         if error is not None:
             self.close()
             raise error
         return value
+
+
+def wake_loop() -> tuple[asyncio.Future[None], Callable[[], None]]:
+    """A future of the running event loop, and a function that any thread may call to resolve it."""
+    import asyncio  # loaded only by programs with an event loop
+
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def resolve() -> None:
+        with contextlib.suppress(RuntimeError):  # a closed loop has no waiters
+            loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
+
+    return future, resolve

@@ -1,7 +1,6 @@
-"""A simulator: ranks, a network and its faults in one process and in virtual time; a seed repeats it exactly.
+"""A simulator: ranks, a network and its faults in one process and virtual time; a seed repeats a run exactly.
 
-Knows everything about time and failure in a simulation. Does not know communicators: `unisono.simulate` puts
-those on top.
+It runs programs on backends; `unisono.simulate` puts communicators on top.
 """
 
 from unisono.core.clock import Killed
@@ -34,5 +33,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What is public, and nothing else."""
+    """Only the public names."""
     return __all__

@@ -1,7 +1,7 @@
-"""The backend of a simulated rank: the contract over a network that exists only in virtual time.
+"""The backend of a simulated rank: the contract over a network in virtual time.
 
-Knows how a message travels: whole if the credit allows, else its envelope first and the bytes
-when a receive asks for them. Does not know how long anything takes (the fabric does), or why a rank is down.
+A message is eager, with its bytes, if it is short and the credit allows. Otherwise its envelope goes first
+(RTS), and the bytes follow when a receive has matched it (CTS).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from unisono.simulation.fabric import Fabric
 from unisono.simulation.runtime import SimRuntime
 from unisono.simulation.scheduler import SimThread
 
-__all__ = ["Overseer", "SimBackend"]
+__all__ = ["SimBackend", "StepObserver"]
 
 
-class Overseer(Protocol):
-    """Who has to know what a rank does."""
+class StepObserver(Protocol):
+    """Is notified of what a rank does."""
 
     def on_step(self, rank: int, step: int) -> None:
-        """A rank is about to start its k-th operation: faults may strike."""
+        """A rank is about to start operation number `step`: faults may begin."""
 
     def on_close(self, rank: int) -> None:
         """A rank leaves."""
@@ -38,17 +38,17 @@ class SimBackend(Backend):
     """One simulated rank. `peers` are the backends of all ranks, this one included."""
 
     def __init__(
-        self, fabric: Fabric, thread: SimThread, peers: Sequence[SimBackend], overseer: Overseer
+        self, fabric: Fabric, thread: SimThread, peers: Sequence[SimBackend], observer: StepObserver
     ) -> None:
         self.fabric = fabric
         self.thread = thread
         self.inbox = Inbox(thread.rank, fabric.config.recv_bytes_max)
-        self.own = OwnCredit(fabric.config)
-        self.sending: dict[_Message, None] = {}
-        self.offered: dict[_Message, None] = {}
-        self.landing: dict[_Message, Posted] = {}
+        self.own_credit = OwnCredit(fabric.config)
+        self.sends: dict[_Message, None] = {}
+        self.unmatched: dict[_Message, None] = {}
+        self.awaiting_data: dict[_Message, Posted] = {}
         self._peers = peers
-        self._overseer = overseer
+        self._observer = observer
         self._runtime = SimRuntime(fabric.scheduler, thread)
         self._steps = 0
         self._down: dict[int, PeerDown] = {}
@@ -62,7 +62,7 @@ class SimBackend(Backend):
 
     @property
     def size(self) -> int:
-        """How many ranks are simulated."""
+        """The number of ranks."""
         return self.fabric.size
 
     @property
@@ -82,7 +82,7 @@ class SimBackend(Backend):
 
     @property
     def is_gone(self) -> bool:
-        """Whether it left or was killed: nothing reaches it any more."""
+        """Whether it has left or was killed: nothing reaches it any more."""
         return self._is_closed or self.thread.killed is not None
 
     def start_send(
@@ -97,7 +97,7 @@ class SimBackend(Backend):
         lane: Lane = Lane.BULK,
         sync: bool = False,
     ) -> Request:
-        """Send a message, or its envelope."""
+        """Send a message with its bytes, or its envelope alone."""
         self.check_peer(dst, "dst")
         if isinstance(dst, Any_):
             raise UsageError("dst=ANY; allowed: one rank")
@@ -111,8 +111,8 @@ class SimBackend(Backend):
             request.fail(self._down[dst].error())
         else:
             envelope = Envelope(self.rank, context, tag, data.nbytes, dtype, header)
-            bytes_of = data.cast("B") if data.nbytes else data
-            _Message(self, self._peers[dst], envelope, bytes_of, lane, request).start(sync)
+            payload = data.cast("B") if data.nbytes else data
+            _Message(self, self._peers[dst], envelope, payload, lane, request).start(sync)
         return request
 
     def start_recv(
@@ -132,29 +132,29 @@ class SimBackend(Backend):
         return self.inbox.probe(src, context, tag)
 
     def end_group(self, context: int) -> None:
-        """Drop what nobody will receive any more."""
+        """Drop messages that no receive will match any more."""
         if not self.is_gone:
             self.inbox.end_context(context)
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
-        """Tell the listener of ranks that are or go down."""
+        """Notify the listener of every rank that is down or goes down."""
         for down in list(self._down.values()):
             listener(down)
         if not self._is_closed:
             self._listeners.append(listener)
 
     def close(self) -> None:
-        """Leave: what was sent arrives, what still waits for its receive is taken back."""
+        """Leave: what was sent arrives, sends that wait for their receive are withdrawn."""
         if self.is_gone or self.fabric.scheduler.is_over:
             return
         self.fabric.scheduler.check_caller()
         self._is_closed = True
         self._listeners.clear()
-        self._overseer.on_close(self.rank)
+        self._observer.on_close(self.rank)
         self.inbox.close(_closed(self.rank), PeerDown(self.rank, "left", left=True).error())
-        for posted in _emptied(self.landing).values():
+        for posted in _emptied(self.awaiting_data).values():
             posted.request.fail(_closed(self.rank))
-        for message in _emptied(self.sending):
+        for message in _emptied(self.sends):
             message.request.fail(_closed(self.rank))
 
     def has_lost(self, peer: int) -> bool:
@@ -162,38 +162,38 @@ class SimBackend(Backend):
         return peer in self._down
 
     def peer_down(self, down: PeerDown) -> None:
-        """A rank is down: whoever watches hears it first, then every request that needs it ends."""
+        """A rank is down: notify the listeners, then end every request that needs it."""
         self._down[down.rank] = down
         for listener in list(self._listeners):
             listener(down)
-        for message in [m for m in self.offered if m.sender.rank == down.rank]:
-            # Its bytes will never come, so it is no message that could still be received.
+        for message in [m for m in self.unmatched if m.sender.rank == down.rank]:
+            # Its bytes will never come, so it can no longer be received.
             self.inbox.withdraw_parcel(message)
-            del self.offered[message]
+            del self.unmatched[message]
         self.inbox.peer_down(down)
-        # Callbacks may do anything, this backend's end included: look again before each.
-        for message in [m for m in self.landing if m.sender.rank == down.rank]:
-            if (posted := self.landing.pop(message, None)) is not None:
+        # Callbacks may do anything, even close this backend: check again before each.
+        for message in [m for m in self.awaiting_data if m.sender.rank == down.rank]:
+            if (posted := self.awaiting_data.pop(message, None)) is not None:
                 posted.request.fail(down.error())
-        for message in [m for m in self.sending if m.receiver.rank == down.rank]:
-            if message in self.sending:
-                del self.sending[message]
+        for message in [m for m in self.sends if m.receiver.rank == down.rank]:
+            if message in self.sends:
+                del self.sends[message]
                 message.request.fail(down.error())
 
     def _begin(self, tag: int | Any_) -> bool:
-        """Count an operation and let faults strike; False if the rank is dead but not the one to be told.
+        """Count an operation and let faults begin; False if the rank is dead and another rank's thread calls.
 
-        What communicators tell each other by themselves is no step of a user's program.
+        Control messages of communicators are no steps of a user's program.
         """
         scheduler = self.fabric.scheduler
         scheduler.check_caller()
         if self.thread.killed is None and (tag is ANY or not tag & Tags.CONTROL):
             self._steps += 1
-            self._overseer.on_step(self.rank, self._steps)
+            self._observer.on_step(self.rank, self._steps)
         current = scheduler.current
         if current is not None and current.rank == self.rank:
-            current.check_life()
-            current.stand_still()
+            current.check_alive()
+            current.wait_while_paused()
         return self.thread.killed is None
 
 
@@ -216,13 +216,13 @@ class _Message(InboundMessage):
         self._data: memoryview | bytes = data
         self._lane = lane
         self._is_eager = False
-        self._is_met = False
+        self._is_matched = False
         self._is_withdrawn = False
 
     # -- at the sender -------------------------------------------------------------------------------------
 
     def start(self, sync: bool) -> None:
-        """Leave, with the bytes if they may go."""
+        """Send the message, or its RTS."""
         fabric, envelope = self.sender.fabric, self._envelope
         fabric.note("send", self.sender.rank, self.receiver.rank, envelope)
         self._is_eager = self._may_be_eager()
@@ -230,7 +230,7 @@ class _Message(InboundMessage):
             self._data = bytes(self._data)
         is_waiting = sync or not self._is_eager
         if is_waiting:
-            self.sender.sending[self] = None
+            self.sender.sends[self] = None
             self.request.withdraw_by(lambda _: self._withdraw())
         self._to_receiver(envelope.nbytes if self._is_eager else 0, self._arrive)
         if not is_waiting:
@@ -238,31 +238,31 @@ class _Message(InboundMessage):
 
     def _may_be_eager(self) -> bool:
         if self.sender is self.receiver:
-            return self.sender.own.take(self._envelope.nbytes)
+            return self.sender.own_credit.take(self._envelope.nbytes)
         src, dst, fabric = self.sender.rank, self.receiver.rank, self.sender.fabric
-        credit = fabric.way(src, dst).credit(self._lane)
-        return credit.take(self._envelope.nbytes, fabric.scheduler.now, fabric.way(dst, src))
+        credit = fabric.channel(src, dst).credit(self._lane)
+        return credit.take(self._envelope.nbytes, fabric.scheduler.now, fabric.channel(dst, src))
 
-    def _answered(self) -> None:
-        """The receiver asks for the bytes."""
-        if self in self.sender.sending and not self.sender.is_gone:
-            # The bytes are taken now: if the sender dies while they travel, they still arrive whole.
+    def _on_cts(self) -> None:
+        """A receive has matched: send the bytes."""
+        if self in self.sender.sends and not self.sender.is_gone:
+            # Copy the bytes now: if the sender dies while they travel, they still arrive whole.
             self._data = bytes(self._data)
-            self._to_receiver(self._envelope.nbytes, self._land)
+            self._to_receiver(self._envelope.nbytes, self._on_data)
 
-    def _settled(self) -> None:
-        """The sender's part is done."""
-        if self in self.sender.sending and not self.sender.is_gone:
-            del self.sender.sending[self]
+    def _on_fin(self) -> None:
+        """The receiver has the message: end the send."""
+        if self in self.sender.sends and not self.sender.is_gone:
+            del self.sender.sends[self]
             self.request.complete()
 
     def _withdraw(self) -> bool:
-        if self._is_met or self not in self.sender.sending:
+        if self._is_matched or self not in self.sender.sends:
             return False
         self._is_withdrawn = True
         self.receiver.inbox.withdraw_parcel(self)
-        self.receiver.offered.pop(self, None)
-        del self.sender.sending[self]
+        self.receiver.unmatched.pop(self, None)
+        del self.sender.sends[self]
         if self._is_eager:
             self._return_credit()
         self.request.cancelled()
@@ -275,38 +275,38 @@ class _Message(InboundMessage):
             return
         self.receiver.fabric.note("arrive", self.receiver.rank, self.sender.rank, self._envelope)
         if not self._is_eager:
-            self.receiver.offered[self] = None
+            self.receiver.unmatched[self] = None
         self.receiver.inbox.arrive(self._envelope, self)
 
     def deliver(self, posted: Posted, envelope: Envelope) -> None:
-        """Go into the receive that was met, or ask for the bytes."""
-        self._is_met = True
+        """Copy the bytes into the matching receive, or ask for them."""
+        self._is_matched = True
         self.receiver.fabric.note("match", self.receiver.rank, self.sender.rank, envelope)
         if self._is_eager:
             self._return_credit()
-            if self in self.sender.sending:
-                self._to_sender(self._settled)
+            if self in self.sender.sends:
+                self._to_sender(self._on_fin)
             self._fill(posted)
         else:
-            del self.receiver.offered[self]
-            self.receiver.landing[self] = posted
-            self._to_sender(self._answered)
+            del self.receiver.unmatched[self]
+            self.receiver.awaiting_data[self] = posted
+            self._to_sender(self._on_cts)
 
     def refuse(self, error: UnisonoError) -> None:
-        """The receiver has left; the sender hears of that itself, as soon as the news has travelled."""
+        """Do nothing: the send ends when its rank learns that the receiver has left."""
 
     def is_whole(self) -> bool:
-        """Whether its bytes came with it, and its sender does not wait."""
-        return self._is_eager and self not in self.sender.sending
+        """Whether its bytes came with it, and no send waits for it."""
+        return self._is_eager and self not in self.sender.sends
 
     def drop(self) -> None:
-        """Nobody will receive it: its sender may use the credit again."""
+        """It will never be received: return the credit."""
         self._return_credit()
 
-    def _land(self) -> None:
-        """The bytes have come."""
-        self.sender.thread.when_awake(self._settled)
-        posted = None if self.receiver.is_gone else self.receiver.landing.pop(self, None)
+    def _on_data(self) -> None:
+        """The bytes have arrived."""
+        self.sender.thread.when_running(self._on_fin)
+        posted = None if self.receiver.is_gone else self.receiver.awaiting_data.pop(self, None)
         if posted is not None:
             self.receiver.fabric.note("data", self.receiver.rank, self.sender.rank, self._envelope)
             self._fill(posted)
@@ -330,11 +330,11 @@ class _Message(InboundMessage):
 
     def _return_credit(self) -> None:
         if self.sender is self.receiver:
-            self.sender.own.give_back(self._envelope.nbytes)
+            self.sender.own_credit.give_back(self._envelope.nbytes)
         else:
             fabric, src, dst = self.sender.fabric, self.sender.rank, self.receiver.rank
-            when = fabric.scheduler.now + fabric.way(dst, src).latency_s
-            fabric.way(src, dst).credit(self._lane).give_back(self._envelope.nbytes, when)
+            when = fabric.scheduler.now + fabric.channel(dst, src).latency_s
+            fabric.channel(src, dst).credit(self._lane).give_back(self._envelope.nbytes, when)
 
 
 K = TypeVar("K")
@@ -342,7 +342,7 @@ V = TypeVar("V")
 
 
 def _emptied(table: dict[K, V]) -> dict[K, V]:
-    """Empty a table and return what was in it: callbacks may look at it meanwhile."""
+    """Empty a table and return what was in it: callbacks may use the table meanwhile."""
     entries = dict(table)
     table.clear()
     return entries

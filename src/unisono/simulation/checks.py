@@ -1,4 +1,4 @@
-"""Refusals that networks and faults share: what was given, what is allowed."""
+"""Argument checks that networks and faults share; each raises UsageError."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["check_amount", "check_rank", "check_step"]
 
 
 def check_amount(name: str, value: Any, *, above: float | None = None, finite: bool = True) -> None:
-    """Refuse what is not a number of at least 0, or above `above`."""
+    """Check for a number of at least 0, or above `above`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     in_range = is_number and (value >= 0 if above is None else value > above)
     if not in_range or (finite and math.isinf(value)):
@@ -19,13 +19,13 @@ def check_amount(name: str, value: Any, *, above: float | None = None, finite: b
 
 
 def check_step(name: str, value: Any) -> None:
-    """Refuse what does not count operations from 1."""
+    """Check for an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{name}={value!r}; allowed: integers >= 1")
 
 
 def check_rank(name: str, value: Any, size: int | None = None) -> None:
-    """Refuse what is no rank; with `size`, also ranks that do not exist."""
+    """Check for a rank; with `size`, for one that exists."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int)

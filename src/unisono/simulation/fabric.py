@@ -1,11 +1,10 @@
-"""The fabric between the ranks: what is sent arrives later, in order, unless something stands in between.
+"""The simulated network: what is sent arrives later and in order, unless a fault holds it.
 
-Knows ways, lanes, times and cuts. Does not know what a message means, or who is taken for dead.
+A *link* joins two ranks from their first message on. A *channel* leads from one rank to another and has two
+lanes. A *delivery* is a callback that the channel makes at the far end. A channel that is cut, or that leads
+to a paused rank, holds its deliveries: as on a TCP connection, nothing is lost until one end resets it.
 
-The nouns. A *link* joins two ranks once they have something to say to each other. A *way* leads from one rank
-to another and has two lanes. A *delivery* is a call that the way makes at the far end. A way that is cut, or
-leads to a paused rank, holds its deliveries: nothing is lost on it, as on a TCP connection, until somebody
-hangs up.
+The fabric knows neither what a message means nor which ranks are declared dead.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from unisono.config import Config
 from unisono.core.envelope import Envelope, Lane
 from unisono.messaging.credit import ENVELOPE_BYTES, eager_limits
 from unisono.simulation.network import Network, Pace
-from unisono.simulation.scheduler import Due, Scheduler, SimThread
+from unisono.simulation.scheduler import Scheduler, SimThread, TimedCall
 from unisono.simulation.trace import TraceEvent
 
-__all__ = ["Delivery", "Fabric", "Way"]
+__all__ = ["Channel", "Delivery", "Fabric"]
 
 Delivery: TypeAlias = Callable[[], None]
 
 
 class Fabric:
-    """All ways, and the trace of what happened on them."""
+    """All channels, and the trace of the simulation."""
 
     def __init__(self, scheduler: Scheduler, network: Network, config: Config, seed: int) -> None:
         self.scheduler = scheduler
@@ -37,53 +36,53 @@ class Fabric:
         self.trace: list[TraceEvent] = []
         self._network = network
         self._jitter = random.Random(f"jitter {seed}").random
-        self._ways: dict[tuple[int, int], Way] = {}
+        self._channels: dict[tuple[int, int], Channel] = {}
         # When a message first opened the link of two ranks, the lower one first; see `linked_since`.
         self._opened: dict[tuple[int, int], float] = {}
         self.on_link: Callable[[int, int], None] = lambda caller, called: None
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.scheduler.threads)
 
-    def way(self, src: int, dst: int) -> Way:
-        """The way from one rank to another."""
-        way = self._ways.get((src, dst))
-        if way is None:
+    def channel(self, src: int, dst: int) -> Channel:
+        """The channel from one rank to another."""
+        channel = self._channels.get((src, dst))
+        if channel is None:
             pace = self._network.pace(src, dst)
-            way = Way(self.scheduler, self.scheduler.threads[dst], pace, self._jitter, self.config)
-            self._ways[src, dst] = way
-        return way
+            channel = Channel(self.scheduler, self.scheduler.threads[dst], pace, self._jitter, self.config)
+            self._channels[src, dst] = channel
+        return channel
 
     def carry(self, src: int, dst: int, lane: Lane, nbytes: int, delivery: Delivery) -> None:
-        """Take something to another rank, or to the same one, which takes no time."""
+        """Make a delivery of `nbytes` at another rank; at the same rank it takes no time."""
         if src == dst:
             delivery()
             return
         if self.linked_since(src, dst) is None:
             self._opened[min(src, dst), max(src, dst)] = self.scheduler.now
             self.on_link(src, dst)
-        self.way(src, dst).send(lane, nbytes, delivery)
+        self.channel(src, dst).send(lane, nbytes, delivery)
 
     def linked_since(self, one: int, other: int) -> float | None:
         """Since when two ranks have a link; None if they have none.
 
-        As in the engine: ranks +-2^k have one from the start, others from the first message between them.
+        As in the engine: ranks at a distance of 2^k have one from the start, others from their first message.
         """
-        apart = (one - other) % self.size
-        if apart & (apart - 1) == 0 or (self.size - apart) & (self.size - apart - 1) == 0:
+        distance = (one - other) % self.size
+        if distance & (distance - 1) == 0 or (self.size - distance) & (self.size - distance - 1) == 0:
             return 0.0
         return self._opened.get((min(one, other), max(one, other)))
 
     def release_to(self, rank: int) -> None:
-        """A rank runs again: what came for it meanwhile is there at once."""
+        """A rank runs again: what has arrived for it meanwhile is delivered at once."""
         for src in range(self.size):
-            if (src, rank) in self._ways:
-                self._ways[src, rank].release(self.scheduler.now)
+            if (src, rank) in self._channels:
+                self._channels[src, rank].release(self.scheduler.now)
 
     def note(self, kind: str, rank: int, peer: int | None = None, envelope: Envelope | None = None) -> None:
-        """Write down what happened."""
+        """Add an event to the trace."""
         now = self.scheduler.now
         if envelope is None:
             self.trace.append(TraceEvent(now, kind, rank, peer))
@@ -93,10 +92,10 @@ class Fabric:
             )
 
 
-class Way:
-    """From one rank to another. Its lanes share nothing but the pace and what stands in the way.
+class Channel:
+    """From one rank to another. Its lanes share the pace and the faults, and nothing else.
 
-    There are n * n of them, and most carry only a goodbye: a lane is made when it is used.
+    There are n * n channels, and most carry only a goodbye, so a lane is made when it is first used.
     """
 
     __slots__ = (
@@ -131,7 +130,7 @@ class Way:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a fault closes it."""
+        """Whether a fault cuts it."""
         return self._cuts > 0
 
     @property
@@ -141,11 +140,11 @@ class Way:
 
     @property
     def latency_s(self) -> float:
-        """How long the shortest message takes now."""
+        """The time of the shortest message, with the present slowness."""
         return self.pace.latency_s * self._slowness()
 
     def send(self, lane: Lane, nbytes: int, delivery: Delivery) -> None:
-        """Let something of a length arrive at the other end; nothing does once somebody hung up."""
+        """Make a delivery at the other end after the time that `nbytes` take; nothing after a reset."""
         if self._is_over:
             return
         pace, factor = self.pace, self._slowness()
@@ -153,7 +152,7 @@ class Way:
         self._lane(lane).add(nbytes / pace.bytes_per_s * factor, extra * factor, delivery)
 
     def send_last(self, delivery: Delivery) -> None:
-        """Let something arrive after everything that was sent on either lane; no more is taken."""
+        """Make a last delivery, after everything that was sent on either lane."""
         busy = [lane for lane, queue in self._lanes.items() if queue.is_busy] or [Lane.CONTROL]
         lanes_left = len(busy)
 
@@ -167,8 +166,8 @@ class Way:
             self.send(lane, 0, on_lane)
         self._is_over = True
 
-    def hang_up(self, notice: Delivery | None) -> None:
-        """Forget what is under way; only the notice still arrives."""
+    def reset(self, notice: Delivery | None) -> None:
+        """Drop what is in flight; only `notice` still arrives."""
         for lane in self._lanes.values():
             lane.clear()
         self._is_over = notice is None
@@ -176,32 +175,32 @@ class Way:
             self.send_last(notice)
 
     def cut(self) -> None:
-        """Let nothing through, beside other cuts."""
+        """Add a cut: nothing gets through."""
         self._cuts += 1
 
     def heal(self) -> None:
-        """Take one cut away: what would have arrived meanwhile is sent again."""
+        """Remove a cut; after the last, what was held arrives within one latency, as if sent again."""
         self._cuts -= 1
         if not self._cuts:
             self.release(self._scheduler.now + self.latency_s)
 
     def slow(self, factor: float) -> None:
-        """Make what is sent from now on take longer."""
+        """Multiply the time of what is sent from now on."""
         self._factors += (factor,)
 
     def unslow(self, factor: float) -> None:
-        """Take one slowness away."""
+        """Remove one slowness."""
         i = self._factors.index(factor)
         self._factors = self._factors[:i] + self._factors[i + 1 :]
 
     def release(self, earliest: float) -> None:
-        """Let what was held arrive, no sooner than `earliest`."""
+        """Deliver what was held, no sooner than `earliest`."""
         if self.is_open:
             for lane in self._lanes.values():
                 lane.release(earliest)
 
     def credit(self, lane: Lane) -> Credit:
-        """What may be sent on a lane before it is asked for."""
+        """The sender's credit on a lane."""
         return self._lane(lane).credit
 
     def _lane(self, lane: Lane) -> _Lane:
@@ -216,62 +215,62 @@ class Way:
 
 
 class _Lane:
-    """What is under way on one lane, in order. Only the first has a call due."""
+    """What is in flight on one lane, in order. Only the first has a timed call."""
 
-    __slots__ = ("_due", "_free_at", "_is_delivering", "_queue", "_scheduler", "_way", "credit")
+    __slots__ = ("_call", "_channel", "_free_at", "_is_delivering", "_queue", "_scheduler", "credit")
 
-    def __init__(self, scheduler: Scheduler, way: Way, credit: Credit) -> None:
+    def __init__(self, scheduler: Scheduler, channel: Channel, credit: Credit) -> None:
         self.credit = credit
         self._scheduler = scheduler
-        self._way = way
+        self._channel = channel
         self._queue: deque[tuple[float, Delivery]] = deque()
         self._free_at = 0.0
-        self._due: Due | None = None
+        self._call: TimedCall | None = None
         self._is_delivering = False
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is under way."""
+        """Whether anything is in flight."""
         return bool(self._queue) or self._is_delivering
 
     def add(self, sending_s: float, travel_s: float, delivery: Delivery) -> None:
-        """One leaves after the other: `sending_s` is how long it keeps the lane busy."""
+        """Queue a delivery: it occupies the lane for `sending_s`, then travels for `travel_s`."""
         self._free_at = max(self._free_at, self._scheduler.now) + sending_s
         self._queue.append((self._free_at + travel_s, delivery))
         if len(self._queue) == 1 and not self._is_delivering:
-            self._expect()
+            self._schedule()
 
     def release(self, earliest: float) -> None:
-        """Go on after having been held."""
-        if self._queue and self._due is None:
-            self._expect(earliest)
+        """Go on after a hold."""
+        if self._queue and self._call is None:
+            self._schedule(earliest)
 
     def clear(self) -> None:
-        """Forget everything under way."""
+        """Drop everything in flight."""
         self._queue.clear()
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
 
-    def _expect(self, earliest: float = 0.0) -> None:
-        self._due = self._scheduler.call_at(max(self._queue[0][0], earliest), self._arrive)
+    def _schedule(self, earliest: float = 0.0) -> None:
+        self._call = self._scheduler.call_at(max(self._queue[0][0], earliest), self._arrive)
 
     def _arrive(self) -> None:
-        """Deliver what has arrived; if the way is not open, it stays until it is released."""
-        self._due = None
+        """Deliver what has arrived; if the channel is not open, hold it until `release`."""
+        self._call = None
         queue, now = self._queue, self._scheduler.now
         self._is_delivering = True
-        while queue and queue[0][0] <= now and self._way.is_open:
+        while queue and queue[0][0] <= now and self._channel.is_open:
             queue.popleft()[1]()
         self._is_delivering = False
         if queue and queue[0][0] > now:
-            self._expect()
+            self._schedule()
 
 
 class Credit:
-    """How much one rank may send another on a lane before it is asked for.
+    """How much one rank may send eagerly to another on a lane.
 
-    Credit comes back when a message has met its receive and the news of it has travelled back.
+    Credit comes back one latency after a message was received.
     """
 
     __slots__ = ("_eager_bytes", "_left", "_returns")
@@ -281,9 +280,9 @@ class Credit:
         self._left = limit
         self._returns: deque[tuple[float, int]] | None = None
 
-    def take(self, nbytes: int, now: float, way_back: Way) -> bool:
-        """Use credit for a message; False if it must wait for its receive instead."""
-        while self._returns and self._returns[0][0] <= now and not way_back.is_cut:
+    def take(self, nbytes: int, now: float, back: Channel) -> bool:
+        """Use credit for an eager message; False if it must wait for its receive."""
+        while self._returns and self._returns[0][0] <= now and not back.is_cut:
             self._left += self._returns.popleft()[1]
         cost = nbytes + ENVELOPE_BYTES
         if nbytes > self._eager_bytes or cost > self._left:
@@ -292,7 +291,7 @@ class Credit:
         return True
 
     def give_back(self, nbytes: int, when: float) -> None:
-        """Let the sender know at a time that a message was received."""
+        """Return the credit of a message to its sender at time `when`."""
         if self._returns is None:
             self._returns = deque()
         self._returns.append((when, nbytes + ENVELOPE_BYTES))

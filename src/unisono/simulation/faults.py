@@ -1,12 +1,10 @@
 """Faults: what goes wrong in a simulation, and when.
 
-Knows what a user may ask for. Does not know how it is done.
-
-Each begins `at_s` seconds of virtual time after the start, or `at_step`: just before the k-th operation of
-the backend contract, counted from 1: a send, a receive or a probe, of which a collective has many; what
-communicators tell each other by themselves does not count. The operations of `rank` or `src` are meant. A
-Partition has no such rank, and that of a Resume stands still: there the operations of all ranks count.
-`for_s` None means for ever.
+A fault begins either at `at_s` seconds of virtual time or at `at_step`: just before the k-th operation of the
+backend contract, counted from 1. Operations are sends, receives and probes, of which a collective has many;
+control messages of communicators do not count. `at_step` counts the operations of `rank` or `src`. For a
+Partition, which has no such rank, and a Resume, whose rank stands still, it counts those of all ranks.
+`for_s=None` means for ever.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ __all__ = [
     "Pause",
     "Resume",
     "Slow",
+    "channels_cut",
     "checked_faults",
     "counted_rank",
-    "ways_cut",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The process of a rank ends: it unwinds at its next operation. What it sent still arrives."""
+    """The process of a rank dies: its program unwinds at its next operation. What it sent still arrives."""
 
     rank: int
     at_s: float | None = None
@@ -47,7 +45,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """The process of a rank stands still; what is sent to it waits. `for_s` None: until a Resume."""
+    """The process of a rank stops; what is sent to it waits. With `for_s=None`, until a Resume."""
 
     rank: int
     at_s: float | None = None
@@ -88,7 +86,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Nothing gets from `src` to `dst`; the way back is open."""
+    """Nothing gets from `src` to `dst`; the other direction is not affected."""
 
     src: int
     dst: int
@@ -97,13 +95,13 @@ class Drop:
     at_step: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_way(self.src, self.dst)
+        _check_channel(self.src, self.dst)
         _check_times(self, self.at_s, self.at_step, self.for_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """What is sent from `src` to `dst` takes `factor` times as long; the way back is as it was."""
+    """What is sent from `src` to `dst` takes `factor` times as long; the other direction is not affected."""
 
     src: int
     dst: int
@@ -113,7 +111,7 @@ class Slow:
     at_step: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_way(self.src, self.dst)
+        _check_channel(self.src, self.dst)
         check_amount("factor", self.factor, above=0)
         _check_times(self, self.at_s, self.at_step, self.for_s)
 
@@ -122,7 +120,11 @@ Fault: TypeAlias = Kill | Pause | Resume | Partition | Drop | Slow
 
 
 def checked_faults(faults: Iterable[Any], size: int) -> tuple[Fault, ...]:
-    """The faults of a world of `size` ranks; what is no fault, or strikes nobody, is refused."""
+    """Check the faults of a world of `size` ranks.
+
+    Raises:
+        UsageError: an entry is not a fault, or names a rank that does not exist.
+    """
     checked: list[Fault] = []
     for fault in faults:
         if not isinstance(fault, Fault):
@@ -134,7 +136,7 @@ def checked_faults(faults: Iterable[Any], size: int) -> tuple[Fault, ...]:
 
 
 def counted_rank(fault: Fault) -> int | None:
-    """Whose operations `at_step` counts; None: everybody's."""
+    """The rank whose operations `at_step` counts; None: all ranks."""
     match fault:
         case Kill() | Pause():
             return fault.rank
@@ -144,12 +146,12 @@ def counted_rank(fault: Fault) -> int | None:
             return None
 
 
-def ways_cut(fault: Partition | Drop) -> tuple[tuple[int, int], ...]:
-    """The ways (src, dst) that are closed."""
+def channels_cut(fault: Partition | Drop) -> tuple[tuple[int, int], ...]:
+    """The channels (src, dst) that a fault cuts."""
     if isinstance(fault, Drop):
         return ((fault.src, fault.dst),)
-    sides = [(here, there) for here in fault.groups for there in fault.groups if here is not there]
-    return tuple((src, dst) for here, there in sides for src in here for dst in there)
+    pairs = [(one, other) for one in fault.groups for other in fault.groups if one is not other]
+    return tuple((src, dst) for one, other in pairs for src in one for dst in other)
 
 
 def _ranks_named(fault: Fault) -> tuple[int, ...]:
@@ -175,7 +177,7 @@ def _check_times(fault: object, at_s: float | None, at_step: int | None, for_s: 
         check_amount("for_s", for_s)
 
 
-def _check_way(src: int, dst: int) -> None:
+def _check_channel(src: int, dst: int) -> None:
     check_rank("src", src)
     check_rank("dst", dst)
     if src == dst:

@@ -1,6 +1,6 @@
-"""The injector: lets faults strike at their time or step, and end.
+"""The injector begins each fault at its time or step, and ends it.
 
-Knows which fault does what to whom. Does not know what follows from it: ways hold, verdicts fall elsewhere.
+What follows from a fault is decided elsewhere: channels hold deliveries, `Verdicts` declares ranks dead.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from unisono.simulation.faults import (
     Pause,
     Resume,
     Slow,
+    channels_cut,
     counted_rank,
-    ways_cut,
 )
 from unisono.simulation.verdicts import Verdicts
 
@@ -27,35 +27,35 @@ __all__ = ["Injector"]
 
 
 class Injector:
-    """Keeps the faults until they are due."""
+    """Holds the faults until they are due."""
 
     def __init__(self, fabric: Fabric, verdicts: Verdicts, faults: Sequence[Fault]) -> None:
         self._fabric = fabric
         self._verdicts = verdicts
         self._steps_of_all = 0
-        # By (rank, step); the rank None stands for all.
+        # By (rank, step); a rank of None stands for all ranks.
         self._at_step: dict[tuple[int | None, int], list[Fault]] = {}
         for fault in faults:
             if fault.at_s is not None:
-                fabric.scheduler.call_at(fault.at_s, partial(self._strike, fault))
+                fabric.scheduler.call_at(fault.at_s, partial(self._inject, fault))
             else:
                 assert fault.at_step is not None
                 self._at_step.setdefault((counted_rank(fault), fault.at_step), []).append(fault)
 
     def on_step(self, rank: int, step: int) -> None:
-        """Let those faults strike that wait for this operation."""
+        """Begin the faults that wait for this operation."""
         self._steps_of_all += 1
         if self._at_step:
             for key in ((rank, step), (None, self._steps_of_all)):
                 for fault in self._at_step.pop(key, ()):
-                    self._strike(fault)
+                    self._inject(fault)
 
     def on_close(self, rank: int) -> None:
-        """A rank leaves: the others hear of it after what it sent."""
+        """A rank leaves: the others learn of it after all that it sent."""
         self._fabric.note("leave", rank)
-        self._verdicts.part(PeerDown(rank, "left", left=True))
+        self._verdicts.leave(PeerDown(rank, "left", left=True))
 
-    def _strike(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         match fault:
             case Kill():
                 self._kill(fault.rank)
@@ -75,7 +75,7 @@ class Injector:
         self._fabric.note("kill", rank)
         cause = f"killed at {self._fabric.scheduler.now:g} s (simulated)"
         thread.kill(cause)
-        self._verdicts.part(PeerDown(rank, cause))
+        self._verdicts.leave(PeerDown(rank, cause))
 
     def _pause(self, fault: Pause) -> None:
         thread = self._fabric.scheduler.threads[fault.rank]
@@ -96,26 +96,26 @@ class Injector:
             self._fabric.release_to(rank)
 
     def _cut(self, fault: Partition | Drop) -> None:
-        for src, dst in ways_cut(fault):
+        for src, dst in channels_cut(fault):
             self._fabric.note("cut", src, dst)
-            self._fabric.way(src, dst).cut()
+            self._fabric.channel(src, dst).cut()
             self._verdicts.mute(src, dst)
         self._later(fault.for_s, partial(self._heal, fault))
 
     def _heal(self, fault: Partition | Drop) -> None:
-        for src, dst in ways_cut(fault):
+        for src, dst in channels_cut(fault):
             self._fabric.note("heal", src, dst)
             self._verdicts.unmute(src, dst)
-            self._fabric.way(src, dst).heal()
+            self._fabric.channel(src, dst).heal()
 
     def _slow(self, fault: Slow) -> None:
         self._fabric.note("slow", fault.src, fault.dst)
-        self._fabric.way(fault.src, fault.dst).slow(fault.factor)
+        self._fabric.channel(fault.src, fault.dst).slow(fault.factor)
         self._later(fault.for_s, partial(self._unslow, fault))
 
     def _unslow(self, fault: Slow) -> None:
         self._fabric.note("fast", fault.src, fault.dst)
-        self._fabric.way(fault.src, fault.dst).unslow(fault.factor)
+        self._fabric.channel(fault.src, fault.dst).unslow(fault.factor)
 
     def _later(self, seconds: float | None, fn: Callable[[], None]) -> None:
         if seconds is not None:

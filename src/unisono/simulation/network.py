@@ -1,7 +1,4 @@
-"""The network of a simulation: how long a message takes from rank to rank.
-
-Knows latency, speed and jitter. Does not know faults, messages or the clock.
-"""
+"""The network of a simulation: how long a message takes from rank to rank."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ __all__ = ["Link", "Network", "Pace"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way from one rank to another, where it differs from the rest of the network; None: it does not."""
+    """What is different from one rank to another; None: the same as in the rest of the network."""
 
     latency_s: float | None = None
     bytes_per_s: float | None = None
@@ -31,8 +28,8 @@ class Network:
     """Every rank reaches every other: b bytes take `latency_s + b / bytes_per_s`, and up to `jitter_s` more.
 
     The messages of one lane from one rank to another leave one after the other and arrive in order. `links`
-    says what is different on single ways: `links={(0, 1): Link(latency_s=0.1)}` is the way from 0 to 1, not
-    back. By default: TCP between the hosts of a rack, at 10 Gbit/s.
+    says what is different between single ranks: `links={(0, 1): Link(latency_s=0.1)}` concerns messages from
+    0 to 1, not those from 1 to 0. The defaults are those of TCP within a rack, at 10 Gbit/s.
     """
 
     latency_s: float = 50e-6
@@ -44,21 +41,21 @@ class Network:
         _check_pace(self.latency_s, self.bytes_per_s, self.jitter_s)
         if not isinstance(self.links, Mapping):
             raise UsageError(f"links is {type(self.links).__name__}; allowed: a dict of (src, dst) to Link")
-        for way, link in self.links.items():
-            if not isinstance(way, tuple) or len(way) != 2 or way[0] == way[1]:
-                raise UsageError(f"links has the key {way!r}; allowed: (src, dst) of two different ranks")
+        for key, link in self.links.items():
+            if not isinstance(key, tuple) or len(key) != 2 or key[0] == key[1]:
+                raise UsageError(f"links has the key {key!r}; allowed: (src, dst) of two different ranks")
             if not isinstance(link, Link):
-                raise UsageError(f"links[{way}] is {type(link).__name__}; allowed: unisono.simulation.Link")
+                raise UsageError(f"links[{key}] is {type(link).__name__}; allowed: unisono.simulation.Link")
         object.__setattr__(self, "links", dict(self.links))
 
     def check(self, size: int) -> None:
         """Refuse links between ranks that do not exist."""
-        for way in self.links:
-            for rank in way:
-                check_rank(f"rank in links[{way}]", rank, size)
+        for key in self.links:
+            for rank in key:
+                check_rank(f"rank in links[{key}]", rank, size)
 
     def pace(self, src: int, dst: int) -> Pace:
-        """What holds on one way."""
+        """The pace from one rank to another."""
         link = self.links.get((src, dst), _SAME)
         return Pace(
             self.latency_s if link.latency_s is None else link.latency_s,
@@ -69,7 +66,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast one way is."""
+    """How fast messages travel from one rank to another."""
 
     latency_s: float
     bytes_per_s: float

@@ -1,4 +1,4 @@
-"""What a simulation gives back."""
+"""The result of a simulation."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class SimResult:
     trace: tuple[TraceEvent, ...] = field(repr=False)
 
     def raise_first(self) -> SimResult:
-        """Raise the error that ended a rank first, if any did; that a rank was killed as asked is none."""
+        """Raise the first error that ended a rank, if any. A rank that a Kill ended does not count."""
         for event in self.trace:
             if event.kind == "raise" and not isinstance(self.results[event.rank], Killed):
                 raise self.results[event.rank]
         return self
 
     def trace_text(self) -> str:
-        """The trace for reading, one line per event."""
+        """The trace as text, one line per event."""
         return trace_text(self.trace)

@@ -1,7 +1,4 @@
-"""Virtual time for one rank: the runtime that the simulator puts in the place of the real one.
-
-Knows waiting, sleeping and timers in virtual time. Does not know what is waited for.
-"""
+"""Virtual time for one rank: the runtime that the simulator puts in place of the real one."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from unisono.core.clock import (
     Waiting,
 )
 from unisono.simulation.checks import check_amount
-from unisono.simulation.scheduler import Due, Scheduler, SimThread, Stopped, scheduler_here
+from unisono.simulation.scheduler import Scheduler, SimThread, Stopped, TimedCall, scheduler_here
 
 __all__ = ["SimEvent", "SimRuntime", "now", "sleep"]
 
-# What it costs to ask without waiting. It must cost something: a loop that asks until something has happened
-# would otherwise go on for ever at one point of virtual time. Who has asked for long pays a hundredth of that
-# time, so that a loop over a virtual second takes some thousand rounds and not a million.
+# The virtual time of a poll. It must not be 0: a loop that polls until something has happened would go on for
+# ever at one point of virtual time. A loop that has polled for long pays a hundredth of that time per poll:
+# it takes some thousand rounds per virtual second, and not a million.
 POLL_S: Final = 1e-6
 POLL_SHARE: Final = 0.01
 
@@ -57,23 +54,23 @@ class SimEvent:
         self.waiters: list[SimThread] = []
 
     def set(self) -> None:
-        """Raise the flag and wake who waits."""
+        """Set the flag and wake all waiting threads."""
         self._scheduler.check_caller()
         self._is_set = True
         for thread in self.waiters:
             thread.wake()
 
     def clear(self) -> None:
-        """Lower the flag."""
+        """Clear the flag."""
         self._is_set = False
 
     def is_set(self) -> bool:
-        """Whether the flag is up."""
+        """Whether the flag is set."""
         return self._is_set
 
 
 class SimRuntime(Runtime):
-    """The clock and timers of one rank. Its timers stand still and end with the rank."""
+    """The clock and timers of one rank. Its timers are paused and end with the rank."""
 
     is_virtual = True
     sees_deadlocks = True
@@ -85,7 +82,7 @@ class SimRuntime(Runtime):
 
     @property
     def is_dead(self) -> bool:
-        """Whether the rank was killed, or the whole simulation stopped."""
+        """Whether the rank was killed, or the simulation is stopping."""
         return self._thread.killed is not None or self._scheduler.is_stopping
 
     def now(self) -> float:
@@ -102,7 +99,7 @@ class SimRuntime(Runtime):
         """Wait for the event in virtual time."""
         assert isinstance(event, SimEvent)
         thread = self._scheduler.blocking_thread()
-        thread.check_life()
+        thread.check_alive()
         if event.is_set():
             return True
         timer = None
@@ -122,25 +119,25 @@ class SimRuntime(Runtime):
         """Call `fn` at a virtual time; later if the rank is paused then, never once it has ended."""
         self._scheduler.check_caller()
         if when == math.inf:
-            return Due(self._scheduler, fn, is_housekeeping=True)
+            return TimedCall(self._scheduler, fn, is_housekeeping=True)
         return self._scheduler.call_at(when, lambda: self._on_time(fn))
 
     def call_soon(self, fn: Callable[[], None]) -> None:
-        """Call it at once: in virtual time only one thread runs, and it holds no lock that matters."""
+        """Call it at once: only one thread runs, and it holds no lock that `fn` could need."""
         fn()
 
     def start_thread(self, fn: Callable[[], None], name: str) -> None:
-        """Let another thread of the rank have its turns."""
+        """Start another thread of the rank."""
 
-        def live() -> None:
+        def run() -> None:
             try:
                 fn()
             except Stopped:
                 raise
             except Killed:
-                pass  # with its rank, whose end is known
+                pass  # it ends with its rank
 
-        self._scheduler.add_helper(self._thread, live)
+        self._scheduler.add_helper(self._thread, run)
 
     def sleep(self, seconds: float) -> None:
         """Let virtual time pass."""
@@ -148,13 +145,13 @@ class SimRuntime(Runtime):
         self._scheduler.blocking_thread().sleep(seconds)
 
     def deadline(self, timeout: float | None) -> Deadline:
-        """Turn a timeout into a deadline; a timeout of 0 is a poll, which costs a moment."""
+        """Turn a timeout into a deadline; a timeout of 0 is a poll, which takes `POLL_S` or more."""
         if timeout == 0:
             self.polled()
         return super().deadline(timeout)
 
     def polled(self) -> None:
-        """Let a moment pass for somebody who asked and does not wait."""
+        """Let the time of a poll pass."""
         scheduler = self._scheduler
         if scheduler_here() is not scheduler or scheduler.current is not self._thread:
             return
@@ -165,4 +162,4 @@ class SimRuntime(Runtime):
 
     def _on_time(self, fn: Callable[[], None]) -> None:
         if not self._thread.has_ended:
-            self._thread.when_awake(fn)
+            self._thread.when_running(fn)

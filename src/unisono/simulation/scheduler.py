@@ -1,10 +1,9 @@
 """The scheduler: threads that run one at a time, in virtual time.
 
-Knows threads, timed calls and whose turn it is. Does not know messages, networks or ranks' programs.
-
-The nouns. A *thread* belongs to one rank. Who holds the *baton* runs, all others wait for it. The *driver*
-is the thread that called `run`: it moves the clock and makes the timed calls. Time stands still while anyone
-runs and moves on when all wait. Among threads that are ready at the same time the seed chooses.
+A *thread* belongs to one rank. The thread that holds the *baton* runs, all others wait for the baton. The
+*driver* is the thread that called `run`: it moves the clock and makes the timed calls. Time stands still
+while a thread runs and moves on when all wait. Among threads that are ready at the same time, the seed
+chooses.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from typing import Final
 from unisono.core.clock import Killed, Waiting
 from unisono.errors import Deadlock, UsageError
 
-__all__ = ["Due", "Scheduler", "SimThread", "Stopped", "scheduler_here"]
+__all__ = ["Scheduler", "SimThread", "Stopped", "TimedCall", "scheduler_here"]
 
 
-# Cancelled calls stay in the heap until there are so many that rebuilding it pays.
+# The heap is rebuilt once it has more cancelled calls than this, and more than live ones.
 _CANCELLED_MIN: Final = 1024
 
 
 class Stopped(Killed):
-    """The simulation itself ends early; every thread unwinds."""
+    """The simulation ends early; every thread unwinds."""
 
 
-class Due:
-    """A call at a time; `fn` is None once it was made or cancelled."""
+class TimedCall:
+    """A call at a virtual time; `fn` is None once it was made or cancelled."""
 
     __slots__ = ("_scheduler", "fn", "is_housekeeping")
 
@@ -41,12 +40,12 @@ class Due:
         self.is_housekeeping = is_housekeeping
 
     def cancel(self) -> None:
-        """Forget it, unless it was made."""
+        """Cancel it, unless it was made."""
         if self.take() is not None:
             self._scheduler.note_cancelled()
 
     def take(self) -> Callable[[], None] | None:
-        """Use it up."""
+        """Return `fn` once, then None."""
         fn, self.fn = self.fn, None
         if fn is not None and not self.is_housekeeping:
             self._scheduler.pending -= 1
@@ -54,9 +53,9 @@ class Due:
 
 
 class Scheduler:
-    """Passes the baton. With only housekeeping left to wait for, it is a deadlock after `patience_s`."""
+    """Passes the baton. If only housekeeping calls are left, it is a deadlock after `deadlock_after_s`."""
 
-    def __init__(self, seed: int, patience_s: float) -> None:
+    def __init__(self, seed: int, deadlock_after_s: float) -> None:
         self.now = 0.0
         self.threads: list[SimThread] = []
         self._helpers: list[SimThread] = []
@@ -64,15 +63,15 @@ class Scheduler:
         self.is_stopping = False
         self.is_over = False
         self.pending = 0
-        self._patience_s = patience_s
+        self._deadlock_after_s = deadlock_after_s
         self._random = random.Random(f"threads {seed}").random
         self._ready: list[SimThread] = []
-        self._calls: list[tuple[float, int, Due]] = []
+        self._calls: list[tuple[float, int, TimedCall]] = []
         self._calls_made = 0
         self._cancelled = 0
-        self._moved_at = 0.0
+        self._progress_at = 0.0
         self._alive = 0
-        self._bug: BaseException | None = None
+        self._failure: BaseException | None = None
         self._baton = _taken_lock()
         self._driver = 0
         self._holder = 0
@@ -82,7 +81,7 @@ class Scheduler:
     def run(self) -> None:
         """Run every thread to its end.
 
-        An error of the scheduler itself, or an interrupt, unwinds all threads and comes out here.
+        An error of the scheduler itself, or an interrupt, unwinds all threads and is raised here.
         """
         self._driver = self._holder = threading.get_ident()
         _here.scheduler = self
@@ -107,11 +106,11 @@ class Scheduler:
             self._make_due_calls()
             if self._ready:
                 self._give(self._choose())
-                self._await_baton()
+                self._wait_for_baton()
             elif not self._let_time_pass():
-                self._end_deadlock()
-            if self._bug is not None:
-                raise self._bug
+                self._break_deadlock()
+            if self._failure is not None:
+                raise self._failure
 
     def _make_due_calls(self) -> None:
         calls = self._calls
@@ -121,11 +120,11 @@ class Scheduler:
                 self._cancelled -= 1
                 continue
             if not due.is_housekeeping:
-                self._moved_at = self.now
+                self._progress_at = self.now
             fn()
 
     def _let_time_pass(self) -> bool:
-        """Go to the time of the next call; False if there is none that could help anybody."""
+        """Move the clock to the next call; False if no call is left that could end a wait."""
         calls = self._calls
         while calls and calls[0][2].fn is None:
             heapq.heappop(calls)
@@ -133,13 +132,13 @@ class Scheduler:
         if not calls:
             return False
         when = calls[0][0]
-        if not self.pending and self._patience_s and when - self._moved_at > self._patience_s:
+        if not self.pending and self._deadlock_after_s and when - self._progress_at > self._deadlock_after_s:
             return False
         self.now = when
         return True
 
-    def _end_deadlock(self) -> None:
-        """Nothing will ever happen again: tell those who wait; if there are none, end the paused."""
+    def _break_deadlock(self) -> None:
+        """Nothing can happen any more: raise Deadlock in waiting threads; if none waits, kill paused ones."""
         stuck = [thread for thread in self._everyone() if thread.is_blocked and not thread.is_paused]
         paused = [thread for thread in self.threads if thread.is_paused and not thread.has_ended]
         lines = [str(thread.waiting()) for thread in stuck if thread.waiting is not None]
@@ -157,22 +156,22 @@ class Scheduler:
 
     def _stop(self) -> None:
         self.is_stopping = True
-        self._await_baton()
+        self._wait_for_baton()
         for thread in self._everyone():
             if thread.has_started and not thread.has_ended:
                 self._give(thread)
-                self._await_baton()
+                self._wait_for_baton()
 
-    def _await_baton(self) -> None:
-        # An interrupt may come between the two lines, so `current` is what counts.
+    def _wait_for_baton(self) -> None:
+        # An interrupt may come between the two lines, so check `current`.
         while self.current is not None:
             self._baton.acquire()
 
-    # -- from whoever holds the baton ----------------------------------------------------------------------
+    # -- from the thread that holds the baton --------------------------------------------------------------
 
-    def call_at(self, when: float, fn: Callable[[], None], *, is_housekeeping: bool = False) -> Due:
-        """Let the driver call `fn` at a time; calls for the same time in the order they were asked for."""
-        due = Due(self, fn, is_housekeeping)
+    def call_at(self, when: float, fn: Callable[[], None], *, is_housekeeping: bool = False) -> TimedCall:
+        """Let the driver call `fn` at a virtual time; calls for the same time run in order."""
+        due = TimedCall(self, fn, is_housekeeping)
         self._calls_made += 1
         if not is_housekeeping:
             self.pending += 1
@@ -180,7 +179,7 @@ class Scheduler:
         return due
 
     def note_cancelled(self) -> None:
-        """A call is no longer wanted; once most are not, throw them out."""
+        """A call was cancelled; once most are, remove them from the heap."""
         self._cancelled += 1
         if self._cancelled > _CANCELLED_MIN and self._cancelled * 2 > len(self._calls):
             self._calls[:] = [entry for entry in self._calls if entry[2].fn is not None]
@@ -194,7 +193,7 @@ class Scheduler:
         return thread
 
     def add_helper(self, of: SimThread, target: Callable[[], None]) -> None:
-        """Start another thread of a rank, which shares its fate."""
+        """Start another thread of a rank, which is paused and killed with it."""
         self.check_caller()
         helper = SimThread(self, of.rank, target)
         self._helpers = [thread for thread in self._helpers if not thread.has_ended]
@@ -209,47 +208,47 @@ class Scheduler:
         return [*self.threads, *self._helpers]
 
     def check_caller(self) -> None:
-        """Refuse threads that the scheduler does not run: it could not repeat what they do."""
+        """Raise UsageError in a thread that the scheduler does not run: no seed could repeat its actions."""
         if threading.get_ident() != self._holder:
             raise UsageError(
                 "the simulation is over"
                 if self.is_over
-                else "a thread called that the simulator does not run; allowed: the rank's own function, "
-                "which can overlap operations by `.start`"
+                else "called from a thread that the simulator does not run; "
+                "allowed: the rank's own function, which can overlap operations by `.start`"
             )
 
     def blocking_thread(self) -> SimThread:
-        """The thread that wants to wait."""
+        """The current thread, which wants to wait; UsageError in a callback of the driver."""
         self.check_caller()
         if self.current is None:
             raise UsageError(
-                "a callback must not wait: it runs between two points of virtual time",
+                "a callback must not wait: virtual time stands still while it runs",
                 next_step="start operations there, and wait for them elsewhere",
             )
         return self.current
 
     def make_ready(self, thread: SimThread) -> None:
-        """Let a thread have its turn."""
+        """Let a thread run when its turn comes."""
         self._ready.append(thread)
 
-    def take_back(self, thread: SimThread) -> None:
-        """Let a thread that was ready have no turn for now."""
+    def make_unready(self, thread: SimThread) -> None:
+        """Keep a ready thread from running."""
         self._ready.remove(thread)
 
     def pass_on(self, thread: SimThread) -> None:
-        """Pass the baton from a thread to the next one, or to the driver if it has calls to make first."""
+        """Pass the baton from a thread to the next one, or to the driver if a call is due."""
         is_call_due = bool(self._calls) and self._calls[0][0] <= self.now
-        if not self._ready or is_call_due or self.is_stopping or self._bug is not None:
+        if not self._ready or is_call_due or self.is_stopping or self._failure is not None:
             self._give(None)
         elif (following := self._choose()) is not thread:
             self._give(following)
         else:
             thread.take_turn()
 
-    def end(self, thread: SimThread, bug: BaseException | None) -> None:
-        """A thread has come to its end."""
+    def end(self, thread: SimThread, failure: BaseException | None) -> None:
+        """A thread has ended."""
         self._alive -= 1
-        self._bug = self._bug or bug
+        self._failure = self._failure or failure
         self.pass_on(thread)
 
     def _choose(self) -> SimThread:
@@ -273,11 +272,11 @@ class _State(Enum):
     READY = "may run"
     RUNNING = "holds the baton"
     BLOCKED = "waits for something"
-    ENDED = "is over"
+    ENDED = "has ended"
 
 
 class SimThread:
-    """A thread of a rank, and what faults do to it: to the first one, and to all that help it."""
+    """A thread of a rank. Pauses and kills of a rank's first thread extend to its helpers."""
 
     def __init__(self, scheduler: Scheduler, rank: int, target: Callable[[], None]) -> None:
         self.rank = rank
@@ -292,25 +291,25 @@ class SimThread:
         self._target = target
         self._state = _State.READY
         self._baton = _taken_lock()
-        # A daemon, because a second Ctrl-C must get out even if a rank computes for ever.
+        # A daemon, so that a second Ctrl-C ends the process even if a rank never returns.
         self._thread = threading.Thread(target=self._main, name=f"unisono-simulated-{rank}", daemon=True)
 
-    # -- what it is ----------------------------------------------------------------------------------------
+    # -- its state -----------------------------------------------------------------------------------------
 
     @property
     def ident(self) -> int:
-        """The number of the real thread."""
+        """The identifier of the real thread."""
         assert self._thread.ident is not None
         return self._thread.ident
 
     @property
     def has_started(self) -> bool:
-        """Whether there is a real thread."""
+        """Whether the real thread was started."""
         return self._thread.ident is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is over."""
+        """Whether it has ended."""
         return self._state is _State.ENDED
 
     @property
@@ -326,50 +325,50 @@ class SimThread:
     # -- from its own code ---------------------------------------------------------------------------------
 
     def wait(self, waiting: Callable[[], Waiting] | None) -> None:
-        """Let the others run until somebody wakes it.
+        """Let other threads run until `wake`.
 
         Raises:
             Killed: this rank was killed.
-            Deadlock: nobody will ever wake it.
+            Deadlock: no thread can wake it any more.
         """
-        self.check_life()
+        self.check_alive()
         self.waiting = waiting
         self._state = _State.BLOCKED
-        self._let_others_run()
+        self._yield_baton()
         deadlock, self.deadlock = self.deadlock, None
         if deadlock is not None:
             raise deadlock
 
     def sleep(self, seconds: float) -> None:
-        """Let the others run until the time has passed."""
+        """Let other threads run until the time has passed."""
         timer = self.scheduler.call_at(self.scheduler.now + seconds, self.wake)
         try:
             self.wait(None)
         finally:
             timer.cancel()
 
-    def stand_still(self) -> None:
-        """Let the others run for as long as it is paused."""
+    def wait_while_paused(self) -> None:
+        """Let other threads run as long as this one is paused."""
         if self.is_paused:
             self._state = _State.READY
-            self._let_others_run()
+            self._yield_baton()
 
-    def check_life(self) -> None:
-        """Raise what must end this thread, if anything must."""
+    def check_alive(self) -> None:
+        """Raise Killed or Stopped if this thread must end."""
         if self.scheduler.is_stopping:
             raise Stopped
         if self.killed is not None:
             raise Killed(f"rank {self.rank} was {self.killed}")
 
-    def _let_others_run(self) -> None:
+    def _yield_baton(self) -> None:
         self.scheduler.pass_on(self)
         self._baton.acquire()
         self.waiting = None
-        self.check_life()
+        self.check_alive()
 
     def _main(self) -> None:
         _here.scheduler = self.scheduler
-        bug: BaseException | None = None
+        failure: BaseException | None = None
         self._baton.acquire()
         try:
             if not self.scheduler.is_stopping:
@@ -377,21 +376,21 @@ class SimThread:
         except Stopped:
             pass
         except BaseException as error:
-            bug = error
+            failure = error
         self._state = _State.ENDED
-        self.scheduler.end(self, bug)
+        self.scheduler.end(self, failure)
 
     # -- from others ---------------------------------------------------------------------------------------
 
     def add_helper(self, helper: SimThread) -> None:
-        """Let another thread be killed and paused with this one."""
+        """Pause and kill another thread together with this one."""
         self._helpers = [thread for thread in self._helpers if not thread.has_ended]
         self._helpers.append(helper)
         for pause in self._pauses:
             helper._pauses.append(pause)
 
     def start(self) -> None:
-        """Make the real thread; it waits for the baton."""
+        """Start the real thread; it waits for the baton."""
         self._thread.start()
 
     def join(self) -> None:
@@ -412,8 +411,8 @@ class SimThread:
             if not self._pauses:
                 self.scheduler.make_ready(self)
 
-    def when_awake(self, fn: Callable[[], None]) -> None:
-        """Call now, or when it is no longer paused; not at all once it is killed."""
+    def when_running(self, fn: Callable[[], None]) -> None:
+        """Call `fn` now, or when the thread is no longer paused; never once it is killed."""
         if self.killed is not None:
             return
         if self._pauses:
@@ -422,9 +421,9 @@ class SimThread:
             fn()
 
     def pause(self, pause: object) -> None:
-        """Keep it from running, beside other pauses."""
+        """Add a pause: it does not run."""
         if self._state is _State.READY and not self._pauses:
-            self.scheduler.take_back(self)
+            self.scheduler.make_unready(self)
         if not self._pauses:
             self.paused_at = self.scheduler.now
         self._pauses.append(pause)
@@ -448,7 +447,7 @@ class SimThread:
         return True
 
     def kill(self, cause: str) -> None:
-        """End it: it unwinds when it next does anything, at once if it waits."""
+        """End it: it unwinds at its next operation, at once if it waits."""
         self.killed = cause
         for helper in self._helpers:
             helper.kill(cause)
@@ -461,7 +460,7 @@ _here = threading.local()
 
 
 def scheduler_here() -> Scheduler | None:
-    """The scheduler of the simulation that the caller is part of, if it is."""
+    """The scheduler of the simulation that the calling thread is part of, if any."""
     return getattr(_here, "scheduler", None)
 
 

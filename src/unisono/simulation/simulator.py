@@ -1,7 +1,4 @@
-"""The simulator: puts ranks, network and faults together and runs a program on them.
-
-Knows what belongs to one simulation, and its end. Does not know communicators: a program gets a backend.
-"""
+"""The simulator: puts ranks, network and faults together and runs a program on the ranks' backends."""
 
 from __future__ import annotations
 
@@ -35,11 +32,11 @@ def run(
 ) -> SimResult:
     """Run `program(backend)` on n simulated ranks, one at a time, in virtual time.
 
-    The same arguments give the same trace, as long as the program itself does the same each time. A rank that
-    ends without closing its backend leaves all the same. An interrupt ends all ranks and comes out here.
+    The same arguments give the same trace, if the program itself is deterministic. The backend of a rank is
+    closed when its program ends. A KeyboardInterrupt ends all ranks and is raised here.
 
     Raises:
-        UsageError: an argument makes no sense, or this is called inside a simulation.
+        UsageError: an argument is invalid, or this is called inside a simulation.
     """
     check_step("n", n)
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -73,14 +70,14 @@ class _World:
 
     def run(self, program: Callable[[SimBackend], Any]) -> SimResult:
         for rank in range(len(self._results)):
-            thread = self._scheduler.add_thread(lambda rank=rank: self._live(rank, program))  # type: ignore[misc]
+            thread = self._scheduler.add_thread(lambda rank=rank: self._run_rank(rank, program))  # type: ignore[misc]
             self._ranks.append(SimBackend(self._fabric, thread, self._ranks, self._injector))
         self._scheduler.run()
         trace = tuple(self._fabric.trace)
         return SimResult(self._results, self._scheduler.now, self._seed, trace_digest(trace), trace)
 
-    def _live(self, rank: int, program: Callable[[SimBackend], Any]) -> None:
-        """The life of a rank: its program, and an end that the others hear of."""
+    def _run_rank(self, rank: int, program: Callable[[SimBackend], Any]) -> None:
+        """Run the program of a rank, then close its backend."""
         backend = self._ranks[rank]
         try:
             self._results[rank], end = program(backend), "return"

@@ -1,7 +1,4 @@
-"""The trace of a simulation: what happened, when and to whom, in one order that a seed repeats.
-
-Knows records, their text and their hash. Does not know who writes them.
-"""
+"""The trace of a simulation: what happened, when and to which rank, in an order that the seed repeats."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ __all__ = ["TraceEvent", "trace_digest", "trace_text"]
 
 
 class TraceEvent(NamedTuple):
-    """One thing that happened to `rank`; what does not apply is None.
+    """One event of `rank`; fields that do not apply are None.
 
     Messages: send, arrive (the message, or only its envelope), match, data (the bytes of a message that had
-    waited for its receive). Ranks: return, raise, down (`rank` learns that `peer` is gone). Faults: kill,
-    pause, resume, and cut, heal, slow, fast for the way from `rank` to `peer`.
+    waited for its receive). Ranks: leave, return, raise, down (`rank` learns that `peer` is down). Faults:
+    kill, pause, resume, and cut, heal, slow, fast for the channel from `rank` to `peer`.
     """
 
     time_s: float
@@ -39,17 +36,17 @@ class TraceEvent(NamedTuple):
         return text
 
 
-# The far end is the receiver of a send, and the source of everything else that a message does.
+# The peer is the receiver of a send, and the source in all other events of a message.
 _ARROWS = {"arrive": "<-", "match": "<-", "data": "<-", "down": "lost"}
 
 
 def trace_text(trace: Iterable[TraceEvent]) -> str:
-    """One line per event, for reading."""
+    """The trace as text, one line per event."""
     return "\n".join(map(str, trace))
 
 
 def trace_digest(trace: Iterable[TraceEvent]) -> str:
-    """A hash of everything in the trace; times count to the last bit."""
+    """A hash of the whole trace, with times to the last bit."""
     digest = hashlib.sha256()
     for event in trace:
         digest.update((" ".join(map(repr, event)) + "\n").encode())

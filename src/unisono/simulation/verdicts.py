@@ -1,10 +1,7 @@
-"""Verdicts: who takes whom for dead, and who hears of it.
+"""Verdicts: which rank declares which other rank dead, and which ranks it reports this to.
 
-Knows since when a rank has not been heard, and what follows from it. Does not know faults or messages: it is
-told that a way is mute, and tells the backends who is down.
-
-There are no heartbeats in a simulation: a rank is silent from the moment its process stands still or its way
-is cut, and that moment is known. So nothing moves on a quiet network, and a deadlock shows at once.
+A simulation has no heartbeats. A rank is silent from the moment at which its process is paused or its channel
+cut, and that moment is known. So nothing moves on a quiet network, and a deadlock shows at once.
 """
 
 from __future__ import annotations
@@ -23,47 +20,47 @@ __all__ = ["Member", "Silence", "Verdicts"]
 
 @dataclass(slots=True)
 class Silence:
-    """Why one rank is not heard by another; it is heard again when every reason has gone."""
+    """The silence of one rank for another: it lasts while it has a reason, a pause or a cut."""
 
     reasons: int = 0
     since: float = 0.0
 
     def begin(self, now: float) -> bool:
-        """Add a reason; True if it was heard until now."""
+        """Add a reason; True if it is the first."""
         self.reasons += 1
         if self.reasons == 1:
             self.since = now
         return self.reasons == 1
 
     def end(self) -> None:
-        """Take a reason away."""
+        """Remove a reason."""
         self.reasons -= 1
 
     def is_fatal(self, now: float, limit_s: float) -> bool:
-        """Whether it has lasted so long that the rank is taken for dead."""
+        """Whether it has lasted for `limit_s`, after which the rank is declared dead."""
         return self.reasons > 0 and now >= self.since + limit_s
 
 
 class Member(Protocol):
-    """What verdicts need of a rank."""
+    """What `Verdicts` needs of a rank."""
 
     @property
     def is_gone(self) -> bool:
-        """Whether it takes no more news."""
+        """Whether it has left or was killed."""
 
     def has_lost(self, peer: int) -> bool:
         """Whether it knows that a rank is down."""
 
     def peer_down(self, down: PeerDown) -> None:
-        """Tell it that a rank is down."""
+        """Notify it that a rank is down."""
 
 
 class Verdicts:
     """Turns silence into verdicts, by the engine's rule (native/engine/engine.cpp, Engine::on_news).
 
-    Who has a link with a rank judges for itself: it gives the rank up after `silence_s` without a word, or
-    when the link is closed at the other end, and what others say of the rank changes nothing. Who has no link
-    would never know, and believes what it is told. Whoever gives a rank up tells all it has links with.
+    A rank that has a link with another decides for itself: it declares the other dead after `silence_s` of
+    silence, or when the other end closes the link, and ignores reports about it. A rank without a link could
+    never find out, so it believes reports. A rank that declares another dead reports this on all its links.
     """
 
     def __init__(self, fabric: Fabric, members: Sequence[Member]) -> None:
@@ -71,95 +68,95 @@ class Verdicts:
         self._members = members
         self._limit_s = fabric.config.silence_s
         self._silences: dict[tuple[int, int], Silence] = {}
-        self._parted: dict[int, PeerDown] = {}
-        self._news: dict[int, list[PeerDown]] = {}
+        self._departed: dict[int, PeerDown] = {}
+        self._unreported: dict[int, list[PeerDown]] = {}
         fabric.on_link = self._on_link
 
     def mute(self, src: int, dst: int) -> None:
-        """From now on `dst` does not hear `src`, for one more reason."""
+        """`src` is silent for `dst` from now on, for one more reason."""
         scheduler = self._fabric.scheduler
         silence = self._silences.setdefault((src, dst), Silence())
         if silence.begin(scheduler.now):
-            scheduler.call_at(scheduler.now + self._limit_s, partial(self._judge, src, dst))
+            scheduler.call_at(scheduler.now + self._limit_s, partial(self._check_silence, src, dst))
 
     def unmute(self, src: int, dst: int) -> None:
-        """One reason has gone. Who was silent for too long is judged first: its next word comes too late."""
-        self._judge(src, dst)
+        """One reason has gone. A silence that has lasted too long counts first."""
+        self._check_silence(src, dst)
         self._silences[src, dst].end()
 
-    def part(self, down: PeerDown) -> None:
-        """A rank has left or was killed: its links tell the others, after all that it sent."""
-        self._parted[down.rank] = down
+    def leave(self, down: PeerDown) -> None:
+        """A rank has left or was killed: its links are closed after all that it sent."""
+        self._departed[down.rank] = down
         for dst in range(self._fabric.size):
             if dst != down.rank and not self._members[dst].is_gone and self._has_link(down.rank, dst):
-                self._fabric.way(down.rank, dst).send_last(partial(self._lose, dst, down))
+                self._fabric.channel(down.rank, dst).send_last(partial(self._lose_peer, dst, down))
 
-    def _judge(self, src: int, dst: int) -> None:
+    def _check_silence(self, src: int, dst: int) -> None:
         linked_since = self._fabric.linked_since(src, dst)
         if linked_since is None:
             return
         now, silence = self._fabric.scheduler.now, self._silences[src, dst]
         if now < linked_since + self._limit_s or not silence.is_fatal(now, self._limit_s):
             return
-        # A rank that stands still judges nobody; it looks again when it runs.
+        # A paused rank declares nobody dead; it checks again when it runs.
         thread = self._fabric.scheduler.threads[dst]
         if thread.is_paused:
-            thread.when_awake(partial(self._judge, src, dst))
+            thread.when_running(partial(self._check_silence, src, dst))
         else:
-            self._give_up(dst, src)
+            self._declare_dead(dst, src)
 
-    def _give_up(self, by: int, accused: int) -> None:
-        """`by` has not heard a rank for too long: it closes the link, whose other end finds it closed."""
+    def _declare_dead(self, by: int, accused: int) -> None:
+        """`by` declares a silent rank dead and closes the link, whose other end notices that."""
         member = self._members[by]
         if member.is_gone or member.has_lost(accused):
             return
         notice = PeerDown(by, f"gave rank {accused} up after {self._limit_s:g} s of silence")
-        self._fabric.way(accused, by).hang_up(None)
-        self._fabric.way(by, accused).hang_up(partial(self._lose, accused, notice))
-        self._lose(by, PeerDown(accused, f"silent for {self._limit_s:g} s"))
+        self._fabric.channel(accused, by).reset(None)
+        self._fabric.channel(by, accused).reset(partial(self._lose_peer, accused, notice))
+        self._lose_peer(by, PeerDown(accused, f"silent for {self._limit_s:g} s"))
 
-    def _lose(self, by: int, down: PeerDown) -> None:
-        """A rank is down for `by`, who tells its own, and everybody it has a link with."""
+    def _lose_peer(self, by: int, down: PeerDown) -> None:
+        """A rank is down for `by`: notify its listeners, and report it on all its links."""
         member = self._members[by]
         if member.is_gone or member.has_lost(down.rank):
             return
-        # Verdicts of one moment travel together.
-        news = self._news.setdefault(by, [])
-        if not news:
+        # Verdicts of one moment travel in one report.
+        unreported = self._unreported.setdefault(by, [])
+        if not unreported:
             scheduler = self._fabric.scheduler
-            scheduler.call_at(scheduler.now, partial(self._spread, by))
-        news.append(down)
+            scheduler.call_at(scheduler.now, partial(self._report, by))
+        unreported.append(down)
         self._fabric.note("down", by, down.rank)
         member.peer_down(down)
 
-    def _spread(self, by: int) -> None:
-        news, member = tuple(self._news.pop(by)), self._members[by]
+    def _report(self, by: int) -> None:
+        verdicts, member = tuple(self._unreported.pop(by)), self._members[by]
         for dst in range(self._fabric.size):
             if dst == by or member.is_gone or member.has_lost(dst) or not self._has_link(by, dst):
                 continue
-            # To those who have a link with it themselves it would be no news.
-            unknown = tuple(d for d in news if d.rank != dst and not self._has_link(dst, d.rank))
+            # A rank that has a link with the dead one decides for itself.
+            unknown = tuple(d for d in verdicts if d.rank != dst and not self._has_link(dst, d.rank))
             if unknown:
-                self._fabric.way(by, dst).send(Lane.CONTROL, 0, partial(self._learn, dst, unknown))
+                self._fabric.channel(by, dst).send(Lane.CONTROL, 0, partial(self._on_report, dst, unknown))
 
-    def _learn(self, dst: int, news: tuple[PeerDown, ...]) -> None:
-        for down in news:
+    def _on_report(self, dst: int, verdicts: tuple[PeerDown, ...]) -> None:
+        for down in verdicts:
             if not self._has_link(dst, down.rank):
-                self._lose(dst, down)
+                self._lose_peer(dst, down)
 
     def _on_link(self, caller: int, called: int) -> None:
-        """A first message opens a link: who is called may be gone, silent, or take the caller for dead."""
-        if (parted := self._parted.get(called)) is not None:
-            self._fabric.way(called, caller).send_last(partial(self._lose, caller, parted))
+        """A first message opens a link. The called rank may be gone, or silent, or refuse a dead caller."""
+        if (departed := self._departed.get(called)) is not None:
+            self._fabric.channel(called, caller).send_last(partial(self._lose_peer, caller, departed))
         elif self._members[called].has_lost(caller):
-            notice = PeerDown(called, f"refuses the link: it takes rank {caller} for dead")
-            self._fabric.way(caller, called).hang_up(None)
-            self._fabric.way(called, caller).hang_up(partial(self._lose, caller, notice))
+            notice = PeerDown(called, f"refuses the link: it has declared rank {caller} dead")
+            self._fabric.channel(caller, called).reset(None)
+            self._fabric.channel(called, caller).reset(partial(self._lose_peer, caller, notice))
         else:
             scheduler = self._fabric.scheduler
             for src, dst in ((caller, called), (called, caller)):
                 if (src, dst) in self._silences:
-                    scheduler.call_at(scheduler.now + self._limit_s, partial(self._judge, src, dst))
+                    scheduler.call_at(scheduler.now + self._limit_s, partial(self._check_silence, src, dst))
 
     def _has_link(self, one: int, other: int) -> bool:
         return self._fabric.linked_since(one, other) is not None

@@ -1,6 +1,9 @@
-"""For tests: the conformance kit for backends, and in-process ranks for programs.
+"""For tests: the conformance kit for authors of backends, and in-process ranks for tests of programs.
 
-Knows how to run ranks inside a test and what a backend must keep. Does not know any test framework.
+    def test_my_backend():
+        check_backend(make_backends)        # make_backends(size) -> [Backend of rank 0, of rank 1, ...]
+
+It needs no test framework.
 """
 
 from unisono.testing.case import Case, ConformanceError
@@ -11,5 +14,5 @@ __all__ = ["CASES", "Case", "ConformanceError", "check_backend", "run_case", "ru
 
 
 def __dir__() -> list[str]:
-    """What is public, and nothing else."""
+    """The public names only."""
     return __all__

@@ -1,8 +1,4 @@
-"""A case: one promise of the backend contract, as a program that every rank runs.
-
-Knows what a case is, and whether a backend has what it needs. Does not know any case, nor how ranks are
-brought to run.
-"""
+"""A case: one promise of the backend contract, as a program that every rank runs."""
 
 from __future__ import annotations
 
@@ -15,12 +11,12 @@ from unisono.testing.case_rank import CaseRank
 
 __all__ = ["Case", "ConformanceError", "Suite"]
 
-# What a case can need: abilities of the backend by their names in Capabilities, and threads of its own.
+# What a case can need: fields of Capabilities, and "threads": ranks that run in real time.
 _NEEDS: Final = ("sync_send", "threads", "wildcards")
 
 
 class ConformanceError(AssertionError):
-    """A backend breaks its contract: in which `case`, seen by which `rank`, and what was expected."""
+    """A backend breaks its contract in `case`, as seen by `rank`; the text says what was expected."""
 
     def __init__(self, case: str, rank: int, text: str) -> None:
         super().__init__(f"case {case!r}, rank {rank}: {text}")
@@ -30,7 +26,10 @@ class ConformanceError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A program for `size` ranks: each calls `run` with its own backend, on any kind of rank."""
+    """A program for `size` ranks: each rank calls `run(backend)` with its own backend.
+
+    `promise` says in one sentence what the case checks. `needs` are abilities without which it cannot run.
+    """
 
     name: str
     size: int
@@ -39,7 +38,7 @@ class Case:
     needs: frozenset[str] = frozenset()
 
     def lacking(self, backend: Backend) -> frozenset[str]:
-        """What the backend does not have of what the case needs."""
+        """The needs of this case that the backend does not meet."""
         able = backend.capabilities
         has = {
             "sync_send": able.sync_send,
@@ -50,7 +49,7 @@ class Case:
 
 
 class Suite:
-    """A table of cases, written as functions: a name, and a first line that says the promise."""
+    """A table of cases, written as functions: the first line of the docstring is the promise."""
 
     def __init__(self) -> None:
         self.cases: list[Case] = []
@@ -58,11 +57,11 @@ class Suite:
     def case(
         self, size: int, needs: Iterable[str] = ()
     ) -> Callable[[Callable[[CaseRank], None]], Callable[[CaseRank], None]]:
-        """Enter a function as a case for `size` ranks."""
+        """Add a function as a case for `size` ranks."""
         needed = frozenset(needs)
         assert needed <= set(_NEEDS), f"a case can need {_NEEDS}"
 
-        def enter(program: Callable[[CaseRank], None]) -> Callable[[CaseRank], None]:
+        def add(program: Callable[[CaseRank], None]) -> Callable[[CaseRank], None]:
             promise = (program.__doc__ or "").strip().splitlines()[0]
 
             def run(backend: Backend) -> None:
@@ -71,4 +70,4 @@ class Suite:
             self.cases.append(Case(program.__name__, size, run, promise, needed))
             return program
 
-        return enter
+        return add

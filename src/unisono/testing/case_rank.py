@@ -1,8 +1,7 @@
-"""A me: one rank's place in a conformance case.
+"""One rank of a conformance case: it starts requests, waits for them and checks what came.
 
-Knows how to wait for a request, what data to send and how to say what was expected. Does not know the cases.
-Ranks of a case talk only through the backend, so the same case runs on threads, in processes and in virtual
-time.
+Ranks of a case communicate only through the backend, so the same case runs on threads, in processes and in
+virtual time. In the cases this object is called `me`.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from unisono.errors import UnisonoError
 from unisono.messaging.backend import Backend, PeerDown
 from unisono.messaging.credit import ENVELOPE_BYTES
 
-__all__ = ["CONTEXT", "PATIENCE_S", "CaseRank", "Downs", "payload"]
+__all__ = ["CONTEXT", "PATIENCE_S", "CaseRank", "PeerDownLog", "payload"]
 
 E = TypeVar("E", bound=UnisonoError)
 
-# A whole case ends by then, so that a hang is a failure. Set by run_case; long enough for a loaded machine.
+# Seconds for a whole case, so that a hang is a failure. Set by run_case; enough for a loaded machine.
 PATIENCE_S: ContextVar[float] = ContextVar("PATIENCE_S", default=30.0)
 
-# What a case uses unless it says otherwise, and where `meet` talks. Both use all 64 bits.
+# The context of a case's messages, and that of `barrier`. Both use the highest of the 64 bits.
 CONTEXT: Final = 0xFEDC_BA98_7654_3212
-_MEETING: Final = 0x8000_0000_0000_0102
+_BARRIER: Final = 0x8000_0000_0000_0102
 
-# Bytes of a receive buffer that no message has touched.
+# The value of bytes in a receive buffer that no message has written.
 UNTOUCHED: Final = 0xEE
 
 
 def payload(rank: int, index: int, nbytes: int) -> memoryview:
-    """Bytes that show who sent them, as which message, and where each of them belongs."""
+    """Bytes that differ by sending rank, by message and by position."""
     seed = np.uint32((rank * 2246822519 + index * 3266489917 + 374761393) % 2**32)
     words = np.arange((nbytes + 3) // 4, dtype=np.uint32) * np.uint32(2654435761) ^ seed
     words = (words ^ words >> np.uint32(15)) * np.uint32(2246822519)
@@ -45,27 +44,27 @@ def payload(rank: int, index: int, nbytes: int) -> memoryview:
     return memoryview(data)
 
 
-class Downs:
-    """What a watch has told, by rank, and a request per rank that ends when it is told."""
+class PeerDownLog:
+    """What `Backend.watch` has reported, by rank, and a request per rank that ends with the first report."""
 
     def __init__(self, backend: Backend) -> None:
-        self.told: dict[int, list[PeerDown]] = {}
+        self.reports: dict[int, list[PeerDown]] = {}
         self._awaited = {rank: Request(rank) for rank in range(backend.size)}
-        backend.watch(self._hear)
+        backend.watch(self._on_down)
 
     def of(self, rank: int) -> Request:
-        """Ends when the rank is down."""
+        """A request that ends when the rank is down."""
         return self._awaited[rank]
 
-    def _hear(self, down: PeerDown) -> None:
-        news = self.told.setdefault(down.rank, [])
-        news.append(down)
-        if len(news) == 1:
+    def _on_down(self, down: PeerDown) -> None:
+        reports = self.reports.setdefault(down.rank, [])
+        reports.append(down)
+        if len(reports) == 1:
             self._awaited[down.rank].complete()
 
 
 class CaseRank:
-    """One rank of a case: its backend, and how to wait and check there."""
+    """One rank of a case, with its backend. A failed check raises AssertionError with what was expected."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -74,10 +73,10 @@ class CaseRank:
         self.eager_bytes = backend.config.eager_bytes
         self.credit_bytes = backend.config.eager_credit_bytes
         self._deadline = backend.runtime.now() + PATIENCE_S.get()
-        self._meetings = 0
+        self._barriers = 0
 
     def eager_lengths(self, *wanted: int) -> list[int]:
-        """Those of the lengths that may travel at once, all of them together: they need no receive to end."""
+        """The lengths whose sends are all eager and fit the credit together: they end without a receive."""
         chosen, credit = [], self.credit_bytes
         for nbytes in wanted:
             if nbytes <= self.eager_bytes and nbytes + ENVELOPE_BYTES <= credit:
@@ -85,7 +84,7 @@ class CaseRank:
                 chosen.append(nbytes)
         return chosen
 
-    # -- to begin -----------------------------------------------------------------------------------------
+    # -- start --------------------------------------------------------------------------------------------
 
     def send(
         self,
@@ -121,18 +120,18 @@ class CaseRank:
         return self.backend.probe(src, context, tag)
 
     def world(self) -> Communicator:
-        """The communicator of all ranks; it closes the backend."""
+        """The communicator of all ranks; closing it closes the backend."""
         return Communicator.world(self.backend)
 
     @property
     def time_left_s(self) -> float:
-        """What remains of the patience with this case."""
+        """Seconds that remain for this case."""
         return max(0.0, self._deadline - self.backend.runtime.now())
 
-    # -- to wait ------------------------------------------------------------------------------------------
+    # -- wait ---------------------------------------------------------------------------------------------
 
-    def ended(self, request: Request, what: str) -> Request:
-        """Wait until it ends, however it does."""
+    def wait_ended(self, request: Request, what: str) -> Request:
+        """Wait until a request ends, with or without an error."""
         runtime = self.backend.runtime
         event = runtime.event()
         request.notify(event.set)
@@ -143,39 +142,39 @@ class CaseRank:
                 self.check(request.done, f"{what} ends", "it hangs")
         return request
 
-    def done(self, request: Request, what: str) -> Request:
-        """Wait until it ends, and well."""
-        self.ended(request, what)
+    def wait_done(self, request: Request, what: str) -> Request:
+        """Wait until a request ends without an error."""
+        self.wait_ended(request, what)
         if request.error is not None:
-            self.fail(f"{what} ends well", f"{type(request.error).__name__}: {request.error}")
+            self.fail(f"{what} succeeds", f"{type(request.error).__name__}: {request.error}")
         return request
 
-    def failed(self, request: Request, kind: type[E], what: str) -> E:
-        """Wait until it ends with the error that is due."""
-        self.ended(request, what)
+    def wait_failed(self, request: Request, kind: type[E], what: str) -> E:
+        """Wait until a request ends with an error of this kind; returns the error."""
+        self.wait_ended(request, what)
         if not isinstance(request.error, kind):
-            got = "it ended well" if request.error is None else repr(request.error)
+            got = "it succeeded" if request.error is None else repr(request.error)
             self.fail(f"{what} fails with {kind.__name__}", got)
         return request.error
 
-    def told(self, news: Downs, rank: int) -> PeerDown:
-        """Wait until a watch has told that a rank is down."""
-        self.ended(news.of(rank), f"being told by watch that rank {rank} is down")
-        return news.told[rank][0]
+    def wait_down(self, log: PeerDownLog, rank: int) -> PeerDown:
+        """Wait until a watch has reported that a rank is down."""
+        self.wait_ended(log.of(rank), f"the report of watch that rank {rank} is down")
+        return log.reports[rank][0]
 
-    def all_done(self, requests: Iterable[Request], what: str) -> None:
-        """Wait until all end, and well."""
+    def wait_all_done(self, requests: Iterable[Request], what: str) -> None:
+        """Wait until all requests end without an error."""
         for i, request in enumerate(requests):
-            self.done(request, f"{what} #{i}")
+            self.wait_done(request, f"{what} #{i}")
 
-    def got(self, request: Request, what: str) -> Envelope:
-        """Wait for a receive or probe and return what it met."""
-        envelope = self.done(request, what).envelope
+    def wait_envelope(self, request: Request, what: str) -> Envelope:
+        """Wait for a receive or probe; the envelope of the message that it matched."""
+        envelope = self.wait_done(request, what).envelope
         if envelope is None:
-            self.fail(f"{what} tells its envelope", "None")
+            self.fail(f"{what} has an envelope", "it is None")
         return envelope
 
-    def take(
+    def expect(
         self,
         src: int | Any_,
         expected: memoryview | bytes,
@@ -183,43 +182,43 @@ class CaseRank:
         *,
         tag: int | Any_ = 0,
         context: int = CONTEXT,
-        room: int = 3,
+        spare: int = 3,
     ) -> Envelope:
-        """Receive into a buffer that is `room` bytes too long, and check everything about it."""
-        buffer = self.buffer(len(expected) + room)
-        envelope = self.got(self.recv(src, buffer, tag=tag, context=context), what)
+        """Receive into a buffer that is `spare` bytes too long, and check bytes, length and the rest."""
+        buffer = self.buffer(len(expected) + spare)
+        envelope = self.wait_envelope(self.recv(src, buffer, tag=tag, context=context), what)
         self.check_filled(envelope, buffer, expected, what)
         return envelope
 
-    def meet(self) -> None:
-        """Wait until every rank has come here: whatever was sent before has then arrived."""
-        number, self._meetings = self._meetings, self._meetings + 1
+    def barrier(self) -> None:
+        """Wait until every rank has called this; messages that were sent before have then arrived."""
+        number, self._barriers = self._barriers, self._barriers + 1
 
-        def come(peer: int) -> None:
-            self.done(self.send(peer, tag=number, context=_MEETING), f"coming to rank {peer}")
+        def arrive(peer: int) -> None:
+            self.wait_done(self.send(peer, tag=number, context=_BARRIER), f"barrier: a send to rank {peer}")
 
         def await_(peer: int) -> None:
-            self.done(self.recv(peer, tag=number, context=_MEETING), f"waiting for rank {peer} to come")
+            self.wait_done(self.recv(peer, tag=number, context=_BARRIER), f"barrier: a receive from {peer}")
 
         others = range(1, self.size) if self.rank == 0 else range(1)
-        first, then = (await_, come) if self.rank == 0 else (come, await_)
+        first, then = (await_, arrive) if self.rank == 0 else (arrive, await_)
         for step in (first, then):
             for peer in others:
                 step(peer)
 
-    # -- to judge -----------------------------------------------------------------------------------------
+    # -- check --------------------------------------------------------------------------------------------
 
     @staticmethod
     def buffer(nbytes: int) -> memoryview:
-        """Memory to receive into, marked as untouched."""
+        """Memory to receive into; every byte is UNTOUCHED."""
         return memoryview(bytearray([UNTOUCHED]) * nbytes)
 
     def check_filled(
         self, envelope: Envelope, buffer: memoryview, expected: memoryview | bytes, what: str
     ) -> None:
-        """Check that a message lies whole in the buffer, and nothing beyond it."""
+        """Check that the buffer holds the whole message, and that the bytes after it are unchanged."""
         length = len(expected)
-        self.equal(envelope.nbytes, length, f"the length of {what}")
+        self.check_equal(envelope.nbytes, length, f"the length of {what}")
         if buffer[:length] != memoryview(expected):
             wrong = next(i for i in range(length) if buffer[i] != expected[i])
             self.fail(f"{what} arrives as it was sent", f"byte {wrong} of {length} differs")
@@ -227,13 +226,13 @@ class CaseRank:
             all(byte == UNTOUCHED for byte in buffer[length:]), f"{what} leaves the rest of the buffer alone"
         )
 
-    def equal(self, got: Any, expected: Any, what: str) -> None:
-        """Check a plain value."""
+    def check_equal(self, got: Any, expected: Any, what: str) -> None:
+        """Check that a value is the expected one."""
         if got != expected:
             self.fail(f"{what} is {expected!r}", repr(got))
 
-    def same(self, got: Any, expected: Any, what: str) -> None:
-        """Check an array, shape and type included."""
+    def check_array(self, got: Any, expected: Any, what: str) -> None:
+        """Check that an array has the expected shape, type and bits."""
         got, expected = np.asarray(got), np.asarray(expected)
         if (got.shape, got.dtype) != (expected.shape, expected.dtype):
             self.fail(f"{what} is {expected.dtype} of shape {expected.shape}", f"{got.dtype} of {got.shape}")
@@ -241,16 +240,18 @@ class CaseRank:
             self.fail(f"{what} is what NumPy computes", f"{got!r}, not {expected!r}")
 
     def check(self, is_right: bool, expected: str, got: str = "it does not") -> None:
-        """Check anything else; `expected` is a sentence."""
+        """Check a condition; `expected` is a sentence for the error, `got` what was found instead."""
         if not is_right:
             self.fail(expected, got)
 
     def fail(self, expected: str, got: str) -> NoReturn:
-        """This is not how it should be."""
+        """Fail the case."""
         raise AssertionError(f"expected that {expected}; {got}")
 
-    def raised(self, kind: type[E], what: str, call: Callable[..., object], *args: Any, **options: Any) -> E:
-        """Check that a call raises what is due."""
+    def check_raises(
+        self, kind: type[E], what: str, call: Callable[..., object], *args: Any, **options: Any
+    ) -> E:
+        """Check that a call raises an error of this kind; returns the error."""
         got: object
         try:
             got = call(*args, **options)
@@ -258,4 +259,4 @@ class CaseRank:
             return error
         except UnisonoError as error:
             got = error
-        raise AssertionError(f"expected that {what} raises {kind.__name__}; it gave {got!r}")
+        raise AssertionError(f"expected that {what} raises {kind.__name__}; it returned or raised {got!r}")

@@ -1,7 +1,4 @@
-"""The conformance kit: what every backend, and a user's own, must pass.
-
-Knows the table of cases and how to run them on threads. Does not know backends: a factory makes them.
-"""
+"""The conformance kit: the cases that every backend must pass, ours and those of other packages."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from unisono.testing.ranks import Threads
 
 __all__ = ["CASES", "check_backend", "run_case"]
 
-# From the simple to the composed: the first that fails says most.
+# From simple to composed: fix the first one that fails first.
 CASES: Final[tuple[Case, ...]] = tuple(
     case
     for part in (message_cases, flow_cases, ending_cases, communicator_cases, value_cases)
     for case in part.SUITE.cases
 )
 
-# How long a rank may take to give up once its patience has ended.
+# A rank fails by itself at `timeout`; one that has not ended this many seconds later is stuck in a call.
 _GRACE_S: Final = 2.0
 
 
@@ -34,18 +31,23 @@ def check_backend(
     names: Collection[str] | None = None,
     timeout: float = 30.0,
 ) -> list[str]:
-    """Check that backends keep their contract. `factory(size)` makes the ranks of a fresh world, in order.
+    """Check that a backend keeps the contract of `unisono.messaging.backend.Backend`.
 
-    Every case (all, or those in `names`) runs in a world of its own, a thread per rank, and has `timeout`
-    seconds; its backends are closed afterwards. A case that needs an ability the backend does not claim is
-    left out.
+    Every case runs in a fresh world, with a thread per rank; its backends are closed afterwards. A case that
+    needs an ability that `Backend.capabilities` does not claim is skipped.
+
+    Args:
+        factory: `factory(size)` returns connected backends for ranks 0 to size - 1, in this order.
+        names: run only these cases; see `CASES` for names and promises.
+        timeout: seconds for each case. A case that takes longer has failed.
 
     Returns:
-        The names of the cases that passed.
+        The names of the cases that passed; skipped ones are not in it.
 
     Raises:
-        ConformanceError: a promise is broken; it names the case, the rank and what was expected.
-        UsageError: a name is not a case.
+        ConformanceError: a promise is broken; it names the case, the rank and what was expected. It is the
+            failure that came first, and later cases did not run.
+        UsageError: one of `names` is not a case.
     """
     known = [case.name for case in CASES]
     unknown = sorted(set(names or ()) - set(known))
@@ -59,10 +61,12 @@ def check_backend(
 
 
 def run_case(case: Case, backend: Backend, *, timeout: float = 30.0) -> None:
-    """Run one rank's part of a case on its backend, and close it; for ranks that are no threads of ours.
+    """Run one rank's part of a case on its backend, and close the backend.
+
+    For ranks that are processes: every rank of a world of `case.size` calls it with the same case.
 
     Raises:
-        ConformanceError: something was not as expected here.
+        ConformanceError: this rank saw a broken promise.
     """
     try:
         _run(case, backend, timeout)
@@ -82,15 +86,15 @@ def _run(case: Case, backend: Backend, timeout: float) -> None:
 
 
 def _passes(case: Case, factory: Callable[[int], Sequence[Backend]], timeout: float) -> bool:
-    """Run a case on threads; False if the backends lack what it needs."""
+    """Run a case on threads; False if the backends do not meet its needs."""
     backends = list(factory(case.size))
     failures: list[BaseException] = []
 
-    def live(backend: Backend) -> None:
+    def run_rank(backend: Backend) -> None:
         try:
             _run(case, backend, timeout)
         except BaseException as failure:
-            failures.append(failure)  # before the others hear of it: the first is the cause of the rest
+            failures.append(failure)  # before `close`: failures that follow from it come later
         finally:
             backend.close()
 
@@ -100,13 +104,13 @@ def _passes(case: Case, factory: Callable[[int], Sequence[Backend]], timeout: fl
             raise ConformanceError(case.name, 0, f"expected ranks 0 to {case.size - 1} in order; got {ranks}")
         if any(case.lacking(backend) for backend in backends):
             return False
-        # A rank gives up by itself; beyond that, a call of the backend blocks, which none may.
-        hanging = Threads(live, backends).join(timeout + _GRACE_S)
+        # A rank gives up by itself, unless a call of its backend blocks, which none may.
+        hanging = Threads(run_rank, backends).join(timeout + _GRACE_S)
     finally:
         for backend in backends:
             backend.close()
     if failures:
         raise failures[0]
-    for rank, place in hanging.items():
-        raise ConformanceError(case.name, rank, f"expected that no call blocks; it hangs at {place}")
+    for rank, stack in hanging.items():
+        raise ConformanceError(case.name, rank, f"expected that no call blocks; it hangs at {stack}")
     return True

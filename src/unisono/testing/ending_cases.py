@@ -1,6 +1,6 @@
-"""Cases about endings: a rank that leaves, what the others hear of it, and what they still get.
+"""Cases about endings: a rank that closes its backend, and what the other ranks see and still receive.
 
-Knows what the contract promises when a rank closes. Does not know how a backend finds out.
+The first line of each docstring is the promise that the case checks.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from unisono.core.envelope import ANY
 from unisono.errors import ClosedError, PeerLost
 from unisono.testing.case import Suite
-from unisono.testing.case_rank import CaseRank, Downs, payload
+from unisono.testing.case_rank import CaseRank, PeerDownLog, payload
 
 __all__ = ["SUITE"]
 
@@ -17,10 +17,10 @@ SUITE = Suite()
 
 @SUITE.case(size=3)
 def requests_to_a_closed_peer_fail(me: CaseRank) -> None:
-    """Who waits for a rank that leaves gets PeerLost with its number; so does who begins later."""
-    news = Downs(me.backend)
+    """Requests to a rank that closes end with PeerLost, which names it; so do requests started later."""
+    downs = PeerDownLog(me.backend)
     if me.rank == 1:
-        me.meet()
+        me.barrier()
         me.backend.close()
         return
     waiting = {
@@ -31,11 +31,11 @@ def requests_to_a_closed_peer_fail(me: CaseRank) -> None:
             1, payload(me.rank, 0, max(me.eager_bytes, me.credit_bytes) + 1), tag=4
         ),
     }
-    me.meet()
+    me.barrier()
     for what, request in waiting.items():
-        error = me.failed(request, PeerLost, f"{what} of a rank that leaves")
-        me.equal(error.ranks, (1,), f"the lost ranks of {what}")
-    me.told(news, 1)
+        error = me.wait_failed(request, PeerLost, f"{what} of a rank that leaves")
+        me.check_equal(error.ranks, (1,), f"the lost ranks of {what}")
+    me.wait_down(downs, 1)
     late = {
         "a receive": me.recv(1, tag=1),
         "a probe": me.probe(1, tag=3),
@@ -44,86 +44,90 @@ def requests_to_a_closed_peer_fail(me: CaseRank) -> None:
         "a long send": me.send(1, payload(me.rank, 1, me.eager_bytes + 1), tag=6),
     }
     for what, request in late.items():
-        error = me.failed(request, PeerLost, f"{what} of a rank that has left")
-        me.equal(error.ranks, (1,), f"the lost ranks of {what}")
+        error = me.wait_failed(request, PeerLost, f"{what} of a rank that has left")
+        me.check_equal(error.ranks, (1,), f"the lost ranks of {what}")
     peer = 2 - me.rank
     send = me.send(peer, payload(me.rank, 2, 100), tag=7)
-    me.take(peer, payload(peer, 2, 100), "a message between those who stay", tag=7)
-    me.done(send, "a send between those who stay")
+    me.expect(peer, payload(peer, 2, 100), "a message between the remaining ranks", tag=7)
+    me.wait_done(send, "a send between the remaining ranks")
 
 
 @SUITE.case(size=2)
 def messages_outlive_their_sender(me: CaseRank) -> None:
-    """What a rank sent before it left stays receivable, in order; only then PeerLost."""
+    """Messages that a rank sent before it closed can be received, in order; after them comes PeerLost."""
     lengths = me.eager_lengths(0, 3, 1021, me.eager_bytes // 2)
     if me.rank == 1:
         sends = [me.send(0, payload(1, i, n), tag=i % 2) for i, n in enumerate(lengths)]
-        me.all_done(sends, "a send under the credit")
+        me.wait_all_done(sends, "a send under the credit")
         me.backend.close()
         return
-    me.told(Downs(me.backend), 1)
+    me.wait_down(PeerDownLog(me.backend), 1)
     if lengths:
-        me.equal(me.got(me.probe(1, tag=0), "a probe").nbytes, lengths[0], "the length of what is left")
+        me.check_equal(
+            me.wait_envelope(me.probe(1, tag=0), "a probe").nbytes, lengths[0], "the length of what is left"
+        )
     for tag in (1, 0):
         for i in range(tag, len(lengths), 2):
-            me.take(1, payload(1, i, lengths[i]), f"message {i} of a rank that has left", tag=tag)
-    me.failed(me.recv(1, tag=0), PeerLost, "a receive when nothing is left")
+            me.expect(1, payload(1, i, lengths[i]), f"message {i} of a rank that has left", tag=tag)
+    me.wait_failed(me.recv(1, tag=0), PeerLost, "a receive when nothing is left")
 
 
 @SUITE.case(size=3, needs=["wildcards"])
 def wildcards_outlive_a_peer(me: CaseRank) -> None:
-    """A receive or probe for ANY goes on when a rank leaves: another may serve it."""
+    """A receive or probe for ANY stays pending when one rank closes: another rank can match it."""
     if me.rank == 1:
-        me.meet()
+        me.barrier()
         me.backend.close()
         return
-    news = Downs(me.backend)
+    downs = PeerDownLog(me.backend)
     posted = me.recv(ANY, tag=1) if me.rank == 0 else None
-    me.meet()
-    me.told(news, 1)
+    me.barrier()
+    me.wait_down(downs, 1)
     if posted is None:
-        me.done(me.send(0, b"from two", tag=1), "a send")
-        me.done(me.send(0, b"again", tag=1), "a send")
+        me.wait_done(me.send(0, b"from two", tag=1), "a send")
+        me.wait_done(me.send(0, b"again", tag=1), "a send")
         return
-    me.equal(me.got(posted, "a receive from ANY").source, 2, "who served it")
-    me.equal(bytes(posted.data or b""), b"from two", "what it got")
-    me.equal(me.got(me.probe(ANY, tag=1), "a probe for ANY").source, 2, "who served the probe")
-    me.take(ANY, b"again", "the second message", tag=1)
+    me.check_equal(me.wait_envelope(posted, "a receive from ANY").source, 2, "the rank that it matched")
+    me.check_equal(bytes(posted.data or b""), b"from two", "what it got")
+    me.check_equal(
+        me.wait_envelope(me.probe(ANY, tag=1), "a probe for ANY").source, 2, "the rank that the probe matched"
+    )
+    me.expect(ANY, b"again", "the second message", tag=1)
 
 
 @SUITE.case(size=3)
 def watch_tells_once(me: CaseRank) -> None:
-    """A watch tells of every rank that leaves, once, whether it came before or after; it says who left."""
-    early, twin = Downs(me.backend), Downs(me.backend)
-    me.meet()
+    """A watch reports every rank that closes, once, whether it was added before or after."""
+    early, twin = PeerDownLog(me.backend), PeerDownLog(me.backend)
+    me.barrier()
     if me.rank == 2:
         me.backend.close()
         return
-    down = me.told(early, 2)
-    me.check(down.left, "a rank that closed is said to have left", repr(down))
-    me.check(bool(down.cause), "the news names a cause", repr(down))
-    me.told(twin, 2)
-    late = Downs(me.backend)
-    me.told(late, 2)
+    down = me.wait_down(early, 2)
+    me.check(down.left, "a rank that closed is reported as left", repr(down))
+    me.check(bool(down.cause), "the report names a cause", repr(down))
+    me.wait_down(twin, 2)
+    late = PeerDownLog(me.backend)
+    me.wait_down(late, 2)
     if me.rank == 1:
-        me.done(me.send(0, b"", tag=1), "a send")
+        me.wait_done(me.send(0, b"", tag=1), "a send")
         me.backend.close()
         return
-    me.take(1, b"", "the last message", tag=1)
-    for news in (early, twin, late):
-        me.told(news, 1)
-        told = {rank: len(downs) for rank, downs in news.told.items()}
-        me.equal(told, {1: 1, 2: 1}, "how often each rank was told to be down")
+    me.expect(1, b"", "the last message", tag=1)
+    for log in (early, twin, late):
+        me.wait_down(log, 1)
+        counts = {rank: len(reports) for rank, reports in log.reports.items()}
+        me.check_equal(counts, {1: 1, 2: 1}, "the number of reports for each rank")
 
 
 @SUITE.case(size=2)
 def close_ends_everything_here(me: CaseRank) -> None:
-    """Closing ends all requests here with ClosedError, pending or begun later; twice does no harm."""
+    """Closing ends all requests of this rank with ClosedError, pending or later; closing twice is fine."""
     large = max(me.eager_bytes, me.credit_bytes) + 1
     if me.rank == 1:
-        me.meet()
-        error = me.failed(me.recv(0, tag=9), PeerLost, "a receive from the rank that closed")
-        me.equal(error.ranks, (0,), "the lost ranks")
+        me.barrier()
+        error = me.wait_failed(me.recv(0, tag=9), PeerLost, "a receive from the rank that closed")
+        me.check_equal(error.ranks, (0,), "the lost ranks")
         return
     pending = {
         "a receive": me.recv(1, tag=1),
@@ -137,11 +141,11 @@ def close_ends_everything_here(me: CaseRank) -> None:
         pending["a probe for ANY"] = me.probe(ANY, tag=6)
     if me.backend.capabilities.sync_send:
         pending["a sync send"] = me.send(1, b"sync", tag=7, sync=True)
-    me.meet()
+    me.barrier()
     me.backend.close()
     me.backend.close()
     for what, request in pending.items():
-        me.failed(request, ClosedError, f"{what} that was pending at the close")
+        me.wait_failed(request, ClosedError, f"{what} that was pending at the close")
         me.check(not request.cancel(), "cancel of an ended request returns False")
     late = {
         "a receive": me.recv(1, tag=1),
@@ -150,20 +154,20 @@ def close_ends_everything_here(me: CaseRank) -> None:
         "a send to oneself": me.send(0, b"x", tag=1),
     }
     for what, request in late.items():
-        me.failed(request, ClosedError, f"{what} begun after the close")
+        me.wait_failed(request, ClosedError, f"{what} begun after the close")
     me.backend.close()
 
 
 @SUITE.case(size=3)
 def all_may_leave_at_once(me: CaseRank) -> None:
-    """Ranks that have what they need may close without waiting for the others."""
+    """A rank whose requests have ended can close without waiting for the other ranks."""
     after, before = (me.rank + 1) % me.size, (me.rank - 1) % me.size
     nbytes = me.eager_bytes + 1
     receive, buffer = None, me.buffer(nbytes)
     if me.rank:
         receive = me.recv(before, buffer, tag=0)
     send = me.send(after, payload(me.rank, 0, nbytes), tag=0)
-    envelope = me.got(receive or me.recv(before, buffer, tag=0), "the message from the left")
+    envelope = me.wait_envelope(receive or me.recv(before, buffer, tag=0), "the message from the left")
     me.check_filled(envelope, buffer, payload(before, 0, nbytes), "the message from the left")
-    me.done(send, "the send to the right")
+    me.wait_done(send, "the send to the right")
     me.backend.close()

@@ -1,8 +1,4 @@
-"""Ranks on threads, for the tests of programs that use unisono.
-
-Knows how to run a function on every rank of this process and how each of them ended. Does not know what they
-do.
-"""
+"""Ranks on threads, for the tests of programs that use unisono."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from unisono.config import Config
 
 __all__ = ["Threads", "run_local"]
 
-# How long ranks may take to end once they were told to give up.
+# Seconds for ranks to end after their world was aborted.
 _GRACE_S = 1.0
 
 
@@ -31,28 +27,28 @@ def run_local(
     The exception of the rank that failed first is raised.
 
     Raises:
-        TimeoutError: ranks had not ended after `timeout` seconds; it says which, and where they are.
+        TimeoutError: ranks had not ended after `timeout` seconds; the text names them and their stacks.
     """
     worlds = local(n, config)
     results: list[Any] = [None] * n
     errors: list[BaseException] = []
 
-    def live(world: Communicator) -> None:
+    def run_rank(world: Communicator) -> None:
         with world:
             try:
                 results[world.rank] = fn(world, *args)
             except BaseException as error:
-                errors.append(error)  # before the others hear of it: the first is the cause of the rest
+                errors.append(error)  # before the world closes: errors that follow from it come later
                 raise
 
-    threads = Threads(live, worlds)
+    threads = Threads(run_rank, worlds)
     hanging = threads.join(timeout)
     first = next(iter(errors), None)
     if hanging:
         for world in worlds:
             world.abort(f"run_local gave up after {timeout:g} s")
         threads.join(_GRACE_S)
-        where = "; ".join(f"rank {rank} is at {place}" for rank, place in hanging.items())
+        where = "; ".join(f"rank {rank} is at {stack}" for rank, stack in hanging.items())
         first = first or TimeoutError(f"not ended after {timeout:g} s: {where}")
     if first is not None:
         raise first
@@ -60,36 +56,36 @@ def run_local(
 
 
 class Threads:
-    """A thread per place. What a thread raises is dropped: the function itself keeps what matters."""
+    """One thread per argument, each of them a rank. Exceptions are dropped: `fn` records its own."""
 
-    def __init__(self, fn: Callable[[Any], None], places: Sequence[Any]) -> None:
-        def run(place: Any) -> None:
+    def __init__(self, fn: Callable[[Any], None], arguments: Sequence[Any]) -> None:
+        def run(argument: Any) -> None:
             try:
-                fn(place)
+                fn(argument)
             except BaseException:
                 return
 
         self._threads = [
-            threading.Thread(target=run, args=(place,), name=f"rank-{rank}", daemon=True)
-            for rank, place in enumerate(places)
+            threading.Thread(target=run, args=(argument,), name=f"rank-{rank}", daemon=True)
+            for rank, argument in enumerate(arguments)
         ]
         for thread in self._threads:
             thread.start()
 
     def join(self, timeout: float) -> dict[int, str]:
-        """Wait for all to end; returns those that did not, each with the place in the code where it is."""
+        """Wait for all to end; the ranks that did not, each with the innermost lines of its stack."""
         end = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         frames = sys._current_frames()
         return {
-            rank: _place(frames.get(thread.ident or 0))
+            rank: _stack(frames.get(thread.ident or 0))
             for rank, thread in enumerate(self._threads)
             if thread.is_alive()
         }
 
 
-def _place(frame: Any) -> str:
+def _stack(frame: Any) -> str:
     """The innermost lines of a thread that are not the standard library's."""
     if frame is None:
         return "its end"

@@ -1,9 +1,9 @@
 """Cases with values at the edge of their types: overflow, NaN, signed zeros, infinities, subnormals.
 
-Knows what every reduction gives for them, which is the same on every backend: integers wrap around, NaN gets
-through min and max, and -0.0 is smaller than 0.0. A library with collectives of its own may do otherwise.
+Results are the same on every backend: integers wrap around, min and max propagate NaN, and -0.0 is smaller
+than 0.0. A backend that passes collectives on to a library must not do so where the library differs.
 
-Every value is chosen so that the result does not depend on the order in which contributions are combined.
+All values are chosen so that the result does not depend on the order in which contributions are combined.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SUITE = Suite()
 
 Array = np.ndarray[Any, Any]
 
-# Neither is a multiple of a vector's length: the first is short enough to travel beside an envelope in every
-# type, the second leaves a remainder behind many whole vectors.
+# Neither is a multiple of a SIMD width: 31 elements are eager in every type, 1033 leave a remainder after
+# many full vectors.
 _COUNTS: Final = (31, 1033)
 
 
 @SUITE.case(size=3)
 def all_reduce_keeps_special_values(me: CaseRank) -> None:
-    """all_reduce of overflow, NaN, signed zeros and infinities: the same on every rank and every backend."""
+    """all_reduce of overflow, NaN, signed zeros and infinities is the same on every rank and backend."""
     with me.world() as world:
         results = []
         for dtype, op in _pairs():
@@ -49,12 +49,12 @@ def all_reduce_keeps_special_values(me: CaseRank) -> None:
 
 @SUITE.case(size=3)
 def the_other_reductions_keep_special_values(me: CaseRank) -> None:
-    """reduce, scan, exscan and reduce_scatter treat overflow, NaN, signed zeros and infinities alike."""
+    """reduce, scan, exscan and reduce_scatter treat special values as all_reduce does."""
     with me.world() as world:
         size, rank, count = world.size, world.rank, _COUNTS[-1]
         for root, (dtype, op) in enumerate(_pairs()):
             if op not in ("sum", "prod", "min", "max", "mean"):
-                continue  # to bits no value is special
+                continue  # bitwise operations have no special values
             rows = [_special(dtype, count * size, peer).reshape(size, count) for peer in range(size)]
             every = [row[0] for row in rows]
             what = f"of {count} {dtype} by {op}"
@@ -69,12 +69,12 @@ def the_other_reductions_keep_special_values(me: CaseRank) -> None:
             got = world.scan(_given(every[rank], dtype), op)
             _check(me, got, _reduced(every[: rank + 1], op, dtype), f"scan {what}")
             got = world.exscan(_given(every[rank], dtype), op)
-            if rank:  # what rank 0 gets is no value of anybody's
+            if rank:  # rank 0 has no predecessor
                 _check(me, got, _reduced(every[:rank], op, dtype), f"exscan {what}")
 
 
 def _pairs() -> list[tuple[DType, str]]:
-    """Every type with every operation that it has; not the products whose result depends on the order."""
+    """Every type with every operation that it has, but not products whose result depends on the order."""
     pairs = []
     for dtype in DTYPES.values():
         for op in (*_COMBINE, "mean"):
@@ -88,7 +88,7 @@ def _pairs() -> list[tuple[DType, str]]:
 
 
 def _special(dtype: DType, count: int, rank: int) -> Array:
-    """A rank's contribution, as numbers that NumPy can compute with: halves as float32."""
+    """A rank's contribution in a type that NumPy computes with: 16-bit floats as float32."""
     rng = np.random.default_rng([dtype.code, count, rank])
     if dtype.kind is Kind.BOOL:
         return rng.integers(0, 2, count).astype(bool)
@@ -101,16 +101,16 @@ def _special(dtype: DType, count: int, rank: int) -> Array:
     real = np.finfo(kind)
     largest, smallest = _LIMITS.get(dtype.name) or (real.max, real.smallest_subnormal)
     parts = count * (2 if dtype.kind is Kind.COMPLEX else 1)
-    place = np.arange(parts)
+    index = np.arange(parts)
     any_order = rng.choice(np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 2.0]), parts)
-    overflow = np.where(place % 2, largest, -largest)  # of one sign on all ranks
+    overflow = np.where(index % 2, largest, -largest)  # of one sign on all ranks
     tiny = rng.choice(np.array([smallest, -smallest, 0.0, -0.0]), parts)
-    numbers: Array = np.select([place % 5 == 3, place % 5 == 4], [overflow, tiny], any_order).astype(kind)
+    numbers: Array = np.select([index % 5 == 3, index % 5 == 4], [overflow, tiny], any_order).astype(kind)
     return numbers.view(dtype.storage) if dtype.kind is Kind.COMPLEX else numbers
 
 
 def _reduced(every: list[Array], op: str, dtype: DType) -> Array:
-    """What the contributions give, in the order of ranks. Halves are rounded at every step, a mean once."""
+    """The expected result, combined in rank order. 16-bit floats are rounded at every step, a mean once."""
     total = every[0]
     with np.errstate(all="ignore"):
         for other in every[1:]:
@@ -123,7 +123,7 @@ def _reduced(every: list[Array], op: str, dtype: DType) -> Array:
 
 
 def _minimum(a: Array, b: Array) -> Array:
-    """NumPy's, which gives either zero if the two differ only in sign."""
+    """NumPy's minimum, but -0.0 is smaller than 0.0, where NumPy returns either."""
     least = np.minimum(a, b)
     return np.where((a == 0) & (b == 0) & np.signbit(a), a, least) if a.dtype.kind == "f" else least
 
@@ -144,7 +144,7 @@ _COMBINE: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "lor": np.logical_or,
     "lxor": np.logical_xor,
 }
-# The type of the numbers that a float or complex type is computed and compared in.
+# The type in which a float or complex type is computed and compared.
 _REAL: Final[dict[str, Any]] = {
     "float16": np.float32,
     "bfloat16": np.float32,
@@ -153,12 +153,12 @@ _REAL: Final[dict[str, Any]] = {
     "complex64": np.float32,
     "complex128": np.float64,
 }
-# The largest and the smallest positive number of types that are computed in another.
+# The largest and the smallest positive number of types that are computed in another type.
 _LIMITS: Final = {"float16": (65504.0, 2.0**-24), "bfloat16": (255 * 2.0**120, 2.0**-133)}
 
 
 def _rounded(numbers: Array, dtype: DType) -> Array:
-    """Numbers as their type holds them."""
+    """Numbers, rounded to what their type can hold."""
     return widen(_bits(numbers, dtype), dtype) if dtype.is_half else numbers
 
 
@@ -171,7 +171,7 @@ def _bits(numbers: Array, dtype: DType) -> Array:
 
 
 def _given(numbers: Array, dtype: DType) -> Any:
-    """The contribution as a user gives it, in memory that begins beside every alignment of vectors."""
+    """The contribution as a user passes it, in memory that is not aligned to a SIMD vector."""
     bits = _bits(numbers, dtype)
     memory = np.empty(bits.size + 1, dtype.storage)[1:].reshape(bits.shape)
     memory[...] = bits
@@ -183,7 +183,7 @@ def _storage(got: Any) -> Array:
 
 
 def _check(me: CaseRank, got: Any, expected: Array, what: str) -> None:
-    """Compare bit by bit, but any NaN with any other."""
+    """Compare bit by bit; all NaNs are equal."""
     bits = _storage(got)
     dtype = got.dtype if isinstance(got, Typed) else DTYPES[bits.dtype.name]
     held = widen(bits, dtype) if dtype.is_half else bits
@@ -191,4 +191,4 @@ def _check(me: CaseRank, got: Any, expected: Array, what: str) -> None:
         real = held.real.dtype
         held, expected = held.view(real).copy(), expected.view(real).copy()
         held[np.isnan(held)] = expected[np.isnan(expected)] = np.nan
-    me.same(held, expected, what)
+    me.check_array(held, expected, what)

@@ -20,17 +20,17 @@ from tests.support.processes import forked
 from tests.support.ranks import PATIENCE_S, run_each
 
 import unisono as uni
+from unisono.backends.devices.backend import DeviceBackend
+from unisono.backends.devices.calls import DeviceLibrary
 from unisono.backends.devices.nccl import missing, store_over
-from unisono.backends.devices.verbs import DevicePart
-from unisono.backends.hybrid import HybridBackend
 from unisono.backends.local import LocalBackend
 from unisono.backends.native.backend import NativeBackend
 from unisono.comm.communicator import Communicator
 from unisono.errors import BackendUnavailable, UsageError
 
 
-class Shelf(DevicePart):
-    """A library that notes down what it was asked for."""
+class FakeLibrary(DeviceLibrary):
+    """A library that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -46,24 +46,24 @@ class Shelf(DevicePart):
         self.is_closed = True
 
 
-def on_ranks(program: Callable[[Communicator, Shelf], Any], size: int = 2) -> list[Shelf]:
-    shelves = [Shelf() for _ in range(size)]
+def on_ranks(program: Callable[[Communicator, FakeLibrary], Any], size: int = 2) -> list[FakeLibrary]:
+    libraries = [FakeLibrary() for _ in range(size)]
     backends = [
-        HybridBackend([part], lambda peer, tag: 0, device=shelf, name="shelf")
-        for part, shelf in zip(LocalBackend.create(size), shelves, strict=True)
+        DeviceBackend(inner, library, "fake")
+        for inner, library in zip(LocalBackend.create(size), libraries, strict=True)
     ]
 
-    def live(place: tuple[HybridBackend, Shelf]) -> Any:
-        with Communicator.world(place[0]) as comm:
-            return program(comm, place[1])
+    def live(rank: tuple[DeviceBackend, FakeLibrary]) -> Any:
+        with Communicator.world(rank[0]) as comm:
+            return program(comm, rank[1])
 
-    run_each(live, list(zip(backends, shelves, strict=True))).values()
-    return shelves
+    run_each(live, list(zip(backends, libraries, strict=True))).values()
+    return libraries
 
 
-def test_device_tensors_go_by_the_library_and_the_rest_as_ever() -> None:
-    def program(comm: Communicator, shelf: Shelf) -> None:
-        assert comm.backend.capabilities.name == "shelf"
+def test_device_tensors_go_by_the_library_and_everything_else_by_the_inner_backend() -> None:
+    def program(comm: Communicator, library: FakeLibrary) -> None:
+        assert comm.backend.capabilities.name == "fake"
         assert comm.backend.capabilities.device_memory
         x = torch.empty(2, 5, device="meta")
         assert comm.all_reduce(x) is x
@@ -82,8 +82,8 @@ def test_device_tensors_go_by_the_library_and_the_rest_as_ever() -> None:
         with pytest.raises(UsageError, match="dense tensors on the CPU"):
             half.all_reduce(x)
 
-    for shelf in on_ranks(program):
-        assert shelf.calls == [
+    for library in on_ranks(program):
+        assert library.calls == [
             ("all_reduce", (2, 5), (2, 5), "sum", 0, None),
             ("all_reduce", (2, 5), (2, 5), "mean", 0, 3),
             ("broadcast", (2, 5), (2, 5), "sum", 1, None),
@@ -91,13 +91,13 @@ def test_device_tensors_go_by_the_library_and_the_rest_as_ever() -> None:
             ("reduce_scatter", (2, 5), (5,), "max", 0, None),
             ("all_to_all", (2, 5), (2, 5), "sum", 0, None),
         ]
-        assert shelf.is_closed
+        assert library.is_closed
 
 
-def test_around_native_ranks_their_short_ways_stay() -> None:
+def test_the_fast_path_of_the_native_backend_stays() -> None:
     def live(backend: NativeBackend, pipe: Connection) -> list[float]:
-        shelf = Shelf()
-        with Communicator.world(HybridBackend([backend], lambda peer, tag: 0, device=shelf)) as comm:
+        library = FakeLibrary()
+        with Communicator.world(DeviceBackend(backend, library, "fake")) as comm:
             comm.all_reduce(torch.empty(3, device="meta"))
             x = np.ones(3)
             for _ in range(4):
@@ -106,7 +106,7 @@ def test_around_native_ranks_their_short_ways_stay() -> None:
             pair = comm.split(0, key=-comm.rank)
             assert pair is not None
             comm.sendrecv(np.array([comm.rank + 5.0]), 1 - comm.rank, got := np.empty(1), 1 - comm.rank)
-            assert len(shelf.calls) == 1
+            assert len(library.calls) == 1
             return [*x, float(got[0]), *pair.all_gather(np.array([comm.rank * 1.0])).reshape(-1)]
 
     with forked(live, 2) as ranks:
@@ -116,8 +116,8 @@ def test_around_native_ranks_their_short_ways_stay() -> None:
         ]
 
 
-def test_what_the_library_cannot_do_is_refused_before() -> None:
-    def program(comm: Communicator, shelf: Shelf) -> None:
+def test_what_the_library_cannot_do_is_refused_before_anything_is_sent() -> None:
+    def program(comm: Communicator, library: FakeLibrary) -> None:
         x = torch.empty(2, 5, device="meta")
         for call, words in (
             (lambda: comm.all_reduce(x, algorithm="ring"), "allowed: auto"),
@@ -131,7 +131,7 @@ def test_what_the_library_cannot_do_is_refused_before() -> None:
             with pytest.raises(UsageError, match=words):
                 call()
 
-    assert [shelf.calls for shelf in on_ranks(program)] == [[], []]
+    assert [library.calls for library in on_ranks(program)] == [[], []]
 
 
 def test_a_store_over_messages_tells_everyone() -> None:

@@ -1,4 +1,4 @@
-"""The backend against members that send nonsense: it decides what to believe for Gloo, MPI and QUIC."""
+"""FramedBackend against peers that send invalid frames: Gloo, MPI and QUIC rely on its checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections import deque
 
 import pytest
 
-from unisono.backends.framed import _HEAD, FramedBackend, FrameTransport, Head, Kind
+from unisono.backends.framed import FramedBackend, FrameTransport
+from unisono.backends.framed.frames import Head, Kind
 from unisono.config import Config
 from unisono.core.clock import RealRuntime
 from unisono.core.envelope import HEADER_BYTES_MAX, Lane
@@ -39,26 +40,26 @@ class Belt(FrameTransport):
 class Station(FramedBackend):
     def __init__(self, rank: int, all_: list[Station]) -> None:
         super().__init__(rank, len(all_) + 8, CONFIG, RealRuntime())
-        self._wire = Belt(rank, all_)
+        self._transport = Belt(rank, all_)
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities("station")
 
     def carry(self, others: dict[int, Station]) -> None:
-        """Bring what was sent to where it belongs; what goes to ranks that are only posed as gets lost."""
-        while self._wire.queue:
-            peer, frame, payload = self._wire.queue.popleft()
+        """Deliver what was sent; frames to ranks that the test only pretends to be are dropped."""
+        while self._transport.queue:
+            peer, frame, payload = self._transport.queue.popleft()
             if peer not in others:
                 continue
-            place = others[peer].arrive(self.rank, memoryview(frame))
-            if place is not None and payload is not None:
-                place[0][:] = payload
-                place[1]()
+            expected = others[peer].arrive(self.rank, memoryview(frame))
+            if expected is not None and payload is not None:
+                expected[0][:] = payload
+                expected[1]()
 
 
 def exchange(a: Station, b: Station) -> None:
-    """Both ways, at once and by an offer: those who are sound still reach each other."""
+    """Both ways, eagerly and by rendezvous: correct ranks still reach each other."""
     both = {a.rank: a, b.rank: b}
     for one, other in ((a, b), (b, a)):
         for data in (bytes([one.rank]) * 100, bytes([one.rank + 1]) * 100_000):
@@ -72,7 +73,7 @@ def exchange(a: Station, b: Station) -> None:
 
 
 def frame(head: Head, body: bytes = b"") -> memoryview:
-    return memoryview(_HEAD.pack(*head) + body)
+    return memoryview(head.packed() + body)
 
 
 @pytest.fixture
@@ -84,31 +85,31 @@ def pair() -> list[Station]:
 
 
 HUGE = 1 << 62
-NONSENSE = {
-    "half a head": memoryview(b"\1" * (_HEAD.size - 1)),
-    "no kind": frame(Head(0)),
-    "a kind that there is not": frame(Head(200)),
+INVALID = {
+    "half a head": memoryview(b"\1" * (len(Head(0).packed()) - 1)),
+    "kind 0": frame(Head(0)),
+    "an unknown kind": frame(Head(200)),
     "less than it says": frame(Head(Kind.EAGER, nbytes=10), b"123"),
     "more than it says": frame(Head(Kind.EAGER, nbytes=1), b"123"),
-    "a message without measure": frame(Head(Kind.OFFER, nbytes=HUGE)),
-    "an eager message that is not short": frame(Head(Kind.EAGER, nbytes=1 << 20), bytes(1 << 20)),
-    "a header without measure": frame(
-        Head(Kind.OFFER, header_bytes=HEADER_BYTES_MAX + 1), bytes(HEADER_BYTES_MAX + 1)
+    "a message of 4 EiB": frame(Head(Kind.RTS, nbytes=HUGE)),
+    "an eager message above the eager limit": frame(Head(Kind.EAGER, nbytes=1 << 20), bytes(1 << 20)),
+    "a header above its limit": frame(
+        Head(Kind.RTS, header_bytes=HEADER_BYTES_MAX + 1), bytes(HEADER_BYTES_MAX + 1)
     ),
-    "a lane that there is not": frame(Head(Kind.EAGER, lane=9)),
+    "an unknown lane": frame(Head(Kind.EAGER, lane=9)),
     "credit that was not used": frame(Head(Kind.CREDIT, credit_bulk=1)),
-    "more bytes than a piece has": frame(Head(Kind.PIECE, nbytes=HUGE)),
-    "the end of what was not sent": frame(Head(Kind.LANDED, number=5)),
+    "a piece above its limit": frame(Head(Kind.DATA, nbytes=HUGE)),
+    "a FIN for what was not sent": frame(Head(Kind.FIN, rendezvous_id=5)),
 }
 
 
-@pytest.mark.parametrize("what", NONSENSE)
-def test_nonsense_ends_the_link_and_takes_no_memory(pair: list[Station], what: str) -> None:
+@pytest.mark.parametrize("what", INVALID)
+def test_an_invalid_frame_ends_the_link_and_takes_no_memory(pair: list[Station], what: str) -> None:
     victim = pair[0]
     waiting = victim.start_recv(5, CONTEXT, TAG, None)
     tracemalloc.start()
     with pytest.raises(ProtocolError) as error:
-        victim.arrive(5, NONSENSE[what])
+        victim.arrive(5, INVALID[what])
     taken = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert taken < 256 * 1024
@@ -118,10 +119,10 @@ def test_nonsense_ends_the_link_and_takes_no_memory(pair: list[Station], what: s
     exchange(*pair)
 
 
-def test_who_sends_more_than_its_credit_is_broken_and_takes_no_more_memory(
+def test_a_peer_that_exceeds_its_credit_breaks_the_protocol_and_takes_no_more_memory(
     pair: list[Station],
 ) -> None:
-    """A correct sender waits; whoever does not wait is no member that could be trusted."""
+    """A correct sender waits for credit."""
     victim, one = pair[0], 1000
     fit = CONFIG.eager_credit_bytes // (one + ENVELOPE_BYTES)
     message = frame(Head(Kind.EAGER, context=CONTEXT, tag=TAG, nbytes=one), bytes(one))
@@ -132,48 +133,48 @@ def test_who_sends_more_than_its_credit_is_broken_and_takes_no_more_memory(
             assert victim.start_recv(5, CONTEXT, TAG, None).done
     for _ in range(fit):
         victim.arrive(5, message)
-    with pytest.raises(ProtocolError, match="unasked, its credit is"):
+    with pytest.raises(ProtocolError, match="of eager messages; its credit is"):
         victim.arrive(5, message)
     exchange(*pair)
 
 
-def test_an_offer_that_comes_twice_is_refused(pair: list[Station]) -> None:
+def test_a_repeated_rts_is_refused(pair: list[Station]) -> None:
     victim = pair[0]
-    offer = frame(Head(Kind.OFFER, number=4, context=CONTEXT, tag=TAG, nbytes=1 << 20))
-    victim.arrive(5, offer)
-    with pytest.raises(ProtocolError, match="twice"):
-        victim.arrive(5, offer)
-    assert not victim.start_recv(5, CONTEXT, TAG, memoryview(bytearray(1 << 20))).done  # it is asked for now
-    with pytest.raises(ProtocolError, match="twice"):
-        victim.arrive(5, offer)
+    rts = frame(Head(Kind.RTS, rendezvous_id=4, context=CONTEXT, tag=TAG, nbytes=1 << 20))
+    victim.arrive(5, rts)
+    with pytest.raises(ProtocolError, match="a second RTS"):
+        victim.arrive(5, rts)
+    assert not victim.start_recv(5, CONTEXT, TAG, memoryview(bytearray(1 << 20))).done  # its CTS is sent now
+    with pytest.raises(ProtocolError, match="a second RTS"):
+        victim.arrive(5, rts)
     exchange(*pair)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_frames_of_a_member_hurt_nobody_else(pair: list[Station], seed: int) -> None:
+def test_random_frames_of_a_peer_do_not_affect_other_ranks(pair: list[Station], seed: int) -> None:
     victim, rng = pair[0], random.Random(seed)
     for member in range(2, 8):
         receives = [victim.start_recv(member, CONTEXT, TAG, memoryview(bytearray(64))) for _ in range(3)]
         try:
             for _ in range(60):
-                number = rng.choice((0, 1, 2, 5, 63, 1 << 20, (1 << 32) - 1, HUGE))
+                value = rng.choice((0, 1, 2, 5, 63, 1 << 20, (1 << 32) - 1, HUGE))
                 body = rng.randbytes(rng.choice((0, 0, 8, 64, 300)))
                 head = Head(
                     rng.choice(list(Kind)),
                     rng.choice((0, 0, 1, 2)),
                     rng.choice((0, 11, 255)),
                     header_bytes=rng.choice((0, 0, 3, len(body))),
-                    number=rng.choice((0, 1, 2)),
-                    context=rng.choice((CONTEXT, CONTEXT, 0, number)),
-                    tag=rng.choice((TAG, TAG, number)),
-                    nbytes=rng.choice((0, len(body), len(body), number)),
-                    offset=rng.choice((0, 0, number)),
+                    rendezvous_id=rng.choice((0, 1, 2)),
+                    context=rng.choice((CONTEXT, CONTEXT, 0, value)),
+                    tag=rng.choice((TAG, TAG, value)),
+                    nbytes=rng.choice((0, len(body), len(body), value)),
+                    offset=rng.choice((0, 0, value)),
                     credit_bulk=rng.choice((0, 0, 0, 0, 1)),
                 )
-                place = victim.arrive(member, frame(head, body))
-                if place is not None:
-                    place[0][:] = bytes(len(place[0]))
-                    place[1]()
+                payload = victim.arrive(member, frame(head, body))
+                if payload is not None:
+                    payload[0][:] = bytes(len(payload[0]))
+                    payload[1]()
         except ProtocolError as error:
             victim.broken(member, error)
         else:

@@ -113,7 +113,7 @@ def test_credit_comes_back(how: str) -> None:
     hub = ranks[0]._hub
     for _ in range(10):
         sends = [send(ranks[0], 1, bytes(100), sync=True) for _ in range(3)]
-        assert hub.pair(0, 1, Lane.BULK).used == 3 * (100 + ENVELOPE_BYTES)
+        assert hub.credit(0, 1, Lane.BULK).used == 3 * (100 + ENVELOPE_BYTES)
         if how == "received":
             assert all(recv(ranks[1]).done for _ in sends)
         elif how == "cancelled":
@@ -121,7 +121,7 @@ def test_credit_comes_back(how: str) -> None:
         else:
             ranks[1].close()
         assert all(request.done for request in sends)
-        assert hub.pair(0, 1, Lane.BULK).used == 0
+        assert hub.credit(0, 1, Lane.BULK).used == 0
         if how == "refused to the dead":
             break
     close_all(ranks)
@@ -149,17 +149,17 @@ def test_a_message_that_waits_is_read_when_it_is_met_not_before() -> None:
 # -- endings ----------------------------------------------------------------------------------------------
 
 
-def test_a_crash_is_told_with_its_cause_and_is_no_goodbye() -> None:
+def test_a_crash_is_reported_with_its_cause_and_is_no_goodbye() -> None:
     ranks = LocalBackend.create(3)
-    told: list[list[PeerDown]] = [[], [], []]
-    for rank, news in zip(ranks, told, strict=True):
-        rank.watch(news.append)
+    reported: list[list[PeerDown]] = [[], [], []]
+    for rank, downs in zip(ranks, reported, strict=True):
+        rank.watch(downs.append)
     pending = recv(ranks[0], 1)
     own = recv(ranks[1], 0)
     ranks[1].kill("tripped over a cable")
     ranks[1].kill("again")
     ranks[1].close()
-    assert told == [[PeerDown(1, "tripped over a cable")], [], [PeerDown(1, "tripped over a cable")]]
+    assert reported == [[PeerDown(1, "tripped over a cable")], [], [PeerDown(1, "tripped over a cable")]]
     with pytest.raises(PeerLost, match="rank 1 is gone: tripped over a cable"):
         raise pending.error or AssertionError
     assert isinstance(own.error, ClosedError)
@@ -206,7 +206,7 @@ def test_a_closed_world_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_sends_that_race_with_a_close_all_end(seed: int) -> None:
-    """On both sides: whoever closes, and whoever sends to it."""
+    """On both sides: at the rank that closes, and at a rank that sends to it."""
     rng = random.Random(seed)
     ranks = LocalBackend.create(3, Config(eager_bytes=64, eager_credit_bytes=1000))
     lengths = [rng.choice([0, 10, 64, 65, 3000]) for _ in range(200)]
@@ -307,7 +307,7 @@ class Waiter(threading.Thread):
 QUICK = Config(deadlock_after_s=0.1)
 
 
-def test_threads_that_wait_for_each_other_are_told_who_waits_for_whom() -> None:
+def test_a_deadlock_names_the_ranks_that_wait_for_each_other() -> None:
     ranks = LocalBackend.create(3, QUICK)
     waiters = [Waiter(rank, (rank.rank + 1) % 3) for rank in ranks]
     for waiter in waiters:
@@ -318,7 +318,7 @@ def test_threads_that_wait_for_each_other_are_told_who_waits_for_whom() -> None:
     close_all(ranks)
 
 
-def test_a_deadlock_among_those_who_stay_is_seen_too() -> None:
+def test_a_deadlock_among_the_ranks_that_stay_is_seen_too() -> None:
     ranks = LocalBackend.create(3, QUICK)
     gone = Waiter(ranks[2], 0, timeout=0.01).ended()
     ranks[2].close()
@@ -381,7 +381,7 @@ def test_no_deadlock_while_an_older_thread_that_has_sent_may_send_again() -> Non
     close_all(ranks)
 
 
-def test_a_thread_that_served_only_ranks_that_left_helps_nobody() -> None:
+def test_a_thread_that_served_only_ranks_that_left_cannot_end_a_deadlock() -> None:
     ranks = LocalBackend.create(3, QUICK)
     send(ranks[2], 0, b"farewell")
     ranks[2].close()

@@ -85,37 +85,37 @@ class Connection:
         return await self.accepted.get()
 
 
-def link_of(connection: Connection, introduction: Introduction, hear: Any) -> Link:
+def link_of(connection: Connection, introduction: Introduction, arrive: Any) -> Link:
     return Link(
         connection,
         introduction,
         streams=STREAMS,
         frame_bytes_max=FRAME_MAX,
         piece_bytes=PIECE_MAX,
-        hear=hear,
+        arrive=arrive,
         is_over=lambda: False,
     )
 
 
-async def hearing(lane: int, *said: bytes, hear: Any = lambda frame: None) -> None:
-    """A link whose peer says something in one lane, until that is refused."""
+async def receiving(lane: int, *sent: bytes, arrive: Any = lambda frame: None) -> None:
+    """A link whose peer sends bytes in one stream, until they are refused."""
     connection = Connection()
     pipes = [Pipe() for _ in range(2 + STREAMS)]
     for number, pipe in enumerate(pipes):
         await pipe.write_all(OTHER.opening(number))
         connection.accepted.put_nowait(pipe)
-    link = link_of(connection, ONE, hear)
+    link = link_of(connection, ONE, arrive)
     await link.open()
-    for data in said:
+    for data in sent:
         await pipes[lane].write_all(data)
     try:
-        await asyncio.wait_for(link.listen(), 0.2)
+        await asyncio.wait_for(link.receive(), 0.2)
     finally:
         await link.close(0)
 
 
 @pytest.mark.parametrize(
-    ("lane", "said"),
+    ("lane", "sent"),
     [
         (0, PREFIX.pack(FRAME_MAX + 1, 0, 0)),
         (1, PREFIX.pack(1 << 63, 0, 0)),
@@ -124,24 +124,24 @@ async def hearing(lane: int, *said: bytes, hear: Any = lambda frame: None) -> No
         (2, PREFIX.pack(10, 100, 0)),  # a short one among the pieces
         (2, PREFIX.pack(10, 0, 0)),
         (0, PREFIX.pack(10, 0, 5)),  # only messages wait for the control lane
-        (0, PREFIX.pack(0, 0, 7)),  # a note of bytes that were never sent
+        (0, PREFIX.pack(0, 0, 7)),  # an acknowledgement of bytes that were never sent
         (1, PREFIX.pack(10, 100, 0) + bytes(10)),  # a payload that the frame does not announce
         (3, PREFIX.pack(10, PIECE_MAX, 0) + bytes(10)),
     ],
 )
-def test_a_frame_that_makes_no_sense_ends_the_link(lane: int, said: bytes) -> None:
+def test_an_invalid_frame_ends_the_link(lane: int, sent: bytes) -> None:
     with pytest.raises(ProtocolError):
-        asyncio.run(hearing(lane, said))
+        asyncio.run(receiving(lane, sent))
 
 
 def test_a_frame_that_promises_a_payload_must_bring_it() -> None:
     landing = (memoryview(bytearray(50)), lambda: None)
-    with pytest.raises(ProtocolError, match="announces others"):
-        asyncio.run(hearing(1, PREFIX.pack(10, 49, 0) + bytes(10), hear=lambda frame: landing))
+    with pytest.raises(ProtocolError, match="with another length"):
+        asyncio.run(receiving(1, PREFIX.pack(10, 49, 0) + bytes(10), arrive=lambda frame: landing))
 
 
 def test_a_last_word_waits_for_the_control_lane() -> None:
-    heard: list[bytes] = []
+    arrived: list[bytes] = []
     last, first = PREFIX.pack(4, 0, 2) + b"last", PREFIX.pack(5, 0, 0) + b"first"
 
     async def both() -> None:
@@ -150,13 +150,13 @@ def test_a_last_word_waits_for_the_control_lane() -> None:
         for number, pipe in enumerate(pipes):
             await pipe.write_all(OTHER.opening(number))
             connection.accepted.put_nowait(pipe)
-        link = link_of(connection, ONE, lambda frame: heard.append(bytes(frame)))
+        link = link_of(connection, ONE, lambda frame: arrived.append(bytes(frame)))
         await link.open()
-        listening = asyncio.ensure_future(link.listen())
+        listening = asyncio.ensure_future(link.receive())
         await pipes[1].write_all(last)
         for _ in range(20):
             await asyncio.sleep(0)
-        assert heard == []
+        assert arrived == []
         await pipes[0].write_all(first)
         for _ in range(20):
             await asyncio.sleep(0)
@@ -165,36 +165,36 @@ def test_a_last_word_waits_for_the_control_lane() -> None:
         await link.close(0)
 
     asyncio.run(both())
-    assert heard == [b"first", b"last"]
+    assert arrived == [b"first", b"last"]
 
 
 def test_two_links_carry_frames_and_pieces_and_keep_the_window() -> None:
     sizes = [0, 1, 16 << 10, (16 << 10) + 1, 300_000, PIECE_MAX]
     sent = [bytes([i]) * n for i, n in enumerate(sizes * 4)]
-    landed: dict[int, bytearray] = {}
+    received: dict[int, bytearray] = {}
     done: list[int] = []
 
-    def hear(frame: memoryview) -> Any:
+    def arrive(frame: memoryview) -> Any:
         number = frame[0]
-        landed[number] = bytearray(len(sent[number]))
-        if not landed[number]:
+        received[number] = bytearray(len(sent[number]))
+        if not received[number]:
             done.append(number)
             return None
-        return memoryview(landed[number]), lambda: done.append(number)
+        return memoryview(received[number]), lambda: done.append(number)
 
     async def both() -> None:
         ends = Connection(), Connection()
         ends[0].peer, ends[1].peer = ends[1], ends[0]
-        links = [link_of(ends[0], ONE, lambda frame: None), link_of(ends[1], OTHER, hear)]
+        links = [link_of(ends[0], ONE, lambda frame: None), link_of(ends[1], OTHER, arrive)]
         await asyncio.gather(*(link.open() for link in links))
-        listening = [asyncio.ensure_future(link.listen()) for link in links]
+        listening = [asyncio.ensure_future(link.receive()) for link in links]
         for link in links:
             link.start()
         for number, data in enumerate(sent):
             links[0].send(bytes([number]), memoryview(data) if data else None, Lane.BULK)
         while len(done) < len(sent):
             await asyncio.sleep(0)
-            under_way = links[0]._pieces_sent - links[1]._pieces_landed
+            under_way = links[0]._pieces_sent - links[1]._pieces_received
             assert under_way <= links[0]._window()
         for task in listening:
             task.cancel()
@@ -203,7 +203,7 @@ def test_two_links_carry_frames_and_pieces_and_keep_the_window() -> None:
             await link.close(0)
 
     asyncio.run(asyncio.wait_for(both(), 60))
-    assert [bytes(landed[number]) for number in range(len(sent))] == sent
+    assert [bytes(received[number]) for number in range(len(sent))] == sent
 
 
 @pytest.mark.parametrize(
@@ -319,13 +319,13 @@ def test_known_bindings_are_repaired_once_and_keep_every_byte(tmp_path: Path) ->
             ("for i, byte in enumerate(value):", "for i, byte in enumerate(bytes(value)):"),
             "1.2.0",
             (False, True),
-            "write is another than the known one",
+            "write differs from the known one",
         ),
         (
             ("poll_code = await future", "poll_code = (await future)"),
             "1.2.0",
             (True, False),
-            "_uniffi_rust_call_async is another than the known one",
+            "_uniffi_rust_call_async differs from the known one",
         ),
     ],
 )

@@ -28,7 +28,7 @@ def test_a_flood_of_a_day_is_a_line_per_minute() -> None:
     assert len(lines) <= NAMED_MAX + 24 * 60
 
 
-def test_whoever_is_not_counted_yet_is_told_of_at_the_end() -> None:
+def test_callers_that_were_not_counted_yet_are_logged_at_the_end() -> None:
     log = Refusals()
     assert log.lines(["a"], 5, now=0.0) == ["a"]
     assert log.lines([], 5, now=1.0, is_last=True) == ["4 more since the last line, 5 in all"]

@@ -1,4 +1,4 @@
-"""Views on some ranks of another backend: numbers, what is refused, what reaches whom."""
+"""Views on some ranks of another backend: their ranks, what is refused, which rank gets what."""
 
 from __future__ import annotations
 
@@ -114,23 +114,23 @@ def test_sources_and_peers_are_the_views_own_numbers() -> None:
     close_all(members)
 
 
-def test_losses_are_told_in_the_views_numbers_and_only_of_members() -> None:
+def test_losses_are_reported_with_the_views_ranks_and_only_of_members() -> None:
     world = LocalBackend.create(6)
     view = SubBackend(world[3], [5, 0, 3], ordered=True)
-    told: list[PeerDown] = []
-    view.watch(told.append)
+    reported: list[PeerDown] = []
+    view.watch(reported.append)
     pending = view.start_recv(0, CONTEXT, 1, None)
     send = view.start_send(0, CONTEXT, 1, memoryview(bytes(1 << 20)))
     world[4].close()
-    assert told == []
+    assert reported == []
     world[5].kill("power cut")
-    assert told == [PeerDown(0, "power cut")]
+    assert reported == [PeerDown(0, "power cut")]
     for request in (pending, send):
         with pytest.raises(PeerLost, match="rank 0 is gone: power cut") as caught:
             raise request.error or AssertionError
         assert caught.value.ranks == (0,)
     world[0].close()
-    assert told[1:] == [PeerDown(1, "left", left=True)]
+    assert reported[1:] == [PeerDown(1, "left", left=True)]
     for backend in world:
         backend.close()
 
@@ -203,7 +203,7 @@ def test_a_view_has_the_parents_abilities() -> None:
     assert SubBackend(LocalBackend.create(2)[0], [0]).hosts() == ()
 
 
-def test_the_parents_collectives_hear_of_members_and_answer_in_our_numbers() -> None:
+def test_the_parents_collectives_get_the_members_and_answer_with_the_views_ranks() -> None:
     parent = Fancy.create(6)[5]
     view = SubBackend(parent, [5, 0, 3], ordered=True)
     stage = Stage(CONTEXT, 1, DTYPES["float32"], None, {}, b"a call")

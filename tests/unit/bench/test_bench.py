@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from tests.support.paths import ROOT
 
 from unisono.bench import Case, Options, Results, contest
-from unisono.bench.crew import Crew, CrewFailed
 from unisono.bench.libraries import Library
+from unisono.bench.running_system import RunningSystem, SystemFailed
 from unisono.bench.systems import SYSTEMS, System
 from unisono.cli import main
 from unisono.errors import UsageError
@@ -128,15 +128,15 @@ def test_a_wrong_result_is_seen(operation: str) -> None:
 
 def test_a_system_that_cannot_start_says_why() -> None:
     broken = dataclasses.replace(SYSTEMS["unisono"], env={"UNISONO_NONSENSE": "1"})
-    with pytest.raises(CrewFailed, match="UNISONO_NONSENSE"):
-        Crew(broken, 2)
+    with pytest.raises(SystemFailed, match="UNISONO_NONSENSE"):
+        RunningSystem(broken, 2)
 
 
 def test_a_rank_that_ends_in_the_middle_is_a_failure_of_its_system() -> None:
-    with Crew(SYSTEMS["unisono"], 2) as crew:
-        assert crew.measure(Case("barrier", 2, 0), 3, check=True) > 0
-        with pytest.raises(CrewFailed, match="unisono on 2 ranks failed"):
-            crew.measure(Case("no such thing", 2, 8), 1)
+    with RunningSystem(SYSTEMS["unisono"], 2) as system:
+        assert system.measure(Case("barrier", 2, 0), 3, check=True) > 0
+        with pytest.raises(SystemFailed, match="unisono on 2 ranks failed"):
+            system.measure(Case("no such thing", 2, 8), 1)
 
 
 def test_a_contest_measures_checks_and_names_the_missing(monkeypatch: pytest.MonkeyPatch) -> None:

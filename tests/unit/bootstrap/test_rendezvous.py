@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from unisono.bootstrap.rendezvous import Formation, Join
 from unisono.config import Config, Launch, Network
 from unisono.errors import RendezvousError, UsageError, rank_numbers
 from unisono.launcher.failure import End, culprit, describe, rebuild
+from unisono.launcher.job import Job
 from unisono.launcher.output import Prefixer, last_words
-from unisono.launcher.run import Job, Patience
 from unisono.launcher.summary import Ended, end_of
 
 
@@ -42,12 +41,12 @@ def test_a_world_forms_in_any_order() -> None:
     for order in itertools.permutations(range(3)):
         formation = Formation(3, "1.0")
         for key, rank in enumerate(order):
-            assert formation.roll()[0] is None
+            assert formation.membership()[0] is None
             assert formation.offer(key, a_join(rank)) is None
-        roll, reason = formation.roll()
-        assert roll is not None
+        membership, reason = formation.membership()
+        assert membership is not None
         assert reason == "all 3 ranks joined"
-        assert [(m.rank, m.card, m.host, m.incarnation) for m in roll.members] == [
+        assert [(m.rank, m.card, m.host, m.incarnation) for m in membership.members] == [
             (rank, b"card %d" % rank, f"h{rank}", 0) for rank in range(3)
         ]
 
@@ -56,7 +55,7 @@ def test_a_world_forms_in_any_order() -> None:
     ("join", "reason"),
     [
         (a_join(1, version="0.9"), "unisono 0.9 cannot join a world of unisono 1.0"),
-        (a_join(1, size=4), "it counts 4 ranks, this world has 3"),
+        (a_join(1, size=4), "it was started with size 4, this world has 3 ranks"),
         (a_join(3), "rank 3; allowed: 0 to 2"),
         (a_join(-1), "rank -1; allowed"),
         (a_join(1, card=bytes(20000)), "card has 20000 bytes"),
@@ -73,7 +72,7 @@ def test_a_bad_join_is_named_and_does_not_end_the_formation(join: Join, reason: 
     assert "1 of 3 ranks joined (0); missing: 1-2; refused: rank" in formation.report()
     assert formation.offer(2, a_join(1)) is None
     assert formation.offer(3, a_join(2)) is None
-    assert formation.roll()[0] is not None
+    assert formation.membership()[0] is not None
 
 
 def test_rank_0_decides_the_settings_even_when_it_comes_last() -> None:
@@ -109,7 +108,7 @@ def test_a_process_whose_connection_broke_takes_its_own_rank_again() -> None:
 def test_nobody_joins_or_leaves_a_complete_world() -> None:
     formation = Formation(1, "1.0")
     formation.offer(0, a_join(0, 1))
-    assert formation.roll()[0] is not None
+    assert formation.membership()[0] is not None
     assert "is complete, and rank 0 (host h0" in str(formation.offer(1, a_join(0, 1)))
     formation.leave(0)
     assert formation.ranks_joined() == [0]
@@ -118,20 +117,23 @@ def test_nobody_joins_or_leaves_a_complete_world() -> None:
 def test_a_world_without_a_rank_that_has_ended_cannot_form() -> None:
     formation = Formation(3, "1.0")
     formation.offer(0, a_join(0))
-    assert formation.lose(1, "exit code 0") == "rank 1 has ended (exit code 0) before this world had formed"
+    assert (
+        formation.on_rank_ended(1, "exit code 0")
+        == "rank 1 has ended (exit code 0) before this world had formed"
+    )
     late = a_join(2)
     assert formation.offer(2, late) == "rank 1 has ended (exit code 0) before this world had formed"
     assert formation.refusal(late) == "over"
-    assert "rank 1 has ended" in str(formation.lose(0, "exit code 1"))  # because of rank 1
+    assert "rank 1 has ended" in str(formation.on_rank_ended(0, "exit code 1"))  # because of rank 1
     assert "missing: 1-2; rank 1 has ended (exit code 0)" in formation.report()
-    assert formation.lose(7, "exit code 0") is None
+    assert formation.on_rank_ended(7, "exit code 0") is None
 
 
 def test_a_rank_that_ends_after_the_world_has_formed_does_not_concern_the_formation() -> None:
     formation = Formation(1, "1.0")
     formation.offer(0, a_join(0, 1))
-    formation.roll()
-    assert formation.lose(0, "exit code 0") is None
+    formation.membership()
+    assert formation.on_rank_ended(0, "exit code 0") is None
     assert formation.report() == "1 of 1 ranks joined (0)"
 
 
@@ -141,7 +143,7 @@ def test_a_refusal_says_whether_another_process_has_the_rank() -> None:
     assert formation.refusal(a_join(1, 2, pid=7)) == "taken"
     assert formation.refusal(a_join(1, 2, config_digest="odd")) == "misfit"
     formation.offer(1, a_join(0, 2))
-    formation.roll()
+    formation.membership()
     assert formation.refusal(a_join(1, 2, pid=7)) == "taken late"
     assert formation.refusal(a_join(1, 2)) == "own late"
 
@@ -214,7 +216,7 @@ def test_a_crowd_is_named_by_its_number_and_place() -> None:
     for key in range(9000, 9200):
         gate.arrive(key, "10.0.0.1", 0.0)
     assert re.fullmatch(
-        r"strangers crowd the seed's port: \d+ connections .* dropped, \d+ of them from 10\.0\.0\.1",
+        r"the seed's port is crowded: \d+ connections .* dropped, \d+ of them from 10\.0\.0\.1",
         gate.crowd(),
     )
     assert len(gate._turned_away) <= 1024
@@ -443,22 +445,6 @@ def test_the_culprit_is_the_rank_that_the_victims_name_or_the_first_that_is_no_v
     assert culprit([victim(3), victim(1)]) == 3
     assert culprit([victim(3, 0), End(2), End(0)]) == 0
     assert culprit([victim(3, 1), victim(0, 1), victim(2, 3)]) == 1, "it left, and most name it"
-
-
-def test_patience_ends_in_steps() -> None:
-    patience = Patience(5.0)
-    assert patience.next_at is None
-    patience.begin(100.0)
-    patience.begin(104.0)  # a second failure gives no more time
-    assert patience.due(104.9) is None
-    assert patience.next_at == 105.0
-    assert patience.due(105.0) is signal.SIGTERM
-    assert patience.due(107.9) is None
-    assert patience.due(108.0) is signal.SIGKILL
-    assert patience.due(999.0) is None
-    hasty = Patience(5.0)
-    hasty.end(7.0)
-    assert hasty.due(7.0) is signal.SIGKILL
 
 
 class Odd(Exception):

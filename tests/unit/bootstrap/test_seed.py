@@ -31,7 +31,7 @@ from unisono.bootstrap import limits, protocol
 from unisono.bootstrap.address import Address
 from unisono.bootstrap.entry import Entry, ListenSpec, enter
 from unisono.bootstrap.identity import Authority, verified_name
-from unisono.bootstrap.join import View, join, tell_ended
+from unisono.bootstrap.join import View, join, report_ended
 from unisono.bootstrap.launch_info import LaunchInfo, decide
 from unisono.bootstrap.protocol import NO_ENTRY, Frames, JoinClient
 from unisono.bootstrap.seed import Seed
@@ -127,10 +127,10 @@ def proven(seed: Seed) -> tuple[socket.socket, Frames]:
     sock = connected(seed)
     if not seed.ticket.is_plain:
         sock = secured(sock, alpn=protocol.ALPN)
-    visitor = JoinClient(seed.ticket.token, seed.ticket.ca_fingerprint or bytes(32), secrets.token_bytes(32))
-    sock.sendall(visitor.hello())
-    sock.sendall(visitor.proof(sock.recv(visitor.greeting_bytes, socket.MSG_WAITALL * seed.ticket.is_plain)))
-    return sock, visitor.frames(sock.recv(visitor.verdict_bytes))
+    client = JoinClient(seed.ticket.token, seed.ticket.ca_fingerprint or bytes(32), secrets.token_bytes(32))
+    sock.sendall(client.hello())
+    sock.sendall(client.proof(sock.recv(client.greeting_bytes, socket.MSG_WAITALL * seed.ticket.is_plain)))
+    return sock, client.frames(sock.recv(client.answer_bytes))
 
 
 def answer(sock: socket.socket, frames: Frames) -> protocol.Reply:
@@ -289,7 +289,7 @@ def test_the_seed_opens_one_socket_on_loopback_and_ranks_keep_none(make_seed: Ma
 
 
 def test_a_wildcard_needs_an_address_to_advertise_and_tls(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(UsageError, match="nobody knows where to join"):
+    with pytest.raises(UsageError, match="ranks do not know which one to join"):
         Seed(1, version=VERSION, address=Address("0.0.0.0"))
     with pytest.raises(UsageError, match="wildcard"):
         Seed(1, version=VERSION, address=Address("0.0.0.0"), advertise=Address("h"), insecure=True)
@@ -371,7 +371,7 @@ def test_a_wrong_token_is_refused_and_named(make_seed: MakeSeed, tls: bool) -> N
     with pytest.raises(RendezvousError, match=r"rank 1 of 2 could not join: .* refused the token"):
         ranks.start(1, source=TicketSource(wrong.text())).result(PATIENCE_S)
     assert seed.counts["wrong token"] == 1
-    assert "somebody from 127.0.0.1: it does not know the token" in seed.report()
+    assert "a process on 127.0.0.1: it does not know the token" in seed.report()
     assert len(ranks.all()) == 2
 
 
@@ -416,10 +416,10 @@ def test_guesses_that_wait_for_their_answer_are_few(make_seed: MakeSeed) -> None
             guesses.append(stack.enter_context(connected(seed)))
             guesses[-1].sendall(b"UNISONO1" + bytes(64))
         _until(lambda: seed.counts["wrong token"] == len(guesses))
-        assert len(seed._held) <= limits.FAILURES_HELD_MAX
+        assert len(seed._port._held) <= limits.FAILURES_HELD_MAX
         assert len(ranks.all()) == 2
         assert all(is_hung_up(sock) for sock in guesses)
-    assert not seed._held
+    assert not seed._port._held
 
 
 @pytest.fixture
@@ -457,7 +457,7 @@ def test_idle_and_slow_connections_do_not_keep_ranks_out(make_seed: MakeSeed, tl
         dripper.join()
         assert len(views) == 8
         assert took < 2 * 1.0
-        assert len(seed._gate) <= limits.PENDING_PER_ADDRESS_MAX
+        assert len(seed._port._limiter) <= limits.PENDING_PER_ADDRESS_MAX
         assert seed.counts["evicted"] >= crowd + 500 - limits.PENDING_PER_ADDRESS_MAX
         assert is_hung_up(idle[0])
 
@@ -521,10 +521,10 @@ def test_a_crowd_is_named_to_the_ranks_that_wait(
     seed, ranks = make_seed(2)
     with (
         Crowd(seed, b""),
-        pytest.raises(RendezvousError, match=r"missing: 0; strangers crowd the seed's port: .* 127\.0\.0\.1"),
+        pytest.raises(RendezvousError, match=r"missing: 0; the seed's port is crowded: .* 127\.0\.0\.1"),
     ):
         ranks.start(1, timeout=2.0).result(PATIENCE_S)
-    assert len([record for record in caplog.records if "strangers crowd" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if "is crowded" in record.getMessage()]) == 1
 
 
 def test_a_rank_that_was_evicted_says_so() -> None:
@@ -539,9 +539,7 @@ def test_a_rank_that_was_evicted_says_so() -> None:
 
         pushing = pool.submit(push_out)
         ticket = Ticket.create(Address("127.0.0.1", full.getsockname()[1]))
-        with pytest.raises(
-            RendezvousError, match="before it had answered, as a seed does that strangers crowd"
-        ):
+        with pytest.raises(RendezvousError, match="before it answered, as a crowded seed does"):
             _join_alone(ticket.text(), 0.3)
         full.shutdown(socket.SHUT_RDWR)
         pushing.result(PATIENCE_S)
@@ -555,7 +553,7 @@ def test_a_recorded_tag_is_worth_nothing(make_seed: MakeSeed) -> None:
         for sock in (first, second):
             sock.sendall(word)
             assert sock.recv(40, socket.MSG_WAITALL).startswith(b"UNISONO1")
-        assert len(seed._gate) == 1
+        assert len(seed._port._limiter) == 1
         second.sendall(bytes(32))
         assert second.recv(33, socket.MSG_WAITALL) == NO_ENTRY
 
@@ -745,7 +743,7 @@ def test_somebody_in_between_with_his_own_certificate_learns_nothing(make_seed: 
     with Proxy(seed.ticket.address, server_context(own.certificate_pem, own.key_pem())) as proxy:
         source = TicketSource(seed.ticket.at(proxy.address).text())
         with pytest.raises(
-            RendezvousError, match=r"certificate is not the one in the ticket.*somebody in between"
+            RendezvousError, match=r"certificate is not the one in the ticket.*a man in the middle"
         ):
             ranks.start(1, source=source).result(PATIENCE_S)
     assert len(proxy.raw) > 200  # the handshake did take place
@@ -832,7 +830,7 @@ def test_of_two_that_claim_a_rank_exactly_one_wins(make_seed: MakeSeed, tls: boo
     ("changes", "reason"),
     [
         ({"version": "0.9"}, "unisono 0.9 cannot join a world of unisono 1.0"),
-        ({"size": 4}, "it counts 4 ranks, this world has 2"),
+        ({"size": 4}, "it was started with size 4, this world has 2 ranks"),
         ({"rank": 7, "size": 2}, "rank 7; allowed: 0 to 1"),
         (
             {"config": Config(eager_bytes=1)},
@@ -907,7 +905,7 @@ def test_a_timeout_names_the_address_and_what_it_answered() -> None:
 def test_a_seed_that_says_nothing_is_described() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         ticket = Ticket.create(Address("127.0.0.1", mute.getsockname()[1]))
-        with pytest.raises(RendezvousError, match="accepted the connection, but said nothing"):
+        with pytest.raises(RendezvousError, match="accepted the connection, but did not answer"):
             _join_alone(ticket.text(), 0.3)
 
 
@@ -938,7 +936,9 @@ def test_a_ticket_file_that_is_not_whole_is_read_again(
     path.write_text(rest)
     seed, ranks = make_seed(2)
     ranks.start(0)
-    with pytest.raises(RendezvousError, match=rf"rank 0 has not come: the ticket file {path} holds no whole"):
+    with pytest.raises(
+        RendezvousError, match=rf"rank 0 has not started its seed: the ticket file {path} holds no whole"
+    ):
         _join_alone(str(path), 0.2)
     copied = ranks.start(1, source=TicketSource(str(path)))
     text = seed.ticket.text()
@@ -958,7 +958,7 @@ def test_a_rank_0_that_has_not_come_is_named(tmp_path: Path) -> None:
     started = Launch("the environment", 1, 2, is_one_host=True, job="the environment/127.0.0.1/29500")
     with pytest.raises(
         RendezvousError,
-        match=r"rank 0 has not come: the ticket file .* is not there. "
+        match=r"rank 0 has not started its seed: the ticket file .* is not there. "
         r"Next: see whether rank 0 was started, with the same MASTER_ADDR and MASTER_PORT",
     ):
         _enter(decide(started, Network(folder=str(tmp_path))), timeout=0.2)
@@ -1100,7 +1100,7 @@ def test_the_end_of_a_process_that_is_older_than_the_seed_is_another_jobs(
     source.write(seed.ticket)
 
     def tell(rank: int, started_at: float) -> None:
-        tell_ended(
+        report_ended(
             source,
             rank,
             "exit code 0",
@@ -1172,10 +1172,10 @@ def test_a_seed_with_too_few_descriptors_for_its_ranks_says_so() -> None:
         finally:
             ranks.close()
         _, err = process.communicate()
-    told = [text for text in texts if "the seed cannot take more connections: Too many open files" in text]
+    told = [text for text in texts if "the seed cannot accept more connections: Too many open files" in text]
     assert told, texts
     assert all("(ulimit -n)" in text for text in told)
-    assert err.count("cannot take more connections") == 1
+    assert err.count("cannot accept more connections") == 1
 
 
 def test_a_seed_without_free_descriptors_still_lets_ranks_in() -> None:

@@ -65,7 +65,7 @@ def test_an_interface_stands_for_its_address() -> None:
 
 
 def test_an_address_of_another_host_cannot_be_bound() -> None:
-    with pytest.raises(UsageError, match=r"203\.0\.113\.9.*no address of this host; interfaces: .*lo"):
+    with pytest.raises(UsageError, match=r"203\.0\.113\.9.*not an address of this host; interfaces: .*lo"):
         bindable("203.0.113.9")
 
 
@@ -107,7 +107,7 @@ def test_a_ticket_survives_its_text_form(host: str, fingerprint: bytes) -> None:
         (lambda text: "", "it is empty"),
         (lambda text: "x" + text, "does not begin with unisono1://"),
         (lambda text: text[:-1], "token is not 64 hexadecimal digits"),
-        (lambda text: text + "/", "4 parts of 3"),
+        (lambda text: text + "/", "4 parts instead of 3"),
         (lambda text: text.replace("plain", "plane"), "fingerprint is not"),
         (lambda text: text.replace(":4711", ""), "has no port"),
         (lambda text: text + "0" * 2000, "longer than"),
@@ -201,7 +201,7 @@ def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     assert source.path is not None
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     source.path.parent.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RendezvousError, match="not what it should be"):
+    with pytest.raises(RendezvousError, match="is not a folder"):
         source.read()
 
 

@@ -112,7 +112,7 @@ def test_blocks_are_cut_from_the_whole() -> None:
 
 def test_ordered_restricts_the_choice() -> None:
     result = unisono("plan", "all_reduce", "-n", "5", "--bytes", "64Mi", "--ordered")
-    assert "ordered ones only" in " ".join(result.output.split())
+    assert "ordered algorithms only" in " ".join(result.output.split())
     assert "ring" not in result.output.split("others")[1].splitlines()[0]
 
 
@@ -120,13 +120,13 @@ def test_a_drawing_is_written(tmp_path: Path) -> None:
     target = tmp_path / "plan.svg"
     result = unisono("plan", "barrier", "-n", "6", "--hosts", "2", "--svg", str(target))
     assert result.exit_code == 0
-    assert f"drawn in {target}" in result.output.replace("\n", "")
+    assert f"wrote {target}" in result.output.replace("\n", "")
     assert ET.fromstring(target.read_text()).tag.endswith("svg")
 
 
 WRONG_CALLS = {
     "an unknown collective": (["all_sum"], "'all_sum' is not one of 'all_reduce'"),
-    "no collective": ([], "which collective? One of all_reduce"),
+    "no collective": ([], "name a collective: all_reduce"),
     "an unknown algorithm": (
         ["gather", "--algorithm", "ring"],
         "algorithm 'ring' is unknown for gather; allowed: tree, flat",
@@ -140,7 +140,7 @@ WRONG_CALLS = {
     "a root outside": (["broadcast", "-n", "4", "--root", "4"], "root 4 is outside 0..3"),
     "a rank outside": (["broadcast", "-n", "4", "--rank", "9"], "9 is outside 0..3"),
     "more hosts than ranks": (["all_reduce", "-n", "2", "--hosts", "3"], "3 hosts for 2 ranks"),
-    "an unordered algorithm": (["all_reduce", "--ordered", "--algorithm", "ring"], "not ordered"),
+    "an unordered algorithm": (["all_reduce", "--ordered", "--algorithm", "ring"], "is not reproducible"),
     "a file that cannot be written": (
         ["barrier", "--svg", "/nowhere/at/all.svg"],
         "cannot write /nowhere/at/all.svg",

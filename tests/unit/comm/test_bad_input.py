@@ -168,7 +168,7 @@ def bad_data() -> list[Bad]:
         (
             "other endianness",
             ones(3, 1, dtype=">f4"),
-            ("foreign byte order (>f4); allowed: the machine's own",),
+            ("foreign byte order (>f4); allowed: the machine's byte order",),
         ),
         ("a list", [1.0, 2.0, 3.0], ("is list; allowed: an array with the buffer protocol or DLPack",)),
         ("a text", "abc", ("is str; allowed: an array",)),
@@ -281,7 +281,7 @@ def bad_operations() -> list[Bad]:
         Bad(
             "exscan of integers from 1.5",
             lambda c: c.exscan(ones(3, dtype=np.int32), mine),
-            ("identity=1.5 of op 'mine' is no value of int32",),
+            ("identity=1.5 of op 'mine' is not a value of int32",),
         ),
     ]
     return cases

@@ -26,7 +26,7 @@ from tests.support.ranks import PATIENCE_S, run_each, run_ranks
 
 import unisono as uni
 from unisono.backends.local import LocalBackend
-from unisono.comm.control import Goodbye, Query
+from unisono.comm.control_messages import Goodbye, StallQuery
 from unisono.config import Config
 from unisono.core.envelope import Lane, Tags
 from unisono.core.request import Request
@@ -350,9 +350,9 @@ def test_a_rank_has_left_when_both_lanes_say_so(first: Lane) -> None:
     worlds = uni.local(2)
     group = worlds[0]._group
     work = worlds[0].start.recv_bytes(1)
-    group.on_news(1, Goodbye(group.context, first))
+    group.on_control_message(1, Goodbye(group.context, first))
     ended_by(DeadlineExceeded, lambda: work.wait(0.05))
-    group.on_news(1, Goodbye(group.context, Lane(1 - first)))
+    group.on_control_message(1, Goodbye(group.context, Lane(1 - first)))
     assert "left" in ended_by(PeerLost, lambda: work.wait(PATIENCE_S)).cause
     close_all(worlds)
 
@@ -449,17 +449,17 @@ def held_up(world: uni.Communicator, by: uni.Communicator) -> Iterator[Callable[
     Gives a function that lets it hear again.
     """
     group, hears, may_go = world._group, threading.Event(), threading.Event()
-    on_news = group.on_news
+    on_control_message = group.on_control_message
 
     def slowly(sender: int, news: Any) -> None:
-        if isinstance(news, Query) and not hears.is_set():
+        if isinstance(news, StallQuery) and not hears.is_set():
             hears.set()
             may_go.wait(PATIENCE_S)
-        on_news(sender, news)
+        on_control_message(sender, news)
 
-    group.on_news = slowly  # type: ignore[method-assign]
-    query = Query(group.context, 1 << 40, b"")
-    talker = threading.Thread(target=by._group.control.tell, args=([world.rank], query))
+    group.on_control_message = slowly  # type: ignore[method-assign]
+    query = StallQuery(group.context, 1 << 40, b"")
+    talker = threading.Thread(target=by._group.control.send, args=([world.rank], query))
     talker.start()
     assert hears.wait(PATIENCE_S)
     try:
@@ -1424,7 +1424,7 @@ def test_a_rank_whose_control_fails_says_so_and_hears_on(monkeypatch: pytest.Mon
     group = worlds[1]._group
     heard: list[int] = []
 
-    def fail_once(sender: int, query: Query) -> None:
+    def fail_once(sender: int, query: StallQuery) -> None:
         heard.append(sender)
         raise RuntimeError("no threads left")
 

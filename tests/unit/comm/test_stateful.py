@@ -451,7 +451,7 @@ class Life(RuleBasedStateMachine):
         for rank in self.root.open:
             waiting = sum(
                 1
-                for message in hub.inboxes[rank]._matcher.all_arrived()
+                for message in hub.inboxes[rank]._matcher.all_unexpected()
                 if 0 <= message.envelope.tag < 2**31
                 and message.envelope.context in {g.comms[rank]._group.context for g in self.listening(rank)}
             )

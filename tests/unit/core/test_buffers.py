@@ -254,7 +254,7 @@ REFUSED = [
     (
         "other endianness",
         np.arange(3, dtype=">i4"),
-        "x has foreign byte order (>i4); allowed: the machine's own",
+        "x has foreign byte order (>i4); allowed: the machine's byte order",
     ),
     ("a mask", np.ma.masked_array([1, 2], [0, 1]), "masked array"),
     ("float8", torch.zeros(2).to(torch.float8_e4m3fn), "x has dtype torch.float8_e4m3fn; allowed: bool"),

@@ -123,7 +123,7 @@ def test_an_operation_of_ones_own_is_named_after_its_function():
 
 @pytest.mark.parametrize("name", OPS)
 def test_an_operation_of_ones_own_may_not_pose_as_a_built_in(name):
-    with pytest.raises(UsageError, match=f"{name!r} belongs to a built-in"):
+    with pytest.raises(UsageError, match=f"{name!r} is the name of a built-in"):
         op(lambda left, right: left, name=name)
 
 
@@ -167,7 +167,7 @@ def test_an_operation_needs_a_function(given):
     [("int32", 1.5), ("uint8", 300), ("uint8", -1), ("float32", "x"), ("float64", [1, 2]), ("bool", 2)],
 )
 def test_an_identity_that_the_type_cannot_hold_is_refused(name, identity):
-    with pytest.raises(UsageError, match=f"is no value of {name}"):
+    with pytest.raises(UsageError, match=f"is not a value of {name}"):
         op(lambda left, right: left, identity=identity).identity_for(DTYPES[name])
 
 

@@ -15,12 +15,12 @@ import pytest
 from tests.process.test_run import PATIENCE_S, gone, launched, run
 
 import unisono as uni
-from unisono.comm.control import Verdict
-from unisono.comm.inquiry import Inquiry
+from unisono.comm.control_messages import GroupFailure
+from unisono.comm.mismatch import Mismatch
 from unisono.errors import CollectiveMismatch, PeerAborted, PeerLost, UnisonoError, UsageError, lost_text
 from unisono.launcher import summary as summary_module
 from unisono.launcher.failure import End, blamed, culprit, describe
-from unisono.launcher.output import Errors, last_words
+from unisono.launcher.output import ErrorStream, last_words
 from unisono.launcher.summary import Ended, end_of, summary, without_library
 
 pytestmark = pytest.mark.more
@@ -181,10 +181,10 @@ def test_the_culprit_is_the_rank_that_victims_name(ends: list[End], wanted: int)
 
 def odd(culprits: tuple[int, ...], size: int) -> CollectiveMismatch:
     """The error of a mismatch in which these ranks differ from the others."""
-    inquiry = Inquiry(3)
+    mismatch = Mismatch(3)
     calls = dict.fromkeys(range(size), b"all_reduce float32[4] op=sum")
-    inquiry.add({**calls, **{rank: b"all_reduce float%d[4] op=sum" % (rank + 8) for rank in culprits}})
-    return inquiry.error(tuple(range(size)), 0, "world", 0)
+    mismatch.add({**calls, **{rank: b"all_reduce float%d[4] op=sum" % (rank + 8) for rank in culprits}})
+    return mismatch.error(tuple(range(size)), 0, "world", 0)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def odd(culprits: tuple[int, ...], size: int) -> CollectiveMismatch:
         (PeerAborted("rank 7 aborted", rank=7, cause="ValueError: rank 2 is gone"), (7,)),
         (PeerLost(lost_text((3, 4), "cannot be reached from rank 0"), ranks=(3, 4)), (3, 4)),
         (PeerAborted("rank 7 gave up", rank=7, cause="OSError: no space"), (7,)),
-        (Verdict.of(UsageError("no such op"), 0).error(7), (7,)),
+        (GroupFailure.of(UsageError("no such op"), 0).error(7), (7,)),
         (PeerAborted("rank 1 cancelled all_reduce", rank=1), (1,)),
         (odd((2,), 4), (2,)),
         (odd((0, 5), 32), (0, 5)),
@@ -325,7 +325,7 @@ def test_many_kinds_of_ends_and_long_tracebacks_are_cut() -> None:
 
 
 def test_a_traceback_is_kept_until_it_is_released_and_what_comes_before_it_is_shown() -> None:
-    errors = Errors()
+    errors = ErrorStream()
     assert errors.add(b"first", 1.0) == [b"first"]
     words = frames("a.py", error="ValueError: x")
     assert [shown for line in words for shown in errors.add(line, 2.0)] == []
@@ -349,7 +349,7 @@ def test_what_follows_a_traceback_is_no_part_of_it() -> None:
     ]
     after = [b"flushed 7 items", b"", b"bye"]
     for before, last in (([b"Exception in thread T:", *words, b""], words), ([], group)):
-        errors = Errors()
+        errors = ErrorStream()
         for line in [*before, *last, *after]:
             assert errors.add(line, 1.0) == []
         assert errors.split() == (before, last, after)

@@ -400,7 +400,7 @@ def test_a_world_that_is_done_leaves_nothing_in_any_inbox():
     def idle(inbox) -> bool:
         with inbox._lock:
             waiting = [p for p in inbox._matcher.all_posted() if p.tag != Tags.CONTROL]
-            return not waiting and not list(inbox._matcher.all_arrived())
+            return not waiting and not list(inbox._matcher.all_unexpected())
 
     comms = uni.local(4)
     inboxes = run_each(program, comms).values()

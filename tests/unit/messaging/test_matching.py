@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from unisono.core.dtypes import DTYPES
 from unisono.core.envelope import ANY, TAG_MAX, UNTYPED, Envelope, Tags
 from unisono.core.request import Request
-from unisono.messaging.matching import Arrived, Matcher, Posted, refusal
+from unisono.messaging.matching import Matcher, Posted, UnexpectedMessage, refusal
 
 MANY = settings(derandomize=True, deadline=None, database=None, max_examples=400)
 
@@ -44,15 +44,15 @@ def fits(pattern: tuple, message: tuple) -> bool:
 
 def shelves_of(matcher: Matcher[str]) -> list[object]:
     queues = matcher._contexts.values()
-    return [shelf for q in queues for shelf in (*q.posted_exact.values(), *q.arrived_exact.values())]
+    return [shelf for q in queues for shelf in (*q.posted_exact.values(), *q.unexpected_exact.values())]
 
 
 def posted(source, context, tag, **how) -> Posted:
     return Posted(source, context, tag, Request(source), **how)
 
 
-def arrived(source, context, tag) -> Arrived[str]:
-    return Arrived(Envelope(source, context, tag, 0), "payload")
+def arrived(source, context, tag) -> UnexpectedMessage[str]:
+    return UnexpectedMessage(Envelope(source, context, tag, 0), "payload")
 
 
 @MANY
@@ -60,7 +60,7 @@ def arrived(source, context, tag) -> Arrived[str]:
 def test_the_matcher_finds_what_a_search_through_lists_finds(steps):
     matcher: Matcher[str] = Matcher()
     receives: list[tuple[Posted, tuple]] = []
-    messages: list[tuple[Arrived[str], tuple]] = []
+    messages: list[tuple[UnexpectedMessage[str], tuple]] = []
     for verb, *words in steps:
         match verb:
             case "post":
@@ -79,7 +79,7 @@ def test_the_matcher_finds_what_a_search_through_lists_finds(steps):
                 assert not matcher.take(taken)
             case "meet":
                 first = next((m for m, what in messages if fits(tuple(words), what)), None)
-                assert matcher.find_arrived(posted(*words)) is first
+                assert matcher.find_unexpected(posted(*words)) is first
             case "offer":
                 first = next((p for p, pattern in receives if fits(pattern, tuple(words))), None)
                 assert matcher.find_posted(arrived(*words).envelope) is first
@@ -87,7 +87,7 @@ def test_the_matcher_finds_what_a_search_through_lists_finds(steps):
             in_order = [p for p, pattern in receives if pattern[1] == context]
             assert [p for p in matcher.all_posted() if p.context == context] == in_order
             queued = [m for m, what in messages if what[1] == context]
-            assert [m for m in matcher.all_arrived() if m.envelope.context == context] == queued
+            assert [m for m in matcher.all_unexpected() if m.envelope.context == context] == queued
         assert matcher.is_empty() is (not receives and not messages)
         assert all(shelves_of(matcher)), "an empty shelf is left behind"
     for receive, _ in receives:

@@ -68,7 +68,7 @@ def test_ordered_choices_are_ordered(collective: str) -> None:
         for count in (0, 1, 100, 10_000, 1_000_000):
             name, reason = choose(problem_of(collective, size, count), 4, LINKS, ordered=True)
             assert entry_of(collective, name).ordered
-            assert reason.endswith("ordered ones only")
+            assert reason.endswith("ordered algorithms only")
 
 
 def test_what_moves_data_only_may_be_asked_for_in_order() -> None:

@@ -92,7 +92,7 @@ class Span(NamedTuple):
 Pair = collections.namedtuple("Pair", "left right")  # noqa: PYI024 - nobody registers it
 
 
-class Unheard(msgspec.Struct):
+class Unregistered(msgspec.Struct):
     x: int
 
 
@@ -104,7 +104,7 @@ def echo(*args: Any, **kwargs: Any) -> Any:
 
 
 def everyday(comm: uni.Communicator) -> str:
-    """What most programs do, in one world: processes are dear."""
+    """What most programs do, in one world: starting processes is slow."""
     agent = Agent(comm, name=f"worker{comm.rank}")
     size, right = comm.size, (comm.rank + 1) % comm.size
 
@@ -139,7 +139,7 @@ def everyday(comm: uni.Communicator) -> str:
 
     comm.barrier()
     assert agent.call(right, "add", 20, 22) == 42
-    assert agent.call(comm.rank, "add", 1, 2) == 3  # to oneself
+    assert agent.call(comm.rank, "add", 1, 2) == 3  # a call to itself
     assert agent.call(np.int64(right), "who.are-you") == right
     assert agent.call(f"worker{right}", "who.are-you") == right
     assert agent.call_all("who.are-you") == list(range(size))
@@ -180,7 +180,7 @@ def payloads(comm: uni.Communicator) -> str:
 
     @agent.expose
     def scale(x: np.ndarray, by: float) -> np.ndarray:
-        x *= by  # what arrives is the handler's own
+        x *= by  # an array that arrives belongs to the handler
         return x
 
     @agent.expose
@@ -253,7 +253,7 @@ def records(comm: uni.Communicator) -> str:
 
     @agent.expose
     def leaks() -> Any:
-        return Unheard(1)
+        return Unregistered(1)
 
     comm.barrier()
     other = 1 - comm.rank
@@ -275,11 +275,11 @@ def records(comm: uni.Communicator) -> str:
     with pytest.raises(TypeError, match="'orders'"):
         agent.call(other, "count", [{"item": "c"}])
     with pytest.raises(
-        uni.UsageError, match=r"argument 1 is .*test_rpc\.Unheard.*Next: uni.register\(Unheard\)"
+        uni.UsageError, match=r"argument 1 is .*test_rpc\.Unregistered.*Next: uni.register\(Unregistered\)"
     ):
-        agent.call(other, "echo", Unheard(1))
+        agent.call(other, "echo", Unregistered(1))
     with pytest.raises(
-        uni.RemoteError, match=r"cannot travel: the result is .*Next: uni.register\(Unheard\)"
+        uni.RemoteError, match=r"cannot travel: the result is .*Next: uni.register\(Unregistered\)"
     ):
         agent.call(other, "leaks")
     comm.barrier()
@@ -375,14 +375,14 @@ def troubles(comm: uni.Communicator) -> str:
         with pytest.raises(uni.DeadlineExceeded) as late:
             agent.call(1, "stuck", timeout=0.05)
         assert late.value.waiting_on == (1,)
-        work = agent.start(1, "stuck", timeout=0.05)  # nobody waits, and yet it expires
+        work = agent.start(1, "stuck", timeout=0.05)  # it expires although no thread waits for it
         with pytest.raises(uni.DeadlineExceeded, match="goes on"):
             agent.start(1, "stuck").wait(timeout=0.01)
         while not work.done():
             time.sleep(0.005)
         with pytest.raises(TimeoutError):
             work.wait()
-        assert agent.call(1, "echo", 1) == [[1], {}]  # a stuck handler is in nobody's way
+        assert agent.call(1, "echo", 1) == [[1], {}]  # a stuck handler does not block others
         for dst in (2, -1, 1.5, True, None, "nobody"):
             with pytest.raises(uni.UsageError):
                 agent.call(dst, "echo")
@@ -460,7 +460,7 @@ def test_cancellation_and_deadlines_reach_the_other_side(world_of):
 
 
 def strangers(comm: uni.Communicator) -> str:
-    """Rank 2 makes no agent, rank 1 exposes one name; a collective has said that nothing more will come."""
+    """Rank 2 makes no agent, rank 1 exposes one name; a collective shows that their set-up is done."""
     half = comm.split(int(comm.rank == 0))
     agent = Agent(comm) if comm.rank < 2 else None
     if agent is not None:
@@ -477,7 +477,7 @@ def strangers(comm: uni.Communicator) -> str:
         assert agent.call(1, "echo") == [[], {}]
     comm.barrier()
     inner = Agent(half) if comm.rank == 1 else None
-    comm.barrier()  # of all, and so of any group of some of them
+    comm.barrier()  # of the world, which counts for every group of it
     if inner is not None:
         with pytest.raises(uni.NotExposed, match="rank 2 has no agent"):
             inner.call(1, "missing")
@@ -486,15 +486,15 @@ def strangers(comm: uni.Communicator) -> str:
 
 
 def test_what_is_not_there_after_a_collective_is_an_error_at_once(world_of, monkeypatch):
-    """Not after a grace: that would be longer here than any call may take."""
+    """Without the grace period, which is set to more than any call may take here."""
     for module in ("unisono.comm.control", "unisono.rpc.server"):
         monkeypatch.setattr(f"{module}.GRACE_S", 10 * LONG_S)
     assert world_of(strangers, 3) == ["ok"] * 3
 
 
-def test_a_rank_that_is_in_a_collective_already_makes_no_agent_before_its_caller_goes_on():
+def test_a_rank_that_waits_in_a_collective_is_known_to_have_no_agent():
     def program(comm: uni.Communicator) -> float:
-        """In virtual time, where a moment is as long as it says."""
+        """In virtual time, so that the durations are exact."""
         if comm.rank == 1:
             sleep(0.1)
             comm.barrier()
@@ -510,7 +510,7 @@ def test_a_rank_that_is_in_a_collective_already_makes_no_agent_before_its_caller
     assert 0.09 < uni.simulate(program, 2).results[0] < 0.12
 
 
-def test_a_rank_that_neither_makes_an_agent_nor_goes_on_is_waited_for_once():
+def test_a_rank_without_agent_and_collective_is_waited_for_only_once():
     def program(comm: uni.Communicator) -> list[float]:
         took = []
         if comm.rank == 1:
@@ -531,7 +531,7 @@ def test_a_rank_that_neither_makes_an_agent_nor_goes_on_is_waited_for_once():
 
 
 def test_an_agent_that_is_made_a_little_later_is_waited_for():
-    """In virtual time, where a moment is as long as it says."""
+    """In virtual time, so that the durations are exact."""
 
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 1:
@@ -548,7 +548,7 @@ def test_an_agent_that_is_made_a_little_later_is_waited_for():
 
 
 @pytest.mark.parametrize("name", ["", "_f", "__class__", "a.__init__", "a b", "1a", "ü", "x" * 257, 5, None])
-def test_what_is_no_name_is_not_exposed(name):
+def test_an_invalid_name_is_refused(name):
     (comm,) = uni.local(1)
     with comm:
         agent = Agent(comm)
@@ -625,7 +625,7 @@ def closing(comm: uni.Communicator) -> str:
     if comm.rank == 0:
         work = agent.start(1, "slowly", 5)
         comm.barrier()
-        assert work.wait(LONG_S) == 5  # what it had begun it finishes
+        assert work.wait(LONG_S) == 5  # the call that it had begun is finished
         with pytest.raises(uni.PeerLost, match="closed its agent"):
             agent.call(1, "slowly", 6)
     else:
@@ -705,9 +705,9 @@ class Counter:
 def with_objects(comm: uni.Communicator) -> str:
     agent = Agent(comm)
     agent.expose(Counter)
-    agent.expose(Counter)  # twice is once
-    agent.register("Tally", Counter)  # and another name is another name
-    agent.register("held", lambda: len(agent._server.objects))
+    agent.expose(Counter)  # exposing it twice is allowed
+    agent.register("Tally", Counter)  # and under another name, too
+    agent.register("held", lambda: len(agent._objects))
     comm.barrier()
     if comm.rank == 0:
         one, two = agent.remote(1, Counter, 5), agent.remote(1, "Counter", step=10)
@@ -737,7 +737,7 @@ def with_objects(comm: uni.Communicator) -> str:
         with pytest.raises(uni.RemoteError, match="released"):
             agent.proxy(reference).add(1)
         assert agent.call(1, "held") == 1
-        del one  # the last that holds it
+        del one  # the last reference to the proxy
         while agent.call(1, "held"):
             time.sleep(0.001)
         agent.remote(1, Counter).add(1)
@@ -747,7 +747,7 @@ def with_objects(comm: uni.Communicator) -> str:
     if comm.rank == 0:
         agent.close()
     else:
-        while agent._server.objects:  # what a rank owned goes with it
+        while agent._objects:  # a lost rank's objects are released
             time.sleep(0.001)
     comm.barrier()
     return "ok"
@@ -898,7 +898,7 @@ def test_an_async_generator_streams_in_virtual_time():
     assert uni.simulate(program, 2).results == [list(range(40)), None]
 
 
-def test_memory_is_used_again_without_waiting_for_the_collector():
+def test_buffers_are_used_again_without_a_garbage_collection():
     def program(comm: uni.Communicator) -> int:
         gc.disable()
         agent = Agent(comm)

@@ -1,4 +1,4 @@
-"""What no honest agent sends: hostile names, and frames made of noise. Errors only, and others are served."""
+"""Hostile names and random frames lead to errors only, and other callers are served."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.engines import MakeWorld, world
 
 import unisono as uni
 from unisono.comm.communicator import Communicator
-from unisono.comm.control import ServiceFound
+from unisono.comm.control_messages import ServiceFound
 from unisono.core.envelope import Lane, Tags
 from unisono.rpc import Agent
-from unisono.rpc.frames import Answer, Ask, Bye, Failure, PackedAnswer, PackedItem, decode, encode
+from unisono.rpc.attachments import UnreadParts
 from unisono.rpc.registry import Registry
-from unisono.rpc.server import Server
 from unisono.rpc.streams import WINDOW
+from unisono.rpc.wire import Answer, Ask, Failure, Goodbye, PackedAnswer, PackedItem, decode, encode
 
 __all__ = ["world"]
 
@@ -79,7 +79,7 @@ def test_hostile_names_are_answered_with_an_error():
 
 
 def test_frames_of_noise_are_errors_only():
-    """Straight into an agent that serves: nothing raises, and the calls of others go on."""
+    """Dispatched by an agent that serves: nothing raises, and the calls of others go on."""
     a, b, c = uni.local(3)
     with a, b, c:
         agents = [Agent(a), Agent(b)]
@@ -90,12 +90,12 @@ def test_frames_of_noise_are_errors_only():
         draw = random.Random(7)
         seeds = corpus()
         for _ in range(FRAMES):
-            agents[1]._hearing.on_frame(2, mutated(draw, seeds))
+            agents[1]._dispatcher.on_frame(2, mutated(draw, seeds))
         assert agents[0].call(1, "echo", 2) == [[2], {}]
         assert agents[1].call(0, "echo", 3) == [[3], {}]
 
 
-def test_the_frames_of_the_corpus_are_sound():
+def test_the_frames_of_the_corpus_are_valid():
     for data in corpus():
         assert encode(decode(data)) == data
 
@@ -111,34 +111,34 @@ def test_a_frame_that_is_none_is_a_protocol_error():
 # -- a rank that does not read ----------------------------------------------------------------------------
 
 
-Say = Callable[[Any], None]
+Send = Callable[[Any], None]
 Read = Callable[[Callable[[list[Any]], bool]], list[Any]]
 
 
-def server_and_mute(
+def server_and_silent_rank(
     comms: list[Communicator],
-) -> tuple[Agent, Callable[[Any], None], Callable[[int], list[Any]]]:
-    """Rank 0's agent; how rank 1, which has none, sends it a frame, and how it reads, if it does."""
-    agent, mute = Agent(comms[0]), comms[1].backend
+) -> tuple[Agent, Send, Read]:
+    """Rank 0's agent; how rank 1, which has no agent, sends frames to it and reads those that it sends."""
+    agent, silent = Agent(comms[0]), comms[1].backend
 
-    def say(frame: Any) -> None:
-        mute.start_send(0, agent.context, Tags.RPC, memoryview(encode(frame)), lane=Lane.CONTROL)
+    def send(frame: Any) -> None:
+        silent.start_send(0, agent._context, Tags.RPC, memoryview(encode(frame)), lane=Lane.CONTROL)
 
-    def read(is_all: Callable[[list[Any]], bool]) -> list[Any]:
-        requests = [mute.start_recv(0, agent.context, Tags.RPC, None) for _ in range(FRAMES)]
+    def read(has_all: Callable[[list[Any]], bool]) -> list[Any]:
+        requests = [silent.start_recv(0, agent._context, Tags.RPC, None) for _ in range(FRAMES)]
 
         def frames() -> list[Any]:
             return [decode(bytes(request.data or b"")) for request in requests if request.done]
 
-        wait_until(lambda: is_all(frames()), "all frames come")
+        wait_until(lambda: has_all(frames()), "all frames come")
         found = frames()
         for request in requests:
             request.cancel()
         return found
 
-    comms[1]._group.control.tell([0], ServiceFound(agent.context, "mute"))
-    wait_until(lambda: agent._peers[1].name == "mute", "rank 0 takes it for an agent")
-    return agent, say, read
+    comms[1]._group.control.send([0], ServiceFound(agent._context, "silent"))
+    wait_until(lambda: agent._peers[1].name == "silent", "rank 0 takes it for an agent")
+    return agent, send, read
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_no_item_of_a_stream_is_lost_while_its_reader_reads_nothing(
 ) -> None:
     """More than 32 MiB of items wait for a reader that is busy elsewhere; then it reads them all."""
     streams = 600
-    agent, say, read = server_and_mute(comms := pair(kind))
+    agent, send, read = server_and_silent_rank(comms := pair(kind))
     blob = random.Random(1).randbytes(1900)
 
     def items(number: int) -> Iterator[list[Any]]:
@@ -161,7 +161,7 @@ def test_no_item_of_a_stream_is_lost_while_its_reader_reads_nothing(
 
     agent.register("items", items)
     for number in range(1, streams + 1):
-        say(Ask(number, "items", None, [number], WINDOW))
+        send(Ask(number, "items", None, [number], WINDOW))
     wait_until(lambda: not any(agent._server._tables), "all streams have ended there")
     came: dict[int, list[int]] = {number: [] for number in range(1, streams + 1)}
     for frame in read(lambda frames: len(frames) == streams * (WINDOW + 1)):
@@ -180,8 +180,8 @@ def test_no_item_of_a_stream_is_lost_while_its_reader_reads_nothing(
 def test_a_call_to_a_rank_that_reads_nothing_fails_as_busy(
     pair: Callable[[str], list[Communicator]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.rpc.outgoing.UNSENT_ASKS_MAX", 1 << 20)
-    agent, _, _ = server_and_mute(comms := pair(kind))
+    monkeypatch.setattr("unisono.rpc.client.UNSENT_ASKS_MAX", 1 << 20)
+    agent, _, _ = server_and_silent_rank(comms := pair(kind))
     texts = ["x" * 128] * 16
     works = []
     for _ in range(1000):  # beyond the credit of the lane and the limit, with calls that nobody waits for
@@ -194,7 +194,7 @@ def test_a_call_to_a_rank_that_reads_nothing_fails_as_busy(
         works[-1].wait()
 
     def notify_until_refused() -> None:
-        """The other's engine may still be taking in what was sent, which makes room here."""
+        """Many of them: the other engine may still receive frames, which lets a few more be sent."""
         for _ in range(10_000):
             agent.notify(1, "f", *texts)
 
@@ -221,20 +221,20 @@ def test_a_rank_that_calls_without_end_and_reads_nothing_is_dropped_once_and_not
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("unisono.rpc.agent.UNSENT_BYTES_MAX", 1 << 20)
-    agent, say, read = server_and_mute(comms := pair(kind))
+    monkeypatch.setattr("unisono.rpc.peers.UNSENT_BYTES_MAX", 1 << 20)
+    agent, send, read = server_and_silent_rank(comms := pair(kind))
     agent.register("f", lambda: "x" * 1900)
     mine = agent.start(1, "f", timeout=None)
     numbers = itertools.count(1)
     while not agent._peers[1].is_given_up:
         for _ in range(500):
-            say(Ask(next(numbers), "f", None, []))
+            send(Ask(next(numbers), "f", None, []))
         wait_until(lambda: not any(agent._server._tables), "all are answered")
     with pytest.raises(uni.PeerLost, match="waited to be read"):
         mine.wait(timeout=20)
-    frames = read(lambda frames: any(isinstance(frame, Bye) for frame in frames))
-    assert all(isinstance(frame, Ask | PackedAnswer | Failure | Bye) for frame in frames)
-    assert ["waited to be read" in frame.why for frame in frames if isinstance(frame, Bye)] == [True]
+    frames = read(lambda frames: any(isinstance(frame, Goodbye) for frame in frames))
+    assert all(isinstance(frame, Ask | PackedAnswer | Failure | Goodbye) for frame in frames)
+    assert ["waited to be read" in frame.why for frame in frames if isinstance(frame, Goodbye)] == [True]
     assert sum("given up" in record.message for record in caplog.records) == 1
     agent.close()
     for comm in comms:
@@ -242,33 +242,31 @@ def test_a_rank_that_calls_without_end_and_reads_nothing_is_dropped_once_and_not
 
 
 class _Slow:
-    """Parts that take as long as the test says."""
+    """Parts that are read when the test says so."""
 
     def __init__(self) -> None:
-        self.has_arrived, self.looks = False, 0
+        self.is_read, self.checks = False, 0
 
     def is_done(self) -> bool:
-        self.looks += 1
-        return self.has_arrived
+        self.checks += 1
+        return self.is_read
 
     def cancel(self) -> None:
         pass
 
 
-def test_what_has_not_been_taken_is_counted_for_each_caller() -> None:
-    """One keeps 3,000 answers: it is refused, others are not, and no call looks at all of them."""
-    (comm,) = uni.local(1)
-    with comm:
-        server = Server(Agent(comm), Registry(), 2, dict)
-        kept = [_Slow() for _ in range(3000)]
-        for call, slow in enumerate(kept, 1):
-            server._keep(0, call, slow)
-        before = sum(slow.looks for slow in kept)
-        for _ in range(1000):
-            assert server._has_untaken(0)
-            assert not server._has_untaken(1)
-        assert sum(slow.looks for slow in kept) - before <= 8 * 1000
-        for slow in kept[:1500]:
-            slow.has_arrived = True
-        assert not all(server._has_untaken(0) for _ in range(1000)), "it took enough of them"
-        assert all(call in server._answers[0] for call in range(1501, 3001))
+def test_unread_answers_are_counted_for_each_caller() -> None:
+    """One leaves 3,000 answers unread: it is refused, others are not, and no call checks all of them."""
+    unread, limit = UnreadParts(2), 2048
+    kept = [_Slow() for _ in range(3000)]
+    for call, slow in enumerate(kept, 1):
+        unread.add(0, call, slow)
+    before = sum(slow.checks for slow in kept)
+    for _ in range(1000):
+        assert unread.has_more_than(0, limit)
+        assert not unread.has_more_than(1, limit)
+    assert sum(slow.checks for slow in kept) - before <= 8 * 1000
+    for slow in kept[:1500]:
+        slow.is_read = True
+    assert not all(unread.has_more_than(0, limit) for _ in range(1000)), "it has read enough of them"
+    assert all(call in unread._by_rank[0] for call in range(1501, 3001))

@@ -1,4 +1,4 @@
-"""Memory of devices: NCCL beside a backend that moves everything else.
+"""Memory of devices: NCCL in front of a backend that moves everything else.
 
 It needs torch and CUDA.
 """

@@ -1,7 +1,7 @@
 """The nccl backend: tensors on GPUs go by NCCL, everything else by the native backend.
 
-Knows torch's process group of NCCL, how it finds its peers by messages of ours, and what a machine lacks for
-it. Does not know the verbs. It has not run on hardware: see docs/backends.md.
+NCCL's ranks find each other by messages of the native backend. This has not run on hardware: see
+docs/backends.md.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.backends.devices.verbs import DevicePart
-from unisono.backends.hybrid import HybridBackend
+from unisono.backends.devices.backend import DeviceBackend
+from unisono.backends.devices.calls import DeviceLibrary
 from unisono.backends.registry import BackendInfo, Closable
 from unisono.core.envelope import ANY, Lane, Tags
 from unisono.core.request import Request
 from unisono.errors import DeadlineExceeded, PeerLost, UsageError
 from unisono.messaging.backend import Backend, Capabilities, PeerDown
 
-__all__ = ["DESCRIPTION", "NcclPart", "missing", "store_over"]
+__all__ = ["DESCRIPTION", "NcclLibrary", "missing", "store_over"]
 
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
 _OPS: Final = {
@@ -36,13 +36,13 @@ _OPS: Final = {
     "bor": "BOR",
     "bxor": "BXOR",
 }
-# Where NCCL's ranks tell each other how to meet: a context and a tag of their own.
+# The context and tag of the store's messages, by which NCCL's ranks find each other.
 _CONTEXT: Final = 0
 _TAG: Final = Tags.CONTROL | 2
 _CAPABILITIES: Final = Capabilities("nccl", run_plan=True, device_memory=True)
 
 
-class NcclPart(DevicePart):
+class NcclLibrary(DeviceLibrary):
     """Torch's process group of NCCL, made without torch.distributed's global state."""
 
     def __init__(self, backend: Backend) -> None:
@@ -54,11 +54,11 @@ class NcclPart(DevicePart):
         backend.watch(self._on_down)
 
     def takes(self, tensor: Any) -> bool:
-        """Whether it is on a GPU of NVIDIA's."""
+        """Whether the tensor is on an NVIDIA GPU."""
         return bool(tensor.device.type == "cuda")
 
     def run(self, verb: str, given: Any, taken: Any, op: str, root: int, timeout: float | None) -> None:
-        """Start it and wait until the GPU has done it."""
+        """Start it, and wait until the GPU has done it."""
         import torch.distributed as dist
 
         if op not in _OPS:
@@ -79,7 +79,7 @@ class NcclPart(DevicePart):
             case _:
                 work = group.alltoall_base(taken, given, [], [])
         try:
-            # A wait without a limit only orders the streams; with one it waits for the GPU.
+            # Without a limit, torch's wait only orders the streams; with one it waits for the GPU.
             work.wait(datetime.timedelta(seconds=timeout) if timeout is not None else _FOREVER)
         except RuntimeError as error:
             group.abort()
@@ -88,7 +88,7 @@ class NcclPart(DevicePart):
             raise DeadlineExceeded(f"{verb} did not end", cause=str(error).splitlines()[0]) from error
 
     def close(self) -> None:
-        """End whatever runs."""
+        """Abort what runs."""
         self._group.abort()
 
     def _on_down(self, down: PeerDown) -> None:
@@ -107,7 +107,7 @@ def _options(options: Any, **settings: Any) -> Any:
 
 
 def store_over(backend: Backend) -> Any:
-    """A torch Store for the ranks of a backend: what one sets is told to all by messages."""
+    """A torch Store for the ranks of a backend: a key that one rank sets is sent to all others."""
     from torch.distributed import Store
 
     class MessageStore(Store):  # type: ignore[misc]
@@ -135,7 +135,7 @@ def store_over(backend: Backend) -> Any:
             with self._changed:
                 seconds = None if timeout is None else timeout.total_seconds()
                 if not self._changed.wait_for(lambda: self.check(keys), seconds):
-                    raise TimeoutError(f"nobody set {', '.join(keys)}")
+                    raise TimeoutError(f"no rank has set {', '.join(keys)}")
 
         def _keep(self, key: str, value: bytes) -> None:
             with self._changed:
@@ -144,23 +144,23 @@ def store_over(backend: Backend) -> Any:
 
         def _listen(self) -> None:
             request = backend.start_recv(ANY, _CONTEXT, _TAG, None)
-            request.notify(lambda: self._hear(request))
+            request.notify(lambda: self._on_message(request))
 
-        def _hear(self, request: Request) -> None:
+        def _on_message(self, request: Request) -> None:
             if request.error is not None:
-                return  # the backend was closed, or nobody is left
+                return  # the backend was closed, or no other rank is left
             self._keep(*msgspec.msgpack.decode(request.data or b"", type=tuple[str, bytes]))
             self._listen()
 
     return MessageStore()
 
 
-def _around(native: Closable) -> HybridBackend:
-    return HybridBackend([native], lambda peer, tag: 0, device=NcclPart(native), name="nccl")
+def _wrap(native: Closable) -> DeviceBackend:
+    return DeviceBackend(native, NcclLibrary(native), "nccl")
 
 
 def missing(spec_of: Callable[[str], Any] = importlib.util.find_spec, driver: Path = _DRIVER) -> str | None:
-    """The first thing that is missing, if any. torch itself is imported only where it may have a GPU."""
+    """What this machine lacks for NCCL, None if nothing. torch is imported only if there may be a GPU."""
     spec = spec_of("torch")
     if spec is None or not spec.submodule_search_locations:
         return "torch is not installed"
@@ -198,5 +198,5 @@ DESCRIPTION = BackendInfo(
     check=missing,
     install="a machine with an NVIDIA GPU, and pip install torch with CUDA",
     capabilities=_CAPABILITIES,
-    wrap=_around,
+    wrap=_wrap,
 )

@@ -1,17 +1,14 @@
-"""The gloo backend: the Gloo library that comes with torch carries the frames.
+"""The gloo backend: the Gloo library that comes with torch carries the frames of a FramedBackend.
 
-Knows Gloo's process groups: how they are made without torch.distributed's global state, who waits for which
-of their works, and that one expired wait would break all links, so that none ever expires. Does not know
-messages (the backend does), nor how ranks find each other: it gives a card, and gets everybody's.
-
-A thread per peer waits for what the peer sends, another for what was sent to it to be gone.
+Process groups are made without torch.distributed's global state. Each peer has two threads: one waits for
+what the peer sends, the other for our sends to it to complete. One wait that expires would break all links of
+a process group, so no wait expires.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
 import importlib.util
 import struct
 import threading
@@ -24,12 +21,13 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from unisono.backends.framed import FramedBackend, FrameTransport, frame_bytes_max
-from unisono.backends.gloo.collectives import Collectives, Opening, break_links
+from unisono.backends.gloo.collectives import GlooCollectives
+from unisono.backends.gloo.process_group import GroupMaker, break_links, decoded, first_line
 from unisono.backends.registry import BackendInfo, BindSpec
 from unisono.core.clock import RealRuntime
 from unisono.core.envelope import Lane
 from unisono.core.request import Request
-from unisono.errors import ProtocolError, RendezvousError, UsageError
+from unisono.errors import ProtocolError, UsageError
 from unisono.messaging.backend import Capabilities, Stage
 from unisono.plans.steps import Problem
 
@@ -39,13 +37,11 @@ if TYPE_CHECKING:
 __all__ = ["DESCRIPTION", "GlooBackend", "UnconnectedGloo"]
 
 _FRAME, _PAYLOAD = 1, 2  # Gloo's tags
-# So many receives stand ready for frames of one peer.
-_READY: Final = 2
-# A wait that expires closes every link of its process group: none of ours does.
-_NEVER: Final = datetime.timedelta(days=3650)
-# A thread that is told to end does so within this time, unless its peer hangs.
+# Receives posted for the frames of one peer, so that the next can arrive while one is handled.
+_RECEIVES_POSTED: Final = 2
+# A thread ends within this time after it was asked to, unless its peer hangs.
 _JOIN_S: Final = 1.0
-# Gloo tells nobody how long a message was that came into a longer buffer.
+# Gloo does not report the length of a message that is shorter than its buffer, so each frame begins with it.
 _LENGTH: Final = struct.Struct("<I")
 _CAPABILITIES: Final = Capabilities("gloo", run_collective=True)
 _INSTALL: Final = "pip install 'unisono[torch]'"
@@ -54,29 +50,29 @@ _INSTALL: Final = "pip install 'unisono[torch]'"
 class GlooBackend(FramedBackend):
     """One rank over two process groups: one for messages, one for Gloo's own collectives.
 
-    A collective that is given up may leave its group in the middle of an exchange; messages go on.
+    A cancelled collective may leave its group in the middle of an exchange; messages go on.
     """
 
     def __init__(self, spec: BindSpec, device: Any, messages: Any, collectives: Any) -> None:
         super().__init__(spec.rank, spec.size, spec.config, RealRuntime())
-        self._collectives = Collectives(self, collectives, partial(_Maker, device))
-        self._wire = wire = _GlooWire(self, messages)
+        self._collectives = GlooCollectives(self, collectives, device)
+        self._transport = transport = _GlooTransport(self, messages)
         self.watch(self._collectives.peer_down)
-        wire.start()
-        # At the end of the interpreter no thread may come back from Gloo.
-        atexit.register(self._forget)
+        transport.start()
+        # No thread may return from Gloo while the interpreter shuts down.
+        atexit.register(self._abandon)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Messages as everywhere, and collectives of its own."""
+        """Messages, and Gloo's own collectives."""
         return _CAPABILITIES
 
     def run_collective(self, problem: Problem, stage: Stage) -> Request | None:
-        """Let Gloo solve it, if it gives our results."""
+        """Let Gloo run it, if Gloo gives our results."""
         return self._collectives.run(problem, stage)
 
     def end_group(self, context: int) -> None:
-        """Let go of what was made for it."""
+        """Free the communicator's queue and its unclaimed messages."""
         super().end_group(context)
         self._collectives.close_queue(context)
 
@@ -84,41 +80,41 @@ class GlooBackend(FramedBackend):
         """Leave."""
         super().close()
         self._collectives.close()
-        atexit.unregister(self._forget)
+        atexit.unregister(self._abandon)
 
-    def _forget(self) -> None:
-        """Leave without a word."""
+    def _abandon(self) -> None:
+        """Leave without a goodbye."""
         self._collectives.close()
-        self._wire.close()
+        self._transport.close()
 
 
 class UnconnectedGloo:
-    """A rank before it knows the others: its groups are being made, and wait for everybody's addresses."""
+    """A rank that is not connected yet: its process groups wait for the addresses of all ranks."""
 
     def __init__(self, spec: BindSpec) -> None:
         if spec.is_encrypted:
             raise UsageError(
                 "gloo's links have no encryption, and these ranks are on several hosts or asked for it",
-                next_step="use backend='native', or insecure=True on a network that nobody else can reach",
+                next_step="use backend='native', or insecure=True on a network that only these ranks reach",
             )
         from torch.distributed import ProcessGroupGloo
 
         self._spec = spec
         self._device = ProcessGroupGloo.create_device(hostname=spec.host, lazy_init=False)
-        self._makers = [_Maker(self._device, spec.rank, spec.size) for _ in range(2)]
+        self._makers = [GroupMaker(self._device, spec.rank, spec.size) for _ in range(2)]
 
     def card(self) -> bytes:
         """What the others need to reach this rank."""
         return msgspec.msgpack.encode([maker.card() for maker in self._makers])
 
     def connect(self, cards: Sequence[bytes]) -> GlooBackend:
-        """Make the links to all others.
+        """Connect to all other ranks.
 
         Raises:
-            ProtocolError: a card is none of ours.
+            ProtocolError: a card is malformed.
             RendezvousError: Gloo could not connect.
         """
-        pairs = [_decoded(card, tuple[bytes, bytes]) for card in cards]
+        pairs = [decoded(card, tuple[bytes, bytes]) for card in cards]
         for index, maker in enumerate(self._makers):
             maker.fill([pair[index] for pair in pairs])
         messages, collectives = (maker.group() for maker in self._makers)
@@ -130,114 +126,7 @@ class UnconnectedGloo:
             maker.close()
 
 
-def _decoded(card: bytes, kind: Any) -> Any:
-    try:
-        return msgspec.msgpack.decode(card, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError("a rank's card is malformed", cause=str(error)) from None
-
-
-class _Maker(Opening):
-    """Makes one process group on a thread of its own, because Gloo asks the store while it does."""
-
-    def __init__(self, device: Any, rank: int, size: int) -> None:
-        self._store = _store()
-        self._device = device
-        self._rank, self._size = rank, size
-        self._made: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._make, name="unisono-gloo-maker", daemon=True)
-        self._thread.start()
-
-    def card(self) -> bytes:
-        """What Gloo wants the others to know."""
-        return msgspec.msgpack.encode(self._store.offered())
-
-    def fill(self, cards: Sequence[bytes]) -> None:
-        """Tell Gloo what all of them said."""
-        known = [_decoded(card, dict[str, bytes]) for card in cards]
-        self._store.fill({key: value for each in known for key, value in each.items()})
-
-    def opened(self, cards: list[bytes]) -> Any:
-        """Wait for the group, given what all said."""
-        self.fill(cards)
-        return self.group()
-
-    def close(self) -> None:
-        """Give up."""
-        self._store.give_up()
-
-    def group(self) -> Any:
-        """Wait for the group."""
-        self._thread.join()
-        if self._error is not None:
-            raise RendezvousError(
-                "gloo could not connect",
-                cause=_first_line(self._error),
-                next_step="open the ports between the ranks' addresses",
-            )
-        return self._made
-
-    def _make(self) -> None:
-        try:
-            from torch.distributed import ProcessGroupGloo
-
-            options = ProcessGroupGloo._Options()
-            options._devices = [self._device]
-            options._timeout = _NEVER
-            options._threads = 1  # collectives run in the order in which they were started
-            self._made = ProcessGroupGloo(self._store, self._rank, self._size, options)
-        except BaseException as error:
-            self._error = error
-            self._store.give_up()
-
-
-def _store() -> Any:
-    """A store for one process group: what Gloo puts in is this rank's card, what it asks for the others'."""
-    from torch.distributed import Store
-
-    class SeedStore(Store):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self._changed = threading.Condition()
-            self._own: dict[str, bytes] = {}
-            self._known: dict[str, bytes] = {}
-            self._is_over = False
-
-        def set(self, key: str, value: bytes) -> None:
-            with self._changed:
-                self._own[key] = bytes(value)
-                self._changed.notify_all()
-
-        def get(self, key: str) -> bytes:
-            self.wait([key])
-            return self._known[key]
-
-        def wait(self, keys: list[str], timeout: object = None) -> None:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_over or all(key in self._known for key in keys))
-                if self._is_over:
-                    raise ConnectionAbortedError("the world was not formed")
-
-        def offered(self) -> dict[str, bytes]:
-            with self._changed:
-                self._changed.wait_for(lambda: self._own or self._is_over)
-                return self._own
-
-        def fill(self, known: dict[str, bytes]) -> None:
-            with self._changed:
-                self._known = known
-                self._changed.notify_all()
-
-        def give_up(self) -> None:
-            with self._changed:
-                self._is_over = True
-                self._changed.notify_all()
-
-    return SeedStore()
-
-
-class _GlooWire(FrameTransport):
+class _GlooTransport(FrameTransport):
     """Frames and payloads as sends and receives of a process group."""
 
     def __init__(self, backend: GlooBackend, group: Any) -> None:
@@ -255,11 +144,11 @@ class _GlooWire(FrameTransport):
         self._threads = [
             threading.Thread(target=partial(work, peer), name=f"unisono-gloo-{name}-{peer}", daemon=True)
             for peer in others
-            for name, work in (("ear", self._listen), ("mouth", self._settle))
+            for name, work in (("receiver", self._receive), ("sender", self._complete_sends))
         ]
 
     def start(self) -> None:
-        """Begin to listen."""
+        """Begin to receive."""
         for thread in self._threads:
             thread.start()
 
@@ -271,46 +160,46 @@ class _GlooWire(FrameTransport):
                 self._start_send(peer, payload, _PAYLOAD)
 
     def is_own_thread(self) -> bool:
-        """Whether it is one of those that wait for Gloo."""
+        """Whether this thread is one of those that wait for Gloo."""
         return threading.current_thread() in self._threads
 
     def close(self) -> None:
         """Let the threads end, also those whose peers have not answered the goodbye."""
         for queue in self._sent.values():
             queue.put(None)
-        deaf = [peer for peer in self._sent if not self._backend.is_over(peer)]
-        if deaf:
-            break_links(self._group, tuple(deaf))
+        unanswered = [peer for peer in self._sent if not self._backend.is_over(peer)]
+        if unanswered:
+            break_links(self._group, tuple(unanswered))
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
 
     def _start_send(self, peer: int, memory: memoryview, tag: int) -> None:
         tensor = self._tensor(memory)
-        # A link that broke is reported by whoever listens to it, after what it still brought.
+        # The receiver thread reports a broken link, after the frames that had arrived before.
         with contextlib.suppress(RuntimeError):
             self._sent[peer].put((self._group.send([tensor], peer, tag), tensor))
 
-    def _settle(self, peer: int) -> None:
+    def _complete_sends(self, peer: int) -> None:
         """Keep what was sent to a peer until Gloo is done with it."""
         while (entry := self._sent[peer].get()) is not None:
             with contextlib.suppress(RuntimeError):
                 entry[0].wait()
 
-    def _listen(self, peer: int) -> None:
-        """Hear a peer until its last word."""
+    def _receive(self, peer: int) -> None:
+        """Receive the frames of a peer until it has left."""
         backend, torch = self._backend, self._torch
         try:
-            buffers = [torch.empty(self._frame_bytes, dtype=torch.uint8) for _ in range(_READY)]
+            buffers = [torch.empty(self._frame_bytes, dtype=torch.uint8) for _ in range(_RECEIVES_POSTED)]
             works = [self._start_recv(buffer, peer, _FRAME) for buffer in buffers]
             while not backend.is_over(peer):
                 _wait(works.pop(0))
                 buffer = buffers.pop(0)
-                reassembly = backend.hear(peer, _frame_in(buffer))
-                if reassembly is not None:
-                    memory, on_landed = reassembly
+                payload = backend.arrive_logged(peer, _frame_in(buffer))
+                if payload is not None:
+                    memory, on_received = payload
                     _wait(self._start_recv(self._tensor(memory), peer, _PAYLOAD))
-                    on_landed()
+                    on_received()
                 if not backend.is_over(peer):
                     buffers.append(buffer)
                     works.append(self._start_recv(buffer, peer, _FRAME))
@@ -323,10 +212,10 @@ class _GlooWire(FrameTransport):
         try:
             return self._group.recv([memory], peer, tag)
         except RuntimeError as error:
-            raise _LinkError(_first_line(error)) from None
+            raise _LinkError(first_line(error)) from None
 
     def _tensor(self, memory: memoryview) -> Tensor:
-        """The memory as a tensor; a copy of what may not be written to, because torch warns of it."""
+        """A tensor on the memory; on a copy if it is read-only, because torch warns about that."""
         torch = self._torch
         return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8)
 
@@ -339,26 +228,20 @@ def _wait(work: Any) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise _LinkError(_first_line(error)) from None
+        raise _LinkError(first_line(error)) from None
 
 
 def _frame_in(buffer: Tensor) -> memoryview:
-    """What came into a buffer."""
+    """The frame in a receive buffer."""
     memory = memoryview(buffer.numpy())
     (length,) = _LENGTH.unpack_from(memory)
     if length > len(memory) - _LENGTH.size:
-        raise ProtocolError(f"a frame of {length} bytes")
+        raise ProtocolError(f"a frame says it has {length} bytes; at most {len(memory) - _LENGTH.size} fit")
     return memory[_LENGTH.size : _LENGTH.size + length]
 
 
-def _first_line(error: BaseException) -> str:
-    """Gloo's reason, without the advice that torch adds."""
-    text = (str(error).splitlines() or [""])[0]
-    return text.partition(". This may be due to")[0].removeprefix("Application timeout caused pair closure")
-
-
 def _check() -> str | None:
-    """Why it cannot run here. Importing torch costs seconds: who only asks does not pay."""
+    """Why it cannot run here. torch itself is not imported, because that takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return "torch is not installed"

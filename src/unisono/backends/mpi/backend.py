@@ -1,11 +1,8 @@
-"""The mpi backend: any MPI library, through mpi4py, carries the frames.
+"""The mpi backend: any MPI library, through mpi4py, carries the frames of a FramedBackend.
 
-Knows how frames and payloads become MPI messages, and who makes MPI progress: whoever waits asks it again and
-again, and while nobody waits a thread does so now and then. Does not know messages (the backend does), nor
-how ranks were started: MPI's launcher did that.
-
-All calls of MPI stand under one lock, so that MPI_THREAD_SERIALIZED is enough. What they bring is told after
-that lock is released, by one thread at a time, in the order in which it came.
+A thread that waits polls MPI for progress; while no thread waits, a background thread polls every 2 ms. All
+MPI calls are made under one lock, so MPI_THREAD_SERIALIZED is enough. Their events are dispatched after that
+lock is released, by one thread at a time, in order.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from unisono._native import CallLog
 from unisono.backends.foreign import ForeignRequest
 from unisono.backends.framed import FramedBackend, FrameTransport
 from unisono.backends.mpi.calls import Decision, MpiCalls
-from unisono.backends.mpi.collectives import Collectives
+from unisono.backends.mpi.collectives import MpiCollectives
 from unisono.backends.registry import BackendInfo
 from unisono.config import Config
 from unisono.core.clock import Event, RealRuntime, Waiting
@@ -40,82 +37,86 @@ __all__ = ["DESCRIPTION", "Engine", "MpiBackend"]
 _log = logging.getLogger("unisono.mpi")
 
 _FRAME, _PAYLOAD = 1, 2  # MPI's tags
-# Who waits asks so often without a pause; then with pauses that grow, because ranks may outnumber cores.
+# A waiting thread polls this many times without a pause, then up to this many times with a yield; then with
+# pauses that grow from the first to the last, because there may be more ranks than cores.
 _SPINS: Final = 50
 _YIELDS: Final = 500
 _PAUSE_FIRST_S: Final = 20e-6
 _PAUSE_LAST_S: Final = 1e-4
-# Once this rank has said its last word, what the others relied on has been said, and is heard within this.
+# Time for a cancelled collective to finish its part after this rank has said goodbye.
 _BOUND_S: Final = 0.05
-# While nobody waits, a message that nobody awaits may lie so long.
+# Interval of the background thread: how long a message may wait here while no thread polls.
 _IDLE_S: Final = 2e-3
 _JOIN_S: Final = 5.0
 _CAPABILITIES: Final = Capabilities("mpi", run_collective=True)
 
 
 class Engine:
-    """MPI progress: what was started and asked for, and what is told of it."""
+    """MPI progress: polls what was started, and dispatches the events that this brings."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.is_over = False
-        self.turns = 0  # how often somebody asked
+        self.polls = 0
         self._checks: list[Callable[[], Sequence[Callable[[], None]]]] = []
-        self._news: deque[Callable[[], None]] = deque()
-        self._teller = 0
-        self._telling = threading.Lock()
+        self._events: deque[Callable[[], None]] = deque()
+        self._dispatcher = 0  # the thread that dispatches
+        self._dispatching = threading.Lock()
 
     def watch(self, check: Callable[[], Sequence[Callable[[], None]]]) -> None:
-        """Call this under the lock whenever progress is made; it returns what is to be told.
+        """Call `check` under the lock at every poll; it returns the events to dispatch.
 
-        What is watched first goes first, and its news are told before the others are asked.
+        Checks run in the order in which they were added, until one brings events.
         """
         self._checks.append(check)
 
     def progress(self) -> bool:
-        """Ask MPI until something happened, and tell. False if nothing did."""
-        if self._news:
-            self._tell()
-        self.turns += 1
+        """Poll MPI and dispatch what happened. False if nothing did."""
+        if self._events:
+            self._dispatch()
+        self.polls += 1
         for check in self._checks:
             with self.lock:
-                news = () if self.is_over else check()
-                self._news.extend(news)
-            if news:
-                self._tell()
+                events = () if self.is_over else check()
+                self._events.extend(events)
+            if events:
+                self._dispatch()
                 return True
         return False
 
-    def hears(self) -> bool:
-        """Whether there is any news; the caller holds the lock. It will be told by whoever makes progress."""
-        self.turns += 1
-        if not self.is_over and not self._news:
-            self._news.extend(self._checks[0]())
-        return self.is_over or bool(self._news)
+    def has_events(self) -> bool:
+        """Whether an event waits for the next thread that makes progress; the caller holds the lock."""
+        self.polls += 1
+        if not self.is_over and not self._events:
+            self._events.extend(self._checks[0]())
+        return self.is_over or bool(self._events)
 
-    def is_teller(self) -> bool:
-        """Whether this very thread is telling, further up its stack."""
-        return self._teller == threading.get_ident()
+    def is_dispatching(self) -> bool:
+        """Whether the calling thread is dispatching, further up its stack."""
+        return self._dispatcher == threading.get_ident()
 
-    def _tell(self) -> None:
-        """Tell in order. Another thread that tells takes ours too; a callback that waits tells the rest."""
-        if self.is_teller():
-            self._tell_all()
+    def _dispatch(self) -> None:
+        """Dispatch in order. If another thread dispatches, it takes our events too.
+
+        A callback that waits dispatches the rest itself.
+        """
+        if self.is_dispatching():
+            self._dispatch_all()
             return
-        while self._news and self._telling.acquire(blocking=False):
+        while self._events and self._dispatching.acquire(blocking=False):
             try:
-                self._teller = threading.get_ident()
-                self._tell_all()
+                self._dispatcher = threading.get_ident()
+                self._dispatch_all()
             finally:
-                self._teller = 0
-                self._telling.release()
+                self._dispatcher = 0
+                self._dispatching.release()
 
-    def _tell_all(self) -> None:
-        while self._news:
-            told = self._news.popleft()
+    def _dispatch_all(self) -> None:
+        while self._events:
+            event = self._events.popleft()
             try:
-                told()
-            except Exception:  # the others must not pay for it
+                event()
+            except Exception:  # the other events must still be dispatched
                 _log.exception("a callback failed")
 
 
@@ -125,49 +126,49 @@ class MpiBackend(FramedBackend):
     def __init__(self, comm: Any, config: Config) -> None:
         self.engine = engine = Engine()
         super().__init__(comm.rank, comm.size, config, _MpiRuntime(engine))
-        self.collectives = Collectives(self, comm.Dup(), engine)
-        self._wire = _MpiWire(self, comm.Dup(), engine)
+        self.collectives = MpiCollectives(self, comm.Dup(), engine)
+        self._transport = _MpiTransport(self, comm.Dup(), engine)
         engine.watch(self.collectives.check)
         self._handles = itertools.count(1)
-        self._kept: dict[int, ForeignRequest] = {}
+        self._handed_over: dict[int, ForeignRequest] = {}
         self.watch(self.collectives.peer_down)
         self._pump = threading.Thread(target=self._run, name="unisono-mpi", daemon=True)
         self._pump.start()
 
     @property
     def capabilities(self) -> Capabilities:
-        """Messages as everywhere, and collectives of its own."""
+        """Messages, and MPI's own collectives."""
         return _CAPABILITIES
 
     def run_collective(self, problem: Problem, stage: Stage) -> Request | None:
-        """Let MPI solve it, if it gives our results."""
+        """Let MPI run it, if MPI gives our results."""
         request = self.collectives.run(problem, stage)
         if request is not None and stage.on_compiled is not None:
-            room = self.collectives.queue_of(stage.context, stage.members)
-            assert room is not None
-            stage.on_compiled(Decision(room, problem, stage))
+            queue = self.collectives.queue_of(stage.context, stage.members)
+            assert queue is not None
+            stage.on_compiled(Decision(queue, problem, stage))
         return request
 
     def end_group(self, context: int) -> None:
-        """Let go of what was made for it."""
+        """Free the communicator's queue and its unclaimed messages."""
         super().end_group(context)
         self.collectives.close_queue(context)
 
     def fast_path(
         self, context: int, size: int, call_log: CallLog, on_unclaimed: Callable[[int, int, bytes], bool]
     ) -> MpiCalls | None:
-        """Make what brings known calls straight to MPI."""
+        """The fast path of a communicator."""
         return MpiCalls(self, size, call_log) if size > 1 else None
 
     def keep(self, request: ForeignRequest) -> int:
-        """Keep what a known call began until somebody adopts it."""
+        """Keep a request that the fast path hands over, until `adopt_run` takes it."""
         handle = next(self._handles)
-        self._kept[handle] = request
+        self._handed_over[handle] = request
         return handle
 
     def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
-        """Follow it."""
-        return self._kept.pop(handle)
+        """Take over a request from the fast path."""
+        return self._handed_over.pop(handle)
 
     def close(self) -> None:
         """Leave."""
@@ -177,15 +178,15 @@ class MpiBackend(FramedBackend):
             self._pump.join(_JOIN_S)
 
     def _run(self) -> None:
-        turns = -1
+        polls = -1
         while not self.engine.is_over:
-            # Where others ask all the time, another thread would only hold them up.
-            if turns != self.engine.turns or not self.engine.progress():
-                turns = self.engine.turns
+            # Where other threads poll, this one would only take the lock from them.
+            if polls != self.engine.polls or not self.engine.progress():
+                polls = self.engine.polls
                 self.runtime.sleep(_IDLE_S)
 
 
-class _MpiWire(FrameTransport):
+class _MpiTransport(FrameTransport):
     """Frames and payloads as MPI messages on a communicator of their own."""
 
     def __init__(self, backend: MpiBackend, comm: Any, engine: Engine) -> None:
@@ -197,8 +198,9 @@ class _MpiWire(FrameTransport):
         self._engine = engine
         self._status = MPI.Status()
         self._sends: list[tuple[Any, bytes | memoryview]] = []
-        self._landing: dict[int, tuple[Any, Callable[[], None]]] = {}
-        self._waiting: dict[int, deque[bytearray]] = {}
+        # By peer: the receive of a payload, and the frames that came behind it.
+        self._payloads: dict[int, tuple[Any, Callable[[], None]]] = {}
+        self._frames_behind: dict[int, deque[bytearray]] = {}
         engine.watch(self._check)
 
     def send(self, peer: int, frame: bytes, payload: memoryview | None, lane: Lane | None) -> None:
@@ -211,11 +213,11 @@ class _MpiWire(FrameTransport):
                 self._start_send(peer, payload, _PAYLOAD)
 
     def is_own_thread(self) -> bool:
-        """Whether this thread is in the midst of telling."""
-        return self._engine.is_teller()
+        """Whether this thread is dispatching."""
+        return self._engine.is_dispatching()
 
     def close(self) -> None:
-        """Ask MPI no more."""
+        """Wait for what was sent, and poll no more."""
         runtime = self._backend.runtime
         flush, bound = runtime.deadline(self._backend.config.flush_s), runtime.deadline(_BOUND_S)
         while (self._sends and not flush.has_passed(runtime.now())) or (
@@ -230,53 +232,53 @@ class _MpiWire(FrameTransport):
         self._sends.append((self._comm.Isend([data, self._mpi.BYTE], peer, tag), data))
 
     def _check(self) -> list[Callable[[], None]]:
-        """What has ended and come; the caller holds the lock."""
-        told: list[Callable[[], None]] = []
+        """Poll sends and receives; the caller holds the lock."""
+        events: list[Callable[[], None]] = []
         if self._sends:
             self._sends = [entry for entry in self._sends if not entry[0].Test()]
-        if self._landing:
-            for peer, (request, on_landed) in list(self._landing.items()):
+        if self._payloads:
+            for peer, (request, on_received) in list(self._payloads.items()):
                 if request.Test():
-                    del self._landing[peer]
-                    told.append(partial(self._landed, peer, on_landed))
+                    del self._payloads[peer]
+                    events.append(partial(self._on_payload, peer, on_received))
         status = self._status
         while (message := self._comm.Improbe(self._mpi.ANY_SOURCE, _FRAME, status)) is not None:
             frame = bytearray(status.Get_count(self._mpi.BYTE))
             message.Recv([frame, self._mpi.BYTE])
-            told.append(partial(self._hear, status.source, frame))
-        return told
+            events.append(partial(self._on_frame, status.source, frame))
+        return events
 
-    # What follows is told, one by one and without the lock.
+    # What follows is dispatched: one at a time, without the lock.
 
-    def _hear(self, peer: int, frame: bytearray) -> None:
-        """A frame; behind a payload that has not landed it has to wait."""
-        if peer in self._waiting:
-            self._waiting[peer].append(frame)
+    def _on_frame(self, peer: int, frame: bytearray) -> None:
+        """A frame has come; it waits behind a payload that has not been received."""
+        if peer in self._frames_behind:
+            self._frames_behind[peer].append(frame)
             return
         try:
-            reassembly = self._backend.arrive(peer, memoryview(frame))
+            payload = self._backend.arrive(peer, memoryview(frame))
         except ProtocolError as error:
             self._backend.broken(peer, error)
             return
-        if reassembly is not None:
-            memory, on_landed = reassembly
-            self._waiting[peer] = deque()
+        if payload is not None:
+            memory, on_received = payload
+            self._frames_behind[peer] = deque()
             with self._engine.lock:
                 request = self._comm.Irecv([memory, self._mpi.BYTE], peer, _PAYLOAD)
-                self._landing[peer] = (request, on_landed)
+                self._payloads[peer] = (request, on_received)
 
-    def _landed(self, peer: int, on_landed: Callable[[], None]) -> None:
-        waiting = self._waiting.pop(peer)
-        on_landed()
-        while waiting:
-            self._hear(peer, waiting.popleft())
-            if peer in self._waiting:
-                self._waiting[peer].extend(waiting)
+    def _on_payload(self, peer: int, on_received: Callable[[], None]) -> None:
+        frames = self._frames_behind.pop(peer)
+        on_received()
+        while frames:
+            self._on_frame(peer, frames.popleft())
+            if peer in self._frames_behind:
+                self._frames_behind[peer].extend(frames)
                 return
 
 
 class _MpiRuntime(RealRuntime):
-    """The real runtime; who blocks makes progress."""
+    """The real runtime; a thread that blocks makes progress."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -285,7 +287,7 @@ class _MpiRuntime(RealRuntime):
     def block(
         self, event: Event, timeout: float | None, waiting: Callable[[], Waiting], *, is_limited: bool = True
     ) -> bool:
-        """Wait for the event, telling what ends meanwhile."""
+        """Wait for the event; poll and dispatch meanwhile."""
         if self._engine.is_over:
             return super().block(event, timeout, waiting, is_limited=is_limited)
         end = None if timeout is None else self.now() + timeout
@@ -310,7 +312,7 @@ class _MpiRuntime(RealRuntime):
 
 
 def _join(config: Config, timeout: float | None) -> MpiBackend:
-    """Join the other ranks of MPI_COMM_WORLD. MPI brought them together, and waits as long as it likes.
+    """Join the other ranks of MPI_COMM_WORLD. `timeout` has no effect: MPI's start-up has no deadline.
 
     Raises:
         BackendUnavailable: MPI cannot serve threads.
@@ -324,7 +326,7 @@ def _join(config: Config, timeout: float | None) -> MpiBackend:
     if level < MPI.THREAD_SERIALIZED:
         raise BackendUnavailable(
             f"backend 'mpi': MPI was started with thread level {_level(level)}",
-            cause="a thread of ours makes progress beside the user's",
+            cause="a background thread of this backend calls MPI beside the user's threads",
             next_step="do not lower mpi4py.rc.thread_level; allowed: serialized, multiple",
         )
     world = MPI.COMM_WORLD
@@ -344,7 +346,7 @@ def _level(level: int) -> str:
 
 
 def _check() -> str | None:
-    """Why it cannot run here. Importing MPI starts it: who only asks does not."""
+    """Why it cannot run here. MPI itself is not imported, because that would start it."""
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed"
     return None

@@ -1,9 +1,8 @@
-"""Known calls on MPI: a collective that was made before goes straight to MPI, on the caller's thread.
+"""MPI's fast path: a blocking collective that was made before goes straight to MPI, on the caller's thread.
 
-Knows the verbs with plain arguments and what was decided when such a call was made first. Does not know why.
-Whatever else is given goes the long way, and so does a call that is not known yet, from which it learns. What
-does not end soon and well is handed over while it goes on: errors, stalls, interrupts and other people's news
-are looked after there.
+It takes verbs with plain arguments, and calls that were decided before. All other calls take the slow path,
+and the decision for a new call is cached. A call that fails, takes longer than `Config.stall_query_s` or is
+interrupted is handed over to the slow path while it goes on: errors, stalls and interrupts are handled there.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from unisono._native import CallLog
-from unisono.backends.mpi.collectives import CollectiveQueue, Task
+from unisono.backends.mpi.collectives import MpiQueue, Task
 from unisono.core.call_site import is_users
 from unisono.core.kernels import divide
 from unisono.messaging.backend import Stage
@@ -34,8 +33,9 @@ Array = np.ndarray[Any, Any]
 _WITH_OP: Final = ("all_reduce", "reduce_scatter")
 _IN_PLACE: Final = ("all_reduce", "broadcast")
 _BY_RANK: Final = ("reduce_scatter", "all_to_all")
-_LEARNED_MAX: Final = 512
-# Who waits asks so often in a row; then lets others run in between, and at last sleeps for moments.
+_DECISIONS_MAX: Final = 512
+# A waiting call polls this many times in a row, then this many times with a yield in between, then sleeps for
+# this time between two polls.
 _SPINS: Final = 64
 _YIELDS: Final = 2000
 _PAUSE_S: Final = 50e-6
@@ -43,16 +43,16 @@ _PAUSE_S: Final = 50e-6
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What MPI is asked for, and where; `stage` is that of the first such call."""
+    """The MPI call, and its queue; `stage` is that of the first such call."""
 
-    room: CollectiveQueue
+    queue: MpiQueue
     problem: Problem
     stage: Stage
 
 
 @dataclass(slots=True)
 class _Known:
-    """A decision, and what the verb does around it. `spare` is a task that has ended, to be used again."""
+    """A cached decision; the result is divided by `divisor`. `spare` is an ended task, to be used again."""
 
     decision: Decision
     header: bytes
@@ -61,15 +61,15 @@ class _Known:
 
     def task(self, memory: Mapping[Any, Array]) -> Task:
         task, self.spare = self.spare, None
-        room = self.decision.room
+        queue = self.decision.queue
         if task is None:
-            task = Task(room, self.decision.problem, self.decision.stage, is_driven=True)
-        task.prepare(room, memory)
+            task = Task(queue, self.decision.problem, self.decision.stage, is_driven=True)
+        task.prepare(queue, memory)
         return task
 
 
 class _Miss(threading.local):
-    """The call of this thread that is not known yet: which verb, under which key, with what."""
+    """The call of this thread that has no cached decision yet: its verb, key, operand and number."""
 
     verb: _Verb | None = None
     key: Any = None
@@ -78,7 +78,7 @@ class _Miss(threading.local):
 
 
 class MpiCalls:
-    """The known calls of one communicator."""
+    """The fast path of one communicator."""
 
     verbs = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
@@ -87,20 +87,20 @@ class MpiCalls:
         self.size = size
         self.call_log = call_log
         self.miss = _Miss()
-        # Calls that ended here, and that were handed over.
+        # Numbers of calls that ended here and that were handed over.
         self.ended = 0
         self.handed_over = 0
 
     def verb(self, name: str, slow: Callable[..., Any], slow_path: Any) -> Callable[..., Any]:
-        """Stand in front of a verb."""
+        """Return a callable that replaces the verb `slow`."""
         return _Verb(self, name, slow, slow_path.take_over)
 
     def unclaimed(self, sequence: int) -> tuple[tuple[int, int, bytes], ...]:
-        """None: every call begins with an agreement."""
+        """None: every call begins with an agreement, so no message arrives unclaimed."""
         return ()
 
     def unconfirmed_ranks(self) -> tuple[int, ...]:
-        """Nobody, for the same reason."""
+        """None, for the same reason."""
         return ()
 
     def cache_decision(
@@ -115,7 +115,7 @@ class MpiCalls:
         header: bytes,
         divisor: int,
     ) -> bool:
-        """Keep a decision for the call that this thread is in, if it works on what was given."""
+        """Cache the decision for this thread's current call, if it works on the user's own memory."""
         miss = self.miss
         if miss.verb is None or miss.sequence != sequence or miss.verb.name != operation:
             return False
@@ -141,19 +141,19 @@ class _Verb:
         self._calls = calls
         self._slow = slow
         self._take_over = take_over
-        self._word = "op" if name in _WITH_OP else "root" if name == "broadcast" else ""
+        self._second = "op" if name in _WITH_OP else "root" if name == "broadcast" else ""
         self._known: dict[Any, _Known] = {}
         self.__doc__ = slow.__doc__
         self.__name__ = name
 
     def keep(self, key: Any, known: _Known) -> None:
-        if len(self._known) >= _LEARNED_MAX:
+        if len(self._known) >= _DECISIONS_MAX:
             self._known.clear()
         self._known[key] = known
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        if named and self._word in named and len(named) == 1 and len(args) == 1:
-            args, named = (*args, named[self._word]), {}
+        if named and self._second in named and len(named) == 1 and len(args) == 1:
+            args, named = (*args, named[self._second]), {}
         frame = sys._getframe(1)
         key = None if named else self._key_of(args, frame.f_code, frame.f_lasti)
         if key is None:
@@ -161,13 +161,13 @@ class _Verb:
         known = self._known.get(key)
         if known is not None and self._calls.call_log.fast_path_open:
             return self._run(known, args)
-        return self._ask(key, args) if is_users(frame.f_code.co_filename) else self._slow(*args)
+        return self._decide(key, args) if is_users(frame.f_code.co_filename) else self._slow(*args)
 
-    def _key_of(self, args: tuple[Any, ...], *place: Any) -> Any:
-        """What tells calls apart, their place included: its line is shown. None if it is no plain call."""
+    def _key_of(self, args: tuple[Any, ...], *call_site: Any) -> Any:
+        """The key of a decision; None if an argument is not plain. Reports show the line of the call site."""
         if self.name == "barrier":
-            return place if not args else None
-        if not 1 <= len(args) <= (2 if self._word else 1):
+            return call_site if not args else None
+        if not 1 <= len(args) <= (2 if self._second else 1):
             return None
         x = args[0]
         if type(x) is not np.ndarray:
@@ -178,12 +178,12 @@ class _Verb:
         if self.name in _BY_RANK and (not x.shape or x.shape[0] != self._calls.size):
             return None
         second = args[1] if len(args) == 2 else None
-        if second is not None and type(second) is not (str if self._word == "op" else int):
+        if second is not None and type(second) is not (str if self._second == "op" else int):
             return None
-        return (x.dtype, x.shape, second, *place)
+        return (x.dtype, x.shape, second, *call_site)
 
-    def _ask(self, key: Any, args: tuple[Any, ...]) -> Any:
-        """Go the long way, and cache_decision."""
+    def _decide(self, key: Any, args: tuple[Any, ...]) -> Any:
+        """Take the slow path, which calls `cache_decision`."""
         miss = self._calls.miss
         miss.verb, miss.key, miss.sequence = self, key, self._calls.call_log.next
         miss.x = args[0] if args else None
@@ -194,7 +194,7 @@ class _Verb:
 
     def _run(self, known: _Known, args: tuple[Any, ...]) -> Any:
         calls, decision = self._calls, known.decision
-        backend, room = calls.backend, decision.room
+        backend, queue = calls.backend, decision.queue
         engine, call_log = backend.engine, calls.call_log
         x = args[0] if args else None
         out, memory = self._memory(x)
@@ -202,24 +202,24 @@ class _Verb:
         task = known.task(memory)
         is_over, interruption = False, None
         with engine.lock:
-            # Who hears only now that the others have given up must not begin.
-            may_begin = not engine.hears() and call_log.fast_path_open and room.is_free()
+            # An arrived message may say that other ranks have given up: then this call must not begin.
+            may_begin = not engine.has_events() and call_log.fast_path_open and queue.is_free()
             if may_begin:
                 sequence = call_log.take()
                 call_log.remember(sequence, known.header)
-                room.tasks.append(task)
+                queue.tasks.append(task)
         if not may_begin:
             return self._slow(*args)
         try:
-            is_over = self._drive(room, task, started_at + backend.config.stall_query_s)
-            is_slip = is_over and task.agreement.is_whole
-            if is_slip:
+            is_over = self._drive(queue, task, started_at + backend.config.stall_query_s)
+            is_concluded = is_over and task.agreement.is_sufficient
+            if is_concluded:
                 task.conclude()
-        except BaseException as error:  # an interrupt: what was begun must end first
+        except BaseException as error:  # an interrupt: the call must end first
             interruption = error
         if is_over and task.failure is None and interruption is None:
             calls.ended += 1
-            if is_slip:  # nobody has used its request
+            if is_concluded:  # its request was never used
                 known.spare = task
         else:
             calls.handed_over += 1
@@ -247,14 +247,14 @@ class _Verb:
         out = np.empty(shape, x.dtype)
         return out, {Buf.IN: flat, Buf.OUT: out.reshape(-1)}
 
-    def _drive(self, room: CollectiveQueue, task: Task, stalled_at: float) -> bool:
-        """Carry a task on until it is over; False if somebody else has to."""
+    def _drive(self, queue: MpiQueue, task: Task, stalled_at: float) -> bool:
+        """Drive a task until it is over; False if it must be handed over."""
         engine, call_log, runtime = (
             self._calls.backend.engine,
             self._calls.call_log,
             self._calls.backend.runtime,
         )
-        lock, advance = engine.lock, room.advance
+        lock, advance = engine.lock, queue.advance
         for _ in range(_SPINS):
             with lock:
                 if advance(task):

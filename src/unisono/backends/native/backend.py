@@ -1,6 +1,6 @@
 """The native backend: ranks in processes of their own, on one host or several.
 
-Knows how requests map to operations of the engine. Does not know rings, sockets or who started the ranks.
+It maps requests to operations of the engine, which knows shared memory and sockets.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ _log = logging.getLogger("unisono.native")
 
 _CAPABILITIES = Capabilities("native", run_plan=True)
 
-# By their number; NumPy's own arrays are never bfloat16.
+# By dtype code; NumPy has no bfloat16 of its own.
 _NUMPY_TYPES = [None if dtype is BFLOAT16 else dtype.storage for dtype in DTYPES.values()]
 
 
 class Card(NamedTuple):
-    """What the others need to reach a rank, and on its host to see whether it is only starved.
+    """What other ranks need to reach a rank.
 
-    `unix_path` is empty if it uses no shared memory; `pid` is 0 if it is not known.
+    `unix_path` is empty if the rank uses no shared memory. By `pid`, ranks of its host see whether it is dead
+    or only not scheduled; 0 if it is not known.
     """
 
     host: str
@@ -62,7 +63,7 @@ class Card(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a rank shows with TLS, and whom it trusts, as PEM; `names[r]` is in rank r's certificate."""
+    """A rank's TLS key and certificate, and the authority it trusts; certificate r is for `names[r]`."""
 
     names: Sequence[str]
     key_pem: bytes = field(repr=False)
@@ -71,12 +72,23 @@ class Credentials:
 
 
 class NativeBackend(Closable):
-    """One rank. It listens from the start; `connect` with everybody's cards lets it call others.
+    """One rank. It listens from the start; `connect`, with the cards of all ranks, lets it reach the others.
 
-    `directory` is a folder of mode 0700 that the ranks of a host share; `secret` is known to the ranks only.
-    `host` replaces the machine's own id: ranks with different ones use TCP. With `tls` all TCP is encrypted,
-    and nobody is let in by TCP before `connect` has brought credentials; without, it carries checksums
-    between hosts.
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+        directory: a folder of mode 0700 that the ranks of a host share.
+        secret: known to the ranks of the job only.
+        config: the settings, the same on all ranks.
+        shm: whether ranks of one host use shared memory.
+        bind: the address to listen on.
+        port: the TCP port; 0 is any.
+        host: replaces the machine's own id; ranks with different ones use TCP.
+        checksum: whether TCP without TLS carries checksums between hosts.
+        neighbours: open control links to the ranks at distance 2^k at once.
+        direct_read: whether ranks of one host read each other's memory directly, where the system allows it.
+        tls: encrypt all TCP. No TCP connection is accepted before `connect` has brought credentials.
+        rekey_records: TLS records until the key is renewed.
     """
 
     def __init__(
@@ -135,27 +147,34 @@ class NativeBackend(Closable):
                 else "see the cause; what can run here is in uni.list_backends()",
             ) from None
         self._tls = tls
-        self._desk = CompletionDispatcher(self._engine, self._config.recv_bytes_max)
-        self._runtime = NativeRuntime(self._desk)
+        self._completions = CompletionDispatcher(self._engine, self._config.recv_bytes_max)
+        self._runtime = NativeRuntime(self._completions)
         self._hosts: tuple[int, ...] = ()
         self._short_bytes = bytes_max(self._config, Tags.CONTROL)  # what may have this length under any tag
         self._after_close: list[Callable[[], None]] = []
         self._pump = threading.Thread(
-            target=_pump, args=(weakref.ref(self._desk), self._engine), name="unisono-pump", daemon=True
+            target=_pump,
+            args=(weakref.ref(self._completions), self._engine),
+            name="unisono-pump",
+            daemon=True,
         )
         self._pump.start()
-        # Who is simply forgotten must not leave threads and the others waiting.
-        leave = functools.partial(_forget, self._desk, self._pump)
-        _open[self._desk] = leave
-        self._forgotten = weakref.finalize(self, self._runtime.call_soon, leave)
-        self._forgotten.atexit = False
+        # A backend that is collected without `close` must leave neither threads nor ranks that wait for it.
+        leave = functools.partial(_abandon, self._completions, self._pump)
+        _open[self._completions] = leave
+        self._finalizer = weakref.finalize(self, self._runtime.call_soon, leave)
+        self._finalizer.atexit = False
 
     def card(self) -> Card:
-        """What the others need to reach this rank."""
+        """What other ranks need to reach this one."""
         return Card(*self._engine.card())
 
     def connect(self, cards: Sequence[Card], credentials: Credentials | None = None) -> None:
-        """Learn how to reach the others, by rank. Links are opened on first use.
+        """Learn how to reach all ranks. Links are opened on first use.
+
+        Args:
+            cards: one per rank, in order.
+            credentials: with `tls=True`, and only then.
 
         Raises:
             UsageError: the cards are not one per rank, or the credentials do not fit this rank.
@@ -182,12 +201,12 @@ class NativeBackend(Closable):
 
     @property
     def capabilities(self) -> Capabilities:
-        """It runs plans itself."""
+        """The engine runs plans."""
         return _CAPABILITIES
 
     @property
     def runtime(self) -> Runtime:
-        """The clock; who waits by it makes progress."""
+        """The clock; a thread that blocks in it makes progress."""
         return self._runtime
 
     @property
@@ -204,7 +223,7 @@ class NativeBackend(Closable):
         return "shm" if self._config.shm else "tcp"
 
     def links(self) -> list[str]:
-        """How each rank is reached at the moment; for tests and the curious."""
+        """How each rank is reached at the moment, for tests and diagnostics."""
         return self._engine.links()
 
     def start_send(
@@ -219,23 +238,23 @@ class NativeBackend(Closable):
         lane: Lane = Lane.BULK,
         sync: bool = False,
     ) -> Request:
-        """Send: at once if the message is short and the credit allows, else when its receive asks for it."""
+        """Send eagerly if the message is short and the credit allows, otherwise by rendezvous."""
         self.check_peer(dst, "dst")
         if data.nbytes > self._short_bytes:
             self.check_length(tag, data.nbytes, header)
-        desk = self._desk
-        request = NativeRequest(dst, desk, data)
+        completions = self._completions
+        request = NativeRequest(dst, completions, data)
         number = request.number
-        desk.requests[number] = request
+        completions.requests[number] = request
         try:
             handle = self._engine.send(number, dst, context, tag, data, dtype, header, lane, sync)
         except BaseException as error:
-            del desk.requests[number]
+            del completions.requests[number]
             raise _refused(error) from None
         if handle > 0:
             request.handle = handle
-        elif desk.requests.pop(number, None) is not None:
-            desk.end(request, -handle)
+        elif completions.requests.pop(number, None) is not None:
+            completions.end(request, -handle)
         return request
 
     def start_recv(
@@ -243,7 +262,7 @@ class NativeBackend(Closable):
     ) -> Request:
         """Post a receive in the engine."""
         self.check_peer(src, "src")
-        request = NativeRequest(src, self._desk, into, dtype)
+        request = NativeRequest(src, self._completions, into, dtype)
         source, tagged = _pattern(src, tag)
         return self._start(
             request,
@@ -255,7 +274,7 @@ class NativeBackend(Closable):
     def probe(self, src: int | Any_, context: int, tag: int | Any_) -> Request:
         """Post a probe in the engine."""
         self.check_peer(src, "src")
-        request = NativeRequest(src, self._desk, None)
+        request = NativeRequest(src, self._completions, None)
         source, tagged = _pattern(src, tag)
         return self._start(request, lambda: self._engine.probe(request.number, source, context, tagged))
 
@@ -267,7 +286,7 @@ class NativeBackend(Closable):
         if stage.on_compiled is not None:
             stage.on_compiled(program)
         given, result = memory.get(Buf.IN), memory.get(Buf.OUT)
-        request = RunRequest(self._desk, (given, result))
+        request = RunRequest(self._completions, (given, result))
         return self._start(
             request,
             lambda: self._engine.run(
@@ -291,8 +310,8 @@ class NativeBackend(Closable):
         call_log: _native.CallLog,
         on_unclaimed: Callable[[int, int, bytes], bool],
     ) -> _native.FastPath:
-        """Make what runs a communicator's known calls in the engine."""
-        self._desk.on_unclaimed(context, on_unclaimed)
+        """The fast path of a communicator's collectives, in the engine."""
+        self._completions.on_unclaimed(context, on_unclaimed)
         return _native.FastPath(
             self._engine,
             call_log,
@@ -306,13 +325,13 @@ class NativeBackend(Closable):
         )
 
     def mailbox(self, context: int, tag: int) -> Mailbox:
-        """Short messages without a request for each."""
+        """A mailbox in the engine."""
         return _native.Mailbox(self._engine, context, tag)
 
     def fast_messages(
         self, context: int, members: tuple[int, ...], call_log: _native.CallLog, *, is_introduced: bool
     ) -> _native.FastMessages:
-        """Make what sends and receives a communicator's plain messages in the engine."""
+        """The fast path of a communicator's messages, in the engine."""
         return _native.FastMessages(
             self._engine,
             call_log,
@@ -327,33 +346,33 @@ class NativeBackend(Closable):
         )
 
     def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
-        """Follow a run that the hot path began."""
-        request = RunRequest(self._desk, memory)
+        """Take over a run that the fast path has started."""
+        request = RunRequest(self._completions, memory)
         return self._start(request, lambda: self._engine.adopt(request.number, handle))
 
     def end_group(self, context: int) -> None:
-        """Drop what nobody will receive any more."""
+        """Drop messages that no receive will match any more."""
         self._engine.end_context(context)
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
-        """Tell the listener of ranks that are or go down."""
-        for down in self._desk.add_listener(listener):
+        """Notify the listener of every rank that is down or goes down."""
+        for down in self._completions.add_listener(listener):
             listener(down)
 
     def close(self) -> None:
-        """Leave: flush what was started within the time set for it, tell the others, end the rest."""
-        if self._forgotten.detach() is None or self._engine.is_forked():
+        """Leave: flush sends for up to `Config.flush_s`, say goodbye, end all requests."""
+        if self._finalizer.detach() is None or self._engine.is_forked():
             return
         self._engine.close(self._config.flush_s)
-        self._desk.close()
-        _open.pop(self._desk, None)
+        self._completions.close()
+        _open.pop(self._completions, None)
         if threading.current_thread() is not self._pump and not self._engine.is_forked():
             self._pump.join()
         for call in self._after_close:
             call()
 
     def when_closed(self, call: Callable[[], None]) -> None:
-        """Call once the engine is closed: for what must outlive it."""
+        """Call once the engine is closed: for resources that must outlive it."""
         self._after_close.append(call)
 
     def _secure(self, given: Credentials) -> None:
@@ -361,27 +380,27 @@ class NativeBackend(Closable):
             self._engine.secure(list(given.names), given.key_pem, given.certificate_pem, given.authority_pem)
         except RuntimeError as error:
             raise UsageError(
-                "these credentials are of no use here",
+                "TLS credentials rejected",
                 cause=str(error),
-                next_step="give the key and the certificates that the seed of this job has made",
+                next_step="pass the key and certificates that the seed of this job has issued",
             ) from None
 
     def _start(self, request: NativeRequest, start: Callable[[], int | tuple[Any, ...]]) -> Request:
-        desk, number = self._desk, request.number
-        desk.requests[number] = request
+        completions, number = self._completions, request.number
+        completions.requests[number] = request
         try:
             started = start()
         except BaseException as error:
-            del desk.requests[number]
+            del completions.requests[number]
             raise _refused(error) from None
         if isinstance(started, int):
             request.handle = started
         else:
-            del desk.requests[number]
+            del completions.requests[number]
             if isinstance(request, RunRequest):
                 request.end(*started[1:])
             else:
-                desk.end(request, *started[1:])
+                completions.end(request, *started[1:])
         return request
 
 
@@ -397,41 +416,41 @@ def _refused(error: BaseException) -> BaseException:
     return error
 
 
-def _forget(desk: CompletionDispatcher, pump: threading.Thread) -> None:
-    """Leave without a word."""
-    _open.pop(desk, None)
-    desk.engine.close(0.0)
-    desk.is_closed = True
-    desk.engine.interrupt_wait()
-    if threading.current_thread() is not pump and not desk.engine.is_forked():
+def _abandon(completions: CompletionDispatcher, pump: threading.Thread) -> None:
+    """Leave without a goodbye."""
+    _open.pop(completions, None)
+    completions.engine.close(0.0)
+    completions.is_closed = True
+    completions.engine.interrupt_wait()
+    if threading.current_thread() is not pump and not completions.engine.is_forked():
         pump.join(1.0)
 
 
-# Ranks that have not left, and how they do.
+# Ranks of this process that were not closed, and how each is abandoned.
 _open: dict[CompletionDispatcher, Callable[[], None]] = {}
 
 
 @atexit.register
 def _leave_all() -> None:
-    """At the end of the interpreter no thread may come back from the engine."""
+    """No thread may return from the engine while the interpreter shuts down."""
     for leave in list(_open.values()):
         leave()
 
 
-def _pump(desk_ref: weakref.ref[CompletionDispatcher], engine: _native.Engine) -> None:
-    """Tell what ends while nobody waits, and log who was turned away at the door."""
+def _pump(completions_ref: weakref.ref[CompletionDispatcher], engine: _native.Engine) -> None:
+    """Dispatch completions while no thread waits, and log refused connections."""
     refusals, clock = Refusals(), RealRuntime()
     while True:
-        news = engine.pump(1.0)
-        desk = desk_ref()
-        is_over = desk is None or (desk.is_closed and not news)
+        events = engine.pump(1.0)
+        completions = completions_ref()
+        is_over = completions is None or (completions.is_closed and not events)
         for line in refusals.lines(engine.take_refusals(), engine.refused(), clock.now(), is_last=is_over):
             _log.warning("refused %s", line)
-        if desk is None or is_over:
+        if completions is None or is_over:
             return
-        if news:
-            desk.tell(news)
-        del desk, news
+        if events:
+            completions.dispatch(events)
+        del completions, events
 
 
 DESCRIPTION = BackendInfo(

@@ -13,12 +13,12 @@ from unisono.core.clock import Event, RealRuntime, Waiting
 
 __all__ = ["NativeRuntime"]
 
-# How long the engine waits before Python looks for signals.
+# Longest wait in the engine before Python checks for signals.
 _SLICE_S = 0.05
 
 
 class EngineEvent:
-    """A flag. Who waits for it does so in the engine, and is poked out if another thread raises it."""
+    """A flag. A thread waits for it in the engine; `set` on another thread interrupts that wait."""
 
     __slots__ = ("_engine", "_flag", "waiters")
 
@@ -41,47 +41,47 @@ class EngineEvent:
 
 
 class NativeRuntime(RealRuntime):
-    """The real runtime; who blocks makes progress in the engine."""
+    """The real runtime; a thread that blocks makes progress in the engine."""
 
-    def __init__(self, desk: CompletionDispatcher) -> None:
+    def __init__(self, completions: CompletionDispatcher) -> None:
         super().__init__()
-        self._desk = desk
+        self._completions = completions
 
     def defer_signals(self) -> DeferredSignals:
-        """Hold signals back: news that the engine gave and nobody told would be lost."""
+        """Defer signals: a handler that raised before a completion is dispatched would lose it."""
         return DEFERRED
 
     def event(self) -> Any:
         """Make an event."""
-        return EngineEvent(self._desk.engine)
+        return EngineEvent(self._completions.engine)
 
     def block(
         self, event: Event, timeout: float | None, waiting: Callable[[], Waiting], *, is_limited: bool = True
     ) -> bool:
-        """Wait for the event, telling what ends meanwhile; signals are seen every 50 ms."""
+        """Wait for the event and dispatch completions meanwhile; signals are checked every 50 ms."""
         assert isinstance(event, EngineEvent)
-        desk, engine = self._desk, self._desk.engine
+        completions, engine = self._completions, self._completions.engine
         end = None if timeout is None else self.now() + timeout
         event.waiters.append(threading.get_ident())
         try:
             while not event.is_set():
-                if DEFERRED.came:
+                if DEFERRED.pending:
                     DEFERRED.deliver()
-                # Before the look at the flag: a interrupt_wait after it ends the wait at once.
+                # Read the count before the flag: an interrupt after it ends the wait at once.
                 interrupt_count = engine.interrupt_count()
                 if event.is_set():
                     break
                 left = _SLICE_S if end is None else min(_SLICE_S, end - self.now())
                 if left <= 0:
                     return False
-                if desk.is_teller():
-                    desk.tell([])  # a callback waits: what it waits for may be behind it in the line
-                if news := engine.wait(left, interrupt_count, desk.is_teller()):
-                    desk.tell(news)
-                elif desk.is_closed:
-                    self.sleep(
-                        0.001
-                    )  # the engine no longer waits; whoever raises the flag is a thread of ours
+                is_dispatching = completions.is_dispatching()
+                if is_dispatching:
+                    completions.dispatch([])  # a callback waits: its completion may be queued behind it
+                if ended := engine.wait(left, interrupt_count, is_dispatching):
+                    completions.dispatch(ended)
+                elif completions.is_closed:
+                    # A closed engine returns at once, and only a Python thread can set the flag.
+                    self.sleep(0.001)
         finally:
             event.waiters.remove(threading.get_ident())
         return True

@@ -1,8 +1,8 @@
 """Completions: which request a finished operation of the engine belongs to, and which thread dispatches it.
 
-Two threads may dispatch. A thread that waits makes progress in the engine without the GIL and dispatches what
-has ended. While no thread waits, a pump thread sleeps in the engine and dispatches, so that tasks without a
-waiter go on. How operations are started is the business of backend.py.
+A thread that waits makes progress in the engine without the GIL, and dispatches what has ended. While no
+thread waits, a pump thread sleeps in the engine and dispatches, so that tasks without a waiter go on. The
+engine gives completions to one thread at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unisono.messaging.matching import Posted, refusal
 
 __all__ = ["CompletionDispatcher", "NativeRequest", "RunRequest"]
 
-# What stands in news for the number of an operation: see _native.Engine.
+# In a completion, this stands for the number of an operation: see _native.Engine.
 _UNCLAIMED = -2
 # native/messaging/message.hpp: Outcome
 _DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)
@@ -33,29 +33,33 @@ _DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)
 class NativeRequest(Request):
     """A request with its operation's handle; it keeps the buffer until the engine is done with it."""
 
-    __slots__ = ("buffer", "desk", "dtype", "handle", "number")
+    __slots__ = ("buffer", "completions", "dtype", "handle", "number")
 
     def __init__(
-        self, peer: int | Any_, desk: CompletionDispatcher, buffer: memoryview | None, dtype: int = UNTYPED
+        self,
+        peer: int | Any_,
+        completions: CompletionDispatcher,
+        buffer: memoryview | None,
+        dtype: int = UNTYPED,
     ) -> None:
         super().__init__(peer)
-        self.desk = desk
+        self.completions = completions
         self.buffer = buffer
         self.dtype = dtype
         self.handle = 0
-        self.number = next(desk.numbers)
+        self.number = next(completions.numbers)
 
     def cancel(self) -> bool:
         """Withdraw it from the engine."""
-        if self.done or not self.handle or not self.desk.engine.cancel(self.handle):
+        if self.done or not self.handle or not self.completions.engine.cancel(self.handle):
             return False
-        self.desk.requests.pop(self.number, None)
+        self.completions.requests.pop(self.number, None)
         self.cancelled()
         return True
 
 
 # The peer of a request that concerns several.
-_NOBODY = -1
+_NO_PEER = -1
 
 
 class RunRequest(NativeRequest):
@@ -63,8 +67,8 @@ class RunRequest(NativeRequest):
 
     __slots__ = ("memory",)
 
-    def __init__(self, desk: CompletionDispatcher, memory: tuple[Any, ...]) -> None:
-        super().__init__(_NOBODY, desk, None)
+    def __init__(self, completions: CompletionDispatcher, memory: tuple[Any, ...]) -> None:
+        super().__init__(_NO_PEER, completions, None)
         self.memory: tuple[Any, ...] | None = memory
 
     def peers_awaited(self) -> tuple[int, ...]:
@@ -72,21 +76,21 @@ class RunRequest(NativeRequest):
         if self.done or not self.handle:
             return ()
         here = self.rank_here
-        ranks = self.desk.engine.awaited(self.handle)
+        ranks = self.completions.engine.awaited(self.handle)
         return tuple(ranks if here is None else map(here, ranks))
 
     def cancel(self) -> bool:
-        """Take back what can be taken back; it ends when the engine has let go of its memory."""
-        return not self.done and bool(self.handle) and self.desk.engine.cancel(self.handle)
+        """Withdraw its messages where possible; it ends when the engine no longer uses its memory."""
+        return not self.done and bool(self.handle) and self.completions.engine.cancel(self.handle)
 
     def end(self, outcome: int, details: tuple[Any, ...] | None = None) -> None:
-        """End as the run ended."""
+        """End with the outcome of the run."""
         self.memory = None
         if outcome == _DONE:
             self.complete()
             return
         assert details is not None
-        peer, is_header, came, awaited, header = details
+        peer, is_header, nbytes, nbytes_expected, header = details
         if outcome == _CANCELLED:
             self.cancelled()
         elif outcome != _REFUSED:
@@ -94,11 +98,11 @@ class RunRequest(NativeRequest):
         elif is_header:
             self.fail(HeaderMismatch(peer, header))
         else:
-            self.fail(LengthMismatch(peer, came, awaited))
+            self.fail(LengthMismatch(peer, nbytes, nbytes_expected))
 
 
 class CompletionDispatcher:
-    """The requests under way, and what is told of them."""
+    """The requests under way in the engine, and the dispatch of their completions."""
 
     def __init__(self, engine: _native.Engine, recv_bytes_max: int) -> None:
         self.engine = engine
@@ -108,39 +112,39 @@ class CompletionDispatcher:
         self.is_closed = False
         self._lock = threading.Lock()
         self._down: dict[int, PeerDown] = {}
-        self._news: deque[tuple[Any, ...]] = deque()
-        self._teller = 0
+        self._completions: deque[tuple[Any, ...]] = deque()
+        self._dispatcher = 0  # the thread that dispatches
         self._listeners: list[Callable[[PeerDown], None]] = []
         self._unclaimed: dict[int, weakref.WeakMethod[Callable[[int, int, bytes], bool]]] = {}
 
-    def tell(self, news: list[tuple[Any, ...]]) -> None:
-        """Tell news that the engine gave to this thread, and whatever more there is by then.
+    def dispatch(self, completions: list[tuple[Any, ...]]) -> None:
+        """Dispatch completions that the engine gave to this thread, and those that have come since.
 
-        The order counts: who hears that a peer is gone must have heard of all that came from it. A callback
-        that waits, here and now, tells the rest itself.
+        The order matters: the verdict that a peer is dead comes after all that the peer sent. A callback that
+        waits dispatches the rest itself. The first error of a callback is raised after all were dispatched.
         """
-        is_nested = self.is_teller()
-        self._news.extend(news)
+        is_nested = self.is_dispatching()
+        self._completions.extend(completions)
         failure: BaseException | None = None
         while True:
-            self._teller = threading.get_ident()
-            while self._news:
+            self._dispatcher = threading.get_ident()
+            while self._completions:
                 try:
-                    self._tell_one(*self._news.popleft())
-                except BaseException as error:  # the others must not pay for it
+                    self._dispatch_one(*self._completions.popleft())
+                except BaseException as error:  # the other completions must still be dispatched
                     failure = failure or error
             if is_nested:
                 break
-            self._teller = 0
-            self._news.extend(self.engine.more(True))
-            if not self._news:
+            self._dispatcher = 0
+            self._completions.extend(self.engine.more(True))
+            if not self._completions:
                 break
         if failure is not None:
             raise failure
 
-    def is_teller(self) -> bool:
-        """Whether this very thread is telling, further up its stack."""
-        return self._teller == threading.get_ident()
+    def is_dispatching(self) -> bool:
+        """Whether the calling thread is dispatching, further up its stack."""
+        return self._dispatcher == threading.get_ident()
 
     def end(
         self,
@@ -149,37 +153,37 @@ class CompletionDispatcher:
         envelope: tuple[Any, ...] | None = None,
         data: bytes | bytearray | None = None,
     ) -> None:
-        """End a request as its operation ended."""
-        met = None if envelope is None else Envelope(*envelope)
+        """End a request with the outcome of its operation."""
+        matched = None if envelope is None else Envelope(*envelope)
         if outcome == _DONE:
             request.buffer = None
-            request.complete(met, data)
+            request.complete(matched, data)
         elif outcome == _CANCELLED:
             request.cancelled()
         else:
-            request.fail(self._error(request, outcome, met), met)
+            request.fail(self._error(request, outcome, matched), matched)
 
     def add_listener(self, listener: Callable[[PeerDown], None]) -> list[PeerDown]:
-        """Call back for every rank that goes down from now on; those that are down are returned."""
+        """Notify the listener of every rank that goes down from now on; returns those that are down."""
         with self._lock:
             if not self.is_closed:
                 self._listeners.append(listener)
             return list(self._down.values())
 
-    def on_unclaimed(self, context: int, hear: Callable[[int, int, bytes], bool]) -> None:
-        """Let a group hear of messages that wait here although their senders do not, as long as it lives."""
-        self._unclaimed[context] = weakref.WeakMethod(hear, lambda _: self._unclaimed.pop(context, None))
+    def on_unclaimed(self, context: int, notify: Callable[[int, int, bytes], bool]) -> None:
+        """Notify a group of unclaimed messages of run-ahead calls, as long as the group lives."""
+        self._unclaimed[context] = weakref.WeakMethod(notify, lambda _: self._unclaimed.pop(context, None))
 
     def close(self) -> None:
-        """Tell what ended with the engine; nobody listens any more."""
+        """Dispatch what ended with the engine; listeners are no longer notified."""
         with self._lock:
             self.is_closed = True
             self._listeners.clear()
         with DEFERRED:
-            self.tell(self.engine.wait(0.0, 0, self.is_teller()))
+            self.dispatch(self.engine.wait(0.0, 0, self.is_dispatching()))
         self.engine.interrupt_wait()
 
-    def _tell_one(self, number: int, *details: Any) -> None:
+    def _dispatch_one(self, number: int, *details: Any) -> None:
         if number >= 0:
             request = self.requests.pop(number, None)
             if isinstance(request, RunRequest):
@@ -199,8 +203,8 @@ class CompletionDispatcher:
 
     def _dispatch_unclaimed(self, context: int, source: int, sequence: int, header: bytes) -> None:
         known = self._unclaimed.get(context)
-        hear = None if known is None else known()
-        if hear is None or not hear(source, sequence, header):
+        notify = None if known is None else known()
+        if notify is None or not notify(source, sequence, header):
             self.engine.ignore_context(context)
 
     def _error(self, request: NativeRequest, outcome: int, envelope: Envelope | None) -> UnisonoError:
@@ -226,6 +230,6 @@ class CompletionDispatcher:
 def _broken(outcome: int) -> UnisonoError:
     if outcome in (_NO_MEMORY, _REFUSED):
         return UnisonoError(
-            "there is no memory for the message", next_step="send it in parts, or free memory on this host"
+            "no memory for the message", next_step="send it in parts, or free memory on this host"
         )
     return ClosedError("the backend is closed")

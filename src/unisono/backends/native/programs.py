@@ -1,8 +1,4 @@
-"""Plans for the engine: compiled once, run as often as asked.
-
-Knows how a plan's pieces are written down for the engine. Does not know how the engine runs them
-(native/collective/run.hpp), nor who waits for the end.
-"""
+"""Plans compiled to programs of the engine (native/collective/program.hpp), which run.hpp executes."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ _Row = tuple[int, int, int, int, int, int, int, int]
 
 def compiled(plan: Plan, segment: int, members: tuple[int, ...] | None, ranks: int) -> _native.Program:
     """Return the engine's program for a plan cut into pieces of `segment` elements."""
-    # A plan is built once and kept by whoever built it: its identity is a short key.
+    # Plans are built once and cached, so the identity of a plan is a short key.
     key = (id(plan), segment, members, ranks)
     known = _compiled.get(key)
     if known is not None:
@@ -37,11 +33,11 @@ def compiled(plan: Plan, segment: int, members: tuple[int, ...] | None, ranks: i
     )
     while len(_compiled) >= _KEPT:
         _compiled.pop(next(iter(_compiled)), None)
-    _compiled[key] = (plan, made)  # the plan too: as long as it lives, no other has its id
+    _compiled[key] = (plan, made)  # keep the plan: while it lives, no other plan has its id
     return made
 
 
-# As many as plans are kept.
+# As many as the cache of plans holds.
 _KEPT: Final = 1024
 _compiled: dict[tuple[int, int, tuple[int, ...] | None, int], tuple[Plan, _native.Program]] = {}
 

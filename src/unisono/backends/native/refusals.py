@@ -1,6 +1,6 @@
-"""Which refused callers a log names: the first few, then a count per interval.
+"""Log lines about refused connections: the first few by name, then a count per interval.
 
-Pure: callers and the time in, lines out. Anybody who can reach a port can be refused at it without end, and
+Pure: callers and the time in, lines out. Anybody who can reach a port can be refused there without end, and
 must not be able to fill a disk.
 """
 
@@ -11,9 +11,9 @@ from typing import Final
 
 __all__ = ["INTERVAL_S", "NAMED_MAX", "Refusals"]
 
-# So many callers are named in the life of a port. A misconfigured job shows in the first.
+# Callers that are named in the life of a port: a misconfigured job shows in the first few.
 NAMED_MAX: Final = 8
-# Then one line says how many there were in this time.
+# After that, one line per interval with a count.
 INTERVAL_S: Final = 60.0
 
 
@@ -27,9 +27,13 @@ class Refusals:
         self._due_at: float | None = None
 
     def lines(self, callers: Sequence[str], total: int, now: float, *, is_last: bool = False) -> list[str]:
-        """What to log. `callers` are some of those that are new, `total` counts all so far.
+        """The lines to log now.
 
-        `is_last`: nobody will ask again, so a count that is not due yet is told now.
+        Args:
+            callers: some of the callers that were refused since the last call.
+            total: all callers that were refused so far.
+            now: the time in seconds.
+            is_last: this is the last call, so a count that is not due yet is logged too.
         """
         named = list(callers[: NAMED_MAX - self._named])
         self._named += len(named)

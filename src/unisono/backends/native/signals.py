@@ -1,10 +1,8 @@
-"""Signals held back while the main thread is in the midst of something that must not be left half done.
+"""Deferred signals: handlers do not run while the main thread does something that must not be interrupted.
 
-Knows Python's signal handlers and when they may run. Does not know what is being done.
-
-Python runs a handler between any two instructions of the main thread, and most handlers raise: Ctrl-C, or the
-exit that a program makes of SIGTERM. One that struck between the engine's news and the operation that it ends
-would lose the news, and whoever waits for it would wait for ever.
+Python runs a handler between any two instructions of the main thread, and most handlers raise: Ctrl-C, or a
+program's exit on SIGTERM. A handler that raised between the engine's completion and its dispatch would lose
+the completion, and the thread that waits for it would wait for ever.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 
-# The C functions: what `signal` puts around them costs ten times as much, and this is done at every wait.
+# The C functions: the `signal` module's wrappers take ten times as long, and every wait calls these.
 from _signal import getsignal, signal  # type: ignore[import-not-found]
 from collections.abc import Callable
 from signal import SIGALRM, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2
@@ -21,17 +19,17 @@ from typing import Any, Final
 
 __all__ = ["DEFERRED", "DeferredSignals"]
 
-# Ctrl-C comes first, to be let through last.
+# SIGINT is the first, so that its handler is restored last.
 _NUMBERS: Final = tuple(map(int, (SIGINT, SIGTERM, SIGHUP, SIGALRM, SIGUSR1, SIGUSR2)))
 
 
 class DeferredSignals:
-    """Within its block the handlers of the main thread only run where `deliver` is called, or after it."""
+    """A context manager: in its block, handlers of the main thread run only in `deliver`, or at its end."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._depth = 0
-        self.came: list[int] = []
+        self.pending: list[int] = []
 
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
@@ -42,11 +40,11 @@ class DeferredSignals:
         try:
             for number in _NUMBERS:
                 handler = getsignal(number)
-                # What only kills or is ignored leaves nothing half done.
+                # Default actions and ignored signals do not run Python code.
                 if callable(handler) and handler != self._note:
                     self._handlers[number] = handler
                     signal(number, self._note)
-        except BaseException:  # a handler struck before it was held back
+        except BaseException:  # a handler ran before it was deferred
             self._release()
             raise
 
@@ -59,13 +57,13 @@ class DeferredSignals:
             self._release()
 
     def deliver(self) -> None:
-        """Run the handlers of what came meanwhile. They may raise, so nothing may be half done here."""
+        """Run the handlers of pending signals. They may raise, so call this only at a consistent point."""
         if threading.get_ident() == threading.main_thread().ident:
             self._deliver(self._handlers)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._depth:
-            self.came.append(number)
+            self.pending.append(number)
         elif number in self._handlers:
             self._handlers[number](number, frame)
 
@@ -74,18 +72,18 @@ class DeferredSignals:
         self._depth = 0
         try:
             for number, handler in reversed(handlers.items()):
-                if getsignal(number) == self._note:  # else somebody has put another one in its place
+                if getsignal(number) == self._note:  # else the program has installed another one
                     signal(number, handler)
-                del self._handlers[number]  # not before: what strikes until then is passed on to it
+                del self._handlers[number]  # not earlier: `_note` passes on what comes until now
         finally:
             self._deliver(handlers)
 
     def _deliver(self, handlers: dict[int, Callable[[int, FrameType | None], Any]]) -> None:
-        while self.came:
-            number = self.came.pop(0)
+        while self.pending:
+            number = self.pending.pop(0)
             if number in handlers:
                 handlers[number](number, sys._getframe(2))
 
 
-# A process has one main thread, and one handler for each signal.
+# One per process, like the main thread and the signal handlers.
 DEFERRED: Final = DeferredSignals()

@@ -1,8 +1,8 @@
-"""The quic backend: iroh, a QUIC in Rust, carries the frames between processes, hosts and networks.
+"""The quic backend: iroh, a QUIC implementation in Rust, carries the frames of a FramedBackend.
 
-Knows who dials whom, who listens to which link, and when a peer is given up. Does not know messages (the
-backend does), how frames lie in streams (the link does), nor how ranks find each other: it gives a card, and
-gets everybody's. All connections are made at the beginning; one thread, the loop's, does all that follows.
+The later of two ranks connects to the earlier one. All connections are made at the beginning; after that one
+thread, the event loop's, does everything. It also watches the peers: iroh answers pings without Python, and
+the kernel reports the end of a process on this host.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ __all__ = ["DESCRIPTION", "QuicBackend", "UnconnectedQuic"]
 
 _log = logging.getLogger("unisono.quic")
 
-# Everybody has a card of everybody by then: only a lost network or a dead rank can take so long.
+# All ranks are up when connecting begins, so only a broken network or a dead rank takes this long.
 _CONNECT_S: Final = 30.0
-# What was said before a goodbye has so long to get through.
+# Time for the last frames to reach a peer when this rank closes.
 _FLUSH_S: Final = 2.0
-# The same at the end of an interpreter that has not said goodbye.
-_FORGET_S: Final = 0.5
+# The same at the exit of an interpreter that has not closed the backend.
+_ABANDON_S: Final = 0.5
 _CLOSE_S: Final = 1.0
-# After the end of a process, what it said last may still be on its way inside this host.
-_LAST_WORDS_S: Final = 0.05
+# After the end of a process on this host, its last datagrams may still be in our sockets: poll interval.
+_DRAIN_S: Final = 0.05
 _LOST: Final = 2
 _CAPABILITIES: Final = Capabilities("quic")
 _INSTALL: Final = "pip install 'unisono[quic]'"
@@ -50,26 +50,26 @@ _INSTALL: Final = "pip install 'unisono[quic]'"
 class QuicBackend(FramedBackend):
     """One rank over one endpoint."""
 
-    # Small enough that the streams share a message of some MiB, long enough to cost little.
+    # 1 MiB: several streams share a message of some MiB, and the cost per piece is still small.
     piece_bytes = 1 << 20
 
     def __init__(self, spec: BindSpec, loop: Loop, endpoint: Endpoint) -> None:
         super().__init__(spec.rank, spec.size, spec.config, RealRuntime())
-        self._wire: _QuicWire = _QuicWire(self, spec, loop, endpoint)
-        # At the end of the interpreter no thread may come back from iroh.
-        atexit.register(self._forget)
+        self._transport: _QuicTransport = _QuicTransport(self, spec, loop, endpoint)
+        # No thread may return from iroh while the interpreter shuts down.
+        atexit.register(self._abandon)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Messages as everywhere."""
+        """Messages only."""
         return _CAPABILITIES
 
     def connect(self, cards: Sequence[Card]) -> None:
-        """Make the links to all others."""
-        self._wire.connect(cards)
+        """Connect to all other ranks."""
+        self._transport.connect(cards)
 
     def give_up(self) -> None:
-        """Leave a world that was not formed: nobody is there to hear it."""
+        """Close without goodbyes: the ranks were not connected."""
         for peer in range(self.size):
             if peer != self.rank:
                 self.lost(peer, "was not reached")
@@ -78,16 +78,16 @@ class QuicBackend(FramedBackend):
     def close(self) -> None:
         """Leave."""
         super().close()
-        atexit.unregister(self._forget)
+        atexit.unregister(self._abandon)
 
-    def _forget(self) -> None:
-        """Leave without a word."""
+    def _abandon(self) -> None:
+        """Leave without a goodbye."""
         if not self.is_forked():
-            self._wire.abandon()
+            self._transport.abandon()
 
 
 class UnconnectedQuic:
-    """A rank before it knows the others: its endpoint has a port and a key."""
+    """A rank that is not connected yet: its endpoint has a port and a key."""
 
     def __init__(self, spec: BindSpec) -> None:
         from unisono.backends.quic.endpoint import Endpoint, Loop
@@ -106,11 +106,11 @@ class UnconnectedQuic:
         return self._endpoint.card.encoded()
 
     def connect(self, cards: Sequence[bytes]) -> QuicBackend:
-        """Make the links to all others.
+        """Connect to all other ranks.
 
         Raises:
-            ProtocolError: a card is none of ours.
-            RendezvousError: somebody could not be reached. Then it is to be closed.
+            ProtocolError: a card is malformed.
+            RendezvousError: a rank could not be reached; call `close` then.
         """
         from unisono.backends.quic.endpoint import Card
 
@@ -129,7 +129,7 @@ class UnconnectedQuic:
         self._loop.stop()
 
 
-class _QuicWire(FrameTransport):
+class _QuicTransport(FrameTransport):
     """Frames over links, one per peer."""
 
     def __init__(self, backend: QuicBackend, spec: BindSpec, loop: Loop, endpoint: Endpoint) -> None:
@@ -146,20 +146,20 @@ class _QuicWire(FrameTransport):
         self._flush_s = _FLUSH_S
 
     def connect(self, cards: Sequence[Card]) -> None:
-        """Dial those before us, wait for those after us, and begin to listen to all."""
+        """Connect to the earlier ranks, wait for the later ones, and begin to receive from all."""
         self._loop.call(self._connect(cards))
 
     def send(self, peer: int, frame: bytes, payload: memoryview | None, lane: Lane | None) -> None:
-        """Queue it at the peer's link."""
+        """Queue the frame at the peer's link."""
         if (link := self._links.get(peer)) is not None:
             link.send(frame, payload, lane)
 
     def is_own_thread(self) -> bool:
-        """Whether it is the loop's."""
+        """Whether this thread is the loop's."""
         return self._loop.is_here()
 
     def close(self) -> None:
-        """Let what was said get through, and give everything back."""
+        """Let the last frames get through, then close all links and the endpoint."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -171,8 +171,8 @@ class _QuicWire(FrameTransport):
         self._loop.stop()
 
     def abandon(self) -> None:
-        """Stop: what was said gets through if it can, and nobody is waited for."""
-        self._flush_s = _FORGET_S
+        """Close, with little time for the last frames."""
+        self._flush_s = _ABANDON_S
         self.close()
 
     # -- what runs on the loop's thread -------------------------------------------------------------------
@@ -184,35 +184,36 @@ class _QuicWire(FrameTransport):
             coming[peer] = loop.create_future()
             self._endpoint.expect(cards[peer].key, coming[peer].set_result)
         self._tasks.append(loop.create_task(self._endpoint.serve()))
-        meetings = {
-            peer: loop.create_task(self._meet(peer, cards[peer], coming.get(peer))) for peer in self._pulses
+        opening = {
+            peer: loop.create_task(self._open_link(peer, cards[peer], coming.get(peer)))
+            for peer in self._pulses
         }
-        if meetings:
-            await asyncio.wait(meetings.values(), timeout=_CONNECT_S, return_when=asyncio.FIRST_EXCEPTION)
-        failed = {peer: _failure(task) for peer, task in meetings.items() if not _is_well(task)}
+        if opening:
+            await asyncio.wait(opening.values(), timeout=_CONNECT_S, return_when=asyncio.FIRST_EXCEPTION)
+        failed = {peer: _failure(task) for peer, task in opening.items() if not _has_succeeded(task)}
         if failed:
-            for task in meetings.values():
+            for task in opening.values():
                 task.cancel()
-            what = "; ".join(f"rank {peer}: {why}" for peer, why in sorted(failed.items()))
+            causes = "; ".join(f"rank {peer}: {why}" for peer, why in sorted(failed.items()))
             raise RendezvousError(
                 f"rank {rank} could not connect by QUIC",
-                cause=what,
+                cause=causes,
                 next_step="open UDP between these ranks, or set quic_relay",
             )
-        for peer, task in meetings.items():
+        for peer, task in opening.items():
             self._links[peer] = link = task.result()
             link.start()
-            self._tasks.append(loop.create_task(self._tend(peer, link)))
+            self._tasks.append(loop.create_task(self._serve(peer, link)))
             if (descriptor := open_process(cards[peer].process)) is not None:
                 self._processes[peer] = descriptor
                 loop.add_reader(descriptor, self._process_ended, peer)
         self._tasks.append(loop.create_task(self._watch()))
 
-    async def _meet(self, peer: int, card: Card, coming: asyncio.Future[Any] | None) -> Link:
-        """One link, made by whoever of the two comes later in the order of ranks."""
+    async def _open_link(self, peer: int, card: Card, coming: asyncio.Future[Any] | None) -> Link:
+        """Open the link with a peer: connect to it, or wait until it has connected (`coming`)."""
         from unisono.backends.quic.link import Introduction, Link
 
-        connection = await (self._endpoint.dial(card) if coming is None else coming)
+        connection = await (self._endpoint.connect(card) if coming is None else coming)
         spec, backend = self._spec, self._backend
         link = Link(
             connection,
@@ -220,31 +221,31 @@ class _QuicWire(FrameTransport):
             streams=spec.config.quic_streams,
             frame_bytes_max=frame_bytes_max(spec.config),
             piece_bytes=backend.piece_bytes,
-            hear=partial(backend.hear, peer),
+            arrive=partial(backend.arrive_logged, peer),
             is_over=partial(backend.is_over, peer),
         )
         await link.open()
         return link
 
-    async def _tend(self, peer: int, link: Link) -> None:
-        """Listen to a peer until its last word, or until it is gone."""
+    async def _serve(self, peer: int, link: Link) -> None:
+        """Receive from a peer until it has left or is gone."""
         from unisono.backends.quic.link import LinkError
 
         try:
-            await link.listen()
+            await link.receive()
         except ProtocolError as error:
             await link.close(0)
             self._backend.broken(peer, error)
         except LinkError as error:
             await link.close(0)
             self._backend.lost(peer, self._causes.get(peer, f"closed its connection ({error})"))
-        except Exception as error:  # a mistake of ours must not become a hang
+        except Exception as error:  # a bug of ours must not become a hang
             _log.exception("rank %d: the link with rank %d failed", self._spec.rank, peer)
             await link.close(0)
             self._backend.lost(peer, f"its link failed here ({error})")
 
     async def _watch(self) -> None:
-        """Ask those who are silent, and give up those who do not answer."""
+        """Ping silent peers, and declare those dead that do not answer."""
         silence_s = self._spec.config.silence_s
         while True:
             await asyncio.sleep(silence_s / TICKS)
@@ -258,15 +259,15 @@ class _QuicWire(FrameTransport):
                     link.ping()
 
     def _process_ended(self, peer: int) -> None:
-        self._forget_process(peer)
-        self._tasks.append(self._loop.loop.create_task(self._hear_last_words(peer)))
+        self._close_process(peer)
+        self._tasks.append(self._loop.loop.create_task(self._drain(peer)))
 
-    async def _hear_last_words(self, peer: int) -> None:
-        """A process of this host has ended: what it said before is in our sockets already."""
+    async def _drain(self, peer: int) -> None:
+        """A process of this host has ended: receive what is already in our sockets, then give it up."""
         link, before = self._links[peer], (-1, -1)
-        while (now := (link.rx_datagrams(), link.bytes_heard)) != before:
+        while (now := (link.rx_datagrams(), link.bytes_received)) != before:
             before = now
-            await asyncio.sleep(_LAST_WORDS_S)
+            await asyncio.sleep(_DRAIN_S)
         self._give_up(peer, "its process ended")
 
     def _give_up(self, peer: int, cause: str) -> None:
@@ -274,14 +275,14 @@ class _QuicWire(FrameTransport):
             self._causes.setdefault(peer, cause)
             self._links[peer].connection.close(_LOST, cause.encode())
 
-    def _forget_process(self, peer: int) -> None:
+    def _close_process(self, peer: int) -> None:
         descriptor = self._processes.pop(peer)
         self._loop.loop.remove_reader(descriptor)
         os.close(descriptor)
 
     async def _close(self) -> None:
         for peer in list(self._processes):
-            self._forget_process(peer)
+            self._close_process(peer)
         await asyncio.gather(
             *(
                 link.close(self._flush_s if peer not in self._causes else 0)
@@ -297,7 +298,7 @@ class _QuicWire(FrameTransport):
             await asyncio.wait_for(self._endpoint.close(), _CLOSE_S)
 
 
-def _is_well(task: asyncio.Task[Any]) -> bool:
+def _has_succeeded(task: asyncio.Task[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 

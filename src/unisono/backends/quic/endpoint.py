@@ -1,7 +1,6 @@
-"""An endpoint: a rank's UDP port, key and event loop, and how it meets the others.
+"""A rank's iroh endpoint: its UDP port, key, addresses and relay, and its event loop.
 
-Knows iroh's endpoints: which addresses and relays they use, and that only those are let in whose keys the
-seed named. Does not know what ranks say to each other.
+It accepts connections only from holders of the keys in the ranks' cards.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, Final, TypeVar
 import iroh
 import msgspec
 
-from unisono.backends.quic.iroh_repairs import attend, repair
+from unisono.backends.quic.iroh_repairs import repair, use_event_fd
 from unisono.backends.registry import BindSpec
 from unisono.errors import BackendUnavailable, ProtocolError, UsageError
 
@@ -29,18 +28,18 @@ _log = logging.getLogger("unisono.quic")
 T = TypeVar("T")
 
 ALPN: Final = b"unisono/quic/1"
-# Who has not shown its key within this time, or is one too many of those, is let down.
+# Bounds on connections that have not proved their key yet: time for a handshake, and how many at once.
 _HANDSHAKE_S: Final = 5.0
 _HANDSHAKES_MAX: Final = 64
-# A relay that does not answer within this time is not waited for.
+# A relay that has not answered within this time is not waited for.
 _RELAY_S: Final = 5.0
 _JOIN_S: Final = 2.0
-_STRANGER: Final = 403
+_REFUSED: Final = 403  # QUIC application error code
 _WARNINGS_MAX: Final = 20
 
 
 class Card(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What others need to reach a rank: its key, its addresses, its relay, and its process if it is here."""
+    """What others need to reach a rank; `process` lets ranks of the same host watch it."""
 
     key: bytes
     addresses: list[str]
@@ -48,7 +47,7 @@ class Card(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     process: list[str]
 
     def encoded(self) -> bytes:
-        """As the seed carries it."""
+        """The card as bytes."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
@@ -56,7 +55,7 @@ class Card(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         """Read a card.
 
         Raises:
-            ProtocolError: it is none.
+            ProtocolError: `data` is not a card.
         """
         try:
             card = msgspec.msgpack.decode(data, type=cls)
@@ -73,12 +72,12 @@ class Loop:
     def __init__(self, name: str) -> None:
         _, is_free = repair()
         self.loop = asyncio.new_event_loop()
-        self._leave = attend(self.loop) if is_free else None
+        self._release_event_fd = use_event_fd(self.loop) if is_free else None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run something there and wait for it; signals interrupt the wait."""
+        """Run a coroutine in the loop and wait for it; signals interrupt the wait."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result(timeout)
@@ -87,11 +86,11 @@ class Loop:
             raise
 
     def is_here(self) -> bool:
-        """Whether this is its thread."""
+        """Whether the calling thread is the loop's."""
         return threading.current_thread() is self._thread
 
     def stop(self) -> None:
-        """End it, after what is scheduled now."""
+        """End the loop, after what is scheduled now."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
         if not self.is_here():
@@ -106,10 +105,10 @@ class Loop:
             for task in tasks:
                 task.cancel()
             self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            # What iroh still had to say to those tasks is said, and dropped.
+            # Run the callbacks that iroh has scheduled for those tasks.
             self.loop.run_until_complete(asyncio.sleep(0))
-            if self._leave is not None:
-                self._leave()
+            if self._release_event_fd is not None:
+                self._release_event_fd()
             self.loop.close()
 
 
@@ -121,15 +120,16 @@ class Endpoint:
         self.card = card
         self._awaited: dict[bytes, Callable[[Any], None]] = {}
         self._handshakes = 0
-        self._strangers = 0
+        self._refused = 0
         self._admissions: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def bind(cls, spec: BindSpec, process: list[str]) -> Endpoint:
-        """Take a port.
+        """Bind a UDP port.
 
         Raises:
-            BackendUnavailable: iroh could not.
+            BackendUnavailable: iroh could not bind the address.
+            UsageError: `Config.quic_relay` is not a relay.
         """
         config = spec.config
         builder = iroh.EndpointBuilder()
@@ -147,9 +147,9 @@ class Endpoint:
                 await bound.add_external_addr(_with_port(spec.advertise, bound))
         except iroh.IrohError as error:
             raise BackendUnavailable(
-                "QUIC has no endpoint",
+                "QUIC could not bind its UDP port",
                 cause=error.message(),
-                next_step="name another --address, or take backend='native'",
+                next_step="name another --address, or use backend='native'",
             ) from None
         if config.quic_relay != "off":
             with contextlib.suppress(TimeoutError):
@@ -157,14 +157,16 @@ class Endpoint:
         return cls(bound, _card(spec, bound, process))
 
     def expect(self, key: bytes, arrived: Callable[[Any], None]) -> None:
-        """Let in whoever holds a key, once."""
+        """Accept one connection from the holder of a key, and pass it to `arrived`."""
         self._awaited[key] = arrived
 
     async def serve(self) -> None:
-        """Let in those who are expected, and nobody else."""
+        """Accept expected connections and refuse all others."""
         while (incoming := await self._bound.accept_next()) is not None:
             if not self._awaited or self._handshakes >= _HANDSHAKES_MAX:
-                self._note_stranger("nobody is expected" if not self._awaited else "too many at once")
+                self._log_refusal(
+                    "no connection is expected" if not self._awaited else "too many handshakes at once"
+                )
                 with contextlib.suppress(iroh.IrohError):
                     await incoming.refuse()
                 continue
@@ -173,46 +175,46 @@ class Endpoint:
             self._admissions.add(task)
             task.add_done_callback(self._admissions.discard)
 
-    async def dial(self, card: Card) -> Any:
-        """Connect to whoever holds the key of a card.
+    async def connect(self, card: Card) -> Any:
+        """Connect to the holder of a card's key.
 
         Raises:
-            ProtocolError: somebody else answered.
+            ProtocolError: the key of the other end is not the card's.
         """
         address = iroh.EndpointAddr(iroh.EndpointId.from_bytes(card.key), card.relay, card.addresses)
         connection = await self._bound.connect(address, ALPN)
         if bytes(connection.remote_id().to_bytes()) != card.key:
-            connection.close(_STRANGER, b"another key")
-            raise ProtocolError("somebody else answered")
+            connection.close(_REFUSED, b"another key")
+            raise ProtocolError("the other end has another key than the card says")
         return connection
 
     async def close(self) -> None:
-        """Give the port back."""
+        """Release the port."""
         await self._bound.close()
 
     async def _admit(self, incoming: Any) -> None:
         connection: Any = None
         try:
-            connection = await asyncio.wait_for(_shaken(incoming), _HANDSHAKE_S)
+            connection = await asyncio.wait_for(_handshake(incoming), _HANDSHAKE_S)
             key = bytes(connection.remote_id().to_bytes())
             arrived = self._awaited.pop(key, None)
             if arrived is None:
-                self._note_stranger(f"the key {key.hex()[:10]} is not of this world")
-                connection.close(_STRANGER, b"not of this world")
+                self._log_refusal(f"the key {key.hex()[:10]} belongs to no rank of this world")
+                connection.close(_REFUSED, b"no rank of this world")
                 return
             arrived(connection)
         except (iroh.IrohError, TimeoutError):
-            self._note_stranger("no handshake")
+            self._log_refusal("its handshake failed or timed out")
         finally:
             self._handshakes -= 1
 
-    def _note_stranger(self, why: str) -> None:
-        self._strangers += 1
-        if self._strangers <= _WARNINGS_MAX:  # a stranger must not be able to fill a disk
+    def _log_refusal(self, why: str) -> None:
+        self._refused += 1
+        if self._refused <= _WARNINGS_MAX:  # anybody can connect: the log must not fill a disk
             _log.warning("a connection was refused: %s", why)
 
 
-async def _shaken(incoming: Any) -> Any:
+async def _handshake(incoming: Any) -> Any:
     return await (await incoming.accept()).connect()
 
 
@@ -257,7 +259,7 @@ def _card(spec: BindSpec, bound: Any, process: list[str]) -> Card:
 
 
 def _with_port(advertised: str, bound: Any) -> str:
-    """An address to tell, in numbers, and with the port that was taken if it names none."""
+    """A numeric address with a port: the bound one if `advertised` names none."""
     name, _, port = advertised.rpartition(":")
     host = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_DGRAM)[0][4][0]
     version = ipaddress.ip_address(host).version

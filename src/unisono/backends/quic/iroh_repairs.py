@@ -1,11 +1,11 @@
-"""The two places of iroh's Python bindings that are replaced, and the only ones that know how they look.
+"""Two replacements in iroh's Python bindings.
 
-Outgoing bytes are copied one by one there (5 MB/s); here with one memmove. And when something has ended, a
-thread of iroh's waits for Python's lock to say so, and answers nobody meanwhile, so that a rank whose
-interpreter is busy looks dead; here it rings a bell and goes on, which is also quicker.
+The bindings copy outgoing bytes one by one (5 MB/s); the replacement uses one memmove. And when a future is
+done, a thread of iroh waits for the GIL to say so. Meanwhile it answers no pings, so a rank whose interpreter
+is busy looks dead; the replacement signals an event descriptor instead, which is also faster.
 
-Both are made only where the code is the one that was read, by its text. Elsewhere it stays as it is, and a
-warning says what that means.
+Both are applied only if the source text of the replaced functions is the known one. Otherwise the bindings
+stay as they are, and a warning says what follows from it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import numpy as np
 
 from unisono._native import CompletionEventFd
 
-__all__ = ["attend", "repair"]
+__all__ = ["repair", "use_event_fd"]
 
-# The series whose bindings were read; within it the code decides.
+# The series that was checked; within it the digests of the functions' source decide.
 _SERIES: Final = "1.2."
 _COPY: Final = {
     "_UniffiRustBufferBuilder.write": "1dc5c39048caed57",
@@ -40,12 +40,12 @@ _WAKE: Final = {
     "_uniffi_rust_call_with_error": "ce81d7439d23fac0",
 }
 _SAMPLE: Final = bytes(range(256)) * 5
-# So often in a row what was asked for may be there at once before others get their turn.
+# Futures that are done at once, in a row, before other tasks of the loop get a turn.
 _AT_ONCE_MAX: Final = 8
 
 
 def repair(bindings: Any = None, version: str | None = None) -> tuple[bool, bool]:
-    """Replace both, once: whether the copy is quick, and whether iroh's threads wait for nobody."""
+    """Apply both replacements once; returns for each whether it is in place: the copy, the wake-up."""
     if bindings is None:
         from iroh import iroh_ffi
 
@@ -54,12 +54,12 @@ def repair(bindings: Any = None, version: str | None = None) -> tuple[bool, bool
     done = []
     for what, known, make in (
         ("its copy of outgoing bytes stays slow, and QUIC sends some MB/s only", _COPY, _mend_copy),
-        ("a rank that keeps Python busy for long may be taken for dead", _WAKE, _mend_wake),
+        ("a rank that keeps Python busy for long may be declared dead", _WAKE, _mend_wake),
     ):
         if make in getattr(bindings, "_unisono_repairs", ()):
             done.append(True)
             continue
-        reason = _strangeness(bindings, found, known) or make(bindings)
+        reason = _difference(bindings, found, known) or make(bindings)
         if reason is None:
             bindings._unisono_repairs = (*getattr(bindings, "_unisono_repairs", ()), make)
         else:
@@ -68,15 +68,15 @@ def repair(bindings: Any = None, version: str | None = None) -> tuple[bool, bool
     return done[0], done[1]
 
 
-def attend(loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
-    """Let a loop hear iroh by a bell; returns what ends it. Other loops hear it as they always did."""
-    bench = _Waiting(loop)
-    _waiting[loop] = bench
-    return bench.close
+def use_event_fd(loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
+    """Let iroh wake a loop through an event descriptor; returns a function that ends this."""
+    waiting = _Waiting(loop)
+    _waiting[loop] = waiting
+    return waiting.close
 
 
-def _strangeness(bindings: Any, version: str, known: dict[str, str]) -> str | None:
-    """Why these bindings are not the known ones, if so."""
+def _difference(bindings: Any, version: str, known: dict[str, str]) -> str | None:
+    """How these bindings differ from the known ones; None if they do not."""
     if not version.startswith(_SERIES):
         return f"iroh {version} is not of the series {_SERIES}x"
     for path, digest in known.items():
@@ -88,7 +88,7 @@ def _strangeness(bindings: Any, version: str, known: dict[str, str]) -> str | No
         except (TypeError, OSError):
             return f"there is no readable {path}"
         if hashlib.blake2b(source.encode(), digest_size=8).hexdigest() != digest:
-            return f"{path} is another than the known one"
+            return f"{path} differs from the known one"
     return None
 
 
@@ -98,7 +98,7 @@ def _strangeness(bindings: Any, version: str, known: dict[str, str]) -> str | No
 def _mend_copy(bindings: Any) -> str | None:
     builder, converter = bindings._UniffiRustBufferBuilder, bindings._UniffiFfiConverterBytes
     slow, builder.write = builder.write, _write
-    # Through iroh's own memory and back, without any network.
+    # Check the copy through iroh's own memory and back, without a network.
     if all(converter.lift(converter.lower(s)) == bytes(s) for s in (b"", _SAMPLE, memoryview(_SAMPLE))):
         return None
     builder.write = slow
@@ -106,7 +106,7 @@ def _mend_copy(bindings: Any) -> str | None:
 
 
 def _write(self: Any, value: Any) -> None:
-    """What the builder's `write` does, in one piece."""
+    """The builder's `write`, as one memmove."""
     count = len(value)
     if not count:
         return
@@ -120,31 +120,31 @@ def _write(self: Any, value: Any) -> None:
 
 
 class _Waiting:
-    """What the tasks of one loop wait for, by numbers."""
+    """The futures that the tasks of one loop wait for, by number."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._bell = CompletionEventFd()
+        self._event_fd = CompletionEventFd()
         self._futures: dict[int, asyncio.Future[int]] = {}
         self._numbers = itertools.count(1)
         self._at_once = 0
-        loop.add_reader(self._bell.descriptor(), self.hear)
+        loop.add_reader(self._event_fd.descriptor(), self.dispatch)
 
     def begin(self) -> tuple[asyncio.Future[int], int]:
         """A future, and the ticket that ends it."""
         number, future = next(self._numbers), self._loop.create_future()
         self._futures[number] = future
-        return future, self._bell.ticket(number)
+        return future, self._event_fd.ticket(number)
 
-    def hear(self) -> None:
-        for number, code in self._bell.take():
+    def dispatch(self) -> None:
+        for number, code in self._event_fd.take():
             future = self._futures.pop(number)
             if not future.done():
                 future.set_result(code)
 
     async def end(self, future: asyncio.Future[int]) -> int:
         """Wait for a future, unless it is done already."""
-        self.hear()
+        self.dispatch()
         if not future.done():
             self._at_once = 0
             return await future
@@ -155,8 +155,8 @@ class _Waiting:
         return future.result()
 
     def close(self) -> None:
-        """Let it go; tickets that are still out keep the bell."""
-        self._loop.remove_reader(self._bell.descriptor())
+        """Stop watching the descriptor; tickets that were not used yet keep it open."""
+        self._loop.remove_reader(self._event_fd.descriptor())
         _waiting.pop(self._loop, None)
 
 
@@ -171,7 +171,7 @@ def _mend_wake(bindings: Any) -> str | None:
     theirs, complete_with = bindings._uniffi_rust_call_async, bindings._uniffi_rust_call_with_error
 
     async def call(future: Any, poll: Any, complete: Any, free: Any, lift: Any, errors: Any) -> Any:
-        """What the function of this name does, with a bell for a callback."""
+        """`_uniffi_rust_call_async`, with an event descriptor in place of the callback."""
         waiting = _waiting.get(asyncio.get_running_loop())
         if waiting is None:
             return await theirs(future, poll, complete, free, lift, errors)

@@ -1,16 +1,14 @@
-"""A link: one QUIC connection with one peer, and its lanes.
+"""A link: one QUIC connection with one peer, and how frames lie in its streams.
 
-Knows how frames lie in streams, which stream a frame takes, and what a peer must show first. Does not know
-what a frame says (the backend does), nor how a connection is made. All of it runs on the loop's thread,
-except `send`.
+Everything but `send` runs on the loop's thread.
 
-The lanes, in each direction a stream of its own: *control* for the messages of that lane, *messages* for
-short messages and all that is said about long ones, and some for the *pieces* of long messages. A stream that
-stands still holds up nobody but itself. Whichever of the last has room takes the next piece; the backend puts
-them together.
+Each direction has these streams: *control* for the messages of that lane, *messages* for short messages and
+the RTS, CTS and FIN of long ones, and several for the *pieces* of long messages. A stream that stalls delays
+no other stream. The next piece takes whichever of the piece streams is ready first; the backend reassembles
+the pieces.
 
-The *window* is how many bytes of pieces may be on their way; the receiver notes what has landed. Without it
-some MiB would lie in the sockets' buffers, and whatever is short and urgent would wait behind them.
+The *window* bounds the bytes of pieces in flight; the receiver acknowledges the pieces that it has received.
+Without a window some MiB would lie in socket buffers, and short urgent messages would wait behind them.
 """
 
 from __future__ import annotations
@@ -33,28 +31,28 @@ from unisono.errors import ProtocolError
 __all__ = ["Introduction", "Link", "LinkError"]
 
 _CONTROL, _MESSAGES, _PIECES = 0, 1, 2
-# What iroh sends first of all that waits.
+# iroh sends queued bytes of the stream with the highest priority first.
 _PRIORITIES: Final = {_CONTROL: 2, _MESSAGES: 1}
-# One write or read of a long message: from here on a longer one is not quicker, and a shorter one is slower.
+# One write or read of a long message: longer ones are not faster, shorter ones are slower.
 _PART_BYTES: Final = 256 * 1024
-# What frames that wait together are put into, and what they are read by.
+# Frames that wait together are written in batches of about this length; a read asks for as much.
 _BATCH_BYTES: Final = 64 * 1024
-# A payload up to this length goes with the messages.
+# A payload up to this length goes in the frame's own stream.
 _SHORT_BYTES: Final = 16 * 1024
-# On one host this much keeps both sides busy, and takes 10 ms; what is further away gets more.
+# On one host 2 MiB keep both sides busy and take 10 ms; a peer further away gets more per millisecond.
 _WINDOW_BYTES: Final = 2 << 20
 _WINDOW_BYTES_PER_MS: Final = 256 * 1024
-# What has landed is noted in steps of so many bytes: a step and a part are less than the window.
-_NOTE_BYTES: Final = 512 * 1024
-# Why we close a connection, in numbers.
+# Received bytes between two acknowledgements: one such step and one part must be less than the window.
+_ACK_BYTES: Final = 512 * 1024
+# QUIC's application error codes, with which we close a connection.
 _LEFT, _BROKEN = 0, 1
 
 _MAGIC: Final = b"unisono quic 1\0\0"
 # Magic, lane, rank and proof open every stream.
 _OPENING: Final = struct.Struct("<16sIQ32s")
-# Before each frame: its length, that of the payload behind it, and how many frames of the control lane are to
-# be heard before, plus one; 0: it need not wait for any. A frame of no length is a note: how many bytes of
-# pieces have landed in all.
+# Before each frame: its length, the length of the payload behind it, and a fence: 0, or one more than the
+# number of control-lane frames that must be handled first. A prefix without a frame is an acknowledgement:
+# its fence field holds the total of received bytes of pieces.
 _PREFIX: Final = struct.Struct("<QQQ")
 
 
@@ -63,7 +61,7 @@ class LinkError(Exception):
 
 
 class Introduction(NamedTuple):
-    """What two ranks show each other: that they know the job's secret, and are whom the seed named."""
+    """What opens each stream: a proof that the rank knows the job's secret and has the key in its card."""
 
     rank: int
     peer: int
@@ -72,33 +70,37 @@ class Introduction(NamedTuple):
     secret: bytes
 
     def opening(self, lane: int) -> bytes:
-        """The first bytes of a stream of ours."""
+        """The first bytes of a stream from this rank."""
         return _OPENING.pack(
             _MAGIC, lane, self.rank, self._proof(lane, self.rank, self.peer, self.own_id + self.peer_id)
         )
 
     def check(self, data: bytes, lanes: int) -> int:
-        """The lane of a stream of the peer's.
+        """Check the first bytes of a stream from the peer, and return its lane.
 
         Raises:
-            ProtocolError: it does not open as a stream of this peer must.
+            ProtocolError: this peer would open a stream in another way.
         """
         magic, lane, rank, proof = _OPENING.unpack(data)
         if magic != _MAGIC or rank != self.peer or lane >= lanes:
-            raise ProtocolError("a stream that is none of ours")
+            raise ProtocolError("a stream with a wrong opening")
         if not hmac.compare_digest(
             proof, self._proof(lane, self.peer, self.rank, self.peer_id + self.own_id)
         ):
-            raise ProtocolError("a stream of somebody who does not know the job's secret")
+            raise ProtocolError("a stream whose proof of the job's secret is wrong")
         return int(lane)
 
     def _proof(self, lane: int, source: int, target: int, ids: bytes) -> bytes:
-        said = _MAGIC + struct.pack("<IQQ", lane, source, target) + ids
-        return hmac.digest(self.secret, said, hashlib.sha256)
+        claim = _MAGIC + struct.pack("<IQQ", lane, source, target) + ids
+        return hmac.digest(self.secret, claim, hashlib.sha256)
 
 
 class Link:
-    """One peer. `hear` takes each frame and says where its payload shall lie; `is_over` after the last."""
+    """The connection with one peer.
+
+    `arrive` handles each frame and returns the memory for its payload, like `FramedBackend.arrive`; `is_over`
+    says whether the peer has left.
+    """
 
     def __init__(
         self,
@@ -108,41 +110,41 @@ class Link:
         streams: int,
         frame_bytes_max: int,
         piece_bytes: int,
-        hear: Callable[[memoryview], tuple[memoryview, Callable[[], None]] | None],
+        arrive: Callable[[memoryview], tuple[memoryview, Callable[[], None]] | None],
         is_over: Callable[[], bool],
     ) -> None:
         self.connection = connection
         self.peer = introduction.peer
-        self.bytes_heard = 0
+        self.bytes_received = 0
         self._introduction = introduction
         self._lanes = _PIECES + streams
         self._frame_bytes_max = frame_bytes_max
         self._piece_bytes = piece_bytes
-        self._hear = hear
+        self._arrive = arrive
         self._is_over = is_over
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._control_sent = 0
-        self._control_heard = 0
-        self._control_came = asyncio.Event()
+        self._control_handled = 0
+        self._control_event = asyncio.Event()
         self._pieces_sent = 0
-        self._pieces_noted = 0
-        self._note_came = asyncio.Event()
-        self._pieces_landed = 0
-        self._landed_noted = 0
+        self._pieces_acked = 0
+        self._ack_event = asyncio.Event()
+        self._pieces_received = 0
+        self._received_acked = 0
         self._rtt_ms: int | None = None
         self._queues = [_Queue(self._loop) for _ in range(_PIECES + 1)]
         self._streams: list[Any] = []
         self._readers: list[_Reader] = []
         self._writing: list[asyncio.Task[None]] = []
-        self._listening: list[asyncio.Task[None]] = []
+        self._receiving: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
         """Open the streams of this side, and wait for those of the other.
 
         Raises:
             LinkError: the connection is gone.
-            ProtocolError: the peer is not whom it should be.
+            ProtocolError: the peer could not prove who it is.
         """
         self.connection.set_max_concurrent_bi_streams(0)
         self.connection.set_max_concurrent_uni_streams(self._lanes)
@@ -164,7 +166,7 @@ class Link:
         self._readers = [found[lane] for lane in range(self._lanes)]
 
     def start(self) -> None:
-        """Begin to write what was sent; listening is `listen`'s."""
+        """Begin to write queued frames. Receiving begins with `receive`."""
         for lane, stream in enumerate(self._streams):
             write = self._write_frames if lane < _PIECES else self._write_pieces
             self._writing.append(self._loop.create_task(write(stream, self._queues[min(lane, _PIECES)])))
@@ -184,52 +186,52 @@ class Link:
             queue = self._queues[_CONTROL if lane is Lane.CONTROL else _MESSAGES]
             queue.put(_PREFIX.pack(len(frame) - nbytes, nbytes, fence) + frame)
 
-    async def listen(self) -> None:
-        """Hear the peer until its last word.
+    async def receive(self) -> None:
+        """Receive frames until the peer has left.
 
         Raises:
-            LinkError: the connection is gone; all that came before was heard.
-            ProtocolError: the peer said what makes no sense.
+            LinkError: the connection is gone; all frames that came before were handled.
+            ProtocolError: the peer broke the protocol.
         """
-        self._listening = [
-            self._loop.create_task(self._listen(lane, reader)) for lane, reader in enumerate(self._readers)
+        self._receiving = [
+            self._loop.create_task(self._receive(lane, reader)) for lane, reader in enumerate(self._readers)
         ]
         lost: BaseException | None = None
         try:
-            for ended in asyncio.as_completed(self._listening):
+            for ended in asyncio.as_completed(self._receiving):
                 try:
                     await ended
                     return
                 except LinkError as error:
-                    # The other lanes may still have something that came before; they end in the same way.
+                    # The other streams may still hold frames that came before; then they end too.
                     lost = lost or error
                     self.connection.close(_BROKEN, b"a lane has ended")
         finally:
-            await _cancelled(self._listening)
+            await _cancelled(self._receiving)
         if lost is not None:
             raise lost
 
     async def close(self, flush_s: float) -> None:
-        """Let what was said get through, if somebody listens, and close the connection."""
+        """Wait up to `flush_s` until the peer has received what was sent, and close the connection."""
         if flush_s > 0 and not self._is_closed():
             with contextlib.suppress(TimeoutError, Exception):
                 await asyncio.wait_for(self._flush(), flush_s)
-        await _cancelled(self._listening)
+        await _cancelled(self._receiving)
         await _cancelled(self._writing)
         self.connection.close(_LEFT, b"left")
 
     def rx_datagrams(self) -> int:
-        """How many datagrams have come: answers of iroh's own included, which need no Python over there."""
+        """Datagrams received so far. The peer's iroh acknowledges pings without its Python."""
         self._measure()
         return int(self.connection.stats().udp_rx_datagrams)
 
     def ping(self) -> None:
-        """Make the other side's iroh answer."""
+        """Make the peer's iroh answer."""
         with contextlib.suppress(Exception):
             self.connection.send_datagram(b"?")
 
     def _measure(self) -> None:
-        """Note how far away the peer is: the shortest time seen, because a busy link looks longer."""
+        """Note the shortest round-trip time seen: load makes it look longer than the distance is."""
         rtt_ms = self.connection.rtt()
         if rtt_ms is not None:
             self._rtt_ms = rtt_ms if self._rtt_ms is None else min(self._rtt_ms, rtt_ms)
@@ -268,91 +270,91 @@ class Link:
                     await stream.write_all(frame)
                     for at in range(0, payload.nbytes, _PART_BYTES):
                         part = payload[at : at + _PART_BYTES]
-                        await self._wait_room(part.nbytes)
+                        await self._wait_for_window(part.nbytes)
                         await stream.write_all(part)
                 queue.done(1)
                 del part
-                payload = None  # it may be the users' memory, and the next may be long in coming
+                payload = None  # it may be a user's memory: do not keep it until the next one comes
 
-    async def _wait_room(self, count: int) -> None:
-        while self._pieces_sent + count - self._pieces_noted > self._window():
-            self._note_came.clear()
-            await self._note_came.wait()
+    async def _wait_for_window(self, count: int) -> None:
+        while self._pieces_sent + count - self._pieces_acked > self._window():
+            self._ack_event.clear()
+            await self._ack_event.wait()
         self._pieces_sent += count
 
     def _window(self) -> int:
         return _WINDOW_BYTES + (self._rtt_ms or 0) * _WINDOW_BYTES_PER_MS
 
-    # -- listening ----------------------------------------------------------------------------------------
+    # -- receiving ----------------------------------------------------------------------------------------
 
-    async def _listen(self, lane: int, reader: _Reader) -> None:
+    async def _receive(self, lane: int, reader: _Reader) -> None:
         while not self._is_over():
             frame_bytes, payload_bytes, fence = _PREFIX.unpack(await reader.take(_PREFIX.size))
             if not frame_bytes and lane == _CONTROL and not payload_bytes:
-                self._hear_note(fence)
+                self._on_ack(fence)
                 continue
             if frame_bytes > self._frame_bytes_max or payload_bytes > self._piece_bytes:
-                raise ProtocolError(f"a frame of {frame_bytes} bytes with {payload_bytes} behind it")
+                raise ProtocolError(f"a frame of {frame_bytes} bytes with a payload of {payload_bytes}")
             if (payload_bytes > _SHORT_BYTES) != (lane >= _PIECES) or (fence and lane != _MESSAGES):
-                raise ProtocolError(f"a frame of another kind in lane {lane}")
+                raise ProtocolError(f"a frame that does not belong in stream {lane}")
             frame = await reader.take(frame_bytes)
-            while self._control_heard + 1 < fence:
-                self._control_came.clear()
-                await self._control_came.wait()
-            reassembly = self._hear(frame)
-            self.bytes_heard += frame_bytes
+            while self._control_handled + 1 < fence:
+                self._control_event.clear()
+                await self._control_event.wait()
+            payload = self._arrive(frame)
+            self.bytes_received += frame_bytes
             if lane == _CONTROL:
-                self._control_heard += 1
-                self._control_came.set()
-            if payload_bytes != (0 if reassembly is None else reassembly[0].nbytes):
-                raise ProtocolError(f"{payload_bytes} bytes behind a frame that announces others")
-            if reassembly is not None:
-                memory, on_landed = reassembly
+                self._control_handled += 1
+                self._control_event.set()
+            if payload_bytes != (0 if payload is None else payload[0].nbytes):
+                raise ProtocolError(f"a payload of {payload_bytes} bytes behind a frame with another length")
+            if payload is not None:
+                memory, on_received = payload
                 filled = reader.take_into(memory)
-                self._note(lane, filled)
+                self._count_received(lane, filled)
                 while filled < payload_bytes:
                     part = await reader.read(min(_PART_BYTES, payload_bytes - filled))
                     if self._is_over():
-                        return  # another lane has ended the receive: its memory is its user's again
+                        return  # another stream has ended the receive: the user has the memory back
                     memory[filled : filled + len(part)] = part
                     filled += len(part)
-                    self._note(lane, len(part))
-                on_landed()
+                    self._count_received(lane, len(part))
+                on_received()
 
-    def _note(self, lane: int, count: int) -> None:
-        """Part of a piece has landed: tell its sender now and then."""
-        self.bytes_heard += count
+    def _count_received(self, lane: int, count: int) -> None:
+        """Part of a payload was received: acknowledge pieces every `_ACK_BYTES`."""
+        self.bytes_received += count
         if lane < _PIECES:
             return
-        self._pieces_landed += count
-        if self._pieces_landed - self._landed_noted >= _NOTE_BYTES:
-            self._landed_noted = self._pieces_landed
-            self._queues[_CONTROL].put(_PREFIX.pack(0, 0, self._pieces_landed))
+        self._pieces_received += count
+        if self._pieces_received - self._received_acked >= _ACK_BYTES:
+            self._received_acked = self._pieces_received
+            self._queues[_CONTROL].put(_PREFIX.pack(0, 0, self._pieces_received))
 
-    def _hear_note(self, landed: int) -> None:
-        if not self._pieces_noted <= landed <= self._pieces_sent:
-            raise ProtocolError(f"{landed} bytes have landed of {self._pieces_sent}")
-        self._pieces_noted = landed
-        self._note_came.set()
+    def _on_ack(self, received: int) -> None:
+        if not self._pieces_acked <= received <= self._pieces_sent:
+            raise ProtocolError(f"it acknowledged {received} of {self._pieces_sent} bytes")
+        self._pieces_acked = received
+        self._ack_event.set()
 
 
 class _Queue:
-    """What waits to be written, from any thread."""
+    """Frames that wait to be written, put from any thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._entries: deque[tuple[bytes, memoryview | None]] = deque()
-        self._came = asyncio.Event()
-        self._unwritten = 0  # taken from the queue, and not yet with iroh
+        self._has_entries = asyncio.Event()
+        self._unwritten = 0  # entries taken from the queue that iroh does not have yet
         self._is_empty = asyncio.Event()
         self._sleepers = 0
 
     def put(self, frame: bytes, payload: memoryview | None = None) -> None:
         self._entries.append((frame, payload))
         if self._sleepers:
-            # Whoever is about to sleep looks once more after it has said so.
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                self._loop.call_soon_threadsafe(self._came.set)
+            # `get` counts itself as a sleeper before it checks the entries again, so no wake-up is lost.
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing is written any more
+                self._loop.call_soon_threadsafe(self._has_entries.set)
 
     async def get(self) -> tuple[bytes, memoryview | None]:
         while True:
@@ -361,8 +363,8 @@ class _Queue:
             self._sleepers += 1
             try:
                 if not self._entries:
-                    self._came.clear()
-                    await self._came.wait()
+                    self._has_entries.clear()
+                    await self._has_entries.wait()
             finally:
                 self._sleepers -= 1
 
@@ -386,14 +388,14 @@ class _Queue:
 
 
 class _Reader:
-    """A stream, with what was read beyond what was asked for."""
+    """A stream, and the bytes that were read ahead."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._rest = memoryview(b"")
 
     async def take(self, count: int) -> memoryview:
-        """The next bytes, in one piece."""
+        """The next `count` bytes, contiguous."""
         if len(self._rest) >= count:
             taken, self._rest = self._rest[:count], self._rest[count:]
             return taken
@@ -407,7 +409,7 @@ class _Reader:
         return memoryview(b"".join(parts))
 
     def take_into(self, memory: memoryview) -> int:
-        """Fill the beginning of memory with what is here already."""
+        """Copy bytes that were read ahead into the beginning of `memory`."""
         count = min(len(self._rest), memory.nbytes)
         memory[:count], self._rest = self._rest[:count], self._rest[count:]
         return count
@@ -421,7 +423,7 @@ class _Reader:
 
 
 class _LinkErrors:
-    """An error of iroh's is the end of the connection."""
+    """Turns an error of iroh into a LinkError: the connection is gone."""
 
     def __enter__(self) -> None:
         pass
@@ -439,7 +441,7 @@ def _first_line(text: str) -> str:
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
-    """End tasks, and wait until they have."""
+    """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

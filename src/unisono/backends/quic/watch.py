@@ -1,8 +1,7 @@
-"""Who is still there: counts of datagrams and the time in ticks in, verdicts out; and the ends of processes.
+"""Failure detection for QUIC: datagram counts and ticks in, verdicts out; and the ends of local processes.
 
-Knows that iroh answers a ping by itself, whatever Python does over there, so that a rank whose interpreter is
-busy is not taken for dead; and that the kernel tells of the end of a process on this host at once. Does not
-know connections.
+iroh answers a ping without Python, so a rank whose interpreter is busy is not declared dead. The kernel
+reports the end of a process on this host at once.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from typing import Final
 
 __all__ = ["TICKS", "Pulse", "open_process", "own_process"]
 
-# A silent peer is asked so often before it is taken for dead.
+# Pings that a silent peer may leave unanswered before it is declared dead.
 TICKS: Final = 10
 
 
 class Pulse:
-    """One peer. Time is counted in ticks of our own: a process that was stopped itself blames nobody."""
+    """Whether one peer is alive. Silence is counted in ticks of this process, so not while it is stopped."""
 
     def __init__(self) -> None:
         self._datagrams = 0
         self._ticks = 0
 
     def tick(self, datagrams: int) -> tuple[bool, bool]:
-        """Whether to ping it now, and whether it was silent for too long."""
+        """Given the datagrams received so far: whether to ping the peer now, and whether it is dead."""
         if datagrams != self._datagrams:
             self._datagrams, self._ticks = datagrams, 0
             return False, False
@@ -34,12 +33,12 @@ class Pulse:
 
 
 def own_process() -> list[str]:
-    """This process, for others on this host: host, namespace, number and start."""
+    """This process, for others on this host: boot id, pid namespace, pid and start time."""
     return [_boot(), _namespace(), str(os.getpid()), _start_of("self")]
 
 
 def open_process(process: list[str]) -> int | None:
-    """A descriptor that becomes readable when the process ends; None if it is elsewhere, or gone already."""
+    """A descriptor that becomes readable when the process ends; None if it is on another host, or gone."""
     boot, namespace, number, start = process
     if not boot or boot != _boot() or namespace != _namespace() or not number.isdecimal():
         return None
@@ -49,7 +48,7 @@ def open_process(process: list[str]) -> int | None:
         return None
     if start and _start_of(number) == start:
         return descriptor
-    os.close(descriptor)  # another process has got the number
+    os.close(descriptor)  # another process has this pid now
     return None
 
 
@@ -65,7 +64,7 @@ def _namespace() -> str:
 
 
 def _start_of(number: str) -> str:
-    """When a process began, in the kernel's own unit; the name before may hold anything."""
+    """When a process began, in clock ticks since boot. The name before it may contain anything."""
     fields = _read(f"/proc/{number}/stat").rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 else ""
 

@@ -1,4 +1,4 @@
 """The algorithms of collectives: each is a pure function from rank, size and root to a plan.
 
-An algorithm computes partners and slices. It does not choose, verify or run plans.
+An algorithm computes peers and slices. It does not choose, verify or run plans.
 """

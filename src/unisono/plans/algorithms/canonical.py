@@ -1,10 +1,10 @@
 """The one tree over ranks that every reproducible reduction follows.
 
-Knows ranks only. T(lo, hi) is rank lo alone if hi = lo + 1, else op(T(lo, mid), T(mid, hi)), mid - lo being
-the largest power of two smaller than hi - lo: what a binomial tree on ranks lo..hi-1 computes. It depends on
-neither count, chunk nor algorithm, so whoever follows it gets the same bits; and it keeps the rank order, so
-operations that do not commute come out right. Seen from below: at level k, aligned blocks of 2^k ranks
-meet in pairs, the last of them possibly shorter.
+T(lo, hi) is rank lo alone if hi = lo + 1, otherwise op(T(lo, mid), T(mid, hi)), where mid - lo is the largest
+power of two smaller than hi - lo: what a binomial tree on ranks lo..hi-1 computes. The tree depends on
+neither count, chunk nor algorithm, so all algorithms that follow it give the same bits; and it keeps the rank
+order, so operations that do not commute are right. Seen from below: at level k, aligned blocks of 2^k ranks
+are combined in pairs; the last block may be shorter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Merge", "blocks", "fold", "levels", "merge_of"]
 
 
 class Merge(NamedTuple):
-    """A node of the tree: ranks [lo, mid) stand left of ranks [mid, hi)."""
+    """A node of the tree: ranks [lo, mid) are the left operand, ranks [mid, hi) the right one."""
 
     lo: int
     mid: int
@@ -41,7 +41,7 @@ def merge_of(rank: int, size: int, level: int) -> Merge | None:
 def blocks(size: int) -> list[tuple[int, int]]:
     """Cut the ranks into (start, width) with widths the powers of two in `size`, descending.
 
-    Each is a full subtree, and T joins them from the end: T = op(first, op(second, op(third, ...))).
+    Each is a full subtree, and T combines them from the end: T = op(first, op(second, op(third, ...))).
     """
     found, start = [], 0
     while start < size:
@@ -52,19 +52,19 @@ def blocks(size: int) -> list[tuple[int, int]]:
 
 
 def fold(slots: Sequence[Slice], keep: int) -> list[Reduce]:
-    """Reduce one contribution per rank, lying in `slots`, locally; the result ends in `slots[keep]`.
+    """Reduce one contribution per rank, in `slots`, locally; the result is in `slots[keep]`.
 
-    The other slots are used up.
+    The other slots are overwritten.
     """
 
-    def place(lo: int, hi: int) -> Slice:
+    def slot_of(lo: int, hi: int) -> Slice:
         return slots[keep if lo <= keep < hi else lo]
 
     steps = []
     for level in range(levels(len(slots))):
         for rank in range(0, len(slots), 2 << level):
             if (merge := merge_of(rank, len(slots), level)) is not None:
-                left, right = place(merge.lo, merge.mid), place(merge.mid, merge.hi)
+                left, right = slot_of(merge.lo, merge.mid), slot_of(merge.mid, merge.hi)
                 kept_right = merge.mid <= keep < merge.hi
                 steps.append(Reduce(right, left, left=True) if kept_right else Reduce(left, right))
     return steps

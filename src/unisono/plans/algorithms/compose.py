@@ -1,6 +1,6 @@
 """Composition: a plan for a few ranks becomes a part of a plan for many.
 
-Knows how to rename ranks and to move slices. Does not know what the parts compute.
+It renames ranks and moves slices; what the parts compute does not matter.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from unisono.plans.steps import Buf, Copy, Recv, RecvReduce, Reduce, Send, Slice
 __all__ = ["embed", "padded"]
 
 
-def embed(rounds: Rounds, ranks: Sequence[int], places: Mapping[Buf, tuple[Buf, int]]) -> list[list[Step]]:
-    """Translate a part's rounds: its rank i is our `ranks[i]`, its buffer b begins at our `places[b]`.
+def embed(rounds: Rounds, ranks: Sequence[int], starts: Mapping[Buf, tuple[Buf, int]]) -> list[list[Step]]:
+    """Translate a part's rounds: its rank i is our `ranks[i]`, its buffer b begins at our `starts[b]`.
 
-    Two of its buffers may share one place; a copy onto itself is then left out.
+    Two of its buffers may begin at the same element; a copy onto itself is then left out.
     """
 
     def ours(slice_: Slice) -> Slice:
-        buf, start = places[slice_.buf]
+        buf, start = starts[slice_.buf]
         return Slice(buf, start + slice_.start, start + slice_.stop)
 
     def translate(step: Step) -> Step:
@@ -44,5 +44,5 @@ def embed(rounds: Rounds, ranks: Sequence[int], places: Mapping[Buf, tuple[Buf, 
 
 
 def padded(rounds: Rounds, length: int) -> list[Sequence[Step]]:
-    """Add empty rounds, so that ranks with less to do stay in step with the others."""
+    """Add empty rounds, so that ranks with fewer rounds stay in step with the others."""
     return [*rounds, *(() for _ in range(length - len(rounds)))]

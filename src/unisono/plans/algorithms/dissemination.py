@@ -1,7 +1,7 @@
-"""Dissemination (Bruck): distances 1, 2, 4, ... round a circle; ceil(log2(n)) rounds for any number of ranks.
+"""Dissemination (Bruck): distances 1, 2, 4, ... on a circle of ranks; ceil(log2(n)) rounds for any size.
 
-Knows circles. What a rank has after k rounds came from the 2^k ranks that follow it (before it, for
-all_to_all). For small messages and for barriers.
+After k rounds a rank has the data of the 2^k ranks that follow it (that precede it, for all_to_all). For
+small messages and for barriers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ __all__ = ["all_gather", "all_to_all", "barrier"]
 
 
 def all_gather(problem: Problem, rank: int) -> Plan:
-    """Send all blocks that one has to the rank 2^k before; they lie where they belong from the start.
+    """Send all blocks at hand to the rank 2^k before; blocks are in their final position from the start.
 
-    A run of blocks that goes past the last rank and on from rank 0 travels as two messages.
+    A run of blocks that wraps around from the last rank to rank 0 is two messages.
     """
     size = problem.size
     starts = offsets(problem.counts)
@@ -40,9 +40,9 @@ def all_gather(problem: Problem, rank: int) -> Plan:
 
 
 def all_to_all(problem: Problem, rank: int) -> Plan:
-    """Let blocks hop by the bits of their distance: log2(n) rounds of n/2 blocks each, all of one length.
+    """Move blocks by the bits of their distance: log2(n) rounds of n/2 blocks each; all have the same length.
 
-    tmp: the blocks by distance to go, then room to pack what leaves and what arrives.
+    tmp: the blocks by remaining distance, then space to pack outgoing and incoming blocks.
     """
     size, count = problem.size, problem.counts[0]
 
@@ -53,7 +53,7 @@ def all_to_all(problem: Problem, rank: int) -> Plan:
     rounds: list[list[Step]] = []
     for level in range(levels(size)):
         distance = 1 << level
-        # Blocks whose distance has this bit lie in runs of 2^level.
+        # Blocks whose distance has this bit are in runs of 2^level.
         runs = [(first, min(first + distance, size)) for first in range(distance, size, 2 * distance)]
         packed = offsets(stop - first for first, stop in runs)
         pack: list[Step] = []
@@ -68,23 +68,23 @@ def all_to_all(problem: Problem, rank: int) -> Plan:
         Copy(run(Buf.TMP, 0, size - rank), run(Buf.IN, rank, size)),
         Copy(run(Buf.TMP, size - rank, size), run(Buf.IN, 0, rank)),
     ]
-    sources = ((rank - place) % size for place in range(size))
+    sources = ((rank - distance) % size for distance in range(size))
     turn_back = [
-        Copy(run(Buf.OUT, source, source + 1), run(Buf.TMP, place, place + 1))
-        for place, source in enumerate(sources)
+        Copy(run(Buf.OUT, source, source + 1), run(Buf.TMP, distance, distance + 1))
+        for distance, source in enumerate(sources)
     ]
     return finish(problem, rank, "dissemination", with_last(with_first(turn, rounds), turn_back))
 
 
 def barrier(problem: Problem, rank: int) -> Plan:
-    """Hear, directly or not, from the 2^k ranks before after k rounds."""
+    """After k rounds, 2^k ranks before this one are known to have arrived."""
     size = problem.size
     arrived = Slice(Buf.TMP, 1, 2)
     rounds = [
         (
             Send((rank + (1 << level)) % size, TOKEN),
             Recv((rank - (1 << level)) % size, arrived),
-            # What is sent next must wait for all that arrived before.
+            # The next send must wait for everything that arrived before.
             Copy(TOKEN, arrived),
         )
         for level in range(levels(size))

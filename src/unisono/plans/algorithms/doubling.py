@@ -1,11 +1,11 @@
 """Recursive doubling and halving: partners at distances 1, 2, 4, ...; any number of ranks.
 
-Knows blocks of ranks. Doubling exchanges whole vectors in ceil(log2(n)) rounds, for small messages;
-halving-doubling exchanges halves of halves and back, as few bytes as a ring in 2 log2(n) rounds.
+Doubling exchanges whole vectors in ceil(log2(n)) rounds, for small messages; halving-doubling exchanges
+halves, then quarters, and so on, and back: as few bytes as a ring in 2 log2(n) rounds.
 
-All of them follow the canonical tree. Where the number of ranks is no power of two, it is a sum of them:
-these blocks of ranks each work alone, and the smaller hands its result to the next larger one ("binary
-blocks"), which is exactly how the canonical tree joins them.
+All of them follow the canonical tree. A size that is not a power of two is a sum of powers of two: these
+blocks of ranks each work alone, and a smaller block hands its result to the next larger one ("binary
+blocks"), exactly as the canonical tree combines them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["doubling_all_reduce", "halving_doubling_all_reduce", "halving_reduce
 
 
 def doubling_all_reduce(problem: Problem, rank: int) -> Plan:
-    """Exchange whole vectors with the neighbouring block until the block is the world.
+    """Exchange whole vectors with the neighbouring block until one block has all ranks.
 
     Both sides compute op(lower, higher), so all have the same bits. A shorter last block has fewer ranks than
-    its neighbour: each of them then serves several.
+    its neighbour: each of them then sends to several.
     """
     count = problem.counts[0]
     data, arrived = whole(Buf.OUT, count), whole(Buf.TMP, count)
@@ -45,7 +45,7 @@ def doubling_all_reduce(problem: Problem, rank: int) -> Plan:
 
 
 def halving_doubling_all_reduce(problem: Problem, rank: int) -> Plan:
-    """Halve the range to care for in every round while sums double their ranks; then collect the ranges."""
+    """In every round halve the range that a rank reduces, over twice as many ranks; then collect."""
     size = problem.size
     width = blocks(size)[0][1]
     grid = _Grid(Buf.OUT, even_bounds(problem.counts[0], width), size, rank)
@@ -54,35 +54,36 @@ def halving_doubling_all_reduce(problem: Problem, rank: int) -> Plan:
 
 
 def halving_reduce_scatter(problem: Problem, rank: int) -> Plan:
-    """Halve as above on a copy whose chunks are reordered so that each rank ends with its own.
+    """Halve as above, on a copy whose chunks are reordered so that each rank ends with its own chunk.
 
     Ranks beyond the largest power of two get theirs from a partner in a last message.
     """
     size, counts = problem.size, problem.counts
     width = blocks(size)[0][1]
     mine = chunks(Buf.IN, offsets(counts))
-    # Each piece of the copy ends at one rank q: chunk q, and behind it that of rank q + width, if any.
+    # Each piece of the copy ends at one rank q: chunk q, followed by that of rank q + width, if any.
     order = [chunk for piece in range(width) for chunk in range(_reversed(piece, width), size, width)]
     starts = offsets(counts[chunk] for chunk in order)
-    place = {chunk: Slice(Buf.TMP, starts[i], starts[i + 1]) for i, chunk in enumerate(order)}
-    bounds = (*(place[_reversed(piece, width)].start for piece in range(width)), starts[-1])
+    piece_of = {chunk: Slice(Buf.TMP, starts[i], starts[i + 1]) for i, chunk in enumerate(order)}
+    bounds = (*(piece_of[_reversed(piece, width)].start for piece in range(width)), starts[-1])
     result = whole(Buf.OUT, counts[rank])
     last: list[Step]
     if rank >= width:
         last = [Recv(rank - width, result)]
     else:
-        last = [Send(rank + width, place[rank + width])] if rank + width < size else []
-        last.append(Copy(result, place[rank]))
+        last = [Send(rank + width, piece_of[rank + width])] if rank + width < size else []
+        last.append(Copy(result, piece_of[rank]))
     grid = _Grid(Buf.TMP, bounds, size, rank)
-    copies = [Copy(place[chunk], mine[chunk]) for chunk in range(size)]
+    copies = [Copy(piece_of[chunk], mine[chunk]) for chunk in range(size)]
     return finish(problem, rank, "halving", with_first(copies, [*grid.halving(), last]))
 
 
 class _Grid:
     """Ranks in blocks of descending powers of two, over a buffer of as many pieces as the first has ranks.
 
-    After d halvings a block's member cares for one of 2^d ranges, found by its last d bits in reverse. So
-    member i of a block has what members i, i + width, i + 2 width, ... of a larger block have between them.
+    After d halvings a block's member is responsible for one of 2^d ranges, given by its last d bits reversed.
+    So member i of a block has what members i, i + width, i + 2 width, ... of a larger block have between
+    them.
     """
 
     def __init__(self, buf: Buf, bounds: tuple[int, ...], size: int, rank: int) -> None:
@@ -95,7 +96,7 @@ class _Grid:
         self.depth_max = levels(self.blocks[0][1])
 
     def halving(self) -> list[list[Step]]:
-        """Reduce inside the block, then into the next larger one, until the first has it all."""
+        """Reduce inside the block, then into the next larger one, until the first has the whole result."""
         rounds: list[list[Step]] = [[] for _ in range(self.depth_max + (len(self.blocks) > 1))]
         for level in range(self.depth):
             partner = self.member ^ (1 << level)
@@ -116,7 +117,7 @@ class _Grid:
         return rounds
 
     def hand_back(self) -> list[list[Step]]:
-        """Give every other block what the first has; nothing to do if it is the only one."""
+        """Send the first block's result to every other block, if there is any."""
         if len(self.blocks) == 1:
             return []
         if self.block == 0:
@@ -126,7 +127,7 @@ class _Grid:
         return [[Recv(owner, self._range(owner, self.depth_max)) for owner in owners]]
 
     def doubling(self) -> list[list[Step]]:
-        """Collect inside the block: the halving backwards."""
+        """Collect the ranges inside the block: the halving in reverse."""
         rounds: list[list[Step]] = []
         for level in reversed(range(self.depth)):
             partner = self.member ^ (1 << level)

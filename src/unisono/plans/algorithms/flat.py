@@ -1,8 +1,7 @@
-"""Flat: everyone talks to everyone concerned, at once.
+"""Flat: every rank exchanges messages with every rank concerned, at once.
 
-Knows no structure at all. One round, as many messages as there are pairs: for few ranks and few bytes.
-Contributions are kept apart until all are there, so reductions follow the canonical tree, and prefixes the
-left fold.
+One round, as many messages as there are pairs: for few ranks and few bytes. Contributions are kept apart
+until all have arrived, so reductions follow the canonical tree, and prefixes the left fold.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ __all__ = [
 
 
 def others(rank: int, size: int) -> list[int]:
-    """Return the other ranks, each rank beginning with the one after it: no two begin with the same."""
+    """Return the other ranks, starting with the next one: no two ranks start with the same peer."""
     return [(rank + turn) % size for turn in range(1, size)]
 
 
 def slots(rank: int, size: int, own: Slice) -> list[Slice]:
-    """Return a place for each rank's contribution: the own one, and one in `tmp` for each of the others."""
+    """Return a slot for each rank's contribution: `own`, and one in `tmp` for each of the others."""
     count = own.count
     apart = [Slice(Buf.TMP, i * count, (i + 1) * count) for i in range(size - 1)]
     return [*apart[:rank], own, *apart[rank:]]
@@ -59,7 +58,7 @@ def reduce(problem: Problem, rank: int) -> Plan:
 
 
 def broadcast(problem: Problem, rank: int) -> Plan:
-    """Send from the root to each."""
+    """Send from the root to every rank."""
     data = whole(Buf.OUT, problem.counts[0])
     if rank != problem.root:
         return finish(problem, rank, "flat", [[Recv(problem.root, data)]])
@@ -67,7 +66,7 @@ def broadcast(problem: Problem, rank: int) -> Plan:
 
 
 def all_gather(problem: Problem, rank: int) -> Plan:
-    """Send the own block to each."""
+    """Send the own block to every rank."""
     block = chunks(Buf.OUT, offsets(problem.counts))
     own = whole(Buf.IN, problem.counts[rank])
     sends = [Send(peer, own) for peer in others(rank, problem.size)]
@@ -86,7 +85,7 @@ def gather(problem: Problem, rank: int) -> Plan:
 
 
 def scatter(problem: Problem, rank: int) -> Plan:
-    """Send each its block from the root."""
+    """Send every rank its block from the root."""
     own = whole(Buf.OUT, problem.counts[rank])
     if rank != problem.root:
         return finish(problem, rank, "flat", [[Recv(problem.root, own)]])
@@ -111,7 +110,7 @@ def scan(problem: Problem, rank: int) -> Plan:
 
 
 def exscan(problem: Problem, rank: int) -> Plan:
-    """Do the same without the own contribution; rank 0 gets nothing."""
+    """The same without the own contribution; rank 0 gets nothing."""
     return _prefix(problem, rank, inclusive=False)
 
 
@@ -128,9 +127,9 @@ def _prefix(problem: Problem, rank: int, inclusive: bool) -> Plan:
 
 
 def barrier(problem: Problem, rank: int) -> Plan:
-    """Tell everyone, and hear from everyone."""
+    """Send a token to every rank and receive one from each."""
     peers = others(rank, problem.size)
-    heard = {peer: Slice(Buf.TMP, turn, turn + 1) for turn, peer in enumerate(peers, 1)}
-    tell: list[Step] = [Send(peer, TOKEN) for peer in peers]
-    hear: list[Step] = [Recv(peer, heard[peer]) for peer in peers]
-    return finish(problem, rank, "flat", [[*tell, *hear]])
+    arrived = {peer: Slice(Buf.TMP, turn, turn + 1) for turn, peer in enumerate(peers, 1)}
+    sends: list[Step] = [Send(peer, TOKEN) for peer in peers]
+    receives: list[Step] = [Recv(peer, arrived[peer]) for peer in peers]
+    return finish(problem, rank, "flat", [[*sends, *receives]])

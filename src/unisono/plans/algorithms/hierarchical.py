@@ -1,9 +1,8 @@
 """Hierarchical: inside each host first, then between hosts, then inside again.
 
-Knows which ranks share a host; the parts are other families' plans. Hosts may have different numbers of
-ranks, in any arrangement. Each has a leader: the root in its own host, elsewhere the lowest rank. Large
-all_reduces on hosts of equal size do without: the k-th rank of every host cares for the k-th shard, so all
-of them use the network.
+The parts are plans of other families. Hosts may have different numbers of ranks, in any arrangement. Each
+host has a leader: the root on its own host, elsewhere the lowest rank. Large all_reduces on hosts of equal
+size have no leaders: the k-th rank of every host reduces the k-th shard, so all ranks use the network.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from unisono.plans.steps import Buf, Copy, Plan, Problem
 __all__ = ["all_reduce", "barrier", "broadcast", "group_of", "groups_of", "reduce"]
 
 Group: TypeAlias = tuple[int, ...]
-Places: TypeAlias = Mapping[Buf, tuple[Buf, int]]
+Starts: TypeAlias = Mapping[Buf, tuple[Buf, int]]
 
-# From 32 Ki elements (128 KiB of float32) on, parts that move fewer bytes win over those with fewer rounds.
+# From 32 Ki elements (128 KiB of float32) on, parts that move fewer bytes beat those with fewer rounds.
 _LARGE_COUNT: Final = 32 * 1024
 
 
 def all_reduce(problem: Problem, rank: int) -> Plan:
-    """Reduce inside hosts, all_reduce between them, spread inside."""
+    """Reduce inside hosts, all_reduce between them, broadcast inside."""
     count = problem.counts[0]
     groups = groups_of(problem)
     is_large = count >= _LARGE_COUNT
@@ -46,11 +45,11 @@ def all_reduce(problem: Problem, rank: int) -> Plan:
         if is_large
         else (tree.reduce, doubling.doubling_all_reduce, tree.broadcast)
     )
-    places = _everything_in(Buf.OUT)
+    starts = _everything_in(Buf.OUT)
     rounds = [
-        *_phase(rank, groups, to_leader, _vector("reduce", count), places),
-        *_phase(rank, [_leaders(groups)], between, _vector("all_reduce", count), places),
-        *_phase(rank, groups, from_leader, _vector("broadcast", count), places),
+        *_phase(rank, groups, to_leader, _vector("reduce", count), starts),
+        *_phase(rank, [_leaders(groups)], between, _vector("all_reduce", count), starts),
+        *_phase(rank, groups, from_leader, _vector("broadcast", count), starts),
     ]
     return finish(problem, rank, "hierarchical", rounds)
 
@@ -90,7 +89,7 @@ def reduce(problem: Problem, rank: int) -> Plan:
     leaders = _leaders(groups, root)
     part = chain.reduce if count >= _LARGE_COUNT else tree.reduce
 
-    # A leader other than the root sums up in `tmp`; a host of one rank has nothing to sum up.
+    # A leader other than the root reduces into `tmp`; a host with one rank has nothing to reduce.
     keeps_sum = rank in leaders and rank != root and len(group_of(rank, groups)) > 1
     sum_ = (Buf.TMP, 0) if keeps_sum else (Buf.OUT, 0) if rank == root else (Buf.IN, 0)
     scratch = (Buf.TMP, count if keeps_sum else 0)
@@ -109,16 +108,16 @@ def broadcast(problem: Problem, rank: int) -> Plan:
     count, root = problem.counts[0], problem.root
     groups = groups_of(problem)
     part = chain.broadcast if count >= _LARGE_COUNT else tree.broadcast
-    places = _everything_in(Buf.OUT)
+    starts = _everything_in(Buf.OUT)
     rounds = [
-        *_phase(rank, [_leaders(groups, root)], part, _vector("broadcast", count, root), places),
-        *_phase(rank, groups, part, _vector("broadcast", count, root), places),
+        *_phase(rank, [_leaders(groups, root)], part, _vector("broadcast", count, root), starts),
+        *_phase(rank, groups, part, _vector("broadcast", count, root), starts),
     ]
     return finish(problem, rank, "hierarchical", rounds)
 
 
 def barrier(problem: Problem, rank: int) -> Plan:
-    """Tell the leader, let the leaders meet, and let them tell."""
+    """A token to the leader, a barrier of the leaders, a token from the leader."""
     groups = groups_of(problem)
 
     def up(part: Problem, member: int) -> Plan:
@@ -127,14 +126,14 @@ def barrier(problem: Problem, rank: int) -> Plan:
     def down(part: Problem, member: int) -> Plan:
         return finish(part, member, "tree", tree.token_down(part.size, member))
 
-    def meeting(group: Group) -> Problem:
+    def barrier_of(group: Group) -> Problem:
         return Problem("barrier", len(group))
 
-    places = _everything_in(Buf.TMP)
+    starts = _everything_in(Buf.TMP)
     rounds = [
-        *_phase(rank, groups, up, meeting, places),
-        *_phase(rank, [_leaders(groups)], dissemination.barrier, meeting, places),
-        *_phase(rank, groups, down, meeting, places),
+        *_phase(rank, groups, up, barrier_of, starts),
+        *_phase(rank, [_leaders(groups)], dissemination.barrier, barrier_of, starts),
+        *_phase(rank, groups, down, barrier_of, starts),
     ]
     return finish(problem, rank, "hierarchical", rounds)
 
@@ -144,25 +143,25 @@ def _phase(
     groups: Sequence[Group],
     builder: Callable[[Problem, int], Plan],
     problem_of: Callable[[Group], Problem],
-    places: Places,
+    starts: Starts,
 ) -> Rounds:
-    """Solve a problem in each group at once; return this rank's rounds, idle if it is in none of them."""
-    # Parts of equal size take equally many rounds.
+    """Solve a problem in all groups at once; return this rank's rounds, empty if it is in no group."""
+    # Parts of equal size have the same number of rounds.
     by_size = {len(group): group for group in groups}
     length = max(len(builder(problem_of(group), 0).rounds) for group in by_size.values())
     if not any(rank in group for group in groups):
         return padded([], length)
     group = group_of(rank, groups)
     plan = builder(problem_of(group), group.index(rank))
-    return padded(embed(plan.rounds, group, places), length)
+    return padded(embed(plan.rounds, group, starts), length)
 
 
 def _vector(collective: str, count: int, root: int = 0) -> Callable[[Group], Problem]:
-    """Return what a group has to do with a vector, from or to its leader."""
+    """Return the problem of a group: a vector from or to its leader."""
     return lambda group: Problem(collective, len(group), (count,), group.index(_leader(group, root)))
 
 
-def _everything_in(buf: Buf) -> Places:
+def _everything_in(buf: Buf) -> Starts:
     return {Buf.IN: (buf, 0), Buf.OUT: (buf, 0), Buf.TMP: (Buf.TMP, 0)}
 
 

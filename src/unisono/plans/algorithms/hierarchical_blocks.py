@@ -1,8 +1,7 @@
-"""Hierarchical, for blocks: every block crosses from host to host once, carried by the ranks in turn.
+"""Hierarchical, for blocks: every block crosses from host to host once; all ranks share that work.
 
-Knows which ranks share a host. What lies at place q among the ranks of its host is cared for, in each other
-host, by the member at place q (counted around where that host has fewer): so all members use the network,
-whatever the numbers of ranks, and none of them holds everything.
+The block of the q-th rank of a host is carried, on each other host, by its q-th rank (modulo its number of
+ranks). So all ranks use the network, whatever the numbers of ranks, and no rank holds everything.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ __all__ = ["all_gather", "all_to_all", "reduce_scatter"]
 
 
 def all_gather(problem: Problem, rank: int) -> Plan:
-    """Send the own block once to each other host, then hand on inside what came in."""
+    """Send the own block once to each other host, then forward received blocks inside the host."""
     hosts = _Hosts(problem, rank)
     block = chunks(Buf.OUT, offsets(problem.counts))
     own = whole(Buf.IN, problem.counts[rank])
     between: list[Step] = [Send(carrier, own) for carrier in hosts.carriers()]
-    between += [Recv(source, block[source]) for source in hosts.cared_for(rank)]
+    between += [Recv(source, block[source]) for source in hosts.carried_for(rank)]
 
     def held(member: int) -> list[int]:
-        return [member, *hosts.cared_for(member)]
+        return [member, *hosts.carried_for(member)]
 
     inside: list[list[Step]] = [
         [
@@ -40,11 +39,11 @@ def all_gather(problem: Problem, rank: int) -> Plan:
 
 
 def reduce_scatter(problem: Problem, rank: int) -> Plan:
-    """Sum up inside for each other host's ranks, then send the sums to those whom they belong to."""
+    """Reduce inside the host for the ranks of other hosts, then send the sums to their owners."""
     hosts = _Hosts(problem, rank)
     mine = chunks(Buf.IN, offsets(problem.counts))
     result = whole(Buf.OUT, problem.counts[rank])
-    cared = hosts.cared_for(rank)
+    cared = hosts.carried_for(rank)
     if len(hosts.own) > 1:
         sums = dict(zip(cared, chunks(Buf.TMP, offsets(problem.counts[d] for d in cared)), strict=True))
     else:
@@ -53,12 +52,12 @@ def reduce_scatter(problem: Problem, rank: int) -> Plan:
     copies = [Copy(sums[d], mine[d]) for d in (rank, *cared) if sums[d] != mine[d]]
     inside: list[list[Step]] = [
         [
-            *(Send(after, mine[destination]) for destination in (after, *hosts.cared_for(after))),
+            *(Send(after, mine[destination]) for destination in (after, *hosts.carried_for(after))),
             *(RecvReduce(before, sums[destination]) for destination in (rank, *cared)),
         ]
         for before, after in hosts.turns()
     ]
-    # From one host at a time: sums of two rounds go into the same place one after the other.
+    # One host per round: later sums are added to the same slice.
     between: list[list[Step]] = [
         [
             *(Send(destination, sums[destination]) for destination in cared if destination in there),
@@ -70,12 +69,12 @@ def reduce_scatter(problem: Problem, rank: int) -> Plan:
 
 
 def all_to_all(problem: Problem, rank: int) -> Plan:
-    """Collect inside what goes to one rank elsewhere, then send it in one message; blocks of one length."""
+    """Collect inside the host what goes to one remote rank, then send it in one message; equal blocks."""
     hosts = _Hosts(problem, rank)
     size, count = problem.size, problem.counts[0]
     row, column = (chunks(buf, offsets([count] * size)) for buf in (Buf.IN, Buf.OUT))
-    cared = hosts.cared_for(rank)
-    # For each destination that we care for, the blocks of our host's members side by side.
+    cared = hosts.carried_for(rank)
+    # For each destination that we carry for, the blocks of our host's ranks side by side.
     members = len(hosts.own)
     bundles = dict(zip(cared, chunks(Buf.TMP, offsets([members * count] * len(cared))), strict=True))
 
@@ -86,7 +85,7 @@ def all_to_all(problem: Problem, rank: int) -> Plan:
     copies = [Copy(column[rank], row[rank]), *(Copy(part(d, rank), row[d]) for d in cared)]
     inside: list[list[Step]] = [
         [
-            *(Send(after, row[destination]) for destination in (after, *hosts.cared_for(after))),
+            *(Send(after, row[destination]) for destination in (after, *hosts.carried_for(after))),
             Recv(before, column[before]),
             *(Recv(before, part(destination, before)) for destination in cared),
         ]
@@ -98,44 +97,44 @@ def all_to_all(problem: Problem, rank: int) -> Plan:
     for carrier in hosts.carriers():
         group = group_of(carrier, hosts.groups)
         if group[-1] - group[0] + 1 == len(group):
-            # Neighbours in rank are neighbours in `out`.
+            # Blocks of consecutive ranks are adjacent in `out`.
             between.append(Recv(carrier, Slice(Buf.OUT, column[group[0]].start, column[group[-1]].stop)))
             continue
         arrived = Slice(Buf.TMP, end, end := end + len(group) * count)
         between.append(Recv(carrier, arrived))
-        parts = chunks(Buf.TMP, [arrived.start + place * count for place in range(len(group) + 1)])
+        parts = chunks(Buf.TMP, [arrived.start + index * count for index in range(len(group) + 1)])
         last += [Copy(column[source], part_) for source, part_ in zip(group, parts, strict=True)]
     rounds = with_last(with_first(copies, [*hosts.padded(inside), between]), last)
     return finish(problem, rank, "hierarchical", rounds)
 
 
 class _Hosts:
-    """Who cares for whom, seen from one rank."""
+    """Which rank carries whose blocks, seen from one rank."""
 
     def __init__(self, problem: Problem, rank: int) -> None:
         self.rank = rank
         self.groups = groups_of(problem)
         self.own = group_of(rank, self.groups)
         number = self.groups.index(self.own)
-        self.others = [*self.groups[number + 1 :], *self.groups[:number]]  # beginning with the one after
+        self.others = [*self.groups[number + 1 :], *self.groups[:number]]  # starting with the next rank
 
     def carriers(self) -> list[int]:
-        """The members of the other hosts that care for this rank."""
-        place = self.own.index(self.rank)
-        return [group[place % len(group)] for group in self.others]
+        """The ranks of other hosts that carry this rank's blocks."""
+        index = self.own.index(self.rank)
+        return [group[index % len(group)] for group in self.others]
 
-    def cared_for(self, member: int) -> list[int]:
-        """The ranks of other hosts that a member of some host cares for."""
+    def carried_for(self, member: int) -> list[int]:
+        """The ranks of other hosts whose blocks a given rank carries."""
         own = group_of(member, self.groups)
-        place = own.index(member)
-        return [rank for group in self.groups if group is not own for rank in group[place :: len(own)]]
+        index = own.index(member)
+        return [rank for group in self.groups if group is not own for rank in group[index :: len(own)]]
 
     def turns(self) -> Iterator[tuple[int, int]]:
-        """The members of the own host at growing distance: before and after."""
-        place, length = self.own.index(self.rank), len(self.own)
+        """The ranks of the own host at growing distance: before and after."""
+        index, length = self.own.index(self.rank), len(self.own)
         for turn in range(1, length):
-            yield self.own[place - turn], self.own[(place + turn) % length]
+            yield self.own[index - turn], self.own[(index + turn) % length]
 
     def padded(self, inside: Rounds) -> Rounds:
-        """The rounds inside take as long as those of the largest host."""
+        """Padded to the number of rounds that the largest host needs inside."""
         return padded(inside, max(len(group) for group in self.groups) - 1)

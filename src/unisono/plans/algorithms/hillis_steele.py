@@ -1,6 +1,6 @@
 """Hillis-Steele: prefixes over ranks in log2(n) rounds, each rank reaching twice as far back as before.
 
-Knows distances. Keeps the rank order, but brackets otherwise than a left fold does.
+It keeps the rank order, but its bracketing differs from a left fold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def scan(problem: Problem, rank: int) -> Plan:
 
 
 def exscan(problem: Problem, rank: int) -> Plan:
-    """Hand every contribution to the next rank, then scan there; rank 0 only gives."""
+    """Send every contribution to the next rank, then scan there; rank 0 only sends."""
     count = problem.counts[0]
     shift: list[Step] = []
     if rank + 1 < problem.size:

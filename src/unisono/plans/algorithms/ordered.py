@@ -1,7 +1,7 @@
 """Ordered: reductions whose owner has all contributions side by side and combines them in the fixed order.
 
-Knows who owns which chunk. Each rank sends chunk c straight to its owner, which follows the canonical tree;
-all bytes cross one link, in one round. Prefixes run through a pipelined chain, which is a left fold.
+Each rank sends chunk c straight to its owner, which follows the canonical tree; every byte crosses one link,
+in one round. Prefixes run through a pipelined chain, which is a left fold.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def reduce(problem: Problem, rank: int) -> Plan:
     bounds = even_bounds(problem.counts[0], size)
     is_root = rank == root
     mine = chunks(Buf.OUT if is_root else Buf.IN, bounds)
-    room = (size - 1) * mine[rank].count
-    # Others than the root must not write where their contribution lies.
-    result = mine[rank] if is_root else Slice(Buf.TMP, room, room + mine[rank].count)
+    used = (size - 1) * mine[rank].count
+    # Only the root may overwrite its contribution.
+    result = mine[rank] if is_root else Slice(Buf.TMP, used, used + mine[rank].count)
     collect: list[Step]
     collect = [Recv(peer, mine[peer]) for peer in others(rank, size)] if is_root else [Send(root, result)]
     rounds = [_owner_reduces(mine, result, rank, size), collect]
@@ -41,7 +41,7 @@ def reduce(problem: Problem, rank: int) -> Plan:
 
 
 def reduce_scatter(problem: Problem, rank: int) -> Plan:
-    """Send each chunk to its owner, who reduces it."""
+    """Send each chunk to its owner, which reduces it."""
     mine = chunks(Buf.IN, offsets(problem.counts))
     result = whole(Buf.OUT, problem.counts[rank])
     steps = _owner_reduces(mine, result, rank, problem.size)
@@ -61,7 +61,7 @@ def _owner_reduces(mine: list[Slice], result: Slice, rank: int, size: int) -> li
 
 
 def scan(problem: Problem, rank: int) -> Plan:
-    """Add the own contribution to each segment of the prefix that passes, and pass it on."""
+    """Add the own contribution to each segment of the prefix, and forward it."""
     size, bounds = problem.size, segment_bounds(problem.counts[0])
     mine, prefix = chunks(Buf.IN, bounds), chunks(Buf.OUT, bounds)
     rounds: list[list[Step]] = [[] for _ in range(len(mine) + max(0, size - 2))]
@@ -77,7 +77,7 @@ def scan(problem: Problem, rank: int) -> Plan:
 
 
 def exscan(problem: Problem, rank: int) -> Plan:
-    """Keep the prefix that arrives, and pass it on with the own contribution added."""
+    """Keep the prefix that arrives, and forward it with the own contribution added."""
     size, bounds = problem.size, segment_bounds(problem.counts[0])
     mine, prefix = chunks(Buf.IN, bounds), chunks(Buf.OUT, bounds)
     passed_on = chunks(Buf.IN if rank == 0 else Buf.TMP, bounds)

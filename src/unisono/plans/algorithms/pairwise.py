@@ -1,7 +1,7 @@
-"""Pairwise: in round i everyone sends to the rank i places after and receives from the rank i places before.
+"""Pairwise: in round i every rank sends to rank + i and receives from rank - i.
 
-Knows distances. Every byte crosses one link, straight from where it lies to where it belongs, and no two
-ranks ever send to the same one at a time.
+Every byte crosses one link, straight from its source to its destination, and no two ranks send to the same
+rank in one round.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ __all__ = ["all_reduce", "all_to_all", "reduce_scatter"]
 
 
 def all_reduce(problem: Problem, rank: int) -> Plan:
-    """Add up the own chunk from what each peer has of it, then fetch theirs, all in place."""
+    """Reduce the own chunk from every peer's part of it, then collect the other chunks, all in place."""
     size = problem.size
     part = chunks(Buf.OUT, even_bounds(problem.counts[0], size))
-    places = [((rank + turn) % size, (rank - turn) % size) for turn in range(1, size)]
-    reduce_rounds = [(Send(to, part[to]), RecvReduce(source, part[rank])) for to, source in places]
-    gather_rounds = [(Send(to, part[rank]), Recv(source, part[source])) for to, source in places]
+    peers = [((rank + turn) % size, (rank - turn) % size) for turn in range(1, size)]
+    reduce_rounds = [(Send(to, part[to]), RecvReduce(source, part[rank])) for to, source in peers]
+    gather_rounds = [(Send(to, part[rank]), Recv(source, part[source])) for to, source in peers]
     return finish(problem, rank, "pairwise", [*reduce_rounds, *gather_rounds])
 
 
@@ -38,7 +38,7 @@ def all_to_all(problem: Problem, rank: int) -> Plan:
 
 
 def reduce_scatter(problem: Problem, rank: int) -> Plan:
-    """Send each peer its chunk in turn and add what arrives to the own one."""
+    """Send each peer its chunk in turn and add what arrives to the own chunk."""
     size, counts = problem.size, problem.counts
     mine = chunks(Buf.IN, offsets(counts))
     result = whole(Buf.OUT, counts[rank])

@@ -1,7 +1,7 @@
-"""Ring: everyone sends to the right neighbour and receives from the left, all links busy all the time.
+"""Ring: every rank sends to its right neighbour and receives from the left; all links are always busy.
 
-Knows the next and the previous rank. The fewest bytes possible, and n - 1 rounds per pass: for large
-messages. Each chunk's sum starts elsewhere on the ring, so the order of operands depends on the chunk.
+The fewest bytes possible, and n - 1 rounds per pass: for large messages. Each chunk's sum starts at another
+rank, so the order of operands depends on the chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["all_gather", "all_reduce", "circulate", "reduce_scatter"]
 
 
 def all_reduce(problem: Problem, rank: int) -> Plan:
-    """Reduce-scatter round the ring, then pass the finished chunks round once more, in place."""
+    """Reduce-scatter around the ring, then forward the finished chunks around it, in place."""
     size = problem.size
     part = chunks(Buf.OUT, even_bounds(problem.counts[0], size))
     before, after = (rank - 1) % size, (rank + 1) % size
@@ -30,7 +30,7 @@ def all_reduce(problem: Problem, rank: int) -> Plan:
 
 
 def all_gather(problem: Problem, rank: int) -> Plan:
-    """Pass every block round the ring once."""
+    """Forward every block around the ring once."""
     block = chunks(Buf.OUT, offsets(problem.counts))
     own = whole(Buf.IN, problem.counts[rank])
     rounds = circulate(block, rank, owned=rank, first=own)
@@ -38,7 +38,7 @@ def all_gather(problem: Problem, rank: int) -> Plan:
 
 
 def reduce_scatter(problem: Problem, rank: int) -> Plan:
-    """Pass partial sums round the ring; the one of chunk r reaches rank r last."""
+    """Forward partial sums around the ring; that of chunk r reaches rank r last."""
     size, counts = problem.size, problem.counts
     mine = chunks(Buf.IN, offsets(counts))
     before, after = (rank - 1) % size, (rank + 1) % size
@@ -47,7 +47,7 @@ def reduce_scatter(problem: Problem, rank: int) -> Plan:
     held = mine[before]
     for turn in range(size - 1):
         chunk = (rank - 2 - turn) % size
-        # Two slots in turn: one is sent on while the other fills.
+        # Two slots in turn: one is forwarded while the other is filled.
         start = turn % 2 * width
         slot = Slice(Buf.TMP, start, start + counts[chunk])
         target = whole(Buf.OUT, counts[rank]) if chunk == rank else slot
@@ -59,9 +59,10 @@ def reduce_scatter(problem: Problem, rank: int) -> Plan:
 
 
 def circulate(block: Sequence[Slice], rank: int, owned: int, first: Slice | None = None) -> Rounds:
-    """Pass blocks on until everyone has all; `owned` is the one that this rank begins with.
+    """Forward blocks until every rank has all; `owned` is the block that this rank starts with.
 
-    The rank before begins with the block before. `first` says where the own block lies if not in its place.
+    The previous rank starts with the previous block. `first` is the own block if it is not in its final
+    position.
     """
     size = len(block)
     before, after = (rank - 1) % size, (rank + 1) % size

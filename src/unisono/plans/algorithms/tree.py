@@ -1,8 +1,8 @@
-"""Binomial tree: log2(n) rounds from a root to everyone, or from everyone to a root.
+"""Binomial tree: log2(n) rounds from a root to all ranks, or from all ranks to a root.
 
-Knows parents and children. Every message carries all that its subtree has or needs, so trees are for small
-messages. Reductions follow the canonical tree whatever the root: the root stands for the blocks that it is
-in, the lowest rank for the others.
+Every message carries everything that a subtree has or needs, so trees are for small messages. Reductions
+follow the canonical tree whatever the root: a block of ranks is represented by the root if it contains it,
+otherwise by its lowest rank.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def reduce(problem: Problem, rank: int) -> Plan:
 
 
 def barrier(problem: Problem, rank: int) -> Plan:
-    """Tell rank 0 that everyone is here, and let it tell everyone."""
+    """Tokens up to rank 0, then down to all ranks."""
     rounds = [*token_up(problem.size, rank), *token_down(problem.size, rank)]
     return finish(problem, rank, "tree", rounds)
 
 
 def token_up(size: int, rank: int) -> Rounds:
-    """Let rank 0 know that all have come."""
+    """Tokens that tell rank 0 that all ranks have arrived."""
     return [
         [Recv(step.peer, TOKEN) if isinstance(step, RecvReduce) else step for step in steps]
         for steps in _reduce_rounds(TOKEN, TOKEN, size, rank, 0)
@@ -57,14 +57,14 @@ def token_up(size: int, rank: int) -> Rounds:
 
 
 def token_down(size: int, rank: int) -> Rounds:
-    """Let all know that rank 0 knows."""
+    """Tokens from rank 0 that release all ranks."""
     return _broadcast_rounds(TOKEN, size, rank, 0)
 
 
 def _reduce_rounds(own: Slice, sum_: Slice, size: int, rank: int, root: int) -> list[list[Step]]:
-    """Merge level by level; `own` is copied to `sum_` before something is added to it."""
+    """Merge level by level; `own` is copied to `sum_` before anything is added."""
 
-    def stands_for(lo: int, hi: int) -> int:
+    def representative(lo: int, hi: int) -> int:
         return root if lo <= root < hi else lo
 
     rounds: list[list[Step]] = []
@@ -72,7 +72,7 @@ def _reduce_rounds(own: Slice, sum_: Slice, size: int, rank: int, root: int) -> 
     for level in range(levels(size)):
         steps: list[Step] = []
         if (merge := merge_of(rank, size, level)) is not None:
-            left, right = stands_for(merge.lo, merge.mid), stands_for(merge.mid, merge.hi)
+            left, right = representative(merge.lo, merge.mid), representative(merge.mid, merge.hi)
             src, dst = (left, right) if merge.mid <= root < merge.hi else (right, left)
             if rank == src:
                 steps = [Send(dst, held)]
@@ -85,14 +85,14 @@ def _reduce_rounds(own: Slice, sum_: Slice, size: int, rank: int, root: int) -> 
 
 
 def _broadcast_rounds(data: Slice, size: int, rank: int, root: int) -> list[list[Step]]:
-    """Hand the data over distances n/2, n/4, ... 1, counted from the root."""
-    place = (rank - root) % size
+    """Send the data over distances n/2, n/4, ... 1, counted from the root."""
+    position = (rank - root) % size
     rounds: list[list[Step]] = []
     for level in reversed(range(levels(size))):
         distance = 1 << level
-        if place % (2 * distance) == 0 and place + distance < size:
+        if position % (2 * distance) == 0 and position + distance < size:
             rounds.append([Send((rank + distance) % size, data)])
-        elif place % (2 * distance) == distance:
+        elif position % (2 * distance) == distance:
             rounds.append([Recv((rank - distance) % size, data)])
         else:
             rounds.append([])
@@ -101,45 +101,45 @@ def _broadcast_rounds(data: Slice, size: int, rank: int, root: int) -> list[list
 
 def gather(problem: Problem, rank: int) -> Plan:
     """Collect the blocks of whole subtrees on the way to the root."""
-    place = _Place(problem, rank, own=Buf.IN, all_=Buf.OUT)
+    position = _TreePosition(problem, rank, own=Buf.IN, all_=Buf.OUT)
     rounds: list[list[Step]] = []
     for level in range(levels(problem.size)):
         distance = 1 << level
-        if place.index % (2 * distance) == distance:
+        if position.index % (2 * distance) == distance:
             peer = (rank - distance) % problem.size
-            rounds.append([Send(peer, piece) for piece in place.subtree(place.index)])
-        elif place.index % (2 * distance) == 0 and place.index + distance < problem.size:
+            rounds.append([Send(peer, piece) for piece in position.subtree(position.index)])
+        elif position.index % (2 * distance) == 0 and position.index + distance < problem.size:
             peer = (rank + distance) % problem.size
-            rounds.append([Recv(peer, piece) for piece in place.subtree(place.index + distance)])
+            rounds.append([Recv(peer, piece) for piece in position.subtree(position.index + distance)])
         else:
             rounds.append([])
-    own = [] if place.is_leaf else [Copy(place.own_block, whole(Buf.IN, problem.counts[rank]))]
+    own = [] if position.is_leaf else [Copy(position.own_block, whole(Buf.IN, problem.counts[rank]))]
     return finish(problem, rank, "tree", with_first(own, rounds))
 
 
 def scatter(problem: Problem, rank: int) -> Plan:
-    """Hand down the blocks of whole subtrees: a gather played backwards."""
-    place = _Place(problem, rank, own=Buf.OUT, all_=Buf.IN)
+    """Send the blocks of whole subtrees down: a gather in reverse."""
+    position = _TreePosition(problem, rank, own=Buf.OUT, all_=Buf.IN)
     rounds: list[list[Step]] = []
     for level in reversed(range(levels(problem.size))):
         distance = 1 << level
-        if place.index % (2 * distance) == 0 and place.index + distance < problem.size:
+        if position.index % (2 * distance) == 0 and position.index + distance < problem.size:
             peer = (rank + distance) % problem.size
-            rounds.append([Send(peer, piece) for piece in place.subtree(place.index + distance)])
-        elif place.index % (2 * distance) == distance:
+            rounds.append([Send(peer, piece) for piece in position.subtree(position.index + distance)])
+        elif position.index % (2 * distance) == distance:
             peer = (rank - distance) % problem.size
-            rounds.append([Recv(peer, piece) for piece in place.subtree(place.index)])
+            rounds.append([Recv(peer, piece) for piece in position.subtree(position.index)])
         else:
             rounds.append([])
-    own = [] if place.is_leaf else [Copy(whole(Buf.OUT, problem.counts[rank]), place.own_block)]
+    own = [] if position.is_leaf else [Copy(whole(Buf.OUT, problem.counts[rank]), position.own_block)]
     return finish(problem, rank, "tree", with_last(rounds, own))
 
 
-class _Place:
-    """A rank's place in the tree of a gather or scatter, and where the blocks of a subtree lie there.
+class _TreePosition:
+    """A rank's position in the tree of a gather or scatter, and where it keeps the blocks of a subtree.
 
-    Places count from the root. The root keeps blocks where the user has them, in rank order; others keep
-    those of their subtree in `tmp`, in the order of places; a leaf needs no more than its own block.
+    Positions count from the root. The root keeps blocks in the user's buffer, in rank order; other ranks keep
+    those of their subtree in `tmp`, in the order of positions; a leaf needs only its own block.
     """
 
     def __init__(self, problem: Problem, rank: int, own: Buf, all_: Buf) -> None:
@@ -157,7 +157,7 @@ class _Place:
     def subtree(self, index: int) -> list[Slice]:
         """Return where this rank keeps the blocks of the subtree at `index`: its own, or a child's.
 
-        Two pieces where the root is one end and the subtree runs past the last rank: the root's are apart.
+        Two slices if the root is one end and the subtree wraps around the last rank.
         """
         stop = index + self._span(index)
         wrap = self.size - self.root

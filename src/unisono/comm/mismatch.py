@@ -1,7 +1,6 @@
-"""An inquiry: ranks called different things under one number; which of them differs, and in what.
+"""A mismatch: ranks called different collectives under one number. Which ranks differ, and in what argument?
 
-Knows the calls of members by world rank, as far as they have been told, and how a call reads. Does not know
-how they are told, nor who waits for the result.
+Pure: fingerprints by world rank in, a CollectiveMismatch out. mismatch_collector.py collects them.
 """
 
 from __future__ import annotations
@@ -14,37 +13,36 @@ from typing import Final
 from unisono.core.envelope import HEADER_BYTES_MAX
 from unisono.errors import CollectiveMismatch, Location, ranks_text
 
-__all__ = ["FORGOTTEN", "Inquiry", "call_of"]
+__all__ = ["FORGOTTEN", "Mismatch", "call_of"]
 
-# Stands for a call of ours that is no longer remembered.
+# Stands for a call of this rank that is no longer in its call log.
 FORGOTTEN: Final = b"(another call, made long ago)"
 
 
-class Inquiry:
-    """The calls of members under one number."""
+class Mismatch:
+    """The calls of members, as fingerprints by world rank, under one sequence number."""
 
     def __init__(self, sequence: int) -> None:
         self.sequence = sequence
         self.calls: dict[int, bytes] = {}
-        self.is_over = False
 
     def add(self, calls: Mapping[int, bytes]) -> None:
-        """Learn what members called; what is known already counts."""
+        """Add calls of members; the first one of each member counts."""
         for rank, fingerprint in calls.items():
             self.calls.setdefault(rank, fingerprint[:HEADER_BYTES_MAX])
 
     def evidence(self, rank: int) -> dict[int, bytes]:
-        """What a rank tells the others: its own call, and of the others' two that differ."""
-        firsts = {call_of(self.calls[one]): one for one in sorted(self.calls, reverse=True)}
-        told = sorted(firsts.values())[:2]
-        return {one: self.calls[one] for one in (rank, *told) if one in self.calls}
+        """The calls that a rank sends to the others: its own, and two that differ."""
+        lowest = {call_of(self.calls[each]): each for each in sorted(self.calls, reverse=True)}
+        differing = sorted(lowest.values())[:2]
+        return {each: self.calls[each] for each in (rank, *differing) if each in self.calls}
 
     def error(self, members: tuple[int, ...], rank: int, communicator: str, epoch: int) -> CollectiveMismatch:
-        """Put what is known into words, for one of the members."""
+        """The error as rank `rank` raises it, from the calls that are known."""
         sides = self._sides()
         lines = [f"{ranks_text(side)}: {_shown(self.calls[side[0]])}" for side in sorted(sides)]
         unknown = tuple(member for member in members if member not in self.calls)
-        silence = [f"{ranks_text(unknown)} did not say in time"] if unknown else []
+        missing = [f"{ranks_text(unknown)} did not report in time"] if unknown else []
         mine = self.calls.get(rank)
         culprits = self._culprits(sides)
         return CollectiveMismatch(
@@ -52,19 +50,19 @@ class Inquiry:
             report="\n".join(lines),
             culprits=culprits,
             where=Location(_verb(mine) if mine else "collective", communicator, epoch, self.sequence),
-            cause="; ".join([*lines, *silence]),
+            cause="; ".join([*lines, *missing]),
             next_step="make every rank call the same collectives in the same order",
         )
 
     def _sides(self) -> list[tuple[int, ...]]:
-        """Ranks that called the same, the most first."""
+        """Sets of ranks that made the same call, the largest first."""
         sides: dict[bytes, list[int]] = {}
         for rank in sorted(self.calls):
             sides.setdefault(call_of(self.calls[rank]), []).append(rank)
         return sorted(map(tuple, sides.values()), key=lambda side: (-len(side), side))
 
     def _culprits(self, sides: list[tuple[int, ...]]) -> tuple[int, ...]:
-        """Who differs from more than half of those whose calls are known."""
+        """The ranks outside the majority, if more than half of the known calls are equal."""
         if not sides or 2 * len(sides[0]) <= len(self.calls):
             return ()
         return tuple(sorted(rank for side in sides[1:] for rank in side))
@@ -75,12 +73,12 @@ class Inquiry:
         usual = self.calls[sides[0][0]]
         if culprits:
             most = ranks_text(sides[0])
-            told = [
+            differences = [
                 f"{ranks_text(side)} differ{'s' if len(side) == 1 else ''} from {most} in "
                 + _aspects(self.calls[side[0]], usual, ", they ")
                 for side in sides[1:]
             ]
-            return f"ranks called different things: {'; '.join(told)}"
+            return f"ranks called different things: {'; '.join(differences)}"
         sides = sorted(sides)
         names = (
             f"ranks {' and '.join(str(rank) for (rank,) in sides)}"
@@ -98,15 +96,15 @@ def call_of(fingerprint: bytes) -> bytes:
     return fingerprint.partition(b"\0")[0]
 
 
-# What a user decides comes first. What follows from it, such as an algorithm that was chosen by the count,
-# differs too, and says nothing more.
+# Arguments of the user are named first. Derived ones, such as the algorithm that was chosen by the count, are
+# named only if nothing else differs.
 _CHOSEN: Final = ("dtype", "count", "shape", "arrays", "op", "commutative", "identity", "root")
 _DERIVED: Final = ("algorithm", "segment", "stage", "group", "arguments")
 _ARRAY: Final = re.compile(r"(\w+)\[([^\]]*)\]")
 
 
 def _aspects(mine: bytes, theirs: bytes, between: str) -> str:
-    """In what two calls differ."""
+    """The arguments in which two calls differ, in words."""
     here, there = _parsed(mine), _parsed(theirs)
     if here["verb"] != there["verb"]:
         differing = ["verb"]
@@ -119,16 +117,16 @@ def _aspects(mine: bytes, theirs: bytes, between: str) -> str:
             there |= {"arrays": "", "dtype": others[1], name: others[2]}
         differing = [name for name in _CHOSEN if here.get(name) != there.get(name)]
         differing = differing or [name for name in _DERIVED if here.get(name) != there.get(name)]
-    told = [f"{name}: {here.get(name) or 'none'}{between}{there.get(name) or 'none'}" for name in differing]
-    return " and ".join(told)
+    texts = [f"{name}: {here.get(name) or 'none'}{between}{there.get(name) or 'none'}" for name in differing]
+    return " and ".join(texts)
 
 
 def _parsed(fingerprint: bytes) -> dict[str, str]:
-    """A call, by what it says."""
+    """The arguments of a call by name."""
     text = call_of(fingerprint).decode(errors="replace")
     if fingerprint.startswith(FORGOTTEN):
         return {"verb": text}
-    if "~" in text:  # too long to be told whole
+    if "~" in text:  # a long call ends in a digest
         return {"verb": text.partition(" ")[0], "arguments": text.rpartition("~")[2]}
     verb, *words = text.split(" ")
     given = list(takewhile(lambda word: "=" not in word, words))

@@ -1,7 +1,7 @@
-"""Memory of devices: a library that moves it stands beside a backend, which moves everything else.
+"""Collectives on tensors of a device: the library's contract, and which calls go to it.
 
-Knows the verbs that take tensors of devices, and which calls are such. Does not know any library. Device
-libraries compare nothing: there is no agreement before, and ranks that call different things hang.
+Device libraries compare nothing and there is no agreement before a call, so ranks that call different things
+hang. This module names no library.
 """
 
 from __future__ import annotations
@@ -16,48 +16,60 @@ from unisono.core.ops import OpLike, as_op
 from unisono.errors import UsageError
 from unisono.messaging.fast_path import FastPath
 
-__all__ = ["DeviceCalls", "DevicePart"]
+__all__ = ["DeviceCalls", "DeviceLibrary"]
 
 _VERBS: Final = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 
 
-class DevicePart(ABC):
-    """Collectives on tensors of devices, among the ranks of a backend."""
+class DeviceLibrary(ABC):
+    """Collectives on tensors of a device, among the ranks of a backend."""
 
     @abstractmethod
     def takes(self, tensor: Any) -> bool:
-        """Whether it lies where this library works."""
+        """Whether the tensor lies in memory that this library works on."""
 
     @abstractmethod
     def run(self, verb: str, given: Any, taken: Any, op: str, root: int, timeout: float | None) -> None:
-        """Run a collective to its end. all_reduce and broadcast work in `taken` alone, as plans do.
+        """Run a collective to its end.
+
+        Args:
+            verb: all_reduce, broadcast, all_gather, reduce_scatter or all_to_all.
+            given: the operand, contiguous. all_reduce and broadcast do not read it: they work in `taken`.
+            taken: the result, of the right shape.
+            op: the name of a reduction; ignored by verbs that do not reduce.
+            root: the root of a broadcast; ignored by other verbs.
+            timeout: seconds, or None for no limit.
 
         Raises:
-            UsageError: it has no such operation.
-            DeadlineExceeded: it did not end in time; the library is of no use any more.
+            UsageError: the library has no such operation.
+            DeadlineExceeded: it did not end in time; the library is unusable from now on.
+            PeerLost: a rank died.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End, also in the midst of a collective."""
+        """End, also during a collective."""
 
 
 class DeviceCalls:
-    """Stands before a communicator's verbs, and takes the calls with tensors of devices."""
+    """A fast path in front of another: it takes the calls on tensors of a device."""
 
-    def __init__(self, part: DevicePart, size: int, inner: FastPath | None) -> None:
-        self._part = part
+    def __init__(self, library: DeviceLibrary, size: int, inner: FastPath | None) -> None:
+        self._library = library
         self._size = size
         self._inner = inner
         self.verbs = tuple(dict.fromkeys((*_VERBS, *(inner.verbs if inner is not None else ()))))
 
     def verb(self, name: str, slow: Callable[..., Any], slow_path: Any) -> Callable[..., Any]:
-        """Take what concerns a device. The short way of others, which knows no such thing, goes first."""
+        """Return a callable that replaces the verb `slow`.
+
+        The inner fast path is tried first: it leaves tensors of a device to what comes after it.
+        """
 
         def call(*args: Any, **named: Any) -> Any:
             torch = sys.modules.get("torch")
             x = args[0] if args else named.get("x")
-            if torch is None or not isinstance(x, torch.Tensor) or not self._part.takes(x):
+            if torch is None or not isinstance(x, torch.Tensor) or not self._library.takes(x):
                 return slow(*args, **named)
             return self._run(name, torch, *args, **named)
 
@@ -67,15 +79,15 @@ class DeviceCalls:
         return last if inner is None or name not in inner.verbs else inner.verb(name, last, slow_path)
 
     def unclaimed(self, sequence: int) -> Sequence[tuple[int, int, bytes]]:
-        """The others know."""
+        """Those of the inner fast path."""
         return () if self._inner is None else self._inner.unclaimed(sequence)
 
     def unconfirmed_ranks(self) -> Sequence[int]:
-        """The others know."""
+        """Those of the inner fast path."""
         return () if self._inner is None else self._inner.unconfirmed_ranks()
 
     def cache_decision(self, *decision: Any) -> bool:
-        """It is for the others."""
+        """Let the inner fast path cache it."""
         return self._inner is not None and self._inner.cache_decision(*decision)
 
     def _run(
@@ -94,7 +106,7 @@ class DeviceCalls:
         if algorithm != "auto":
             raise UsageError(f"algorithm={algorithm!r} for a tensor on {x.device}; allowed: auto")
         if not x.is_contiguous():
-            raise UsageError(f"x on {x.device} is not contiguous; allowed: x.contiguous()")
+            raise UsageError(f"x on {x.device} is not contiguous", next_step="pass x.contiguous()")
         if name in ("all_reduce", "reduce_scatter"):
             op = second if op is None else op
         elif name == "broadcast":
@@ -111,7 +123,7 @@ class DeviceCalls:
         if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < self._size:
             raise UsageError(f"root={at!r}; allowed: ranks 0 to {self._size - 1}")
         taken = self._result(name, torch, x, out)
-        self._part.run(name, x, taken, how.name, at, timeout)
+        self._library.run(name, x, taken, how.name, at, timeout)
         return taken
 
     def _result(self, name: str, torch: Any, x: Any, out: Any) -> Any:

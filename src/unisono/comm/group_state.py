@@ -1,0 +1,148 @@
+"""The state of a group that its parts share: identity, pending operations, members that are gone, its end.
+
+The fast path below Python may run only while none of this needs attention. Every change is therefore followed
+by `update_fast_path`, under the same hold of the lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from unisono._native import CallLog
+from unisono.comm.control import Control
+from unisono.comm.control_messages import Goodbye
+from unisono.core.envelope import Lane
+from unisono.core.task import Task
+from unisono.errors import ClosedError, Location, PeerLost, UnisonoError, lost_text, said_of
+from unisono.messaging.backend import Backend
+
+__all__ = ["GroupState", "Pending"]
+
+
+@dataclass(slots=True)
+class Pending:
+    """An operation under way. A collective has a sequence number; others concern single peers.
+
+    `queried` are the ranks that were sent a stall query.
+    """
+
+    task: Task[object]
+    sequence: int | None = None
+    queried: set[int] = field(default_factory=set)
+    is_send: bool = False
+
+
+class GroupState:
+    """What one rank knows about one group. Ranks are world ranks unless a name says otherwise."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        control: Control,
+        context: int,
+        name: str,
+        world_ranks: tuple[int, ...],
+        epoch: int,
+    ) -> None:
+        self.backend = backend
+        self.control = control
+        self.context = context
+        self.name = name
+        self.epoch = epoch
+        self.world_ranks = world_ranks
+        self.world_rank = world_ranks[backend.rank]
+        self.lock = threading.RLock()
+        self.call_log = CallLog()
+        self.pending: dict[int, Pending] = {}
+        self.poisoned_by: UnisonoError | None = None
+        self.is_poison_seen = False  # a caller here got the error
+        self.is_aborted = False
+        self.closed: ClosedError | None = None
+        self.is_backend_closed = False
+        # Members that said goodbye and members that died, with the cause; the last calls of the former.
+        self.left: dict[int, str] = {}
+        self.dead: dict[int, str] = {}
+        self.last_calls: dict[int, dict[int, bytes]] = {}
+        self._closed_lanes: dict[int, set[Lane]] = {}
+        # Stall queries about collectives that were not called here yet: fingerprint by sequence and rank.
+        self.early_queries: dict[int, dict[int, bytes]] = {}
+
+    def update_fast_path(self) -> None:
+        """Close the fast path if there is anything to compare, refuse or end; the caller holds the lock.
+
+        Calls under way below Python return to it, and find what has changed.
+        """
+        attention = (
+            self.closed,
+            self.poisoned_by,
+            self.left,
+            self.dead,
+            self.last_calls,
+            self.early_queries,
+            self.is_backend_closed,
+        )
+        self.call_log.fast_path_open = not any(attention)
+        if not self.call_log.fast_path_open:
+            self.call_log.interrupt_in_flight()
+
+    # -- pending operations -------------------------------------------------------------------------------
+
+    def pending_at(self, sequence: int) -> Pending | None:
+        """The collective under way with this number."""
+        return next((entry for entry in self.pending.values() if entry.sequence == sequence), None)
+
+    def wake_all(self) -> None:
+        """Let every pending operation look again at what it waits for."""
+        with self.lock:
+            pending = list(self.pending.values())
+        for entry in pending:
+            entry.task.wake()
+
+    def interrupt(self, reason: UnisonoError | Callable[[], UnisonoError], *, only_collectives: bool) -> None:
+        """End pending operations with an error."""
+        with self.lock:
+            pending = [e for e in self.pending.values() if e.sequence is not None or not only_collectives]
+        for entry in pending:
+            entry.task.interrupt(reason)
+
+    # -- members that are gone ----------------------------------------------------------------------------
+
+    def add_goodbye(self, sender: int, goodbye: Goodbye) -> bool:
+        """Note a goodbye; True once the sender has said it in every lane."""
+        with self.lock:
+            if goodbye.calls or sender not in self.last_calls:
+                self.last_calls[sender] = goodbye.calls
+            lanes = self._closed_lanes.setdefault(sender, set())
+            lanes.add(goodbye.lane)
+            self.update_fast_path()
+            return len(lanes) == len(Lane)
+
+    def gone(self) -> dict[int, str]:
+        """Members that left or died, with the cause."""
+        return {**self.left, **self.dead}
+
+    def last_calls_at(self, sequence: int) -> dict[int, bytes]:
+        """What members that left called under this number, as far as their goodbyes say."""
+        return {rank: calls[sequence] for rank, calls in self.last_calls.items() if sequence in calls}
+
+    def lost_error(self, ranks: list[int]) -> PeerLost:
+        """The error of an operation that needs these ranks; it names all dead ranks, too."""
+        causes = self.gone()
+        everyone = tuple(sorted({*ranks, *self.dead}))
+        cause = "; ".join(said_of(rank, causes[rank]) for rank in everyone)
+        return PeerLost(lost_text(everyone, cause), ranks=everyone, cause=cause)
+
+    # -- the error of a poisoned group --------------------------------------------------------------------
+
+    def poison_error(self) -> UnisonoError:
+        """A copy of the error that poisoned the group, to be raised; a PeerLost names all dead ranks."""
+        error = self.poisoned_by
+        assert error is not None
+        self.is_poison_seen = True
+        if isinstance(error, PeerLost):
+            ranks = tuple(sorted({*error.ranks, *self.dead}))
+            if ranks != error.ranks:
+                return error.of_ranks(ranks)
+        return error.located(Location())

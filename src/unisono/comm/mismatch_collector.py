@@ -1,0 +1,148 @@
+"""Collects what every member called once two members are known to have called different collectives.
+
+Each member that sees the mismatch sends its own call to all others and waits until all have sent theirs, so
+that every rank raises the same report. The wait is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Final, TypeVar
+
+from unisono.comm.control_messages import GroupFailure
+from unisono.comm.group_state import GroupState
+from unisono.comm.mismatch import Mismatch, call_of
+from unisono.core.clock import Timer
+from unisono.core.task import Steps
+from unisono.errors import CollectiveMismatch, UnisonoError
+
+__all__ = ["MismatchCollector"]
+
+T = TypeVar("T")
+
+# How long to wait for the calls of all members. A mismatch is found within half a second (twice
+# stall_query_s), and must end every rank's collective within one second.
+_COLLECT_S: Final = 0.4
+
+
+class MismatchCollector:
+    """The mismatch of one group, if there is one. While it collects calls, the group's error may change."""
+
+    def __init__(self, state: GroupState, abort: Callable[[UnisonoError], None]) -> None:
+        self._state = state
+        self._abort = weakref.WeakMethod(abort)  # of the group, which holds the collector
+        self._mismatch: Mismatch | None = None
+        self._is_over = False
+        self._timer: Timer | None = None
+        self._deferred_abort: UnisonoError | None = None
+
+    @property
+    def is_found(self) -> bool:
+        """Whether members called different collectives."""
+        return self._mismatch is not None
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether calls of members are still awaited."""
+        return self._mismatch is not None and not self._is_over
+
+    def compare(self, sender: int, calls: Mapping[int, bytes]) -> CollectiveMismatch | None:
+        """Find the first collective, of those given by number, that a member called and this rank did not."""
+        for sequence, theirs in sorted(calls.items()):
+            with self._state.lock:
+                mine = self._state.call_log.find(sequence)
+            if mine is not None and call_of(mine) != call_of(theirs):
+                return self.add(sequence, {self._state.world_rank: mine, sender: theirs})
+        return None
+
+    def add_to_current(self) -> CollectiveMismatch | None:
+        """Add this rank's call to a mismatch that is known, if it has made that call by now."""
+        return None if self._mismatch is None else self.add(self._mismatch.sequence, {})
+
+    def add(self, sequence: int, calls: Mapping[int, bytes]) -> CollectiveMismatch:
+        """Members called different collectives under a number: send ours to all, and collect theirs.
+
+        Returns the error as far as it is known. Of several numbers the lowest counts.
+        """
+        state = self._state
+        with state.lock:
+            is_late = state.closed is not None or (state.poisoned_by is not None and not self.is_collecting)
+            mismatch = self._mismatch
+            if is_late or mismatch is None or sequence < mismatch.sequence:
+                mismatch = Mismatch(sequence)
+            if sequence == mismatch.sequence:
+                mismatch.add(calls)
+            had_mine = state.world_rank in mismatch.calls
+            mismatch.add(state.last_calls_at(mismatch.sequence))
+            if (mine := state.call_log.find(mismatch.sequence)) is not None:
+                mismatch.add({state.world_rank: mine})
+            error = self._error(mismatch)
+            if is_late:
+                return error
+            is_first = self._mismatch is None
+            is_new_to_others = mismatch is not self._mismatch or (not had_mine and mine is not None)
+            self._mismatch, state.poisoned_by = mismatch, error
+            state.update_fast_path()
+        if is_new_to_others:
+            state.control.send(state.world_ranks, self.failure_message(error))
+        if is_first:
+            runtime = state.backend.runtime
+            self._timer = runtime.call_at(runtime.now() + _COLLECT_S, self.conclude)
+        self.conclude(if_complete=True)
+        return error
+
+    def conclude(self, *, if_complete: bool = False) -> None:
+        """Stop collecting and end all collectives; with `if_complete` only if all calls are known."""
+        state = self._state
+        with state.lock:
+            mismatch = self._mismatch
+            if mismatch is None or self._is_over:
+                return
+            if if_complete and set(state.world_ranks) - {*mismatch.calls, *state.left, *state.dead}:
+                return
+            mismatch.add(state.last_calls_at(mismatch.sequence))
+            self._is_over = True
+            state.poisoned_by = self._error(mismatch)
+            deferred, self._deferred_abort = self._deferred_abort, None
+        if self._timer is not None:
+            self._timer.cancel()
+        state.interrupt(state.poison_error, only_collectives=True)
+        state.wake_all()
+        if deferred is not None and (abort := self._abort()) is not None:
+            abort(deferred)
+
+    def defer_abort(self, error: UnisonoError) -> bool:
+        """Abort the group once all calls are collected; False if none are awaited."""
+        with self._state.lock:
+            if self.is_collecting:
+                self._deferred_abort = error
+            return self.is_collecting
+
+    def failure_message(self, error: UnisonoError, *, is_abort: bool = False) -> GroupFailure:
+        """An error for the other members. With the calls of a mismatch, each finds out itself who differs."""
+        calls = {}
+        if self._mismatch is not None and isinstance(error, CollectiveMismatch):
+            calls = self._mismatch.evidence(self._state.world_rank)
+        return GroupFailure.of(error, self._state.context, is_abort, calls)
+
+    def finish(self, steps: Steps[T]) -> Steps[T]:
+        """Run the steps of a collective; if they end in a mismatch, raise it once all calls are collected."""
+        try:
+            return (yield from steps)
+        except CollectiveMismatch:
+            if self._mismatch is None:
+                raise
+            with contextlib.suppress(UnisonoError):  # whatever else ends it meanwhile, this is the reason
+                yield from self.until_collected()
+            raise self._state.poison_error() from None
+
+    def until_collected(self) -> Steps[None]:
+        """Wait while calls are collected."""
+        while self.is_collecting:
+            yield
+
+    def _error(self, mismatch: Mismatch) -> CollectiveMismatch:
+        state = self._state
+        return mismatch.error(state.world_ranks, state.world_rank, state.name, state.epoch)
