@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BUILD := $(VENV)/build
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/*.txt native/*/*)
 
@@ -25,7 +26,8 @@ $(VENV)/.modules: $(VENV)/.tools FORCE
 	@find src -name '*.py' | sort | cmp --silent - $@ || find src -name '*.py' | sort > $@
 
 $(STAMP): $(VENV)/.tools $(VENV)/.modules $(NATIVE)
-	$(BIN)/pip install --quiet --no-build-isolation -e ".[test,bf16,plot,mpi,quic]"
+	$(BIN)/pip install --quiet --no-build-isolation --config-settings=build-dir=$(BUILD)/module \
+		-e ".[test,bf16,plot,mpi,quic]"
 	touch $@
 
 demo: $(STAMP)
@@ -33,7 +35,7 @@ demo: $(STAMP)
 
 # What a newcomer runs: everything once, over shared memory. `make test-more` adds the other links, other libraries and
 # what takes long; CI runs both. Two files at a time: most tests wait, for time to pass or for processes to start.
-PYTEST = $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --quiet
+PYTEST = $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --quiet
 test: $(STAMP)
 	$(PYTEST) -m "not more"
 
@@ -78,8 +80,8 @@ soak: $(STAMP)
 
 # Builds of their own beside the user's: rings and wake-ups on threads under TSan; the process tests with a module
 # under ASan and UBSan, in an environment that finds this module instead of the installed one.
-ASAN := build/sanitize-address
-TSAN := build/sanitize-thread
+ASAN := $(BUILD)/sanitize-address
+TSAN := $(BUILD)/sanitize-thread
 CMAKE = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
 	-DCMAKE_BUILD_TYPE=RelWithDebInfo
 # Python is not built with the sanitizer, so the sanitizer comes first; and the interpreter's own memory is no leak.
@@ -119,4 +121,4 @@ fuzz: sanitize-build
 FORCE:
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -13,7 +14,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.ranks import IN_THREADS, ON_EVERY_LINK, Ended, ranks_live_in, run_ranks
+from tests.support.paths import ROOT, TESTS
+from tests.support.ranks import IN_THREADS, ON_EVERY_LINK, Ended, ranks_linked_by, run_ranks
+from tests.support.system import skipped_by_need
+
+# Hypothesis remembers failing examples in .venv, where all caches are.
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(ROOT / ".venv/cache/hypothesis"))
+
+# In thousands of tests the ranks are threads of this process. By default glibc gives them up to 16 heaps,
+# each of which keeps what its largest test took: 1.3 GB in the end. So there is one heap, and the size from
+# which a block is mapped by itself, and unmapped when it is freed, stays at glibc's
+# first value instead of growing.
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)
 
 # Started in the background by a shell, the tests ignore Ctrl-C, and so would the children that we interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -28,44 +42,67 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that is marked `on_every_link` on threads and in processes with every kind of links."""
     if metafunc.definition.get_closest_marker("on_every_link") is not None:
-        metafunc.parametrize("place", (IN_THREADS, *ON_EVERY_LINK), indirect=True)
+        metafunc.parametrize("rank_links", (IN_THREADS, *ON_EVERY_LINK), indirect=True)
 
 
 # Of the kinds of links that a test names in its id, `make test` takes shared memory; the others are for
 # `make test-more`.
-_MORE_LINKS = {"rings", "tcp", "TCP", "tls", "hosts", "hosts tls"}
+_MORE_LINKS = {"rings", "tcp", "TCP", "tight tcp", "tls", "tight tls", "hosts", "hosts tls"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave most kinds of links to `make test-more`; of an acceptance test's runs in processes keep one."""
+    items.sort(key=_folder_order)
     for item in items:
         if _MORE_LINKS.intersection(item.nodeid.partition("[")[2].removesuffix("]").split("-")):
             item.add_marker(pytest.mark.more)
     runs: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if _place_of(item) != IN_THREADS:
+        if _links_of(item) != IN_THREADS:
             runs.setdefault(item.nodeid.partition("[")[0], []).append(item)
     if config.getoption("--long"):
         return
     dropped: set[pytest.Item] = set()
     for name, group in runs.items():
-        number = zlib.crc32(name.encode())  # the test's own, so that no other test can change it
-        mine = [item for item in group if _place_of(item) == ON_EVERY_LINK[number % len(ON_EVERY_LINK)]]
+        number = zlib.crc32(name.encode())  # by its name: independent of all other tests
+        mine = [item for item in group if _links_of(item) == ON_EVERY_LINK[number % len(ON_EVERY_LINK)]]
         kept = mine[number // len(ON_EVERY_LINK) % len(mine)]
         dropped.update(item for item in group if item is not kept)
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]
 
 
-def _place_of(item: pytest.Item) -> str:
+def pytest_collection_finish() -> None:
+    """Exempt what was collected from garbage collections, here and in every rank that is forked."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count the tests that this machine could not run, by what they wanted."""
+    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
+    for what, count in skipped_by_need(reasons).items():
+        terminalreporter.write_line(f"skipped for want of {what}: {count} test{'s' if count > 1 else ''}")
+
+
+# Files of these folders take longest. With them at the end, one of two workers would wait for the other.
+_FIRST = ("process", "conformance")
+
+
+def _folder_order(item: pytest.Item) -> int:
+    folder = item.path.relative_to(TESTS).parts[0]
+    return _FIRST.index(folder) if folder in _FIRST else len(_FIRST)
+
+
+def _links_of(item: pytest.Item) -> str:
     spec = getattr(item, "callspec", None)
-    return IN_THREADS if spec is None else spec.params.get("place", IN_THREADS)
+    return IN_THREADS if spec is None else spec.params.get("rank_links", IN_THREADS)
 
 
 @pytest.fixture(autouse=True)
-def place(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where `run_ranks` puts ranks during a test."""
-    with ranks_live_in(getattr(request, "param", IN_THREADS)):
+def rank_links(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How `run_ranks` links ranks during a test: as threads, or as processes with one kind of links."""
+    with ranks_linked_by(getattr(request, "param", IN_THREADS)):
         yield
 
 
@@ -78,13 +115,13 @@ def ranks() -> Callable[..., Ended]:
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     """Fail a test that leaves threads, descriptors, children or shared memory behind."""
-    before = _belongings()
+    before = _resources()
     yield
     deadline = time.monotonic() + 5
     while True:
-        left = {kind: now - before[kind] for kind, now in _belongings().items() if now - before[kind]}
+        left = {kind: now - before[kind] for kind, now in _resources().items() if now - before[kind]}
         if "shared memory" in left:
-            left["shared memory"] -= _of_others(left["shared memory"])
+            left["shared memory"] -= _used_elsewhere(left["shared memory"])
         if not any(left.values()) or time.monotonic() > deadline:
             break
         gc.collect()
@@ -92,7 +129,7 @@ def nothing_leaks() -> Iterator[None]:
     assert not any(left.values()), f"left behind: {left}"
 
 
-def _belongings() -> dict[str, set[str]]:
+def _resources() -> dict[str, set[str]]:
     descriptors = set()
     for entry in os.listdir("/proc/self/fd"):
         try:
@@ -101,7 +138,7 @@ def _belongings() -> dict[str, set[str]]:
             continue
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {
-        # One thread, once made, stays for the process: it waits for what finalizers ask for.
+        # The thread that does the work of finalizers stays until the process ends.
         "threads": {f"{t.name} {t.ident}" for t in threading.enumerate() if t.name != "unisono-collected"},
         "descriptors": descriptors,
         "children": set(children),
@@ -109,11 +146,8 @@ def _belongings() -> dict[str, set[str]]:
     }
 
 
-def _of_others(names: set[str]) -> set[str]:
-    """Those of the names in /dev/shm that other programs of this machine use: jobs come and go beside us.
-
-    Open MPI's are never ours, and after a crash nobody's.
-    """
+def _used_elsewhere(names: set[str]) -> set[str]:
+    """The names in /dev/shm that other programs of this machine use, and those of Open MPI."""
     used = {name for name in names if name.startswith("sm_segment.")}
     for process in Path("/proc").glob("[0-9]*"):
         if process.name != str(os.getpid()):

@@ -124,7 +124,7 @@ def test_what_a_peer_sent_before_its_death_can_still_be_received() -> None:
     close_all(world)
 
 
-def test_a_wildcard_receive_ends_when_nobody_is_left_who_could_serve_it() -> None:
+def test_a_wildcard_receive_ends_when_no_rank_is_left_that_could_serve_it() -> None:
     world = uni.local(3)
     work = world[0].start.recv(np.zeros(1))
     world[1].close()
@@ -140,7 +140,7 @@ def test_a_wildcard_receive_ends_when_nobody_is_left_who_could_serve_it() -> Non
 
 
 @pytest.mark.parametrize("verb", ["all_reduce", "barrier", "all_to_all_v", "gather"])
-def test_who_waits_for_a_closed_rank_is_told_that_it_left(verb: str) -> None:
+def test_a_rank_that_waits_for_a_closed_rank_learns_that_it_left(verb: str) -> None:
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 0:
             return comm.close()
@@ -242,7 +242,7 @@ def test_an_abort_ends_everything_everywhere_and_carries_the_reason() -> None:
 
 
 @pytest.mark.on_every_link
-def test_a_rank_that_fails_before_it_made_a_group_ends_those_who_wait_for_it_there() -> None:
+def test_a_rank_that_fails_before_it_made_a_group_ends_the_ranks_that_wait_for_it_there() -> None:
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 2:
             raise RuntimeError("no group for me")
@@ -341,8 +341,24 @@ def test_an_own_op_that_raises_ends_the_collective_everywhere_with_its_reason() 
 @pytest.mark.parametrize(
     "verb", [verb for verb in COLLECTIVES if verb not in ("scan", "exscan", "scatter_v")]
 )
-def test_a_collective_that_times_out_names_who_did_not_come(verb: str) -> None:
-    """scan, exscan and scatter need nothing from the last rank: those may well end without it."""
+def test_a_collective_that_times_out_names_the_missing_ranks(verb: str) -> None:
+    """scan, exscan and scatter_v need nothing from the last rank: those may well end without it.
+
+    On a busy machine another rank may be late, too, and is named rightly: then with more time.
+    """
+    for timeout in (0.6, 5.0):
+        late = ended_late(verb, timeout)
+        if all(error.waiting_on == (3,) for error in late):
+            break
+    assert late, f"{verb} ended without rank 3"
+    for error in late:
+        assert error.waiting_on == (3,)
+        assert isinstance(error, TimeoutError)
+        assert verb in str(error)
+
+
+def ended_late(verb: str, timeout: float) -> list[uni.DeadlineExceeded]:
+    """The errors of ranks 0 to 2, which make a call that rank 3 does not make."""
     gone = threading.Event()
 
     def program(comm: uni.Communicator) -> Any:
@@ -352,7 +368,7 @@ def test_a_collective_that_times_out_names_who_did_not_come(verb: str) -> None:
         comm.sub([0, 1, 2]).barrier()  # no thread of these starts late
         args = next(args for name, args, _ in cases(comm.rank, 4) if name == verb)
         try:
-            return getattr(comm, verb)(*args, timeout=0.6)
+            return getattr(comm, verb)(*args, timeout=timeout)
         except uni.DeadlineExceeded as error:
             return error
 
@@ -364,21 +380,17 @@ def test_a_collective_that_times_out_names_who_did_not_come(verb: str) -> None:
     finally:
         gone.set()
         absent.join()
-    late = [error for error in ended if isinstance(error, uni.DeadlineExceeded)]
-    assert late, f"{verb} ended without rank 3"
-    for error in late:
-        assert error.waiting_on == (3,)
-        assert isinstance(error, TimeoutError)
-        assert verb in str(error)
-    close_all(world)
+        close_all(world)
+    return [error for error in ended if isinstance(error, uni.DeadlineExceeded)]
 
 
 # Not on_every_link: only there everybody can be watched.
-def test_ranks_that_all_wait_for_each_other_are_told_so() -> None:
+def test_ranks_that_all_wait_for_each_other_get_a_deadlock_error() -> None:
     def program(comm: uni.Communicator) -> Any:
+        comm.barrier()  # before it, a rank whose thread has not begun waits for nobody
         return comm.recv(np.zeros(1), (comm.rank + 1) % comm.size)
 
-    ended = run_ranks(program, 3, config=uni.Config(deadlock_after_s=0.05))
+    ended = run_ranks(program, 3, config=uni.Config(deadlock_after_s=0.5))
     for error in ended:
         assert isinstance(error, uni.Deadlock | uni.PeerAborted)
     told = [error for error in ended if isinstance(error, uni.Deadlock)]
@@ -452,7 +464,7 @@ MISMATCHES: dict[str, tuple[Callable[[uni.Communicator], Any], Callable[[uni.Com
 
 
 @pytest.mark.on_every_link
-@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("odd", [pytest.param(0, marks=pytest.mark.more), 2])
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_ranks_that_call_different_things_all_hear_of_both_calls(what: str, odd: int) -> None:
     usual, other = MISMATCHES[what]

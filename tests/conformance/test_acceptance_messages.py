@@ -217,7 +217,7 @@ def test_any_tag_takes_in_send_order_and_never_meets_a_collective() -> None:
 
 
 @pytest.mark.on_every_link
-def test_any_source_says_who_sent() -> None:
+def test_any_source_names_the_sender() -> None:
     def program(comm: uni.Communicator) -> Any:
         if comm.rank:
             return comm.send(np.full(4, comm.rank * 1.5), 0, comm.rank)

@@ -422,7 +422,7 @@ def test_nothing_is_left_of_operations_that_ended() -> None:
         comm.close()
 
 
-def test_news_about_operations_is_no_data() -> None:
+def test_a_control_message_about_an_operation_is_no_data() -> None:
     """N8: a barrier failed on any control message it did not expect. Here every operation asks."""
 
     def program(comm: uni.Communicator) -> Notes:
@@ -607,7 +607,7 @@ def test_ranks_that_never_meet_rank_0_need_nothing_of_it() -> None:
 # -- typed errors -----------------------------------------------------------------------------------------
 
 
-def test_errors_can_be_told_apart_by_their_type() -> None:
+def test_errors_differ_by_their_type() -> None:
     """F12: all errors became one with a text, and a timeout was found by its words."""
     assert issubclass(uni.UsageError, ValueError)
     assert issubclass(uni.DeadlineExceeded, TimeoutError)

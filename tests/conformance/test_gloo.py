@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.conformance.test_properties import PROPERTIES, reduced
 from tests.support.processes import Failed, forked, run_processes
-from tests.support.rank_pool import ended_by_drafts
+from tests.support.rank_pool import ended_in_pool
 
 import unisono as uni
 from unisono.backends.foreign import ForeignRequest
@@ -35,12 +35,12 @@ KILLED_S = 0.5
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_a_case_holds_on_gloo(name: str) -> None:
-    assert ended_by_drafts("gloo", "cases", 4)[name] == "ok"
+    assert ended_in_pool("gloo", "cases", 4)[name] == "ok"
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_a_property_holds_on_gloo(name: str) -> None:
-    assert ended_by_drafts("gloo", "properties", 6)[name] == "ok"
+    assert ended_in_pool("gloo", "properties", 6)[name] == "ok"
 
 
 def test_gloo_runs_what_it_can_and_plans_do_the_rest() -> None:

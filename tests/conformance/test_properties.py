@@ -613,7 +613,7 @@ def test_every_verb_of_a_reduction_and_every_algorithm_is_drawn():
         assert {a for v, a in drawn if v == verb} == {"auto", *named}
 
 
-def test_a_rank_that_is_done_may_leave_although_its_farewell_is_lost():
+def test_a_rank_that_is_done_may_leave_although_its_goodbye_is_lost():
     """With nothing eager, a farewell is still on its way when its sender goes: the others hear on."""
 
     def program(comm):

@@ -26,7 +26,8 @@ import pytest
 from tests.conformance.test_properties import PROPERTIES
 from tests.support.network import NoNetwork, private_network
 from tests.support.processes import Failed, forked, run_processes
-from tests.support.rank_pool import ended_by_drafts
+from tests.support.rank_pool import ended_in_pool
+from tests.support.system import need_tools, skip_without
 
 import unisono as uni
 from unisono.backends.quic.backend import QuicBackend, UnconnectedQuic
@@ -54,12 +55,12 @@ def _alone() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_a_case_holds_on_quic(name: str) -> None:
-    assert ended_by_drafts("quic", "cases", 4)[name] == "ok"
+    assert ended_in_pool("quic", "cases", 4)[name] == "ok"
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_a_property_holds_on_quic(name: str) -> None:
-    assert ended_by_drafts("quic", "properties", 6)[name] == "ok"
+    assert ended_in_pool("quic", "properties", 6)[name] == "ok"
 
 
 # -- what arrives is what was sent ------------------------------------------------------------------------
@@ -387,7 +388,7 @@ class Ignorant(UnconnectedQuic):
         super().__init__(dataclasses.replace(spec, secret=b"a guess") if spec.rank == 1 else spec)
 
 
-def test_who_cannot_show_the_right_key_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_without_the_right_key_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.backends.quic.backend._CONNECT_S", 2.0)
     with forked(lambda backend, pipe: "connected", 2, bind=Impostor) as ranks:
         failed = ranks.result(1)
@@ -396,7 +397,7 @@ def test_who_cannot_show_the_right_key_is_not_connected_to(monkeypatch: pytest.M
     assert "rank 1 could not connect by QUIC: rank 0: " in failed.text
 
 
-def test_who_does_not_know_the_secret_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_does_not_know_the_secret_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the two refuses the other; the first says why, and closes the connection to the second."""
     monkeypatch.setattr("unisono.backends.quic.backend._CONNECT_S", 2.0)
     with forked(lambda backend, pipe: "connected", 2, bind=Ignorant) as ranks:
@@ -494,11 +495,12 @@ def test_one_datagram_in_twenty_may_get_lost() -> None:
             assert np.array_equal(comm.all_reduce(x), np.arange(1000) * (3 * i + 3))
         return int(comm.backend._transport._links[(comm.rank + 1) % 3].connection.stats().udp_tx_datagrams)
 
+    need_tools("ip", "nft")
     try:
         with private_network(lost_percent=5):
             sent = run_processes(program, 3, kind="quic")
     except NoNetwork as error:
-        pytest.skip(f"no network namespaces here: {error}")
+        skip_without("the right to make a network namespace", str(error))
     assert not [each for each in sent if isinstance(each, Failed)], sent
     assert min(sent) > 100
 

@@ -36,6 +36,7 @@ class Import:
     at_load: bool
 
 
+@cache
 def imports_of(source: str, module: Path = Path("x.py")) -> list[Import]:
     return list(_imports(ast.parse(source), module, at_load=True))
 
@@ -99,13 +100,16 @@ def faults(path: Path, source: str) -> list[str]:
     return found
 
 
-def calls_of(source: str) -> Iterator[tuple[str, int]]:
+@cache
+def calls_of(source: str) -> list[tuple[str, int]]:
     """Every name that is called or read, dotted as written: `threading.Thread`, `print`."""
+    found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            yield f"{node.value.id}.{node.attr}", node.lineno
+            found.append((f"{node.value.id}.{node.attr}", node.lineno))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            yield node.func.id, node.lineno
+            found.append((node.func.id, node.lineno))
+    return found
 
 
 def test_every_module_has_a_place():

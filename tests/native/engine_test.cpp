@@ -783,8 +783,9 @@ void test_starved() {
   check(!is_starved(busy), "nor one that is gone");
 }
 
-// What is asked for on the command line, or all of it.
+// The case that the command line names, or none: all of them are run.
 std::string wanted;
+int cases_run = 0;
 
 // Say what is done: under a sanitizer it takes minutes.
 template <class Test>
@@ -792,6 +793,7 @@ void run(const char* what, Test test) {
   if (!wanted.empty() && wanted != what) return;
   const std::int64_t start = now_ns();
   test();
+  ++cases_run;
   std::printf("%s: %.1f s\n", what, static_cast<double>(now_ns() - start) / 1e9);
   std::fflush(stdout);
 }
@@ -825,5 +827,6 @@ int main(int count, char** words) {
     }
   }
   check(rmdir(folder) == 0, "nothing is left in the folder");
+  check(cases_run > 0, "the command line names a case");
   std::puts("ok");
 }

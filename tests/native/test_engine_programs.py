@@ -1,31 +1,56 @@
-"""What `make sanitize` and `make fuzz` compile from the engine still fits it, long before they run."""
+"""The engine without Python: the cases of engine_test.cpp, and the decoders that `make fuzz` feeds."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from tests.support.paths import ROOT, TESTS
+from tests.support.system import skip_without
+
+# The folder in which `make setup` compiled the module: its objects are linked, not compiled again.
+BUILD = Path(os.environ.get("UNISONO_BUILD_DIR", ROOT / ".venv/build/module"))
+CASES = sorted(set(re.findall(r'\brun\("([^"]+)"', (TESTS / "native/engine_test.cpp").read_text())))
+
+
+@pytest.fixture(scope="module")
+def engine_test() -> Path:
+    return built("engine_test")
+
+
+@pytest.fixture(scope="module")
+def decoders() -> Path:
+    return built("decoders")
+
+
+def built(target: str) -> Path:
+    """The program, linked again if a source of it changed."""
+    if not (BUILD / "CMakeCache.txt").exists():
+        skip_without("a build folder", f"no CMakeCache.txt in {BUILD}; run `make setup`")
+    build = ["cmake", "--build", str(BUILD), "--target", target]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return BUILD / "native" / target
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_case_of_the_engine_holds(engine_test: Path, case: str) -> None:
+    ended = subprocess.run([engine_test, case], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["ok"]), ended.stdout + ended.stderr
+
+
+def test_a_case_that_does_not_exist_is_refused(engine_test: Path) -> None:
+    ended = subprocess.run([engine_test, "no such case"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "not so: the command line names a case\n")
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("source", ["native/engine_test.cpp", "fuzz/decoders.cpp"])
-def test_a_program_beside_the_module_compiles(source: str) -> None:
-    compiler = os.environ.get("CXX", "c++")
-    done = subprocess.run(
-        [
-            compiler,
-            "-std=c++20",
-            "-fsyntax-only",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            "-I",
-            ROOT / "native",
-            TESTS / source,
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("decoder", ["tcp", "ring", "connector"])
+def test_a_decoder_of_the_engine_bears_ten_thousand_inputs(decoders: Path, decoder: str) -> None:
+    """`make fuzz` gives it a million, under sanitizers."""
+    command = [decoders, decoder, "10000", "1", TESTS / "corpus" / decoder]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -37,7 +37,7 @@ def of(*reports: RankState) -> dict[int, RankState]:
     return {report.rank: report for report in reports}
 
 
-def test_a_chain_that_closes_is_lost_and_so_is_who_waits_for_it():
+def test_a_cycle_of_waits_is_a_deadlock_and_so_is_a_wait_for_it():
     reports = of(
         *(RankState(rank, (recv(rank, (rank + 1) % 3),)) for rank in range(3)), RankState(3, (recv(9, 1),))
     )
@@ -57,7 +57,7 @@ def test_a_chain_that_closes_is_lost_and_so_is_who_waits_for_it():
         RankState(1, ()),
     ],
 )
-def test_whoever_may_be_helped_is_not_lost(other):
+def test_a_rank_that_can_still_be_helped_is_in_no_deadlock(other):
     assert (
         deadlocked(of(RankState(0, (recv(1, 1),)), other, RankState(2, (), helpers=("thread MainThread",))))
         == set()
@@ -74,7 +74,7 @@ def test_messages_meet_by_context_rank_and_tag(pending, is_met):
     assert (deadlocked(of(sending, receiving)) == set()) == is_met
 
 
-def test_a_collective_waits_for_those_who_have_not_called_it():
+def test_a_collective_waits_for_the_ranks_that_have_not_called_it():
     barrier = Wait(1, "barrier", 7, (1,), sequence=4)
     for following, lost in ((4, {0, 1}), (5, set()), (3, {0, 1})):
         late = RankState(1, (recv(2, 0),), next_sequences={7: following})
@@ -166,7 +166,7 @@ def ended(comm: Communicator, program: Callable[[Communicator], None]) -> tuple[
     return "", "", 0.0
 
 
-def check_told(results: list[Any], words: str) -> None:
+def check_deadlock(results: list[Any], words: str) -> None:
     assert any(words in text for _, text, _ in results), results
     for kind, text, _ in results:
         assert kind == "Deadlock", text
@@ -176,16 +176,16 @@ def check_told(results: list[Any], words: str) -> None:
 
 
 @pytest.mark.parametrize("what", CYCLES)
-def test_ranks_that_wait_for_each_other_are_told(what):
+def test_ranks_that_wait_for_each_other_get_a_deadlock_error(what):
     program, size, words = CYCLES[what]
-    check_told(run_processes(ended, size, program, kind="shm", config=QUICK), words)
+    check_deadlock(run_processes(ended, size, program, kind="shm", config=QUICK), words)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "quic", pytest.param("gloo", marks=pytest.mark.more)])
 @pytest.mark.parametrize("what", ["sends", "a collective and a receive"])
-def test_ranks_that_wait_for_each_other_are_told_on_every_backend(what, kind):
+def test_ranks_that_wait_for_each_other_get_a_deadlock_error_on_every_backend(what, kind):
     program, size, words = CYCLES[what]
-    check_told(run_processes(ended, size, program, kind=kind, config=QUICK), words)
+    check_deadlock(run_processes(ended, size, program, kind=kind, config=QUICK), words)
 
 
 def test_the_communicator_works_on_after_a_deadlock_of_messages():

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.engines import MakeWorld, found, outcome, world
+from tests.support.metronome import stopwatch
 from tests.support.oracle import Notes
 from tests.support.ranks import run_each
 
@@ -94,7 +95,7 @@ def test_shapes_shorter_messages_and_oneself(world: MakeWorld) -> None:
     assert found(comms, program) == []
 
 
-def test_order_and_tags_are_kept_among_hot_and_slow_messages(world: MakeWorld) -> None:
+def test_order_and_tags_are_kept_among_messages_of_both_paths(world: MakeWorld) -> None:
     comms = world(2)
     rounds = 300
 
@@ -273,7 +274,7 @@ def test_bad_arguments_are_refused_as_ever(world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("count", [4, 100_000])
-def test_who_waits_long_waits_in_python_and_gets_it(world: MakeWorld, count: int) -> None:
+def test_a_long_wait_goes_on_in_python_and_gets_the_message(world: MakeWorld, count: int) -> None:
     comms = world(2)
     is_waiting = threading.Event()
 
@@ -306,7 +307,7 @@ def test_who_waits_long_waits_in_python_and_gets_it(world: MakeWorld, count: int
     assert found(comms, program) == []
 
 
-def test_who_leaves_ends_the_receive_of_who_waits(world: MakeWorld) -> None:
+def test_a_rank_that_leaves_ends_a_waiting_receive(world: MakeWorld) -> None:
     comms = world(2)
 
     def program(comm: Communicator) -> Any:
@@ -327,7 +328,7 @@ def test_who_leaves_ends_the_receive_of_who_waits(world: MakeWorld) -> None:
         assert "left" in str(error)
 
 
-def test_an_abort_ends_the_receive_of_who_waits(world: MakeWorld) -> None:
+def test_an_abort_ends_a_waiting_receive(world: MakeWorld) -> None:
     comms = world(2)
     begun = threading.Barrier(2)
 
@@ -368,14 +369,14 @@ def _die_or_wait(comm: Communicator, folder: str) -> None:
             comm.send(x, 1)
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    error = outcome(lambda: comm.recv(x, 1))
-    took = time.monotonic() - started
+    with stopwatch() as seconds:
+        error = outcome(lambda: comm.recv(x, 1))
+        took = seconds()
     ranks = getattr(error, "ranks", ())
     Path(folder, str(comm.rank)).write_text(f"{type(error).__name__} {ranks} {took < 2 * 0.5}")
 
 
-def test_a_killed_rank_is_named_by_who_waits_for_its_message(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_where_its_message_is_awaited(tmp_path: Path) -> None:
     with pytest.raises(uni.UnisonoError, match="rank 1"):
         uni.spawn(_die_or_wait, 2, str(tmp_path))
     assert (tmp_path / "0").read_text() == "PeerLost (1,) True"
@@ -396,14 +397,14 @@ def _interrupted(comm: Communicator) -> list[Any]:
 
     striker = threading.Thread(target=strike)
     striker.start()
-    started = time.monotonic()
-    try:
-        is_called.set()
-        comm.recv(x, 1, 1)
-        ended = "well"
-    except KeyboardInterrupt:
-        ended = "interrupted"
-    took = time.monotonic() - started
+    with stopwatch() as seconds:
+        try:
+            is_called.set()
+            comm.recv(x, 1, 1)
+            ended = "well"
+        except KeyboardInterrupt:
+            ended = "interrupted"
+        took = seconds()
     striker.join()
     # The receive is gone, and the message is for the next.
     comm.send(b"go", 1, 9)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.engines import MakeWorld, found, outcome, world
+from tests.support.metronome import stopwatch
 from tests.support.oracle import PAIRS, Notes, dtype_of, operand, result
 from tests.support.ranks import run_each
 
@@ -111,7 +112,7 @@ def test_what_is_moved_arrives_as_it_was(world: MakeWorld, kind: str, size: int)
     assert all(ended_hot(comm) > len(shapes) * 4 * 2 * (5 + size) * 0.9 for comm in comms)
 
 
-def test_the_result_has_the_type_that_it_has_without_the_hot_path(world: MakeWorld) -> None:
+def test_the_result_has_the_same_type_as_without_the_fast_path(world: MakeWorld) -> None:
     comms = world(2)
 
     def program(comm: Communicator) -> Notes:
@@ -176,7 +177,7 @@ def test_calls_that_take_turns_keep_their_words(world: MakeWorld, kind: str) -> 
 # -- some ranks hot, others not ---------------------------------------------------------------------------
 
 
-def test_algorithms_named_in_one_line_are_told_apart(world: MakeWorld) -> None:
+def test_algorithms_named_in_one_line_are_distinguished(world: MakeWorld) -> None:
     comms = world(3, "shm")
     names = [name for name in algorithms("all_reduce") if name != "hierarchical"]
 
@@ -371,12 +372,12 @@ def test_another_collective_is_a_mismatch_never_a_wrong_sum(world: MakeWorld, ot
 
         for name in ("all_reduce", other) * 4:
             call(name)
-        started = time.monotonic()
-        error = outcome(lambda: call("all_reduce" if comm.rank else other))
-        if comm.rank == 0 and other == "broadcast":
-            assert isinstance(error, np.ndarray | CollectiveMismatch)
-            error = outcome(lambda: call("barrier"))  # a root runs ahead, but only into the next call
-        assert time.monotonic() - started < 2
+        with stopwatch() as seconds:
+            error = outcome(lambda: call("all_reduce" if comm.rank else other))
+            if comm.rank == 0 and other == "broadcast":
+                assert isinstance(error, np.ndarray | CollectiveMismatch)
+                error = outcome(lambda: call("barrier"))  # a root runs ahead, but only into the next call
+            assert seconds() < 2
         return [error]
 
     for (error,) in run_each(program, list(comms)).values():
@@ -385,7 +386,7 @@ def test_another_collective_is_a_mismatch_never_a_wrong_sum(world: MakeWorld, ot
         assert other in error.report
 
 
-def test_who_leaves_ends_the_call_of_who_waits(world: MakeWorld) -> None:
+def test_a_rank_that_leaves_ends_a_waiting_call(world: MakeWorld) -> None:
     comms = world(2)
 
     def program(comm: Communicator) -> Any:
@@ -402,7 +403,7 @@ def test_who_leaves_ends_the_call_of_who_waits(world: MakeWorld) -> None:
     assert "#10" in str(error)
 
 
-def test_an_abort_ends_the_call_of_who_waits(world: MakeWorld) -> None:
+def test_an_abort_ends_a_waiting_call(world: MakeWorld) -> None:
     comms = world(3)
     warmed = threading.Barrier(3)
 
@@ -464,7 +465,7 @@ def test_a_timeout_is_the_slow_ways_and_poisons(world: MakeWorld) -> None:
     assert isinstance(theirs, DeadlineExceeded)
 
 
-def test_a_late_rank_is_waited_for_and_the_next_calls_are_hot_again(world: MakeWorld) -> None:
+def test_after_a_late_rank_the_next_calls_take_the_fast_path_again(world: MakeWorld) -> None:
     comms = world(2, stall_query_s=0.05)
 
     def program(comm: Communicator) -> Notes:
@@ -491,14 +492,14 @@ def _die_or_wait(comm: Communicator, folder: str) -> None:
     warm(comm, 50)
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    error = outcome(lambda: warm(comm))
-    took = time.monotonic() - started
+    with stopwatch() as seconds:
+        error = outcome(lambda: warm(comm))
+        took = seconds()
     ranks = getattr(error, "ranks", ())
     Path(folder, str(comm.rank)).write_text(f"{type(error).__name__} {ranks} {took < 2 * 0.5}")
 
 
-def test_a_killed_rank_is_named_by_who_waits_for_it(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_by_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
     with pytest.raises(uni.UnisonoError, match="rank 1"):
         uni.spawn(_die_or_wait, 3, str(tmp_path))
     for rank in (0, 2):
@@ -521,13 +522,13 @@ def _interrupted(comm: Communicator) -> list[Any]:
 
     striker = threading.Thread(target=strike)
     striker.start()
-    started = time.monotonic()
-    try:
-        step(comm)
-        ended = "well"
-    except KeyboardInterrupt:
-        ended = "interrupted"
-    took = time.monotonic() - started
+    with stopwatch() as seconds:
+        try:
+            step(comm)
+            ended = "well"
+        except KeyboardInterrupt:
+            ended = "interrupted"
+        took = seconds()
     striker.join()
     comm.send(b"1", 1, 9)
     return [ended, took < 2 * 0.2 + 0.2, hot.handed_over - before]
@@ -549,8 +550,8 @@ def _hot(comm: Communicator) -> list[int]:
     return [group.hot.missed, group.hot.ended + group.hot.handed_over, group.call_log.next]
 
 
-@pytest.mark.parametrize("shm", ["1", "0"])
-def test_processes_take_the_hot_path(shm: str) -> None:
+@pytest.mark.parametrize("shm", ["1", "0"], ids=["shm", "tcp"])
+def test_processes_take_the_fast_path(shm: str) -> None:
     """All but the first, and those that a busy machine stalls for so long that Python looks after them."""
     for missed, hot, numbers in uni.spawn(_hot, 4, env={"UNISONO_SHM": shm}):
         assert 1 <= missed <= 30

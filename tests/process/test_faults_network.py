@@ -40,7 +40,7 @@ pytestmark = pytest.mark.more
 __all__ = ["hosts"]
 
 DOWN, GIVEN_UP = 12, 2  # frame.hpp: Kind, Fate
-CALLS_MAX = 16  # door.cpp
+CALLS_MAX = 16  # connect/connector.cpp
 
 
 # -- much data --------------------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ def test_a_starved_rank_behind_a_socket_is_not_dead(
 def test_a_starved_rank_has_time_for_a_handshake(rank_zero: Callable[..., NativeBackend], busy: int) -> None:
     backend = rank_zero()
     news = News(backend)
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         backend.connect([backend.card(), backend.card()._replace(port=port, pid=busy)])
         request = backend.start_send(1, CONTEXT, 0, memoryview(b"x"))
         assert is_quiet(backend, news, 1.5)
@@ -191,20 +191,20 @@ def test_a_starved_rank_has_time_for_a_handshake(rank_zero: Callable[..., Native
 def test_a_rank_calls_few_others_at_a_time(rank_zero: Callable[..., NativeBackend]) -> None:
     size = 2 * CALLS_MAX + 1
     backend = rank_zero(size, silence_s=20.0)
-    with contextlib.ExitStack() as stack, socket.create_server(("127.0.0.1", 0), backlog=64) as door:
-        door.settimeout(PATIENCE_S)
+    with contextlib.ExitStack() as stack, socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        listener.settimeout(PATIENCE_S)
         card = backend.card()
-        backend.connect([card] + [card._replace(port=door.getsockname()[1])] * (size - 1))
+        backend.connect([card] + [card._replace(port=listener.getsockname()[1])] * (size - 1))
         requests = [backend.start_send(rank, CONTEXT, 0, memoryview(b"x")) for rank in range(1, size)]
-        callers = [stack.enter_context(door.accept()[0]) for _ in range(CALLS_MAX)]
-        door.settimeout(0.3)
+        callers = [stack.enter_context(listener.accept()[0]) for _ in range(CALLS_MAX)]
+        listener.settimeout(0.3)
         with pytest.raises(TimeoutError):
-            door.accept()
-        door.settimeout(PATIENCE_S)
+            listener.accept()
+        listener.settimeout(PATIENCE_S)
         for caller in callers:  # what is no answer ends a call, and makes room for another
             caller.sendall(bytes(64))
         for _ in range(CALLS_MAX):
-            stack.enter_context(door.accept()[0]).sendall(bytes(64))
+            stack.enter_context(listener.accept()[0]).sendall(bytes(64))
         for request in requests:
             assert "secret" in str(ended(backend, request).error)
 
@@ -296,7 +296,7 @@ def test_a_rank_hears_why_it_was_hung_up_on(rank_zero: Callable[..., NativeBacke
 
 
 @pytest.mark.parametrize("is_left_open", [False, True])
-def test_who_is_given_up_says_so(rank_zero: Callable[..., NativeBackend], is_left_open: bool) -> None:
+def test_a_rank_declared_dead_says_so(rank_zero: Callable[..., NativeBackend], is_left_open: bool) -> None:
     backend = rank_zero(silence_s=20.0)
     news = News(backend)
     backend.connect([backend.card(), backend.card()._replace(port=1)])
@@ -372,7 +372,7 @@ def test_only_proven_datagrams_are_answered(rank_zero: Callable[..., NativeBacke
         assert ear.recv(100) == proven(ALIVE, 0, 1, 8), "the first answer is to the only question"
 
 
-def test_who_did_not_get_the_question_cannot_answer_it(rank_zero: Callable[..., NativeBackend]) -> None:
+def test_a_rank_that_did_not_get_the_query_cannot_answer_it(rank_zero: Callable[..., NativeBackend]) -> None:
     """Any member could prove a datagram in another one's name: it has to know the number of a question."""
     backend = rank_zero(silence_s=1.0)
     news = News(backend)
@@ -399,15 +399,15 @@ def test_who_did_not_get_the_question_cannot_answer_it(rank_zero: Callable[..., 
 def black_hole() -> Iterator[int]:
     """A port that answers nothing, as behind a firewall that drops: its queue of callers is full."""
     with contextlib.ExitStack() as stack:
-        door = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         while True:
             caller = stack.enter_context(socket.socket())
             caller.settimeout(0.2)
             try:
-                caller.connect(door.getsockname())
+                caller.connect(listener.getsockname())
             except TimeoutError:
                 break
-        yield door.getsockname()[1]
+        yield listener.getsockname()[1]
 
 
 def test_a_rank_behind_a_firewall_is_out_of_reach_and_the_error_says_where(
@@ -433,17 +433,17 @@ def test_a_port_that_accepts_and_hangs_up_is_out_of_reach_in_time(
     """As a proxy does, or an acceptor that refuses every hello: every call gets through, in vain."""
     is_over = threading.Event()
 
-    def hang_up(door: socket.socket) -> None:
+    def hang_up(listener: socket.socket) -> None:
         while not is_over.is_set():
-            with contextlib.suppress(TimeoutError), door.accept()[0] as caller:
+            with contextlib.suppress(TimeoutError), listener.accept()[0] as caller:
                 if is_reset:
                     caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     backend = rank_zero(tls=kind == "tls")
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        door.settimeout(0.05)
-        port = door.getsockname()[1]
-        hangs_up = threading.Thread(target=hang_up, args=(door,))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.05)
+        port = listener.getsockname()[1]
+        hangs_up = threading.Thread(target=hang_up, args=(listener,))
         hangs_up.start()
         try:
             shown = credentials(2)[0] if kind == "tls" else None
@@ -485,14 +485,14 @@ def test_only_the_socket_of_a_dead_rank_is_removed(tmp_path: Path, fate: str) ->
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     if fate == "is gone":
         os.waitpid(pid, 0)
-    with socket.socket(socket.AF_UNIX) as door, contextlib.ExitStack() as stack:
-        door.bind(str(path))
-        door.listen()
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as stack:
+        listener.bind(str(path))
+        listener.listen()
         backend = NativeBackend(0, 2, str(tmp_path), SECRET, neighbours=False)
         stack.callback(backend.close)
         backend.connect([backend.card(), backend.card()._replace(unix_path=str(path), pid=pid)])
         request = backend.start_send(1, CONTEXT, 0, memoryview(b"x"))
-        door.accept()[0].close()
+        listener.accept()[0].close()
         assert "hung up" in str(ended(backend, request).error)
     assert path.exists() == (fate == "lives")
     if fate == "is a zombie":

@@ -17,14 +17,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.metronome import Metronome
 from tests.support.processes import PATIENCE_S, Failed, Ranks, forked
-from tests.unit.comm.test_failure_local import Metronome
+from tests.support.system import run_tool, skip_without
 
 import unisono as uni
 from unisono.backends.native.backend import NativeBackend
@@ -128,8 +130,7 @@ def cable() -> Iterator[Cable]:
     names = [f"unisono-f{side}-{os.getpid()}" for side in "ab"]
     ends = [f"uf{side}{os.getpid()}"[:15] for side in "ab"]
 
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
+    ip = partial(run_tool, "ip")
 
     def enter(rank: int) -> dict[str, Any]:
         side = rank % 2
@@ -139,17 +140,14 @@ def cable() -> Iterator[Cable]:
         return {"host": f"host {side}", "bind": f"10.78.0.{side + 1}"}
 
     with contextlib.ExitStack() as stack:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                stack.callback(subprocess.run, ["ip", "netns", "delete", name], check=False)
-            ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", ends[1], "netns", names[1])
-            for side in range(2):
-                ip("-n", names[side], "address", "add", f"10.78.0.{side + 1}/24", "dev", ends[side])
-                for interface in (ends[side], "lo"):
-                    ip("-n", names[side], "link", "set", interface, "up")
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces here: {error}")
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(subprocess.run, ["ip", "netns", "delete", name], check=False)
+        ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", ends[1], "netns", names[1])
+        for side in range(2):
+            ip("-n", names[side], "address", "add", f"10.78.0.{side + 1}/24", "dev", ends[side])
+            for interface in (ends[side], "lo"):
+                ip("-n", names[side], "link", "set", interface, "up")
         yield (
             enter,
             lambda: ip("-n", names[0], "link", "set", ends[0], "down"),
@@ -237,14 +235,8 @@ def disconnect(found: list[socket.socket]) -> None:
 def destroy(found: list[socket.socket]) -> None:
     """As an administrator does it: the owner hears ECONNABORTED, the other side RST."""
     ports = " or ".join(f"sport = :{sock.getsockname()[1]}" for sock in found)
-    try:
-        done = subprocess.run(
-            ["ss", "--kill", "--tcp", "--no-header", ports], check=True, capture_output=True
-        )
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"ss is not here, or may not do it: {error}")
-    if not done.stdout:
-        pytest.skip("this system does not end connections of others")
+    if not run_tool("ss", "--kill", "--tcp", "--no-header", ports):
+        skip_without("ss --kill", "the kernel does not end connections of others")
 
 
 @pytest.mark.parametrize("end", [disconnect, destroy])
@@ -256,7 +248,7 @@ def test_a_reset_connection_ends_the_link_at_once(
         all_ready(ranks)
         found = [stack.enter_context(sock) for sock in connections(ranks.pids[0])]
         if not found:
-            pytest.skip("this system does not lend us another process's sockets")
+            skip_without("pidfd_getfd", "the kernel does not lend us another process's sockets")
         reset_at = time.monotonic()
         end(found)
         for rank in (0, 1):
@@ -604,7 +596,7 @@ def test_ctrl_c_ends_every_blocking_call(kind: str) -> None:
 
 
 @each_link
-def test_a_signal_that_comes_together_with_news_loses_none(kind: str) -> None:
+def test_a_signal_that_comes_together_with_a_completion_loses_neither(kind: str) -> None:
     """A handler raises between any two instructions: also between the engine's news and who waits for it."""
 
     def program(comm: Communicator, pipe: Connection) -> Any:

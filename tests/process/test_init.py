@@ -124,7 +124,7 @@ def test_links_on_one_host_are_encrypted_if_asked(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == [f"[{r}] sum 3006 on {r} of 2" for r in range(2)]
 
 
-def test_who_wants_encryption_does_not_go_without(tmp_path: Path) -> None:
+def test_a_rank_that_wants_encryption_does_not_go_without(tmp_path: Path) -> None:
     """The launcher was not told: its ticket is a plain one."""
     program = "import os\nos.environ['UNISONO_TLS'] = '1'\n" + PROGRAM
     done = run(tmp_path, program, "-m", "unisono", "run", "-n", "2", env={})
@@ -132,7 +132,7 @@ def test_who_wants_encryption_does_not_go_without(tmp_path: Path) -> None:
     assert "without encryption" in done.stderr
 
 
-def test_different_calls_are_told_to_all(env: dict[str, str]) -> None:
+def test_different_calls_are_reported_on_every_rank(env: dict[str, str]) -> None:
     for report in uni.spawn(mismatched, 3, env=env):
         assert "all_reduce float64[3]" in report
         assert "barrier" in report

@@ -143,7 +143,7 @@ def test_a_rank_that_announces_a_huge_object_takes_nobodys_memory(
 
 @pytest.mark.parametrize("setting", ["recv_bytes_max", "message_bytes_max"])
 @pytest.mark.parametrize("kind", [*KINDS, "simulated"])
-def test_a_users_limit_does_not_bound_news_and_frames_of_calls(
+def test_a_users_limit_does_not_bound_control_messages_and_rpc_frames(
     make: Callable[..., list[Communicator]], kind: str, setting: str
 ) -> None:
     """Every rank hears of a mismatch, in words that are longer than the limit; so are frames of calls."""
@@ -177,7 +177,9 @@ def test_a_users_limit_does_not_bound_the_control_messages_of_a_framed_backend()
     backend.close()
 
 
-def test_news_that_cannot_be_received_is_tried_again_after_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_control_message_that_cannot_be_received_is_tried_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It stays queued: without a rest control would take a whole core, for ever."""
     backend, other = LocalBackend.create(2)
     tried: list[float] = []
@@ -244,7 +246,7 @@ def failure(context: int, text: str = "x") -> GroupFailure:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_early_news_is_kept_within_a_budget_per_sender(
+def test_early_control_messages_are_kept_within_a_budget_per_sender(
     make: Callable[..., list[Communicator]], kind: str
 ) -> None:
     """Rank 1 talks of communicators that will never be; what rank 2 said of one that comes is still known."""
@@ -272,7 +274,7 @@ def test_early_news_is_kept_within_a_budget_per_sender(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_runs_far_ahead_and_leaves_every_group_is_heard_of_in_each(
+def test_a_rank_that_closes_many_groups_early_is_reported_lost_in_each(
     make: Callable[..., list[Communicator]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last words in 40 groups are more than is kept here: in each, its data and its end are known."""
@@ -306,7 +308,7 @@ def test_a_rank_that_runs_far_ahead_and_leaves_every_group_is_heard_of_in_each(
     assert run_each(program, make(2, kind)).values()[1] == []
 
 
-def test_early_news_loses_all_calls_but_the_last_before_any_is_dropped() -> None:
+def test_early_control_messages_keep_only_the_last_call_before_any_is_dropped() -> None:
     early, calls = EarlyMessages(), {number: bytes([number]) * 400 for number in range(4)}
     full = encode(Goodbye(0, Lane.CONTROL, calls))
     count = 2 * EARLY_BYTES_MAX // len(full)
@@ -348,7 +350,7 @@ def test_a_control_message_holds_no_more_than_its_fields_may() -> None:
             decode(msgspec.msgpack.encode(wrong))
 
 
-def test_who_asks_without_end_and_takes_no_answers_gets_a_bounded_number() -> None:
+def test_a_rank_that_queries_without_end_and_reads_nothing_gets_a_bounded_number_of_answers() -> None:
     """Rank 1 asks and does not listen: what waits for it does not grow."""
     backends = LocalBackend.create(2)
     control = Control(backends[0])
@@ -357,8 +359,8 @@ def test_who_asks_without_end_and_takes_no_answers_gets_a_bounded_number() -> No
         backends[1].start_send(0, 0, Tags.CONTROL, memoryview(question), lane=Lane.CONTROL)
         if number % 40:
             continue
-        knock = msgspec.msgpack.encode(ServiceQuery(1000 + number, "name"))
-        backends[1].start_send(0, 0, Tags.CONTROL, memoryview(knock), lane=Lane.CONTROL)
+        query = msgspec.msgpack.encode(ServiceQuery(1000 + number, "name"))
+        backends[1].start_send(0, 0, Tags.CONTROL, memoryview(query), lane=Lane.CONTROL)
     queued = len(backends[0]._hub.inboxes[1].inbound_from(0))
     assert queued < 30_000  # those that fit the credit of the lane, and a thousand
     assert control._replies_unsent[1] <= 1024

@@ -1,4 +1,4 @@
-"""Threats at the engine's door and on its links, as SECURITY.md names them: strangers, liars, bombs, crowds.
+"""Threats at the engine's listener and on its links, as in SECURITY.md: strangers, liars, bombs, crowds.
 
 Every test ends with ranks that still work together.
 """
@@ -122,18 +122,18 @@ def memory_kib() -> int:
     return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
 
 
-# -- strangers at a door with TLS -------------------------------------------------------------------------
+# -- strangers at a listener with TLS ---------------------------------------------------------------------
 
 
 def said_nothing(sock: socket.socket) -> bool:
-    """The door hung up, or sent an alert, but no word of ours inside TLS."""
+    """The listener hung up, or sent an alert, but no word of ours inside TLS."""
     return exactly(sock, 1) == b""
 
 
 def as_rank(
     card: Card, shown: Credentials | None, rank: int, change: Callable[[ssl.SSLContext], None]
 ) -> bool:
-    """Call with these credentials and say to be `rank`; whether the door opened."""
+    """Call with these credentials and say to be `rank`; whether it is admitted."""
     client = context(shown)
     change(client)
     with dialled(card) as sock:
@@ -170,9 +170,7 @@ STRANGERS: dict[str, tuple[Callable[[Issuer], Credentials | None], Callable[[ssl
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)
-def test_who_is_no_member_is_refused_and_named(
-    make: Make, caplog: pytest.LogCaptureFixture, stranger: str
-) -> None:
+def test_a_stranger_is_refused_and_named(make: Make, caplog: pytest.LogCaptureFixture, stranger: str) -> None:
     shown, change, reason = STRANGERS[stranger]
     issuer = Issuer(3)
     backends = make(3, (0, 1), tls=True)
@@ -215,7 +213,7 @@ def test_a_stranger_gets_less_than_4_kib(make: Make) -> None:
         client.do_handshake()
     with dialled(card) as sock:
         sock.sendall(outward.read())
-        # It never answers: all that comes until the door gives up is for a stranger.
+        # It never answers: all that comes until the listener gives up is for a stranger.
         assert 0 < len(exactly(sock, 1 << 20)) < 4096
 
 
@@ -439,7 +437,7 @@ def test_a_bomb_ends_its_link_and_takes_no_memory(make: Make) -> None:
     exchange(*backends)
 
 
-def test_who_asks_and_takes_no_answers_is_dropped_and_takes_little_memory(make: Make) -> None:
+def test_a_peer_that_queries_and_reads_nothing_is_dropped_and_takes_little_memory(make: Make) -> None:
     """Each offer and its withdrawal are answered; a member that never reads would be answered for ever."""
     first, last = backends = make(3, (0, 2))
     connect(backends, cards=[first.card()] * 2 + [last.card()])
@@ -497,7 +495,7 @@ def test_random_frames_of_a_member_hurt_nobody_else(make: Make) -> None:
     assert memory_kib() - before < 16 * 1024
 
 
-def test_who_does_not_read_does_not_grow_the_senders_memory(make: Make) -> None:
+def test_a_peer_that_does_not_read_does_not_grow_the_senders_memory(make: Make) -> None:
     """A member that takes nothing and says nothing is known by its silence, and held back until then."""
     first = make(2, (0,), config=Config())[0]
     connect([first], cards=[first.card()] * 2)
@@ -516,7 +514,7 @@ def test_who_does_not_read_does_not_grow_the_senders_memory(make: Make) -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_a_crowd_at_the_door_keeps_no_member_out(make: Make, tls: bool) -> None:
+def test_a_crowd_at_the_listener_keeps_no_member_out(make: Make, tls: bool) -> None:
     issuer = Issuer(2) if tls else None
     backends = make(2, tls=tls)
     card = backends[0].card()

@@ -136,7 +136,7 @@ def test_the_first_failure_is_raised_here(kind: str, error: str, words: str) -> 
         assert said["type_name"] in ("Odd", "SystemExit")
 
 
-def test_who_only_heard_of_a_failure_is_not_blamed() -> None:
+def test_a_rank_that_only_reports_a_failure_is_not_blamed() -> None:
     said = run("blame")
     assert (said["error"], said["text"]) == ("ValueError", "the root of it")
 
@@ -147,7 +147,7 @@ def test_a_result_that_cannot_travel_is_an_error_that_says_so() -> None:
     assert "returned a value that cannot be sent to the parent" in said["text"]
 
 
-def test_a_timeout_ends_all_and_names_who_was_missing() -> None:
+def test_a_timeout_ends_all_and_names_the_missing_ranks() -> None:
     said = run("hang")
     assert said["error"] == "DeadlineExceeded"
     assert said["waiting_on"] == [1, 2]
@@ -172,7 +172,7 @@ def test_no_rank_outlives_the_process_that_spawned_it(number: signal.Signals) ->
     assert not any(is_alive(pid) for pid in pids)
 
 
-def test_a_main_file_without_a_guard_is_told_so(tmp_path: Path) -> None:
+def test_a_main_file_without_a_guard_is_refused_with_the_remedy(tmp_path: Path) -> None:
     program = tmp_path / "unguarded.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(PROGRAM.parent)!r})\n"

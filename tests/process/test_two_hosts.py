@@ -55,7 +55,7 @@ def secrets(folder: Path) -> list[bytes]:
     return found
 
 
-def test_who_listens_at_the_cable_learns_nothing(hosts: Hosts, tmp_path: Path) -> None:
+def test_an_eavesdropper_at_the_cable_learns_nothing(hosts: Hosts, tmp_path: Path) -> None:
     with hosts.heard(tmp_path / "cable"):
         ends = run(hosts, tmp_path, 2, "--address", hosts.interfaces[0])
     cable = (tmp_path / "cable").read_bytes()

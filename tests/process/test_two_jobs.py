@@ -89,7 +89,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield begin
 
 
-def test_who_comes_while_another_job_lives_is_refused(start: Start) -> None:
+def test_a_rank_of_another_job_is_refused_while_a_job_lives(start: Start) -> None:
     """Nothing tells the ranks of the two jobs apart: rank 1 of B joins A. The other two are refused."""
     first, guest = start("A", 0), start("B", 1)
     first.begin()
@@ -115,7 +115,7 @@ def test_who_comes_while_another_job_lives_is_refused(start: Start) -> None:
     assert (first.ended(), guest.ended()) == (0, 0)
 
 
-def test_who_was_there_before_the_others_met_is_refused_at_once(start: Start) -> None:
+def test_a_rank_that_was_there_before_the_others_met_is_refused_at_once(start: Start) -> None:
     """Its world cannot be the next one: it need not wait for its deadline."""
     first, guest, left = start("A", 0), start("B", 1), start("A", 1)
     assert left.said() == "up"

@@ -140,7 +140,7 @@ def fault(chance: random.Random, n: int) -> Fault:
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
-def test_random_programs_end_with_right_results_or_name_whom_they_lost(seed: int) -> None:
+def test_random_programs_end_with_right_results_or_name_the_ranks_they_lost(seed: int) -> None:
     result, faults = chaos(seed)
     for outcome in result.results:
         assert outcome == "through" or (faults and isinstance(outcome, uni.PeerLost | Killed)), repr(outcome)

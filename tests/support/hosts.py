@@ -9,9 +9,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.support.system import run_tool
 
 __all__ = ["Hosts", "hosts"]
 
@@ -93,21 +95,16 @@ def hosts() -> Iterator[Hosts]:
     pair = Hosts((f"unisono-a-{os.getpid()}", f"unisono-b-{os.getpid()}"))
     pair.interfaces = (f"uni-a-{os.getpid()}"[:15], f"uni-b-{os.getpid()}"[:15])
 
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
+    ip = partial(run_tool, "ip")
     with contextlib.ExitStack() as stack:
-        try:
-            for name in pair:
-                ip("netns", "add", name)
-                stack.callback(subprocess.run, ["ip", "netns", "delete", name], check=False)
-            one, other = pair.interfaces
-            ip("link", "add", one, "netns", pair[0], "type", "veth", "peer", other, "netns", pair[1])
-            for i, (name, interface) in enumerate(zip(pair, pair.interfaces, strict=True), 1):
-                ip("-n", name, "address", "add", f"10.77.0.{i}/24", "dev", interface)
-                ip("-n", name, "address", "add", f"fd77::{i}/64", "dev", interface, "nodad")
-                for end in (interface, "lo"):
-                    ip("-n", name, "link", "set", end, "up")
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces here: {error}")
+        for name in pair:
+            ip("netns", "add", name)
+            stack.callback(subprocess.run, ["ip", "netns", "delete", name], check=False)
+        one, other = pair.interfaces
+        ip("link", "add", one, "netns", pair[0], "type", "veth", "peer", other, "netns", pair[1])
+        for i, (name, interface) in enumerate(zip(pair, pair.interfaces, strict=True), 1):
+            ip("-n", name, "address", "add", f"10.77.0.{i}/24", "dev", interface)
+            ip("-n", name, "address", "add", f"fd77::{i}/64", "dev", interface, "nodad")
+            for end in (interface, "lo"):
+                ip("-n", name, "link", "set", end, "up")
         yield pair

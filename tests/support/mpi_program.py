@@ -17,7 +17,7 @@ import pytest
 from mpi4py import MPI
 from tests.conformance.test_properties import equal
 from tests.process.test_mismatch import CORPUS, mismatches
-from tests.support.rank_pool import Crew
+from tests.support.rank_pool import RankPool
 from tests.support.sums import SUMS, sums
 
 import unisono as uni
@@ -30,20 +30,20 @@ from unisono.errors import CollectiveMismatch, DeadlineExceeded, UnisonoError
 WORLD = MPI.COMM_WORLD
 
 
-class MpiCrew(Crew):
+class MpiRankPool(RankPool):
     """Ranks of mpiexec."""
 
     rank = WORLD.rank
     kind = "mpi"
 
-    def opened(self, size: int, config: Config) -> MpiBackend | None:
+    def open_world(self, size: int, config: Config) -> MpiBackend | None:
         part = WORLD.Split(0 if WORLD.rank < size else 1, WORLD.rank)
         backend = MpiBackend(part, config) if WORLD.rank < size else None
         part.Free()
         return backend
 
-    def gathered(self, said: Any) -> list[Any]:
-        return WORLD.allgather(said)
+    def gather(self, value: Any) -> list[Any]:
+        return WORLD.allgather(value)
 
 
 def fails(left: Any, right: Any) -> Any:
@@ -181,9 +181,9 @@ def fraction_lost(world: Communicator) -> str:
 def main() -> None:
     match sys.argv[1]:
         case "cases":
-            said: Any = MpiCrew().cases()
+            said: Any = MpiRankPool().cases()
         case "properties":
-            said = MpiCrew().properties(examples=4)
+            said = MpiRankPool().properties(examples=4)
         case "behaviour":
             said = behaviour()
         case "mismatches":

@@ -22,6 +22,9 @@ import unisono as uni
 
 Array = np.ndarray[Any, Any]
 
+# The ranks of a test ask for the same arrays at about the same time. Later nobody does, and they may be long.
+KEPT_MAX = 32
+
 BOOLS = ("bool",)
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 HALVES = ("float16", "bfloat16")
@@ -54,7 +57,7 @@ def rng(*seed: object) -> np.random.Generator:
     return np.random.default_rng([zlib.crc32(repr(part).encode()) for part in seed])
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_MAX)
 def moved(name: str, shape: Any, *seed: object) -> Array:
     """Arbitrary bits, NaN with payloads included: what is only moved must arrive as it was. Read-only."""
     kind = dtype_of(name)
@@ -65,7 +68,7 @@ def moved(name: str, shape: Any, *seed: object) -> Array:
     return np.frombuffer(raw, kind).reshape(shape)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_MAX)
 def operand(name: str, op: str, shape: Any, rank: int, size: int, *seed: object) -> Array:
     """Rank's contribution to a reduction whose result does not depend on the operands' order. Read-only."""
     random = rng(name, op, rank, *seed)
@@ -93,7 +96,7 @@ def operands(name: str, op: str, shape: Any, size: int, *seed: object) -> list[A
     return [operand(name, op, shape, rank, size, *seed) for rank in range(size)]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_MAX)
 def result(name: str, op: str, shape: Any, size: int, *seed: object) -> Array:
     """What a reduction of `operands` gives."""
     return _frozen(reduced(op, operands(name, op, shape, size, *seed)))

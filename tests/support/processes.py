@@ -1,7 +1,6 @@
-"""Native ranks as processes, forked from the test: what a test function can do on a thread it can do here.
+"""Ranks as processes, forked from the test.
 
-Knows how ranks get their cards, how to talk to them and how each ended. Does not know what they do. A forked
-child has the test's own functions and closures, so that the same cases run on threads and in processes.
+A forked child has the test's own functions and closures: the same cases run on threads and in processes.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -56,7 +56,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class Failed(Exception):
-    """A rank ended by an exception: the words of it, and the ranks it names."""
+    """A rank ended by an exception: its text, and the ranks it names."""
 
     type_name: str
     text: str
@@ -108,7 +108,7 @@ class _Raised:
 
 
 class Ranks:
-    """The processes of one world. Each talks to the test by a pipe, and says at last what it returned."""
+    """The processes of one world. Each has a pipe to the test, on which it sends at last what it returned."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -152,14 +152,14 @@ class Ranks:
                 pipe.send(cards)
 
     def hear(self, rank: int, timeout: float = PATIENCE_S) -> Any:
-        assert self.pipes[rank].poll(timeout), f"rank {rank} says nothing within {timeout:g} s"
+        assert self.pipes[rank].poll(timeout), f"rank {rank} sends nothing within {timeout:g} s"
         said = self.pipes[rank].recv()
         if isinstance(said, Failed):
             raise said
         return said
 
     def result(self, rank: int, timeout: float = PATIENCE_S) -> Any:
-        """What a rank returned, or how it failed; its other words are skipped."""
+        """What a rank returned, or how it failed; its other messages are skipped."""
         deadline = time.monotonic() + timeout
         while True:
             if not self.pipes[rank].poll(max(0.0, deadline - time.monotonic())):
@@ -167,7 +167,7 @@ class Ranks:
             try:
                 said = self.pipes[rank].recv()
             except EOFError:
-                return Failed("Killed", f"rank {rank} ended without a word")
+                return Failed("Killed", f"rank {rank} ended without a result")
             if isinstance(said, Failed):
                 return said
             if isinstance(said, _Returned):
@@ -202,7 +202,7 @@ class Ranks:
         return self.codes[rank]
 
     def end(self) -> None:
-        """Nobody survives."""
+        """Kill the ranks that still live."""
         for rank, pid in enumerate(self.pids):
             if rank not in self.codes:
                 os.kill(pid, signal.SIGKILL)
@@ -296,6 +296,8 @@ def _be_rank(
 ) -> None:
     """The whole life of a forked rank. It never returns to the test."""
     code = 0
+    # Garbage of earlier tests is the parent's: a finalizer here might wait for a thread that was not forked.
+    gc.freeze()
     try:
         faulthandler.register(signal.SIGUSR2, open(_stack_file(folder, rank), "w"))  # noqa: SIM115
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

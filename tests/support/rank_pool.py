@@ -1,7 +1,6 @@
-"""A crew: processes that run many tests in step, because starting them costs more than most tests take.
+"""A pool of ranks that run many tests in step, because starting ranks costs more than most tests take.
 
-Knows how the cases and properties of every backend are run by ranks that stay. Each works in a world of as
-many ranks as it needs, made for it; whoever has no part in it waits. Does not know how such a world is made.
+Each test gets a world of its own, of as many of the ranks as it needs; the others wait for its end.
 """
 
 from __future__ import annotations
@@ -23,45 +22,45 @@ from unisono.config import Config
 from unisono.messaging.backend import Backend
 from unisono.testing import CASES, run_case
 
-__all__ = ["Crew", "DraftCrew", "ended_by_drafts"]
+__all__ = ["BindingRankPool", "RankPool", "ended_in_pool"]
 
 
-class Crew(ABC):
-    """One of the processes. All of them call the same methods, in the same order."""
+class RankPool(ABC):
+    """One process of the pool. All of them call the same methods in the same order."""
 
     rank: int
-    kind: str  # what tests call its backend
+    kind: str  # the name of its backend in test ids
 
     @abstractmethod
-    def opened(self, size: int, config: Config) -> Backend | None:
-        """Make a world of the first ranks; None for those who have no part in it."""
+    def open_world(self, size: int, config: Config) -> Backend | None:
+        """Make a world of the first `size` ranks; None on the other ranks."""
 
     @abstractmethod
-    def gathered(self, said: Any) -> list[Any]:
-        """What each of the whole crew says."""
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank of the pool."""
 
-    def on_some(self, size: int, live: Callable[[Backend], Any], config: Config | None = None) -> list[Any]:
-        """Run `live(backend)` on the first ranks; what each returned or raised, told to all."""
+    def run_on(self, size: int, live: Callable[[Backend], Any], config: Config | None = None) -> list[Any]:
+        """Run `live(backend)` on the first `size` ranks: what each returned or raised, known to all."""
         result: Any = None
         try:
-            backend = self.opened(size, config or Config())
+            backend = self.open_world(size, config or Config())
             if backend is not None:
                 result = live(backend)
         except Exception as error:
             result = RuntimeError(f"{type(error).__name__}: {error}")
-        return self.gathered(result)[:size]
+        return self.gather(result)[:size]
 
     def cases(self) -> dict[str, str]:
         """How each case of the conformance kit ended."""
         ended = {}
         for case in CASES:
-            results = self.on_some(case.size, lambda backend, case=case: run_case(case, backend))
+            results = self.run_on(case.size, lambda backend, case=case: run_case(case, backend))
             wrong = [str(result) for result in results if result is not None]
             ended[case.name] = wrong[0] if wrong else "ok"
         return ended
 
     def properties(self, examples: int) -> dict[str, str]:
-        """How each property of the communicator ended, by so many examples."""
+        """How each property of the communicator ended, with this number of examples each."""
 
         def run_here(
             fn: Callable[..., Any], size: int, *args: Any, kind: str, config: Config | None = None
@@ -70,7 +69,7 @@ class Crew(ABC):
                 with Communicator.world(backend) as comm:
                     return fn(comm, *args)
 
-            return Ended(self.on_some(size, live, config))
+            return Ended(self.run_on(size, live, config))
 
         test_properties.KINDS.setdefault(self.kind, lambda rank: {})
         test_properties.run_processes = run_here
@@ -86,15 +85,15 @@ class Crew(ABC):
         return ended
 
 
-class DraftCrew(Crew):
-    """Ranks that have a world, by which they tell each other how to make more."""
+class BindingRankPool(RankPool):
+    """A pool whose ranks exchange the cards of further worlds over a first world of their own."""
 
     def __init__(self, kind: str, world: Communicator) -> None:
         self.kind = kind
         self.rank = world.rank
         self._world = world
 
-    def opened(self, size: int, config: Config) -> Backend | None:
+    def open_world(self, size: int, config: Config) -> Backend | None:
         bind = None
         if self.rank < size:
             spec = BindSpec(self.rank, size, "127.0.0.1", is_encrypted=False, config=config)
@@ -102,17 +101,17 @@ class DraftCrew(Crew):
         cards = self._world.all_gather_object(None if bind is None else bind.card())
         return None if bind is None else bind.connect(cards[:size])
 
-    def gathered(self, said: Any) -> list[Any]:
-        return [pickle.loads(each) for each in self._world.all_gather_object(pickle.dumps(said))]
+    def gather(self, value: Any) -> list[Any]:
+        return [pickle.loads(each) for each in self._world.all_gather_object(pickle.dumps(value))]
 
 
 @cache
-def ended_by_drafts(kind: str, what: str, size: int) -> dict[str, str]:
-    """How the cases or the properties ended on such ranks, each in a world of its own."""
+def ended_in_pool(kind: str, what: str, size: int) -> dict[str, str]:
+    """How the cases or the properties ended in a pool of this kind, each in a world of its own."""
 
     def program(comm: Communicator) -> dict[str, str]:
-        crew = DraftCrew(kind, comm)
-        return crew.cases() if what == "cases" else crew.properties(examples=2)
+        pool = BindingRankPool(kind, comm)
+        return pool.cases() if what == "cases" else pool.properties(examples=2)
 
     # Dozens of tests, one after the other: on a busy machine they take longer than any of them may.
     ended = run_processes(program, size, kind=kind, patience_s=4 * PATIENCE_S)

@@ -25,17 +25,17 @@ __all__ = [
     "ON_EVERY_LINK",
     "PATIENCE_S",
     "Ended",
-    "ranks_live_in",
+    "ranks_linked_by",
     "run_each",
     "run_ranks",
 ]
 
-# Where the ranks of an acceptance test live: on threads, or in processes with these links between them. Each
-# test goes through all its parameters on threads, and through one of them in processes, with one kind;
-# with --long through all of them with every kind.
+# The ranks of an acceptance test are threads, or processes with one of these kinds of links. A test runs
+# with all its parameters on threads, and with one of them in processes;
+# with --long with all of them on every kind.
 IN_THREADS = "threads"
 ON_EVERY_LINK = ("shm", "tcp", "hosts", "tls", "hosts tls")
-_place = IN_THREADS
+_links = IN_THREADS
 
 # Under `make sanitize` freed memory is kept for a while: what a process takes then says nothing about ours.
 IS_SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
@@ -60,8 +60,8 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, config: Config | None 
 
     In an acceptance test they may be native ranks, in processes of their own.
     """
-    if _place != IN_THREADS:
-        ended = run_processes(fn, n, *args, kind=_place, config=config)
+    if _links != IN_THREADS:
+        ended = run_processes(fn, n, *args, kind=_links, config=config)
         return Ended([each.error() if isinstance(each, Failed) else each for each in ended])
 
     def one(comm: uni.Communicator) -> Any:
@@ -71,19 +71,19 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, config: Config | None 
     return run_each(one, uni.local(n, config))
 
 
-def run_each(fn: Callable[[Any], Any], places: list[Any]) -> Ended:
-    """Run `fn(place)` on a thread per place; collect how each ended. Who hangs is shown and left behind."""
-    ended = Ended([None] * len(places))
+def run_each(fn: Callable[[Any], Any], ranks: list[Any]) -> Ended:
+    """Run `fn(rank)` on a thread per rank; how each ended. A thread that hangs is shown with its stack."""
+    ended = Ended([None] * len(ranks))
 
     def one(index: int) -> None:
         try:
-            ended[index] = fn(places[index])
+            ended[index] = fn(ranks[index])
         except BaseException as error:
             ended[index] = error
 
     threads = [
         threading.Thread(target=one, args=(index,), name=f"rank_{index}", daemon=True)
-        for index in range(len(places))
+        for index in range(len(ranks))
     ]
     for thread in threads:
         thread.start()
@@ -102,11 +102,11 @@ def run_each(fn: Callable[[Any], Any], places: list[Any]) -> Ended:
 
 
 @contextmanager
-def ranks_live_in(place: str) -> Iterator[None]:
-    """Let `run_ranks` start ranks there within the block."""
-    global _place
-    _place = place
+def ranks_linked_by(kind: str) -> Iterator[None]:
+    """Let `run_ranks` link ranks this way within the block."""
+    global _links
+    _links = kind
     try:
         yield
     finally:
-        _place = IN_THREADS
+        _links = IN_THREADS

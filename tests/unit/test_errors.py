@@ -139,7 +139,7 @@ def test_a_location_is_filled_in_but_never_overwritten(first, second):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_an_error_that_is_told_no_next_step_names_the_usual_one(kind: type[UnisonoError]) -> None:
+def test_an_error_without_a_next_step_of_its_own_names_the_usual_one(kind: type[UnisonoError]) -> None:
     assert kind.usual_step
     assert str(kind("something ended")) == f"something ended. Next: {kind.usual_step}"
     assert str(kind("something ended", next_step="wait")) == "something ended. Next: wait"
@@ -168,7 +168,7 @@ def _raised() -> Iterator[tuple[str, ast.Call, str]]:
                 yield f"{path.relative_to(PACKAGE)}:{node.lineno}", node, text
 
 
-def test_a_wrong_call_is_told_what_is_allowed_or_what_to_do_wherever_it_is_refused() -> None:
+def test_a_refused_call_names_what_is_allowed_or_what_to_do() -> None:
     """The usual step of a UsageError is to correct the call: its text must say how."""
     places = list(_raised())
     assert len(places) > 200

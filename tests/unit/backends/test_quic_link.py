@@ -247,7 +247,7 @@ def test_a_card_that_is_none_is_refused(card: bytes) -> None:
 # -- who is there -----------------------------------------------------------------------------------------
 
 
-def test_a_peer_is_asked_while_it_is_silent_and_given_up_after_so_many_ticks() -> None:
+def test_a_silent_peer_is_queried_and_declared_dead_after_its_ticks() -> None:
     pulse = Pulse()
     assert pulse.tick(5) == (False, False)
     assert [pulse.tick(5) for _ in range(TICKS)] == [(True, False)] * TICKS

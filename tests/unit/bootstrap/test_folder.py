@@ -62,7 +62,7 @@ def test_a_later_job_removes_what_a_killed_one_has_left_and_nothing_that_lives(t
     assert folders(tmp_path) == set()
 
 
-def test_who_enters_keeps_its_folder_whoever_clears_up_meanwhile(tmp_path: Path) -> None:
+def test_a_process_that_enters_keeps_its_folder_while_others_clean_up(tmp_path: Path) -> None:
     """Locks belong to open descriptors: threads race here as processes do."""
     stop, faults = threading.Event(), []
 

@@ -129,7 +129,7 @@ def test_a_world_without_a_rank_that_has_ended_cannot_form() -> None:
     assert formation.on_rank_ended(7, "exit code 0") is None
 
 
-def test_whoever_ends_after_the_world_has_formed_is_no_business_of_the_formation() -> None:
+def test_a_rank_that_ends_after_the_world_has_formed_does_not_concern_the_formation() -> None:
     formation = Formation(1, "1.0")
     formation.offer(0, a_join(0, 1))
     formation.membership()
@@ -183,7 +183,7 @@ def test_a_stranger_goes_for_a_newcomer_first_one_from_the_same_address() -> Non
     assert gate.any() is None
 
 
-def test_who_goes_is_drawn_from_all() -> None:
+def test_the_evicted_connection_is_drawn_from_all() -> None:
     gate = AdmissionLimiter(pending_max=8, per_address_max=8)
     victims = [gate.arrive(key, "10.0.0.1", 0.0) for key in range(2000)]
     ages = {key - victim for key, victim in enumerate(victims) if victim is not None}
@@ -198,7 +198,7 @@ def test_the_addresses_of_one_ipv6_network_count_as_one() -> None:
     assert gate.arrive(2, "2001:db8:1::1", 0.0) is None
 
 
-def test_the_answer_to_who_fails_often_waits_for_a_minute() -> None:
+def test_the_answer_to_a_client_that_fails_often_waits_up_to_a_minute() -> None:
     gate = AdmissionLimiter()
     assert [gate.fail("10.0.0.1", float(i)) for i in range(20)] == [0.0] * 20
     assert gate.fail("10.0.0.1", 21.0) == 1.0
@@ -440,7 +440,7 @@ def victim(rank: int, *blames: int) -> End:
     return End(rank, is_victim=True, blames=blames)
 
 
-def test_the_culprit_is_whom_the_victims_name_or_the_first_that_is_no_victim() -> None:
+def test_the_culprit_is_the_rank_that_the_victims_name_or_the_first_that_is_no_victim() -> None:
     assert culprit([victim(3), victim(1), End(2), End(0)]) == 2
     assert culprit([victim(3), victim(1)]) == 3
     assert culprit([victim(3, 0), End(2), End(0)]) == 0

@@ -121,7 +121,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_launcher_in_a_rank_reads_what_the_user_set_not_what_its_parent_was_told(
+def test_a_launcher_in_a_rank_reads_the_users_settings_not_its_parents(
     program: str, options: list[str]
 ) -> None:
     read = read_by(run(*options, program, "nested"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import itertools
 import random
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.metronome import Metronome
 from tests.support.ranks import PATIENCE_S, run_each, run_ranks
 
 import unisono as uni
@@ -51,29 +51,10 @@ NAMED = {
 }
 
 
-class Metronome(threading.Thread):
-    """Beats a hundred times a second; late beats show for how long the machine had no time for us."""
-
-    PERIOD_S = 0.01
-
-    def __init__(self):  # type: ignore[no-untyped-def] # its source goes into scripts
-        super().__init__(name="metronome", daemon=True)
-        self.beats = [time.monotonic()]
-        self.is_over = False
-        self.start()
-
-    def run(self):  # type: ignore[no-untyped-def]
-        while not self.is_over:
-            time.sleep(self.PERIOD_S)
-            self.beats.append(time.monotonic())
-
-    def fair_s(self, begun, ended):  # type: ignore[no-untyped-def]
-        """The seconds between two points in time, less those that were stolen."""
-        while self.beats[-1] <= ended:
-            time.sleep(self.PERIOD_S)
-        beats = list(self.beats)
-        pairs = [(t0, t1) for t0, t1 in itertools.pairwise(beats) if t1 > begun and t0 < ended]
-        return ended - begun - sum(max(0.0, t1 - t0 - 2 * self.PERIOD_S) for t0, t1 in pairs)
+def seeds(number: int, together: int) -> pytest.MarkDecorator:
+    """The first few seeds in `make test`; tests/simulation/test_random_deaths.py has more of them."""
+    others = [pytest.param(first, marks=pytest.mark.more) for first in range(together, number, together)]
+    return pytest.mark.parametrize("first", [0, *others])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -230,8 +211,8 @@ def survive_and_leave(comm: uni.Communicator, seed: int) -> tuple[float, Unisono
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["who hears stays", "who hears leaves"])
-@pytest.mark.parametrize("first", range(0, 64, 8))
-def test_every_survivor_hears_who_died_wherever_it_died(first: int, leaves: bool) -> None:
+@seeds(64, 8)
+def test_every_survivor_hears_which_rank_died_wherever_it_died(first: int, leaves: bool) -> None:
     """And hears of nobody else, although others leave because of it; what completed was right."""
     for seed in range(first, first + 8):
         rng = random.Random(f"victims {seed}")
@@ -251,8 +232,8 @@ def test_every_survivor_hears_who_died_wherever_it_died(first: int, leaves: bool
         close_all(worlds)
 
 
-@pytest.mark.parametrize("first", range(0, 24, 8))
-def test_two_deaths_are_both_told_and_nobody_else_is_blamed(first: int) -> None:
+@seeds(24, 8)
+def test_two_deaths_are_both_reported_and_no_other_rank_is_blamed(first: int) -> None:
     for seed in range(first, first + 8):
         rng = random.Random(f"two victims {seed}")
         size = rng.randint(3, 8)
@@ -341,7 +322,7 @@ def test_a_death_ends_groups_of_the_dead_and_leaves_the_others() -> None:
 # -- a rank leaves ----------------------------------------------------------------------------------------
 
 
-def test_who_waits_for_a_rank_that_leaves_hears_that_it_left() -> None:
+def test_a_wait_for_a_rank_that_leaves_ends_with_the_cause() -> None:
     def live(comm: uni.Communicator) -> Any:
         if comm.rank == 1:
             comm.recv_bytes(0)
@@ -395,7 +376,7 @@ def test_what_was_sent_before_leaving_stays_receivable() -> None:
 
 
 @pytest.mark.parametrize("collective", list(NAMED))
-def test_who_has_done_its_part_may_leave(collective: str) -> None:
+def test_a_rank_that_has_done_its_part_may_leave(collective: str) -> None:
     """No rank waits for the others to be done, and none fails because one was faster."""
 
     class Chosen(random.Random):
@@ -462,7 +443,7 @@ def test_a_forgotten_communicator_is_lost_to_the_others() -> None:
 
 
 @contextmanager
-def deafened(world: uni.Communicator, by: uni.Communicator) -> Iterator[Callable[[], None]]:
+def held_up(world: uni.Communicator, by: uni.Communicator) -> Iterator[Callable[[], None]]:
     """Hold a rank's ear: a thread is busy handing it a message, and whatever comes now waits behind.
 
     Gives a function that lets it hear again.
@@ -493,11 +474,11 @@ def test_a_rank_that_gave_up_is_heard_before_it_is_missed(what: str) -> None:
     """Rank 0 fails, says so and leaves while rank 1 is deaf for a moment: what it said comes first."""
     worlds = uni.local(3)
     work: uni.Work[Any] = worlds[1].start.recv_bytes(0) if what == "a message" else worlds[1].start.barrier()
-    with deafened(worlds[1], by=worlds[2]) as hear_again:
+    with held_up(worlds[1], by=worlds[2]) as let_go:
         with pytest.raises(ZeroDivisionError), worlds[0]:
             raise ZeroDivisionError("by rank 0")
         ended_by(DeadlineExceeded, lambda: work.wait(0.05))  # nothing is believed yet
-        hear_again()
+        let_go()
         error = ended_by(PeerAborted, lambda: work.wait(PATIENCE_S))
     assert error.rank == 0
     assert "ZeroDivisionError: by rank 0" in str(error)
@@ -513,11 +494,11 @@ def test_a_survivor_that_leaves_because_of_a_death_is_not_the_culprit() -> None:
         worlds[2].start.send(np.ones(100_000), 0),
     ]
     waiting = worlds[0].start.recv_bytes(3)
-    with deafened(worlds[1], by=worlds[2]) as hear_again:
+    with held_up(worlds[1], by=worlds[2]) as let_go:
         backend_of(worlds[3]).kill("struck by lightning")
         with pytest.raises(PeerLost), worlds[0]:
             waiting.wait(PATIENCE_S)
-        hear_again()
+        let_go()
         for work in works:
             error = ended_by(PeerLost, lambda work=work: work.wait(PATIENCE_S))
             assert error.ranks == (3,)
@@ -526,7 +507,7 @@ def test_a_survivor_that_leaves_because_of_a_death_is_not_the_culprit() -> None:
 
 
 @pytest.mark.parametrize("what", ["a message", "a collective"])
-def test_a_cause_in_the_world_explains_who_is_missing_in_a_group(what: str) -> None:
+def test_a_cause_in_the_world_explains_a_missing_rank_in_a_group(what: str) -> None:
     """Rank 0 fails; rank 1 leaves because of it, without having made the group where rank 2 waits for it."""
 
     def live(world: uni.Communicator) -> Any:
@@ -566,14 +547,14 @@ def test_a_sendrecv_of_which_half_has_ended_ends_too() -> None:
 
 
 @pytest.mark.parametrize("what", ["a message", "a collective"])
-def test_a_rank_that_dies_while_it_waits_for_news_of_another_ends_too(what: str) -> None:
+def test_a_rank_that_dies_while_it_waits_for_a_control_message_ends_too(what: str) -> None:
     """It has seen that rank 0 is gone, but never hears why."""
     worlds = uni.local(3)
     work: uni.Work[Any] = worlds[1].start.recv_bytes(0) if what == "a message" else worlds[1].start.barrier()
-    with deafened(worlds[1], by=worlds[2]) as hear_again:
+    with held_up(worlds[1], by=worlds[2]) as let_go:
         worlds[0].close()
         backend_of(worlds[1]).kill()
-        hear_again()
+        let_go()
         ended_by(ClosedError, lambda: work.wait(PATIENCE_S))
     close_all(worlds)
 
@@ -623,7 +604,7 @@ PENDING: dict[str, Callable[[uni.Communicator], Any]] = {
 
 @pytest.mark.parametrize("verb", PENDING)
 @pytest.mark.parametrize("how", ["exception", "abort"])
-def test_whoever_gives_up_ends_everything_that_is_pending(verb: str, how: str) -> None:
+def test_a_rank_that_gives_up_ends_everything_that_is_pending(verb: str, how: str) -> None:
     """Messages too, and those between other ranks: the one that gave up will not be part of anything."""
     gave_up_at: list[float] = []
 
@@ -669,7 +650,7 @@ def test_ctrl_c_in_one_rank_reaches_the_others() -> None:
     assert (ended[1].rank, "KeyboardInterrupt" in str(ended[1])) == (0, True)
 
 
-def test_a_reduce_function_that_raises_is_told_to_all() -> None:
+def test_a_reduce_function_that_raises_is_reported_on_every_rank() -> None:
     def live(comm: uni.Communicator) -> Any:
         def add(left: Any, right: Any) -> Any:
             if comm.rank == 2:
@@ -765,8 +746,8 @@ def live_until_the_end(comm: uni.Communicator, seed: int, struck: dict[int, str]
             one_collective(comm, rng, turn)
 
 
-@pytest.mark.parametrize("first", range(0, 80, 20))
-def test_whatever_happens_nobody_hangs_and_only_those_who_ended_are_named(first: int) -> None:
+@seeds(80, 20)
+def test_whatever_happens_no_rank_hangs_and_only_ended_ranks_are_named(first: int) -> None:
     for seed in range(first, first + 20):
         size, _ = endings(seed)
         struck: dict[int, str] = {}
@@ -790,7 +771,7 @@ def test_whatever_happens_nobody_hangs_and_only_those_who_ended_are_named(first:
 WATCHFUL = Config(deadlock_after_s=0.15, stall_query_s=0.05)
 
 
-def test_ranks_that_wait_in_a_circle_are_told_who_waits_for_whom() -> None:
+def test_a_deadlock_in_a_circle_names_which_rank_waits_for_which() -> None:
     ended = run_ranks(lambda comm: comm.recv_bytes((comm.rank + 1) % 3, 4), 3, config=WATCHFUL)
     for error in ended:
         assert isinstance(error, Deadlock)

@@ -519,7 +519,7 @@ def test_communicators_live_and_die_as_the_model_says():
     ],
     ids=["aborted", "closed", "cancelled"],
 )
-def test_what_became_of_a_group_waits_for_who_makes_it_later(end, kind, words):
+def test_the_fate_of_a_group_is_kept_for_a_rank_that_makes_it_later(end, kind, words):
     """Nothing is exchanged to make a sub: one member may have ended it before the other begins."""
     comms = uni.local(2)
     end(comms[0].sub([0, 1]))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tests.support.metronome import stopwatch
 from tests.support.ranks import PATIENCE_S, run_each, run_ranks
 
 import unisono as uni
@@ -168,7 +169,7 @@ def test_a_work_is_carried_on_by_the_waiter_if_there_is_one():
     assert seen == [waiter.ident]
 
 
-def test_a_work_that_nobody_waits_for_is_carried_on_by_who_ended_its_request():
+def test_a_work_without_a_waiter_is_continued_by_the_thread_that_ended_its_request():
     request, seen = Request(0), []
 
     def steps(call):
@@ -209,7 +210,7 @@ def test_long_chains_of_works_do_not_recurse():
 # -- errors ----------------------------------------------------------------------------------------------
 
 
-def test_an_error_stands_where_it_happened_and_each_who_asks_gets_a_copy():
+def test_an_error_stands_where_it_happened_and_each_wait_gets_a_copy():
     request, steps = gate(error=PeerLost("gone", ranks=(1,), where=Location(elapsed_s=9.0)))
     work = start(steps)
     request.complete()
@@ -222,7 +223,7 @@ def test_an_error_stands_where_it_happened_and_each_who_asks_gets_a_copy():
     assert errors[0].ranks == errors[1].ranks == (1,)
 
 
-def test_a_foreign_error_is_raised_as_it_is_and_told_to_the_others_as_an_abort():
+def test_a_foreign_error_is_raised_as_it_is_and_reaches_the_others_as_an_abort():
     request, steps = gate(error=KeyError("k"))
     told: list[UnisonoError | None] = []
     work = start(steps, on_end=told.append)
@@ -235,7 +236,7 @@ def test_a_foreign_error_is_raised_as_it_is_and_told_to_the_others_as_an_abort()
     assert "KeyError: 'k'" in str(abort)
 
 
-def test_consequences_come_before_the_news():
+def test_consequences_come_before_the_notification():
     request, steps = gate()
     order: list[str] = []
     started = Started(steps, on_end=lambda error: order.append(f"end, done={started.task.is_done()}"))
@@ -271,7 +272,7 @@ def careful(request: Request, thrown: list, cleanup: Request | None = None):
     return steps
 
 
-def test_an_interrupted_operation_is_told_and_cleans_up():
+def test_an_interrupted_operation_is_notified_and_cleans_up():
     thrown: list[str] = []
     cleanup = Request(0)
     work = start(careful(Request(0), thrown, cleanup))
@@ -398,7 +399,7 @@ def test_a_waiter_sees_to_the_deadline_of_a_work_without_timers():
     assert work.done()
 
 
-def test_who_is_known_to_be_absent_is_named_first():
+def test_a_rank_known_to_be_absent_is_named_first():
     work = expiring(careful(Request(0), []), 0.0, waiting_on=lambda: (1, 2, 3), timers=False).begin()
     work._task.call.absent.update((6, 2))
     with pytest.raises(DeadlineExceeded, match="waiting for ranks 2, 6"):
@@ -461,7 +462,7 @@ def test_a_work_that_stalls_asks_once(waits):
     assert asked[0] - begun >= 0.05
 
 
-def test_a_long_stall_is_logged_with_who_is_missing(caplog):
+def test_a_long_stall_is_logged_with_the_missing_ranks(caplog):
     request, steps = gate()
     work = start(steps, stall_log_s=0.02, waiting_on=lambda: (4,))
     threading.Timer(0.2, request.complete).start()
@@ -596,7 +597,7 @@ def test_a_reduce_operation_that_raises_ends_the_collective_everywhere():
 # -- many who ask ----------------------------------------------------------------------------------------
 
 
-def test_all_who_wait_are_told():
+def test_every_waiter_is_notified():
     for error in (None, PeerLost("gone")):
         request, steps = gate("shared", error)
         work = start(steps)
@@ -672,10 +673,10 @@ def test_wait_all_has_one_deadline_for_all():
     gates = [gate(i) for i in range(5)]
     works = [start(steps) for _, steps in gates]
     gates[0][0].complete()
-    begun = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="the work goes on"):
-        wait_all(works, timeout=0.1)
-    assert time.monotonic() - begun < 2.0
+    with stopwatch() as seconds:
+        with pytest.raises(DeadlineExceeded, match="the work goes on"):
+            wait_all(works, timeout=0.1)
+        assert seconds() < 2.0
     assert not works[1].done()
     for request, _ in gates[1:]:
         request.complete()

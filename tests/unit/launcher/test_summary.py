@@ -118,7 +118,7 @@ def test_a_rank_that_leaves_the_others_alone_is_blamed_although_it_ended_well(pr
     assert "[0,2] PeerLost: rank 1 is gone" in err
 
 
-def test_who_left_is_named_although_those_who_noticed_say_nothing_of_it(program) -> None:  # type: ignore[no-untyped-def]
+def test_a_rank_that_left_is_named_although_the_others_do_not_mention_it(program) -> None:  # type: ignore[no-untyped-def]
     text = WORLD.format(rank=1, end="sys.exit(0)")
     caught = text[: text.rindex("world.all_reduce")] + (
         "try:\n    world.all_reduce(np.ones(4))\nexcept uni.PeerLost:\n    sys.exit(7)\n"
@@ -150,7 +150,7 @@ def test_in_a_mismatch_the_minority_is_blamed(program, ranks: int) -> None:  # t
     assert len(err.splitlines()) <= LINES_MAX
 
 
-def test_a_rank_that_stopped_is_blamed_and_who_noticed_gives_the_code(program) -> None:  # type: ignore[no-untyped-def]
+def test_a_rank_that_stopped_is_blamed_and_the_rank_that_noticed_gives_the_code(program) -> None:  # type: ignore[no-untyped-def]
     end = "import signal; os.kill(os.getpid(), signal.SIGSTOP)"
     code, _, err = run("-n", "2", "--grace", "0.5", program(WORLD.format(rank=0, end=end)))
     assert code == 1
@@ -175,7 +175,7 @@ ALONE, VICTIM = False, True
         ([End(4, VICTIM), End(1, ALONE)], 1),
     ],
 )
-def test_the_culprit_is_whom_victims_name(ends: list[End], wanted: int) -> None:
+def test_the_culprit_is_the_rank_that_victims_name(ends: list[End], wanted: int) -> None:
     assert culprit(ends) == wanted
 
 
@@ -203,7 +203,7 @@ def odd(culprits: tuple[int, ...], size: int) -> CollectiveMismatch:
         (odd((1,), 2), ()),
     ],
 )
-def test_words_tell_who_is_a_victim_and_of_whom(error: UnisonoError, blames: tuple[int, ...]) -> None:
+def test_the_text_of_an_error_shows_victim_and_culprit(error: UnisonoError, blames: tuple[int, ...]) -> None:
     """As Python prints the error, so that whoever changes its words sees what else reads them."""
     try:
         raise error
@@ -217,7 +217,7 @@ def test_an_error_that_only_quotes_another_is_no_victims() -> None:
     assert end_of(Ended(0, 1, frames("x.py", error="ValueError: PeerLost: rank 3 is gone"))) == End(0)
 
 
-def test_an_error_tells_spawn_whom_it_blames() -> None:
+def test_an_error_names_the_blamed_ranks_to_spawn() -> None:
     assert blamed(describe(PeerLost("x", ranks=(1, 2)))) == (1, 2)
     assert blamed(describe(PeerAborted("x", rank=0))) == (0,)
     assert blamed(describe(CollectiveMismatch("x"))) == ()
@@ -254,7 +254,7 @@ def test_frames_of_the_library_are_left_out_but_for_one_that_broke() -> None:
 
 
 @pytest.mark.parametrize("words", ["no such file", "no such module", "no Python"])
-def test_a_program_that_cannot_begin_is_told_once(program, tmp_path: Path, words: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_program_that_cannot_begin_is_reported_once(program, tmp_path: Path, words: str) -> None:  # type: ignore[no-untyped-def]
     arguments = {
         "no such file": [str(tmp_path / "nothing.py")],
         "no such module": ["-m", "nothing_of_that_name"],
@@ -377,7 +377,7 @@ FLOOD = "import os\nprint('pid', os.getpid(), flush=True)\nwhile True:\n    prin
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_launcher_hears_signals_although_nobody_reads_its_output(program, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
+def test_a_launcher_obeys_signals_although_nobody_reads_its_output(program, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
     with launched("-n", "2", program(FLOOD)) as launcher:
         pids = set()
         while len(pids) < 2:

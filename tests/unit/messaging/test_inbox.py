@@ -435,7 +435,7 @@ def test_a_forgotten_rank_leaves_even_if_the_collector_strikes_under_a_lock(kind
     assert not thread.is_alive()
 
 
-def test_who_waits_for_a_rank_that_is_forgotten_hears_of_it():
+def test_a_wait_for_a_rank_that_is_forgotten_ends_with_the_cause():
     def program(comm):
         if comm.rank == 0:
             with pytest.raises(PeerLost, match="rank 1 is gone"):

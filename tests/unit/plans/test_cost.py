@@ -139,7 +139,7 @@ def test_an_empty_collective_costs_no_messages() -> None:
     assert costs(Problem("all_reduce", 4, (0,)), "ring")[0] == Cost()
 
 
-def test_who_fetches_costs_the_sender_nothing() -> None:
+def test_a_direct_read_costs_the_sender_nothing() -> None:
     """Over shared memory a flat broadcast takes as long as one peer's copy, however many peers there are."""
     problem = Problem("broadcast", 8, (1 << 20,))
     flat = [cost(build(problem, rank, "flat"), SHM, 4).time_s for rank in range(8)]

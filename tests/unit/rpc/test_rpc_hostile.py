@@ -215,7 +215,7 @@ def test_a_call_to_a_rank_that_reads_nothing_fails_as_busy(
 
 
 @pytest.mark.parametrize("kind", ["local", "shm", "tcp"])
-def test_a_rank_that_calls_without_end_and_reads_nothing_is_given_up_once_and_told(
+def test_a_rank_that_calls_without_end_and_reads_nothing_is_dropped_once_and_notified(
     pair: Callable[[str], list[Communicator]],
     kind: str,
     monkeypatch: pytest.MonkeyPatch,

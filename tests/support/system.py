@@ -1,0 +1,47 @@
+"""What some tests need of the system, a tool or a permission: without it a test is skipped and counted.
+
+With CI=true, which .ci/run sets after it has installed .ci/packages, a missing tool is a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections import Counter
+from typing import NoReturn
+
+import pytest
+
+__all__ = ["need_tools", "run_tool", "skip_without", "skipped_by_need"]
+
+_WANT = "for want of "
+
+
+def need_tools(*tools: str) -> None:
+    """Skip this test unless every tool is installed; in CI fail."""
+    for tool in tools:
+        if shutil.which(tool) is None:
+            if os.environ.get("CI") == "true":
+                pytest.fail(f"{tool} is not installed; .ci/packages lists the packages that the tests need")
+            skip_without(tool, "not installed")
+
+
+def run_tool(*words: str) -> bytes:
+    """Run a tool of the system, which may need rights that we do not have; what it printed."""
+    need_tools(words[0])
+    try:
+        return subprocess.run(words, check=True, capture_output=True).stdout
+    except subprocess.CalledProcessError as error:
+        skip_without(f"the right to `{' '.join(words[:2])}`", error.stderr.decode().strip() or str(error))
+
+
+def skip_without(what: str, why: str) -> NoReturn:
+    """Skip this test, which needs something of the system that we cannot install."""
+    pytest.skip(f"{_WANT}{what}: {why}")
+
+
+def skipped_by_need(reasons: list[str]) -> Counter[str]:
+    """How many of the skipped tests wanted each tool or permission."""
+    wants = (reason.partition(_WANT)[2].partition(":")[0] for reason in reasons if _WANT in reason)
+    return Counter(wants)
