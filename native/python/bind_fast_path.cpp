@@ -50,6 +50,7 @@ constexpr uint64_t ahead_bytes = 16 * 1024;
 constexpr uint8_t ahead_max = 32;
 constexpr int dims_max = 8;
 constexpr size_t learned_max = 512;  // per verb; a newer one takes the place of an older
+constexpr size_t probes_max = 8;     // places in which the decision of a key may be
 
 enum class Verb : uint8_t { all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, barrier };
 constexpr const char* verb_names[] = {"all_reduce",     "broadcast",  "all_gather",
@@ -186,7 +187,10 @@ class FastVerb final : public FastCall {
   PyObject* call(PyObject* const* args, size_t nargsf, PyObject* names) override;
   void keep(std::unique_ptr<Learned> learned) {
     if (decisions_.empty()) decisions_.resize(learned_max);
-    decisions_[learned->key.hash() % learned_max] = std::move(learned);
+    const size_t first = learned->key.hash();
+    size_t at = first;
+    while (at < first + probes_max && slot(at) != nullptr && !(slot(at)->key == learned->key)) ++at;
+    slot(at < first + probes_max ? at : first) = std::move(learned);
   }
 
   FastPath& path;
@@ -208,6 +212,16 @@ class FastVerb final : public FastCall {
   nb::object make_result(const Given& given) const;
 
   nb::object path_;
+  std::unique_ptr<Learned>& slot(size_t at) { return decisions_[at % learned_max]; }
+  // What was decided for a key; nullptr if nothing was, or if it was replaced.
+  const Learned* find(const Key& key) {
+    if (decisions_.empty()) return nullptr;
+    const size_t first = key.hash();
+    for (size_t at = first; at < first + probes_max; ++at)
+      if (slot(at) != nullptr && slot(at)->key == key) return slot(at).get();
+    return nullptr;
+  }
+
   std::vector<std::unique_ptr<Learned>> decisions_;
 };
 
@@ -306,9 +320,8 @@ PyObject* FastVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) 
   const nb::object code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
   given.key.code = code.ptr();
   given.key.lasti = PyFrame_GetLasti(frame);
-  const Learned* known = decisions_.empty() ? nullptr : decisions_[given.key.hash() % learned_max].get();
-  if (known == nullptr || !(known->key == given.key) || !path.call_log.fast_path_open)
-    return ask_python(args, nargsf, names, given);
+  const Learned* known = find(given.key);
+  if (known == nullptr || !path.call_log.fast_path_open) return ask_python(args, nargsf, names, given);
   nb::object out;
   if (given.out.given != nullptr) {
     const uint64_t itemsize = itemsizes[known->dtype];
@@ -323,8 +336,8 @@ PyObject* FastVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) 
   } else if (verb != Verb::barrier) {
     out = make_result(given);
     // Making it may have run any code, and `known` may be gone.
-    known = decisions_[given.key.hash() % learned_max].get();
-    if (!(known->key == given.key) || !path.call_log.fast_path_open) return ask_python(args, nargsf, names, given);
+    known = find(given.key);
+    if (known == nullptr || !path.call_log.fast_path_open) return ask_python(args, nargsf, names, given);
   }
   if (!run(*known, given.x.array, out)) return nullptr;
   if (verb == Verb::barrier) Py_RETURN_NONE;

@@ -136,7 +136,7 @@ def test_unisono_run_blames_the_mpi_rank_that_failed(tmp_path: Path) -> None:
 
 
 def test_what_mpiexec_decides_is_not_for_others_to_say() -> None:
-    with pytest.raises(UsageError, match="mpiexec's to say"):
+    with pytest.raises(UsageError, match="takes rank and size from mpiexec"):
         uni.init(backend="mpi", rank=0, size=2)
     with pytest.raises(UsageError, match="unisono run --backend mpi"):
         uni.spawn(sums, 2, backend="mpi")
