@@ -370,8 +370,8 @@ if world.rank == 1:
     world.send(np.ones(2), 0)
     ENDING
 else:
-    world.recv(np.empty(2), 1)
     try:
+        world.recv(np.empty(2), 1)  # an abort, in the control lane, may overtake the message
         world.recv(np.empty(2), 1)
     except uni.UnisonoError as error:
         print("other", type(error).__name__, error.cause, flush=True)
