@@ -221,6 +221,23 @@ def test_a_call_through_python_finds_it_too(world: MakeWorld, kind: str) -> None
         until(lambda comm=comm: is_broken(comm), 2 * 1.0)
 
 
+def test_a_late_report_of_a_message_that_was_claimed_is_no_mismatch(world: MakeWorld) -> None:
+    """The engine reports a waiting message; before Python looks, its call and a hundred others are made."""
+    comms = world(2)
+    run_each(warm, comms)
+    reported = comms[1]._group.call_log.next
+    (fingerprint,) = comms[1]._group.call_log.last(1).values()
+
+    def program(comm: Communicator) -> None:
+        for k in range(100):
+            cast(comm, k)
+
+    run_each(program, comms).values()
+    assert comms[1]._group.call_log.find(reported) is None, "it is forgotten"
+    assert comms[1]._group.on_unclaimed(0, reported, fingerprint), "and nothing is wrong"
+    assert [x.tolist() for x in run_each(total, comms).values()] == [[3.0] * 3] * 2
+
+
 @every_kind
 def test_a_root_that_closes_after_it_ran_ahead_gets_the_mismatch(world: MakeWorld, kind: str) -> None:
     comms = world(2, kind)

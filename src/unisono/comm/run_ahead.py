@@ -39,9 +39,15 @@ class RunAhead:
         with state.lock:
             is_early = sequence >= state.call_log.next or state.pending_at(sequence) is not None
             is_forgotten = not is_early and state.call_log.find(sequence) is None
-        if is_forgotten:
+        # A report may come late: its call may have claimed the message meanwhile, and be forgotten by now.
+        if is_forgotten and self._is_waiting(source, sequence):
             self._mismatches.add(sequence, {state.world_rank: FORGOTTEN, source: theirs})
         return state.poisoned_by is None and state.closed is None
+
+    def _is_waiting(self, source: int, sequence: int) -> bool:
+        assert self.fast_path is not None
+        waiting = self.fast_path.unclaimed(self._state.call_log.next)
+        return any((rank, number) == (source, sequence) for rank, number, _ in waiting)
 
     def find_unclaimed(self) -> CollectiveMismatch | None:
         """Look for a message that a call made here should have received and did not."""
