@@ -221,7 +221,7 @@ class Message(InboundMessage):
 
     def withdraw(self, error: uni.UnisonoError) -> bool:
         """Take it back; False if it was eager or has matched a receive."""
-        if self.is_eager or not self.receiver.inbox.withdraw_parcel(self):
+        if self.is_eager or not self.receiver.inbox.withdraw_message(self):
             return False
         self._end(error)
         return True

@@ -80,7 +80,7 @@ class PeerServices {
 // A rendezvous id names a message on both sides of a link: the index of its slot, and above 32 bits the number of times
 // that the slot was used.
 inline size_t index_of(uint64_t rendezvous_id) { return rendezvous_id & 0xffffffff; }
-inline constexpr size_t rendezvous_max = 65536;  // credit.OFFERS_MAX
+inline constexpr size_t rendezvous_max = 65536;  // credit.RTS_MAX
 // Replies that a peer has not read: three for each RTS that it may have sent (queued, CTS, FIN), and some credit.
 inline constexpr size_t notes_max = 4 * rendezvous_max;
 

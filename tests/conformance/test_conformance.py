@@ -268,7 +268,7 @@ class Letter(InboundMessage):
 
     def withdraw(self, error: UnisonoError | None = None) -> bool:
         with self._lock:
-            if self._is_withdrawn or (self._has_arrived and not self._receiver.inbox.withdraw_parcel(self)):
+            if self._is_withdrawn or (self._has_arrived and not self._receiver.inbox.withdraw_message(self)):
                 return False
             self._is_withdrawn = True
         self._settle(error or withdrawn())
@@ -651,8 +651,8 @@ class ForgetsTheDead(Mutant):
 
     def close(self) -> None:
         for inbox in self.inner._hub.inboxes:
-            for parcel in inbox.inbound_from(self.rank):
-                inbox.withdraw_parcel(parcel)
+            for message in inbox.inbound_from(self.rank):
+                inbox.withdraw_message(message)
         super().close()
 
 

@@ -426,7 +426,7 @@ HOSTILE = {
 def test_a_peer_of_a_framed_backend_breaks_the_protocol_before_it_takes_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.backends.framed.backend.OFFERS_MAX", 1000)
+    monkeypatch.setattr("unisono.backends.framed.backend.RTS_MAX", 1000)
     backend = _Post()
     say = HOSTILE[name]
 
@@ -466,7 +466,7 @@ def test_a_message_to_oneself_leaves_from_memory_of_any_type(kind: str, sync: bo
 
 def test_a_framed_backend_queues_rts_that_its_peer_may_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends agree on how many; what waits keeps its order, and nothing overtakes it."""
-    monkeypatch.setattr("unisono.backends.framed.backend.OFFERS_MAX", 3)
+    monkeypatch.setattr("unisono.backends.framed.backend.RTS_MAX", 3)
     backend = _Post()
     data = memoryview(bytes(100_000))
     sends = [backend.start_send(1, 9, 5, data) for _ in range(5)]

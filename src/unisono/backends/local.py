@@ -217,7 +217,7 @@ class _Message(InboundMessage):
 
     def withdraw(self, inbox: Inbox, error: UnisonoError) -> bool:
         """Remove the message and end the sender's request; False if it was matched or has ended."""
-        if self.request is None or not inbox.withdraw_parcel(self):
+        if self.request is None or not inbox.withdraw_message(self):
             return False
         self.refuse(error)
         return True

@@ -15,8 +15,8 @@ __all__ = [
     "CONTROL_BYTES_MAX",
     "ENDED_CONTEXTS_MAX",
     "ENVELOPE_BYTES",
-    "OFFERS_MAX",
     "OWN_CREDIT_BYTES",
+    "RTS_MAX",
     "OwnCredit",
     "bytes_max",
     "eager_limits",
@@ -43,7 +43,7 @@ _CONTROL_CREDIT_BYTES: Final = 100 * _CONTROL_EAGER_BYTES
 OWN_CREDIT_BYTES: Final = 64 << 20
 
 # Rendezvous envelopes (RTS) of one peer that may wait for their receives; the peer holds back further ones.
-OFFERS_MAX: Final = 1 << 16
+RTS_MAX: Final = 1 << 16
 
 
 def eager_limits(config: Config, lane: Lane) -> tuple[int, int]:

@@ -121,7 +121,7 @@ class Inbox:
         for message in dropped:
             message.payload.drop()
 
-    def withdraw_parcel(self, wanted: InboundMessage) -> bool:
+    def withdraw_message(self, wanted: InboundMessage) -> bool:
         """Remove a queued message that its sender cancels; False if it was matched."""
         with self._lock:
             message = self._queued.get(wanted)

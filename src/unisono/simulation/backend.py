@@ -168,7 +168,7 @@ class SimBackend(Backend):
             listener(down)
         for message in [m for m in self.unmatched if m.sender.rank == down.rank]:
             # Its bytes will never come, so it can no longer be received.
-            self.inbox.withdraw_parcel(message)
+            self.inbox.withdraw_message(message)
             del self.unmatched[message]
         self.inbox.peer_down(down)
         # Callbacks may do anything, even close this backend: check again before each.
@@ -260,7 +260,7 @@ class _Message(InboundMessage):
         if self._is_matched or self not in self.sender.sends:
             return False
         self._is_withdrawn = True
-        self.receiver.inbox.withdraw_parcel(self)
+        self.receiver.inbox.withdraw_message(self)
         self.receiver.unmatched.pop(self, None)
         del self.sender.sends[self]
         if self._is_eager:

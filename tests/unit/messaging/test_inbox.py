@@ -171,8 +171,8 @@ def play(inbox: Inbox, model: Model, number: int, verb: str, words: list) -> Non
                 ask.outcome = ("withdrawn",)
         case "take back" if model.queue:
             envelope, note = model.queue.pop(words[0] % len(model.queue))
-            assert inbox.withdraw_parcel(note)
-            assert not inbox.withdraw_parcel(note)
+            assert inbox.withdraw_message(note)
+            assert not inbox.withdraw_message(note)
         case "down":
             inbox.peer_down(PeerDown(words[0], "killed"))
             model.down.add(words[0])
@@ -192,7 +192,7 @@ def test_an_inbox_does_what_two_lists_would_do(steps):
     for ask in model.asks:
         assert ask.request.cancel()
     for _, note in model.queue:
-        assert inbox.withdraw_parcel(note)
+        assert inbox.withdraw_message(note)
         assert not note.delivered
     assert inbox.is_idle()
 

@@ -31,7 +31,7 @@ from unisono.core.envelope import HEADER_BYTES_MAX, UNTYPED, Any_, Envelope, Lan
 from unisono.core.request import Request
 from unisono.errors import ClosedError, ProtocolError, UnisonoError
 from unisono.messaging.backend import BROKEN, PeerDown
-from unisono.messaging.credit import ENVELOPE_BYTES, OFFERS_MAX, OwnCredit, bytes_max, eager_limits
+from unisono.messaging.credit import ENVELOPE_BYTES, RTS_MAX, OwnCredit, bytes_max, eager_limits
 from unisono.messaging.inbox import Inbox
 from unisono.messaging.matching import Posted
 
@@ -132,7 +132,7 @@ class FramedBackend(Closable):
                 rendezvous_id = next(self._rendezvous_ids)
                 out = RendezvousSend(rendezvous_id, dst, lane, payload, request, envelope)
                 self._sends[rendezvous_id] = out
-                if self._must_queue(dst) or self._rts_outstanding[dst] >= OFFERS_MAX:
+                if self._must_queue(dst) or self._rts_outstanding[dst] >= RTS_MAX:
                     self._rts_queued[dst].append(out)
                 else:
                     out.is_rts_sent = True
@@ -329,7 +329,7 @@ class FramedBackend(Closable):
         self._inbox.arrive(envelope, message)
 
     def _withdraw_own(self, message: OwnMessage) -> bool:
-        if message.request is None or not self._inbox.withdraw_parcel(message):
+        if message.request is None or not self._inbox.withdraw_message(message):
             return False
         message.request.cancelled()
         return True
@@ -349,7 +349,7 @@ class FramedBackend(Closable):
             with self._lock:
                 queue = self._rts_queued[peer]
                 is_taken = peer in self._rts_sending and not is_mine
-                if is_taken or not queue or self._rts_outstanding[peer] >= OFFERS_MAX:
+                if is_taken or not queue or self._rts_outstanding[peer] >= RTS_MAX:
                     if is_mine:
                         self._rts_sending.discard(peer)
                     return
@@ -456,8 +456,8 @@ class FramedBackend(Closable):
                 raise ProtocolError(f"a second RTS with id {head.rendezvous_id}")
             self._rts_held[peer] += 1
             # Twice the limit: a withdrawal in one lane may arrive after a later RTS in the other.
-            if self._rts_held[peer] > 2 * OFFERS_MAX:
-                raise ProtocolError(f"it has sent {self._rts_held[peer]} RTS; allowed: {OFFERS_MAX}")
+            if self._rts_held[peer] > 2 * RTS_MAX:
+                raise ProtocolError(f"it has sent {self._rts_held[peer]} RTS; allowed: {RTS_MAX}")
             self._rts_received[key] = message
         self._inbox.arrive(envelope, message)
 
@@ -559,7 +559,7 @@ class FramedBackend(Closable):
         with self._lock:
             message = self._forget_rts(peer, rendezvous_id)
         if message is not None:  # else a receive has matched it, and RTS_GONE will answer the CTS
-            self._inbox.withdraw_parcel(message)
+            self._inbox.withdraw_message(message)
 
     def _forget_rts(self, peer: int, rendezvous_id: int) -> RtsMessage | None:
         """An RTS of a peer no longer waits for a receive; the caller holds the lock."""
@@ -586,7 +586,7 @@ class FramedBackend(Closable):
             self._changed.notify_all()
         for message in unmatched:
             # Its bytes will never come, so it can no longer be received.
-            self._inbox.withdraw_parcel(message)
+            self._inbox.withdraw_message(message)
         self._inbox.peer_down(down)
         for reassembly in reassemblies:
             reassembly.posted.request.fail(down.error())
