@@ -35,6 +35,8 @@ __all__ = ["View", "join", "report_ended"]
 
 _PAUSE_FIRST_S: Final = 0.02
 _PAUSE_LAST_S: Final = 0.25
+# The kernel tells when a process was started, and how long the host is up, in ticks of 10 ms.
+_CLOCK_TICKS_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +260,7 @@ class _Worker:
     def _ask(self, sock: socket.socket, frames: Frames, ticket: Ticket, card: bytes) -> View:
         """Ask to be a rank, and wait for the view."""
         body = protocol.encode(self._request(card))
+        present_s = self._present_s()
         sock.sendall(frames.seal(body) + body)
         admitted: protocol.Admitted | None = None
         while True:
@@ -274,7 +277,7 @@ class _Worker:
             for reply in map(protocol.parse_reply, frames.receive(data)):
                 match reply:
                     case protocol.Refused():
-                        raise self._refused(ticket, reply)
+                        raise self._refused(ticket, reply, present_s)
                     case protocol.Status(text):
                         self._status, self._late = printable(text, 2000), ""
                     case protocol.Admitted():
@@ -333,14 +336,15 @@ class _Worker:
             "use the ticket of the job that runs now",
         )
 
-    def _refused(self, ticket: Ticket, reply: protocol.Refused) -> Exception:
+    def _refused(self, ticket: Ticket, reply: protocol.Refused, present_s: float) -> Exception:
+        """`present_s` is how long this process was there when it asked: the answer may have taken a while."""
         reason = printable(reply.reason, 4000)
         is_taken = reply.kind in ("taken", "taken late")
         self._is_rank_taken |= is_taken
         # The complete world may be an earlier one whose rank 0 still runs: this process was in it, or it was
         # complete before this process began to join.
         is_late = reply.kind == "own late" or (
-            reply.kind == "taken late" and self._present_s() <= reply.formed_s
+            reply.kind == "taken late" and present_s <= reply.formed_s + _CLOCK_TICKS_S
         )
         if is_late and self._source.may_be_old:
             self._late = f"the seed at {ticket.address} refused it: {reason}"
