@@ -309,6 +309,9 @@ class JoinPort:
         if connection.stream is None:
             connection.stream = PlainStream() if self._context is None else TlsStream(self._context)
         answer, bodies = connection.handshake.receive(connection.stream.receive(raw))
+        if connection.handshake.is_proven and not connection.proven_at:
+            # Before the answer leaves: what a worker measures once it has the answer is later.
+            connection.proven_at = self._runtime.now()
         if answer:
             connection.send_plain(answer)
         for body in bodies:
@@ -320,7 +323,6 @@ class JoinPort:
             self._recognise(connection)
         if connection.handshake.is_proven and not connection.was_proven:
             connection.was_proven = True
-            connection.proven_at = self._runtime.now()
             self.counts["proven"] += 1
             if connection.join is None and not connection.is_ending:
                 connection.expires_at = self._runtime.now() + limits.REQUEST_S
