@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 from unisono.backends.registry import BackendInfo
 from unisono.config import Config
@@ -33,6 +33,7 @@ from unisono.messaging.matching import Posted
 __all__ = ["DESCRIPTION", "LocalBackend"]
 
 _CAPABILITIES = Capabilities("local")
+_ThreadRef: TypeAlias = weakref.ref[threading.Thread]
 
 
 class LocalBackend(Backend):
@@ -337,10 +338,11 @@ class _WatchfulRuntime(RealRuntime):
         self._watch_lock = threading.Lock()
         self._blocked: list[_Blocked] = []
         self._ranks_here = set(range(size))
-        self._ranks_of: weakref.WeakKeyDictionary[threading.Thread, set[int]] = weakref.WeakKeyDictionary()
-        self._users: dict[int, weakref.WeakSet[threading.Thread]] = {}
+        # Threads by references without callbacks: a callback would swallow a Ctrl-C that strikes in it.
+        self._ranks_of: dict[_ThreadRef, set[int]] = {}
+        self._users: dict[int, set[_ThreadRef]] = {}
         self._mine = _Mine()
-        self._bystanders = weakref.WeakSet(threading.enumerate())
+        self._bystanders = frozenset(map(weakref.ref, threading.enumerate()))
 
     def used(self, rank: int) -> None:
         """The calling thread waits for an operation of a rank: it belongs to the rank."""
@@ -348,12 +350,16 @@ class _WatchfulRuntime(RealRuntime):
             return
         self._mine.ranks.add(rank)
         with self._watch_lock:
-            self._users.setdefault(rank, weakref.WeakSet()).add(threading.current_thread())
+            users = self._users.get(rank, ())
+            here = {weakref.ref(threading.current_thread())}
+            self._users[rank] = here.union(user for user in users if user() is not None)
 
     def note_user(self, rank: int) -> None:
         """The calling thread sends or waits for a rank."""
-        thread = threading.current_thread()
+        thread = weakref.ref(threading.current_thread())
         with self._watch_lock:
+            if thread not in self._ranks_of:
+                self._ranks_of = {user: ranks for user, ranks in self._ranks_of.items() if user() is not None}
             self._ranks_of.setdefault(thread, set()).add(rank)
 
     def note_left(self, rank: int) -> None:
@@ -440,7 +446,8 @@ class _WatchfulRuntime(RealRuntime):
     def _is_deserted(self, rank: int) -> bool:
         """Whether all threads of a rank have ended; a new one may follow. The caller holds the lock."""
         users = self._users.get(rank)
-        return users is not None and not any(thread.is_alive() for thread in users)
+        threads = [] if users is None else [user() for user in users]
+        return users is not None and not any(thread is not None and thread.is_alive() for thread in threads)
 
     def _why_quiet(self, rank: int) -> str:
         if rank not in self._users:
@@ -459,8 +466,8 @@ class _WatchfulRuntime(RealRuntime):
         for thread in threads:
             is_bystander = (
                 thread is not threading.main_thread()
-                and thread in self._bystanders
-                and thread not in self._ranks_of
+                and weakref.ref(thread) in self._bystanders
+                and weakref.ref(thread) not in self._ranks_of
             )
             is_parked = thread in waits if is_bystander else waits.get(thread) is Parked.WITHOUT_LIMIT
             if thread.is_alive() and not is_parked and not (is_bystander and thread.daemon):
@@ -469,8 +476,10 @@ class _WatchfulRuntime(RealRuntime):
 
     def _could_help(self, thread: threading.Thread) -> bool:
         """Whether a thread may still do something for a rank; the caller holds the lock."""
-        ranks = self._ranks_of.get(thread)
-        return thread not in self._bystanders if ranks is None else bool(ranks & self._ranks_here)
+        ranks = self._ranks_of.get(weakref.ref(thread))
+        if ranks is None:
+            return weakref.ref(thread) not in self._bystanders
+        return bool(ranks & self._ranks_here)
 
 
 # A wait of this length makes its first check. Most waits are shorter, and pay nothing.
