@@ -870,6 +870,26 @@ def test_a_late_comer_hears_why(make_seed: MakeSeed, tls: bool) -> None:
         ranks.start(1).result(PATIENCE_S)
 
 
+def test_a_late_comer_is_not_older_for_a_slow_answer(
+    tmp_path: Path, make_seed: MakeSeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The world was complete before it came, so the next one may be its own: it tries until its deadline."""
+    seed, ranks = make_seed(2)
+    ranks.all()
+    source = TicketSource(str(tmp_path / "ticket"))
+    source.write(seed.ticket)
+    read = protocol.parse_reply
+
+    def read_late(body: bytes) -> protocol.Reply:
+        time.sleep(0.3)
+        return read(body)
+
+    monkeypatch.setattr(protocol, "parse_reply", read_late)
+    deadline = RealRuntime().deadline(0.5)
+    with pytest.raises(RendezvousError, match=r"could not join within 0\.\d s: .* refused it: .* is complete"):
+        join(source, rank=1, size=2, card=b"", config=Config(), version="1.0", deadline=deadline)
+
+
 # -- time (what a timeout says) ----------------------------------------------------------------------------
 
 
