@@ -179,18 +179,18 @@ class PyEngine {
     return result;
   }
 
-  // Adopt a run of the fast path: its handle, and its completion will be dispatched; or its completion if it has ended.
+  // Adopt an operation of a call: its handle, and its completion will be dispatched; or its completion if it has ended.
   nb::object adopt(uint64_t id, std::int64_t handle) {
-    Run* run;
+    Operation* op;
     {
       const Hold held = engine_.hold();
-      run = completions_.watched(static_cast<uint64_t>(handle));
-      if (run == nullptr) throw nb::value_error("no such run");
-      if (completions_.unwatch(*run, id)) return nb::int_(handle);
+      op = completions_.watched(static_cast<uint64_t>(handle));
+      if (op == nullptr) throw nb::value_error("no such operation");
+      if (completions_.unwatch(*op, id)) return nb::int_(handle);
     }
-    nb::object result = tuple_of(*run);
+    nb::object result = tuple_of(*op);
     const Hold held = engine_.hold();
-    completions_.recycle(*run);
+    completions_.recycle(*op);
     return result;
   }
 

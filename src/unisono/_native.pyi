@@ -161,41 +161,48 @@ class CallLog:
     def awaited(self, sequence: int) -> list[int]: ...
     def interrupt_in_flight(self) -> None: ...
 
-# messaging.fast_path.FastPath: see native/python/bind_fast_path.cpp.
-class FastPath:
-    verbs: ClassVar[tuple[str, ...]]
-    # Calls that ended without Python, that Python had to decide, and that Python had to finish.
+# A communicator in the engine: see native/python/native_group.hpp. `members` are its ranks by their numbers in the
+# engine; `dtypes` the NumPy types by code, None where there is no such type; `view` is buffers.view.
+class NativeGroup:
+    # Calls that ended in the engine, classes of calls that Python decided, and calls that Python adopted.
     ended: int
-    missed: int
-    handed_over: int
+    decided: int
+    adopted: int
     def __init__(
         self,
         engine: Engine,
         call_log: CallLog,
         *,
         context: int,
-        size: int,
+        rank: int,
+        members: Sequence[int],
+        is_introduced: bool,
         window: int,
         stall_s: float,
+        deadline_s: float,
+        leaves_tensors: bool,
         array_type: type,
         empty: Callable[..., Any],
-        is_users: Callable[[str], bool],
+        view: Callable[..., Any],
+        dtypes: list[Any],
+        status: type,
+        any: Any,
     ) -> None: ...
-    def verb(self, name: str, slow: Callable[..., Any], slow_path: Any) -> Callable[..., Any]: ...
     def unclaimed(self, sequence: int) -> list[tuple[int, int, bytes]]: ...
     def unconfirmed_ranks(self) -> list[int]: ...
-    def cache_decision(
-        self,
-        sequence: int,
-        operation: str,
-        program: Program,
-        dtype: int,
-        op: int,
-        memory_in: Memory | None,
-        memory_out: Memory | None,
-        header: bytes,
-        divisor: int,
-    ) -> bool: ...
+    def introduce(self, rank: int) -> None: ...
+    def works_to_adopt(self, only_overdue: bool) -> list[Any]: ...
+    def unwaited(self) -> list[tuple[str, CodeType | None, int]]: ...
+
+# The base of unisono.Work: see native/python/work.hpp.
+class WorkBase:
+    _verb: str | None
+    def wait(self, timeout: float | None = None) -> Any: ...
+    def done(self) -> bool: ...
+    def _adopt(self, is_seen: bool) -> bool: ...
+
+def set_work_type(work: type) -> None: ...
+def make_verbs_type(rows: Sequence[tuple[str, str, Sequence[str], int]], ops: Sequence[str]) -> type: ...
 
 # messaging.fast_path.Mailbox: see native/engine/mailbox.hpp.
 class Mailbox:
@@ -210,40 +217,6 @@ class Mailbox:
     def batches(self) -> int: ...
     def interrupt_wait(self, is_front: bool) -> None: ...
     def close(self) -> None: ...
-
-# Plain messages without Python: see native/python/bind_fast_messages.cpp. `members` are the group's ranks by
-# their numbers in the engine; `dtypes` the NumPy types by code, None where there is no such type. `send` and
-# `recv` return callables that try the fast path, then call `slow`. `check_header` gets a received header and
-# the sender.
-class FastMessages:
-    # Calls that ended without Python, and that Python had to make again.
-    ended: int
-    handed_over: int
-    def __init__(
-        self,
-        engine: Engine,
-        call_log: CallLog,
-        *,
-        context: int,
-        members: Sequence[int],
-        array_type: type,
-        empty: Callable[..., Any],
-        dtypes: list[Any],
-        status: type,
-        any: Any,  # noqa: A002
-        is_introduced: bool,
-    ) -> None: ...
-    # The group has introduced itself to this rank: messages to it need no header any more.
-    def introduce(self, rank: int) -> None: ...
-    # When the call began that this thread makes again, in monotonic seconds; 0.0 if it is new.
-    def take_begun(self) -> float: ...
-    def send(
-        self, slow: Callable[..., Any], check_header: Callable[[bytes, int], None]
-    ) -> Callable[..., Any]: ...
-    def recv(
-        self, slow: Callable[..., Any], check_header: Callable[[bytes, int], None]
-    ) -> Callable[..., Any]: ...
-
 # Completions of threads that must not touch Python: see native/python/completion_eventfd.hpp. `ring` is the
 # address of the C function void(uint64 ticket, int8 code) that they call; `take` returns (number, code) of
 # these calls.

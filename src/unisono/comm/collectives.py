@@ -26,7 +26,7 @@ from unisono.errors import UsageError
 from unisono.plans import algorithms, entry_of
 from unisono.plans.steps import Buf
 
-__all__ = ["Verbs"]
+__all__ = ["Verbs", "check_algorithm", "check_reduction"]
 
 T = TypeVar("T")
 _FLOAT32 = DTYPES["float32"]
@@ -144,7 +144,7 @@ class Verbs(Messages):
         """Copy the `x` of `root` into the `x` of every other rank, of the same type and length. Returns x."""
         root = self._rank_of(root, "root")
         array = buffers.view(x, "x", writable=self._rank != root)
-        _check_algorithm("broadcast", algorithm)
+        check_algorithm("broadcast", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -161,7 +161,7 @@ class Verbs(Messages):
         """Gather the `x` of all ranks, of equal shape, on every rank: `result[r]` is the x of rank r."""
         array = buffers.view(x, "x")
         target = self._result(array, out, (self._size, *array.shape))
-        _check_algorithm("all_gather", algorithm)
+        check_algorithm("all_gather", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -181,7 +181,7 @@ class Verbs(Messages):
         root = self._rank_of(root, "root")
         is_root = self._rank == root
         target = self._result(array, out, (self._size, *array.shape)) if is_root else None
-        _check_algorithm("gather", algorithm)
+        check_algorithm("gather", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -203,7 +203,7 @@ class Verbs(Messages):
     ) -> Work[Any]:
         """Send `x[r]` of `root` to each rank r, which returns it. Ranks other than root pass no x."""
         root = self._rank_of(root, "root")
-        _check_algorithm("scatter", algorithm)
+        check_algorithm("scatter", algorithm)
         if self._rank == root and x is None:
             raise UsageError(
                 "scatter needs x on root; elsewhere it is None", next_step="pass x on root, a row per rank"
@@ -263,7 +263,7 @@ class Verbs(Messages):
         """Send `x[d]` to each rank d; `result[s]` is what rank s sent to this rank, its `x[rank]`."""
         array = self._by_rank(x, "x")
         target = self._result(array, out, array.shape)
-        _check_algorithm("all_to_all", algorithm)
+        check_algorithm("all_to_all", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
             # Without any element all algorithms are equal, also those that do not take uneven parts.
@@ -301,7 +301,7 @@ class Verbs(Messages):
 
     def barrier(self, *, timeout: float | None = None, algorithm: str = "auto") -> Work[None]:
         """Wait until every rank has called it."""
-        _check_algorithm("barrier", algorithm)
+        check_algorithm("barrier", algorithm)
 
         def steps(call: Call) -> Steps[None]:
             yield from CollectiveCall(self._group, call, algorithm).run("barrier", (), _BYTE, {}, given="")
@@ -315,7 +315,7 @@ class Verbs(Messages):
     ) -> Work[list[Any]]:
         """Gather the `x` of all ranks on every rank, as a list by rank. Axis 0 may differ."""
         array = _rows(x, "x")
-        _check_algorithm("all_gather", algorithm)
+        check_algorithm("all_gather", algorithm)
 
         def steps(call: Call) -> Steps[list[Any]]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -329,7 +329,7 @@ class Verbs(Messages):
         """Gather the `x` of all ranks on `root`, as a list by rank; else None. Axis 0 may differ."""
         array = _rows(x, "x")
         root = self._rank_of(root, "root")
-        _check_algorithm("gather", algorithm)
+        check_algorithm("gather", algorithm)
 
         def steps(call: Call) -> Steps[list[Any] | None]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -350,7 +350,7 @@ class Verbs(Messages):
         The arrays may differ in the length of axis 0 only.
         """
         root = self._rank_of(root, "root")
-        _check_algorithm("scatter", algorithm)
+        check_algorithm("scatter", algorithm)
         arrays = self._parts(parts) if self._rank == root else None
 
         def steps(call: Call) -> Steps[Any]:
@@ -367,7 +367,7 @@ class Verbs(Messages):
         The arrays may differ in the length of axis 0 only, which may be 0.
         """
         arrays = self._parts(parts)
-        _check_algorithm("all_to_all", algorithm, is_uneven=True)
+        check_algorithm("all_to_all", algorithm, is_uneven=True)
 
         def steps(call: Call) -> Steps[list[Any]]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -500,10 +500,7 @@ class Verbs(Messages):
         return self._begin(operation, timeout, steps, is_collective=True)
 
     def _check_reduction(self, collective: str, op: ReduceOp, dtype: DType, algorithm: str) -> None:
-        op.check(dtype)
-        _check_algorithm(collective, algorithm)
-        if algorithm != "auto":
-            check_order(collective, op, algorithm, self._group.backend.config.reproducible)
+        check_reduction(collective, op, dtype, algorithm, self._group.backend.config.reproducible)
 
     def _by_rank(self, x: Any, what: str) -> Array:
         array = buffers.view(x, what)
@@ -560,7 +557,16 @@ def _rows(x: Any, what: str) -> Array:
     return array
 
 
-def _check_algorithm(collective: str, algorithm: str, *, is_uneven: bool = False) -> None:
+def check_reduction(collective: str, op: ReduceOp, dtype: DType, algorithm: str, reproducible: bool) -> None:
+    """Refuse a reduction that is not defined for the type, or an algorithm that does not keep its order."""
+    op.check(dtype)
+    check_algorithm(collective, algorithm)
+    if algorithm != "auto":
+        check_order(collective, op, algorithm, reproducible)
+
+
+def check_algorithm(collective: str, algorithm: str, *, is_uneven: bool = False) -> None:
+    """Refuse an algorithm that the collective does not have."""
     if algorithm == "auto":
         return
     fit = [n for n in algorithms(collective) if not is_uneven or entry_of(collective, n).takes_uneven]

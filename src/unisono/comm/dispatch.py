@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from unisono.comm.group import Group, await_request, fingerprint_of
 from unisono.core.dtypes import DType
-from unisono.core.envelope import Tags
+from unisono.core.envelope import UNTYPED, Tags
 from unisono.core.ops import ReduceOp
 from unisono.core.request import HeaderMismatch, LengthMismatch, Request
 from unisono.core.task import Call, Steps
@@ -21,7 +21,7 @@ from unisono.plans import LINKS, Links, Problem, build, choose, entry_of
 from unisono.plans.execute import Execution, Memory, execute
 from unisono.plans.steps import Buf
 
-__all__ = ["CollectiveCall", "check_order", "described"]
+__all__ = ["CollectiveCall", "Decided", "check_order", "decide", "described"]
 
 _COUNTS_SHOWN: Final = 16
 
@@ -65,7 +65,10 @@ class CollectiveCall:
         library_may_run = able.run_collective and wanted == "auto"
         # An algorithm for metadata follows from what is shown already; what the user asked for does not.
         shown = self._algorithm if algorithm is not None else "auto" if library_may_run else name
-        fingerprint = fingerprint_of(self._words(problem, given, dtype, op, shown), group.descriptor)
+        words = _words(
+            self._call.operation, problem, given, dtype, op, shown, self._stage, backend.config.segment_bytes
+        )
+        fingerprint = fingerprint_of(words, group.descriptor)
         sequence, stage = self._call.sequence, self._stage
         assert sequence is not None, "a collective has a number"
         self._stage += 1
@@ -141,24 +144,60 @@ class CollectiveCall:
     def take_over(self, handle: int, memory: tuple[Any, ...], fingerprint: bytes) -> Steps[None]:
         """Finish what the fast path began."""
         self._call.is_joint = self._group.backend.capabilities.run_collective
-        yield from self._follow(self._group.backend.adopt_run(handle, memory), fingerprint)
+        yield from self._follow(self._group.backend.adopt(handle, None, None, UNTYPED, memory), fingerprint)
 
-    def _words(self, problem: Problem, given: str, dtype: DType, op: ReduceOp | None, algorithm: str) -> str:
-        """The call in words: what ranks compare and what a mismatch shows."""
-        words = [self._call.operation, given] if given else [self._call.operation]
-        if op is not None:
-            words.append(f"op={op}")
-            if op.fn is not None:
-                words.append(f"commutative={op.commutative}")
-            if op.fn is not None and problem.collective == "exscan":
-                words.append(f"identity={op.shown_identity(dtype)}")
-        if problem.collective in ("reduce", "broadcast", "gather", "scatter"):
-            words.append(f"root={problem.root}")
-        if self._stage:
-            words.append(f"stage={self._stage}")
-        words.append(f"algorithm={algorithm}")
-        words.append(f"segment={self._group.backend.config.segment_bytes}")
-        return " ".join(words)
+# What the engine needs to run a class of calls: the program, the fingerprint, the number of the kernel (-1: none),
+# the divisor of a mean (0: none) and the element with which exscan fills the result of rank 0.
+Decided: TypeAlias = tuple[Any, bytes, int, int, bytes]
+
+
+def decide(
+    group: Group,
+    problem: Problem,
+    dtype: DType,
+    op: ReduceOp | None,
+    algorithm: str,
+    identity: bytes,
+    *,
+    shape: tuple[int, ...] | None,
+) -> Decided:
+    """Choose the algorithm for a collective, and compile the program that the engine runs."""
+    backend = group.backend
+    config = backend.config
+    name = algorithm_for(problem, dtype, op, algorithm, config.reproducible, LINKS[backend.link_kind()])
+    given = "" if problem.collective == "barrier" else described(dtype, problem.counts if shape is None else shape)
+    words = _words(problem.collective, problem, given, dtype, op, name, 0, config.segment_bytes)
+    program = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
+    divisor = problem.size if op is not None and op.is_mean and problem.size > 1 else 0
+    code = -1 if op is None or op.code is None else int(op.code)
+    return program, fingerprint_of(words, group.descriptor), code, divisor, identity
+
+
+def _words(
+    operation: str,
+    problem: Problem,
+    given: str,
+    dtype: DType,
+    op: ReduceOp | None,
+    algorithm: str,
+    stage: int,
+    segment_bytes: int,
+) -> str:
+    """The call in words: what ranks compare and what a mismatch shows."""
+    words = [operation, given] if given else [operation]
+    if op is not None:
+        words.append(f"op={op}")
+        if op.fn is not None:
+            words.append(f"commutative={op.commutative}")
+        if op.fn is not None and problem.collective == "exscan":
+            words.append(f"identity={op.shown_identity(dtype)}")
+    if problem.collective in ("reduce", "broadcast", "gather", "scatter"):
+        words.append(f"root={problem.root}")
+    if stage:
+        words.append(f"stage={stage}")
+    words.append(f"algorithm={algorithm}")
+    words.append(f"segment={segment_bytes}")
+    return " ".join(words)
 
 
 def described(dtype: DType, lengths: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ from unisono.core.call_site import call_site
 from unisono.core.clock import NEVER, Deadline
 from unisono.core.envelope import ANY, HEADER_BYTES_MAX, Lane
 from unisono.core.request import Request
-from unisono.core.task import Call, Steps, Task
+from unisono.core.task import Begun, Call, Steps, Task
 from unisono.core.work import Started, Work, wait_or_cancel
 from unisono.errors import (
     ClosedError,
@@ -74,12 +74,11 @@ class Group:
         self._mismatches = MismatchCollector(state, self.abort)
         self._run_ahead = RunAhead(state, self._mismatches)
         self._stalls = StallQueries(state)
-        # Optional fast paths of the backend: for collectives and for messages.
-        self.hot = backend.fast_path(context, backend.size, self.call_log, self.on_unclaimed)
-        self._run_ahead.fast_path = self.hot
-        self.fast_messages = backend.fast_messages(
-            context, tuple(range(backend.size)), self.call_log, is_introduced=is_introduced
+        # The group in the engine, if the backend has one; else, for some libraries, a fast path of their own.
+        self.native = state.native = backend.native_group(
+            context, self.call_log, self.on_unclaimed, is_introduced=is_introduced
         )
+        self.hot = backend.fast_path(context, backend.size, self.call_log)
         self._services: dict[str, Service] = {}
         # The members of a group made by `sub` have not talked to each other: the first message to each of
         # these carries the group's descriptor.
@@ -110,9 +109,8 @@ class Group:
         """Start an operation, which stays pending until it ends."""
         runtime = self.backend.runtime
         runtime.used(self.world_rank)
-        begun = 0.0 if is_collective or self.fast_messages is None else self.fast_messages.take_begun()
         call, task, entry = self._prepared(
-            operation, deadline, begun or runtime.now(), steps, is_collective=is_collective, is_send=is_send
+            operation, deadline, runtime.now(), steps, is_collective=is_collective, is_send=is_send
         )
         # Checked, numbered and pending under one hold of the lock: no error of the group can miss it.
         with self.state.lock:
@@ -127,20 +125,33 @@ class Group:
         return Started(task, runtime) if timers else Work(task, runtime)
 
     def resume(
-        self, operation: str, sequence: int, started_at: float, steps: Callable[[Call], Steps[T]]
+        self,
+        operation: str,
+        sequence: int | None,
+        started_at: float,
+        deadline: Deadline,
+        steps: Callable[[Call], Steps[T]],
+        *,
+        timers: bool,
+        is_send: bool,
     ) -> Work[T]:
-        """Take over a collective that has its number and is under way below Python."""
-        call, task, entry = self._prepared(operation, NEVER, started_at, steps, is_collective=True)
+        """Adopt an operation that is under way in the engine; a collective has its number."""
+        call, task, entry = self._prepared(
+            operation, deadline, started_at, steps, is_collective=sequence is not None, is_send=is_send
+        )
+        task.steps = Begun(task.steps)
         with self.state.lock:
             call.sequence = entry.sequence = sequence
             self.state.pending[id(entry)] = entry
             # The group may have failed before the operation was pending here.
             reason = self._backend_closed_error() if self.state.is_backend_closed else None
-            if self.state.closed is not None or self.state.poisoned_by is not None:
-                reason = self.state.closed if self.state.closed is not None else self.state.poison_error()
+            if self.state.closed is not None:
+                reason = self.state.closed
+            elif self.state.poisoned_by is not None and (sequence is not None or self.state.is_aborted):
+                reason = self.state.poison_error()
         if reason is not None:
             task.interrupt(reason)
-        task.begin(timers=False)
+        task.begin(timers)
         return Work(task, self.backend.runtime)
 
     def _prepared(
@@ -175,6 +186,7 @@ class Group:
 
     def calls_under_way(self) -> list[Call]:
         """The operations that have not ended."""
+        self.state.adopt_started()
         with self.state.lock:
             return [entry.task.call for entry in self.state.pending.values()]
 
@@ -240,8 +252,8 @@ class Group:
             if there not in self._to_introduce:
                 return b""
             self._to_introduce.discard(there)
-            if self.fast_messages is not None:
-                self.fast_messages.introduce(peer)
+            if self.native is not None:
+                self.native.introduce(peer)
             return self.descriptor
 
     def check_introduction(self, header: bytes, source: int) -> None:
@@ -320,6 +332,7 @@ class Group:
         """
         for service in list(self._services.values()):
             service.close()
+        self.state.adopt_started()
         with self.state.lock:
             if self.state.closed is not None:
                 return

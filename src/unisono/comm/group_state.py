@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from unisono._native import CallLog
+from unisono._native import CallLog, NativeGroup
 from unisono.comm.control import Control
 from unisono.comm.control_messages import Goodbye
 from unisono.core.envelope import Lane
@@ -55,6 +55,7 @@ class GroupState:
         self.world_rank = world_ranks[backend.rank]
         self.lock = threading.RLock()
         self.call_log = CallLog()
+        self.native: NativeGroup | None = None
         self.pending: dict[int, Pending] = {}
         self.poisoned_by: UnisonoError | None = None
         self.is_poison_seen = False  # a caller here got the error
@@ -89,12 +90,22 @@ class GroupState:
 
     # -- pending operations -------------------------------------------------------------------------------
 
+    def adopt_started(self, *, only_overdue: bool = False) -> None:
+        """Let started operations of the engine become pending here, so that they can be asked and ended.
+
+        Those in which a thread waits are adopted by that thread: it has been interrupted.
+        """
+        if self.native is not None:
+            for work in self.native.works_to_adopt(only_overdue):
+                work._adopt(False)
+
     def pending_at(self, sequence: int) -> Pending | None:
         """The collective under way with this number."""
         return next((entry for entry in self.pending.values() if entry.sequence == sequence), None)
 
     def wake_all(self) -> None:
         """Let every pending operation look again at what it waits for."""
+        self.adopt_started()
         with self.lock:
             pending = list(self.pending.values())
         for entry in pending:
@@ -102,6 +113,7 @@ class GroupState:
 
     def interrupt(self, reason: UnisonoError | Callable[[], UnisonoError], *, only_collectives: bool) -> None:
         """End pending operations with an error."""
+        self.adopt_started()
         with self.lock:
             pending = [e for e in self.pending.values() if e.sequence is not None or not only_collectives]
         for entry in pending:

@@ -15,7 +15,6 @@ from unisono.comm.mismatch_collector import MismatchCollector
 from unisono.core.envelope import Lane
 from unisono.core.task import Call, Steps
 from unisono.errors import CollectiveMismatch
-from unisono.messaging.fast_path import FastPath
 
 __all__ = ["RunAhead"]
 
@@ -26,7 +25,6 @@ class RunAhead:
     def __init__(self, state: GroupState, mismatches: MismatchCollector) -> None:
         self._state = state
         self._mismatches = mismatches
-        self.fast_path: FastPath | None = None
         self._unconfirmed: set[int] = set()
 
     def on_unclaimed(self, source: int, sequence: int, theirs: bytes) -> bool:
@@ -35,6 +33,7 @@ class RunAhead:
         False if nothing needs to be compared any more. A call still to be made here is compared when it is.
         """
         state = self._state
+        state.adopt_started()
         self._mismatches.compare(source, {sequence: theirs})
         with state.lock:
             is_early = sequence >= state.call_log.next or state.pending_at(sequence) is not None
@@ -45,21 +44,21 @@ class RunAhead:
         return state.poisoned_by is None and state.closed is None
 
     def _is_waiting(self, source: int, sequence: int) -> bool:
-        assert self.fast_path is not None
-        waiting = self.fast_path.unclaimed(self._state.call_log.next)
+        assert self._state.native is not None
+        waiting = self._state.native.unclaimed(self._state.call_log.next)
         return any((rank, number) == (source, sequence) for rank, number, _ in waiting)
 
     def find_unclaimed(self) -> CollectiveMismatch | None:
         """Look for a message that a call made here should have received and did not."""
-        if self.fast_path is not None:
-            for source, sequence, theirs in self.fast_path.unclaimed(self._state.call_log.next):
+        if self._state.native is not None:
+            for source, sequence, theirs in self._state.native.unclaimed(self._state.call_log.next):
                 if (mismatch := self._mismatches.compare(source, {sequence: theirs})) is not None:
                     return mismatch
         return None
 
     def unconfirmed_ranks(self) -> list[int]:
         """The ranks that have not shown yet that they made the calls that ended here."""
-        return [] if self.fast_path is None else list(self.fast_path.unconfirmed_ranks())
+        return [] if self._state.native is None else self._state.native.unconfirmed_ranks()
 
     def confirm(self, call: Call, ranks: list[int]) -> Steps[None]:
         """Ask ranks whether they made our last call; wait until all have replied, are gone, or differ."""

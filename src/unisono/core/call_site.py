@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
+from types import CodeType
 from typing import Final
 
-__all__ = ["call_site", "is_users"]
+__all__ = ["call_site", "is_users", "line_of"]
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _INSIDE: Final = str(_PACKAGE)
@@ -32,3 +34,12 @@ def call_site() -> str:
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+def line_of(code: CodeType | None, instruction: int) -> str:
+    """The line of an instruction of a code object, given by its offset in bytes, as "file.py:12"."""
+    if code is None:
+        return "?"
+    positions = next(islice(code.co_positions(), max(instruction, 0) // 2, None), None)
+    line = None if positions is None else positions[0]
+    return f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno if line is None else line}"

@@ -9,8 +9,11 @@ from typing import Final, NamedTuple
 __all__ = ["ANY", "HEADER_BYTES_MAX", "TAG_MAX", "UNTYPED", "Any_", "Envelope", "Lane", "Status", "Tags"]
 
 
-class Any_(Enum):
-    """The wildcard for sources and tags; `Any` is the name of a type in typing."""
+class Any_(str, Enum):
+    """The wildcard for sources and tags; `Any` is the name of a type in typing.
+
+    A text, because a signature made for C (`inspect.signature`) can show no other kind of object.
+    """
 
     ANY = "ANY"
 

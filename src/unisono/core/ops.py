@@ -12,7 +12,7 @@ import numpy as np
 from unisono.core.dtypes import BFLOAT16, DType, Kind
 from unisono.errors import UsageError
 
-__all__ = ["OpCode", "OpLike", "ReduceOp", "as_op", "op"]
+__all__ = ["BUILT_IN_NAMES", "OpCode", "OpLike", "ReduceOp", "as_op", "op"]
 
 
 class OpCode(IntEnum):
@@ -143,6 +143,9 @@ _BUILT_IN: Final[dict[str, ReduceOp]] = {
     **{code.name.lower(): ReduceOp(code.name.lower(), code) for code in OpCode},
     "mean": ReduceOp("mean", OpCode.SUM),
 }
+
+# In the order of their numbers in the engine's table of decisions; "sum" is the first.
+BUILT_IN_NAMES: Final = tuple(_BUILT_IN)
 
 # Names in other libraries, for the hint in an error.
 _OTHER_NAMES: Final = {

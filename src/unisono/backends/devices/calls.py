@@ -52,19 +52,16 @@ class DeviceLibrary(ABC):
 
 
 class DeviceCalls:
-    """A fast path in front of another: it takes the calls on tensors of a device."""
+    """A fast path in front of the general one: it takes the calls on tensors of a device."""
 
-    def __init__(self, library: DeviceLibrary, size: int, inner: FastPath | None) -> None:
+    verbs = _VERBS
+
+    def __init__(self, library: DeviceLibrary, size: int) -> None:
         self._library = library
         self._size = size
-        self._inner = inner
-        self.verbs = tuple(dict.fromkeys((*_VERBS, *(inner.verbs if inner is not None else ()))))
 
-    def verb(self, name: str, slow: Callable[..., Any], slow_path: Any) -> Callable[..., Any]:
-        """Return a callable that replaces the verb `slow`.
-
-        The inner fast path is tried first: it leaves tensors of a device to what comes after it.
-        """
+    def verb(self, name: str, slow: Callable[..., Any], take_over: Callable[..., None]) -> Callable[..., Any]:
+        """Return a callable that replaces the verb `slow`."""
 
         def call(*args: Any, **named: Any) -> Any:
             torch = sys.modules.get("torch")
@@ -74,21 +71,11 @@ class DeviceCalls:
             return self._run(name, torch, *args, **named)
 
         call.__name__, call.__doc__ = name, slow.__doc__
-        last = call if name in _VERBS else slow
-        inner = self._inner
-        return last if inner is None or name not in inner.verbs else inner.verb(name, last, slow_path)
-
-    def unclaimed(self, sequence: int) -> Sequence[tuple[int, int, bytes]]:
-        """Those of the inner fast path."""
-        return () if self._inner is None else self._inner.unclaimed(sequence)
-
-    def unconfirmed_ranks(self) -> Sequence[int]:
-        """Those of the inner fast path."""
-        return () if self._inner is None else self._inner.unconfirmed_ranks()
+        return call
 
     def cache_decision(self, *decision: Any) -> bool:
-        """Let the inner fast path cache it."""
-        return self._inner is not None and self._inner.cache_decision(*decision)
+        """Nothing is cached."""
+        return False
 
     def _run(
         self,

@@ -91,17 +91,9 @@ class MpiCalls:
         self.ended = 0
         self.handed_over = 0
 
-    def verb(self, name: str, slow: Callable[..., Any], slow_path: Any) -> Callable[..., Any]:
+    def verb(self, name: str, slow: Callable[..., Any], take_over: Callable[..., None]) -> Callable[..., Any]:
         """Return a callable that replaces the verb `slow`."""
-        return _Verb(self, name, slow, slow_path.take_over)
-
-    def unclaimed(self, sequence: int) -> tuple[tuple[int, int, bytes], ...]:
-        """None: every call begins with an agreement, so no message arrives unclaimed."""
-        return ()
-
-    def unconfirmed_ranks(self) -> tuple[int, ...]:
-        """None, for the same reason."""
-        return ()
+        return _Verb(self, name, slow, take_over)
 
     def cache_decision(
         self,
