@@ -49,9 +49,10 @@ uint8_t code_of_format(const char* format, Py_ssize_t itemsize) {
   if (*format == '@') ++format;
   const auto is = [&](const char* any_of) { return std::strchr(any_of, *format) != nullptr; };
   const bool is_complex = *format == 'Z' && format[1] != 0 && format[2] == 0;
-  if (is_complex) return format[1] == 'f'   ? static_cast<uint8_t>(DType::complex64)
-                         : format[1] == 'd' ? static_cast<uint8_t>(DType::complex128)
-                                            : engine::untyped;
+  if (is_complex)
+    return format[1] == 'f'   ? static_cast<uint8_t>(DType::complex64)
+           : format[1] == 'd' ? static_cast<uint8_t>(DType::complex128)
+                              : engine::untyped;
   if (*format == 0 || format[1] != 0) return engine::untyped;
   if (is("?")) return static_cast<uint8_t>(DType::boolean);
   if (is("e")) return static_cast<uint8_t>(DType::float16);

@@ -23,7 +23,7 @@ using namespace engine;
 constexpr size_t verbs_max = 48;
 // They live as long as the type, which is never freed.
 std::vector<VerbSpec> specs;
-std::array<PyMethodDef, verbs_max + 2> methods{};
+std::array<PyMethodDef, verbs_max + 1> methods{};
 
 struct VerbsObject {
   PyObject_HEAD PyObject* group;  // what keeps `native`
@@ -47,7 +47,8 @@ PyObject* run_call(const VerbsObject& self, const VerbSpec& spec, const Given& g
   Call call(*self.native, spec, self.helper);
   call.prepare(given);
   if (!self.native->call_log.fast_path_open) throw LeftToReference();
-  if (call.begin_and_poll(true)) [[likely]] return call.finish();
+  if (call.begin_and_poll(true)) [[likely]]
+    return call.finish();
   switch (call.wait(never)) {
     case Call::Waited::taken: return call.finish();
     case Call::Waited::interrupted: {
@@ -107,23 +108,18 @@ constexpr std::array<Function, sizeof...(index)> functions(std::index_sequence<i
 }
 constexpr auto call_functions = functions(std::make_index_sequence<verbs_max>());
 
-// (the group in the engine or None, helper, reference, whether the verbs return works)
-PyObject* bind_method(PyObject* object, PyObject* args) {
-  VerbsObject& self = *reinterpret_cast<VerbsObject*>(object);
-  PyObject *group, *helper, *reference;
-  int is_started;
-  if (PyArg_ParseTuple(args, "OOOp", &group, &helper, &reference, &is_started) == 0) return nullptr;
-  try {
-    self.native = group == Py_None ? nullptr : &nb::cast<NativeGroup&>(nb::handle(group));
-  } catch (const nb::cast_error&) {
-    PyErr_SetString(PyExc_TypeError, "allowed: a group of the engine, or None");
-    return nullptr;
-  }
-  Py_XSETREF(self.group, Py_NewRef(group));
-  Py_XSETREF(self.helper, Py_NewRef(helper));
-  Py_XSETREF(self.reference, Py_NewRef(reference));
-  self.is_started = is_started != 0;
-  Py_RETURN_NONE;
+PyTypeObject* verbs_type = nullptr;
+
+// Make the verbs of a new communicator, or of its `start`, work.
+void bind_object(nb::handle object, nb::handle group, nb::handle helper, nb::handle reference, bool is_started) {
+  if (verbs_type == nullptr || !PyType_IsSubtype(Py_TYPE(object.ptr()), verbs_type))
+    throw nb::type_error("allowed: an object of the type of verbs");
+  VerbsObject& self = *reinterpret_cast<VerbsObject*>(object.ptr());
+  self.native = group.is_none() ? nullptr : &nb::cast<NativeGroup&>(group);
+  Py_XSETREF(self.group, Py_NewRef(group.ptr()));
+  Py_XSETREF(self.helper, Py_NewRef(helper.ptr()));
+  Py_XSETREF(self.reference, Py_NewRef(reference.ptr()));
+  self.is_started = is_started;
 }
 
 int traverse_verbs(PyObject* object, visitproc visit, void* arg) {
@@ -174,10 +170,17 @@ Verb verb_named(const std::string& name) {
 
 Parameter parameter_named(const std::string& name) {
   static const std::pair<const char*, Parameter> known[] = {
-      {"x", Parameter::x},       {"data", Parameter::x},  {"out", Parameter::out},
-      {"buf", Parameter::out},   {"op", Parameter::op},   {"root", Parameter::root},
-      {"dst", Parameter::dst},   {"src", Parameter::src}, {"tag", Parameter::tag},
-      {"timeout", Parameter::timeout}, {"algorithm", Parameter::algorithm},
+      {"x", Parameter::x},
+      {"data", Parameter::x},
+      {"out", Parameter::out},
+      {"buf", Parameter::out},
+      {"op", Parameter::op},
+      {"root", Parameter::root},
+      {"dst", Parameter::dst},
+      {"src", Parameter::src},
+      {"tag", Parameter::tag},
+      {"timeout", Parameter::timeout},
+      {"algorithm", Parameter::algorithm},
   };
   for (const auto& [word, parameter] : known)
     if (name == word) return parameter;
@@ -210,7 +213,6 @@ nb::object make_verbs_type(const std::vector<Row>& rows, const std::vector<std::
                       reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_functions[index])),
                       METH_FASTCALL | METH_KEYWORDS, docs[index].c_str()};
   }
-  methods[specs.size()] = {"_bind_verbs", bind_method, METH_VARARGS, nullptr};
   static PyType_Slot slots[] = {
       {Py_tp_methods, methods.data()},
       {Py_tp_traverse, reinterpret_cast<void*>(traverse_verbs)},
@@ -222,6 +224,7 @@ nb::object make_verbs_type(const std::vector<Row>& rows, const std::vector<std::
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, slots};
   PyObject* const type = PyType_FromSpec(&spec);
   if (type == nullptr) throw nb::python_error();
+  verbs_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type));
   return nb::steal(type);
 }
 
@@ -280,7 +283,7 @@ void bind_verbs(nb::module_& m) {
            nb::arg("engine"), nb::arg("call_log"), nb::kw_only(), nb::arg("context"), nb::arg("rank"),
            nb::arg("members"), nb::arg("is_introduced"), nb::arg("window"), nb::arg("stall_s"), nb::arg("deadline_s"),
            nb::arg("leaves_tensors"), nb::arg("array_type"), nb::arg("empty"), nb::arg("view"), nb::arg("dtypes"),
-           nb::arg("status"), nb::arg("any"))
+           nb::arg("status"), nb::arg("any_"))
       .def("unclaimed", &NativeGroup::unclaimed, nb::arg("sequence"))
       .def("unconfirmed_ranks", &NativeGroup::unconfirmed_ranks)
       .def("introduce", &NativeGroup::introduce)
@@ -289,6 +292,8 @@ void bind_verbs(nb::module_& m) {
       .def_ro("ended", &NativeGroup::ended)
       .def_ro("decided", &NativeGroup::decided)
       .def_ro("adopted", &NativeGroup::adopted);
+  m.def("bind_verbs", &bind_object, nb::arg("verbs"), nb::arg("group").none(), nb::arg("helper"), nb::arg("reference"),
+        nb::arg("is_started"));
   m.def("make_verbs_type", &make_verbs_type, nb::arg("rows"), nb::arg("ops"));
 }
 

@@ -215,7 +215,8 @@ const Decision* Call::decide(const DecisionKey& key, const Given& given) {
   const Program& program = *decision->program;
   for (const size_t which : {static_cast<size_t>(Buffer::in), static_cast<size_t>(Buffer::out)})
     decision->bytes = std::max(decision->bytes, program.counts[which] * itemsizes[dtype]);
-  if (program.reduces && decision->kernel == nullptr) throw nb::value_error("the operation is not defined for the dtype");
+  if (program.reduces && decision->kernel == nullptr)
+    throw nb::value_error("the operation is not defined for the dtype");
   for (const Line& line : program.lines)
     if (!line.recvs.empty())
       decision->answering.push_back(line.peer);
@@ -229,8 +230,8 @@ void Call::check_out(const Py_ssize_t* shape, int nd) const {
   if (out_.is_number() || out_.dtype != x_.dtype || out_.nd != nd) throw LeftToReference();
   for (int i = 0; i < nd; ++i)
     if (out_.shape[i] != shape[i]) throw LeftToReference();
-  const bool overlap = x_.count != 0 && out_.count != 0 && x_.data < out_.data + out_.nbytes() &&
-                       out_.data < x_.data + x_.nbytes();
+  const bool overlap =
+      x_.count != 0 && out_.count != 0 && x_.data < out_.data + out_.nbytes() && out_.data < x_.data + x_.nbytes();
   if (overlap) throw LeftToReference();
 }
 
@@ -288,8 +289,8 @@ void Call::begin_collective() {
   stage.kernel = decision_->kernel;
   stage.window = group_.window;
   const Verb verb = spec_.verb;
-  const bool is_in_place = verb == Verb::all_reduce || verb == Verb::broadcast ||
-                           (verb == Verb::reduce && root_ == group_.rank);
+  const bool is_in_place =
+      verb == Verb::all_reduce || verb == Verb::broadcast || (verb == Verb::reduce && root_ == group_.rank);
   if (!is_in_place) stage.in = x_.data;
   if (is_in_place || verb != Verb::reduce) stage.out = target_;
   sequence_ = group_.call_log.next++;
@@ -449,11 +450,11 @@ nb::object Call::adopt(const char* how) {
     }
     const Argument& argument = op.is_receive ? out_ : x_;
     const int flags = op.is_receive ? PyBUF_WRITE : PyBUF_READ;
-    const nb::object memory = nb::steal(PyMemoryView_FromMemory(
-        reinterpret_cast<char*>(argument.data), static_cast<Py_ssize_t>(argument.nbytes()), flags));
+    const nb::object memory = nb::steal(PyMemoryView_FromMemory(reinterpret_cast<char*>(argument.data),
+                                                                static_cast<Py_ssize_t>(argument.nbytes()), flags));
     if (!memory.is_valid()) throw nb::python_error();
-    operations.append(nb::make_tuple(op.is_receive ? "receive" : "send", handles_[i], op.is_receive ? src_ : dst_,
-                                     tag_, memory, argument.dtype));
+    operations.append(nb::make_tuple(op.is_receive ? "receive" : "send", handles_[i], op.is_receive ? src_ : dst_, tag_,
+                                     memory, argument.dtype));
   }
   const auto object_of = [](const Argument& argument) {
     return argument.is_given() ? nb::borrow(argument.given) : nb::object(nb::none());

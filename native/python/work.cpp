@@ -132,8 +132,10 @@ PyObject* done_method(PyObject* self, PyObject*) {
       ++started->waiters;
       const bool is_taken = started->call->poll(started->idle_polls++);
       --started->waiters;
-      if (is_taken && started->state == StartedCall::State::active) conclude(*started);
-      else if (started->state == StartedCall::State::active && started->call->has_failed()) adopt(*started);
+      if (is_taken && started->state == StartedCall::State::active)
+        conclude(*started);
+      else if (started->state == StartedCall::State::active && started->call->has_failed())
+        adopt(*started);
     }
     if (started->state == StartedCall::State::active) {
       if (PyErr_CheckSignals() != 0) return nullptr;

@@ -13,7 +13,10 @@ struct WorkObject;
 
 struct StartedCall : StartedLink {
   StartedCall(nb::object group, NativeGroup& native, const VerbSpec& spec, nb::object helper)
-      : group(std::move(group)), helper(std::move(helper)), call(std::in_place, native, spec, this->helper), spec(spec) {}
+      : group(std::move(group)),
+        helper(std::move(helper)),
+        call(std::in_place, native, spec, this->helper),
+        spec(spec) {}
 
   enum class State : uint8_t { active, adopted, done };
 

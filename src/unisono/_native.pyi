@@ -5,7 +5,8 @@
 # raises TypeError or BufferError.
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from types import CodeType
+from typing import Any, TypeAlias
 
 import numpy.typing as npt
 
@@ -161,8 +162,8 @@ class CallLog:
     def awaited(self, sequence: int) -> list[int]: ...
     def interrupt_in_flight(self) -> None: ...
 
-# A communicator in the engine: see native/python/native_group.hpp. `members` are its ranks by their numbers in the
-# engine; `dtypes` the NumPy types by code, None where there is no such type; `view` is buffers.view.
+# A communicator in the engine: see native/python/native_group.hpp. `members` are its ranks by their numbers in
+# the engine; `dtypes` the NumPy types by code, None where there is no such type; `view` is buffers.view.
 class NativeGroup:
     # Calls that ended in the engine, classes of calls that Python decided, and calls that Python adopted.
     ended: int
@@ -186,7 +187,7 @@ class NativeGroup:
         view: Callable[..., Any],
         dtypes: list[Any],
         status: type,
-        any: Any,
+        any_: Any,
     ) -> None: ...
     def unclaimed(self, sequence: int) -> list[tuple[int, int, bytes]]: ...
     def unconfirmed_ranks(self) -> list[int]: ...
@@ -202,6 +203,9 @@ class WorkBase:
     def _adopt(self, is_seen: bool) -> bool: ...
 
 def set_work_type(work: type) -> None: ...
+def bind_verbs(
+    verbs: object, group: NativeGroup | None, helper: object, reference: object, is_started: bool
+) -> None: ...
 def make_verbs_type(rows: Sequence[tuple[str, str, Sequence[str], int]], ops: Sequence[str]) -> type: ...
 
 # messaging.fast_path.Mailbox: see native/engine/mailbox.hpp.
@@ -217,6 +221,7 @@ class Mailbox:
     def batches(self) -> int: ...
     def interrupt_wait(self, is_front: bool) -> None: ...
     def close(self) -> None: ...
+
 # Completions of threads that must not touch Python: see native/python/completion_eventfd.hpp. `ring` is the
 # address of the C function void(uint64 ticket, int8 code) that they call; `take` returns (number, code) of
 # these calls.

@@ -113,7 +113,7 @@ def test_a_receiver_that_confirms_lets_the_root_go_on(world: MakeWorld, kind: st
         for k in range(100):
             notes.expect(cast(comm, k, k % 2), value(k), f"#{k}")
             total(comm)
-            hot = comm._group.hot
+            hot = comm._group.native
             assert hot is not None
             notes.expect(hot.unconfirmed_ranks(), [], f"behind at #{k}")
         return notes

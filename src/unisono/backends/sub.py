@@ -135,11 +135,17 @@ class SubBackend(Backend):
         *,
         is_introduced: bool,
         members: tuple[int, ...] | None = None,
+        leaves_tensors: bool = False,
     ) -> NativeGroup | None:
         """The members in the parent's engine."""
         assert members is None, "a view stands on the root backend"
         return self.parent.native_group(
-            context, call_log, on_unclaimed, is_introduced=is_introduced, members=self.members
+            context,
+            call_log,
+            on_unclaimed,
+            is_introduced=is_introduced,
+            members=self.members,
+            leaves_tensors=leaves_tensors,
         )
 
     def compile_plan(self, plan: Any, itemsize: int, members: tuple[int, ...] | None = None) -> Any:
@@ -156,7 +162,12 @@ class SubBackend(Backend):
         return None if mailbox is None else _SubMailbox(mailbox, self.members, self._local)
 
     def adopt(
-        self, handle: int, peer: int | Any_ | None, buffer: memoryview | None, dtype: int, memory: tuple[Any, ...]
+        self,
+        handle: int,
+        peer: int | Any_ | None,
+        buffer: memoryview | None,
+        dtype: int,
+        memory: tuple[Any, ...],
     ) -> Request:
         """Adopt an operation of the parent's engine."""
         there = self.members[peer] if isinstance(peer, int) else peer

@@ -1,8 +1,8 @@
 """What the engine's calls ask of Python: a decision for each class of calls, and what is rare.
 
-A call runs in the engine from its arguments to its result (native/python/call.hpp). If it fails, stalls, passes
-its deadline or is interrupted, or if its group has news, Python *adopts* it: its operations go on in the engine,
-and a Task waits for them. So errors, stalls and deadlines are handled in one place, for every backend.
+A call runs in the engine from its arguments to its result (native/python/call.hpp). If it fails, stalls,
+passes its deadline or is interrupted, or if its group has news, Python *adopts* it: its operations go on in the
+engine, and a Task waits for them. So errors, stalls and deadlines are handled in one place, for every backend.
 """
 
 from __future__ import annotations
@@ -47,7 +47,13 @@ class Adoption:
     # -- decisions ----------------------------------------------------------------------------------------
 
     def decide(
-        self, operation: str, dtype_code: int, op_name: str | None, root: int, algorithm: str, shape: tuple[int, ...]
+        self,
+        operation: str,
+        dtype_code: int,
+        op_name: str | None,
+        root: int,
+        algorithm: str,
+        shape: tuple[int, ...],
     ) -> Decided | None:
         """Decide how the engine runs a collective; None leaves it to the reference path.
 
@@ -114,7 +120,10 @@ class Adoption:
             stacklevel=2,
         )
         # A finalizer runs at any point of any code: the locks are taken elsewhere.
-        runtime.call_soon(partial(self._resume, operation, *call, timers=True))
+        runtime.call_soon(partial(self._carry_on_dropped, operation, *call))
+
+    def _carry_on_dropped(self, *call: Any) -> None:
+        self._resume(*call, timers=True)
 
     def _resume(
         self,

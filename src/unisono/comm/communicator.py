@@ -13,11 +13,12 @@ import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial, update_wrapper
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
 from weakref import WeakValueDictionary
 
 import numpy as np
 
+from unisono import _native
 from unisono.backends.sub import SubBackend
 from unisono.comm.adoption import Adoption
 from unisono.comm.collectives import Verbs
@@ -85,9 +86,9 @@ class _BlockingVerbs:
         self._verbs = verbs
         self._runtime = group.backend.runtime
         hot = group.hot
-        for name in () if hot is None else hot.verbs:
-            # A library's own way in front; the method of the class is what it falls back to.
-            self.__dict__[name] = hot.verb(name, getattr(self, name), adoption.take_over)
+        if hot is not None:
+            for name in hot.verbs:  # a library's own way in front of the general one
+                self.__dict__[name] = hot.verb(name, getattr(self, name), adoption.take_over)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         verb = getattr(self._verbs, name)
@@ -109,11 +110,13 @@ class _Blocking(Generic[P, R]):
     def __get__(self, owner: None, kind: type) -> Self: ...
     @overload
     def __get__(self, owner: Communicator, kind: type) -> Callable[P, R]: ...
-    def __get__(self, owner: Communicator | None, kind: type) -> Self | Callable[P, R]: ...
+    def __get__(self, owner: Communicator | None, kind: type) -> Self | Callable[P, R]:
+        raise NotImplementedError
 
 
 if TYPE_CHECKING:
-    _Started, _Verbs = ReferenceVerbs, object
+    _Started: TypeAlias = ReferenceVerbs
+    _Verbs: TypeAlias = object
 else:
     _Started = _Verbs = make_verbs_type(ReferenceVerbs)
 
@@ -122,7 +125,7 @@ class Start(_Started):
     """`comm.start`: the verbs, each of which returns a Work."""
 
     def __init__(self, group: Group, adoption: Adoption, reference: ReferenceVerbs) -> None:
-        self._bind_verbs(group.native, adoption, reference, True)
+        _native.bind_verbs(self, group.native, adoption, reference, True)
 
 
 class Communicator(_Verbs):
@@ -173,7 +176,7 @@ class Communicator(_Verbs):
         adoption = Adoption(group)
         self._start = Start(group, adoption, ReferenceVerbs(self, group))
         waited = ReferenceVerbs(self, group, timers=False)
-        self._bind_verbs(group.native, adoption, _BlockingVerbs(waited, group, adoption), False)
+        _native.bind_verbs(self, group.native, adoption, _BlockingVerbs(waited, group, adoption), False)
         self._finalizer: weakref.finalize[..., Communicator] | None = None
         if parent is None:
             # The other ranks must not wait for a world that was dropped without being closed.

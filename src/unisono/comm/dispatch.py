@@ -146,8 +146,9 @@ class CollectiveCall:
         self._call.is_joint = self._group.backend.capabilities.run_collective
         yield from self._follow(self._group.backend.adopt(handle, None, None, UNTYPED, memory), fingerprint)
 
-# What the engine needs to run a class of calls: the program, the fingerprint, the number of the kernel (-1: none),
-# the divisor of a mean (0: none) and the element with which exscan fills the result of rank 0.
+
+# What the engine needs to run a class of calls: the program, the fingerprint, the number of the kernel (-1:
+# none), the divisor of a mean (0: none) and the element with which exscan fills the result of rank 0.
 Decided: TypeAlias = tuple[Any, bytes, int, int, bytes]
 
 
@@ -165,7 +166,11 @@ def decide(
     backend = group.backend
     config = backend.config
     name = algorithm_for(problem, dtype, op, algorithm, config.reproducible, LINKS[backend.link_kind()])
-    given = "" if problem.collective == "barrier" else described(dtype, problem.counts if shape is None else shape)
+    given = (
+        ""
+        if problem.collective == "barrier"
+        else described(dtype, problem.counts if shape is None else shape)
+    )
     words = _words(problem.collective, problem, given, dtype, op, name, 0, config.segment_bytes)
     program = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
     divisor = problem.size if op is not None and op.is_mean and problem.size > 1 else 0

@@ -1,7 +1,7 @@
 """The table of verbs: names, parameters, signatures and documentation, from the reference verbs.
 
-From it the engine makes the type whose methods a user calls (native/python/bind_verbs.cpp): its argument parser,
-the signatures that `help` and `inspect` show, and the documentation have one source.
+From it the engine makes the type whose methods a user calls (native/python/bind_verbs.cpp): its argument
+parser, the signatures that `help` and `inspect` show, and the documentation have one source.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def make_verbs_type(reference: type) -> type[Any]:
     return _native.make_verbs_type(rows, BUILT_IN_NAMES)
 
 
-def _row(
-    name: str, signature: inspect.Signature, reference: type
-) -> tuple[str, str, Sequence[str], int]:
+def _row(name: str, signature: inspect.Signature, reference: type) -> tuple[str, str, Sequence[str], int]:
     parameters = list(signature.parameters.values())[1:]
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     text = f"{name}({', '.join(['$self', *_shown(parameters)])})"

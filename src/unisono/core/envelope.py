@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 from typing import Final, NamedTuple
 
 __all__ = ["ANY", "HEADER_BYTES_MAX", "TAG_MAX", "UNTYPED", "Any_", "Envelope", "Lane", "Status", "Tags"]
 
 
-class Any_(str, Enum):
+class Any_(StrEnum):
     """The wildcard for sources and tags; `Any` is the name of a type in typing.
 
     A text, because a signature made for C (`inspect.signature`) can show no other kind of object.

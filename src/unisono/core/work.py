@@ -18,8 +18,8 @@ __all__ = ["Started", "Work", "wait_all", "wait_or_cancel"]
 class Work(WorkBase, Generic[T]):
     """A started operation; also awaitable. Its buffers must not be used until it is done.
 
-    An operation of the engine is waited for there, by `wait` and `done` of the base. All others, and those that
-    Python has adopted, are tasks.
+    An operation of the engine is waited for there, by `wait` and `done` of the base. All others, and those
+    that Python has adopted, are tasks.
     """
 
     _task: Task[T]
@@ -81,7 +81,8 @@ class Work(WorkBase, Generic[T]):
 
             self._task.on_done(tell)
             yield from future.__await__()
-        return self.wait()
+        result: T = self.wait()
+        return result
 
     def __repr__(self) -> str:
         task = getattr(self, "_task", None)
@@ -118,7 +119,8 @@ def _settled(task: Task[Any]) -> None:
 def wait_or_cancel(work: Work[T]) -> T:
     """Wait for a work that nobody else holds; if the wait is interrupted, cancel the work."""
     try:
-        return work.wait()
+        result: T = work.wait()
+        return result
     except Killed:
         raise  # a crash cleans nothing up
     except BaseException:  # its own error, and it has ended; or whatever a signal handler raises

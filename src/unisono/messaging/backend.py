@@ -266,8 +266,9 @@ class Backend(ABC):
         *,
         is_introduced: bool,
         members: tuple[int, ...] | None = None,
+        leaves_tensors: bool = False,
     ) -> NativeGroup | None:
-        """The communicator of all these ranks in the engine, which runs its calls; None if there is no engine.
+        """The communicator of these ranks in the engine, which runs its calls; None if there is no engine.
 
         A collective in the engine may end before its messages are received ("run-ahead"). `on_unclaimed` is
         called for such messages that wait here, with the world rank of the sender, the number of its call and
@@ -276,6 +277,7 @@ class Backend(ABC):
         Args:
             is_introduced: False if the first message to each member must go through Python.
             members: the communicator's ranks by their numbers here; all of them by default.
+            leaves_tensors: calls with tensors of a device are left to `fast_path`.
         """
         return None
 
@@ -284,7 +286,12 @@ class Backend(ABC):
         raise NotImplementedError(f"{self.capabilities.name} has no engine")
 
     def adopt(
-        self, handle: int, peer: int | Any_ | None, buffer: memoryview | None, dtype: int, memory: tuple[Any, ...]
+        self,
+        handle: int,
+        peer: int | Any_ | None,
+        buffer: memoryview | None,
+        dtype: int,
+        memory: tuple[Any, ...],
     ) -> Request:
         """A request for an operation of the engine's calls, as if it had been started here.
 

@@ -115,7 +115,7 @@ class DeviceBackend(Closable):
 
     def native_group(self, *group: Any, **options: Any) -> NativeGroup | None:
         """Its group in the engine."""
-        return self._inner.native_group(*group, **options, leaves_tensors=True)
+        return self._inner.native_group(*group, **{**options, "leaves_tensors": True})
 
     def compile_plan(self, plan: Any, itemsize: int, members: tuple[int, ...] | None = None) -> Any:
         """Compile for it."""

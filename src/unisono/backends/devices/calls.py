@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 from unisono.core.dtypes import DTYPES
 from unisono.core.ops import OpLike, as_op
 from unisono.errors import UsageError
-from unisono.messaging.fast_path import FastPath
 
 __all__ = ["DeviceCalls", "DeviceLibrary"]
 

@@ -341,7 +341,7 @@ class NativeBackend(Closable):
             view=view,
             dtypes=_NUMPY_TYPES,
             status=Status,
-            any=ANY,
+            any_=ANY,
         )
 
     def mailbox(self, context: int, tag: int) -> Mailbox:
@@ -349,7 +349,12 @@ class NativeBackend(Closable):
         return _native.Mailbox(self._engine, context, tag)
 
     def adopt(
-        self, handle: int, peer: int | Any_ | None, buffer: memoryview | None, dtype: int, memory: tuple[Any, ...]
+        self,
+        handle: int,
+        peer: int | Any_ | None,
+        buffer: memoryview | None,
+        dtype: int,
+        memory: tuple[Any, ...],
     ) -> Request:
         """Let Python carry on an operation of the engine's calls."""
         if peer is None:

@@ -177,7 +177,7 @@ class CompletionDispatcher:
         self._unclaimed[context] = weakref.WeakMethod(notify, lambda _: self._unclaimed.pop(context, None))
 
     def adopt_overdue(self) -> None:
-        """Let Python look at started operations that have not ended for some time, or whose deadline is over."""
+        """Let Python look at started operations that stall, or whose deadline is over."""
         for known in list(self._unclaimed.values()):
             notify = known()
             if notify is not None:
