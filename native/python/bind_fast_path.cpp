@@ -324,7 +324,7 @@ PyObject* FastVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) 
   if (known == nullptr || !path.call_log.fast_path_open) return ask_python(args, nargsf, names, given);
   nb::object out;
   if (given.out.given != nullptr) {
-    const uint64_t itemsize = itemsizes[known->dtype];
+    const uint64_t itemsize = item_bytes(known->dtype, known->op_code);
     const byte* const in_at = as_array(given.x.array).data;
     const byte* const out_at = as_array(given.out.array).data;
     const uint64_t in_bytes = known->program->counts[static_cast<size_t>(Buffer::in)] * itemsize;
@@ -365,7 +365,7 @@ bool FastPath::cache_decision(uint64_t sequence, const std::string& operation, n
   if (!is_users(given.key.code)) return false;  // the place that the fingerprint shows is further out
   auto learned = std::make_unique<Learned>();
   learned->program = program_of(program);
-  const uint64_t itemsize = itemsizes[dtype];
+  const uint64_t itemsize = item_bytes(dtype, op);
   uint64_t bytes[2];
   for (const size_t which : {static_cast<size_t>(Buffer::in), static_cast<size_t>(Buffer::out)}) {
     bytes[which] = learned->program->counts[which] * itemsize;
@@ -379,9 +379,9 @@ bool FastPath::cache_decision(uint64_t sequence, const std::string& operation, n
     // A number has no memory: its type says whether it travels as it is.
     const ArrayObject& one = as_array(used.ptr());
     if (given.x.is_number() ? one.descr != given.key.descr : one.data != as_array(given.x.array).data) return false;
-    uint64_t count = 1;
-    for (int i = 0; i < given.key.nd; ++i) count *= static_cast<uint64_t>(given.key.shape[i]);
-    if (count * itemsize != bytes[static_cast<size_t>(is_out ? Buffer::out : Buffer::in)] && count != 0) return false;
+    uint64_t given_bytes = itemsizes[dtype];
+    for (int i = 0; i < given.key.nd; ++i) given_bytes *= static_cast<uint64_t>(given.key.shape[i]);
+    if (given_bytes != bytes[static_cast<size_t>(is_out ? Buffer::out : Buffer::in)] && given_bytes != 0) return false;
   } else if (learned->bytes != 0) {
     return false;
   }
@@ -421,7 +421,7 @@ bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
   Stage stage;
   stage.context = path.context;
   stage.dtype = learned.dtype;
-  stage.itemsize = itemsizes[learned.dtype];
+  stage.itemsize = item_bytes(learned.dtype, learned.op_code);
   stage.kernel = learned.op_code < 0 ? nullptr : active_kernels().reduce[learned.dtype][learned.op_code];
   stage.window = path.window;
   if (x != nullptr && !is_in_place()) stage.in = as_array(x).data;

@@ -54,12 +54,16 @@ class CollectiveCall:
         the first stage is the one that ranks compare.
         """
         group, backend = self._group, self._group.backend
+        if given is None:
+            given = described(dtype, shape if shape is not None else counts)
+        if op is not None and op.width > 1:
+            # From here on one item is `width` elements: no plan, cut or executor can separate them.
+            counts, dtype = tuple(n // op.width for n in counts), dtype.item(op.width)
+            memory = {buf: flat.view(dtype.storage) for buf, flat in memory.items()}
         problem = Problem(collective, backend.size, counts, root, backend.hosts())
         links = LINKS[backend.link_kind()]
         wanted = algorithm or self._algorithm
         name = algorithm_for(problem, dtype, op, wanted, backend.config.reproducible, links)
-        if given is None:
-            given = described(dtype, shape if shape is not None else counts)
         able = backend.capabilities
         # With algorithm="auto" a library with its own algorithms is asked first, on all ranks or on none.
         library_may_run = able.run_collective and wanted == "auto"
@@ -150,8 +154,10 @@ class CollectiveCall:
             words.append(f"op={op}")
             if op.fn is not None:
                 words.append(f"commutative={op.commutative}")
+                if op.width > 1:
+                    words.append(f"width={op.width}")
             if op.fn is not None and problem.collective == "exscan":
-                words.append(f"identity={op.shown_identity(dtype)}")
+                words.append(f"identity={op.shown_identity(dtype.element)}")
         if problem.collective in ("reduce", "broadcast", "gather", "scatter"):
             words.append(f"root={problem.root}")
         if self._stage:
