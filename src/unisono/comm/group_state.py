@@ -68,9 +68,10 @@ class GroupState:
         self._closed_lanes: dict[int, set[Lane]] = {}
         # Stall queries about collectives that were not called here yet: fingerprint by sequence and rank.
         self.early_queries: dict[int, dict[int, bytes]] = {}
+        self.update_fast_path()
 
     def update_fast_path(self) -> None:
-        """Close the fast path if there is anything to compare, refuse or end; the caller holds the lock.
+        """Close the fast path if there is anything to compare, refuse or end, or a deadline; hold the lock.
 
         Calls under way below Python return to it, and find what has changed.
         """
@@ -82,6 +83,7 @@ class GroupState:
             self.last_calls,
             self.early_queries,
             self.is_backend_closed,
+            self.backend.config.deadline_s,  # the fast path has no deadlines
         )
         self.call_log.fast_path_open = not any(attention)
         if not self.call_log.fast_path_open:

@@ -42,7 +42,7 @@ class DeviceBackend(Closable):
         if self._has_world:
             return inner
         self._has_world = True
-        return DeviceCalls(self._library, size, inner)
+        return DeviceCalls(self._library, size, inner, self.config.deadline_s)
 
     def close(self) -> None:
         """Close the library, then `inner`."""

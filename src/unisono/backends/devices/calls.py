@@ -54,9 +54,12 @@ class DeviceLibrary(ABC):
 class DeviceCalls:
     """A fast path in front of another: it takes the calls on tensors of a device."""
 
-    def __init__(self, library: DeviceLibrary, size: int, inner: FastPath | None) -> None:
+    def __init__(
+        self, library: DeviceLibrary, size: int, inner: FastPath | None, deadline_s: float | None = None
+    ) -> None:
         self._library = library
         self._size = size
+        self._deadline_s = deadline_s
         self._inner = inner
         self.verbs = tuple(dict.fromkeys((*_VERBS, *(inner.verbs if inner is not None else ()))))
 
@@ -123,7 +126,7 @@ class DeviceCalls:
         if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < self._size:
             raise UsageError(f"root={at!r}; allowed: ranks 0 to {self._size - 1}")
         taken = self._result(name, torch, x, out)
-        self._library.run(name, x, taken, how.name, at, timeout)
+        self._library.run(name, x, taken, how.name, at, self._deadline_s if timeout is None else timeout)
         return taken
 
     def _result(self, name: str, torch: Any, x: Any, out: Any) -> Any:
