@@ -156,7 +156,7 @@ class PyEngine {
     stage.context = context;
     stage.tag = tag;
     stage.dtype = dtype;
-    stage.itemsize = itemsizes[dtype];
+    stage.itemsize = item_bytes(dtype, op);
     stage.kernel = op < 0 ? nullptr : active_kernels().reduce[dtype][op];
     stage.window = window > 0 ? window : 1;
     if (program->reduces && stage.kernel == nullptr)

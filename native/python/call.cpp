@@ -96,8 +96,11 @@ void Call::read_timeout(PyObject* timeout) {
     const long whole = PyLong_AsLongAndOverflow(timeout, &overflow);
     if (overflow == 0) seconds = static_cast<double>(whole);
   }
-  // Whatever else was passed is refused there, or is longer than any program runs.
-  if (!(seconds >= 0 && seconds < 1e9)) throw LeftToReference();
+  if (!(seconds >= 0)) throw LeftToReference();  // refuses it
+  if (seconds >= 1e9) {                          // longer than any program runs
+    timeout_ns_ = -1;
+    return;
+  }
   timeout_ns_ = static_cast<std::int64_t>(seconds * 1e9);
 }
 
@@ -209,12 +212,13 @@ const Decision* Call::decide(const DecisionKey& key, const Given& given) {
   const int code = nb::cast<int>(values[2]);
   const uint8_t dtype = x_.dtype == untyped ? plain_bytes : x_.dtype;
   if (code >= 0) decision->kernel = active_kernels().reduce[dtype][code];
+  decision->itemsize = item_bytes(dtype, code);
   decision->divisor = nb::cast<std::int64_t>(values[3]);
   const nb::bytes identity = nb::cast<nb::bytes>(values[4]);
   decision->identity.assign(identity.c_str(), identity.size());
   const Program& program = *decision->program;
   for (const size_t which : {static_cast<size_t>(Buffer::in), static_cast<size_t>(Buffer::out)})
-    decision->bytes = std::max(decision->bytes, program.counts[which] * itemsizes[dtype]);
+    decision->bytes = std::max(decision->bytes, program.counts[which] * decision->itemsize);
   if (program.reduces && decision->kernel == nullptr)
     throw nb::value_error("the operation is not defined for the dtype");
   for (const Line& line : program.lines)
@@ -285,7 +289,7 @@ void Call::begin_collective() {
   Stage stage;
   stage.context = group_.context;
   stage.dtype = x_.dtype == untyped ? plain_bytes : x_.dtype;
-  stage.itemsize = itemsizes[stage.dtype];
+  stage.itemsize = decision_->itemsize;
   stage.kernel = decision_->kernel;
   stage.window = group_.window;
   const Verb verb = spec_.verb;
@@ -529,8 +533,8 @@ PyObject* Call::finish() {
       break;
     case Verb::exscan:
       if (group_.rank == 0)
-        for (uint64_t i = 0; i < target_count_; ++i)
-          std::memcpy(target_ + i * decision_->identity.size(), decision_->identity.data(), decision_->identity.size());
+        for (uint64_t at = 0; at < x_.nbytes(); at += decision_->identity.size())
+          std::memcpy(target_ + at, decision_->identity.data(), decision_->identity.size());
       break;
     default: break;
   }

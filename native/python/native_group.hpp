@@ -23,6 +23,7 @@ struct Decision {
   std::shared_ptr<const engine::Program> program;
   engine::Text header;
   Reduce kernel = nullptr;
+  uint64_t itemsize = 1;                 // of what is never separated
   std::int64_t divisor = 0;              // of a mean; 0 divides nothing
   std::string identity;                  // one element, with which exscan fills the result of rank 0
   std::vector<std::int32_t> unanswered;  // peers to which we send, and from which nothing comes back

@@ -162,8 +162,8 @@ class CallLog:
     def awaited(self, sequence: int) -> list[int]: ...
     def interrupt_in_flight(self) -> None: ...
 
-# A communicator in the engine: see native/python/native_group.hpp. `members` are its ranks by their numbers in
-# the engine; `dtypes` the NumPy types by code, None where there is no such type; `view` is buffers.view.
+# A communicator in the engine: see native/python/native_group.hpp. `members` are its ranks by their numbers
+# in the engine; `dtypes` the NumPy types by code, None where there is no such type; `view` is buffers.view.
 class NativeGroup:
     # Calls that ended in the engine, classes of calls that Python decided, and calls that Python adopted.
     ended: int

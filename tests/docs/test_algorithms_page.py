@@ -9,6 +9,9 @@ from click.testing import CliRunner
 from tests.support.paths import ROOT
 
 from unisono.cli import main
+from unisono.core.dtypes import DTYPES, DType
+from unisono.core.ops import OpCode, as_op
+from unisono.errors import UsageError
 from unisono.plans import (
     CATALOG,
     LINKS,
@@ -23,6 +26,7 @@ from unisono.plans.draw import messages
 from unisono.plans.units import bytes_text, seconds_text
 
 PAGE = ROOT / "docs" / "algorithms.md"
+BUILT_IN = [*(code.name.lower() for code in OpCode), "mean"]
 SIZE, COUNT = 8, 1 << 18
 # What `unisono plan` shows unless it is asked for other links.
 SHM = LINKS["shm"]
@@ -56,6 +60,19 @@ def table() -> list[str]:
     return lines
 
 
+def rows_below(heading: str) -> list[str]:
+    section = PAGE.read_text().partition(f"{heading}\n")[2].partition("\n## ")[0]
+    return [line for line in section.splitlines() if line.startswith("|")]
+
+
+def allows(op: str, dtype: DType) -> bool:
+    try:
+        as_op(op).check(dtype)
+    except UsageError:
+        return False
+    return True
+
+
 def counts_of(collective: str) -> tuple[int, ...]:
     if collective == "barrier":
         return ()
@@ -65,8 +82,16 @@ def counts_of(collective: str) -> tuple[int, ...]:
 
 
 def test_the_table_holds() -> None:
-    found = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
-    assert found == table()
+    assert rows_below("## In numbers") == table()
+
+
+def test_the_table_of_operations_holds() -> None:
+    shown = {}
+    for row in rows_below("## Operations")[2:-1]:
+        kind, names = (cell.strip() for cell in row.strip("|").split("|"))
+        shown[kind.split()[0].removesuffix("s")] = set(names.split(", "))
+    for dtype in DTYPES.values():
+        assert shown[dtype.kind.value] == {op for op in BUILT_IN if allows(op, dtype)}
 
 
 def test_the_command_that_draws_plans_predicts_the_same() -> None:

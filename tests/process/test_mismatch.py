@@ -49,6 +49,7 @@ def first(left, right):
 
 FIRST, SECOND = uni.op(first, name="mine.first"), uni.op(first, name="mine.second")
 ORDERED = uni.op(first, commutative=False, name="mine.first")
+WIDE = uni.op(first, width=2, name="mine.first")
 FROM_0, FROM_1 = (uni.op(first, identity=identity, name="mine.first") for identity in (0, 1))
 
 CALLS: dict[str, Call] = {
@@ -65,6 +66,11 @@ CALLS: dict[str, Call] = {
     "my ordered first": Call(
         lambda c: c.all_reduce(f4(5), ORDERED), "all_reduce float32[5] op=mine.first commutative=False"
     ),
+    "my wide first": Call(
+        lambda c: c.all_reduce(f4(4), WIDE), "all_reduce float32[4] op=mine.first commutative=True width=2"
+    ),
+    "my narrow first": Call(lambda c: c.all_reduce(f4(4), FIRST), "all_reduce float32[4] op=mine.first"),
+    "locations": Call(lambda c: c.all_reduce(f4(2, 2), "maxloc"), "all_reduce float32[4] op=maxloc"),
     "my named first": Call(
         lambda c: c.all_reduce(f4(5), FIRST, algorithm="ordered"),
         "op=mine.first commutative=True algorithm=ordered",
@@ -216,6 +222,8 @@ NEAR: dict[str, list[tuple[str, str]]] = {
         ("scan", "scan prod"),
         ("my first", "my second"),
         ("my first", "my ordered first"),
+        ("my wide first", "my narrow first"),
+        ("locations", "my narrow first"),
         ("my named first", "my named ordered first"),
         ("my scan", "my ordered scan"),
         ("my exscan from 0", "my exscan from 1"),

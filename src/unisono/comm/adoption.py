@@ -1,8 +1,9 @@
 """What the engine's calls ask of Python: a decision for each class of calls, and what is rare.
 
 A call runs in the engine from its arguments to its result (native/python/call.hpp). If it fails, stalls,
-passes its deadline or is interrupted, or if its group has news, Python *adopts* it: its operations go on in the
-engine, and a Task waits for them. So errors, stalls and deadlines are handled in one place, for every backend.
+passes its deadline or is interrupted, or if its group has news, Python *adopts* it: its operations go on in
+the engine, and a Task waits for them. So errors, stalls and deadlines are handled in one place, for every
+backend.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import numpy as np
 
 from unisono.comm.collectives import check_algorithm, check_reduction
 from unisono.comm.deadlock import ANY_RANK, ANY_TAG
-from unisono.comm.dispatch import CollectiveCall, Decided, decide
+from unisono.comm.dispatch import CollectiveCall, Decided, decide, described
 from unisono.comm.group import Group, await_request
 from unisono.core.call_site import line_of
 from unisono.core.clock import NEVER, Deadline
-from unisono.core.dtypes import DTYPES
+from unisono.core.dtypes import DTYPES, DType
 from unisono.core.envelope import ANY, Status
 from unisono.core.kernels import narrow
-from unisono.core.ops import as_op
+from unisono.core.ops import ReduceOp, as_op
 from unisono.core.request import Request
 from unisono.core.task import Call, Message, Steps, await_requests
 from unisono.core.work import Work, wait_or_cancel
@@ -70,6 +71,7 @@ class Adoption:
                 raise UsageError(
                     f"{operation} has no mean: the contributions of a prefix differ in number; allowed: sum"
                 )
+            op.check_shape(shape)
             check_reduction(operation, op, dtype, algorithm, group.backend.config.reproducible)
             if op.is_mean and dtype.is_half and size > 1:
                 return None  # it is computed in float32
@@ -81,19 +83,13 @@ class Adoption:
             counts = (count // size if operation in _BY_RANK else count,) * (
                 size * size if operation == "all_to_all" else size
             )
+        identity = _identity_of(op, dtype) if operation == "exscan" and op is not None else b""
+        lengths = shape if operation in _SHAPED else counts
+        given = "" if operation == "barrier" else described(dtype, lengths)
+        if op is not None and op.width > 1:
+            counts, dtype = tuple(n // op.width for n in counts), dtype.item(op.width)
         problem = Problem(operation, size, counts, root, group.backend.hosts())
-        identity = b""
-        if operation == "exscan" and op is not None:
-            value = op.identity_for(dtype)
-            held = np.empty(1, dtype.storage)
-            if dtype.name == "bfloat16":
-                narrow(np.full(1, value, np.float32), held, dtype)
-            else:
-                held[:] = value
-            identity = held.tobytes()
-        return decide(
-            group, problem, dtype, op, algorithm, identity, shape=shape if operation in _SHAPED else None
-        )
+        return decide(group, problem, dtype, op, algorithm, given, identity)
 
     # -- calls that do not end well or soon ---------------------------------------------------------------
 
@@ -236,3 +232,14 @@ class Adoption:
     def copy_of(error: BaseException) -> BaseException:
         """The error for one more thread that asks for it."""
         return error.located(Location()) if isinstance(error, UnisonoError) else error
+
+
+def _identity_of(op: ReduceOp, dtype: DType) -> bytes:
+    """The item that exscan gives to rank 0."""
+    held = np.empty(op.width, dtype.storage)
+    value = op.identity_for(dtype)
+    if dtype.name == "bfloat16":
+        narrow(np.full(op.width, value, np.float32), held, dtype)
+    else:
+        held[:] = value
+    return held.tobytes()

@@ -58,7 +58,8 @@ class Verbs(Messages):
 
         Args:
             x: an array, which is overwritten by the result unless `out` is given, or a number.
-            op: "sum", "prod", "min", "max", "mean", a bitwise or logical operation, or one made by `op`.
+            op: "sum", "prod", "min", "max", "mean", "maxloc" or "minloc" of pairs (value, index) in the last
+                axis, a bitwise or logical operation, or one made by `op`.
             out: memory for the result, of the same type and shape.
             timeout: seconds for the whole operation.
             algorithm: the algorithm by name.
@@ -69,7 +70,7 @@ class Verbs(Messages):
         how = as_op(op)
         array = buffers.view(x, "x", writable=out is None)
         target = array if out is None else self._out(out, array, array.shape)
-        self._check_reduction("all_reduce", how, array.dtype, algorithm)
+        self._check_reduction("all_reduce", how, array, algorithm)
 
         def steps(call: Call) -> Steps[Any]:
             if target is not array:
@@ -99,7 +100,7 @@ class Verbs(Messages):
             )
         arrays = [buffers.view(x, f"xs[{i}]", writable=True) for i, x in enumerate(xs)]
         for array in arrays:
-            self._check_reduction("all_reduce", how, array.dtype, algorithm)
+            self._check_reduction("all_reduce", how, array, algorithm)
 
         def steps(call: Call) -> Steps[Sequence[Any]]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -123,7 +124,7 @@ class Verbs(Messages):
         root = self._rank_of(root, "root")
         is_root = self._rank == root
         array = buffers.view(x, "x", writable=is_root)
-        self._check_reduction("reduce", how, array.dtype, algorithm)
+        self._check_reduction("reduce", how, array, algorithm)
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -463,7 +464,7 @@ class Verbs(Messages):
         algorithm: str,
     ) -> Work[Any]:
         target = self._result(array, out, shape)
-        self._check_reduction("reduce_scatter", how, array.dtype, algorithm)
+        self._check_reduction("reduce_scatter", how, array, algorithm, counts)
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -486,7 +487,7 @@ class Verbs(Messages):
             )
         array = buffers.view(x, "x")
         target = self._result(array, out, array.shape)
-        self._check_reduction(operation, how, array.dtype, algorithm)
+        self._check_reduction(operation, how, array, algorithm)
         identity = how.identity_for(array.dtype) if operation == "exscan" else None
 
         def steps(call: Call) -> Steps[Any]:
@@ -494,13 +495,16 @@ class Verbs(Messages):
             memory = {Buf.IN: array.flat, Buf.OUT: target.flat}
             yield from one.run(operation, (array.count,), array.dtype, memory, op=how)
             if operation == "exscan" and self._rank == 0:
-                _fill(target, identity)
+                _fill(target, identity, how.width)
             return target.give()
 
         return self._begin(operation, timeout, steps, is_collective=True)
 
-    def _check_reduction(self, collective: str, op: ReduceOp, dtype: DType, algorithm: str) -> None:
-        check_reduction(collective, op, dtype, algorithm, self._group.backend.config.reproducible)
+    def _check_reduction(
+        self, collective: str, op: ReduceOp, array: Array, algorithm: str, parts: Sequence[int] = ()
+    ) -> None:
+        op.check_shape(array.shape, parts)
+        check_reduction(collective, op, array.dtype, algorithm, self._group.backend.config.reproducible)
 
     def _by_rank(self, x: Any, what: str) -> Array:
         array = buffers.view(x, what)
@@ -593,8 +597,9 @@ def _conclude(memory: np.ndarray[Any, Any], dtype: DType, target: Array, op: Red
         narrow(memory, target.flat, target.dtype)
 
 
-def _fill(target: Array, value: Any) -> None:
+def _fill(target: Array, value: Any, width: int) -> None:
+    shape = (target.count // width, width)
     if target.dtype.name == "bfloat16":
-        narrow(np.full(target.count, value, np.float32), target.flat, target.dtype)
+        narrow(np.full(shape, value, np.float32).reshape(-1), target.flat, target.dtype)
     else:
-        target.flat[:] = value
+        target.flat.reshape(shape)[:] = value

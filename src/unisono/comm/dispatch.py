@@ -54,12 +54,16 @@ class CollectiveCall:
         the first stage is the one that ranks compare.
         """
         group, backend = self._group, self._group.backend
+        if given is None:
+            given = described(dtype, shape if shape is not None else counts)
+        if op is not None and op.width > 1:
+            # From here on one item is `width` elements: no plan, cut or executor can separate them.
+            counts, dtype = tuple(n // op.width for n in counts), dtype.item(op.width)
+            memory = {buf: flat.view(dtype.storage) for buf, flat in memory.items()}
         problem = Problem(collective, backend.size, counts, root, backend.hosts())
         links = LINKS[backend.link_kind()]
         wanted = algorithm or self._algorithm
         name = algorithm_for(problem, dtype, op, wanted, backend.config.reproducible, links)
-        if given is None:
-            given = described(dtype, shape if shape is not None else counts)
         able = backend.capabilities
         # With algorithm="auto" a library with its own algorithms is asked first, on all ranks or on none.
         library_may_run = able.run_collective and wanted == "auto"
@@ -158,19 +162,13 @@ def decide(
     dtype: DType,
     op: ReduceOp | None,
     algorithm: str,
+    given: str,
     identity: bytes,
-    *,
-    shape: tuple[int, ...] | None,
 ) -> Decided:
     """Choose the algorithm for a collective, and compile the program that the engine runs."""
     backend = group.backend
     config = backend.config
     name = algorithm_for(problem, dtype, op, algorithm, config.reproducible, LINKS[backend.link_kind()])
-    given = (
-        ""
-        if problem.collective == "barrier"
-        else described(dtype, problem.counts if shape is None else shape)
-    )
     words = _words(problem.collective, problem, given, dtype, op, name, 0, config.segment_bytes)
     program = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
     divisor = problem.size if op is not None and op.is_mean and problem.size > 1 else 0
@@ -194,8 +192,10 @@ def _words(
         words.append(f"op={op}")
         if op.fn is not None:
             words.append(f"commutative={op.commutative}")
+            if op.width > 1:
+                words.append(f"width={op.width}")
         if op.fn is not None and problem.collective == "exscan":
-            words.append(f"identity={op.shown_identity(dtype)}")
+            words.append(f"identity={op.shown_identity(dtype.element)}")
     if problem.collective in ("reduce", "broadcast", "gather", "scatter"):
         words.append(f"root={problem.root}")
     if stage:

@@ -39,7 +39,7 @@ class DeviceBackend(Closable):
         if self._has_world:
             return None
         self._has_world = True
-        return DeviceCalls(self._library, size)
+        return DeviceCalls(self._library, size, self.config.deadline_s)
 
     def close(self) -> None:
         """Close the library, then `inner`."""

@@ -55,9 +55,10 @@ class DeviceCalls:
 
     verbs = _VERBS
 
-    def __init__(self, library: DeviceLibrary, size: int) -> None:
+    def __init__(self, library: DeviceLibrary, size: int, deadline_s: float | None = None) -> None:
         self._library = library
         self._size = size
+        self._deadline_s = deadline_s
 
     def verb(self, name: str, slow: Callable[..., Any], take_over: Callable[..., None]) -> Callable[..., Any]:
         """Return a callable that replaces the verb `slow`."""
@@ -109,7 +110,7 @@ class DeviceCalls:
         if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < self._size:
             raise UsageError(f"root={at!r}; allowed: ranks 0 to {self._size - 1}")
         taken = self._result(name, torch, x, out)
-        self._library.run(name, x, taken, how.name, at, timeout)
+        self._library.run(name, x, taken, how.name, at, self._deadline_s if timeout is None else timeout)
         return taken
 
     def _result(self, name: str, torch: Any, x: Any, out: Any) -> Any:

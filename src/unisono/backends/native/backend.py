@@ -334,7 +334,7 @@ class NativeBackend(Closable):
             is_introduced=is_introduced,
             window=self._config.window_segments,
             stall_s=self._config.stall_query_s,
-            deadline_s=-1.0,
+            deadline_s=-1.0 if self._config.deadline_s is None else self._config.deadline_s,
             leaves_tensors=leaves_tensors,
             array_type=np.ndarray,
             empty=np.empty,
