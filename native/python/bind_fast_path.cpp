@@ -25,6 +25,7 @@
 #include "kernels/isa.hpp"
 #include "python/bind.hpp"
 #include "python/fast_argument.hpp"
+#include "python/fingerprint_bytes.hpp"
 
 namespace nb = nanobind;
 
@@ -57,26 +58,22 @@ constexpr const char* verb_names[] = {"all_reduce",     "broadcast",  "all_gathe
                                       "reduce_scatter", "all_to_all", "barrier"};
 constexpr size_t verb_count = 6;
 
-// What tells calls apart. The place of the call counts: its line is part of the fingerprint.
+// What tells calls apart.
 struct Key {
   PyObject* descr = nullptr;
   PyObject* op = nullptr;  // nullptr if not given
   PyObject* algorithm = nullptr;
-  PyObject* code = nullptr;
   long root = 0;
-  int lasti = 0;
   int nd = 0;
   Form form = Form::array;
   Py_ssize_t shape[dims_max] = {};
 
   bool operator==(const Key& o) const {
-    return descr == o.descr && op == o.op && algorithm == o.algorithm && code == o.code && root == o.root &&
-           lasti == o.lasti && nd == o.nd && form == o.form &&
-           std::memcmp(shape, o.shape, static_cast<size_t>(nd) * sizeof *shape) == 0;
+    return descr == o.descr && op == o.op && algorithm == o.algorithm && root == o.root && nd == o.nd &&
+           form == o.form && std::memcmp(shape, o.shape, static_cast<size_t>(nd) * sizeof *shape) == 0;
   }
   size_t hash() const {
-    uint64_t x = reinterpret_cast<uint64_t>(descr) ^ reinterpret_cast<uint64_t>(code) << 7;
-    x = (x ^ static_cast<uint64_t>(lasti) << 32 ^ reinterpret_cast<uint64_t>(op)) * 0x9e3779b97f4a7c15u;
+    uint64_t x = (reinterpret_cast<uint64_t>(descr) ^ reinterpret_cast<uint64_t>(op) << 7) * 0x9e3779b97f4a7c15u;
     x ^= static_cast<uint64_t>(root) ^ reinterpret_cast<uint64_t>(algorithm) >> 4 ^ static_cast<uint64_t>(form) << 24;
     for (int i = 0; i < nd; ++i) x = (x ^ static_cast<uint64_t>(shape[i]) ^ x >> 29) * 0xd6e8feb86659fd93u;
     return x ^ x >> 32;
@@ -92,9 +89,9 @@ struct Given {
 // What Python decided for a key; it keeps what the key points to.
 struct Learned {
   Key key;
-  nb::object descr, op, algorithm, code;
+  nb::object descr, op, algorithm;
   std::shared_ptr<const Program> program;
-  Text header;
+  Fingerprint fingerprint;
   uint8_t dtype = 0;
   std::int32_t op_code = -1;
   std::int64_t divisor = 0;              // of a mean
@@ -108,7 +105,7 @@ class FastVerb;
 class FastPath {
  public:
   FastPath(nb::object engine, nb::object call_log, uint64_t context, Py_ssize_t size, size_t window, double stall_s,
-           nb::object array_type, nb::object empty, nb::object is_users)
+           nb::object array_type, nb::object empty)
       : call_log(nb::cast<CallLog&>(call_log)),
         completions(completions_of(engine)),
         context(context),
@@ -117,8 +114,7 @@ class FastPath {
         stall_ns(static_cast<std::int64_t>(stall_s * 1e9)),
         arguments(std::move(array_type), std::move(empty)),
         engine_(std::move(engine)),
-        call_log_(std::move(call_log)),
-        is_users_(std::move(is_users)) {
+        call_log_(std::move(call_log)) {
     run_ahead.resize(static_cast<size_t>(completions.engine().size));
   }
 
@@ -169,10 +165,7 @@ class FastPath {
   const PendingMiss* miss = nullptr;
 
  private:
-  bool is_users(PyObject* code) const { return nb::cast<bool>(is_users_(nb::borrow(code).attr("co_filename"))); }
-
   nb::object engine_, call_log_;  // kept for the references above
-  nb::object is_users_;
 };
 
 // One verb of one communicator.
@@ -201,12 +194,12 @@ class FastVerb final : public FastCall {
   bool parse_x(PyObject* x, Given& given) const;
   bool fits(const Given& given) const;
   PyObject* ask_python(PyObject* const* args, size_t nargsf, PyObject* names, const Given& given);
-  bool run(const Learned& learned, PyObject* x, const nb::object& out);
+  bool run(const Learned& learned, CallLog::Site site, PyObject* x, const nb::object& out);
   bool wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x, const nb::object& out,
             std::optional<CompletionQueue::Unclaimed>& unclaimed);
   bool may_run_ahead(const Learned& learned) const;
   void check_unclaimed(const CompletionQueue::Unclaimed& unclaimed) const;
-  bool hand_over(const Text& header, uint64_t sequence, uint64_t handle, std::int64_t started, PyObject* x,
+  bool hand_over(const Fingerprint& fingerprint, uint64_t sequence, uint64_t handle, std::int64_t started, PyObject* x,
                  const nb::object& out, nb::handle interruption);
   bool is_in_place() const { return verb == Verb::all_reduce || verb == Verb::broadcast; }
   nb::object make_result(const Given& given) const;
@@ -317,9 +310,6 @@ PyObject* FastVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) 
     return call_slow(args, nargsf, names);
   PyFrameObject* const frame = PyEval_GetFrame();
   if (frame == nullptr) return call_slow(args, nargsf, names);
-  const nb::object code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-  given.key.code = code.ptr();
-  given.key.lasti = PyFrame_GetLasti(frame);
   const Learned* known = find(given.key);
   if (known == nullptr || !path.call_log.fast_path_open) return ask_python(args, nargsf, names, given);
   nb::object out;
@@ -339,7 +329,9 @@ PyObject* FastVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) 
     known = find(given.key);
     if (known == nullptr || !path.call_log.fast_path_open) return ask_python(args, nargsf, names, given);
   }
-  if (!run(*known, given.x.array, out)) return nullptr;
+  // The log takes this reference.
+  const CallLog::Site site{PyFrame_GetCode(frame), PyFrame_GetLasti(frame)};
+  if (!run(*known, site, given.x.array, out)) return nullptr;
   if (verb == Verb::barrier) Py_RETURN_NONE;
   if (given.out.given != nullptr) return Py_NewRef(given.out.given);
   if (!is_in_place()) return Arguments::give(given.x.form, std::move(out));
@@ -362,7 +354,6 @@ bool FastPath::cache_decision(uint64_t sequence, const std::string& operation, n
   const FastVerb& verb = miss->verb;
   const Given& given = miss->given;
   if (operation != verb_names[static_cast<size_t>(verb.verb)] || dtype >= dtype_count) return false;
-  if (!is_users(given.key.code)) return false;  // the place that the fingerprint shows is further out
   auto learned = std::make_unique<Learned>();
   learned->program = program_of(program);
   const uint64_t itemsize = itemsizes[dtype];
@@ -390,8 +381,7 @@ bool FastPath::cache_decision(uint64_t sequence, const std::string& operation, n
   learned->descr = nb::borrow(given.key.descr);
   learned->op = nb::borrow(given.key.op);
   learned->algorithm = nb::borrow(given.key.algorithm);
-  learned->code = nb::borrow(given.key.code);
-  learned->header = std::make_shared<const std::string>(header.c_str(), header.size());
+  learned->fingerprint = fingerprint_of(header);
   learned->dtype = dtype;
   learned->op_code = op;
   learned->divisor = divisor;
@@ -417,7 +407,7 @@ void FastVerb::check_unclaimed(const CompletionQueue::Unclaimed& unclaimed) cons
                                  nb::bytes(unclaimed.header.data(), unclaimed.header.size()));
 }
 
-bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
+bool FastVerb::run(const Learned& learned, CallLog::Site site, PyObject* x, const nb::object& out) {
   Stage stage;
   stage.context = path.context;
   stage.dtype = learned.dtype;
@@ -428,7 +418,9 @@ bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
   if (out.is_valid()) stage.out = as_array(out.ptr()).data;
   // From here to the flight's entry below nobody else runs Python: allowed, numbered and under way in one breath.
   const uint64_t sequence = path.call_log.next++;
-  path.call_log.remember(sequence, learned.header);
+  // Dropped at the end: that may run any code.
+  const nb::object replaced =
+      nb::steal(static_cast<PyObject*>(path.call_log.remember(sequence, learned.fingerprint, site)));
   stage.tag = tag_of(sequence);
   stage.runs_ahead = may_run_ahead(learned);
   for (const std::int32_t peer : learned.unanswered) {
@@ -445,7 +437,7 @@ bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
     run = &path.completions.make_run();
     handle = run->handle;
     run->is_watched = true;
-    run->header = learned.header;
+    run->fingerprint = learned.fingerprint;
     run->phase = Operation::Phase::starting;
     run->begin(learned.program, stage);
     if (run->phase == Operation::Phase::starting) run->phase = Operation::Phase::active;
@@ -478,7 +470,7 @@ bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
 // Wait for the end of a run with the GIL let go; false if an exception is set.
 bool FastVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_t handle, PyObject* x,
                     const nb::object& out, std::optional<CompletionQueue::Unclaimed>& unclaimed) {
-  const Text header = learned.header;
+  const Fingerprint fingerprint = learned.fingerprint;
   const std::int64_t started = now_ns(), stalled = started + path.stall_ns;
   CallLog::InFlightCall flight{sequence, path.completions, handle};
   path.call_log.flights.push_back(&flight);
@@ -517,15 +509,15 @@ bool FastVerb::wait(Run& run, const Learned& learned, uint64_t sequence, uint64_
     if (!is_ours || now_ns() >= stalled) break;
   }
   std::erase(path.call_log.flights, &flight);
-  return hand_over(header, sequence, handle, started, x, out, interruption);
+  return hand_over(fingerprint, sequence, handle, started, x, out, interruption);
 }
 
-bool FastVerb::hand_over(const Text& header, uint64_t sequence, uint64_t handle, std::int64_t started, PyObject* x,
-                         const nb::object& out, nb::handle interruption) {
+bool FastVerb::hand_over(const Fingerprint& fingerprint, uint64_t sequence, uint64_t handle, std::int64_t started,
+                         PyObject* x, const nb::object& out, nb::handle interruption) {
   ++path.handed_over;
   try {
     const nb::object given = x != nullptr ? nb::borrow(x) : nb::none();
-    helper.attr("take_over")(verb_names[static_cast<size_t>(verb)], sequence, nb::bytes(header->data(), header->size()),
+    helper.attr("take_over")(verb_names[static_cast<size_t>(verb)], sequence, bytes_of(fingerprint),
                              static_cast<double>(started) / 1e9, handle,
                              nb::make_tuple(given, out.is_valid() ? out : nb::none()),
                              interruption.is_valid() ? interruption : nb::handle(Py_None));
@@ -554,54 +546,13 @@ nb::object make_verb(nb::object path, const std::string& name, nb::object slow, 
   throw nb::value_error("no such verb");
 }
 
-nb::object bytes_of(const Text& text) { return nb::bytes(text->data(), text->size()); }
-
 }  // namespace
 
 void bind_hot_path(nb::module_& m) {
-  nb::class_<CallLog>(m, "CallLog")
-      .def(nb::init<>())
-      .def_rw("next", &CallLog::next)
-      .def_rw("fast_path_open", &CallLog::fast_path_open)
-      .def("take", [](CallLog& self) { return self.next++; })
-      .def("remember",
-           [](CallLog& self, uint64_t sequence, nb::bytes text) {
-             self.remember(sequence, std::make_shared<const std::string>(text.c_str(), text.size()));
-           })
-      .def("find",
-           [](const CallLog& self, uint64_t sequence) {
-             const Text* const found = self.find(sequence);
-             return found != nullptr ? bytes_of(*found) : nb::none();
-           })
-      .def("last",
-           [](const CallLog& self, size_t count) {
-             nb::dict calls;
-             for (size_t i = std::min(count, self.size()); i > 0; --i)
-               calls[nb::int_(self.at(i - 1).sequence)] = bytes_of(self.at(i - 1).text);
-             return calls;
-           })
-      .def("__len__", &CallLog::size)
-      .def("awaited",
-           [](const CallLog& self, uint64_t sequence) {
-             for (const CallLog::InFlightCall* flight : self.flights) {
-               if (flight->sequence != sequence) continue;
-               const Hold held = flight->completions.engine().hold();
-               const Run* const run = flight->completions.run_of(flight->handle);
-               return run != nullptr ? run->awaited() : std::vector<std::int32_t>();
-             }
-             return std::vector<std::int32_t>();
-           })
-      .def("interrupt_in_flight", [](CallLog& self) {
-        for (CallLog::InFlightCall* flight : self.flights) {
-          flight->is_recalled.store(true, std::memory_order_relaxed);
-          const Hold held = flight->completions.engine().hold();
-          flight->completions.interrupt_wait();
-        }
-      });
   nb::class_<FastPath>(m, "FastPath")
-      .def(nb::init<nb::object, nb::object, uint64_t, Py_ssize_t, size_t, double, nb::object, nb::object, nb::object>(),
+      .def(nb::init<nb::object, nb::object, uint64_t, Py_ssize_t, size_t, double, nb::object, nb::object>(),
            nb::arg("engine"), nb::arg("call_log"), nb::kw_only(), nb::arg("context"), nb::arg("size"),
-           nb::arg("window"), nb::arg("stall_s"), nb::arg("array_type"), nb::arg("empty"), nb::arg("is_users"))
+           nb::arg("window"), nb::arg("stall_s"), nb::arg("array_type"), nb::arg("empty"))
       .def_prop_ro_static("verbs",
                           [](nb::handle) {
                             nb::list names;

@@ -5,11 +5,11 @@ A stage is chosen, fingerprinted, and run by the backend if it can, otherwise by
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from unisono.comm.group import Group, await_request, fingerprint_of
+from unisono.comm.fingerprint import Operand, described, fingerprint_of, words_of
+from unisono.comm.group import Group, await_request
 from unisono.core.dtypes import DType
 from unisono.core.envelope import Tags
 from unisono.core.ops import ReduceOp
@@ -21,9 +21,7 @@ from unisono.plans import LINKS, Links, Problem, build, choose, entry_of
 from unisono.plans.execute import Execution, Memory, execute
 from unisono.plans.steps import Buf
 
-__all__ = ["CollectiveCall", "check_order", "described"]
-
-_COUNTS_SHOWN: Final = 16
+__all__ = ["CollectiveCall", "check_order"]
 
 
 class CollectiveCall:
@@ -46,7 +44,7 @@ class CollectiveCall:
         op: ReduceOp | None = None,
         shape: tuple[int, ...] | None = None,
         algorithm: str | None = None,
-        given: str | None = None,
+        given: Operand | None = None,
     ) -> Steps[None]:
         """Run one stage to its end. `shape` is shown and compared where ranks must agree on it.
 
@@ -59,14 +57,30 @@ class CollectiveCall:
         wanted = algorithm or self._algorithm
         name = algorithm_for(problem, dtype, op, wanted, backend.config.reproducible, links)
         if given is None:
-            given = described(dtype, shape if shape is not None else counts)
+            given = described(dtype, counts, shape)
         able = backend.capabilities
         # With algorithm="auto" a library with its own algorithms is asked first, on all ranks or on none.
         library_may_run = able.run_collective and wanted == "auto"
         # An algorithm for metadata follows from what is shown already; what the user asked for does not.
         shown = self._algorithm if algorithm is not None else "auto" if library_may_run else name
-        fingerprint = fingerprint_of(self._words(problem, given, dtype, op, shown), group.descriptor)
-        sequence, stage = self._call.sequence, self._stage
+        sequence, stage, segment = self._call.sequence, self._stage, backend.config.segment_bytes
+        op_words = _op_words(op, dtype, collective)
+        fingerprint = fingerprint_of(
+            self._call.operation,
+            given,
+            op,
+            shown,
+            root if given.root is None else given.root,
+            stage,
+            (group.descriptor, segment, op_words if op is not None and op.fn is not None else ""),
+        )
+        group.state.keep_words(
+            fingerprint,
+            lambda: (
+                f"{words_of(fingerprint, given.text, op_words)} segment={segment}"
+                f" group={group.descriptor.hex()[:16]}"
+            ),
+        )
         assert sequence is not None, "a collective has a number"
         self._stage += 1
         if stage == 0:
@@ -143,29 +157,13 @@ class CollectiveCall:
         self._call.is_joint = self._group.backend.capabilities.run_collective
         yield from self._follow(self._group.backend.adopt_run(handle, memory), fingerprint)
 
-    def _words(self, problem: Problem, given: str, dtype: DType, op: ReduceOp | None, algorithm: str) -> str:
-        """The call in words: what ranks compare and what a mismatch shows."""
-        words = [self._call.operation, given] if given else [self._call.operation]
-        if op is not None:
-            words.append(f"op={op}")
-            if op.fn is not None:
-                words.append(f"commutative={op.commutative}")
-            if op.fn is not None and problem.collective == "exscan":
-                words.append(f"identity={op.shown_identity(dtype)}")
-        if problem.collective in ("reduce", "broadcast", "gather", "scatter"):
-            words.append(f"root={problem.root}")
-        if self._stage:
-            words.append(f"stage={self._stage}")
-        words.append(f"algorithm={algorithm}")
-        words.append(f"segment={self._group.backend.config.segment_bytes}")
-        return " ".join(words)
 
-
-def described(dtype: DType, lengths: Sequence[int]) -> str:
-    """An array in words. Of many lengths the first are shown, and a checksum stands for the rest."""
-    shown = ",".join(map(str, lengths[:_COUNTS_SHOWN]))
-    more = f"+{zlib.crc32(repr(lengths).encode()):x}" if len(lengths) > _COUNTS_SHOWN else ""
-    return f"{dtype}[{shown}{more}]"
+def _op_words(op: ReduceOp | None, dtype: DType, collective: str) -> str | None:
+    """An operation in words: what ranks compare of one that a user made."""
+    if op is None or op.fn is None:
+        return None if op is None else str(op)
+    identity = f" identity={op.shown_identity(dtype)}" if collective == "exscan" else ""
+    return f"{op} commutative={op.commutative}{identity}"
 
 
 def algorithm_for(

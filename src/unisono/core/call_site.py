@@ -6,9 +6,10 @@ import contextlib
 import sys
 from functools import lru_cache
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
-__all__ = ["call_site", "is_users"]
+__all__ = ["call_site", "caller", "is_users", "line_text"]
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _INSIDE: Final = str(_PACKAGE)
@@ -28,7 +29,18 @@ def is_users(filename: str) -> bool:
 
 def call_site() -> str:
     """The innermost line of the user's code on the stack, as "file.py:12"."""
+    frame = caller()
+    return line_text(frame.f_code.co_filename, frame.f_lineno)
+
+
+def caller() -> FrameType:
+    """The innermost frame of the user's code on the stack; the outermost one if there is none."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+    return frame
+
+
+def line_text(filename: str, line: int) -> str:
+    """A line of a program as errors show it."""
+    return f"{filename.rpartition('/')[2]}:{line}"

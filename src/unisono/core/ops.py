@@ -12,7 +12,7 @@ import numpy as np
 from unisono.core.dtypes import BFLOAT16, DType, Kind
 from unisono.errors import UsageError
 
-__all__ = ["OpCode", "OpLike", "ReduceOp", "as_op", "op"]
+__all__ = ["OP_NAMES", "OpCode", "OpLike", "ReduceOp", "as_op", "op"]
 
 
 class OpCode(IntEnum):
@@ -143,6 +143,9 @@ _BUILT_IN: Final[dict[str, ReduceOp]] = {
     **{code.name.lower(): ReduceOp(code.name.lower(), code) for code in OpCode},
     "mean": ReduceOp("mean", OpCode.SUM),
 }
+
+# Every operation by its number in fingerprints; an op of a user has the last.
+OP_NAMES: Final = (*_BUILT_IN, "user")
 
 # Names in other libraries, for the hint in an error.
 _OTHER_NAMES: Final = {

@@ -25,7 +25,6 @@ from unisono.backends.native.programs import compiled
 from unisono.backends.native.refusals import Refusals
 from unisono.backends.registry import BackendInfo, Closable
 from unisono.config import Config
-from unisono.core.call_site import is_users
 from unisono.core.clock import RealRuntime, Runtime
 from unisono.core.dtypes import BFLOAT16, DTYPES
 from unisono.core.envelope import ANY, UNTYPED, Any_, Lane, Status, Tags
@@ -326,7 +325,6 @@ class NativeBackend(Closable):
             stall_s=self._config.stall_query_s,
             array_type=np.ndarray,
             empty=np.empty,
-            is_users=is_users,
         )
 
     def mailbox(self, context: int, tag: int) -> Mailbox:
