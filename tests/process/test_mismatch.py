@@ -7,6 +7,7 @@ end its part (an empty reduction, a leaf of a tree) hears of it at its next coll
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import random
 import re
@@ -687,6 +688,42 @@ def test_processes_name_the_rank_that_differs(kind):
         return elapsed_s < LIMIT_S and culprits == (2,) and wanted in text
 
     reported_in_time(lambda: run_processes(program, 4, kind=kind), is_right)
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_rank_that_holds_the_interpreter_is_shown_without_its_line(kind):
+    """Its fingerprint has come, but nobody there can say where the call stands."""
+    held_s = 3.0
+
+    def program(comm: uni.Communicator) -> tuple[str, float]:
+        comm.barrier()
+        if comm.rank == 1:
+            work = comm.start.all_reduce(f4(6))
+            comm.send(b"called", 0)
+            ctypes.PyDLL(None).usleep(int(held_s * 1e6))  # PyDLL keeps the GIL
+            with pytest.raises(uni.CollectiveMismatch) as caught:
+                work.wait(PATIENCE_S)
+            return caught.value.report, 0.0
+        comm.recv(bytearray(6), 1)
+        started = time.monotonic()
+        with pytest.raises(uni.CollectiveMismatch) as caught:
+            comm.all_reduce(f4(5))
+        return caught.value.report, time.monotonic() - started
+
+    def is_right(outcome: Any) -> bool:
+        report, elapsed_s = outcome
+        mine, theirs = report.splitlines()
+        assert re.match(r"rank 0: all_reduce float32\[5\] op=sum .* at test_mismatch.py:\d+$", mine), report
+        assert re.match(r"rank 1: all_reduce float32\[6\] op=sum algorithm=\w+", theirs), report
+        return elapsed_s < 1.0
+
+    def outcomes() -> list[Any]:
+        both = run_processes(program, 2, kind=kind)
+        assert " at " not in both[0][0].splitlines()[1], both[0][0]
+        assert " at test_mismatch.py:" in both[1][0].splitlines()[1], "it knows its own line"
+        return both
+
+    reported_in_time(outcomes, is_right)
 
 
 def test_every_rank_reads_its_own_verb():
