@@ -23,10 +23,9 @@ uint64_t numbered(uint64_t tag, uint64_t number) {
   return tag + ((number & ((uint64_t{1} << bits) - 1)) << shift);
 }
 
-// Only the part before a NUL counts: where the call stands in the source is told, not compared. Most often it is the
-// same place, and then nothing need be looked for.
-std::string_view call_of(std::string_view header) { return header.substr(0, header.find('\0')); }
-bool is_same_call(std::string_view a, std::string_view b) { return a == b || call_of(a) == call_of(b); }
+bool is_same_call(const Envelope& envelope, const Fingerprint& mine) {
+  return envelope.header_bytes == sizeof mine && std::memcmp(envelope.header, &mine, sizeof mine) == 0;
+}
 
 }  // namespace
 
@@ -195,8 +194,8 @@ void Run::post_send(const Line& line, LineState& state) {
   send.context = stage_.context;
   send.data = at(p.dst_buf, p.dst);
   send.nbytes = bytes_of(p);
-  send.header = reinterpret_cast<const byte*>(header->data());
-  send.header_bytes = static_cast<uint16_t>(is_first ? header->size() : 0);
+  send.header = reinterpret_cast<const byte*>(&fingerprint);
+  send.header_bytes = static_cast<uint16_t>(is_first ? sizeof fingerprint : 0);
   send.dtype = stage_.dtype;
   const bool is_unanswered = is_first && line.recvs.empty();
   send.sync = is_unanswered && !stage_.runs_ahead;
@@ -309,15 +308,14 @@ MatchResult Run::on_match(RunReceive& receive, const Envelope& envelope) {
   const bool is_first = receive.piece == line.recvs.front();
   // It took its first message back, so it has given up, and the news why is on its way: what it sent before means
   // nothing any more.
-  if (!header->empty() && (is_first ? envelope.header_bytes == 0 : !state.is_introduced)) state.is_deserted = true;
+  if (is_first ? envelope.header_bytes == 0 : !state.is_introduced) state.is_deserted = true;
   if (state.is_deserted || has_failed_) return MatchResult::reject;
-  const std::string_view theirs(reinterpret_cast<const char*>(envelope.header), envelope.header_bytes);
   const uint64_t awaited = bytes_of(p);
   const auto fits_any = [](uint8_t code) { return code == untyped || code == plain_bytes; };
   const bool fits = envelope.nbytes == awaited &&
                     (envelope.dtype == stage_.dtype || fits_any(envelope.dtype) || fits_any(stage_.dtype));
   const bool is_same =
-      is_first || !fits ? (envelope.header_bytes == 0 && !is_first) || is_same_call(theirs, *header) : true;
+      is_first || !fits ? (envelope.header_bytes == 0 && !is_first) || is_same_call(envelope, fingerprint) : true;
   if (!fits || !is_same) {
     refuse(envelope, awaited, !is_same);
     return MatchResult::reject;

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "base/scratch.hpp"
-#include "collective/call_log.hpp"
+#include "collective/fingerprint.hpp"
 #include "collective/program.hpp"
 #include "engine/completion_queue.hpp"
 #include "kernels/kernels.hpp"
@@ -80,7 +80,7 @@ class Run final : public Operation, public DeferredWork {
   }
 
   // The header of the first message to each peer: set before `begin`.
-  Text header;
+  Fingerprint fingerprint;
   // Start; it may end before the call returns.
   void begin(std::shared_ptr<const Program> program, const Stage& stage);
   // Take back what can be taken back; it ends as cancelled as soon as nobody uses its memory.
@@ -91,7 +91,7 @@ class Run final : public Operation, public DeferredWork {
   // Why it failed, if `outcome` says so: about which peer, and what that sent.
   struct Failure {
     std::int32_t peer = -1;
-    bool is_header = false;  // its header differs; else its length or type
+    bool is_header = false;  // its fingerprint differs; else its length or type
     uint64_t came = 0;
     uint64_t awaited = 0;
     std::string header;
@@ -108,7 +108,7 @@ class Run final : public Operation, public DeferredWork {
     uint32_t next_send = 0, next_recv = 0;
     uint32_t sending = 0, receiving = 0;
     bool is_dirty = false;
-    bool is_introduced = false;  // its first message has come, with the header that we await
+    bool is_introduced = false;  // its first message has come, with our fingerprint
     bool is_deserted = false;    // the peer is gone, or has given up: its first message was taken back
   };
 

@@ -13,5 +13,6 @@ void bind_kernels(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_mailbox(nanobind::module_& m);
 void bind_verbs(nanobind::module_& m);
+void bind_call_log(nanobind::module_& m);
 
 }  // namespace unisono

@@ -17,6 +17,7 @@
 #include "engine/pingpong.hpp"
 #include "kernels/isa.hpp"
 #include "python/bind.hpp"
+#include "python/fingerprint_bytes.hpp"
 
 namespace nb = nanobind;
 
@@ -151,7 +152,7 @@ class PyEngine {
     const std::shared_ptr<const Program>& program = given.program;
     for (const Line& line : program->lines) check_rank(line.peer);
     if (dtype >= dtype_count || op >= static_cast<std::int32_t>(op_count)) throw nb::value_error("no such dtype or op");
-    if (header.size() > header_bytes_max) throw nb::value_error("the header is too long");
+    const Fingerprint fingerprint = fingerprint_of(header);
     Stage stage;
     stage.context = context;
     stage.tag = tag;
@@ -169,7 +170,7 @@ class PyEngine {
       const Hold held = engine_.hold();
       run = &completions_.make_run();
       run->id = id;
-      run->header = std::make_shared<const std::string>(header.c_str(), header.size());
+      run->fingerprint = fingerprint;
       completions_.start(*run, [&] { run->begin(program, stage); });
       if (run->phase != Operation::Phase::ended || run->is_news) return nb::int_(run->handle);
     }

@@ -45,7 +45,7 @@ PyObject* call_reference(const VerbsObject& self, const VerbSpec& spec, PyObject
 
 PyObject* run_call(const VerbsObject& self, const VerbSpec& spec, const Given& given) {
   Call call(*self.native, spec, self.helper);
-  call.prepare(given);
+  call.prepare(given, false);
   if (!self.native->call_log.fast_path_open) throw LeftToReference();
   if (call.begin_and_poll(true)) [[likely]]
     return call.finish();
@@ -228,54 +228,9 @@ nb::object make_verbs_type(const std::vector<Row>& rows, const std::vector<std::
   return nb::steal(type);
 }
 
-nb::object bytes_of(const Text& text) { return nb::bytes(text->data(), text->size()); }
-
-void bind_call_log(nb::module_& m) {
-  nb::class_<CallLog>(m, "CallLog")
-      .def(nb::init<>())
-      .def_rw("next", &CallLog::next)
-      .def_rw("fast_path_open", &CallLog::fast_path_open)
-      .def("take", [](CallLog& self) { return self.next++; })
-      .def("remember",
-           [](CallLog& self, uint64_t sequence, nb::bytes text) {
-             self.remember(sequence, std::make_shared<const std::string>(text.c_str(), text.size()));
-           })
-      .def("find",
-           [](const CallLog& self, uint64_t sequence) {
-             const Text* const found = self.find(sequence);
-             return found != nullptr ? bytes_of(*found) : nb::none();
-           })
-      .def("last",
-           [](const CallLog& self, size_t count) {
-             nb::dict calls;
-             for (size_t i = std::min(count, self.size()); i > 0; --i)
-               calls[nb::int_(self.at(i - 1).sequence)] = bytes_of(self.at(i - 1).text);
-             return calls;
-           })
-      .def("__len__", &CallLog::size)
-      .def("awaited",
-           [](const CallLog& self, uint64_t sequence) {
-             for (const CallLog::InFlightCall* flight : self.flights) {
-               if (flight->sequence != sequence) continue;
-               const Hold held = flight->completions.engine().hold();
-               const Run* const run = flight->completions.run_of(flight->handle);
-               return run != nullptr ? run->awaited() : std::vector<std::int32_t>();
-             }
-             return std::vector<std::int32_t>();
-           })
-      .def("interrupt_in_flight", [](CallLog& self) {
-        for (CallLog::InFlightCall* flight : self.flights) {
-          flight->is_recalled.store(true, std::memory_order_relaxed);
-          const Hold held = flight->completions.engine().hold();
-          flight->completions.interrupt_wait();
-        }
-      });
-}
-
 }  // namespace
 
 void bind_verbs(nb::module_& m) {
-  bind_call_log(m);
   bind_work(m);
   nb::class_<NativeGroup>(m, "NativeGroup")
       .def(nb::init<nb::object, nb::object, uint64_t, std::int32_t, std::vector<std::int32_t>, bool, size_t, double,

@@ -6,9 +6,11 @@
 #include <cmath>
 #include <cstring>
 #include <optional>
+#include <span>
 
 #include "engine/engine.hpp"
 #include "kernels/isa.hpp"
+#include "python/fingerprint_bytes.hpp"
 
 namespace unisono {
 
@@ -77,12 +79,18 @@ bool Given::bind(const VerbSpec& spec, PyObject* const* args, Py_ssize_t count, 
 
 // ---- arguments ----
 
-void Call::prepare(const Given& given) {
+void Call::prepare(const Given& given, bool is_started) {
   read_timeout(given[Parameter::timeout]);
   if (is_collective())
     prepare_collective(given);
   else
     prepare_message(given);
+  if (!is_collective() && !is_started) return;
+  // Where the program is. Before the group is looked at: it may make an object, and so run any code.
+  if (PyFrameObject* const frame = PyEval_GetFrame(); frame != nullptr) {
+    code_ = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+    instruction_ = PyFrame_GetLasti(frame);
+  }
 }
 
 void Call::read_timeout(PyObject* timeout) {
@@ -192,6 +200,8 @@ void Call::find_decision(const Given& given) {
   key.shape = shape;
   decision_ = group_.decisions.find(key);
   if (decision_ == nullptr) decision_ = decide(key, given);
+  const std::span<const Py_ssize_t> dims(x_.shape, decision_->is_shape_compared ? static_cast<size_t>(x_.nd) : 0);
+  fingerprint_ = decision_->fingerprint.with(x_.count, Fingerprint::hash_of(decision_->seed, dims));
 }
 
 const Decision* Call::decide(const DecisionKey& key, const Given& given) {
@@ -207,14 +217,15 @@ const Decision* Call::decide(const DecisionKey& key, const Given& given) {
   const nb::tuple values = nb::cast<nb::tuple>(decided);
   auto decision = std::make_unique<Decision>();
   decision->program = program_of(values[0]);
-  const nb::bytes header = nb::cast<nb::bytes>(values[1]);
-  decision->header = std::make_shared<const std::string>(header.c_str(), header.size());
-  const int code = nb::cast<int>(values[2]);
+  decision->fingerprint = fingerprint_of(nb::cast<nb::bytes>(values[1]));
+  decision->seed = nb::cast<uint64_t>(values[2]);
+  decision->is_shape_compared = nb::cast<bool>(values[6]);
+  const int code = nb::cast<int>(values[3]);
   const uint8_t dtype = x_.dtype == untyped ? plain_bytes : x_.dtype;
   if (code >= 0) decision->kernel = active_kernels().reduce[dtype][code];
   decision->itemsize = item_bytes(dtype, code);
-  decision->divisor = nb::cast<std::int64_t>(values[3]);
-  const nb::bytes identity = nb::cast<nb::bytes>(values[4]);
+  decision->divisor = nb::cast<std::int64_t>(values[4]);
+  const nb::bytes identity = nb::cast<nb::bytes>(values[5]);
   decision->identity.assign(identity.c_str(), identity.size());
   const Program& program = *decision->program;
   for (const size_t which : {static_cast<size_t>(Buffer::in), static_cast<size_t>(Buffer::out)})
@@ -298,14 +309,13 @@ void Call::begin_collective() {
   if (!is_in_place) stage.in = x_.data;
   if (is_in_place || verb != Verb::reduce) stage.out = target_;
   sequence_ = group_.call_log.next++;
-  group_.call_log.remember(sequence_, decision_->header);
   stage.tag = tag_of(sequence_);
   stage.runs_ahead = group_.count_run_ahead(*decision_);
   Run& run = group_.completions.make_run();
   operations_[started_] = &run;
   handles_[started_++] = run.handle;
   run.is_watched = true;
-  run.header = decision_->header;
+  run.fingerprint = fingerprint_;
   run.phase = Operation::Phase::starting;
   run.begin(decision_->program, stage);
   if (run.phase == Operation::Phase::starting) run.phase = Operation::Phase::active;
@@ -347,6 +357,12 @@ void Call::begin_receive() {
 }
 
 bool Call::begin_and_poll(bool is_blocking) {
+  // Dropped when the call is under way: that may run any code.
+  nb::object replaced;
+  if (is_collective()) {
+    const CallLog::Site site{code_.release().ptr(), instruction_};
+    replaced = nb::steal(static_cast<PyObject*>(group_.call_log.remember(group_.call_log.next, fingerprint_, site)));
+  }
   const Hold held = group_.completions.engine().hold();
   begin();
   if (is_blocking && !has_ended() && poll_bytes() <= poll_bytes_max)
@@ -466,8 +482,7 @@ nb::object Call::adopt(const char* how) {
   const nb::object memory =
       nb::make_tuple(object_of(x_), object_of(out_), result_.object.is_valid() ? result_.object : nb::none());
   const nb::object sequence = sequence_ == CallLog::no_sequence ? nb::none() : nb::object(nb::int_(sequence_));
-  const nb::object header =
-      decision_ != nullptr ? nb::object(nb::bytes(decision_->header->data(), decision_->header->size())) : nb::none();
+  const nb::object header = decision_ != nullptr ? nb::object(bytes_of(fingerprint_)) : nb::none();
   const nb::object timeout =
       timeout_ns_ >= 0 ? nb::object(nb::float_(static_cast<double>(timeout_ns_) / 1e9)) : nb::none();
   unsigned count;

@@ -82,7 +82,7 @@ class Call {
   Call& operator=(const Call&) = delete;
 
   // Read the arguments and find the decision. Throws LeftToReference, or nb::python_error.
-  void prepare(const Given& given);
+  void prepare(const Given& given, bool is_started);
   // Keep the arguments beyond the caller's frame.
   void keep();
   // Start its operations: allowed, numbered and under way while nobody else runs Python.
@@ -113,7 +113,8 @@ class Call {
   const VerbSpec& spec() const { return spec_; }
   NativeGroup& group() const { return group_; }
   nb::handle helper() const { return helper_; }
-  uint64_t sequence() const { return sequence_; }
+  nb::handle code() const { return code_; }
+  int instruction() const { return instruction_; }
   // When Python must look at it at the latest.
   std::int64_t attention_at();
 
@@ -147,6 +148,9 @@ class Call {
   Argument x_, out_;
   Result result_;
   const Decision* decision_ = nullptr;
+  engine::Fingerprint fingerprint_;
+  nb::object code_;  // where the program calls it, until it is in the log
+  int instruction_ = 0;
   std::int16_t op_ = OpNames::none;
   std::int32_t root_ = 0, dst_ = 0, src_ = 0;  // ranks of the group; src -1: any
   std::int64_t tag_ = 0;                       // -1: any

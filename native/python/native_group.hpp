@@ -21,7 +21,9 @@ namespace unisono {
 // What Python decided for one class of calls; immutable.
 struct Decision {
   std::shared_ptr<const engine::Program> program;
-  engine::Text header;
+  engine::Fingerprint fingerprint;  // but for count and hash
+  uint64_t seed = 0;                // of the hash
+  bool is_shape_compared = false;
   Reduce kernel = nullptr;
   uint64_t itemsize = 1;                 // of what is never separated
   std::int64_t divisor = 0;              // of a mean; 0 divides nothing

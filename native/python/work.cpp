@@ -254,14 +254,12 @@ PyObject* start_call(nb::handle group, NativeGroup& native, const VerbSpec& spec
                      const Given& given) {
   auto started = std::make_unique<StartedCall>(nb::borrow(group), native, spec, nb::borrow(helper));
   Call& call = *started->call;
-  call.prepare(given);
+  call.prepare(given, true);
   nb::object work = nb::steal(work_type->tp_alloc(work_type, 0));
   if (!work.is_valid()) throw nb::python_error();
   call.keep();
-  if (PyFrameObject* const frame = PyEval_GetFrame(); frame != nullptr) {
-    started->code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-    started->lasti = PyFrame_GetLasti(frame);
-  }
+  started->code = nb::borrow(call.code());
+  started->lasti = call.instruction();
   if (!native.call_log.fast_path_open) throw LeftToReference();
   const bool is_taken = call.begin_and_poll(false);
   StartedCall& one = *started;

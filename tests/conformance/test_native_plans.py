@@ -249,7 +249,7 @@ def call_and_meet(comm: Communicator, call: Callable[[Communicator], Any]) -> No
 # -- the backend by itself --------------------------------------------------------------------------------
 
 
-def stage_of(x: Any, header: bytes = b"call\0here", name: str = "int32", tag: int = 0) -> Stage:
+def stage_of(x: Any, header: bytes = b"a call: 16 bytes", name: str = "int32", tag: int = 0) -> Stage:
     memory = {Buf.OUT: x}
     return Stage(5, Tags.collective(tag, 0), DTYPES[name], as_op("sum"), memory, header)
 
@@ -270,26 +270,30 @@ def backends(comms: World) -> list[Any]:
 
 
 @every_kind
-def test_only_what_stands_before_the_nul_byte_is_compared(world: MakeWorld, kind: str) -> None:
+@pytest.mark.parametrize("at", [0, 7, 8, 15])
+def test_a_fingerprint_that_differs_in_one_bit_ends_the_run(world: MakeWorld, kind: str, at: int) -> None:
     one, two = backends(world(2, kind))
-    x, y = np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32)
-    first = one.run_plan(plan_of(0, 3), stage_of(x, b"sum\0a.py:1"))
-    second = two.run_plan(plan_of(1, 3), stage_of(y, b"sum\0b.py:2"))
-    assert ended(one, first) is None
-    assert ended(two, second) is None
-    assert x.tolist() == y.tolist() == [0, 2, 4]
+    mine = bytes(range(16))
+    theirs = mine[:at] + bytes([mine[at] ^ 128]) + mine[at + 1 :]
+    first = one.run_plan(plan_of(0, 3), stage_of(np.zeros(3, np.int32), mine))
+    second = two.run_plan(plan_of(1, 3), stage_of(np.zeros(3, np.int32), theirs))
+    for backend, request, peer, header in ((one, first, 1, theirs), (two, second, 0, mine)):
+        error = ended(backend, request)
+        assert isinstance(error, HeaderMismatch)
+        assert (error.peer, error.header) == (peer, header)
+
+
+def test_a_fingerprint_has_16_bytes(world: MakeWorld) -> None:
+    one = backends(world(1))[0]
+    for header in (b"", bytes(15), bytes(17)):
+        with pytest.raises(ValueError, match="16 bytes"):
+            one.run_plan(plan_of(0, 3, 1), stage_of(np.zeros(3, np.int32), header))
 
 
 @pytest.mark.more
 @every_kind
-def test_a_header_that_differs_and_a_wrong_length_end_the_run(world: MakeWorld, kind: str) -> None:
+def test_a_wrong_length_ends_the_run(world: MakeWorld, kind: str) -> None:
     one, two = backends(world(2, kind))
-    first = one.run_plan(plan_of(0, 3), stage_of(np.zeros(3, np.int32), b"sum\0"))
-    second = two.run_plan(plan_of(1, 3), stage_of(np.zeros(3, np.int32), b"max\0there"))
-    for backend, request, peer, header in ((one, first, 1, b"max\0there"), (two, second, 0, b"sum\0")):
-        error = ended(backend, request)
-        assert isinstance(error, HeaderMismatch)
-        assert (error.peer, error.header) == (peer, header)
     first = one.run_plan(plan_of(0, 3), stage_of(np.zeros(3, np.int32), tag=1))
     second = two.run_plan(plan_of(1, 4), stage_of(np.zeros(4, np.int32), tag=1))
     error = ended(one, first)
@@ -306,7 +310,9 @@ def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: Ma
     length = 256 * 64 // 4  # of a piece, if every byte goes straight to its place
     plans = [build(Problem("broadcast", 2, (3 * length,)), rank, "tree") for rank in (0, 1)]
     x, y = np.arange(3 * length, dtype=np.int32), np.full(3 * length, -1, np.int32)
-    stages = [Stage(5, Tags.collective(0, 0), DTYPES["int32"], None, {Buf.OUT: each}, b"") for each in (x, y)]
+    stages = [
+        Stage(5, Tags.collective(0, 0), DTYPES["int32"], None, {Buf.OUT: each}, bytes(16)) for each in (x, y)
+    ]
     first = one.run_plan(plans[0], stages[0])
     assert first.cancel()
     ended(one, first)
@@ -317,12 +323,17 @@ def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: Ma
         for tag in tags
     ]
     second = two.run_plan(plans[1], stages[1])
-    for request in rest:
-        assert ended(one, request) is None
+    # What was sent after them has come, so they have, too.
+    last = two.start_recv(0, 6, 0, memoryview(bytearray(4)))
+    assert ended(one, one.start_send(1, 6, 0, memoryview(b"last"))) is None
+    assert ended(two, last) is None
     assert not second.done
-    assert y[:length].tolist() == [-1] * length, "the first piece has not come"
+    assert (y == -1).all(), "whoever takes the first piece back has given up: no other is taken"
+    assert second.peers_awaited() == (0,)
     assert second.cancel()
     ended(two, second)
+    for request in rest:
+        assert request.cancel()
 
 
 @every_kind

@@ -20,6 +20,7 @@ from unisono.bootstrap import protocol
 from unisono.bootstrap.address import Address
 from unisono.bootstrap.ticket import Ticket
 from unisono.comm.control_messages import (
+    CallReport,
     DeadlockFound,
     Goodbye,
     GroupFailure,
@@ -95,7 +96,7 @@ def frames(lines: bool) -> dict[str, bytes]:
 
 def all_seeds() -> dict[str, dict[str, bytes]]:
     """Per decoder: name and bytes."""
-    hello = struct.pack("<8sIIIIBBB5xQ32s", b"unisono\n", 1, 2, 1, 0, 0, 0, 0, 256 * 1024, NONCE)
+    hello = struct.pack("<8sIIIIBBB5xQ32s", b"unisono\n", 2, 2, 1, 0, 0, 0, 0, 256 * 1024, NONCE)
     client = protocol.JoinClient(TOKEN, protocol.NO_BINDING, NONCE)
     request = protocol.Request(
         1, 4, "0.1.0", "digest", {"shm": "True"}, b"card", b"csr", "host", 812, "instance"
@@ -110,8 +111,8 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
     control = {
         "group_failure": GroupFailure.of(PeerLost("rank 3 is lost", ranks=(3,), cause="silent"), 1),
         "abort": GroupFailure(2, "ValueError", "no", "because", is_abort=True),
-        "goodbye": Goodbye(1, Lane.BULK, {4: b"all_reduce\0here"}),
-        "stall_query": StallQuery(1, 9, b"all_reduce\0here"),
+        "goodbye": Goodbye(1, Lane.BULK, {4: CallReport(bytes(range(16)), "all_reduce", "here.py:1")}),
+        "stall_query": StallQuery(1, 9, bytes(range(16))),
         "stall_reply": StallReply(1, 9, True, (2, 3)),
         "service_query": ServiceQuery(7, "worker", {1: 5, 9: 0}),
         "service_found": ServiceFound(7, ""),

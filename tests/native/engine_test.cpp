@@ -382,7 +382,7 @@ void test_completion_queues(const char* folder, unsigned seed, bool shm) {
             // Messages beside the run, on a context of their own: sent before it and received after it has begun.
             const auto sent = harness.send(letter, right, context + 10, 0, turn % 3 == 0);
             const auto ran = harness.run(sum_of_all(rank, size, static_cast<std::int64_t>(count)), stage,
-                                         "turn " + std::to_string(turn));
+                                         Fingerprint().with(count, static_cast<uint32_t>(turn)));
             if (pauses() % 4 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(pauses() % 4));
             const auto received = harness.receive(nullptr, left, context + 10, 0);
             const std::int64_t deadline = now_ns() + 60 * second;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -150,7 +151,7 @@ def test_many_calls_in_a_row_keep_their_order(world: MakeWorld) -> None:
 @pytest.mark.more
 @every_kind
 def test_calls_that_take_turns_keep_their_words(world: MakeWorld, kind: str) -> None:
-    """A header that comes again is not sent again: more calls than are kept, in changing order."""
+    """Each call has its own count in its fingerprint, also when it runs without Python."""
     comms = world(2, kind)
     orders = [np.random.default_rng(seed).permutation(20) for seed in range(30)]
 
@@ -172,6 +173,24 @@ def test_calls_that_take_turns_keep_their_words(world: MakeWorld, kind: str) -> 
         return notes
 
     assert found(comms, program) == []
+
+
+@every_kind
+def test_a_call_from_another_line_is_known_and_shown_with_its_own_line(world: MakeWorld, kind: str) -> None:
+    comms = world(2, kind)
+
+    def program(comm: Communicator) -> Any:
+        for count in (5, 6, 5, 6):
+            comm.all_reduce(np.ones(count))
+        missed = comm._group.hot.missed
+        comm.all_reduce(np.ones(5))
+        is_known = comm._group.hot.missed == missed
+        line, error = sys._getframe().f_lineno, outcome(lambda: comm.all_reduce(np.ones(5 + comm.rank)))
+        return is_known, line, error.report.splitlines()
+
+    for is_known, line, report in run_each(program, list(comms)).values():
+        assert is_known
+        assert [each.rpartition(" at ")[2] for each in report] == [f"test_fast_path.py:{line}"] * 2, report
 
 
 # -- some ranks hot, others not ---------------------------------------------------------------------------

@@ -48,7 +48,7 @@ LAYERS = (
             ("control",),
             ("deadlock_watch", "early_messages"),
             ("control_messages",),
-            ("deadlock",),
+            ("deadlock", "fingerprint"),
         ),
         exceptions=(("mesh", "communicator"), ("communicator", "mesh")),
     ),

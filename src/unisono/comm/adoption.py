@@ -17,7 +17,8 @@ import numpy as np
 
 from unisono.comm.collectives import check_algorithm, check_reduction
 from unisono.comm.deadlock import ANY_RANK, ANY_TAG
-from unisono.comm.dispatch import CollectiveCall, Decided, decide, described
+from unisono.comm.dispatch import CollectiveCall, Decided, decide
+from unisono.comm.fingerprint import NOTHING, described
 from unisono.comm.group import Group, await_request
 from unisono.core.call_site import line_of
 from unisono.core.clock import NEVER, Deadline
@@ -84,8 +85,11 @@ class Adoption:
                 size * size if operation == "all_to_all" else size
             )
         identity = _identity_of(op, dtype) if operation == "exscan" and op is not None else b""
-        lengths = shape if operation in _SHAPED else counts
-        given = "" if operation == "barrier" else described(dtype, lengths)
+        given = (
+            NOTHING
+            if operation == "barrier"
+            else described(dtype, counts, shape if operation in _SHAPED else None)
+        )
         if op is not None and op.width > 1:
             counts, dtype = tuple(n // op.width for n in counts), dtype.item(op.width)
         problem = Problem(operation, size, counts, root, group.backend.hosts())

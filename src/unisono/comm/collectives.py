@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from unisono.comm import vector_collectives
-from unisono.comm.dispatch import CollectiveCall, check_order, described
+from unisono.comm.dispatch import CollectiveCall, check_order
+from unisono.comm.fingerprint import NOTHING, described
 from unisono.comm.point_to_point import Messages, receivable
 from unisono.core import buffers
 from unisono.core.buffers import Array
@@ -305,7 +306,9 @@ class Verbs(Messages):
         check_algorithm("barrier", algorithm)
 
         def steps(call: Call) -> Steps[None]:
-            yield from CollectiveCall(self._group, call, algorithm).run("barrier", (), _BYTE, {}, given="")
+            yield from CollectiveCall(self._group, call, algorithm).run(
+                "barrier", (), _BYTE, {}, given=NOTHING
+            )
 
         return self._begin("barrier", timeout, steps, is_collective=True)
 

@@ -24,6 +24,7 @@ from unisono.comm.adoption import Adoption
 from unisono.comm.collectives import Verbs
 from unisono.comm.control import WORLD_CONTEXT, Control, Service
 from unisono.comm.dispatch import CollectiveCall
+from unisono.comm.fingerprint import NOTHING
 from unisono.comm.group import Group, context_of, descriptor_of
 from unisono.comm.mesh import Grid, Mesh
 from unisono.comm.verb_table import make_verbs_type
@@ -420,7 +421,7 @@ class Communicator(_Verbs):
     def _gathered(self, one: CollectiveCall, mine: np.ndarray[Any, Any]) -> Steps[list[list[int]]]:
         everyone = np.empty(mine.size * self.size, np.int64)
         counts = (mine.size,) * self.size
-        yield from one.run("all_gather", counts, _INT64, {Buf.IN: mine, Buf.OUT: everyone}, given="")
+        yield from one.run("all_gather", counts, _INT64, {Buf.IN: mine, Buf.OUT: everyone}, given=NOTHING)
         rows: list[list[int]] = everyone.reshape(self.size, -1).tolist()
         return rows
 

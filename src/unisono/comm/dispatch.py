@@ -5,11 +5,11 @@ A stage is chosen, fingerprinted, and run by the backend if it can, otherwise by
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
-from unisono.comm.group import Group, await_request, fingerprint_of
+from unisono.comm.fingerprint import Operand, described, fingerprint_of, seed_of, words_of
+from unisono.comm.group import Group, await_request
 from unisono.core.dtypes import DType
 from unisono.core.envelope import UNTYPED, Tags
 from unisono.core.ops import ReduceOp
@@ -21,9 +21,7 @@ from unisono.plans import LINKS, Links, Problem, build, choose, entry_of
 from unisono.plans.execute import Execution, Memory, execute
 from unisono.plans.steps import Buf
 
-__all__ = ["CollectiveCall", "Decided", "check_order", "decide", "described"]
-
-_COUNTS_SHOWN: Final = 16
+__all__ = ["CollectiveCall", "Decided", "check_order", "decide"]
 
 
 class CollectiveCall:
@@ -46,7 +44,7 @@ class CollectiveCall:
         op: ReduceOp | None = None,
         shape: tuple[int, ...] | None = None,
         algorithm: str | None = None,
-        given: str | None = None,
+        given: Operand | None = None,
     ) -> Steps[None]:
         """Run one stage to its end. `shape` is shown and compared where ranks must agree on it.
 
@@ -69,11 +67,8 @@ class CollectiveCall:
         library_may_run = able.run_collective and wanted == "auto"
         # An algorithm for metadata follows from what is shown already; what the user asked for does not.
         shown = self._algorithm if algorithm is not None else "auto" if library_may_run else name
-        words = _words(
-            self._call.operation, problem, given, dtype, op, shown, self._stage, backend.config.segment_bytes
-        )
-        fingerprint = fingerprint_of(words, group.descriptor)
         sequence, stage = self._call.sequence, self._stage
+        fingerprint = _fingerprint(group, self._call.operation, given, op, dtype, shown, root, stage)
         assert sequence is not None, "a collective has a number"
         self._stage += 1
         if stage == 0:
@@ -151,9 +146,10 @@ class CollectiveCall:
         yield from self._follow(self._group.backend.adopt(handle, None, None, UNTYPED, memory), fingerprint)
 
 
-# What the engine needs to run a class of calls: the program, the fingerprint, the number of the kernel (-1:
-# none), the divisor of a mean (0: none) and the element with which exscan fills the result of rank 0.
-Decided: TypeAlias = tuple[Any, bytes, int, int, bytes]
+# What the engine needs to run a class of calls: the program, the fingerprint and the seed of its hash, the
+# number of the kernel (-1: none), the divisor of a mean (0: none), the item with which exscan fills the result
+# of rank 0, and whether the shape is part of the fingerprint.
+Decided: TypeAlias = tuple[Any, bytes, int, int, int, bytes, bool]
 
 
 def decide(
@@ -162,54 +158,60 @@ def decide(
     dtype: DType,
     op: ReduceOp | None,
     algorithm: str,
-    given: str,
+    given: Operand,
     identity: bytes,
 ) -> Decided:
     """Choose the algorithm for a collective, and compile the program that the engine runs."""
     backend = group.backend
     config = backend.config
     name = algorithm_for(problem, dtype, op, algorithm, config.reproducible, LINKS[backend.link_kind()])
-    words = _words(problem.collective, problem, given, dtype, op, name, 0, config.segment_bytes)
+    fingerprint = _fingerprint(group, problem.collective, given, op, dtype, name, problem.root, 0)
+    seed = seed_of(_rest_of(group, op, dtype, problem.collective))
     program = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
     divisor = problem.size if op is not None and op.is_mean and problem.size > 1 else 0
     code = -1 if op is None or op.code is None else int(op.code)
-    return program, fingerprint_of(words, group.descriptor), code, divisor, identity
+    return program, fingerprint, seed, code, divisor, identity, bool(given.values)
 
 
-def _words(
+def _fingerprint(
+    group: Group,
     operation: str,
-    problem: Problem,
-    given: str,
-    dtype: DType,
+    given: Operand,
     op: ReduceOp | None,
+    dtype: DType,
     algorithm: str,
+    root: int,
     stage: int,
-    segment_bytes: int,
-) -> str:
-    """The call in words: what ranks compare and what a mismatch shows."""
-    words = [operation, given] if given else [operation]
-    if op is not None:
-        words.append(f"op={op}")
-        if op.fn is not None:
-            words.append(f"commutative={op.commutative}")
-            if op.width > 1:
-                words.append(f"width={op.width}")
-        if op.fn is not None and problem.collective == "exscan":
-            words.append(f"identity={op.shown_identity(dtype.element)}")
-    if problem.collective in ("reduce", "broadcast", "gather", "scatter"):
-        words.append(f"root={problem.root}")
-    if stage:
-        words.append(f"stage={stage}")
-    words.append(f"algorithm={algorithm}")
-    words.append(f"segment={segment_bytes}")
-    return " ".join(words)
+) -> bytes:
+    """The record of one stage; its words are kept for reports."""
+    rest = _rest_of(group, op, dtype, operation)
+    fingerprint = fingerprint_of(
+        operation, given, op, algorithm, root if given.root is None else given.root, stage, rest
+    )
+    segment = group.backend.config.segment_bytes
+    group.state.keep_words(
+        fingerprint,
+        lambda: (
+            f"{words_of(fingerprint, given.text, _op_words(op, dtype, operation))} segment={segment}"
+            f" group={group.descriptor.hex()[:16]}"
+        ),
+    )
+    return fingerprint
 
 
-def described(dtype: DType, lengths: Sequence[int]) -> str:
-    """An array in words. Of many lengths the first are shown, and a checksum stands for the rest."""
-    shown = ",".join(map(str, lengths[:_COUNTS_SHOWN]))
-    more = f"+{zlib.crc32(repr(lengths).encode()):x}" if len(lengths) > _COUNTS_SHOWN else ""
-    return f"{dtype}[{shown}{more}]"
+def _rest_of(group: Group, op: ReduceOp | None, dtype: DType, operation: str) -> tuple[object, ...]:
+    """What is hashed beside the arrays: the group, the segment size and a user's op."""
+    users = _op_words(op, dtype, operation) if op is not None and op.fn is not None else ""
+    return group.descriptor, group.backend.config.segment_bytes, users
+
+
+def _op_words(op: ReduceOp | None, dtype: DType, collective: str) -> str | None:
+    """An operation in words: what ranks compare of one that a user made."""
+    if op is None or op.fn is None:
+        return None if op is None else str(op)
+    identity = f" identity={op.shown_identity(dtype.element)}" if collective == "exscan" else ""
+    width = f" width={op.width}" if op.width > 1 else ""
+    return f"{op} commutative={op.commutative}{width}{identity}"
 
 
 def algorithm_for(

@@ -1,6 +1,6 @@
 """A group: the state of one communicator on one rank, and the life of its operations.
 
-A *fingerprint* is the text of a collective call; it is equal on all ranks that call the same collective. A
+A *fingerprint* is a record of a collective call; it is equal on all ranks that call the same collective. A
 group is *poisoned* by the first error after which its members are no longer in step: from then on every
 collective fails with that error, here and on the other members. It is *aborted* when a member gives up for
 good: then messages between two members fail as well.
@@ -11,19 +11,27 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Container
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from unisono.comm.control import Control, Service
-from unisono.comm.control_messages import Goodbye, GroupFailure, GroupMessage, StallQuery, StallReply
+from unisono.comm.control_messages import (
+    CALLS_MAX,
+    CallReport,
+    Goodbye,
+    GroupFailure,
+    GroupMessage,
+    StallQuery,
+    StallReply,
+)
+from unisono.comm.fingerprint import FINGERPRINT_BYTES, words_of
 from unisono.comm.group_state import GroupState, Pending
 from unisono.comm.loose_ends import LooseEnds
-from unisono.comm.mismatch import call_of
 from unisono.comm.mismatch_collector import MismatchCollector
 from unisono.comm.run_ahead import RunAhead
 from unisono.comm.stall_queries import StallQueries
 from unisono.core.call_site import call_site
 from unisono.core.clock import NEVER, Deadline
-from unisono.core.envelope import ANY, HEADER_BYTES_MAX, Lane
+from unisono.core.envelope import ANY, Lane
 from unisono.core.request import Request
 from unisono.core.task import Begun, Call, Steps, Task
 from unisono.core.work import Started, Work, wait_or_cancel
@@ -38,13 +46,9 @@ from unisono.errors import (
 )
 from unisono.messaging.backend import Backend, PeerDown
 
-__all__ = ["Group", "await_request", "context_of", "descriptor_of", "fingerprint_of"]
+__all__ = ["Group", "await_request", "context_of", "descriptor_of"]
 
 T = TypeVar("T")
-
-# Calls in a goodbye. An empty collective needs no other rank, so its caller may leave while others wait in
-# the same one or in a different one: from its last calls they can detect a mismatch.
-_GOODBYE_CALLS: Final = 4
 
 
 class Group:
@@ -212,13 +216,13 @@ class Group:
             CollectiveMismatch: a member called something else under this number.
         """
         with self.state.lock:
-            self.call_log.remember(sequence, fingerprint)
+            self.state.remember(sequence, fingerprint)
             known = list(self.state.last_calls.items())
             early = self._stalls.take_early(sequence)
             self.state.update_fast_path()
         if (mismatch := self._mismatches.add_to_current()) is not None:
             raise mismatch
-        known += [(rank, {sequence: theirs}) for rank, theirs in early.items()]
+        known += [(rank, {sequence: CallReport(theirs)}) for rank, theirs in early.items()]
         for rank, calls in known:
             if (mismatch := self._mismatches.compare(rank, calls)) is not None:
                 raise mismatch
@@ -231,18 +235,22 @@ class Group:
 
         Raises:
             CollectiveMismatch: they differ.
+            ProtocolError: it is no fingerprint.
         """
-        if call_of(mine) != call_of(theirs):
+        there = self.world_ranks[peer]
+        if len(theirs) != FINGERPRINT_BYTES:
+            raise ProtocolError(f"rank {there} sent a fingerprint of {len(theirs)} bytes")
+        if mine != theirs:
             assert call.sequence is not None
-            raise self._mismatches.add(call.sequence, {self.world_rank: mine, self.world_ranks[peer]: theirs})
+            own = self.state.report(call.sequence, mine)
+            raise self._mismatches.add(call.sequence, {self.world_rank: own, there: CallReport(theirs)})
 
     def refuse_length(self, call: Call, mine: bytes, peer: int, came: int, awaited: int) -> None:
         """The calls are equal and yet a message has another length: no correct peer sends it."""
         there = self.world_ranks[peer]
         lines = f"rank {there} sent {came} bytes where {awaited} were due"
-        words = call_of(mine).decode(errors="replace")
         raise CollectiveMismatch(
-            f"ranks {self.world_rank} and {there} disagree", report=f"{words}: {lines}", cause=lines
+            f"ranks {self.world_rank} and {there} disagree", report=f"{words_of(mine)}: {lines}", cause=lines
         )
 
     def introduction(self, peer: int) -> bytes:
@@ -360,7 +368,12 @@ class Group:
                 f"communicator {self.name!r} is closed", cause=cause, next_step=next_step
             )
             self.state.update_fast_path()
-            last_calls = self.call_log.last(_GOODBYE_CALLS)
+            # An empty collective needs no other rank, so its caller may leave while others wait in the same
+            # one or in a different one: from its last calls they can detect a mismatch.
+            last_calls = {
+                sequence: self.state.report(sequence, fingerprint)
+                for sequence, fingerprint in self.call_log.last(CALLS_MAX).items()
+            }
         self.state.interrupt(self.state.closed, only_collectives=False)
         if not self.state.is_aborted:
             if self.state.poisoned_by is not None:
@@ -449,7 +462,7 @@ class Group:
                     self._on_left(sender, "left")
             case StallQuery():
                 # A mismatch ends the query: its sender gets the failure instead of a reply.
-                calls = {message.sequence: message.fingerprint}
+                calls = {message.sequence: CallReport(message.fingerprint)}
                 if not (self._run_ahead.find_unclaimed() or self._mismatches.compare(sender, calls)):
                     self._stalls.on_query(sender, message)
             case StallReply():
@@ -533,14 +546,6 @@ class Group:
         if isinstance(error, PeerLost):
             return error.of_ranks(tuple(self.world_ranks[rank] for rank in error.ranks))
         return error
-
-
-def fingerprint_of(words: str, descriptor: bytes) -> bytes:
-    """The header of a collective's first messages: the call, which is compared, NUL, the call site."""
-    call, bytes_max = f"{words} group={descriptor.hex()[:16]}".encode(), HEADER_BYTES_MAX // 2
-    if len(call) > bytes_max:  # a digest of the whole stands for the end, so that nothing goes uncompared
-        call = call[: bytes_max - 17] + b"~" + hashlib.blake2b(call, digest_size=8).hexdigest().encode()
-    return call + b"\0" + call_site().encode()[: HEADER_BYTES_MAX // 2 - 1]
 
 
 def context_of(*parts: object) -> int:

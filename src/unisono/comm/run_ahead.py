@@ -8,9 +8,9 @@ the last call.
 
 from __future__ import annotations
 
-from unisono.comm.control_messages import StallQuery, StallReply
+from unisono.comm.control_messages import CallReport, StallQuery, StallReply
+from unisono.comm.fingerprint import FINGERPRINT_BYTES, FORGOTTEN
 from unisono.comm.group_state import GroupState
-from unisono.comm.mismatch import FORGOTTEN
 from unisono.comm.mismatch_collector import MismatchCollector
 from unisono.core.envelope import Lane
 from unisono.core.task import Call, Steps
@@ -34,13 +34,17 @@ class RunAhead:
         """
         state = self._state
         state.adopt_started()
-        self._mismatches.compare(source, {sequence: theirs})
+        if len(theirs) != FINGERPRINT_BYTES:  # no rank sends it; the receive that meets it refuses it
+            return True
+        call = CallReport(theirs)
+        self._mismatches.compare(source, {sequence: call})
         with state.lock:
             is_early = sequence >= state.call_log.next or state.pending_at(sequence) is not None
             is_forgotten = not is_early and state.call_log.find(sequence) is None
         # A report may come late: its call may have claimed the message meanwhile, and be forgotten by now.
         if is_forgotten and self._is_waiting(source, sequence):
-            self._mismatches.add(sequence, {state.world_rank: FORGOTTEN, source: theirs})
+            forgotten = CallReport(FORGOTTEN, line="")
+            self._mismatches.add(sequence, {state.world_rank: forgotten, source: call})
         return state.poisoned_by is None and state.closed is None
 
     def _is_waiting(self, source: int, sequence: int) -> bool:
@@ -52,7 +56,9 @@ class RunAhead:
         """Look for a message that a call made here should have received and did not."""
         if self._state.native is not None:
             for source, sequence, theirs in self._state.native.unclaimed(self._state.call_log.next):
-                if (mismatch := self._mismatches.compare(source, {sequence: theirs})) is not None:
+                if len(theirs) != FINGERPRINT_BYTES:
+                    continue
+                if (mismatch := self._mismatches.compare(source, {sequence: CallReport(theirs)})) is not None:
                     return mismatch
         return None
 

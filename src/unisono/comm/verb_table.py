@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from unisono import _native
 from unisono.core.envelope import ANY
-from unisono.core.ops import BUILT_IN_NAMES
+from unisono.core.ops import OP_NAMES
 
 __all__ = ["VERBS", "make_verbs_type"]
 
@@ -50,7 +50,7 @@ VERBS: Final = (
 def make_verbs_type(reference: type) -> type[Any]:
     """Make the type of verbs from a class that has a method for each. Once per process."""
     rows = [_row(name, inspect.signature(getattr(reference, name)), reference) for name in VERBS]
-    return _native.make_verbs_type(rows, BUILT_IN_NAMES)
+    return _native.make_verbs_type(rows, OP_NAMES)
 
 
 def _row(name: str, signature: inspect.Signature, reference: type) -> tuple[str, str, Sequence[str], int]:

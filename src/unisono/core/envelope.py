@@ -35,7 +35,7 @@ class Status(NamedTuple):
     nbytes: int
 
 
-# A header holds a fingerprint (a line of text and its call site) or a group's descriptor.
+# A header holds a fingerprint, a group's descriptor, or what a user's backend puts there.
 HEADER_BYTES_MAX: Final = 1024
 
 # The dtype code of plain bytes, which match a receive of any type.

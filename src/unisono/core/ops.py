@@ -12,7 +12,7 @@ import numpy as np
 from unisono.core.dtypes import BFLOAT16, DType, Kind
 from unisono.errors import UsageError
 
-__all__ = ["BUILT_IN_NAMES", "OpCode", "OpLike", "ReduceOp", "as_op", "op"]
+__all__ = ["OP_NAMES", "OpCode", "OpLike", "ReduceOp", "as_op", "op"]
 
 
 class OpCode(IntEnum):
@@ -184,8 +184,8 @@ _BUILT_IN: Final[dict[str, ReduceOp]] = {
     "mean": ReduceOp("mean", OpCode.SUM),
 }
 
-# In the order of their numbers in the engine's table of decisions; "sum" is the first.
-BUILT_IN_NAMES: Final = tuple(_BUILT_IN)
+# Every operation by its number in fingerprints; an op of a user has the last.
+OP_NAMES: Final = (*_BUILT_IN, "user")
 
 # Names in other libraries, for the hint in an error.
 _OTHER_NAMES: Final = {

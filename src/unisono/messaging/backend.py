@@ -79,9 +79,9 @@ class Capabilities:
 class Stage:
     """One stage of a collective, for the backend that runs it.
 
-    `memory` holds the flat arrays of the plan's buffers (plans.Buf). `header` is the fingerprint that goes
-    with the first message to each peer; the part before its first NUL byte is compared. `members` are the
-    plan's ranks by their numbers in the backend, if those differ. `on_compiled`, if given, is called with the
+    `memory` holds the flat arrays of the plan's buffers (plans.Buf). `header` is the fingerprint, of
+    16 bytes, that goes with the first message to each peer and is compared. `members` are the plan's ranks by
+    their numbers in the backend, if those differ. `on_compiled`, if given, is called with the
     compiled plan if the backend can run that again without Python.
     """
 

@@ -28,7 +28,18 @@ from unisono.plans.algorithms import (
 )
 from unisono.plans.steps import Plan, Problem
 
-__all__ = ["CATALOG", "Entry", "Order", "algorithms", "build", "check", "entry_of", "is_even", "reduces"]
+__all__ = [
+    "ALGORITHM_NAMES",
+    "CATALOG",
+    "Entry",
+    "Order",
+    "algorithms",
+    "build",
+    "check",
+    "entry_of",
+    "is_even",
+    "reduces",
+]
 
 Builder: TypeAlias = Callable[[Problem, int], Plan]
 
@@ -145,6 +156,9 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
         },
     }
 )
+
+# Every name by its number in fingerprints. With "auto" a library may take an algorithm of its own.
+ALGORITHM_NAMES: Final = ("auto", *dict.fromkeys(name for entries in CATALOG.values() for name in entries))
 
 # The length of `Problem.counts`, by size.
 _COUNTS_HELD: Final[Mapping[str, Callable[[int], int]]] = {
