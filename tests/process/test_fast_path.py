@@ -182,9 +182,9 @@ def test_a_call_from_another_line_is_known_and_shown_with_its_own_line(world: Ma
     def program(comm: Communicator) -> Any:
         for count in (5, 6, 5, 6):
             comm.all_reduce(np.ones(count))
-        missed = comm._group.hot.missed
+        missed = comm._group.native.decided
         comm.all_reduce(np.ones(5))
-        is_known = comm._group.hot.missed == missed
+        is_known = comm._group.native.decided == missed
         line, error = sys._getframe().f_lineno, outcome(lambda: comm.all_reduce(np.ones(5 + comm.rank)))
         return is_known, line, error.report.splitlines()
 
