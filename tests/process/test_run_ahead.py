@@ -24,7 +24,7 @@ from unisono.errors import CollectiveMismatch, PeerLost
 __all__ = ["world"]
 
 every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
-AHEAD_MAX = 32  # native/python/bind_fast_path.cpp
+AHEAD_MAX = 32  # native/python/native_group.cpp
 PATIENCE_S = 30.0
 
 

@@ -38,6 +38,7 @@ LAYERS = (
         inside=(
             ("world",),
             ("communicator", "mesh"),
+            ("adoption", "verb_table"),
             ("collectives",),
             ("point_to_point", "vector_collectives"),
             ("dispatch",),

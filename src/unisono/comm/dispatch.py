@@ -53,7 +53,7 @@ class CollectiveCall:
         """
         group, backend = self._group, self._group.backend
         if given is None:
-            given = described(dtype, shape if shape is not None else counts)
+            given = described(dtype, counts, shape)
         if op is not None and op.width > 1:
             # From here on one item is `width` elements: no plan, cut or executor can separate them.
             counts, dtype = tuple(n // op.width for n in counts), dtype.item(op.width)
