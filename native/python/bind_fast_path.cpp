@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "collective/call_log.hpp"
-#include "collective/run.hpp"
+#include "collective/program_call.hpp"
 #include "engine/completion_queue.hpp"
 #include "kernels/isa.hpp"
 #include "python/bind.hpp"
@@ -31,7 +31,7 @@ namespace nb = nanobind;
 namespace unisono {
 
 engine::CompletionQueue& completions_of(nb::handle engine);
-std::shared_ptr<const engine::Program> program_of(nb::handle program);
+const engine::ProgramCall& program_call_of(nb::handle call);
 
 namespace {
 
@@ -93,7 +93,8 @@ struct Given {
 struct Learned {
   Key key;
   nb::object descr, op, algorithm, code;
-  std::shared_ptr<const Program> program;
+  ProgramCall call;
+  uint64_t counts[buffer_count] = {};
   Text header;
   uint8_t dtype = 0;
   std::int32_t op_code = -1;
@@ -144,8 +145,8 @@ class FastPath {
   }
 
   // Called by Python in the midst of a call that was not known: what it decided.
-  bool cache_decision(uint64_t sequence, const std::string& operation, nb::handle program, uint8_t dtype,
-                      std::int32_t op, nb::handle in, nb::handle out, nb::bytes header, std::int64_t divisor);
+  bool cache_decision(uint64_t sequence, const std::string& operation, nb::handle call, uint8_t dtype, std::int32_t op,
+                      nb::handle in, nb::handle out, nb::bytes header, std::int64_t divisor);
 
   CallLog& call_log;
   CompletionQueue& completions;
@@ -327,8 +328,8 @@ PyObject* FastVerb::call(PyObject* const* args, size_t nargsf, PyObject* names) 
     const uint64_t itemsize = itemsizes[known->dtype];
     const byte* const in_at = as_array(given.x.array).data;
     const byte* const out_at = as_array(given.out.array).data;
-    const uint64_t in_bytes = known->program->counts[static_cast<size_t>(Buffer::in)] * itemsize;
-    const uint64_t out_bytes = known->program->counts[static_cast<size_t>(Buffer::out)] * itemsize;
+    const uint64_t in_bytes = known->counts[static_cast<size_t>(Buffer::in)] * itemsize;
+    const uint64_t out_bytes = known->counts[static_cast<size_t>(Buffer::out)] * itemsize;
     if (in_at < out_at + out_bytes && out_at < in_at + in_bytes) return call_slow(args, nargsf, names);
     out = nb::borrow(given.out.array);
   } else if (is_in_place()) {
@@ -356,7 +357,7 @@ PyObject* FastVerb::ask_python(PyObject* const* args, size_t nargsf, PyObject* n
   return result;
 }
 
-bool FastPath::cache_decision(uint64_t sequence, const std::string& operation, nb::handle program, uint8_t dtype,
+bool FastPath::cache_decision(uint64_t sequence, const std::string& operation, nb::handle call, uint8_t dtype,
                               std::int32_t op, nb::handle in, nb::handle out, nb::bytes header, std::int64_t divisor) {
   if (miss == nullptr || miss->thread != PyThread_get_thread_ident() || miss->sequence != sequence) return false;
   const FastVerb& verb = miss->verb;
@@ -364,11 +365,13 @@ bool FastPath::cache_decision(uint64_t sequence, const std::string& operation, n
   if (operation != verb_names[static_cast<size_t>(verb.verb)] || dtype >= dtype_count) return false;
   if (!is_users(given.key.code)) return false;  // the place that the fingerprint shows is further out
   auto learned = std::make_unique<Learned>();
-  learned->program = program_of(program);
+  learned->call = program_call_of(call);
+  const Program& program = *learned->call.program;
+  program.buffer_counts(learned->call.given(), learned->counts);
   const uint64_t itemsize = itemsizes[dtype];
   uint64_t bytes[2];
   for (const size_t which : {static_cast<size_t>(Buffer::in), static_cast<size_t>(Buffer::out)}) {
-    bytes[which] = learned->program->counts[which] * itemsize;
+    bytes[which] = learned->counts[which] * itemsize;
     learned->bytes = std::max(learned->bytes, bytes[which]);
   }
   // What travels must be what was given, not a copy in another form.
@@ -395,11 +398,13 @@ bool FastPath::cache_decision(uint64_t sequence, const std::string& operation, n
   learned->dtype = dtype;
   learned->op_code = op;
   learned->divisor = divisor;
-  for (const Line& line : learned->program->lines)
-    if (!line.recvs.empty())
-      learned->answering.push_back(line.peer);
-    else if (!line.sends.empty())
-      learned->unanswered.push_back(line.peer);
+  BoundProgram bound;
+  bound.bind(program, learned->call.given(), learned->call.piece_elements);
+  for (const Line& line : program.lines)
+    if (bound.moves(line.recvs))
+      learned->answering.push_back(learned->call.rank_of(line));
+    else if (bound.moves(line.sends))
+      learned->unanswered.push_back(learned->call.rank_of(line));
   miss->verb.keep(std::move(learned));
   return true;
 }
@@ -418,7 +423,7 @@ void FastVerb::check_unclaimed(const CompletionQueue::Unclaimed& unclaimed) cons
 }
 
 bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
-  Stage stage;
+  Stage stage = learned.call.stage();
   stage.context = path.context;
   stage.dtype = learned.dtype;
   stage.itemsize = itemsizes[learned.dtype];
@@ -447,7 +452,7 @@ bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
     run->is_watched = true;
     run->header = learned.header;
     run->phase = Operation::Phase::starting;
-    run->begin(learned.program, stage);
+    run->begin(learned.call.program, stage);
     if (run->phase == Operation::Phase::starting) run->phase = Operation::Phase::active;
     if (learned.bytes <= glance_bytes) path.completions.poll_briefly_for(*run);
     if (run->phase == Operation::Phase::ended && run->outcome == Outcome::done) [[likely]] {
@@ -461,7 +466,7 @@ bool FastVerb::run(const Learned& learned, PyObject* x, const nb::object& out) {
   // What was learned may be replaced while others run Python.
   const std::int64_t divisor = learned.divisor;
   const uint8_t dtype = learned.dtype;
-  const uint64_t count = learned.program->counts[static_cast<size_t>(Buffer::out)];
+  const uint64_t count = learned.counts[static_cast<size_t>(Buffer::out)];
   if (is_done)
     ++path.ended;
   else if (!wait(*run, learned, sequence, handle, x, out, unclaimed))
@@ -611,7 +616,7 @@ void bind_hot_path(nb::module_& m) {
       .def("verb", &make_verb, nb::arg("name"), nb::arg("slow"), nb::arg("slow_path"))
       .def("unclaimed", &FastPath::unclaimed, nb::arg("sequence"))
       .def("unconfirmed_ranks", &FastPath::unconfirmed_ranks)
-      .def("cache_decision", &FastPath::cache_decision, nb::arg("sequence"), nb::arg("operation"), nb::arg("program"),
+      .def("cache_decision", &FastPath::cache_decision, nb::arg("sequence"), nb::arg("operation"), nb::arg("call"),
            nb::arg("dtype"), nb::arg("op"), nb::arg("memory_in").none(), nb::arg("memory_out").none(),
            nb::arg("header"), nb::arg("divisor"))
       .def_ro("ended", &FastPath::ended)

@@ -273,8 +273,8 @@ def backends(comms: World) -> list[Any]:
 def test_only_what_stands_before_the_nul_byte_is_compared(world: MakeWorld, kind: str) -> None:
     one, two = backends(world(2, kind))
     x, y = np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32)
-    first = one.run_plan(plan_of(0, 3), stage_of(x, b"sum\0a.py:1"))
-    second = two.run_plan(plan_of(1, 3), stage_of(y, b"sum\0b.py:2"))
+    first = one.run_plan(plan_of(0, 3), (3,), stage_of(x, b"sum\0a.py:1"))
+    second = two.run_plan(plan_of(1, 3), (3,), stage_of(y, b"sum\0b.py:2"))
     assert ended(one, first) is None
     assert ended(two, second) is None
     assert x.tolist() == y.tolist() == [0, 2, 4]
@@ -284,14 +284,14 @@ def test_only_what_stands_before_the_nul_byte_is_compared(world: MakeWorld, kind
 @every_kind
 def test_a_header_that_differs_and_a_wrong_length_end_the_run(world: MakeWorld, kind: str) -> None:
     one, two = backends(world(2, kind))
-    first = one.run_plan(plan_of(0, 3), stage_of(np.zeros(3, np.int32), b"sum\0"))
-    second = two.run_plan(plan_of(1, 3), stage_of(np.zeros(3, np.int32), b"max\0there"))
+    first = one.run_plan(plan_of(0, 3), (3,), stage_of(np.zeros(3, np.int32), b"sum\0"))
+    second = two.run_plan(plan_of(1, 3), (3,), stage_of(np.zeros(3, np.int32), b"max\0there"))
     for backend, request, peer, header in ((one, first, 1, b"max\0there"), (two, second, 0, b"sum\0")):
         error = ended(backend, request)
         assert isinstance(error, HeaderMismatch)
         assert (error.peer, error.header) == (peer, header)
-    first = one.run_plan(plan_of(0, 3), stage_of(np.zeros(3, np.int32), tag=1))
-    second = two.run_plan(plan_of(1, 4), stage_of(np.zeros(4, np.int32), tag=1))
+    first = one.run_plan(plan_of(0, 3), (3,), stage_of(np.zeros(3, np.int32), tag=1))
+    second = two.run_plan(plan_of(1, 4), (4,), stage_of(np.zeros(4, np.int32), tag=1))
     error = ended(one, first)
     assert isinstance(error, LengthMismatch)
     assert (error.peer, error.came, error.awaited) == (1, 16, 12)
@@ -307,7 +307,7 @@ def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: Ma
     plans = [build(Problem("broadcast", 2, (3 * length,)), rank, "tree") for rank in (0, 1)]
     x, y = np.arange(3 * length, dtype=np.int32), np.full(3 * length, -1, np.int32)
     stages = [Stage(5, Tags.collective(0, 0), DTYPES["int32"], None, {Buf.OUT: each}, b"") for each in (x, y)]
-    first = one.run_plan(plans[0], stages[0])
+    first = one.run_plan(plans[0], (3 * length,), stages[0])
     assert first.cancel()
     ended(one, first)
     # What is left of it: the second and the third piece, as if they had been met before they were taken back.
@@ -316,7 +316,7 @@ def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: Ma
         one.start_send(1, 5, tag, memoryview(x[length : 2 * length]).cast("B"), dtype=DTYPES["int32"].code)
         for tag in tags
     ]
-    second = two.run_plan(plans[1], stages[1])
+    second = two.run_plan(plans[1], (3 * length,), stages[1])
     for request in rest:
         assert ended(one, request) is None
     assert not second.done
@@ -328,7 +328,7 @@ def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: Ma
 @every_kind
 def test_a_run_names_the_ranks_it_waits_for_until_it_is_cancelled(world: MakeWorld, kind: str) -> None:
     one = backends(world(4, kind))[0]
-    request = one.run_plan(plan_of(0, 300_000, 4), stage_of(np.zeros(300_000, np.int32)))
+    request = one.run_plan(plan_of(0, 300_000, 4), (300_000,), stage_of(np.zeros(300_000, np.int32)))
     assert request.peers_awaited() == (1,)
     assert request.cancel()
     assert isinstance(ended(one, request), uni.ClosedError)
@@ -338,32 +338,67 @@ def test_a_run_names_the_ranks_it_waits_for_until_it_is_cancelled(world: MakeWor
 
 def test_a_run_ends_with_its_backend(world: MakeWorld) -> None:
     one, _ = backends(world(2))
-    request = one.run_plan(plan_of(0, 3), stage_of(np.zeros(3, np.int32)))
+    request = one.run_plan(plan_of(0, 3), (3,), stage_of(np.zeros(3, np.int32)))
     one.close()
     assert request.done
     assert isinstance(request.error, uni.ClosedError)
-    late = one.run_plan(plan_of(0, 3), stage_of(np.zeros(3, np.int32), tag=1))
+    late = one.run_plan(plan_of(0, 3), (3,), stage_of(np.zeros(3, np.int32), tag=1))
     assert isinstance(late.error, uni.ClosedError)
 
 
-def test_a_program_that_reaches_beyond_its_memory_is_refused(world: MakeWorld) -> None:
-    (one,) = backends(world(1))
-    for bad in (
-        (5, 0, 1, 0, 1, 0, 1, 0),  # no such step
-        (0, 2, 1, 0, 1, 0, 1, 0),  # no such peer
-        (3, 0, 1, 9, 0, 0, 2, 0),  # beyond the end
-        (3, 0, 0, 0, 1, 0, 2, 0),  # writes to in
-        (3, 0, 1, -1, 0, 0, 2, 0),
-        (3, 0, 1, 0, 3, 0, 2, 0),  # no such buffer
-    ):
+ONE_COUNT = (
+    [(0, 0, 1), (1, 0, 1), (3, 1, 2)],
+    [(0, 1, 1), (0, 2, 1), (2, 3, 1)],
+)  # points: 0, count, half, end
+BAD_STEPS = {
+    "no such step": (5, 0, 1, 0, 1, 1, 0, 1, 0),
+    "no such peer": (0, 2, 1, 0, 1, 1, 0, 1, 0),
+    "beyond the end": (3, 0, 1, 0, 4, 0, 0, 4, 0),
+    "writes to in": (3, 0, 0, 0, 1, 1, 0, 1, 0),
+    "ends before it starts": (3, 0, 1, 1, 0, 0, 1, 0, 0),
+    "no such buffer": (3, 0, 1, 0, 1, 3, 0, 1, 0),
+    "no such point": (3, 0, 1, 0, 9, 0, 0, 9, 0),
+    "halves that may differ by one": (3, 0, 1, 0, 2, 0, 2, 3, 0),
+    "an overlap": (3, 0, 1, 0, 2, 1, 0, 2, 0),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STEPS)
+def test_a_program_that_makes_no_sense_for_some_counts_is_refused(name: str) -> None:
+    cuts, points = ONE_COUNT
+    points = [*points, (1, 1, 1)]  # twice the count
+    with pytest.raises(RuntimeError, match="allowed"):
+        _native.Program(cuts, points, [BAD_STEPS[name]], [], (1, 1), 1, 2)
+    # The two halves make up the whole.
+    _native.Program(cuts, points, [(3, 0, 1, 0, 3, 0, 0, 1, 0)], [], (1, 1), 1, 2)
+
+
+def test_a_program_whose_edges_or_atoms_make_no_sense_is_refused() -> None:
+    cuts, points = ONE_COUNT
+    step = (3, 0, 1, 0, 1, 0, 0, 1, 0)
+    for edge in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 2, 0, 0), (0, 1, 2, 0), (-1, 1, 0, 0)):
         with pytest.raises(RuntimeError, match="allowed"):
-            _native.Program([bad], [()], (10, 10, 0), 2)
-    with pytest.raises(RuntimeError, match="earlier"):
-        _native.Program([(3, 0, 1, 0, 0, 0, 2, 0)], [(0,)], (10, 10, 0), 1)
-    program = compiled(plan_of(0, 3, 1), 16, None, 1)
+            _native.Program(cuts, points, [step, step], [edge], (1, 1), 1, 1)
+    for bad in ((1, 1, 1), (3, 1, 2), (3, 9, 2), (4, 0, 1), (3, 2, 0), (1, -1, 1)):
+        with pytest.raises(RuntimeError, match="allowed"):
+            _native.Program([*cuts, bad], points, [], [], (1, 1), 1, 1)
+    for point in ((9, 1, 1), (0, 9, 1), (0, 1, 0), (0, 1, 1 << 40)):
+        with pytest.raises(RuntimeError, match="allowed"):
+            _native.Program(cuts, [*points, point], [], [], (1, 1), 1, 1)
+
+
+def test_a_buffer_or_counts_that_are_not_those_of_the_program_are_refused(world: MakeWorld) -> None:
+    (one,) = backends(world(1))
+    program = compiled(plan_of(0, 3, 1))
+    call = _native.ProgramCall(program, [3], False, 16, None)
     for out in (np.zeros(2, np.int32), np.zeros(4, np.int32)):
         with pytest.raises(ValueError, match="length"):
-            one._engine.run(1, program, 5, 0, DTYPES["int32"].code, 0, None, out, b"", 8)
+            one._engine.run(1, call, 5, 0, DTYPES["int32"].code, 0, None, out, b"", 8)
+    for counts in ([], [3, 3], [1 << 59]):
+        with pytest.raises(ValueError, match="counts"):
+            _native.ProgramCall(program, counts, False, 16, None)
+    with pytest.raises(ValueError, match="counts"):
+        _native.ProgramCall(program, [3], False, 0, None)
 
 
 # -- deadlines, cancellation and death --------------------------------------------------------------------

@@ -83,7 +83,7 @@ class CollectiveCall:
             return
         plan = build(problem, backend.rank, name)
         if able.run_plan and (op is None or op.fn is None):
-            yield from self._follow(backend.run_plan(plan, part), fingerprint)
+            yield from self._follow(backend.run_plan(plan, counts, part), fingerprint)
             return
         how = Execution(
             backend,
@@ -95,7 +95,7 @@ class CollectiveCall:
                 self._call, fingerprint, peer, came, awaited
             ),
         )
-        yield from execute(plan, how)
+        yield from execute(plan, counts, how)
 
     def _decision(
         self,

@@ -237,8 +237,8 @@ class Backend(ABC):
         """
         return ""
 
-    def run_plan(self, plan: Any, stage: Stage) -> Request:
-        """Run a plan (plans.Plan) below Python.
+    def run_plan(self, plan: Any, counts: tuple[int, ...], stage: Stage) -> Request:
+        """Run a plan (plans.Plan), bound to these counts, below Python.
 
         Called only if the capability says so, and never with a user-defined operation. The arrays of
         `stage.memory` belong to the request until it is done.

@@ -104,9 +104,9 @@ class DeviceBackend(Closable):
         """Its kind of links."""
         return self._inner.link_kind()
 
-    def run_plan(self, plan: Any, stage: Stage) -> Request:
+    def run_plan(self, plan: Any, counts: tuple[int, ...], stage: Stage) -> Request:
         """Run a plan in it."""
-        return self._inner.run_plan(plan, stage)
+        return self._inner.run_plan(plan, counts, stage)
 
     def run_collective(self, problem: Any, stage: Stage) -> Request | None:
         """Run a collective of its library."""

@@ -283,20 +283,28 @@ class NativeBackend(Closable):
         source, tagged = _pattern(src, tag)
         return self._start(request, lambda: self._engine.probe(request.number, source, context, tagged))
 
-    def run_plan(self, plan: Plan, stage: Stage) -> Request:
+    def run_plan(self, plan: Plan, counts: tuple[int, ...], stage: Stage) -> Request:
         """Run a plan in the engine, without the GIL."""
         dtype, memory, config, op = stage.dtype, stage.memory, self._config, stage.op
         nbytes = piece_bytes_of(plan, config.segment_bytes, config.message_bytes_max)
-        program = compiled(plan, max(1, nbytes // dtype.itemsize), stage.members, self._size)
+        # Nobody need build a matrix of counts that are all the same.
+        is_even = plan.shape.collective == "all_to_all" and len(set(counts)) == 1
+        call = _native.ProgramCall(
+            compiled(plan),
+            counts[:1] if is_even else counts,
+            is_even,
+            max(1, nbytes // dtype.itemsize),
+            stage.members,
+        )
         if stage.on_compiled is not None:
-            stage.on_compiled(program)
+            stage.on_compiled(call)
         given, result = memory.get(Buf.IN), memory.get(Buf.OUT)
         request = RunRequest(self._completions, (given, result))
         return self._start(
             request,
             lambda: self._engine.run(
                 request.number,
-                program,
+                call,
                 stage.context,
                 stage.tag,
                 dtype.code,
