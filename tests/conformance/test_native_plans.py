@@ -19,7 +19,9 @@ from tests.support.engines import MakeWorld, World, found, world
 from tests.support.metronome import stopwatch
 from tests.support.oracle import Notes, counts_for, dtype_of, operand, result
 from tests.support.paths import ROOT
+from tests.support.plan_numbers import contributions, expected
 from tests.support.ranks import run_each, run_ranks
+from tests.unit.plans.test_families import EVERY_ALGORITHM, problems
 
 import unisono as uni
 from unisono import _native
@@ -32,7 +34,8 @@ from unisono.core.envelope import Tags
 from unisono.core.ops import as_op
 from unisono.core.request import HeaderMismatch, LengthMismatch, Request
 from unisono.messaging.backend import Stage
-from unisono.plans import CATALOG, Problem, algorithms, build
+from unisono.plans import CATALOG, Problem, algorithms, bound, build
+from unisono.plans.catalog import reduces
 from unisono.plans.steps import Buf, Plan
 
 pytestmark = pytest.mark.more
@@ -399,6 +402,49 @@ def test_a_buffer_or_counts_that_are_not_those_of_the_program_are_refused(world:
             _native.ProgramCall(program, counts, False, 16, None)
     with pytest.raises(ValueError, match="counts"):
         _native.ProgramCall(program, [3], False, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [*(("shm", size) for size in range(1, 10)), ("tcp", 3), ("tcp", 8)]
+)
+def test_programs_bound_to_any_counts_give_what_numpy_says(world: MakeWorld, kind: str, size: int) -> None:
+    """The table of tests/unit/plans/test_families.py: counts around the number of ranks, zeros, hosts.
+
+    First pieces have eight elements, so that many steps are cut; then none is.
+    """
+    numbers = itertools.count()
+    for segment in (64, 1 << 16):
+        ranks = backends(world(size, kind, segment_bytes=segment))
+        for collective, algorithm in EVERY_ALGORITHM:
+            for problem in problems(collective, algorithm, range(size, size + 1)):
+                check_run(ranks, problem, algorithm, next(numbers))
+
+
+def check_run(ranks: list[Any], problem: Problem, algorithm: str, number: int) -> None:
+    given = contributions(problem)
+    requests, memory = [], []
+    for rank, (backend, own) in enumerate(zip(ranks, given, strict=True)):
+        plan = bound(problem, rank, algorithm)
+        in_place = problem.collective in ("all_reduce", "broadcast", "reduce")
+        out = np.resize(own, plan.out_count) if in_place else np.full(plan.out_count, -1, np.int64)
+        memory.append({Buf.IN: own[: plan.in_count].copy(), Buf.OUT: out})
+        op = as_op("sum") if reduces(problem.collective) else None
+        stage = Stage(5, Tags.collective(number, 0), DTYPES["int64"], op, memory[rank], b"call")
+        requests.append(backend.run_plan(build(problem, rank, algorithm), problem.counts, stage))
+    for backend, request in zip(ranks, requests, strict=True):
+        assert ended(backend, request) is None, (problem, algorithm)
+    for rank, want in enumerate(expected(problem, given)):
+        if want is not None:
+            np.testing.assert_array_equal(memory[rank][Buf.OUT], want, f"{problem} by {algorithm}, {rank}")
+
+
+@every_kind
+def test_slots_of_blocks_with_different_lengths_keep_every_block(world: MakeWorld, kind: str) -> None:
+    """Long, short, long in one of a ring's two slots: the third must not overwrite what is still sent."""
+    ranks = backends(world(8, kind, segment_bytes=64, window_segments=2, eager_bytes=0))
+    for turn in range(12):
+        counts = tuple(3 if (rank + turn) % 4 < 2 else 400 + rank for rank in range(8))
+        check_run(ranks, Problem("reduce_scatter", 8, counts), "ring", turn)
 
 
 # -- deadlines, cancellation and death --------------------------------------------------------------------

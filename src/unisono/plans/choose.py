@@ -24,9 +24,8 @@ __all__ = ["choose", "fitting", "predict_s"]
 _NOMINAL_BLOCK_BYTES = 4096
 
 
-@lru_cache(maxsize=4096)
 def choose(problem: Problem, itemsize: int, links: Links, *, ordered: bool = False) -> tuple[str, str]:
-    """Return the algorithm to use and the reason.
+    """Return the algorithm to use and the reason; one decision serves all counts of a class (`_bucket`).
 
     `ordered` restricts the choice to algorithms in canonical order, for reproducible results and for
     operations that do not commute. All of these give the same bits.
