@@ -331,11 +331,16 @@ def atom_terms(atom: int) -> int:
 
 def digits(terms: int) -> list[tuple[int, int]]:
     """The atoms of a sum, ascending, each with its coefficient."""
+    if not terms:
+        return []
+    # Sums of neighbouring atoms are short once those before them are left out.
+    first = ((terms & -terms).bit_length() - 1) // _BITS
+    terms >>= first * _BITS
     length = terms.bit_length() // _BITS + 1
     words = memoryview(terms.to_bytes(length * _BITS // 8, sys.byteorder)).cast("I")
     if sys.byteorder == "big":
         words = words[::-1]
-    return [(atom, times) for atom, times in enumerate(words) if times]
+    return [(atom, times) for atom, times in enumerate(words, first) if times]
 
 
 def contains(terms: int, other: int) -> bool:

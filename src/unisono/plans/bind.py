@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.plans.amounts import Amount, digits
+from unisono.plans.amounts import Amount, contains, digits
 from unisono.plans.catalog import build
 from unisono.plans.layout import slice_of, touched
 from unisono.plans.steps import (
@@ -62,14 +62,26 @@ class Values:
     def __init__(self, plan: Plan, counts: Sequence[int]) -> None:
         self._atoms = plan.atoms.values(counts) if plan.atoms is not None else [1]
         self._known: dict[int, int] = {0: 0}
+        self._last = 0
 
     def number(self, amount: Amount) -> int:
         """The number of elements of an amount."""
-        known = self._known.get(amount.terms)
+        terms, last = amount.terms, self._last
+        known = self._known.get(terms)
         if known is None:
-            known = sum(self._atoms[atom] * times for atom, times in digits(amount.terms))
-            self._known[amount.terms] = known
+            # Slices follow each other, so most points are next to one whose number is known.
+            if contains(terms, last):
+                known = self._known[last] + self._sum(terms - last)
+            elif contains(last, terms):
+                known = self._known[last] - self._sum(last - terms)
+            else:
+                known = self._sum(terms)
+            self._known[terms] = known
+        self._last = terms
         return known
+
+    def _sum(self, terms: int) -> int:
+        return sum(self._atoms[atom] * times for atom, times in digits(terms))
 
     def slice(self, slice_: Slice[Amount]) -> Slice[int]:
         """The elements of a slice."""

@@ -60,8 +60,8 @@ class _Points:
         for terms in sorted(by_terms, key=lambda each: by_terms[each].units):
             if terms not in self._index:
                 # Neighbours in a buffer differ by one atom most often.
-                bases = [base for base in (*self._made[-_NEIGHBOURS:], 0) if contains(terms, base)]
-                self._extend(min(bases, key=lambda base: len(digits(terms - base))), terms)
+                bases = (base for base in (*self._made[: -_NEIGHBOURS - 1 : -1], 0) if contains(terms, base))
+                self._extend(next(bases), terms)
 
     def _extend(self, base: int, terms: int) -> None:
         for atom, times in digits(terms - base):
