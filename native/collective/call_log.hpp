@@ -28,10 +28,17 @@ class CallLog {
     void* code = nullptr;
     int instruction = 0;
   };
+  // The shape of the array of a call, for reports; of a call that Python has put into words, none.
+  struct Shape {
+    static constexpr int dims_max = 8;
+    int nd = -1;
+    std::array<std::int64_t, dims_max> dims;
+  };
   struct Entry {
     uint64_t sequence = 0;
     Fingerprint fingerprint;
     Site site;
+    Shape shape;
   };
 
   // A call under way below Python, on the stack of whoever makes it. A message has no number.
@@ -62,9 +69,14 @@ class CallLog {
   [[nodiscard]] void* remember(uint64_t sequence, const Fingerprint& fingerprint, Site site) {
     Entry& entry = entries_[written_++ % kept];
     void* const replaced = entry.site.code;
-    entry = Entry{sequence, fingerprint, site};
+    entry.sequence = sequence;
+    entry.fingerprint = fingerprint;
+    entry.site = site;
+    entry.shape.nd = -1;
     return replaced;
   }
+  // Of the call that was remembered last.
+  Shape& shape() { return entries_[(written_ - 1) % kept].shape; }
 
   const Entry* find(uint64_t sequence) const {
     for (size_t i = 0; i < size(); ++i)

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <optional>
@@ -36,8 +37,14 @@ bool is_by_rank(Verb verb) { return verb == Verb::reduce_scatter || verb == Verb
 }  // namespace
 
 void OpNames::set(const std::vector<std::string>& names) {
-  for (const std::string& name : names) words_.push_back(interned(name.c_str()));
+  for (const std::string& name : names) {
+    if (name == "maxloc") maxloc_ = static_cast<std::int16_t>(words_.size());
+    if (name == "minloc") minloc_ = static_cast<std::int16_t>(words_.size());
+    words_.push_back(interned(name.c_str()));
+  }
 }
+
+uint64_t OpNames::width_of(std::int16_t number) const { return number == maxloc_ || number == minloc_ ? 2 : 1; }
 
 std::int16_t OpNames::number_of(PyObject* op) const {
   if (op == nullptr) return 0;
@@ -194,12 +201,16 @@ void Call::find_decision(const Given& given) {
       key.algorithm = algorithm;
     }
   }
-  key.count = x_.count;
-  uint64_t shape = static_cast<uint64_t>(x_.nd);
-  for (int i = 0; i < x_.nd; ++i) shape = (shape ^ static_cast<uint64_t>(x_.shape[i])) * 0xd6e8feb86659fd93u;
-  key.shape = shape;
+  const uint64_t width = op_ == OpNames::none ? 1 : op_names.width_of(op_);
+  count_ = x_.count / width / static_cast<uint64_t>(is_by_rank(spec_.verb) ? group_.size : 1);
+  key.size_class = std::bit_width(count_ - (count_ > 0));
+  if (width > 1) {
+    key.shape = static_cast<uint64_t>(x_.nd);
+    for (int i = 0; i < x_.nd; ++i) key.shape = (key.shape ^ static_cast<uint64_t>(x_.shape[i])) * 0xd6e8feb86659fd93u;
+  }
   decision_ = group_.decisions.find(key);
   if (decision_ == nullptr) decision_ = decide(key, given);
+  if (!decision_->program->accepts(counts())) throw LeftToReference();
   const std::span<const Py_ssize_t> dims(x_.shape, decision_->is_shape_compared ? static_cast<size_t>(x_.nd) : 0);
   fingerprint_ = decision_->fingerprint.with(x_.count, Fingerprint::hash_of(decision_->seed, dims));
 }
@@ -217,26 +228,19 @@ const Decision* Call::decide(const DecisionKey& key, const Given& given) {
   const nb::tuple values = nb::cast<nb::tuple>(decided);
   auto decision = std::make_unique<Decision>();
   decision->program = program_of(values[0]);
-  decision->fingerprint = fingerprint_of(nb::cast<nb::bytes>(values[1]));
-  decision->seed = nb::cast<uint64_t>(values[2]);
-  decision->is_shape_compared = nb::cast<bool>(values[6]);
-  const int code = nb::cast<int>(values[3]);
+  decision->piece_elements = nb::cast<uint64_t>(values[1]);
+  decision->fingerprint = fingerprint_of(nb::cast<nb::bytes>(values[2]));
+  decision->seed = nb::cast<uint64_t>(values[3]);
+  decision->is_shape_compared = nb::cast<bool>(values[7]);
+  const int code = nb::cast<int>(values[4]);
   const uint8_t dtype = x_.dtype == untyped ? plain_bytes : x_.dtype;
   if (code >= 0) decision->kernel = active_kernels().reduce[dtype][code];
   decision->itemsize = item_bytes(dtype, code);
-  decision->divisor = nb::cast<std::int64_t>(values[4]);
-  const nb::bytes identity = nb::cast<nb::bytes>(values[5]);
+  decision->divisor = nb::cast<std::int64_t>(values[5]);
+  const nb::bytes identity = nb::cast<nb::bytes>(values[6]);
   decision->identity.assign(identity.c_str(), identity.size());
-  const Program& program = *decision->program;
-  for (const size_t which : {static_cast<size_t>(Buffer::in), static_cast<size_t>(Buffer::out)})
-    decision->bytes = std::max(decision->bytes, program.counts[which] * decision->itemsize);
-  if (program.reduces && decision->kernel == nullptr)
+  if (decision->program->reduces && decision->kernel == nullptr)
     throw nb::value_error("the operation is not defined for the dtype");
-  for (const Line& line : program.lines)
-    if (!line.recvs.empty())
-      decision->answering.push_back(line.peer);
-    else if (!line.sends.empty())
-      decision->unanswered.push_back(line.peer);
   Py_XINCREF(key.algorithm);
   return group_.decisions.add(key, std::move(decision));
 }
@@ -285,8 +289,8 @@ void Call::keep() {
 // ---- running ----
 
 uint64_t Call::poll_bytes() const {
-  if (is_collective()) return decision_->bytes;
-  return std::max(x_.is_given() ? x_.nbytes() : 0, out_.is_given() ? out_.nbytes() : 0);
+  if (!is_collective()) return std::max(x_.is_given() ? x_.nbytes() : 0, out_.is_given() ? out_.nbytes() : 0);
+  return x_.is_given() ? std::max(x_.nbytes(), target_count_ * itemsizes[x_.dtype]) : 0;
 }
 
 // The caller holds the engine's lock and the GIL.
@@ -310,14 +314,19 @@ void Call::begin_collective() {
   if (is_in_place || verb != Verb::reduce) stage.out = target_;
   sequence_ = group_.call_log.next++;
   stage.tag = tag_of(sequence_);
-  stage.runs_ahead = group_.count_run_ahead(*decision_);
+  stage.counts = &count_;
+  stage.counts_n = counts().size;
+  stage.is_even = counts().is_even;
+  stage.piece_elements = decision_->piece_elements;
+  stage.members = group_.translation();
   Run& run = group_.completions.make_run();
   operations_[started_] = &run;
   handles_[started_++] = run.handle;
   run.is_watched = true;
   run.fingerprint = fingerprint_;
   run.phase = Operation::Phase::starting;
-  run.begin(decision_->program, stage);
+  run.bind(decision_->program, stage);
+  run.start(group_.count_run_ahead(run, poll_bytes()));
   if (run.phase == Operation::Phase::starting) run.phase = Operation::Phase::active;
 }
 
@@ -362,6 +371,11 @@ bool Call::begin_and_poll(bool is_blocking) {
   if (is_collective()) {
     const CallLog::Site site{code_.release().ptr(), instruction_};
     replaced = nb::steal(static_cast<PyObject*>(group_.call_log.remember(group_.call_log.next, fingerprint_, site)));
+    if (x_.is_given()) {
+      CallLog::Shape& shape = group_.call_log.shape();
+      shape.nd = x_.nd;
+      std::copy_n(x_.shape, x_.nd, shape.dims.begin());
+    }
   }
   const Hold held = group_.completions.engine().hold();
   begin();

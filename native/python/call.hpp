@@ -68,10 +68,13 @@ class OpNames {
   void set(const std::vector<std::string>& names);
   // Throws LeftToReference for a user's own and for anything unknown.
   std::int16_t number_of(PyObject* op) const;
+  // How many elements are never separated.
+  uint64_t width_of(std::int16_t number) const;
   nb::object name_of(std::int16_t number) const { return nb::borrow(words_[static_cast<size_t>(number)]); }
 
  private:
   std::vector<PyObject*> words_;  // interned, kept for good
+  std::int16_t maxloc_ = none, minloc_ = none;
 };
 extern OpNames op_names;
 
@@ -141,6 +144,10 @@ class Call {
   void release(unsigned count);
   nb::object status() const;
   uint64_t poll_bytes() const;
+  // All counts of an even collective are one.
+  engine::Counts counts() const {
+    return {&count_, spec_.verb == Verb::barrier ? 0u : 1u, spec_.verb != Verb::barrier};
+  }
 
   NativeGroup& group_;
   const VerbSpec& spec_;
@@ -152,6 +159,7 @@ class Call {
   nb::object code_;  // where the program calls it, until it is in the log
   int instruction_ = 0;
   std::int16_t op_ = OpNames::none;
+  uint64_t count_ = 0;                         // items of one rank
   std::int32_t root_ = 0, dst_ = 0, src_ = 0;  // ranks of the group; src -1: any
   std::int64_t tag_ = 0;                       // -1: any
   std::int64_t timeout_ns_ = -1;

@@ -45,7 +45,10 @@ NativeGroup::NativeGroup(nb::object engine, nb::object call_log, uint64_t contex
     if (member < 0 || member >= completions.engine().size) throw nb::value_error("no such rank");
   if (rank < 0 || rank >= size) throw nb::value_error("no such rank");
   ranks_.assign(static_cast<size_t>(completions.engine().size), -1);
-  for (std::int32_t i = 0; i < size; ++i) ranks_[static_cast<size_t>(this->members[static_cast<size_t>(i)])] = i;
+  for (std::int32_t i = 0; i < size; ++i) {
+    ranks_[static_cast<size_t>(this->members[static_cast<size_t>(i)])] = i;
+    is_translated_ = is_translated_ || this->members[static_cast<size_t>(i)] != i;
+  }
 }
 
 nb::list NativeGroup::unclaimed(uint64_t sequence) {
@@ -72,15 +75,17 @@ void NativeGroup::introduce(size_t rank) {
   is_introduced_[rank] = true;
 }
 
-bool NativeGroup::count_run_ahead(const Decision& decision) {
-  bool may_run_ahead = decision.bytes <= run_ahead_bytes;
-  for (const std::int32_t peer : decision.unanswered)
-    may_run_ahead = may_run_ahead && run_ahead_[static_cast<size_t>(peer)] < run_ahead_max;
-  for (const std::int32_t peer : decision.unanswered) {
-    uint8_t& ahead = run_ahead_[static_cast<size_t>(peer)];
-    ahead = may_run_ahead ? static_cast<uint8_t>(ahead + 1) : 0;
-  }
-  for (const std::int32_t peer : decision.answering) run_ahead_[static_cast<size_t>(peer)] = 0;
+bool NativeGroup::count_run_ahead(const Run& run, uint64_t nbytes) {
+  const size_t lines = run.program().lines.size();
+  bool may_run_ahead = nbytes <= run_ahead_bytes;
+  const auto ahead_of = [&](size_t line) -> uint8_t& { return run_ahead_[static_cast<size_t>(run.peer(line))]; };
+  for (size_t line = 0; line < lines && may_run_ahead; ++line)
+    may_run_ahead = run.answers(line) || ahead_of(line) < run_ahead_max;
+  for (size_t line = 0; line < lines; ++line)
+    if (run.answers(line))
+      ahead_of(line) = 0;
+    else if (run.sends_to(line))
+      ahead_of(line) = may_run_ahead ? static_cast<uint8_t>(ahead_of(line) + 1) : 0;
   return may_run_ahead;
 }
 

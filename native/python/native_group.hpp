@@ -25,12 +25,10 @@ struct Decision {
   uint64_t seed = 0;                // of the hash
   bool is_shape_compared = false;
   Reduce kernel = nullptr;
-  uint64_t itemsize = 1;                 // of what is never separated
-  std::int64_t divisor = 0;              // of a mean; 0 divides nothing
-  std::string identity;                  // one element, with which exscan fills the result of rank 0
-  std::vector<std::int32_t> unanswered;  // peers to which we send, and from which nothing comes back
-  std::vector<std::int32_t> answering;
-  uint64_t bytes = 0;  // of the longer buffer
+  uint64_t itemsize = 1;     // of what is never separated
+  std::int64_t divisor = 0;  // of a mean; 0 divides nothing
+  std::string identity;      // one element, with which exscan fills the result of rank 0
+  uint64_t piece_elements = UINT64_MAX;
 };
 
 // What tells decisions apart. A call site is no part of it.
@@ -40,8 +38,8 @@ struct DecisionKey {
   std::int16_t op = -1;
   std::int32_t root = 0;
   PyObject* algorithm = nullptr;  // interned, and never freed once a decision names it
-  uint64_t shape = 0;             // hash of what the program and the fingerprint depend on
-  uint64_t count = 0;
+  uint64_t shape = 0;             // hash of it, where it decides whether the operation is defined
+  int size_class = 0;             // of the items of one rank
 
   bool operator==(const DecisionKey&) const = default;
   size_t hash() const {
@@ -49,7 +47,7 @@ struct DecisionKey {
                  static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32;
     h = (h ^ reinterpret_cast<uint64_t>(algorithm)) * 0x9e3779b97f4a7c15u;
     h = (h ^ h >> 29 ^ shape) * 0xd6e8feb86659fd93u;
-    h = (h ^ h >> 32 ^ count) * 0x9e3779b97f4a7c15u;
+    h = (h ^ h >> 32 ^ static_cast<uint64_t>(size_class)) * 0x9e3779b97f4a7c15u;
     return h ^ h >> 32;
   }
 };
@@ -127,8 +125,10 @@ class NativeGroup {
   nb::list works_to_adopt(bool only_overdue);
   // (verb, code, instruction) of works under way that nobody has waited for.
   nb::list unwaited() const;
-  // Count what a collective about to begin sends to peers that do not answer; true if it may run ahead of them.
-  bool count_run_ahead(const Decision& decision);
+  // Count what a collective about to start sends to peers that do not answer; true if it may run ahead of them.
+  bool count_run_ahead(const engine::Run& run, uint64_t nbytes);
+  // World ranks by rank; nullptr if they are the same.
+  const std::int32_t* translation() const { return is_translated_ ? members.data() : nullptr; }
 
   engine::CallLog& call_log;
   engine::CompletionQueue& completions;
@@ -147,6 +147,7 @@ class NativeGroup {
 
  private:
   std::vector<std::int32_t> ranks_;  // by world rank; -1: no member
+  bool is_translated_ = false;
   std::vector<bool> is_introduced_;  // the group has told a peer who it is
   // By world rank: how many of our calls it may not have made yet. What comes from it in a later call shows that it
   // has.

@@ -25,15 +25,32 @@ def forbid_reacquire() -> None: ...
 def isas() -> tuple[str, ...]: ...
 def use_isa(name: str) -> None: ...
 
-# A plan for the engine: see native/collective/program.hpp. A piece is (step, peer, dst_buf, dst, src_buf,
-# src, count, left).
+# A plan for the engine, for all counts: see native/collective/program.hpp. Rows: cuts (kind, of, parts);
+# points (base, atom, times), from point 1 on; steps (step, peer, dst_buf, dst, dst_stop, src_buf, src,
+# src_stop, left); edges (earlier, later, earlier slice, later slice). `lengths` are the points at which in
+# and out end.
 class Program:
     def __init__(
         self,
-        pieces: Sequence[tuple[int, int, int, int, int, int, int, int]],
-        before: Sequence[Sequence[int]],
-        lengths: tuple[int, int, int],
+        cuts: Sequence[tuple[int, int, int]],
+        points: Sequence[tuple[int, int, int]],
+        steps: Sequence[tuple[int, int, int, int, int, int, int, int, int]],
+        edges: Sequence[tuple[int, int, int, int]],
+        lengths: tuple[int, int],
+        counts: int,
         ranks: int,
+    ) -> None: ...
+
+# A program with the counts of a call, the most elements of a piece, and the group's ranks by their numbers
+# in the engine.
+class ProgramCall:
+    def __init__(
+        self,
+        program: Program,
+        counts: Sequence[int],
+        is_even: bool,
+        piece_elements: int,
+        members: Sequence[int] | None,
     ) -> None: ...
 
 class ForkedError(RuntimeError): ...
@@ -110,7 +127,7 @@ class Engine:
     def run(
         self,
         id: int,  # noqa: A002
-        program: Program,
+        call: ProgramCall,
         context: int,
         tag: int,
         dtype: int,
@@ -166,6 +183,7 @@ class CallLog:
     def remember(
         self, sequence: int, fingerprint: bytes, code: CodeType | None = None, instruction: int = 0
     ) -> None: ...
+    def shape(self, sequence: int) -> tuple[int, ...] | None: ...
     def site(self, sequence: int) -> tuple[str, int] | None: ...
     def find(self, sequence: int) -> bytes | None: ...
     def last(self, count: int) -> dict[int, bytes]: ...

@@ -16,12 +16,11 @@ from unisono.plans import (
     CATALOG,
     LINKS,
     Problem,
-    build,
+    bound,
     cost,
-    layout,
 )
-from unisono.plans.algorithms import hierarchical
 from unisono.plans.choose import predict_s
+from unisono.plans.cost import _PIECE_COUNT, _PIECES_MAX
 from unisono.plans.draw import messages
 from unisono.plans.units import bytes_text, seconds_text
 
@@ -43,7 +42,7 @@ def table() -> list[str]:
             if entry.needs_hosts:
                 continue
             problem = Problem(collective, SIZE, counts_of(collective))
-            plans = [build(problem, rank, name) for rank in range(SIZE)]
+            plans = [bound(problem, rank, name) for rank in range(SIZE)]
             itemsize = 1 if collective == "barrier" else 4
             costs = [cost(plan, SHM, itemsize) for plan in plans]
             rounds = len({message.sent_in for message in messages(plans)})
@@ -115,12 +114,11 @@ def test_every_family_is_described() -> None:
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 11, 12, 15, 17, 31, 33])
 def test_binary_blocks_cost_two_rounds_more(size: int) -> None:
-    rounds = len(build(Problem("all_reduce", size, (1000,)), 0, "halving_doubling").rounds)
+    rounds = len(bound(Problem("all_reduce", size, (1000,)), 0, "halving_doubling").rounds)
     assert rounds == 2 * (size.bit_length() - 1) + 2
 
 
 def test_limits_in_the_text_are_those_in_the_code() -> None:
     text = re.sub(r"\s+", " ", PAGE.read_text())
-    least, most = layout._SEGMENT_COUNT // 1024, layout._SEGMENTS_MAX
+    least, most = _PIECE_COUNT // 1024, _PIECES_MAX
     assert f"segments of at least {least} Ki elements, at most {most} of them" in text
-    assert f"({hierarchical._LARGE_COUNT // 1024} Ki elements or more)" in text

@@ -114,9 +114,10 @@ class SubBackend(Backend):
         """Probe through the parent."""
         return self._translated(self.parent.probe(self._source(src), context, tag), src)
 
-    def run_plan(self, plan: Any, stage: Stage) -> Request:
+    def run_plan(self, plan: Any, counts: tuple[int, ...], stage: Stage) -> Request:
         """Run a plan in the parent, among the members."""
-        return self._translated(self.parent.run_plan(plan, replace(stage, members=self.members)), self.rank)
+        inner = replace(stage, members=self.members)
+        return self._translated(self.parent.run_plan(plan, counts, inner), self.rank)
 
     def run_collective(self, problem: Any, stage: Stage) -> Request | None:
         """Let the parent's library run it, among the members."""
@@ -148,9 +149,9 @@ class SubBackend(Backend):
             leaves_tensors=leaves_tensors,
         )
 
-    def compile_plan(self, plan: Any, itemsize: int, members: tuple[int, ...] | None = None) -> Any:
-        """Compile it for the parent's ranks."""
-        return self.parent.compile_plan(plan, itemsize, self.members)
+    def compile_plan(self, plan: Any, itemsize: int) -> tuple[Any, int]:
+        """The parent's: a program names the ranks of a group."""
+        return self.parent.compile_plan(plan, itemsize)
 
     def fast_path(self, context: int, size: int, call_log: CallLog) -> FastPath | None:
         """The parent's: cached decisions name the parent's ranks."""

@@ -18,7 +18,7 @@ import numpy as np
 from unisono.comm.collectives import check_algorithm, check_reduction
 from unisono.comm.deadlock import ANY_RANK, ANY_TAG
 from unisono.comm.dispatch import CollectiveCall, Decided, decide
-from unisono.comm.fingerprint import NOTHING, described
+from unisono.comm.fingerprint import NOTHING, SHAPED, described
 from unisono.comm.group import Group, await_request
 from unisono.core.call_site import line_of
 from unisono.core.clock import NEVER, Deadline
@@ -37,7 +37,6 @@ __all__ = ["Adoption"]
 _DTYPES: Final = list(DTYPES.values())
 _BY_RANK: Final = ("reduce_scatter", "all_to_all")
 _ONE_COUNT: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
-_SHAPED: Final = ("all_gather", "gather", "all_to_all")
 
 
 class Adoption:
@@ -88,7 +87,7 @@ class Adoption:
         given = (
             NOTHING
             if operation == "barrier"
-            else described(dtype, counts, shape if operation in _SHAPED else None)
+            else described(dtype, counts, shape if operation in SHAPED else None)
         )
         if op is not None and op.width > 1:
             counts, dtype = tuple(n // op.width for n in counts), dtype.item(op.width)

@@ -85,7 +85,7 @@ class CollectiveCall:
             return
         plan = build(problem, backend.rank, name)
         if able.run_plan and (op is None or op.fn is None):
-            yield from self._follow(backend.run_plan(plan, part), fingerprint)
+            yield from self._follow(backend.run_plan(plan, counts, part), fingerprint)
             return
         how = Execution(
             backend,
@@ -97,7 +97,7 @@ class CollectiveCall:
                 self._call, fingerprint, peer, came, awaited
             ),
         )
-        yield from execute(plan, how)
+        yield from execute(plan, counts, how)
 
     def _decision(
         self,
@@ -146,10 +146,10 @@ class CollectiveCall:
         yield from self._follow(self._group.backend.adopt(handle, None, None, UNTYPED, memory), fingerprint)
 
 
-# What the engine needs to run a class of calls: the program, the fingerprint and the seed of its hash, the
-# number of the kernel (-1: none), the divisor of a mean (0: none), the item with which exscan fills the result
-# of rank 0, and whether the shape is part of the fingerprint.
-Decided: TypeAlias = tuple[Any, bytes, int, int, int, bytes, bool]
+# What the engine needs to run a class of calls: the program and the elements of its longest pieces, the
+# fingerprint and the seed of its hash, the number of the kernel (-1: none), the divisor of a mean (0: none), the
+# item with which exscan fills the result of rank 0, and whether the shape is part of the fingerprint.
+Decided: TypeAlias = tuple[Any, int, bytes, int, int, int, bytes, bool]
 
 
 def decide(
@@ -167,10 +167,10 @@ def decide(
     name = algorithm_for(problem, dtype, op, algorithm, config.reproducible, LINKS[backend.link_kind()])
     fingerprint = _fingerprint(group, problem.collective, given, op, dtype, name, problem.root, 0)
     seed = seed_of(_rest_of(group, op, dtype, problem.collective))
-    program = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
+    program, piece_elements = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
     divisor = problem.size if op is not None and op.is_mean and problem.size > 1 else 0
     code = -1 if op is None or op.code is None else int(op.code)
-    return program, fingerprint, seed, code, divisor, identity, bool(given.values)
+    return program, piece_elements, fingerprint, seed, code, divisor, identity, bool(given.values)
 
 
 def _fingerprint(
@@ -188,13 +188,9 @@ def _fingerprint(
     fingerprint = fingerprint_of(
         operation, given, op, algorithm, root if given.root is None else given.root, stage, rest
     )
-    segment = group.backend.config.segment_bytes
     group.state.keep_words(
         fingerprint,
-        lambda: (
-            f"{words_of(fingerprint, given.text, _op_words(op, dtype, operation))} segment={segment}"
-            f" group={group.descriptor.hex()[:16]}"
-        ),
+        lambda: words_of(fingerprint, given.text, _op_words(op, dtype, operation)) + group.state.tail_words,
     )
     return fingerprint
 

@@ -29,6 +29,7 @@ __all__ = [
     "FORGOTTEN",
     "NOTHING",
     "ROOTED",
+    "SHAPED",
     "VERBS",
     "Fingerprint",
     "Operand",
@@ -68,6 +69,9 @@ VERBS: Final = (
 ROOTED: Final = frozenset(
     verb for verb in VERBS if verb.startswith(("broadcast", "gather", "scatter")) or verb == "reduce"
 )
+
+# Collectives whose ranks must agree on the shape, not only on the length.
+SHAPED: Final = frozenset({"all_gather", "gather", "all_to_all"})
 
 FINGERPRINT_BYTES: Final = 16
 # Stands for a call of this rank that is no longer in its call log.
@@ -206,15 +210,18 @@ def verb_of(data: bytes) -> str:
     return words_of(data).partition(" ")[0] if data != FORGOTTEN else _FORGOTTEN_WORDS
 
 
-def words_of(data: bytes, arrays: str | None = None, op: str | None = None) -> str:
+def words_of(
+    data: bytes, arrays: str | None = None, op: str | None = None, shape: tuple[int, ...] | None = None
+) -> str:
     """A record in words. The rank that made the call knows more of its arrays and its op."""
     if data == FORGOTTEN:
         return _FORGOTTEN_WORDS
     fields = Fingerprint.unpack(data)
     verb = _named(VERBS, fields.verb - 1)
     if arrays is None and fields.dtype != UNTYPED:
-        count = "*" if fields.count == COUNT_ANY else fields.count
-        arrays = f"{_named(_DTYPE_NAMES, fields.dtype)}[{count}]"
+        count = "*" if fields.count == COUNT_ANY else str(fields.count)
+        shown = count if shape is None or verb not in SHAPED else ",".join(map(str, shape))
+        arrays = f"{_named(_DTYPE_NAMES, fields.dtype)}[{shown}]"
     if op is None and fields.op != _NO_OP:
         op = _named(OP_NAMES, fields.op)
     words = [

@@ -14,6 +14,7 @@ from typing import Final
 from unisono._native import CallLog, NativeGroup
 from unisono.comm.control import Control
 from unisono.comm.control_messages import CallReport, Goodbye
+from unisono.comm.fingerprint import words_of
 from unisono.core.call_site import caller, is_users, line_text
 from unisono.core.envelope import Lane
 from unisono.core.task import Task
@@ -62,6 +63,8 @@ class GroupState:
         self.call_log = CallLog()
         self.native: NativeGroup | None = None
         self._words: dict[bytes, str] = {}
+        # What the words of every call end with: what else ranks compare.
+        self.tail_words = ""
         self.pending: dict[int, Pending] = {}
         self.poisoned_by: UnisonoError | None = None
         self.is_poison_seen = False  # a caller here got the error
@@ -116,9 +119,10 @@ class GroupState:
         """A call of this rank as other members are told of it."""
         filename, line = self.call_log.site(sequence) or ("", 0)
         is_known = bool(filename) and is_users(filename)
-        return CallReport.of(
-            fingerprint, self._words.get(fingerprint, ""), line_text(filename, line) if is_known else ""
-        )
+        words = self._words.get(fingerprint, "")
+        if not words and (shape := self.call_log.shape(sequence)) is not None:
+            words = words_of(fingerprint, shape=shape) + self.tail_words
+        return CallReport.of(fingerprint, words, line_text(filename, line) if is_known else "")
 
     # -- pending operations -------------------------------------------------------------------------------
 

@@ -237,8 +237,8 @@ class Backend(ABC):
         """
         return ""
 
-    def run_plan(self, plan: Any, stage: Stage) -> Request:
-        """Run a plan (plans.Plan) below Python.
+    def run_plan(self, plan: Any, counts: tuple[int, ...], stage: Stage) -> Request:
+        """Run a plan (plans.Plan), bound to these counts, below Python.
 
         Called only if the capability says so, and never with a user-defined operation. The arrays of
         `stage.memory` belong to the request until it is done.
@@ -281,8 +281,11 @@ class Backend(ABC):
         """
         return None
 
-    def compile_plan(self, plan: Any, itemsize: int, members: tuple[int, ...] | None = None) -> Any:
-        """A plan (plans.Plan) among `members` as the program of the engine, for elements of this size."""
+    def compile_plan(self, plan: Any, itemsize: int) -> tuple[Any, int]:
+        """A plan (plans.Plan) as the program of the engine, and the length of its longest pieces.
+
+        The length is in elements of `itemsize` bytes.
+        """
         raise NotImplementedError(f"{self.capabilities.name} has no engine")
 
     def adopt(

@@ -101,9 +101,9 @@ class DeviceBackend(Closable):
         """Its kind of links."""
         return self._inner.link_kind()
 
-    def run_plan(self, plan: Any, stage: Stage) -> Request:
+    def run_plan(self, plan: Any, counts: tuple[int, ...], stage: Stage) -> Request:
         """Run a plan in it."""
-        return self._inner.run_plan(plan, stage)
+        return self._inner.run_plan(plan, counts, stage)
 
     def run_collective(self, problem: Any, stage: Stage) -> Request | None:
         """Run a collective of its library."""
@@ -117,9 +117,9 @@ class DeviceBackend(Closable):
         """Its group in the engine."""
         return self._inner.native_group(*group, **{**options, "leaves_tensors": True})
 
-    def compile_plan(self, plan: Any, itemsize: int, members: tuple[int, ...] | None = None) -> Any:
+    def compile_plan(self, plan: Any, itemsize: int) -> tuple[Any, int]:
         """Compile for it."""
-        return self._inner.compile_plan(plan, itemsize, members)
+        return self._inner.compile_plan(plan, itemsize)
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:
         """Its mailbox."""

@@ -283,17 +283,22 @@ class NativeBackend(Closable):
         source, tagged = _pattern(src, tag)
         return self._start(request, lambda: self._engine.probe(request.number, source, context, tagged))
 
-    def run_plan(self, plan: Plan, stage: Stage) -> Request:
+    def run_plan(self, plan: Plan, counts: tuple[int, ...], stage: Stage) -> Request:
         """Run a plan in the engine, without the GIL."""
         dtype, memory, config, op = stage.dtype, stage.memory, self._config, stage.op
-        program = self.compile_plan(plan, dtype.itemsize, stage.members)
+        # Nobody need build a matrix of counts that are all the same.
+        is_even = plan.shape.collective == "all_to_all" and len(set(counts)) == 1
+        program, piece_elements = self.compile_plan(plan, dtype.itemsize)
+        call = _native.ProgramCall(
+            program, counts[:1] if is_even else counts, is_even, piece_elements, stage.members
+        )
         given, result = memory.get(Buf.IN), memory.get(Buf.OUT)
         request = RunRequest(self._completions, (given, result))
         return self._start(
             request,
             lambda: self._engine.run(
                 request.number,
-                program,
+                call,
                 stage.context,
                 stage.tag,
                 dtype.code,
@@ -305,12 +310,10 @@ class NativeBackend(Closable):
             ),
         )
 
-    def compile_plan(
-        self, plan: Plan, itemsize: int, members: tuple[int, ...] | None = None
-    ) -> _native.Program:
-        """The engine's program for a plan among `members`, or among all ranks."""
+    def compile_plan(self, plan: Plan, itemsize: int) -> tuple[_native.Program, int]:
+        """The engine's program for a plan, and the elements of its longest pieces."""
         nbytes = piece_bytes_of(plan, self._config.segment_bytes, self._config.message_bytes_max)
-        return compiled(plan, max(1, nbytes // itemsize), members, self._size)
+        return compiled(plan), max(1, nbytes // itemsize)
 
     def native_group(
         self,
