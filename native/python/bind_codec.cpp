@@ -1,5 +1,7 @@
 // The codec as Python functions, without nanobind's wrapping: a small value is packed in less time than that takes.
 
+#include <sys/mman.h>
+
 #include <stdexcept>
 
 #include "python/bind.hpp"
@@ -153,6 +155,15 @@ PyObject* unpack_parts(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return made;
 }
 
+// Fresh memory is slow: the system provides it page by page, and another rank reads it page by page. As NumPy does, ask
+// for huge pages where there is room for some.
+void ask_for_huge_pages(void* data, size_t bytes) {
+  constexpr size_t huge_page = 2 << 20, bytes_min = 4 << 20;
+  if (bytes < bytes_min) return;
+  const auto start = reinterpret_cast<uintptr_t>(data), first = (start + huge_page - 1) / huge_page * huge_page;
+  madvise(reinterpret_cast<void*>(first), start + bytes - first, MADV_HUGEPAGE);  // a wish: it may be refused
+}
+
 // Memory of a bytes object or a bytearray that nobody has seen yet.
 PyObject* new_memory(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!has_arguments("new_memory", count, 2, 2)) return nullptr;
@@ -162,12 +173,13 @@ PyObject* new_memory(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyErr_SetString(PyExc_ValueError, "new_memory takes a length of at least 2");
     return nullptr;
   }
-  if (args[0] == reinterpret_cast<PyObject*>(&PyBytes_Type)) {
-    PyObject* const made = PyBytes_FromStringAndSize(nullptr, bytes);
-    return made != nullptr ? make_blob(made, PyBytes_AS_STRING(made), bytes, true) : nullptr;
-  }
-  PyObject* const made = PyByteArray_FromStringAndSize(nullptr, bytes);
-  return made != nullptr ? make_blob(made, PyByteArray_AS_STRING(made), bytes, true) : nullptr;
+  const bool is_bytes = args[0] == reinterpret_cast<PyObject*>(&PyBytes_Type);
+  PyObject* const made =
+      is_bytes ? PyBytes_FromStringAndSize(nullptr, bytes) : PyByteArray_FromStringAndSize(nullptr, bytes);
+  if (made == nullptr) return nullptr;
+  char* const data = is_bytes ? PyBytes_AS_STRING(made) : PyByteArray_AS_STRING(made);
+  ask_for_huge_pages(data, static_cast<size_t>(bytes));
+  return make_blob(made, data, bytes, true);
 }
 
 void set_kinds(nanobind::dict given) {
