@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <cstring>
 #include <stdexcept>
 
 #include "python/bind.hpp"
@@ -92,7 +93,8 @@ PyObject* pack_writable(PyObject* self, PyObject* const* args, Py_ssize_t count)
 PyObject* part_of(const Packer::Blob& blob) {
   if (PyMemoryView_Check(blob.owner)) {
     const Py_buffer& view = *PyMemoryView_GET_BUFFER(blob.owner);
-    if (PyByteArray_CheckExact(view.obj) && view.itemsize == 1 && view.ndim == 1) return Py_NewRef(blob.owner);
+    const bool is_plain = view.ndim == 1 && (view.format == nullptr || std::strcmp(view.format, "B") == 0);
+    if (is_plain && PyByteArray_CheckExact(view.obj)) return Py_NewRef(blob.owner);
   }
   if (PyBytes_CheckExact(blob.owner)) return PyMemoryView_FromObject(blob.owner);
   PyObject* const memory =

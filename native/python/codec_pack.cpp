@@ -170,7 +170,7 @@ bool Packer::value(PyObject* given, int depth) {
   if (type == &PyByteArray_Type) return shared_memory(given);
   if (type == &PyMemoryView_Type && PyBuffer_IsContiguous(PyMemoryView_GET_BUFFER(given), 'C'))
     return shared_memory(given);
-  if (is_type(given, kinds().status_type)) return status(given, depth);
+  if (is_type(given, kinds().status_type) && PyTuple_GET_SIZE(given) == 3) return status(given, depth);
   return rare(given, depth);
 }
 

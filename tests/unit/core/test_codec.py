@@ -279,6 +279,13 @@ def test_a_status_and_registered_named_tuples_arrive_as_themselves():
     assert same(unpack(pack((1, (2,)))), (1, (2,)))  # a plain tuple stays one
 
 
+def test_a_status_that_somebody_made_by_force_is_packed_by_its_fields():
+    with pytest.raises((AttributeError, IndexError)):
+        pack(tuple.__new__(uni.Status, (1,)))
+    odd = tuple.__new__(uni.Status, (1, 2, 3, 4))
+    assert unpack(pack(odd)) == uni.Status(1, 2, 3)
+
+
 def test_arrays_in_keys_and_values_keep_their_places():
     @register
     @dataclasses.dataclass(frozen=True, eq=False)
@@ -366,7 +373,9 @@ def test_the_same_bytes_come_as_memory_that_may_be_written_to(value):
 
 def test_memoryviews_of_other_forms_travel_as_their_bytes():
     numbers = np.arange(6000, dtype=np.int32).reshape(2, -1)
-    for value in (memoryview(numbers), memoryview(numbers[:, ::2]), memoryview(bytes(range(256)) * 40)[::-1]):
+    characters = memoryview(bytearray(range(256))).cast("c")
+    backwards = memoryview(bytes(range(256)) * 40)[::-1]
+    for value in (memoryview(numbers), memoryview(numbers[:, ::2]), characters, characters[3:], backwards):
         head, blobs = pack_parts(value, None, 256)
         expected = bytearray(value.tobytes())
         assert same(unpack(pack(value)), expected)
@@ -577,6 +586,12 @@ def test_objects_keep_their_types_across_ranks():
         value = {"rank": comm.rank, "pair": (1, 2.5), "point": Point(0.5, {3: np.arange(comm.rank + 1)})}
         first = comm.broadcast_object(value if comm.rank == 1 else None, root=1)
         everyone = comm.all_gather_object((comm.rank, torch.full((2,), comm.rank)))
+        long = comm.all_gather_object([b"x" * (5000 + comm.rank), np.arange(9001.0) + comm.rank, "y" * 4097])
+        for rank, (data, array, text) in enumerate(long):
+            assert same([data, text], [b"x" * (5000 + rank), "y" * 4097])
+            assert same(array, np.arange(9001.0) + rank)
+            array[:] = -1  # memory of its own, or at least nobody else's
+        assert [len(data) for data, _, _ in long] == [5000 + rank for rank in range(comm.size)]
         return same(first, {"rank": 1, "pair": (1, 2.5), "point": Point(0.5, {3: np.arange(2)})}) and all(
             same(v, (r, torch.full((2,), r))) for r, v in enumerate(everyone)
         )
