@@ -64,6 +64,10 @@ def main() -> None:
         f"pack + unpack; numpy {np.__version__}, {args.rounds} rounds; a ratio above 1: the codec is faster"
     )
     print(f"{'value':<32} {'codec us':>9} {'pickle us':>9} {'ratio':>6}  quartiles      pack  unpack")
+    _ = bytearray(
+        31 << 20
+    )  # freed at once: from now on glibc keeps memory of up to this size for the next call
+    del _
     for name, value in cases().items():
         print(row(name, value, args.rounds))
 
