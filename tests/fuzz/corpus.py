@@ -35,8 +35,9 @@ from unisono.comm.control_messages import (
 )
 from unisono.comm.deadlock import RankState, Wait
 from unisono.core import codec
-from unisono.core.envelope import Lane
+from unisono.core.envelope import Lane, Status
 from unisono.errors import PeerLost
+from unisono.rpc.objects import Reference
 
 # native/wire/frame.hpp: Kind
 EAGER, OFFER, ACCEPT, DATA, DONE, CREDIT, QUEUED, WITHDRAW, BEAT, GOODBYE, DOWN = range(2, 13)
@@ -130,6 +131,21 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
         "plain": {"a": [1, 2.5, None, True, "text", b"bytes"], "b": (1, (2, 3))},
         "arrays": [np.arange(5), np.ones((2, 3), np.float32), np.zeros((0, 4), np.complex64)],
         "deep": [[[[[[]]]]]],
+        "rare": [
+            2**70,
+            1j,
+            {1},
+            frozenset({2}),
+            np.float32(1),
+            Status(1, 2, 3),
+            Reference(1, "Store", 7),
+            bytearray(3),
+        ],
+        "long": ["t" * 4096, b"b" * 300, {i: -i for i in range(-300, 0)}, np.arange(700.0)],
+    }
+    in_parts = {
+        "blobs": [["t" * 300, b"b" * 300, np.arange(70)], {"k": bytearray(257)}],
+        "none": {"a": (1, 2)},
     }
     ring = bytes(16)
     return {
@@ -167,9 +183,17 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
         | {name: b"\5" + protocol.encode(reply) for name, reply in replies.items()},
         "control": {name: msgspec.msgpack.encode(each) for name, each in control.items()},
         "card": {"card": msgspec.msgpack.encode(Card("host", "/tmp/r0.sock", "127.0.0.1", 4711))},
-        "typed": {name: bytes(codec.pack(each)) for name, each in objects.items()},
+        "typed": {name: codec.pack(each) for name, each in objects.items()},
+        "parts": {name: _in_parts(*codec.pack_parts(each, None, 256)) for name, each in in_parts.items()},
         "frame": {f"{number:02}": data for number, data in enumerate(rpc_frames.corpus())},
     }
+
+
+def _in_parts(head: bytes, blobs: list[memoryview]) -> bytes:
+    """As the decoder `parts` reads them."""
+    pieces = [head, *blobs]
+    lengths = [struct.pack("<H", len(piece)) for piece in pieces[:-1]]
+    return b"".join([bytes([len(lengths)]), *lengths, *pieces])
 
 
 def write(folder: Path = CORPUS) -> None:

@@ -147,8 +147,8 @@ class CollectiveCall:
 
 
 # What the engine needs to run a class of calls: the program and the elements of its longest pieces, the
-# fingerprint and the seed of its hash, the number of the kernel (-1: none), the divisor of a mean (0: none), the
-# item with which exscan fills the result of rank 0, and whether the shape is part of the fingerprint.
+# fingerprint and the seed of its hash, the number of the kernel (-1: none), the divisor of a mean (0: none),
+# the item with which exscan fills the result of rank 0, and whether the shape is part of the fingerprint.
 Decided: TypeAlias = tuple[Any, int, bytes, int, int, int, bytes, bool]
 
 

@@ -205,15 +205,15 @@ def broadcast_bytes(
 
 def packed(value: Any, bytes_max: int) -> Array:
     """An object as an array of bytes, of a length that the others take."""
-    array = buffers.view(codec.pack(value), "object")
+    array = buffers.view(codec.pack_writable(value), "object")
     if array.count > bytes_max:
         raise UsageError(f"an object of {array.count} bytes; allowed: {bytes_max}", next_step=_RAISE_LIMIT)
     return array
 
 
 def unpacked(data: np.ndarray[Any, Any]) -> Any:
-    """The object in an array of bytes; arrays in it get memory of their own."""
-    return codec.unpack(bytearray(data))
+    """The object in an array of bytes; long arrays in it are views of these."""
+    return codec.unpack(data)
 
 
 def _exchange(
