@@ -49,16 +49,15 @@ class Case:
 
     @property
     def block(self) -> int:
-        """Elements of one rank's block, or of the vector if it is not cut."""
-        parts = self.ranks if self.row.has_blocks else 1
-        return max(1, self.nbytes // ITEM_BYTES // parts)
+        """Elements of one part: a rank's block, one of many arrays, or the vector if it is not cut."""
+        return max(1, self.nbytes // ITEM_BYTES // self.row.parts(self.ranks))
 
     @property
     def count(self) -> int:
         """Elements of the whole vector; uneven parts are longer by up to the number of ranks each."""
         if not self.row.has_sizes:
             return 0
-        return self.block * (self.ranks if self.row.has_blocks else 1)
+        return self.block * self.row.parts(self.ranks)
 
     def algorithm_bandwidth(self, seconds: float) -> float:
         """Bytes per second of the vector."""

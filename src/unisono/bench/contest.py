@@ -85,8 +85,10 @@ class Options:
         return ours + [name for name in self.peers if SYSTEMS[name].link in (*self.links, "any")]
 
     def _ways(self, row: Operation, data: str) -> Iterator[str]:
+        is_sampled = row.name in _SAMPLES and data == FLOAT32
         for way in row.ways:
-            is_sampled = row.name in _SAMPLES and data == FLOAT32
+            if WAYS[way].lines > 1 and data in OBJECTS[1:]:
+                continue  # a turn of a thousand long calls
             if self.quick and way in _SAMPLED_WAYS and not is_sampled:
                 continue
             if self.quick and data in ("torch", "number", *OBJECTS[1:]) and way != row.ways[0]:
@@ -96,7 +98,9 @@ class Options:
     def _sizes(self, row: Operation, data: str, way: str) -> Sequence[int]:
         if not row.has_sizes:
             return (0,)
-        return self.sizes if way == row.ways[0] and data == FLOAT32 else self.way_sizes
+        if way == row.ways[0] and data == FLOAT32:
+            return self.sizes
+        return self.way_sizes if WAYS[way].lines == 1 else self.way_sizes[:1]
 
 
 def missing_verbs(row: Operation) -> set[str]:

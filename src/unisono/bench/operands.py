@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from unisono.bench.arrays import array_of
-from unisono.bench.operations import Operation
+from unisono.bench.operations import MANY, Operation
 
 __all__ = ["Pool", "expected", "given", "lengths", "names_of", "object_of", "operands_of"]
 
@@ -37,7 +37,6 @@ _NAMES: Final = {
     "object": ("value", "holder", "room"),
     "objects": ("values", "holder"),
 }
-MANY: Final = 8
 
 
 def names_of(layout: str) -> tuple[str, ...]:

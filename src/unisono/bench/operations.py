@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["FLOAT32", "OBJECTS", "OPERATIONS", "Line", "Operation", "operation_of"]
+__all__ = ["FLOAT32", "MANY", "OBJECTS", "OPERATIONS", "Line", "Operation", "operation_of"]
 
 FLOAT32: Final = "float32"
 _NUMBER: Final = ("number",)
 _ARRAYS: Final = (FLOAT32, "torch")
+# Arrays of all_reduce_many.
+MANY: Final = 8
 OBJECTS: Final = ("100 B dict", "200 dicts", "1,000 floats", "1 MiB of bytes")
 # Every way of calling of ways.py, the usual one first.
 _ALL_WAYS: Final = (
@@ -66,10 +68,9 @@ class Operation:
         """Whether its length is a matter of choice."""
         return self.layout not in ("none", "number", "object", "objects")
 
-    @property
-    def has_blocks(self) -> bool:
-        """Whether the bytes are those of one block per rank."""
-        return self.layout not in ("vector", "pair", "many", "none")
+    def parts(self, ranks: int) -> int:
+        """How many equal parts the bytes are cut into; uneven ones are a little longer."""
+        return {"vector": 1, "pair": 1, "many": MANY}.get(self.layout, ranks)
 
 
 def _row(
@@ -97,7 +98,6 @@ def _in_place(text: str, **more: str) -> Line:
     return Line(text, "x", **more)
 
 
-_MANY: Final = 8
 OPERATIONS: Final = (
     # Collectives of even parts.
     _row(
@@ -174,8 +174,8 @@ OPERATIONS: Final = (
         "all_reduce_many",
         "many",
         Line("all_reduce_many(xs)", "xs"),
-        Line("; ".join(f"Allreduce(IN_PLACE, xs[{i}])" for i in range(_MANY)), "xs"),
-        Line("; ".join(f"all_reduce(xs[{i}])" for i in range(_MANY)), "xs"),
+        Line("; ".join(f"Allreduce(IN_PLACE, xs[{i}])" for i in range(MANY)), "xs"),
+        Line("; ".join(f"all_reduce(xs[{i}])" for i in range(MANY)), "xs"),
     ),
     # Collectives of uneven parts.
     _row(

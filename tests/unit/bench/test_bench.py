@@ -50,6 +50,8 @@ def test_bandwidths_follow_nccl_tests(operation: str, factor: float) -> None:
 def test_every_block_has_an_element() -> None:
     assert (Case("all_gather", 4, 8).count, Case("all_gather", 4, 8).block) == (4, 1)
     assert Case("all_reduce", 4, 8).count == 2
+    assert (Case("all_reduce_many", 4, 4096).block, Case("all_reduce_many", 4, 4096).count) == (128, 1024)
+    assert (Case("all_reduce", 4, 0, data="number").count, Case("split_close", 4).count) == (0, 0)
     assert Case("barrier", 4, 0).count == 0
 
 
