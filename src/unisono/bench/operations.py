@@ -148,7 +148,7 @@ OPERATIONS: Final = (
         "reduce",
         "vector",
         _in_place("reduce(x)"),
-        _in_place("Reduce(*((IN_PLACE, x) if rank == 0 else (x, None)))"),
+        _in_place("Reduce(IN_PLACE if rank == 0 else x, x)"),
         _in_place("reduce(x, 0)"),
         bus=lambda n: 1.0,
     ),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from unisono.bench import OPERATIONS, Options
+from unisono.bench import OPERATIONS, Case, Options
 from unisono.bench.contest import missing_verbs
-from unisono.bench.libraries import _compiled
+from unisono.bench.libraries import Library, _compiled
 from unisono.bench.operands import Pool, expected, names_of, operands_of
 from unisono.bench.operations import FLOAT32, Operation
 from unisono.bench.systems import SYSTEMS
@@ -200,3 +201,41 @@ def test_every_library_of_a_system_has_lines() -> None:
     libraries = {system.library for system in SYSTEMS.values()}
     assert libraries == set().union(*(row.lines for row in OPERATIONS))
     assert all({"unisono", "mpi"} <= set(row.lines) for row in OPERATIONS)
+
+
+class Alone(Library):
+    """A rank that makes operands and is never called."""
+
+    name, rank, size = "unisono", 1, 3
+
+    def names(self) -> dict[str, Any]:
+        return {}
+
+
+def operands(library: Library, way: str, calls: int) -> list[tuple[Any, ...]]:
+    items, count = library.prepared(Case("all_reduce", 3, 44, way), check=False).items(calls)
+    assert count == calls
+    return list(items)
+
+
+def test_a_new_size_was_in_no_call_of_any_turn_before() -> None:
+    library = Alone()
+    lengths = [x.size for _ in range(3) for x, _out in operands(library, "new size", 5)]
+    assert len(lengths) == len(set(lengths)) == 15
+    assert all(x.size == out.size for x, out in operands(library, "new size", 2))
+
+
+def test_known_operands_are_the_same_and_new_ones_are_not() -> None:
+    library = Alone()
+    same, views, arrays = (
+        [x for x, _ in operands(library, way, 4)] for way in ("blocking", "new view", "new array")
+    )
+    assert len({id(x) for x in same}) == 1
+    assert len({id(x) for x in views}) == 4
+    assert len({x.ctypes.data for x in views}) == 1
+    assert len({x.ctypes.data for x in arrays}) == 4
+
+
+def test_calls_of_a_thousand_lines_are_counted() -> None:
+    ready = Alone().prepared(Case("all_reduce", 3, 44, "1000 lines"), check=False)
+    assert [ready.items(calls)[1] for calls in (1, 1000, 1001)] == [1000, 1000, 2000]
