@@ -118,7 +118,7 @@ def table(results: Results, cases: list[Case], ours: str, peers: list[str]) -> l
 
 
 def ratio_cell(ratio: Ratio | None) -> str:
-    return "" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+    return "" if ratio is None else " ".join(ratio.texts())
 
 
 if __name__ == "__main__":

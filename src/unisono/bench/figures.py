@@ -29,6 +29,10 @@ class Ratio:
     low: float
     high: float
 
+    def texts(self) -> tuple[str, str]:
+        """The median, and the ends: "2.00" and "(1.50-4.00)"."""
+        return _digits(self.median), f"({_digits(self.low)}-{_digits(self.high)})"
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -170,3 +174,8 @@ class Results:
                 next_step="give a file that it has written",
             ) from None
         return results
+
+
+def _digits(number: float) -> str:
+    """Two decimals, or two digits if that would show nothing."""
+    return f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"

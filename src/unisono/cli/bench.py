@@ -173,7 +173,8 @@ def _ratio_text(ratio: Ratio | None) -> Text:
     if ratio is None:
         return Text("")
     colour = "green" if ratio.median >= 1 else "red"
-    return Text.assemble((f"{ratio.median:.2f}", colour), f" ({ratio.low:.2f}-{ratio.high:.2f})")
+    median, ends = ratio.texts()
+    return Text.assemble((median, colour), f" {ends}")
 
 
 def _listed(text: str) -> list[str]:

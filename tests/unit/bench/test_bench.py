@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from rich.console import Console
 from tests.support.paths import ROOT
 
-from unisono.bench import Case, Options, Results, contest
+from unisono.bench import Case, Options, Ratio, Results, contest
 from unisono.bench.libraries import Library
 from unisono.bench.operations import FLOAT32, OPERATIONS, Operation
 from unisono.bench.running_system import RunningSystem, SystemFailed
@@ -84,6 +84,11 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios_with_its_ends() -> None:
     assert (ratio.median, ratio.low, ratio.high) == pytest.approx((2.0, 1.5, 4.0))
     assert results().ratio(Case("all_reduce", 2, 1024), "unisono", "gloo") is None
     assert results().seconds(Case("all_reduce", 2, 1024), "mpi") == 3e-6
+
+
+def test_a_small_ratio_keeps_its_digits() -> None:
+    assert Ratio(1.5, 0.25, 12.0).texts() == ("1.50", "(0.25-12.00)")
+    assert Ratio(0.0123, 0.00456, 0.1).texts() == ("0.012", "(0.0046-0.10)")
 
 
 def test_a_summary_has_the_geometric_mean_and_the_cases_in_which_the_peer_is_faster() -> None:
