@@ -160,6 +160,7 @@ class _Mpi(Library):
             "Request": self._mpi.Request,
             "status": self._mpi.Status(),
             "group": self._world.Get_group(),
+            "SHARED": self._mpi.COMM_TYPE_SHARED,
             "first": _first,
         }
 

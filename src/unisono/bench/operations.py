@@ -333,6 +333,7 @@ OPERATIONS: Final = (
             ("split", "split(rank % 2, rank)", "Split(rank % 2, rank)", ("blocking", "timeout", "started")),
             ("sub", "sub(range(size))", "Create_group(group)", ("blocking",)),
             ("dup", "dup()", "Dup()", ("blocking",)),
+            ("split_by_host", "split_by_host()", "Split_type(SHARED)", ("blocking",)),
         )
     ),
     _row(
