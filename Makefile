@@ -1,5 +1,5 @@
 # Everything a newcomer needs: `make demo` and `make test` set the machine up by themselves.
-.PHONY: setup demo test test-more check format wheel bench soak sanitize sanitize-build fuzz clean
+.PHONY: setup demo test test-more check format wheel bench bench-page soak sanitize sanitize-build fuzz clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -60,13 +60,24 @@ format: $(STAMP)
 wheel: $(VENV)/.tools
 	$(BIN)/python tools/wheels.py
 
-# The figures: collectives beside MPI and Gloo, calls beside torch.rpc, gRPC and ZeroMQ, import, start-up and memory.
+# The figures: every verb and way of calling beside MPI and Gloo, a halo exchange, what memory allows, ranks in one
+# process, observers of works, calls beside torch.rpc, gRPC and ZeroMQ, import, start-up and memory.
 bench: $(STAMP)
 	$(BIN)/pip install --quiet grpcio pyzmq msgpack
 	$(BIN)/unisono bench --quick
+	$(BIN)/python bench/halo.py
+	$(BIN)/python bench/limit.py
+	$(BIN)/python bench/local_ranks.py
+	$(BIN)/python bench/observers.py
 	$(BIN)/python bench/rpc.py
 	$(BIN)/python bench/import_time.py
 	$(BIN)/python bench/startup.py
+
+# docs/benchmarks.md and its chart, from one long run on a machine where nothing else runs.
+bench-page: $(STAMP)
+	$(BIN)/unisono bench --json $(VENV)/bench.json --plot docs/benchmarks.png
+	$(BIN)/python bench/page.py $(VENV)/bench.json > $(VENV)/benchmarks.md
+	mv $(VENV)/benchmarks.md docs/benchmarks.md
 
 # A thousand ranks killed at random, every value checked, nothing left behind. Then what ranks must do and bear, on
 # every kind of links: the acceptance tests, the cases and properties of every backend, a thousand flipped bits, the
