@@ -137,7 +137,7 @@ class Task(Generic[T]):
         self._is_interrupted = False
         self._waiters = 0
         self._event = runtime.event()
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
         self._timers: list[Timer] = []
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -183,13 +183,19 @@ class Task(Generic[T]):
             self._interruption = error if callable(error) else lambda: error
         self.wake()
 
-    def on_done(self, callback: Callable[[], None]) -> None:
+    def on_done(self, callback: Callable[[], object]) -> None:
         """Call back once it ended; at once if it has."""
         with self._lock:
             if self._state is not _State.DONE:
                 self._callbacks.append(callback)
                 return
         callback()
+
+    def forget(self, callback: Callable[[], object]) -> None:
+        """Do not call back any more."""
+        with self._lock:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)
 
     def wait(self, timeout: float | None) -> T:
         """Carry it on, or wait while another thread does, until it ends."""

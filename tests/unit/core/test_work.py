@@ -20,7 +20,8 @@ from unisono.core.clock import RealRuntime
 from unisono.core.request import Request
 from unisono.core.task import Call, Task, await_requests
 from unisono.core.work import Started as Handed
-from unisono.core.work import Work, wait_all
+from unisono.core.waits import wait_all
+from unisono.core.work import Work
 from unisono.errors import (
     ClosedError,
     DeadlineExceeded,
