@@ -572,7 +572,7 @@ def test_ctrl_c_ends_a_wait_and_the_work_goes_on(world: MakeWorld, wait: str):
 
 
 LAST_WORDS = """
-import sys, threading, warnings
+import contextlib, sys, threading, warnings
 import numpy as np
 import unisono as uni
 
@@ -580,8 +580,13 @@ warnings.simplefilter("ignore")
 comm = uni.init(backend="native")
 works = [comm.start.recv(np.zeros(1), src=0, tag=tag) for tag in range(5)]
 works[0].add_done_callback(lambda work: work.done())
-threading.Thread(target=lambda: works[1].wait(), daemon=True).start()
-threading.Thread(target=lambda: uni.wait_any(works), daemon=True).start()
+
+def wait(how):
+    with contextlib.suppress(uni.ClosedError):  # the main thread has ended
+        how()
+
+threading.Thread(target=wait, args=(works[1].wait,), daemon=True).start()
+threading.Thread(target=wait, args=(lambda: uni.wait_any(works),), daemon=True).start()
 del works[2]
 print("last line")
 """
