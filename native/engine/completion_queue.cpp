@@ -11,7 +11,7 @@ namespace {
 constexpr size_t index_bits = 32;
 // How long the pump leaves progress to callers that poll themselves before it looks again whether they still do.
 constexpr std::int64_t rest_ns = millisecond / 5;
-}
+}  // namespace
 
 void SendOperation::end(Outcome how) {
   outcome = how;

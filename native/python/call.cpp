@@ -470,8 +470,9 @@ void Call::forget(Observer& observer) {
 
 bool Call::has_failed() {
   const Hold held = group_.completions.engine().hold();
-  return started_ != 0 && has_ended() &&
-         std::any_of(operations_, operations_ + started_, [](const Operation* op) { return op->outcome != Outcome::done; });
+  return started_ != 0 && has_ended() && std::any_of(operations_, operations_ + started_, [](const Operation* op) {
+           return op->outcome != Outcome::done;
+         });
 }
 
 nb::object Call::adopt(const char* how) {

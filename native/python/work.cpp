@@ -293,7 +293,8 @@ void conclude_announced(nb::handle engine) {
   std::vector<StartedCall*> ended;
   {
     const Hold held = completions.engine().hold();
-    while (Observer* const observer = completions.take_announced()) ended.push_back(static_cast<StartedCall*>(observer));
+    while (Observer* const observer = completions.take_announced())
+      ended.push_back(static_cast<StartedCall*>(observer));
   }
   std::map<const NativeGroup*, std::vector<size_t>> places;
   for (size_t i = 0; i < ended.size(); ++i)

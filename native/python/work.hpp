@@ -19,8 +19,8 @@ struct StartedCall : StartedLink, engine::Observer {
         call(std::in_place, native, spec, this->helper),
         spec(spec) {}
 
-  // active -> changing -> done, or active -> changing -> adopted -> changing -> done. While it is changing, a thread runs
-  // Python, which makes the result or adopts the call.
+  // active -> changing -> done, or active -> changing -> adopted -> changing -> done. While it is changing, a thread
+  // runs Python, which makes the result or adopts the call.
   enum class State : uint8_t { active, changing, adopted, done };
 
   nb::object group, helper;
@@ -37,7 +37,7 @@ struct StartedCall : StartedLink, engine::Observer {
   WorkObject* work = nullptr;
   // While its end is to be announced: the work itself, which nobody else may hold, and what is to be called.
   nb::object kept;
-  nb::object observers;  // a list
+  nb::object observers;             // a list
   bool is_announced_early = false;  // the pump has seen the end before another thread had made the result
   nb::object result, error;
   nb::object code;  // where it was started

@@ -59,7 +59,7 @@ def summed(size: int, count: int = 1021) -> np.ndarray[Any, Any]:
     return np.sum([ramp(rank, count) for rank in range(size)], axis=0)
 
 
-# -- callbacks --------------------------------------------------------------------------------------------
+# -- callbacks ----------------------------------------------------------------------------------
 
 
 @every_kind
@@ -400,7 +400,7 @@ def test_polling_ends_and_gives_the_right_sums(world: MakeWorld):
     run_each(program, comms).values()
 
 
-# -- await --------------------------------------------------------------------------------------------------
+# -- await ----------------------------------------------------------------------------------
 
 
 @every_kind
@@ -452,7 +452,7 @@ def test_who_gives_up_an_await_leaves_the_work_going(world: MakeWorld):
     work.close()  # as a coroutine that is not running
 
 
-# -- dropped works --------------------------------------------------------------------------------------------
+# -- dropped works ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["ends in the engine", "adopted"])
@@ -522,7 +522,7 @@ def test_works_that_were_dropped_are_named_when_the_communicator_closes(world: M
     assert "test_works.py" in caplog.text
 
 
-# -- fork, Ctrl-C, the end of the interpreter -------------------------------------------------------------------
+# -- fork, Ctrl-C, the end of the interpreter ----------------------------------------------------------------
 
 
 def test_a_forked_child_refuses_the_works_of_its_parent(world: MakeWorld):

@@ -1,7 +1,7 @@
 """Waits for several works: for all of them, for the first, or one after another as they end.
 
-No wait takes a thread. Works of one engine are waited for there. For others, and for works of several backends
-together, each work sets one event when it ends.
+No wait takes a thread. Works of one engine are waited for there. For others, and for works of several
+backends together, each work sets one event when it ends.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _checked(works: Iterable[Work[Any]]) -> tuple[Work[Any], ...]:
 
 
 def _runtime_of(works: tuple[Work[Any], ...]) -> Runtime:
-    """The clock of the works: all real ones tell the same time, and virtual ones are not mixed with others."""
+    """The clock of the works: real ones tell the same time, and virtual ones are not mixed with others."""
     return works[0]._runtime_and_rank()[0]
 
 

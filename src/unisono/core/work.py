@@ -18,7 +18,7 @@ from unisono.errors import PeerAborted, UnisonoError, UsageError
 __all__ = ["Started", "Work", "wait_or_cancel"]
 
 
-class Work(WorkBase, Generic[T], Coroutine[Any, Any, T]):
+class Work(WorkBase, Coroutine[Any, Any, T], Generic[T]):
     """A started operation. Its buffers must not be used until it is done.
 
     It can be awaited, by many and more than once, and passed to whatever takes a coroutine, such as
@@ -145,6 +145,11 @@ class Work(WorkBase, Generic[T], Coroutine[Any, Any, T]):
     def throw(self, *error: Any) -> Any:
         """As a coroutine: give up the wait."""
         return self._step(lambda steps: steps.throw(*error))
+
+    def close(self) -> None:
+        """As a coroutine: end the wait of the calling task, if it has begun one."""
+        with contextlib.suppress(GeneratorExit, StopIteration):
+            self.throw(GeneratorExit)
 
     def _step(self, take: Callable[[Generator[Any, None, T]], Any]) -> Any:
         asyncio = sys.modules.get("asyncio")

@@ -451,7 +451,7 @@ def _leave_all() -> None:
 
 
 def _pump(completions_ref: weakref.ref[CompletionDispatcher], engine: _native.Engine) -> None:
-    """Dispatch completions while no thread waits, conclude works that are observed, log refused connections."""
+    """Dispatch completions while no thread waits, conclude observed works, log refused connections."""
     refusals, clock = Refusals(), RealRuntime()
     while True:
         events = engine.pump(1.0)
