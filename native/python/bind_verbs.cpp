@@ -162,6 +162,7 @@ Verb verb_named(const std::string& name) {
       {"scan", Verb::scan},
       {"exscan", Verb::exscan},
       {"barrier", Verb::barrier},
+      {"split", Verb::split},
   };
   for (const auto& [word, verb] : known)
     if (name == word) return verb;
@@ -181,6 +182,8 @@ Parameter parameter_named(const std::string& name) {
       {"tag", Parameter::tag},
       {"timeout", Parameter::timeout},
       {"algorithm", Parameter::algorithm},
+      {"color", Parameter::color},
+      {"key", Parameter::key},
   };
   for (const auto& [word, parameter] : known)
     if (name == word) return parameter;
@@ -240,6 +243,7 @@ void bind_verbs(nb::module_& m) {
            nb::arg("leaves_tensors"), nb::arg("array_type"), nb::arg("empty"), nb::arg("view"), nb::arg("dtypes"),
            nb::arg("status"), nb::arg("any_"))
       .def("unclaimed", &NativeGroup::unclaimed, nb::arg("sequence"))
+      .def("has_unexpected", &NativeGroup::has_unexpected)
       .def("unconfirmed_ranks", &NativeGroup::unconfirmed_ranks)
       .def("introduce", &NativeGroup::introduce)
       .def("works_to_adopt", &NativeGroup::works_to_adopt, nb::arg("only_overdue"))

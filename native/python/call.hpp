@@ -32,10 +32,11 @@ enum class Verb : uint8_t {
   scan,
   exscan,
   barrier,
+  split,
 };
 
-enum class Parameter : uint8_t { x, out, op, root, dst, src, tag, timeout, algorithm };
-inline constexpr size_t parameter_count = 9;
+enum class Parameter : uint8_t { x, out, op, root, dst, src, tag, timeout, algorithm, color, key };
+inline constexpr size_t parameter_count = 11;
 
 // What a verb takes: a row of the table in unisono/comm/verb_table.py.
 struct VerbSpec {
@@ -120,6 +121,7 @@ class Call {
 
  private:
   void prepare_collective(const Given& given);
+  void prepare_split(const Given& given);
   void prepare_message(const Given& given);
   void read_timeout(PyObject* timeout);
   std::int32_t rank_of(PyObject* rank) const;
@@ -140,6 +142,7 @@ class Call {
   bool take();
   void release(unsigned count);
   nb::object status() const;
+  nb::object make_group();
   uint64_t poll_bytes() const;
 
   NativeGroup& group_;

@@ -60,6 +60,11 @@ nb::list NativeGroup::unclaimed(uint64_t sequence) {
   return result;
 }
 
+bool NativeGroup::has_unexpected() const {
+  const Hold held = completions.engine().hold();
+  return completions.engine().inbox.has_unexpected(context);
+}
+
 std::vector<std::int32_t> NativeGroup::unconfirmed_ranks() const {
   std::vector<std::int32_t> ranks;
   for (size_t rank = 0; rank < run_ahead_.size(); ++rank)

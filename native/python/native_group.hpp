@@ -116,6 +116,8 @@ class NativeGroup {
 
   // Messages that no call here has met although it should have: (rank, number, header) of calls before `sequence`.
   nb::list unclaimed(uint64_t sequence);
+  // Whether a message waits here that no receive has met.
+  bool has_unexpected() const;
   // Who has not shown yet that it has made all calls that ended here.
   std::vector<std::int32_t> unconfirmed_ranks() const;
   // The rank in the group of a world rank that is a member.

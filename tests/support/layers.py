@@ -38,6 +38,7 @@ LAYERS = (
         inside=(
             ("world",),
             ("communicator", "mesh"),
+            ("adoption", "verb_table"),
             ("collectives",),
             ("point_to_point", "vector_collectives"),
             ("dispatch",),
@@ -47,7 +48,7 @@ LAYERS = (
             ("group_state", "mismatch"),
             ("control",),
             ("deadlock_watch", "early_messages"),
-            ("control_messages",),
+            ("control_messages", "split"),
             ("deadlock", "fingerprint"),
         ),
         exceptions=(("mesh", "communicator"), ("communicator", "mesh")),

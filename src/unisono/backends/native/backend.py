@@ -32,7 +32,7 @@ from unisono.core.envelope import ANY, UNTYPED, Any_, Lane, Status, Tags
 from unisono.core.request import Request
 from unisono.errors import BackendUnavailable, ClosedError, UsageError
 from unisono.messaging import strangers
-from unisono.messaging.backend import Capabilities, PeerDown, Stage
+from unisono.messaging.backend import Capabilities, GroupListener, PeerDown, Stage
 from unisono.messaging.credit import CONTROL_BYTES_MAX, OWN_CREDIT_BYTES, bytes_max, eager_limits
 from unisono.messaging.fast_path import Mailbox
 from unisono.plans.program import piece_bytes_of
@@ -316,14 +316,14 @@ class NativeBackend(Closable):
         self,
         context: int,
         call_log: _native.CallLog,
-        on_unclaimed: Callable[[int, int, bytes], bool],
+        listener: GroupListener,
         *,
         is_introduced: bool,
         members: tuple[int, ...] | None = None,
         leaves_tensors: bool = False,
     ) -> _native.NativeGroup:
         """The communicator of `members`, or of all ranks, in the engine."""
-        self._completions.on_unclaimed(context, on_unclaimed)
+        self._completions.listeners_of_groups[context] = weakref.ref(listener)
         ranks = tuple(range(self._size)) if members is None else members
         return _native.NativeGroup(
             self._engine,
@@ -365,6 +365,7 @@ class NativeBackend(Closable):
 
     def end_group(self, context: int) -> None:
         """Drop messages that no receive will match any more."""
+        self._completions.listeners_of_groups.pop(context, None)
         self._engine.end_context(context)
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
