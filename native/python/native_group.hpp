@@ -107,9 +107,9 @@ using StartedList = engine::IntrusiveList<StartedLink, &StartedLink::hook>;
 
 class NativeGroup {
  public:
-  NativeGroup(nb::object engine, nb::object call_log, uint64_t context, std::int32_t rank,
+  // `arguments` is an Arguments, which groups share.
+  NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, uint64_t context, std::int32_t rank,
               std::vector<std::int32_t> members, bool is_introduced, size_t window, double stall_s, double deadline_s,
-              bool leaves_tensors, nb::object array_type, nb::object empty, nb::object view, nb::list dtypes,
               nb::object status, nb::object any);
   NativeGroup(const NativeGroup&) = delete;
   NativeGroup& operator=(const NativeGroup&) = delete;
@@ -140,7 +140,7 @@ class NativeGroup {
   const size_t window;
   const std::int64_t stall_ns;
   const std::int64_t deadline_ns;  // of every operation that is given none; -1: none
-  const Arguments arguments;
+  const Arguments& arguments;
   const nb::object status, any;
   DecisionTable decisions;
   StartedList started;  // calls that have not ended
@@ -153,7 +153,7 @@ class NativeGroup {
   // By world rank: how many of our calls it may not have made yet. What comes from it in a later call shows that it
   // has.
   std::vector<uint8_t> run_ahead_;
-  nb::object engine_, call_log_;  // kept for the references above
+  nb::object engine_, call_log_, arguments_;  // kept for the references above
 };
 
 }  // namespace unisono

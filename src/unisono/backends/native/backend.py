@@ -328,6 +328,7 @@ class NativeBackend(Closable):
         return _native.NativeGroup(
             self._engine,
             call_log,
+            _arguments(leaves_tensors),
             context=context,
             rank=ranks.index(self._rank),
             members=ranks,
@@ -335,11 +336,6 @@ class NativeBackend(Closable):
             window=self._config.window_segments,
             stall_s=self._config.stall_query_s,
             deadline_s=-1.0 if self._config.deadline_s is None else self._config.deadline_s,
-            leaves_tensors=leaves_tensors,
-            array_type=np.ndarray,
-            empty=np.empty,
-            view=view,
-            dtypes=_NUMPY_TYPES,
             status=Status,
             any_=ANY,
         )
@@ -476,3 +472,15 @@ DESCRIPTION = BackendInfo(
     capabilities=_CAPABILITIES,
     wrap=lambda native: native,
 )
+
+
+@functools.cache
+def _arguments(leaves_tensors: bool) -> _native.Arguments:
+    """How arguments are seen, for all groups of the process."""
+    return _native.Arguments(
+        array_type=np.ndarray,
+        empty=np.empty,
+        view=view,
+        dtypes=_NUMPY_TYPES,
+        leaves_tensors=leaves_tensors,
+    )
