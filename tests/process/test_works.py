@@ -103,8 +103,8 @@ def test_callbacks_run_in_the_order_in_which_works_end(world: MakeWorld):
     assert [buffer[0] for buffer in buffers] == list(range(8))
 
 
-def test_collectives_that_end_together_are_called_back_by_number(world: MakeWorld):
-    """The first callback keeps the thread until all have ended; numbers of one batch are then in order."""
+def test_each_collective_is_called_back_once_while_a_callback_keeps_the_thread(world: MakeWorld):
+    """The first callback keeps the thread until all have ended."""
     comms = world(2)
     ended: list[int] = []
     gate = threading.Event()
