@@ -149,6 +149,14 @@ def everyday(comm: uni.Communicator) -> str:
     works = [agent.start(right, "add", i, comm.rank) for i in range(2500)]  # more than may be under way
     assert uni.wait_all(works) == [i + comm.rank for i in range(2500)]
     assert all(work.done() for work in works)
+    works = [agent.start(right, "add", i, comm.rank) for i in range(9)]
+    called: list[int] = []
+    has_called = threading.Event()
+    works[4].add_done_callback(lambda work: (called.append(work.wait()), has_called.set()))
+    assert sorted(work.wait() for work in uni.as_completed(works)) == [i + comm.rank for i in range(9)]
+    assert uni.wait_some(works) == list(range(9))
+    assert has_called.wait(LONG_S)
+    assert called == [4 + comm.rank]
     for i in range(3):
         agent.notify(right, "note", i)
     assert has_noted.wait(LONG_S)
