@@ -182,15 +182,19 @@ class Control:
         """Whether this rank serves calls of others."""
         return bool(self._services)
 
-    def leave(self, ranks: Iterable[int], context: int, calls: dict[int, CallReport]) -> None:
-        """Say goodbye to world ranks soon, together with groups that are closed shortly after.
+    def leave(
+        self, ranks: Iterable[int], context: int, calls: dict[int, CallReport], *, at_once: bool
+    ) -> None:
+        """Say goodbye to world ranks: at once, or soon, together with groups that are closed shortly after.
 
         They go before any other control message of this rank.
         """
         with self._lock:
             is_first = not self._goodbyes
             self._goodbyes.append((ranks, context, calls))
-        if is_first:
+        if at_once:
+            self.send_goodbyes()
+        elif is_first:
             runtime = self.backend.runtime
             runtime.call_at(runtime.now() + _GOODBYE_S, self.send_goodbyes)
 
