@@ -153,7 +153,8 @@ class Group:
             if self.state.closed is not None:
                 reason = self.state.closed
             elif self.state.poisoned_by is not None and (sequence is not None or self.state.is_aborted):
-                reason = self.state.poison_error()
+                # While the calls of a mismatch are collected, its report is not complete: its end follows.
+                reason = None if self._mismatches.is_collecting else self.state.poison_error()
         if reason is not None:
             task.interrupt(reason)
         task.begin(timers)
