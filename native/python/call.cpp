@@ -599,6 +599,17 @@ void Call::release(unsigned count) {
 
 PyObject* Call::finish_adopted(nb::object result) { return is_collective() ? finish() : result.release().ptr(); }
 
+// One item, then twice as many again and again.
+void Call::fill_with_identity() {
+  const uint64_t nbytes = x_.nbytes();
+  uint64_t filled = std::min<uint64_t>(decision_->identity.size(), nbytes);
+  std::memcpy(target_, decision_->identity.data(), filled);
+  for (uint64_t more = 0; filled < nbytes; filled += more) {
+    more = std::min(filled, nbytes - filled);
+    std::memcpy(target_ + filled, target_, more);
+  }
+}
+
 PyObject* Call::finish() {
   if (unclaimed_.has_value()) [[unlikely]] {
     // A message waits for a call that has been made here: Python compares, and raises if it was another.
@@ -632,9 +643,7 @@ PyObject* Call::finish() {
       if (!is_root) Py_RETURN_NONE;
       break;
     case Verb::exscan:
-      if (group_.rank == 0)
-        for (uint64_t at = 0; at < x_.nbytes(); at += decision_->identity.size())
-          std::memcpy(target_ + at, decision_->identity.data(), decision_->identity.size());
+      if (group_.rank == 0) fill_with_identity();
       break;
     default: break;
   }

@@ -154,6 +154,7 @@ class Call {
   // With the engine's lock: true if all operations ended well; then they are back in their pools.
   bool take();
   void release(unsigned count);
+  void fill_with_identity();
   nb::object status() const;
   nb::object make_group();
   uint64_t poll_bytes() const;
