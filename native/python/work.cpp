@@ -30,7 +30,13 @@ PyTypeObject* base_type = nullptr;
 WorkObject& as_work(PyObject* self) { return *reinterpret_cast<WorkObject*>(self); }
 
 void leave_list(StartedCall& started) {
-  if (started.hook.is_in) started.call->group().started.remove(started);
+  if (started.hook.is_in) started.native.started.remove(started);
+}
+
+// The user has waited or asked for it: `close` need not name it.
+void see(StartedCall& started) {
+  started.is_observed = true;
+  if (started.state == StartedCall::State::done) leave_list(started);
 }
 
 void release(StartedCall* started) {
@@ -76,7 +82,7 @@ void call_observers(StartedCall& started) {
 
 // It has ended well in the engine: make its result, or keep the error that this raises.
 void conclude(StartedCall& started, nb::object adopted_result = {}) {
-  leave_list(started);
+  if (started.is_observed) leave_list(started);  // else `close` names it
   started.state = StartedCall::State::changing;
   try {
     started.result = nb::steal(adopted_result.is_valid() ? started.call->finish_adopted(std::move(adopted_result))
@@ -111,7 +117,7 @@ void observe(StartedCall& started) {
 // Let Python carry it on.
 void adopt(StartedCall& started) {
   const nb::object keep = nb::borrow(reinterpret_cast<PyObject*>(started.work));
-  leave_list(started);
+  if (started.is_observed) leave_list(started);  // else `close` names it
   started.call->forget(started);
   started.state = StartedCall::State::changing;
   try {
@@ -155,7 +161,7 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
   StartedCall* const started = as_work(self).started;
   if (started == nullptr) return wait_by_python(self, timeout);
   check_process(*started);
-  started->is_observed = true;
+  see(*started);
   std::int64_t limit = never;
   nb::object rest = nb::borrow(timeout);
   if (timeout != Py_None && started->state == StartedCall::State::active) {
@@ -238,7 +244,7 @@ PyObject* done_method(PyObject* self, PyObject*) {
     }
     wait_until_settled(*started);
     if (started->state == StartedCall::State::adopted) return done_method(self, nullptr);
-    started->is_observed = true;
+    see(*started);
     Py_RETURN_TRUE;
   } catch (nb::python_error& error) {
     error.restore();
@@ -276,7 +282,7 @@ PyObject* observe_method(PyObject* self, PyObject* observer) {
   if (started == nullptr) Py_RETURN_FALSE;
   try {
     check_process(*started);
-    started->is_observed = true;
+    see(*started);
     const bool is_closed = started->native.completions.engine().is_closed();
     if (started->state == StartedCall::State::active && is_closed) adopt(*started);
     if (!started->kept.is_valid()) {
@@ -360,7 +366,7 @@ nb::object wait_works(nb::tuple works, double seconds) {
       if (one->state == StartedCall::State::active && one->call->has_failed()) adopt(*one);
       if (one->state == StartedCall::State::adopted) return nb::none();
       if (one->state == StartedCall::State::done) {
-        one->is_observed = true;
+        see(*one);
         ended.append(i);
       } else if (!active.empty() && &one->native.completions != &active[0]->native.completions) {
         return nb::none();
@@ -429,8 +435,7 @@ void drop_work(PyObject* self) {
   if (PyObject_CallFinalizerFromDealloc(self) < 0) return;
   PyTypeObject* const type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
-  if (const StartedCall* const started = as_work(self).started; started != nullptr && started->call.has_value())
-    leave_list(*as_work(self).started);
+  if (StartedCall* const started = as_work(self).started; started != nullptr) leave_list(*started);
   release(as_work(self).started);
   type->tp_free(self);
   Py_DECREF(type);
@@ -520,7 +525,7 @@ nb::list NativeGroup::works_to_adopt(bool only_overdue) {
   const std::int64_t now = only_overdue ? now_ns() : never;
   for (StartedLink* link = started.front(); link != nullptr; link = StartedList::next(*link)) {
     auto* const one = static_cast<StartedCall*>(link);
-    if (one->waiters != 0) continue;
+    if (one->waiters != 0 || one->state != StartedCall::State::active) continue;
     if (one->attention_at <= now)
       works.append(nb::borrow(reinterpret_cast<PyObject*>(one->work)));
     else

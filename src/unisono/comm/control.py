@@ -59,9 +59,6 @@ _ABSENT_MAX: Final = 1024
 _REPLIES_MAX: Final = 1024
 # The pause after a control message could not be received, for lack of memory for example.
 _RETRY_S: Final = 0.05
-# How long a goodbye waits for others. Nobody waits for it in a program that is right, and whoever does waits
-# for ever: 5 ms more are nothing to them, and hold some hundred groups.
-_GOODBYE_S: Final = 0.005
 
 
 class AttachedGroup(WatchedGroup, Protocol):
@@ -182,21 +179,11 @@ class Control:
         """Whether this rank serves calls of others."""
         return bool(self._services)
 
-    def leave(
-        self, ranks: Iterable[int], context: int, calls: dict[int, CallReport], *, at_once: bool
-    ) -> None:
-        """Say goodbye to world ranks: at once, or soon, together with groups that are closed shortly after.
-
-        They go before any other control message of this rank.
-        """
+    def leave(self, ranks: Iterable[int], context: int, calls: dict[int, CallReport]) -> None:
+        """Say goodbye to world ranks."""
         with self._lock:
-            is_first = not self._goodbyes
             self._goodbyes.append((ranks, context, calls))
-        if at_once:
-            self.send_goodbyes()
-        elif is_first:
-            runtime = self.backend.runtime
-            runtime.call_at(runtime.now() + _GOODBYE_S, self.send_goodbyes)
+        self.send_goodbyes()
 
     def send_goodbyes(self) -> None:
         """Send the goodbyes that were not sent yet."""

@@ -383,7 +383,7 @@ class Group:
                 # Sent before in the other lane, but it must precede the goodbye in this lane, too.
                 failure = self._mismatches.failure_message(self.state.poisoned_by)
                 self.control.send(self.world_ranks, failure, Lane.BULK)
-            self.control.leave(self.world_ranks, self.context, last_calls, at_once=self.parent is None)
+            self.control.leave(self.world_ranks, self.context, last_calls)
         elif self.parent is None:
             self.control.send_goodbyes()
         self.control.remove_group(self)

@@ -16,7 +16,7 @@ from tests.support.ranks import run_ranks
 
 import unisono as uni
 from unisono.comm import communicator as communicator_module
-from unisono.comm.control import GOODBYE_CALLS_MAX, GOODBYES_MAX, Control, _fitting
+from unisono.comm.control import GOODBYE_CALLS_MAX, GOODBYES_MAX, _fitting
 from unisono.comm.control_messages import CALLS_MAX, CallReport, Goodbye, Goodbyes, encode
 from unisono.comm.split import ROW_BYTES, Row, identity_of, members_of
 from unisono.core.envelope import Lane
@@ -67,28 +67,6 @@ def test_goodbyes_that_go_together_fit_into_a_control_message() -> None:
     assert _fitting([0] * (GOODBYES_MAX + 1)) == GOODBYES_MAX
     assert _fitting([4, 0, 0]) == 3
     assert len(encode(Goodbyes((Goodbye(2**64 - 1, Lane.CONTROL),) * GOODBYES_MAX))) <= CONTROL_BYTES_MAX
-
-
-def test_groups_closed_together_send_fewer_messages_than_there_are_groups(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sent: list[Any] = []
-    send = Control.send
-    monkeypatch.setattr(Control, "send", lambda self, *args: (sent.append(args), send(self, *args))[1])
-
-    def program(comm: uni.Communicator) -> int:
-        groups = [comm.split(0) for _ in range(50)]
-        comm.barrier()
-        for group in groups:
-            assert group is not None
-            group.close()
-        comm.barrier()
-        return len(groups)
-
-    assert run_ranks(program, 2).values() == [50, 50]
-    groups_told = sum(len(m.goodbyes) if isinstance(m, Goodbyes) else 1 for _, m, *_ in sent)
-    assert groups_told >= 2 * 2 * 50  # ranks, lanes: nobody is forgotten
-    assert len(sent) < groups_told
 
 
 # -- many splits ------------------------------------------------------------------------------------------
