@@ -14,13 +14,10 @@ from typing import Final, Protocol
 
 from unisono.comm.control_messages import (
     CONTEXTS_MAX,
-    GOODBYE_CALLS_MAX,
-    GOODBYES_MAX,
     CallReport,
     ControlMessage,
     DeadlockFound,
     Goodbye,
-    Goodbyes,
     GroupFailure,
     GroupMessage,
     Marker,
@@ -115,8 +112,6 @@ class Control:
         # Contexts that were closed here last: a message about one of them is late, not early.
         self._closed_contexts: OrderedDict[int, None] = OrderedDict()
         self._early = EarlyMessages()
-        # Groups that were closed here, and whose members do not know it yet: members, context, last calls.
-        self._goodbyes: list[tuple[Iterable[int], int, dict[int, CallReport]]] = []
         self._replies_unsent: Counter[int] = Counter()
         # Peers that are down, not dispatched yet: what they sent before goes first.
         self._down_pending: deque[PeerDown] = deque()
@@ -180,31 +175,13 @@ class Control:
         return bool(self._services)
 
     def leave(self, ranks: Iterable[int], context: int, calls: dict[int, CallReport]) -> None:
-        """Say goodbye to world ranks."""
-        with self._lock:
-            self._goodbyes.append((ranks, context, calls))
-        self.send_goodbyes()
-
-    def send_goodbyes(self) -> None:
-        """Send the goodbyes that were not sent yet."""
-        with self._lock:
-            leaving, self._goodbyes = self._goodbyes, []
-        by_rank: dict[int, list[tuple[int, dict[int, CallReport]]]] = {}
-        for ranks, context, calls in leaving:
-            for rank in ranks:
-                by_rank.setdefault(rank, []).append((context, calls))
-        for rank, groups in by_rank.items():
-            while groups:
-                count = _fitting([len(calls) for _, calls in groups])
-                for lane in (Lane.BULK, Lane.CONTROL):
-                    goodbyes = tuple(Goodbye(context, lane, calls) for context, calls in groups[:count])
-                    self.send([rank], Goodbyes(goodbyes) if count > 1 else goodbyes[0], lane)
-                del groups[:count]
+        """Say goodbye to world ranks, in every lane."""
+        ranks = tuple(ranks)
+        for lane in (Lane.BULK, Lane.CONTROL):
+            self.send(ranks, Goodbye(context, lane, calls), lane)
 
     def send(self, ranks: Iterable[int], message: ControlMessage, lane: Lane = Lane.CONTROL) -> None:
         """Send a message to world ranks, without waiting. Ranks that are down are left out."""
-        if self._goodbyes:
-            self.send_goodbyes()
         data = self._encoded(message)
         for rank in ranks:
             if data is not None and rank != self.backend.rank and rank not in self._down:
@@ -212,8 +189,6 @@ class Control:
 
     def reply(self, rank: int, message: ControlMessage, lane: Lane = Lane.CONTROL) -> None:
         """Send what a world rank asked for, unless _REPLIES_MAX replies to it are still on their way."""
-        if self._goodbyes:
-            self.send_goodbyes()
         if rank == self.backend.rank or rank in self._down or (data := self._encoded(message)) is None:
             return
         with self._lock:
@@ -307,10 +282,6 @@ class Control:
             return
         if isinstance(message, WaitQuery | WaitReport | Marker | DeadlockFound):
             self.deadlocks.on_message(sender, message)
-            return
-        if isinstance(message, Goodbyes):
-            for goodbye in message.goodbyes:
-                self._on_group_message(sender, goodbye)
             return
         self._on_group_message(sender, message)
 
@@ -409,13 +380,3 @@ class Control:
     def _queries_of(self, sender: int) -> int:
         """In how many contexts a rank waits for a service here; the caller holds the lock."""
         return sum(sender in waiting for waiting in self._waiting_queries.values())
-
-
-def _fitting(calls: list[int]) -> int:
-    """How many goodbyes, with so many calls each, fit into one message."""
-    total = 0
-    for count, more in enumerate(calls[:GOODBYES_MAX]):
-        total += more
-        if total > GOODBYE_CALLS_MAX:
-            return count
-    return min(len(calls), GOODBYES_MAX)

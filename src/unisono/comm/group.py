@@ -384,8 +384,6 @@ class Group:
                 failure = self._mismatches.failure_message(self.state.poisoned_by)
                 self.control.send(self.world_ranks, failure, Lane.BULK)
             self.control.leave(self.world_ranks, self.context, last_calls)
-        elif self.parent is None:
-            self.control.send_goodbyes()
         self.control.remove_group(self)
 
     @property

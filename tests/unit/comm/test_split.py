@@ -16,11 +16,7 @@ from tests.support.ranks import run_ranks
 
 import unisono as uni
 from unisono.comm import communicator as communicator_module
-from unisono.comm.control import GOODBYE_CALLS_MAX, GOODBYES_MAX, _fitting
-from unisono.comm.control_messages import CALLS_MAX, CallReport, Goodbye, Goodbyes, encode
 from unisono.comm.split import ROW_BYTES, Row, identity_of, members_of
-from unisono.core.envelope import Lane
-from unisono.messaging.credit import CONTROL_BYTES_MAX
 
 NATIVE = pytest.mark.on_every_link
 
@@ -55,18 +51,6 @@ def test_every_call_color_attempt_and_parent_gives_another_identity() -> None:
 
 
 # -- goodbyes ---------------------------------------------------------------------------------------------
-
-
-def test_goodbyes_that_go_together_fit_into_a_control_message() -> None:
-    longest = CallReport(bytes(16), "\u20ac" * 512, "\u20ac" * 256)
-    calls = [CALLS_MAX] * GOODBYES_MAX
-    count = _fitting(calls)
-    assert count == GOODBYE_CALLS_MAX // CALLS_MAX
-    goodbye = Goodbye(2**64 - 1, Lane.CONTROL, dict.fromkeys(range(2**40, 2**40 + CALLS_MAX), longest))
-    assert len(encode(Goodbyes((goodbye,) * count))) <= CONTROL_BYTES_MAX
-    assert _fitting([0] * (GOODBYES_MAX + 1)) == GOODBYES_MAX
-    assert _fitting([4, 0, 0]) == 3
-    assert len(encode(Goodbyes((Goodbye(2**64 - 1, Lane.CONTROL),) * GOODBYES_MAX))) <= CONTROL_BYTES_MAX
 
 
 # -- many splits ------------------------------------------------------------------------------------------
