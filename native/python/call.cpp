@@ -433,6 +433,11 @@ bool Call::begin_and_poll(bool is_blocking) {
   return has_ended() && take();
 }
 
+void Call::look_at_news() {
+  if (is_collective() && group_.completions.has_news()) helper_.attr("look_at_news")();
+  if (!group_.call_log.fast_path_open) throw LeftToReference();
+}
+
 bool Call::take() {
   for (unsigned i = 0; i < started_; ++i)
     if (operations_[i]->outcome != Outcome::done) return false;
@@ -570,7 +575,6 @@ nb::object Call::adopt(const char* how, nb::object keeper) {
     // From here on another thread that waits for it finds nothing of it in the engine.
     const Hold held = group_.completions.engine().hold();
     count = std::exchange(started_, 0);
-    group_.completions.engine().wake_waiters();
     group_.completions.engine().wake_waiters();
   }
   try {

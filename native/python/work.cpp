@@ -502,7 +502,7 @@ PyObject* start_call(nb::handle group, NativeGroup& native, const VerbSpec& spec
   call.keep();
   started->code = nb::borrow(call.code());
   started->lasti = call.instruction();
-  if (!native.call_log.fast_path_open) throw LeftToReference();
+  call.look_at_news();
   const bool is_taken = call.begin_and_poll(false);
   StartedCall& one = *started;
   one.work = reinterpret_cast<WorkObject*>(work.ptr());

@@ -115,6 +115,9 @@ class Control:
         self._replies_unsent: Counter[int] = Counter()
         # Peers that are down, not dispatched yet: what they sent before goes first.
         self._down_pending: deque[PeerDown] = deque()
+        # What leaves the groups that were dropped; one thread at a time does it.
+        self._dropped: deque[Callable[[], None]] = deque()
+        self._leaving = threading.RLock()
         self.deadlocks = DeadlockWatch(self)
         self._call = Call("control", backend.rank)
         Task(backend.runtime, self._call, self._receive_all(self._call)).begin(timers=False)
@@ -179,6 +182,17 @@ class Control:
         ranks = tuple(ranks)
         for lane in (Lane.BULK, Lane.CONTROL):
             self.send(ranks, Goodbye(context, lane, calls), lane)
+
+    def leave_later(self, leave: Callable[[], None]) -> None:
+        """Leave a dropped group on another thread: the garbage collector may run while locks are held."""
+        self._dropped.append(leave)
+        self.backend.runtime.call_soon(self.leave_dropped)
+
+    def leave_dropped(self) -> None:
+        """Leave the dropped groups. A world does so before it leaves: nothing follows its goodbye."""
+        with self._leaving:
+            while self._dropped:
+                self._dropped.popleft()()
 
     def send(self, ranks: Iterable[int], message: ControlMessage, lane: Lane = Lane.CONTROL) -> None:
         """Send a message to world ranks, without waiting. Ranks that are down are left out."""

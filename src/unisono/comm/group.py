@@ -315,7 +315,9 @@ class Group:
                 return
             self.state.poisoned_by = error
             self.state.update_fast_path()
-        self.control.send(self.world_ranks, GroupFailure.of(error, self.context))
+        failure = GroupFailure.of(error, self.context)
+        for lane in Lane:  # ahead of all that this rank sends from now on
+            self.control.send(self.world_ranks, failure, lane)
         self.state.interrupt(self.state.poison_error, only_collectives=True)
         self.state.wake_all()
 

@@ -260,3 +260,28 @@ def test_ranks_try_the_next_context_together_if_one_is_taken(monkeypatch: pytest
 
     monkeypatch.setattr(communicator_module, "identity_of", real)
     assert run_ranks(program, 3).values() == [([0, 2], 3), ([1], 3), ([0, 2], 3)]
+
+
+# -- a world is closed before its dropped groups have left --------------------------------------------------
+
+
+def test_a_world_says_the_goodbyes_of_its_dropped_groups_before_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others know by the goodbye of a group which calls its sender had made before it left."""
+    world = uni.local(2)
+    pairs = [comm.sub([0, 1]) for comm in world]
+    state = pairs[1]._group.state
+    works = [pair.start.all_reduce(np.arange(3) * (rank + 1)) for rank, pair in enumerate(pairs)]
+    assert [list(work.wait()) for work in works] == [[0, 3, 6]] * 2
+    # The thread for finalizers comes too late.
+    monkeypatch.setattr(type(world[0].backend.runtime), "call_soon", lambda self, fn: None)
+    del works
+    pairs[0] = None  # type: ignore[call-overload]
+    gc.collect()
+    world[0].close()
+    assert set(state.last_calls) == {0}
+    assert set(state.last_calls[0]) == {0}
+    monkeypatch.undo()
+    pairs[1].close()
+    world[1].close()
