@@ -187,6 +187,13 @@ Result Arguments::make(const Argument& like, const Py_ssize_t* shape, int nd) co
   return made;
 }
 
+Result Arguments::make_bytes(uint64_t nbytes) const {
+  Result made;
+  made.object = empty_(nbytes, dtypes_[static_cast<size_t>(DType::uint8)]);
+  made.data = as_array(made.object.ptr()).data;
+  return made;
+}
+
 PyObject* Arguments::give(const Argument& like, Result& result, bool is_scalar) const {
   switch (like.form) {
     case Form::viewed: return nb::object(result.object.attr("give")()).release().ptr();

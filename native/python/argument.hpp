@@ -109,6 +109,10 @@ class Arguments {
   }
 
   Result make(const Argument& like, const Py_ssize_t* shape, int nd) const;
+  // An array of bytes.
+  Result make_bytes(uint64_t nbytes) const;
+  // Whether NumPy has the element type.
+  bool has_type(uint8_t dtype) const { return !dtypes_[dtype].is_none(); }
   // The result for the user, in the kind of the argument.
   PyObject* give(const Argument& like, Result& result, bool is_scalar) const;
   // What a verb that works in place returns: the object that was passed, or the number that its memory holds now.

@@ -43,14 +43,18 @@ PyObject* call_reference(const VerbsObject& self, const VerbSpec& spec, PyObject
   return PyObject_VectorcallMethod(spec.word, all.data(), static_cast<size_t>(count + 1), names);
 }
 
+PyObject* finish_taken(Call& call) {
+  return call.has_second_stage() ? call.finish_adopted(call.adopt("carry_on")) : call.finish();
+}
+
 PyObject* run_call(const VerbsObject& self, const VerbSpec& spec, const Given& given) {
   Call call(*self.native, spec, self.helper);
   call.prepare(given, false);
   call.look_at_news();
   if (call.begin_and_poll(true)) [[likely]]
-    return call.finish();
+    return finish_taken(call);
   switch (call.wait(never)) {
-    case Call::Waited::taken: return call.finish();
+    case Call::Waited::taken: return finish_taken(call);
     case Call::Waited::interrupted: {
       PyObject *type, *value, *trace;
       PyErr_Fetch(&type, &value, &trace);
@@ -163,6 +167,15 @@ Verb verb_named(const std::string& name) {
       {"exscan", Verb::exscan},
       {"barrier", Verb::barrier},
       {"split", Verb::split},
+      {"scatter", Verb::scatter},
+      {"scatter_v", Verb::scatter_v},
+      {"scatter_object", Verb::scatter_object},
+      {"broadcast_object", Verb::broadcast_object},
+      {"all_gather_v", Verb::all_gather_v},
+      {"gather_v", Verb::gather_v},
+      {"all_to_all_v", Verb::all_to_all_v},
+      {"all_gather_object", Verb::all_gather_object},
+      {"gather_object", Verb::gather_object},
   };
   for (const auto& [word, verb] : known)
     if (name == word) return verb;
@@ -173,6 +186,9 @@ Parameter parameter_named(const std::string& name) {
   static const std::pair<const char*, Parameter> known[] = {
       {"x", Parameter::x},
       {"data", Parameter::x},
+      {"parts", Parameter::x},
+      {"value", Parameter::x},
+      {"values", Parameter::x},
       {"out", Parameter::out},
       {"buf", Parameter::out},
       {"op", Parameter::op},

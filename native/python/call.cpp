@@ -29,10 +29,10 @@ constexpr std::int64_t slice_ns = 50 * millisecond;
 // as the rest of the call, and others wait for microseconds.
 constexpr uint64_t poll_bytes_max = 16 * 1024;
 constexpr uint64_t gil_release_bytes = 32 * 1024;
-// fingerprint.COUNT_ANY
-constexpr uint64_t count_any = (uint64_t{1} << Fingerprint::count_bits) - 1;
 // The longest that `done` waits in the engine, for a call that it has found unfinished again and again.
 constexpr std::int64_t poll_ns_max = 100'000;
+// How long a started call that may need Python for a second stage goes on without it, if nobody waits for it.
+constexpr std::int64_t second_stage_ns = 2 * millisecond;
 
 bool is_by_rank(Verb verb) { return verb == Verb::reduce_scatter || verb == Verb::all_to_all; }
 
@@ -72,6 +72,18 @@ std::int16_t OpNames::number_of(PyObject* op) const {
   throw LeftToReference();
 }
 
+PyObject* algorithm_of(const Given& given) {
+  PyObject* algorithm = given[Parameter::algorithm];
+  if (algorithm == nullptr) return nullptr;
+  if (!PyUnicode_CheckExact(algorithm)) throw LeftToReference();
+  if (PyUnicode_CHECK_INTERNED(algorithm)) return algorithm;
+  Py_INCREF(algorithm);
+  PyUnicode_InternInPlace(&algorithm);
+  PyObject* const known = algorithm;
+  Py_DECREF(algorithm);
+  return known;
+}
+
 bool Given::bind(const VerbSpec& spec, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   if (static_cast<size_t>(count) > spec.positional) return false;
   for (Py_ssize_t i = 0; i < count; ++i) (*this)[spec.parameters[static_cast<size_t>(i)].parameter] = args[i];
@@ -93,7 +105,9 @@ void Call::prepare(const Given& given, bool is_started) {
   if (spec_.verb == Verb::split) {
     if (is_started) throw LeftToReference();  // its group is made when it ends, not when a thread waits for it
     prepare_split(given);
-  } else if (is_collective())
+  } else if (spec_.is_announced())
+    prepare_announced(given);
+  else if (is_collective())
     prepare_collective(given);
   else
     prepare_message(given);
@@ -226,17 +240,7 @@ void Call::find_decision(const Given& given) {
   key.dtype = x_.dtype;
   key.op = op_;
   key.root = root_;
-  if (PyObject* algorithm = given[Parameter::algorithm]; algorithm != nullptr) {
-    if (!PyUnicode_CheckExact(algorithm)) throw LeftToReference();
-    if (!PyUnicode_CHECK_INTERNED(algorithm)) {
-      Py_INCREF(algorithm);
-      PyUnicode_InternInPlace(&algorithm);
-      key.algorithm = algorithm;
-      Py_DECREF(algorithm);
-    } else {
-      key.algorithm = algorithm;
-    }
-  }
+  key.algorithm = algorithm_of(given);
   const uint64_t width = op_ == OpNames::none ? 1 : op_names.width_of(op_);
   count_ = x_.count / width / static_cast<uint64_t>(is_by_rank(spec_.verb) ? group_.size : 1);
   key.size_class = std::bit_width(count_ - (count_ > 0));
@@ -246,21 +250,23 @@ void Call::find_decision(const Given& given) {
   }
   decision_ = group_.decisions.find(key);
   is_first_ = decision_ == nullptr;
-  if (is_first_) decision_ = decide(key, given);
+  if (is_first_) decision_ = decide(key, given, x_.dtype, {x_.shape, static_cast<size_t>(x_.nd)});
   // A longer one does not fit into a fingerprint, or into 64 bits.
   if (x_.count >= count_any || !decision_->program->accepts(counts())) throw LeftToReference();
   const std::span<const Py_ssize_t> dims(x_.shape, decision_->is_shape_compared ? static_cast<size_t>(x_.nd) : 0);
   fingerprint_ = decision_->fingerprint.with(x_.count, Fingerprint::hash_of(decision_->seed, dims));
 }
 
-const Decision* Call::decide(const DecisionKey& key, const Given& given) {
+const Decision* Call::decide(const DecisionKey& key, const Given& given, uint8_t given_dtype,
+                             std::span<const Py_ssize_t> dims) {
   ++group_.decided;
-  nb::object shape = nb::steal(PyTuple_New(x_.nd));
-  for (int i = 0; i < x_.nd; ++i) PyTuple_SET_ITEM(shape.ptr(), i, PyLong_FromSsize_t(x_.shape[i]));
+  nb::object shape = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(dims.size())));
+  for (size_t i = 0; i < dims.size(); ++i)
+    PyTuple_SET_ITEM(shape.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromSsize_t(dims[i]));
   const nb::object op = op_ == OpNames::none ? nb::none() : op_names.name_of(op_);
   PyObject* const algorithm = given[Parameter::algorithm];
   const nb::object decided =
-      helper_.attr("decide")(spec_.name, x_.dtype == untyped ? int{plain_bytes} : int{x_.dtype}, op, root_,
+      helper_.attr("decide")(spec_.name, given_dtype == untyped ? int{plain_bytes} : int{given_dtype}, op, root_,
                              algorithm == nullptr ? nb::str("auto") : nb::borrow<nb::str>(algorithm), shape);
   if (decided.is_none()) throw LeftToReference();
   const nb::tuple values = nb::cast<nb::tuple>(decided);
@@ -272,11 +278,11 @@ const Decision* Call::decide(const DecisionKey& key, const Given& given) {
   decision->is_shape_compared = nb::cast<bool>(values[7]);
   const int code = nb::cast<int>(values[4]);
   const bool is_half =
-      x_.dtype == static_cast<uint8_t>(DType::float16) || x_.dtype == static_cast<uint8_t>(DType::bfloat16);
+      given_dtype == static_cast<uint8_t>(DType::float16) || given_dtype == static_cast<uint8_t>(DType::bfloat16);
   decision->divisor = nb::cast<std::int64_t>(values[5]);
-  const uint8_t dtype = x_.dtype == untyped                 ? plain_bytes
-                        : is_half && decision->divisor != 0 ? static_cast<uint8_t>(DType::float32)
-                                                            : x_.dtype;
+  const uint8_t dtype = given_dtype == untyped || spec_.is_announced() ? plain_bytes
+                        : is_half && decision->divisor != 0            ? static_cast<uint8_t>(DType::float32)
+                                                                       : given_dtype;
   decision->dtype = dtype;
   if (code >= 0) decision->kernel = active_kernels().reduce[dtype][code];
   decision->itemsize = item_bytes(dtype, code);
@@ -284,7 +290,7 @@ const Decision* Call::decide(const DecisionKey& key, const Given& given) {
   decision->identity.assign(identity.c_str(), identity.size());
   if (decision->program->reduces && decision->kernel == nullptr)
     throw nb::value_error("the operation is not defined for the dtype");
-  Py_XINCREF(key.algorithm);
+  decision->algorithm = Py_XNewRef(key.algorithm);
   return group_.decisions.add(key, std::move(decision));
 }
 
@@ -332,6 +338,7 @@ void Call::keep() {
 // ---- running ----
 
 uint64_t Call::poll_bytes() const {
+  if (announced_) return target_count_;
   if (!is_collective()) return std::max(x_.is_given() ? x_.nbytes() : 0, out_.is_given() ? out_.nbytes() : 0);
   return x_.is_given() ? std::max(x_.nbytes(), target_count_ * itemsizes[x_.dtype]) : 0;
 }
@@ -355,6 +362,7 @@ void Call::begin_collective() {
       verb == Verb::all_reduce || verb == Verb::broadcast || (verb == Verb::reduce && root_ == group_.rank);
   if (!is_in_place) stage.in = x_.data;
   if (is_in_place || verb != Verb::reduce) stage.out = target_;
+  if (announced_) stage.in = announced_->is_exchanged ? target_ + target_count_ : nullptr;
   if (!wide_.empty()) {
     auto* const wide = reinterpret_cast<byte*>(wide_.data());
     if (stage.in != nullptr) stage.in = wide;
@@ -420,10 +428,11 @@ bool Call::begin_and_poll(bool is_blocking) {
   if (is_collective()) {
     const CallLog::Site site{code_.release().ptr(), instruction_};
     replaced = nb::steal(static_cast<PyObject*>(group_.call_log.remember(group_.call_log.next, fingerprint_, site)));
-    if (x_.is_given()) {
+    const Argument& shown = announced_ && announced_->part_count != 0 ? announced_->parts[0] : x_;
+    if (shown.is_given()) {
       CallLog::Shape& shape = group_.call_log.shape();
-      shape.nd = x_.nd;
-      std::copy_n(x_.shape, x_.nd, shape.dims.begin());
+      shape.nd = shown.nd;
+      std::copy_n(shown.shape, shown.nd, shape.dims.begin());
     }
   }
   const Hold held = group_.completions.engine().hold();
@@ -464,6 +473,11 @@ bool Call::take() {
 std::int64_t Call::attention_at() {
   if (begun_at_ == 0) begun_at_ = now_ns();
   return begun_at_ + (timeout_ns_ >= 0 ? std::min(timeout_ns_, group_.stall_ns) : group_.stall_ns);
+}
+
+std::int64_t Call::pump_at() {
+  const std::int64_t at = attention_at();
+  return announced_ ? std::min(at, begun_at_ + second_stage_ns) : at;
 }
 
 Call::Waited Call::wait(std::int64_t limit_ns) {
@@ -564,8 +578,11 @@ nb::object Call::adopt(const char* how, nb::object keeper) {
   const auto object_of = [](const Argument& argument) {
     return argument.is_given() ? nb::borrow(argument.given) : nb::object(nb::none());
   };
-  const nb::object memory =
-      nb::make_tuple(object_of(x_), object_of(out_), result_.object.is_valid() ? result_.object : nb::none(), keeper);
+  const nb::object memory = nb::make_tuple(announced_ ? announced_parts() : object_of(x_), object_of(out_),
+                                           result_.object.is_valid() ? result_.object : nb::none(), keeper);
+  const nb::object root = announced_ ? nb::object(nb::int_(root_)) : nb::none();
+  const nb::object algorithm = decision_ != nullptr && decision_->algorithm != nullptr ? nb::borrow(decision_->algorithm)
+                                                                                       : nb::object(nb::str("auto"));
   const nb::object sequence = sequence_ == CallLog::no_sequence ? nb::none() : nb::object(nb::int_(sequence_));
   const nb::object header = decision_ != nullptr ? nb::object(bytes_of(fingerprint_)) : nb::none();
   const nb::object timeout =
@@ -579,7 +596,7 @@ nb::object Call::adopt(const char* how, nb::object keeper) {
   }
   try {
     return helper_.attr(how)(spec_.name, sequence, header, static_cast<double>(begun_at_) / 1e9, timeout, operations,
-                             memory);
+                             memory, root, algorithm);
   } catch (...) {
     release(count);
     throw;
@@ -601,7 +618,10 @@ void Call::release(unsigned count) {
 
 // ---- results ----
 
-PyObject* Call::finish_adopted(nb::object result) { return is_collective() ? finish() : result.release().ptr(); }
+PyObject* Call::finish_adopted(nb::object result) {
+  if (spec_.verb == Verb::broadcast_object && root_ == group_.rank) return Py_NewRef(announced_->value.ptr());
+  return is_collective() && !announced_ ? finish() : result.release().ptr();
+}
 
 // One item, then twice as many again and again.
 void Call::fill_with_identity() {
@@ -622,6 +642,7 @@ PyObject* Call::finish() {
     helper_.attr("check_unclaimed")(unclaimed.source, unclaimed.sequence,
                                     nb::bytes(unclaimed.header.data(), unclaimed.header.size()));
   }
+  if (announced_) return announced_->result.release().ptr();
   const bool is_root = root_ == group_.rank;
   if (decision_ != nullptr && decision_->divisor != 0 && (spec_.verb != Verb::reduce || is_root)) {
     std::optional<GilReleased> released;

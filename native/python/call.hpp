@@ -8,7 +8,9 @@
 
 #pragma once
 
+#include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -33,6 +35,16 @@ enum class Verb : uint8_t {
   exscan,
   barrier,
   split,
+  // Ranks do not know each other's lengths: see announcement.hpp.
+  scatter,
+  scatter_v,
+  scatter_object,
+  broadcast_object,
+  all_gather_v,
+  gather_v,
+  all_to_all_v,
+  all_gather_object,
+  gather_object,
 };
 
 enum class Parameter : uint8_t { x, out, op, root, dst, src, tag, timeout, algorithm, color, key };
@@ -51,6 +63,7 @@ struct VerbSpec {
   size_t positional = 0;
 
   bool is_collective() const { return verb >= Verb::all_reduce; }
+  bool is_announced() const { return verb >= Verb::scatter; }
 };
 
 // The objects that were passed, by parameter; nullptr if left out.
@@ -61,6 +74,9 @@ struct Given {
   // False if the call does not fit the verb: the reference path raises the TypeError.
   bool bind(const VerbSpec& spec, PyObject* const* args, Py_ssize_t count, PyObject* names);
 };
+
+// The name of the algorithm, interned; nullptr if none was given. Throws LeftToReference for what is no name.
+PyObject* algorithm_of(const Given& given);
 
 // Names of reductions by number, as in core/ops.py.
 class OpNames {
@@ -78,6 +94,23 @@ class OpNames {
   std::int16_t maxloc_ = none, minloc_ = none;
 };
 extern OpNames op_names;
+
+// fingerprint.COUNT_ANY
+inline constexpr uint64_t count_any = (uint64_t{1} << engine::Fingerprint::count_bits) - 1;
+
+class Announcement;
+
+// What a call has beside the rest if its ranks do not know each other's lengths.
+struct Announced {
+  bool is_exchanged = false;  // every rank sends a row, not only root
+  size_t lengths = 0;         // in a row
+  size_t row_bytes = 0;
+  std::unique_ptr<Argument[]> parts;  // the arrays of this rank
+  size_t part_count = 0;
+  nb::object value;  // what this rank gave instead of arrays
+  nb::list packed{nb::steal<nb::list>(nb::handle())};  // the same, if it is not in the row
+  nb::object result;
+};
 
 class Call {
  public:
@@ -118,6 +151,8 @@ class Call {
   // Let Python carry it on: `how` is the method of the helper, which returns a Work. It keeps the memory and `keeper`
   // until the operations have ended.
   nb::object adopt(const char* how, nb::object keeper = nb::none());
+  // After it has ended well: whether Python must run a second stage.
+  bool has_second_stage() { return announced_.has_value() && !make_announced_result(); }
   // Its result, once it has ended well.
   PyObject* finish();
   // As above, for one that Python has carried to its end.
@@ -130,18 +165,31 @@ class Call {
   nb::handle helper() const { return helper_; }
   nb::handle code() const { return code_; }
   int instruction() const { return instruction_; }
-  // When Python must look at it at the latest.
+  // When Python must look at it at the latest, and the pump, if no thread waits for it.
   std::int64_t attention_at();
+  std::int64_t pump_at();
 
  private:
   void prepare_collective(const Given& given);
   void prepare_split(const Given& given);
   void prepare_message(const Given& given);
+  void prepare_announced(const Given& given);
+  void announce_arrays(PyObject* x);
+  void announce_objects(PyObject* x);
+  void check_scattered() const;
+  void find_announced_decision(const Given& given);
+  Announcement own_row() const;
+  Announcement row_of(size_t rank) const;
+  bool make_announced_result();
+  bool has_all_elements() const;
+  bool fits_out(const Announcement& row) const;
+  nb::object part_of(const Announcement& row, size_t number) const;
+  nb::object announced_parts() const;
   void read_timeout(PyObject* timeout);
   std::int32_t rank_of(PyObject* rank) const;
   std::int64_t tag_of_user(PyObject* tag, bool takes_any) const;
   void find_decision(const Given& given);
-  const Decision* decide(const DecisionKey& key, const Given& given);
+  const Decision* decide(const DecisionKey& key, const Given& given, uint8_t dtype, std::span<const Py_ssize_t> shape);
   void find_target(const Given& given);
   void widen();
   void check_out(const Py_ssize_t* shape, int nd) const;
@@ -171,6 +219,7 @@ class Call {
   Argument x_, out_;
   Result result_;
   std::vector<float> wide_;  // see `widen`
+  std::optional<Announced> announced_;
   const Decision* decision_ = nullptr;
   bool is_first_ = false;  // Python has just decided it
   engine::Fingerprint fingerprint_;

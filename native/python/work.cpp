@@ -137,6 +137,24 @@ void adopt(StartedCall& started) {
     for (nb::handle observer : observers) keep.attr("_task").attr("on_done")(observer);
 }
 
+// Nothing of it is under way in the engine, and it has ended well.
+void settle(StartedCall& started) {
+  started.state = StartedCall::State::changing;
+  bool has_second_stage = false;
+  try {
+    has_second_stage = started.call->has_second_stage();
+  } catch (nb::python_error& error) {
+    started.error = nb::borrow(error.value());
+    started.state = StartedCall::State::done;
+    call_observers(started);
+    return;
+  }
+  if (has_second_stage)
+    adopt(started);
+  else
+    conclude(started);
+}
+
 // A forked child has no engine.
 void check_process(const StartedCall& started) {
   if (started.native.completions.engine().is_forked()) [[unlikely]]
@@ -181,7 +199,7 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
     const Call::Waited waited = started->call->wait(limit);
     --started->waiters;
     switch (waited) {
-      case Call::Waited::taken: conclude(*started); break;
+      case Call::Waited::taken: settle(*started); break;
       case Call::Waited::attention: adopt(*started); break;
       case Call::Waited::interrupted: return nullptr;
       case Call::Waited::limit:
@@ -234,7 +252,7 @@ PyObject* done_method(PyObject* self, PyObject*) {
       const bool is_taken = started->call->poll(started->idle_polls++);
       --started->waiters;
       if (is_taken && started->state == StartedCall::State::active)
-        conclude(*started);
+        settle(*started);
       else if (started->state == StartedCall::State::active && started->call->has_failed())
         adopt(*started);
     }
@@ -329,16 +347,15 @@ void conclude_announced(nb::handle engine) {
   for (const StartedCall* one : ended) kept.push_back(one->kept);
   for (StartedCall* const one : ended) {
     if (one->state == StartedCall::State::active) {
-      if (one->call->take_ended()) {
-        conclude(*one);
-      } else {
-        try {
+      try {
+        if (one->call->take_ended())
+          settle(*one);
+        else
           adopt(*one);
-        } catch (nb::python_error& error) {
-          error.discard_as_unraisable("a work that has failed");
-        }
-        continue;
+      } catch (nb::python_error& error) {
+        error.discard_as_unraisable("a work that has failed");
       }
+      if (one->state == StartedCall::State::adopted) continue;
     }
     if (one->state == StartedCall::State::changing)
       one->is_announced_early = true;
@@ -361,7 +378,7 @@ nb::object wait_works(nb::tuple works, double seconds) {
       StartedCall* const one = as_work(work).started;
       if (one == nullptr) return nb::none();
       check_process(*one);
-      if (one->state == StartedCall::State::active && one->call->take_ended()) conclude(*one);
+      if (one->state == StartedCall::State::active && one->call->take_ended()) settle(*one);
       wait_until_settled(*one);
       if (one->state == StartedCall::State::active && one->call->has_failed()) adopt(*one);
       if (one->state == StartedCall::State::adopted) return nb::none();
@@ -510,9 +527,9 @@ PyObject* start_call(nb::handle group, NativeGroup& native, const VerbSpec& spec
   one.work->started = started.release();
   native.started.push_back(one);
   if (is_taken) {
-    conclude(one);
+    settle(one);
   } else {
-    one.attention_at = call.attention_at();
+    one.attention_at = call.pump_at();
     const Hold held = native.completions.engine().hold();
     native.completions.wake_pump_at(one.attention_at);
   }

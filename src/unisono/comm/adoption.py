@@ -15,12 +15,22 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from unisono.comm.announcement import row_bytes
 from unisono.comm.collectives import check_algorithm, check_reduction
 from unisono.comm.deadlock import ANY_RANK, ANY_TAG
 from unisono.comm.dispatch import CollectiveCall, Decided, decide
 from unisono.comm.fingerprint import NOTHING, SHAPED, described
 from unisono.comm.group import Group, await_request
+from unisono.comm.point_to_point import receivable
 from unisono.comm.split import ROW_OPERAND
+from unisono.comm.vector_collectives import (
+    ANNOUNCED,
+    EXCHANGED,
+    announced_operand,
+    finish,
+    lengths_of,
+)
+from unisono.core import buffers
 from unisono.core.call_site import line_of
 from unisono.core.clock import NEVER, Deadline, Runtime
 from unisono.core.dtypes import DTYPES, DType
@@ -38,6 +48,8 @@ __all__ = ["Adoption"]
 _DTYPES: Final = list(DTYPES.values())
 _BY_RANK: Final = ("reduce_scatter", "all_to_all")
 _ONE_COUNT: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
+# The collective of which a user names an algorithm.
+_COLLECTIVES: Final = {"all_gather_v": "all_gather", "gather_v": "gather", "scatter_v": "scatter", "all_to_all_v": "all_to_all"}
 # Where what travels is not what a user gave.
 _GIVEN: Final = {"barrier": NOTHING, "split": ROW_OPERAND}
 
@@ -103,7 +115,7 @@ class Adoption:
         size, count = group.backend.size, int(np.prod(shape, dtype=np.int64))
         op = None if op_name is None else as_op(op_name)
         if op is None:
-            check_algorithm(operation, algorithm)
+            check_algorithm(_COLLECTIVES.get(operation, operation), algorithm, is_uneven=operation == "all_to_all_v")
         else:
             if op.is_mean and operation in ("scan", "exscan"):
                 raise UsageError(
@@ -113,6 +125,8 @@ class Adoption:
             op.check_shape(shape, parts)
             check_reduction(operation, op, dtype, algorithm, group.backend.config.reproducible)
         counts: tuple[int, ...] = ()
+        if operation in ANNOUNCED:
+            return self._decide_announced(operation, dtype, root, algorithm, shape)
         if operation in _ONE_COUNT:
             counts = (count,)
         elif operation != "barrier":
@@ -139,6 +153,21 @@ class Adoption:
             given,
             identity,
             is_shape_compared=operation in SHAPED,
+        )
+
+    def _decide_announced(
+        self, operation: str, dtype: DType, root: int, algorithm: str, shape: tuple[int, ...]
+    ) -> Decided:
+        """Decide the first stage of a call whose ranks do not know each other's lengths."""
+        group = self._group
+        size, is_exchanged = group.backend.size, operation in EXCHANGED
+        counts = (row_bytes(size, lengths_of(operation, size)),) * (size if is_exchanged else 1)
+        collective = "all_gather" if is_exchanged else "broadcast"
+        problem = Problem(collective, size, counts, 0 if is_exchanged else root, group.backend.hosts())
+        given = announced_operand(operation, dtype, shape, root)
+        byte = DTYPES["uint8"]
+        return decide(
+            group, operation, problem, byte, None, "auto", given, b"", is_shape_compared=True, shown=algorithm
         )
 
     # -- calls that do not end well or soon ---------------------------------------------------------------
@@ -174,15 +203,30 @@ class Adoption:
         timeout: float | None,
         operations: list[tuple[Any, ...]],
         memory: tuple[Any, ...],
+        root: int | None = None,
+        algorithm: str = "auto",
         *,
         timers: bool,
     ) -> Work[Any]:
         group = self._group
         deadline = NEVER if timeout is None else Deadline(started_at + timeout, timeout)
 
-        def collective(call: Call) -> Steps[None]:
+        def collective(call: Call) -> Steps[Any]:
             assert fingerprint is not None
-            return CollectiveCall(group, call).take_over(operations[0][1], memory, fingerprint)
+            one = CollectiveCall(group, call, algorithm, first_stage=1)
+            if operations:
+                yield from one.take_over(operations[0][1], memory, fingerprint)
+            if operation not in ANNOUNCED:
+                return None
+            given, out, rows, _ = memory
+            parts = None if given is None else [buffers.view(x, "x") for x in given]
+            filled = None if out is None else receivable(out, "out")
+            assert root is not None
+            size = group.backend.size
+            nbytes = row_bytes(size, lengths_of(operation, size)) * (size if operation in EXCHANGED else 1)
+            return (
+                yield from finish(operation, one, group, rows[:nbytes], parts, root=root, out=filled)
+            )
 
         def messages(call: Call) -> Steps[Status | None]:
             return self._carry_messages(call, operations, memory)

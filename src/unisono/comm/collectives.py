@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from unisono.comm import vector_collectives
 from unisono.comm.dispatch import CollectiveCall, check_order
 from unisono.comm.fingerprint import NOTHING, described
 from unisono.comm.point_to_point import Messages, receivable
+from unisono.comm.vector_collectives import all_reduce_fused, packed, run_announced
 from unisono.core import buffers
 from unisono.core.buffers import Array
 from unisono.core.dtypes import DTYPES, DType
@@ -105,7 +105,7 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[Sequence[Any]]:
             one = CollectiveCall(self._group, call, algorithm)
-            yield from vector_collectives.all_reduce_fused(one, arrays, how, self._size)
+            yield from all_reduce_fused(one, arrays, how, self._size)
             # In place: the list itself, unless it holds numbers, which are immutable.
             return [array.give() for array in arrays] if any(a.is_value for a in arrays) else xs
 
@@ -217,7 +217,8 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
-            return (yield from vector_collectives.scatter(one, self._group, array, filled, root))
+            parts = None if array is None else [array]
+            return (yield from run_announced("scatter", one, self._group, parts, root=root, out=filled))
 
         return self._begin("scatter", timeout, steps, is_collective=True)
 
@@ -323,7 +324,7 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[list[Any]]:
             one = CollectiveCall(self._group, call, algorithm)
-            return (yield from vector_collectives.all_gather_v(one, self._group, array))
+            return (yield from run_announced("all_gather_v", one, self._group, [array]))
 
         return self._begin("all_gather_v", timeout, steps, is_collective=True)
 
@@ -337,7 +338,7 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[list[Any] | None]:
             one = CollectiveCall(self._group, call, algorithm)
-            return (yield from vector_collectives.gather_v(one, self._group, array, root))
+            return (yield from run_announced("gather_v", one, self._group, [array], root=root))
 
         return self._begin("gather_v", timeout, steps, is_collective=True)
 
@@ -359,7 +360,7 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
-            return (yield from vector_collectives.scatter_v(one, self._group, arrays, root))
+            return (yield from run_announced("scatter_v", one, self._group, arrays, root=root))
 
         return self._begin("scatter_v", timeout, steps, is_collective=True)
 
@@ -375,7 +376,7 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[list[Any]]:
             one = CollectiveCall(self._group, call, algorithm)
-            return (yield from vector_collectives.all_to_all_v(one, self._group, arrays))
+            return (yield from run_announced("all_to_all_v", one, self._group, arrays))
 
         return self._begin("all_to_all_v", timeout, steps, is_collective=True)
 
@@ -386,25 +387,22 @@ class Verbs(Messages):
     ) -> Work[Any]:
         """Send the object of `root` to every rank, which returns it. Ranks other than root pass none."""
         root = self._rank_of(root, "root")
-        packed = vector_collectives.packed(value, self._object_bytes_max) if self._rank == root else None
+        parts = [packed(value, self._object_bytes_max)] if self._rank == root else None
 
         def steps(call: Call) -> Steps[Any]:
-            data = yield from vector_collectives.broadcast_bytes(
-                CollectiveCall(self._group, call), packed, root, self._object_bytes_max
-            )
-            return value if self._rank == root else vector_collectives.unpacked(data)
+            one = CollectiveCall(self._group, call)
+            got = yield from run_announced("broadcast_object", one, self._group, parts, root=root)
+            return value if self._rank == root else got
 
         return self._begin("broadcast_object", timeout, steps, is_collective=True)
 
     def all_gather_object(self, value: Any, *, timeout: float | None = None) -> Work[list[Any]]:
         """Gather the objects of all ranks on every rank, as a list by rank."""
-        packed = vector_collectives.packed(value, self._object_bytes_max)
+        parts = [packed(value, self._object_bytes_max)]
 
         def steps(call: Call) -> Steps[list[Any]]:
-            parts = yield from vector_collectives.all_gather_v(
-                CollectiveCall(self._group, call), self._group, packed, self._object_bytes_max
-            )
-            return [vector_collectives.unpacked(part) for part in parts]
+            one = CollectiveCall(self._group, call)
+            return (yield from run_announced("all_gather_object", one, self._group, parts))
 
         return self._begin("all_gather_object", timeout, steps, is_collective=True)
 
@@ -413,13 +411,11 @@ class Verbs(Messages):
     ) -> Work[list[Any] | None]:
         """Gather the objects of all ranks on `root`, as a list by rank; else None."""
         root = self._rank_of(root, "root")
-        packed = vector_collectives.packed(value, self._object_bytes_max)
+        parts = [packed(value, self._object_bytes_max)]
 
         def steps(call: Call) -> Steps[list[Any] | None]:
-            parts = yield from vector_collectives.gather_v(
-                CollectiveCall(self._group, call), self._group, packed, root, self._object_bytes_max
-            )
-            return None if parts is None else [vector_collectives.unpacked(part) for part in parts]
+            one = CollectiveCall(self._group, call)
+            return (yield from run_announced("gather_object", one, self._group, parts, root=root))
 
         return self._begin("gather_object", timeout, steps, is_collective=True)
 
@@ -439,13 +435,11 @@ class Verbs(Messages):
                     f"scatter_object takes a list of {self._size} objects on root: one per rank",
                     next_step="pass a list of that many objects on root",
                 )
-            arrays = [vector_collectives.packed(value, self._object_bytes_max) for value in values]
+            arrays = [packed(value, self._object_bytes_max) for value in values]
 
         def steps(call: Call) -> Steps[Any]:
-            part = yield from vector_collectives.scatter_v(
-                CollectiveCall(self._group, call), self._group, arrays, root, self._object_bytes_max
-            )
-            return vector_collectives.unpacked(part)
+            one = CollectiveCall(self._group, call)
+            return (yield from run_announced("scatter_object", one, self._group, arrays, root=root))
 
         return self._begin("scatter_object", timeout, steps, is_collective=True)
 

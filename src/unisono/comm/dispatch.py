@@ -169,12 +169,16 @@ def decide(
     identity: bytes,
     *,
     is_shape_compared: bool,
+    shown: str | None = None,
 ) -> Decided:
-    """Choose the algorithm for a collective, and compile the program that the engine runs."""
+    """Choose the algorithm for a collective, and compile the program that the engine runs.
+
+    Ranks compare the algorithm `shown` in its place, if one is given.
+    """
     backend = group.backend
     config = backend.config
     name = algorithm_for(problem, dtype, op, algorithm, config.reproducible, LINKS[backend.link_kind()])
-    fingerprint = _fingerprint(group, operation, given, op, dtype, name, problem.root, 0)
+    fingerprint = _fingerprint(group, operation, given, op, dtype, shown or name, problem.root, 0)
     seed = seed_of(_rest_of(group, op, dtype, operation))
     program, piece_elements = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
     divisor = problem.size if op is not None and op.is_mean and problem.size > 1 else 0

@@ -220,7 +220,11 @@ def words_of(
     verb = _named(VERBS, fields.verb - 1)
     if arrays is None and fields.dtype != UNTYPED:
         count = "*" if fields.count == COUNT_ANY else str(fields.count)
-        shown = count if shape is None or verb not in SHAPED else ",".join(map(str, shape))
+        shown = count
+        if shape is not None and fields.count == COUNT_ANY:
+            shown = ",".join(["*", *map(str, shape[1:])])
+        elif shape is not None and verb in SHAPED:
+            shown = ",".join(map(str, shape))
         arrays = f"{_named(_DTYPE_NAMES, fields.dtype)}[{shown}]"
     if op is None and fields.op != _NO_OP:
         op = _named(OP_NAMES, fields.op)

@@ -1,19 +1,19 @@
-"""Collectives whose ranks do not know each other's lengths: a metadata exchange, then the plan.
+"""Collectives whose ranks do not know each other's lengths: announcements, then the plan.
 
-*Metadata* is a row of int64: dtype code, the kind of array, the number of dimensions beyond axis 0, these
-dimensions, then lengths along axis 0.
+Each verb has one or two stages. In the first every rank, or root, sends its row (comm/announcement.py); with
+the rows at hand, `finish` runs the second, unless all elements were in the rows. The engine runs first stages
+by itself, and second ones through `finish` (comm/adoption.py).
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import sys
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
+from unisono.comm.announcement import ARRAY_BYTES_MAX, RAISE_LIMIT, Announcement, Flat, row_bytes
 from unisono.comm.dispatch import CollectiveCall
 from unisono.comm.fingerprint import NOTHING, Operand, described
 from unisono.comm.group import Group
@@ -23,140 +23,208 @@ from unisono.core.dtypes import DTYPES, DType
 from unisono.core.kernels import divide, narrow, widen
 from unisono.core.ops import ReduceOp
 from unisono.core.task import Steps
-from unisono.errors import CollectiveMismatch, ProtocolError, UsageError
+from unisono.errors import CollectiveMismatch, UsageError
 from unisono.plans.steps import Buf
 
 __all__ = [
-    "all_gather_v",
+    "ANNOUNCED",
+    "EXCHANGED",
     "all_reduce_fused",
-    "all_to_all_v",
-    "broadcast_bytes",
-    "gather_v",
+    "announced_operand",
+    "finish",
+    "lengths_of",
     "packed",
-    "scatter",
-    "scatter_v",
+    "run_announced",
     "unpacked",
 ]
 
-_DIMENSIONS_MAX: Final = 32  # NumPy's own limit was 32 for most of its life
-_ROW: Final = 3 + _DIMENSIONS_MAX
-_INT64: Final = DTYPES["int64"]
 _BYTE: Final = DTYPES["uint8"]
-# What a rank may announce of an array; memory for it is taken by the call that asked for it.
-_ARRAY_BYTES_MAX: Final = 1 << 48
-_RAISE_LIMIT: Final = "set Config(recv_bytes_max=...) or UNISONO_RECV_BYTES_MAX alike on all ranks"
+# Verbs in which every rank sends a row to every other, and those in which root does.
+EXCHANGED: Final = frozenset({"all_gather_v", "gather_v", "all_to_all_v", "all_gather_object", "gather_object"})
+ANNOUNCED: Final = EXCHANGED | {"scatter", "scatter_v", "scatter_object", "broadcast_object"}
+_OF_PARTS: Final = frozenset({"scatter_v", "scatter_object", "all_to_all_v"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Meta:
-    """What one rank says about its array or list of arrays."""
-
-    dtype: DType
-    family: int
-    shape: tuple[int, ...]  # beyond axis 0
-    lengths: tuple[int, ...]  # along axis 0
-
-    @property
-    def row(self) -> int:
-        """How many elements one step along axis 0 holds."""
-        return math.prod(self.shape)
-
-    def encoded(self) -> np.ndarray[Any, Any]:
-        """As a row of numbers."""
-        row = np.zeros(_ROW + len(self.lengths), np.int64)
-        row[:3] = self.dtype.code, self.family, len(self.shape)
-        row[3 : 3 + len(self.shape)] = self.shape
-        row[_ROW:] = self.lengths
-        return row
-
-    @staticmethod
-    def decoded(row: np.ndarray[Any, Any], bytes_max: int) -> _Meta:
-        """From a row of numbers that another rank sent: nothing in it is taken on trust."""
-        code, family, dimensions, *rest = row.tolist()
-        shape, lengths = rest[:dimensions], rest[_DIMENSIONS_MAX:]
-        if not (0 <= code < len(DTYPES) and 0 <= dimensions <= _DIMENSIONS_MAX):
-            raise ProtocolError("malformed metadata in a collective")
-        if any(n < 0 for n in (*shape, *lengths)):
-            raise ProtocolError("malformed lengths in a collective")
-        meta = _Meta(list(DTYPES.values())[code], family, tuple(shape), tuple(lengths))
-        longest = max(lengths) * meta.row * meta.dtype.itemsize
-        if longest > bytes_max:
-            raise ProtocolError(
-                f"a rank announced {longest} bytes; allowed: {bytes_max}",
-                next_step=_RAISE_LIMIT if bytes_max < _ARRAY_BYTES_MAX else None,
-            )
-        return meta
+def lengths_of(verb: str, size: int) -> int:
+    """How many lengths a row of the verb holds."""
+    return size if verb in _OF_PARTS else 1
 
 
-def all_gather_v(
-    one: CollectiveCall, group: Group, array: Array, bytes_max: int = _ARRAY_BYTES_MAX
-) -> Steps[list[Any]]:
-    """Everyone's array to everyone; `bytes_max` each."""
-    metas = yield from _exchange(one, group, _meta_of([array]), bytes_max)
-    counts = tuple(m.lengths[0] * m.row for m in metas)
-    flat = np.empty(sum(counts), array.dtype.storage)
-    yield from one.run("all_gather", counts, array.dtype, {Buf.IN: array.flat, Buf.OUT: flat})
-    return _as_list(flat, [m.lengths[0] for m in metas], metas[0], array.family)
+def announced_operand(verb: str, dtype: DType, shape: tuple[int, ...], root: int) -> Operand:
+    """What ranks compare of a call: the arrays beyond axis 0, where every rank has one."""
+    if verb not in EXCHANGED:
+        return NOTHING
+    text = f"{dtype}[{','.join(['*', *map(str, shape)])}]"
+    return Operand(dtype, None, shape, text, root=root)
 
 
-def gather_v(
-    one: CollectiveCall, group: Group, array: Array, root: int, bytes_max: int = _ARRAY_BYTES_MAX
+def run_announced(
+    verb: str,
+    one: CollectiveCall,
+    group: Group,
+    parts: list[Array] | None,
+    *,
+    root: int = 0,
+    out: Array | None = None,
+) -> Steps[Any]:
+    """Run both stages. `parts` is what this rank announces, None if it does not."""
+    size = group.backend.size
+    nbytes = row_bytes(size, lengths_of(verb, size))
+    is_exchanged = verb in EXCHANGED
+    if parts is None:
+        row = np.zeros(nbytes, np.uint8)
+        given = NOTHING
+    else:
+        said = Announcement.of(parts, _FAMILIES.index(_family_name(parts[0].family)))
+        row = said.encoded(nbytes, [part.flat for part in parts])
+        given = announced_operand(verb, said.dtype, said.shape, root)
+    rows = np.empty(nbytes * size, np.uint8) if is_exchanged else row
+    counts = (nbytes,) * (size if is_exchanged else 1)
+    memory = {Buf.OUT: rows} | ({Buf.IN: row} if is_exchanged else {})
+    collective = "all_gather" if is_exchanged else "broadcast"
+    place = {} if is_exchanged else {"root": root}
+    yield from one.run(collective, counts, _BYTE, memory, algorithm="auto", given=given, **place)
+    return (yield from finish(verb, one, group, rows, parts, root=root, out=out))
+
+
+def finish(
+    verb: str,
+    one: CollectiveCall,
+    group: Group,
+    rows: Flat,
+    parts: list[Array] | None,
+    *,
+    root: int,
+    out: Array | None,
+) -> Steps[Any]:
+    """Run the second stage, if there is one, and make the result of a verb from the rows of the first."""
+    size = group.backend.size
+    lengths = lengths_of(verb, size)
+    bytes_max = group.backend.config.recv_bytes_max if verb.endswith("object") else ARRAY_BYTES_MAX
+    said = [
+        Announcement.decoded(row, lengths, bytes_max) for row in rows.reshape(-1, row_bytes(size, lengths))
+    ]
+    if verb in EXCHANGED:
+        assert parts is not None, "every rank announces"
+        _check_alike(group, said)
+    match verb:
+        case "all_gather_v":
+            assert parts is not None
+            return (yield from _all_gather(one, said, parts[0]))
+        case "all_gather_object":
+            assert parts is not None
+            return [unpacked(each) for each in (yield from _all_gather(one, said, parts[0]))]
+        case "gather_v" | "gather_object":
+            assert parts is not None
+            gathered = yield from _gather(one, group, said, parts[0], root)
+            return gathered if gathered is None or verb == "gather_v" else [unpacked(each) for each in gathered]
+        case "all_to_all_v":
+            assert parts is not None
+            return (yield from _all_to_all(one, group, said, parts))
+        case "scatter":
+            return (yield from _scatter(one, group, said[0], parts, out, root))
+        case "scatter_v":
+            return (yield from _scatter_parts(one, group, said[0], parts, root))
+        case "scatter_object":
+            return unpacked((yield from _scatter_parts(one, group, said[0], parts, root)))
+        case _:
+            data = yield from _broadcast(one, said[0], parts, root)
+            return None if parts is not None else unpacked(data)
+
+
+def _all_gather(one: CollectiveCall, said: list[Announcement], array: Array) -> Steps[list[Any]]:
+    """Everyone's array to everyone."""
+    if all(each.elements is not None for each in said):
+        flat = np.concatenate([each.part(0) for each in said])
+    else:
+        counts = tuple(each.counts[0] for each in said)
+        flat = np.empty(sum(counts), array.dtype.storage)
+        yield from one.run("all_gather", counts, array.dtype, {Buf.IN: array.flat, Buf.OUT: flat})
+    return _as_list(flat, [each.lengths[0] for each in said], said[0], array.family)
+
+
+def _gather(
+    one: CollectiveCall, group: Group, said: list[Announcement], array: Array, root: int
 ) -> Steps[list[Any] | None]:
-    """Everyone's array to root; `bytes_max` each."""
-    metas = yield from _exchange(one, group, _meta_of([array]), bytes_max, root)
-    counts = tuple(m.lengths[0] * m.row for m in metas)
+    """Everyone's array to root."""
     is_root = group.backend.rank == root
-    flat = np.empty(sum(counts) if is_root else 0, array.dtype.storage)
-    memory = {Buf.IN: array.flat} | ({Buf.OUT: flat} if is_root else {})
-    yield from one.run("gather", counts, array.dtype, memory, root=root)
-    return _as_list(flat, [m.lengths[0] for m in metas], metas[0], array.family) if is_root else None
+    if all(each.elements is not None for each in said):
+        if not is_root:
+            return None
+        flat = np.concatenate([each.part(0) for each in said])
+    else:
+        counts = tuple(each.counts[0] for each in said)
+        flat = np.empty(sum(counts) if is_root else 0, array.dtype.storage)
+        memory = {Buf.IN: array.flat} | ({Buf.OUT: flat} if is_root else {})
+        yield from one.run("gather", counts, array.dtype, memory, root=root)
+    return _as_list(flat, [each.lengths[0] for each in said], said[0], array.family) if is_root else None
 
 
-def scatter(
-    one: CollectiveCall, group: Group, array: Array | None, out: Array | None, root: int
+def _all_to_all(
+    one: CollectiveCall, group: Group, said: list[Announcement], parts: list[Array]
+) -> Steps[list[Any]]:
+    """Everyone's list of arrays, one to each."""
+    size, rank, dtype = group.backend.size, group.backend.rank, said[0].dtype
+    if all(each.elements is not None for each in said):
+        flat = np.concatenate([each.part(rank) for each in said])
+    else:
+        counts = tuple(itertools.chain.from_iterable(each.counts for each in said))
+        flat = np.empty(sum(counts[rank::size]), dtype.storage)
+        given = np.concatenate([part.flat for part in parts])
+        yield from one.run("all_to_all", counts, dtype, {Buf.IN: given, Buf.OUT: flat})
+    return _as_list(flat, [each.lengths[rank] for each in said], said[0], parts[0].family)
+
+
+def _scatter(
+    one: CollectiveCall,
+    group: Group,
+    said: Announcement,
+    parts: list[Array] | None,
+    out: Array | None,
+    root: int,
 ) -> Steps[Any]:
     """Root's array, cut along its leading axis, to everyone."""
-    given = None if array is None else _meta_of([array])
-    meta = yield from _announce(one, given, root, lengths=1, bytes_max=_ARRAY_BYTES_MAX)
-    size, shape = group.backend.size, meta.shape
-    target = out if out is not None else _empty(meta, shape, array)
-    if target.dtype is not meta.dtype or target.shape != shape:
+    size, shape = group.backend.size, said.shape
+    target = out if out is not None else _empty(said, shape, parts and parts[0])
+    if target.dtype is not said.dtype or target.shape != shape:
         raise UsageError(
-            f"out is {target.dtype} of shape {target.shape}; root scatters {meta.dtype} of shape {shape}",
+            f"out is {target.dtype} of shape {target.shape}; root scatters {said.dtype} of shape {shape}",
             next_step="give out= of that type and shape, or leave it out",
         )
-    memory = {Buf.OUT: target.flat} | ({} if array is None else {Buf.IN: array.flat})
-    yield from one.run("scatter", (meta.row,) * size, meta.dtype, memory, root=root)
+    if said.elements is not None:
+        start = group.backend.rank * said.step
+        target.flat[:] = said.elements[start : start + said.step]
+    else:
+        memory = {Buf.OUT: target.flat} | ({} if parts is None else {Buf.IN: parts[0].flat})
+        yield from one.run("scatter", (said.step,) * size, said.dtype, memory, root=root)
     return target.give()
 
 
-def scatter_v(
-    one: CollectiveCall, group: Group, parts: list[Array] | None, root: int, bytes_max: int = _ARRAY_BYTES_MAX
+def _scatter_parts(
+    one: CollectiveCall, group: Group, said: Announcement, parts: list[Array] | None, root: int
 ) -> Steps[Any]:
-    """Root's list of arrays, one to each; `bytes_max` each."""
-    size, rank = group.backend.size, group.backend.rank
-    given = None if parts is None else _meta_of(parts)
-    meta = yield from _announce(one, given, root, lengths=size, bytes_max=bytes_max)
-    counts = tuple(n * meta.row for n in meta.lengths)
-    target = _empty(meta, (meta.lengths[rank], *meta.shape), parts[rank] if parts else None)
-    memory = {Buf.OUT: target.flat}
-    if parts is not None:
-        memory[Buf.IN] = np.concatenate([part.flat for part in parts])
-    yield from one.run("scatter", counts, meta.dtype, memory, root=root)
+    """Root's list of arrays, one to each."""
+    rank = group.backend.rank
+    target = _empty(said, (said.lengths[rank], *said.shape), parts and parts[rank])
+    if said.elements is not None:
+        target.flat[:] = said.part(rank)
+    else:
+        memory = {Buf.OUT: target.flat}
+        if parts is not None:
+            memory[Buf.IN] = np.concatenate([part.flat for part in parts])
+        yield from one.run("scatter", said.counts, said.dtype, memory, root=root)
     return target.give()
 
 
-def all_to_all_v(one: CollectiveCall, group: Group, parts: list[Array]) -> Steps[list[Any]]:
-    """Everyone's list of arrays, one to each."""
-    size, rank = group.backend.size, group.backend.rank
-    metas = yield from _exchange(one, group, _meta_of(parts), _ARRAY_BYTES_MAX)
-    row, dtype = metas[0].row, metas[0].dtype
-    counts = tuple(n * row for m in metas for n in m.lengths)
-    mine = tuple(counts[s * size + rank] for s in range(size))
-    flat = np.empty(sum(mine), dtype.storage)
-    given = np.concatenate([part.flat for part in parts])
-    yield from one.run("all_to_all", counts, dtype, {Buf.IN: given, Buf.OUT: flat})
-    return _as_list(flat, [m.lengths[rank] for m in metas], metas[0], parts[0].family)
+def _broadcast(
+    one: CollectiveCall, said: Announcement, parts: list[Array] | None, root: int
+) -> Steps[Flat]:
+    """Root's bytes to everyone."""
+    if said.elements is not None:
+        return said.part(0)
+    flat = np.empty(said.lengths[0], np.uint8) if parts is None else parts[0].flat
+    yield from one.run("broadcast", (flat.size,), _BYTE, {Buf.OUT: flat}, root=root)
+    return flat
 
 
 def all_reduce_fused(one: CollectiveCall, arrays: list[Array], op: ReduceOp, size: int) -> Steps[None]:
@@ -188,26 +256,11 @@ def all_reduce_fused(one: CollectiveCall, arrays: list[Array], op: ReduceOp, siz
             start += array.count
 
 
-def broadcast_bytes(
-    one: CollectiveCall, data: Array | None, root: int, bytes_max: int
-) -> Steps[np.ndarray[Any, Any]]:
-    """Root's bytes to everyone; the length is sent first."""
-    length = np.array([0 if data is None else data.count], np.int64)
-    yield from one.run("broadcast", (1,), _INT64, {Buf.OUT: length}, root=root, given=NOTHING)
-    if not 0 <= length[0] <= bytes_max:
-        raise ProtocolError(
-            f"root announced an object of {length[0]} bytes; allowed: {bytes_max}", next_step=_RAISE_LIMIT
-        )
-    flat = np.empty(int(length[0]), np.uint8) if data is None else data.flat
-    yield from one.run("broadcast", (flat.size,), _BYTE, {Buf.OUT: flat}, root=root)
-    return flat
-
-
 def packed(value: Any, bytes_max: int) -> Array:
     """An object as an array of bytes, of a length that the others take."""
     array = buffers.view(codec.pack_writable(value), "object")
     if array.count > bytes_max:
-        raise UsageError(f"an object of {array.count} bytes; allowed: {bytes_max}", next_step=_RAISE_LIMIT)
+        raise UsageError(f"an object of {array.count} bytes; allowed: {bytes_max}", next_step=RAISE_LIMIT)
     return array
 
 
@@ -216,53 +269,26 @@ def unpacked(data: np.ndarray[Any, Any]) -> Any:
     return codec.unpack(data)
 
 
-def _exchange(
-    one: CollectiveCall, group: Group, mine: _Meta, bytes_max: int, root: int | None = None
-) -> Steps[list[_Meta]]:
-    """Everyone's metadata to everyone; all ranks see the same, so all raise the same error or none."""
-    size, row = group.backend.size, mine.encoded()
-    everyone = np.empty(row.size * size, np.int64)
-    memory = {Buf.IN: row, Buf.OUT: everyone}
-    text = f"{mine.dtype}[{','.join(['*', *map(str, mine.shape)])}]"
-    given = Operand(mine.dtype, None, mine.shape, text, root=root)
-    yield from one.run("all_gather", (row.size,) * size, _INT64, memory, algorithm="auto", given=given)
-    metas = [_Meta.decoded(part, bytes_max) for part in everyone.reshape(size, -1)]
-    for rank, meta in enumerate(metas):
-        if (meta.dtype, meta.shape) != (metas[0].dtype, metas[0].shape):
-            sides = ((0, metas[0]), (rank, meta))
-            lines = [f"rank {group.world_ranks[r]}: {m.dtype} of shape (*, {m.shape})" for r, m in sides]
+def _check_alike(group: Group, said: list[Announcement]) -> None:
+    """All ranks see the same rows, so all raise the same error or none."""
+    first = said[0]
+    for rank, each in enumerate(said):
+        if (each.dtype, each.shape) != (first.dtype, first.shape):
+            sides = ((0, first), (rank, each))
+            lines = [f"rank {group.world_ranks[r]}: {a.dtype} of shape (*, {a.shape})" for r, a in sides]
             raise CollectiveMismatch(
                 f"ranks {group.world_ranks[0]} and {group.world_ranks[rank]} gave different kinds of arrays",
                 report="\n".join(lines),
                 cause="; ".join(lines),
                 next_step="give arrays of one dtype that differ along axis 0 only",
             )
-    return metas
 
 
-def _announce(
-    one: CollectiveCall, meta: _Meta | None, root: int, *, lengths: int, bytes_max: int
-) -> Steps[_Meta]:
-    """Root's metadata to everyone."""
-    row = np.zeros(_ROW + lengths, np.int64) if meta is None else meta.encoded()
-    memory = {Buf.OUT: row}
-    yield from one.run("broadcast", (row.size,), _INT64, memory, root=root, algorithm="auto", given=NOTHING)
-    return _Meta.decoded(row, bytes_max)
-
-
-def _meta_of(arrays: list[Array]) -> _Meta:
-    shape = arrays[0].shape[1:]
-    if len(shape) > _DIMENSIONS_MAX:
-        raise UsageError(f"an array has {len(shape) + 1} dimensions; allowed: {_DIMENSIONS_MAX + 1}")
-    family = _FAMILIES.index(_family_name(arrays[0].family))
-    return _Meta(arrays[0].dtype, family, shape, tuple(array.shape[0] for array in arrays))
-
-
-def _as_list(flat: np.ndarray[Any, Any], lengths: list[int], meta: _Meta, family: Family) -> list[Any]:
+def _as_list(flat: Flat, lengths: list[int], said: Announcement, family: Family) -> list[Any]:
     parts, start = [], 0
     for length in lengths:
-        stop = start + length * meta.row
-        parts.append(family.give(flat[start:stop], (length, *meta.shape), meta.dtype))
+        stop = start + length * said.step
+        parts.append(family.give(flat[start:stop], (length, *said.shape), said.dtype))
         start = stop
     return parts
 
@@ -279,13 +305,13 @@ def _family_name(family: Family) -> str:
     return "torch" if family is buffers.TORCH else "raw" if family is buffers.RAW else "numpy"
 
 
-def _empty(meta: _Meta, shape: tuple[int, ...], like: Array | None) -> Array:
+def _empty(said: Announcement, shape: tuple[int, ...], like: Array | None) -> Array:
     """Memory for what root sends, of root's kind where this process can hold it."""
     if like is not None:
         return like.like(shape)
-    flat = np.empty(int(np.prod(shape, dtype=np.int64)), meta.dtype.storage)
-    name = _FAMILIES[meta.family % len(_FAMILIES)]
-    family = buffers.RAW if name == "raw" else buffers.numpy_family(meta.dtype)
+    flat = np.empty(int(np.prod(shape, dtype=np.int64)), said.dtype.storage)
+    name = _FAMILIES[said.family % len(_FAMILIES)]
+    family = buffers.RAW if name == "raw" else buffers.numpy_family(said.dtype)
     if name == "torch" and "torch" in sys.modules:
         family = buffers.TORCH
-    return Array(flat, meta.dtype, shape, family, None)
+    return Array(flat, said.dtype, shape, family, None)

@@ -1,0 +1,318 @@
+// Calls whose ranks do not know each other's lengths: their first stage, and the result if there is no second.
+//
+// Every rank, or root, announces its arrays in a row (announcement.hpp); short ones are in the row itself. If anything
+// is missing, or a row is not what it should be, Python finishes the call (unisono/comm/vector_collectives.py).
+
+#include <nanobind/stl/string.h>
+
+#include <cstring>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "engine/engine.hpp"
+#include "kernels/kernels.hpp"
+#include "python/announcement.hpp"
+#include "python/call.hpp"
+#include "python/codec.hpp"
+
+namespace unisono {
+
+using namespace engine;
+
+namespace {
+
+// vector_collectives._FAMILIES
+constexpr uint8_t numpy_family = 0, torch_family = 1;
+
+bool takes_parts(Verb verb) {
+  return verb == Verb::scatter_v || verb == Verb::scatter_object || verb == Verb::all_to_all_v;
+}
+bool is_of_objects(Verb verb) {
+  return verb == Verb::all_gather_object || verb == Verb::gather_object || verb == Verb::scatter_object ||
+         verb == Verb::broadcast_object;
+}
+bool is_exchanged(Verb verb) {
+  return verb == Verb::all_gather_v || verb == Verb::gather_v || verb == Verb::all_to_all_v ||
+         verb == Verb::all_gather_object || verb == Verb::gather_object;
+}
+
+std::span<const Py_ssize_t> beyond_first(const Argument& array) {
+  return {array.shape + 1, static_cast<size_t>(array.nd - 1)};
+}
+
+bool is_alike(const Argument& a, const Argument& b) {
+  return a.dtype == b.dtype && a.nd == b.nd && std::equal(a.shape + 1, a.shape + a.nd, b.shape + 1);
+}
+
+// An item of a list or tuple of this length; anything else is Python's to refuse. Asked for each item: looking at the
+// one before may have run any code.
+PyObject* item_of(PyObject* list, size_t count, size_t i) {
+  if (list == nullptr || !(PyList_CheckExact(list) || PyTuple_CheckExact(list)) ||
+      static_cast<size_t>(PySequence_Fast_GET_SIZE(list)) != count)
+    throw LeftToReference();
+  return PySequence_Fast_GET_ITEM(list, static_cast<Py_ssize_t>(i));
+}
+
+}  // namespace
+
+void Call::prepare_announced(const Given& given) {
+  const Verb verb = spec_.verb;
+  Announced& mine = announced_.emplace();
+  mine.is_exchanged = is_exchanged(verb);
+  root_ = given[Parameter::root] == nullptr ? 0 : rank_of(given[Parameter::root]);
+  const auto size = static_cast<size_t>(group_.size);
+  mine.lengths = takes_parts(verb) ? size : 1;
+  mine.row_bytes = Announcement::row_bytes(size, mine.lengths);
+  count_ = mine.row_bytes;
+  target_count_ = mine.row_bytes * (mine.is_exchanged ? size : 1);
+  // The rows of all, then the one of this rank.
+  result_ = group_.arguments.make_bytes(target_count_ + (mine.is_exchanged ? mine.row_bytes : 0));
+  target_ = result_.data;
+  if (PyObject* const out = given[Parameter::out]; out != nullptr && out != Py_None) {
+    group_.arguments.see(out, "out", true, out_);
+    if (out_.is_number()) throw LeftToReference();
+  }
+  PyObject* const x = given[Parameter::x];
+  if (mine.is_exchanged || root_ == group_.rank) {
+    if (is_of_objects(verb))
+      announce_objects(x);
+    else
+      announce_arrays(x);
+  }
+  find_announced_decision(given);
+}
+
+// The row that this rank sends.
+Announcement Call::own_row() const {
+  const Announced& mine = *announced_;
+  return {target_ + (mine.is_exchanged ? target_count_ : 0), mine.row_bytes, mine.lengths};
+}
+
+// The row of a rank, or the one of root.
+Announcement Call::row_of(size_t rank) const {
+  const Announced& mine = *announced_;
+  return {target_ + rank * mine.row_bytes, mine.row_bytes, mine.lengths};
+}
+
+void Call::announce_arrays(PyObject* x) {
+  Announced& mine = *announced_;
+  const size_t count = mine.lengths;
+  mine.parts = std::make_unique<Argument[]>(count);
+  mine.part_count = count;
+  uint64_t nbytes = 0;
+  for (size_t i = 0; i < count; ++i) {
+    Argument& part = mine.parts[i];
+    const nb::object item = nb::borrow(takes_parts(spec_.verb) ? item_of(x, count, i) : x);
+    if (!item.is_valid()) throw LeftToReference();
+    try {
+      group_.arguments.see(item.ptr(), "x", false, part);
+    } catch (nb::python_error&) {
+      throw LeftToReference();  // refuses it by its name
+    }
+    part.keep();
+    if (part.nd == 0 || !is_alike(part, mine.parts[0])) throw LeftToReference();
+    nbytes += part.nbytes();
+  }
+  const Argument& first = mine.parts[0];
+  if (spec_.verb == Verb::scatter && (first.shape[0] != group_.size || out_.is_given())) check_scattered();
+  // Of what Python has viewed, only Python knows the kind that other ranks are to make.
+  if (!mine.is_exchanged && first.form == Form::viewed) throw LeftToReference();
+  Announcement said = own_row();
+  byte* to = said.write(first.dtype, first.form == Form::tensor ? torch_family : numpy_family, beyond_first(first),
+                        nbytes);
+  for (size_t i = 0; i < count; ++i) {
+    const Argument& part = mine.parts[i];
+    said.set_length(i, part.shape[0]);
+    if (to == nullptr || part.count == 0) continue;
+    std::memcpy(to, part.data, part.nbytes());
+    to += part.nbytes();
+  }
+}
+
+// Root's own arguments of a scatter: what is wrong with them Python says before anything is sent.
+void Call::check_scattered() const {
+  const Argument& x = announced_->parts[0];
+  if (x.shape[0] != group_.size || out_.dtype != x.dtype || out_.nd != x.nd - 1 ||
+      !std::equal(out_.shape, out_.shape + out_.nd, x.shape + 1))
+    throw LeftToReference();
+  if (x.count != 0 && out_.count != 0 && x.data < out_.data + out_.nbytes() && out_.data < x.data + x.nbytes())
+    throw LeftToReference();
+}
+
+void Call::announce_objects(PyObject* x) {
+  Announced& mine = *announced_;
+  const size_t count = mine.lengths;
+  PyObject* const single = x == nullptr ? Py_None : x;
+  if (x == nullptr && mine.is_exchanged) throw LeftToReference();
+  mine.value = nb::borrow(single);
+  const uint64_t bytes_max = group_.completions.engine().settings.recv_bytes_max;
+  std::vector<codec::Packer> packers(count);
+  uint64_t nbytes = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const nb::object item = nb::borrow(takes_parts(spec_.verb) ? item_of(x, count, i) : single);
+    if (!packers[i].pack(item.ptr())) throw nb::python_error();
+    if (packers[i].size() > bytes_max) throw LeftToReference();  // refuses it
+    nbytes += packers[i].size();
+  }
+  Announcement said = own_row();
+  byte* to = said.write(plain_bytes, numpy_family, {}, nbytes);
+  if (to == nullptr) mine.packed = nb::list();
+  for (size_t i = 0; i < count; ++i) {
+    const size_t length = packers[i].size();
+    said.set_length(i, static_cast<std::int64_t>(length));
+    if (to != nullptr) {
+      packers[i].copy_to(to);
+      to += length;
+    } else {
+      const Result packed = group_.arguments.make_bytes(length);
+      packers[i].copy_to(packed.data);
+      mine.packed.append(packed.object);
+    }
+  }
+}
+
+void Call::find_announced_decision(const Given& given) {
+  const Announced& mine = *announced_;
+  const Argument* const first = mine.part_count != 0 ? &mine.parts[0] : nullptr;
+  DecisionKey key;
+  key.verb = static_cast<uint8_t>(spec_.verb);
+  key.dtype = !mine.is_exchanged ? untyped : first != nullptr ? first->dtype : plain_bytes;
+  key.root = root_;
+  key.algorithm = algorithm_of(given);
+  decision_ = group_.decisions.find(key);
+  is_first_ = decision_ == nullptr;
+  const auto dims = first != nullptr ? beyond_first(*first) : std::span<const Py_ssize_t>();
+  if (is_first_) decision_ = decide(key, given, key.dtype == untyped ? plain_bytes : key.dtype, dims);
+  if (!decision_->program->accepts(counts())) throw LeftToReference();
+  if (!mine.is_exchanged) {
+    fingerprint_ = decision_->fingerprint.with(0, Fingerprint::hash_of(decision_->seed, {}));
+    return;
+  }
+  std::int64_t values[Argument::dims_max];
+  std::copy(dims.begin(), dims.end(), values);
+  values[dims.size()] = 0;  // in place of a count
+  const std::span<const std::int64_t> hashed(values, dims.size() + 1);
+  fingerprint_ = decision_->fingerprint.with(count_any, Fingerprint::hash_of(decision_->seed, hashed));
+}
+
+// ---- the result ----
+
+// Whether it was made. If not, Python finishes the call.
+bool Call::make_announced_result() {
+  Announced& mine = *announced_;
+  if (mine.result.is_valid()) return true;
+  if (!has_all_elements()) return false;
+  const Verb verb = spec_.verb;
+  const bool is_root = root_ == group_.rank;
+  if ((verb == Verb::gather_v || verb == Verb::gather_object) && !is_root) {
+    mine.result = nb::none();
+    return true;
+  }
+  if (verb == Verb::broadcast_object && is_root) {
+    mine.result = mine.value;
+    return true;
+  }
+  const size_t own = mine.is_exchanged && !takes_parts(verb) ? 0 : static_cast<size_t>(group_.rank);
+  if (!mine.is_exchanged) {
+    mine.result = part_of(row_of(0), verb == Verb::broadcast_object || verb == Verb::scatter ? 0 : own);
+    return mine.result.is_valid();
+  }
+  nb::object all = nb::steal(PyList_New(group_.size));
+  for (std::int32_t rank = 0; rank < group_.size; ++rank) {
+    nb::object part = part_of(row_of(static_cast<size_t>(rank)), own);
+    if (!part.is_valid()) return false;
+    PyList_SET_ITEM(all.ptr(), rank, part.release().ptr());
+  }
+  mine.result = std::move(all);
+  return true;
+}
+
+// Whether the rows make sense and hold everything.
+bool Call::has_all_elements() const {
+  const Announced& mine = *announced_;
+  const size_t rows = mine.is_exchanged ? static_cast<size_t>(group_.size) : 1;
+  const Argument* const first = mine.part_count != 0 ? &mine.parts[0] : nullptr;
+  for (size_t i = 0; i < rows; ++i) {
+    const Announcement row = row_of(i);
+    if (row.dtype() >= dtype_count || !row.has_elements(itemsizes[row.dtype()])) return false;
+    if (is_of_objects(spec_.verb)) {
+      if (row.dtype() != plain_bytes || row.dims() != 0) return false;
+      for (size_t part = 0; part < mine.lengths; ++part)
+        if (static_cast<uint64_t>(row.length(part)) > group_.completions.engine().settings.recv_bytes_max) return false;
+      continue;
+    }
+    if (first != nullptr) {
+      const auto dims = beyond_first(*first);
+      if (row.dtype() != first->dtype || row.dims() != dims.size()) return false;
+      for (size_t d = 0; d < dims.size(); ++d)
+        if (row.dim(d) != dims[d]) return false;
+    } else if (row.family() != numpy_family || row.dims() >= Argument::dims_max ||
+               !group_.arguments.has_type(row.dtype())) {
+      return false;
+    }
+    if (out_.is_given() && !fits_out(row)) return false;
+    if (spec_.verb == Verb::scatter && row.length(0) != group_.size) return false;
+  }
+  return true;
+}
+
+bool Call::fits_out(const Announcement& row) const {
+  if (out_.dtype != row.dtype() || static_cast<size_t>(out_.nd) != row.dims()) return false;
+  for (size_t d = 0; d < row.dims(); ++d)
+    if (out_.shape[d] != row.dim(d)) return false;
+  return true;
+}
+
+// A part of a row as the user gets it; nothing if it cannot be made.
+nb::object Call::part_of(const Announcement& row, size_t number) const {
+  std::span<const byte> data = row.part(number, itemsizes[row.dtype()]);
+  if (is_of_objects(spec_.verb)) {
+    nb::object value = nb::steal(codec::unpack(data.data(), data.size()));
+    if (!value.is_valid()) PyErr_Clear();  // Python says what is wrong with it
+    return value;
+  }
+  Py_ssize_t shape[Argument::dims_max + 1];
+  int nd = 0;
+  if (spec_.verb == Verb::scatter)
+    data = data.subspan(data.size() / static_cast<size_t>(group_.size) * static_cast<size_t>(group_.rank),
+                        data.size() / static_cast<size_t>(group_.size));
+  else
+    shape[nd++] = row.length(number);
+  for (size_t d = 0; d < row.dims(); ++d) shape[nd++] = row.dim(d);
+  if (out_.is_given()) {
+    if (!data.empty()) std::memcpy(out_.data, data.data(), data.size());
+    return nb::borrow(out_.given);
+  }
+  Argument plain;
+  plain.form = Form::array;
+  plain.dtype = row.dtype();
+  const Argument& like = announced_->part_count != 0 ? announced_->parts[0] : plain;
+  Result made = group_.arguments.make(like, shape, nd);
+  if (!data.empty()) std::memcpy(made.data, data.data(), data.size());
+  nb::object part = nb::steal(group_.arguments.give(like, made, false));
+  if (!part.is_valid()) throw nb::python_error();
+  return part;
+}
+
+// What this rank announced, for Python: arrays, or packed objects as arrays of bytes; None if it announced nothing.
+nb::object Call::announced_parts() const {
+  const Announced& mine = *announced_;
+  if (!mine.is_exchanged && root_ != group_.rank) return nb::none();
+  if (mine.packed.is_valid()) return mine.packed;
+  nb::list parts;
+  if (!is_of_objects(spec_.verb)) {
+    for (size_t i = 0; i < mine.part_count; ++i) parts.append(nb::borrow(mine.parts[i].given));
+    return std::move(parts);
+  }
+  const Announcement row = own_row();
+  for (size_t i = 0; i < mine.lengths; ++i) {
+    const std::span<const byte> data = row.part(i, 1);
+    const Result packed = group_.arguments.make_bytes(data.size());
+    std::memcpy(packed.data, data.data(), data.size());
+    parts.append(packed.object);
+  }
+  return std::move(parts);
+}
+
+}  // namespace unisono

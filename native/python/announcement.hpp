@@ -1,0 +1,88 @@
+// An announcement: what a rank says of its arrays before they travel, with the arrays themselves if they are short.
+// The native twin of unisono/comm/announcement.py, which describes the layout.
+//
+// Knows the bytes of a row. Does not know Python objects.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <span>
+
+#include "base/types.hpp"
+
+namespace unisono {
+
+class Announcement {
+ public:
+  static constexpr size_t head_bytes = 8, number_bytes = 8, dims_max = 32;
+
+  // How long a row is in a group of `size` ranks, where each rank announces so many lengths.
+  static size_t row_bytes(size_t size, size_t lengths) {
+    const size_t free = std::clamp<size_t>(8192 / size / number_bytes * number_bytes, 256, 2048);
+    return head_bytes + number_bytes * lengths + std::max(free, number_bytes * dims_max);
+  }
+
+  // The row that begins here; `nbytes` of it are memory of this process, whatever it says.
+  Announcement(engine::byte* row, size_t nbytes, size_t lengths) : row_(row), nbytes_(nbytes), lengths_(lengths) {}
+
+  // Write everything but the elements. Returns where these begin, if there are `element_bytes` left; else nullptr.
+  engine::byte* write(uint8_t dtype, uint8_t family, std::span<const Py_ssize_t> dims, uint64_t element_bytes) {
+    std::memset(row_, 0, nbytes_);
+    row_[0] = static_cast<engine::byte>(dtype);
+    row_[1] = static_cast<engine::byte>(family);
+    row_[2] = static_cast<engine::byte>(dims.size());
+    for (size_t i = 0; i < dims.size(); ++i) set(i, dims[i]);
+    return begin() + element_bytes <= nbytes_ ? row_ + begin() : nullptr;
+  }
+  void set_length(size_t part, std::int64_t length) { set(dims() + part, length); }
+
+  uint8_t dtype() const { return static_cast<uint8_t>(row_[0]); }
+  uint8_t family() const { return static_cast<uint8_t>(row_[1]); }
+  size_t dims() const { return std::to_integer<size_t>(row_[2]); }
+  std::int64_t dim(size_t i) const { return get(i); }
+  std::int64_t length(size_t part) const { return get(dims() + part); }
+
+  // Whether it makes sense and holds its elements, of `itemsize` bytes each. Then all numbers in it are small.
+  bool has_elements(size_t itemsize) const {
+    if (dims() > dims_max || begin() > nbytes_) return false;
+    const uint64_t left = nbytes_ - begin();
+    uint64_t step = itemsize;
+    for (size_t i = 0; i < dims(); ++i) {
+      if (dim(i) < 0 || static_cast<uint64_t>(dim(i)) > left) return false;
+      step *= static_cast<uint64_t>(dim(i));
+      if (step > left) return false;
+    }
+    uint64_t all = 0;
+    for (size_t part = 0; part < lengths_; ++part) {
+      if (length(part) < 0 || static_cast<uint64_t>(length(part)) > left) return false;
+      all += static_cast<uint64_t>(length(part)) * step;
+      if (all > left) return false;
+    }
+    return true;
+  }
+  // Of a row that has them: the elements of a part, and how many bytes they are.
+  std::span<const engine::byte> part(size_t number, size_t itemsize) const {
+    size_t step = itemsize, start = 0;
+    for (size_t i = 0; i < dims(); ++i) step *= static_cast<size_t>(dim(i));
+    for (size_t before = 0; before < number; ++before) start += static_cast<size_t>(length(before)) * step;
+    return {row_ + begin() + start, static_cast<size_t>(length(number)) * step};
+  }
+
+ private:
+  size_t begin() const { return head_bytes + number_bytes * (dims() + lengths_); }
+  void set(size_t number, std::int64_t value) {
+    std::memcpy(row_ + head_bytes + number * number_bytes, &value, sizeof value);
+  }
+  std::int64_t get(size_t number) const {
+    std::int64_t value;
+    std::memcpy(&value, row_ + head_bytes + number * number_bytes, sizeof value);
+    return value;
+  }
+
+  engine::byte* const row_;
+  const size_t nbytes_, lengths_;
+};
+
+}  // namespace unisono

@@ -1,0 +1,123 @@
+"""Announcements: what a rank says of its arrays before they travel, with the arrays themselves if they are short.
+
+Where ranks cannot know each other's lengths, the first stage of a collective carries one *row* of bytes per
+rank, of equal length: dtype, kind of array and number of dimensions beyond axis 0 (a byte each, in 8 bytes),
+these dimensions, the length along axis 0 of each part (8 bytes each), and then the elements of all parts, if
+they fit. If all of them do, there is no second stage.
+
+The native twin is native/python/announcement.hpp: the same layout.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from unisono.core.buffers import Array
+from unisono.core.dtypes import DTYPES, DType
+from unisono.errors import ProtocolError, UsageError
+
+__all__ = ["ARRAY_BYTES_MAX", "RAISE_LIMIT", "Announcement", "row_bytes"]
+
+_DIMENSIONS_MAX: Final = 32  # NumPy's own limit was 32 for most of its life
+_HEAD: Final = struct.Struct("<BBB5x")
+_NUMBER: Final = 8
+# What all rows of a group may hold together beyond numbers; each holds some hundred bytes, and up to 2 KiB.
+_ROWS_BYTES: Final = 8192
+_ROW_BYTES_MIN, _ROW_BYTES_MAX = 256, 2048
+_TYPES: Final = list(DTYPES.values())
+# What a rank may announce of an array; memory for it is taken by the call that asked for it.
+ARRAY_BYTES_MAX: Final = 1 << 48
+RAISE_LIMIT: Final = "set Config(recv_bytes_max=...) or UNISONO_RECV_BYTES_MAX alike on all ranks"
+
+Flat: TypeAlias = np.ndarray[Any, Any]
+
+
+def row_bytes(size: int, lengths: int) -> int:
+    """How long a row is in a group of `size` ranks, where each rank announces so many lengths."""
+    free = min(max(_ROWS_BYTES // size // _NUMBER * _NUMBER, _ROW_BYTES_MIN), _ROW_BYTES_MAX)
+    return _HEAD.size + _NUMBER * lengths + max(free, _NUMBER * _DIMENSIONS_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What one rank says of its array or list of arrays."""
+
+    dtype: DType
+    family: int
+    shape: tuple[int, ...]  # beyond axis 0
+    lengths: tuple[int, ...]  # along axis 0
+    elements: Flat | None = None  # those of all parts, if they are in the row
+
+    @staticmethod
+    def of(arrays: Sequence[Array], family: int) -> Announcement:
+        """An announcement of arrays that differ along axis 0 only."""
+        shape = arrays[0].shape[1:]
+        if len(shape) > _DIMENSIONS_MAX:
+            raise UsageError(f"an array has {len(shape) + 1} dimensions; allowed: {_DIMENSIONS_MAX + 1}")
+        return Announcement(arrays[0].dtype, family, shape, tuple(array.shape[0] for array in arrays))
+
+    @property
+    def step(self) -> int:
+        """How many elements one step along axis 0 holds."""
+        return math.prod(self.shape)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many elements each part holds."""
+        return tuple(length * self.step for length in self.lengths)
+
+    def part(self, number: int) -> Flat:
+        """The elements of a part that are in the row."""
+        assert self.elements is not None, "asked only if they are here"
+        counts = self.counts
+        start = sum(counts[:number])
+        return self.elements[start : start + counts[number]]
+
+    def encoded(self, nbytes: int, parts: Iterable[Flat]) -> Flat:
+        """As a row of this length, with the parts if they fit."""
+        row = np.zeros(nbytes, np.uint8)
+        numbers = self._numbers()
+        row[: _HEAD.size] = np.frombuffer(
+            _HEAD.pack(self.dtype.code, self.family, len(self.shape)), np.uint8
+        )
+        row[_HEAD.size : numbers] = np.array((*self.shape, *self.lengths), np.int64).view(np.uint8)
+        stop = numbers + self._bytes()
+        if stop <= nbytes:
+            row[numbers:stop] = np.concatenate([np.asarray(part).view(np.uint8) for part in parts])
+        return row
+
+    @staticmethod
+    def decoded(row: Flat, lengths: int, bytes_max: int) -> Announcement:
+        """From a row that another rank sent: nothing in it is taken on trust."""
+        code, family, dimensions = _HEAD.unpack(row[: _HEAD.size].tobytes())
+        if code >= len(_TYPES) or dimensions > _DIMENSIONS_MAX:
+            raise ProtocolError("malformed announcement in a collective")
+        numbers = _HEAD.size + _NUMBER * (dimensions + lengths)
+        values = row[_HEAD.size : numbers].view(np.int64).tolist()
+        if any(n < 0 for n in values):
+            raise ProtocolError("malformed lengths in a collective")
+        said = Announcement(_TYPES[code], family, tuple(values[:dimensions]), tuple(values[dimensions:]))
+        longest = max(said.counts) * said.dtype.itemsize
+        if longest > bytes_max:
+            raise ProtocolError(
+                f"a rank announced {longest} bytes; allowed: {bytes_max}",
+                next_step=RAISE_LIMIT if bytes_max < ARRAY_BYTES_MAX else None,
+            )
+        stop = numbers + said._bytes()
+        if stop > row.size:
+            return said
+        elements = row[numbers:stop].view(said.dtype.storage)
+        return Announcement(said.dtype, family, said.shape, said.lengths, elements)
+
+    def _numbers(self) -> int:
+        """Where the elements begin in a row."""
+        return _HEAD.size + _NUMBER * (len(self.shape) + len(self.lengths))
+
+    def _bytes(self) -> int:
+        return sum(self.counts) * self.dtype.itemsize
