@@ -24,6 +24,8 @@ namespace {
 
 // vector_collectives._FAMILIES
 constexpr uint8_t numpy_family = 0, torch_family = 1;
+// announcement.ARRAY_BYTES_MAX
+constexpr uint64_t array_bytes_max = uint64_t{1} << 48;
 
 bool takes_parts(Verb verb) {
   return verb == Verb::scatter_v || verb == Verb::scatter_object || verb == Verb::all_to_all_v;
@@ -69,6 +71,7 @@ void Call::prepare_announced(const Given& given) {
   // The rows of all, then the one of this rank.
   result_ = group_.arguments.make_bytes(target_count_ + (mine.is_exchanged ? mine.row_bytes : 0));
   target_ = result_.data;
+  in_ = mine.is_exchanged ? target_ + target_count_ : nullptr;
   if (PyObject* const out = given[Parameter::out]; out != nullptr && out != Py_None) {
     group_.arguments.see(out, "out", true, out_);
     if (out_.is_number()) throw LeftToReference();
@@ -86,13 +89,14 @@ void Call::prepare_announced(const Given& given) {
 // The row that this rank sends.
 Announcement Call::own_row() const {
   const Announced& mine = *announced_;
-  return {target_ + (mine.is_exchanged ? target_count_ : 0), mine.row_bytes, mine.lengths};
+  return {result_.data + (mine.is_exchanged ? static_cast<size_t>(group_.size) * mine.row_bytes : 0), mine.row_bytes,
+          mine.lengths};
 }
 
 // The row of a rank, or the one of root.
 Announcement Call::row_of(size_t rank) const {
   const Announced& mine = *announced_;
-  return {target_ + rank * mine.row_bytes, mine.row_bytes, mine.lengths};
+  return {result_.data + rank * mine.row_bytes, mine.row_bytes, mine.lengths};
 }
 
 void Call::announce_arrays(PyObject* x) {
@@ -173,13 +177,13 @@ void Call::announce_objects(PyObject* x) {
 }
 
 void Call::find_announced_decision(const Given& given) {
-  const Announced& mine = *announced_;
+  Announced& mine = *announced_;
   const Argument* const first = mine.part_count != 0 ? &mine.parts[0] : nullptr;
   DecisionKey key;
   key.verb = static_cast<uint8_t>(spec_.verb);
   key.dtype = !mine.is_exchanged ? untyped : first != nullptr ? first->dtype : plain_bytes;
   key.root = root_;
-  key.algorithm = algorithm_of(given);
+  key.algorithm = mine.algorithm = algorithm_of(given);
   decision_ = group_.decisions.find(key);
   is_first_ = decision_ == nullptr;
   const auto dims = first != nullptr ? beyond_first(*first) : std::span<const Py_ssize_t>();
@@ -196,65 +200,71 @@ void Call::find_announced_decision(const Given& given) {
   fingerprint_ = decision_->fingerprint.with(count_any, Fingerprint::hash_of(decision_->seed, hashed));
 }
 
-// ---- the result ----
+// ---- the rows of all ranks ----
 
-// Whether it was made. If not, Python finishes the call.
+// Look at the rows: whether all elements are in them, travel in a second stage, or are for Python to look at.
+Call::Rows Call::look_at_rows() {
+  Announced& mine = *announced_;
+  const size_t rows = mine.is_exchanged ? static_cast<size_t>(group_.size) : 1;
+  const uint64_t bytes_max =
+      is_of_objects(spec_.verb) ? group_.completions.engine().settings.recv_bytes_max : array_bytes_max;
+  mine.counts.resize(rows * mine.lengths);
+  bool are_here = true;
+  for (size_t i = 0; i < rows; ++i) {
+    const Announcement row = row_of(i);
+    uint64_t* const counts = &mine.counts[i * mine.lengths];
+    if (row.dtype() >= dtype_count || !row.counts(itemsizes[row.dtype()], bytes_max, counts)) return Rows::strange;
+    if (!is_expected(row)) return Rows::strange;
+    uint64_t all = 0;
+    for (size_t part = 0; part < mine.lengths; ++part) all += counts[part];
+    are_here = are_here && row.holds(all * itemsizes[row.dtype()]);
+  }
+  return are_here ? Rows::complete : Rows::lengths_only;
+}
+
+// Whether it announces what this rank can take as it is.
+bool Call::is_expected(const Announcement& row) const {
+  const Announced& mine = *announced_;
+  if (is_of_objects(spec_.verb)) return row.dtype() == plain_bytes && row.dims() == 0;
+  if (mine.part_count != 0) {
+    const Argument& first = mine.parts[0];
+    const auto dims = beyond_first(first);
+    if (row.dtype() != first.dtype || row.dims() != dims.size()) return false;
+    for (size_t d = 0; d < dims.size(); ++d)
+      if (row.dim(d) != dims[d]) return false;
+  } else if (row.family() != numpy_family || row.dims() >= Argument::dims_max ||
+             !group_.arguments.has_type(row.dtype())) {
+    return false;
+  }
+  if (out_.is_given() && !fits_out(row)) return false;
+  return spec_.verb != Verb::scatter || row.length(0) == group_.size;
+}
+
+// The number of the part that this rank gets of a row.
+size_t Call::own_part() const { return takes_parts(spec_.verb) ? static_cast<size_t>(group_.rank) : 0; }
+
+// Make the result from the rows alone. False if a part cannot be made: Python says why.
 bool Call::make_announced_result() {
   Announced& mine = *announced_;
-  if (mine.result.is_valid()) return true;
-  if (!has_all_elements()) return false;
   const Verb verb = spec_.verb;
   const bool is_root = root_ == group_.rank;
   if ((verb == Verb::gather_v || verb == Verb::gather_object) && !is_root) {
     mine.result = nb::none();
-    return true;
-  }
-  if (verb == Verb::broadcast_object && is_root) {
+  } else if (verb == Verb::broadcast_object && is_root) {
     mine.result = mine.value;
-    return true;
-  }
-  const size_t own = mine.is_exchanged && !takes_parts(verb) ? 0 : static_cast<size_t>(group_.rank);
-  if (!mine.is_exchanged) {
-    mine.result = part_of(row_of(0), verb == Verb::broadcast_object || verb == Verb::scatter ? 0 : own);
-    return mine.result.is_valid();
-  }
-  nb::object all = nb::steal(PyList_New(group_.size));
-  for (std::int32_t rank = 0; rank < group_.size; ++rank) {
-    nb::object part = part_of(row_of(static_cast<size_t>(rank)), own);
-    if (!part.is_valid()) return false;
-    PyList_SET_ITEM(all.ptr(), rank, part.release().ptr());
-  }
-  mine.result = std::move(all);
-  return true;
-}
-
-// Whether the rows make sense and hold everything.
-bool Call::has_all_elements() const {
-  const Announced& mine = *announced_;
-  const size_t rows = mine.is_exchanged ? static_cast<size_t>(group_.size) : 1;
-  const Argument* const first = mine.part_count != 0 ? &mine.parts[0] : nullptr;
-  for (size_t i = 0; i < rows; ++i) {
-    const Announcement row = row_of(i);
-    if (row.dtype() >= dtype_count || !row.has_elements(itemsizes[row.dtype()])) return false;
-    if (is_of_objects(spec_.verb)) {
-      if (row.dtype() != plain_bytes || row.dims() != 0) return false;
-      for (size_t part = 0; part < mine.lengths; ++part)
-        if (static_cast<uint64_t>(row.length(part)) > group_.completions.engine().settings.recv_bytes_max) return false;
-      continue;
+  } else if (!mine.is_exchanged) {
+    mine.result = part_of(row_of(0), own_part());
+  } else {
+    nb::object all = nb::steal(PyList_New(group_.size));
+    if (!all.is_valid()) throw nb::python_error();
+    for (std::int32_t rank = 0; rank < group_.size; ++rank) {
+      nb::object part = part_of(row_of(static_cast<size_t>(rank)), own_part());
+      if (!part.is_valid()) return false;
+      PyList_SET_ITEM(all.ptr(), rank, part.release().ptr());
     }
-    if (first != nullptr) {
-      const auto dims = beyond_first(*first);
-      if (row.dtype() != first->dtype || row.dims() != dims.size()) return false;
-      for (size_t d = 0; d < dims.size(); ++d)
-        if (row.dim(d) != dims[d]) return false;
-    } else if (row.family() != numpy_family || row.dims() >= Argument::dims_max ||
-               !group_.arguments.has_type(row.dtype())) {
-      return false;
-    }
-    if (out_.is_given() && !fits_out(row)) return false;
-    if (spec_.verb == Verb::scatter && row.length(0) != group_.size) return false;
+    mine.result = std::move(all);
   }
-  return true;
+  return mine.result.is_valid();
 }
 
 bool Call::fits_out(const Announcement& row) const {
@@ -284,9 +294,7 @@ nb::object Call::part_of(const Announcement& row, size_t number) const {
     if (!data.empty()) std::memcpy(out_.data, data.data(), data.size());
     return nb::borrow(out_.given);
   }
-  Argument plain;
-  plain.form = Form::array;
-  plain.dtype = row.dtype();
+  const Argument plain(row.dtype());
   const Argument& like = announced_->part_count != 0 ? announced_->parts[0] : plain;
   Result made = group_.arguments.make(like, shape, nd);
   if (!data.empty()) std::memcpy(made.data, data.data(), data.size());

@@ -34,7 +34,7 @@ class Announcement {
     row_[1] = static_cast<engine::byte>(family);
     row_[2] = static_cast<engine::byte>(dims.size());
     for (size_t i = 0; i < dims.size(); ++i) set(i, dims[i]);
-    return begin() + element_bytes <= nbytes_ ? row_ + begin() : nullptr;
+    return holds(element_bytes) ? row_ + begin() : nullptr;
   }
   void set_length(size_t part, std::int64_t length) { set(dims() + part, length); }
 
@@ -44,24 +44,26 @@ class Announcement {
   std::int64_t dim(size_t i) const { return get(i); }
   std::int64_t length(size_t part) const { return get(dims() + part); }
 
-  // Whether it makes sense and holds its elements, of `itemsize` bytes each. Then all numbers in it are small.
-  bool has_elements(size_t itemsize) const {
+  // How many elements, of `itemsize` bytes each, every part has. False if it makes no sense, or a part has more than
+  // `bytes_max` bytes.
+  bool counts(size_t itemsize, uint64_t bytes_max, uint64_t* out) const {
     if (dims() > dims_max || begin() > nbytes_) return false;
-    const uint64_t left = nbytes_ - begin();
-    uint64_t step = itemsize;
+    unsigned __int128 step = 1;
     for (size_t i = 0; i < dims(); ++i) {
-      if (dim(i) < 0 || static_cast<uint64_t>(dim(i)) > left) return false;
+      if (dim(i) < 0) return false;
       step *= static_cast<uint64_t>(dim(i));
-      if (step > left) return false;
+      if (step > bytes_max) return false;
     }
-    uint64_t all = 0;
     for (size_t part = 0; part < lengths_; ++part) {
-      if (length(part) < 0 || static_cast<uint64_t>(length(part)) > left) return false;
-      all += static_cast<uint64_t>(length(part)) * step;
-      if (all > left) return false;
+      if (length(part) < 0) return false;
+      const unsigned __int128 count = step * static_cast<uint64_t>(length(part));
+      if (count > bytes_max || count * itemsize > bytes_max) return false;
+      out[part] = static_cast<uint64_t>(count);
     }
     return true;
   }
+  // Whether it has this many bytes of elements.
+  bool holds(uint64_t element_bytes) const { return element_bytes <= nbytes_ - begin(); }
   // Of a row that has them: the elements of a part, and how many bytes they are.
   std::span<const engine::byte> part(size_t number, size_t itemsize) const {
     size_t step = itemsize, start = 0;

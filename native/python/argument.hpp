@@ -44,6 +44,8 @@ enum class Form : uint8_t { none, array, tensor, whole, real, buffer, viewed };
 // It is not moved: the memory of a number is its own.
 struct Argument {
   Argument() = default;
+  // No memory: a NumPy array of this type, of which results are made.
+  explicit Argument(uint8_t dtype) : dtype(dtype), form(Form::array) {}
   ~Argument() { clear(); }
   Argument(const Argument&) = delete;
   Argument& operator=(const Argument&) = delete;

@@ -43,30 +43,34 @@ PyObject* call_reference(const VerbsObject& self, const VerbSpec& spec, PyObject
   return PyObject_VectorcallMethod(spec.word, all.data(), static_cast<size_t>(count + 1), names);
 }
 
-PyObject* finish_taken(Call& call) {
-  return call.has_second_stage() ? call.finish_adopted(call.adopt("carry_on")) : call.finish();
+PyObject* end_interrupted(Call& call) {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  try {
+    call.adopt("cancel");
+  } catch (nb::python_error& error) {
+    error.discard_as_unraisable("a call that was interrupted");
+  }
+  PyErr_Restore(type, value, trace);
+  return nullptr;
 }
 
 PyObject* run_call(const VerbsObject& self, const VerbSpec& spec, const Given& given) {
   Call call(*self.native, spec, self.helper);
   call.prepare(given, false);
   call.look_at_news();
-  if (call.begin_and_poll(true)) [[likely]]
-    return finish_taken(call);
-  switch (call.wait(never)) {
-    case Call::Waited::taken: return finish_taken(call);
-    case Call::Waited::interrupted: {
-      PyObject *type, *value, *trace;
-      PyErr_Fetch(&type, &value, &trace);
-      try {
-        call.adopt("cancel");
-      } catch (nb::python_error& error) {
-        error.discard_as_unraisable("a call that was interrupted");
+  bool is_taken = call.begin_and_poll(true);
+  for (;; is_taken = false) {
+    if (!is_taken) switch (call.wait(never)) {
+        case Call::Waited::taken: break;
+        case Call::Waited::interrupted: return end_interrupted(call);
+        default: return call.finish_adopted(call.adopt("carry_on"));
       }
-      PyErr_Restore(type, value, trace);
-      return nullptr;
+    switch (call.advance(true)) {
+      case Call::Next::finish: return call.finish();
+      case Call::Next::leave_to_python: return call.finish_adopted(call.adopt("carry_on"));
+      case Call::Next::wait: break;
     }
-    default: return call.finish_adopted(call.adopt("carry_on"));
   }
 }
 

@@ -269,6 +269,10 @@ const Decision* Call::decide(const DecisionKey& key, const Given& given, uint8_t
       helper_.attr("decide")(spec_.name, given_dtype == untyped ? int{plain_bytes} : int{given_dtype}, op, root_,
                              algorithm == nullptr ? nb::str("auto") : nb::borrow<nb::str>(algorithm), shape);
   if (decided.is_none()) throw LeftToReference();
+  return keep_decision(key, given_dtype, decided);
+}
+
+const Decision* Call::keep_decision(const DecisionKey& key, uint8_t given_dtype, nb::handle decided) {
   const nb::tuple values = nb::cast<nb::tuple>(decided);
   auto decision = std::make_unique<Decision>();
   decision->program = program_of(values[0]);
@@ -280,9 +284,10 @@ const Decision* Call::decide(const DecisionKey& key, const Given& given, uint8_t
   const bool is_half =
       given_dtype == static_cast<uint8_t>(DType::float16) || given_dtype == static_cast<uint8_t>(DType::bfloat16);
   decision->divisor = nb::cast<std::int64_t>(values[5]);
-  const uint8_t dtype = given_dtype == untyped || spec_.is_announced() ? plain_bytes
-                        : is_half && decision->divisor != 0            ? static_cast<uint8_t>(DType::float32)
-                                                                       : given_dtype;
+  const bool is_row = spec_.is_announced() && key.stage == 0;
+  const uint8_t dtype = given_dtype == untyped || is_row    ? plain_bytes
+                        : is_half && decision->divisor != 0 ? static_cast<uint8_t>(DType::float32)
+                                                            : given_dtype;
   decision->dtype = dtype;
   if (code >= 0) decision->kernel = active_kernels().reduce[dtype][code];
   decision->itemsize = item_bytes(dtype, code);
@@ -290,7 +295,7 @@ const Decision* Call::decide(const DecisionKey& key, const Given& given, uint8_t
   decision->identity.assign(identity.c_str(), identity.size());
   if (decision->program->reduces && decision->kernel == nullptr)
     throw nb::value_error("the operation is not defined for the dtype");
-  decision->algorithm = Py_XNewRef(key.algorithm);
+  Py_XINCREF(key.algorithm);
   return group_.decisions.add(key, std::move(decision));
 }
 
@@ -338,7 +343,8 @@ void Call::keep() {
 // ---- running ----
 
 uint64_t Call::poll_bytes() const {
-  if (announced_) return target_count_;
+  if (announced_ && stage() == 0) return target_count_;
+  if (announced_) return count_;
   if (!is_collective()) return std::max(x_.is_given() ? x_.nbytes() : 0, out_.is_given() ? out_.nbytes() : 0);
   return x_.is_given() ? std::max(x_.nbytes(), target_count_ * itemsizes[x_.dtype]) : 0;
 }
@@ -362,15 +368,15 @@ void Call::begin_collective() {
       verb == Verb::all_reduce || verb == Verb::broadcast || (verb == Verb::reduce && root_ == group_.rank);
   if (!is_in_place) stage.in = x_.data;
   if (is_in_place || verb != Verb::reduce) stage.out = target_;
-  if (announced_) stage.in = announced_->is_exchanged ? target_ + target_count_ : nullptr;
+  if (announced_) stage.in = const_cast<byte*>(in_);
   if (!wide_.empty()) {
     auto* const wide = reinterpret_cast<byte*>(wide_.data());
     if (stage.in != nullptr) stage.in = wide;
     if (stage.out != nullptr) stage.out = is_in_place ? wide : wide + x_.count * sizeof(float);
   }
-  sequence_ = group_.call_log.next++;
-  stage.tag = tag_of(sequence_);
-  stage.counts = &count_;
+  if (this->stage() == 0) sequence_ = group_.call_log.next++;
+  stage.tag = tag_of(sequence_) + this->stage();
+  stage.counts = counts().at;
   stage.counts_n = counts().size;
   stage.is_even = counts().is_even;
   stage.piece_elements = decision_->piece_elements;
@@ -437,9 +443,13 @@ bool Call::begin_and_poll(bool is_blocking) {
   }
   const Hold held = group_.completions.engine().hold();
   begin();
-  if (is_blocking && !has_ended() && poll_bytes() <= poll_bytes_max)
-    group_.completions.engine().poll_briefly([this] { return has_ended(); });
+  if (is_blocking) poll_if_short();
   return has_ended() && take();
+}
+
+void Call::poll_if_short() {
+  if (!has_ended() && poll_bytes() <= poll_bytes_max)
+    group_.completions.engine().poll_briefly([this] { return has_ended(); });
 }
 
 void Call::look_at_news() {
@@ -463,7 +473,7 @@ bool Call::take() {
   }
   started_ = 0;
   if (is_collective())
-    if (const UnexpectedMessage* const first = group_.completions.first_unmet(group_.context, tag_of(sequence_));
+    if (const UnexpectedMessage* const first = group_.completions.first_unmet(group_.context, tag_of(sequence_) + stage());
         first != nullptr) [[unlikely]]
       unclaimed_.emplace(first->envelope);
   ++group_.ended;
@@ -578,11 +588,15 @@ nb::object Call::adopt(const char* how, nb::object keeper) {
   const auto object_of = [](const Argument& argument) {
     return argument.is_given() ? nb::borrow(argument.given) : nb::object(nb::none());
   };
-  const nb::object memory = nb::make_tuple(announced_ ? announced_parts() : object_of(x_), object_of(out_),
-                                           result_.object.is_valid() ? result_.object : nb::none(), keeper);
-  const nb::object root = announced_ ? nb::object(nb::int_(root_)) : nb::none();
-  const nb::object algorithm = decision_ != nullptr && decision_->algorithm != nullptr ? nb::borrow(decision_->algorithm)
-                                                                                       : nb::object(nb::str("auto"));
+  const auto or_none = [](const nb::object& object) { return object.is_valid() ? object : nb::object(nb::none()); };
+  nb::object result = or_none(result_.object);
+  if (stage() != 0) result = nb::make_tuple(result, or_none(announced_->sent), or_none(announced_->received.object));
+  const nb::object memory =
+      nb::make_tuple(announced_ ? announced_parts() : object_of(x_), object_of(out_), result, keeper);
+  // Python runs the second stage, if it has not begun.
+  const nb::object root = announced_ && stage() == 0 ? nb::object(nb::int_(root_)) : nb::none();
+  const nb::object algorithm = announced_ && announced_->algorithm != nullptr ? nb::borrow(announced_->algorithm)
+                                                                              : nb::object(nb::str("auto"));
   const nb::object sequence = sequence_ == CallLog::no_sequence ? nb::none() : nb::object(nb::int_(sequence_));
   const nb::object header = decision_ != nullptr ? nb::object(bytes_of(fingerprint_)) : nb::none();
   const nb::object timeout =
@@ -620,7 +634,7 @@ void Call::release(unsigned count) {
 
 PyObject* Call::finish_adopted(nb::object result) {
   if (spec_.verb == Verb::broadcast_object && root_ == group_.rank) return Py_NewRef(announced_->value.ptr());
-  return is_collective() && !announced_ ? finish() : result.release().ptr();
+  return is_collective() && (!announced_ || stage() != 0) ? finish() : result.release().ptr();
 }
 
 // One item, then twice as many again and again.
@@ -642,7 +656,7 @@ PyObject* Call::finish() {
     helper_.attr("check_unclaimed")(unclaimed.source, unclaimed.sequence,
                                     nb::bytes(unclaimed.header.data(), unclaimed.header.size()));
   }
-  if (announced_) return announced_->result.release().ptr();
+  if (announced_) return stage() == 0 ? announced_->result.release().ptr() : finish_second_stage();
   const bool is_root = root_ == group_.rank;
   if (decision_ != nullptr && decision_->divisor != 0 && (spec_.verb != Verb::reduce || is_root)) {
     std::optional<GilReleased> released;

@@ -107,9 +107,16 @@ struct Announced {
   size_t row_bytes = 0;
   std::unique_ptr<Argument[]> parts;  // the arrays of this rank
   size_t part_count = 0;
+  PyObject* algorithm = nullptr;  // the name that was given; a decision keeps it
+  std::vector<uint64_t> counts;   // elements of all parts, by row
   nb::object value;  // what this rank gave instead of arrays
   nb::list packed{nb::steal<nb::list>(nb::handle())};  // the same, if it is not in the row
   nb::object result;
+  // The second stage.
+  bool is_second = false;
+  nb::object sent;      // the parts of this rank in one piece
+  Result received;      // memory for what comes
+  Argument plain;       // the kind of array to make of it, if this rank gave none
 };
 
 class Call {
@@ -151,8 +158,9 @@ class Call {
   // Let Python carry it on: `how` is the method of the helper, which returns a Work. It keeps the memory and `keeper`
   // until the operations have ended.
   nb::object adopt(const char* how, nb::object keeper = nb::none());
-  // After it has ended well: whether Python must run a second stage.
-  bool has_second_stage() { return announced_.has_value() && !make_announced_result(); }
+  // After it has ended well: what is left to do. A second stage is begun here.
+  enum class Next : uint8_t { finish, wait, leave_to_python };
+  Next advance(bool is_blocking) { return announced_ && !announced_->is_second ? advance_announced(is_blocking) : Next::finish; }
   // Its result, once it has ended well.
   PyObject* finish();
   // As above, for one that Python has carried to its end.
@@ -180,8 +188,16 @@ class Call {
   void find_announced_decision(const Given& given);
   Announcement own_row() const;
   Announcement row_of(size_t rank) const;
+  enum class Rows : uint8_t { complete, lengths_only, strange };
+  Rows look_at_rows();
+  bool is_expected(const Announcement& row) const;
+  size_t own_part() const;
   bool make_announced_result();
-  bool has_all_elements() const;
+  Next advance_announced(bool is_blocking);
+  void prepare_second_stage();
+  void find_second_decision(uint8_t dtype);
+  void join_parts();
+  PyObject* finish_second_stage();
   bool fits_out(const Announcement& row) const;
   nb::object part_of(const Announcement& row, size_t number) const;
   nb::object announced_parts() const;
@@ -190,6 +206,9 @@ class Call {
   std::int64_t tag_of_user(PyObject* tag, bool takes_any) const;
   void find_decision(const Given& given);
   const Decision* decide(const DecisionKey& key, const Given& given, uint8_t dtype, std::span<const Py_ssize_t> shape);
+  const Decision* keep_decision(const DecisionKey& key, uint8_t given_dtype, nb::handle decided);
+  unsigned stage() const { return announced_ && announced_->is_second; }
+  void poll_if_short();
   void find_target(const Given& given);
   void widen();
   void check_out(const Py_ssize_t* shape, int nd) const;
@@ -210,6 +229,7 @@ class Call {
   uint64_t poll_bytes() const;
   // All counts of an even collective are one.
   engine::Counts counts() const {
+    if (stage() != 0) return {announced_->counts.data(), announced_->counts.size(), announced_->counts.size() == 1};
     return {&count_, spec_.verb == Verb::barrier ? 0u : 1u, spec_.verb != Verb::barrier};
   }
 
@@ -233,6 +253,7 @@ class Call {
   std::int64_t begun_at_ = 0;  // 0: the clock was not read yet
   uint64_t sequence_ = engine::CallLog::no_sequence;
   engine::byte* target_ = nullptr;  // where the result is made
+  const engine::byte* in_ = nullptr;  // of a call with announcements: what is read
   uint64_t target_count_ = 0;
   bool is_result_scalar_ = false;
   unsigned started_ = 0;

@@ -30,7 +30,6 @@ struct Decision {
   std::string identity;      // one element, with which exscan fills the result of rank 0
   uint64_t piece_elements = UINT64_MAX;
   uint8_t dtype = engine::untyped;  // of what travels: float32 for the mean of 16-bit floats
-  PyObject* algorithm = nullptr;    // the name that was given, kept for good; nullptr: none
 };
 
 // What tells decisions apart. A call site is no part of it.
@@ -42,12 +41,13 @@ struct DecisionKey {
   PyObject* algorithm = nullptr;  // interned, and never freed once a decision names it
   uint64_t shape = 0;             // hash of it, where it decides whether the operation is defined
   int size_class = 0;             // of the items of one rank
+  int stage = 0;
 
   bool operator==(const DecisionKey&) const = default;
   size_t hash() const {
     uint64_t h = uint64_t{verb} | uint64_t{dtype} << 8 | static_cast<uint64_t>(static_cast<uint16_t>(op)) << 16 |
                  static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32;
-    h = (h ^ reinterpret_cast<uint64_t>(algorithm)) * 0x9e3779b97f4a7c15u;
+    h = (h ^ reinterpret_cast<uint64_t>(algorithm) ^ static_cast<uint64_t>(stage) << 56) * 0x9e3779b97f4a7c15u;
     h = (h ^ h >> 29 ^ shape) * 0xd6e8feb86659fd93u;
     h = (h ^ h >> 32 ^ static_cast<uint64_t>(size_class)) * 0x9e3779b97f4a7c15u;
     return h ^ h >> 32;

@@ -137,22 +137,25 @@ void adopt(StartedCall& started) {
     for (nb::handle observer : observers) keep.attr("_task").attr("on_done")(observer);
 }
 
-// Nothing of it is under way in the engine, and it has ended well.
+// Nothing of it is under way in the engine, and all has ended well so far.
 void settle(StartedCall& started) {
   started.state = StartedCall::State::changing;
-  bool has_second_stage = false;
+  Call::Next next;
   try {
-    has_second_stage = started.call->has_second_stage();
+    next = started.call->advance(false);
   } catch (nb::python_error& error) {
     started.error = nb::borrow(error.value());
     started.state = StartedCall::State::done;
     call_observers(started);
     return;
   }
-  if (has_second_stage)
-    adopt(started);
-  else
-    conclude(started);
+  switch (next) {
+    case Call::Next::finish: conclude(started); break;
+    case Call::Next::leave_to_python: adopt(started); break;
+    case Call::Next::wait:
+      started.state = StartedCall::State::active;
+      if (started.kept.is_valid()) started.call->observe(started);
+  }
 }
 
 // A forked child has no engine.
@@ -193,7 +196,9 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
       limit = now_ns() + static_cast<std::int64_t>(seconds * 1e9);
     }
   }
-  while (started->state == StartedCall::State::active) {
+  for (;; wait_until_settled(*started)) {
+    if (started->state == StartedCall::State::changing) continue;
+    if (started->state != StartedCall::State::active) break;
     const Pinned pinned(*started);
     ++started->waiters;
     const Call::Waited waited = started->call->wait(limit);
@@ -208,7 +213,6 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
       case Call::Waited::elsewhere: break;
     }
   }
-  wait_until_settled(*started);
   if (started->state == StartedCall::State::adopted) {
     if (limit != never) rest = nb::float_(std::max(0.0, static_cast<double>(limit - now_ns()) / 1e9));
     nb::object result = nb::steal(wait_by_python(self, rest.ptr()));
@@ -261,6 +265,7 @@ PyObject* done_method(PyObject* self, PyObject*) {
       Py_RETURN_FALSE;
     }
     wait_until_settled(*started);
+    if (started->state == StartedCall::State::active) Py_RETURN_FALSE;  // its second stage
     if (started->state == StartedCall::State::adopted) return done_method(self, nullptr);
     see(*started);
     Py_RETURN_TRUE;
@@ -282,8 +287,10 @@ PyObject* adopt_method(PyObject* self, PyObject* is_seen) {
       const Pinned pinned(*started);
       // A thread that waits for it in the engine does it, unless the user asks: it has just been told to.
       if (started->state == StartedCall::State::active && started->waiters != 0 && is_seen != Py_True) Py_RETURN_TRUE;
-      if (started->state == StartedCall::State::active) adopt(*started);
-      if (is_seen == Py_True) wait_until_settled(*started);
+      do {
+        if (started->state == StartedCall::State::active) adopt(*started);
+        if (is_seen == Py_True) wait_until_settled(*started);
+      } while (started->state == StartedCall::State::active);
       if (started->state == StartedCall::State::done) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
@@ -355,7 +362,7 @@ void conclude_announced(nb::handle engine) {
       } catch (nb::python_error& error) {
         error.discard_as_unraisable("a work that has failed");
       }
-      if (one->state == StartedCall::State::adopted) continue;
+      if (one->state == StartedCall::State::adopted || one->state == StartedCall::State::active) continue;
     }
     if (one->state == StartedCall::State::changing)
       one->is_announced_early = true;

@@ -27,8 +27,10 @@ from unisono.comm.vector_collectives import (
     ANNOUNCED,
     EXCHANGED,
     announced_operand,
+    as_list,
     finish,
     lengths_of,
+    unpacked,
 )
 from unisono.core import buffers
 from unisono.core.call_site import line_of
@@ -48,8 +50,10 @@ __all__ = ["Adoption"]
 _DTYPES: Final = list(DTYPES.values())
 _BY_RANK: Final = ("reduce_scatter", "all_to_all")
 _ONE_COUNT: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
-# The collective of which a user names an algorithm.
-_COLLECTIVES: Final = {"all_gather_v": "all_gather", "gather_v": "gather", "scatter_v": "scatter", "all_to_all_v": "all_to_all"}
+# The collective that moves the elements, and of which a user names an algorithm.
+_COLLECTIVES: Final = {
+    verb: verb.removesuffix("_v").removesuffix("_object") for verb in ANNOUNCED
+}
 # Where what travels is not what a user gave.
 _GIVEN: Final = {"barrier": NOTHING, "split": ROW_OPERAND}
 
@@ -170,6 +174,35 @@ class Adoption:
             group, operation, problem, byte, None, "auto", given, b"", is_shape_compared=True, shown=algorithm
         )
 
+    def decide_second_stage(
+        self, operation: str, dtype_code: int, root: int, algorithm: str, counts: tuple[int, ...]
+    ) -> Decided:
+        """Decide how the engine moves what did not fit into the rows of the first stage."""
+        group, dtype = self._group, _DTYPES[dtype_code]
+        collective = _COLLECTIVES[operation]
+        problem = Problem(collective, group.backend.size, counts, root, group.backend.hosts())
+        return decide(
+            group,
+            operation,
+            problem,
+            dtype,
+            None,
+            algorithm,
+            described(dtype, counts),
+            b"",
+            is_shape_compared=False,
+            stage=1,
+        )
+
+    def cut(
+        self, flat: Any, like: Any, dtype_code: int, lengths: list[int], shape: tuple[int, ...]
+    ) -> list[Any]:
+        """The result of a verb that gives a list: arrays of the kind of `like`, or objects if that is None."""
+        dtype = _DTYPES[dtype_code]
+        family = buffers.numpy_family(dtype) if like is None else buffers.view(like, "x").family
+        parts = as_list(flat.view(dtype.storage), lengths, shape, dtype, family)
+        return [unpacked(part) for part in parts] if like is None else parts
+
     # -- calls that do not end well or soon ---------------------------------------------------------------
 
     def adopt(self, *call: Any) -> Work[Any]:
@@ -213,15 +246,15 @@ class Adoption:
 
         def collective(call: Call) -> Steps[Any]:
             assert fingerprint is not None
+            # A call that needs more than its operations give says which rank is root.
             one = CollectiveCall(group, call, algorithm, first_stage=1)
             if operations:
                 yield from one.take_over(operations[0][1], memory, fingerprint)
-            if operation not in ANNOUNCED:
+            if root is None:
                 return None
             given, out, rows, _ = memory
             parts = None if given is None else [buffers.view(x, "x") for x in given]
             filled = None if out is None else receivable(out, "out")
-            assert root is not None
             size = group.backend.size
             nbytes = row_bytes(size, lengths_of(operation, size)) * (size if operation in EXCHANGED else 1)
             return (

@@ -170,6 +170,7 @@ def decide(
     *,
     is_shape_compared: bool,
     shown: str | None = None,
+    stage: int = 0,
 ) -> Decided:
     """Choose the algorithm for a collective, and compile the program that the engine runs.
 
@@ -178,7 +179,7 @@ def decide(
     backend = group.backend
     config = backend.config
     name = algorithm_for(problem, dtype, op, algorithm, config.reproducible, LINKS[backend.link_kind()])
-    fingerprint = _fingerprint(group, operation, given, op, dtype, shown or name, problem.root, 0)
+    fingerprint = _fingerprint(group, operation, given, op, dtype, shown or name, problem.root, stage)
     seed = seed_of(_rest_of(group, op, dtype, operation))
     program, piece_elements = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
     divisor = problem.size if op is not None and op.is_mean and problem.size > 1 else 0

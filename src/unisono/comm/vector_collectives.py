@@ -8,6 +8,7 @@ by itself, and second ones through `finish` (comm/adoption.py).
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ __all__ = [
     "EXCHANGED",
     "all_reduce_fused",
     "announced_operand",
+    "as_list",
     "finish",
     "lengths_of",
     "packed",
@@ -140,7 +142,7 @@ def _all_gather(one: CollectiveCall, said: list[Announcement], array: Array) -> 
         counts = tuple(each.counts[0] for each in said)
         flat = np.empty(sum(counts), array.dtype.storage)
         yield from one.run("all_gather", counts, array.dtype, {Buf.IN: array.flat, Buf.OUT: flat})
-    return _as_list(flat, [each.lengths[0] for each in said], said[0], array.family)
+    return _listed(flat, [each.lengths[0] for each in said], said[0], array.family)
 
 
 def _gather(
@@ -157,7 +159,7 @@ def _gather(
         flat = np.empty(sum(counts) if is_root else 0, array.dtype.storage)
         memory = {Buf.IN: array.flat} | ({Buf.OUT: flat} if is_root else {})
         yield from one.run("gather", counts, array.dtype, memory, root=root)
-    return _as_list(flat, [each.lengths[0] for each in said], said[0], array.family) if is_root else None
+    return _listed(flat, [each.lengths[0] for each in said], said[0], array.family) if is_root else None
 
 
 def _all_to_all(
@@ -172,7 +174,7 @@ def _all_to_all(
         flat = np.empty(sum(counts[rank::size]), dtype.storage)
         given = np.concatenate([part.flat for part in parts])
         yield from one.run("all_to_all", counts, dtype, {Buf.IN: given, Buf.OUT: flat})
-    return _as_list(flat, [each.lengths[rank] for each in said], said[0], parts[0].family)
+    return _listed(flat, [each.lengths[rank] for each in said], said[0], parts[0].family)
 
 
 def _scatter(
@@ -284,11 +286,18 @@ def _check_alike(group: Group, said: list[Announcement]) -> None:
             )
 
 
-def _as_list(flat: Flat, lengths: list[int], said: Announcement, family: Family) -> list[Any]:
-    parts, start = [], 0
+def _listed(flat: Flat, lengths: list[int], said: Announcement, family: Family) -> list[Any]:
+    return as_list(flat, lengths, said.shape, said.dtype, family)
+
+
+def as_list(
+    flat: Flat, lengths: list[int], shape: tuple[int, ...], dtype: DType, family: Family
+) -> list[Any]:
+    """Arrays that follow each other in memory, of `lengths` along axis 0 and of `shape` beyond."""
+    parts, start, step = [], 0, math.prod(shape)
     for length in lengths:
-        stop = start + length * said.step
-        parts.append(family.give(flat[start:stop], (length, *said.shape), said.dtype))
+        stop = start + length * step
+        parts.append(family.give(flat[start:stop], (length, *shape), dtype))
         start = stop
     return parts
 

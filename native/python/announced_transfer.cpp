@@ -1,0 +1,213 @@
+// Calls whose ranks do not know each other's lengths: the second stage, in which what did not fit into the rows travels
+// by a plan for the counts that the rows have announced.
+
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <numeric>
+#include <optional>
+
+#include "engine/engine.hpp"
+#include "kernels/kernels.hpp"
+#include "python/announcement.hpp"
+#include "python/call.hpp"
+#include "python/codec.hpp"
+
+namespace unisono {
+
+using namespace engine;
+
+namespace {
+
+constexpr uint64_t gil_release_bytes = 32 * 1024;
+
+// The class of a count, as in plans/choose.py.
+int class_of(uint64_t count) { return count == 0 ? 0 : 1 + std::bit_width(count - 1); }
+
+// Counts that are decided alike: all even ones of a class; of uneven ones, those with the longest and the mean of the
+// others in one class each; in an all_to_all, all uneven ones.
+int class_of(const std::vector<uint64_t>& counts, bool is_all_to_all) {
+  const bool is_even = std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
+  if (is_even && !(is_all_to_all && counts[0] == 0)) return 1 << 16 | class_of(counts[0]);
+  if (is_all_to_all) return 0;
+  const uint64_t longest = *std::max_element(counts.begin(), counts.end());
+  const uint64_t all = std::accumulate(counts.begin(), counts.end(), uint64_t{0});
+  return class_of(longest) << 8 | class_of((all - longest) / (counts.size() - 1));
+}
+
+}  // namespace
+
+Call::Next Call::advance_announced(bool is_blocking) {
+  switch (look_at_rows()) {
+    case Rows::complete: return make_announced_result() ? Next::finish : Next::leave_to_python;
+    case Rows::strange: return Next::leave_to_python;
+    case Rows::lengths_only: break;
+  }
+  try {
+    prepare_second_stage();
+  } catch (const LeftToReference&) {
+    return Next::leave_to_python;
+  } catch (nb::python_error& error) {
+    error.discard_as_unraisable("a collective");  // Python tries again, and tells the others if it fails, too
+    return Next::leave_to_python;
+  }
+  announced_->is_second = true;
+  const Hold held = group_.completions.engine().hold();
+  begin_collective();
+  if (is_blocking) poll_if_short();
+  return has_ended() && take() ? Next::finish : Next::wait;
+}
+
+void Call::prepare_second_stage() {
+  Announced& mine = *announced_;
+  const Verb verb = spec_.verb;
+  const Announcement row = row_of(0);
+  const uint8_t dtype = row.dtype();
+  const size_t itemsize = itemsizes[dtype], size = static_cast<size_t>(group_.size);
+  const auto rank = static_cast<size_t>(group_.rank);
+  const bool is_root = root_ == group_.rank;
+  uint64_t received = 0;  // elements that come to this rank
+  if (verb == Verb::scatter) {
+    received = mine.counts[0] / size;
+    mine.counts.assign(size, received);
+  } else if (verb == Verb::scatter_v || verb == Verb::scatter_object) {
+    received = mine.counts[rank];
+  } else if (verb == Verb::all_to_all_v) {
+    for (size_t source = 0; source < size; ++source) received += mine.counts[source * size + rank];
+  } else if ((verb != Verb::gather_v && verb != Verb::gather_object) || is_root) {
+    received = std::accumulate(mine.counts.begin(), mine.counts.end(), uint64_t{0});
+  }
+  find_second_decision(dtype);
+  join_parts();
+  count_ = std::max(received * itemsize, mine.row_bytes);
+  if (verb == Verb::broadcast_object && is_root) {
+    // It is only read, but some algorithms give root parts of it back.
+    mine.received.object = mine.sent;
+    target_ = const_cast<byte*>(std::exchange(in_, nullptr));
+    return;
+  }
+  if (verb == Verb::broadcast_object) in_ = nullptr;
+  if (verb == Verb::scatter || verb == Verb::scatter_v) {
+    if (out_.is_given()) {
+      target_ = out_.data;
+      return;
+    }
+    if (mine.part_count == 0) {
+      mine.plain.form = Form::array;
+      mine.plain.dtype = dtype;
+    }
+    Py_ssize_t shape[Argument::dims_max + 1];
+    int nd = 0;
+    if (verb == Verb::scatter_v) shape[nd++] = row.length(rank);
+    for (size_t d = 0; d < row.dims(); ++d) shape[nd++] = row.dim(d);
+    mine.received = group_.arguments.make(mine.part_count == 0 ? mine.plain : mine.parts[0], shape, nd);
+  } else {
+    mine.received = group_.arguments.make_bytes(received * itemsize);
+  }
+  target_ = mine.received.data;
+}
+
+// What this rank sends, in one piece.
+void Call::join_parts() {
+  Announced& mine = *announced_;
+  in_ = nullptr;
+  if (!mine.is_exchanged && root_ != group_.rank) return;
+  if (mine.part_count == 1) {
+    in_ = mine.parts[0].data;
+    return;
+  }
+  if (mine.part_count == 0 && mine.lengths == 1) {
+    mine.sent = nb::list(announced_parts())[0];
+    in_ = as_array(mine.sent.ptr()).data;
+    return;
+  }
+  std::vector<std::span<const byte>> pieces;
+  const nb::object packed = mine.part_count == 0 ? announced_parts() : nb::none();
+  for (size_t i = 0; i < mine.lengths; ++i) {
+    if (mine.part_count != 0) {
+      pieces.emplace_back(mine.parts[i].data, mine.parts[i].nbytes());
+    } else {
+      const ArrayObject& array = as_array(PyList_GET_ITEM(packed.ptr(), static_cast<Py_ssize_t>(i)));
+      pieces.emplace_back(array.data, static_cast<size_t>(array.dimensions[0]));
+    }
+  }
+  uint64_t all = 0;
+  for (const auto& piece : pieces) all += piece.size();
+  const Result joined = group_.arguments.make_bytes(all);
+  mine.sent = joined.object;
+  in_ = joined.data;
+  std::optional<GilReleased> released;
+  if (all >= gil_release_bytes) released.emplace();
+  byte* to = joined.data;
+  for (const auto& piece : pieces) {
+    if (!piece.empty()) std::memcpy(to, piece.data(), piece.size());
+    to += piece.size();
+  }
+}
+
+void Call::find_second_decision(uint8_t dtype) {
+  Announced& mine = *announced_;
+  const bool is_all_to_all = spec_.verb == Verb::all_to_all_v;
+  DecisionKey key;
+  key.verb = static_cast<uint8_t>(spec_.verb);
+  key.dtype = dtype;
+  key.root = root_;
+  key.algorithm = mine.algorithm;
+  key.stage = 1;
+  key.size_class = class_of(mine.counts, is_all_to_all);
+  const bool is_even = (key.size_class & 1 << 16) != 0;
+  decision_ = group_.decisions.find(key);
+  is_first_ = decision_ == nullptr;
+  if (is_first_) {
+    ++group_.decided;
+    nb::list counts;
+    for (const uint64_t count : mine.counts) counts.append(count);
+    const nb::object algorithm = mine.algorithm != nullptr ? nb::borrow(mine.algorithm) : nb::object(nb::str("auto"));
+    const nb::object decided =
+        helper_.attr("decide_second_stage")(spec_.name, int{dtype}, root_, algorithm, nb::tuple(counts));
+    decision_ = keep_decision(key, dtype, decided);
+  }
+  const uint64_t all = std::accumulate(mine.counts.begin(), mine.counts.end(), uint64_t{0});
+  if (all >= count_any) throw LeftToReference();
+  const bool is_plain = std::adjacent_find(mine.counts.begin(), mine.counts.end(), std::not_equal_to<>()) == mine.counts.end();
+  const std::span<const uint64_t> hashed(mine.counts.data(), is_plain ? 0 : mine.counts.size());
+  fingerprint_ = decision_->fingerprint.with(all, Fingerprint::hash_of(decision_->seed, hashed));
+  // Nobody need make a matrix of counts that are all the same.
+  if (is_even) mine.counts.resize(1);
+  if (!decision_->program->accepts({mine.counts.data(), mine.counts.size(), is_even})) throw LeftToReference();
+}
+
+PyObject* Call::finish_second_stage() {
+  Announced& mine = *announced_;
+  const Verb verb = spec_.verb;
+  const bool is_root = root_ == group_.rank;
+  switch (verb) {
+    case Verb::scatter:
+    case Verb::scatter_v:
+      if (out_.is_given()) return Py_NewRef(out_.given);
+      return group_.arguments.give(mine.part_count == 0 ? mine.plain : mine.parts[0], mine.received, false);
+    case Verb::broadcast_object:
+      if (is_root) return Py_NewRef(mine.value.ptr());
+      [[fallthrough]];
+    case Verb::scatter_object: {
+      PyObject* const array = mine.received.object.ptr();
+      return codec::unpack(as_array(array).data, static_cast<size_t>(as_array(array).dimensions[0]), array);
+    }
+    case Verb::gather_v:
+    case Verb::gather_object:
+      if (!is_root) Py_RETURN_NONE;
+      break;
+    default: break;
+  }
+  const Announcement first = row_of(0);
+  nb::list lengths, dims;
+  for (std::int32_t rank = 0; rank < group_.size; ++rank)
+    lengths.append(row_of(static_cast<size_t>(rank)).length(own_part()));
+  for (size_t d = 0; d < first.dims(); ++d) dims.append(first.dim(d));
+  const nb::object like = mine.part_count != 0 ? nb::borrow(mine.parts[0].given) : nb::none();
+  return helper_.attr("cut")(mine.received.object, like, int{first.dtype()}, lengths, nb::tuple(dims)).release().ptr();
+}
+
+}  // namespace unisono
