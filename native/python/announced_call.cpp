@@ -123,8 +123,8 @@ void Call::announce_arrays(PyObject* x) {
   // Of what Python has viewed, only Python knows the kind that other ranks are to make.
   if (!mine.is_exchanged && first.form == Form::viewed) throw LeftToReference();
   Announcement said = own_row();
-  byte* to = said.write(first.dtype, first.form == Form::tensor ? torch_family : numpy_family, beyond_first(first),
-                        nbytes);
+  byte* to =
+      said.write(first.dtype, first.form == Form::tensor ? torch_family : numpy_family, beyond_first(first), nbytes);
   for (size_t i = 0; i < count; ++i) {
     const Argument& part = mine.parts[i];
     said.set_length(i, part.shape[0]);

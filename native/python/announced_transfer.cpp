@@ -171,7 +171,8 @@ void Call::find_second_decision(uint8_t dtype) {
   }
   const uint64_t all = std::accumulate(mine.counts.begin(), mine.counts.end(), uint64_t{0});
   if (all >= count_any) throw LeftToReference();
-  const bool is_plain = std::adjacent_find(mine.counts.begin(), mine.counts.end(), std::not_equal_to<>()) == mine.counts.end();
+  const bool is_plain =
+      std::adjacent_find(mine.counts.begin(), mine.counts.end(), std::not_equal_to<>()) == mine.counts.end();
   const std::span<const uint64_t> hashed(mine.counts.data(), is_plain ? 0 : mine.counts.size());
   fingerprint_ = decision_->fingerprint.with(all, Fingerprint::hash_of(decision_->seed, hashed));
   // Nobody need make a matrix of counts that are all the same.

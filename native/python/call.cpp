@@ -473,7 +473,8 @@ bool Call::take() {
   }
   started_ = 0;
   if (is_collective())
-    if (const UnexpectedMessage* const first = group_.completions.first_unmet(group_.context, tag_of(sequence_) + stage());
+    if (const UnexpectedMessage* const first =
+            group_.completions.first_unmet(group_.context, tag_of(sequence_) + stage());
         first != nullptr) [[unlikely]]
       unclaimed_.emplace(first->envelope);
   ++group_.ended;
@@ -595,8 +596,8 @@ nb::object Call::adopt(const char* how, nb::object keeper) {
       nb::make_tuple(announced_ ? announced_parts() : object_of(x_), object_of(out_), result, keeper);
   // Python runs the second stage, if it has not begun.
   const nb::object root = announced_ && stage() == 0 ? nb::object(nb::int_(root_)) : nb::none();
-  const nb::object algorithm = announced_ && announced_->algorithm != nullptr ? nb::borrow(announced_->algorithm)
-                                                                              : nb::object(nb::str("auto"));
+  const nb::object algorithm =
+      announced_ && announced_->algorithm != nullptr ? nb::borrow(announced_->algorithm) : nb::object(nb::str("auto"));
   const nb::object sequence = sequence_ == CallLog::no_sequence ? nb::none() : nb::object(nb::int_(sequence_));
   const nb::object header = decision_ != nullptr ? nb::object(bytes_of(fingerprint_)) : nb::none();
   const nb::object timeout =

@@ -107,16 +107,16 @@ struct Announced {
   size_t row_bytes = 0;
   std::unique_ptr<Argument[]> parts;  // the arrays of this rank
   size_t part_count = 0;
-  PyObject* algorithm = nullptr;  // the name that was given; a decision keeps it
-  std::vector<uint64_t> counts;   // elements of all parts, by row
-  nb::object value;  // what this rank gave instead of arrays
+  PyObject* algorithm = nullptr;                       // the name that was given; a decision keeps it
+  std::vector<uint64_t> counts;                        // elements of all parts, by row
+  nb::object value;                                    // what this rank gave instead of arrays
   nb::list packed{nb::steal<nb::list>(nb::handle())};  // the same, if it is not in the row
   nb::object result;
   // The second stage.
   bool is_second = false;
-  nb::object sent;      // the parts of this rank in one piece
-  Result received;      // memory for what comes
-  Argument plain;       // the kind of array to make of it, if this rank gave none
+  nb::object sent;  // the parts of this rank in one piece
+  Result received;  // memory for what comes
+  Argument plain;   // the kind of array to make of it, if this rank gave none
 };
 
 class Call {
@@ -160,7 +160,9 @@ class Call {
   nb::object adopt(const char* how, nb::object keeper = nb::none());
   // After it has ended well: what is left to do. A second stage is begun here.
   enum class Next : uint8_t { finish, wait, leave_to_python };
-  Next advance(bool is_blocking) { return announced_ && !announced_->is_second ? advance_announced(is_blocking) : Next::finish; }
+  Next advance(bool is_blocking) {
+    return announced_ && !announced_->is_second ? advance_announced(is_blocking) : Next::finish;
+  }
   // Its result, once it has ended well.
   PyObject* finish();
   // As above, for one that Python has carried to its end.
@@ -252,7 +254,7 @@ class Call {
   std::int64_t timeout_ns_ = -1;
   std::int64_t begun_at_ = 0;  // 0: the clock was not read yet
   uint64_t sequence_ = engine::CallLog::no_sequence;
-  engine::byte* target_ = nullptr;  // where the result is made
+  engine::byte* target_ = nullptr;    // where the result is made
   const engine::byte* in_ = nullptr;  // of a call with announcements: what is read
   uint64_t target_count_ = 0;
   bool is_result_scalar_ = false;

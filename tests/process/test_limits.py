@@ -24,6 +24,7 @@ import unisono as uni
 from unisono.backends.framed import FramedBackend, FrameTransport
 from unisono.backends.framed.frames import Head, Kind
 from unisono.backends.local import LocalBackend
+from unisono.comm.announcement import Announcement
 from unisono.comm.communicator import Communicator
 from unisono.comm.control import Control
 from unisono.comm.control_messages import (
@@ -122,23 +123,22 @@ def test_an_object_beyond_the_limit_is_refused_before_anything_is_sent(
 def test_a_rank_that_announces_a_huge_object_takes_nobodys_memory(
     make: Callable[..., list[Communicator]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unisono.comm import vector_collectives
+    real = Announcement.encoded
 
-    real = vector_collectives._Meta.encoded
-
-    def lie(meta: Any) -> Any:
-        row = real(meta)
-        row[vector_collectives._ROW] = 1 << 40
+    def lie(said: Announcement, nbytes: int, parts: Any) -> Any:
+        row = real(said, nbytes, parts)
+        row[8:16] = np.array([1 << 40]).view(np.uint8)
         return row
 
     def program(comm: Communicator) -> None:
-        # Both see it; one may hear of it from the other first.
+        # By the reference path: the engine does not lie. One may hear of it from the other first.
+        comm._group.call_log.fast_path_open = False
         with pytest.raises(
             (ProtocolError, PeerAborted), match=rf"announced {1 << 40} bytes; allowed: {1 << 30}"
         ):
             comm.all_gather_object(b"x")
 
-    monkeypatch.setattr(vector_collectives._Meta, "encoded", lie)
+    monkeypatch.setattr(Announcement, "encoded", lie)
     run_each(program, make(2, kind)).values()
 
 

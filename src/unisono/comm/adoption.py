@@ -51,9 +51,7 @@ _DTYPES: Final = list(DTYPES.values())
 _BY_RANK: Final = ("reduce_scatter", "all_to_all")
 _ONE_COUNT: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
 # The collective that moves the elements, and of which a user names an algorithm.
-_COLLECTIVES: Final = {
-    verb: verb.removesuffix("_v").removesuffix("_object") for verb in ANNOUNCED
-}
+_COLLECTIVES: Final = {verb: verb.removesuffix("_v").removesuffix("_object") for verb in ANNOUNCED}
 # Where what travels is not what a user gave.
 _GIVEN: Final = {"barrier": NOTHING, "split": ROW_OPERAND}
 
@@ -119,7 +117,9 @@ class Adoption:
         size, count = group.backend.size, int(np.prod(shape, dtype=np.int64))
         op = None if op_name is None else as_op(op_name)
         if op is None:
-            check_algorithm(_COLLECTIVES.get(operation, operation), algorithm, is_uneven=operation == "all_to_all_v")
+            check_algorithm(
+                _COLLECTIVES.get(operation, operation), algorithm, is_uneven=operation == "all_to_all_v"
+            )
         else:
             if op.is_mean and operation in ("scan", "exscan"):
                 raise UsageError(
@@ -197,7 +197,7 @@ class Adoption:
     def cut(
         self, flat: Any, like: Any, dtype_code: int, lengths: list[int], shape: tuple[int, ...]
     ) -> list[Any]:
-        """The result of a verb that gives a list: arrays of the kind of `like`, or objects if that is None."""
+        """What a verb that gives a list returns: arrays of the kind of `like`; objects if that is None."""
         dtype = _DTYPES[dtype_code]
         family = buffers.numpy_family(dtype) if like is None else buffers.view(like, "x").family
         parts = as_list(flat.view(dtype.storage), lengths, shape, dtype, family)
@@ -257,9 +257,7 @@ class Adoption:
             filled = None if out is None else receivable(out, "out")
             size = group.backend.size
             nbytes = row_bytes(size, lengths_of(operation, size)) * (size if operation in EXCHANGED else 1)
-            return (
-                yield from finish(operation, one, group, rows[:nbytes], parts, root=root, out=filled)
-            )
+            return (yield from finish(operation, one, group, rows[:nbytes], parts, root=root, out=filled))
 
         def messages(call: Call) -> Steps[Status | None]:
             return self._carry_messages(call, operations, memory)

@@ -1,4 +1,4 @@
-"""Announcements: what a rank says of its arrays before they travel, with the arrays themselves if they are short.
+"""Announcements: what a rank says of its arrays before they travel, with the arrays if they are short.
 
 Where ranks cannot know each other's lengths, the first stage of a collective carries one *row* of bytes per
 rank, of equal length: dtype, kind of array and number of dimensions beyond axis 0 (a byte each, in 8 bytes),
@@ -83,9 +83,7 @@ class Announcement:
         """As a row of this length, with the parts if they fit."""
         row = np.zeros(nbytes, np.uint8)
         numbers = self._numbers()
-        row[: _HEAD.size] = np.frombuffer(
-            _HEAD.pack(self.dtype.code, self.family, len(self.shape)), np.uint8
-        )
+        row[: _HEAD.size] = np.frombuffer(_HEAD.pack(self.dtype.code, self.family, len(self.shape)), np.uint8)
         row[_HEAD.size : numbers] = np.array((*self.shape, *self.lengths), np.int64).view(np.uint8)
         stop = numbers + self._bytes()
         if stop <= nbytes:

@@ -324,7 +324,8 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[list[Any]]:
             one = CollectiveCall(self._group, call, algorithm)
-            return (yield from run_announced("all_gather_v", one, self._group, [array]))
+            result: list[Any] = yield from run_announced("all_gather_v", one, self._group, [array])
+            return result
 
         return self._begin("all_gather_v", timeout, steps, is_collective=True)
 
@@ -338,7 +339,10 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[list[Any] | None]:
             one = CollectiveCall(self._group, call, algorithm)
-            return (yield from run_announced("gather_v", one, self._group, [array], root=root))
+            result: list[Any] | None = yield from run_announced(
+                "gather_v", one, self._group, [array], root=root
+            )
+            return result
 
         return self._begin("gather_v", timeout, steps, is_collective=True)
 
@@ -376,7 +380,8 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[list[Any]]:
             one = CollectiveCall(self._group, call, algorithm)
-            return (yield from run_announced("all_to_all_v", one, self._group, arrays))
+            result: list[Any] = yield from run_announced("all_to_all_v", one, self._group, arrays)
+            return result
 
         return self._begin("all_to_all_v", timeout, steps, is_collective=True)
 
@@ -402,7 +407,8 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[list[Any]]:
             one = CollectiveCall(self._group, call)
-            return (yield from run_announced("all_gather_object", one, self._group, parts))
+            result: list[Any] = yield from run_announced("all_gather_object", one, self._group, parts)
+            return result
 
         return self._begin("all_gather_object", timeout, steps, is_collective=True)
 
@@ -415,7 +421,10 @@ class Verbs(Messages):
 
         def steps(call: Call) -> Steps[list[Any] | None]:
             one = CollectiveCall(self._group, call)
-            return (yield from run_announced("gather_object", one, self._group, parts, root=root))
+            result: list[Any] | None = yield from run_announced(
+                "gather_object", one, self._group, parts, root=root
+            )
+            return result
 
         return self._begin("gather_object", timeout, steps, is_collective=True)
 

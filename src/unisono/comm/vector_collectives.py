@@ -42,7 +42,9 @@ __all__ = [
 
 _BYTE: Final = DTYPES["uint8"]
 # Verbs in which every rank sends a row to every other, and those in which root does.
-EXCHANGED: Final = frozenset({"all_gather_v", "gather_v", "all_to_all_v", "all_gather_object", "gather_object"})
+EXCHANGED: Final = frozenset(
+    {"all_gather_v", "gather_v", "all_to_all_v", "all_gather_object", "gather_object"}
+)
 ANNOUNCED: Final = EXCHANGED | {"scatter", "scatter_v", "scatter_object", "broadcast_object"}
 _OF_PARTS: Final = frozenset({"scatter_v", "scatter_object", "all_to_all_v"})
 
@@ -84,8 +86,9 @@ def run_announced(
     counts = (nbytes,) * (size if is_exchanged else 1)
     memory = {Buf.OUT: rows} | ({Buf.IN: row} if is_exchanged else {})
     collective = "all_gather" if is_exchanged else "broadcast"
-    place = {} if is_exchanged else {"root": root}
-    yield from one.run(collective, counts, _BYTE, memory, algorithm="auto", given=given, **place)
+    yield from one.run(
+        collective, counts, _BYTE, memory, algorithm="auto", given=given, root=0 if is_exchanged else root
+    )
     return (yield from finish(verb, one, group, rows, parts, root=root, out=out))
 
 
@@ -119,7 +122,9 @@ def finish(
         case "gather_v" | "gather_object":
             assert parts is not None
             gathered = yield from _gather(one, group, said, parts[0], root)
-            return gathered if gathered is None or verb == "gather_v" else [unpacked(each) for each in gathered]
+            return (
+                gathered if gathered is None or verb == "gather_v" else [unpacked(each) for each in gathered]
+            )
         case "all_to_all_v":
             assert parts is not None
             return (yield from _all_to_all(one, group, said, parts))
@@ -187,7 +192,7 @@ def _scatter(
 ) -> Steps[Any]:
     """Root's array, cut along its leading axis, to everyone."""
     size, shape = group.backend.size, said.shape
-    target = out if out is not None else _empty(said, shape, parts and parts[0])
+    target = out if out is not None else _empty(said, shape, None if parts is None else parts[0])
     if target.dtype is not said.dtype or target.shape != shape:
         raise UsageError(
             f"out is {target.dtype} of shape {target.shape}; root scatters {said.dtype} of shape {shape}",
@@ -207,7 +212,7 @@ def _scatter_parts(
 ) -> Steps[Any]:
     """Root's list of arrays, one to each."""
     rank = group.backend.rank
-    target = _empty(said, (said.lengths[rank], *said.shape), parts and parts[rank])
+    target = _empty(said, (said.lengths[rank], *said.shape), None if parts is None else parts[rank])
     if said.elements is not None:
         target.flat[:] = said.part(rank)
     else:
@@ -218,9 +223,7 @@ def _scatter_parts(
     return target.give()
 
 
-def _broadcast(
-    one: CollectiveCall, said: Announcement, parts: list[Array] | None, root: int
-) -> Steps[Flat]:
+def _broadcast(one: CollectiveCall, said: Announcement, parts: list[Array] | None, root: int) -> Steps[Flat]:
     """Root's bytes to everyone."""
     if said.elements is not None:
         return said.part(0)

@@ -1,0 +1,416 @@
+"""Verbs whose ranks do not know each other's lengths: short ones, long ones, in the engine and beside it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.engines import MakeWorld, found, outcome, world
+from tests.support.oracle import Notes
+from tests.support.ranks import run_each
+
+import unisono as uni
+from unisono.comm import vector_collectives
+from unisono.comm.announcement import Announcement, row_bytes
+from unisono.comm.communicator import Communicator
+from unisono.core import buffers
+from unisono.errors import DeadlineExceeded, PeerAborted, PeerLost, ProtocolError, UnisonoError, UsageError
+
+__all__ = ["world"]
+
+every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
+DTYPES = ("uint8", "float32", "complex128")
+
+
+def array(dtype: str, length: int, rank: int, width: int | None = None) -> np.ndarray[Any, Any]:
+    """Elements that depend on rank and place."""
+    count = length * (1 if width is None else width)
+    flat = ((np.arange(count) * 7 + rank * 31) % 113).astype(dtype)
+    return flat if width is None else flat.reshape(length, width)
+
+
+def alike(got: Any, wanted: Any) -> bool:
+    if isinstance(wanted, list):
+        return isinstance(got, list) and len(got) == len(wanted) and all(map(alike, got, wanted))
+    if isinstance(wanted, np.ndarray):
+        return got.dtype == wanted.dtype and got.shape == wanted.shape and bool((got == wanted).all())
+    return bool(got == wanted)
+
+
+def lengths_around_rows(size: int, dtype: str, width: int | None, parts: int) -> list[int]:
+    """Nothing, a few, the last that fit into a row and the first that do not, and many."""
+    free = row_bytes(size, parts) - 8 - 8 * (parts + (0 if width is None else 1))
+    fit = free // (np.dtype(dtype).itemsize * (width or 1) * parts)
+    return [0, 1, 5, fit, fit + 1, 5 * fit + 3]
+
+
+Verb = Callable[[Any, Communicator, str, int, int | None], tuple[Any, Any]]
+
+
+def all_gather_v(
+    verbs: Any, comm: Communicator, dtype: str, length: int, width: int | None
+) -> tuple[Any, Any]:
+    every = [array(dtype, max(0, length - rank), rank, width) for rank in range(comm.size)]
+    return verbs.all_gather_v(every[comm.rank]), every
+
+
+def gather_v(verbs: Any, comm: Communicator, dtype: str, length: int, width: int | None) -> tuple[Any, Any]:
+    root = length % comm.size
+    every = [array(dtype, max(0, length - rank), rank, width) for rank in range(comm.size)]
+    return verbs.gather_v(every[comm.rank], root), every if comm.rank == root else None
+
+
+def scatter(verbs: Any, comm: Communicator, dtype: str, length: int, width: int | None) -> tuple[Any, Any]:
+    root = length % comm.size
+    every = np.stack([array(dtype, length, rank, width) for rank in range(comm.size)])
+    return verbs.scatter(every if comm.rank == root else None, root), every[comm.rank]
+
+
+def scatter_out(
+    verbs: Any, comm: Communicator, dtype: str, length: int, width: int | None
+) -> tuple[Any, Any]:
+    every = np.stack([array(dtype, length, rank, width) for rank in range(comm.size)])
+    out = np.empty_like(every[comm.rank])
+    return verbs.scatter(every if comm.rank == 0 else None, out=out), every[comm.rank]
+
+
+def scatter_v(verbs: Any, comm: Communicator, dtype: str, length: int, width: int | None) -> tuple[Any, Any]:
+    root = length % comm.size
+    every = [array(dtype, max(0, length - rank), rank, width) for rank in range(comm.size)]
+    return verbs.scatter_v(every if comm.rank == root else None, root), every[comm.rank]
+
+
+def all_to_all_v(
+    verbs: Any, comm: Communicator, dtype: str, length: int, width: int | None
+) -> tuple[Any, Any]:
+    def part(source: int, target: int) -> np.ndarray[Any, Any]:
+        return array(dtype, max(0, length - source - 2 * target), source + 10 * target, width)
+
+    parts = [part(comm.rank, target) for target in range(comm.size)]
+    return verbs.all_to_all_v(parts), [part(source, comm.rank) for source in range(comm.size)]
+
+
+def value(rank: int, length: int) -> dict[str, Any]:
+    return {"rank": rank, "text": "x" * length, "more": [1, None, 2.5, (rank, b"y" * rank)]}
+
+
+def all_gather_object(verbs: Any, comm: Communicator, _: str, length: int, __: int | None) -> tuple[Any, Any]:
+    return verbs.all_gather_object(value(comm.rank, length)), [
+        value(rank, length) for rank in range(comm.size)
+    ]
+
+
+def gather_object(verbs: Any, comm: Communicator, _: str, length: int, __: int | None) -> tuple[Any, Any]:
+    root = length % comm.size
+    wanted = [value(rank, length) for rank in range(comm.size)] if comm.rank == root else None
+    return verbs.gather_object(value(comm.rank, length), root), wanted
+
+
+def broadcast_object(verbs: Any, comm: Communicator, _: str, length: int, __: int | None) -> tuple[Any, Any]:
+    root = length % comm.size
+    return verbs.broadcast_object(value(root, length) if comm.rank == root else None, root), value(
+        root, length
+    )
+
+
+def scatter_object(verbs: Any, comm: Communicator, _: str, length: int, __: int | None) -> tuple[Any, Any]:
+    root = length % comm.size
+    values = [value(rank, length + rank) for rank in range(comm.size)]
+    return verbs.scatter_object(values if comm.rank == root else None, root), values[comm.rank]
+
+
+ARRAYS: tuple[Verb, ...] = (all_gather_v, gather_v, scatter, scatter_out, scatter_v, all_to_all_v)
+OBJECTS: tuple[Verb, ...] = (all_gather_object, gather_object, broadcast_object, scatter_object)
+
+
+def cases(size: int) -> list[tuple[Verb, str, int, int | None]]:
+    made: list[tuple[Verb, str, int, int | None]] = []
+    for verb, dtype, width in itertools.product(ARRAYS, DTYPES, (None, 3)):
+        parts = 1 if verb in (all_gather_v, gather_v) else size
+        made += [(verb, dtype, length, width) for length in lengths_around_rows(size, dtype, width, parts)]
+    made += [
+        (verb, "uint8", length, None) for verb in OBJECTS for length in (0, 300, 1900, 2100, 9000, 70_001)
+    ]
+    return made
+
+
+def closed(comm: Communicator, is_closed: bool) -> None:
+    """Let the next call of this rank take the reference path, or the engine's."""
+    comm._group.call_log.fast_path_open = not is_closed
+
+
+# -- the right answer -------------------------------------------------------------------------------------
+
+
+@every_kind
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_verb_gives_what_numpy_says(world: MakeWorld, kind: str, size: int) -> None:
+    comms = world(size, kind)
+
+    def program(comm: Communicator) -> Notes:
+        notes, native = Notes(), comm._group.native
+        assert native is not None
+        for verb, dtype, length, width in cases(size):
+            what = f"{verb.__name__} {dtype} {length} x {width}"
+            before = native.ended
+            got, wanted = verb(comm, comm, dtype, length, width)
+            notes.expect(alike(got, wanted), True, what)
+            work, wanted = verb(comm.start, comm, dtype, length, width)
+            notes.expect(alike(work.wait(timeout=60), wanted), True, f"start.{what}")
+            notes.expect(native.ended > before or native.adopted > 0, True, f"{what} ran in the engine")
+        return notes
+
+    assert found(comms, program) == []
+
+
+@every_kind
+def test_ranks_on_both_paths_understand_each_other(world: MakeWorld, kind: str) -> None:
+    comms, size = world(3, kind), 3
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        for turn, (verb, dtype, length, width) in enumerate(cases(size)):
+            closed(comm, is_closed=bool(turn >> comm.rank & 1))
+            got, wanted = verb(comm, comm, dtype, length, width)
+            notes.expect(
+                alike(got, wanted), True, f"{verb.__name__} {dtype} {length} x {width} in turn {turn}"
+            )
+        closed(comm, is_closed=False)
+        return notes
+
+    assert found(comms, program) == []
+
+
+@every_kind
+@pytest.mark.parametrize("names", [("ring", "ring"), ("auto", "auto")])
+def test_a_named_algorithm_moves_what_does_not_fit(world: MakeWorld, kind: str, names: Sequence[str]) -> None:
+    comms = world(3, kind)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        every = [array("int32", 2000 + rank, rank) for rank in range(3)]
+        for closes in (False, True):
+            closed(comm, is_closed=closes and comm.rank == 1)
+            got = comm.all_gather_v(every[comm.rank], algorithm=names[0])
+            notes.expect(alike(got, every), True, "all_gather_v")
+        closed(comm, is_closed=False)
+        return notes
+
+    assert found(comms, program) == []
+
+
+@every_kind
+def test_kinds_of_arrays_come_back_as_they_were_given(world: MakeWorld, kind: str) -> None:
+    comms = world(2, kind)
+    torch = pytest.importorskip("torch") if "torch" in sys.modules else None
+
+    def program(comm: Communicator) -> Notes:
+        notes, rank = Notes(), comm.rank
+        for count in (3, 3000):
+            gaps = array("int16", 2 * count, rank)[::2]
+            got = comm.all_gather_v(gaps)
+            notes.expect(alike(got, [array("int16", 2 * count, r)[::2] for r in range(2)]), True, "gaps")
+            seen = comm.all_gather_v(memoryview(bytes([rank]) * count))
+            notes.expect([bytes(part) for part in seen], [bytes([r]) * count for r in range(2)], "a buffer")
+            bits = uni.typed(array("uint16", count, rank), "bfloat16")
+            halves = comm.all_to_all_v([bits, bits])
+            notes.expect(
+                alike(
+                    [np.asarray(getattr(h, "data", h)).view(np.uint16) for h in halves],
+                    [array("uint16", count, r) for r in range(2)],
+                ),
+                True,
+                "bfloat16",
+            )
+            if torch is not None:
+                tensors = comm.all_gather_v(torch.full((count,), rank))
+                notes.expect([int(t.sum()) for t in tensors], [0, count], "tensors")
+        return notes
+
+    assert found(comms, program) == []
+
+
+def test_a_started_call_that_nobody_waits_for_moves_everything(world: MakeWorld) -> None:
+    """The second stage begins without the user's threads."""
+    comms = world(2, "shm")
+    ended = [threading.Event() for _ in comms]
+    works = []
+    for comm in comms:
+        work = comm.start.all_gather_v(array("float64", 40_000 + comm.rank, comm.rank))
+        work.add_done_callback(lambda _, rank=comm.rank: ended[rank].set())
+        works.append(work)
+    assert all(event.wait(30) for event in ended)
+    every = [array("float64", 40_000 + rank, rank) for rank in range(2)]
+    assert all(alike(work.wait(), every) for work in works)
+
+
+def test_several_threads_start_and_wait_at_once(world: MakeWorld) -> None:
+    comms = world(2, "shm")
+    groups = [[comm.sub([0, 1]) for comm in comms] for _ in range(4)]
+
+    def program(comm: Communicator, number: int) -> bool:
+        every = [array("int64", 900 * number + rank, rank) for rank in range(2)]
+        work = [comm.start.all_gather_v(every[comm.rank]) for _ in range(10)]
+        objects = [comm.start.broadcast_object(value(0, 700 * number)) for _ in range(10)]
+        while not all(each.done() for each in work):
+            pass
+        return all(alike(each.wait(), every) for each in work) and all(
+            each.wait() == value(0, 700 * number) for each in objects
+        )
+
+    right = []
+    threads = [
+        threading.Thread(target=lambda c=comm, n=number: right.append(program(c, n)))
+        for number, pair in enumerate(groups)
+        for comm in pair
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert right == [True] * 8
+
+
+# -- errors -----------------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_a_missing_rank_is_named(world: MakeWorld, kind: str) -> None:
+    comms = world(3, kind)
+
+    def program(comm: Communicator) -> Any:
+        if comm.rank == 2:
+            return (2,)
+        with pytest.raises(DeadlineExceeded) as caught:
+            comm.all_gather_v(np.ones(5000), timeout=0.6)
+        return caught.value.waiting_on
+
+    assert run_each(program, comms).values() == [(2,)] * 3
+
+
+@every_kind
+def test_wrong_arguments_are_refused_before_anything_is_sent(world: MakeWorld, kind: str) -> None:
+    comms = world(2, kind)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        ones = np.ones(3)
+        wrong: list[tuple[Callable[[], Any], str]] = [
+            (lambda: comm.all_gather_v(3.5), "no axis 0"),
+            (lambda: comm.all_to_all_v([ones]), "list of length 2"),
+            (lambda: comm.all_to_all_v([ones, ones.astype(np.int8)]), "differ in dtype"),
+            (lambda: comm.all_to_all_v([ones, np.ones((3, 2))]), "differ in dtype or in shape"),
+            (lambda: comm.all_to_all_v([ones, object()]), "parts[1]"),
+            (lambda: comm.scatter(np.ones((3, 2)), comm.rank), "leading axis of 2"),
+            (lambda: comm.scatter(None, comm.rank), "needs x on root"),
+            (lambda: comm.scatter_v([ones], comm.rank), "list of length 2"),
+            (lambda: comm.scatter_object([1], comm.rank), "list of 2 objects"),
+            (lambda: comm.broadcast_object(object(), comm.rank), "register"),
+            (lambda: comm.gather_v(ones, 7), "root"),
+            (lambda: comm.all_gather_v(ones, algorithm="no such"), "algorithm"),
+        ]
+        for call, words in wrong:
+            error = outcome(call)
+            notes.expect(isinstance(error, UsageError | TypeError), True, f"{words}: {error!r}")
+            notes.expect(words in str(error), True, f"{words} in {error}")
+        notes.expect(alike(comm.all_gather_v(ones), [ones, ones]), True, "nothing was sent")
+        return notes
+
+    assert found(comms, program) == []
+
+
+@every_kind
+def test_an_out_that_does_not_fit_is_an_error_on_its_rank(world: MakeWorld, kind: str) -> None:
+    comms = world(2, kind)
+
+    def program(comm: Communicator) -> Any:
+        x = np.ones((2, 3)) if comm.rank == 0 else None
+        out = None if comm.rank == 0 else np.empty(4)
+        calls = (lambda: (comm.scatter(x), comm.barrier()), lambda: comm.scatter(x, out=out))
+        return [outcome(calls[comm.rank])]
+
+    (first,), (second,) = run_each(program, comms).values()
+    assert isinstance(second, UsageError)
+    assert "root scatters float64 of shape (3,)" in str(second)
+    assert isinstance(first, PeerAborted | PeerLost | UsageError), first
+
+
+@every_kind
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_of_any_bytes_break_nothing(
+    world: MakeWorld, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank lies: the others get an error, or arrays, but no memory of others and no crash."""
+    comms, chance = world(2, kind), random.Random(seed)
+    real = Announcement.encoded
+
+    def lie(said: Announcement, nbytes: int, parts: Any) -> np.ndarray[Any, Any]:
+        row = real(said, nbytes, parts)
+        for _ in range(chance.randrange(1, 6)):
+            row[chance.randrange(40)] = chance.randrange(256)
+        return row
+
+    monkeypatch.setattr(Announcement, "encoded", lie)
+
+    def program(comm: Communicator) -> Any:
+        closed(comm, is_closed=comm.rank == 0)
+        return [outcome(lambda: comm.all_gather_v(np.arange(4.0), timeout=10))]
+
+    for (got,) in run_each(program, comms).values():
+        if isinstance(got, list):
+            assert all(part.dtype == np.float64 for part in got)
+        else:
+            assert isinstance(got, UnisonoError | MemoryError), got
+
+
+@every_kind
+def test_a_huge_announcement_takes_nobodys_memory(
+    world: MakeWorld, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comms = world(2, kind)
+    real = Announcement.encoded
+
+    def lie(said: Announcement, nbytes: int, parts: Any) -> np.ndarray[Any, Any]:
+        row = real(said, nbytes, parts)
+        row[8:16] = np.array([1 << 40]).view(np.uint8)
+        return row
+
+    monkeypatch.setattr(Announcement, "encoded", lie)
+
+    def program(comm: Communicator) -> Any:
+        closed(comm, is_closed=comm.rank == 0)
+        return [outcome(lambda: comm.all_gather_object(b"x", timeout=20))]
+
+    for (error,) in run_each(program, comms).values():
+        assert isinstance(error, ProtocolError | PeerAborted), error
+        assert f"announced {1 << 40} bytes; allowed: {1 << 30}" in str(error)
+
+
+def test_rows_come_back_as_they_were_written() -> None:
+    for dtype, length, width in (("uint8", 0, None), ("float32", 5, 3), ("complex128", 200, None)):
+        parts = [buffers.view(array(dtype, length + k, k, width), "x") for k in range(2)]
+        said = Announcement.of(parts, 1)
+        row = said.encoded(row_bytes(2, 2), [part.flat for part in parts])
+        back = Announcement.decoded(row, 2, 1 << 30)
+        assert (back.dtype, back.family, back.shape, back.lengths) == (
+            said.dtype,
+            1,
+            () if width is None else (width,),
+            (length, length + 1),
+        )
+        assert (back.elements is not None) == (
+            sum(said.counts) * np.dtype(dtype).itemsize <= row_bytes(2, 2) - 24
+        )
+        if back.elements is not None:
+            assert all((back.part(k) == parts[k].flat).all() for k in range(2))
+
+
+def test_the_verbs_are_those_of_the_reference() -> None:
+    names = {verb.__name__.removesuffix("_out") for verb in (*ARRAYS, *OBJECTS)}
+    assert names == set(vector_collectives.ANNOUNCED)
