@@ -230,9 +230,7 @@ PyObject* done_method(PyObject* self, PyObject*) {
     check_process(*started);
     if (started->state == StartedCall::State::active) {
       const Pinned pinned(*started);
-      ++started->waiters;
       const bool is_taken = started->call->poll(started->idle_polls++);
-      --started->waiters;
       if (is_taken && started->state == StartedCall::State::active)
         conclude(*started);
       else if (started->state == StartedCall::State::active && started->call->has_failed())
@@ -525,8 +523,11 @@ nb::list NativeGroup::works_to_adopt(bool only_overdue) {
   const std::int64_t now = only_overdue ? now_ns() : never;
   for (StartedLink* link = started.front(); link != nullptr; link = StartedList::next(*link)) {
     auto* const one = static_cast<StartedCall*>(link);
-    if (one->waiters != 0 || one->state != StartedCall::State::active) continue;
-    if (one->attention_at <= now)
+    if (one->state != StartedCall::State::active) continue;
+    if (one->waiters != 0)
+      // Its thread lets Python adopt it, unless a signal handler raises there just now.
+      next = std::min(next, std::max(one->attention_at, now_ns() + slice_ns));
+    else if (one->attention_at <= now)
       works.append(nb::borrow(reinterpret_cast<PyObject*>(one->work)));
     else
       next = std::min(next, one->attention_at);

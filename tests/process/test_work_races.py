@@ -1,0 +1,67 @@
+"""Works that several threads, signal handlers and finalizers use at once: each case was a fault once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.engines import MakeWorld, world
+from tests.support.ranks import PATIENCE_S
+
+from unisono.errors import DeadlineExceeded, UnisonoError
+
+__all__ = ["world"]
+
+
+class Waiter(threading.Thread):
+    """A thread that calls a function: what it gave, or the exception that ended it."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._call = call
+        self.ended: Any = None
+        self.start()
+        time.sleep(0.02)  # it waits in the engine by then, most likely
+
+    def run(self) -> None:
+        try:
+            self.ended = self._call()
+        except BaseException as error:
+            self.ended = error
+
+    def outcome(self) -> Any:
+        self.join(PATIENCE_S)
+        assert not self.is_alive(), "it waits for ever"
+        return self.ended
+
+
+# -- deadlines --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["timeout", "default"])
+def test_a_work_that_is_only_polled_expires(world: MakeWorld, how: str):
+    comms = world(2, deadline_s=0.1 if how == "default" else None)
+    for _ in range(5):
+        given = {"timeout": 0.1} if how == "timeout" else {}
+        work = comms[0].start.recv(np.zeros(3), src=1, **given)
+        began = time.monotonic()
+        while not work.done():
+            assert time.monotonic() < began + PATIENCE_S, "it never expires"
+        with pytest.raises(DeadlineExceeded):
+            work.wait()
+
+
+def test_a_polled_collective_hears_that_another_rank_failed(world: MakeWorld):
+    comms = world(2, stall_query_s=3600.0)
+    work = comms[0].start.all_reduce(np.arange(1021.0))
+    other = Waiter(lambda: comms[1].abort("for the test"))
+    began = time.monotonic()
+    while not work.done():
+        assert time.monotonic() < began + PATIENCE_S, "nobody told it"
+    other.outcome()
+    with pytest.raises(UnisonoError):
+        work.wait()
