@@ -157,24 +157,29 @@ PyObject* wait_by_python(PyObject* self, PyObject* timeout) {
   return PyObject_VectorcallMethod(word, args, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
 }
 
+// When a wait that begins now is over. Python looks at what is neither an int nor a float, and refuses what is no time.
+std::int64_t limit_of(const StartedCall& started, PyObject* timeout) {
+  if (timeout == Py_None) return never;
+  double seconds = -1;
+  if (PyFloat_CheckExact(timeout)) seconds = PyFloat_AS_DOUBLE(timeout);
+  if (PyLong_CheckExact(timeout)) seconds = PyLong_AsDouble(timeout);
+  PyErr_Clear();
+  if (!(seconds >= 0)) {
+    const nb::object deadline = started.helper.attr("runtime").attr("deadline")(nb::handle(timeout));
+    const nb::object given = deadline.attr("given_s");
+    if (given.is_none()) return never;
+    seconds = nb::cast<double>(given);
+  }
+  return seconds < 1e9 ? now_ns() + static_cast<std::int64_t>(seconds * 1e9) : never;
+}
+
 PyObject* wait_for(PyObject* self, PyObject* timeout) {
   StartedCall* const started = as_work(self).started;
   if (started == nullptr) return wait_by_python(self, timeout);
   check_process(*started);
   see(*started);
-  std::int64_t limit = never;
+  const std::int64_t limit = started->state == StartedCall::State::active ? limit_of(*started, timeout) : never;
   nb::object rest = nb::borrow(timeout);
-  if (timeout != Py_None && started->state == StartedCall::State::active) {
-    const double seconds = PyFloat_CheckExact(timeout)  ? PyFloat_AS_DOUBLE(timeout)
-                           : PyLong_CheckExact(timeout) ? PyLong_AsDouble(timeout)
-                                                        : -1;
-    PyErr_Clear();
-    if (!(seconds >= 0 && seconds < 1e9)) {
-      if (seconds < 1e9) return wait_by_python(self, timeout);  // refuses it
-    } else {
-      limit = now_ns() + static_cast<std::int64_t>(seconds * 1e9);
-    }
-  }
   while (started->state == StartedCall::State::active) {
     const Pinned pinned(*started);
     ++started->waiters;

@@ -12,7 +12,7 @@ import pytest
 from tests.support.engines import MakeWorld, world
 from tests.support.ranks import PATIENCE_S
 
-from unisono.errors import DeadlineExceeded, UnisonoError
+from unisono.errors import DeadlineExceeded, UnisonoError, UsageError
 
 __all__ = ["world"]
 
@@ -65,3 +65,25 @@ def test_a_polled_collective_hears_that_another_rank_failed(world: MakeWorld):
     other.outcome()
     with pytest.raises(UnisonoError):
         work.wait()
+
+
+@pytest.mark.parametrize("seconds", [np.float64(0.05), np.float32(0.05), np.int64(0)])
+def test_any_real_number_is_a_timeout_of_a_wait(world: MakeWorld, seconds: Any):
+    comms = world(2)
+    buffer = np.zeros(3)
+    work = comms[1].start.recv(buffer, src=0)
+    with pytest.raises(DeadlineExceeded):
+        work.wait(seconds)
+    comms[0].send(np.arange(3.0), dst=1)
+    assert work.wait(np.float64(PATIENCE_S)).nbytes == 24
+
+
+@pytest.mark.parametrize("seconds", ["soon", -1, -0.5, float("nan"), True, 1j, [1]])
+def test_what_is_no_number_of_seconds_is_refused_and_the_work_goes_on(world: MakeWorld, seconds: Any):
+    comms = world(2)
+    works = [comm.start.all_reduce(np.arange(5.0) + comm.rank) for comm in comms]
+    if not works[0].done():
+        with pytest.raises(UsageError, match="timeout"):
+            works[0].wait(seconds)
+    for work in works:
+        assert work.wait(PATIENCE_S).tolist() == [1, 3, 5, 7, 9]
