@@ -187,11 +187,12 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
     --started->waiters;
     switch (waited) {
       case Call::Waited::taken: conclude(*started); break;
-      case Call::Waited::attention: adopt(*started); break;
       case Call::Waited::interrupted: return nullptr;
+      case Call::Waited::attention:
       case Call::Waited::limit:
+        // Another thread may have taken it while a signal handler ran here.
         if (started->state == StartedCall::State::active) adopt(*started);
-        return wait_by_python(self, timeout == Py_None ? Py_None : nb::float_(0.0).ptr());
+        break;
       case Call::Waited::elsewhere: break;
     }
   }

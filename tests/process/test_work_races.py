@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,9 +14,13 @@ import pytest
 from tests.support.engines import MakeWorld, world
 from tests.support.ranks import PATIENCE_S
 
+from unisono.comm.adoption import Adoption
+from unisono.core.work import Work
 from unisono.errors import DeadlineExceeded, UnisonoError, UsageError
 
 __all__ = ["world"]
+
+STALL_S = 0.25
 
 
 class Waiter(threading.Thread):
@@ -87,3 +93,50 @@ def test_what_is_no_number_of_seconds_is_refused_and_the_work_goes_on(world: Mak
             works[0].wait(seconds)
     for work in works:
         assert work.wait(PATIENCE_S).tolist() == [1, 3, 5, 7, 9]
+
+
+# -- another thread ends it meanwhile ---------------------------------------------------------------------
+
+
+def test_a_work_that_ends_while_a_signal_handler_runs_in_its_wait(world: MakeWorld):
+    """The thread that was interrupted must not let Python adopt what another has taken."""
+    comms = world(2, stall_query_s=STALL_S)
+    buffer = np.zeros(3)
+    began = time.monotonic()
+    work = comms[1].start.recv(buffer, src=0)
+    waiter = Waiter(work.wait)
+
+    def handle(*_: object) -> None:
+        comms[0].send(np.arange(3.0), dst=1)
+        waiter.join(PATIENCE_S)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        # In the last slice before the stall: the handler runs when Python would look at the work.
+        late = threading.Timer(
+            began + STALL_S - 0.02 - time.monotonic(), lambda: os.kill(os.getpid(), signal.SIGUSR1)
+        )
+        late.start()
+        status = work.wait()
+        late.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert status == waiter.outcome() == (0, 0, 24)
+    assert buffer.tolist() == [0, 1, 2]
+
+
+def test_a_collective_that_ends_when_the_time_of_a_wait_is_over(
+    world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+):
+    """It ends while Python adopts it: the wait gives the result, not what the task of Python gives."""
+    comms = world(2, stall_query_s=3600.0)
+    work = comms[0].start.all_reduce(np.arange(5.0))
+    adopt = Adoption.adopt
+
+    def late(self: Adoption, *call: Any) -> Work[Any]:
+        comms[1].all_reduce(np.arange(5.0) + 1)
+        time.sleep(0.05)  # the other rank's engine has it by then, too
+        return adopt(self, *call)
+
+    monkeypatch.setattr(Adoption, "adopt", late)
+    assert work.wait(0.02).tolist() == [1, 3, 5, 7, 9]
