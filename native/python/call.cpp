@@ -546,8 +546,25 @@ bool Call::has_failed() {
 nb::object Call::adopt(const char* how, nb::object keeper) {
   ++group_.adopted;
   attention_at();
+  unsigned count;
+  {
+    // From here on another thread that waits for it finds nothing of it in the engine. Before any object is made: that
+    // may run the garbage collector, and so let another thread take what has ended.
+    const Hold held = group_.completions.engine().hold();
+    count = std::exchange(started_, 0);
+    group_.completions.engine().wake_waiters();
+  }
+  try {
+    return hand_over(how, std::move(keeper), count);
+  } catch (...) {
+    release(count);
+    throw;
+  }
+}
+
+nb::object Call::hand_over(const char* how, nb::object keeper, unsigned count) {
   nb::list operations;
-  for (unsigned i = 0; i < started_; ++i) {
+  for (unsigned i = 0; i < count; ++i) {
     const Operation& op = *operations_[i];
     if (op.is_run) {
       operations.append(nb::make_tuple("collective", handles_[i]));
@@ -570,20 +587,8 @@ nb::object Call::adopt(const char* how, nb::object keeper) {
   const nb::object header = decision_ != nullptr ? nb::object(bytes_of(fingerprint_)) : nb::none();
   const nb::object timeout =
       timeout_ns_ >= 0 ? nb::object(nb::float_(static_cast<double>(timeout_ns_) / 1e9)) : nb::none();
-  unsigned count;
-  {
-    // From here on another thread that waits for it finds nothing of it in the engine.
-    const Hold held = group_.completions.engine().hold();
-    count = std::exchange(started_, 0);
-    group_.completions.engine().wake_waiters();
-  }
-  try {
-    return helper_.attr(how)(spec_.name, sequence, header, static_cast<double>(begun_at_) / 1e9, timeout, operations,
-                             memory);
-  } catch (...) {
-    release(count);
-    throw;
-  }
+  return helper_.attr(how)(spec_.name, sequence, header, static_cast<double>(begun_at_) / 1e9, timeout, operations,
+                           memory);
 }
 
 // An exception left Python before it had the call in hand: nobody may touch the memory when we return.

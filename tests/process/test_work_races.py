@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -43,6 +44,17 @@ class Waiter(threading.Thread):
         self.join(PATIENCE_S)
         assert not self.is_alive(), "it waits for ever"
         return self.ended
+
+
+class CollectedLate:
+    """Garbage in a cycle: `call` runs when the collector finds it."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._itself = self
+        self._call = call
+
+    def __del__(self) -> None:
+        self._call()
 
 
 # -- deadlines --------------------------------------------------------------------------------------------
@@ -122,6 +134,33 @@ def test_a_work_that_ends_while_a_signal_handler_runs_in_its_wait(world: MakeWor
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert status == waiter.outcome() == (0, 0, 24)
+    assert buffer.tolist() == [0, 1, 2]
+
+
+def test_a_work_that_ends_while_python_is_about_to_adopt_it(world: MakeWorld):
+    """The garbage collector runs in the middle: a finalizer lets another thread take the work."""
+    comms = world(2, stall_query_s=3600.0)
+    buffer = np.zeros(3)
+    work = comms[1].start.recv(buffer, src=0)
+    waiter = Waiter(work.wait)
+
+    def meet() -> None:
+        comms[0].send(np.arange(3.0), dst=1)
+        waiter.join(0.3)
+
+    gc.collect()
+    gc.disable()
+    thresholds = gc.get_threshold()
+    try:
+        CollectedLate(meet)
+        gc.set_threshold(1)
+        gc.enable()
+        work.cancel()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+    gc.collect()
+    assert waiter.outcome() == work.wait() == (0, 0, 24)
     assert buffer.tolist() == [0, 1, 2]
 
 
