@@ -591,17 +591,20 @@ nb::object Call::hand_over(const char* how, nb::object keeper, unsigned count) {
                            memory);
 }
 
-// An exception left Python before it had the call in hand: nobody may touch the memory when we return.
+// Nobody may touch the memory when we return. An exception may have left Python before it had the call in hand, or
+// while it was cancelling it: then what is still under way is Python's, which hears of its end.
 void Call::release(unsigned count) {
   const GilReleased released;
-  Engine& engine = group_.completions.engine();
+  CompletionQueue& completions = group_.completions;
+  Engine& engine = completions.engine();
   Hold held = engine.hold();
-  for (unsigned i = 0; i < count; ++i)
-    if (Operation* const op = group_.completions.watched(handles_[i]); op != nullptr) {
-      if (op->phase != Operation::Phase::ended && group_.completions.cancel(handles_[i]) && !op->is_run) continue;
-      engine.wait(held, [&] { return op->phase == Operation::Phase::ended || engine.is_closed(); }, never);
-      group_.completions.recycle(*op);
+  for (unsigned i = 0; i < count; ++i) {
+    if (Operation* const op = completions.active(handles_[i]); op != nullptr) {
+      completions.withdraw(*op);
+      engine.wait(held, [&] { return completions.active(handles_[i]) == nullptr || engine.is_closed(); }, never);
     }
+    if (Operation* const op = completions.watched(handles_[i]); op != nullptr) completions.recycle(*op);
+  }
 }
 
 // ---- results ----

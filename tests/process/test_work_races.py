@@ -15,6 +15,7 @@ import pytest
 from tests.support.engines import MakeWorld, world
 from tests.support.ranks import PATIENCE_S
 
+from unisono.comm import adoption
 from unisono.comm.adoption import Adoption
 from unisono.core.work import Work
 from unisono.errors import DeadlineExceeded, UnisonoError, UsageError
@@ -179,3 +180,42 @@ def test_a_collective_that_ends_when_the_time_of_a_wait_is_over(
 
     monkeypatch.setattr(Adoption, "adopt", late)
     assert work.wait(0.02).tolist() == [1, 3, 5, 7, 9]
+
+
+# -- memory -----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_received_into_the_memory_of_a_call_that_was_left(
+    world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+):
+    """A second Ctrl-C comes while the first cancels the call, whose memory may be freed from then on."""
+    comms = world(2, stall_query_s=0.02)
+
+    def leave(work: Work[Any]) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(adoption, "wait_or_cancel", leave)
+    left, met = np.full(3, -1.0), np.zeros(3)
+    with pytest.raises(KeyboardInterrupt):
+        comms[1].recv(left, src=0)
+    monkeypatch.undo()
+    comms[0].send(np.arange(3.0), dst=1)
+    comms[1].recv(met, src=0, timeout=PATIENCE_S)
+    assert met.tolist() == [0, 1, 2]
+    assert left.tolist() == [-1, -1, -1]
+
+
+def test_nothing_reads_the_memory_of_a_collective_that_was_left(
+    world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+):
+    comms = world(2, stall_query_s=0.02)
+
+    def leave(work: Work[Any]) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(adoption, "wait_or_cancel", leave)
+    with pytest.raises(KeyboardInterrupt):
+        comms[0].all_reduce(np.ones(300_001, np.float16), op="mean")  # reduced in memory of the call's own
+    monkeypatch.undo()
+    late = Waiter(lambda: comms[1].all_reduce(np.ones(300_001, np.float16), op="mean", timeout=1.0))
+    assert isinstance(late.outcome(), UnisonoError)
