@@ -203,10 +203,25 @@ bool CompletionQueue::cancel(uint64_t handle) {
   return true;
 }
 
-Run* CompletionQueue::run_of(uint64_t handle) const {
+void CompletionQueue::withdraw(Operation& operation) {
+  if (operation.is_run) return static_cast<Run&>(operation).cancel();
+  if (!operation.is_receive) {
+    engine_.cancel(static_cast<SendOperation&>(operation));
+    return;
+  }
+  auto& receive = static_cast<ReceiveOperation&>(operation);
+  if (engine_.cancel(receive)) receive.end(Outcome::cancelled, receive.source);
+}
+
+Operation* CompletionQueue::active(uint64_t handle) const {
   const size_t index = handle & ((uint64_t{1} << index_bits) - 1);
-  if (index >= all_.size() || all_[index]->handle != handle || !all_[index]->is_run) return nullptr;
-  return all_[index]->phase == Operation::Phase::active ? static_cast<Run*>(all_[index].get()) : nullptr;
+  if (index >= all_.size() || all_[index]->handle != handle) return nullptr;
+  return all_[index]->phase == Operation::Phase::active ? all_[index].get() : nullptr;
+}
+
+Run* CompletionQueue::run_of(uint64_t handle) const {
+  Operation* const operation = active(handle);
+  return operation != nullptr && operation->is_run ? static_cast<Run*>(operation) : nullptr;
 }
 
 Operation* CompletionQueue::watched(uint64_t handle) const {

@@ -98,6 +98,10 @@ class CompletionQueue {
   void start(Run& run, Begin begin);
   // True if it was taken back; then it is not told. A run is told, when it has let go of its memory.
   bool cancel(uint64_t handle);
+  // Take an operation that is under way back, if possible. Its end is seen or told like any other.
+  void withdraw(Operation& operation);
+  // The operation of this handle; nullptr if it is not under way.
+  Operation* active(uint64_t handle) const;
   // The run of this handle; nullptr if it has ended.
   Run* run_of(uint64_t handle) const;
   // The operation of this handle that is watched, also if it has ended; nullptr if there is none.

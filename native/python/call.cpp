@@ -571,8 +571,25 @@ bool Call::has_failed() {
 nb::object Call::adopt(const char* how, nb::object keeper) {
   ++group_.adopted;
   attention_at();
+  unsigned count;
+  {
+    // From here on another thread that waits for it finds nothing of it in the engine. Before any object is made: that
+    // may run the garbage collector, and so let another thread take what has ended.
+    const Hold held = group_.completions.engine().hold();
+    count = std::exchange(started_, 0);
+    group_.completions.engine().wake_waiters();
+  }
+  try {
+    return hand_over(how, std::move(keeper), count);
+  } catch (...) {
+    release(count);
+    throw;
+  }
+}
+
+nb::object Call::hand_over(const char* how, nb::object keeper, unsigned count) {
   nb::list operations;
-  for (unsigned i = 0; i < started_; ++i) {
+  for (unsigned i = 0; i < count; ++i) {
     const Operation& op = *operations_[i];
     if (op.is_run) {
       operations.append(nb::make_tuple("collective", handles_[i]));
@@ -602,33 +619,24 @@ nb::object Call::adopt(const char* how, nb::object keeper) {
   const nb::object header = decision_ != nullptr ? nb::object(bytes_of(fingerprint_)) : nb::none();
   const nb::object timeout =
       timeout_ns_ >= 0 ? nb::object(nb::float_(static_cast<double>(timeout_ns_) / 1e9)) : nb::none();
-  unsigned count;
-  {
-    // From here on another thread that waits for it finds nothing of it in the engine.
-    const Hold held = group_.completions.engine().hold();
-    count = std::exchange(started_, 0);
-    group_.completions.engine().wake_waiters();
-  }
-  try {
-    return helper_.attr(how)(spec_.name, sequence, header, static_cast<double>(begun_at_) / 1e9, timeout, operations,
-                             memory, root, algorithm);
-  } catch (...) {
-    release(count);
-    throw;
-  }
+  return helper_.attr(how)(spec_.name, sequence, header, static_cast<double>(begun_at_) / 1e9, timeout, operations,
+                           memory, root, algorithm);
 }
 
-// An exception left Python before it had the call in hand: nobody may touch the memory when we return.
+// Nobody may touch the memory when we return. An exception may have left Python before it had the call in hand, or
+// while it was cancelling it: then what is still under way is Python's, which hears of its end.
 void Call::release(unsigned count) {
   const GilReleased released;
-  Engine& engine = group_.completions.engine();
+  CompletionQueue& completions = group_.completions;
+  Engine& engine = completions.engine();
   Hold held = engine.hold();
-  for (unsigned i = 0; i < count; ++i)
-    if (Operation* const op = group_.completions.watched(handles_[i]); op != nullptr) {
-      if (op->phase != Operation::Phase::ended && group_.completions.cancel(handles_[i]) && !op->is_run) continue;
-      engine.wait(held, [&] { return op->phase == Operation::Phase::ended || engine.is_closed(); }, never);
-      group_.completions.recycle(*op);
+  for (unsigned i = 0; i < count; ++i) {
+    if (Operation* const op = completions.active(handles_[i]); op != nullptr) {
+      completions.withdraw(*op);
+      engine.wait(held, [&] { return completions.active(handles_[i]) == nullptr || engine.is_closed(); }, never);
     }
+    if (Operation* const op = completions.watched(handles_[i]); op != nullptr) completions.recycle(*op);
+  }
 }
 
 // ---- results ----

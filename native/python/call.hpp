@@ -224,6 +224,8 @@ class Call {
   }
   // With the engine's lock: true if all operations ended well; then they are back in their pools.
   bool take();
+  // Give its operations, with what they work on, to the helper.
+  nb::object hand_over(const char* how, nb::object keeper, unsigned count);
   void release(unsigned count);
   void fill_with_identity();
   nb::object status() const;

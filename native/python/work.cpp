@@ -80,16 +80,51 @@ void call_observers(StartedCall& started) {
   }
 }
 
+// The exception that is being handled, as Python's.
+nb::object current_error() {
+  try {
+    throw;
+  } catch (nb::python_error& error) {
+    return nb::borrow(error.value());
+  } catch (const std::exception& error) {
+    return nb::borrow(PyExc_RuntimeError)(error.what());
+  }
+}
+
+// For functions that the interpreter calls.
+template <class Body>
+PyObject* translate_errors(Body body) {
+  try {
+    return body();
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+// From now on this thread runs Python to make its result or to adopt it.
+void begin_change(StartedCall& started) {
+  started.state = StartedCall::State::changing;
+  started.changer = PyThread_get_thread_ident();
+}
+
+// Whether the caller is what this thread runs then: a signal handler or a finalizer.
+bool is_changing_here(const StartedCall& started) {
+  return started.state == StartedCall::State::changing && started.changer == PyThread_get_thread_ident();
+}
+
 // It has ended well in the engine: make its result, or keep the error that this raises.
 void conclude(StartedCall& started, nb::object adopted_result = {}) {
   if (started.is_observed) leave_list(started);  // else `close` names it
-  started.state = StartedCall::State::changing;
+  begin_change(started);
   try {
     started.result = nb::steal(adopted_result.is_valid() ? started.call->finish_adopted(std::move(adopted_result))
                                                          : started.call->finish());
     if (!started.result.is_valid()) throw nb::python_error();
-  } catch (nb::python_error& error) {
-    started.error = nb::borrow(error.value());
+  } catch (...) {
+    started.error = current_error();
   }
   started.state = StartedCall::State::done;
   if (started.pins == 0) started.call.reset();  // and with it the user's memory
@@ -99,6 +134,7 @@ void conclude(StartedCall& started, nb::object adopted_result = {}) {
 // Another thread makes the result, or lets Python adopt it.
 void wait_until_settled(const StartedCall& started) {
   while (started.state == StartedCall::State::changing) {
+    if (is_changing_here(started)) started.helper.attr("refuse_nested")();
     const GilReleased released;
     sched_yield();
   }
@@ -119,14 +155,14 @@ void adopt(StartedCall& started) {
   const nb::object keep = nb::borrow(reinterpret_cast<PyObject*>(started.work));
   if (started.is_observed) leave_list(started);  // else `close` names it
   started.call->forget(started);
-  started.state = StartedCall::State::changing;
+  begin_change(started);
   try {
     const nb::object adopted = started.call->adopt("adopt", keeper_of(started));
     keep.attr("_task") = adopted.attr("_task");
     keep.attr("_runtime") = adopted.attr("_runtime");
-  } catch (nb::python_error& error) {
+  } catch (...) {
     // A signal handler has raised, and nothing of the call is under way any more.
-    started.error = nb::borrow(error.value());
+    started.error = current_error();
     started.state = StartedCall::State::done;
     call_observers(started);
     throw;
@@ -139,12 +175,12 @@ void adopt(StartedCall& started) {
 
 // Nothing of it is under way in the engine, and all has ended well so far.
 void settle(StartedCall& started) {
-  started.state = StartedCall::State::changing;
+  begin_change(started);
   Call::Next next;
   try {
     next = started.call->advance(false);
-  } catch (nb::python_error& error) {
-    started.error = nb::borrow(error.value());
+  } catch (...) {
+    started.error = current_error();
     started.state = StartedCall::State::done;
     call_observers(started);
     return;
@@ -178,24 +214,30 @@ PyObject* wait_by_python(PyObject* self, PyObject* timeout) {
   return PyObject_VectorcallMethod(word, args, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
 }
 
+// When a wait that begins now is over. Python looks at what is neither an int nor a float, and refuses what is no time.
+std::int64_t limit_of(const StartedCall& started, PyObject* timeout) {
+  if (timeout == Py_None) return never;
+  double seconds = -1;
+  if (PyFloat_CheckExact(timeout)) seconds = PyFloat_AS_DOUBLE(timeout);
+  if (PyLong_CheckExact(timeout)) seconds = PyLong_AsDouble(timeout);
+  PyErr_Clear();
+  if (!(seconds >= 0)) {
+    const nb::object deadline = started.helper.attr("runtime").attr("deadline")(nb::handle(timeout));
+    const nb::object given = deadline.attr("given_s");
+    if (given.is_none()) return never;
+    seconds = nb::cast<double>(given);
+  }
+  return seconds < 1e9 ? now_ns() + static_cast<std::int64_t>(seconds * 1e9) : never;
+}
+
 PyObject* wait_for(PyObject* self, PyObject* timeout) {
   StartedCall* const started = as_work(self).started;
   if (started == nullptr) return wait_by_python(self, timeout);
   check_process(*started);
   see(*started);
-  std::int64_t limit = never;
+  const bool is_over = started->state == StartedCall::State::adopted || started->state == StartedCall::State::done;
+  const std::int64_t limit = is_over ? never : limit_of(*started, timeout);
   nb::object rest = nb::borrow(timeout);
-  if (timeout != Py_None && started->state == StartedCall::State::active) {
-    const double seconds = PyFloat_CheckExact(timeout)  ? PyFloat_AS_DOUBLE(timeout)
-                           : PyLong_CheckExact(timeout) ? PyLong_AsDouble(timeout)
-                                                        : -1;
-    PyErr_Clear();
-    if (!(seconds >= 0 && seconds < 1e9)) {
-      if (seconds < 1e9) return wait_by_python(self, timeout);  // refuses it
-    } else {
-      limit = now_ns() + static_cast<std::int64_t>(seconds * 1e9);
-    }
-  }
   for (;; wait_until_settled(*started)) {
     if (started->state == StartedCall::State::changing) continue;
     if (started->state != StartedCall::State::active) break;
@@ -205,11 +247,12 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
     --started->waiters;
     switch (waited) {
       case Call::Waited::taken: settle(*started); break;
-      case Call::Waited::attention: adopt(*started); break;
       case Call::Waited::interrupted: return nullptr;
+      case Call::Waited::attention:
       case Call::Waited::limit:
+        // Another thread may have taken it while a signal handler ran here.
         if (started->state == StartedCall::State::active) adopt(*started);
-        return wait_by_python(self, timeout == Py_None ? Py_None : nb::float_(0.0).ptr());
+        break;
       case Call::Waited::elsewhere: break;
     }
   }
@@ -232,14 +275,7 @@ PyObject* wait_method(PyObject* self, PyObject* const* args, Py_ssize_t count, P
     return nullptr;
   }
   if (named == 1) timeout = args[0];
-  try {
-    return wait_for(self, timeout);
-  } catch (nb::python_error& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  return translate_errors([&] { return wait_for(self, timeout); });
 }
 
 PyObject* done_method(PyObject* self, PyObject*) {
@@ -248,13 +284,12 @@ PyObject* done_method(PyObject* self, PyObject*) {
     static PyObject* const word = interned("_done");
     return PyObject_CallMethodNoArgs(self, word);
   }
-  try {
+  return translate_errors([&]() -> PyObject* {
     check_process(*started);
+    if (is_changing_here(*started)) Py_RETURN_FALSE;
     if (started->state == StartedCall::State::active) {
       const Pinned pinned(*started);
-      ++started->waiters;
       const bool is_taken = started->call->poll(started->idle_polls++);
-      --started->waiters;
       if (is_taken && started->state == StartedCall::State::active)
         settle(*started);
       else if (started->state == StartedCall::State::active && started->call->has_failed())
@@ -269,18 +304,13 @@ PyObject* done_method(PyObject* self, PyObject*) {
     if (started->state == StartedCall::State::adopted) return done_method(self, nullptr);
     see(*started);
     Py_RETURN_TRUE;
-  } catch (nb::python_error& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  });
 }
 
 // Let Python carry it on; True if a task does or did.
 PyObject* adopt_method(PyObject* self, PyObject* is_seen) {
   StartedCall* const started = as_work(self).started;
-  try {
+  return translate_errors([&]() -> PyObject* {
     if (started != nullptr) {
       check_process(*started);
       started->is_observed = started->is_observed || is_seen == Py_True;
@@ -294,10 +324,7 @@ PyObject* adopt_method(PyObject* self, PyObject* is_seen) {
       if (started->state == StartedCall::State::done) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
-  } catch (nb::python_error& error) {
-    error.restore();
-  }
-  return nullptr;
+  });
 }
 
 // Call `observer` without arguments when it has ended, on any thread. False if its task is to be asked, or nobody is
@@ -305,7 +332,7 @@ PyObject* adopt_method(PyObject* self, PyObject* is_seen) {
 PyObject* observe_method(PyObject* self, PyObject* observer) {
   StartedCall* const started = as_work(self).started;
   if (started == nullptr) Py_RETURN_FALSE;
-  try {
+  return translate_errors([&]() -> PyObject* {
     check_process(*started);
     see(*started);
     const bool is_closed = started->native.completions.engine().is_closed();
@@ -318,10 +345,7 @@ PyObject* observe_method(PyObject* self, PyObject* observer) {
     if (PyList_Append(started->observers.ptr(), observer) != 0) return nullptr;
     observe(*started);
     Py_RETURN_TRUE;
-  } catch (nb::python_error& error) {
-    error.restore();
-  }
-  return nullptr;
+  });
 }
 
 PyObject* forget_method(PyObject* self, PyObject* observer) {
@@ -361,6 +385,8 @@ void conclude_announced(nb::handle engine) {
           adopt(*one);
       } catch (nb::python_error& error) {
         error.discard_as_unraisable("a work that has failed");
+      } catch (const std::exception&) {
+        // It is the work's error.
       }
       if (one->state == StartedCall::State::adopted || one->state == StartedCall::State::active) continue;
     }
@@ -549,8 +575,11 @@ nb::list NativeGroup::works_to_adopt(bool only_overdue) {
   const std::int64_t now = only_overdue ? now_ns() : never;
   for (StartedLink* link = started.front(); link != nullptr; link = StartedList::next(*link)) {
     auto* const one = static_cast<StartedCall*>(link);
-    if (one->waiters != 0 || one->state != StartedCall::State::active) continue;
-    if (one->attention_at <= now)
+    if (one->state != StartedCall::State::active) continue;
+    if (one->waiters != 0)
+      // Its thread lets Python adopt it, unless a signal handler raises there just now.
+      next = std::min(next, std::max(one->attention_at, now_ns() + slice_ns));
+    else if (one->attention_at <= now)
       works.append(nb::borrow(reinterpret_cast<PyObject*>(one->work)));
     else
       next = std::min(next, one->attention_at);
