@@ -12,6 +12,7 @@
 #include "engine/engine.hpp"
 #include "kernels/isa.hpp"
 #include "python/fingerprint_bytes.hpp"
+#include "python/object_payload.hpp"
 
 namespace unisono {
 
@@ -28,7 +29,6 @@ constexpr std::int64_t slice_ns = 50 * millisecond;
 // Up to this many bytes a call first looks for its end with the GIL held: letting go and taking it back costs as much
 // as the rest of the call, and others wait for microseconds.
 constexpr uint64_t poll_bytes_max = 16 * 1024;
-constexpr uint64_t gil_release_bytes = 32 * 1024;
 // fingerprint.COUNT_ANY
 constexpr uint64_t count_any = (uint64_t{1} << Fingerprint::count_bits) - 1;
 // The longest that `done` waits in the engine, for a call that it has found unfinished again and again.
