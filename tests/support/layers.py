@@ -41,7 +41,7 @@ LAYERS = (
             ("adoption", "verb_table"),
             ("collectives",),
             ("point_to_point", "vector_collectives"),
-            ("dispatch",),
+            ("dispatch", "object_payload"),
             ("group",),
             ("run_ahead", "stall_queries", "loose_ends"),
             ("mismatch_collector",),

@@ -17,7 +17,8 @@ import numpy as np
 from unisono.comm.dispatch import CollectiveCall
 from unisono.comm.fingerprint import NOTHING, Operand, described
 from unisono.comm.group import Group
-from unisono.core import buffers, codec
+from unisono.comm.object_payload import RAISE_LIMIT, packed, unpacked
+from unisono.core import buffers
 from unisono.core.buffers import Array, Family
 from unisono.core.dtypes import DTYPES, DType
 from unisono.core.kernels import divide, narrow, widen
@@ -44,7 +45,6 @@ _INT64: Final = DTYPES["int64"]
 _BYTE: Final = DTYPES["uint8"]
 # What a rank may announce of an array; memory for it is taken by the call that asked for it.
 _ARRAY_BYTES_MAX: Final = 1 << 48
-_RAISE_LIMIT: Final = "set Config(recv_bytes_max=...) or UNISONO_RECV_BYTES_MAX alike on all ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class _Meta:
         if longest > bytes_max:
             raise ProtocolError(
                 f"a rank announced {longest} bytes; allowed: {bytes_max}",
-                next_step=_RAISE_LIMIT if bytes_max < _ARRAY_BYTES_MAX else None,
+                next_step=RAISE_LIMIT if bytes_max < _ARRAY_BYTES_MAX else None,
             )
         return meta
 
@@ -196,24 +196,11 @@ def broadcast_bytes(
     yield from one.run("broadcast", (1,), _INT64, {Buf.OUT: length}, root=root, given=NOTHING)
     if not 0 <= length[0] <= bytes_max:
         raise ProtocolError(
-            f"root announced an object of {length[0]} bytes; allowed: {bytes_max}", next_step=_RAISE_LIMIT
+            f"root announced an object of {length[0]} bytes; allowed: {bytes_max}", next_step=RAISE_LIMIT
         )
     flat = np.empty(int(length[0]), np.uint8) if data is None else data.flat
     yield from one.run("broadcast", (flat.size,), _BYTE, {Buf.OUT: flat}, root=root)
     return flat
-
-
-def packed(value: Any, bytes_max: int) -> Array:
-    """An object as an array of bytes, of a length that the others take."""
-    array = buffers.view(codec.pack_writable(value), "object")
-    if array.count > bytes_max:
-        raise UsageError(f"an object of {array.count} bytes; allowed: {bytes_max}", next_step=_RAISE_LIMIT)
-    return array
-
-
-def unpacked(data: np.ndarray[Any, Any]) -> Any:
-    """The object in an array of bytes; long arrays in it are views of these."""
-    return codec.unpack(data)
 
 
 def _exchange(
