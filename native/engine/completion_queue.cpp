@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <new>
 
+#include "base/huge_pages.hpp"
 #include "collective/run.hpp"
 
 namespace unisono::engine {
@@ -32,9 +33,10 @@ MatchResult ReceiveOperation::on_match(const Envelope& envelope, bool is_here) {
     // Control messages have a bound of their own (Peer::on_message); refused here, they would block all later ones.
     if (envelope.nbytes > completions_.engine().settings.recv_bytes_max && !is_control(envelope.tag))
       return MatchResult::reject;
-    if (!is_here) return MatchResult::defer;
+    if (!is_here && !takes_memory) return MatchResult::defer;
     own.reset(new (std::nothrow) byte[envelope.nbytes]);
     into = own.get();
+    if (own != nullptr) ask_for_huge_pages(into, envelope.nbytes);
     return own != nullptr ? MatchResult::accept : MatchResult::reject;
   }
   // unisono/messaging/matching.py's refusal() finds the words for it.
@@ -47,12 +49,15 @@ MatchResult ReceiveOperation::on_match(const Envelope& envelope, bool is_here) {
 void ReceiveOperation::want_memory() {
   needs_memory = true;
   ++wishes;
+  if (is_watched) return completions_.engine().wake_waiters();
   if (phase != Phase::starting) completions_.tell(*this);
 }
 
 void ReceiveOperation::on_taken_back() {
   needs_memory = has_met = false;
-  if (is_open_ended) into = nullptr;
+  if (!is_open_ended) return;
+  into = nullptr;
+  own.reset();
 }
 
 void ReceiveOperation::end(Outcome how, std::int32_t) {
@@ -169,7 +174,7 @@ bool CompletionQueue::start(ReceiveOperation& receive) {
     return true;
   }
   receive.phase = Operation::Phase::active;
-  if (receive.needs_memory) tell(receive);
+  if (receive.needs_memory && !receive.is_watched) tell(receive);
   return true;
 }
 
@@ -210,7 +215,10 @@ void CompletionQueue::withdraw(Operation& operation) {
     return;
   }
   auto& receive = static_cast<ReceiveOperation&>(operation);
-  if (engine_.cancel(receive)) receive.end(Outcome::cancelled, receive.source);
+  if (engine_.cancel(receive))
+    receive.end(Outcome::cancelled, receive.source);
+  else if (receive.needs_memory)
+    engine_.give_up(receive);
 }
 
 Operation* CompletionQueue::active(uint64_t handle) const {
@@ -357,6 +365,7 @@ bool CompletionQueue::unwatch(Operation& operation, uint64_t id) {
   operation.id = id;
   if (operation.phase == Operation::Phase::ended) return false;
   operation.is_watched = false;
+  if (operation.needs_memory) tell(operation);
   return true;
 }
 

@@ -69,12 +69,13 @@ class ReceiveOperation final : public Receive, public Operation {
   uint8_t dtype = untyped;
   bool is_probe = false;
   bool is_open_ended = false;  // the length is the message's own
+  bool takes_memory = false;   // an open-ended one takes memory when it meets a message, and never wants any
   bool in_order = false;       // if it ends at once, it is still told after all that ended earlier
   uint64_t wishes = 0;         // how often it has wanted memory
   Envelope met;                // valid if it met a message; the header is in header_held
   bool has_met = false;
   std::string header_held;
-  std::unique_ptr<byte[]> own;  // an open-ended receive of bytes that came at once
+  std::unique_ptr<byte[]> own;  // what an open-ended one has taken: for bytes that came at once, or `takes_memory`
   void* owner = nullptr;        // whatever the caller keeps with it
 
  private:
@@ -163,7 +164,8 @@ class CompletionQueue {
     if (!is_empty() && !is_telling_) wake_pump();
     return false;
   }
-  // Watch it no more: from now on it is told, under the caller's number. False if it has ended.
+  // Watch it no more: from now on it is told, under the caller's number, also if it wants memory now. False if it has
+  // ended.
   bool unwatch(Operation& operation, uint64_t id);
   // Let the pump return at this time at the latest.
   void wake_pump_at(std::int64_t time) {

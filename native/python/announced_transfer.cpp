@@ -13,15 +13,13 @@
 #include "kernels/kernels.hpp"
 #include "python/announcement.hpp"
 #include "python/call.hpp"
-#include "python/codec.hpp"
+#include "python/object_payload.hpp"
 
 namespace unisono {
 
 using namespace engine;
 
 namespace {
-
-constexpr uint64_t gil_release_bytes = 32 * 1024;
 
 // The class of a count, as in plans/choose.py.
 int class_of(uint64_t count) { return count == 0 ? 0 : 1 + std::bit_width(count - 1); }

@@ -63,6 +63,17 @@ struct Argument {
   bool is_given() const { return form != Form::none; }
   bool is_number() const { return form == Form::whole || form == Form::real || is_viewed_number_; }
   uint64_t nbytes() const;
+  // Be this bytes object, made for the call.
+  void hold(nb::object bytes) {
+    held_ = std::move(bytes);
+    given = held_.ptr();
+    data = reinterpret_cast<engine::byte*>(PyBytes_AS_STRING(given));
+    nd = 1;
+    shape[0] = PyBytes_GET_SIZE(given);
+    count = static_cast<uint64_t>(shape[0]);
+    dtype = engine::plain_bytes;
+    form = Form::array;
+  }
   // Keep what was given beyond the frame of its caller.
   void keep() { kept_ = nb::borrow(given); }
   void clear() {
@@ -75,7 +86,7 @@ struct Argument {
 
  private:
   friend class Arguments;
-  nb::object held_;  // the array of a tensor, or what buffers.view made
+  nb::object held_;  // the array of a tensor, what buffers.view made, or bytes of the call's own
   nb::object kept_;
   Py_buffer buffer_;
   uint64_t number_ = 0;

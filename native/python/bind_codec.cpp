@@ -1,12 +1,12 @@
 // The codec as Python functions, without nanobind's wrapping: a small value is packed in less time than that takes.
 
-#include <sys/mman.h>
-
 #include <cstring>
 #include <stdexcept>
 
+#include "base/huge_pages.hpp"
 #include "python/argument.hpp"
 #include "python/bind.hpp"
+#include "python/blob_memory.hpp"
 #include "python/codec.hpp"
 
 namespace unisono {
@@ -14,57 +14,6 @@ namespace {
 
 using codec::kinds;
 using codec::Packer;
-
-// -- memory of another object as a buffer -----------------------------------------------------------------------------
-
-// Text and arrays as bytes to send, and the memory of a new object to receive into.
-struct BlobMemory {
-  PyObject_HEAD PyObject* owner;
-  void* data;
-  Py_ssize_t bytes;
-  bool is_writable;
-};
-
-int get_buffer(PyObject* self, Py_buffer* view, int flags) {
-  const auto& blob = *reinterpret_cast<BlobMemory*>(self);
-  return PyBuffer_FillInfo(view, self, blob.data, blob.bytes, blob.is_writable ? 0 : 1, flags);
-}
-
-void free_blob(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
-  Py_DECREF(reinterpret_cast<BlobMemory*>(self)->owner);
-  PyObject_Free(self);
-  Py_DECREF(type);
-}
-
-PyObject* owner_of(PyObject* self, void*) { return Py_NewRef(reinterpret_cast<BlobMemory*>(self)->owner); }
-
-PyTypeObject* blob_type() {
-  static PyGetSetDef attributes[] = {{"owner", owner_of, nullptr, "The object whose memory it is.", nullptr}, {}};
-  static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(free_blob)},
-                                {Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
-                                {Py_tp_getset, attributes},
-                                {0, nullptr}};
-  static PyType_Spec spec = {"unisono._native.BlobMemory", sizeof(BlobMemory), 0,
-                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-  static auto* const type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-  if (type == nullptr) throw nanobind::python_error();
-  return type;
-}
-
-// Takes the reference to `owner`.
-PyObject* make_blob(PyObject* owner, void* data, Py_ssize_t bytes, bool is_writable) {
-  auto* const made = PyObject_New(BlobMemory, blob_type());
-  if (made == nullptr) {
-    Py_DECREF(owner);
-    return nullptr;
-  }
-  made->owner = owner;
-  made->data = data;
-  made->bytes = bytes;
-  made->is_writable = is_writable;
-  return reinterpret_cast<PyObject*>(made);
-}
 
 // -- functions --------------------------------------------------------------------------------------------------------
 
@@ -157,15 +106,6 @@ PyObject* unpack_parts(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return made;
 }
 
-// Fresh memory is slow: the system provides it page by page, and another rank reads it page by page. As NumPy does, ask
-// for huge pages where there is room for some.
-void ask_for_huge_pages(void* data, size_t bytes) {
-  constexpr size_t huge_page = 2 << 20, bytes_min = 4 << 20;
-  if (bytes < bytes_min) return;
-  const auto start = reinterpret_cast<uintptr_t>(data), first = (start + huge_page - 1) / huge_page * huge_page;
-  madvise(reinterpret_cast<void*>(first), start + bytes - first, MADV_HUGEPAGE);  // a wish: it may be refused
-}
-
 // Memory of a bytes object or a bytearray that nobody has seen yet.
 PyObject* new_memory(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!has_arguments("new_memory", count, 2, 2)) return nullptr;
@@ -180,7 +120,7 @@ PyObject* new_memory(PyObject*, PyObject* const* args, Py_ssize_t count) {
       is_bytes ? PyBytes_FromStringAndSize(nullptr, bytes) : PyByteArray_FromStringAndSize(nullptr, bytes);
   if (made == nullptr) return nullptr;
   char* const data = is_bytes ? PyBytes_AS_STRING(made) : PyByteArray_AS_STRING(made);
-  ask_for_huge_pages(data, static_cast<size_t>(bytes));
+  engine::ask_for_huge_pages(data, static_cast<size_t>(bytes));
   return make_blob(made, data, bytes, true);
 }
 

@@ -142,7 +142,7 @@ class PyEngine {
       op.into = view ? view->data() : nullptr;
       op.capacity = view ? view->size() : 0;
       op.is_open_ended = !view;
-      op.is_probe = false;
+      op.takes_memory = op.is_probe = false;
       op.in_order = in_order;
       op.dtype = dtype;
     });
@@ -447,8 +447,7 @@ class PyEngine {
     if (owner.is_valid() && receive.into == reinterpret_cast<byte*>(PyByteArray_AsString(owner.ptr())))
       data = owner;
     else if (receive.is_open_ended && op.outcome == Outcome::done)
-      data =
-          nb::bytes(reinterpret_cast<const char*>(receive.own.get()), receive.own != nullptr ? receive.met.nbytes : 0);
+      data = nb::bytes(reinterpret_cast<const char*>(receive.into), receive.into != nullptr ? receive.met.nbytes : 0);
     if (!receive.has_met || (op.outcome != Outcome::done && op.outcome != Outcome::refused))
       return nb::make_tuple(op.id, outcome, nb::none(), data);
     const Envelope& e = receive.met;

@@ -60,6 +60,7 @@ PyObject* run_call(const VerbsObject& self, const VerbSpec& spec, const Given& g
   call.prepare(given, false);
   call.look_at_news();
   bool is_taken = call.begin_and_poll(true);
+  if (!is_taken && call.is_poll() && call.withdraw()) Py_RETURN_NONE;
   for (;; is_taken = false) {
     if (!is_taken) switch (call.wait(never)) {
         case Call::Waited::taken: break;
@@ -159,7 +160,11 @@ Verb verb_named(const std::string& name) {
   static const std::pair<const char*, Verb> known[] = {
       {"send", Verb::send},
       {"recv", Verb::recv},
+      {"recv_bytes", Verb::recv_bytes},
       {"sendrecv", Verb::sendrecv},
+      {"send_object", Verb::send_object},
+      {"recv_object", Verb::recv_object},
+      {"probe", Verb::probe},
       {"all_reduce", Verb::all_reduce},
       {"reduce", Verb::reduce},
       {"broadcast", Verb::broadcast},
@@ -188,22 +193,12 @@ Verb verb_named(const std::string& name) {
 
 Parameter parameter_named(const std::string& name) {
   static const std::pair<const char*, Parameter> known[] = {
-      {"x", Parameter::x},
-      {"data", Parameter::x},
-      {"parts", Parameter::x},
-      {"value", Parameter::x},
-      {"values", Parameter::x},
-      {"out", Parameter::out},
-      {"buf", Parameter::out},
-      {"op", Parameter::op},
-      {"root", Parameter::root},
-      {"dst", Parameter::dst},
-      {"src", Parameter::src},
-      {"tag", Parameter::tag},
-      {"timeout", Parameter::timeout},
-      {"algorithm", Parameter::algorithm},
-      {"color", Parameter::color},
-      {"key", Parameter::key},
+      {"x", Parameter::x},         {"data", Parameter::x},          {"obj", Parameter::x},
+      {"parts", Parameter::x},     {"value", Parameter::x},         {"values", Parameter::x},
+      {"out", Parameter::out},     {"buf", Parameter::out},         {"op", Parameter::op},
+      {"root", Parameter::root},   {"dst", Parameter::dst},         {"src", Parameter::src},
+      {"tag", Parameter::tag},     {"timeout", Parameter::timeout}, {"algorithm", Parameter::algorithm},
+      {"color", Parameter::color}, {"key", Parameter::key},
   };
   for (const auto& [word, parameter] : known)
     if (name == word) return parameter;

@@ -12,6 +12,7 @@
 #include "engine/engine.hpp"
 #include "kernels/isa.hpp"
 #include "python/fingerprint_bytes.hpp"
+#include "python/object_payload.hpp"
 
 namespace unisono {
 
@@ -28,7 +29,6 @@ constexpr std::int64_t slice_ns = 50 * millisecond;
 // Up to this many bytes a call first looks for its end with the GIL held: letting go and taking it back costs as much
 // as the rest of the call, and others wait for microseconds.
 constexpr uint64_t poll_bytes_max = 16 * 1024;
-constexpr uint64_t gil_release_bytes = 32 * 1024;
 // The longest that `done` waits in the engine, for a call that it has found unfinished again and again.
 constexpr std::int64_t poll_ns_max = 100'000;
 // How long a started call that may need Python for a second stage goes on without it, if nobody waits for it.
@@ -110,7 +110,7 @@ void Call::prepare(const Given& given, bool is_started) {
   else if (is_collective())
     prepare_collective(given);
   else
-    prepare_message(given);
+    prepare_message(given, is_started);
   if (!is_collective() && !is_started) return;
   // Where the program is. Before the group is looked at: it may make an object, and so run any code.
   if (PyFrameObject* const frame = PyEval_GetFrame(); frame != nullptr) {
@@ -144,39 +144,6 @@ std::int32_t Call::rank_of(PyObject* rank) const {
   const long number = PyLong_AsLongAndOverflow(rank, &overflow);
   if (overflow != 0 || number < 0 || number >= group_.size) throw LeftToReference();
   return static_cast<std::int32_t>(number);
-}
-
-std::int64_t Call::tag_of_user(PyObject* tag, bool takes_any) const {
-  if (tag == nullptr) return takes_any ? -1 : 0;
-  if (takes_any && tag == group_.any.ptr()) return -1;
-  if (!PyLong_CheckExact(tag)) throw LeftToReference();
-  int overflow = 0;
-  const long number = PyLong_AsLongAndOverflow(tag, &overflow);
-  if (overflow != 0 || number < 0 || static_cast<uint64_t>(number) >= user_tags) throw LeftToReference();
-  return number;
-}
-
-void Call::prepare_message(const Given& given) {
-  const Verb verb = spec_.verb;
-  if (verb != Verb::recv) {
-    PyObject* const data = given[Parameter::x];
-    if (data == nullptr) throw LeftToReference();
-    dst_ = rank_of(given[Parameter::dst]);
-    if (!group_.is_introduced(static_cast<size_t>(dst_))) throw LeftToReference();
-    group_.arguments.see(data, "data", false, x_);
-  }
-  tag_ = tag_of_user(given[Parameter::tag], verb == Verb::recv);
-  if (verb == Verb::send) return;
-  PyObject* const buf = given[Parameter::out];
-  if (buf == nullptr) throw LeftToReference();
-  PyObject* const src = given[Parameter::src];
-  if (src == nullptr && verb == Verb::sendrecv) throw LeftToReference();
-  src_ = src == nullptr || src == group_.any.ptr() ? any_source : rank_of(src);
-  group_.arguments.see(buf, "buf", true, out_);
-  if (out_.is_number()) throw LeftToReference();
-  const bool overlap = x_.is_given() && x_.count != 0 && out_.count != 0 && x_.data < out_.data + out_.nbytes() &&
-                       out_.data < x_.data + x_.nbytes();
-  if (overlap) throw LeftToReference();
 }
 
 void Call::prepare_collective(const Given& given) {
@@ -352,8 +319,8 @@ uint64_t Call::poll_bytes() const {
 // The caller holds the engine's lock and the GIL.
 void Call::begin() {
   if (is_collective()) return begin_collective();
-  if (spec_.verb != Verb::recv) begin_send();
-  if (spec_.verb != Verb::send) begin_receive();
+  if (spec_.sends()) begin_send();
+  if (spec_.receives()) begin_receive();
 }
 
 void Call::begin_collective() {
@@ -393,39 +360,11 @@ void Call::begin_collective() {
   if (run.phase == Operation::Phase::starting) run.phase = Operation::Phase::active;
 }
 
-void Call::begin_send() {
-  SendOperation& op = group_.completions.make_send();
-  operations_[started_] = &op;
-  handles_[started_++] = op.handle;
-  op.is_watched = true;
-  op.context = group_.context;
-  op.tag = static_cast<uint64_t>(tag_);
-  op.data = x_.data;
-  op.nbytes = x_.nbytes();
-  op.header = nullptr;
-  op.header_bytes = 0;
-  op.dtype = x_.dtype;
-  op.lane = Lane::bulk;
-  op.sync = false;
-  op.outcome = Outcome::closed;
-  if (!group_.completions.start(op, group_.members[static_cast<size_t>(dst_)])) op.phase = Operation::Phase::ended;
-}
-
-void Call::begin_receive() {
-  ReceiveOperation& op = group_.completions.make_receive();
-  operations_[started_] = &op;
-  handles_[started_++] = op.handle;
-  op.is_watched = true;
-  op.context = group_.context;
-  op.source = src_ == any_source ? any_source : group_.members[static_cast<size_t>(src_)];
-  op.any_tag = tag_ < 0;
-  op.tag = static_cast<uint64_t>(tag_);
-  op.into = out_.data;
-  op.capacity = out_.nbytes();
-  op.dtype = out_.dtype;
-  op.is_probe = op.is_open_ended = op.in_order = false;
-  op.outcome = Outcome::closed;
-  if (!group_.completions.start(op)) op.phase = Operation::Phase::ended;
+bool Call::is_poll_over() const {
+  if (has_ended() || wants_memory()) return true;
+  if (!spec_.is_open_ended()) return false;
+  const auto& receive = static_cast<const ReceiveOperation&>(*operations_[0]);
+  return receive.has_met && receive.met.nbytes > poll_bytes_max;
 }
 
 bool Call::begin_and_poll(bool is_blocking) {
@@ -449,7 +388,7 @@ bool Call::begin_and_poll(bool is_blocking) {
 
 void Call::poll_if_short() {
   if (!has_ended() && poll_bytes() <= poll_bytes_max)
-    group_.completions.engine().poll_briefly([this] { return has_ended(); });
+    group_.completions.engine().poll_briefly([this] { return is_poll_over(); });
 }
 
 void Call::look_at_news() {
@@ -462,13 +401,7 @@ bool Call::take() {
     if (operations_[i]->outcome != Outcome::done) return false;
   for (unsigned i = 0; i < started_; ++i) {
     Operation& op = *operations_[i];
-    if (op.is_receive) {
-      auto& receive = static_cast<ReceiveOperation&>(op);
-      source_ = receive.met.source;
-      met_tag_ = receive.met.tag;
-      met_bytes_ = receive.met.nbytes;
-      if (!receive.header_held.empty()) header_.swap(receive.header_held);
-    }
+    if (op.is_receive) take_received(static_cast<ReceiveOperation&>(op));
     group_.completions.recycle(op);
   }
   started_ = 0;
@@ -497,14 +430,15 @@ Call::Waited Call::wait(std::int64_t limit_ns) {
   group_.call_log.flights.push_back(&flight);
   Waited waited = Waited::attention;
   for (;;) {
-    bool has_other = false;
+    bool has_other = false, is_wanting = false;
     std::int64_t now;
     {
       const GilReleased released;
       Hold held = group_.completions.engine().hold();
       now = now_ns();
       has_other = group_.completions.wait_until(
-          held, [this] { return has_ended(); }, std::min({now + slice_ns, attention, limit_ns}), flight.is_recalled);
+          held, [this] { return has_ended() || wants_memory(); }, std::min({now + slice_ns, attention, limit_ns}),
+          flight.is_recalled);
       now = now_ns();
     }
     {
@@ -517,7 +451,9 @@ Call::Waited Call::wait(std::int64_t limit_ns) {
         if (take()) waited = Waited::taken;
         break;
       }
+      is_wanting = wants_memory();
     }
+    if (is_wanting) supply_memory();
     if (PyErr_CheckSignals() != 0) {
       waited = Waited::interrupted;
       break;
@@ -595,13 +531,7 @@ nb::object Call::hand_over(const char* how, nb::object keeper, unsigned count) {
       operations.append(nb::make_tuple("collective", handles_[i]));
       continue;
     }
-    const Argument& argument = op.is_receive ? out_ : x_;
-    const int flags = op.is_receive ? PyBUF_WRITE : PyBUF_READ;
-    const nb::object memory = nb::steal(PyMemoryView_FromMemory(reinterpret_cast<char*>(argument.data),
-                                                                static_cast<Py_ssize_t>(argument.nbytes()), flags));
-    if (!memory.is_valid()) throw nb::python_error();
-    operations.append(nb::make_tuple(op.is_receive ? "receive" : "send", handles_[i], op.is_receive ? src_ : dst_, tag_,
-                                     memory, argument.dtype));
+    operations.append(message_of(i));
   }
   const auto object_of = [](const Argument& argument) {
     return argument.is_given() ? nb::borrow(argument.given) : nb::object(nb::none());
@@ -676,10 +606,14 @@ PyObject* Call::finish() {
   }
   switch (spec_.verb) {
     case Verb::barrier:
-    case Verb::send: Py_RETURN_NONE;
+    case Verb::send:
+    case Verb::send_object: Py_RETURN_NONE;
     case Verb::split: return make_group().release().ptr();
     case Verb::recv:
-    case Verb::sendrecv: return status().release().ptr();
+    case Verb::recv_bytes:
+    case Verb::sendrecv:
+    case Verb::recv_object:
+    case Verb::probe: return received().release().ptr();
     case Verb::broadcast: return Arguments::give_back(x_);
     case Verb::reduce:
       if (!is_root) Py_RETURN_NONE;
@@ -704,20 +638,6 @@ nb::object Call::make_group() {
   const nb::object timeout =
       timeout_ns_ >= 0 ? nb::object(nb::float_(static_cast<double>(timeout_ns_) / 1e9)) : nb::none();
   return helper_.attr("make_group")(sequence_, nb::borrow(x_.given), result_.object, timeout);
-}
-
-nb::object Call::status() const {
-  const std::int32_t rank = src_ != any_source ? src_ : group_.rank_of(source_);
-  if (!header_.empty()) helper_.attr("check_introduction")(nb::bytes(header_.data(), header_.size()), rank);
-  nb::object values = nb::steal(PyTuple_New(3));
-  PyTuple_SET_ITEM(values.ptr(), 0, PyLong_FromLong(rank));
-  PyTuple_SET_ITEM(values.ptr(), 1, PyLong_FromUnsignedLongLong(met_tag_));
-  PyTuple_SET_ITEM(values.ptr(), 2, PyLong_FromUnsignedLongLong(met_bytes_));
-  const nb::object only = nb::steal(PyTuple_Pack(1, values.ptr()));
-  // Past the constructor that a named tuple has in Python.
-  PyObject* const made = PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(group_.status.ptr()), only.ptr(), nullptr);
-  if (made == nullptr) throw nb::python_error();
-  return nb::steal(made);
 }
 
 }  // namespace unisono

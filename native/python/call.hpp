@@ -23,7 +23,11 @@ enum class Verb : uint8_t {
   reference,
   send,
   recv,
+  recv_bytes,
   sendrecv,
+  send_object,
+  recv_object,
+  probe,
   all_reduce,
   reduce,
   broadcast,
@@ -64,6 +68,10 @@ struct VerbSpec {
 
   bool is_collective() const { return verb >= Verb::all_reduce; }
   bool is_announced() const { return verb >= Verb::scatter; }
+  // Of messages.
+  bool sends() const { return verb == Verb::send || verb == Verb::sendrecv || verb == Verb::send_object; }
+  bool receives() const { return verb != Verb::send && verb != Verb::send_object; }
+  bool is_open_ended() const { return verb == Verb::recv_bytes || verb == Verb::recv_object; }
 };
 
 // The objects that were passed, by parameter; nullptr if left out.
@@ -144,6 +152,10 @@ class Call {
     elsewhere,    // another thread has taken it, or has let Python adopt it
   };
   Waited wait(std::int64_t limit_ns);
+  // Whether it only asks what is there: `probe` with timeout=0.
+  bool is_poll() const { return is_poll_; }
+  // Withdraw a message that was not met. False if it has ended.
+  bool withdraw();
   // Take it if it has ended well.
   bool take_ended();
   // Whether nothing of it is under way in the engine; with the engine's lock.
@@ -182,7 +194,8 @@ class Call {
  private:
   void prepare_collective(const Given& given);
   void prepare_split(const Given& given);
-  void prepare_message(const Given& given);
+  void prepare_message(const Given& given, bool is_started);
+  void prepare_buffer(const Given& given);
   void prepare_announced(const Given& given);
   void announce_arrays(PyObject* x);
   void announce_objects(PyObject* x);
@@ -217,6 +230,13 @@ class Call {
   void begin_collective();
   void begin_send();
   void begin_receive();
+  // Whether a receive waits for memory that the caller is to supply.
+  bool wants_memory() const { return started_ != 0 && operations_[0]->needs_memory; }
+  void supply_memory();
+  // With the engine's lock: what a receive that has ended leaves here.
+  void take_received(engine::ReceiveOperation& receive);
+  // Whether it is of no use to look further with the GIL held.
+  bool is_poll_over() const;
   bool has_ended() const {
     for (unsigned i = 0; i < started_; ++i)
       if (operations_[i]->phase != engine::Operation::Phase::ended) return false;
@@ -228,6 +248,9 @@ class Call {
   nb::object hand_over(const char* how, nb::object keeper, unsigned count);
   void release(unsigned count);
   void fill_with_identity();
+  nb::object message_of(unsigned index) const;
+  nb::object received();
+  nb::object received_object();
   nb::object status() const;
   nb::object make_group();
   uint64_t poll_bytes() const;
@@ -254,6 +277,8 @@ class Call {
   std::int32_t root_ = 0, dst_ = 0, src_ = 0;  // ranks of the group; src -1: any
   std::int64_t tag_ = 0;                       // -1: any
   std::int64_t timeout_ns_ = -1;
+  bool is_poll_ = false;
+  bool takes_memory_ = false;  // of an open-ended receive: see ReceiveOperation
   std::int64_t begun_at_ = 0;  // 0: the clock was not read yet
   uint64_t sequence_ = engine::CallLog::no_sequence;
   engine::byte* target_ = nullptr;    // where the result is made
@@ -266,6 +291,7 @@ class Call {
   // Of a receive that has ended.
   std::int32_t source_ = 0;
   uint64_t met_tag_ = 0, met_bytes_ = 0;
+  std::unique_ptr<engine::byte[]> received_;  // what the engine took for it; else the bytes are in `result_`
   std::string header_;
   std::optional<engine::CompletionQueue::Unclaimed> unclaimed_;
 };

@@ -145,7 +145,8 @@ class NativeGroup {
   const Arguments& arguments;
   const nb::object status, any;
   DecisionTable decisions;
-  StartedList started;  // calls that have not ended
+  StartedList started;       // calls that have not ended
+  unsigned idle_probes = 0;  // that found no message
   // For tests: calls that ended here, that Python had to decide, and that Python adopted.
   uint64_t ended = 0, decided = 0, adopted = 0;
 

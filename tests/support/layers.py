@@ -49,7 +49,7 @@ LAYERS = (
             ("control",),
             ("deadlock_watch", "early_messages"),
             ("control_messages", "split"),
-            ("deadlock", "fingerprint"),
+            ("deadlock", "fingerprint", "object_payload"),
         ),
         exceptions=(("mesh", "communicator"), ("communicator", "mesh")),
     ),

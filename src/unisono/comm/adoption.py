@@ -21,7 +21,8 @@ from unisono.comm.deadlock import ANY_RANK, ANY_TAG
 from unisono.comm.dispatch import CollectiveCall, Decided, decide
 from unisono.comm.fingerprint import NOTHING, SHAPED, described
 from unisono.comm.group import Group, await_request
-from unisono.comm.point_to_point import receivable
+from unisono.comm.object_payload import unpacked
+from unisono.comm.point_to_point import receivable, received
 from unisono.comm.split import ROW_OPERAND
 from unisono.comm.vector_collectives import (
     ANNOUNCED,
@@ -30,13 +31,12 @@ from unisono.comm.vector_collectives import (
     as_list,
     finish,
     lengths_of,
-    unpacked,
 )
 from unisono.core import buffers
 from unisono.core.call_site import line_of
 from unisono.core.clock import NEVER, Deadline, Runtime
 from unisono.core.dtypes import DTYPES, DType
-from unisono.core.envelope import ANY, Status
+from unisono.core.envelope import ANY
 from unisono.core.kernels import narrow
 from unisono.core.ops import ReduceOp, as_op
 from unisono.core.request import Request
@@ -259,7 +259,7 @@ class Adoption:
             nbytes = row_bytes(size, lengths_of(operation, size)) * (size if operation in EXCHANGED else 1)
             return (yield from finish(operation, one, group, rows[:nbytes], parts, root=root, out=filled))
 
-        def messages(call: Call) -> Steps[Status | None]:
+        def messages(call: Call) -> Steps[Any]:
             return self._carry_messages(call, operations, memory)
 
         return group.resume(
@@ -269,12 +269,12 @@ class Adoption:
             deadline,
             collective if sequence is not None else messages,
             timers=timers,
-            is_send=operation == "send",
+            is_send=operation in ("send", "send_object"),
         )
 
     def _carry_messages(
         self, call: Call, operations: list[tuple[Any, ...]], memory: tuple[Any, ...]
-    ) -> Steps[Status | None]:
+    ) -> Steps[Any]:
         group = self._group
         sending: Request | None = None
         receiving: Request | None = None
@@ -288,16 +288,13 @@ class Adoption:
                 sending = request
             else:
                 receiving = request
-        status: Status | None = None
+        result = None
         if receiving is not None:
             try:
                 peer = receiving.peer
                 ranks = (group.world_ranks[peer],) if isinstance(peer, int) else ()
                 yield from await_request(call, receiving, lambda: ranks)
-                envelope = receiving.envelope
-                assert envelope is not None
-                group.check_introduction(envelope.header, envelope.source)
-                status = Status(envelope.source, envelope.tag, envelope.nbytes)
+                result = received(group, call.operation, receiving)
             except Exception:
                 if sending is not None:
                     sending.cancel()
@@ -308,7 +305,7 @@ class Adoption:
             assert isinstance(to, int)
             target = (group.world_ranks[to],)
             yield from await_request(call, sending, lambda: target)
-        return status
+        return result
 
     def take_over(
         self,
@@ -346,6 +343,11 @@ class Adoption:
     def check_introduction(self, header: bytes, source: int) -> None:
         """See Group.check_introduction."""
         self._group.check_introduction(header, source)
+
+    def located(self, operation: str, error: BaseException) -> BaseException:
+        """The error of a message that was received, with the call that received it."""
+        here = Location(operation, self._group.name, self._group.epoch)
+        return error.located(here) if isinstance(error, UnisonoError) else error
 
     def note_unwaited(self, operation: str, code: CodeType | None, instruction: int) -> None:
         """A work was dropped that nobody has waited for."""

@@ -18,11 +18,12 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from unisono.comm.object_payload import RAISE_LIMIT
 from unisono.core.buffers import Array
 from unisono.core.dtypes import DTYPES, DType
 from unisono.errors import ProtocolError, UsageError
 
-__all__ = ["ARRAY_BYTES_MAX", "RAISE_LIMIT", "Announcement", "row_bytes"]
+__all__ = ["ARRAY_BYTES_MAX", "Announcement", "row_bytes"]
 
 _DIMENSIONS_MAX: Final = 32  # NumPy's own limit was 32 for most of its life
 _HEAD: Final = struct.Struct("<BBB5x")
@@ -33,7 +34,6 @@ _ROW_BYTES_MIN, _ROW_BYTES_MAX = 256, 2048
 _TYPES: Final = list(DTYPES.values())
 # What a rank may announce of an array; memory for it is taken by the call that asked for it.
 ARRAY_BYTES_MAX: Final = 1 << 48
-RAISE_LIMIT: Final = "set Config(recv_bytes_max=...) or UNISONO_RECV_BYTES_MAX alike on all ranks"
 
 Flat: TypeAlias = np.ndarray[Any, Any]
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from unisono.comm.dispatch import CollectiveCall, check_order
 from unisono.comm.fingerprint import NOTHING, described
+from unisono.comm.object_payload import packed
 from unisono.comm.point_to_point import Messages, receivable
-from unisono.comm.vector_collectives import all_reduce_fused, packed, run_announced
+from unisono.comm.vector_collectives import all_reduce_fused, run_announced
 from unisono.core import buffers
 from unisono.core.buffers import Array
 from unisono.core.dtypes import DTYPES, DType

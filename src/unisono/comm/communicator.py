@@ -156,6 +156,8 @@ class Communicator(_Verbs):
         recv = _Blocking(Verbs.recv)
         recv_bytes = _Blocking(Verbs.recv_bytes)
         sendrecv = _Blocking(Verbs.sendrecv)
+        send_object = _Blocking(Verbs.send_object)
+        recv_object = _Blocking(Verbs.recv_object)
         probe = _Blocking(Verbs.probe)
         all_reduce = _Blocking(Verbs.all_reduce)
         all_reduce_many = _Blocking(Verbs.all_reduce_many)

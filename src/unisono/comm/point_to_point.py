@@ -12,16 +12,17 @@ import numpy as np
 
 from unisono.comm.deadlock import ANY_RANK, ANY_TAG
 from unisono.comm.group import Group, await_request
+from unisono.comm.object_payload import packed, unpacked
 from unisono.core import buffers
 from unisono.core.buffers import Array
 from unisono.core.clock import NEVER
-from unisono.core.envelope import ANY, TAG_MAX, Any_, Envelope, Status
+from unisono.core.envelope import ANY, TAG_MAX, Any_, Status
 from unisono.core.request import Request
 from unisono.core.task import Call, Message, Steps, await_requests
 from unisono.core.work import Work
 from unisono.errors import UsageError
 
-__all__ = ["Messages", "receivable"]
+__all__ = ["Messages", "receivable", "received"]
 
 T = TypeVar("T")
 
@@ -47,15 +48,7 @@ class Messages:
             tag: 0 to 2**31 - 1.
             timeout: seconds for the whole operation.
         """
-        array = buffers.view(data, "data")
-        dst, tag = self._rank_of(dst, "dst"), _tag_of(tag)
-
-        def steps(call: Call) -> Steps[None]:
-            request = self._start_send(array, dst, tag)
-            call.messages = (self._message(dst, tag, request, is_send=True),)
-            yield from await_request(call, request, lambda: (self._group.world_ranks[dst],))
-
-        return self._begin("send", timeout, steps, is_send=True)
+        return self._send("send", buffers.view(data, "data"), dst, tag, timeout)
 
     def recv(
         self, buf: Any, src: int | Any_ = ANY, tag: int | Any_ = ANY, *, timeout: float | None = None
@@ -79,7 +72,7 @@ class Messages:
         array = receivable(buf)
         src, tag = self._source_of(src), tag if isinstance(tag, Any_) else _tag_of(tag)
 
-        def steps(call: Call) -> Steps[Status]:
+        def steps(call: Call) -> Steps[Any]:
             return (yield from self._receive(call, array, src, tag))
 
         return self._begin("recv", timeout, steps)
@@ -88,17 +81,7 @@ class Messages:
         self, src: int | Any_ = ANY, tag: int | Any_ = ANY, *, timeout: float | None = None
     ) -> Work[bytes]:
         """Receive a message of unknown length as bytes; at most `Config.recv_bytes_max`."""
-        src, tag = self._source_of(src), tag if isinstance(tag, Any_) else _tag_of(tag)
-
-        def steps(call: Call) -> Steps[bytes]:
-            backend = self._group.backend
-            request = backend.start_recv(src, self._group.context, tag, None)
-            call.messages = (self._message(src, tag, request),)
-            yield from await_request(call, request, self._awaited(src))
-            self._check_met(request.envelope)
-            return bytes(request.data or b"")
-
-        return self._begin("recv_bytes", timeout, steps)
+        return self._receive_unsized("recv_bytes", src, tag, timeout)
 
     def sendrecv(
         self, data: Any, dst: int, buf: Any, src: int | Any_, tag: int = 0, *, timeout: float | None = None
@@ -114,7 +97,7 @@ class Messages:
             sending = self._start_send(array, dst, tag)
             call.messages = (self._message(dst, tag, sending, is_send=True),)
             try:
-                status = yield from self._receive(call, into, src, tag)
+                status: Status = yield from self._receive(call, into, src, tag)
             except Exception:
                 sending.cancel()
                 yield from await_requests(call, [sending])
@@ -123,6 +106,33 @@ class Messages:
             return status
 
         return self._begin("sendrecv", timeout, steps)
+
+    def send_object(self, obj: Any, dst: int, tag: int = 0, *, timeout: float | None = None) -> Work[None]:
+        """Send an object to rank `dst`, which calls `recv_object`.
+
+        It is packed at once, and may change when the call returns. At most `Config.recv_bytes_max` bytes.
+
+        Args:
+            obj: plain data, bytes, arrays and instances of registered classes, in any nesting.
+            dst: the receiver; this rank itself is allowed.
+            tag: 0 to 2**31 - 1.
+            timeout: seconds for the whole operation.
+
+        Raises:
+            UsageError: a part of it cannot be sent, or it is too long; nothing was sent.
+        """
+        array = packed(obj, self._group.backend.config.recv_bytes_max)
+        return self._send("send_object", array, dst, tag, timeout)
+
+    def recv_object(
+        self, src: int | Any_ = ANY, tag: int | Any_ = ANY, *, timeout: float | None = None
+    ) -> Work[Any]:
+        """Receive what `send_object` has sent, and return the object.
+
+        Raises:
+            ProtocolError: the message is no object, or names a class that is not registered here.
+        """
+        return self._receive_unsized("recv_object", src, tag, timeout)
 
     def probe(
         self, src: int | Any_ = ANY, tag: int | Any_ = ANY, *, timeout: float | None = None
@@ -133,13 +143,13 @@ class Messages:
         if is_poll:
             self._group.backend.runtime.polled()
 
-        def steps(call: Call) -> Steps[Status | None]:
+        def steps(call: Call) -> Steps[Any]:
             request = self._group.backend.probe(src, self._group.context, tag)
             if is_poll and not request.done and request.cancel():
                 return None
             call.messages = (self._message(src, tag, request),)
             yield from await_request(call, request, self._awaited(src))
-            return _status(request.envelope)
+            return received(self._group, "probe", request)
 
         return self._begin("probe", None if is_poll else timeout, steps)
 
@@ -167,6 +177,29 @@ class Messages:
             operation, deadline, steps, is_collective=is_collective, timers=self._timers, is_send=is_send
         )
 
+    def _send(self, operation: str, array: Array, dst: int, tag: int, timeout: float | None) -> Work[None]:
+        dst, tag = self._rank_of(dst, "dst"), _tag_of(tag)
+
+        def steps(call: Call) -> Steps[None]:
+            request = self._start_send(array, dst, tag)
+            call.messages = (self._message(dst, tag, request, is_send=True),)
+            yield from await_request(call, request, lambda: (self._group.world_ranks[dst],))
+
+        return self._begin(operation, timeout, steps, is_send=True)
+
+    def _receive_unsized(
+        self, operation: str, src: int | Any_, tag: int | Any_, timeout: float | None
+    ) -> Work[Any]:
+        src, tag = self._source_of(src), tag if isinstance(tag, Any_) else _tag_of(tag)
+
+        def steps(call: Call) -> Steps[Any]:
+            request = self._group.backend.start_recv(src, self._group.context, tag, None)
+            call.messages = (self._message(src, tag, request),)
+            yield from await_request(call, request, self._awaited(src))
+            return received(self._group, operation, request)
+
+        return self._begin(operation, timeout, steps)
+
     def _start_send(self, array: Array, dst: int, tag: int) -> Request:
         group = self._group
         header = group.introduction(dst)
@@ -174,13 +207,12 @@ class Messages:
             dst, group.context, tag, array.bytes(), dtype=array.dtype.code, header=header
         )
 
-    def _receive(self, call: Call, into: Array, src: int | Any_, tag: int | Any_) -> Steps[Status]:
+    def _receive(self, call: Call, into: Array, src: int | Any_, tag: int | Any_) -> Steps[Any]:
         backend = self._group.backend
         request = backend.start_recv(src, self._group.context, tag, into.bytes(), dtype=into.dtype.code)
         call.messages += (self._message(src, tag, request),)
         yield from await_request(call, request, self._awaited(src))
-        self._check_met(request.envelope)
-        return _status(request.envelope)
+        return received(self._group, call.operation, request)
 
     def _message(
         self, peer: int | Any_, tag: int | Any_, request: Request, *, is_send: bool = False
@@ -192,10 +224,6 @@ class Messages:
     def _awaited(self, src: int | Any_) -> Callable[[], tuple[int, ...]]:
         ranks = () if isinstance(src, Any_) else (self._group.world_ranks[src],)
         return lambda: ranks
-
-    def _check_met(self, envelope: Envelope | None) -> None:
-        assert envelope is not None
-        self._group.check_introduction(envelope.header, envelope.source)
 
     def _rank_of(self, rank: Any, what: str) -> int:
         """A rank that the user passed, as an int; NumPy integers are allowed."""
@@ -224,6 +252,19 @@ def _tag_of(tag: Any) -> int:
     return number
 
 
-def _status(envelope: Envelope | None) -> Status:
+def received(group: Group, operation: str, request: Request) -> Any:
+    """What a verb gives whose receive or probe has ended well.
+
+    Raises:
+        ProtocolError: the message belongs to another group, or is no object.
+    """
+    envelope = request.envelope
     assert envelope is not None
+    if operation != "probe":
+        group.check_introduction(envelope.header, envelope.source)
+    match operation:
+        case "recv_bytes":
+            return bytes(request.data or b"")
+        case "recv_object":
+            return unpacked(request.data or b"")
     return Status(envelope.source, envelope.tag, envelope.nbytes)

@@ -14,11 +14,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from unisono.comm.announcement import ARRAY_BYTES_MAX, RAISE_LIMIT, Announcement, Flat, row_bytes
+from unisono.comm.announcement import ARRAY_BYTES_MAX, Announcement, Flat, row_bytes
 from unisono.comm.dispatch import CollectiveCall
 from unisono.comm.fingerprint import NOTHING, Operand, described
 from unisono.comm.group import Group
-from unisono.core import buffers, codec
+from unisono.comm.object_payload import unpacked
+from unisono.core import buffers
 from unisono.core.buffers import Array, Family
 from unisono.core.dtypes import DTYPES, DType
 from unisono.core.kernels import divide, narrow, widen
@@ -35,9 +36,7 @@ __all__ = [
     "as_list",
     "finish",
     "lengths_of",
-    "packed",
     "run_announced",
-    "unpacked",
 ]
 
 _BYTE: Final = DTYPES["uint8"]
@@ -259,19 +258,6 @@ def all_reduce_fused(one: CollectiveCall, arrays: list[Array], op: ReduceOp, siz
         for array in same:
             array.flat[:] = fused[start : start + array.count]
             start += array.count
-
-
-def packed(value: Any, bytes_max: int) -> Array:
-    """An object as an array of bytes, of a length that the others take."""
-    array = buffers.view(codec.pack_writable(value), "object")
-    if array.count > bytes_max:
-        raise UsageError(f"an object of {array.count} bytes; allowed: {bytes_max}", next_step=RAISE_LIMIT)
-    return array
-
-
-def unpacked(data: np.ndarray[Any, Any]) -> Any:
-    """The object in an array of bytes; long arrays in it are views of these."""
-    return codec.unpack(data)
 
 
 def _check_alike(group: Group, said: list[Announcement]) -> None:

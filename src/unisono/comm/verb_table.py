@@ -17,7 +17,16 @@ from unisono.core.ops import OP_NAMES
 
 __all__ = ["VERBS", "make_verbs_type"]
 
-VERBS: Final = ("send", "recv", "recv_bytes", "sendrecv", "probe", *COLLECTIVES)
+VERBS: Final = (
+    "send",
+    "recv",
+    "recv_bytes",
+    "sendrecv",
+    "send_object",
+    "recv_object",
+    "probe",
+    *COLLECTIVES,
+)
 
 
 def make_verbs_type(reference: type) -> type[Any]:

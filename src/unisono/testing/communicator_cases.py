@@ -110,7 +110,7 @@ def every_algorithm_agrees(me: CaseRank) -> None:
 
 @SUITE.case(size=3)
 def messages_pass_between_users(me: CaseRank) -> None:
-    """send, recv, recv_bytes, sendrecv and probe work; a message that a receive refused stays queued."""
+    """Every verb between two ranks works; a message that a receive refused stays queued."""
     size, rank = me.size, me.rank
     right, left = (rank + 1) % size, (rank - 1) % size
     with me.world() as world:
@@ -133,6 +133,12 @@ def messages_pass_between_users(me: CaseRank) -> None:
         me.check_equal(world.recv_bytes(right, 7), b"of unknown length", "what recv_bytes got")
         words.wait(me.time_left_s)
         me.check_equal(world.probe(left, 8, timeout=0), None, "a probe for nothing with timeout=0")
+        for count in (3, 20_011):
+            thing = world.start.send_object({"from": rank, "x": ramp(count, rank), "none": (None,)}, right, 9)
+            got_thing = world.recv_object(left, 9)
+            me.check_array(got_thing.pop("x"), ramp(count, left), "an array in an object")
+            me.check_equal(got_thing, {"from": left, "none": (None,)}, "the rest of the object")
+            thing.wait(me.time_left_s)
         world.barrier()
 
 

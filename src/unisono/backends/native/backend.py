@@ -33,7 +33,7 @@ from unisono.core.request import Request
 from unisono.errors import BackendUnavailable, ClosedError, UsageError
 from unisono.messaging import strangers
 from unisono.messaging.backend import Capabilities, GroupListener, PeerDown, Stage
-from unisono.messaging.credit import CONTROL_BYTES_MAX, OWN_CREDIT_BYTES, bytes_max, eager_limits
+from unisono.messaging.credit import CONTROL_BYTES_MAX, OWN_CREDIT_BYTES, eager_limits
 from unisono.messaging.fast_path import Mailbox
 from unisono.plans.program import piece_bytes_of
 from unisono.plans.steps import Buf, Plan
@@ -155,7 +155,8 @@ class NativeBackend(Closable):
         self._completions = CompletionDispatcher(self._engine, self._config.recv_bytes_max)
         self._runtime = NativeRuntime(self._completions)
         self._hosts: tuple[int, ...] = ()
-        self._short_bytes = bytes_max(self._config, Tags.CONTROL)  # what may have this length under any tag
+        # What may have this length under any tag.
+        self._short_bytes = min(CONTROL_BYTES_MAX, self._config.message_bytes_max)
         self._after_close: list[Callable[[], None]] = []
         self._pump = threading.Thread(
             target=_pump,

@@ -1,0 +1,41 @@
+// The payload of an object: a Python object as the bytes that travel, and back.
+//
+// Every function needs the GIL, and may run any Python code: registered classes have a part in it.
+
+#pragma once
+
+#include <memory>
+
+#include "python/argument.hpp"
+#include "python/codec.hpp"
+
+namespace unisono {
+
+// Up to this many bytes are copied with the GIL held: letting go and taking it back costs as much.
+inline constexpr uint64_t gil_release_bytes = 32 * 1024;
+
+// An object in one piece, as a bytes object that nobody else has.
+struct PackedObject {
+  nb::object bytes;
+
+  engine::byte* data() const { return reinterpret_cast<engine::byte*>(PyBytes_AS_STRING(bytes.ptr())); }
+  uint64_t size() const { return static_cast<uint64_t>(PyBytes_GET_SIZE(bytes.ptr())); }
+};
+
+// Throws LeftToReference if it has more than `bytes_max` bytes: the reference path refuses it. Throws nb::python_error
+// if it cannot be sent.
+PackedObject pack_object(nb::handle value, uint64_t bytes_max);
+
+// Memory that the engine took for a message, as an object with a buffer that may be written to, and that frees it.
+nb::object memory_object(std::unique_ptr<engine::byte[]> memory, uint64_t nbytes);
+
+// The object in a message; long arrays in it are views of the memory. Throws nb::python_error with a ProtocolError.
+nb::object unpack_object(std::unique_ptr<engine::byte[]> memory, uint64_t nbytes);
+
+// The bytes of a message, copied.
+nb::object bytes_object(const engine::byte* data, uint64_t nbytes);
+
+// A bytes object of this length, to be filled by whoever made it.
+nb::object new_bytes(uint64_t nbytes);
+
+}  // namespace unisono
