@@ -153,11 +153,13 @@ Verb verb_named(const std::string& name) {
       {"recv", Verb::recv},
       {"sendrecv", Verb::sendrecv},
       {"all_reduce", Verb::all_reduce},
+      {"all_reduce_many", Verb::all_reduce_many},
       {"reduce", Verb::reduce},
       {"broadcast", Verb::broadcast},
       {"all_gather", Verb::all_gather},
       {"gather", Verb::gather},
       {"reduce_scatter", Verb::reduce_scatter},
+      {"reduce_scatter_v", Verb::reduce_scatter_v},
       {"all_to_all", Verb::all_to_all},
       {"scan", Verb::scan},
       {"exscan", Verb::exscan},
@@ -172,6 +174,7 @@ Verb verb_named(const std::string& name) {
 Parameter parameter_named(const std::string& name) {
   static const std::pair<const char*, Parameter> known[] = {
       {"x", Parameter::x},
+      {"xs", Parameter::x},
       {"data", Parameter::x},
       {"out", Parameter::out},
       {"buf", Parameter::out},
@@ -184,6 +187,7 @@ Parameter parameter_named(const std::string& name) {
       {"algorithm", Parameter::algorithm},
       {"color", Parameter::color},
       {"key", Parameter::key},
+      {"counts", Parameter::counts},
   };
   for (const auto& [word, parameter] : known)
     if (name == word) return parameter;

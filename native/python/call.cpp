@@ -34,6 +34,11 @@ constexpr uint64_t count_any = (uint64_t{1} << Fingerprint::count_bits) - 1;
 // The longest that `done` waits in the engine, for a call that it has found unfinished again and again.
 constexpr std::int64_t poll_ns_max = 100'000;
 
+// Verbs whose result takes the place of what was given, on every rank.
+bool is_in_place(Verb verb) {
+  return verb == Verb::all_reduce || verb == Verb::all_reduce_many || verb == Verb::broadcast;
+}
+
 bool is_by_rank(Verb verb) { return verb == Verb::reduce_scatter || verb == Verb::all_to_all; }
 
 }  // namespace
@@ -93,7 +98,9 @@ void Call::prepare(const Given& given, bool is_started) {
   if (spec_.verb == Verb::split) {
     if (is_started) throw LeftToReference();  // its group is made when it ends, not when a thread waits for it
     prepare_split(given);
-  } else if (is_collective())
+  } else if (spec_.verb == Verb::all_reduce_many)
+    prepare_fused(given);
+  else if (is_collective())
     prepare_collective(given);
   else
     prepare_message(given);
@@ -170,7 +177,7 @@ void Call::prepare_collective(const Given& given) {
   root_ = given[Parameter::root] == nullptr ? 0 : rank_of(given[Parameter::root]);
   const bool is_root = root_ == group_.rank;
   const bool reduces = verb == Verb::all_reduce || verb == Verb::reduce || verb == Verb::reduce_scatter ||
-                       verb == Verb::scan || verb == Verb::exscan;
+                       verb == Verb::reduce_scatter_v || verb == Verb::scan || verb == Verb::exscan;
   if (reduces) op_ = op_names.number_of(given[Parameter::op]);
   if (verb != Verb::barrier) {
     PyObject* const x = given[Parameter::x];
@@ -189,6 +196,10 @@ void Call::prepare_collective(const Given& given) {
     if (is_by_rank(verb) && (x_.nd == 0 || x_.shape[0] != group_.size)) throw LeftToReference();
     if (has_out && !(verb == Verb::gather && !is_root)) group_.arguments.see(out, "out", true, out_);
   }
+  if (verb == Verb::reduce_scatter_v) {
+    if (given[Parameter::counts] == nullptr) throw LeftToReference();
+    parts_.emplace().read(given[Parameter::counts], group_.arguments, x_, group_.size, op_names.width_of(op_));
+  }
   find_decision(given);
   find_target(given);
   if (x_.is_given() && decision_->dtype != x_.dtype) widen();
@@ -196,12 +207,25 @@ void Call::prepare_collective(const Given& given) {
 
 // The mean of 16-bit floats is computed in float32: reduced in memory of our own, and rounded in the end.
 void Call::widen() {
-  const bool is_in_place = spec_.verb != Verb::reduce_scatter;
-  wide_.resize(x_.count + (is_in_place ? 0 : target_count_));
+  const bool has_target = spec_.verb != Verb::reduce_scatter && spec_.verb != Verb::reduce_scatter_v;
+  wide_.resize(x_.count + (has_target ? 0 : target_count_));
   std::optional<GilReleased> released;
   if (x_.nbytes() >= gil_release_bytes) released.emplace();
   active_kernels().widen[x_.dtype](reinterpret_cast<byte*>(wide_.data()),
-                                   is_in_place && target_ != nullptr ? target_ : x_.data, x_.count);
+                                   has_target && target_ != nullptr ? target_ : x_.data, x_.count);
+}
+
+// An all_reduce of arrays in a row.
+void Call::prepare_fused(const Given& given) {
+  if (given[Parameter::x] == nullptr) throw LeftToReference();
+  op_ = op_names.number_of(given[Parameter::op]);
+  fused_.emplace(group_.arguments, given[Parameter::x], op_names.width_of(op_));
+  x_.stand_for(fused_->items().ptr(), nullptr, fused_->dtype(), fused_->count());
+  x_.keep();
+  find_decision(given);
+  x_.data = target_ = fused_->join(group_.arguments, result_);
+  target_count_ = x_.count;
+  if (decision_->dtype != x_.dtype) widen();
 }
 
 // An all_gather of one row per rank, which Python writes and reads.
@@ -239,8 +263,8 @@ void Call::find_decision(const Given& given) {
   }
   const uint64_t width = op_ == OpNames::none ? 1 : op_names.width_of(op_);
   count_ = x_.count / width / static_cast<uint64_t>(is_by_rank(spec_.verb) ? group_.size : 1);
-  key.size_class = std::bit_width(count_ - (count_ > 0));
-  if (width > 1) {
+  key.size_class = parts_.has_value() ? parts_->size_class() : std::bit_width(count_ - (count_ > 0));
+  if (width > 1 && !fused_.has_value()) {
     key.shape = static_cast<uint64_t>(x_.nd);
     for (int i = 0; i < x_.nd; ++i) key.shape = (key.shape ^ static_cast<uint64_t>(x_.shape[i])) * 0xd6e8feb86659fd93u;
   }
@@ -249,8 +273,28 @@ void Call::find_decision(const Given& given) {
   if (is_first_) decision_ = decide(key, given);
   // A longer one does not fit into a fingerprint, or into 64 bits.
   if (x_.count >= count_any || !decision_->program->accepts(counts())) throw LeftToReference();
+  fingerprint_ = decision_->fingerprint.with(x_.count, hash_of_call());
+}
+
+// Of what ranks compare beside the decision and the count.
+uint32_t Call::hash_of_call() const {
+  if (fused_.has_value()) return Fingerprint::hash_of(decision_->seed, fused_->compared());
+  if (parts_.has_value() && !parts_->is_even()) return Fingerprint::hash_of(decision_->seed, parts_->elements());
   const std::span<const Py_ssize_t> dims(x_.shape, decision_->is_shape_compared ? static_cast<size_t>(x_.nd) : 0);
-  fingerprint_ = decision_->fingerprint.with(x_.count, Fingerprint::hash_of(decision_->seed, dims));
+  return Fingerprint::hash_of(decision_->seed, dims);
+}
+
+// What a report says of its arrays.
+void Call::note_lengths(CallLog::Lengths& lengths) const {
+  lengths.are_known = true;
+  if (fused_.has_value()) {
+    lengths.of = fused_->lengths();
+  } else if (parts_.has_value()) {
+    const auto elements = parts_->elements();
+    lengths.of.assign(elements.begin(), elements.end());
+  } else {
+    lengths.of.assign(x_.shape, x_.shape + x_.nd);
+  }
 }
 
 const Decision* Call::decide(const DecisionKey& key, const Given& given) {
@@ -259,9 +303,14 @@ const Decision* Call::decide(const DecisionKey& key, const Given& given) {
   for (int i = 0; i < x_.nd; ++i) PyTuple_SET_ITEM(shape.ptr(), i, PyLong_FromSsize_t(x_.shape[i]));
   const nb::object op = op_ == OpNames::none ? nb::none() : op_names.name_of(op_);
   PyObject* const algorithm = given[Parameter::algorithm];
-  const nb::object decided =
-      helper_.attr("decide")(spec_.name, x_.dtype == untyped ? int{plain_bytes} : int{x_.dtype}, op, root_,
-                             algorithm == nullptr ? nb::str("auto") : nb::borrow<nb::str>(algorithm), shape);
+  nb::list lengths;
+  if (fused_.has_value())
+    for (const std::int64_t length : fused_->lengths()) lengths.append(length);
+  if (parts_.has_value())
+    for (const std::int64_t length : parts_->elements()) lengths.append(length);
+  const nb::object decided = helper_.attr("decide")(
+      spec_.name, x_.dtype == untyped ? int{plain_bytes} : int{x_.dtype}, op, root_,
+      algorithm == nullptr ? nb::str("auto") : nb::borrow<nb::str>(algorithm), shape, nb::tuple(lengths));
   if (decided.is_none()) throw LeftToReference();
   const nb::tuple values = nb::cast<nb::tuple>(decided);
   auto decision = std::make_unique<Decision>();
@@ -310,7 +359,8 @@ void Call::find_target(const Given&) {
   Py_ssize_t shape[Argument::dims_max + 1];
   int nd = 0;
   if (verb == Verb::all_gather || verb == Verb::gather || verb == Verb::split) shape[nd++] = group_.size;
-  for (int i = verb == Verb::reduce_scatter ? 1 : 0; i < x_.nd; ++i) shape[nd++] = x_.shape[i];
+  if (parts_.has_value()) shape[nd++] = parts_->rows(group_.rank);
+  for (int i = verb == Verb::reduce_scatter || parts_.has_value() ? 1 : 0; i < x_.nd; ++i) shape[nd++] = x_.shape[i];
   target_count_ = 1;
   for (int i = 0; i < nd; ++i) target_count_ *= static_cast<uint64_t>(shape[i]);
   if (out_.is_given()) {
@@ -351,20 +401,20 @@ void Call::begin_collective() {
   stage.kernel = decision_->kernel;
   stage.window = group_.window;
   const Verb verb = spec_.verb;
-  const bool is_in_place =
-      verb == Verb::all_reduce || verb == Verb::broadcast || (verb == Verb::reduce && root_ == group_.rank);
-  if (!is_in_place) stage.in = x_.data;
-  if (is_in_place || verb != Verb::reduce) stage.out = target_;
+  const bool has_no_in = is_in_place(verb) || (verb == Verb::reduce && root_ == group_.rank);
+  if (!has_no_in) stage.in = x_.data;
+  if (has_no_in || verb != Verb::reduce) stage.out = target_;
   if (!wide_.empty()) {
     auto* const wide = reinterpret_cast<byte*>(wide_.data());
     if (stage.in != nullptr) stage.in = wide;
-    if (stage.out != nullptr) stage.out = is_in_place ? wide : wide + x_.count * sizeof(float);
+    if (stage.out != nullptr) stage.out = has_no_in ? wide : wide + x_.count * sizeof(float);
   }
   sequence_ = group_.call_log.next++;
   stage.tag = tag_of(sequence_);
-  stage.counts = &count_;
-  stage.counts_n = counts().size;
-  stage.is_even = counts().is_even;
+  const Counts given = counts();
+  stage.counts = given.at;
+  stage.counts_n = given.size;
+  stage.is_even = given.is_even;
   stage.piece_elements = decision_->piece_elements;
   stage.members = group_.translation();
   Run& run = group_.completions.make_run();
@@ -420,11 +470,7 @@ bool Call::begin_and_poll(bool is_blocking) {
   if (is_collective()) {
     const CallLog::Site site{code_.release().ptr(), instruction_};
     replaced = nb::steal(static_cast<PyObject*>(group_.call_log.remember(group_.call_log.next, fingerprint_, site)));
-    if (x_.is_given()) {
-      CallLog::Shape& shape = group_.call_log.shape();
-      shape.nd = x_.nd;
-      std::copy_n(x_.shape, x_.nd, shape.dims.begin());
-    }
+    if (x_.is_given()) note_lengths(group_.call_log.lengths());
   }
   const Hold held = group_.completions.engine().hold();
   begin();
@@ -643,6 +689,7 @@ PyObject* Call::finish() {
     case Verb::all_reduce:
       if (out_.is_given()) return Py_NewRef(out_.given);
       return Arguments::give_back(x_);
+    case Verb::all_reduce_many: fused_->part(target_); return fused_->give_back();
     case Verb::gather:
       if (!is_root) Py_RETURN_NONE;
       break;

@@ -12,7 +12,9 @@
 #include <string>
 #include <vector>
 
+#include "python/fused_arrays.hpp"
 #include "python/native_group.hpp"
+#include "python/part_counts.hpp"
 
 namespace unisono {
 
@@ -23,11 +25,13 @@ enum class Verb : uint8_t {
   recv,
   sendrecv,
   all_reduce,
+  all_reduce_many,
   reduce,
   broadcast,
   all_gather,
   gather,
   reduce_scatter,
+  reduce_scatter_v,
   all_to_all,
   scan,
   exscan,
@@ -35,8 +39,8 @@ enum class Verb : uint8_t {
   split,
 };
 
-enum class Parameter : uint8_t { x, out, op, root, dst, src, tag, timeout, algorithm, color, key };
-inline constexpr size_t parameter_count = 11;
+enum class Parameter : uint8_t { x, out, op, root, dst, src, tag, timeout, algorithm, color, key, counts };
+inline constexpr size_t parameter_count = 12;
 
 // What a verb takes: a row of the table in unisono/comm/verb_table.py.
 struct VerbSpec {
@@ -136,12 +140,15 @@ class Call {
  private:
   void prepare_collective(const Given& given);
   void prepare_split(const Given& given);
+  void prepare_fused(const Given& given);
   void prepare_message(const Given& given);
   void read_timeout(PyObject* timeout);
   std::int32_t rank_of(PyObject* rank) const;
   std::int64_t tag_of_user(PyObject* tag, bool takes_any) const;
   void find_decision(const Given& given);
   const Decision* decide(const DecisionKey& key, const Given& given);
+  uint32_t hash_of_call() const;
+  void note_lengths(engine::CallLog::Lengths& lengths) const;
   void find_target(const Given& given);
   void widen();
   void check_out(const Py_ssize_t* shape, int nd) const;
@@ -162,6 +169,7 @@ class Call {
   uint64_t poll_bytes() const;
   // All counts of an even collective are one.
   engine::Counts counts() const {
+    if (parts_.has_value()) return parts_->items();
     return {&count_, spec_.verb == Verb::barrier ? 0u : 1u, spec_.verb != Verb::barrier};
   }
 
@@ -170,7 +178,9 @@ class Call {
   nb::handle helper_;
   Argument x_, out_;
   Result result_;
-  std::vector<float> wide_;  // see `widen`
+  std::optional<PartCounts> parts_;   // of a reduce_scatter_v
+  std::optional<FusedArrays> fused_;  // of an all_reduce_many: x stands for them
+  std::vector<float> wide_;           // see `widen`
   const Decision* decision_ = nullptr;
   bool is_first_ = false;  // Python has just decided it
   engine::Fingerprint fingerprint_;

@@ -18,7 +18,7 @@ import numpy as np
 from unisono.comm.collectives import check_algorithm, check_reduction
 from unisono.comm.deadlock import ANY_RANK, ANY_TAG
 from unisono.comm.dispatch import CollectiveCall, Decided, decide
-from unisono.comm.fingerprint import NOTHING, SHAPED, described
+from unisono.comm.fingerprint import NOTHING, SHAPED, described, fused
 from unisono.comm.group import Group, await_request
 from unisono.comm.split import ROW_OPERAND
 from unisono.core.call_site import line_of
@@ -38,6 +38,12 @@ __all__ = ["Adoption"]
 _DTYPES: Final = list(DTYPES.values())
 _BY_RANK: Final = ("reduce_scatter", "all_to_all")
 _ONE_COUNT: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
+# Verbs that are run as another collective.
+_RUN_AS: Final = {
+    "split": "all_gather",
+    "reduce_scatter_v": "reduce_scatter",
+    "all_reduce_many": "all_reduce",
+}
 # Where what travels is not what a user gave.
 _GIVEN: Final = {"barrier": NOTHING, "split": ROW_OPERAND}
 
@@ -93,41 +99,50 @@ class Adoption:
         root: int,
         algorithm: str,
         shape: tuple[int, ...],
+        lengths: tuple[int, ...],
     ) -> Decided | None:
         """Decide how the engine runs a collective; None leaves it to the reference path.
+
+        `lengths` are the elements of each part of a reduce_scatter_v, or of each array of an all_reduce_many,
+        which the engine has found to hold whole items.
 
         Raises:
             UsageError: the operation is not defined for the type, or there is no such algorithm.
         """
         group, dtype = self._group, _DTYPES[dtype_code]
+        collective = _RUN_AS.get(operation, operation)
         size, count = group.backend.size, int(np.prod(shape, dtype=np.int64))
         op = None if op_name is None else as_op(op_name)
         if op is None:
-            check_algorithm(operation, algorithm)
+            check_algorithm(collective, algorithm)
         else:
             if op.is_mean and operation in ("scan", "exscan"):
                 raise UsageError(
                     f"{operation} has no mean: the contributions of a prefix differ in number; allowed: sum"
                 )
             parts = [count // size] * size if operation == "reduce_scatter" else []
-            op.check_shape(shape, parts)
-            check_reduction(operation, op, dtype, algorithm, group.backend.config.reproducible)
+            if operation != "all_reduce_many":
+                op.check_shape(shape, parts)
+            check_reduction(collective, op, dtype, algorithm, group.backend.config.reproducible)
         counts: tuple[int, ...] = ()
-        if operation in _ONE_COUNT:
+        if collective in _ONE_COUNT:
             counts = (count,)
+        elif operation == "reduce_scatter_v":
+            counts = lengths
         elif operation != "barrier":
             counts = (count // size if operation in _BY_RANK else count,) * (
                 size * size if operation == "all_to_all" else size
             )
         identity = _identity_of(op, dtype) if operation == "exscan" and op is not None else b""
         given = _GIVEN.get(operation)
+        if operation == "all_reduce_many":
+            given = fused([(dtype, length) for length in lengths])
         if given is None:
             given = described(dtype, counts, shape if operation in SHAPED else None)
         if op is not None and op.width > 1:
             counts, dtype = tuple(n // op.width for n in counts), dtype.item(op.width)
         elif op is not None and op.is_mean and dtype.is_half and size > 1:
             dtype = DTYPES["float32"]  # the sum of many would overflow; the engine converts
-        collective = "all_gather" if operation == "split" else operation
         problem = Problem(collective, size, counts, root, group.backend.hosts())
         return decide(
             group,
