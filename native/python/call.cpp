@@ -94,11 +94,11 @@ bool Given::bind(const VerbSpec& spec, PyObject* const* args, Py_ssize_t count, 
 // ---- arguments ----
 
 void Call::prepare(const Given& given, bool is_started) {
+  is_started_ = is_started;
   read_timeout(given[Parameter::timeout]);
-  if (spec_.verb == Verb::split) {
-    if (is_started) throw LeftToReference();  // its group is made when it ends, not when a thread waits for it
+  if (spec_.verb == Verb::split)
     prepare_split(given);
-  } else if (spec_.verb == Verb::all_reduce_many)
+  else if (spec_.verb == Verb::all_reduce_many)
     prepare_fused(given);
   else if (is_collective())
     prepare_collective(given);
@@ -647,7 +647,10 @@ void Call::release(unsigned count) {
 
 // ---- results ----
 
-PyObject* Call::finish_adopted(nb::object result) { return is_collective() ? finish() : result.release().ptr(); }
+// Python has made what a message or a split gives.
+PyObject* Call::finish_adopted(nb::object result) {
+  return is_collective() && spec_.verb != Verb::split ? finish() : result.release().ptr();
+}
 
 // One item, then twice as many again and again.
 void Call::fill_with_identity() {
@@ -702,11 +705,12 @@ PyObject* Call::finish() {
   return group_.arguments.give(x_, result_, is_result_scalar_);
 }
 
-// The communicator that a split makes on this rank, from the rows of all.
+// The communicator that a split makes on this rank, from the rows of all. A started split that needs a second attempt
+// gives the work that makes it.
 nb::object Call::make_group() {
   const nb::object timeout =
       timeout_ns_ >= 0 ? nb::object(nb::float_(static_cast<double>(timeout_ns_) / 1e9)) : nb::none();
-  return helper_.attr("make_group")(sequence_, nb::borrow(x_.given), result_.object, timeout);
+  return helper_.attr("make_group")(sequence_, nb::borrow(x_.given), result_.object, timeout, is_started_);
 }
 
 nb::object Call::status() const {

@@ -124,7 +124,7 @@ class Call {
   nb::object adopt(const char* how, nb::object keeper = nb::none());
   // Its result, once it has ended well.
   PyObject* finish();
-  // As above, for one that Python has carried to its end.
+  // As above, for one that Python has carried to its end with this result.
   PyObject* finish_adopted(nb::object result);
 
   bool is_collective() const { return spec_.is_collective(); }
@@ -196,6 +196,7 @@ class Call {
   engine::byte* target_ = nullptr;  // where the result is made
   uint64_t target_count_ = 0;
   bool is_result_scalar_ = false;
+  bool is_started_ = false;
   unsigned started_ = 0;
   engine::Operation* operations_[2] = {};
   uint64_t handles_[2] = {};

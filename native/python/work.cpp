@@ -80,6 +80,18 @@ void call_observers(StartedCall& started) {
   }
 }
 
+// From now on a task carries it on, that of another work.
+void hand_over(StartedCall& started, nb::handle other) {
+  const nb::object keep = nb::borrow(reinterpret_cast<PyObject*>(started.work));
+  const nb::object task = other.attr("_task");
+  keep.attr("_task") = task;
+  keep.attr("_runtime") = other.attr("_runtime");
+  started.state = StartedCall::State::adopted;
+  started.kept.reset();
+  if (const nb::object observers = std::exchange(started.observers, {}); observers.is_valid())
+    for (nb::handle observer : observers) task.attr("on_done")(observer);
+}
+
 // It has ended well in the engine: make its result, or keep the error that this raises.
 void conclude(StartedCall& started, nb::object adopted_result = {}) {
   if (started.is_observed) leave_list(started);  // else `close` names it
@@ -88,6 +100,11 @@ void conclude(StartedCall& started, nb::object adopted_result = {}) {
     started.result = nb::steal(adopted_result.is_valid() ? started.call->finish_adopted(std::move(adopted_result))
                                                          : started.call->finish());
     if (!started.result.is_valid()) throw nb::python_error();
+    if (started.spec.verb == Verb::split && PyObject_TypeCheck(started.result.ptr(), base_type)) {
+      const nb::object again = std::exchange(started.result, {});
+      started.call->forget(started);
+      return hand_over(started, again);
+    }
   } catch (nb::python_error& error) {
     started.error = nb::borrow(error.value());
   }
@@ -121,9 +138,7 @@ void adopt(StartedCall& started) {
   started.call->forget(started);
   started.state = StartedCall::State::changing;
   try {
-    const nb::object adopted = started.call->adopt("adopt", keeper_of(started));
-    keep.attr("_task") = adopted.attr("_task");
-    keep.attr("_runtime") = adopted.attr("_runtime");
+    hand_over(started, started.call->adopt("adopt", keeper_of(started)));
   } catch (nb::python_error& error) {
     // A signal handler has raised, and nothing of the call is under way any more.
     started.error = nb::borrow(error.value());
@@ -131,10 +146,6 @@ void adopt(StartedCall& started) {
     call_observers(started);
     throw;
   }
-  started.state = StartedCall::State::adopted;
-  started.kept.reset();
-  if (const nb::object observers = std::exchange(started.observers, {}); observers.is_valid())
-    for (nb::handle observer : observers) keep.attr("_task").attr("on_done")(observer);
 }
 
 // A forked child has no engine.
@@ -512,6 +523,8 @@ PyObject* start_call(nb::handle group, NativeGroup& native, const VerbSpec& spec
   if (is_taken) {
     conclude(one);
   } else {
+    // The group exists from the end of the split on, also if nobody waits for the work: other members may use it.
+    if (spec.verb == Verb::split) observe(one);
     one.attention_at = call.attention_at();
     const Hold held = native.completions.engine().hold();
     native.completions.wake_pump_at(one.attention_at);

@@ -54,8 +54,13 @@ class Splitting(Protocol):
     def _split_row(self, color: int | None, key: int) -> bytes:
         """What this rank contributes to a split."""
 
-    def _make_group(self, sequence: int, mine: bytes, everyone: Any, timeout: float | None) -> object:
-        """What a split gives."""
+    def _make_group(
+        self, sequence: int, mine: bytes, everyone: Any, timeout: float | None, is_started: bool
+    ) -> object:
+        """What a split gives; of a started one that needs another attempt, the work that makes it."""
+
+    def _finish_split(self, call: Call, mine: bytes, everyone: Any) -> Steps[object]:
+        """The same in steps, with further attempts."""
 
 
 class Adoption:
@@ -195,11 +200,17 @@ class Adoption:
         group = self._group
         deadline = NEVER if timeout is None else Deadline(started_at + timeout, timeout)
 
-        def collective(call: Call) -> Steps[None]:
+        def collective(call: Call) -> Steps[object]:
             assert fingerprint is not None
-            return CollectiveCall(group, call).take_over(operations[0][1], memory, fingerprint)
+            yield from CollectiveCall(group, call).take_over(operations[0][1], memory, fingerprint)
+            if operation != "split":
+                return None
+            # Here and not when somebody waits for it: other members may use the group.
+            owner, (mine, _, everyone, _) = self._owner(), memory
+            assert owner is not None, "its method is being called"
+            return (yield from owner._finish_split(call, mine, everyone))
 
-        def messages(call: Call) -> Steps[Status | None]:
+        def messages(call: Call) -> Steps[object]:
             return self._carry_messages(call, operations, memory)
 
         return group.resume(
