@@ -28,17 +28,17 @@ class CallLog {
     void* code = nullptr;
     int instruction = 0;
   };
-  // The shape of the array of a call, for reports; of a call that Python has put into words, none.
-  struct Shape {
-    static constexpr int dims_max = 8;
-    int nd = -1;
-    std::array<std::int64_t, dims_max> dims;
+  // For reports: the shape of the array of a call, or the lengths into which it is cut, or of its arrays. Of a call
+  // that Python has put into words, none.
+  struct Lengths {
+    bool are_known = false;
+    std::vector<std::int64_t> of;
   };
   struct Entry {
     uint64_t sequence = 0;
     Fingerprint fingerprint;
     Site site;
-    Shape shape;
+    Lengths lengths;
   };
 
   // A call under way below Python, on the stack of whoever makes it. A message has no number.
@@ -72,11 +72,11 @@ class CallLog {
     entry.sequence = sequence;
     entry.fingerprint = fingerprint;
     entry.site = site;
-    entry.shape.nd = -1;
+    entry.lengths.are_known = false;
     return replaced;
   }
   // Of the call that was remembered last.
-  Shape& shape() { return entries_[(written_ - 1) % kept].shape; }
+  Lengths& lengths() { return entries_[(written_ - 1) % kept].lengths; }
 
   const Entry* find(uint64_t sequence) const {
     for (size_t i = 0; i < size(); ++i)

@@ -39,7 +39,7 @@ PyObject* interned(const char* word);
 // Thrown before anything is sent: the reference path makes the call.
 struct LeftToReference {};
 
-enum class Form : uint8_t { none, array, tensor, whole, real, buffer, viewed };
+enum class Form : uint8_t { none, array, tensor, whole, real, buffer, viewed, joined };
 
 // It is not moved: the memory of a number is its own.
 struct Argument {
@@ -74,6 +74,16 @@ struct Argument {
     dtype = engine::plain_bytes;
     form = Form::array;
   }
+  // Stand for several arrays of the user that lie in a row.
+  void stand_for(PyObject* arrays, engine::byte* joined, uint8_t element_type, uint64_t elements) {
+    given = arrays;
+    data = joined;
+    dtype = element_type;
+    count = elements;
+    form = Form::joined;
+    nd = 1;
+    shape[0] = static_cast<Py_ssize_t>(elements);
+  }
   // Keep what was given beyond the frame of its caller.
   void keep() { kept_ = nb::borrow(given); }
   void clear() {
@@ -107,10 +117,11 @@ class Arguments {
   // what this build knows.
   Arguments(nb::object array_type, nb::object empty, nb::object view, nb::list dtypes, bool leaves_tensors);
 
+  bool is_array(PyObject* given) const { return reinterpret_cast<PyObject*>(Py_TYPE(given)) == array_type_.ptr(); }
   // Throws nb::python_error with the UsageError of buffers.view.
   void see(PyObject* given, const char* what, bool is_written, Argument& seen) const {
     seen.given = given;
-    if (reinterpret_cast<PyObject*>(Py_TYPE(given)) == array_type_.ptr()) [[likely]] {
+    if (is_array(given)) [[likely]] {
       const int needed = is_contiguous | is_aligned | (is_written ? is_writeable : 0);
       const ArrayObject& array = as_array(given);
       if ((array.flags & needed) == needed && see_array(array, seen)) [[likely]] {

@@ -38,13 +38,13 @@ nb::object site_of(const CallLog& self, uint64_t sequence) {
   return nb::make_tuple(code.attr("co_filename"), line);
 }
 
-// The shape of a call that the engine has made; None if it is not known.
-nb::object shape_of(const CallLog& self, uint64_t sequence) {
+// The lengths of a call that the engine has made; None if they are not known.
+nb::object lengths_of(const CallLog& self, uint64_t sequence) {
   const CallLog::Entry* const entry = self.find(sequence);
-  if (entry == nullptr || entry->shape.nd < 0) return nb::none();
-  nb::list dims;
-  for (int i = 0; i < entry->shape.nd; ++i) dims.append(entry->shape.dims[static_cast<size_t>(i)]);
-  return nb::tuple(dims);
+  if (entry == nullptr || !entry->lengths.are_known) return nb::none();
+  nb::list lengths;
+  for (const std::int64_t length : entry->lengths.of) lengths.append(length);
+  return nb::tuple(lengths);
 }
 
 }  // namespace
@@ -66,7 +66,7 @@ void bind_call_log(nb::module_& m) {
       .def("remember", &remember, nb::arg("sequence"), nb::arg("fingerprint"), nb::arg("code").none() = nb::none(),
            nb::arg("instruction") = 0)
       .def("site", &site_of, nb::arg("sequence"))
-      .def("shape", &shape_of, nb::arg("sequence"))
+      .def("lengths", &lengths_of, nb::arg("sequence"))
       .def("find",
            [](const CallLog& self, uint64_t sequence) -> nb::object {
              const CallLog::Entry* const found = self.find(sequence);

@@ -166,11 +166,13 @@ Verb verb_named(const std::string& name) {
       {"recv_object", Verb::recv_object},
       {"probe", Verb::probe},
       {"all_reduce", Verb::all_reduce},
+      {"all_reduce_many", Verb::all_reduce_many},
       {"reduce", Verb::reduce},
       {"broadcast", Verb::broadcast},
       {"all_gather", Verb::all_gather},
       {"gather", Verb::gather},
       {"reduce_scatter", Verb::reduce_scatter},
+      {"reduce_scatter_v", Verb::reduce_scatter_v},
       {"all_to_all", Verb::all_to_all},
       {"scan", Verb::scan},
       {"exscan", Verb::exscan},
@@ -193,12 +195,13 @@ Verb verb_named(const std::string& name) {
 
 Parameter parameter_named(const std::string& name) {
   static const std::pair<const char*, Parameter> known[] = {
-      {"x", Parameter::x},         {"data", Parameter::x},          {"obj", Parameter::x},
-      {"parts", Parameter::x},     {"value", Parameter::x},         {"values", Parameter::x},
-      {"out", Parameter::out},     {"buf", Parameter::out},         {"op", Parameter::op},
-      {"root", Parameter::root},   {"dst", Parameter::dst},         {"src", Parameter::src},
-      {"tag", Parameter::tag},     {"timeout", Parameter::timeout}, {"algorithm", Parameter::algorithm},
-      {"color", Parameter::color}, {"key", Parameter::key},
+      {"x", Parameter::x},         {"xs", Parameter::x},            {"data", Parameter::x},
+      {"obj", Parameter::x},       {"parts", Parameter::x},         {"value", Parameter::x},
+      {"values", Parameter::x},    {"out", Parameter::out},         {"buf", Parameter::out},
+      {"op", Parameter::op},       {"root", Parameter::root},       {"dst", Parameter::dst},
+      {"src", Parameter::src},     {"tag", Parameter::tag},         {"timeout", Parameter::timeout},
+      {"color", Parameter::color}, {"key", Parameter::key},         {"algorithm", Parameter::algorithm},
+      {"counts", Parameter::counts},
   };
   for (const auto& [word, parameter] : known)
     if (name == word) return parameter;

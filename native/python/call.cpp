@@ -34,6 +34,11 @@ constexpr std::int64_t poll_ns_max = 100'000;
 // How long a started call that may need Python for a second stage goes on without it, if nobody waits for it.
 constexpr std::int64_t second_stage_ns = 2 * millisecond;
 
+// Verbs whose result takes the place of what was given, on every rank.
+bool is_in_place(Verb verb) {
+  return verb == Verb::all_reduce || verb == Verb::all_reduce_many || verb == Verb::broadcast;
+}
+
 bool is_by_rank(Verb verb) { return verb == Verb::reduce_scatter || verb == Verb::all_to_all; }
 
 }  // namespace
@@ -101,12 +106,14 @@ bool Given::bind(const VerbSpec& spec, PyObject* const* args, Py_ssize_t count, 
 // ---- arguments ----
 
 void Call::prepare(const Given& given, bool is_started) {
+  is_started_ = is_started;
   read_timeout(given[Parameter::timeout]);
-  if (spec_.verb == Verb::split) {
-    if (is_started) throw LeftToReference();  // its group is made when it ends, not when a thread waits for it
+  if (spec_.verb == Verb::split)
     prepare_split(given);
-  } else if (spec_.is_announced())
+  else if (spec_.is_announced())
     prepare_announced(given);
+  else if (spec_.verb == Verb::all_reduce_many)
+    prepare_fused(given);
   else if (is_collective())
     prepare_collective(given);
   else
@@ -151,7 +158,7 @@ void Call::prepare_collective(const Given& given) {
   root_ = given[Parameter::root] == nullptr ? 0 : rank_of(given[Parameter::root]);
   const bool is_root = root_ == group_.rank;
   const bool reduces = verb == Verb::all_reduce || verb == Verb::reduce || verb == Verb::reduce_scatter ||
-                       verb == Verb::scan || verb == Verb::exscan;
+                       verb == Verb::reduce_scatter_v || verb == Verb::scan || verb == Verb::exscan;
   if (reduces) op_ = op_names.number_of(given[Parameter::op]);
   if (verb != Verb::barrier) {
     PyObject* const x = given[Parameter::x];
@@ -170,6 +177,10 @@ void Call::prepare_collective(const Given& given) {
     if (is_by_rank(verb) && (x_.nd == 0 || x_.shape[0] != group_.size)) throw LeftToReference();
     if (has_out && !(verb == Verb::gather && !is_root)) group_.arguments.see(out, "out", true, out_);
   }
+  if (verb == Verb::reduce_scatter_v) {
+    if (given[Parameter::counts] == nullptr) throw LeftToReference();
+    parts_.emplace().read(given[Parameter::counts], group_.arguments, x_, group_.size, op_names.width_of(op_));
+  }
   find_decision(given);
   find_target(given);
   if (x_.is_given() && decision_->dtype != x_.dtype) widen();
@@ -177,12 +188,25 @@ void Call::prepare_collective(const Given& given) {
 
 // The mean of 16-bit floats is computed in float32: reduced in memory of our own, and rounded in the end.
 void Call::widen() {
-  const bool is_in_place = spec_.verb != Verb::reduce_scatter;
-  wide_.resize(x_.count + (is_in_place ? 0 : target_count_));
+  const bool has_target = spec_.verb != Verb::reduce_scatter && spec_.verb != Verb::reduce_scatter_v;
+  wide_.resize(x_.count + (has_target ? 0 : target_count_));
   std::optional<GilReleased> released;
   if (x_.nbytes() >= gil_release_bytes) released.emplace();
   active_kernels().widen[x_.dtype](reinterpret_cast<byte*>(wide_.data()),
-                                   is_in_place && target_ != nullptr ? target_ : x_.data, x_.count);
+                                   has_target && target_ != nullptr ? target_ : x_.data, x_.count);
+}
+
+// An all_reduce of arrays in a row.
+void Call::prepare_fused(const Given& given) {
+  if (given[Parameter::x] == nullptr) throw LeftToReference();
+  op_ = op_names.number_of(given[Parameter::op]);
+  fused_.emplace(group_.arguments, given[Parameter::x], op_names.width_of(op_));
+  x_.stand_for(fused_->items().ptr(), nullptr, fused_->dtype(), fused_->count());
+  x_.keep();
+  find_decision(given);
+  x_.data = target_ = fused_->join(group_.arguments, result_);
+  target_count_ = x_.count;
+  if (decision_->dtype != x_.dtype) widen();
 }
 
 // An all_gather of one row per rank, which Python writes and reads.
@@ -210,8 +234,8 @@ void Call::find_decision(const Given& given) {
   key.algorithm = algorithm_of(given);
   const uint64_t width = op_ == OpNames::none ? 1 : op_names.width_of(op_);
   count_ = x_.count / width / static_cast<uint64_t>(is_by_rank(spec_.verb) ? group_.size : 1);
-  key.size_class = std::bit_width(count_ - (count_ > 0));
-  if (width > 1) {
+  key.size_class = parts_.has_value() ? parts_->size_class() : std::bit_width(count_ - (count_ > 0));
+  if (width > 1 && !fused_.has_value()) {
     key.shape = static_cast<uint64_t>(x_.nd);
     for (int i = 0; i < x_.nd; ++i) key.shape = (key.shape ^ static_cast<uint64_t>(x_.shape[i])) * 0xd6e8feb86659fd93u;
   }
@@ -220,8 +244,28 @@ void Call::find_decision(const Given& given) {
   if (is_first_) decision_ = decide(key, given, x_.dtype, {x_.shape, static_cast<size_t>(x_.nd)});
   // A longer one does not fit into a fingerprint, or into 64 bits.
   if (x_.count >= count_any || !decision_->program->accepts(counts())) throw LeftToReference();
+  fingerprint_ = decision_->fingerprint.with(x_.count, hash_of_call());
+}
+
+// Of what ranks compare beside the decision and the count.
+uint32_t Call::hash_of_call() const {
+  if (fused_.has_value()) return Fingerprint::hash_of(decision_->seed, fused_->compared());
+  if (parts_.has_value() && !parts_->is_even()) return Fingerprint::hash_of(decision_->seed, parts_->elements());
   const std::span<const Py_ssize_t> dims(x_.shape, decision_->is_shape_compared ? static_cast<size_t>(x_.nd) : 0);
-  fingerprint_ = decision_->fingerprint.with(x_.count, Fingerprint::hash_of(decision_->seed, dims));
+  return Fingerprint::hash_of(decision_->seed, dims);
+}
+
+// What a report says of its arrays.
+void Call::note_lengths(const Argument& shown, CallLog::Lengths& lengths) const {
+  lengths.are_known = true;
+  if (fused_.has_value()) {
+    lengths.of = fused_->lengths();
+  } else if (parts_.has_value()) {
+    const auto elements = parts_->elements();
+    lengths.of.assign(elements.begin(), elements.end());
+  } else {
+    lengths.of.assign(shown.shape, shown.shape + shown.nd);
+  }
 }
 
 const Decision* Call::decide(const DecisionKey& key, const Given& given, uint8_t given_dtype,
@@ -232,9 +276,14 @@ const Decision* Call::decide(const DecisionKey& key, const Given& given, uint8_t
     PyTuple_SET_ITEM(shape.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromSsize_t(dims[i]));
   const nb::object op = op_ == OpNames::none ? nb::none() : op_names.name_of(op_);
   PyObject* const algorithm = given[Parameter::algorithm];
-  const nb::object decided =
-      helper_.attr("decide")(spec_.name, given_dtype == untyped ? int{plain_bytes} : int{given_dtype}, op, root_,
-                             algorithm == nullptr ? nb::str("auto") : nb::borrow<nb::str>(algorithm), shape);
+  nb::list lengths;
+  if (fused_.has_value())
+    for (const std::int64_t length : fused_->lengths()) lengths.append(length);
+  if (parts_.has_value())
+    for (const std::int64_t length : parts_->elements()) lengths.append(length);
+  const nb::object decided = helper_.attr("decide")(
+      spec_.name, given_dtype == untyped ? int{plain_bytes} : int{given_dtype}, op, root_,
+      algorithm == nullptr ? nb::str("auto") : nb::borrow<nb::str>(algorithm), shape, nb::tuple(lengths));
   if (decided.is_none()) throw LeftToReference();
   return keep_decision(key, given_dtype, decided);
 }
@@ -288,7 +337,8 @@ void Call::find_target(const Given&) {
   Py_ssize_t shape[Argument::dims_max + 1];
   int nd = 0;
   if (verb == Verb::all_gather || verb == Verb::gather || verb == Verb::split) shape[nd++] = group_.size;
-  for (int i = verb == Verb::reduce_scatter ? 1 : 0; i < x_.nd; ++i) shape[nd++] = x_.shape[i];
+  if (parts_.has_value()) shape[nd++] = parts_->rows(group_.rank);
+  for (int i = verb == Verb::reduce_scatter || parts_.has_value() ? 1 : 0; i < x_.nd; ++i) shape[nd++] = x_.shape[i];
   target_count_ = 1;
   for (int i = 0; i < nd; ++i) target_count_ *= static_cast<uint64_t>(shape[i]);
   if (out_.is_given()) {
@@ -331,21 +381,21 @@ void Call::begin_collective() {
   stage.kernel = decision_->kernel;
   stage.window = group_.window;
   const Verb verb = spec_.verb;
-  const bool is_in_place =
-      verb == Verb::all_reduce || verb == Verb::broadcast || (verb == Verb::reduce && root_ == group_.rank);
-  if (!is_in_place) stage.in = x_.data;
-  if (is_in_place || verb != Verb::reduce) stage.out = target_;
+  const bool has_no_in = is_in_place(verb) || (verb == Verb::reduce && root_ == group_.rank);
+  if (!has_no_in) stage.in = x_.data;
+  if (has_no_in || verb != Verb::reduce) stage.out = target_;
   if (announced_) stage.in = const_cast<byte*>(in_);
   if (!wide_.empty()) {
     auto* const wide = reinterpret_cast<byte*>(wide_.data());
     if (stage.in != nullptr) stage.in = wide;
-    if (stage.out != nullptr) stage.out = is_in_place ? wide : wide + x_.count * sizeof(float);
+    if (stage.out != nullptr) stage.out = has_no_in ? wide : wide + x_.count * sizeof(float);
   }
   if (this->stage() == 0) sequence_ = group_.call_log.next++;
   stage.tag = tag_of(sequence_) + this->stage();
-  stage.counts = counts().at;
-  stage.counts_n = counts().size;
-  stage.is_even = counts().is_even;
+  const Counts given = counts();
+  stage.counts = given.at;
+  stage.counts_n = given.size;
+  stage.is_even = given.is_even;
   stage.piece_elements = decision_->piece_elements;
   stage.members = group_.translation();
   Run& run = group_.completions.make_run();
@@ -374,11 +424,7 @@ bool Call::begin_and_poll(bool is_blocking) {
     const CallLog::Site site{code_.release().ptr(), instruction_};
     replaced = nb::steal(static_cast<PyObject*>(group_.call_log.remember(group_.call_log.next, fingerprint_, site)));
     const Argument& shown = announced_ && announced_->part_count != 0 ? announced_->parts[0] : x_;
-    if (shown.is_given()) {
-      CallLog::Shape& shape = group_.call_log.shape();
-      shape.nd = shown.nd;
-      std::copy_n(shown.shape, shown.nd, shape.dims.begin());
-    }
+    if (shown.is_given()) note_lengths(shown, group_.call_log.lengths());
   }
   const Hold held = group_.completions.engine().hold();
   begin();
@@ -571,9 +617,11 @@ void Call::release(unsigned count) {
 
 // ---- results ----
 
+// Python has made what a message or a split gives, and that of a call whose second stage it has run.
 PyObject* Call::finish_adopted(nb::object result) {
   if (spec_.verb == Verb::broadcast_object && root_ == group_.rank) return Py_NewRef(announced_->value.ptr());
-  return is_collective() && (!announced_ || stage() != 0) ? finish() : result.release().ptr();
+  const bool is_made = !is_collective() || spec_.verb == Verb::split || (announced_ && stage() == 0);
+  return is_made ? result.release().ptr() : finish();
 }
 
 // One item, then twice as many again and again.
@@ -621,6 +669,7 @@ PyObject* Call::finish() {
     case Verb::all_reduce:
       if (out_.is_given()) return Py_NewRef(out_.given);
       return Arguments::give_back(x_);
+    case Verb::all_reduce_many: fused_->part(target_); return fused_->give_back();
     case Verb::gather:
       if (!is_root) Py_RETURN_NONE;
       break;
@@ -633,11 +682,12 @@ PyObject* Call::finish() {
   return group_.arguments.give(x_, result_, is_result_scalar_);
 }
 
-// The communicator that a split makes on this rank, from the rows of all.
+// The communicator that a split makes on this rank, from the rows of all. A started split that needs a second attempt
+// gives the work that makes it.
 nb::object Call::make_group() {
   const nb::object timeout =
       timeout_ns_ >= 0 ? nb::object(nb::float_(static_cast<double>(timeout_ns_) / 1e9)) : nb::none();
-  return helper_.attr("make_group")(sequence_, nb::borrow(x_.given), result_.object, timeout);
+  return helper_.attr("make_group")(sequence_, nb::borrow(x_.given), result_.object, timeout, is_started_);
 }
 
 }  // namespace unisono

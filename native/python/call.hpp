@@ -14,7 +14,9 @@
 #include <string>
 #include <vector>
 
+#include "python/fused_arrays.hpp"
 #include "python/native_group.hpp"
+#include "python/part_counts.hpp"
 
 namespace unisono {
 
@@ -29,11 +31,13 @@ enum class Verb : uint8_t {
   recv_object,
   probe,
   all_reduce,
+  all_reduce_many,
   reduce,
   broadcast,
   all_gather,
   gather,
   reduce_scatter,
+  reduce_scatter_v,
   all_to_all,
   scan,
   exscan,
@@ -51,8 +55,8 @@ enum class Verb : uint8_t {
   gather_object,
 };
 
-enum class Parameter : uint8_t { x, out, op, root, dst, src, tag, timeout, algorithm, color, key };
-inline constexpr size_t parameter_count = 11;
+enum class Parameter : uint8_t { x, out, op, root, dst, src, tag, timeout, algorithm, color, key, counts };
+inline constexpr size_t parameter_count = 12;
 
 // What a verb takes: a row of the table in unisono/comm/verb_table.py.
 struct VerbSpec {
@@ -177,7 +181,7 @@ class Call {
   }
   // Its result, once it has ended well.
   PyObject* finish();
-  // As above, for one that Python has carried to its end.
+  // As above, for one that Python has carried to its end with this result.
   PyObject* finish_adopted(nb::object result);
 
   bool is_collective() const { return spec_.is_collective(); }
@@ -196,6 +200,7 @@ class Call {
   void prepare_split(const Given& given);
   void prepare_message(const Given& given, bool is_started);
   void prepare_buffer(const Given& given);
+  void prepare_fused(const Given& given);
   void prepare_announced(const Given& given);
   void announce_arrays(PyObject* x);
   void announce_objects(PyObject* x);
@@ -224,6 +229,8 @@ class Call {
   const Decision* keep_decision(const DecisionKey& key, uint8_t given_dtype, nb::handle decided);
   unsigned stage() const { return announced_ && announced_->is_second; }
   void poll_if_short();
+  uint32_t hash_of_call() const;
+  void note_lengths(const Argument& shown, engine::CallLog::Lengths& lengths) const;
   void find_target(const Given& given);
   void widen();
   void check_out(const Py_ssize_t* shape, int nd) const;
@@ -257,6 +264,7 @@ class Call {
   // All counts of an even collective are one.
   engine::Counts counts() const {
     if (stage() != 0) return {announced_->counts.data(), announced_->counts.size(), announced_->counts.size() == 1};
+    if (parts_.has_value()) return parts_->items();
     return {&count_, spec_.verb == Verb::barrier ? 0u : 1u, spec_.verb != Verb::barrier};
   }
 
@@ -265,8 +273,10 @@ class Call {
   nb::handle helper_;
   Argument x_, out_;
   Result result_;
-  std::vector<float> wide_;  // see `widen`
+  std::optional<PartCounts> parts_;   // of a reduce_scatter_v
+  std::optional<FusedArrays> fused_;  // of an all_reduce_many: x stands for them
   std::optional<Announced> announced_;
+  std::vector<float> wide_;  // see `widen`
   const Decision* decision_ = nullptr;
   bool is_first_ = false;  // Python has just decided it
   engine::Fingerprint fingerprint_;
@@ -285,6 +295,7 @@ class Call {
   const engine::byte* in_ = nullptr;  // of a call with announcements: what is read
   uint64_t target_count_ = 0;
   bool is_result_scalar_ = false;
+  bool is_started_ = false;
   unsigned started_ = 0;
   engine::Operation* operations_[2] = {};
   uint64_t handles_[2] = {};

@@ -115,6 +115,18 @@ bool is_changing_here(const StartedCall& started) {
   return started.state == StartedCall::State::changing && started.changer == PyThread_get_thread_ident();
 }
 
+// From now on a task carries it on, that of another work.
+void hand_over(StartedCall& started, nb::handle other) {
+  const nb::object keep = nb::borrow(reinterpret_cast<PyObject*>(started.work));
+  const nb::object task = other.attr("_task");
+  keep.attr("_task") = task;
+  keep.attr("_runtime") = other.attr("_runtime");
+  started.state = StartedCall::State::adopted;
+  started.kept.reset();
+  if (const nb::object observers = std::exchange(started.observers, {}); observers.is_valid())
+    for (nb::handle observer : observers) task.attr("on_done")(observer);
+}
+
 // It has ended well in the engine: make its result, or keep the error that this raises.
 void conclude(StartedCall& started, nb::object adopted_result = {}) {
   if (started.is_observed) leave_list(started);  // else `close` names it
@@ -123,6 +135,11 @@ void conclude(StartedCall& started, nb::object adopted_result = {}) {
     started.result = nb::steal(adopted_result.is_valid() ? started.call->finish_adopted(std::move(adopted_result))
                                                          : started.call->finish());
     if (!started.result.is_valid()) throw nb::python_error();
+    if (started.spec.verb == Verb::split && PyObject_TypeCheck(started.result.ptr(), base_type)) {
+      const nb::object again = std::exchange(started.result, {});
+      started.call->forget(started);
+      return hand_over(started, again);
+    }
   } catch (...) {
     started.error = current_error();
   }
@@ -157,9 +174,7 @@ void adopt(StartedCall& started) {
   started.call->forget(started);
   begin_change(started);
   try {
-    const nb::object adopted = started.call->adopt("adopt", keeper_of(started));
-    keep.attr("_task") = adopted.attr("_task");
-    keep.attr("_runtime") = adopted.attr("_runtime");
+    hand_over(started, started.call->adopt("adopt", keeper_of(started)));
   } catch (...) {
     // A signal handler has raised, and nothing of the call is under way any more.
     started.error = current_error();
@@ -167,10 +182,6 @@ void adopt(StartedCall& started) {
     call_observers(started);
     throw;
   }
-  started.state = StartedCall::State::adopted;
-  started.kept.reset();
-  if (const nb::object observers = std::exchange(started.observers, {}); observers.is_valid())
-    for (nb::handle observer : observers) keep.attr("_task").attr("on_done")(observer);
 }
 
 // Nothing of it is under way in the engine, and all has ended well so far.
@@ -562,6 +573,8 @@ PyObject* start_call(nb::handle group, NativeGroup& native, const VerbSpec& spec
   if (is_taken) {
     settle(one);
   } else {
+    // The group exists from the end of the split on, also if nobody waits for the work: other members may use it.
+    if (spec.verb == Verb::split) observe(one);
     one.attention_at = call.pump_at();
     const Hold held = native.completions.engine().hold();
     native.completions.wake_pump_at(one.attention_at);

@@ -19,7 +19,7 @@ from unisono.comm.announcement import row_bytes
 from unisono.comm.collectives import check_algorithm, check_reduction
 from unisono.comm.deadlock import ANY_RANK, ANY_TAG
 from unisono.comm.dispatch import CollectiveCall, Decided, decide
-from unisono.comm.fingerprint import NOTHING, SHAPED, described
+from unisono.comm.fingerprint import NOTHING, SHAPED, described, fused
 from unisono.comm.group import Group, await_request
 from unisono.comm.object_payload import unpacked
 from unisono.comm.point_to_point import receivable, received
@@ -50,8 +50,13 @@ __all__ = ["Adoption"]
 _DTYPES: Final = list(DTYPES.values())
 _BY_RANK: Final = ("reduce_scatter", "all_to_all")
 _ONE_COUNT: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
-# The collective that moves the elements, and of which a user names an algorithm.
-_COLLECTIVES: Final = {verb: verb.removesuffix("_v").removesuffix("_object") for verb in ANNOUNCED}
+# Verbs that are run as another collective, of which a user names an algorithm.
+_RUN_AS: Final = {
+    **{verb: verb.removesuffix("_v").removesuffix("_object") for verb in ANNOUNCED},
+    "split": "all_gather",
+    "reduce_scatter_v": "reduce_scatter",
+    "all_reduce_many": "all_reduce",
+}
 # Where what travels is not what a user gave.
 _GIVEN: Final = {"barrier": NOTHING, "split": ROW_OPERAND}
 
@@ -62,8 +67,13 @@ class Splitting(Protocol):
     def _split_row(self, color: int | None, key: int) -> bytes:
         """What this rank contributes to a split."""
 
-    def _make_group(self, sequence: int, mine: bytes, everyone: Any, timeout: float | None) -> object:
-        """What a split gives."""
+    def _make_group(
+        self, sequence: int, mine: bytes, everyone: Any, timeout: float | None, is_started: bool
+    ) -> object:
+        """What a split gives; of a started one that needs another attempt, the work that makes it."""
+
+    def _finish_split(self, call: Call, mine: bytes, everyone: Any) -> Steps[object]:
+        """The same in steps, with further attempts."""
 
 
 class Adoption:
@@ -107,45 +117,52 @@ class Adoption:
         root: int,
         algorithm: str,
         shape: tuple[int, ...],
+        lengths: tuple[int, ...],
     ) -> Decided | None:
         """Decide how the engine runs a collective; None leaves it to the reference path.
+
+        `lengths` are the elements of each part of a reduce_scatter_v, or of each array of an all_reduce_many,
+        which the engine has found to hold whole items.
 
         Raises:
             UsageError: the operation is not defined for the type, or there is no such algorithm.
         """
         group, dtype = self._group, _DTYPES[dtype_code]
+        collective = _RUN_AS.get(operation, operation)
         size, count = group.backend.size, int(np.prod(shape, dtype=np.int64))
         op = None if op_name is None else as_op(op_name)
         if op is None:
-            check_algorithm(
-                _COLLECTIVES.get(operation, operation), algorithm, is_uneven=operation == "all_to_all_v"
-            )
+            check_algorithm(collective, algorithm, is_uneven=operation == "all_to_all_v")
         else:
             if op.is_mean and operation in ("scan", "exscan"):
                 raise UsageError(
                     f"{operation} has no mean: the contributions of a prefix differ in number; allowed: sum"
                 )
             parts = [count // size] * size if operation == "reduce_scatter" else []
-            op.check_shape(shape, parts)
-            check_reduction(operation, op, dtype, algorithm, group.backend.config.reproducible)
+            if operation != "all_reduce_many":
+                op.check_shape(shape, parts)
+            check_reduction(collective, op, dtype, algorithm, group.backend.config.reproducible)
         counts: tuple[int, ...] = ()
         if operation in ANNOUNCED:
             return self._decide_announced(operation, dtype, root, algorithm, shape)
-        if operation in _ONE_COUNT:
+        if collective in _ONE_COUNT:
             counts = (count,)
+        elif operation == "reduce_scatter_v":
+            counts = lengths
         elif operation != "barrier":
             counts = (count // size if operation in _BY_RANK else count,) * (
                 size * size if operation == "all_to_all" else size
             )
         identity = _identity_of(op, dtype) if operation == "exscan" and op is not None else b""
         given = _GIVEN.get(operation)
+        if operation == "all_reduce_many":
+            given = fused([(dtype, length) for length in lengths])
         if given is None:
             given = described(dtype, counts, shape if operation in SHAPED else None)
         if op is not None and op.width > 1:
             counts, dtype = tuple(n // op.width for n in counts), dtype.item(op.width)
         elif op is not None and op.is_mean and dtype.is_half and size > 1:
             dtype = DTYPES["float32"]  # the sum of many would overflow; the engine converts
-        collective = "all_gather" if operation == "split" else operation
         problem = Problem(collective, size, counts, root, group.backend.hosts())
         return decide(
             group,
@@ -179,7 +196,7 @@ class Adoption:
     ) -> Decided:
         """Decide how the engine moves what did not fit into the rows of the first stage."""
         group, dtype = self._group, _DTYPES[dtype_code]
-        collective = _COLLECTIVES[operation]
+        collective = _RUN_AS[operation]
         problem = Problem(collective, group.backend.size, counts, root, group.backend.hosts())
         return decide(
             group,
@@ -246,20 +263,27 @@ class Adoption:
 
         def collective(call: Call) -> Steps[Any]:
             assert fingerprint is not None
-            # A call that needs more than its operations give says which rank is root.
             one = CollectiveCall(group, call, algorithm, first_stage=1)
             if operations:
                 yield from one.take_over(operations[0][1], memory, fingerprint)
+            given, out, result, _ = memory
+            if operation == "split":
+                # Here and not when somebody waits for it: other members may use the group.
+                owner = self._owner()
+                assert owner is not None, "its method is being called"
+                return (yield from owner._finish_split(call, given, result))
             if root is None:
                 return None
-            given, out, rows, _ = memory
+            # The first stage of a call is over, or nothing is left but to look at what it gave.
             parts = None if given is None else [buffers.view(x, "x") for x in given]
             filled = None if out is None else receivable(out, "out")
             size = group.backend.size
             nbytes = row_bytes(size, lengths_of(operation, size)) * (size if operation in EXCHANGED else 1)
-            return (yield from finish(operation, one, group, rows[:nbytes], parts, root=root, out=filled))
+            return (
+                yield from finish(operation, one, group, result[:nbytes], parts, root=root, out=filled)
+            )
 
-        def messages(call: Call) -> Steps[Any]:
+        def messages(call: Call) -> Steps[object]:
             return self._carry_messages(call, operations, memory)
 
         return group.resume(

@@ -331,6 +331,8 @@ class Communicator(_Verbs):
                 one.close()
             except CollectiveMismatch as mismatch:
                 unseen = unseen or mismatch
+        for late in self._open_children():  # made by another thread meanwhile
+            late.close()
         if self._parent is None:
             _worlds.discard(self)
             self._group.control.leave_dropped()
@@ -398,22 +400,40 @@ class Communicator(_Verbs):
         return self._row(self._group.next_sequence, 0, color, key).pack()
 
     def _make_group(
-        self, sequence: int, mine: bytes, everyone: np.ndarray[Any, Any], timeout: float | None
-    ) -> Communicator | None:
+        self,
+        sequence: int,
+        mine: bytes,
+        everyone: np.ndarray[Any, Any],
+        timeout: float | None,
+        is_started: bool,
+    ) -> Communicator | Work[Communicator | None] | None:
         """What a split gives whose rows the engine has gathered."""
-        (own,) = Row.unpack_all(mine)
-        color, rows = own.color if own.has_color else None, Row.unpack_all(everyone)
+        rows = Row.unpack_all(everyone)
         if not any(row.is_taken for row in rows):
-            return self._part(rows, sequence, 0, color)
-        group, now = self._group, self.backend.runtime.now()
+            return self._part(rows, sequence, 0, Row.unpack(mine).asked)
+        runtime = self.backend.runtime
 
         def steps(call: Call) -> Steps[Communicator | None]:
-            return self._split(CollectiveCall(group, call, first_stage=1), color, own.key, first_attempt=1)
+            return self._finish_split(call, mine, everyone)
 
-        with self.backend.runtime.defer_signals():
-            deadline = self.backend.runtime.deadline(timeout)
-            again = group.resume("split", sequence, now, deadline, steps, timers=False, is_send=False)
-            return wait_or_cancel(again)
+        with runtime.defer_signals():
+            again = self._group.resume(
+                *("split", sequence, runtime.now(), runtime.deadline(timeout), steps),
+                timers=is_started,
+                is_send=False,
+            )
+            return again if is_started else wait_or_cancel(again)
+
+    def _finish_split(
+        self, call: Call, mine: bytes, everyone: np.ndarray[Any, Any]
+    ) -> Steps[Communicator | None]:
+        """Make the group from the rows, or try again where the context id was in use."""
+        own, rows = Row.unpack(mine), Row.unpack_all(everyone)
+        if not any(row.is_taken for row in rows):
+            assert call.sequence is not None
+            return self._part(rows, call.sequence, 0, own.asked)
+        one = CollectiveCall(self._group, call, first_stage=1)
+        return (yield from self._split(one, own.asked, own.key, first_attempt=1))
 
     def _split(
         self, one: CollectiveCall, color: int | None, key: int, first_attempt: int = 0
@@ -468,7 +488,10 @@ class Communicator(_Verbs):
             parent=self._group,
         )
         control.add_group(group)
-        return Communicator(group, self)
+        child = Communicator(group, self)
+        if self._group.is_closed:  # by another thread, since the members agreed: they must not wait for us
+            child.close()
+        return child
 
 
 def _listed(given: Any, what: str) -> list[Any]:

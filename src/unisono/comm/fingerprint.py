@@ -11,9 +11,10 @@ The native twin is native/collective/fingerprint.hpp: the same layout and the sa
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -35,6 +36,7 @@ __all__ = [
     "Operand",
     "described",
     "fingerprint_of",
+    "fused",
     "hash_of",
     "seed_of",
     "verb_of",
@@ -72,6 +74,8 @@ ROOTED: Final = frozenset(
 
 # Collectives whose ranks must agree on the shape, not only on the length.
 SHAPED: Final = frozenset({"all_gather", "gather", "all_to_all"})
+# Collectives of which reports show all lengths: the parts of an array, or several arrays.
+_CUT: Final = frozenset({"reduce_scatter_v", "all_reduce_many"})
 
 FINGERPRINT_BYTES: Final = 16
 # Stands for a call of this rank that is no longer in its call log.
@@ -134,15 +138,14 @@ class Fingerprint:
 class Operand:
     """What ranks compare of the arrays that a user gave, and how they are shown.
 
-    `values` are hashed: a shape, or uneven counts. With `is_text_compared` the text is hashed as well. `root`
-    is given where the stage that carries the fingerprint has none. A count of None may differ.
+    `values` are hashed: a shape, uneven counts, or types and lengths. `root` is given where the stage that
+    carries the fingerprint has none. A count of None may differ.
     """
 
     dtype: DType | None = None
     count: int | None = 0
     values: tuple[int, ...] = ()
     text: str = ""
-    is_text_compared: bool = False
     root: int | None = None
 
 
@@ -151,14 +154,28 @@ NOTHING: Final = Operand()
 
 def described(dtype: DType, counts: tuple[int, ...], shape: tuple[int, ...] | None = None) -> Operand:
     """An array that is cut into `counts`; its `shape` where ranks must agree on it."""
-    lengths = counts if shape is None else shape
-    # Of many lengths the first are shown, and a checksum stands for the rest.
-    shown = ",".join(map(str, lengths[:_COUNTS_SHOWN]))
-    more = f"+{zlib.crc32(repr(lengths).encode()):x}" if len(lengths) > _COUNTS_SHOWN else ""
-    text = f"{dtype}[{shown}{more}]"
+    text = f"{dtype}[{_lengths_text(counts if shape is None else shape)}]"
     if shape is not None:
         return Operand(dtype, math.prod(shape), shape, text)
     return Operand(dtype, sum(counts), counts if len(set(counts)) > 1 else (), text)
+
+
+def fused(arrays: Sequence[tuple[DType, int]]) -> Operand:
+    """Arrays that travel together, by type and length.
+
+    In the order given: lists of the same arrays in another order would be paired by type without a word.
+    """
+    runs = itertools.groupby(arrays, key=lambda array: array[0])
+    text = " ".join(f"{dtype}[{_lengths_text(tuple(n for _, n in run))}]" for dtype, run in runs)
+    values = tuple(value for dtype, count in arrays for value in (dtype.code, count))
+    return Operand(arrays[0][0] if arrays else None, sum(count for _, count in arrays), values, text or "[]")
+
+
+def _lengths_text(lengths: tuple[int, ...]) -> str:
+    """Of many lengths the first are shown, and a checksum stands for the rest."""
+    shown = ",".join(map(str, lengths[:_COUNTS_SHOWN]))
+    more = f"+{zlib.crc32(repr(lengths).encode()):x}" if len(lengths) > _COUNTS_SHOWN else ""
+    return f"{shown}{more}"
 
 
 def fingerprint_of(
@@ -182,7 +199,7 @@ def fingerprint_of(
         root if verb in ROOTED else 0,
         stage,
         count,
-        hash_of(seed_of(rest, operand.text if operand.is_text_compared else ""), values),
+        hash_of(seed_of(rest), values),
     ).pack()
 
 
@@ -199,9 +216,9 @@ _MASK: Final = (1 << 64) - 1
 
 
 @lru_cache(maxsize=1024)
-def seed_of(rest: tuple[object, ...], compared: str = "") -> int:
+def seed_of(rest: tuple[object, ...]) -> int:
     """The seed of the hash: what ranks compare beside the numbers that are hashed."""
-    text = "\0".join(map(str, (*rest, compared))).encode()
+    text = "\0".join(map(str, rest)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
@@ -211,9 +228,12 @@ def verb_of(data: bytes) -> str:
 
 
 def words_of(
-    data: bytes, arrays: str | None = None, op: str | None = None, shape: tuple[int, ...] | None = None
+    data: bytes, arrays: str | None = None, op: str | None = None, lengths: tuple[int, ...] | None = None
 ) -> str:
-    """A record in words. The rank that made the call knows more of its arrays and its op."""
+    """A record in words. The rank that made the call knows more of its arrays and its op.
+
+    `lengths` are the shape of the array, or the lengths of its parts or of several arrays.
+    """
     if data == FORGOTTEN:
         return _FORGOTTEN_WORDS
     fields = Fingerprint.unpack(data)
@@ -221,10 +241,10 @@ def words_of(
     if arrays is None and fields.dtype != UNTYPED:
         count = "*" if fields.count == COUNT_ANY else str(fields.count)
         shown = count
-        if shape is not None and fields.count == COUNT_ANY:
-            shown = ",".join(["*", *map(str, shape[1:])])
-        elif shape is not None and verb in SHAPED:
-            shown = ",".join(map(str, shape))
+        if lengths is not None and fields.count == COUNT_ANY:
+            shown = ",".join(["*", *map(str, lengths[1:])])
+        elif lengths is not None and verb in SHAPED | _CUT:
+            shown = _lengths_text(lengths)
         arrays = f"{_named(_DTYPE_NAMES, fields.dtype)}[{shown}]"
     if op is None and fields.op != _NO_OP:
         op = _named(OP_NAMES, fields.op)

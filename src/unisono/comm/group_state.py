@@ -125,8 +125,8 @@ class GroupState:
         filename, line = self.call_log.site(sequence) or ("", 0)
         is_known = bool(filename) and is_users(filename)
         words = self._words.get(fingerprint, "")
-        if not words and (shape := self.call_log.shape(sequence)) is not None:
-            words = words_of(fingerprint, shape=shape) + self.tail_words
+        if not words and (lengths := self.call_log.lengths(sequence)) is not None:
+            words = words_of(fingerprint, lengths=lengths) + self.tail_words
         return CallReport.of(fingerprint, words, line_text(filename, line) if is_known else "")
 
     # -- pending operations -------------------------------------------------------------------------------

@@ -34,9 +34,19 @@ class Row(NamedTuple):
     key: int
     is_taken: bool
 
+    @property
+    def asked(self) -> int | None:
+        """The color that the rank passed."""
+        return self.color if self.has_color else None
+
     def pack(self) -> bytes:
         """The bytes that travel."""
         return _ROW.pack(*self)
+
+    @staticmethod
+    def unpack(data: bytes) -> Row:
+        """One row."""
+        return Row(*_ROW.unpack(data))
 
     @staticmethod
     def unpack_all(data: Any) -> list[Row]:

@@ -7,7 +7,6 @@ by itself, and second ones through `finish` (comm/adoption.py).
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from typing import Any, Final
@@ -16,7 +15,7 @@ import numpy as np
 
 from unisono.comm.announcement import ARRAY_BYTES_MAX, Announcement, Flat, row_bytes
 from unisono.comm.dispatch import CollectiveCall
-from unisono.comm.fingerprint import NOTHING, Operand, described
+from unisono.comm.fingerprint import NOTHING, Operand, fused
 from unisono.comm.group import Group
 from unisono.comm.object_payload import unpacked
 from unisono.core import buffers
@@ -234,11 +233,7 @@ def _broadcast(one: CollectiveCall, said: Announcement, parts: list[Array] | Non
 def all_reduce_fused(one: CollectiveCall, arrays: list[Array], op: ReduceOp, size: int) -> Steps[None]:
     """Reduce arrays in place: those of one type travel as one."""
     by_type = [[array for array in arrays if array.dtype.name == name] for name in DTYPES]
-    # In the order given: lists of the same arrays in another order would be paired by type without a word.
-    runs = [list(run) for _, run in itertools.groupby(arrays, key=lambda array: array.dtype.name)]
-    text = " ".join(described(run[0].dtype, _lengths(run)).text for run in runs) or "[]"
-    count = sum(array.count for array in arrays)
-    given = Operand(arrays[0].dtype if arrays else None, count, text=text, is_text_compared=True)
+    given = fused([(array.dtype, array.count) for array in arrays])
     if not arrays:  # nothing to reduce, but a call that the others may have made otherwise
         yield from one.run("barrier", (), _BYTE, {}, op=op, algorithm="auto", given=given)
     for same in by_type:
@@ -246,17 +241,17 @@ def all_reduce_fused(one: CollectiveCall, arrays: list[Array], op: ReduceOp, siz
             continue
         dtype = same[0].dtype
         is_wide = op.is_mean and dtype.is_half and size > 1
-        fused = np.concatenate([array.flat for array in same])
-        memory = widen(fused, dtype) if is_wide else fused
+        joined = np.concatenate([array.flat for array in same])
+        memory = widen(joined, dtype) if is_wide else joined
         kind = DTYPES["float32"] if is_wide else dtype
         yield from one.run("all_reduce", (memory.size,), kind, {Buf.OUT: memory}, op=op, given=given)
         if op.is_mean and size > 1:
             divide(memory, size, kind)
         if is_wide:
-            narrow(memory, fused, dtype)
+            narrow(memory, joined, dtype)
         start = 0
         for array in same:
-            array.flat[:] = fused[start : start + array.count]
+            array.flat[:] = joined[start : start + array.count]
             start += array.count
 
 
@@ -289,10 +284,6 @@ def as_list(
         parts.append(family.give(flat[start:stop], (length, *shape), dtype))
         start = stop
     return parts
-
-
-def _lengths(arrays: list[Array]) -> tuple[int, ...]:
-    return tuple(array.count for array in arrays)
 
 
 # How root's kind of array is named to the others, who have no array to take it from.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from unisono.comm.fingerprint import (
     Operand,
     described,
     fingerprint_of,
+    fused,
     hash_of,
     words_of,
 )
@@ -235,3 +237,31 @@ def test_the_log_holds_a_code_object_as_long_as_its_call() -> None:
     log.remember(65, bytes(16), code, 0)
     del log
     assert sys.getrefcount(code) == held
+
+
+def test_arrays_that_travel_together_are_compared_by_type_and_length_in_the_order_given() -> None:
+    f8 = DTYPES["float64"]
+    lists = [
+        [(F4, 2), (F4, 3)],
+        [(F4, 3), (F4, 2)],
+        [(F4, 5)],
+        [(F4, 2), (f8, 3)],
+        [(f8, 3), (F4, 2)],
+        [(F4, 0), (F4, 5)],
+        [(F4, 5), (F4, 0)],
+        [(F4, 1)] * 5,
+    ]
+    records = [record("all_reduce_many", fused(arrays)) for arrays in lists]
+    assert len(set(records)) == len(lists)
+    assert [fused(arrays).text for arrays in lists[2:5]] == [
+        "float32[5]",
+        "float32[2] float64[3]",
+        "float64[3] float32[2]",
+    ]
+    assert fused([]).text == "[]"
+    # What the call log of the engine knows is enough for the same words.
+    assert words_of(records[0], lengths=(2, 3)) == words_of(records[0], fused(lists[0]).text)
+    many = [(F4, n) for n in range(40)]
+    data = record("all_reduce_many", fused(many))
+    assert words_of(data, lengths=tuple(range(40))) == words_of(data, fused(many).text)
+    assert f"15+{zlib.crc32(repr(tuple(range(40))).encode()):x}]" in words_of(data, fused(many).text)

@@ -6,6 +6,8 @@ import gc
 import os
 import resource
 import signal
+import threading
+import time
 import weakref
 from typing import Any
 
@@ -239,7 +241,10 @@ def test_started_and_blocking_splits_of_one_call_meet() -> None:
 
 
 @NATIVE
-def test_ranks_try_the_next_context_together_if_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_started", [False, True])
+def test_ranks_try_the_next_context_together_if_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch, is_started: bool
+) -> None:
     real = communicator_module.identity_of
 
     def colliding(parent: bytes, epoch: int, sequence: int, attempt: int, color: int) -> tuple[int, bytes]:
@@ -253,13 +258,106 @@ def test_ranks_try_the_next_context_together_if_one_is_taken(monkeypatch: pytest
         control = comm._group.control
         if comm.rank == 1:  # the id is in use on one rank only
             control._groups[2] = first._group
-        second = comm.split(comm.rank % 2, timeout=60)
+        if is_started:
+            work = comm.start.split(comm.rank % 2, timeout=60)
+            is_called = threading.Event()
+            work.add_done_callback(lambda work: is_called.set())
+            second = work.wait()
+            assert work.wait() is second
+            assert is_called.wait(60)
+        else:
+            second = comm.split(comm.rank % 2, timeout=60)
         control._groups.pop(2, None)
         assert second is not None
         return second.all_gather(comm.rank).tolist(), comm.all_reduce(1)
 
     monkeypatch.setattr(communicator_module, "identity_of", real)
     assert run_ranks(program, 3).values() == [([0, 2], 3), ([1], 3), ([0, 2], 3)]
+
+
+# -- started splits ---------------------------------------------------------------------------------------
+
+
+@NATIVE
+def test_started_splits_overlap_nest_and_leave_out_who_has_no_color() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        works = [comm.start.split(comm.rank % 2 if k else None, -comm.rank) for k in range(6)]
+        nothing, *groups = [work.wait(timeout=60) for work in reversed(works)][::-1]
+        assert nothing is None
+        assert all(group.name == f"world.split#{k}({comm.rank % 2})" for k, group in enumerate(groups, 1))
+        inner = groups[2].start.split(0).wait()
+        got = [group.all_gather(comm.rank).tolist() for group in (*groups, inner)]
+        for group in groups:
+            group.close()
+        with pytest.raises(uni.ClosedError):
+            inner.barrier()
+        return got
+
+    evens, odds = [[2, 0]] * 6, [[3, 1]] * 6
+    assert run_ranks(program, 4).values() == [evens, odds, evens, odds]
+
+
+def test_a_started_split_makes_its_group_when_it_ends_although_nobody_waits() -> None:
+    """Else a member could wait for ever for one that has closed the parent."""
+
+    def program(comm: uni.Communicator) -> Any:
+        parent = comm.split(0)
+        assert parent is not None
+        if comm.rank == 0:
+            work = parent.start.split(0)
+            comm.recv(np.empty(1), 1, timeout=60)
+            while not parent._open_children():
+                time.sleep(0.001)
+            parent.close()
+            comm.barrier()
+            return work.wait().rank
+        group = parent.split(0)
+        assert group is not None
+        comm.send(np.ones(1), 0)
+        with pytest.raises(uni.PeerLost, match="left") as caught:
+            group.barrier(timeout=60)
+        comm.barrier()
+        return caught.value.ranks
+
+    assert run_processes(program, 2) == [0, (0,)]
+
+
+def test_a_started_split_that_is_dropped_leaves_its_group() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        if comm.rank == 0:
+            comm.start.split(0)
+            comm.barrier()
+            return None
+        group = comm.split(0)
+        assert group is not None
+        with pytest.raises(uni.PeerLost, match="left") as caught:
+            group.barrier(timeout=60)
+        comm.barrier()
+        return caught.value.ranks
+
+    assert run_processes(program, 2) == [None, (0,)]
+
+
+def test_a_started_split_that_stalls_or_expires_is_pythons() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        if comm.rank == 1:
+            comm.recv(np.empty(1), 0, timeout=60)  # until rank 0 has waited in vain
+        work = comm.start.split(0, -comm.rank)
+        if comm.rank == 0:
+            with pytest.raises(uni.DeadlineExceeded):
+                work.wait(timeout=0.3)
+            comm.send(np.ones(1), 1)
+        group = work.wait(timeout=60)
+        assert group is not None
+        members = group.all_gather(comm.rank).tolist()
+        comm.barrier()
+        if comm.rank == 0:
+            with pytest.raises(uni.DeadlineExceeded, match="split"):
+                group.start.split(0, timeout=0.05).wait()
+        comm.barrier()
+        return members, comm._group.native.adopted > 0
+
+    assert run_processes(program, 2, config=uni.Config(stall_query_s=0.05))[0] == ([1, 0], True)
 
 
 # -- a world is closed before its dropped groups have left --------------------------------------------------

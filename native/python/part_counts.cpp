@@ -1,0 +1,86 @@
+#include "python/part_counts.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <numeric>
+
+#include "kernels/kernels.hpp"
+
+namespace unisono {
+namespace {
+
+// What `operator.index` makes of an object.
+std::int64_t whole_number(PyObject* object) {
+  const nb::object number = PyLong_CheckExact(object) ? nb::borrow(object) : nb::steal(PyNumber_Index(object));
+  int overflow = 0;
+  const std::int64_t value = number.is_valid() ? PyLong_AsLongLongAndOverflow(number.ptr(), &overflow) : -1;
+  if (!number.is_valid()) PyErr_Clear();
+  if (overflow != 0 || value < 0) throw LeftToReference();
+  return value;
+}
+
+void read_items(PyObject* given, std::vector<std::int64_t>& rows) {
+  // A copy: an item's __index__ may change the list.
+  const nb::object items = nb::steal(PySequence_Tuple(given));
+  if (!items.is_valid()) throw nb::python_error();
+  const Py_ssize_t number = PyTuple_GET_SIZE(items.ptr());
+  rows.reserve(static_cast<size_t>(number));
+  for (Py_ssize_t i = 0; i < number; ++i) rows.push_back(whole_number(PyTuple_GET_ITEM(items.ptr(), i)));
+}
+
+template <class T>
+void read_memory(const Argument& seen, std::vector<std::int64_t>& rows) {
+  const T* const from = reinterpret_cast<const T*>(seen.data);
+  rows.assign(from, from + seen.count);
+}
+
+void read_array(PyObject* given, const Arguments& arguments, std::vector<std::int64_t>& rows) {
+  Argument seen;
+  arguments.see(given, "counts", false, seen);
+  if (seen.form != Form::array || seen.nd != 1) throw LeftToReference();
+  switch (static_cast<DType>(seen.dtype)) {
+    case DType::int64: return read_memory<std::int64_t>(seen, rows);
+    case DType::int32: return read_memory<std::int32_t>(seen, rows);
+    default: throw LeftToReference();
+  }
+}
+
+int class_of(uint64_t count) { return std::bit_width(count - (count > 0)); }
+
+}  // namespace
+
+void PartCounts::read(PyObject* given, const Arguments& arguments, const Argument& x, std::int32_t ranks,
+                      uint64_t width) {
+  if (PyList_CheckExact(given) || PyTuple_CheckExact(given))
+    read_items(given, rows_);
+  else if (arguments.is_array(given))
+    read_array(given, arguments, rows_);
+  else
+    throw LeftToReference();
+  if (x.nd == 0 || rows_.size() != static_cast<size_t>(ranks)) throw LeftToReference();
+  row_elements_ = 1;
+  for (int i = 1; i < x.nd; ++i) row_elements_ *= x.shape[i];
+  std::int64_t left = x.shape[0];
+  items_.reserve(rows_.size());
+  for (const std::int64_t rows : rows_) {
+    if (rows < 0 || rows > left) throw LeftToReference();
+    left -= rows;
+    const auto elements = static_cast<uint64_t>(rows * row_elements_);
+    if (elements % width != 0) throw LeftToReference();
+    items_.push_back(elements / width);
+  }
+  if (left != 0) throw LeftToReference();
+}
+
+bool PartCounts::is_even() const {
+  return std::all_of(items_.begin(), items_.end(), [&](uint64_t count) { return count == items_[0]; });
+}
+
+int PartCounts::size_class() const {
+  if (is_even()) return class_of(items_[0]);
+  const uint64_t longest = *std::max_element(items_.begin(), items_.end());
+  const uint64_t others = std::accumulate(items_.begin(), items_.end(), uint64_t{0}) - longest;
+  return 1 << 16 | class_of(longest) << 8 | class_of(others / (items_.size() - 1));
+}
+
+}  // namespace unisono
