@@ -245,12 +245,11 @@ void Call::find_decision(const Given& given) {
     for (int i = 0; i < x_.nd; ++i) key.shape = (key.shape ^ static_cast<uint64_t>(x_.shape[i])) * 0xd6e8feb86659fd93u;
   }
   decision_ = group_.decisions.find(key);
-  is_first_ = decision_ == nullptr;
-  if (is_first_) decision_ = decide(key, given);
+  if (decision_ == nullptr) decision_ = decide(key, given);
   // A longer one does not fit into a fingerprint, or into 64 bits.
   if (x_.count >= count_any || !decision_->program->accepts(counts())) throw LeftToReference();
   const std::span<const Py_ssize_t> dims(x_.shape, decision_->is_shape_compared ? static_cast<size_t>(x_.nd) : 0);
-  fingerprint_ = decision_->fingerprint.with(x_.count, Fingerprint::hash_of(decision_->seed, dims));
+  fingerprint_ = decision_->fingerprint.with(x_.count, Fingerprint::hash_of(group_.fingerprint_seed, dims));
 }
 
 const Decision* Call::decide(const DecisionKey& key, const Given& given) {
@@ -268,19 +267,18 @@ const Decision* Call::decide(const DecisionKey& key, const Given& given) {
   decision->program = program_of(values[0]);
   decision->piece_elements = nb::cast<uint64_t>(values[1]);
   decision->fingerprint = fingerprint_of(nb::cast<nb::bytes>(values[2]));
-  decision->seed = nb::cast<uint64_t>(values[3]);
-  decision->is_shape_compared = nb::cast<bool>(values[7]);
-  const int code = nb::cast<int>(values[4]);
+  decision->is_shape_compared = nb::cast<bool>(values[6]);
+  const int code = nb::cast<int>(values[3]);
   const bool is_half =
       x_.dtype == static_cast<uint8_t>(DType::float16) || x_.dtype == static_cast<uint8_t>(DType::bfloat16);
-  decision->divisor = nb::cast<std::int64_t>(values[5]);
+  decision->divisor = nb::cast<std::int64_t>(values[4]);
   const uint8_t dtype = x_.dtype == untyped                 ? plain_bytes
                         : is_half && decision->divisor != 0 ? static_cast<uint8_t>(DType::float32)
                                                             : x_.dtype;
   decision->dtype = dtype;
   if (code >= 0) decision->kernel = active_kernels().reduce[dtype][code];
   decision->itemsize = item_bytes(dtype, code);
-  const nb::bytes identity = nb::cast<nb::bytes>(values[6]);
+  const nb::bytes identity = nb::cast<nb::bytes>(values[5]);
   decision->identity.assign(identity.c_str(), identity.size());
   if (decision->program->reduces && decision->kernel == nullptr)
     throw nb::value_error("the operation is not defined for the dtype");
@@ -374,8 +372,9 @@ void Call::begin_collective() {
   run.fingerprint = fingerprint_;
   run.phase = Operation::Phase::starting;
   run.bind(decision_->program, stage);
-  // The first call of a class waits for its receivers: where programs differ from the start, it ends with the error.
-  run.start(group_.count_run_ahead(run, is_first_ ? UINT64_MAX : poll_bytes()));
+  // A group's first call of a class waits for its receivers: where programs differ from the start, it ends with the
+  // error.
+  run.start(group_.count_run_ahead(run, group_.takes_first_call(*decision_) ? UINT64_MAX : poll_bytes()));
   if (run.phase == Operation::Phase::starting) run.phase = Operation::Phase::active;
 }
 

@@ -151,14 +151,16 @@ NOTHING: Final = Operand()
 
 def described(dtype: DType, counts: tuple[int, ...], shape: tuple[int, ...] | None = None) -> Operand:
     """An array that is cut into `counts`; its `shape` where ranks must agree on it."""
-    lengths = counts if shape is None else shape
-    # Of many lengths the first are shown, and a checksum stands for the rest.
-    shown = ",".join(map(str, lengths[:_COUNTS_SHOWN]))
-    more = f"+{zlib.crc32(repr(lengths).encode()):x}" if len(lengths) > _COUNTS_SHOWN else ""
-    text = f"{dtype}[{shown}{more}]"
+    text = f"{dtype}[{_shown(counts if shape is None else shape)}]"
     if shape is not None:
         return Operand(dtype, math.prod(shape), shape, text)
     return Operand(dtype, sum(counts), counts if len(set(counts)) > 1 else (), text)
+
+
+def _shown(lengths: tuple[int, ...]) -> str:
+    """Of many lengths the first are shown, and a checksum stands for the rest."""
+    more = f"+{zlib.crc32(repr(lengths).encode()):x}" if len(lengths) > _COUNTS_SHOWN else ""
+    return ",".join(map(str, lengths[:_COUNTS_SHOWN])) + more
 
 
 def fingerprint_of(
@@ -219,8 +221,11 @@ def words_of(
     fields = Fingerprint.unpack(data)
     verb = _named(VERBS, fields.verb - 1)
     if arrays is None and fields.dtype != UNTYPED:
-        count = "*" if fields.count == COUNT_ANY else str(fields.count)
-        shown = count if shape is None or verb not in SHAPED else ",".join(map(str, shape))
+        shown = "*" if fields.count == COUNT_ANY else str(fields.count)
+        if shape and verb == "reduce_scatter":  # equal parts, one per rank
+            shown = _shown((math.prod(shape[1:]),) * shape[0])
+        elif shape is not None and verb in SHAPED:
+            shown = _shown(shape)
         arrays = f"{_named(_DTYPE_NAMES, fields.dtype)}[{shown}]"
     if op is None and fields.op != _NO_OP:
         op = _named(OP_NAMES, fields.op)
