@@ -185,19 +185,18 @@ void Call::find_announced_decision(const Given& given) {
   key.root = root_;
   key.algorithm = mine.algorithm = algorithm_of(given);
   decision_ = group_.decisions.find(key);
-  is_first_ = decision_ == nullptr;
   const auto dims = first != nullptr ? beyond_first(*first) : std::span<const Py_ssize_t>();
-  if (is_first_) decision_ = decide(key, given, key.dtype == untyped ? plain_bytes : key.dtype, dims);
+  if (decision_ == nullptr) decision_ = decide(key, given, key.dtype == untyped ? plain_bytes : key.dtype, dims);
   if (!decision_->program->accepts(counts())) throw LeftToReference();
   if (!mine.is_exchanged) {
-    fingerprint_ = decision_->fingerprint.with(0, Fingerprint::hash_of(decision_->seed, {}));
+    fingerprint_ = decision_->fingerprint.with(0, Fingerprint::hash_of(group_.fingerprint_seed, {}));
     return;
   }
   std::int64_t values[Argument::dims_max];
   std::copy(dims.begin(), dims.end(), values);
   values[dims.size()] = 0;  // in place of a count
   const std::span<const std::int64_t> hashed(values, dims.size() + 1);
-  fingerprint_ = decision_->fingerprint.with(count_any, Fingerprint::hash_of(decision_->seed, hashed));
+  fingerprint_ = decision_->fingerprint.with(count_any, Fingerprint::hash_of(group_.fingerprint_seed, hashed));
 }
 
 // ---- the rows of all ranks ----

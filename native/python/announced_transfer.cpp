@@ -157,8 +157,7 @@ void Call::find_second_decision(uint8_t dtype) {
   key.size_class = class_of(mine.counts, is_all_to_all);
   const bool is_even = (key.size_class & 1 << 16) != 0;
   decision_ = group_.decisions.find(key);
-  is_first_ = decision_ == nullptr;
-  if (is_first_) {
+  if (decision_ == nullptr) {
     ++group_.decided;
     nb::list counts;
     for (const uint64_t count : mine.counts) counts.append(count);
@@ -172,7 +171,7 @@ void Call::find_second_decision(uint8_t dtype) {
   const bool is_plain =
       std::adjacent_find(mine.counts.begin(), mine.counts.end(), std::not_equal_to<>()) == mine.counts.end();
   const std::span<const uint64_t> hashed(mine.counts.data(), is_plain ? 0 : mine.counts.size());
-  fingerprint_ = decision_->fingerprint.with(all, Fingerprint::hash_of(decision_->seed, hashed));
+  fingerprint_ = decision_->fingerprint.with(all, Fingerprint::hash_of(group_.fingerprint_seed, hashed));
   // Nobody need make a matrix of counts that are all the same.
   if (is_even) mine.counts.resize(1);
   if (!decision_->program->accepts({mine.counts.data(), mine.counts.size(), is_even})) throw LeftToReference();

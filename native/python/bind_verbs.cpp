@@ -195,12 +195,12 @@ Verb verb_named(const std::string& name) {
 
 Parameter parameter_named(const std::string& name) {
   static const std::pair<const char*, Parameter> known[] = {
-      {"x", Parameter::x},         {"xs", Parameter::x},            {"data", Parameter::x},
-      {"obj", Parameter::x},       {"parts", Parameter::x},         {"value", Parameter::x},
-      {"values", Parameter::x},    {"out", Parameter::out},         {"buf", Parameter::out},
-      {"op", Parameter::op},       {"root", Parameter::root},       {"dst", Parameter::dst},
-      {"src", Parameter::src},     {"tag", Parameter::tag},         {"timeout", Parameter::timeout},
-      {"color", Parameter::color}, {"key", Parameter::key},         {"algorithm", Parameter::algorithm},
+      {"x", Parameter::x},           {"xs", Parameter::x},      {"data", Parameter::x},
+      {"obj", Parameter::x},         {"parts", Parameter::x},   {"value", Parameter::x},
+      {"values", Parameter::x},      {"out", Parameter::out},   {"buf", Parameter::out},
+      {"op", Parameter::op},         {"root", Parameter::root}, {"dst", Parameter::dst},
+      {"src", Parameter::src},       {"tag", Parameter::tag},   {"timeout", Parameter::timeout},
+      {"color", Parameter::color},   {"key", Parameter::key},   {"algorithm", Parameter::algorithm},
       {"counts", Parameter::counts},
   };
   for (const auto& [word, parameter] : known)
@@ -256,12 +256,14 @@ void bind_verbs(nb::module_& m) {
   nb::class_<Arguments>(m, "Arguments")
       .def(nb::init<nb::object, nb::object, nb::object, nb::list, bool>(), nb::kw_only(), nb::arg("array_type"),
            nb::arg("empty"), nb::arg("view"), nb::arg("dtypes"), nb::arg("leaves_tensors"));
+  nb::class_<DecisionTable>(m, "DecisionTable").def(nb::init<>());
   nb::class_<NativeGroup>(m, "NativeGroup")
-      .def(nb::init<nb::object, nb::object, nb::object, uint64_t, std::int32_t, std::vector<std::int32_t>, bool, size_t,
-                    double, double, nb::object, nb::object>(),
-           nb::arg("engine"), nb::arg("call_log"), nb::arg("arguments"), nb::kw_only(), nb::arg("context"),
-           nb::arg("rank"), nb::arg("members"), nb::arg("is_introduced"), nb::arg("window"), nb::arg("stall_s"),
-           nb::arg("deadline_s"), nb::arg("status"), nb::arg("any_"))
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, uint64_t, uint64_t, std::int32_t,
+                    std::vector<std::int32_t>, bool, size_t, double, double, nb::object, nb::object>(),
+           nb::arg("engine"), nb::arg("call_log"), nb::arg("arguments"), nb::arg("decisions"), nb::kw_only(),
+           nb::arg("context"), nb::arg("fingerprint_seed"), nb::arg("rank"), nb::arg("members"),
+           nb::arg("is_introduced"), nb::arg("window"), nb::arg("stall_s"), nb::arg("deadline_s"), nb::arg("status"),
+           nb::arg("any_"))
       .def("unclaimed", &NativeGroup::unclaimed, nb::arg("sequence"))
       .def("has_unexpected", &NativeGroup::has_unexpected)
       .def("unconfirmed_ranks", &NativeGroup::unconfirmed_ranks)

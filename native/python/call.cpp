@@ -240,8 +240,7 @@ void Call::find_decision(const Given& given) {
     for (int i = 0; i < x_.nd; ++i) key.shape = (key.shape ^ static_cast<uint64_t>(x_.shape[i])) * 0xd6e8feb86659fd93u;
   }
   decision_ = group_.decisions.find(key);
-  is_first_ = decision_ == nullptr;
-  if (is_first_) decision_ = decide(key, given, x_.dtype, {x_.shape, static_cast<size_t>(x_.nd)});
+  if (decision_ == nullptr) decision_ = decide(key, given, x_.dtype, {x_.shape, static_cast<size_t>(x_.nd)});
   // A longer one does not fit into a fingerprint, or into 64 bits.
   if (x_.count >= count_any || !decision_->program->accepts(counts())) throw LeftToReference();
   fingerprint_ = decision_->fingerprint.with(x_.count, hash_of_call());
@@ -249,10 +248,11 @@ void Call::find_decision(const Given& given) {
 
 // Of what ranks compare beside the decision and the count.
 uint32_t Call::hash_of_call() const {
-  if (fused_.has_value()) return Fingerprint::hash_of(decision_->seed, fused_->compared());
-  if (parts_.has_value() && !parts_->is_even()) return Fingerprint::hash_of(decision_->seed, parts_->elements());
+  if (fused_.has_value()) return Fingerprint::hash_of(group_.fingerprint_seed, fused_->compared());
+  if (parts_.has_value() && !parts_->is_even())
+    return Fingerprint::hash_of(group_.fingerprint_seed, parts_->elements());
   const std::span<const Py_ssize_t> dims(x_.shape, decision_->is_shape_compared ? static_cast<size_t>(x_.nd) : 0);
-  return Fingerprint::hash_of(decision_->seed, dims);
+  return Fingerprint::hash_of(group_.fingerprint_seed, dims);
 }
 
 // What a report says of its arrays.
@@ -294,12 +294,11 @@ const Decision* Call::keep_decision(const DecisionKey& key, uint8_t given_dtype,
   decision->program = program_of(values[0]);
   decision->piece_elements = nb::cast<uint64_t>(values[1]);
   decision->fingerprint = fingerprint_of(nb::cast<nb::bytes>(values[2]));
-  decision->seed = nb::cast<uint64_t>(values[3]);
-  decision->is_shape_compared = nb::cast<bool>(values[7]);
-  const int code = nb::cast<int>(values[4]);
+  decision->is_shape_compared = nb::cast<bool>(values[6]);
+  const int code = nb::cast<int>(values[3]);
   const bool is_half =
       given_dtype == static_cast<uint8_t>(DType::float16) || given_dtype == static_cast<uint8_t>(DType::bfloat16);
-  decision->divisor = nb::cast<std::int64_t>(values[5]);
+  decision->divisor = nb::cast<std::int64_t>(values[4]);
   const bool is_row = spec_.is_announced() && key.stage == 0;
   const uint8_t dtype = given_dtype == untyped || is_row    ? plain_bytes
                         : is_half && decision->divisor != 0 ? static_cast<uint8_t>(DType::float32)
@@ -307,7 +306,7 @@ const Decision* Call::keep_decision(const DecisionKey& key, uint8_t given_dtype,
   decision->dtype = dtype;
   if (code >= 0) decision->kernel = active_kernels().reduce[dtype][code];
   decision->itemsize = item_bytes(dtype, code);
-  const nb::bytes identity = nb::cast<nb::bytes>(values[6]);
+  const nb::bytes identity = nb::cast<nb::bytes>(values[5]);
   decision->identity.assign(identity.c_str(), identity.size());
   if (decision->program->reduces && decision->kernel == nullptr)
     throw nb::value_error("the operation is not defined for the dtype");
@@ -405,8 +404,9 @@ void Call::begin_collective() {
   run.fingerprint = fingerprint_;
   run.phase = Operation::Phase::starting;
   run.bind(decision_->program, stage);
-  // The first call of a class waits for its receivers: where programs differ from the start, it ends with the error.
-  run.start(group_.count_run_ahead(run, is_first_ ? UINT64_MAX : poll_bytes()));
+  // A group's first call of a class waits for its receivers: where programs differ from the start, it ends with the
+  // error.
+  run.start(group_.count_run_ahead(run, group_.takes_first_call(*decision_) ? UINT64_MAX : poll_bytes()));
   if (run.phase == Operation::Phase::starting) run.phase = Operation::Phase::active;
 }
 

@@ -278,7 +278,6 @@ class Call {
   std::optional<Announced> announced_;
   std::vector<float> wide_;  // see `widen`
   const Decision* decision_ = nullptr;
-  bool is_first_ = false;  // Python has just decided it
   engine::Fingerprint fingerprint_;
   nb::object code_;  // where the program calls it, until it is in the log
   int instruction_ = 0;

@@ -18,12 +18,14 @@ constexpr uint8_t run_ahead_max = 32;
 
 }  // namespace
 
-NativeGroup::NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, uint64_t context,
-                         std::int32_t rank, std::vector<std::int32_t> members, bool is_introduced, size_t window,
-                         double stall_s, double deadline_s, nb::object status, nb::object any)
+NativeGroup::NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, nb::object decisions,
+                         uint64_t context, uint64_t fingerprint_seed, std::int32_t rank,
+                         std::vector<std::int32_t> members, bool is_introduced, size_t window, double stall_s,
+                         double deadline_s, nb::object status, nb::object any)
     : call_log(nb::cast<CallLog&>(call_log)),
       completions(completions_of(engine)),
       context(context),
+      fingerprint_seed(fingerprint_seed),
       rank(rank),
       size(static_cast<std::int32_t>(members.size())),
       members(std::move(members)),
@@ -33,11 +35,13 @@ NativeGroup::NativeGroup(nb::object engine, nb::object call_log, nb::object argu
       arguments(nb::cast<const Arguments&>(arguments)),
       status(std::move(status)),
       any(std::move(any)),
+      decisions(nb::cast<DecisionTable&>(decisions)),
       is_introduced_(this->members.size(), is_introduced),
       run_ahead_(static_cast<size_t>(completions.engine().size)),
       engine_(std::move(engine)),
       call_log_(std::move(call_log)),
-      arguments_(std::move(arguments)) {
+      arguments_(std::move(arguments)),
+      decisions_(std::move(decisions)) {
   if (!PyType_Check(this->status.ptr()) ||
       !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(this->status.ptr()), &PyTuple_Type))
     throw nb::type_error("allowed: a status that is a tuple");
@@ -92,6 +96,13 @@ bool NativeGroup::count_run_ahead(const Run& run, uint64_t nbytes) {
     else if (run.sends_to(line))
       ahead_of(line) = may_run_ahead ? static_cast<uint8_t>(ahead_of(line) + 1) : 0;
   return may_run_ahead;
+}
+
+bool NativeGroup::takes_first_call(const Decision& decision) {
+  if (decision.number >= is_called_.size()) is_called_.resize(decision.number + 1);
+  const bool is_first = !is_called_[decision.number];
+  is_called_[decision.number] = true;
+  return is_first;
 }
 
 }  // namespace unisono

@@ -1,5 +1,5 @@
-// A group as the engine's calls see it: its members, its call log, what was decided for its calls, and its started
-// calls.
+// A group as the engine's calls see it: its members, its call log, the decisions for groups of its shape, and its
+// started calls.
 //
 // Every member function needs the GIL: a call is allowed, numbered and entered in the log while no other thread runs
 // Python.
@@ -22,7 +22,6 @@ namespace unisono {
 struct Decision {
   std::shared_ptr<const engine::Program> program;
   engine::Fingerprint fingerprint;  // but for count and hash
-  uint64_t seed = 0;                // of the hash
   bool is_shape_compared = false;
   Reduce kernel = nullptr;
   uint64_t itemsize = 1;     // of what is never separated
@@ -30,6 +29,7 @@ struct Decision {
   std::string identity;      // one element, with which exscan fills the result of rank 0
   uint64_t piece_elements = UINT64_MAX;
   uint8_t dtype = engine::untyped;  // of what travels: float32 for the mean of 16-bit floats
+  size_t number = 0;                // in its table
 };
 
 // What tells decisions apart. A call site is no part of it.
@@ -54,10 +54,15 @@ struct DecisionKey {
   }
 };
 
-// Decisions by key. It grows and never evicts: ranks of one group make the same calls, so a decision that was dropped
-// would be made again and again.
+// Decisions by key, for all groups of one shape: the same size, rank here, hosts, kind of links and config. It grows
+// and never evicts: ranks of one group make the same calls, so a decision that was dropped would be made again and
+// again.
 class DecisionTable {
  public:
+  DecisionTable() = default;
+  DecisionTable(const DecisionTable&) = delete;
+  DecisionTable& operator=(const DecisionTable&) = delete;
+
   const Decision* find(const DecisionKey& key) const {
     if (places_.empty()) return nullptr;
     for (size_t at = key.hash();; ++at) {
@@ -65,12 +70,14 @@ class DecisionTable {
       if (place.decision == nullptr || place.key == key) return place.decision.get();
     }
   }
-  const Decision* add(const DecisionKey& key, std::unique_ptr<const Decision> decision) {
+  // Deciding runs Python: another thread may have added the same decision meanwhile, which then counts.
+  const Decision* add(const DecisionKey& key, std::unique_ptr<Decision> decision) {
+    if (const Decision* const known = find(key); known != nullptr) return known;
     if (used_ * 2 >= places_.size()) grow();
     Place& place = free_place(key);
     place.key = key;
+    decision->number = used_++;
     place.decision = std::move(decision);
-    ++used_;
     return place.decision.get();
   }
 
@@ -107,10 +114,10 @@ using StartedList = engine::IntrusiveList<StartedLink, &StartedLink::hook>;
 
 class NativeGroup {
  public:
-  // `arguments` is an Arguments, which groups share.
-  NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, uint64_t context, std::int32_t rank,
-              std::vector<std::int32_t> members, bool is_introduced, size_t window, double stall_s, double deadline_s,
-              nb::object status, nb::object any);
+  // `arguments` is an Arguments and `decisions` a DecisionTable, which groups share.
+  NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, nb::object decisions, uint64_t context,
+              uint64_t fingerprint_seed, std::int32_t rank, std::vector<std::int32_t> members, bool is_introduced,
+              size_t window, double stall_s, double deadline_s, nb::object status, nb::object any);
   NativeGroup(const NativeGroup&) = delete;
   NativeGroup& operator=(const NativeGroup&) = delete;
 
@@ -131,12 +138,15 @@ class NativeGroup {
   nb::list unwaited() const;
   // Count what a collective about to start sends to peers that do not answer; true if it may run ahead of them.
   bool count_run_ahead(const engine::Run& run, uint64_t nbytes);
+  // Whether this group makes its first call of a class; a second time it is not the first any more.
+  bool takes_first_call(const Decision& decision);
   // World ranks by rank; nullptr if they are the same.
   const std::int32_t* translation() const { return is_translated_ ? members.data() : nullptr; }
 
   engine::CallLog& call_log;
   engine::CompletionQueue& completions;
   const uint64_t context;
+  const uint64_t fingerprint_seed;  // of the hash: which group, and what else its members compare of every call
   const std::int32_t rank, size;
   const std::vector<std::int32_t> members;  // world ranks
   const size_t window;
@@ -144,7 +154,7 @@ class NativeGroup {
   const std::int64_t deadline_ns;  // of every operation that is given none; -1: none
   const Arguments& arguments;
   const nb::object status, any;
-  DecisionTable decisions;
+  DecisionTable& decisions;
   StartedList started;       // calls that have not ended
   unsigned idle_probes = 0;  // that found no message
   // For tests: calls that ended here, that Python had to decide, and that Python adopted.
@@ -157,7 +167,8 @@ class NativeGroup {
   // By world rank: how many of our calls it may not have made yet. What comes from it in a later call shows that it
   // has.
   std::vector<uint8_t> run_ahead_;
-  nb::object engine_, call_log_, arguments_;  // kept for the references above
+  std::vector<bool> is_called_;                           // by the number of a decision
+  nb::object engine_, call_log_, arguments_, decisions_;  // kept for the references above
 };
 
 }  // namespace unisono

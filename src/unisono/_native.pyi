@@ -224,6 +224,10 @@ class Arguments:
         leaves_tensors: bool,
     ) -> None: ...
 
+# What was decided for the calls of groups of one shape.
+class DecisionTable:
+    def __init__(self) -> None: ...
+
 # A communicator in the engine: see native/python/native_group.hpp. `members` are its ranks by their numbers
 # in the engine.
 class NativeGroup:
@@ -236,8 +240,10 @@ class NativeGroup:
         engine: Engine,
         call_log: CallLog,
         arguments: Arguments,
+        decisions: DecisionTable,
         *,
         context: int,
+        fingerprint_seed: int,
         rank: int,
         members: Sequence[int],
         is_introduced: bool,

@@ -12,7 +12,7 @@ from unisono.core.clock import Runtime
 from unisono.core.envelope import ANY, UNTYPED, Any_, Lane
 from unisono.core.request import Request
 from unisono.errors import UsageError
-from unisono.messaging.backend import Backend, Capabilities, GroupListener, PeerDown, Stage
+from unisono.messaging.backend import Backend, Capabilities, GroupListener, PeerDown, Stage, numbered_hosts
 from unisono.messaging.fast_path import FastPath, Mailbox
 
 __all__ = ["SubBackend"]
@@ -134,6 +134,7 @@ class SubBackend(Backend):
         call_log: CallLog,
         listener: GroupListener,
         *,
+        fingerprint_seed: int,
         is_introduced: bool,
         members: tuple[int, ...] | None = None,
         leaves_tensors: bool = False,
@@ -144,6 +145,7 @@ class SubBackend(Backend):
             context,
             call_log,
             listener,
+            fingerprint_seed=fingerprint_seed,
             is_introduced=is_introduced,
             members=self.members,
             leaves_tensors=leaves_tensors,
@@ -196,7 +198,7 @@ class SubBackend(Backend):
     def hosts(self) -> tuple[int, ...]:
         """The members' hosts."""
         hosts = self.parent.hosts()
-        return tuple(hosts[member] for member in self.members) if hosts else ()
+        return numbered_hosts([hosts[member] for member in self.members]) if hosts else ()
 
     def _translated(self, request: Request, peer: int | Any_) -> Request:
         request.peer, request.rank_here = peer, self._local.__getitem__

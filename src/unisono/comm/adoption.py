@@ -279,9 +279,7 @@ class Adoption:
             filled = None if out is None else receivable(out, "out")
             size = group.backend.size
             nbytes = row_bytes(size, lengths_of(operation, size)) * (size if operation in EXCHANGED else 1)
-            return (
-                yield from finish(operation, one, group, result[:nbytes], parts, root=root, out=filled)
-            )
+            return (yield from finish(operation, one, group, result[:nbytes], parts, root=root, out=filled))
 
         def messages(call: Call) -> Steps[object]:
             return self._carry_messages(call, operations, memory)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from unisono.comm.fingerprint import Operand, described, fingerprint_of, seed_of, words_of
+from unisono.comm.fingerprint import Operand, described, fingerprint_of, words_of
 from unisono.comm.group import Group, await_request
 from unisono.core.dtypes import DType
 from unisono.core.envelope import UNTYPED, Tags
@@ -152,10 +152,11 @@ class CollectiveCall:
         yield from self._follow(self._group.backend.adopt(handle, None, None, UNTYPED, memory), fingerprint)
 
 
-# What the engine needs to run a class of calls: the program and the elements of its longest pieces, the
-# fingerprint and the seed of its hash, the number of the kernel (-1: none), the divisor of a mean (0: none),
-# the item with which exscan fills the result of rank 0, and whether the shape is part of the fingerprint.
-Decided: TypeAlias = tuple[Any, int, bytes, int, int, int, bytes, bool]
+# What the engine needs to run a class of calls on any group of one shape: the program and the elements of
+# its longest pieces, the fingerprint but for its count and hash, the number of the kernel (-1: none), the
+# divisor of a mean (0: none), the item with which exscan fills the result of rank 0, and whether the shape is
+# part of the fingerprint.
+Decided: TypeAlias = tuple[Any, int, bytes, int, int, bytes, bool]
 
 
 def decide(
@@ -179,12 +180,12 @@ def decide(
     backend = group.backend
     config = backend.config
     name = algorithm_for(problem, dtype, op, algorithm, config.reproducible, LINKS[backend.link_kind()])
-    fingerprint = _fingerprint(group, operation, given, op, dtype, shown or name, problem.root, stage)
-    seed = seed_of(_rest_of(group, op, dtype, operation))
+    root = problem.root if given.root is None else given.root
+    fingerprint = fingerprint_of(operation, given, op, shown or name, root, stage, ())
     program, piece_elements = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
     divisor = problem.size if op is not None and op.is_mean and problem.size > 1 else 0
     code = -1 if op is None or op.code is None else int(op.code)
-    return program, piece_elements, fingerprint, seed, code, divisor, identity, is_shape_compared
+    return program, piece_elements, fingerprint, code, divisor, identity, is_shape_compared
 
 
 def _fingerprint(
@@ -198,21 +199,15 @@ def _fingerprint(
     stage: int,
 ) -> bytes:
     """The record of one stage; its words are kept for reports."""
-    rest = _rest_of(group, op, dtype, operation)
+    op_words = _op_words(op, dtype, operation)
+    rest = group.state.compared(op_words or "" if op is not None and op.fn is not None else "")
     fingerprint = fingerprint_of(
         operation, given, op, algorithm, root if given.root is None else given.root, stage, rest
     )
     group.state.keep_words(
-        fingerprint,
-        lambda: words_of(fingerprint, given.text, _op_words(op, dtype, operation)) + group.state.tail_words,
+        fingerprint, lambda: words_of(fingerprint, given.text, op_words) + group.state.tail_words
     )
     return fingerprint
-
-
-def _rest_of(group: Group, op: ReduceOp | None, dtype: DType, operation: str) -> tuple[object, ...]:
-    """What is hashed beside the arrays: the group, the segment size and a user's op."""
-    users = _op_words(op, dtype, operation) if op is not None and op.fn is not None else ""
-    return group.descriptor, group.backend.config.segment_bytes, users
 
 
 def _op_words(op: ReduceOp | None, dtype: DType, collective: str) -> str | None:

@@ -239,9 +239,10 @@ def words_of(
     fields = Fingerprint.unpack(data)
     verb = _named(VERBS, fields.verb - 1)
     if arrays is None and fields.dtype != UNTYPED:
-        count = "*" if fields.count == COUNT_ANY else str(fields.count)
-        shown = count
-        if lengths is not None and fields.count == COUNT_ANY:
+        shown = "*" if fields.count == COUNT_ANY else str(fields.count)
+        if lengths and verb == "reduce_scatter":  # equal parts, one per rank
+            shown = _lengths_text((math.prod(lengths[1:]),) * lengths[0])
+        elif lengths is not None and fields.count == COUNT_ANY:
             shown = ",".join(["*", *map(str, lengths[1:])])
         elif lengths is not None and verb in SHAPED | _CUT:
             shown = _lengths_text(lengths)

@@ -24,7 +24,7 @@ from unisono.comm.control_messages import (
     StallQuery,
     StallReply,
 )
-from unisono.comm.fingerprint import FINGERPRINT_BYTES, words_of
+from unisono.comm.fingerprint import FINGERPRINT_BYTES, seed_of, words_of
 from unisono.comm.group_state import GroupState, Pending
 from unisono.comm.loose_ends import LooseEnds
 from unisono.comm.mismatch_collector import MismatchCollector
@@ -80,8 +80,9 @@ class Group:
         self._run_ahead = RunAhead(state, self._mismatches)
         self._stalls = StallQueries(state)
         # The group in the engine, if the backend has one; else, for some libraries, a fast path of their own.
+        seed = seed_of(state.compared())
         self.native = state.native = backend.native_group(
-            context, self.call_log, self, is_introduced=is_introduced
+            context, self.call_log, self, fingerprint_seed=seed, is_introduced=is_introduced
         )
         self.hot = backend.fast_path(context, backend.size, self.call_log)
         self._services: dict[str, Service] = {}

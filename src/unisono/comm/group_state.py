@@ -106,7 +106,7 @@ class GroupState:
         self.call_log.remember(sequence, fingerprint, frame.f_code, frame.f_lasti)
 
     def keep_words(self, fingerprint: bytes, words: Callable[[], str]) -> None:
-        """Keep what a fingerprint does not say of a call."""
+        """Keep what a fingerprint does not say of a call that Python makes."""
         if fingerprint in self._words:
             return
         text = words()
@@ -114,6 +114,10 @@ class GroupState:
             if len(self._words) >= _WORDS_KEPT:
                 del self._words[next(iter(self._words))]
             self._words[fingerprint] = text
+
+    def compared(self, op_words: str = "") -> tuple[object, ...]:
+        """What members compare by a hash, beside the arrays; `op_words` are those of a user's op."""
+        return self._descriptor, self.backend.config.segment_bytes, op_words
 
     @property
     def tail_words(self) -> str:
@@ -124,9 +128,9 @@ class GroupState:
         """A call of this rank as other members are told of it."""
         filename, line = self.call_log.site(sequence) or ("", 0)
         is_known = bool(filename) and is_users(filename)
-        words = self._words.get(fingerprint, "")
-        if not words and (lengths := self.call_log.lengths(sequence)) is not None:
-            words = words_of(fingerprint, lengths=lengths) + self.tail_words
+        words = self._words.get(fingerprint)
+        if words is None:  # the engine made the call
+            words = words_of(fingerprint, lengths=self.call_log.lengths(sequence)) + self.tail_words
         return CallReport.of(fingerprint, words, line_text(filename, line) if is_known else "")
 
     # -- pending operations -------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ by itself, and second ones through `finish` (comm/adoption.py).
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from typing import Any, Final

@@ -11,7 +11,7 @@ send, receive or probe under way.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -37,6 +37,7 @@ __all__ = [
     "GroupListener",
     "PeerDown",
     "Stage",
+    "numbered_hosts",
 ]
 
 # How the cause of a PeerDown begins if the peer sent damaged or malformed bytes.
@@ -102,6 +103,15 @@ class Stage:
     header: bytes
     members: tuple[int, ...] | None = None
     on_compiled: Callable[[Any], object] | None = None
+
+
+def numbered_hosts(names: Sequence[object]) -> tuple[int, ...]:
+    """The hosts of ranks as `Backend.hosts` gives them: by number, in the order of appearance.
+
+    So groups whose ranks lie on hosts in the same way have the same hosts, whichever hosts they are.
+    """
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names) if len(numbers) > 1 else ()
 
 
 class GroupListener(Protocol):
@@ -287,6 +297,7 @@ class Backend(ABC):
         call_log: CallLog,
         listener: GroupListener,
         *,
+        fingerprint_seed: int,
         is_introduced: bool,
         members: tuple[int, ...] | None = None,
         leaves_tensors: bool = False,
@@ -295,6 +306,7 @@ class Backend(ABC):
 
         Args:
             listener: what Python must look at. It is not kept alive; `end_group` ends it.
+            fingerprint_seed: of the hash in the fingerprints of its calls.
             is_introduced: False if the first message to each member must go through Python.
             members: the communicator's ranks by their numbers here; all of them by default.
             leaves_tensors: calls with tensors of a device are left to `fast_path`.

@@ -197,7 +197,9 @@ def test_a_view_has_the_parents_abilities() -> None:
     parent = Fancy.create(6, config)[5]
     view = SubBackend(parent, [5, 0, 3], ordered=True)
     assert view.capabilities == parent.capabilities
-    assert view.hosts() == (9, 7, 8)
+    assert view.hosts() == (0, 1, 2)
+    assert SubBackend(parent, [5, 3, 4, 2], ordered=True).hosts() == (0, 1, 0, 1)
+    assert SubBackend(parent, [4, 5]).hosts() == ()
     assert view.config is config
     assert view.runtime is parent.runtime
     assert SubBackend(LocalBackend.create(2)[0], [0]).hosts() == ()

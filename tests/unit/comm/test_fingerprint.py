@@ -21,6 +21,7 @@ from unisono.comm.fingerprint import (
     FORGOTTEN,
     NOTHING,
     ROOTED,
+    SHAPED,
     VERBS,
     Fingerprint,
     Operand,
@@ -124,6 +125,25 @@ def test_every_collective_verb_has_a_number() -> None:
 )
 def test_a_record_alone_can_be_put_into_words(data: bytes, words: str) -> None:
     assert words_of(data) == words
+
+
+@pytest.mark.parametrize(
+    ("verb", "shape", "counts"),
+    [
+        ("reduce_scatter", (3, 2, 5), (10,) * 3),
+        ("reduce_scatter", (17, 2), (2,) * 17),
+        ("all_reduce", (3, 2), (6,)),
+        ("all_gather", (2, 3), (6, 6)),
+        ("all_to_all", (2, 3), (3,) * 4),
+    ],
+)
+def test_the_shape_of_an_array_says_what_the_caller_knows(
+    verb: str, shape: tuple[int, ...], counts: tuple[int, ...]
+) -> None:
+    """The words of a call of the engine are those of the same call that Python makes."""
+    given = described(F4, counts, shape if verb in SHAPED else None)
+    data = record(verb, given)
+    assert words_of(data, lengths=shape) == words_of(data, given.text)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -32,7 +32,7 @@ from unisono.core.envelope import ANY, UNTYPED, Any_, Lane, Status, Tags
 from unisono.core.request import Request
 from unisono.errors import BackendUnavailable, ClosedError, UsageError
 from unisono.messaging import strangers
-from unisono.messaging.backend import Capabilities, GroupListener, PeerDown, Stage
+from unisono.messaging.backend import Capabilities, GroupListener, PeerDown, Stage, numbered_hosts
 from unisono.messaging.credit import CONTROL_BYTES_MAX, OWN_CREDIT_BYTES, eager_limits
 from unisono.messaging.fast_path import Mailbox
 from unisono.plans.program import piece_bytes_of
@@ -155,6 +155,8 @@ class NativeBackend(Closable):
         self._completions = CompletionDispatcher(self._engine, self._config.recv_bytes_max)
         self._runtime = NativeRuntime(self._completions)
         self._hosts: tuple[int, ...] = ()
+        # By shape of group: its size, this rank in it, and its hosts. Links and settings are the same.
+        self._decisions: dict[tuple[int, int, tuple[int, ...]], _native.DecisionTable] = {}
         # What may have this length under any tag.
         self._short_bytes = min(CONTROL_BYTES_MAX, self._config.message_bytes_max)
         self._after_close: list[Callable[[], None]] = []
@@ -191,8 +193,7 @@ class NativeBackend(Closable):
             raise UsageError("allowed: credentials with tls=True, and none without")
         if credentials is not None:
             self._secure(credentials)
-        names = list(dict.fromkeys(card.host for card in cards))
-        self._hosts = tuple(names.index(card.host) for card in cards) if len(names) > 1 else ()
+        self._hosts = numbered_hosts([card.host for card in cards])
         self._engine.connect([(c.host, c.unix_path, c.address, c.port, c.pid) for c in cards])
 
     @property
@@ -322,6 +323,7 @@ class NativeBackend(Closable):
         call_log: _native.CallLog,
         listener: GroupListener,
         *,
+        fingerprint_seed: int,
         is_introduced: bool,
         members: tuple[int, ...] | None = None,
         leaves_tensors: bool = False,
@@ -329,12 +331,16 @@ class NativeBackend(Closable):
         """The communicator of `members`, or of all ranks, in the engine."""
         self._completions.listeners_of_groups[context] = weakref.ref(listener)
         ranks = tuple(range(self._size)) if members is None else members
+        rank = ranks.index(self._rank)
+        hosts = numbered_hosts([self._hosts[member] for member in ranks]) if self._hosts else ()
         return _native.NativeGroup(
             self._engine,
             call_log,
             _arguments(leaves_tensors),
+            self._decisions.setdefault((len(ranks), rank, hosts), _native.DecisionTable()),
             context=context,
-            rank=ranks.index(self._rank),
+            fingerprint_seed=fingerprint_seed,
+            rank=rank,
             members=ranks,
             is_introduced=is_introduced,
             window=self._config.window_segments,
