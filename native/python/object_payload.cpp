@@ -33,9 +33,8 @@ PackedObject pack_object(nb::handle value, uint64_t bytes_max) {
 }
 
 nb::object memory_object(std::unique_ptr<byte[]> memory, uint64_t nbytes) {
-  PyObject* const owner = PyCapsule_New(memory.get(), nullptr, [](PyObject* self) {
-    delete[] static_cast<byte*>(PyCapsule_GetPointer(self, nullptr));
-  });
+  PyObject* const owner = PyCapsule_New(
+      memory.get(), nullptr, [](PyObject* self) { delete[] static_cast<byte*>(PyCapsule_GetPointer(self, nullptr)); });
   if (owner == nullptr) throw nb::python_error();
   byte* const data = memory.release();  // the capsule has it
   return checked(make_blob(owner, data, static_cast<Py_ssize_t>(nbytes), true));
