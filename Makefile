@@ -100,7 +100,7 @@ ASAN_ENV = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(g++ -print-file-na
 	ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=4 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 SANITIZED ?= $(addprefix tests/conformance/test_native_, plans.py conformance.py cases.py) \
 	$(addprefix tests/process/test_, native_processes.py native_threats.py fast_path.py run_ahead.py fast_messages.py \
-	rpc_failure.py) tests/native/test_corpus.py tests/unit/rpc/test_rpc.py
+	fast_payloads.py rpc_failure.py) tests/native/test_corpus.py tests/unit/rpc/test_rpc.py
 
 sanitize: sanitize-build
 	$(TSAN)/native/engine_test

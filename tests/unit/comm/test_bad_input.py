@@ -127,6 +127,8 @@ def bad_ranks() -> list[Bad]:
         "sendrecv src": lambda c, r: c.sendrecv(ones(1), 0, ones(1), r),
         "recv src": lambda c, r: c.recv(ones(1), r),
         "recv_bytes src": lambda c, r: c.recv_bytes(r),
+        "send_object dst": lambda c, r: c.send_object([1], r),
+        "recv_object src": lambda c, r: c.recv_object(r),
         "probe src": lambda c, r: c.probe(r),
     }
     cases = []
@@ -150,6 +152,8 @@ def bad_tags() -> list[Bad]:
         "sendrecv": lambda c, t: c.sendrecv(ones(1), 0, ones(1), 0, t),
         "recv": lambda c, t: c.recv(ones(1), 0, t),
         "recv_bytes": lambda c, t: c.recv_bytes(0, t),
+        "send_object": lambda c, t: c.send_object([1], 0, t),
+        "recv_object": lambda c, t: c.recv_object(0, t),
         "probe": lambda c, t: c.probe(0, t),
     }
     cases = []
@@ -395,6 +399,7 @@ def bad_objects() -> list[Bad]:
     value = {"k": [Shown()]}
     return [
         *cases,
+        Bad("send_object", lambda c: c.send_object(value, 0), words),
         Bad("broadcast_object", lambda c: c.broadcast_object(value, CALLER), words),
         Bad("all_gather_object", lambda c: c.all_gather_object(value), words),
         Bad("gather_object", lambda c: c.gather_object(value), words),
