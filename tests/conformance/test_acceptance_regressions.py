@@ -413,9 +413,9 @@ def test_nothing_is_left_of_operations_that_ended() -> None:
     world = uni.local(2, SHORT)
     run_each(program, world).values()
     for comm in world:
-        inbox: Any = comm.backend._hub.inboxes[comm.rank]  # type: ignore[attr-defined]
-        assert list(inbox._matcher.all_unexpected()) == []
-        assert len(list(inbox._matcher.all_posted())) == 1, "only control listens"
+        matcher: Any = comm.backend.endpoint.protocol.inbox.matcher  # type: ignore[attr-defined]
+        assert list(matcher.all_unexpected()) == []
+        assert len(list(matcher.all_posted())) == 1, "only control listens"
         assert comm._group.state.pending == {}
         assert len(comm._group.call_log) <= 64
     for comm in world:

@@ -451,7 +451,7 @@ class Life(RuleBasedStateMachine):
         for rank in self.root.open:
             waiting = sum(
                 1
-                for message in hub.inboxes[rank]._matcher.all_unexpected()
+                for message in hub.endpoints[rank].protocol.inbox.matcher.all_unexpected()
                 if 0 <= message.envelope.tag < 2**31
                 and message.envelope.context in {g.comms[rank]._group.context for g in self.listening(rank)}
             )
@@ -479,7 +479,7 @@ class Life(RuleBasedStateMachine):
             with contextlib.suppress(uni.UnisonoError):
                 work.wait(timeout=PATIENCE_S)
         hub = self.root.comms[0].backend._hub
-        assert all(inbox.is_idle() for inbox in hub.inboxes)
+        assert all(endpoint.protocol.inbox.is_idle() for endpoint in hub.endpoints)
 
 
 class _Starting:
