@@ -30,7 +30,7 @@ class MinimalBackend(ProtocolBackend):
 
     def __init__(self, rank: int, size: int, ranks: list[MinimalBackend], lock: threading.Lock) -> None:
         config = uni.Config()
-        endpoint = Endpoint(Protocol(rank, config), self._carry, lock)
+        endpoint = Endpoint(Protocol(rank, config, shares_memory=True), self._carry, lock)
         super().__init__(endpoint, size, config, RealRuntime())
         self._ranks = ranks
 

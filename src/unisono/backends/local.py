@@ -94,7 +94,10 @@ class _Hub:
         self.config = config
         self.runtime = _WatchfulRuntime(size, config.deadlock_after_s, self.has_pending)
         self._lock = threading.Lock()
-        self.endpoints = [Endpoint(Protocol(r, config), self._carry, self._lock) for r in range(size)]
+        self.endpoints = [
+            Endpoint(Protocol(rank, config, shares_memory=True), self._carry, self._lock)
+            for rank in range(size)
+        ]
 
     def leave(self, down: PeerDown) -> None:
         """A rank leaves: end its requests, then those of the others that need it."""
@@ -176,6 +179,9 @@ class _WatchfulRuntime(RealRuntime):
 
     def note_user(self, rank: int) -> None:
         """The calling thread sends or waits for a rank."""
+        if rank in self._mine.noted:
+            return
+        self._mine.noted.add(rank)
         thread = weakref.ref(threading.current_thread())
         with self._watch_lock:
             if thread not in self._ranks_of:
@@ -309,10 +315,11 @@ _CLOSE_RANKS: Final = "use `with comm:` in the thread of each rank, or unisono.t
 
 
 class _Mine(threading.local):
-    """The ranks that the calling thread has used."""
+    """The ranks that the calling thread has waited for, and those that it has sent or waited for."""
 
     def __init__(self) -> None:
         self.ranks: set[int] = set()
+        self.noted: set[int] = set()
 
 
 DESCRIPTION = BackendInfo(

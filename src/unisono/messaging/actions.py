@@ -13,7 +13,7 @@ from unisono.core.envelope import Envelope, Lane
 from unisono.core.request import Request
 from unisono.messaging.matching import Posted
 
-__all__ = ["Action", "End", "Fill", "Frame", "Kind", "Transmit", "finish"]
+__all__ = ["Action", "Copy", "End", "Fill", "Frame", "Kind", "Transmit", "finish"]
 
 
 class Kind(IntEnum):
@@ -35,7 +35,8 @@ class Frame(NamedTuple):
     """What one rank sends another. All frames of a rendezvous travel in the lane of its message.
 
     The envelope is that of the message; on a wire only EAGER and RTS carry it. EAGER and DATA have bytes,
-    those of DATA from `offset` on. `credit` is what the receiver of the frame may use again, by lane.
+    those of DATA from `offset` on; an RTS has them if the receiver can read the sender's memory. `credit` is
+    what the receiver of the frame may use again, by lane.
     """
 
     kind: Kind
@@ -55,6 +56,13 @@ class Transmit(NamedTuple):
     frame: Frame
 
 
+class Copy(NamedTuple):
+    """Copy the bytes of a rendezvous from the sender's memory, which is lent until the FIN that follows."""
+
+    memory: memoryview
+    data: memoryview
+
+
 class Fill(NamedTuple):
     """Copy the bytes of an eager message into the receive that it matched, and end that."""
 
@@ -72,7 +80,7 @@ class End(NamedTuple):
     data: bytearray | None = None
 
 
-Action: TypeAlias = Transmit | Fill | End
+Action: TypeAlias = Transmit | Copy | Fill | End
 
 
 def finish(actions: list[Fill | End]) -> None:

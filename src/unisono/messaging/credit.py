@@ -70,8 +70,8 @@ def bytes_max(config: Config, tag: int) -> int:
 class Credit:
     """The credit between this rank and one peer on one lane, in both directions. The caller holds a lock.
 
-    `used` is ours at the peer. `held` are the bytes of the peer's eager messages that wait here, and `owed` is
-    what the peer may use again but has not been told yet.
+    `used` is ours at the peer. `held` are the bytes of the peer's eager messages that wait here, and `owed`
+    is what the peer may use again but has not been told yet.
     """
 
     __slots__ = ("eager_bytes", "held", "limit", "owed", "used")

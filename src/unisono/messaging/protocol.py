@@ -13,13 +13,15 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from unisono.config import Config
 from unisono.core.envelope import ANY, Envelope, Lane
 from unisono.core.request import Request, withdrawn
 from unisono.errors import ClosedError, ProtocolError, UnisonoError
-from unisono.messaging.actions import Action, End, Fill, Frame, Kind, Transmit
+from unisono.messaging.actions import Action, Copy, End, Fill, Frame, Kind, Transmit
 from unisono.messaging.backend import PeerDown
 from unisono.messaging.credit import RTS_MAX, Credit, OwnCredit, eager_limits
 from unisono.messaging.inbox import Inbox
@@ -60,24 +62,27 @@ class _Peer:
     rts_withdrawn: int = 0
     rts_queued: int = 0
 
-    def owed(self) -> tuple[int, int]:
-        """The credit to return with a frame, by lane."""
-        bulk, control = self.credit
-        owed = bulk.owed, 0 if control is bulk else control.owed
-        bulk.owed = control.owed = 0
-        return owed
+
+_NO_CREDIT: Final = (0, 0)
 
 
 class Protocol:
-    """The protocol of one rank. Every event returns what must be done, in order."""
+    """The protocol of one rank. Every event returns what must be done, in order.
 
-    def __init__(self, rank: int, config: Config, piece_bytes: int = sys.maxsize) -> None:
+    `piece_bytes` is the length of a piece of a rendezvous. `shares_memory`: receivers read the memory of
+    senders. Then a frame must be handled before anything else happens at its sender.
+    """
+
+    def __init__(
+        self, rank: int, config: Config, piece_bytes: int = sys.maxsize, *, shares_memory: bool = False
+    ) -> None:
         self.rank = rank
         self.inbox: Inbox[_EagerMessage | RendezvousReceive] = Inbox(config.recv_bytes_max)
         self.down: dict[int, PeerDown] = {}
         self.is_closed = False
         self._config = config
         self._piece_bytes = piece_bytes
+        self._room = SendEvent.LEND if shares_memory else SendEvent.ROOM
         self._peers: dict[int, _Peer] = {}
         self._ids = itertools.count(1)
         self._sends: dict[int, RendezvousSend] = {}
@@ -98,7 +103,7 @@ class Protocol:
         peer = self._peer(dst)
         # An eager message must not overtake an RTS that is held.
         if not sync and not peer.rts_held and peer.credit[lane].take(envelope.nbytes):
-            self._transmit(out, dst, Frame(Kind.EAGER, lane, 0, envelope, bytes(data)))
+            self._transmit(out, dst, Kind.EAGER, lane, 0, envelope, bytes(data))
             out.append(End(request))
             return out
         send = RendezvousSend(next(self._ids), dst, lane, data, request, envelope)
@@ -147,29 +152,11 @@ class Protocol:
             ProtocolError: the peer broke the protocol.
         """
         self._regain(source, frame)
+        handler = _HANDLERS.get(frame.kind)
+        if handler is None:
+            raise ProtocolError(f"a frame of unknown kind {frame.kind}")
         out: list[Action] = []
-        match frame.kind:
-            case Kind.EAGER:
-                self._on_eager(out, source, frame)
-            case Kind.RTS:
-                self._on_rts(out, source, frame)
-            case Kind.CTS:
-                self._on_cts(out, source, frame)
-            case Kind.FIN:
-                send = self._sends.get(frame.rendezvous_id)
-                if send is None or send.peer != source:
-                    raise ProtocolError("a FIN for a message that was not sent")
-                self._step_send(out, send, SendEvent.FIN)
-            case Kind.WITHDRAW:
-                if (receive := self._receives.get((source, frame.rendezvous_id))) is not None:
-                    self._step_receive(out, receive, ReceiveEvent.WITHDRAW)
-            case Kind.RTS_GONE:
-                if (receive := self._receives.get((source, frame.rendezvous_id))) is not None:
-                    self._step_receive(out, receive, ReceiveEvent.RTS_GONE)
-            case Kind.CREDIT:
-                pass
-            case _:
-                raise ProtocolError(f"a frame of unknown kind {frame.kind}")
+        handler(self, out, source, frame)
         return out
 
     def place(self, source: int, frame: Frame, nbytes: int) -> memoryview | None:
@@ -257,14 +244,15 @@ class Protocol:
         match action:
             case SendAction.SEND_RTS:
                 peer.rts_sent += 1
-                self._rendezvous(out, send, Kind.RTS)
+                data = send.data if send.state is SendState.LENT else b""
+                self._transmit(out, send.peer, Kind.RTS, send.lane, send.rendezvous_id, send.envelope, data)
             case SendAction.SEND_DATA:
-                data, piece_bytes = send.data, self._piece_bytes
-                for offset in range(0, max(1, data.nbytes), piece_bytes):
-                    piece = data[offset : offset + piece_bytes] if data.nbytes else b""
-                    self._rendezvous(out, send, Kind.DATA, piece, offset)
+                about = (send.lane, send.rendezvous_id, send.envelope)
+                for offset in range(0, max(1, send.data.nbytes), self._piece_bytes):
+                    piece = send.data[offset : offset + self._piece_bytes] if send.data.nbytes else b""
+                    self._transmit(out, send.peer, Kind.DATA, *about, piece, offset)
             case SendAction.SEND_WITHDRAW:
-                self._rendezvous(out, send, Kind.WITHDRAW)
+                self._transmit(out, send.peer, Kind.WITHDRAW, send.lane, send.rendezvous_id)
                 out.append(End(send.request, error=withdrawn()))
             case SendAction.END_WITHDRAWN:
                 out.append(End(send.request, error=withdrawn()))
@@ -280,7 +268,7 @@ class Protocol:
     def _send_rts(self, out: list[Action], peer: _Peer) -> None:
         """Send the RTS that are held, in order, while the peer may queue more."""
         while peer.rts_held and peer.rts_sent < RTS_MAX:
-            self._step_send(out, peer.rts_held.popleft(), SendEvent.ROOM)
+            self._step_send(out, peer.rts_held.popleft(), self._room)
 
     def _on_cts(self, out: list[Action], source: int, frame: Frame) -> None:
         send = self._sends.get(frame.rendezvous_id)
@@ -294,7 +282,13 @@ class Protocol:
         if not peer.rts_withdrawn:
             raise ProtocolError("a CTS without an RTS")
         peer.rts_withdrawn -= 1
-        self._transmit(out, source, Frame(Kind.RTS_GONE, frame.lane, frame.rendezvous_id))
+        self._transmit(out, source, Kind.RTS_GONE, frame.lane, frame.rendezvous_id)
+
+    def _on_fin(self, out: list[Action], source: int, frame: Frame) -> None:
+        send = self._sends.get(frame.rendezvous_id)
+        if send is None or send.peer != source:
+            raise ProtocolError("a FIN for a message that was not sent")
+        self._step_send(out, send, SendEvent.FIN)
 
     # -- the receiving side -------------------------------------------------------------------------------
 
@@ -330,7 +324,8 @@ class Protocol:
             raise ProtocolError(f"a second RTS with id {frame.rendezvous_id}")
         if self.is_closed:
             return
-        receive = RendezvousReceive(frame.rendezvous_id, source, frame.lane, envelope)
+        lent = frame.data if isinstance(frame.data, memoryview) else None
+        receive = RendezvousReceive(frame.rendezvous_id, source, frame.lane, envelope, lent)
         peer.rts_queued += 1
         self._receives[key] = receive
         if (posted := self.inbox.arrive(envelope, out)) is not None:
@@ -342,10 +337,27 @@ class Protocol:
         receive.queued = UnexpectedMessage(envelope, receive)
         self.inbox.queue(receive.queued)
 
+    def _on_withdraw(self, out: list[Action], source: int, frame: Frame) -> None:
+        if (receive := self._receives.get((source, frame.rendezvous_id))) is not None:
+            self._step_receive(out, receive, ReceiveEvent.WITHDRAW)
+
+    def _on_rts_gone(self, out: list[Action], source: int, frame: Frame) -> None:
+        if (receive := self._receives.get((source, frame.rendezvous_id))) is not None:
+            self._step_receive(out, receive, ReceiveEvent.RTS_GONE)
+
+    def _on_credit(self, out: list[Action], source: int, frame: Frame) -> None:
+        """Its credit was regained, as that of every frame."""
+
     def _match(self, out: list[Action], receive: RendezvousReceive, posted: Posted) -> None:
         """A receive has matched an RTS, which has left the inbox."""
         receive.match(posted)
-        self._step_receive(out, receive, ReceiveEvent.MATCH)
+        if receive.lent is None:
+            self._step_receive(out, receive, ReceiveEvent.MATCH)
+            return
+        if receive.envelope.nbytes:
+            assert receive.memory is not None
+            out.append(Copy(receive.memory, receive.lent))
+        self._step_receive(out, receive, ReceiveEvent.READ)
 
     def _step_receive(self, out: list[Action], receive: RendezvousReceive, event: ReceiveEvent) -> None:
         was, action, posted = receive.state, receive.step(event), receive.posted
@@ -354,15 +366,17 @@ class Protocol:
         if receive.state is ReceiveState.OVER:
             del self._receives[receive.peer, receive.rendezvous_id]
             if posted is not None:
-                del self._receives_by_request[posted.request]
+                self._receives_by_request.pop(posted.request, None)
         match action:
             case ReceiveAction.SEND_CTS:
                 assert posted is not None
                 self._receives_by_request[posted.request] = receive
-                self._rendezvous(out, receive, Kind.CTS)
+                self._transmit(
+                    out, receive.peer, Kind.CTS, receive.lane, receive.rendezvous_id, receive.envelope
+                )
             case ReceiveAction.SEND_FIN:
                 assert posted is not None
-                self._rendezvous(out, receive, Kind.FIN)
+                self._transmit(out, receive.peer, Kind.FIN, receive.lane, receive.rendezvous_id)
                 out.append(End(posted.request, receive.envelope, None, receive.data))
             case ReceiveAction.DROP:
                 assert receive.queued is not None
@@ -381,29 +395,34 @@ class Protocol:
 
     # -- both sides ---------------------------------------------------------------------------------------
 
-    def _transmit(self, out: list[Action], peer: int, frame: Frame) -> None:
-        owed = self._peer(peer).owed()
-        out.append(Transmit(self.rank, peer, frame._replace(credit=owed) if any(owed) else frame))
-
-    def _rendezvous(
+    def _transmit(
         self,
         out: list[Action],
-        about: RendezvousSend | RendezvousReceive,
+        peer: int,
         kind: Kind,
+        lane: Lane,
+        rendezvous_id: int = 0,
+        envelope: Envelope | None = None,
         data: bytes | memoryview = b"",
         offset: int = 0,
     ) -> None:
-        frame = Frame(kind, about.lane, about.rendezvous_id, about.envelope, data, offset)
-        self._transmit(out, about.peer, frame)
+        """Send a frame, with the credit that is owed."""
+        bulk, control = self._peer(peer).credit
+        credit = _NO_CREDIT
+        if bulk.owed or control.owed:
+            credit = (bulk.owed, 0 if control is bulk else control.owed)
+            bulk.owed = control.owed = 0
+        frame = Frame(kind, lane, rendezvous_id, envelope, data, offset, credit)
+        out.append(Transmit(self.rank, peer, frame))
 
     def _release(self, out: list[Action], envelope: Envelope, lane: Lane) -> None:
         """An eager message was received or dropped: its sender may use the credit again."""
         source = envelope.source
         if self._peer(source).credit[lane].release(envelope.nbytes) and source not in self.down:
-            self._transmit(out, source, Frame(Kind.CREDIT, lane))
+            self._transmit(out, source, Kind.CREDIT, lane)
 
     def _regain(self, source: int, frame: Frame) -> None:
-        if any(frame.credit):
+        if frame.credit != _NO_CREDIT:
             for credit, returned in zip(self._peer(source).credit, frame.credit, strict=True):
                 credit.regain(returned)
 
@@ -425,3 +444,14 @@ class Protocol:
 
     def _closed(self) -> ClosedError:
         return ClosedError(f"rank {self.rank} is closed")
+
+
+_HANDLERS: Final[dict[Kind, Callable[[Protocol, list[Action], int, Frame], None]]] = {
+    Kind.EAGER: Protocol._on_eager,
+    Kind.RTS: Protocol._on_rts,
+    Kind.CTS: Protocol._on_cts,
+    Kind.FIN: Protocol._on_fin,
+    Kind.WITHDRAW: Protocol._on_withdraw,
+    Kind.RTS_GONE: Protocol._on_rts_gone,
+    Kind.CREDIT: Protocol._on_credit,
+}

@@ -1,13 +1,16 @@
 """The two sides of a rendezvous: states, events, actions and the tables between them.
 
 The sender announces a message by an RTS; a receive that matches it answers CTS; the bytes follow as DATA, in
-pieces; the receiver confirms them by FIN. Bytes lie in the users' memory at both ends. docs/machines.md draws
-the tables. A pair of state and event that is missing is impossible, unless a peer breaks the protocol.
+pieces; the receiver confirms them by FIN. A receiver that can read the sender's memory needs no CTS: it
+copies the bytes and sends the FIN. Bytes lie in the users' memory at both ends.
+
+docs/machines.md draws the tables. A pair of state and event that is missing is impossible, unless a peer
+breaks the protocol.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum, auto
 from typing import Any, Final, TypeAlias
 
@@ -35,6 +38,7 @@ class SendState(IntEnum):
 
     HELD = auto()  # the RTS is not sent: the peer holds RTS_MAX of them
     OFFERED = auto()  # the RTS is sent
+    LENT = auto()  # the RTS is sent, and the receiver may read the bytes
     SENDING = auto()  # a receive has matched: the bytes are on their way
     OVER = auto()
 
@@ -43,6 +47,7 @@ class SendEvent(IntEnum):
     """What happens to a send by rendezvous."""
 
     ROOM = auto()  # the peer may hold one more RTS
+    LEND = auto()  # the same, if the peer can read this rank's memory
     CTS = auto()
     FIN = auto()
     CANCEL = auto()  # its user withdraws it
@@ -67,6 +72,7 @@ SendRow: TypeAlias = tuple[SendState, SendAction]
 
 SEND_TABLE: Final[dict[tuple[SendState, SendEvent], SendRow]] = {
     (SendState.HELD, SendEvent.ROOM): (SendState.OFFERED, SendAction.SEND_RTS),
+    (SendState.HELD, SendEvent.LEND): (SendState.LENT, SendAction.SEND_RTS),
     (SendState.HELD, SendEvent.CANCEL): (SendState.OVER, SendAction.END_WITHDRAWN),
     (SendState.HELD, SendEvent.PEER_DOWN): (SendState.OVER, SendAction.FAIL),
     (SendState.HELD, SendEvent.CLOSE): (SendState.OVER, SendAction.FAIL),
@@ -74,6 +80,10 @@ SEND_TABLE: Final[dict[tuple[SendState, SendEvent], SendRow]] = {
     (SendState.OFFERED, SendEvent.CANCEL): (SendState.OVER, SendAction.SEND_WITHDRAW),
     (SendState.OFFERED, SendEvent.PEER_DOWN): (SendState.OVER, SendAction.FAIL),
     (SendState.OFFERED, SendEvent.CLOSE): (SendState.OVER, SendAction.FAIL),
+    (SendState.LENT, SendEvent.FIN): (SendState.OVER, SendAction.COMPLETE),
+    (SendState.LENT, SendEvent.CANCEL): (SendState.OVER, SendAction.SEND_WITHDRAW),
+    (SendState.LENT, SendEvent.PEER_DOWN): (SendState.OVER, SendAction.FAIL),
+    (SendState.LENT, SendEvent.CLOSE): (SendState.OVER, SendAction.FAIL),
     (SendState.SENDING, SendEvent.FIN): (SendState.OVER, SendAction.COMPLETE),
     (SendState.SENDING, SendEvent.CANCEL): (SendState.SENDING, SendAction.NONE),
     (SendState.SENDING, SendEvent.PEER_DOWN): (SendState.OVER, SendAction.FAIL),
@@ -96,6 +106,7 @@ class ReceiveEvent(IntEnum):
     """What happens to the receiving side of a rendezvous."""
 
     MATCH = auto()
+    READ = auto()  # a match, and this rank can read the bytes where they are
     LAST_PIECE = auto()
     CANCEL = auto()
     WITHDRAW = auto()  # crosses the CTS if a receive has matched: RTS_GONE will follow
@@ -122,6 +133,7 @@ ReceiveRow: TypeAlias = tuple[ReceiveState, ReceiveAction]
 
 RECEIVE_TABLE: Final[dict[tuple[ReceiveState, ReceiveEvent], ReceiveRow]] = {
     (ReceiveState.QUEUED, ReceiveEvent.MATCH): (ReceiveState.READING, ReceiveAction.SEND_CTS),
+    (ReceiveState.QUEUED, ReceiveEvent.READ): (ReceiveState.OVER, ReceiveAction.SEND_FIN),
     (ReceiveState.QUEUED, ReceiveEvent.WITHDRAW): (ReceiveState.OVER, ReceiveAction.DROP),
     (ReceiveState.QUEUED, ReceiveEvent.PEER_DOWN): (ReceiveState.OVER, ReceiveAction.DROP),
     (ReceiveState.QUEUED, ReceiveEvent.CLOSE): (ReceiveState.OVER, ReceiveAction.DROP),
@@ -174,21 +186,23 @@ class RendezvousSend:
 class RendezvousReceive:
     """The receiving side. Once it is matched, `memory` is that of the receive: pieces arrive in any order.
 
-    `queued` is its place in the unexpected-message queue, if it had to wait there. `offsets` are those of the
-    pieces that were announced; `filling` pieces are being written into the memory right now, and `filled`
-    bytes are in it. `data` is the memory of a receive without a buffer.
+    `lent` is the sender's memory, if this rank can read it. `queued` is its place in the unexpected-message
+    queue, if it had to wait there. `offsets` are those of the pieces that were announced; `filling` pieces
+    are being written into the memory right now, and `filled` bytes are in it. `data` is the memory of a
+    receive without a buffer.
     """
 
     rendezvous_id: int
     peer: int
     lane: Lane
     envelope: Envelope
+    lent: memoryview | None = None
     state: ReceiveState = ReceiveState.QUEUED
     queued: UnexpectedMessage[Any] | None = None
     posted: Posted | None = None
     memory: memoryview | None = None
     data: bytearray | None = None
-    offsets: set[int] = field(default_factory=set)
+    offsets: set[int] | None = None
     filled: int = 0
     filling: int = 0
 
@@ -212,7 +226,8 @@ class RendezvousReceive:
             self.data = bytearray(nbytes)
             self.memory = memoryview(self.data)
         else:
-            self.memory = posted.into.cast("B")[:nbytes] if nbytes else posted.into
+            into = posted.into if posted.into.format == "B" or not nbytes else posted.into.cast("B")
+            self.memory = into if into.nbytes == nbytes else into[:nbytes]
 
     def announce(self, offset: int, nbytes: int, piece_bytes: int) -> memoryview:
         """A piece arrives: the memory for it.
@@ -221,6 +236,8 @@ class RendezvousReceive:
             ProtocolError: there is no such piece, or it has come before.
         """
         expected = min(piece_bytes, self.envelope.nbytes - offset)
+        if self.offsets is None:
+            self.offsets = set()
         if self.memory is None or offset % piece_bytes or nbytes != expected or offset in self.offsets:
             raise ProtocolError(f"a wrong or repeated piece of {nbytes} bytes at {offset}")
         self.offsets.add(offset)

@@ -83,7 +83,8 @@ def unpacked(peer: int, head: Head, body: memoryview, config: Config) -> Frame:
         raise ProtocolError(f"a message of {head.nbytes} bytes in a frame of {len(body)}")
     if head.nbytes > bytes_max(config, head.tag):
         raise ProtocolError(f"a message of {head.nbytes} bytes is longer than any may be")
-    header, data = bytes(body[: head.header_bytes]), body[head.header_bytes :]
+    header = bytes(body[: head.header_bytes])
+    data: bytes | memoryview = body[head.header_bytes :] if kind is Kind.EAGER else b""
     envelope = Envelope(peer, head.context, head.tag, head.nbytes, head.dtype, header)
     return Frame(kind, lane, head.rendezvous_id, envelope, data, 0, credit)
 
