@@ -24,7 +24,7 @@ from unisono.core.clock import (
 from unisono.core.envelope import UNTYPED, Any_
 from unisono.core.request import Request
 from unisono.errors import Deadlock, UsageError, ranks_text
-from unisono.messaging.actions import Action, Transmit
+from unisono.messaging.actions import Action, Transmit, finish
 from unisono.messaging.backend import Capabilities, PeerDown
 from unisono.messaging.endpoint import Endpoint
 from unisono.messaging.protocol import Protocol
@@ -100,13 +100,21 @@ class _Hub:
         ]
 
     def leave(self, down: PeerDown) -> None:
-        """A rank leaves: end its requests, then those of the others that need it."""
-        if not self.endpoints[down.rank].close():
-            return
+        """A rank leaves. All ranks learn of it before any of them can act on it and tell the others."""
+        me = self.endpoints[down.rank]
+        others = [endpoint for endpoint in self.endpoints if endpoint is not me]
+        with self._lock:
+            if me.protocol.is_closed:
+                return
+            me.listeners.clear()
+            ends = me.run(me.protocol.close())
+            for endpoint in others:
+                ends += endpoint.run(endpoint.protocol.peer_down(down))
+            listeners = [listener for endpoint in others for listener in endpoint.listeners]
         self.runtime.note_left(down.rank)
-        for endpoint in self.endpoints:
-            if endpoint.protocol.rank != down.rank:
-                endpoint.peer_down(down)
+        for listener in listeners:
+            listener(down)
+        finish(ends)
 
     def leave_later(self, down: PeerDown) -> None:
         """Leave soon: the garbage collector may run while a lock of ours is held."""

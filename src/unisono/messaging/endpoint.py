@@ -42,7 +42,7 @@ class Endpoint:
         self.lock = threading.Lock() if lock is None else lock
         self._carry = carry
         self._observe = observe
-        self._listeners: list[Callable[[PeerDown], None]] = []
+        self.listeners: list[Callable[[PeerDown], None]] = []
 
     def send(self, dst: int, envelope: Envelope, data: memoryview, lane: Lane, sync: bool) -> Request:
         """Start to send a message."""
@@ -73,7 +73,7 @@ class Endpoint:
         """Notify the listener of every rank that is down or goes down."""
         with self.lock:
             if not self.protocol.is_closed:
-                self._listeners.append(listener)
+                self.listeners.append(listener)
             known = list(self.protocol.down.values())
         for down in known:
             listener(down)
@@ -96,7 +96,7 @@ class Endpoint:
             if down.rank in self.protocol.down:
                 return
             ends = self.run(self.protocol.peer_down(down))
-            listeners = list(self._listeners)
+            listeners = list(self.listeners)
         finish(ends)
         for listener in listeners:
             listener(down)
@@ -106,7 +106,7 @@ class Endpoint:
         with self.lock:
             if self.protocol.is_closed:
                 return False
-            self._listeners.clear()
+            self.listeners.clear()
             ends = self.run(self.protocol.close())
         finish(ends)
         return True
