@@ -13,7 +13,7 @@ from unisono.core.envelope import Envelope, Lane
 from unisono.core.request import Request
 from unisono.messaging.matching import Posted
 
-__all__ = ["Action", "Copy", "End", "Fill", "Frame", "Kind", "Transmit", "finish"]
+__all__ = ["Action", "End", "Fill", "Frame", "Kind", "Transmit", "finish"]
 
 
 class Kind(IntEnum):
@@ -56,15 +56,11 @@ class Transmit(NamedTuple):
     frame: Frame
 
 
-class Copy(NamedTuple):
-    """Copy the bytes of a rendezvous from the sender's memory, which is lent until the FIN that follows."""
-
-    memory: memoryview
-    data: memoryview
-
-
 class Fill(NamedTuple):
-    """Copy the bytes of an eager message into the receive that it matched, and end that."""
+    """Copy the bytes of a message into the receive that it matched, and end that.
+
+    They may be the sender's memory, which is lent until its request ends: that follows.
+    """
 
     posted: Posted
     envelope: Envelope
@@ -80,7 +76,7 @@ class End(NamedTuple):
     data: bytearray | None = None
 
 
-Action: TypeAlias = Transmit | Copy | Fill | End
+Action: TypeAlias = Transmit | Fill | End
 
 
 def finish(actions: list[Fill | End]) -> None:
@@ -92,7 +88,8 @@ def finish(actions: list[Fill | End]) -> None:
                 posted.request.complete(envelope, bytearray(data))
                 continue
             if envelope.nbytes:
-                posted.into.cast("B")[: envelope.nbytes] = data
+                into = posted.into if posted.into.format == "B" else posted.into.cast("B")
+                into[: envelope.nbytes] = data
             posted.request.complete(envelope)
         elif type(action) is End:
             if action.error is None:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from unisono.core.envelope import Any_, Envelope, Lane
 from unisono.core.request import Request
-from unisono.messaging.actions import Action, Copy, End, Fill, Frame, Kind, Transmit, finish
+from unisono.messaging.actions import Action, End, Fill, Frame, Kind, Transmit, finish
 from unisono.messaging.backend import PeerDown
 from unisono.messaging.matching import Posted
 from unisono.messaging.protocol import Protocol
@@ -128,14 +128,12 @@ class Endpoint:
         return self.protocol.placed(source, frame, nbytes)
 
     def run(self, actions: list[Action]) -> list[Fill | End]:
-        """Transmit frames and copy bytes; what is left is for `finish`, once the lock is released."""
+        """Transmit frames; what is left is for `finish`, once the lock is released."""
         ends: list[Fill | End] = []
         for action in actions:  # the list grows meanwhile: frames are handled in the order they were sent
             if self._observe is not None:
                 self._observe(action)
-            if isinstance(action, Copy):
-                action.memory[:] = action.data
-            elif not isinstance(action, Transmit):
+            if not isinstance(action, Transmit):
                 ends.append(action)
             elif action.peer == action.source == self.protocol.rank:
                 actions += self.take(action.peer, action.frame)

@@ -21,7 +21,7 @@ from unisono.config import Config
 from unisono.core.envelope import ANY, Envelope, Lane
 from unisono.core.request import Request, withdrawn
 from unisono.errors import ClosedError, ProtocolError, UnisonoError
-from unisono.messaging.actions import Action, Copy, End, Fill, Frame, Kind, Transmit
+from unisono.messaging.actions import Action, End, Fill, Frame, Kind, Transmit
 from unisono.messaging.backend import PeerDown
 from unisono.messaging.credit import RTS_MAX, Credit, OwnCredit, eager_limits
 from unisono.messaging.inbox import Inbox
@@ -40,12 +40,13 @@ from unisono.messaging.rendezvous import (
 __all__ = ["Protocol"]
 
 
-@dataclass(frozen=True, slots=True)
-class _EagerMessage:
-    """A message that came with its bytes."""
+@dataclass(slots=True, eq=False)
+class _Readable:
+    """A queued message whose bytes can be read: it came with them, or its sender lends them until the FIN."""
 
     lane: Lane
-    data: bytes
+    data: bytes | memoryview
+    rendezvous_id: int  # 0 if it is eager
 
 
 @dataclass(slots=True)
@@ -77,17 +78,19 @@ class Protocol:
         self, rank: int, config: Config, piece_bytes: int = sys.maxsize, *, shares_memory: bool = False
     ) -> None:
         self.rank = rank
-        self.inbox: Inbox[_EagerMessage | RendezvousReceive] = Inbox(config.recv_bytes_max)
+        self.inbox: Inbox[_Readable | RendezvousReceive] = Inbox(config.recv_bytes_max)
         self.down: dict[int, PeerDown] = {}
         self.is_closed = False
         self._config = config
         self._piece_bytes = piece_bytes
+        self._shares_memory = shares_memory
         self._room = SendEvent.LEND if shares_memory else SendEvent.ROOM
         self._peers: dict[int, _Peer] = {}
         self._ids = itertools.count(1)
         self._sends: dict[int, RendezvousSend] = {}
         self._sends_by_request: dict[Request, RendezvousSend] = {}
-        # By peer and id, from the RTS on.
+        # By peer and id: queued messages that are lent here, and receives by rendezvous from the RTS on.
+        self._lent: dict[tuple[int, int], UnexpectedMessage[_Readable | RendezvousReceive]] = {}
         self._receives: dict[tuple[int, int], RendezvousReceive] = {}
         self._receives_by_request: dict[Request, RendezvousReceive] = {}
 
@@ -108,8 +111,10 @@ class Protocol:
             return out
         send = RendezvousSend(next(self._ids), dst, lane, data, request, envelope)
         self._sends[send.rendezvous_id] = self._sends_by_request[request] = send
-        peer.rts_held.append(send)
-        self._send_rts(out, peer)
+        if peer.rts_held or peer.rts_sent >= RTS_MAX:
+            peer.rts_held.append(send)
+        else:
+            self._step_send(out, send, self._room)
         return out
 
     def receive(self, posted: Posted) -> list[Action]:
@@ -138,7 +143,7 @@ class Protocol:
         """
         out: list[Action] = []
         for message in self.inbox.end_context(context):
-            if isinstance(message.payload, _EagerMessage):
+            if isinstance(message.payload, _Readable) and not message.payload.rendezvous_id:
                 self.inbox.remove(message)
                 self._release(out, message.envelope, message.payload.lane)
         return out
@@ -151,7 +156,8 @@ class Protocol:
         Raises:
             ProtocolError: the peer broke the protocol.
         """
-        self._regain(source, frame)
+        if frame.credit is not _NO_CREDIT:
+            self._regain(source, frame)
         handler = _HANDLERS.get(frame.kind)
         if handler is None:
             raise ProtocolError(f"a frame of unknown kind {frame.kind}")
@@ -194,7 +200,9 @@ class Protocol:
             return out
         self.down[down.rank] = down
         self.inbox.peer_down(down, out)
-        # An RTS of it leaves the queue, too: its bytes will never come.
+        # Messages whose bytes are still there leave the queue, too.
+        for key in [key for key in self._lent if key[0] == down.rank]:
+            self.inbox.remove(self._lent.pop(key))
         for receive in [r for r in self._receives.values() if r.peer == down.rank]:
             self._step_receive(out, receive, ReceiveEvent.PEER_DOWN)
         for send in [s for s in self._sends.values() if s.peer == down.rank]:
@@ -210,6 +218,7 @@ class Protocol:
         for send in list(self._sends.values()):
             self._step_send(out, send, SendEvent.CLOSE)
         self.inbox.close(self._closed(), out)
+        self._lent.clear()
         for receive in list(self._receives.values()):
             self._step_receive(out, receive, ReceiveEvent.CLOSE)
             if receive.state is ReceiveState.CLOSING and not receive.filling:
@@ -233,7 +242,8 @@ class Protocol:
 
     def _step_send(self, out: list[Action], send: RendezvousSend, event: SendEvent) -> None:
         was, action, peer = send.state, send.step(event), self._peers[send.peer]
-        if send.state is SendState.OVER:
+        is_over = send.state is SendState.OVER
+        if is_over:
             del self._sends[send.rendezvous_id], self._sends_by_request[send.request]
             if was is SendState.HELD:
                 peer.rts_held.remove(send)
@@ -246,6 +256,8 @@ class Protocol:
                 peer.rts_sent += 1
                 data = send.data if send.state is SendState.LENT else b""
                 self._transmit(out, send.peer, Kind.RTS, send.lane, send.rendezvous_id, send.envelope, data)
+            case SendAction.COMPLETE:
+                out.append(End(send.request))
             case SendAction.SEND_DATA:
                 about = (send.lane, send.rendezvous_id, send.envelope)
                 for offset in range(0, max(1, send.data.nbytes), self._piece_bytes):
@@ -256,13 +268,14 @@ class Protocol:
                 out.append(End(send.request, error=withdrawn()))
             case SendAction.END_WITHDRAWN:
                 out.append(End(send.request, error=withdrawn()))
-            case SendAction.COMPLETE:
-                out.append(End(send.request))
+            case SendAction.REVOKE:
+                self._transmit(out, send.peer, Kind.WITHDRAW, send.lane, send.rendezvous_id)
+                out.append(End(send.request, error=self._error(send.peer)))
             case SendAction.FAIL:
                 out.append(End(send.request, error=self._error(send.peer)))
             case SendAction.NONE:
                 pass
-        if send.state is SendState.OVER and send.peer not in self.down and not self.is_closed:
+        if is_over and peer.rts_held and send.peer not in self.down and not self.is_closed:
             self._send_rts(out, peer)
 
     def _send_rts(self, out: list[Action], peer: _Peer) -> None:
@@ -297,11 +310,29 @@ class Protocol:
         message = self.inbox.post(posted, down, out)
         if message is None:
             return
-        if isinstance(message.payload, _EagerMessage):
-            self._release(out, message.envelope, message.payload.lane)
-            out.append(Fill(posted, message.envelope, message.payload.data))
+        payload = message.payload
+        if isinstance(payload, _Readable):
+            if payload.rendezvous_id:
+                del self._lent[message.envelope.source, payload.rendezvous_id]
+            self._read(out, posted, message.envelope, payload.lane, payload.data, payload.rendezvous_id)
         else:
-            self._match(out, message.payload, posted)
+            self._match(out, payload, posted)
+
+    def _read(
+        self,
+        out: list[Action],
+        posted: Posted,
+        envelope: Envelope,
+        lane: Lane,
+        data: bytes | memoryview,
+        rendezvous_id: int,
+    ) -> None:
+        """A receive has matched a message whose bytes can be read. The FIN ends a send after the copy."""
+        out.append(Fill(posted, envelope, data))
+        if rendezvous_id:
+            self._transmit(out, envelope.source, Kind.FIN, lane, rendezvous_id)
+        else:
+            self._release(out, envelope, lane)
 
     def _on_eager(self, out: list[Action], source: int, frame: Frame) -> None:
         envelope, lane = frame.envelope, frame.lane
@@ -310,25 +341,32 @@ class Protocol:
         if self.is_closed:
             return
         if (posted := self.inbox.arrive(envelope, out)) is not None:
-            self._release(out, envelope, lane)
-            out.append(Fill(posted, envelope, frame.data))
+            self._read(out, posted, envelope, lane, frame.data, 0)
         elif self.inbox.has_ended(envelope.context):
             self._release(out, envelope, lane)
         else:  # the transport may use the memory of the frame again
-            self.inbox.queue(UnexpectedMessage(envelope, _EagerMessage(lane, bytes(frame.data))))
+            self.inbox.queue(UnexpectedMessage(envelope, _Readable(lane, bytes(frame.data), 0)))
 
     def _on_rts(self, out: list[Action], source: int, frame: Frame) -> None:
-        key, peer, envelope = (source, frame.rendezvous_id), self._peer(source), frame.envelope
+        number, envelope = frame.rendezvous_id, frame.envelope
         assert envelope is not None
-        if key in self._receives:
-            raise ProtocolError(f"a second RTS with id {frame.rendezvous_id}")
+        if (source, number) in self._receives:
+            raise ProtocolError(f"a second RTS with id {number}")
         if self.is_closed:
             return
-        lent = frame.data if isinstance(frame.data, memoryview) else None
-        receive = RendezvousReceive(frame.rendezvous_id, source, frame.lane, envelope, lent)
+        posted = self.inbox.arrive(envelope, out)
+        if self._shares_memory:
+            if posted is not None:
+                self._read(out, posted, envelope, frame.lane, frame.data, number)
+                return
+            message = UnexpectedMessage(envelope, _Readable(frame.lane, frame.data, number))
+            self._lent[source, number] = message
+            self.inbox.queue(message)
+            return
+        peer = self._peer(source)
         peer.rts_queued += 1
-        self._receives[key] = receive
-        if (posted := self.inbox.arrive(envelope, out)) is not None:
+        receive = self._receives[source, number] = RendezvousReceive(number, source, frame.lane, envelope)
+        if posted is not None:
             self._match(out, receive, posted)
             return
         # Twice the limit: a withdrawal in one lane may arrive after a later RTS in the other.
@@ -338,7 +376,10 @@ class Protocol:
         self.inbox.queue(receive.queued)
 
     def _on_withdraw(self, out: list[Action], source: int, frame: Frame) -> None:
-        if (receive := self._receives.get((source, frame.rendezvous_id))) is not None:
+        key = (source, frame.rendezvous_id)
+        if (message := self._lent.pop(key, None)) is not None:
+            self.inbox.remove(message)
+        elif (receive := self._receives.get(key)) is not None:
             self._step_receive(out, receive, ReceiveEvent.WITHDRAW)
 
     def _on_rts_gone(self, out: list[Action], source: int, frame: Frame) -> None:
@@ -351,13 +392,7 @@ class Protocol:
     def _match(self, out: list[Action], receive: RendezvousReceive, posted: Posted) -> None:
         """A receive has matched an RTS, which has left the inbox."""
         receive.match(posted)
-        if receive.lent is None:
-            self._step_receive(out, receive, ReceiveEvent.MATCH)
-            return
-        if receive.envelope.nbytes:
-            assert receive.memory is not None
-            out.append(Copy(receive.memory, receive.lent))
-        self._step_receive(out, receive, ReceiveEvent.READ)
+        self._step_receive(out, receive, ReceiveEvent.MATCH)
 
     def _step_receive(self, out: list[Action], receive: RendezvousReceive, event: ReceiveEvent) -> None:
         was, action, posted = receive.state, receive.step(event), receive.posted
@@ -422,9 +457,8 @@ class Protocol:
             self._transmit(out, source, Kind.CREDIT, lane)
 
     def _regain(self, source: int, frame: Frame) -> None:
-        if frame.credit != _NO_CREDIT:
-            for credit, returned in zip(self._peer(source).credit, frame.credit, strict=True):
-                credit.regain(returned)
+        for credit, returned in zip(self._peer(source).credit, frame.credit, strict=True):
+            credit.regain(returned)
 
     def _peer(self, rank: int) -> _Peer:
         peer = self._peers.get(rank)

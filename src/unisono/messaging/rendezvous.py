@@ -1,8 +1,9 @@
 """The two sides of a rendezvous: states, events, actions and the tables between them.
 
 The sender announces a message by an RTS; a receive that matches it answers CTS; the bytes follow as DATA, in
-pieces; the receiver confirms them by FIN. A receiver that can read the sender's memory needs no CTS: it
-copies the bytes and sends the FIN. Bytes lie in the users' memory at both ends.
+pieces; the receiver confirms them by FIN. A receiver that can read the sender's memory needs no CTS and no
+states: it queues the message like an eager one, copies the bytes and sends the FIN. Bytes lie in the users'
+memory at both ends.
 
 docs/machines.md draws the tables. A pair of state and event that is missing is impossible, unless a peer
 breaks the protocol.
@@ -63,6 +64,7 @@ class SendAction(IntEnum):
     SEND_RTS = auto()
     SEND_DATA = auto()
     SEND_WITHDRAW = auto()  # and end the request as withdrawn
+    REVOKE = auto()  # send WITHDRAW, and fail: the memory is lent no more
     END_WITHDRAWN = auto()
     COMPLETE = auto()
     FAIL = auto()
@@ -83,7 +85,7 @@ SEND_TABLE: Final[dict[tuple[SendState, SendEvent], SendRow]] = {
     (SendState.LENT, SendEvent.FIN): (SendState.OVER, SendAction.COMPLETE),
     (SendState.LENT, SendEvent.CANCEL): (SendState.OVER, SendAction.SEND_WITHDRAW),
     (SendState.LENT, SendEvent.PEER_DOWN): (SendState.OVER, SendAction.FAIL),
-    (SendState.LENT, SendEvent.CLOSE): (SendState.OVER, SendAction.FAIL),
+    (SendState.LENT, SendEvent.CLOSE): (SendState.OVER, SendAction.REVOKE),
     (SendState.SENDING, SendEvent.FIN): (SendState.OVER, SendAction.COMPLETE),
     (SendState.SENDING, SendEvent.CANCEL): (SendState.SENDING, SendAction.NONE),
     (SendState.SENDING, SendEvent.PEER_DOWN): (SendState.OVER, SendAction.FAIL),
@@ -106,7 +108,6 @@ class ReceiveEvent(IntEnum):
     """What happens to the receiving side of a rendezvous."""
 
     MATCH = auto()
-    READ = auto()  # a match, and this rank can read the bytes where they are
     LAST_PIECE = auto()
     CANCEL = auto()
     WITHDRAW = auto()  # crosses the CTS if a receive has matched: RTS_GONE will follow
@@ -133,7 +134,6 @@ ReceiveRow: TypeAlias = tuple[ReceiveState, ReceiveAction]
 
 RECEIVE_TABLE: Final[dict[tuple[ReceiveState, ReceiveEvent], ReceiveRow]] = {
     (ReceiveState.QUEUED, ReceiveEvent.MATCH): (ReceiveState.READING, ReceiveAction.SEND_CTS),
-    (ReceiveState.QUEUED, ReceiveEvent.READ): (ReceiveState.OVER, ReceiveAction.SEND_FIN),
     (ReceiveState.QUEUED, ReceiveEvent.WITHDRAW): (ReceiveState.OVER, ReceiveAction.DROP),
     (ReceiveState.QUEUED, ReceiveEvent.PEER_DOWN): (ReceiveState.OVER, ReceiveAction.DROP),
     (ReceiveState.QUEUED, ReceiveEvent.CLOSE): (ReceiveState.OVER, ReceiveAction.DROP),
@@ -186,17 +186,15 @@ class RendezvousSend:
 class RendezvousReceive:
     """The receiving side. Once it is matched, `memory` is that of the receive: pieces arrive in any order.
 
-    `lent` is the sender's memory, if this rank can read it. `queued` is its place in the unexpected-message
-    queue, if it had to wait there. `offsets` are those of the pieces that were announced; `filling` pieces
-    are being written into the memory right now, and `filled` bytes are in it. `data` is the memory of a
-    receive without a buffer.
+    `queued` is its place in the unexpected-message queue, if it had to wait there. `offsets` are those of the
+    pieces that were announced; `filling` pieces are being written into the memory right now, and `filled`
+    bytes are in it. `data` is the memory of a receive without a buffer.
     """
 
     rendezvous_id: int
     peer: int
     lane: Lane
     envelope: Envelope
-    lent: memoryview | None = None
     state: ReceiveState = ReceiveState.QUEUED
     queued: UnexpectedMessage[Any] | None = None
     posted: Posted | None = None
