@@ -240,11 +240,11 @@ class RealEvent:
             try:
                 has_passed = self._gate.acquire(timeout=left)
             finally:
-                if self._is_set:
+                if self.is_set():
                     self.set()
-            if not has_passed:  # in time; else it is set, or the gate was left open by a set before a clear
-                return self._is_set
-        return True
+            if not has_passed:  # else it is set, or a `clear` came before the end of a `set`
+                break
+        return self._is_set
 
 
 class RealRuntime(Runtime):

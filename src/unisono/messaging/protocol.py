@@ -359,19 +359,21 @@ class Protocol:
             if posted is not None:
                 self._read(out, posted, envelope, frame.lane, frame.data, number)
                 return
-            message = UnexpectedMessage(envelope, _Readable(frame.lane, frame.data, number))
+            message: UnexpectedMessage[_Readable | RendezvousReceive] = UnexpectedMessage(
+                envelope, _Readable(frame.lane, frame.data, number)
+            )
             self._lent[source, number] = message
             self.inbox.queue(message)
             return
         peer = self._peer(source)
+        # Twice the limit: a withdrawal in one lane may arrive after a later RTS in the other.
+        if posted is None and peer.rts_queued >= 2 * RTS_MAX:
+            raise ProtocolError(f"it has sent {peer.rts_queued + 1} RTS; allowed: {RTS_MAX}")
         peer.rts_queued += 1
         receive = self._receives[source, number] = RendezvousReceive(number, source, frame.lane, envelope)
         if posted is not None:
             self._match(out, receive, posted)
             return
-        # Twice the limit: a withdrawal in one lane may arrive after a later RTS in the other.
-        if peer.rts_queued > 2 * RTS_MAX:
-            raise ProtocolError(f"it has sent {peer.rts_queued} RTS; allowed: {RTS_MAX}")
         receive.queued = UnexpectedMessage(envelope, receive)
         self.inbox.queue(receive.queued)
 

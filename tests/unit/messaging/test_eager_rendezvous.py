@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections import deque
 
 import pytest
@@ -12,7 +13,7 @@ from unisono.config import Config
 from unisono.core.envelope import ANY, UNTYPED, Envelope, Lane
 from unisono.core.request import Request
 from unisono.errors import ClosedError, PeerLost, ProtocolError
-from unisono.messaging.actions import Frame, Kind, Transmit
+from unisono.messaging.actions import Action, Frame, Kind, Transmit, finish
 from unisono.messaging.backend import PeerDown
 from unisono.messaging.credit import ENVELOPE_BYTES
 from unisono.messaging.endpoint import Endpoint
@@ -88,6 +89,83 @@ def test_every_state_is_reached_and_left_and_nothing_follows_the_end(table, over
     assert befores == set(type(over)) - {over}
     assert afters | {first} == set(type(over))
     assert {event for _, event in table} == set(type(next(iter(table))[1]))
+
+
+# -- memory that is lent ----------------------------------------------------------------------------------
+
+
+def lenders() -> list[Endpoint]:
+    """Two ranks that share a lock and read each other's memory."""
+    lock, ranks = threading.Lock(), list[Endpoint]()
+
+    def carry(outgoing: Transmit) -> list[Action]:
+        return ranks[outgoing.peer].take(outgoing.source, outgoing.frame)
+
+    ranks += [Endpoint(Protocol(r, CONFIG, shares_memory=True), carry, lock) for r in range(2)]
+    return ranks
+
+
+def lend(ranks: list[Endpoint], data: bytearray, tag: int = TAG, sync: bool = False) -> Request:
+    return ranks[0].send(1, Envelope(0, CONTEXT, tag, len(data)), memoryview(data), Lane.BULK, sync)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100, 101, 4099])
+@pytest.mark.parametrize("is_posted", [False, True])
+def test_a_lent_message_is_copied_before_its_send_ends_and_without_the_lock(nbytes, is_posted):
+    ranks, data, memory = lenders(), bytearray(ramp(nbytes)), bytearray(nbytes + 3)
+    seen: list[tuple[bytes, bool]] = []
+    if is_posted:
+        request = ranks[1].receive(0, CONTEXT, TAG, memoryview(memory), UNTYPED)
+    send = Request(1)
+    envelope = Envelope(0, CONTEXT, TAG, nbytes)
+    with ranks[0].lock:
+        ends = ranks[0].run(ranks[0].protocol.send(1, envelope, memoryview(data), send, Lane.BULK, True))
+    assert not send.done
+    assert not any(memory), "no byte is copied under the lock"
+    send.notify(lambda: seen.append((bytes(memory), ranks[0].lock.locked())))
+    finish(ends)
+    if not is_posted:
+        assert not send.done
+        request = ranks[1].receive(0, CONTEXT, TAG, memoryview(memory), UNTYPED)
+    assert seen == [(ramp(nbytes) + bytes(3), False)]
+    assert (request.done, request.error, request.envelope) == (True, None, envelope)
+    assert not ranks[0].protocol.is_sending()
+    assert ranks[1].protocol.inbox.is_idle()
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "death"])
+def test_memory_that_is_lent_no_more_is_never_read(how):
+    ranks, data = lenders(), bytearray(ramp(4099))
+    send = lend(ranks, data)
+    if how == "cancel":
+        assert send.cancel()
+    elif how == "close":  # the receiver has not heard of it
+        ranks[0].close()
+    else:
+        ranks[1].peer_down(PeerDown(0, "gone"))
+    assert send.done is (how != "death")
+    assert ranks[1].protocol.inbox.is_idle()
+    request = ranks[1].receive(0, CONTEXT, TAG, None, UNTYPED)
+    assert request.data is None
+    if how == "death":
+        assert isinstance(request.error, PeerLost)
+        return
+    assert isinstance(send.error, ClosedError)
+    assert not request.done
+    if how == "cancel":
+        lend(ranks, bytearray(ramp(777, 5)))
+        assert request.data == ramp(777, 5)
+
+
+def test_an_offer_beyond_the_limit_breaks_the_protocol_and_leaves_a_state_that_can_end(monkeypatch):
+    monkeypatch.setattr("unisono.messaging.protocol.RTS_MAX", 3)
+    rank = Wire().ranks[1]
+    for number in range(1, 7):
+        rank.arrive(0, Frame(Kind.RTS, Lane.BULK, number, Envelope(0, CONTEXT, TAG, 5000)))
+    with pytest.raises(ProtocolError, match="7 RTS; allowed: 3"):
+        rank.arrive(0, Frame(Kind.RTS, Lane.BULK, 7, Envelope(0, CONTEXT, TAG, 5000)))
+    rank.peer_down(PeerDown(0, "broke the protocol"))
+    assert rank.protocol.inbox.is_idle()
 
 
 # -- frames that cross ------------------------------------------------------------------------------------
