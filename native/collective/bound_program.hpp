@@ -39,17 +39,17 @@ class BoundProgram {
     return std::any_of(steps.begin(), steps.end(), [&](uint32_t s) { return pieces[first_piece(s)].count != 0; });
   }
   // Call with each piece that awaits this one, as often as it does.
-  template <class Call>
-  void for_each_after(const Program& program, uint32_t index, Call call) const {
+  template <class Visit>
+  void for_each_after(const Program& program, uint32_t index, Visit visit) const {
     const uint32_t step = pieces[index].of;
     for (uint32_t i = program.after_at[step]; i < program.after_at[step + 1]; ++i) {
       const Edge& edge = program.after[i];
       if (!is_cut_) {
-        call(edge.later);
+        visit(edge.later);
         continue;
       }
       const auto [first, last] = overlap(pieces[index], edge);
-      for (uint32_t later = first; later < last; ++later) call(later);
+      for (uint32_t later = first; later < last; ++later) visit(later);
     }
   }
 

@@ -31,18 +31,6 @@ bool is_tensor(PyObject* object) {
   return true;
 }
 
-void check_layout(nb::handle array_type, nb::handle empty) {
-  const nb::object made = empty(nb::make_tuple(2, 3), "float32");
-  const ArrayObject& array = as_array(made.ptr());
-  const nb::object data = made.attr("__array_interface__")["data"][0];
-  const bool is_known = reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())) == array_type.ptr() && array.nd == 2 &&
-                        array.dimensions[0] == 2 && array.dimensions[1] == 3 &&
-                        array.descr == nb::object(made.attr("dtype")).ptr() &&
-                        reinterpret_cast<uint64_t>(array.data) == nb::cast<uint64_t>(data) &&
-                        (array.flags & (is_contiguous | is_writeable)) == (is_contiguous | is_writeable);
-  if (!is_known) throw std::runtime_error("NumPy's arrays lie otherwise in memory than this build knows");
-}
-
 // The element type of a buffer's format in the machine's own byte order; `untyped` if it is none of ours.
 uint8_t code_of_format(const char* format, Py_ssize_t itemsize) {
   if (format == nullptr) return static_cast<uint8_t>(DType::uint8);
@@ -67,6 +55,18 @@ uint8_t code_of_format(const char* format, Py_ssize_t itemsize) {
 }
 
 }  // namespace
+
+void check_layout(nb::handle array_type, nb::handle empty) {
+  const nb::object made = empty(nb::make_tuple(2, 3), "float32");
+  const ArrayObject& array = as_array(made.ptr());
+  const nb::object data = made.attr("__array_interface__")["data"][0];
+  const bool is_known = reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())) == array_type.ptr() && array.nd == 2 &&
+                        array.dimensions[0] == 2 && array.dimensions[1] == 3 &&
+                        array.descr == nb::object(made.attr("dtype")).ptr() &&
+                        reinterpret_cast<uint64_t>(array.data) == nb::cast<uint64_t>(data) &&
+                        (array.flags & (is_contiguous | is_writeable)) == (is_contiguous | is_writeable);
+  if (!is_known) throw std::runtime_error("NumPy's arrays lie otherwise in memory than this build knows");
+}
 
 PyObject* interned(const char* word) {
   PyObject* made = PyUnicode_InternFromString(word);

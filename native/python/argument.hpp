@@ -30,6 +30,9 @@ inline constexpr int is_contiguous = 0x1, is_aligned = 0x100, is_writeable = 0x4
 
 inline const ArrayObject& as_array(PyObject* object) { return *reinterpret_cast<const ArrayObject*>(object); }
 
+// Throws std::runtime_error if arrays that `empty` makes lie otherwise in memory than ArrayObject says.
+void check_layout(nb::handle array_type, nb::handle empty);
+
 // A word that the interpreter has once: names of arguments can be compared by address.
 PyObject* interned(const char* word);
 

@@ -5,9 +5,9 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "python/argument.hpp"
 #include "python/bind.hpp"
 #include "python/codec.hpp"
-#include "python/fast_call.hpp"
 
 namespace unisono {
 namespace {

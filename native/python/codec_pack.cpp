@@ -3,8 +3,8 @@
 #include <limits>
 #include <new>
 
+#include "python/argument.hpp"
 #include "python/codec.hpp"
-#include "python/fast_call.hpp"
 
 namespace unisono::codec {
 namespace {

@@ -1,8 +1,8 @@
 #include <cstring>
 #include <memory>
 
+#include "python/argument.hpp"
 #include "python/codec.hpp"
-#include "python/fast_call.hpp"
 
 namespace unisono::codec {
 namespace {
