@@ -10,6 +10,7 @@ namespace unisono {
 
 void bind_completion_eventfd(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
+void bind_local_world(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_hot_path(nanobind::module_& m);
 void bind_mailbox(nanobind::module_& m);

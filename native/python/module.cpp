@@ -12,6 +12,7 @@ NB_MODULE(_native, m) {
   nanobind::module_::import_("atexit").attr("register")(m.attr("forbid_reacquire"));
   unisono::bind_completion_eventfd(m);
   unisono::bind_kernels(m);
+  unisono::bind_local_world(m);
   unisono::bind_engine(m);
   unisono::bind_hot_path(m);
   unisono::bind_mailbox(m);
