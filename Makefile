@@ -1,5 +1,5 @@
 # Everything a newcomer needs: `make demo` and `make test` set the machine up by themselves.
-.PHONY: setup demo test test-more check format wheel bench soak sanitize sanitize-build fuzz clean
+.PHONY: setup demo test test-more check format wheel bench bench-page soak sanitize sanitize-build fuzz clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -60,13 +60,24 @@ format: $(STAMP)
 wheel: $(VENV)/.tools
 	$(BIN)/python tools/wheels.py
 
-# The figures: collectives beside MPI and Gloo, calls beside torch.rpc, gRPC and ZeroMQ, import, start-up and memory.
+# The figures: every verb and way of calling beside MPI and Gloo, a halo exchange, what memory allows, ranks in one
+# process, observers of works, calls beside torch.rpc, gRPC and ZeroMQ, import, start-up and memory.
 bench: $(STAMP)
 	$(BIN)/pip install --quiet grpcio pyzmq msgpack
 	$(BIN)/unisono bench --quick
+	$(BIN)/python bench/halo.py
+	$(BIN)/python bench/limit.py
+	$(BIN)/python bench/local_ranks.py
+	$(BIN)/python bench/observers.py
 	$(BIN)/python bench/rpc.py
 	$(BIN)/python bench/import_time.py
 	$(BIN)/python bench/startup.py
+
+# docs/benchmarks.md and its chart, from one long run on a machine where nothing else runs.
+bench-page: $(STAMP)
+	$(BIN)/unisono bench --json $(VENV)/bench.json --plot docs/benchmarks.png
+	$(BIN)/python bench/page.py $(VENV)/bench.json > $(VENV)/benchmarks.md
+	mv $(VENV)/benchmarks.md docs/benchmarks.md
 
 # A thousand ranks killed at random, every value checked, nothing left behind. Then what ranks must do and bear, on
 # every kind of links: the acceptance tests, the cases and properties of every backend, a thousand flipped bits, the
@@ -86,7 +97,7 @@ CMAKE = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPytho
 	-DCMAKE_BUILD_TYPE=RelWithDebInfo
 # Python is not built with the sanitizer, so the sanitizer comes first; and the interpreter's own memory is no leak.
 ASAN_ENV = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+	ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=4 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 SANITIZED ?= $(addprefix tests/conformance/test_native_, plans.py conformance.py cases.py) \
 	$(addprefix tests/process/test_, native_processes.py native_threats.py fast_path.py run_ahead.py fast_messages.py \
 	rpc_failure.py) tests/native/test_corpus.py tests/unit/rpc/test_rpc.py
@@ -108,15 +119,15 @@ sanitize-build: $(STAMP)
 	$(BIN)/python -c "import site, sys; print(sys.argv[1], *site.getsitepackages(), *sys.path[1:], sep='\n')" \
 		$(abspath $(ASAN))/site > $$(echo $(ASAN)/venv/lib/python3*/site-packages)/sanitized.pth
 
-# Every decoder of bytes from others, a million inputs each: the engine's under ASan and UBSan. A freed block is kept
-# from use for 4 MiB of others, so that growth is the decoder's own.
+# Every decoder of bytes from others, a million inputs each: the engine's and the codec's under ASan and UBSan. A freed
+# block is kept from use for 4 MiB of others, so that growth is the decoder's own.
 FUZZ_INPUTS ?= 1000000
 FUZZ_SEED ?= 1
 fuzz: sanitize-build
 	for decoder in tcp ring connector; do \
 		ASAN_OPTIONS=quarantine_size_mb=4 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 		$(ASAN)/native/decoders $$decoder $(FUZZ_INPUTS) $(FUZZ_SEED) tests/corpus/$$decoder || exit 1; done
-	$(BIN)/python -m tests.fuzz.decoders $(FUZZ_INPUTS) $(FUZZ_SEED)
+	$(ASAN_ENV) $(ASAN)/venv/bin/python -m tests.fuzz.decoders $(FUZZ_INPUTS) $(FUZZ_SEED)
 
 FORCE:
 

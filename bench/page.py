@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from what `unisono bench --json` has measured.
+"""Writes docs/benchmarks.md from what `unisono bench --json` has measured; `make bench-page` does both.
 
     unisono bench --json out.json --plot docs/benchmarks.png
     python bench/page.py out.json > docs/benchmarks.md
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from unisono.bench import Case, Results
+from unisono.bench import Case, Ratio, Results
 from unisono.plans.units import bytes_text, seconds_text
 
 # The goals: the least ratio of a peer's time to ours.
@@ -36,8 +36,14 @@ def page(results: Results) -> list[str]:
         "case, one at a time, in processes of their own; every system is called from Python, the peers as",
         "pip installs them, with their defaults. Times are medians of the rounds, of the slowest rank, per",
         "call. A ratio is the peer's time over ours, round by round: the median, and in brackets the least",
-        "and the most; above 1 we are faster.",
-        "Bytes and bus bandwidth are those of nccl-tests. float32, sums.",
+        "and the most; above 1 we are faster. Bytes and bus bandwidth are those of nccl-tests. Arrays are",
+        "float32, reductions are sums.",
+        "",
+        "Ways of calling: *timeout* is the call with `timeout=60`, beside the peer's plain one; *started*",
+        "is started and waited for, *polled* asks until it is done (where the peer has no started form, its",
+        "blocking one); *new size*, *new view* and *new array* have operands that no call has had before;",
+        "*1000 lines* calls from a thousand lines of the program in turn. Where the receiver does not",
+        "know the lengths, MPI's side exchanges them first.",
         "",
         "| machine | |",
         "|---|---|",
@@ -53,55 +59,66 @@ def page(results: Results) -> list[str]:
 
 
 def summary(results: Results) -> list[str]:
-    """How many cases reach the goal, and the worst ratio of each pair of systems."""
-    lines = [
-        "## Goals",
-        "",
-        "| ours | peer | goal | cases that reach it | the worst |",
-        "|---|---|---|---|---|",
-    ]
-    for (ours, peer), goal in GOALS.items():
+    """The geometric mean of each pair of systems, how many cases reach the goal, and those below 1."""
+    titles = ["ours", "peer", "ranks", "cases", "geometric mean", "goal", "cases that reach it", "below 1.0"]
+    lines = ["## Summary", "", f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    listed: list[str] = []
+    for each in results.summaries():
+        goal = GOALS[each.ours, each.peer]
         ratios = [
-            (ratio.median, case)
+            ratio.median
             for case in results.times
-            if case.operation != "ping" and (ratio := results.ratio(case, ours, peer)) is not None
+            if case.ranks == each.ranks and (ratio := results.ratio(case, each.ours, each.peer)) is not None
         ]
-        if ratios:
-            reached = sum(median >= goal for median, _ in ratios)
-            worst, case = min(ratios)
-            what = f"{worst:.2f}: {case.operation}, {case.ranks} ranks, {bytes_text(case.nbytes)}"
-            lines.append(f"| {ours} | {peer} | {goal:g}x | {reached} of {len(ratios)} | {what} |")
-    return [*lines, ""] if len(lines) > 4 else []
+        cells = [
+            each.ours,
+            each.peer,
+            str(each.ranks),
+            str(each.cases),
+            f"{each.geometric_mean:.2f}",
+            f"{goal:g}x",
+            str(sum(ratio >= goal for ratio in ratios)),
+            str(len(each.below)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+        if each.below:
+            listed += [f"### Below 1.0: {each.ours} beside {each.peer}, {each.ranks} ranks", ""]
+            listed += ["| case | ratio |", "|---|---:|"]
+            listed += [f"| {case.label} | {ratio_cell(ratio)} |" for case, ratio in each.below]
+            listed += [""]
+    return [*lines, "", *listed] if len(lines) > 4 else []
 
 
 def table(results: Results, cases: list[Case], ours: str, peers: list[str]) -> list[str]:
     if not cases:
         return []
-    titles = ["bytes", ours, "busbw GB/s", *peers, *(f"{peer} / ours" for peer in peers)]
+    titles = ["way", "data", "bytes", ours, "busbw GB/s", *peers, *(f"{peer} / ours" for peer in peers)]
     lines = [
         f"## {cases[0].operation}, {cases[0].ranks} ranks, {ours}",
         "",
         f"| {' | '.join(titles)} |",
-        f"|{'---:|' * len(titles)}",
+        f"|---|---|{'---:|' * (len(titles) - 2)}",
     ]
     for case in cases:
         seconds = results.seconds(case, ours)
         if seconds is None:
             continue
+        bandwidth = case.bus_bandwidth(seconds) if case.nbytes else None
         cells = [
+            case.way,
+            case.data,
             bytes_text(case.nbytes) if case.nbytes else "",
             seconds_text(seconds),
-            f"{case.bus_bandwidth(seconds) / 1e9:.2f}" if case.nbytes else "",
+            "" if bandwidth is None else f"{bandwidth / 1e9:.2f}",
             *(seconds_text(t) if (t := results.seconds(case, peer)) is not None else "" for peer in peers),
-            *(ratio_text(results, case, ours, peer) for peer in peers),
+            *(ratio_cell(results.ratio(case, ours, peer)) for peer in peers),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 
 
-def ratio_text(results: Results, case: Case, ours: str, peer: str) -> str:
-    ratio = results.ratio(case, ours, peer)
-    return "" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+def ratio_cell(ratio: Ratio | None) -> str:
+    return "" if ratio is None else " ".join(ratio.texts())
 
 
 if __name__ == "__main__":

@@ -1,33 +1,44 @@
 // The call log of a group: the number of its next collective, what was called under the last numbers, and which calls
 // are under way below Python.
 //
-// Knows numbers and the text of calls. Does not know what a call does, nor who compares the text. Every call needs
-// the GIL: so a call is allowed, numbered and entered here in one breath.
+// Knows numbers, fingerprints, and where in the program each call stands. Does not know what a call does, nor who
+// compares fingerprints. Every call needs the GIL: so a call is allowed, numbered and entered here in one breath.
 
 #pragma once
 
 #include <array>
 #include <atomic>
-#include <memory>
-#include <string>
+#include <cstddef>
 #include <vector>
 
-#include "wire/frame.hpp"
+#include "collective/fingerprint.hpp"
 
 namespace unisono::engine {
 
 class CompletionQueue;
-
-using Text = std::shared_ptr<const std::string>;
 
 class CallLog {
  public:
   // Whoever asks about an older call has not met us for long: more than any rank runs ahead.
   static constexpr size_t kept = 64;
 
+  // The line of the program that made a call: its code object, of which the log holds a reference, and the
+  // instruction in it. nullptr if nobody knows.
+  struct Site {
+    void* code = nullptr;
+    int instruction = 0;
+  };
+  // The shape of the array of a call, for reports; of a call that Python has put into words, none.
+  struct Shape {
+    static constexpr int dims_max = 8;
+    int nd = -1;
+    std::array<std::int64_t, dims_max> dims;
+  };
   struct Entry {
     uint64_t sequence = 0;
-    Text text;
+    Fingerprint fingerprint;
+    Site site;
+    Shape shape;
   };
 
   // A call under way below Python, on the stack of whoever makes it. A message has no number.
@@ -40,19 +51,36 @@ class CallLog {
     std::atomic<bool> is_recalled{false};
   };
 
+  // `release` drops a reference to a code object.
+  explicit CallLog(void (*release)(void*)) : release_(release) {}
+  CallLog(const CallLog&) = delete;
+  CallLog& operator=(const CallLog&) = delete;
+  ~CallLog() {
+    for (const Entry& entry : entries_)
+      if (entry.site.code != nullptr) release_(entry.site.code);
+  }
+
   uint64_t next = 0;
   // Nothing has happened that Python must look at before the next call.
   bool fast_path_open = true;
 
-  void remember(uint64_t sequence, Text text) {
+  // Takes the reference of the site, and returns the one of the entry that it replaces: dropping it may run any code,
+  // so the caller does that when its call may be interrupted.
+  [[nodiscard]] void* remember(uint64_t sequence, const Fingerprint& fingerprint, Site site) {
     Entry& entry = entries_[written_++ % kept];
+    void* const replaced = entry.site.code;
     entry.sequence = sequence;
-    entry.text = std::move(text);
+    entry.fingerprint = fingerprint;
+    entry.site = site;
+    entry.shape.nd = -1;
+    return replaced;
   }
+  // Of the call that was remembered last.
+  Shape& shape() { return entries_[(written_ - 1) % kept].shape; }
 
-  const Text* find(uint64_t sequence) const {
+  const Entry* find(uint64_t sequence) const {
     for (size_t i = 0; i < size(); ++i)
-      if (at(i).sequence == sequence) return &at(i).text;
+      if (at(i).sequence == sequence) return &at(i);
     return nullptr;
   }
 
@@ -63,6 +91,7 @@ class CallLog {
   std::vector<InFlightCall*> flights;
 
  private:
+  void (*release_)(void*);
   std::array<Entry, kept> entries_;
   size_t written_ = 0;
 };

@@ -23,10 +23,12 @@ uint64_t numbered(uint64_t tag, uint64_t number) {
   return tag + ((number & ((uint64_t{1} << bits) - 1)) << shift);
 }
 
-// Only the part before a NUL counts: where the call stands in the source is told, not compared. Most often it is the
-// same place, and then nothing need be looked for.
-std::string_view call_of(std::string_view header) { return header.substr(0, header.find('\0')); }
-bool is_same_call(std::string_view a, std::string_view b) { return a == b || call_of(a) == call_of(b); }
+bool is_same_call(const Envelope& envelope, const Fingerprint& mine) {
+  return envelope.header_bytes == sizeof mine && std::memcmp(envelope.header, &mine, sizeof mine) == 0;
+}
+
+// A step that is empty moves nothing, and is done as soon as those before it are.
+bool is_local(const Piece& p) { return p.step == Step::copy || p.step == Step::reduce || p.count == 0; }
 
 }  // namespace
 
@@ -39,7 +41,7 @@ bool RunReceive::has_fixed_place() const { return run_.piece(piece).step == Step
 byte* RunReceive::place() {
   const Piece& p = run_.piece(piece);
   if (p.step == Step::recv) return run_.at(p.dst_buf, p.dst);
-  if (way == Way::open) way = run_.waits_[piece] == 0 ? Way::direct : Way::landing;
+  if (way == Way::open) way = run_.bound_.waits[piece] == 0 ? Way::direct : Way::landing;
   return way == Way::landing ? landing.at() : nullptr;
 }
 
@@ -64,29 +66,44 @@ void RunReceive::write(uint64_t offset, const byte* from, size_t bytes) {
   cut_bytes = static_cast<uint8_t>(rest);
 }
 
-void Run::begin(std::shared_ptr<const Program> program, const Stage& stage) {
+void Run::bind(std::shared_ptr<const Program> program, const Stage& stage) {
   program_ = std::move(program);
   stage_ = stage;
+  bound_.bind(*program_, {stage.counts, stage.counts_n, stage.is_even}, stage.piece_elements);
+  lines_.assign(program_->lines.size(), LineState());
+  for (size_t line = 0; line < lines_.size(); ++line) {
+    const std::int32_t peer = program_->lines[line].peer;
+    lines_[line].peer = stage.members == nullptr ? peer : stage.members[peer];
+  }
+}
+
+void Run::start(bool runs_ahead) {
   const Program& p = *program_;
+  stage_.runs_ahead = runs_ahead;
   outcome = Outcome::done;
   failure.peer = -1;
   failure.header.clear();
-  waits_.assign(p.waits.begin(), p.waits.end());
-  ready_.assign(p.ready.begin(), p.ready.end());
+  if (bound_.pieces.size() == p.steps.size() && !bound_.has_empty) [[likely]] {
+    ready_.assign(p.ready.begin(), p.ready.end());
+  } else {
+    ready_.clear();
+    for (uint32_t i = 0; i < bound_.pieces.size(); ++i)
+      if (bound_.waits[i] == 0 && is_local(piece(i))) ready_.push_back(i);
+  }
   ready_at_ = 0;
   copied_ = 0;
-  is_long_ = (p.counts[static_cast<size_t>(Buffer::in)] + p.counts[static_cast<size_t>(Buffer::out)]) * stage.itemsize >
+  const uint64_t* const counts = bound_.counts;
+  is_long_ = (counts[static_cast<size_t>(Buffer::in)] + counts[static_cast<size_t>(Buffer::out)]) * stage_.itemsize >
              cache_bytes;
-  if (p.reduces) landed_.assign(p.pieces.size(), nullptr);
-  lines_.assign(p.lines.size(), LineState());
+  if (p.reduces) landed_.assign(bound_.pieces.size(), nullptr);
   dirty_.clear();
   for (uint32_t line = 0; line < lines_.size(); ++line) mark(line);
-  left_ = p.pieces.size();
+  left_ = bound_.pieces.size();
   active_ = 0;
   has_failed_ = has_ended_ = is_busy_ = false;
-  memory_[static_cast<size_t>(Buffer::in)] = stage.in;
-  memory_[static_cast<size_t>(Buffer::out)] = stage.out;
-  if (const uint64_t bytes = p.counts[static_cast<size_t>(Buffer::tmp)] * stage.itemsize; bytes != 0) {
+  memory_[static_cast<size_t>(Buffer::in)] = stage_.in;
+  memory_[static_cast<size_t>(Buffer::out)] = stage_.out;
+  if (const uint64_t bytes = counts[static_cast<size_t>(Buffer::tmp)] * stage_.itemsize; bytes != 0) {
     tmp_ = scratch_.take(bytes);
     if (tmp_.at() == nullptr) fail(Outcome::no_memory, -1);
   }
@@ -105,11 +122,11 @@ std::vector<std::int32_t> Run::awaited() const {
   std::vector<std::int32_t> ranks;
   if (has_ended_) return ranks;
   for (const auto& send : sends_)
-    if (send->is_active) ranks.push_back(program_->lines[piece(send->piece).line].peer);
+    if (send->is_active) ranks.push_back(lines_[piece(send->piece).line].peer);
   for (const auto& receive : receives_)
-    if (receive->is_active) ranks.push_back(program_->lines[piece(receive->piece).line].peer);
+    if (receive->is_active) ranks.push_back(lines_[piece(receive->piece).line].peer);
   for (size_t i = 0; i < lines_.size(); ++i)
-    if (lines_[i].is_deserted) ranks.push_back(program_->lines[i].peer);
+    if (lines_[i].is_deserted) ranks.push_back(lines_[i].peer);
   std::sort(ranks.begin(), ranks.end());
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
   return ranks;
@@ -164,62 +181,80 @@ void Run::mark(uint32_t line) {
   dirty_.push_back(line);
 }
 
+// Find the next message of a line; false if there is none left. Steps that are empty are not messages.
+bool Run::find_next(const std::vector<uint32_t>& steps, LineState::Queue& queue, uint32_t& next) const {
+  while (queue.step < steps.size()) {
+    const uint32_t step = steps[queue.step];
+    next = bound_.first_piece(step) + queue.piece;
+    if (queue.piece < bound_.piece_number(step) && piece(next).count != 0) return true;
+    ++queue.step;
+    queue.piece = 0;
+  }
+  return false;
+}
+
 void Run::post(uint32_t at) {
   const Line& line = program_->lines[at];
   LineState& state = lines_[at];
-  while (!has_failed_ && !state.is_deserted && state.next_send < line.sends.size() &&
-         state.sending < sends_per_receive * stage_.window && waits_[line.sends[state.next_send]] == 0)
-    post_send(line, state);
-  while (!has_failed_ && !state.is_deserted && state.next_recv < line.recvs.size() && state.receiving < stage_.window) {
-    const uint32_t next = line.recvs[state.next_recv];
-    if (piece(next).step == Step::recv && waits_[next] != 0) return;
-    post_recv(line, state);
+  uint32_t next;
+  while (!has_failed_ && !state.is_deserted && state.sending < sends_per_receive * stage_.window &&
+         find_next(line.sends, state.sends, next) && bound_.waits[next] == 0)
+    post_send(at, next);
+  while (!has_failed_ && !state.is_deserted && state.receiving < stage_.window &&
+         find_next(line.recvs, state.recvs, next)) {
+    if (piece(next).step == Step::recv && bound_.waits[next] != 0) return;
+    post_recv(at, next);
   }
 }
 
-void Run::post_send(const Line& line, LineState& state) {
+void Run::post_send(uint32_t line, uint32_t index) {
   if (spare_sends_.empty()) {
     sends_.push_back(std::make_unique<RunSend>(*this));
     spare_sends_.push_back(sends_.back().get());
   }
   RunSend& send = *spare_sends_.back();
   spare_sends_.pop_back();
+  LineState& state = lines_[line];
   // The first message carries the fingerprint. To a peer from which nothing comes back it ends only when met: a peer
   // that never asks for it is a mismatch, and the sender must not get away before it is seen, unless it runs ahead and
   // the peer looks after it. Any other peer's own fingerprint, without which the run does not end, proves that it will
   // ask.
-  const bool is_first = state.next_send == 0;
-  send.tag = numbered(stage_.tag, state.next_send);
-  send.piece = line.sends[state.next_send++];
-  const Piece& p = piece(send.piece);
+  const bool is_first = state.sends.number == 0;
+  send.tag = numbered(stage_.tag, state.sends.number++);
+  ++state.sends.piece;
+  send.piece = index;
+  const Piece& p = piece(index);
   send.context = stage_.context;
   send.data = at(p.dst_buf, p.dst);
   send.nbytes = bytes_of(p);
-  send.header = reinterpret_cast<const byte*>(header->data());
-  send.header_bytes = static_cast<uint16_t>(is_first ? header->size() : 0);
+  send.header = reinterpret_cast<const byte*>(&fingerprint);
+  send.header_bytes = static_cast<uint16_t>(is_first ? sizeof fingerprint : 0);
   send.dtype = stage_.dtype;
-  const bool is_unanswered = is_first && line.recvs.empty();
+  const bool is_unanswered = is_first && !answers(line);
   send.sync = is_unanswered && !stage_.runs_ahead;
   send.is_ahead = is_unanswered && stage_.runs_ahead;
   send.receive_is_certain = true;
   send.is_active = true;
   ++state.sending;
   ++active_;
-  if (engine_.start(send, line.peer)) return;
+  if (engine_.start(send, state.peer)) return;
   on_sent(send, Outcome::closed);
 }
 
-void Run::post_recv(const Line& line, LineState& state) {
+void Run::post_recv(uint32_t line, uint32_t index) {
   if (spare_receives_.empty()) {
     receives_.push_back(std::make_unique<RunReceive>(*this));
     spare_receives_.push_back(receives_.back().get());
   }
   RunReceive& receive = *spare_receives_.back();
   spare_receives_.pop_back();
-  receive.tag = numbered(stage_.tag, state.next_recv);
-  receive.piece = line.recvs[state.next_recv++];
+  LineState& state = lines_[line];
+  receive.is_first = state.recvs.number == 0;
+  receive.tag = numbered(stage_.tag, state.recvs.number++);
+  ++state.recvs.piece;
+  receive.piece = index;
   receive.context = stage_.context;
-  receive.source = line.peer;
+  receive.source = state.peer;
   receive.way = RunReceive::Way::open;
   receive.cut_bytes = 0;
   receive.is_active = true;
@@ -232,6 +267,11 @@ void Run::post_recv(const Line& line, LineState& state) {
 // Do the local piece whose turn it is, or a part of it.
 void Run::do_local(uint32_t index) {
   const Piece& p = piece(index);
+  if (p.count == 0) {
+    ++ready_at_;
+    finish(index);
+    return;
+  }
   switch (p.step) {
     case Step::copy: {
       // In parts, which is right because source and target never overlap: Program and the verbs see to that.
@@ -267,20 +307,14 @@ void Run::combine(const Piece& p, uint64_t first_byte, const byte* from, uint64_
 
 void Run::finish(uint32_t index) {
   --left_;
-  const Program& program = *program_;
-  for (uint32_t i = program.after_at[index]; i < program.after_at[index + 1]; ++i) {
-    const uint32_t later = program.after[i];
-    if (--waits_[later] != 0) continue;
+  bound_.for_each_after(*program_, index, [&](uint32_t later) {
+    if (--bound_.waits[later] != 0) return;
     const Piece& p = piece(later);
-    switch (p.step) {
-      case Step::send:
-      case Step::recv: mark(p.line); break;
-      case Step::recv_reduce:
-        if (landed_[later] != nullptr) ready_.push_back(later);
-        break;
-      default: ready_.push_back(later);
-    }
-  }
+    if (is_local(p) || (p.step == Step::recv_reduce && landed_[later] != nullptr))
+      ready_.push_back(later);
+    else if (p.step != Step::recv_reduce)
+      mark(p.line);
+  });
 }
 
 // ---- messages ----
@@ -297,33 +331,31 @@ void Run::on_sent(RunSend& send, Outcome how) {
   } else if (how == Outcome::peer_down) {
     lines_[line].is_deserted = true;
   } else {
-    fail(how, program_->lines[line].peer);
+    fail(how, lines_[line].peer);
   }
   go_on();
 }
 
 MatchResult Run::on_match(RunReceive& receive, const Envelope& envelope) {
   const Piece& p = piece(receive.piece);
-  const Line& line = program_->lines[p.line];
   LineState& state = lines_[p.line];
-  const bool is_first = receive.piece == line.recvs.front();
+  const bool is_first = receive.is_first;
   // It took its first message back, so it has given up, and the news why is on its way: what it sent before means
   // nothing any more.
-  if (!header->empty() && (is_first ? envelope.header_bytes == 0 : !state.is_introduced)) state.is_deserted = true;
+  if (is_first ? envelope.header_bytes == 0 : !state.is_introduced) state.is_deserted = true;
   if (state.is_deserted || has_failed_) return MatchResult::reject;
-  const std::string_view theirs(reinterpret_cast<const char*>(envelope.header), envelope.header_bytes);
   const uint64_t awaited = bytes_of(p);
   const auto fits_any = [](uint8_t code) { return code == untyped || code == plain_bytes; };
   const bool fits = envelope.nbytes == awaited &&
                     (envelope.dtype == stage_.dtype || fits_any(envelope.dtype) || fits_any(stage_.dtype));
   const bool is_same =
-      is_first || !fits ? (envelope.header_bytes == 0 && !is_first) || is_same_call(theirs, *header) : true;
+      is_first || !fits ? (envelope.header_bytes == 0 && !is_first) || is_same_call(envelope, fingerprint) : true;
   if (!fits || !is_same) {
     refuse(envelope, awaited, !is_same);
     return MatchResult::reject;
   }
   state.is_introduced = true;
-  if (p.step == Step::recv_reduce && waits_[receive.piece] != 0 && awaited != 0) {
+  if (p.step == Step::recv_reduce && bound_.waits[receive.piece] != 0 && awaited != 0) {
     if (receive.landing.at() == nullptr) receive.landing = scratch_.take(awaited);
     if (receive.landing.at() == nullptr) {
       outcome = Outcome::no_memory;
@@ -352,15 +384,15 @@ void Run::on_received(RunReceive& receive, Outcome how) {
     if (how == Outcome::peer_down)
       lines_[p.line].is_deserted = true;
     else if (how != Outcome::refused)
-      fail(how, program_->lines[p.line].peer);
+      fail(how, lines_[p.line].peer);
     else if (!lines_[p.line].is_deserted)
-      fail(outcome, program_->lines[p.line].peer);
+      fail(outcome, lines_[p.line].peer);
   } else if (receive.way != RunReceive::Way::landing) {
     release(receive);
     finish(index);
   } else {
     landed_[index] = &receive;
-    if (waits_[index] == 0) ready_.push_back(index);
+    if (bound_.waits[index] == 0) ready_.push_back(index);
   }
   go_on();
 }
@@ -405,7 +437,6 @@ void Run::conclude() {
     for (RunReceive*& receive : landed_)
       if (receive != nullptr) release(*std::exchange(receive, nullptr));
   if (tmp_.at() != nullptr) scratch_.give_back(std::exchange(tmp_, {}));
-  program_.reset();
   completions_.tell(*this);
 }
 

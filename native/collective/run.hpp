@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "base/scratch.hpp"
-#include "collective/call_log.hpp"
-#include "collective/program.hpp"
+#include "collective/bound_program.hpp"
+#include "collective/fingerprint.hpp"
 #include "engine/completion_queue.hpp"
 #include "kernels/kernels.hpp"
 
@@ -49,6 +49,7 @@ class RunReceive final : public Receive {
 
   uint32_t piece = 0;
   bool is_active = false;
+  bool is_first = false;  // of its line: it brings the peer's header
   enum class Way : uint8_t { open, direct, landing };
   Way way = Way::open;  // decided when the first bytes come
   uint8_t cut_bytes = 0;
@@ -59,10 +60,15 @@ class RunReceive final : public Receive {
   Run& run_;
 };
 
-// What a run works on.
+// What a run works on. `counts` and `members` are read while it is bound, not later.
 struct Stage {
   uint64_t context = 0;
   uint64_t tag = 0;
+  const uint64_t* counts = nullptr;  // as Program::accepts takes them
+  size_t counts_n = 0;
+  bool is_even = false;  // one count stands for all
+  uint64_t piece_elements = UINT64_MAX;
+  const std::int32_t* members = nullptr;  // the engine's rank of each rank of the program; none: the same
   byte* in = nullptr;
   byte* out = nullptr;
   uint8_t dtype = untyped;
@@ -80,9 +86,21 @@ class Run final : public Operation, public DeferredWork {
   }
 
   // The header of the first message to each peer: set before `begin`.
-  Text header;
-  // Start; it may end before the call returns.
-  void begin(std::shared_ptr<const Program> program, const Stage& stage);
+  Fingerprint fingerprint;
+  // Bind the program and start; it may end before the call returns.
+  void begin(std::shared_ptr<const Program> program, const Stage& stage) {
+    bind(std::move(program), stage);
+    start(stage.runs_ahead);
+  }
+  // The same in two steps, for who decides between them whether to run ahead.
+  void bind(std::shared_ptr<const Program> program, const Stage& stage);
+  void start(bool runs_ahead);
+  // From `bind` until the next: the program, and per line of it the peer's rank in the engine, and whether anything is
+  // sent to it and comes from it for these counts.
+  const Program& program() const { return *program_; }
+  std::int32_t peer(size_t line) const { return lines_[line].peer; }
+  bool sends_to(size_t line) const { return bound_.moves(program_->lines[line].sends); }
+  bool answers(size_t line) const { return bound_.moves(program_->lines[line].recvs); }
   // Take back what can be taken back; it ends as cancelled as soon as nobody uses its memory.
   void cancel();
   // The ranks that it waits for now.
@@ -91,7 +109,7 @@ class Run final : public Operation, public DeferredWork {
   // Why it failed, if `outcome` says so: about which peer, and what that sent.
   struct Failure {
     std::int32_t peer = -1;
-    bool is_header = false;  // its header differs; else its length or type
+    bool is_header = false;  // its fingerprint differs; else its length or type
     uint64_t came = 0;
     uint64_t awaited = 0;
     std::string header;
@@ -105,14 +123,21 @@ class Run final : public Operation, public DeferredWork {
   friend RunSend;
   friend RunReceive;
   struct LineState {
-    uint32_t next_send = 0, next_recv = 0;
+    // The messages of one direction: the step and the piece of it whose turn it is. Both ends know which steps are
+    // empty and count the messages that are not.
+    struct Queue {
+      uint32_t step = 0, piece = 0;
+      uint64_t number = 0;
+    };
+    std::int32_t peer = -1;
+    Queue sends, recvs;
     uint32_t sending = 0, receiving = 0;
     bool is_dirty = false;
-    bool is_introduced = false;  // its first message has come, with the header that we await
+    bool is_introduced = false;  // its first message has come, with our fingerprint
     bool is_deserted = false;    // the peer is gone, or has given up: its first message was taken back
   };
 
-  const Piece& piece(uint32_t index) const { return program_->pieces[index]; }
+  const Piece& piece(uint32_t index) const { return bound_.pieces[index]; }
   byte* at(Buffer buffer, uint64_t element) const {
     return memory_[static_cast<size_t>(buffer)] + element * stage_.itemsize;
   }
@@ -120,8 +145,9 @@ class Run final : public Operation, public DeferredWork {
 
   void go_on();
   void post(uint32_t line);
-  void post_send(const Line& line, LineState& state);
-  void post_recv(const Line& line, LineState& state);
+  bool find_next(const std::vector<uint32_t>& steps, LineState::Queue& queue, uint32_t& next) const;
+  void post_send(uint32_t line, uint32_t index);
+  void post_recv(uint32_t line, uint32_t index);
   void do_local(uint32_t index);
   void combine(const Piece& p, uint64_t first_byte, const byte* from, uint64_t bytes) const;
   void finish(uint32_t index);
@@ -139,6 +165,7 @@ class Run final : public Operation, public DeferredWork {
   CompletionQueue& completions_;
   Scratch& scratch_;
   std::shared_ptr<const Program> program_;
+  BoundProgram bound_;
   Stage stage_;
   byte* memory_[buffer_count] = {};
   Scratch::Block tmp_;
@@ -147,7 +174,6 @@ class Run final : public Operation, public DeferredWork {
   bool is_busy_ = false;  // somebody further up the stack goes on
   bool has_failed_ = false;
   bool has_ended_ = true;
-  std::vector<uint32_t> waits_;
   std::vector<LineState> lines_;
   std::vector<uint32_t> dirty_;
   std::vector<uint32_t> ready_;

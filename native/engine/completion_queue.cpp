@@ -203,10 +203,10 @@ Run* CompletionQueue::run_of(uint64_t handle) const {
   return all_[index]->phase == Operation::Phase::active ? static_cast<Run*>(all_[index].get()) : nullptr;
 }
 
-Run* CompletionQueue::watched(uint64_t handle) const {
+Operation* CompletionQueue::watched(uint64_t handle) const {
   const size_t index = handle & ((uint64_t{1} << index_bits) - 1);
-  if (index >= all_.size() || all_[index]->handle != handle || !all_[index]->is_run) return nullptr;
-  return all_[index]->is_watched ? static_cast<Run*>(all_[index].get()) : nullptr;
+  if (index >= all_.size() || all_[index]->handle != handle) return nullptr;
+  return all_[index]->is_watched ? all_[index].get() : nullptr;
 }
 
 void CompletionQueue::recycle(Operation& operation) {
@@ -273,38 +273,21 @@ void CompletionQueue::wait(Hold& held, std::int64_t deadline, uint64_t pokes_see
 
 void CompletionQueue::wait_as_pump(Hold& held, std::int64_t deadline) {
   while ((is_empty() || is_telling_ || waiters_ != 0) && !engine_.is_closed()) {
-    const std::int64_t left = deadline - now_ns();
-    if (left <= 0) return;
+    const std::int64_t now = now_ns(), left = std::min(deadline, pump_at_) - now;
+    if (left <= 0) {
+      if (now >= pump_at_) pump_at_ = never;
+      return;
+    }
     is_pump_waiting_ = true;
     pump_.wait_until(held, std::chrono::steady_clock::now() + std::chrono::nanoseconds(left < second ? left : second));
     is_pump_waiting_ = false;
   }
 }
 
-bool CompletionQueue::wait_for(Hold& held, const Operation& operation, std::int64_t deadline,
-                               const std::atomic<bool>& is_recalled) {
-  const auto has_ended = [&] { return operation.phase == Operation::Phase::ended; };
-  const auto has_other = [&] {
-    // relaxed: a interrupt_wait follows it
-    return (!is_empty() && !is_telling_) || is_recalled.load(std::memory_order_relaxed) || engine_.is_closed();
-  };
-  ++waiters_;
-  engine_.wait(held, [&] { return has_ended() || has_other(); }, deadline);
-  --waiters_;
-  if (!has_ended()) return has_other();
-  // Nobody woke the pump while somebody waited.
-  if (!is_empty() && !is_telling_) wake_pump();
-  return false;
-}
-
-void CompletionQueue::poll_briefly_for(const Operation& operation) {
-  engine_.poll_briefly([&] { return operation.phase == Operation::Phase::ended; });
-}
-
-bool CompletionQueue::unwatch(Run& run, uint64_t id) {
-  if (run.phase == Operation::Phase::ended) return false;
-  run.is_watched = false;
-  run.id = id;
+bool CompletionQueue::unwatch(Operation& operation, uint64_t id) {
+  operation.id = id;
+  if (operation.phase == Operation::Phase::ended) return false;
+  operation.is_watched = false;
   return true;
 }
 

@@ -91,8 +91,8 @@ class CompletionQueue {
   bool cancel(uint64_t handle);
   // The run of this handle; nullptr if it has ended.
   Run* run_of(uint64_t handle) const;
-  // The run of this handle that is watched, also if it has ended; nullptr if there is none.
-  Run* watched(uint64_t handle) const;
+  // The operation of this handle that is watched, also if it has ended; nullptr if there is none.
+  Operation* watched(uint64_t handle) const;
   void recycle(Operation& operation);
 
   // A message that waits although its sender does not (Inbox::ahead), as Python compares it with what was called here.
@@ -133,12 +133,30 @@ class CompletionQueue {
   // deadline.
   void wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller);
   void wait_as_pump(Hold& held, std::int64_t deadline);
-  // The same for one who watches an operation: also returns at its end. True if there is something else to look at.
-  bool wait_for(Hold& held, const Operation& operation, std::int64_t deadline, const std::atomic<bool>& is_recalled);
-  // A few rounds of progress for one who watches an operation, as long as there is little to do.
-  void poll_briefly_for(const Operation& operation);
+  // The same for one who watches operations: also returns once they have ended. True if there is something else to look
+  // at.
+  template <class HasEnded>
+  bool wait_until(Hold& held, HasEnded has_ended, std::int64_t deadline, const std::atomic<bool>& is_recalled) {
+    const auto has_other = [&] {
+      // relaxed: a interrupt_wait follows it
+      return (!is_empty() && !is_telling_) || is_recalled.load(std::memory_order_relaxed) || engine_.is_closed();
+    };
+    ++waiters_;
+    engine_.wait(held, [&] { return has_ended() || has_other(); }, deadline);
+    --waiters_;
+    if (!has_ended()) return has_other();
+    // Nobody woke the pump while somebody waited.
+    if (!is_empty() && !is_telling_) wake_pump();
+    return false;
+  }
   // Watch it no more: from now on it is told, under the caller's number. False if it has ended.
-  bool unwatch(Run& run, uint64_t id);
+  bool unwatch(Operation& operation, uint64_t id);
+  // Let the pump return at this time at the latest.
+  void wake_pump_at(std::int64_t time) {
+    if (time >= pump_at_) return;
+    pump_at_ = time;
+    if (is_pump_waiting_) pump_.notify_one();
+  }
   uint64_t interrupt_count() const { return pokes_; }
   void interrupt_wait();
 
@@ -166,6 +184,7 @@ class CompletionQueue {
   uint64_t pokes_ = 0;
   size_t waiters_ = 0;
   bool is_pump_waiting_ = false;
+  std::int64_t pump_at_ = never;
   std::condition_variable_any pump_;
 };
 

@@ -32,26 +32,26 @@ class Users {
  public:
   struct User {
     std::shared_ptr<const UserThread> thread;
-    bool has_waited;
+    bool belongs;
   };
 
-  // The calling thread sends, or waits for an operation.
-  void note(bool is_waiting) {
+  // The calling thread sends; or it belongs to the rank, because it makes a call or waits for an operation.
+  void note(bool belongs) {
     const UserThread* me = UserThread::current().get();
-    if (me == last_ && last_has_waited_ >= is_waiting) return;
+    if (me == last_ && last_belongs_ >= belongs) return;
     last_ = me;
-    last_has_waited_ = is_waiting;
+    last_belongs_ = belongs;
     for (User& user : users_)
       if (user.thread.get() == me) {
-        user.has_waited |= is_waiting;
-        last_has_waited_ = user.has_waited;
+        user.belongs |= belongs;
+        last_belongs_ = user.belongs;
         return;
       }
     forget_ended();
-    users_.push_back({UserThread::current(), is_waiting});
+    users_.push_back({UserThread::current(), belongs});
   }
-  // Whether a thread that waited has ended.
-  bool had_waiters() const { return had_waiters_; }
+  // Whether a thread that belonged to the rank has ended.
+  bool has_lost_users() const { return has_lost_users_; }
   const std::vector<User>& living() {
     forget_ended();
     return users_;
@@ -61,16 +61,16 @@ class Users {
   void forget_ended() {
     std::erase_if(users_, [this](const User& user) {
       if (!user.thread->has_ended.load(std::memory_order_relaxed)) return false;
-      had_waiters_ |= user.has_waited;
+      has_lost_users_ |= user.belongs;
       if (user.thread.get() == last_) last_ = nullptr;
       return true;
     });
   }
 
   std::vector<User> users_;
-  bool had_waiters_ = false;
+  bool has_lost_users_ = false;
   const UserThread* last_ = nullptr;
-  bool last_has_waited_ = false;
+  bool last_belongs_ = false;
 };
 
 }  // namespace unisono::engine

@@ -12,6 +12,8 @@
 //     compilers are free to choose which operand's NaN survives an addition; this takes the choice away.
 //   - min and max give NaN if either operand is NaN, and hold -0.0 to be smaller than +0.0 (IEEE 754-2019
 //     minimum and maximum), so on floats too they are commutative and associative down to the bit.
+//   - maxloc and minloc take pairs (value, index). The value is that of max and min, the index that of the operand
+//     it came from, and of equal values (two NaN are equal) the lower index. A NaN as an index is above all others.
 //   - A complex product is (ac - bd) + (ad + bc)i in that order of operations, without C's Annex G recovery
 //     of infinities from NaN: as NumPy, and it vectorises.
 
@@ -44,10 +46,16 @@ inline constexpr std::size_t dtype_count = 15;
 inline constexpr std::size_t itemsizes[dtype_count] = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 8, 16};
 
 // unisono.core.ops.OpCode.
-enum class Op : std::uint8_t { sum, prod, min, max, band, bor, bxor, land, lor, lxor };
-inline constexpr std::size_t op_count = 10;
+enum class Op : std::uint8_t { sum, prod, min, max, band, bor, bxor, land, lor, lxor, maxloc, minloc };
+inline constexpr std::size_t op_count = 12;
 
-// dst[i] = a[i] op b[i]
+// The bytes of one item of a reduction, which nothing may cut: an element, or the pair of maxloc and minloc. `op` is
+// negative where nothing is reduced.
+constexpr std::size_t item_bytes(std::size_t dtype, std::int32_t op) {
+  return itemsizes[dtype] * (op >= static_cast<std::int32_t>(Op::maxloc) ? 2 : 1);
+}
+
+// dst[i] = a[i] op b[i], for `count` items
 using Reduce = void (*)(std::byte* dst, const std::byte* a, const std::byte* b, std::size_t count);
 // x[i] = x[i] / divisor, a true division; the divisor is first rounded to the type of the computation.
 using Divide = void (*)(std::byte* x, std::size_t count, std::int64_t divisor);

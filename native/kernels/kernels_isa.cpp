@@ -409,6 +409,46 @@ int16_t half_choose(int16_t a, int16_t b) {
   return numbers ? ordered(choose(ordered(a), ordered(b))) : static_cast<int16_t>(Half::nan);
 }
 
+// ---- pairs (value, index): the order of either is that of integers ----
+
+template <class T>
+struct IntegerOrder {
+  using Bits = T;
+  static constexpr T lowest = 0;  // not used: no integer is NaN
+  static T clean(T value) { return value; }
+  static T key(T value) { return value; }
+  static bool is_nan(T) { return false; }
+};
+
+// As `ordered` above: no number has the lowest key, and the one NaN is above infinity.
+template <class T, T infinity, T nan>
+struct FloatOrder {
+  using Bits = T;
+  static constexpr T lowest = static_cast<T>(T(1) << (8 * sizeof(T) - 1));
+  static constexpr T magnitude = static_cast<T>(~lowest);
+  static T clean(T bits) { return (bits & magnitude) > infinity ? nan : bits; }
+  static T key(T bits) { return static_cast<T>(bits ^ ((bits >> (8 * sizeof(T) - 1)) & magnitude)); }
+  static bool is_nan(T bits) { return bits == nan; }
+};
+
+template <class Order, bool largest>
+void locate_each(byte* dst, const byte* a, const byte* b, size_t count) {
+  using T = typename Order::Bits;
+  UNISONO_INDEPENDENT
+  for (size_t i = 0; i < count; ++i) {
+    const T a_value = Order::clean(load<T>(a, 2 * i)), a_index = Order::clean(load<T>(a, 2 * i + 1));
+    const T b_value = Order::clean(load<T>(b, 2 * i)), b_index = Order::clean(load<T>(b, 2 * i + 1));
+    // NaN wins: it is the highest key already, and for a minimum it gets the lowest.
+    const T a_key = !largest && Order::is_nan(a_value) ? Order::lowest : Order::key(a_value);
+    const T b_key = !largest && Order::is_nan(b_value) ? Order::lowest : Order::key(b_value);
+    const bool is_better = largest ? b_key > a_key : b_key < a_key;
+    const bool is_lower = (a_key == b_key) & (Order::key(b_index) < Order::key(a_index));
+    const bool takes_b = is_better | is_lower;
+    store<T>(dst, 2 * i, takes_b ? b_value : a_value);
+    store<T>(dst, 2 * i + 1, takes_b ? b_index : a_index);
+  }
+}
+
 // ---- the table ----
 
 struct Row {
@@ -425,18 +465,28 @@ template <class T, class U>
 constexpr Row integer_row() {
   return {{each<U, wrapping_sum<U>>, each<U, wrapping_prod<U>>, each<T, smaller<T>>, each<T, larger<T>>,
            each<U, bits_and<U>>, each<U, bits_or<U>>, each<U, bits_xor<U>>, each<U, truth_and<U>>, each<U, truth_or<U>>,
-           each<U, truth_xor<U>>}};
+           each<U, truth_xor<U>>, locate_each<IntegerOrder<T>, true>, locate_each<IntegerOrder<T>, false>}};
+}
+
+// Floats have no bitwise and logical operations.
+template <class Order>
+constexpr Row float_row_of(Reduce sum, Reduce prod, Reduce min, Reduce max) {
+  return {{sum, prod, min, max, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, locate_each<Order, true>,
+           locate_each<Order, false>}};
 }
 
 template <class Half>
 constexpr Row half_row() {
-  return {{half_each<Half, raw_sum<float>>, half_each<Half, raw_prod<float>>,
-           each<int16_t, half_choose<Half, smaller<int16_t>>>, each<int16_t, half_choose<Half, larger<int16_t>>>}};
+  return float_row_of<FloatOrder<int16_t, Half::infinity, Half::nan>>(
+      half_each<Half, raw_sum<float>>, half_each<Half, raw_prod<float>>,
+      each<int16_t, half_choose<Half, smaller<int16_t>>>, each<int16_t, half_choose<Half, larger<int16_t>>>);
 }
 
-template <class T>
+template <class T, class Signed>
 constexpr Row float_row() {
-  return {{each<T, float_sum<T>>, each<T, float_prod<T>>, each<T, float_min<T>>, each<T, float_max<T>>}};
+  constexpr auto infinity = static_cast<Signed>(Bits<T>::nan & Bits<T>::nan << 1);
+  return float_row_of<FloatOrder<Signed, infinity, static_cast<Signed>(Bits<T>::nan)>>(
+      each<T, float_sum<T>>, each<T, float_prod<T>>, each<T, float_min<T>>, each<T, float_max<T>>);
 }
 
 template <class T>
@@ -457,8 +507,8 @@ constexpr Kernels make_kernels() {
       integer_row<uint64_t, uint64_t>(),
       half_row<Float16>(),
       half_row<BFloat16>(),
-      float_row<float>(),
-      float_row<double>(),
+      float_row<float, int32_t>(),
+      float_row<double, int64_t>(),
       complex_row<float>(),
       complex_row<double>(),
   };

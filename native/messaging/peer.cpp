@@ -71,22 +71,15 @@ bool Peer::start(Send& send) {
   head.nbytes = send.nbytes;
   Body body;
   const auto lane = static_cast<size_t>(send.lane);
-  HeaderTable& headers = headers_sent_[lane];
-  const size_t place = send.header_bytes != 0 ? headers.find(send.header, send.header_bytes) : header_places;
-  const bool is_known = place != header_places;
-  const uint8_t flags = is_known ? static_cast<uint8_t>(flag_known | place << place_shift) : 0;
-  if (!is_known) {
-    body.header = send.header;
-    body.header_bytes = head.header_bytes = send.header_bytes;
-  }
+  body.header = send.header;
+  body.header_bytes = head.header_bytes = send.header_bytes;
   bool is_eager = send.nbytes <= (send.receive_is_certain ? certain_eager_max_ : eager_max_)[lane] &&
                   credit_used_[lane] + cost(send.nbytes) <= credit_of(send.lane);
   if (is_eager && !send.sync) [[likely]] {
-    head.word = Head::make_word(Kind::eager, send.is_ahead ? flags | flag_run_ahead : flags);
+    head.word = Head::make_word(Kind::eager, send.is_ahead ? flag_run_ahead : 0);
     body.payload = send.data;
     body.payload_bytes = send.nbytes;
     if (!link->put(send.lane, head, body)) return false;
-    if (head.header_bytes != 0) headers.keep(send.header, send.header_bytes);
     credit_used_[lane] += cost(send.nbytes);
     send.state = Send::State::ended;
     send.end(Outcome::done);
@@ -98,12 +91,12 @@ bool Peer::start(Send& send) {
   if (word == nullptr && !send.receive_is_certain) is_eager = false;
   body.prefix[0] = send.rendezvous_id;
   if (is_eager) {
-    head.word = Head::make_word(Kind::eager, flags | flag_rendezvous_id);
+    head.word = Head::make_word(Kind::eager, flag_rendezvous_id);
     body.prefix_bytes = 8;
     body.payload = send.data;
     body.payload_bytes = send.nbytes;
   } else {
-    head.word = Head::make_word(Kind::rts, flags);
+    head.word = Head::make_word(Kind::rts);
     body.prefix[1] = reinterpret_cast<uint64_t>(send.data);
     body.prefix_bytes = 16;
   }
@@ -116,7 +109,6 @@ bool Peer::start(Send& send) {
     free_slot(send.rendezvous_id);
     return false;
   }
-  if (head.header_bytes != 0) headers.keep(send.header, send.header_bytes);
   if (is_eager) credit_used_[lane] += cost(send.nbytes);
   send.state = Send::State::offered;
   if (copy != nullptr) shared_copies_.push_back(send);
@@ -472,16 +464,7 @@ const char* Peer::on_frame(const Head& head, const byte* body, Lane lane) {
 const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
   const bool is_here = head.kind() == Kind::eager;
   const size_t prefix = head.prefix_bytes();
-  Envelope envelope{head.context, head.tag, head.nbytes, rank, head.dtype, head.header_bytes, body + prefix};
-  HeaderTable& headers = headers_came_[static_cast<size_t>(lane)];
-  if ((head.flags() & flag_known) != 0) {
-    const std::string& known = headers.at(head.flags() >> place_shift & (header_places - 1));
-    if (known.empty() || head.header_bytes != 0) return "reference to a header that was not sent";
-    envelope.header = reinterpret_cast<const byte*>(known.data());
-    envelope.header_bytes = static_cast<uint16_t>(known.size());
-  } else if (head.header_bytes != 0) {
-    headers.keep(envelope.header, head.header_bytes);
-  }
+  const Envelope envelope{head.context, head.tag, head.nbytes, rank, head.dtype, head.header_bytes, body + prefix};
   if (is_control(head.tag)) {
     if (head.nbytes > services_.settings.control_bytes_max) return "a control message longer than any may be";
   } else if (head.nbytes > services_.settings.message_bytes_max) {

@@ -13,7 +13,6 @@
 #include "link/link.hpp"
 #include "messaging/inbox.hpp"
 #include "messaging/message.hpp"
-#include "wire/header_table.hpp"
 
 namespace unisono::engine {
 
@@ -303,8 +302,6 @@ class Peer {
   std::vector<uint32_t> free_slots_;
   // By the index of the peer's rendezvous id; for messages to oneself in any order. A deque: elements must not move.
   std::deque<RendezvousReceive> incoming_;
-  HeaderTable headers_sent_[lane_count];
-  HeaderTable headers_came_[lane_count];
   uint64_t credit_used_[lane_count] = {};  // by our messages at the peer
   uint64_t credit_held_[lane_count] = {};  // by the peer's messages here
   uint64_t credit_due_[lane_count] = {};   // matched, and not yet returned

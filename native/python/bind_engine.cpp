@@ -4,6 +4,7 @@
 // because that may run any Python code. The engine's own thread never takes the GIL.
 
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -12,12 +13,13 @@
 #include <cmath>
 #include <optional>
 
-#include "collective/run.hpp"
+#include "collective/program_call.hpp"
 #include "engine/completion_queue.hpp"
 #include "engine/engine.hpp"
 #include "engine/pingpong.hpp"
 #include "kernels/isa.hpp"
 #include "python/bind.hpp"
+#include "python/fingerprint_bytes.hpp"
 
 namespace nb = nanobind;
 
@@ -56,6 +58,17 @@ class View {
 struct PyProgram {
   std::shared_ptr<const Program> program;
 };
+
+ProgramCall call_of(const PyProgram& given, std::vector<uint64_t> counts, bool is_even, uint64_t piece_elements,
+                    const std::optional<std::vector<std::int32_t>>& members) {
+  ProgramCall call{given.program, std::move(counts), is_even, piece_elements,
+                   members.value_or(std::vector<std::int32_t>())};
+  if (!call.program->accepts({call.counts.data(), call.counts.size(), is_even}) || piece_elements == 0)
+    throw nb::value_error("the counts are not those of the program");
+  for (const Line& line : call.program->lines)
+    if (members && static_cast<size_t>(line.peer) >= members->size()) throw nb::value_error("a member is missing");
+  return call;
+}
 
 class PyEngine {
  public:
@@ -147,31 +160,33 @@ class PyEngine {
   }
 
   // The handle of a run, or its completion if it ended at once. `op` is negative for a program without reductions.
-  nb::object run(uint64_t id, const PyProgram& given, uint64_t context, uint64_t tag, uint8_t dtype, std::int32_t op,
+  nb::object run(uint64_t id, const ProgramCall& call, uint64_t context, uint64_t tag, uint8_t dtype, std::int32_t op,
                  nb::handle in, nb::handle out, nb::bytes header, size_t window) {
     check();
-    const std::shared_ptr<const Program>& program = given.program;
-    for (const Line& line : program->lines) check_rank(line.peer);
+    const std::shared_ptr<const Program>& program = call.program;
+    for (const Line& line : program->lines) check_rank(call.rank_of(line));
     if (dtype >= dtype_count || op >= static_cast<std::int32_t>(op_count)) throw nb::value_error("no such dtype or op");
-    if (header.size() > header_bytes_max) throw nb::value_error("the header is too long");
-    Stage stage;
+    const Fingerprint fingerprint = fingerprint_of(header);
+    Stage stage = call.stage();
     stage.context = context;
     stage.tag = tag;
     stage.dtype = dtype;
-    stage.itemsize = itemsizes[dtype];
+    stage.itemsize = item_bytes(dtype, op);
     stage.kernel = op < 0 ? nullptr : active_kernels().reduce[dtype][op];
     stage.window = window > 0 ? window : 1;
     if (program->reduces && stage.kernel == nullptr)
       throw nb::value_error("the operation is not defined for the dtype");
     std::optional<View> in_view, out_view;
-    stage.in = buffer_of(*program, Buffer::in, in, PyBUF_SIMPLE, stage.itemsize, in_view);
-    stage.out = buffer_of(*program, Buffer::out, out, PyBUF_WRITABLE, stage.itemsize, out_view);
+    uint64_t counts[buffer_count];
+    program->buffer_counts(call.given(), counts);
+    stage.in = buffer_of(counts[static_cast<size_t>(Buffer::in)], in, PyBUF_SIMPLE, stage.itemsize, in_view);
+    stage.out = buffer_of(counts[static_cast<size_t>(Buffer::out)], out, PyBUF_WRITABLE, stage.itemsize, out_view);
     Run* run;
     {
       const Hold held = engine_.hold();
       run = &completions_.make_run();
       run->id = id;
-      run->header = std::make_shared<const std::string>(header.c_str(), header.size());
+      run->fingerprint = fingerprint;
       completions_.start(*run, [&] { run->begin(program, stage); });
       if (run->phase != Operation::Phase::ended || run->is_news) return nb::int_(run->handle);
     }
@@ -181,18 +196,18 @@ class PyEngine {
     return result;
   }
 
-  // Adopt a run of the fast path: its handle, and its completion will be dispatched; or its completion if it has ended.
+  // Adopt an operation of a call: its handle, and its completion will be dispatched; or its completion if it has ended.
   nb::object adopt(uint64_t id, std::int64_t handle) {
-    Run* run;
+    Operation* op;
     {
       const Hold held = engine_.hold();
-      run = completions_.watched(static_cast<uint64_t>(handle));
-      if (run == nullptr) throw nb::value_error("no such run");
-      if (completions_.unwatch(*run, id)) return nb::int_(handle);
+      op = completions_.watched(static_cast<uint64_t>(handle));
+      if (op == nullptr) throw nb::value_error("no such operation");
+      if (completions_.unwatch(*op, id)) return nb::int_(handle);
     }
-    nb::object result = tuple_of(*run);
+    nb::object result = tuple_of(*op);
     const Hold held = engine_.hold();
-    completions_.recycle(*run);
+    completions_.recycle(*op);
     return result;
   }
 
@@ -310,9 +325,7 @@ class PyEngine {
     if (rank < 0 || rank >= engine_.size) throw nb::value_error("no such rank");
   }
 
-  static byte* buffer_of(const Program& program, Buffer which, nb::handle given, int flags, uint64_t itemsize,
-                         std::optional<View>& view) {
-    const uint64_t count = program.counts[static_cast<size_t>(which)];
+  static byte* buffer_of(uint64_t count, nb::handle given, int flags, uint64_t itemsize, std::optional<View>& view) {
     if (count == 0) return nullptr;
     view.emplace(given, flags);
     if (view->size() / itemsize != count || view->size() % itemsize != 0)
@@ -461,11 +474,22 @@ void bind_engine(nb::module_& m) {
   nb::class_<PyProgram>(m, "Program")
       .def(
           "__init__",
-          [](PyProgram* self, const std::vector<Program::Row>& pieces, const std::vector<std::vector<uint32_t>>& before,
-             const std::array<std::int64_t, buffer_count>& lengths, std::int32_t ranks) {
-            new (self) PyProgram{std::make_shared<const Program>(pieces, before, lengths, ranks)};
+          [](PyProgram* self, const std::vector<Program::CutRow>& cuts, const std::vector<Program::PointRow>& points,
+             const std::vector<Program::StepRow>& steps, const std::vector<Program::EdgeRow>& edges,
+             const std::array<std::int64_t, 2>& lengths, std::int64_t counts, std::int32_t ranks) {
+            new (self) PyProgram{std::make_shared<const Program>(cuts, points, steps, edges, lengths, counts, ranks)};
           },
-          nb::arg("pieces"), nb::arg("before"), nb::arg("lengths"), nb::arg("ranks"));
+          nb::arg("cuts"), nb::arg("points"), nb::arg("steps"), nb::arg("edges"), nb::arg("lengths"), nb::arg("counts"),
+          nb::arg("ranks"));
+  nb::class_<ProgramCall>(m, "ProgramCall")
+      .def(
+          "__init__",
+          [](ProgramCall* self, const PyProgram& program, std::vector<uint64_t> counts, bool is_even,
+             uint64_t piece_elements, const std::optional<std::vector<std::int32_t>>& members) {
+            new (self) ProgramCall(call_of(program, std::move(counts), is_even, piece_elements, members));
+          },
+          nb::arg("program"), nb::arg("counts"), nb::arg("is_even"), nb::arg("piece_elements"),
+          nb::arg("members").none());
   nb::exception<ForkedError>(m, "ForkedError", PyExc_RuntimeError);
   nb::class_<PyEngine>(m, "Engine")
       .def(
@@ -520,9 +544,9 @@ void bind_engine(nb::module_& m) {
            nb::arg("into").none(), nb::arg("dtype"), nb::arg("in_order"))
       .def("probe", &PyEngine::probe)
       .def("cancel", &PyEngine::cancel)
-      .def("run", &PyEngine::run, nb::arg("id"), nb::arg("program"), nb::arg("context"), nb::arg("tag"),
-           nb::arg("dtype"), nb::arg("op"), nb::arg("memory_in").none(), nb::arg("memory_out").none(),
-           nb::arg("header"), nb::arg("window"))
+      .def("run", &PyEngine::run, nb::arg("id"), nb::arg("call"), nb::arg("context"), nb::arg("tag"), nb::arg("dtype"),
+           nb::arg("op"), nb::arg("memory_in").none(), nb::arg("memory_out").none(), nb::arg("header"),
+           nb::arg("window"))
       .def("adopt", &PyEngine::adopt)
       .def("awaited", &PyEngine::awaited)
       .def("wait", &PyEngine::wait)

@@ -93,9 +93,9 @@ void reduce(nb::handle dst_owner, nb::handle a_owner, nb::handle b_owner, nb::ha
   std::optional<Bytes> a_own, b_own;
   const Bytes& a = a_owner.is(dst_owner) ? dst : a_own.emplace(a_owner, PyBUF_SIMPLE);
   const Bytes& b = b_owner.is(dst_owner) ? dst : b_own.emplace(b_owner, PyBUF_SIMPLE);
-  const std::size_t count = elements(dst, itemsizes[dtype]);
+  const std::size_t item = item_bytes(dtype, static_cast<std::int32_t>(op)), count = elements(dst, item);
   for (const Bytes* operand : {&a, &b}) {
-    require_equal(count, elements(*operand, itemsizes[dtype]));
+    require_equal(count, elements(*operand, item));
     require_separate(operand->data() == dst.data() || !overlap(dst, *operand));
   }
   run(dst.size(), [&] { kernel(dst.data(), a.data(), b.data(), count); });

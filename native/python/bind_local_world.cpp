@@ -19,7 +19,7 @@ namespace {
 
 using namespace engine;
 
-// The living threads that use a rank, each with whether it has waited, and whether one that waited has ended.
+// The living threads that use a rank, each with whether it belongs to it, and whether one that did has ended.
 std::pair<std::vector<std::pair<uint64_t, bool>>, bool> users_of(nb::handle of) {
   Engine& engine = completions_of(of).engine();
   std::vector<std::pair<uint64_t, bool>> living;
@@ -27,8 +27,8 @@ std::pair<std::vector<std::pair<uint64_t, bool>>, bool> users_of(nb::handle of) 
   const Hold held = engine.hold();
   Users* users = engine.users();
   if (users == nullptr) throw nb::value_error("allowed: the engine of a local world");
-  for (const Users::User& user : users->living()) living.emplace_back(user.thread->id, user.has_waited);
-  return {living, users->had_waiters()};
+  for (const Users::User& user : users->living()) living.emplace_back(user.thread->id, user.belongs);
+  return {living, users->has_lost_users()};
 }
 
 // Make what progress is possible. Whether nothing moved, and no completion waits to be dispatched.

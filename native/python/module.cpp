@@ -11,10 +11,11 @@ NB_MODULE(_native, m) {
   // Registered before any user of the module, and so called after all of theirs.
   nanobind::module_::import_("atexit").attr("register")(m.attr("forbid_reacquire"));
   unisono::bind_completion_eventfd(m);
+  unisono::bind_codec(m);
   unisono::bind_kernels(m);
   unisono::bind_local_world(m);
   unisono::bind_engine(m);
-  unisono::bind_hot_path(m);
+  unisono::bind_call_log(m);
   unisono::bind_mailbox(m);
-  unisono::bind_hot_messages(m);
+  unisono::bind_verbs(m);
 }

@@ -1,8 +1,8 @@
 // The frame: the unit that crosses a link, with the same layout in a ring and on a socket.
 //
 // A frame is a head of 32 bytes and a body: a prefix (rendezvous id, address), the message's opaque header, its
-// payload. In a ring it starts on a cache line and fills whole lines, so that an 8-byte message with a 16-byte header
-// is one line.
+// payload. In a ring it starts on a cache line and fills whole lines, so that a message of up to 16 bytes with a
+// fingerprint of 16 bytes is one line.
 
 #pragma once
 
@@ -15,7 +15,7 @@ namespace unisono::engine {
 static_assert(std::endian::native == std::endian::little, "frames are written as they lie in memory");
 
 // Of the handshake and of every frame.
-inline constexpr uint32_t protocol_version = 1;
+inline constexpr uint32_t protocol_version = 2;
 
 inline constexpr size_t header_bytes_max = 1024;  // backend.HEADER_BYTES_MAX
 
@@ -46,11 +46,6 @@ enum class Fate : uint8_t { died, left, given_up };
 
 inline constexpr uint8_t flag_rendezvous_id = 1;  // eager: a rendezvous id precedes the header
 inline constexpr uint8_t flag_run_ahead = 2;      // eager: the sender does not wait for a match; see Inbox::run_ahead
-// The message's header travelled before in this lane and is left out; the bits from place_shift on are its place in the
-// HeaderTable.
-inline constexpr uint8_t flag_known = 4;
-inline constexpr int place_shift = 3;
-inline constexpr size_t header_places = 8;
 
 struct Head {
   uint32_t word = 0;  // kind | flags << 8 | cache lines << 16; published last, and never 0

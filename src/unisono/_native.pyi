@@ -5,7 +5,8 @@
 # raises TypeError or BufferError.
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from types import CodeType
+from typing import Any, TypeAlias
 
 import numpy.typing as npt
 
@@ -24,15 +25,53 @@ def forbid_reacquire() -> None: ...
 def isas() -> tuple[str, ...]: ...
 def use_isa(name: str) -> None: ...
 
-# A plan for the engine: see native/collective/program.hpp. A piece is (step, peer, dst_buf, dst, src_buf,
-# src, count, left).
+# The typed codec: see native/python/codec.hpp and unisono/core/codec.py.
+_Place: TypeAlias = Callable[[Sequence[str]], str]
+BLOB_BYTES_MIN: int
+DEPTH_MAX: int
+
+def pack(value: Any, place: _Place | None = None, /) -> bytes: ...
+def pack_writable(value: Any, place: _Place | None = None, /) -> BlobMemory: ...
+def pack_parts(
+    value: Any, place: _Place | None = None, blob_bytes: int = 4096, /
+) -> tuple[bytes, list[memoryview]]: ...
+def unpack(packed: Memory, /) -> Any: ...
+def unpack_parts(head: Memory, blobs: Sequence[Memory], /) -> Any: ...
+def set_kinds(kinds: dict[str, Any], /) -> None: ...
+
+# Memory of another object as bytes. `new_memory` makes some to receive into: a new object's, its `owner`.
+class BlobMemory:
+    @property
+    def owner(self) -> Any: ...
+
+def new_memory(kind: type[bytes | bytearray], length: int, /) -> BlobMemory: ...
+
+# A plan for the engine, for all counts: see native/collective/program.hpp. Rows: cuts (kind, of, parts);
+# points (base, atom, times), from point 1 on; steps (step, peer, dst_buf, dst, dst_stop, src_buf, src,
+# src_stop, left); edges (earlier, later, earlier slice, later slice). `lengths` are the points at which in
+# and out end.
 class Program:
     def __init__(
         self,
-        pieces: Sequence[tuple[int, int, int, int, int, int, int, int]],
-        before: Sequence[Sequence[int]],
-        lengths: tuple[int, int, int],
+        cuts: Sequence[tuple[int, int, int]],
+        points: Sequence[tuple[int, int, int]],
+        steps: Sequence[tuple[int, int, int, int, int, int, int, int, int]],
+        edges: Sequence[tuple[int, int, int, int]],
+        lengths: tuple[int, int],
+        counts: int,
         ranks: int,
+    ) -> None: ...
+
+# A program with the counts of a call, the most elements of a piece, and the group's ranks by their numbers
+# in the engine.
+class ProgramCall:
+    def __init__(
+        self,
+        program: Program,
+        counts: Sequence[int],
+        is_even: bool,
+        piece_elements: int,
+        members: Sequence[int] | None,
     ) -> None: ...
 
 class ForkedError(RuntimeError): ...
@@ -126,7 +165,7 @@ class Engine:
     def run(
         self,
         id: int,  # noqa: A002
-        program: Program,
+        call: ProgramCall,
         context: int,
         tag: int,
         dtype: int,
@@ -163,8 +202,15 @@ class Engine:
     # Seconds that the rounds of ping-pong took; negative if the peer went down.
     def ping(self, peer: int, nbytes: int, rounds: int, is_first: bool) -> float: ...
 
+# The hash and the fields of a fingerprint, and one with another count and hash, for tests of its twin,
+# comm/fingerprint.py: see native/collective/fingerprint.hpp.
+def fingerprint_hash(seed: int, values: Sequence[int]) -> int: ...
+def fingerprint_fields(fingerprint: bytes) -> tuple[int, int, int, int, int, int, int, int]: ...
+def fingerprint_with(fingerprint: bytes, count: int, hash: int) -> bytes: ...  # noqa: A002
+
 # The collective calls of a group: see native/collective/call_log.hpp. `find` and `last` return the
-# fingerprints of calls by number. `awaited` returns the ranks that a call on the fast path waits for;
+# fingerprints of calls by number, `site` the file and line of one. `awaited` returns the ranks that a call
+# on the fast path waits for;
 # `interrupt_in_flight` makes all of these calls return to Python.
 class CallLog:
     next: int
@@ -172,47 +218,61 @@ class CallLog:
     def __init__(self) -> None: ...
     def __len__(self) -> int: ...
     def take(self) -> int: ...
-    def remember(self, sequence: int, text: bytes) -> None: ...
+    def remember(
+        self, sequence: int, fingerprint: bytes, code: CodeType | None = None, instruction: int = 0
+    ) -> None: ...
+    def shape(self, sequence: int) -> tuple[int, ...] | None: ...
+    def site(self, sequence: int) -> tuple[str, int] | None: ...
     def find(self, sequence: int) -> bytes | None: ...
     def last(self, count: int) -> dict[int, bytes]: ...
     def awaited(self, sequence: int) -> list[int]: ...
     def interrupt_in_flight(self) -> None: ...
 
-# messaging.fast_path.FastPath: see native/python/bind_fast_path.cpp.
-class FastPath:
-    verbs: ClassVar[tuple[str, ...]]
-    # Calls that ended without Python, that Python had to decide, and that Python had to finish.
+# A communicator in the engine: see native/python/native_group.hpp. `members` are its ranks by their numbers
+# in the engine; `dtypes` the NumPy types by code, None where there is no such type; `view` is buffers.view.
+class NativeGroup:
+    # Calls that ended in the engine, classes of calls that Python decided, and calls that Python adopted.
     ended: int
-    missed: int
-    handed_over: int
+    decided: int
+    adopted: int
     def __init__(
         self,
         engine: Engine,
         call_log: CallLog,
         *,
         context: int,
-        size: int,
+        rank: int,
+        members: Sequence[int],
+        is_introduced: bool,
         window: int,
         stall_s: float,
+        deadline_s: float,
+        leaves_tensors: bool,
         array_type: type,
         empty: Callable[..., Any],
-        is_users: Callable[[str], bool],
+        view: Callable[..., Any],
+        dtypes: list[Any],
+        status: type,
+        any_: Any,
     ) -> None: ...
-    def verb(self, name: str, slow: Callable[..., Any], slow_path: Any) -> Callable[..., Any]: ...
     def unclaimed(self, sequence: int) -> list[tuple[int, int, bytes]]: ...
     def unconfirmed_ranks(self) -> list[int]: ...
-    def cache_decision(
-        self,
-        sequence: int,
-        operation: str,
-        program: Program,
-        dtype: int,
-        op: int,
-        memory_in: Memory | None,
-        memory_out: Memory | None,
-        header: bytes,
-        divisor: int,
-    ) -> bool: ...
+    def introduce(self, rank: int) -> None: ...
+    def works_to_adopt(self, only_overdue: bool) -> list[Any]: ...
+    def unwaited(self) -> list[tuple[str, CodeType | None, int]]: ...
+
+# The base of unisono.Work: see native/python/work.hpp.
+class WorkBase:
+    _verb: str | None
+    def wait(self, timeout: float | None = None) -> Any: ...
+    def done(self) -> bool: ...
+    def _adopt(self, is_seen: bool) -> bool: ...
+
+def set_work_type(work: type) -> None: ...
+def bind_verbs(
+    verbs: object, group: NativeGroup | None, helper: object, reference: object, is_started: bool
+) -> None: ...
+def make_verbs_type(rows: Sequence[tuple[str, str, Sequence[str], int]], ops: Sequence[str]) -> type: ...
 
 # messaging.fast_path.Mailbox: see native/engine/mailbox.hpp.
 class Mailbox:
@@ -227,39 +287,6 @@ class Mailbox:
     def batches(self) -> int: ...
     def interrupt_wait(self, is_front: bool) -> None: ...
     def close(self) -> None: ...
-
-# Plain messages without Python: see native/python/bind_fast_messages.cpp. `members` are the group's ranks by
-# their numbers in the engine; `dtypes` the NumPy types by code, None where there is no such type. `send` and
-# `recv` return callables that try the fast path, then call `slow`. `check_header` gets a received header and
-# the sender.
-class FastMessages:
-    # Calls that ended without Python, and that Python had to make again.
-    ended: int
-    handed_over: int
-    def __init__(
-        self,
-        engine: Engine,
-        call_log: CallLog,
-        *,
-        context: int,
-        members: Sequence[int],
-        array_type: type,
-        empty: Callable[..., Any],
-        dtypes: list[Any],
-        status: type,
-        any: Any,  # noqa: A002
-        is_introduced: bool,
-    ) -> None: ...
-    # The group has introduced itself to this rank: messages to it need no header any more.
-    def introduce(self, rank: int) -> None: ...
-    # When the call began that this thread makes again, in monotonic seconds; 0.0 if it is new.
-    def take_begun(self) -> float: ...
-    def send(
-        self, slow: Callable[..., Any], check_header: Callable[[bytes, int], None]
-    ) -> Callable[..., Any]: ...
-    def recv(
-        self, slow: Callable[..., Any], check_header: Callable[[bytes, int], None]
-    ) -> Callable[..., Any]: ...
 
 # Completions of threads that must not touch Python: see native/python/completion_eventfd.hpp. `ring` is the
 # address of the C function void(uint64 ticket, int8 code) that they call; `take` returns (number, code) of

@@ -23,7 +23,9 @@ MIB = 1024 * KIB
 
 
 def _setting(default: Any, low: float | None = None, high: float | None = None) -> Any:
-    return dataclasses.field(default=default, metadata={"low": low, "high": high})
+    # A setting that may be None is a number of seconds.
+    kind = float if default is None else type(default)
+    return dataclasses.field(default=default, metadata={"low": low, "high": high, "kind": kind})
 
 
 @dataclass(frozen=True, init=False)
@@ -58,6 +60,10 @@ class Config:
     recv_bytes_max: int = _setting(1 << 30, 1)
     """The longest message in bytes that is received without a buffer of the user's, by `recv_bytes` or as an
     object: a peer must not be able to make this rank allocate more."""
+
+    deadline_s: float | None = _setting(None, 0.001)
+    """Seconds for each operation of a communicator whose `timeout=` is not given; None (as a variable: none)
+    is no limit. A single call without a limit gives `timeout=math.inf`."""
 
     stall_query_s: float = _setting(0.25, 0.001)
     """Seconds after which a collective that has not ended asks the ranks it waits for what they called, to
@@ -394,7 +400,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if name not in names:
             raise _unknown("variable", variable, list(names), "UNISONO_")
         if variable.startswith(_OPTION) or _OPTION + name.upper() not in environ:
-            found[name] = _parsed(variable, text, type(names[name].default))
+            is_none = names[name].default is None and text.lower() == "none"
+            found[name] = None if is_none else _parsed(variable, text, names[name].metadata["kind"])
     return found
 
 
@@ -414,7 +421,9 @@ def _parsed(variable: str, text: str, kind: type) -> Any:
 
 
 def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
-    kind = type(field.default)
+    if value is None and field.default is None:
+        return None
+    kind = field.metadata["kind"]
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not kind:

@@ -35,7 +35,7 @@ def test_a_backend_has_the_methods_that_the_page_names() -> None:
 
 
 def test_calls_run_ahead_as_far_as_the_pages_say() -> None:
-    source = (ROOT / "native/python/bind_fast_path.cpp").read_text()
+    source = (ROOT / "native/python/native_group.cpp").read_text()
     calls = re.search(r"ahead_max = (\d+);", source)[1]
     kib = re.search(r"ahead_bytes = (\d+) \* 1024;", source)[1]
     assert f"up to {calls} calls before it waits for the receivers" in text_of("docs/failure.md")

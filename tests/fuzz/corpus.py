@@ -20,6 +20,7 @@ from unisono.bootstrap import protocol
 from unisono.bootstrap.address import Address
 from unisono.bootstrap.ticket import Ticket
 from unisono.comm.control_messages import (
+    CallReport,
     DeadlockFound,
     Goodbye,
     GroupFailure,
@@ -34,8 +35,9 @@ from unisono.comm.control_messages import (
 )
 from unisono.comm.deadlock import RankState, Wait
 from unisono.core import codec
-from unisono.core.envelope import Lane
+from unisono.core.envelope import Lane, Status
 from unisono.errors import PeerLost
+from unisono.rpc.objects import Reference
 
 # native/wire/frame.hpp: Kind
 EAGER, OFFER, ACCEPT, DATA, DONE, CREDIT, QUEUED, WITHDRAW, BEAT, GOODBYE, DOWN = range(2, 13)
@@ -95,7 +97,7 @@ def frames(lines: bool) -> dict[str, bytes]:
 
 def all_seeds() -> dict[str, dict[str, bytes]]:
     """Per decoder: name and bytes."""
-    hello = struct.pack("<8sIIIIBBB5xQ32s", b"unisono\n", 1, 2, 1, 0, 0, 0, 0, 256 * 1024, NONCE)
+    hello = struct.pack("<8sIIIIBBB5xQ32s", b"unisono\n", 2, 2, 1, 0, 0, 0, 0, 256 * 1024, NONCE)
     client = protocol.JoinClient(TOKEN, protocol.NO_BINDING, NONCE)
     request = protocol.Request(
         1, 4, "0.1.0", "digest", {"shm": "True"}, b"card", b"csr", "host", 812, "instance"
@@ -110,8 +112,8 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
     control = {
         "group_failure": GroupFailure.of(PeerLost("rank 3 is lost", ranks=(3,), cause="silent"), 1),
         "abort": GroupFailure(2, "ValueError", "no", "because", is_abort=True),
-        "goodbye": Goodbye(1, Lane.BULK, {4: b"all_reduce\0here"}),
-        "stall_query": StallQuery(1, 9, b"all_reduce\0here"),
+        "goodbye": Goodbye(1, Lane.BULK, {4: CallReport(bytes(range(16)), "all_reduce", "here.py:1")}),
+        "stall_query": StallQuery(1, 9, bytes(range(16))),
         "stall_reply": StallReply(1, 9, True, (2, 3)),
         "service_query": ServiceQuery(7, "worker", {1: 5, 9: 0}),
         "service_found": ServiceFound(7, ""),
@@ -129,6 +131,21 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
         "plain": {"a": [1, 2.5, None, True, "text", b"bytes"], "b": (1, (2, 3))},
         "arrays": [np.arange(5), np.ones((2, 3), np.float32), np.zeros((0, 4), np.complex64)],
         "deep": [[[[[[]]]]]],
+        "rare": [
+            2**70,
+            1j,
+            {1},
+            frozenset({2}),
+            np.float32(1),
+            Status(1, 2, 3),
+            Reference(1, "Store", 7),
+            bytearray(3),
+        ],
+        "long": ["t" * 4096, b"b" * 300, {i: -i for i in range(-300, 0)}, np.arange(700.0)],
+    }
+    in_parts = {
+        "blobs": [["t" * 300, b"b" * 300, np.arange(70)], {"k": bytearray(257)}],
+        "none": {"a": (1, 2)},
     }
     ring = bytes(16)
     return {
@@ -166,9 +183,17 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
         | {name: b"\5" + protocol.encode(reply) for name, reply in replies.items()},
         "control": {name: msgspec.msgpack.encode(each) for name, each in control.items()},
         "card": {"card": msgspec.msgpack.encode(Card("host", "/tmp/r0.sock", "127.0.0.1", 4711))},
-        "typed": {name: bytes(codec.pack(each)) for name, each in objects.items()},
+        "typed": {name: codec.pack(each) for name, each in objects.items()},
+        "parts": {name: _in_parts(*codec.pack_parts(each, None, 256)) for name, each in in_parts.items()},
         "frame": {f"{number:02}": data for number, data in enumerate(rpc_frames.corpus())},
     }
+
+
+def _in_parts(head: bytes, blobs: list[memoryview]) -> bytes:
+    """As the decoder `parts` reads them."""
+    pieces = [head, *blobs]
+    lengths = [struct.pack("<H", len(piece)) for piece in pieces[:-1]]
+    return b"".join([bytes([len(lengths)]), *lengths, *pieces])
 
 
 def write(folder: Path = CORPUS) -> None:

@@ -326,7 +326,7 @@ void feed_connector(const Input& input, const std::string& folder) {
     if (mode > 0) {
       Hello hello{};
       std::memcpy(hello.magic, "unisono\n", 8);
-      hello.version = 1;
+      hello.version = protocol_version;
       hello.size = 2;
       hello.from = 1;
       hello.eager_credit_bytes = settings.eager_credit_bytes;

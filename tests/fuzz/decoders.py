@@ -74,8 +74,22 @@ def card(data: bytes) -> None:
 
 
 def typed(data: bytes) -> None:
-    """An object of the typed codec."""
-    codec.unpack(data)
+    """An object of the typed codec, in memory that arrays keep and in memory that they do not."""
+    for given in (data, bytearray(data)):
+        codec.unpack(given)
+
+
+def parts(data: bytes) -> None:
+    """The same in parts: the lengths of the head and of each blob but the last, each a u16, come first."""
+    count = data[0] % 8 if data else 0
+    rest, pieces = data[1 + 2 * count :], []
+    for i in range(count):
+        length = int.from_bytes(data[1 + 2 * i : 3 + 2 * i], "little")
+        pieces.append(rest[:length])
+        rest = rest[length:]
+    head, *blobs = [*pieces, rest]
+    for kind in (bytes, bytearray):
+        codec.unpack_parts(head, [kind(blob) for blob in blobs])
 
 
 def frame(data: bytes) -> None:
@@ -85,7 +99,7 @@ def frame(data: bytes) -> None:
         isinstance(said, wire.PackedAsk | wire.PackedAnswer | wire.PackedItem)
         and sum(said.body.sizes) < 1 << 20
     ):
-        buffers = attachments.allocate(wire.part_lengths(said.body))
+        buffers = attachments.allocate(wire.part_lengths(said.body), wire.part_kinds(said.body))
         for buffer in buffers:
             buffer[:] = 0
         wire.unpack(said.body, buffers)
@@ -97,6 +111,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], None], tuple[type[BaseException], ..
     "control": (control_message, (ProtocolError,)),
     "card": (card, (ProtocolError,)),
     "typed": (typed, (ProtocolError,)),
+    "parts": (parts, (ProtocolError,)),
     "frame": (frame, (ProtocolError,)),
 }
 

@@ -31,16 +31,18 @@ def corpus() -> list[bytes]:
     inline, _ = pack([[np.arange(5), (1, 2)], {"k": 2**70}])
     long, _ = pack([[np.arange(50_000), np.arange(3)], {}])
     piece, _ = pack([["x" * 5000], {}])
+    both, _ = pack([list(range(1000)), {"k": [b"x" * 20_000, bytearray(20_000), "t" * 20_000]}])
     frames = [
         Ask(5, "echo", 30.0, [1, "two", 3.0, None, b"4"]),
         Ask(0, "echo", None, []),
         PackedAsk(6, "echo", 1.5, 7, inline),
         PackedAsk(8, "echo", None, 9, long),
         PackedAsk(10, "echo", None, 11, piece),
-        PackedAsk(12, "echo", None, 13, Packed(b"", [1 << 40], 5)),
+        PackedAsk(12, "echo", None, 13, Packed(b"", [1 << 40], b"\0", 5)),
         Answer(1, [1, {"a": None}]),
         PackedAnswer(2, 3, inline),
         PackedAnswer(2, 3, long),
+        PackedAnswer(2, 3, both),
         Failure(3, "raised", "text", "ValueError", "trace"),
         Cancel(5),
         Ack(32),

@@ -65,10 +65,10 @@ class EngineHarness {
     return start(op, [&] { return completions_.start(op); });
   }
 
-  Handle run(std::shared_ptr<const Program> program, const Stage& stage, const std::string& header) {
+  Handle run(std::shared_ptr<const Program> program, const Stage& stage, const Fingerprint& fingerprint) {
     const Hold held = engine.hold();
     Run& op = completions_.make_run();
-    op.header = std::make_shared<const std::string>(header);
+    op.fingerprint = fingerprint;
     return start(op, [&] {
       completions_.start(op, [&] { op.begin(std::move(program), stage); });
       return true;

@@ -65,7 +65,7 @@ class RawPeer:
         hello = struct.pack(
             "<8sIIIIBBB5xQ32s",
             b"unisono\n",
-            1,
+            2,
             self._size,
             self._rank,
             0,

@@ -31,9 +31,9 @@ COUNTS = (0, 1, 7, 2048, 2049, 100_003)
 
 def counts_of(comm: Communicator) -> tuple[int, int]:
     """Calls that ended on the hot path, and that it gave back to Python."""
-    hot = comm._group.fast_messages
+    hot = comm._group.native
     assert hot is not None
-    return hot.ended, hot.handed_over
+    return hot.ended, hot.adopted
 
 
 def ramp(count: int, dtype: str, salt: int) -> np.ndarray[Any, Any]:

@@ -28,13 +28,13 @@ class PlanRunner(LocalBackend):
     def capabilities(self) -> Capabilities:
         return Capabilities("plan runner", run_plan=True)
 
-    def run_plan(self, plan: Plan, stage: Stage) -> Request:
-        self.ran.append(plan.problem.collective)
+    def run_plan(self, plan: Plan, counts: tuple[int, ...], stage: Stage) -> Request:
+        self.ran.append(plan.shape.collective)
         assert stage.op is None or stage.op.fn is None
         request = Request(0)
         call = Call("plan", self.rank)
         how = Execution(self, stage, call, tuple(range(self.size)), lambda *_: None, lambda *_: None)
-        task = Task(self.runtime, call, execute(plan, how))
+        task = Task(self.runtime, call, execute(plan, counts, how))
         task.on_done(request.complete)
         task.begin(timers=False)
         return request

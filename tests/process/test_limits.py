@@ -28,6 +28,7 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.control import Control
 from unisono.comm.control_messages import (
     RANKS_MAX,
+    CallReport,
     Goodbye,
     GroupFailure,
     ServiceQuery,
@@ -309,7 +310,8 @@ def test_a_rank_that_closes_many_groups_early_is_reported_lost_in_each(
 
 
 def test_early_control_messages_keep_only_the_last_call_before_any_is_dropped() -> None:
-    early, calls = EarlyMessages(), {number: bytes([number]) * 400 for number in range(4)}
+    early = EarlyMessages()
+    calls = {number: CallReport(bytes([number]) * 16, "x" * 400) for number in range(4)}
     full = encode(Goodbye(0, Lane.CONTROL, calls))
     count = 2 * EARLY_BYTES_MAX // len(full)
     for context in range(count):
@@ -324,12 +326,15 @@ def test_early_control_messages_keep_only_the_last_call_before_any_is_dropped() 
     assert not any(early._unshortened.values())
 
 
+LONG = "\U0001f3b5" * 9000
+
+
 def test_a_control_message_holds_no_more_than_its_fields_may() -> None:
     longest = GroupFailure.of(
-        CollectiveMismatch("\U0001f3b5" * 9000, report="\U0001f3b5" * 9000, cause="\U0001f3b5" * 9000),
+        CollectiveMismatch(LONG, report=LONG, cause=LONG),
         2**64 - 1,
         is_abort=True,
-        calls={rank: bytes(1024) for rank in range(1000)},
+        calls={rank: CallReport.of(bytes(16), LONG, LONG) for rank in range(1000)},
     )
     note = "\U0001f3b5" * 4096
     longest = msgspec.structs.replace(
@@ -340,8 +345,11 @@ def test_a_control_message_holds_no_more_than_its_fields_may() -> None:
     assert decode(data) == longest
     for wrong in (
         failure(1, "x" * 4097),
-        StallQuery(1, 1, bytes(1025)),
-        Goodbye(1, Lane.BULK, dict.fromkeys(range(65), b"")),
+        StallQuery(1, 1, bytes(17)),
+        StallQuery(1, 1, bytes(15)),
+        Goodbye(1, Lane.BULK, dict.fromkeys(range(5), CallReport(bytes(16)))),
+        Goodbye(1, Lane.BULK, {1: CallReport(bytes(16), "x" * 513)}),
+        Goodbye(1, Lane.BULK, {1: CallReport(bytes(16), "", "x" * 257)}),
         ServiceQuery(1, "x" * 4097),
         ServiceQuery(1, "x", {n: n for n in range(65)}),
         StallReply(1, 1, True, tuple(range(RANKS_MAX + 1))),
@@ -355,7 +363,7 @@ def test_a_rank_that_queries_without_end_and_reads_nothing_gets_a_bounded_number
     backends = LocalBackend.create(2)
     control = Control(backends[0])
     for number in range(20_000):
-        question = msgspec.msgpack.encode(StallQuery(77, number, b"barrier"))
+        question = msgspec.msgpack.encode(StallQuery(77, number, bytes(16)))
         backends[1].start_send(0, 0, Tags.CONTROL, memoryview(question), lane=Lane.CONTROL)
         if number % 40:
             continue

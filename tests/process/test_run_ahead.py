@@ -24,7 +24,7 @@ from unisono.errors import CollectiveMismatch, PeerLost
 __all__ = ["world"]
 
 every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
-AHEAD_MAX = 32  # native/python/bind_fast_path.cpp
+AHEAD_MAX = 32  # native/python/native_group.cpp
 PATIENCE_S = 30.0
 
 
@@ -113,7 +113,7 @@ def test_a_receiver_that_confirms_lets_the_root_go_on(world: MakeWorld, kind: st
         for k in range(100):
             notes.expect(cast(comm, k, k % 2), value(k), f"#{k}")
             total(comm)
-            hot = comm._group.hot
+            hot = comm._group.native
             assert hot is not None
             notes.expect(hot.unconfirmed_ranks(), [], f"behind at #{k}")
         return notes

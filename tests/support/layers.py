@@ -38,6 +38,7 @@ LAYERS = (
         inside=(
             ("world",),
             ("communicator", "mesh"),
+            ("adoption", "verb_table"),
             ("collectives",),
             ("point_to_point", "vector_collectives"),
             ("dispatch",),
@@ -48,7 +49,7 @@ LAYERS = (
             ("control",),
             ("deadlock_watch", "early_messages"),
             ("control_messages",),
-            ("deadlock",),
+            ("deadlock", "fingerprint"),
         ),
         exceptions=(("mesh", "communicator"), ("communicator", "mesh")),
     ),

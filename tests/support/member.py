@@ -16,7 +16,7 @@ from unisono.backends.native.backend import Card, Credentials
 
 __all__ = ["BULK", "CONTROL", "HEAD", "HELLO", "Member", "context", "dialled", "exactly", "greet", "hello"]
 
-ALPN = "unisono-link/1"
+ALPN = "unisono-link/2"
 BULK, CONTROL = 0, 1
 # door.hpp: magic, version, size, from, to, medium, lane, checksum, eager credit, nonce
 HELLO = struct.Struct("<8sIIIIBBB5xQ32s")
@@ -28,7 +28,7 @@ _CREDIT_BYTES = 256 * 1024
 
 def hello(rank: int, to: int, size: int, lane: int, **other: Any) -> bytes:
     """The first message of a caller."""
-    fields = {"magic": b"unisono\n", "version": 1, "medium": 1, "checksum": 0, **other}
+    fields = {"magic": b"unisono\n", "version": 2, "medium": 1, "checksum": 0, **other}
     return HELLO.pack(
         fields["magic"],
         fields["version"],

@@ -175,10 +175,7 @@ def _left_fold(op: str, xs: Sequence[Array]) -> Array:
 
 
 def _tree(op: str, xs: Sequence[Array]) -> Array:
-    if len(xs) == 1:
-        return xs[0].copy()
-    middle = 1 << (len(xs) - 1).bit_length() - 1
-    return combined(op, _tree(op, xs[:middle]), _tree(op, xs[middle:]))
+    return canonical_fold(lambda left, right: combined(op, left, right), xs)
 
 
 def _mean_of(op: str, xs: Sequence[Array], fold: Callable[[str, Sequence[Array]], Array]) -> Array:
@@ -197,6 +194,28 @@ def _mean_of(op: str, xs: Sequence[Array], fold: Callable[[str, Sequence[Array]]
         else:
             total = total / total.dtype.type(len(xs))
         return total.astype(kind)
+
+
+def located(op: str, contributions: Sequence[Array]) -> Array:
+    """What maxloc and minloc give for rows (value, index): NaN wins, and of equal values the lower index."""
+    if len(contributions) == 1:
+        return contributions[0].copy()
+    rows = np.stack([x.reshape(-1, 2) for x in contributions])
+    exact = np.float64 if rows.dtype.name in FLOATS else object  # both hold every value
+    values, indices = rows[..., 0].astype(exact), rows[..., 1].astype(exact)
+    best = values.max(axis=0) if op == "maxloc" else values.min(axis=0)
+    wins = (values == best) | ((values != values) & (best != best))
+    highest = np.inf if exact is np.float64 else np.iinfo(rows.dtype).max
+    index = np.where(wins, indices, highest).min(axis=0)
+    return np.stack([best, index], axis=-1).astype(rows.dtype).reshape(contributions[0].shape)
+
+
+def canonical_fold(fn: Callable[[Array, Array], Array], xs: Sequence[Array]) -> Array:
+    """All contributions combined by a function along the canonical tree."""
+    if len(xs) == 1:
+        return xs[0].copy()
+    middle = 1 << (len(xs) - 1).bit_length() - 1
+    return fn(canonical_fold(fn, xs[:middle]), canonical_fold(fn, xs[middle:]))
 
 
 def identity(name: str, op: str) -> Any:

@@ -22,6 +22,7 @@ OTHER = {
     "eager_credit_bytes": 4096,
     "message_bytes_max": 1 << 20,
     "recv_bytes_max": 1 << 20,
+    "deadline_s": 12.5,
     "stall_query_s": 0.5,
     "stall_log_s": 3.0,
     "flush_s": 1.5,
@@ -62,7 +63,7 @@ def test_a_setting_comes_from_code_then_from_its_variable_then_by_default(name, 
     assert getattr(Config(), name) == FIELDS[name].default
     monkeypatch.setenv(f"UNISONO_{name.upper()}", str(OTHER[name]))
     assert getattr(Config(), name) == OTHER[name]
-    assert type(getattr(Config(), name)) is type(FIELDS[name].default)
+    assert type(getattr(Config(), name)) is type(OTHER[name])
     assert getattr(Config(**{name: FIELDS[name].default}), name) == FIELDS[name].default
 
 
@@ -87,6 +88,8 @@ def test_a_switch_is_written_in_words(word, monkeypatch):
         ("UNISONO_SEGMENT_BYTES", "", "not an integer"),
         ("UNISONO_SEGMENT_BYTES", "1", "out of range; allowed: 64 to 1073741824"),
         ("UNISONO_FLUSH_S", "soon", "'soon' is not a number"),
+        ("UNISONO_DEADLINE_S", "", "not a number"),
+        ("UNISONO_DEADLINE_S", "0", "out of range; allowed: at least 0.001"),
         ("UNISONO_FLUSH_S", "-1", "out of range; allowed: at least 0.0"),
         ("UNISONO_FLUSH_S", "nan", "out of range"),
         ("UNISONO_SEGMENT_BYTE", "64", "did you mean UNISONO_SEGMENT_BYTES?"),
@@ -110,6 +113,9 @@ def test_a_senseless_variable_is_refused_with_what_is_allowed(variable, text, wo
         ({"segment_bytes": True}, "is bool; allowed: int"),
         ({"reproducible": 1}, "is int; allowed: bool"),
         ({"flush_s": None}, "is NoneType; allowed: float"),
+        ({"deadline_s": "5"}, "is str; allowed: float"),
+        ({"deadline_s": True}, "is bool; allowed: float"),
+        ({"deadline_s": math.nan}, "out of range"),
         ({"flush_s": True}, "is bool; allowed: float"),
         ({"flush_s": math.nan}, "out of range"),
         ({"silence_s": 1.1e6}, "out of range; allowed: 0.01 to 1000000.0"),
@@ -123,7 +129,7 @@ def test_a_senseless_setting_is_refused_with_what_is_allowed(settings, words):
 
 @pytest.mark.parametrize(("name", "limits"), BOUNDED, ids=[name for name, _ in BOUNDED])
 def test_limits_are_allowed_and_beyond_is_not(name, limits):
-    kind = type(FIELDS[name].default)
+    kind = type(OTHER[name])
     step = 1 if kind is int else 1e-9
     assert getattr(Config(**{name: kind(limits["low"])}), name) == limits["low"]
     with pytest.raises(UsageError, match="out of range"):
@@ -139,6 +145,15 @@ def test_whole_seconds_need_no_point():
     assert type(Config(flush_s=2).flush_s) is float
 
 
+@pytest.mark.parametrize("word", ["none", "None"])
+def test_no_deadline_can_be_said_by_the_variable_too(word, monkeypatch):
+    monkeypatch.setenv("UNISONO_DEADLINE_S", word)
+    assert Config().deadline_s is None
+    monkeypatch.setenv("UNISONO_FLUSH_S", word)
+    with pytest.raises(UsageError, match="is not a number"):
+        Config()
+
+
 def test_settings_do_not_change():
     config = Config(segment_bytes=4096)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -152,7 +167,9 @@ def test_a_setting_reaches_the_ranks():
         assert world.backend.config.segment_bytes == 4096
 
 
-@pytest.mark.parametrize("name", ["stall_query_s", "stall_log_s", "flush_s", "deadlock_after_s"])
+@pytest.mark.parametrize(
+    "name", ["deadline_s", "stall_query_s", "stall_log_s", "flush_s", "deadlock_after_s"]
+)
 @pytest.mark.parametrize("value", [math.inf, 1e300])
 def test_never_is_a_time_that_ranks_can_wait_for(name, value):
     """The clock of the machine ends long before a float does."""

@@ -15,7 +15,6 @@ import numpy as np
 
 from unisono.backends import foreign
 from unisono.backends.foreign import Agreement, ForeignRequest, Introductions
-from unisono.core.envelope import HEADER_BYTES_MAX
 from unisono.core.request import Request
 from unisono.messaging.backend import Backend, PeerDown, Stage
 from unisono.plans.steps import Problem
@@ -115,9 +114,7 @@ class CollectiveQueue(ABC):
         agreement.write(task.memory, self._note())
         yield self._gather(agreement.mine, agreement.everyone)
         if not agreement.is_unanimous():
-            everyone = bytearray(HEADER_BYTES_MAX * self.size)
-            yield self._gather(foreign.fingerprint_row(task.stage), everyone)
-            task.failure = foreign.disagreement(task.stage, everyone, self.rank)
+            task.failure = agreement.disagreement()
         elif not agreement.is_sufficient:
             yield from self._call(task)
 

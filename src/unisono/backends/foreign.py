@@ -1,10 +1,10 @@
 """What every foreign library's collectives need: the agreement before a call, and how a call ends.
 
 Gloo and MPI compare nothing: ranks that call different things hang, or reduce what does not belong together.
-So every collective begins with an *agreement*: all ranks gather *preambles* of one length that say what each
-of them calls. A short operand fits into the preamble. Then nothing else travels: every rank has every operand
-and reduces them in rank order. Otherwise all ranks have entered by the end of the agreement, so the library
-call cannot block on an absent rank.
+So every collective begins with an *agreement*: all ranks gather *preambles* of one length with the
+fingerprint of what each of them calls. A short operand fits into the preamble. Then nothing else travels:
+every rank has every operand and reduces them in rank order. Otherwise all ranks have entered by the end of
+the agreement, so the library call cannot block on an absent rank.
 
 A library matches the calls of a group by their order, so all ranks must begin them in one order. The first
 stage of a verb begins in the order of the user's calls. Later stages begin whenever they can, so they go by
@@ -15,17 +15,16 @@ This module names no library.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from unisono.core.clock import Runtime
 from unisono.core.dtypes import Kind
-from unisono.core.envelope import HEADER_BYTES_MAX, Lane, Tags
+from unisono.core.envelope import Lane, Tags
 from unisono.core.kernels import reduce_into
 from unisono.core.request import HeaderMismatch, Request
 from unisono.messaging.backend import Backend, PeerDown, Stage
@@ -37,8 +36,6 @@ __all__ = [
     "Agreement",
     "ForeignRequest",
     "Introductions",
-    "disagreement",
-    "fingerprint_row",
     "fits_preamble",
     "library_may_run",
     "order_is_free",
@@ -46,8 +43,8 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
-_DIGEST_BYTES: Final = 8
-_HEAD_BYTES: Final = 16  # the digest, a note, and padding that aligns the operand
+_FINGERPRINT_BYTES: Final = 16
+_HEAD_BYTES: Final = 32  # the fingerprint, a note, and padding that aligns the operand
 # 512 bytes of operand cost a library nothing that can be measured; 4 KiB do.
 _OPERAND_BYTES: Final = 512
 PREAMBLE_BYTES: Final = _HEAD_BYTES + _OPERAND_BYTES
@@ -168,7 +165,6 @@ class Agreement:
     """
 
     __slots__ = (
-        "_digest",
         "_memory",
         "_operand",
         "_operands",
@@ -184,11 +180,10 @@ class Agreement:
         self._problem = problem
         self._stage = stage
         self._rank = rank
-        self._digest = _digest_of(stage.header)
         self._memory: Mapping[Any, Array] = {}
         self.mine = bytearray(PREAMBLE_BYTES)
         self.everyone = bytearray(PREAMBLE_BYTES * problem.size)
-        self.mine[:_DIGEST_BYTES] = self._digest
+        self.mine[:_FINGERPRINT_BYTES] = stage.header
         # Whether the preambles carry all that the collective needs.
         nbytes = 0 if problem.collective == "barrier" else _operand_bytes(problem, stage)
         self.is_sufficient = nbytes <= _OPERAND_BYTES
@@ -205,22 +200,31 @@ class Agreement:
     def write(self, memory: Mapping[Any, Array], note: int = 0) -> None:
         """Write this rank's preamble for a call on `memory`."""
         self._memory = memory
-        self.mine[_DIGEST_BYTES] = note
+        self.mine[_FINGERPRINT_BYTES] = note
         if self._operands:
             self._operand[:] = _operand_of(self._problem, memory, self._rank)
 
     def is_unanimous(self) -> bool:
         """Whether all ranks called the same."""
         # A loop, because a generator expression costs more than the comparisons.
-        digest, everyone = self._digest, self.everyone
+        fingerprint, everyone = self._stage.header, self.everyone
         for at in range(0, len(everyone), PREAMBLE_BYTES):
-            if everyone[at : at + _DIGEST_BYTES] != digest:
+            if everyone[at : at + _FINGERPRINT_BYTES] != fingerprint:
                 return False
         return True
 
+    def disagreement(self) -> HeaderMismatch:
+        """The error of an agreement that was not unanimous; it names a rank of the backend that differs."""
+        stage, everyone = self._stage, self.everyone
+        theirs = [
+            bytes(everyone[at : at + _FINGERPRINT_BYTES]) for at in range(0, len(everyone), PREAMBLE_BYTES)
+        ]
+        peer = next(rank for rank, fingerprint in enumerate(theirs) if fingerprint != stage.header)
+        return HeaderMismatch(peer if stage.members is None else stage.members[peer], theirs[peer])
+
     def notes(self) -> bytes:
         """What each rank noted."""
-        return bytes(self.everyone[_DIGEST_BYTES::PREAMBLE_BYTES])
+        return bytes(self.everyone[_FINGERPRINT_BYTES::PREAMBLE_BYTES])
 
     def conclude(self) -> None:
         """Compute the result from the operands in the preambles."""
@@ -327,22 +331,6 @@ def order_is_free(problem: Problem, stage: Stage, reproducible: bool) -> bool:
     return not reproducible or is_exact or not reduces(problem.collective)
 
 
-def fingerprint_row(stage: Stage) -> bytearray:
-    """The whole fingerprint in a fixed length, which ranks gather if their digests differ."""
-    text = stage.header[: HEADER_BYTES_MAX - 2]
-    return bytearray(len(text).to_bytes(2, "little") + text.ljust(HEADER_BYTES_MAX - 2, b"\0"))
-
-
-def disagreement(stage: Stage, everyone: bytes | bytearray, rank: int) -> HeaderMismatch:
-    """The error of ranks whose calls differ, from all fingerprint rows; it names a rank of the backend."""
-    rows = [bytes(everyone[at : at + HEADER_BYTES_MAX]) for at in range(0, len(everyone), HEADER_BYTES_MAX)]
-    headers = [row[2 : 2 + int.from_bytes(row[:2], "little")] for row in rows]
-    mine = _call_of(stage.header)
-    # At least one rank differs from this one: its agreement was not unanimous.
-    peer = next(r for r, header in enumerate(headers) if r != rank and _call_of(header) != mine)
-    return HeaderMismatch(peer if stage.members is None else stage.members[peer], headers[peer])
-
-
 def _operand_of(problem: Problem, memory: Mapping[Any, Array], rank: int) -> Array:
     """The array that a rank contributes."""
     kind = problem.collective
@@ -354,12 +342,3 @@ def _operand_bytes(problem: Problem, stage: Stage) -> int:
     """The length of an operand, the same on every rank."""
     parts = problem.size if problem.collective in ("all_to_all", "reduce_scatter") else 1
     return problem.counts[0] * parts * stage.dtype.storage.itemsize
-
-
-@lru_cache(maxsize=1024)
-def _digest_of(header: bytes) -> bytes:
-    return hashlib.blake2b(_call_of(header), digest_size=_DIGEST_BYTES).digest()
-
-
-def _call_of(header: bytes) -> bytes:
-    return header.partition(b"\0")[0]

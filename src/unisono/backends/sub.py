@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unisono._native import CallLog, FastMessages
+from unisono._native import CallLog, NativeGroup
 from unisono.config import Config
 from unisono.core.clock import Runtime
 from unisono.core.envelope import ANY, UNTYPED, Any_, Lane
@@ -114,9 +114,10 @@ class SubBackend(Backend):
         """Probe through the parent."""
         return self._translated(self.parent.probe(self._source(src), context, tag), src)
 
-    def run_plan(self, plan: Any, stage: Stage) -> Request:
+    def run_plan(self, plan: Any, counts: tuple[int, ...], stage: Stage) -> Request:
         """Run a plan in the parent, among the members."""
-        return self._translated(self.parent.run_plan(plan, replace(stage, members=self.members)), self.rank)
+        inner = replace(stage, members=self.members)
+        return self._translated(self.parent.run_plan(plan, counts, inner), self.rank)
 
     def run_collective(self, problem: Any, stage: Stage) -> Request | None:
         """Let the parent's library run it, among the members."""
@@ -127,27 +128,53 @@ class SubBackend(Backend):
         """End it in the parent."""
         self.parent.end_group(context)
 
-    def fast_path(
-        self, context: int, size: int, call_log: CallLog, on_unclaimed: Callable[[int, int, bytes], bool]
-    ) -> FastPath | None:
+    def native_group(
+        self,
+        context: int,
+        call_log: CallLog,
+        on_unclaimed: Callable[[int, int, bytes], bool],
+        *,
+        is_introduced: bool,
+        members: tuple[int, ...] | None = None,
+        leaves_tensors: bool = False,
+    ) -> NativeGroup | None:
+        """The members in the parent's engine."""
+        assert members is None, "a view stands on the root backend"
+        return self.parent.native_group(
+            context,
+            call_log,
+            on_unclaimed,
+            is_introduced=is_introduced,
+            members=self.members,
+            leaves_tensors=leaves_tensors,
+        )
+
+    def compile_plan(self, plan: Any, itemsize: int) -> tuple[Any, int]:
+        """The parent's: a program names the ranks of a group."""
+        return self.parent.compile_plan(plan, itemsize)
+
+    def fast_path(self, context: int, size: int, call_log: CallLog) -> FastPath | None:
         """The parent's: cached decisions name the parent's ranks."""
-        return self.parent.fast_path(context, size, call_log, on_unclaimed)
+        return self.parent.fast_path(context, size, call_log)
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:
         """The parent's, with the ranks of this view."""
         mailbox = self.parent.mailbox(context, tag)
         return None if mailbox is None else _SubMailbox(mailbox, self.members, self._local)
 
-    def fast_messages(
-        self, context: int, members: tuple[int, ...], call_log: CallLog, *, is_introduced: bool
-    ) -> FastMessages | None:
-        """The parent's, with the parent's ranks."""
-        targets = tuple(self.members[rank] for rank in members)
-        return self.parent.fast_messages(context, targets, call_log, is_introduced=is_introduced)
-
-    def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
-        """Take over a run of the parent's fast path."""
-        return self._translated(self.parent.adopt_run(handle, memory), self.rank)
+    def adopt(
+        self,
+        handle: int,
+        peer: int | Any_ | None,
+        buffer: memoryview | None,
+        dtype: int,
+        memory: tuple[Any, ...],
+    ) -> Request:
+        """Adopt an operation of the parent's engine."""
+        there = self.members[peer] if isinstance(peer, int) else peer
+        return self._translated(
+            self.parent.adopt(handle, there, buffer, dtype, memory), self.rank if peer is None else peer
+        )
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         """Notify the listener of members that are down, by their ranks in this view."""

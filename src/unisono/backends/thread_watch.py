@@ -21,13 +21,13 @@ _ThreadRef: TypeAlias = weakref.ref[threading.Thread]
 
 @dataclass(frozen=True, slots=True)
 class ThreadUsers:
-    """The threads that use a rank below Python: by ident, whether the thread has waited for an operation.
+    """The threads that use a rank below Python: by ident, whether the thread belongs to the rank.
 
-    `had_waiters`: one that had waited has ended.
+    It belongs to the rank once it has made a call or waited. `has_lost_users`: one that did has ended.
     """
 
     living: Mapping[int, bool] = field(default_factory=dict)
-    had_waiters: bool = False
+    has_lost_users: bool = False
 
 
 class WatchedRanks(Protocol):
@@ -90,7 +90,7 @@ class ThreadWatch:
         self._bystanders = frozenset(map(weakref.ref, threading.enumerate()))
 
     def used(self, rank: int) -> None:
-        """The calling thread waits for an operation of a rank: it belongs to the rank."""
+        """The calling thread starts an operation of a rank, or waits for one: it belongs to the rank."""
         if rank in self._mine.ranks:
             return
         self._mine.ranks.add(rank)
@@ -163,18 +163,18 @@ class ThreadWatch:
         self._unknown_users.clear()
         for rank in self._ranks_here:
             users = self._ranks.users(rank)
-            waiters = {user for user in self._users.get(rank, ()) if user() is not None}
-            for ident, has_waited in users.living.items():
+            mine = {user for user in self._users.get(rank, ()) if user() is not None}
+            for ident, belongs in users.living.items():
                 thread = by_ident.get(ident)
                 if thread is None:
-                    if has_waited:
+                    if belongs:
                         self._unknown_users.add(rank)
                 elif not thread.name.startswith(_OWN_THREADS):
                     self._ranks_of.setdefault(weakref.ref(thread), set()).add(rank)
-                    if has_waited:
-                        waiters.add(weakref.ref(thread))
-            if waiters or users.had_waiters or rank in self._users:
-                self._users[rank] = waiters
+                    if belongs:
+                        mine.add(weakref.ref(thread))
+            if mine or users.has_lost_users or rank in self._users:
+                self._users[rank] = mine
 
     def _check_all(self) -> None:
         with self._lock:

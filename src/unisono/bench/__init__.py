@@ -6,9 +6,10 @@ Nothing here prints: `unisono bench` and the scripts in bench/ do.
     results.ratio(case, "unisono", "mpi")
 """
 
-from unisono.bench.cases import OPERATIONS, Case
+from unisono.bench.cases import Case
 from unisono.bench.contest import Options, contest
-from unisono.bench.figures import Ratio, Results
+from unisono.bench.figures import Ratio, Results, Summary
+from unisono.bench.operations import OPERATIONS
 from unisono.bench.systems import SYSTEMS
 
-__all__ = ["OPERATIONS", "SYSTEMS", "Case", "Options", "Ratio", "Results", "contest"]
+__all__ = ["OPERATIONS", "SYSTEMS", "Case", "Options", "Ratio", "Results", "Summary", "contest"]

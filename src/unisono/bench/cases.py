@@ -1,4 +1,4 @@
-"""What is measured: an operation, a number of ranks and an amount of bytes, and what a time means for it.
+"""What is measured: an operation, a way of calling it, data, a number of ranks and an amount of bytes.
 
 Bytes and bandwidths follow nccl-tests: the bytes are those of the whole vector (all_gather: each rank's
 output; reduce_scatter and all_to_all: each rank's input). The algorithm bandwidth is bytes over time; the bus
@@ -8,26 +8,18 @@ of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import fnmatch
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["ITEM_BYTES", "OPERATIONS", "Case"]
+from unisono.bench.operations import FLOAT32, Operation, operation_of
+from unisono.bench.ways import WAYS
+from unisono.plans.units import bytes_text
 
-# Everything is float32.
+__all__ = ["ITEM_BYTES", "Case"]
+
+# Every array is float32.
 ITEM_BYTES: Final = 4
-
-# Bus bandwidth over algorithm bandwidth, by the number of ranks; from nccl-tests, doc/PERFORMANCE.md.
-OPERATIONS: Final[Mapping[str, Callable[[int], float]]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "barrier": lambda n: 0.0,
-    "ping": lambda n: 1.0,
-}
-_OF_BLOCKS: Final = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,25 +28,47 @@ class Case:
 
     operation: str
     ranks: int
-    nbytes: int
+    nbytes: int = 0
+    way: str = "blocking"
+    data: str = FLOAT32
 
     @property
-    def count(self) -> int:
-        """Elements of the whole vector."""
-        if self.operation == "barrier":
-            return 0
-        parts = self.ranks if self.operation in _OF_BLOCKS else 1
-        return max(1, self.nbytes // ITEM_BYTES // parts) * parts
+    def row(self) -> Operation:
+        """The row of the table of operations."""
+        return operation_of(self.operation, self.data)
+
+    @property
+    def label(self) -> str:
+        """What is measured, without the number of ranks: operation/way/data/bytes."""
+        parts = [self.operation, self.way, self.data, *([bytes_text(self.nbytes)] if self.nbytes else [])]
+        return "/".join(parts)
+
+    def matches(self, pattern: str) -> bool:
+        """Whether the label contains the pattern, in which * and ? stand for anything."""
+        return fnmatch.fnmatchcase(self.label, f"*{pattern}*")
 
     @property
     def block(self) -> int:
-        """Elements of one rank's block."""
-        return self.count // self.ranks
+        """Elements of one part: a rank's block, one of many arrays, or the vector if it is not cut."""
+        return max(1, self.nbytes // ITEM_BYTES // self.row.parts(self.ranks))
+
+    @property
+    def count(self) -> int:
+        """Elements of the whole vector; uneven parts are longer by up to the number of ranks each."""
+        if not self.row.has_sizes:
+            return 0
+        return self.block * self.row.parts(self.ranks)
 
     def algorithm_bandwidth(self, seconds: float) -> float:
         """Bytes per second of the vector."""
         return self.count * ITEM_BYTES / seconds
 
-    def bus_bandwidth(self, seconds: float) -> float:
-        """Bytes per second that each rank's link must have carried."""
-        return self.algorithm_bandwidth(seconds) * OPERATIONS[self.operation](self.ranks)
+    def bus_bandwidth(self, seconds: float) -> float | None:
+        """Bytes per second that each rank's link must have carried; None where nccl-tests defines none."""
+        factor = self.row.bus
+        return None if factor is None else self.algorithm_bandwidth(seconds) * factor(self.ranks)
+
+    @property
+    def way_order(self) -> int:
+        """The place of the way in a table."""
+        return list(WAYS).index(self.way)

@@ -34,12 +34,16 @@ def draw(results: Results, path: Path) -> None:
     except ImportError:
         raise UsageError("--plot needs matplotlib", next_step="pip install matplotlib") from None
 
-    operations = [name for name in results.operations() if name != "barrier"]
+    operations = [
+        name
+        for name in results.operations()
+        if any(len(results.sizes(name, ranks)) > 1 for ranks in results.ranks())
+    ]
     numbers = results.ranks()
     if not operations:
         raise UsageError(
-            "--plot needs an operation other than barrier, which has no sizes",
-            next_step="add an operation to --ops",
+            "--plot needs an operation that was measured with several sizes",
+            next_step="name more --sizes, or fewer patterns in --only",
         )
     columns = min(_WIDE, len(operations))
     rows = -(-len(operations) // columns) * len(numbers)
@@ -71,7 +75,7 @@ def _panel(panel: Any, results: Results, operation: str, ranks: int) -> None:
     for system, style in _STYLES.items():
         points = [
             (case.nbytes, seconds * 1e6)
-            for case in results.cases(operation, ranks)
+            for case in results.sizes(operation, ranks)
             if (seconds := results.seconds(case, system)) is not None
         ]
         if points:

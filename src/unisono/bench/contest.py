@@ -6,61 +6,106 @@ Turns are short and systems alternate within a case, so that a slow minute of th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from unisono.bench.cases import OPERATIONS, Case
+from unisono.bench.cases import Case
 from unisono.bench.figures import Results
 from unisono.bench.machine import described
+from unisono.bench.operations import FLOAT32, OBJECTS, OPERATIONS, Operation
 from unisono.bench.running_system import RunningSystem, SystemFailed
 from unisono.bench.systems import OURS, PEERS, SYSTEMS
+from unisono.bench.ways import WAYS
+from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 
-__all__ = ["Options", "contest"]
+__all__ = ["Options", "contest", "missing_verbs"]
 
 _MIB: Final = 1 << 20
 # At most this many calls in one turn, however short they are.
 _REPEATS_MAX: Final = 2000
 # Results of longer vectors are not checked: computing the right answer would take longer than the rest.
 _CHECKED_BYTES_MAX: Final = 16 * _MIB
+_QUICK_CHECKED_BYTES_MAX: Final = _MIB
+# Every operation is measured in every way of calling. These three differ in what a library may keep from
+# one call to the next, which is the same for all operations: the quick mode takes one of each kind.
+_SAMPLED_WAYS: Final = ("new view", "new array", "1000 lines")
+_SAMPLES: Final = ("all_reduce", "all_gather", "ping", "sendrecv")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure. `turn_s`: how long one system works on one case before the next has its turn."""
+    """What to measure. `turn_s`: how long one system works on one case before the next has its turn.
+
+    `sizes` are for the usual way of calling, `way_sizes` for all others. `only`: patterns of which a case's
+    label must match one (`Case.matches`).
+    """
 
     ranks: Sequence[int] = (2, 4)
-    operations: Sequence[str] = tuple(OPERATIONS)
+    only: Sequence[str] = ()
     sizes: Sequence[int] = (8, 64, 1 << 10, 8 << 10, 64 << 10, _MIB, 16 * _MIB, 128 * _MIB)
+    way_sizes: Sequence[int] = (8, 64 << 10)
     links: Sequence[str] = tuple(OURS)
     peers: Sequence[str] = PEERS
     rounds: int = 5
     turn_s: float = 0.05
+    quick: bool = False
 
     def __post_init__(self) -> None:
-        _check("operation", self.operations, OPERATIONS)
         _check("link", self.links, OURS)
         _check("peer", self.peers, PEERS)
         if any(n < 2 for n in self.ranks) or not self.ranks:
             raise UsageError(f"ranks={list(self.ranks)}; allowed: 2 or more each")
-        if any(nbytes < 1 for nbytes in self.sizes) or not self.sizes:
+        if any(nbytes < 1 for nbytes in (*self.sizes, *self.way_sizes)) or not self.sizes:
             raise UsageError(f"sizes={list(self.sizes)}; allowed: 1 byte or more each")
         if self.rounds < 1 or self.turn_s <= 0:
             raise UsageError(f"rounds={self.rounds}, turn_s={self.turn_s}; allowed: 1 or more, above 0")
+        if not self.cases(self.ranks[0]):
+            raise UsageError(
+                f"no case matches {', '.join(self.only)}; allowed: parts of a label such as"
+                f" {Case('all_reduce', 2, 8, 'started').label}"
+            )
 
     def cases(self, ranks: int) -> list[Case]:
-        """The cases with this number of ranks, in order; a barrier has one only."""
-        return [
-            Case(operation, ranks, nbytes)
-            for operation in self.operations
-            for nbytes in ((0,) if operation == "barrier" else self.sizes)
+        """The cases with this number of ranks, in order."""
+        found = [
+            Case(row.name, ranks, nbytes, way, data)
+            for row in OPERATIONS
+            if not missing_verbs(row)
+            for data in row.data
+            for way in self._ways(row, data)
+            for nbytes in self._sizes(row, data, way)
         ]
+        return [case for case in found if not self.only or any(map(case.matches, self.only))]
 
     def systems(self) -> list[str]:
         """The systems that take part: ours, and the peers that share a kind of link with them."""
         ours = [OURS[link] for link in self.links]
         return ours + [name for name in self.peers if SYSTEMS[name].link in (*self.links, "any")]
+
+    def _ways(self, row: Operation, data: str) -> Iterator[str]:
+        is_sampled = row.name in _SAMPLES and data == FLOAT32
+        for way in row.ways:
+            if WAYS[way].lines > 1 and data in OBJECTS[1:]:
+                continue  # a turn of a thousand long calls
+            if self.quick and way in _SAMPLED_WAYS and not is_sampled:
+                continue
+            if self.quick and data in ("torch", "number", *OBJECTS[1:]) and way != row.ways[0]:
+                continue
+            yield way
+
+    def _sizes(self, row: Operation, data: str, way: str) -> Sequence[int]:
+        if not row.has_sizes:
+            return (0,)
+        if way == row.ways[0] and data == FLOAT32:
+            return self.sizes
+        return self.way_sizes if WAYS[way].lines == 1 else self.way_sizes[:1]
+
+
+def missing_verbs(row: Operation) -> set[str]:
+    """The verbs of an operation that this version does not have."""
+    return {verb for verb in row.lines["unisono"].verbs() if not hasattr(Communicator, verb)}
 
 
 def contest(options: Options, progress: Callable[[str], None] = lambda _: None) -> Results:
@@ -99,18 +144,22 @@ def _compete(options: Options, ranks: int, results: Results, progress: Callable[
                     running[name] = stack.enter_context(RunningSystem(SYSTEMS[name], ranks))
                 except SystemFailed as error:
                     drop(name, error)
-        for case in options.cases(ranks):
-            progress(f"{case.operation} on {ranks} ranks, {case.nbytes:,} bytes")
+        cases = options.cases(ranks)
+        for number, case in enumerate(cases, 1):
+            progress(f"{ranks} ranks, {number} of {len(cases)}: {case.label}")
             repeats = {}
             for name, system in list(running.items()):
+                if not _takes_part(system, case):
+                    continue
                 try:
-                    repeats[name] = _repeats(system, case, options.turn_s)
+                    repeats[name] = _repeats(system, case, options)
                 except SystemFailed as error:
                     drop(name, error)
             for round_ in range(options.rounds):
                 # The order rotates, so that no system always follows the same one.
-                order = list(running)
-                for name in order[round_ % len(order) :] + order[: round_ % len(order)]:
+                order = [name for name in running if name in repeats]
+                first = round_ % len(order)
+                for name in order[first:] + order[:first]:
                     try:
                         seconds = running[name].measure(case, repeats[name])
                     except SystemFailed as error:
@@ -119,11 +168,17 @@ def _compete(options: Options, ranks: int, results: Results, progress: Callable[
                         results.add(case, name, seconds)
 
 
-def _repeats(system: RunningSystem, case: Case, turn_s: float) -> int:
+def _takes_part(system: RunningSystem, case: Case) -> bool:
+    library = system.system.library
+    return library in case.row.lines and (library != "gloo" or WAYS[case.way].for_gloo)
+
+
+def _repeats(system: RunningSystem, case: Case, options: Options) -> int:
     """The number of calls in one turn, from a first try, which also checks the result."""
-    tries = 20 if case.nbytes < _MIB else 3 if case.nbytes <= _CHECKED_BYTES_MAX else 1
-    seconds = system.measure(case, tries, check=case.nbytes <= _CHECKED_BYTES_MAX)
-    return max(2, min(_REPEATS_MAX, round(turn_s / seconds)))
+    checked_bytes_max = _QUICK_CHECKED_BYTES_MAX if options.quick else _CHECKED_BYTES_MAX
+    seconds = system.measure(case, 3, check=case.nbytes <= checked_bytes_max)
+    fixed = WAYS[case.way].repeats
+    return fixed or max(2, min(_REPEATS_MAX, round(options.turn_s / seconds)))
 
 
 def _check(what: str, given: Sequence[str], known: object) -> None:

@@ -1,4 +1,4 @@
-"""Times in; medians, ratios and their spread out.
+"""Times in; medians, ratios with their spread, and their geometric mean out.
 
 Results are kept as JSON.
 """
@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from unisono.bench.cases import Case
+from unisono.bench.operations import FLOAT32
 from unisono.bench.systems import OURS, SYSTEMS
 from unisono.errors import UsageError
 
-__all__ = ["Ratio", "Results"]
+__all__ = ["Ratio", "Results", "Summary"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,25 @@ class Ratio:
     median: float
     low: float
     high: float
+
+    def texts(self) -> tuple[str, str]:
+        """The median, and the ends: "2.00" and "(1.50-4.00)"."""
+        return _digits(self.median), f"({_digits(self.low)}-{_digits(self.high)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All cases with one number of ranks that a peer has, too.
+
+    `below` are those where it is faster, the worst first.
+    """
+
+    ours: str
+    peer: str
+    ranks: int
+    cases: int
+    geometric_mean: float
+    below: tuple[tuple[Case, Ratio], ...]
 
 
 @dataclass(slots=True)
@@ -42,8 +62,17 @@ class Results:
         self.times.setdefault(case, {}).setdefault(system, []).append(seconds)
 
     def cases(self, operation: str, ranks: int) -> list[Case]:
-        """The measured cases of an operation, by size."""
-        return sorted(case for case in self.times if (case.operation, case.ranks) == (operation, ranks))
+        """The measured cases of an operation, by way of calling, data and size."""
+        found = [case for case in self.times if (case.operation, case.ranks) == (operation, ranks)]
+        return sorted(found, key=lambda case: (case.way_order, case.data != FLOAT32, case.data, case.nbytes))
+
+    def sizes(self, operation: str, ranks: int) -> list[Case]:
+        """The cases that differ in nothing but their size: arrays, the usual way of calling."""
+        return [
+            case
+            for case in self.cases(operation, ranks)
+            if case.nbytes and case.data == FLOAT32 and case.way == case.row.ways[0]
+        ]
 
     def operations(self) -> list[str]:
         """The operations, in the order of measurement."""
@@ -67,7 +96,30 @@ class Results:
             peers = [name for name in systems if name != ours]
             for ranks in self.ranks():
                 for operation in self.operations():
-                    yield ours, peers, self.cases(operation, ranks)
+                    if cases := self.cases(operation, ranks):
+                        yield ours, [name for name in peers if self._has(name, cases)], cases
+
+    def summaries(self) -> Iterator[Summary]:
+        """How each of ours does beside each peer; by link, ranks and peer."""
+        for link, ours in OURS.items():
+            for ranks in self.ranks():
+                for peer in self.systems(link):
+                    ratios = [
+                        (case, ratio)
+                        for case in self.times
+                        if case.ranks == ranks and (ratio := self.ratio(case, ours, peer)) is not None
+                    ]
+                    if peer == ours or not ratios:
+                        continue
+                    mean = statistics.geometric_mean(ratio.median for _, ratio in ratios)
+                    below = sorted(
+                        ((case, ratio) for case, ratio in ratios if ratio.median < 1),
+                        key=lambda pair: pair[1].median,
+                    )
+                    yield Summary(ours, peer, ranks, len(ratios), mean, tuple(below))
+
+    def _has(self, system: str, cases: list[Case]) -> bool:
+        return any(system in self.times[case] for case in cases)
 
     def seconds(self, case: Case, system: str) -> float | None:
         """The median; None if it was not measured."""
@@ -84,9 +136,7 @@ class Results:
         """Everything, as JSON."""
         rows = [
             {
-                "operation": case.operation,
-                "ranks": case.ranks,
-                "bytes": case.nbytes,
+                **asdict(case),
                 "system": system,
                 "seconds": times,
                 "median_s": statistics.median(times),
@@ -112,7 +162,7 @@ class Results:
                 raise UsageError(f"results of format {whole['format']!r}; allowed: {_FORMAT}")
             results = cls(whole["machine"], absent=dict(whole["absent"]))
             for row in whole["rows"]:
-                case = Case(row["operation"], row["ranks"], row["bytes"])
+                case = Case(**{name: row[name] for name in Case.__dataclass_fields__})
                 for seconds in row["seconds"]:
                     results.add(case, row["system"], float(seconds))
         except (KeyError, TypeError, ValueError) as error:
@@ -124,3 +174,8 @@ class Results:
                 next_step="give a file that it has written",
             ) from None
         return results
+
+
+def _digits(number: float) -> str:
+    """Two decimals, or two digits if that would show nothing."""
+    return f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"

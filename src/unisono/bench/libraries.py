@@ -1,101 +1,151 @@
-"""The measured operations in each library, called from Python as its users call them.
+"""One rank of each library: it joins the others, and turns a case into the loop that is timed.
 
-`prepared` returns the call to repeat; before it is timed, its result can be checked once.
+Everything is called from Python, as the library's users call it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import unisono as uni
-from unisono.bench.arrays import array_of
 from unisono.bench.cases import Case
+from unisono.bench.operands import Pool, expected, names_of, operands_of
+from unisono.bench.ways import WAYS, loop_text
 
-__all__ = ["Library", "opened"]
+__all__ = ["Library", "Prepared", "opened"]
 
-Call = Callable[[], Any]
+
+class Prepared:
+    """A case that is ready to be repeated: `run(items)` makes `calls` calls."""
+
+    def __init__(
+        self, run: Callable[[Iterable[Any]], Any], items: Callable[[int], Iterable[Any]], lines: int
+    ):
+        self.run = run
+        self._items = items
+        self._lines = lines
+
+    def items(self, repeats: int) -> tuple[Iterable[Any], int]:
+        """Operands for at least this many calls, and the number of calls."""
+        turns = -(-repeats // self._lines)
+        return self._items(turns), turns * self._lines
 
 
 class Library:
     """One rank of a library. Arrays are NumPy's; a library with tensors wraps the same memory."""
 
+    name: str
     rank: int
     size: int
+
+    def __init__(self) -> None:
+        # Elements that a size "never seen before" has been given so far, by operation.
+        self._sizes_used: Counter[tuple[str, str]] = Counter()
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         raise NotImplementedError
 
-    def call(self, operation: str, x: Any, out: Any) -> Call:
-        """A function that runs the operation on these arrays; it is called repeatedly."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """Leave."""
 
-    def prepared(self, case: Case, check: bool) -> Call:
-        """Make the arrays and return the call to repeat; with `check`, check its result once.
+    def names(self) -> dict[str, Any]:
+        """What the lines of the table may name, beside their operands."""
+        raise NotImplementedError
+
+    def wrapped(self, data: str) -> Callable[[Any], Any]:
+        """Makes of NumPy's memory what this library's users hold."""
+        if data == "torch":
+            import torch
+
+            from_numpy: Callable[[Any], Any] = torch.from_numpy
+            return from_numpy
+        return lambda array: array
+
+    def prepared(self, case: Case, check: bool) -> Prepared:
+        """Make the operands and the loop; with `check`, make one call and check its result.
 
         Raises:
             ArithmeticError: the result was wrong.
         """
-        x, out = _arrays(case)
-        call = self.call(case.operation, x, out)
+        operation, way = case.row, WAYS[case.way]
+        pool = Pool(is_fresh=way.operands == "new array", wrap=self.wrapped(case.data))
+
+        def operands(block: int, filled: bool = False) -> tuple[Any, ...]:
+            return operands_of(operation, case.data, self.rank, self.size, block, pool, filled=filled)
+
+        def items(turns: int) -> Iterable[Any]:
+            match way.operands:
+                case "known":
+                    return repeat(operands(case.block), turns)
+                case "new size":
+                    used = self._sizes_used[case.operation, case.data]
+                    self._sizes_used[case.operation, case.data] += turns
+                    operands(case.block + used + turns)  # all are views of memory for the longest
+                    return [operands(case.block + used + turn) for turn in range(1, turns + 1)]
+                case _:
+                    return [operands(case.block) for _ in range(turns)]
+
+        everywhere = {
+            "rank": self.rank,
+            "size": self.size,
+            **_neighbours(self.rank, self.size),
+            **self.names(),
+        }
+
+        def loop(lines: int) -> Callable[[Iterable[Any]], Any]:
+            text = loop_text(
+                self.name, operation, replace(way, lines=lines), self.rank, names_of(operation.layout)
+            )
+            return _compiled(text, everywhere)
+
         if check:
-            x.reshape(-1)[:] = _input(self.rank, x.size)
-            call()
-            if not _is_right(case, self.rank, x, out):
-                raise ArithmeticError(f"wrong: {case.operation} of {case.nbytes} bytes on rank {self.rank}")
-        x.fill(0)  # repeated sums of zeros do not overflow
-        return call
+            mine = operands(case.block, filled=True)
+            result = loop(1)([mine])
+            known = dict(zip(names_of(operation.layout), mine, strict=True))
+            right = expected(operation, case.data, self.rank, self.size, case.block)
+            if right is not None:
+                answer = eval(operation.lines[self.name].answer, everywhere, {**known, "result": result})
+                if not _is_same(answer, right):
+                    raise ArithmeticError(f"wrong: {case.label} on rank {self.rank}")
+        pool.clear()
+        return Prepared(loop(way.lines), items, way.lines)
 
 
 class _Unisono(Library):
+    name = "unisono"
+
     def __init__(self) -> None:
+        super().__init__()
         self._world = uni.init()
         self.rank, self.size = self._world.rank, self._world.size
 
     def barrier(self) -> None:
         self._world.barrier()
 
-    def call(self, operation: str, x: Any, out: Any) -> Call:
-        world = self._world
-        match operation:
-            case "all_reduce":
-                return lambda: world.all_reduce(x)
-            case "broadcast":
-                return lambda: world.broadcast(x)
-            case "all_gather":
-                return lambda: world.all_gather(x, out=out)
-            case "reduce_scatter":
-                return lambda: world.reduce_scatter(x, out=out)
-            case "all_to_all":
-                return lambda: world.all_to_all(x, out=out)
-            case "barrier":
-                return world.barrier
-            case "ping" if self.rank == 0:
-                return lambda: (world.send(x, 1), world.recv(x, 1))
-            case "ping" if self.rank == 1:
-                return lambda: (world.recv(x, 0), world.send(x, 0))
-            case "ping":
-                return _nothing
-            case _:
-                raise ValueError(operation)
+    def names(self) -> dict[str, Any]:
+        return {"world": self._world, "first": _first}
 
     def close(self) -> None:
         self._world.close()
 
 
 class _Mpi(Library):
+    name = "mpi"
+
     def __init__(self) -> None:
         from mpi4py import MPI
 
+        super().__init__()
         self._mpi: Any = MPI
         self._world: Any = MPI.COMM_WORLD
         self.rank, self.size = self._world.rank, self._world.size
@@ -103,37 +153,26 @@ class _Mpi(Library):
     def barrier(self) -> None:
         self._world.Barrier()
 
-    def call(self, operation: str, x: Any, out: Any) -> Call:
-        world = self._world
-        match operation:
-            case "all_reduce":
-                in_place = self._mpi.IN_PLACE
-                return lambda: world.Allreduce(in_place, x)
-            case "broadcast":
-                return lambda: world.Bcast(x)
-            case "all_gather":
-                return lambda: world.Allgather(x, out)
-            case "reduce_scatter":
-                return lambda: world.Reduce_scatter_block(x, out)
-            case "all_to_all":
-                return lambda: world.Alltoall(x, out)
-            case "barrier":
-                return lambda: world.Barrier()
-            case "ping" if self.rank == 0:
-                return lambda: (world.Send(x, 1), world.Recv(x, 1))
-            case "ping" if self.rank == 1:
-                return lambda: (world.Recv(x, 0), world.Send(x, 0))
-            case "ping":
-                return _nothing
-            case _:
-                raise ValueError(operation)
+    def names(self) -> dict[str, Any]:
+        return {
+            "world": self._world,
+            "IN_PLACE": self._mpi.IN_PLACE,
+            "Request": self._mpi.Request,
+            "status": self._mpi.Status(),
+            "group": self._world.Get_group(),
+            "SHARED": self._mpi.COMM_TYPE_SHARED,
+            "first": _first,
+        }
 
 
 class _Gloo(Library):
+    name = "gloo"
+
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         import torch
         import torch.distributed as dist
 
+        super().__init__()
         warnings.simplefilter("ignore")  # names of the same calls change between versions
         self._torch, self._dist = torch, dist
         self.rank, self.size = rank, size
@@ -142,32 +181,11 @@ class _Gloo(Library):
     def barrier(self) -> None:
         self._dist.barrier()
 
-    def call(self, operation: str, x: Any, out: Any) -> Call:
-        dist = self._dist
-        mine, theirs = (self._torch.from_numpy(array.reshape(-1)) for array in (x, out))
-        match operation:
-            case "all_reduce":
-                return lambda: dist.all_reduce(mine)
-            case "broadcast":
-                return lambda: dist.broadcast(mine, 0)
-            case "all_gather":
-                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-                return lambda: gather(theirs, mine)
-            case "reduce_scatter":
-                scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-                return lambda: scatter(theirs, mine)
-            case "all_to_all":
-                return lambda: dist.all_to_all_single(theirs, mine)
-            case "barrier":
-                return lambda: dist.barrier()
-            case "ping" if self.rank == 0:
-                return lambda: (dist.send(mine, 1), dist.recv(mine, 1))
-            case "ping" if self.rank == 1:
-                return lambda: (dist.recv(mine, 0), dist.send(mine, 0))
-            case "ping":
-                return _nothing
-            case _:
-                raise ValueError(operation)
+    def names(self) -> dict[str, Any]:
+        return {"dist": self._dist}
+
+    def wrapped(self, data: str) -> Callable[[Any], Any]:
+        return lambda array: self._torch.from_numpy(array.reshape(-1))
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # the other ranks may be gone already
@@ -185,41 +203,24 @@ def opened(name: str, folder: Path, rank_and_size: list[int]) -> Library:
             return _Gloo(folder, *rank_and_size)
 
 
-def _nothing() -> None:
-    """The call of a rank that takes no part."""
+def _neighbours(rank: int, size: int) -> dict[str, int]:
+    return {"left": (rank - 1) % size, "right": (rank + 1) % size}
 
 
-def _arrays(case: Case) -> tuple[Any, Any]:
-    """Input and output."""
-    rows = (case.ranks, case.block)
-    shape = {"all_gather": (case.block,), "reduce_scatter": rows, "all_to_all": rows}
-    out_shape = {"all_gather": rows, "reduce_scatter": (case.block,), "all_to_all": rows}
-    x = array_of(shape.get(case.operation, (case.count,)))
-    out = array_of(out_shape.get(case.operation, (0,)))
-    out.fill(0)  # touch every page before the timed calls
-    return x, out
+def _compiled(text: str, names: dict[str, Any]) -> Callable[[Iterable[Any]], Any]:
+    # The file's name is that of no module: calls come from the user's side of every library.
+    exec(compile(text, "<measured loop>", "exec"), names)
+    run: Callable[[Iterable[Any]], Any] = names["run"]
+    return run
 
 
-def _input(rank: int, count: int) -> Any:
-    """A rank's input: it shows a wrong order or offset, and sums of small integers are exact."""
-    return np.resize(np.arange(1 + rank, 8 + rank, dtype=np.float32), count)
+def _first(one: Any, _other: Any) -> Any:
+    """A reduction of objects that costs nothing itself."""
+    return one
 
 
-def _is_right(case: Case, rank: int, x: Any, out: Any) -> bool:
-    ranks, count, block = range(case.ranks), case.count, case.block
-    mine = slice(rank * block, (rank + 1) * block)
-    match case.operation:
-        case "all_reduce":
-            return np.array_equal(x, sum(_input(r, count) for r in ranks))
-        case "broadcast":
-            return np.array_equal(x, _input(0, count))
-        case "all_gather":
-            return np.array_equal(out, [_input(r, block) for r in ranks])
-        case "reduce_scatter":
-            return np.array_equal(out, sum(_input(r, count)[mine] for r in ranks))
-        case "all_to_all":
-            return np.array_equal(out, [_input(r, count)[mine] for r in ranks])
-        case "ping" if rank < 2:
-            return np.array_equal(x, _input(0, count))
-        case _:
-            return True
+def _is_same(answer: Any, right: Any) -> bool:
+    if not isinstance(right, np.ndarray):
+        return bool(answer == right)
+    listed = answer if isinstance(answer, list) else [answer]
+    return np.array_equal(np.concatenate([np.asarray(each).reshape(-1) for each in listed]), right)

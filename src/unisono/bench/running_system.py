@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -54,15 +55,7 @@ class RunningSystem:
         Raises:
             SystemFailed: a rank failed, gave a wrong result or did not answer.
         """
-        question = json.dumps(
-            {
-                "operation": case.operation,
-                "ranks": case.ranks,
-                "nbytes": case.nbytes,
-                "repeats": repeats,
-                "check": check,
-            }
-        )
+        question = json.dumps({"case": asdict(case), "repeats": repeats, "check": check})
         answers = []
         lines = [self._lines[rank] for rank in sorted(self._lines)]
         try:
@@ -76,8 +69,7 @@ class RunningSystem:
         for answer in answers:
             if "error" in answer:
                 raise self._failed(answer["error"])
-        calls_per_repeat = 2 if case.operation == "ping" else 1  # there and back
-        return float(max(answer["seconds"] for answer in answers)) / repeats / calls_per_repeat
+        return float(max(answer["seconds"] for answer in answers)) / case.row.calls_per_repeat
 
     def close(self) -> None:
         """Close the sockets, which ends the ranks; end those that do not end by themselves."""

@@ -44,27 +44,25 @@ def _send(lines: Any, message: dict[str, Any]) -> None:
     lines.flush()
 
 
-def _measured(
-    rank: Library, operation: str, ranks: int, nbytes: int, repeats: int, check: bool
-) -> dict[str, Any]:
-    """Repeat one case; the seconds of all repeats together, or an error."""
+def _measured(rank: Library, case: dict[str, Any], repeats: int, check: bool) -> dict[str, Any]:
+    """Repeat one case; the seconds per repeat, or an error."""
     clock = RealRuntime()
     try:
-        call = rank.prepared(Case(operation, ranks, nbytes), check)
+        ready = rank.prepared(Case(**case), check)
     except ArithmeticError as error:
         return {"error": str(error)}
     # After a pause ranks may share a core and caches are cold; a program in steady state is measured.
-    for _ in range(1 + repeats // _CALLS_PER_WARM_UP):
-        call()
+    warm_up, _ = ready.items(1 + repeats // _CALLS_PER_WARM_UP)
+    ready.run(warm_up)
+    items, calls = ready.items(repeats)
     gc.disable()
     rank.barrier()
     began = clock.now()
-    for _ in range(repeats):
-        call()
+    ready.run(items)
     elapsed = clock.now() - began
     gc.enable()
     rank.barrier()  # no rank frees memory that another still reads
-    return {"seconds": elapsed}
+    return {"seconds": elapsed / calls}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`unisono bench`: how fast collectives are on this machine, beside Open MPI and Gloo.
+"""`unisono bench`: how fast every verb and way of calling is on this machine, beside Open MPI and Gloo.
 
 Command line and tables; `unisono.bench` measures.
 """
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unisono.bench import OPERATIONS, Case, Options, Results, contest
+from unisono.bench import Case, Options, Ratio, Results, Summary, contest
 from unisono.bench.chart import draw
 from unisono.bench.running_system import SystemFailed
 from unisono.bench.systems import OURS, PEERS
@@ -24,20 +24,21 @@ from unisono.plans.units import bytes_text, seconds_text
 
 __all__ = ["command", "print_tables"]
 
-_QUICK_SIZES = "8,1Ki,64Ki,1Mi,16Mi,128Mi"
+_QUICK_SIZES = "8,64Ki,16Mi"
 _ALL_SIZES = "8,64,1Ki,8Ki,64Ki,512Ki,1Mi,4Mi,16Mi,64Mi,128Mi"
 
 
 @click.command("bench")
 @click.option("-n", "ranks", default="2,4", show_default=True, metavar="N,N", help="Numbers of ranks.")
 @click.option(
-    "--ops",
-    "operations",
-    default=",".join(OPERATIONS),
-    metavar="NAME,NAME",
-    help=f"Of {', '.join(OPERATIONS)}; all by default.",
+    "--only",
+    multiple=True,
+    metavar="PATTERN",
+    help="Cases whose label contains this, as in all_reduce/started/float32/8 B; * is anything. Repeatable.",
 )
-@click.option("--sizes", metavar="B,B", help=f"Bytes, as in 8,64Ki,128Mi; by default {_ALL_SIZES}.")
+@click.option(
+    "--sizes", metavar="B,B", help=f"Bytes of plain calls, as in 8,64Ki,128Mi; by default {_ALL_SIZES}."
+)
 @click.option(
     "--links", default=",".join(OURS), show_default=True, metavar="LINK,LINK", help="Ours: shm, tcp."
 )
@@ -49,12 +50,14 @@ _ALL_SIZES = "8,64,1Ki,8Ki,64Ki,512Ki,1Mi,4Mi,16Mi,64Mi,128Mi"
     help="Systems to compare with; none: only ours.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), help="Turns of each system at each case [5].")
-@click.option("--quick", is_flag=True, help="Six sizes and three short rounds: a few minutes.")
+@click.option(
+    "--quick", is_flag=True, help="Fewer sizes and combinations, three short rounds: a few minutes."
+)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all times.")
 @click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="Draw a chart.")
 def command(
     ranks: str,
-    operations: str,
+    only: tuple[str, ...],
     sizes: str | None,
     links: str,
     peers: str,
@@ -63,20 +66,22 @@ def command(
     json_path: Path | None,
     plot_path: Path | None,
 ) -> None:
-    """Measure latency and bandwidth of every operation and size, beside the peers that are installed.
+    """Measure every verb, way of calling and size, beside the peers that are installed.
 
     All systems take turns at each case, one at a time. The table shows medians, and the peer's time divided
     by ours (above 1 ours is faster) with the lowest and highest of single rounds. Bytes and bus bandwidth are
-    those of nccl-tests.
+    those of nccl-tests. At the end: the geometric mean of all ratios, and the cases where a peer is faster.
     """
     options = Options(
         ranks=[_number(text) for text in _listed(ranks)],
-        operations=_listed(operations),
+        only=only,
         sizes=[bytes_of(text) for text in _listed(sizes or (_QUICK_SIZES if quick else _ALL_SIZES))],
         links=_listed(links),
         peers=[] if peers == "none" else _listed(peers),
         rounds=rounds or (3 if quick else 5),
-        turn_s=0.02 if quick else 0.05,
+        turn_s=0.01 if quick else 0.05,
+        way_sizes=(8,) if quick else (8, 64 << 10),
+        quick=quick,
     )
     for path in (json_path, plot_path):
         if path is not None and not path.absolute().parent.is_dir():
@@ -104,30 +109,59 @@ def print_tables(console: Console, results: Results) -> None:
         console.print(f"{name}: {why}", markup=False, style="yellow")
     for ours, peers, cases in results.tables():
         console.print(_table(results, cases, ours, peers))
+    summaries = list(results.summaries())
+    if summaries:
+        console.print(_summary_table(summaries))
+    for summary in summaries:
+        if summary.below:
+            console.print(_below_table(summary))
 
 
 def _table(results: Results, cases: list[Case], ours: str, peers: list[str]) -> Table:
     first = cases[0]
-    title = Text(f"{first.operation}, {first.ranks} ranks, {ours}", "bold")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    for name in ("bytes", ours, "algbw GB/s", "busbw GB/s", *peers):
+    table = _new_table(f"{first.operation}, {first.ranks} ranks, {ours}", "way", "data", "bytes")
+    for name in (ours, "busbw GB/s", *peers, *(f"{peer} / ours" for peer in peers)):
         table.add_column(name, justify="right")
-    for peer in peers:
-        table.add_column(f"{peer} / ours", justify="right")
     for case in cases:
         seconds = results.seconds(case, ours)
         if seconds is None:
             continue
+        bandwidth = case.bus_bandwidth(seconds) if case.nbytes else None
         table.add_row(
+            case.way,
+            case.data,
             bytes_text(case.nbytes) if case.nbytes else "",
             seconds_text(seconds),
-            *(
-                f"{each / 1e9:.2f}" if case.nbytes else ""
-                for each in (case.algorithm_bandwidth(seconds), case.bus_bandwidth(seconds))
-            ),
+            "" if bandwidth is None else f"{bandwidth / 1e9:.2f}",
             *(_time_text(results.seconds(case, peer)) for peer in peers),
-            *(_ratio_text(results, case, ours, peer) for peer in peers),
+            *(_ratio_text(results.ratio(case, ours, peer)) for peer in peers),
         )
+    return table
+
+
+def _summary_table(summaries: list[Summary]) -> Table:
+    table = _new_table("peer / ours, all cases", "ours", "peer", "ranks")
+    for name in ("cases", "geometric mean", "below 1.0"):
+        table.add_column(name, justify="right")
+    for each in summaries:
+        counts = str(each.ranks), str(each.cases), f"{each.geometric_mean:.2f}", str(len(each.below))
+        table.add_row(each.ours, each.peer, *counts)
+    return table
+
+
+def _below_table(summary: Summary) -> Table:
+    title = f"below 1.0: {summary.ours} beside {summary.peer}, {summary.ranks} ranks"
+    table = _new_table(title, "case")
+    table.add_column(f"{summary.peer} / ours", justify="right")
+    for case, ratio in summary.below:
+        table.add_row(Text(case.label), _ratio_text(ratio))
+    return table
+
+
+def _new_table(title: str, *columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=Text(title, "bold"), title_justify="left")
+    for name in columns:
+        table.add_column(name)
     return table
 
 
@@ -135,12 +169,12 @@ def _time_text(seconds: float | None) -> str:
     return "" if seconds is None else seconds_text(seconds)
 
 
-def _ratio_text(results: Results, case: Case, ours: str, peer: str) -> Text:
-    ratio = results.ratio(case, ours, peer)
+def _ratio_text(ratio: Ratio | None) -> Text:
     if ratio is None:
         return Text("")
     colour = "green" if ratio.median >= 1 else "red"
-    return Text.assemble((f"{ratio.median:.2f}", colour), f" ({ratio.low:.2f}-{ratio.high:.2f})")
+    median, ends = ratio.texts()
+    return Text.assemble((median, colour), f" {ends}")
 
 
 def _listed(text: str) -> list[str]:

@@ -22,14 +22,14 @@ from unisono.core.dtypes import DTYPES
 from unisono.plans import (
     CATALOG,
     LINKS,
+    BoundPlan,
+    BoundStep,
     Links,
-    Plan,
     Problem,
     Recv,
     RecvReduce,
     Send,
-    Step,
-    build,
+    bound,
     choose,
     cost,
     entry_of,
@@ -124,7 +124,7 @@ def command(
         reason = f"as requested; auto would take {best}: {why}"
         if ordered and not entry_of(collective, algorithm).ordered:
             raise click.UsageError(f"{collective} by {algorithm} is not reproducible, as --ordered requires")
-    plans = [build(problem, member, algorithm) for member in range(size)]
+    plans = [bound(problem, member, algorithm) for member in range(size)]
 
     what = f"{collective} on {size} rank{'s' * (size > 1)}" + (
         f" of {host_count} hosts" if host_count > 1 else ""
@@ -160,7 +160,7 @@ def _problem(collective: str, size: int, nbytes: int, itemsize: int, root: int, 
     return Problem(collective, size, counts, root, hosts)
 
 
-def _predicted(plan: Plan, links: Links, itemsize: int) -> str:
+def _predicted(plan: BoundPlan, links: Links, itemsize: int) -> str:
     return seconds_text(predict_s(plan.problem, plan.algorithm, itemsize, links))
 
 
@@ -179,7 +179,7 @@ def _print_summary(
     console: Console,
     what: str,
     reason: str,
-    plans: Sequence[Plan],
+    plans: Sequence[BoundPlan],
     links: Links,
     itemsize: int,
     others: str,
@@ -212,7 +212,7 @@ def _others_text(problem: Problem, chosen: str, links: Links, itemsize: int, ord
     return ", ".join(f"{name} {seconds_text(time_s)}" for time_s, name in times)
 
 
-def _print_steps(console: Console, plans: Sequence[Plan], itemsize: int, rank: int | None) -> None:
+def _print_steps(console: Console, plans: Sequence[BoundPlan], itemsize: int, rank: int | None) -> None:
     console.print()
     if rank is not None:
         console.print(f"rank {rank}: round, step", style="bold")
@@ -227,7 +227,7 @@ def _print_steps(console: Console, plans: Sequence[Plan], itemsize: int, rank: i
     console.print("[dim]--rank R shows all steps of a rank, --svg FILE draws them[/dim]")
 
 
-def _rounds_table(plans: Sequence[Plan], itemsize: int) -> Table:
+def _rounds_table(plans: Sequence[BoundPlan], itemsize: int) -> Table:
     """One line for each run of equal rounds; the middle of a long plan is left out."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("rounds", "messages", "of these reduced", "bytes", "rank 0"):
@@ -244,7 +244,7 @@ def _rounds_table(plans: Sequence[Plan], itemsize: int) -> Table:
     return table
 
 
-def _equal_rounds(plans: Sequence[Plan], itemsize: int) -> Iterator[tuple[tuple[str, ...], int, int]]:
+def _equal_rounds(plans: Sequence[BoundPlan], itemsize: int) -> Iterator[tuple[tuple[str, ...], int, int]]:
     """Yield the cells of a line, and the first and last of the equal rounds that it is for."""
     rounds = range(len(plans[0].rounds))
     for cells, run in groupby(rounds, key=lambda number: _round_cells(plans, number, itemsize)):
@@ -252,7 +252,7 @@ def _equal_rounds(plans: Sequence[Plan], itemsize: int) -> Iterator[tuple[tuple[
         yield cells, numbers[0], numbers[-1]
 
 
-def _round_cells(plans: Sequence[Plan], number: int, itemsize: int) -> tuple[str, ...]:
+def _round_cells(plans: Sequence[BoundPlan], number: int, itemsize: int) -> tuple[str, ...]:
     steps = [step for plan in plans for step in plan.rounds[number]]
     sends = [step for step in steps if isinstance(step, Send)]
     reduced = sum(isinstance(step, RecvReduce) for step in steps)
@@ -260,7 +260,7 @@ def _round_cells(plans: Sequence[Plan], number: int, itemsize: int) -> tuple[str
     return f"{len(sends):,}", f"{reduced:,}", moved, _peers_text(plans[0].rounds[number])
 
 
-def _peers_text(steps: Sequence[Step]) -> str:
+def _peers_text(steps: Sequence[BoundStep]) -> str:
     """The peers of a rank: "to 1, from 7"."""
     to = [str(step.peer) for step in steps if isinstance(step, Send)]
     from_ = [str(step.peer) for step in steps if isinstance(step, Recv | RecvReduce)]

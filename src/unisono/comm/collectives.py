@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from unisono.comm import vector_collectives
-from unisono.comm.dispatch import CollectiveCall, check_order, described
+from unisono.comm.dispatch import CollectiveCall, check_order
+from unisono.comm.fingerprint import NOTHING, described
 from unisono.comm.point_to_point import Messages, receivable
 from unisono.core import buffers
 from unisono.core.buffers import Array
@@ -26,7 +27,7 @@ from unisono.errors import UsageError
 from unisono.plans import algorithms, entry_of
 from unisono.plans.steps import Buf
 
-__all__ = ["Verbs"]
+__all__ = ["Verbs", "check_algorithm", "check_reduction"]
 
 T = TypeVar("T")
 _FLOAT32 = DTYPES["float32"]
@@ -58,7 +59,8 @@ class Verbs(Messages):
 
         Args:
             x: an array, which is overwritten by the result unless `out` is given, or a number.
-            op: "sum", "prod", "min", "max", "mean", a bitwise or logical operation, or one made by `op`.
+            op: "sum", "prod", "min", "max", "mean", "maxloc" or "minloc" of pairs (value, index) in the last
+                axis, a bitwise or logical operation, or one made by `op`.
             out: memory for the result, of the same type and shape.
             timeout: seconds for the whole operation.
             algorithm: the algorithm by name.
@@ -69,7 +71,7 @@ class Verbs(Messages):
         how = as_op(op)
         array = buffers.view(x, "x", writable=out is None)
         target = array if out is None else self._out(out, array, array.shape)
-        self._check_reduction("all_reduce", how, array.dtype, algorithm)
+        self._check_reduction("all_reduce", how, array, algorithm)
 
         def steps(call: Call) -> Steps[Any]:
             if target is not array:
@@ -99,7 +101,7 @@ class Verbs(Messages):
             )
         arrays = [buffers.view(x, f"xs[{i}]", writable=True) for i, x in enumerate(xs)]
         for array in arrays:
-            self._check_reduction("all_reduce", how, array.dtype, algorithm)
+            self._check_reduction("all_reduce", how, array, algorithm)
 
         def steps(call: Call) -> Steps[Sequence[Any]]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -123,7 +125,7 @@ class Verbs(Messages):
         root = self._rank_of(root, "root")
         is_root = self._rank == root
         array = buffers.view(x, "x", writable=is_root)
-        self._check_reduction("reduce", how, array.dtype, algorithm)
+        self._check_reduction("reduce", how, array, algorithm)
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -144,7 +146,7 @@ class Verbs(Messages):
         """Copy the `x` of `root` into the `x` of every other rank, of the same type and length. Returns x."""
         root = self._rank_of(root, "root")
         array = buffers.view(x, "x", writable=self._rank != root)
-        _check_algorithm("broadcast", algorithm)
+        check_algorithm("broadcast", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -161,7 +163,7 @@ class Verbs(Messages):
         """Gather the `x` of all ranks, of equal shape, on every rank: `result[r]` is the x of rank r."""
         array = buffers.view(x, "x")
         target = self._result(array, out, (self._size, *array.shape))
-        _check_algorithm("all_gather", algorithm)
+        check_algorithm("all_gather", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -181,7 +183,7 @@ class Verbs(Messages):
         root = self._rank_of(root, "root")
         is_root = self._rank == root
         target = self._result(array, out, (self._size, *array.shape)) if is_root else None
-        _check_algorithm("gather", algorithm)
+        check_algorithm("gather", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -203,7 +205,7 @@ class Verbs(Messages):
     ) -> Work[Any]:
         """Send `x[r]` of `root` to each rank r, which returns it. Ranks other than root pass no x."""
         root = self._rank_of(root, "root")
-        _check_algorithm("scatter", algorithm)
+        check_algorithm("scatter", algorithm)
         if self._rank == root and x is None:
             raise UsageError(
                 "scatter needs x on root; elsewhere it is None", next_step="pass x on root, a row per rank"
@@ -263,7 +265,7 @@ class Verbs(Messages):
         """Send `x[d]` to each rank d; `result[s]` is what rank s sent to this rank, its `x[rank]`."""
         array = self._by_rank(x, "x")
         target = self._result(array, out, array.shape)
-        _check_algorithm("all_to_all", algorithm)
+        check_algorithm("all_to_all", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
             # Without any element all algorithms are equal, also those that do not take uneven parts.
@@ -301,10 +303,12 @@ class Verbs(Messages):
 
     def barrier(self, *, timeout: float | None = None, algorithm: str = "auto") -> Work[None]:
         """Wait until every rank has called it."""
-        _check_algorithm("barrier", algorithm)
+        check_algorithm("barrier", algorithm)
 
         def steps(call: Call) -> Steps[None]:
-            yield from CollectiveCall(self._group, call, algorithm).run("barrier", (), _BYTE, {}, given="")
+            yield from CollectiveCall(self._group, call, algorithm).run(
+                "barrier", (), _BYTE, {}, given=NOTHING
+            )
 
         return self._begin("barrier", timeout, steps, is_collective=True)
 
@@ -315,7 +319,7 @@ class Verbs(Messages):
     ) -> Work[list[Any]]:
         """Gather the `x` of all ranks on every rank, as a list by rank. Axis 0 may differ."""
         array = _rows(x, "x")
-        _check_algorithm("all_gather", algorithm)
+        check_algorithm("all_gather", algorithm)
 
         def steps(call: Call) -> Steps[list[Any]]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -329,7 +333,7 @@ class Verbs(Messages):
         """Gather the `x` of all ranks on `root`, as a list by rank; else None. Axis 0 may differ."""
         array = _rows(x, "x")
         root = self._rank_of(root, "root")
-        _check_algorithm("gather", algorithm)
+        check_algorithm("gather", algorithm)
 
         def steps(call: Call) -> Steps[list[Any] | None]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -350,7 +354,7 @@ class Verbs(Messages):
         The arrays may differ in the length of axis 0 only.
         """
         root = self._rank_of(root, "root")
-        _check_algorithm("scatter", algorithm)
+        check_algorithm("scatter", algorithm)
         arrays = self._parts(parts) if self._rank == root else None
 
         def steps(call: Call) -> Steps[Any]:
@@ -367,7 +371,7 @@ class Verbs(Messages):
         The arrays may differ in the length of axis 0 only, which may be 0.
         """
         arrays = self._parts(parts)
-        _check_algorithm("all_to_all", algorithm, is_uneven=True)
+        check_algorithm("all_to_all", algorithm, is_uneven=True)
 
         def steps(call: Call) -> Steps[list[Any]]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -463,7 +467,7 @@ class Verbs(Messages):
         algorithm: str,
     ) -> Work[Any]:
         target = self._result(array, out, shape)
-        self._check_reduction("reduce_scatter", how, array.dtype, algorithm)
+        self._check_reduction("reduce_scatter", how, array, algorithm, counts)
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
@@ -486,7 +490,7 @@ class Verbs(Messages):
             )
         array = buffers.view(x, "x")
         target = self._result(array, out, array.shape)
-        self._check_reduction(operation, how, array.dtype, algorithm)
+        self._check_reduction(operation, how, array, algorithm)
         identity = how.identity_for(array.dtype) if operation == "exscan" else None
 
         def steps(call: Call) -> Steps[Any]:
@@ -494,16 +498,16 @@ class Verbs(Messages):
             memory = {Buf.IN: array.flat, Buf.OUT: target.flat}
             yield from one.run(operation, (array.count,), array.dtype, memory, op=how)
             if operation == "exscan" and self._rank == 0:
-                _fill(target, identity)
+                _fill(target, identity, how.width)
             return target.give()
 
         return self._begin(operation, timeout, steps, is_collective=True)
 
-    def _check_reduction(self, collective: str, op: ReduceOp, dtype: DType, algorithm: str) -> None:
-        op.check(dtype)
-        _check_algorithm(collective, algorithm)
-        if algorithm != "auto":
-            check_order(collective, op, algorithm, self._group.backend.config.reproducible)
+    def _check_reduction(
+        self, collective: str, op: ReduceOp, array: Array, algorithm: str, parts: Sequence[int] = ()
+    ) -> None:
+        op.check_shape(array.shape, parts)
+        check_reduction(collective, op, array.dtype, algorithm, self._group.backend.config.reproducible)
 
     def _by_rank(self, x: Any, what: str) -> Array:
         array = buffers.view(x, what)
@@ -560,7 +564,16 @@ def _rows(x: Any, what: str) -> Array:
     return array
 
 
-def _check_algorithm(collective: str, algorithm: str, *, is_uneven: bool = False) -> None:
+def check_reduction(collective: str, op: ReduceOp, dtype: DType, algorithm: str, reproducible: bool) -> None:
+    """Refuse a reduction that is not defined for the type, or an algorithm that does not keep its order."""
+    op.check(dtype)
+    check_algorithm(collective, algorithm)
+    if algorithm != "auto":
+        check_order(collective, op, algorithm, reproducible)
+
+
+def check_algorithm(collective: str, algorithm: str, *, is_uneven: bool = False) -> None:
+    """Refuse an algorithm that the collective does not have."""
     if algorithm == "auto":
         return
     fit = [n for n in algorithms(collective) if not is_uneven or entry_of(collective, n).takes_uneven]
@@ -587,8 +600,9 @@ def _conclude(memory: np.ndarray[Any, Any], dtype: DType, target: Array, op: Red
         narrow(memory, target.flat, target.dtype)
 
 
-def _fill(target: Array, value: Any) -> None:
+def _fill(target: Array, value: Any, width: int) -> None:
+    shape = (target.count // width, width)
     if target.dtype.name == "bfloat16":
-        narrow(np.full(target.count, value, np.float32), target.flat, target.dtype)
+        narrow(np.full(shape, value, np.float32).reshape(-1), target.flat, target.dtype)
     else:
-        target.flat[:] = value
+        target.flat.reshape(shape)[:] = value

@@ -13,17 +13,21 @@ import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial, update_wrapper
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
 from weakref import WeakValueDictionary
 
 import numpy as np
 
+from unisono import _native
 from unisono.backends.sub import SubBackend
+from unisono.comm.adoption import Adoption
 from unisono.comm.collectives import Verbs
 from unisono.comm.control import WORLD_CONTEXT, Control, Service
 from unisono.comm.dispatch import CollectiveCall
+from unisono.comm.fingerprint import NOTHING
 from unisono.comm.group import Group, context_of, descriptor_of
 from unisono.comm.mesh import Grid, Mesh
+from unisono.comm.verb_table import make_verbs_type
 from unisono.core.clock import Killed, call_before_threads_are_joined
 from unisono.core.dtypes import DTYPES
 from unisono.core.task import Call, Steps
@@ -49,8 +53,8 @@ R = TypeVar("R")
 _INT64 = DTYPES["int64"]
 
 
-class Start(Verbs):
-    """`comm.start`: the verbs and `split`, each of which returns a Work."""
+class ReferenceVerbs(Verbs):
+    """The verbs and `split` as Python makes them, for every backend; each returns a Work."""
 
     def __init__(self, communicator: Communicator, group: Group, *, timers: bool = True) -> None:
         super().__init__(group, timers=timers)
@@ -76,63 +80,90 @@ class Start(Verbs):
         return self._begin("split", timeout, steps, is_collective=True)
 
 
+class _BlockingVerbs:
+    """The verbs of a communicator that wait, as Python makes them."""
+
+    def __init__(self, verbs: ReferenceVerbs, group: Group, adoption: Adoption) -> None:
+        self._verbs = verbs
+        self._runtime = group.backend.runtime
+        hot = group.hot
+        if hot is not None:
+            for name in hot.verbs:  # a library's own way in front of the general one
+                self.__dict__[name] = hot.verb(name, getattr(self, name), adoption.take_over)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        verb = getattr(self._verbs, name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            with self._runtime.defer_signals():
+                return wait_or_cancel(verb(*args, **named))
+
+        update_wrapper(call, verb)
+        self.__dict__[name] = call
+        return call
+
+
 class _Blocking(Generic[P, R]):
-    """The blocking form of a verb: starts the operation and waits for it."""
+    """How the type checker sees a verb that waits."""
 
-    def __init__(self, verb: Callable[Concatenate[Any, P], Work[R]]) -> None:
-        self._verb = verb
-        update_wrapper(self, verb)  # type: ignore[arg-type]
-
+    def __init__(self, verb: Callable[Concatenate[Any, P], Work[R]]) -> None: ...
     @overload
     def __get__(self, owner: None, kind: type) -> Self: ...
     @overload
     def __get__(self, owner: Communicator, kind: type) -> Callable[P, R]: ...
     def __get__(self, owner: Communicator | None, kind: type) -> Self | Callable[P, R]:
-        """Bind the verb to a communicator."""
-        if owner is None:
-            return self
-
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with owner._group.backend.runtime.defer_signals():
-                return wait_or_cancel(self._verb(owner._waited, *args, **kwargs))
-
-        return update_wrapper(call, self._verb)
+        raise NotImplementedError
 
 
-class Communicator:
+if TYPE_CHECKING:
+    _Started: TypeAlias = ReferenceVerbs
+    _Verbs: TypeAlias = object
+else:
+    _Started = _Verbs = make_verbs_type(ReferenceVerbs)
+
+
+class Start(_Started):
+    """`comm.start`: the verbs, each of which returns a Work."""
+
+    def __init__(self, group: Group, adoption: Adoption, reference: ReferenceVerbs) -> None:
+        _native.bind_verbs(self, group.native, adoption, reference, True)
+
+
+class Communicator(_Verbs):
     """A set of ranks that exchange messages and call collectives: the world, or a part of it.
 
     Use it as a context manager. The end of the block closes it. If the block ends by an exception, operations
     of the other ranks end with PeerAborted, instead of waiting for this rank.
     """
 
-    send = _Blocking(Verbs.send)
-    recv = _Blocking(Verbs.recv)
-    recv_bytes = _Blocking(Verbs.recv_bytes)
-    sendrecv = _Blocking(Verbs.sendrecv)
-    probe = _Blocking(Verbs.probe)
-    all_reduce = _Blocking(Verbs.all_reduce)
-    all_reduce_many = _Blocking(Verbs.all_reduce_many)
-    reduce = _Blocking(Verbs.reduce)
-    broadcast = _Blocking(Verbs.broadcast)
-    all_gather = _Blocking(Verbs.all_gather)
-    gather = _Blocking(Verbs.gather)
-    scatter = _Blocking(Verbs.scatter)
-    reduce_scatter = _Blocking(Verbs.reduce_scatter)
-    all_to_all = _Blocking(Verbs.all_to_all)
-    scan = _Blocking(Verbs.scan)
-    exscan = _Blocking(Verbs.exscan)
-    barrier = _Blocking(Verbs.barrier)
-    all_gather_v = _Blocking(Verbs.all_gather_v)
-    gather_v = _Blocking(Verbs.gather_v)
-    scatter_v = _Blocking(Verbs.scatter_v)
-    all_to_all_v = _Blocking(Verbs.all_to_all_v)
-    reduce_scatter_v = _Blocking(Verbs.reduce_scatter_v)
-    broadcast_object = _Blocking(Verbs.broadcast_object)
-    all_gather_object = _Blocking(Verbs.all_gather_object)
-    gather_object = _Blocking(Verbs.gather_object)
-    scatter_object = _Blocking(Verbs.scatter_object)
-    split = _Blocking(Start.split)
+    if TYPE_CHECKING:
+        send = _Blocking(Verbs.send)
+        recv = _Blocking(Verbs.recv)
+        recv_bytes = _Blocking(Verbs.recv_bytes)
+        sendrecv = _Blocking(Verbs.sendrecv)
+        probe = _Blocking(Verbs.probe)
+        all_reduce = _Blocking(Verbs.all_reduce)
+        all_reduce_many = _Blocking(Verbs.all_reduce_many)
+        reduce = _Blocking(Verbs.reduce)
+        broadcast = _Blocking(Verbs.broadcast)
+        all_gather = _Blocking(Verbs.all_gather)
+        gather = _Blocking(Verbs.gather)
+        scatter = _Blocking(Verbs.scatter)
+        reduce_scatter = _Blocking(Verbs.reduce_scatter)
+        all_to_all = _Blocking(Verbs.all_to_all)
+        scan = _Blocking(Verbs.scan)
+        exscan = _Blocking(Verbs.exscan)
+        barrier = _Blocking(Verbs.barrier)
+        all_gather_v = _Blocking(Verbs.all_gather_v)
+        gather_v = _Blocking(Verbs.gather_v)
+        scatter_v = _Blocking(Verbs.scatter_v)
+        all_to_all_v = _Blocking(Verbs.all_to_all_v)
+        reduce_scatter_v = _Blocking(Verbs.reduce_scatter_v)
+        broadcast_object = _Blocking(Verbs.broadcast_object)
+        all_gather_object = _Blocking(Verbs.all_gather_object)
+        gather_object = _Blocking(Verbs.gather_object)
+        scatter_object = _Blocking(Verbs.scatter_object)
+        split = _Blocking(ReferenceVerbs.split)
 
     def __init__(self, group: Group, parent: Communicator | None) -> None:
         self._group = group
@@ -143,19 +174,11 @@ class Communicator:
         self._children: MutableMapping[int, Communicator] = {} if is_virtual else WeakValueDictionary()
         self._splits = 0
         self._subs: dict[tuple[int, ...], int] = {}
-        self._start = Start(self, group)
-        self._waited = Start(self, group, timers=False)
+        adoption = Adoption(group)
+        self._start = Start(group, adoption, ReferenceVerbs(self, group))
+        waited = ReferenceVerbs(self, group, timers=False)
+        _native.bind_verbs(self, group.native, adoption, _BlockingVerbs(waited, group, adoption), False)
         self._finalizer: weakref.finalize[..., Communicator] | None = None
-        if group.hot is not None:
-            # The instance attribute tries the fast path first; the method of the class is its slow path.
-            slow_path = SlowPathHandler(group)
-            for name in group.hot.verbs:
-                verb = getattr(self, name)
-                self.__dict__[name] = group.hot.verb(name, verb, slow_path)
-        if group.fast_messages is not None:
-            check = group.check_introduction
-            self.__dict__["send"] = group.fast_messages.send(self.send, check)
-            self.__dict__["recv"] = group.fast_messages.recv(self.recv, check)
         if parent is None:
             # The other ranks must not wait for a world that was dropped without being closed.
             self._finalizer = weakref.finalize(self, _close_later, group.backend)
@@ -398,7 +421,7 @@ class Communicator:
     def _gathered(self, one: CollectiveCall, mine: np.ndarray[Any, Any]) -> Steps[list[list[int]]]:
         everyone = np.empty(mine.size * self.size, np.int64)
         counts = (mine.size,) * self.size
-        yield from one.run("all_gather", counts, _INT64, {Buf.IN: mine, Buf.OUT: everyone}, given="")
+        yield from one.run("all_gather", counts, _INT64, {Buf.IN: mine, Buf.OUT: everyone}, given=NOTHING)
         rows: list[list[int]] = everyone.reshape(self.size, -1).tolist()
         return rows
 
@@ -448,45 +471,6 @@ def _listed(given: Any, what: str) -> list[Any]:
         return list(given)
     except TypeError:
         raise UsageError(f"{what}={given!r}; allowed: a list") from None
-
-
-class SlowPathHandler:
-    """What the fast path calls if an operation does not end soon, or fails."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def take_over(
-        self,
-        operation: str,
-        sequence: int,
-        fingerprint: bytes,
-        started_at: float,
-        handle: int,
-        memory: tuple[Any, ...],
-        interruption: BaseException | None,
-    ) -> None:
-        """Wait for an operation that the fast path started; raises what the verb would."""
-        group = self._group
-
-        def steps(call: Call) -> Steps[None]:
-            return CollectiveCall(group, call).take_over(handle, memory, fingerprint)
-
-        work = group.resume(operation, sequence, started_at, steps)
-        if interruption is not None:
-            work.cancel()
-            raise interruption
-        wait_or_cancel(work)
-
-    def check_unclaimed(self, source: int, sequence: int, theirs: bytes) -> None:
-        """A message was not received by the call with its number: raise if the sender made another call.
-
-        Raises:
-            CollectiveMismatch: it did.
-        """
-        if not self._group.on_unclaimed(source, sequence, theirs):
-            self._group.wait_for_mismatch()
-            self._group.check_usable(is_collective=True)
 
 
 # Worlds that are not closed yet; at the end of the process these leave.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from unisono.comm.control_messages import (
-    CALLS_MAX,
+    CONTEXTS_MAX,
     ControlMessage,
     DeadlockFound,
     Goodbye,
@@ -157,7 +157,7 @@ class Control:
 
     def query_service(self, service: Service, rank: int) -> None:
         """Ask a rank whether it has this service; `on_present` or `on_absent` follows."""
-        nearest = dict(list(service.progress.items())[-CALLS_MAX:])
+        nearest = dict(list(service.progress.items())[-CONTEXTS_MAX:])
         self.send([rank], ServiceQuery(service.context, service.name or "", nearest))
 
     def has_context(self, context: int) -> bool:

@@ -7,6 +7,7 @@ the same bound when it is written: the longest message that can be made is short
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,8 @@ import msgspec
 from msgspec import Meta
 
 from unisono.comm.deadlock import RankState
-from unisono.core.envelope import HEADER_BYTES_MAX, Lane
+from unisono.comm.fingerprint import FINGERPRINT_BYTES
+from unisono.core.envelope import Lane
 from unisono.errors import (
     CollectiveMismatch,
     DeadlineExceeded,
@@ -30,7 +32,9 @@ from unisono.errors import (
 
 __all__ = [
     "CALLS_MAX",
+    "CONTEXTS_MAX",
     "RANKS_MAX",
+    "CallReport",
     "ControlMessage",
     "DeadlockFound",
     "DeadlockMessage",
@@ -54,16 +58,43 @@ __all__ = [
 # Text from a peer is shown to people and logged: 4096 characters are enough for a long error message.
 _TEXT_MAX: Final = 4096
 RANKS_MAX: Final = 1 << 13
-CALLS_MAX: Final = 64
+# A goodbye holds the last calls of its sender, a mismatch its own call and two that differ.
+CALLS_MAX: Final = 4
+CONTEXTS_MAX: Final = 64
+# What a report shows of a call, in characters.
+_WORDS_MAX: Final = 512
+_LINE_MAX: Final = 256
 
 Text: TypeAlias = Annotated[str, Meta(max_length=_TEXT_MAX)]
-Fingerprint: TypeAlias = Annotated[bytes, Meta(max_length=HEADER_BYTES_MAX)]
+Record: TypeAlias = Annotated[bytes, Meta(min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES)]
 Ranks: TypeAlias = Annotated[tuple[int, ...], Meta(max_length=RANKS_MAX)]
-Calls: TypeAlias = Annotated[dict[int, Fingerprint], Meta(max_length=CALLS_MAX)]
-Progress: TypeAlias = Annotated[dict[int, int], Meta(max_length=CALLS_MAX)]
+Progress: TypeAlias = Annotated[dict[int, int], Meta(max_length=CONTEXTS_MAX)]
 
 
 # -- about a group ----------------------------------------------------------------------------------------
+
+
+class CallReport(msgspec.Struct, frozen=True, array_like=True):
+    """A collective call in a report: its fingerprint, and what only the rank that made it knows.
+
+    `words` say more than the fingerprint; they are empty if unknown. `line` is where the call stands in the
+    program. None: the rank has not said; empty: it does not know.
+    """
+
+    fingerprint: Record
+    words: Annotated[str, Meta(max_length=_WORDS_MAX)] = ""
+    line: Annotated[str, Meta(max_length=_LINE_MAX)] | None = None
+
+    @staticmethod
+    def of(fingerprint: bytes, words: str, line: str) -> CallReport:
+        """The report of the rank that made the call, cut to what may travel."""
+        if len(words) > _WORDS_MAX:  # a digest of the whole stands for the end: what differs there shows
+            digest = hashlib.blake2b(words.encode(errors="replace"), digest_size=8).hexdigest()
+            words = f"{words[: _WORDS_MAX - len(digest) - 1]}~{digest}"
+        return CallReport(fingerprint, words, line[-_LINE_MAX:])
+
+
+Calls: TypeAlias = Annotated[dict[int, CallReport], Meta(max_length=CALLS_MAX)]
 
 
 class GroupFailure(msgspec.Struct, frozen=True, tag="group_failure"):
@@ -87,7 +118,10 @@ class GroupFailure(msgspec.Struct, frozen=True, tag="group_failure"):
 
     @staticmethod
     def of(
-        error: UnisonoError, context: int, is_abort: bool = False, calls: Mapping[int, bytes] | None = None
+        error: UnisonoError,
+        context: int,
+        is_abort: bool = False,
+        calls: Mapping[int, CallReport] | None = None,
     ) -> GroupFailure:
         """The message that carries an error to the other members."""
         ranks: tuple[int, ...] = ()
@@ -156,7 +190,7 @@ class StallQuery(msgspec.Struct, frozen=True, tag="stall_query"):
 
     context: int
     sequence: int
-    fingerprint: Fingerprint
+    fingerprint: Record
 
 
 class StallReply(msgspec.Struct, frozen=True, tag="stall_reply"):

@@ -5,13 +5,13 @@ A stage is chosen, fingerprinted, and run by the backend if it can, otherwise by
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
-from unisono.comm.group import Group, await_request, fingerprint_of
+from unisono.comm.fingerprint import Operand, described, fingerprint_of, seed_of, words_of
+from unisono.comm.group import Group, await_request
 from unisono.core.dtypes import DType
-from unisono.core.envelope import Tags
+from unisono.core.envelope import UNTYPED, Tags
 from unisono.core.ops import ReduceOp
 from unisono.core.request import HeaderMismatch, LengthMismatch, Request
 from unisono.core.task import Call, Steps
@@ -21,9 +21,7 @@ from unisono.plans import LINKS, Links, Problem, build, choose, entry_of
 from unisono.plans.execute import Execution, Memory, execute
 from unisono.plans.steps import Buf
 
-__all__ = ["CollectiveCall", "check_order", "described"]
-
-_COUNTS_SHOWN: Final = 16
+__all__ = ["CollectiveCall", "Decided", "check_order", "decide"]
 
 
 class CollectiveCall:
@@ -46,7 +44,7 @@ class CollectiveCall:
         op: ReduceOp | None = None,
         shape: tuple[int, ...] | None = None,
         algorithm: str | None = None,
-        given: str | None = None,
+        given: Operand | None = None,
     ) -> Steps[None]:
         """Run one stage to its end. `shape` is shown and compared where ranks must agree on it.
 
@@ -54,19 +52,23 @@ class CollectiveCall:
         the first stage is the one that ranks compare.
         """
         group, backend = self._group, self._group.backend
+        if given is None:
+            given = described(dtype, counts, shape)
+        if op is not None and op.width > 1:
+            # From here on one item is `width` elements: no plan, cut or executor can separate them.
+            counts, dtype = tuple(n // op.width for n in counts), dtype.item(op.width)
+            memory = {buf: flat.view(dtype.storage) for buf, flat in memory.items()}
         problem = Problem(collective, backend.size, counts, root, backend.hosts())
         links = LINKS[backend.link_kind()]
         wanted = algorithm or self._algorithm
         name = algorithm_for(problem, dtype, op, wanted, backend.config.reproducible, links)
-        if given is None:
-            given = described(dtype, shape if shape is not None else counts)
         able = backend.capabilities
         # With algorithm="auto" a library with its own algorithms is asked first, on all ranks or on none.
         library_may_run = able.run_collective and wanted == "auto"
         # An algorithm for metadata follows from what is shown already; what the user asked for does not.
         shown = self._algorithm if algorithm is not None else "auto" if library_may_run else name
-        fingerprint = fingerprint_of(self._words(problem, given, dtype, op, shown), group.descriptor)
         sequence, stage = self._call.sequence, self._stage
+        fingerprint = _fingerprint(group, self._call.operation, given, op, dtype, shown, root, stage)
         assert sequence is not None, "a collective has a number"
         self._stage += 1
         if stage == 0:
@@ -83,7 +85,7 @@ class CollectiveCall:
             return
         plan = build(problem, backend.rank, name)
         if able.run_plan and (op is None or op.fn is None):
-            yield from self._follow(backend.run_plan(plan, part), fingerprint)
+            yield from self._follow(backend.run_plan(plan, counts, part), fingerprint)
             return
         how = Execution(
             backend,
@@ -95,7 +97,7 @@ class CollectiveCall:
                 self._call, fingerprint, peer, came, awaited
             ),
         )
-        yield from execute(plan, how)
+        yield from execute(plan, counts, how)
 
     def _decision(
         self,
@@ -141,31 +143,71 @@ class CollectiveCall:
     def take_over(self, handle: int, memory: tuple[Any, ...], fingerprint: bytes) -> Steps[None]:
         """Finish what the fast path began."""
         self._call.is_joint = self._group.backend.capabilities.run_collective
-        yield from self._follow(self._group.backend.adopt_run(handle, memory), fingerprint)
-
-    def _words(self, problem: Problem, given: str, dtype: DType, op: ReduceOp | None, algorithm: str) -> str:
-        """The call in words: what ranks compare and what a mismatch shows."""
-        words = [self._call.operation, given] if given else [self._call.operation]
-        if op is not None:
-            words.append(f"op={op}")
-            if op.fn is not None:
-                words.append(f"commutative={op.commutative}")
-            if op.fn is not None and problem.collective == "exscan":
-                words.append(f"identity={op.shown_identity(dtype)}")
-        if problem.collective in ("reduce", "broadcast", "gather", "scatter"):
-            words.append(f"root={problem.root}")
-        if self._stage:
-            words.append(f"stage={self._stage}")
-        words.append(f"algorithm={algorithm}")
-        words.append(f"segment={self._group.backend.config.segment_bytes}")
-        return " ".join(words)
+        yield from self._follow(self._group.backend.adopt(handle, None, None, UNTYPED, memory), fingerprint)
 
 
-def described(dtype: DType, lengths: Sequence[int]) -> str:
-    """An array in words. Of many lengths the first are shown, and a checksum stands for the rest."""
-    shown = ",".join(map(str, lengths[:_COUNTS_SHOWN]))
-    more = f"+{zlib.crc32(repr(lengths).encode()):x}" if len(lengths) > _COUNTS_SHOWN else ""
-    return f"{dtype}[{shown}{more}]"
+# What the engine needs to run a class of calls: the program and the elements of its longest pieces, the
+# fingerprint and the seed of its hash, the number of the kernel (-1: none), the divisor of a mean (0: none),
+# the item with which exscan fills the result of rank 0, and whether the shape is part of the fingerprint.
+Decided: TypeAlias = tuple[Any, int, bytes, int, int, int, bytes, bool]
+
+
+def decide(
+    group: Group,
+    problem: Problem,
+    dtype: DType,
+    op: ReduceOp | None,
+    algorithm: str,
+    given: Operand,
+    identity: bytes,
+) -> Decided:
+    """Choose the algorithm for a collective, and compile the program that the engine runs."""
+    backend = group.backend
+    config = backend.config
+    name = algorithm_for(problem, dtype, op, algorithm, config.reproducible, LINKS[backend.link_kind()])
+    fingerprint = _fingerprint(group, problem.collective, given, op, dtype, name, problem.root, 0)
+    seed = seed_of(_rest_of(group, op, dtype, problem.collective))
+    program, piece_elements = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
+    divisor = problem.size if op is not None and op.is_mean and problem.size > 1 else 0
+    code = -1 if op is None or op.code is None else int(op.code)
+    return program, piece_elements, fingerprint, seed, code, divisor, identity, bool(given.values)
+
+
+def _fingerprint(
+    group: Group,
+    operation: str,
+    given: Operand,
+    op: ReduceOp | None,
+    dtype: DType,
+    algorithm: str,
+    root: int,
+    stage: int,
+) -> bytes:
+    """The record of one stage; its words are kept for reports."""
+    rest = _rest_of(group, op, dtype, operation)
+    fingerprint = fingerprint_of(
+        operation, given, op, algorithm, root if given.root is None else given.root, stage, rest
+    )
+    group.state.keep_words(
+        fingerprint,
+        lambda: words_of(fingerprint, given.text, _op_words(op, dtype, operation)) + group.state.tail_words,
+    )
+    return fingerprint
+
+
+def _rest_of(group: Group, op: ReduceOp | None, dtype: DType, operation: str) -> tuple[object, ...]:
+    """What is hashed beside the arrays: the group, the segment size and a user's op."""
+    users = _op_words(op, dtype, operation) if op is not None and op.fn is not None else ""
+    return group.descriptor, group.backend.config.segment_bytes, users
+
+
+def _op_words(op: ReduceOp | None, dtype: DType, collective: str) -> str | None:
+    """An operation in words: what ranks compare of one that a user made."""
+    if op is None or op.fn is None:
+        return None if op is None else str(op)
+    identity = f" identity={op.shown_identity(dtype.element)}" if collective == "exscan" else ""
+    width = f" width={op.width}" if op.width > 1 else ""
+    return f"{op} commutative={op.commutative}{width}{identity}"
 
 
 def algorithm_for(

@@ -1,6 +1,6 @@
 """A group: the state of one communicator on one rank, and the life of its operations.
 
-A *fingerprint* is the text of a collective call; it is equal on all ranks that call the same collective. A
+A *fingerprint* is a record of a collective call; it is equal on all ranks that call the same collective. A
 group is *poisoned* by the first error after which its members are no longer in step: from then on every
 collective fails with that error, here and on the other members. It is *aborted* when a member gives up for
 good: then messages between two members fail as well.
@@ -11,21 +11,29 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Container
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from unisono.comm.control import Control, Service
-from unisono.comm.control_messages import Goodbye, GroupFailure, GroupMessage, StallQuery, StallReply
+from unisono.comm.control_messages import (
+    CALLS_MAX,
+    CallReport,
+    Goodbye,
+    GroupFailure,
+    GroupMessage,
+    StallQuery,
+    StallReply,
+)
+from unisono.comm.fingerprint import FINGERPRINT_BYTES, words_of
 from unisono.comm.group_state import GroupState, Pending
 from unisono.comm.loose_ends import LooseEnds
-from unisono.comm.mismatch import call_of
 from unisono.comm.mismatch_collector import MismatchCollector
 from unisono.comm.run_ahead import RunAhead
 from unisono.comm.stall_queries import StallQueries
 from unisono.core.call_site import call_site
 from unisono.core.clock import NEVER, Deadline
-from unisono.core.envelope import ANY, HEADER_BYTES_MAX, Lane
+from unisono.core.envelope import ANY, Lane
 from unisono.core.request import Request
-from unisono.core.task import Call, Steps, Task
+from unisono.core.task import Begun, Call, Steps, Task
 from unisono.core.work import Started, Work, wait_or_cancel
 from unisono.errors import (
     ClosedError,
@@ -38,13 +46,9 @@ from unisono.errors import (
 )
 from unisono.messaging.backend import Backend, PeerDown
 
-__all__ = ["Group", "await_request", "context_of", "descriptor_of", "fingerprint_of"]
+__all__ = ["Group", "await_request", "context_of", "descriptor_of"]
 
 T = TypeVar("T")
-
-# Calls in a goodbye. An empty collective needs no other rank, so its caller may leave while others wait in
-# the same one or in a different one: from its last calls they can detect a mismatch.
-_GOODBYE_CALLS: Final = 4
 
 
 class Group:
@@ -69,17 +73,17 @@ class Group:
         self.context, self.descriptor = context, descriptor
         self.world_ranks, self.world_rank = world_ranks, state.world_rank
         self.parent = parent
+        state.tail_words = f" segment={backend.config.segment_bytes} group={descriptor.hex()[:16]}"
         # The parts know the state, not the group: without a cycle, a group that is dropped is freed at once.
         self.loose_ends = LooseEnds(state)
         self._mismatches = MismatchCollector(state, self.abort)
         self._run_ahead = RunAhead(state, self._mismatches)
         self._stalls = StallQueries(state)
-        # Optional fast paths of the backend: for collectives and for messages.
-        self.hot = backend.fast_path(context, backend.size, self.call_log, self.on_unclaimed)
-        self._run_ahead.fast_path = self.hot
-        self.fast_messages = backend.fast_messages(
-            context, tuple(range(backend.size)), self.call_log, is_introduced=is_introduced
+        # The group in the engine, if the backend has one; else, for some libraries, a fast path of their own.
+        self.native = state.native = backend.native_group(
+            context, self.call_log, self.on_unclaimed, is_introduced=is_introduced
         )
+        self.hot = backend.fast_path(context, backend.size, self.call_log)
         self._services: dict[str, Service] = {}
         # The members of a group made by `sub` have not talked to each other: the first message to each of
         # these carries the group's descriptor.
@@ -110,9 +114,8 @@ class Group:
         """Start an operation, which stays pending until it ends."""
         runtime = self.backend.runtime
         runtime.used(self.world_rank)
-        begun = 0.0 if is_collective or self.fast_messages is None else self.fast_messages.take_begun()
         call, task, entry = self._prepared(
-            operation, deadline, begun or runtime.now(), steps, is_collective=is_collective, is_send=is_send
+            operation, deadline, runtime.now(), steps, is_collective=is_collective, is_send=is_send
         )
         # Checked, numbered and pending under one hold of the lock: no error of the group can miss it.
         with self.state.lock:
@@ -127,20 +130,33 @@ class Group:
         return Started(task, runtime) if timers else Work(task, runtime)
 
     def resume(
-        self, operation: str, sequence: int, started_at: float, steps: Callable[[Call], Steps[T]]
+        self,
+        operation: str,
+        sequence: int | None,
+        started_at: float,
+        deadline: Deadline,
+        steps: Callable[[Call], Steps[T]],
+        *,
+        timers: bool,
+        is_send: bool,
     ) -> Work[T]:
-        """Take over a collective that has its number and is under way below Python."""
-        call, task, entry = self._prepared(operation, NEVER, started_at, steps, is_collective=True)
+        """Adopt an operation that is under way in the engine; a collective has its number."""
+        call, task, entry = self._prepared(
+            operation, deadline, started_at, steps, is_collective=sequence is not None, is_send=is_send
+        )
+        task.steps = Begun(task.steps)
         with self.state.lock:
             call.sequence = entry.sequence = sequence
             self.state.pending[id(entry)] = entry
             # The group may have failed before the operation was pending here.
             reason = self._backend_closed_error() if self.state.is_backend_closed else None
-            if self.state.closed is not None or self.state.poisoned_by is not None:
-                reason = self.state.closed if self.state.closed is not None else self.state.poison_error()
+            if self.state.closed is not None:
+                reason = self.state.closed
+            elif self.state.poisoned_by is not None and (sequence is not None or self.state.is_aborted):
+                reason = self.state.poison_error()
         if reason is not None:
             task.interrupt(reason)
-        task.begin(timers=False)
+        task.begin(timers)
         return Work(task, self.backend.runtime)
 
     def _prepared(
@@ -175,6 +191,7 @@ class Group:
 
     def calls_under_way(self) -> list[Call]:
         """The operations that have not ended."""
+        self.state.adopt_started()
         with self.state.lock:
             return [entry.task.call for entry in self.state.pending.values()]
 
@@ -200,13 +217,13 @@ class Group:
             CollectiveMismatch: a member called something else under this number.
         """
         with self.state.lock:
-            self.call_log.remember(sequence, fingerprint)
+            self.state.remember(sequence, fingerprint)
             known = list(self.state.last_calls.items())
             early = self._stalls.take_early(sequence)
             self.state.update_fast_path()
         if (mismatch := self._mismatches.add_to_current()) is not None:
             raise mismatch
-        known += [(rank, {sequence: theirs}) for rank, theirs in early.items()]
+        known += [(rank, {sequence: CallReport(theirs)}) for rank, theirs in early.items()]
         for rank, calls in known:
             if (mismatch := self._mismatches.compare(rank, calls)) is not None:
                 raise mismatch
@@ -219,18 +236,22 @@ class Group:
 
         Raises:
             CollectiveMismatch: they differ.
+            ProtocolError: it is no fingerprint.
         """
-        if call_of(mine) != call_of(theirs):
+        there = self.world_ranks[peer]
+        if len(theirs) != FINGERPRINT_BYTES:
+            raise ProtocolError(f"rank {there} sent a fingerprint of {len(theirs)} bytes")
+        if mine != theirs:
             assert call.sequence is not None
-            raise self._mismatches.add(call.sequence, {self.world_rank: mine, self.world_ranks[peer]: theirs})
+            own = self.state.report(call.sequence, mine)
+            raise self._mismatches.add(call.sequence, {self.world_rank: own, there: CallReport(theirs)})
 
     def refuse_length(self, call: Call, mine: bytes, peer: int, came: int, awaited: int) -> None:
         """The calls are equal and yet a message has another length: no correct peer sends it."""
         there = self.world_ranks[peer]
         lines = f"rank {there} sent {came} bytes where {awaited} were due"
-        words = call_of(mine).decode(errors="replace")
         raise CollectiveMismatch(
-            f"ranks {self.world_rank} and {there} disagree", report=f"{words}: {lines}", cause=lines
+            f"ranks {self.world_rank} and {there} disagree", report=f"{words_of(mine)}: {lines}", cause=lines
         )
 
     def introduction(self, peer: int) -> bytes:
@@ -240,8 +261,8 @@ class Group:
             if there not in self._to_introduce:
                 return b""
             self._to_introduce.discard(there)
-            if self.fast_messages is not None:
-                self.fast_messages.introduce(peer)
+            if self.native is not None:
+                self.native.introduce(peer)
             return self.descriptor
 
     def check_introduction(self, header: bytes, source: int) -> None:
@@ -320,6 +341,7 @@ class Group:
         """
         for service in list(self._services.values()):
             service.close()
+        self.state.adopt_started()
         with self.state.lock:
             if self.state.closed is not None:
                 return
@@ -347,7 +369,12 @@ class Group:
                 f"communicator {self.name!r} is closed", cause=cause, next_step=next_step
             )
             self.state.update_fast_path()
-            last_calls = self.call_log.last(_GOODBYE_CALLS)
+            # An empty collective needs no other rank, so its caller may leave while others wait in the same
+            # one or in a different one: from its last calls they can detect a mismatch.
+            last_calls = {
+                sequence: self.state.report(sequence, fingerprint)
+                for sequence, fingerprint in self.call_log.last(CALLS_MAX).items()
+            }
         self.state.interrupt(self.state.closed, only_collectives=False)
         if not self.state.is_aborted:
             if self.state.poisoned_by is not None:
@@ -436,7 +463,7 @@ class Group:
                     self._on_left(sender, "left")
             case StallQuery():
                 # A mismatch ends the query: its sender gets the failure instead of a reply.
-                calls = {message.sequence: message.fingerprint}
+                calls = {message.sequence: CallReport(message.fingerprint)}
                 if not (self._run_ahead.find_unclaimed() or self._mismatches.compare(sender, calls)):
                     self._stalls.on_query(sender, message)
             case StallReply():
@@ -520,14 +547,6 @@ class Group:
         if isinstance(error, PeerLost):
             return error.of_ranks(tuple(self.world_ranks[rank] for rank in error.ranks))
         return error
-
-
-def fingerprint_of(words: str, descriptor: bytes) -> bytes:
-    """The header of a collective's first messages: the call, which is compared, NUL, the call site."""
-    call, bytes_max = f"{words} group={descriptor.hex()[:16]}".encode(), HEADER_BYTES_MAX // 2
-    if len(call) > bytes_max:  # a digest of the whole stands for the end, so that nothing goes uncompared
-        call = call[: bytes_max - 17] + b"~" + hashlib.blake2b(call, digest_size=8).hexdigest().encode()
-    return call + b"\0" + call_site().encode()[: HEADER_BYTES_MAX // 2 - 1]
 
 
 def context_of(*parts: object) -> int:

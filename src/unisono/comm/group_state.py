@@ -9,16 +9,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
-from unisono._native import CallLog
+from unisono._native import CallLog, NativeGroup
 from unisono.comm.control import Control
-from unisono.comm.control_messages import Goodbye
+from unisono.comm.control_messages import CallReport, Goodbye
+from unisono.comm.fingerprint import words_of
+from unisono.core.call_site import caller, is_users, line_text
 from unisono.core.envelope import Lane
 from unisono.core.task import Task
 from unisono.errors import ClosedError, Location, PeerLost, UnisonoError, lost_text, said_of
 from unisono.messaging.backend import Backend
 
 __all__ = ["GroupState", "Pending"]
+
+# Calls whose words are kept: of the others a report shows what their fingerprints say.
+_WORDS_KEPT: Final = 1024
 
 
 @dataclass(slots=True)
@@ -55,6 +61,10 @@ class GroupState:
         self.world_rank = world_ranks[backend.rank]
         self.lock = threading.RLock()
         self.call_log = CallLog()
+        self.native: NativeGroup | None = None
+        self._words: dict[bytes, str] = {}
+        # What the words of every call end with: what else ranks compare.
+        self.tail_words = ""
         self.pending: dict[int, Pending] = {}
         self.poisoned_by: UnisonoError | None = None
         self.is_poison_seen = False  # a caller here got the error
@@ -64,13 +74,14 @@ class GroupState:
         # Members that said goodbye and members that died, with the cause; the last calls of the former.
         self.left: dict[int, str] = {}
         self.dead: dict[int, str] = {}
-        self.last_calls: dict[int, dict[int, bytes]] = {}
+        self.last_calls: dict[int, dict[int, CallReport]] = {}
         self._closed_lanes: dict[int, set[Lane]] = {}
         # Stall queries about collectives that were not called here yet: fingerprint by sequence and rank.
         self.early_queries: dict[int, dict[int, bytes]] = {}
+        self.update_fast_path()
 
     def update_fast_path(self) -> None:
-        """Close the fast path if there is anything to compare, refuse or end; the caller holds the lock.
+        """Close the fast path if there is anything to compare, refuse or end, or a deadline; hold the lock.
 
         Calls under way below Python return to it, and find what has changed.
         """
@@ -87,7 +98,42 @@ class GroupState:
         if not self.call_log.fast_path_open:
             self.call_log.interrupt_in_flight()
 
+    # -- calls --------------------------------------------------------------------------------------------
+
+    def remember(self, sequence: int, fingerprint: bytes) -> None:
+        """Log a call, and the line of the user's program that makes it; the caller holds the lock."""
+        frame = caller()
+        self.call_log.remember(sequence, fingerprint, frame.f_code, frame.f_lasti)
+
+    def keep_words(self, fingerprint: bytes, words: Callable[[], str]) -> None:
+        """Keep what a fingerprint does not say of a call."""
+        if fingerprint in self._words:
+            return
+        text = words()
+        with self.lock:
+            if len(self._words) >= _WORDS_KEPT:
+                del self._words[next(iter(self._words))]
+            self._words[fingerprint] = text
+
+    def report(self, sequence: int, fingerprint: bytes) -> CallReport:
+        """A call of this rank as other members are told of it."""
+        filename, line = self.call_log.site(sequence) or ("", 0)
+        is_known = bool(filename) and is_users(filename)
+        words = self._words.get(fingerprint, "")
+        if not words and (shape := self.call_log.shape(sequence)) is not None:
+            words = words_of(fingerprint, shape=shape) + self.tail_words
+        return CallReport.of(fingerprint, words, line_text(filename, line) if is_known else "")
+
     # -- pending operations -------------------------------------------------------------------------------
+
+    def adopt_started(self, *, only_overdue: bool = False) -> None:
+        """Let started operations of the engine become pending here, so that they can be asked and ended.
+
+        Those in which a thread waits are adopted by that thread: it has been interrupted.
+        """
+        if self.native is not None:
+            for work in self.native.works_to_adopt(only_overdue):
+                work._adopt(False)
 
     def pending_at(self, sequence: int) -> Pending | None:
         """The collective under way with this number."""
@@ -95,6 +141,7 @@ class GroupState:
 
     def wake_all(self) -> None:
         """Let every pending operation look again at what it waits for."""
+        self.adopt_started()
         with self.lock:
             pending = list(self.pending.values())
         for entry in pending:
@@ -102,6 +149,7 @@ class GroupState:
 
     def interrupt(self, reason: UnisonoError | Callable[[], UnisonoError], *, only_collectives: bool) -> None:
         """End pending operations with an error."""
+        self.adopt_started()
         with self.lock:
             pending = [e for e in self.pending.values() if e.sequence is not None or not only_collectives]
         for entry in pending:
@@ -123,7 +171,7 @@ class GroupState:
         """Members that left or died, with the cause."""
         return {**self.left, **self.dead}
 
-    def last_calls_at(self, sequence: int) -> dict[int, bytes]:
+    def last_calls_at(self, sequence: int) -> dict[int, CallReport]:
         """What members that left called under this number, as far as their goodbyes say."""
         return {rank: calls[sequence] for rank, calls in self.last_calls.items() if sequence in calls}
 

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 
 from unisono.comm.group_state import GroupState
-from unisono.core.call_site import call_site
+from unisono.core.call_site import call_site, line_of
 from unisono.core.envelope import ANY, Any_, Envelope
 from unisono.errors import CollectiveMismatch, UnisonoError
 
@@ -44,6 +44,11 @@ class LooseEnds:
             if not self._unwaited[started]:
                 del self._unwaited[started]
 
+    def add_dropped(self, operation: str, site: str) -> None:
+        """A work was dropped that nobody has waited for."""
+        with self._state.lock:
+            self._unwaited[operation, site] += 1
+
     def note_raised(self, where: str, error: BaseException | None) -> None:
         """An error is raised in this thread; a mismatch is remembered."""
         if isinstance(error, CollectiveMismatch):
@@ -54,7 +59,10 @@ class LooseEnds:
         """Log the loose ends of a group that is being closed."""
         state = self._state
         with state.lock:
-            works, error = sorted(self._unwaited.items()), state.poisoned_by
+            error, unwaited = state.poisoned_by, Counter(self._unwaited)
+            for operation, code, instruction in () if state.native is None else state.native.unwaited():
+                unwaited[operation, line_of(code, instruction)] += 1
+            works = sorted(unwaited.items())
         loose: list[str] = []
         if error is None:
             started = [f"{verb} at {site}" + (f" ({n} times)" if n > 1 else "") for (verb, site), n in works]

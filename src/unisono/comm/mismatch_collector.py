@@ -1,7 +1,8 @@
 """Collects what every member called once two members are known to have called different collectives.
 
-Each member that sees the mismatch sends its own call to all others and waits until all have sent theirs, so
-that every rank raises the same report. The wait is bounded.
+Each member that sees the mismatch sends its own call to all others, with its line, and waits until all have
+sent theirs, so that every rank raises the same report. The wait is bounded: a fingerprint that came with a
+message is enough for a report, and a member that holds the interpreter or died leaves out its line only.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
-from unisono.comm.control_messages import GroupFailure
+from unisono.comm.control_messages import CallReport, GroupFailure
 from unisono.comm.group_state import GroupState
-from unisono.comm.mismatch import Mismatch, call_of
+from unisono.comm.mismatch import Mismatch
 from unisono.core.clock import Timer
 from unisono.core.task import Steps
 from unisono.errors import CollectiveMismatch, UnisonoError
@@ -22,9 +23,11 @@ __all__ = ["MismatchCollector"]
 
 T = TypeVar("T")
 
-# How long to wait for the calls of all members. A mismatch is found within half a second (twice
-# stall_query_s), and must end every rank's collective within one second.
+# How long to wait for the calls of all members, and, where every fingerprint is known, for their lines. A
+# mismatch is found within half a second (twice stall_query_s), and must end every rank's collective within
+# one second.
 _COLLECT_S: Final = 0.4
+_LINES_S: Final = 0.25
 
 
 class MismatchCollector:
@@ -48,20 +51,21 @@ class MismatchCollector:
         """Whether calls of members are still awaited."""
         return self._mismatch is not None and not self._is_over
 
-    def compare(self, sender: int, calls: Mapping[int, bytes]) -> CollectiveMismatch | None:
+    def compare(self, sender: int, calls: Mapping[int, CallReport]) -> CollectiveMismatch | None:
         """Find the first collective, of those given by number, that a member called and this rank did not."""
         for sequence, theirs in sorted(calls.items()):
             with self._state.lock:
                 mine = self._state.call_log.find(sequence)
-            if mine is not None and call_of(mine) != call_of(theirs):
-                return self.add(sequence, {self._state.world_rank: mine, sender: theirs})
+            if mine is not None and mine != theirs.fingerprint:
+                own = self._state.report(sequence, mine)
+                return self.add(sequence, {self._state.world_rank: own, sender: theirs})
         return None
 
     def add_to_current(self) -> CollectiveMismatch | None:
         """Add this rank's call to a mismatch that is known, if it has made that call by now."""
         return None if self._mismatch is None else self.add(self._mismatch.sequence, {})
 
-    def add(self, sequence: int, calls: Mapping[int, bytes]) -> CollectiveMismatch:
+    def add(self, sequence: int, calls: Mapping[int, CallReport]) -> CollectiveMismatch:
         """Members called different collectives under a number: send ours to all, and collect theirs.
 
         Returns the error as far as it is known. Of several numbers the lowest counts.
@@ -74,10 +78,10 @@ class MismatchCollector:
                 mismatch = Mismatch(sequence)
             if sequence == mismatch.sequence:
                 mismatch.add(calls)
-            had_mine = state.world_rank in mismatch.calls
+            had_mine = state.world_rank in mismatch.told()
             mismatch.add(state.last_calls_at(mismatch.sequence))
             if (mine := state.call_log.find(mismatch.sequence)) is not None:
-                mismatch.add({state.world_rank: mine})
+                mismatch.add({state.world_rank: state.report(mismatch.sequence, mine)})
             error = self._error(mismatch)
             if is_late:
                 return error
@@ -89,7 +93,7 @@ class MismatchCollector:
             state.control.send(state.world_ranks, self.failure_message(error))
         if is_first:
             runtime = state.backend.runtime
-            self._timer = runtime.call_at(runtime.now() + _COLLECT_S, self.conclude)
+            self._timer = runtime.call_at(runtime.now() + _LINES_S, self._on_lines_late)
         self.conclude(if_complete=True)
         return error
 
@@ -100,7 +104,7 @@ class MismatchCollector:
             mismatch = self._mismatch
             if mismatch is None or self._is_over:
                 return
-            if if_complete and set(state.world_ranks) - {*mismatch.calls, *state.left, *state.dead}:
+            if if_complete and set(state.world_ranks) - {*mismatch.told(), *state.left, *state.dead}:
                 return
             mismatch.add(state.last_calls_at(mismatch.sequence))
             self._is_over = True
@@ -112,6 +116,18 @@ class MismatchCollector:
         state.wake_all()
         if deferred is not None and (abort := self._abort()) is not None:
             abort(deferred)
+
+    def _on_lines_late(self) -> None:
+        """Stop waiting for lines. A member of which not even the fingerprint is known has a little longer."""
+        state = self._state
+        with state.lock:
+            known = set() if self._mismatch is None else set(self._mismatch.calls)
+            is_known = not set(state.world_ranks) - {*known, *state.left, *state.dead}
+            if not is_known:
+                runtime = state.backend.runtime
+                self._timer = runtime.call_at(runtime.now() + _COLLECT_S - _LINES_S, self.conclude)
+        if is_known:
+            self.conclude()
 
     def defer_abort(self, error: UnisonoError) -> bool:
         """Abort the group once all calls are collected; False if none are awaited."""

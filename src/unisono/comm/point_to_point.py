@@ -160,7 +160,9 @@ class Messages:
         is_collective: bool = False,
         is_send: bool = False,
     ) -> Work[T]:
-        deadline = self._group.backend.runtime.deadline(timeout) if timeout is not None else NEVER
+        backend = self._group.backend
+        limit_s = backend.config.deadline_s if timeout is None else timeout
+        deadline = NEVER if limit_s is None else backend.runtime.deadline(limit_s)
         return self._group.start(
             operation, deadline, steps, is_collective=is_collective, timers=self._timers, is_send=is_send
         )

@@ -8,14 +8,13 @@ the last call.
 
 from __future__ import annotations
 
-from unisono.comm.control_messages import StallQuery, StallReply
+from unisono.comm.control_messages import CallReport, StallQuery, StallReply
+from unisono.comm.fingerprint import FINGERPRINT_BYTES, FORGOTTEN
 from unisono.comm.group_state import GroupState
-from unisono.comm.mismatch import FORGOTTEN
 from unisono.comm.mismatch_collector import MismatchCollector
 from unisono.core.envelope import Lane
 from unisono.core.task import Call, Steps
 from unisono.errors import CollectiveMismatch
-from unisono.messaging.fast_path import FastPath
 
 __all__ = ["RunAhead"]
 
@@ -26,7 +25,6 @@ class RunAhead:
     def __init__(self, state: GroupState, mismatches: MismatchCollector) -> None:
         self._state = state
         self._mismatches = mismatches
-        self.fast_path: FastPath | None = None
         self._unconfirmed: set[int] = set()
 
     def on_unclaimed(self, source: int, sequence: int, theirs: bytes) -> bool:
@@ -35,31 +33,38 @@ class RunAhead:
         False if nothing needs to be compared any more. A call still to be made here is compared when it is.
         """
         state = self._state
-        self._mismatches.compare(source, {sequence: theirs})
+        state.adopt_started()
+        if len(theirs) != FINGERPRINT_BYTES:  # no rank sends it; the receive that meets it refuses it
+            return True
+        call = CallReport(theirs)
+        self._mismatches.compare(source, {sequence: call})
         with state.lock:
             is_early = sequence >= state.call_log.next or state.pending_at(sequence) is not None
             is_forgotten = not is_early and state.call_log.find(sequence) is None
         # A report may come late: its call may have claimed the message meanwhile, and be forgotten by now.
         if is_forgotten and self._is_waiting(source, sequence):
-            self._mismatches.add(sequence, {state.world_rank: FORGOTTEN, source: theirs})
+            forgotten = CallReport(FORGOTTEN, line="")
+            self._mismatches.add(sequence, {state.world_rank: forgotten, source: call})
         return state.poisoned_by is None and state.closed is None
 
     def _is_waiting(self, source: int, sequence: int) -> bool:
-        assert self.fast_path is not None
-        waiting = self.fast_path.unclaimed(self._state.call_log.next)
+        assert self._state.native is not None
+        waiting = self._state.native.unclaimed(self._state.call_log.next)
         return any((rank, number) == (source, sequence) for rank, number, _ in waiting)
 
     def find_unclaimed(self) -> CollectiveMismatch | None:
         """Look for a message that a call made here should have received and did not."""
-        if self.fast_path is not None:
-            for source, sequence, theirs in self.fast_path.unclaimed(self._state.call_log.next):
-                if (mismatch := self._mismatches.compare(source, {sequence: theirs})) is not None:
+        if self._state.native is not None:
+            for source, sequence, theirs in self._state.native.unclaimed(self._state.call_log.next):
+                if len(theirs) != FINGERPRINT_BYTES:
+                    continue
+                if (mismatch := self._mismatches.compare(source, {sequence: CallReport(theirs)})) is not None:
                     return mismatch
         return None
 
     def unconfirmed_ranks(self) -> list[int]:
         """The ranks that have not shown yet that they made the calls that ended here."""
-        return [] if self.fast_path is None else list(self.fast_path.unconfirmed_ranks())
+        return [] if self._state.native is None else self._state.native.unconfirmed_ranks()
 
     def confirm(self, call: Call, ranks: list[int]) -> Steps[None]:
         """Ask ranks whether they made our last call; wait until all have replied, are gone, or differ."""

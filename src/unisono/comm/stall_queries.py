@@ -40,6 +40,7 @@ class StallQueries:
     def on_query(self, sender: int, query: StallQuery) -> None:
         """Reply. A query about a call that is still to be made here is replied to again once it is made."""
         state = self._state
+        state.adopt_started()
         with state.lock:
             entry = state.pending_at(query.sequence)
             has_called = query.sequence < state.call_log.next

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from unisono.comm.dispatch import CollectiveCall, described
+from unisono.comm.dispatch import CollectiveCall
+from unisono.comm.fingerprint import NOTHING, Operand, described
 from unisono.comm.group import Group
 from unisono.core import buffers, codec
 from unisono.core.buffers import Array, Family
@@ -102,7 +103,7 @@ def gather_v(
     one: CollectiveCall, group: Group, array: Array, root: int, bytes_max: int = _ARRAY_BYTES_MAX
 ) -> Steps[list[Any] | None]:
     """Everyone's array to root; `bytes_max` each."""
-    metas = yield from _exchange(one, group, _meta_of([array]), bytes_max, f" root={root}")
+    metas = yield from _exchange(one, group, _meta_of([array]), bytes_max, root)
     counts = tuple(m.lengths[0] * m.row for m in metas)
     is_root = group.backend.rank == root
     flat = np.empty(sum(counts) if is_root else 0, array.dtype.storage)
@@ -163,9 +164,11 @@ def all_reduce_fused(one: CollectiveCall, arrays: list[Array], op: ReduceOp, siz
     by_type = [[array for array in arrays if array.dtype.name == name] for name in DTYPES]
     # In the order given: lists of the same arrays in another order would be paired by type without a word.
     runs = [list(run) for _, run in itertools.groupby(arrays, key=lambda array: array.dtype.name)]
-    given = " ".join(described(run[0].dtype, _lengths(run)) for run in runs)
+    text = " ".join(described(run[0].dtype, _lengths(run)).text for run in runs) or "[]"
+    count = sum(array.count for array in arrays)
+    given = Operand(arrays[0].dtype if arrays else None, count, text=text, is_text_compared=True)
     if not arrays:  # nothing to reduce, but a call that the others may have made otherwise
-        yield from one.run("barrier", (), _BYTE, {}, op=op, algorithm="auto", given="[]")
+        yield from one.run("barrier", (), _BYTE, {}, op=op, algorithm="auto", given=given)
     for same in by_type:
         if not same:
             continue
@@ -190,7 +193,7 @@ def broadcast_bytes(
 ) -> Steps[np.ndarray[Any, Any]]:
     """Root's bytes to everyone; the length is sent first."""
     length = np.array([0 if data is None else data.count], np.int64)
-    yield from one.run("broadcast", (1,), _INT64, {Buf.OUT: length}, root=root, given="")
+    yield from one.run("broadcast", (1,), _INT64, {Buf.OUT: length}, root=root, given=NOTHING)
     if not 0 <= length[0] <= bytes_max:
         raise ProtocolError(
             f"root announced an object of {length[0]} bytes; allowed: {bytes_max}", next_step=_RAISE_LIMIT
@@ -202,25 +205,26 @@ def broadcast_bytes(
 
 def packed(value: Any, bytes_max: int) -> Array:
     """An object as an array of bytes, of a length that the others take."""
-    array = buffers.view(codec.pack(value), "object")
+    array = buffers.view(codec.pack_writable(value), "object")
     if array.count > bytes_max:
         raise UsageError(f"an object of {array.count} bytes; allowed: {bytes_max}", next_step=_RAISE_LIMIT)
     return array
 
 
 def unpacked(data: np.ndarray[Any, Any]) -> Any:
-    """The object in an array of bytes; arrays in it get memory of their own."""
-    return codec.unpack(bytearray(data))
+    """The object in an array of bytes; long arrays in it are views of these."""
+    return codec.unpack(data)
 
 
 def _exchange(
-    one: CollectiveCall, group: Group, mine: _Meta, bytes_max: int, where: str = ""
+    one: CollectiveCall, group: Group, mine: _Meta, bytes_max: int, root: int | None = None
 ) -> Steps[list[_Meta]]:
     """Everyone's metadata to everyone; all ranks see the same, so all raise the same error or none."""
     size, row = group.backend.size, mine.encoded()
     everyone = np.empty(row.size * size, np.int64)
     memory = {Buf.IN: row, Buf.OUT: everyone}
-    given = f"{mine.dtype}[{','.join(['*', *map(str, mine.shape)])}]{where}"
+    text = f"{mine.dtype}[{','.join(['*', *map(str, mine.shape)])}]"
+    given = Operand(mine.dtype, None, mine.shape, text, root=root)
     yield from one.run("all_gather", (row.size,) * size, _INT64, memory, algorithm="auto", given=given)
     metas = [_Meta.decoded(part, bytes_max) for part in everyone.reshape(size, -1)]
     for rank, meta in enumerate(metas):
@@ -242,7 +246,7 @@ def _announce(
     """Root's metadata to everyone."""
     row = np.zeros(_ROW + lengths, np.int64) if meta is None else meta.encoded()
     memory = {Buf.OUT: row}
-    yield from one.run("broadcast", (row.size,), _INT64, memory, root=root, algorithm="auto", given="")
+    yield from one.run("broadcast", (row.size,), _INT64, memory, root=root, algorithm="auto", given=NOTHING)
     return _Meta.decoded(row, bytes_max)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Final
 
-__all__ = ["call_site", "is_users"]
+__all__ = ["call_site", "caller", "is_users", "line_of", "line_text"]
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _INSIDE: Final = str(_PACKAGE)
@@ -28,7 +30,27 @@ def is_users(filename: str) -> bool:
 
 def call_site() -> str:
     """The innermost line of the user's code on the stack, as "file.py:12"."""
+    frame = caller()
+    return line_text(frame.f_code.co_filename, frame.f_lineno)
+
+
+def caller() -> FrameType:
+    """The innermost frame of the user's code on the stack; the outermost one if there is none."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+    return frame
+
+
+def line_text(filename: str, line: int) -> str:
+    """A line of a program as errors show it."""
+    return f"{filename.rpartition('/')[2]}:{line}"
+
+
+def line_of(code: CodeType | None, instruction: int) -> str:
+    """The line of an instruction of a code object, given by its offset in bytes."""
+    if code is None:
+        return "?"
+    positions = next(islice(code.co_positions(), max(instruction, 0) // 2, None), None)
+    line = None if positions is None else positions[0]
+    return line_text(code.co_filename, code.co_firstlineno if line is None else line)

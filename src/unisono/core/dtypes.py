@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
 
@@ -27,18 +27,29 @@ class DType:
     """An element type. `storage` is the NumPy type that holds its bits.
 
     bfloat16 is stored as uint16, because NumPy has no such type unless ml_dtypes is installed. `code` is its
-    number in the native code and on the wire.
+    number in the native code and on the wire. With a `width` above 1 it is the type of an *item*: so many
+    neighbouring elements that a collective never separates, stored as one opaque value.
     """
 
     name: str
     code: int
     kind: Kind
     itemsize: int
+    width: int = 1
 
     @property
     def storage(self) -> np.dtype[Any]:
         """The NumPy type of arrays that hold the bits."""
-        return _STORAGE[self.code]
+        return _STORAGE[self.code] if self.width == 1 else np.dtype((np.void, self.itemsize))
+
+    @property
+    def element(self) -> DType:
+        """The type of one element of an item."""
+        return self if self.width == 1 else DTYPES[self.name]
+
+    def item(self, width: int) -> DType:
+        """The type of `width` elements that stay together."""
+        return self if width == 1 else replace(self, itemsize=width * self.itemsize, width=width)
 
     @property
     def is_half(self) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 from typing import Final, NamedTuple
 
 __all__ = ["ANY", "HEADER_BYTES_MAX", "TAG_MAX", "UNTYPED", "Any_", "Envelope", "Lane", "Status", "Tags"]
 
 
-class Any_(Enum):
-    """The wildcard for sources and tags; `Any` is the name of a type in typing."""
+class Any_(StrEnum):
+    """The wildcard for sources and tags; `Any` is the name of a type in typing.
+
+    A text, because a signature made for C (`inspect.signature`) can show no other kind of object.
+    """
 
     ANY = "ANY"
 
@@ -32,7 +35,7 @@ class Status(NamedTuple):
     nbytes: int
 
 
-# A header holds a fingerprint (a line of text and its call site) or a group's descriptor.
+# A header holds a fingerprint, a group's descriptor, or what a user's backend puts there.
 HEADER_BYTES_MAX: Final = 1024
 
 # The dtype code of plain bytes, which match a receive of any type.

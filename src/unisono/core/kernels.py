@@ -25,8 +25,9 @@ Array = npt.NDArray[Any]
 def reduce_into(dst: Array, src: Array, op: ReduceOp, dtype: DType, left: bool = False) -> None:
     """Write op(dst, src) to `dst`, or op(src, dst) if src is the `left` operand.
 
-    dst and src have equal length, and are the same memory or do not overlap. A user's function gets both
-    arrays read-only, bfloat16 as float32, and must not keep them after the call.
+    dst and src have equal length, a whole number of the operation's items, and are the same memory or do not
+    overlap. A user's function gets both arrays as flat elements, read-only, bfloat16 as float32, and must not
+    keep them after the call.
 
     Raises:
         ValueError: a built-in operation got other lengths or overlapping memory; nothing was written.
@@ -34,7 +35,7 @@ def reduce_into(dst: Array, src: Array, op: ReduceOp, dtype: DType, left: bool =
             function raises.
     """
     if op.code is None:
-        _reduce_by_function(dst, src, op, dtype, left)
+        _reduce_by_function(dst, src, op, dtype.element, left)
     elif left:
         _native.reduce(dst, src, dst, dtype.code, op.code)
     else:
@@ -62,6 +63,8 @@ def _reduce_by_function(dst: Array, src: Array, op: ReduceOp, dtype: DType, left
     assert op.fn is not None
     mine, other = _lend(dst, dtype), _lend(src, dtype)
     result = np.asarray(op.fn(other, mine) if left else op.fn(mine, other))
+    if op.width > 1 and result.shape == (mine.size // op.width, op.width):
+        result = result.reshape(-1)
     if result.shape != mine.shape:
         raise UsageError(
             f"op {op} returned shape {result.shape} for two arrays of shape {mine.shape}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, TypeAlias
@@ -12,7 +12,7 @@ import numpy as np
 from unisono.core.dtypes import BFLOAT16, DType, Kind
 from unisono.errors import UsageError
 
-__all__ = ["OpCode", "OpLike", "ReduceOp", "as_op", "op"]
+__all__ = ["OP_NAMES", "OpCode", "OpLike", "ReduceOp", "as_op", "op"]
 
 
 class OpCode(IntEnum):
@@ -28,13 +28,16 @@ class OpCode(IntEnum):
     LAND = 7
     LOR = 8
     LXOR = 9
+    MAXLOC = 10
+    MINLOC = 11
 
 
+_LOCATIONS = ("maxloc", "minloc")
 _BITWISE = ("band", "bor", "bxor", "land", "lor", "lxor")
 _ALLOWED: Final[dict[Kind, tuple[str, ...]]] = {
     Kind.BOOL: ("min", "max", *_BITWISE),
-    Kind.INTEGER: ("sum", "prod", "min", "max", *_BITWISE),
-    Kind.FLOAT: ("sum", "prod", "min", "max", "mean"),
+    Kind.INTEGER: ("sum", "prod", "min", "max", *_BITWISE, *_LOCATIONS),
+    Kind.FLOAT: ("sum", "prod", "min", "max", "mean", *_LOCATIONS),
     Kind.COMPLEX: ("sum", "prod", "mean"),
 }
 
@@ -44,7 +47,8 @@ class ReduceOp:
     """An operation that combines two contributions to one.
 
     A built-in operation has a `code` for the kernels; mean is a sum that is divided at the end. A user's
-    operation has `fn(left, right) -> array`, where left comes from lower ranks.
+    operation has `fn(left, right) -> array`, where left comes from lower ranks. An *item* of the operation is
+    `width` neighbouring elements, which are never separated: maxloc and minloc take pairs (value, index).
     """
 
     name: str
@@ -52,6 +56,7 @@ class ReduceOp:
     fn: Callable[[Any, Any], Any] | None = None
     commutative: bool = True
     identity: Any = None
+    width: int = 1
 
     @property
     def is_mean(self) -> bool:
@@ -70,8 +75,29 @@ class ReduceOp:
                 f"{', '.join(_ALLOWED[dtype.kind])}"
             )
 
+    def check_shape(self, shape: tuple[int, ...], parts: Sequence[int] = ()) -> None:
+        """Refuse an array, or `parts` of it with so many elements each, that would separate an item.
+
+        Raises:
+            UsageError: the last axis does not hold whole items, or is not the pair of maxloc and minloc.
+        """
+        if self.width == 1:
+            return
+        if self.fn is None:
+            is_whole, wanted = shape[-1:] == (self.width,), f"a last axis of {self.width}, (value, index)"
+        else:
+            is_whole = bool(shape) and shape[-1] % self.width == 0
+            wanted = f"a last axis whose length is a multiple of {self.width}, the width of the op"
+        if not is_whole:
+            raise UsageError(f"op {self.name!r} on an array of shape {shape}; allowed: {wanted}")
+        cut = next((part for part in parts if part % self.width), None)
+        if cut is not None:
+            raise UsageError(
+                f"op {self.name!r} on a part of {cut} elements; allowed: multiples of its width, {self.width}"
+            )
+
     def identity_for(self, dtype: DType) -> Any:
-        """Return the identity element, which exscan gives to rank 0.
+        """Return the identity element, which exscan gives to rank 0: one number, or one for each of `width`.
 
         Raises:
             UsageError: a user's operation has none, or the type cannot hold it.
@@ -88,7 +114,9 @@ class ReduceOp:
     def shown_identity(self, dtype: DType) -> str:
         """The identity as text, converted to the type: 0 and 0.0 are equal for float32, and read alike."""
         held = self._held(self.identity_for(dtype), dtype)
-        return repr(None if held is None else held.item())
+        assert held is not None, "identity_for has checked it"
+        # One number for every element of an item reads like as many equal ones.
+        return repr(np.broadcast_to(held, self.width).tolist() if self.width > 1 else held.item())
 
     def _held(self, value: Any, dtype: DType) -> np.ndarray[Any, Any] | None:
         try:
@@ -100,10 +128,15 @@ class ReduceOp:
         """The user's identity, or a UsageError if the type cannot hold it."""
         held = self._held(self.identity, dtype)
         is_exact_kind = dtype.kind in (Kind.BOOL, Kind.INTEGER)
-        if held is None or held.shape != () or (is_exact_kind and held != self.identity):
+        shapes: list[tuple[int, ...]] = [()] if self.width == 1 else [(), (self.width,)]
+        if (
+            held is None
+            or held.shape not in shapes
+            or (is_exact_kind and not np.array_equal(held, self.identity))
+        ):
             raise UsageError(
                 f"identity={self.identity!r} of op {self.name!r} is not a value of {dtype}; "
-                "allowed: one number"
+                f"allowed: one number{f', or {self.width} of them' if self.width > 1 else ''}"
             )
         return self.identity
 
@@ -137,12 +170,22 @@ _IDENTITY: Final[dict[str, Callable[[DType], Any]]] = {
     "land": lambda dtype: 1,
     "lor": lambda dtype: 0,
     "lxor": lambda dtype: 0,
+    # The index that loses to every other one.
+    "maxloc": lambda dtype: (_extreme(dtype, largest=False), _extreme(dtype, largest=True)),
+    "minloc": lambda dtype: (_extreme(dtype, largest=True), _extreme(dtype, largest=True)),
 }
 
 _BUILT_IN: Final[dict[str, ReduceOp]] = {
-    **{code.name.lower(): ReduceOp(code.name.lower(), code) for code in OpCode},
+    **{
+        name: ReduceOp(name, code, width=2 if name in _LOCATIONS else 1)
+        for code in OpCode
+        for name in [code.name.lower()]
+    },
     "mean": ReduceOp("mean", OpCode.SUM),
 }
+
+# Every operation by its number in fingerprints; an op of a user has the last.
+OP_NAMES: Final = (*_BUILT_IN, "user")
 
 # Names in other libraries, for the hint in an error.
 _OTHER_NAMES: Final = {
@@ -156,37 +199,50 @@ _OTHER_NAMES: Final = {
     "and": "band",
     "or": "bor",
     "xor": "bxor",
+    "argmax": "maxloc",
+    "argmin": "minloc",
 }
 
 OpLike: TypeAlias = str | ReduceOp
 
 
 def op(
-    fn: Callable[[Any, Any], Any], commutative: bool = True, identity: Any = None, name: str | None = None
+    fn: Callable[[Any, Any], Any],
+    commutative: bool = True,
+    identity: Any = None,
+    width: int = 1,
+    name: str | None = None,
 ) -> ReduceOp:
     """Make a reduce operation from `fn(left, right) -> array`, which must be associative.
 
-    `left` and `right` are read-only NumPy arrays of equal shape, which are valid only during the call; left
-    holds the contributions of lower ranks. All ranks must pass the same name, `commutative` and, in exscan,
+    `left` and `right` are read-only flat NumPy arrays of equal length, which are valid only during the call;
+    left holds the contributions of lower ranks. They are parts of the arrays that the ranks gave, cut at
+    multiples of `width`: an operation on whole rows gives the rows' length, and sees them again as
+    `left.reshape(-1, width)`. All ranks must pass the same name, `commutative`, `width` and, in exscan,
     identity: the ranks compare them.
 
     Args:
-        fn: the function. It may be called in any order that associativity and `commutative` allow.
+        fn: the function. It may be called in any order that associativity and `commutative` allow. It returns
+            an array of the same shape, or of rows of `width`.
         commutative: False keeps the order of ranks.
-        identity: the result of exscan on rank 0.
+        identity: the result of exscan on rank 0: a number, or one for each of `width` elements.
+        width: how many neighbouring elements stay together. The last axis of an array must be a multiple.
         name: the name in errors and comparisons; by default the function's qualified name.
 
     Raises:
-        UsageError: `fn` is not callable, or the name is that of a built-in operation.
+        UsageError: `fn` is not callable, the width is no positive integer, or the name is that of a built-in
+            operation.
     """
     if not callable(fn):
         raise UsageError(
             f"op needs a function of two arrays, not {type(fn).__name__}", next_step="uni.op(fn)"
         )
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise UsageError(f"width={width!r}; allowed: how many elements stay together, 1 or more")
     if name in _BUILT_IN:
         raise UsageError(f"name={name!r} is the name of a built-in operation; allowed: any other")
     label = name if name is not None else f"{fn.__module__}.{getattr(fn, '__qualname__', type(fn).__name__)}"
-    return ReduceOp(label, None, fn, commutative, identity)
+    return ReduceOp(label, None, fn, commutative, identity, width)
 
 
 def as_op(given: OpLike) -> ReduceOp:

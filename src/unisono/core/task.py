@@ -27,7 +27,7 @@ from unisono.core.clock import (
 from unisono.core.request import Request
 from unisono.errors import DeadlineExceeded, Deadlock, Location, PeerAborted, UnisonoError, ranks_text
 
-__all__ = ["Blocked", "Call", "Message", "Steps", "T", "Task", "await_requests", "blocked_threads"]
+__all__ = ["Begun", "Blocked", "Call", "Message", "Steps", "T", "Task", "await_requests", "blocked_threads"]
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
@@ -94,6 +94,28 @@ class Call:
         return Waiting(self.rank, self.waiting_on(), str(self))
 
 
+class Begun(Generator[None, None, T]):
+    """Steps that take the first one even if they are told to end before it.
+
+    For an operation that is under way already: only its own steps can withdraw it.
+    """
+
+    def __init__(self, steps: Steps[T]) -> None:
+        self._steps = steps
+        self._has_begun = False
+
+    def send(self, value: None) -> None:
+        """Take a step."""
+        self._has_begun = True
+        self._steps.send(value)
+
+    def throw(self, *error: Any) -> None:
+        """Tell it to end."""
+        if not self._has_begun:
+            self.send(None)
+        self._steps.throw(*error)
+
+
 class _State(Enum):
     PARKED = "waits to be woken"
     RUNNING = "a thread carries it on, or has it in its queue"
@@ -106,7 +128,7 @@ class Task(Generic[T]):
     def __init__(self, runtime: Runtime, call: Call, steps: Steps[T]) -> None:
         self.call = call
         self._runtime = runtime
-        self._steps = steps
+        self.steps = steps
         self._lock = threading.Lock()
         self._state = _State.PARKED
         self._runner: int | None = None  # the thread that has claimed it
@@ -220,7 +242,7 @@ class Task(Generic[T]):
                 if interruption is not None:
                     self._throw(interruption())
                 else:
-                    self._steps.send(None)
+                    self.steps.send(None)
                 if (unreachable_error := self._unreachable_error()) is not None:
                     self._throw(unreachable_error)
             except StopIteration as stop:
@@ -237,7 +259,7 @@ class Task(Generic[T]):
 
     def _throw(self, error: UnisonoError) -> None:
         self.call.interruption = error
-        self._steps.throw(error)
+        self.steps.throw(error)
 
     def _unreachable_error(self) -> UnisonoError | None:
         """Why it can never end; nothing if it was interrupted already, for the first reason counts."""

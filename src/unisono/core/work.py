@@ -7,35 +7,33 @@ import warnings
 from collections.abc import Generator, Iterable
 from typing import Any, Generic
 
-from unisono.core.clock import (
-    Killed,
-    Runtime,
-)
+from unisono._native import WorkBase, set_work_type
+from unisono.core.clock import Killed, RealRuntime, Runtime
 from unisono.core.task import T, Task
 from unisono.errors import PeerAborted, UnisonoError
 
 __all__ = ["Started", "Work", "wait_all", "wait_or_cancel"]
 
 
-class Work(Generic[T]):
-    """A started operation; also awaitable. Its buffers must not be used until it is done."""
+class Work(WorkBase, Generic[T]):
+    """A started operation; also awaitable. Its buffers must not be used until it is done.
+
+    An operation of the engine is waited for there, by `wait` and `done` of the base. All others, and those
+    that Python has adopted, are tasks.
+    """
+
+    _task: Task[T]
+    _runtime: Runtime
 
     def __init__(self, task: Task[T], runtime: Runtime) -> None:
         self._task = task
         self._runtime = runtime
 
-    def wait(self, timeout: float | None = None) -> T:
-        """Wait until the operation ends, and return its result.
-
-        Raises:
-            DeadlineExceeded: `timeout` seconds passed; the operation goes on, and may be waited for again.
-            UnisonoError: the operation failed.
-        """
+    def _wait(self, timeout: float | None) -> T:
         self._note_user()
         return self._task.wait(timeout)
 
-    def done(self) -> bool:
-        """Whether it has ended, successfully or not."""
+    def _done(self) -> bool:
         if not self._task.is_done():
             self._runtime.polled()
         if not self._task.is_done():
@@ -49,6 +47,8 @@ class Work(Generic[T]):
         A cancelled receive takes no message. A cancelled collective poisons its communicator: later
         collectives fail with PeerAborted, here and on the other ranks.
         """
+        if self.done() or not self._adopt(True):
+            return False
         self._note_user()
         if self._task.is_done():
             return False
@@ -64,8 +64,8 @@ class Work(Generic[T]):
             seen(None)
 
     def __await__(self) -> Generator[Any, None, T]:
-        self._note_user()
-        if not self._task.is_done() and not self._runtime.is_virtual:
+        if self._adopt(True) and not self._task.is_done() and not self._runtime.is_virtual:
+            self._note_user()
             import asyncio  # a third of the package's import time, and only needed here
 
             loop = asyncio.get_running_loop()
@@ -81,10 +81,16 @@ class Work(Generic[T]):
 
             self._task.on_done(tell)
             yield from future.__await__()
-        return self._task.wait(None)
+        result: T = self.wait()
+        return result
 
     def __repr__(self) -> str:
-        return f"<Work {self._task.call}: {'done' if self._task.is_done() else 'under way'}>"
+        task = getattr(self, "_task", None)
+        is_done = task.is_done() if task is not None else self.done()
+        return f"<Work {self._verb if task is None else task.call}: {'done' if is_done else 'under way'}>"
+
+
+set_work_type(Work)
 
 
 class Started(Work[T]):
@@ -113,7 +119,8 @@ def _settled(task: Task[Any]) -> None:
 def wait_or_cancel(work: Work[T]) -> T:
     """Wait for a work that nobody else holds; if the wait is interrupted, cancel the work."""
     try:
-        return work.wait()
+        result: T = work.wait()
+        return result
     except Killed:
         raise  # a crash cleans nothing up
     except BaseException:  # its own error, and it has ended; or whatever a signal handler raises
@@ -130,12 +137,13 @@ def wait_all(works: Iterable[Work[Any]], timeout: float | None = None) -> list[A
     works = list(works)
     if not works:
         return []
-    deadline = works[0]._runtime.deadline(timeout)
+    runtime = getattr(works[0], "_runtime", None) or RealRuntime()
+    deadline = runtime.deadline(timeout)
     results: list[Any] = []
     first: BaseException | None = None
     for work in works:
         try:
-            results.append(work.wait(deadline.remaining(work._runtime.now())))
+            results.append(work.wait(deadline.remaining(runtime.now())))
         except Exception as error:  # a user's own reduce operation may raise anything
             first = first if first is not None else error
     if first is not None:

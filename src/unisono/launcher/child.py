@@ -44,7 +44,7 @@ def main() -> None:
         os._exit(1)  # the parent is gone
 
 
-def _run(task: dict[str, Any], packed_arguments: bytearray) -> bytearray:
+def _run(task: dict[str, Any], packed_arguments: bytearray) -> bytes:
     """Call the function; its result or exception, packed."""
     try:
         sys.argv[:] = task["argv"]

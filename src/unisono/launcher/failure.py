@@ -44,7 +44,7 @@ def describe(error: BaseException) -> dict[str, Any]:
         }
     elif described["family"] == "builtins":
         try:
-            codec.encode(list(error.args))
+            codec.pack_parts(list(error.args))
             described["args"] = list(error.args)
         except UsageError:
             pass  # an argument that cannot be sent: the text must do

@@ -24,7 +24,7 @@ from unisono.messaging.credit import bytes_max
 from unisono.messaging.fast_path import FastPath, Mailbox
 
 if TYPE_CHECKING:
-    from unisono._native import CallLog, FastMessages
+    from unisono._native import CallLog, NativeGroup
     from unisono.config import Config
     from unisono.core.clock import Runtime
 
@@ -79,9 +79,9 @@ class Capabilities:
 class Stage:
     """One stage of a collective, for the backend that runs it.
 
-    `memory` holds the flat arrays of the plan's buffers (plans.Buf). `header` is the fingerprint that goes
-    with the first message to each peer; the part before its first NUL byte is compared. `members` are the
-    plan's ranks by their numbers in the backend, if those differ. `on_compiled`, if given, is called with the
+    `memory` holds the flat arrays of the plan's buffers (plans.Buf). `header` is the fingerprint, of
+    16 bytes, that goes with the first message to each peer and is compared. `members` are the plan's ranks by
+    their numbers in the backend, if those differ. `on_compiled`, if given, is called with the
     compiled plan if the backend can run that again without Python.
     """
 
@@ -237,8 +237,8 @@ class Backend(ABC):
         """
         return ""
 
-    def run_plan(self, plan: Any, stage: Stage) -> Request:
-        """Run a plan (plans.Plan) below Python.
+    def run_plan(self, plan: Any, counts: tuple[int, ...], stage: Stage) -> Request:
+        """Run a plan (plans.Plan), bound to these counts, below Python.
 
         Called only if the capability says so, and never with a user-defined operation. The arrays of
         `stage.memory` belong to the request until it is done.
@@ -258,30 +258,56 @@ class Backend(ABC):
         """
         return None
 
-    def fast_path(
-        self, context: int, size: int, call_log: CallLog, on_unclaimed: Callable[[int, int, bytes], bool]
-    ) -> FastPath | None:
-        """The fast path for collectives of a communicator of `size` ranks; None if there is none.
+    def native_group(
+        self,
+        context: int,
+        call_log: CallLog,
+        on_unclaimed: Callable[[int, int, bytes], bool],
+        *,
+        is_introduced: bool,
+        members: tuple[int, ...] | None = None,
+        leaves_tensors: bool = False,
+    ) -> NativeGroup | None:
+        """The communicator of these ranks in the engine, which runs its calls; None if there is no engine.
 
-        A collective on the fast path may end before its messages are received ("run-ahead"). `on_unclaimed`
-        is called for such messages that wait here, with the world rank of the sender, the number of its call
-        and its fingerprint. False: no more calls are needed.
+        A collective in the engine may end before its messages are received ("run-ahead"). `on_unclaimed` is
+        called for such messages that wait here, with the world rank of the sender, the number of its call and
+        its fingerprint. False: no more calls are needed.
+
+        Args:
+            is_introduced: False if the first message to each member must go through Python.
+            members: the communicator's ranks by their numbers here; all of them by default.
+            leaves_tensors: calls with tensors of a device are left to `fast_path`.
         """
         return None
 
-    def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
-        """A request for a plan that the fast path has started and could not finish, as if from `run_plan`."""
-        raise NotImplementedError(f"{self.capabilities.name} has no fast path")
+    def compile_plan(self, plan: Any, itemsize: int) -> tuple[Any, int]:
+        """A plan (plans.Plan) as the program of the engine, and the length of its longest pieces.
 
-    def fast_messages(
-        self, context: int, members: tuple[int, ...], call_log: CallLog, *, is_introduced: bool
-    ) -> FastMessages | None:
-        """The fast path for plain sends and receives of a communicator; None if there is none.
+        The length is in elements of `itemsize` bytes.
+        """
+        raise NotImplementedError(f"{self.capabilities.name} has no engine")
+
+    def adopt(
+        self,
+        handle: int,
+        peer: int | Any_ | None,
+        buffer: memoryview | None,
+        dtype: int,
+        memory: tuple[Any, ...],
+    ) -> Request:
+        """A request for an operation of the engine's calls, as if it had been started here.
 
         Args:
-            members: the communicator's ranks, by their numbers here.
-            is_introduced: False if the first message to each member must go through Python.
+            handle: the operation's.
+            peer: the other rank of a message; None for a collective.
+            buffer: the message's bytes.
+            memory: objects to keep until the operation has ended.
         """
+        raise NotImplementedError(f"{self.capabilities.name} has no engine")
+
+    def fast_path(self, context: int, size: int, call_log: CallLog) -> FastPath | None:
+        """Blocking collectives that a library runs without the general path; None if there are none."""
         return None
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:

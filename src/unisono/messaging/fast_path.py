@@ -1,8 +1,8 @@
-"""Two optional fast paths of a backend: for blocking collectives, and a mailbox for short messages."""
+"""Two optional fast paths of a backend: a library's own collectives, and a mailbox for short messages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 __all__ = ["FastPath", "Mailbox"]
@@ -65,19 +65,12 @@ class FastPath(Protocol):
     def verbs(self) -> tuple[str, ...]:
         """The verbs that it covers."""
 
-    def verb(self, name: str, slow: Callable[..., Any], slow_path: Any) -> Callable[..., Any]:
+    def verb(self, name: str, slow: Callable[..., Any], take_over: Callable[..., None]) -> Callable[..., Any]:
         """A callable that tries the fast path and falls back to `slow`, the verb itself.
 
-        `slow_path.take_over` waits for an operation that was started, given (operation, sequence, header,
-        start time, handle, memory, exception or None); `slow_path.check_unclaimed` compares a message that no
-        receive matched (rank, sequence, header).
+        `take_over` waits for an operation that was started, given (operation, sequence, header, start time,
+        handle, memory, exception or None).
         """
-
-    def unclaimed(self, sequence: int) -> Sequence[tuple[int, int, bytes]]:
-        """Messages for calls before `sequence` that no receive took: (source, sequence, fingerprint)."""
-
-    def unconfirmed_ranks(self) -> Sequence[int]:
-        """Ranks that have not shown yet that they made all calls that ended here."""
 
     def cache_decision(
         self,

@@ -26,11 +26,23 @@ from unisono.plans.algorithms import (
     ring,
     tree,
 )
-from unisono.plans.steps import Plan, Problem
+from unisono.plans.amounts import Counts
+from unisono.plans.steps import Plan, Problem, Shape
 
-__all__ = ["CATALOG", "Entry", "Order", "algorithms", "build", "check", "entry_of", "is_even", "reduces"]
+__all__ = [
+    "ALGORITHM_NAMES",
+    "CATALOG",
+    "Entry",
+    "Order",
+    "algorithms",
+    "build",
+    "check",
+    "entry_of",
+    "is_even",
+    "reduces",
+]
 
-Builder: TypeAlias = Callable[[Problem, int], Plan]
+Builder: TypeAlias = Callable[[Shape, int], Plan]
 
 
 class Order(Enum):
@@ -86,6 +98,7 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
             "flat": _canonical(flat.all_reduce),
             "ordered": _canonical(ordered.all_reduce),
             "hierarchical": _by_hosts(hierarchical.all_reduce),
+            "hierarchical_long": _by_hosts(hierarchical.long_all_reduce),
         },
         "reduce": {
             "tree": _canonical(tree.reduce),
@@ -93,12 +106,14 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
             "flat": _canonical(flat.reduce),
             "ordered": _canonical(ordered.reduce),
             "hierarchical": _by_hosts(hierarchical.reduce),
+            "hierarchical_long": _by_hosts(hierarchical.long_reduce),
         },
         "broadcast": {
             "tree": Entry(tree.broadcast),
             "chain": Entry(chain.broadcast),
             "flat": _direct(flat.broadcast),
             "hierarchical": _by_hosts(hierarchical.broadcast),
+            "hierarchical_long": _by_hosts(hierarchical.long_broadcast),
         },
         "all_gather": {
             "ring": Entry(ring.all_gather),
@@ -146,6 +161,9 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
     }
 )
 
+# Every name by its number in fingerprints. With "auto" a library may take an algorithm of its own.
+ALGORITHM_NAMES: Final = ("auto", *dict.fromkeys(name for entries in CATALOG.values() for name in entries))
+
 # The length of `Problem.counts`, by size.
 _COUNTS_HELD: Final[Mapping[str, Callable[[int], int]]] = {
     **dict.fromkeys(CATALOG, lambda size: size),
@@ -174,10 +192,8 @@ def entry_of(collective: str, algorithm: str) -> Entry:
     return entries[algorithm]
 
 
-# 1,024 plans: enough for the shapes of a training step, at some kilobytes each (a ring of 64 ranks: 26 KB).
-@lru_cache(maxsize=1024)
 def build(problem: Problem, rank: int, algorithm: str) -> Plan:
-    """Build one rank's plan by a named algorithm.
+    """Build one rank's plan by a named algorithm; it serves all problems that differ in their counts only.
 
     Raises:
         UsageError: algorithm, problem and rank do not fit together.
@@ -194,7 +210,15 @@ def build(problem: Problem, rank: int, algorithm: str) -> Plan:
             f"{problem.collective} by {algorithm!r} needs equal counts; for uneven ones: {', '.join(fit)}",
             next_step="take one of these, or algorithm='auto'",
         )
-    return entry.builder(problem, rank)
+    return _built(problem.collective, algorithm, problem.size, rank, problem.root, problem.hosts)
+
+
+# 1,024 plans: enough for the groups and roots of a large program, at some kilobytes each.
+@lru_cache(maxsize=1024)
+def _built(collective: str, algorithm: str, size: int, rank: int, root: int, hosts: tuple[int, ...]) -> Plan:
+    entry = entry_of(collective, algorithm)
+    counts = Counts(_COUNTS_HELD[collective](size), are_equal=not entry.takes_uneven)
+    return entry.builder(Shape(collective, size, counts, root, hosts), rank)
 
 
 def check(problem: Problem) -> None:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from unisono.plans.algorithms.canonical import blocks
-from unisono.plans.catalog import CATALOG, check, entry_of, is_even, reduces
+from unisono.plans.bind import bound
+from unisono.plans.catalog import CATALOG, check, is_even, reduces
 from unisono.plans.cost import Links, cost, crossings
 from unisono.plans.measured import fastest
 from unisono.plans.steps import Problem
@@ -23,9 +24,8 @@ __all__ = ["choose", "fitting", "predict_s"]
 _NOMINAL_BLOCK_BYTES = 4096
 
 
-@lru_cache(maxsize=4096)
 def choose(problem: Problem, itemsize: int, links: Links, *, ordered: bool = False) -> tuple[str, str]:
-    """Return the algorithm to use and the reason.
+    """Return the algorithm to use and the reason; one decision serves all counts of a class (`_bucket`).
 
     `ordered` restricts the choice to algorithms in canonical order, for reproducible results and for
     operations that do not commute. All of these give the same bits.
@@ -37,13 +37,12 @@ def choose(problem: Problem, itemsize: int, links: Links, *, ordered: bool = Fal
 
 def predict_s(problem: Problem, algorithm: str, itemsize: int, links: Links) -> float:
     """Predict how long an algorithm takes: the time of the slowest among a few representative ranks."""
-    builder = entry_of(problem.collective, algorithm).builder
     crossing: list[int] = []
     if problem.hosts:
         # The root's host represents all hosts: its ranks share the link to other hosts.
         together = [rank for rank, host in enumerate(problem.hosts) if host == problem.hosts[problem.root]]
-        crossing = crossings([builder(problem, rank) for rank in together])
-    plans = (builder(problem, rank) for rank in _representative_ranks(problem))
+        crossing = crossings([bound(problem, rank, algorithm) for rank in together])
+    plans = (bound(problem, rank, algorithm) for rank in _representative_ranks(problem))
     return max(cost(plan, links, itemsize, crossing).time_s for plan in plans)
 
 
@@ -107,6 +106,7 @@ def _bucket(problem: Problem, even: bool, itemsize: int) -> Problem:
             largest = max(counts)
             counts = (largest, *((sum(counts) - largest) // (len(counts) - 1),) * (len(counts) - 1))
     hosts = problem.hosts if len(set(problem.hosts)) > 1 else ()
+    # The class of a count is (count - 1).bit_length(); the longest of the class stands for it.
     rounded = tuple(1 << (count - 1).bit_length() if count else 0 for count in counts)
     return replace(problem, counts=rounded, hosts=hosts, root=0)
 

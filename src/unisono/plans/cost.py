@@ -9,7 +9,9 @@ and a round takes
       on arrival over the reduce rate
     + bytes copied and reduced locally over the reduce rate
 
-An empty round is a wait for the next round that is not empty, and takes as long as that one.
+An empty round is a wait for the next round that is not empty, and takes as long as that one. Through the
+rounds of a pipeline go pieces, one after the other: it takes as many rounds more as there are pieces after
+the first, each of a piece's length.
 """
 
 from __future__ import annotations
@@ -20,9 +22,15 @@ from types import MappingProxyType
 from typing import Final
 
 from unisono.plans.layout import is_local, slice_of
-from unisono.plans.steps import Copy, Plan, Problem, Recv, RecvReduce, Reduce, Send, Step
+from unisono.plans.steps import BoundPlan, BoundStep, Copy, Problem, Recv, RecvReduce, Reduce, Send
 
 __all__ = ["LINKS", "Cost", "Links", "cost", "crosses_hosts", "crossings"]
+
+
+# A pipeline's pieces: 16 Ki elements (64 KiB of float32), long enough to hide a message's latency. More than
+# 64 of them save less than a percent of the time.
+_PIECE_COUNT: Final = 16 * 1024
+_PIECES_MAX: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ class Cost:
     bytes_reduced: int = 0
 
 
-def cost(plan: Plan, links: Links, itemsize: int, crossing: Sequence[int] = ()) -> Cost:
+def cost(plan: BoundPlan, links: Links, itemsize: int, crossing: Sequence[int] = ()) -> Cost:
     """Predict what a plan costs its rank.
 
     `crossing[i]` is the number of ranks of its host that send to other hosts in round i; 1 if not given.
@@ -99,7 +107,7 @@ def cost(plan: Plan, links: Links, itemsize: int, crossing: Sequence[int] = ()) 
     )
 
 
-def crossings(plans: Sequence[Plan]) -> list[int]:
+def crossings(plans: Sequence[BoundPlan]) -> list[int]:
     """The number of a host's plans that communicate with other hosts, by round."""
     return [
         sum(
@@ -118,21 +126,31 @@ def crosses_hosts(problem: Problem, rank: int, peer: int) -> bool:
     return bool(problem.hosts) and problem.hosts[rank] != problem.hosts[peer]
 
 
-def _time_s(plan: Plan, links: Links, itemsize: int, crossing: Sequence[int]) -> float:
+def _time_s(plan: BoundPlan, links: Links, itemsize: int, crossing: Sequence[int]) -> float:
     total_s = next_s = 0.0
-    for number in reversed(range(len(plan.rounds))):
-        if plan.rounds[number]:
-            sharing = max(1, crossing[number]) if crossing else 1
-            next_s = _round_s(plan, plan.rounds[number], links, itemsize, sharing)
-        total_s += next_s
+    pipelines = {stop: start for start, stop in plan.pipelines if start < stop}
+    number = len(plan.rounds)
+    while number > 0:
+        start = pipelines.get(number, number - 1)
+        steps = [step for round_ in plan.rounds[start:number] for step in round_]
+        # How many pieces a pipeline has does not depend on the rank: all of its steps have the same length.
+        length = max((slice_of(step).count for step in steps), default=max(plan.problem.counts, default=0))
+        pieces = max(1, min(_PIECES_MAX, length // _PIECE_COUNT)) if number in pipelines else 1
+        if steps:
+            sharing = max(1, *crossing[start:number]) if crossing else 1
+            next_s = _round_s(plan, steps, links, itemsize / pieces, sharing)
+        total_s += next_s * (number - start + pieces - 1)
+        number = start
     return total_s
 
 
-def _round_s(plan: Plan, steps: tuple[Step, ...], links: Links, itemsize: int, sharing: int) -> float:
+def _round_s(
+    plan: BoundPlan, steps: Sequence[BoundStep], links: Links, itemsize: float, sharing: int
+) -> float:
     """The time of a round by the model above; `sharing` ranks share the host's link to other hosts."""
     latency_s = 0.0
     out, in_ = _Direction(), _Direction()
-    bytes_on_arrival = bytes_local = 0
+    bytes_on_arrival = bytes_local = 0.0
     for step in steps:
         nbytes = slice_of(step).count * itemsize
         if isinstance(step, Copy | Reduce):
@@ -149,7 +167,7 @@ def _round_s(plan: Plan, steps: tuple[Step, ...], links: Links, itemsize: int, s
             direction.handling_s += links.message_s
             is_fetched = direction is out and 0 < links.fetch_bytes <= nbytes
             direction.wire_s += 0.0 if is_fetched else nbytes / links.bytes_per_s
-        bytes_on_arrival += nbytes if isinstance(step, RecvReduce) else 0
+        bytes_on_arrival += nbytes if isinstance(step, RecvReduce) else 0.0
     flow_s = max(way.wire_s * (links.crowding if way.messages > 1 else 1.0) for way in (out, in_))
     flow_s = max(flow_s, bytes_on_arrival / links.reduce_bytes_per_s)
     handling_s = max(out.handling_s, in_.handling_s)

@@ -12,7 +12,7 @@ from html import escape
 from typing import Final, NamedTuple
 
 from unisono.plans.layout import is_local
-from unisono.plans.steps import Copy, Plan, Recv, RecvReduce, Reduce, Send
+from unisono.plans.steps import BoundPlan, Copy, Recv, RecvReduce, Reduce, Send
 from unisono.plans.units import bytes_text
 
 __all__ = ["Message", "as_svg", "as_text", "messages", "rank_text"]
@@ -29,7 +29,7 @@ class Message(NamedTuple):
     reduces: bool
 
 
-def messages(plans: Sequence[Plan]) -> list[Message]:
+def messages(plans: Sequence[BoundPlan]) -> list[Message]:
     """Pair every send with its receive: the k-th send from p to q with q's k-th receive from p."""
     receives: defaultdict[tuple[int, int], deque[tuple[int, bool]]] = defaultdict(deque)
     for plan in plans:
@@ -47,7 +47,7 @@ def messages(plans: Sequence[Plan]) -> list[Message]:
     return sorted(found, key=lambda message: (message.sent_in, message.src, message.dst))
 
 
-def as_text(plans: Sequence[Plan], itemsize: int) -> str:
+def as_text(plans: Sequence[BoundPlan], itemsize: int) -> str:
     """Write every step of every rank, round by round, with the bytes that each round moves."""
     lines = []
     width = len(str(len(plans) - 1))
@@ -60,7 +60,7 @@ def as_text(plans: Sequence[Plan], itemsize: int) -> str:
     return "\n".join(lines)
 
 
-def rank_text(plan: Plan) -> str:
+def rank_text(plan: BoundPlan) -> str:
     """Write one rank's steps, a line each."""
     width = len(str(len(plan.rounds) - 1))
     return "\n".join(
@@ -106,7 +106,7 @@ class _Frame:
         return round(self.top + (rank + 0.5) * self.row, 1)
 
 
-def as_svg(plans: Sequence[Plan], itemsize: int, note: str = "") -> str:
+def as_svg(plans: Sequence[BoundPlan], itemsize: int, note: str = "") -> str:
     """Draw a set of plans as a space-time diagram; the SVG is self-contained."""
     first = plans[0]
     ranks, rounds = len(plans), len(first.rounds)
@@ -139,7 +139,7 @@ _ARROW_HEAD: Final = """<marker id="{kind}-head" viewBox="0 0 8 8" refX="7" refY
 _ARROW_HEADS: Final = f"<defs>{''.join(_ARROW_HEAD.format(kind=kind) for kind in ('move', 'reduce'))}</defs>"
 
 
-def _grid(plans: Sequence[Plan], frame: _Frame, rounds: int, itemsize: int) -> Iterator[str]:
+def _grid(plans: Sequence[BoundPlan], frame: _Frame, rounds: int, itemsize: int) -> Iterator[str]:
     """Draw hosts as bands, rounds as columns with their bytes below, ranks as lines."""
     ranks = len(plans)
     top, bottom = frame.y(-0.5), frame.y(ranks - 0.5)
@@ -182,7 +182,7 @@ def _arrows(found: Sequence[Message], frame: _Frame, itemsize: int) -> Iterator[
         )
 
 
-def _dots(plans: Sequence[Plan], frame: _Frame) -> Iterator[str]:
+def _dots(plans: Sequence[BoundPlan], frame: _Frame) -> Iterator[str]:
     """Mark local steps on a rank's line: before the round's messages, or after them."""
     for plan in plans:
         for number, steps in enumerate(plan.rounds):

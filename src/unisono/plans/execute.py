@@ -1,8 +1,8 @@
 """The reference executor: runs a plan over any backend, with several segments in flight.
 
-A plan is first cut into a *program* (program.py). A *run* then posts every piece that is ready. It runs ahead
-of the plan's rounds as far as data dependencies allow; only messages to or from one peer keep their order,
-since the k-th send matches the k-th receive.
+A plan is first bound to its counts and cut into a *bound program* (program.py). A *run* then posts every
+piece that is ready. It runs ahead of the plan's rounds as far as data dependencies allow; only messages to
+or from one peer keep their order, since the k-th send matches the k-th receive.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unisono.core.request import Request
 from unisono.core.task import Call, Steps
 from unisono.errors import PeerLost, UnisonoError, UsageError
 from unisono.messaging.backend import Backend, Stage
-from unisono.plans.program import Program, piece_bytes_of, program_of
+from unisono.plans.program import BoundProgram, bound_program, piece_bytes_of
 from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice
 
 __all__ = ["Execution", "Memory", "execute"]
@@ -47,12 +47,12 @@ class Execution:
     """Called with the peer, the bytes received, the bytes expected and the header, if they differ; raises."""
 
 
-def execute(plan: Plan, how: Execution) -> Steps[None]:
+def execute(plan: Plan, counts: tuple[int, ...], how: Execution) -> Steps[None]:
     """Run one rank's plan to its end; on an error, cancel its requests and wait for those that cannot be."""
     config = how.backend.config
     nbytes = piece_bytes_of(plan, config.segment_bytes, config.message_bytes_max)
-    program = program_of(plan, max(1, nbytes // how.stage.dtype.itemsize))
-    run = _Run(program, plan, how, config.window_segments)
+    program = bound_program(plan, counts, max(1, nbytes // how.stage.dtype.itemsize))
+    run = _Run(program, how, config.window_segments)
     try:
         if how.call.interruption is not None:
             raise how.call.interruption
@@ -70,7 +70,7 @@ def execute(plan: Plan, how: Execution) -> Steps[None]:
 class _Run:
     """A running execution."""
 
-    def __init__(self, program: Program, plan: Plan, how: Execution, window: int) -> None:
+    def __init__(self, program: BoundProgram, how: Execution, window: int) -> None:
         self._program = program
         self._how = how
         self._window = window
@@ -78,9 +78,9 @@ class _Run:
         self._memory: dict[Buf, Memory] = {
             Buf.IN: how.stage.memory.get(Buf.IN, np.empty(0, storage)),
             Buf.OUT: how.stage.memory.get(Buf.OUT, np.empty(0, storage)),
-            Buf.TMP: np.empty(plan.tmp_count, storage),
+            Buf.TMP: np.empty(program.tmp_count, storage),
         }
-        for buf, count in ((Buf.IN, plan.in_count), (Buf.OUT, plan.out_count)):
+        for buf, count in ((Buf.IN, program.in_count), (Buf.OUT, program.out_count)):
             assert self._memory[buf].size == count, (
                 f"{buf.value} has {self._memory[buf].size} elements, not {count}"
             )
@@ -218,7 +218,7 @@ class _Run:
             self._reduce_staged(i, piece)
         # else: `_on_ready` reduces it when the pieces before it are done
 
-    def _is_after_gap(self, i: int, piece: Recv | RecvReduce, request: Request) -> bool:
+    def _is_after_gap(self, i: int, piece: Recv[int] | RecvReduce[int], request: Request) -> bool:
         """Whether a message follows a gap: the peer cancelled an earlier one, so it has given up.
 
         A control message with the reason is on its way; data of this call that is still queued is void.
@@ -231,7 +231,7 @@ class _Run:
                 self._peers_gone.add(peer)
         return peer in self._peers_gone and (request.error is None or isinstance(request.error, UsageError))
 
-    def _check_message(self, i: int, piece: Recv | RecvReduce, request: Request) -> None:
+    def _check_message(self, i: int, piece: Recv[int] | RecvReduce[int], request: Request) -> None:
         how, awaited = self._how, piece.dst.count * self._how.stage.dtype.itemsize
         if isinstance(request.error, UsageError):
             # Too long, or of another type: the message is still queued, or a later receive has matched it.
@@ -266,14 +266,14 @@ class _Run:
             # Posted, no longer pending, not yet reduced: its bytes are in the staging buffer.
             self._reduce_staged(i, piece)
 
-    def _reduce_staged(self, i: int, piece: RecvReduce) -> None:
+    def _reduce_staged(self, i: int, piece: RecvReduce[int]) -> None:
         staging = self._staged.pop(i)
         self._combine(piece.dst, staging, piece.left)
         self._spare.append(staging)
         self._receiving[piece.peer] -= 1
         self._finish(i)
 
-    def _combine(self, dst: Slice, src: Memory, left: bool) -> None:
+    def _combine(self, dst: Slice[int], src: Memory, left: bool) -> None:
         assert self._how.stage.op is not None, "a plan that reduces needs an op"
         if dst.count:
             reduce_into(self._slice(dst), src, self._how.stage.op, self._how.stage.dtype, left)
@@ -291,9 +291,9 @@ class _Run:
                 return self._spare.pop(k)
         return np.empty(count, self._how.stage.dtype.storage)
 
-    def _slice(self, s: Slice) -> Memory:
+    def _slice(self, s: Slice[int]) -> Memory:
         return self._memory[s.buf][s.start : s.stop]
 
-    def _view(self, s: Slice) -> memoryview:
+    def _view(self, s: Slice[int]) -> memoryview:
         itemsize = self._how.stage.dtype.itemsize
         return self._bytes[s.buf][s.start * itemsize : s.stop * itemsize]

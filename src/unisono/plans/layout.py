@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
-from typing import Final, TypeAlias
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final, TypeAlias, TypeVar
 
-from unisono.plans.steps import Buf, Copy, Plan, Problem, Recv, RecvReduce, Reduce, Send, Slice, Step
+from unisono.plans.amounts import ONE, ZERO, Amount, blocks
+from unisono.plans.steps import (
+    BoundStep,
+    Buf,
+    Copy,
+    Plan,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Send,
+    Shape,
+    Slice,
+    Step,
+)
 
 __all__ = [
     "TOKEN",
+    "Region",
     "Rounds",
     "buffer_counts",
     "chunks",
-    "even_bounds",
     "finish",
     "is_local",
-    "offsets",
-    "segment_bounds",
     "slice_of",
     "touched",
     "whole",
@@ -25,94 +36,77 @@ __all__ = [
     "with_last",
 ]
 
+Region: TypeAlias = Slice[Amount]
 Rounds: TypeAlias = Sequence[Sequence[Step]]
+_Number = TypeVar("_Number", Amount, int)
 
 # The slice that a barrier's messages carry. Its steps overlap, so each waits for the ones before.
-TOKEN: Final = Slice(Buf.TMP, 0, 1)
-
-# 16 Ki elements (64 KiB of float32): long enough to hide a message's latency, short enough that a chain of
-# eight ranks is busy after half a megabyte.
-_SEGMENT_COUNT: Final = 16 * 1024
-# More segments save less than a percent of the time and make the plan long.
-_SEGMENTS_MAX: Final = 64
+TOKEN: Final = Slice(Buf.TMP, ZERO, ONE)
 
 
-def finish(problem: Problem, rank: int, algorithm: str, rounds: Rounds, notes: str = "") -> Plan:
-    """Make the plan: drop empty steps and determine the buffers' lengths.
-
-    Both ends of an empty message drop it, since both know its length. Empty rounds stay, so that round i is
-    the same time on all ranks.
-    """
-    kept = tuple(tuple(step for step in steps if slice_of(step).count) for steps in rounds)
-    in_count, out_count = buffer_counts(problem, rank)
-    slices = (slice_ for steps in kept for step in steps for slice_, _ in touched(step))
-    tmp_count = max((slice_.stop for slice_ in slices if slice_.buf is Buf.TMP), default=0)
-    return Plan(problem, algorithm, rank, kept, in_count, out_count, tmp_count, notes)
+def finish(
+    shape: Shape, rank: int, algorithm: str, rounds: Rounds, pipelines: Sequence[tuple[int, int]] = ()
+) -> Plan:
+    """Make the plan. Empty rounds stay, so that round i is the same time on all ranks."""
+    in_count, out_count = buffer_counts(shape, rank)
+    return Plan(shape, algorithm, rank, tuple(map(tuple, rounds)), in_count, out_count, tuple(pipelines))
 
 
-def buffer_counts(problem: Problem, rank: int) -> tuple[int, int]:
-    """Return the lengths of the rank's `in` and `out`, in elements."""
-    size, counts, is_root = problem.size, problem.counts, rank == problem.root
-    match problem.collective:
+def buffer_counts(shape: Shape, rank: int) -> tuple[Amount, Amount]:
+    """Return the lengths of the rank's `in` and `out`."""
+    size, counts, is_root = shape.size, shape.counts, rank == shape.root
+
+    def total(some: Sequence[Amount]) -> Amount:
+        return blocks(some)[-1]
+
+    match shape.collective:
         case "all_reduce" | "broadcast":
-            return 0, counts[0]
+            return ZERO, counts[0]
         case "reduce":
-            return (0, counts[0]) if is_root else (counts[0], 0)
+            return (ZERO, counts[0]) if is_root else (counts[0], ZERO)
         case "scan" | "exscan":
             return counts[0], counts[0]
         case "all_gather":
-            return counts[rank], sum(counts)
+            return counts[rank], total(counts)
         case "gather":
-            return counts[rank], sum(counts) if is_root else 0
+            return counts[rank], total(counts) if is_root else ZERO
         case "scatter":
-            return sum(counts) if is_root else 0, counts[rank]
+            return total(counts) if is_root else ZERO, counts[rank]
         case "reduce_scatter":
-            return sum(counts), counts[rank]
+            return total(counts), counts[rank]
         case "all_to_all":
-            return sum(counts[rank * size : (rank + 1) * size]), sum(counts[rank::size])
+            return total(counts[rank * size : (rank + 1) * size]), total(counts[rank::size])
         case _:
-            return 0, 0
+            return ZERO, ZERO
 
 
-def offsets(counts: Iterable[int]) -> tuple[int, ...]:
-    """Return where each block starts, and the end of the last: one number more than there are blocks."""
-    return (0, *accumulate(counts))
+def chunks(buf: Buf, points: Sequence[Amount]) -> list[Region]:
+    """Return the slices between neighbouring points."""
+    return [Slice(buf, start, stop) for start, stop in pairwise(points)]
 
 
-def even_bounds(count: int, parts: int) -> tuple[int, ...]:
-    """Cut `count` elements into parts whose lengths differ by at most one; return their bounds."""
-    return tuple(count * part // parts for part in range(parts + 1))
-
-
-def segment_bounds(count: int) -> tuple[int, ...]:
-    """Cut a buffer into the segments of a pipeline; return their bounds."""
-    return even_bounds(count, max(1, min(_SEGMENTS_MAX, count // _SEGMENT_COUNT)))
-
-
-def chunks(buf: Buf, bounds: Sequence[int]) -> list[Slice]:
-    """Return the slices between neighbouring bounds."""
-    return [Slice(buf, start, stop) for start, stop in pairwise(bounds)]
-
-
-def whole(buf: Buf, count: int) -> Slice:
+def whole(buf: Buf, count: Amount) -> Region:
     """Return a buffer's first `count` elements."""
-    return Slice(buf, 0, count)
+    return Slice(buf, ZERO, count)
 
 
-def slice_of(step: Step) -> Slice:
+def slice_of(step: BoundStep) -> Slice[int]:
     """Return the slice that has the step's length."""
     return step.src if isinstance(step, Send) else step.dst
 
 
-def touched(step: Step) -> Iterator[tuple[Slice, bool]]:
+_AnyStep: TypeAlias = Send[_Number] | Recv[_Number] | RecvReduce[_Number] | Copy[_Number] | Reduce[_Number]
+
+
+def touched(step: _AnyStep[_Number]) -> Iterator[tuple[Slice[_Number], bool]]:
     """Yield the slices of a step, each with whether the step writes it."""
-    if not isinstance(step, Recv | RecvReduce):
-        yield step.src, False
     if not isinstance(step, Send):
         yield step.dst, True
+    if not isinstance(step, Recv | RecvReduce):
+        yield step.src, False
 
 
-def is_local(step: Step) -> bool:
+def is_local(step: Step | BoundStep) -> bool:
     """Whether the step needs no peer."""
     return isinstance(step, Copy | Reduce)
 

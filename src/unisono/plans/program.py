@@ -1,32 +1,72 @@
-"""Programs: a plan cut into pieces, each with the earlier pieces that it must wait for.
+"""Programs: the steps of a plan, and which of them must wait for which, for all counts.
 
-A program is run by the reference executor (execute.py) or by the engine (backends/native/programs.py).
+A *program* is made once per plan; the engine takes it as it is (backends/native/programs.py) and binds it
+to the counts of each call. The reference executor (execute.py) runs a *bound program*: steps cut into
+pieces, each with the earlier pieces that it waits for.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final, NamedTuple
 
+from unisono.plans.amounts import Amount
+from unisono.plans.bind import Values
 from unisono.plans.catalog import entry_of, reduces
-from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
+from unisono.plans.layout import slice_of, touched
+from unisono.plans.steps import (
+    BoundStep,
+    Buf,
+    Copy,
+    Plan,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Send,
+    Slice,
+    Step,
+)
 
-__all__ = ["Program", "piece_bytes_of", "program_of"]
+__all__ = ["BoundProgram", "Edge", "Program", "bound_program", "piece_bytes_of", "program_of"]
 
 # With the default segment 64 MiB. Both ends share the copying of a message, more evenly the longer it is.
 _DIRECT_SEGMENTS: Final = 256
 
 
+class Edge(NamedTuple):
+    """A step that must wait for an earlier one where two of their slices overlap.
+
+    A slice is named by its place: 0 is what the step writes, or what a send reads; 1 is what a copy or a
+    reduction reads.
+    """
+
+    earlier: int
+    later: int
+    earlier_slice: int
+    later_slice: int
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The pieces of a plan. Piece i waits for the pieces `before[i]`; the pieces `after[i]` wait for it."""
+    """The steps of a plan, in their written order, and the edges between them."""
 
-    pieces: tuple[Step, ...]
+    steps: tuple[Step, ...]
+    edges: tuple[Edge, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundProgram:
+    """The pieces of a plan for given counts. Piece i waits for `before[i]`; `after[i]` wait for it."""
+
+    pieces: tuple[BoundStep, ...]
     before: tuple[tuple[int, ...], ...]
     after: tuple[tuple[int, ...], ...]
+    in_count: int
+    out_count: int
+    tmp_count: int
 
 
 def piece_bytes_of(plan: Plan, segment_bytes: int, message_bytes_max: int) -> int:
@@ -35,63 +75,136 @@ def piece_bytes_of(plan: Plan, segment_bytes: int, message_bytes_max: int) -> in
     Pieces allow overlap: one is reduced or forwarded while the next arrives. Where every byte goes straight
     to its destination there is nothing to overlap, and pieces are longer, because each costs a message.
     """
-    problem = plan.problem
+    shape = plan.shape
     # With two ranks nothing is forwarded.
-    is_pair = problem.size <= 2 and not reduces(problem.collective)
-    if not is_pair and not entry_of(problem.collective, plan.algorithm).is_direct:
+    is_pair = shape.size <= 2 and not reduces(shape.collective)
+    if not is_pair and not entry_of(shape.collective, plan.algorithm).is_direct:
         return segment_bytes
     return max(segment_bytes, min(_DIRECT_SEGMENTS * segment_bytes, message_bytes_max))
 
 
-def program_of(plan: Plan, segment: int) -> Program:
-    """Cut a plan into pieces of at most `segment` elements; cached by what the plan was built from."""
-    # Hashing the plan itself would be slow.
-    return _programs(_Key(plan, (plan.problem, plan.algorithm, plan.rank, segment)), segment)
+@lru_cache(maxsize=1024)
+def program_of(plan: Plan) -> Program:
+    """Find what every step of a plan must wait for."""
+    steps = tuple(plan.steps)
+    touches = [
+        _Touch(i, place, slice_.buf, writes, slice_.start, slice_.stop)
+        for i, step in enumerate(steps)
+        for place, (slice_, writes) in enumerate(touched(step))
+    ]
+    buffers = {buf: _Touches([touch for touch in touches if touch.buf is buf]) for buf in Buf}
+    edges = [edge for touch in touches for edge in buffers[touch.buf].add(touch)]
+    return Program(steps, tuple(sorted(set(edges))))
 
 
-class _Key:
-    """A plan that is compared by what it was built from."""
+class _Touch:
+    """A slice that a step reads or writes: its ends, and which cells are between if every atom is one."""
 
-    __slots__ = ("identity", "plan")
+    __slots__ = ("buf", "end", "first", "last", "place", "start", "step", "writes")
 
-    def __init__(self, plan: Plan, identity: tuple[Any, ...]) -> None:
-        self.plan = plan
-        self.identity = identity
+    def __init__(self, step: int, place: int, buf: Buf, writes: bool, start: Amount, stop: Amount) -> None:
+        self.step, self.place, self.buf, self.writes = step, place, buf, writes
+        self.start, self.end = start, stop
+        self.first, self.last = start.units, stop.units
 
-    def __hash__(self) -> int:
-        return hash(self.identity)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.identity == other.identity
+class _Touches:
+    """Which steps touched which cells of a buffer last: the source of every edge.
+
+    A cell lies between neighbouring places. A write hides an earlier touch of a cell, so that nobody need
+    wait for that any more, only if it covers it for all counts: slices that begin together may have different
+    ends, where blocks of different lengths use one slot in turn.
+    """
+
+    def __init__(self, touches: Sequence[_Touch]) -> None:
+        self._cells: defaultdict[int, list[_Touch]] = defaultdict(list)
+        points: defaultdict[int, set[Amount]] = defaultdict(set)
+        for touch in touches:
+            points[touch.first].add(touch.start)
+            points[touch.last].add(touch.end)
+        # Places where slices that end or begin there do so at different points, for some counts.
+        self._blurred = {place for place, found in points.items() if len(found) > 1}
+
+    def add(self, touch: _Touch) -> Iterator[Edge]:
+        """Add the next touch; yield what its step must wait for."""
+        for cell in range(touch.first, touch.last):
+            earlier = self._cells[cell]
+            for other in earlier:
+                if other.step != touch.step and self._must_wait(touch, other, earlier, cell):
+                    yield Edge(other.step, touch.step, other.place, touch.place)
+            if touch.writes:
+                earlier[:] = [other for other in earlier if not self._covers(touch, other, cell)]
+            earlier.append(touch)
+
+    def _must_wait(self, touch: _Touch, other: _Touch, earlier: Sequence[_Touch], cell: int) -> bool:
+        if not touch.writes:
+            return other.writes
+        # Who waits for all that has read a value has waited for its writer.
+        return not other.writes or not any(
+            not reader.writes and reader.step > other.step and self._covers(reader, other, cell)
+            for reader in earlier
+        )
+
+    def _covers(self, touch: _Touch, other: _Touch, cell: int) -> bool:
+        """Whether a touch has all elements of a cell that another has, for all counts."""
+        is_begin = touch.first < cell or cell not in self._blurred or touch.start == other.start
+        is_end = touch.last > cell + 1 or cell + 1 not in self._blurred
+        return is_begin and (is_end or (other.last == cell + 1 and other.end <= touch.end))
 
 
 @lru_cache(maxsize=1024)
-def _programs(key: _Key, segment: int) -> Program:
-    pieces = tuple(piece for step in key.plan.steps for piece in _cut(step, segment))
-    touches = {buf: _Touches() for buf in Buf}
-    before: list[tuple[int, ...]] = []
+def bound_program(plan: Plan, counts: tuple[int, ...], segment: int) -> BoundProgram:
+    """Bind a plan's program to counts, cut into pieces of at most `segment` elements.
+
+    A piece waits for those earlier ones that it has elements in common with. An empty step has no piece.
+    """
+    program, values = program_of(plan), Values(plan, counts)
+    steps = [values.step(step) for step in program.steps]
+    pieces: list[BoundStep] = []
+    base: list[int] = []
+    for step in steps:
+        base.append(len(pieces))
+        pieces += _cut(step, segment)
+    slices = [[slice_ for slice_, _ in touched(step)] for step in steps]
+    before: list[set[int]] = [set() for _ in pieces]
+    for edge in program.edges:
+        earlier = slices[edge.earlier][edge.earlier_slice]
+        later = slices[edge.later][edge.later_slice]
+        for piece, others in _overlaps(later, earlier, segment):
+            before[base[edge.later] + piece].update(base[edge.earlier] + other for other in others)
     after: list[list[int]] = [[] for _ in pieces]
-    for i, piece in enumerate(pieces):
-        earlier: set[int] = set()
-        for touched, writes in _reads_writes(piece):
-            earlier |= touches[touched.buf].touch(touched, writes, i)
-        earlier.discard(i)
-        before.append(tuple(sorted(earlier)))
-        for j in before[i]:
-            after[j].append(i)
-    return Program(pieces, tuple(before), tuple(map(tuple, after)))
+    for i, awaited in enumerate(before):
+        for other in awaited:
+            after[other].append(i)
+    tmp = (slice_.stop for step in steps for slice_, _ in touched(step) if slice_.buf is Buf.TMP)
+    return BoundProgram(
+        tuple(pieces),
+        tuple(tuple(sorted(awaited)) for awaited in before),
+        tuple(map(tuple, after)),
+        values.number(plan.in_count),
+        values.number(plan.out_count),
+        max(tmp, default=0),
+    )
 
 
-def _cut(step: Step, segment: int) -> Iterator[Step]:
-    """Cut a step into pieces of at most `segment` elements; an empty step stays one empty piece."""
-    whole = _reads_writes(step)[0][0]
-    if whole.count <= segment:
-        yield step
+def _overlaps(one: Slice[int], other: Slice[int], segment: int) -> Iterator[tuple[int, range]]:
+    """Yield the pieces of a slice that have elements in common with another one, each with those pieces."""
+    start, stop = max(one.start, other.start), min(one.stop, other.stop)
+    if start >= stop:
         return
-    for start in range(0, whole.count, segment):
-        length = min(segment, whole.count - start)
+    for piece in range((start - one.start) // segment, (stop - 1 - one.start) // segment + 1):
+        first = max(start, one.start + piece * segment)
+        last = min(stop, one.start + (piece + 1) * segment) - 1
+        yield piece, range((first - other.start) // segment, (last - other.start) // segment + 1)
 
-        def part(s: Slice, start: int = start, length: int = length) -> Slice:
+
+def _cut(step: BoundStep, segment: int) -> Iterator[BoundStep]:
+    """Cut a step into pieces of at most `segment` elements."""
+    count = slice_of(step).count
+    for start in range(0, count, segment):
+        length = min(segment, count - start)
+
+        def part(s: Slice[int], start: int = start, length: int = length) -> Slice[int]:
             return Slice(s.buf, s.start + start, s.start + start + length)
 
         match step:
@@ -105,51 +218,3 @@ def _cut(step: Step, segment: int) -> Iterator[Step]:
                 yield Copy(part(dst), part(src))
             case Reduce(dst, src, left):
                 yield Reduce(part(dst), part(src), left)
-
-
-def _reads_writes(step: Step) -> tuple[tuple[Slice, bool], ...]:
-    """The slices a step touches, each with whether it is written."""
-    match step:
-        case Send(_, src):
-            return ((src, False),)
-        case Recv(_, dst) | RecvReduce(_, dst):
-            return ((dst, True),)
-        case Copy(dst, src) | Reduce(dst, src):
-            return ((dst, True), (src, False))
-
-
-class _Touches:
-    """Which pieces touched which elements of a buffer last: the source of every dependency.
-
-    The buffer is cut wherever a touch begins or ends, so each interval has one last writer (-1: none) and the
-    pieces that have read it since. A piece that waits for these readers has waited for the writer, too.
-    """
-
-    def __init__(self) -> None:
-        self._starts = [0]
-        self._marks: list[tuple[int, tuple[int, ...]]] = [(-1, ())]
-
-    def touch(self, s: Slice, writes: bool, i: int) -> set[int]:
-        """Record that piece i touches a slice; return the pieces that it must wait for."""
-        if s.count == 0:
-            return set()
-        first, last = self._bound(s.start), self._bound(s.stop)
-        earlier: set[int] = set()
-        for k in range(first, last):
-            writer, readers = self._marks[k]
-            earlier.update(readers if writes and readers else (writer,))
-            if not writes:
-                self._marks[k] = (writer, (*readers, i))
-        if writes:
-            self._starts[first:last] = [s.start]
-            self._marks[first:last] = [(i, ())]
-        earlier.discard(-1)
-        return earlier
-
-    def _bound(self, at: int) -> int:
-        """Make an interval begin at `at`; return its index."""
-        k = bisect_left(self._starts, at)
-        if k == len(self._starts) or self._starts[k] != at:
-            self._starts.insert(k, at)
-            self._marks.insert(k, self._marks[k - 1])
-        return k

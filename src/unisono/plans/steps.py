@@ -1,11 +1,13 @@
 """The language of plans: a collective as data, for one rank.
 
-A *problem* is a collective as every rank sees it. A *plan* is one rank's part in solving it: rounds of steps
-over three flat buffers, counted in elements:
+A *problem* is a collective as every rank sees it; its *shape* is all of it but the counts. A *plan* is one
+rank's part in solving the problems of one shape: rounds of steps over three flat buffers, whose slices lie
+between amounts (amounts.py). A *bound plan* is the same for given counts, with numbers of elements instead of
+amounts, and without the steps that are empty then. The buffers:
 
     in    the rank's contribution; a plan never writes it
     out   the rank's result; all_reduce and broadcast work on `out` alone, in place
-    tmp   scratch of `tmp_count` elements
+    tmp   scratch
 
 Three rules define what a plan means, whatever executes it:
 
@@ -23,12 +25,31 @@ matter. The token's steps overlap, so rule 2 keeps their order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
-__all__ = ["Buf", "Copy", "Plan", "Problem", "Recv", "RecvReduce", "Reduce", "Send", "Slice", "Step"]
+from unisono.plans.amounts import Amount, Atoms
+
+__all__ = [
+    "BoundPlan",
+    "BoundStep",
+    "Buf",
+    "Copy",
+    "Plan",
+    "Problem",
+    "Recv",
+    "RecvReduce",
+    "Reduce",
+    "Send",
+    "Shape",
+    "Slice",
+    "Step",
+]
+
+# What slices lie between: amounts in a plan, numbers in a bound plan.
+P = TypeVar("P", Amount, int)
 
 
 class Buf(Enum):
@@ -43,50 +64,46 @@ class Buf(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(Generic[P]):
     """Elements [start, stop) of one buffer."""
 
     buf: Buf
-    start: int
-    stop: int
+    start: P
+    stop: P
 
     @property
-    def count(self) -> int:
+    def count(self) -> P:
         """The number of elements."""
         return self.stop - self.start
-
-    def overlaps(self, other: Slice) -> bool:
-        """Whether both have an element in common."""
-        return self.buf is other.buf and self.start < other.stop and other.start < self.stop
 
     def __str__(self) -> str:
         return f"{self.buf.value}[{self.start}:{self.stop}]"
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class Send(Generic[P]):
     """Send a slice to a peer."""
 
     peer: int
-    src: Slice
+    src: Slice[P]
 
     def __str__(self) -> str:
         return f"send {self.src} to {self.peer}"
 
 
 @dataclass(frozen=True, slots=True)
-class Recv:
+class Recv(Generic[P]):
     """Fill a slice from a peer."""
 
     peer: int
-    dst: Slice
+    dst: Slice[P]
 
     def __str__(self) -> str:
         return f"recv {self.dst} from {self.peer}"
 
 
 @dataclass(frozen=True, slots=True)
-class RecvReduce:
+class RecvReduce(Generic[P]):
     """Combine data from a peer into a slice.
 
     `left`: the arriving operand is the left one, op(arriving, dst); otherwise op(dst, arriving). It matters
@@ -94,7 +111,7 @@ class RecvReduce:
     """
 
     peer: int
-    dst: Slice
+    dst: Slice[P]
     left: bool = False
 
     def __str__(self) -> str:
@@ -102,29 +119,30 @@ class RecvReduce:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(Generic[P]):
     """Copy a slice to another of the same length."""
 
-    dst: Slice
-    src: Slice
+    dst: Slice[P]
+    src: Slice[P]
 
     def __str__(self) -> str:
         return f"copy {self.src} to {self.dst}"
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(Generic[P]):
     """Combine `src` into `dst`: op(src, dst) if `left`, else op(dst, src)."""
 
-    dst: Slice
-    src: Slice
+    dst: Slice[P]
+    src: Slice[P]
     left: bool = False
 
     def __str__(self) -> str:
         return f"reduce {self.src} into {self.dst}{' (from the left)' if self.left else ''}"
 
 
-Step: TypeAlias = Send | Recv | RecvReduce | Copy | Reduce
+Step: TypeAlias = Send[Amount] | Recv[Amount] | RecvReduce[Amount] | Copy[Amount] | Reduce[Amount]
+BoundStep: TypeAlias = Send[int] | Recv[int] | RecvReduce[int] | Copy[int] | Reduce[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +164,59 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """A problem for all counts: these are amounts, in the same order."""
+
+    collective: str
+    size: int
+    counts: Sequence[Amount] = ()
+    root: int = 0
+    hosts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """One rank's part in a collective."""
+    """One rank's part in a collective, for all counts; built once, so compared by identity.
+
+    `pipelines` are runs of rounds, [first, stop), in which every rank only passes on what it gets: the
+    executor's pieces then follow each other through them.
+    """
+
+    shape: Shape
+    algorithm: str
+    rank: int
+    rounds: tuple[tuple[Step, ...], ...]
+    in_count: Amount
+    out_count: Amount
+    pipelines: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def atoms(self) -> Atoms | None:
+        """What its amounts are made of; None for a barrier, which knows single elements only."""
+        return (self.in_count + self.out_count).atoms
+
+    @property
+    def steps(self) -> Iterator[Step]:
+        """All steps in their written order."""
+        for round_ in self.rounds:
+            yield from round_
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPlan:
+    """One rank's part in a collective, for given counts."""
 
     problem: Problem
     algorithm: str
     rank: int
-    rounds: tuple[tuple[Step, ...], ...]
+    rounds: tuple[tuple[BoundStep, ...], ...]
     in_count: int = 0
     out_count: int = 0
     tmp_count: int = 0
-    notes: str = field(default="", compare=False)
+    pipelines: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
     @property
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[BoundStep]:
         """All steps in their written order."""
         for round_ in self.rounds:
             yield from round_

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from unisono._native import new_memory
 from unisono.rpc.transport import LentBuffer, OnDone, RpcTransport
 
 __all__ = ["InboundBudget", "InboundParts", "OutboundParts", "UnreadParts", "allocate"]
@@ -175,12 +176,21 @@ class UnreadParts:
 _idle: deque[np.ndarray[Any, Any]] = deque()
 
 
-def allocate(lengths: Sequence[int]) -> list[np.ndarray[Any, Any]]:
-    """Buffers to receive into. A large one is used again once no view of it is left."""
-    return [_buffer(nbytes) for nbytes in lengths]
+def allocate(
+    lengths: Sequence[int], kinds: Sequence[type[bytes | bytearray] | None]
+) -> list[np.ndarray[Any, Any]]:
+    """Buffers to receive into: the memory of a new object of the kind, or any, which the caller reads.
+
+    A large one of no kind is used again once no view of it is left.
+    """
+    return [_buffer(nbytes, kind) for nbytes, kind in zip(lengths, kinds, strict=True)]
 
 
-def _buffer(nbytes: int) -> np.ndarray[Any, Any]:
+def _buffer(nbytes: int, kind: type[bytes | bytearray] | None) -> np.ndarray[Any, Any]:
+    if kind is not None:
+        memory: Any = new_memory(kind, nbytes)
+        received: np.ndarray[Any, Any] = np.frombuffer(memory, np.uint8)
+        return received
     if nbytes < _BLOCK_BYTES_MIN:
         return np.empty(nbytes, np.uint8)
     block = _idle_block(nbytes)

@@ -152,7 +152,7 @@ class FrameDispatcher:
         end: Callable[[Any, BaseException | None], None],
     ) -> InboundParts | None:
         """Receive a value with its attachments and call `end(value, error)`; None if it has none."""
-        buffers = allocate(wire.part_lengths(body))
+        buffers = allocate(wire.part_lengths(body), wire.part_kinds(body))
 
         def on_done(error: BaseException | None) -> None:
             value = None

@@ -256,7 +256,7 @@ class Server:
 
     def _receive_arguments(self, incoming: Incoming, ask: wire.PackedAsk) -> None:
         try:
-            buffers = allocate(wire.part_lengths(ask.body))
+            buffers = allocate(wire.part_lengths(ask.body), wire.part_kinds(ask.body))
         except (ProtocolError, MemoryError) as error:
             self._reject_arguments(incoming, error)
             return

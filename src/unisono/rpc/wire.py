@@ -1,8 +1,7 @@
 """The wire format: what agents say to each other, as frames, and how a value travels in one.
 
-A frame is one msgpack array and always short. What is long, an array or the head of a large value, travels
-beside it in attachments: first all short blobs in one piece, if there are any, then each long blob; or the
-whole value in one piece. Large arrays are never copied.
+A frame is one msgpack array and always short. What is long travels beside it in attachments: the head of a
+large value, then each blob (bytes, text or an array); or the whole value in one piece. Blobs are not copied.
 
 In a frame, `call` is the caller's number of a call, and `number` is the tag of the attachments. A value is
 plain data in the frame itself (`Ask.args`, `Answer.value`), or `Packed`.
@@ -16,6 +15,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
+from unisono._native import BlobMemory
 from unisono.core import codec
 from unisono.errors import ProtocolError, UsageError
 
@@ -40,6 +40,7 @@ __all__ = [
     "encode",
     "is_plain",
     "pack",
+    "part_kinds",
     "part_lengths",
     "unpack",
 ]
@@ -55,8 +56,10 @@ _TRACE_CHARS_MAX: Final = 2500
 # Bounds of a packed value inside a frame, in bytes and in blobs, so that every frame stays short.
 _FRAME_BYTES: Final = 2048
 _SIZES_MAX: Final = 256
-# Copying a blob of up to this size costs less than an attachment of its own.
-_SHORT_BYTES: Final = 16 * 1024
+# Copying less costs less than an attachment of its own.
+_BLOB_BYTES: Final = 16 * 1024
+# What a blob is received into: the memory of the object that it becomes, or any.
+_PART_KINDS: Final[tuple[type[bytes | bytearray] | None, ...]] = (None, bytes, bytearray)
 
 # What msgpack alone can hold, and what keeps a frame of such values short.
 _PLAIN: Final = frozenset({int, float, str, bytes, bool, type(None)})
@@ -68,13 +71,15 @@ _PLAIN_LENGTH_MAX: Final = 128
 
 
 class Packed(msgspec.Struct, array_like=True, gc=False):
-    """A value that plain msgpack cannot hold: the codec's head, and the lengths of its attached blobs.
+    """A value that plain msgpack cannot hold: the codec's head, and lengths and kinds of its attached blobs.
 
-    Without lengths the head is the whole value; if it is empty, that is one attachment of `piece_bytes`.
+    Without blobs the head is the whole value. If it is empty, it is the first attachment, of `piece_bytes`.
+    A kind is an index in _PART_KINDS.
     """
 
     head: bytes
     sizes: list[int] = []
+    kinds: bytes = b""
     piece_bytes: int = 0
 
 
@@ -232,7 +237,7 @@ def pack(value: Any, place: Callable[[Sequence[str]], str] = codec.place) -> tup
     Raises:
         UsageError: something in the value cannot be encoded, or it is too large.
     """
-    head, blobs = codec.encode(value, place)
+    head, blobs = codec.pack_parts(value, place, _BLOB_BYTES)
     sizes = [blob.nbytes for blob in blobs]
     total = len(head) + sum(sizes)
     if total > MESSAGE_BYTES_MAX:
@@ -240,14 +245,17 @@ def pack(value: Any, place: Callable[[Sequence[str]], str] = codec.place) -> tup
             f"a message of {total} bytes; allowed: up to {MESSAGE_BYTES_MAX}",
             next_step="send it in parts, or by comm.send beside the call",
         )
-    if total + 72 * len(sizes) <= _FRAME_BYTES:
-        return Packed(bytes(codec.pack(value))), []
-    if not blobs or len(head) > _FRAME_BYTES or len(sizes) > _SIZES_MAX:
-        piece = codec.pack(value)
-        return Packed(b"", [], len(piece)), [memoryview(piece)]
-    short = b"".join(blob for blob in blobs if blob.nbytes <= _SHORT_BYTES)
-    long = [blob for blob in blobs if blob.nbytes > _SHORT_BYTES]
-    return Packed(head, sizes), [memoryview(short), *long] if short else long
+    if len(sizes) > _SIZES_MAX:
+        head, blobs, sizes = codec.pack(value, place), [], []
+    kinds = bytes(_PART_KINDS.index(_part_kind(blob)) for blob in blobs)
+    if len(head) <= _FRAME_BYTES:
+        return Packed(head, sizes, kinds), blobs
+    return Packed(b"", sizes, kinds, len(head)), [memoryview(head), *blobs]
+
+
+def _part_kind(blob: memoryview) -> type[bytes | bytearray] | None:
+    kind = type(blob.obj)
+    return kind if kind is bytes or kind is bytearray else None
 
 
 def part_lengths(packed: Packed) -> list[int]:
@@ -257,33 +265,31 @@ def part_lengths(packed: Packed) -> list[int]:
         ProtocolError: no agent packs a value like this, or it is too large.
     """
     sizes, piece = packed.sizes, packed.piece_bytes
-    if any(size < 0 for size in sizes) or piece < 0 or (piece and (sizes or packed.head)):
+    if (
+        (piece > 0) != (not packed.head)
+        or piece < 0
+        or any(size < _BLOB_BYTES for size in sizes)
+        or len(packed.kinds) != len(sizes)
+        or any(kind >= len(_PART_KINDS) for kind in packed.kinds)
+    ):
         raise ProtocolError("a malformed frame", cause="the lengths of its attachments are inconsistent")
     if len(packed.head) + sum(sizes) + piece > MESSAGE_BYTES_MAX or len(sizes) > _SIZES_MAX:
         raise ProtocolError("a malformed frame", cause=f"it announces {sum(sizes) + piece} bytes")
-    short = sum(size for size in sizes if size <= _SHORT_BYTES)
-    lengths = [short, *(size for size in sizes if size > _SHORT_BYTES), piece]
-    return [length for length in lengths if length]
+    return [piece, *sizes] if piece else list(sizes)
+
+
+def part_kinds(packed: Packed) -> list[type[bytes | bytearray] | None]:
+    """The kind of object that each attachment becomes; None: it is read, or the memory of an array."""
+    kinds = [_PART_KINDS[kind] for kind in packed.kinds]
+    return [None, *kinds] if packed.piece_bytes else kinds
 
 
 def unpack(packed: Packed, parts: Sequence[np.ndarray[Any, Any]]) -> Any:
-    """Turn a frame's value and its received attachments back into the value; arrays are views of these.
+    """Turn a frame's value and its received attachments back into the value, which keeps their memory.
 
     Raises:
         ProtocolError: no encoder makes such bytes.
     """
-    if packed.piece_bytes:
-        return codec.unpack(parts[0].data)
-    if not packed.sizes:
-        return codec.unpack(bytearray(packed.head))
-    pieces = list(parts)
-    has_short = any(0 < n <= _SHORT_BYTES for n in packed.sizes)
-    short = pieces.pop(0).data if has_short else memoryview(b"")
-    blobs, at = [], 0
-    for size in packed.sizes:
-        if size > _SHORT_BYTES:
-            blobs.append(pieces.pop(0).data)
-        else:
-            blobs.append(short[at : at + size])
-            at += size
-    return codec.decode(packed.head, blobs)
+    blobs = [part.base.owner if isinstance(part.base, BlobMemory) else part for part in parts]
+    head = blobs.pop(0) if packed.piece_bytes else packed.head
+    return codec.unpack_parts(head, blobs) if blobs else codec.unpack(head)

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from unisono.config import Config
 from unisono.core.envelope import ANY, UNTYPED, Any_, Envelope, Lane, Tags
 from unisono.core.request import Request
-from unisono.errors import ClosedError, UnisonoError, UsageError
+from unisono.errors import ClosedError, UnisonoError
 from unisono.messaging.backend import Backend, Capabilities, PeerDown
 from unisono.messaging.credit import OwnCredit
 from unisono.messaging.inbox import InboundMessage, Inbox
@@ -99,8 +99,6 @@ class SimBackend(Backend):
     ) -> Request:
         """Send a message with its bytes, or its envelope alone."""
         self.check_peer(dst, "dst")
-        if isinstance(dst, Any_):
-            raise UsageError("dst=ANY; allowed: one rank")
         self.check_length(tag, data.nbytes, header)
         request = Request(dst)
         if not self._begin(tag):

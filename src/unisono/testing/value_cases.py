@@ -17,6 +17,7 @@ from unisono.core.buffers import Typed, typed
 from unisono.core.dtypes import BFLOAT16, DTYPES, DType, Kind
 from unisono.core.kernels import narrow, widen
 from unisono.core.ops import as_op
+from unisono.core.ops import op as op_of
 from unisono.errors import UsageError
 from unisono.testing.case import Suite
 from unisono.testing.case_rank import CaseRank
@@ -71,6 +72,54 @@ def the_other_reductions_keep_special_values(me: CaseRank) -> None:
             got = world.exscan(_given(every[rank], dtype), op)
             if rank:  # rank 0 has no predecessor
                 _check(me, got, _reduced(every[:rank], op, dtype), f"exscan {what}")
+
+
+@SUITE.case(size=3)
+def items_of_several_elements_stay_together(me: CaseRank) -> None:
+    """maxloc, minloc and a user's operation on rows: no backend, and no library behind one, cuts a row."""
+    with me.world() as world:
+        size, rank = world.size, world.rank
+        for dtype in DTYPES.values():
+            if dtype.kind not in (Kind.INTEGER, Kind.FLOAT):
+                continue
+            for op in ("maxloc", "minloc"):
+                for count in _COUNTS:
+                    every = [_located(dtype, count, peer) for peer in range(size)]
+                    what = f"of {count} {dtype} by {op}"
+                    got = world.all_reduce(_given(every[rank], dtype), op)
+                    _check(me, got, _best(every, op), f"all_reduce {what}")
+                    got = world.scan(_given(every[rank], dtype), op)
+                    _check(me, got, _best(every[: rank + 1], op), f"scan {what}")
+        matrices = [np.arange(4 * _COUNTS[-1]).reshape(-1, 2, 2) * (peer + 2) + peer for peer in range(size)]
+        product = op_of(_matrix_product, commutative=False, width=4, name="matrix product")
+        got = world.all_reduce(matrices[rank].reshape(-1, 4).copy(), product)
+        wanted = matrices[0]
+        for matrix in matrices[1:]:
+            wanted = wanted @ matrix
+        me.check_array(got, wanted.reshape(-1, 4), "all_reduce of 2 x 2 matrices in the order of ranks")
+
+
+def _located(dtype: DType, count: int, rank: int) -> Array:
+    """A rank's rows (value, index): many values are equal, some are NaN."""
+    row = np.arange(count)
+    kind = _REAL.get(dtype.name, dtype.storage)
+    values = ((3 * row + 5 * rank) % 7).astype(kind)
+    if dtype.kind is Kind.FLOAT:
+        values[(row + rank) % 11 == 3] = np.nan
+    return np.stack([values, ((row + 41 * rank) % 97).astype(kind)], axis=1)
+
+
+def _best(every: list[Array], op: str) -> Array:
+    """The expected rows: NaN wins, and of equal values the lower index."""
+    rows = np.stack(every)
+    values, indices = rows[..., 0], rows[..., 1]
+    best = values.max(axis=0) if op == "maxloc" else values.min(axis=0)
+    wins = (values == best) | ((values != values) & (best != best))
+    return np.stack([best, np.where(wins, indices, indices.max()).min(axis=0)], axis=1)
+
+
+def _matrix_product(left: Array, right: Array) -> Array:
+    return (left.reshape(-1, 2, 2) @ right.reshape(-1, 2, 2)).reshape(-1, 4)
 
 
 def _pairs() -> list[tuple[DType, str]]:
@@ -186,7 +235,7 @@ def _check(me: CaseRank, got: Any, expected: Array, what: str) -> None:
     """Compare bit by bit; all NaNs are equal."""
     bits = _storage(got)
     dtype = got.dtype if isinstance(got, Typed) else DTYPES[bits.dtype.name]
-    held = widen(bits, dtype) if dtype.is_half else bits
+    held = widen(bits, dtype).reshape(bits.shape) if dtype.is_half else bits
     if held.dtype.kind in "fc":
         real = held.real.dtype
         held, expected = held.view(real).copy(), expected.view(real).copy()

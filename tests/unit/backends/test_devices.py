@@ -26,6 +26,7 @@ from unisono.backends.devices.nccl import missing, store_over
 from unisono.backends.local import LocalBackend
 from unisono.backends.native.backend import NativeBackend
 from unisono.comm.communicator import Communicator
+from unisono.config import Config
 from unisono.errors import BackendUnavailable, UsageError
 
 
@@ -46,11 +47,13 @@ class FakeLibrary(DeviceLibrary):
         self.is_closed = True
 
 
-def on_ranks(program: Callable[[Communicator, FakeLibrary], Any], size: int = 2) -> list[FakeLibrary]:
+def on_ranks(
+    program: Callable[[Communicator, FakeLibrary], Any], size: int = 2, config: Config | None = None
+) -> list[FakeLibrary]:
     libraries = [FakeLibrary() for _ in range(size)]
     backends = [
         DeviceBackend(inner, library, "fake")
-        for inner, library in zip(LocalBackend.create(size), libraries, strict=True)
+        for inner, library in zip(LocalBackend.create(size, config), libraries, strict=True)
     ]
 
     def live(rank: tuple[DeviceBackend, FakeLibrary]) -> Any:
@@ -94,6 +97,16 @@ def test_device_tensors_go_by_the_library_and_everything_else_by_the_inner_backe
         assert library.is_closed
 
 
+def test_the_library_gets_the_deadline_of_the_communicator() -> None:
+    def program(comm: Communicator, library: FakeLibrary) -> None:
+        x = torch.empty(2, 5, device="meta")
+        comm.all_reduce(x)
+        comm.all_reduce(x, timeout=3)
+
+    for library in on_ranks(program, config=Config(deadline_s=8)):
+        assert [timeout for *_, timeout in library.calls] == [8.0, 3]
+
+
 def test_the_fast_path_of_the_native_backend_stays() -> None:
     def live(backend: NativeBackend, pipe: Connection) -> list[float]:
         library = FakeLibrary()
@@ -102,7 +115,8 @@ def test_the_fast_path_of_the_native_backend_stays() -> None:
             x = np.ones(3)
             for _ in range(4):
                 comm.all_reduce(x)
-            assert comm._group.hot._inner.ended >= 3  # type: ignore[union-attr]
+            assert comm._group.native is not None
+            assert comm._group.native.ended >= 3
             pair = comm.split(0, key=-comm.rank)
             assert pair is not None
             comm.sendrecv(np.array([comm.rank + 5.0]), 1 - comm.rank, got := np.empty(1), 1 - comm.rank)

@@ -458,7 +458,7 @@ def held_up(world: uni.Communicator, by: uni.Communicator) -> Iterator[Callable[
         on_control_message(sender, news)
 
     group.on_control_message = slowly  # type: ignore[method-assign]
-    query = StallQuery(group.context, 1 << 40, b"")
+    query = StallQuery(group.context, 1 << 40, bytes(16))
     talker = threading.Thread(target=by._group.control.send, args=([world.rank], query))
     talker.start()
     assert hears.wait(PATIENCE_S)

@@ -17,13 +17,15 @@ from unisono.core.envelope import TAG_MAX
 from unisono.core.ops import OpCode, ReduceOp, as_op, op
 from unisono.errors import UsageError
 
-OPS = ("sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor", "lxor", "mean")
-INTEGER_OPS = OPS[:-1]
+LOCATIONS = ("maxloc", "minloc")
+INTEGER_OPS = ("sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor", "lxor", *LOCATIONS)
+FLOAT_OPS = ("sum", "prod", "min", "max", "mean", *LOCATIONS)
+OPS = (*INTEGER_OPS, "mean")
 # The table of DESIGN section 3, written out.
 ALLOWED = {
     "bool": ("min", "max", "band", "bor", "bxor", "land", "lor", "lxor"),
     **{f"{sign}int{bits}": INTEGER_OPS for sign in ("", "u") for bits in (8, 16, 32, 64)},
-    **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), ("sum", "prod", "min", "max", "mean")),
+    **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), FLOAT_OPS),
     **dict.fromkeys(("complex64", "complex128"), ("sum", "prod", "mean")),
 }
 NUMPY = {
@@ -84,7 +86,8 @@ def test_operations_are_allowed_as_the_design_says(name, operation):
 
 
 @pytest.mark.parametrize(
-    ("name", "operation"), [(n, o) for n, allowed in ALLOWED.items() for o in allowed if o != "mean"]
+    ("name", "operation"),
+    [(n, o) for n, allowed in ALLOWED.items() for o in allowed if o not in ("mean", *LOCATIONS)],
 )
 def test_an_identity_changes_nothing(name, operation):
     kind = numpy_type(name)
@@ -146,6 +149,8 @@ def test_an_operation_of_ones_own_fits_every_type(name):
         ("SUM", "op='sum'"),
         ("product", "op='prod'"),
         (torch.distributed.ReduceOp.AVG, "op='mean'"),
+        ("argmax", "op='maxloc'"),
+        ("MINLOC", "op='minloc'"),
         ("median", "choose one of these"),
         (None, "choose one of these"),
     ],
@@ -177,6 +182,33 @@ def test_an_identity_that_the_type_cannot_hold_is_refused(name, identity):
 )
 def test_an_identity_that_fits_is_kept_as_it_is(name, identity):
     assert op(lambda left, right: left, identity=identity).identity_for(DTYPES[name]) == identity
+
+
+@pytest.mark.parametrize("width", [0, -2, 1.5, "2", None, True])
+def test_a_width_is_a_positive_integer(width):
+    with pytest.raises(UsageError, match=r"width=.*; allowed: how many elements stay together, 1 or more"):
+        op(lambda left, right: left, width=width)
+
+
+@pytest.mark.parametrize("identity", [(1, 2, 3), [[1, 2]], (1.5, 2), (300, 0)])
+def test_an_identity_has_one_number_or_one_for_each_element_of_an_item(identity):
+    wide = op(lambda left, right: left, identity=identity, width=2, name="wide")
+    with pytest.raises(UsageError, match="is not a value of uint8; allowed: one number, or 2 of them"):
+        wide.identity_for(DTYPES["uint8"])
+
+
+def test_an_identity_for_each_element_reads_like_one_for_all():
+    same, each = (op(max, identity=x, width=2, name="wide") for x in (0, (0, 0.0)))
+    assert same.shown_identity(DTYPES["float32"]) == each.shown_identity(DTYPES["float32"]) == "[0.0, 0.0]"
+    assert op(max, identity=0, name="narrow").shown_identity(DTYPES["float32"]) == "0.0"
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_an_item_is_as_long_as_its_elements_and_knows_their_type(name):
+    dtype, item = DTYPES[name], DTYPES[name].item(3)
+    assert item.itemsize == item.storage.itemsize == 3 * dtype.itemsize
+    assert (item.code, item.kind, item.element) == (dtype.code, dtype.kind, dtype)
+    assert dtype.item(1) is dtype.element is dtype
 
 
 def test_exscan_asks_for_an_identity_that_is_missing():

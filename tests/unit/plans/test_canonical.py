@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.support.plan_numbers import Numbers
 
-from unisono.plans import (
-    CATALOG,
-    Buf,
-    Copy,
-    Plan,
-    Problem,
-    Recv,
-    RecvReduce,
-    Reduce,
-    Send,
-    Slice,
-    Step,
-    build,
-)
+from unisono.plans import CATALOG, Buf, Problem, Slice, bound
 from unisono.plans.algorithms.canonical import blocks, fold, levels, merge_of
+from unisono.plans.amounts import ONE
 
 ORDERED = [
     (collective, name)
@@ -58,71 +47,14 @@ def test_blocks_are_the_powers_of_two_in_the_size(size: int) -> None:
 
 @pytest.mark.parametrize("size", range(1, 20))
 def test_a_local_fold_gives_the_tree_wherever_it_is_kept(size: int) -> None:
-    slots = [Slice(Buf.TMP, rank, rank + 1) for rank in range(size)]
+    slots = [Slice(Buf.TMP, ONE * rank, ONE * (rank + 1)) for rank in range(size)]
     for keep in range(size):
         held = [str(rank) for rank in range(size)]
         for step in fold(slots, keep):
             pair = (step.src, step.dst) if step.left else (step.dst, step.src)
-            held[step.dst.start] = f"({held[pair[0].start]} {held[pair[1].start]})"
+            left, right = (held[operand.start.units] for operand in pair)
+            held[step.dst.start.units] = f"({left} {right})"
         assert held[keep] == tree(0, size)
-
-
-class Numbers:
-    """Runs plans on float32, one round at a time; knows nothing of the verifier."""
-
-    def __init__(self, plans: list[Plan], data: np.ndarray) -> None:
-        self.plans = plans
-        self.memory = [
-            {
-                Buf.IN: data[plan.rank, : plan.in_count].copy(),
-                Buf.OUT: data[plan.rank, : plan.out_count].copy(),
-                Buf.TMP: np.full(plan.tmp_count, np.nan, np.float32),
-            }
-            for plan in plans
-        ]
-
-    def run(self) -> list[np.ndarray]:
-        for number in range(len(self.plans[0].rounds)):
-            rounds = [_parts(plan.rounds[number]) for plan in self.plans]
-            for rank, (before, _, _) in enumerate(rounds):
-                self._run_local(rank, before)
-            self._run_messages([messages for _, messages, _ in rounds])
-            for rank, (_, _, after) in enumerate(rounds):
-                self._run_local(rank, after)
-        return [own[Buf.OUT] for own in self.memory]
-
-    def _run_messages(self, by_rank: list[list[Step]]) -> None:
-        wires: dict[tuple[int, int], list[np.ndarray]] = {}
-        for rank, steps in enumerate(by_rank):
-            for step in steps:
-                if isinstance(step, Send):
-                    wires.setdefault((rank, step.peer), []).append(self._view(rank, step.src).copy())
-        for rank, steps in enumerate(by_rank):
-            for step in steps:
-                if isinstance(step, Recv | RecvReduce):
-                    arrived, dst = wires[step.peer, rank].pop(0), self._view(rank, step.dst)
-                    dst[:] = _sum(arrived, dst, step.left) if isinstance(step, RecvReduce) else arrived
-
-    def _run_local(self, rank: int, steps: list[Step]) -> None:
-        for step in steps:
-            assert isinstance(step, Copy | Reduce)
-            src, dst = self._view(rank, step.src), self._view(rank, step.dst)
-            dst[:] = _sum(src, dst, step.left) if isinstance(step, Reduce) else src
-
-    def _view(self, rank: int, slice_: Slice) -> np.ndarray:
-        return self.memory[rank][slice_.buf][slice_.start : slice_.stop]
-
-
-def _sum(other: np.ndarray, own: np.ndarray, left: bool) -> np.ndarray:
-    return other + own if left else own + other
-
-
-def _parts(steps: tuple[Step, ...]) -> tuple[list[Step], list[Step], list[Step]]:
-    """Cut a round into local steps, messages, local steps."""
-    at = [place for place, step in enumerate(steps) if not isinstance(step, Copy | Reduce)]
-    if not at:
-        return list(steps), [], []
-    return list(steps[: at[0]]), list(steps[at[0] : at[-1] + 1]), list(steps[at[-1] + 1 :])
 
 
 def tree_sum(data: np.ndarray) -> np.ndarray:
@@ -145,7 +77,7 @@ def test_reproducible_sums_have_the_same_bits(collective: str, algorithm: str, s
     root = size // 2 if collective == "reduce" else 0
     counts = (3,) * size if collective == "reduce_scatter" else (3 * size,)
     problem = Problem(collective, size, counts, root)
-    results = Numbers([build(problem, rank, algorithm) for rank in range(size)], data).run()
+    results = Numbers([bound(problem, rank, algorithm) for rank in range(size)], list(data)).run()
     for rank, result in enumerate(results):
         if collective == "reduce_scatter":
             np.testing.assert_array_equal(result, expected[3 * rank : 3 * rank + 3])
@@ -159,7 +91,7 @@ def test_every_all_reduce_leaves_the_same_bits_on_every_rank(algorithm: str, siz
     rng = np.random.default_rng(size)
     data = rng.standard_normal((size, 1021)).astype(np.float32)
     problem = Problem("all_reduce", size, (1021,), hosts=tuple(rank % 3 for rank in range(size)))
-    results = Numbers([build(problem, rank, algorithm) for rank in range(size)], data).run()
+    results = Numbers([bound(problem, rank, algorithm) for rank in range(size)], list(data)).run()
     np.testing.assert_allclose(results[0], data.sum(axis=0, dtype=np.float64), rtol=1e-4, atol=1e-4)
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])

@@ -9,12 +9,12 @@ import pytest
 
 import unisono.plans
 from unisono.errors import UsageError
-from unisono.plans import CATALOG, Problem, algorithms, build, entry_of
+from unisono.plans import CATALOG, Problem, algorithms, bound, build, entry_of
 
 
 def test_a_plan_knows_what_it_is() -> None:
     problem = Problem("all_reduce", 4, (10,))
-    plan = build(problem, 2, "ring")
+    plan = bound(problem, 2, "ring")
     assert (plan.problem, plan.algorithm, plan.rank) == (problem, "ring", 2)
     assert (plan.in_count, plan.out_count, plan.tmp_count) == (0, 10, 0)
 
@@ -29,9 +29,10 @@ def test_every_plan_carries_the_name_it_was_asked_by(collective: str) -> None:
         assert build(Problem(collective, 3, counts), 1, name).algorithm == name
 
 
-def test_plans_are_built_once() -> None:
-    problem = Problem("all_reduce", 4, (10,))
-    assert build(problem, 0, "ring") is build(Problem("all_reduce", 4, (10,)), 0, "ring")
+def test_plans_are_built_once_for_all_counts() -> None:
+    plan = build(Problem("all_reduce", 4, (10,)), 0, "ring")
+    assert build(Problem("all_reduce", 4, (10**9,)), 0, "ring") is plan
+    assert build(Problem("all_reduce", 5, (10,)), 0, "ring") is not plan
 
 
 def test_reducing_collectives_have_a_reproducible_algorithm() -> None:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from unisono.plans import CATALOG, Links, Problem, algorithms, build, choose, cost, entry_of
+from unisono.plans import CATALOG, Links, Problem, algorithms, bound, build, choose, cost, entry_of
 from unisono.plans.choose import _cheapest, fitting, predict_s
 
 LINKS = Links()
@@ -97,7 +97,7 @@ def test_hosts_count_only_where_they_differ() -> None:
 def test_between_hosts_the_hierarchy_wins_when_ranks_alternate(count: int) -> None:
     hosts = tuple(rank % 3 for rank in range(24))
     for collective in ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"):
-        assert choose(problem_of(collective, 24, count, hosts), 4, LINKS)[0] == "hierarchical"
+        assert choose(problem_of(collective, 24, count, hosts), 4, LINKS)[0].startswith("hierarchical")
 
 
 def test_similar_counts_share_a_decision() -> None:
@@ -158,7 +158,7 @@ def test_the_slowest_rank_is_among_those_that_tell() -> None:
             for count in (1, 100_000):
                 problem = problem_of(collective, size, count)
                 for name in fitting(problem):
-                    slowest = max(cost(build(problem, rank, name), LINKS, 4).time_s for rank in range(size))
+                    slowest = max(cost(bound(problem, rank, name), LINKS, 4).time_s for rank in range(size))
                     assert predict_s(problem, name, 4, LINKS) >= 0.8 * slowest, (
                         collective,
                         name,

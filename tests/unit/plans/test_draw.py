@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.plans import CATALOG, Plan, Problem, build
+from unisono.plans import CATALOG, BoundPlan, Problem, bound
 from unisono.plans.draw import as_svg, as_text, messages, rank_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def ring(size: int = 4, count: int = 20) -> list[Plan]:
-    return [build(Problem("all_reduce", size, (count,)), rank, "ring") for rank in range(size)]
+def ring(size: int = 4, count: int = 20) -> list[BoundPlan]:
+    return [bound(Problem("all_reduce", size, (count,)), rank, "ring") for rank in range(size)]
 
 
 def test_text_shows_every_step_of_every_rank() -> None:
@@ -47,7 +47,7 @@ def test_every_plan_can_be_drawn(collective: str) -> None:
     )
     for name in CATALOG[collective]:
         problem = Problem(collective, 5, counts, hosts=(0, 0, 1, 1, 1))
-        plans = [build(problem, rank, name) for rank in range(5)]
+        plans = [bound(problem, rank, name) for rank in range(5)]
         picture = ET.fromstring(as_svg(plans, itemsize=4))
         arrows = [line for line in picture.iter(f"{SVG}line") if line.find(f"{SVG}title") is not None]
         assert len(arrows) == len(messages(plans))
@@ -55,13 +55,13 @@ def test_every_plan_can_be_drawn(collective: str) -> None:
 
 
 def test_a_drawing_of_one_rank_is_empty_but_whole() -> None:
-    plans = [build(Problem("all_reduce", 1, (5,)), 0, "ring")]
+    plans = [bound(Problem("all_reduce", 1, (5,)), 0, "ring")]
     ET.fromstring(as_svg(plans, itemsize=4))
     assert as_text(plans, 4) == ""
 
 
 def test_long_plans_fit_on_a_page() -> None:
-    plans = [build(Problem("all_reduce", 33, (1000,)), rank, "ring") for rank in range(33)]
+    plans = [bound(Problem("all_reduce", 33, (1000,)), rank, "ring") for rank in range(33)]
     picture = ET.fromstring(as_svg(plans, itemsize=4))
     assert int(picture.attrib["width"]) < 2200
 

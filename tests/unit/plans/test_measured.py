@@ -32,7 +32,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         forget()
 
     def forget() -> None:
-        for cached in (measured.table, choose, _cheapest):
+        for cached in (measured.table, _cheapest):
             cached.cache_clear()
 
     yield write

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.plan_numbers import Numbers, contributions, expected
 
-from unisono.plans import CATALOG, Links, Problem, build, choose, entry_of, verify
+from unisono.plans import CATALOG, Links, Problem, bound, build, choose, entry_of, verify
+from unisono.plans.amounts import Amount, Counts, blocks, digits, even, even_bounds, longest, slots
 from unisono.plans.catalog import is_even
 from unisono.plans.choose import fitting
-from unisono.plans.layout import buffer_counts, even_bounds, segment_bounds
 
 VECTORS = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
 
@@ -45,8 +47,15 @@ def test_every_algorithm_solves_every_problem(problem: Problem, data: st.DataObj
     ]
     name = data.draw(st.sampled_from(names))
     entry = entry_of(problem.collective, name)
-    plans = [build(problem, rank, name) for rank in range(problem.size)]
-    verify(plans, ordered=entry.keeps_rank_order, canonical=entry.ordered)
+    verify(
+        [build(problem, rank, name) for rank in range(problem.size)],
+        ordered=entry.keeps_rank_order,
+        canonical=entry.ordered,
+    )
+    given_ = contributions(problem)
+    results = Numbers([bound(problem, rank, name) for rank in range(problem.size)], given_).run()
+    for result, want in zip(results, expected(problem, given_), strict=True):
+        assert want is None or np.array_equal(result, want)
 
 
 @settings(max_examples=100, deadline=None)
@@ -65,19 +74,39 @@ def test_even_parts_cover_all_and_differ_by_one(count: int, parts: int) -> None:
     assert max(lengths) - min(lengths) <= 1
 
 
-@given(st.integers(0, 10**9))
-def test_segments_cover_all_and_are_never_tiny(count: int) -> None:
-    bounds = segment_bounds(count)
-    assert (bounds[0], bounds[-1]) == (0, count)
-    assert len(bounds) - 1 <= 64
-    if len(bounds) > 2:
-        assert min(stop - start for start, stop in pairwise(bounds)) >= 16 * 1024
+@given(st.lists(st.integers(0, 10**6), min_size=2, max_size=6), st.integers(2, 40))
+def test_amounts_are_what_their_counts_make_of_them(counts: list[int], parts: int) -> None:
+    symbols, vector = Counts(len(counts)), Counts(1)
+    points, longest_ = blocks(symbols[:]), longest(symbols[:])
+    cut = even(vector[0], parts)
+
+    def number(amount: Amount) -> int:
+        values = (amount.atoms or vector.atoms).values(counts)
+        return sum(values[atom] * times for atom, times in digits(amount.terms))
+
+    assert [number(point) for point in points] == [0, *accumulate(counts)]
+    assert tuple(number(point) for point in cut) == even_bounds(counts[0], parts)
+    assert number(longest_) == max(counts)
+    assert [number(point) for point in slots(3, symbols[1])] == [i * counts[1] for i in range(4)]
+    # Equal for all counts, and at most for all counts.
+    assert cut[-1] == vector[0]
+    assert cut[1] != cut[2] - cut[1]
+    assert cut[1] <= vector[0]
+    assert not vector[0] <= cut[-2]
+    assert all(count <= longest_ for count in symbols)
+    assert not longest_ <= symbols[0]
+    assert symbols[0] + symbols[1] <= longest_ * 2
+    assert not symbols[0] * 2 <= symbols[0] + symbols[1]
 
 
 @given(problems())
 def test_what_goes_in_comes_out(problem: Problem) -> None:
     """Blocks that some rank gives are got by as many: nothing is lost between `in` and `out`."""
-    counts = [buffer_counts(problem, rank) for rank in range(problem.size)]
+    plans = [
+        bound(problem, rank, "flat" if problem.collective != "reduce_scatter" else "ring")
+        for rank in range(problem.size)
+    ]
+    counts = [(plan.in_count, plan.out_count) for plan in plans]
     given_, got = (sum(each[way] for each in counts) for way in (0, 1))
     if problem.collective in ("gather", "scatter", "all_to_all"):
         assert given_ == got

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from unisono._native import CallLog, FastMessages
+from unisono._native import CallLog, NativeGroup
 from unisono.backends.devices.calls import DeviceCalls, DeviceLibrary
 from unisono.backends.registry import Closable
 from unisono.config import Config
@@ -34,15 +34,12 @@ class DeviceBackend(Closable):
         """Those of `inner`, and memory of devices."""
         return self._capabilities
 
-    def fast_path(
-        self, context: int, size: int, call_log: CallLog, on_unclaimed: Callable[[int, int, bytes], bool]
-    ) -> FastPath | None:
-        """That of `inner`; in the world, whose group is made first, with the device's calls in front."""
-        inner = self._inner.fast_path(context, size, call_log, on_unclaimed)
+    def fast_path(self, context: int, size: int, call_log: CallLog) -> FastPath | None:
+        """The device's calls, in the world, whose group is made first."""
         if self._has_world:
-            return inner
+            return None
         self._has_world = True
-        return DeviceCalls(self._library, size, inner)
+        return DeviceCalls(self._library, size, self.config.deadline_s)
 
     def close(self) -> None:
         """Close the library, then `inner`."""
@@ -104,9 +101,9 @@ class DeviceBackend(Closable):
         """Its kind of links."""
         return self._inner.link_kind()
 
-    def run_plan(self, plan: Any, stage: Stage) -> Request:
+    def run_plan(self, plan: Any, counts: tuple[int, ...], stage: Stage) -> Request:
         """Run a plan in it."""
-        return self._inner.run_plan(plan, stage)
+        return self._inner.run_plan(plan, counts, stage)
 
     def run_collective(self, problem: Any, stage: Stage) -> Request | None:
         """Run a collective of its library."""
@@ -116,16 +113,18 @@ class DeviceBackend(Closable):
         """End a group in it."""
         self._inner.end_group(context)
 
-    def fast_messages(
-        self, context: int, members: tuple[int, ...], call_log: CallLog, *, is_introduced: bool
-    ) -> FastMessages | None:
-        """Its fast path for messages."""
-        return self._inner.fast_messages(context, members, call_log, is_introduced=is_introduced)
+    def native_group(self, *group: Any, **options: Any) -> NativeGroup | None:
+        """Its group in the engine."""
+        return self._inner.native_group(*group, **{**options, "leaves_tensors": True})
+
+    def compile_plan(self, plan: Any, itemsize: int) -> tuple[Any, int]:
+        """Compile for it."""
+        return self._inner.compile_plan(plan, itemsize)
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:
         """Its mailbox."""
         return self._inner.mailbox(context, tag)
 
-    def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
-        """Take over a run of its fast path."""
-        return self._inner.adopt_run(handle, memory)
+    def adopt(self, handle: int, *operation: Any) -> Request:
+        """Adopt an operation of its engine."""
+        return self._inner.adopt(handle, *operation)

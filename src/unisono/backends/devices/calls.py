@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 from unisono.core.dtypes import DTYPES
 from unisono.core.ops import OpLike, as_op
 from unisono.errors import UsageError
-from unisono.messaging.fast_path import FastPath
 
 __all__ = ["DeviceCalls", "DeviceLibrary"]
 
@@ -52,19 +51,17 @@ class DeviceLibrary(ABC):
 
 
 class DeviceCalls:
-    """A fast path in front of another: it takes the calls on tensors of a device."""
+    """A fast path in front of the general one: it takes the calls on tensors of a device."""
 
-    def __init__(self, library: DeviceLibrary, size: int, inner: FastPath | None) -> None:
+    verbs = _VERBS
+
+    def __init__(self, library: DeviceLibrary, size: int, deadline_s: float | None = None) -> None:
         self._library = library
         self._size = size
-        self._inner = inner
-        self.verbs = tuple(dict.fromkeys((*_VERBS, *(inner.verbs if inner is not None else ()))))
+        self._deadline_s = deadline_s
 
-    def verb(self, name: str, slow: Callable[..., Any], slow_path: Any) -> Callable[..., Any]:
-        """Return a callable that replaces the verb `slow`.
-
-        The inner fast path is tried first: it leaves tensors of a device to what comes after it.
-        """
+    def verb(self, name: str, slow: Callable[..., Any], take_over: Callable[..., None]) -> Callable[..., Any]:
+        """Return a callable that replaces the verb `slow`."""
 
         def call(*args: Any, **named: Any) -> Any:
             torch = sys.modules.get("torch")
@@ -74,21 +71,11 @@ class DeviceCalls:
             return self._run(name, torch, *args, **named)
 
         call.__name__, call.__doc__ = name, slow.__doc__
-        last = call if name in _VERBS else slow
-        inner = self._inner
-        return last if inner is None or name not in inner.verbs else inner.verb(name, last, slow_path)
-
-    def unclaimed(self, sequence: int) -> Sequence[tuple[int, int, bytes]]:
-        """Those of the inner fast path."""
-        return () if self._inner is None else self._inner.unclaimed(sequence)
-
-    def unconfirmed_ranks(self) -> Sequence[int]:
-        """Those of the inner fast path."""
-        return () if self._inner is None else self._inner.unconfirmed_ranks()
+        return call
 
     def cache_decision(self, *decision: Any) -> bool:
-        """Let the inner fast path cache it."""
-        return self._inner is not None and self._inner.cache_decision(*decision)
+        """Nothing is cached."""
+        return False
 
     def _run(
         self,
@@ -123,7 +110,7 @@ class DeviceCalls:
         if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < self._size:
             raise UsageError(f"root={at!r}; allowed: ranks 0 to {self._size - 1}")
         taken = self._result(name, torch, x, out)
-        self._library.run(name, x, taken, how.name, at, timeout)
+        self._library.run(name, x, taken, how.name, at, self._deadline_s if timeout is None else timeout)
         return taken
 
     def _result(self, name: str, torch: Any, x: Any, out: Any) -> Any:

@@ -154,19 +154,17 @@ class MpiBackend(FramedBackend):
         super().end_group(context)
         self.collectives.close_queue(context)
 
-    def fast_path(
-        self, context: int, size: int, call_log: CallLog, on_unclaimed: Callable[[int, int, bytes], bool]
-    ) -> MpiCalls | None:
+    def fast_path(self, context: int, size: int, call_log: CallLog) -> MpiCalls | None:
         """The fast path of a communicator."""
         return MpiCalls(self, size, call_log) if size > 1 else None
 
     def keep(self, request: ForeignRequest) -> int:
-        """Keep a request that the fast path hands over, until `adopt_run` takes it."""
+        """Keep a request that the fast path hands over, until `adopt` takes it."""
         handle = next(self._handles)
         self._handed_over[handle] = request
         return handle
 
-    def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
+    def adopt(self, handle: int, *operation: Any) -> Request:
         """Take over a request from the fast path."""
         return self._handed_over.pop(handle)
 

@@ -12,13 +12,13 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from unisono._native import CallLog
 from unisono.backends.mpi.collectives import MpiQueue, Task
-from unisono.core.call_site import is_users
 from unisono.core.kernels import divide
 from unisono.messaging.backend import Stage
 from unisono.plans.steps import Buf, Problem
@@ -91,17 +91,9 @@ class MpiCalls:
         self.ended = 0
         self.handed_over = 0
 
-    def verb(self, name: str, slow: Callable[..., Any], slow_path: Any) -> Callable[..., Any]:
+    def verb(self, name: str, slow: Callable[..., Any], take_over: Callable[..., None]) -> Callable[..., Any]:
         """Return a callable that replaces the verb `slow`."""
-        return _Verb(self, name, slow, slow_path.take_over)
-
-    def unclaimed(self, sequence: int) -> tuple[tuple[int, int, bytes], ...]:
-        """None: every call begins with an agreement, so no message arrives unclaimed."""
-        return ()
-
-    def unconfirmed_ranks(self) -> tuple[int, ...]:
-        """None, for the same reason."""
-        return ()
+        return _Verb(self, name, slow, take_over)
 
     def cache_decision(
         self,
@@ -154,19 +146,18 @@ class _Verb:
     def __call__(self, *args: Any, **named: Any) -> Any:
         if named and self._second in named and len(named) == 1 and len(args) == 1:
             args, named = (*args, named[self._second]), {}
-        frame = sys._getframe(1)
-        key = None if named else self._key_of(args, frame.f_code, frame.f_lasti)
+        key = None if named else self._key_of(args)
         if key is None:
             return self._slow(*args, **named)
         known = self._known.get(key)
         if known is not None and self._calls.call_log.fast_path_open:
-            return self._run(known, args)
-        return self._decide(key, args) if is_users(frame.f_code.co_filename) else self._slow(*args)
+            return self._run(known, args, sys._getframe(1))
+        return self._decide(key, args)
 
-    def _key_of(self, args: tuple[Any, ...], *call_site: Any) -> Any:
+    def _key_of(self, args: tuple[Any, ...]) -> Any:
         """The key of a decision; None if an argument is not plain. Reports show the line of the call site."""
         if self.name == "barrier":
-            return call_site if not args else None
+            return () if not args else None
         if not 1 <= len(args) <= (2 if self._second else 1):
             return None
         x = args[0]
@@ -180,7 +171,7 @@ class _Verb:
         second = args[1] if len(args) == 2 else None
         if second is not None and type(second) is not (str if self._second == "op" else int):
             return None
-        return (x.dtype, x.shape, second, *call_site)
+        return (x.dtype, x.shape, second)
 
     def _decide(self, key: Any, args: tuple[Any, ...]) -> Any:
         """Take the slow path, which calls `cache_decision`."""
@@ -192,7 +183,7 @@ class _Verb:
         finally:
             miss.verb = miss.x = None
 
-    def _run(self, known: _Known, args: tuple[Any, ...]) -> Any:
+    def _run(self, known: _Known, args: tuple[Any, ...], caller: FrameType) -> Any:
         calls, decision = self._calls, known.decision
         backend, queue = calls.backend, decision.queue
         engine, call_log = backend.engine, calls.call_log
@@ -206,7 +197,7 @@ class _Verb:
             may_begin = not engine.has_events() and call_log.fast_path_open and queue.is_free()
             if may_begin:
                 sequence = call_log.take()
-                call_log.remember(sequence, known.header)
+                call_log.remember(sequence, known.header, caller.f_code, caller.f_lasti)
                 queue.tasks.append(task)
         if not may_begin:
             return self._slow(*args)

@@ -316,7 +316,8 @@ class MpiCollectives(Collectives[MpiQueue]):
         if not reduces(problem.collective):
             return problem.collective != "scatter"
         if op is not None and op.fn is not None:
-            return not dtype.is_half and dtype.kind is not Kind.BOOL
+            # MPI cuts where it likes, so it gets no items of several elements.
+            return op.width == 1 and not dtype.is_half and dtype.kind is not Kind.BOOL
         return op is not None and dtype.name in REDUCTIONS.get(op.name, ())
 
 

@@ -25,7 +25,7 @@ from unisono.backends.native.programs import compiled
 from unisono.backends.native.refusals import Refusals
 from unisono.backends.registry import BackendInfo, Closable
 from unisono.config import Config
-from unisono.core.call_site import is_users
+from unisono.core.buffers import view
 from unisono.core.clock import RealRuntime, Runtime, is_idle_in
 from unisono.core.dtypes import BFLOAT16, DTYPES
 from unisono.core.envelope import ANY, UNTYPED, Any_, Lane, Status, Tags
@@ -286,20 +286,22 @@ class NativeBackend(Closable):
         source, tagged = _pattern(src, tag)
         return self._start(request, lambda: self._engine.probe(request.number, source, context, tagged))
 
-    def run_plan(self, plan: Plan, stage: Stage) -> Request:
+    def run_plan(self, plan: Plan, counts: tuple[int, ...], stage: Stage) -> Request:
         """Run a plan in the engine, without the GIL."""
         dtype, memory, config, op = stage.dtype, stage.memory, self._config, stage.op
-        nbytes = piece_bytes_of(plan, config.segment_bytes, config.message_bytes_max)
-        program = compiled(plan, max(1, nbytes // dtype.itemsize), stage.members, self._size)
-        if stage.on_compiled is not None:
-            stage.on_compiled(program)
+        # Nobody need build a matrix of counts that are all the same.
+        is_even = plan.shape.collective == "all_to_all" and len(set(counts)) == 1
+        program, piece_elements = self.compile_plan(plan, dtype.itemsize)
+        call = _native.ProgramCall(
+            program, counts[:1] if is_even else counts, is_even, piece_elements, stage.members
+        )
         given, result = memory.get(Buf.IN), memory.get(Buf.OUT)
         request = RunRequest(self._completions, (given, result))
         return self._start(
             request,
             lambda: self._engine.run(
                 request.number,
-                program,
+                call,
                 stage.context,
                 stage.tag,
                 dtype.code,
@@ -311,51 +313,60 @@ class NativeBackend(Closable):
             ),
         )
 
-    def fast_path(
+    def compile_plan(self, plan: Plan, itemsize: int) -> tuple[_native.Program, int]:
+        """The engine's program for a plan, and the elements of its longest pieces."""
+        nbytes = piece_bytes_of(plan, self._config.segment_bytes, self._config.message_bytes_max)
+        return compiled(plan), max(1, nbytes // itemsize)
+
+    def native_group(
         self,
         context: int,
-        size: int,
         call_log: _native.CallLog,
         on_unclaimed: Callable[[int, int, bytes], bool],
-    ) -> _native.FastPath:
-        """The fast path of a communicator's collectives, in the engine."""
+        *,
+        is_introduced: bool,
+        members: tuple[int, ...] | None = None,
+        leaves_tensors: bool = False,
+    ) -> _native.NativeGroup:
+        """The communicator of `members`, or of all ranks, in the engine."""
         self._completions.on_unclaimed(context, on_unclaimed)
-        return _native.FastPath(
+        ranks = tuple(range(self._size)) if members is None else members
+        return _native.NativeGroup(
             self._engine,
             call_log,
             context=context,
-            size=size,
+            rank=ranks.index(self._rank),
+            members=ranks,
+            is_introduced=is_introduced,
             window=self._config.window_segments,
             stall_s=self._config.stall_query_s,
+            deadline_s=-1.0 if self._config.deadline_s is None else self._config.deadline_s,
+            leaves_tensors=leaves_tensors,
             array_type=np.ndarray,
             empty=np.empty,
-            is_users=is_users,
+            view=view,
+            dtypes=_NUMPY_TYPES,
+            status=Status,
+            any_=ANY,
         )
 
     def mailbox(self, context: int, tag: int) -> Mailbox:
         """A mailbox in the engine."""
         return _native.Mailbox(self._engine, context, tag)
 
-    def fast_messages(
-        self, context: int, members: tuple[int, ...], call_log: _native.CallLog, *, is_introduced: bool
-    ) -> _native.FastMessages:
-        """The fast path of a communicator's messages, in the engine."""
-        return _native.FastMessages(
-            self._engine,
-            call_log,
-            context=context,
-            members=members,
-            array_type=np.ndarray,
-            empty=np.empty,
-            dtypes=_NUMPY_TYPES,
-            status=Status,
-            any=ANY,
-            is_introduced=is_introduced,
-        )
-
-    def adopt_run(self, handle: int, memory: tuple[Any, ...]) -> Request:
-        """Take over a run that the fast path has started."""
-        request = RunRequest(self._completions, memory)
+    def adopt(
+        self,
+        handle: int,
+        peer: int | Any_ | None,
+        buffer: memoryview | None,
+        dtype: int,
+        memory: tuple[Any, ...],
+    ) -> Request:
+        """Let Python carry on an operation of the engine's calls."""
+        if peer is None:
+            request: NativeRequest = RunRequest(self._completions, memory)
+        else:
+            request = NativeRequest(peer, self._completions, buffer, dtype, memory)
         return self._start(request, lambda: self._engine.adopt(request.number, handle))
 
     def end_group(self, context: int) -> None:
@@ -460,6 +471,7 @@ def _pump(completions_ref: weakref.ref[CompletionDispatcher], engine: _native.En
             _log.warning("refused %s", line)
         if completions is None or is_over:
             return
+        completions.adopt_overdue()
         if events:
             completions.dispatch(events)
         del completions, events

@@ -33,7 +33,7 @@ _DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)
 class NativeRequest(Request):
     """A request with its operation's handle; it keeps the buffer until the engine is done with it."""
 
-    __slots__ = ("buffer", "completions", "dtype", "engine_peer", "handle", "number")
+    __slots__ = ("buffer", "completions", "dtype", "engine_peer", "handle", "memory", "number")
 
     def __init__(
         self,
@@ -41,9 +41,11 @@ class NativeRequest(Request):
         completions: CompletionDispatcher,
         buffer: memoryview | None,
         dtype: int = UNTYPED,
+        memory: tuple[Any, ...] | None = None,
     ) -> None:
         super().__init__(peer)
         self.engine_peer = peer  # `peer` becomes the rank of a group, if one has called
+        self.memory = memory
         self.completions = completions
         self.buffer = buffer
         self.dtype = dtype
@@ -66,11 +68,10 @@ _NO_PEER = -1
 class RunRequest(NativeRequest):
     """A plan under way in the engine; it keeps the plan's memory."""
 
-    __slots__ = ("memory",)
+    __slots__ = ()
 
     def __init__(self, completions: CompletionDispatcher, memory: tuple[Any, ...]) -> None:
-        super().__init__(_NO_PEER, completions, None)
-        self.memory: tuple[Any, ...] | None = memory
+        super().__init__(_NO_PEER, completions, None, memory=memory)
 
     def peers_awaited(self) -> tuple[int, ...]:
         """The peers of messages under way."""
@@ -156,6 +157,7 @@ class CompletionDispatcher:
     ) -> None:
         """End a request with the outcome of its operation."""
         matched = None if envelope is None else Envelope(*envelope)
+        request.memory = None
         if outcome == _DONE:
             request.buffer = None
             request.complete(matched, data)
@@ -174,6 +176,13 @@ class CompletionDispatcher:
     def on_unclaimed(self, context: int, notify: Callable[[int, int, bytes], bool]) -> None:
         """Notify a group of unclaimed messages of run-ahead calls, as long as the group lives."""
         self._unclaimed[context] = weakref.WeakMethod(notify, lambda _: self._unclaimed.pop(context, None))
+
+    def adopt_overdue(self) -> None:
+        """Let Python look at started operations that stall, or whose deadline is over."""
+        for known in list(self._unclaimed.values()):
+            notify = known()
+            if notify is not None:
+                notify.__self__.state.adopt_started(only_overdue=True)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Dispatch what ended with the engine; listeners are no longer notified."""

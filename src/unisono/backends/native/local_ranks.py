@@ -125,8 +125,8 @@ class _Engines:
         return _native.LocalWorld.has_pending(self._engines[rank], Tags.CONTROL)
 
     def users(self, rank: int) -> ThreadUsers:
-        living, had_waiters = _native.LocalWorld.users(self._engines[rank])
-        return ThreadUsers(dict(living), had_waiters)
+        living, has_lost_users = _native.LocalWorld.users(self._engines[rank])
+        return ThreadUsers(dict(living), has_lost_users)
 
 
 DESCRIPTION = BackendInfo(

@@ -1,60 +1,92 @@
-"""Plans compiled to programs of the engine (native/collective/program.hpp), which run.hpp executes."""
+"""Plans compiled to programs of the engine (native/collective/program.hpp), which binds and runs them."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 from unisono import _native
+from unisono.plans.amounts import Amount, Kind, atom_terms, contains, digits
+from unisono.plans.layout import touched
 from unisono.plans.program import program_of
-from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
+from unisono.plans.steps import Buf, Copy, Plan, RecvReduce, Reduce, Send, Step
 
 __all__ = ["compiled"]
 
 # native/collective/program.hpp: Step, Buffer
-_SEND, _RECV, _RECV_REDUCE, _COPY, _REDUCE = range(5)
+_STEPS: Final = {"Send": 0, "Recv": 1, "RecvReduce": 2, "Copy": 3, "Reduce": 4}
 _BUFFERS: Final = {Buf.IN: 0, Buf.OUT: 1, Buf.TMP: 2}
 
-_Row = tuple[int, int, int, int, int, int, int, int]
+_Row = tuple[int, int, int, int, int, int, int, int, int]
 
 
-def compiled(plan: Plan, segment: int, members: tuple[int, ...] | None, ranks: int) -> _native.Program:
-    """Return the engine's program for a plan cut into pieces of `segment` elements."""
-    # Plans are built once and cached, so the identity of a plan is a short key.
-    key = (id(plan), segment, members, ranks)
-    known = _compiled.get(key)
-    if known is not None:
-        return known[1]
-    program = program_of(plan, segment)
-    made = _native.Program(
-        [_row(piece, members) for piece in program.pieces],
-        program.before,
-        (plan.in_count, plan.out_count, plan.tmp_count),
-        ranks,
+# As many as the cache of plans holds. A plan is built once per collective, algorithm, size, rank, root and
+# hosts, and compared by identity.
+@lru_cache(maxsize=1024)
+def compiled(plan: Plan) -> _native.Program:
+    """Return the engine's program for a plan."""
+    program = program_of(plan)
+    points = _Points()
+    slices = [slice_ for step in program.steps for slice_, _ in touched(step)]
+    ends = [amount for slice_ in slices for amount in (slice_.start, slice_.stop)]
+    points.add([*ends, plan.in_count, plan.out_count])
+    cuts = plan.atoms.cuts if plan.atoms is not None else ()
+    return _native.Program(
+        [(cut.kind, cut.of, cut.parts) for cut in cuts] or [(Kind.ONE, 0, 1)],
+        points.rows,
+        [_row(step, points) for step in program.steps],
+        program.edges,
+        (points.index(plan.in_count), points.index(plan.out_count)),
+        len(plan.shape.counts),
+        plan.shape.size,
     )
-    while len(_compiled) >= _KEPT:
-        _compiled.pop(next(iter(_compiled)), None)
-    _compiled[key] = (plan, made)  # keep the plan: while it lives, no other plan has its id
-    return made
 
 
-# As many as the cache of plans holds.
-_KEPT: Final = 1024
-_compiled: dict[tuple[int, int, tuple[int, ...] | None, int], tuple[Plan, _native.Program]] = {}
+class _Points:
+    """Amounts as points, each an earlier one and so many times an atom."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, int, int]] = []
+        self._made = [0]
+        self._index = {0: 0}
+
+    def index(self, amount: Amount) -> int:
+        """The number of a point."""
+        return self._index[amount.terms]
+
+    def add(self, amounts: list[Amount]) -> None:
+        """Add amounts; those that are in one cut follow each other."""
+        by_terms = {amount.terms: amount for amount in amounts}
+        for terms in sorted(by_terms, key=lambda each: by_terms[each].units):
+            if terms not in self._index:
+                # Neighbours in a buffer differ by one atom most often.
+                bases = (base for base in (*self._made[: -_NEIGHBOURS - 1 : -1], 0) if contains(terms, base))
+                self._extend(next(bases), terms)
+
+    def _extend(self, base: int, terms: int) -> None:
+        for atom, times in digits(terms - base):
+            before, base = base, base + atom_terms(atom) * times
+            if base not in self._index:
+                self._index[base] = len(self._made)
+                self._made.append(base)
+                self.rows.append((self._index[before], atom, times))
 
 
-def _row(piece: Step, members: tuple[int, ...] | None) -> _Row:
-    match piece:
-        case Send(peer, dst):
-            return _line(_SEND, peer if members is None else members[peer], dst, dst)
-        case Recv(peer, dst):
-            return _line(_RECV, peer if members is None else members[peer], dst, dst)
-        case RecvReduce(peer, dst, left):
-            return _line(_RECV_REDUCE, peer if members is None else members[peer], dst, dst, left)
-        case Copy(dst, src):
-            return _line(_COPY, 0, dst, src)
-        case Reduce(dst, src, left):
-            return _line(_REDUCE, 0, dst, src, left)
+# Enough for the cuts of two buffers, whose points alternate.
+_NEIGHBOURS: Final = 6
 
 
-def _line(step: int, peer: int, dst: Slice, src: Slice, left: bool = False) -> _Row:
-    return (step, peer, _BUFFERS[dst.buf], dst.start, _BUFFERS[src.buf], src.start, dst.count, left)
+def _row(step: Step, points: _Points) -> _Row:
+    dst = step.src if isinstance(step, Send) else step.dst
+    src = step.src if isinstance(step, Copy | Reduce) else dst
+    return (
+        _STEPS[type(step).__name__],
+        0 if isinstance(step, Copy | Reduce) else step.peer,
+        _BUFFERS[dst.buf],
+        points.index(dst.start),
+        points.index(dst.stop),
+        _BUFFERS[src.buf],
+        points.index(src.start),
+        points.index(src.stop),
+        step.left if isinstance(step, Reduce | RecvReduce) else False,
+    )

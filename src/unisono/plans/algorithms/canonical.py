@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from unisono.plans.steps import Reduce, Slice
+from unisono.plans.amounts import Amount
+from unisono.plans.layout import Region
+from unisono.plans.steps import Reduce
 
 __all__ = ["Merge", "blocks", "fold", "levels", "merge_of"]
 
@@ -51,13 +53,13 @@ def blocks(size: int) -> list[tuple[int, int]]:
     return found
 
 
-def fold(slots: Sequence[Slice], keep: int) -> list[Reduce]:
+def fold(slots: Sequence[Region], keep: int) -> list[Reduce[Amount]]:
     """Reduce one contribution per rank, in `slots`, locally; the result is in `slots[keep]`.
 
     The other slots are overwritten.
     """
 
-    def slot_of(lo: int, hi: int) -> Slice:
+    def slot_of(lo: int, hi: int) -> Region:
         return slots[keep if lo <= keep < hi else lo]
 
     steps = []

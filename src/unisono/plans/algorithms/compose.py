@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from unisono.plans.layout import Rounds
+from unisono.plans.amounts import Amount
+from unisono.plans.layout import Region, Rounds
 from unisono.plans.steps import Buf, Copy, Recv, RecvReduce, Reduce, Send, Slice, Step
 
 __all__ = ["embed", "padded"]
 
 
-def embed(rounds: Rounds, ranks: Sequence[int], starts: Mapping[Buf, tuple[Buf, int]]) -> list[list[Step]]:
+def embed(rounds: Rounds, ranks: Sequence[int], starts: Mapping[Buf, tuple[Buf, Amount]]) -> list[list[Step]]:
     """Translate a part's rounds: its rank i is our `ranks[i]`, its buffer b begins at our `starts[b]`.
 
     Two of its buffers may begin at the same element; a copy onto itself is then left out.
     """
 
-    def ours(slice_: Slice) -> Slice:
+    def ours(slice_: Region) -> Region:
         buf, start = starts[slice_.buf]
         return Slice(buf, start + slice_.start, start + slice_.stop)
 

@@ -11,23 +11,25 @@ blocks"), exactly as the canonical tree combines them.
 from __future__ import annotations
 
 from unisono.plans.algorithms.canonical import blocks, levels, merge_of
-from unisono.plans.layout import chunks, even_bounds, finish, offsets, whole, with_first
-from unisono.plans.steps import Buf, Copy, Plan, Problem, Recv, RecvReduce, Reduce, Send, Slice, Step
+from unisono.plans.amounts import Amount, even
+from unisono.plans.amounts import blocks as blocks_of
+from unisono.plans.layout import Region, chunks, finish, whole, with_first
+from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Shape, Slice, Step
 
 __all__ = ["doubling_all_reduce", "halving_doubling_all_reduce", "halving_reduce_scatter"]
 
 
-def doubling_all_reduce(problem: Problem, rank: int) -> Plan:
+def doubling_all_reduce(shape: Shape, rank: int) -> Plan:
     """Exchange whole vectors with the neighbouring block until one block has all ranks.
 
     Both sides compute op(lower, higher), so all have the same bits. A shorter last block has fewer ranks than
     its neighbour: each of them then sends to several.
     """
-    count = problem.counts[0]
+    count = shape.counts[0]
     data, arrived = whole(Buf.OUT, count), whole(Buf.TMP, count)
     rounds: list[list[Step]] = []
-    for level in range(levels(problem.size)):
-        merge = merge_of(rank, problem.size, level)
+    for level in range(levels(shape.size)):
+        merge = merge_of(rank, shape.size, level)
         if merge is None:
             rounds.append([])
             continue
@@ -41,31 +43,31 @@ def doubling_all_reduce(problem: Problem, rank: int) -> Plan:
             targets = [source] if rank - lo < width else []
         steps: list[Step] = [Send(target, data) for target in targets]
         rounds.append([*steps, Recv(source, arrived), Reduce(data, arrived, left=on_right)])
-    return finish(problem, rank, "doubling", rounds)
+    return finish(shape, rank, "doubling", rounds)
 
 
-def halving_doubling_all_reduce(problem: Problem, rank: int) -> Plan:
+def halving_doubling_all_reduce(shape: Shape, rank: int) -> Plan:
     """In every round halve the range that a rank reduces, over twice as many ranks; then collect."""
-    size = problem.size
+    size = shape.size
     width = blocks(size)[0][1]
-    grid = _Grid(Buf.OUT, even_bounds(problem.counts[0], width), size, rank)
+    grid = _Grid(Buf.OUT, even(shape.counts[0], width), size, rank)
     rounds = [*grid.halving(), *grid.hand_back(), *grid.doubling()]
-    return finish(problem, rank, "halving_doubling", rounds)
+    return finish(shape, rank, "halving_doubling", rounds)
 
 
-def halving_reduce_scatter(problem: Problem, rank: int) -> Plan:
+def halving_reduce_scatter(shape: Shape, rank: int) -> Plan:
     """Halve as above, on a copy whose chunks are reordered so that each rank ends with its own chunk.
 
     Ranks beyond the largest power of two get theirs from a partner in a last message.
     """
-    size, counts = problem.size, problem.counts
+    size, counts = shape.size, shape.counts
     width = blocks(size)[0][1]
-    mine = chunks(Buf.IN, offsets(counts))
+    mine = chunks(Buf.IN, blocks_of(counts))
     # Each piece of the copy ends at one rank q: chunk q, followed by that of rank q + width, if any.
     order = [chunk for piece in range(width) for chunk in range(_reversed(piece, width), size, width)]
-    starts = offsets(counts[chunk] for chunk in order)
+    starts = blocks_of(counts[chunk] for chunk in order)
     piece_of = {chunk: Slice(Buf.TMP, starts[i], starts[i + 1]) for i, chunk in enumerate(order)}
-    bounds = (*(piece_of[_reversed(piece, width)].start for piece in range(width)), starts[-1])
+    points = (*(piece_of[_reversed(piece, width)].start for piece in range(width)), starts[-1])
     result = whole(Buf.OUT, counts[rank])
     last: list[Step]
     if rank >= width:
@@ -73,9 +75,9 @@ def halving_reduce_scatter(problem: Problem, rank: int) -> Plan:
     else:
         last = [Send(rank + width, piece_of[rank + width])] if rank + width < size else []
         last.append(Copy(result, piece_of[rank]))
-    grid = _Grid(Buf.TMP, bounds, size, rank)
+    grid = _Grid(Buf.TMP, points, size, rank)
     copies = [Copy(piece_of[chunk], mine[chunk]) for chunk in range(size)]
-    return finish(problem, rank, "halving", with_first(copies, [*grid.halving(), last]))
+    return finish(shape, rank, "halving", with_first(copies, [*grid.halving(), last]))
 
 
 class _Grid:
@@ -86,8 +88,8 @@ class _Grid:
     them.
     """
 
-    def __init__(self, buf: Buf, bounds: tuple[int, ...], size: int, rank: int) -> None:
-        self.buf, self.bounds, self.rank = buf, bounds, rank
+    def __init__(self, buf: Buf, points: tuple[Amount, ...], size: int, rank: int) -> None:
+        self.buf, self.points, self.rank = buf, points, rank
         self.blocks = blocks(size)
         self.block = next(i for i, (start, width) in enumerate(self.blocks) if rank < start + width)
         self.start, self.width = self.blocks[self.block]
@@ -135,10 +137,10 @@ class _Grid:
             rounds.append([Send(self.start + partner, have), Recv(self.start + partner, lack)])
         return [*rounds, *([] for _ in range(self.depth_max - self.depth))]
 
-    def _range(self, member: int, depth: int) -> Slice:
+    def _range(self, member: int, depth: int) -> Region:
         parts = 1 << depth
-        part, pieces = _reversed(member % parts, parts), (len(self.bounds) - 1) >> depth
-        return Slice(self.buf, self.bounds[part * pieces], self.bounds[(part + 1) * pieces])
+        part, pieces = _reversed(member % parts, parts), (len(self.points) - 1) >> depth
+        return Slice(self.buf, self.points[part * pieces], self.points[(part + 1) * pieces])
 
 
 def _reversed(number: int, parts: int) -> int:

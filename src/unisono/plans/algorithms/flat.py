@@ -7,8 +7,9 @@ until all have arrived, so reductions follow the canonical tree, and prefixes th
 from __future__ import annotations
 
 from unisono.plans.algorithms.canonical import fold
-from unisono.plans.layout import TOKEN, chunks, finish, offsets, whole
-from unisono.plans.steps import Buf, Copy, Plan, Problem, Recv, Reduce, Send, Slice, Step
+from unisono.plans.amounts import ONE, blocks, slots
+from unisono.plans.layout import TOKEN, Region, chunks, finish, whole
+from unisono.plans.steps import Buf, Copy, Plan, Recv, Reduce, Send, Shape, Step
 
 __all__ = [
     "all_gather",
@@ -29,107 +30,106 @@ def others(rank: int, size: int) -> list[int]:
     return [(rank + turn) % size for turn in range(1, size)]
 
 
-def slots(rank: int, size: int, own: Slice) -> list[Slice]:
+def side_by_side(rank: int, size: int, own: Region) -> list[Region]:
     """Return a slot for each rank's contribution: `own`, and one in `tmp` for each of the others."""
-    count = own.count
-    apart = [Slice(Buf.TMP, i * count, (i + 1) * count) for i in range(size - 1)]
+    apart = chunks(Buf.TMP, slots(size - 1, own.count))
     return [*apart[:rank], own, *apart[rank:]]
 
 
-def all_reduce(problem: Problem, rank: int) -> Plan:
+def all_reduce(shape: Shape, rank: int) -> Plan:
     """Send the whole vector to all; each reduces all of them."""
-    size, count = problem.size, problem.counts[0]
+    size, count = shape.size, shape.counts[0]
     data = whole(Buf.OUT, count)
-    slot = slots(rank, size, data)
+    slot = side_by_side(rank, size, data)
     sends = [Send(peer, data) for peer in others(rank, size)]
     receives = [Recv(peer, slot[peer]) for peer in others(rank, size)]
     steps: list[Step] = [*sends, *receives, *fold(slot, keep=rank)]
-    return finish(problem, rank, "flat", [steps])
+    return finish(shape, rank, "flat", [steps])
 
 
-def reduce(problem: Problem, rank: int) -> Plan:
+def reduce(shape: Shape, rank: int) -> Plan:
     """Send the whole vector to the root, which reduces all of them."""
-    size, count, root = problem.size, problem.counts[0], problem.root
+    size, count, root = shape.size, shape.counts[0], shape.root
     if rank != root:
-        return finish(problem, rank, "flat", [[Send(root, whole(Buf.IN, count))]])
-    slot = slots(rank, size, whole(Buf.OUT, count))
+        return finish(shape, rank, "flat", [[Send(root, whole(Buf.IN, count))]])
+    slot = side_by_side(rank, size, whole(Buf.OUT, count))
     receives = [Recv(peer, slot[peer]) for peer in others(rank, size)]
-    return finish(problem, rank, "flat", [[*receives, *fold(slot, keep=rank)]])
+    return finish(shape, rank, "flat", [[*receives, *fold(slot, keep=rank)]])
 
 
-def broadcast(problem: Problem, rank: int) -> Plan:
+def broadcast(shape: Shape, rank: int) -> Plan:
     """Send from the root to every rank."""
-    data = whole(Buf.OUT, problem.counts[0])
-    if rank != problem.root:
-        return finish(problem, rank, "flat", [[Recv(problem.root, data)]])
-    return finish(problem, rank, "flat", [[Send(peer, data) for peer in others(rank, problem.size)]])
+    data = whole(Buf.OUT, shape.counts[0])
+    if rank != shape.root:
+        return finish(shape, rank, "flat", [[Recv(shape.root, data)]])
+    return finish(shape, rank, "flat", [[Send(peer, data) for peer in others(rank, shape.size)]])
 
 
-def all_gather(problem: Problem, rank: int) -> Plan:
+def all_gather(shape: Shape, rank: int) -> Plan:
     """Send the own block to every rank."""
-    block = chunks(Buf.OUT, offsets(problem.counts))
-    own = whole(Buf.IN, problem.counts[rank])
-    sends = [Send(peer, own) for peer in others(rank, problem.size)]
-    receives = [Recv(peer, block[peer]) for peer in others(rank, problem.size)]
-    return finish(problem, rank, "flat", [[Copy(block[rank], own), *sends, *receives]])
+    block = chunks(Buf.OUT, blocks(shape.counts))
+    own = whole(Buf.IN, shape.counts[rank])
+    sends = [Send(peer, own) for peer in others(rank, shape.size)]
+    receives = [Recv(peer, block[peer]) for peer in others(rank, shape.size)]
+    return finish(shape, rank, "flat", [[Copy(block[rank], own), *sends, *receives]])
 
 
-def gather(problem: Problem, rank: int) -> Plan:
+def gather(shape: Shape, rank: int) -> Plan:
     """Send the own block to the root."""
-    own = whole(Buf.IN, problem.counts[rank])
-    if rank != problem.root:
-        return finish(problem, rank, "flat", [[Send(problem.root, own)]])
-    block = chunks(Buf.OUT, offsets(problem.counts))
-    receives = [Recv(peer, block[peer]) for peer in others(rank, problem.size)]
-    return finish(problem, rank, "flat", [[Copy(block[rank], own), *receives]])
+    own = whole(Buf.IN, shape.counts[rank])
+    if rank != shape.root:
+        return finish(shape, rank, "flat", [[Send(shape.root, own)]])
+    block = chunks(Buf.OUT, blocks(shape.counts))
+    receives = [Recv(peer, block[peer]) for peer in others(rank, shape.size)]
+    return finish(shape, rank, "flat", [[Copy(block[rank], own), *receives]])
 
 
-def scatter(problem: Problem, rank: int) -> Plan:
+def scatter(shape: Shape, rank: int) -> Plan:
     """Send every rank its block from the root."""
-    own = whole(Buf.OUT, problem.counts[rank])
-    if rank != problem.root:
-        return finish(problem, rank, "flat", [[Recv(problem.root, own)]])
-    block = chunks(Buf.IN, offsets(problem.counts))
-    sends = [Send(peer, block[peer]) for peer in others(rank, problem.size)]
-    return finish(problem, rank, "flat", [[Copy(own, block[rank]), *sends]])
+    own = whole(Buf.OUT, shape.counts[rank])
+    if rank != shape.root:
+        return finish(shape, rank, "flat", [[Recv(shape.root, own)]])
+    block = chunks(Buf.IN, blocks(shape.counts))
+    sends = [Send(peer, block[peer]) for peer in others(rank, shape.size)]
+    return finish(shape, rank, "flat", [[Copy(own, block[rank]), *sends]])
 
 
-def all_to_all(problem: Problem, rank: int) -> Plan:
+def all_to_all(shape: Shape, rank: int) -> Plan:
     """Exchange all blocks at once."""
-    size, counts = problem.size, problem.counts
-    row = chunks(Buf.IN, offsets(counts[rank * size : (rank + 1) * size]))
-    column = chunks(Buf.OUT, offsets(counts[rank::size]))
+    size, counts = shape.size, shape.counts
+    row = chunks(Buf.IN, blocks(counts[rank * size : (rank + 1) * size]))
+    column = chunks(Buf.OUT, blocks(counts[rank::size]))
     sends = [Send(peer, row[peer]) for peer in others(rank, size)]
     receives = [Recv(peer, column[peer]) for peer in others(rank, size)]
-    return finish(problem, rank, "flat", [[Copy(column[rank], row[rank]), *sends, *receives]])
+    return finish(shape, rank, "flat", [[Copy(column[rank], row[rank]), *sends, *receives]])
 
 
-def scan(problem: Problem, rank: int) -> Plan:
+def scan(shape: Shape, rank: int) -> Plan:
     """Send the own contribution to all higher ranks; each folds from the left."""
-    return _prefix(problem, rank, inclusive=True)
+    return _prefix(shape, rank, inclusive=True)
 
 
-def exscan(problem: Problem, rank: int) -> Plan:
+def exscan(shape: Shape, rank: int) -> Plan:
     """The same without the own contribution; rank 0 gets nothing."""
-    return _prefix(problem, rank, inclusive=False)
+    return _prefix(shape, rank, inclusive=False)
 
 
-def _prefix(problem: Problem, rank: int, inclusive: bool) -> Plan:
-    count = problem.counts[0]
+def _prefix(shape: Shape, rank: int, inclusive: bool) -> Plan:
+    count = shape.counts[0]
     own, result = whole(Buf.IN, count), whole(Buf.OUT, count)
-    arrived = [result, *(Slice(Buf.TMP, i * count, (i + 1) * count) for i in range(rank - 1))]
-    sends = [Send(peer, own) for peer in range(rank + 1, problem.size)]
+    arrived = [result, *chunks(Buf.TMP, slots(max(0, rank - 1), count))]
+    sends = [Send(peer, own) for peer in range(rank + 1, shape.size)]
     receives = [Recv(peer, arrived[peer]) for peer in range(rank)]
     folds: list[Step] = [Reduce(result, slot) for slot in arrived[1:]]
     if inclusive:
         folds.append(Reduce(result, own) if rank else Copy(result, own))
-    return finish(problem, rank, "flat", [[*sends, *receives, *folds]])
+    return finish(shape, rank, "flat", [[*sends, *receives, *folds]])
 
 
-def barrier(problem: Problem, rank: int) -> Plan:
+def barrier(shape: Shape, rank: int) -> Plan:
     """Send a token to every rank and receive one from each."""
-    peers = others(rank, problem.size)
-    arrived = {peer: Slice(Buf.TMP, turn, turn + 1) for turn, peer in enumerate(peers, 1)}
+    peers = others(rank, shape.size)
+    arrived = dict(zip(peers, chunks(Buf.TMP, slots(len(peers), ONE, start=ONE)), strict=True))
     sends: list[Step] = [Send(peer, TOKEN) for peer in peers]
     receives: list[Step] = [Recv(peer, arrived[peer]) for peer in peers]
-    return finish(problem, rank, "flat", [[*sends, *receives]])
+    return finish(shape, rank, "flat", [[*sends, *receives]])

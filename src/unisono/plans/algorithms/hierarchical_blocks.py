@@ -10,17 +10,18 @@ from collections.abc import Iterator
 
 from unisono.plans.algorithms.compose import padded
 from unisono.plans.algorithms.hierarchical import group_of, groups_of
-from unisono.plans.layout import Rounds, chunks, finish, offsets, whole, with_first, with_last
-from unisono.plans.steps import Buf, Copy, Plan, Problem, Recv, RecvReduce, Send, Slice, Step
+from unisono.plans.amounts import blocks, slots
+from unisono.plans.layout import Region, Rounds, chunks, finish, whole, with_first, with_last
+from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Send, Shape, Slice, Step
 
 __all__ = ["all_gather", "all_to_all", "reduce_scatter"]
 
 
-def all_gather(problem: Problem, rank: int) -> Plan:
+def all_gather(shape: Shape, rank: int) -> Plan:
     """Send the own block once to each other host, then forward received blocks inside the host."""
-    hosts = _Hosts(problem, rank)
-    block = chunks(Buf.OUT, offsets(problem.counts))
-    own = whole(Buf.IN, problem.counts[rank])
+    hosts = _Hosts(shape, rank)
+    block = chunks(Buf.OUT, blocks(shape.counts))
+    own = whole(Buf.IN, shape.counts[rank])
     between: list[Step] = [Send(carrier, own) for carrier in hosts.carriers()]
     between += [Recv(source, block[source]) for source in hosts.carried_for(rank)]
 
@@ -35,17 +36,17 @@ def all_gather(problem: Problem, rank: int) -> Plan:
         for before, after in hosts.turns()
     ]
     rounds = with_first([Copy(block[rank], own)], [between, *hosts.padded(inside)])
-    return finish(problem, rank, "hierarchical", rounds)
+    return finish(shape, rank, "hierarchical", rounds)
 
 
-def reduce_scatter(problem: Problem, rank: int) -> Plan:
+def reduce_scatter(shape: Shape, rank: int) -> Plan:
     """Reduce inside the host for the ranks of other hosts, then send the sums to their owners."""
-    hosts = _Hosts(problem, rank)
-    mine = chunks(Buf.IN, offsets(problem.counts))
-    result = whole(Buf.OUT, problem.counts[rank])
+    hosts = _Hosts(shape, rank)
+    mine = chunks(Buf.IN, blocks(shape.counts))
+    result = whole(Buf.OUT, shape.counts[rank])
     cared = hosts.carried_for(rank)
     if len(hosts.own) > 1:
-        sums = dict(zip(cared, chunks(Buf.TMP, offsets(problem.counts[d] for d in cared)), strict=True))
+        sums = dict(zip(cared, chunks(Buf.TMP, blocks(shape.counts[d] for d in cared)), strict=True))
     else:
         sums = {destination: mine[destination] for destination in cared}  # nothing to add
     sums[rank] = result
@@ -65,21 +66,21 @@ def reduce_scatter(problem: Problem, rank: int) -> Plan:
         ]
         for there, carrier in zip(hosts.others, reversed(hosts.carriers()), strict=True)
     ]
-    return finish(problem, rank, "hierarchical", with_first(copies, [*hosts.padded(inside), *between]))
+    return finish(shape, rank, "hierarchical", with_first(copies, [*hosts.padded(inside), *between]))
 
 
-def all_to_all(problem: Problem, rank: int) -> Plan:
+def all_to_all(shape: Shape, rank: int) -> Plan:
     """Collect inside the host what goes to one remote rank, then send it in one message; equal blocks."""
-    hosts = _Hosts(problem, rank)
-    size, count = problem.size, problem.counts[0]
-    row, column = (chunks(buf, offsets([count] * size)) for buf in (Buf.IN, Buf.OUT))
+    hosts = _Hosts(shape, rank)
+    size, count = shape.size, shape.counts[0]
+    row, column = (chunks(buf, slots(size, count)) for buf in (Buf.IN, Buf.OUT))
     cared = hosts.carried_for(rank)
     # For each destination that we carry for, the blocks of our host's ranks side by side.
     members = len(hosts.own)
-    bundles = dict(zip(cared, chunks(Buf.TMP, offsets([members * count] * len(cared))), strict=True))
+    bundles = dict(zip(cared, chunks(Buf.TMP, slots(len(cared), count * members)), strict=True))
 
-    def part(destination: int, member: int) -> Slice:
-        start = bundles[destination].start + hosts.own.index(member) * count
+    def part(destination: int, member: int) -> Region:
+        start = bundles[destination].start + count * hosts.own.index(member)
         return Slice(Buf.TMP, start, start + count)
 
     copies = [Copy(column[rank], row[rank]), *(Copy(part(d, rank), row[d]) for d in cared)]
@@ -93,27 +94,27 @@ def all_to_all(problem: Problem, rank: int) -> Plan:
     ]
     between: list[Step] = [Send(destination, bundle) for destination, bundle in bundles.items()]
     last: list[Step] = []
-    end = len(cared) * members * count
+    end = count * (len(cared) * members)
     for carrier in hosts.carriers():
         group = group_of(carrier, hosts.groups)
         if group[-1] - group[0] + 1 == len(group):
             # Blocks of consecutive ranks are adjacent in `out`.
             between.append(Recv(carrier, Slice(Buf.OUT, column[group[0]].start, column[group[-1]].stop)))
             continue
-        arrived = Slice(Buf.TMP, end, end := end + len(group) * count)
+        arrived = Slice(Buf.TMP, end, end := end + count * len(group))
         between.append(Recv(carrier, arrived))
-        parts = chunks(Buf.TMP, [arrived.start + index * count for index in range(len(group) + 1)])
+        parts = chunks(Buf.TMP, slots(len(group), count, start=arrived.start))
         last += [Copy(column[source], part_) for source, part_ in zip(group, parts, strict=True)]
     rounds = with_last(with_first(copies, [*hosts.padded(inside), between]), last)
-    return finish(problem, rank, "hierarchical", rounds)
+    return finish(shape, rank, "hierarchical", rounds)
 
 
 class _Hosts:
     """Which rank carries whose blocks, seen from one rank."""
 
-    def __init__(self, problem: Problem, rank: int) -> None:
+    def __init__(self, shape: Shape, rank: int) -> None:
         self.rank = rank
-        self.groups = groups_of(problem)
+        self.groups = groups_of(shape)
         self.own = group_of(rank, self.groups)
         number = self.groups.index(self.own)
         self.others = [*self.groups[number + 1 :], *self.groups[:number]]  # starting with the next rank

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.plans.layout import Rounds, chunks, even_bounds, finish, offsets, whole, with_first
-from unisono.plans.steps import Buf, Copy, Plan, Problem, Recv, RecvReduce, Send, Slice, Step
+from unisono.plans.amounts import blocks, even, longest, slots
+from unisono.plans.layout import Region, Rounds, chunks, finish, whole, with_first
+from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Send, Shape, Slice, Step
 
 __all__ = ["all_gather", "all_reduce", "circulate", "reduce_scatter"]
 
 
-def all_reduce(problem: Problem, rank: int) -> Plan:
+def all_reduce(shape: Shape, rank: int) -> Plan:
     """Reduce-scatter around the ring, then forward the finished chunks around it, in place."""
-    size = problem.size
-    part = chunks(Buf.OUT, even_bounds(problem.counts[0], size))
+    size = shape.size
+    part = chunks(Buf.OUT, even(shape.counts[0], size))
     before, after = (rank - 1) % size, (rank + 1) % size
     reduce_rounds = [
         (
@@ -26,39 +27,39 @@ def all_reduce(problem: Problem, rank: int) -> Plan:
         )
         for turn in range(size - 1)
     ]
-    return finish(problem, rank, "ring", [*reduce_rounds, *circulate(part, rank, owned=(rank + 1) % size)])
+    return finish(shape, rank, "ring", [*reduce_rounds, *circulate(part, rank, owned=(rank + 1) % size)])
 
 
-def all_gather(problem: Problem, rank: int) -> Plan:
+def all_gather(shape: Shape, rank: int) -> Plan:
     """Forward every block around the ring once."""
-    block = chunks(Buf.OUT, offsets(problem.counts))
-    own = whole(Buf.IN, problem.counts[rank])
+    block = chunks(Buf.OUT, blocks(shape.counts))
+    own = whole(Buf.IN, shape.counts[rank])
     rounds = circulate(block, rank, owned=rank, first=own)
-    return finish(problem, rank, "ring", with_first([Copy(block[rank], own)], rounds))
+    return finish(shape, rank, "ring", with_first([Copy(block[rank], own)], rounds))
 
 
-def reduce_scatter(problem: Problem, rank: int) -> Plan:
+def reduce_scatter(shape: Shape, rank: int) -> Plan:
     """Forward partial sums around the ring; that of chunk r reaches rank r last."""
-    size, counts = problem.size, problem.counts
-    mine = chunks(Buf.IN, offsets(counts))
+    size, counts = shape.size, shape.counts
+    mine = chunks(Buf.IN, blocks(counts))
     before, after = (rank - 1) % size, (rank + 1) % size
-    width = max(counts)
+    starts = slots(1, longest(counts))
     rounds: list[tuple[Step, ...]] = []
     held = mine[before]
     for turn in range(size - 1):
         chunk = (rank - 2 - turn) % size
         # Two slots in turn: one is forwarded while the other is filled.
-        start = turn % 2 * width
+        start = starts[turn % 2]
         slot = Slice(Buf.TMP, start, start + counts[chunk])
         target = whole(Buf.OUT, counts[rank]) if chunk == rank else slot
         rounds.append((Copy(target, mine[chunk]), Send(after, held), RecvReduce(before, target, left=True)))
         held = target
     if size == 1:
         rounds = [(Copy(whole(Buf.OUT, counts[rank]), mine[rank]),)]
-    return finish(problem, rank, "ring", rounds)
+    return finish(shape, rank, "ring", rounds)
 
 
-def circulate(block: Sequence[Slice], rank: int, owned: int, first: Slice | None = None) -> Rounds:
+def circulate(block: Sequence[Region], rank: int, owned: int, first: Region | None = None) -> Rounds:
     """Forward blocks until every rank has all; `owned` is the block that this rank starts with.
 
     The previous rank starts with the previous block. `first` is the own block if it is not in its final

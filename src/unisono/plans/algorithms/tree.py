@@ -10,42 +10,43 @@ from __future__ import annotations
 from itertools import pairwise
 
 from unisono.plans.algorithms.canonical import levels, merge_of
-from unisono.plans.layout import TOKEN, Rounds, finish, offsets, whole, with_first, with_last
-from unisono.plans.steps import Buf, Copy, Plan, Problem, Recv, RecvReduce, Send, Slice, Step
+from unisono.plans.amounts import blocks
+from unisono.plans.layout import TOKEN, Region, Rounds, finish, whole, with_first, with_last
+from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Send, Shape, Slice, Step
 
 __all__ = ["all_reduce", "barrier", "broadcast", "gather", "reduce", "scatter", "token_down", "token_up"]
 
 
-def all_reduce(problem: Problem, rank: int) -> Plan:
+def all_reduce(shape: Shape, rank: int) -> Plan:
     """Reduce to rank 0 and broadcast from there."""
-    data = whole(Buf.OUT, problem.counts[0])
+    data = whole(Buf.OUT, shape.counts[0])
     rounds = [
-        *_reduce_rounds(data, data, problem.size, rank, 0),
-        *_broadcast_rounds(data, problem.size, rank, 0),
+        *_reduce_rounds(data, data, shape.size, rank, 0),
+        *_broadcast_rounds(data, shape.size, rank, 0),
     ]
-    return finish(problem, rank, "tree", rounds)
+    return finish(shape, rank, "tree", rounds)
 
 
-def broadcast(problem: Problem, rank: int) -> Plan:
+def broadcast(shape: Shape, rank: int) -> Plan:
     """Double the number of ranks that have the data in every round."""
-    rounds = _broadcast_rounds(whole(Buf.OUT, problem.counts[0]), problem.size, rank, problem.root)
-    return finish(problem, rank, "tree", rounds)
+    rounds = _broadcast_rounds(whole(Buf.OUT, shape.counts[0]), shape.size, rank, shape.root)
+    return finish(shape, rank, "tree", rounds)
 
 
-def reduce(problem: Problem, rank: int) -> Plan:
+def reduce(shape: Shape, rank: int) -> Plan:
     """Halve the number of partial results in every round, in the canonical order, ending at the root."""
-    count, root = problem.counts[0], problem.root
+    count, root = shape.counts[0], shape.root
     if rank == root:
         data = whole(Buf.OUT, count)
-        return finish(problem, rank, "tree", _reduce_rounds(data, data, problem.size, rank, root))
-    rounds = _reduce_rounds(whole(Buf.IN, count), whole(Buf.TMP, count), problem.size, rank, root)
-    return finish(problem, rank, "tree", rounds)
+        return finish(shape, rank, "tree", _reduce_rounds(data, data, shape.size, rank, root))
+    rounds = _reduce_rounds(whole(Buf.IN, count), whole(Buf.TMP, count), shape.size, rank, root)
+    return finish(shape, rank, "tree", rounds)
 
 
-def barrier(problem: Problem, rank: int) -> Plan:
+def barrier(shape: Shape, rank: int) -> Plan:
     """Tokens up to rank 0, then down to all ranks."""
-    rounds = [*token_up(problem.size, rank), *token_down(problem.size, rank)]
-    return finish(problem, rank, "tree", rounds)
+    rounds = [*token_up(shape.size, rank), *token_down(shape.size, rank)]
+    return finish(shape, rank, "tree", rounds)
 
 
 def token_up(size: int, rank: int) -> Rounds:
@@ -61,7 +62,7 @@ def token_down(size: int, rank: int) -> Rounds:
     return _broadcast_rounds(TOKEN, size, rank, 0)
 
 
-def _reduce_rounds(own: Slice, sum_: Slice, size: int, rank: int, root: int) -> list[list[Step]]:
+def _reduce_rounds(own: Region, sum_: Region, size: int, rank: int, root: int) -> list[list[Step]]:
     """Merge level by level; `own` is copied to `sum_` before anything is added."""
 
     def representative(lo: int, hi: int) -> int:
@@ -84,7 +85,7 @@ def _reduce_rounds(own: Slice, sum_: Slice, size: int, rank: int, root: int) -> 
     return rounds
 
 
-def _broadcast_rounds(data: Slice, size: int, rank: int, root: int) -> list[list[Step]]:
+def _broadcast_rounds(data: Region, size: int, rank: int, root: int) -> list[list[Step]]:
     """Send the data over distances n/2, n/4, ... 1, counted from the root."""
     position = (rank - root) % size
     rounds: list[list[Step]] = []
@@ -99,40 +100,40 @@ def _broadcast_rounds(data: Slice, size: int, rank: int, root: int) -> list[list
     return rounds
 
 
-def gather(problem: Problem, rank: int) -> Plan:
+def gather(shape: Shape, rank: int) -> Plan:
     """Collect the blocks of whole subtrees on the way to the root."""
-    position = _TreePosition(problem, rank, own=Buf.IN, all_=Buf.OUT)
+    position = _TreePosition(shape, rank, own=Buf.IN, all_=Buf.OUT)
     rounds: list[list[Step]] = []
-    for level in range(levels(problem.size)):
+    for level in range(levels(shape.size)):
         distance = 1 << level
         if position.index % (2 * distance) == distance:
-            peer = (rank - distance) % problem.size
+            peer = (rank - distance) % shape.size
             rounds.append([Send(peer, piece) for piece in position.subtree(position.index)])
-        elif position.index % (2 * distance) == 0 and position.index + distance < problem.size:
-            peer = (rank + distance) % problem.size
+        elif position.index % (2 * distance) == 0 and position.index + distance < shape.size:
+            peer = (rank + distance) % shape.size
             rounds.append([Recv(peer, piece) for piece in position.subtree(position.index + distance)])
         else:
             rounds.append([])
-    own = [] if position.is_leaf else [Copy(position.own_block, whole(Buf.IN, problem.counts[rank]))]
-    return finish(problem, rank, "tree", with_first(own, rounds))
+    own = [] if position.is_leaf else [Copy(position.own_block, whole(Buf.IN, shape.counts[rank]))]
+    return finish(shape, rank, "tree", with_first(own, rounds))
 
 
-def scatter(problem: Problem, rank: int) -> Plan:
+def scatter(shape: Shape, rank: int) -> Plan:
     """Send the blocks of whole subtrees down: a gather in reverse."""
-    position = _TreePosition(problem, rank, own=Buf.OUT, all_=Buf.IN)
+    position = _TreePosition(shape, rank, own=Buf.OUT, all_=Buf.IN)
     rounds: list[list[Step]] = []
-    for level in reversed(range(levels(problem.size))):
+    for level in reversed(range(levels(shape.size))):
         distance = 1 << level
-        if position.index % (2 * distance) == 0 and position.index + distance < problem.size:
-            peer = (rank + distance) % problem.size
+        if position.index % (2 * distance) == 0 and position.index + distance < shape.size:
+            peer = (rank + distance) % shape.size
             rounds.append([Send(peer, piece) for piece in position.subtree(position.index + distance)])
         elif position.index % (2 * distance) == distance:
-            peer = (rank - distance) % problem.size
+            peer = (rank - distance) % shape.size
             rounds.append([Recv(peer, piece) for piece in position.subtree(position.index)])
         else:
             rounds.append([])
-    own = [] if position.is_leaf else [Copy(whole(Buf.OUT, problem.counts[rank]), position.own_block)]
-    return finish(problem, rank, "tree", with_last(rounds, own))
+    own = [] if position.is_leaf else [Copy(whole(Buf.OUT, shape.counts[rank]), position.own_block)]
+    return finish(shape, rank, "tree", with_last(rounds, own))
 
 
 class _TreePosition:
@@ -142,11 +143,11 @@ class _TreePosition:
     those of their subtree in `tmp`, in the order of positions; a leaf needs only its own block.
     """
 
-    def __init__(self, problem: Problem, rank: int, own: Buf, all_: Buf) -> None:
-        self.size, self.root = problem.size, problem.root
-        self.index = (rank - problem.root) % self.size
-        self.by_rank = offsets(problem.counts)
-        self.by_place = offsets(problem.counts[self.rank_at(index)] for index in range(self.size))
+    def __init__(self, shape: Shape, rank: int, own: Buf, all_: Buf) -> None:
+        self.size, self.root = shape.size, shape.root
+        self.index = (rank - shape.root) % self.size
+        self.by_rank = blocks(shape.counts)
+        self.by_place = blocks(shape.counts[self.rank_at(index)] for index in range(self.size))
         self.is_leaf = self.index != 0 and self._span(self.index) == 1
         self.buf = own if self.is_leaf else all_ if self.index == 0 else Buf.TMP
         self.own_block = self._slice(self.index, self.index + 1)
@@ -154,7 +155,7 @@ class _TreePosition:
     def rank_at(self, index: int) -> int:
         return (self.root + index) % self.size
 
-    def subtree(self, index: int) -> list[Slice]:
+    def subtree(self, index: int) -> list[Region]:
         """Return where this rank keeps the blocks of the subtree at `index`: its own, or a child's.
 
         Two slices if the root is one end and the subtree wraps around the last rank.
@@ -168,7 +169,7 @@ class _TreePosition:
     def _span(self, index: int) -> int:
         return min(index & -index, self.size - index) if index else self.size
 
-    def _slice(self, start: int, stop: int) -> Slice:
+    def _slice(self, start: int, stop: int) -> Region:
         count = self.by_place[stop] - self.by_place[start]
         at_root = self.index == 0
         first = (

@@ -1,0 +1,35 @@
+// A program with the counts of a call and the ranks of its group, kept for who makes such calls again.
+
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "collective/run.hpp"
+
+namespace unisono::engine {
+
+struct ProgramCall {
+  std::shared_ptr<const Program> program;
+  std::vector<uint64_t> counts;
+  bool is_even = false;
+  uint64_t piece_elements = UINT64_MAX;
+  std::vector<std::int32_t> members;  // the engine's rank of each rank; none: the same
+
+  Counts given() const { return {counts.data(), counts.size(), is_even}; }
+  std::int32_t rank_of(const Line& line) const {
+    return members.empty() ? line.peer : members[static_cast<size_t>(line.peer)];
+  }
+  // What of a stage it knows. It must live until the run is bound.
+  Stage stage() const {
+    Stage stage;
+    stage.counts = counts.data();
+    stage.counts_n = counts.size();
+    stage.is_even = is_even;
+    stage.piece_elements = piece_elements;
+    stage.members = members.empty() ? nullptr : members.data();
+    return stage;
+  }
+};
+
+}  // namespace unisono::engine

@@ -1,0 +1,229 @@
+#include "python/argument.hpp"
+
+#include <cstring>
+#include <stdexcept>
+
+#include "kernels/kernels.hpp"
+
+namespace unisono {
+namespace {
+
+constexpr uint8_t int64_code = static_cast<uint8_t>(DType::int64), float64_code = static_cast<uint8_t>(DType::float64);
+
+// torch's attribute, if somebody has imported torch; else nothing.
+nb::object torch_attribute(const char* name) {
+  PyObject* const modules = PyImport_GetModuleDict();
+  PyObject* const torch = modules != nullptr ? PyDict_GetItemString(modules, "torch") : nullptr;
+  PyObject* const found = torch != nullptr ? PyObject_GetAttrString(torch, name) : nullptr;
+  if (found == nullptr) PyErr_Clear();
+  return nb::steal(found);
+}
+
+// The name is compared first, which costs nothing. Subclasses are Python's.
+bool is_tensor(PyObject* object) {
+  static PyTypeObject* known = nullptr;  // kept for good, as torch is
+  PyTypeObject* const type = Py_TYPE(object);
+  if (type == known) return true;
+  if (known != nullptr || std::strcmp(type->tp_name, "Tensor") != 0) return false;
+  nb::object tensor = torch_attribute("Tensor");
+  if (tensor.ptr() != reinterpret_cast<PyObject*>(type)) return false;
+  known = reinterpret_cast<PyTypeObject*>(tensor.release().ptr());
+  return true;
+}
+
+// The element type of a buffer's format in the machine's own byte order; `untyped` if it is none of ours.
+uint8_t code_of_format(const char* format, Py_ssize_t itemsize) {
+  if (format == nullptr) return static_cast<uint8_t>(DType::uint8);
+  if (*format == '@') ++format;
+  const auto is = [&](const char* any_of) { return std::strchr(any_of, *format) != nullptr; };
+  const bool is_complex = *format == 'Z' && format[1] != 0 && format[2] == 0;
+  if (is_complex)
+    return format[1] == 'f'   ? static_cast<uint8_t>(DType::complex64)
+           : format[1] == 'd' ? static_cast<uint8_t>(DType::complex128)
+                              : engine::untyped;
+  if (*format == 0 || format[1] != 0) return engine::untyped;
+  if (is("?")) return static_cast<uint8_t>(DType::boolean);
+  if (is("e")) return static_cast<uint8_t>(DType::float16);
+  if (is("f")) return static_cast<uint8_t>(DType::float32);
+  if (is("d")) return float64_code;
+  const bool is_signed = is("bhilqn");
+  if (!is_signed && !is("BHILQN")) return engine::untyped;
+  for (int power = 0; power < 4; ++power)
+    if (itemsize == Py_ssize_t{1} << power)
+      return static_cast<uint8_t>(static_cast<int>(is_signed ? DType::int8 : DType::uint8) + power);
+  return engine::untyped;
+}
+
+}  // namespace
+
+void check_layout(nb::handle array_type, nb::handle empty) {
+  const nb::object made = empty(nb::make_tuple(2, 3), "float32");
+  const ArrayObject& array = as_array(made.ptr());
+  const nb::object data = made.attr("__array_interface__")["data"][0];
+  const bool is_known = reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())) == array_type.ptr() && array.nd == 2 &&
+                        array.dimensions[0] == 2 && array.dimensions[1] == 3 &&
+                        array.descr == nb::object(made.attr("dtype")).ptr() &&
+                        reinterpret_cast<uint64_t>(array.data) == nb::cast<uint64_t>(data) &&
+                        (array.flags & (is_contiguous | is_writeable)) == (is_contiguous | is_writeable);
+  if (!is_known) throw std::runtime_error("NumPy's arrays lie otherwise in memory than this build knows");
+}
+
+PyObject* interned(const char* word) {
+  PyObject* made = PyUnicode_InternFromString(word);
+  if (made == nullptr) throw nb::python_error();
+  return made;
+}
+
+uint64_t Argument::nbytes() const { return count * itemsizes[dtype]; }
+
+Arguments::Arguments(nb::object array_type, nb::object empty, nb::object view, nb::list dtypes, bool leaves_tensors)
+    : array_type_(std::move(array_type)),
+      empty_(std::move(empty)),
+      view_(std::move(view)),
+      leaves_tensors_(leaves_tensors) {
+  check_layout(array_type_, empty_);
+  for (const nb::handle dtype : dtypes) dtypes_.push_back(nb::borrow(dtype));
+  if (dtypes_.size() != dtype_count)
+    throw nb::value_error("allowed: a NumPy type, or None, by the number of the dtype");
+}
+
+void Arguments::see_other(PyObject* given, const char* what, bool is_written, Argument& seen) const {
+  if (see_number(given, seen) || see_tensor(given, is_written, seen) || see_buffer(given, is_written, seen)) return;
+  if (leaves_tensors_ && is_tensor(given)) throw LeftToReference();
+  see_by_python(given, what, is_written, seen);
+}
+
+bool Arguments::see_number(PyObject* given, Argument& seen) const {
+  if (PyFloat_CheckExact(given)) {
+    const double number = PyFloat_AS_DOUBLE(given);
+    std::memcpy(&seen.number_, &number, sizeof number);
+    seen.dtype = float64_code;
+    seen.form = Form::real;
+  } else if (PyLong_CheckExact(given)) {
+    int overflow = 0;
+    const long long number = PyLong_AsLongLongAndOverflow(given, &overflow);
+    if (overflow != 0) return false;
+    std::memcpy(&seen.number_, &number, sizeof number);
+    seen.dtype = int64_code;
+    seen.form = Form::whole;
+  } else {
+    return false;
+  }
+  seen.data = reinterpret_cast<engine::byte*>(&seen.number_);
+  seen.count = 1;
+  seen.nd = 0;
+  return true;
+}
+
+bool Arguments::see_tensor(PyObject* given, bool is_written, Argument& seen) const {
+  if (!is_tensor(given)) return false;
+  static PyObject* const numpy_word = interned("numpy");
+  nb::object array = nb::steal(PyObject_CallMethodNoArgs(given, numpy_word));
+  if (!array.is_valid()) {
+    PyErr_Clear();  // a gradient, another device, bfloat16: buffers.view knows what to do
+    return false;
+  }
+  const int needed = is_contiguous | is_aligned | (is_written ? is_writeable : 0);
+  if (reinterpret_cast<PyObject*>(Py_TYPE(array.ptr())) != array_type_.ptr() ||
+      (as_array(array.ptr()).flags & needed) != needed || !see_array(as_array(array.ptr()), seen))
+    return false;
+  seen.held_ = std::move(array);
+  seen.form = Form::tensor;
+  return true;
+}
+
+bool Arguments::see_buffer(PyObject* given, bool is_written, Argument& seen) const {
+  if (!PyBytes_CheckExact(given) && !PyByteArray_CheckExact(given) && !PyMemoryView_Check(given)) return false;
+  const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (is_written ? PyBUF_WRITABLE : 0);
+  if (PyObject_GetBuffer(given, &seen.buffer_, flags) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  const Py_buffer& buffer = seen.buffer_;
+  const uint8_t code = code_of_format(buffer.format, buffer.itemsize);
+  if (code == engine::untyped || buffer.itemsize != static_cast<Py_ssize_t>(itemsizes[code]) ||
+      buffer.ndim > Argument::dims_max) {
+    PyBuffer_Release(&seen.buffer_);
+    return false;
+  }
+  seen.dtype = code;
+  seen.data = static_cast<engine::byte*>(buffer.buf);
+  seen.nd = buffer.ndim;
+  for (int i = 0; i < buffer.ndim; ++i) seen.shape[i] = buffer.shape[i];
+  seen.count = static_cast<uint64_t>(buffer.len / buffer.itemsize);
+  seen.form = Form::buffer;
+  return true;
+}
+
+void Arguments::see_by_python(PyObject* given, const char* what, bool is_written, Argument& seen) const {
+  nb::object array = view_(nb::handle(given), what, nb::arg("writable") = is_written);
+  const nb::object flat = array.attr("flat");
+  const nb::tuple shape = nb::cast<nb::tuple>(array.attr("shape"));
+  if (shape.size() > Argument::dims_max) throw LeftToReference();
+  seen.data = as_array(flat.ptr()).data;
+  seen.dtype = nb::cast<uint8_t>(array.attr("dtype").attr("code"));
+  seen.nd = static_cast<int>(shape.size());
+  seen.count = 1;
+  for (int i = 0; i < seen.nd; ++i) {
+    seen.shape[i] = nb::cast<Py_ssize_t>(shape[static_cast<size_t>(i)]);
+    seen.count *= static_cast<uint64_t>(seen.shape[i]);
+  }
+  seen.held_ = std::move(array);
+  seen.form = Form::viewed;
+}
+
+Result Arguments::make(const Argument& like, const Py_ssize_t* shape, int nd) const {
+  nb::object dims = nb::steal(PyTuple_New(nd));
+  for (int i = 0; i < nd; ++i) PyTuple_SET_ITEM(dims.ptr(), i, PyLong_FromSsize_t(shape[i]));
+  Result made;
+  if (like.form == Form::viewed) {
+    made.object = like.held_.attr("like")(dims);
+    made.data = as_array(nb::object(made.object.attr("flat")).ptr()).data;
+    return made;
+  }
+  made.object = empty_(dims, dtypes_[like.dtype]);
+  made.data = as_array(made.object.ptr()).data;
+  return made;
+}
+
+PyObject* Arguments::give(const Argument& like, Result& result, bool is_scalar) const {
+  switch (like.form) {
+    case Form::viewed: return nb::object(result.object.attr("give")()).release().ptr();
+    case Form::tensor: {
+      const nb::object from_numpy = torch_attribute("from_numpy");
+      if (!from_numpy.is_valid()) throw std::runtime_error("a tensor without torch");
+      return PyObject_CallOneArg(from_numpy.ptr(), result.object.ptr());
+    }
+    case Form::whole:
+      if (!is_scalar) break;
+      long long whole;
+      std::memcpy(&whole, result.data, sizeof whole);
+      return PyLong_FromLongLong(whole);
+    case Form::real:
+      if (!is_scalar) break;
+      double real;
+      std::memcpy(&real, result.data, sizeof real);
+      return PyFloat_FromDouble(real);
+    default: break;
+  }
+  return result.object.release().ptr();
+}
+
+PyObject* Arguments::give_back(const Argument& argument) {
+  switch (argument.form) {
+    case Form::whole: {
+      long long whole;
+      std::memcpy(&whole, argument.data, sizeof whole);
+      return PyLong_FromLongLong(whole);
+    }
+    case Form::real: {
+      double real;
+      std::memcpy(&real, argument.data, sizeof real);
+      return PyFloat_FromDouble(real);
+    }
+    case Form::viewed: return nb::object(argument.held_.attr("give")()).release().ptr();
+    default: return Py_NewRef(argument.given);
+  }
+}
+
+}  // namespace unisono

@@ -1,0 +1,146 @@
+// An argument of a verb: the memory of a NumPy array, a torch tensor on the CPU, a number or a buffer.
+//
+// What C++ cannot see (a subclass, a view with gaps, DLPack, bfloat16 of another package) goes to Python's
+// buffers.view once, and is memory like any other from then on. torch is never imported: a program that passes a tensor
+// has imported it.
+
+#pragma once
+
+#include <vector>
+
+#include "messaging/message.hpp"
+#include "python/bind.hpp"
+#include "wire/frame.hpp"
+
+namespace unisono {
+
+namespace nb = nanobind;
+
+// NumPy's array object. Its layout is part of NumPy's binary interface, old and new; check_layout compares.
+struct ArrayObject {
+  PyObject_HEAD engine::byte* data;
+  int nd;
+  Py_ssize_t* dimensions;
+  Py_ssize_t* strides;
+  PyObject* base;
+  PyObject* descr;
+  int flags;
+};
+inline constexpr int is_contiguous = 0x1, is_aligned = 0x100, is_writeable = 0x400;
+
+inline const ArrayObject& as_array(PyObject* object) { return *reinterpret_cast<const ArrayObject*>(object); }
+
+// Throws std::runtime_error if arrays that `empty` makes lie otherwise in memory than ArrayObject says.
+void check_layout(nb::handle array_type, nb::handle empty);
+
+// A word that the interpreter has once: names of arguments can be compared by address.
+PyObject* interned(const char* word);
+
+// Thrown before anything is sent: the reference path makes the call.
+struct LeftToReference {};
+
+enum class Form : uint8_t { none, array, tensor, whole, real, buffer, viewed };
+
+// It is not moved: the memory of a number is its own.
+struct Argument {
+  Argument() = default;
+  ~Argument() { clear(); }
+  Argument(const Argument&) = delete;
+  Argument& operator=(const Argument&) = delete;
+
+  static constexpr int dims_max = 8;  // more go to buffers.view, and have no shape here
+
+  PyObject* given = nullptr;  // the caller's reference, until `keep`
+  engine::byte* data = nullptr;
+  uint64_t count = 0;  // elements
+  uint8_t dtype = engine::untyped;
+  Form form = Form::none;
+  int nd = 0;
+  Py_ssize_t shape[dims_max];
+
+  bool is_given() const { return form != Form::none; }
+  bool is_number() const { return form == Form::whole || form == Form::real; }
+  uint64_t nbytes() const;
+  // Keep what was given beyond the frame of its caller.
+  void keep() { kept_ = nb::borrow(given); }
+  void clear() {
+    if (form == Form::none) return;
+    if (form == Form::buffer) PyBuffer_Release(&buffer_);
+    held_.reset();
+    kept_.reset();
+    form = Form::none;
+  }
+
+ private:
+  friend class Arguments;
+  nb::object held_;  // the array of a tensor, or what buffers.view made
+  nb::object kept_;
+  Py_buffer buffer_;
+  uint64_t number_ = 0;
+};
+
+// Memory for a result, in the kind of an argument.
+struct Result {
+  nb::object object;
+  engine::byte* data = nullptr;
+};
+
+// How arguments of one kind of array are seen, and how results are made.
+class Arguments {
+ public:
+  // `view` is buffers.view; `dtypes` has NumPy's type of each element type, or None; `leaves_tensors`: tensors that are
+  // not in the memory of this process go to the reference path. Throws std::runtime_error if NumPy's arrays are not
+  // what this build knows.
+  Arguments(nb::object array_type, nb::object empty, nb::object view, nb::list dtypes, bool leaves_tensors);
+
+  // Throws nb::python_error with the UsageError of buffers.view.
+  void see(PyObject* given, const char* what, bool is_written, Argument& seen) const {
+    seen.given = given;
+    if (reinterpret_cast<PyObject*>(Py_TYPE(given)) == array_type_.ptr()) [[likely]] {
+      const int needed = is_contiguous | is_aligned | (is_written ? is_writeable : 0);
+      const ArrayObject& array = as_array(given);
+      if ((array.flags & needed) == needed && see_array(array, seen)) [[likely]] {
+        seen.form = Form::array;
+        return;
+      }
+    }
+    see_other(given, what, is_written, seen);
+  }
+
+  Result make(const Argument& like, const Py_ssize_t* shape, int nd) const;
+  // The result for the user, in the kind of the argument.
+  PyObject* give(const Argument& like, Result& result, bool is_scalar) const;
+  // What a verb that works in place returns: the object that was passed, or the number that its memory holds now.
+  static PyObject* give_back(const Argument& argument);
+
+ private:
+  bool see_array(const ArrayObject& array, Argument& seen) const {
+    if (array.nd > Argument::dims_max) return false;
+    const uint8_t code = code_of(array.descr);
+    if (code == engine::untyped) return false;
+    seen.dtype = code;
+    seen.data = array.data;
+    seen.nd = array.nd;
+    uint64_t count = 1;
+    for (int i = 0; i < array.nd; ++i) count *= static_cast<uint64_t>(seen.shape[i] = array.dimensions[i]);
+    seen.count = count;
+    return true;
+  }
+  void see_other(PyObject* given, const char* what, bool is_written, Argument& seen) const;
+  bool see_number(PyObject* given, Argument& seen) const;
+  bool see_tensor(PyObject* given, bool is_written, Argument& seen) const;
+  bool see_buffer(PyObject* given, bool is_written, Argument& seen) const;
+  void see_by_python(PyObject* given, const char* what, bool is_written, Argument& seen) const;
+  // The number of NumPy's type; `untyped` if it is none of ours, or an equal one that is another object.
+  uint8_t code_of(PyObject* descr) const {
+    for (size_t code = 0; code < dtypes_.size(); ++code)
+      if (dtypes_[code].ptr() == descr) return static_cast<uint8_t>(code);
+    return engine::untyped;
+  }
+
+  nb::object array_type_, empty_, view_;
+  std::vector<nb::object> dtypes_;
+  bool leaves_tensors_;
+};
+
+}  // namespace unisono

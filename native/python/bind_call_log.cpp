@@ -1,0 +1,103 @@
+// The call log of a group, and the hash and fields of a fingerprint, for Python.
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+
+#include "collective/call_log.hpp"
+#include "collective/run.hpp"
+#include "engine/completion_queue.hpp"
+#include "python/bind.hpp"
+#include "python/fingerprint_bytes.hpp"
+
+namespace nb = nanobind;
+
+namespace unisono {
+namespace {
+
+using namespace engine;
+
+void release(void* code) { Py_DECREF(static_cast<PyObject*>(code)); }
+
+// Log a call that Python makes; `code` is None if nobody knows where it stands in the program.
+void remember(CallLog& self, uint64_t sequence, nb::bytes data, nb::object code, int instruction) {
+  const Fingerprint fingerprint = fingerprint_of(data);
+  if (!code.is_none() && !PyCode_Check(code.ptr())) throw nb::type_error("not a code object");
+  CallLog::Site site;
+  if (!code.is_none()) site = {code.release().ptr(), instruction};
+  nb::steal(static_cast<PyObject*>(self.remember(sequence, fingerprint, site)));
+}
+
+// File and line of a call, found only now: most calls are never asked about.
+nb::object site_of(const CallLog& self, uint64_t sequence) {
+  const CallLog::Entry* const entry = self.find(sequence);
+  if (entry == nullptr || entry->site.code == nullptr) return nb::none();
+  const nb::object code = nb::borrow(static_cast<PyObject*>(entry->site.code));
+  const int line = PyCode_Addr2Line(reinterpret_cast<PyCodeObject*>(code.ptr()), entry->site.instruction);
+  return nb::make_tuple(code.attr("co_filename"), line);
+}
+
+// The shape of a call that the engine has made; None if it is not known.
+nb::object shape_of(const CallLog& self, uint64_t sequence) {
+  const CallLog::Entry* const entry = self.find(sequence);
+  if (entry == nullptr || entry->shape.nd < 0) return nb::none();
+  nb::list dims;
+  for (int i = 0; i < entry->shape.nd; ++i) dims.append(entry->shape.dims[static_cast<size_t>(i)]);
+  return nb::tuple(dims);
+}
+
+}  // namespace
+
+void bind_call_log(nb::module_& m) {
+  m.def("fingerprint_hash",
+        [](uint64_t seed, const std::vector<std::int64_t>& values) { return Fingerprint::hash_of(seed, values); });
+  m.def("fingerprint_fields", [](nb::bytes data) {
+    const Fingerprint f = fingerprint_of(data);
+    return nb::make_tuple(f.verb(), f.dtype(), f.op(), f.algorithm(), f.root(), f.stage(), f.count(), f.hash());
+  });
+  m.def("fingerprint_with",
+        [](nb::bytes data, uint64_t count, uint32_t hash) { return bytes_of(fingerprint_of(data).with(count, hash)); });
+  nb::class_<CallLog>(m, "CallLog")
+      .def("__init__", [](CallLog* self) { new (self) CallLog(&release); })
+      .def_rw("next", &CallLog::next)
+      .def_rw("fast_path_open", &CallLog::fast_path_open)
+      .def("take", [](CallLog& self) { return self.next++; })
+      .def("remember", &remember, nb::arg("sequence"), nb::arg("fingerprint"), nb::arg("code").none() = nb::none(),
+           nb::arg("instruction") = 0)
+      .def("site", &site_of, nb::arg("sequence"))
+      .def("shape", &shape_of, nb::arg("sequence"))
+      .def("find",
+           [](const CallLog& self, uint64_t sequence) -> nb::object {
+             const CallLog::Entry* const found = self.find(sequence);
+             if (found == nullptr) return nb::none();
+             return bytes_of(found->fingerprint);
+           })
+      .def("last",
+           [](const CallLog& self, size_t count) {
+             nb::dict calls;
+             for (size_t i = std::min(count, self.size()); i > 0; --i)
+               calls[nb::int_(self.at(i - 1).sequence)] = bytes_of(self.at(i - 1).fingerprint);
+             return calls;
+           })
+      .def("__len__", &CallLog::size)
+      .def("awaited",
+           [](const CallLog& self, uint64_t sequence) {
+             for (const CallLog::InFlightCall* flight : self.flights) {
+               if (flight->sequence != sequence) continue;
+               const Hold held = flight->completions.engine().hold();
+               const Run* const run = flight->completions.run_of(flight->handle);
+               return run != nullptr ? run->awaited() : std::vector<std::int32_t>();
+             }
+             return std::vector<std::int32_t>();
+           })
+      .def("interrupt_in_flight", [](CallLog& self) {
+        for (CallLog::InFlightCall* flight : self.flights) {
+          flight->is_recalled.store(true, std::memory_order_relaxed);
+          const Hold held = flight->completions.engine().hold();
+          flight->completions.interrupt_wait();
+        }
+      });
+}
+
+}  // namespace unisono

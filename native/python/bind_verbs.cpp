@@ -1,0 +1,255 @@
+// The verbs of a communicator as methods of a type, made from the table of verbs (unisono/comm/verb_table.py).
+//
+// They are methods as the interpreter makes them for its own types, so profilers see them and their signatures are
+// true. A verb runs in the engine if the group has one and the arguments allow it; otherwise the reference path, in
+// Python, makes the call.
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <utility>
+
+#include "engine/engine.hpp"
+#include "python/work.hpp"
+
+namespace unisono {
+namespace {
+
+using namespace engine;
+
+constexpr size_t verbs_max = 48;
+// They live as long as the type, which is never freed.
+std::vector<VerbSpec> specs;
+std::array<PyMethodDef, verbs_max + 1> methods{};
+
+struct VerbsObject {
+  PyObject_HEAD PyObject* group;  // what keeps `native`
+  NativeGroup* native;
+  PyObject* helper;
+  PyObject* reference;
+  bool is_started;
+};
+
+PyObject* call_reference(const VerbsObject& self, const VerbSpec& spec, PyObject* const* args, Py_ssize_t count,
+                         PyObject* names) {
+  const Py_ssize_t named = names != nullptr ? PyTuple_GET_SIZE(names) : 0;
+  std::vector<PyObject*> all;
+  all.reserve(static_cast<size_t>(count + named) + 1);
+  all.push_back(self.reference);
+  all.insert(all.end(), args, args + count + named);
+  return PyObject_VectorcallMethod(spec.word, all.data(), static_cast<size_t>(count + 1), names);
+}
+
+PyObject* run_call(const VerbsObject& self, const VerbSpec& spec, const Given& given) {
+  Call call(*self.native, spec, self.helper);
+  call.prepare(given, false);
+  if (!self.native->call_log.fast_path_open) throw LeftToReference();
+  if (call.begin_and_poll(true)) [[likely]]
+    return call.finish();
+  switch (call.wait(never)) {
+    case Call::Waited::taken: return call.finish();
+    case Call::Waited::interrupted: {
+      PyObject *type, *value, *trace;
+      PyErr_Fetch(&type, &value, &trace);
+      try {
+        call.adopt("cancel");
+      } catch (nb::python_error& error) {
+        error.discard_as_unraisable("a call that was interrupted");
+      }
+      PyErr_Restore(type, value, trace);
+      return nullptr;
+    }
+    default: return call.finish_adopted(call.adopt("carry_on"));
+  }
+}
+
+PyObject* call_verb(size_t index, PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  const VerbsObject& self = *reinterpret_cast<VerbsObject*>(object);
+  const VerbSpec& spec = specs[index];
+  if (self.reference == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "this communicator was not made by unisono");
+    return nullptr;
+  }
+  try {
+    if (NativeGroup* const native = self.native; native != nullptr && spec.verb != Verb::reference &&
+                                                 !native->completions.engine().is_forked() &&
+                                                 native->call_log.fast_path_open) {
+      Given given;
+      if (given.bind(spec, args, count, names)) {
+        try {
+          return self.is_started ? start_call(self.group, *native, spec, self.helper, given)
+                                 : run_call(self, spec, given);
+        } catch (const LeftToReference&) {
+          // Nothing was sent.
+        }
+      }
+    }
+    return call_reference(self, spec, args, count, names);
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+template <size_t index>
+PyObject* call_at(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  return call_verb(index, self, args, count, names);
+}
+
+using Function = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
+template <size_t... index>
+constexpr std::array<Function, sizeof...(index)> functions(std::index_sequence<index...>) {
+  return {call_at<index>...};
+}
+constexpr auto call_functions = functions(std::make_index_sequence<verbs_max>());
+
+PyTypeObject* verbs_type = nullptr;
+
+// Make the verbs of a new communicator, or of its `start`, work.
+void bind_object(nb::handle object, nb::handle group, nb::handle helper, nb::handle reference, bool is_started) {
+  if (verbs_type == nullptr || !PyType_IsSubtype(Py_TYPE(object.ptr()), verbs_type))
+    throw nb::type_error("allowed: an object of the type of verbs");
+  VerbsObject& self = *reinterpret_cast<VerbsObject*>(object.ptr());
+  self.native = group.is_none() ? nullptr : &nb::cast<NativeGroup&>(group);
+  Py_XSETREF(self.group, Py_NewRef(group.ptr()));
+  Py_XSETREF(self.helper, Py_NewRef(helper.ptr()));
+  Py_XSETREF(self.reference, Py_NewRef(reference.ptr()));
+  self.is_started = is_started;
+}
+
+int traverse_verbs(PyObject* object, visitproc visit, void* arg) {
+  const VerbsObject& self = *reinterpret_cast<VerbsObject*>(object);
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(self.helper);
+  Py_VISIT(self.reference);
+  return 0;
+}
+
+int clear_verbs(PyObject* object) {
+  VerbsObject& self = *reinterpret_cast<VerbsObject*>(object);
+  self.native = nullptr;
+  Py_CLEAR(self.helper);
+  Py_CLEAR(self.reference);
+  Py_CLEAR(self.group);
+  return 0;
+}
+
+void drop_verbs(PyObject* object) {
+  PyTypeObject* const type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  clear_verbs(object);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+Verb verb_named(const std::string& name) {
+  static const std::pair<const char*, Verb> known[] = {
+      {"send", Verb::send},
+      {"recv", Verb::recv},
+      {"sendrecv", Verb::sendrecv},
+      {"all_reduce", Verb::all_reduce},
+      {"reduce", Verb::reduce},
+      {"broadcast", Verb::broadcast},
+      {"all_gather", Verb::all_gather},
+      {"gather", Verb::gather},
+      {"reduce_scatter", Verb::reduce_scatter},
+      {"all_to_all", Verb::all_to_all},
+      {"scan", Verb::scan},
+      {"exscan", Verb::exscan},
+      {"barrier", Verb::barrier},
+  };
+  for (const auto& [word, verb] : known)
+    if (name == word) return verb;
+  return Verb::reference;
+}
+
+Parameter parameter_named(const std::string& name) {
+  static const std::pair<const char*, Parameter> known[] = {
+      {"x", Parameter::x},
+      {"data", Parameter::x},
+      {"out", Parameter::out},
+      {"buf", Parameter::out},
+      {"op", Parameter::op},
+      {"root", Parameter::root},
+      {"dst", Parameter::dst},
+      {"src", Parameter::src},
+      {"tag", Parameter::tag},
+      {"timeout", Parameter::timeout},
+      {"algorithm", Parameter::algorithm},
+  };
+  for (const auto& [word, parameter] : known)
+    if (name == word) return parameter;
+  throw nb::value_error(("no verb of the engine takes " + name).c_str());
+}
+
+// (name, signature and documentation, names of parameters, how many of them may be passed by position)
+using Row = std::tuple<std::string, std::string, std::vector<std::string>, size_t>;
+
+nb::object make_verbs_type(const std::vector<Row>& rows, const std::vector<std::string>& ops) {
+  if (!specs.empty()) throw nb::value_error("the type of verbs is made once");
+  if (rows.size() > verbs_max) throw nb::value_error("more verbs than there is room for");
+  static std::vector<std::string> docs;
+  docs.reserve(rows.size());
+  specs.reserve(rows.size());
+  op_names.set(ops);
+  for (const auto& [name, doc, parameters, positional] : rows) {
+    VerbSpec spec;
+    spec.name = name;
+    spec.word = interned(name.c_str());
+    spec.verb = verb_named(name);
+    spec.positional = positional;
+    if (spec.verb != Verb::reference)
+      for (const std::string& parameter : parameters)
+        spec.parameters.push_back({interned(parameter.c_str()), parameter_named(parameter)});
+    docs.push_back(doc);
+    const size_t index = specs.size();
+    specs.push_back(std::move(spec));
+    methods[index] = {specs[index].name.c_str(),
+                      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_functions[index])),
+                      METH_FASTCALL | METH_KEYWORDS, docs[index].c_str()};
+  }
+  static PyType_Slot slots[] = {
+      {Py_tp_methods, methods.data()},
+      {Py_tp_traverse, reinterpret_cast<void*>(traverse_verbs)},
+      {Py_tp_clear, reinterpret_cast<void*>(clear_verbs)},
+      {Py_tp_dealloc, reinterpret_cast<void*>(drop_verbs)},
+      {0, nullptr},
+  };
+  static PyType_Spec spec = {"unisono._native.VerbsBase", sizeof(VerbsObject), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, slots};
+  PyObject* const type = PyType_FromSpec(&spec);
+  if (type == nullptr) throw nb::python_error();
+  verbs_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type));
+  return nb::steal(type);
+}
+
+}  // namespace
+
+void bind_verbs(nb::module_& m) {
+  bind_work(m);
+  nb::class_<NativeGroup>(m, "NativeGroup")
+      .def(nb::init<nb::object, nb::object, uint64_t, std::int32_t, std::vector<std::int32_t>, bool, size_t, double,
+                    double, bool, nb::object, nb::object, nb::object, nb::list, nb::object, nb::object>(),
+           nb::arg("engine"), nb::arg("call_log"), nb::kw_only(), nb::arg("context"), nb::arg("rank"),
+           nb::arg("members"), nb::arg("is_introduced"), nb::arg("window"), nb::arg("stall_s"), nb::arg("deadline_s"),
+           nb::arg("leaves_tensors"), nb::arg("array_type"), nb::arg("empty"), nb::arg("view"), nb::arg("dtypes"),
+           nb::arg("status"), nb::arg("any_"))
+      .def("unclaimed", &NativeGroup::unclaimed, nb::arg("sequence"))
+      .def("unconfirmed_ranks", &NativeGroup::unconfirmed_ranks)
+      .def("introduce", &NativeGroup::introduce)
+      .def("works_to_adopt", &NativeGroup::works_to_adopt, nb::arg("only_overdue"))
+      .def("unwaited", &NativeGroup::unwaited)
+      .def_ro("ended", &NativeGroup::ended)
+      .def_ro("decided", &NativeGroup::decided)
+      .def_ro("adopted", &NativeGroup::adopted);
+  m.def("bind_verbs", &bind_object, nb::arg("verbs"), nb::arg("group").none(), nb::arg("helper"), nb::arg("reference"),
+        nb::arg("is_started"));
+  m.def("make_verbs_type", &make_verbs_type, nb::arg("rows"), nb::arg("ops"));
+}
+
+}  // namespace unisono

@@ -1,0 +1,181 @@
+// A call of a verb: from the raw arguments to the result, for blocking and started calls alike.
+//
+// The engine runs it. Python is asked for what is rare: the decision for the first call of a class, and everything that
+// must be known of a call that does not end well or soon. Python then *adopts* the call: its operations go on, and from
+// that moment its errors, stalls, deadlines and interrupts are those of a Task (unisono/comm/adoption.py).
+//
+// The order of locks: the GIL, then the engine's. No Python object is made or dropped with the engine's lock held.
+
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "python/native_group.hpp"
+
+namespace unisono {
+
+// Verbs that the engine runs; the reference path makes the calls of all others.
+enum class Verb : uint8_t {
+  reference,
+  send,
+  recv,
+  sendrecv,
+  all_reduce,
+  reduce,
+  broadcast,
+  all_gather,
+  gather,
+  reduce_scatter,
+  all_to_all,
+  scan,
+  exscan,
+  barrier,
+};
+
+enum class Parameter : uint8_t { x, out, op, root, dst, src, tag, timeout, algorithm };
+inline constexpr size_t parameter_count = 9;
+
+// What a verb takes: a row of the table in unisono/comm/verb_table.py.
+struct VerbSpec {
+  struct Named {
+    PyObject* word;  // interned
+    Parameter parameter;
+  };
+  std::string name;
+  PyObject* word = nullptr;
+  Verb verb = Verb::reference;
+  std::vector<Named> parameters;
+  size_t positional = 0;
+
+  bool is_collective() const { return verb >= Verb::all_reduce; }
+};
+
+// The objects that were passed, by parameter; nullptr if left out.
+struct Given {
+  PyObject* of[parameter_count] = {};
+  PyObject*& operator[](Parameter parameter) { return of[static_cast<size_t>(parameter)]; }
+  PyObject* operator[](Parameter parameter) const { return of[static_cast<size_t>(parameter)]; }
+  // False if the call does not fit the verb: the reference path raises the TypeError.
+  bool bind(const VerbSpec& spec, PyObject* const* args, Py_ssize_t count, PyObject* names);
+};
+
+// Names of reductions by number, as in core/ops.py.
+class OpNames {
+ public:
+  static constexpr std::int16_t none = -1;
+  void set(const std::vector<std::string>& names);
+  // Throws LeftToReference for a user's own and for anything unknown.
+  std::int16_t number_of(PyObject* op) const;
+  // How many elements are never separated.
+  uint64_t width_of(std::int16_t number) const;
+  nb::object name_of(std::int16_t number) const { return nb::borrow(words_[static_cast<size_t>(number)]); }
+
+ private:
+  std::vector<PyObject*> words_;  // interned, kept for good
+  std::int16_t maxloc_ = none, minloc_ = none;
+};
+extern OpNames op_names;
+
+class Call {
+ public:
+  Call(NativeGroup& group, const VerbSpec& spec, nb::handle helper) : group_(group), spec_(spec), helper_(helper) {}
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  // Read the arguments and find the decision. Throws LeftToReference, or nb::python_error.
+  void prepare(const Given& given, bool is_started);
+  // Keep the arguments beyond the caller's frame.
+  void keep();
+  // Start its operations: allowed, numbered and under way while nobody else runs Python.
+  void begin();
+  // Look for its end for a few rounds of progress, if that is worth it; true if it has ended well and was taken.
+  bool begin_and_poll(bool is_blocking);
+
+  enum class Waited : uint8_t {
+    taken,        // it has ended well
+    attention,    // Python must look at it
+    interrupted,  // a signal handler has raised
+    limit,        // the time is over
+    elsewhere,    // another thread has taken it, or has let Python adopt it
+  };
+  Waited wait(std::int64_t limit_ns);
+  // Whether it has ended otherwise than well.
+  bool has_failed();
+  // One look at the links; true if it has ended well and was taken.
+  bool poll(unsigned idle_polls);
+  // Let Python carry it on: `how` is the method of the helper, which returns a Work.
+  nb::object adopt(const char* how);
+  // Its result, once it has ended well.
+  PyObject* finish();
+  // As above, for one that Python has carried to its end.
+  PyObject* finish_adopted(nb::object result);
+
+  bool is_collective() const { return spec_.is_collective(); }
+  const VerbSpec& spec() const { return spec_; }
+  NativeGroup& group() const { return group_; }
+  nb::handle helper() const { return helper_; }
+  nb::handle code() const { return code_; }
+  int instruction() const { return instruction_; }
+  // When Python must look at it at the latest.
+  std::int64_t attention_at();
+
+ private:
+  void prepare_collective(const Given& given);
+  void prepare_message(const Given& given);
+  void read_timeout(PyObject* timeout);
+  std::int32_t rank_of(PyObject* rank) const;
+  std::int64_t tag_of_user(PyObject* tag, bool takes_any) const;
+  void find_decision(const Given& given);
+  const Decision* decide(const DecisionKey& key, const Given& given);
+  void find_target(const Given& given);
+  void check_out(const Py_ssize_t* shape, int nd) const;
+  void begin_collective();
+  void begin_send();
+  void begin_receive();
+  bool has_ended() const {
+    for (unsigned i = 0; i < started_; ++i)
+      if (operations_[i]->phase != engine::Operation::Phase::ended) return false;
+    return true;
+  }
+  // With the engine's lock: true if all operations ended well; then they are back in their pools.
+  bool take();
+  void release(unsigned count);
+  nb::object status() const;
+  uint64_t poll_bytes() const;
+  // All counts of an even collective are one.
+  engine::Counts counts() const {
+    return {&count_, spec_.verb == Verb::barrier ? 0u : 1u, spec_.verb != Verb::barrier};
+  }
+
+  NativeGroup& group_;
+  const VerbSpec& spec_;
+  nb::handle helper_;
+  Argument x_, out_;
+  Result result_;
+  const Decision* decision_ = nullptr;
+  engine::Fingerprint fingerprint_;
+  nb::object code_;  // where the program calls it, until it is in the log
+  int instruction_ = 0;
+  std::int16_t op_ = OpNames::none;
+  uint64_t count_ = 0;                         // items of one rank
+  std::int32_t root_ = 0, dst_ = 0, src_ = 0;  // ranks of the group; src -1: any
+  std::int64_t tag_ = 0;                       // -1: any
+  std::int64_t timeout_ns_ = -1;
+  std::int64_t begun_at_ = 0;  // 0: the clock was not read yet
+  uint64_t sequence_ = engine::CallLog::no_sequence;
+  engine::byte* target_ = nullptr;  // where the result is made
+  uint64_t target_count_ = 0;
+  bool is_result_scalar_ = false;
+  unsigned started_ = 0;
+  engine::Operation* operations_[2] = {};
+  uint64_t handles_[2] = {};
+  // Of a receive that has ended.
+  std::int32_t source_ = 0;
+  uint64_t met_tag_ = 0, met_bytes_ = 0;
+  std::string header_;
+  std::optional<engine::CompletionQueue::Unclaimed> unclaimed_;
+};
+
+}  // namespace unisono

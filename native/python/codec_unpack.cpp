@@ -1,0 +1,471 @@
+#include <cstring>
+#include <memory>
+
+#include "python/argument.hpp"
+#include "python/codec.hpp"
+
+namespace unisono::codec {
+namespace {
+
+// Short keys of dicts, so that a list of dicts with the same keys makes each key once. Good for one call.
+class Keys {
+ public:
+  ~Keys() {
+    for (PyObject* key : keys_) Py_XDECREF(key);
+  }
+
+  // Null if there is no such text, with the exception set.
+  PyObject* get(const byte* data, size_t bytes) {
+    uint64_t first = 0, last = 0;
+    if (bytes >= 8) {
+      std::memcpy(&first, data, 8);
+      std::memcpy(&last, data + bytes - 8, 8);
+    } else {
+      std::memcpy(&first, data, bytes);
+    }
+    PyObject*& kept = keys_[((first ^ (last << 1) ^ bytes) * 0x9E3779B97F4A7C15u) >> 58];
+    if (kept != nullptr && static_cast<size_t>(PyUnicode_GET_LENGTH(kept)) == bytes &&
+        std::memcmp(PyUnicode_1BYTE_DATA(kept), data, bytes) == 0)
+      return Py_NewRef(kept);
+    PyObject* const made =
+        PyUnicode_DecodeUTF8(reinterpret_cast<const char*>(data), static_cast<Py_ssize_t>(bytes), nullptr);
+    if (made != nullptr && PyUnicode_IS_COMPACT_ASCII(made)) Py_XSETREF(kept, Py_NewRef(made));
+    return made;
+  }
+
+ private:
+  PyObject* keys_[64] = {nullptr};
+};
+
+// What arrays need to be used where they are: as much as every element of theirs.
+constexpr size_t array_alignment = 16;
+
+struct Blob {
+  const byte* data = nullptr;
+  PyObject* owner = nullptr;  // borrowed; null: the memory may be read now and never again
+  size_t offset = 0;          // of the data in the owner's memory
+  bool is_writable = false;
+};
+
+// Where the blobs are.
+class Blobs {
+ public:
+  virtual ~Blobs() = default;
+  // The next one; false if there is none of this length.
+  virtual bool next(size_t bytes, Blob& blob) = 0;
+  // Whether every one was asked for.
+  virtual bool are_all_used() const = 0;
+};
+
+class BlobsInOnePiece : public Blobs {
+ public:
+  BlobsInOnePiece(const byte* data, size_t bytes, size_t head_bytes, PyObject* memory)
+      : data_(data), bytes_(bytes), end_(head_bytes), memory_(memory) {}
+
+  bool next(size_t bytes, Blob& blob) override {
+    const size_t start = aligned(end_);
+    if (start > bytes_ || bytes > bytes_ - start) return false;
+    end_ = aligned(start + bytes);
+    blob = {data_ + start, memory_, start, memory_ != nullptr};
+    return true;
+  }
+  bool are_all_used() const override { return end_ == bytes_; }
+
+ private:
+  const byte* data_;
+  size_t bytes_, end_;
+  PyObject* memory_;
+};
+
+class BlobsInParts : public Blobs {
+ public:
+  BlobsInParts(PyObject* const* owners, size_t count) : owners_(owners), count_(count), views_(new Py_buffer[count]) {}
+  ~BlobsInParts() override {
+    for (size_t i = 0; i < used_; ++i) PyBuffer_Release(&views_[i]);
+  }
+
+  bool next(size_t bytes, Blob& blob) override {
+    if (used_ == count_) return false;
+    PyObject* const owner = owners_[used_];
+    Py_buffer& view = views_[used_];
+    if (PyObject_GetBuffer(owner, &view, PyBUF_SIMPLE) != 0) return false;
+    ++used_;
+    if (static_cast<size_t>(view.len) != bytes) return false;
+    blob = {static_cast<const byte*>(view.buf), owner, 0, !view.readonly};
+    return true;
+  }
+  bool are_all_used() const override { return used_ == count_; }
+
+ private:
+  PyObject* const* owners_;
+  size_t count_, used_ = 0;
+  std::unique_ptr<Py_buffer[]> views_;
+};
+
+// Reads a head. Every function that returns an object returns null with an exception set.
+class Unpacker {
+ public:
+  Unpacker(const byte* head, size_t bytes, Blobs& blobs) : at_(head), end_(head + bytes), blobs_(blobs) {}
+
+  PyObject* whole() {
+    PyObject* const made = value(0);
+    if (made == nullptr) return nullptr;
+    if (at_ == end_ && blobs_.are_all_used()) return made;
+    Py_DECREF(made);
+    return malformed("malformed object: more bytes came than it names");
+  }
+
+ private:
+  PyObject* malformed(const char* text) {
+    if (!PyErr_Occurred()) PyErr_SetString(kinds().protocol_error, text);
+    return nullptr;
+  }
+  PyObject* cut_short() { return malformed("malformed object: it is cut short"); }
+
+  size_t left() const { return static_cast<size_t>(end_ - at_); }
+  template <class T>
+  bool get(T& number) {
+    if (left() < sizeof number) return false;
+    std::memcpy(&number, at_, sizeof number);
+    at_ += sizeof number;
+    return true;
+  }
+  template <class T>
+  bool get_count(size_t& count) {
+    T number;
+    if (!get(number)) return false;
+    count = number;
+    return true;
+  }
+  // A length of which every byte is there.
+  template <class T>
+  bool get_length(size_t& length) {
+    return get_count<T>(length) && length <= left();
+  }
+  bool get_blob(size_t bytes, Blob& blob) { return blobs_.next(bytes, blob); }
+
+  PyObject* value(int depth);
+  PyObject* text(size_t bytes) {
+    const char* const data = reinterpret_cast<const char*>(at_);
+    at_ += bytes;
+    return PyUnicode_DecodeUTF8(data, static_cast<Py_ssize_t>(bytes), nullptr);
+  }
+  PyObject* bytes(size_t bytes) {
+    const char* const data = reinterpret_cast<const char*>(at_);
+    at_ += bytes;
+    return PyBytes_FromStringAndSize(data, static_cast<Py_ssize_t>(bytes));
+  }
+  PyObject* blob(Tag tag);
+  PyObject* key(int depth);
+  template <class T>
+  PyObject* sequence(int depth, bool is_list);
+  template <class T>
+  PyObject* dict(int depth);
+  PyObject* array(bool is_blob);
+  PyObject* status(int depth);
+  PyObject* record(int depth);
+  PyObject* extension(int depth);
+  PyObject* only(Tag first, int depth);
+
+  // Takes note of a container's items. Each is at least one byte, and so are those that other containers still await:
+  // what is allocated for all of them together is bounded by the bytes that are there.
+  template <class T>
+  bool open(size_t& count, size_t values_each) {
+    if (!get_count<T>(count) || count > left() || count * values_each > left()) return false;
+    if (owed_ > left() - count * values_each) return false;
+    owed_ += count * values_each;
+    return true;
+  }
+
+  const byte* at_;
+  const byte* end_;
+  size_t owed_ = 0;  // values that open containers await
+  Blobs& blobs_;
+  Keys keys_;
+};
+
+PyObject* Unpacker::value(int depth) {
+  Tag tag;
+  size_t length;
+  if (!get(tag)) return cut_short();
+  switch (tag) {
+    case Tag::none: Py_RETURN_NONE;
+    case Tag::no: Py_RETURN_FALSE;
+    case Tag::yes: Py_RETURN_TRUE;
+    case Tag::int8: {
+      std::int8_t number;
+      return get(number) ? PyLong_FromLong(number) : cut_short();
+    }
+    case Tag::int32: {
+      std::int32_t number;
+      return get(number) ? PyLong_FromLong(number) : cut_short();
+    }
+    case Tag::int64: {
+      std::int64_t number;
+      return get(number) ? PyLong_FromLongLong(number) : cut_short();
+    }
+    case Tag::float64: {
+      double number;
+      return get(number) ? PyFloat_FromDouble(number) : cut_short();
+    }
+    case Tag::text: return get_length<uint8_t>(length) ? text(length) : cut_short();
+    case Tag::text_long: return get_length<uint64_t>(length) ? text(length) : cut_short();
+    case Tag::bytes: return get_length<uint8_t>(length) ? bytes(length) : cut_short();
+    case Tag::bytes_long: return get_length<uint64_t>(length) ? bytes(length) : cut_short();
+    case Tag::bytearray: {
+      if (!get_length<uint64_t>(length)) return cut_short();
+      const char* const data = reinterpret_cast<const char*>(at_);
+      at_ += length;
+      return PyByteArray_FromStringAndSize(data, static_cast<Py_ssize_t>(length));
+    }
+    case Tag::text_blob:
+    case Tag::bytes_blob:
+    case Tag::bytearray_blob: return blob(tag);
+    case Tag::list: return sequence<uint8_t>(depth, true);
+    case Tag::list_long: return sequence<uint64_t>(depth, true);
+    case Tag::tuple: return sequence<uint8_t>(depth, false);
+    case Tag::tuple_long: return sequence<uint64_t>(depth, false);
+    case Tag::dict: return dict<uint8_t>(depth);
+    case Tag::dict_long: return dict<uint64_t>(depth);
+    case Tag::array: return array(false);
+    case Tag::array_blob: return array(true);
+    case Tag::status: return status(depth);
+    case Tag::record: return record(depth);
+    case Tag::extension: return extension(depth);
+  }
+  return malformed("malformed object: an unknown tag");
+}
+
+PyObject* Unpacker::blob(Tag tag) {
+  uint64_t length;
+  Blob blob;
+  if (!get(length)) return cut_short();
+  if (!get_blob(length, blob)) return malformed("malformed object: memory of another length than it names");
+  const char* const data = reinterpret_cast<const char*>(blob.data);
+  const auto bytes = static_cast<Py_ssize_t>(length);
+  if (tag == Tag::text_blob) return PyUnicode_DecodeUTF8(data, bytes, nullptr);
+  // Memory that is the object's own, from its first byte to its last.
+  const bool is_whole = blob.owner != nullptr && blob.offset == 0;
+  if (tag == Tag::bytes_blob) {
+    if (is_whole && PyBytes_CheckExact(blob.owner)) return Py_NewRef(blob.owner);
+    return PyBytes_FromStringAndSize(data, bytes);
+  }
+  if (is_whole && PyByteArray_CheckExact(blob.owner)) return Py_NewRef(blob.owner);
+  return PyByteArray_FromStringAndSize(data, bytes);
+}
+
+template <class T>
+PyObject* Unpacker::sequence(int depth, bool is_list) {
+  size_t count;
+  if (depth > depth_max) return malformed("malformed object: nested too deeply");
+  if (!open<T>(count, 1)) return malformed("malformed object: a sequence longer than its bytes");
+  const auto length = static_cast<Py_ssize_t>(count);
+  PyObject* const made = is_list ? PyList_New(length) : PyTuple_New(length);
+  if (made == nullptr) return nullptr;
+  PyObject** const items =
+      is_list ? reinterpret_cast<PyListObject*>(made)->ob_item : reinterpret_cast<PyTupleObject*>(made)->ob_item;
+  for (Py_ssize_t i = 0; i < length; ++i) {
+    --owed_;
+    PyObject* const item = value(depth + 1);
+    if (item == nullptr) {
+      Py_DECREF(made);
+      return nullptr;
+    }
+    items[i] = item;
+  }
+  return made;
+}
+
+PyObject* Unpacker::key(int depth) {
+  constexpr size_t key_bytes_max = 32;
+  if (left() >= 2 && static_cast<Tag>(at_[0]) == Tag::text) {
+    const auto length = static_cast<size_t>(at_[1]);
+    if (length <= key_bytes_max && length <= left() - 2) {
+      const byte* const data = at_ + 2;
+      at_ += 2 + length;
+      return keys_.get(data, length);
+    }
+  }
+  return value(depth);
+}
+
+template <class T>
+PyObject* Unpacker::dict(int depth) {
+  size_t count;
+  if (depth > depth_max) return malformed("malformed object: nested too deeply");
+  if (!open<T>(count, 2)) return malformed("malformed object: a dict longer than its bytes");
+  PyObject* const made = PyDict_New();
+  for (size_t i = 0; made != nullptr && i < count; ++i) {
+    --owed_;
+    PyObject* const name = key(depth + 1);
+    --owed_;
+    PyObject* const item = name != nullptr ? value(depth + 1) : nullptr;
+    const bool is_done = item != nullptr && PyDict_SetItem(made, name, item) == 0;
+    Py_XDECREF(name);
+    Py_XDECREF(item);
+    if (is_done) continue;
+    Py_DECREF(made);
+    return nullptr;
+  }
+  return made;
+}
+
+PyObject* Unpacker::array(bool is_blob) {
+  uint8_t code, dimensions;
+  if (!get(code) || !get(dimensions)) return cut_short();
+  if (code >= dtype_count || kinds().dtypes[code] == nullptr)
+    return malformed("malformed object: an array of an unknown type");
+  if (dimensions > dimensions_max || 8 * static_cast<size_t>(dimensions) > left())
+    return malformed("malformed object: an array with a bad shape");
+  size_t bytes = itemsizes[code];
+  bool is_too_long = false;
+  PyObject* const shape = PyTuple_New(dimensions);
+  if (shape == nullptr) return nullptr;
+  for (Py_ssize_t i = 0; i < dimensions; ++i) {
+    uint64_t length = 0;
+    get(length);
+    is_too_long |= length > static_cast<uint64_t>(PY_SSIZE_T_MAX) || __builtin_mul_overflow(bytes, length, &bytes);
+    PyObject* const number = PyLong_FromUnsignedLongLong(length);
+    if (number == nullptr) {
+      Py_DECREF(shape);
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(shape, i, number);
+  }
+  Blob blob;
+  const bool is_there = !is_too_long && (is_blob ? get_blob(bytes, blob) : bytes <= left());
+  PyObject* made = nullptr;
+  if (!is_there) {
+    malformed("malformed object: an array of the wrong length");
+  } else if (is_blob && blob.is_writable && reinterpret_cast<uintptr_t>(blob.data) % array_alignment == 0) {
+    PyObject* const offset = PyLong_FromSize_t(blob.offset);
+    PyObject* const arguments[] = {shape, kinds().dtypes[code], blob.owner, offset};
+    made = offset != nullptr ? PyObject_Vectorcall(kinds().array_type, arguments, 4, nullptr) : nullptr;
+    Py_XDECREF(offset);
+  } else {
+    PyObject* const arguments[] = {shape, kinds().dtypes[code]};
+    made = PyObject_Vectorcall(kinds().empty, arguments, 2, nullptr);
+    if (made != nullptr && bytes != 0) std::memcpy(as_array(made).data, is_blob ? blob.data : at_, bytes);
+    if (!is_blob) at_ += bytes;
+  }
+  Py_DECREF(shape);
+  return made;
+}
+
+PyObject* Unpacker::status(int depth) {
+  if (depth > depth_max) return malformed("malformed object: nested too deeply");
+  PyObject* const fields = PyTuple_New(3);
+  for (Py_ssize_t i = 0; fields != nullptr && i < 3; ++i) {
+    PyObject* const item = value(depth + 1);
+    if (item == nullptr) {
+      Py_DECREF(fields);
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(fields, i, item);
+  }
+  if (fields == nullptr) return nullptr;
+  PyObject* const arguments = PyTuple_Pack(1, fields);
+  auto* const type = reinterpret_cast<PyTypeObject*>(kinds().status_type);
+  PyObject* const made = arguments != nullptr ? PyTuple_Type.tp_new(type, arguments, nullptr) : nullptr;
+  Py_XDECREF(arguments);
+  Py_DECREF(fields);
+  return made;
+}
+
+// A value of one kind: `first` is the short form of its tag, and the long form follows it.
+PyObject* Unpacker::only(Tag first, int depth) {
+  const auto tag = left() != 0 ? static_cast<uint8_t>(*at_) : uint8_t{255};
+  if (tag != static_cast<uint8_t>(first) && tag != static_cast<uint8_t>(first) + 1)
+    return malformed("malformed object: a record of other parts");
+  return value(depth);
+}
+
+PyObject* Unpacker::record(int depth) {
+  if (depth > depth_max) return malformed("malformed object: nested too deeply");
+  PyObject* const parts = PyTuple_New(3);
+  if (parts == nullptr) return nullptr;
+  constexpr Tag tags[] = {Tag::text, Tag::tuple, Tag::list};
+  PyObject* made = nullptr;
+  Py_ssize_t i = 0;
+  for (; i < 3; ++i) {
+    PyObject* const part = only(tags[i], depth);
+    if (part == nullptr) break;
+    PyTuple_SET_ITEM(parts, i, part);
+  }
+  if (i == 3) {
+    PyObject* const arguments[] = {Py_None, parts};
+    made = PyObject_Vectorcall(kinds().rebuild, arguments, 2, nullptr);
+  }
+  Py_DECREF(parts);
+  return made;
+}
+
+PyObject* Unpacker::extension(int depth) {
+  uint8_t code;
+  if (depth > depth_max) return malformed("malformed object: nested too deeply");
+  if (!get(code) || left() == 0) return cut_short();
+  const auto next = static_cast<Tag>(*at_);
+  if (next == Tag::extension || next == Tag::record) return malformed("malformed object: an extension of another");
+  PyObject* const inner = value(depth);
+  PyObject* const number = inner != nullptr ? PyLong_FromLong(code) : nullptr;
+  PyObject* made = nullptr;
+  if (number != nullptr) {
+    PyObject* const arguments[] = {number, inner};
+    made = PyObject_Vectorcall(kinds().rebuild, arguments, 2, nullptr);
+  }
+  Py_XDECREF(number);
+  Py_XDECREF(inner);
+  return made;
+}
+
+// What a value is made of may refuse it: a key that cannot be hashed, text that is no UTF-8, a registered class.
+PyObject* checked(PyObject* made) {
+  if (made != nullptr || PyErr_ExceptionMatches(kinds().protocol_error)) return made;
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  PyErr_NormalizeException(&type, &error, &trace);
+  if (trace != nullptr) PyException_SetTraceback(error, trace);
+  PyObject* const raised = PyObject_CallOneArg(kinds().malformed, error);
+  if (raised != nullptr) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised)), raised);
+  Py_XDECREF(raised);
+  Py_XDECREF(type);
+  Py_XDECREF(error);
+  Py_XDECREF(trace);
+  return nullptr;
+}
+
+// The length of prefix and head; 0, with the exception set, if it cannot be.
+size_t head_length(const byte* data, size_t bytes) {
+  uint64_t prefix = 0;
+  if (kinds().protocol_error == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "import unisono.core.codec first");
+    return 0;
+  }
+  if (bytes > prefix_bytes) std::memcpy(&prefix, data, sizeof prefix);
+  const size_t length = prefix >> magic_bits;
+  if ((prefix & ((1 << magic_bits) - 1)) == magic && length > prefix_bytes && length <= bytes) return length;
+  PyErr_SetString(kinds().protocol_error, "malformed object: a bad prefix");
+  return 0;
+}
+
+}  // namespace
+
+PyObject* unpack(const byte* data, size_t bytes, PyObject* memory) {
+  const size_t length = head_length(data, bytes);
+  if (length == 0) return nullptr;
+  BlobsInOnePiece blobs(data, bytes, length, memory);
+  return checked(Unpacker(data + prefix_bytes, length - prefix_bytes, blobs).whole());
+}
+
+PyObject* unpack_parts(const byte* head, size_t bytes, PyObject* const* owners, size_t count) {
+  const size_t length = head_length(head, bytes);
+  if (length == 0) return nullptr;
+  if (length != bytes) {
+    PyErr_SetString(kinds().protocol_error, "malformed object: more bytes came than it names");
+    return nullptr;
+  }
+  BlobsInParts blobs(owners, count);
+  return checked(Unpacker(head + prefix_bytes, bytes - prefix_bytes, blobs).whole());
+}
+
+}  // namespace unisono::codec

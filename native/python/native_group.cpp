@@ -1,0 +1,92 @@
+#include "python/native_group.hpp"
+
+#include "engine/engine.hpp"
+
+namespace unisono {
+
+using namespace engine;
+
+CompletionQueue& completions_of(nb::handle engine);
+
+namespace {
+
+// Up to this many bytes a call does not wait until peers from which nothing comes back have met its messages, and no
+// more often than this in a row: then it waits, so that no rank is further ahead. The messages fit into the credit many
+// times over, and a wait costs a message there and back, a few percent of 32 calls.
+constexpr uint64_t run_ahead_bytes = 16 * 1024;
+constexpr uint8_t run_ahead_max = 32;
+
+}  // namespace
+
+NativeGroup::NativeGroup(nb::object engine, nb::object call_log, uint64_t context, std::int32_t rank,
+                         std::vector<std::int32_t> members, bool is_introduced, size_t window, double stall_s,
+                         double deadline_s, bool leaves_tensors, nb::object array_type, nb::object empty,
+                         nb::object view, nb::list dtypes, nb::object status, nb::object any)
+    : call_log(nb::cast<CallLog&>(call_log)),
+      completions(completions_of(engine)),
+      context(context),
+      rank(rank),
+      size(static_cast<std::int32_t>(members.size())),
+      members(std::move(members)),
+      window(window > 0 ? window : 1),
+      stall_ns(static_cast<std::int64_t>(stall_s * 1e9)),
+      deadline_ns(deadline_s < 0 ? -1 : static_cast<std::int64_t>(deadline_s * 1e9)),
+      arguments(std::move(array_type), std::move(empty), std::move(view), std::move(dtypes), leaves_tensors),
+      status(std::move(status)),
+      any(std::move(any)),
+      is_introduced_(this->members.size(), is_introduced),
+      run_ahead_(static_cast<size_t>(completions.engine().size)),
+      engine_(std::move(engine)),
+      call_log_(std::move(call_log)) {
+  if (!PyType_Check(this->status.ptr()) ||
+      !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(this->status.ptr()), &PyTuple_Type))
+    throw nb::type_error("allowed: a status that is a tuple");
+  for (const std::int32_t member : this->members)
+    if (member < 0 || member >= completions.engine().size) throw nb::value_error("no such rank");
+  if (rank < 0 || rank >= size) throw nb::value_error("no such rank");
+  ranks_.assign(static_cast<size_t>(completions.engine().size), -1);
+  for (std::int32_t i = 0; i < size; ++i) {
+    ranks_[static_cast<size_t>(this->members[static_cast<size_t>(i)])] = i;
+    is_translated_ = is_translated_ || this->members[static_cast<size_t>(i)] != i;
+  }
+}
+
+nb::list NativeGroup::unclaimed(uint64_t sequence) {
+  std::vector<CompletionQueue::Unclaimed> found;
+  if (sequence > 0) {
+    const Hold held = completions.engine().hold();
+    found = completions.unclaimed(context, tag_of(sequence - 1));
+  }
+  nb::list result;
+  for (const CompletionQueue::Unclaimed& one : found)
+    result.append(nb::make_tuple(one.source, one.sequence, nb::bytes(one.header.data(), one.header.size())));
+  return result;
+}
+
+std::vector<std::int32_t> NativeGroup::unconfirmed_ranks() const {
+  std::vector<std::int32_t> ranks;
+  for (size_t rank = 0; rank < run_ahead_.size(); ++rank)
+    if (run_ahead_[rank] != 0) ranks.push_back(static_cast<std::int32_t>(rank));
+  return ranks;
+}
+
+void NativeGroup::introduce(size_t rank) {
+  if (rank >= members.size()) throw nb::value_error("no such rank");
+  is_introduced_[rank] = true;
+}
+
+bool NativeGroup::count_run_ahead(const Run& run, uint64_t nbytes) {
+  const size_t lines = run.program().lines.size();
+  bool may_run_ahead = nbytes <= run_ahead_bytes;
+  const auto ahead_of = [&](size_t line) -> uint8_t& { return run_ahead_[static_cast<size_t>(run.peer(line))]; };
+  for (size_t line = 0; line < lines && may_run_ahead; ++line)
+    may_run_ahead = run.answers(line) || ahead_of(line) < run_ahead_max;
+  for (size_t line = 0; line < lines; ++line)
+    if (run.answers(line))
+      ahead_of(line) = 0;
+    else if (run.sends_to(line))
+      ahead_of(line) = may_run_ahead ? static_cast<uint8_t>(ahead_of(line) + 1) : 0;
+  return may_run_ahead;
+}
+
+}  // namespace unisono

@@ -1,0 +1,158 @@
+// A group as the engine's calls see it: its members, its call log, what was decided for its calls, and its started
+// calls.
+//
+// Every member function needs the GIL: a call is allowed, numbered and entered in the log while no other thread runs
+// Python.
+
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/intrusive_list.hpp"
+#include "collective/call_log.hpp"
+#include "collective/run.hpp"
+#include "engine/completion_queue.hpp"
+#include "python/argument.hpp"
+
+namespace unisono {
+
+// What Python decided for one class of calls; immutable.
+struct Decision {
+  std::shared_ptr<const engine::Program> program;
+  engine::Fingerprint fingerprint;  // but for count and hash
+  uint64_t seed = 0;                // of the hash
+  bool is_shape_compared = false;
+  Reduce kernel = nullptr;
+  uint64_t itemsize = 1;     // of what is never separated
+  std::int64_t divisor = 0;  // of a mean; 0 divides nothing
+  std::string identity;      // one element, with which exscan fills the result of rank 0
+  uint64_t piece_elements = UINT64_MAX;
+};
+
+// What tells decisions apart. A call site is no part of it.
+struct DecisionKey {
+  uint8_t verb = 0;
+  uint8_t dtype = 0;
+  std::int16_t op = -1;
+  std::int32_t root = 0;
+  PyObject* algorithm = nullptr;  // interned, and never freed once a decision names it
+  uint64_t shape = 0;             // hash of it, where it decides whether the operation is defined
+  int size_class = 0;             // of the items of one rank
+
+  bool operator==(const DecisionKey&) const = default;
+  size_t hash() const {
+    uint64_t h = uint64_t{verb} | uint64_t{dtype} << 8 | static_cast<uint64_t>(static_cast<uint16_t>(op)) << 16 |
+                 static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32;
+    h = (h ^ reinterpret_cast<uint64_t>(algorithm)) * 0x9e3779b97f4a7c15u;
+    h = (h ^ h >> 29 ^ shape) * 0xd6e8feb86659fd93u;
+    h = (h ^ h >> 32 ^ static_cast<uint64_t>(size_class)) * 0x9e3779b97f4a7c15u;
+    return h ^ h >> 32;
+  }
+};
+
+// Decisions by key. It grows and never evicts: ranks of one group make the same calls, so a decision that was dropped
+// would be made again and again.
+class DecisionTable {
+ public:
+  const Decision* find(const DecisionKey& key) const {
+    if (places_.empty()) return nullptr;
+    for (size_t at = key.hash();; ++at) {
+      const Place& place = places_[at & (places_.size() - 1)];
+      if (place.decision == nullptr || place.key == key) return place.decision.get();
+    }
+  }
+  const Decision* add(const DecisionKey& key, std::unique_ptr<const Decision> decision) {
+    if (used_ * 2 >= places_.size()) grow();
+    Place& place = free_place(key);
+    place.key = key;
+    place.decision = std::move(decision);
+    ++used_;
+    return place.decision.get();
+  }
+
+ private:
+  struct Place {
+    DecisionKey key;
+    std::unique_ptr<const Decision> decision;
+  };
+  Place& free_place(const DecisionKey& key) {
+    size_t at = key.hash();
+    while (places_[at & (places_.size() - 1)].decision != nullptr) ++at;
+    return places_[at & (places_.size() - 1)];
+  }
+  void grow() {
+    std::vector<Place> old(places_.empty() ? 64 : places_.size() * 2);
+    old.swap(places_);
+    for (Place& place : old)
+      if (place.decision != nullptr) {
+        Place& moved = free_place(place.key);
+        moved.key = place.key;
+        moved.decision = std::move(place.decision);
+      }
+  }
+
+  std::vector<Place> places_;
+  size_t used_ = 0;
+};
+
+// What a started call (work.hpp) is in the list of its group.
+struct StartedLink {
+  engine::ListHook<StartedLink> hook;
+};
+using StartedList = engine::IntrusiveList<StartedLink, &StartedLink::hook>;
+
+class NativeGroup {
+ public:
+  NativeGroup(nb::object engine, nb::object call_log, uint64_t context, std::int32_t rank,
+              std::vector<std::int32_t> members, bool is_introduced, size_t window, double stall_s, double deadline_s,
+              bool leaves_tensors, nb::object array_type, nb::object empty, nb::object view, nb::list dtypes,
+              nb::object status, nb::object any);
+  NativeGroup(const NativeGroup&) = delete;
+  NativeGroup& operator=(const NativeGroup&) = delete;
+
+  // Messages that no call here has met although it should have: (rank, number, header) of calls before `sequence`.
+  nb::list unclaimed(uint64_t sequence);
+  // Who has not shown yet that it has made all calls that ended here.
+  std::vector<std::int32_t> unconfirmed_ranks() const;
+  // The rank in the group of a world rank that is a member.
+  std::int32_t rank_of(std::int32_t world_rank) const { return ranks_[static_cast<size_t>(world_rank)]; }
+  bool is_introduced(size_t rank) const { return is_introduced_[rank]; }
+  void introduce(size_t rank);
+  // Works whose calls are under way and that no thread looks at: all, or those that Python must look at by now. If only
+  // those, the pump returns when the next one is due.
+  nb::list works_to_adopt(bool only_overdue);
+  // (verb, code, instruction) of works under way that nobody has waited for.
+  nb::list unwaited() const;
+  // Count what a collective about to start sends to peers that do not answer; true if it may run ahead of them.
+  bool count_run_ahead(const engine::Run& run, uint64_t nbytes);
+  // World ranks by rank; nullptr if they are the same.
+  const std::int32_t* translation() const { return is_translated_ ? members.data() : nullptr; }
+
+  engine::CallLog& call_log;
+  engine::CompletionQueue& completions;
+  const uint64_t context;
+  const std::int32_t rank, size;
+  const std::vector<std::int32_t> members;  // world ranks
+  const size_t window;
+  const std::int64_t stall_ns;
+  const std::int64_t deadline_ns;  // of every operation that is given none; -1: none
+  const Arguments arguments;
+  const nb::object status, any;
+  DecisionTable decisions;
+  StartedList started;  // calls that have not ended
+  // For tests: calls that ended here, that Python had to decide, and that Python adopted.
+  uint64_t ended = 0, decided = 0, adopted = 0;
+
+ private:
+  std::vector<std::int32_t> ranks_;  // by world rank; -1: no member
+  bool is_translated_ = false;
+  std::vector<bool> is_introduced_;  // the group has told a peer who it is
+  // By world rank: how many of our calls it may not have made yet. What comes from it in a later call shows that it
+  // has.
+  std::vector<uint8_t> run_ahead_;
+  nb::object engine_, call_log_;  // kept for the references above
+};
+
+}  // namespace unisono

@@ -1,0 +1,102 @@
+"""Binding: a plan for all counts becomes a plan for given ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.plans.amounts import Amount, contains, digits
+from unisono.plans.catalog import build
+from unisono.plans.layout import slice_of, touched
+from unisono.plans.steps import (
+    BoundPlan,
+    BoundStep,
+    Buf,
+    Copy,
+    Plan,
+    Problem,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Send,
+    Slice,
+    Step,
+)
+
+__all__ = ["Values", "bind", "bound"]
+
+
+def bound(problem: Problem, rank: int, algorithm: str) -> BoundPlan:
+    """Build one rank's plan by a named algorithm, and bind it to the problem's counts.
+
+    Raises:
+        UsageError: algorithm, problem and rank do not fit together.
+    """
+    return bind(build(problem, rank, algorithm), problem.counts)
+
+
+def bind(plan: Plan, counts: Sequence[int]) -> BoundPlan:
+    """Give a plan its counts. Both ends of an empty message drop it, since both know its length."""
+    values = Values(plan, counts)
+    rounds = tuple(
+        tuple(step for step in map(values.step, steps) if slice_of(step).count) for steps in plan.rounds
+    )
+    shape = plan.shape
+    problem = Problem(shape.collective, shape.size, tuple(counts), shape.root, shape.hosts)
+    slices = (slice_ for steps in rounds for step in steps for slice_, _ in touched(step))
+    tmp_count = max((slice_.stop for slice_ in slices if slice_.buf is Buf.TMP), default=0)
+    return BoundPlan(
+        problem,
+        plan.algorithm,
+        plan.rank,
+        rounds,
+        values.number(plan.in_count),
+        values.number(plan.out_count),
+        tmp_count,
+        plan.pipelines,
+    )
+
+
+class Values:
+    """The numbers of elements that a plan's amounts have for given counts."""
+
+    def __init__(self, plan: Plan, counts: Sequence[int]) -> None:
+        self._atoms = plan.atoms.values(counts) if plan.atoms is not None else [1]
+        self._known: dict[int, int] = {0: 0}
+        self._last = 0
+
+    def number(self, amount: Amount) -> int:
+        """The number of elements of an amount."""
+        terms, last = amount.terms, self._last
+        known = self._known.get(terms)
+        if known is None:
+            # Slices follow each other, so most points are next to one whose number is known.
+            if contains(terms, last):
+                known = self._known[last] + self._sum(terms - last)
+            elif contains(last, terms):
+                known = self._known[last] - self._sum(last - terms)
+            else:
+                known = self._sum(terms)
+            self._known[terms] = known
+        self._last = terms
+        return known
+
+    def _sum(self, terms: int) -> int:
+        return sum(self._atoms[atom] * times for atom, times in digits(terms))
+
+    def slice(self, slice_: Slice[Amount]) -> Slice[int]:
+        """The elements of a slice."""
+        return Slice(slice_.buf, self.number(slice_.start), self.number(slice_.stop))
+
+    def step(self, step: Step) -> BoundStep:
+        """The step on these elements."""
+        match step:
+            case Send(peer, src):
+                return Send(peer, self.slice(src))
+            case Recv(peer, dst):
+                return Recv(peer, self.slice(dst))
+            case RecvReduce(peer, dst, left):
+                return RecvReduce(peer, self.slice(dst), left)
+            case Copy(dst, src):
+                return Copy(self.slice(dst), self.slice(src))
+            case Reduce(dst, src, left):
+                return Reduce(self.slice(dst), self.slice(src), left)

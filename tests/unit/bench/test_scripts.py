@@ -1,0 +1,95 @@
+"""The scripts of bench/: their arithmetic, their checks, and one short run of each."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tests.support.paths import ROOT
+
+from unisono.bench.systems import SYSTEMS
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / "bench" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "least_s"),
+    [
+        # A bare copy of the vector takes 3 s and a bare reduction 6 s, on every rank at the same time.
+        ("all_reduce", 2, 3 / 2 + 6 / 2),
+        ("all_reduce", 4, 3 * 3 / 4 + 3 * 6 / 4),
+        ("broadcast", 4, 3 * 3 / 4),
+        ("all_gather", 4, 3.0),
+        ("reduce_scatter", 4, 3 * 6 / 4),
+        ("scan", 2, 3 / 2 + 6 / 2),
+    ],
+)
+def test_the_limit_is_the_fewest_bytes_at_the_bandwidth_of_all_ranks(
+    name: str, ranks: int, least_s: float
+) -> None:
+    times = {"bare copy": 3.0, "bare reduce": 6.0, name: 10.0}
+    assert script("limit").fraction(name, ranks, times) == pytest.approx(least_s / 10.0)
+
+
+def test_the_slowest_rank_of_each_round_counts() -> None:
+    of_ranks = [[{"a": 1.0, "b": 5.0}, {"a": 2.0, "b": 1.0}], [{"a": 3.0, "b": 4.0}, {"a": 1.0, "b": 2.0}]]
+    assert script("limit").slowest(of_ranks) == [{"a": 3.0, "b": 5.0}, {"a": 2.0, "b": 2.0}]
+
+
+def test_a_halo_exchange_that_forgets_an_edge_is_found_out() -> None:
+    halo = script("halo")
+
+    def both(u: Any) -> None:
+        u[0], u[-1] = u[-2], u[1]
+
+    def upper(u: Any) -> None:
+        u[0] = u[-2]
+
+    halo.check(both, 0, 1, 13)
+    with pytest.raises(SystemExit, match="upper of a grid of 13"):
+        halo.check(upper, 0, 1, 13)
+
+
+def test_an_observer_that_a_work_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    observers = script("observers")
+    observers.show("callback", None)
+    observers.show("await", [1000, 3000, 2000])
+    lacks, has = capsys.readouterr().out.splitlines()
+    assert lacks.split() == ["callback", "this", "version", "has", "none"]
+    assert has.split() == ["await", "2.0", "3.0", "3.0"]
+
+
+def test_ratios_to_the_first_are_round_by_round(capsys: pytest.CaptureFixture[str]) -> None:
+    script("local_ranks").show({"first": [1e-6, 2e-6, 4e-6], "second": [2e-6, 8e-6, 12e-6]})
+    assert capsys.readouterr().out.splitlines()[1].split() == ["second", "8.0", "3.00", "(2.00-4.00)"]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("halo.py -n 2 --grids 8 --rounds 1 --links shm", "8 x 8   sendrecv"),
+        ("limit.py -n 2 --mib 1 --rounds 1 --only all_reduce,scan", "scan"),
+        ("local_ranks.py -n 2 --rounds 1 --mib 1", "all_reduce 1 MiB"),
+        ("observers.py --links shm --times 5", "shm, await"),
+    ],
+)
+def test_a_short_run(arguments: str, shown: str) -> None:
+    name, *rest = arguments.split()
+    if name == "halo.py" and (why := SYSTEMS["mpi"].missing()) is not None:
+        pytest.skip(why)
+    command = [sys.executable, str(ROOT / "bench" / name), *rest]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout
