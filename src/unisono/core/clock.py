@@ -22,7 +22,8 @@ from enum import Enum, auto
 from numbers import Real
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Final, Protocol
+from types import CodeType
+from typing import Final, Protocol, TypeVar
 
 from unisono.errors import UsageError, ranks_text
 
@@ -39,6 +40,7 @@ __all__ = [
     "Waiting",
     "call_before_threads_are_joined",
     "file_age_s",
+    "is_idle_in",
     "parked_threads",
 ]
 
@@ -423,6 +425,16 @@ class Parked(Enum):
     WITHOUT_LIMIT = auto()
 
 
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_idle_in: set[CodeType] = set()
+
+
+def is_idle_in(fn: _Function) -> _Function:
+    """Declare a thread idle while this is its innermost function: it sleeps there until another one acts."""
+    _idle_in.add(fn.__code__)
+    return fn
+
+
 def parked_threads() -> dict[threading.Thread, Parked]:
     """Threads that wait for other threads: in `join`, for a condition, future or queue, or idle in a pool.
 
@@ -431,7 +443,7 @@ def parked_threads() -> dict[threading.Thread, Parked]:
     handler may wake it.
     """
     pool = sys.modules.get("concurrent.futures.thread")
-    idle = {_Collected._run.__code__, *([] if pool is None else [pool._worker.__code__])}
+    idle = {_Collected._run.__code__, *_idle_in, *([] if pool is None else [pool._worker.__code__])}
     waits = {
         getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join).__code__,
         threading.Condition.wait.__code__,

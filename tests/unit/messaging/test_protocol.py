@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.ranks import PATIENCE_S, run_each
+from tests.support.ranks import PATIENCE_S, reference_local, run_each
 
 import unisono as uni
 from unisono.backends.local import LocalBackend
@@ -427,7 +427,7 @@ def test_a_world_that_is_done_leaves_nothing_in_any_inbox():
             waiting = [p for p in matcher.all_posted() if p.tag != Tags.CONTROL]
             return not waiting and not list(matcher.all_unexpected())
 
-    comms = uni.local(4)
+    comms = reference_local(4)
     endpoints = run_each(program, comms).values()
     assert all(map(idle, endpoints))
     for comm in comms:
