@@ -259,10 +259,10 @@ class Protocol:
             case SendAction.COMPLETE:
                 out.append(End(send.request))
             case SendAction.SEND_DATA:
-                about = (send.lane, send.rendezvous_id, send.envelope)
-                for offset in range(0, max(1, send.data.nbytes), self._piece_bytes):
-                    piece = send.data[offset : offset + self._piece_bytes] if send.data.nbytes else b""
-                    self._transmit(out, send.peer, Kind.DATA, *about, piece, offset)
+                self._send_data(out, send, send.data)
+            case SendAction.SEND_COPY:
+                self._send_data(out, send, memoryview(bytes(send.data)))
+                out.append(End(send.request))
             case SendAction.SEND_WITHDRAW:
                 self._transmit(out, send.peer, Kind.WITHDRAW, send.lane, send.rendezvous_id)
                 out.append(End(send.request, error=withdrawn()))
@@ -283,12 +283,19 @@ class Protocol:
         while peer.rts_held and peer.rts_sent < RTS_MAX:
             self._step_send(out, peer.rts_held.popleft(), self._room)
 
+    def _send_data(self, out: list[Action], send: RendezvousSend, data: memoryview) -> None:
+        about = (send.lane, send.rendezvous_id, send.envelope)
+        for offset in range(0, max(1, data.nbytes), self._piece_bytes):
+            piece = data[offset : offset + self._piece_bytes] if data.nbytes else b""
+            self._transmit(out, send.peer, Kind.DATA, *about, piece, offset)
+
     def _on_cts(self, out: list[Action], source: int, frame: Frame) -> None:
         send = self._sends.get(frame.rendezvous_id)
         if send is not None:
             if send.peer != source:
                 raise ProtocolError("a CTS without an RTS")
-            self._step_send(out, send, SendEvent.CTS)
+            is_short = send.data.nbytes <= self._peer(source).credit[send.lane].eager_bytes
+            self._step_send(out, send, SendEvent.CTS_SHORT if is_short else SendEvent.CTS)
             return
         # A CTS may cross a withdrawal: one CTS for each withdrawn RTS is valid.
         peer = self._peer(source)

@@ -1,9 +1,10 @@
 """The two sides of a rendezvous: states, events, actions and the tables between them.
 
 The sender announces a message by an RTS; a receive that matches it answers CTS; the bytes follow as DATA, in
-pieces; the receiver confirms them by FIN. A receiver that can read the sender's memory needs no CTS and no
-states: it queues the message like an eager one, copies the bytes and sends the FIN. Bytes lie in the users'
-memory at both ends.
+pieces; the receiver confirms them by FIN. A short message is copied at the CTS, so that its send ends without
+a further way to the receiver and back. A receiver that can read the sender's memory needs no CTS and no
+states: it queues the message like an eager one, copies the bytes and sends the FIN. Other bytes lie in the
+users' memory at both ends.
 
 docs/machines.md draws the tables. A pair of state and event that is missing is impossible, unless a peer
 breaks the protocol.
@@ -41,6 +42,7 @@ class SendState(IntEnum):
     OFFERED = auto()  # the RTS is sent
     LENT = auto()  # the RTS is sent, and the receiver may read the bytes
     SENDING = auto()  # a receive has matched: the bytes are on their way
+    COPIED = auto()  # the same, but a copy travels, and the request has ended
     OVER = auto()
 
 
@@ -50,6 +52,7 @@ class SendEvent(IntEnum):
     ROOM = auto()  # the peer may hold one more RTS
     LEND = auto()  # the same, if the peer can read this rank's memory
     CTS = auto()
+    CTS_SHORT = auto()  # the same, for a message that is short enough to be copied
     FIN = auto()
     CANCEL = auto()  # its user withdraws it
     PEER_DOWN = auto()
@@ -63,6 +66,7 @@ class SendAction(IntEnum):
     NONE = auto()
     SEND_RTS = auto()
     SEND_DATA = auto()
+    SEND_COPY = auto()  # and complete: the user's memory is free
     SEND_WITHDRAW = auto()  # and end the request as withdrawn
     REVOKE = auto()  # send WITHDRAW, and fail: the memory is lent no more
     END_WITHDRAWN = auto()
@@ -79,6 +83,7 @@ SEND_TABLE: Final[dict[tuple[SendState, SendEvent], SendRow]] = {
     (SendState.HELD, SendEvent.PEER_DOWN): (SendState.OVER, SendAction.FAIL),
     (SendState.HELD, SendEvent.CLOSE): (SendState.OVER, SendAction.FAIL),
     (SendState.OFFERED, SendEvent.CTS): (SendState.SENDING, SendAction.SEND_DATA),
+    (SendState.OFFERED, SendEvent.CTS_SHORT): (SendState.COPIED, SendAction.SEND_COPY),
     (SendState.OFFERED, SendEvent.CANCEL): (SendState.OVER, SendAction.SEND_WITHDRAW),
     (SendState.OFFERED, SendEvent.PEER_DOWN): (SendState.OVER, SendAction.FAIL),
     (SendState.OFFERED, SendEvent.CLOSE): (SendState.OVER, SendAction.FAIL),
@@ -91,6 +96,11 @@ SEND_TABLE: Final[dict[tuple[SendState, SendEvent], SendRow]] = {
     (SendState.SENDING, SendEvent.PEER_DOWN): (SendState.OVER, SendAction.FAIL),
     (SendState.SENDING, SendEvent.CLOSE): (SendState.SENDING, SendAction.NONE),
     (SendState.SENDING, SendEvent.CUT): (SendState.OVER, SendAction.FAIL),
+    (SendState.COPIED, SendEvent.FIN): (SendState.OVER, SendAction.NONE),
+    (SendState.COPIED, SendEvent.CANCEL): (SendState.COPIED, SendAction.NONE),
+    (SendState.COPIED, SendEvent.PEER_DOWN): (SendState.OVER, SendAction.NONE),
+    (SendState.COPIED, SendEvent.CLOSE): (SendState.COPIED, SendAction.NONE),
+    (SendState.COPIED, SendEvent.CUT): (SendState.OVER, SendAction.NONE),
 }
 
 

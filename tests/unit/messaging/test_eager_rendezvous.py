@@ -13,7 +13,7 @@ from unisono.config import Config
 from unisono.core.envelope import ANY, UNTYPED, Envelope, Lane
 from unisono.core.request import Request
 from unisono.errors import ClosedError, PeerLost, ProtocolError
-from unisono.messaging.actions import Action, Frame, Kind, Transmit, finish
+from unisono.messaging.actions import Action, End, Frame, Kind, Transmit, finish
 from unisono.messaging.backend import PeerDown
 from unisono.messaging.credit import ENVELOPE_BYTES
 from unisono.messaging.endpoint import Endpoint
@@ -191,6 +191,24 @@ def test_a_message_arrives_whole_on_both_sides_of_every_threshold(nbytes, sync, 
     )
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 99, 100, 101, 1500])
+def test_a_short_send_ends_at_its_cts_and_its_memory_is_free_while_a_copy_travels(nbytes):
+    protocol, data, request = Protocol(0, CONFIG, 1000), bytearray(ramp(nbytes)), Request(1)
+    protocol.send(1, Envelope(0, CONTEXT, TAG, nbytes), memoryview(data), request, Lane.BULK, True)
+    actions = protocol.arrive(1, Frame(Kind.CTS, rendezvous_id=1))
+    data[:] = bytes(nbytes)
+    frames = [action.frame for action in actions if isinstance(action, Transmit)]
+    ends = [action for action in actions if isinstance(action, End)]
+    assert [frame.kind for frame in frames] == [Kind.DATA] * max(1, -(-nbytes // 1000))
+    is_short = nbytes <= 100
+    assert ends == ([End(request)] if is_short else [])
+    assert b"".join(frame.data for frame in frames) == (ramp(nbytes) if is_short else bytes(nbytes))
+    assert protocol.is_sending(), "a rank that leaves waits for the FIN"
+    assert protocol.withdraw(request) == []
+    assert protocol.arrive(1, Frame(Kind.FIN, rendezvous_id=1)) == ([] if is_short else [End(request)])
+    assert not protocol.is_sending()
+
+
 def test_a_cts_that_crosses_a_withdrawal_posts_the_receive_again_in_its_old_place():
     wire = Wire()
     first, second = wire.recv(), wire.recv()
@@ -276,13 +294,15 @@ def test_a_lane_that_is_full_does_not_fill_the_other():
 # -- ends in every state ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", range(5))
+@pytest.mark.parametrize(
+    ("nbytes", "steps"), [*((1500, steps) for steps in range(5)), *((77, steps) for steps in range(4))]
+)
 @pytest.mark.parametrize("end", ["peer down", "close"])
 @pytest.mark.parametrize("side", [0, 1])
-def test_both_requests_end_once_whenever_a_rank_goes(steps, end, side):
-    """After each frame of a rendezvous of two pieces: RTS, CTS, DATA, DATA, FIN."""
+def test_both_requests_end_once_whenever_a_rank_goes(nbytes, steps, end, side):
+    """After each frame of a rendezvous of two pieces, and of a short one: RTS, CTS, DATA, DATA, FIN."""
     wire = Wire()
-    receive, send = wire.recv(), wire.send(ramp(1500))
+    receive, send = wire.recv(), wire.send(ramp(nbytes), sync=True)
     for source in (0, 1, 0, 0)[:steps]:
         wire.deliver(source)
     mine, other = wire.ranks[side], wire.ranks[1 - side]
@@ -302,7 +322,7 @@ def test_both_requests_end_once_whenever_a_rank_goes(steps, end, side):
     for request in (send, receive):
         assert request.error is None or isinstance(request.error, ClosedError | PeerLost)
     if receive.error is None:
-        assert bytes(receive.data) == ramp(1500)
+        assert bytes(receive.data) == ramp(nbytes)
     for rank in wire.ranks:
         assert not rank.protocol.is_sending()
         assert rank.protocol.inbox.is_idle()
