@@ -9,7 +9,9 @@ namespace unisono::engine {
 
 namespace {
 constexpr size_t index_bits = 32;
-}
+// How long the pump leaves progress to callers that poll themselves before it looks again whether they still do.
+constexpr std::int64_t rest_ns = millisecond / 5;
+}  // namespace
 
 void SendOperation::end(Outcome how) {
   outcome = how;
@@ -212,6 +214,7 @@ Operation* CompletionQueue::watched(uint64_t handle) const {
 void CompletionQueue::recycle(Operation& operation) {
   operation.phase = Operation::Phase::idle;
   operation.is_watched = false;
+  operation.observer = nullptr;
   if (operation.is_run) return spare_runs_.push_back(static_cast<Run*>(&operation));
   if (operation.is_receive) {
     auto& receive = static_cast<ReceiveOperation&>(operation);
@@ -239,6 +242,11 @@ std::vector<CompletionQueue::News> CompletionQueue::take() {
 void CompletionQueue::tell(Operation& operation, uint64_t arrival) {
   if (operation.is_watched) {
     operation.phase = Operation::Phase::ended;
+    if (Observer* const observer = std::exchange(operation.observer, nullptr);
+        observer != nullptr && --observer->left == 0) {
+      --observed_;
+      announce(*observer);
+    }
     engine_.wake_waiters();
     return;
   }
@@ -271,12 +279,52 @@ void CompletionQueue::wait(Hold& held, std::int64_t deadline, uint64_t pokes_see
   // Whoever leaves takes what there is; the pump is only needed for what comes later.
 }
 
+void CompletionQueue::observe(Observer& observer, Operation* const* operations, unsigned count) {
+  for (unsigned i = 0; i < count; ++i)
+    if (operations[i]->phase != Operation::Phase::ended) {
+      operations[i]->observer = &observer;
+      ++observer.left;
+    }
+  if (observer.left == 0) return announce(observer);
+  ++observed_;
+  // From now on the pump makes progress.
+  if (is_pump_waiting_) pump_.notify_one();
+}
+
+void CompletionQueue::forget(Observer& observer, Operation* const* operations, unsigned count) {
+  for (unsigned i = 0; i < count; ++i) operations[i]->observer = nullptr;
+  if (std::exchange(observer.left, 0) != 0) --observed_;
+  if (observer.ended_hook.is_in) announced_.remove(observer);
+}
+
+void CompletionQueue::announce(Observer& observer) {
+  announced_.push_back(observer);
+  if (is_pump_waiting_) pump_.notify_one();
+}
+
 void CompletionQueue::wait_as_pump(Hold& held, std::int64_t deadline) {
-  while ((is_empty() || is_telling_ || waiters_ != 0) && !engine_.is_closed()) {
-    const std::int64_t now = now_ns(), left = std::min(deadline, pump_at_) - now;
+  const auto has_news = [this] {
+    return (!is_empty() && !is_telling_ && waiters_ == 0) || !announced_.empty() || engine_.is_closed();
+  };
+  while (!has_news()) {
+    const std::int64_t now = now_ns(), until = std::min(deadline, pump_at_);
+    std::int64_t left = until - now;
     if (left <= 0) {
       if (now >= pump_at_) pump_at_ = never;
       return;
+    }
+    if (observed_ != 0) {
+      // Nobody waits for them in the engine, but somebody will be called: look as often as a waiter would. A program
+      // that polls for itself makes progress for them, too.
+      if (!engine_.is_polled() && engine_.polls() == polls_seen_) {
+        is_pump_polling_ = true;
+        engine_.wait(held, [&] { return has_news() || observed_ == 0 || pump_at_ < until; }, until, true);
+        is_pump_polling_ = false;
+        polls_seen_ = engine_.polls();
+        continue;
+      }
+      polls_seen_ = engine_.polls();
+      left = std::min(left, rest_ns);
     }
     is_pump_waiting_ = true;
     pump_.wait_until(held, std::chrono::steady_clock::now() + std::chrono::nanoseconds(left < second ? left : second));

@@ -19,6 +19,13 @@ namespace unisono::engine {
 class CompletionQueue;
 class Run;
 
+// Who is to hear of the end of operations that are watched, once all of them have ended.
+struct Observer {
+  ListHook<Observer> ended_hook;
+  unsigned left = 0;  // operations under way
+};
+using ObserverList = IntrusiveList<Observer, &Observer::ended_hook>;
+
 class Operation {
  public:
   virtual ~Operation() = default;
@@ -33,6 +40,7 @@ class Operation {
   bool needs_memory = false;
   bool is_news = false;
   bool is_watched = false;  // whoever started it looks at the phase: it is not told
+  Observer* observer = nullptr;
 };
 
 class SendOperation final : public Send, public Operation {
@@ -156,7 +164,14 @@ class CompletionQueue {
     if (time >= pump_at_) return;
     pump_at_ = time;
     if (is_pump_waiting_) pump_.notify_one();
+    if (is_pump_polling_) engine_.wake_waiters();
   }
+  // Announce to the pump when these operations, which are watched, have ended.
+  void observe(Observer& observer, Operation* const* operations, unsigned count);
+  void forget(Observer& observer, Operation* const* operations, unsigned count);
+  void announce(Observer& observer);
+  // The oldest that was announced; nullptr if there is none.
+  Observer* take_announced() { return announced_.empty() ? nullptr : announced_.pop_front(); }
   uint64_t interrupt_count() const { return pokes_; }
   void interrupt_wait();
 
@@ -183,7 +198,11 @@ class CompletionQueue {
   bool is_telling_ = false;
   uint64_t pokes_ = 0;
   size_t waiters_ = 0;
+  ObserverList announced_;
+  size_t observed_ = 0;  // observers with operations under way
   bool is_pump_waiting_ = false;
+  bool is_pump_polling_ = false;
+  uint64_t polls_seen_ = 0;
   std::int64_t pump_at_ = never;
   std::condition_variable_any pump_;
 };

@@ -492,9 +492,26 @@ bool Call::poll(unsigned idle_polls) {
   return started_ != 0 && has_ended() && take();
 }
 
+bool Call::take_ended() {
+  const Hold held = group_.completions.engine().hold();
+  return started_ != 0 && has_ended() && take();
+}
+
+void Call::observe(Observer& observer) {
+  const Hold held = group_.completions.engine().hold();
+  group_.completions.observe(observer, operations_, started_);
+}
+
+void Call::forget(Observer& observer) {
+  const Hold held = group_.completions.engine().hold();
+  group_.completions.forget(observer, operations_, started_);
+}
+
 bool Call::has_failed() {
   const Hold held = group_.completions.engine().hold();
-  return started_ != 0 && has_ended();
+  return started_ != 0 && has_ended() && std::any_of(operations_, operations_ + started_, [](const Operation* op) {
+           return op->outcome != Outcome::done;
+         });
 }
 
 nb::object Call::adopt(const char* how, nb::object keeper) {
@@ -529,6 +546,7 @@ nb::object Call::adopt(const char* how, nb::object keeper) {
     // From here on another thread that waits for it finds nothing of it in the engine.
     const Hold held = group_.completions.engine().hold();
     count = std::exchange(started_, 0);
+    group_.completions.engine().wake_waiters();
   }
   try {
     return helper_.attr(how)(spec_.name, sequence, header, static_cast<double>(begun_at_) / 1e9, timeout, operations,

@@ -101,6 +101,13 @@ class Call {
     elsewhere,    // another thread has taken it, or has let Python adopt it
   };
   Waited wait(std::int64_t limit_ns);
+  // Take it if it has ended well.
+  bool take_ended();
+  // Whether nothing of it is under way in the engine; with the engine's lock.
+  bool is_over() const { return has_ended(); }
+  // Announce its end to the pump.
+  void observe(engine::Observer& observer);
+  void forget(engine::Observer& observer);
   // Whether it has ended otherwise than well.
   bool has_failed();
   // One look at the links; true if it has ended well and was taken.
@@ -114,6 +121,7 @@ class Call {
   PyObject* finish_adopted(nb::object result);
 
   bool is_collective() const { return spec_.is_collective(); }
+  uint64_t sequence() const { return sequence_; }
   const VerbSpec& spec() const { return spec_; }
   NativeGroup& group() const { return group_; }
   nb::handle helper() const { return helper_; }

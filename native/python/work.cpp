@@ -1,6 +1,10 @@
 #include "python/work.hpp"
 
+#include <sched.h>
+
 #include <algorithm>
+#include <deque>
+#include <map>
 #include <memory>
 
 #include "engine/engine.hpp"
@@ -9,14 +13,19 @@ namespace unisono {
 
 using namespace engine;
 
+CompletionQueue& completions_of(nb::handle engine);
+
 struct WorkObject {
   PyObject_HEAD StartedCall* started;
 };
 
 namespace {
 
+constexpr std::int64_t slice_ns = 50 * millisecond;  // between two looks for signals
+
 // unisono.core.work.Work, which derives from WorkBase: the type of the works that are made here.
 PyTypeObject* work_type = nullptr;
+PyTypeObject* base_type = nullptr;
 
 WorkObject& as_work(PyObject* self) { return *reinterpret_cast<WorkObject*>(self); }
 
@@ -38,9 +47,37 @@ nb::object keeper_of(StartedCall& started) {
   return nb::steal(capsule);
 }
 
+// Keeps the call while the GIL is released.
+class Pinned {
+ public:
+  explicit Pinned(StartedCall& started) : started_(started) { ++started_.pins; }
+  ~Pinned() {
+    if (--started_.pins == 0 && started_.state == StartedCall::State::done) started_.call.reset();
+  }
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+
+ private:
+  StartedCall& started_;
+};
+
+void call_observers(StartedCall& started) {
+  const nb::object kept = std::exchange(started.kept, {});
+  const nb::object observers = std::exchange(started.observers, {});
+  if (!observers.is_valid()) return;
+  for (nb::handle observer : observers) {
+    try {
+      observer();
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("an observer of a work");
+    }
+  }
+}
+
 // It has ended well in the engine: make its result, or keep the error that this raises.
 void conclude(StartedCall& started, nb::object adopted_result = {}) {
   leave_list(started);
+  started.state = StartedCall::State::changing;
   try {
     started.result = nb::steal(adopted_result.is_valid() ? started.call->finish_adopted(std::move(adopted_result))
                                                          : started.call->finish());
@@ -49,17 +86,55 @@ void conclude(StartedCall& started, nb::object adopted_result = {}) {
     started.error = nb::borrow(error.value());
   }
   started.state = StartedCall::State::done;
-  started.call.reset();  // and with it the user's memory
+  if (started.pins == 0) started.call.reset();  // and with it the user's memory
+  if (started.is_announced_early) call_observers(started);
+}
+
+// Another thread makes the result, or lets Python adopt it.
+void wait_until_settled(const StartedCall& started) {
+  while (started.state == StartedCall::State::changing) {
+    const GilReleased released;
+    sched_yield();
+  }
+}
+
+// Announce its end to the pump, and keep the work until then.
+void observe(StartedCall& started) {
+  if (started.kept.is_valid()) return;
+  started.kept = nb::borrow(reinterpret_cast<PyObject*>(started.work));
+  if (started.state != StartedCall::State::done) return started.call->observe(started);
+  // After those that have ended before and are not announced yet.
+  const Hold held = started.native.completions.engine().hold();
+  started.native.completions.announce(started);
 }
 
 // Let Python carry it on.
 void adopt(StartedCall& started) {
   const nb::object keep = nb::borrow(reinterpret_cast<PyObject*>(started.work));
-  const nb::object adopted = started.call->adopt("adopt", keeper_of(started));
   leave_list(started);
+  started.call->forget(started);
+  started.state = StartedCall::State::changing;
+  try {
+    const nb::object adopted = started.call->adopt("adopt", keeper_of(started));
+    keep.attr("_task") = adopted.attr("_task");
+    keep.attr("_runtime") = adopted.attr("_runtime");
+  } catch (nb::python_error& error) {
+    // A signal handler has raised, and nothing of the call is under way any more.
+    started.error = nb::borrow(error.value());
+    started.state = StartedCall::State::done;
+    call_observers(started);
+    throw;
+  }
   started.state = StartedCall::State::adopted;
-  keep.attr("_task") = adopted.attr("_task");
-  keep.attr("_runtime") = adopted.attr("_runtime");
+  started.kept.reset();
+  if (const nb::object observers = std::exchange(started.observers, {}); observers.is_valid())
+    for (nb::handle observer : observers) keep.attr("_task").attr("on_done")(observer);
+}
+
+// A forked child has no engine.
+void check_process(const StartedCall& started) {
+  if (started.native.completions.engine().is_forked()) [[unlikely]]
+    started.helper.attr("refuse_forked")();
 }
 
 PyObject* outcome_of(const StartedCall& started) {
@@ -79,6 +154,7 @@ PyObject* wait_by_python(PyObject* self, PyObject* timeout) {
 PyObject* wait_for(PyObject* self, PyObject* timeout) {
   StartedCall* const started = as_work(self).started;
   if (started == nullptr) return wait_by_python(self, timeout);
+  check_process(*started);
   started->is_observed = true;
   std::int64_t limit = never;
   nb::object rest = nb::borrow(timeout);
@@ -94,6 +170,7 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
     }
   }
   while (started->state == StartedCall::State::active) {
+    const Pinned pinned(*started);
     ++started->waiters;
     const Call::Waited waited = started->call->wait(limit);
     --started->waiters;
@@ -107,12 +184,14 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
       case Call::Waited::elsewhere: break;
     }
   }
+  wait_until_settled(*started);
   if (started->state == StartedCall::State::adopted) {
     if (limit != never) rest = nb::float_(std::max(0.0, static_cast<double>(limit - now_ns()) / 1e9));
     nb::object result = nb::steal(wait_by_python(self, rest.ptr()));
     if (!result.is_valid()) return nullptr;
     if (started->state == StartedCall::State::adopted) conclude(*started, std::move(result));
   }
+  wait_until_settled(*started);
   return outcome_of(*started);
 }
 
@@ -142,7 +221,9 @@ PyObject* done_method(PyObject* self, PyObject*) {
     return PyObject_CallMethodNoArgs(self, word);
   }
   try {
+    check_process(*started);
     if (started->state == StartedCall::State::active) {
+      const Pinned pinned(*started);
       ++started->waiters;
       const bool is_taken = started->call->poll(started->idle_polls++);
       --started->waiters;
@@ -155,6 +236,7 @@ PyObject* done_method(PyObject* self, PyObject*) {
       if (PyErr_CheckSignals() != 0) return nullptr;
       Py_RETURN_FALSE;
     }
+    wait_until_settled(*started);
     if (started->state == StartedCall::State::adopted) return done_method(self, nullptr);
     started->is_observed = true;
     Py_RETURN_TRUE;
@@ -166,15 +248,18 @@ PyObject* done_method(PyObject* self, PyObject*) {
   return nullptr;
 }
 
-// Let Python carry it on; True if it has not ended.
+// Let Python carry it on; True if a task does or did.
 PyObject* adopt_method(PyObject* self, PyObject* is_seen) {
   StartedCall* const started = as_work(self).started;
   try {
     if (started != nullptr) {
+      check_process(*started);
       started->is_observed = started->is_observed || is_seen == Py_True;
-      // A thread that waits for it in the engine does it: it has just been told to.
-      if (started->state == StartedCall::State::active && started->waiters != 0) Py_RETURN_TRUE;
+      const Pinned pinned(*started);
+      // A thread that waits for it in the engine does it, unless the user asks: it has just been told to.
+      if (started->state == StartedCall::State::active && started->waiters != 0 && is_seen != Py_True) Py_RETURN_TRUE;
       if (started->state == StartedCall::State::active) adopt(*started);
+      if (is_seen == Py_True) wait_until_settled(*started);
       if (started->state == StartedCall::State::done) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
@@ -184,24 +269,155 @@ PyObject* adopt_method(PyObject* self, PyObject* is_seen) {
   return nullptr;
 }
 
+// Call `observer` without arguments when it has ended, on any thread. False if its task is to be asked, or nobody is
+// left to call it.
+PyObject* observe_method(PyObject* self, PyObject* observer) {
+  StartedCall* const started = as_work(self).started;
+  if (started == nullptr) Py_RETURN_FALSE;
+  try {
+    check_process(*started);
+    started->is_observed = true;
+    const bool is_closed = started->native.completions.engine().is_closed();
+    if (started->state == StartedCall::State::active && is_closed) adopt(*started);
+    if (!started->kept.is_valid()) {
+      wait_until_settled(*started);
+      if (started->state == StartedCall::State::adopted || is_closed) Py_RETURN_FALSE;
+    }
+    if (!started->observers.is_valid()) started->observers = nb::list();
+    if (PyList_Append(started->observers.ptr(), observer) != 0) return nullptr;
+    observe(*started);
+    Py_RETURN_TRUE;
+  } catch (nb::python_error& error) {
+    error.restore();
+  }
+  return nullptr;
+}
+
+PyObject* forget_method(PyObject* self, PyObject* observer) {
+  if (StartedCall* const started = as_work(self).started; started != nullptr && started->observers.is_valid())
+    for (Py_ssize_t i = PyList_GET_SIZE(started->observers.ptr()); i-- > 0;)
+      if (PyList_GET_ITEM(started->observers.ptr(), i) == observer)
+        PyList_SetSlice(started->observers.ptr(), i, i + 1, nullptr);
+  Py_RETURN_NONE;
+}
+
+// Conclude what was announced, in the order in which it has ended; collectives of a group by number.
+void conclude_announced(nb::handle engine) {
+  CompletionQueue& completions = completions_of(engine);
+  std::vector<StartedCall*> ended;
+  {
+    const Hold held = completions.engine().hold();
+    while (Observer* const observer = completions.take_announced())
+      ended.push_back(static_cast<StartedCall*>(observer));
+  }
+  std::map<const NativeGroup*, std::vector<size_t>> places;
+  for (size_t i = 0; i < ended.size(); ++i)
+    if (ended[i]->spec.is_collective()) places[&ended[i]->native].push_back(i);
+  for (const auto& [group, at] : places) {
+    std::vector<StartedCall*> sorted;
+    for (const size_t i : at) sorted.push_back(ended[i]);
+    std::sort(sorted.begin(), sorted.end(), [](auto* a, auto* b) { return a->sequence < b->sequence; });
+    for (size_t k = 0; k < at.size(); ++k) ended[at[k]] = sorted[k];
+  }
+  std::vector<nb::object> kept;  // another thread may let go of one while Python runs
+  for (const StartedCall* one : ended) kept.push_back(one->kept);
+  for (StartedCall* const one : ended) {
+    if (one->state == StartedCall::State::active) {
+      if (one->call->take_ended()) {
+        conclude(*one);
+      } else {
+        try {
+          adopt(*one);
+        } catch (nb::python_error& error) {
+          error.discard_as_unraisable("a work that has failed");
+        }
+        continue;
+      }
+    }
+    if (one->state == StartedCall::State::changing)
+      one->is_announced_early = true;
+    else
+      call_observers(*one);
+  }
+}
+
+// Wait until some of the works have ended: their places. Empty if the time is over first; None if Python has to wait,
+// because not all of them are the engine's.
+nb::object wait_works(nb::tuple works, double seconds) {
+  const std::int64_t limit = seconds < 0 ? never : now_ns() + static_cast<std::int64_t>(seconds * 1e9);
+  std::vector<StartedCall*> active;
+  for (bool is_first = true;; is_first = false) {
+    nb::list ended;
+    active.clear();
+    for (size_t i = 0; i < works.size(); ++i) {
+      PyObject* const work = PyTuple_GET_ITEM(works.ptr(), static_cast<Py_ssize_t>(i));
+      if (!PyObject_TypeCheck(work, base_type)) throw nb::type_error("allowed: works");
+      StartedCall* const one = as_work(work).started;
+      if (one == nullptr) return nb::none();
+      check_process(*one);
+      if (one->state == StartedCall::State::active && one->call->take_ended()) conclude(*one);
+      wait_until_settled(*one);
+      if (one->state == StartedCall::State::active && one->call->has_failed()) adopt(*one);
+      if (one->state == StartedCall::State::adopted) return nb::none();
+      if (one->state == StartedCall::State::done) {
+        one->is_observed = true;
+        ended.append(i);
+      } else if (!active.empty() && &one->native.completions != &active[0]->native.completions) {
+        return nb::none();
+      } else {
+        active.push_back(one);
+      }
+    }
+    const std::int64_t now = now_ns();
+    if (ended.size() != 0 || (!is_first && now >= limit)) return std::move(ended);
+    const auto is_one_over = [&active] {
+      return std::any_of(active.begin(), active.end(), [](const StartedCall* one) { return one->call->is_over(); });
+    };
+    Engine& engine = active[0]->native.completions.engine();
+    std::deque<Pinned> pinned;
+    for (StartedCall* const one : active) pinned.emplace_back(*one);
+    if (is_first) {
+      const Hold held = engine.hold();
+      engine.poll_briefly(is_one_over);
+    } else {
+      const GilReleased released;
+      Hold held = engine.hold();
+      engine.wait(held, is_one_over, std::min(limit, now + slice_ns));
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+}
+
+PyObject* helper_of(PyObject* self, void*) {
+  const StartedCall* const started = as_work(self).started;
+  if (started == nullptr) Py_RETURN_NONE;
+  return Py_NewRef(started->helper.ptr());
+}
+
+// Whether it has ended, without a look at the links.
+PyObject* is_done_of(PyObject* self, void*) {
+  const StartedCall* const started = as_work(self).started;
+  return PyBool_FromLong(started != nullptr && started->state == StartedCall::State::done);
+}
+
 PyObject* name_of(PyObject* self, void*) {
   const StartedCall* const started = as_work(self).started;
   if (started == nullptr) Py_RETURN_NONE;
   return Py_NewRef(started->spec.word);
 }
 
-// A work that was dropped goes on: Python keeps its memory until it has ended.
+// A work that was dropped goes on: it lives until its end is announced.
 void finalize_work(PyObject* self) {
   StartedCall* const started = as_work(self).started;
-  if (started == nullptr) return;
+  if (started == nullptr || started->native.completions.engine().is_forked()) return;
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   try {
     if (!started->is_observed)
       started->helper.attr("note_unwaited")(nb::handle(started->spec.word), started->code, started->lasti);
-    if (started->state == StartedCall::State::active) {
-      leave_list(*started);
-      const nb::object dropped = started->call->adopt("adopt_dropped", keeper_of(*started));
+    if (started->state == StartedCall::State::active && !started->native.completions.engine().is_closed()) {
+      observe(*started);
+      started->helper.attr("warn_dropped")(nb::handle(started->spec.word));
     }
   } catch (nb::python_error& error) {
     error.discard_as_unraisable("a work that was dropped");
@@ -213,6 +429,8 @@ void drop_work(PyObject* self) {
   if (PyObject_CallFinalizerFromDealloc(self) < 0) return;
   PyTypeObject* const type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
+  if (const StartedCall* const started = as_work(self).started; started != nullptr && started->call.has_value())
+    leave_list(*as_work(self).started);
   release(as_work(self).started);
   type->tp_free(self);
   Py_DECREF(type);
@@ -247,9 +465,14 @@ PyMethodDef work_methods[] = {
     {"done", done_method, METH_NOARGS,
      "done($self)\n--\n\nMake progress, and return whether it has ended, successfully or not."},
     {"_adopt", adopt_method, METH_O, nullptr},
+    {"_observe", observe_method, METH_O, nullptr},
+    {"_forget", forget_method, METH_O, nullptr},
     {},
 };
-PyGetSetDef work_attributes[] = {{"_verb", name_of, nullptr, nullptr, nullptr}, {}};
+PyGetSetDef work_attributes[] = {{"_verb", name_of, nullptr, nullptr, nullptr},
+                                 {"_helper", helper_of, nullptr, nullptr, nullptr},
+                                 {"_is_concluded", is_done_of, nullptr, nullptr, nullptr},
+                                 {}};
 PyType_Slot work_slots[] = {
     {Py_tp_methods, work_methods},
     {Py_tp_getset, work_attributes},
@@ -278,6 +501,7 @@ PyObject* start_call(nb::handle group, NativeGroup& native, const VerbSpec& spec
   const bool is_taken = call.begin_and_poll(false);
   StartedCall& one = *started;
   one.work = reinterpret_cast<WorkObject*>(work.ptr());
+  one.sequence = call.sequence();
   one.work->started = started.release();
   native.started.push_back(one);
   if (is_taken) {
@@ -310,17 +534,23 @@ nb::list NativeGroup::works_to_adopt(bool only_overdue) {
 }
 
 nb::list NativeGroup::unwaited() const {
-  nb::list works;
+  // Making a tuple may run the garbage collector, and that may drop works: first they are read, then told.
+  std::vector<std::tuple<nb::object, nb::object, int>> found;
   for (const StartedLink* link = started.front(); link != nullptr; link = StartedList::next(*link))
     if (const auto* const one = static_cast<const StartedCall*>(link); !one->is_observed)
-      works.append(nb::make_tuple(nb::borrow(one->spec.word), one->code, one->lasti));
+      found.emplace_back(nb::borrow(one->spec.word), one->code, one->lasti);
+  nb::list works;
+  for (const auto& [word, code, lasti] : found) works.append(nb::make_tuple(word, code, lasti));
   return works;
 }
 
 void bind_work(nb::module_& m) {
   PyObject* const base = PyType_FromSpec(&work_spec);
   if (base == nullptr) throw nb::python_error();
+  base_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(base));
   m.attr("WorkBase") = nb::steal(base);
+  m.def("wait_works", &wait_works, nb::arg("works"), nb::arg("timeout"));
+  m.def("conclude_announced", &conclude_announced, nb::arg("engine"));
   m.def("set_work_type", [](nb::object type) {
     if (!PyType_Check(type.ptr())) throw nb::type_error("allowed: a type");
     work_type = reinterpret_cast<PyTypeObject*>(type.release().ptr());

@@ -11,26 +11,36 @@ namespace unisono {
 
 struct WorkObject;
 
-struct StartedCall : StartedLink {
+struct StartedCall : StartedLink, engine::Observer {
   StartedCall(nb::object group, NativeGroup& native, const VerbSpec& spec, nb::object helper)
       : group(std::move(group)),
         helper(std::move(helper)),
+        native(native),
         call(std::in_place, native, spec, this->helper),
         spec(spec) {}
 
-  enum class State : uint8_t { active, adopted, done };
+  // active -> changing -> done, or active -> changing -> adopted -> changing -> done. While it is changing, a thread
+  // runs Python, which makes the result or adopts the call.
+  enum class State : uint8_t { active, changing, adopted, done };
 
   nb::object group, helper;
-  std::optional<Call> call;  // until it is done
+  NativeGroup& native;
+  std::optional<Call> call;  // until it is done and no thread looks at it
   const VerbSpec& spec;
   State state = State::active;
   bool is_observed = false;  // the user has waited or asked for it
-  unsigned waiters = 0;      // threads that look at it in the engine
+  unsigned waiters = 0;      // threads that wait for it in the engine, and let Python adopt it
+  unsigned pins = 0;         // threads that look at the call without the GIL
   unsigned idle_polls = 0;
   std::int64_t attention_at = 0;
+  uint64_t sequence = 0;  // of a collective
   WorkObject* work = nullptr;
   // The work, and what Python keeps while it carries the call on: the engine may still use memory of the call itself.
   int references = 1;
+  // While its end is to be announced: the work itself, which nobody else may hold, and what is to be called.
+  nb::object kept;
+  nb::object observers;             // a list
+  bool is_announced_early = false;  // the pump has seen the end before another thread had made the result
   nb::object result, error;
   nb::object code;  // where it was started
   int lasti = 0;

@@ -21,7 +21,8 @@ from unisono.core.buffers import Typed, typed
 from unisono.core.codec import register
 from unisono.core.envelope import ANY, Status
 from unisono.core.ops import ReduceOp, op
-from unisono.core.work import Work, wait_all
+from unisono.core.waits import as_completed, wait_all, wait_any, wait_some
+from unisono.core.work import Work
 from unisono.errors import (
     BackendUnavailable,
     BadArguments,
@@ -68,6 +69,7 @@ __all__ = [
     "UnisonoError",
     "UsageError",
     "Work",
+    "as_completed",
     "init",
     "list_backends",
     "local",
@@ -78,6 +80,8 @@ __all__ = [
     "spawn",
     "typed",
     "wait_all",
+    "wait_any",
+    "wait_some",
 ]
 
 

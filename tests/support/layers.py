@@ -76,8 +76,9 @@ LAYERS = (
         ("core",),
         "element types, memory, time, tasks",
         inside=(
+            ("waits",),
             ("work",),
-            ("task",),
+            ("callbacks", "task"),
             ("codec", "kernels", "request"),
             ("buffers", "ops", "clock"),
             ("dtypes", "envelope", "call_site"),

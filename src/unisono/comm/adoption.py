@@ -9,7 +9,6 @@ backend.
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from types import CodeType
 from typing import Any, Final
 
@@ -21,7 +20,7 @@ from unisono.comm.dispatch import CollectiveCall, Decided, decide
 from unisono.comm.fingerprint import NOTHING, SHAPED, described
 from unisono.comm.group import Group, await_request
 from unisono.core.call_site import line_of
-from unisono.core.clock import NEVER, Deadline
+from unisono.core.clock import NEVER, Deadline, Runtime
 from unisono.core.dtypes import DTYPES, DType
 from unisono.core.envelope import ANY, Status
 from unisono.core.kernels import narrow
@@ -29,7 +28,7 @@ from unisono.core.ops import ReduceOp, as_op
 from unisono.core.request import Request
 from unisono.core.task import Call, Message, Steps, await_requests
 from unisono.core.work import Work, wait_or_cancel
-from unisono.errors import Location, UnisonoError, UsageError
+from unisono.errors import ClosedError, Location, UnisonoError, UsageError
 from unisono.plans import Problem
 
 __all__ = ["Adoption"]
@@ -44,6 +43,16 @@ class Adoption:
 
     def __init__(self, group: Group) -> None:
         self._group = group
+
+    @property
+    def runtime(self) -> Runtime:
+        """The clock and threads of this rank."""
+        return self._group.backend.runtime
+
+    @property
+    def world_rank(self) -> int:
+        """This rank."""
+        return self._group.world_rank
 
     # -- decisions ----------------------------------------------------------------------------------------
 
@@ -112,19 +121,13 @@ class Adoption:
         with self._group.backend.runtime.defer_signals():
             self._resume(*call, timers=False).cancel()
 
-    def adopt_dropped(self, operation: str, *call: Any) -> None:
-        """Carry a call on whose work was dropped; its memory is kept until it has ended."""
-        runtime = self._group.backend.runtime
+    def warn_dropped(self, operation: str) -> None:
+        """A work was dropped before it has ended. It goes on, and its memory is kept until then."""
         warnings.warn(
             f'{operation} on "{self._group.name}" was dropped before it ended; keep the Work and wait for it',
             ResourceWarning,
             stacklevel=2,
         )
-        # A finalizer runs at any point of any code: the locks are taken elsewhere.
-        runtime.call_soon(partial(self._carry_on_dropped, operation, *call))
-
-    def _carry_on_dropped(self, *call: Any) -> None:
-        self._resume(*call, timers=True)
 
     def _resume(
         self,
@@ -232,6 +235,17 @@ class Adoption:
     def note_unwaited(self, operation: str, code: CodeType | None, instruction: int) -> None:
         """A work was dropped that nobody has waited for."""
         self._group.loose_ends.add_dropped(operation, line_of(code, instruction))
+
+    @staticmethod
+    def refuse_forked() -> None:
+        """A work of the parent process is used in a forked child.
+
+        Raises:
+            ClosedError: always.
+        """
+        raise ClosedError(
+            "this work belongs to the parent process", next_step="make a new communicator after fork"
+        )
 
     @staticmethod
     def copy_of(error: BaseException) -> BaseException:

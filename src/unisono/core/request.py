@@ -90,7 +90,9 @@ class Request:
 
     def withdraw_by(self, withdraw: Callable[[Request], bool]) -> None:
         """Set the function that cancels it; the function returns False if it was matched already."""
-        self._withdraw = withdraw
+        with self._lock:
+            if not self.done:
+                self._withdraw = withdraw
 
     def notify(self, callback: Callable[[], None]) -> None:
         """Call `callback` once it is done; at once if it is done already."""
@@ -114,7 +116,8 @@ class Request:
 
     def cancel(self) -> bool:
         """Withdraw it. False if it is done or was matched: then it ends by itself, soon."""
-        return not self.done and self._withdraw is not None and self._withdraw(self)
+        withdraw = self._withdraw
+        return not self.done and withdraw is not None and withdraw(self)
 
     def cancelled(self) -> None:
         """End it as withdrawn; called by the function of `withdraw_by`."""
@@ -125,6 +128,8 @@ class Request:
             assert self._callbacks is not None, "a request ends once"
             callbacks, self._callbacks = self._callbacks, None
             self.done = True
+            # It refers to the backend's record with the buffer, which refers to the request.
+            self._withdraw = None
         for callback in callbacks:
             callback()
 

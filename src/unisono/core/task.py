@@ -89,9 +89,23 @@ class Call:
         """Whom it waits for: those known not to have called it at all, else those it waits for directly."""
         return tuple(sorted(self.absent)) or self.waiting_on()
 
+    def let_go(self) -> None:
+        """It has ended: refer to its task and its memory no more.
+
+        So both are freed with the work, and do not wait for the garbage collector.
+        """
+        self.wake = _nothing
+        self.waiting_on = tuple
+        self.on_stall = self.on_end = self.on_long_wait = self.unreachable_error = None
+        self.messages = ()
+
     def waiting(self) -> Waiting:
         """Who waits for whom."""
         return Waiting(self.rank, self.waiting_on(), str(self))
+
+
+def _nothing() -> None:
+    """Nobody is to be woken."""
 
 
 class Begun(Generator[None, None, T]):
@@ -137,7 +151,7 @@ class Task(Generic[T]):
         self._is_interrupted = False
         self._waiters = 0
         self._event = runtime.event()
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
         self._timers: list[Timer] = []
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -183,13 +197,19 @@ class Task(Generic[T]):
             self._interruption = error if callable(error) else lambda: error
         self.wake()
 
-    def on_done(self, callback: Callable[[], None]) -> None:
+    def on_done(self, callback: Callable[[], object]) -> None:
         """Call back once it ended; at once if it has."""
         with self._lock:
             if self._state is not _State.DONE:
                 self._callbacks.append(callback)
                 return
         callback()
+
+    def forget(self, callback: Callable[[], object]) -> None:
+        """Do not call back any more."""
+        with self._lock:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)
 
     def wait(self, timeout: float | None) -> T:
         """Carry it on, or wait while another thread does, until it ends."""
@@ -351,8 +371,9 @@ class Task(Generic[T]):
         )
 
     def _on_stall(self) -> None:
-        if not self.is_done() and self.call.on_stall is not None:
-            self.call.on_stall()
+        on_stall = self.call.on_stall  # None once it has ended
+        if on_stall is not None:
+            on_stall()
 
     def _log_stall(self) -> None:
         call = self.call
@@ -378,6 +399,7 @@ class Task(Generic[T]):
             callbacks, self._callbacks = self._callbacks, []
         self._event.set()
         self._cancel_timers()
+        self.call.let_go()
         for callback in callbacks:
             callback()
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator
+from functools import partial
 from typing import Any, Generic
 
 from unisono._native import WorkBase, set_work_type
-from unisono.core.clock import Killed, RealRuntime, Runtime
+from unisono.core.callbacks import callback_thread
+from unisono.core.clock import Killed, Runtime
 from unisono.core.task import T, Task
-from unisono.errors import PeerAborted, UnisonoError
+from unisono.errors import PeerAborted, UnisonoError, UsageError
 
-__all__ = ["Started", "Work", "wait_all", "wait_or_cancel"]
+__all__ = ["Started", "Work", "wait_or_cancel"]
 
 
-class Work(WorkBase, Generic[T]):
-    """A started operation; also awaitable. Its buffers must not be used until it is done.
+class Work(WorkBase, Coroutine[Any, Any, T], Generic[T]):
+    """A started operation. Its buffers must not be used until it is done.
+
+    It can be awaited, by many and more than once, and passed to whatever takes a coroutine, such as
+    `asyncio.TaskGroup.create_task`. Who cancels the awaiting task gives up the wait: the operation goes on.
 
     An operation of the engine is waited for there, by `wait` and `done` of the base. All others, and those
     that Python has adopted, are tasks.
@@ -24,6 +30,8 @@ class Work(WorkBase, Generic[T]):
 
     _task: Task[T]
     _runtime: Runtime
+    # As a coroutine: how far each task of asyncio has come in awaiting it.
+    _steps: dict[Any, Generator[Any, None, T]] | None = None
 
     def __init__(self, task: Task[T], runtime: Runtime) -> None:
         self._task = task
@@ -58,14 +66,57 @@ class Work(WorkBase, Generic[T]):
             _settled(self._task)
         return True
 
+    def add_done_callback(self, fn: Callable[[Work[T]], object]) -> None:
+        """Call `fn(work)` when it has ended, successfully or not; soon if it has.
+
+        Callbacks run one after another on a thread of this rank that runs nothing else, in the order in which
+        works end; collectives that end together by number. A callback may start operations and wait for them.
+        If it raises, the exception is logged.
+        """
+        if not callable(fn):
+            raise UsageError(f"{fn!r} cannot be called; allowed: a function of the work")
+        runtime, rank = self._runtime_and_rank()
+        thread = callback_thread(runtime, rank)
+        thread.expect(runtime)
+        self._on_end(partial(thread.run, runtime, partial(fn, self)))
+
+    def _on_end(self, notify: Callable[[], object]) -> None:
+        """Call `notify` on any thread when it has ended; at once if it has. It must return soon."""
+        if self._observe(notify):
+            return
+        task = getattr(self, "_task", None)
+        if task is None:
+            notify()
+        else:
+            self._note_user()
+            task.on_done(notify)
+
+    def _off_end(self, notify: Callable[[], object]) -> None:
+        """Do not call `notify` any more; it may be called right now."""
+        self._forget(notify)
+        if (task := getattr(self, "_task", None)) is not None:
+            task.forget(notify)
+
+    def _has_ended(self) -> bool:
+        """As `done`, but make no progress."""
+        if self._is_concluded:
+            return True
+        task = getattr(self, "_task", None)
+        return task is not None and task.is_done()
+
+    def _runtime_and_rank(self) -> tuple[Runtime, int]:
+        """The clock and threads of its rank, and the world rank."""
+        if self._helper is not None:
+            return self._helper.runtime, self._helper.world_rank
+        return self._runtime, self._task.call.rank
+
     def _note_user(self) -> None:
         """The user has waited or asked for it, so `close` need not warn of it."""
         if (seen := self._task.call.on_result) is not None:
             seen(None)
 
     def __await__(self) -> Generator[Any, None, T]:
-        if self._adopt(True) and not self._task.is_done() and not self._runtime.is_virtual:
-            self._note_user()
+        if not self._has_ended() and not self._runtime_and_rank()[0].is_virtual:
             import asyncio  # a third of the package's import time, and only needed here
 
             loop = asyncio.get_running_loop()
@@ -79,10 +130,41 @@ class Work(WorkBase, Generic[T]):
                 with contextlib.suppress(RuntimeError):  # nobody waits on a loop that is closed
                     loop.call_soon_threadsafe(settle)
 
-            self._task.on_done(tell)
-            yield from future.__await__()
+            self._on_end(tell)
+            try:
+                yield from future.__await__()
+            finally:
+                self._off_end(tell)
         result: T = self.wait()
         return result
+
+    def send(self, value: Any) -> Any:
+        """As a coroutine: go on."""
+        return self._step(lambda steps: steps.send(value))
+
+    def throw(self, *error: Any) -> Any:
+        """As a coroutine: give up the wait."""
+        return self._step(lambda steps: steps.throw(*error))
+
+    def close(self) -> None:
+        """As a coroutine: end the wait of the calling task, if it has begun one."""
+        with contextlib.suppress(GeneratorExit, StopIteration):
+            self.throw(GeneratorExit)
+
+    def _step(self, take: Callable[[Generator[Any, None, T]], Any]) -> Any:
+        asyncio = sys.modules.get("asyncio")
+        try:
+            awaiting = None if asyncio is None else asyncio.current_task()
+        except RuntimeError:  # no loop runs here
+            awaiting = None
+        if self._steps is None:
+            self._steps = {}
+        steps = self._steps.setdefault(awaiting, self.__await__())
+        try:
+            return take(steps)
+        except BaseException:  # it has ended, by StopIteration if well
+            self._steps.pop(awaiting, None)
+            raise
 
     def __repr__(self) -> str:
         task = getattr(self, "_task", None)
@@ -126,26 +208,3 @@ def wait_or_cancel(work: Work[T]) -> T:
     except BaseException:  # its own error, and it has ended; or whatever a signal handler raises
         work.cancel()
         raise
-
-
-def wait_all(works: Iterable[Work[Any]], timeout: float | None = None) -> list[Any]:
-    """Wait for all works and return their results.
-
-    Raises:
-        UnisonoError: the first error in the order of `works`, after all have ended or the timeout passed.
-    """
-    works = list(works)
-    if not works:
-        return []
-    runtime = getattr(works[0], "_runtime", None) or RealRuntime()
-    deadline = runtime.deadline(timeout)
-    results: list[Any] = []
-    first: BaseException | None = None
-    for work in works:
-        try:
-            results.append(work.wait(deadline.remaining(runtime.now())))
-        except Exception as error:  # a user's own reduce operation may raise anything
-            first = first if first is not None else error
-    if first is not None:
-        raise first
-    return results

@@ -16,7 +16,8 @@ from typing import Any, Final, Protocol, Self, TypeVar, overload
 
 from unisono.core.clock import Runtime, Waiting
 from unisono.core.envelope import Tags
-from unisono.core.work import Work, wait_all
+from unisono.core.waits import wait_all
+from unisono.core.work import Work
 from unisono.errors import UnisonoError, UsageError
 from unisono.messaging.backend import Backend
 from unisono.rpc.client import TIMEOUT_S, CallStarter

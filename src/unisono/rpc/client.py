@@ -235,7 +235,7 @@ class PendingCall(Work[Any], Waitable):
         self._started_at = started_at
         self._value: Any = None
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[], None]] | None = None
+        self._callbacks: list[Callable[[], object]] | None = None
         self._runtime = client.runtime
         self.peer = peer
         self.number = number
@@ -346,7 +346,7 @@ class PendingCall(Work[Any], Waitable):
         limit = f"within {given:.3g} s" if given is not None else "in time"
         self._give_up(lambda: DeadlineExceeded(f"rank {rank} did not answer {limit}", waiting_on=(rank,)))
 
-    def on_done(self, callback: Callable[[], None]) -> None:
+    def on_done(self, callback: Callable[[], object]) -> None:
         """Call back once it ended; at once if it has."""
         with self.peer.lock:
             if not self.is_done:
@@ -355,6 +355,20 @@ class PendingCall(Work[Any], Waitable):
                 self._callbacks.append(callback)
                 return
         callback()
+
+    def _on_end(self, notify: Callable[[], object]) -> None:
+        self.on_done(notify)
+
+    def _off_end(self, notify: Callable[[], object]) -> None:
+        with self.peer.lock:
+            if self._callbacks is not None and notify in self._callbacks:
+                self._callbacks.remove(notify)
+
+    def _has_ended(self) -> bool:
+        return self.is_done
+
+    def _runtime_and_rank(self) -> tuple[Runtime, int]:
+        return self._runtime, self._client.peers.own.world_rank
 
     def location(self) -> Location:
         """Where it stands, for its errors."""

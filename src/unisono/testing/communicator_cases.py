@@ -13,7 +13,7 @@ import numpy as np
 from unisono.comm.communicator import Communicator
 from unisono.core.envelope import ANY, Status
 from unisono.core.ops import op
-from unisono.core.work import wait_all
+from unisono.core.waits import wait_all
 from unisono.errors import ClosedError, CollectiveMismatch, PeerAborted, PeerLost, UsageError
 from unisono.plans import CATALOG
 from unisono.testing.case import Suite

@@ -8,7 +8,9 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+import warnings
+import weakref
+from collections.abc import Callable, Coroutine
 
 import numpy as np
 import pytest
@@ -19,8 +21,9 @@ import unisono as uni
 from unisono.core.clock import RealRuntime
 from unisono.core.request import Request
 from unisono.core.task import Call, Task, await_requests
+from unisono.core.waits import wait_all
 from unisono.core.work import Started as Handed
-from unisono.core.work import Work, wait_all
+from unisono.core.work import Work
 from unisono.errors import (
     ClosedError,
     DeadlineExceeded,
@@ -30,6 +33,7 @@ from unisono.errors import (
     UnisonoError,
     UsageError,
 )
+from unisono.simulation import Network, now, sleep
 
 
 class CountingRuntime(RealRuntime):
@@ -867,5 +871,185 @@ def test_ranks_can_live_on_one_loop():
         return await asyncio.gather(*map(one, comms))
 
     assert asyncio.run(main()) == [([3.0, 6.0, 9.0, 12.0, 15.0], [0, 1, 2])] * 3
+    for comm in comms:
+        comm.close()
+
+
+def test_a_work_is_a_coroutine_that_many_tasks_may_drive():
+    gates = [gate(i) for i in range(4)]
+    works = [start(steps) for _, steps in gates]
+
+    async def main():
+        opener = asyncio.get_running_loop().run_in_executor(None, lambda: [r.complete() for r, _ in gates])
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in (*works, works[2], works[2])]
+        await opener
+        assert await asyncio.wait_for(works[1], 1) == 1
+        return [task.result() for task in tasks]
+
+    assert isinstance(works[0], Coroutine)
+    assert asyncio.run(main()) == [0, 1, 2, 3, 2, 2]
+
+
+def test_a_cancelled_task_leaves_the_work_going():
+    request, steps = gate("later")
+    work = start(steps)
+
+    async def main():
+        tasks = [asyncio.create_task(work), asyncio.create_task(work)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        threading.Timer(0.02, request.complete).start()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    cancelled, result = asyncio.run(main())
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert result == "later"
+
+
+# -- callbacks -------------------------------------------------------------------------------------------
+
+
+def test_callbacks_run_in_the_order_of_the_ends_on_one_thread_that_ends_later():
+    gates = [gate(i) for i in range(6)]
+    runtime = RealRuntime()
+    works = [start(steps, runtime=runtime) for _, steps in gates]
+    called: list[tuple[int, str]] = []
+    for work in works:
+        work.add_done_callback(lambda work: called.append((work.wait(0), threading.current_thread().name)))
+    for i in (5, 0, 3, 1, 4, 2):
+        gates[i][0].complete()
+    wait_until(lambda: len(called) == 6)
+    works[4].add_done_callback(lambda work: called.append((work.wait(0), threading.current_thread().name)))
+    wait_until(lambda: len(called) == 7)
+    assert called == [(i, "unisono-callbacks-3") for i in (5, 0, 3, 1, 4, 2, 4)]
+    wait_until(lambda: all(thread.name != "unisono-callbacks-3" for thread in threading.enumerate()))
+
+
+def test_a_callback_that_raises_is_logged_and_the_others_run(caplog):
+    runtime = RealRuntime()
+    request, steps = gate(error=PeerLost("gone", ranks=(2,)))
+    work = start(steps, runtime=runtime)
+    called = threading.Event()
+    work.add_done_callback(lambda work: work.wait())
+    work.add_done_callback(lambda work: called.set())
+    with caplog.at_level(logging.ERROR, "unisono"):
+        request.complete()
+        assert called.wait(PATIENCE_S)
+    assert "a callback of a work failed" in caplog.text
+    assert "gone" in caplog.text
+    with pytest.raises(UsageError, match="cannot be called"):
+        work.add_done_callback("no function")
+
+
+def test_callbacks_of_local_ranks_start_and_wait_for_collectives():
+    """Each rank has its own thread: with one for all they would wait for each other for ever."""
+
+    def program(comm):
+        found: list[float] = []
+        over = threading.Event()
+
+        def go_on(work):
+            found.append(float(work.wait()[1]))
+            if len(found) == 5:
+                over.set()
+                return
+            comm.barrier()
+            comm.start.all_reduce(np.arange(3.0) * len(found) + comm.rank).add_done_callback(go_on)
+
+        comm.start.all_reduce(np.arange(3.0) + comm.rank).add_done_callback(go_on)
+        assert over.wait(PATIENCE_S)
+        return found
+
+    expected = [3.0 + 3 * max(1, turn) for turn in range(5)]
+    assert run_ranks(program, 3).values() == [expected] * 3
+
+
+def test_callbacks_of_simulated_ranks_run_in_virtual_time_and_repeat():
+    def program(comm):
+        found: list[tuple[float, int, float]] = []
+
+        def note(work):
+            total = comm.start.all_reduce(np.arange(3.0) + comm.rank).wait()  # a callback may wait
+            found.append((now(), work.wait().tag, float(total[2])))
+
+        works = [comm.start.recv(np.zeros(2), src=1 - comm.rank, tag=tag) for tag in range(4)]
+        for work in works:
+            work.add_done_callback(note)
+        for tag in (2, 0, 3, 1):
+            comm.send(np.ones(2), dst=1 - comm.rank, tag=tag)
+        assert uni.wait_any(works[2:]) in (0, 1)
+        assert len(list(uni.as_completed(works))) == 4
+        while len(found) < 4:
+            sleep(0.001)
+        with pytest.raises(DeadlineExceeded):
+            uni.wait_any([comm.start.recv(np.zeros(2), src=1 - comm.rank, tag=9)], timeout=3)
+        return found
+
+    network = Network(latency_s=1e-3, bytes_per_s=1e9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        runs = [uni.simulate(program, 2, network=network, seed=7).raise_first().results for _ in range(2)]
+    assert runs[0] == runs[1]
+    for found in runs[0]:
+        assert [tag for _, tag, _ in found] == [2, 0, 3, 1]
+        assert {total for _, _, total in found} == {5.0}
+        assert [at for at, _, _ in found] == sorted(at for at, _, _ in found)
+        assert found[0][0] >= 2e-3
+
+
+# -- waits for several -----------------------------------------------------------------------------------
+
+
+def test_wait_any_and_some_and_as_completed():
+    gates = [gate(i, ValueError("mine") if i == 4 else None) for i in range(6)]
+    works = [start(steps) for _, steps in gates]
+    for timeout in (0, 0.01):
+        with pytest.raises(DeadlineExceeded, match="none of 6 works"):
+            uni.wait_any(works, timeout=timeout)
+    threading.Timer(0.02, gates[4][0].complete).start()
+    assert uni.wait_any(works) == 4, "a failure is an end"
+    with pytest.raises(ValueError, match="mine"):
+        works[4].wait()
+    gates[1][0].complete()
+    assert uni.wait_some(iter(works)) == [1, 4]
+    given = uni.as_completed(works, timeout=PATIENCE_S)
+    assert [next(given), next(given)] == [works[1], works[4]]
+    for i in (5, 0, 3, 2):
+        gates[i][0].complete()
+        assert next(given) is works[i]
+    assert list(given) == []
+    with pytest.raises(UsageError, match="at least one"):
+        uni.wait_any([])
+    with pytest.raises(UsageError, match="allowed: works"):
+        uni.wait_some([works[0], "no work"])
+
+
+def test_a_wait_for_any_leaves_nothing_behind_in_works_that_go_on():
+    first, steps = gate()
+    last, later = gate()
+    ended, work = start(steps), start(later)
+    first.complete()
+    for _ in range(10):
+        assert uni.wait_any([work, ended]) == 1
+    assert work._task._callbacks == []
+    last.complete()
+
+
+def test_a_dropped_work_of_a_local_rank_frees_its_result_without_the_collector():
+    comms = uni.local(2)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.warns(ResourceWarning, match="dropped"):
+            comms[0].start.all_gather(np.arange(10_007.0))
+        mine = np.arange(10_007.0)
+        given = weakref.ref(mine)
+        work = comms[1].start.all_gather(mine)
+        result = weakref.ref(work.wait())
+        del mine, work
+        wait_until(lambda: given() is None and result() is None)
+    finally:
+        gc.enable()
     for comm in comms:
         comm.close()

@@ -461,12 +461,13 @@ def _leave_all() -> None:
 
 @is_idle_in
 def _pump(completions_ref: weakref.ref[CompletionDispatcher], engine: _native.Engine) -> None:
-    """Dispatch completions while no thread waits, and log refused connections."""
+    """Dispatch completions while no thread waits, conclude observed works, log refused connections."""
     refusals, clock = Refusals(), RealRuntime()
     while True:
         events = engine.pump(1.0)
         completions = completions_ref()
         is_over = completions is None or (completions.is_closed and not events)
+        _native.conclude_announced(engine)
         for line in refusals.lines(engine.take_refusals(), engine.refused(), clock.now(), is_last=is_over):
             _log.warning("refused %s", line)
         if completions is None or is_over:

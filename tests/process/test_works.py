@@ -1,0 +1,601 @@
+"""Works of native ranks: callbacks, awaits, waits for several, and what becomes of those that are dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.engines import MakeWorld, world
+from tests.support.processes import forked
+from tests.support.ranks import PATIENCE_S, run_each
+
+import unisono as uni
+from unisono.comm.communicator import Communicator
+from unisono.core.work import Work
+from unisono.errors import ClosedError, DeadlineExceeded, PeerAborted, PeerLost, UnisonoError, UsageError
+from unisono.messaging.backend import Backend
+
+__all__ = ["world"]
+
+# On a loaded machine a call must not stall before it ends: then Python would adopt it.
+NO_STALL = {"stall_query_s": 60.0, "deadlock_after_s": 0}
+
+every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
+
+
+def adopted(comm: Communicator) -> int:
+    """How many calls Python had to carry on."""
+    native = comm._group.native
+    assert native is not None
+    return native.adopted
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+
+
+def ramp(rank: int, count: int = 1021) -> np.ndarray[Any, Any]:
+    return np.arange(count) * 3.0 + rank
+
+
+def summed(size: int, count: int = 1021) -> np.ndarray[Any, Any]:
+    return np.sum([ramp(rank, count) for rank in range(size)], axis=0)
+
+
+# -- callbacks ----------------------------------------------------------------------------------
+
+
+@every_kind
+def test_callbacks_get_the_work_on_the_ranks_own_thread_and_nothing_is_adopted(world: MakeWorld, kind: str):
+    comms = world(3, kind, **NO_STALL)
+    called: dict[int, list[tuple[Work, str]]] = {rank: [] for rank in range(3)}
+
+    def program(comm: Communicator) -> None:
+        mine = called[comm.rank]
+        works = []
+        for count in (1, 1021, 100_003):
+            work = comm.start.all_reduce(ramp(comm.rank, count))
+            work.add_done_callback(lambda work: mine.append((work, threading.current_thread().name)))
+            works.append(work)
+        for work, count in zip(works, (1, 1021, 100_003), strict=True):
+            assert np.array_equal(work.wait(), summed(3, count))
+        wait_until(lambda: len(mine) == 3)
+        assert {id(work) for work, _ in mine} == set(map(id, works))
+        assert {name for _, name in mine} == {f"unisono-callbacks-{comm.rank}"}
+        works[0].add_done_callback(lambda work: mine.append((work, threading.current_thread().name)))
+        wait_until(lambda: len(mine) == 4)
+        assert mine[3] == (works[0], f"unisono-callbacks-{comm.rank}")
+        assert adopted(comm) == 0
+
+    run_each(program, comms).values()
+
+
+def test_callbacks_run_in_the_order_in_which_works_end(world: MakeWorld):
+    comms = world(2)
+    receiver, sender = comms[1], comms[0]
+    order = [5, 2, 7, 0, 6, 1, 4, 3]
+    ended: list[int] = []
+    buffers = [np.zeros(3) for _ in order]
+    for tag, buffer in enumerate(buffers):
+        work = receiver.start.recv(buffer, src=0, tag=tag)
+        work.add_done_callback(lambda _, tag=tag: ended.append(tag))
+    for done, tag in enumerate(order, 1):
+        sender.send(np.arange(3.0) + tag, dst=1, tag=tag)
+        wait_until(lambda done=done: len(ended) == done)
+    assert ended == order
+    assert [buffer[0] for buffer in buffers] == list(range(8))
+
+
+def test_collectives_that_end_together_are_called_back_by_number(world: MakeWorld):
+    """The first callback keeps the thread until all have ended; numbers of one batch are then in order."""
+    comms = world(2)
+    ended: list[int] = []
+    gate = threading.Event()
+
+    def program(comm: Communicator) -> None:
+        if comm.rank == 1:
+            for number in range(20):
+                comm.all_reduce(ramp(1, 1 + number))
+            return
+        works = [comm.start.all_reduce(ramp(0, 1 + number)) for number in range(20)]
+        works[0].add_done_callback(lambda _: gate.wait(PATIENCE_S))
+        for number in reversed(range(20)):
+            works[number].add_done_callback(lambda _, number=number: ended.append(number))
+        uni.wait_all(works)
+        gate.set()
+        wait_until(lambda: len(ended) == 20)
+
+    run_each(program, comms).values()
+    assert sorted(ended) == list(range(20))
+
+
+@every_kind
+def test_a_callback_may_start_and_wait_for_collectives(world: MakeWorld, kind: str):
+    comms = world(3, kind)
+
+    def program(comm: Communicator) -> list[float]:
+        found: list[float] = []
+        over = threading.Event()
+
+        def go_on(work: Work) -> None:
+            found.append(float(work.wait()[2]))
+            if len(found) == 12:
+                over.set()
+            elif len(found) % 2:  # blocking, then started again
+                comm.barrier()
+                comm.start.all_reduce(ramp(comm.rank) + len(found)).add_done_callback(go_on)
+            else:
+                value = comm.all_gather(np.array([float(comm.rank)]))
+                comm.start.all_reduce(ramp(comm.rank) + value.sum()).add_done_callback(go_on)
+
+        comm.start.all_reduce(ramp(comm.rank)).add_done_callback(go_on)
+        assert over.wait(PATIENCE_S)
+        return found
+
+    expected = [summed(3)[2] + 3 * (0 if n == 0 else n if n % 2 else 3) for n in range(12)]
+    assert run_each(program, comms).values() == [expected] * 3
+
+
+def test_a_callback_that_raises_is_logged_and_the_next_one_runs(world: MakeWorld, caplog):
+    comms = world(2)
+    called = threading.Event()
+
+    def fail(_: Work) -> None:
+        raise ValueError("my mistake")
+
+    with caplog.at_level(logging.ERROR, "unisono"):
+        for exit_too in (fail, lambda _: sys.exit(3), lambda _: called.set()):
+            comms[0].start.send(np.arange(3), dst=1).add_done_callback(exit_too)
+            comms[1].recv(np.zeros(3, int), src=0)
+        assert called.wait(PATIENCE_S)
+    assert "my mistake" in caplog.text
+    assert caplog.text.count("a callback of a work failed") == 2
+
+
+def test_what_cannot_be_called_is_refused(world: MakeWorld):
+    comms = world(2)
+    work = comms[0].start.send(np.arange(3), dst=1)
+    with pytest.raises(UsageError, match="cannot be called"):
+        work.add_done_callback(3)  # type: ignore[arg-type]
+    work.wait()
+    comms[1].recv(np.zeros(3, int), src=0)
+
+
+def test_a_work_that_fails_is_called_back_with_its_error(world: MakeWorld):
+    comms = world(2)
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def note(work: Work) -> None:
+        try:
+            work.wait()
+        except UnisonoError as error:
+            errors.append(error)
+        over.set()
+
+    comms[0].start.recv(np.zeros(3), src=1, timeout=0.05).add_done_callback(note)
+    assert over.wait(PATIENCE_S)
+    assert isinstance(errors[0], DeadlineExceeded)
+
+
+# -- waits for several ------------------------------------------------------------------------------------
+
+
+def test_wait_any_gives_the_one_that_has_ended_and_wait_some_all_of_them(world: MakeWorld):
+    comms = world(2, **NO_STALL)
+    buffers = [np.zeros(5) for _ in range(8)]
+    works = [comms[1].start.recv(buffer, src=0, tag=tag) for tag, buffer in enumerate(buffers)]
+    for wait in (uni.wait_any, uni.wait_some):
+        for timeout in (0, 0.01):
+            with pytest.raises(DeadlineExceeded, match="none of 8 works"):
+                wait(works, timeout=timeout)
+    sender = threading.Timer(0.05, lambda: comms[0].send(np.arange(5.0) + 6, dst=1, tag=6))
+    sender.start()
+    assert uni.wait_any(works, timeout=PATIENCE_S) == 6
+    sender.join()
+    assert works[6].wait(0).nbytes == 40
+    assert np.array_equal(buffers[6], np.arange(5.0) + 6)
+    comms[0].send(np.arange(5.0) + 2, dst=1, tag=2)
+    wait_until(lambda: works[2].done())
+    assert uni.wait_some(works) == [2, 6]
+    assert uni.wait_any(works, timeout=0) == 2
+    assert adopted(comms[1]) == 0
+    for tag in (0, 1, 3, 4, 5, 7):
+        comms[0].send(np.arange(5.0) + tag, dst=1, tag=tag)
+    uni.wait_all(works)
+    assert [buffer[0] for buffer in buffers] == list(range(8))
+
+
+def test_as_completed_gives_each_work_once_as_it_ends(world: MakeWorld):
+    comms = world(2)
+    order = [3, 0, 4, 1, 2]
+    works = [comms[1].start.recv(np.zeros(1), src=0, tag=tag) for tag in range(5)]
+    given = uni.as_completed([*works, works[0]], timeout=PATIENCE_S)
+    for tag in order:
+        comms[0].send(np.zeros(1), dst=1, tag=tag)
+        assert next(given) is works[tag]
+    assert list(given) == list(uni.as_completed([])) == []
+
+
+def test_what_is_no_work_is_refused(world: MakeWorld):
+    comms = world(2)
+    work = comms[0].start.send(np.arange(3), dst=1)
+    for wait in (uni.wait_any, uni.wait_some):
+        with pytest.raises(UsageError, match="at least one"):
+            wait([])
+    for wait in (uni.wait_any, uni.wait_some, uni.wait_all, uni.as_completed):
+        for wrong in ([work, 3], work, None):
+            with pytest.raises(UsageError, match="allowed: works"):
+                wait(wrong)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="timeout"):
+            wait([work], timeout=-1)
+    comms[1].recv(np.zeros(3, int), src=0)
+    work.wait()
+
+
+def test_works_of_several_backends_are_waited_for_together(world: MakeWorld):
+    first, second = world(2), world(2)
+    threads = uni.local(2)
+    buffers = [np.zeros(2) for _ in range(3)]
+    works = [
+        comms[1].start.recv(buffer, src=0)
+        for comms, buffer in zip((first, second, threads), buffers, strict=True)
+    ]
+    with pytest.raises(DeadlineExceeded):
+        uni.wait_any(works, timeout=0.01)
+    for index, comms in ((1, second), (2, threads), (0, first)):
+        sender = threading.Timer(0.02, lambda comms=comms: comms[0].send(np.ones(2), dst=1))
+        sender.start()
+        left = [work for work in works if not work.done()]
+        assert left[uni.wait_any(left, timeout=PATIENCE_S)] is works[index]
+        sender.join()
+    assert uni.wait_some(works) == [0, 1, 2]
+    for comm in threads:
+        comm.close()
+
+
+def test_a_wait_for_several_that_stalls_still_gets_its_message(world: MakeWorld):
+    """After the time of a stall Python has adopted them, and the wait goes on there."""
+    comms = world(2, stall_query_s=0.05)
+    works = [comms[1].start.recv(np.zeros(1), src=0, tag=tag) for tag in range(3)]
+    sender = threading.Timer(0.3, lambda: comms[0].send(np.zeros(1), dst=1, tag=1))
+    sender.start()
+    assert uni.wait_any(works, timeout=PATIENCE_S) == 1
+    sender.join()
+    assert adopted(comms[1]) > 0
+    for tag in (0, 2):
+        comms[0].send(np.zeros(1), dst=1, tag=tag)
+    assert len(uni.wait_all(works)) == 3
+
+
+def test_a_deadline_of_one_ends_the_wait_for_any(world: MakeWorld):
+    comms = world(2)
+    works = [comms[1].start.recv(np.zeros(1), src=0, tag=tag, timeout=[60, 0.1][tag]) for tag in range(2)]
+    assert uni.wait_any(works, timeout=PATIENCE_S) == 1
+    with pytest.raises(DeadlineExceeded, match=r"did not end within 0\.1 s"):
+        works[1].wait()
+    assert works[0].cancel()
+
+
+def killed_while_waiting(comm: Communicator) -> Any:
+    """Rank 2 is killed while the others wait for any of their receives from it."""
+    if comm.rank == 2:
+        comm.recv(np.zeros(1), src=0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    works = [comm.start.recv(np.zeros(1), src=src, tag=7) for src in (1 - comm.rank, 2)]
+    errors: list[str] = []
+    works[1].add_done_callback(lambda work: errors.append("called"))
+    if comm.rank == 0:
+        comm.send(np.zeros(1), dst=2)
+    for work in uni.as_completed(works, timeout=60):
+        if work is works[0]:
+            assert work.wait().source == 1 - comm.rank
+            continue
+        with pytest.raises(PeerLost, match="rank 2"):
+            work.wait()
+        wait_until(lambda: errors)
+        comm.send(np.zeros(1), dst=1 - comm.rank, tag=7)
+    return errors
+
+
+def test_a_kill_ends_the_wait_for_several():
+    def live(backend: Backend, _: Connection) -> Any:
+        with Communicator.world(backend) as comm:
+            return killed_while_waiting(comm)
+
+    with forked(live, 3) as ranks:
+        assert [ranks.result(rank, PATIENCE_S) for rank in range(2)] == [["called"]] * 2
+        assert ranks.code(2) == -signal.SIGKILL
+
+
+# -- several threads, cancelling, polling -------------------------------------------------------------------
+
+
+def test_threads_that_wait_for_one_work_all_get_it(world: MakeWorld):
+    comms = world(2)
+    buffer = np.zeros(3)
+    work = comms[1].start.recv(buffer, src=0)
+    results: list[Any] = []
+    waits: list[Callable[[], Any]] = [
+        work.wait,
+        lambda: work.wait(PATIENCE_S),
+        lambda: uni.wait_any([work]),
+        lambda: [work.done() or time.sleep(0.001) for _ in iter(lambda: work.done(), True)] and None,
+        lambda: uni.wait_all([work]),
+    ]
+    threads = [threading.Thread(target=lambda wait=wait: results.append(wait())) for wait in waits]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.02)
+    comms[0].send(np.arange(3.0), dst=1)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert len(results) == 5
+    assert buffer.tolist() == [0, 1, 2]
+
+
+def test_a_work_can_be_cancelled_while_another_thread_waits_for_it(world: MakeWorld):
+    comms = world(2)
+    work = comms[1].start.recv(np.zeros(3), src=0, tag=1)
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            work.wait()
+        except UnisonoError as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=ask)
+    waiter.start()
+    time.sleep(0.02)
+    assert work.cancel()
+    waiter.join(PATIENCE_S)
+    assert isinstance(errors[0], PeerAborted)
+    assert not work.cancel()
+    buffer = np.zeros(3)
+    comms[0].send(np.arange(3.0), dst=1, tag=1)
+    comms[1].recv(buffer, src=0, tag=1)  # the cancelled one took nothing
+    assert buffer.tolist() == [0, 1, 2]
+
+
+def test_cancelled_collectives_end_everywhere(world: MakeWorld):
+    comms = world(2)
+    called = threading.Event()
+    work = comms[0].start.all_reduce(ramp(0, 100_003))
+    work.add_done_callback(lambda _: called.set())
+    assert work.cancel()
+    assert called.wait(PATIENCE_S)
+    with pytest.raises(PeerAborted):
+        comms[1].all_reduce(ramp(1, 100_003), timeout=30)
+
+
+def test_polling_ends_and_gives_the_right_sums(world: MakeWorld):
+    comms = world(2, **NO_STALL)
+
+    def program(comm: Communicator) -> None:
+        for count in (1, 7, 1021, 100_003):
+            work = comm.start.all_reduce(ramp(comm.rank, count))
+            while not work.done():
+                pass
+            assert np.array_equal(work.wait(timeout=0), summed(2, count))
+        assert adopted(comm) == 0
+
+    run_each(program, comms).values()
+
+
+# -- await ----------------------------------------------------------------------------------
+
+
+@every_kind
+def test_awaited_works_are_concluded_in_the_engine(world: MakeWorld, kind: str):
+    comms = world(2, kind, **NO_STALL)
+
+    def program(comm: Communicator) -> None:
+        async def main() -> None:
+            async with asyncio.TaskGroup() as group:
+                one = group.create_task(comm.start.all_reduce(ramp(comm.rank)))
+                work = comm.start.all_reduce(ramp(comm.rank, 7))
+                twice = [group.create_task(work), group.create_task(work)]
+            assert np.array_equal(one.result(), summed(2))
+            assert all(np.array_equal(task.result(), summed(2, 7)) for task in twice)
+            both = await asyncio.gather(
+                comm.start.all_reduce(ramp(comm.rank, 3)), comm.start.all_reduce(ramp(comm.rank, 100_003))
+            )
+            assert [len(each) for each in both] == [3, 100_003]
+            assert np.array_equal(both[1], summed(2, 100_003))
+            await asyncio.wait_for(comm.start.barrier(), PATIENCE_S)
+            for count in range(50):
+                assert np.array_equal(await comm.start.all_reduce(ramp(comm.rank, count)), summed(2, count))
+
+        asyncio.run(main())
+        assert adopted(comm) == 0
+
+    run_each(program, comms).values()
+
+
+def test_who_gives_up_an_await_leaves_the_work_going(world: MakeWorld):
+    comms = world(2)
+    buffer = np.zeros(3)
+    work = comms[1].start.recv(buffer, src=0)
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(work, 0.01)
+        task = asyncio.create_task(work)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert not work.done()
+    comms[0].send(np.arange(3.0), dst=1)
+    assert work.wait(PATIENCE_S).source == 0
+    assert buffer.tolist() == [0, 1, 2]
+    work.close()  # as a coroutine that is not running
+
+
+# -- dropped works ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["ends in the engine", "adopted"])
+def test_a_dropped_work_goes_on_and_frees_its_memory_when_it_ends(world: MakeWorld, is_late: bool):
+    comms = world(2, stall_query_s=0.05 if is_late else 60.0)
+    given, taken = np.arange(300_007.0), np.zeros(300_007)
+    gc.collect()
+    gc.disable()
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            comms[0].start.send(given, dst=1)
+            comms[1].start.all_gather(np.full(200_003, 5.0))
+        dropped = [weakref.ref(given)]
+        del given
+        assert len(warned) == 2
+        assert "dropped before it ended" in str(warned[0].message)
+        if is_late:
+            wait_until(lambda: adopted(comms[0]) and adopted(comms[1]))
+        assert dropped[0]() is not None, "the engine reads it"
+        before = rss()
+        comms[1].recv(taken, src=0)
+        assert np.array_equal(taken, np.arange(300_007.0))
+        assert np.array_equal(comms[0].all_gather(np.full(200_003, 7.0))[:, 9], [7, 5])
+        wait_until(lambda: dropped[0]() is None)
+        assert rss() <= before + 40 * 2**20
+    finally:
+        gc.enable()
+
+
+def rss() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_dropped_collectives_do_not_pile_up(world: MakeWorld):
+    """Thirty dropped all_gathers of 8 MiB: their results are gone without the garbage collector."""
+    comms = world(2)
+    gc.collect()
+    gc.disable()
+    before = rss()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for turn in range(30):
+                mine = np.full(2**19, float(turn))
+                for comm in comms:
+                    comm.start.all_gather(mine)
+                del mine
+                run_each(lambda comm: comm.barrier(), comms).values()
+        wait_until(lambda: rss() < before + 100 * 2**20)
+    finally:
+        gc.enable()
+
+
+def test_works_that_were_dropped_are_named_when_the_communicator_closes(world: MakeWorld, caplog):
+    comms = world(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        comms[0].start.send(np.arange(3), dst=1)
+        comms[0].start.recv(np.zeros(3), src=1)
+    comms[1].recv(np.zeros(3, int), src=0)
+    comms[1].send(np.zeros(3), dst=0)
+    with caplog.at_level(logging.WARNING, "unisono"):
+        run_each(lambda comm: comm.close(), comms)
+    assert "works never waited for" in caplog.text
+    assert "test_works.py" in caplog.text
+
+
+# -- fork, Ctrl-C, the end of the interpreter ----------------------------------------------------------------
+
+
+def test_a_forked_child_refuses_the_works_of_its_parent(world: MakeWorld):
+    comms = world(2)
+    work = comms[1].start.recv(np.zeros(3), src=0)
+    uses: list[Callable[[], Any]] = [
+        work.wait,
+        work.done,
+        work.cancel,
+        lambda: work.add_done_callback(print),
+        lambda: uni.wait_any([work]),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        refused = 0
+        for use in uses:
+            try:
+                use()
+            except ClosedError:
+                refused += 1
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(uses)
+    comms[0].send(np.arange(3.0), dst=1)
+    work.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("wait", ["wait", "any", "all"])
+def test_ctrl_c_ends_a_wait_and_the_work_goes_on(world: MakeWorld, wait: str):
+    comms = world(2)
+    buffer = np.zeros(3)
+    work = comms[1].start.recv(buffer, src=0)
+    waits: dict[str, Callable[[], Any]] = {
+        "wait": work.wait,
+        "any": lambda: uni.wait_any([work]),
+        "all": lambda: uni.wait_all([work]),
+    }
+    striker = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT))
+    striker.start()
+    with pytest.raises(KeyboardInterrupt):
+        waits[wait]()
+    striker.join()
+    comms[0].send(np.arange(3.0), dst=1)
+    assert work.wait(PATIENCE_S).nbytes == 24
+    assert buffer.tolist() == [0, 1, 2]
+
+
+LAST_WORDS = """
+import contextlib, sys, threading, warnings
+import numpy as np
+import unisono as uni
+
+warnings.simplefilter("ignore")
+comm = uni.init(backend="native")
+works = [comm.start.recv(np.zeros(1), src=0, tag=tag) for tag in range(5)]
+works[0].add_done_callback(lambda work: work.done())
+
+def wait(how):
+    with contextlib.suppress(uni.ClosedError):  # the main thread has ended
+        how()
+
+threading.Thread(target=wait, args=(works[1].wait,), daemon=True).start()
+threading.Thread(target=wait, args=(lambda: uni.wait_any(works),), daemon=True).start()
+del works[2]
+print("last line")
+"""
+
+
+def test_an_interpreter_ends_with_works_under_way():
+    ended = subprocess.run(
+        [sys.executable, "-c", LAST_WORDS], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "last line\n"
+    assert "Traceback" not in ended.stderr, ended.stderr
