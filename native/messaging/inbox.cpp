@@ -123,6 +123,13 @@ void Inbox::end_context(uint64_t context) {
   }
 }
 
+bool Inbox::has_unexpected(uint64_t context) const {
+  for (const UnexpectedMessage* message = matcher_.first_arrived(); message != nullptr;
+       message = Matcher::next_arrived(*message))
+    if (message->envelope.context == context) return true;
+  return false;
+}
+
 void Inbox::ignore_context(uint64_t context) {
   for (UnexpectedMessage* message = run_ahead_.front(); message != nullptr;) {
     UnexpectedMessage* const next = RunAhead::next(*message);

@@ -41,6 +41,8 @@ class Inbox {
   // No receive will be posted in this context: eager messages, present and future, are dropped and their credit is
   // returned. A message whose sender waits stays, and its sender withdraws it when it learns of the end.
   void end_context(uint64_t context);
+  // Whether an unexpected message of this context waits.
+  bool has_unexpected(uint64_t context) const;
   bool has_ended(uint64_t context) const { return !ended_.empty() && ended_.contains(context); }
   // Stop watching run-ahead messages of this context.
   void ignore_context(uint64_t context);

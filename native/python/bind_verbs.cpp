@@ -162,6 +162,7 @@ Verb verb_named(const std::string& name) {
       {"scan", Verb::scan},
       {"exscan", Verb::exscan},
       {"barrier", Verb::barrier},
+      {"split", Verb::split},
   };
   for (const auto& [word, verb] : known)
     if (name == word) return verb;
@@ -181,6 +182,8 @@ Parameter parameter_named(const std::string& name) {
       {"tag", Parameter::tag},
       {"timeout", Parameter::timeout},
       {"algorithm", Parameter::algorithm},
+      {"color", Parameter::color},
+      {"key", Parameter::key},
   };
   for (const auto& [word, parameter] : known)
     if (name == word) return parameter;
@@ -232,14 +235,17 @@ nb::object make_verbs_type(const std::vector<Row>& rows, const std::vector<std::
 
 void bind_verbs(nb::module_& m) {
   bind_work(m);
+  nb::class_<Arguments>(m, "Arguments")
+      .def(nb::init<nb::object, nb::object, nb::object, nb::list, bool>(), nb::kw_only(), nb::arg("array_type"),
+           nb::arg("empty"), nb::arg("view"), nb::arg("dtypes"), nb::arg("leaves_tensors"));
   nb::class_<NativeGroup>(m, "NativeGroup")
-      .def(nb::init<nb::object, nb::object, uint64_t, std::int32_t, std::vector<std::int32_t>, bool, size_t, double,
-                    double, bool, nb::object, nb::object, nb::object, nb::list, nb::object, nb::object>(),
-           nb::arg("engine"), nb::arg("call_log"), nb::kw_only(), nb::arg("context"), nb::arg("rank"),
-           nb::arg("members"), nb::arg("is_introduced"), nb::arg("window"), nb::arg("stall_s"), nb::arg("deadline_s"),
-           nb::arg("leaves_tensors"), nb::arg("array_type"), nb::arg("empty"), nb::arg("view"), nb::arg("dtypes"),
-           nb::arg("status"), nb::arg("any_"))
+      .def(nb::init<nb::object, nb::object, nb::object, uint64_t, std::int32_t, std::vector<std::int32_t>, bool, size_t,
+                    double, double, nb::object, nb::object>(),
+           nb::arg("engine"), nb::arg("call_log"), nb::arg("arguments"), nb::kw_only(), nb::arg("context"),
+           nb::arg("rank"), nb::arg("members"), nb::arg("is_introduced"), nb::arg("window"), nb::arg("stall_s"),
+           nb::arg("deadline_s"), nb::arg("status"), nb::arg("any_"))
       .def("unclaimed", &NativeGroup::unclaimed, nb::arg("sequence"))
+      .def("has_unexpected", &NativeGroup::has_unexpected)
       .def("unconfirmed_ranks", &NativeGroup::unconfirmed_ranks)
       .def("introduce", &NativeGroup::introduce)
       .def("works_to_adopt", &NativeGroup::works_to_adopt, nb::arg("only_overdue"))

@@ -90,7 +90,10 @@ bool Given::bind(const VerbSpec& spec, PyObject* const* args, Py_ssize_t count, 
 
 void Call::prepare(const Given& given, bool is_started) {
   read_timeout(given[Parameter::timeout]);
-  if (is_collective())
+  if (spec_.verb == Verb::split) {
+    if (is_started) throw LeftToReference();  // its group is made when it ends, not when a thread waits for it
+    prepare_split(given);
+  } else if (is_collective())
     prepare_collective(given);
   else
     prepare_message(given);
@@ -197,6 +200,22 @@ void Call::widen() {
                                    is_in_place && target_ != nullptr ? target_ : x_.data, x_.count);
 }
 
+// An all_gather of one row per rank, which Python writes and reads.
+void Call::prepare_split(const Given& given) {
+  static PyObject* const split_row = interned("split_row");
+  PyObject* const color = given[Parameter::color];
+  if (color == nullptr) throw LeftToReference();
+  static PyObject* const zero = PyLong_FromLong(0);
+  PyObject* const key = given[Parameter::key] == nullptr ? zero : given[Parameter::key];
+  PyObject* const args[] = {helper_.ptr(), color, key};
+  const nb::object row = nb::steal(PyObject_VectorcallMethod(split_row, args, 3, nullptr));
+  if (!row.is_valid()) throw nb::python_error();
+  group_.arguments.see(row.ptr(), "x", false, x_);
+  x_.keep();
+  find_decision(given);
+  find_target(given);
+}
+
 void Call::find_decision(const Given& given) {
   DecisionKey key;
   key.verb = static_cast<uint8_t>(spec_.verb);
@@ -222,7 +241,8 @@ void Call::find_decision(const Given& given) {
     for (int i = 0; i < x_.nd; ++i) key.shape = (key.shape ^ static_cast<uint64_t>(x_.shape[i])) * 0xd6e8feb86659fd93u;
   }
   decision_ = group_.decisions.find(key);
-  if (decision_ == nullptr) decision_ = decide(key, given);
+  is_first_ = decision_ == nullptr;
+  if (is_first_) decision_ = decide(key, given);
   // A longer one does not fit into a fingerprint, or into 64 bits.
   if (x_.count >= count_any || !decision_->program->accepts(counts())) throw LeftToReference();
   const std::span<const Py_ssize_t> dims(x_.shape, decision_->is_shape_compared ? static_cast<size_t>(x_.nd) : 0);
@@ -285,7 +305,7 @@ void Call::find_target(const Given&) {
   if (verb == Verb::gather && !is_root) return;
   Py_ssize_t shape[Argument::dims_max + 1];
   int nd = 0;
-  if (verb == Verb::all_gather || verb == Verb::gather) shape[nd++] = group_.size;
+  if (verb == Verb::all_gather || verb == Verb::gather || verb == Verb::split) shape[nd++] = group_.size;
   for (int i = verb == Verb::reduce_scatter ? 1 : 0; i < x_.nd; ++i) shape[nd++] = x_.shape[i];
   target_count_ = 1;
   for (int i = 0; i < nd; ++i) target_count_ *= static_cast<uint64_t>(shape[i]);
@@ -350,7 +370,8 @@ void Call::begin_collective() {
   run.fingerprint = fingerprint_;
   run.phase = Operation::Phase::starting;
   run.bind(decision_->program, stage);
-  run.start(group_.count_run_ahead(run, poll_bytes()));
+  // The first call of a class waits for its receivers: where programs differ from the start, it ends with the error.
+  run.start(group_.count_run_ahead(run, is_first_ ? UINT64_MAX : poll_bytes()));
   if (run.phase == Operation::Phase::starting) run.phase = Operation::Phase::active;
 }
 
@@ -593,6 +614,7 @@ PyObject* Call::finish() {
   switch (spec_.verb) {
     case Verb::barrier:
     case Verb::send: Py_RETURN_NONE;
+    case Verb::split: return make_group().release().ptr();
     case Verb::recv:
     case Verb::sendrecv: return status().release().ptr();
     case Verb::broadcast: return Arguments::give_back(x_);
@@ -614,6 +636,13 @@ PyObject* Call::finish() {
   }
   if (out_.is_given()) return Py_NewRef(out_.given);
   return group_.arguments.give(x_, result_, is_result_scalar_);
+}
+
+// The communicator that a split makes on this rank, from the rows of all.
+nb::object Call::make_group() {
+  const nb::object timeout =
+      timeout_ns_ >= 0 ? nb::object(nb::float_(static_cast<double>(timeout_ns_) / 1e9)) : nb::none();
+  return helper_.attr("make_group")(sequence_, nb::borrow(x_.given), result_.object, timeout);
 }
 
 nb::object Call::status() const {

@@ -32,10 +32,11 @@ enum class Verb : uint8_t {
   scan,
   exscan,
   barrier,
+  split,
 };
 
-enum class Parameter : uint8_t { x, out, op, root, dst, src, tag, timeout, algorithm };
-inline constexpr size_t parameter_count = 9;
+enum class Parameter : uint8_t { x, out, op, root, dst, src, tag, timeout, algorithm, color, key };
+inline constexpr size_t parameter_count = 11;
 
 // What a verb takes: a row of the table in unisono/comm/verb_table.py.
 struct VerbSpec {
@@ -132,6 +133,7 @@ class Call {
 
  private:
   void prepare_collective(const Given& given);
+  void prepare_split(const Given& given);
   void prepare_message(const Given& given);
   void read_timeout(PyObject* timeout);
   std::int32_t rank_of(PyObject* rank) const;
@@ -153,6 +155,7 @@ class Call {
   bool take();
   void release(unsigned count);
   nb::object status() const;
+  nb::object make_group();
   uint64_t poll_bytes() const;
   // All counts of an even collective are one.
   engine::Counts counts() const {
@@ -166,6 +169,7 @@ class Call {
   Result result_;
   std::vector<float> wide_;  // see `widen`
   const Decision* decision_ = nullptr;
+  bool is_first_ = false;  // Python has just decided it
   engine::Fingerprint fingerprint_;
   nb::object code_;  // where the program calls it, until it is in the log
   int instruction_ = 0;

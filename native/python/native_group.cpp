@@ -18,10 +18,9 @@ constexpr uint8_t run_ahead_max = 32;
 
 }  // namespace
 
-NativeGroup::NativeGroup(nb::object engine, nb::object call_log, uint64_t context, std::int32_t rank,
-                         std::vector<std::int32_t> members, bool is_introduced, size_t window, double stall_s,
-                         double deadline_s, bool leaves_tensors, nb::object array_type, nb::object empty,
-                         nb::object view, nb::list dtypes, nb::object status, nb::object any)
+NativeGroup::NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, uint64_t context,
+                         std::int32_t rank, std::vector<std::int32_t> members, bool is_introduced, size_t window,
+                         double stall_s, double deadline_s, nb::object status, nb::object any)
     : call_log(nb::cast<CallLog&>(call_log)),
       completions(completions_of(engine)),
       context(context),
@@ -31,13 +30,14 @@ NativeGroup::NativeGroup(nb::object engine, nb::object call_log, uint64_t contex
       window(window > 0 ? window : 1),
       stall_ns(static_cast<std::int64_t>(stall_s * 1e9)),
       deadline_ns(deadline_s < 0 ? -1 : static_cast<std::int64_t>(deadline_s * 1e9)),
-      arguments(std::move(array_type), std::move(empty), std::move(view), std::move(dtypes), leaves_tensors),
+      arguments(nb::cast<const Arguments&>(arguments)),
       status(std::move(status)),
       any(std::move(any)),
       is_introduced_(this->members.size(), is_introduced),
       run_ahead_(static_cast<size_t>(completions.engine().size)),
       engine_(std::move(engine)),
-      call_log_(std::move(call_log)) {
+      call_log_(std::move(call_log)),
+      arguments_(std::move(arguments)) {
   if (!PyType_Check(this->status.ptr()) ||
       !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(this->status.ptr()), &PyTuple_Type))
     throw nb::type_error("allowed: a status that is a tuple");
@@ -61,6 +61,11 @@ nb::list NativeGroup::unclaimed(uint64_t sequence) {
   for (const CompletionQueue::Unclaimed& one : found)
     result.append(nb::make_tuple(one.source, one.sequence, nb::bytes(one.header.data(), one.header.size())));
   return result;
+}
+
+bool NativeGroup::has_unexpected() const {
+  const Hold held = completions.engine().hold();
+  return completions.engine().inbox.has_unexpected(context);
 }
 
 std::vector<std::int32_t> NativeGroup::unconfirmed_ranks() const {

@@ -106,15 +106,17 @@ using StartedList = engine::IntrusiveList<StartedLink, &StartedLink::hook>;
 
 class NativeGroup {
  public:
-  NativeGroup(nb::object engine, nb::object call_log, uint64_t context, std::int32_t rank,
+  // `arguments` is an Arguments, which groups share.
+  NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, uint64_t context, std::int32_t rank,
               std::vector<std::int32_t> members, bool is_introduced, size_t window, double stall_s, double deadline_s,
-              bool leaves_tensors, nb::object array_type, nb::object empty, nb::object view, nb::list dtypes,
               nb::object status, nb::object any);
   NativeGroup(const NativeGroup&) = delete;
   NativeGroup& operator=(const NativeGroup&) = delete;
 
   // Messages that no call here has met although it should have: (rank, number, header) of calls before `sequence`.
   nb::list unclaimed(uint64_t sequence);
+  // Whether a message waits here that no receive has met.
+  bool has_unexpected() const;
   // Who has not shown yet that it has made all calls that ended here.
   std::vector<std::int32_t> unconfirmed_ranks() const;
   // The rank in the group of a world rank that is a member.
@@ -139,7 +141,7 @@ class NativeGroup {
   const size_t window;
   const std::int64_t stall_ns;
   const std::int64_t deadline_ns;  // of every operation that is given none; -1: none
-  const Arguments arguments;
+  const Arguments& arguments;
   const nb::object status, any;
   DecisionTable decisions;
   StartedList started;  // calls that have not ended
@@ -153,7 +155,7 @@ class NativeGroup {
   // By world rank: how many of our calls it may not have made yet. What comes from it in a later call shows that it
   // has.
   std::vector<uint8_t> run_ahead_;
-  nb::object engine_, call_log_;  // kept for the references above
+  nb::object engine_, call_log_, arguments_;  // kept for the references above
 };
 
 }  // namespace unisono

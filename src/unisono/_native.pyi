@@ -228,8 +228,21 @@ class CallLog:
     def awaited(self, sequence: int) -> list[int]: ...
     def interrupt_in_flight(self) -> None: ...
 
+# How the arguments of calls are seen: see native/python/argument.hpp. `dtypes` has the NumPy types by code,
+# None where there is no such type; `view` is buffers.view.
+class Arguments:
+    def __init__(
+        self,
+        *,
+        array_type: type,
+        empty: Callable[..., Any],
+        view: Callable[..., Any],
+        dtypes: list[Any],
+        leaves_tensors: bool,
+    ) -> None: ...
+
 # A communicator in the engine: see native/python/native_group.hpp. `members` are its ranks by their numbers
-# in the engine; `dtypes` the NumPy types by code, None where there is no such type; `view` is buffers.view.
+# in the engine.
 class NativeGroup:
     # Calls that ended in the engine, classes of calls that Python decided, and calls that Python adopted.
     ended: int
@@ -239,6 +252,7 @@ class NativeGroup:
         self,
         engine: Engine,
         call_log: CallLog,
+        arguments: Arguments,
         *,
         context: int,
         rank: int,
@@ -247,15 +261,11 @@ class NativeGroup:
         window: int,
         stall_s: float,
         deadline_s: float,
-        leaves_tensors: bool,
-        array_type: type,
-        empty: Callable[..., Any],
-        view: Callable[..., Any],
-        dtypes: list[Any],
         status: type,
         any_: Any,
     ) -> None: ...
     def unclaimed(self, sequence: int) -> list[tuple[int, int, bytes]]: ...
+    def has_unexpected(self) -> bool: ...
     def unconfirmed_ranks(self) -> list[int]: ...
     def introduce(self, rank: int) -> None: ...
     def works_to_adopt(self, only_overdue: bool) -> list[Any]: ...

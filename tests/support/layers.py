@@ -48,7 +48,7 @@ LAYERS = (
             ("group_state", "mismatch"),
             ("control",),
             ("deadlock_watch", "early_messages"),
-            ("control_messages",),
+            ("control_messages", "split"),
             ("deadlock", "fingerprint"),
         ),
         exceptions=(("mesh", "communicator"), ("communicator", "mesh")),

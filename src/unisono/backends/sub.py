@@ -12,7 +12,7 @@ from unisono.core.clock import Runtime
 from unisono.core.envelope import ANY, UNTYPED, Any_, Lane
 from unisono.core.request import Request
 from unisono.errors import UsageError
-from unisono.messaging.backend import Backend, Capabilities, PeerDown, Stage
+from unisono.messaging.backend import Backend, Capabilities, GroupListener, PeerDown, Stage
 from unisono.messaging.fast_path import FastPath, Mailbox
 
 __all__ = ["SubBackend"]
@@ -132,7 +132,7 @@ class SubBackend(Backend):
         self,
         context: int,
         call_log: CallLog,
-        on_unclaimed: Callable[[int, int, bytes], bool],
+        listener: GroupListener,
         *,
         is_introduced: bool,
         members: tuple[int, ...] | None = None,
@@ -143,7 +143,7 @@ class SubBackend(Backend):
         return self.parent.native_group(
             context,
             call_log,
-            on_unclaimed,
+            listener,
             is_introduced=is_introduced,
             members=self.members,
             leaves_tensors=leaves_tensors,

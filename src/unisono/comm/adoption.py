@@ -9,8 +9,9 @@ backend.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from types import CodeType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from unisono.comm.deadlock import ANY_RANK, ANY_TAG
 from unisono.comm.dispatch import CollectiveCall, Decided, decide
 from unisono.comm.fingerprint import NOTHING, SHAPED, described
 from unisono.comm.group import Group, await_request
+from unisono.comm.split import ROW_OPERAND
 from unisono.core.call_site import line_of
 from unisono.core.clock import NEVER, Deadline, Runtime
 from unisono.core.dtypes import DTYPES, DType
@@ -36,13 +38,40 @@ __all__ = ["Adoption"]
 _DTYPES: Final = list(DTYPES.values())
 _BY_RANK: Final = ("reduce_scatter", "all_to_all")
 _ONE_COUNT: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
+# Where what travels is not what a user gave.
+_GIVEN: Final = {"barrier": NOTHING, "split": ROW_OPERAND}
+
+
+class Splitting(Protocol):
+    """The communicator, which makes the groups."""
+
+    def _split_row(self, color: int | None, key: int) -> bytes:
+        """What this rank contributes to a split."""
+
+    def _make_group(self, sequence: int, mine: bytes, everyone: Any, timeout: float | None) -> object:
+        """What a split gives."""
 
 
 class Adoption:
     """The part of Python in the engine's calls of one group."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, owner: Callable[[], Splitting | None]) -> None:
         self._group = group
+        self._owner = owner  # weak: it holds this helper
+
+    # -- splits -------------------------------------------------------------------------------------------
+
+    def split_row(self, color: Any, key: Any) -> bytes:
+        """What this rank contributes to a split."""
+        owner = self._owner()
+        assert owner is not None, "its method is being called"
+        return owner._split_row(color, key)
+
+    def make_group(self, *ended: Any) -> object:
+        """What a split gives whose rows the engine has gathered."""
+        owner = self._owner()
+        assert owner is not None, "its method is being called"
+        return owner._make_group(*ended)
 
     @property
     def runtime(self) -> Runtime:
@@ -91,18 +120,25 @@ class Adoption:
                 size * size if operation == "all_to_all" else size
             )
         identity = _identity_of(op, dtype) if operation == "exscan" and op is not None else b""
-        given = (
-            NOTHING
-            if operation == "barrier"
-            else described(dtype, counts, shape if operation in SHAPED else None)
-        )
+        given = _GIVEN.get(operation)
+        if given is None:
+            given = described(dtype, counts, shape if operation in SHAPED else None)
         if op is not None and op.width > 1:
             counts, dtype = tuple(n // op.width for n in counts), dtype.item(op.width)
         elif op is not None and op.is_mean and dtype.is_half and size > 1:
             dtype = DTYPES["float32"]  # the sum of many would overflow; the engine converts
-        problem = Problem(operation, size, counts, root, group.backend.hosts())
+        collective = "all_gather" if operation == "split" else operation
+        problem = Problem(collective, size, counts, root, group.backend.hosts())
         return decide(
-            group, problem, dtype, op, algorithm, given, identity, is_shape_compared=operation in SHAPED
+            group,
+            operation,
+            problem,
+            dtype,
+            op,
+            algorithm,
+            given,
+            identity,
+            is_shape_compared=operation in SHAPED,
         )
 
     # -- calls that do not end well or soon ---------------------------------------------------------------

@@ -10,11 +10,10 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
-from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -24,9 +23,17 @@ from unisono.comm.adoption import Adoption
 from unisono.comm.collectives import Verbs
 from unisono.comm.control import WORLD_CONTEXT, Control, Service
 from unisono.comm.dispatch import CollectiveCall
-from unisono.comm.fingerprint import NOTHING
 from unisono.comm.group import Group, context_of, descriptor_of
 from unisono.comm.mesh import Grid, Mesh
+from unisono.comm.split import (
+    ATTEMPTS_MAX,
+    ROW_BYTES,
+    ROW_OPERAND,
+    Row,
+    check_request,
+    identity_of,
+    members_of,
+)
 from unisono.comm.verb_table import make_verbs_type
 from unisono.core.clock import Killed, call_before_threads_are_joined
 from unisono.core.dtypes import DTYPES
@@ -50,13 +57,15 @@ _log = logging.getLogger("unisono")
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_INT64 = DTYPES["int64"]
+_UINT8 = DTYPES["uint8"]
 
 
 class ReferenceVerbs(Verbs):
     """The verbs and `split` as Python makes them, for every backend; each returns a Work."""
 
-    def __init__(self, communicator: Communicator, group: Group, *, timers: bool = True) -> None:
+    def __init__(
+        self, communicator: Callable[[], Communicator | None], group: Group, *, timers: bool = True
+    ) -> None:
         super().__init__(group, timers=timers)
         self._communicator = communicator
 
@@ -70,12 +79,12 @@ class ReferenceVerbs(Verbs):
             key: the ranks of the new communicator are ordered by (key, rank here).
             timeout: seconds until DeadlineExceeded; None means no limit.
         """
-        for what, number in (("color", color), ("key", key)):
-            if number is not None or what == "key":
-                _check_int64(number, what)
+        check_request(color, key)
+        parent = self._communicator()
+        assert parent is not None, "its method is being called"
 
         def steps(call: Call) -> Steps[Communicator | None]:
-            return (yield from self._communicator._split(CollectiveCall(self._group, call), color, key))
+            return (yield from parent._split(CollectiveCall(self._group, call), color, key))
 
         return self._begin("split", timeout, steps, is_collective=True)
 
@@ -83,19 +92,21 @@ class ReferenceVerbs(Verbs):
 class _BlockingVerbs:
     """The verbs of a communicator that wait, as Python makes them."""
 
-    def __init__(self, verbs: ReferenceVerbs, group: Group, adoption: Adoption) -> None:
-        self._verbs = verbs
-        self._runtime = group.backend.runtime
+    def __init__(
+        self, communicator: Callable[[], Communicator | None], group: Group, adoption: Adoption
+    ) -> None:
+        self._communicator, self._group = communicator, group
         hot = group.hot
         if hot is not None:
             for name in hot.verbs:  # a library's own way in front of the general one
                 self.__dict__[name] = hot.verb(name, getattr(self, name), adoption.take_over)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        verb = getattr(self._verbs, name)
+        verb = getattr(ReferenceVerbs(self._communicator, self._group, timers=False), name)
+        runtime = self._group.backend.runtime
 
         def call(*args: Any, **named: Any) -> Any:
-            with self._runtime.defer_signals():
+            with runtime.defer_signals():
                 return wait_or_cancel(verb(*args, **named))
 
         update_wrapper(call, verb)
@@ -125,8 +136,12 @@ else:
 class Start(_Started):
     """`comm.start`: the verbs, each of which returns a Work."""
 
-    def __init__(self, group: Group, adoption: Adoption, reference: ReferenceVerbs) -> None:
-        _native.bind_verbs(self, group.native, adoption, reference, True)
+    def __init__(self, communicator: Communicator, group: Group) -> None:
+        # What is started keeps the communicator.
+        def owner() -> Communicator:
+            return communicator
+
+        _native.bind_verbs(self, group.native, Adoption(group, owner), ReferenceVerbs(owner, group), True)
 
 
 class Communicator(_Verbs):
@@ -171,13 +186,13 @@ class Communicator(_Verbs):
         # By context, in the order they were made, until they are closed or dropped. In virtual time they are
         # kept: a simulation must not depend on when the garbage collector runs.
         is_virtual = group.backend.runtime.is_virtual
-        self._children: MutableMapping[int, Communicator] = {} if is_virtual else WeakValueDictionary()
-        self._splits = 0
+        self._children: dict[int, Callable[[], Communicator | None]] = {}
         self._subs: dict[tuple[int, ...], int] = {}
-        adoption = Adoption(group)
-        self._start = Start(group, adoption, ReferenceVerbs(self, group))
-        waited = ReferenceVerbs(self, group, timers=False)
-        _native.bind_verbs(self, group.native, adoption, _BlockingVerbs(waited, group, adoption), False)
+        self._start: Start | None = None
+        # Weak: a communicator that is closed and dropped is freed without the garbage collector.
+        here = weakref.ref(self)
+        adoption = Adoption(group, here)
+        _native.bind_verbs(self, group.native, adoption, _BlockingVerbs(here, group, adoption), False)
         self._finalizer: weakref.finalize[..., Communicator] | None = None
         if parent is None:
             # The other ranks must not wait for a world that was dropped without being closed.
@@ -187,11 +202,14 @@ class Communicator(_Verbs):
                 _worlds.add(self)
                 _watch_exit()
             return
-        parent._children[group.context] = self
-        if not is_virtual:
-            # The same for a group. Operations under way on it, and its agent, keep the communicator alive.
-            self._finalizer = weakref.finalize(self, _leave_later, group)
-            self._finalizer.atexit = False
+        parent._children[group.context] = (lambda: self) if is_virtual else here
+
+    def __del__(self) -> None:
+        """The same for a group. Operations under way on it, and its agent, keep the communicator alive."""
+        group = self._group
+        if self._parent is not None and not group.is_closed and not sys.is_finalizing():
+            # On another thread: the garbage collector may run while locks are held.
+            group.backend.runtime.call_soon(partial(_leave, group, self._parent._children))
 
     @classmethod
     def world(cls, backend: Backend) -> Communicator:
@@ -234,6 +252,8 @@ class Communicator(_Verbs):
     @property
     def start(self) -> Start:
         """The same verbs, without waiting: each returns a Work."""
+        if self._start is None:
+            self._start = Start(self, self._group)
         return self._start
 
     def __repr__(self) -> str:
@@ -315,11 +335,8 @@ class Communicator(_Verbs):
             if self._finalizer is not None and self._finalizer.detach() is not None:
                 self._group.backend.close()
         else:
-            context = self._group.context
-            self._parent._children.pop(context, None)
-            if self._finalizer is not None:
-                self._finalizer.detach()
-            self._group.backend.end_group(context)
+            self._parent._children.pop(self._group.context, None)
+            self._group.backend.end_group(self._group.context)
         if unseen is not None:
             raise unseen
 
@@ -353,7 +370,7 @@ class Communicator(_Verbs):
         """Leave without waiting, with all groups made from this communicator."""
         for child in self._open_children():
             child._leave_now(cause)
-        self._group.loose_ends.warn("")
+        self._group.loose_ends.warn(lambda: "")
         self._group.leave(cause)
         if self._parent is None:
             _worlds.discard(self)
@@ -367,63 +384,63 @@ class Communicator(_Verbs):
 
     def _open_children(self) -> list[Communicator]:
         """The open groups made from this communicator, in the order they were made."""
-        if isinstance(self._children, WeakValueDictionary):
-            known = (ref() for ref in self._children.valuerefs())
-            return [child for child in known if child is not None]
-        return list(self._children.values())
+        known = [child() for child in list(self._children.values())]
+        return [child for child in known if child is not None]
 
     # -- making children ----------------------------------------------------------------------------------
 
-    def _split(self, one: CollectiveCall, color: int | None, key: int) -> Steps[Communicator | None]:
-        generation = self._splits
-        self._splits += 1
-        mine = np.array([color is not None, color if color is not None else 0, key, generation], np.int64)
-        rows = yield from self._gathered(one, mine)
-        if any(row[3] != generation for row in rows):
-            raise CollectiveMismatch(
-                "ranks called split a different number of times",
-                report="\n".join(
-                    f"rank {self._group.world_ranks[r]}: split #{row[3]}" for r, row in enumerate(rows)
-                ),
-                next_step="call split the same number of times on all ranks",
-            )
-        groups: dict[int, list[tuple[int, int]]] = {}
-        for rank, (has_color, its_color, its_key, _) in enumerate(rows):
-            if has_color:
-                groups.setdefault(its_color, []).append((its_key, rank))
-        salt, contexts = yield from self._fresh_contexts(one, generation, sorted(groups))
+    def _split_row(self, color: int | None, key: int) -> bytes:
+        """What this rank contributes to a split that the engine is about to begin."""
+        check_request(color, key)
+        return self._row(self._group.next_sequence, 0, color, key).pack()
+
+    def _make_group(
+        self, sequence: int, mine: bytes, everyone: np.ndarray[Any, Any], timeout: float | None
+    ) -> Communicator | None:
+        """What a split gives whose rows the engine has gathered."""
+        (own,) = Row.unpack_all(mine)
+        color, rows = own.color if own.has_color else None, Row.unpack_all(everyone)
+        if not any(row.is_taken for row in rows):
+            return self._part(rows, sequence, 0, color)
+        group, now = self._group, self.backend.runtime.now()
+
+        def steps(call: Call) -> Steps[Communicator | None]:
+            return self._split(CollectiveCall(group, call, first_stage=1), color, own.key, first_attempt=1)
+
+        with self.backend.runtime.defer_signals():
+            deadline = self.backend.runtime.deadline(timeout)
+            again = group.resume("split", sequence, now, deadline, steps, timers=False, is_send=False)
+            return wait_or_cancel(again)
+
+    def _split(
+        self, one: CollectiveCall, color: int | None, key: int, first_attempt: int = 0
+    ) -> Steps[Communicator | None]:
+        for attempt in range(first_attempt, ATTEMPTS_MAX):
+            mine = np.frombuffer(self._row(one.sequence, attempt, color, key).pack(), np.uint8)
+            everyone = np.empty(ROW_BYTES * self.size, np.uint8)
+            memory = {Buf.IN: mine, Buf.OUT: everyone}
+            counts = (ROW_BYTES,) * self.size
+            yield from one.run("all_gather", counts, _UINT8, memory, given=ROW_OPERAND)
+            rows = Row.unpack_all(everyone)
+            if not any(row.is_taken for row in rows):
+                return self._part(rows, one.sequence, attempt, color)
+        raise ProtocolError(f"no free context id in {ATTEMPTS_MAX} attempts")
+
+    def _row(self, sequence: int, attempt: int, color: int | None, key: int) -> Row:
+        if color is None:
+            return Row(0, 0, int(key), False)
+        context, _ = identity_of(self._group.descriptor, self.epoch, sequence, attempt, color)
+        return Row(1, int(color), int(key), self._group.control.has_context(context))
+
+    def _part(self, rows: list[Row], sequence: int, attempt: int, color: int | None) -> Communicator | None:
+        """The communicator of the ranks with this color."""
         if color is None:
             return None
-        members = tuple(rank for _, rank in sorted(groups[color]))
+        members = members_of(rows, color)
+        context, descriptor = identity_of(self._group.descriptor, self.epoch, sequence, attempt, color)
         backend = SubBackend(self.backend, members, ordered=True)
-        identity = (self._group.descriptor.hex(), self.epoch, "split", generation, color, salt, members)
-        name = f"{self.name}.split#{generation}({color})"
-        return self._child(
-            backend, members, contexts[color], name, descriptor_of(*identity), is_introduced=True
-        )
-
-    def _fresh_contexts(
-        self, one: CollectiveCall, generation: int, colors: list[int]
-    ) -> Steps[tuple[int, dict[int, int]]]:
-        """Context ids that no group of any member uses; the ranks agree on them, and retry together."""
-        for salt in range(_SALTS_MAX):
-            contexts = {
-                c: _split_context(self._group.context, self.epoch, generation, c, salt) for c in colors
-            }
-            taken = len(set(contexts.values())) < len(contexts) or any(
-                self._group.control.has_context(context) for context in contexts.values()
-            )
-            rows = yield from self._gathered(one, np.array([taken], np.int64))
-            if not any(row[0] for row in rows):
-                return salt, contexts
-        raise ProtocolError(f"no free context id in {_SALTS_MAX} attempts")
-
-    def _gathered(self, one: CollectiveCall, mine: np.ndarray[Any, Any]) -> Steps[list[list[int]]]:
-        everyone = np.empty(mine.size * self.size, np.int64)
-        counts = (mine.size,) * self.size
-        yield from one.run("all_gather", counts, _INT64, {Buf.IN: mine, Buf.OUT: everyone}, given=NOTHING)
-        rows: list[list[int]] = everyone.reshape(self.size, -1).tolist()
-        return rows
+        name = f"{self.name}.split#{sequence}({color})"
+        return self._child(backend, members, context, name, descriptor, is_introduced=True)
 
     def _child(
         self,
@@ -449,21 +466,6 @@ class Communicator(_Verbs):
         )
         control.add_group(group)
         return Communicator(group, self)
-
-
-# Context ids are 64-bit hashes: a second collision in a row is a bug, not chance.
-_SALTS_MAX = 4
-
-
-def _split_context(parent: int, epoch: int, generation: int, color: int, salt: int) -> int:
-    return context_of(parent, epoch, "split", generation, color, salt)
-
-
-def _check_int64(number: Any, what: str) -> None:
-    if isinstance(number, bool) or not isinstance(number, int | np.integer) or not -(2**63) <= number < 2**63:
-        raise UsageError(
-            f"{what}={number!r}; allowed: a signed 64-bit integer" + (" or None" if what == "color" else "")
-        )
 
 
 def _listed(given: Any, what: str) -> list[Any]:
@@ -513,11 +515,8 @@ def _close_later(backend: Backend) -> None:
     backend.runtime.call_soon(backend.close)
 
 
-def _leave_later(group: Group) -> None:
-    """Leave a dropped group, on another thread for the same reason."""
-    group.backend.runtime.call_soon(partial(_leave, group))
-
-
-def _leave(group: Group) -> None:
+def _leave(group: Group, siblings: dict[int, Callable[[], Communicator | None]]) -> None:
+    """Leave a dropped group."""
+    siblings.pop(group.context, None)
     group.leave()
     group.backend.end_group(group.context)

@@ -14,9 +14,13 @@ from typing import Final, Protocol
 
 from unisono.comm.control_messages import (
     CONTEXTS_MAX,
+    GOODBYE_CALLS_MAX,
+    GOODBYES_MAX,
+    CallReport,
     ControlMessage,
     DeadlockFound,
     Goodbye,
+    Goodbyes,
     GroupFailure,
     GroupMessage,
     Marker,
@@ -55,6 +59,9 @@ _ABSENT_MAX: Final = 1024
 _REPLIES_MAX: Final = 1024
 # The pause after a control message could not be received, for lack of memory for example.
 _RETRY_S: Final = 0.05
+# How long a goodbye waits for others. Nobody waits for it in a program that is right, and whoever does waits
+# for ever: 5 ms more are nothing to them, and hold some hundred groups.
+_GOODBYE_S: Final = 0.005
 
 
 class AttachedGroup(WatchedGroup, Protocol):
@@ -111,6 +118,8 @@ class Control:
         # Contexts that were closed here last: a message about one of them is late, not early.
         self._closed_contexts: OrderedDict[int, None] = OrderedDict()
         self._early = EarlyMessages()
+        # Groups that were closed here, and whose members do not know it yet: members, context, last calls.
+        self._goodbyes: list[tuple[Iterable[int], int, dict[int, CallReport]]] = []
         self._replies_unsent: Counter[int] = Counter()
         # Peers that are down, not dispatched yet: what they sent before goes first.
         self._down_pending: deque[PeerDown] = deque()
@@ -173,8 +182,38 @@ class Control:
         """Whether this rank serves calls of others."""
         return bool(self._services)
 
+    def leave(self, ranks: Iterable[int], context: int, calls: dict[int, CallReport]) -> None:
+        """Say goodbye to world ranks soon, together with groups that are closed shortly after.
+
+        They go before any other control message of this rank.
+        """
+        with self._lock:
+            is_first = not self._goodbyes
+            self._goodbyes.append((ranks, context, calls))
+        if is_first:
+            runtime = self.backend.runtime
+            runtime.call_at(runtime.now() + _GOODBYE_S, self.send_goodbyes)
+
+    def send_goodbyes(self) -> None:
+        """Send the goodbyes that were not sent yet."""
+        with self._lock:
+            leaving, self._goodbyes = self._goodbyes, []
+        by_rank: dict[int, list[tuple[int, dict[int, CallReport]]]] = {}
+        for ranks, context, calls in leaving:
+            for rank in ranks:
+                by_rank.setdefault(rank, []).append((context, calls))
+        for rank, groups in by_rank.items():
+            while groups:
+                count = _fitting([len(calls) for _, calls in groups])
+                for lane in (Lane.BULK, Lane.CONTROL):
+                    goodbyes = tuple(Goodbye(context, lane, calls) for context, calls in groups[:count])
+                    self.send([rank], Goodbyes(goodbyes) if count > 1 else goodbyes[0], lane)
+                del groups[:count]
+
     def send(self, ranks: Iterable[int], message: ControlMessage, lane: Lane = Lane.CONTROL) -> None:
         """Send a message to world ranks, without waiting. Ranks that are down are left out."""
+        if self._goodbyes:
+            self.send_goodbyes()
         data = self._encoded(message)
         for rank in ranks:
             if data is not None and rank != self.backend.rank and rank not in self._down:
@@ -182,6 +221,8 @@ class Control:
 
     def reply(self, rank: int, message: ControlMessage, lane: Lane = Lane.CONTROL) -> None:
         """Send what a world rank asked for, unless _REPLIES_MAX replies to it are still on their way."""
+        if self._goodbyes:
+            self.send_goodbyes()
         if rank == self.backend.rank or rank in self._down or (data := self._encoded(message)) is None:
             return
         with self._lock:
@@ -276,11 +317,18 @@ class Control:
         if isinstance(message, WaitQuery | WaitReport | Marker | DeadlockFound):
             self.deadlocks.on_message(sender, message)
             return
+        if isinstance(message, Goodbyes):
+            for goodbye in message.goodbyes:
+                self._on_group_message(sender, goodbye)
+            return
+        self._on_group_message(sender, message)
+
+    def _on_group_message(self, sender: int, message: GroupMessage) -> None:
         with self._lock:
             group = self._groups.get(message.context)
             is_late = message.context in self._closed_contexts
             if group is None and not is_late and not isinstance(message, StallQuery | StallReply):
-                self._early.keep(sender, message.context, data)
+                self._early.keep(sender, message.context, encode(message))
         if group is not None:
             group.on_control_message(sender, message)
         elif isinstance(message, StallQuery):
@@ -370,3 +418,13 @@ class Control:
     def _queries_of(self, sender: int) -> int:
         """In how many contexts a rank waits for a service here; the caller holds the lock."""
         return sum(sender in waiting for waiting in self._waiting_queries.values())
+
+
+def _fitting(calls: list[int]) -> int:
+    """How many goodbyes, with so many calls each, fit into one message."""
+    total = 0
+    for count, more in enumerate(calls[:GOODBYES_MAX]):
+        total += more
+        if total > GOODBYE_CALLS_MAX:
+            return count
+    return min(len(calls), GOODBYES_MAX)

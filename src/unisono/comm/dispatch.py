@@ -27,11 +27,17 @@ __all__ = ["CollectiveCall", "Decided", "check_order", "decide"]
 class CollectiveCall:
     """One collective call of one rank. Its stages follow each other; each has a tag of its own."""
 
-    def __init__(self, group: Group, call: Call, algorithm: str = "auto") -> None:
+    def __init__(self, group: Group, call: Call, algorithm: str = "auto", first_stage: int = 0) -> None:
         self._group = group
         self._call = call
         self._algorithm = algorithm
-        self._stage = 0
+        self._stage = first_stage
+
+    @property
+    def sequence(self) -> int:
+        """Its number in the group."""
+        assert self._call.sequence is not None, "a collective has a number"
+        return self._call.sequence
 
     def run(
         self,
@@ -154,6 +160,7 @@ Decided: TypeAlias = tuple[Any, int, bytes, int, int, int, bytes, bool]
 
 def decide(
     group: Group,
+    operation: str,
     problem: Problem,
     dtype: DType,
     op: ReduceOp | None,
@@ -167,8 +174,8 @@ def decide(
     backend = group.backend
     config = backend.config
     name = algorithm_for(problem, dtype, op, algorithm, config.reproducible, LINKS[backend.link_kind()])
-    fingerprint = _fingerprint(group, problem.collective, given, op, dtype, name, problem.root, 0)
-    seed = seed_of(_rest_of(group, op, dtype, problem.collective))
+    fingerprint = _fingerprint(group, operation, given, op, dtype, name, problem.root, 0)
+    seed = seed_of(_rest_of(group, op, dtype, operation))
     program, piece_elements = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
     divisor = problem.size if op is not None and op.is_mean and problem.size > 1 else 0
     code = -1 if op is None or op.code is None else int(op.code)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import weakref
 from collections.abc import Callable, Container
 from typing import TypeVar
 
@@ -75,12 +76,12 @@ class Group:
         self.parent = parent
         # The parts know the state, not the group: without a cycle, a group that is dropped is freed at once.
         self.loose_ends = LooseEnds(state)
-        self._mismatches = MismatchCollector(state, self.abort)
+        self._mismatches = MismatchCollector(state, weakref.ref(self))
         self._run_ahead = RunAhead(state, self._mismatches)
         self._stalls = StallQueries(state)
         # The group in the engine, if the backend has one; else, for some libraries, a fast path of their own.
         self.native = state.native = backend.native_group(
-            context, self.call_log, self.on_unclaimed, is_introduced=is_introduced
+            context, self.call_log, self, is_introduced=is_introduced
         )
         self.hot = backend.fast_path(context, backend.size, self.call_log)
         self._services: dict[str, Service] = {}
@@ -345,7 +346,8 @@ class Group:
             if self.state.closed is not None:
                 return
             sends = [entry for entry in self.state.pending.values() if entry.is_send]
-        self._flush(sends)
+        if sends:
+            self._flush(sends)
         ran_ahead = self._confirm_before_close()
         is_mismatch_unseen = (
             ran_ahead
@@ -353,7 +355,7 @@ class Group:
             and not (self.state.is_poison_seen or self.state.is_aborted)
         )
         if not is_mismatch_unseen:
-            self.loose_ends.warn(f" at {call_site()}")
+            self.loose_ends.warn(lambda: f" at {call_site()}")
         self.leave()
         if is_mismatch_unseen:
             raise self.state.poison_error()
@@ -380,8 +382,9 @@ class Group:
                 # Sent before in the other lane, but it must precede the goodbye in this lane, too.
                 failure = self._mismatches.failure_message(self.state.poisoned_by)
                 self.control.send(self.world_ranks, failure, Lane.BULK)
-            for lane in (Lane.BULK, Lane.CONTROL):
-                self.control.send(self.world_ranks, Goodbye(self.context, lane, last_calls), lane)
+            self.control.leave(self.world_ranks, self.context, last_calls)
+        if self.parent is None:
+            self.control.send_goodbyes()
         self.control.remove_group(self)
 
     @property
@@ -414,6 +417,10 @@ class Group:
     def on_unclaimed(self, source: int, sequence: int, theirs: bytes) -> bool:
         """See RunAhead.on_unclaimed."""
         return self._run_ahead.on_unclaimed(source, sequence, theirs)
+
+    def adopt_overdue(self) -> None:
+        """See GroupState.adopt_started."""
+        self.state.adopt_started(only_overdue=True)
 
     def wait_for_mismatch(self) -> None:
         """If members called different collectives, wait until the calls of all are known."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import Counter
+from collections.abc import Callable
 
 from unisono.comm.group_state import GroupState
 from unisono.core.call_site import call_site, line_of
@@ -27,14 +27,14 @@ class LooseEnds:
     def __init__(self, state: GroupState) -> None:
         self._state = state
         # By verb and line of the caller: works that were started and not waited for yet.
-        self._unwaited: Counter[tuple[str, str]] = Counter()
+        self._unwaited: dict[tuple[str, str], int] = {}
         # By thread: where a mismatch was raised in it first.
         self._raised: dict[int, str] = {}
 
     def add_started(self, operation: str) -> tuple[str, str]:
         """A work was started here; the caller holds the lock and passes the result to `remove_started`."""
         started = (operation, call_site())
-        self._unwaited[started] += 1
+        self._unwaited[started] = self._unwaited.get(started, 0) + 1
         return started
 
     def remove_started(self, started: tuple[str, str]) -> None:
@@ -47,7 +47,7 @@ class LooseEnds:
     def add_dropped(self, operation: str, site: str) -> None:
         """A work was dropped that nobody has waited for."""
         with self._state.lock:
-            self._unwaited[operation, site] += 1
+            self._unwaited[operation, site] = self._unwaited.get((operation, site), 0) + 1
 
     def note_raised(self, where: str, error: BaseException | None) -> None:
         """An error is raised in this thread; a mismatch is remembered."""
@@ -55,13 +55,14 @@ class LooseEnds:
             thread = threading.current_thread()
             self._raised.setdefault(thread.ident or 0, f"{where} at {call_site()}, in thread {thread.name}")
 
-    def warn(self, where: str) -> None:
+    def warn(self, where: Callable[[], str]) -> None:
         """Log the loose ends of a group that is being closed."""
         state = self._state
         with state.lock:
-            error, unwaited = state.poisoned_by, Counter(self._unwaited)
+            error, unwaited = state.poisoned_by, dict(self._unwaited)
             for operation, code, instruction in () if state.native is None else state.native.unwaited():
-                unwaited[operation, line_of(code, instruction)] += 1
+                started_at = (operation, line_of(code, instruction))
+                unwaited[started_at] = unwaited.get(started_at, 0) + 1
             works = sorted(unwaited.items())
         loose: list[str] = []
         if error is None:
@@ -73,11 +74,15 @@ class LooseEnds:
             raised = "; ".join(self._raised.values()) or "to nobody"
             loose.append(f"a mismatch that was raised {raised}: {error.what}")
         if loose and not state.is_aborted:
-            _log.warning("rank %d closes %r%s with %s", state.world_rank, state.name, where, "; ".join(loose))
+            _log.warning(
+                "rank %d closes %r%s with %s", state.world_rank, state.name, where(), "; ".join(loose)
+            )
 
     def _unreceived(self) -> list[tuple[int, int, int]]:
         """The first queued message of each member: its world rank, tag and length."""
-        found = []
+        found: list[tuple[int, int, int]] = []
+        if self._state.native is not None and not self._state.native.has_unexpected():
+            return found
         with contextlib.suppress(UnisonoError):
             if self._queued_from(ANY) is not None:
                 for source, rank in enumerate(self._state.world_ranks):

@@ -8,9 +8,8 @@ message is enough for a report, and a member that holds the interpreter or died 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from unisono.comm.control_messages import CallReport, GroupFailure
 from unisono.comm.group_state import GroupState
@@ -30,12 +29,19 @@ _COLLECT_S: Final = 0.4
 _LINES_S: Final = 0.25
 
 
+class Aborted(Protocol):
+    """The group, as the collector ends it."""
+
+    def abort(self, error: UnisonoError) -> None:
+        """A member gives up for good."""
+
+
 class MismatchCollector:
     """The mismatch of one group, if there is one. While it collects calls, the group's error may change."""
 
-    def __init__(self, state: GroupState, abort: Callable[[UnisonoError], None]) -> None:
+    def __init__(self, state: GroupState, group: Callable[[], Aborted | None]) -> None:
         self._state = state
-        self._abort = weakref.WeakMethod(abort)  # of the group, which holds the collector
+        self._group = group  # weak: it holds the collector
         self._mismatch: Mismatch | None = None
         self._is_over = False
         self._timer: Timer | None = None
@@ -114,8 +120,8 @@ class MismatchCollector:
             self._timer.cancel()
         state.interrupt(state.poison_error, only_collectives=True)
         state.wake_all()
-        if deferred is not None and (abort := self._abort()) is not None:
-            abort(deferred)
+        if deferred is not None and (group := self._group()) is not None:
+            group.abort(deferred)
 
     def _on_lines_late(self) -> None:
         """Stop waiting for lines. A member of which not even the fingerprint is known has a little longer."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from unisono.core.dtypes import DType
 from unisono.core.envelope import ANY, HEADER_BYTES_MAX, UNTYPED, Any_, Lane
@@ -28,7 +28,16 @@ if TYPE_CHECKING:
     from unisono.config import Config
     from unisono.core.clock import Runtime
 
-__all__ = ["BROKEN", "GRACE_LOOK_S", "GRACE_S", "Backend", "Capabilities", "PeerDown", "Stage"]
+__all__ = [
+    "BROKEN",
+    "GRACE_LOOK_S",
+    "GRACE_S",
+    "Backend",
+    "Capabilities",
+    "GroupListener",
+    "PeerDown",
+    "Stage",
+]
 
 # How the cause of a PeerDown begins if the peer sent damaged or malformed bytes.
 BROKEN: Final = "broke the protocol"
@@ -93,6 +102,20 @@ class Stage:
     header: bytes
     members: tuple[int, ...] | None = None
     on_compiled: Callable[[Any], object] | None = None
+
+
+class GroupListener(Protocol):
+    """What the engine tells a group of Python."""
+
+    def on_unclaimed(self, source: int, sequence: int, theirs: bytes) -> bool:
+        """A message waits here of a collective that ended elsewhere before it was received ("run-ahead").
+
+        Given are the world rank of the sender, the number of its call and its fingerprint. False: no more
+        such events are needed.
+        """
+
+    def adopt_overdue(self) -> None:
+        """Started operations stall, or their deadline is over."""
 
 
 class Backend(ABC):
@@ -262,7 +285,7 @@ class Backend(ABC):
         self,
         context: int,
         call_log: CallLog,
-        on_unclaimed: Callable[[int, int, bytes], bool],
+        listener: GroupListener,
         *,
         is_introduced: bool,
         members: tuple[int, ...] | None = None,
@@ -270,11 +293,8 @@ class Backend(ABC):
     ) -> NativeGroup | None:
         """The communicator of these ranks in the engine, which runs its calls; None if there is no engine.
 
-        A collective in the engine may end before its messages are received ("run-ahead"). `on_unclaimed` is
-        called for such messages that wait here, with the world rank of the sender, the number of its call and
-        its fingerprint. False: no more calls are needed.
-
         Args:
+            listener: what Python must look at. It is not kept alive; `end_group` ends it.
             is_introduced: False if the first message to each member must go through Python.
             members: the communicator's ranks by their numbers here; all of them by default.
             leaves_tensors: calls with tensors of a device are left to `fast_path`.

@@ -32,7 +32,7 @@ from unisono.core.envelope import ANY, UNTYPED, Any_, Lane, Status, Tags
 from unisono.core.request import Request
 from unisono.errors import BackendUnavailable, ClosedError, UsageError
 from unisono.messaging import strangers
-from unisono.messaging.backend import Capabilities, PeerDown, Stage
+from unisono.messaging.backend import Capabilities, GroupListener, PeerDown, Stage
 from unisono.messaging.credit import CONTROL_BYTES_MAX, OWN_CREDIT_BYTES, bytes_max, eager_limits
 from unisono.messaging.fast_path import Mailbox
 from unisono.plans.program import piece_bytes_of
@@ -322,18 +322,19 @@ class NativeBackend(Closable):
         self,
         context: int,
         call_log: _native.CallLog,
-        on_unclaimed: Callable[[int, int, bytes], bool],
+        listener: GroupListener,
         *,
         is_introduced: bool,
         members: tuple[int, ...] | None = None,
         leaves_tensors: bool = False,
     ) -> _native.NativeGroup:
         """The communicator of `members`, or of all ranks, in the engine."""
-        self._completions.on_unclaimed(context, on_unclaimed)
+        self._completions.listeners_of_groups[context] = weakref.ref(listener)
         ranks = tuple(range(self._size)) if members is None else members
         return _native.NativeGroup(
             self._engine,
             call_log,
+            _arguments(leaves_tensors),
             context=context,
             rank=ranks.index(self._rank),
             members=ranks,
@@ -341,11 +342,6 @@ class NativeBackend(Closable):
             window=self._config.window_segments,
             stall_s=self._config.stall_query_s,
             deadline_s=-1.0 if self._config.deadline_s is None else self._config.deadline_s,
-            leaves_tensors=leaves_tensors,
-            array_type=np.ndarray,
-            empty=np.empty,
-            view=view,
-            dtypes=_NUMPY_TYPES,
             status=Status,
             any_=ANY,
         )
@@ -371,6 +367,7 @@ class NativeBackend(Closable):
 
     def end_group(self, context: int) -> None:
         """Drop messages that no receive will match any more."""
+        self._completions.listeners_of_groups.pop(context, None)
         self._engine.end_context(context)
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
@@ -486,3 +483,15 @@ DESCRIPTION = BackendInfo(
     capabilities=_CAPABILITIES,
     wrap=lambda native: native,
 )
+
+
+@functools.cache
+def _arguments(leaves_tensors: bool) -> _native.Arguments:
+    """How arguments are seen, for all groups of the process."""
+    return _native.Arguments(
+        array_type=np.ndarray,
+        empty=np.empty,
+        view=view,
+        dtypes=_NUMPY_TYPES,
+        leaves_tensors=leaves_tensors,
+    )

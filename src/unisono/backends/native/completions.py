@@ -19,7 +19,7 @@ from unisono.backends.native.signals import DEFERRED
 from unisono.core.envelope import UNTYPED, Any_, Envelope
 from unisono.core.request import HeaderMismatch, LengthMismatch, Request
 from unisono.errors import ClosedError, UnisonoError
-from unisono.messaging.backend import PeerDown
+from unisono.messaging.backend import GroupListener, PeerDown
 from unisono.messaging.matching import Posted, refusal
 
 __all__ = ["CompletionDispatcher", "NativeRequest", "RunRequest"]
@@ -117,7 +117,8 @@ class CompletionDispatcher:
         self._completions: deque[tuple[Any, ...]] = deque()
         self._dispatcher = 0  # the thread that dispatches
         self._listeners: list[Callable[[PeerDown], None]] = []
-        self._unclaimed: dict[int, weakref.WeakMethod[Callable[[int, int, bytes], bool]]] = {}
+        # By context, until the group is ended.
+        self.listeners_of_groups: dict[int, weakref.ref[GroupListener]] = {}
 
     def dispatch(self, completions: list[tuple[Any, ...]]) -> None:
         """Dispatch completions that the engine gave to this thread, and those that have come since.
@@ -173,16 +174,12 @@ class CompletionDispatcher:
                 self._listeners.append(listener)
             return list(self._down.values())
 
-    def on_unclaimed(self, context: int, notify: Callable[[int, int, bytes], bool]) -> None:
-        """Notify a group of unclaimed messages of run-ahead calls, as long as the group lives."""
-        self._unclaimed[context] = weakref.WeakMethod(notify, lambda _: self._unclaimed.pop(context, None))
-
     def adopt_overdue(self) -> None:
         """Let Python look at started operations that stall, or whose deadline is over."""
-        for known in list(self._unclaimed.values()):
-            notify = known()
-            if notify is not None:
-                notify.__self__.state.adopt_started(only_overdue=True)  # type: ignore[attr-defined]
+        for known in list(self.listeners_of_groups.values()):
+            listener = known()
+            if listener is not None:
+                listener.adopt_overdue()
 
     def close(self) -> None:
         """Dispatch what ended with the engine; listeners are no longer notified."""
@@ -212,9 +209,9 @@ class CompletionDispatcher:
             listener(down)
 
     def _dispatch_unclaimed(self, context: int, source: int, sequence: int, header: bytes) -> None:
-        known = self._unclaimed.get(context)
-        notify = None if known is None else known()
-        if notify is None or not notify(source, sequence, header):
+        known = self.listeners_of_groups.get(context)
+        listener = None if known is None else known()
+        if listener is None or not listener.on_unclaimed(source, sequence, header):
             self.engine.ignore_context(context)
 
     def _error(self, request: NativeRequest, outcome: int, envelope: Envelope | None) -> UnisonoError:

@@ -1,0 +1,78 @@
+"""What a split decides: the row that each rank contributes, and the group that follows from the rows of all.
+
+Pure: no message, no backend. A row says which group its rank wants, and whether the context id of that group
+is in use there: then all ranks see it, and try the next id together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from unisono.comm.fingerprint import Operand
+from unisono.errors import UsageError
+
+__all__ = ["ATTEMPTS_MAX", "ROW_BYTES", "ROW_OPERAND", "Row", "check_request", "identity_of", "members_of"]
+
+_ROW: Final = struct.Struct("<qqq?7x")
+ROW_BYTES: Final = _ROW.size
+# What ranks compare of the call: nothing that a user gave, since colors and keys may differ.
+ROW_OPERAND: Final = Operand(count=ROW_BYTES)
+# Context ids are 64-bit hashes: a second collision in a row is a bug, not chance.
+ATTEMPTS_MAX: Final = 4
+
+
+class Row(NamedTuple):
+    """What one rank contributes."""
+
+    has_color: int
+    color: int
+    key: int
+    is_taken: bool
+
+    def pack(self) -> bytes:
+        """The bytes that travel."""
+        return _ROW.pack(*self)
+
+    @staticmethod
+    def unpack_all(data: Any) -> list[Row]:
+        """The rows of all ranks, in order."""
+        return [Row(*values) for values in _ROW.iter_unpack(data)]
+
+
+def check_request(color: Any, key: Any) -> None:
+    """Refuse what is no signed 64-bit integer; a color may be None.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if color is not None and not _is_int64(color):
+        raise UsageError(f"color={color!r}; allowed: a signed 64-bit integer or None")
+    if not _is_int64(key):
+        raise UsageError(f"key={key!r}; allowed: a signed 64-bit integer")
+
+
+def members_of(rows: Sequence[Row], color: int) -> tuple[int, ...]:
+    """The ranks that passed this color, ordered by (key, rank)."""
+    chosen = [(row.key, rank) for rank, row in enumerate(rows) if row.has_color and row.color == color]
+    chosen.sort()
+    return tuple(rank for _, rank in chosen)
+
+
+def identity_of(parent: bytes, epoch: int, sequence: int, attempt: int, color: int) -> tuple[int, bytes]:
+    """The context id and the descriptor of a group, from the parent's descriptor and the call that makes it.
+
+    A context id is never 0 (control) or 1 (the world).
+    """
+    text = b"%s/split/%d/%d/%d/%d" % (parent, epoch, sequence, attempt, color)
+    digest = hashlib.blake2b(text, digest_size=24).digest()
+    return int.from_bytes(digest[:8], "little") | 2, digest[8:]
+
+
+def _is_int64(number: Any) -> bool:
+    is_whole = type(number) is int or (isinstance(number, int | np.integer) and not isinstance(number, bool))
+    return is_whole and -(2**63) <= number < 2**63

@@ -1,0 +1,300 @@
+"""Splits: what they cost and leave behind, how they end, and that their groups never meet."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.processes import forked, run_processes
+from tests.support.ranks import run_ranks
+
+import unisono as uni
+from unisono.comm import communicator as communicator_module
+from unisono.comm.control import GOODBYE_CALLS_MAX, GOODBYES_MAX, Control, _fitting
+from unisono.comm.control_messages import CALLS_MAX, CallReport, Goodbye, Goodbyes, encode
+from unisono.comm.split import ROW_BYTES, Row, identity_of, members_of
+from unisono.core.envelope import Lane
+from unisono.messaging.credit import CONTROL_BYTES_MAX
+
+NATIVE = pytest.mark.on_every_link
+
+# -- rows -------------------------------------------------------------------------------------------------
+
+
+def test_rows_come_back_as_they_were_packed() -> None:
+    rows = [Row(1, -(2**63), 2**63 - 1, True), Row(0, 0, -1, False), Row(1, 7, 0, False)]
+    assert Row.unpack_all(b"".join(row.pack() for row in rows)) == rows
+    assert len(rows[0].pack()) == ROW_BYTES
+
+
+def test_members_are_ordered_by_key_then_rank_and_none_is_no_color() -> None:
+    rows = [Row(1, 0, 5, False), Row(0, 0, 0, False), Row(1, 0, -5, False), Row(1, 3, 0, False)]
+    rows.append(Row(1, 0, 5, False))
+    assert members_of(rows, 0) == (2, 0, 4)
+    assert members_of(rows, 3) == (3,)
+
+
+def test_every_call_color_attempt_and_parent_gives_another_identity() -> None:
+    parents = (bytes(16), bytes(15) + b"\1")
+    made = [
+        identity_of(parent, epoch, sequence, attempt, color)
+        for parent in parents
+        for epoch in range(2)
+        for sequence in range(12)
+        for attempt in range(4)
+        for color in (-1, 0, 1, 11)
+    ]
+    assert len({context for context, _ in made}) == len({descriptor for _, descriptor in made}) == len(made)
+    assert all(context & 2 for context, _ in made), "neither control nor the world"
+
+
+# -- goodbyes ---------------------------------------------------------------------------------------------
+
+
+def test_goodbyes_that_go_together_fit_into_a_control_message() -> None:
+    longest = CallReport(bytes(16), "\u20ac" * 512, "\u20ac" * 256)
+    calls = [CALLS_MAX] * GOODBYES_MAX
+    count = _fitting(calls)
+    assert count == GOODBYE_CALLS_MAX // CALLS_MAX
+    goodbye = Goodbye(2**64 - 1, Lane.CONTROL, dict.fromkeys(range(2**40, 2**40 + CALLS_MAX), longest))
+    assert len(encode(Goodbyes((goodbye,) * count))) <= CONTROL_BYTES_MAX
+    assert _fitting([0] * (GOODBYES_MAX + 1)) == GOODBYES_MAX
+    assert _fitting([4, 0, 0]) == 3
+    assert len(encode(Goodbyes((Goodbye(2**64 - 1, Lane.CONTROL),) * GOODBYES_MAX))) <= CONTROL_BYTES_MAX
+
+
+def test_groups_closed_together_send_fewer_messages_than_there_are_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[Any] = []
+    send = Control.send
+    monkeypatch.setattr(Control, "send", lambda self, *args: (sent.append(args), send(self, *args))[1])
+
+    def program(comm: uni.Communicator) -> int:
+        groups = [comm.split(0) for _ in range(50)]
+        comm.barrier()
+        for group in groups:
+            assert group is not None
+            group.close()
+        comm.barrier()
+        return len(groups)
+
+    assert run_ranks(program, 2).values() == [50, 50]
+    groups_told = sum(len(m.goodbyes) if isinstance(m, Goodbyes) else 1 for _, m, *_ in sent)
+    assert groups_told >= 2 * 2 * 50  # ranks, lanes: nobody is forgotten
+    assert len(sent) < groups_told
+
+
+# -- many splits ------------------------------------------------------------------------------------------
+
+
+def test_many_splits_in_a_row_leave_nothing_behind() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        def churn(times: int) -> None:
+            for turn in range(times):
+                group = comm.split(comm.rank % 2 if turn % 3 else 0, -comm.rank)
+                assert group is not None
+                if turn % 5 == 0:
+                    assert group.all_reduce(1) == group.size
+                group.close()
+
+        churn(60)
+        comm.barrier()
+        gc.collect()
+        objects, before_kib = len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        control = comm._group.control
+        groups = len(control.groups())
+        churn(300)
+        comm.barrier()
+        gc.collect()
+        grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+        assert len(control.groups()) == groups
+        assert not comm._children
+        return len(gc.get_objects()) - objects, grown_kib
+
+    for objects, grown_kib in run_processes(program, 3):
+        assert objects < 150, "less than one object for two groups"
+        assert grown_kib < 16 * 1024
+
+
+def test_a_closed_group_is_freed_without_the_garbage_collector() -> None:
+    def program(comm: uni.Communicator) -> bool:
+        gc.disable()
+        try:
+            group = comm.split(0)
+            assert group is not None
+            group.all_reduce(np.arange(3.0))
+            group.close()
+            known = weakref.ref(group)
+            del group
+            return known() is None
+        finally:
+            gc.enable()
+
+    assert run_processes(program, 2) == [True, True]
+
+
+# -- how groups end ---------------------------------------------------------------------------------------
+
+
+@NATIVE
+def test_groups_may_be_closed_in_another_order_on_every_rank() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        groups = [comm.split(0, key) for key in (0, -comm.rank, comm.rank)]
+        sums = [g.all_reduce((comm.rank + 1) * 10**i) for i, g in enumerate(groups) if g]
+        turned = groups[comm.rank % 3 :] + groups[: comm.rank % 3]
+        for group in turned:
+            assert group is not None
+            group.close()
+        return sums, comm.all_reduce(comm.rank)
+
+    assert run_ranks(program, 4).values() == [([10, 100, 1000], 6)] * 4
+
+
+@NATIVE
+def test_who_waits_for_a_rank_that_closed_the_group_hears_that_it_left() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        group = comm.split(0)
+        assert group is not None
+        if comm.rank == 0:
+            group.close()
+            got = None
+        else:
+            with pytest.raises(uni.PeerLost, match="left") as caught:
+                group.recv(np.zeros(1), 0, timeout=30)
+            got = caught.value.ranks
+        comm.barrier()
+        return got
+
+    assert run_ranks(program, 2).values() == [None, (0,)]
+
+
+@NATIVE
+def test_messages_in_flight_arrive_although_their_sender_has_closed_the_group() -> None:
+    sizes = (1, 1021, 300_007)
+
+    def program(comm: uni.Communicator) -> Any:
+        group = comm.split(0)
+        assert group is not None
+        if comm.rank == 0:
+            works = [group.start.send(np.arange(n) * 3, 1, tag) for tag, n in enumerate(sizes)]
+            group.close()
+            uni.wait_all(works)
+            comm.barrier()
+            return True
+        got = []
+        for tag, n in reversed(list(enumerate(sizes))):
+            buf = np.zeros(n, np.int64)
+            group.recv(buf, 0, tag)
+            got.append(bool((buf == np.arange(n) * 3).all()))
+        comm.barrier()
+        return all(got)
+
+    assert run_ranks(program, 2).values() == [True, True]
+
+
+@NATIVE
+def test_a_rank_that_gives_up_during_a_split_ends_it_everywhere() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        if comm.rank == 2:
+            comm.abort("no more")
+            return "gave up"
+        with pytest.raises(uni.PeerAborted, match="no more"):
+            comm.split(comm.rank % 2, timeout=30)
+        return "told"
+
+    assert run_ranks(program, 3).values() == ["told", "told", "gave up"]
+
+
+def test_a_rank_that_dies_during_a_split_is_named_everywhere() -> None:
+    def live(backend: Any, pipe: Any) -> Any:
+        comm = uni.Communicator.world(backend)
+        group = comm.split(0, -comm.rank)
+        assert group is not None
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(uni.PeerLost) as caught:
+            group.split(comm.rank % 2, timeout=30)
+        return caught.value.ranks
+
+    with forked(live, 3) as ranks:
+        assert [ranks.result(rank) for rank in (0, 2)] == [(1,), (1,)]
+        assert ranks.code(1) == -signal.SIGKILL
+
+
+@NATIVE
+def test_a_rank_that_leaves_before_a_split_is_named() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        group = comm.split(0)
+        assert group is not None
+        if comm.rank == 1:
+            group.close()
+            got = None
+        else:
+            with pytest.raises(uni.PeerLost) as caught:
+                group.split(0, timeout=30)
+            got = caught.value.ranks
+        comm.barrier()
+        return got
+
+    assert run_ranks(program, 3).values() == [(1,), None, (1,)]
+
+
+# -- groups never meet ------------------------------------------------------------------------------------
+
+
+@NATIVE
+def test_a_collective_of_one_group_never_matches_that_of_another() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        left, right = comm.split(0), comm.split(0)
+        assert left is not None
+        assert right is not None
+        mine, other = (left, right) if comm.rank == 0 else (right, left)
+        x, y = np.full(5, 1.0 + comm.rank), np.full(5, 10.0 + 20 * comm.rank)
+        first, second = mine.start.all_reduce(x), other.start.all_reduce(y)
+        uni.wait_all([first, second])
+        return x.tolist(), y.tolist()
+
+    # In `left`: x of rank 0 and y of rank 1; in `right` the others.
+    left, right = [31.0] * 5, [12.0] * 5
+    assert run_ranks(program, 2).values() == [(left, right), (right, left)]
+
+
+@NATIVE
+def test_started_and_blocking_splits_of_one_call_meet() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        group = comm.split(0, -comm.rank) if comm.rank else comm.start.split(0, 0).wait(timeout=60)
+        assert group is not None
+        return group.name, group.all_gather(comm.rank).tolist()
+
+    assert run_ranks(program, 3).values() == [("world.split#0(0)", [2, 1, 0])] * 3
+
+
+@NATIVE
+def test_ranks_try_the_next_context_together_if_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = communicator_module.identity_of
+
+    def colliding(parent: bytes, epoch: int, sequence: int, attempt: int, color: int) -> tuple[int, bytes]:
+        context, descriptor = real(parent, epoch, sequence, attempt, color)
+        return (2 if attempt < 2 and sequence else context), descriptor
+
+    def program(comm: uni.Communicator) -> Any:
+        communicator_module.identity_of = colliding  # also where ranks are processes
+        first = comm.split(0)
+        assert first is not None
+        control = comm._group.control
+        if comm.rank == 1:  # the id is in use on one rank only
+            control._groups[2] = first._group
+        second = comm.split(comm.rank % 2, timeout=60)
+        control._groups.pop(2, None)
+        assert second is not None
+        return second.all_gather(comm.rank).tolist(), comm.all_reduce(1)
+
+    monkeypatch.setattr(communicator_module, "identity_of", real)
+    assert run_ranks(program, 3).values() == [([0, 2], 3), ([1], 3), ([0, 2], 3)]
