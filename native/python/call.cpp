@@ -29,6 +29,8 @@ constexpr std::int64_t slice_ns = 50 * millisecond;
 // as the rest of the call, and others wait for microseconds.
 constexpr uint64_t poll_bytes_max = 16 * 1024;
 constexpr uint64_t gil_release_bytes = 32 * 1024;
+// fingerprint.COUNT_ANY
+constexpr uint64_t count_any = (uint64_t{1} << Fingerprint::count_bits) - 1;
 // The longest that `done` waits in the engine, for a call that it has found unfinished again and again.
 constexpr std::int64_t poll_ns_max = 100'000;
 
@@ -182,6 +184,17 @@ void Call::prepare_collective(const Given& given) {
   }
   find_decision(given);
   find_target(given);
+  if (x_.is_given() && decision_->dtype != x_.dtype) widen();
+}
+
+// The mean of 16-bit floats is computed in float32: reduced in memory of our own, and rounded in the end.
+void Call::widen() {
+  const bool is_in_place = spec_.verb != Verb::reduce_scatter;
+  wide_.resize(x_.count + (is_in_place ? 0 : target_count_));
+  std::optional<GilReleased> released;
+  if (x_.nbytes() >= gil_release_bytes) released.emplace();
+  active_kernels().widen[x_.dtype](reinterpret_cast<byte*>(wide_.data()),
+                                   is_in_place && target_ != nullptr ? target_ : x_.data, x_.count);
 }
 
 void Call::find_decision(const Given& given) {
@@ -210,7 +223,8 @@ void Call::find_decision(const Given& given) {
   }
   decision_ = group_.decisions.find(key);
   if (decision_ == nullptr) decision_ = decide(key, given);
-  if (!decision_->program->accepts(counts())) throw LeftToReference();
+  // A longer one does not fit into a fingerprint, or into 64 bits.
+  if (x_.count >= count_any || !decision_->program->accepts(counts())) throw LeftToReference();
   const std::span<const Py_ssize_t> dims(x_.shape, decision_->is_shape_compared ? static_cast<size_t>(x_.nd) : 0);
   fingerprint_ = decision_->fingerprint.with(x_.count, Fingerprint::hash_of(decision_->seed, dims));
 }
@@ -233,10 +247,15 @@ const Decision* Call::decide(const DecisionKey& key, const Given& given) {
   decision->seed = nb::cast<uint64_t>(values[3]);
   decision->is_shape_compared = nb::cast<bool>(values[7]);
   const int code = nb::cast<int>(values[4]);
-  const uint8_t dtype = x_.dtype == untyped ? plain_bytes : x_.dtype;
+  const bool is_half =
+      x_.dtype == static_cast<uint8_t>(DType::float16) || x_.dtype == static_cast<uint8_t>(DType::bfloat16);
+  decision->divisor = nb::cast<std::int64_t>(values[5]);
+  const uint8_t dtype = x_.dtype == untyped                 ? plain_bytes
+                        : is_half && decision->divisor != 0 ? static_cast<uint8_t>(DType::float32)
+                                                            : x_.dtype;
+  decision->dtype = dtype;
   if (code >= 0) decision->kernel = active_kernels().reduce[dtype][code];
   decision->itemsize = item_bytes(dtype, code);
-  decision->divisor = nb::cast<std::int64_t>(values[5]);
   const nb::bytes identity = nb::cast<nb::bytes>(values[6]);
   decision->identity.assign(identity.c_str(), identity.size());
   if (decision->program->reduces && decision->kernel == nullptr)
@@ -303,7 +322,7 @@ void Call::begin() {
 void Call::begin_collective() {
   Stage stage;
   stage.context = group_.context;
-  stage.dtype = x_.dtype == untyped ? plain_bytes : x_.dtype;
+  stage.dtype = decision_->dtype;
   stage.itemsize = decision_->itemsize;
   stage.kernel = decision_->kernel;
   stage.window = group_.window;
@@ -312,6 +331,11 @@ void Call::begin_collective() {
       verb == Verb::all_reduce || verb == Verb::broadcast || (verb == Verb::reduce && root_ == group_.rank);
   if (!is_in_place) stage.in = x_.data;
   if (is_in_place || verb != Verb::reduce) stage.out = target_;
+  if (!wide_.empty()) {
+    auto* const wide = reinterpret_cast<byte*>(wide_.data());
+    if (stage.in != nullptr) stage.in = wide;
+    if (stage.out != nullptr) stage.out = is_in_place ? wide : wide + x_.count * sizeof(float);
+  }
   sequence_ = group_.call_log.next++;
   stage.tag = tag_of(sequence_);
   stage.counts = &count_;
@@ -473,7 +497,7 @@ bool Call::has_failed() {
   return started_ != 0 && has_ended();
 }
 
-nb::object Call::adopt(const char* how) {
+nb::object Call::adopt(const char* how, nb::object keeper) {
   ++group_.adopted;
   attention_at();
   nb::list operations;
@@ -495,7 +519,7 @@ nb::object Call::adopt(const char* how) {
     return argument.is_given() ? nb::borrow(argument.given) : nb::object(nb::none());
   };
   const nb::object memory =
-      nb::make_tuple(object_of(x_), object_of(out_), result_.object.is_valid() ? result_.object : nb::none());
+      nb::make_tuple(object_of(x_), object_of(out_), result_.object.is_valid() ? result_.object : nb::none(), keeper);
   const nb::object sequence = sequence_ == CallLog::no_sequence ? nb::none() : nb::object(nb::int_(sequence_));
   const nb::object header = decision_ != nullptr ? nb::object(bytes_of(fingerprint_)) : nb::none();
   const nb::object timeout =
@@ -544,7 +568,9 @@ PyObject* Call::finish() {
   if (decision_ != nullptr && decision_->divisor != 0 && (spec_.verb != Verb::reduce || is_root)) {
     std::optional<GilReleased> released;
     if (target_count_ * itemsizes[x_.dtype] >= gil_release_bytes) released.emplace();
-    active_kernels().divide[x_.dtype](target_, target_count_, decision_->divisor);
+    byte* const sum = wide_.empty() ? target_ : reinterpret_cast<byte*>(wide_.data() + wide_.size() - target_count_);
+    active_kernels().divide[decision_->dtype](sum, target_count_, decision_->divisor);
+    if (!wide_.empty()) active_kernels().narrow[x_.dtype](target_, sum, target_count_);
   }
   switch (spec_.verb) {
     case Verb::barrier:

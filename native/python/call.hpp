@@ -105,8 +105,9 @@ class Call {
   bool has_failed();
   // One look at the links; true if it has ended well and was taken.
   bool poll(unsigned idle_polls);
-  // Let Python carry it on: `how` is the method of the helper, which returns a Work.
-  nb::object adopt(const char* how);
+  // Let Python carry it on: `how` is the method of the helper, which returns a Work. It keeps the memory and `keeper`
+  // until the operations have ended.
+  nb::object adopt(const char* how, nb::object keeper = nb::none());
   // Its result, once it has ended well.
   PyObject* finish();
   // As above, for one that Python has carried to its end.
@@ -130,6 +131,7 @@ class Call {
   void find_decision(const Given& given);
   const Decision* decide(const DecisionKey& key, const Given& given);
   void find_target(const Given& given);
+  void widen();
   void check_out(const Py_ssize_t* shape, int nd) const;
   void begin_collective();
   void begin_send();
@@ -154,6 +156,7 @@ class Call {
   nb::handle helper_;
   Argument x_, out_;
   Result result_;
+  std::vector<float> wide_;  // see `widen`
   const Decision* decision_ = nullptr;
   engine::Fingerprint fingerprint_;
   nb::object code_;  // where the program calls it, until it is in the log

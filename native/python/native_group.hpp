@@ -29,6 +29,7 @@ struct Decision {
   std::int64_t divisor = 0;  // of a mean; 0 divides nothing
   std::string identity;      // one element, with which exscan fills the result of rank 0
   uint64_t piece_elements = UINT64_MAX;
+  uint8_t dtype = engine::untyped;  // of what travels: float32 for the mean of 16-bit floats
 };
 
 // What tells decisions apart. A call site is no part of it.

@@ -24,6 +24,20 @@ void leave_list(StartedCall& started) {
   if (started.hook.is_in) started.call->group().started.remove(started);
 }
 
+void release(StartedCall* started) {
+  if (started != nullptr && --started->references == 0) delete started;
+}
+
+// Keeps a started call as long as it lives.
+nb::object keeper_of(StartedCall& started) {
+  PyObject* const capsule = PyCapsule_New(&started, nullptr, [](PyObject* self) {
+    release(static_cast<StartedCall*>(PyCapsule_GetPointer(self, nullptr)));
+  });
+  if (capsule == nullptr) throw nb::python_error();
+  ++started.references;
+  return nb::steal(capsule);
+}
+
 // It has ended well in the engine: make its result, or keep the error that this raises.
 void conclude(StartedCall& started, nb::object adopted_result = {}) {
   leave_list(started);
@@ -41,7 +55,7 @@ void conclude(StartedCall& started, nb::object adopted_result = {}) {
 // Let Python carry it on.
 void adopt(StartedCall& started) {
   const nb::object keep = nb::borrow(reinterpret_cast<PyObject*>(started.work));
-  const nb::object adopted = started.call->adopt("adopt");
+  const nb::object adopted = started.call->adopt("adopt", keeper_of(started));
   leave_list(started);
   started.state = StartedCall::State::adopted;
   keep.attr("_task") = adopted.attr("_task");
@@ -187,7 +201,7 @@ void finalize_work(PyObject* self) {
       started->helper.attr("note_unwaited")(nb::handle(started->spec.word), started->code, started->lasti);
     if (started->state == StartedCall::State::active) {
       leave_list(*started);
-      const nb::object dropped = started->call->adopt("adopt_dropped");
+      const nb::object dropped = started->call->adopt("adopt_dropped", keeper_of(*started));
     }
   } catch (nb::python_error& error) {
     error.discard_as_unraisable("a work that was dropped");
@@ -199,7 +213,7 @@ void drop_work(PyObject* self) {
   if (PyObject_CallFinalizerFromDealloc(self) < 0) return;
   PyTypeObject* const type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
-  delete as_work(self).started;
+  release(as_work(self).started);
   type->tp_free(self);
   Py_DECREF(type);
 }

@@ -29,6 +29,8 @@ struct StartedCall : StartedLink {
   unsigned idle_polls = 0;
   std::int64_t attention_at = 0;
   WorkObject* work = nullptr;
+  // The work, and what Python keeps while it carries the call on: the engine may still use memory of the call itself.
+  int references = 1;
   nb::object result, error;
   nb::object code;  // where it was started
   int lasti = 0;

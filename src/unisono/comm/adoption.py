@@ -73,8 +73,6 @@ class Adoption:
                 )
             op.check_shape(shape)
             check_reduction(operation, op, dtype, algorithm, group.backend.config.reproducible)
-            if op.is_mean and dtype.is_half and size > 1:
-                return None  # it is computed in float32
         count = int(np.prod(shape, dtype=np.int64))
         counts: tuple[int, ...] = ()
         if operation in _ONE_COUNT:
@@ -91,8 +89,12 @@ class Adoption:
         )
         if op is not None and op.width > 1:
             counts, dtype = tuple(n // op.width for n in counts), dtype.item(op.width)
+        elif op is not None and op.is_mean and dtype.is_half and size > 1:
+            dtype = DTYPES["float32"]  # the sum of many would overflow; the engine converts
         problem = Problem(operation, size, counts, root, group.backend.hosts())
-        return decide(group, problem, dtype, op, algorithm, given, identity)
+        return decide(
+            group, problem, dtype, op, algorithm, given, identity, is_shape_compared=operation in SHAPED
+        )
 
     # -- calls that do not end well or soon ---------------------------------------------------------------
 

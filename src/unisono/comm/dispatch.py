@@ -160,6 +160,8 @@ def decide(
     algorithm: str,
     given: Operand,
     identity: bytes,
+    *,
+    is_shape_compared: bool,
 ) -> Decided:
     """Choose the algorithm for a collective, and compile the program that the engine runs."""
     backend = group.backend
@@ -170,7 +172,7 @@ def decide(
     program, piece_elements = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
     divisor = problem.size if op is not None and op.is_mean and problem.size > 1 else 0
     code = -1 if op is None or op.code is None else int(op.code)
-    return program, piece_elements, fingerprint, seed, code, divisor, identity, bool(given.values)
+    return program, piece_elements, fingerprint, seed, code, divisor, identity, is_shape_compared
 
 
 def _fingerprint(

@@ -67,13 +67,12 @@ class Group:
         epoch: int = 0,
         parent: Group | None = None,
     ) -> None:
-        state = GroupState(backend, control, context, name, world_ranks, epoch)
+        state = GroupState(backend, control, context, name, world_ranks, epoch, descriptor)
         self.state = state
         self.backend, self.control, self.call_log = backend, control, state.call_log
         self.context, self.descriptor = context, descriptor
         self.world_ranks, self.world_rank = world_ranks, state.world_rank
         self.parent = parent
-        state.tail_words = f" segment={backend.config.segment_bytes} group={descriptor.hex()[:16]}"
         # The parts know the state, not the group: without a cycle, a group that is dropped is freed at once.
         self.loose_ends = LooseEnds(state)
         self._mismatches = MismatchCollector(state, self.abort)

@@ -51,8 +51,10 @@ class GroupState:
         name: str,
         world_ranks: tuple[int, ...],
         epoch: int,
+        descriptor: bytes,
     ) -> None:
         self.backend = backend
+        self._descriptor = descriptor
         self.control = control
         self.context = context
         self.name = name
@@ -63,8 +65,6 @@ class GroupState:
         self.call_log = CallLog()
         self.native: NativeGroup | None = None
         self._words: dict[bytes, str] = {}
-        # What the words of every call end with: what else ranks compare.
-        self.tail_words = ""
         self.pending: dict[int, Pending] = {}
         self.poisoned_by: UnisonoError | None = None
         self.is_poison_seen = False  # a caller here got the error
@@ -114,6 +114,11 @@ class GroupState:
             if len(self._words) >= _WORDS_KEPT:
                 del self._words[next(iter(self._words))]
             self._words[fingerprint] = text
+
+    @property
+    def tail_words(self) -> str:
+        """What the words of every call end with: what else ranks compare."""
+        return f" segment={self.backend.config.segment_bytes} group={self._descriptor.hex()[:16]}"
 
     def report(self, sequence: int, fingerprint: bytes) -> CallReport:
         """A call of this rank as other members are told of it."""
