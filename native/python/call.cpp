@@ -176,9 +176,13 @@ void Call::prepare_collective(const Given& given) {
     const bool has_out = out != nullptr && out != Py_None;
     const bool is_written =
         (verb == Verb::all_reduce && !has_out) || verb == Verb::broadcast || (verb == Verb::reduce && is_root);
-    // A root only sends what it broadcasts, but with some algorithms it gets parts of it back.
-    if (verb == Verb::broadcast && is_root && PyBytes_CheckExact(x)) throw LeftToReference();
-    group_.arguments.see(x, "x", is_written, x_);
+    try {
+      group_.arguments.see(x, "x", is_written, x_);
+    } catch (nb::python_error&) {
+      // A root may broadcast what it cannot write. With some algorithms it gets parts of it back: not into its memory.
+      if (verb == Verb::broadcast && is_root) throw LeftToReference();
+      throw;
+    }
     if (is_by_rank(verb) && (x_.nd == 0 || x_.shape[0] != group_.size)) throw LeftToReference();
     if (has_out && !(verb == Verb::gather && !is_root)) group_.arguments.see(out, "out", true, out_);
   }
@@ -529,6 +533,7 @@ nb::object Call::adopt(const char* how, nb::object keeper) {
     // From here on another thread that waits for it finds nothing of it in the engine.
     const Hold held = group_.completions.engine().hold();
     count = std::exchange(started_, 0);
+    group_.completions.engine().wake_waiters();
   }
   try {
     return helper_.attr(how)(spec_.name, sequence, header, static_cast<double>(begun_at_) / 1e9, timeout, operations,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <thread>
 
 #include "engine/engine.hpp"
 
@@ -21,7 +22,12 @@ PyTypeObject* work_type = nullptr;
 WorkObject& as_work(PyObject* self) { return *reinterpret_cast<WorkObject*>(self); }
 
 void leave_list(StartedCall& started) {
-  if (started.hook.is_in) started.call->group().started.remove(started);
+  if (started.hook.is_in) started.native.started.remove(started);
+}
+
+// The group need not know of it any more once the engine is done with it and the user has looked at it.
+void leave_if_seen(StartedCall& started) {
+  if (started.is_observed && started.state != StartedCall::State::active) leave_list(started);
 }
 
 void release(StartedCall* started) {
@@ -40,7 +46,6 @@ nb::object keeper_of(StartedCall& started) {
 
 // It has ended well in the engine: make its result, or keep the error that this raises.
 void conclude(StartedCall& started, nb::object adopted_result = {}) {
-  leave_list(started);
   try {
     started.result = nb::steal(adopted_result.is_valid() ? started.call->finish_adopted(std::move(adopted_result))
                                                          : started.call->finish());
@@ -49,17 +54,27 @@ void conclude(StartedCall& started, nb::object adopted_result = {}) {
     started.error = nb::borrow(error.value());
   }
   started.state = StartedCall::State::done;
+  leave_if_seen(started);
   started.call.reset();  // and with it the user's memory
 }
 
-// Let Python carry it on.
+// Let Python carry it on. Meanwhile other threads run Python, and may come here for the same call: they find it active
+// until it is adopted.
 void adopt(StartedCall& started) {
+  if (started.is_being_adopted) return;
   const nb::object keep = nb::borrow(reinterpret_cast<PyObject*>(started.work));
-  const nb::object adopted = started.call->adopt("adopt", keeper_of(started));
-  leave_list(started);
+  started.is_being_adopted = true;
+  try {
+    const nb::object adopted = started.call->adopt("adopt", keeper_of(started));
+    keep.attr("_task") = adopted.attr("_task");
+    keep.attr("_runtime") = adopted.attr("_runtime");
+  } catch (...) {
+    started.is_being_adopted = false;
+    throw;
+  }
   started.state = StartedCall::State::adopted;
-  keep.attr("_task") = adopted.attr("_task");
-  keep.attr("_runtime") = adopted.attr("_runtime");
+  started.is_being_adopted = false;
+  leave_if_seen(started);
 }
 
 PyObject* outcome_of(const StartedCall& started) {
@@ -80,6 +95,7 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
   StartedCall* const started = as_work(self).started;
   if (started == nullptr) return wait_by_python(self, timeout);
   started->is_observed = true;
+  leave_if_seen(*started);
   std::int64_t limit = never;
   nb::object rest = nb::borrow(timeout);
   if (timeout != Py_None && started->state == StartedCall::State::active) {
@@ -99,11 +115,9 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
     --started->waiters;
     switch (waited) {
       case Call::Waited::taken: conclude(*started); break;
-      case Call::Waited::attention: adopt(*started); break;
+      case Call::Waited::attention:
+      case Call::Waited::limit: adopt(*started); break;
       case Call::Waited::interrupted: return nullptr;
-      case Call::Waited::limit:
-        if (started->state == StartedCall::State::active) adopt(*started);
-        return wait_by_python(self, timeout == Py_None ? Py_None : nb::float_(0.0).ptr());
       case Call::Waited::elsewhere: break;
     }
   }
@@ -157,6 +171,7 @@ PyObject* done_method(PyObject* self, PyObject*) {
     }
     if (started->state == StartedCall::State::adopted) return done_method(self, nullptr);
     started->is_observed = true;
+    leave_if_seen(*started);
     Py_RETURN_TRUE;
   } catch (nb::python_error& error) {
     error.restore();
@@ -173,8 +188,16 @@ PyObject* adopt_method(PyObject* self, PyObject* is_seen) {
     if (started != nullptr) {
       started->is_observed = started->is_observed || is_seen == Py_True;
       // A thread that waits for it in the engine does it: it has just been told to.
-      if (started->state == StartedCall::State::active && started->waiters != 0) Py_RETURN_TRUE;
+      const bool is_left_to_waiter = started->waiters != 0 && is_seen != Py_True;
+      if (started->state == StartedCall::State::active && is_left_to_waiter) Py_RETURN_TRUE;
       if (started->state == StartedCall::State::active) adopt(*started);
+      while (started->state == StartedCall::State::active && is_seen == Py_True) {
+        // Another thread is at it.
+        if (PyErr_CheckSignals() != 0) return nullptr;
+        const GilReleased released;
+        std::this_thread::yield();
+      }
+      leave_if_seen(*started);
       if (started->state == StartedCall::State::done) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
@@ -197,10 +220,10 @@ void finalize_work(PyObject* self) {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   try {
+    leave_list(*started);
     if (!started->is_observed)
       started->helper.attr("note_unwaited")(nb::handle(started->spec.word), started->code, started->lasti);
-    if (started->state == StartedCall::State::active) {
-      leave_list(*started);
+    if (started->state == StartedCall::State::active && !started->call->poll(0)) {
       const nb::object dropped = started->call->adopt("adopt_dropped", keeper_of(*started));
     }
   } catch (nb::python_error& error) {
@@ -296,7 +319,7 @@ nb::list NativeGroup::works_to_adopt(bool only_overdue) {
   const std::int64_t now = only_overdue ? now_ns() : never;
   for (StartedLink* link = started.front(); link != nullptr; link = StartedList::next(*link)) {
     auto* const one = static_cast<StartedCall*>(link);
-    if (one->waiters != 0) continue;
+    if (one->state != StartedCall::State::active || one->is_being_adopted || one->waiters != 0) continue;
     if (one->attention_at <= now)
       works.append(nb::borrow(reinterpret_cast<PyObject*>(one->work)));
     else

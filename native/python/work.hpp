@@ -14,16 +14,20 @@ struct WorkObject;
 struct StartedCall : StartedLink {
   StartedCall(nb::object group, NativeGroup& native, const VerbSpec& spec, nb::object helper)
       : group(std::move(group)),
+        native(native),
         helper(std::move(helper)),
         call(std::in_place, native, spec, this->helper),
         spec(spec) {}
 
   enum class State : uint8_t { active, adopted, done };
 
-  nb::object group, helper;
+  nb::object group;  // keeps `native`
+  NativeGroup& native;
+  nb::object helper;
   std::optional<Call> call;  // until it is done
   const VerbSpec& spec;
   State state = State::active;
+  bool is_being_adopted = false;
   bool is_observed = false;  // the user has waited or asked for it
   unsigned waiters = 0;      // threads that look at it in the engine
   unsigned idle_polls = 0;
