@@ -168,6 +168,7 @@ void Arguments::see_by_python(PyObject* given, const char* what, bool is_written
     seen.shape[i] = nb::cast<Py_ssize_t>(shape[static_cast<size_t>(i)]);
     seen.count *= static_cast<uint64_t>(seen.shape[i]);
   }
+  seen.is_viewed_number_ = nb::cast<bool>(array.attr("is_value"));
   seen.held_ = std::move(array);
   seen.form = Form::viewed;
 }

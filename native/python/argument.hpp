@@ -59,7 +59,7 @@ struct Argument {
   Py_ssize_t shape[dims_max];
 
   bool is_given() const { return form != Form::none; }
-  bool is_number() const { return form == Form::whole || form == Form::real; }
+  bool is_number() const { return form == Form::whole || form == Form::real || is_viewed_number_; }
   uint64_t nbytes() const;
   // Keep what was given beyond the frame of its caller.
   void keep() { kept_ = nb::borrow(given); }
@@ -77,6 +77,7 @@ struct Argument {
   nb::object kept_;
   Py_buffer buffer_;
   uint64_t number_ = 0;
+  bool is_viewed_number_ = false;  // buffers.view saw a number of another kind
 };
 
 // Memory for a result, in the kind of an argument.

@@ -179,9 +179,13 @@ void Call::prepare_collective(const Given& given) {
     const bool has_out = out != nullptr && out != Py_None;
     const bool is_written =
         (verb == Verb::all_reduce && !has_out) || verb == Verb::broadcast || (verb == Verb::reduce && is_root);
-    // A root only sends what it broadcasts, but with some algorithms it gets parts of it back.
-    if (verb == Verb::broadcast && is_root && PyBytes_CheckExact(x)) throw LeftToReference();
-    group_.arguments.see(x, "x", is_written, x_);
+    try {
+      group_.arguments.see(x, "x", is_written, x_);
+    } catch (nb::python_error&) {
+      // A root may broadcast what it cannot write. With some algorithms it gets parts of it back: not into its memory.
+      if (verb == Verb::broadcast && is_root) throw LeftToReference();
+      throw;
+    }
     if (is_by_rank(verb) && (x_.nd == 0 || x_.shape[0] != group_.size)) throw LeftToReference();
     if (has_out && !(verb == Verb::gather && !is_root)) group_.arguments.see(out, "out", true, out_);
   }

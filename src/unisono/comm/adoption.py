@@ -100,7 +100,7 @@ class Adoption:
             UsageError: the operation is not defined for the type, or there is no such algorithm.
         """
         group, dtype = self._group, _DTYPES[dtype_code]
-        size = group.backend.size
+        size, count = group.backend.size, int(np.prod(shape, dtype=np.int64))
         op = None if op_name is None else as_op(op_name)
         if op is None:
             check_algorithm(operation, algorithm)
@@ -109,9 +109,9 @@ class Adoption:
                 raise UsageError(
                     f"{operation} has no mean: the contributions of a prefix differ in number; allowed: sum"
                 )
-            op.check_shape(shape)
+            parts = [count // size] * size if operation == "reduce_scatter" else []
+            op.check_shape(shape, parts)
             check_reduction(operation, op, dtype, algorithm, group.backend.config.reproducible)
-        count = int(np.prod(shape, dtype=np.int64))
         counts: tuple[int, ...] = ()
         if operation in _ONE_COUNT:
             counts = (count,)

@@ -17,7 +17,7 @@ import unisono as uni
 from unisono.backends.native.local_ranks import LocalRank
 from unisono.config import Config
 from unisono.core.envelope import ANY
-from unisono.errors import ClosedError, Deadlock, PeerLost, UsageError
+from unisono.errors import ClosedError, Deadlock, PeerAborted, PeerLost, UsageError
 
 QUICK = Config(deadlock_after_s=0.15, stall_query_s=0.05)
 
@@ -174,3 +174,71 @@ def test_no_deadlock_while_a_thread_that_only_sends_may_send_again() -> None:
     thread.join(PATIENCE_S)
     assert results[0].values() == [[b"first", b"second"]] * 2
     close_all(worlds)
+
+
+def test_a_thread_waits_in_the_engine_while_another_cancels_the_work() -> None:
+    """Python adopts the call for the one who cancels; the other one is told."""
+    for _ in range(20):
+        worlds = uni.local(2)
+        work = worlds[0].start.recv(np.zeros(3), 1)
+        errors: list[BaseException] = []
+
+        def wait(work: uni.Work[Any] = work, errors: list[BaseException] = errors) -> None:
+            try:
+                work.wait()
+            except PeerAborted as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.002)
+        assert work.cancel()
+        thread.join(PATIENCE_S)
+        assert len(errors) == 1
+        close_all(worlds)
+
+
+def test_many_threads_that_wait_for_one_work_let_python_adopt_it_once() -> None:
+    worlds = uni.local(2, Config(stall_query_s=0.02))
+    buf = np.zeros(3)
+    work = worlds[0].start.recv(buf, 1)
+    sources: list[int] = []
+    threads = [threading.Thread(target=lambda: sources.append(work.wait().source)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    worlds[1].send(np.arange(3.0), 0)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert sources == [1] * 8
+    np.testing.assert_array_equal(buf, [0, 1, 2])
+    close_all(worlds)
+
+
+def test_no_deadlock_while_a_thread_waits_in_the_engine_and_another_is_between_calls() -> None:
+    """Rank 0 is seen to wait by Python; rank 1 makes short calls to itself, each of which ends in the engine."""
+    worlds = uni.local(2, QUICK)
+
+    def live(world: uni.Communicator) -> Any:
+        x = np.zeros(1)
+        if world.rank == 0:
+            return world.recv(x, 1).source
+        end = time.monotonic() + 6 * QUICK.deadlock_after_s
+        while time.monotonic() < end:
+            world.sendrecv(np.ones(1), 1, x, 1)
+            time.sleep(0.01)
+        world.send(x, 0)
+        return None
+
+    assert run_each(live, worlds).values() == [1, None]
+    close_all(worlds)
+
+
+def test_a_work_that_ended_and_was_never_waited_for_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    (world,) = uni.local(1)
+    seen, unseen = world.start.all_reduce(1.0), world.start.barrier()
+    seen.wait()
+    world.close()
+    assert [r.getMessage().count("barrier at") for r in caplog.records] == [1]
+    assert "all_reduce" not in caplog.text
+    assert unseen.done()
