@@ -434,6 +434,7 @@ def test_a_cancelled_collective_ends_on_every_rank_and_its_communicator_is_unusa
     before it cancelled is enough for the others' barrier, if rank 1 comes before the news. Then their next
     call fails.
     """
+
     def start(comm: uni.Communicator) -> uni.Work[Any]:
         args = {"all_reduce": (np.ones(300),), "barrier": (), "all_gather_v": (np.ones(3),), "split": (0,)}[
             verb
