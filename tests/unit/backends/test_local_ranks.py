@@ -216,7 +216,7 @@ def test_many_threads_that_wait_for_one_work_let_python_adopt_it_once() -> None:
 
 
 def test_no_deadlock_while_a_thread_waits_in_the_engine_and_another_is_between_calls() -> None:
-    """Rank 0 is seen to wait by Python; rank 1 makes short calls to itself, each of which ends in the engine."""
+    """Rank 0 is seen to wait by Python; rank 1 makes short calls to itself, which end in the engine."""
     worlds = uni.local(2, QUICK)
 
     def live(world: uni.Communicator) -> Any:
