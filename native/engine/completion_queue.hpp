@@ -133,6 +133,8 @@ class CompletionQueue {
   bool begin_telling() { return !std::exchange(is_telling_, true); }
   bool end_telling() { return news_.empty() ? !(is_telling_ = false) : false; }
   bool is_empty() const { return news_.empty(); }
+  // Nothing is to be told, and nobody is telling.
+  bool is_quiet() const { return news_.empty() && !is_telling_; }
   std::vector<News> take();
 
   // How threads of Python wait; each returns when there is something for it to tell, at a interrupt_wait, or at the

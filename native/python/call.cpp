@@ -427,6 +427,7 @@ bool Call::begin_and_poll(bool is_blocking) {
     }
   }
   const Hold held = group_.completions.engine().hold();
+  if (Users* const users = group_.completions.engine().users(); users != nullptr) users->note(true);
   begin();
   if (is_blocking && !has_ended() && poll_bytes() <= poll_bytes_max)
     group_.completions.engine().poll_briefly([this] { return has_ended(); });

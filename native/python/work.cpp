@@ -30,7 +30,13 @@ PyTypeObject* base_type = nullptr;
 WorkObject& as_work(PyObject* self) { return *reinterpret_cast<WorkObject*>(self); }
 
 void leave_list(StartedCall& started) {
-  if (started.hook.is_in) started.call->group().started.remove(started);
+  if (started.hook.is_in) started.native.started.remove(started);
+}
+
+// The group need not know of it any more once the engine is done with it and the user has looked at it.
+void leave_if_seen(StartedCall& started) {
+  const bool is_settled = started.state == StartedCall::State::done || started.state == StartedCall::State::adopted;
+  if (started.is_observed && is_settled) leave_list(started);
 }
 
 void release(StartedCall* started) {
@@ -76,7 +82,6 @@ void call_observers(StartedCall& started) {
 
 // It has ended well in the engine: make its result, or keep the error that this raises.
 void conclude(StartedCall& started, nb::object adopted_result = {}) {
-  leave_list(started);
   started.state = StartedCall::State::changing;
   try {
     started.result = nb::steal(adopted_result.is_valid() ? started.call->finish_adopted(std::move(adopted_result))
@@ -86,6 +91,7 @@ void conclude(StartedCall& started, nb::object adopted_result = {}) {
     started.error = nb::borrow(error.value());
   }
   started.state = StartedCall::State::done;
+  leave_if_seen(started);
   if (started.pins == 0) started.call.reset();  // and with it the user's memory
   if (started.is_announced_early) call_observers(started);
 }
@@ -111,7 +117,6 @@ void observe(StartedCall& started) {
 // Let Python carry it on.
 void adopt(StartedCall& started) {
   const nb::object keep = nb::borrow(reinterpret_cast<PyObject*>(started.work));
-  leave_list(started);
   started.call->forget(started);
   started.state = StartedCall::State::changing;
   try {
@@ -122,10 +127,12 @@ void adopt(StartedCall& started) {
     // A signal handler has raised, and nothing of the call is under way any more.
     started.error = nb::borrow(error.value());
     started.state = StartedCall::State::done;
+    leave_if_seen(started);
     call_observers(started);
     throw;
   }
   started.state = StartedCall::State::adopted;
+  leave_if_seen(started);
   started.kept.reset();
   if (const nb::object observers = std::exchange(started.observers, {}); observers.is_valid())
     for (nb::handle observer : observers) keep.attr("_task").attr("on_done")(observer);
@@ -156,6 +163,7 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
   if (started == nullptr) return wait_by_python(self, timeout);
   check_process(*started);
   started->is_observed = true;
+  leave_if_seen(*started);
   std::int64_t limit = never;
   nb::object rest = nb::borrow(timeout);
   if (timeout != Py_None && started->state == StartedCall::State::active) {
@@ -176,11 +184,12 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
     --started->waiters;
     switch (waited) {
       case Call::Waited::taken: conclude(*started); break;
-      case Call::Waited::attention: adopt(*started); break;
-      case Call::Waited::interrupted: return nullptr;
+      case Call::Waited::attention:
       case Call::Waited::limit:
+        // Another thread that waits may be at it.
         if (started->state == StartedCall::State::active) adopt(*started);
-        return wait_by_python(self, timeout == Py_None ? Py_None : nb::float_(0.0).ptr());
+        break;
+      case Call::Waited::interrupted: return nullptr;
       case Call::Waited::elsewhere: break;
     }
   }
@@ -239,6 +248,7 @@ PyObject* done_method(PyObject* self, PyObject*) {
     wait_until_settled(*started);
     if (started->state == StartedCall::State::adopted) return done_method(self, nullptr);
     started->is_observed = true;
+    leave_if_seen(*started);
     Py_RETURN_TRUE;
   } catch (nb::python_error& error) {
     error.restore();
@@ -260,6 +270,7 @@ PyObject* adopt_method(PyObject* self, PyObject* is_seen) {
       if (started->state == StartedCall::State::active && started->waiters != 0 && is_seen != Py_True) Py_RETURN_TRUE;
       if (started->state == StartedCall::State::active) adopt(*started);
       if (is_seen == Py_True) wait_until_settled(*started);
+      leave_if_seen(*started);
       if (started->state == StartedCall::State::done) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
@@ -277,6 +288,7 @@ PyObject* observe_method(PyObject* self, PyObject* observer) {
   try {
     check_process(*started);
     started->is_observed = true;
+    leave_if_seen(*started);
     const bool is_closed = started->native.completions.engine().is_closed();
     if (started->state == StartedCall::State::active && is_closed) adopt(*started);
     if (!started->kept.is_valid()) {
@@ -361,6 +373,7 @@ nb::object wait_works(nb::tuple works, double seconds) {
       if (one->state == StartedCall::State::adopted) return nb::none();
       if (one->state == StartedCall::State::done) {
         one->is_observed = true;
+        leave_if_seen(*one);
         ended.append(i);
       } else if (!active.empty() && &one->native.completions != &active[0]->native.completions) {
         return nb::none();
@@ -413,9 +426,11 @@ void finalize_work(PyObject* self) {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   try {
+    leave_list(*started);
     if (!started->is_observed)
       started->helper.attr("note_unwaited")(nb::handle(started->spec.word), started->code, started->lasti);
-    if (started->state == StartedCall::State::active && !started->native.completions.engine().is_closed()) {
+    if (started->state == StartedCall::State::active && !started->native.completions.engine().is_closed() &&
+        !started->call->poll(0)) {
       observe(*started);
       started->helper.attr("warn_dropped")(nb::handle(started->spec.word));
     }
@@ -429,8 +444,7 @@ void drop_work(PyObject* self) {
   if (PyObject_CallFinalizerFromDealloc(self) < 0) return;
   PyTypeObject* const type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
-  if (const StartedCall* const started = as_work(self).started; started != nullptr && started->call.has_value())
-    leave_list(*as_work(self).started);
+  if (StartedCall* const started = as_work(self).started; started != nullptr) leave_list(*started);
   release(as_work(self).started);
   type->tp_free(self);
   Py_DECREF(type);
@@ -520,7 +534,7 @@ nb::list NativeGroup::works_to_adopt(bool only_overdue) {
   const std::int64_t now = only_overdue ? now_ns() : never;
   for (StartedLink* link = started.front(); link != nullptr; link = StartedList::next(*link)) {
     auto* const one = static_cast<StartedCall*>(link);
-    if (one->waiters != 0) continue;
+    if (one->state != StartedCall::State::active || one->waiters != 0) continue;
     if (one->attention_at <= now)
       works.append(nb::borrow(reinterpret_cast<PyObject*>(one->work)));
     else

@@ -76,6 +76,22 @@ class ProgramCall:
 
 class ForkedError(RuntimeError): ...
 
+# The ranks of one process: see native/connect/local_world.hpp. Its functions take the engine of such a rank.
+class LocalWorld:
+    def __init__(self, size: int) -> None: ...
+    # The living threads that use the rank, by (ident, whether it belongs to it), and whether one that did has
+    # ended.
+    @staticmethod
+    def users(engine: Engine) -> tuple[list[tuple[int, bool]], bool]: ...
+    # Makes what progress is possible; True if nothing moved and every completion was dispatched.
+    @staticmethod
+    def is_quiet(engine: Engine) -> bool: ...
+    @staticmethod
+    def moves(engine: Engine) -> int: ...
+    # Whether a receive waits for its message, but for those with this bit in their tag, or a send.
+    @staticmethod
+    def has_pending(engine: Engine, tag_bit_ignored: int) -> bool: ...
+
 # The data plane of one rank: see native/engine/engine.hpp. `id` is the caller's number of an operation. A
 # completion is (id, outcome, envelope or None, data or None), with an envelope (source, context, tag, nbytes,
 # dtype, header); for a peer that is down it is (-1, rank, cause, left); for an unclaimed message, whose
@@ -111,6 +127,7 @@ class Engine:
         host: str = ...,
         tls: bool = ...,
         rekey_records: int = ...,
+        local: LocalWorld | None = ...,
     ) -> None: ...
     def card(self) -> tuple[str, str, str, int, int]: ...
     # Sets the PEM credentials and the name in each rank's certificate; once, before `connect`, with `tls`.
