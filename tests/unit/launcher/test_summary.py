@@ -15,8 +15,11 @@ import pytest
 from tests.process.test_run import PATIENCE_S, gone, launched, run
 
 import unisono as uni
-from unisono.comm.control_messages import GroupFailure
+from unisono.comm.control_messages import CallReport, GroupFailure
+from unisono.comm.fingerprint import described, fingerprint_of
 from unisono.comm.mismatch import Mismatch
+from unisono.core.dtypes import DTYPES
+from unisono.core.ops import as_op
 from unisono.errors import CollectiveMismatch, PeerAborted, PeerLost, UnisonoError, UsageError, lost_text
 from unisono.launcher import summary as summary_module
 from unisono.launcher.failure import End, blamed, culprit, describe
@@ -182,9 +185,13 @@ def test_the_culprit_is_the_rank_that_victims_name(ends: list[End], wanted: int)
 def odd(culprits: tuple[int, ...], size: int) -> CollectiveMismatch:
     """The error of a mismatch in which these ranks differ from the others."""
     mismatch = Mismatch(3)
-    calls = dict.fromkeys(range(size), b"all_reduce float32[4] op=sum")
-    mismatch.add({**calls, **{rank: b"all_reduce float%d[4] op=sum" % (rank + 8) for rank in culprits}})
+    mismatch.add({rank: _report(rank + 8 if rank in culprits else 4) for rank in range(size)})
     return mismatch.error(tuple(range(size)), 0, "world", 0)
+
+
+def _report(count: int) -> CallReport:
+    operand = described(DTYPES["float32"], (count,))
+    return CallReport(fingerprint_of("all_reduce", operand, as_op("sum"), "ring", 0, 0, ()))
 
 
 @pytest.mark.parametrize(
