@@ -66,6 +66,7 @@ CompletionQueue::CompletionQueue(Engine& engine) : engine_(engine) {
       [](void* self, const Down& down) {
         CompletionQueue& completions = *static_cast<CompletionQueue*>(self);
         completions.news_.push_back({nullptr, down, completions.engine_.inbox.newest()});
+        completions.note_news();
         completions.wake_pump();
       },
       this);
@@ -99,6 +100,7 @@ void CompletionQueue::dispatch_unclaimed() {
     news_.push_back({nullptr, {}, 0, std::make_shared<const Unclaimed>(one->envelope)});
     ++unmet_in_news_;
   }
+  note_news();
   engine_.wake_waiters();
   wake_pump();
 }
@@ -184,8 +186,10 @@ bool CompletionQueue::cancel(uint64_t handle) {
     auto& receive = static_cast<ReceiveOperation&>(operation);
     if (!engine_.cancel(receive)) return false;
     // It may have wanted memory for an offer that was taken back since.
-    if (std::exchange(operation.is_news, false))
+    if (std::exchange(operation.is_news, false)) {
       std::erase_if(news_, [&](const News& one) { return one.operation == &operation; });
+      note_news();
+    }
     recycle(operation);
     return true;
   }
@@ -235,6 +239,7 @@ std::vector<CompletionQueue::News> CompletionQueue::take() {
     if (taken.back().unclaimed != nullptr) --unmet_in_news_;
     if (taken.back().operation == nullptr) break;
   }
+  note_news();
   return taken;
 }
 
@@ -264,6 +269,7 @@ void CompletionQueue::tell(Operation& operation, uint64_t arrival) {
     while (place != news_.end() && (place->operation != nullptr || place->arrival < arrival)) ++place;
     news_.insert(place, {&operation, {}, 0});
   }
+  note_news();
   engine_.wake_waiters();
   wake_pump();
 }

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -132,9 +133,12 @@ class CompletionQueue {
   };
   bool begin_telling() { return !std::exchange(is_telling_, true); }
   bool end_telling() { return news_.empty() ? !(is_telling_ = false) : false; }
-  bool is_empty() const { return news_.empty(); }
   // Nothing is to be told, and nobody is telling.
   bool is_quiet() const { return news_.empty() && !is_telling_; }
+  bool is_empty() const { return news_.empty(); }
+  // The same for one who does not hold the lock.
+  // relaxed: who must see news has seen, under the lock, what came after it
+  bool has_news() const { return has_news_.load(std::memory_order_relaxed); }
   std::vector<News> take();
 
   // How threads of Python wait; each returns when there is something for it to tell, at a interrupt_wait, or at the
@@ -185,6 +189,7 @@ class CompletionQueue {
   void add(Operation& operation);
   void dispatch_unclaimed();
   void wake_pump();
+  void note_news() { has_news_.store(!news_.empty(), std::memory_order_relaxed); }
 
   Engine& engine_;
   std::vector<std::shared_ptr<void>> kept_;
@@ -194,6 +199,7 @@ class CompletionQueue {
   std::vector<Run*> spare_runs_;
   Scratch scratch_;
   std::deque<News> news_;
+  std::atomic<bool> has_news_{false};  // news_ is not empty
   size_t unmet_in_news_ = 0;
   bool is_telling_ = false;
   uint64_t pokes_ = 0;

@@ -434,6 +434,11 @@ bool Call::begin_and_poll(bool is_blocking) {
   return has_ended() && take();
 }
 
+void Call::look_at_news() {
+  if (is_collective() && group_.completions.has_news()) helper_.attr("look_at_news")();
+  if (!group_.call_log.fast_path_open) throw LeftToReference();
+}
+
 bool Call::take() {
   for (unsigned i = 0; i < started_; ++i)
     if (operations_[i]->outcome != Outcome::done) return false;
@@ -572,7 +577,6 @@ nb::object Call::adopt(const char* how, nb::object keeper) {
     const Hold held = group_.completions.engine().hold();
     count = std::exchange(started_, 0);
     group_.completions.engine().wake_waiters();
-    group_.completions.engine().wake_waiters();
   }
   try {
     return helper_.attr(how)(spec_.name, sequence, header, static_cast<double>(begun_at_) / 1e9, timeout, operations,
@@ -599,6 +603,17 @@ void Call::release(unsigned count) {
 // ---- results ----
 
 PyObject* Call::finish_adopted(nb::object result) { return is_collective() ? finish() : result.release().ptr(); }
+
+// One item, then twice as many again and again.
+void Call::fill_with_identity() {
+  const uint64_t nbytes = x_.nbytes();
+  uint64_t filled = std::min<uint64_t>(decision_->identity.size(), nbytes);
+  std::memcpy(target_, decision_->identity.data(), filled);
+  for (uint64_t more = 0; filled < nbytes; filled += more) {
+    more = std::min(filled, nbytes - filled);
+    std::memcpy(target_ + filled, target_, more);
+  }
+}
 
 PyObject* Call::finish() {
   if (unclaimed_.has_value()) [[unlikely]] {
@@ -633,9 +648,7 @@ PyObject* Call::finish() {
       if (!is_root) Py_RETURN_NONE;
       break;
     case Verb::exscan:
-      if (group_.rank == 0)
-        for (uint64_t at = 0; at < x_.nbytes(); at += decision_->identity.size())
-          std::memcpy(target_ + at, decision_->identity.data(), decision_->identity.size());
+      if (group_.rank == 0) fill_with_identity();
       break;
     default: break;
   }

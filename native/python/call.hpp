@@ -89,6 +89,8 @@ class Call {
   void prepare(const Given& given, bool is_started);
   // Keep the arguments beyond the caller's frame.
   void keep();
+  // Let Python see what has come, before a collective begins. LeftToReference if the fast path is closed.
+  void look_at_news();
   // Start its operations: allowed, numbered and under way while nobody else runs Python.
   void begin();
   // Look for its end for a few rounds of progress, if that is worth it; true if it has ended well and was taken.
@@ -154,6 +156,7 @@ class Call {
   // With the engine's lock: true if all operations ended well; then they are back in their pools.
   bool take();
   void release(unsigned count);
+  void fill_with_identity();
   nb::object status() const;
   nb::object make_group();
   uint64_t poll_bytes() const;

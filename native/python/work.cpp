@@ -33,10 +33,10 @@ void leave_list(StartedCall& started) {
   if (started.hook.is_in) started.native.started.remove(started);
 }
 
-// The group need not know of it any more once the engine is done with it and the user has looked at it.
-void leave_if_seen(StartedCall& started) {
-  const bool is_settled = started.state == StartedCall::State::done || started.state == StartedCall::State::adopted;
-  if (started.is_observed && is_settled) leave_list(started);
+// The user has waited or asked for it: `close` need not name it.
+void see(StartedCall& started) {
+  started.is_observed = true;
+  if (started.state == StartedCall::State::done) leave_list(started);
 }
 
 void release(StartedCall* started) {
@@ -82,6 +82,7 @@ void call_observers(StartedCall& started) {
 
 // It has ended well in the engine: make its result, or keep the error that this raises.
 void conclude(StartedCall& started, nb::object adopted_result = {}) {
+  if (started.is_observed) leave_list(started);  // else `close` names it
   started.state = StartedCall::State::changing;
   try {
     started.result = nb::steal(adopted_result.is_valid() ? started.call->finish_adopted(std::move(adopted_result))
@@ -91,7 +92,6 @@ void conclude(StartedCall& started, nb::object adopted_result = {}) {
     started.error = nb::borrow(error.value());
   }
   started.state = StartedCall::State::done;
-  leave_if_seen(started);
   if (started.pins == 0) started.call.reset();  // and with it the user's memory
   if (started.is_announced_early) call_observers(started);
 }
@@ -117,6 +117,7 @@ void observe(StartedCall& started) {
 // Let Python carry it on.
 void adopt(StartedCall& started) {
   const nb::object keep = nb::borrow(reinterpret_cast<PyObject*>(started.work));
+  if (started.is_observed) leave_list(started);  // else `close` names it
   started.call->forget(started);
   started.state = StartedCall::State::changing;
   try {
@@ -127,12 +128,10 @@ void adopt(StartedCall& started) {
     // A signal handler has raised, and nothing of the call is under way any more.
     started.error = nb::borrow(error.value());
     started.state = StartedCall::State::done;
-    leave_if_seen(started);
     call_observers(started);
     throw;
   }
   started.state = StartedCall::State::adopted;
-  leave_if_seen(started);
   started.kept.reset();
   if (const nb::object observers = std::exchange(started.observers, {}); observers.is_valid())
     for (nb::handle observer : observers) keep.attr("_task").attr("on_done")(observer);
@@ -162,8 +161,7 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
   StartedCall* const started = as_work(self).started;
   if (started == nullptr) return wait_by_python(self, timeout);
   check_process(*started);
-  started->is_observed = true;
-  leave_if_seen(*started);
+  see(*started);
   std::int64_t limit = never;
   nb::object rest = nb::borrow(timeout);
   if (timeout != Py_None && started->state == StartedCall::State::active) {
@@ -247,8 +245,7 @@ PyObject* done_method(PyObject* self, PyObject*) {
     }
     wait_until_settled(*started);
     if (started->state == StartedCall::State::adopted) return done_method(self, nullptr);
-    started->is_observed = true;
-    leave_if_seen(*started);
+    see(*started);
     Py_RETURN_TRUE;
   } catch (nb::python_error& error) {
     error.restore();
@@ -270,7 +267,6 @@ PyObject* adopt_method(PyObject* self, PyObject* is_seen) {
       if (started->state == StartedCall::State::active && started->waiters != 0 && is_seen != Py_True) Py_RETURN_TRUE;
       if (started->state == StartedCall::State::active) adopt(*started);
       if (is_seen == Py_True) wait_until_settled(*started);
-      leave_if_seen(*started);
       if (started->state == StartedCall::State::done) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
@@ -287,8 +283,7 @@ PyObject* observe_method(PyObject* self, PyObject* observer) {
   if (started == nullptr) Py_RETURN_FALSE;
   try {
     check_process(*started);
-    started->is_observed = true;
-    leave_if_seen(*started);
+    see(*started);
     const bool is_closed = started->native.completions.engine().is_closed();
     if (started->state == StartedCall::State::active && is_closed) adopt(*started);
     if (!started->kept.is_valid()) {
@@ -372,8 +367,7 @@ nb::object wait_works(nb::tuple works, double seconds) {
       if (one->state == StartedCall::State::active && one->call->has_failed()) adopt(*one);
       if (one->state == StartedCall::State::adopted) return nb::none();
       if (one->state == StartedCall::State::done) {
-        one->is_observed = true;
-        leave_if_seen(*one);
+        see(*one);
         ended.append(i);
       } else if (!active.empty() && &one->native.completions != &active[0]->native.completions) {
         return nb::none();
@@ -511,7 +505,7 @@ PyObject* start_call(nb::handle group, NativeGroup& native, const VerbSpec& spec
   call.keep();
   started->code = nb::borrow(call.code());
   started->lasti = call.instruction();
-  if (!native.call_log.fast_path_open) throw LeftToReference();
+  call.look_at_news();
   const bool is_taken = call.begin_and_poll(false);
   StartedCall& one = *started;
   one.work = reinterpret_cast<WorkObject*>(work.ptr());
@@ -534,7 +528,7 @@ nb::list NativeGroup::works_to_adopt(bool only_overdue) {
   const std::int64_t now = only_overdue ? now_ns() : never;
   for (StartedLink* link = started.front(); link != nullptr; link = StartedList::next(*link)) {
     auto* const one = static_cast<StartedCall*>(link);
-    if (one->state != StartedCall::State::active || one->waiters != 0) continue;
+    if (one->waiters != 0 || one->state != StartedCall::State::active) continue;
     if (one->attention_at <= now)
       works.append(nb::borrow(reinterpret_cast<PyObject*>(one->work)));
     else

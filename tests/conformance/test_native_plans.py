@@ -408,7 +408,7 @@ def test_a_buffer_or_counts_that_are_not_those_of_the_program_are_refused(world:
     call = _native.ProgramCall(program, [3], False, 16, None)
     for out in (np.zeros(2, np.int32), np.zeros(4, np.int32)):
         with pytest.raises(ValueError, match="length"):
-            one._engine.run(1, call, 5, 0, DTYPES["int32"].code, 0, None, out, b"", 8)
+            one._engine.run(1, call, 5, 0, DTYPES["int32"].code, 0, None, out, bytes(16), 8)
     for counts in ([], [3, 3], [1 << 59]):
         with pytest.raises(ValueError, match="counts"):
             _native.ProgramCall(program, counts, False, 16, None)
@@ -441,7 +441,7 @@ def check_run(ranks: list[Any], problem: Problem, algorithm: str, number: int) -
         out = np.resize(own, plan.out_count) if in_place else np.full(plan.out_count, -1, np.int64)
         memory.append({Buf.IN: own[: plan.in_count].copy(), Buf.OUT: out})
         op = as_op("sum") if reduces(problem.collective) else None
-        stage = Stage(5, Tags.collective(number, 0), DTYPES["int64"], op, memory[rank], b"call")
+        stage = Stage(5, Tags.collective(number, 0), DTYPES["int64"], op, memory[rank], bytes(16))
         requests.append(backend.run_plan(build(problem, rank, algorithm), problem.counts, stage))
     for backend, request in zip(ranks, requests, strict=True):
         assert ended(backend, request) is None, (problem, algorithm)

@@ -433,7 +433,7 @@ def waits(comm):
     try:
         comm.recv(np.empty(2), 1 - comm.rank)
     except uni.UnisonoError as error:
-        print(type(error).__name__, flush=True)
+        print(type(error).__name__ + " ", end="", flush=True)  # in one piece: both write at the same time
 
 threads = [threading.Thread(target=waits, args=(comm,)) for comm in uni.local(2)]
 for thread in threads:

@@ -252,7 +252,11 @@ class Adoption:
             raise interruption
         self.carry_on(*call)
 
-    # -- rare looks of a call that ended well ---------------------------------------------------------------
+    # -- rare looks of a call -------------------------------------------------------------------------------
+
+    def look_at_news(self) -> None:
+        """Dispatch what has come before a collective begins: another rank may have said that it failed."""
+        self._group.backend.runtime.polled()
 
     def check_unclaimed(self, source: int, sequence: int, theirs: bytes) -> None:
         """A message was not received by the call with its number: raise if the sender made another call.

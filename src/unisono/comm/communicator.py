@@ -208,8 +208,7 @@ class Communicator(_Verbs):
         """The same for a group. Operations under way on it, and its agent, keep the communicator alive."""
         group = self._group
         if self._parent is not None and not group.is_closed and not sys.is_finalizing():
-            # On another thread: the garbage collector may run while locks are held.
-            group.backend.runtime.call_soon(partial(_leave, group, self._parent._children))
+            group.control.leave_later(partial(_leave, group, self._parent._children))
 
     @classmethod
     def world(cls, backend: Backend) -> Communicator:
@@ -332,6 +331,7 @@ class Communicator(_Verbs):
                 unseen = unseen or mismatch
         if self._parent is None:
             _worlds.discard(self)
+            self._group.control.leave_dropped()
             if self._finalizer is not None and self._finalizer.detach() is not None:
                 self._group.backend.close()
         else:
@@ -374,6 +374,7 @@ class Communicator(_Verbs):
         self._group.leave(cause)
         if self._parent is None:
             _worlds.discard(self)
+            self._group.control.leave_dropped()
             if self._finalizer is not None and self._finalizer.detach() is not None:
                 self._group.backend.close()
 

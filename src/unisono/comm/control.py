@@ -14,13 +14,10 @@ from typing import Final, Protocol
 
 from unisono.comm.control_messages import (
     CONTEXTS_MAX,
-    GOODBYE_CALLS_MAX,
-    GOODBYES_MAX,
     CallReport,
     ControlMessage,
     DeadlockFound,
     Goodbye,
-    Goodbyes,
     GroupFailure,
     GroupMessage,
     Marker,
@@ -59,9 +56,6 @@ _ABSENT_MAX: Final = 1024
 _REPLIES_MAX: Final = 1024
 # The pause after a control message could not be received, for lack of memory for example.
 _RETRY_S: Final = 0.05
-# How long a goodbye waits for others. Nobody waits for it in a program that is right, and whoever does waits
-# for ever: 5 ms more are nothing to them, and hold some hundred groups.
-_GOODBYE_S: Final = 0.005
 
 
 class AttachedGroup(WatchedGroup, Protocol):
@@ -118,11 +112,12 @@ class Control:
         # Contexts that were closed here last: a message about one of them is late, not early.
         self._closed_contexts: OrderedDict[int, None] = OrderedDict()
         self._early = EarlyMessages()
-        # Groups that were closed here, and whose members do not know it yet: members, context, last calls.
-        self._goodbyes: list[tuple[Iterable[int], int, dict[int, CallReport]]] = []
         self._replies_unsent: Counter[int] = Counter()
         # Peers that are down, not dispatched yet: what they sent before goes first.
         self._down_pending: deque[PeerDown] = deque()
+        # What leaves the groups that were dropped; one thread at a time does it.
+        self._dropped: deque[Callable[[], None]] = deque()
+        self._leaving = threading.RLock()
         self.deadlocks = DeadlockWatch(self)
         self._call = Call("control", backend.rank)
         Task(backend.runtime, self._call, self._receive_all(self._call)).begin(timers=False)
@@ -182,42 +177,25 @@ class Control:
         """Whether this rank serves calls of others."""
         return bool(self._services)
 
-    def leave(
-        self, ranks: Iterable[int], context: int, calls: dict[int, CallReport], *, at_once: bool
-    ) -> None:
-        """Say goodbye to world ranks: at once, or soon, together with groups that are closed shortly after.
+    def leave(self, ranks: Iterable[int], context: int, calls: dict[int, CallReport]) -> None:
+        """Say goodbye to world ranks, in every lane."""
+        ranks = tuple(ranks)
+        for lane in (Lane.BULK, Lane.CONTROL):
+            self.send(ranks, Goodbye(context, lane, calls), lane)
 
-        They go before any other control message of this rank.
-        """
-        with self._lock:
-            is_first = not self._goodbyes
-            self._goodbyes.append((ranks, context, calls))
-        if at_once:
-            self.send_goodbyes()
-        elif is_first:
-            runtime = self.backend.runtime
-            runtime.call_at(runtime.now() + _GOODBYE_S, self.send_goodbyes)
+    def leave_later(self, leave: Callable[[], None]) -> None:
+        """Leave a dropped group on another thread: the garbage collector may run while locks are held."""
+        self._dropped.append(leave)
+        self.backend.runtime.call_soon(self.leave_dropped)
 
-    def send_goodbyes(self) -> None:
-        """Send the goodbyes that were not sent yet."""
-        with self._lock:
-            leaving, self._goodbyes = self._goodbyes, []
-        by_rank: dict[int, list[tuple[int, dict[int, CallReport]]]] = {}
-        for ranks, context, calls in leaving:
-            for rank in ranks:
-                by_rank.setdefault(rank, []).append((context, calls))
-        for rank, groups in by_rank.items():
-            while groups:
-                count = _fitting([len(calls) for _, calls in groups])
-                for lane in (Lane.BULK, Lane.CONTROL):
-                    goodbyes = tuple(Goodbye(context, lane, calls) for context, calls in groups[:count])
-                    self.send([rank], Goodbyes(goodbyes) if count > 1 else goodbyes[0], lane)
-                del groups[:count]
+    def leave_dropped(self) -> None:
+        """Leave the dropped groups. A world does so before it leaves: nothing follows its goodbye."""
+        with self._leaving:
+            while self._dropped:
+                self._dropped.popleft()()
 
     def send(self, ranks: Iterable[int], message: ControlMessage, lane: Lane = Lane.CONTROL) -> None:
         """Send a message to world ranks, without waiting. Ranks that are down are left out."""
-        if self._goodbyes:
-            self.send_goodbyes()
         data = self._encoded(message)
         for rank in ranks:
             if data is not None and rank != self.backend.rank and rank not in self._down:
@@ -225,8 +203,6 @@ class Control:
 
     def reply(self, rank: int, message: ControlMessage, lane: Lane = Lane.CONTROL) -> None:
         """Send what a world rank asked for, unless _REPLIES_MAX replies to it are still on their way."""
-        if self._goodbyes:
-            self.send_goodbyes()
         if rank == self.backend.rank or rank in self._down or (data := self._encoded(message)) is None:
             return
         with self._lock:
@@ -320,10 +296,6 @@ class Control:
             return
         if isinstance(message, WaitQuery | WaitReport | Marker | DeadlockFound):
             self.deadlocks.on_message(sender, message)
-            return
-        if isinstance(message, Goodbyes):
-            for goodbye in message.goodbyes:
-                self._on_group_message(sender, goodbye)
             return
         self._on_group_message(sender, message)
 
@@ -422,13 +394,3 @@ class Control:
     def _queries_of(self, sender: int) -> int:
         """In how many contexts a rank waits for a service here; the caller holds the lock."""
         return sum(sender in waiting for waiting in self._waiting_queries.values())
-
-
-def _fitting(calls: list[int]) -> int:
-    """How many goodbyes, with so many calls each, fit into one message."""
-    total = 0
-    for count, more in enumerate(calls[:GOODBYES_MAX]):
-        total += more
-        if total > GOODBYE_CALLS_MAX:
-            return count
-    return min(len(calls), GOODBYES_MAX)

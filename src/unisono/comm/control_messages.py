@@ -33,15 +33,12 @@ from unisono.errors import (
 __all__ = [
     "CALLS_MAX",
     "CONTEXTS_MAX",
-    "GOODBYES_MAX",
-    "GOODBYE_CALLS_MAX",
     "RANKS_MAX",
     "CallReport",
     "ControlMessage",
     "DeadlockFound",
     "DeadlockMessage",
     "Goodbye",
-    "Goodbyes",
     "GroupFailure",
     "GroupMessage",
     "Marker",
@@ -64,9 +61,6 @@ RANKS_MAX: Final = 1 << 13
 # A goodbye holds the last calls of its sender, a mismatch its own call and two that differ.
 CALLS_MAX: Final = 4
 CONTEXTS_MAX: Final = 64
-# Goodbyes in one message, and the calls that they may hold together: with the longest texts some 200 KiB.
-GOODBYES_MAX: Final = 256
-GOODBYE_CALLS_MAX: Final = 64
 # What a report shows of a call, in characters.
 _WORDS_MAX: Final = 512
 _LINE_MAX: Final = 256
@@ -191,12 +185,6 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     calls: Calls = {}
 
 
-class Goodbyes(msgspec.Struct, frozen=True, tag="goodbyes"):
-    """Goodbyes of one lane that go to one rank together."""
-
-    goodbyes: Annotated[tuple[Goodbye, ...], Meta(max_length=GOODBYES_MAX)]
-
-
 class StallQuery(msgspec.Struct, frozen=True, tag="stall_query"):
     """The sender's collective does not end: has the receiver called the one with this number?"""
 
@@ -280,7 +268,7 @@ class DeadlockFound(msgspec.Struct, frozen=True, tag="deadlock_found"):
 GroupMessage: TypeAlias = GroupFailure | Goodbye | StallQuery | StallReply
 ServiceMessage: TypeAlias = ServiceQuery | ServiceFound | ServiceMissing
 DeadlockMessage: TypeAlias = WaitQuery | WaitReport | Marker | DeadlockFound
-ControlMessage: TypeAlias = GroupMessage | Goodbyes | ServiceMessage | DeadlockMessage
+ControlMessage: TypeAlias = GroupMessage | ServiceMessage | DeadlockMessage
 
 encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ControlMessage).decode

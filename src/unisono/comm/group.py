@@ -315,7 +315,9 @@ class Group:
                 return
             self.state.poisoned_by = error
             self.state.update_fast_path()
-        self.control.send(self.world_ranks, GroupFailure.of(error, self.context))
+        failure = GroupFailure.of(error, self.context)
+        for lane in Lane:  # ahead of all that this rank sends from now on
+            self.control.send(self.world_ranks, failure, lane)
         self.state.interrupt(self.state.poison_error, only_collectives=True)
         self.state.wake_all()
 
@@ -383,9 +385,7 @@ class Group:
                 # Sent before in the other lane, but it must precede the goodbye in this lane, too.
                 failure = self._mismatches.failure_message(self.state.poisoned_by)
                 self.control.send(self.world_ranks, failure, Lane.BULK)
-            self.control.leave(self.world_ranks, self.context, last_calls, at_once=self.parent is None)
-        elif self.parent is None:
-            self.control.send_goodbyes()
+            self.control.leave(self.world_ranks, self.context, last_calls)
         self.control.remove_group(self)
 
     @property

@@ -11,40 +11,13 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from unisono import _native
+from unisono.comm.fingerprint import VERBS as COLLECTIVES
 from unisono.core.envelope import ANY
 from unisono.core.ops import OP_NAMES
 
 __all__ = ["VERBS", "make_verbs_type"]
 
-VERBS: Final = (
-    "send",
-    "recv",
-    "recv_bytes",
-    "sendrecv",
-    "probe",
-    "all_reduce",
-    "all_reduce_many",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "scan",
-    "exscan",
-    "barrier",
-    "all_gather_v",
-    "gather_v",
-    "scatter_v",
-    "all_to_all_v",
-    "reduce_scatter_v",
-    "broadcast_object",
-    "all_gather_object",
-    "gather_object",
-    "scatter_object",
-    "split",
-)
+VERBS: Final = ("send", "recv", "recv_bytes", "sendrecv", "probe", *COLLECTIVES)
 
 
 def make_verbs_type(reference: type) -> type[Any]:

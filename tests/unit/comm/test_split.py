@@ -16,11 +16,7 @@ from tests.support.ranks import run_ranks
 
 import unisono as uni
 from unisono.comm import communicator as communicator_module
-from unisono.comm.control import GOODBYE_CALLS_MAX, GOODBYES_MAX, Control, _fitting
-from unisono.comm.control_messages import CALLS_MAX, CallReport, Goodbye, Goodbyes, encode
 from unisono.comm.split import ROW_BYTES, Row, identity_of, members_of
-from unisono.core.envelope import Lane
-from unisono.messaging.credit import CONTROL_BYTES_MAX
 
 NATIVE = pytest.mark.on_every_link
 
@@ -55,40 +51,6 @@ def test_every_call_color_attempt_and_parent_gives_another_identity() -> None:
 
 
 # -- goodbyes ---------------------------------------------------------------------------------------------
-
-
-def test_goodbyes_that_go_together_fit_into_a_control_message() -> None:
-    longest = CallReport(bytes(16), "\u20ac" * 512, "\u20ac" * 256)
-    calls = [CALLS_MAX] * GOODBYES_MAX
-    count = _fitting(calls)
-    assert count == GOODBYE_CALLS_MAX // CALLS_MAX
-    goodbye = Goodbye(2**64 - 1, Lane.CONTROL, dict.fromkeys(range(2**40, 2**40 + CALLS_MAX), longest))
-    assert len(encode(Goodbyes((goodbye,) * count))) <= CONTROL_BYTES_MAX
-    assert _fitting([0] * (GOODBYES_MAX + 1)) == GOODBYES_MAX
-    assert _fitting([4, 0, 0]) == 3
-    assert len(encode(Goodbyes((Goodbye(2**64 - 1, Lane.CONTROL),) * GOODBYES_MAX))) <= CONTROL_BYTES_MAX
-
-
-def test_groups_closed_together_send_fewer_messages_than_there_are_groups(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sent: list[Any] = []
-    send = Control.send
-    monkeypatch.setattr(Control, "send", lambda self, *args: (sent.append(args), send(self, *args))[1])
-
-    def program(comm: uni.Communicator) -> int:
-        groups = [comm.split(0) for _ in range(50)]
-        comm.barrier()
-        for group in groups:
-            assert group is not None
-            group.close()
-        comm.barrier()
-        return len(groups)
-
-    assert run_ranks(program, 2).values() == [50, 50]
-    groups_told = sum(len(m.goodbyes) if isinstance(m, Goodbyes) else 1 for _, m, *_ in sent)
-    assert groups_told >= 2 * 2 * 50  # ranks, lanes: nobody is forgotten
-    assert len(sent) < groups_told
 
 
 # -- many splits ------------------------------------------------------------------------------------------
@@ -298,3 +260,28 @@ def test_ranks_try_the_next_context_together_if_one_is_taken(monkeypatch: pytest
 
     monkeypatch.setattr(communicator_module, "identity_of", real)
     assert run_ranks(program, 3).values() == [([0, 2], 3), ([1], 3), ([0, 2], 3)]
+
+
+# -- a world is closed before its dropped groups have left --------------------------------------------------
+
+
+def test_a_world_says_the_goodbyes_of_its_dropped_groups_before_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others know by the goodbye of a group which calls its sender had made before it left."""
+    world = uni.local(2)
+    pairs = [comm.sub([0, 1]) for comm in world]
+    state = pairs[1]._group.state
+    works = [pair.start.all_reduce(np.arange(3) * (rank + 1)) for rank, pair in enumerate(pairs)]
+    assert [list(work.wait()) for work in works] == [[0, 3, 6]] * 2
+    # The thread for finalizers comes too late.
+    monkeypatch.setattr(type(world[0].backend.runtime), "call_soon", lambda self, fn: None)
+    del works
+    pairs[0] = None  # type: ignore[call-overload]
+    gc.collect()
+    world[0].close()
+    assert set(state.last_calls) == {0}
+    assert set(state.last_calls[0]) == {0}
+    monkeypatch.undo()
+    pairs[1].close()
+    world[1].close()

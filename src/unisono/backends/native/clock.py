@@ -15,6 +15,8 @@ __all__ = ["NativeRuntime"]
 
 # Longest wait in the engine before Python checks for signals.
 _SLICE_S = 0.05
+# How long a caller that polls looks for progress: some looks at the links, and less than a call takes.
+_POLL_S = 20e-6
 
 
 class EngineEvent:
@@ -50,6 +52,15 @@ class NativeRuntime(RealRuntime):
     def defer_signals(self) -> DeferredSignals:
         """Defer signals: a handler that raised before a completion is dispatched would lose it."""
         return DEFERRED
+
+    def polled(self) -> None:
+        """Make progress in the engine for a moment, and dispatch what has ended."""
+        completions, engine = self._completions, self._completions.engine
+        if completions.is_closed or engine.is_forked():
+            return
+        with DEFERRED:
+            if ended := engine.wait(_POLL_S, engine.interrupt_count(), completions.is_dispatching()):
+                completions.dispatch(ended)
 
     def event(self) -> Any:
         """Make an event."""
