@@ -260,6 +260,9 @@ class PyEngine {
     engine_.inbox.end_context(context);
   }
 
+  // Whether a completion waits to be dispatched, or a thread is dispatching.
+  bool has_news() const { return completions_.has_news(); }
+
   uint64_t interrupt_count() {
     const Hold held = engine_.hold();
     return completions_.interrupt_count();
@@ -554,6 +557,7 @@ void bind_engine(nb::module_& m) {
       .def("more", &PyEngine::more)
       .def("ignore_context", &PyEngine::ignore_context)
       .def("end_context", &PyEngine::end_context)
+      .def("has_news", &PyEngine::has_news)
       .def("interrupt_count", &PyEngine::interrupt_count)
       .def("interrupt_wait", &PyEngine::interrupt_wait)
       .def("close", &PyEngine::close)

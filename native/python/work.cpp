@@ -420,7 +420,6 @@ void finalize_work(PyObject* self) {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   try {
-    leave_list(*started);
     if (!started->is_observed)
       started->helper.attr("note_unwaited")(nb::handle(started->spec.word), started->code, started->lasti);
     if (started->state == StartedCall::State::active && !started->native.completions.engine().is_closed() &&

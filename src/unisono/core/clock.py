@@ -177,6 +177,9 @@ class Runtime(ABC):
         In virtual time this must take time, or a polling loop would never end.
         """
 
+    def catch_up(self) -> None:  # noqa: B027 - optional: for backends whose completions wait to be dispatched
+        """Dispatch what has ended by now, or wait until another thread has done so."""
+
     def defer_signals(self) -> AbstractContextManager[None]:
         """A context in which Python's signal handlers run only while `block` waits, or after the context."""
         return _NOT_DEFERRED
