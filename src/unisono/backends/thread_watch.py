@@ -185,8 +185,10 @@ class ThreadWatch:
             blocked = [b for b in self._blocked if not b.event.is_set()]
             waits = [b.waiting() for b in blocked]
             quiet = self._ranks_here - {w.rank for w in waits}
-            others = set(threading.enumerate()) - {b.thread for b in blocked} - _idle_own_threads()
-            if not self._are_all_parked(others) and (
+            # First who is parked, then who is here: who was parked has started no thread since.
+            parked = parked_threads()
+            others = set(threading.enumerate()) - {b.thread for b in blocked} - _idle_own_threads(parked)
+            if not self._are_all_parked(others, parked) and (
                 any(self._could_help(thread) for thread in others)
                 or any(not self._is_deserted(rank) for rank in quiet)
             ):
@@ -238,20 +240,21 @@ class ThreadWatch:
             return f"every thread that used rank {rank} has ended without closing it"
         return f"the threads that used rank {rank} are idle and have not closed it"
 
-    def _are_all_parked(self, threads: set[threading.Thread]) -> bool:
+    def _are_all_parked(
+        self, threads: set[threading.Thread], parked: Mapping[threading.Thread, Parked]
+    ) -> bool:
         """Whether none of these threads can run before another one does.
 
         A thread from before this world that has done nothing here counts as parked if it is a daemon or waits
         with a limit: it is a watchdog. The main thread is none: after `join(1)` it may use the missing rank.
         """
-        waits = parked_threads()
         for thread in threads:
             is_bystander = (
                 thread is not threading.main_thread()
                 and weakref.ref(thread) in self._bystanders
                 and weakref.ref(thread) not in self._ranks_of
             )
-            is_parked = thread in waits if is_bystander else waits.get(thread) is Parked.WITHOUT_LIMIT
+            is_parked = thread in parked if is_bystander else parked.get(thread) is Parked.WITHOUT_LIMIT
             if thread.is_alive() and not is_parked and not (is_bystander and thread.daemon):
                 return False
         return True
@@ -274,11 +277,10 @@ _CLOSE_RANKS: Final = "use `with comm:` in the thread of each rank, or unisono.t
 _OWN_THREADS: Final = "unisono-"
 
 
-def _idle_own_threads() -> set[threading.Thread]:
-    waits = parked_threads()
+def _idle_own_threads(parked: Mapping[threading.Thread, Parked]) -> set[threading.Thread]:
     return {
         thread
-        for thread, how in waits.items()
+        for thread, how in parked.items()
         if how is Parked.WITHOUT_LIMIT and thread.name.startswith(_OWN_THREADS)
     }
 

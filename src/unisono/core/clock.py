@@ -22,7 +22,7 @@ from enum import Enum, auto
 from numbers import Real
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Final, Protocol, TypeVar
 
 from unisono.errors import UsageError, ranks_text
@@ -442,8 +442,8 @@ def parked_threads() -> dict[threading.Thread, Parked]:
     """Threads that wait for other threads: in `join`, for a condition, future or queue, or idle in a pool.
 
     They are recognised by their innermost Python function. A thread that waits for a bare lock, in `sleep` or
-    in C code is not included, because what ends its wait is unknown. Nor is the main thread if a signal
-    handler may wake it.
+    in C code is not included, because what ends its wait is unknown. Nor is one that starts a thread, for as
+    long as that one may not be seen yet; nor the main thread if a signal handler may wake it.
     """
     pool = sys.modules.get("concurrent.futures.thread")
     idle = {_Collected._run.__code__, *_idle_in, *([] if pool is None else [pool._worker.__code__])}
@@ -459,10 +459,17 @@ def parked_threads() -> dict[threading.Thread, Parked]:
             continue
         if frame is not None and frame.f_code in idle:
             found[thread] = Parked.WITHOUT_LIMIT
-        elif frame is not None and frame.f_code in waits:
+        elif frame is not None and frame.f_code in waits and not _is_starting(frame):
             has_limit = frame.f_locals.get("timeout") not in (None, -1)
             found[thread] = Parked.WITH_LIMIT if has_limit else Parked.WITHOUT_LIMIT
     return found
+
+
+def _is_starting(frame: FrameType) -> bool:
+    """Whether a thread that waits for a condition waits for another one to begin."""
+    event = frame.f_back
+    caller = None if event is None else event.f_back
+    return caller is not None and caller.f_code is threading.Thread.start.__code__
 
 
 def _has_signal_handler() -> bool:

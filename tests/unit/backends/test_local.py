@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -363,6 +364,27 @@ def test_no_deadlock_while_a_thread_that_came_later_may_help(daemon: bool) -> No
     helper.start()
     assert no_deadlock(waiters)
     go.set()
+    helper.join(PATIENCE_S)
+    assert all(waiter.ended().woken for waiter in waiters)
+    close_all(ranks)
+
+
+def test_no_deadlock_while_a_thread_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that starts it waits for it without a limit; the new one does not count as alive before it runs."""
+    ranks = LocalBackend.create(2, QUICK)
+    waiters = [Waiter(ranks[0], 1), Waiter(ranks[1], 0)]
+    start = threading._start_new_thread  # type: ignore[attr-defined]
+
+    def start_late(bootstrap: Any, args: tuple[()]) -> int:
+        def begin() -> None:
+            time.sleep(5 * QUICK.deadlock_after_s)
+            bootstrap()
+
+        return start(begin, args)
+
+    monkeypatch.setattr(threading, "_start_new_thread", start_late)
+    helper = threading.Thread(target=release, args=[waiters])
+    helper.start()
     helper.join(PATIENCE_S)
     assert all(waiter.ended().woken for waiter in waiters)
     close_all(ranks)
