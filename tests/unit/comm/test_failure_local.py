@@ -26,7 +26,7 @@ from tests.support.ranks import PATIENCE_S, reference_local, run_each, run_ranks
 
 import unisono as uni
 from unisono.backends.local import LocalBackend
-from unisono.comm.control_messages import Goodbye, StallQuery
+from unisono.comm.control_messages import Goodbye, GroupFailure, StallQuery
 from unisono.config import Config
 from unisono.core.envelope import Lane, Tags
 from unisono.core.request import Request
@@ -772,6 +772,30 @@ def test_whatever_happens_no_rank_hangs_and_only_ended_ranks_are_named(first: in
                 assert isinstance(error, PeerAborted), where
                 assert error.rank in gave_up, where
                 assert f"Mishap: of rank {error.rank}" in str(error), where
+
+
+def test_who_hears_that_a_rank_gave_up_tells_the_others_before_its_own_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its user may leave at once, and nothing follows a goodbye: the others would miss the wrong rank."""
+    comms = uni.local(3)
+    group = comms[1]._group
+    send, told = group.control.send, []
+
+    def send_abort(ranks: Any, message: Any, *lane: Any) -> None:
+        if isinstance(message, GroupFailure):
+            group.check_usable(is_collective=True)
+            told.append(tuple(ranks))
+        send(ranks, message, *lane)
+
+    monkeypatch.setattr(group.control, "send", send_abort)
+    comms[0].abort("Mishap: of rank 0")
+    for comm in comms[1:]:
+        with pytest.raises(PeerAborted, match="Mishap: of rank 0"):
+            comm.barrier()
+    assert told == [(0, 1, 2)]
+    for comm in comms:
+        comm.close()
 
 
 # -- deadlocks --------------------------------------------------------------------------------------------
