@@ -7,6 +7,7 @@
 #include <sys/eventfd.h>
 
 #include <array>
+#include <memory>
 #include <unordered_map>
 
 #include "base/system.hpp"
@@ -26,11 +27,11 @@ class Poller {
 
   bool open() {
     epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
-    wake_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    wake_ = std::make_shared<const Descriptor>(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     interrupt_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!epoll_ || !wake_ || !interrupt_) return false;
+    if (!epoll_ || !*wake_ || !interrupt_) return false;
     epoll_event event{.events = EPOLLIN, .data = {.u64 = 0}};
-    return epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) == 0;
+    return epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_->get(), &event) == 0;
   }
 
   // Returns the number of the watch. An event of a closed descriptor finds no watcher, because no number is used twice.
@@ -77,7 +78,7 @@ class Poller {
       const uint64_t number = events[i].data.u64;
       if (number == 0) {
         uint64_t drained;
-        [[maybe_unused]] const ssize_t n = ::read(wake_.get(), &drained, sizeof drained);
+        [[maybe_unused]] const ssize_t n = ::read(wake_->get(), &drained, sizeof drained);
         continue;
       }
       const auto found = watchers_.find(number);
@@ -86,20 +87,23 @@ class Poller {
   }
 
   // Wake a thread that sleeps in `wait`. Callable from any thread.
-  void wake_poller() const {
+  void wake_poller() const { wake_by(*wake_); }
+  // The same by its descriptor, which other ranks of this process keep: it may outlive the poller.
+  std::shared_ptr<const Descriptor> wake() const { return wake_; }
+  static void wake_by(const Descriptor& wake) {
     const uint64_t one = 1;
-    [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
+    [[maybe_unused]] const ssize_t n = ::write(wake.get(), &one, sizeof one);
   }
 
   void close() {
     epoll_.close();
-    wake_.close();
+    wake_ = std::make_shared<const Descriptor>();
     interrupt_.close();
   }
 
  private:
   Descriptor epoll_;
-  Descriptor wake_;
+  std::shared_ptr<const Descriptor> wake_ = std::make_shared<const Descriptor>();
   Descriptor interrupt_;
   uint64_t numbers_ = 0;
   std::unordered_map<uint64_t, Watcher*> watchers_;

@@ -136,10 +136,21 @@ class CompletionQueue {
     uint64_t arrival = 0;  // of a peer's end: what has arrived by then came before
     std::shared_ptr<const Unclaimed> unclaimed{};
   };
-  bool begin_telling() { return !std::exchange(is_telling_, true); }
-  bool end_telling() { return news_.empty() ? !(is_telling_ = false) : false; }
+  bool begin_telling() {
+    const bool is_first = !std::exchange(is_telling_, true);
+    note_news();
+    return is_first;
+  }
+  bool end_telling() {
+    if (!news_.empty()) return false;
+    is_telling_ = false;
+    note_news();
+    return true;
+  }
   bool is_empty() const { return news_.empty(); }
-  // The same for one who does not hold the lock.
+  // Nothing is to be told, and nobody is telling.
+  bool is_quiet() const { return news_.empty() && !is_telling_; }
+  // The opposite, for one who does not hold the lock.
   // relaxed: who must see news has seen, under the lock, what came after it
   bool has_news() const { return has_news_.load(std::memory_order_relaxed); }
   std::vector<News> take();
@@ -193,7 +204,7 @@ class CompletionQueue {
   void add(Operation& operation);
   void dispatch_unclaimed();
   void wake_pump();
-  void note_news() { has_news_.store(!news_.empty(), std::memory_order_relaxed); }
+  void note_news() { has_news_.store(!is_quiet(), std::memory_order_relaxed); }
 
   Engine& engine_;
   std::vector<std::shared_ptr<void>> kept_;
@@ -203,7 +214,7 @@ class CompletionQueue {
   std::vector<Run*> spare_runs_;
   Scratch scratch_;
   std::deque<News> news_;
-  std::atomic<bool> has_news_{false};  // news_ is not empty
+  std::atomic<bool> has_news_{false};  // is_quiet() is false
   size_t unmet_in_news_ = 0;
   bool is_telling_ = false;
   uint64_t pokes_ = 0;

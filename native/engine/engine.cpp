@@ -135,22 +135,30 @@ void Mutex::let_others_in() {
 }
 
 Engine::Engine(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
-               const Settings& given)
-    : rank(rank), size(size), connector_(*this, poller_), scratch_(new byte[scratch_bytes]) {
+               const Settings& given, std::shared_ptr<LocalWorld> local)
+    : rank(rank), size(size), connector_(*this, poller_), local_(std::move(local)), scratch_(new byte[scratch_bytes]) {
   if (size < 1 || rank < 0 || rank >= size) throw std::runtime_error("allowed: 0 <= rank < size");
+  if (local_ != nullptr && local_->size() != size) throw std::runtime_error("allowed: the size of the local world");
   settings = given;
   settings.silence_ns = std::min(settings.silence_ns, silence_ns_max);
   if (!poller_.open()) throw std::runtime_error(failure("cannot create an epoll instance"));
   if (!presence_.open()) throw std::runtime_error(failure("no shared memory for a presence page"));
   for (std::int32_t r = 0; r < size; ++r) peers_.push_back(std::make_unique<Peer>(*this, r, r == rank));
   peers_[rank]->state = Peer::State::open;
-  connector_.open(rank, size, directory, std::move(secret), settings, presence_);
+  if (local_ == nullptr)
+    connector_.open(rank, size, directory, std::move(secret), settings, presence_);
+  else
+    users_ = std::make_unique<Users>();
   spin_ns_ = spin_ns_crowded;
   yield_ns_ = yield_ns_crowded;
   beat_ns_ = std::min(beat_ns_max, settings.silence_ns / beats_per_silence);
   silence_counted_at_ = now_ns();
   beat_at_ = silence_counted_at_ + beat_ns_;
   register_engine(*this);
+  if (local_ != nullptr) {
+    const Hold held(mutex_);
+    local_->enter(rank, poller_.wake(), presence_);
+  }
   // Signals are delivered to threads that run Python.
   sigset_t all, before;
   sigfillset(&all);
@@ -217,6 +225,7 @@ void Engine::connect(const std::vector<Card>& cards) {
 
 bool Engine::start(Send& send, std::int32_t dst) {
   if (is_closing_) return false;
+  if (users_ != nullptr) users_->note(false);
   peers_[dst]->send(send);
   return true;
 }
@@ -243,6 +252,14 @@ bool Engine::cancel(Receive& receive) {
   return true;
 }
 
+bool Engine::has_pending(uint64_t tag_bit_ignored) const {
+  const auto waits = [&](const Receive* receive) { return receive->any_tag || (receive->tag & tag_bit_ignored) == 0; };
+  const std::vector<Receive*> posted = inbox.all_posted();
+  return std::any_of(posted.begin(), posted.end(), waits) ||
+         std::any_of(peers_.begin(), peers_.end(),
+                     [](const auto& p) { return p->has_backlog() || p->awaits_answer(); });
+}
+
 void Engine::give_up(Receive& receive) { receive.incoming->peer->give_up(*receive.incoming); }
 
 // ---- progress ----
@@ -253,6 +270,8 @@ bool Engine::progress() {
   if (!policy_.busy_poll) poll_events();
   if (connector_.has_due()) [[unlikely]]
     connector_.dial_due();
+  if (local_ != nullptr && local_->has_arrivals(rank)) [[unlikely]]
+    take_arrivals();
   cork();
   for (size_t i = 0; i < open_.size(); ++i) {
     Peer& peer = *open_[i];
@@ -276,6 +295,7 @@ bool Engine::progress() {
     for (size_t turns = deferred_.size(); turns > 0 && !deferred_.empty(); --turns) deferred_.pop_front()->work();
     moved = true;
   }
+  moves_ += moved;
   return moved;
 }
 
@@ -485,6 +505,7 @@ void Engine::open_link(Peer& peer) {
   if (!is_connected_ || is_closed() || peer.state != Peer::State::unopened) return;
   peer.state = Peer::State::opening;
   peer.silent_ns = 0;
+  if (local_ != nullptr) return local_->open(rank, peer.rank);
   const bool is_shm = settings.shm && peer.is_same_host && !peer.card.unix_path.empty();
   const bool checksum = settings.checksum && !settings.tls && !peer.is_same_host;
   connector_.connect(peer.rank, peer.card, is_shm ? Medium::shm : Medium::tcp, Lane::control, checksum);
@@ -542,6 +563,24 @@ void Engine::on_refused(std::int32_t to, const std::string& cause, Admission rul
   // What others reported is the better cause; a missing answer is a symptom.
   if (peer.is_rumoured) return lose(peer, std::string(peer.cause), peer.left);
   lose(peer, cause, ruling == Admission::leaving);
+}
+
+void Engine::take_arrivals() {
+  // A rank of this process reads its own memory: the test is only whether the system allows the call at all.
+  static constexpr byte nothing[sizeof Probe::value] = {};
+  Probe probe;
+  if (settings.direct_read) probe.address = reinterpret_cast<uint64_t>(nothing);
+  for (LocalWorld::Arrival& arrival : local_->take(rank)) {
+    Peer& peer = *peers_[arrival.rank];
+    const bool is_unlinked = peer.state == Peer::State::unopened || peer.state == Peer::State::opening;
+    if (!is_unlinked || is_leaving_) continue;
+    if (arrival.has_left) {
+      lose(peer, "left", true);
+      continue;
+    }
+    opened(peer, std::make_unique<ShmLink>(peer, std::move(arrival.memory), std::move(arrival.presence),
+                                           std::move(arrival.doorbell), arrival.is_opener, probe));
+  }
 }
 
 void Engine::opened(Peer& peer, std::unique_ptr<Link> link) {
@@ -705,6 +744,7 @@ void Engine::close(std::int64_t flush_ns) {
   thread_.reset();
   Hold held(mutex_);
   connector_.close(false);
+  if (local_ != nullptr) local_->leave(rank);
   open_.clear();
   half_open_links_.clear();
   for (auto& peer : peers_) {

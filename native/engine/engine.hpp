@@ -18,6 +18,8 @@
 
 #include "base/poller.hpp"
 #include "connect/connector.hpp"
+#include "connect/local_world.hpp"
+#include "engine/users.hpp"
 #include "link/presence.hpp"
 #include "link/tcp_link.hpp"
 #include "messaging/peer.hpp"
@@ -68,9 +70,10 @@ class DeferredWork {
 
 class Engine final : public PeerServices, private ConnectionOwner {
  public:
-  // Throws std::runtime_error if it cannot listen or has no memory.
+  // Throws std::runtime_error if it cannot listen or has no memory. A rank of a local world does not listen: its peers
+  // are the other ranks of that world.
   Engine(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
-         const Settings& settings);
+         const Settings& settings, std::shared_ptr<LocalWorld> local = nullptr);
   ~Engine() override;
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -125,6 +128,13 @@ class Engine final : public PeerServices, private ConnectionOwner {
   // To be called when an operation ends: another thread may wait for it.
   void wake_waiters();
 
+  // The threads that use this rank; nullptr unless it is one of a local world.
+  Users* users() { return users_.get(); }
+  // How often something moved.
+  uint64_t moves() const { return moves_; }
+  // Whether a receive waits for its message, but for those with this bit in their tag, or a send for its receive.
+  bool has_pending(uint64_t tag_bit_ignored) const;
+
   const Peer& peer(std::int32_t of) const { return *peers_[of]; }
   void set_on_down(void (*call)(void*, const Down&), void* self) {
     on_down_ = call;
@@ -171,6 +181,7 @@ class Engine final : public PeerServices, private ConnectionOwner {
   bool is_given_up(std::int32_t by) override { return peers_[by]->state == Peer::State::down && !peers_[by]->left; }
   void on_answer(std::int32_t from, bool is_given_up) override;
 
+  void take_arrivals();
   void opened(Peer& peer, std::unique_ptr<Link> link);
   void lose(Peer& peer, const std::string& cause, bool left);
   // The cause of a peer that has declared this rank dead.
@@ -198,6 +209,9 @@ class Engine final : public PeerServices, private ConnectionOwner {
   Poller poller_;
   Presence presence_;
   Connector connector_;
+  const std::shared_ptr<LocalWorld> local_;
+  std::unique_ptr<Users> users_;
+  uint64_t moves_ = 0;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::vector<Peer*> open_;
   std::unordered_map<std::int32_t, std::unique_ptr<HalfOpenLink>> half_open_links_;
@@ -243,6 +257,7 @@ class Engine final : public PeerServices, private ConnectionOwner {
 
 template <class Done>
 bool Engine::wait(Hold& held, Done done, std::int64_t deadline, bool is_background) {
+  if (users_ != nullptr && !is_background) users_->note(true);
   if (done()) return true;
   while (is_polled_.load(std::memory_order_relaxed)) {
     if (is_background) return false;
@@ -300,6 +315,7 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline, bool is_backgrou
 
 template <class Done>
 void Engine::poll_briefly(Done done) {
+  if (users_ != nullptr) users_->note(true);
   if (done() || is_closed()) return;
   if (is_polled_.load(std::memory_order_relaxed)) {
     if (!is_background_) return;

@@ -1,9 +1,6 @@
 #include "link/shm_link.hpp"
 
-#include <poll.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <sys/uio.h>
 
 #include "messaging/peer.hpp"
@@ -37,52 +34,42 @@ Descriptor ShmLink::make_memory() {
 std::unique_ptr<ShmLink> ShmLink::open(Peer& peer, Poller& poller, Descriptor socket, const Descriptor& memory,
                                        const Descriptor& presence, bool is_opener, const Probe& probe,
                                        std::string& why) {
-  std::unique_ptr<ShmLink> link(new ShmLink(peer, poller));
   // Memory that the peer could shrink would raise SIGBUS here.
   if (!is_sealed_to(memory, sizeof(LinkMemory)) || !is_sealed_to(presence, presence_bytes)) {
     why = "its shared memory has a wrong size or no seals";
     return nullptr;
   }
-  link->mapping_ = Mapping::of(memory.get(), sizeof(LinkMemory), PROT_READ | PROT_WRITE);
-  if (!link->mapping_ || !link->presence_.open(presence.get())) {
+  auto mapping = std::make_shared<Mapping>(Mapping::of(memory.get(), sizeof(LinkMemory), PROT_READ | PROT_WRITE));
+  PresenceView view;
+  if (!*mapping || !view.open(presence.get())) {
     why = failure("cannot map shared memory");
     return nullptr;
   }
-  ucred other{};
-  socklen_t length = sizeof other;
-  if (getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &other, &length) != 0) {
-    why = failure("cannot get the process id of its socket");
-    return nullptr;
-  }
-  link->pid_ = other.pid;
-  link->pidfd_ = Descriptor(static_cast<int>(syscall(SYS_pidfd_open, other.pid, 0)));
-  link->own_ = is_opener ? 0 : 1;
-  LinkMemory* m = link->memory();
-  const unsigned own = link->own_, peers = 1 - own;
-  constexpr auto bulk = static_cast<size_t>(Lane::bulk), control = static_cast<size_t>(Lane::control);
-  link->out_[bulk] = Producer(&m->rings[own][bulk], m->bulk[own], bulk_ring_bytes);
-  link->out_[control] = Producer(&m->rings[own][control], m->control[own], control_ring_bytes);
-  link->in_[bulk] = Consumer(&m->rings[peers][bulk], m->bulk[peers], bulk_ring_bytes);
-  link->in_[control] = Consumer(&m->rings[peers][control], m->control[peers], control_ring_bytes);
-  link->socket_ = std::move(socket);
-  // After a direct read the pidfd must confirm that the process id still was the peer's: no pidfd, no direct reads.
-  byte seen[sizeof probe.value];
-  link->can_read_ = probe.address != 0 && link->pidfd_ && link->read(probe.address, seen, sizeof seen) &&
-                    std::memcmp(seen, probe.value, sizeof seen) == 0 && link->is_alive();
-  link->can_write_ = link->can_read_;
-  if (link->can_read_) link->guard_ = Mapping::own(guard_bytes);
-  link->watch_ = poller.add(link->socket_.get(), EPOLLIN | EPOLLRDHUP | EPOLLET, *link);
-  if (link->pidfd_) link->pid_watch_ = poller.add(link->pidfd_.get(), EPOLLIN, *link);
-  if (link->watch_ == 0) {
-    why = failure("cannot watch the socket");
-    return nullptr;
-  }
-  return link;
+  auto doorbell = SocketDoorbell::open(poller, std::move(socket), why);
+  if (doorbell == nullptr) return nullptr;
+  return std::make_unique<ShmLink>(peer, std::move(mapping), std::move(view), std::move(doorbell), is_opener, probe);
 }
 
-ShmLink::~ShmLink() {
-  if (watch_ != 0) poller_.remove(socket_.get(), watch_);
-  if (pid_watch_ != 0) poller_.remove(pidfd_.get(), pid_watch_);
+ShmLink::ShmLink(Peer& peer, std::shared_ptr<const Mapping> mapping, PresenceView presence,
+                 std::unique_ptr<Doorbell> doorbell, bool is_opener, const Probe& probe)
+    : peer_(peer),
+      mapping_(std::move(mapping)),
+      presence_(std::move(presence)),
+      doorbell_(std::move(doorbell)),
+      own_(is_opener ? 0 : 1) {
+  LinkMemory* m = memory();
+  const unsigned peers = 1 - own_;
+  constexpr auto bulk = static_cast<size_t>(Lane::bulk), control = static_cast<size_t>(Lane::control);
+  out_[bulk] = Producer(&m->rings[own_][bulk], m->bulk[own_], bulk_ring_bytes);
+  out_[control] = Producer(&m->rings[own_][control], m->control[own_], control_ring_bytes);
+  in_[bulk] = Consumer(&m->rings[peers][bulk], m->bulk[peers], bulk_ring_bytes);
+  in_[control] = Consumer(&m->rings[peers][control], m->control[peers], control_ring_bytes);
+  // After a direct read the doorbell must confirm that the process id still was the peer's.
+  byte seen[sizeof probe.value];
+  can_read_ = probe.address != 0 && doorbell_->is_certain() && read(probe.address, seen, sizeof seen) &&
+              std::memcmp(seen, probe.value, sizeof seen) == 0 && is_alive();
+  can_write_ = can_read_;
+  if (can_read_) guard_ = Mapping::own(guard_bytes);
 }
 
 bool ShmLink::put(Lane lane, Head head, const Body& body) {
@@ -128,7 +115,8 @@ bool ShmLink::poll() {
   if (over_ != nullptr) [[unlikely]]
     return false;
   // Read before the rings: whatever a dead peer published is in them by then.
-  const bool was_ended = is_ended_;
+  const bool was_ended = doorbell_->has_ended();
+  if (was_ended && doorbell_->shares_process()) goodbyes_[0] = goodbyes_[1] = true;
   if (is_discarding_) [[unlikely]] {
     if (was_ended) over_ = "died: its link was closed";
     return false;
@@ -171,7 +159,7 @@ bool ShmLink::read(uint64_t address, byte* to, size_t bytes) {
   while (bytes > 0) {
     const iovec local{to, bytes};
     const iovec remote{reinterpret_cast<void*>(address), bytes};
-    const ssize_t n = process_vm_readv(pid_, &local, 1, &remote, 1, 0);
+    const ssize_t n = process_vm_readv(doorbell_->pid(), &local, 1, &remote, 1, 0);
     if (n <= 0) {
       if (n < 0 && errno == EINTR) continue;
       return false;
@@ -188,8 +176,8 @@ bool ShmLink::write(uint64_t guard, uint64_t address, const byte* from, size_t b
   const iovec local[] = {{&probe, sizeof probe}, {const_cast<byte*>(from), bytes}};
   const iovec remote[] = {{reinterpret_cast<void*>(guard), sizeof probe}, {reinterpret_cast<void*>(address), bytes}};
   // The system writes the pieces in order and stops at the first that is not writable: the guard page, once it is shut.
-  can_write_ =
-      is_alive() && process_vm_writev(pid_, local, 2, remote, 2, 0) == static_cast<ssize_t>(sizeof probe + bytes);
+  can_write_ = is_alive() && process_vm_writev(doorbell_->pid(), local, 2, remote, 2, 0) ==
+                                 static_cast<ssize_t>(sizeof probe + bytes);
   return can_write_;
 }
 
@@ -202,31 +190,9 @@ void ShmLink::shut_guard() {
   guard_.abandon();
 }
 
-bool ShmLink::is_alive() const {
-  pollfd p{pidfd_.get(), POLLIN, 0};
-  return ::poll(&p, 1, 0) == 0;
-}
-
 bool ShmLink::was_heard() {
   const uint64_t beats = presence_.beats();
-  return std::exchange(beats_seen_, beats) != beats;
-}
-
-void ShmLink::wake() {
-  const char one = 1;
-  // A full socket holds a wake-up already; a closed one reports its end by an event.
-  [[maybe_unused]] const ssize_t n = ::send(socket_.get(), &one, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
-}
-
-void ShmLink::on_ready(uint32_t) {
-  char wakes[256];
-  for (;;) {
-    const ssize_t n = ::recv(socket_.get(), wakes, sizeof wakes, MSG_DONTWAIT);
-    if (n > 0) continue;
-    if (n == 0 || (errno != EAGAIN && errno != EINTR)) is_ended_ = true;
-    if (n == 0 || errno != EINTR) break;
-  }
-  if (pidfd_ && !is_alive()) is_ended_ = true;
+  return std::exchange(beats_seen_, beats) != beats || doorbell_->shares_process();
 }
 
 }  // namespace unisono::engine

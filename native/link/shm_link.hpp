@@ -1,12 +1,12 @@
-// A link through shared memory. One memfd holds, per direction, two rings, the offer words and the state of cooperative
-// copies. A unix socket stays open beside it: a byte on it wakes the peer, and its end is the peer's end.
+// A link through shared memory, between processes or within one. It holds, per direction, two rings, the offer words
+// and the state of cooperative copies. A doorbell beside it wakes the peer and reports its end.
 
 #pragma once
 
 #include <atomic>
 #include <memory>
 
-#include "base/poller.hpp"
+#include "link/doorbell.hpp"
 #include "link/link.hpp"
 #include "link/presence.hpp"
 #include "link/ring.hpp"
@@ -36,7 +36,7 @@ struct Probe {
   byte value[16] = {};
 };
 
-class ShmLink final : public Link, public Watcher {
+class ShmLink final : public Link {
  public:
   // The memory of a new link, sealed; empty without memory (errno says why).
   static Descriptor make_memory();
@@ -45,7 +45,9 @@ class ShmLink final : public Link, public Watcher {
   static std::unique_ptr<ShmLink> open(Peer& peer, Poller& poller, Descriptor socket, const Descriptor& memory,
                                        const Descriptor& presence, bool is_opener, const Probe& probe,
                                        std::string& why);
-  ~ShmLink() override;
+  // The same within this process, whose memory can be trusted.
+  ShmLink(Peer& peer, std::shared_ptr<const Mapping> memory, PresenceView presence, std::unique_ptr<Doorbell> doorbell,
+          bool is_opener, const Probe& probe);
 
   bool put(Lane lane, Head head, const Body& body) override;
   size_t put_data(Lane lane, uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) override;
@@ -53,8 +55,8 @@ class ShmLink final : public Link, public Watcher {
   size_t eager_bytes_max(Lane lane) const override;
   bool can_read() const override { return can_read_; }
   bool read(uint64_t address, byte* to, size_t bytes) override;
-  bool is_alive() const override;
-  bool is_starved() const override { return is_alive() && engine::is_starved(pid_); }
+  bool is_alive() const override { return doorbell_->is_alive(); }
+  bool is_starved() const override { return is_alive() && engine::is_starved(doorbell_->pid()); }
   std::atomic<uint32_t>* own_offer(size_t index) override {
     return index < offer_words ? &memory()->offers[own_][index] : nullptr;
   }
@@ -76,31 +78,21 @@ class ShmLink final : public Link, public Watcher {
   void beat() override {}
   std::int32_t core() const override { return presence_.core(); }
   const char* name() const override { return "shm"; }
-  void on_ready(uint32_t events) override;
 
  private:
-  ShmLink(Peer& peer, Poller& poller) : peer_(peer), poller_(poller) {}
-
-  LinkMemory* memory() const { return reinterpret_cast<LinkMemory*>(mapping_.at()); }
+  LinkMemory* memory() const { return reinterpret_cast<LinkMemory*>(mapping_->at()); }
   bool poll_lane(Lane lane);
-  void wake();
 
   Peer& peer_;
-  Poller& poller_;
-  Descriptor socket_;
-  Descriptor pidfd_;
-  Mapping mapping_;
+  std::shared_ptr<const Mapping> mapping_;
   PresenceView presence_;
-  int pid_ = 0;
-  unsigned own_ = 0;  // the direction that this side writes
+  std::unique_ptr<Doorbell> doorbell_;
+  const unsigned own_;  // the direction that this side writes
   bool can_read_ = false;
   bool can_write_ = false;
   Mapping guard_;
-  bool is_ended_ = false;     // the socket or the pidfd reported the peer's end
   uint32_t sleep_woken_ = 0;  // the presence word of the peer's sleep that was ended last
   uint64_t beats_seen_ = 0;
-  uint64_t watch_ = 0;
-  uint64_t pid_watch_ = 0;
   Producer out_[lane_count];
   Consumer in_[lane_count];
 };
@@ -109,7 +101,7 @@ inline void ShmLink::wake_if_asleep() {
   const uint32_t word = presence_.word();
   if ((word & 1) != 0 && word != sleep_woken_) [[unlikely]] {
     sleep_woken_ = word;
-    wake();
+    doorbell_->ring();
   }
 }
 

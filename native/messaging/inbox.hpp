@@ -60,6 +60,8 @@ class Inbox {
   void end_receives_from(std::int32_t rank);
   void end_all(Outcome outcome);
   bool is_idle() const { return matcher_.is_empty(); }
+  // Every posted receive, in the order of posting.
+  std::vector<Receive*> all_posted() const { return matcher_.all_posted(); }
   // The highest number of an unexpected message so far.
   uint64_t newest() const { return matcher_.newest(); }
 

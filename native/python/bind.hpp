@@ -11,6 +11,7 @@ namespace unisono {
 void bind_codec(nanobind::module_& m);
 void bind_completion_eventfd(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
+void bind_local_world(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_mailbox(nanobind::module_& m);
 void bind_verbs(nanobind::module_& m);

@@ -5,6 +5,7 @@
 
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -72,8 +73,9 @@ ProgramCall call_of(const PyProgram& given, std::vector<uint64_t> counts, bool i
 class PyEngine {
  public:
   PyEngine(std::int32_t rank, std::int32_t size, const std::string& directory, nb::bytes secret,
-           const Settings& settings)
-      : engine_(rank, size, directory, std::string(secret.c_str(), secret.size()), settings), completions_(engine_) {}
+           const Settings& settings, std::shared_ptr<LocalWorld> local)
+      : engine_(rank, size, directory, std::string(secret.c_str(), secret.size()), settings, std::move(local)),
+        completions_(engine_) {}
   ~PyEngine() {
     // Before completions_ goes: closing ends operations that belong to it.
     const GilReleased release;
@@ -257,6 +259,9 @@ class PyEngine {
     const Hold held = engine_.hold();
     engine_.inbox.end_context(context);
   }
+
+  // Whether a completion waits to be dispatched, or a thread is dispatching.
+  bool has_news() const { return completions_.has_news(); }
 
   uint64_t interrupt_count() {
     const Hold held = engine_.hold();
@@ -497,7 +502,7 @@ void bind_engine(nb::module_& m) {
              uint64_t own_credit_bytes, double silence_s, uint64_t stranger_bytes_max, double stranger_s,
              uint64_t strangers_max, uint64_t strangers_per_address_max, bool shm, bool checksum, bool neighbours,
              bool direct_read, const std::string& bind, uint16_t port, const std::string& host, bool tls,
-             uint64_t rekey_records) {
+             uint64_t rekey_records, std::shared_ptr<LocalWorld> local) {
             if (rekey_records == 0) throw nb::value_error("rekey_records: allowed: at least 1");
             Settings settings{};
             settings.eager_bytes = eager_bytes;
@@ -522,7 +527,7 @@ void bind_engine(nb::module_& m) {
             settings.host = host;
             settings.tls = tls;
             settings.rekey_records = rekey_records;
-            new (self) PyEngine(rank, size, directory, secret, settings);
+            new (self) PyEngine(rank, size, directory, secret, settings, std::move(local));
           },
           nb::arg("rank"), nb::arg("size"), nb::arg("directory"), nb::arg("secret"), nb::kw_only(),
           nb::arg("eager_bytes"), nb::arg("eager_credit_bytes"), nb::arg("message_bytes_max"),
@@ -532,7 +537,7 @@ void bind_engine(nb::module_& m) {
           nb::arg("strangers_per_address_max"), nb::arg("shm") = true, nb::arg("checksum") = true,
           nb::arg("neighbours") = false, nb::arg("direct_read") = true, nb::arg("bind") = "127.0.0.1",
           nb::arg("port") = 0, nb::arg("host") = "", nb::arg("tls") = false,
-          nb::arg("rekey_records") = Settings{}.rekey_records)
+          nb::arg("rekey_records") = Settings{}.rekey_records, nb::arg("local") = nb::none())
       .def("card", &PyEngine::card)
       .def("secure", &PyEngine::secure, nb::arg("names"), nb::arg("key"), nb::arg("certificate"), nb::arg("authority"))
       .def("connect", &PyEngine::connect, nb::arg("cards"))
@@ -551,6 +556,7 @@ void bind_engine(nb::module_& m) {
       .def("more", &PyEngine::more)
       .def("ignore_context", &PyEngine::ignore_context)
       .def("end_context", &PyEngine::end_context)
+      .def("has_news", &PyEngine::has_news)
       .def("interrupt_count", &PyEngine::interrupt_count)
       .def("interrupt_wait", &PyEngine::interrupt_wait)
       .def("close", &PyEngine::close)

@@ -428,6 +428,7 @@ bool Call::begin_and_poll(bool is_blocking) {
     if (shown.is_given()) note_lengths(shown, group_.call_log.lengths());
   }
   const Hold held = group_.completions.engine().hold();
+  if (Users* const users = group_.completions.engine().users(); users != nullptr) users->note(true);
   begin();
   if (is_blocking) poll_if_short();
   return has_ended() && take();

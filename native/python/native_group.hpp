@@ -134,7 +134,7 @@ class NativeGroup {
   // Works whose calls are under way and that no thread looks at: all, or those that Python must look at by now. If only
   // those, the pump returns when the next one is due.
   nb::list works_to_adopt(bool only_overdue);
-  // (verb, code, instruction) of works under way that nobody has waited for.
+  // (verb, code, instruction) of works that nobody has waited for.
   nb::list unwaited() const;
   // Count what a collective about to start sends to peers that do not answer; true if it may run ahead of them.
   bool count_run_ahead(const engine::Run& run, uint64_t nbytes);
@@ -155,7 +155,7 @@ class NativeGroup {
   const Arguments& arguments;
   const nb::object status, any;
   DecisionTable& decisions;
-  StartedList started;       // calls that have not ended
+  StartedList started;       // calls that are under way here, or that nobody has waited for
   unsigned idle_probes = 0;  // that found no message
   // For tests: calls that ended here, that Python had to decide, and that Python adopted.
   uint64_t ended = 0, decided = 0, adopted = 0;

@@ -482,7 +482,8 @@ void finalize_work(PyObject* self) {
   try {
     if (!started->is_observed)
       started->helper.attr("note_unwaited")(nb::handle(started->spec.word), started->code, started->lasti);
-    if (started->state == StartedCall::State::active && !started->native.completions.engine().is_closed()) {
+    if (started->state == StartedCall::State::active && !started->native.completions.engine().is_closed() &&
+        !started->call->poll(0)) {
       observe(*started);
       started->helper.attr("warn_dropped")(nb::handle(started->spec.word));
     }

@@ -14,8 +14,8 @@ struct WorkObject;
 struct StartedCall : StartedLink, engine::Observer {
   StartedCall(nb::object group, NativeGroup& native, const VerbSpec& spec, nb::object helper)
       : group(std::move(group)),
-        helper(std::move(helper)),
         native(native),
+        helper(std::move(helper)),
         call(std::in_place, native, spec, this->helper),
         spec(spec) {}
 
@@ -23,8 +23,9 @@ struct StartedCall : StartedLink, engine::Observer {
   // runs Python, which makes the result or adopts the call.
   enum class State : uint8_t { active, changing, adopted, done };
 
-  nb::object group, helper;
+  nb::object group;  // keeps `native`
   NativeGroup& native;
+  nb::object helper;
   std::optional<Call> call;  // until it is done and no thread looks at it
   const VerbSpec& spec;
   State state = State::active;

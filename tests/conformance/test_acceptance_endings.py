@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conformance.test_acceptance_started import cases
-from tests.support.ranks import run_each, run_ranks
+from tests.support.ranks import reference_local, run_each, run_ranks
 
 import unisono as uni
 
@@ -44,7 +44,7 @@ def close_all(world: list[uni.Communicator]) -> None:
 
 @every_collective
 def test_a_peer_that_died_before_a_collective_is_named_to_everyone(verb: str) -> None:
-    world = uni.local(4)
+    world = reference_local(4)
     kill(world[2], "killed by signal 9")
     errors = run_each(lambda comm: ended_by(lambda: call(comm, verb)), [world[0], world[1], world[3]])
     for error in errors:
@@ -56,7 +56,7 @@ def test_a_peer_that_died_before_a_collective_is_named_to_everyone(verb: str) ->
 
 @every_collective
 def test_a_peer_that_dies_while_the_others_wait_for_it_is_named_to_everyone(verb: str) -> None:
-    world = uni.local(4, QUICK)
+    world = reference_local(4, QUICK)
     works = []
     for comm in world[:3]:
         args = next(args for name, args, _ in cases(comm.rank, 4) if name == verb)
@@ -76,7 +76,7 @@ def test_a_peer_that_dies_while_the_others_wait_for_it_is_named_to_everyone(verb
 
 
 def test_all_dead_ranks_are_named_and_the_living_may_still_talk() -> None:
-    world = uni.local(4)
+    world = reference_local(4)
     work = world[0].start.barrier()
     kill(world[3])
     assert ended_by(lambda: work.wait(timeout=30)).ranks == (3,)  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ def test_a_message_to_or_from_a_dead_peer_ends_at_once(how: str) -> None:
         "send": lambda comm: comm.start.send(np.zeros(100_000), 1),
         "sendrecv": lambda comm: comm.start.sendrecv(np.zeros(2), 1, np.zeros(2), 1),
     }
-    world = uni.local(3)
+    world = reference_local(3)
     before = calls[how](world[0])
     assert not before.done()
     kill(world[1])
@@ -114,7 +114,7 @@ def test_a_message_to_or_from_a_dead_peer_ends_at_once(how: str) -> None:
 
 
 def test_what_a_peer_sent_before_its_death_can_still_be_received() -> None:
-    world = uni.local(2)
+    world = reference_local(2)
     world[1].send(np.array([1, 2, 3]), 0, 4)
     kill(world[1])
     buf = np.zeros(3, np.int64)

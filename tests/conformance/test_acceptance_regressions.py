@@ -23,7 +23,7 @@ from tests.support.oracle import (
     reduced,
     result,
 )
-from tests.support.ranks import run_each, run_ranks
+from tests.support.ranks import reference_local, run_each, run_ranks
 
 import unisono as uni
 from unisono import simulation
@@ -410,12 +410,12 @@ def test_nothing_is_left_of_operations_that_ended() -> None:
             child.close()
         comm.barrier()
 
-    world = uni.local(2, SHORT)
+    world = reference_local(2, SHORT)
     run_each(program, world).values()
     for comm in world:
-        inbox: Any = comm.backend._hub.inboxes[comm.rank]  # type: ignore[attr-defined]
-        assert list(inbox._matcher.all_unexpected()) == []
-        assert len(list(inbox._matcher.all_posted())) == 1, "only control listens"
+        matcher: Any = comm.backend.endpoint.protocol.inbox.matcher  # type: ignore[attr-defined]
+        assert list(matcher.all_unexpected()) == []
+        assert len(list(matcher.all_posted())) == 1, "only control listens"
         assert comm._group.state.pending == {}
         assert len(comm._group.call_log) <= 64
     for comm in world:
@@ -477,7 +477,7 @@ def test_a_deadline_is_for_the_whole_operation_not_for_each_step(verb: str, algo
     limited = uni.simulate(program, 8, 2.5, network=slow)
     late = [time_s for word, time_s in limited.results if word == "late"]
     assert late
-    # A message that is under way cannot be called back: its memory is free once it has arrived.
+    # A receive that has matched ends when the bytes that are under way to it have come.
     assert max(late) <= 2.5 + 1.1
 
 
@@ -582,7 +582,7 @@ def test_empty_arrays_go_through_every_verb(size: int) -> None:
 
 def test_ranks_that_never_meet_rank_0_need_nothing_of_it() -> None:
     """F7: on a star, everything that did not go through rank 0 failed. Here rank 0 is dead."""
-    world = uni.local(4)
+    world = reference_local(4)
     backend: Any = world[0].backend
     groups = run_each(lambda comm: comm.sub([1, 2, 3]), world[1:]).values()
     backend.kill()

@@ -17,13 +17,14 @@ from unisono.backends.local import LocalBackend
 from unisono.backends.sub import SubBackend
 from unisono.config import Config
 from unisono.core.clock import RealRuntime, Runtime
-from unisono.core.envelope import ANY, UNTYPED, Any_, Envelope, Lane
-from unisono.core.request import Request, withdrawn
-from unisono.errors import ClosedError, PeerLost, UnisonoError, UsageError
+from unisono.core.envelope import ANY, UNTYPED, Any_
+from unisono.core.request import Request
+from unisono.errors import ClosedError, PeerLost, UsageError
+from unisono.messaging.actions import Frame, Transmit
 from unisono.messaging.backend import Backend, Capabilities, PeerDown
-from unisono.messaging.credit import OWN_CREDIT_BYTES
-from unisono.messaging.inbox import InboundMessage, Inbox
-from unisono.messaging.matching import Posted
+from unisono.messaging.endpoint import Endpoint
+from unisono.messaging.protocol import Protocol
+from unisono.messaging.protocol_backend import ProtocolBackend
 from unisono.plans.steps import Buf
 from unisono.testing import CASES, ConformanceError, check_backend, run_case, run_local
 from unisono.testing.case_rank import payload
@@ -77,210 +78,46 @@ def hybrid_by_peer(size: int) -> list[HybridBackend]:
 # -- an outsider's backend --------------------------------------------------------------------------------
 
 
-class QueueBackend(Backend):
-    """A user's own backend: a queue and a deliverer thread per rank, and the inbox that unisono offers."""
+class QueueBackend(ProtocolBackend):
+    """A user's own backend: a queue and a deliverer thread per rank, and the protocol that unisono offers."""
 
     @classmethod
     def create(cls, size: int) -> list[QueueBackend]:
         offices: list[QueueBackend] = []
-        for rank in range(size):
-            offices.append(cls(rank, offices, Config()))
+        offices.extend(cls(rank, size, offices) for rank in range(size))
         for office in offices:
             office.deliverer.start()
         return offices
 
-    def __init__(self, rank: int, offices: list[QueueBackend], config: Config) -> None:
-        self.inbox = Inbox(rank, config.recv_bytes_max)
-        self.letters: queue.Queue[tuple[Envelope, Letter] | PeerDown | None] = queue.Queue()
+    def __init__(self, rank: int, size: int, offices: list[QueueBackend]) -> None:
+        config = Config()
+        super().__init__(Endpoint(Protocol(rank, config), self._carry), size, config, RealRuntime())
+        self.letters: queue.Queue[tuple[int, Frame] | PeerDown | None] = queue.Queue()
         self.deliverer = threading.Thread(target=self._deliver_all, name=f"deliverer-{rank}", daemon=True)
-        self.lock = threading.Lock()
-        self.waiting: dict[Letter, None] = {}
         self._offices = offices
-        self._config = config
-        self._runtime = RealRuntime()
-        self._credit: dict[int, int] = {}
-        self._down: dict[int, PeerDown] = {}
-        self._listeners: list[Callable[[PeerDown], None]] = []
-        self._is_closed = False
-
-    @property
-    def rank(self) -> int:
-        return self.inbox.rank
-
-    @property
-    def size(self) -> int:
-        return len(self._offices)
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities("post")
 
-    @property
-    def runtime(self) -> Runtime:
-        return self._runtime
-
-    @property
-    def config(self) -> Config:
-        return self._config
-
-    def start_send(
-        self,
-        dst: int,
-        context: int,
-        tag: int,
-        data: memoryview,
-        *,
-        dtype: int = UNTYPED,
-        header: bytes = b"",
-        lane: Lane = Lane.BULK,
-        sync: bool = False,
-    ) -> Request:
-        self.check_peer(dst, "dst")
-        letter = Letter(self, self._offices[dst], data, Request(dst))
-        letter.request.withdraw_by(lambda _: letter.withdraw())
-        with self.lock:
-            error = self._refusal(dst)
-            if error is None:
-                letter.cost = self._afford(dst, data.nbytes)
-                if letter.cost:
-                    letter.data = memoryview(bytes(data))
-                letter.is_awaited = sync or not letter.cost
-                if letter.is_awaited:
-                    self.waiting[letter] = None
-                envelope = Envelope(self.rank, context, tag, data.nbytes, dtype, header)
-                self._offices[dst].letters.put((envelope, letter))
-        if error is not None:
-            letter.request.fail(error)
-        elif not letter.is_awaited:
-            letter.request.complete()
-        return letter.request
-
-    def start_recv(
-        self, src: int | Any_, context: int, tag: int | Any_, into: memoryview | None, *, dtype: int = UNTYPED
-    ) -> Request:
-        self.check_peer(src, "src")
-        return self.inbox.receive(src, context, tag, into, dtype)
-
-    def probe(self, src: int | Any_, context: int, tag: int | Any_) -> Request:
-        self.check_peer(src, "src")
-        return self.inbox.probe(src, context, tag)
-
-    def end_group(self, context: int) -> None:
-        self.inbox.end_context(context)
-
-    def watch(self, listener: Callable[[PeerDown], None]) -> None:
-        with self.lock:
-            self._listeners.append(listener)
-            known = list(self._down.values())
-        for down in known:
-            listener(down)
-
     def close(self) -> None:
-        with self.lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._listeners.clear()
-            waiting = list(self.waiting)
-        for letter in waiting:
-            letter.withdraw(ClosedError("this rank is closed"))
-        down = PeerDown(self.rank, "left", left=True)
-        self.inbox.close(ClosedError("this rank is closed"), down.error())
+        if not self.endpoint.close():
+            return
+        self.endpoint.cut()
         for office in self._offices:
-            office.letters.put(None if office is self else down)
+            office.letters.put(None if office is self else PeerDown(self.rank, "left", left=True))
 
-    def give_back(self, dst: int, cost: int) -> None:
-        with self.lock:
-            self._credit[dst] = self._credit.get(dst, 0) - cost
-
-    def _refusal(self, dst: int) -> UnisonoError | None:
-        if self._is_closed:
-            return ClosedError("this rank is closed")
-        return self._down[dst].error() if dst in self._down else None
-
-    def _afford(self, dst: int, nbytes: int) -> int:
-        """What a message costs that may travel at once; 0 if it has to wait."""
-        cost, used = nbytes + 64, self._credit.get(dst, 0)
-        is_small = nbytes <= self._config.eager_bytes and used + cost <= self._config.eager_credit_bytes
-        if dst == self.rank:
-            is_small = not used or used + cost <= OWN_CREDIT_BYTES
-        if not is_small:
-            return 0
-        self._credit[dst] = used + cost
-        return cost
+    def _carry(self, outgoing: Transmit) -> tuple[()]:
+        frame = outgoing.frame._replace(data=bytes(outgoing.frame.data))
+        self._offices[outgoing.peer].letters.put((self.rank, frame))
+        return ()
 
     def _deliver_all(self) -> None:
         while (item := self.letters.get()) is not None:
             if isinstance(item, PeerDown):
-                self._mourn(item)
-            else:
-                item[1].arrive(self.inbox, item[0])
-
-    def _mourn(self, down: PeerDown) -> None:
-        with self.lock:
-            self._down[down.rank] = down
-            waiting = [letter for letter in self.waiting if letter.request.peer == down.rank]
-            listeners = list(self._listeners)
-        for letter in waiting:
-            letter.withdraw(down.error())
-        self.inbox.peer_down(down)
-        for listener in listeners:
-            listener(down)
-
-
-class Letter(InboundMessage):
-    """A message on its way; `data` is a copy if it was sent at once."""
-
-    def __init__(
-        self, sender: QueueBackend, receiver: QueueBackend, data: memoryview, request: Request
-    ) -> None:
-        self.data = data
-        self.request = request
-        self.cost = 0
-        self.is_awaited = False
-        self._sender = sender
-        self._receiver = receiver
-        self._lock = threading.RLock()
-        self._has_arrived = False
-        self._is_withdrawn = False
-
-    def arrive(self, inbox: Inbox, envelope: Envelope) -> None:
-        with self._lock:
-            if not self._is_withdrawn:
-                self._has_arrived = True
-                inbox.arrive(envelope, self)
-
-    def deliver(self, posted: Posted, envelope: Envelope) -> None:
-        taken = bytearray(self.data) if posted.into is None else None
-        if posted.into is not None:
-            posted.into[: envelope.nbytes] = self.data
-        self._settle(None)
-        posted.request.complete(envelope, taken)
-
-    def refuse(self, error: UnisonoError) -> None:
-        self._settle(error)
-
-    def is_whole(self) -> bool:
-        return not self.is_awaited
-
-    def drop(self) -> None:
-        self._settle(None)
-
-    def withdraw(self, error: UnisonoError | None = None) -> bool:
-        with self._lock:
-            if self._is_withdrawn or (self._has_arrived and not self._receiver.inbox.withdraw_message(self)):
-                return False
-            self._is_withdrawn = True
-        self._settle(error or withdrawn())
-        return True
-
-    def _settle(self, error: UnisonoError | None) -> None:
-        if self.cost:
-            self._sender.give_back(self._receiver.rank, self.cost)
-        with self._sender.lock:
-            self._sender.waiting.pop(self, None)
-        if self.is_awaited:
-            self.request.complete() if error is None else self.request.fail(error)
+                self.endpoint.peer_down(item)
+            elif not self.endpoint.protocol.is_closed:
+                self.endpoint.arrive(*item)
 
 
 FACTORIES = [
@@ -528,10 +365,10 @@ class LendsTheBuffer(Mutant):
         if not 90 < data.nbytes <= self.config.eager_bytes or how.get("sync"):
             return super().start_send(dst, context, tag, data, **how)
         shown = super().start_send(dst, context, tag, memoryview(bytes(data)), **how)
-        for queued in self.inner._hub.inboxes[dst]._matcher.all_unexpected():
+        for queued in self.inner._hub.endpoints[dst].protocol.inbox.matcher.all_unexpected():
             about = queued.envelope
             if (about.source, about.tag, about.nbytes) == (self.rank, tag, data.nbytes):
-                queued.payload.data = data  # type: ignore[attr-defined]
+                queued.payload = replace(queued.payload, data=data)
         return shown
 
 
@@ -650,9 +487,11 @@ class ForgetsTheDead(Mutant):
     caught_by = ("receives_may_come_late", "messages_outlive_their_sender")
 
     def close(self) -> None:
-        for inbox in self.inner._hub.inboxes:
-            for message in inbox.inbound_from(self.rank):
-                inbox.withdraw_message(message)
+        for endpoint in self.inner._hub.endpoints:
+            inbox = endpoint.protocol.inbox
+            for message in list(inbox.matcher.all_unexpected()):
+                if message.envelope.source == self.rank:
+                    inbox.remove(message)
         super().close()
 
 

@@ -369,7 +369,7 @@ def test_a_rank_that_queries_without_end_and_reads_nothing_gets_a_bounded_number
             continue
         query = msgspec.msgpack.encode(ServiceQuery(1000 + number, "name"))
         backends[1].start_send(0, 0, Tags.CONTROL, memoryview(query), lane=Lane.CONTROL)
-    queued = len(backends[0]._hub.inboxes[1].inbound_from(0))
+    queued = len(list(backends[1].endpoint.protocol.inbox.matcher.all_unexpected()))
     assert queued < 30_000  # those that fit the credit of the lane, and a thousand
     assert control._replies_unsent[1] <= 1024
     assert control._queries_of(1) <= 64
@@ -434,7 +434,7 @@ HOSTILE = {
 def test_a_peer_of_a_framed_backend_breaks_the_protocol_before_it_takes_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.backends.framed.backend.RTS_MAX", 1000)
+    monkeypatch.setattr("unisono.messaging.protocol.RTS_MAX", 1000)
     backend = _Post()
     say = HOSTILE[name]
 
@@ -474,7 +474,7 @@ def test_a_message_to_oneself_leaves_from_memory_of_any_type(kind: str, sync: bo
 
 def test_a_framed_backend_queues_rts_that_its_peer_may_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends agree on how many; what waits keeps its order, and nothing overtakes it."""
-    monkeypatch.setattr("unisono.backends.framed.backend.RTS_MAX", 3)
+    monkeypatch.setattr("unisono.messaging.protocol.RTS_MAX", 3)
     backend = _Post()
     data = memoryview(bytes(100_000))
     sends = [backend.start_send(1, 9, 5, data) for _ in range(5)]
@@ -493,7 +493,7 @@ def test_a_framed_backend_queues_rts_that_its_peer_may_not_hold(monkeypatch: pyt
         backend.arrive(1, frame(Kind.FIN, rendezvous_id=number))
     assert short.done
     assert backend.start_send(1, 9, 5, memoryview(b"short")).done
-    assert not backend._sends
+    assert not backend.endpoint.protocol.is_sending()
     backend.lost(1, "the test is over")
     backend.close()
 

@@ -605,26 +605,30 @@ def test_calls_on_different_communicators_are_a_deadlock_that_names_both():
 
 
 def test_started_collectives_that_do_not_match_end_too():
-    """All that are under way end, and none hangs; one that is started later is refused before it starts."""
+    """All that are under way end, and none hangs; one that is started later is refused before it starts.
+
+    Those that were started after the one that differs match each other: each ends well or with the mismatch.
+    """
 
     def program(comm):
         ended = []
         for i in range(8):
             try:
-                ended.append(comm.start.all_gather(f4(2 + (i == 3) * comm.rank)))
+                ended.append(comm.start.all_gather(100 * i + comm.rank + f4(2 + (i == 3) * comm.rank)))
             except uni.CollectiveMismatch as error:
                 ended.append(error)
-        errors = [work if isinstance(work, Exception) else failure(work) for work in ended]
-        assert isinstance(errors[-1], uni.CollectiveMismatch)
+        errors = [one if isinstance(one, Exception) else failure(i, one) for i, one in enumerate(ended)]
+        assert isinstance(errors[3], uni.CollectiveMismatch)
         with pytest.raises(uni.CollectiveMismatch):
             comm.start.barrier()
         return {error.sequence for error in errors if error is not None}
 
-    def failure(work) -> Exception | None:
+    def failure(i: int, work) -> Exception | None:
         try:
-            work.wait(timeout=PATIENCE_S)
+            gathered = work.wait(timeout=PATIENCE_S)
         except uni.CollectiveMismatch as error:
             return error
+        assert np.array_equal(gathered, [100 * i + rank + f4(2) for rank in range(3)])
         return None
 
     assert run_ranks(program, 3).values() == [{3}] * 3

@@ -121,8 +121,9 @@ def test_a_long_message_waits_for_its_receive_and_then_travels() -> None:
         return now()
 
     result = simulated(by_rank(send, receive), 2)
-    # The answer takes a latency; then the bytes and another latency. Both sides end when they have arrived.
-    assert result.results == [posted_at + 2 * LATENCY + size / SPEED] * 2
+    # The CTS takes a latency; then the bytes and another latency. The sender hears of it by the FIN.
+    received_at = posted_at + 2 * LATENCY + size / SPEED
+    assert result.results == [received_at + LATENCY, received_at]
     assert [event.kind for event in result.trace if event.kind in ("send", "arrive", "match", "data")] == [
         "send",
         "arrive",
@@ -131,7 +132,7 @@ def test_a_long_message_waits_for_its_receive_and_then_travels() -> None:
     ]
 
 
-def test_a_synchronous_send_ends_one_latency_after_its_match() -> None:
+def test_a_synchronous_send_is_a_rendezvous_however_short_it_is() -> None:
     def receive(me: Rank) -> None:
         sleep(1.0)
         me.recv(0)
@@ -140,7 +141,7 @@ def test_a_synchronous_send_ends_one_latency_after_its_match() -> None:
         me.send(1, b"x", sync=True)
         return now()
 
-    assert simulated(by_rank(send, receive), 2).results[0] == 1.0 + LATENCY
+    assert simulated(by_rank(send, receive), 2).results[0] == 1.0 + LATENCY, "its CTS"
 
 
 def test_bulk_bytes_do_not_delay_the_control_lane() -> None:
@@ -388,7 +389,7 @@ def test_a_rank_that_leaves_withdraws_sends_without_a_receive() -> None:
         sleep(1.0)
         with pytest.raises(PeerLost):
             me.recv(0)
-        return me.backend.inbox.is_idle()
+        return me.backend.endpoint.protocol.inbox.is_idle()
 
     closed = (ClosedError,) * 3
     assert simulated(by_rank(leave, stay), 2).raise_first().results == [closed, True]
@@ -484,7 +485,7 @@ def test_a_message_whose_bytes_never_left_is_lost_with_its_sender(at: float) -> 
     def receive(me: Rank) -> Any:
         with pytest.raises(PeerLost) as caught:
             me.recv(0)
-        return caught.value.ranks, me.backend.inbox.is_idle()
+        return caught.value.ranks, me.backend.endpoint.protocol.inbox.is_idle()
 
     result = simulated(by_rank(lambda me: me.send(1, bytes(64 * KIB)), receive), 2, faults=[Kill(0, at)])
     assert result.raise_first().results[1] == ((0,), True)
@@ -502,8 +503,8 @@ def test_a_short_pause_only_delays() -> None:
 
     result = simulated(by_rank(send, receive), 2, faults=[Pause(1, 0.125, 2.0)]).raise_first()
     assert result.results[0] == []
-    assert result.results[1][0] == LATENCY + 1 / SPEED
-    assert result.results[1][1] == 2.125, "what came meanwhile is there at once"
+    assert result.results[1][0] == 3 * LATENCY + 1 / SPEED
+    assert result.results[1][1] == 2.125 + 2 * LATENCY + 1 / SPEED, "what came meanwhile is there at once"
 
 
 def test_a_paused_rank_neither_computes_nor_times_out() -> None:
@@ -652,8 +653,8 @@ def test_links_and_partitions_can_fail_at_a_step() -> None:
     assert simulated(by_rank(send, receive), 2).results[0] == [2 * LATENCY, 4 * LATENCY]
     drop = Drop(0, 1, for_s=1.0, at_step=2)
     assert simulated(by_rank(send, receive), 2, faults=[drop]).results[0][1] == 2 * LATENCY + 1 + 2 * LATENCY
-    # The second send is the fourth operation of all: two receives and a send came before.
-    cut = Partition([[0], [1]], for_s=1.0, at_step=4)
+    # The second send is the third operation of all: a receive and a send came before.
+    cut = Partition([[0], [1]], for_s=1.0, at_step=3)
     assert simulated(by_rank(send, receive), 2, faults=[cut]).results[0][1] == 2 * LATENCY + 1 + 2 * LATENCY
 
 

@@ -61,8 +61,16 @@ LAYERS = (
     Layer(("plans",), "collectives as data; plans/algorithms builds them"),
     Layer(
         ("messaging",),
-        "the backend contract, matching, credit",
-        inside=(("inbox",), ("backend", "matching"), ("credit", "fast_path", "strangers")),
+        "the backend contract, the eager/rendezvous protocol, matching, credit",
+        inside=(
+            ("protocol_backend",),
+            ("endpoint",),
+            ("protocol",),
+            ("inbox", "rendezvous"),
+            ("actions",),
+            ("backend", "matching"),
+            ("credit", "fast_path", "strangers"),
+        ),
     ),
     Layer(
         ("core",),

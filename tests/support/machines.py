@@ -1,4 +1,4 @@
-"""The engine's state machines, read from their tables in native/ and drawn for docs/machines.md.
+"""The state machines, read from their tables in native/ and in messaging/, and drawn for docs/machines.md.
 
     python -m tests.support.machines
 
@@ -8,10 +8,14 @@ prints the page; tests/docs/test_machines_page.py compares.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from enum import IntEnum
 
 from tests.support.paths import ROOT
 
-__all__ = ["MACHINES", "page", "rows_of"]
+from unisono.messaging.rendezvous import RECEIVE_TABLE, SEND_TABLE
+
+__all__ = ["MACHINES", "PYTHON_MACHINES", "page", "rows_in", "rows_of"]
 
 # What stands above each picture: the header, the table in it, the name and one sentence.
 MACHINES = (
@@ -53,10 +57,28 @@ MACHINES = (
     ),
 )
 
-_INTRODUCTION = """\
-# State machines of the engine
+# The same for the tables of the pure protocol: the module, the table, the name and one sentence.
+PYTHON_MACHINES: tuple[
+    tuple[str, Mapping[tuple[IntEnum, IntEnum], tuple[IntEnum, IntEnum]], str, str], ...
+] = (
+    (
+        "src/unisono/messaging/rendezvous.py",
+        SEND_TABLE,
+        "Rendezvous over frames, the sender",
+        "From `start_send` to the FIN, under the local, framed and simulated backends.",
+    ),
+    (
+        "src/unisono/messaging/rendezvous.py",
+        RECEIVE_TABLE,
+        "Rendezvous over frames, the receiver",
+        "From the RTS to the FIN, under the same backends.",
+    ),
+)
 
-Drawn from the tables that the engine runs (`python -m tests.support.machines`; a test compares). Each arrow
+_INTRODUCTION = """\
+# State machines of the engine and of the protocol
+
+Drawn from the tables that the code runs (`python -m tests.support.machines`; a test compares). Each arrow
 is an event, with the action behind the slash. A pair of state and event without an arrow is impossible: if a
 peer caused it, its connection is closed.
 """
@@ -75,17 +97,33 @@ def rows_of(header: str, table: str) -> list[tuple[str, str, str, str]]:
     ]
 
 
+def rows_in(
+    table: Mapping[tuple[IntEnum, IntEnum], tuple[IntEnum, IntEnum]],
+) -> list[tuple[str, str, str, str]]:
+    """The transitions of a table in Python, in the same form."""
+    return [
+        (state.name.lower(), event.name.lower(), after.name.lower(), _action_text(action))
+        for (state, event), (after, action) in table.items()
+    ]
+
+
 def page() -> str:
     """The whole page."""
+    machines = [(file, rows_of(file, table), name, what) for file, table, name, what in MACHINES]
+    machines += [(file, rows_in(table), name, what) for file, table, name, what in PYTHON_MACHINES]
     parts = [_INTRODUCTION]
-    for header, table, name, what in MACHINES:
+    for file, rows, name, what in machines:
         lines = [
             f"    {state} --> {after}: {event}{f' / {action}' if action else ''}"
-            for state, event, after, action in rows_of(header, table)
+            for state, event, after, action in rows
         ]
-        parts.append(f"## {name}\n\n{what} The table: `{header}`.\n")
+        parts.append(f"## {name}\n\n{what} The table: `{file}`.\n")
         parts.append("```mermaid\nstateDiagram-v2\n" + "\n".join(lines) + "\n```\n")
     return "\n".join(parts)
+
+
+def _action_text(action: IntEnum) -> str:
+    return "" if action.name == "NONE" else action.name.lower()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 from tests.support.processes import Failed, run_processes
 
 import unisono as uni
+from unisono.backends.local import LocalBackend
 from unisono.config import Config
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "PATIENCE_S",
     "Ended",
     "ranks_linked_by",
+    "reference_local",
     "run_each",
     "run_ranks",
 ]
@@ -69,6 +71,11 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, config: Config | None 
             return fn(comm, *args)
 
     return run_each(one, uni.local(n, config))
+
+
+def reference_local(n: int, config: Config | None = None) -> list[uni.Communicator]:
+    """In-process ranks on the backend in Python: on the reference executor, and they can be killed."""
+    return [uni.Communicator.world(backend) for backend in LocalBackend.create(n, config)]
 
 
 def run_each(fn: Callable[[Any], Any], ranks: list[Any]) -> Ended:

@@ -350,7 +350,7 @@ class Adoption:
 
     def look_at_news(self) -> None:
         """Dispatch what has come before a collective begins: another rank may have said that it failed."""
-        self._group.backend.runtime.polled()
+        self._group.backend.runtime.catch_up()
 
     def check_unclaimed(self, source: int, sequence: int, theirs: bytes) -> None:
         """A message was not received by the call with its number: raise if the sender made another call.

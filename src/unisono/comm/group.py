@@ -86,6 +86,7 @@ class Group:
         )
         self.hot = backend.fast_path(context, backend.size, self.call_log)
         self._services: dict[str, Service] = {}
+        self._is_abort_sent = False
         # The members of a group made by `sub` have not talked to each other: the first message to each of
         # these carries the group's descriptor.
         self._to_introduce = set() if is_introduced else set(self.world_ranks)
@@ -323,15 +324,21 @@ class Group:
         self.state.wake_all()
 
     def abort(self, error: UnisonoError) -> None:
-        """A member gives up for good: end everything. If the group was poisoned before, that is the cause."""
+        """A member gives up for good: end everything. If the group was poisoned before, that is the cause.
+
+        The others are told before anybody here is: who hears of it here may leave at once.
+        """
         self._mismatches.conclude()
         with self.state.lock:
-            if self.state.closed is not None or self.state.is_aborted:
+            if self.state.closed is not None or self._is_abort_sent:
                 return
-            self.state.is_aborted = True
-            self.state.poisoned_by = root_cause = self.state.poisoned_by or error
-            self.state.update_fast_path()
+            self._is_abort_sent = True
+            root_cause = self.state.poisoned_by or error
         self.control.send(self.world_ranks, self._mismatches.failure_message(root_cause, is_abort=True))
+        with self.state.lock:
+            self.state.is_aborted = True
+            self.state.poisoned_by = self.state.poisoned_by or root_cause
+            self.state.update_fast_path()
         self.state.interrupt(self.state.poison_error, only_collectives=False)
         for service in list(self._services.values()):
             service.on_abort(root_cause)

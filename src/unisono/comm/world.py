@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from unisono.backends.local import LocalBackend
 from unisono.backends.registry import (
     BackendStatus,
     BindSpec,
@@ -280,7 +279,9 @@ def _credentials(view: View) -> Credentials | None:
 
 def local(n: int, config: Config | None = None) -> list[Communicator]:
     """Make a world of `n` ranks in this process, for threads and tests: one communicator for each rank."""
-    return [Communicator.world(backend) for backend in LocalBackend.create(n, config)]
+    from unisono.backends.native.local_ranks import LocalRank
+
+    return [Communicator.world(backend) for backend in LocalRank.create(n, config)]
 
 
 def simulate(

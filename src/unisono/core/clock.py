@@ -22,7 +22,8 @@ from enum import Enum, auto
 from numbers import Real
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Final, Protocol
+from types import CodeType, FrameType
+from typing import Final, Protocol, TypeVar
 
 from unisono.errors import UsageError, ranks_text
 
@@ -32,12 +33,14 @@ __all__ = [
     "Event",
     "Killed",
     "Parked",
+    "RealEvent",
     "RealRuntime",
     "Runtime",
     "Timer",
     "Waiting",
     "call_before_threads_are_joined",
     "file_age_s",
+    "is_idle_in",
     "parked_threads",
 ]
 
@@ -174,6 +177,9 @@ class Runtime(ABC):
         In virtual time this must take time, or a polling loop would never end.
         """
 
+    def catch_up(self) -> None:  # noqa: B027 - optional: for backends whose completions wait to be dispatched
+        """Dispatch what has ended by now, or wait until another thread has done so."""
+
     def defer_signals(self) -> AbstractContextManager[None]:
         """A context in which Python's signal handlers run only while `block` waits, or after the context."""
         return _NOT_DEFERRED
@@ -198,6 +204,54 @@ class Runtime(ABC):
 _NOT_DEFERRED = nullcontext()
 
 
+class RealEvent:
+    """An event for threads of this process. A signal handler may raise at any point of it.
+
+    `threading.Event` does not allow that: it is made of Python functions that take a lock, and an exception
+    just after that leaves it locked for ever. Here one lock is the gate: open once the event is set, and each
+    thread that passes opens it again for the next.
+    """
+
+    __slots__ = ("_gate", "_is_set")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def set(self) -> None:
+        """Set the flag and wake the threads that wait for it."""
+        self._is_set = True
+        # Not contextlib.suppress: a signal must not strike between the flag and the release.
+        try:  # noqa: SIM105
+            self._gate.release()
+        except RuntimeError:  # it is open
+            pass
+
+    def clear(self) -> None:
+        """Clear the flag."""
+        self._is_set = False
+        self._gate.acquire(blocking=False)
+
+    def is_set(self) -> bool:
+        """Whether the flag is set."""
+        return self._is_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the flag; False if the timeout passed first."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self._is_set:
+            left = -1 if until is None else max(0.0, until - time.monotonic())
+            try:
+                has_passed = self._gate.acquire(timeout=left)
+            finally:
+                if self.is_set():
+                    self.set()
+            if not has_passed:  # else it is set, or a `clear` came before the end of a `set`
+                break
+        return self._is_set
+
+
 class RealRuntime(Runtime):
     """The machine's clock and threads."""
 
@@ -209,15 +263,15 @@ class RealRuntime(Runtime):
         """Seconds of the monotonic clock."""
         return time.monotonic()
 
-    def event(self) -> threading.Event:
+    def event(self) -> RealEvent:
         """Make an event."""
-        return threading.Event()
+        return RealEvent()
 
     def block(
         self, event: Event, timeout: float | None, waiting: Callable[[], Waiting], *, is_limited: bool = True
     ) -> bool:
         """Wait for the event; signals such as Ctrl-C interrupt it."""
-        assert isinstance(event, threading.Event)
+        assert isinstance(event, RealEvent)
         if threading.current_thread() is not threading.main_thread():
             return event.wait(None if timeout is None else min(timeout, _FOREVER_S))
         end = self.now() + (_FOREVER_S if timeout is None else timeout)
@@ -374,18 +428,29 @@ class Parked(Enum):
     WITHOUT_LIMIT = auto()
 
 
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_idle_in: set[CodeType] = set()
+
+
+def is_idle_in(fn: _Function) -> _Function:
+    """Declare a thread idle while this is its innermost function: it sleeps there until another one acts."""
+    _idle_in.add(fn.__code__)
+    return fn
+
+
 def parked_threads() -> dict[threading.Thread, Parked]:
     """Threads that wait for other threads: in `join`, for a condition, future or queue, or idle in a pool.
 
     They are recognised by their innermost Python function. A thread that waits for a bare lock, in `sleep` or
-    in C code is not included, because what ends its wait is unknown. Nor is the main thread if a signal
-    handler may wake it.
+    in C code is not included, because what ends its wait is unknown. Nor is one that starts a thread, for as
+    long as that one may not be seen yet; nor the main thread if a signal handler may wake it.
     """
     pool = sys.modules.get("concurrent.futures.thread")
-    idle = {_Collected._run.__code__, *([] if pool is None else [pool._worker.__code__])}
+    idle = {_Collected._run.__code__, *_idle_in, *([] if pool is None else [pool._worker.__code__])}
     waits = {
         getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join).__code__,
         threading.Condition.wait.__code__,
+        RealEvent.wait.__code__,
     }
     frames, found = sys._current_frames(), {}
     for thread in threading.enumerate():
@@ -394,10 +459,17 @@ def parked_threads() -> dict[threading.Thread, Parked]:
             continue
         if frame is not None and frame.f_code in idle:
             found[thread] = Parked.WITHOUT_LIMIT
-        elif frame is not None and frame.f_code in waits:
+        elif frame is not None and frame.f_code in waits and not _is_starting(frame):
             has_limit = frame.f_locals.get("timeout") not in (None, -1)
             found[thread] = Parked.WITH_LIMIT if has_limit else Parked.WITHOUT_LIMIT
     return found
+
+
+def _is_starting(frame: FrameType) -> bool:
+    """Whether a thread that waits for a condition waits for another one to begin."""
+    event = frame.f_back
+    caller = None if event is None else event.f_back
+    return caller is not None and caller.f_code is threading.Thread.start.__code__
 
 
 def _has_signal_handler() -> bool:

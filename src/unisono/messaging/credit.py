@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from unisono.config import Config
 from unisono.core.envelope import Lane, Tags
+from unisono.errors import ProtocolError
 
 __all__ = [
     "CONTROL_BYTES_MAX",
@@ -17,6 +18,7 @@ __all__ = [
     "ENVELOPE_BYTES",
     "OWN_CREDIT_BYTES",
     "RTS_MAX",
+    "Credit",
     "OwnCredit",
     "bytes_max",
     "eager_limits",
@@ -65,21 +67,79 @@ def bytes_max(config: Config, tag: int) -> int:
     return CONTROL_BYTES_MAX if Tags.is_control(tag) else config.message_bytes_max
 
 
-class OwnCredit:
-    """The bytes that a rank has sent to itself and not received yet. The caller holds a lock."""
+class Credit:
+    """The credit between this rank and one peer on one lane, in both directions. The caller holds a lock.
 
-    def __init__(self, config: Config) -> None:
-        self._limit = max(OWN_CREDIT_BYTES, config.eager_credit_bytes)
-        self._used = 0
+    `used` is ours at the peer. `held` are the bytes of the peer's eager messages that wait here, and `owed`
+    is what the peer may use again but has not been told yet.
+    """
+
+    __slots__ = ("eager_bytes", "held", "limit", "owed", "used")
+
+    def __init__(self, eager_bytes: int, limit: int) -> None:
+        self.eager_bytes = eager_bytes
+        self.limit = limit
+        self.used = self.held = self.owed = 0
 
     def take(self, nbytes: int) -> bool:
-        """Use credit for a message; False if it must wait for its receive. The first may have any length."""
+        """Use credit for a message to the peer; False if it must wait for its receive."""
         cost = nbytes + ENVELOPE_BYTES
-        if self._used and self._used + cost > self._limit:
+        if nbytes > self.eager_bytes or self.used + cost > self.limit:
             return False
-        self._used += cost
+        self.used += cost
         return True
 
-    def give_back(self, nbytes: int) -> None:
-        """A message was received or dropped."""
-        self._used -= nbytes + ENVELOPE_BYTES
+    def regain(self, returned: int) -> None:
+        """The peer returns credit.
+
+        Raises:
+            ProtocolError: it returned more than was used.
+        """
+        if returned > self.used:
+            raise ProtocolError("it returned more credit than was used")
+        self.used -= returned
+
+    def hold(self, nbytes: int) -> None:
+        """Count an eager message of the peer against its credit, which a correct peer never exceeds.
+
+        Raises:
+            ProtocolError: the peer exceeds its credit.
+        """
+        self.held += nbytes + ENVELOPE_BYTES
+        if nbytes > self.eager_bytes or self.held > self.limit:
+            raise ProtocolError(f"it sent {self.held} bytes of eager messages; its credit is {self.limit}")
+
+    def release(self, nbytes: int) -> bool:
+        """An eager message of the peer was received or dropped; True if its credit must be returned now.
+
+        Every frame returns what is owed. Without a frame to send, a quarter of the limit may wait for one.
+        """
+        self.held -= nbytes + ENVELOPE_BYTES
+        self.owed += nbytes + ENVELOPE_BYTES
+        return self.owed * 4 >= self.limit
+
+
+class OwnCredit(Credit):
+    """The credit of a rank at itself, in all lanes. The first message may have any length."""
+
+    __slots__ = ()
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(0, max(OWN_CREDIT_BYTES, config.eager_credit_bytes))
+
+    def take(self, nbytes: int) -> bool:
+        """Use credit for a message; False if it must wait for its receive."""
+        cost = nbytes + ENVELOPE_BYTES
+        if self.used and self.used + cost > self.limit:
+            return False
+        self.used += cost
+        return True
+
+    def hold(self, nbytes: int) -> None:
+        """Count a message: this rank trusts itself."""
+        self.held += nbytes + ENVELOPE_BYTES
+
+    def release(self, nbytes: int) -> bool:
+        """A message was received or dropped: a blocking send that follows must not wait for its credit."""
+        super().release(nbytes)
+        return True

@@ -126,30 +126,32 @@ class Matcher(Generic[P]):
         queues = self._contexts.get(envelope.context)
         if queues is None:
             return None
-        exact = queues.posted_exact.get((envelope.source, envelope.tag))
-        candidates = [next(iter(exact.values()))] if exact else []
+        named = queues.posted_exact.get((envelope.source, envelope.tag))
+        exact = next(iter(named.values())) if named else None
+        if not queues.posted_wild:
+            return exact
         wild = next((p for p in queues.posted_wild.values() if p.meets(envelope)), None)
-        if wild is not None:
-            candidates.append(wild)
-        return min(candidates, key=lambda p: p.number) if candidates else None
+        return wild if exact is None or (wild is not None and wild.number < exact.number) else exact
 
     def post(self, posted: Posted) -> None:
         """Queue a receive or probe; one that was posted before returns to its old place in the order."""
-        is_new = posted.number < 0
-        if is_new:
+        queues = self._queues(posted.context)
+        queue = _queue_of(queues, posted)
+        if posted.number < 0:
             posted.number = next(self._numbers)
-        queues = self._contexts.setdefault(posted.context, _Queues())
-        for queue in (queues.posted, _queue_of(queues, posted)):
-            later = [] if is_new else [number for number in queue if number > posted.number]
-            queue[posted.number] = posted
+            queues.posted[posted.number] = queue[posted.number] = posted
+            return
+        for ordered in (queues.posted, queue):
+            later = [number for number in ordered if number > posted.number]
+            ordered[posted.number] = posted
             for number in later:
-                queue.move_to_end(number)
+                ordered.move_to_end(number)
 
     def queue(self, message: UnexpectedMessage[P]) -> None:
         """Queue an unexpected message."""
         message.number = next(self._numbers)
         envelope = message.envelope
-        queues = self._contexts.setdefault(envelope.context, _Queues())
+        queues = self._queues(envelope.context)
         queues.unexpected[message.number] = message
         key = (envelope.source, envelope.tag)
         queues.unexpected_exact.setdefault(key, OrderedDict())[message.number] = message
@@ -197,6 +199,12 @@ class Matcher(Generic[P]):
     def is_empty(self) -> bool:
         """Whether nothing is posted or queued in any context."""
         return not self._contexts
+
+    def _queues(self, context: int) -> _Queues[P]:
+        queues = self._contexts.get(context)
+        if queues is None:
+            queues = self._contexts[context] = _Queues()
+        return queues
 
     def _forget_if_empty(self, context: int) -> None:
         queues = self._contexts[context]

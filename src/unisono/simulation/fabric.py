@@ -17,7 +17,6 @@ from typing import TypeAlias
 
 from unisono.config import Config
 from unisono.core.envelope import Envelope, Lane
-from unisono.messaging.credit import ENVELOPE_BYTES, eager_limits
 from unisono.simulation.network import Network, Pace
 from unisono.simulation.scheduler import Scheduler, SimThread, TimedCall
 from unisono.simulation.trace import TraceEvent
@@ -51,7 +50,7 @@ class Fabric:
         channel = self._channels.get((src, dst))
         if channel is None:
             pace = self._network.pace(src, dst)
-            channel = Channel(self.scheduler, self.scheduler.threads[dst], pace, self._jitter, self.config)
+            channel = Channel(self.scheduler, self.scheduler.threads[dst], pace, self._jitter)
             self._channels[src, dst] = channel
         return channel
 
@@ -99,7 +98,6 @@ class Channel:
     """
 
     __slots__ = (
-        "_config",
         "_cuts",
         "_factors",
         "_is_over",
@@ -116,10 +114,8 @@ class Channel:
         receiver: SimThread,
         pace: Pace,
         jitter: Callable[[], float],
-        config: Config,
     ) -> None:
         self.pace = pace
-        self._config = config
         self._scheduler = scheduler
         self._receiver = receiver
         self._jitter = jitter
@@ -199,15 +195,10 @@ class Channel:
             for lane in self._lanes.values():
                 lane.release(earliest)
 
-    def credit(self, lane: Lane) -> Credit:
-        """The sender's credit on a lane."""
-        return self._lane(lane).credit
-
     def _lane(self, lane: Lane) -> _Lane:
         found = self._lanes.get(lane)
         if found is None:
-            credit = Credit(*eager_limits(self._config, lane))
-            found = self._lanes[lane] = _Lane(self._scheduler, self, credit)
+            found = self._lanes[lane] = _Lane(self._scheduler, self)
         return found
 
     def _slowness(self) -> float:
@@ -217,10 +208,9 @@ class Channel:
 class _Lane:
     """What is in flight on one lane, in order. Only the first has a timed call."""
 
-    __slots__ = ("_call", "_channel", "_free_at", "_is_delivering", "_queue", "_scheduler", "credit")
+    __slots__ = ("_call", "_channel", "_free_at", "_is_delivering", "_queue", "_scheduler")
 
-    def __init__(self, scheduler: Scheduler, channel: Channel, credit: Credit) -> None:
-        self.credit = credit
+    def __init__(self, scheduler: Scheduler, channel: Channel) -> None:
         self._scheduler = scheduler
         self._channel = channel
         self._queue: deque[tuple[float, Delivery]] = deque()
@@ -265,33 +255,3 @@ class _Lane:
         self._is_delivering = False
         if queue and queue[0][0] > now:
             self._schedule()
-
-
-class Credit:
-    """How much one rank may send eagerly to another on a lane.
-
-    Credit comes back one latency after a message was received.
-    """
-
-    __slots__ = ("_eager_bytes", "_left", "_returns")
-
-    def __init__(self, eager_bytes: int, limit: int) -> None:
-        self._eager_bytes = eager_bytes
-        self._left = limit
-        self._returns: deque[tuple[float, int]] | None = None
-
-    def take(self, nbytes: int, now: float, back: Channel) -> bool:
-        """Use credit for an eager message; False if it must wait for its receive."""
-        while self._returns and self._returns[0][0] <= now and not back.is_cut:
-            self._left += self._returns.popleft()[1]
-        cost = nbytes + ENVELOPE_BYTES
-        if nbytes > self._eager_bytes or cost > self._left:
-            return False
-        self._left -= cost
-        return True
-
-    def give_back(self, nbytes: int, when: float) -> None:
-        """Return the credit of a message to its sender at time `when`."""
-        if self._returns is None:
-            self._returns = deque()
-        self._returns.append((when, nbytes + ENVELOPE_BYTES))

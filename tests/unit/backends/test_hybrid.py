@@ -66,7 +66,7 @@ def close_all(backends: list[HybridBackend]) -> None:
 def idle(backends: list[HybridBackend]) -> bool:
     """Whether no part holds a receive, a probe or a message."""
     parts = [part for backend in backends for part in backend._parts]
-    return all(part._hub.inboxes[part.rank].is_idle() for part in parts)  # type: ignore[attr-defined]
+    return all(part.endpoint.protocol.inbox.is_idle() for part in parts)  # type: ignore[attr-defined]
 
 
 # -- what it is made of -----------------------------------------------------------------------------------

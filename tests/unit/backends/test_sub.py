@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.ranks import PATIENCE_S, run_each
+from tests.support.ranks import PATIENCE_S, reference_local, run_each
 
 import unisono as uni
 from unisono.backends.local import LocalBackend
@@ -250,7 +250,7 @@ def test_errors_in_groups_of_groups_name_world_ranks() -> None:
             errors.append(caught.value)
         return [error.ranks for error in errors], all("rank 3 is gone" in str(error) for error in errors)
 
-    worlds = uni.local(6)
+    worlds = reference_local(6)
     ended = run_each(program, worlds).values()
     assert ended[1] == ended[5] == ([(3,)] * 4, True)
     for world in worlds:

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.metronome import Metronome
-from tests.support.ranks import PATIENCE_S, run_each, run_ranks
+from tests.support.ranks import PATIENCE_S, reference_local, run_each, run_ranks
 
 import unisono as uni
 from unisono.backends.local import LocalBackend
-from unisono.comm.control_messages import Goodbye, StallQuery
+from unisono.comm.control_messages import Goodbye, GroupFailure, StallQuery
 from unisono.config import Config
 from unisono.core.envelope import Lane, Tags
 from unisono.core.request import Request
@@ -273,7 +273,7 @@ def test_a_death_ends_messages_that_need_the_dead(verb: str) -> None:
         with heard_in_time():
             return [ended_by(PeerLost, lambda: calls[verb](comm))]
 
-    worlds = uni.local(3)
+    worlds = reference_local(3)
     for (error,) in run_each(live, worlds).values()[:2]:
         assert error.ranks == (2,)
         assert "rank 2" in str(error)
@@ -285,7 +285,7 @@ def test_a_death_ends_messages_that_need_the_dead(verb: str) -> None:
 
 
 def test_a_death_ends_started_works_that_nobody_waits_for() -> None:
-    worlds = uni.local(3)
+    worlds = reference_local(3)
     works = [world.start.all_reduce(np.ones(10)) for world in worlds[:2]]
     receive = worlds[0].start.recv_bytes(2)
     with heard_in_time():
@@ -314,7 +314,7 @@ def test_a_death_ends_groups_of_the_dead_and_leaves_the_others() -> None:
         ended_by(PeerLost, lambda: world.recv_bytes(3, 7))
         return pair.all_reduce(world.rank)
 
-    worlds = uni.local(4)
+    worlds = reference_local(4)
     assert run_each(live, worlds).values() == [1, 1, (3,), None]
     close_all(worlds)
 
@@ -487,7 +487,7 @@ def test_a_rank_that_gave_up_is_heard_before_it_is_missed(what: str) -> None:
 
 def test_a_survivor_that_leaves_because_of_a_death_is_not_the_culprit() -> None:
     """Rank 3 dies; rank 0 hears of it and leaves; rank 1 waits for rank 0 and is told of rank 3."""
-    worlds = uni.local(4)
+    worlds = reference_local(4)
     works: list[uni.Work[Any]] = [
         worlds[1].start.recv_bytes(0),
         worlds[2].start.all_reduce(np.ones(3)),
@@ -549,7 +549,7 @@ def test_a_sendrecv_of_which_half_has_ended_ends_too() -> None:
 @pytest.mark.parametrize("what", ["a message", "a collective"])
 def test_a_rank_that_dies_while_it_waits_for_a_control_message_ends_too(what: str) -> None:
     """It has seen that rank 0 is gone, but never hears why."""
-    worlds = uni.local(3)
+    worlds = reference_local(3)
     work: uni.Work[Any] = worlds[1].start.recv_bytes(0) if what == "a message" else worlds[1].start.barrier()
     with held_up(worlds[1], by=worlds[2]) as let_go:
         worlds[0].close()
@@ -574,7 +574,7 @@ def test_the_cause_is_passed_on_through_a_chain_of_ranks_that_leave() -> None:
         return None
 
     for _ in range(5):
-        ended = run_each(live, uni.local(6))
+        ended = run_each(live, reference_local(6))
         for error in ended[:-1]:
             assert isinstance(error, PeerLost)
             assert error.ranks == (5,)
@@ -746,12 +746,20 @@ def live_until_the_end(comm: uni.Communicator, seed: int, struck: dict[int, str]
             one_collective(comm, rng, turn)
 
 
+def live_and_leave(comm: uni.Communicator, seed: int, struck: dict[int, str]) -> Any:
+    with comm:
+        return live_until_the_end(comm, seed, struck)
+
+
 @seeds(80, 20)
 def test_whatever_happens_no_rank_hangs_and_only_ended_ranks_are_named(first: int) -> None:
     for seed in range(first, first + 20):
         size, _ = endings(seed)
         struck: dict[int, str] = {}
-        ended = run_ranks(live_until_the_end, size, seed, struck, config=SMALL)
+        ended = run_each(
+            lambda comm, seed=seed, struck=struck: live_and_leave(comm, seed, struck),
+            reference_local(size, SMALL),
+        )
         lost = {rank for rank, how in struck.items() if how in ("die", "leave")}
         gave_up = set(struck) - lost
         for rank, error in enumerate(ended):
@@ -764,6 +772,30 @@ def test_whatever_happens_no_rank_hangs_and_only_ended_ranks_are_named(first: in
                 assert isinstance(error, PeerAborted), where
                 assert error.rank in gave_up, where
                 assert f"Mishap: of rank {error.rank}" in str(error), where
+
+
+def test_who_hears_that_a_rank_gave_up_tells_the_others_before_its_own_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its user may leave at once, and nothing follows a goodbye: the others would miss the wrong rank."""
+    comms = uni.local(3)
+    group = comms[1]._group
+    send, told = group.control.send, []
+
+    def send_abort(ranks: Any, message: Any, *lane: Any) -> None:
+        if isinstance(message, GroupFailure):
+            group.check_usable(is_collective=True)
+            told.append(tuple(ranks))
+        send(ranks, message, *lane)
+
+    monkeypatch.setattr(group.control, "send", send_abort)
+    comms[0].abort("Mishap: of rank 0")
+    for comm in comms[1:]:
+        with pytest.raises(PeerAborted, match="Mishap: of rank 0"):
+            comm.barrier()
+    assert told == [(0, 1, 2)]
+    for comm in comms:
+        comm.close()
 
 
 # -- deadlocks --------------------------------------------------------------------------------------------
@@ -1356,7 +1388,7 @@ def errors_of_all_kinds() -> Iterator[tuple[str, UnisonoError, bool]]:
     """Each with its name and whether a collective raised it."""
     quick = Config(deadlock_after_s=0.1, stall_query_s=0.05)
 
-    worlds = uni.local(2, quick)
+    worlds = reference_local(2, quick)
     yield "expired collective", ended_by(DeadlineExceeded, lambda: worlds[0].all_reduce(1, timeout=0.1)), True
     yield "expired receive", ended_by(DeadlineExceeded, lambda: worlds[0].recv_bytes(1, timeout=0.02)), False
     work = worlds[0].start.recv_bytes(1)
@@ -1365,20 +1397,20 @@ def errors_of_all_kinds() -> Iterator[tuple[str, UnisonoError, bool]]:
     yield "lost message", ended_by(PeerLost, lambda: work.wait(PATIENCE_S)), False
     close_all(worlds)
 
-    worlds = uni.local(2, quick)
+    worlds = reference_local(2, quick)
     works: list[uni.Work[Any]] = [worlds[0].start.all_reduce(1), worlds[0].start.recv_bytes(1)]
     worlds[1].abort("had enough")
     yield "aborted collective", ended_by(PeerAborted, lambda: works[0].wait(PATIENCE_S)), True
     yield "aborted message", ended_by(PeerAborted, lambda: works[1].wait(PATIENCE_S)), False
     close_all(worlds)
 
-    worlds = uni.local(2, quick)
+    worlds = reference_local(2, quick)
     works = [worlds[0].start.all_reduce(1), worlds[1].start.barrier()]
     for work in works:
         yield "mismatch", ended_by(CollectiveMismatch, lambda work=work: work.wait(PATIENCE_S)), True
     close_all(worlds)
 
-    worlds = uni.local(2, quick)
+    worlds = reference_local(2, quick)
     works = [world.start.all_reduce(1) for world in worlds[:1]]
     worlds[1].close()
     yield "left", ended_by(PeerLost, lambda: works[0].wait(PATIENCE_S)), True

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +20,7 @@ from hypothesis import strategies as st
 from tests.support.ranks import PATIENCE_S, run_ranks
 
 import unisono as uni
-from unisono.core.clock import NEVER, Deadline, RealRuntime, Waiting
+from unisono.core.clock import NEVER, Deadline, RealEvent, RealRuntime, Waiting
 from unisono.errors import UsageError
 
 QUICK = settings(derandomize=True, deadline=None, database=None, max_examples=100)
@@ -103,6 +109,53 @@ def test_waiting_ends_with_the_event_or_the_time():
     before = runtime.now()
     runtime.sleep(0.01)
     assert runtime.now() - before >= 0.01
+
+
+def interrupt_at(step: int, call: Callable[[], object]) -> bool:
+    """Raise KeyboardInterrupt before the given bytecode of a call; False if it has fewer."""
+    left = step
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_signal_at_any_point_of_a_wait_leaves_the_event_usable(is_open: bool) -> None:
+    for step in itertools.count(1):
+        event = RealEvent()
+        if is_open:
+            event._gate.release()  # as in the midst of `set`: the wait passes the gate
+        was_interrupted = interrupt_at(step, partial(event.wait, 0.0))
+        waiters = [threading.Thread(target=event.wait, daemon=True) for _ in range(2)]
+        for waiter in waiters:
+            waiter.start()
+        setter = threading.Thread(target=event.set, daemon=True)
+        for thread in (setter, *waiters):
+            if thread is setter:
+                thread.start()
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), f"stuck after a signal at step {step}"
+        event.clear()
+        assert event.wait(0.001) is False
+        if not was_interrupted:
+            assert step > 20
+            return
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.support.metronome import stopwatch
 from tests.support.ranks import PATIENCE_S, run_each, run_ranks
 
 import unisono as uni
+from unisono.backends.native.completions import CompletionDispatcher
 from unisono.core.clock import RealRuntime
 from unisono.core.request import Request
 from unisono.core.task import Call, Task, await_requests
@@ -531,19 +532,39 @@ def test_a_cancelled_receive_leaves_its_message_to_the_next():
     assert run_ranks(program, 2).values() == [[1, 2, 3], [0, 1, 2]]
 
 
-def test_a_cancelled_collective_ends_the_communicator_for_all_and_messages_still_pass():
+@pytest.mark.parametrize("is_slow", [False, True], ids=["", "another thread hears of it"])
+def test_a_cancelled_collective_ends_the_communicator_for_all_and_messages_still_pass(is_slow: bool):
+    """Its messages have left already, but what rank 0 said of its end came before its message to rank 1."""
+    is_ready, is_heard = threading.Event(), threading.Event()
+
     def program(comm):
         if comm.rank == 0:
+            is_ready.wait(PATIENCE_S)
             work = comm.start.all_reduce(np.ones(5))
             assert work.cancel()
             comm.send(np.ones(1), 1)
         else:
+            if is_slow:
+                dispatch_slowly(comm.backend.runtime._completions)
+            is_ready.set()
+            if is_slow:
+                assert is_heard.wait(PATIENCE_S)
             comm.recv(np.ones(1), 0)
         for _ in range(2):
             with pytest.raises(PeerAborted, match="rank 0 cancelled all_reduce") as caught:
                 comm.barrier()
             assert caught.value.rank == 0
         comm.sendrecv(np.ones(2), 1 - comm.rank, np.ones(2), 1 - comm.rank)
+
+    def dispatch_slowly(completions: CompletionDispatcher) -> None:
+        dispatch_one = completions._dispatch_one
+
+        def dispatch_late(*details) -> None:
+            is_heard.set()
+            time.sleep(0.005)
+            dispatch_one(*details)
+
+        completions._dispatch_one = dispatch_late  # type: ignore[method-assign]
 
     run_ranks(program, 2).values()
 

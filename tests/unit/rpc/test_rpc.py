@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.support.processes import Failed, run_processes
-from tests.support.ranks import run_ranks
+from tests.support.ranks import reference_local, run_ranks
 
 import unisono as uni
 from unisono.rpc import Agent, here
@@ -671,7 +671,7 @@ def test_closing_with_calls_in_flight_ends_them(ranks):
 
 
 def test_a_dead_callee_is_a_peer_lost_at_once():
-    worlds = uni.local(3)
+    worlds = reference_local(3)
     agents = [Agent(world) for world in worlds]
     release = threading.Event()
     for agent in agents:

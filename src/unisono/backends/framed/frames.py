@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import struct
-from enum import IntEnum
 from typing import Final, NamedTuple
 
 from unisono.config import Config
 from unisono.core.envelope import HEADER_BYTES_MAX, UNTYPED, Envelope, Lane
 from unisono.errors import ProtocolError
-from unisono.messaging.credit import eager_limits
+from unisono.messaging.actions import Frame, Kind
+from unisono.messaging.credit import bytes_max, eager_limits
 
-__all__ = ["Head", "Kind", "frame_bytes_max", "head_of", "parse"]
-
-
-class Kind(IntEnum):
-    """What a frame is."""
-
-    EAGER = 1  # a message with its bytes
-    RTS = 2  # ready to send: a message's envelope; its bytes wait at the sender
-    CTS = 3  # clear to send: a receive has matched the RTS
-    DATA = 4  # one piece of the bytes follows as payload
-    FIN = 5  # the receiver has all bytes
-    RTS_GONE = 6  # the answer to a CTS whose RTS was withdrawn
-    WITHDRAW = 7  # the sender withdraws an RTS
-    CREDIT = 8  # nothing but the credit that every frame may return
-    GOODBYE = 9  # the sender leaves; nothing follows
-    GOODBYE_ACK = 10  # the answer to a goodbye; nothing follows from this side either
+__all__ = ["Head", "Kind", "frame_bytes_max", "packed", "parse", "unpacked"]
 
 
 class Head(NamedTuple):
@@ -52,17 +37,56 @@ class Head(NamedTuple):
 _LAYOUT: Final = struct.Struct("<BBBxHxxQQQQQII")
 
 
-def head_of(kind: Kind, envelope: Envelope, lane: Lane, rendezvous_id: int = 0) -> Head:
-    """The head of a frame that carries an envelope."""
+def packed(frame: Frame) -> bytes:
+    """A frame of the protocol as bytes; those of DATA follow as payload."""
+    bulk, control = frame.credit
+    if frame.kind is Kind.EAGER or frame.kind is Kind.RTS:
+        about = frame.envelope
+        assert about is not None
+        head = Head(
+            frame.kind,
+            frame.lane,
+            about.dtype,
+            len(about.header),
+            frame.rendezvous_id,
+            about.context,
+            about.tag,
+            about.nbytes,
+            credit_bulk=bulk,
+            credit_control=control,
+        )
+        return b"".join((head.packed(), about.header, frame.data))
     return Head(
-        kind,
-        lane,
-        envelope.dtype,
-        rendezvous_id=rendezvous_id,
-        context=envelope.context,
-        tag=envelope.tag,
-        nbytes=envelope.nbytes,
-    )
+        frame.kind,
+        frame.lane,
+        rendezvous_id=frame.rendezvous_id,
+        nbytes=len(frame.data),
+        offset=frame.offset,
+        credit_bulk=bulk,
+        credit_control=control,
+    ).packed()
+
+
+def unpacked(peer: int, head: Head, body: memoryview, config: Config) -> Frame:
+    """The frame of a peer.
+
+    Raises:
+        ProtocolError: the frame is invalid.
+    """
+    if head.lane not in tuple(Lane) or head.kind not in tuple(Kind):
+        raise ProtocolError(f"a frame of unknown kind {head.kind} or lane {head.lane}")
+    kind, lane, credit = Kind(head.kind), Lane(head.lane), (head.credit_bulk, head.credit_control)
+    if kind is not Kind.EAGER and kind is not Kind.RTS:
+        return Frame(kind, lane, head.rendezvous_id, None, b"", head.offset, credit)
+    expected = head.header_bytes + (head.nbytes if kind is Kind.EAGER else 0)
+    if len(body) != expected or head.header_bytes > HEADER_BYTES_MAX:
+        raise ProtocolError(f"a message of {head.nbytes} bytes in a frame of {len(body)}")
+    if head.nbytes > bytes_max(config, head.tag):
+        raise ProtocolError(f"a message of {head.nbytes} bytes is longer than any may be")
+    header = bytes(body[: head.header_bytes])
+    data: bytes | memoryview = body[head.header_bytes :] if kind is Kind.EAGER else b""
+    envelope = Envelope(peer, head.context, head.tag, head.nbytes, head.dtype, header)
+    return Frame(kind, lane, head.rendezvous_id, envelope, data, 0, credit)
 
 
 def parse(frame: memoryview) -> tuple[Head, memoryview]:

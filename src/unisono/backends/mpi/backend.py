@@ -24,7 +24,7 @@ from unisono.backends.mpi.calls import Decision, MpiCalls
 from unisono.backends.mpi.collectives import MpiCollectives
 from unisono.backends.registry import BackendInfo
 from unisono.config import Config
-from unisono.core.clock import Event, RealRuntime, Waiting
+from unisono.core.clock import Event, RealEvent, RealRuntime, Waiting
 from unisono.core.envelope import Lane
 from unisono.core.request import Request
 from unisono.errors import BackendUnavailable, ProtocolError, RendezvousError
@@ -301,7 +301,7 @@ class _MpiRuntime(RealRuntime):
                 return False
             spins += 1
             if spins > _YIELDS:
-                assert isinstance(event, threading.Event)
+                assert isinstance(event, RealEvent)
                 event.wait(left)
                 pause = min(2 * pause, _PAUSE_LAST_S)
             elif spins > _SPINS:

@@ -26,7 +26,7 @@ from unisono.backends.native.refusals import Refusals
 from unisono.backends.registry import BackendInfo, Closable
 from unisono.config import Config
 from unisono.core.buffers import view
-from unisono.core.clock import RealRuntime, Runtime
+from unisono.core.clock import RealRuntime, Runtime, is_idle_in
 from unisono.core.dtypes import BFLOAT16, DTYPES
 from unisono.core.envelope import ANY, UNTYPED, Any_, Lane, Status, Tags
 from unisono.core.request import Request
@@ -90,6 +90,7 @@ class NativeBackend(Closable):
         direct_read: whether ranks of one host read each other's memory directly, where the system allows it.
         tls: encrypt all TCP. No TCP connection is accepted before `connect` has brought credentials.
         rekey_records: TLS records until the key is renewed.
+        local: the world of ranks in this process that it belongs to; then it does not listen.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class NativeBackend(Closable):
         direct_read: bool = True,
         tls: bool = False,
         rekey_records: int = 1 << 22,
+        local: _native.LocalWorld | None = None,
     ) -> None:
         self._rank = rank
         self._size = size
@@ -142,6 +144,7 @@ class NativeBackend(Closable):
                 host=host,
                 tls=tls,
                 rekey_records=rekey_records,
+                local=local,
             )
         except RuntimeError as error:
             raise BackendUnavailable(
@@ -153,7 +156,7 @@ class NativeBackend(Closable):
             ) from None
         self._tls = tls
         self._completions = CompletionDispatcher(self._engine, self._config.recv_bytes_max)
-        self._runtime = NativeRuntime(self._completions)
+        self._runtime = self._make_runtime(self._completions)
         self._hosts: tuple[int, ...] = ()
         # By shape of group: its size, this rank in it, and its hosts. Links and settings are the same.
         self._decisions: dict[tuple[int, int, tuple[int, ...]], _native.DecisionTable] = {}
@@ -395,6 +398,9 @@ class NativeBackend(Closable):
         """Call once the engine is closed: for resources that must outlive it."""
         self._after_close.append(call)
 
+    def _make_runtime(self, completions: CompletionDispatcher) -> NativeRuntime:
+        return NativeRuntime(completions)
+
     def _secure(self, given: Credentials) -> None:
         try:
             self._engine.secure(list(given.names), given.key_pem, given.certificate_pem, given.authority_pem)
@@ -457,6 +463,7 @@ def _leave_all() -> None:
         leave()
 
 
+@is_idle_in
 def _pump(completions_ref: weakref.ref[CompletionDispatcher], engine: _native.Engine) -> None:
     """Dispatch completions while no thread waits, conclude observed works, log refused connections."""
     refusals, clock = Refusals(), RealRuntime()

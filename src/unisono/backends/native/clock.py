@@ -17,6 +17,8 @@ __all__ = ["NativeRuntime"]
 _SLICE_S = 0.05
 # How long a caller that polls looks for progress: some looks at the links, and less than a call takes.
 _POLL_S = 20e-6
+# How long to wait for another thread that dispatches: long for what has come, short if a callback is slow.
+_DISPATCH_S = 0.05
 
 
 class EngineEvent:
@@ -61,6 +63,15 @@ class NativeRuntime(RealRuntime):
         with DEFERRED:
             if ended := engine.wait(_POLL_S, engine.interrupt_count(), completions.is_dispatching()):
                 completions.dispatch(ended)
+
+    def catch_up(self) -> None:
+        """Dispatch what has ended by now, or wait until another thread has done so."""
+        completions, engine = self._completions, self._completions.engine
+        end = self.now() + _DISPATCH_S
+        while engine.has_news() and not completions.is_dispatching() and self.now() < end:
+            if completions.is_closed or engine.is_forked():
+                break
+            self.polled()
 
     def event(self) -> Any:
         """Make an event."""

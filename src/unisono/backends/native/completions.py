@@ -33,7 +33,7 @@ _DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)
 class NativeRequest(Request):
     """A request with its operation's handle; it keeps the buffer until the engine is done with it."""
 
-    __slots__ = ("buffer", "completions", "dtype", "handle", "memory", "number")
+    __slots__ = ("buffer", "completions", "dtype", "engine_peer", "handle", "memory", "number")
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class NativeRequest(Request):
         memory: tuple[Any, ...] | None = None,
     ) -> None:
         super().__init__(peer)
+        self.engine_peer = peer  # `peer` becomes the rank of a group, if one has called
         self.memory = memory
         self.completions = completions
         self.buffer = buffer
@@ -215,8 +216,8 @@ class CompletionDispatcher:
 
     def _error(self, request: NativeRequest, outcome: int, envelope: Envelope | None) -> UnisonoError:
         if outcome == _PEER_DOWN:
-            assert isinstance(request.peer, int)
-            return self._down_of(request.peer).error()
+            assert isinstance(request.engine_peer, int)
+            return self._down_of(request.engine_peer).error()
         if outcome == _REFUSED and envelope is not None:
             posted = Posted(
                 envelope.source, envelope.context, envelope.tag, request, request.buffer, request.dtype

@@ -1,4 +1,4 @@
-"""An inbox beside a model, and under threads: order, refusals, probes, withdrawals, peers that go."""
+"""The receiving side of the protocol beside a model, and under threads: order, refusals, probes."""
 
 from __future__ import annotations
 
@@ -11,35 +11,55 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.ranks import PATIENCE_S, run_each
+from tests.support.ranks import PATIENCE_S, reference_local, run_each
 
 import unisono as uni
 from unisono.backends.local import LocalBackend
+from unisono.config import Config
 from unisono.core.dtypes import DTYPES
 from unisono.core.envelope import ANY, UNTYPED, Envelope, Tags
 from unisono.core.request import Request
 from unisono.errors import ClosedError, PeerLost, UsageError
+from unisono.messaging.actions import Frame, Kind
 from unisono.messaging.backend import PeerDown
-from unisono.messaging.inbox import InboundMessage, Inbox
+from unisono.messaging.endpoint import Endpoint
+from unisono.messaging.protocol import Protocol
 
 MANY = settings(derandomize=True, deadline=None, database=None, max_examples=400)
 FLOAT, DOUBLE = DTYPES["float32"].code, DTYPES["float64"].code
 
 
-class Note(InboundMessage):
-    """A message that writes down what happens to it."""
+class Rank(Endpoint):
+    """Rank 0. Its peers exist only as frames: they send the bytes as soon as a CTS asks for them."""
 
-    def __init__(self, name: object) -> None:
-        self.name = name
-        self.delivered: list[Request] = []
-        self.refused: list[Exception] = []
+    def __init__(self) -> None:
+        super().__init__(Protocol(0, Config()), self._answer)
+        self.sent: list[tuple[int, Frame]] = []
+        self.bytes_of: dict[tuple[int, int], bytes] = {}
+        self.next_id = 1
 
-    def deliver(self, posted, envelope):
-        self.delivered.append(posted.request)
-        posted.request.complete(envelope, str(self.name).encode())
+    def eager(self, envelope: Envelope) -> None:
+        self.arrive(envelope.source, Frame(Kind.EAGER, envelope=envelope, data=bytes(envelope.nbytes)))
 
-    def refuse(self, error):
-        self.refused.append(error)
+    def rts(self, envelope: Envelope) -> int:
+        number, self.next_id = self.next_id, self.next_id + 1
+        self.bytes_of[envelope.source, number] = bytes(envelope.nbytes)
+        self.arrive(envelope.source, Frame(Kind.RTS, rendezvous_id=number, envelope=envelope))
+        return number
+
+    def get(self, source, context, tag, into=None, dtype=UNTYPED) -> Request:
+        return self.receive(source, context, tag, into, dtype)
+
+    def is_idle(self) -> bool:
+        return self.protocol.inbox.is_idle() and not self.protocol._receives
+
+    def _answer(self, outgoing):
+        frame = outgoing.frame
+        self.sent.append((outgoing.peer, frame))
+        if frame.kind is not Kind.CTS or (outgoing.peer, frame.rendezvous_id) not in self.bytes_of:
+            return ()
+        data = self.bytes_of.pop((outgoing.peer, frame.rendezvous_id))
+        return self.take(outgoing.peer, Frame(Kind.DATA, rendezvous_id=frame.rendezvous_id, data=data))
 
 
 # -- beside a model --------------------------------------------------------------------------------------
@@ -73,15 +93,15 @@ class Ask:
 
 
 class Model:
-    """The inbox as two lists."""
+    """An inbox as two lists."""
 
     def __init__(self) -> None:
         self.asks: list[Ask] = []
-        self.queue: list[tuple[Envelope, Note]] = []
+        self.queue: list[tuple[Envelope, int]] = []  # with the id of an RTS, or 0
         self.down: set[int] = set()
         self.everything: list[Ask] = []
 
-    def arrive(self, envelope, note):
+    def arrive(self, envelope, rendezvous_id):
         for ask in [a for a in self.asks if a.fits(envelope)]:
             self.asks.remove(ask)
             if ask.is_probe:
@@ -89,9 +109,9 @@ class Model:
             elif not ask.takes(envelope):
                 ask.outcome = ("refused", envelope)
             else:
-                ask.outcome = ("got", envelope, note.name)
+                ask.outcome = ("got", envelope)
                 return
-        self.queue.append((envelope, note))
+        self.queue.append((envelope, rendezvous_id))
 
     def ask(self, ask: Ask) -> None:
         self.everything.append(ask)
@@ -107,18 +127,17 @@ class Model:
             ask.outcome = ("refused", found[0])
         else:
             self.queue.remove(found)
-            ask.outcome = ("got", found[0], found[1].name)
+            ask.outcome = ("got", found[0])
 
 
-def outcome(request: Request) -> object:
+def outcome(ask: Ask) -> object:
     """How the real request ended, in the model's words."""
+    request = ask.request
     if not request.done:
         return None
     match request.error:
         case None:
-            if request.data is None:
-                return ("saw", request.envelope)
-            return ("got", request.envelope, int(request.data))
+            return ("saw" if ask.is_probe else "got", request.envelope)
         case UsageError():
             return ("refused", request.envelope)
         case PeerLost():
@@ -128,15 +147,15 @@ def outcome(request: Request) -> object:
     return request.error
 
 
-SOURCES = st.integers(0, 2)
+SOURCES = st.integers(1, 3)
 TAGS = st.sampled_from([0, 1, Tags.collective(0, 0)])
 SIZES = st.integers(0, 3)
 TYPES = st.sampled_from([FLOAT, DOUBLE, UNTYPED])
 WILD = st.just(ANY)
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("arrive"), SOURCES, st.integers(0, 1), TAGS, SIZES, TYPES),
-        st.tuples(st.just("arrive"), SOURCES, st.integers(0, 1), TAGS, SIZES, TYPES),
+        st.tuples(st.just("eager"), SOURCES, st.integers(0, 1), TAGS, SIZES, TYPES),
+        st.tuples(st.just("rts"), SOURCES, st.integers(0, 1), TAGS, SIZES, TYPES),
         st.tuples(
             st.just("receive"), SOURCES | WILD, st.integers(0, 1), TAGS | WILD, SIZES | st.none(), TYPES
         ),
@@ -149,19 +168,19 @@ STEPS = st.lists(
 )
 
 
-def play(inbox: Inbox, model: Model, number: int, verb: str, words: list) -> None:
+def play(rank: Rank, model: Model, number: int, verb: str, words: list) -> None:
     match verb:
-        case "arrive":
-            envelope, note = Envelope(*words), Note(number)
-            inbox.arrive(envelope, note)
-            model.arrive(envelope, note)
+        case "eager" | "rts" if words[0] not in model.down:
+            envelope = Envelope(*words, str(number).encode())
+            rendezvous_id = rank.rts(envelope) if verb == "rts" else rank.eager(envelope) or 0
+            model.arrive(envelope, rendezvous_id)
         case "receive":
             source, context, tag, room, dtype = words
             into = None if room is None else memoryview(bytearray(room))
-            request = inbox.receive(source, context, tag, into, dtype)
+            request = rank.get(source, context, tag, into, dtype)
             model.ask(Ask(source, context, tag, room, dtype, False, request))
         case "probe":
-            request = inbox.probe(*words)
+            request = rank.probe(*words)
             model.ask(Ask(*words, None, UNTYPED, True, request))
         case "cancel" if model.everything:
             ask = model.everything[words[0] % len(model.everything)]
@@ -169,48 +188,48 @@ def play(inbox: Inbox, model: Model, number: int, verb: str, words: list) -> Non
             if ask in model.asks:
                 model.asks.remove(ask)
                 ask.outcome = ("withdrawn",)
-        case "take back" if model.queue:
-            envelope, note = model.queue.pop(words[0] % len(model.queue))
-            assert inbox.withdraw_message(note)
-            assert not inbox.withdraw_message(note)
+        case "take back" if offered := [entry for entry in model.queue if entry[1]]:
+            envelope, rendezvous_id = offered[words[0] % len(offered)]
+            model.queue.remove((envelope, rendezvous_id))
+            rank.arrive(envelope.source, Frame(Kind.WITHDRAW, rendezvous_id=rendezvous_id))
         case "down":
-            inbox.peer_down(PeerDown(words[0], "killed"))
+            rank.peer_down(PeerDown(words[0], "killed"))
             model.down.add(words[0])
             for ask in [a for a in model.asks if a.source == words[0]]:
                 model.asks.remove(ask)
                 ask.outcome = ("lost",)
+            model.queue = [entry for entry in model.queue if not entry[1] or entry[0].source != words[0]]
 
 
 @MANY
 @given(STEPS)
 def test_an_inbox_does_what_two_lists_would_do(steps):
-    inbox, model = Inbox(0), Model()
+    rank, model = Rank(), Model()
     for number, (verb, *words) in enumerate(steps):
-        play(inbox, model, number, verb, words)
-        assert [outcome(a.request) for a in model.everything] == [a.outcome for a in model.everything]
-        assert inbox.is_idle() is (not model.asks and not model.queue)
+        play(rank, model, number, verb, words)
+        assert [outcome(a) for a in model.everything] == [a.outcome for a in model.everything]
+        assert rank.is_idle() is (not model.asks and not model.queue)
     for ask in model.asks:
         assert ask.request.cancel()
-    for _, note in model.queue:
-        assert inbox.withdraw_message(note)
-        assert not note.delivered
-    assert inbox.is_idle()
+    for envelope, _ in model.queue:
+        assert rank.get(envelope.source, envelope.context, envelope.tag).envelope == envelope
+    assert rank.is_idle()
 
 
 @MANY
 @given(STEPS)
 def test_messages_with_one_source_and_tag_are_received_in_the_order_they_came(steps):
     """Said once more without the model: numbers only grow, and nothing is received twice."""
-    inbox, model = Inbox(0), Model()
+    rank, model = Rank(), Model()
     for number, (verb, *words) in enumerate(steps):
-        play(inbox, model, number, verb, words)
-    got = [a.request for a in model.everything if a.request.done and a.request.data]
-    numbers = [int(request.data) for request in got]
+        play(rank, model, number, verb, words)
+    got = [a for a in model.everything if a.request.done and not a.request.error and not a.is_probe]
+    numbers = [int(ask.request.envelope.header) for ask in got]
     assert len(set(numbers)) == len(numbers)
     exact = defaultdict(list)
-    for ask in model.everything:
-        if ask.request.done and ask.request.data and ANY not in (ask.source, ask.tag) and ask.room is None:
-            exact[ask.source, ask.context, ask.tag].append(int(ask.request.data))
+    for ask, number in zip(got, numbers, strict=True):
+        if ANY not in (ask.source, ask.tag) and ask.room is None:
+            exact[ask.source, ask.context, ask.tag].append(number)
     for received in exact.values():
         assert received == sorted(received)
 
@@ -218,72 +237,77 @@ def test_messages_with_one_source_and_tag_are_received_in_the_order_they_came(st
 # -- one by one ------------------------------------------------------------------------------------------
 
 
-def arrive(inbox: Inbox, name: object, source=1, tag=0, nbytes=0) -> Note:
-    note = Note(name)
-    inbox.arrive(Envelope(source, 0, tag, nbytes), note)
-    return note
+def arrive(rank: Rank, number: int, source=1, tag=0, nbytes=0) -> None:
+    rank.eager(Envelope(source, 0, tag, nbytes, header=str(number).encode()))
+
+
+def number_of(request: Request) -> int:
+    assert request.error is None
+    return int(request.envelope.header)
 
 
 def test_a_message_that_is_too_long_stays_for_the_next():
-    inbox = Inbox(0)
-    arrive(inbox, 7, nbytes=9)
-    small = inbox.receive(1, 0, 0, memoryview(bytearray(8)))
+    rank = Rank()
+    arrive(rank, 7, nbytes=9)
+    small = rank.get(1, 0, 0, memoryview(bytearray(8)))
     assert isinstance(small.error, UsageError)
     assert small.envelope.nbytes == 9
-    assert inbox.receive(1, 0, 0, memoryview(bytearray(9))).data == b"7"
-    assert inbox.is_idle()
+    assert number_of(rank.get(1, 0, 0, memoryview(bytearray(9)))) == 7
+    assert rank.is_idle()
 
 
 def test_a_message_that_is_too_long_goes_on_to_the_receive_behind():
-    inbox = Inbox(0)
-    small, large = (inbox.receive(1, 0, 0, memoryview(bytearray(room))) for room in (8, 9))
-    arrive(inbox, 7, nbytes=9)
+    rank = Rank()
+    small, large = (rank.get(1, 0, 0, memoryview(bytearray(room))) for room in (8, 9))
+    arrive(rank, 7, nbytes=9)
     assert isinstance(small.error, UsageError)
     assert small.envelope.nbytes == 9, "who was refused can still be asked for its header"
-    assert large.data == b"7"
+    assert number_of(large) == 7
 
 
 def test_probes_see_the_message_that_a_receive_would_get():
-    inbox = Inbox(0)
-    early = [inbox.probe(ANY, 0, ANY), inbox.probe(1, 0, 5), inbox.probe(2, 0, ANY)]
-    arrive(inbox, 1, tag=5)
-    arrive(inbox, 2, tag=6)
-    late = inbox.probe(1, 0, ANY)
+    rank = Rank()
+    early = [rank.probe(ANY, 0, ANY), rank.probe(1, 0, 5), rank.probe(2, 0, ANY)]
+    arrive(rank, 1, tag=5)
+    arrive(rank, 2, tag=6)
+    late = rank.probe(1, 0, ANY)
     assert [probe.done for probe in early] == [True, True, False]
     assert {probe.envelope.tag for probe in (*early[:2], late)} == {5}
-    assert inbox.receive(ANY, 0, ANY, None).data == b"1"
-    assert inbox.receive(ANY, 0, ANY, None).data == b"2"
+    assert number_of(rank.get(ANY, 0, ANY)) == 1
+    assert number_of(rank.get(ANY, 0, ANY)) == 2
     assert early[2].cancel()
-    assert inbox.is_idle()
+    assert rank.is_idle()
 
 
 def test_what_a_peer_sent_before_it_went_can_still_be_received():
-    inbox = Inbox(0)
-    waiting, anyone = inbox.receive(1, 0, 9, None), inbox.receive(ANY, 0, 9, None)
-    arrive(inbox, 1)
-    inbox.peer_down(PeerDown(1, "killed"))
-    inbox.peer_down(PeerDown(1, "told twice"))
+    rank = Rank()
+    waiting, anyone = rank.get(1, 0, 9), rank.get(ANY, 0, 9)
+    arrive(rank, 1)
+    rank.peer_down(PeerDown(1, "killed"))
+    rank.peer_down(PeerDown(1, "told twice"))
     assert isinstance(waiting.error, PeerLost)
     assert waiting.error.ranks == (1,)
     assert waiting.error.cause == "killed"
     assert not anyone.done, "another rank may still serve it"
-    assert inbox.receive(1, 0, 0, None).data == b"1"
-    assert isinstance(inbox.receive(1, 0, 0, None).error, PeerLost)
-    assert isinstance(inbox.probe(1, 0, 0).error, PeerLost)
+    assert number_of(rank.get(1, 0, 0)) == 1
+    assert isinstance(rank.get(1, 0, 0).error, PeerLost)
+    assert isinstance(rank.probe(1, 0, 0).error, PeerLost)
     assert anyone.cancel()
 
 
-def test_closing_ends_both_sides_once():
-    inbox = Inbox(0)
-    receive, probe = inbox.receive(1, 0, 9, None), inbox.probe(1, 0, 9)
-    queued = arrive(inbox, 1)
-    inbox.close(ClosedError("shut"), PeerLost("gone", ranks=(0,)))
-    inbox.close(ClosedError("again"), PeerLost("again"))
-    assert receive.error.what == probe.error.what == "shut"
-    assert [e.what for e in queued.refused] == ["gone"]
-    assert [e.what for e in arrive(inbox, 2).refused] == ["gone"]
-    assert isinstance(inbox.receive(1, 0, 0, None).error, ClosedError)
-    assert inbox.is_idle()
+def test_closing_ends_what_waits_once():
+    rank = Rank()
+    receive, probe, send = rank.get(1, 0, 9), rank.probe(1, 0, 9), rank.get(2, 0, 9)
+    arrive(rank, 1)
+    rank.rts(Envelope(1, 0, 0, 5))
+    assert rank.close()
+    assert not rank.close()
+    for request in (receive, probe, send, rank.get(1, 0, 0)):
+        assert isinstance(request.error, ClosedError)
+        assert "rank 0 is closed" in str(request.error)
+    arrive(rank, 2)
+    rank.rts(Envelope(1, 0, 0, 5))
+    assert rank.is_idle()
 
 
 def test_a_request_ends_once_and_tells_everyone():
@@ -299,23 +323,23 @@ def test_a_request_ends_once_and_tells_everyone():
 
 def test_what_a_message_sets_off_may_use_the_inbox():
     """Callbacks run without the lock: a receive may post the next, a refusal may close."""
-    inbox, received = Inbox(0), []
+    rank, received = Rank(), []
 
     def listen() -> None:
-        request = inbox.receive(ANY, 0, ANY, None)
+        request = rank.get(ANY, 0, ANY)
 
         def on_done() -> None:
             if request.error is None:
-                received.append(request.data)
+                received.append(number_of(request))
                 listen()
 
         request.notify(on_done)
 
     listen()
     for number in range(50):
-        arrive(inbox, number)
-    assert received == [str(number).encode() for number in range(50)]
-    inbox.close(ClosedError("shut"), PeerLost("gone"))
+        arrive(rank, number)
+    assert received == list(range(50))
+    rank.close()
 
 
 # -- under threads ---------------------------------------------------------------------------------------
@@ -323,54 +347,54 @@ def test_what_a_message_sets_off_may_use_the_inbox():
 
 def test_threads_lose_nothing_and_keep_the_order():
     """Four senders with two tags each, four receivers that take from one of them each, one that takes any."""
-    inbox, count = Inbox(0), 300
+    rank, count = Rank(), 300
 
     def send(source: int) -> None:
         for number in range(count):
             for tag in (0, 1):
-                arrive(inbox, number, source=source, tag=tag)
+                arrive(rank, number, source=source, tag=tag)
 
     def receive(source: object, tag: int, number: int) -> list[tuple[int, int]]:
         taken = []
         for _ in range(number):
             done = threading.Event()
-            request = inbox.receive(source, 0, tag, None)
+            request = rank.get(source, 0, tag)
             request.notify(done.set)
             assert done.wait(PATIENCE_S)
-            taken.append((request.envelope.source, int(request.data)))
+            taken.append((request.envelope.source, number_of(request)))
         return taken
 
-    jobs = [lambda s=s: send(s) for s in range(4)]
-    jobs += [lambda s=s: receive(s, 0, count) for s in range(4)]
+    jobs = [lambda s=s: send(s) for s in range(1, 5)]
+    jobs += [lambda s=s: receive(s, 0, count) for s in range(1, 5)]
     jobs += [lambda: receive(ANY, 1, 4 * count)]
     results = run_each(lambda job: job(), jobs).values()
-    for source in range(4):
-        assert results[4 + source] == [(source, number) for number in range(count)]
+    for source in range(1, 5):
+        assert results[3 + source] == [(source, number) for number in range(count)]
         assert [n for s, n in results[8] if s == source] == list(range(count))
-    assert inbox.is_idle()
+    assert rank.is_idle()
 
 
 def test_cancelling_races_with_arriving_and_one_of_them_wins():
-    inbox, rounds = Inbox(0), 400
+    rank, rounds = Rank(), 400
     turn = threading.Barrier(2)
     requests: list[Request] = []
 
     def receiver() -> list[bool]:
         withdrawn = []
         for _ in range(rounds):
-            requests.append(inbox.receive(1, 0, 0, None))
+            requests.append(rank.get(1, 0, 0))
             turn.wait(PATIENCE_S)
             withdrawn.append(requests[-1].cancel())
             turn.wait(PATIENCE_S)
             if withdrawn[-1]:  # then the message is still there
-                assert inbox.receive(1, 0, 0, None).data is not None
+                assert rank.get(1, 0, 0).done
             turn.wait(PATIENCE_S)
         return withdrawn
 
     def sender() -> None:
         for number in range(rounds):
             turn.wait(PATIENCE_S)
-            arrive(inbox, number)
+            arrive(rank, number)
             turn.wait(PATIENCE_S)
             turn.wait(PATIENCE_S)
 
@@ -378,7 +402,7 @@ def test_cancelling_races_with_arriving_and_one_of_them_wins():
     for request, was_withdrawn in zip(requests, withdrawn, strict=True):
         assert request.done
         assert (request.error is not None) is was_withdrawn
-    assert inbox.is_idle()
+    assert rank.is_idle()
 
 
 # -- in a world ------------------------------------------------------------------------------------------
@@ -395,19 +419,20 @@ def test_a_world_that_is_done_leaves_nothing_in_any_inbox():
         row.all_reduce(np.ones(2000))
         comm.barrier()
         row.close()
-        return comm.backend._hub.inboxes[comm.rank]
+        return comm.backend.endpoint
 
-    def idle(inbox) -> bool:
-        with inbox._lock:
-            waiting = [p for p in inbox._matcher.all_posted() if p.tag != Tags.CONTROL]
-            return not waiting and not list(inbox._matcher.all_unexpected())
+    def idle(endpoint) -> bool:
+        with endpoint.lock:
+            matcher = endpoint.protocol.inbox.matcher
+            waiting = [p for p in matcher.all_posted() if p.tag != Tags.CONTROL]
+            return not waiting and not list(matcher.all_unexpected())
 
-    comms = uni.local(4)
-    inboxes = run_each(program, comms).values()
-    assert all(map(idle, inboxes))
+    comms = reference_local(4)
+    endpoints = run_each(program, comms).values()
+    assert all(map(idle, endpoints))
     for comm in comms:
         comm.close()
-    assert all(inbox.is_idle() for inbox in inboxes)
+    assert all(endpoint.protocol.inbox.is_idle() for endpoint in endpoints)
 
 
 @pytest.mark.parametrize("kind", ["communicator", "backend"])
@@ -419,10 +444,10 @@ def test_a_forgotten_rank_leaves_even_if_the_collector_strikes_under_a_lock(kind
         hub = backends[0]._hub
         places = [uni.Communicator.world(b) for b in backends] if kind == "communicator" else backends
         del backends
-        with hub.inboxes[0]._lock:
+        with hub.endpoints[0].lock:
             places.pop()
             gc.collect()
-        request, done = hub.inboxes[0].receive(1, 1, 0, None), threading.Event()
+        request, done = hub.endpoints[0].receive(1, 1, 0, None, UNTYPED), threading.Event()
         request.notify(done.set)
         assert done.wait(PATIENCE_S)
         assert isinstance(request.error, PeerLost)

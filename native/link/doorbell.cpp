@@ -1,0 +1,56 @@
+#include "link/doorbell.hpp"
+
+#include <poll.h>
+#include <sys/syscall.h>
+
+namespace unisono::engine {
+
+std::unique_ptr<SocketDoorbell> SocketDoorbell::open(Poller& poller, Descriptor socket, std::string& why) {
+  std::unique_ptr<SocketDoorbell> bell(new SocketDoorbell(poller));
+  ucred other{};
+  socklen_t length = sizeof other;
+  if (getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &other, &length) != 0) {
+    why = failure("cannot get the process id of its socket");
+    return nullptr;
+  }
+  bell->pid_ = other.pid;
+  bell->pidfd_ = Descriptor(static_cast<int>(syscall(SYS_pidfd_open, other.pid, 0)));
+  bell->socket_ = std::move(socket);
+  bell->watch_ = poller.add(bell->socket_.get(), EPOLLIN | EPOLLRDHUP | EPOLLET, *bell);
+  if (bell->pidfd_) bell->pid_watch_ = poller.add(bell->pidfd_.get(), EPOLLIN, *bell);
+  if (bell->watch_ == 0) {
+    why = failure("cannot watch the socket");
+    return nullptr;
+  }
+  return bell;
+}
+
+SocketDoorbell::~SocketDoorbell() {
+  if (watch_ != 0) poller_.remove(socket_.get(), watch_);
+  if (pid_watch_ != 0) poller_.remove(pidfd_.get(), pid_watch_);
+}
+
+void SocketDoorbell::ring() {
+  const char one = 1;
+  // A full socket holds a wake-up already; a closed one reports its end by an event.
+  [[maybe_unused]] const ssize_t n = ::send(socket_.get(), &one, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+bool SocketDoorbell::is_alive() const {
+  pollfd p{pidfd_.get(), POLLIN, 0};
+  return ::poll(&p, 1, 0) == 0;
+}
+
+void SocketDoorbell::on_ready(uint32_t) {
+  bool has_ended = false;
+  char wakes[256];
+  for (;;) {
+    const ssize_t n = ::recv(socket_.get(), wakes, sizeof wakes, MSG_DONTWAIT);
+    if (n > 0) continue;
+    if (n == 0 || (errno != EAGAIN && errno != EINTR)) has_ended = true;
+    if (n == 0 || errno != EINTR) break;
+  }
+  if (has_ended || (pidfd_ && !is_alive())) is_ended_.store(true, std::memory_order_release);
+}
+
+}  // namespace unisono::engine
