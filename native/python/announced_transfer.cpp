@@ -3,12 +3,11 @@
 
 #include <nanobind/stl/string.h>
 
-#include <algorithm>
-#include <bit>
 #include <cstring>
 #include <numeric>
 #include <optional>
 
+#include "collective/size_class.hpp"
 #include "engine/engine.hpp"
 #include "kernels/kernels.hpp"
 #include "python/announcement.hpp"
@@ -19,30 +18,13 @@ namespace unisono {
 
 using namespace engine;
 
-namespace {
-
-// The class of a count, as in plans/choose.py.
-int class_of(uint64_t count) { return count == 0 ? 0 : 1 + std::bit_width(count - 1); }
-
-// Counts that are decided alike: all even ones of a class; of uneven ones, those with the longest and the mean of the
-// others in one class each; in an all_to_all, all uneven ones.
-int class_of(const std::vector<uint64_t>& counts, bool is_all_to_all) {
-  const bool is_even = std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
-  if (is_even && !(is_all_to_all && counts[0] == 0)) return 1 << 16 | class_of(counts[0]);
-  if (is_all_to_all) return 0;
-  const uint64_t longest = *std::max_element(counts.begin(), counts.end());
-  const uint64_t all = std::accumulate(counts.begin(), counts.end(), uint64_t{0});
-  return class_of(longest) << 8 | class_of((all - longest) / (counts.size() - 1));
-}
-
-}  // namespace
-
 Call::Next Call::advance_announced(bool is_blocking) {
   switch (look_at_rows()) {
     case Rows::complete: return make_announced_result() ? Next::finish : Next::leave_to_python;
     case Rows::strange: return Next::leave_to_python;
     case Rows::lengths_only: break;
   }
+  if (!group_.call_log.fast_path_open) return Next::leave_to_python;
   try {
     prepare_second_stage();
   } catch (const LeftToReference&) {
@@ -154,8 +136,9 @@ void Call::find_second_decision(uint8_t dtype) {
   key.root = root_;
   key.algorithm = mine.algorithm;
   key.stage = 1;
-  key.size_class = class_of(mine.counts, is_all_to_all);
-  const bool is_even = (key.size_class & 1 << 16) != 0;
+  const bool is_uniform = is_even(mine.counts);
+  // Of an uneven all_to_all a rank sees only its own blocks, so all of them are one class.
+  if (!is_all_to_all || (is_uniform && mine.counts[0] != 0)) key.size_class = 1 + size_class(mine.counts);
   decision_ = group_.decisions.find(key);
   if (decision_ == nullptr) {
     ++group_.decided;
@@ -168,13 +151,11 @@ void Call::find_second_decision(uint8_t dtype) {
   }
   const uint64_t all = std::accumulate(mine.counts.begin(), mine.counts.end(), uint64_t{0});
   if (all >= count_any) throw LeftToReference();
-  const bool is_plain =
-      std::adjacent_find(mine.counts.begin(), mine.counts.end(), std::not_equal_to<>()) == mine.counts.end();
-  const std::span<const uint64_t> hashed(mine.counts.data(), is_plain ? 0 : mine.counts.size());
+  const std::span<const uint64_t> hashed(mine.counts.data(), is_uniform ? 0 : mine.counts.size());
   fingerprint_ = decision_->fingerprint.with(all, Fingerprint::hash_of(group_.fingerprint_seed, hashed));
   // Nobody need make a matrix of counts that are all the same.
-  if (is_even) mine.counts.resize(1);
-  if (!decision_->program->accepts({mine.counts.data(), mine.counts.size(), is_even})) throw LeftToReference();
+  if (is_uniform) mine.counts.resize(1);
+  if (!decision_->program->accepts({mine.counts.data(), mine.counts.size(), is_uniform})) throw LeftToReference();
 }
 
 PyObject* Call::finish_second_stage() {

@@ -9,6 +9,7 @@
 #include <optional>
 #include <span>
 
+#include "collective/size_class.hpp"
 #include "engine/engine.hpp"
 #include "kernels/isa.hpp"
 #include "python/fingerprint_bytes.hpp"
@@ -234,8 +235,7 @@ void Call::find_decision(const Given& given) {
   key.algorithm = algorithm_of(given);
   const uint64_t width = op_ == OpNames::none ? 1 : op_names.width_of(op_);
   count_ = x_.count / width / static_cast<uint64_t>(is_by_rank(spec_.verb) ? group_.size : 1);
-  // As plans/choose.py counts: what is empty is a class of its own.
-  key.size_class = parts_.has_value() ? parts_->size_class() : count_ == 0 ? -1 : std::bit_width(count_ - 1);
+  key.size_class = parts_.has_value() ? parts_->size_class() : size_class(count_);
   if (width > 1 && !fused_.has_value()) {
     key.shape = static_cast<uint64_t>(x_.nd);
     for (int i = 0; i < x_.nd; ++i) key.shape = (key.shape ^ static_cast<uint64_t>(x_.shape[i])) * 0xd6e8feb86659fd93u;

@@ -1,9 +1,5 @@
 #include "python/part_counts.hpp"
 
-#include <algorithm>
-#include <bit>
-#include <numeric>
-
 #include "kernels/kernels.hpp"
 
 namespace unisono {
@@ -45,8 +41,6 @@ void read_array(PyObject* given, const Arguments& arguments, std::vector<std::in
   }
 }
 
-int class_of(uint64_t count) { return std::bit_width(count - (count > 0)); }
-
 }  // namespace
 
 void PartCounts::read(PyObject* given, const Arguments& arguments, const Argument& x, std::int32_t ranks,
@@ -70,17 +64,6 @@ void PartCounts::read(PyObject* given, const Arguments& arguments, const Argumen
     items_.push_back(elements / width);
   }
   if (left != 0) throw LeftToReference();
-}
-
-bool PartCounts::is_even() const {
-  return std::all_of(items_.begin(), items_.end(), [&](uint64_t count) { return count == items_[0]; });
-}
-
-int PartCounts::size_class() const {
-  if (is_even()) return class_of(items_[0]);
-  const uint64_t longest = *std::max_element(items_.begin(), items_.end());
-  const uint64_t others = std::accumulate(items_.begin(), items_.end(), uint64_t{0}) - longest;
-  return 1 << 16 | class_of(longest) << 8 | class_of(others / (items_.size() - 1));
 }
 
 }  // namespace unisono

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "collective/program.hpp"
+#include "collective/size_class.hpp"
 #include "python/argument.hpp"
 
 namespace unisono {
@@ -16,10 +17,8 @@ class PartCounts {
   // items of `width` elements. Throws LeftToReference for anything else, which the reference path refuses or reads.
   void read(PyObject* given, const Arguments& arguments, const Argument& x, std::int32_t ranks, uint64_t width);
 
-  bool is_even() const;
-  // The class of the counts, as in unisono/plans/choose.py: the one of all parts if they are equally long, otherwise
-  // those of the longest part and of the mean of the others.
-  int size_class() const;
+  bool is_even() const { return engine::is_even(items_); }
+  int size_class() const { return engine::size_class(items_); }
   // The length of a part along axis 0.
   std::int64_t rows(std::int32_t rank) const { return rows_[static_cast<size_t>(rank)]; }
   engine::Counts items() const { return {items_.data(), items_.size(), false}; }
