@@ -47,8 +47,11 @@ PyObject* run_call(const VerbsObject& self, const VerbSpec& spec, const Given& g
   Call call(*self.native, spec, self.helper);
   call.prepare(given, false);
   call.look_at_news();
-  if (call.begin_and_poll(true)) [[likely]]
-    return call.finish();
+  if (call.begin_and_poll(true)) [[likely]] {
+    nb::object result = nb::steal(call.finish());
+    if (result.is_valid()) call.tell_news();
+    return result.release().ptr();
+  }
   switch (call.wait(never)) {
     case Call::Waited::taken: return call.finish();
     case Call::Waited::interrupted: {
@@ -251,6 +254,7 @@ void bind_verbs(nb::module_& m) {
       .def("unclaimed", &NativeGroup::unclaimed, nb::arg("sequence"))
       .def("has_unexpected", &NativeGroup::has_unexpected)
       .def("unconfirmed_ranks", &NativeGroup::unconfirmed_ranks)
+      .def("is_idle", &NativeGroup::is_idle)
       .def("introduce", &NativeGroup::introduce)
       .def("works_to_adopt", &NativeGroup::works_to_adopt, nb::arg("only_overdue"))
       .def("unwaited", &NativeGroup::unwaited)

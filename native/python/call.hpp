@@ -95,6 +95,8 @@ class Call {
   void keep();
   // Let Python see what has come, before a collective begins. LeftToReference if the fast path is closed.
   void look_at_news();
+  // Let Python see what has come for others.
+  void tell_news();
   // Start its operations: allowed, numbered and under way while nobody else runs Python.
   void begin();
   // Look for its end for a few rounds of progress, if that is worth it; true if it has ended well and was taken.
@@ -163,6 +165,7 @@ class Call {
   // With the engine's lock: true if all operations ended well; then they are back in their pools.
   bool take();
   void release(unsigned count);
+  bool is_undisturbed(const engine::CallLog::InFlightCall& flight) const;
   void fill_with_identity();
   nb::object status() const;
   nb::object make_group();
