@@ -175,6 +175,14 @@ class CompletionQueue {
     if (!is_empty() && !is_telling_) wake_pump();
     return false;
   }
+  // Look for the end of operations for a few rounds of progress. The caller tells what else has come meanwhile, so the
+  // pump need not wake up for it.
+  template <class HasEnded>
+  void poll_briefly(HasEnded has_ended) {
+    ++waiters_;
+    engine_.poll_briefly(has_ended);
+    --waiters_;
+  }
   // Watch it no more: from now on it is told, under the caller's number, also if it wants memory now. False if it has
   // ended.
   bool unwatch(Operation& operation, uint64_t id);

@@ -68,7 +68,11 @@ PyObject* run_call(const VerbsObject& self, const VerbSpec& spec, const Given& g
         default: return call.finish_adopted(call.adopt("carry_on"));
       }
     switch (call.advance(true)) {
-      case Call::Next::finish: return call.finish();
+      case Call::Next::finish: {
+        nb::object result = nb::steal(call.finish());
+        if (result.is_valid()) call.tell_news();  // of others, while this call was polling
+        return result.release().ptr();
+      }
       case Call::Next::leave_to_python: return call.finish_adopted(call.adopt("carry_on"));
       case Call::Next::wait: break;
     }
@@ -267,6 +271,7 @@ void bind_verbs(nb::module_& m) {
       .def("unclaimed", &NativeGroup::unclaimed, nb::arg("sequence"))
       .def("has_unexpected", &NativeGroup::has_unexpected)
       .def("unconfirmed_ranks", &NativeGroup::unconfirmed_ranks)
+      .def("is_idle", &NativeGroup::is_idle)
       .def("introduce", &NativeGroup::introduce)
       .def("works_to_adopt", &NativeGroup::works_to_adopt, nb::arg("only_overdue"))
       .def("unwaited", &NativeGroup::unwaited)

@@ -436,12 +436,23 @@ bool Call::begin_and_poll(bool is_blocking) {
 
 void Call::poll_if_short() {
   if (!has_ended() && poll_bytes() <= poll_bytes_max)
-    group_.completions.engine().poll_briefly([this] { return is_poll_over(); });
+    group_.completions.poll_briefly([this] { return is_poll_over(); });
 }
 
 void Call::look_at_news() {
-  if (is_collective() && group_.completions.has_news()) helper_.attr("look_at_news")();
+  if (is_collective()) tell_news();
   if (!group_.call_log.fast_path_open) throw LeftToReference();
+}
+
+void Call::tell_news() {
+  if (group_.completions.has_news()) [[unlikely]]
+    helper_.attr("look_at_news")();
+}
+
+// True if it needs nothing of Python but that it tells what has come for others.
+bool Call::is_undisturbed(const CallLog::InFlightCall& flight) const {
+  return group_.call_log.fast_path_open && !flight.is_recalled.load(std::memory_order_relaxed) &&
+         !group_.completions.engine().is_closed();
 }
 
 bool Call::take() {
@@ -506,7 +517,18 @@ Call::Waited Call::wait(std::int64_t limit_ns) {
       waited = Waited::interrupted;
       break;
     }
-    if (has_other || now >= attention) break;
+    if (now >= attention) break;
+    if (has_other) {
+      if (!is_undisturbed(flight)) break;
+      try {
+        tell_news();
+      } catch (nb::python_error& error) {
+        error.restore();
+        waited = Waited::interrupted;
+        break;
+      }
+      if (!is_undisturbed(flight)) break;
+    }
     if (now >= limit_ns) {
       waited = Waited::limit;
       break;

@@ -143,6 +143,8 @@ class Call {
   void keep();
   // Let Python see what has come, before a collective begins. LeftToReference if the fast path is closed.
   void look_at_news();
+  // Let Python see what has come for others.
+  void tell_news();
   // Start its operations: allowed, numbered and under way while nobody else runs Python.
   void begin();
   // Look for its end for a few rounds of progress, if that is worth it; true if it has ended well and was taken.
@@ -254,6 +256,7 @@ class Call {
   // Give its operations, with what they work on, to the helper.
   nb::object hand_over(const char* how, nb::object keeper, unsigned count);
   void release(unsigned count);
+  bool is_undisturbed(const engine::CallLog::InFlightCall& flight) const;
   void fill_with_identity();
   nb::object message_of(unsigned index) const;
   nb::object received();

@@ -1,5 +1,7 @@
 #include "python/native_group.hpp"
 
+#include <algorithm>
+
 #include "engine/engine.hpp"
 
 namespace unisono {
@@ -77,6 +79,12 @@ std::vector<std::int32_t> NativeGroup::unconfirmed_ranks() const {
   for (size_t rank = 0; rank < run_ahead_.size(); ++rank)
     if (run_ahead_[rank] != 0) ranks.push_back(static_cast<std::int32_t>(rank));
   return ranks;
+}
+
+bool NativeGroup::is_idle() const {
+  // Messages that run ahead wait among the unexpected ones.
+  return started.empty() && std::all_of(run_ahead_.begin(), run_ahead_.end(), [](uint8_t n) { return n == 0; }) &&
+         !has_unexpected();
 }
 
 void NativeGroup::introduce(size_t rank) {

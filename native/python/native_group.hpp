@@ -127,6 +127,8 @@ class NativeGroup {
   bool has_unexpected() const;
   // Who has not shown yet that it has made all calls that ended here.
   std::vector<std::int32_t> unconfirmed_ranks() const;
+  // Whether no call is under way or unseen, no peer is behind, and no message waits: the group can be left at once.
+  bool is_idle() const;
   // The rank in the group of a world rank that is a member.
   std::int32_t rank_of(std::int32_t world_rank) const { return ranks_[static_cast<size_t>(world_rank)]; }
   bool is_introduced(size_t rank) const { return is_introduced_[rank]; }

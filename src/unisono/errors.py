@@ -73,6 +73,9 @@ class Location:
         return text
 
 
+_NOWHERE = Location()
+
+
 class _Rest(TypedDict, total=False):
     """The arguments that every error takes besides `what`."""
 
@@ -102,7 +105,7 @@ class UnisonoError(Exception):
         next_step: str | None = None,
     ) -> None:
         self.what = what
-        self.where = where if where is not None else Location()
+        self.where = where if where is not None else _NOWHERE
         self.cause = cause
         self.next_step = next_step or self.usual_step
         super().__init__(what)

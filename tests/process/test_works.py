@@ -59,6 +59,43 @@ def summed(size: int, count: int = 1021) -> np.ndarray[Any, Any]:
     return np.sum([ramp(rank, count) for rank in range(size)], axis=0)
 
 
+# -- waiting ------------------------------------------------------------------------------------
+
+
+@every_kind
+@pytest.mark.parametrize("way", ["a collective", "a message", "a work"])
+def test_who_waits_tells_the_news_of_other_groups_and_waits_on_in_the_engine(
+    world: MakeWorld, kind: str, way: str
+):
+    comms = world(2, kind, **NO_STALL)
+    groups: dict[int, Communicator] = {}
+
+    def meet(comm: Communicator) -> Any:
+        match way:
+            case "a collective":
+                return comm.all_reduce(ramp(comm.rank))
+            case "a message":
+                mine = ramp(1) if comm.rank else np.empty(1021)
+                comm.send(mine, 0) if comm.rank else comm.recv(mine, 1)
+                return mine + ramp(0)
+        return comm.start.all_reduce(ramp(comm.rank)).wait()
+
+    def program(comm: Communicator) -> int:
+        before = adopted(comm)
+        for turn in range(5):
+            group = comm.split(0)
+            assert group is not None
+            groups[comm.rank] = group
+            comm.barrier()
+            if comm.rank == 1:
+                group.close()
+                wait_until(lambda: 1 in groups[0]._group.state.left)  # rank 0 waits, and hears of it
+            assert np.array_equal(meet(comm), summed(2)), turn
+        return adopted(comm) - before
+
+    assert run_each(program, list(comms)).values() == [0, 0]
+
+
 # -- callbacks ----------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from unisono._native import CallLog, NativeGroup
@@ -38,14 +39,27 @@ class SubBackend(Backend):
                 f"rank {parent.rank} is not among the members {chosen}; only members may make the group",
                 next_step="call it on the members only",
             )
+        self._bind(parent, tuple(chosen))
+
+    @classmethod
+    def of(cls, parent: Backend, members: tuple[int, ...]) -> SubBackend:
+        """A view on members that are known to be right, in the order given."""
+        view = cls.__new__(cls)
+        view._bind(parent, members)
+        return view
+
+    def _bind(self, parent: Backend, members: tuple[int, ...]) -> None:
         # A view on a view would translate ranks once per level, so the parent is always the root backend.
         if isinstance(parent, SubBackend):
-            chosen = [parent.members[rank] for rank in chosen]
+            members = tuple([parent.members[rank] for rank in members])
             parent = parent.parent
         self.parent: Backend = parent
-        self.members: tuple[int, ...] = tuple(chosen)
-        self._local = {member: rank for rank, member in enumerate(chosen)}
-        self._rank = self._local[parent.rank]
+        self.members: tuple[int, ...] = members
+        self._rank = members.index(parent.rank)
+
+    @cached_property
+    def _local(self) -> dict[int, int]:
+        return {member: rank for rank, member in enumerate(self.members)}
 
     def to_global(self, rank: int) -> int:
         """The parent's number of a rank of this view."""

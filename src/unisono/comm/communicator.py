@@ -461,7 +461,7 @@ class Communicator(_Verbs):
             return None
         members = members_of(rows, color)
         context, descriptor = identity_of(self._group.descriptor, self.epoch, sequence, attempt, color)
-        backend = SubBackend(self.backend, members, ordered=True)
+        backend = SubBackend.of(self.backend, members)
         name = f"{self.name}.split#{sequence}({color})"
         return self._child(backend, members, context, name, descriptor, is_introduced=True)
 
@@ -475,7 +475,8 @@ class Communicator(_Verbs):
         *,
         is_introduced: bool,
     ) -> Communicator:
-        control, ranks = self._group.control, tuple(self._group.world_ranks[rank] for rank in members)
+        control, world_ranks = self._group.control, self._group.world_ranks
+        ranks = tuple([world_ranks[rank] for rank in members])
         group = Group(
             backend,
             control,

@@ -16,19 +16,15 @@ from unisono.comm.control_messages import (
     CONTEXTS_MAX,
     CallReport,
     ControlMessage,
-    DeadlockFound,
     Goodbye,
     GroupFailure,
     GroupMessage,
-    Marker,
     ServiceFound,
     ServiceMessage,
     ServiceMissing,
     ServiceQuery,
     StallQuery,
     StallReply,
-    WaitQuery,
-    WaitReport,
     decode,
     encode,
     printable,
@@ -120,8 +116,11 @@ class Control:
         self._leaving = threading.RLock()
         self.deadlocks = DeadlockWatch(self)
         self._call = Call("control", backend.rank)
-        Task(backend.runtime, self._call, self._receive_all(self._call)).begin(timers=False)
-        backend.watch(self._on_peer_down)
+        if self._listen():
+            backend.watch(lambda down: self._dispatch(self._dispatch_down, down))
+        else:
+            Task(backend.runtime, self._call, self._receive_all(self._call)).begin(timers=False)
+            backend.watch(self._on_peer_down)
 
     def add_group(self, group: AttachedGroup) -> None:
         """Dispatch the messages of its context to a group, those that came early first."""
@@ -199,7 +198,7 @@ class Control:
         data = self._encoded(message)
         for rank in ranks:
             if data is not None and rank != self.backend.rank and rank not in self._down:
-                self.backend.start_send(rank, CONTROL_CONTEXT, Tags.CONTROL, data, lane=lane)
+                self.backend.post(rank, CONTROL_CONTEXT, Tags.CONTROL, data, lane)
 
     def reply(self, rank: int, message: ControlMessage, lane: Lane = Lane.CONTROL) -> None:
         """Send what a world rank asked for, unless _REPLIES_MAX replies to it are still on their way."""
@@ -231,6 +230,39 @@ class Control:
 
     # -- receiving ----------------------------------------------------------------------------------------
 
+    def _listen(self) -> bool:
+        return self.backend.listen(CONTROL_CONTEXT, Tags.CONTROL, self._on_heard, self._on_end)
+
+    def _on_heard(self, sender: int, data: bytes) -> None:
+        self._dispatch(self._on_message, sender, data)
+
+    def _on_end(self, error: UnisonoError) -> None:
+        if isinstance(error, ClosedError):
+            self._on_backend_closed()
+            return
+        runtime = self.backend.runtime
+        self._report_unreceived(error)
+
+        def again() -> None:
+            self._listen()
+
+        runtime.call_at(runtime.now() + _RETRY_S, again)
+
+    def _on_backend_closed(self) -> None:
+        with self._lock:
+            groups, services = list(self._groups.values()), list(self._services.values())
+        for group in groups:
+            group.on_backend_closed()
+        for service in services:
+            service.on_backend_closed()
+        self.deadlocks.close()
+
+    def _report_unreceived(self, error: BaseException) -> None:
+        rank = self.backend.rank
+        self._fail_groups(
+            rank, ProtocolError(f"rank {rank} could not receive a control message", cause=str(error))
+        )
+
     def _receive_all(self, call: Call) -> Steps[None]:
         while True:
             request = self.backend.start_recv(ANY, CONTROL_CONTEXT, Tags.CONTROL, None)
@@ -247,13 +279,7 @@ class Control:
                 yield from self._pause(call, request.error)
                 continue
             if request.error is not None:
-                with self._lock:
-                    groups, services = list(self._groups.values()), list(self._services.values())
-                for group in groups:
-                    group.on_backend_closed()
-                for service in services:
-                    service.on_backend_closed()
-                self.deadlocks.close()
+                self._on_backend_closed()
                 return
             envelope = request.envelope
             assert envelope is not None
@@ -261,10 +287,8 @@ class Control:
 
     def _pause(self, call: Call, error: BaseException) -> Steps[None]:
         """A message could not be received and is still queued: report it, and wait before the next try."""
-        rank, runtime = self.backend.rank, self.backend.runtime
-        self._fail_groups(
-            rank, ProtocolError(f"rank {rank} could not receive a control message", cause=str(error))
-        )
+        runtime = self.backend.runtime
+        self._report_unreceived(error)
         until = runtime.now() + _RETRY_S
         runtime.call_at(until, call.wake)
         while runtime.now() < until:
@@ -291,13 +315,12 @@ class Control:
                 sender, ProtocolError(f"rank {sender} sent a malformed control message", cause=error.cause)
             )
             return
-        if isinstance(message, ServiceQuery | ServiceFound | ServiceMissing):
+        if isinstance(message, GroupMessage):
+            self._on_group_message(sender, message)
+        elif isinstance(message, ServiceMessage):
             self._on_service_message(sender, message)
-            return
-        if isinstance(message, WaitQuery | WaitReport | Marker | DeadlockFound):
+        else:
             self.deadlocks.on_message(sender, message)
-            return
-        self._on_group_message(sender, message)
 
     def _on_group_message(self, sender: int, message: GroupMessage) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import weakref
 from collections.abc import Callable, Container
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from unisono.comm.control import Control, Service
 from unisono.comm.control_messages import (
@@ -52,6 +52,24 @@ __all__ = ["Group", "await_request", "context_of", "descriptor_of"]
 T = TypeVar("T")
 
 
+class _Part(Generic[T]):
+    """A part of a group, made when it is needed first: many groups never need it."""
+
+    def __init__(self, make: Callable[[Group], T]) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, group: Group, owner: type) -> T:
+        # Once for all threads; from then on the attribute of the group is found first.
+        with group.state.lock:
+            if self._name not in group.__dict__:
+                group.__dict__[self._name] = self._make(group)
+            part: T = group.__dict__[self._name]
+            return part
+
+
 class Group:
     """The members of one communicator, seen from one of them."""
 
@@ -74,11 +92,6 @@ class Group:
         self.context, self.descriptor = context, descriptor
         self.world_ranks, self.world_rank = world_ranks, state.world_rank
         self.parent = parent
-        # The parts know the state, not the group: without a cycle, a group that is dropped is freed at once.
-        self.loose_ends = LooseEnds(state)
-        self._mismatches = MismatchCollector(state, weakref.ref(self))
-        self._run_ahead = RunAhead(state, self._mismatches)
-        self._stalls = StallQueries(state)
         # The group in the engine, if the backend has one; else, for some libraries, a fast path of their own.
         seed = seed_of(state.compared())
         self.native = state.native = backend.native_group(
@@ -90,6 +103,12 @@ class Group:
         # The members of a group made by `sub` have not talked to each other: the first message to each of
         # these carries the group's descriptor.
         self._to_introduce = set() if is_introduced else set(self.world_ranks)
+
+    # The parts know the state, not the group: without a cycle, a group that is dropped is freed at once.
+    loose_ends = _Part(lambda group: LooseEnds(group.state))
+    _mismatches = _Part(lambda group: MismatchCollector(group.state, weakref.ref(group)))
+    _run_ahead = _Part(lambda group: RunAhead(group.state, group._mismatches))
+    _stalls = _Part(lambda group: StallQueries(group.state))
 
     @property
     def name(self) -> str:
@@ -352,6 +371,9 @@ class Group:
         """
         for service in list(self._services.values()):
             service.close()
+        if self._is_idle():
+            self.leave()
+            return
         self.state.adopt_started()
         with self.state.lock:
             if self.state.closed is not None:
@@ -370,6 +392,15 @@ class Group:
         self.leave()
         if is_mismatch_unseen:
             raise self.state.poison_error()
+
+    def _is_idle(self) -> bool:
+        """Whether nothing is under way, left undone or to be confirmed."""
+        state, native = self.state, self.native
+        if native is None or state.pending or state.poisoned_by is not None or state.closed is not None:
+            return False
+        if "loose_ends" in self.__dict__ or ("_mismatches" in self.__dict__ and self._mismatches.is_found):
+            return False
+        return native.is_idle()
 
     def leave(self, cause: str | None = None) -> None:
         """Say goodbye without waiting for anything. `cause` says why, if the user did not close the group."""

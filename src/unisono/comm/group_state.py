@@ -78,7 +78,6 @@ class GroupState:
         self._closed_lanes: dict[int, set[Lane]] = {}
         # Stall queries about collectives that were not called here yet: fingerprint by sequence and rank.
         self.early_queries: dict[int, dict[int, bytes]] = {}
-        self.update_fast_path()
 
     def update_fast_path(self) -> None:
         """Close the fast path if there is anything to compare, refuse or end, or a deadline; hold the lock.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -51,7 +52,7 @@ class Row(NamedTuple):
     @staticmethod
     def unpack_all(data: Any) -> list[Row]:
         """The rows of all ranks, in order."""
-        return [Row(*values) for values in _ROW.iter_unpack(data)]
+        return list(map(Row._make, _ROW.iter_unpack(data)))
 
 
 def check_request(color: Any, key: Any) -> None:
@@ -73,6 +74,8 @@ def members_of(rows: Sequence[Row], color: int) -> tuple[int, ...]:
     return tuple(rank for _, rank in chosen)
 
 
+# A split asks twice: to see whether the id is free, and to make the group.
+@lru_cache(maxsize=16)
 def identity_of(parent: bytes, epoch: int, sequence: int, attempt: int, color: int) -> tuple[int, bytes]:
     """The context id and the descriptor of a group, from the parent's descriptor and the call that makes it.
 

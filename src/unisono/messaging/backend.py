@@ -19,7 +19,7 @@ from unisono.core.dtypes import DType
 from unisono.core.envelope import ANY, HEADER_BYTES_MAX, UNTYPED, Any_, Lane
 from unisono.core.ops import ReduceOp
 from unisono.core.request import Request
-from unisono.errors import PeerLost, ProtocolError, UsageError, lost_text
+from unisono.errors import PeerLost, ProtocolError, UnisonoError, UsageError, lost_text
 from unisono.messaging.credit import bytes_max
 from unisono.messaging.fast_path import FastPath, Mailbox
 
@@ -209,6 +209,10 @@ class Backend(ABC):
         the request was cancelled).
         """
 
+    def post(self, dst: int, context: int, tag: int, data: memoryview, lane: Lane) -> None:
+        """Send a message whose end nobody looks at; `data` is kept until then."""
+        self.start_send(dst, context, tag, data, lane=lane)
+
     @abstractmethod
     def start_recv(
         self, src: int | Any_, context: int, tag: int | Any_, into: memoryview | None, *, dtype: int = UNTYPED
@@ -232,6 +236,22 @@ class Backend(ABC):
         The request may end with UsageError (the message does not fit and stays queued), PeerLost (the sender
         is gone; never for ANY, because another rank may still send) or ClosedError.
         """
+
+    def listen(
+        self,
+        context: int,
+        tag: int,
+        on_message: Callable[[int, bytes], None],
+        on_end: Callable[[UnisonoError], None],
+    ) -> bool:
+        """Receive every message of a context and tag; False if the caller must post receives for them.
+
+        `on_message(source, data)` is called for one message at a time, in the order of arrival, on whatever
+        thread dispatches; a peer's end is reported after all that it sent. `on_end(error)` is called once no
+        further message will be received: with ClosedError, or if a message could not be received. That one
+        stays queued, and `listen` may be called again.
+        """
+        return False
 
     @abstractmethod
     def probe(self, src: int | Any_, context: int, tag: int | Any_) -> Request:

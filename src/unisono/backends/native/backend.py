@@ -20,7 +20,7 @@ import numpy as np
 
 from unisono import _native
 from unisono.backends.native.clock import NativeRuntime
-from unisono.backends.native.completions import CompletionDispatcher, NativeRequest, RunRequest
+from unisono.backends.native.completions import CompletionDispatcher, Listening, NativeRequest, RunRequest
 from unisono.backends.native.programs import compiled
 from unisono.backends.native.refusals import Refusals
 from unisono.backends.registry import BackendInfo, Closable
@@ -30,7 +30,7 @@ from unisono.core.clock import RealRuntime, Runtime, is_idle_in
 from unisono.core.dtypes import BFLOAT16, DTYPES
 from unisono.core.envelope import ANY, UNTYPED, Any_, Lane, Status, Tags
 from unisono.core.request import Request
-from unisono.errors import BackendUnavailable, ClosedError, UsageError
+from unisono.errors import BackendUnavailable, ClosedError, UnisonoError, UsageError
 from unisono.messaging import strangers
 from unisono.messaging.backend import Capabilities, GroupListener, PeerDown, Stage, numbered_hosts
 from unisono.messaging.credit import CONTROL_BYTES_MAX, OWN_CREDIT_BYTES, eager_limits
@@ -267,6 +267,21 @@ class NativeBackend(Closable):
             completions.end(request, -handle)
         return request
 
+    def post(self, dst: int, context: int, tag: int, data: memoryview, lane: Lane) -> None:
+        """Send without a request: what ends is the memory."""
+        self.check_peer(dst, "dst")
+        self.check_length(tag, data.nbytes, b"")
+        completions = self._completions
+        number = next(completions.numbers)
+        completions.requests[number] = data
+        try:
+            handle = self._engine.send(number, dst, context, tag, data, UNTYPED, b"", lane, False)
+        except BaseException as error:
+            del completions.requests[number]
+            raise _refused(error) from None
+        if handle <= 0:
+            completions.requests.pop(number, None)
+
     def start_recv(
         self, src: int | Any_, context: int, tag: int | Any_, into: memoryview | None, *, dtype: int = UNTYPED
     ) -> Request:
@@ -280,6 +295,17 @@ class NativeBackend(Closable):
                 request.number, source, context, tagged, into, dtype, tagged & Tags.CONTROL > 0
             ),
         )
+
+    def listen(
+        self,
+        context: int,
+        tag: int,
+        on_message: Callable[[int, bytes], None],
+        on_end: Callable[[UnisonoError], None],
+    ) -> bool:
+        """Keep a receive posted in the engine."""
+        self._completions.listen(Listening(context, tag, on_message, on_end))
+        return True
 
     def probe(self, src: int | Any_, context: int, tag: int | Any_) -> Request:
         """Post a probe in the engine."""

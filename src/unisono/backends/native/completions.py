@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from unisono import _native
 from unisono.backends.native.signals import DEFERRED
@@ -22,10 +22,12 @@ from unisono.errors import ClosedError, UnisonoError
 from unisono.messaging.backend import GroupListener, PeerDown
 from unisono.messaging.matching import Posted, refusal
 
-__all__ = ["CompletionDispatcher", "NativeRequest", "RunRequest"]
+__all__ = ["CompletionDispatcher", "Listening", "NativeRequest", "RunRequest"]
 
 # In a completion, this stands for the number of an operation: see _native.Engine.
 _UNCLAIMED = -2
+# The number of the receive of whoever listens; requests have numbers from 1 on.
+_LISTENING = 0
 # native/messaging/message.hpp: Outcome
 _DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)
 
@@ -103,6 +105,15 @@ class RunRequest(NativeRequest):
             self.fail(LengthMismatch(peer, nbytes, nbytes_expected))
 
 
+class Listening(NamedTuple):
+    """Who hears all messages of a context and tag."""
+
+    context: int
+    tag: int
+    on_message: Callable[[int, bytes], None]
+    on_end: Callable[[UnisonoError], None]
+
+
 class CompletionDispatcher:
     """The requests under way in the engine, and the dispatch of their completions."""
 
@@ -110,13 +121,15 @@ class CompletionDispatcher:
         self.engine = engine
         self._recv_bytes_max = recv_bytes_max
         self.numbers = itertools.count(1)
-        self.requests: dict[int, NativeRequest] = {}
+        # By number; of a message that was posted, its memory.
+        self.requests: dict[int, NativeRequest | memoryview] = {}
         self.is_closed = False
         self._lock = threading.Lock()
         self._down: dict[int, PeerDown] = {}
         self._completions: deque[tuple[Any, ...]] = deque()
         self._dispatcher = 0  # the thread that dispatches
         self._listeners: list[Callable[[PeerDown], None]] = []
+        self._listening: Listening | None = None
         # By context, until the group is ended.
         self.listeners_of_groups: dict[int, weakref.ref[GroupListener]] = {}
 
@@ -174,6 +187,38 @@ class CompletionDispatcher:
                 self._listeners.append(listener)
             return list(self._down.values())
 
+    def listen(self, listening: Listening) -> None:
+        """See Backend.listen. One listens at a time."""
+        self._listening = listening
+        self._hear()
+
+    def _hear(self, *heard: Any) -> None:
+        """Pass a message on, and those that have come since; then receive the next in the engine."""
+        listening = self._listening
+        failure: BaseException | None = None
+        assert listening is not None, "it has not ended"
+        while True:
+            if heard:
+                outcome, envelope, data = heard
+                if outcome == _DONE:
+                    try:
+                        listening.on_message(envelope[0], bytes(data))
+                    except BaseException as error:  # the next message must still be received
+                        failure = failure or error
+                elif outcome != _PEER_DOWN:  # the sender of a message died while the message was on its way
+                    self._listening = None
+                    listening.on_end(_broken(outcome))
+                    return
+            # In order: what ends at once is dispatched after all that has ended earlier.
+            posted = self.engine.receive(
+                _LISTENING, -1, listening.context, listening.tag, None, UNTYPED, True
+            )
+            if isinstance(posted, int):
+                break
+            heard = posted[1:]
+        if failure is not None:
+            raise failure
+
     def adopt_overdue(self) -> None:
         """Let Python look at started operations that stall, or whose deadline is over."""
         for known in list(self.listeners_of_groups.values()):
@@ -191,11 +236,14 @@ class CompletionDispatcher:
         self.engine.interrupt_wait()
 
     def _dispatch_one(self, number: int, *details: Any) -> None:
-        if number >= 0:
+        if number == _LISTENING:
+            self._hear(*details)
+            return
+        if number > 0:
             request = self.requests.pop(number, None)
             if isinstance(request, RunRequest):
                 request.end(*details)
-            elif request is not None:
+            elif isinstance(request, NativeRequest):
                 self.end(request, *details)
             return
         if number == _UNCLAIMED:

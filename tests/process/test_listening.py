@@ -1,0 +1,107 @@
+"""Listening on native ranks: every message in order, whatever becomes of the one who hears it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.processes import forked
+from tests.support.ranks import PATIENCE_S
+
+from unisono.backends.native.backend import NativeBackend
+from unisono.core.envelope import Lane, Tags
+from unisono.errors import ClosedError, UnisonoError
+from unisono.messaging.backend import PeerDown
+
+CONTEXT = 5
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[list[NativeBackend]]:
+    backends = [NativeBackend(rank, 2, str(tmp_path), b"secret") for rank in range(2)]
+    cards = [backend.card() for backend in backends]
+    for backend in backends:
+        backend.connect(cards)
+    yield backends
+    for backend in backends:
+        backend.close()
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+
+
+def message(k: int, nbytes: int = 9) -> memoryview:
+    return memoryview(k.to_bytes(4, "little") + bytes([k % 251]) * (nbytes - 4))
+
+
+def test_messages_that_came_before_and_after_are_heard_in_order(pair: list[NativeBackend]) -> None:
+    heard: list[tuple[int, bytes]] = []
+    for k in range(100):
+        pair[1].post(0, CONTEXT, Tags.CONTROL, message(k), Lane.CONTROL)
+    assert pair[0].listen(CONTEXT, Tags.CONTROL, lambda *one: heard.append(one), lambda error: None)
+    for k in range(100, 300):
+        # Short ones and some that are too long to be sent before they are asked for.
+        pair[1].post(0, CONTEXT, Tags.CONTROL, message(k, 9 if k % 50 else 40_000), Lane.CONTROL)
+    wait_until(lambda: len(heard) == 300)
+    assert heard == [(1, bytes(message(k, 9 if k < 100 or k % 50 else 40_000))) for k in range(300)]
+
+
+def test_who_raises_hears_the_next_message(pair: list[NativeBackend]) -> None:
+    heard: list[int] = []
+
+    def on_message(source: int, data: bytes) -> None:
+        heard.append(int.from_bytes(data[:4], "little"))
+        if heard[-1] == 1:
+            raise ValueError("the one who hears fails")
+
+    for k in (1, 2):
+        pair[0].post(0, CONTEXT, Tags.CONTROL, message(k), Lane.CONTROL)
+    with pytest.raises(ValueError, match="fails"):
+        pair[0].listen(CONTEXT, Tags.CONTROL, on_message, lambda error: None)
+    assert heard == [1, 2]
+    pair[1].post(0, CONTEXT, Tags.CONTROL, message(3), Lane.CONTROL)
+    wait_until(lambda: heard == [1, 2, 3])
+
+
+def test_who_listens_hears_of_the_end_once(pair: list[NativeBackend]) -> None:
+    ends: list[UnisonoError] = []
+    pair[0].listen(CONTEXT, Tags.CONTROL, lambda *one: None, ends.append)
+    pair[0].close()
+    wait_until(lambda: ends)
+    pair[1].close()
+    assert [type(error) for error in ends] == [ClosedError]
+
+
+def test_a_peers_end_is_told_after_all_that_it_sent() -> None:
+    def live(backend: NativeBackend, pipe: Any) -> Any:
+        if backend.rank == 1:
+            for k in range(200):
+                backend.post(0, CONTEXT, Tags.CONTROL, message(k), Lane.CONTROL)
+            request = backend.start_send(0, CONTEXT, 7, message(0), sync=True)
+            wait_until(lambda: backend.runtime.polled() or request.done)
+            os.kill(os.getpid(), signal.SIGKILL)
+        heard: list[int] = []
+        down: list[tuple[PeerDown, int]] = []
+
+        def on_message(source: int, data: bytes) -> None:
+            time.sleep(0.0005)  # the peer is dead before the last one is heard
+            heard.append(int.from_bytes(data[:4], "little"))
+
+        backend.watch(lambda one: down.append((one, len(heard))))
+        backend.start_recv(1, CONTEXT, 7, memoryview(bytearray(9)))
+        backend.listen(CONTEXT, Tags.CONTROL, on_message, lambda error: None)
+        wait_until(lambda: backend.runtime.polled() or down)
+        return heard, [(one.rank, one.left, number) for one, number in down]
+
+    with forked(live, 2) as ranks:
+        assert ranks.result(0) == (list(range(200)), [(1, False, 200)])
+        assert ranks.code(1) == -signal.SIGKILL
