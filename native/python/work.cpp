@@ -80,6 +80,30 @@ void call_observers(StartedCall& started) {
   }
 }
 
+// The exception that is being handled, as Python's.
+nb::object current_error() {
+  try {
+    throw;
+  } catch (nb::python_error& error) {
+    return nb::borrow(error.value());
+  } catch (const std::exception& error) {
+    return nb::borrow(PyExc_RuntimeError)(error.what());
+  }
+}
+
+// For functions that the interpreter calls.
+template <class Body>
+PyObject* translate_errors(const Body& body) {
+  try {
+    return body();
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
 // It has ended well in the engine: make its result, or keep the error that this raises.
 void conclude(StartedCall& started, nb::object adopted_result = {}) {
   if (started.is_observed) leave_list(started);  // else `close` names it
@@ -88,8 +112,8 @@ void conclude(StartedCall& started, nb::object adopted_result = {}) {
     started.result = nb::steal(adopted_result.is_valid() ? started.call->finish_adopted(std::move(adopted_result))
                                                          : started.call->finish());
     if (!started.result.is_valid()) throw nb::python_error();
-  } catch (nb::python_error& error) {
-    started.error = nb::borrow(error.value());
+  } catch (...) {
+    started.error = current_error();
   }
   started.state = StartedCall::State::done;
   if (started.pins == 0) started.call.reset();  // and with it the user's memory
@@ -124,9 +148,9 @@ void adopt(StartedCall& started) {
     const nb::object adopted = started.call->adopt("adopt", keeper_of(started));
     keep.attr("_task") = adopted.attr("_task");
     keep.attr("_runtime") = adopted.attr("_runtime");
-  } catch (nb::python_error& error) {
+  } catch (...) {
     // A signal handler has raised, and nothing of the call is under way any more.
-    started.error = nb::borrow(error.value());
+    started.error = current_error();
     started.state = StartedCall::State::done;
     call_observers(started);
     throw;
@@ -216,14 +240,7 @@ PyObject* wait_method(PyObject* self, PyObject* const* args, Py_ssize_t count, P
     return nullptr;
   }
   if (named == 1) timeout = args[0];
-  try {
-    return wait_for(self, timeout);
-  } catch (nb::python_error& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  return translate_errors([&] { return wait_for(self, timeout); });
 }
 
 PyObject* done_method(PyObject* self, PyObject*) {
@@ -232,7 +249,7 @@ PyObject* done_method(PyObject* self, PyObject*) {
     static PyObject* const word = interned("_done");
     return PyObject_CallMethodNoArgs(self, word);
   }
-  try {
+  return translate_errors([&]() -> PyObject* {
     check_process(*started);
     if (started->state == StartedCall::State::active) {
       const Pinned pinned(*started);
@@ -250,18 +267,13 @@ PyObject* done_method(PyObject* self, PyObject*) {
     if (started->state == StartedCall::State::adopted) return done_method(self, nullptr);
     see(*started);
     Py_RETURN_TRUE;
-  } catch (nb::python_error& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  });
 }
 
 // Let Python carry it on; True if a task does or did.
 PyObject* adopt_method(PyObject* self, PyObject* is_seen) {
   StartedCall* const started = as_work(self).started;
-  try {
+  return translate_errors([&]() -> PyObject* {
     if (started != nullptr) {
       check_process(*started);
       started->is_observed = started->is_observed || is_seen == Py_True;
@@ -273,10 +285,7 @@ PyObject* adopt_method(PyObject* self, PyObject* is_seen) {
       if (started->state == StartedCall::State::done) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
-  } catch (nb::python_error& error) {
-    error.restore();
-  }
-  return nullptr;
+  });
 }
 
 // Call `observer` without arguments when it has ended, on any thread. False if its task is to be asked, or nobody is
@@ -284,7 +293,7 @@ PyObject* adopt_method(PyObject* self, PyObject* is_seen) {
 PyObject* observe_method(PyObject* self, PyObject* observer) {
   StartedCall* const started = as_work(self).started;
   if (started == nullptr) Py_RETURN_FALSE;
-  try {
+  return translate_errors([&]() -> PyObject* {
     check_process(*started);
     see(*started);
     const bool is_closed = started->native.completions.engine().is_closed();
@@ -297,10 +306,7 @@ PyObject* observe_method(PyObject* self, PyObject* observer) {
     if (PyList_Append(started->observers.ptr(), observer) != 0) return nullptr;
     observe(*started);
     Py_RETURN_TRUE;
-  } catch (nb::python_error& error) {
-    error.restore();
-  }
-  return nullptr;
+  });
 }
 
 PyObject* forget_method(PyObject* self, PyObject* observer) {
@@ -340,6 +346,8 @@ void conclude_announced(nb::handle engine) {
           adopt(*one);
         } catch (nb::python_error& error) {
           error.discard_as_unraisable("a work that has failed");
+        } catch (const std::exception&) {
+          // It is the work's error.
         }
         continue;
       }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -219,3 +220,22 @@ def test_nothing_reads_the_memory_of_a_collective_that_was_left(
     monkeypatch.undo()
     late = Waiter(lambda: comms[1].all_reduce(np.ones(300_001, np.float16), op="mean", timeout=1.0))
     assert isinstance(late.outcome(), UnisonoError)
+
+
+# -- errors while the result is made ----------------------------------------------------------------------
+
+
+def test_a_result_that_cannot_be_made_is_an_error_for_everybody_who_asks(world: MakeWorld):
+    torch = pytest.importorskip("torch")
+    comms = world(2)
+    works = [comm.start.all_gather(torch.arange(3.0) + comm.rank) for comm in comms]
+    kept = sys.modules.pop("torch")
+    try:
+        waiter = Waiter(lambda: works[0].wait(PATIENCE_S))
+        assert isinstance(waiter.outcome(), RuntimeError)
+        with pytest.raises(RuntimeError, match="torch"):
+            works[0].wait()
+        assert works[0].done()
+    finally:
+        sys.modules["torch"] = kept
+    assert works[1].wait(PATIENCE_S).tolist() == [[0, 1, 2], [1, 2, 3]]
