@@ -104,10 +104,21 @@ PyObject* translate_errors(const Body& body) {
   return nullptr;
 }
 
+// From now on this thread runs Python to make its result or to adopt it.
+void begin_change(StartedCall& started) {
+  started.state = StartedCall::State::changing;
+  started.changer = PyThread_get_thread_ident();
+}
+
+// Whether the caller is what this thread runs then: a signal handler or a finalizer.
+bool is_changing_here(const StartedCall& started) {
+  return started.state == StartedCall::State::changing && started.changer == PyThread_get_thread_ident();
+}
+
 // It has ended well in the engine: make its result, or keep the error that this raises.
 void conclude(StartedCall& started, nb::object adopted_result = {}) {
   if (started.is_observed) leave_list(started);  // else `close` names it
-  started.state = StartedCall::State::changing;
+  begin_change(started);
   try {
     started.result = nb::steal(adopted_result.is_valid() ? started.call->finish_adopted(std::move(adopted_result))
                                                          : started.call->finish());
@@ -123,6 +134,7 @@ void conclude(StartedCall& started, nb::object adopted_result = {}) {
 // Another thread makes the result, or lets Python adopt it.
 void wait_until_settled(const StartedCall& started) {
   while (started.state == StartedCall::State::changing) {
+    if (is_changing_here(started)) started.helper.attr("refuse_nested")();
     const GilReleased released;
     sched_yield();
   }
@@ -143,7 +155,7 @@ void adopt(StartedCall& started) {
   const nb::object keep = nb::borrow(reinterpret_cast<PyObject*>(started.work));
   if (started.is_observed) leave_list(started);  // else `close` names it
   started.call->forget(started);
-  started.state = StartedCall::State::changing;
+  begin_change(started);
   try {
     const nb::object adopted = started.call->adopt("adopt", keeper_of(started));
     keep.attr("_task") = adopted.attr("_task");
@@ -251,6 +263,7 @@ PyObject* done_method(PyObject* self, PyObject*) {
   }
   return translate_errors([&]() -> PyObject* {
     check_process(*started);
+    if (is_changing_here(*started)) Py_RETURN_FALSE;
     if (started->state == StartedCall::State::active) {
       const Pinned pinned(*started);
       const bool is_taken = started->call->poll(started->idle_polls++);

@@ -28,9 +28,10 @@ struct StartedCall : StartedLink, engine::Observer {
   std::optional<Call> call;  // until it is done and no thread looks at it
   const VerbSpec& spec;
   State state = State::active;
-  bool is_observed = false;  // the user has waited or asked for it
-  unsigned waiters = 0;      // threads that wait for it in the engine, and let Python adopt it
-  unsigned pins = 0;         // threads that look at the call without the GIL
+  unsigned long changer = 0;  // while it is changing: that thread
+  bool is_observed = false;   // the user has waited or asked for it
+  unsigned waiters = 0;       // threads that wait for it in the engine, and let Python adopt it
+  unsigned pins = 0;          // threads that look at the call without the GIL
   unsigned idle_polls = 0;
   std::int64_t attention_at = 0;
   uint64_t sequence = 0;  // of a collective

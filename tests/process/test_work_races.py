@@ -16,6 +16,7 @@ import pytest
 from tests.support.engines import MakeWorld, world
 from tests.support.ranks import PATIENCE_S
 
+import unisono as uni
 from unisono.comm import adoption
 from unisono.comm.adoption import Adoption
 from unisono.core.work import Work
@@ -220,6 +221,36 @@ def test_nothing_reads_the_memory_of_a_collective_that_was_left(
     monkeypatch.undo()
     late = Waiter(lambda: comms[1].all_reduce(np.ones(300_001, np.float16), op="mean", timeout=1.0))
     assert isinstance(late.outcome(), UnisonoError)
+
+
+# -- the same thread again --------------------------------------------------------------------------------
+
+
+def test_a_handler_may_ask_for_the_work_that_python_is_adopting(
+    world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+):
+    comms = world(2, stall_query_s=0.02)
+    buffer = np.zeros(3)
+    work = comms[1].start.recv(buffer, src=0)
+    answers: list[Any] = []
+    adopt = Adoption.adopt
+
+    def interrupted(self: Adoption, *call: Any) -> Work[Any]:
+        for ask in (work.done, work.wait, work.cancel, lambda: uni.wait_any([work])):
+            try:
+                answers.append(ask())
+            except UsageError as error:
+                answers.append(type(error))
+        return adopt(self, *call)
+
+    monkeypatch.setattr(Adoption, "adopt", interrupted)
+    with pytest.raises(DeadlineExceeded):
+        work.wait(0.5)
+    monkeypatch.undo()
+    assert answers == [False, UsageError, UsageError, UsageError]
+    comms[0].send(np.arange(3.0), dst=1)
+    assert work.wait(PATIENCE_S) == (0, 0, 24)
+    assert buffer.tolist() == [0, 1, 2]
 
 
 # -- errors while the result is made ----------------------------------------------------------------------

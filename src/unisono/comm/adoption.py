@@ -288,6 +288,18 @@ class Adoption:
         )
 
     @staticmethod
+    def refuse_nested() -> None:
+        """A signal handler or a finalizer waits for a work that its own thread is ending or adopting.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "this thread was interrupted while it was ending the work, and cannot wait for it here",
+            next_step="wait for it when the signal handler or finalizer has returned",
+        )
+
+    @staticmethod
     def copy_of(error: BaseException) -> BaseException:
         """The error for one more thread that asks for it."""
         return error.located(Location()) if isinstance(error, UnisonoError) else error
