@@ -482,7 +482,7 @@ void Engine::run() {
 // ---- links ----
 
 void Engine::open_link(Peer& peer) {
-  if (!is_connected_ || is_closed_ || peer.state != Peer::State::unopened) return;
+  if (!is_connected_ || is_closed() || peer.state != Peer::State::unopened) return;
   peer.state = Peer::State::opening;
   peer.silent_ns = 0;
   const bool is_shm = settings.shm && peer.is_same_host && !peer.card.unix_path.empty();
@@ -690,7 +690,7 @@ void Engine::close(std::int64_t flush_ns) {
       return std::all_of(open_.begin(), open_.end(), [](const Peer* p) { return p->link->is_delivered(); });
     };
     if (has_tcp) wait_until([&] { return is_over() || is_delivered(); }, now_ns() + flush_ns);
-    is_closed_ = true;
+    is_closed_.store(true, std::memory_order_relaxed);
     is_stopping_.store(true, std::memory_order_relaxed);
     poller_.wake_poller();
     background_.notify_all();

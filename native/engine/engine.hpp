@@ -139,7 +139,8 @@ class Engine final : public PeerServices, private ConnectionOwner {
 
   // Flush for up to `flush_ns`, say goodbye, end the remaining operations.
   void close(std::int64_t flush_ns);
-  bool is_closed() const { return is_closed_; }
+  // Without the lock, too: then a late answer is soon enough.
+  bool is_closed() const { return is_closed_.load(std::memory_order_relaxed); }
   bool is_forked() const { return is_forked_.load(std::memory_order_relaxed); }
   // The number of callers that the connector refused.
   uint64_t refused() const { return connector_.refused(); }
@@ -206,7 +207,6 @@ class Engine final : public PeerServices, private ConnectionOwner {
   size_t tcp_links_ = 0;
   SocketPolicy policy_;
   bool is_connected_ = false;
-  bool is_closed_ = false;
   bool is_closing_ = false;  // no operation may be started any more
   bool is_leaving_ = false;  // no peer may connect any more
   std::int64_t spin_ns_ = 0;
@@ -225,6 +225,7 @@ class Engine final : public PeerServices, private ConnectionOwner {
   // relaxed everywhere: hints that are read without the lock and written with it
   std::atomic<bool> is_polled_{false};    // a caller makes progress
   std::atomic<bool> is_sleeping_{false};  // that caller sleeps
+  std::atomic<bool> is_closed_{false};
   std::atomic<bool> is_forked_{false};
   std::atomic<bool> is_stopping_{false};
   Rest rest_ = Rest::ticking;
@@ -257,7 +258,7 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline, bool is_backgrou
     moved_.wait_until(held, until);
     --waiters_;
     if (done()) return true;
-    if (now_ns() >= deadline || is_closed_) return false;
+    if (now_ns() >= deadline || is_closed()) return false;
   }
   enter_polling();
   const uint64_t turn = ++turn_;
@@ -267,7 +268,7 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline, bool is_backgrou
   for (unsigned rounds = 1;; ++rounds) {
     bool moved = progress();
     if ((is_done = done())) break;
-    if (is_closed_) break;
+    if (is_closed()) break;
     if (!moved && !is_background) moved = share_copies();
     if (mutex_.is_wanted()) [[unlikely]] {
       held.unlock();
@@ -299,7 +300,7 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline, bool is_backgrou
 
 template <class Done>
 void Engine::poll_briefly(Done done) {
-  if (done() || is_closed_) return;
+  if (done() || is_closed()) return;
   if (is_polled_.load(std::memory_order_relaxed)) {
     if (!is_background_) return;
     take_over();
@@ -309,7 +310,7 @@ void Engine::poll_briefly(Done done) {
   is_background_ = false;
   for (unsigned rounds = 3 * patience_ / 2; rounds > 0; --rounds) {
     const bool moved = progress();
-    if (done() || !readers_.empty() || !deferred_.empty() || mutex_.is_wanted() || is_closed_) break;
+    if (done() || !readers_.empty() || !deferred_.empty() || mutex_.is_wanted() || is_closed()) break;
     if (!moved) cpu_pause();
   }
   leave_polling();

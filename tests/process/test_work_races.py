@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -14,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.engines import MakeWorld, world
-from tests.support.ranks import PATIENCE_S
+from tests.support.ranks import PATIENCE_S, run_each
 
 import unisono as uni
 from unisono.comm import adoption
 from unisono.comm.adoption import Adoption
+from unisono.comm.communicator import Communicator
 from unisono.core.work import Work
 from unisono.errors import DeadlineExceeded, UnisonoError, UsageError
 
@@ -270,3 +272,25 @@ def test_a_result_that_cannot_be_made_is_an_error_for_everybody_who_asks(world: 
     finally:
         sys.modules["torch"] = kept
     assert works[1].wait(PATIENCE_S).tolist() == [[0, 1, 2], [1, 2, 3]]
+
+
+# -- communicators that come and go -----------------------------------------------------------------------
+
+
+def test_works_of_closed_communicators_end(world: MakeWorld):
+    """Threads start works on communicators of their own that are closed under them."""
+    comms = world(2)
+
+    def program(comm: Communicator) -> None:
+        for turn in range(10):
+            row = comm.split(color=0, key=comm.rank)
+            assert row is not None
+            works = [row.start.recv(np.zeros(3), src=1 - row.rank, tag=turn), row.start.barrier()]
+            waiter = Waiter(works[0].wait)
+            works[1].wait(PATIENCE_S)
+            row.close()
+            assert isinstance(waiter.outcome(), UnisonoError)
+            with contextlib.suppress(UnisonoError):
+                works[0].wait(PATIENCE_S)
+
+    run_each(program, comms).values()
