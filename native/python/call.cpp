@@ -239,7 +239,8 @@ void Call::find_decision(const Given& given) {
   }
   const uint64_t width = op_ == OpNames::none ? 1 : op_names.width_of(op_);
   count_ = x_.count / width / static_cast<uint64_t>(is_by_rank(spec_.verb) ? group_.size : 1);
-  key.size_class = std::bit_width(count_ - (count_ > 0));
+  // As plans/choose.py counts: what is empty is a class of its own.
+  key.size_class = count_ == 0 ? -1 : std::bit_width(count_ - 1);
   if (width > 1) {
     key.shape = static_cast<uint64_t>(x_.nd);
     for (int i = 0; i < x_.nd; ++i) key.shape = (key.shape ^ static_cast<uint64_t>(x_.shape[i])) * 0xd6e8feb86659fd93u;

@@ -259,6 +259,30 @@ def test_a_rank_that_takes_the_slow_way_meets_the_others(world: MakeWorld) -> No
     assert all(ended_hot(comm) > 100 for comm in comms)
 
 
+@pytest.mark.parametrize("slow", range(3))
+def test_one_decision_serves_only_counts_for_which_all_ranks_decide_the_same(
+    world: MakeWorld, slow: int
+) -> None:
+    """A rank that took the slow way for the first call of a class decides from a later one."""
+    comms = world(3)
+    counts = (0, 1, 2, 3, 4, 5, 8, 9)
+
+    def program(comm: Communicator) -> Notes:
+        notes, log = Notes(), comm._group.state.call_log
+        for turn, count in enumerate(counts):
+            log.fast_path_open = comm.rank != slow or turn % 2 == 1
+            everyone = [np.arange(3 * count).reshape(3, count) + 100 * rank for rank in range(3)]
+            mine = everyone[comm.rank].copy()
+            theirs = np.array([each[comm.rank] for each in everyone])
+            notes.expect(comm.all_to_all(mine), theirs, f"all_to_all of {count}")
+            notes.expect(comm.all_gather(mine), np.array(everyone), f"all_gather of {count}")
+            notes.expect(comm.all_reduce(mine), np.sum(everyone, axis=0), f"all_reduce of {count}")
+        log.fast_path_open = True
+        return notes
+
+    assert found(comms, program) == []
+
+
 def test_started_works_and_blocking_calls_take_turns(world: MakeWorld) -> None:
     comms = world(2)
 
