@@ -90,7 +90,8 @@ soak: $(STAMP)
 	$(BIN)/python -m tests.soak.calls 100000
 
 # Builds of their own beside the user's: rings and wake-ups on threads under TSan; the process tests with a module
-# under ASan and UBSan, in an environment that finds this module instead of the installed one.
+# under ASan and UBSan, and those with many threads with one under TSan, each in an environment that finds this module
+# instead of the installed one.
 ASAN := $(BUILD)/sanitize-address
 TSAN := $(BUILD)/sanitize-thread
 CMAKE = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
@@ -98,26 +99,30 @@ CMAKE = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPytho
 # Python is not built with the sanitizer, so the sanitizer comes first; and the interpreter's own memory is no leak.
 ASAN_ENV = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=4 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+TSAN_ENV = LD_PRELOAD="$$(gcc -print-file-name=libtsan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	TSAN_OPTIONS=halt_on_error=1:die_after_fork=0:suppressions=$(abspath tests/support/tsan.supp)
 SANITIZED ?= $(addprefix tests/conformance/test_native_, plans.py conformance.py cases.py) \
 	$(addprefix tests/process/test_, native_processes.py native_threats.py fast_path.py run_ahead.py fast_messages.py \
-	rpc_failure.py) tests/native/test_corpus.py tests/unit/rpc/test_rpc.py
+	rpc_failure.py works.py work_races.py call_storm.py) tests/native/test_corpus.py tests/unit/rpc/test_rpc.py
+THREADED ?= $(addprefix tests/process/test_, works.py work_races.py call_storm.py)
 
 sanitize: sanitize-build
 	$(TSAN)/native/engine_test
 	$(ASAN)/native/engine_test
 	$(ASAN_ENV) $(ASAN)/venv/bin/python -m pytest --timeout=600 $(SANITIZED)
+	$(TSAN_ENV) $(TSAN)/venv/bin/python -m pytest --timeout=600 $(THREADED)
 
 sanitize-build: $(STAMP)
 	$(CMAKE) -B $(TSAN) -DUNISONO_SANITIZE=thread
-	cmake --build $(TSAN) --target engine_test
+	cmake --build $(TSAN) --target _native engine_test
 	$(CMAKE) -B $(ASAN) -DUNISONO_SANITIZE=address,undefined
 	cmake --build $(ASAN) --target _native engine_test decoders
-	rm -rf $(ASAN)/site && mkdir -p $(ASAN)/site
-	cp -rs $(abspath src/unisono) $(ASAN)/site/
-	cp $(ASAN)/native/_native.*.so $(ASAN)/site/unisono/
-	$(BIN)/python -m venv --without-pip --clear $(ASAN)/venv
-	$(BIN)/python -c "import site, sys; print(sys.argv[1], *site.getsitepackages(), *sys.path[1:], sep='\n')" \
-		$(abspath $(ASAN))/site > $$(echo $(ASAN)/venv/lib/python3*/site-packages)/sanitized.pth
+	for build in $(TSAN) $(ASAN); do \
+		rm -rf $$build/site && mkdir -p $$build/site && cp -rs $(abspath src/unisono) $$build/site/ && \
+		cp $$build/native/_native.*.so $$build/site/unisono/ && \
+		$(BIN)/python -m venv --without-pip --clear $$build/venv && \
+		$(BIN)/python -c "import site, sys; print(sys.argv[1], *site.getsitepackages(), *sys.path[1:], sep='\n')" \
+			$(abspath .)/$$build/site > $$(echo $$build/venv/lib/python3*/site-packages)/sanitized.pth || exit 1; done
 
 # Every decoder of bytes from others, a million inputs each: the engine's and the codec's under ASan and UBSan. A freed
 # block is kept from use for 4 MiB of others, so that growth is the decoder's own.

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tests.support.engines import MakeWorld, world
 from tests.support.ranks import PATIENCE_S, run_each
+from tests.support.waiter import Waiter
 
 import unisono as uni
 from unisono.comm import adoption
@@ -29,26 +30,11 @@ __all__ = ["world"]
 STALL_S = 0.25
 
 
-class Waiter(threading.Thread):
-    """A thread that calls a function: what it gave, or the exception that ended it."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self._call = call
-        self.ended: Any = None
-        self.start()
-        time.sleep(0.02)  # it waits in the engine by then, most likely
-
-    def run(self) -> None:
-        try:
-            self.ended = self._call()
-        except BaseException as error:
-            self.ended = error
-
-    def outcome(self) -> Any:
-        self.join(PATIENCE_S)
-        assert not self.is_alive(), "it waits for ever"
-        return self.ended
+def waiting(call: Callable[[], Any]) -> Waiter:
+    """A thread that waits in the engine, most likely."""
+    waiter = Waiter(call)
+    time.sleep(0.02)
+    return waiter
 
 
 class CollectedLate:
@@ -81,7 +67,7 @@ def test_a_work_that_is_only_polled_expires(world: MakeWorld, how: str):
 def test_a_polled_collective_hears_that_another_rank_failed(world: MakeWorld):
     comms = world(2, stall_query_s=3600.0)
     work = comms[0].start.all_reduce(np.arange(1021.0))
-    other = Waiter(lambda: comms[1].abort("for the test"))
+    other = waiting(lambda: comms[1].abort("for the test"))
     began = time.monotonic()
     while not work.done():
         assert time.monotonic() < began + PATIENCE_S, "nobody told it"
@@ -121,7 +107,7 @@ def test_a_work_that_ends_while_a_signal_handler_runs_in_its_wait(world: MakeWor
     buffer = np.zeros(3)
     began = time.monotonic()
     work = comms[1].start.recv(buffer, src=0)
-    waiter = Waiter(work.wait)
+    waiter = waiting(work.wait)
 
     def handle(*_: object) -> None:
         comms[0].send(np.arange(3.0), dst=1)
@@ -147,7 +133,7 @@ def test_a_work_that_ends_while_python_is_about_to_adopt_it(world: MakeWorld):
     comms = world(2, stall_query_s=3600.0)
     buffer = np.zeros(3)
     work = comms[1].start.recv(buffer, src=0)
-    waiter = Waiter(work.wait)
+    waiter = waiting(work.wait)
 
     def meet() -> None:
         comms[0].send(np.arange(3.0), dst=1)
@@ -221,7 +207,7 @@ def test_nothing_reads_the_memory_of_a_collective_that_was_left(
     with pytest.raises(KeyboardInterrupt):
         comms[0].all_reduce(np.ones(300_001, np.float16), op="mean")  # reduced in memory of the call's own
     monkeypatch.undo()
-    late = Waiter(lambda: comms[1].all_reduce(np.ones(300_001, np.float16), op="mean", timeout=1.0))
+    late = waiting(lambda: comms[1].all_reduce(np.ones(300_001, np.float16), op="mean", timeout=1.0))
     assert isinstance(late.outcome(), UnisonoError)
 
 
@@ -264,7 +250,7 @@ def test_a_result_that_cannot_be_made_is_an_error_for_everybody_who_asks(world: 
     works = [comm.start.all_gather(torch.arange(3.0) + comm.rank) for comm in comms]
     kept = sys.modules.pop("torch")
     try:
-        waiter = Waiter(lambda: works[0].wait(PATIENCE_S))
+        waiter = waiting(lambda: works[0].wait(PATIENCE_S))
         assert isinstance(waiter.outcome(), RuntimeError)
         with pytest.raises(RuntimeError, match="torch"):
             works[0].wait()
@@ -286,7 +272,7 @@ def test_works_of_closed_communicators_end(world: MakeWorld):
             row = comm.split(color=0, key=comm.rank)
             assert row is not None
             works = [row.start.recv(np.zeros(3), src=1 - row.rank, tag=turn), row.start.barrier()]
-            waiter = Waiter(works[0].wait)
+            waiter = waiting(works[0].wait)
             works[1].wait(PATIENCE_S)
             row.close()
             assert isinstance(waiter.outcome(), UnisonoError)

@@ -97,6 +97,9 @@ def run_each(fn: Callable[[Any], Any], ranks: list[Any]) -> Ended:
             for thread in threads
             if thread.ident in frames and thread.is_alive()
         ]
+        stacks += [
+            f"{threads[i].name} ended: {e!r}" for i, e in enumerate(ended) if isinstance(e, BaseException)
+        ]
         raise AssertionError(f"after {PATIENCE_S} s these still run:\n" + "\n".join(stacks))
     return ended
 
