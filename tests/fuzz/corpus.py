@@ -34,7 +34,9 @@ from unisono.comm.control_messages import (
     WaitReport,
 )
 from unisono.comm.deadlock import RankState, Wait
+from unisono.comm.fingerprint import FORGOTTEN, described, fingerprint_of
 from unisono.core import codec
+from unisono.core.dtypes import DTYPES
 from unisono.core.envelope import Lane, Status
 from unisono.errors import PeerLost
 from unisono.rpc.objects import Reference
@@ -182,11 +184,25 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
         }
         | {name: b"\5" + protocol.encode(reply) for name, reply in replies.items()},
         "control": {name: msgspec.msgpack.encode(each) for name, each in control.items()},
+        "mismatch": {
+            "calls": _calls("all_gather int32[2,3] algorithm=ring", "all_gather int32[3,2]"),
+            "words": _calls("", ""),
+        },
         "card": {"card": msgspec.msgpack.encode(Card("host", "/tmp/r0.sock", "127.0.0.1", 4711))},
         "typed": {name: codec.pack(each) for name, each in objects.items()},
         "parts": {name: _in_parts(*codec.pack_parts(each, None, 256)) for name, each in in_parts.items()},
         "frame": {f"{number:02}": data for number, data in enumerate(rpc_frames.corpus())},
     }
+
+
+def _calls(*words: str) -> bytes:
+    """As the decoder `mismatch` reads them: calls that differ, one of them forgotten."""
+    records = [
+        fingerprint_of("all_gather", described(DTYPES["int32"], (6,), (2 + rank, 3)), None, "ring", 0, 0, ())
+        for rank in range(len(words))
+    ]
+    told = [record + bytes([len(text)]) + text.encode() for record, text in zip(records, words, strict=True)]
+    return b"".join(told) + FORGOTTEN + b"\0"
 
 
 def _in_parts(head: bytes, blobs: list[memoryview]) -> bytes:

@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from unisono import _native
 from unisono.bootstrap import protocol
 from unisono.bootstrap.limits import REQUEST_BYTES_MAX
 from unisono.bootstrap.ticket import Ticket
-from unisono.comm.control_messages import GroupFailure, decode
+from unisono.comm.control_messages import CallReport, GroupFailure, decode
+from unisono.comm.fingerprint import FINGERPRINT_BYTES
+from unisono.comm.mismatch import Mismatch
 from unisono.comm.world import card_of
 from unisono.core import codec
 from unisono.errors import ProtocolError, UsageError
@@ -68,6 +71,22 @@ def control_message(data: bytes) -> None:
         str(message.error(3))
 
 
+def mismatch(data: bytes) -> None:
+    """The calls of ranks in one report: of each its record, and its words after a byte with their length."""
+    found, rank = Mismatch(9), 0
+    while len(data) > FINGERPRINT_BYTES:
+        record, length, data = (
+            data[:FINGERPRINT_BYTES],
+            data[FINGERPRINT_BYTES],
+            data[FINGERPRINT_BYTES + 1 :],
+        )
+        _native.fingerprint_fields(record)
+        found.add({rank: CallReport(record, data[:length].decode(errors="replace"), "here.py:1")})
+        data, rank = data[length:], rank + 1
+    error = found.error(tuple(range(rank + 1)), 0, "world", 0)
+    assert str(error).isprintable()
+
+
 def card(data: bytes) -> None:
     """How to reach a rank."""
     card_of(data)
@@ -109,6 +128,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], None], tuple[type[BaseException], ..
     "ticket": (ticket, (UsageError,)),
     "join": (join, (ProtocolError, protocol.WrongToken)),
     "control": (control_message, (ProtocolError,)),
+    "mismatch": (mismatch, ()),
     "card": (card, (ProtocolError,)),
     "typed": (typed, (ProtocolError,)),
     "parts": (parts, (ProtocolError,)),

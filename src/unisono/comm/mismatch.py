@@ -136,7 +136,7 @@ def _aspects(mine: CallReport, theirs: CallReport, between: str) -> str:
     if not differing:
         return _HASHED
     texts = [f"{name}: {here.get(name) or 'none'}{between}{there.get(name) or 'none'}" for name in differing]
-    return " and ".join(texts)
+    return _printable(" and ".join(texts))
 
 
 def _parsed(text: str, is_forgotten: bool) -> dict[str, str]:
@@ -159,5 +159,9 @@ def _parsed(text: str, is_forgotten: bool) -> dict[str, str]:
 
 def _shown(call: CallReport) -> str:
     words = (call.words or words_of(call.fingerprint)).partition(" group=")[0]
-    text = words + (f" at {call.line}" if call.line else "")
+    return _printable(words + (f" at {call.line}" if call.line else ""))
+
+
+def _printable(text: str) -> str:
+    """What another rank sent, for a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
