@@ -290,7 +290,7 @@ bool Packer::array(PyObject* given, int depth) {
   put(is_blob ? Tag::array_blob : Tag::array);
   put(static_cast<uint8_t>(code));
   put(static_cast<uint8_t>(dimensions));
-  put(array.dimensions, 8 * dimensions);
+  if (dimensions != 0) put(array.dimensions, 8 * dimensions);  // else NumPy has none
   if (is_blob) return blob(given, array.data, bytes);
   put(array.data, bytes);
   return true;
