@@ -93,7 +93,7 @@ nb::object current_error() {
 
 // For functions that the interpreter calls.
 template <class Body>
-PyObject* translate_errors(Body body) {
+PyObject* translate_errors(const Body& body) {
   try {
     return body();
   } catch (nb::python_error& error) {

@@ -518,9 +518,12 @@ def test_after_a_late_rank_the_next_calls_take_the_fast_path_again(world: MakeWo
             if comm.rank == 1:
                 time.sleep(0.2)  # the matter of this test: longer than a stall
             notes.expect(comm.all_reduce(np.array([comm.rank + k])), np.array([1 + 2 * k]), f"#{k}")
-        before = ended_hot(comm)
-        warm(comm)
-        notes.expect(ended_hot(comm) - before, 10, "hot again")
+        gained = []
+        for _ in range(20):  # on a loaded machine some calls stall, too
+            before = ended_hot(comm)
+            warm(comm)
+            gained.append(ended_hot(comm) - before)
+        notes.expect(max(gained), 10, "hot again")
         return notes
 
     assert found(comms, program) == []
