@@ -43,17 +43,30 @@ PyObject* call_reference(const VerbsObject& self, const VerbSpec& spec, PyObject
   return PyObject_VectorcallMethod(spec.word, all.data(), static_cast<size_t>(count + 1), names);
 }
 
+// The result of a call that was taken.
+PyObject* result_of(Call& call) {
+  nb::object result;
+  try {
+    result = nb::steal(call.finish());
+  } catch (...) {
+    call.leave_news();
+    throw;
+  }
+  if (result.is_valid())
+    call.tell_news();
+  else
+    call.leave_news();
+  return result.release().ptr();
+}
+
 PyObject* run_call(const VerbsObject& self, const VerbSpec& spec, const Given& given) {
   Call call(*self.native, spec, self.helper);
   call.prepare(given, false);
   call.look_at_news();
-  if (call.begin_and_poll(true)) [[likely]] {
-    nb::object result = nb::steal(call.finish());
-    if (result.is_valid()) call.tell_news();
-    return result.release().ptr();
-  }
+  if (call.begin_and_poll(true)) [[likely]]
+    return result_of(call);
   switch (call.wait(never)) {
-    case Call::Waited::taken: return call.finish();
+    case Call::Waited::taken: return result_of(call);
     case Call::Waited::interrupted: {
       PyObject *type, *value, *trace;
       PyErr_Fetch(&type, &value, &trace);

@@ -192,7 +192,10 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
     const Call::Waited waited = started->call->wait(limit);
     --started->waiters;
     switch (waited) {
-      case Call::Waited::taken: conclude(*started); break;
+      case Call::Waited::taken:
+        conclude(*started);
+        started->call->tell_news();
+        break;
       case Call::Waited::attention: adopt(*started); break;
       case Call::Waited::interrupted: return nullptr;
       case Call::Waited::limit:
