@@ -160,7 +160,7 @@ class CompletionQueue {
   void wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller);
   void wait_as_pump(Hold& held, std::int64_t deadline);
   // The same for one who watches operations: also returns once they have ended. True if there is something else to look
-  // at.
+  // at. The pump does not wake up meanwhile: the caller tells what has come, or leaves it to the pump.
   template <class HasEnded>
   bool wait_until(Hold& held, HasEnded has_ended, std::int64_t deadline, const std::atomic<bool>& is_recalled) {
     const auto has_other = [&] {
@@ -170,13 +170,12 @@ class CompletionQueue {
     ++waiters_;
     engine_.wait(held, [&] { return has_ended() || has_other(); }, deadline);
     --waiters_;
-    if (!has_ended()) return has_other();
-    // Nobody woke the pump while somebody waited.
-    if (!is_empty() && !is_telling_) wake_pump();
-    return false;
+    return !has_ended() && has_other();
   }
-  // Look for the end of operations for a few rounds of progress. The caller tells what else has come meanwhile, so the
-  // pump need not wake up for it.
+  void leave_news_to_pump() {
+    if (!is_empty() && !is_telling_) wake_pump();
+  }
+  // Look for the end of operations for a few rounds of progress; as above, the pump does not wake up meanwhile.
   template <class HasEnded>
   void poll_briefly(HasEnded has_ended) {
     ++waiters_;

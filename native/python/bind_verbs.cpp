@@ -55,12 +55,31 @@ PyObject* end_interrupted(Call& call) {
   return nullptr;
 }
 
+// The result of a call that was taken.
+PyObject* result_of(Call& call) {
+  nb::object result;
+  try {
+    result = nb::steal(call.finish());
+  } catch (...) {
+    call.leave_news();
+    throw;
+  }
+  if (result.is_valid())
+    call.tell_news();
+  else
+    call.leave_news();
+  return result.release().ptr();
+}
+
 PyObject* run_call(const VerbsObject& self, const VerbSpec& spec, const Given& given) {
   Call call(*self.native, spec, self.helper);
   call.prepare(given, false);
   call.look_at_news();
   bool is_taken = call.begin_and_poll(true);
-  if (!is_taken && call.is_poll() && call.withdraw()) Py_RETURN_NONE;
+  if (!is_taken && call.is_poll() && call.withdraw()) {
+    call.leave_news();
+    Py_RETURN_NONE;
+  }
   for (;; is_taken = false) {
     if (!is_taken) switch (call.wait(never)) {
         case Call::Waited::taken: break;
@@ -68,12 +87,8 @@ PyObject* run_call(const VerbsObject& self, const VerbSpec& spec, const Given& g
         default: return call.finish_adopted(call.adopt("carry_on"));
       }
     switch (call.advance(true)) {
-      case Call::Next::finish: {
-        nb::object result = nb::steal(call.finish());
-        if (result.is_valid()) call.tell_news();  // of others, while this call was polling
-        return result.release().ptr();
-      }
-      case Call::Next::leave_to_python: return call.finish_adopted(call.adopt("carry_on"));
+      case Call::Next::finish: return result_of(call);
+      case Call::Next::leave_to_python: call.leave_news(); return call.finish_adopted(call.adopt("carry_on"));
       case Call::Next::wait: break;
     }
   }

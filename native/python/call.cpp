@@ -445,8 +445,19 @@ void Call::look_at_news() {
 }
 
 void Call::tell_news() {
-  if (group_.completions.has_news()) [[unlikely]]
+  if (!group_.completions.has_news()) [[likely]]
+    return;
+  try {
     helper_.attr("look_at_news")();
+  } catch (...) {
+    leave_news();
+    throw;
+  }
+}
+
+void Call::leave_news() {
+  const Hold held = group_.completions.engine().hold();
+  group_.completions.leave_news_to_pump();
 }
 
 // True if it needs nothing of Python but that it tells what has come for others.
@@ -535,6 +546,7 @@ Call::Waited Call::wait(std::int64_t limit_ns) {
     }
   }
   std::erase(group_.call_log.flights, &flight);
+  if (waited != Waited::taken) leave_news();
   return waited;
 }
 
@@ -546,6 +558,7 @@ bool Call::poll(unsigned idle_polls) {
     static const std::atomic<bool> never_recalled{false};
     const std::int64_t pause = std::min<std::int64_t>(poll_ns_max, std::int64_t{idle_polls} * 1000);
     group_.completions.wait_until(held, [this] { return has_ended(); }, now_ns() + pause, never_recalled);
+    group_.completions.leave_news_to_pump();
   }
   const Hold held = group_.completions.engine().hold();
   if (started_ != 0 && !has_ended()) group_.completions.engine().poll_briefly([this] { return has_ended(); });

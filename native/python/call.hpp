@@ -143,8 +143,10 @@ class Call {
   void keep();
   // Let Python see what has come, before a collective begins. LeftToReference if the fast path is closed.
   void look_at_news();
-  // Let Python see what has come for others.
+  // Let Python see what has come for others: the pump has not woken up for it while this call was looked for or waited
+  // for. Whoever takes the call does this, or leaves it to the pump.
   void tell_news();
+  void leave_news();
   // Start its operations: allowed, numbered and under way while nobody else runs Python.
   void begin();
   // Look for its end for a few rounds of progress, if that is worth it; true if it has ended well and was taken.

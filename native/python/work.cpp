@@ -257,7 +257,10 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
     const Call::Waited waited = started->call->wait(limit);
     --started->waiters;
     switch (waited) {
-      case Call::Waited::taken: settle(*started); break;
+      case Call::Waited::taken:
+        settle(*started);
+        started->call->tell_news();
+        break;
       case Call::Waited::interrupted: return nullptr;
       case Call::Waited::attention:
       case Call::Waited::limit:
