@@ -370,7 +370,7 @@ def test_no_deadlock_while_a_thread_that_came_later_may_help(daemon: bool) -> No
 
 
 def test_no_deadlock_while_a_thread_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that starts it waits for it without a limit; the new one does not count as alive before it runs."""
+    """The one that starts it waits for it without a limit; the new one is not alive before it runs."""
     ranks = LocalBackend.create(2, QUICK)
     waiters = [Waiter(ranks[0], 1), Waiter(ranks[1], 0)]
     start = threading._start_new_thread  # type: ignore[attr-defined]
