@@ -61,6 +61,8 @@ struct Argument {
   bool is_given() const { return form != Form::none; }
   bool is_number() const { return form == Form::whole || form == Form::real || is_viewed_number_; }
   uint64_t nbytes() const;
+  // A NumPy array of its memory; throws LeftToReference if there is none.
+  nb::object array() const;
   // Keep what was given beyond the frame of its caller.
   void keep() { kept_ = nb::borrow(given); }
   void clear() {

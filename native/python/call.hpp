@@ -79,11 +79,67 @@ class OpNames {
 };
 extern OpNames op_names;
 
-class Call {
+// The arguments of a collective and what was decided for it, whatever runs it: the engine (Call) or a library
+// (LibraryCall).
+class ParsedCall {
  public:
-  Call(NativeGroup& group, const VerbSpec& spec, nb::handle helper) : group_(group), spec_(spec), helper_(helper) {}
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
+  ParsedCall(VerbGroup& group, const VerbSpec& spec, nb::handle helper)
+      : verb_group_(group), spec_(spec), helper_(helper) {}
+  ParsedCall(const ParsedCall&) = delete;
+  ParsedCall& operator=(const ParsedCall&) = delete;
+
+ protected:
+  void prepare_collective(const Given& given);
+  void read_timeout(PyObject* timeout);
+  std::int32_t rank_of(PyObject* rank) const;
+  void find_decision(const Given& given);
+  const Decision* decide(const DecisionKey& key, const Given& given);
+  void find_target(const Given& given);
+  void find_site();
+  void widen();
+  void check_out(const Py_ssize_t* shape, int nd) const;
+  void fill_with_identity();
+  bool is_in_place() const {
+    return spec_.verb == Verb::all_reduce || spec_.verb == Verb::broadcast ||
+           (spec_.verb == Verb::reduce && root_ == verb_group_.rank);
+  }
+  // The result of a collective that has ended well.
+  PyObject* give();
+  // All counts of an even collective are one.
+  engine::Counts counts() const {
+    return {&count_, spec_.verb == Verb::barrier ? 0u : 1u, spec_.verb != Verb::barrier};
+  }
+
+  VerbGroup& verb_group_;
+  const VerbSpec& spec_;
+  nb::handle helper_;
+  Argument x_, out_;
+  Result result_;
+  std::vector<float> wide_;  // see `widen`
+  const Decision* decision_ = nullptr;
+  engine::Fingerprint fingerprint_;
+  nb::object code_;  // where the program calls it, until it is in the log
+  int instruction_ = 0;
+  std::int16_t op_ = OpNames::none;
+  uint64_t count_ = 0;     // items of one rank
+  std::int32_t root_ = 0;  // a rank of the group
+  std::int64_t timeout_ns_ = -1;
+  engine::byte* target_ = nullptr;  // where the result is made
+  uint64_t target_count_ = 0;
+  bool is_result_scalar_ = false;
+};
+
+// A blocking call that a library runs, on the caller's thread: the decision is what calls it.
+class LibraryCall : public ParsedCall {
+ public:
+  using ParsedCall::ParsedCall;
+  // Throws LeftToReference if the library has not begun it.
+  PyObject* run(const Given& given, bool is_started);
+};
+
+class Call : public ParsedCall {
+ public:
+  Call(NativeGroup& group, const VerbSpec& spec, nb::handle helper) : ParsedCall(group, spec, helper), group_(group) {}
 
   // Read the arguments and find the decision. Throws LeftToReference, or nb::python_error.
   void prepare(const Given& given, bool is_started);
@@ -134,17 +190,9 @@ class Call {
   std::int64_t attention_at();
 
  private:
-  void prepare_collective(const Given& given);
   void prepare_split(const Given& given);
   void prepare_message(const Given& given);
-  void read_timeout(PyObject* timeout);
-  std::int32_t rank_of(PyObject* rank) const;
   std::int64_t tag_of_user(PyObject* tag, bool takes_any) const;
-  void find_decision(const Given& given);
-  const Decision* decide(const DecisionKey& key, const Given& given);
-  void find_target(const Given& given);
-  void widen();
-  void check_out(const Py_ssize_t* shape, int nd) const;
   void begin_collective();
   void begin_send();
   void begin_receive();
@@ -156,35 +204,15 @@ class Call {
   // With the engine's lock: true if all operations ended well; then they are back in their pools.
   bool take();
   void release(unsigned count);
-  void fill_with_identity();
   nb::object status() const;
   nb::object make_group();
   uint64_t poll_bytes() const;
-  // All counts of an even collective are one.
-  engine::Counts counts() const {
-    return {&count_, spec_.verb == Verb::barrier ? 0u : 1u, spec_.verb != Verb::barrier};
-  }
 
   NativeGroup& group_;
-  const VerbSpec& spec_;
-  nb::handle helper_;
-  Argument x_, out_;
-  Result result_;
-  std::vector<float> wide_;  // see `widen`
-  const Decision* decision_ = nullptr;
-  engine::Fingerprint fingerprint_;
-  nb::object code_;  // where the program calls it, until it is in the log
-  int instruction_ = 0;
-  std::int16_t op_ = OpNames::none;
-  uint64_t count_ = 0;                         // items of one rank
-  std::int32_t root_ = 0, dst_ = 0, src_ = 0;  // ranks of the group; src -1: any
-  std::int64_t tag_ = 0;                       // -1: any
-  std::int64_t timeout_ns_ = -1;
-  std::int64_t begun_at_ = 0;  // 0: the clock was not read yet
+  std::int32_t dst_ = 0, src_ = 0;  // ranks of the group; src -1: any
+  std::int64_t tag_ = 0;            // -1: any
+  std::int64_t begun_at_ = 0;       // 0: the clock was not read yet
   uint64_t sequence_ = engine::CallLog::no_sequence;
-  engine::byte* target_ = nullptr;  // where the result is made
-  uint64_t target_count_ = 0;
-  bool is_result_scalar_ = false;
   unsigned started_ = 0;
   engine::Operation* operations_[2] = {};
   uint64_t handles_[2] = {};
