@@ -187,7 +187,7 @@ void Call::find_announced_decision(const Given& given) {
   decision_ = group_.decisions.find(key);
   const auto dims = first != nullptr ? beyond_first(*first) : std::span<const Py_ssize_t>();
   if (decision_ == nullptr) decision_ = decide(key, given, key.dtype == untyped ? plain_bytes : key.dtype, dims);
-  if (!decision_->program->accepts(counts())) throw LeftToReference();
+  if (decision_->program == nullptr || !decision_->program->accepts(counts())) throw LeftToReference();
   if (!mine.is_exchanged) {
     fingerprint_ = decision_->fingerprint.with(0, Fingerprint::hash_of(group_.fingerprint_seed, {}));
     return;

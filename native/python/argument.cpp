@@ -76,6 +76,11 @@ PyObject* interned(const char* word) {
 
 uint64_t Argument::nbytes() const { return count * itemsizes[dtype]; }
 
+nb::object Argument::array() const {
+  if (form != Form::array && form != Form::tensor) throw LeftToReference();
+  return form == Form::array ? nb::borrow(given) : held_;
+}
+
 Arguments::Arguments(nb::object array_type, nb::object empty, nb::object view, nb::list dtypes, bool leaves_tensors)
     : array_type_(std::move(array_type)),
       empty_(std::move(empty)),

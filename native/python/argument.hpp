@@ -84,6 +84,8 @@ struct Argument {
     nd = 1;
     shape[0] = static_cast<Py_ssize_t>(elements);
   }
+  // A NumPy array of its memory; throws LeftToReference if there is none.
+  nb::object array() const;
   // Keep what was given beyond the frame of its caller.
   void keep() { kept_ = nb::borrow(given); }
   void clear() {

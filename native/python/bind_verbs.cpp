@@ -4,6 +4,7 @@
 // true. A verb runs in the engine if the group has one and the arguments allow it; otherwise the reference path, in
 // Python, makes the call.
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -26,8 +27,9 @@ std::vector<VerbSpec> specs;
 std::array<PyMethodDef, verbs_max + 1> methods{};
 
 struct VerbsObject {
-  PyObject_HEAD PyObject* group;  // what keeps `native`
-  NativeGroup* native;
+  PyObject_HEAD PyObject* group;  // what keeps `verb_group`
+  VerbGroup* verb_group;          // nullptr: the reference path makes all calls
+  NativeGroup* native;            // the same, if the engine runs its calls
   PyObject* helper;
   PyObject* reference;
   bool is_started;
@@ -102,17 +104,17 @@ PyObject* call_verb(size_t index, PyObject* object, PyObject* const* args, Py_ss
     return nullptr;
   }
   try {
-    if (NativeGroup* const native = self.native; native != nullptr && spec.verb != Verb::reference &&
-                                                 !native->completions.engine().is_forked() &&
-                                                 native->call_log.fast_path_open) {
-      Given given;
-      if (given.bind(spec, args, count, names)) {
-        try {
-          return self.is_started ? start_call(self.group, *native, spec, self.helper, given)
-                                 : run_call(self, spec, given);
-        } catch (const LeftToReference&) {
-          // Nothing was sent.
-        }
+    Given given;
+    if (VerbGroup* const group = self.verb_group;
+        group != nullptr && spec.verb != Verb::reference && group->call_log.fast_path_open &&
+        !(self.native != nullptr && self.native->completions.engine().is_forked()) &&
+        given.bind(spec, args, count, names)) {
+      try {
+        if (self.native == nullptr) return LibraryCall(*group, spec, self.helper).run(given, self.is_started);
+        return self.is_started ? start_call(self.group, *self.native, spec, self.helper, given)
+                               : run_call(self, spec, given);
+      } catch (const LeftToReference&) {
+        // Nothing was sent.
       }
     }
     return call_reference(self, spec, args, count, names);
@@ -143,7 +145,8 @@ void bind_object(nb::handle object, nb::handle group, nb::handle helper, nb::han
   if (verbs_type == nullptr || !PyType_IsSubtype(Py_TYPE(object.ptr()), verbs_type))
     throw nb::type_error("allowed: an object of the type of verbs");
   VerbsObject& self = *reinterpret_cast<VerbsObject*>(object.ptr());
-  self.native = group.is_none() ? nullptr : &nb::cast<NativeGroup&>(group);
+  self.verb_group = group.is_none() ? nullptr : &nb::cast<VerbGroup&>(group);
+  self.native = nb::isinstance<NativeGroup>(group) ? &nb::cast<NativeGroup&>(group) : nullptr;
   Py_XSETREF(self.group, Py_NewRef(group.ptr()));
   Py_XSETREF(self.helper, Py_NewRef(helper.ptr()));
   Py_XSETREF(self.reference, Py_NewRef(reference.ptr()));
@@ -160,6 +163,7 @@ int traverse_verbs(PyObject* object, visitproc visit, void* arg) {
 
 int clear_verbs(PyObject* object) {
   VerbsObject& self = *reinterpret_cast<VerbsObject*>(object);
+  self.verb_group = nullptr;
   self.native = nullptr;
   Py_CLEAR(self.helper);
   Py_CLEAR(self.reference);
@@ -276,23 +280,27 @@ void bind_verbs(nb::module_& m) {
       .def(nb::init<nb::object, nb::object, nb::object, nb::list, bool>(), nb::kw_only(), nb::arg("array_type"),
            nb::arg("empty"), nb::arg("view"), nb::arg("dtypes"), nb::arg("leaves_tensors"));
   nb::class_<DecisionTable>(m, "DecisionTable").def(nb::init<>());
-  nb::class_<NativeGroup>(m, "NativeGroup")
+  nb::class_<VerbGroup>(m, "VerbGroup")
+      .def(nb::init<nb::object, nb::object, nb::object, uint64_t, std::int32_t, std::int32_t, std::optional<double>>(),
+           nb::arg("call_log"), nb::arg("arguments"), nb::arg("decisions"), nb::kw_only(), nb::arg("fingerprint_seed"),
+           nb::arg("rank"), nb::arg("size"), nb::arg("deadline_s").none())
+      .def_ro("ended", &VerbGroup::ended)
+      .def_ro("decided", &VerbGroup::decided)
+      .def_ro("adopted", &VerbGroup::adopted);
+  nb::class_<NativeGroup, VerbGroup>(m, "NativeGroup")
       .def(nb::init<nb::object, nb::object, nb::object, nb::object, uint64_t, uint64_t, std::int32_t,
-                    std::vector<std::int32_t>, bool, size_t, double, double, nb::object, nb::object>(),
+                    std::vector<std::int32_t>, bool, size_t, double, std::optional<double>, nb::object, nb::object>(),
            nb::arg("engine"), nb::arg("call_log"), nb::arg("arguments"), nb::arg("decisions"), nb::kw_only(),
            nb::arg("context"), nb::arg("fingerprint_seed"), nb::arg("rank"), nb::arg("members"),
-           nb::arg("is_introduced"), nb::arg("window"), nb::arg("stall_s"), nb::arg("deadline_s"), nb::arg("status"),
-           nb::arg("any_"))
+           nb::arg("is_introduced"), nb::arg("window"), nb::arg("stall_s"), nb::arg("deadline_s").none(),
+           nb::arg("status"), nb::arg("any_"))
       .def("unclaimed", &NativeGroup::unclaimed, nb::arg("sequence"))
       .def("has_unexpected", &NativeGroup::has_unexpected)
       .def("unconfirmed_ranks", &NativeGroup::unconfirmed_ranks)
       .def("is_idle", &NativeGroup::is_idle)
       .def("introduce", &NativeGroup::introduce)
       .def("works_to_adopt", &NativeGroup::works_to_adopt, nb::arg("only_overdue"))
-      .def("unwaited", &NativeGroup::unwaited)
-      .def_ro("ended", &NativeGroup::ended)
-      .def_ro("decided", &NativeGroup::decided)
-      .def_ro("adopted", &NativeGroup::adopted);
+      .def("unwaited", &NativeGroup::unwaited);
   m.def("bind_verbs", &bind_object, nb::arg("verbs"), nb::arg("group").none(), nb::arg("helper"), nb::arg("reference"),
         nb::arg("is_started"));
   m.def("make_verbs_type", &make_verbs_type, nb::arg("rows"), nb::arg("ops"));

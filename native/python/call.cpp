@@ -35,11 +35,6 @@ constexpr std::int64_t poll_ns_max = 100'000;
 // How long a started call that may need Python for a second stage goes on without it, if nobody waits for it.
 constexpr std::int64_t second_stage_ns = 2 * millisecond;
 
-// Verbs whose result takes the place of what was given, on every rank.
-bool is_in_place(Verb verb) {
-  return verb == Verb::all_reduce || verb == Verb::all_reduce_many || verb == Verb::broadcast;
-}
-
 bool is_by_rank(Verb verb) { return verb == Verb::reduce_scatter || verb == Verb::all_to_all; }
 
 }  // namespace
@@ -119,16 +114,19 @@ void Call::prepare(const Given& given, bool is_started) {
     prepare_collective(given);
   else
     prepare_message(given, is_started);
-  if (!is_collective() && !is_started) return;
-  // Where the program is. Before the group is looked at: it may make an object, and so run any code.
+  if (is_collective() || is_started) find_site();
+}
+
+// Where the program is. Before the group is looked at: it may make an object, and so run any code.
+void ParsedCall::find_site() {
   if (PyFrameObject* const frame = PyEval_GetFrame(); frame != nullptr) {
     code_ = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
     instruction_ = PyFrame_GetLasti(frame);
   }
 }
 
-void Call::read_timeout(PyObject* timeout) {
-  timeout_ns_ = group_.deadline_ns;
+void ParsedCall::read_timeout(PyObject* timeout) {
+  timeout_ns_ = verb_group_.deadline_ns;
   if (timeout == nullptr || timeout == Py_None) return;
   double seconds = -1;
   if (PyFloat_CheckExact(timeout)) {
@@ -146,18 +144,18 @@ void Call::read_timeout(PyObject* timeout) {
   timeout_ns_ = static_cast<std::int64_t>(seconds * 1e9);
 }
 
-std::int32_t Call::rank_of(PyObject* rank) const {
+std::int32_t ParsedCall::rank_of(PyObject* rank) const {
   if (rank == nullptr || !PyLong_CheckExact(rank)) throw LeftToReference();
   int overflow = 0;
   const long number = PyLong_AsLongAndOverflow(rank, &overflow);
-  if (overflow != 0 || number < 0 || number >= group_.size) throw LeftToReference();
+  if (overflow != 0 || number < 0 || number >= verb_group_.size) throw LeftToReference();
   return static_cast<std::int32_t>(number);
 }
 
-void Call::prepare_collective(const Given& given) {
+void ParsedCall::prepare_collective(const Given& given) {
   const Verb verb = spec_.verb;
   root_ = given[Parameter::root] == nullptr ? 0 : rank_of(given[Parameter::root]);
-  const bool is_root = root_ == group_.rank;
+  const bool is_root = root_ == verb_group_.rank;
   const bool reduces = verb == Verb::all_reduce || verb == Verb::reduce || verb == Verb::reduce_scatter ||
                        verb == Verb::reduce_scatter_v || verb == Verb::scan || verb == Verb::exscan;
   if (reduces) op_ = op_names.number_of(given[Parameter::op]);
@@ -169,18 +167,18 @@ void Call::prepare_collective(const Given& given) {
     const bool is_written =
         (verb == Verb::all_reduce && !has_out) || verb == Verb::broadcast || (verb == Verb::reduce && is_root);
     try {
-      group_.arguments.see(x, "x", is_written, x_);
+      verb_group_.arguments.see(x, "x", is_written, x_);
     } catch (nb::python_error&) {
       // A root may broadcast what it cannot write. With some algorithms it gets parts of it back: not into its memory.
       if (verb == Verb::broadcast && is_root) throw LeftToReference();
       throw;
     }
-    if (is_by_rank(verb) && (x_.nd == 0 || x_.shape[0] != group_.size)) throw LeftToReference();
-    if (has_out && !(verb == Verb::gather && !is_root)) group_.arguments.see(out, "out", true, out_);
+    if (is_by_rank(verb) && (x_.nd == 0 || x_.shape[0] != verb_group_.size)) throw LeftToReference();
+    if (has_out && !(verb == Verb::gather && !is_root)) verb_group_.arguments.see(out, "out", true, out_);
   }
   if (verb == Verb::reduce_scatter_v) {
     if (given[Parameter::counts] == nullptr) throw LeftToReference();
-    parts_.emplace().read(given[Parameter::counts], group_.arguments, x_, group_.size, op_names.width_of(op_));
+    parts_.emplace().read(given[Parameter::counts], verb_group_.arguments, x_, verb_group_.size, op_names.width_of(op_));
   }
   find_decision(given);
   find_target(given);
@@ -188,7 +186,7 @@ void Call::prepare_collective(const Given& given) {
 }
 
 // The mean of 16-bit floats is computed in float32: reduced in memory of our own, and rounded in the end.
-void Call::widen() {
+void ParsedCall::widen() {
   const bool has_target = spec_.verb != Verb::reduce_scatter && spec_.verb != Verb::reduce_scatter_v;
   wide_.resize(x_.count + (has_target ? 0 : target_count_));
   std::optional<GilReleased> released;
@@ -226,7 +224,7 @@ void Call::prepare_split(const Given& given) {
   find_target(given);
 }
 
-void Call::find_decision(const Given& given) {
+void ParsedCall::find_decision(const Given& given) {
   DecisionKey key;
   key.verb = static_cast<uint8_t>(spec_.verb);
   key.dtype = x_.dtype;
@@ -234,26 +232,28 @@ void Call::find_decision(const Given& given) {
   key.root = root_;
   key.algorithm = algorithm_of(given);
   const uint64_t width = op_ == OpNames::none ? 1 : op_names.width_of(op_);
-  count_ = x_.count / width / static_cast<uint64_t>(is_by_rank(spec_.verb) ? group_.size : 1);
+  count_ = x_.count / width / static_cast<uint64_t>(is_by_rank(spec_.verb) ? verb_group_.size : 1);
   key.size_class = parts_.has_value() ? parts_->size_class() : size_class(count_);
   if (width > 1 && !fused_.has_value()) {
     key.shape = static_cast<uint64_t>(x_.nd);
     for (int i = 0; i < x_.nd; ++i) key.shape = (key.shape ^ static_cast<uint64_t>(x_.shape[i])) * 0xd6e8feb86659fd93u;
   }
-  decision_ = group_.decisions.find(key);
+  decision_ = verb_group_.decisions.find(key);
   if (decision_ == nullptr) decision_ = decide(key, given, x_.dtype, {x_.shape, static_cast<size_t>(x_.nd)});
+  if (decision_->program == nullptr && !decision_->library.is_valid()) throw LeftToReference();
   // A longer one does not fit into a fingerprint, or into 64 bits.
-  if (x_.count >= count_any || !decision_->program->accepts(counts())) throw LeftToReference();
+  if (x_.count >= count_any || (decision_->program != nullptr && !decision_->program->accepts(counts())))
+    throw LeftToReference();
   fingerprint_ = decision_->fingerprint.with(x_.count, hash_of_call());
 }
 
 // Of what ranks compare beside the decision and the count.
-uint32_t Call::hash_of_call() const {
-  if (fused_.has_value()) return Fingerprint::hash_of(group_.fingerprint_seed, fused_->compared());
+uint32_t ParsedCall::hash_of_call() const {
+  if (fused_.has_value()) return Fingerprint::hash_of(verb_group_.fingerprint_seed, fused_->compared());
   if (parts_.has_value() && !parts_->is_even())
-    return Fingerprint::hash_of(group_.fingerprint_seed, parts_->elements());
+    return Fingerprint::hash_of(verb_group_.fingerprint_seed, parts_->elements());
   const std::span<const Py_ssize_t> dims(x_.shape, decision_->is_shape_compared ? static_cast<size_t>(x_.nd) : 0);
-  return Fingerprint::hash_of(group_.fingerprint_seed, dims);
+  return Fingerprint::hash_of(verb_group_.fingerprint_seed, dims);
 }
 
 // What a report says of its arrays.
@@ -269,9 +269,9 @@ void Call::note_lengths(const Argument& shown, CallLog::Lengths& lengths) const 
   }
 }
 
-const Decision* Call::decide(const DecisionKey& key, const Given& given, uint8_t given_dtype,
+const Decision* ParsedCall::decide(const DecisionKey& key, const Given& given, uint8_t given_dtype,
                              std::span<const Py_ssize_t> dims) {
-  ++group_.decided;
+  ++verb_group_.decided;
   nb::object shape = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(dims.size())));
   for (size_t i = 0; i < dims.size(); ++i)
     PyTuple_SET_ITEM(shape.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromSsize_t(dims[i]));
@@ -285,14 +285,20 @@ const Decision* Call::decide(const DecisionKey& key, const Given& given, uint8_t
   const nb::object decided = helper_.attr("decide")(
       spec_.name, given_dtype == untyped ? int{plain_bytes} : int{given_dtype}, op, root_,
       algorithm == nullptr ? nb::str("auto") : nb::borrow<nb::str>(algorithm), shape, nb::tuple(lengths));
-  if (decided.is_none()) throw LeftToReference();
   return keep_decision(key, given_dtype, decided);
 }
 
-const Decision* Call::keep_decision(const DecisionKey& key, uint8_t given_dtype, nb::handle decided) {
-  const nb::tuple values = nb::cast<nb::tuple>(decided);
+const Decision* ParsedCall::keep_decision(const DecisionKey& key, uint8_t given_dtype, nb::handle decided) {
   auto decision = std::make_unique<Decision>();
-  decision->program = program_of(values[0]);
+  if (decided.is_none()) {
+    Py_XINCREF(key.algorithm);
+    return verb_group_.decisions.add(key, std::move(decision));
+  }
+  const nb::tuple values = nb::cast<nb::tuple>(decided);
+  if (PyCallable_Check(nb::object(values[0]).ptr()))
+    decision->library = values[0];
+  else
+    decision->program = program_of(values[0]);
   decision->piece_elements = nb::cast<uint64_t>(values[1]);
   decision->fingerprint = fingerprint_of(nb::cast<nb::bytes>(values[2]));
   decision->is_shape_compared = nb::cast<bool>(values[6]);
@@ -309,13 +315,13 @@ const Decision* Call::keep_decision(const DecisionKey& key, uint8_t given_dtype,
   decision->itemsize = item_bytes(dtype, code);
   const nb::bytes identity = nb::cast<nb::bytes>(values[5]);
   decision->identity.assign(identity.c_str(), identity.size());
-  if (decision->program->reduces && decision->kernel == nullptr)
+  if (decision->program != nullptr && decision->program->reduces && decision->kernel == nullptr)
     throw nb::value_error("the operation is not defined for the dtype");
   Py_XINCREF(key.algorithm);
-  return group_.decisions.add(key, std::move(decision));
+  return verb_group_.decisions.add(key, std::move(decision));
 }
 
-void Call::check_out(const Py_ssize_t* shape, int nd) const {
+void ParsedCall::check_out(const Py_ssize_t* shape, int nd) const {
   if (out_.is_number() || out_.dtype != x_.dtype || out_.nd != nd) throw LeftToReference();
   for (int i = 0; i < nd; ++i)
     if (out_.shape[i] != shape[i]) throw LeftToReference();
@@ -324,9 +330,9 @@ void Call::check_out(const Py_ssize_t* shape, int nd) const {
   if (overlap) throw LeftToReference();
 }
 
-void Call::find_target(const Given&) {
+void ParsedCall::find_target(const Given&) {
   const Verb verb = spec_.verb;
-  const bool is_root = root_ == group_.rank;
+  const bool is_root = root_ == verb_group_.rank;
   if (verb == Verb::barrier) return;
   if (verb == Verb::broadcast || verb == Verb::reduce || (verb == Verb::all_reduce && !out_.is_given())) {
     target_ = x_.data;
@@ -336,8 +342,8 @@ void Call::find_target(const Given&) {
   if (verb == Verb::gather && !is_root) return;
   Py_ssize_t shape[Argument::dims_max + 1];
   int nd = 0;
-  if (verb == Verb::all_gather || verb == Verb::gather || verb == Verb::split) shape[nd++] = group_.size;
-  if (parts_.has_value()) shape[nd++] = parts_->rows(group_.rank);
+  if (verb == Verb::all_gather || verb == Verb::gather || verb == Verb::split) shape[nd++] = verb_group_.size;
+  if (parts_.has_value()) shape[nd++] = parts_->rows(verb_group_.rank);
   for (int i = verb == Verb::reduce_scatter || parts_.has_value() ? 1 : 0; i < x_.nd; ++i) shape[nd++] = x_.shape[i];
   target_count_ = 1;
   for (int i = 0; i < nd; ++i) target_count_ *= static_cast<uint64_t>(shape[i]);
@@ -348,7 +354,7 @@ void Call::find_target(const Given&) {
     return;
   }
   is_result_scalar_ = nd == 0;
-  result_ = group_.arguments.make(x_, shape, nd);
+  result_ = verb_group_.arguments.make(x_, shape, nd);
   target_ = result_.data;
 }
 
@@ -358,6 +364,28 @@ void Call::keep() {
 }
 
 // ---- running ----
+
+PyObject* LibraryCall::run(const Given& given, bool is_started) {
+  // A library makes calls with equal lengths.
+  if (is_started || !spec_.is_collective() || spec_.verb == Verb::split || spec_.is_announced() ||
+      spec_.verb == Verb::all_reduce_many || spec_.verb == Verb::reduce_scatter_v)
+    throw LeftToReference();
+  read_timeout(given[Parameter::timeout]);
+  prepare_collective(given);
+  find_site();
+  if (!verb_group_.call_log.fast_path_open) throw LeftToReference();
+  nb::object operand = nb::none(), result = nb::none();
+  if (x_.is_given() && !is_in_place()) operand = x_.array();
+  if (target_ != nullptr && (is_in_place() || spec_.verb != Verb::reduce))
+    result = result_.object.is_valid() ? result_.object : (out_.is_given() ? out_ : x_).array();
+  const nb::object timeout =
+      timeout_ns_ >= 0 ? nb::object(nb::float_(static_cast<double>(timeout_ns_) / 1e9)) : nb::none();
+  const nb::object has_run = decision_->library(helper_, count_, bytes_of(fingerprint_), operand, result,
+                                                code_.is_valid() ? code_ : nb::none(), instruction_, timeout);
+  if (!nb::cast<bool>(has_run)) throw LeftToReference();
+  ++verb_group_.ended;
+  return give();
+}
 
 uint64_t Call::poll_bytes() const {
   if (announced_ && stage() == 0) return target_count_;
@@ -380,10 +408,9 @@ void Call::begin_collective() {
   stage.itemsize = decision_->itemsize;
   stage.kernel = decision_->kernel;
   stage.window = group_.window;
-  const Verb verb = spec_.verb;
-  const bool has_no_in = is_in_place(verb) || (verb == Verb::reduce && root_ == group_.rank);
+  const bool has_no_in = is_in_place();
   if (!has_no_in) stage.in = x_.data;
-  if (has_no_in || verb != Verb::reduce) stage.out = target_;
+  if (has_no_in || spec_.verb != Verb::reduce) stage.out = target_;
   if (announced_) stage.in = const_cast<byte*>(in_);
   if (!wide_.empty()) {
     auto* const wide = reinterpret_cast<byte*>(wide_.data());
@@ -662,7 +689,7 @@ PyObject* Call::finish_adopted(nb::object result) {
 }
 
 // One item, then twice as many again and again.
-void Call::fill_with_identity() {
+void ParsedCall::fill_with_identity() {
   const uint64_t nbytes = x_.nbytes();
   uint64_t filled = std::min<uint64_t>(decision_->identity.size(), nbytes);
   std::memcpy(target_, decision_->identity.data(), filled);
@@ -681,16 +708,7 @@ PyObject* Call::finish() {
                                     nb::bytes(unclaimed.header.data(), unclaimed.header.size()));
   }
   if (announced_) return stage() == 0 ? announced_->result.release().ptr() : finish_second_stage();
-  const bool is_root = root_ == group_.rank;
-  if (decision_ != nullptr && decision_->divisor != 0 && (spec_.verb != Verb::reduce || is_root)) {
-    std::optional<GilReleased> released;
-    if (target_count_ * itemsizes[x_.dtype] >= gil_release_bytes) released.emplace();
-    byte* const sum = wide_.empty() ? target_ : reinterpret_cast<byte*>(wide_.data() + wide_.size() - target_count_);
-    active_kernels().divide[decision_->dtype](sum, target_count_, decision_->divisor);
-    if (!wide_.empty()) active_kernels().narrow[x_.dtype](target_, sum, target_count_);
-  }
   switch (spec_.verb) {
-    case Verb::barrier:
     case Verb::send:
     case Verb::send_object: Py_RETURN_NONE;
     case Verb::split: return make_group().release().ptr();
@@ -699,6 +717,21 @@ PyObject* Call::finish() {
     case Verb::sendrecv:
     case Verb::recv_object:
     case Verb::probe: return received().release().ptr();
+    default: return give();
+  }
+}
+
+PyObject* ParsedCall::give() {
+  const bool is_root = root_ == verb_group_.rank;
+  if (decision_->divisor != 0 && (spec_.verb != Verb::reduce || is_root)) {
+    std::optional<GilReleased> released;
+    if (target_count_ * itemsizes[x_.dtype] >= gil_release_bytes) released.emplace();
+    byte* const sum = wide_.empty() ? target_ : reinterpret_cast<byte*>(wide_.data() + wide_.size() - target_count_);
+    active_kernels().divide[decision_->dtype](sum, target_count_, decision_->divisor);
+    if (!wide_.empty()) active_kernels().narrow[x_.dtype](target_, sum, target_count_);
+  }
+  switch (spec_.verb) {
+    case Verb::barrier: Py_RETURN_NONE;
     case Verb::broadcast: return Arguments::give_back(x_);
     case Verb::reduce:
       if (!is_root) Py_RETURN_NONE;
@@ -711,12 +744,12 @@ PyObject* Call::finish() {
       if (!is_root) Py_RETURN_NONE;
       break;
     case Verb::exscan:
-      if (group_.rank == 0) fill_with_identity();
+      if (verb_group_.rank == 0) fill_with_identity();
       break;
     default: break;
   }
   if (out_.is_given()) return Py_NewRef(out_.given);
-  return group_.arguments.give(x_, result_, is_result_scalar_);
+  return verb_group_.arguments.give(x_, result_, is_result_scalar_);
 }
 
 // The communicator that a split makes on this rank, from the rows of all. A started split that needs a second attempt

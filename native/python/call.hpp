@@ -131,11 +131,76 @@ struct Announced {
   Argument plain;   // the kind of array to make of it, if this rank gave none
 };
 
-class Call {
+// The arguments of a collective and what was decided for it, whatever runs it: the engine (Call) or a library
+// (LibraryCall).
+class ParsedCall {
  public:
-  Call(NativeGroup& group, const VerbSpec& spec, nb::handle helper) : group_(group), spec_(spec), helper_(helper) {}
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
+  ParsedCall(VerbGroup& group, const VerbSpec& spec, nb::handle helper)
+      : verb_group_(group), spec_(spec), helper_(helper) {}
+  ParsedCall(const ParsedCall&) = delete;
+  ParsedCall& operator=(const ParsedCall&) = delete;
+
+ protected:
+  void prepare_collective(const Given& given);
+  void read_timeout(PyObject* timeout);
+  std::int32_t rank_of(PyObject* rank) const;
+  void find_decision(const Given& given);
+  const Decision* decide(const DecisionKey& key, const Given& given, uint8_t dtype, std::span<const Py_ssize_t> shape);
+  const Decision* keep_decision(const DecisionKey& key, uint8_t given_dtype, nb::handle decided);
+  uint32_t hash_of_call() const;
+  void find_target(const Given& given);
+  void find_site();
+  void widen();
+  void check_out(const Py_ssize_t* shape, int nd) const;
+  void fill_with_identity();
+  // Whether the result takes the place of what was given.
+  bool is_in_place() const {
+    return spec_.verb == Verb::all_reduce || spec_.verb == Verb::all_reduce_many || spec_.verb == Verb::broadcast ||
+           (spec_.verb == Verb::reduce && root_ == verb_group_.rank);
+  }
+  unsigned stage() const { return announced_ && announced_->is_second; }
+  // The result of a collective that has ended well.
+  PyObject* give();
+  // All counts of an even collective are one.
+  engine::Counts counts() const {
+    if (stage() != 0) return {announced_->counts.data(), announced_->counts.size(), announced_->counts.size() == 1};
+    if (parts_.has_value()) return parts_->items();
+    return {&count_, spec_.verb == Verb::barrier ? 0u : 1u, spec_.verb != Verb::barrier};
+  }
+
+  VerbGroup& verb_group_;
+  const VerbSpec& spec_;
+  nb::handle helper_;
+  Argument x_, out_;
+  Result result_;
+  std::optional<PartCounts> parts_;   // of a reduce_scatter_v
+  std::optional<FusedArrays> fused_;  // of an all_reduce_many: x stands for them
+  std::optional<Announced> announced_;
+  std::vector<float> wide_;  // see `widen`
+  const Decision* decision_ = nullptr;
+  engine::Fingerprint fingerprint_;
+  nb::object code_;  // where the program calls it, until it is in the log
+  int instruction_ = 0;
+  std::int16_t op_ = OpNames::none;
+  uint64_t count_ = 0;     // items of one rank
+  std::int32_t root_ = 0;  // a rank of the group
+  std::int64_t timeout_ns_ = -1;
+  engine::byte* target_ = nullptr;  // where the result is made
+  uint64_t target_count_ = 0;
+  bool is_result_scalar_ = false;
+};
+
+// A blocking call that a library runs, on the caller's thread: the decision is what calls it.
+class LibraryCall : public ParsedCall {
+ public:
+  using ParsedCall::ParsedCall;
+  // Throws LeftToReference if the library has not begun it.
+  PyObject* run(const Given& given, bool is_started);
+};
+
+class Call : public ParsedCall {
+ public:
+  Call(NativeGroup& group, const VerbSpec& spec, nb::handle helper) : ParsedCall(group, spec, helper), group_(group) {}
 
   // Read the arguments and find the decision. Throws LeftToReference, or nb::python_error.
   void prepare(const Given& given, bool is_started);
@@ -200,7 +265,6 @@ class Call {
   std::int64_t pump_at();
 
  private:
-  void prepare_collective(const Given& given);
   void prepare_split(const Given& given);
   void prepare_message(const Given& given, bool is_started);
   void prepare_buffer(const Given& given);
@@ -225,19 +289,9 @@ class Call {
   bool fits_out(const Announcement& row) const;
   nb::object part_of(const Announcement& row, size_t number) const;
   nb::object announced_parts() const;
-  void read_timeout(PyObject* timeout);
-  std::int32_t rank_of(PyObject* rank) const;
   std::int64_t tag_of_user(PyObject* tag, bool takes_any) const;
-  void find_decision(const Given& given);
-  const Decision* decide(const DecisionKey& key, const Given& given, uint8_t dtype, std::span<const Py_ssize_t> shape);
-  const Decision* keep_decision(const DecisionKey& key, uint8_t given_dtype, nb::handle decided);
-  unsigned stage() const { return announced_ && announced_->is_second; }
   void poll_if_short();
-  uint32_t hash_of_call() const;
   void note_lengths(const Argument& shown, engine::CallLog::Lengths& lengths) const;
-  void find_target(const Given& given);
-  void widen();
-  void check_out(const Py_ssize_t* shape, int nd) const;
   void begin_collective();
   void begin_send();
   void begin_receive();
@@ -259,46 +313,21 @@ class Call {
   nb::object hand_over(const char* how, nb::object keeper, unsigned count);
   void release(unsigned count);
   bool is_undisturbed(const engine::CallLog::InFlightCall& flight) const;
-  void fill_with_identity();
   nb::object message_of(unsigned index) const;
   nb::object received();
   nb::object received_object();
   nb::object status() const;
   nb::object make_group();
   uint64_t poll_bytes() const;
-  // All counts of an even collective are one.
-  engine::Counts counts() const {
-    if (stage() != 0) return {announced_->counts.data(), announced_->counts.size(), announced_->counts.size() == 1};
-    if (parts_.has_value()) return parts_->items();
-    return {&count_, spec_.verb == Verb::barrier ? 0u : 1u, spec_.verb != Verb::barrier};
-  }
 
   NativeGroup& group_;
-  const VerbSpec& spec_;
-  nb::handle helper_;
-  Argument x_, out_;
-  Result result_;
-  std::optional<PartCounts> parts_;   // of a reduce_scatter_v
-  std::optional<FusedArrays> fused_;  // of an all_reduce_many: x stands for them
-  std::optional<Announced> announced_;
-  std::vector<float> wide_;  // see `widen`
-  const Decision* decision_ = nullptr;
-  engine::Fingerprint fingerprint_;
-  nb::object code_;  // where the program calls it, until it is in the log
-  int instruction_ = 0;
-  std::int16_t op_ = OpNames::none;
-  uint64_t count_ = 0;                         // items of one rank
-  std::int32_t root_ = 0, dst_ = 0, src_ = 0;  // ranks of the group; src -1: any
-  std::int64_t tag_ = 0;                       // -1: any
-  std::int64_t timeout_ns_ = -1;
+  std::int32_t dst_ = 0, src_ = 0;  // ranks of the group; src -1: any
+  std::int64_t tag_ = 0;            // -1: any
   bool is_poll_ = false;
   bool takes_memory_ = false;  // of an open-ended receive: see ReceiveOperation
   std::int64_t begun_at_ = 0;  // 0: the clock was not read yet
   uint64_t sequence_ = engine::CallLog::no_sequence;
-  engine::byte* target_ = nullptr;    // where the result is made
   const engine::byte* in_ = nullptr;  // of a call with announcements: what is read
-  uint64_t target_count_ = 0;
-  bool is_result_scalar_ = false;
   bool is_started_ = false;
   unsigned started_ = 0;
   engine::Operation* operations_[2] = {};

@@ -20,36 +20,42 @@ constexpr uint8_t run_ahead_max = 32;
 
 }  // namespace
 
-NativeGroup::NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, nb::object decisions,
-                         uint64_t context, uint64_t fingerprint_seed, std::int32_t rank,
-                         std::vector<std::int32_t> members, bool is_introduced, size_t window, double stall_s,
-                         double deadline_s, nb::object status, nb::object any)
+VerbGroup::VerbGroup(nb::object call_log, nb::object arguments, nb::object decisions, uint64_t fingerprint_seed,
+                     std::int32_t rank, std::int32_t size, std::optional<double> deadline_s)
     : call_log(nb::cast<CallLog&>(call_log)),
-      completions(completions_of(engine)),
-      context(context),
+      arguments(nb::cast<const Arguments&>(arguments)),
+      decisions(nb::cast<DecisionTable&>(decisions)),
       fingerprint_seed(fingerprint_seed),
       rank(rank),
-      size(static_cast<std::int32_t>(members.size())),
-      members(std::move(members)),
-      window(window > 0 ? window : 1),
-      stall_ns(static_cast<std::int64_t>(stall_s * 1e9)),
-      deadline_ns(deadline_s < 0 ? -1 : static_cast<std::int64_t>(deadline_s * 1e9)),
-      arguments(nb::cast<const Arguments&>(arguments)),
-      status(std::move(status)),
-      any(std::move(any)),
-      decisions(nb::cast<DecisionTable&>(decisions)),
-      is_introduced_(this->members.size(), is_introduced),
-      run_ahead_(static_cast<size_t>(completions.engine().size)),
-      engine_(std::move(engine)),
+      size(size),
+      deadline_ns(deadline_s ? static_cast<std::int64_t>(*deadline_s * 1e9) : -1),
       call_log_(std::move(call_log)),
       arguments_(std::move(arguments)),
       decisions_(std::move(decisions)) {
+  if (rank < 0 || rank >= size) throw nb::value_error("no such rank");
+}
+
+NativeGroup::NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, nb::object decisions,
+                         uint64_t context, uint64_t fingerprint_seed, std::int32_t rank,
+                         std::vector<std::int32_t> members, bool is_introduced, size_t window, double stall_s,
+                         std::optional<double> deadline_s, nb::object status, nb::object any)
+    : VerbGroup(std::move(call_log), std::move(arguments), std::move(decisions), fingerprint_seed, rank,
+                static_cast<std::int32_t>(members.size()), deadline_s),
+      completions(completions_of(engine)),
+      context(context),
+      members(std::move(members)),
+      window(window > 0 ? window : 1),
+      stall_ns(static_cast<std::int64_t>(stall_s * 1e9)),
+      status(std::move(status)),
+      any(std::move(any)),
+      is_introduced_(this->members.size(), is_introduced),
+      run_ahead_(static_cast<size_t>(completions.engine().size)),
+      engine_(std::move(engine)) {
   if (!PyType_Check(this->status.ptr()) ||
       !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(this->status.ptr()), &PyTuple_Type))
     throw nb::type_error("allowed: a status that is a tuple");
   for (const std::int32_t member : this->members)
     if (member < 0 || member >= completions.engine().size) throw nb::value_error("no such rank");
-  if (rank < 0 || rank >= size) throw nb::value_error("no such rank");
   ranks_.assign(static_cast<size_t>(completions.engine().size), -1);
   for (std::int32_t i = 0; i < size; ++i) {
     ranks_[static_cast<size_t>(this->members[static_cast<size_t>(i)])] = i;

@@ -1,4 +1,4 @@
-// A group as the engine's calls see it: its members, its call log, the decisions for groups of its shape, and its
+// A group as calls see it: its call log and its decisions, and, if the engine runs its calls, its members and its
 // started calls.
 //
 // Every member function needs the GIL: a call is allowed, numbered and entered in the log while no other thread runs
@@ -7,6 +7,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,7 @@ namespace unisono {
 // What Python decided for one class of calls; immutable.
 struct Decision {
   std::shared_ptr<const engine::Program> program;
+  nb::object library;               // instead of a program: what calls a library
   engine::Fingerprint fingerprint;  // but for count and hash
   bool is_shape_compared = false;
   Reduce kernel = nullptr;
@@ -112,15 +114,34 @@ struct StartedLink {
 };
 using StartedList = engine::IntrusiveList<StartedLink, &StartedLink::hook>;
 
-class NativeGroup {
+// What reading the arguments of a call needs to know of its group, whatever runs the call.
+class VerbGroup {
+ public:
+  // `arguments` is an Arguments and `decisions` a DecisionTable, which groups share.
+  VerbGroup(nb::object call_log, nb::object arguments, nb::object decisions, uint64_t fingerprint_seed,
+            std::int32_t rank, std::int32_t size, std::optional<double> deadline_s);
+  VerbGroup(const VerbGroup&) = delete;
+  VerbGroup& operator=(const VerbGroup&) = delete;
+
+  engine::CallLog& call_log;
+  const Arguments& arguments;
+  DecisionTable& decisions;
+  const uint64_t fingerprint_seed;  // of the hash: which group, and what else its members compare of every call
+  const std::int32_t rank, size;
+  const std::int64_t deadline_ns;  // of every operation that is given none; -1: none
+  // For tests: calls that ended here, that Python had to decide, and that Python adopted.
+  uint64_t ended = 0, decided = 0, adopted = 0;
+
+ private:
+  nb::object call_log_, arguments_, decisions_;  // kept for the references above
+};
+
+class NativeGroup : public VerbGroup {
  public:
   // `arguments` is an Arguments and `decisions` a DecisionTable, which groups share.
   NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, nb::object decisions, uint64_t context,
               uint64_t fingerprint_seed, std::int32_t rank, std::vector<std::int32_t> members, bool is_introduced,
-              size_t window, double stall_s, double deadline_s, nb::object status, nb::object any);
-  NativeGroup(const NativeGroup&) = delete;
-  NativeGroup& operator=(const NativeGroup&) = delete;
-
+              size_t window, double stall_s, std::optional<double> deadline_s, nb::object status, nb::object any);
   // Messages that no call here has met although it should have: (rank, number, header) of calls before `sequence`.
   nb::list unclaimed(uint64_t sequence);
   // Whether a message waits here that no receive has met.
@@ -145,22 +166,14 @@ class NativeGroup {
   // World ranks by rank; nullptr if they are the same.
   const std::int32_t* translation() const { return is_translated_ ? members.data() : nullptr; }
 
-  engine::CallLog& call_log;
   engine::CompletionQueue& completions;
   const uint64_t context;
-  const uint64_t fingerprint_seed;  // of the hash: which group, and what else its members compare of every call
-  const std::int32_t rank, size;
   const std::vector<std::int32_t> members;  // world ranks
   const size_t window;
   const std::int64_t stall_ns;
-  const std::int64_t deadline_ns;  // of every operation that is given none; -1: none
-  const Arguments& arguments;
   const nb::object status, any;
-  DecisionTable& decisions;
   StartedList started;       // calls that are under way here, or that nobody has waited for
   unsigned idle_probes = 0;  // that found no message
-  // For tests: calls that ended here, that Python had to decide, and that Python adopted.
-  uint64_t ended = 0, decided = 0, adopted = 0;
 
  private:
   std::vector<std::int32_t> ranks_;  // by world rank; -1: no member
@@ -169,8 +182,8 @@ class NativeGroup {
   // By world rank: how many of our calls it may not have made yet. What comes from it in a later call shows that it
   // has.
   std::vector<uint8_t> run_ahead_;
-  std::vector<bool> is_called_;                           // by the number of a decision
-  nb::object engine_, call_log_, arguments_, decisions_;  // kept for the references above
+  std::vector<bool> is_called_;  // by the number of a decision
+  nb::object engine_;            // kept for the reference above
 };
 
 }  // namespace unisono

@@ -220,7 +220,12 @@ class CallLog:
     def __len__(self) -> int: ...
     def take(self) -> int: ...
     def remember(
-        self, sequence: int, fingerprint: bytes, code: CodeType | None = None, instruction: int = 0
+        self,
+        sequence: int,
+        fingerprint: bytes,
+        code: CodeType | None = None,
+        instruction: int = 0,
+        shape: Sequence[int] | None = None,
     ) -> None: ...
     def lengths(self, sequence: int) -> tuple[int, ...] | None: ...
     def site(self, sequence: int) -> tuple[str, int] | None: ...
@@ -246,13 +251,27 @@ class Arguments:
 class DecisionTable:
     def __init__(self) -> None: ...
 
-# A communicator in the engine: see native/python/native_group.hpp. `members` are its ranks by their numbers
-# in the engine.
-class NativeGroup:
-    # Calls that ended in the engine, classes of calls that Python decided, and calls that Python adopted.
+# A communicator as the parser of calls sees it: see native/python/native_group.hpp.
+class VerbGroup:
+    # Calls that ended below Python, classes of calls that Python decided, and calls that Python adopted.
     ended: int
     decided: int
     adopted: int
+    def __init__(
+        self,
+        call_log: CallLog,
+        arguments: Arguments,
+        decisions: DecisionTable,
+        *,
+        fingerprint_seed: int,
+        rank: int,
+        size: int,
+        deadline_s: float | None,
+    ) -> None: ...
+
+# A communicator in the engine: see native/python/native_group.hpp. `members` are its ranks by their numbers
+# in the engine.
+class NativeGroup(VerbGroup):
     def __init__(
         self,
         engine: Engine,
@@ -267,7 +286,7 @@ class NativeGroup:
         is_introduced: bool,
         window: int,
         stall_s: float,
-        deadline_s: float,
+        deadline_s: float | None,
         status: type,
         any_: Any,
     ) -> None: ...
@@ -294,7 +313,7 @@ def set_work_type(work: type) -> None: ...
 def wait_works(works: tuple[Any, ...], timeout: float) -> list[int] | None: ...
 def conclude_announced(engine: Engine) -> None: ...
 def bind_verbs(
-    verbs: object, group: NativeGroup | None, helper: object, reference: object, is_started: bool
+    verbs: object, group: VerbGroup | None, helper: object, reference: object, is_started: bool
 ) -> None: ...
 def make_verbs_type(rows: Sequence[tuple[str, str, Sequence[str], int]], ops: Sequence[str]) -> type: ...
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from mpi4py import MPI
 from tests.conformance.test_properties import equal
 from tests.process.test_mismatch import CORPUS, mismatches
@@ -22,7 +23,6 @@ from tests.support.sums import SUMS, sums
 
 import unisono as uni
 from unisono.backends.mpi.backend import MpiBackend
-from unisono.backends.mpi.calls import MpiCalls
 from unisono.comm.communicator import Communicator
 from unisono.config import Config
 from unisono.errors import CollectiveMismatch, DeadlineExceeded, UnisonoError
@@ -57,6 +57,8 @@ def behaviour() -> dict[str, Any]:
         said["name"], said["size"] = world.backend.capabilities.name, world.size
         said["own"] = own_or_not(world)
         known(world)
+        every_way(world)
+        shapes_differ(world)
         overlapping(world)
         left_alone(world)
         different(world)
@@ -70,7 +72,7 @@ def behaviour() -> dict[str, Any]:
 
 def own_or_not(world: Communicator) -> list[tuple[str, bool]]:
     """Which collectives MPI solves by itself."""
-    seen = []
+    seen: list[tuple[str, bool]] = []
     real = world.backend.run_collective
 
     def spy(problem: Any, stage: Any) -> Any:
@@ -80,20 +82,28 @@ def own_or_not(world: Communicator) -> list[tuple[str, bool]]:
 
     world.backend.run_collective = spy  # type: ignore[method-assign]
     x = np.arange(500.0) + world.rank
-    world.all_reduce(x.copy(), uni.op(lambda a, b: a + b, name="plus"))
+    start = world.start  # blocking calls go straight to MPI, and come here only if MPI cannot make them
+    start.all_reduce(x.copy(), uni.op(lambda a, b: a + b, name="plus")).wait()
+    start.scan(x).wait()
+    start.all_reduce(x.copy(), "max").wait()
+    start.all_reduce(x.astype(np.float16)).wait()
+    start.all_reduce(x[:5].copy(), "max").wait()
+    start.barrier().wait()
+    seen_started, seen = seen, []
     world.scan(x)
     world.all_reduce(x.copy(), "max")
     world.all_reduce(x.astype(np.float16))
     world.all_reduce(x[:5].copy(), "max")
     world.barrier()
+    assert seen == [("all_reduce", False)] * 2, seen
     world.backend.run_collective = real  # type: ignore[method-assign]
-    return seen
+    return seen_started
 
 
 def known(world: Communicator) -> None:
     """Calls from one place: the first is decided, the others go straight to MPI."""
-    size, calls = world.size, world._group.hot
-    assert isinstance(calls, MpiCalls)
+    size, calls = world.size, world._group.verb_group
+    assert calls is not None
     before = calls.ended
     for turn in range(8):
         for count in (1, 37, 300_001):  # with the agreement, by one call of MPI, by several
@@ -111,6 +121,54 @@ def known(world: Communicator) -> None:
             equal(world.reduce_scatter(rows), sum(x + 10 * world.rank for x in every))
         world.barrier()
     assert calls.ended > before  # how many depends on who was late
+
+
+def every_way(world: Communicator) -> None:
+    """Every even verb, with arguments of every form, goes straight to MPI and is NumPy's."""
+    size, rank, calls = world.size, world.rank, world._group.verb_group
+    assert calls is not None
+    for turn, count in enumerate((1, 5, 37, 64, 65, 4099)):
+        every = [np.arange(count) * (each + 2) + turn for each in range(size)]
+        root, x = turn % size, every[rank]
+        before = calls.ended
+        got = world.reduce(x.copy(), root, "max", timeout=30)
+        assert (got is None) == (rank != root)
+        if got is not None:
+            equal(got, np.max(every, axis=0))
+        gathered = world.gather(x, root=root)
+        assert (gathered is None) == (rank != root)
+        if gathered is not None:
+            equal(gathered, np.stack(every))
+        equal(world.scan(x), sum(every[: rank + 1]))
+        equal(world.exscan(x, "max"), np.max(every[:rank], axis=0) if rank else np.full(count, -(2**63)))
+        out = np.empty((2, 3, count))
+        given = np.stack([x * (k + 1.5) for k in range(6)]).reshape(2, 3, count)
+        assert world.all_reduce(given, "mean", out=out, timeout=30.0) is out
+        want = sum(np.stack([each * (k + 1.5) for k in range(6)]) for each in every) / size
+        assert np.allclose(out.reshape(6, count), want)
+        tensor = torch.arange(count, dtype=torch.float32) + rank
+        assert world.all_reduce(tensor) is tensor
+        equal(tensor.numpy(), sum(np.arange(count, dtype=np.float32) + each for each in range(size)))
+        strided = np.stack([x, x], axis=1)[:, 0]
+        equal(world.all_gather(strided), np.stack(every))
+        assert world.all_reduce(rank + turn) == sum(range(size)) + turn * size
+        world.barrier(timeout=30)
+        assert calls.ended > before  # how many depends on who was late
+
+
+def shapes_differ(world: Communicator) -> None:
+    """The report of a call that went straight to MPI names its shape."""
+    group = world.split(0)
+    assert group is not None
+    for _ in range(3):
+        group.all_gather(np.ones((2, 3)))
+        group.all_gather(np.ones((3, 2)))
+    with pytest.raises(CollectiveMismatch, match=r"shape: (2,3|3,2)") as caught:
+        group.all_gather(np.ones((2, 3) if world.rank == 1 else (3, 2)))
+    assert "all_gather float64[2,3] algorithm=auto segment=" in caught.value.report, caught.value.report
+    assert "mpi_program.py:" in caught.value.report
+    group.close()
+    world.barrier()
 
 
 def overlapping(world: Communicator) -> None:

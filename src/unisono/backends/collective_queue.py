@@ -143,7 +143,7 @@ class Collectives(ABC, Generic[Queue]):
 
     def run(self, problem: Problem, stage: Stage) -> Request | None:
         """Start a collective; None if it must go by plans."""
-        if not self._is_suitable(problem, stage):
+        if not self.is_suitable(problem, stage):
             return None
         queue = self.queue_of(stage.context, stage.members)
         return None if queue is None else queue.run(problem, stage)
@@ -194,7 +194,8 @@ class Collectives(ABC, Generic[Queue]):
     def _all(self) -> list[Queue]:
         return [self._world, *self._queues.values()]
 
-    def _is_suitable(self, problem: Problem, stage: Stage) -> bool:
+    def is_suitable(self, problem: Problem, stage: Stage) -> bool:
+        """Whether the library runs it; the same on all ranks."""
         return (
             problem.size > 1
             and foreign.library_may_run(problem, stage)

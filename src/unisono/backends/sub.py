@@ -14,7 +14,7 @@ from unisono.core.envelope import ANY, UNTYPED, Any_, Lane
 from unisono.core.request import Request
 from unisono.errors import UsageError
 from unisono.messaging.backend import Backend, Capabilities, GroupListener, PeerDown, Stage, numbered_hosts
-from unisono.messaging.fast_path import FastPath, Mailbox
+from unisono.messaging.fast_path import LibraryCalls, Mailbox
 
 __all__ = ["SubBackend"]
 
@@ -169,9 +169,12 @@ class SubBackend(Backend):
         """The parent's: a program names the ranks of a group."""
         return self.parent.compile_plan(plan, itemsize)
 
-    def fast_path(self, context: int, size: int, call_log: CallLog) -> FastPath | None:
-        """The parent's: cached decisions name the parent's ranks."""
-        return self.parent.fast_path(context, size, call_log)
+    def library_calls(
+        self, context: int, call_log: CallLog, members: tuple[int, ...] | None = None
+    ) -> LibraryCalls | None:
+        """Those of the parent's library, among the members."""
+        assert members is None, "a view stands on the root backend"
+        return self.parent.library_calls(context, call_log, self.members)
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:
         """The parent's, with the ranks of this view."""

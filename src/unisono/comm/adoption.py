@@ -159,6 +159,8 @@ class Adoption:
             given = fused([(dtype, length) for length in lengths])
         if given is None:
             given = described(dtype, counts, shape if operation in SHAPED else None)
+        if self._group.library_calls is not None and (algorithm != "auto" or _is_converted(op, dtype)):
+            return None
         if op is not None and op.width > 1:
             counts, dtype = tuple(n // op.width for n in counts), dtype.item(op.width)
         elif op is not None and op.is_mean and dtype.is_half and size > 1:
@@ -335,12 +337,13 @@ class Adoption:
         sequence: int,
         fingerprint: bytes,
         started_at: float,
+        timeout: float | None,
         handle: int,
         memory: tuple[Any, ...],
         interruption: BaseException | None,
     ) -> None:
-        """Wait for an operation that a library's fast path has started; raises what the verb raises."""
-        call = (operation, sequence, fingerprint, started_at, None, [("collective", handle)], memory)
+        """Wait for an operation that a library's call has started; raises what the verb raises."""
+        call = (operation, sequence, fingerprint, started_at, timeout, [("collective", handle)], memory)
         if interruption is not None:
             self.cancel(*call)
             raise interruption
@@ -402,6 +405,11 @@ class Adoption:
     def copy_of(error: BaseException) -> BaseException:
         """The error for one more thread that asks for it."""
         return error.located(Location()) if isinstance(error, UnisonoError) else error
+
+
+def _is_converted(op: ReduceOp | None, dtype: DType) -> bool:
+    """Whether something else is reduced than the user's elements: items of several, or a wider type."""
+    return op is not None and (op.width > 1 or (op.is_mean and dtype.is_half))
 
 
 def _identity_of(op: ReduceOp, dtype: DType) -> bytes:

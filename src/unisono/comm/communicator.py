@@ -92,14 +92,8 @@ class ReferenceVerbs(Verbs):
 class _BlockingVerbs:
     """The verbs of a communicator that wait, as Python makes them."""
 
-    def __init__(
-        self, communicator: Callable[[], Communicator | None], group: Group, adoption: Adoption
-    ) -> None:
+    def __init__(self, communicator: Callable[[], Communicator | None], group: Group) -> None:
         self._communicator, self._group = communicator, group
-        hot = group.hot
-        if hot is not None:
-            for name in hot.verbs:  # a library's own way in front of the general one
-                self.__dict__[name] = hot.verb(name, getattr(self, name), adoption.take_over)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         verb = getattr(ReferenceVerbs(self._communicator, self._group, timers=False), name)
@@ -109,9 +103,8 @@ class _BlockingVerbs:
             with runtime.defer_signals():
                 return wait_or_cancel(verb(*args, **named))
 
-        update_wrapper(call, verb)
-        self.__dict__[name] = call
-        return call
+        self.__dict__[name] = blocking = self._group.backend.device_verb(update_wrapper(call, verb))
+        return blocking
 
 
 class _Blocking(Generic[P, R]):
@@ -141,7 +134,7 @@ class Start(_Started):
         def owner() -> Communicator:
             return communicator
 
-        _native.bind_verbs(self, group.native, Adoption(group, owner), ReferenceVerbs(owner, group), True)
+        _native.bind_verbs(self, group.verb_group, Adoption(group, owner), ReferenceVerbs(owner, group), True)
 
 
 class Communicator(_Verbs):
@@ -194,7 +187,7 @@ class Communicator(_Verbs):
         # Weak: a communicator that is closed and dropped is freed without the garbage collector.
         here = weakref.ref(self)
         adoption = Adoption(group, here)
-        _native.bind_verbs(self, group.native, adoption, _BlockingVerbs(here, group, adoption), False)
+        _native.bind_verbs(self, group.verb_group, adoption, _BlockingVerbs(here, group), False)
         self._finalizer: weakref.finalize[..., Communicator] | None = None
         if parent is None:
             # The other ranks must not wait for a world that was dropped without being closed.

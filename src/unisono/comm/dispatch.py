@@ -5,7 +5,7 @@ A stage is chosen, fingerprinted, and run by the backend if it can, otherwise by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from unisono.comm.fingerprint import Operand, described, fingerprint_of, words_of
@@ -80,10 +80,7 @@ class CollectiveCall:
         if stage == 0:
             group.remember(sequence, fingerprint)
         tag = Tags.collective(sequence, stage)
-        cache_decision = (
-            None if stage or group.hot is None else self._decision(sequence, dtype, op, memory, fingerprint)
-        )
-        part = Stage(group.context, tag, dtype, op, memory, fingerprint, on_compiled=cache_decision)
+        part = Stage(group.context, tag, dtype, op, memory, fingerprint)
         if library_may_run and (own := backend.run_collective(problem, part)) is not None:
             self._call.is_joint = True
             yield from self._follow(own, fingerprint)
@@ -104,32 +101,6 @@ class CollectiveCall:
             ),
         )
         yield from execute(plan, counts, how)
-
-    def _decision(
-        self,
-        sequence: int,
-        dtype: DType,
-        op: ReduceOp | None,
-        memory: Mapping[Buf, Memory],
-        fingerprint: bytes,
-    ) -> Callable[[Any], object] | None:
-        """What the fast path needs to make the same call again by itself."""
-        hot = self._group.hot
-        divisor = self._group.backend.size if op is not None and op.is_mean else 0
-        return lambda program: (
-            hot
-            and hot.cache_decision(
-                sequence,
-                self._call.operation,
-                program,
-                dtype.code,
-                -1 if op is None or op.code is None else op.code,
-                memory.get(Buf.IN),
-                memory.get(Buf.OUT),
-                fingerprint,
-                divisor if divisor > 1 else 0,
-            )
-        )
 
     def _follow(self, request: Request, fingerprint: bytes) -> Steps[None]:
         """Carry to its end what the backend runs by its own means."""
@@ -152,10 +123,10 @@ class CollectiveCall:
         yield from self._follow(self._group.backend.adopt(handle, None, None, UNTYPED, memory), fingerprint)
 
 
-# What the engine needs to run a class of calls on any group of one shape: the program and the elements of
-# its longest pieces, the fingerprint but for its count and hash, the number of the kernel (-1: none), the
-# divisor of a mean (0: none), the item with which exscan fills the result of rank 0, and whether the shape is
-# part of the fingerprint.
+# What a class of calls needs to be made on any group of one shape: the program (or the LibraryCall that makes
+# them), the elements of its longest pieces, the fingerprint but for its count and hash, the number of the
+# kernel (-1: none), the divisor of a mean (0: none), the item with which exscan fills the result of rank 0,
+# and whether the shape is part of the fingerprint.
 Decided: TypeAlias = tuple[Any, int, bytes, int, int, bytes, bool]
 
 
@@ -175,16 +146,21 @@ def decide(
 ) -> Decided:
     """Choose the algorithm for a collective, and compile the program that the engine runs.
 
-    Ranks compare the algorithm `shown` in its place, if one is given.
+    Ranks compare the algorithm `shown` in its place, if one is given. A library that makes such calls has its
+    own algorithms.
     """
     backend = group.backend
     config = backend.config
+    divisor = problem.size if op is not None and op.is_mean and problem.size > 1 else 0
+    code = -1 if op is None or op.code is None else int(op.code)
+    if group.library_calls is not None:
+        fingerprint = fingerprint_of(operation, given, op, "auto", problem.root, 0, ())
+        call = group.library_calls.decide(problem, dtype, op)
+        return call, 0, fingerprint, code, divisor, identity, is_shape_compared
     name = algorithm_for(problem, dtype, op, algorithm, config.reproducible, LINKS[backend.link_kind()])
     root = problem.root if given.root is None else given.root
     fingerprint = fingerprint_of(operation, given, op, shown or name, root, stage, ())
     program, piece_elements = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
-    divisor = problem.size if op is not None and op.is_mean and problem.size > 1 else 0
-    code = -1 if op is None or op.code is None else int(op.code)
     return program, piece_elements, fingerprint, code, divisor, identity, is_shape_compared
 
 

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Container
 from typing import Generic, TypeVar
 
+from unisono._native import DecisionTable, VerbGroup
 from unisono.comm.control import Control, Service
 from unisono.comm.control_messages import (
     CALLS_MAX,
@@ -30,6 +31,7 @@ from unisono.comm.loose_ends import LooseEnds
 from unisono.comm.mismatch_collector import MismatchCollector
 from unisono.comm.run_ahead import RunAhead
 from unisono.comm.stall_queries import StallQueries
+from unisono.core.buffers import arguments
 from unisono.core.call_site import call_site
 from unisono.core.clock import NEVER, Deadline
 from unisono.core.envelope import ANY, Lane
@@ -92,12 +94,23 @@ class Group:
         self.context, self.descriptor = context, descriptor
         self.world_ranks, self.world_rank = world_ranks, state.world_rank
         self.parent = parent
-        # The group in the engine, if the backend has one; else, for some libraries, a fast path of their own.
+        # The group in the engine, if the backend has one; else, for some libraries, calls of their own.
         seed = seed_of(state.compared())
         self.native = state.native = backend.native_group(
             context, self.call_log, self, fingerprint_seed=seed, is_introduced=is_introduced
         )
-        self.hot = backend.fast_path(context, backend.size, self.call_log)
+        self.library_calls = backend.library_calls(context, self.call_log)
+        self.verb_group: VerbGroup | None = self.native
+        if self.library_calls is not None:
+            self.verb_group = VerbGroup(
+                self.call_log,
+                arguments(),
+                DecisionTable(),
+                fingerprint_seed=seed,
+                rank=backend.rank,
+                size=backend.size,
+                deadline_s=backend.config.deadline_s,
+            )
         self._services: dict[str, Service] = {}
         self._is_abort_sent = False
         # The members of a group made by `sub` have not talked to each other: the first message to each of

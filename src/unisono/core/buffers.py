@@ -6,16 +6,29 @@ kind. torch is never imported here: a program that passes a tensor has imported 
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from unisono._native import Arguments
 from unisono.core.dtypes import BFLOAT16, DTYPES, DType, dtype_named
 from unisono.errors import UsageError
 
-__all__ = ["RAW", "TORCH", "Array", "Family", "Typed", "as_bytes", "numpy_family", "typed", "view"]
+__all__ = [
+    "RAW",
+    "TORCH",
+    "Array",
+    "Family",
+    "Typed",
+    "arguments",
+    "as_bytes",
+    "numpy_family",
+    "typed",
+    "view",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,6 +206,22 @@ def view(given: Any, what: str, *, writable: bool = False) -> Array:
     shape = storage.shape
     flat = np.ascontiguousarray(storage).reshape(-1)
     return Array(flat, dtype, shape, family, given)
+
+
+@functools.cache
+def arguments(*, leaves_tensors: bool = False) -> Arguments:
+    """How the parser of calls sees arguments, for all groups of the process.
+
+    With `leaves_tensors` it does not refuse tensors of a device: the reference path does.
+    """
+    return Arguments(
+        array_type=np.ndarray,
+        empty=np.empty,
+        view=view,
+        # NumPy has no bfloat16 of its own.
+        dtypes=[None if dtype is BFLOAT16 else dtype.storage for dtype in DTYPES.values()],
+        leaves_tensors=leaves_tensors,
+    )
 
 
 def _storage_of(given: Any, what: str) -> tuple[np.ndarray[Any, Any], DType, Family]:

@@ -21,7 +21,7 @@ from unisono.core.ops import ReduceOp
 from unisono.core.request import Request
 from unisono.errors import PeerLost, ProtocolError, UnisonoError, UsageError, lost_text
 from unisono.messaging.credit import bytes_max
-from unisono.messaging.fast_path import FastPath, Mailbox
+from unisono.messaging.fast_path import LibraryCalls, Mailbox
 
 if TYPE_CHECKING:
     from unisono._native import CallLog, NativeGroup
@@ -91,8 +91,7 @@ class Stage:
 
     `memory` holds the flat arrays of the plan's buffers (plans.Buf). `header` is the fingerprint, of
     16 bytes, that goes with the first message to each peer and is compared. `members` are the plan's ranks by
-    their numbers in the backend, if those differ. `on_compiled`, if given, is called with the
-    compiled plan if the backend can run that again without Python.
+    their numbers in the backend, if those differ.
     """
 
     context: int
@@ -102,7 +101,6 @@ class Stage:
     memory: Mapping[Any, Any]
     header: bytes
     members: tuple[int, ...] | None = None
-    on_compiled: Callable[[Any], object] | None = None
 
 
 def numbered_hosts(names: Sequence[object]) -> tuple[int, ...]:
@@ -329,7 +327,7 @@ class Backend(ABC):
             fingerprint_seed: of the hash in the fingerprints of its calls.
             is_introduced: False if the first message to each member must go through Python.
             members: the communicator's ranks by their numbers here; all of them by default.
-            leaves_tensors: calls with tensors of a device are left to `fast_path`.
+            leaves_tensors: calls with tensors of a device are left to `device_verb`.
         """
         return None
 
@@ -358,9 +356,18 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"{self.capabilities.name} has no engine")
 
-    def fast_path(self, context: int, size: int, call_log: CallLog) -> FastPath | None:
-        """Blocking collectives that a library runs without the general path; None if there are none."""
+    def library_calls(
+        self, context: int, call_log: CallLog, members: tuple[int, ...] | None = None
+    ) -> LibraryCalls | None:
+        """The blocking collectives of a communicator that a library makes on the caller's thread; or None."""
         return None
+
+    def device_verb(self, reference: Callable[..., Any]) -> Callable[..., Any]:
+        """A blocking verb of the communicator of all ranks, for tensors of a device, too.
+
+        `reference` is the verb for everything else, with its name and signature.
+        """
+        return reference
 
     def mailbox(self, context: int, tag: int) -> Mailbox | None:
         """A mailbox for short messages below Python; None if there is none."""

@@ -1,11 +1,18 @@
-"""Two optional fast paths of a backend: a library's own collectives, and a mailbox for short messages."""
+"""Two optional fast paths of a backend: a library's blocking collectives, and a mailbox for short messages.
+
+The arguments of a call have been read, and its class has been decided, by the same parser and table that the
+engine's calls have (native/python/call.hpp).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import CodeType
 from typing import Any, Protocol
 
-__all__ = ["FastPath", "Mailbox"]
+from unisono.core.dtypes import DType
+from unisono.core.ops import ReduceOp
+
+__all__ = ["Adopter", "LibraryCall", "LibraryCalls", "Mailbox"]
 
 
 class Mailbox(Protocol):
@@ -55,33 +62,55 @@ class Mailbox(Protocol):
         """Make every reader return at once, now and later. Messages are no longer received."""
 
 
-class FastPath(Protocol):
-    """Runs blocking collectives that were decided before, without Python.
+class Adopter(Protocol):
+    """What carries on a call that a library's thread cannot wait for any longer."""
 
-    An operation that it starts and that fails, or does not end soon, is handed over to Python.
-    """
+    def take_over(
+        self,
+        operation: str,
+        sequence: int,
+        fingerprint: bytes,
+        started_at: float,
+        timeout: float | None,
+        handle: int,
+        memory: tuple[Any, ...],
+        interruption: BaseException | None,
+    ) -> None:
+        """Wait for an operation that was started (Backend.adopt has its handle); raises what the verb raises.
 
-    @property
-    def verbs(self) -> tuple[str, ...]:
-        """The verbs that it covers."""
-
-    def verb(self, name: str, slow: Callable[..., Any], take_over: Callable[..., None]) -> Callable[..., Any]:
-        """A callable that tries the fast path and falls back to `slow`, the verb itself.
-
-        `take_over` waits for an operation that was started, given (operation, sequence, header, start time,
-        handle, memory, exception or None).
+        With an `interruption` it is cancelled, and the interruption is raised.
         """
 
-    def cache_decision(
+
+class LibraryCall(Protocol):
+    """How a library makes the calls of one class: a collective with its type, operation and root."""
+
+    def __call__(
         self,
-        sequence: int,
-        operation: str,
-        program: Any,
-        dtype: int,
-        op: int,
-        memory_in: Any,
-        memory_out: Any,
-        header: bytes,
-        divisor: int,
+        adopter: Adopter,
+        count: int,
+        fingerprint: bytes,
+        operand: Any,
+        result: Any,
+        code: CodeType | None,
+        instruction: int,
+        timeout: float | None,
     ) -> bool:
-        """Cache the decision of a call that `slow` runs now; False if there is nothing to cache."""
+        """Number, log and make a call, on this thread; False if it was not begun, and plans make it.
+
+        Args:
+            adopter: what takes the call over if it fails or does not end soon.
+            count: the items of one rank.
+            fingerprint: what members compare.
+            operand: the operand as a NumPy array; None for verbs in place.
+            result: the array for the result, with the operand of verbs in place; None where there is none.
+            code: the caller's code; with `instruction`, where the program makes the call.
+            timeout: seconds; None for no limit.
+        """
+
+
+class LibraryCalls(Protocol):
+    """Blocking collectives of one communicator that a library makes."""
+
+    def decide(self, problem: Any, dtype: DType, op: ReduceOp | None) -> LibraryCall:
+        """How the calls of a class are made: those of a plans.Problem, with any counts."""

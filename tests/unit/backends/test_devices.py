@@ -97,6 +97,29 @@ def test_device_tensors_go_by_the_library_and_everything_else_by_the_inner_backe
         assert library.is_closed
 
 
+def test_arguments_may_be_passed_as_to_every_verb() -> None:
+    """By position or by name, and wrong ones are a TypeError: the verb has one signature."""
+
+    def program(comm: Communicator, library: FakeLibrary) -> None:
+        x = torch.empty(2, 5, device="meta")
+        comm.all_reduce(x=x, op="max")
+        comm.broadcast(x, 1, timeout=2)
+        comm.reduce_scatter(x, "min", timeout=4.0)
+        with pytest.raises(TypeError, match="root"):
+            comm.all_reduce(x, root=1)
+        with pytest.raises(TypeError):
+            comm.all_gather(x, "sum")
+        with pytest.raises(UsageError, match="on the CPU"):  # the library has no scan
+            comm.scan(x)
+
+    for library in on_ranks(program):
+        assert [(verb, op, root, timeout) for verb, _, _, op, root, timeout in library.calls] == [
+            ("all_reduce", "max", 0, None),
+            ("broadcast", "sum", 1, 2),
+            ("reduce_scatter", "min", 0, 4.0),
+        ]
+
+
 def test_the_library_gets_the_deadline_of_the_communicator() -> None:
     def program(comm: Communicator, library: FakeLibrary) -> None:
         x = torch.empty(2, 5, device="meta")

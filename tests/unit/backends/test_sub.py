@@ -228,11 +228,12 @@ def test_errors_in_groups_of_groups_name_world_ranks() -> None:
     def program(world: uni.Communicator) -> Any:
         odd = world.split(world.rank % 2 if world.rank % 2 else None)
         if odd is None:
+            world.send(b"ready", 3)
             return None
         inner = odd.split(0, key=-odd.rank)
         assert inner is not None
         if world.rank == 3:
-            for peer in (1, 5):
+            for peer in (0, 1, 2, 4, 5):
                 world.recv_bytes(peer)
             world.backend.kill("gone fishing")  # type: ignore[attr-defined]
             return None

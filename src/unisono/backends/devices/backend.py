@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from unisono._native import CallLog, NativeGroup
+from unisono._native import NativeGroup
 from unisono.backends.devices.calls import DeviceCalls, DeviceLibrary
 from unisono.backends.registry import Closable
 from unisono.config import Config
@@ -14,7 +14,7 @@ from unisono.core.clock import Runtime
 from unisono.core.envelope import Any_
 from unisono.core.request import Request
 from unisono.messaging.backend import Backend, Capabilities, PeerDown, Stage
-from unisono.messaging.fast_path import FastPath, Mailbox
+from unisono.messaging.fast_path import Mailbox
 
 __all__ = ["DeviceBackend"]
 
@@ -26,7 +26,7 @@ class DeviceBackend(Closable):
         self._inner = inner
         self._library = library
         self._capabilities = replace(inner.capabilities, name=name, device_memory=True)
-        self._has_world = False
+        self._calls = DeviceCalls(library, inner.size, inner.config.deadline_s)
         self._after_close: list[Callable[[], None]] = []
 
     @property
@@ -34,12 +34,9 @@ class DeviceBackend(Closable):
         """Those of `inner`, and memory of devices."""
         return self._capabilities
 
-    def fast_path(self, context: int, size: int, call_log: CallLog) -> FastPath | None:
-        """The device's calls, in the world, whose group is made first."""
-        if self._has_world:
-            return None
-        self._has_world = True
-        return DeviceCalls(self._library, size, self.config.deadline_s)
+    def device_verb(self, reference: Callable[..., Any]) -> Callable[..., Any]:
+        """The verb, whose calls on tensors of the device go to the library."""
+        return self._calls.verb(reference)
 
     def close(self) -> None:
         """Close the library, then `inner`."""

@@ -6,6 +6,8 @@ hang. This module names no library.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -51,54 +53,49 @@ class DeviceLibrary(ABC):
 
 
 class DeviceCalls:
-    """A fast path in front of the general one: it takes the calls on tensors of a device."""
-
-    verbs = _VERBS
+    """The verbs of a communicator that take tensors of a device, too."""
 
     def __init__(self, library: DeviceLibrary, size: int, deadline_s: float | None = None) -> None:
         self._library = library
         self._size = size
         self._deadline_s = deadline_s
 
-    def verb(self, name: str, slow: Callable[..., Any], take_over: Callable[..., None]) -> Callable[..., Any]:
-        """Return a callable that replaces the verb `slow`."""
+    def verb(self, reference: Callable[..., Any]) -> Callable[..., Any]:
+        """A callable that takes what the blocking verb `reference` takes."""
+        name = reference.__name__
+        if name not in _VERBS:
+            return reference
+        signature = inspect.signature(reference)
 
+        @functools.wraps(reference)
         def call(*args: Any, **named: Any) -> Any:
             torch = sys.modules.get("torch")
             x = args[0] if args else named.get("x")
             if torch is None or not isinstance(x, torch.Tensor) or not self._library.takes(x):
-                return slow(*args, **named)
-            return self._run(name, torch, *args, **named)
+                return reference(*args, **named)
+            given = signature.bind(*args, **named)
+            given.apply_defaults()
+            return self._run(name, torch, **given.arguments)
 
-        call.__name__, call.__doc__ = name, slow.__doc__
         return call
-
-    def cache_decision(self, *decision: Any) -> bool:
-        """Nothing is cached."""
-        return False
 
     def _run(
         self,
         name: str,
         torch: Any,
         x: Any,
-        second: Any = None,
+        op: OpLike = "sum",
+        root: int = 0,
         *,
-        op: OpLike | None = None,
-        root: int | None = None,
         out: Any = None,
-        timeout: float | None = None,
-        algorithm: str = "auto",
+        timeout: float | None,
+        algorithm: str,
     ) -> Any:
         if algorithm != "auto":
             raise UsageError(f"algorithm={algorithm!r} for a tensor on {x.device}; allowed: auto")
         if not x.is_contiguous():
             raise UsageError(f"x on {x.device} is not contiguous", next_step="pass x.contiguous()")
-        if name in ("all_reduce", "reduce_scatter"):
-            op = second if op is None else op
-        elif name == "broadcast":
-            root = second if root is None else root
-        how = as_op("sum" if op is None else op)
+        how = as_op(op)
         if how.fn is not None:
             raise UsageError(f"op {how} for a tensor on {x.device}; allowed: operations by name")
         dtype = DTYPES.get(str(x.dtype).removeprefix("torch."))
@@ -106,11 +103,10 @@ class DeviceCalls:
             raise UsageError(f"x has dtype {x.dtype}; allowed: {', '.join(DTYPES)}")
         if name in ("all_reduce", "reduce_scatter"):
             how.check(dtype)
-        at = 0 if root is None else root
-        if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < self._size:
-            raise UsageError(f"root={at!r}; allowed: ranks 0 to {self._size - 1}")
+        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self._size:
+            raise UsageError(f"root={root!r}; allowed: ranks 0 to {self._size - 1}")
         taken = self._result(name, torch, x, out)
-        self._library.run(name, x, taken, how.name, at, self._deadline_s if timeout is None else timeout)
+        self._library.run(name, x, taken, how.name, root, self._deadline_s if timeout is None else timeout)
         return taken
 
     def _result(self, name: str, torch: Any, x: Any, out: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, Final
 from unisono._native import CallLog
 from unisono.backends.foreign import ForeignRequest
 from unisono.backends.framed import FramedBackend, FrameTransport
-from unisono.backends.mpi.calls import Decision, MpiCalls
+from unisono.backends.mpi.calls import MpiCalls
 from unisono.backends.mpi.collectives import MpiCollectives
 from unisono.backends.registry import BackendInfo
 from unisono.config import Config
@@ -142,30 +142,28 @@ class MpiBackend(FramedBackend):
 
     def run_collective(self, problem: Problem, stage: Stage) -> Request | None:
         """Let MPI run it, if MPI gives our results."""
-        request = self.collectives.run(problem, stage)
-        if request is not None and stage.on_compiled is not None:
-            queue = self.collectives.queue_of(stage.context, stage.members)
-            assert queue is not None
-            stage.on_compiled(Decision(queue, problem, stage))
-        return request
+        return self.collectives.run(problem, stage)
 
     def end_group(self, context: int) -> None:
         """Free the communicator's queue and its unclaimed messages."""
         super().end_group(context)
         self.collectives.close_queue(context)
 
-    def fast_path(self, context: int, size: int, call_log: CallLog) -> MpiCalls | None:
-        """The fast path of a communicator."""
-        return MpiCalls(self, size, call_log) if size > 1 else None
+    def library_calls(
+        self, context: int, call_log: CallLog, members: tuple[int, ...] | None = None
+    ) -> MpiCalls | None:
+        """The calls of a communicator that go straight to MPI."""
+        size = self.size if members is None else len(members)
+        return MpiCalls(self, context, members, call_log) if size > 1 else None
 
     def keep(self, request: ForeignRequest) -> int:
-        """Keep a request that the fast path hands over, until `adopt` takes it."""
+        """Keep a request that is handed over, until `adopt` takes it."""
         handle = next(self._handles)
         self._handed_over[handle] = request
         return handle
 
     def adopt(self, handle: int, *operation: Any) -> Request:
-        """Take over a request from the fast path."""
+        """Take a request that was handed over."""
         return self._handed_over.pop(handle)
 
     def close(self) -> None:

@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from unisono import _native
 from unisono.backends.native.clock import NativeRuntime
 from unisono.backends.native.completions import CompletionDispatcher, Listening, NativeRequest, RunRequest
@@ -25,9 +23,8 @@ from unisono.backends.native.programs import compiled
 from unisono.backends.native.refusals import Refusals
 from unisono.backends.registry import BackendInfo, Closable
 from unisono.config import Config
-from unisono.core.buffers import view
+from unisono.core.buffers import arguments
 from unisono.core.clock import RealRuntime, Runtime, is_idle_in
-from unisono.core.dtypes import BFLOAT16, DTYPES
 from unisono.core.envelope import ANY, UNTYPED, Any_, Lane, Status, Tags
 from unisono.core.request import Request
 from unisono.errors import BackendUnavailable, ClosedError, UnisonoError, UsageError
@@ -43,9 +40,6 @@ __all__ = ["DESCRIPTION", "Card", "Credentials", "NativeBackend"]
 _log = logging.getLogger("unisono.native")
 
 _CAPABILITIES = Capabilities("native", run_plan=True)
-
-# By dtype code; NumPy has no bfloat16 of its own.
-_NUMPY_TYPES = [None if dtype is BFLOAT16 else dtype.storage for dtype in DTYPES.values()]
 
 
 class Card(NamedTuple):
@@ -365,7 +359,7 @@ class NativeBackend(Closable):
         return _native.NativeGroup(
             self._engine,
             call_log,
-            _arguments(leaves_tensors),
+            arguments(leaves_tensors=leaves_tensors),
             self._decisions.setdefault((len(ranks), rank, hosts), _native.DecisionTable()),
             context=context,
             fingerprint_seed=fingerprint_seed,
@@ -374,7 +368,7 @@ class NativeBackend(Closable):
             is_introduced=is_introduced,
             window=self._config.window_segments,
             stall_s=self._config.stall_query_s,
-            deadline_s=-1.0 if self._config.deadline_s is None else self._config.deadline_s,
+            deadline_s=self._config.deadline_s,
             status=Status,
             any_=ANY,
         )
@@ -516,15 +510,3 @@ DESCRIPTION = BackendInfo(
     capabilities=_CAPABILITIES,
     wrap=lambda native: native,
 )
-
-
-@functools.cache
-def _arguments(leaves_tensors: bool) -> _native.Arguments:
-    """How arguments are seen, for all groups of the process."""
-    return _native.Arguments(
-        array_type=np.ndarray,
-        empty=np.empty,
-        view=view,
-        dtypes=_NUMPY_TYPES,
-        leaves_tensors=leaves_tensors,
-    )
