@@ -23,16 +23,13 @@ void release(void* code) { Py_DECREF(static_cast<PyObject*>(code)); }
 
 // Log a call that Python makes; `code` is None if nobody knows where it stands in the program.
 void remember(CallLog& self, uint64_t sequence, nb::bytes data, nb::object code, int instruction,
-              const std::optional<std::vector<std::int64_t>>& shape) {
+              const std::optional<std::vector<std::int64_t>>& lengths) {
   const Fingerprint fingerprint = fingerprint_of(data);
   if (!code.is_none() && !PyCode_Check(code.ptr())) throw nb::type_error("not a code object");
   CallLog::Site site;
   if (!code.is_none()) site = {code.release().ptr(), instruction};
   const nb::object replaced = nb::steal(static_cast<PyObject*>(self.remember(sequence, fingerprint, site)));
-  if (shape && shape->size() <= CallLog::Shape::dims_max) {
-    self.shape().nd = static_cast<int>(shape->size());
-    std::copy(shape->begin(), shape->end(), self.shape().dims.begin());
-  }
+  if (lengths) self.lengths() = {true, *lengths};
 }
 
 // File and line of a call, found only now: most calls are never asked about.
@@ -70,7 +67,7 @@ void bind_call_log(nb::module_& m) {
       .def_rw("fast_path_open", &CallLog::fast_path_open)
       .def("take", [](CallLog& self) { return self.next++; })
       .def("remember", &remember, nb::arg("sequence"), nb::arg("fingerprint"), nb::arg("code").none() = nb::none(),
-           nb::arg("instruction") = 0, nb::arg("shape").none() = nb::none())
+           nb::arg("instruction") = 0, nb::arg("lengths").none() = nb::none())
       .def("site", &site_of, nb::arg("sequence"))
       .def("lengths", &lengths_of, nb::arg("sequence"))
       .def("find",

@@ -14,6 +14,7 @@
 #include "kernels/isa.hpp"
 #include "python/fingerprint_bytes.hpp"
 #include "python/object_payload.hpp"
+#include "python/unwinding.hpp"
 
 namespace unisono {
 
@@ -659,8 +660,13 @@ nb::object Call::hand_over(const char* how, nb::object keeper, unsigned count) {
   const nb::object header = decision_ != nullptr ? nb::object(bytes_of(fingerprint_)) : nb::none();
   const nb::object timeout =
       timeout_ns_ >= 0 ? nb::object(nb::float_(static_cast<double>(timeout_ns_) / 1e9)) : nb::none();
-  return helper_.attr(how)(spec_.name, sequence, header, static_cast<double>(begun_at_) / 1e9, timeout, operations,
-                           memory, root, algorithm);
+  const nb::object method = nb::steal(interned(how));
+  const nb::float_ begun_at(static_cast<double>(begun_at_) / 1e9);
+  PyObject* const args[] = {helper_.ptr(),    spec_.word,   sequence.ptr(), header.ptr(),   begun_at.ptr(), timeout.ptr(),
+                            operations.ptr(), memory.ptr(), root.ptr(),     algorithm.ptr()};
+  PyObject* const carried = call_method(method.ptr(), args, std::size(args));
+  if (carried == nullptr) throw nb::python_error();
+  return nb::steal(carried);
 }
 
 // Nobody may touch the memory when we return. An exception may have left Python before it had the call in hand, or

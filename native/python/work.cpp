@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "engine/engine.hpp"
+#include "python/unwinding.hpp"
 
 namespace unisono {
 
@@ -222,7 +223,7 @@ PyObject* outcome_of(const StartedCall& started) {
 PyObject* wait_by_python(PyObject* self, PyObject* timeout) {
   static PyObject* const word = interned("_wait");
   PyObject* const args[] = {self, timeout};
-  return PyObject_VectorcallMethod(word, args, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+  return call_method(word, args, 2);
 }
 
 // When a wait that begins now is over. Python looks at what is neither an int nor a float, and refuses what is no time.

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -280,3 +281,36 @@ def test_works_of_closed_communicators_end(world: MakeWorld):
                 works[0].wait(PATIENCE_S)
 
     run_each(program, comms).values()
+
+
+# -- the end of the interpreter -----------------------------------------------------------------------------
+
+SPINNING = """
+import threading, time
+import numpy as np
+import unisono as uni
+from unisono.core.work import Work
+
+comm = uni.init(backend="native", config=uni.Config(stall_query_s=0.02, deadlock_after_s=0))
+entered = threading.Event()
+
+def spin(*_):
+    entered.set()
+    while True:
+        pass
+
+Work._wait = spin
+work = comm.start.recv(np.zeros(1), src=0)
+threading.Thread(target=work.wait, daemon=True).start()
+assert entered.wait(60)
+time.sleep(0.02)
+print("last line", flush=True)
+"""
+
+
+def test_an_interpreter_ends_while_a_thread_runs_python_inside_a_wait():
+    """CPython unwinds the stack of such a thread; under ASan that was an error, in frames of C++."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SPINNING], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "last line\n"), ended.stderr
