@@ -179,7 +179,8 @@ void ParsedCall::prepare_collective(const Given& given) {
   }
   if (verb == Verb::reduce_scatter_v) {
     if (given[Parameter::counts] == nullptr) throw LeftToReference();
-    parts_.emplace().read(given[Parameter::counts], verb_group_.arguments, x_, verb_group_.size, op_names.width_of(op_));
+    parts_.emplace().read(given[Parameter::counts], verb_group_.arguments, x_, verb_group_.size,
+                          op_names.width_of(op_));
   }
   find_decision(given);
   find_target(given);
@@ -271,7 +272,7 @@ void Call::note_lengths(const Argument& shown, CallLog::Lengths& lengths) const 
 }
 
 const Decision* ParsedCall::decide(const DecisionKey& key, const Given& given, uint8_t given_dtype,
-                             std::span<const Py_ssize_t> dims) {
+                                   std::span<const Py_ssize_t> dims) {
   ++verb_group_.decided;
   nb::object shape = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(dims.size())));
   for (size_t i = 0; i < dims.size(); ++i)
@@ -662,8 +663,8 @@ nb::object Call::hand_over(const char* how, nb::object keeper, unsigned count) {
       timeout_ns_ >= 0 ? nb::object(nb::float_(static_cast<double>(timeout_ns_) / 1e9)) : nb::none();
   const nb::object method = nb::steal(interned(how));
   const nb::float_ begun_at(static_cast<double>(begun_at_) / 1e9);
-  PyObject* const args[] = {helper_.ptr(),    spec_.word,   sequence.ptr(), header.ptr(),   begun_at.ptr(), timeout.ptr(),
-                            operations.ptr(), memory.ptr(), root.ptr(),     algorithm.ptr()};
+  PyObject* const args[] = {helper_.ptr(), spec_.word,       sequence.ptr(), header.ptr(), begun_at.ptr(),
+                            timeout.ptr(), operations.ptr(), memory.ptr(),   root.ptr(),   algorithm.ptr()};
   PyObject* const carried = call_method(method.ptr(), args, std::size(args));
   if (carried == nullptr) throw nb::python_error();
   return nb::steal(carried);
