@@ -13,7 +13,6 @@ gets Deadlock. For all other ranks the check ends with the first round.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -30,7 +29,7 @@ from unisono.comm.control_messages import (
     WaitReport,
 )
 from unisono.comm.deadlock import ANY_RANK, RankState, Wait, cycle_of, deadlocked, wait_text
-from unisono.core.clock import Parked, parked_threads
+from unisono.core.clock import Parked, current_frames, parked_threads
 from unisono.core.envelope import Lane
 from unisono.core.task import Call, blocked_threads
 from unisono.errors import Deadlock
@@ -194,7 +193,7 @@ class DeadlockWatch:
         # ranks of another world may look the same.
         parked = {thread.ident for thread, how in parked_threads().items() if how is Parked.WITHOUT_LIMIT}
         parked -= blocked.keys()
-        for ident in sys._current_frames():
+        for ident in current_frames():
             name = names.get(ident, "a thread")
             one = blocked.get(ident)
             group_of_call = None if one is None else groups.get(id(one.call))

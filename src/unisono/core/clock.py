@@ -6,6 +6,7 @@ The simulator replaces the runtime by its own, and everything above runs unchang
 from __future__ import annotations
 
 import contextlib
+import gc
 import heapq
 import itertools
 import logging
@@ -39,6 +40,7 @@ __all__ = [
     "Timer",
     "Waiting",
     "call_before_threads_are_joined",
+    "current_frames",
     "file_age_s",
     "is_idle_in",
     "parked_threads",
@@ -452,7 +454,7 @@ def parked_threads() -> dict[threading.Thread, Parked]:
         threading.Condition.wait.__code__,
         RealEvent.wait.__code__,
     }
-    frames, found = sys._current_frames(), {}
+    frames, found = current_frames(), {}
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
         if thread is threading.main_thread() and _has_signal_handler():
@@ -463,6 +465,21 @@ def parked_threads() -> dict[threading.Thread, Parked]:
             has_limit = frame.f_locals.get("timeout") not in (None, -1)
             found[thread] = Parked.WITH_LIMIT if has_limit else Parked.WITHOUT_LIMIT
     return found
+
+
+def current_frames() -> dict[int, FrameType]:
+    """The innermost frame of every thread.
+
+    Python makes the frame objects while it holds its lock of threads; a garbage collection at that moment may
+    need the same lock and wait for ever (CPython issue 106883).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _is_starting(frame: FrameType) -> bool:

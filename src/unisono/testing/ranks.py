@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import traceback
@@ -12,6 +11,7 @@ from typing import Any
 from unisono.comm.communicator import Communicator
 from unisono.comm.world import local
 from unisono.config import Config
+from unisono.core.clock import current_frames
 
 __all__ = ["Threads", "run_local"]
 
@@ -77,7 +77,7 @@ class Threads:
         end = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-        frames = sys._current_frames()
+        frames = current_frames()
         return {
             rank: _stack(frames.get(thread.ident or 0))
             for rank, thread in enumerate(self._threads)

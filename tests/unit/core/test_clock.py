@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import subprocess
 import sys
 import threading
 import time
@@ -332,3 +333,40 @@ def test_a_blocking_verb_needs_no_timer_thread():
         return len(timer_threads())
 
     assert run_ranks(program, 2).values() == [0, 0]
+
+
+COLLECTS_WHILE_FRAMES_ARE_MADE = """
+import gc, threading
+from unisono.core.clock import current_frames
+
+class Node:
+    pass
+
+def deep(levels):
+    if levels:
+        return deep(levels - 1)
+    gc.set_threshold(1)  # the next object that is made collects
+    frames = current_frames()
+    gc.set_threshold(10_000)
+    assert threading.get_ident() in frames
+    assert gc.isenabled()
+
+for turn in range(100):
+    for _ in range(5):
+        node = Node()
+        node.me, node.local = node, threading.local()
+    del node
+    deep(turn % 7)
+gc.disable()
+current_frames()
+assert not gc.isenabled()
+print("ended")
+"""
+
+
+def test_frames_are_read_while_there_is_garbage_that_needs_the_lock_of_threads() -> None:
+    """CPython would wait for itself: see current_frames."""
+    ended = subprocess.run(
+        [sys.executable, "-c", COLLECTS_WHILE_FRAMES_ARE_MADE], capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout == "ended\n", ended.stderr
