@@ -63,6 +63,7 @@ def test_gloo_runs_what_it_can_and_plans_do_the_rest() -> None:
         comm.all_reduce(x.copy(), algorithm="ring")
         comm.scan(x)
         comm.all_gather_v(x[: comm.rank])
+        comm.all_gather_v(np.arange(1000 * comm.rank))
         comm.barrier()
         return seen
 
@@ -74,8 +75,9 @@ def test_gloo_runs_what_it_can_and_plans_do_the_rest() -> None:
             ("all_reduce", False),
             ("all_reduce", True),
             ("scan", False),
-            ("all_gather", True),  # the lengths
-            ("all_gather", False),  # the rows
+            ("all_gather", True),  # short rows, with their lengths
+            ("all_gather", True),  # the lengths of long ones
+            ("all_gather", False),  # these
             ("barrier", True),
         ]
 

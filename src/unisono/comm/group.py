@@ -182,13 +182,15 @@ class Group:
         with self.state.lock:
             call.sequence = entry.sequence = sequence
             self.state.pending[id(entry)] = entry
-            # The group may have failed before the operation was pending here.
+            # The group may have failed before the operation was pending here, and may be closed since.
             reason = self._backend_closed_error() if self.state.is_backend_closed else None
             if self.state.closed is not None:
                 reason = self.state.closed
-            elif self.state.poisoned_by is not None and (sequence is not None or self.state.is_aborted):
-                # While the calls of a mismatch are collected, its report is not complete: its end follows.
-                reason = None if self._mismatches.is_collecting else self.state.poison_error()
+            if self.state.poisoned_by is not None and (sequence is not None or self.state.is_aborted):
+                if not self._mismatches.is_collecting:
+                    reason = self.state.poison_error()
+                elif self.state.closed is None:
+                    reason = None  # the report of the mismatch is not complete: its end follows
         if reason is not None:
             task.interrupt(reason)
         task.begin(timers)
