@@ -326,6 +326,10 @@ def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: Ma
         one.start_send(1, 5, tag, memoryview(x[length : 2 * length]).cast("B"), dtype=DTYPES["int32"].code)
         for tag in tags
     ]
+    # That the first was taken back is known there before the receives are posted.
+    known = two.start_recv(0, 6, 1, memoryview(bytearray(4)))
+    assert ended(one, one.start_send(1, 6, 1, memoryview(b"know"))) is None
+    assert ended(two, known) is None
     second = two.run_plan(plans[1], (3 * length,), stages[1])
     # What was sent after them has come, so they have, too.
     last = two.start_recv(0, 6, 0, memoryview(bytearray(4)))
