@@ -61,7 +61,6 @@ void Call::prepare_second_stage() {
   }
   find_second_decision(dtype);
   join_parts();
-  count_ = std::max(received * itemsize, mine.row_bytes);
   if (verb == Verb::broadcast_object && is_root) {
     // It is only read, but some algorithms give root parts of it back.
     mine.received.object = mine.sent;
@@ -137,7 +136,7 @@ void Call::find_second_decision(uint8_t dtype) {
   key.algorithm = mine.algorithm;
   key.stage = 1;
   const bool is_uniform = is_even(mine.counts);
-  // Of an uneven all_to_all a rank sees only its own blocks, so all of them are one class.
+  // As in plans/choose.py, all uneven ones of an all_to_all are one class.
   if (!is_all_to_all || (is_uniform && mine.counts[0] != 0)) key.size_class = 1 + size_class(mine.counts);
   decision_ = group_.decisions.find(key);
   if (decision_ == nullptr) {
@@ -151,6 +150,7 @@ void Call::find_second_decision(uint8_t dtype) {
   }
   const uint64_t all = std::accumulate(mine.counts.begin(), mine.counts.end(), uint64_t{0});
   if (all >= count_any) throw LeftToReference();
+  mine.bytes = all * itemsizes[dtype];
   const std::span<const uint64_t> hashed(mine.counts.data(), is_uniform ? 0 : mine.counts.size());
   fingerprint_ = decision_->fingerprint.with(all, Fingerprint::hash_of(group_.fingerprint_seed, hashed));
   // Nobody need make a matrix of counts that are all the same.

@@ -4,32 +4,13 @@
 #include <stdexcept>
 
 #include "kernels/kernels.hpp"
+#include "python/tensor.hpp"
 
 namespace unisono {
 namespace {
 
-constexpr uint8_t int64_code = static_cast<uint8_t>(DType::int64), float64_code = static_cast<uint8_t>(DType::float64);
-
-// torch's attribute, if somebody has imported torch; else nothing.
-nb::object torch_attribute(const char* name) {
-  PyObject* const modules = PyImport_GetModuleDict();
-  PyObject* const torch = modules != nullptr ? PyDict_GetItemString(modules, "torch") : nullptr;
-  PyObject* const found = torch != nullptr ? PyObject_GetAttrString(torch, name) : nullptr;
-  if (found == nullptr) PyErr_Clear();
-  return nb::steal(found);
-}
-
-// The name is compared first, which costs nothing. Subclasses are Python's.
-bool is_tensor(PyObject* object) {
-  static PyTypeObject* known = nullptr;  // kept for good, as torch is
-  PyTypeObject* const type = Py_TYPE(object);
-  if (type == known) return true;
-  if (known != nullptr || std::strcmp(type->tp_name, "Tensor") != 0) return false;
-  nb::object tensor = torch_attribute("Tensor");
-  if (tensor.ptr() != reinterpret_cast<PyObject*>(type)) return false;
-  known = reinterpret_cast<PyTypeObject*>(tensor.release().ptr());
-  return true;
-}
+constexpr uint8_t int64_code = static_cast<uint8_t>(DType::int64), float64_code = static_cast<uint8_t>(DType::float64),
+                  bfloat16_code = static_cast<uint8_t>(DType::bfloat16);
 
 // The element type of a buffer's format in the machine's own byte order; `untyped` if it is none of ours.
 uint8_t code_of_format(const char* format, Py_ssize_t itemsize) {
@@ -77,8 +58,9 @@ PyObject* interned(const char* word) {
 uint64_t Argument::nbytes() const { return count * itemsizes[dtype]; }
 
 nb::object Argument::array() const {
-  if (form != Form::array && form != Form::tensor) throw LeftToReference();
-  return form == Form::array ? nb::borrow(given) : held_;
+  if (form == Form::array) return nb::borrow(given);
+  if (form != Form::tensor || dtype == bfloat16_code) throw LeftToReference();
+  return array_of(given);
 }
 
 Arguments::Arguments(nb::object array_type, nb::object empty, nb::object view, nb::list dtypes, bool leaves_tensors)
@@ -93,7 +75,7 @@ Arguments::Arguments(nb::object array_type, nb::object empty, nb::object view, n
 }
 
 void Arguments::see_other(PyObject* given, const char* what, bool is_written, Argument& seen) const {
-  if (see_number(given, seen) || see_tensor(given, is_written, seen) || see_buffer(given, is_written, seen)) return;
+  if (see_number(given, seen) || see_tensor(given, seen) || see_buffer(given, is_written, seen)) return;
   if (leaves_tensors_ && is_tensor(given)) throw LeftToReference();
   see_by_python(given, what, is_written, seen);
 }
@@ -120,19 +102,14 @@ bool Arguments::see_number(PyObject* given, Argument& seen) const {
   return true;
 }
 
-bool Arguments::see_tensor(PyObject* given, bool is_written, Argument& seen) const {
-  if (!is_tensor(given)) return false;
-  static PyObject* const numpy_word = interned("numpy");
-  nb::object array = nb::steal(PyObject_CallMethodNoArgs(given, numpy_word));
-  if (!array.is_valid()) {
-    PyErr_Clear();  // a gradient, another device, bfloat16: buffers.view knows what to do
-    return false;
-  }
-  const int needed = is_contiguous | is_aligned | (is_written ? is_writeable : 0);
-  if (reinterpret_cast<PyObject*>(Py_TYPE(array.ptr())) != array_type_.ptr() ||
-      (as_array(array.ptr()).flags & needed) != needed || !see_array(as_array(array.ptr()), seen))
-    return false;
-  seen.held_ = std::move(array);
+bool Arguments::see_tensor(PyObject* given, Argument& seen) const {
+  TensorView tensor;
+  if (!is_tensor(given) || !view_tensor(given, tensor)) return false;
+  seen.dtype = tensor.dtype;
+  seen.data = tensor.data;
+  seen.nd = tensor.nd;
+  seen.count = 1;
+  for (int i = 0; i < tensor.nd; ++i) seen.count *= static_cast<uint64_t>(seen.shape[i] = tensor.shape[i]);
   seen.form = Form::tensor;
   return true;
 }
@@ -187,7 +164,8 @@ Result Arguments::make(const Argument& like, const Py_ssize_t* shape, int nd) co
     made.data = as_array(nb::object(made.object.attr("flat")).ptr()).data;
     return made;
   }
-  made.object = empty_(dims, dtypes_[like.dtype]);
+  const bool is_bits = like.form == Form::tensor && like.dtype == bfloat16_code;
+  made.object = empty_(dims, dtypes_[is_bits ? static_cast<size_t>(DType::uint16) : like.dtype]);
   made.data = as_array(made.object.ptr()).data;
   return made;
 }
@@ -202,11 +180,7 @@ Result Arguments::make_bytes(uint64_t nbytes) const {
 PyObject* Arguments::give(const Argument& like, Result& result, bool is_scalar) const {
   switch (like.form) {
     case Form::viewed: return nb::object(result.object.attr("give")()).release().ptr();
-    case Form::tensor: {
-      const nb::object from_numpy = torch_attribute("from_numpy");
-      if (!from_numpy.is_valid()) throw std::runtime_error("a tensor without torch");
-      return PyObject_CallOneArg(from_numpy.ptr(), result.object.ptr());
-    }
+    case Form::tensor: return tensor_of(result.object, like.dtype).release().ptr();
     case Form::whole:
       if (!is_scalar) break;
       long long whole;

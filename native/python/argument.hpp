@@ -1,8 +1,7 @@
 // An argument of a verb: the memory of a NumPy array, a torch tensor on the CPU, a number or a buffer.
 //
 // What C++ cannot see (a subclass, a view with gaps, DLPack, bfloat16 of another package) goes to Python's
-// buffers.view once, and is memory like any other from then on. torch is never imported: a program that passes a tensor
-// has imported it.
+// buffers.view once, and is memory like any other from then on.
 
 #pragma once
 
@@ -84,7 +83,7 @@ struct Argument {
     nd = 1;
     shape[0] = static_cast<Py_ssize_t>(elements);
   }
-  // A NumPy array of its memory; throws LeftToReference if there is none.
+  // A NumPy array of its memory; throws LeftToReference if there is no such array.
   nb::object array() const;
   // Keep what was given beyond the frame of its caller.
   void keep() { kept_ = nb::borrow(given); }
@@ -98,7 +97,7 @@ struct Argument {
 
  private:
   friend class Arguments;
-  nb::object held_;  // the array of a tensor, what buffers.view made, or bytes of the call's own
+  nb::object held_;  // what buffers.view made, or bytes of the call's own
   nb::object kept_;
   Py_buffer buffer_;
   uint64_t number_ = 0;
@@ -159,7 +158,7 @@ class Arguments {
   }
   void see_other(PyObject* given, const char* what, bool is_written, Argument& seen) const;
   bool see_number(PyObject* given, Argument& seen) const;
-  bool see_tensor(PyObject* given, bool is_written, Argument& seen) const;
+  bool see_tensor(PyObject* given, Argument& seen) const;
   bool see_buffer(PyObject* given, bool is_written, Argument& seen) const;
   void see_by_python(PyObject* given, const char* what, bool is_written, Argument& seen) const;
   // The number of NumPy's type; `untyped` if it is none of ours, or an equal one that is another object.

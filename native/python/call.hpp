@@ -126,9 +126,10 @@ struct Announced {
   nb::object result;
   // The second stage.
   bool is_second = false;
-  nb::object sent;  // the parts of this rank in one piece
-  Result received;  // memory for what comes
-  Argument plain;   // the kind of array to make of it, if this rank gave none
+  uint64_t bytes = 0;  // of all parts of all ranks
+  nb::object sent;     // the parts of this rank in one piece
+  Result received;     // memory for what comes
+  Argument plain;      // the kind of array to make of it, if this rank gave none
 };
 
 // The arguments of a collective and what was decided for it, whatever runs it: the engine (Call) or a library

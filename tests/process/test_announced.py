@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.support.engines import MakeWorld, found, outcome, world
 from tests.support.oracle import Notes
 from tests.support.ranks import run_each
@@ -188,8 +188,27 @@ def test_ranks_on_both_paths_understand_each_other(world: MakeWorld, kind: str) 
 
 
 @every_kind
-@pytest.mark.parametrize("names", [("ring", "ring"), ("auto", "auto")])
-def test_a_named_algorithm_moves_what_does_not_fit(world: MakeWorld, kind: str, names: Sequence[str]) -> None:
+def test_groups_with_other_ranks_than_the_world(world: MakeWorld, kind: str) -> None:
+    """The ranks of a group in reverse order, and without the first rank of the world."""
+    comms = world(3, kind)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        back = comm.split(0, key=-comm.rank)
+        without = comm.split(0 if comm.rank else None, key=comm.rank)
+        for group in (back, without):
+            for verb, dtype, length, width in [] if group is None else cases(group.size)[::7]:
+                got, wanted = verb(group, group, dtype, length, width)
+                what = f"{verb.__name__} {dtype} {length} x {width} on {group.size} ranks"
+                notes.expect(alike(got, wanted), True, what)
+        return notes
+
+    assert found(comms, program) == []
+
+
+@every_kind
+@pytest.mark.parametrize("name", ["ring", "auto"])
+def test_a_named_algorithm_moves_what_does_not_fit(world: MakeWorld, kind: str, name: str) -> None:
     comms = world(3, kind)
 
     def program(comm: Communicator) -> Notes:
@@ -197,7 +216,7 @@ def test_a_named_algorithm_moves_what_does_not_fit(world: MakeWorld, kind: str, 
         every = [array("int32", 2000 + rank, rank) for rank in range(3)]
         for closes in (False, True):
             closed(comm, is_closed=closes and comm.rank == 1)
-            got = comm.all_gather_v(every[comm.rank], algorithm=names[0])
+            got = comm.all_gather_v(every[comm.rank], algorithm=name)
             notes.expect(alike(got, every), True, "all_gather_v")
         closed(comm, is_closed=False)
         return notes
@@ -208,7 +227,6 @@ def test_a_named_algorithm_moves_what_does_not_fit(world: MakeWorld, kind: str, 
 @every_kind
 def test_kinds_of_arrays_come_back_as_they_were_given(world: MakeWorld, kind: str) -> None:
     comms = world(2, kind)
-    torch = pytest.importorskip("torch") if "torch" in sys.modules else None
 
     def program(comm: Communicator) -> Notes:
         notes, rank = Notes(), comm.rank
@@ -228,9 +246,12 @@ def test_kinds_of_arrays_come_back_as_they_were_given(world: MakeWorld, kind: st
                 True,
                 "bfloat16",
             )
-            if torch is not None:
-                tensors = comm.all_gather_v(torch.full((count,), rank))
-                notes.expect([int(t.sum()) for t in tensors], [0, count], "tensors")
+            tensors = comm.all_gather_v(torch.arange(count) * (rank + 1))
+            wanted = [torch.arange(count) * (r + 1) for r in range(2)]
+            notes.expect(all(map(torch.equal, tensors, wanted)), True, "tensors")
+            rows = torch.arange(2 * count).reshape(2, count) if rank == 1 else None
+            row = comm.scatter(rows, 1)
+            notes.expect(torch.equal(row, torch.arange(2 * count).reshape(2, count)[rank]), True, "a row")
         return notes
 
     assert found(comms, program) == []

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.support.engines import MakeWorld, found, outcome, world
 from tests.support.oracle import Notes
 
@@ -19,7 +20,6 @@ from unisono.errors import UsageError
 
 __all__ = ["world"]
 
-torch = pytest.importorskip("torch")
 
 every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.float16, torch.complex64)
@@ -80,6 +80,54 @@ def test_tensors_are_reduced_and_moved_as_numpys_arrays_are(world: MakeWorld, ki
         assert begun_hot(comm) == len(shapes) * len(DTYPES) * 3 * 7
 
 
+@every_kind
+def test_tensors_of_bfloat16_and_parameters_are_seen_like_others(world: MakeWorld, kind: str) -> None:
+    """NumPy has no bfloat16: results are made of its bits."""
+    comms = world(3, kind)
+
+    def program(comm: Communicator) -> Notes:
+        notes, rank, every = Notes(), comm.rank, range(3)
+        for shape in [(), (5,), (2, 3), (0, 2), (1021,)]:
+            here = [tensor(shape, torch.bfloat16, r, 0) for r in every]
+            x = here[rank].clone()
+            notes.expect(comm.all_reduce(x) is x, True, f"all_reduce gives what it got {shape}")
+            notes.expect(is_same(x, sum(here[1:], here[0])), True, f"all_reduce {shape}")
+            notes.expect(is_same(comm.all_gather(here[rank]), torch.stack(here)), True, f"all_gather {shape}")
+            rows = [tensor((3, *shape), torch.bfloat16, r, 0) for r in every]
+            combined = sum(rows[1:], rows[0])[rank]
+            notes.expect(is_same(comm.reduce_scatter(rows[rank]), combined), True, f"reduce_scatter {shape}")
+            parameter = torch.nn.Parameter(tensor(shape, torch.float32, rank, 0))
+            want = sum(tensor(shape, torch.float32, r, 0) for r in every)
+            notes.expect(comm.all_reduce(parameter) is parameter, True, f"parameter {shape}")
+            notes.expect(bool((parameter == want).all()), True, f"all_reduce of a parameter {shape}")
+        return notes
+
+    assert found(comms, program) == []
+    assert all(begun_hot(comm) == 5 * 4 for comm in comms)
+
+
+def test_parts_of_tensors_that_lie_in_a_row_are_seen_where_they_lie(world: MakeWorld) -> None:
+    comms = world(2)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        whole = torch.arange(24.0).reshape(4, 6) + comm.rank
+        notes.expect(comm.all_reduce(whole[1:3]).tolist(), (whole[1:3]).tolist(), "two rows, in place")
+        notes.expect(
+            whole[0].tolist(), [i + float(comm.rank) for i in range(6)], "the row before is untouched"
+        )
+        notes.expect(whole[1].tolist(), [2.0 * (6 + i) + 1 for i in range(6)], "a row that was reduced")
+        one = torch.arange(6.0).reshape(3, 2)[:, 1:2][1:2]  # one element: its strides do not count
+        notes.expect(comm.all_gather(one).tolist(), [[[3.0]], [[3.0]]], "one element of a column")
+        odd = torch.frombuffer(bytearray(range(9)), dtype=torch.uint8)[1:].view(torch.uint8)
+        notes.expect(comm.all_gather(odd)[1].tolist(), list(range(1, 9)), "at an odd address")
+        deep = torch.ones((1,) * 9 + (3,)) * (comm.rank + 1)
+        notes.expect(comm.all_reduce(deep).flatten().tolist(), [3.0] * 3, "ten axes")
+        return notes
+
+    assert found(comms, program) == []
+
+
 def test_a_mean_of_tensors(world: MakeWorld) -> None:
     comms = world(2)
 
@@ -122,6 +170,9 @@ def test_tensors_that_are_not_plain_take_the_slow_way_and_end_as_ever(world: Mak
                 lambda: total(torch.ones(4, 4).T),
                 lambda: total(torch.ones(4, device="meta")),
                 lambda: total(torch.ones(4, dtype=torch.complex64).conj()),
+                lambda: total(torch._neg_view(torch.ones(4))),
+                lambda: total(torch.ones(2).to_sparse()),
+                lambda: total(torch.ones(4, dtype=torch.float8_e5m2)),
                 lambda: comm.all_gather(torch.ones(4), out=torch.ones(3, 4)),
                 lambda: comm.all_gather(torch.ones(4), out=3.0),
                 lambda: comm.all_to_all(torch.ones(3, 4)),

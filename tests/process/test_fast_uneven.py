@@ -228,7 +228,6 @@ def test_arrays_of_one_type_are_reduced_in_place(world: MakeWorld, kind: str, si
 
 
 def test_lists_of_several_types_and_kinds_give_the_same(world: MakeWorld) -> None:
-    pytest.importorskip("torch")
     comms = world(2, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:

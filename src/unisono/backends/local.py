@@ -17,7 +17,6 @@ from unisono.config import Config
 from unisono.core.clock import Event, RealRuntime, Waiting
 from unisono.core.envelope import UNTYPED, Any_
 from unisono.core.request import Request
-from unisono.errors import UsageError
 from unisono.messaging.actions import Action, Transmit, finish
 from unisono.messaging.backend import Capabilities, PeerDown
 from unisono.messaging.endpoint import Endpoint
@@ -39,8 +38,6 @@ class LocalBackend(ProtocolBackend):
         Raises:
             UsageError: `size` is not an integer of at least 1.
         """
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise UsageError(f"n={size!r}; allowed: an integer >= 1")
         hub = _Hub(size, config if config is not None else Config())
         return [cls(hub, rank) for rank in range(size)]
 

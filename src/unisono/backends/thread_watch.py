@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
 from unisono.core.clock import Event, Parked, Waiting, parked_threads
-from unisono.errors import Deadlock, ranks_text
+from unisono.errors import Deadlock, UsageError, ranks_text
 
 __all__ = ["ThreadUsers", "ThreadWatch", "WatchedRanks"]
 
@@ -72,9 +72,14 @@ class ThreadWatch:
     *A rank is deserted*: it has not left, every thread that has started an operation of it has ended, and it
     has no operation pending; for `grace_s` no new thread has used it. Then every thread that waits for this
     rank without a time limit gets Deadlock.
+
+    Raises:
+        UsageError: `size` is not an integer of at least 1.
     """
 
     def __init__(self, size: int, grace_s: float, ranks: WatchedRanks) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise UsageError(f"n={size!r}; allowed: an integer >= 1")
         self._ranks = ranks
         self._grace_s = grace_s
         self._events = 0  # limited waits and ranks that have left

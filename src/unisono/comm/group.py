@@ -351,11 +351,14 @@ class Group:
                 return
             self.state.poisoned_by = error
             self.state.update_fast_path()
-        failure = GroupFailure.of(error, self.context)
-        for lane in Lane:  # ahead of all that this rank sends from now on
-            self.control.send(self.world_ranks, failure, lane)
+        self._tell_all(GroupFailure.of(error, self.context))
         self.state.interrupt(self.state.poison_error, only_collectives=True)
         self.state.wake_all()
+
+    def _tell_all(self, failure: GroupFailure) -> None:
+        """Send a failure to all members, in each lane ahead of what this rank sends there from now on."""
+        for lane in Lane:
+            self.control.send(self.world_ranks, failure, lane)
 
     def abort(self, error: UnisonoError) -> None:
         """A member gives up for good: end everything. If the group was poisoned before, that is the cause.
@@ -368,7 +371,7 @@ class Group:
                 return
             self._is_abort_sent = True
             root_cause = self.state.poisoned_by or error
-        self.control.send(self.world_ranks, self._mismatches.failure_message(root_cause, is_abort=True))
+        self._tell_all(self._mismatches.failure_message(root_cause, is_abort=True))
         with self.state.lock:
             self.state.is_aborted = True
             self.state.poisoned_by = self.state.poisoned_by or root_cause
@@ -436,7 +439,7 @@ class Group:
         self.state.interrupt(self.state.closed, only_collectives=False)
         if not self.state.is_aborted:
             if self.state.poisoned_by is not None:
-                # Sent before in the other lane, but it must precede the goodbye in this lane, too.
+                # A mismatch that was collected here went out in one lane; it must precede the goodbye.
                 failure = self._mismatches.failure_message(self.state.poisoned_by)
                 self.control.send(self.world_ranks, failure, Lane.BULK)
             self.control.leave(self.world_ranks, self.context, last_calls)

@@ -18,7 +18,6 @@ from unisono.backends.thread_watch import ThreadUsers, ThreadWatch
 from unisono.config import Config
 from unisono.core.clock import Event, Waiting
 from unisono.core.envelope import Tags
-from unisono.errors import UsageError
 from unisono.messaging.backend import Capabilities
 
 __all__ = ["DESCRIPTION", "LocalRank"]
@@ -36,12 +35,10 @@ class LocalRank(NativeBackend):
         Raises:
             UsageError: `size` is not an integer of at least 1.
         """
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise UsageError(f"n={size!r}; allowed: an integer >= 1")
         settings = config if config is not None else Config()
-        world = _native.LocalWorld(size)
         engines: list[_native.Engine] = []
         watch = ThreadWatch(size, settings.deadlock_after_s, _Engines(engines))
+        world = _native.LocalWorld(size)
         ranks: list[LocalRank] = []
         try:
             for rank in range(size):
