@@ -8,7 +8,10 @@ Nothing on the page is written by hand: a measurement on another machine gives a
 
 from __future__ import annotations
 
+import statistics
 import sys
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from unisono.bench import Case, Ratio, Results
@@ -20,6 +23,13 @@ GOALS = {
     ("unisono", "gloo"): 5.0,
     ("unisono-tcp", "mpi-tcp"): 1.0,
     ("unisono-tcp", "gloo"): 2.0,
+}
+# A way of calling beside the plain call: at most this many times as long, or this much longer.
+WAY_GOALS = {
+    "timeout": (1.05, 0.1e-6),
+    "started": (1.5, 0.5e-6),
+    "new size": (1.2, 0.3e-6),
+    "1000 lines": (1.0, 0.0),
 }
 
 
@@ -52,6 +62,7 @@ def page(results: Results) -> list[str]:
     ]
     lines += [f"{name}: {why}\n" for name, why in results.absent.items()]
     lines += summary(results)
+    lines += ways(results)
     lines += ["![Time per call of every operation and size](benchmarks.png)", ""]
     for ours, peers, cases in results.tables():
         lines += table(results, cases, ours, peers)
@@ -87,6 +98,32 @@ def summary(results: Results) -> list[str]:
             listed += [f"| {case.label} | {ratio_cell(ratio)} |" for case, ratio in each.below]
             listed += [""]
     return [*lines, "", *listed] if len(lines) > 4 else []
+
+
+def ways(results: Results) -> list[str]:
+    """What other ways of calling cost beside the plain call of the same system."""
+    titles = ["system", "ranks", "way", "goal", "cases", "within it", "median", "most"]
+    lines = ["## Ways of calling, beside the plain call", "", f"| {' | '.join(titles)} |"]
+    lines += [f"|{'---|' * len(titles)}"]
+    systems = dict.fromkeys(ours for ours, _ in GOALS)
+    for ours, ranks, way in product(systems, sorted({case.ranks for case in results.times}), WAY_GOALS):
+        factor, extra_s = WAY_GOALS[way]
+        pairs = [
+            (plain, seconds)
+            for case in results.times
+            if (case.ranks, case.way) == (ranks, way)
+            and (seconds := results.seconds(case, ours)) is not None
+            and (plain := results.seconds(replace(case, way="blocking"), ours)) is not None
+        ]
+        if not pairs:
+            continue
+        ratios = [seconds / plain for plain, seconds in pairs]
+        within = sum(seconds <= max(plain * factor, plain + extra_s) for plain, seconds in pairs)
+        goal = f"{factor:g}x" + (f" or +{seconds_text(extra_s)}" if extra_s else "")
+        shown = [f"{statistics.median(ratios):.2f}x", f"{max(ratios):.2f}x"]
+        cells = [ours, str(ranks), way, goal, str(len(pairs)), str(within), *shown]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""] if len(lines) > 4 else []
 
 
 def table(results: Results, cases: list[Case], ours: str, peers: list[str]) -> list[str]:
