@@ -42,7 +42,7 @@ from unisono.errors import (
 from unisono.version import VERSION
 
 if TYPE_CHECKING:
-    from unisono import rpc
+    from unisono import rpc, train
 
 __version__ = VERSION
 
@@ -78,6 +78,7 @@ __all__ = [
     "rpc",
     "simulate",
     "spawn",
+    "train",
     "typed",
     "wait_all",
     "wait_any",
@@ -91,9 +92,13 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `unisono.rpc` on first use, which keeps `import unisono` fast."""
+    """Import `unisono.rpc` and `unisono.train` on first use, which keeps `import unisono` fast."""
     if name == "rpc":
         import unisono.rpc as rpc_module
 
         return rpc_module
+    if name == "train":
+        import unisono.train as train_module
+
+        return train_module
     raise AttributeError(f"module 'unisono' has no attribute {name!r}")

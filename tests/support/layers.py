@@ -30,8 +30,18 @@ class Layer:
 LAYERS = (
     Layer(("__main__",), "`python -m unisono`"),
     Layer(("cli",), "the command line"),
-    Layer(("bench", "testing", "pytorch", "train"), "edges: nothing below imports them"),
+    Layer(("bench", "testing", "pytorch"), "edges: nothing below imports them"),
     Layer(("__init__",), "`import unisono`"),
+    Layer(
+        ("train",),
+        "data-parallel training on arrays: `uni.train`, imported on first use",
+        inside=(
+            ("gradients",),
+            ("error_feedback", "tree"),
+            ("compression",),
+            ("pipeline",),
+        ),
+    ),
     Layer(
         ("comm",),
         "what a user holds",
