@@ -13,7 +13,8 @@ from tests.support.torch_ranks import Check, run_checks
 from torch import nn
 
 from unisono.comm.communicator import Communicator
-from unisono.pytorch.sync_batch_norm import SyncBatchNorm, _Normalize, _statistics, convert_sync_batchnorm
+from unisono.pytorch import SyncBatchNorm, convert_sync_batchnorm
+from unisono.pytorch.sync_batch_norm import _Normalize, _statistics
 
 CHECKS: dict[str, Check] = {}
 
@@ -24,8 +25,8 @@ def check(fn: Check) -> Check:
 
 
 @functools.cache
-def ended(size: int) -> dict[str, str]:
-    return run_checks(CHECKS, size, "gloo")
+def ended(backend: str, size: int) -> dict[str, str]:
+    return run_checks(CHECKS, size, backend)
 
 
 def batches(size: int, shape: tuple[int, ...], dtype: Any = torch.float64) -> list[Any]:
@@ -242,10 +243,18 @@ def ddp_with_it_equals_one_process(comm: Communicator) -> None:
         torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.more)])
+RUNS = [
+    ("gloo", 2),
+    pytest.param("gloo", 3, marks=pytest.mark.more),
+    pytest.param("unisono", 2, marks=pytest.mark.more),
+    pytest.param("unisono", 3, marks=pytest.mark.more),
+]
+
+
+@pytest.mark.parametrize(("backend", "size"), RUNS)
 @pytest.mark.parametrize("name", CHECKS)
-def test_sync_batch_norm(name: str, size: int) -> None:
-    assert (what := ended(size)[name]) == "ok", what
+def test_sync_batch_norm(name: str, backend: str, size: int) -> None:
+    assert (what := ended(backend, size)[name]) == "ok", what
 
 
 # -- without other ranks ----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class Model:
 
 
 def tree(rank: int) -> Model:
-    """Rank- and index-dependent, of several types, some not contiguous, one twice; dicts filled in any order."""
+    """Arrays of several types, some not contiguous, one twice; a dict filled in another order per rank."""
     rng = np.random.default_rng(rank)
     shared = rng.standard_normal((3, 5))
     layers = [
