@@ -29,6 +29,9 @@ class Ending(Protocol):
     def settle(self) -> None:
         """Wait until it has ended, well or not."""
 
+    def is_completed(self) -> bool:
+        """Whether it has ended. Makes progress."""
+
     def outcome(self) -> Any:
         """What it gives; raises its error."""
 
@@ -130,6 +133,16 @@ class WorkFuture(Future[Any]):
         """Call it when this future is done."""
         self._work.after(lambda: callback(self))
 
+    # The thread that completes it may be late: the work itself knows first.
+
+    def done(self) -> bool:
+        """Whether it has a value or an error."""
+        return super().done() or (self._made_by is None and self._work.is_completed())
+
     def wait(self) -> Any:
         """Wait; the thread makes progress itself if it waits for the work."""
-        return super().wait() if self._made_by is not None or self.done() else self._work.outcome()
+        return super().wait() if self._made_by is not None else self._work.outcome()
+
+    def value(self) -> Any:
+        """The value, if it is done."""
+        return super().value() if self._made_by is not None else self._work.outcome()

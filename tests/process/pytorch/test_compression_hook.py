@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.torch_ranks import Check, run_checks
+from tests.support.torch_checks import Check, run_checks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

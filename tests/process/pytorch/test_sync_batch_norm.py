@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.torch_ranks import Check, run_checks
+from tests.support.torch_checks import Check, run_checks
 from torch import nn
 
 from unisono.comm.communicator import Communicator
