@@ -2,10 +2,10 @@
 
     python bench/compression.py [-n 4] [--steps 400] [--seeds 3] [--backend unisono] [--plot curves.png]
 
-A classifier of 86,000 parameters learns what a random network of the same kind says, by
-DistributedDataParallel, once plain and once with each compressor, from the same weights and the same
-batches. The table shows the loss over the last tenth of the steps (mean of the seeds, and the least and the
-most), the accuracy on data that was not trained on, and what one rank sends per step.
+A classifier of 85,000 parameters learns what a random network of the same kind says, by
+DistributedDataParallel and SGD without momentum, once plain and once with each compressor, from the same
+weights and the same batches. The table shows the loss over the last tenth of the steps (mean of the seeds,
+and the least and the most), the accuracy on data that was not trained on, and what one rank sends per step.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def train(comm: uni.Communicator, compressor: Any, steps: int, seed: int) -> tup
     if compressor is not None:
         counted = Counted(compressor)
         ddp.register_comm_hook(CompressionState(counted), compression_hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.3)
     batches = torch.Generator().manual_seed(1000 * seed + comm.rank + 1)
     losses = np.empty(steps)
     for step in range(steps):
@@ -171,7 +171,6 @@ def draw(runs: dict[str, Any], path: Path) -> None:
         panel.plot(np.arange(len(smooth)) + window, smooth, label=name, **style)
     panel.set_xlabel("step")
     panel.set_ylabel("training loss, mean of all ranks and seeds")
-    panel.set_yscale("log")
     panel.grid(alpha=0.3)
     panel.legend(frameon=False)
     figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""Checks of a torch program: each runs on all ranks of one start, with either backend as the default group."""
+"""Checks of a torch program: each runs on all ranks of one start, and either backend is the default group."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.support.processes import run_processes
+from tests.support.ranks import PATIENCE_S
 from tests.support.torch_ranks import join_torch
 
 from unisono.comm.communicator import Communicator
@@ -42,7 +43,7 @@ def run_checks(checks: Mapping[str, Check], size: int, backend: str) -> dict[str
         return ended
 
     with tempfile.TemporaryDirectory() as folder:
-        ended: list[Any] = run_processes(program, size, folder)
+        ended: list[Any] = run_processes(program, size, folder, patience_s=PATIENCE_S)
     for each in ended:
         if isinstance(each, BaseException):
             raise each

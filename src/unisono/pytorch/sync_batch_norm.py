@@ -48,14 +48,15 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]  # torch is not typed her
         self.process_group = process_group
 
     def _check_input_dim(self, x: Any) -> None:
-        if x.dim() < 2 or x.size(1) == 0:
-            raise ValueError(f"expected input of shape (N, C, ...) with C > 0 (got {tuple(x.shape)})")
+        if x.dim() < 2 or x.size(1) != self.num_features or not self.num_features:
+            raise ValueError(f"expected input of shape (N, {self.num_features}, ...), got {tuple(x.shape)}")
 
     def forward(self, x: Any) -> Any:
         """Normalise `x`.
 
         Raises:
-            ValueError: there are fewer than two values per channel, on all ranks together.
+            ValueError: `x` has another number of channels; or there are fewer than two values per channel, on
+                all ranks together.
         """
         if not (self.training and dist.is_available() and dist.is_initialized()):
             return super().forward(x)

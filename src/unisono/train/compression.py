@@ -245,7 +245,7 @@ class Int8(Quantizer):
             scales = (np.abs(blocks).max(axis=2) / 127).astype(np.float32)
             units = blocks / np.where(scales == 0, 1, scales)[:, :, None].astype(rows.dtype)
             # Clipped: a subnormal scale may be rounded down.
-            integers = np.clip(np.rint(units), -127, 127).astype(np.int8)
+            integers = np.clip(np.rint(units, out=units), -127, 127, out=units).astype(np.int8)
         flat = [each.reshape(len(rows), -1).view(np.uint8) for each in (scales, integers)]
         return np.concatenate(flat, axis=1)
 

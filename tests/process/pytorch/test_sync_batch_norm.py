@@ -218,8 +218,11 @@ def too_few_values_are_refused_on_all_ranks(comm: Communicator) -> None:
     for rows in (0, int(comm.rank == 0)):
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             SyncBatchNorm(2)(torch.zeros(rows, 2))
+    for wrong in (torch.zeros(2), torch.zeros(4, 3), torch.zeros(4, 0)):
+        with pytest.raises(ValueError, match=r"expected input of shape \(N, 2, ...\)"):
+            SyncBatchNorm(2)(wrong)
     with pytest.raises(ValueError, match="shape"):
-        SyncBatchNorm(2)(torch.zeros(2))
+        SyncBatchNorm(0)(torch.zeros(4, 0))
 
 
 @check
