@@ -115,7 +115,7 @@ def _statistics(x: Any, group: Any) -> tuple[Any, Any, int]:
     wide = x if x.dtype == torch.float64 else x.float()
     channels = x.size(1)
     # In float64, counts are exact and merging adds no error of its own.
-    mine = torch.zeros(2 * channels + 1, dtype=torch.float64)
+    mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
     if x.numel():
         mine[0] = x.numel() // channels
         mine[1 : channels + 1], mine[channels + 1 :] = _deviations(wide)

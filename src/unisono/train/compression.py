@@ -82,8 +82,9 @@ class TopK(Compressor):
         x[chosen] = 0
         rows = yield Collective("all_gather", mine)
         total = np.zeros_like(x)
-        for row in rows:  # by rank: every rank adds in this order
-            total[row[: 4 * k].view(np.uint32)] += row[4 * k :].view(x.dtype)
+        with np.errstate(over="ignore"):  # the result tells
+            for row in rows:  # by rank: every rank adds in this order
+                total[row[: 4 * k].view(np.uint32)] += row[4 * k :].view(x.dtype)
         total /= call.divisor
         return total
 
@@ -175,10 +176,10 @@ class Quantizer(Compressor):
         with np.errstate(invalid="ignore"):  # what overflows is infinite, and the result tells
             x -= self.decode(mine, x.dtype).reshape(-1)[: x.size]
         rows = yield Collective("all_to_all", mine)
-        own = self.decode(rows, x.dtype).sum(axis=0) / call.divisor
-        coded = self.encode(own[None])
-        left = x[call.rank * part : (call.rank + 1) * part]
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
+            own = self.decode(rows, x.dtype).sum(axis=0) / call.divisor
+            coded = self.encode(own[None])
+            left = x[call.rank * part : (call.rank + 1) * part]
             left += ((own - self.decode(coded, x.dtype)[0]) * call.divisor)[: left.size]
         results = yield Collective("all_gather", coded[0])
         return self.decode(results, x.dtype).reshape(-1)[: x.size]

@@ -65,8 +65,6 @@ class ErrorFeedback:
             UsageError: another op, another type, or another length than before; nothing was sent.
         """
         array = buffers.view(x, "x", writable=True)
-        if array.is_value:
-            raise UsageError(f"x is a number, {type(x).__name__}; allowed: arrays", next_step="np.array(x)")
         pipeline = Pipeline(collectives_of(comm))
         exchange = self.exchange(read_wide(array), op, key=key, rank=comm.rank, size=comm.size)
         pipeline.add(exchange, lambda result: write_narrow(array, result))
@@ -91,7 +89,8 @@ class ErrorFeedback:
     def _steps(self, x: FloatArray, residual: FloatArray | None, call: Call) -> Exchange:
         self._calls[call.key] = call.number + 1
         if residual is not None:
-            x += residual
+            with np.errstate(over="ignore"):  # seen below
+                x += residual
         if not np.isfinite(x).all():
             x.fill(np.nan)  # so that all ranks see it now, whichever elements are sent
         result = yield from self.compressor.exchange(x, call)
@@ -104,9 +103,11 @@ def read_wide(array: Array) -> FloatArray:
     """A copy of an array as float32, or float64 if it is.
 
     Raises:
-        UsageError: it does not hold floats.
+        UsageError: it does not hold floats, or is a number, which a result cannot be written to.
     """
     dtype = array.dtype
+    if array.is_value:
+        raise UsageError("x is a number; allowed: arrays", next_step="np.array(x)")
     if dtype.kind is not Kind.FLOAT:
         raise UsageError(
             f"x has dtype {dtype}, which cannot be compressed; allowed: float16, bfloat16, float32, float64"
