@@ -105,7 +105,7 @@ class Lane:
             del self._serving[me]
 
 
-class WorkFuture(Future[Any]):
+class WorkFuture(Future[Any]):  # type: ignore[misc]
     """The future of a work. Its callbacks run in the order described above, also if it is done already."""
 
     def __init__(self, work: Ending, made_by: Callable[[], Any] | None = None) -> None:
@@ -119,7 +119,8 @@ class WorkFuture(Future[Any]):
         try:
             result = make()
         except Exception as error:
-            self.set_exception(error)
+            self._set_unwrap_func(_raise)
+            self.set_result(_Failure(error))
         else:
             self.set_result(result)
 
@@ -146,3 +147,24 @@ class WorkFuture(Future[Any]):
     def value(self) -> Any:
         """The value, if it is done."""
         return super().value() if self._made_by is not None else self._work.outcome()
+
+
+class _Failure:
+    """The value of a future that failed.
+
+    Python cannot give a future an error that C++ sees: C++ takes this for a value. DDP looks for tensors in
+    it by pickling it, or converts it to one, with its text in the error that this gives.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.error
+
+    def __str__(self) -> str:
+        return str(self.error)
+
+
+def _raise(failure: _Failure) -> None:
+    raise failure.error

@@ -36,7 +36,9 @@ def _row(kind: Kind) -> list[str | None]:
 
 
 # By element type and number of torch's operation; None where it is not defined, or scales first.
-OPS: Final = {getattr(torch, name): _row(dtype.kind) for name, dtype in DTYPES.items()}
+OPS: Final[dict[torch.dtype, list[str | None]]] = {
+    getattr(torch, name): _row(dtype.kind) for name, dtype in DTYPES.items()
+}
 _INTEGERS: Final = frozenset(getattr(torch, n) for n, dtype in DTYPES.items() if dtype.kind is Kind.INTEGER)
 _AVG: Final = _RED.AVG.value
 _PREMUL_SUM: Final = _RED.PREMUL_SUM.value
@@ -48,7 +50,7 @@ def op_of(op: Any, dtype: torch.dtype) -> str:
     Raises:
         UsageError: it is not defined for the type.
     """
-    number = op.op.value
+    number: int = op.op.value
     names = OPS.get(dtype)
     if names is None:
         raise UsageError(f"no reduction is defined for {dtype}")

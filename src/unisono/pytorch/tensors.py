@@ -15,7 +15,7 @@ from torch import Tensor
 from unisono.core.dtypes import DTYPES
 from unisono.errors import UsageError
 
-__all__ = ["TYPES", "flat", "is_plain", "overlap", "readable", "target", "updatable"]
+__all__ = ["TYPES", "CopyBack", "flat", "is_plain", "overlap", "readable", "target", "updatable"]
 
 # Other types, such as float8, travel as bytes.
 TYPES: Final = frozenset(getattr(torch, name) for name in DTYPES)
@@ -70,7 +70,7 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
 def overlap(x: Tensor, out: Tensor) -> bool:
     """Whether two contiguous tensors share memory; FSDP2 gathers from a slice of the output."""
     begin, other = x.data_ptr(), out.data_ptr()
-    return begin < other + out.nbytes and other < begin + x.nbytes
+    return bool(begin < other + out.nbytes and other < begin + x.nbytes)
 
 
 def _detached(tensor: Tensor) -> Tensor:

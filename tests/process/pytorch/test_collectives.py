@@ -163,13 +163,17 @@ def a_sum_that_is_scaled_first(pair: Pair) -> None:
         out = torch.empty(3)
         dist.reduce_scatter_single(out, given, op, group=pair.ours)
         assert_equal(given, kept)
-        assert_equal(out, torch.stack(all_data(pair.size, (pair.size, 3), torch.float32)).sum(0)[pair.rank] * scale)
+        assert_equal(
+            out, torch.stack(all_data(pair.size, (pair.size, 3), torch.float32)).sum(0)[pair.rank] * scale
+        )
 
 
 @check
 def operations_that_are_not_defined_are_refused_before_anything_is_sent(pair: Pair) -> None:
     for dtype, op in ((torch.float32, OPS.BAND), (torch.float8_e4m3fn, OPS.SUM), (torch.bool, OPS.AVG)):
-        with pytest.raises(dist.DistBackendError, match=r"all_reduce at test_collectives.py:\d+: .*not defined|no reduction"):
+        with pytest.raises(
+            dist.DistBackendError, match=r"all_reduce at test_collectives.py:\d+: .*not defined|no reduction"
+        ):
             dist.all_reduce(torch.zeros(3).to(dtype), op, group=pair.ours)
     dist.barrier(group=pair.ours)
 
