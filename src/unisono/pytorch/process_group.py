@@ -34,9 +34,9 @@ from unisono.errors import CollectiveMismatch, UsageError
 from unisono.pytorch.calls import Calls, Finish
 from unisono.pytorch.identity import Identity
 from unisono.pytorch.monitored_barrier import MonitoredBarrier, replace_in_torch
-from unisono.pytorch.reductions import OPS, check_sparse, divided, is_divided, op_of, scaled
+from unisono.pytorch.reductions import OPS, check_sparse, divided, is_divided, is_mean, op_of, scaled
 from unisono.pytorch.rendezvous import join_world
-from unisono.pytorch.tensors import CopyBack, flat, is_plain, overlap, readable, target, updatable
+from unisono.pytorch.tensors import CopyBack, in_a_row, is_plain, joined, overlap, readable, target, updatable
 from unisono.pytorch.work import DONE, Once, Several
 
 __all__ = ["ProcessGroup"]
@@ -131,13 +131,13 @@ class ProcessGroup(Identity):
             counts = [part.numel() for part in parts]
             if output.numel() != counts[self._rank]:
                 raise UsageError(f"an output of {output.numel()} elements for a part of {counts[self._rank]}")
-            joined = flat(parts)
+            whole = joined(parts)
         if len(set(counts)) == 1:
-            return self._reduce_scatter(output, joined, opts)
+            return self._reduce_scatter(output, whole, opts)
         with self._calls.errors("reduce_scatter"):
             op = opts.reduceOp
             name = op_of(op, output.dtype)
-            x = scaled(op, joined)
+            x = scaled(op, whole)
 
         def fill(result: Tensor) -> None:
             if is_divided(op, output.dtype):
@@ -198,9 +198,12 @@ class ProcessGroup(Identity):
             if outs[self._rank].numel() != tensor.numel():
                 raise UsageError(f"an output of {outs[self._rank].numel()} elements for {tensor.numel()}")
             x = readable(tensor).view(-1)
-        is_even = len({out.numel() for out in outs}) == 1
-        verb = "all_gather" if is_even else "all_gather_v"
-        return self._calls.run(verb, opts, outs, lambda parts: _fill(outs, parts), x)
+        if len({out.numel() for out in outs}) > 1:
+            return self._calls.run("all_gather_v", opts, outs, lambda parts: _fill(outs, parts), x)
+        out = in_a_row(outs)
+        if out is None or overlap(x, out):
+            return self._calls.run("all_gather", opts, outs, lambda parts: _fill(outs, parts), x)
+        return self._calls.run("all_gather", opts, outs, None, x, out=out.view(self._size, -1))
 
     def allgather_coalesced(
         self, lists: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
@@ -257,7 +260,7 @@ class ProcessGroup(Identity):
                 self._check_list(inputs[0])
                 if any(part.numel() != output.numel() for part in inputs[0]):
                     raise UsageError("the inputs differ in length from the output")
-                x = flat(inputs[0]).view(self._size, -1)
+                x = joined(inputs[0]).view(self._size, -1)
             out, back = target(output)
         return self._calls.run("scatter", opts, outputs, _then(back), x, root, out=out.view(-1))
 
@@ -388,7 +391,7 @@ class ProcessGroup(Identity):
                 tensor.shape,
                 check_invariants=False,  # each rank's tensor had them
             ).coalesce()
-            if opts.reduceOp.op == dist.ReduceOp.AVG:
+            if is_mean(opts.reduceOp):
                 whole = whole / self._size
             with torch.no_grad():  # not through detach(): a sparse tensor does not share its entries
                 tensor.copy_(whole)
