@@ -1,9 +1,9 @@
 """How long `from unisono import init` takes beyond NumPy's own import: `python bench/import_time.py`.
 
 Each round starts two fresh interpreters, one after the other, so that a slow moment of the machine affects
-both: one imports NumPy, the other NumPy and then unisono, and each times its own import. A name is taken from it,
-because `import unisono` alone imports nothing. The table shows the
-median and quartiles. The goal: below 0.15 s beyond NumPy's. The slowest modules come from -X importtime.
+both: one imports NumPy, the other NumPy and then unisono, and each times its own import. A name is taken from
+unisono, because `import unisono` alone imports nothing. The table shows the median and quartiles. The goal:
+below 0.15 s beyond NumPy's. The slowest modules come from -X importtime.
 """
 
 from __future__ import annotations
