@@ -26,10 +26,14 @@ __all__ = ["join_world"]
 _KEY: Final = "unisono/ticket"
 # To find the address of this host from which the store's host is reached.
 _RESOLVE_S: Final = 5.0
+# The last store of a default group. With MASTER_PORT it is the server: if it ended with the group, ranks that
+# begin the next group before this one has ended its own would find a store that dies. torch gives the next
+# store at the same port the same server.
+_kept: Final[list[KeyValueStore]] = []
 
 
 def join_world(
-    store: KeyValueStore, rank: int, size: int, timeout: timedelta, name: str, config: Config | None = None
+    store: KeyValueStore, rank: int, size: int, timeout: timedelta, name: str, *, is_default: bool = False
 ) -> Communicator:
     """Join the world of a torch group. What torch says counts, whatever launcher started this process.
 
@@ -39,13 +43,13 @@ def join_world(
         size: the number of its members.
         timeout: for all of them to come.
         name: torch's name of the group, for errors.
-        config: the settings; by default those of the environment.
+        is_default: whether it is the default group, whose store torch has made for it.
 
     Raises:
         RendezvousError: not all came in time; the text names the missing ranks.
         UsageError: the environment's address or backend cannot be used.
     """
-    settings = config if config is not None else Config()
+    settings = Config()
     if size == 1:
         return joined(LaunchInfo(0, 1), "native", settings, None)
     meeting = _portless(network())
@@ -66,6 +70,8 @@ def join_world(
         seed_address=_seed_address(store, meeting, _launch()) if rank == 0 else None,
         network=meeting,
     )
+    if is_default and rank == 0:
+        _kept[:] = [store]
     return joined(info, meeting.backend, settings, timeout.total_seconds())
 
 
