@@ -177,3 +177,5 @@ def test_a_program_of_torch_on_two_hosts_is_encrypted(hosts: Hosts, tmp_path: Pa
     cable = (tmp_path / "cable").read_bytes()
     assert len(cable) > 2_000_000, "the data did cross"
     assert (0x5A17C3D2).to_bytes(8, "little") * 4 not in cable
+    assert b"unisono1://" not in cable, "torch's store is not encrypted, the ticket in it is"
+    assert b"sealed:" in cable

@@ -14,8 +14,9 @@ from datetime import timedelta
 from typing import Any, Final
 
 from unisono.bootstrap.address import Address, bindable, source_toward
-from unisono.bootstrap.launch_info import LaunchInfo
+from unisono.bootstrap.launch_info import OURS, LaunchInfo
 from unisono.bootstrap.store import KeyValueStore, StoreSource
+from unisono.bootstrap.ticket import TicketSource
 from unisono.comm.communicator import Communicator
 from unisono.comm.world import joined
 from unisono.config import BARE, Config, Launch, Network, launch, network
@@ -52,7 +53,8 @@ def join_world(
     settings = Config()
     if size == 1:
         return joined(LaunchInfo(0, 1), "native", settings, None)
-    meeting = _portless(network())
+    started, given = _launch(), network()
+    meeting = _portless(given)
     source = StoreSource(
         f"store of torch's group {name!r}",
         insecure=settings.insecure,
@@ -60,6 +62,7 @@ def join_world(
         known_by="store",
         key=_KEY,
         connect=lambda: store,
+        secret=lambda: _secret(started, given, settings.insecure),
         if_silent="see whether the process that hosts the store still runs: with MASTER_PORT or tcp:// it is "
         "rank 0, under torchrun the agent of node 0",
     )
@@ -67,7 +70,7 @@ def join_world(
         rank,
         size,
         source=source,
-        seed_address=_seed_address(store, meeting, _launch()) if rank == 0 else None,
+        seed_address=_seed_address(store, meeting, started) if rank == 0 else None,
         network=meeting,
     )
     if is_default and rank == 0:
@@ -91,6 +94,16 @@ def _launch() -> Launch | None:
         return launch()
     except UsageError:
         return None  # variables of a launcher that do not fit together; torch has its numbers from elsewhere
+
+
+def _secret(started: Launch | None, given: Network, insecure: bool) -> bytes:
+    """The token of the job of `unisono run`, which all its ranks know; empty under other launchers."""
+    if started is None or started.launcher != OURS or given.join is None:
+        return b""
+    try:
+        return TicketSource(given.join, insecure=insecure).read().token
+    except OSError as error:
+        raise RendezvousError("the ticket of this job cannot be read", cause=str(error)) from None
 
 
 def _seed_address(store: Any, meeting: Network, started: Launch | None) -> str:
