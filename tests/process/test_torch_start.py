@@ -179,3 +179,92 @@ def test_a_program_of_torch_on_two_hosts_is_encrypted(hosts: Hosts, tmp_path: Pa
     assert (0x5A17C3D2).to_bytes(8, "little") * 4 not in cable
     assert b"unisono1://" not in cable, "torch's store is not encrypted, the ticket in it is"
     assert b"sealed:" in cable
+
+
+BOTH = """
+import numpy as np, torch, torch.distributed as dist, unisono as uni
+with uni.init() as world:
+    dist.init_process_group("unisono")
+    assert (dist.get_rank(), dist.get_world_size()) == (world.rank, world.size)
+    x, y = torch.arange(5) + dist.get_rank(), np.arange(5) * world.rank
+    dist.all_reduce(x)
+    world.all_reduce(y)
+    print(x.tolist(), y.tolist())
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.more
+def test_under_unisono_run_a_program_may_use_both(tmp_path: Path) -> None:
+    (tmp_path / "both.py").write_text(BOTH)
+    out, _ = run([*UNISONO_RUN, "-n", "2", str(tmp_path / "both.py")])
+    assert sorted(out.splitlines()) == [f"[{rank}] [1, 3, 5, 7, 9] [0, 1, 2, 3, 4]" for rank in range(2)]
+
+
+# -- what may go wrong --------------------------------------------------------------------------------------
+
+ALONE = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+try:
+    dist.init_process_group(
+        "unisono", init_method=f"file://{sys.argv[1]}", rank=0, world_size=3, timeout=timedelta(seconds=0.5)
+    )
+except dist.DistBackendError as error:
+    print(error)
+"""
+
+
+@pytest.mark.more
+def test_ranks_that_have_not_come_are_named(tmp_path: Path) -> None:
+    out, err = run([sys.executable, "-c", ALONE, str(tmp_path / "store")])
+    assert out.startswith("[rank 0] init_process_group at")
+    assert "rank 0 of 3 could not join within 0." in out
+    assert (
+        " s: 1 of 3 ranks joined (0); missing: 1-2. Next: see why the missing ranks have not started" in out
+    )
+    assert err == ""
+
+
+REBUILT = """
+import os, signal, sys
+import torch, torch.distributed as dist
+rank, dead, way, where = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+
+def begin(size, rank):
+    dist.init_process_group("unisono", init_method=f"file://{where}-{size}", rank=rank, world_size=size)
+    x = torch.arange(5) * 10 ** rank
+    dist.all_reduce(x)
+    return x.tolist()
+
+assert begin(3, rank) == [0, 111, 222, 333, 444]
+if rank == dead:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        dist.all_reduce(torch.arange(5))
+except dist.DistBackendError as error:
+    assert f"rank {dead} is gone" in str(error), error
+if way == "abort":
+    dist.distributed_c10d._abort_process_group()
+else:
+    dist.destroy_process_group()
+print(begin(2, [each for each in range(3) if each != dead].index(rank)))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("dead", "way"), [(1, "destroy"), (0, "abort")])
+def test_survivors_begin_a_smaller_world(dead: int, way: str, tmp_path: Path) -> None:
+    def rank(number: int) -> subprocess.CompletedProcess[str]:
+        words = [str(number), str(dead), way, str(tmp_path / "store")]
+        command = [sys.executable, "-c", REBUILT, *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment())
+
+    with ThreadPoolExecutor(3) as pool:
+        ends = list(pool.map(rank, range(3)))
+    assert ends[dead].returncode == -9
+    for end in ends[:dead] + ends[dead + 1 :]:
+        assert (end.returncode, end.stdout, end.stderr) == (0, "[0, 11, 22, 33, 44]\n", "")
