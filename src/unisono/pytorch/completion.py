@@ -29,6 +29,9 @@ class Ending(Protocol):
     def settle(self) -> None:
         """Wait until it has ended, well or not."""
 
+    def is_completed(self) -> bool:
+        """Whether it has ended. Makes progress."""
+
     def outcome(self) -> Any:
         """What it gives; raises its error."""
 
@@ -116,7 +119,8 @@ class WorkFuture(Future[Any]):
         try:
             result = make()
         except Exception as error:
-            self.set_exception(error)
+            self._set_unwrap_func(_raise)
+            self.set_result(_Failure(error))
         else:
             self.set_result(result)
 
@@ -130,6 +134,37 @@ class WorkFuture(Future[Any]):
         """Call it when this future is done."""
         self._work.after(lambda: callback(self))
 
+    # The thread that completes it may be late: the work itself knows first.
+
+    def done(self) -> bool:
+        """Whether it has a value or an error."""
+        return super().done() or (self._made_by is None and self._work.is_completed())
+
     def wait(self) -> Any:
         """Wait; the thread makes progress itself if it waits for the work."""
-        return super().wait() if self._made_by is not None or self.done() else self._work.outcome()
+        return super().wait() if self._made_by is not None else self._work.outcome()
+
+    def value(self) -> Any:
+        """The value, if it is done."""
+        return super().value() if self._made_by is not None else self._work.outcome()
+
+
+class _Failure:
+    """The value of a future that failed.
+
+    Python cannot give a future an error that C++ sees: C++ takes this for a value. DDP looks for tensors in
+    it by pickling it, or converts it to one, with its text in the error that this gives.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.error
+
+    def __str__(self) -> str:
+        return str(self.error)
+
+
+def _raise(failure: _Failure) -> None:
+    raise failure.error
