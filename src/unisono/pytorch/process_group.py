@@ -29,9 +29,11 @@ from torch._C._distributed_c10d import (
 )
 
 from unisono.comm.communicator import Communicator
+from unisono.core.call_site import call_site
 from unisono.core.envelope import ANY
-from unisono.errors import CollectiveMismatch, UsageError
+from unisono.errors import CollectiveMismatch, UnisonoError, UsageError
 from unisono.pytorch.calls import Calls, Finish
+from unisono.pytorch.errors import backend_error
 from unisono.pytorch.identity import Identity
 from unisono.pytorch.monitored_barrier import MonitoredBarrier, replace_in_torch
 from unisono.pytorch.reductions import OPS, check_sparse, divided, is_divided, is_mean, op_of, scaled
@@ -73,9 +75,12 @@ class ProcessGroup(Identity):
         default = dist.GroupMember.WORLD
         if ranks and isinstance(default, ProcessGroup):
             return cls(default.communicator._sub(ranks), timeout, store=options.store)
-        comm = join_world(
-            options.store, options.group_rank, options.group_size, timeout, str(options.group_id)
-        )
+        rank, size, name = options.group_rank, options.group_size, str(options.group_id)
+        try:
+            comm = join_world(options.store, rank, size, timeout, name, is_default=not ranks)
+        except UnisonoError as error:
+            call = "new_group" if ranks else "init_process_group"
+            raise backend_error(error, call, call_site(), rank, ranks or None) from error
         return cls(comm, timeout, store=options.store, members=ranks or None)
 
     # -- collectives that reduce ----------------------------------------------------------------------------
