@@ -1,4 +1,10 @@
-"""unisono as a backend of torch.distributed: `init_process_group("unisono")` after importing this package."""
+"""PyTorch on unisono: `torch.distributed.init_process_group("unisono")`.
+
+import torch.distributed as dist
+import unisono.pytorch  # not needed where torch finds it by itself
+
+dist.init_process_group("unisono")
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,7 +15,7 @@ if TYPE_CHECKING:
     from unisono.pytorch.compression import CompressionState, compression_hook
     from unisono.pytorch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
-__all__ = ["CompressionState", "SyncBatchNorm", "compression_hook", "convert_sync_batchnorm"]
+__all__ = ["CompressionState", "SyncBatchNorm", "compression_hook", "convert_sync_batchnorm", "register"]
 
 register()
 

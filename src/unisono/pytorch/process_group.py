@@ -29,14 +29,16 @@ from torch._C._distributed_c10d import (
 )
 
 from unisono.comm.communicator import Communicator
+from unisono.core.call_site import call_site
 from unisono.core.envelope import ANY
-from unisono.errors import CollectiveMismatch, UsageError
+from unisono.errors import CollectiveMismatch, UnisonoError, UsageError
 from unisono.pytorch.calls import Calls, Finish
+from unisono.pytorch.errors import backend_error
 from unisono.pytorch.identity import Identity
 from unisono.pytorch.monitored_barrier import MonitoredBarrier, replace_in_torch
-from unisono.pytorch.reductions import OPS, check_sparse, divided, is_divided, op_of, scaled
+from unisono.pytorch.reductions import OPS, check_sparse, divided, is_divided, is_mean, op_of, scaled
 from unisono.pytorch.rendezvous import join_world
-from unisono.pytorch.tensors import CopyBack, flat, is_plain, overlap, readable, target, updatable
+from unisono.pytorch.tensors import CopyBack, in_a_row, is_plain, joined, overlap, readable, target, updatable
 from unisono.pytorch.work import DONE, Once, Several
 
 __all__ = ["ProcessGroup"]
@@ -73,9 +75,12 @@ class ProcessGroup(Identity):
         default = dist.GroupMember.WORLD
         if ranks and isinstance(default, ProcessGroup):
             return cls(default.communicator._sub(ranks), timeout, store=options.store)
-        comm = join_world(
-            options.store, options.group_rank, options.group_size, timeout, str(options.group_id)
-        )
+        rank, size, name = options.group_rank, options.group_size, str(options.group_id)
+        try:
+            comm = join_world(options.store, rank, size, timeout, name, is_default=not ranks)
+        except UnisonoError as error:
+            call = "new_group" if ranks else "init_process_group"
+            raise backend_error(error, call, call_site(), rank, ranks or None) from error
         return cls(comm, timeout, store=options.store, members=ranks or None)
 
     # -- collectives that reduce ----------------------------------------------------------------------------
@@ -131,13 +136,13 @@ class ProcessGroup(Identity):
             counts = [part.numel() for part in parts]
             if output.numel() != counts[self._rank]:
                 raise UsageError(f"an output of {output.numel()} elements for a part of {counts[self._rank]}")
-            joined = flat(parts)
+            whole = joined(parts)
         if len(set(counts)) == 1:
-            return self._reduce_scatter(output, joined, opts)
+            return self._reduce_scatter(output, whole, opts)
         with self._calls.errors("reduce_scatter"):
             op = opts.reduceOp
             name = op_of(op, output.dtype)
-            x = scaled(op, joined)
+            x = scaled(op, whole)
 
         def fill(result: Tensor) -> None:
             if is_divided(op, output.dtype):
@@ -198,9 +203,12 @@ class ProcessGroup(Identity):
             if outs[self._rank].numel() != tensor.numel():
                 raise UsageError(f"an output of {outs[self._rank].numel()} elements for {tensor.numel()}")
             x = readable(tensor).view(-1)
-        is_even = len({out.numel() for out in outs}) == 1
-        verb = "all_gather" if is_even else "all_gather_v"
-        return self._calls.run(verb, opts, outs, lambda parts: _fill(outs, parts), x)
+        if len({out.numel() for out in outs}) > 1:
+            return self._calls.run("all_gather_v", opts, outs, lambda parts: _fill(outs, parts), x)
+        out = in_a_row(outs)
+        if out is None or overlap(x, out):
+            return self._calls.run("all_gather", opts, outs, lambda parts: _fill(outs, parts), x)
+        return self._calls.run("all_gather", opts, outs, None, x, out=out.view(self._size, -1))
 
     def allgather_coalesced(
         self, lists: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
@@ -257,7 +265,7 @@ class ProcessGroup(Identity):
                 self._check_list(inputs[0])
                 if any(part.numel() != output.numel() for part in inputs[0]):
                     raise UsageError("the inputs differ in length from the output")
-                x = flat(inputs[0]).view(self._size, -1)
+                x = joined(inputs[0]).view(self._size, -1)
             out, back = target(output)
         return self._calls.run("scatter", opts, outputs, _then(back), x, root, out=out.view(-1))
 
@@ -388,7 +396,7 @@ class ProcessGroup(Identity):
                 tensor.shape,
                 check_invariants=False,  # each rank's tensor had them
             ).coalesce()
-            if opts.reduceOp.op == dist.ReduceOp.AVG:
+            if is_mean(opts.reduceOp):
                 whole = whole / self._size
             with torch.no_grad():  # not through detach(): a sparse tensor does not share its entries
                 tensor.copy_(whole)

@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 from unisono.core.dtypes import DTYPES, Kind
 from unisono.errors import UsageError
 
-__all__ = ["OPS", "check_sparse", "divided", "is_divided", "op_of", "scaled"]
+__all__ = ["OPS", "check_sparse", "divided", "is_divided", "is_mean", "op_of", "scaled"]
 
 _RED = ReduceOp.RedOpType
 _BITS: Final = {_RED.BAND: "band", _RED.BOR: "bor", _RED.BXOR: "bxor"}
@@ -62,9 +62,14 @@ def op_of(op: Any, dtype: torch.dtype) -> str:
     return name
 
 
+def is_mean(op: Any) -> bool:
+    """Whether it is a mean."""
+    return bool(op.op.value == _AVG)
+
+
 def is_divided(op: Any, dtype: torch.dtype) -> bool:
     """Whether the result is to be divided by the number of ranks: the mean of integers."""
-    return bool(op.op.value == _AVG) and dtype in _INTEGERS
+    return is_mean(op) and dtype in _INTEGERS
 
 
 def scaled(op: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -84,4 +89,7 @@ def check_sparse(op: Any) -> None:
 
 def divided(tensor: torch.Tensor, size: int) -> None:
     """Divide integers by the number of ranks, in place, toward zero."""
-    tensor.div_(size, rounding_mode="trunc")
+    if tensor.dtype.is_signed:
+        tensor.div_(size, rounding_mode="trunc")
+    else:
+        tensor.numpy()[...] //= size  # torch divides no unsigned integers but uint8

@@ -49,7 +49,7 @@ class _Base(dist.Work):  # type: ignore[misc]
         Raises:
             DistBackendError: it failed.
         """
-        self._end(timeout.total_seconds() if timeout else None)
+        self._end(timeout.total_seconds() if timeout > _NOT_GIVEN else None)
         return True
 
     def synchronize(self) -> None:
