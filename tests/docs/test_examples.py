@@ -89,7 +89,7 @@ def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
     assert run(first_program("README.md", tmp_path)) == "[6.0, 6.0, 6.0, 6.0]\n"
 
 
-@pytest.mark.parametrize("document", ["docs/failure.md", "docs/simulation.md"])
+@pytest.mark.parametrize("document", ["docs/data_parallel.md", "docs/failure.md", "docs/simulation.md"])
 def test_the_program_of_a_page_runs(document: str, tmp_path: Path) -> None:
     run(first_program(document, tmp_path))
 

@@ -30,8 +30,19 @@ class Layer:
 LAYERS = (
     Layer(("__main__",), "`python -m unisono`"),
     Layer(("cli",), "the command line"),
-    Layer(("bench", "testing", "pytorch", "train"), "edges: nothing below imports them"),
+    Layer(("bench", "testing", "pytorch"), "edges: nothing below imports them"),
     Layer(("__init__",), "`import unisono`"),
+    Layer(("api",), "its public names, imported when the first is used"),
+    Layer(
+        ("train",),
+        "data-parallel training on arrays: `uni.train`, imported on first use",
+        inside=(
+            ("gradients",),
+            ("error_feedback", "tree"),
+            ("compression",),
+            ("pipeline",),
+        ),
+    ),
     Layer(
         ("comm",),
         "what a user holds",
@@ -103,7 +114,7 @@ def picture() -> str:
     return "\n".join(f"{left:<{width}}{what}".rstrip() for left, what in rows)
 
 
-_MODULES = {"config", "errors", "version", "__init__"}
+_MODULES = {"api", "config", "errors", "version", "__init__"}
 
 if __name__ == "__main__":
     print(picture())  # noqa: T201

@@ -10,7 +10,7 @@ import pytest
 import unisono as uni
 from unisono import errors
 
-MODULES = ("unisono", "unisono.rpc", "unisono.testing", "unisono.simulation")
+MODULES = ("unisono", "unisono.rpc", "unisono.testing", "unisono.simulation", "unisono.train")
 
 
 @pytest.mark.parametrize("name", MODULES)

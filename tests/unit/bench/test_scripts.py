@@ -79,6 +79,12 @@ def test_ratios_to_the_first_are_round_by_round(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
+        pytest.param(
+            "compression.py -n 2 --steps 3 --seeds 1",
+            "| top-k 1 % |",
+            marks=pytest.mark.more,
+            id="compression",
+        ),
         ("halo.py -n 2 --grids 8 --rounds 1 --links shm", "8 x 8   sendrecv"),
         ("limit.py -n 2 --mib 1 --rounds 1 --only all_reduce,scan", "scan"),
         ("local_ranks.py -n 2 --rounds 1 --mib 1", "all_reduce 1 MiB"),

@@ -1,0 +1,39 @@
+"""PyTorch on unisono: `torch.distributed.init_process_group("unisono")`.
+
+import torch.distributed as dist
+import unisono.pytorch  # not needed where torch finds it by itself
+
+dist.init_process_group("unisono")
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from unisono.pytorch.registration import register
+
+if TYPE_CHECKING:
+    from unisono.pytorch.compression import CompressionState, compression_hook
+    from unisono.pytorch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+
+__all__ = ["CompressionState", "SyncBatchNorm", "compression_hook", "convert_sync_batchnorm", "register"]
+
+register()
+
+_MODULES = {
+    "CompressionState": "compression",
+    "SyncBatchNorm": "sync_batch_norm",
+    "compression_hook": "compression",
+    "convert_sync_batchnorm": "sync_batch_norm",
+}
+
+
+def __dir__() -> list[str]:
+    """The public names, and nothing else."""
+    return __all__
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name on first use: torch may load this package only to find the backend."""
+    if name in _MODULES:
+        return getattr(import_module(f"unisono.pytorch.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'unisono.pytorch' has no attribute {name!r}")

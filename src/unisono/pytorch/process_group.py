@@ -1,0 +1,501 @@
+"""The process group: what torch.distributed calls, as verbs of a communicator.
+
+torch 2.13 lets Python subclass `ProcessGroup`, and uses what the creator returns in place of its own. Later
+versions (2.14) let Python subclass `Backend`, with the same method names.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    _DistributedBackendOptions,
+)
+
+from unisono.comm.communicator import Communicator
+from unisono.core.call_site import call_site
+from unisono.core.envelope import ANY
+from unisono.errors import CollectiveMismatch, UnisonoError, UsageError
+from unisono.pytorch.calls import Calls, Finish
+from unisono.pytorch.errors import backend_error
+from unisono.pytorch.identity import Identity
+from unisono.pytorch.monitored_barrier import MonitoredBarrier, replace_in_torch
+from unisono.pytorch.reductions import OPS, check_sparse, divided, is_divided, is_mean, op_of, scaled
+from unisono.pytorch.rendezvous import join_world
+from unisono.pytorch.tensors import CopyBack, in_a_row, is_plain, joined, overlap, readable, target, updatable
+from unisono.pytorch.work import DONE, Once, Several
+
+__all__ = ["ProcessGroup"]
+
+_log = logging.getLogger("unisono")
+
+
+class ProcessGroup(Identity):
+    """A group of torch.distributed on a communicator, which it closes. Its ranks are the communicator's.
+
+    `members` are torch's global ranks, if the communicator has other world ranks.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        timeout: timedelta,
+        *,
+        store: Any = None,
+        members: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__(comm, store)
+        self._calls = Calls(comm, timeout, members)
+        self._monitored: MonitoredBarrier | None = None
+        self._is_shut_down = False
+
+    @classmethod
+    def create(cls, options: _DistributedBackendOptions) -> ProcessGroup:
+        """Make the group that torch asks for, on its members.
+
+        It is a part of the default group where that is ours; otherwise its ranks meet through the store.
+        """
+        ranks, timeout = tuple(options.global_ranks_in_group), options.timeout
+        default = dist.GroupMember.WORLD
+        if ranks and isinstance(default, ProcessGroup):
+            return cls(default.communicator._sub(ranks), timeout, store=options.store)
+        rank, size, name = options.group_rank, options.group_size, str(options.group_id)
+        try:
+            comm = join_world(options.store, rank, size, timeout, name, is_default=not ranks)
+        except UnisonoError as error:
+            call = "new_group" if ranks else "init_process_group"
+            raise backend_error(error, call, call_site(), rank, ranks or None) from error
+        return cls(comm, timeout, store=options.store, members=ranks or None)
+
+    # -- collectives that reduce ----------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """`dist.all_reduce`; DDP's buckets."""
+        opts = opts if opts is not None else AllreduceOptions()
+        (tensor,) = tensors
+        if is_plain(tensor):
+            name = OPS[tensor.dtype][opts.reduceOp.op.value]
+            if name is not None:
+                return self._calls.run("all_reduce", opts, tensors, None, tensor, name)
+        if tensor.is_sparse:
+            return self._allreduce_sparse(tensor, opts)
+        with self._calls.errors("all_reduce"):
+            name = op_of(opts.reduceOp, tensor.dtype)
+            memory, finish = self._to_reduce(tensor, opts.reduceOp)
+        return self._calls.run("all_reduce", opts, tensors, finish, memory, name)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Several tensors with one operation."""
+        opts = opts if opts is not None else AllreduceCoalescedOptions()
+        kinds = {tensor.dtype for tensor in tensors}
+        if len(kinds) != 1 or not all(map(is_plain, tensors)):
+            return _all([self.allreduce([tensor], opts) for tensor in tensors])
+        name = OPS[tensors[0].dtype][opts.reduceOp.op.value]
+        if name is None:
+            return _all([self.allreduce([tensor], opts) for tensor in tensors])
+        return self._calls.run("all_reduce_many", opts, tensors, None, tensors, name)
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """`dist.reduce`."""
+        opts = opts if opts is not None else ReduceOptions()
+        (tensor,) = tensors
+        root = opts.rootRank
+        finish: Finish | None
+        with self._calls.errors("reduce"):
+            name = op_of(opts.reduceOp, tensor.dtype)
+            if root == self._rank:
+                memory, finish = self._to_reduce(tensor, opts.reduceOp)
+            else:
+                memory, finish = scaled(opts.reduceOp, readable(tensor)), None
+        return self._calls.run("reduce", opts, tensors, finish, memory, root, name)
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        """`dist.reduce_scatter`: a list by rank, whose tensors may differ in length."""
+        opts = opts if opts is not None else ReduceScatterOptions()
+        (output,), (parts,) = outputs, inputs
+        with self._calls.errors("reduce_scatter"):
+            self._check_list(parts)
+            counts = [part.numel() for part in parts]
+            if output.numel() != counts[self._rank]:
+                raise UsageError(f"an output of {output.numel()} elements for a part of {counts[self._rank]}")
+            whole = joined(parts)
+        if len(set(counts)) == 1:
+            return self._reduce_scatter(output, whole, opts)
+        with self._calls.errors("reduce_scatter"):
+            op = opts.reduceOp
+            name = op_of(op, output.dtype)
+            x = scaled(op, whole)
+
+        def fill(result: Tensor) -> None:
+            if is_divided(op, output.dtype):
+                divided(result, self._size)
+            output.detach().copy_(result.view(output.shape))
+
+        return self._calls.run("reduce_scatter_v", opts, outputs, fill, x, counts, name)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+        """`dist.reduce_scatter_tensor`; FSDP2."""
+        return self._reduce_scatter(output, input, opts if opts is not None else ReduceScatterOptions())
+
+    def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:  # noqa: A002
+        finish: Finish | None = None
+        with self._calls.errors("reduce_scatter"):
+            op = opts.reduceOp
+            name = op_of(op, input.dtype)
+            x = scaled(op, readable(input))
+            out, back = target(output)
+            if overlap(x, out):
+                x = x.clone()
+            if back is not None or is_divided(op, input.dtype):
+
+                def finish(_: object) -> None:
+                    if is_divided(op, input.dtype):
+                        divided(out, self._size)
+                    if back is not None:
+                        back()
+
+            self._check_parts(x, out, "the input")
+        return self._calls.run(
+            "reduce_scatter", opts, [output], finish, x.view(self._size, -1), name, out=out.view(-1)
+        )
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Several of them; the functional form."""
+        pairs = zip(outputs, inputs, strict=True)
+        return _all([self.reduce_scatter_single(output, part, opts) for output, part in pairs])
+
+    # -- collectives that move ------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """`dist.broadcast`."""
+        opts = opts if opts is not None else BroadcastOptions()
+        (tensor,) = tensors
+        with self._calls.errors("broadcast"):
+            memory, back = updatable(tensor)
+        return self._calls.run("broadcast", opts, tensors, _then(back), memory, opts.rootRank)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """`dist.all_gather`: a list by rank, whose tensors may differ in length."""
+        opts = opts if opts is not None else AllgatherOptions()
+        (outs,), (tensor,) = outputs, inputs
+        with self._calls.errors("all_gather"):
+            self._check_list(outs)
+            if outs[self._rank].numel() != tensor.numel():
+                raise UsageError(f"an output of {outs[self._rank].numel()} elements for {tensor.numel()}")
+            x = readable(tensor).view(-1)
+        if len({out.numel() for out in outs}) > 1:
+            return self._calls.run("all_gather_v", opts, outs, lambda parts: _fill(outs, parts), x)
+        out = in_a_row(outs)
+        if out is None or overlap(x, out):
+            return self._calls.run("all_gather", opts, outs, lambda parts: _fill(outs, parts), x)
+        return self._calls.run("all_gather", opts, outs, None, x, out=out.view(self._size, -1))
+
+    def allgather_coalesced(
+        self, lists: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Several of them: `lists[rank][k]`."""
+        return _all(
+            [
+                self.allgather([[by_rank[k] for by_rank in lists]], [tensor], opts)
+                for k, tensor in enumerate(tensors)
+            ]
+        )
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+        """`dist.all_gather_into_tensor`; FSDP2, whose input is a slice of the output."""
+        opts = opts if opts is not None else AllgatherOptions()
+        with self._calls.errors("all_gather"):
+            x = readable(input)
+            out, back = target(output)
+            if overlap(x, out):
+                x = x.clone()
+            self._check_parts(out, x, "the output")
+        return self._calls.run(
+            "all_gather", opts, [output], _then(back), x.view(-1), out=out.view(self._size, -1)
+        )
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Several of them; the functional form."""
+        pairs = zip(outputs, inputs, strict=True)
+        return _all([self.all_gather_single(output, part, opts) for output, part in pairs])
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """`dist.gather`."""
+        opts = opts if opts is not None else GatherOptions()
+        (tensor,) = inputs
+        root, outs = opts.rootRank, outputs[0] if outputs else []
+        with self._calls.errors("gather"):
+            if root == self._rank:
+                self._check_list(outs)
+                if any(out.numel() != tensor.numel() for out in outs):
+                    raise UsageError("the outputs differ in length from the input")
+            x = readable(tensor).view(-1)
+        finish = (lambda parts: _fill(outs, parts)) if root == self._rank else None
+        return self._calls.run("gather", opts, outs, finish, x, root)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+        """`dist.scatter`."""
+        opts = opts if opts is not None else ScatterOptions()
+        (output,) = outputs
+        root, x = opts.rootRank, None
+        with self._calls.errors("scatter"):
+            if root == self._rank:
+                self._check_list(inputs[0])
+                if any(part.numel() != output.numel() for part in inputs[0]):
+                    raise UsageError("the inputs differ in length from the output")
+                x = joined(inputs[0]).view(self._size, -1)
+            out, back = target(output)
+        return self._calls.run("scatter", opts, outputs, _then(back), x, root, out=out.view(-1))
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """`dist.all_to_all`: lists by rank, whose tensors may differ in length."""
+        opts = opts if opts is not None else AllToAllOptions()
+        with self._calls.errors("all_to_all"):
+            self._check_list(inputs)
+            self._check_list(outputs)
+            parts = [readable(part).view(-1) for part in inputs]
+        return self._calls.run("all_to_all_v", opts, outputs, lambda got: _fill(outputs, got), parts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,  # noqa: A002
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        """`dist.all_to_all_single`: without splits, equal parts of dimension 0."""
+        opts = opts if opts is not None else AllToAllOptions()
+        if output_splits or input_splits:
+            with self._calls.errors("all_to_all"):
+                given = _rows(input, input_splits, self._size)
+                taken = _rows(output, output_splits, self._size)
+                parts = [readable(part).view(-1) for part in given]
+            return self._calls.run("all_to_all_v", opts, [output], lambda got: _fill(taken, got), parts)
+        with self._calls.errors("all_to_all"):
+            x = readable(input)
+            out, back = target(output)
+            if overlap(x, out):
+                x = x.clone()
+            for tensor in (input, output):
+                if tensor.dim() == 0 or tensor.shape[0] % self._size:
+                    raise UsageError(
+                        f"a tensor of shape {tuple(tensor.shape)} has no {self._size} equal parts"
+                    )
+            if x.numel() != out.numel():
+                raise UsageError(f"an output of {out.numel()} elements for {x.numel()}")
+        return self._calls.run(
+            "all_to_all",
+            opts,
+            [output],
+            _then(back),
+            x.view(self._size, -1),
+            out=out.view(self._size, -1),
+        )
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """`dist.barrier`."""
+        return self._calls.run("barrier", opts if opts is not None else BarrierOptions(), (), None)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """`dist.monitored_barrier`: names the ranks that do not come. The group stays usable.
+
+        Raises:
+            RuntimeError: some rank has not come in time.
+        """
+        if self._monitored is None:
+            everyone = tuple(range(self._size))
+            self._monitored = MonitoredBarrier(self.communicator._sub(everyone, "monitored_barrier"))
+        self._monitored.wait(
+            self._calls.timeout_s if timeout is None else timeout.total_seconds(), wait_all_ranks
+        )
+
+    # -- messages -------------------------------------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
+        """`dist.send` and `dist.isend`."""
+        (tensor,) = tensors
+        with self._calls.errors("send"):
+            return self._calls.message("send", tensors, None, readable(tensor), dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
+        """`dist.recv` and `dist.irecv`."""
+        (tensor,) = tensors
+        with self._calls.errors("recv"):
+            memory, back = target(tensor)
+            return self._calls.message("recv", tensors, _received(memory, back), memory, src, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
+        """`dist.recv` without src; the work tells the source."""
+        (tensor,) = tensors
+        with self._calls.errors("recv"):
+            memory, back = target(tensor)
+            return self._calls.message("recv", tensors, _received(memory, back), memory, ANY, tag)
+
+    # -- coalescing -----------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._calls.coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._calls.coalesced = self._calls.coalesced or [], None
+        return Several(works)
+
+    # -- parts of calls -------------------------------------------------------------------------------------
+
+    def _to_reduce(self, tensor: Tensor, op: Any) -> tuple[Tensor, Finish | None]:
+        """Memory for a reduction in place of one that is not plain, and what is left to do in the end."""
+        memory, back = updatable(tensor)
+        own = scaled(op, memory)
+        if own is not memory:
+            memory.copy_(own)
+        if not is_divided(op, tensor.dtype):
+            return memory, _then(back)
+
+        def finish(_: object) -> None:
+            divided(memory, self._size)
+            if back is not None:
+                back()
+
+        return memory, finish
+
+    def _allreduce_sparse(self, tensor: Tensor, opts: Any) -> dist.Work:
+        """Gather the entries of all ranks, and add them up here."""
+        with self._calls.errors("all_reduce"):
+            check_sparse(opts.reduceOp)
+            entries = tensor.detach().coalesce()
+            indices, values = readable(entries.indices().t()), readable(entries.values())
+        gathered: dict[str, list[Tensor]] = {}
+
+        def finish(_: object) -> None:
+            whole = torch.sparse_coo_tensor(
+                torch.cat(gathered["indices"]).t(),
+                torch.cat(gathered["values"]),
+                tensor.shape,
+                check_invariants=False,  # each rank's tensor had them
+            ).coalesce()
+            if is_mean(opts.reduceOp):
+                whole = whole / self._size
+            with torch.no_grad():  # not through detach(): a sparse tensor does not share its entries
+                tensor.copy_(whole)
+
+        work = Several(
+            [
+                self._calls.start(
+                    "all_gather_v", opts, [tensor], lambda got: gathered.update(indices=got), indices
+                ),
+                self._calls.start("all_gather_v", opts, [], lambda got: gathered.update(values=got), values),
+            ],
+            Once(finish),
+        )
+        if opts.asyncOp:
+            return work
+        work.wait()
+        return DONE
+
+    def _check_list(self, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != self._size:
+            raise UsageError(f"a list of {len(tensors)} tensors; allowed: one per rank, {self._size}")
+
+    def _check_parts(self, whole: Tensor, part: Tensor, what: str) -> None:
+        if whole.numel() != part.numel() * self._size or whole.dtype != part.dtype:
+            raise UsageError(
+                f"{what} has {whole.numel()} elements of {whole.dtype}; allowed: {self._size} times the "
+                f"other's {part.numel()} of {part.dtype}"
+            )
+
+    # -- endings --------------------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The time for every operation that is started from now on."""
+        self._calls.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Leave the group. A second call does nothing."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        try:
+            self.communicator.close()
+        except CollectiveMismatch as mismatch:
+            _log.error("[rank %d] %s", self._rank, mismatch)
+        self._calls.close()
+
+    def abort(self) -> None:
+        """End all pending operations of the group, on every rank, by errors."""
+        if not self._is_shut_down:
+            self.communicator.abort("the process group was aborted")
+            self.shutdown()
+
+    # -- names of torch before 2.13 -------------------------------------------------------------------------
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _all(works: Sequence[Any]) -> dist.Work:
+    return DONE if all(work is DONE for work in works) else Several(works)
+
+
+def _then(back: CopyBack | None) -> Finish | None:
+    return None if back is None else lambda _: back()
+
+
+def _fill(outputs: Sequence[Tensor], parts: Any) -> None:
+    """Copy what a verb gave, by rank, into the tensors of the caller."""
+    for output, part in zip(outputs, parts, strict=True):
+        own = output.detach()
+        if part.dtype != own.dtype:
+            part = part.view(own.dtype)
+        if part.numel() != own.numel():
+            raise UsageError(f"an output of {own.numel()} elements for {part.numel()}")
+        own.copy_(part.view(own.shape))
+
+
+def _received(memory: Tensor, back: CopyBack | None) -> Finish:
+    def finish(status: Any) -> None:
+        if status.nbytes != memory.nbytes:
+            raise UsageError(f"a message of {status.nbytes} bytes for a tensor of {memory.nbytes}")
+        if back is not None:
+            back()
+
+    return finish
+
+
+def _rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
+    """The parts of dimension 0, by rank."""
+    if not splits:
+        splits = [tensor.shape[0] // size] * size
+    if len(splits) != size or sum(splits) != tensor.shape[0]:
+        raise UsageError(f"splits {list(splits)} do not cut dimension 0 of {tuple(tensor.shape)}")
+    return list(tensor.split(list(splits)))
+
+
+replace_in_torch(ProcessGroup)

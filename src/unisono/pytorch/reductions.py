@@ -1,0 +1,95 @@
+"""torch's reduce operations as the engine's."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.distributed import ReduceOp
+
+from unisono.core.dtypes import DTYPES, Kind
+from unisono.errors import UsageError
+
+__all__ = ["OPS", "check_sparse", "divided", "is_divided", "is_mean", "op_of", "scaled"]
+
+_RED = ReduceOp.RedOpType
+_BITS: Final = {_RED.BAND: "band", _RED.BOR: "bor", _RED.BXOR: "bxor"}
+_SUMS: Final = {_RED.SUM: "sum", _RED.AVG: "mean", _RED.PRODUCT: "prod"}
+_ORDER: Final = {_RED.MIN: "min", _RED.MAX: "max"}
+_BY_KIND: Final[dict[Kind, dict[Any, str]]] = {
+    Kind.FLOAT: {**_SUMS, **_ORDER},
+    Kind.COMPLEX: _SUMS,
+    Kind.INTEGER: {_RED.SUM: "sum", _RED.PRODUCT: "prod", **_ORDER, **_BITS},
+    Kind.BOOL: {
+        **_ORDER,
+        **_BITS,
+        _RED.SUM: "lor",
+        _RED.PRODUCT: "land",
+    },
+}
+_COUNT: Final = 1 + max(op.value for op in _RED.__members__.values())
+
+
+def _row(kind: Kind) -> list[str | None]:
+    names = {op.value: name for op, name in _BY_KIND[kind].items()}
+    return [names.get(number) for number in range(_COUNT)]
+
+
+# By element type and number of torch's operation; None where it is not defined, or scales first.
+OPS: Final[dict[torch.dtype, list[str | None]]] = {
+    getattr(torch, name): _row(dtype.kind) for name, dtype in DTYPES.items()
+}
+_INTEGERS: Final = frozenset(getattr(torch, n) for n, dtype in DTYPES.items() if dtype.kind is Kind.INTEGER)
+_AVG: Final = _RED.AVG.value
+_PREMUL_SUM: Final = _RED.PREMUL_SUM.value
+
+
+def op_of(op: Any, dtype: torch.dtype) -> str:
+    """The engine's name of an operation on a type.
+
+    Raises:
+        UsageError: it is not defined for the type.
+    """
+    number: int = op.op.value
+    names = OPS.get(dtype)
+    if names is None:
+        raise UsageError(f"no reduction is defined for {dtype}")
+    name = names[number]
+    if is_divided(op, dtype) or (number == _PREMUL_SUM and dtype is not torch.bool):
+        name = names[_RED.SUM.value]
+    if name is None:
+        raise UsageError(f"ReduceOp.{op.op.name} is not defined for {dtype}")
+    return name
+
+
+def is_mean(op: Any) -> bool:
+    """Whether it is a mean."""
+    return bool(op.op.value == _AVG)
+
+
+def is_divided(op: Any, dtype: torch.dtype) -> bool:
+    """Whether the result is to be divided by the number of ranks: the mean of integers."""
+    return is_mean(op) and dtype in _INTEGERS
+
+
+def scaled(op: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """What a rank contributes: a product in new memory for PREMUL_SUM, else the tensor itself."""
+    return tensor * op.factor if op.op.value == _PREMUL_SUM else tensor
+
+
+def check_sparse(op: Any) -> None:
+    """Refuse operations on sparse tensors that are no sums.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if op.op.value not in (_RED.SUM.value, _AVG):
+        raise UsageError(f"ReduceOp.{op.op.name} of sparse tensors; allowed: SUM, AVG")
+
+
+def divided(tensor: torch.Tensor, size: int) -> None:
+    """Divide integers by the number of ranks, in place, toward zero."""
+    if tensor.dtype.is_signed:
+        tensor.div_(size, rounding_mode="trunc")
+    else:
+        tensor.numpy()[...] //= size  # torch divides no unsigned integers but uint8
