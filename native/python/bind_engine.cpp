@@ -260,6 +260,15 @@ class PyEngine {
     engine_.inbox.end_context(context);
   }
 
+  // The same for a context in which nothing was received or sent here; false if messages wait in it.
+  bool end_unused_context(uint64_t context) {
+    if (engine_.is_forked()) return false;
+    const Hold held = engine_.hold();
+    if (engine_.inbox.has_unexpected(context)) return false;
+    engine_.inbox.end_context(context);
+    return true;
+  }
+
   // Whether a completion waits to be dispatched, or a thread is dispatching.
   bool has_news() const { return completions_.has_news(); }
 
@@ -556,6 +565,7 @@ void bind_engine(nb::module_& m) {
       .def("more", &PyEngine::more)
       .def("ignore_context", &PyEngine::ignore_context)
       .def("end_context", &PyEngine::end_context)
+      .def("end_unused_context", &PyEngine::end_unused_context)
       .def("has_news", &PyEngine::has_news)
       .def("interrupt_count", &PyEngine::interrupt_count)
       .def("interrupt_wait", &PyEngine::interrupt_wait)

@@ -96,13 +96,22 @@ PyObject* run_call(const VerbsObject& self, const VerbSpec& spec, const Given& g
   }
 }
 
+// A communicator that is used for the first time binds its verbs (`bind_object`). False: with a Python error set.
+bool bind_now(PyObject* object) {
+  static PyObject* const word = interned("_bind_verbs");
+  if (PyObject_HasAttr(object, word) != 0) {
+    const nb::object bound = nb::steal(PyObject_CallMethodNoArgs(object, word));
+    if (!bound.is_valid()) return false;
+  }
+  if (reinterpret_cast<VerbsObject*>(object)->reference != nullptr) return true;
+  PyErr_SetString(PyExc_RuntimeError, "this communicator was not made by unisono");
+  return false;
+}
+
 PyObject* call_verb(size_t index, PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   const VerbsObject& self = *reinterpret_cast<VerbsObject*>(object);
   const VerbSpec& spec = specs[index];
-  if (self.reference == nullptr) {
-    PyErr_SetString(PyExc_RuntimeError, "this communicator was not made by unisono");
-    return nullptr;
-  }
+  if (self.reference == nullptr && !bind_now(object)) return nullptr;
   try {
     Given given;
     if (VerbGroup* const group = self.verb_group;

@@ -27,6 +27,11 @@ class SubBackend(Backend):
     """
 
     def __init__(self, parent: Backend, members: Sequence[int], *, ordered: bool = False) -> None:
+        self._bind(parent, self.check(parent, members, ordered=ordered))
+
+    @staticmethod
+    def check(parent: Backend, members: Sequence[int], *, ordered: bool = False) -> tuple[int, ...]:
+        """The members in their order; raises what the constructor raises."""
         if not members:
             raise UsageError("members is empty; allowed: one or more ranks of the parent")
         for member in members:
@@ -39,7 +44,7 @@ class SubBackend(Backend):
                 f"rank {parent.rank} is not among the members {chosen}; only members may make the group",
                 next_step="call it on the members only",
             )
-        self._bind(parent, tuple(chosen))
+        return tuple(chosen)
 
     @classmethod
     def of(cls, parent: Backend, members: tuple[int, ...]) -> SubBackend:
@@ -141,6 +146,10 @@ class SubBackend(Backend):
     def end_group(self, context: int) -> None:
         """End it in the parent."""
         self.parent.end_group(context)
+
+    def end_unused(self, context: int) -> bool:
+        """End it in the parent."""
+        return self.parent.end_unused(context)
 
     def native_group(
         self,

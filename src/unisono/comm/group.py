@@ -17,7 +17,6 @@ from typing import Generic, TypeVar
 from unisono._native import DecisionTable, VerbGroup
 from unisono.comm.control import Control, Service
 from unisono.comm.control_messages import (
-    CALLS_MAX,
     CallReport,
     Goodbye,
     GroupFailure,
@@ -387,7 +386,7 @@ class Group:
         for service in list(self._services.values()):
             service.close()
         if self._is_idle():
-            self.leave()
+            self.leave(is_soon=self.parent is not None)
             return
         self.state.adopt_started()
         with self.state.lock:
@@ -417,29 +416,26 @@ class Group:
             return False
         return native.is_idle()
 
-    def leave(self, cause: str | None = None) -> None:
-        """Say goodbye without waiting for anything. `cause` says why, if the user did not close the group."""
+    def leave(self, cause: str | None = None, *, is_soon: bool = False) -> None:
+        """Say goodbye without waiting for anything. `cause` says why, if the user did not close the group.
+
+        `is_soon`: nothing was left to do, so the goodbye may wait for others to go with.
+        """
         with self.state.lock:
             if self.state.closed is not None:
                 return
-            next_step = cause and "close it, or join the threads that use it, before the main thread ends"
-            self.state.closed = ClosedError(
-                f"communicator {self.name!r} is closed", cause=cause, next_step=next_step
-            )
-            self.state.update_fast_path()
-            # An empty collective needs no other rank, so its caller may leave while others wait in the same
-            # one or in a different one: from its last calls they can detect a mismatch.
-            last_calls = {
-                sequence: self.state.report(sequence, fingerprint)
-                for sequence, fingerprint in self.call_log.last(CALLS_MAX).items()
-            }
-        self.state.interrupt(self.state.closed, only_collectives=False)
+            closed = self.state.close(cause)
+        self.state.interrupt(closed, only_collectives=False)
+        if is_soon:
+            calls = self.state.last_calls_here if len(self.call_log) else None
+            self.control.leave_soon(self.world_ranks, self.context, calls)
+            return
         if not self.state.is_aborted:
             if self.state.poisoned_by is not None:
                 # Sent before in the other lane, but it must precede the goodbye in this lane, too.
                 failure = self._mismatches.failure_message(self.state.poisoned_by)
                 self.control.send(self.world_ranks, failure, Lane.BULK)
-            self.control.leave(self.world_ranks, self.context, last_calls)
+            self.control.leave(self.world_ranks, self.context, self.state.last_calls_here())
         self.control.remove_group(self)
 
     @property

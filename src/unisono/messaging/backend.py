@@ -380,6 +380,13 @@ class Backend(ABC):
         A message whose sender still waits stays queued: the sender withdraws it when it hears of the end.
         """
 
+    def end_unused(self, context: int) -> bool:
+        """End a communicator of which nothing here has sent or received; False if messages wait for it.
+
+        False, too, if the backend cannot tell: then it is ended as one that was used.
+        """
+        return False
+
     def check_length(self, tag: int, nbytes: int, header: bytes = b"") -> None:
         """Refuse a message that is longer than its kind may be, before anything is sent.
 

@@ -110,6 +110,10 @@ class DeviceBackend(Closable):
         """End a group in it."""
         self._inner.end_group(context)
 
+    def end_unused(self, context: int) -> bool:
+        """The same for one that was not used."""
+        return self._inner.end_unused(context)
+
     def native_group(self, *group: Any, **options: Any) -> NativeGroup | None:
         """Its group in the engine."""
         return self._inner.native_group(*group, **{**options, "leaves_tensors": True})

@@ -397,6 +397,10 @@ class NativeBackend(Closable):
         self._completions.listeners_of_groups.pop(context, None)
         self._engine.end_context(context)
 
+    def end_unused(self, context: int) -> bool:
+        """Ask the engine."""
+        return self._engine.end_unused_context(context)
+
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         """Notify the listener of every rank that is down or goes down."""
         for down in self._completions.add_listener(listener):
