@@ -427,7 +427,7 @@ void Call::begin_collective() {
   stage.counts_n = given.size;
   stage.is_even = given.is_even;
   stage.piece_elements = decision_->piece_elements;
-  stage.members = group_.translation();
+  stage.peers = group_.rank_map->translation();
   Run& run = group_.completions.make_run();
   operations_[started_] = &run;
   handles_[started_++] = run.handle;

@@ -64,6 +64,18 @@ class Program:
 
 # A program with the counts of a call, the most elements of a piece, and the group's ranks by their numbers
 # in the engine.
+# The ranks of a communicator and the peers, which the engine calls ranks: see
+# native/collective/rank_map.hpp. `peers` are in the order of ranks; `to_local` is None for who is no member.
+class RankMap:
+    peers: tuple[int, ...]
+    def __init__(self, peers: Sequence[int]) -> None: ...
+    def __len__(self) -> int: ...
+    def to_global(self, rank: int) -> int: ...
+    def to_local(self, peer: int) -> int | None: ...
+    def peers_of(self, ranks: Sequence[int]) -> tuple[int, ...]: ...
+    # The same ranks, as a part of those that `outer` holds: from rank here to rank there.
+    def within(self, outer: RankMap) -> RankMap: ...
+
 class ProgramCall:
     def __init__(
         self,
@@ -71,7 +83,7 @@ class ProgramCall:
         counts: Sequence[int],
         is_even: bool,
         piece_elements: int,
-        members: Sequence[int] | None,
+        rank_map: RankMap | None,
     ) -> None: ...
 
 class ForkedError(RuntimeError): ...
@@ -270,8 +282,7 @@ class VerbGroup:
         deadline_s: float | None,
     ) -> None: ...
 
-# A communicator in the engine: see native/python/native_group.hpp. `members` are its ranks by their numbers
-# in the engine.
+# A communicator in the engine: see native/python/native_group.hpp.
 class NativeGroup(VerbGroup):
     def __init__(
         self,
@@ -282,8 +293,7 @@ class NativeGroup(VerbGroup):
         *,
         context: int,
         fingerprint_seed: int,
-        rank: int,
-        members: Sequence[int],
+        rank_map: RankMap,
         is_introduced: bool,
         window: int,
         stall_s: float,
@@ -320,7 +330,7 @@ def make_verbs_type(rows: Sequence[tuple[str, str, Sequence[str], int]], ops: Se
 
 # messaging.fast_path.Mailbox: see native/engine/mailbox.hpp.
 class Mailbox:
-    def __init__(self, engine: Engine, context: int, tag: int) -> None: ...
+    def __init__(self, engine: Engine, context: int, tag: int, rank_map: RankMap) -> None: ...
     def post(self, dst: int, data: bytes, unsent_bytes_max: int) -> bool: ...
     def lend(self, dst: int, tag: int, data: Any, number: int) -> bool: ...
     def is_lent(self, number: int) -> bool: ...

@@ -209,10 +209,7 @@ class Communicator(_Verbs):
     def world(cls, backend: Backend) -> Communicator:
         """The communicator of all ranks of a backend; it owns the backend, and closes it."""
         descriptor = descriptor_of("world", backend.size)
-        ranks = tuple(range(backend.size))
-        group = Group(
-            backend, Control(backend), WORLD_CONTEXT, "world", descriptor, ranks, is_introduced=True
-        )
+        group = Group(backend, Control(backend), WORLD_CONTEXT, "world", descriptor, is_introduced=True)
         group.control.add_group(group)
         world = cls(None)
         world._take(group)
@@ -319,7 +316,7 @@ class Communicator(_Verbs):
                 f"the context id of sub({list(members)}) is in use", next_step="call sub again on all members"
             )
         name = f"{self.name}.sub({listed})" + ("" if uses == 1 else f"#{uses}")
-        return self._child(GroupPlan(members, context, descriptor, name, is_introduced=False))
+        return self._child(members, context, descriptor, name, is_introduced=False)
 
     def mesh(self, shape: Sequence[int], names: Sequence[str] | None = None) -> Mesh:
         """Arrange the ranks in a grid with a communicator along each axis. Every rank calls it.
@@ -344,12 +341,12 @@ class Communicator(_Verbs):
             # Every rank knows the members of every axis: nothing more is exchanged.
             members = grid.ranks_along(axis, self.rank)
             context, descriptor = named_identity(shared.descriptor, b"mesh/%d/%d" % (axis, members[0]))
-            axes[name] = self._child(GroupPlan(members, context, descriptor, name, is_introduced=False))
+            axes[name] = self._child(members, context, descriptor, name, is_introduced=False)
         return Mesh(grid, self.rank, axes)
 
     def _differing_mesh(self, grid: Grid, alike: tuple[int, ...]) -> CollectiveMismatch:
         ranks = self._group.world_ranks
-        others = tuple(rank for number, rank in enumerate(ranks) if number not in alike)
+        others = tuple(rank for rank in ranks if rank not in alike)
         return CollectiveMismatch(
             f"ranks {list(others)} called mesh with another shape than rank {self._group.world_rank}",
             report=f"rank {self._group.world_rank}: mesh{grid.shape}; ranks {list(others)}: another shape",
@@ -527,14 +524,17 @@ class Communicator(_Verbs):
         group = self._group
         context, descriptor = identity_of(group.descriptor, group.state.epoch, sequence, attempt, color)
         name = f"{group.state.name}.split#{sequence}({color})"
-        return self._child(GroupPlan(members, context, descriptor, name, True))
+        return self._child(members, context, descriptor, name, is_introduced=True)
 
-    def _child(self, plan: GroupPlan) -> Communicator:
+    def _child(
+        self, members: tuple[int, ...], context: int, descriptor: bytes, name: str, *, is_introduced: bool
+    ) -> Communicator:
         group = self._group
         child = Communicator(self)
-        child._plan = plan
-        group.control.reserve(plan.context)
-        self._children[plan.context] = (lambda: child) if self._keeps_children else weakref.ref(child)
+        peers = group.state.rank_map.peers_of(members)
+        child._plan = GroupPlan(peers, context, descriptor, name, is_introduced)
+        group.control.reserve(context)
+        self._children[context] = (lambda: child) if self._keeps_children else weakref.ref(child)
         if group.is_closed:  # by another thread, since the members agreed: they must not wait for us
             child.close()
         return child

@@ -81,17 +81,16 @@ class Group:
         context: int,
         name: str,
         descriptor: bytes,
-        world_ranks: tuple[int, ...],
         *,
         is_introduced: bool,
         epoch: int = 0,
         parent: Group | None = None,
     ) -> None:
-        state = GroupState(backend, control, context, name, world_ranks, epoch, descriptor)
+        state = GroupState(backend, control, context, name, epoch, descriptor)
         self.state = state
         self.backend, self.control, self.call_log = backend, control, state.call_log
         self.context, self.descriptor = context, descriptor
-        self.world_ranks, self.world_rank = world_ranks, state.world_rank
+        self.world_ranks, self.world_rank = state.world_ranks, state.world_rank
         self.parent = parent
         # The group in the engine, if the backend has one; else, for some libraries, calls of their own.
         seed = seed_of(state.compared())
@@ -602,7 +601,7 @@ class Group:
     def _in_world_ranks(self, error: BaseException) -> BaseException:
         """The error of a request, whose ranks are those of the group, as users see it."""
         if isinstance(error, PeerLost):
-            return error.of_ranks(tuple(self.world_ranks[rank] for rank in error.ranks))
+            return error.of_ranks(self.state.rank_map.peers_of(error.ranks))
         return error
 
 

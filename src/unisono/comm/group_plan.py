@@ -11,7 +11,7 @@ __all__ = ["GroupPlan"]
 
 
 class GroupPlan(NamedTuple):
-    """What a group is made from when its communicator is used first. `members` are ranks of the parent."""
+    """What a group is made from when its communicator is used first. `members` are world ranks."""
 
     members: tuple[int, ...]
     context: int
@@ -19,20 +19,14 @@ class GroupPlan(NamedTuple):
     name: str
     is_introduced: bool
 
-    def world_ranks(self, parent: Group) -> tuple[int, ...]:
-        """The members, by their ranks in the world."""
-        ranks = parent.world_ranks
-        return tuple([ranks[member] for member in self.members])
-
     def make(self, parent: Group) -> Group:
         """Make the group."""
         return Group(
-            SubBackend.of(parent.backend, self.members),
+            SubBackend.of(parent.control.backend, self.members),
             parent.control,
             self.context,
             self.name,
             self.descriptor,
-            self.world_ranks(parent),
             is_introduced=self.is_introduced,
             epoch=parent.epoch,
             parent=parent,
@@ -42,5 +36,5 @@ class GroupPlan(NamedTuple):
         """Leave a communicator without a group; False if messages wait for it, or the backend cannot tell."""
         is_left = parent.backend.end_unused(self.context)
         if is_left:
-            parent.control.leave_soon(self.world_ranks(parent), self.context)
+            parent.control.leave_soon(self.members, self.context)
         return is_left

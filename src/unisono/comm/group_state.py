@@ -49,7 +49,6 @@ class GroupState:
         control: Control,
         context: int,
         name: str,
-        world_ranks: tuple[int, ...],
         epoch: int,
         descriptor: bytes,
     ) -> None:
@@ -59,8 +58,9 @@ class GroupState:
         self.context = context
         self.name = name
         self.epoch = epoch
-        self.world_ranks = world_ranks
-        self.world_rank = world_ranks[backend.rank]
+        self.rank_map = backend.rank_map.within(control.backend.rank_map)
+        self.world_ranks = self.rank_map.peers
+        self.world_rank = self.world_ranks[backend.rank]
         self.lock = threading.RLock()
         self.call_log = CallLog()
         self.native: NativeGroup | None = None
