@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "collective/rank_map.hpp"
 #include "collective/run.hpp"
 
 namespace unisono::engine {
@@ -14,11 +15,11 @@ struct ProgramCall {
   std::vector<uint64_t> counts;
   bool is_even = false;
   uint64_t piece_elements = UINT64_MAX;
-  std::vector<std::int32_t> members;  // the engine's rank of each rank; none: the same
+  std::shared_ptr<const RankMap> rank_map;  // none: ranks are peers
 
   Counts given() const { return {counts.data(), counts.size(), is_even}; }
-  std::int32_t rank_of(const Line& line) const {
-    return members.empty() ? line.peer : members[static_cast<size_t>(line.peer)];
+  std::int32_t peer_of(const Line& line) const {
+    return rank_map == nullptr ? line.peer : rank_map->to_global(line.peer);
   }
   // What of a stage it knows. It must live until the run is bound.
   Stage stage() const {
@@ -27,7 +28,7 @@ struct ProgramCall {
     stage.counts_n = counts.size();
     stage.is_even = is_even;
     stage.piece_elements = piece_elements;
-    stage.members = members.empty() ? nullptr : members.data();
+    stage.peers = rank_map == nullptr ? nullptr : rank_map->translation();
     return stage;
   }
 };

@@ -73,7 +73,7 @@ void Run::bind(std::shared_ptr<const Program> program, const Stage& stage) {
   lines_.assign(program_->lines.size(), LineState());
   for (size_t line = 0; line < lines_.size(); ++line) {
     const std::int32_t peer = program_->lines[line].peer;
-    lines_[line].peer = stage.members == nullptr ? peer : stage.members[peer];
+    lines_[line].peer = stage.peers == nullptr ? peer : stage.peers[peer];
   }
 }
 

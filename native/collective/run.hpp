@@ -60,7 +60,7 @@ class RunReceive final : public Receive {
   Run& run_;
 };
 
-// What a run works on. `counts` and `members` are read while it is bound, not later.
+// What a run works on. `counts` and `peers` are read while it is bound, not later.
 struct Stage {
   uint64_t context = 0;
   uint64_t tag = 0;
@@ -68,7 +68,7 @@ struct Stage {
   size_t counts_n = 0;
   bool is_even = false;  // one count stands for all
   uint64_t piece_elements = UINT64_MAX;
-  const std::int32_t* members = nullptr;  // the engine's rank of each rank of the program; none: the same
+  const std::int32_t* peers = nullptr;  // by rank of the program (RankMap::translation); none: the same
   byte* in = nullptr;
   byte* out = nullptr;
   uint8_t dtype = untyped;

@@ -60,13 +60,12 @@ struct PyProgram {
 };
 
 ProgramCall call_of(const PyProgram& given, std::vector<uint64_t> counts, bool is_even, uint64_t piece_elements,
-                    const std::optional<std::vector<std::int32_t>>& members) {
-  ProgramCall call{given.program, std::move(counts), is_even, piece_elements,
-                   members.value_or(std::vector<std::int32_t>())};
+                    std::shared_ptr<RankMap> rank_map) {
+  ProgramCall call{given.program, std::move(counts), is_even, piece_elements, std::move(rank_map)};
   if (!call.program->accepts({call.counts.data(), call.counts.size(), is_even}) || piece_elements == 0)
     throw nb::value_error("the counts are not those of the program");
   for (const Line& line : call.program->lines)
-    if (members && static_cast<size_t>(line.peer) >= members->size()) throw nb::value_error("a member is missing");
+    if (call.rank_map != nullptr && !call.rank_map->has_rank(line.peer)) throw nb::value_error("a member is missing");
   return call;
 }
 
@@ -164,7 +163,7 @@ class PyEngine {
                  nb::handle in, nb::handle out, nb::bytes header, size_t window) {
     check();
     const std::shared_ptr<const Program>& program = call.program;
-    for (const Line& line : program->lines) check_rank(call.rank_of(line));
+    for (const Line& line : program->lines) check_rank(call.peer_of(line));
     if (dtype >= dtype_count || op >= static_cast<std::int32_t>(op_count)) throw nb::value_error("no such dtype or op");
     const Fingerprint fingerprint = fingerprint_of(header);
     Stage stage = call.stage();
@@ -258,6 +257,15 @@ class PyEngine {
     if (engine_.is_forked()) return;
     const Hold held = engine_.hold();
     engine_.inbox.end_context(context);
+  }
+
+  // The same for a context in which nothing was received or sent here; false if messages wait in it.
+  bool end_unused_context(uint64_t context) {
+    if (engine_.is_forked()) return false;
+    const Hold held = engine_.hold();
+    if (engine_.inbox.has_unexpected(context)) return false;
+    engine_.inbox.end_context(context);
+    return true;
   }
 
   // Whether a completion waits to be dispatched, or a thread is dispatching.
@@ -483,15 +491,45 @@ void bind_engine(nb::module_& m) {
           },
           nb::arg("cuts"), nb::arg("points"), nb::arg("steps"), nb::arg("edges"), nb::arg("lengths"), nb::arg("counts"),
           nb::arg("ranks"));
+  nb::class_<RankMap>(m, "RankMap")
+      .def(nb::init<std::vector<std::int32_t>>(), nb::arg("peers"))
+      .def("__len__", &RankMap::size)
+      .def_prop_ro("peers", [](const RankMap& self) { return nb::tuple(nb::cast(self.peers())); })
+      .def("to_global",
+           [](const RankMap& self, std::int64_t rank) {
+             if (!self.has_rank(rank)) throw nb::index_error("no such rank");
+             return self.to_global(static_cast<std::int32_t>(rank));
+           })
+      .def("within",
+           [](nb::handle_t<RankMap> self, const RankMap& outer) -> nb::object {
+             if (outer.translation() == nullptr) return nb::borrow(self);
+             std::vector<std::int32_t> ranks;
+             for (const std::int32_t peer : nb::cast<const RankMap&>(self).peers())
+               ranks.push_back(outer.to_local(peer));
+             return nb::cast(std::make_shared<RankMap>(std::move(ranks)));
+           })
+      .def("peers_of",
+           [](const RankMap& self, const std::vector<std::int32_t>& ranks) {
+             nb::list peers;
+             for (const std::int32_t rank : ranks) {
+               if (!self.has_rank(rank)) throw nb::index_error("no such rank");
+               peers.append(self.to_global(rank));
+             }
+             return nb::tuple(peers);
+           })
+      .def("to_local", [](const RankMap& self, std::int64_t peer) -> std::optional<std::int32_t> {
+        const std::int32_t rank = self.to_local(peer);
+        return rank == RankMap::none ? std::nullopt : std::optional(rank);
+      });
   nb::class_<ProgramCall>(m, "ProgramCall")
       .def(
           "__init__",
           [](ProgramCall* self, const PyProgram& program, std::vector<uint64_t> counts, bool is_even,
-             uint64_t piece_elements, const std::optional<std::vector<std::int32_t>>& members) {
-            new (self) ProgramCall(call_of(program, std::move(counts), is_even, piece_elements, members));
+             uint64_t piece_elements, std::shared_ptr<RankMap> rank_map) {
+            new (self) ProgramCall(call_of(program, std::move(counts), is_even, piece_elements, std::move(rank_map)));
           },
           nb::arg("program"), nb::arg("counts"), nb::arg("is_even"), nb::arg("piece_elements"),
-          nb::arg("members").none());
+          nb::arg("rank_map").none());
   nb::exception<ForkedError>(m, "ForkedError", PyExc_RuntimeError);
   nb::class_<PyEngine>(m, "Engine")
       .def(
@@ -556,6 +594,7 @@ void bind_engine(nb::module_& m) {
       .def("more", &PyEngine::more)
       .def("ignore_context", &PyEngine::ignore_context)
       .def("end_context", &PyEngine::end_context)
+      .def("end_unused_context", &PyEngine::end_unused_context)
       .def("has_news", &PyEngine::has_news)
       .def("interrupt_count", &PyEngine::interrupt_count)
       .def("interrupt_wait", &PyEngine::interrupt_wait)

@@ -2,6 +2,9 @@
 
 #include <cmath>
 
+#include <nanobind/stl/shared_ptr.h>
+
+#include "collective/rank_map.hpp"
 #include "engine/completion_queue.hpp"
 #include "engine/mailbox.hpp"
 #include "python/bind.hpp"
@@ -18,8 +21,12 @@ using namespace engine;
 
 class PyMailbox {
  public:
-  PyMailbox(nb::object engine, uint64_t context, uint64_t tag)
-      : owner_(std::move(engine)), completions_(completions_of(owner_)), engine_(completions_.engine()) {
+  // Ranks are those of the map.
+  PyMailbox(nb::object engine, uint64_t context, uint64_t tag, std::shared_ptr<RankMap> rank_map)
+      : owner_(std::move(engine)),
+        completions_(completions_of(owner_)),
+        engine_(completions_.engine()),
+        rank_map_(std::move(rank_map)) {
     if (engine_.is_forked()) throw nb::value_error("this engine belongs to the parent process");
     const Hold held = engine_.hold();
     box_ = std::make_shared<Mailbox>(engine_, context, tag);
@@ -35,18 +42,18 @@ class PyMailbox {
   PyMailbox& operator=(const PyMailbox&) = delete;
 
   bool post(std::int32_t dst, nb::bytes data, uint64_t unsent_bytes_max) {
-    if (dst < 0 || dst >= engine_.size) throw nb::value_error("no such rank");
+    const std::int32_t peer = peer_of(dst);
     if (engine_.is_forked()) return true;
     const Hold held = engine_.hold();
-    return box_->post(dst, reinterpret_cast<const byte*>(data.c_str()), data.size(), unsent_bytes_max);
+    return box_->post(peer, reinterpret_cast<const byte*>(data.c_str()), data.size(), unsent_bytes_max);
   }
 
   bool lend(std::int32_t dst, uint64_t tag, nb::handle data, uint64_t number) {
-    if (dst < 0 || dst >= engine_.size) throw nb::value_error("no such rank");
+    const std::int32_t peer = peer_of(dst);
     if (engine_.is_forked()) return false;
     auto [view, owner] = view_of(data, PyBUF_SIMPLE);
     const Hold held = engine_.hold();
-    return box_->lend(dst, tag, static_cast<const byte*>(view->buf), static_cast<uint64_t>(view->len), number,
+    return box_->lend(peer, tag, static_cast<const byte*>(view->buf), static_cast<uint64_t>(view->len), number,
                       std::move(owner));
   }
 
@@ -57,12 +64,12 @@ class PyMailbox {
   }
 
   void expect(std::int32_t src, uint64_t tag, nb::handle into, uint64_t number) {
-    if (src < 0 || src >= engine_.size) throw nb::value_error("no such rank");
+    const std::int32_t peer = peer_of(src);
     if (number == 0) throw nb::value_error("number: allowed: 1 or more");
     if (engine_.is_forked()) return;
     auto [view, owner] = view_of(into, PyBUF_WRITABLE);
     const Hold held = engine_.hold();
-    box_->expect(src, tag, static_cast<byte*>(view->buf), static_cast<uint64_t>(view->len), number, std::move(owner));
+    box_->expect(peer, tag, static_cast<byte*>(view->buf), static_cast<uint64_t>(view->len), number, std::move(owner));
   }
 
   void withdraw(uint64_t number) {
@@ -117,16 +124,24 @@ class PyMailbox {
   }
 
  private:
+  std::int32_t peer_of(std::int32_t rank) const {
+    if (!rank_map_->has_rank(rank) || rank_map_->to_global(rank) >= engine_.size) throw nb::value_error("no such rank");
+    return rank_map_->to_global(rank);
+  }
+
   // Letters for Python: (source, bytes), or (source, (number, outcome, nbytes)) for the end of an expected message.
-  static nb::list list_of(const std::vector<MailboxMessage>& letters) {
+  // Those of ranks that are no members are dropped.
+  nb::list list_of(const std::vector<MailboxMessage>& letters) const {
     nb::list result;
     for (const MailboxMessage& letter : letters) {
+      const std::int32_t source = rank_map_->to_local(letter.source);
+      if (source == RankMap::none) continue;
       if (letter.number == 0)
         result.append(
-            nb::make_tuple(letter.source, nb::bytes(reinterpret_cast<const char*>(letter.data.get()), letter.nbytes)));
+            nb::make_tuple(source, nb::bytes(reinterpret_cast<const char*>(letter.data.get()), letter.nbytes)));
       else
-        result.append(nb::make_tuple(letter.source,
-                                     nb::make_tuple(letter.number, static_cast<int>(letter.outcome), letter.nbytes)));
+        result.append(
+            nb::make_tuple(source, nb::make_tuple(letter.number, static_cast<int>(letter.outcome), letter.nbytes)));
     }
     return result;
   }
@@ -144,6 +159,7 @@ class PyMailbox {
   nb::object owner_;
   CompletionQueue& completions_;
   Engine& engine_;
+  std::shared_ptr<const RankMap> rank_map_;
   std::shared_ptr<Mailbox> box_;
 };
 
@@ -151,7 +167,8 @@ class PyMailbox {
 
 void bind_mailbox(nb::module_& m) {
   nb::class_<PyMailbox>(m, "Mailbox")
-      .def(nb::init<nb::object, uint64_t, uint64_t>(), nb::arg("engine"), nb::arg("context"), nb::arg("tag"))
+      .def(nb::init<nb::object, uint64_t, uint64_t, std::shared_ptr<RankMap>>(), nb::arg("engine"), nb::arg("context"),
+           nb::arg("tag"), nb::arg("rank_map"))
       .def("post", &PyMailbox::post)
       .def("lend", &PyMailbox::lend)
       .def("is_lent", &PyMailbox::is_lent)

@@ -6,6 +6,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -96,13 +97,22 @@ PyObject* run_call(const VerbsObject& self, const VerbSpec& spec, const Given& g
   }
 }
 
+// A communicator that is used for the first time binds its verbs (`bind_object`). False: with a Python error set.
+bool bind_now(PyObject* object) {
+  static PyObject* const word = interned("_bind_verbs");
+  if (PyObject_HasAttr(object, word) != 0) {
+    const nb::object bound = nb::steal(PyObject_CallMethodNoArgs(object, word));
+    if (!bound.is_valid()) return false;
+  }
+  if (reinterpret_cast<VerbsObject*>(object)->reference != nullptr) return true;
+  PyErr_SetString(PyExc_RuntimeError, "this communicator was not made by unisono");
+  return false;
+}
+
 PyObject* call_verb(size_t index, PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   const VerbsObject& self = *reinterpret_cast<VerbsObject*>(object);
   const VerbSpec& spec = specs[index];
-  if (self.reference == nullptr) {
-    PyErr_SetString(PyExc_RuntimeError, "this communicator was not made by unisono");
-    return nullptr;
-  }
+  if (self.reference == nullptr && !bind_now(object)) return nullptr;
   try {
     Given given;
     if (VerbGroup* const group = self.verb_group;
@@ -288,12 +298,11 @@ void bind_verbs(nb::module_& m) {
       .def_ro("decided", &VerbGroup::decided)
       .def_ro("adopted", &VerbGroup::adopted);
   nb::class_<NativeGroup, VerbGroup>(m, "NativeGroup")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, uint64_t, uint64_t, std::int32_t,
-                    std::vector<std::int32_t>, bool, size_t, double, std::optional<double>, nb::object, nb::object>(),
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, uint64_t, uint64_t, std::shared_ptr<RankMap>, bool,
+                    size_t, double, std::optional<double>, nb::object, nb::object>(),
            nb::arg("engine"), nb::arg("call_log"), nb::arg("arguments"), nb::arg("decisions"), nb::kw_only(),
-           nb::arg("context"), nb::arg("fingerprint_seed"), nb::arg("rank"), nb::arg("members"),
-           nb::arg("is_introduced"), nb::arg("window"), nb::arg("stall_s"), nb::arg("deadline_s").none(),
-           nb::arg("status"), nb::arg("any_"))
+           nb::arg("context"), nb::arg("fingerprint_seed"), nb::arg("rank_map"), nb::arg("is_introduced"),
+           nb::arg("window"), nb::arg("stall_s"), nb::arg("deadline_s").none(), nb::arg("status"), nb::arg("any_"))
       .def("unclaimed", &NativeGroup::unclaimed, nb::arg("sequence"))
       .def("has_unexpected", &NativeGroup::has_unexpected)
       .def("unconfirmed_ranks", &NativeGroup::unconfirmed_ranks)

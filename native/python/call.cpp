@@ -34,7 +34,8 @@ constexpr std::int64_t slice_ns = 50 * millisecond;
 constexpr uint64_t poll_bytes_max = 16 * 1024;
 // The longest that `done` waits in the engine, for a call that it has found unfinished again and again.
 constexpr std::int64_t poll_ns_max = 100'000;
-// How long a started call that may need Python for a second stage goes on without it, if nobody waits for it.
+// How long a started call that may need Python for a second stage goes on without it, if nobody waits for it. So does a
+// split, whose group other members may use.
 constexpr std::int64_t second_stage_ns = 2 * millisecond;
 
 bool is_by_rank(Verb verb) { return verb == Verb::reduce_scatter || verb == Verb::all_to_all; }
@@ -461,7 +462,7 @@ void Call::begin_collective() {
   stage.counts_n = given.size;
   stage.is_even = given.is_even;
   stage.piece_elements = decision_->piece_elements;
-  stage.members = group_.translation();
+  stage.peers = group_.rank_map->translation();
   Run& run = group_.completions.make_run();
   operations_[started_] = &run;
   handles_[started_++] = run.handle;
@@ -555,7 +556,7 @@ std::int64_t Call::attention_at() {
 
 std::int64_t Call::pump_at() {
   const std::int64_t at = attention_at();
-  return announced_ ? std::min(at, begun_at_ + second_stage_ns) : at;
+  return announced_ || spec_.verb == Verb::split ? std::min(at, begun_at_ + second_stage_ns) : at;
 }
 
 Call::Waited Call::wait(std::int64_t limit_ns) {

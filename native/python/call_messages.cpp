@@ -79,7 +79,7 @@ void Call::begin_send() {
   op.lane = Lane::bulk;
   op.sync = false;
   op.outcome = Outcome::closed;
-  if (!group_.completions.start(op, group_.members[static_cast<size_t>(dst_)])) op.phase = Operation::Phase::ended;
+  if (!group_.completions.start(op, group_.rank_map->to_global(dst_))) op.phase = Operation::Phase::ended;
 }
 
 void Call::begin_receive() {
@@ -88,7 +88,7 @@ void Call::begin_receive() {
   handles_[started_++] = op.handle;
   op.is_watched = true;
   op.context = group_.context;
-  op.source = src_ == any_source ? any_source : group_.members[static_cast<size_t>(src_)];
+  op.source = src_ == any_source ? any_source : group_.rank_map->to_global(src_);
   op.any_tag = tag_ < 0;
   op.tag = static_cast<uint64_t>(tag_);
   op.into = out_.data;
@@ -172,7 +172,7 @@ nb::object Call::message_of(unsigned index) const {
 nb::object Call::received() {
   if (spec_.verb == Verb::probe) return status();
   if (!header_.empty()) {
-    const std::int32_t rank = src_ != any_source ? src_ : group_.rank_of(source_);
+    const std::int32_t rank = src_ != any_source ? src_ : group_.rank_map->to_local(source_);
     helper_.attr("check_introduction")(nb::bytes(header_.data(), header_.size()), rank);
   }
   if (spec_.verb == Verb::recv_object) return received_object();
@@ -193,7 +193,7 @@ nb::object Call::received_object() {
 
 nb::object Call::status() const {
   nb::object values = nb::steal(PyTuple_New(3));
-  PyTuple_SET_ITEM(values.ptr(), 0, PyLong_FromLong(src_ != any_source ? src_ : group_.rank_of(source_)));
+  PyTuple_SET_ITEM(values.ptr(), 0, PyLong_FromLong(src_ != any_source ? src_ : group_.rank_map->to_local(source_)));
   PyTuple_SET_ITEM(values.ptr(), 1, PyLong_FromUnsignedLongLong(met_tag_));
   PyTuple_SET_ITEM(values.ptr(), 2, PyLong_FromUnsignedLongLong(met_bytes_));
   const nb::object only = nb::steal(PyTuple_Pack(1, values.ptr()));

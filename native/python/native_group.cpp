@@ -36,31 +36,26 @@ VerbGroup::VerbGroup(nb::object call_log, nb::object arguments, nb::object decis
 }
 
 NativeGroup::NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, nb::object decisions,
-                         uint64_t context, uint64_t fingerprint_seed, std::int32_t rank,
-                         std::vector<std::int32_t> members, bool is_introduced, size_t window, double stall_s,
-                         std::optional<double> deadline_s, nb::object status, nb::object any)
-    : VerbGroup(std::move(call_log), std::move(arguments), std::move(decisions), fingerprint_seed, rank,
-                static_cast<std::int32_t>(members.size()), deadline_s),
+                         uint64_t context, uint64_t fingerprint_seed, std::shared_ptr<RankMap> rank_map,
+                         bool is_introduced, size_t window, double stall_s, std::optional<double> deadline_s,
+                         nb::object status, nb::object any)
+    : VerbGroup(std::move(call_log), std::move(arguments), std::move(decisions), fingerprint_seed,
+                rank_map->to_local(completions_of(engine).engine().rank), rank_map->size(), deadline_s),
       completions(completions_of(engine)),
       context(context),
-      members(std::move(members)),
+      rank_map(std::move(rank_map)),
       window(window > 0 ? window : 1),
       stall_ns(static_cast<std::int64_t>(stall_s * 1e9)),
       status(std::move(status)),
       any(std::move(any)),
-      is_introduced_(this->members.size(), is_introduced),
+      is_introduced_(static_cast<size_t>(size), is_introduced),
       run_ahead_(static_cast<size_t>(completions.engine().size)),
       engine_(std::move(engine)) {
   if (!PyType_Check(this->status.ptr()) ||
       !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(this->status.ptr()), &PyTuple_Type))
     throw nb::type_error("allowed: a status that is a tuple");
-  for (const std::int32_t member : this->members)
-    if (member < 0 || member >= completions.engine().size) throw nb::value_error("no such rank");
-  ranks_.assign(static_cast<size_t>(completions.engine().size), -1);
-  for (std::int32_t i = 0; i < size; ++i) {
-    ranks_[static_cast<size_t>(this->members[static_cast<size_t>(i)])] = i;
-    is_translated_ = is_translated_ || this->members[static_cast<size_t>(i)] != i;
-  }
+  for (const std::int32_t peer : this->rank_map->peers())
+    if (peer >= completions.engine().size) throw nb::value_error("no such rank");
 }
 
 nb::list NativeGroup::unclaimed(uint64_t sequence) {
@@ -94,7 +89,7 @@ bool NativeGroup::is_idle() const {
 }
 
 void NativeGroup::introduce(size_t rank) {
-  if (rank >= members.size()) throw nb::value_error("no such rank");
+  if (rank >= is_introduced_.size()) throw nb::value_error("no such rank");
   is_introduced_[rank] = true;
 }
 

@@ -13,6 +13,7 @@
 
 #include "base/intrusive_list.hpp"
 #include "collective/call_log.hpp"
+#include "collective/rank_map.hpp"
 #include "collective/run.hpp"
 #include "engine/completion_queue.hpp"
 #include "python/argument.hpp"
@@ -140,8 +141,8 @@ class NativeGroup : public VerbGroup {
  public:
   // `arguments` is an Arguments and `decisions` a DecisionTable, which groups share.
   NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, nb::object decisions, uint64_t context,
-              uint64_t fingerprint_seed, std::int32_t rank, std::vector<std::int32_t> members, bool is_introduced,
-              size_t window, double stall_s, std::optional<double> deadline_s, nb::object status, nb::object any);
+              uint64_t fingerprint_seed, std::shared_ptr<engine::RankMap> rank_map, bool is_introduced, size_t window,
+              double stall_s, std::optional<double> deadline_s, nb::object status, nb::object any);
   // Messages that no call here has met although it should have: (rank, number, header) of calls before `sequence`.
   nb::list unclaimed(uint64_t sequence);
   // Whether a message waits here that no receive has met.
@@ -150,8 +151,6 @@ class NativeGroup : public VerbGroup {
   std::vector<std::int32_t> unconfirmed_ranks() const;
   // Whether no call is under way or unseen, no peer is behind, and no message waits: the group can be left at once.
   bool is_idle() const;
-  // The rank in the group of a world rank that is a member.
-  std::int32_t rank_of(std::int32_t world_rank) const { return ranks_[static_cast<size_t>(world_rank)]; }
   bool is_introduced(size_t rank) const { return is_introduced_[rank]; }
   void introduce(size_t rank);
   // Works whose calls are under way and that no thread looks at: all, or those that Python must look at by now. If only
@@ -163,12 +162,10 @@ class NativeGroup : public VerbGroup {
   bool count_run_ahead(const engine::Run& run, uint64_t nbytes);
   // Whether this group makes its first call of a class; a second time it is not the first any more.
   bool takes_first_call(const Decision& decision);
-  // World ranks by rank; nullptr if they are the same.
-  const std::int32_t* translation() const { return is_translated_ ? members.data() : nullptr; }
 
   engine::CompletionQueue& completions;
   const uint64_t context;
-  const std::vector<std::int32_t> members;  // world ranks
+  const std::shared_ptr<const engine::RankMap> rank_map;
   const size_t window;
   const std::int64_t stall_ns;
   const nb::object status, any;
@@ -176,10 +173,8 @@ class NativeGroup : public VerbGroup {
   unsigned idle_probes = 0;  // that found no message
 
  private:
-  std::vector<std::int32_t> ranks_;  // by world rank; -1: no member
-  bool is_translated_ = false;
   std::vector<bool> is_introduced_;  // the group has told a peer who it is
-  // By world rank: how many of our calls it may not have made yet. What comes from it in a later call shows that it
+  // By peer: how many of our calls it may not have made yet. What comes from it in a later call shows that it
   // has.
   std::vector<uint8_t> run_ahead_;
   std::vector<bool> is_called_;  // by the number of a decision

@@ -493,10 +493,14 @@ void finalize_work(PyObject* self) {
   try {
     if (!started->is_observed)
       started->helper.attr("note_unwaited")(nb::handle(started->spec.word), started->code, started->lasti);
-    if (started->state == StartedCall::State::active && !started->native.completions.engine().is_closed() &&
-        !started->call->poll(0)) {
-      observe(*started);
-      started->helper.attr("warn_dropped")(nb::handle(started->spec.word));
+    if (started->state == StartedCall::State::active && !started->native.completions.engine().is_closed()) {
+      // The pump makes the group of a split, and leaves it: other members may use it.
+      if (started->spec.verb == Verb::split)
+        observe(*started);
+      else if (!started->call->poll(0)) {
+        observe(*started);
+        started->helper.attr("warn_dropped")(nb::handle(started->spec.word));
+      }
     }
   } catch (nb::python_error& error) {
     error.discard_as_unraisable("a work that was dropped");
@@ -586,8 +590,6 @@ PyObject* start_call(nb::handle group, NativeGroup& native, const VerbSpec& spec
   if (is_taken) {
     settle(one);
   } else {
-    // The group exists from the end of the split on, also if nobody waits for the work: other members may use it.
-    if (spec.verb == Verb::split) observe(one);
     one.attention_at = call.pump_at();
     const Hold held = native.completions.engine().hold();
     native.completions.wake_pump_at(one.attention_at);

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from unisono._native import RankMap
 from unisono.backends import foreign
 from unisono.backends.foreign import Agreement, ForeignRequest, Introductions
 from unisono.core.request import Request
@@ -145,17 +146,18 @@ class Collectives(ABC, Generic[Queue]):
         """Start a collective; None if it must go by plans."""
         if not self.is_suitable(problem, stage):
             return None
-        queue = self.queue_of(stage.context, stage.members)
+        queue = self.queue_of(stage.context, stage.rank_map)
         return None if queue is None else queue.run(problem, stage)
 
-    def queue_of(self, context: int, members: tuple[int, ...] | None) -> Queue | None:
+    def queue_of(self, context: int, rank_map: RankMap | None) -> Queue | None:
         """The queue of a communicator, which is opened by its first collective."""
-        if members is None:
+        if rank_map is None:
             return self._world
         with self._lock:
             queue = self._queues.get(context)
             if queue is not None:
                 return queue
+            members = rank_map.peers
             queue = self._make_queue(members)
             if queue is None:
                 return None

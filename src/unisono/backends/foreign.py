@@ -220,7 +220,8 @@ class Agreement:
             bytes(everyone[at : at + _FINGERPRINT_BYTES]) for at in range(0, len(everyone), PREAMBLE_BYTES)
         ]
         peer = next(rank for rank, fingerprint in enumerate(theirs) if fingerprint != stage.header)
-        return HeaderMismatch(peer if stage.members is None else stage.members[peer], theirs[peer])
+        there = peer if stage.rank_map is None else stage.rank_map.to_global(peer)
+        return HeaderMismatch(there, theirs[peer])
 
     def notes(self) -> bytes:
         """What each rank noted."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
-from unisono._native import CallLog, NativeGroup
+from unisono._native import CallLog, NativeGroup, RankMap
 from unisono.config import Config
 from unisono.core.clock import Runtime
 from unisono.core.envelope import ANY, UNTYPED, Any_, Lane
 from unisono.core.request import Request
 from unisono.errors import UsageError
-from unisono.messaging.backend import Backend, Capabilities, GroupListener, PeerDown, Stage, numbered_hosts
+from unisono.messaging.backend import Backend, Capabilities, PeerDown, Stage, numbered_hosts
 from unisono.messaging.fast_path import LibraryCalls, Mailbox
 
 __all__ = ["SubBackend"]
@@ -27,6 +26,11 @@ class SubBackend(Backend):
     """
 
     def __init__(self, parent: Backend, members: Sequence[int], *, ordered: bool = False) -> None:
+        self._bind(parent, self.check(parent, members, ordered=ordered))
+
+    @staticmethod
+    def check(parent: Backend, members: Sequence[int], *, ordered: bool = False) -> tuple[int, ...]:
+        """The members in their order; raises what the constructor raises."""
         if not members:
             raise UsageError("members is empty; allowed: one or more ranks of the parent")
         for member in members:
@@ -39,7 +43,7 @@ class SubBackend(Backend):
                 f"rank {parent.rank} is not among the members {chosen}; only members may make the group",
                 next_step="call it on the members only",
             )
-        self._bind(parent, tuple(chosen))
+        return tuple(chosen)
 
     @classmethod
     def of(cls, parent: Backend, members: tuple[int, ...]) -> SubBackend:
@@ -51,24 +55,27 @@ class SubBackend(Backend):
     def _bind(self, parent: Backend, members: tuple[int, ...]) -> None:
         # A view on a view would translate ranks once per level, so the parent is always the root backend.
         if isinstance(parent, SubBackend):
-            members = tuple([parent.members[rank] for rank in members])
+            members = parent.rank_map.peers_of(members)
             parent = parent.parent
         self.parent: Backend = parent
-        self.members: tuple[int, ...] = members
-        self._rank = members.index(parent.rank)
+        self.rank_map = RankMap(members)
+        rank = self.rank_map.to_local(parent.rank)
+        assert rank is not None, "only members make the view"
+        self._rank = rank
 
-    @cached_property
-    def _local(self) -> dict[int, int]:
-        return {member: rank for rank, member in enumerate(self.members)}
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The parent's numbers of the ranks."""
+        return self.rank_map.peers
 
     def to_global(self, rank: int) -> int:
         """The parent's number of a rank of this view."""
         self.check_peer(rank, "rank")
-        return self.members[rank]
+        return self.rank_map.to_global(rank)
 
     def to_local(self, rank: int) -> int | None:
         """This view's number of a rank of the parent; None if it is not a member."""
-        return self._local.get(rank)
+        return self.rank_map.to_local(rank)
 
     @property
     def rank(self) -> int:
@@ -78,7 +85,7 @@ class SubBackend(Backend):
     @property
     def size(self) -> int:
         """The number of members."""
-        return len(self.members)
+        return len(self.rank_map)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -130,56 +137,39 @@ class SubBackend(Backend):
 
     def run_plan(self, plan: Any, counts: tuple[int, ...], stage: Stage) -> Request:
         """Run a plan in the parent, among the members."""
-        inner = replace(stage, members=self.members)
+        inner = replace(stage, rank_map=self.rank_map)
         return self._translated(self.parent.run_plan(plan, counts, inner), self.rank)
 
     def run_collective(self, problem: Any, stage: Stage) -> Request | None:
         """Let the parent's library run it, among the members."""
-        request = self.parent.run_collective(problem, replace(stage, members=self.members))
+        request = self.parent.run_collective(problem, replace(stage, rank_map=self.rank_map))
         return None if request is None else self._translated(request, self.rank)
 
     def end_group(self, context: int) -> None:
         """End it in the parent."""
         self.parent.end_group(context)
 
-    def native_group(
-        self,
-        context: int,
-        call_log: CallLog,
-        listener: GroupListener,
-        *,
-        fingerprint_seed: int,
-        is_introduced: bool,
-        members: tuple[int, ...] | None = None,
-        leaves_tensors: bool = False,
-    ) -> NativeGroup | None:
+    def end_unused(self, context: int) -> bool:
+        """End it in the parent."""
+        return self.parent.end_unused(context)
+
+    def native_group(self, *group: Any, **options: Any) -> NativeGroup | None:
         """The members in the parent's engine."""
-        assert members is None, "a view stands on the root backend"
-        return self.parent.native_group(
-            context,
-            call_log,
-            listener,
-            fingerprint_seed=fingerprint_seed,
-            is_introduced=is_introduced,
-            members=self.members,
-            leaves_tensors=leaves_tensors,
-        )
+        return self.parent.native_group(*group, **{**options, "rank_map": self.rank_map})
 
     def compile_plan(self, plan: Any, itemsize: int) -> tuple[Any, int]:
         """The parent's: a program names the ranks of a group."""
         return self.parent.compile_plan(plan, itemsize)
 
     def library_calls(
-        self, context: int, call_log: CallLog, members: tuple[int, ...] | None = None
+        self, context: int, call_log: CallLog, rank_map: RankMap | None = None
     ) -> LibraryCalls | None:
         """Those of the parent's library, among the members."""
-        assert members is None, "a view stands on the root backend"
-        return self.parent.library_calls(context, call_log, self.members)
+        return self.parent.library_calls(context, call_log, self.rank_map)
 
-    def mailbox(self, context: int, tag: int) -> Mailbox | None:
+    def mailbox(self, context: int, tag: int, rank_map: RankMap | None = None) -> Mailbox | None:
         """The parent's, with the ranks of this view."""
-        mailbox = self.parent.mailbox(context, tag)
-        return None if mailbox is None else _SubMailbox(mailbox, self.members, self._local)
+        return self.parent.mailbox(context, tag, self.rank_map)
 
     def adopt(
         self,
@@ -190,7 +180,7 @@ class SubBackend(Backend):
         memory: tuple[Any, ...],
     ) -> Request:
         """Adopt an operation of the parent's engine."""
-        there = self.members[peer] if isinstance(peer, int) else peer
+        there = self.rank_map.to_global(peer) if isinstance(peer, int) else peer
         return self._translated(
             self.parent.adopt(handle, there, buffer, dtype, memory), self.rank if peer is None else peer
         )
@@ -218,39 +208,8 @@ class SubBackend(Backend):
         return numbered_hosts([hosts[member] for member in self.members]) if hosts else ()
 
     def _translated(self, request: Request, peer: int | Any_) -> Request:
-        request.peer, request.rank_here = peer, self._local.__getitem__
+        request.peer, request.rank_map = peer, self.rank_map
         return request
 
     def _source(self, src: int | Any_) -> int | Any_:
         return src if src is ANY else self.to_global(src)
-
-
-class _SubMailbox:
-    """A mailbox with the ranks of a view. Messages of ranks that are no members are dropped."""
-
-    def __init__(self, parent: Mailbox, members: tuple[int, ...], local: dict[int, int]) -> None:
-        self._parent = parent
-        self._members = members
-        self._local = local
-        self.interrupt_wait = parent.interrupt_wait
-        self.close = parent.close
-        self.batches = parent.batches
-        self.is_lent = parent.is_lent
-        self.withdraw = parent.withdraw
-
-    def post(self, dst: int, data: bytes, unsent_bytes_max: int) -> bool:
-        return self._parent.post(self._members[dst], data, unsent_bytes_max)
-
-    def take(self, timeout: float, is_front: bool) -> list[tuple[int, Any]]:
-        local = self._local
-        return [(local[src], data) for src, data in self._parent.take(timeout, is_front) if src in local]
-
-    def drain(self) -> list[tuple[int, Any]]:
-        local = self._local
-        return [(local[src], data) for src, data in self._parent.drain() if src in local]
-
-    def lend(self, dst: int, tag: int, data: Any, number: int) -> bool:
-        return self._parent.lend(self._members[dst], tag, data, number)
-
-    def expect(self, src: int, tag: int, into: Any, number: int) -> None:
-        self._parent.expect(self._members[src], tag, into, number)

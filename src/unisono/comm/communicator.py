@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
@@ -23,7 +24,8 @@ from unisono.comm.adoption import Adoption
 from unisono.comm.collectives import Verbs
 from unisono.comm.control import WORLD_CONTEXT, Control, Service
 from unisono.comm.dispatch import CollectiveCall
-from unisono.comm.group import Group, context_of, descriptor_of
+from unisono.comm.group import Group, descriptor_of
+from unisono.comm.group_plan import GroupPlan
 from unisono.comm.mesh import Grid, Mesh
 from unisono.comm.split import (
     ATTEMPTS_MAX,
@@ -33,6 +35,7 @@ from unisono.comm.split import (
     check_request,
     identity_of,
     members_of,
+    named_identity,
 )
 from unisono.comm.verb_table import make_verbs_type
 from unisono.core.clock import Killed, call_before_threads_are_joined
@@ -42,6 +45,7 @@ from unisono.core.work import Work, wait_or_cancel
 from unisono.errors import (
     CollectiveMismatch,
     Deadlock,
+    Location,
     PeerAborted,
     PeerLost,
     ProtocolError,
@@ -137,6 +141,10 @@ class Start(_Started):
         _native.bind_verbs(self, group.verb_group, Adoption(group, owner), ReferenceVerbs(owner, group), True)
 
 
+# Held while a communicator gets its group, or is closed without one. No other lock is taken for long then.
+_making = threading.RLock()
+
+
 class Communicator(_Verbs):
     """A set of ranks that exchange messages and call collectives: the world, or a part of it.
 
@@ -175,46 +183,77 @@ class Communicator(_Verbs):
         scatter_object = _Blocking(Verbs.scatter_object)
         split = _Blocking(ReferenceVerbs.split)
 
-    def __init__(self, group: Group, parent: Communicator | None) -> None:
-        self._group = group
+    # Of a communicator that was not used: what its group is made from, and whether it was closed.
+    _plan: GroupPlan | None = None
+    _is_left = False
+    _made: Group | None = None
+    _start: Start | None = None
+    _keeps_children = False
+    _finalizer: weakref.finalize[..., Communicator] | None = None
+
+    def __init__(self, parent: Communicator | None) -> None:
         self._parent = parent
-        # By context, in the order they were made, until they are closed or dropped. In virtual time they are
-        # kept: a simulation must not depend on when the garbage collector runs.
-        is_virtual = group.backend.runtime.is_virtual
+        # By context, in the order they were made, until they are closed or dropped.
         self._children: dict[int, Callable[[], Communicator | None]] = {}
         self._subs: dict[tuple[int, ...], int] = {}
-        self._start: Start | None = None
-        # Weak: a communicator that is closed and dropped is freed without the garbage collector.
-        here = weakref.ref(self)
-        adoption = Adoption(group, here)
-        _native.bind_verbs(self, group.verb_group, adoption, _BlockingVerbs(here, group), False)
-        self._finalizer: weakref.finalize[..., Communicator] | None = None
-        if parent is None:
-            # The other ranks must not wait for a world that was dropped without being closed.
-            self._finalizer = weakref.finalize(self, _close_later, group.backend)
-            self._finalizer.atexit = False
-            if not is_virtual:
-                _worlds.add(self)
-                _watch_exit()
-            return
-        parent._children[group.context] = (lambda: self) if is_virtual else here
 
     def __del__(self) -> None:
-        """The same for a group. Operations under way on it, and its agent, keep the communicator alive."""
-        group = self._group
-        if self._parent is not None and not group.is_closed and not sys.is_finalizing():
-            group.control.leave_later(partial(_leave, group, self._parent._children))
+        """Leave a dropped group. Operations under way on it, and its agent, keep the communicator alive."""
+        if self._parent is None or self._plan is None or self._is_left or sys.is_finalizing():
+            return
+        above, made = self._parent._group, self._made
+        if made is None or not made.is_closed:
+            above.control.leave_later(partial(_leave, above, self._plan, made, self._parent._children))
 
     @classmethod
     def world(cls, backend: Backend) -> Communicator:
         """The communicator of all ranks of a backend; it owns the backend, and closes it."""
         descriptor = descriptor_of("world", backend.size)
-        ranks = tuple(range(backend.size))
-        group = Group(
-            backend, Control(backend), WORLD_CONTEXT, "world", descriptor, ranks, is_introduced=True
-        )
+        group = Group(backend, Control(backend), WORLD_CONTEXT, "world", descriptor, is_introduced=True)
         group.control.add_group(group)
-        return cls(group, None)
+        world = cls(None)
+        world._take(group)
+        # The other ranks must not wait for a world that was dropped without being closed.
+        world._finalizer = weakref.finalize(world, _close_later, backend)
+        world._finalizer.atexit = False
+        if not backend.runtime.is_virtual:
+            _worlds.add(world)
+            _watch_exit()
+        return world
+
+    @property
+    def _group(self) -> Group:
+        """The state of the group, made when it is looked at first."""
+        return self._made if self._made is not None else self._make()
+
+    def _bind_verbs(self) -> None:
+        """A verb is called for the first time."""
+        self._make()
+
+    def _make(self) -> Group:
+        plan, parent = self._plan, self._parent
+        assert plan is not None, "the world has its group from the start"
+        assert parent is not None
+        with _making:
+            is_new = self._made is None
+            group = self._made if self._made is not None else plan.make(parent._group)
+            if is_new and self._is_left:
+                group.state.close()
+                group.backend.end_group(plan.context)
+            if is_new:
+                self._take(group)
+        if is_new and not self._is_left:
+            group.control.add_group(group)
+        return group
+
+    def _take(self, group: Group) -> None:
+        # Weak: a communicator that is closed and dropped is freed without the garbage collector.
+        here = weakref.ref(self)
+        verbs = _BlockingVerbs(here, group)
+        _native.bind_verbs(self, group.verb_group, Adoption(group, here), verbs, False)
+        self._made = group
+        # In virtual time: a simulation must not depend on when the garbage collector runs.
+        self._keeps_children = group.backend.runtime.is_virtual
 
     # -- properties ---------------------------------------------------------------------------------------
 
@@ -266,9 +305,7 @@ class Communicator(_Verbs):
         A set of ranks may be used several times; all its members must then call `sub` the same number of
         times.
         """
-        chosen = _listed(ranks, "ranks")
-        SubBackend(self.backend, chosen)  # refuses what is wrong
-        return self._sub(tuple(sorted(set(chosen))))
+        return self._sub(SubBackend.check(self.backend, _listed(ranks, "ranks")))
 
     def _sub(self, members: tuple[int, ...], purpose: str | None = None) -> Communicator:
         """Make a communicator of the given ranks, in this order.
@@ -277,19 +314,18 @@ class Communicator(_Verbs):
         by each member when it needs it.
         """
         self._group.check_usable(is_collective=False)
-        backend = SubBackend(self.backend, members, ordered=True)
         uses = 1
         if purpose is None:
             uses = self._subs[members] = self._subs.get(members, 0) + 1
-        identity = (self._group.descriptor.hex(), self.epoch, purpose or "sub", members, uses)
-        context = context_of(self._group.context, *identity)
+        listed = ",".join(map(str, members))
+        unique = f"{purpose or 'sub'}/{self.epoch}/{uses}/{listed}"
+        context, descriptor = named_identity(self._group.descriptor, unique.encode())
         if self._group.control.has_context(context):
             raise ProtocolError(
                 f"the context id of sub({list(members)}) is in use", next_step="call sub again on all members"
             )
-        name = f"{self.name}.{purpose or 'sub'}({','.join(map(str, members))})"
-        name += "" if uses == 1 else f"#{uses}"
-        return self._child(backend, members, context, name, descriptor_of(*identity), is_introduced=False)
+        name = f"{self.name}.{purpose or 'sub'}({listed})" + ("" if uses == 1 else f"#{uses}")
+        return self._child(members, context, descriptor, name, is_introduced=False)
 
     def _let_works_go(self) -> None:
         """Do not warn of works that are dropped, or never waited for: the user's program may do that."""
@@ -306,15 +342,31 @@ class Communicator(_Verbs):
             tuple(_listed(shape, "shape")), tuple(_listed(names, "names")) if names is not None else None
         )
         grid.check_size(self.size)
+        agreed = self.split(grid.number)
+        assert agreed is not None
+        assert agreed._plan is not None
+        shared = agreed._plan
+        agreed.close()
+        if len(shared.members) != self.size:
+            raise self._differing_mesh(grid, shared.members)
         axes: dict[str, Communicator] = {}
         for axis, name in enumerate(grid.names):
-            group = grid.groups_along(axis)
-            color = next(i for i, ranks in enumerate(group) if self.rank in ranks)
-            child = self.split(color, self.rank)
-            assert child is not None
-            child._group.state.name = name
-            axes[name] = child
+            # Every rank knows the members of every axis: nothing more is exchanged.
+            members = grid.ranks_along(axis, self.rank)
+            context, descriptor = named_identity(shared.descriptor, b"mesh/%d/%d" % (axis, members[0]))
+            axes[name] = self._child(members, context, descriptor, name, is_introduced=False)
         return Mesh(grid, self.rank, axes)
+
+    def _differing_mesh(self, grid: Grid, alike: tuple[int, ...]) -> CollectiveMismatch:
+        ranks = self._group.world_ranks
+        others = tuple(rank for rank in ranks if rank not in alike)
+        return CollectiveMismatch(
+            f"ranks {list(others)} called mesh with another shape than rank {self._group.world_rank}",
+            report=f"rank {self._group.world_rank}: mesh{grid.shape}; ranks {list(others)}: another shape",
+            culprits=others if 2 * len(others) < self.size else (),
+            where=Location("mesh", self.name, self.epoch),
+            next_step="pass the same shape on every rank",
+        )
 
     def _attach(self, service: Service, purpose: str) -> tuple[Group, int]:
         """Attach a service until the communicator is closed; returns the group, and the service's context."""
@@ -332,6 +384,8 @@ class Communicator(_Verbs):
             CollectiveMismatch: a collective that ended here turns out to be a mismatch, which no call has
                 raised yet. The communicator is closed all the same.
         """
+        if self._is_left or (self._made is None and self._leave_unused()):
+            return
         unseen: CollectiveMismatch | None = None
         ending: list[Communicator | Group] = [*self._open_children(), self._group]
         for one in ending:
@@ -351,6 +405,17 @@ class Communicator(_Verbs):
             self._group.backend.end_group(self._group.context)
         if unseen is not None:
             raise unseen
+
+    def _leave_unused(self) -> bool:
+        """Close a communicator that was never used; False if it has a group, or messages wait for it."""
+        plan, parent = self._plan, self._parent
+        assert plan is not None, "the world has its group from the start"
+        assert parent is not None
+        with _making:
+            self._is_left = self._made is None and plan.leave_unused(parent._group)
+        if self._is_left:
+            parent._children.pop(plan.context, None)
+        return self._is_left
 
     def abort(self, reason: str) -> None:
         """Give up: the operations of all ranks on this communicator end with PeerAborted and the reason."""
@@ -416,9 +481,9 @@ class Communicator(_Verbs):
         is_started: bool,
     ) -> Communicator | Work[Communicator | None] | None:
         """What a split gives whose rows the engine has gathered."""
-        rows = Row.unpack_all(everyone)
-        if not any(row.is_taken for row in rows):
-            return self._part(rows, sequence, 0, Row.unpack(mine).asked)
+        color = Row.unpack(mine).asked
+        if (members := members_of(everyone, color)) is not None:
+            return self._part(members, sequence, 0, color)
         runtime = self.backend.runtime
 
         def steps(call: Call) -> Steps[Communicator | None]:
@@ -436,10 +501,10 @@ class Communicator(_Verbs):
         self, call: Call, mine: bytes, everyone: np.ndarray[Any, Any]
     ) -> Steps[Communicator | None]:
         """Make the group from the rows, or try again where the context id was in use."""
-        own, rows = Row.unpack(mine), Row.unpack_all(everyone)
-        if not any(row.is_taken for row in rows):
+        own = Row.unpack(mine)
+        if (members := members_of(everyone, own.asked)) is not None:
             assert call.sequence is not None
-            return self._part(rows, call.sequence, 0, own.asked)
+            return self._part(members, call.sequence, 0, own.asked)
         one = CollectiveCall(self._group, call, first_stage=1)
         return (yield from self._split(one, own.asked, own.key, first_attempt=1))
 
@@ -452,53 +517,38 @@ class Communicator(_Verbs):
             memory = {Buf.IN: mine, Buf.OUT: everyone}
             counts = (ROW_BYTES,) * self.size
             yield from one.run("all_gather", counts, _UINT8, memory, given=ROW_OPERAND)
-            rows = Row.unpack_all(everyone)
-            if not any(row.is_taken for row in rows):
-                return self._part(rows, one.sequence, attempt, color)
+            if (members := members_of(everyone, color)) is not None:
+                return self._part(members, one.sequence, attempt, color)
         raise ProtocolError(f"no free context id in {ATTEMPTS_MAX} attempts")
 
     def _row(self, sequence: int, attempt: int, color: int | None, key: int) -> Row:
         if color is None:
             return Row(0, 0, int(key), False)
-        context, _ = identity_of(self._group.descriptor, self.epoch, sequence, attempt, color)
-        return Row(1, int(color), int(key), self._group.control.has_context(context))
+        group = self._group
+        context, _ = identity_of(group.descriptor, group.state.epoch, sequence, attempt, color)
+        return Row(1, int(color), int(key), group.control.has_context(context))
 
-    def _part(self, rows: list[Row], sequence: int, attempt: int, color: int | None) -> Communicator | None:
+    def _part(
+        self, members: tuple[int, ...], sequence: int, attempt: int, color: int | None
+    ) -> Communicator | None:
         """The communicator of the ranks with this color."""
         if color is None:
             return None
-        members = members_of(rows, color)
-        context, descriptor = identity_of(self._group.descriptor, self.epoch, sequence, attempt, color)
-        backend = SubBackend.of(self.backend, members)
-        name = f"{self.name}.split#{sequence}({color})"
-        return self._child(backend, members, context, name, descriptor, is_introduced=True)
+        group = self._group
+        context, descriptor = identity_of(group.descriptor, group.state.epoch, sequence, attempt, color)
+        name = f"{group.state.name}.split#{sequence}({color})"
+        return self._child(members, context, descriptor, name, is_introduced=True)
 
     def _child(
-        self,
-        backend: Backend,
-        members: tuple[int, ...],
-        context: int,
-        name: str,
-        descriptor: bytes,
-        *,
-        is_introduced: bool,
+        self, members: tuple[int, ...], context: int, descriptor: bytes, name: str, *, is_introduced: bool
     ) -> Communicator:
-        control, world_ranks = self._group.control, self._group.world_ranks
-        ranks = tuple([world_ranks[rank] for rank in members])
-        group = Group(
-            backend,
-            control,
-            context,
-            name,
-            descriptor,
-            ranks,
-            is_introduced=is_introduced,
-            epoch=self.epoch,
-            parent=self._group,
-        )
-        control.add_group(group)
-        child = Communicator(group, self)
-        if self._group.is_closed:  # by another thread, since the members agreed: they must not wait for us
+        group = self._group
+        child = Communicator(self)
+        peers = group.state.rank_map.peers_of(members)
+        child._plan = GroupPlan(peers, context, descriptor, name, is_introduced)
+        group.control.reserve(context)
+        self._children[context] = (lambda: child) if self._keeps_children else weakref.ref(child)
+        if group.is_closed:  # by another thread, since the members agreed: they must not wait for us
             child.close()
         return child
 
@@ -550,8 +600,13 @@ def _close_later(backend: Backend) -> None:
     backend.runtime.call_soon(backend.close)
 
 
-def _leave(group: Group, siblings: dict[int, Callable[[], Communicator | None]]) -> None:
+def _leave(
+    parent: Group, plan: GroupPlan, made: Group | None, siblings: dict[int, Callable[[], Communicator | None]]
+) -> None:
     """Leave a dropped group."""
-    siblings.pop(group.context, None)
+    siblings.pop(plan.context, None)
+    if made is None and plan.leave_unused(parent):
+        return
+    group = made if made is not None else plan.make(parent)
     group.leave()
-    group.backend.end_group(group.context)
+    group.backend.end_group(plan.context)

@@ -14,9 +14,11 @@ from typing import Final, Protocol
 
 from unisono.comm.control_messages import (
     CONTEXTS_MAX,
+    GOODBYES_MAX,
     CallReport,
     ControlMessage,
     Goodbye,
+    Goodbyes,
     GroupFailure,
     GroupMessage,
     ServiceFound,
@@ -31,6 +33,7 @@ from unisono.comm.control_messages import (
 )
 from unisono.comm.deadlock_watch import DeadlockWatch, WatchedGroup
 from unisono.comm.early_messages import EarlyMessages
+from unisono.comm.goodbyes import DELAY_S, UnsentGoodbyes
 from unisono.core.envelope import ANY, Lane, Tags
 from unisono.core.task import Call, Steps, Task
 from unisono.errors import ClosedError, PeerLost, ProtocolError, UnisonoError
@@ -100,6 +103,8 @@ class Control:
         self.backend = backend
         self._lock = threading.Lock()
         self._groups: dict[int, AttachedGroup] = {}
+        # Contexts of communicators that were not used yet, and so have no group.
+        self._reserved: set[int] = set()
         self._services: dict[int, Service] = {}
         # By context and asking rank: the name of its service. They wait for a service that is not here yet.
         self._waiting_queries: dict[int, dict[int, str]] = {}
@@ -108,6 +113,7 @@ class Control:
         # Contexts that were closed here last: a message about one of them is late, not early.
         self._closed_contexts: OrderedDict[int, None] = OrderedDict()
         self._early = EarlyMessages()
+        self._goodbyes: UnsentGoodbyes[dict[int, CallReport]] = UnsentGoodbyes()
         self._replies_unsent: Counter[int] = Counter()
         # Peers that are down, not dispatched yet: what they sent before goes first.
         self._down_pending: deque[PeerDown] = deque()
@@ -122,9 +128,14 @@ class Control:
             Task(backend.runtime, self._call, self._receive_all(self._call)).begin(timers=False)
             backend.watch(self._on_peer_down)
 
+    def reserve(self, context: int) -> None:
+        """A communicator was made whose group follows when it is used; its messages are kept until then."""
+        self._reserved.add(context)
+
     def add_group(self, group: AttachedGroup) -> None:
         """Dispatch the messages of its context to a group, those that came early first."""
         with self._lock:
+            self._reserved.discard(group.context)
             self._groups[group.context] = group
             early = self._early.take(group.context)
             down = list(self._down.values())
@@ -136,10 +147,35 @@ class Control:
     def remove_group(self, group: AttachedGroup) -> None:
         """Dispatch nothing to this group any more."""
         with self._lock:
-            self._groups.pop(group.context, None)
-            self._closed_contexts[group.context] = None
-            if len(self._closed_contexts) > ENDED_CONTEXTS_MAX:
-                self._closed_contexts.popitem(last=False)
+            self._close_context(group.context)
+
+    def leave_soon(
+        self, ranks: tuple[int, ...], context: int, calls: Callable[[], dict[int, CallReport]] | None = None
+    ) -> None:
+        """A communicator of these world ranks was closed, and nothing was left to do on it.
+
+        Goodbyes are sent together, those with `calls` one by one.
+        """
+        with self._lock:
+            self._close_context(context)
+            self._goodbyes.add(context, ranks, calls)
+            self._goodbyes.remove(context, self.backend.rank)
+            for sender, message in self._early.take(context):
+                if isinstance(message, Goodbye):
+                    self._goodbyes.remove(context, sender)
+            count = len(self._goodbyes)
+        if count == 1:
+            runtime = self.backend.runtime
+            runtime.call_at(runtime.now() + DELAY_S, self.send_goodbyes)
+        elif count >= GOODBYES_MAX:
+            self.send_goodbyes()
+
+    def _close_context(self, context: int) -> None:
+        self._groups.pop(context, None)
+        self._reserved.discard(context)
+        self._closed_contexts[context] = None
+        if len(self._closed_contexts) > ENDED_CONTEXTS_MAX:
+            self._closed_contexts.popitem(last=False)
 
     def add_service(self, service: Service) -> None:
         """Register a service: reply to the queries that waited for it, and dispatch those that come."""
@@ -165,7 +201,7 @@ class Control:
 
     def has_context(self, context: int) -> bool:
         """Whether an open communicator of this rank uses the context."""
-        return context in self._groups
+        return context in self._groups or context in self._reserved
 
     def groups(self) -> list[AttachedGroup]:
         """The open communicators of this rank."""
@@ -182,19 +218,33 @@ class Control:
         for lane in (Lane.BULK, Lane.CONTROL):
             self.send(ranks, Goodbye(context, lane, calls), lane)
 
+    def send_goodbyes(self) -> None:
+        """Send the goodbyes that wait for others to go with."""
+        with self._lock:
+            by_rank, called = self._goodbyes.take()
+        for context, ranks, calls in called:
+            if ranks:
+                self.leave(ranks, context, calls())
+        for rank, contexts in by_rank.items():
+            for lane in (Lane.BULK, Lane.CONTROL):
+                self.send((rank,), Goodbyes(tuple(contexts), lane), lane)
+
     def leave_later(self, leave: Callable[[], None]) -> None:
         """Leave a dropped group on another thread: the garbage collector may run while locks are held."""
         self._dropped.append(leave)
         self.backend.runtime.call_soon(self.leave_dropped)
 
     def leave_dropped(self) -> None:
-        """Leave the dropped groups. A world does so before it leaves: nothing follows its goodbye."""
+        """Leave the dropped groups, and send all goodbyes. A world does so first: nothing follows its own."""
         with self._leaving:
             while self._dropped:
                 self._dropped.popleft()()
+            self.send_goodbyes()
 
     def send(self, ranks: Iterable[int], message: ControlMessage, lane: Lane = Lane.CONTROL) -> None:
         """Send a message to world ranks, without waiting. Ranks that are down are left out."""
+        if self._goodbyes:
+            self.send_goodbyes()
         data = self._encoded(message)
         for rank in ranks:
             if data is not None and rank != self.backend.rank and rank not in self._down:
@@ -202,6 +252,8 @@ class Control:
 
     def reply(self, rank: int, message: ControlMessage, lane: Lane = Lane.CONTROL) -> None:
         """Send what a world rank asked for, unless _REPLIES_MAX replies to it are still on their way."""
+        if self._goodbyes:
+            self.send_goodbyes()
         if rank == self.backend.rank or rank in self._down or (data := self._encoded(message)) is None:
             return
         with self._lock:
@@ -317,6 +369,9 @@ class Control:
             return
         if isinstance(message, GroupMessage):
             self._on_group_message(sender, message)
+        elif isinstance(message, Goodbyes):
+            for context in message.contexts:
+                self._on_group_message(sender, Goodbye(context, message.lane))
         elif isinstance(message, ServiceMessage):
             self._on_service_message(sender, message)
         else:
@@ -326,6 +381,8 @@ class Control:
         with self._lock:
             group = self._groups.get(message.context)
             is_late = message.context in self._closed_contexts
+            if is_late and isinstance(message, Goodbye):
+                self._goodbyes.remove(message.context, sender)
             if group is None and not is_late and not isinstance(message, StallQuery | StallReply):
                 self._early.keep(sender, message.context, encode(message))
         if group is not None:

@@ -33,12 +33,14 @@ from unisono.errors import (
 __all__ = [
     "CALLS_MAX",
     "CONTEXTS_MAX",
+    "GOODBYES_MAX",
     "RANKS_MAX",
     "CallReport",
     "ControlMessage",
     "DeadlockFound",
     "DeadlockMessage",
     "Goodbye",
+    "Goodbyes",
     "GroupFailure",
     "GroupMessage",
     "Marker",
@@ -61,6 +63,8 @@ RANKS_MAX: Final = 1 << 13
 # A goodbye holds the last calls of its sender, a mismatch its own call and two that differ.
 CALLS_MAX: Final = 4
 CONTEXTS_MAX: Final = 64
+# Groups in one message: 9 bytes each, and no more than a few milliseconds of closing.
+GOODBYES_MAX: Final = 512
 # What a report shows of a call, in characters.
 _WORDS_MAX: Final = 512
 _LINE_MAX: Final = 256
@@ -185,6 +189,13 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     calls: Calls = {}
 
 
+class Goodbyes(msgspec.Struct, frozen=True, tag="goodbyes"):
+    """The sender has closed these communicators, and has called no collective on them."""
+
+    contexts: Annotated[tuple[int, ...], Meta(max_length=GOODBYES_MAX)]
+    lane: Lane
+
+
 class StallQuery(msgspec.Struct, frozen=True, tag="stall_query"):
     """The sender's collective does not end: has the receiver called the one with this number?"""
 
@@ -268,7 +279,7 @@ class DeadlockFound(msgspec.Struct, frozen=True, tag="deadlock_found"):
 GroupMessage: TypeAlias = GroupFailure | Goodbye | StallQuery | StallReply
 ServiceMessage: TypeAlias = ServiceQuery | ServiceFound | ServiceMissing
 DeadlockMessage: TypeAlias = WaitQuery | WaitReport | Marker | DeadlockFound
-ControlMessage: TypeAlias = GroupMessage | ServiceMessage | DeadlockMessage
+ControlMessage: TypeAlias = GroupMessage | Goodbyes | ServiceMessage | DeadlockMessage
 
 encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ControlMessage).decode

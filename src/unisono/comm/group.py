@@ -17,7 +17,6 @@ from typing import Generic, TypeVar
 from unisono._native import DecisionTable, VerbGroup
 from unisono.comm.control import Control, Service
 from unisono.comm.control_messages import (
-    CALLS_MAX,
     CallReport,
     Goodbye,
     GroupFailure,
@@ -82,17 +81,16 @@ class Group:
         context: int,
         name: str,
         descriptor: bytes,
-        world_ranks: tuple[int, ...],
         *,
         is_introduced: bool,
         epoch: int = 0,
         parent: Group | None = None,
     ) -> None:
-        state = GroupState(backend, control, context, name, world_ranks, epoch, descriptor)
+        state = GroupState(backend, control, context, name, epoch, descriptor)
         self.state = state
         self.backend, self.control, self.call_log = backend, control, state.call_log
         self.context, self.descriptor = context, descriptor
-        self.world_ranks, self.world_rank = world_ranks, state.world_rank
+        self.world_ranks, self.world_rank = state.world_ranks, state.world_rank
         self.parent = parent
         # The group in the engine, if the backend has one; else, for some libraries, calls of their own.
         seed = seed_of(state.compared())
@@ -391,7 +389,7 @@ class Group:
         for service in list(self._services.values()):
             service.close()
         if self._is_idle():
-            self.leave()
+            self.leave(is_soon=self.parent is not None)
             return
         self.state.adopt_started()
         with self.state.lock:
@@ -421,29 +419,26 @@ class Group:
             return False
         return native.is_idle()
 
-    def leave(self, cause: str | None = None) -> None:
-        """Say goodbye without waiting for anything. `cause` says why, if the user did not close the group."""
+    def leave(self, cause: str | None = None, *, is_soon: bool = False) -> None:
+        """Say goodbye without waiting for anything. `cause` says why, if the user did not close the group.
+
+        `is_soon`: nothing was left to do, so the goodbye may wait for others to go with.
+        """
         with self.state.lock:
             if self.state.closed is not None:
                 return
-            next_step = cause and "close it, or join the threads that use it, before the main thread ends"
-            self.state.closed = ClosedError(
-                f"communicator {self.name!r} is closed", cause=cause, next_step=next_step
-            )
-            self.state.update_fast_path()
-            # An empty collective needs no other rank, so its caller may leave while others wait in the same
-            # one or in a different one: from its last calls they can detect a mismatch.
-            last_calls = {
-                sequence: self.state.report(sequence, fingerprint)
-                for sequence, fingerprint in self.call_log.last(CALLS_MAX).items()
-            }
-        self.state.interrupt(self.state.closed, only_collectives=False)
+            closed = self.state.close(cause)
+        self.state.interrupt(closed, only_collectives=False)
+        if is_soon:
+            calls = self.state.last_calls_here if len(self.call_log) else None
+            self.control.leave_soon(self.world_ranks, self.context, calls)
+            return
         if not self.state.is_aborted:
             if self.state.poisoned_by is not None:
                 # A mismatch that was collected here went out in one lane; it must precede the goodbye.
                 failure = self._mismatches.failure_message(self.state.poisoned_by)
                 self.control.send(self.world_ranks, failure, Lane.BULK)
-            self.control.leave(self.world_ranks, self.context, last_calls)
+            self.control.leave(self.world_ranks, self.context, self.state.last_calls_here())
         self.control.remove_group(self)
 
     @property
@@ -610,7 +605,7 @@ class Group:
     def _in_world_ranks(self, error: BaseException) -> BaseException:
         """The error of a request, whose ranks are those of the group, as users see it."""
         if isinstance(error, PeerLost):
-            return error.of_ranks(tuple(self.world_ranks[rank] for rank in error.ranks))
+            return error.of_ranks(self.state.rank_map.peers_of(error.ranks))
         return error
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from unisono._native import CallLog, NativeGroup
 from unisono.comm.control import Control
-from unisono.comm.control_messages import CallReport, Goodbye
+from unisono.comm.control_messages import CALLS_MAX, CallReport, Goodbye
 from unisono.comm.fingerprint import words_of
 from unisono.core.call_site import caller, is_users, line_text
 from unisono.core.envelope import Lane
@@ -49,7 +49,6 @@ class GroupState:
         control: Control,
         context: int,
         name: str,
-        world_ranks: tuple[int, ...],
         epoch: int,
         descriptor: bytes,
     ) -> None:
@@ -59,8 +58,9 @@ class GroupState:
         self.context = context
         self.name = name
         self.epoch = epoch
-        self.world_ranks = world_ranks
-        self.world_rank = world_ranks[backend.rank]
+        self.rank_map = backend.rank_map.within(control.backend.rank_map)
+        self.world_ranks = self.rank_map.peers
+        self.world_rank = self.world_ranks[backend.rank]
         self.lock = threading.RLock()
         self.call_log = CallLog()
         self.native: NativeGroup | None = None
@@ -97,6 +97,13 @@ class GroupState:
         if not self.call_log.fast_path_open:
             self.call_log.interrupt_in_flight()
 
+    def close(self, cause: str | None = None) -> ClosedError:
+        """Refuse every operation; the caller holds the lock. `cause`: why, if the user did not."""
+        next_step = cause and "close it, or join the threads that use it, before the main thread ends"
+        self.closed = ClosedError(f"communicator {self.name!r} is closed", cause=cause, next_step=next_step)
+        self.update_fast_path()
+        return self.closed
+
     # -- calls --------------------------------------------------------------------------------------------
 
     def remember(self, sequence: int, fingerprint: bytes) -> None:
@@ -131,6 +138,15 @@ class GroupState:
         if words is None:  # the engine made the call
             words = words_of(fingerprint, lengths=self.call_log.lengths(sequence)) + self.tail_words
         return CallReport.of(fingerprint, words, line_text(filename, line) if is_known else "")
+
+    def last_calls_here(self) -> dict[int, CallReport]:
+        """The last calls of this rank, for its goodbye.
+
+        An empty collective needs no other rank, so its caller may leave while others wait in the same one or
+        in a different one: from its last calls they can detect a mismatch.
+        """
+        last = self.call_log.last(CALLS_MAX).items()
+        return {sequence: self.report(sequence, fingerprint) for sequence, fingerprint in last}
 
     # -- pending operations -------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,12 @@ class Grid:
     def size(self) -> int:
         """The number of ranks."""
         return math.prod(self.shape)
+
+    @property
+    def number(self) -> int:
+        """A signed 64-bit number that grids of different shapes do not share."""
+        digest = hashlib.blake2b(repr(self.shape).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
 
     def check_size(self, size: int) -> None:
         """Refuse a shape that does not hold exactly `size` ranks."""
@@ -75,12 +82,10 @@ class Grid:
 
     def ranks_along(self, axis: str | int, rank: int) -> tuple[int, ...]:
         """The ranks with the coordinates of `rank` on all other axes, itself included."""
-        number, position = self.axis(axis), list(self.coords(rank))
-        ranks = []
-        for index in range(self.shape[number]):
-            position[number] = index
-            ranks.append(self.rank_of(position))
-        return tuple(ranks)
+        number = self.axis(axis)
+        first, length, stride = rank, self.shape[number], math.prod(self.shape[number + 1 :])
+        first -= self.coords(rank)[number] * stride
+        return tuple(range(first, first + length * stride, stride))
 
     def groups_along(self, axis: str | int) -> tuple[tuple[int, ...], ...]:
         """All sets of ranks along an axis; together they hold every rank once."""

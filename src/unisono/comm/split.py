@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -17,10 +16,21 @@ import numpy as np
 from unisono.comm.fingerprint import Operand
 from unisono.errors import UsageError
 
-__all__ = ["ATTEMPTS_MAX", "ROW_BYTES", "ROW_OPERAND", "Row", "check_request", "identity_of", "members_of"]
+__all__ = [
+    "ATTEMPTS_MAX",
+    "ROW_BYTES",
+    "ROW_OPERAND",
+    "Row",
+    "check_request",
+    "identity_of",
+    "members_of",
+    "named_identity",
+]
 
 _ROW: Final = struct.Struct("<qqq?7x")
 ROW_BYTES: Final = _ROW.size
+# What is unique of a split within its communicator.
+_SPLIT: Final = struct.Struct("<qQqq")
 # What ranks compare of the call: nothing that a user gave, since colors and keys may differ.
 ROW_OPERAND: Final = Operand(count=ROW_BYTES)
 # Context ids are 64-bit hashes: a second collision in a row is a bug, not chance.
@@ -49,11 +59,6 @@ class Row(NamedTuple):
         """One row."""
         return Row(*_ROW.unpack(data))
 
-    @staticmethod
-    def unpack_all(data: Any) -> list[Row]:
-        """The rows of all ranks, in order."""
-        return list(map(Row._make, _ROW.iter_unpack(data)))
-
 
 def check_request(color: Any, key: Any) -> None:
     """Refuse what is no signed 64-bit integer; a color may be None.
@@ -67,22 +72,35 @@ def check_request(color: Any, key: Any) -> None:
         raise UsageError(f"key={key!r}; allowed: a signed 64-bit integer")
 
 
-def members_of(rows: Sequence[Row], color: int) -> tuple[int, ...]:
-    """The ranks that passed this color, ordered by (key, rank)."""
-    chosen = [(row.key, rank) for rank, row in enumerate(rows) if row.has_color and row.color == color]
+def members_of(rows: Any, color: int | None) -> tuple[int, ...] | None:
+    """The ranks that passed this color, ordered by (key, rank); None if the context id is in use somewhere.
+
+    `rows` are the bytes of all ranks, in order.
+    """
+    chosen = []
+    for rank, (has_color, theirs, key, is_taken) in enumerate(_ROW.iter_unpack(rows)):
+        if is_taken:
+            return None
+        if has_color and theirs == color:
+            chosen.append((key, rank))
     chosen.sort()
-    return tuple(rank for _, rank in chosen)
+    return tuple([rank for _, rank in chosen])
 
 
 # A split asks twice: to see whether the id is free, and to make the group.
 @lru_cache(maxsize=16)
 def identity_of(parent: bytes, epoch: int, sequence: int, attempt: int, color: int) -> tuple[int, bytes]:
-    """The context id and the descriptor of a group, from the parent's descriptor and the call that makes it.
+    """The context id and the descriptor of a group, from its parent's and the call that makes it."""
+    return named_identity(parent, _SPLIT.pack(epoch, sequence, attempt, color))
 
-    A context id is never 0 (control) or 1 (the world).
+
+def named_identity(parent: bytes, name: bytes) -> tuple[int, bytes]:
+    """The context id and the descriptor of a group from the parent's descriptor and what is unique in it.
+
+    The descriptor identifies a group even if its context id collides with that of another. A context id is
+    never 0 (control) or 1 (the world).
     """
-    text = b"%s/split/%d/%d/%d/%d" % (parent, epoch, sequence, attempt, color)
-    digest = hashlib.blake2b(text, digest_size=24).digest()
+    digest = hashlib.blake2b(parent + name, digest_size=24).digest()
     return int.from_bytes(digest[:8], "little") | 2, digest[8:]
 
 

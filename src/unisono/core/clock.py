@@ -91,7 +91,7 @@ _SIGNALS_S: Final = 0.1
 
 NEVER: Final = Deadline(None)
 
-# How long the timer thread sleeps at most; it ends when it finds no timer left.
+# How long the timer thread sleeps at most; it ends when it finds no timer left, twice.
 _LINGER_S: Final = 0.05
 # Compact the heap when cancelled timers outnumber live ones by this many.
 _CANCELLED_KEPT: Final = 64
@@ -337,15 +337,17 @@ class _Timers:
                 heapq.heapify(self._heap)
 
     def _run(self) -> None:
+        is_idle = False
         while True:
             with self._changed:
                 while self._heap and self._heap[0][2].fn is None:
                     heapq.heappop(self._heap)
-                if not self._heap:
+                if not self._heap and is_idle:
                     self._running = False
                     return
+                is_idle = not self._heap
                 now = time.monotonic()
-                delay = min(self._heap[0][0] - now, _LINGER_S)
+                delay = _LINGER_S if is_idle else min(self._heap[0][0] - now, _LINGER_S)
                 if delay > 0:
                     self._wakes_at = now + delay
                     self._changed.wait(delay)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from unisono.core.envelope import Any_, Envelope
 from unisono.errors import ClosedError, PeerLost
+
+if TYPE_CHECKING:
+    from unisono._native import RankMap
 
 __all__ = ["HeaderMismatch", "LengthMismatch", "Request", "withdrawn"]
 
@@ -47,14 +51,14 @@ class Request:
         "data",
         "done",
         "peer",
-        "rank_here",
+        "rank_map",
     )
 
     def __init__(self, peer: int | Any_, withdraw: Callable[[Request], bool] | None = None) -> None:
         self.peer = peer
         self.done = False
-        # Converts ranks of the backend that ends it to those of the backend that was called, if they differ.
-        self.rank_here: Callable[[int], int] | None = None
+        # Between the ranks of a view that was called and those of the backend that ends it; None: the same.
+        self.rank_map: RankMap | None = None
         self.data: bytes | bytearray | None = None
         self._envelope: Envelope | None = None
         self._error: BaseException | None = None
@@ -65,15 +69,21 @@ class Request:
     @property
     def envelope(self) -> Envelope | None:
         """The envelope that a receive or probe matched or refused, in ranks of the called backend."""
-        if self._envelope is None or self.rank_here is None:
+        if self._envelope is None or self.rank_map is None:
             return self._envelope
         return replace(self._envelope, source=self.rank_here(self._envelope.source))
+
+    def rank_here(self, peer: int) -> int:
+        """The rank, in the backend that was called, of a rank of the backend that ends it."""
+        rank = peer if self.rank_map is None else self.rank_map.to_local(peer)
+        assert rank is not None, "only members take part"
+        return rank
 
     @property
     def error(self) -> BaseException | None:
         """The error that ended it, if any, in ranks of the backend that was called."""
         error, here = self._error, self.rank_here
-        if here is None or error is None:
+        if self.rank_map is None or error is None:
             return error
         match error:
             case PeerLost():

@@ -13,8 +13,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from unisono._native import RankMap
 from unisono.core.dtypes import DType
 from unisono.core.envelope import ANY, HEADER_BYTES_MAX, UNTYPED, Any_, Lane
 from unisono.core.ops import ReduceOp
@@ -90,8 +92,8 @@ class Stage:
     """One stage of a collective, for the backend that runs it.
 
     `memory` holds the flat arrays of the plan's buffers (plans.Buf). `header` is the fingerprint, of
-    16 bytes, that goes with the first message to each peer and is compared. `members` are the plan's ranks by
-    their numbers in the backend, if those differ.
+    16 bytes, that goes with the first message to each peer and is compared. `rank_map` leads from the plan's
+    ranks to those of the backend, if they differ.
     """
 
     context: int
@@ -100,7 +102,7 @@ class Stage:
     op: ReduceOp | None
     memory: Mapping[Any, Any]
     header: bytes
-    members: tuple[int, ...] | None = None
+    rank_map: RankMap | None = None
 
 
 def numbered_hosts(names: Sequence[object]) -> tuple[int, ...]:
@@ -172,6 +174,14 @@ class Backend(ABC):
     @abstractmethod
     def config(self) -> Config:
         """The settings, equal on all ranks."""
+
+    @cached_property
+    def rank_map(self) -> RankMap:
+        """Translates the ranks of this backend to peers, the ranks of the world, and back.
+
+        Of all backends only views (SubBackend) have ranks that are no peers.
+        """
+        return RankMap(range(self.size))
 
     @abstractmethod
     def start_send(
@@ -303,8 +313,8 @@ class Backend(ABC):
     def run_collective(self, problem: Any, stage: Stage) -> Request | None:
         """Run a collective (plans.Problem) by the library's own algorithm; None leaves it to plans.
 
-        Called only if the capability says so, and on all ranks or, if the stage names members, on all of
-        these. All of them must decide alike. The result must be ours: the same layout, and the same bits on
+        Called only if the capability says so, and on all ranks or, if the stage has a map, on all of its
+        members. All of them must decide alike. The result must be ours: the same layout, and the same bits on
         all ranks. Memory and errors are those of `run_plan`.
         """
         return None
@@ -317,7 +327,7 @@ class Backend(ABC):
         *,
         fingerprint_seed: int,
         is_introduced: bool,
-        members: tuple[int, ...] | None = None,
+        rank_map: RankMap | None = None,
         leaves_tensors: bool = False,
     ) -> NativeGroup | None:
         """The communicator of these ranks in the engine, which runs its calls; None if there is no engine.
@@ -326,7 +336,7 @@ class Backend(ABC):
             listener: what Python must look at. It is not kept alive; `end_group` ends it.
             fingerprint_seed: of the hash in the fingerprints of its calls.
             is_introduced: False if the first message to each member must go through Python.
-            members: the communicator's ranks by their numbers here; all of them by default.
+            rank_map: leads from the communicator's ranks to those here; by default `self.rank_map`.
             leaves_tensors: calls with tensors of a device are left to `device_verb`.
         """
         return None
@@ -357,7 +367,7 @@ class Backend(ABC):
         raise NotImplementedError(f"{self.capabilities.name} has no engine")
 
     def library_calls(
-        self, context: int, call_log: CallLog, members: tuple[int, ...] | None = None
+        self, context: int, call_log: CallLog, rank_map: RankMap | None = None
     ) -> LibraryCalls | None:
         """The blocking collectives of a communicator that a library makes on the caller's thread; or None."""
         return None
@@ -369,8 +379,8 @@ class Backend(ABC):
         """
         return reference
 
-    def mailbox(self, context: int, tag: int) -> Mailbox | None:
-        """A mailbox for short messages below Python; None if there is none."""
+    def mailbox(self, context: int, tag: int, rank_map: RankMap | None = None) -> Mailbox | None:
+        """A mailbox for short messages below Python, in the ranks of a view's map; None if there is none."""
         return None
 
     def end_group(self, context: int) -> None:  # noqa: B027 - optional: for state per context
@@ -379,6 +389,13 @@ class Backend(ABC):
         Eager messages that nobody received, and those that come later, are dropped and their credit returned.
         A message whose sender still waits stays queued: the sender withdraws it when it hears of the end.
         """
+
+    def end_unused(self, context: int) -> bool:
+        """End a communicator of which nothing here has sent or received; False if messages wait for it.
+
+        False, too, if the backend cannot tell: then it is ended as one that was used.
+        """
+        return False
 
     def check_length(self, tag: int, nbytes: int, header: bytes = b"") -> None:
         """Refuse a message that is longer than its kind may be, before anything is sent.

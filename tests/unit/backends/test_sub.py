@@ -211,7 +211,9 @@ def test_the_parents_collectives_get_the_members_and_answer_with_the_views_ranks
     stage = Stage(CONTEXT, 1, DTYPES["float32"], None, {}, b"a call")
     assert view.run_collective(None, stage) is None
     request = view.run_collective("a problem", stage)
-    assert parent.asked == ("a problem", replace(stage, members=(5, 0, 3)))
+    problem, asked = parent.asked
+    assert (problem, asked) == ("a problem", replace(stage, rank_map=view.rank_map))
+    assert asked.rank_map.peers == (5, 0, 3)
     assert request is not None
     assert isinstance(request.error, HeaderMismatch)
     assert request.error.peer == 2

@@ -27,15 +27,18 @@ NATIVE = pytest.mark.on_every_link
 
 def test_rows_come_back_as_they_were_packed() -> None:
     rows = [Row(1, -(2**63), 2**63 - 1, True), Row(0, 0, -1, False), Row(1, 7, 0, False)]
-    assert Row.unpack_all(b"".join(row.pack() for row in rows)) == rows
+    assert [Row.unpack(row.pack()) for row in rows] == rows
     assert len(rows[0].pack()) == ROW_BYTES
 
 
 def test_members_are_ordered_by_key_then_rank_and_none_is_no_color() -> None:
     rows = [Row(1, 0, 5, False), Row(0, 0, 0, False), Row(1, 0, -5, False), Row(1, 3, 0, False)]
     rows.append(Row(1, 0, 5, False))
-    assert members_of(rows, 0) == (2, 0, 4)
-    assert members_of(rows, 3) == (3,)
+    packed = b"".join(row.pack() for row in rows)
+    assert members_of(packed, 0) == (2, 0, 4)
+    assert members_of(packed, 3) == (3,)
+    assert members_of(packed, None) == (), "who opted out"
+    assert members_of(packed + Row(1, 7, 0, True).pack(), 0) is None, "an id that is in use anywhere"
 
 
 def test_every_call_color_attempt_and_parent_gives_another_identity() -> None:
@@ -257,7 +260,7 @@ def test_ranks_try_the_next_context_together_if_one_is_taken(
         assert first is not None
         control = comm._group.control
         if comm.rank == 1:  # the id is in use on one rank only
-            control._groups[2] = first._group
+            control.reserve(2)
         if is_started:
             work = comm.start.split(comm.rank % 2, timeout=60)
             is_called = threading.Event()
@@ -267,7 +270,7 @@ def test_ranks_try_the_next_context_together_if_one_is_taken(
             assert is_called.wait(60)
         else:
             second = comm.split(comm.rank % 2, timeout=60)
-        control._groups.pop(2, None)
+        control._reserved.discard(2)
         assert second is not None
         return second.all_gather(comm.rank).tolist(), comm.all_reduce(1)
 

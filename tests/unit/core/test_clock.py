@@ -332,6 +332,7 @@ def test_a_blocking_verb_needs_no_timer_thread():
         comm.all_reduce(np.ones(3), timeout=3600)
         return len(timer_threads())
 
+    wait_until(lambda: not timer_threads())  # of tests before
     assert run_ranks(program, 2).values() == [0, 0]
 
 

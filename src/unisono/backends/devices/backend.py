@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from unisono._native import NativeGroup
+from unisono._native import NativeGroup, RankMap
 from unisono.backends.devices.calls import DeviceCalls, DeviceLibrary
 from unisono.backends.registry import Closable
 from unisono.config import Config
@@ -110,6 +110,10 @@ class DeviceBackend(Closable):
         """End a group in it."""
         self._inner.end_group(context)
 
+    def end_unused(self, context: int) -> bool:
+        """The same for one that was not used."""
+        return self._inner.end_unused(context)
+
     def native_group(self, *group: Any, **options: Any) -> NativeGroup | None:
         """Its group in the engine."""
         return self._inner.native_group(*group, **{**options, "leaves_tensors": True})
@@ -118,9 +122,9 @@ class DeviceBackend(Closable):
         """Compile for it."""
         return self._inner.compile_plan(plan, itemsize)
 
-    def mailbox(self, context: int, tag: int) -> Mailbox | None:
+    def mailbox(self, context: int, tag: int, rank_map: RankMap | None = None) -> Mailbox | None:
         """Its mailbox."""
-        return self._inner.mailbox(context, tag)
+        return self._inner.mailbox(context, tag, rank_map)
 
     def adopt(self, handle: int, *operation: Any) -> Request:
         """Adopt an operation of its engine."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from unisono._native import CallLog
+from unisono._native import CallLog, RankMap
 from unisono.backends.foreign import ForeignRequest
 from unisono.backends.framed import FramedBackend, FrameTransport
 from unisono.backends.mpi.calls import MpiCalls
@@ -150,11 +150,11 @@ class MpiBackend(FramedBackend):
         self.collectives.close_queue(context)
 
     def library_calls(
-        self, context: int, call_log: CallLog, members: tuple[int, ...] | None = None
+        self, context: int, call_log: CallLog, rank_map: RankMap | None = None
     ) -> MpiCalls | None:
         """The calls of a communicator that go straight to MPI."""
-        size = self.size if members is None else len(members)
-        return MpiCalls(self, context, members, call_log) if size > 1 else None
+        size = self.size if rank_map is None else len(rank_map)
+        return MpiCalls(self, context, rank_map, call_log) if size > 1 else None
 
     def keep(self, request: ForeignRequest) -> int:
         """Keep a request that is handed over, until `adopt` takes it."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from unisono._native import CallLog
+from unisono._native import CallLog, RankMap
 from unisono.backends.mpi.collectives import MpiQueue, Task
 from unisono.core.dtypes import DType
 from unisono.core.envelope import Tags
@@ -43,11 +43,11 @@ class MpiCalls:
     """The calls of one communicator."""
 
     def __init__(
-        self, backend: MpiBackend, context: int, members: tuple[int, ...] | None, call_log: CallLog
+        self, backend: MpiBackend, context: int, rank_map: RankMap | None, call_log: CallLog
     ) -> None:
         self.backend = backend
         self.context = context
-        self.members = members
+        self.rank_map = rank_map
         self.call_log = call_log
 
     def decide(self, problem: Problem, dtype: DType, op: ReduceOp | None) -> LibraryCall:
@@ -56,7 +56,7 @@ class MpiCalls:
 
     def queue(self) -> MpiQueue | None:
         """The queue of the communicator, which is opened by its first collective."""
-        return self.backend.collectives.queue_of(self.context, self.members)
+        return self.backend.collectives.queue_of(self.context, self.rank_map)
 
 
 class _Known:
@@ -159,7 +159,7 @@ class _CallClass:
         calls, problem = self._calls, self._problem
         exact = replace(problem, counts=(count,) * len(problem.counts))
         tag = Tags.collective(0, 0)
-        stage = Stage(calls.context, tag, self._dtype, self._op, {}, fingerprint, calls.members)
+        stage = Stage(calls.context, tag, self._dtype, self._op, {}, fingerprint, calls.rank_map)
         known = None
         if calls.backend.collectives.is_suitable(exact, stage) and (queue := calls.queue()) is not None:
             known = _Known(queue, exact, stage)

@@ -153,7 +153,7 @@ class NativeBackend(Closable):
         self._runtime = self._make_runtime(self._completions)
         self._hosts: tuple[int, ...] = ()
         # By shape of group: its size, this rank in it, and its hosts. Links and settings are the same.
-        self._decisions: dict[tuple[int, int, tuple[int, ...]], _native.DecisionTable] = {}
+        self._decisions: dict[tuple[int, int | None, tuple[int, ...]], _native.DecisionTable] = {}
         # What may have this length under any tag.
         self._short_bytes = min(CONTROL_BYTES_MAX, self._config.message_bytes_max)
         self._after_close: list[Callable[[], None]] = []
@@ -315,7 +315,7 @@ class NativeBackend(Closable):
         is_even = plan.shape.collective == "all_to_all" and len(set(counts)) == 1
         program, piece_elements = self.compile_plan(plan, dtype.itemsize)
         call = _native.ProgramCall(
-            program, counts[:1] if is_even else counts, is_even, piece_elements, stage.members
+            program, counts[:1] if is_even else counts, is_even, piece_elements, stage.rank_map
         )
         given, result = memory.get(Buf.IN), memory.get(Buf.OUT)
         request = RunRequest(self._completions, (given, result))
@@ -348,23 +348,24 @@ class NativeBackend(Closable):
         *,
         fingerprint_seed: int,
         is_introduced: bool,
-        members: tuple[int, ...] | None = None,
+        rank_map: _native.RankMap | None = None,
         leaves_tensors: bool = False,
     ) -> _native.NativeGroup:
-        """The communicator of `members`, or of all ranks, in the engine."""
+        """The communicator of a view's ranks, or of all, in the engine."""
         self._completions.listeners_of_groups[context] = weakref.ref(listener)
-        ranks = tuple(range(self._size)) if members is None else members
-        rank = ranks.index(self._rank)
-        hosts = numbered_hosts([self._hosts[member] for member in ranks]) if self._hosts else ()
+        ranks = self.rank_map if rank_map is None else rank_map
+        hosts = numbered_hosts([self._hosts[peer] for peer in ranks.peers]) if self._hosts else ()
+        shape = (len(ranks), ranks.to_local(self._rank), hosts)
+        if (decisions := self._decisions.get(shape)) is None:
+            decisions = self._decisions.setdefault(shape, _native.DecisionTable())
         return _native.NativeGroup(
             self._engine,
             call_log,
             arguments(leaves_tensors=leaves_tensors),
-            self._decisions.setdefault((len(ranks), rank, hosts), _native.DecisionTable()),
+            decisions,
             context=context,
             fingerprint_seed=fingerprint_seed,
-            rank=rank,
-            members=ranks,
+            rank_map=ranks,
             is_introduced=is_introduced,
             window=self._config.window_segments,
             stall_s=self._config.stall_query_s,
@@ -373,9 +374,9 @@ class NativeBackend(Closable):
             any_=ANY,
         )
 
-    def mailbox(self, context: int, tag: int) -> Mailbox:
+    def mailbox(self, context: int, tag: int, rank_map: _native.RankMap | None = None) -> Mailbox:
         """A mailbox in the engine."""
-        return _native.Mailbox(self._engine, context, tag)
+        return _native.Mailbox(self._engine, context, tag, self.rank_map if rank_map is None else rank_map)
 
     def adopt(
         self,
@@ -396,6 +397,10 @@ class NativeBackend(Closable):
         """Drop messages that no receive will match any more."""
         self._completions.listeners_of_groups.pop(context, None)
         self._engine.end_context(context)
+
+    def end_unused(self, context: int) -> bool:
+        """Ask the engine."""
+        return self._engine.end_unused_context(context)
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         """Notify the listener of every rank that is down or goes down."""

@@ -79,9 +79,7 @@ class RunRequest(NativeRequest):
         """The peers of messages under way."""
         if self.done or not self.handle:
             return ()
-        here = self.rank_here
-        ranks = self.completions.engine.awaited(self.handle)
-        return tuple(ranks if here is None else map(here, ranks))
+        return tuple(map(self.rank_here, self.completions.engine.awaited(self.handle)))
 
     def cancel(self) -> bool:
         """Withdraw its messages where possible; it ends when the engine no longer uses its memory."""

@@ -1,0 +1,54 @@
+"""Goodbyes that wait to be sent together: of groups that were closed here with nothing left to do on them.
+
+In a program that is right nobody waits for such a group: its members close it at about the same time. So the
+goodbyes of many groups travel in one message, and a member that has said goodbye first needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+__all__ = ["DELAY_S", "UnsentGoodbyes"]
+
+# Whoever does wait for a member that has left waits for so much longer: nothing to a person, and time enough
+# for some hundred groups.
+DELAY_S: Final = 0.005
+
+
+C = TypeVar("C")
+
+
+class UnsentGoodbyes(Generic[C]):
+    """By context, the world ranks that are to be told, and what makes the last calls. Hold a lock."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, tuple[int, ...]] = {}
+        self._calls: dict[int, Callable[[], C]] = {}
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def add(self, context: int, ranks: tuple[int, ...], calls: Callable[[], C] | None) -> None:
+        """A group of these ranks was closed; `calls` is None if it has called no collective."""
+        self._ranks[context] = ranks
+        if calls is not None:
+            self._calls[context] = calls
+
+    def remove(self, context: int, rank: int) -> None:
+        """A rank has closed the group itself."""
+        if (ranks := self._ranks.get(context)) is not None:
+            self._ranks[context] = tuple([other for other in ranks if other != rank])
+
+    def take(self) -> tuple[dict[int, list[int]], list[tuple[int, tuple[int, ...], Callable[[], C]]]]:
+        """Remove all: the contexts by rank of groups without calls, and (context, ranks, calls) of others."""
+        by_rank: dict[int, list[int]] = {}
+        called: list[tuple[int, tuple[int, ...], Callable[[], C]]] = []
+        for context, ranks in self._ranks.items():
+            if (calls := self._calls.get(context)) is not None:
+                called.append((context, ranks, calls))
+                continue
+            for rank in ranks:
+                by_rank.setdefault(rank, []).append(context)
+        self._ranks, self._calls = {}, {}
+        return by_rank, called
