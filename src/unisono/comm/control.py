@@ -370,12 +370,20 @@ class Control:
         if isinstance(message, GroupMessage):
             self._on_group_message(sender, message)
         elif isinstance(message, Goodbyes):
-            for context in message.contexts:
-                self._on_group_message(sender, Goodbye(context, message.lane))
+            self._on_goodbyes(sender, message)
         elif isinstance(message, ServiceMessage):
             self._on_service_message(sender, message)
         else:
             self.deadlocks.on_message(sender, message)
+
+    def _on_goodbyes(self, sender: int, message: Goodbyes) -> None:
+        with self._lock:  # once for all: most of these groups were closed here, too
+            late = [context for context in message.contexts if context in self._closed_contexts]
+            for context in late:
+                self._goodbyes.remove(context, sender)
+        if len(late) < len(message.contexts):
+            for context in sorted(set(message.contexts).difference(late)):
+                self._on_group_message(sender, Goodbye(context, message.lane))
 
     def _on_group_message(self, sender: int, message: GroupMessage) -> None:
         with self._lock:
