@@ -11,7 +11,7 @@ def program(world):
 print(uni.simulate(program, 4).results)
 """
 
-import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from unisono.version import VERSION
@@ -35,16 +35,24 @@ def __getattr__(name: str) -> Any:
     """
     if name == "__all__":
         return _public_names()
+    if name == "rpc":
+        import unisono.rpc
+    if name == "train":
+        import unisono.train  # noqa: F401
     if name in ("rpc", "train"):
-        return importlib.import_module(f"unisono.{name}")
+        return sys.modules[f"unisono.{name}"]
     if not name.startswith("_"):
-        api = importlib.import_module("unisono.api")
-        globals().update({each: vars(api)[each] for each in api.__all__ if each in vars(api)})
-        if name in globals():
-            return globals()[name]
+        names, api = _public_names(), vars(sys.modules["unisono.api"])
+        public = {each: api[each] for each in names if each in api}
+        globals().update(public)
+        if name in public:
+            return public[name]
     raise AttributeError(f"module 'unisono' has no attribute {name!r}")
 
 
 def _public_names() -> list[str]:
-    names: list[str] = importlib.import_module("unisono.api").__all__
+    import unisono.api  # noqa: F401
+
+    # By its name: while it is being imported it is no attribute of this package, and has no names yet.
+    names: list[str] = vars(sys.modules["unisono.api"]).get("__all__", [])
     return names

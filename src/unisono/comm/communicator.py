@@ -38,7 +38,7 @@ from unisono.comm.split import (
     named_identity,
 )
 from unisono.comm.verb_table import make_verbs_type
-from unisono.core.clock import Killed, call_before_threads_are_joined
+from unisono.core.clock import Dropped, Killed, call_before_threads_are_joined
 from unisono.core.dtypes import DTYPES
 from unisono.core.task import Call, Steps
 from unisono.core.work import Work, wait_or_cancel
@@ -197,14 +197,6 @@ class Communicator(_Verbs):
         self._children: dict[int, Callable[[], Communicator | None]] = {}
         self._subs: dict[tuple[int, ...], int] = {}
 
-    def __del__(self) -> None:
-        """Leave a dropped group. Operations under way on it, and its agent, keep the communicator alive."""
-        if self._parent is None or self._plan is None or self._is_left or sys.is_finalizing():
-            return
-        above, made = self._parent._group, self._made
-        if made is None or not made.is_closed:
-            above.control.leave_later(partial(_leave, above, self._plan, made, self._parent._children))
-
     @classmethod
     def world(cls, backend: Backend) -> Communicator:
         """The communicator of all ranks of a backend; it owns the backend, and closes it."""
@@ -242,6 +234,8 @@ class Communicator(_Verbs):
                 group.backend.end_group(plan.context)
             if is_new:
                 self._take(group)
+                if isinstance(watched := parent._children.get(plan.context), Dropped):
+                    watched.act = partial(_leave, parent._group, plan, weakref.ref(parent), group)
         if is_new and not self._is_left:
             group.control.add_group(group)
         return group
@@ -547,7 +541,10 @@ class Communicator(_Verbs):
         peers = group.state.rank_map.peers_of(members)
         child._plan = GroupPlan(peers, context, descriptor, name, is_introduced)
         group.control.reserve(context)
-        self._children[context] = (lambda: child) if self._keeps_children else weakref.ref(child)
+        # Operations under way on it, and its agent, keep the communicator alive.
+        leave = partial(_leave, group, child._plan, weakref.ref(self))
+        watched = None if self._keeps_children else group.control.watch(child, leave)
+        self._children[context] = watched if watched is not None else lambda: child
         if group.is_closed:  # by another thread, since the members agreed: they must not wait for us
             child.close()
         return child
@@ -601,12 +598,13 @@ def _close_later(backend: Backend) -> None:
 
 
 def _leave(
-    parent: Group, plan: GroupPlan, made: Group | None, siblings: dict[int, Callable[[], Communicator | None]]
+    above: Group, plan: GroupPlan, parent: Callable[[], Communicator | None], made: Group | None = None
 ) -> None:
     """Leave a dropped group."""
-    siblings.pop(plan.context, None)
-    if made is None and plan.leave_unused(parent):
+    if (communicator := parent()) is not None:
+        communicator._children.pop(plan.context, None)
+    if (made is None and plan.leave_unused(above)) or (made is not None and made.is_closed):
         return
-    group = made if made is not None else plan.make(parent)
+    group = made if made is not None else plan.make(above)
     group.leave()
     group.backend.end_group(plan.context)

@@ -34,6 +34,7 @@ from unisono.comm.control_messages import (
 from unisono.comm.deadlock_watch import DeadlockWatch, WatchedGroup
 from unisono.comm.early_messages import EarlyMessages
 from unisono.comm.goodbyes import DELAY_S, UnsentGoodbyes
+from unisono.core.clock import Dropped, when_dropped
 from unisono.core.envelope import ANY, Lane, Tags
 from unisono.core.task import Call, Steps, Task
 from unisono.errors import ClosedError, PeerLost, ProtocolError, UnisonoError
@@ -118,7 +119,7 @@ class Control:
         # Peers that are down, not dispatched yet: what they sent before goes first.
         self._down_pending: deque[PeerDown] = deque()
         # What leaves the groups that were dropped; one thread at a time does it.
-        self._dropped: deque[Callable[[], None]] = deque()
+        self._dropped: deque[Dropped] = deque()
         self._leaving = threading.RLock()
         self.deadlocks = DeadlockWatch(self)
         self._call = Call("control", backend.rank)
@@ -229,16 +230,17 @@ class Control:
             for lane in (Lane.BULK, Lane.CONTROL):
                 self.send((rank,), Goodbyes(tuple(contexts), lane), lane)
 
-    def leave_later(self, leave: Callable[[], None]) -> None:
-        """Leave a dropped group on another thread: the garbage collector may run while locks are held."""
-        self._dropped.append(leave)
-        self.backend.runtime.call_soon(self.leave_dropped)
+    def watch(self, communicator: object, leave: Callable[[], None]) -> Dropped:
+        """Call `leave` on another thread, or before the world leaves, when a communicator was dropped."""
+        watched = Dropped.watch(communicator, leave, self._dropped.append)
+        watched.also = when_dropped(communicator, self.leave_dropped)
+        return watched
 
     def leave_dropped(self) -> None:
         """Leave the dropped groups, and send all goodbyes. A world does so first: nothing follows its own."""
         with self._leaving:
             while self._dropped:
-                self._dropped.popleft()()
+                self._dropped.popleft().act()
             self.send_goodbyes()
 
     def send(self, ranks: Iterable[int], message: ControlMessage, lane: Lane = Lane.CONTROL) -> None:

@@ -350,14 +350,11 @@ class Group:
                 return
             self.state.poisoned_by = error
             self.state.update_fast_path()
-        self._tell_all(GroupFailure.of(error, self.context))
+        failure = GroupFailure.of(error, self.context)
+        for lane in Lane:  # ahead of all that this rank sends from now on
+            self.control.send(self.world_ranks, failure, lane)
         self.state.interrupt(self.state.poison_error, only_collectives=True)
         self.state.wake_all()
-
-    def _tell_all(self, failure: GroupFailure) -> None:
-        """Send a failure to all members, in each lane ahead of what this rank sends there from now on."""
-        for lane in Lane:
-            self.control.send(self.world_ranks, failure, lane)
 
     def abort(self, error: UnisonoError) -> None:
         """A member gives up for good: end everything. If the group was poisoned before, that is the cause.
@@ -370,7 +367,7 @@ class Group:
                 return
             self._is_abort_sent = True
             root_cause = self.state.poisoned_by or error
-        self._tell_all(self._mismatches.failure_message(root_cause, is_abort=True))
+        self.control.send(self.world_ranks, self._mismatches.failure_message(root_cause, is_abort=True))
         with self.state.lock:
             self.state.is_aborted = True
             self.state.poisoned_by = self.state.poisoned_by or root_cause

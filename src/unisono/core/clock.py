@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,13 +25,14 @@ from numbers import Real
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import CodeType, FrameType
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from unisono.errors import UsageError, ranks_text
 
 __all__ = [
     "NEVER",
     "Deadline",
+    "Dropped",
     "Event",
     "Killed",
     "Parked",
@@ -44,6 +46,7 @@ __all__ = [
     "file_age_s",
     "is_idle_in",
     "parked_threads",
+    "when_dropped",
 ]
 
 _log = logging.getLogger("unisono")
@@ -362,6 +365,26 @@ class _Timers:
                     _log.exception("a timer failed")
 
 
+class Dropped(weakref.ref[Any]):
+    """A reference to an object, with what is to be done when the object has been dropped.
+
+    Not `__del__` and not `weakref.finalize`: Python discards an exception that a signal handler raises in
+    those, such as Ctrl-C. The callback of this reference must be a function of C, in which no handler runs.
+    If the reference itself is dropped first, nothing is done.
+    """
+
+    __slots__ = ("act", "also")
+    act: Callable[[], None]
+    also: object  # kept with it
+
+    @classmethod
+    def watch(cls, one: object, act: Callable[[], None], add: Callable[[Any], None]) -> Dropped:
+        """Refer to an object; when it is dropped, `add` is called with the reference."""
+        reference = cls(one, add)
+        reference.act = act
+        return reference
+
+
 class _Collected:
     """Runs calls for finalizers on one idle thread of the process.
 
@@ -371,7 +394,7 @@ class _Collected:
     """
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], None] | Dropped] = SimpleQueue()
         self._lock = threading.Lock()
         self._is_served = False
 
@@ -384,6 +407,9 @@ class _Collected:
     def add(self, fn: Callable[[], None]) -> None:
         self._calls.put(fn)
 
+    def watch(self, one: object, fn: Callable[[], None]) -> Dropped:
+        return Dropped.watch(one, fn, self._calls.put)
+
     def _run(self) -> None:
         while True:
             # On a thread of its own: deadlock detection counts it as active only while the call runs.
@@ -392,11 +418,11 @@ class _Collected:
             caller.start()
             caller.join()
 
-    def _call(self, fn: Callable[[], None]) -> None:
+    def _call(self, fn: Callable[[], None] | Dropped) -> None:
         """Make this call and those that were queued meanwhile: one garbage collection may queue hundreds."""
         while True:
             try:
-                fn()
+                (fn.act if isinstance(fn, Dropped) else fn)()
             except Exception:  # the other calls go on
                 _log.exception("a forgotten object could not be closed")
             try:
@@ -406,6 +432,11 @@ class _Collected:
 
 
 _collected = _Collected()
+
+
+def when_dropped(one: object, fn: Callable[[], None]) -> Dropped:
+    """Call `fn` on the thread for finalizers when an object was dropped, if the result is kept until then."""
+    return _collected.watch(one, fn)
 
 
 def call_before_threads_are_joined(fn: Callable[[], None]) -> None:

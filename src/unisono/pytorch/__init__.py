@@ -6,7 +6,6 @@ import unisono.pytorch  # not needed where torch finds it by itself
 dist.init_process_group("unisono")
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from unisono.pytorch.registration import register
@@ -19,14 +18,6 @@ __all__ = ["CompressionState", "SyncBatchNorm", "compression_hook", "convert_syn
 
 register()
 
-_MODULES = {
-    "CompressionState": "compression",
-    "SyncBatchNorm": "sync_batch_norm",
-    "compression_hook": "compression",
-    "convert_sync_batchnorm": "sync_batch_norm",
-}
-
-
 def __dir__() -> list[str]:
     """The public names, and nothing else."""
     return __all__
@@ -34,6 +25,12 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Import a name on first use: torch may load this package only to find the backend."""
-    if name in _MODULES:
-        return getattr(import_module(f"unisono.pytorch.{_MODULES[name]}"), name)
+    if name in ("CompressionState", "compression_hook"):
+        from unisono.pytorch import compression
+
+        return getattr(compression, name)
+    if name in ("SyncBatchNorm", "convert_sync_batchnorm"):
+        from unisono.pytorch import sync_batch_norm
+
+        return getattr(sync_batch_norm, name)
     raise AttributeError(f"module 'unisono.pytorch' has no attribute {name!r}")
