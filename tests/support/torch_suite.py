@@ -25,6 +25,7 @@ import torch.distributed as dist
 from tests.support.processes import Ranks, forked
 
 from unisono.messaging.backend import Backend
+from unisono.pytorch.process_group import ProcessGroup
 
 __all__ = ["SuiteRanks", "suite_ranks"]
 
@@ -50,7 +51,9 @@ class SuiteRanks:
             if not pipe.poll(PATIENCE_S):
                 raise TimeoutError(f"rank {rank} hangs in {name}\n{self._ranks.stacks()}")
             said.append(pipe.recv())
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text not in ("passed", "skipped")]
+        failed = [
+            f"rank {rank}: {text}" for rank, text in enumerate(said) if text not in ("passed", "skipped")
+        ]
         return "\n".join(failed) or ("passed" if "passed" in said else "skipped")
 
 
@@ -89,7 +92,8 @@ def _loaded(folder: Path, gate: str, rank: int) -> Any:
     _put_in_place_of(gate)
     module = importlib.import_module("torch.testing._internal.distributed.distributed_test")
     os.environ["BACKEND"] = "mpi"  # lifts torch's wish for 8 ranks
-    module.PROFILING_SUPPORTED_BACKENDS = []  # it looks for events of C++ groups
+    # It looks for events that C++ groups record.
+    module.PROFILING_SUPPORTED_BACKENDS = module.SEND_RECV_PROFILING_SUPPORTED_BACKENDS = []
 
     class Case(module.DistributedTest._DistTestBase, module.TestDistBackend):  # type: ignore[name-defined, misc]
         pass
@@ -117,6 +121,8 @@ def _put_in_place_of(gate: str) -> None:
     dist.init_process_group = replaced(dist.init_process_group)
     dist.new_group = replaced(dist.new_group)
     dist.get_backend = get_backend
+    for name in ("name", "getBackendName", "_get_backend_name"):
+        setattr(ProcessGroup, name, lambda group: gate)
 
 
 def _run(case: Any, name: str, rank: int, folder: Path) -> str:

@@ -104,6 +104,12 @@ class Calls:
 
     def message(self, verb: str, tensors: Sequence[Tensor], finish: Finish | None, *args: Any) -> dist.Work:
         """Start a send or a receive, in the first lane: its peer need not be in a callback, too."""
+        if _profiler_enabled():
+            with record_function(f"unisono:{verb}"):
+                return self._message(verb, tensors, finish, *args)
+        return self._message(verb, tensors, finish, *args)
+
+    def _message(self, verb: str, tensors: Sequence[Tensor], finish: Finish | None, *args: Any) -> dist.Work:
         lane = self._lane
         try:
             started = getattr(lane.start, verb)(*args, timeout=self.timeout_s)

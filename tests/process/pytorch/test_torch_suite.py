@@ -18,7 +18,10 @@ LEFT_OUT = {"test_SyncBatchNorm_process_group"}
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("gate", "part", "least"),
-    [("gloo", "", 114), ("mpi", "all_to_all", 12)],  # Gloo itself runs 115 of the first and none of the second
+    [
+        ("gloo", "", 114),
+        ("mpi", "all_to_all", 12),
+    ],  # Gloo itself runs 115 of the first and none of the second
 )
 def test_the_tests_of_torch_pass(tmp_path: Path, gate: str, part: str, least: int) -> None:
     with suite_ranks(tmp_path, gate) as ranks:
