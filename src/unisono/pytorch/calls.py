@@ -102,22 +102,20 @@ class Calls:
             Started(self, stream, verb, started, outputs, None if finish is None else Once(finish))
         )
 
-    def message(self, verb: str, tensors: Sequence[Tensor], finish: Finish | None, *args: Any) -> dist.Work:
+    def message(self, verb: str, tensors: Sequence[Tensor], finish: Once | None, *args: Any) -> dist.Work:
         """Start a send or a receive, in the first stream: its peer need not be in a callback, too."""
         if _profiler_enabled():
             with record_function(f"unisono:{verb}"):
                 return self._message(verb, tensors, finish, *args)
         return self._message(verb, tensors, finish, *args)
 
-    def _message(self, verb: str, tensors: Sequence[Tensor], finish: Finish | None, *args: Any) -> dist.Work:
+    def _message(self, verb: str, tensors: Sequence[Tensor], finish: Once | None, *args: Any) -> dist.Work:
         stream = self._stream
         try:
             started = getattr(stream.start, verb)(*args, timeout=self.timeout_s)
         except UnisonoError as error:
             raise self.failed(error, verb, call_site()) from error
-        return self._kept(
-            Message(self, stream, verb, started, tensors, None if finish is None else Once(finish))
-        )
+        return self._kept(Message(self, stream, verb, started, tensors, finish))
 
     def failed(self, error: UnisonoError, call: str, site: str) -> dist.DistBackendError:
         """The error of a call that was made at a line of the user's program."""

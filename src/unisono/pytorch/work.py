@@ -111,7 +111,7 @@ class Started(_Base):
         self._work = work
         self._given = outputs
         self._finish = finish
-        if finish is not None:  # also if nobody waits for it
+        if finish is not None and finish.is_owed:
             self.after(_nothing)
 
     def _end(self, timeout_s: float | None = None) -> None:
@@ -229,9 +229,13 @@ class _Done(_Base):
 
 
 class Once:
-    """What is left to do when an operation has ended, such as copying its result back; done once."""
+    """What is left to do when an operation has ended, such as copying its result back; done once.
 
-    def __init__(self, finish: Callable[[Any], object]) -> None:
+    It is `is_owed` if it must be done also where nobody waits for the operation.
+    """
+
+    def __init__(self, finish: Callable[[Any], object], *, is_owed: bool = True) -> None:
+        self.is_owed = is_owed
         self._finish: Callable[[Any], object] | None = finish
         self._lock = threading.Lock()
         self._error: Exception | None = None
