@@ -479,14 +479,14 @@ def _fill(outputs: Sequence[Tensor], parts: Any) -> None:
         own.copy_(part.view(own.shape))
 
 
-def _received(memory: Tensor, back: CopyBack | None) -> Finish:
+def _received(memory: Tensor, back: CopyBack | None) -> Once:
     def finish(status: Any) -> None:
         if status.nbytes != memory.nbytes:
             raise UsageError(f"a message of {status.nbytes} bytes for a tensor of {memory.nbytes}")
         if back is not None:
             back()
 
-    return finish
+    return Once(finish, is_owed=back is not None)
 
 
 def _rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
