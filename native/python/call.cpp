@@ -413,7 +413,10 @@ void Call::begin_collective() {
   const bool has_no_in = is_in_place();
   if (!has_no_in) stage.in = x_.data;
   if (has_no_in || spec_.verb != Verb::reduce) stage.out = target_;
-  if (announced_) stage.in = const_cast<byte*>(in_);
+  if (announced_) {
+    stage.in = const_cast<byte*>(in_);
+    stage.in_parts = announced_->sent_from;
+  }
   if (!wide_.empty()) {
     auto* const wide = reinterpret_cast<byte*>(wide_.data());
     if (stage.in != nullptr) stage.in = wide;

@@ -144,7 +144,7 @@ def _all_gather(one: CollectiveCall, said: list[Announcement], array: Array) -> 
         flat = np.concatenate([each.part(0) for each in said])
     else:
         counts = tuple(each.counts[0] for each in said)
-        flat = np.empty(sum(counts), array.dtype.storage)
+        flat = buffers.empty(sum(counts), array.dtype)
         yield from one.run("all_gather", counts, array.dtype, {Buf.IN: array.flat, Buf.OUT: flat})
     return _listed(flat, [each.lengths[0] for each in said], said[0], array.family)
 
@@ -160,7 +160,7 @@ def _gather(
         flat = np.concatenate([each.part(0) for each in said])
     else:
         counts = tuple(each.counts[0] for each in said)
-        flat = np.empty(sum(counts) if is_root else 0, array.dtype.storage)
+        flat = buffers.empty(sum(counts) if is_root else 0, array.dtype)
         memory = {Buf.IN: array.flat} | ({Buf.OUT: flat} if is_root else {})
         yield from one.run("gather", counts, array.dtype, memory, root=root)
     return _listed(flat, [each.lengths[0] for each in said], said[0], array.family) if is_root else None
@@ -175,7 +175,7 @@ def _all_to_all(
         flat = np.concatenate([each.part(rank) for each in said])
     else:
         counts = tuple(itertools.chain.from_iterable(each.counts for each in said))
-        flat = np.empty(sum(counts[rank::size]), dtype.storage)
+        flat = buffers.empty(sum(counts[rank::size]), dtype)
         given = np.concatenate([part.flat for part in parts])
         yield from one.run("all_to_all", counts, dtype, {Buf.IN: given, Buf.OUT: flat})
     return _listed(flat, [each.lengths[rank] for each in said], said[0], parts[0].family)
@@ -226,7 +226,7 @@ def _broadcast(one: CollectiveCall, said: Announcement, parts: list[Array] | Non
     """Root's bytes to everyone."""
     if said.elements is not None:
         return said.part(0)
-    flat = np.empty(said.lengths[0], np.uint8) if parts is None else parts[0].flat
+    flat = buffers.empty(said.lengths[0], _BYTE) if parts is None else parts[0].flat
     yield from one.run("broadcast", (flat.size,), _BYTE, {Buf.OUT: flat}, root=root)
     return flat
 
@@ -299,7 +299,7 @@ def _empty(said: Announcement, shape: tuple[int, ...], like: Array | None) -> Ar
     """Memory for what root sends, of root's kind where this process can hold it."""
     if like is not None:
         return like.like(shape)
-    flat = np.empty(int(np.prod(shape, dtype=np.int64)), said.dtype.storage)
+    flat = buffers.empty(int(np.prod(shape, dtype=np.int64)), said.dtype)
     name = _FAMILIES[said.family % len(_FAMILIES)]
     family = buffers.RAW if name == "raw" else buffers.numpy_family(said.dtype)
     if name == "torch" and "torch" in sys.modules:
