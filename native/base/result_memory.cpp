@@ -66,14 +66,15 @@ struct ResultPool {
     return pool;
   }
 
-  // The shortest that is long enough, and not so long that much of it would be wasted.
+  // The shortest that is long enough, and not so long that much of it would be wasted; of those the last, which may
+  // still be in the cache.
   ResultMemory take(size_t capacity) {
     const std::unique_lock held(mutex, std::try_to_lock);
     if (!held.owns_lock()) return {};
     auto best = kept.end();
     for (auto one = kept.begin(); one != kept.end(); ++one)
       if (one->capacity_ >= capacity && one->capacity_ <= capacity + capacity / 4 &&
-          (best == kept.end() || one->capacity_ < best->capacity_))
+          (best == kept.end() || one->capacity_ <= best->capacity_))
         best = one;
     if (best == kept.end()) return {};
     ResultMemory found = std::move(*best);
@@ -92,8 +93,8 @@ struct ResultPool {
       release(std::exchange(kept.front().data_, nullptr), kept.front().capacity_);
       kept.erase(kept.begin());
     }
-    // Its content does not matter any more, so the system may take its pages. Of small pages there are too many: to tell
-    // it of each takes as long as the page faults that this saves.
+    // Its content does not matter any more, so the system may take its pages. Of small pages there are too many: to
+    // tell it of each takes as long as the page faults that this saves.
     if (capacity >= huge_bytes_min) madvise(data, capacity, MADV_FREE);
     kept.push_back(ResultMemory(data, capacity));
     kept_bytes += capacity;

@@ -11,12 +11,26 @@
 #include "engine/engine.hpp"
 #include "kernels/kernels.hpp"
 #include "python/announcement.hpp"
+#include "python/blob_memory.hpp"
 #include "python/call.hpp"
 #include "python/object_payload.hpp"
 
 namespace unisono {
 
 using namespace engine;
+
+namespace {
+
+// The object that a part of what came holds; long arrays in it are views of that part.
+PyObject* unpack_part(const Result& memory, uint64_t offset, uint64_t nbytes) {
+  byte* const data = memory.data + offset;
+  PyObject* const own = make_blob(Py_NewRef(memory.object.ptr()), data, static_cast<Py_ssize_t>(nbytes), true);
+  if (own == nullptr) return nullptr;
+  const nb::object owner = nb::steal(own);
+  return codec::unpack(data, nbytes, owner.ptr());
+}
+
+}  // namespace
 
 Call::Next Call::advance_announced(bool is_blocking) {
   switch (look_at_rows()) {
@@ -213,10 +227,9 @@ nb::object Call::received_list() {
     shape[0] = length_of(rank);
     uint64_t nbytes = static_cast<uint64_t>(shape[0]) * itemsizes[first.dtype()];
     for (size_t d = 0; d < first.dims(); ++d) nbytes *= static_cast<uint64_t>(first.dim(d));
-    PyObject* const part =
-        like == nullptr
-            ? codec::unpack(mine.received.data + offset, nbytes, mine.received.object.ptr())
-            : group_.arguments.part(*like, mine.received, offset, shape, static_cast<int>(first.dims()) + 1);
+    PyObject* const part = like == nullptr ? unpack_part(mine.received, offset, nbytes)
+                                           : group_.arguments.part(*like, mine.received, offset, shape,
+                                                                   static_cast<int>(first.dims()) + 1);
     if (part == nullptr) throw nb::python_error();
     PyList_SET_ITEM(all.ptr(), rank, part);
     offset += nbytes;

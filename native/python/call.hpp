@@ -129,7 +129,7 @@ struct Announced {
   nb::object sent;                        // the parts of this rank in one piece, or whose memory they are
   std::vector<engine::InPart> sent_from;  // where they lie, if not in one piece
   Result received;                        // memory for what comes
-  Argument plain;   // the kind of array to make of it, if this rank gave none
+  Argument plain;                         // the kind of array to make of it, if this rank gave none
 };
 
 // The arguments of a collective and what was decided for it, whatever runs it: the engine (Call) or a library

@@ -48,6 +48,7 @@ def new_memory(kind: type[bytes | bytearray], length: int, /) -> BlobMemory: ...
 
 # Results of at least POOLED_BYTES_MIN have memory that is used again: see native/base/result_memory.hpp.
 POOLED_BYTES_MIN: int
+
 def result_memory(length: int, /) -> BlobMemory: ...
 
 # A plan for the engine, for all counts: see native/collective/program.hpp. Rows: cuts (kind, of, parts);

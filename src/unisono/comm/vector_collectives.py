@@ -130,9 +130,9 @@ def finish(
         case "scatter":
             return (yield from _scatter(one, group, said[0], parts, out, root))
         case "scatter_v":
-            return (yield from _scatter_parts(one, group, said[0], parts, root))
+            return (yield from _scatter_parts(one, group, said[0], parts, out, root))
         case "scatter_object":
-            return unpacked((yield from _scatter_parts(one, group, said[0], parts, root)))
+            return unpacked((yield from _scatter_parts(one, group, said[0], parts, None, root)))
         case _:
             data = yield from _broadcast(one, said[0], parts, root)
             return None if parts is not None else unpacked(data)
@@ -191,12 +191,7 @@ def _scatter(
 ) -> Steps[Any]:
     """Root's array, cut along its leading axis, to everyone."""
     size, shape = group.backend.size, said.shape
-    target = out if out is not None else _empty(said, shape, None if parts is None else parts[0])
-    if target.dtype is not said.dtype or target.shape != shape:
-        raise UsageError(
-            f"out is {target.dtype} of shape {target.shape}; root scatters {said.dtype} of shape {shape}",
-            next_step="give out= of that type and shape, or leave it out",
-        )
+    target = _target(said, shape, None if parts is None else parts[0], out)
     if said.elements is not None:
         start = group.backend.rank * said.step
         target.flat[:] = said.elements[start : start + said.step]
@@ -207,11 +202,16 @@ def _scatter(
 
 
 def _scatter_parts(
-    one: CollectiveCall, group: Group, said: Announcement, parts: list[Array] | None, root: int
+    one: CollectiveCall,
+    group: Group,
+    said: Announcement,
+    parts: list[Array] | None,
+    out: Array | None,
+    root: int,
 ) -> Steps[Any]:
     """Root's list of arrays, one to each."""
     rank = group.backend.rank
-    target = _empty(said, (said.lengths[rank], *said.shape), None if parts is None else parts[rank])
+    target = _target(said, (said.lengths[rank], *said.shape), None if parts is None else parts[rank], out)
     if said.elements is not None:
         target.flat[:] = said.part(rank)
     else:
@@ -293,6 +293,18 @@ _FAMILIES: Final = ("numpy", "torch", "raw")
 
 def _family_name(family: Family) -> str:
     return "torch" if family is buffers.TORCH else "raw" if family is buffers.RAW else "numpy"
+
+
+def _target(said: Announcement, shape: tuple[int, ...], like: Array | None, out: Array | None) -> Array:
+    """Where this rank's part of what root scatters goes."""
+    if out is None:
+        return _empty(said, shape, like)
+    if out.dtype is not said.dtype or out.shape != shape:
+        raise UsageError(
+            f"out is {out.dtype} of shape {out.shape}; root scatters {said.dtype} of shape {shape}",
+            next_step="give out= of that type and shape, or leave it out",
+        )
+    return out
 
 
 def _empty(said: Announcement, shape: tuple[int, ...], like: Array | None) -> Array:
