@@ -1,4 +1,4 @@
-"""Long results of native ranks: memory that is used again, parts that lie anywhere, reductions that are streamed."""
+"""Long results of native ranks: memory used again, parts that lie anywhere, reductions that are streamed."""
 
 from __future__ import annotations
 

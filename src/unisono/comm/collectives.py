@@ -122,7 +122,7 @@ class Verbs(Messages):
         timeout: float | None = None,
         algorithm: str = "auto",
     ) -> Work[Any]:
-        """Reduce the `x` of all ranks into the `x` of `root`, or into its `out`; root returns it, others None.
+        """Reduce the `x` of all ranks into the `x` of `root`, or its `out`. Root returns it, others None.
 
         The `x` of the others, and that of a root with `out`, is unchanged. Only root's `out` is looked at.
         """

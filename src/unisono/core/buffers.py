@@ -183,7 +183,8 @@ def empty(count: int, dtype: DType) -> np.ndarray[Any, Any]:
     nbytes = count * dtype.itemsize
     if nbytes < POOLED_BYTES_MIN:
         return np.empty(count, dtype.storage)
-    return np.ndarray(count, dtype.storage, result_memory(nbytes))
+    memory: Any = result_memory(nbytes)
+    return np.ndarray(count, dtype.storage, memory)
 
 
 def as_bytes(flat: np.ndarray[Any, Any]) -> memoryview:

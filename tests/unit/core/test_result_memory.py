@@ -15,7 +15,7 @@ from unisono.core.buffers import empty
 from unisono.core.dtypes import DTYPES
 
 KIB, MIB = 2**10, 2**20
-# Kept by the allocator's blocks, in pages of the system, in huge pages: both sides of each threshold, odd lengths.
+# From the allocator, in pages of the system, in huge pages: both sides of each threshold, odd lengths.
 LENGTHS = [POOLED_BYTES_MIN, 100_003, MIB - 1, MIB, 3 * MIB + 5, 4 * MIB - 1, 4 * MIB, 17 * MIB + 1]
 
 
@@ -79,8 +79,8 @@ def test_a_short_result_has_memory_of_its_own() -> None:
     short = empty(POOLED_BYTES_MIN // 8 - 1, DTYPES["float64"])
     assert short.flags.owndata
     long = empty(POOLED_BYTES_MIN // 8, DTYPES["float64"])
-    assert long.flags.writeable and long.flags.c_contiguous and long.flags.aligned
-    assert long.dtype == np.float64 and long.shape == (POOLED_BYTES_MIN // 8,)
+    assert all((long.flags.writeable, long.flags.c_contiguous, long.flags.aligned))
+    assert (long.dtype, long.shape) == (np.float64, (POOLED_BYTES_MIN // 8,))
 
 
 def test_lengths_that_cannot_be() -> None:
