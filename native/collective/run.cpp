@@ -39,13 +39,6 @@ void RunReceive::end(Outcome how, std::int32_t) { run_.on_received(*this, how); 
 
 bool RunReceive::has_fixed_place() const { return run_.piece(piece).step == Step::recv; }
 
-// Two cores, one that copies and one that reduces, are faster than one that does both. A peer that receives from this
-// rank, too, has work of its own.
-bool RunReceive::wants_stream() const {
-  const Piece& p = run_.piece(piece);
-  return p.step == Step::recv_reduce && !run_.sends_to(p.line) && run_.engine_.has_core_to_spare();
-}
-
 byte* RunReceive::place() {
   const Piece& p = run_.piece(piece);
   if (p.step == Step::recv) return run_.at(p.dst_buf, p.dst);
@@ -251,7 +244,6 @@ void Run::post_send(uint32_t line, uint32_t index) {
   send.sync = is_unanswered && !stage_.runs_ahead;
   send.is_ahead = is_unanswered && stage_.runs_ahead;
   send.receive_is_certain = true;
-  send.sender_waits = stage_.is_awaited && engine_.has_core_to_spare();
   send.is_active = true;
   ++state.sending;
   ++active_;

@@ -44,7 +44,6 @@ class RunReceive final : public Receive {
   MatchResult on_match(const Envelope& envelope, bool is_here) override;
   byte* place() override;
   bool has_fixed_place() const override;
-  bool wants_stream() const override;
   void write(uint64_t offset, const byte* from, size_t bytes) override;
   void on_taken_back() override { way = Way::open; }
   void end(Outcome how, std::int32_t rank) override;
@@ -85,7 +84,6 @@ struct Stage {
   uint64_t itemsize = 1;
   Reduce kernel = nullptr;  // none: the program reduces nothing
   size_t window = 1;        // receives under way per peer
-  bool is_awaited = false;  // a thread waits until it ends
   bool runs_ahead = false;  // messages to peers from which nothing comes back need not be met before it ends
 };
 

@@ -372,7 +372,7 @@ void Engine::back_off(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::
     events_polled_at_ = now;
     poll_events();
   }
-  const bool is_crowded = is_crowded_ = now < crowded_until_;
+  const bool is_crowded = now < crowded_until_;
   const std::int32_t core = presence_.publish_core();
   size_t sharers = 0;
   bool is_last = true;

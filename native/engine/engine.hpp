@@ -152,8 +152,6 @@ class Engine final : public PeerServices, private ConnectionOwner {
   // Without the lock, too: then a late answer is soon enough.
   bool is_closed() const { return is_closed_.load(std::memory_order_relaxed); }
   bool is_forked() const { return is_forked_.load(std::memory_order_relaxed); }
-  // Whether a rank that waits takes no core from another rank, and lately had one to itself.
-  bool has_core_to_spare() const { return ranks_per_core_ <= 1 && !is_crowded_; }
   // The number of callers that the connector refused.
   uint64_t refused() const { return connector_.refused(); }
   std::vector<std::string> take_refusals() { return connector_.take_refusals(); }
@@ -231,7 +229,6 @@ class Engine final : public PeerServices, private ConnectionOwner {
   std::int64_t yield_ns_ = 0;
   std::int64_t events_polled_at_ = 0;
   std::int64_t crowded_until_ = 0;
-  bool is_crowded_ = false;  // at the last look at the clock
   std::int64_t core_left_at_ = 0;
   size_t ranks_per_core_ = 1;  // on this host
   void (*on_down_)(void*, const Down&) = nullptr;

@@ -61,8 +61,6 @@ class Send {
   bool receive_is_certain = false;
   // The sender does not wait for the match; the peer checks that there is one (Inbox::run_ahead).
   bool is_ahead = false;
-  // A thread of this rank waits for the end, and no other rank needs its core.
-  bool sender_waits = false;
 
   // What follows is the engine's.
   enum class State : uint8_t { idle, queued, offered, streaming, ended };
@@ -99,9 +97,6 @@ class Receive {
   virtual byte* place() = 0;
   // Whether that is decided before any payload comes.
   virtual bool has_fixed_place() const { return true; }
-  // Whether a sender that waits should copy the payload into the link: this rank has more to do with it than to read
-  // it.
-  virtual bool wants_stream() const { return false; }
   virtual void write(uint64_t offset, const byte* from, size_t bytes) = 0;
   // The payload is complete, or no more will come.
   virtual void end(Outcome outcome, std::int32_t rank) = 0;

@@ -96,7 +96,7 @@ bool Peer::start(Send& send) {
     body.payload = send.data;
     body.payload_bytes = send.nbytes;
   } else {
-    head.word = Head::make_word(Kind::rts, send.sender_waits ? flag_sender_waits : 0);
+    head.word = Head::make_word(Kind::rts);
     body.prefix[1] = reinterpret_cast<uint64_t>(send.data);
     body.prefix_bytes = 16;
   }
@@ -488,7 +488,6 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
     rendezvous->peer = this;
     rendezvous->rendezvous_id = rendezvous_id;
     rendezvous->nbytes = head.nbytes;
-    rendezvous->sender_waits = !is_here && (head.flags() & flag_sender_waits) != 0;
     if (!is_here) std::memcpy(&rendezvous->address, body + sizeof rendezvous_id, sizeof rendezvous->address);
   }
   MatchResult match;
@@ -659,8 +658,7 @@ void Peer::begin(RendezvousReceive& offer, Receive& receive, MatchResult match) 
 void Peer::supply(RendezvousReceive& offer) {
   const bool has_word = link->peers_offer(index_of(offer.rendezvous_id)) != nullptr;
   if (offer.nbytes == 0 && has_word) return complete(offer, Outcome::done);
-  const bool is_streamed = offer.sender_waits && is_worth_sharing(offer.nbytes) && offer.receive->wants_stream();
-  if (link->can_read() && has_word && !is_streamed) {
+  if (link->can_read() && has_word) {
     advance(offer, RendezvousReceive::Event::read);
     offer.shared_copy = is_worth_sharing(offer.nbytes) ? link->peers_copy(index_of(offer.rendezvous_id)) : nullptr;
     const byte* target =

@@ -92,7 +92,7 @@ inline constexpr size_t notes_max = 4 * rendezvous_max;
 //   free, queued,    read       reading          none            the sender's memory can be read directly
 //   awaiting_memory
 //   free, queued,    stream     streaming        cts             the sender has to stream the bytes
-//   awaiting_memory                                              or should, while this rank reduces what has come
+//   awaiting_memory
 //   reading          stream     streaming        cts             the first direct read failed
 //   all but reading  withdraw   free             fin withdrawn   the sender cancelled, or was faster than our claim
 //   free, queued,    complete   free             fin matched     an eager or empty message, or no memory for it
@@ -135,7 +135,6 @@ struct RendezvousReceive {
 
   State state = State::free;
   Lane lane = Lane::bulk;
-  bool sender_waits = false;
   Peer* peer = nullptr;
   Receive* receive = nullptr;
   UnexpectedMessage* arrived = nullptr;

@@ -424,7 +424,6 @@ void Call::begin_collective() {
     if (stage.in != nullptr) stage.in = wide;
     if (stage.out != nullptr) stage.out = has_no_in ? wide : wide + x_.count * sizeof(float);
   }
-  stage.is_awaited = !is_started_;
   if (this->stage() == 0) sequence_ = group_.call_log.next++;
   stage.tag = tag_of(sequence_) + this->stage();
   const Counts given = counts();

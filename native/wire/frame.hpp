@@ -46,7 +46,6 @@ enum class Fate : uint8_t { died, left, given_up };
 
 inline constexpr uint8_t flag_rendezvous_id = 1;  // eager: a rendezvous id precedes the header
 inline constexpr uint8_t flag_run_ahead = 2;      // eager: the sender does not wait for a match; see Inbox::run_ahead
-inline constexpr uint8_t flag_sender_waits = 4;   // rts: a thread of the sender waits, and has a core to copy with
 
 struct Head {
   uint32_t word = 0;  // kind | flags << 8 | cache lines << 16; published last, and never 0

@@ -1,4 +1,4 @@
-"""Long results of native ranks: memory used again, parts that lie anywhere, reductions that are streamed."""
+"""Long results of native ranks: memory that is used again, parts that lie anywhere, reductions into out."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_reduce_scatter_v_fills_out(world: MakeWorld, size: int) -> None:
 def test_long_reductions_to_one_rank_are_right_however_they_travel(
     world: MakeWorld, kind: str, size: int
 ) -> None:
-    """Messages on both sides of the length from which a sender that waits streams; some ranks do not wait."""
+    """Messages on both sides of the length from which both ranks copy; some ranks do not wait."""
     comms = world(size, kind, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
