@@ -11,6 +11,7 @@
 #pragma once
 
 #include <array>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -86,6 +87,8 @@ struct Program {
 
   // Whether counts are as many as they should be, and not so long that a sum overflows.
   bool accepts(const Counts& given) const;
+  // Whether no step reads across an end of the parts of `in`, of so many elements each.
+  bool reads_within(const Counts& given, std::span<const uint64_t> parts) const;
   // The elements of in, out and tmp.
   void buffer_counts(const Counts& given, uint64_t out[buffer_count]) const;
   // The number of elements of every atom, and where every point lies.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "base/copy.hpp"
 
@@ -70,11 +71,20 @@ void Run::bind(std::shared_ptr<const Program> program, const Stage& stage) {
   program_ = std::move(program);
   stage_ = stage;
   bound_.bind(*program_, {stage.counts, stage.counts_n, stage.is_even}, stage.piece_elements);
+  in_parts_.assign(stage.in_parts.begin(), stage.in_parts.end());
   lines_.assign(program_->lines.size(), LineState());
   for (size_t line = 0; line < lines_.size(); ++line) {
     const std::int32_t peer = program_->lines[line].peer;
     lines_[line].peer = stage.peers == nullptr ? peer : stage.peers[peer];
   }
+}
+
+// The last part that begins at this element or before: those that are empty come before the one that has it.
+byte* Run::in_part(uint64_t element) const {
+  const auto after = std::upper_bound(in_parts_.begin(), in_parts_.end(), element,
+                                      [](uint64_t at, const InPart& part) { return at < part.start; });
+  const InPart& part = *std::prev(after);
+  return const_cast<byte*>(part.data) + (element - part.start) * stage_.itemsize;  // it is only read
 }
 
 void Run::start(bool runs_ahead) {

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -60,7 +61,14 @@ class RunReceive final : public Receive {
   Run& run_;
 };
 
-// What a run works on. `counts` and `peers` are read while it is bound, not later.
+// A part of what a rank contributes, where the parts do not lie in a row: its memory, and the element that it begins
+// with. Parts are ordered.
+struct InPart {
+  uint64_t start;
+  const byte* data;
+};
+
+// What a run works on. `counts`, `peers` and `in_parts` are read while it is bound, not later.
 struct Stage {
   uint64_t context = 0;
   uint64_t tag = 0;
@@ -70,6 +78,7 @@ struct Stage {
   uint64_t piece_elements = UINT64_MAX;
   const std::int32_t* peers = nullptr;  // by rank of the program (RankMap::translation); none: the same
   byte* in = nullptr;
+  std::span<const InPart> in_parts;  // instead of `in`; every step reads within one: Program::reads_within
   byte* out = nullptr;
   uint8_t dtype = untyped;
   uint64_t itemsize = 1;
@@ -139,8 +148,11 @@ class Run final : public Operation, public DeferredWork {
 
   const Piece& piece(uint32_t index) const { return bound_.pieces[index]; }
   byte* at(Buffer buffer, uint64_t element) const {
+    if (buffer == Buffer::in && !in_parts_.empty()) [[unlikely]]
+      return in_part(element);
     return memory_[static_cast<size_t>(buffer)] + element * stage_.itemsize;
   }
+  byte* in_part(uint64_t element) const;
   uint64_t bytes_of(const Piece& p) const { return p.count * stage_.itemsize; }
 
   void go_on();
@@ -168,6 +180,7 @@ class Run final : public Operation, public DeferredWork {
   BoundProgram bound_;
   Stage stage_;
   byte* memory_[buffer_count] = {};
+  std::vector<InPart> in_parts_;
   Scratch::Block tmp_;
   size_t left_ = 0;
   size_t active_ = 0;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <new>
 
-#include "base/huge_pages.hpp"
 #include "collective/run.hpp"
 
 namespace unisono::engine {
@@ -34,10 +33,9 @@ MatchResult ReceiveOperation::on_match(const Envelope& envelope, bool is_here) {
     if (envelope.nbytes > completions_.engine().settings.recv_bytes_max && !is_control(envelope.tag))
       return MatchResult::reject;
     if (!is_here && !takes_memory) return MatchResult::defer;
-    own.reset(new (std::nothrow) byte[envelope.nbytes]);
+    own = ResultMemory::take(envelope.nbytes);
     into = own.get();
-    if (own != nullptr) ask_for_huge_pages(into, envelope.nbytes);
-    return own != nullptr ? MatchResult::accept : MatchResult::reject;
+    return into != nullptr ? MatchResult::accept : MatchResult::reject;
   }
   // unisono/messaging/matching.py's refusal() finds the words for it.
   if (envelope.nbytes > capacity) return MatchResult::reject;

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "base/result_memory.hpp"
 #include "base/scratch.hpp"
 #include "engine/engine.hpp"
 
@@ -75,8 +76,8 @@ class ReceiveOperation final : public Receive, public Operation {
   Envelope met;                // valid if it met a message; the header is in header_held
   bool has_met = false;
   std::string header_held;
-  std::unique_ptr<byte[]> own;  // what an open-ended one has taken: for bytes that came at once, or `takes_memory`
-  void* owner = nullptr;        // whatever the caller keeps with it
+  ResultMemory own;       // what an open-ended one has taken: for bytes that came at once, or `takes_memory`
+  void* owner = nullptr;  // whatever the caller keeps with it
 
  private:
   CompletionQueue& completions_;

@@ -119,7 +119,8 @@ void Call::announce_arrays(PyObject* x) {
     nbytes += part.nbytes();
   }
   const Argument& first = mine.parts[0];
-  if (spec_.verb == Verb::scatter && (first.shape[0] != group_.size || out_.is_given())) check_scattered();
+  if (spec_.verb == Verb::scatter && first.shape[0] != group_.size) throw LeftToReference();
+  if (out_.is_given()) check_scattered();
   // Of what Python has viewed, only Python knows the kind that other ranks are to make.
   if (!mine.is_exchanged && first.form == Form::viewed) throw LeftToReference();
   Announcement said = own_row();
@@ -134,14 +135,20 @@ void Call::announce_arrays(PyObject* x) {
   }
 }
 
-// Root's own arguments of a scatter: what is wrong with them Python says before anything is sent.
+// Root's own `out=` of a scatter: what is wrong with it Python says before anything is sent.
 void Call::check_scattered() const {
-  const Argument& x = announced_->parts[0];
-  if (x.shape[0] != group_.size || out_.dtype != x.dtype || out_.nd != x.nd - 1 ||
-      !std::equal(out_.shape, out_.shape + out_.nd, x.shape + 1))
+  const Announced& mine = *announced_;
+  const Argument& own = mine.parts[takes_parts(spec_.verb) ? static_cast<size_t>(group_.rank) : 0];
+  const int cut = spec_.verb == Verb::scatter ? 1 : 0;
+  if (out_.dtype != own.dtype || out_.nd != own.nd - cut ||
+      !std::equal(out_.shape, out_.shape + out_.nd, own.shape + cut))
     throw LeftToReference();
-  if (x.count != 0 && out_.count != 0 && x.data < out_.data + out_.nbytes() && out_.data < x.data + x.nbytes())
-    throw LeftToReference();
+  for (size_t i = 0; i < mine.part_count; ++i) {
+    const Argument& part = mine.parts[i];
+    if (part.count != 0 && out_.count != 0 && part.data < out_.data + out_.nbytes() &&
+        out_.data < part.data + part.nbytes())
+      throw LeftToReference();
+  }
 }
 
 void Call::announce_objects(PyObject* x) {
@@ -267,9 +274,11 @@ bool Call::make_announced_result() {
 }
 
 bool Call::fits_out(const Announcement& row) const {
-  if (out_.dtype != row.dtype() || static_cast<size_t>(out_.nd) != row.dims()) return false;
+  const size_t first = spec_.verb == Verb::scatter ? 0 : 1;  // the dimension that is a length
+  if (out_.dtype != row.dtype() || static_cast<size_t>(out_.nd) != row.dims() + first) return false;
+  if (first == 1 && out_.shape[0] != row.length(own_part())) return false;
   for (size_t d = 0; d < row.dims(); ++d)
-    if (out_.shape[d] != row.dim(d)) return false;
+    if (out_.shape[first + d] != row.dim(d)) return false;
   return true;
 }
 

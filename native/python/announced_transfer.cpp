@@ -11,12 +11,26 @@
 #include "engine/engine.hpp"
 #include "kernels/kernels.hpp"
 #include "python/announcement.hpp"
+#include "python/blob_memory.hpp"
 #include "python/call.hpp"
 #include "python/object_payload.hpp"
 
 namespace unisono {
 
 using namespace engine;
+
+namespace {
+
+// The object that a part of what came holds; long arrays in it are views of that part.
+PyObject* unpack_part(const Result& memory, uint64_t offset, uint64_t nbytes) {
+  byte* const data = memory.data + offset;
+  PyObject* const own = make_blob(Py_NewRef(memory.object.ptr()), data, static_cast<Py_ssize_t>(nbytes), true);
+  if (own == nullptr) return nullptr;
+  const nb::object owner = nb::steal(own);
+  return codec::unpack(data, nbytes, owner.ptr());
+}
+
+}  // namespace
 
 Call::Next Call::advance_announced(bool is_blocking) {
   switch (look_at_rows()) {
@@ -60,7 +74,7 @@ void Call::prepare_second_stage() {
     received = std::accumulate(mine.counts.begin(), mine.counts.end(), uint64_t{0});
   }
   find_second_decision(dtype);
-  join_parts();
+  find_parts();
   if (verb == Verb::broadcast_object && is_root) {
     // It is only read, but some algorithms give root parts of it back.
     mine.received.object = mine.sent;
@@ -83,39 +97,48 @@ void Call::prepare_second_stage() {
     for (size_t d = 0; d < row.dims(); ++d) shape[nd++] = row.dim(d);
     mine.received = group_.arguments.make(mine.part_count == 0 ? mine.plain : mine.parts[0], shape, nd);
   } else {
-    mine.received = group_.arguments.make_bytes(received * itemsize);
+    mine.received = Arguments::make_memory(received * itemsize);
   }
   target_ = mine.received.data;
 }
 
-// What this rank sends, in one piece.
-void Call::join_parts() {
+// What this rank sends: from where it lies, unless the program sends several parts in one message.
+void Call::find_parts() {
   Announced& mine = *announced_;
   in_ = nullptr;
   if (!mine.is_exchanged && root_ != group_.rank) return;
-  if (mine.part_count == 1) {
-    in_ = mine.parts[0].data;
-    return;
-  }
-  if (mine.part_count == 0 && mine.lengths == 1) {
-    mine.sent = nb::list(announced_parts())[0];
-    in_ = as_array(mine.sent.ptr()).data;
-    return;
-  }
   std::vector<std::span<const byte>> pieces;
-  const nb::object packed = mine.part_count == 0 ? announced_parts() : nb::none();
-  for (size_t i = 0; i < mine.lengths; ++i) {
-    if (mine.part_count != 0) {
-      pieces.emplace_back(mine.parts[i].data, mine.parts[i].nbytes());
-    } else {
-      const ArrayObject& array = as_array(PyList_GET_ITEM(packed.ptr(), static_cast<Py_ssize_t>(i)));
-      pieces.emplace_back(array.data, static_cast<size_t>(array.dimensions[0]));
-    }
+  nb::list kept;
+  for (size_t i = 0; i < mine.part_count; ++i) {
+    pieces.emplace_back(mine.parts[i].data, mine.parts[i].nbytes());
+    if (mine.parts[i].held().is_valid()) kept.append(mine.parts[i].held());
   }
+  if (mine.part_count == 0) {  // packed objects, as arrays
+    kept = nb::list(announced_parts());
+    for (const nb::handle packed : kept)
+      pieces.emplace_back(as_array(packed.ptr()).data, static_cast<size_t>(as_array(packed.ptr()).dimensions[0]));
+  }
+  mine.sent = kept;
+  if (pieces.size() == 1) {
+    in_ = pieces[0].data();
+    return;
+  }
+  std::vector<uint64_t> elements;
+  for (const auto& piece : pieces) {
+    mine.sent_from.push_back({std::accumulate(elements.begin(), elements.end(), uint64_t{0}), piece.data()});
+    elements.push_back(piece.size() / decision_->itemsize);
+  }
+  const Counts counts{mine.counts.data(), mine.counts.size(), mine.counts.size() == 1};
+  if (decision_->program->reads_within(counts, elements)) return;
+  mine.sent_from.clear();
+  join(pieces);
+}
+
+void Call::join(std::span<const std::span<const byte>> pieces) {
   uint64_t all = 0;
   for (const auto& piece : pieces) all += piece.size();
-  const Result joined = group_.arguments.make_bytes(all);
-  mine.sent = joined.object;
+  const Result joined = Arguments::make_memory(all);
+  announced_->sent = joined.object;
   in_ = joined.data;
   std::optional<GilReleased> released;
   if (all >= gil_release_bytes) released.emplace();
@@ -170,23 +193,48 @@ PyObject* Call::finish_second_stage() {
     case Verb::broadcast_object:
       if (is_root) return Py_NewRef(mine.value.ptr());
       [[fallthrough]];
-    case Verb::scatter_object: {
-      PyObject* const array = mine.received.object.ptr();
-      return codec::unpack(as_array(array).data, static_cast<size_t>(as_array(array).dimensions[0]), array);
-    }
+    case Verb::scatter_object:
+      return codec::unpack(mine.received.data, static_cast<size_t>(row_of(0).length(own_part())),
+                           mine.received.object.ptr());
     case Verb::gather_v:
     case Verb::gather_object:
       if (!is_root) Py_RETURN_NONE;
       break;
     default: break;
   }
+  return received_list().release().ptr();
+}
+
+// What came, cut into what each rank sent.
+nb::object Call::received_list() {
+  const Announced& mine = *announced_;
   const Announcement first = row_of(0);
-  nb::list lengths, dims;
-  for (std::int32_t rank = 0; rank < group_.size; ++rank)
-    lengths.append(row_of(static_cast<size_t>(rank)).length(own_part()));
-  for (size_t d = 0; d < first.dims(); ++d) dims.append(first.dim(d));
-  const nb::object like = mine.part_count != 0 ? nb::borrow(mine.parts[0].given) : nb::none();
-  return helper_.attr("cut")(mine.received.object, like, int{first.dtype()}, lengths, nb::tuple(dims)).release().ptr();
+  const Argument* const like = mine.part_count != 0 ? &mine.parts[0] : nullptr;
+  const auto length_of = [&](std::int32_t rank) { return row_of(static_cast<size_t>(rank)).length(own_part()); };
+  if (like != nullptr && like->form == Form::viewed) {
+    nb::list lengths, dims;
+    for (std::int32_t rank = 0; rank < group_.size; ++rank) lengths.append(length_of(rank));
+    for (size_t d = 0; d < first.dims(); ++d) dims.append(first.dim(d));
+    const nb::object given = nb::borrow(like->given);
+    return helper_.attr("cut")(mine.received.object, given, int{first.dtype()}, lengths, nb::tuple(dims));
+  }
+  nb::object all = nb::steal(PyList_New(group_.size));
+  if (!all.is_valid()) throw nb::python_error();
+  Py_ssize_t shape[Argument::dims_max + 1];
+  for (size_t d = 0; d < first.dims(); ++d) shape[d + 1] = first.dim(d);
+  uint64_t offset = 0;
+  for (std::int32_t rank = 0; rank < group_.size; ++rank) {
+    shape[0] = length_of(rank);
+    uint64_t nbytes = static_cast<uint64_t>(shape[0]) * itemsizes[first.dtype()];
+    for (size_t d = 0; d < first.dims(); ++d) nbytes *= static_cast<uint64_t>(first.dim(d));
+    PyObject* const part = like == nullptr ? unpack_part(mine.received, offset, nbytes)
+                                           : group_.arguments.part(*like, mine.received, offset, shape,
+                                                                   static_cast<int>(first.dims()) + 1);
+    if (part == nullptr) throw nb::python_error();
+    PyList_SET_ITEM(all.ptr(), rank, part);
+    offset += nbytes;
+  }
+  return all;
 }
 
 }  // namespace unisono

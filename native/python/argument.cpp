@@ -3,7 +3,9 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "base/result_memory.hpp"
 #include "kernels/kernels.hpp"
+#include "python/blob_memory.hpp"
 #include "python/tensor.hpp"
 
 namespace unisono {
@@ -11,6 +13,12 @@ namespace {
 
 constexpr uint8_t int64_code = static_cast<uint8_t>(DType::int64), float64_code = static_cast<uint8_t>(DType::float64),
                   bfloat16_code = static_cast<uint8_t>(DType::bfloat16);
+
+// The element type of NumPy's array for a result like this: bfloat16 of a tensor has none.
+uint8_t stored_as(const Argument& like) {
+  const bool is_bits = like.form == Form::tensor && like.dtype == bfloat16_code;
+  return is_bits ? static_cast<uint8_t>(DType::uint16) : like.dtype;
+}
 
 // The element type of a buffer's format in the machine's own byte order; `untyped` if it is none of ours.
 uint8_t code_of_format(const char* format, Py_ssize_t itemsize) {
@@ -33,6 +41,13 @@ uint8_t code_of_format(const char* format, Py_ssize_t itemsize) {
     if (itemsize == Py_ssize_t{1} << power)
       return static_cast<uint8_t>(static_cast<int>(is_signed ? DType::int8 : DType::uint8) + power);
   return engine::untyped;
+}
+
+nb::object tuple_of(const Py_ssize_t* shape, int nd) {
+  nb::object dims = nb::steal(PyTuple_New(nd));
+  if (!dims.is_valid()) throw nb::python_error();
+  for (int i = 0; i < nd; ++i) PyTuple_SET_ITEM(dims.ptr(), i, PyLong_FromSsize_t(shape[i]));
+  return dims;
 }
 
 }  // namespace
@@ -156,25 +171,58 @@ void Arguments::see_by_python(PyObject* given, const char* what, bool is_written
 }
 
 Result Arguments::make(const Argument& like, const Py_ssize_t* shape, int nd) const {
-  nb::object dims = nb::steal(PyTuple_New(nd));
-  for (int i = 0; i < nd; ++i) PyTuple_SET_ITEM(dims.ptr(), i, PyLong_FromSsize_t(shape[i]));
   Result made;
   if (like.form == Form::viewed) {
-    made.object = like.held_.attr("like")(dims);
+    made.object = like.held_.attr("like")(tuple_of(shape, nd));
     made.data = as_array(nb::object(made.object.attr("flat")).ptr()).data;
     return made;
   }
-  const bool is_bits = like.form == Form::tensor && like.dtype == bfloat16_code;
-  made.object = empty_(dims, dtypes_[is_bits ? static_cast<size_t>(DType::uint16) : like.dtype]);
+  made.object = new_array(stored_as(like), shape, nd);
   made.data = as_array(made.object.ptr()).data;
   return made;
 }
 
 Result Arguments::make_bytes(uint64_t nbytes) const {
+  const auto length = static_cast<Py_ssize_t>(nbytes);
   Result made;
-  made.object = empty_(nbytes, dtypes_[static_cast<size_t>(DType::uint8)]);
+  made.object = new_array(static_cast<uint8_t>(DType::uint8), &length, 1);
   made.data = as_array(made.object.ptr()).data;
   return made;
+}
+
+Result Arguments::make_memory(uint64_t nbytes) {
+  engine::ResultMemory memory = engine::ResultMemory::take(nbytes);
+  Result made;
+  made.data = memory.get();
+  if (made.data == nullptr) {
+    PyErr_NoMemory();
+    throw nb::python_error();
+  }
+  made.object = memory_object(std::move(memory), nbytes);
+  return made;
+}
+
+PyObject* Arguments::part(const Argument& like, const Result& memory, uint64_t offset, const Py_ssize_t* shape,
+                          int nd) const {
+  Result made;
+  made.object = array_in(memory.object, offset, stored_as(like), tuple_of(shape, nd));
+  return give(like, made, false);
+}
+
+nb::object Arguments::new_array(uint8_t dtype, const Py_ssize_t* shape, int nd) const {
+  const nb::object dims = tuple_of(shape, nd);
+  uint64_t nbytes = itemsizes[dtype];
+  for (int i = 0; i < nd; ++i) nbytes *= static_cast<uint64_t>(shape[i]);
+  if (nbytes < engine::ResultMemory::pooled_bytes_min) return empty_(dims, dtypes_[dtype]);
+  return array_in(make_memory(nbytes).object, 0, dtype, dims);
+}
+
+nb::object Arguments::array_in(const nb::object& memory, uint64_t offset, uint8_t dtype, const nb::object& dims) const {
+  const nb::object from = nb::steal(PyLong_FromUnsignedLongLong(offset));
+  PyObject* const args[] = {dims.ptr(), dtypes_[dtype].ptr(), memory.ptr(), from.ptr()};
+  PyObject* const made = PyObject_Vectorcall(array_type_.ptr(), args, std::size(args), nullptr);
+  if (made == nullptr) throw nb::python_error();
+  return nb::steal(made);
 }
 
 PyObject* Arguments::give(const Argument& like, Result& result, bool is_scalar) const {

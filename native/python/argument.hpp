@@ -83,6 +83,8 @@ struct Argument {
     nd = 1;
     shape[0] = static_cast<Py_ssize_t>(elements);
   }
+  // What keeps its memory beside the object that was given; not valid if nothing does.
+  const nb::object& held() const { return held_; }
   // A NumPy array of its memory; throws LeftToReference if there is no such array.
   nb::object array() const;
   // Keep what was given beyond the frame of its caller.
@@ -136,6 +138,10 @@ class Arguments {
   Result make(const Argument& like, const Py_ssize_t* shape, int nd) const;
   // An array of bytes.
   Result make_bytes(uint64_t nbytes) const;
+  // Memory without a kind, of which `part` makes arrays.
+  static Result make_memory(uint64_t nbytes);
+  // A result in the kind of an argument that C++ can see: a part of such memory, from `offset` on.
+  PyObject* part(const Argument& like, const Result& memory, uint64_t offset, const Py_ssize_t* shape, int nd) const;
   // Whether NumPy has the element type.
   bool has_type(uint8_t dtype) const { return !dtypes_[dtype].is_none(); }
   // The result for the user, in the kind of the argument.
@@ -167,6 +173,9 @@ class Arguments {
       if (dtypes_[code].ptr() == descr) return static_cast<uint8_t>(code);
     return engine::untyped;
   }
+
+  nb::object new_array(uint8_t dtype, const Py_ssize_t* shape, int nd) const;
+  nb::object array_in(const nb::object& memory, uint64_t offset, uint8_t dtype, const nb::object& dims) const;
 
   nb::object array_type_, empty_, view_;
   std::vector<nb::object> dtypes_;

@@ -124,6 +124,23 @@ PyObject* new_memory(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return make_blob(made, data, bytes, true);
 }
 
+// Memory for a result, which is used again when nobody holds it any more.
+PyObject* result_memory(PyObject*, PyObject* length) {
+  const Py_ssize_t bytes = PyLong_AsSsize_t(length);
+  if (bytes < 0) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "result_memory takes a length from 0 on");
+    return nullptr;
+  }
+  engine::ResultMemory memory = engine::ResultMemory::take(static_cast<size_t>(bytes));
+  if (memory.get() == nullptr) return PyErr_NoMemory();
+  try {
+    return memory_object(std::move(memory), static_cast<uint64_t>(bytes)).release().ptr();
+  } catch (nanobind::python_error& error) {
+    error.restore();
+    return nullptr;
+  }
+}
+
 void set_kinds(nanobind::dict given) {
   codec::Kinds& known = kinds();
   auto take = [&given](const char* name) { return nanobind::object(given[name]).release().ptr(); };
@@ -157,6 +174,7 @@ PyMethodDef methods[] = {
      "unpack_parts(head, blobs) -> value"},
     {"new_memory", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(new_memory)), METH_FASTCALL,
      "new_memory(kind, length) -> memory of a new bytes object or bytearray, its `owner`"},
+    {"result_memory", result_memory, METH_O, "result_memory(length) -> memory for a result"},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
@@ -165,6 +183,7 @@ void bind_codec(nanobind::module_& m) {
   if (PyModule_AddFunctions(m.ptr(), methods) != 0) throw nanobind::python_error();
   m.def("set_kinds", &set_kinds, "Tell the codec what it knows of Python; done once, by unisono.core.codec.");
   m.attr("BlobMemory") = nanobind::borrow(reinterpret_cast<PyObject*>(blob_type()));
+  m.attr("POOLED_BYTES_MIN") = engine::ResultMemory::pooled_bytes_min;
   m.attr("BLOB_BYTES_MIN") = codec::blob_bytes_min;
   m.attr("DEPTH_MAX") = codec::depth_max;
 }

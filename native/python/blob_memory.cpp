@@ -1,6 +1,6 @@
 #include "python/blob_memory.hpp"
 
-#include <nanobind/nanobind.h>
+#include <memory>
 
 namespace unisono {
 namespace {
@@ -52,6 +52,19 @@ PyObject* make_blob(PyObject* owner, void* data, Py_ssize_t bytes, bool is_writa
   made->bytes = bytes;
   made->is_writable = is_writable;
   return reinterpret_cast<PyObject*>(made);
+}
+
+nanobind::object memory_object(engine::ResultMemory memory, uint64_t nbytes) {
+  using engine::ResultMemory;
+  auto held = std::make_unique<ResultMemory>(std::move(memory));
+  PyObject* const owner = PyCapsule_New(held.get(), nullptr, [](PyObject* self) {
+    delete static_cast<ResultMemory*>(PyCapsule_GetPointer(self, nullptr));
+  });
+  if (owner == nullptr) throw nanobind::python_error();
+  const ResultMemory* const kept = held.release();  // the capsule has it
+  PyObject* const made = make_blob(owner, kept->get(), static_cast<Py_ssize_t>(nbytes), true);
+  if (made == nullptr) throw nanobind::python_error();
+  return nanobind::steal(made);
 }
 
 }  // namespace unisono

@@ -3,7 +3,9 @@
 
 #pragma once
 
-#include <Python.h>
+#include <nanobind/nanobind.h>
+
+#include "base/result_memory.hpp"
 
 namespace unisono {
 
@@ -13,5 +15,9 @@ PyTypeObject* blob_type();
 // A buffer of `bytes` at `data`, which `owner` keeps. Takes the reference to `owner`, also if it fails: null, with the
 // exception set.
 PyObject* make_blob(PyObject* owner, void* data, Py_ssize_t bytes, bool is_writable);
+
+// Memory of a result as a buffer of `nbytes` that may be written to, and that gives it back. Throws
+// nanobind::python_error.
+nanobind::object memory_object(engine::ResultMemory memory, uint64_t nbytes);
 
 }  // namespace unisono

@@ -203,7 +203,7 @@ void ParsedCall::prepare_collective(const Given& given) {
     PyObject* const out = given[Parameter::out];
     const bool has_out = out != nullptr && out != Py_None;
     const bool is_written =
-        (verb == Verb::all_reduce && !has_out) || verb == Verb::broadcast || (verb == Verb::reduce && is_root);
+        verb == Verb::broadcast || (!has_out && (verb == Verb::all_reduce || (verb == Verb::reduce && is_root)));
     try {
       verb_group_.arguments.see(x, "x", is_written, x_);
     } catch (nb::python_error&) {
@@ -212,7 +212,8 @@ void ParsedCall::prepare_collective(const Given& given) {
       throw;
     }
     if (is_by_rank(verb) && (x_.nd == 0 || x_.shape[0] != verb_group_.size)) throw LeftToReference();
-    if (has_out && !(verb == Verb::gather && !is_root)) verb_group_.arguments.see(out, "out", true, out_);
+    const bool is_for_root = verb == Verb::gather || verb == Verb::reduce;
+    if (has_out && (is_root || !is_for_root)) verb_group_.arguments.see(out, "out", true, out_);
   }
   if (verb == Verb::reduce_scatter_v) {
     if (given[Parameter::counts] == nullptr) throw LeftToReference();
@@ -373,7 +374,8 @@ void ParsedCall::find_target(const Given&) {
   const Verb verb = spec_.verb;
   const bool is_root = root_ == verb_group_.rank;
   if (verb == Verb::barrier) return;
-  if (verb == Verb::broadcast || verb == Verb::reduce || (verb == Verb::all_reduce && !out_.is_given())) {
+  const bool is_reduced_whole = verb == Verb::all_reduce || verb == Verb::reduce;
+  if (verb == Verb::broadcast || (is_reduced_whole && !out_.is_given())) {
     target_ = x_.data;
     target_count_ = x_.count;
     return;
@@ -389,7 +391,7 @@ void ParsedCall::find_target(const Given&) {
   if (out_.is_given()) {
     check_out(shape, nd);
     target_ = out_.data;
-    if (verb == Verb::all_reduce) std::memcpy(target_, x_.data, x_.nbytes());
+    if (is_reduced_whole && x_.count != 0) std::memcpy(target_, x_.data, x_.nbytes());
     return;
   }
   is_result_scalar_ = nd == 0;
@@ -449,7 +451,10 @@ void Call::begin_collective() {
   const bool has_no_in = is_in_place();
   if (!has_no_in) stage.in = x_.data;
   if (has_no_in || spec_.verb != Verb::reduce) stage.out = target_;
-  if (announced_) stage.in = const_cast<byte*>(in_);
+  if (announced_) {
+    stage.in = const_cast<byte*>(in_);
+    stage.in_parts = announced_->sent_from;
+  }
   if (!wide_.empty()) {
     auto* const wide = reinterpret_cast<byte*>(wide_.data());
     if (stage.in != nullptr) stage.in = wide;
@@ -731,13 +736,16 @@ PyObject* Call::finish_adopted(nb::object result) {
   return is_made ? result.release().ptr() : finish();
 }
 
-// One item, then twice as many again and again.
+// One item, then twice as many again and again up to a page, which stays in the cache while it is copied.
 void ParsedCall::fill_with_identity() {
+  constexpr uint64_t page = 4096;
   const uint64_t nbytes = x_.nbytes();
+  std::optional<GilReleased> released;
+  if (nbytes >= gil_release_bytes) released.emplace();
   uint64_t filled = std::min<uint64_t>(decision_->identity.size(), nbytes);
   std::memcpy(target_, decision_->identity.data(), filled);
   for (uint64_t more = 0; filled < nbytes; filled += more) {
-    more = std::min(filled, nbytes - filled);
+    more = std::min({filled, nbytes - filled, page});
     std::memcpy(target_ + filled, target_, more);
   }
 }
@@ -778,7 +786,7 @@ PyObject* ParsedCall::give() {
     case Verb::broadcast: return Arguments::give_back(x_);
     case Verb::reduce:
       if (!is_root) Py_RETURN_NONE;
-      return Arguments::give_back(x_);
+      [[fallthrough]];
     case Verb::all_reduce:
       if (out_.is_given()) return Py_NewRef(out_.given);
       return Arguments::give_back(x_);

@@ -143,10 +143,11 @@ struct Announced {
   nb::object result;
   // The second stage.
   bool is_second = false;
-  uint64_t bytes = 0;  // of all parts of all ranks
-  nb::object sent;     // the parts of this rank in one piece
-  Result received;     // memory for what comes
-  Argument plain;      // the kind of array to make of it, if this rank gave none
+  uint64_t bytes = 0;                     // of all parts of all ranks
+  nb::object sent;                        // the parts of this rank in one piece, or whose memory they are
+  std::vector<engine::InPart> sent_from;  // where they lie, if not in one piece
+  Result received;                        // memory for what comes
+  Argument plain;                         // the kind of array to make of it, if this rank gave none
 };
 
 // The arguments of a collective and what was decided for it, whatever runs it: the engine (Call) or a library
@@ -302,8 +303,10 @@ class Call : public ParsedCall {
   Next advance_announced(bool is_blocking);
   void prepare_second_stage();
   void find_second_decision(uint8_t dtype);
-  void join_parts();
+  void find_parts();
+  void join(std::span<const std::span<const engine::byte>> pieces);
   PyObject* finish_second_stage();
+  nb::object received_list();
   bool fits_out(const Announcement& row) const;
   nb::object part_of(const Announcement& row, size_t number) const;
   nb::object announced_parts() const;
@@ -353,7 +356,7 @@ class Call : public ParsedCall {
   // Of a receive that has ended.
   std::int32_t source_ = 0;
   uint64_t met_tag_ = 0, met_bytes_ = 0;
-  std::unique_ptr<engine::byte[]> received_;  // what the engine took for it; else the bytes are in `result_`
+  engine::ResultMemory received_;  // what the engine took for it; else the bytes are in `result_`
   std::string header_;
   std::optional<engine::CompletionQueue::Unclaimed> unclaimed_;
 };

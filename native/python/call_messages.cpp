@@ -177,7 +177,7 @@ nb::object Call::received() {
   }
   if (spec_.verb == Verb::recv_object) return received_object();
   if (spec_.verb != Verb::recv_bytes) return status();
-  if (received_ == nullptr && met_bytes_ != 0) return std::move(result_.object);
+  if (received_.get() == nullptr && met_bytes_ != 0) return std::move(result_.object);
   return bytes_object(received_.get(), met_bytes_);
 }
 

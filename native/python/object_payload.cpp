@@ -9,6 +9,7 @@
 namespace unisono {
 
 using engine::byte;
+using engine::ResultMemory;
 
 namespace {
 
@@ -32,15 +33,7 @@ PackedObject pack_object(nb::handle value, uint64_t bytes_max) {
   return packed;
 }
 
-nb::object memory_object(std::unique_ptr<byte[]> memory, uint64_t nbytes) {
-  PyObject* const owner = PyCapsule_New(
-      memory.get(), nullptr, [](PyObject* self) { delete[] static_cast<byte*>(PyCapsule_GetPointer(self, nullptr)); });
-  if (owner == nullptr) throw nb::python_error();
-  byte* const data = memory.release();  // the capsule has it
-  return checked(make_blob(owner, data, static_cast<Py_ssize_t>(nbytes), true));
-}
-
-nb::object unpack_object(std::unique_ptr<byte[]> memory, uint64_t nbytes) {
+nb::object unpack_object(ResultMemory memory, uint64_t nbytes) {
   const byte* const data = memory.get();
   // Nothing in it is long enough to be a view.
   if (nbytes < codec::blob_bytes_min) return checked(codec::unpack(data, nbytes));

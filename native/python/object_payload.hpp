@@ -4,8 +4,7 @@
 
 #pragma once
 
-#include <memory>
-
+#include "base/result_memory.hpp"
 #include "python/argument.hpp"
 #include "python/codec.hpp"
 
@@ -26,11 +25,8 @@ struct PackedObject {
 // if it cannot be sent.
 PackedObject pack_object(nb::handle value, uint64_t bytes_max);
 
-// Memory that the engine took for a message, as an object with a buffer that may be written to, and that frees it.
-nb::object memory_object(std::unique_ptr<engine::byte[]> memory, uint64_t nbytes);
-
 // The object in a message; long arrays in it are views of the memory. Throws nb::python_error with a ProtocolError.
-nb::object unpack_object(std::unique_ptr<engine::byte[]> memory, uint64_t nbytes);
+nb::object unpack_object(engine::ResultMemory memory, uint64_t nbytes);
 
 // The bytes of a message, copied.
 nb::object bytes_object(const engine::byte* data, uint64_t nbytes);

@@ -46,6 +46,11 @@ class BlobMemory:
 
 def new_memory(kind: type[bytes | bytearray], length: int, /) -> BlobMemory: ...
 
+# Results of at least POOLED_BYTES_MIN have memory that is used again: see native/base/result_memory.hpp.
+POOLED_BYTES_MIN: int
+
+def result_memory(length: int, /) -> BlobMemory: ...
+
 # A plan for the engine, for all counts: see native/collective/program.hpp. Rows: cuts (kind, of, parts);
 # points (base, atom, times), from point 1 on; steps (step, peer, dst_buf, dst, dst_stop, src_buf, src,
 # src_stop, left); edges (earlier, later, earlier slice, later slice). `lengths` are the points at which in

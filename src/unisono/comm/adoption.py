@@ -21,7 +21,6 @@ from unisono.comm.deadlock import ANY_RANK, ANY_TAG
 from unisono.comm.dispatch import CollectiveCall, Decided, decide
 from unisono.comm.fingerprint import NOTHING, SHAPED, described, fused
 from unisono.comm.group import Group, await_request
-from unisono.comm.object_payload import unpacked
 from unisono.comm.point_to_point import receivable, received
 from unisono.comm.split import ROW_OPERAND
 from unisono.comm.vector_collectives import (
@@ -214,13 +213,12 @@ class Adoption:
         )
 
     def cut(
-        self, flat: Any, like: Any, dtype_code: int, lengths: list[int], shape: tuple[int, ...]
+        self, memory: Any, like: Any, dtype_code: int, lengths: list[int], shape: tuple[int, ...]
     ) -> list[Any]:
-        """What a verb that gives a list returns: arrays of the kind of `like`; objects if that is None."""
+        """What a verb that gives a list returns, for arrays of a kind that only Python knows."""
         dtype = _DTYPES[dtype_code]
-        family = buffers.numpy_family(dtype) if like is None else buffers.view(like, "x").family
-        parts = as_list(flat.view(dtype.storage), lengths, shape, dtype, family)
-        return [unpacked(part) for part in parts] if like is None else parts
+        flat = np.frombuffer(memory, dtype.storage)
+        return as_list(flat, lengths, shape, dtype, buffers.view(like, "x").family)
 
     # -- calls that do not end well or soon ---------------------------------------------------------------
 

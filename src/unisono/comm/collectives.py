@@ -118,26 +118,34 @@ class Verbs(Messages):
         root: int = 0,
         op: OpLike = "sum",
         *,
+        out: Any = None,
         timeout: float | None = None,
         algorithm: str = "auto",
     ) -> Work[Any]:
-        """Reduce the `x` of all ranks into the `x` of `root`, which returns it; else None, x unchanged."""
+        """Reduce the `x` of all ranks into the `x` of `root`, or its `out`. Root returns it, others None.
+
+        The `x` of the others, and that of a root with `out`, is unchanged. Only root's `out` is looked at.
+        """
         how = as_op(op)
         root = self._rank_of(root, "root")
         is_root = self._rank == root
-        array = buffers.view(x, "x", writable=is_root)
+        has_out = is_root and out is not None
+        array = buffers.view(x, "x", writable=is_root and not has_out)
+        target = self._out(out, array, array.shape) if has_out else array
         self._check_reduction("reduce", how, array, algorithm)
 
         def steps(call: Call) -> Steps[Any]:
+            if target is not array:
+                target.flat[:] = array.flat
             one = CollectiveCall(self._group, call, algorithm)
-            memory, dtype = _operand(array, how, self._size)
+            memory, dtype = _operand(target, how, self._size)
             place = {Buf.OUT if is_root else Buf.IN: memory}
             given = described(array.dtype, (array.count,))
             yield from one.run("reduce", (array.count,), dtype, place, root=root, op=how, given=given)
             if not is_root:
                 return None
-            _conclude(memory, dtype, array, how, self._size)
-            return array.give()
+            _conclude(memory, dtype, target, how, self._size)
+            return target.give()
 
         return self._begin("reduce", timeout, steps, is_collective=True)
 
@@ -245,6 +253,7 @@ class Verbs(Messages):
         counts: Sequence[int],
         op: OpLike = "sum",
         *,
+        out: Any = None,
         timeout: float | None = None,
         algorithm: str = "auto",
     ) -> Work[Any]:
@@ -258,7 +267,7 @@ class Verbs(Messages):
         shape = (rows[self._rank], *array.shape[1:])
         parts = tuple(n * row for n in rows)
         return self._reduce_scatter(
-            "reduce_scatter_v", array, parts, as_op(op), shape, None, timeout, algorithm
+            "reduce_scatter_v", array, parts, as_op(op), shape, out, timeout, algorithm
         )
 
     def all_to_all(
@@ -352,6 +361,7 @@ class Verbs(Messages):
         parts: Sequence[Any] | None = None,
         root: int = 0,
         *,
+        out: Any = None,
         timeout: float | None = None,
         algorithm: str = "auto",
     ) -> Work[Any]:
@@ -362,10 +372,15 @@ class Verbs(Messages):
         root = self._rank_of(root, "root")
         check_algorithm("scatter", algorithm)
         arrays = self._parts(parts) if self._rank == root else None
+        filled = None if out is None else receivable(out, "out")
+        if arrays is not None and filled is not None:
+            self._out(out, arrays[self._rank], arrays[self._rank].shape)
+            if any(filled.overlaps(part) for part in arrays):
+                raise UsageError("out overlaps a part; allowed: separate memory")
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
-            return (yield from run_announced("scatter_v", one, self._group, arrays, root=root))
+            return (yield from run_announced("scatter_v", one, self._group, arrays, root=root, out=filled))
 
         return self._begin("scatter_v", timeout, steps, is_collective=True)
 

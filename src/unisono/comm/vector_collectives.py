@@ -130,9 +130,9 @@ def finish(
         case "scatter":
             return (yield from _scatter(one, group, said[0], parts, out, root))
         case "scatter_v":
-            return (yield from _scatter_parts(one, group, said[0], parts, root))
+            return (yield from _scatter_parts(one, group, said[0], parts, out, root))
         case "scatter_object":
-            return unpacked((yield from _scatter_parts(one, group, said[0], parts, root)))
+            return unpacked((yield from _scatter_parts(one, group, said[0], parts, None, root)))
         case _:
             data = yield from _broadcast(one, said[0], parts, root)
             return None if parts is not None else unpacked(data)
@@ -144,7 +144,7 @@ def _all_gather(one: CollectiveCall, said: list[Announcement], array: Array) -> 
         flat = np.concatenate([each.part(0) for each in said])
     else:
         counts = tuple(each.counts[0] for each in said)
-        flat = np.empty(sum(counts), array.dtype.storage)
+        flat = buffers.empty(sum(counts), array.dtype)
         yield from one.run("all_gather", counts, array.dtype, {Buf.IN: array.flat, Buf.OUT: flat})
     return _listed(flat, [each.lengths[0] for each in said], said[0], array.family)
 
@@ -160,7 +160,7 @@ def _gather(
         flat = np.concatenate([each.part(0) for each in said])
     else:
         counts = tuple(each.counts[0] for each in said)
-        flat = np.empty(sum(counts) if is_root else 0, array.dtype.storage)
+        flat = buffers.empty(sum(counts) if is_root else 0, array.dtype)
         memory = {Buf.IN: array.flat} | ({Buf.OUT: flat} if is_root else {})
         yield from one.run("gather", counts, array.dtype, memory, root=root)
     return _listed(flat, [each.lengths[0] for each in said], said[0], array.family) if is_root else None
@@ -175,7 +175,7 @@ def _all_to_all(
         flat = np.concatenate([each.part(rank) for each in said])
     else:
         counts = tuple(itertools.chain.from_iterable(each.counts for each in said))
-        flat = np.empty(sum(counts[rank::size]), dtype.storage)
+        flat = buffers.empty(sum(counts[rank::size]), dtype)
         given = np.concatenate([part.flat for part in parts])
         yield from one.run("all_to_all", counts, dtype, {Buf.IN: given, Buf.OUT: flat})
     return _listed(flat, [each.lengths[rank] for each in said], said[0], parts[0].family)
@@ -191,12 +191,7 @@ def _scatter(
 ) -> Steps[Any]:
     """Root's array, cut along its leading axis, to everyone."""
     size, shape = group.backend.size, said.shape
-    target = out if out is not None else _empty(said, shape, None if parts is None else parts[0])
-    if target.dtype is not said.dtype or target.shape != shape:
-        raise UsageError(
-            f"out is {target.dtype} of shape {target.shape}; root scatters {said.dtype} of shape {shape}",
-            next_step="give out= of that type and shape, or leave it out",
-        )
+    target = _target(said, shape, None if parts is None else parts[0], out)
     if said.elements is not None:
         start = group.backend.rank * said.step
         target.flat[:] = said.elements[start : start + said.step]
@@ -207,11 +202,16 @@ def _scatter(
 
 
 def _scatter_parts(
-    one: CollectiveCall, group: Group, said: Announcement, parts: list[Array] | None, root: int
+    one: CollectiveCall,
+    group: Group,
+    said: Announcement,
+    parts: list[Array] | None,
+    out: Array | None,
+    root: int,
 ) -> Steps[Any]:
     """Root's list of arrays, one to each."""
     rank = group.backend.rank
-    target = _empty(said, (said.lengths[rank], *said.shape), None if parts is None else parts[rank])
+    target = _target(said, (said.lengths[rank], *said.shape), None if parts is None else parts[rank], out)
     if said.elements is not None:
         target.flat[:] = said.part(rank)
     else:
@@ -226,7 +226,7 @@ def _broadcast(one: CollectiveCall, said: Announcement, parts: list[Array] | Non
     """Root's bytes to everyone."""
     if said.elements is not None:
         return said.part(0)
-    flat = np.empty(said.lengths[0], np.uint8) if parts is None else parts[0].flat
+    flat = buffers.empty(said.lengths[0], _BYTE) if parts is None else parts[0].flat
     yield from one.run("broadcast", (flat.size,), _BYTE, {Buf.OUT: flat}, root=root)
     return flat
 
@@ -295,11 +295,23 @@ def _family_name(family: Family) -> str:
     return "torch" if family is buffers.TORCH else "raw" if family is buffers.RAW else "numpy"
 
 
+def _target(said: Announcement, shape: tuple[int, ...], like: Array | None, out: Array | None) -> Array:
+    """Where this rank's part of what root scatters goes."""
+    if out is None:
+        return _empty(said, shape, like)
+    if out.dtype is not said.dtype or out.shape != shape:
+        raise UsageError(
+            f"out is {out.dtype} of shape {out.shape}; root scatters {said.dtype} of shape {shape}",
+            next_step="give out= of that type and shape, or leave it out",
+        )
+    return out
+
+
 def _empty(said: Announcement, shape: tuple[int, ...], like: Array | None) -> Array:
     """Memory for what root sends, of root's kind where this process can hold it."""
     if like is not None:
         return like.like(shape)
-    flat = np.empty(int(np.prod(shape, dtype=np.int64)), said.dtype.storage)
+    flat = buffers.empty(int(np.prod(shape, dtype=np.int64)), said.dtype)
     name = _FAMILIES[said.family % len(_FAMILIES)]
     family = buffers.RAW if name == "raw" else buffers.numpy_family(said.dtype)
     if name == "torch" and "torch" in sys.modules:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono._native import Arguments
+from unisono._native import POOLED_BYTES_MIN, Arguments, result_memory
 from unisono.core.dtypes import BFLOAT16, DTYPES, DType, dtype_named
 from unisono.errors import UsageError
 
@@ -25,6 +25,7 @@ __all__ = [
     "Typed",
     "arguments",
     "as_bytes",
+    "empty",
     "numpy_family",
     "typed",
     "view",
@@ -160,7 +161,7 @@ class Array:
     def like(self, shape: tuple[int, ...]) -> Array:
         """New memory of the same type and kind."""
         count = int(np.prod(shape, dtype=np.int64))
-        return Array(np.empty(count, self.dtype.storage), self.dtype, shape, self.family, None)
+        return Array(empty(count, self.dtype), self.dtype, shape, self.family, None)
 
     def copy(self) -> Array:
         """The same content in new memory."""
@@ -175,6 +176,15 @@ class Array:
     def overlaps(self, other: Array) -> bool:
         """Whether both share memory."""
         return bool(self.count and other.count and np.may_share_memory(self.flat, other.flat))
+
+
+def empty(count: int, dtype: DType) -> np.ndarray[Any, Any]:
+    """Memory for a result. A long one is used again when nobody holds it any more."""
+    nbytes = count * dtype.itemsize
+    if nbytes < POOLED_BYTES_MIN:
+        return np.empty(count, dtype.storage)
+    memory: Any = result_memory(nbytes)
+    return np.ndarray(count, dtype.storage, memory)
 
 
 def as_bytes(flat: np.ndarray[Any, Any]) -> memoryview:
