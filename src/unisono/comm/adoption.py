@@ -240,6 +240,8 @@ class Adoption:
 
     def warn_dropped(self, operation: str) -> None:
         """A work was dropped before it has ended. It goes on, and its memory is kept until then."""
+        if self._group.loose_ends.is_lenient:
+            return
         warnings.warn(
             f'{operation} on "{self._group.name}" was dropped before it ended; keep the Work and wait for it',
             ResourceWarning,

@@ -266,19 +266,34 @@ class Communicator(_Verbs):
         A set of ranks may be used several times; all its members must then call `sub` the same number of
         times.
         """
-        self._group.check_usable(is_collective=False)
         chosen = _listed(ranks, "ranks")
-        backend = SubBackend(self.backend, chosen)
-        members = tuple(sorted(set(chosen)))
-        uses = self._subs[members] = self._subs.get(members, 0) + 1
-        identity = (self._group.descriptor.hex(), self.epoch, "sub", members, uses)
+        SubBackend(self.backend, chosen)  # refuses what is wrong
+        return self._sub(tuple(sorted(set(chosen))))
+
+    def _sub(self, members: tuple[int, ...], purpose: str | None = None) -> Communicator:
+        """Make a communicator of the given ranks, in this order.
+
+        Without a `purpose` the members count how often they have made it. For each purpose it is made once,
+        by each member when it needs it.
+        """
+        self._group.check_usable(is_collective=False)
+        backend = SubBackend(self.backend, members, ordered=True)
+        uses = 1
+        if purpose is None:
+            uses = self._subs[members] = self._subs.get(members, 0) + 1
+        identity = (self._group.descriptor.hex(), self.epoch, purpose or "sub", members, uses)
         context = context_of(self._group.context, *identity)
         if self._group.control.has_context(context):
             raise ProtocolError(
                 f"the context id of sub({list(members)}) is in use", next_step="call sub again on all members"
             )
-        name = f"{self.name}.sub({','.join(map(str, members))})" + ("" if uses == 1 else f"#{uses}")
+        name = f"{self.name}.{purpose or 'sub'}({','.join(map(str, members))})"
+        name += "" if uses == 1 else f"#{uses}"
         return self._child(backend, members, context, name, descriptor_of(*identity), is_introduced=False)
+
+    def _let_works_go(self) -> None:
+        """Do not warn of works that are dropped, or never waited for: the user's program may do that."""
+        self._group.loose_ends.is_lenient = True
 
     def mesh(self, shape: Sequence[int], names: Sequence[str] | None = None) -> Mesh:
         """Arrange the ranks in a grid with a communicator along each axis. Every rank calls it.

@@ -161,7 +161,8 @@ class Group:
                 started = self.loose_ends.add_started(operation)
                 call.on_result = lambda error: self._on_result(call, started, error)
         task.begin(timers)
-        return Started(task, runtime) if timers else Work(task, runtime)
+        is_warned_of = timers and not self.loose_ends.is_lenient
+        return Started(task, runtime) if is_warned_of else Work(task, runtime)
 
     def resume(
         self,

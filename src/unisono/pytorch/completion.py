@@ -1,0 +1,135 @@
+"""Lanes: where a group's collectives run, and the thread that runs the callbacks of their futures.
+
+Callbacks may start collectives and wait for them, as PowerSGD does. Ranks must start the collectives of a
+communicator in the same order, so three things do not depend on timing: callbacks of one lane run one after
+another in the order in which the program added them, and always on the lane's own thread; and what they start
+runs in a *nested lane*, on a communicator of its own, whose futures are completed by another thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from torch.futures import Future
+
+from unisono.comm.communicator import Communicator
+
+__all__ = ["Ending", "Lane", "WorkFuture"]
+
+_log = logging.getLogger("unisono")
+
+
+class Ending(Protocol):
+    """A work as this module sees it."""
+
+    def settle(self) -> None:
+        """Wait until it has ended, well or not."""
+
+    def outcome(self) -> Any:
+        """What it gives; raises its error."""
+
+    def after(self, run: Callable[[], None]) -> None:
+        """Run it when the work has ended, on a thread for callbacks."""
+
+
+class Lane:
+    """A communicator for collectives that are started in one order, with a thread for callbacks.
+
+    `serving` is shared by the lanes of a group: by thread, the lane whose callbacks it runs.
+    """
+
+    def __init__(self, comm: Communicator, serving: dict[int, Lane]) -> None:
+        self.comm = comm
+        self.start = comm.start
+        self._serving = serving
+        self._due: SimpleQueue[tuple[Ending, Callable[[], None]] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._has_thread = False
+        self._is_closed = False
+        self._nested: Lane | None = None
+
+    def nested(self) -> Lane:
+        """The lane of what callbacks of this one start."""
+        with self._lock:
+            if self._nested is None:
+                everyone = tuple(range(self.comm.size))
+                self._nested = Lane(self.comm._sub(everyone, "callbacks"), self._serving)
+            return self._nested
+
+    def after(self, work: Ending, run: Callable[[], None]) -> None:
+        """Run it when the work has ended, and all that was passed to this method before has run."""
+        with self._lock:
+            if self._is_closed:  # the work has ended by that
+                start_here = False
+            else:
+                start_here, self._has_thread = not self._has_thread, True
+                self._due.put((work, run))
+        if start_here:
+            name = f"unisono-futures-{self.comm.name}"
+            self.comm.backend.runtime.start_thread(self._serve, name)
+        elif self._is_closed:
+            work.settle()
+            run()
+
+    def close(self) -> None:
+        """Let the thread end when it has run what is due."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            nested = self._nested
+        self._due.put(None)
+        if nested is not None:
+            nested.close()
+
+    def _serve(self) -> None:
+        me = threading.get_ident()
+        self._serving[me] = self
+        try:
+            while (due := self._due.get()) is not None:
+                work, run = due
+                work.settle()
+                try:
+                    run()
+                except BaseException:  # also SystemExit: other callbacks are still to run
+                    _log.exception("a callback of a future failed")
+                del work, run, due  # they hold tensors
+        finally:
+            del self._serving[me]
+
+
+class WorkFuture(Future[Any]):
+    """The future of a work. Its callbacks run in the order described above, also if it is done already."""
+
+    def __init__(self, work: Ending, made_by: Callable[[], Any] | None = None) -> None:
+        super().__init__()
+        self._work = work
+        self._made_by = made_by  # a callback; None: it is the work's own
+
+    def fulfil(self) -> None:
+        """Complete it. The work has ended."""
+        make = self._work.outcome if self._made_by is None else self._made_by
+        try:
+            result = make()
+        except Exception as error:
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+
+    def then(self, callback: Callable[[Any], Any]) -> WorkFuture:
+        """A future of what the callback returns for this one."""
+        child = WorkFuture(self._work, lambda: callback(self))
+        self._work.after(child.fulfil)
+        return child
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call it when this future is done."""
+        self._work.after(lambda: callback(self))
+
+    def wait(self) -> Any:
+        """Wait; the thread makes progress itself if it waits for the work."""
+        return super().wait() if self._made_by is not None or self.done() else self._work.outcome()

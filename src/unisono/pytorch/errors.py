@@ -1,0 +1,22 @@
+"""Errors as torch's callers know them: DistBackendError, which says who, what and on which line."""
+
+from __future__ import annotations
+
+from torch.distributed import DistBackendError
+
+from unisono.errors import DeadlineExceeded, UnisonoError
+
+__all__ = ["backend_error"]
+
+
+def backend_error(
+    error: UnisonoError, call: str, site: str, rank: int, members: tuple[int, ...] | None
+) -> DistBackendError:
+    """The error of a call that this rank made at `site`, a line of the user's program.
+
+    `members` are torch's global ranks of the group where unisono numbers its ranks otherwise. Programs look
+    for "Timed out" in the text.
+    """
+    expired = "Timed out: " if isinstance(error, DeadlineExceeded) else ""
+    ranks = f" (rank i here is global rank {list(members)}[i])" if members is not None else ""
+    return DistBackendError(f"[rank {rank}] {call} at {site}: {expired}{error}{ranks}")

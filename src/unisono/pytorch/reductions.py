@@ -1,0 +1,74 @@
+"""torch's reduce operations as the engine's."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.distributed import ReduceOp
+
+from unisono.core.dtypes import DTYPES, Kind
+from unisono.errors import UsageError
+
+__all__ = ["OPS", "divided", "is_divided", "op_of", "scaled"]
+
+_RED = ReduceOp.RedOpType
+_BITS: Final = {_RED.BAND: "band", _RED.BOR: "bor", _RED.BXOR: "bxor"}
+_SUMS: Final = {_RED.SUM: "sum", _RED.AVG: "mean", _RED.PRODUCT: "prod"}
+_ORDER: Final = {_RED.MIN: "min", _RED.MAX: "max"}
+_BY_KIND: Final[dict[Kind, dict[Any, str]]] = {
+    Kind.FLOAT: {**_SUMS, **_ORDER},
+    Kind.COMPLEX: _SUMS,
+    Kind.INTEGER: {_RED.SUM: "sum", _RED.PRODUCT: "prod", **_ORDER, **_BITS},
+    Kind.BOOL: {
+        **_ORDER,
+        **_BITS,
+        _RED.SUM: "lor",
+        _RED.PRODUCT: "land",
+    },
+}
+_COUNT: Final = 1 + max(op.value for op in _RED.__members__.values())
+
+
+def _row(kind: Kind) -> list[str | None]:
+    names = {op.value: name for op, name in _BY_KIND[kind].items()}
+    return [names.get(number) for number in range(_COUNT)]
+
+
+# By element type and number of torch's operation; None where it is not defined, or scales first.
+OPS: Final = {getattr(torch, name): _row(dtype.kind) for name, dtype in DTYPES.items()}
+_AVG: Final = _RED.AVG.value
+_PREMUL_SUM: Final = _RED.PREMUL_SUM.value
+
+
+def op_of(op: Any, dtype: torch.dtype) -> str:
+    """The engine's name of an operation on a type.
+
+    Raises:
+        UsageError: it is not defined for the type.
+    """
+    number = op.op.value
+    names = OPS.get(dtype)
+    if names is None:
+        raise UsageError(f"no reduction is defined for {dtype}")
+    name = names[number]
+    if name is None and (number == _PREMUL_SUM or is_divided(op, dtype)):
+        name = names[_RED.SUM.value]
+    if name is None:
+        raise UsageError(f"ReduceOp.{op.op.name} is not defined for {dtype}")
+    return name
+
+
+def is_divided(op: Any, dtype: torch.dtype) -> bool:
+    """Whether the result is to be divided by the number of ranks: the mean of integers."""
+    return bool(op.op.value == _AVG) and not dtype.is_floating_point and not dtype.is_complex
+
+
+def scaled(op: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """What a rank contributes: a product in new memory for PREMUL_SUM, else the tensor itself."""
+    return tensor * op.factor if op.op.value == _PREMUL_SUM else tensor
+
+
+def divided(tensor: torch.Tensor, size: int) -> None:
+    """Divide integers by the number of ranks, in place, toward zero."""
+    tensor.div_(size, rounding_mode="trunc")

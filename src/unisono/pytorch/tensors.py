@@ -1,0 +1,93 @@
+"""Tensors as memory for the engine: contiguous, without gradients, of an element type that it knows.
+
+A plain tensor is used as it is, without copying. Everything else is made readable, or gets memory that is
+copied back when the operation has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from unisono.core.dtypes import DTYPES
+from unisono.errors import UsageError
+
+__all__ = ["TYPES", "flat", "is_plain", "overlap", "readable", "target", "updatable"]
+
+# Other types, such as float8, travel as bytes.
+TYPES: Final = frozenset(getattr(torch, name) for name in DTYPES)
+
+CopyBack = Callable[[], object]
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the engine can use it as it is."""
+    return (
+        type(tensor) is Tensor
+        and tensor.dtype in TYPES
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and tensor.is_cpu
+        and not tensor.requires_grad
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """Memory with its elements: its own if it is contiguous, else a copy."""
+    return tensor if is_plain(tensor) else _as_typed(_resolved(_detached(tensor)))
+
+
+def updatable(tensor: Tensor) -> tuple[Tensor, CopyBack | None]:
+    """Memory with its elements that an operation overwrites, and what copies it back, if it is a copy."""
+    if is_plain(tensor):
+        return tensor, None
+    own = _detached(tensor)
+    memory = _resolved(own)
+    return _as_typed(memory), None if memory is own else lambda: own.copy_(memory)
+
+
+def target(tensor: Tensor) -> tuple[Tensor, CopyBack | None]:
+    """Memory that an operation fills for it, and what copies it back."""
+    if is_plain(tensor):
+        return tensor, None
+    own = _detached(tensor)
+    if own.is_contiguous() and not own.is_neg() and not own.is_conj():
+        return _as_typed(own), None
+    memory = torch.empty(own.shape, dtype=own.dtype)
+    return _as_typed(memory), lambda: own.copy_(memory)
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of all of them in a row, as new memory."""
+    return torch.cat([readable(tensor).reshape(-1) for tensor in tensors])
+
+
+def overlap(x: Tensor, out: Tensor) -> bool:
+    """Whether two contiguous tensors share memory; FSDP2 gathers from a slice of the output."""
+    begin, other = x.data_ptr(), out.data_ptr()
+    return begin < other + out.nbytes and other < begin + x.nbytes
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided or not tensor.is_cpu:
+        raise UsageError(
+            f"a {tensor.layout} tensor on {tensor.device}; allowed: dense tensors on the CPU"
+            " (sparse COO tensors in all_reduce)"
+        )
+    return tensor.detach()
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    """The same tensor if it is contiguous and nothing about it is lazy; else a copy."""
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
+    return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _as_typed(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in TYPES else tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,256 @@
+"""Works as torch holds them: one that has ended, a started operation, and several of them as one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from unisono.core.call_site import call_site, line_of
+from unisono.core.work import Work
+from unisono.errors import UnisonoError
+from unisono.pytorch.completion import Lane, WorkFuture
+
+if TYPE_CHECKING:
+    from unisono.pytorch.process_group import ProcessGroup
+
+__all__ = ["DONE", "Message", "Once", "Several", "Started"]
+
+_NOT_GIVEN: Final = timedelta(0)
+
+
+class _Base(dist.Work):
+    """What torch asks of a work; `_end` waits for it and raises its error."""
+
+    _future: WorkFuture | None = None
+
+    def _end(self, timeout_s: float | None = None) -> None:
+        raise NotImplementedError
+
+    def _outputs(self) -> Sequence[Tensor]:
+        raise NotImplementedError
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        raise NotImplementedError
+
+    def after(self, run: Callable[[], None]) -> None:
+        """Run it when the work has ended, on a thread for callbacks."""
+        raise NotImplementedError
+
+    def wait(self, timeout: timedelta = _NOT_GIVEN) -> bool:
+        """Wait until it has ended; no timeout means no limit beyond the operation's own.
+
+        Raises:
+            DistBackendError: it failed.
+        """
+        self._end(timeout.total_seconds() if timeout else None)
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self._end()
+
+    def settle(self) -> None:
+        """Wait until it has ended, well or not."""
+        self.exception()
+
+    def outcome(self) -> list[Tensor]:
+        """What its future holds: its output tensors."""
+        self._end()
+        return list(self._outputs())
+
+    def result(self) -> list[Tensor]:
+        """Its output tensors."""
+        return self.outcome()
+
+    def exception(self) -> Exception | None:
+        """The error that ended it, if one did. Waits for its end."""
+        try:
+            self._end()
+        except Exception as error:
+            return error
+        return None
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """The future of its output tensors."""
+        if self._future is None:
+            self._future = future = WorkFuture(self)
+            if self.is_completed():
+                future.fulfil()
+            else:
+                self.after(future.fulfil)
+        return self._future
+
+
+class Started(_Base):
+    """A started collective."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        lane: Lane,
+        call: str,
+        work: Work[Any],
+        outputs: Sequence[Tensor],
+        finish: Once | None = None,
+    ) -> None:
+        dist.Work.__init__(self)
+        self._group = group
+        self._lane = lane
+        self._call = call
+        self._work = work
+        self._given = outputs
+        self._finish = finish
+        if finish is not None:  # also if nobody waits for it
+            self.after(_nothing)
+
+    def _end(self, timeout_s: float | None = None) -> None:
+        try:
+            result = self._work.wait(timeout_s)
+            if self._finish is not None:
+                self._finish(result)
+        except UnisonoError as error:
+            code, instruction = self._work._started_at
+            site = call_site() if code is None else line_of(code, instruction)
+            raise self._group.failed(error, self._call, site) from error
+
+    def _outputs(self) -> Sequence[Tensor]:
+        return self._given
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not. Makes progress."""
+        if not self._work.done():
+            return False
+        if self._finish is not None:
+            self.settle()
+        return True
+
+    def after(self, run: Callable[[], None]) -> None:
+        """Run it on the lane's thread, in the order of these calls."""
+        self._lane.after(self, run)
+
+
+class Message(Started):
+    """A started send or receive. Its callbacks run as messages end: one may wait for a later collective."""
+
+    def after(self, run: Callable[[], None]) -> None:
+        """Run it on unisono's thread for callbacks, in the order in which messages end."""
+
+        def ended(_: Work[Any]) -> None:
+            self.settle()
+            run()
+
+        self._work.add_done_callback(ended)
+
+    def _source_rank(self) -> int:
+        """The group rank that sent what was received."""
+        self._end()
+        return int(self._work.wait().source)
+
+    source_rank = _source_rank
+
+
+class Several(_Base):
+    """Works that torch sees as one."""
+
+    def __init__(self, parts: Sequence[_Base], finish: Once | None = None) -> None:
+        dist.Work.__init__(self)
+        self._parts = parts
+        self._finish = finish
+        if finish is not None:
+            self.after(_nothing)
+
+    def _end(self, timeout_s: float | None = None) -> None:
+        for part in self._parts:
+            part._end(timeout_s)
+        if self._finish is not None:
+            self._finish(None)
+
+    def _outputs(self) -> Sequence[Tensor]:
+        return [tensor for part in self._parts for tensor in part._outputs()]
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        if not all([part.is_completed() for part in self._parts]):
+            return False
+        self.settle()
+        return True
+
+    def after(self, run: Callable[[], None]) -> None:
+        """Run it after the last of them."""
+        left = len(self._parts)
+        lock = threading.Lock()
+
+        def ended() -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left > 0:
+                    return
+            self.settle()
+            run()
+
+        for part in self._parts:
+            part.after(ended)
+        if not self._parts:
+            run()
+
+
+class _Done(_Base):
+    """A work that has ended, for calls that the caller waits for at once."""
+
+    def _end(self, timeout_s: float | None = None) -> None:
+        pass
+
+    def _outputs(self) -> Sequence[Tensor]:
+        return ()
+
+    def wait(self, timeout: timedelta = _NOT_GIVEN) -> bool:
+        """It has ended."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It has."""
+        return True
+
+    def after(self, run: Callable[[], None]) -> None:
+        """At once."""
+        run()
+
+
+class Once:
+    """What is left to do when an operation has ended, such as copying its result back; done once."""
+
+    def __init__(self, finish: Callable[[Any], object]) -> None:
+        self._finish: Callable[[Any], object] | None = finish
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+
+    def __call__(self, result: Any) -> None:
+        """Do it, unless that was done; raises what it raised."""
+        with self._lock:
+            if self._finish is not None:
+                try:
+                    self._finish(result)
+                except Exception as error:
+                    self._error = error
+                self._finish = None
+        if self._error is not None:
+            raise self._error
+
+
+def _nothing() -> None:
+    pass
+
+
+DONE: Final = _Done()
