@@ -28,6 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import unisono.pytorch  # noqa: F401
+
 RANKS = 4
 TEST_S = 100.0  # the longest test, on a busy machine
 MODULE = "torch.testing._internal.distributed.distributed_test"

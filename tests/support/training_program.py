@@ -23,6 +23,8 @@ import torch
 from tests.support.training import checkpoints, data_parallel, functional, pipelines, sharded  # noqa: F401
 from tests.support.training.pieces import GLOO, PIECES, Job, Piece, Tensors, distance
 
+import unisono.pytorch  # noqa: F401
+
 # The longest piece, on a busy machine.
 PIECE_S = 200.0
 

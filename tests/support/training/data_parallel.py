@@ -158,14 +158,9 @@ def ddp_fp16_hook(job: Job) -> Tensors:
     return named(model.module)
 
 
-@piece()
-def ddp_power_sgd_hook(job: Job) -> Tensors:
-    """Low-rank factors travel: the hook waits for collectives that it starts in callbacks of others.
-
-    One bucket: of several, backward's thread starts the next while callbacks of the last start theirs. No CPU
-    backend can know which of them is first on the other ranks (Gloo hangs).
-    """
-    model = DDP(network())
+def power_sgd(job: Job, **options: Any) -> Tensors:
+    """Low-rank factors travel: the hook waits for collectives that it starts in callbacks of others."""
+    model = DDP(network(), **options)
     state = powerSGD_hook.PowerSGDState(
         process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
     )
@@ -173,6 +168,22 @@ def ddp_power_sgd_hook(job: Job) -> Tensors:
     train(job, model, steps=2 * STEPS)
     assert state.total_numel_after_compression > 0
     return named(model.module)
+
+
+@piece()
+def ddp_power_sgd_hook(job: Job) -> Tensors:
+    return power_sgd(job)
+
+
+@piece(is_on_gloo=False)
+def ddp_power_sgd_hook_with_buckets(job: Job) -> Tensors:
+    """Backward starts the next bucket while callbacks of the last one start theirs; Gloo may mix them up and hang."""
+    mine = power_sgd(job, bucket_cap_mb=SMALL_BUCKETS_MB)
+    for name, tensor in mine.items():
+        every = [torch.empty_like(tensor) for _ in range(job.size)]
+        dist.all_gather(every, tensor)
+        assert all(torch.equal(tensor, each) for each in every), name
+    return mine
 
 
 @piece()
