@@ -11,89 +11,40 @@ def program(world):
 print(uni.simulate(program, 4).results)
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from unisono.comm.communicator import Communicator
-from unisono.comm.mesh import Mesh
-from unisono.comm.world import init, list_backends, local, simulate, spawn
-from unisono.config import Config
-from unisono.core.buffers import Typed, typed
-from unisono.core.codec import register
-from unisono.core.envelope import ANY, Status
-from unisono.core.ops import ReduceOp, op
-from unisono.core.waits import as_completed, wait_all, wait_any, wait_some
-from unisono.core.work import Work
-from unisono.errors import (
-    BackendUnavailable,
-    BadArguments,
-    ClosedError,
-    CollectiveMismatch,
-    DeadlineExceeded,
-    Deadlock,
-    NotExposed,
-    PeerAborted,
-    PeerLost,
-    ProtocolError,
-    RemoteError,
-    RendezvousError,
-    UnisonoError,
-    UsageError,
-)
 from unisono.version import VERSION
 
 if TYPE_CHECKING:
-    from unisono import rpc
+    from unisono.api import *  # noqa: F403
 
 __version__ = VERSION
-
-__all__ = [
-    "ANY",
-    "BackendUnavailable",
-    "BadArguments",
-    "ClosedError",
-    "CollectiveMismatch",
-    "Communicator",
-    "Config",
-    "DeadlineExceeded",
-    "Deadlock",
-    "Mesh",
-    "NotExposed",
-    "PeerAborted",
-    "PeerLost",
-    "ProtocolError",
-    "ReduceOp",
-    "RemoteError",
-    "RendezvousError",
-    "Status",
-    "Typed",
-    "UnisonoError",
-    "UsageError",
-    "Work",
-    "as_completed",
-    "init",
-    "list_backends",
-    "local",
-    "op",
-    "register",
-    "rpc",
-    "simulate",
-    "spawn",
-    "typed",
-    "wait_all",
-    "wait_any",
-    "wait_some",
-]
 
 
 def __dir__() -> list[str]:
     """The public names only."""
-    return [*__all__, "__version__"]
+    return [*_public_names(), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `unisono.rpc` on first use, which keeps `import unisono` fast."""
-    if name == "rpc":
-        import unisono.rpc as rpc_module
+    """Import the public names when the first of them is used, and `unisono.rpc` when it is.
 
-        return rpc_module
+    Until then `import unisono` costs next to nothing where it is imported without being used: torch imports
+    `unisono.pytorch.registration` with itself.
+    """
+    if name == "__all__":
+        return _public_names()
+    if name == "rpc":
+        return importlib.import_module("unisono.rpc")
+    if not name.startswith("_"):
+        api = importlib.import_module("unisono.api")
+        globals().update({each: vars(api)[each] for each in api.__all__ if each in vars(api)})
+        if name in globals():
+            return globals()[name]
     raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+
+
+def _public_names() -> list[str]:
+    names: list[str] = importlib.import_module("unisono.api").__all__
+    return names

@@ -16,7 +16,17 @@ from typing import Any
 
 from unisono.errors import UsageError
 
-__all__ = ["Config", "Launch", "Network", "as_options", "environment", "given", "launch", "network"]
+__all__ = [
+    "Config",
+    "Launch",
+    "Network",
+    "as_options",
+    "environment",
+    "given",
+    "launch",
+    "launch_variables",
+    "network",
+]
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -168,10 +178,8 @@ def launch() -> Launch | None:
     Raises:
         UsageError: the launcher's rank or size is missing, not a number, or out of range.
     """
-    for launcher in _LAUNCHERS:
-        if any(sign in os.environ for sign in launcher.signs):
-            return _started_by(launcher, os.environ)
-    return None
+    launcher = _launcher(os.environ)
+    return None if launcher is None else _started_by(launcher, os.environ)
 
 
 def network(environ: Mapping[str, str] | None = None) -> Network:
@@ -201,6 +209,9 @@ def given() -> dict[str, str]:
         for name in (*launcher.signs, launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
     }
     set_by_launchers |= _IDENTITY if "UNISONO_RANK" in os.environ else _IDENTITY - {"UNISONO_JOIN"}
+    outer = _launcher(os.environ)
+    if outer is not None and "MASTER_PORT" in outer.job:  # its store, which no other job may use
+        set_by_launchers |= {"MASTER_ADDR", "MASTER_PORT", outer.store_sign}
     environ = {
         name: text
         for name, text in os.environ.items()
@@ -226,6 +237,19 @@ def environment(changes: Mapping[str, str], defaults: Mapping[str, str] | None =
     options = {name: text for name, text in changes.items() if name in _OPTIONS}
     ours = {name: (text, inherited.get(name)) for name, text in {**added, **options}.items()}
     return {**inherited, **changes, **added, **({_SET: json.dumps(ours)} if ours else {})}
+
+
+def launch_variables(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
+    """What `unisono run` tells a rank about itself: for `uni.init`, and by torch's names for its programs."""
+    numbers = (rank, size, local_rank, local_size)
+    ours, torch = (_named(name) for name in ("unisono run", BARE))
+    return {
+        name: str(number)
+        for each in (ours, torch)
+        for name, number in zip(
+            (each.rank, each.size, each.local_rank, each.local_size), numbers, strict=True
+        )
+    }
 
 
 def as_options(options: Mapping[str, str | None], variables: Mapping[str, str]) -> dict[str, str]:
@@ -329,6 +353,14 @@ _SET = "UNISONO_RUN_SET"
 _NO_SETTINGS = _IDENTITY | {_SET} | {prefix + name for prefix in ("UNISONO_", _OPTION) for name in _PLACES}
 
 _LOOPBACK_NAMES = ("localhost", "127.", "::1")
+
+
+def _launcher(environ: Mapping[str, str]) -> _Launcher | None:
+    return next((each for each in _LAUNCHERS if any(sign in environ for sign in each.signs)), None)
+
+
+def _named(name: str) -> _Launcher:
+    return next(each for each in _LAUNCHERS if each.name == name)
 
 
 def _started_by(launcher: _Launcher, environ: Mapping[str, str]) -> Launch:

@@ -348,7 +348,7 @@ def loaded_by(statement: str) -> set[str]:
 
 def test_importing_unisono_brings_little():
     """Who never simulates, draws or awaits does not pay for it; and torch is never loaded unasked."""
-    bare, ours = loaded_by("import numpy, msgspec"), loaded_by("import unisono")
+    bare, ours = loaded_by("import numpy, msgspec"), loaded_by("from unisono import init")
     unwanted = {
         "torch",
         "ml_dtypes",

@@ -32,6 +32,7 @@ LAYERS = (
     Layer(("cli",), "the command line"),
     Layer(("bench", "testing", "pytorch", "train"), "edges: nothing below imports them"),
     Layer(("__init__",), "`import unisono`"),
+    Layer(("api",), "its public names, imported when the first is used"),
     Layer(
         ("comm",),
         "what a user holds",
@@ -103,7 +104,7 @@ def picture() -> str:
     return "\n".join(f"{left:<{width}}{what}".rstrip() for left, what in rows)
 
 
-_MODULES = {"config", "errors", "version", "__init__"}
+_MODULES = {"api", "config", "errors", "version", "__init__"}
 
 if __name__ == "__main__":
     print(picture())  # noqa: T201

@@ -14,9 +14,10 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from unisono.bootstrap import limits, protocol
+from unisono.bootstrap.address import Address
 from unisono.bootstrap.connect import ConnectLog, connect
 from unisono.bootstrap.limits import printable
 from unisono.bootstrap.protocol import Frames, JoinClient, WrongToken
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
     from unisono.bootstrap.identity import Identity, WorkerKey
 
-__all__ = ["View", "join", "report_ended"]
+__all__ = ["View", "arrive", "join", "report_ended"]
+
+_Result = TypeVar("_Result")
 
 _PAUSE_FIRST_S: Final = 0.02
 _PAUSE_LAST_S: Final = 0.25
@@ -100,6 +103,18 @@ def report_ended(
     _Worker(source, rank, 0, b"", Config(), version, deadline).report_ended(how, started_at)
 
 
+def arrive(source: TicketSource, node: int, *, version: str, deadline: Deadline) -> Address:
+    """Tell the seed that the launcher of another node has come. Blocks until there is a seed.
+
+    Returns where the store of torch programs listens on the seed's host. A seed to which another launcher of
+    this node has come belongs to an earlier job, and the ticket is read again.
+
+    Raises:
+        RendezvousError: the deadline passed, or the seed refused.
+    """
+    return _Worker(source, node, 0, b"", Config(), version, deadline, f"node {node}").arrive()
+
+
 class _Retry(Exception):
     """This attempt failed; another one may succeed."""
 
@@ -116,8 +131,10 @@ class _Worker:
         config: Config,
         version: str,
         deadline: Deadline,
+        who: str = "",
     ) -> None:
         self._source = source
+        self._who = who or f"rank {rank} of {size}"
         self._rank, self._size = rank, size
         self._make_card = card
         self._card: tuple[Ticket, bytes] | None = None
@@ -135,10 +152,18 @@ class _Worker:
         self._key: WorkerKey | None = None
 
     def join(self) -> View:
+        """Join; tries until the deadline."""
+        return self._retried(self._attempt)
+
+    def arrive(self) -> Address:
+        """Tell that a node's launcher has come; tries until the deadline."""
+        return self._retried(self._attempt_arrival)
+
+    def _retried(self, attempt: Callable[[Ticket], _Result]) -> _Result:
         pause = _PAUSE_FIRST_S
         while True:
             try:
-                return self._attempt(self._ticket())
+                return attempt(self._ticket())
             except _Retry:
                 left = self._left()
                 if left <= 0:
@@ -168,6 +193,24 @@ class _Worker:
             card = self._card_for(ticket)
             with self._answers(ticket):
                 return self._ask(sock, frames, ticket, card)
+
+    def _attempt_arrival(self, ticket: Ticket) -> Address:
+        with self._proven(ticket) as (sock, frames), self._answers(ticket):
+            body = protocol.encode(protocol.Arrival(self._rank, self._instance))
+            sock.sendall(frames.seal(body) + body)
+            while data := sock.recv(4096):
+                for reply in map(protocol.parse_reply, frames.receive(data)):
+                    match reply:
+                        case protocol.Store(port) if 0 < port < 1 << 16:
+                            return dataclasses.replace(ticket.address, port=port)
+                        case protocol.Refused(reason, "taken") if self._source.may_be_old:
+                            self._log.note(str(ticket.address), f"refused: {printable(reason, 400)}")
+                            raise _Retry
+                        case protocol.Refused():
+                            raise self._refused(ticket, reply, 0.0)
+                        case _:
+                            raise ProtocolError("another answer than a port")
+            raise ConnectionResetError("the seed closed the connection")
 
     def report_ended(self, how: str, started_at: float) -> None:
         """Report an ended rank if there is a seed; there is none before a job and after it."""
@@ -331,7 +374,7 @@ class _Worker:
         if self._source.may_be_old:
             return _Retry()
         return self._error(
-            f"rank {self._rank} of {self._size} could not join",
+            f"{self._who} could not join",
             str(self._log),
             "use the ticket of the job that runs now",
         )
@@ -350,15 +393,15 @@ class _Worker:
             self._late = f"the seed at {ticket.address} refused it: {reason}"
             self._log.note(str(ticket.address), f"refused: {reason}")
             return _Retry()
-        what = f"the seed at {ticket.address} refused rank {self._rank} of {self._size}"
+        what = f"the seed at {ticket.address} refused {self._who}"
         if reply.kind == "over":
-            what = f"rank {self._rank} of {self._size} cannot join"
+            what = f"{self._who} cannot join"
             return self._error(what, reason, "see why it ended; every rank of a job calls uni.init()")
         return self._error(what, reason, self._source.how_to_separate if is_taken else None)
 
     def _timed_out(self) -> RendezvousError:
         elapsed = self._runtime.now() - self._began
-        what = f"rank {self._rank} of {self._size} could not join within {elapsed:.1f} s"
+        what = f"{self._who} could not join within {elapsed:.1f} s"
         if self._late and not self._absence:
             return self._error(what, self._late, self._source.how_to_separate)
         if self._status:

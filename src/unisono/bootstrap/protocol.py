@@ -93,6 +93,13 @@ class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     age_s: float
 
 
+class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The launcher of another node has come. `instance` is its own: no two launchers have the same."""
+
+    node: int
+    instance: str
+
+
 # Why the seed refuses a request. misfit: it does not fit this world. taken: another process has the rank in a
 # world that is forming; taken late: in a complete world. own late: this very process has it in a complete
 # world. over: the world cannot form any more.
@@ -140,10 +147,17 @@ class Members(msgspec.Struct, frozen=True, tag="members"):
     members: list[Member]
 
 
-Reply: TypeAlias = Refused | Status | Admitted | Members
+class Store(msgspec.Struct, frozen=True, tag="store"):
+    """The answer to an arrival: the port on node 0 that is kept for the store of torch programs."""
+
+    port: int
+
+
+Reply: TypeAlias = Refused | Status | Admitted | Members | Store
 
 _requests: Final = msgspec.msgpack.Decoder(Request)
 _ends: Final = msgspec.msgpack.Decoder(Ended)
+_arrivals: Final = msgspec.msgpack.Decoder(Arrival)
 _replies: Final = msgspec.msgpack.Decoder(Reply)
 
 
@@ -297,19 +311,20 @@ class JoinClient:
         return Frames(key, b"worker", b"seed", REPLY_BYTES_MAX)
 
 
-def encode(message: Request | Ended | Reply) -> bytes:
+def encode(message: Request | Ended | Arrival | Reply) -> bytes:
     """The body of a frame."""
     return msgspec.msgpack.encode(message)
 
 
-def parse_request(body: bytes) -> Request | Ended:
-    """Read a worker's request or a launcher's report.
+def parse_request(body: bytes) -> Request | Ended | Arrival:
+    """Read a worker's request, or what a launcher tells.
 
     Raises:
-        ProtocolError: it is neither.
+        ProtocolError: it is none of them.
     """
-    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
-        return _ends.decode(body)
+    for decoder in (_ends, _arrivals):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
+            return decoder.decode(body)
     try:
         return _requests.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:

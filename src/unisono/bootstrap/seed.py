@@ -39,7 +39,8 @@ class Seed:
     """Serves one formation from `start` to `close`.
 
     The constructor binds and listens without a thread, so that a launcher can fork first. `ticket` is what
-    workers need. Without `tls`, the addresses decide: loopback needs none.
+    workers need. Without `tls`, the addresses decide: loopback needs none. `store_port` is what launchers of
+    other nodes are told.
 
     Raises:
         UsageError: the addresses cannot be used together.
@@ -55,6 +56,7 @@ class Seed:
         advertise: Address | None = None,
         insecure: bool = False,
         tls: bool | None = None,
+        store_port: int = 0,
     ) -> None:
         address = address or Address("127.0.0.1")
         _check_exposure(address, advertise, insecure)
@@ -84,6 +86,8 @@ class Seed:
         self._refused: set[str] = set()  # instances whose refusal was logged
         self._is_closing = False
         self._close_reason = ""
+        self._store_port = store_port
+        self._nodes: dict[int, str] = {}  # launchers of other nodes that have come: their instances
         self._ended: deque[tuple[int, str]] = (
             deque()
         )  # ranks that have ended, and how; for the serving thread
@@ -165,6 +169,9 @@ class Seed:
             if request.age_s < connection.proven_at - self._started_at:
                 self._on_rank_ended(request.rank, request.how)
             self._port.end(connection)
+            return
+        if isinstance(request, protocol.Arrival):
+            self._on_arrival(connection, request)
             return
         join = _join(request, connection.host)
         reason = self._formation.offer(connection.key, join)
@@ -285,6 +292,16 @@ class Seed:
         for connection in self._port.waiting():
             assert connection.join is not None
             self._refuse(connection, connection.join, reason, "over")
+
+    def _on_arrival(self, connection: JoinConnection, arrival: protocol.Arrival) -> None:
+        """A node's launcher comes once: another one for the same node belongs to the next job."""
+        reply: protocol.Reply = protocol.Store(self._store_port)
+        if not 0 < arrival.node < self._formation.size:
+            reply = protocol.Refused(f"node {arrival.node} in a job of {self._formation.size} ranks")
+        elif self._nodes.setdefault(arrival.node, arrival.instance) != arrival.instance:
+            reply = protocol.Refused(f"the launcher of node {arrival.node} has come before", "taken")
+        connection.send_frame(protocol.encode(reply))
+        self._port.end(connection)
 
     def _refuse(
         self, connection: JoinConnection, join: Join, reason: str, kind: protocol.Refusal = "misfit"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from unisono.bootstrap.launch_info import LaunchInfo
     from unisono.simulation import Fault, Network, SimResult
 
-__all__ = ["init", "list_backends", "local", "simulate", "spawn"]
+__all__ = ["init", "joined", "list_backends", "local", "simulate", "spawn"]
 
 
 def init(
@@ -81,7 +81,7 @@ def init(
     from unisono.bootstrap.launch_info import decide  # not needed for a world in one process
 
     launch_info = decide(launch(), meeting, rank=rank, size=size, join=join, insecure=settings.insecure)
-    return _joined(launch_info, backend, settings, timeout)
+    return joined(launch_info, backend, settings, timeout)
 
 
 def spawn(
@@ -126,11 +126,17 @@ def _entered(
     launch_info: LaunchInfo, backend: str, config: Config, timeout: float | None
 ) -> Iterator[Communicator]:
     """The world of a spawned rank."""
-    with _joined(launch_info, backend, config, timeout) as world:
+    with joined(launch_info, backend, config, timeout) as world:
         yield world
 
 
-def _joined(launch_info: LaunchInfo, backend: str, config: Config, timeout: float | None) -> Communicator:
+def joined(launch_info: LaunchInfo, backend: str, config: Config, timeout: float | None) -> Communicator:
+    """Join the world that `launch_info` describes, on a backend whose ranks need no launcher of their own.
+
+    Raises:
+        UsageError: the backend has no ranks in processes of their own, or only by its own launcher.
+        RendezvousError, BackendUnavailable: see `init`.
+    """
     if launch_info.source is None:
         return local(1, config)[0]
     bind: type[_Native] | Callable[[ListenSpec, Config], _Foreign] = _Native
@@ -140,6 +146,11 @@ def _joined(launch_info: LaunchInfo, backend: str, config: Config, timeout: floa
         if not info.has_processes:
             raise UsageError(
                 f"backend={backend!r} for {launch_info.size} processes; allowed: ranks of one process"
+            )
+        if info.join is not None:
+            raise UsageError(
+                f"backend={backend!r} takes its ranks from {info.launcher}",
+                next_step="unset UNISONO_BACKEND; native is the default",
             )
         wrap = info.wrap
         if info.bind is not None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -18,10 +19,10 @@ from typing import Final
 from unisono.bootstrap.address import Address, bindable
 from unisono.bootstrap.descriptors import need
 from unisono.bootstrap.folder import remove_dead_folders
-from unisono.bootstrap.join import report_ended
+from unisono.bootstrap.join import arrive, report_ended
 from unisono.bootstrap.seed import Seed
 from unisono.bootstrap.ticket import TicketSource
-from unisono.config import environment, network
+from unisono.config import environment, launch_variables, network
 from unisono.core.clock import RealRuntime
 from unisono.errors import counted, ranks_text
 from unisono.launcher.defaults import cores, rank_defaults
@@ -30,6 +31,7 @@ from unisono.launcher.job import Job
 from unisono.launcher.mpiexec import ALLOWANCES, mpiexec_command
 from unisono.launcher.output import beginnings
 from unisono.launcher.relay import LocalRank, OutputRelay, release_at
+from unisono.launcher.store_port import StorePort
 from unisono.launcher.summary import AFTER_MAX, Ended, end_of, summary
 from unisono.launcher.supervisor import Process, Supervisor
 
@@ -45,6 +47,8 @@ _DESCRIPTORS_PER_RANK: Final = 4
 _DESCRIPTORS: Final = 20
 # How long the launcher of a host without a seed tries to report an ended rank to the seed.
 _REPORT_S: Final = 2.0
+# How long the launcher of another node waits for node 0, whose start may take minutes where jobs are queued.
+_NODE_0_S: Final = 300.0
 _PIPE_CODE: Final = 128 + signal.SIGPIPE
 
 
@@ -62,19 +66,27 @@ def run(job: Job, *, version: str, out: int, err: int, colour: bool = False) -> 
     with contextlib.ExitStack() as stack:
         stack.enter_context(need(_DESCRIPTORS + _DESCRIPTORS_PER_RANK * job.ranks_here, "unisono run"))
         join: dict[str, str] = {}
+        master = Address("127.0.0.1")  # where programs of torch meet
         seed: Seed | None = None
+        if job.node_rank == 0 and not job.is_mpi:
+            port = stack.enter_context(contextlib.closing(StorePort()))
+            master = Address("127.0.0.1", port.number)
         if job.node_rank == 0 and job.size > 1 and not job.is_mpi:
-            seed = _make_seed(job, version, stack)
+            seed = _make_seed(job, version, stack, master.port)
             join = {"UNISONO_JOIN": seed.local_ticket.text()}
+            if job.nodes > 1:
+                master = replace(seed.local_ticket.address, port=master.port)
         elif job.join is not None:
             path = TicketSource(job.join).path
             join = {"UNISONO_JOIN": job.join if path is None else str(path.resolve())}
+            if job.node_rank > 0:
+                master = _find_node_0(job, version)
         report: Callable[[int, str], None] = lambda rank, how: None  # noqa: E731 - no other rank waits
         if seed is not None:
             report = seed.on_rank_ended
         elif job.size > 1:
             report = stack.enter_context(contextlib.closing(_EndReporter(job, version))).report
-        launch = stack.enter_context(_Launch(job, out, err, colour, report))
+        launch = stack.enter_context(_Launch(job, master, out, err, colour, report))
         # All forks come before the first thread: a forked child may inherit a held lock.
         launch.start({**job.env, **join})
         if seed is not None:
@@ -82,7 +94,13 @@ def run(job: Job, *, version: str, out: int, err: int, colour: bool = False) -> 
         return launch.run()
 
 
-def _make_seed(job: Job, version: str, stack: contextlib.ExitStack) -> Seed:
+def _find_node_0(job: Job, version: str) -> Address:
+    """Tell the seed on node 0 that this node has come; where the store of torch programs listens there."""
+    source = TicketSource(job.join or "", insecure=job.insecure)
+    return arrive(source, job.node_rank, version=version, deadline=RealRuntime().deadline(_NODE_0_S))
+
+
+def _make_seed(job: Job, version: str, stack: contextlib.ExitStack, store_port: int) -> Seed:
     seed = Seed(
         job.size,
         version=version,
@@ -90,6 +108,7 @@ def _make_seed(job: Job, version: str, stack: contextlib.ExitStack) -> Seed:
         advertise=Address.parse(job.advertise) if job.advertise is not None else None,
         insecure=job.insecure,
         tls=job.tls or None,
+        store_port=store_port,
     )
     stack.callback(seed.close)
     folder = job.env.get("TMPDIR") or network().folder
@@ -134,9 +153,16 @@ class _Launch:
     """The ranks of this host, from start to end."""
 
     def __init__(
-        self, job: Job, out: int, err: int, colour: bool, report: Callable[[int, str], None]
+        self,
+        job: Job,
+        master: Address,
+        out: int,
+        err: int,
+        colour: bool,
+        report: Callable[[int, str], None],
     ) -> None:
         self._job = job
+        self._master = master
         self._report_end = report  # to the seed: which rank has ended, and how
         self._runtime = RealRuntime()
         self._supervisor = Supervisor(_TERM_S)
@@ -167,15 +193,11 @@ class _Launch:
         if job.is_mpi:
             self._start_mpiexec(variables, defaults)
             return
+        # For programs of torch; a store that the user names is where they meet.
+        defaults |= {"MASTER_ADDR": self._master.host, "MASTER_PORT": str(self._master.port)}
         for local_rank, rank in enumerate(self._ranks):
-            numbers = {
-                "RANK": rank.rank,
-                "SIZE": job.size,
-                "LOCAL_RANK": local_rank,
-                "LOCAL_SIZE": job.ranks_here,
-            }
-            changes = {**variables, **{f"UNISONO_{name}": str(value) for name, value in numbers.items()}}
-            self._start_process(job.command, environment(changes, defaults), rank)
+            place = launch_variables(rank.rank, job.size, local_rank, job.ranks_here)
+            self._start_process(job.command, environment({**variables, **place}, defaults), rank)
 
     def _start_mpiexec(self, variables: Mapping[str, str], defaults: Mapping[str, str]) -> None:
         """Start mpiexec, which starts the ranks; what it says itself has no rank before it."""

@@ -1,23 +1,115 @@
-"""How the ranks of a process group meet: through the store that torch gives them."""
+"""Rendezvous: how the members of a torch group meet, through the store that torch gives the group.
+
+Group rank 0 hosts a seed and puts its ticket into the store. It removes the ticket when all have joined,
+because the keys of a store come back: torch counts groups from 0 again after `destroy_process_group`, and
+under torchrun the store outlives them. A ticket that leads nowhere is read again until the deadline.
+
+Knows stores and addresses. Does not know process groups.
+"""
 
 from __future__ import annotations
 
-import tempfile
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from unisono.bootstrap.address import Address, bindable, source_toward
+from unisono.bootstrap.launch_info import LaunchInfo
+from unisono.bootstrap.store import KeyValueStore, StoreSource
 from unisono.comm.communicator import Communicator
-from unisono.comm.world import init, local
+from unisono.comm.world import joined
+from unisono.config import BARE, Config, Launch, Network, launch, network
+from unisono.errors import RendezvousError, UsageError
 
 __all__ = ["join_world"]
 
+_KEY: Final = "unisono/ticket"
+# To find the address of this host from which the store's host is reached.
+_RESOLVE_S: Final = 5.0
 
-def join_world(store: Any, rank: int, size: int, timeout: timedelta, name: str) -> Communicator:
-    """The world of the ranks that share this store."""
+
+def join_world(
+    store: KeyValueStore, rank: int, size: int, timeout: timedelta, name: str, config: Config | None = None
+) -> Communicator:
+    """Join the world of a torch group. What torch says counts, whatever launcher started this process.
+
+    Args:
+        store: the group's own, so that its keys mean nothing to other groups.
+        rank: this process's rank in the group.
+        size: the number of its members.
+        timeout: for all of them to come.
+        name: torch's name of the group, for errors.
+        config: the settings; by default those of the environment.
+
+    Raises:
+        RendezvousError: not all came in time; the text names the missing ranks.
+        UsageError: the environment's address or backend cannot be used.
+    """
+    settings = config if config is not None else Config()
     if size == 1:
-        return local(1)[0]
-    if rank == 0:
-        store.set("unisono", str(Path(tempfile.mkdtemp()) / "ticket"))
-    path = store.get("unisono").decode()
-    return init("native", rank=rank, size=size, join=path, timeout=timeout.total_seconds())
+        return joined(LaunchInfo(0, 1), "native", settings, None)
+    meeting = _portless(network())
+    source = StoreSource(
+        f"store of torch's group {name!r}",
+        insecure=settings.insecure,
+        is_keyed=True,
+        known_by="store",
+        key=_KEY,
+        connect=lambda: store,
+        if_silent="see whether the process that hosts the store still runs: with MASTER_PORT or tcp:// it is "
+        "rank 0, under torchrun the agent of node 0",
+    )
+    info = LaunchInfo(
+        rank,
+        size,
+        source=source,
+        seed_address=_seed_address(store, meeting, _launch()) if rank == 0 else None,
+        network=meeting,
+    )
+    return joined(info, meeting.backend, settings, timeout.total_seconds())
+
+
+def _portless(meeting: Network) -> Network:
+    """The environment's addresses without ports: each of the worlds of a process takes free ones."""
+    address, advertise = meeting.address, meeting.advertise
+    return replace(
+        meeting,
+        join=None,
+        address=bindable(address).host if address is not None else None,
+        advertise=Address.parse(advertise).host if advertise is not None else None,
+    )
+
+
+def _launch() -> Launch | None:
+    try:
+        return launch()
+    except UsageError:
+        return None  # variables of a launcher that do not fit together; torch has its numbers from elsewhere
+
+
+def _seed_address(store: Any, meeting: Network, started: Launch | None) -> str:
+    """Where group rank 0 hosts the seed: on loopback only if it is certain that all members are on this host.
+
+    A store that is reached by the network tells by which address; other members can reach that, too.
+    """
+    if meeting.address is not None:
+        return meeting.address
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    host = getattr(store, "host", None)
+    if host is None:  # a file, or memory of this process
+        why = "the store has no network address"
+    elif Address(host).is_loopback:
+        return "127.0.0.1"
+    else:
+        source = source_toward(Address(host, store.port), _RESOLVE_S)
+        if not Address(source).is_loopback:
+            return source
+        why = f"the store's host {host} is loopback here"
+    if started is not None and not started.is_one_host and started.launcher != BARE:
+        raise RendezvousError(
+            "rank 0 has no address that the other ranks of the group can join",
+            cause=f"{started.launcher} started ranks on several hosts, and {why}",
+            next_step="set UNISONO_ADDRESS to an address or interface of each host",
+        )
+    return "127.0.0.1"
