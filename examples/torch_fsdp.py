@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import unisono.pytorch  # noqa: F401  # makes the backend known
 
-STEPS, ROWS, LENGTH, WORDS, WIDTH = 150, 16, 8, 16, 64
+STEPS, ROWS, LENGTH, WORDS, WIDTH = 200, 16, 8, 16, 64
 
 
 class Reverser(nn.Module):
@@ -32,7 +32,8 @@ class Reverser(nn.Module):
         self.words = nn.Embedding(WORDS, WIDTH)
         self.places = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 128, dropout=0.0, batch_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(WIDTH, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, WORDS)
 
@@ -74,7 +75,7 @@ def bar(done: int, loss: Tensor) -> None:
 def main() -> None:
     dist.init_process_group("unisono")
     model = sharded()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     for step in range(STEPS):
         loss = loss_of(model, step)
         optimizer.zero_grad()
@@ -83,9 +84,9 @@ def main() -> None:
         optimizer.step()
         bar(step + 1, loss.detach())
 
+    kept = sum(parameter.to_local().numel() for parameter in model.parameters())
     loaded = saved_and_loaded(model)
     is_equal = torch.equal(loss_of(model, STEPS), loss_of(loaded, STEPS))
-    kept = sum(parameter.to_local().numel() for parameter in model.parameters())
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, f"{kept:,} weights, loaded as they were saved: {is_equal}")
     if dist.get_rank() == 0:

@@ -3,8 +3,9 @@
     python -m tests.support.torch_suite BACKEND RESULTS [NAME...]
 
 torch starts new processes for each test. Here four ranks are forked once and run one test after another, each in a
-new process group. Tests that torch skips on backends it does not know are run as well: the module is imported as
-for Gloo, and again as for MPI (it has the tests of all_to_all on CPUs); `init_process_group` then makes BACKEND.
+new process group. torch skips tests by the name of the backend: most know Gloo, those of all_to_all on CPUs only MPI.
+So the module is imported under BACKEND's own name, as for Gloo and as for MPI, and a test runs under the first name that
+does not skip it; whatever the name, `init_process_group` makes BACKEND.
 """
 
 from __future__ import annotations
@@ -34,15 +35,14 @@ RANKS = 4
 TEST_S = 100.0  # the longest test, on a busy machine
 MODULE = "torch.testing._internal.distributed.distributed_test"
 
-# The names that torch's module is imported under, in this order: a test runs under the first that does not skip it.
-NAMES = ("gloo", "mpi")
+KNOWN = ("gloo", "mpi")
 
 
 def main() -> None:
     backend, results, wanted = sys.argv[1], Path(sys.argv[2]), set(sys.argv[3:])
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        cases = collected(folder)
+        cases = collected(backend, folder)
         chosen = [name for name in sorted(cases) if not wanted or name in wanted]
         meeting = mp.get_context("fork").Barrier(RANKS)
         children = []
@@ -58,15 +58,18 @@ def main() -> None:
     results.write_text(json.dumps({name: verdict([each[name] for each in ended]) for name in chosen}))
 
 
-def collected(folder: str) -> dict[str, type[Any]]:
+def collected(backend: str, folder: str) -> dict[str, type[Any]]:
     """By the name of each test: the class to run it of."""
     stub = types.ModuleType("expecttest")  # torch takes only a base class from it
     stub.TestCase, stub.ACCEPT = unittest.TestCase, False  # type: ignore[attr-defined]
     sys.modules.setdefault("expecttest", stub)
     os.environ.update(WORLD_SIZE=str(RANKS), INIT_METHOD=f"file://{folder}/unused", TEMP_DIR=folder)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
+    common = importlib.import_module("torch.testing._internal.common_distributed")
+    for feature in ("plugin", "ddp", "subgroup"):
+        common.DistTestCases.backend_feature[feature].add(backend)
     cases: dict[str, type[Any]] = {}
-    for name in NAMES:
+    for name in (backend, *KNOWN):
         os.environ["BACKEND"] = name
         sys.modules.pop(MODULE, None)
         module = importlib.import_module(MODULE)
@@ -94,7 +97,7 @@ def be_rank(rank: int, backend: str, folder: Path, cases: dict[str, type[Any]], 
 
         def init_ours(backend_asked: Any = None, *args: Any, **kwargs: Any) -> None:
             asked = kwargs.pop("backend", backend_asked)
-            init(backend if asked in NAMES else asked, *args, **kwargs)
+            init(backend if asked in KNOWN else asked, *args, **kwargs)
 
         dist.init_process_group = init_ours
         ended = {}
@@ -132,7 +135,7 @@ def run(rank: int, folder: Path, case: type[Any], test: str, meeting: Any) -> st
     meeting.wait(TEST_S)
     timeout = timedelta(seconds=module.CUSTOM_PG_TIMEOUT.get(test, module.default_pg_timeout))
     dist.init_process_group(
-        backend=NAMES[0], init_method=f"file://{self.file_name}", world_size=RANKS, rank=rank, timeout=timeout
+        backend=module.BACKEND, init_method=f"file://{self.file_name}", world_size=RANKS, rank=rank, timeout=timeout
     )
     try:
         getattr(self, test)()
