@@ -303,6 +303,7 @@ void bind_verbs(nb::module_& m) {
       .def("unwaited", &NativeGroup::unwaited);
   m.def("bind_verbs", &bind_object, nb::arg("verbs"), nb::arg("group").none(), nb::arg("helper"), nb::arg("reference"),
         nb::arg("is_started"));
+  m.def("set_user_files", [](nb::object is_users) { user_files.set_rule(std::move(is_users)); }, nb::arg("is_users"));
   m.def("make_verbs_type", &make_verbs_type, nb::arg("rows"), nb::arg("ops"));
 }
 

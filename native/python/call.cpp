@@ -23,6 +23,7 @@ using namespace engine;
 std::shared_ptr<const Program> program_of(nb::handle program);
 
 OpNames op_names;
+UserFiles user_files;
 
 namespace {
 
@@ -39,6 +40,28 @@ constexpr std::int64_t second_stage_ns = 2 * millisecond;
 bool is_by_rank(Verb verb) { return verb == Verb::reduce_scatter || verb == Verb::all_to_all; }
 
 }  // namespace
+
+void UserFiles::set_rule(nb::object is_users) {
+  rule_ = is_users.release();
+  Py_XDECREF(std::exchange(last_, nullptr));
+  for (const auto& [name, is_one] : known_) Py_DECREF(name);
+  known_.clear();
+}
+
+bool UserFiles::has(PyObject* code) {
+  if (code == last_ || !rule_.is_valid()) return true;
+  PyObject* const name = reinterpret_cast<PyCodeObject*>(code)->co_filename;
+  auto known = known_.find(name);
+  if (known == known_.end()) {
+    const bool is_one = nb::cast<bool>(rule_(nb::handle(name)));
+    if (known_.size() == names_max) set_rule(nb::borrow(rule_));
+    known = known_.emplace(Py_NewRef(name), is_one).first;
+  }
+  if (known->second) {
+    Py_XDECREF(std::exchange(last_, Py_NewRef(code)));
+  }
+  return known->second;
+}
 
 void OpNames::set(const std::vector<std::string>& names) {
   for (const std::string& name : names) {
@@ -120,9 +143,22 @@ void Call::prepare(const Given& given, bool is_started) {
 
 // Where the program is. Before the group is looked at: it may make an object, and so run any code.
 void ParsedCall::find_site() {
-  if (PyFrameObject* const frame = PyEval_GetFrame(); frame != nullptr) {
-    code_ = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-    instruction_ = PyFrame_GetLasti(frame);
+  PyFrameObject* const inner = PyEval_GetFrame();
+  if (inner == nullptr) return;
+  code_ = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(inner)));
+  instruction_ = PyFrame_GetLasti(inner);
+  if (user_files.has(code_.ptr())) [[likely]]
+    return;
+  nb::object frame = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetBack(inner)));
+  while (frame.is_valid()) {
+    auto* const one = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    const nb::object code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(one)));
+    if (user_files.has(code.ptr())) {
+      code_ = code;
+      instruction_ = PyFrame_GetLasti(one);
+      return;
+    }
+    frame = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetBack(one)));
   }
 }
 

@@ -12,6 +12,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "python/fused_arrays.hpp"
@@ -89,6 +90,22 @@ struct Given {
 
 // The name of the algorithm, interned; nullptr if none was given. Throws LeftToReference for what is no name.
 PyObject* algorithm_of(const Given& given);
+
+// Which files are the user's, so that reports show the user's line: core/call_site.py has the rule.
+class UserFiles {
+ public:
+  void set_rule(nb::object is_users);
+  // Whether a code object is from such a file.
+  bool has(PyObject* code);
+
+ private:
+  // A program may compile code under new names without end.
+  static constexpr size_t names_max = 4096;
+  nb::handle rule_;
+  PyObject* last_ = nullptr;                   // the user's code that was seen last
+  std::unordered_map<PyObject*, bool> known_;  // by the name, of which a module has one
+};
+extern UserFiles user_files;
 
 // Names of reductions by number, as in core/ops.py.
 class OpNames {

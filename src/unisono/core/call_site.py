@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
 
-__all__ = ["call_site", "caller", "is_users", "line_of", "line_text"]
+from unisono import _native
+
+__all__ = ["call_site", "caller", "hide_folder", "is_users", "line_of", "line_text"]
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _INSIDE: Final = str(_PACKAGE)
 # These folders call the library as a user does.
-_EDGES: Final = tuple(str(_PACKAGE / name) for name in ("bench", "cli", "pytorch", "testing", "train"))
+_EDGES: Final = tuple(str(_PACKAGE / name) for name in ("bench", "cli", "testing"))
+# Frames of these files run the end of `with` blocks, and threads.
+_HELPERS: Final = frozenset((contextlib.__file__, threading.__file__))
+_hidden: tuple[str, ...] = ()
 
 
 # Called for every frame of every call; the number of different files is small.
 @lru_cache(maxsize=1024)
 def is_users(filename: str) -> bool:
     """Whether a call from this file is the user's; otherwise the user's frame is further out."""
-    is_ours = (
-        filename.startswith(_INSIDE) or filename == contextlib.__file__
-    )  # its frames run the end of `with` blocks
-    return not is_ours or filename.startswith(_EDGES)
+    if filename in _HELPERS or filename.startswith(_hidden):
+        return False
+    return not filename.startswith(_INSIDE) or filename.startswith(_EDGES)
+
+
+def hide_folder(folder: str) -> None:
+    """Calls from this folder, of a library that calls ours, are shown as the line that called the library."""
+    global _hidden
+    if f"{folder}/" not in _hidden:
+        _hidden += (f"{folder}/",)
+        is_users.cache_clear()
+        _native.set_user_files(is_users)
 
 
 def call_site() -> str:
@@ -54,3 +68,6 @@ def line_of(code: CodeType | None, instruction: int) -> str:
     positions = next(islice(code.co_positions(), max(instruction, 0) // 2, None), None)
     line = None if positions is None else positions[0]
     return line_text(code.co_filename, code.co_firstlineno if line is None else line)
+
+
+_native.set_user_files(is_users)

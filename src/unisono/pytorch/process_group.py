@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -33,12 +34,13 @@ from torch.autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
 from unisono.comm.communicator import Communicator
-from unisono.core.call_site import call_site
+from unisono.core.call_site import call_site, hide_folder
 from unisono.core.envelope import ANY
 from unisono.errors import CollectiveMismatch, UnisonoError, UsageError
 from unisono.pytorch.completion import Lane
 from unisono.pytorch.errors import backend_error
-from unisono.pytorch.reductions import OPS, divided, is_divided, op_of, scaled
+from unisono.pytorch.monitored_barrier import MonitoredBarrier, replace_in_torch
+from unisono.pytorch.reductions import OPS, check_sparse, divided, is_divided, op_of, scaled
 from unisono.pytorch.rendezvous import join_world
 from unisono.pytorch.tensors import flat, is_plain, overlap, readable, target, updatable
 from unisono.pytorch.work import DONE, Message, Once, Several, Started
@@ -48,6 +50,8 @@ __all__ = ["ProcessGroup"]
 _log = logging.getLogger("unisono")
 
 _CPU: Final = torch.device("cpu")
+# Errors show the line that called torch.
+hide_folder(str(Path(torch.__file__).parent))
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -76,6 +80,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._lane = Lane(comm, self._serving)
         # The works since _start_coalescing, while it is not ended.
         self._coalesced: list[Any] | None = None
+        self._monitored: MonitoredBarrier | None = None
         self._is_shut_down = False
 
     @classmethod
@@ -339,6 +344,19 @@ class ProcessGroup(dist.ProcessGroup):
         """`dist.barrier`."""
         return self._run("barrier", opts if opts is not None else BarrierOptions(), (), None)
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """`dist.monitored_barrier`: names the ranks that do not come. The group stays usable.
+
+        Raises:
+            RuntimeError: some rank has not come in time.
+        """
+        if self._monitored is None:
+            everyone = tuple(range(self._size))
+            self._monitored = MonitoredBarrier(self.communicator._sub(everyone, "monitored_barrier"))
+        self._monitored.wait(
+            self._timeout_s if timeout is None else timeout.total_seconds(), wait_all_ranks
+        )
+
     # -- messages -------------------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
@@ -410,16 +428,29 @@ class ProcessGroup(dist.ProcessGroup):
         *args: Any,
         **named: Any,
     ) -> dist.Work:
+        if opts.asyncOp:
+            return self._start(verb, opts, outputs, finish, *args, **named)
         lane = self._lane if not self._serving else self._lane_here()
-        timeout = opts.timeout
-        timeout_s = self._timeout_s if timeout.days < 0 else timeout.total_seconds()
         try:
-            if not opts.asyncOp:
-                result = getattr(lane.comm, verb)(*args, **named, timeout=timeout_s)
-                if finish is not None:
-                    finish(result)
-                return DONE
-            started = getattr(lane.start, verb)(*args, **named, timeout=timeout_s)
+            result = getattr(lane.comm, verb)(*args, **named, timeout=self._limit_s(opts))
+            if finish is not None:
+                finish(result)
+        except UnisonoError as error:
+            raise self.failed(error, verb, call_site()) from error
+        return DONE
+
+    def _start(
+        self,
+        verb: str,
+        opts: Any,
+        outputs: Sequence[Tensor],
+        finish: Callable[[Any], object] | None,
+        *args: Any,
+        **named: Any,
+    ) -> Started:
+        lane = self._lane if not self._serving else self._lane_here()
+        try:
+            started = getattr(lane.start, verb)(*args, **named, timeout=self._limit_s(opts))
         except UnisonoError as error:
             raise self.failed(error, verb, call_site()) from error
         work = Started(self, lane, verb, started, outputs, None if finish is None else Once(finish))
@@ -427,12 +458,18 @@ class ProcessGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
+    def _limit_s(self, opts: Any) -> float:
+        """The seconds for a call: the group's, unless the caller gave others (-1 ms if not)."""
+        given: timedelta = opts.timeout
+        return self._timeout_s if given.days < 0 else given.total_seconds()
+
     def _lane_here(self) -> Lane:
         lane = self._serving.get(threading.get_ident())
         return self._lane if lane is None else lane.nested()
 
     def _each(self, starts: Sequence[Callable[[], Any]]) -> dist.Work:
-        return Several([start() for start in starts])
+        works = [start() for start in starts]
+        return DONE if all(work is DONE for work in works) else Several(works)
 
     @contextlib.contextmanager
     def _errors(self, call: str) -> Any:
@@ -462,7 +499,36 @@ class ProcessGroup(dist.ProcessGroup):
         return memory, finish
 
     def _allreduce_sparse(self, tensor: Tensor, opts: Any) -> dist.Work:
-        raise NotImplementedError
+        """Gather the entries of all ranks, and add them up here."""
+        with self._errors("all_reduce"):
+            check_sparse(opts.reduceOp)
+            entries = tensor.detach().coalesce()
+            indices, values = readable(entries.indices().t()), readable(entries.values())
+        gathered: dict[str, list[Tensor]] = {}
+
+        def finish(_: object) -> None:
+            whole = torch.sparse_coo_tensor(
+                torch.cat(gathered["indices"]).t(),
+                torch.cat(gathered["values"]),
+                tensor.shape,
+                check_invariants=False,  # each rank's tensor had them
+            ).coalesce()
+            if opts.reduceOp.op == dist.ReduceOp.AVG:
+                whole = whole / self._size
+            with torch.no_grad():  # not through detach(): a sparse tensor does not share its entries
+                tensor.copy_(whole)
+
+        work = Several(
+            [
+                self._start("all_gather_v", opts, [tensor], lambda got: gathered.update(indices=got), indices),
+                self._start("all_gather_v", opts, [], lambda got: gathered.update(values=got), values),
+            ],
+            Once(finish),
+        )
+        if opts.asyncOp:
+            return work
+        work.wait()
+        return DONE
 
     def _check_list(self, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != self._size:
@@ -619,3 +685,6 @@ def _rows(tensor: Tensor, splits: Sequence[int], size: int) -> Sequence[Tensor]:
     if len(splits) != size or sum(splits) != tensor.shape[0]:
         raise UsageError(f"splits {list(splits)} do not cut dimension 0 of {tuple(tensor.shape)}")
     return tensor.split(list(splits))
+
+
+replace_in_torch(ProcessGroup)

@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 from unisono.core.dtypes import DTYPES, Kind
 from unisono.errors import UsageError
 
-__all__ = ["OPS", "divided", "is_divided", "op_of", "scaled"]
+__all__ = ["OPS", "check_sparse", "divided", "is_divided", "op_of", "scaled"]
 
 _RED = ReduceOp.RedOpType
 _BITS: Final = {_RED.BAND: "band", _RED.BOR: "bor", _RED.BXOR: "bxor"}
@@ -37,6 +37,7 @@ def _row(kind: Kind) -> list[str | None]:
 
 # By element type and number of torch's operation; None where it is not defined, or scales first.
 OPS: Final = {getattr(torch, name): _row(dtype.kind) for name, dtype in DTYPES.items()}
+_INTEGERS: Final = frozenset(getattr(torch, n) for n, dtype in DTYPES.items() if dtype.kind is Kind.INTEGER)
 _AVG: Final = _RED.AVG.value
 _PREMUL_SUM: Final = _RED.PREMUL_SUM.value
 
@@ -52,7 +53,7 @@ def op_of(op: Any, dtype: torch.dtype) -> str:
     if names is None:
         raise UsageError(f"no reduction is defined for {dtype}")
     name = names[number]
-    if name is None and (number == _PREMUL_SUM or is_divided(op, dtype)):
+    if is_divided(op, dtype) or (number == _PREMUL_SUM and dtype is not torch.bool):
         name = names[_RED.SUM.value]
     if name is None:
         raise UsageError(f"ReduceOp.{op.op.name} is not defined for {dtype}")
@@ -61,12 +62,22 @@ def op_of(op: Any, dtype: torch.dtype) -> str:
 
 def is_divided(op: Any, dtype: torch.dtype) -> bool:
     """Whether the result is to be divided by the number of ranks: the mean of integers."""
-    return bool(op.op.value == _AVG) and not dtype.is_floating_point and not dtype.is_complex
+    return bool(op.op.value == _AVG) and dtype in _INTEGERS
 
 
 def scaled(op: Any, tensor: torch.Tensor) -> torch.Tensor:
     """What a rank contributes: a product in new memory for PREMUL_SUM, else the tensor itself."""
     return tensor * op.factor if op.op.value == _PREMUL_SUM else tensor
+
+
+def check_sparse(op: Any) -> None:
+    """Refuse operations on sparse tensors that are no sums.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if op.op.value not in (_RED.SUM.value, _AVG):
+        raise UsageError(f"ReduceOp.{op.op.name} of sparse tensors; allowed: SUM, AVG")
 
 
 def divided(tensor: torch.Tensor, size: int) -> None:

@@ -1,0 +1,499 @@
+"""Every collective of torch.distributed, beside Gloo: all element types, odd shapes, uneven lists."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed as dist
+from tests.support.torch_ranks import Pair, TorchPool, assert_equal, torch_pool
+
+CHECKS: dict[str, Callable[[Pair], None]] = {}
+
+
+def check(fn: Callable[[Pair], None]) -> Callable[[Pair], None]:
+    CHECKS[fn.__name__] = fn
+    return fn
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[TorchPool]:
+    with torch_pool(CHECKS, 4) as made:
+        yield made
+
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (0,), (7,), (3, 5), (2, 3, 4))
+OPS = dist.ReduceOp
+
+
+def data(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Small numbers that differ by rank and place, whose sums and products are exact in every type."""
+    count = 1
+    for length in shape:
+        count *= length
+    numbers = (torch.arange(count) * 3 + rank * 5 + seed) % 4
+    if dtype is torch.bool:
+        return (numbers % 2 == 0).reshape(shape)
+    return numbers.to(dtype).reshape(shape)
+
+
+def all_data(size: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    return [data(rank, shape, dtype, seed) for rank in range(size)]
+
+
+def fresh(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor)
+
+
+# -- reductions ---------------------------------------------------------------------------------------------
+
+
+@check
+def all_reduce_of_every_type_and_operation(pair: Pair) -> None:
+    ways: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+        OPS.SUM: lambda t: t.sum(0),
+        OPS.PRODUCT: lambda t: t.prod(0),
+        OPS.MIN: lambda t: t.amin(0),
+        OPS.MAX: lambda t: t.amax(0),
+    }
+    for dtype in (*FLOATS, *INTS):
+        for shape in SHAPES:
+            for op, way in ways.items():
+                x = data(pair.rank, shape, dtype)
+                dist.all_reduce(x, op, group=pair.ours)
+                expected = way(torch.stack(all_data(pair.size, shape, dtype))).to(dtype)
+                assert_equal(x, expected)
+                y = data(pair.rank, shape, dtype)
+                work = dist.all_reduce(y, op, group=pair.ours, async_op=True)
+                assert work.wait()
+                assert work.is_completed()
+                assert work.is_success()
+                assert work.result()[0] is y
+                assert_equal(y, expected)
+
+
+@check
+def all_reduce_as_gloo_does_it(pair: Pair) -> None:
+    def run(group: Any) -> Any:
+        results = []
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8):
+            for op in (OPS.SUM, OPS.PRODUCT, OPS.MIN, OPS.MAX):
+                x = data(pair.rank, (5, 3), dtype)
+                dist.all_reduce(x, op, group=group)
+                results.append(x)
+        for op in (OPS.BAND, OPS.BOR, OPS.BXOR):
+            for dtype in (torch.int32, torch.uint8):
+                x = data(pair.rank, (11,), dtype)
+                dist.all_reduce(x, op, group=group)
+                results.append(x)
+        return results
+
+    pair.same(run)
+
+
+@check
+def averages(pair: Pair) -> None:
+    for dtype in FLOATS:
+        x = data(pair.rank, (9,), dtype)
+        dist.all_reduce(x, OPS.AVG, group=pair.ours)
+        assert_equal(x, torch.stack(all_data(pair.size, (9,), torch.float64)).mean(0).to(dtype))
+    for dtype in (torch.int32, torch.int64, torch.uint8, torch.int8):
+        for is_async in (False, True):
+            x = data(pair.rank, (9,), dtype)
+            work = dist.all_reduce(x, OPS.AVG, group=pair.ours, async_op=is_async)
+            if work is not None:
+                work.wait()
+            whole = torch.stack(all_data(pair.size, (9,), torch.int64)).sum(0)
+            assert_equal(x, whole.div(pair.size, rounding_mode="trunc").to(dtype))
+
+
+@check
+def truth_values(pair: Pair) -> None:
+    whole = torch.stack(all_data(pair.size, (6,), torch.bool))
+    for op, expected in (
+        (OPS.SUM, whole.any(0)),
+        (OPS.MAX, whole.any(0)),
+        (OPS.BOR, whole.any(0)),
+        (OPS.PRODUCT, whole.all(0)),
+        (OPS.MIN, whole.all(0)),
+        (OPS.BAND, whole.all(0)),
+        (OPS.BXOR, whole.sum(0) % 2 == 1),
+    ):
+        x = data(pair.rank, (6,), torch.bool)
+        dist.all_reduce(x, op, group=pair.ours)
+        assert_equal(x, expected)
+
+
+@check
+def complex_numbers(pair: Pair) -> None:
+    for dtype in (torch.complex64, torch.complex128):
+        x = data(pair.rank, (5,), dtype) * (1 + 2j)
+        dist.all_reduce(x, group=pair.ours)
+        assert_equal(x, torch.stack(all_data(pair.size, (5,), dtype)).sum(0) * (1 + 2j))
+        # As C++ gives them, without a real view.
+        y = data(pair.rank, (5,), dtype) * 1j
+        pair.ours.allreduce([y]).wait()
+        assert_equal(y, torch.stack(all_data(pair.size, (5,), dtype)).sum(0) * 1j)
+        z = (data(pair.rank, (5,), dtype) * 1j).conj()
+        pair.ours.allreduce([z]).wait()
+        assert_equal(z.resolve_conj(), torch.stack(all_data(pair.size, (5,), dtype)).sum(0) * -1j)
+        w = data(pair.rank, (4,), dtype)
+        dist.broadcast(w, group=pair.ours, group_src=1)
+        assert_equal(w, data(1, (4,), dtype))
+
+
+@check
+def a_sum_that_is_scaled_first(pair: Pair) -> None:
+    for factor in (0.5, torch.tensor([0.25])):
+        op = dist._make_nccl_premul_sum(factor)
+        x = data(pair.rank, (6,), torch.float32)
+        dist.all_reduce(x, op, group=pair.ours)
+        scale = float(factor)
+        assert_equal(x, torch.stack(all_data(pair.size, (6,), torch.float32)).sum(0) * scale)
+        given = data(pair.rank, (pair.size, 3), torch.float32)
+        kept = given.clone()
+        out = torch.empty(3)
+        dist.reduce_scatter_single(out, given, op, group=pair.ours)
+        assert_equal(given, kept)
+        assert_equal(out, torch.stack(all_data(pair.size, (pair.size, 3), torch.float32)).sum(0)[pair.rank] * scale)
+
+
+@check
+def operations_that_are_not_defined_are_refused_before_anything_is_sent(pair: Pair) -> None:
+    for dtype, op in ((torch.float32, OPS.BAND), (torch.float8_e4m3fn, OPS.SUM), (torch.bool, OPS.AVG)):
+        with pytest.raises(dist.DistBackendError, match=r"all_reduce at test_collectives.py:\d+: .*not defined|no reduction"):
+            dist.all_reduce(torch.zeros(3).to(dtype), op, group=pair.ours)
+    dist.barrier(group=pair.ours)
+
+
+@check
+def reduce_to_a_root(pair: Pair) -> None:
+    for root in range(pair.size):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            for op in (OPS.SUM, OPS.MAX, OPS.AVG):
+                x = data(pair.rank, (4, 2), dtype)
+                dist.reduce(x, op=op, group=pair.ours, group_dst=root)
+                if pair.rank != root:
+                    assert_equal(x, data(pair.rank, (4, 2), dtype))
+                    continue
+                whole = torch.stack(all_data(pair.size, (4, 2), dtype)).to(torch.float64)
+                way = {OPS.SUM: whole.sum(0), OPS.MAX: whole.amax(0), OPS.AVG: whole.mean(0)}[op]
+                assert_equal(x, way.to(dtype))
+
+
+@check
+def reduce_scatter_in_all_forms(pair: Pair) -> None:
+    def run(group: Any) -> Any:
+        results = []
+        for dtype in (torch.float32, torch.int64):
+            out = fresh(data(0, (3, 2), dtype))
+            dist.reduce_scatter_single(out, data(pair.rank, (3 * pair.size, 2), dtype), group=group)
+            results.append(out)
+            listed = fresh(out)
+            parts = [data(pair.rank, (3, 2), dtype, seed=k) for k in range(pair.size)]
+            dist.reduce_scatter(listed, parts, group=group)
+            results.append(listed)
+        return results
+
+    pair.same(run)
+    stacked = torch.zeros(5)  # Gloo refuses this, and parts of different lengths
+    dist.reduce_scatter_single(stacked, data(pair.rank, (pair.size, 5), torch.float32), group=pair.ours)
+    whole = torch.stack(all_data(pair.size, (pair.size, 5), torch.float32)).sum(0)
+    assert_equal(stacked, whole[pair.rank])
+    for is_async in (False, True):
+        parts = [data(pair.rank, (k + 1, 3), torch.float32, seed=k) for k in range(pair.size)]
+        out = torch.empty(pair.rank + 1, 3)
+        work = dist.reduce_scatter(out, parts, group=pair.ours, async_op=is_async)
+        if work is not None:
+            work.wait()
+        shape = (pair.rank + 1, 3)
+        assert_equal(out, torch.stack(all_data(pair.size, shape, torch.float32, seed=pair.rank)).sum(0))
+
+
+@check
+def reduce_scatter_of_means(pair: Pair) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        out = fresh(data(0, (4,), dtype))
+        dist.reduce_scatter_single(out, data(pair.rank, (4 * pair.size,), dtype), OPS.AVG, group=pair.ours)
+        whole = torch.stack(all_data(pair.size, (4 * pair.size,), torch.float64)).sum(0)
+        part = whole.view(pair.size, 4)[pair.rank] / pair.size
+        assert_equal(out, part.to(dtype))
+
+
+@check
+def sparse_tensors(pair: Pair) -> None:
+    def sparse(rank: int) -> torch.Tensor:
+        indices = torch.tensor([[rank, 2 * rank + 1, 0], [0, 1, 2]])[:, :rank]
+        values = torch.arange(1.0, 4.0)[:rank]
+        return torch.sparse_coo_tensor(indices, values, (9, 3), check_invariants=True)
+
+    def run(group: Any) -> Any:
+        x = sparse(pair.rank)
+        dist.all_reduce(x, group=group)
+        return x.to_dense()
+
+    pair.same(run)
+    x = sparse(pair.rank)
+    work = dist.all_reduce(x, group=pair.ours, async_op=True)
+    assert work.get_future().wait()[0] is x
+    assert_equal(x.to_dense(), sum(sparse(rank).to_dense() for rank in range(pair.size)))
+
+
+# -- moves --------------------------------------------------------------------------------------------------
+
+
+@check
+def broadcast_of_every_type(pair: Pair) -> None:
+    for dtype in (*FLOATS, *INTS, torch.bool, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2):
+        for shape in SHAPES:
+            root = len(shape) % pair.size
+            x = data(pair.rank, shape, torch.float32).to(dtype)
+            dist.broadcast(x, group=pair.ours, group_src=root)
+            assert_equal(x.to(torch.float32), data(root, shape, torch.float32).to(dtype).to(torch.float32))
+
+
+@check
+def all_gather_in_all_forms(pair: Pair) -> None:
+    def run(group: Any) -> Any:
+        results: list[Any] = []
+        for dtype in (torch.float32, torch.int64, torch.bool, torch.float16):
+            for shape in ((3, 2), (5,), (0, 2)):
+                x = data(pair.rank, shape, dtype)
+                outs = [fresh(x) for _ in range(pair.size)]
+                dist.all_gather(outs, x, group=group)
+                results.append(outs)
+                single = torch.zeros((shape[0] * pair.size, *shape[1:]), dtype=dtype)
+                dist.all_gather_single(single, x, group=group)
+                results.append(single)
+        return results
+
+    pair.same(run)
+    for is_async in (False, True):
+        stacked = torch.zeros(pair.size, 3, 2)
+        work = dist.all_gather_single(
+            stacked, data(pair.rank, (3, 2), torch.float32), group=pair.ours, async_op=is_async
+        )
+        if work is not None:
+            work.wait()
+        assert_equal(stacked, torch.stack(all_data(pair.size, (3, 2), torch.float32)))
+        # Of different lengths, and as bytes, which Gloo refuses.
+        outs = [torch.zeros(k, 2).to(torch.float8_e5m2) for k in range(pair.size)]
+        mine = data(pair.rank, (pair.rank, 2), torch.float32).to(torch.float8_e5m2)
+        work = dist.all_gather(outs, mine, group=pair.ours, async_op=is_async)
+        if work is not None:
+            work.wait()
+        for k, out in enumerate(outs):
+            assert_equal(out.float(), data(k, (k, 2), torch.float32))
+
+
+@check
+def all_gather_into_the_tensor_that_the_input_is_a_slice_of(pair: Pair) -> None:
+    out = torch.zeros(pair.size * 5)
+    mine = out[pair.rank * 5 : pair.rank * 5 + 5]
+    mine.copy_(data(pair.rank, (5,), torch.float32))
+    dist.all_gather_single(out, mine, group=pair.ours)
+    assert_equal(out, torch.cat(all_data(pair.size, (5,), torch.float32)))
+    whole = data(pair.rank, (pair.size * 5,), torch.float32)
+    dist.reduce_scatter_single(whole[pair.rank * 5 : pair.rank * 5 + 5], whole, group=pair.ours)
+    total = torch.stack(all_data(pair.size, (pair.size * 5,), torch.float32)).sum(0)
+    assert_equal(whole.view(pair.size, 5)[pair.rank], total.view(pair.size, 5)[pair.rank])
+
+
+@check
+def gather_and_scatter(pair: Pair) -> None:
+    def run(group: Any) -> Any:
+        results: list[Any] = []
+        for root in range(pair.size):
+            for shape in ((3,), (2, 2), (1,)):
+                x = data(pair.rank, shape, torch.float32)
+                outs = [fresh(x) for _ in range(pair.size)] if pair.rank == root else None
+                dist.gather(x, outs, group=group, group_dst=root)
+                results.append(outs or [])
+                parts = [data(k, shape, torch.int64, seed=root) for k in range(pair.size)]
+                out = torch.zeros(shape, dtype=torch.int64)
+                dist.scatter(out, parts if pair.rank == root else None, group=group, group_src=root)
+                results.append(out)
+        return results
+
+    pair.same(run)
+
+
+@check
+def all_to_all_in_all_forms(pair: Pair) -> None:
+    size, rank = pair.size, pair.rank
+
+    def run(group: Any) -> Any:
+        even = torch.zeros(size * 2, 3)
+        dist.all_to_all_single(even, data(rank, (size * 2, 3), torch.float32), group=group)
+        gives, takes = [(rank + k) % 3 for k in range(size)], [(rank + k) % 3 for k in range(size)]
+        uneven = torch.zeros(sum(takes), 2)
+        dist.all_to_all_single(uneven, data(rank, (sum(gives), 2), torch.float32), takes, gives, group=group)
+        return [even, uneven]
+
+    pair.same(run)
+    for is_async in (False, True):
+        parts = [data(rank, (rank + k, 2), torch.int32, seed=k) for k in range(size)]
+        outs = [torch.zeros(rank + k, 2, dtype=torch.int32) for k in range(size)]
+        work = dist.all_to_all(outs, parts, group=pair.ours, async_op=is_async)
+        if work is not None:
+            work.wait()
+        for k, out in enumerate(outs):
+            assert_equal(out, data(k, (rank + k, 2), torch.int32, seed=rank))
+
+
+@check
+def objects(pair: Pair) -> None:
+    def run(group: Any) -> Any:
+        everyone: list[Any] = [None] * pair.size
+        dist.all_gather_object(everyone, {"rank": pair.rank, "text": "x" * pair.rank}, group=group)
+        listed = [("from", pair.rank), {1, pair.rank}]
+        dist.broadcast_object_list(listed, group=group, group_src=1)
+        gathered: list[Any] | None = [None] * pair.size if pair.rank == 0 else None
+        dist.gather_object(pair.rank**2, gathered, group=group, group_dst=0)
+        mine: list[Any] = [None]
+        given = [f"for {k}" * (k + 1) for k in range(pair.size)] if pair.rank == 0 else None
+        dist.scatter_object_list(mine, given, group=group, group_src=0)
+        return [everyone, listed, gathered, mine]
+
+    pair.same(run)
+
+
+# -- memory -------------------------------------------------------------------------------------------------
+
+
+@check
+def tensors_that_are_not_contiguous(pair: Pair) -> None:
+    for is_async in (False, True):
+
+        def ended(work: Any) -> None:
+            if work is not None:
+                work.wait()
+
+        base = torch.zeros(4, 6)
+        view = base.t()[1:4]
+        view.copy_(data(pair.rank, (3, 4), torch.float32))
+        ended(dist.all_reduce(view, group=pair.ours, async_op=is_async))
+        assert_equal(view, torch.stack(all_data(pair.size, (3, 4), torch.float32)).sum(0))
+        assert_equal(base[:, 0], torch.zeros(4))
+        view.copy_(data(pair.rank, (3, 4), torch.float32))
+        ended(dist.broadcast(view, group=pair.ours, group_src=0, async_op=is_async))
+        assert_equal(view, data(0, (3, 4), torch.float32))
+        wide = torch.zeros(3 * pair.size, 8)[:, ::2]
+        ended(
+            dist.all_gather_single(
+                wide, data(pair.rank, (4, 3), torch.float32).t(), group=pair.ours, async_op=is_async
+            )
+        )
+        assert_equal(wide, torch.cat([x.t() for x in all_data(pair.size, (4, 3), torch.float32)]))
+        channels = data(pair.rank, (2, 3, 4, 5), torch.float32).to(memory_format=torch.channels_last)
+        ended(dist.all_reduce(channels, group=pair.ours, async_op=is_async))
+        assert_equal(channels, torch.stack(all_data(pair.size, (2, 3, 4, 5), torch.float32)).sum(0))
+        outs = [torch.zeros(6, 2).t() for _ in range(pair.size)]
+        ended(
+            dist.all_gather(outs, data(pair.rank, (2, 6), torch.float32), group=pair.ours, async_op=is_async)
+        )
+        assert_equal(torch.stack(outs), torch.stack(all_data(pair.size, (2, 6), torch.float32)))
+
+
+@check
+def a_dropped_work_still_copies_back(pair: Pair) -> None:
+    base = torch.zeros(5, 4)
+    view = base.t()
+    view.copy_(data(pair.rank, (4, 5), torch.float32))
+    dist.all_reduce(view, group=pair.ours, async_op=True)
+    expected = torch.stack(all_data(pair.size, (4, 5), torch.float32)).sum(0)
+    last = dist.barrier(group=pair.ours, async_op=True)
+    last.get_future().then(lambda _: None).wait()
+    assert_equal(view, expected)
+
+
+@check
+def tensors_that_need_gradients(pair: Pair) -> None:
+    parameter = torch.nn.Parameter(data(pair.rank, (3,), torch.float32))
+    dist.all_reduce(parameter, group=pair.ours)
+    assert_equal(parameter.detach(), torch.stack(all_data(pair.size, (3,), torch.float32)).sum(0))
+    outs = [torch.zeros(3, requires_grad=True) for _ in range(pair.size)]
+    dist.all_gather(outs, parameter, group=pair.ours)
+    assert_equal(outs[0].detach(), parameter.detach())
+    leaf = torch.zeros(3, requires_grad=True)
+    dist.broadcast(leaf, group=pair.ours, group_src=0)
+    assert leaf.is_leaf
+    assert leaf.requires_grad
+
+
+# -- several at once ----------------------------------------------------------------------------------------
+
+
+@check
+def coalesced(pair: Pair) -> None:
+    shapes = ((3,), (2, 2), (0,), (1,))
+    for dtypes in ((torch.float32,) * 4, (torch.float32, torch.int64, torch.float16, torch.float32)):
+        tensors = [data(pair.rank, s, d) for s, d in zip(shapes, dtypes, strict=True)]
+        pair.ours.allreduce_coalesced(tensors).wait()
+        for tensor, shape, dtype in zip(tensors, shapes, dtypes, strict=True):
+            assert_equal(tensor, torch.stack(all_data(pair.size, shape, dtype)).sum(0).to(dtype))
+    for device in (None, torch.device("cpu")):
+        tensors = [data(pair.rank, s, torch.float32) for s in shapes]
+        with dist._coalescing_manager(pair.ours, device=device, async_ops=True) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=pair.ours)
+        manager.wait()
+        for tensor, shape in zip(tensors, shapes, strict=True):
+            assert_equal(tensor, torch.stack(all_data(pair.size, shape, torch.float32)).sum(0))
+        outs = [torch.zeros(pair.size * k) for k in (1, 2, 3)]
+        with dist._coalescing_manager(pair.ours, device=device):
+            for k, out in enumerate(outs, 1):
+                dist.all_gather_single(out, data(pair.rank, (k,), torch.float32), group=pair.ours)
+        for k, out in enumerate(outs, 1):
+            assert_equal(out, torch.cat(all_data(pair.size, (k,), torch.float32)))
+        parts = [torch.zeros(k) for k in (1, 2)]
+        with dist._coalescing_manager(pair.ours, device=device):
+            for k, part in enumerate(parts, 1):
+                given = data(pair.rank, (pair.size * k,), torch.float32)
+                dist.reduce_scatter_single(part, given, group=pair.ours)
+        for k, part in enumerate(parts, 1):
+            whole = torch.stack(all_data(pair.size, (pair.size * k,), torch.float32)).sum(0)
+            assert_equal(part, whole.view(pair.size, k)[pair.rank])
+
+
+@check
+def lists_of_lists(pair: Pair) -> None:
+    shapes = ((2,), (3, 1))
+    lists = [[torch.zeros(shape) for shape in shapes] for _ in range(pair.size)]
+    pair.ours.allgather_coalesced(lists, [data(pair.rank, s, torch.float32) for s in shapes]).wait()
+    for rank, tensors in enumerate(lists):
+        for tensor, shape in zip(tensors, shapes, strict=True):
+            assert_equal(tensor, data(rank, shape, torch.float32))
+
+
+@check
+def functional_collectives(pair: Pair) -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    def run(group: Any) -> Any:
+        x = data(pair.rank, (2 * pair.size, 3), torch.float32)
+        return [
+            funcol.all_reduce(x, "sum", group).clone(),
+            funcol.all_gather_tensor(x, 0, group).clone(),
+            funcol.reduce_scatter_tensor(x, "sum", 0, group).clone(),
+            funcol.all_to_all_single(x, None, None, group).clone(),
+            funcol.broadcast(x, 1, group).clone(),
+        ]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch renames these
+        pair.same(run)
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.more)])
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_collective(pool: TorchPool, name: str, size: int) -> None:
+    pool.run(name, size)

@@ -1,0 +1,121 @@
+"""Ranks of torch.distributed that live through many checks: importing torch and meeting take seconds.
+
+The default group is ours; for the first 2, 3, ... ranks there is a group of ours and one of Gloo, the oracle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.support.processes import PATIENCE_S, forked
+
+import unisono.pytorch
+from unisono.messaging.backend import Backend
+
+__all__ = ["Pair", "TorchPool", "join_torch", "torch_pool"]
+
+TIMEOUT = timedelta(seconds=PATIENCE_S)
+assert unisono.pytorch  # registers the backend
+
+
+@dataclass
+class Pair:
+    """A group of ours and one of Gloo with the same ranks."""
+
+    ours: Any
+    gloo: Any
+    rank: int
+    size: int
+
+    def same(self, run: Callable[[Any], Any]) -> Any:
+        """Run it on both; the results must be equal. Returns ours."""
+        expected, got = run(self.gloo), run(self.ours)
+        assert_equal(got, expected)
+        return got
+
+
+def assert_equal(got: Any, expected: Any) -> None:
+    """Compare tensors, and lists of them, bit by bit up to what the order of a sum changes."""
+    if isinstance(expected, list | tuple):
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected, strict=True):
+            assert_equal(one, other)
+    elif isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(got, expected, equal_nan=True)
+    else:
+        assert got == expected, (got, expected)
+
+
+def join_torch(rank: int, size: int, folder: str, backend: str = "unisono", name: str = "store") -> None:
+    """`init_process_group` through a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/{name}", rank=rank, world_size=size, timeout=TIMEOUT
+    )
+
+
+class TorchPool:
+    """The pool as a test sees it."""
+
+    def __init__(self, pipes: list[Connection], stacks: Callable[[], str]) -> None:
+        self._pipes, self._stacks = pipes, stacks
+
+    def run(self, check: str, size: int) -> None:
+        """Run a check, by its name, on the first `size` ranks."""
+        for pipe in self._pipes:
+            pipe.send((check, size))
+        said = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(PATIENCE_S), f"rank {rank} hangs in {check}\n{self._stacks()}"
+            said.append(pipe.recv())
+        failures = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
+        assert not failures, failures
+
+
+@contextlib.contextmanager
+def torch_pool(checks: dict[str, Callable[[Pair], None]], size: int) -> Iterator[TorchPool]:
+    """Ranks that run the checks; they end with the block."""
+    folder = tempfile.mkdtemp(prefix="unisono-torch-")
+
+    def live(backend: Backend, pipe: Connection) -> None:
+        join_torch(backend.rank, size, folder)
+        pairs = {}
+        for members in range(2, size + 1):
+            ours = dist.new_group(list(range(members)), timeout=TIMEOUT)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                gloo = dist.new_group(list(range(members)), timeout=TIMEOUT, backend="gloo")
+            pairs[members] = Pair(ours, gloo, backend.rank, members)
+        while (asked := pipe.recv()) is not None:
+            check, members = asked
+            text = ""
+            if backend.rank < members:
+                try:
+                    checks[check](pairs[members])
+                except BaseException:
+                    text = traceback.format_exc()
+            pipe.send(text)
+        dist.destroy_process_group()
+
+    with forked(live, size) as ranks:
+        pool = TorchPool(ranks.pipes, ranks.stacks)
+        yield pool
+        for pipe in ranks.pipes:
+            pipe.send(None)
+        for rank in range(size):
+            result = ranks.result(rank)
+            assert result is None, result
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(f"{folder}/store")
+    os.rmdir(folder)
