@@ -14,6 +14,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+import torch
 from torch.futures import Future
 
 from unisono.comm.communicator import Communicator
@@ -116,9 +117,22 @@ class WorkFuture(Future[Any]):
         try:
             result = make()
         except Exception as error:
-            self.set_exception(error)
+            self.set_error(error)
         else:
             self.set_result(result)
+
+    def set_error(self, error: Exception) -> None:
+        """End it by an error, which C++ raises as well.
+
+        With torch's own `set_exception` only Python knows: C++ sees the exception as the result, and DDP's
+        backward ends the process when it looks for the tensor in it.
+        """
+
+        def raise_it(_: object) -> None:
+            raise error
+
+        self._set_unwrap_func(raise_it)
+        self.set_result(_FailedResult(error))
 
     def then(self, callback: Callable[[Any], Any]) -> WorkFuture:
         """A future of what the callback returns for this one."""
@@ -133,3 +147,20 @@ class WorkFuture(Future[Any]):
     def wait(self) -> Any:
         """Wait; the thread makes progress itself if it waits for the work."""
         return super().wait() if self._made_by is not None or self.done() else self._work.outcome()
+
+
+class _FailedResult(torch.Tensor):
+    """What stands in for the result of a work that failed: whoever uses it as a tensor gets the error."""
+
+    error: Exception
+
+    @staticmethod
+    def __new__(cls, error: Exception) -> _FailedResult:
+        # Larger than any bucket: DDP takes slices, whose bounds are checked before anything is called.
+        made: _FailedResult = torch.Tensor._make_wrapper_subclass(cls, (1 << 40,), dtype=torch.float32)
+        made.error = error
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise next(each.error for each in args if isinstance(each, _FailedResult))
