@@ -19,14 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import unisono.pytorch  # noqa: F401
 
 
-def killed_in_backward(rank: int, folder: Path) -> None:
+def killed_in_backward(rank: int, folder: Path, hook: Any = None) -> None:
     """Rank 1 is killed in its third step, between two buckets of gradients."""
     model = DDP(nn.Sequential(*[nn.Linear(300, 300) for _ in range(8)]), bucket_cap_mb=0.5)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
     step = 0
 
     def die(gradient: Tensor) -> None:
@@ -37,6 +40,11 @@ def killed_in_backward(rank: int, folder: Path) -> None:
     model.module[3].weight.register_hook(die)
     for step in range(1000):  # noqa: B007  # the hook reads it
         model(torch.ones(4, 300)).sum().backward()
+
+
+def killed_in_hook(rank: int, folder: Path) -> None:
+    """The same, with gradients that a hook of Python's compresses: its callback fails."""
+    killed_in_backward(rank, folder, fp16_compress_hook)
 
 
 def killed_in_all_reduce(rank: int, folder: Path) -> None:
@@ -73,7 +81,15 @@ def other_root(rank: int, folder: Path) -> None:
 
 FAILURES: dict[str, Callable[[int, Path], None]] = {
     each.__name__: each
-    for each in (killed_in_backward, killed_in_all_reduce, other_call, other_length, other_type, other_root)
+    for each in (
+        killed_in_backward,
+        killed_in_hook,
+        killed_in_all_reduce,
+        other_call,
+        other_length,
+        other_type,
+        other_root,
+    )
 }
 
 

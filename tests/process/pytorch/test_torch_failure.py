@@ -35,7 +35,11 @@ def failed(failure: str, size: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "failure", ["killed_in_backward", pytest.param("killed_in_all_reduce", marks=pytest.mark.more)]
+    "failure",
+    [
+        "killed_in_backward",
+        *(pytest.param(f"killed_in_{where}", marks=pytest.mark.more) for where in ("hook", "all_reduce")),
+    ],
 )
 def test_every_survivor_names_a_killed_rank(failure: str, tmp_path: Path) -> None:
     said = failed(failure, 3, tmp_path)
@@ -50,9 +54,9 @@ def test_every_survivor_names_a_killed_rank(failure: str, tmp_path: Path) -> Non
     ("failure", "calls"),
     [
         ("other_call", ("broadcast", "all_reduce")),
-        pytest.param("other_length", ("1001", "1000"), marks=pytest.mark.more),
-        pytest.param("other_type", ("float64", "float32"), marks=pytest.mark.more),
-        pytest.param("other_root", ("root 0", "root 1"), marks=pytest.mark.more),
+        pytest.param("other_length", ("float32[1001]", "float32[1000]"), marks=pytest.mark.more),
+        pytest.param("other_type", ("float64[64]", "float32[64]"), marks=pytest.mark.more),
+        pytest.param("other_root", ("root=0", "root=1"), marks=pytest.mark.more),
     ],
 )
 def test_ranks_that_call_different_things_are_shown_both_calls(
