@@ -1,12 +1,12 @@
 """torch.distributed's calls on Gloo and on unisono: two groups of the same processes, in alternating turns.
 
-    python bench/torch_collectives.py [-n 2,4] [--sizes 8,64Ki,16Mi] [--only all_reduce] [--rounds 7] [--quick]
-                                      [--plot chart.png]
+    python bench/torch_collectives.py [-n 2,4] [--sizes 8,64Ki,16Mi] [--only all_reduce] [--rounds 7]
+                                      [--quick] [--plot chart.png]
 
-Each call as a user writes it: blocking, started and waited for, started and waited for by its future; to and fro
-between two ranks; lists and single tensors. The size is that of the tensor that a rank gives, or of all it gets.
-Both results are compared before anything is measured. A ratio is Gloo's time over ours, round by round: the median,
-and the least and the most.
+Each call as a user writes it: blocking, started and waited for, started and waited for by its future; to and
+fro between two ranks; lists and single tensors. The size is that of the tensor that a rank gives, or of all
+it gets. Both results are compared before anything is measured. A ratio is Gloo's time over ours, round by
+round: the median, and the least and the most.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def values(rank: int, elements: int) -> Tensor:
 
 
 def in_place(call: Callable[[Tensor, Any], Any]) -> Form:
-    """A call that changes its tensor. A sum that grows with every call ends at infinity, as fast as before."""
+    """A call that changes its tensor. A sum that grows ends at infinity, which takes no longer."""
 
     def form(group: Any, rank: int, ranks: int, elements: int) -> tuple[Callable[[], Any], list[Tensor]]:
         x = values(rank, elements)
@@ -210,7 +210,9 @@ def draw(measured: dict[int, dict[tuple[str, int], dict[str, list[float]]]], pat
             panel.set_visible(True)
             panel.set_title(f"{name}, {ranks} ranks", fontsize=9)
             for backend, style in STYLES.items():
-                points = [(n, statistics.median(s[backend]) * 1e6) for (each, n), s in cases.items() if each == name]
+                points = [
+                    (n, statistics.median(s[backend]) * 1e6) for (each, n), s in cases.items() if each == name
+                ]
                 panel.plot(*zip(*points, strict=True), label=backend, markersize=4, **style)
             panel.set_xscale("log", base=2)
             panel.set_yscale("log")

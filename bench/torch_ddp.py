@@ -3,11 +3,11 @@
     python bench/torch_ddp.py [-n 2,4] [--models mlp10,mlp100,transformer,cnn] [--rounds 9] [--quick]
                               [--plot chart.png]
 
-A step is forward and backward; gradients are views of DDP's buckets. Exposed communication is the time of a step
-minus that of one inside `no_sync`, where every rank keeps its gradients. Three turns alternate in the same
-processes: a model on Gloo, the same on unisono, and one of them in `no_sync`. Ratios are Gloo's over ours, round by
-round: the median, and the least and the most. Cores are divided equally among the ranks: with as many ranks as cores
-there is none left that could communicate while the ranks compute.
+A step is forward and backward; gradients are views of DDP's buckets. Exposed communication is the time of a
+step minus that of one inside `no_sync`, where every rank keeps its gradients. Three turns alternate in the
+same processes: a model on Gloo, the same on unisono, and one of them in `no_sync`. Ratios are Gloo's over
+ours, round by round: the median, and the least and the most. Cores are divided equally among the ranks: with
+as many ranks as cores there is none left that could communicate while the ranks compute.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def transformer() -> tuple[nn.Module, Tensor]:
 def cnn() -> tuple[nn.Module, Tensor]:
     widths = [(3, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
     blocks = [Residual(*each) for each in widths]
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)), torch.randn(4, 3, 32, 32)
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)), torch.randn(
+        4, 3, 32, 32
+    )
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
@@ -77,7 +79,9 @@ def main() -> None:
     parser.add_argument("-n", default=None, help="numbers of ranks (2,4)")
     parser.add_argument("--models", default=None, help=",".join(MODELS))
     parser.add_argument("--rounds", type=int, default=None, help="turns of each (9)")
-    parser.add_argument("--quick", action="store_true", help="two ranks, without the largest model, five rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="two ranks, without the largest model, five rounds"
+    )
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     numbers = [int(n) for n in (args.n or ("2" if args.quick else "2,4")).split(",")]
@@ -132,7 +136,8 @@ def check(wrapped: dict[str, nn.Module], step: Callable[[str], None]) -> None:
 def exposed(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
     """Seconds of communication that computing does not hide, round by round."""
     return {
-        each: [max(a - b, 1e-6) for a, b in zip(seconds[each], seconds[ALONE], strict=True)] for each in (GLOO, OURS)
+        each: [max(a - b, 1e-6) for a, b in zip(seconds[each], seconds[ALONE], strict=True)]
+        for each in (GLOO, OURS)
     }
 
 
@@ -158,7 +163,9 @@ def draw(measured: dict[tuple[str, int], dict[str, list[float]]], path: Path) ->
         panel.bar([GLOO, OURS], [bare, bare], color="#cccccc", label="computing")
         for each, waits in exposed(seconds).items():
             wait = statistics.median(waits) * 1e3
-            panel.bar([each], [wait], bottom=bare, color=STYLES[each]["color"], label=f"communication, {each}")
+            panel.bar(
+                [each], [wait], bottom=bare, color=STYLES[each]["color"], label=f"communication, {each}"
+            )
         panel.set_ylabel("ms per step", fontsize=8)
     save(figure, path)
 

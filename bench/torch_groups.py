@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed with two process groups each, Gloo and ours, which take turns. Used by torch_*.py."""
+"""Ranks of torch.distributed with two process groups each, Gloo and ours, which take turns."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def run_ranks(program: Callable[..., Any], ranks: int, *args: Any) -> Any:
     # A fork of this process, which has computed nothing yet, need not import torch again.
     with tempfile.TemporaryDirectory() as folder, mp.get_context("fork").Manager() as manager:
         answer = manager.dict()
-        mp.start_processes(
-            _rank, (program, ranks, folder, answer, args), ranks, start_method="fork"
-        )
+        mp.start_processes(_rank, (program, ranks, folder, answer, args), ranks, start_method="fork")
         return answer["value"]
 
 

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 examples/torch_ddp.py
     unisono run -n 4 examples/torch_ddp.py
 
-Two lines are unisono's: the import, and the name of the backend. With "gloo" instead, the program is the same.
+Two lines are unisono's: the import, and the name of the backend. With "gloo" instead, the program is the
+same.
 """
 
 from __future__ import annotations

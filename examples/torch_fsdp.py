@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/torch_fsdp.py
     unisono run -n 4 examples/torch_fsdp.py
 
-Every rank keeps a share of the weights, gradients and moments; a layer is gathered when it is needed. The checkpoint
-is written by all ranks together and may be loaded by any number of them.
+Every rank keeps a share of the weights, gradients and moments; a layer is gathered when it is needed. The
+checkpoint is written by all ranks together and may be loaded by any number of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ranks of torch.distributed that fail in one way: what each of them saw, and when.
 
-    python -m tests.support.torch_failures FAILURE SIZE RESULTS
+python -m tests.support.torch_failures FAILURE SIZE RESULTS
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m tests.support.torch_suite BACKEND RESULTS [NAME...]
 
-torch starts new processes for each test. Here four ranks are forked once and run one test after another, each in a
-new process group. torch skips tests by the name of the backend: most know Gloo, those of all_to_all on CPUs only MPI.
-So the module is imported under BACKEND's own name, as for Gloo and as for MPI, and a test runs under the first name that
-does not skip it; whatever the name, `init_process_group` makes BACKEND.
+torch starts new processes for each test. Here four ranks are forked once and run one test after another, each
+in a new process group. torch skips tests by the name of the backend: most know Gloo, those of all_to_all on
+CPUs only MPI. So the module is imported under BACKEND's own name, as for Gloo and as for MPI, and a test runs
+under the first name that does not skip it; whatever the name, `init_process_group` makes BACKEND.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def collected(backend: str, folder: str) -> dict[str, type[Any]]:
 
 def is_skipped(case: type[Any], test: str) -> str | None:
     method = getattr(case, test)
-    return getattr(method, "__unittest_skip_why__", "") if getattr(method, "__unittest_skip__", False) else None
+    return (
+        getattr(method, "__unittest_skip_why__", "") if getattr(method, "__unittest_skip__", False) else None
+    )
 
 
 def be_rank(rank: int, backend: str, folder: Path, cases: dict[str, type[Any]], meeting: Any) -> None:
@@ -135,7 +137,11 @@ def run(rank: int, folder: Path, case: type[Any], test: str, meeting: Any) -> st
     meeting.wait(TEST_S)
     timeout = timedelta(seconds=module.CUSTOM_PG_TIMEOUT.get(test, module.default_pg_timeout))
     dist.init_process_group(
-        backend=module.BACKEND, init_method=f"file://{self.file_name}", world_size=RANKS, rank=rank, timeout=timeout
+        backend=module.BACKEND,
+        init_method=f"file://{self.file_name}",
+        world_size=RANKS,
+        rank=rank,
+        timeout=timeout,
     )
     try:
         getattr(self, test)()
@@ -143,7 +149,10 @@ def run(rank: int, folder: Path, case: type[Any], test: str, meeting: Any) -> st
     except unittest.SkipTest as why:
         how = f"skipped: {why}"
     except SystemExit as exited:  # how torch skips while a test runs
-        how = next((f"skipped: {s.message}" for s in module.TEST_SKIPS.values() if s.exit_code == exited.code), repr(exited))
+        how = next(
+            (f"skipped: {s.message}" for s in module.TEST_SKIPS.values() if s.exit_code == exited.code),
+            repr(exited),
+        )
     except BaseException:
         how = f"failed: {traceback.format_exc()}"
         print(f"rank {rank}, {test}: {how}", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch.futures import Future
@@ -155,9 +155,9 @@ class _FailedResult(torch.Tensor):
     error: Exception
 
     @staticmethod
-    def __new__(cls, error: Exception) -> _FailedResult:
+    def __new__(cls, error: Exception) -> Self:
         # Larger than any bucket: DDP takes slices, whose bounds are checked before anything is called.
-        made: _FailedResult = torch.Tensor._make_wrapper_subclass(cls, (1 << 40,), dtype=torch.float32)
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, (1 << 40,), dtype=torch.float32)
         made.error = error
         return made
 

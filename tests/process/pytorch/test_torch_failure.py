@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.support.paths import ROOT
 
-# A survivor knows of a dead process within 0.5 s (docs/failure.md); the issue allows a step of training one second.
+# A survivor knows of a dead process within 0.5 s (docs/failure.md), and ends its step of training then.
 KNOWN_S = 1.0
 
 

@@ -13,8 +13,8 @@ from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.more, pytest.mark.timeout(900)]
 
-# torch 2.13.0: what Gloo runs and passes (`python -m tests.support.torch_suite gloo results.json`). It is not asked
-# for the twelve tests of all_to_all on CPUs, which torch has for MPI alone; it would pass eight of them.
+# torch 2.13.0: what Gloo runs and passes (`python -m tests.support.torch_suite gloo results.json`), without
+# the twelve tests of all_to_all on CPUs that torch has for MPI alone. Gloo would pass eight of them.
 GLOO_PASSES = 115
 
 # The tests that fail on ours, and why.

@@ -1,7 +1,7 @@
 """Training with torch on our backend: the same results as on Gloo, and as in one process.
 
-The ranks live on from piece to piece, because importing torch takes longer than most pieces. Two ranks have only one
-order of sums: there the bits are Gloo's.
+The ranks live on from piece to piece, because importing torch takes longer than most pieces. Two ranks have
+only one order of sums: there the bits are Gloo's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATIENCE_S = 280
 
 @dataclass(frozen=True)
 class Piece:
-    """How far a result may be from one process's, and with 4 ranks from Gloo's. None: that one cannot do it."""
+    """How far a result may be from one process's, and with 4 ranks from Gloo's. None: not defined."""
 
     alone: float | None
     gloo: float | None = 2e-6
@@ -81,9 +81,7 @@ CASES = [
 @cache
 def ended(ranks: int, is_quick: bool) -> dict[str, Any]:
     """How the pieces ended on so many ranks, by name, and which pieces there are."""
-    names = [
-        name for name, piece in PIECES.items() if ranks in piece.ranks and (is_quick == piece.is_quick)
-    ]
+    names = [name for name, piece in PIECES.items() if ranks in piece.ranks and (is_quick == piece.is_quick)]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
         around = {name: text for name, text in os.environ.items() if not name.startswith("UNISONO_")}

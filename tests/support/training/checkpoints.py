@@ -1,4 +1,4 @@
-"""Distributed checkpoints: saved by all ranks, loaded by as many or by fewer; and forked workers that load data."""
+"""Distributed checkpoints, loaded by as many ranks as saved them or fewer; forked workers that load data."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def load(folder: str, job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
     model, optimizer = made(job)
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return model, optimizer
 
 

@@ -177,7 +177,7 @@ def ddp_power_sgd_hook(job: Job) -> Tensors:
 
 @piece(is_on_gloo=False)
 def ddp_power_sgd_hook_with_buckets(job: Job) -> Tensors:
-    """Backward starts the next bucket while callbacks of the last one start theirs; Gloo may mix them up and hang."""
+    """Backward and callbacks start collectives at the same time; Gloo may mix them up, and hang."""
     mine = power_sgd(job, bucket_cap_mb=SMALL_BUCKETS_MB)
     for name, tensor in mine.items():
         every = [torch.empty_like(tensor) for _ in range(job.size)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
 from tests.support.training.pieces import Job, Tensors
+from torch import Tensor, nn
 
 __all__ = ["ROWS", "STEPS", "batch", "named", "network", "sgd", "train", "train_alone"]
 
@@ -22,7 +23,7 @@ def network(widths: tuple[int, ...] = WIDTHS) -> nn.Sequential:
     """The same weights on every rank and in one process."""
     torch.manual_seed(7)
     layers: list[nn.Module] = []
-    for width, wider in zip(widths, widths[1:], strict=False):
+    for width, wider in itertools.pairwise(widths):
         layers += [nn.Linear(width, wider), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

@@ -1,7 +1,7 @@
 """What a proof of training consists of: a piece that ranks run, and what its results must equal.
 
-A piece is a function of a `Job` that returns tensors. It runs on Gloo and on our backend in the same processes. The
-results are compared with each other, and with those of one process where that is defined.
+A piece is a function of a `Job` that returns tensors. It runs on Gloo and on our backend in the same
+processes. The results are compared with each other, and with those of one process where that is defined.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ def deep(stages: int) -> list[nn.Sequential]:
     widths = [11, *(17 + 2 * stage for stage in range(stages - 1)), 3]
     return [
         nn.Sequential(*network((width, 2 * width, wider)), nn.Tanh())
-        for width, wider in zip(widths, widths[1:], strict=False)
+        for width, wider in itertools.pairwise(widths)
     ]
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from tests.support.training.network import STEPS, batch, loss_of, named, network, sgd, train, train_alone
+from tests.support.training.network import STEPS, loss_of, named, network, train, train_alone
 from tests.support.training.pieces import Job, Tensors, piece
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -173,7 +173,7 @@ def dtensor_products(job: Job) -> Tensors:
 
 @piece(alone=lambda size: {"sums": torch.tensor([[1.0, 5.0], [2.0, 4.0], [6.0, 6.0]])})
 def meshes(job: Job) -> Tensors:
-    """A mesh of two dimensions, its rows, columns and all of it: sums of the ranks in them, on rank 0 and 3."""
+    """Rows, columns and the whole of a mesh: the sums of their ranks, on rank 0 and on rank 3."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     groups = [mesh["columns"].get_group(), mesh["rows"].get_group(), mesh._flatten().get_group()]
     sums = torch.zeros(3, 2)
