@@ -94,8 +94,13 @@ FAILURES: dict[str, Callable[[int, Path], None]] = {
 
 
 def main() -> None:
-    failure, size, results = FAILURES[sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3])
+    size, results, names = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
+    results.write_text(json.dumps({name: ended(FAILURES[name], size) for name in names}))
+
+
+def ended(failure: Callable[[int, Path], None], size: int) -> dict[str, Any]:
+    """How new ranks ended, and what those that were not killed saw."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         children = []
@@ -106,12 +111,11 @@ def main() -> None:
             children.append(pid)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
         killed = folder / "killed"
-        said = {
+        return {
             "codes": codes,
             "killed": float(killed.read_text()) if killed.exists() else None,
             "ended": [json.loads(file.read_text()) for file in sorted(folder.glob("ended.*"))],
         }
-    results.write_text(json.dumps(said))
 
 
 def be_rank(failure: Callable[[int, Path], None], rank: int, size: int, folder: Path) -> None:

@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +19,33 @@ from tests.support.paths import ROOT
 KNOWN_S = 1.0
 
 
-def failed(failure: str, size: int, folder: Path) -> dict[str, Any]:
-    results = folder / "results.json"
-    around = {name: text for name, text in os.environ.items() if not name.startswith("UNISONO_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.torch_failures", failure, str(size), results],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        cwd=ROOT,
-        env={**around, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    said: dict[str, Any] = json.loads(results.read_text())
-    said["stderr"] = done.stderr
+# The size of the world, and the failures that `make test` shows; the others are for `make test-more`.
+QUICK = {3: ("killed_in_backward",), 2: ("other_call",)}
+MORE = {3: ("killed_in_hook", "killed_in_all_reduce"), 2: ("other_length", "other_type", "other_root")}
+
+
+@cache
+def failed(size: int, names: tuple[str, ...]) -> dict[str, Any]:
+    """By failure: how the ranks ended. torch is imported once."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        around = {name: text for name, text in os.environ.items() if not name.startswith("UNISONO_")}
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.support.torch_failures", str(size), results, *names],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            cwd=ROOT,
+            env={**around, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        said: dict[str, Any] = json.loads(results.read_text())
+        return said
+
+
+def ended(size: int, failure: str) -> dict[str, Any]:
+    names = QUICK[size] if failure in QUICK[size] else MORE[size]
+    said: dict[str, Any] = failed(size, names)[failure]
     return said
 
 
@@ -38,11 +53,11 @@ def failed(failure: str, size: int, folder: Path) -> dict[str, Any]:
     "failure",
     [
         "killed_in_backward",
-        *(pytest.param(f"killed_in_{where}", marks=pytest.mark.more) for where in ("hook", "all_reduce")),
+        *(pytest.param(name, marks=pytest.mark.more) for name in MORE[3]),
     ],
 )
-def test_every_survivor_names_a_killed_rank(failure: str, tmp_path: Path) -> None:
-    said = failed(failure, 3, tmp_path)
+def test_every_survivor_names_a_killed_rank(failure: str) -> None:
+    said = ended(3, failure)
     assert said["codes"] == [0, -9, 0]
     assert [each["rank"] for each in said["ended"]] == [0, 2]
     for each in said["ended"]:
@@ -59,10 +74,8 @@ def test_every_survivor_names_a_killed_rank(failure: str, tmp_path: Path) -> Non
         pytest.param("other_root", ("root=0", "root=1"), marks=pytest.mark.more),
     ],
 )
-def test_ranks_that_call_different_things_are_shown_both_calls(
-    failure: str, calls: tuple[str, str], tmp_path: Path
-) -> None:
-    said = failed(failure, 2, tmp_path)
+def test_ranks_that_call_different_things_are_shown_both_calls(failure: str, calls: tuple[str, str]) -> None:
+    said = ended(2, failure)
     assert said["codes"] == [0, 0]
     for each in said["ended"]:
         assert each["error"] == "DistBackendError", each
@@ -70,10 +83,10 @@ def test_ranks_that_call_different_things_are_shown_both_calls(
             assert call in each["text"], each
 
 
-def test_the_lines_of_different_calls_are_those_of_the_program(tmp_path: Path) -> None:
+def test_the_lines_of_different_calls_are_those_of_the_program() -> None:
     source = (ROOT / "tests/support/torch_failures.py").read_text().splitlines()
     lines = [n for n, line in enumerate(source, 1) if re.search("# (this line is named|and this one)", line)]
     assert len(lines) == 2
-    for each in failed("other_call", 2, tmp_path)["ended"]:
+    for each in ended(2, "other_call")["ended"]:
         for line in lines:
             assert f"torch_failures.py:{line}" in each["text"], each["text"]
