@@ -110,6 +110,7 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
         "status": protocol.Status("2 of 4"),
         "admitted": protocol.Admitted("job", 1, b"pem", b"pem"),
         "members": protocol.Members([member, member]),
+        "store": protocol.Store(29500),
     }
     control = {
         "group_failure": GroupFailure.of(PeerLost("rank 3 is lost", ranks=(3,), cause="silent"), 1),
@@ -179,6 +180,7 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
             "altered": b"\1" + struct.pack(">I32s", 5, bytes(32)) + b"hello",
             "request": b"\2" + protocol.encode(request),
             "ended": b"\2" + protocol.encode(protocol.Ended(1, "exit code 0", 0.5)),
+            "arrival": b"\2" + protocol.encode(protocol.Arrival(1, "instance")),
             "greeting": b"\3" + client.hello(),
             "verdict": b"\4" + protocol.NO_ENTRY,
         }

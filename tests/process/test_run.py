@@ -141,20 +141,69 @@ def test_a_module_is_run_by_name(tmp_path: Path, program) -> None:  # type: igno
 
 def test_ranks_get_their_place_and_nothing_of_an_outer_launcher(program) -> None:  # type: ignore[no-untyped-def]
     path = program(
-        "print(sorted((k, v) for k, v in os.environ.items() if k.startswith(('UNI', 'RANK', 'MY'))))"
+        "names = ('UNI', 'RANK', 'WORLD', 'LOCAL', 'MASTER', 'TORCH', 'MY')\n"
+        "print(sorted((k, v) for k, v in os.environ.items() if k.startswith(names)))"
     )
-    code, out, _ = run(
-        "-n", "1", "--env", "MY=a=b", path, env={"RANK": "7", "WORLD_SIZE": "9", "UNISONO_RANK": "5"}
-    )
+    outer = {
+        "RANK": "7",
+        "WORLD_SIZE": "9",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "elsewhere",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    code, out, _ = run("-n", "1", "--env", "MY=a=b", path, env=outer)
     assert code == 0
     assert ast.literal_eval(out.removeprefix("[0] ")) == [
+        ("LOCAL_RANK", "0"),
+        ("LOCAL_WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", mock.ANY),
         ("MY", "a=b"),
+        ("RANK", "0"),
         ("UNISONO_LOCAL_RANK", "0"),
         ("UNISONO_LOCAL_SIZE", "1"),
         ("UNISONO_RANK", "0"),
         ("UNISONO_RUN_SET", mock.ANY),
         ("UNISONO_SIZE", "1"),
+        ("WORLD_SIZE", "1"),
     ]
+
+
+PLACE = "print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'], {seed}, flush=True)\n"
+
+
+def test_ranks_are_told_of_a_port_for_the_store_of_torch_that_is_not_the_seeds(program) -> None:  # type: ignore[no-untyped-def]
+    path = program(PLACE.format(seed="os.environ['UNISONO_JOIN'].split('/')[2].rpartition(':')[2]"))
+    code, out, err = run("-n", "3", path)
+    assert code == 0, err
+    ((address, port, seed),) = {tuple(line.split()[1:]) for line in out.splitlines()}
+    assert address == "127.0.0.1"
+    assert port != seed
+
+
+def test_a_launcher_inside_a_rank_has_a_port_of_its_own(program) -> None:  # type: ignore[no-untyped-def]
+    inner = program(PLACE.format(seed="'inner'"), "inner.py")
+    path = program(
+        f"{PLACE.format(seed=repr('outer'))}import subprocess\n"
+        f"subprocess.run([sys.executable, '-m', 'unisono', 'run', '-n', '1', {inner!r}], check=True)\n"
+    )
+    code, out, err = run("-n", "1", path)
+    assert code == 0, err
+    ports = [line.split()[-2:] for line in out.splitlines()]
+    assert [who for _, who in ports] == ["outer", "inner"]
+    assert ports[0][0] != ports[1][0]
+
+
+@pytest.mark.parametrize("way", ["variable", "--env"])
+def test_a_store_that_the_user_names_is_where_programs_of_torch_meet(program, way: str) -> None:  # type: ignore[no-untyped-def]
+    place = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    options = [word for pair in place.items() for word in ("--env", "=".join(pair))] if way == "--env" else []
+    path = program(PLACE.format(seed="rank"))
+    code, out, err = run("-n", "1", *options, path, env=place if way == "variable" else {})
+    assert code == 0, err
+    assert out == "[0] node0 29500 0\n"
 
 
 @pytest.mark.parametrize(
@@ -496,7 +545,7 @@ def test_ranks_of_one_host_meet_without_encryption(program) -> None:  # type: ig
 
 
 def test_ranks_of_two_nodes_meet_at_a_ticket_file(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    path = program(MEET)
+    path = program(MEET.replace('"met", ', '"met", os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], '))
     file = str(tmp_path / "job.ticket")
 
     def node(rank: int) -> tuple[int, str, str]:
@@ -506,8 +555,12 @@ def test_ranks_of_two_nodes_meet_at_a_ticket_file(program, tmp_path: Path) -> No
     with ThreadPoolExecutor(2) as pool:
         ends = list(pool.map(node, (1, 0)))
     assert [code for code, _, _ in ends] == [0, 0], ends
-    lines = sorted(line for _, out, _ in ends for line in out.splitlines())
-    assert lines == [f"[{r}] met {r} card 3 {r % 2} False" for r in range(4)]
+    said = sorted(line.split() for _, out, _ in ends for line in out.splitlines())
+    assert [words[:2] + words[4:] for words in said] == [
+        [f"[{r}]", "met", str(r), "card", "3", str(r % 2), "False"] for r in range(4)
+    ]
+    ((address, _),) = {tuple(words[2:4]) for words in said}
+    assert address == "::1"
     assert not Path(file).exists()
 
 

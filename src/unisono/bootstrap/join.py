@@ -106,8 +106,8 @@ def report_ended(
 def arrive(source: TicketSource, node: int, *, version: str, deadline: Deadline) -> Address:
     """Tell the seed that the launcher of another node has come. Blocks until there is a seed.
 
-    Returns where the store of torch programs listens on the seed's host. A seed to which another launcher of
-    this node has come belongs to an earlier job, and the ticket is read again.
+    Returns where the store of torch programs listens on the seed's host. A seed that is past its formation,
+    and to which another launcher of this node has come, belongs to an earlier job: the ticket is read again.
 
     Raises:
         RendezvousError: the deadline passed, or the seed refused.

@@ -11,7 +11,7 @@ from unisono.bootstrap.ticket import TicketSource
 from unisono.config import BARE, Launch, Network
 from unisono.errors import RendezvousError, UsageError
 
-__all__ = ["LaunchInfo", "decide"]
+__all__ = ["OURS", "LaunchInfo", "decide"]
 
 OURS = "unisono run"
 

@@ -94,7 +94,7 @@ class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The launcher of another node has come. `instance` is its own: no two launchers have the same."""
+    """The launcher of another node has come. No two launchers have the same `instance`."""
 
     node: int
     instance: str

@@ -162,6 +162,11 @@ class Formation:
         """Whether the world is complete; then no rank can join or leave any more."""
         return self._membership is not None
 
+    @property
+    def why_over(self) -> str:
+        """Why this world cannot form any more; empty if it can, or has formed."""
+        return "" if self.is_formed else self._ended
+
     def ranks_joined(self) -> list[int]:
         """Ranks that have joined."""
         return sorted(self._joined)

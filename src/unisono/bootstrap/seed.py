@@ -294,12 +294,18 @@ class Seed:
             self._refuse(connection, connection.join, reason, "over")
 
     def _on_arrival(self, connection: JoinConnection, arrival: protocol.Arrival) -> None:
-        """A node's launcher comes once: another one for the same node belongs to the next job."""
+        """If this job is past its formation, the second launcher of a node belongs to the next job."""
+        node, formation = arrival.node, self._formation
+        is_second = self._nodes.get(node, arrival.instance) != arrival.instance
         reply: protocol.Reply = protocol.Store(self._store_port)
-        if not 0 < arrival.node < self._formation.size:
-            reply = protocol.Refused(f"node {arrival.node} in a job of {self._formation.size} ranks")
-        elif self._nodes.setdefault(arrival.node, arrival.instance) != arrival.instance:
-            reply = protocol.Refused(f"the launcher of node {arrival.node} has come before", "taken")
+        if not 0 < node < formation.size:
+            reply = protocol.Refused(f"node {node} in a job of {formation.size} ranks")
+        elif is_second and (formation.is_formed or formation.why_over):
+            reply = protocol.Refused(f"the launcher of node {node} has come before", "taken")
+        elif formation.why_over:
+            reply = protocol.Refused(formation.why_over, "over")
+        else:
+            self._nodes[node] = arrival.instance
         connection.send_frame(protocol.encode(reply))
         self._port.end(connection)
 

@@ -1,23 +1,31 @@
 """A ticket in a key-value store of torch: how ranks meet under torchrun, or in a group of torch.distributed.
 
-Every process that can reach the store can read it, so the ticket is as safe there as torch's job itself.
-torch is imported only for the store of torchrun, since under torchrun it is installed.
+Every process that can reach the store can read and write it, and nothing is encrypted on the way. So the
+ticket is as safe there as torch's job itself, unless the ranks know a secret that the store does not: then it
+is sealed. torch is imported only for the store of torchrun, since under torchrun it is installed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import hmac
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from unisono.bootstrap.ticket import Ticket, TicketSource
+from unisono.bootstrap.ticket import MalformedTicket, Ticket, TicketSource
 from unisono.errors import RendezvousError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 __all__ = ["KeyValueStore", "StoreSource"]
 
+_SEALED: Final = "sealed:"
+_NONCE_BYTES: Final = 12
 # The store runs in torchrun's agent, which is started before any rank.
 _CONNECT_S: Final = 20.0
 
@@ -46,6 +54,8 @@ class StoreSource(TicketSource):
     connect: Callable[[], KeyValueStore] = field(kw_only=True, repr=False)
     if_silent: str = ""
     """The next step when the store does not answer."""
+    secret: Callable[[], bytes] = field(default=bytes, repr=False)
+    """What the ranks know, but not the store: a ticket with a certificate is sealed with it. Empty: none."""
 
     @classmethod
     def of_job(cls, store: str, job: str, *, insecure: bool) -> StoreSource:
@@ -78,7 +88,7 @@ class StoreSource(TicketSource):
 
         Raises:
             FileNotFoundError: it is not there yet.
-            UsageError: the value is not a ticket.
+            UsageError: the value is not a ticket, or not sealed as it must be.
             RendezvousError: the store does not answer.
         """
         try:
@@ -88,13 +98,13 @@ class StoreSource(TicketSource):
             text = store.get(self.key)
         except RuntimeError as error:
             raise self._silent(error) from error
-        return Ticket.parse(text.decode("utf-8", "replace"), insecure=self.insecure)
+        return self._opened(text.decode("utf-8", "replace"))
 
     def write(self, ticket: Ticket) -> Callable[[], None]:
         """Store the ticket; returns the function that removes it."""
         try:
             store = self.connect()
-            store.set(self.key, ticket.text())
+            store.set(self.key, self._sealed(ticket))
         except RuntimeError as error:
             raise self._silent(error) from error
 
@@ -108,12 +118,44 @@ class StoreSource(TicketSource):
         """The same as `write`: the store belongs to one job, so no other uses it."""
         return self.write(ticket)
 
+    def _sealed(self, ticket: Ticket) -> str:
+        # A plain ticket is for this host, or the user chose insecure=True.
+        secret = b"" if ticket.is_plain else self.secret()
+        if not secret:
+            return ticket.text()
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        return _SEALED + (nonce + _cipher(secret).encrypt(nonce, ticket.text().encode(), None)).hex()
+
+    def _opened(self, text: str) -> Ticket:
+        if text.startswith(_SEALED):
+            return Ticket.parse(self._unsealed(text), insecure=self.insecure)
+        ticket = Ticket.parse(text, insecure=self.insecure)
+        if not ticket.is_plain and self.secret():
+            raise MalformedTicket("the ticket is not sealed, so it may be anybody's")
+        return ticket
+
+    def _unsealed(self, text: str) -> str:
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            sealed = bytes.fromhex(text.removeprefix(_SEALED))
+            opened = _cipher(self.secret()).decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], None)
+        except (ValueError, InvalidTag):
+            raise MalformedTicket("the ticket was not sealed by a rank of this job") from None
+        return opened.decode()
+
     def _silent(self, error: Exception) -> RendezvousError:
         return RendezvousError(
             f"{self} does not answer",
             cause=str(error).splitlines()[0],
             next_step=self.if_silent,
         )
+
+
+def _cipher(secret: bytes) -> AESGCM:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # 60 ms, paid only where TLS is used
+
+    return AESGCM(hmac.digest(secret, b"unisono store 1", "sha256"))
 
 
 @lru_cache(maxsize=1)

@@ -12,9 +12,8 @@ import logging
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
-import torch
 from torch.futures import Future
 
 from unisono.comm.communicator import Communicator
@@ -29,6 +28,9 @@ class Ending(Protocol):
 
     def settle(self) -> None:
         """Wait until it has ended, well or not."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended. Makes progress."""
 
     def outcome(self) -> Any:
         """What it gives; raises its error."""
@@ -117,22 +119,10 @@ class WorkFuture(Future[Any]):
         try:
             result = make()
         except Exception as error:
-            self.set_error(error)
+            self._set_unwrap_func(_raise)
+            self.set_result(_Failure(error))
         else:
             self.set_result(result)
-
-    def set_error(self, error: Exception) -> None:
-        """End it by an error, which C++ raises as well.
-
-        With torch's own `set_exception` only Python knows: C++ sees the exception as the result, and DDP's
-        backward ends the process when it looks for the tensor in it.
-        """
-
-        def raise_it(_: object) -> None:
-            raise error
-
-        self._set_unwrap_func(raise_it)
-        self.set_result(_FailedResult(error))
 
     def then(self, callback: Callable[[Any], Any]) -> WorkFuture:
         """A future of what the callback returns for this one."""
@@ -144,23 +134,37 @@ class WorkFuture(Future[Any]):
         """Call it when this future is done."""
         self._work.after(lambda: callback(self))
 
+    # The thread that completes it may be late: the work itself knows first.
+
+    def done(self) -> bool:
+        """Whether it has a value or an error."""
+        return super().done() or (self._made_by is None and self._work.is_completed())
+
     def wait(self) -> Any:
         """Wait; the thread makes progress itself if it waits for the work."""
-        return super().wait() if self._made_by is not None or self.done() else self._work.outcome()
+        return super().wait() if self._made_by is not None else self._work.outcome()
+
+    def value(self) -> Any:
+        """The value, if it is done."""
+        return super().value() if self._made_by is not None else self._work.outcome()
 
 
-class _FailedResult(torch.Tensor):
-    """What stands in for the result of a work that failed: whoever uses it as a tensor gets the error."""
+class _Failure:
+    """The value of a future that failed.
 
-    error: Exception
+    Python cannot give a future an error that C++ sees: C++ takes this for a value. DDP looks for tensors in
+    it by pickling it, or converts it to one, with its text in the error that this gives.
+    """
 
-    @staticmethod
-    def __new__(cls, error: Exception) -> Self:
-        # Larger than any bucket: DDP takes slices, whose bounds are checked before anything is called.
-        made: Self = torch.Tensor._make_wrapper_subclass(cls, (1 << 40,), dtype=torch.float32)
-        made.error = error
-        return made
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise next(each.error for each in args if isinstance(each, _FailedResult))
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.error
+
+    def __str__(self) -> str:
+        return str(self.error)
+
+
+def _raise(failure: _Failure) -> None:
+    raise failure.error

@@ -93,9 +93,12 @@ class ProcessGroup(dist.ProcessGroup):
         default = dist.GroupMember.WORLD
         if ranks and isinstance(default, ProcessGroup):
             return cls(default.communicator._sub(ranks), timeout, store=options.store)
-        comm = join_world(
-            options.store, options.group_rank, options.group_size, timeout, str(options.group_id)
-        )
+        rank, size, name = options.group_rank, options.group_size, str(options.group_id)
+        try:
+            comm = join_world(options.store, rank, size, timeout, name, is_default=not ranks)
+        except UnisonoError as error:
+            call = "new_group" if ranks else "init_process_group"
+            raise backend_error(error, call, call_site(), rank, ranks or None) from error
         return cls(comm, timeout, store=options.store, members=ranks or None)
 
     @property
@@ -251,9 +254,7 @@ class ProcessGroup(dist.ProcessGroup):
             if overlap(x, out):
                 x = x.clone()
             self._check_parts(out, x, "the output")
-        return self._run(
-            "all_gather", opts, [output], _then(back), x.view(-1), out=out.view(self._size, -1)
-        )
+        return self._run("all_gather", opts, [output], _then(back), x.view(-1), out=out.view(self._size, -1))
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None

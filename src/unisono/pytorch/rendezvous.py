@@ -14,8 +14,9 @@ from datetime import timedelta
 from typing import Any, Final
 
 from unisono.bootstrap.address import Address, bindable, source_toward
-from unisono.bootstrap.launch_info import LaunchInfo
+from unisono.bootstrap.launch_info import OURS, LaunchInfo
 from unisono.bootstrap.store import KeyValueStore, StoreSource
+from unisono.bootstrap.ticket import TicketSource
 from unisono.comm.communicator import Communicator
 from unisono.comm.world import joined
 from unisono.config import BARE, Config, Launch, Network, launch, network
@@ -26,10 +27,14 @@ __all__ = ["join_world"]
 _KEY: Final = "unisono/ticket"
 # To find the address of this host from which the store's host is reached.
 _RESOLVE_S: Final = 5.0
+# The last store of a default group. With MASTER_PORT it is the server: if it ended with the group, ranks that
+# begin the next group before this one has ended its own would find a store that dies. torch gives the next
+# store at the same port the same server.
+_kept: Final[list[KeyValueStore]] = []
 
 
 def join_world(
-    store: KeyValueStore, rank: int, size: int, timeout: timedelta, name: str, config: Config | None = None
+    store: KeyValueStore, rank: int, size: int, timeout: timedelta, name: str, *, is_default: bool = False
 ) -> Communicator:
     """Join the world of a torch group. What torch says counts, whatever launcher started this process.
 
@@ -39,16 +44,17 @@ def join_world(
         size: the number of its members.
         timeout: for all of them to come.
         name: torch's name of the group, for errors.
-        config: the settings; by default those of the environment.
+        is_default: whether it is the default group, whose store torch has made for it.
 
     Raises:
         RendezvousError: not all came in time; the text names the missing ranks.
         UsageError: the environment's address or backend cannot be used.
     """
-    settings = config if config is not None else Config()
+    settings = Config()
     if size == 1:
         return joined(LaunchInfo(0, 1), "native", settings, None)
-    meeting = _portless(network())
+    started, given = _launch(), network()
+    meeting = _portless(given)
     source = StoreSource(
         f"store of torch's group {name!r}",
         insecure=settings.insecure,
@@ -56,6 +62,7 @@ def join_world(
         known_by="store",
         key=_KEY,
         connect=lambda: store,
+        secret=lambda: _secret(started, given, settings.insecure),
         if_silent="see whether the process that hosts the store still runs: with MASTER_PORT or tcp:// it is "
         "rank 0, under torchrun the agent of node 0",
     )
@@ -63,9 +70,11 @@ def join_world(
         rank,
         size,
         source=source,
-        seed_address=_seed_address(store, meeting, _launch()) if rank == 0 else None,
+        seed_address=_seed_address(store, meeting, started) if rank == 0 else None,
         network=meeting,
     )
+    if is_default and rank == 0:
+        _kept[:] = [store]
     return joined(info, meeting.backend, settings, timeout.total_seconds())
 
 
@@ -85,6 +94,16 @@ def _launch() -> Launch | None:
         return launch()
     except UsageError:
         return None  # variables of a launcher that do not fit together; torch has its numbers from elsewhere
+
+
+def _secret(started: Launch | None, given: Network, insecure: bool) -> bytes:
+    """The token of the job of `unisono run`, which all its ranks know; empty under other launchers."""
+    if started is None or started.launcher != OURS or given.join is None:
+        return b""
+    try:
+        return TicketSource(given.join, insecure=insecure).read().token
+    except OSError as error:
+        raise RendezvousError("the ticket of this job cannot be read", cause=str(error)) from None
 
 
 def _seed_address(store: Any, meeting: Network, started: Launch | None) -> str:

