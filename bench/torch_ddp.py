@@ -5,9 +5,10 @@
 
 A step is forward and backward; gradients are views of DDP's buckets. Exposed communication is the time of a
 step minus that of one inside `no_sync`, where every rank keeps its gradients. Three turns alternate in the
-same processes: a model on Gloo, the same on unisono, and one of them in `no_sync`. Ratios are Gloo's over
-ours, round by round: the median, and the least and the most. Cores are divided equally among the ranks: with
-as many ranks as cores there is none left that could communicate while the ranks compute.
+same processes: a model on Gloo, the same on unisono, and one of them in `no_sync`. Ratios of steps are
+Gloo's over ours, round by round: the median, and the least and the most; that of exposed communication is
+one of medians. Cores are divided equally among the ranks: with as many ranks as cores there is none left that
+could communicate while the ranks compute.
 """
 
 from __future__ import annotations

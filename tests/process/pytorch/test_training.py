@@ -51,7 +51,7 @@ PIECES = {
     "post_local_sgd": Piece(2e-6),
     "fsdp1": Piece(2e-6),
     "fsdp2": Piece(ADAM, gloo=ADAM),
-    "fsdp2_bfloat16": Piece(2e-2, gloo=2e-2),  # weights with eight bits
+    "fsdp2_bfloat16": Piece(ADAM, gloo=ADAM),
     "hsdp": Piece(ADAM, gloo=ADAM, ranks=(4,)),
     "fsdp2_and_tensor_parallel": Piece(ADAM, gloo=ADAM, ranks=(4,)),
     "dtensor_moves": Piece(0.0, gloo=0.0),

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from tests.support.training.network import STEPS, loss_of, named, network, train, train_alone
+from tests.support.training.network import STEPS, batch, loss_of, named, network, train, train_alone
 from tests.support.training.pieces import Job, Tensors, piece
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -90,7 +90,25 @@ def fsdp2(job: Job) -> Tensors:
     return whole(model)
 
 
-@piece(alone=clipped_alone)
+def bfloat16_alone(size: int) -> Tensors:
+    """The same types in one process: each rank's gradient is bfloat16, their mean float32."""
+    model = network()
+    optimizer = adam(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(size):
+            low = {name: p.detach().bfloat16().requires_grad_() for name, p in model.named_parameters()}
+            x, y = batch(step, rank)
+            nn.functional.mse_loss(torch.func.functional_call(model, low, x.bfloat16()), y).backward()
+            for name, p in model.named_parameters():
+                share = low[name].grad.float() / size
+                p.grad = share if p.grad is None else p.grad + share
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return named(model)
+
+
+@piece(alone=bfloat16_alone)
 def fsdp2_bfloat16(job: Job) -> Tensors:
     """Parameters travel as bfloat16, gradients as float32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
