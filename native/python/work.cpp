@@ -478,7 +478,7 @@ PyObject* name_of(PyObject* self, void*) {
 }
 
 // The code object and instruction that started it; None and -1 if that is not known.
-PyObject* started_at_of(PyObject* self, void*) {
+PyObject* call_site_of(PyObject* self, void*) {
   const StartedCall* const started = as_work(self).started;
   if (started == nullptr || !started->code.is_valid()) return Py_BuildValue("(Oi)", Py_None, -1);
   return Py_BuildValue("(Oi)", started->code.ptr(), started->lasti);
@@ -550,7 +550,7 @@ PyMethodDef work_methods[] = {
 PyGetSetDef work_attributes[] = {{"_verb", name_of, nullptr, nullptr, nullptr},
                                  {"_helper", helper_of, nullptr, nullptr, nullptr},
                                  {"_is_concluded", is_done_of, nullptr, nullptr, nullptr},
-                                 {"_started_at", started_at_of, nullptr, nullptr, nullptr},
+                                 {"_call_site", call_site_of, nullptr, nullptr, nullptr},
                                  {}};
 PyType_Slot work_slots[] = {
     {Py_tp_methods, work_methods},

@@ -105,7 +105,7 @@ class Lane:
             del self._serving[me]
 
 
-class WorkFuture(Future[Any]):
+class WorkFuture(Future[Any]):  # type: ignore[misc]
     """The future of a work. Its callbacks run in the order described above, also if it is done already."""
 
     def __init__(self, work: Ending, made_by: Callable[[], Any] | None = None) -> None:

@@ -109,7 +109,7 @@ def _number(value: int) -> np.ndarray[Any, Any]:
     return np.array([value], np.int64)
 
 
-def replace_in_torch(ours: type) -> None:
+def replace_in_torch(ours: type[Any]) -> None:
     """Let `torch.distributed.monitored_barrier` take groups of our class; torch refuses all but Gloo's."""
     theirs = dist.monitored_barrier
     if getattr(theirs, "is_unisono", False):
@@ -121,7 +121,7 @@ def replace_in_torch(ours: type) -> None:
         timeout: timedelta | float | None = None,
         wait_all_ranks: bool = False,
     ) -> Any:
-        asked = group if group is not None else dist.GroupMember.WORLD
+        asked: Any = group if group is not None else dist.GroupMember.WORLD
         if not isinstance(asked, ours):
             return theirs(group, timeout, wait_all_ranks)
         if isinstance(timeout, float):

@@ -6,13 +6,10 @@ versions (2.14) let Python subclass `Backend`, with the same method names.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,31 +27,26 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
     _DistributedBackendOptions,
 )
-from torch.autograd import _profiler_enabled
-from torch.autograd.profiler import record_function
 
 from unisono.comm.communicator import Communicator
-from unisono.core.call_site import call_site, hide_folder
+from unisono.core.call_site import call_site
 from unisono.core.envelope import ANY
 from unisono.errors import CollectiveMismatch, UnisonoError, UsageError
-from unisono.pytorch.completion import Lane
+from unisono.pytorch.calls import Calls, Finish
 from unisono.pytorch.errors import backend_error
+from unisono.pytorch.identity import Identity
 from unisono.pytorch.monitored_barrier import MonitoredBarrier, replace_in_torch
-from unisono.pytorch.reductions import OPS, check_sparse, divided, is_divided, op_of, scaled
+from unisono.pytorch.reductions import OPS, check_sparse, divided, is_divided, is_mean, op_of, scaled
 from unisono.pytorch.rendezvous import join_world
-from unisono.pytorch.tensors import flat, is_plain, overlap, readable, target, updatable
-from unisono.pytorch.work import DONE, Message, Once, Several, Started
+from unisono.pytorch.tensors import CopyBack, in_a_row, is_plain, joined, overlap, readable, target, updatable
+from unisono.pytorch.work import DONE, Once, Several
 
 __all__ = ["ProcessGroup"]
 
 _log = logging.getLogger("unisono")
 
-_CPU: Final = torch.device("cpu")
-# Errors show the line that called torch.
-hide_folder(str(Path(torch.__file__).parent))
 
-
-class ProcessGroup(dist.ProcessGroup):
+class ProcessGroup(Identity):
     """A group of torch.distributed on a communicator, which it closes. Its ranks are the communicator's.
 
     `members` are torch's global ranks, if the communicator has other world ranks.
@@ -68,18 +60,8 @@ class ProcessGroup(dist.ProcessGroup):
         store: Any = None,
         members: tuple[int, ...] | None = None,
     ) -> None:
-        super().__init__(comm.rank, comm.size)
-        comm._let_works_go()
-        self._rank, self._size = comm.rank, comm.size
-        self._timeout_s = timeout.total_seconds()
-        self._store = store
-        self._members = members
-        self._name, self._desc = "", ""
-        # By thread: the lane whose callbacks it runs.
-        self._serving: dict[int, Lane] = {}
-        self._lane = Lane(comm, self._serving)
-        # The works since _start_coalescing, while it is not ended.
-        self._coalesced: list[Any] | None = None
+        super().__init__(comm, store)
+        self._calls = Calls(comm, timeout, members)
         self._monitored: MonitoredBarrier | None = None
         self._is_shut_down = False
 
@@ -101,11 +83,6 @@ class ProcessGroup(dist.ProcessGroup):
             raise backend_error(error, call, call_site(), rank, ranks or None) from error
         return cls(comm, timeout, store=options.store, members=ranks or None)
 
-    @property
-    def communicator(self) -> Communicator:
-        """The communicator; torch's calls are numbered among its collectives."""
-        return self._lane.comm
-
     # -- collectives that reduce ----------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -115,38 +92,38 @@ class ProcessGroup(dist.ProcessGroup):
         if is_plain(tensor):
             name = OPS[tensor.dtype][opts.reduceOp.op.value]
             if name is not None:
-                return self._run("all_reduce", opts, tensors, None, tensor, name)
+                return self._calls.run("all_reduce", opts, tensors, None, tensor, name)
         if tensor.is_sparse:
             return self._allreduce_sparse(tensor, opts)
-        with self._errors("all_reduce"):
-            memory, finish = self._to_reduce(tensor, opts.reduceOp)
+        with self._calls.errors("all_reduce"):
             name = op_of(opts.reduceOp, tensor.dtype)
-        return self._run("all_reduce", opts, tensors, finish, memory, name)
+            memory, finish = self._to_reduce(tensor, opts.reduceOp)
+        return self._calls.run("all_reduce", opts, tensors, finish, memory, name)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Several tensors with one operation."""
         opts = opts if opts is not None else AllreduceCoalescedOptions()
         kinds = {tensor.dtype for tensor in tensors}
         if len(kinds) != 1 or not all(map(is_plain, tensors)):
-            return self._each([lambda t=t: self.allreduce([t], opts) for t in tensors])
+            return _all([self.allreduce([tensor], opts) for tensor in tensors])
         name = OPS[tensors[0].dtype][opts.reduceOp.op.value]
         if name is None:
-            return self._each([lambda t=t: self.allreduce([t], opts) for t in tensors])
-        return self._run("all_reduce_many", opts, tensors, None, tensors, name)
+            return _all([self.allreduce([tensor], opts) for tensor in tensors])
+        return self._calls.run("all_reduce_many", opts, tensors, None, tensors, name)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """`dist.reduce`."""
         opts = opts if opts is not None else ReduceOptions()
         (tensor,) = tensors
         root = opts.rootRank
-        finish: Callable[[Any], object] | None
-        with self._errors("reduce"):
+        finish: Finish | None
+        with self._calls.errors("reduce"):
             name = op_of(opts.reduceOp, tensor.dtype)
             if root == self._rank:
                 memory, finish = self._to_reduce(tensor, opts.reduceOp)
             else:
                 memory, finish = scaled(opts.reduceOp, readable(tensor)), None
-        return self._run("reduce", opts, tensors, finish, memory, root, name)
+        return self._calls.run("reduce", opts, tensors, finish, memory, root, name)
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
@@ -154,33 +131,33 @@ class ProcessGroup(dist.ProcessGroup):
         """`dist.reduce_scatter`: a list by rank, whose tensors may differ in length."""
         opts = opts if opts is not None else ReduceScatterOptions()
         (output,), (parts,) = outputs, inputs
-        with self._errors("reduce_scatter"):
+        with self._calls.errors("reduce_scatter"):
             self._check_list(parts)
             counts = [part.numel() for part in parts]
             if output.numel() != counts[self._rank]:
                 raise UsageError(f"an output of {output.numel()} elements for a part of {counts[self._rank]}")
-            joined = flat(parts)
+            whole = joined(parts)
         if len(set(counts)) == 1:
-            return self._reduce_scatter(output, joined, opts)
-        with self._errors("reduce_scatter"):
+            return self._reduce_scatter(output, whole, opts)
+        with self._calls.errors("reduce_scatter"):
             op = opts.reduceOp
             name = op_of(op, output.dtype)
-            x = scaled(op, joined)
+            x = scaled(op, whole)
 
         def fill(result: Tensor) -> None:
             if is_divided(op, output.dtype):
                 divided(result, self._size)
             output.detach().copy_(result.view(output.shape))
 
-        return self._run("reduce_scatter_v", opts, outputs, fill, x, counts, name)
+        return self._calls.run("reduce_scatter_v", opts, outputs, fill, x, counts, name)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
         """`dist.reduce_scatter_tensor`; FSDP2."""
         return self._reduce_scatter(output, input, opts if opts is not None else ReduceScatterOptions())
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:  # noqa: A002
-        finish: Callable[[Any], object] | None = None
-        with self._errors("reduce_scatter"):
+        finish: Finish | None = None
+        with self._calls.errors("reduce_scatter"):
             op = opts.reduceOp
             name = op_of(op, input.dtype)
             x = scaled(op, readable(input))
@@ -196,7 +173,7 @@ class ProcessGroup(dist.ProcessGroup):
                         back()
 
             self._check_parts(x, out, "the input")
-        return self._run(
+        return self._calls.run(
             "reduce_scatter", opts, [output], finish, x.view(self._size, -1), name, out=out.view(-1)
         )
 
@@ -204,12 +181,8 @@ class ProcessGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """Several of them; the functional form."""
-        return self._each(
-            [
-                lambda o=o, i=i: self.reduce_scatter_single(o, i, opts)
-                for o, i in zip(outputs, inputs, strict=True)
-            ]
-        )
+        pairs = zip(outputs, inputs, strict=True)
+        return _all([self.reduce_scatter_single(output, part, opts) for output, part in pairs])
 
     # -- collectives that move ------------------------------------------------------------------------------
 
@@ -217,92 +190,93 @@ class ProcessGroup(dist.ProcessGroup):
         """`dist.broadcast`."""
         opts = opts if opts is not None else BroadcastOptions()
         (tensor,) = tensors
-        with self._errors("broadcast"):
+        with self._calls.errors("broadcast"):
             memory, back = updatable(tensor)
-        return self._run("broadcast", opts, tensors, _then(back), memory, opts.rootRank)
+        return self._calls.run("broadcast", opts, tensors, _then(back), memory, opts.rootRank)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """`dist.all_gather`: a list by rank, whose tensors may differ in length."""
         opts = opts if opts is not None else AllgatherOptions()
         (outs,), (tensor,) = outputs, inputs
-        with self._errors("all_gather"):
+        with self._calls.errors("all_gather"):
             self._check_list(outs)
             if outs[self._rank].numel() != tensor.numel():
                 raise UsageError(f"an output of {outs[self._rank].numel()} elements for {tensor.numel()}")
             x = readable(tensor).view(-1)
-        is_even = len({out.numel() for out in outs}) == 1
-        verb = "all_gather" if is_even else "all_gather_v"
-        return self._run(verb, opts, outs, lambda parts: _fill(outs, parts), x)
+        if len({out.numel() for out in outs}) > 1:
+            return self._calls.run("all_gather_v", opts, outs, lambda parts: _fill(outs, parts), x)
+        out = in_a_row(outs)
+        if out is None or overlap(x, out):
+            return self._calls.run("all_gather", opts, outs, lambda parts: _fill(outs, parts), x)
+        return self._calls.run("all_gather", opts, outs, None, x, out=out.view(self._size, -1))
 
     def allgather_coalesced(
         self, lists: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """Several of them: `lists[rank][k]`."""
-        return self._each(
+        return _all(
             [
-                lambda k=k, t=t: self.allgather([[by_rank[k] for by_rank in lists]], [t], opts)
-                for k, t in enumerate(tensors)
+                self.allgather([[by_rank[k] for by_rank in lists]], [tensor], opts)
+                for k, tensor in enumerate(tensors)
             ]
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
         """`dist.all_gather_into_tensor`; FSDP2, whose input is a slice of the output."""
         opts = opts if opts is not None else AllgatherOptions()
-        with self._errors("all_gather"):
+        with self._calls.errors("all_gather"):
             x = readable(input)
             out, back = target(output)
             if overlap(x, out):
                 x = x.clone()
             self._check_parts(out, x, "the output")
-        return self._run("all_gather", opts, [output], _then(back), x.view(-1), out=out.view(self._size, -1))
+        return self._calls.run(
+            "all_gather", opts, [output], _then(back), x.view(-1), out=out.view(self._size, -1)
+        )
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """Several of them; the functional form."""
-        return self._each(
-            [
-                lambda o=o, i=i: self.all_gather_single(o, i, opts)
-                for o, i in zip(outputs, inputs, strict=True)
-            ]
-        )
+        pairs = zip(outputs, inputs, strict=True)
+        return _all([self.all_gather_single(output, part, opts) for output, part in pairs])
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """`dist.gather`."""
         opts = opts if opts is not None else GatherOptions()
         (tensor,) = inputs
         root, outs = opts.rootRank, outputs[0] if outputs else []
-        with self._errors("gather"):
+        with self._calls.errors("gather"):
             if root == self._rank:
                 self._check_list(outs)
                 if any(out.numel() != tensor.numel() for out in outs):
                     raise UsageError("the outputs differ in length from the input")
             x = readable(tensor).view(-1)
         finish = (lambda parts: _fill(outs, parts)) if root == self._rank else None
-        return self._run("gather", opts, outs, finish, x, root)
+        return self._calls.run("gather", opts, outs, finish, x, root)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         """`dist.scatter`."""
         opts = opts if opts is not None else ScatterOptions()
         (output,) = outputs
         root, x = opts.rootRank, None
-        with self._errors("scatter"):
+        with self._calls.errors("scatter"):
             if root == self._rank:
                 self._check_list(inputs[0])
                 if any(part.numel() != output.numel() for part in inputs[0]):
                     raise UsageError("the inputs differ in length from the output")
-                x = flat(inputs[0]).view(self._size, -1)
+                x = joined(inputs[0]).view(self._size, -1)
             out, back = target(output)
-        return self._run("scatter", opts, outputs, _then(back), x, root, out=out.view(-1))
+        return self._calls.run("scatter", opts, outputs, _then(back), x, root, out=out.view(-1))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """`dist.all_to_all`: lists by rank, whose tensors may differ in length."""
         opts = opts if opts is not None else AllToAllOptions()
-        with self._errors("all_to_all"):
+        with self._calls.errors("all_to_all"):
             self._check_list(inputs)
             self._check_list(outputs)
             parts = [readable(part).view(-1) for part in inputs]
-        return self._run("all_to_all_v", opts, outputs, lambda got: _fill(outputs, got), parts)
+        return self._calls.run("all_to_all_v", opts, outputs, lambda got: _fill(outputs, got), parts)
 
     def all_to_all_single(
         self,
@@ -315,12 +289,12 @@ class ProcessGroup(dist.ProcessGroup):
         """`dist.all_to_all_single`: without splits, equal parts of dimension 0."""
         opts = opts if opts is not None else AllToAllOptions()
         if output_splits or input_splits:
-            with self._errors("all_to_all"):
-                given = list(_rows(input, input_splits, self._size))
-                taken = list(_rows(output, output_splits, self._size))
+            with self._calls.errors("all_to_all"):
+                given = _rows(input, input_splits, self._size)
+                taken = _rows(output, output_splits, self._size)
                 parts = [readable(part).view(-1) for part in given]
-            return self._run("all_to_all_v", opts, [output], lambda got: _fill(taken, got), parts)
-        with self._errors("all_to_all"):
+            return self._calls.run("all_to_all_v", opts, [output], lambda got: _fill(taken, got), parts)
+        with self._calls.errors("all_to_all"):
             x = readable(input)
             out, back = target(output)
             if overlap(x, out):
@@ -332,7 +306,7 @@ class ProcessGroup(dist.ProcessGroup):
                     )
             if x.numel() != out.numel():
                 raise UsageError(f"an output of {out.numel()} elements for {x.numel()}")
-        return self._run(
+        return self._calls.run(
             "all_to_all",
             opts,
             [output],
@@ -343,7 +317,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """`dist.barrier`."""
-        return self._run("barrier", opts if opts is not None else BarrierOptions(), (), None)
+        return self._calls.run("barrier", opts if opts is not None else BarrierOptions(), (), None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """`dist.monitored_barrier`: names the ranks that do not come. The group stays usable.
@@ -355,7 +329,7 @@ class ProcessGroup(dist.ProcessGroup):
             everyone = tuple(range(self._size))
             self._monitored = MonitoredBarrier(self.communicator._sub(everyone, "monitored_barrier"))
         self._monitored.wait(
-            self._timeout_s if timeout is None else timeout.total_seconds(), wait_all_ranks
+            self._calls.timeout_s if timeout is None else timeout.total_seconds(), wait_all_ranks
         )
 
     # -- messages -------------------------------------------------------------------------------------------
@@ -363,127 +337,35 @@ class ProcessGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
         """`dist.send` and `dist.isend`."""
         (tensor,) = tensors
-        with self._errors("send"):
-            return self._message("send", tensors, None, readable(tensor), dst, tag)
+        with self._calls.errors("send"):
+            return self._calls.message("send", tensors, None, readable(tensor), dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
         """`dist.recv` and `dist.irecv`."""
         (tensor,) = tensors
-        with self._errors("recv"):
+        with self._calls.errors("recv"):
             memory, back = target(tensor)
-            return self._message("recv", tensors, _received(memory, back), memory, src, tag)
+            return self._calls.message("recv", tensors, _received(memory, back), memory, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
         """`dist.recv` without src; the work tells the source."""
         (tensor,) = tensors
-        with self._errors("recv"):
+        with self._calls.errors("recv"):
             memory, back = target(tensor)
-            return self._message("recv", tensors, _received(memory, back), memory, ANY, tag)
-
-    def _message(
-        self,
-        verb: str,
-        tensors: Sequence[Tensor],
-        finish: Callable[[Any], object] | None,
-        *args: Any,
-    ) -> dist.Work:
-        lane = self._lane
-        started = getattr(lane.start, verb)(*args, timeout=self._timeout_s)
-        work = Message(self, lane, verb, started, tensors, None if finish is None else Once(finish))
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+            return self._calls.message("recv", tensors, _received(memory, back), memory, ANY, tag)
 
     # -- coalescing -----------------------------------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
+        self._calls.coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        works, self._coalesced = self._coalesced or [], None
+        works, self._calls.coalesced = self._calls.coalesced or [], None
         return Several(works)
 
-    # -- running --------------------------------------------------------------------------------------------
+    # -- parts of calls -------------------------------------------------------------------------------------
 
-    def _run(
-        self,
-        verb: str,
-        opts: Any,
-        outputs: Sequence[Tensor],
-        finish: Callable[[Any], object] | None,
-        *args: Any,
-        **named: Any,
-    ) -> dist.Work:
-        """Start a collective, or run it if the caller waits at once; `finish` gets what the verb returns."""
-        if _profiler_enabled():
-            with record_function(f"unisono:{verb}"):
-                return self._begin(verb, opts, outputs, finish, *args, **named)
-        return self._begin(verb, opts, outputs, finish, *args, **named)
-
-    def _begin(
-        self,
-        verb: str,
-        opts: Any,
-        outputs: Sequence[Tensor],
-        finish: Callable[[Any], object] | None,
-        *args: Any,
-        **named: Any,
-    ) -> dist.Work:
-        if opts.asyncOp:
-            return self._start(verb, opts, outputs, finish, *args, **named)
-        lane = self._lane if not self._serving else self._lane_here()
-        try:
-            result = getattr(lane.comm, verb)(*args, **named, timeout=self._limit_s(opts))
-            if finish is not None:
-                finish(result)
-        except UnisonoError as error:
-            raise self.failed(error, verb, call_site()) from error
-        return DONE
-
-    def _start(
-        self,
-        verb: str,
-        opts: Any,
-        outputs: Sequence[Tensor],
-        finish: Callable[[Any], object] | None,
-        *args: Any,
-        **named: Any,
-    ) -> Started:
-        lane = self._lane if not self._serving else self._lane_here()
-        try:
-            started = getattr(lane.start, verb)(*args, **named, timeout=self._limit_s(opts))
-        except UnisonoError as error:
-            raise self.failed(error, verb, call_site()) from error
-        work = Started(self, lane, verb, started, outputs, None if finish is None else Once(finish))
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
-
-    def _limit_s(self, opts: Any) -> float:
-        """The seconds for a call: the group's, unless the caller gave others (-1 ms if not)."""
-        given: timedelta = opts.timeout
-        return self._timeout_s if given.days < 0 else given.total_seconds()
-
-    def _lane_here(self) -> Lane:
-        lane = self._serving.get(threading.get_ident())
-        return self._lane if lane is None else lane.nested()
-
-    def _each(self, starts: Sequence[Callable[[], Any]]) -> dist.Work:
-        works = [start() for start in starts]
-        return DONE if all(work is DONE for work in works) else Several(works)
-
-    @contextlib.contextmanager
-    def _errors(self, call: str) -> Any:
-        try:
-            yield
-        except UnisonoError as error:
-            raise self.failed(error, call, call_site()) from error
-
-    def failed(self, error: UnisonoError, call: str, site: str) -> dist.DistBackendError:
-        """The error of a call that was made at a line of the user's program."""
-        return backend_error(error, call, site, self._rank, self._members)
-
-    def _to_reduce(self, tensor: Tensor, op: Any) -> tuple[Tensor, Callable[[Any], object] | None]:
+    def _to_reduce(self, tensor: Tensor, op: Any) -> tuple[Tensor, Finish | None]:
         """Memory for a reduction in place of one that is not plain, and what is left to do in the end."""
         memory, back = updatable(tensor)
         own = scaled(op, memory)
@@ -501,7 +383,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _allreduce_sparse(self, tensor: Tensor, opts: Any) -> dist.Work:
         """Gather the entries of all ranks, and add them up here."""
-        with self._errors("all_reduce"):
+        with self._calls.errors("all_reduce"):
             check_sparse(opts.reduceOp)
             entries = tensor.detach().coalesce()
             indices, values = readable(entries.indices().t()), readable(entries.values())
@@ -514,15 +396,17 @@ class ProcessGroup(dist.ProcessGroup):
                 tensor.shape,
                 check_invariants=False,  # each rank's tensor had them
             ).coalesce()
-            if opts.reduceOp.op == dist.ReduceOp.AVG:
+            if is_mean(opts.reduceOp):
                 whole = whole / self._size
             with torch.no_grad():  # not through detach(): a sparse tensor does not share its entries
                 tensor.copy_(whole)
 
         work = Several(
             [
-                self._start("all_gather_v", opts, [tensor], lambda got: gathered.update(indices=got), indices),
-                self._start("all_gather_v", opts, [], lambda got: gathered.update(values=got), values),
+                self._calls.start(
+                    "all_gather_v", opts, [tensor], lambda got: gathered.update(indices=got), indices
+                ),
+                self._calls.start("all_gather_v", opts, [], lambda got: gathered.update(values=got), values),
             ],
             Once(finish),
         )
@@ -542,91 +426,13 @@ class ProcessGroup(dist.ProcessGroup):
                 f"other's {part.numel()} of {part.dtype}"
             )
 
-    # -- identity -------------------------------------------------------------------------------------------
-
-    def rank(self) -> int:
-        """The rank in this group."""
-        return self._rank
-
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._size
-
-    def name(self) -> str:
-        """The backend's name."""
-        return "unisono"
-
-    getBackendName = _get_backend_name = name  # noqa: N815
-
-    @property
-    def group_name(self) -> str:
-        """torch's name of the group."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """The user's description of the group."""
-        return self._desc
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    setGroupName, setGroupDesc = _set_group_name, _set_group_desc  # noqa: N815
-
-    def getGroupName(self) -> str:  # noqa: N802
-        """torch's name of the group, for C++."""
-        return self._name
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """The user's description, for C++."""
-        return self._desc
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [_CPU]
-
-    def _get_backend(self, device: torch.device) -> ProcessGroup:
-        return self
-
-    @property
-    def bound_device_id(self) -> None:
-        """None: the group is not bound to a device."""
-        return
-
-    @property
-    def supports_coalescing(self) -> bool:
-        """Whether batches of messages are begun and ended by the group."""
-        return False
-
-    supports_splitting = supports_time_estimate = supports_coalescing
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether the group has memory of its own for tensors."""
-        return False
-
-    def get_group_store(self) -> Any:
-        """The store that torch gave this group."""
-        return self._store
+    # -- endings --------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The time for every operation that is started from now on."""
-        self._timeout_s = timeout.total_seconds()
+        self._calls.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
-
-    def _has_hooks(self) -> bool:
-        return False
-
-    def _set_sequence_number_for_group(self) -> None:
-        pass
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self.communicator._group.next_sequence
-
-    # -- endings --------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Leave the group. A second call does nothing."""
@@ -637,7 +443,7 @@ class ProcessGroup(dist.ProcessGroup):
             self.communicator.close()
         except CollectiveMismatch as mismatch:
             _log.error("[rank %d] %s", self._rank, mismatch)
-        self._lane.close()
+        self._calls.close()
 
     def abort(self) -> None:
         """End all pending operations of the group, on every rank, by errors."""
@@ -654,7 +460,11 @@ class ProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
-def _then(back: Callable[[], object] | None) -> Callable[[Any], object] | None:
+def _all(works: Sequence[Any]) -> dist.Work:
+    return DONE if all(work is DONE for work in works) else Several(works)
+
+
+def _then(back: CopyBack | None) -> Finish | None:
     return None if back is None else lambda _: back()
 
 
@@ -669,7 +479,7 @@ def _fill(outputs: Sequence[Tensor], parts: Any) -> None:
         own.copy_(part.view(own.shape))
 
 
-def _received(memory: Tensor, back: Callable[[], object] | None) -> Callable[[Any], object]:
+def _received(memory: Tensor, back: CopyBack | None) -> Finish:
     def finish(status: Any) -> None:
         if status.nbytes != memory.nbytes:
             raise UsageError(f"a message of {status.nbytes} bytes for a tensor of {memory.nbytes}")
@@ -679,13 +489,13 @@ def _received(memory: Tensor, back: Callable[[], object] | None) -> Callable[[An
     return finish
 
 
-def _rows(tensor: Tensor, splits: Sequence[int], size: int) -> Sequence[Tensor]:
+def _rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
     """The parts of dimension 0, by rank."""
     if not splits:
         splits = [tensor.shape[0] // size] * size
     if len(splits) != size or sum(splits) != tensor.shape[0]:
         raise UsageError(f"splits {list(splits)} do not cut dimension 0 of {tuple(tensor.shape)}")
-    return tensor.split(list(splits))
+    return list(tensor.split(list(splits)))
 
 
 replace_in_torch(ProcessGroup)

@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 from unisono.core.dtypes import DTYPES, Kind
 from unisono.errors import UsageError
 
-__all__ = ["OPS", "check_sparse", "divided", "is_divided", "op_of", "scaled"]
+__all__ = ["OPS", "check_sparse", "divided", "is_divided", "is_mean", "op_of", "scaled"]
 
 _RED = ReduceOp.RedOpType
 _BITS: Final = {_RED.BAND: "band", _RED.BOR: "bor", _RED.BXOR: "bxor"}
@@ -36,7 +36,9 @@ def _row(kind: Kind) -> list[str | None]:
 
 
 # By element type and number of torch's operation; None where it is not defined, or scales first.
-OPS: Final = {getattr(torch, name): _row(dtype.kind) for name, dtype in DTYPES.items()}
+OPS: Final[dict[torch.dtype, list[str | None]]] = {
+    getattr(torch, name): _row(dtype.kind) for name, dtype in DTYPES.items()
+}
 _INTEGERS: Final = frozenset(getattr(torch, n) for n, dtype in DTYPES.items() if dtype.kind is Kind.INTEGER)
 _AVG: Final = _RED.AVG.value
 _PREMUL_SUM: Final = _RED.PREMUL_SUM.value
@@ -48,7 +50,7 @@ def op_of(op: Any, dtype: torch.dtype) -> str:
     Raises:
         UsageError: it is not defined for the type.
     """
-    number = op.op.value
+    number: int = op.op.value
     names = OPS.get(dtype)
     if names is None:
         raise UsageError(f"no reduction is defined for {dtype}")
@@ -60,9 +62,14 @@ def op_of(op: Any, dtype: torch.dtype) -> str:
     return name
 
 
+def is_mean(op: Any) -> bool:
+    """Whether it is a mean."""
+    return bool(op.op.value == _AVG)
+
+
 def is_divided(op: Any, dtype: torch.dtype) -> bool:
     """Whether the result is to be divided by the number of ranks: the mean of integers."""
-    return bool(op.op.value == _AVG) and dtype in _INTEGERS
+    return is_mean(op) and dtype in _INTEGERS
 
 
 def scaled(op: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -82,4 +89,7 @@ def check_sparse(op: Any) -> None:
 
 def divided(tensor: torch.Tensor, size: int) -> None:
     """Divide integers by the number of ranks, in place, toward zero."""
-    tensor.div_(size, rounding_mode="trunc")
+    if tensor.dtype.is_signed:
+        tensor.div_(size, rounding_mode="trunc")
+    else:
+        tensor.numpy()[...] //= size  # torch divides no unsigned integers but uint8

@@ -15,7 +15,17 @@ from torch import Tensor
 from unisono.core.dtypes import DTYPES
 from unisono.errors import UsageError
 
-__all__ = ["TYPES", "flat", "is_plain", "overlap", "readable", "target", "updatable"]
+__all__ = [
+    "TYPES",
+    "CopyBack",
+    "in_a_row",
+    "is_plain",
+    "joined",
+    "overlap",
+    "readable",
+    "target",
+    "updatable",
+]
 
 # Other types, such as float8, travel as bytes.
 TYPES: Final = frozenset(getattr(torch, name) for name in DTYPES)
@@ -62,15 +72,32 @@ def target(tensor: Tensor) -> tuple[Tensor, CopyBack | None]:
     return _as_typed(memory), lambda: own.copy_(memory)
 
 
-def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of all of them in a row, as new memory."""
-    return torch.cat([readable(tensor).reshape(-1) for tensor in tensors])
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of all of them in a row: their own memory if they lie in a row, else a copy."""
+    own = in_a_row(tensors)
+    return own if own is not None else torch.cat([readable(tensor).reshape(-1) for tensor in tensors])
+
+
+def in_a_row(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One flat tensor in place of plain ones that follow each other in memory, as chunks do; else None."""
+    first = tensors[0]
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for tensor in tensors:
+        if not is_plain(tensor) or tensor.dtype is not first.dtype:
+            return None
+        if not tensor.numel():
+            continue  # it lies nowhere
+        if tensor.data_ptr() != end or tensor.untyped_storage().data_ptr() != storage:
+            return None
+        end += tensor.nbytes
+    count = (end - first.data_ptr()) // first.itemsize
+    return first.as_strided((count,), (1,)) if count else None
 
 
 def overlap(x: Tensor, out: Tensor) -> bool:
     """Whether two contiguous tensors share memory; FSDP2 gathers from a slice of the output."""
     begin, other = x.data_ptr(), out.data_ptr()
-    return begin < other + out.nbytes and other < begin + x.nbytes
+    return bool(begin < other + out.nbytes and other < begin + x.nbytes)
 
 
 def _detached(tensor: Tensor) -> Tensor:

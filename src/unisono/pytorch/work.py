@@ -17,14 +17,14 @@ from unisono.errors import UnisonoError
 from unisono.pytorch.completion import Lane, WorkFuture
 
 if TYPE_CHECKING:
-    from unisono.pytorch.process_group import ProcessGroup
+    from unisono.pytorch.calls import Calls
 
 __all__ = ["DONE", "Message", "Once", "Several", "Started"]
 
 _NOT_GIVEN: Final = timedelta(0)
 
 
-class _Base(dist.Work):
+class _Base(dist.Work):  # type: ignore[misc]
     """What torch asks of a work; `_end` waits for it and raises its error."""
 
     _future: WorkFuture | None = None
@@ -49,7 +49,7 @@ class _Base(dist.Work):
         Raises:
             DistBackendError: it failed.
         """
-        self._end(timeout.total_seconds() if timeout else None)
+        self._end(timeout.total_seconds() if timeout > _NOT_GIVEN else None)
         return True
 
     def synchronize(self) -> None:
@@ -97,7 +97,7 @@ class Started(_Base):
 
     def __init__(
         self,
-        group: ProcessGroup,
+        calls: Calls,
         lane: Lane,
         call: str,
         work: Work[Any],
@@ -105,7 +105,7 @@ class Started(_Base):
         finish: Once | None = None,
     ) -> None:
         dist.Work.__init__(self)
-        self._group = group
+        self._calls = calls
         self._lane = lane
         self._call = call
         self._work = work
@@ -120,9 +120,9 @@ class Started(_Base):
             if self._finish is not None:
                 self._finish(result)
         except UnisonoError as error:
-            code, instruction = self._work._started_at
+            code, instruction = self._work._call_site
             site = call_site() if code is None else line_of(code, instruction)
-            raise self._group.failed(error, self._call, site) from error
+            raise self._calls.failed(error, self._call, site) from error
 
     def _outputs(self) -> Sequence[Tensor]:
         return self._given
@@ -181,7 +181,7 @@ class Several(_Base):
 
     def is_completed(self) -> bool:
         """Whether all have ended."""
-        if not all([part.is_completed() for part in self._parts]):
+        if not all(part.is_completed() for part in self._parts):
             return False
         self.settle()
         return True

@@ -163,13 +163,17 @@ def a_sum_that_is_scaled_first(pair: Pair) -> None:
         out = torch.empty(3)
         dist.reduce_scatter_single(out, given, op, group=pair.ours)
         assert_equal(given, kept)
-        assert_equal(out, torch.stack(all_data(pair.size, (pair.size, 3), torch.float32)).sum(0)[pair.rank] * scale)
+        assert_equal(
+            out, torch.stack(all_data(pair.size, (pair.size, 3), torch.float32)).sum(0)[pair.rank] * scale
+        )
 
 
 @check
 def operations_that_are_not_defined_are_refused_before_anything_is_sent(pair: Pair) -> None:
     for dtype, op in ((torch.float32, OPS.BAND), (torch.float8_e4m3fn, OPS.SUM), (torch.bool, OPS.AVG)):
-        with pytest.raises(dist.DistBackendError, match=r"all_reduce at test_collectives.py:\d+: .*not defined|no reduction"):
+        with pytest.raises(
+            dist.DistBackendError, match=r"all_reduce at test_collectives.py:\d+: .*not defined|no reduction"
+        ):
             dist.all_reduce(torch.zeros(3).to(dtype), op, group=pair.ours)
     dist.barrier(group=pair.ours)
 
@@ -244,7 +248,13 @@ def sparse_tensors(pair: Pair) -> None:
     x = sparse(pair.rank)
     work = dist.all_reduce(x, group=pair.ours, async_op=True)
     assert work.get_future().wait()[0] is x
-    assert_equal(x.to_dense(), sum(sparse(rank).to_dense() for rank in range(pair.size)))
+    whole = sum(sparse(rank).to_dense() for rank in range(pair.size))
+    assert_equal(x.to_dense(), whole)
+    y = sparse(pair.rank)
+    dist.all_reduce(y, OPS.AVG, group=pair.ours)
+    assert_equal(y.to_dense(), whole / pair.size)
+    with pytest.raises(dist.DistBackendError, match="of sparse tensors; allowed: SUM, AVG"):
+        dist.all_reduce(y, OPS.MAX, group=pair.ours)
 
 
 # -- moves --------------------------------------------------------------------------------------------------
@@ -305,6 +315,28 @@ def all_gather_into_the_tensor_that_the_input_is_a_slice_of(pair: Pair) -> None:
     dist.reduce_scatter_single(whole[pair.rank * 5 : pair.rank * 5 + 5], whole, group=pair.ours)
     total = torch.stack(all_data(pair.size, (pair.size * 5,), torch.float32)).sum(0)
     assert_equal(whole.view(pair.size, 5)[pair.rank], total.view(pair.size, 5)[pair.rank])
+
+
+@check
+def lists_that_lie_in_a_row_are_used_without_a_copy(pair: Pair) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = torch.zeros(2 + pair.size * 3, dtype=dtype)
+        dist.all_gather(list(whole[2:].chunk(pair.size)), data(pair.rank, (3,), dtype), group=pair.ours)
+        assert_equal(whole[2:], torch.cat(all_data(pair.size, (3,), dtype)))
+        assert_equal(whole[:2], torch.zeros(2, dtype=dtype))
+        parts = list(whole[2:].chunk(pair.size))  # one of them is also given
+        dist.all_gather(parts, parts[pair.rank], group=pair.ours)
+        assert_equal(whole[2:], torch.cat(all_data(pair.size, (3,), dtype)))
+        given = data(pair.rank, (pair.size * 2,), dtype)
+        out = torch.zeros(2, dtype=dtype)
+        dist.reduce_scatter(out, list(given.chunk(pair.size)), group=pair.ours)
+        total = torch.stack(all_data(pair.size, (pair.size * 2,), dtype)).sum(0)
+        assert_equal(out, total.view(pair.size, 2)[pair.rank])
+        assert_equal(given, data(pair.rank, (pair.size * 2,), dtype))
+        dist.scatter(
+            out, list(given.chunk(pair.size)) if pair.rank == 1 else None, group=pair.ours, group_src=1
+        )
+        assert_equal(out, data(1, (pair.size * 2,), dtype).view(pair.size, 2)[pair.rank])
 
 
 @check

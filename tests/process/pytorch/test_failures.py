@@ -30,9 +30,7 @@ from unisono.messaging.backend import Backend
 NAMED_WITHIN_S = 2.0
 
 
-def run_torch(
-    program: Callable[[int], Any], size: int, folder: Path, backend: str = "unisono"
-) -> list[Any]:
+def run_torch(program: Callable[[int], Any], size: int, folder: Path, backend: str = "unisono") -> list[Any]:
     """Run it on ranks of their own, inside a default group; what each returned."""
 
     def live(own: Backend, pipe: Connection) -> Any:
@@ -234,7 +232,8 @@ print(float(seen.wait()))
 
 
 @pytest.mark.parametrize(
-    "how", ["plain", "pending", *(pytest.param(how, marks=pytest.mark.more) for how in ("dropped", "destroyed"))]
+    "how",
+    ["plain", "pending", *(pytest.param(how, marks=pytest.mark.more) for how in ("dropped", "destroyed"))],
 )
 def test_a_process_may_end_without_destroying_its_groups(tmp_path: Path, how: str):
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -304,7 +304,7 @@ def a_message_of_another_length_is_refused(pair: Pair) -> None:
     elif pair.rank == 1:
         with pytest.raises(dist.DistBackendError, match="12 bytes"):
             dist.recv(torch.zeros(4), group=pair.ours, group_src=0, tag=11)
-        with pytest.raises(dist.DistBackendError, match="longer|20 bytes"):
+        with pytest.raises(dist.DistBackendError, match="20 bytes"):
             dist.recv(torch.zeros(4), group=pair.ours, group_src=0, tag=12)
         dist.recv(torch.zeros(5), group=pair.ours, group_src=0, tag=12)
 

@@ -1,0 +1,144 @@
+"""Calls of a group as verbs of its communicator: blocking where the caller waits at once, else started."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
+
+from unisono.comm.communicator import Communicator
+from unisono.core.call_site import call_site, hide_folder
+from unisono.errors import UnisonoError
+from unisono.pytorch.completion import Lane
+from unisono.pytorch.errors import backend_error
+from unisono.pytorch.work import DONE, Message, Once, Started
+
+__all__ = ["Calls", "Finish"]
+
+# What is left to do when an operation has ended; it gets what the verb gives.
+Finish: TypeAlias = Callable[[Any], object]
+
+# Errors show the line that called torch.
+hide_folder(str(Path(torch.__file__).parent))
+
+
+class Calls:
+    """The calls of one group.
+
+    `members` are torch's global ranks, if the communicator has other world ranks.
+    """
+
+    def __init__(self, comm: Communicator, timeout: timedelta, members: tuple[int, ...] | None) -> None:
+        comm._let_works_go()
+        self.comm = comm
+        self.timeout_s = timeout.total_seconds()
+        # The works since coalescing began, while it is not ended.
+        self.coalesced: list[Started] | None = None
+        self._members = members
+        # By thread: the lane whose callbacks it runs.
+        self._serving: dict[int, Lane] = {}
+        self._lane = Lane(comm, self._serving)
+
+    def run(
+        self,
+        verb: str,
+        opts: Any,
+        outputs: Sequence[Tensor],
+        finish: Finish | None,
+        *args: Any,
+        **named: Any,
+    ) -> dist.Work:
+        """Start a collective, or run it if the caller waits at once."""
+        if _profiler_enabled():
+            with record_function(f"unisono:{verb}"):
+                return self._run(verb, opts, outputs, finish, *args, **named)
+        return self._run(verb, opts, outputs, finish, *args, **named)
+
+    def _run(
+        self,
+        verb: str,
+        opts: Any,
+        outputs: Sequence[Tensor],
+        finish: Finish | None,
+        *args: Any,
+        **named: Any,
+    ) -> dist.Work:
+        if opts.asyncOp:
+            return self.start(verb, opts, outputs, finish, *args, **named)
+        lane = self._lane if not self._serving else self._lane_here()
+        try:
+            result = getattr(lane.comm, verb)(*args, **named, timeout=self._limit_s(opts))
+            if finish is not None:
+                finish(result)
+        except UnisonoError as error:
+            raise self.failed(error, verb, call_site()) from error
+        return DONE
+
+    def start(
+        self,
+        verb: str,
+        opts: Any,
+        outputs: Sequence[Tensor],
+        finish: Finish | None,
+        *args: Any,
+        **named: Any,
+    ) -> Started:
+        """Start a collective."""
+        lane = self._lane if not self._serving else self._lane_here()
+        try:
+            started = getattr(lane.start, verb)(*args, **named, timeout=self._limit_s(opts))
+        except UnisonoError as error:
+            raise self.failed(error, verb, call_site()) from error
+        return self._kept(
+            Started(self, lane, verb, started, outputs, None if finish is None else Once(finish))
+        )
+
+    def message(self, verb: str, tensors: Sequence[Tensor], finish: Finish | None, *args: Any) -> dist.Work:
+        """Start a send or a receive, in the first lane: its peer need not be in a callback, too."""
+        lane = self._lane
+        try:
+            started = getattr(lane.start, verb)(*args, timeout=self.timeout_s)
+        except UnisonoError as error:
+            raise self.failed(error, verb, call_site()) from error
+        return self._kept(
+            Message(self, lane, verb, started, tensors, None if finish is None else Once(finish))
+        )
+
+    def failed(self, error: UnisonoError, call: str, site: str) -> dist.DistBackendError:
+        """The error of a call that was made at a line of the user's program."""
+        return backend_error(error, call, site, self.comm.rank, self._members)
+
+    @contextlib.contextmanager
+    def errors(self, call: str) -> Iterator[None]:
+        """Raise errors as those of a call."""
+        try:
+            yield
+        except UnisonoError as error:
+            raise self.failed(error, call, call_site()) from error
+
+    def close(self) -> None:
+        """Let the threads for callbacks end when they have run what is due."""
+        self._lane.close()
+
+    def _kept(self, work: Started) -> Started:
+        if self.coalesced is not None:
+            self.coalesced.append(work)
+        return work
+
+    def _lane_here(self) -> Lane:
+        lane = self._serving.get(threading.get_ident())
+        return self._lane if lane is None else lane.nested()
+
+    def _limit_s(self, opts: Any) -> float:
+        """The seconds for a call: the group's, unless the caller gave others (-1 ms if not)."""
+        given: timedelta = opts.timeout
+        return self.timeout_s if given.days < 0 else given.total_seconds()
