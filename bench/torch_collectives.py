@@ -106,14 +106,14 @@ FORMS: dict[str, Form] = {
     ),
     "broadcast": in_place(lambda x, group: dist.broadcast(x, 0, group=group)),
     "reduce": in_place(lambda x, group: dist.reduce(x, 0, group=group)),
-    "all_gather_into_tensor": single(
-        lambda one, whole, group: dist.all_gather_into_tensor(whole, one, group=group), gets_all=True
+    "all_gather_single": single(
+        lambda one, whole, group: dist.all_gather_single(whole, one, group=group), gets_all=True
     ),
     "all_gather": parts(
         lambda one, whole, group, rank: dist.all_gather(whole, one, group=group), gets_all=True
     ),
-    "reduce_scatter_tensor": single(
-        lambda one, whole, group: dist.reduce_scatter_tensor(one, whole, group=group), gets_all=False
+    "reduce_scatter_single": single(
+        lambda one, whole, group: dist.reduce_scatter_single(one, whole, group=group), gets_all=False
     ),
     "reduce_scatter": parts(
         lambda one, whole, group, rank: dist.reduce_scatter(one, whole, group=group), gets_all=False
