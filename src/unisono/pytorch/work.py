@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from unisono.core.call_site import call_site, line_of
 from unisono.core.work import Work
-from unisono.errors import UnisonoError
+from unisono.errors import UnisonoError, UsageError
 from unisono.pytorch.completion import Lane, WorkFuture
 
 if TYPE_CHECKING:
@@ -117,12 +117,16 @@ class Started(_Base):
     def _end(self, timeout_s: float | None = None) -> None:
         try:
             result = self._work.wait(timeout_s)
+            self._check(result)
             if self._finish is not None:
                 self._finish(result)
         except UnisonoError as error:
             code, instruction = self._work._call_site
             site = call_site() if code is None else line_of(code, instruction)
             raise self._calls.failed(error, self._call, site) from error
+
+    def _check(self, result: Any) -> None:
+        """Raise what is wrong with a result, whoever waits."""
 
     def _outputs(self) -> Sequence[Tensor]:
         return self._given
@@ -142,6 +146,11 @@ class Started(_Base):
 
 class Message(Started):
     """A started send or receive. Its callbacks run as messages end: one may wait for a later collective."""
+
+    def _check(self, result: Any) -> None:
+        (tensor,) = self._given
+        if self._call == "recv" and result.nbytes != tensor.nbytes:
+            raise UsageError(f"a message of {result.nbytes} bytes for a tensor of {tensor.nbytes}")
 
     def after(self, run: Callable[[], None]) -> None:
         """Run it on unisono's thread for callbacks, in the order in which messages end."""
