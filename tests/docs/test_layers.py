@@ -239,6 +239,7 @@ MAY_IMPORT = {
     "backends/quic": {"iroh"},
     "bootstrap/store.py": {"torch"},
     "bootstrap/identity.py": {"cryptography"},
+    "bootstrap/seal.py": {"cryptography"},
     "plans/draw.py": {"matplotlib"},
     "bench/chart.py": {"matplotlib"},
     "bench/libraries.py": {"torch", "mpi4py"},

@@ -270,7 +270,7 @@ def test_the_launcher_of_another_node_reports_ended_ranks_to_the_seed(program, t
 FEW = """
 import resource
 import unisono as uni
-import unisono.backends.native.backend, unisono.bootstrap.entry
+import unisono.api, unisono.backends.native.backend, unisono.bootstrap.entry
 limit = len(os.listdir("/proc/self/fd")) - 1 + {free}
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 try:

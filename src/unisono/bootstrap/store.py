@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hmac
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from unisono.bootstrap.ticket import MalformedTicket, Ticket, TicketSource
 from unisono.errors import RendezvousError
 
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
 __all__ = ["KeyValueStore", "StoreSource"]
 
 _SEALED: Final = "sealed:"
-_NONCE_BYTES: Final = 12
 # The store runs in torchrun's agent, which is started before any rank.
 _CONNECT_S: Final = 20.0
 
@@ -123,26 +117,23 @@ class StoreSource(TicketSource):
         secret = b"" if ticket.is_plain else self.secret()
         if not secret:
             return ticket.text()
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        return _SEALED + (nonce + _cipher(secret).encrypt(nonce, ticket.text().encode(), None)).hex()
+        from unisono.bootstrap.seal import seal  # as for TLS, paid only between hosts
+
+        return _SEALED + seal(ticket.text(), secret)
 
     def _opened(self, text: str) -> Ticket:
         if text.startswith(_SEALED):
-            return Ticket.parse(self._unsealed(text), insecure=self.insecure)
+            from unisono.bootstrap.seal import unseal
+
+            try:
+                text = unseal(text.removeprefix(_SEALED), self.secret())
+            except ValueError:
+                raise MalformedTicket("the ticket was not sealed by a rank of this job") from None
+            return Ticket.parse(text, insecure=self.insecure)
         ticket = Ticket.parse(text, insecure=self.insecure)
         if not ticket.is_plain and self.secret():
             raise MalformedTicket("the ticket is not sealed, so it may be anybody's")
         return ticket
-
-    def _unsealed(self, text: str) -> str:
-        from cryptography.exceptions import InvalidTag
-
-        try:
-            sealed = bytes.fromhex(text.removeprefix(_SEALED))
-            opened = _cipher(self.secret()).decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], None)
-        except (ValueError, InvalidTag):
-            raise MalformedTicket("the ticket was not sealed by a rank of this job") from None
-        return opened.decode()
 
     def _silent(self, error: Exception) -> RendezvousError:
         return RendezvousError(
@@ -150,12 +141,6 @@ class StoreSource(TicketSource):
             cause=str(error).splitlines()[0],
             next_step=self.if_silent,
         )
-
-
-def _cipher(secret: bytes) -> AESGCM:
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # 60 ms, paid only where TLS is used
-
-    return AESGCM(hmac.digest(secret, b"unisono store 1", "sha256"))
 
 
 @lru_cache(maxsize=1)

@@ -86,9 +86,9 @@ def run(job: Job, *, version: str, out: int, err: int, colour: bool = False) -> 
             report = seed.on_rank_ended
         elif job.size > 1:
             report = stack.enter_context(contextlib.closing(_EndReporter(job, version))).report
-        launch = stack.enter_context(_Launch(job, master, out, err, colour, report))
+        launch = stack.enter_context(_Launch(job, out, err, colour, report))
         # All forks come before the first thread: a forked child may inherit a held lock.
-        launch.start({**job.env, **join})
+        launch.start({**job.env, **join}, master)
         if seed is not None:
             seed.start()
         return launch.run()
@@ -153,16 +153,9 @@ class _Launch:
     """The ranks of this host, from start to end."""
 
     def __init__(
-        self,
-        job: Job,
-        master: Address,
-        out: int,
-        err: int,
-        colour: bool,
-        report: Callable[[int, str], None],
+        self, job: Job, out: int, err: int, colour: bool, report: Callable[[int, str], None]
     ) -> None:
         self._job = job
-        self._master = master
         self._report_end = report  # to the seed: which rank has ended, and how
         self._runtime = RealRuntime()
         self._supervisor = Supervisor(_TERM_S)
@@ -184,8 +177,8 @@ class _Launch:
         for descriptor in self._lent:
             os.close(descriptor)
 
-    def start(self, variables: Mapping[str, str]) -> None:
-        """Start all ranks with these variables beside our own."""
+    def start(self, variables: Mapping[str, str], master: Address | None = None) -> None:
+        """Start all ranks with these variables beside our own. Programs of torch meet at `master`."""
         job = self._job
         defaults = {"PYTHONUNBUFFERED": "1", **rank_defaults(job.ranks_here)}
         self._say_threads(defaults)
@@ -193,8 +186,8 @@ class _Launch:
         if job.is_mpi:
             self._start_mpiexec(variables, defaults)
             return
-        # For programs of torch; a store that the user names is where they meet.
-        defaults |= {"MASTER_ADDR": self._master.host, "MASTER_PORT": str(self._master.port)}
+        if master is not None:  # a store that the user names wins
+            defaults |= {"MASTER_ADDR": master.host, "MASTER_PORT": str(master.port)}
         for local_rank, rank in enumerate(self._ranks):
             place = launch_variables(rank.rank, job.size, local_rank, job.ranks_here)
             self._start_process(job.command, environment({**variables, **place}, defaults), rank)
