@@ -11,7 +11,7 @@ def program(world):
 print(uni.simulate(program, 4).results)
 """
 
-import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from unisono.version import VERSION
@@ -36,15 +36,20 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return _public_names()
     if name == "rpc":
-        return importlib.import_module("unisono.rpc")
+        import unisono.rpc  # noqa: F401
+
+        return sys.modules["unisono.rpc"]
     if not name.startswith("_"):
-        api = importlib.import_module("unisono.api")
-        globals().update({each: vars(api)[each] for each in api.__all__ if each in vars(api)})
-        if name in globals():
-            return globals()[name]
+        public = {each: vars(sys.modules["unisono.api"])[each] for each in _public_names() if each != "rpc"}
+        globals().update(public)
+        if name in public:
+            return public[name]
     raise AttributeError(f"module 'unisono' has no attribute {name!r}")
 
 
 def _public_names() -> list[str]:
-    names: list[str] = importlib.import_module("unisono.api").__all__
+    import unisono.api  # noqa: F401
+
+    # By its name: while it is being imported it is no attribute of this package, and has no names yet.
+    names: list[str] = vars(sys.modules["unisono.api"]).get("__all__", [])
     return names

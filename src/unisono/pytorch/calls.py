@@ -18,7 +18,7 @@ from torch.autograd.profiler import record_function
 from unisono.comm.communicator import Communicator
 from unisono.core.call_site import call_site, hide_folder
 from unisono.errors import UnisonoError
-from unisono.pytorch.completion import Lane
+from unisono.pytorch.completion import Stream
 from unisono.pytorch.errors import backend_error
 from unisono.pytorch.work import DONE, Message, Once, Started
 
@@ -44,9 +44,9 @@ class Calls:
         # The works since coalescing began, while it is not ended.
         self.coalesced: list[Started] | None = None
         self._members = members
-        # By thread: the lane whose callbacks it runs.
-        self._serving: dict[int, Lane] = {}
-        self._lane = Lane(comm, self._serving)
+        # By thread: the stream whose callbacks it runs.
+        self._serving: dict[int, Stream] = {}
+        self._stream = Stream(comm, self._serving)
 
     def run(
         self,
@@ -74,9 +74,9 @@ class Calls:
     ) -> dist.Work:
         if opts.asyncOp:
             return self.start(verb, opts, outputs, finish, *args, **named)
-        lane = self._lane if not self._serving else self._lane_here()
+        stream = self._stream if not self._serving else self._stream_here()
         try:
-            result = getattr(lane.comm, verb)(*args, **named, timeout=self._limit_s(opts))
+            result = getattr(stream.comm, verb)(*args, **named, timeout=self._limit_s(opts))
             if finish is not None:
                 finish(result)
         except UnisonoError as error:
@@ -93,25 +93,29 @@ class Calls:
         **named: Any,
     ) -> Started:
         """Start a collective."""
-        lane = self._lane if not self._serving else self._lane_here()
+        stream = self._stream if not self._serving else self._stream_here()
         try:
-            started = getattr(lane.start, verb)(*args, **named, timeout=self._limit_s(opts))
+            started = getattr(stream.start, verb)(*args, **named, timeout=self._limit_s(opts))
         except UnisonoError as error:
             raise self.failed(error, verb, call_site()) from error
         return self._kept(
-            Started(self, lane, verb, started, outputs, None if finish is None else Once(finish))
+            Started(self, stream, verb, started, outputs, None if finish is None else Once(finish))
         )
 
-    def message(self, verb: str, tensors: Sequence[Tensor], finish: Finish | None, *args: Any) -> dist.Work:
-        """Start a send or a receive, in the first lane: its peer need not be in a callback, too."""
-        lane = self._lane
+    def message(self, verb: str, tensors: Sequence[Tensor], finish: Once | None, *args: Any) -> dist.Work:
+        """Start a send or a receive, in the first stream: its peer need not be in a callback, too."""
+        if _profiler_enabled():
+            with record_function(f"unisono:{verb}"):
+                return self._message(verb, tensors, finish, *args)
+        return self._message(verb, tensors, finish, *args)
+
+    def _message(self, verb: str, tensors: Sequence[Tensor], finish: Once | None, *args: Any) -> dist.Work:
+        stream = self._stream
         try:
-            started = getattr(lane.start, verb)(*args, timeout=self.timeout_s)
+            started = getattr(stream.start, verb)(*args, timeout=self.timeout_s)
         except UnisonoError as error:
             raise self.failed(error, verb, call_site()) from error
-        return self._kept(
-            Message(self, lane, verb, started, tensors, None if finish is None else Once(finish))
-        )
+        return self._kept(Message(self, stream, verb, started, tensors, finish))
 
     def failed(self, error: UnisonoError, call: str, site: str) -> dist.DistBackendError:
         """The error of a call that was made at a line of the user's program."""
@@ -127,16 +131,16 @@ class Calls:
 
     def close(self) -> None:
         """Let the threads for callbacks end when they have run what is due."""
-        self._lane.close()
+        self._stream.close()
 
     def _kept(self, work: Started) -> Started:
         if self.coalesced is not None:
             self.coalesced.append(work)
         return work
 
-    def _lane_here(self) -> Lane:
-        lane = self._serving.get(threading.get_ident())
-        return self._lane if lane is None else lane.nested()
+    def _stream_here(self) -> Stream:
+        stream = self._serving.get(threading.get_ident())
+        return self._stream if stream is None else stream.nested()
 
     def _limit_s(self, opts: Any) -> float:
         """The seconds for a call: the group's, unless the caller gave others (-1 ms if not)."""

@@ -1,9 +1,9 @@
-"""Lanes: where a group's collectives run, and the thread that runs the callbacks of their futures.
+"""Streams: where a group's collectives run, and the thread that runs the callbacks of their futures.
 
 Callbacks may start collectives and wait for them, as PowerSGD does. Ranks must start the collectives of a
-communicator in the same order, so three things do not depend on timing: callbacks of one lane run one after
-another in the order in which the program added them, and always on the lane's own thread; and what they start
-runs in a *nested lane*, on a communicator of its own, whose futures are completed by another thread.
+communicator in the same order, so nothing of this depends on timing: callbacks of one stream run one after
+another, in the order in which the program added them, and always on the stream's own thread. What they start
+runs in a *nested stream*, on a communicator of its own, whose futures are completed by another thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from unisono.comm.communicator import Communicator
 
-__all__ = ["Ending", "Lane", "WorkFuture"]
+__all__ = ["Ending", "Stream", "WorkFuture"]
 
 _log = logging.getLogger("unisono")
 
@@ -39,13 +39,13 @@ class Ending(Protocol):
         """Run it when the work has ended, on a thread for callbacks."""
 
 
-class Lane:
+class Stream:
     """A communicator for collectives that are started in one order, with a thread for callbacks.
 
-    `serving` is shared by the lanes of a group: by thread, the lane whose callbacks it runs.
+    `serving` is shared by the streams of a group: by thread, the stream whose callbacks it runs.
     """
 
-    def __init__(self, comm: Communicator, serving: dict[int, Lane]) -> None:
+    def __init__(self, comm: Communicator, serving: dict[int, Stream]) -> None:
         self.comm = comm
         self.start = comm.start
         self._serving = serving
@@ -53,14 +53,14 @@ class Lane:
         self._lock = threading.Lock()
         self._has_thread = False
         self._is_closed = False
-        self._nested: Lane | None = None
+        self._nested: Stream | None = None
 
-    def nested(self) -> Lane:
-        """The lane of what callbacks of this one start."""
+    def nested(self) -> Stream:
+        """The stream of what callbacks of this one start."""
         with self._lock:
             if self._nested is None:
                 everyone = tuple(range(self.comm.size))
-                self._nested = Lane(self.comm._sub(everyone, "callbacks"), self._serving)
+                self._nested = Stream(self.comm._sub(everyone, "callbacks"), self._serving)
             return self._nested
 
     def after(self, work: Ending, run: Callable[[], None]) -> None:

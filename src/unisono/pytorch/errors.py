@@ -15,7 +15,7 @@ def backend_error(
     """The error of a call that this rank made at `site`, a line of the user's program.
 
     `members` are torch's global ranks of the group where unisono numbers its ranks otherwise. Programs look
-    for "Timed out" and a space in the text.
+    for " Timed out " in the text.
     """
     expired = "Timed out waiting: " if isinstance(error, DeadlineExceeded) else ""
     ranks = f" (rank i here is global rank {list(members)}[i])" if members is not None else ""

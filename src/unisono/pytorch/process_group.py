@@ -345,14 +345,14 @@ class ProcessGroup(Identity):
         (tensor,) = tensors
         with self._calls.errors("recv"):
             memory, back = target(tensor)
-            return self._calls.message("recv", tensors, _then(back), memory, src, tag)
+            return self._calls.message("recv", tensors, _received(memory, back), memory, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
         """`dist.recv` without src; the work tells the source."""
         (tensor,) = tensors
         with self._calls.errors("recv"):
             memory, back = target(tensor)
-            return self._calls.message("recv", tensors, _then(back), memory, ANY, tag)
+            return self._calls.message("recv", tensors, _received(memory, back), memory, ANY, tag)
 
     # -- coalescing -----------------------------------------------------------------------------------------
 
@@ -477,6 +477,16 @@ def _fill(outputs: Sequence[Tensor], parts: Any) -> None:
         if part.numel() != own.numel():
             raise UsageError(f"an output of {own.numel()} elements for {part.numel()}")
         own.copy_(part.view(own.shape))
+
+
+def _received(memory: Tensor, back: CopyBack | None) -> Once:
+    def finish(status: Any) -> None:
+        if status.nbytes != memory.nbytes:
+            raise UsageError(f"a message of {status.nbytes} bytes for a tensor of {memory.nbytes}")
+        if back is not None:
+            back()
+
+    return Once(finish, is_owed=back is not None)
 
 
 def _rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:

@@ -13,8 +13,8 @@ from torch.futures import Future
 
 from unisono.core.call_site import call_site, line_of
 from unisono.core.work import Work
-from unisono.errors import UnisonoError, UsageError
-from unisono.pytorch.completion import Lane, WorkFuture
+from unisono.errors import UnisonoError
+from unisono.pytorch.completion import Stream, WorkFuture
 
 if TYPE_CHECKING:
     from unisono.pytorch.calls import Calls
@@ -98,7 +98,7 @@ class Started(_Base):
     def __init__(
         self,
         calls: Calls,
-        lane: Lane,
+        stream: Stream,
         call: str,
         work: Work[Any],
         outputs: Sequence[Tensor],
@@ -106,27 +106,23 @@ class Started(_Base):
     ) -> None:
         dist.Work.__init__(self)
         self._calls = calls
-        self._lane = lane
+        self._stream = stream
         self._call = call
         self._work = work
         self._given = outputs
         self._finish = finish
-        if finish is not None:  # also if nobody waits for it
+        if finish is not None and finish.is_owed:
             self.after(_nothing)
 
     def _end(self, timeout_s: float | None = None) -> None:
         try:
             result = self._work.wait(timeout_s)
-            self._check(result)
             if self._finish is not None:
                 self._finish(result)
         except UnisonoError as error:
             code, instruction = self._work._call_site
             site = call_site() if code is None else line_of(code, instruction)
             raise self._calls.failed(error, self._call, site) from error
-
-    def _check(self, result: Any) -> None:
-        """Raise what is wrong with a result, whoever waits."""
 
     def _outputs(self) -> Sequence[Tensor]:
         return self._given
@@ -140,17 +136,12 @@ class Started(_Base):
         return True
 
     def after(self, run: Callable[[], None]) -> None:
-        """Run it on the lane's thread, in the order of these calls."""
-        self._lane.after(self, run)
+        """Run it on the stream's thread, in the order of these calls."""
+        self._stream.after(self, run)
 
 
 class Message(Started):
     """A started send or receive. Its callbacks run as messages end: one may wait for a later collective."""
-
-    def _check(self, result: Any) -> None:
-        (tensor,) = self._given
-        if self._call == "recv" and result.nbytes != tensor.nbytes:
-            raise UsageError(f"a message of {result.nbytes} bytes for a tensor of {tensor.nbytes}")
 
     def after(self, run: Callable[[], None]) -> None:
         """Run it on unisono's thread for callbacks, in the order in which messages end."""
@@ -238,9 +229,13 @@ class _Done(_Base):
 
 
 class Once:
-    """What is left to do when an operation has ended, such as copying its result back; done once."""
+    """What is left to do when an operation has ended, such as copying its result back; done once.
 
-    def __init__(self, finish: Callable[[Any], object]) -> None:
+    It is `is_owed` if it must be done also where nobody waits for the operation.
+    """
+
+    def __init__(self, finish: Callable[[Any], object], *, is_owed: bool = True) -> None:
+        self.is_owed = is_owed
         self._finish: Callable[[Any], object] | None = finish
         self._lock = threading.Lock()
         self._error: Exception | None = None

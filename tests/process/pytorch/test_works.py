@@ -194,8 +194,13 @@ def calls_have_names_in_a_profile(pair: Pair) -> None:
     with torch.profiler.profile() as profile:
         dist.all_reduce(torch.ones(3), group=pair.ours)
         dist.broadcast(torch.ones(3), group=pair.ours, group_src=0)
+        if pair.rank == 0:
+            dist.send(torch.ones(3), group=pair.ours, group_dst=1)
+        elif pair.rank == 1:
+            dist.recv(torch.ones(3), group=pair.ours, group_src=0)
     names = {event.name for event in profile.events()}
-    assert {"unisono:all_reduce", "unisono:broadcast"} <= names
+    messages = {0: {"unisono:send"}, 1: {"unisono:recv"}}.get(pair.rank, set())
+    assert {"unisono:all_reduce", "unisono:broadcast"} | messages <= names
 
 
 @check
