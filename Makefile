@@ -61,7 +61,8 @@ wheel: $(VENV)/.tools
 	$(BIN)/python tools/wheels.py
 
 # The figures: every verb and way of calling beside MPI and Gloo, a halo exchange, what memory allows, ranks in one
-# process, observers of works, calls beside torch.rpc, gRPC and ZeroMQ, import, start-up and memory.
+# process, observers of works, calls beside torch.rpc, gRPC and ZeroMQ, torch.distributed and DDP beside Gloo, import,
+# start-up and memory.
 bench: $(STAMP)
 	$(BIN)/pip install --quiet grpcio pyzmq msgpack
 	$(BIN)/unisono bench --quick
@@ -70,6 +71,8 @@ bench: $(STAMP)
 	$(BIN)/python bench/local_ranks.py
 	$(BIN)/python bench/observers.py
 	$(BIN)/python bench/rpc.py
+	$(BIN)/python bench/torch_collectives.py --quick
+	$(BIN)/python bench/torch_ddp.py --quick
 	$(BIN)/python bench/import_time.py
 	$(BIN)/python bench/startup.py
 

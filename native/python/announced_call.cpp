@@ -238,9 +238,9 @@ bool Call::is_expected(const Announcement& row) const {
     if (row.dtype() != first.dtype || row.dims() != dims.size()) return false;
     for (size_t d = 0; d < dims.size(); ++d)
       if (row.dim(d) != dims[d]) return false;
-  } else if (row.family() != numpy_family || row.dims() >= Argument::dims_max ||
-             !group_.arguments.has_type(row.dtype())) {
-    return false;
+  } else if (!out_.is_given() && (row.family() != numpy_family || row.dims() >= Argument::dims_max ||
+                                  !group_.arguments.has_type(row.dtype()))) {
+    return false;  // only Python can make such a result
   }
   if (out_.is_given() && !fits_out(row)) return false;
   return spec_.verb != Verb::scatter || row.length(0) == group_.size;

@@ -42,6 +42,16 @@ SAYS_ALONE = {
     "simulate": ["64 ranks agree on 31.5", "63 ranks raised PeerLost, naming (3,)", "replayed: True"],
 }
 
+# What two ranks say under either launcher: importing torch takes longer than training.
+SAYS_WITH_TORCH = {
+    "torch_ddp": ["━━ 200/200 loss 0.0", "data-parallel training equals training in one process"],
+    "torch_fsdp": ["━━ 200/200 loss 0.", "rank 1 keeps 34,760 weights, loaded as they were saved: True"],
+}
+LAUNCHERS = {
+    "unisono run": ("-m", "unisono", "run", "-n", "2"),
+    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+}
+
 
 def run(*command: str, **env: str) -> str:
     around = {name: text for name, text in os.environ.items() if not name.startswith("UNISONO_")}
@@ -59,7 +69,7 @@ def run(*command: str, **env: str) -> str:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == SAYS.keys() | SAYS_ALONE.keys()
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, *SAYS_ALONE, *SAYS_WITH_TORCH}
 
 
 @pytest.mark.parametrize("name", SAYS)
@@ -74,6 +84,14 @@ def test_one_process_says_what_it_should(name: str) -> None:
     said = " ".join(run(f"examples/{name}.py").split())
     for words in SAYS_ALONE[name]:
         assert words in said
+
+
+@pytest.mark.parametrize("launcher", ["unisono run", pytest.param("torchrun", marks=pytest.mark.more)])
+@pytest.mark.parametrize("name", SAYS_WITH_TORCH)
+def test_an_example_with_torch_says_what_it_should(name: str, launcher: str) -> None:
+    said = run(*LAUNCHERS[launcher], f"examples/{name}.py").replace("[0] ", "")
+    for words in SAYS_WITH_TORCH[name]:
+        assert words in " ".join(said.split())
 
 
 def first_program(document: str, folder: Path) -> str:
@@ -98,3 +116,8 @@ def test_the_program_about_remote_calls_runs(tmp_path: Path) -> None:
     said = run("-m", "unisono", "run", "-n", "2", first_program("docs/rpc.md", tmp_path))
     assert [line.split()[-1] for line in said.splitlines()][:2] == ["5", str(sum(range(1, 1001)))]
     assert "[2, 2]" in said
+
+
+def test_the_program_about_torch_runs(tmp_path: Path) -> None:
+    said = run(*LAUNCHERS["unisono run"], first_program("docs/torch.md", tmp_path))
+    assert sorted(said.splitlines()) == [f"[{r}] rank {r} of 2: [1.0, 3.0, 5.0, 7.0]" for r in range(2)]

@@ -138,7 +138,7 @@ class EngineHarness {
     started.nbytes = receive.has_met ? receive.met.nbytes : 0;
     // A message that arrived eagerly lies in the engine's memory, a longer one in `bytes`. Either may be left over from
     // a withdrawn message.
-    if (receive.own != nullptr && receive.into == receive.own.get())
+    if (receive.own.get() != nullptr && receive.into == receive.own.get())
       started.bytes.assign(receive.own.get(), receive.own.get() + started.nbytes);
   }
 

@@ -170,6 +170,29 @@ def test_every_verb_gives_what_numpy_says(world: MakeWorld, kind: str, size: int
 
 
 @every_kind
+def test_a_scatter_of_tensors_into_memory_of_the_receivers_runs_in_the_engine(
+    world: MakeWorld, kind: str
+) -> None:
+    """What a receiver would have to make of a tensor does not matter where it has given the memory."""
+    torch = pytest.importorskip("torch")
+    comms = world(3, kind)
+
+    def program(comm: Communicator) -> Notes:
+        notes, native = Notes(), comm._group.native
+        assert native is not None
+        for length, dtype in itertools.product((1, 300, 70_001), (torch.float32, torch.int64)):
+            rows = (torch.arange(3 * length) % 251).to(dtype).reshape(3, length)
+            out = torch.zeros(length, dtype=dtype)
+            before = native.ended + native.adopted
+            got = comm.scatter(rows if comm.rank == 1 else None, 1, out=out)
+            notes.expect(got is out and torch.equal(out, rows[comm.rank]), True, f"{length} of {dtype}")
+            notes.expect(native.ended + native.adopted > before, True, f"{length} of {dtype} in the engine")
+        return notes
+
+    assert found(comms, program) == []
+
+
+@every_kind
 def test_ranks_on_both_paths_understand_each_other(world: MakeWorld, kind: str) -> None:
     comms, size = world(3, kind), 3
 

@@ -1,152 +1,173 @@
-"""torch's own tests of torch.distributed, DistributedTest in its wheel, on ours.
+"""torch's own DistributedTest, which comes with its wheel, on a backend of one's choice.
 
-torch starts processes for every test; here ranks live on and run one test after another, each in a default
-group of its own. Tests that are gated to Gloo, or (CPU all_to_all) to MPI, run because the module is imported
-under that name, and groups of that name are ours.
+    python -m tests.support.torch_suite BACKEND RESULTS [NAME...]
+
+torch starts new processes for each test. Here four ranks are forked once and run one test after another, each
+in a new process group. torch skips tests by the name of the backend: most know Gloo, those of all_to_all on
+CPUs only MPI. So the module is imported under BACKEND's own name, as for Gloo and as for MPI, and a test runs
+under the first name that does not skip it; whatever the name, `init_process_group` makes BACKEND.
 """
 
 from __future__ import annotations
 
-import contextlib
+import faulthandler
 import importlib
+import json
+import multiprocessing as mp
 import os
+import random
 import sys
+import tempfile
+import time
 import traceback
 import types
 import unittest
-import warnings
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from tests.support.processes import Ranks, forked
 
-import unisono.pytorch
-from unisono.messaging.backend import Backend
+import unisono.pytorch  # noqa: F401
 
-__all__ = ["SuiteRanks", "suite_ranks"]
+RANKS = 4
+TEST_S = 100.0  # the longest test, on a busy machine
+MODULE = "torch.testing._internal.distributed.distributed_test"
 
-assert unisono.pytorch  # registers the backend
-SIZE = 4
-PATIENCE_S = 120.0
+KNOWN = ("gloo", "mpi")
 
 
-class SuiteRanks:
-    """Ranks that run torch's tests by name."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self.names: list[str] = ranks.hear(0, PATIENCE_S)
-        for rank in range(1, SIZE):
-            assert ranks.hear(rank, PATIENCE_S) == self.names
-
-    def run(self, name: str) -> str:
-        """Run a test: "passed", "skipped" or the tracebacks of the ranks that failed."""
-        for pipe in self._ranks.pipes:
-            pipe.send(name)
-        said = []
-        for rank, pipe in enumerate(self._ranks.pipes):
-            if not pipe.poll(PATIENCE_S):
-                raise TimeoutError(f"rank {rank} hangs in {name}\n{self._ranks.stacks()}")
-            said.append(pipe.recv())
-        failed = [
-            f"rank {rank}: {text}" for rank, text in enumerate(said) if text not in ("passed", "skipped")
-        ]
-        return "\n".join(failed) or ("passed" if "passed" in said else "skipped")
+def main() -> None:
+    backend, results, wanted = sys.argv[1], Path(sys.argv[2]), set(sys.argv[3:])
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        cases = collected(backend, folder)
+        chosen = [name for name in sorted(cases) if not wanted or name in wanted]
+        meeting = mp.get_context("fork").Barrier(RANKS)
+        children = []
+        for rank in range(RANKS):
+            pid = os.fork()
+            if pid == 0:
+                be_rank(rank, backend, Path(folder), {name: cases[name] for name in chosen}, meeting)
+            children.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        if any(codes):
+            raise SystemExit(f"ranks ended with {codes}")
+        ended = [json.loads((Path(folder) / f"ended.{rank}").read_text()) for rank in range(RANKS)]
+    results.write_text(json.dumps({name: verdict([each[name] for each in ended]) for name in chosen}))
 
 
-@contextlib.contextmanager
-def suite_ranks(folder: Path, gate: str) -> Iterator[SuiteRanks]:
-    """Ranks for the tests of backend `gate`, gloo or mpi."""
-    for name in ("barrier", "test_dir", "init_dir"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-
-    def live(own: Backend, pipe: Connection) -> None:
-        warnings.simplefilter("ignore")
-        case = _loaded(folder, gate, own.rank)
-        pipe.send(sorted(name for name in dir(case) if name.startswith("test_")))
-        while (name := pipe.recv()) is not None:
-            pipe.send(_run(case, name, own.rank, folder))
-
-    with forked(live, SIZE) as ranks:
-        yield SuiteRanks(ranks)
-
-
-def _loaded(folder: Path, gate: str, rank: int) -> Any:
-    """torch's class of tests, with groups of the name `gate` replaced by ours."""
-    os.environ.update(
-        BACKEND=gate,
-        INIT_METHOD=f"file://{folder}/shared",
-        WORLD_SIZE=str(SIZE),
-        RANK=str(rank),
-        TEMP_DIR=str(folder),
-        MASTER_ADDR="127.0.0.1",
-    )
-    # A base class of torch's own tests, for expected texts, which these do not use.
-    stub: Any = types.ModuleType("expecttest")
-    stub.TestCase, stub.assert_expected_inline = unittest.TestCase, None
+def collected(backend: str, folder: str) -> dict[str, type[Any]]:
+    """By the name of each test: the class to run it of."""
+    stub = types.ModuleType("expecttest")  # torch takes only a base class from it
+    stub.TestCase, stub.ACCEPT = unittest.TestCase, False  # type: ignore[attr-defined]
     sys.modules.setdefault("expecttest", stub)
-    sys.argv = ["test"]
-    _put_in_place_of(gate)
-    module = importlib.import_module("torch.testing._internal.distributed.distributed_test")
-    os.environ["BACKEND"] = "mpi"  # lifts torch's wish for 8 ranks
-    # It looks for events that C++ groups record.
-    module.PROFILING_SUPPORTED_BACKENDS = module.SEND_RECV_PROFILING_SUPPORTED_BACKENDS = []
-
-    class Case(module.DistributedTest._DistTestBase, module.TestDistBackend):  # type: ignore[name-defined, misc]
-        pass
-
-    Case.module = module
-    return Case
-
-
-def _put_in_place_of(gate: str) -> None:
-    def replaced(make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*args: Any, **named: Any) -> Any:
-            args = tuple("unisono" if arg == gate else arg for arg in args)
-            if named.get("backend") == gate:
-                named["backend"] = "unisono"
-            return make(*args, **named)
-
-        return made
-
-    told = dist.get_backend
-
-    def get_backend(group: Any = None) -> str:
-        name = told(group)
-        return gate if name == "unisono" else name
-
-    dist.init_process_group = replaced(dist.init_process_group)
-    dist.new_group = replaced(dist.new_group)
-    dist.get_backend = get_backend
+    os.environ.update(WORLD_SIZE=str(RANKS), INIT_METHOD=f"file://{folder}/unused", TEMP_DIR=folder)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    common = importlib.import_module("torch.testing._internal.common_distributed")
+    for feature in ("plugin", "ddp", "subgroup"):
+        common.DistTestCases.backend_feature[feature].add(backend)
+    cases: dict[str, type[Any]] = {}
+    for name in (backend, *KNOWN):
+        os.environ["BACKEND"] = name
+        sys.modules.pop(MODULE, None)
+        module = importlib.import_module(MODULE)
+        case = type(name, (module.TestDistBackend, module.DistributedTest._DistTestBase), {})
+        case.module = module  # type: ignore[attr-defined]
+        for test in unittest.TestLoader().getTestCaseNames(case):
+            if test not in cases or is_skipped(cases[test], test):
+                cases[test] = case
+    # Read while tests run: as MPI, they do not insist on eight ranks.
+    os.environ["BACKEND"] = "mpi"
+    return cases
 
 
-def _run(case: Any, name: str, rank: int, folder: Path) -> str:
-    module, test = case.module, case(name)
-    test.rank, test.file_name = rank, f"{folder}/init_dir/{name}"
-    timeout = timedelta(seconds=module.CUSTOM_PG_TIMEOUT.get(name, module.default_pg_timeout))
-    if getattr(getattr(test, name), "__unittest_skip__", False):
-        return "skipped"
-    # Before all have joined: nobody waits in a barrier of torch's, which counts files.
-    module.Barrier.barrier_id = 0
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(f"{folder}/barrier/{os.getpid()}")
+def is_skipped(case: type[Any], test: str) -> str | None:
+    method = getattr(case, test)
+    return (
+        getattr(method, "__unittest_skip_why__", "") if getattr(method, "__unittest_skip__", False) else None
+    )
+
+
+def be_rank(rank: int, backend: str, folder: Path, cases: dict[str, type[Any]], meeting: Any) -> None:
+    """The whole life of a forked rank."""
+    code = 1
     try:
-        dist.init_process_group(
-            backend=module.BACKEND, init_method=test.init_method, world_size=SIZE, rank=rank, timeout=timeout
-        )
-        test._barrier()
-        getattr(test, name)()
-        test._barrier()
-    except (unittest.SkipTest, SystemExit):
-        return "skipped"
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # tests print
+        init = dist.init_process_group
+
+        def init_ours(backend_asked: Any = None, *args: Any, **kwargs: Any) -> None:
+            asked = kwargs.pop("backend", backend_asked)
+            init(backend if asked in KNOWN else asked, *args, **kwargs)
+
+        dist.init_process_group = init_ours
+        ended = {}
+        for test, case in cases.items():
+            faulthandler.dump_traceback_later(TEST_S, exit=True)
+            how = is_skipped(case, test)
+            ended[test] = f"skipped: {how}" if how is not None else run(rank, folder, case, test, meeting)
+            if rank == 0:
+                print(f"{time.monotonic():.1f} {test}: {ended[test][:80]}", file=sys.stderr, flush=True)
+        faulthandler.cancel_dump_traceback_later()
+        (folder / f"ended.{rank}").write_text(json.dumps(ended))
+        code = 0
     except BaseException:
-        return traceback.format_exc()
-    else:
-        return "passed"
+        traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run(rank: int, folder: Path, case: type[Any], test: str, meeting: Any) -> str:
+    """One test in a new process group: how it ended on this rank."""
+    module = case.module
+    sys.modules[MODULE] = module  # its classes are pickled by name
+    os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)  # tests leave it as they like
+    dist.set_debug_level_from_env()
+    own = folder / test
+    for name in ("barrier", "test_dir", "init_dir"):
+        (own / name).mkdir(parents=True, exist_ok=True)
+    os.environ["TEMP_DIR"] = str(own)
+    module.Barrier.barrier_id = 0
+    self = case(test)
+    self.rank, self.file_name = rank, str(own / "init_dir" / "store")
+    random.seed(1234)
+    torch.manual_seed(1234)
+    meeting.wait(TEST_S)
+    timeout = timedelta(seconds=module.CUSTOM_PG_TIMEOUT.get(test, module.default_pg_timeout))
+    dist.init_process_group(
+        backend=module.BACKEND,
+        init_method=f"file://{self.file_name}",
+        world_size=RANKS,
+        rank=rank,
+        timeout=timeout,
+    )
+    try:
+        getattr(self, test)()
+        how = "passed"
+    except unittest.SkipTest as why:
+        how = f"skipped: {why}"
+    except SystemExit as exited:  # how torch skips while a test runs
+        how = next(
+            (f"skipped: {s.message}" for s in module.TEST_SKIPS.values() if s.exit_code == exited.code),
+            repr(exited),
+        )
+    except BaseException:
+        how = f"failed: {traceback.format_exc()}"
+        print(f"rank {rank}, {test}: {how}", file=sys.stderr, flush=True)
+    meeting.wait(TEST_S)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return how
+
+
+def verdict(ended: list[str]) -> str:
+    """How a test ended on all ranks: failed if it failed on any."""
+    others = [how for how in ended if how != "passed"]
+    failed = [how for how in others if not how.startswith("skipped")]
+    return (failed or others or ["passed"])[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -91,7 +91,9 @@ def in_a_row(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         end += tensor.nbytes
     count = (end - first.data_ptr()) // first.itemsize
-    return first.as_strided((count,), (1,)) if count else None
+    # By DLPack it has a storage of its own: the engine's view of a tensor forbids to resize the storage, and
+    # FSDP frees its parameters by that.
+    return torch.from_dlpack(first.as_strided((count,), (1,))) if count else None
 
 
 def overlap(x: Tensor, out: Tensor) -> bool:

@@ -1,0 +1,225 @@
+"""torch.distributed's calls on Gloo and on unisono: two groups of the same processes, in alternating turns.
+
+    python bench/torch_collectives.py [-n 2,4] [--sizes 8,64Ki,16Mi] [--only all_reduce] [--rounds 7]
+                                      [--quick] [--plot chart.png]
+
+Each call as a user writes it: blocking, started and waited for, started and waited for by its future; to and
+fro between two ranks; lists and single tensors. The size is that of the tensor that a rank gives, or of all
+it gets. Both results are compared before anything is measured. A ratio is Gloo's time over ours, round by
+round: the median, and the least and the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch_groups import GLOO, OURS, STYLES, compete, ratios, run_ranks, save
+
+SIZES = "8,1Ki,16Ki,64Ki,1Mi,4Mi,16Mi,64Mi"
+QUICK_SIZES = "8,64Ki,4Mi"
+TIMES_MAX = 2000
+UNITS = {"Ki": 10, "Mi": 20}
+
+# group, rank, ranks, elements -> the call, and the tensors that it writes
+Form = Callable[[Any, int, int, int], tuple[Callable[[], Any], list[Tensor]]]
+
+
+def values(rank: int, elements: int) -> Tensor:
+    """Sums of these are exact, in whatever order."""
+    return (torch.arange(elements) % 97 + rank).to(torch.float32)
+
+
+def in_place(call: Callable[[Tensor, Any], Any]) -> Form:
+    """A call that changes its tensor. A sum that grows ends at infinity, which takes no longer."""
+
+    def form(group: Any, rank: int, ranks: int, elements: int) -> tuple[Callable[[], Any], list[Tensor]]:
+        x = values(rank, elements)
+        return lambda: call(x, group), [x]
+
+    return form
+
+
+def parts(call: Callable[[Tensor, list[Tensor], Any, int], Any], *, gets_all: bool) -> Form:
+    """A call with a whole of `ranks` parts: given by this rank, or got."""
+
+    def form(group: Any, rank: int, ranks: int, elements: int) -> tuple[Callable[[], Any], list[Tensor]]:
+        part = max(1, elements // ranks)
+        whole = list(values(rank, ranks * part).chunk(ranks))
+        one = values(rank, part)
+        return lambda: call(one, whole, group, rank), whole if gets_all else [one]
+
+    return form
+
+
+def single(call: Callable[[Tensor, Tensor, Any], Any], *, gets_all: bool) -> Form:
+    """The same with the parts in one tensor."""
+
+    def form(group: Any, rank: int, ranks: int, elements: int) -> tuple[Callable[[], Any], list[Tensor]]:
+        part = max(1, elements // ranks)
+        whole, one = values(rank, ranks * part), values(rank, part)
+        return lambda: call(one, whole, group), [whole if gets_all else one]
+
+    return form
+
+
+def exchange(group: Any, rank: int, ranks: int, elements: int) -> tuple[Callable[[], Any], list[Tensor]]:
+    part = max(1, elements // ranks)
+    x, out = values(rank, ranks * part), torch.empty(ranks * part)
+    return lambda: dist.all_to_all_single(out, x, group=group), [out]
+
+
+def to_and_fro(send: Callable[..., Any], recv: Callable[..., Any]) -> Form:
+    """From rank 0 to rank 1 and back; other ranks have nothing to do."""
+
+    def form(group: Any, rank: int, ranks: int, elements: int) -> tuple[Callable[[], Any], list[Tensor]]:
+        x = values(0, elements)
+
+        def call() -> None:
+            if rank == 0:
+                send(x, 1, group=group)
+                recv(x, 1, group=group)
+            elif rank == 1:
+                recv(x, 0, group=group)
+                send(x, 0, group=group)
+
+        return call, [x]
+
+    return form
+
+
+def at_root(rank: int, whole: list[Tensor]) -> list[Tensor] | None:
+    return whole if rank == 0 else None
+
+
+FORMS: dict[str, Form] = {
+    "all_reduce": in_place(lambda x, group: dist.all_reduce(x, group=group)),
+    "all_reduce, async": in_place(lambda x, group: dist.all_reduce(x, group=group, async_op=True).wait()),
+    "all_reduce, future": in_place(
+        lambda x, group: dist.all_reduce(x, group=group, async_op=True).get_future().wait()
+    ),
+    "broadcast": in_place(lambda x, group: dist.broadcast(x, 0, group=group)),
+    "reduce": in_place(lambda x, group: dist.reduce(x, 0, group=group)),
+    "all_gather_single": single(
+        lambda one, whole, group: dist.all_gather_single(whole, one, group=group), gets_all=True
+    ),
+    "all_gather": parts(
+        lambda one, whole, group, rank: dist.all_gather(whole, one, group=group), gets_all=True
+    ),
+    "reduce_scatter_single": single(
+        lambda one, whole, group: dist.reduce_scatter_single(one, whole, group=group), gets_all=False
+    ),
+    "reduce_scatter": parts(
+        lambda one, whole, group, rank: dist.reduce_scatter(one, whole, group=group), gets_all=False
+    ),
+    "gather": parts(
+        lambda one, whole, group, rank: dist.gather(one, at_root(rank, whole), 0, group=group), gets_all=True
+    ),
+    "scatter": parts(
+        lambda one, whole, group, rank: dist.scatter(one, at_root(rank, whole), 0, group=group),
+        gets_all=False,
+    ),
+    "all_to_all_single": exchange,
+    "send, recv": to_and_fro(dist.send, dist.recv),
+    "isend, irecv": to_and_fro(
+        lambda *args, **kwargs: dist.isend(*args, **kwargs).wait(),
+        lambda *args, **kwargs: dist.irecv(*args, **kwargs).wait(),
+    ),
+    "barrier": lambda group, rank, ranks, elements: (lambda: dist.barrier(group=group), []),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("-n", default=None, help="numbers of ranks (2,4)")
+    parser.add_argument("--sizes", default=None, help=f"bytes ({SIZES})")
+    parser.add_argument("--only", default="", help="calls whose name begins so")
+    parser.add_argument("--rounds", type=int, default=None, help="turns of each (7)")
+    parser.add_argument("--quick", action="store_true", help="two ranks, three sizes, three rounds")
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    numbers = [int(n) for n in (args.n or ("2" if args.quick else "2,4")).split(",")]
+    sizes = [as_bytes(size) for size in (args.sizes or (QUICK_SIZES if args.quick else SIZES)).split(",")]
+    rounds = args.rounds or (3 if args.quick else 7)
+    turn_s = 0.02 if args.quick else 0.1
+    measured = {}
+    for ranks in numbers:
+        print(f"{ranks} ranks; us per call, median; gloo / unisono: median (least to most)", flush=True)
+        measured[ranks] = run_ranks(rank, ranks, sizes, args.only, rounds, turn_s)
+    if args.plot:
+        draw(measured, args.plot)
+
+
+def as_bytes(size: str) -> int:
+    return int(size[:-2]) << UNITS[size[-2:]] if size[-2:] in UNITS else int(size)
+
+
+def rank(
+    rank: int, groups: dict[str, Any], sizes: list[int], only: str, rounds: int, turn_s: float
+) -> dict[tuple[str, int], dict[str, list[float]]]:
+    """One rank of both backends: seconds by call, size and backend."""
+    measured = {}
+    ranks = dist.get_world_size()
+    for name, form in FORMS.items():
+        if not name.startswith(only):
+            continue
+        for nbytes in sizes[:1] if name == "barrier" else sizes:
+            calls = {each: form(group, rank, ranks, nbytes // 4) for each, group in groups.items()}
+            check(name, calls)
+            turns = {each: call for each, (call, _) in calls.items()}
+            seconds = measured[name, nbytes] = compete(turns, rounds, turn_s, TIMES_MAX)
+            if rank == 0:
+                show(name, nbytes, seconds)
+    return measured
+
+
+def check(name: str, calls: dict[str, tuple[Callable[[], Any], list[Tensor]]]) -> None:
+    """Both give the same results. What a call must not look at is the same before."""
+    for call, _ in calls.values():
+        call()
+    (_, theirs), (_, ours) = calls[GLOO], calls[OURS]
+    if not all(map(torch.equal, theirs, ours)) and not (name == "reduce" and dist.get_rank() != 0):
+        raise SystemExit(f"{name} of {theirs[0].numel()} elements: results differ")
+
+
+def show(name: str, nbytes: int, seconds: dict[str, list[float]]) -> None:
+    theirs, ours = (f"{statistics.median(seconds[each]) * 1e6:12,.1f}" for each in (GLOO, OURS))
+    print(f"{name:>24} {nbytes:>11,} {theirs} {ours}  {ratios(seconds[GLOO], seconds[OURS])}", flush=True)
+
+
+def draw(measured: dict[int, dict[tuple[str, int], dict[str, list[float]]]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    names = [name for name in FORMS if any(case[0] == name for case in measured[min(measured)])]
+    names = [name for name in names if name != "barrier"]
+    columns = min(5, len(names))
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(3.4 * columns, 2.8 * rows * len(measured)), layout="constrained")
+    axes = figure.subplots(rows * len(measured), columns, squeeze=False)
+    for panel in axes.flat:
+        panel.set_visible(False)
+    for block, (ranks, cases) in enumerate(measured.items()):
+        for index, name in enumerate(names):
+            panel = axes[block * rows + index // columns][index % columns]
+            panel.set_visible(True)
+            panel.set_title(f"{name}, {ranks} ranks", fontsize=9)
+            for backend, style in STYLES.items():
+                points = [
+                    (n, statistics.median(s[backend]) * 1e6) for (each, n), s in cases.items() if each == name
+                ]
+                panel.plot(*zip(*points, strict=True), label=backend, markersize=4, **style)
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("log")
+            panel.set_xlabel("bytes", fontsize=8)
+            panel.set_ylabel("us per call", fontsize=8)
+    save(figure, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What a proof of training consists of: a piece that ranks run, and what its results must equal.
+
+A piece is a function of a `Job` that returns tensors. It runs on Gloo and on our backend in the same
+processes. The results are compared with each other, and with those of one process where that is defined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["GLOO", "PIECES", "Job", "Piece", "Tensors", "distance", "piece"]
+
+Tensors = dict[str, Tensor]
+GLOO = "gloo"
+
+# A hang is a failure long before the test's own patience ends.
+GROUP_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank of one run of a piece."""
+
+    rank: int
+    size: int
+    backend: str
+    folder: Path  # the same on all ranks, of this run alone
+
+    @contextmanager
+    def world(self, size: int | None = None) -> Iterator[Job | None]:
+        """A world of the first `size` ranks while the block runs; None on the other ranks."""
+        size = self.size if size is None else size
+        if self.rank >= size:
+            yield None
+            return
+        dist.init_process_group(
+            self.backend,
+            init_method=f"file://{self.folder}/store.{size}",
+            rank=self.rank,
+            world_size=size,
+            timeout=GROUP_TIMEOUT,
+        )
+        try:
+            yield replace(self, size=size)
+        finally:
+            dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What ranks run, and the same in one process, for a number of ranks."""
+
+    run: Callable[[Job], Tensors]
+    alone: Callable[[int], Tensors] | None
+    makes_worlds: bool  # of its own, instead of one that is there when it begins
+    is_on_gloo: bool  # Gloo can do it
+
+
+PIECES: dict[str, Piece] = {}
+
+
+def piece(
+    *,
+    alone: Callable[[int], Tensors] | None = None,
+    makes_worlds: bool = False,
+    is_on_gloo: bool = True,
+) -> Callable[[Callable[[Job], Tensors]], Callable[[Job], Tensors]]:
+    """Register a piece under the name of its function."""
+
+    def register(run: Callable[[Job], Tensors]) -> Callable[[Job], Tensors]:
+        PIECES[run.__name__] = Piece(run, alone, makes_worlds, is_on_gloo)
+        return run
+
+    return register
+
+
+def distance(got: Tensors, wanted: Tensors) -> float:
+    """The largest difference of any element; infinite if names, shapes or types differ."""
+    if got.keys() != wanted.keys():
+        return math.inf
+    return max((_distance(got[name], wanted[name]) for name in wanted), default=0.0)
+
+
+def _distance(got: Tensor, wanted: Tensor) -> float:
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return math.inf
+    if torch.equal(got, wanted) or not wanted.numel():
+        return 0.0
+    wide = torch.complex128 if wanted.is_complex() else torch.float64
+    apart = float((got.to(wide) - wanted.to(wide)).abs().max())
+    return math.inf if math.isnan(apart) else max(apart, 5e-324)
