@@ -18,6 +18,7 @@ __all__ = ["CompressionState", "SyncBatchNorm", "compression_hook", "convert_syn
 
 register()
 
+
 def __dir__() -> list[str]:
     """The public names, and nothing else."""
     return __all__

@@ -135,7 +135,7 @@ class ProcessGroup(Identity):
             self._check_list(parts)
             counts = [part.numel() for part in parts]
             if output.numel() != counts[self._rank]:
-                raise UsageError(f"an output of {output.numel()} elements for a part of {counts[self._rank]}")
+                raise _wrong_length(output.numel(), counts[self._rank])
             whole = joined(parts)
         if len(set(counts)) == 1:
             return self._reduce_scatter(output, whole, opts)
@@ -201,7 +201,7 @@ class ProcessGroup(Identity):
         with self._calls.errors("all_gather"):
             self._check_list(outs)
             if outs[self._rank].numel() != tensor.numel():
-                raise UsageError(f"an output of {outs[self._rank].numel()} elements for {tensor.numel()}")
+                raise _wrong_length(outs[self._rank].numel(), tensor.numel())
             x = readable(tensor).view(-1)
         if len({out.numel() for out in outs}) > 1:
             return self._calls.run("all_gather_v", opts, outs, lambda parts: _fill(outs, parts), x)
@@ -250,7 +250,9 @@ class ProcessGroup(Identity):
             if root == self._rank:
                 self._check_list(outs)
                 if any(out.numel() != tensor.numel() for out in outs):
-                    raise UsageError("the outputs differ in length from the input")
+                    raise UsageError(
+                        f"outputs of other lengths than the input; allowed: {tensor.numel()} elements"
+                    )
             x = readable(tensor).view(-1)
         finish = (lambda parts: _fill(outs, parts)) if root == self._rank else None
         return self._calls.run("gather", opts, outs, finish, x, root)
@@ -264,7 +266,9 @@ class ProcessGroup(Identity):
             if root == self._rank:
                 self._check_list(inputs[0])
                 if any(part.numel() != output.numel() for part in inputs[0]):
-                    raise UsageError("the inputs differ in length from the output")
+                    raise UsageError(
+                        f"inputs of other lengths than the output; allowed: {output.numel()} elements"
+                    )
                 x = joined(inputs[0]).view(self._size, -1)
             out, back = target(output)
         return self._calls.run("scatter", opts, outputs, _then(back), x, root, out=out.view(-1))
@@ -302,10 +306,10 @@ class ProcessGroup(Identity):
             for tensor in (input, output):
                 if tensor.dim() == 0 or tensor.shape[0] % self._size:
                     raise UsageError(
-                        f"a tensor of shape {tuple(tensor.shape)} has no {self._size} equal parts"
+                        f"a tensor of shape {tuple(tensor.shape)}; allowed: {self._size} equal parts of axis 0"
                     )
             if x.numel() != out.numel():
-                raise UsageError(f"an output of {out.numel()} elements for {x.numel()}")
+                raise _wrong_length(out.numel(), x.numel())
         return self._calls.run(
             "all_to_all",
             opts,
@@ -468,6 +472,10 @@ def _then(back: CopyBack | None) -> Finish | None:
     return None if back is None else lambda _: back()
 
 
+def _wrong_length(given: int, needed: int) -> UsageError:
+    return UsageError(f"an output of {given} elements; allowed: {needed}")
+
+
 def _fill(outputs: Sequence[Tensor], parts: Any) -> None:
     """Copy what a verb gave, by rank, into the tensors of the caller."""
     for output, part in zip(outputs, parts, strict=True):
@@ -475,14 +483,16 @@ def _fill(outputs: Sequence[Tensor], parts: Any) -> None:
         if part.dtype != own.dtype:
             part = part.view(own.dtype)
         if part.numel() != own.numel():
-            raise UsageError(f"an output of {own.numel()} elements for {part.numel()}")
+            raise _wrong_length(own.numel(), part.numel())
         own.copy_(part.view(own.shape))
 
 
 def _received(memory: Tensor, back: CopyBack | None) -> Once:
     def finish(status: Any) -> None:
         if status.nbytes != memory.nbytes:
-            raise UsageError(f"a message of {status.nbytes} bytes for a tensor of {memory.nbytes}")
+            raise UsageError(
+                f"a tensor of {memory.nbytes} bytes; allowed: the message's {status.nbytes} bytes"
+            )
         if back is not None:
             back()
 
@@ -494,7 +504,9 @@ def _rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
     if not splits:
         splits = [tensor.shape[0] // size] * size
     if len(splits) != size or sum(splits) != tensor.shape[0]:
-        raise UsageError(f"splits {list(splits)} do not cut dimension 0 of {tuple(tensor.shape)}")
+        raise UsageError(
+            f"splits {list(splits)}; allowed: {size} lengths, {tensor.shape[0] if tensor.dim() else 0} together"
+        )
     return list(tensor.split(list(splits)))
 
 

@@ -53,12 +53,13 @@ def op_of(op: Any, dtype: torch.dtype) -> str:
     number: int = op.op.value
     names = OPS.get(dtype)
     if names is None:
-        raise UsageError(f"no reduction is defined for {dtype}")
+        raise UsageError(f"a reduction of {dtype}; allowed: {', '.join(DTYPES)}")
     name = names[number]
     if is_divided(op, dtype) or (number == _PREMUL_SUM and dtype is not torch.bool):
         name = names[_RED.SUM.value]
     if name is None:
-        raise UsageError(f"ReduceOp.{op.op.name} is not defined for {dtype}")
+        allowed = ", ".join(each for each, code in _RED.__members__.items() if names[code.value] is not None)
+        raise UsageError(f"ReduceOp.{op.op.name} of {dtype}; allowed: {allowed}")
     return name
 
 

@@ -129,7 +129,7 @@ def test_every_type_of_the_engine_has_operations():
     assert op_of(RED(RED.SUM), torch.bool) == "lor"
     assert op_of(RED(RED.BXOR), torch.uint8) == "bxor"
     for op, dtype in ((RED.BAND, torch.float32), (RED.MAX, torch.complex64), (RED.AVG, torch.bool)):
-        with pytest.raises(UsageError, match=rf"is not defined for {dtype}"):
+        with pytest.raises(UsageError, match=rf"of {dtype}; allowed: "):
             op_of(RED(op), dtype)
     with pytest.raises(UsageError, match="no reduction is defined for"):
         op_of(RED(RED.SUM), torch.float8_e5m2)
