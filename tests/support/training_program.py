@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -40,7 +41,7 @@ def main() -> None:
             if pid == 0:
                 be_rank(rank, size, Path(folder), ours, names)
             children.append(pid)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        codes = _ends(children)
         ended = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("ended.*"))]
     if any(codes):
         raise SystemExit(f"ranks ended with {codes}")
@@ -48,9 +49,22 @@ def main() -> None:
     results.write_text(json.dumps({"registered": sorted(PIECES), "ended": by_name}))
 
 
+def _ends(children: list[int]) -> list[int]:
+    """The exit codes; the others are ended once one has failed: they may wait for it."""
+    codes: dict[int, int] = {}
+    while len(codes) < len(children):
+        pid, status = os.wait()
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        if codes[pid] != 0:
+            for other in set(children) - set(codes):
+                os.kill(other, signal.SIGTERM)
+    return [codes[pid] for pid in children]
+
+
 def be_rank(rank: int, size: int, folder: Path, ours: str, names: list[str]) -> None:
     """The whole life of a forked rank."""
     code = 1
+    faulthandler.enable()
     try:
         ended: dict[str, Any] = {}
         for name in names:

@@ -25,6 +25,10 @@ GLOO = "gloo"
 # A hang is a failure long before the test's own patience ends.
 GROUP_TIMEOUT = timedelta(seconds=60)
 
+# Kept for good: where the last reference to a group of Gloo's ends on one of the group's own threads, torch joins that
+# thread from itself, and the process is ended by std::system_error ("Resource deadlock avoided").
+_gloo_groups: list[Any] = []
+
 
 @dataclass(frozen=True)
 class Job:
@@ -52,6 +56,8 @@ class Job:
         try:
             yield replace(self, size=size)
         finally:
+            if self.backend == "gloo":
+                _gloo_groups.extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
 
 

@@ -131,7 +131,7 @@ def test_every_type_of_the_engine_has_operations():
     for op, dtype in ((RED.BAND, torch.float32), (RED.MAX, torch.complex64), (RED.AVG, torch.bool)):
         with pytest.raises(UsageError, match=rf"of {dtype}; allowed: "):
             op_of(RED(op), dtype)
-    with pytest.raises(UsageError, match="no reduction is defined for"):
+    with pytest.raises(UsageError, match="a reduction of"):
         op_of(RED(RED.SUM), torch.float8_e5m2)
     with pytest.raises(UsageError, match="MIN of sparse"):
         check_sparse(RED(RED.MIN))
