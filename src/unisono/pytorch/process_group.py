@@ -306,7 +306,7 @@ class ProcessGroup(Identity):
             for tensor in (input, output):
                 if tensor.dim() == 0 or tensor.shape[0] % self._size:
                     raise UsageError(
-                        f"a tensor of shape {tuple(tensor.shape)}; allowed: {self._size} equal parts of axis 0"
+                        f"a tensor of shape {tuple(tensor.shape)}; allowed: {self._size} equal parts"
                     )
             if x.numel() != out.numel():
                 raise _wrong_length(out.numel(), x.numel())
@@ -504,9 +504,7 @@ def _rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
     if not splits:
         splits = [tensor.shape[0] // size] * size
     if len(splits) != size or sum(splits) != tensor.shape[0]:
-        raise UsageError(
-            f"splits {list(splits)}; allowed: {size} lengths, {tensor.shape[0] if tensor.dim() else 0} together"
-        )
+        raise UsageError(f"splits {list(splits)}; allowed: {size} lengths of {tensor.shape[0]} together")
     return list(tensor.split(list(splits)))
 
 

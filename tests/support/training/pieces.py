@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,8 @@ GLOO = "gloo"
 # A hang is a failure long before the test's own patience ends.
 GROUP_TIMEOUT = timedelta(seconds=60)
 
-# Kept for good: where the last reference to a group of Gloo's ends on one of the group's own threads, torch joins that
-# thread from itself, and the process is ended by std::system_error ("Resource deadlock avoided").
+# Kept for good: where the last reference to a group of Gloo's ends on one of the group's own threads, torch
+# joins that thread from itself, and std::system_error ends the process ("Resource deadlock avoided").
 _gloo_groups: list[Any] = []
 
 
