@@ -51,6 +51,7 @@ LAUNCHERS = {
     "unisono run": ("-m", "unisono", "run", "-n", "2"),
     "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
 }
+QUICK = ("torch_ddp", "unisono run")  # the others are for test-more
 
 
 def run(*command: str, **env: str) -> str:
@@ -86,8 +87,14 @@ def test_one_process_says_what_it_should(name: str) -> None:
         assert words in said
 
 
-@pytest.mark.parametrize("launcher", ["unisono run", pytest.param("torchrun", marks=pytest.mark.more)])
-@pytest.mark.parametrize("name", SAYS_WITH_TORCH)
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        pytest.param(name, launcher, marks=() if (name, launcher) == QUICK else pytest.mark.more)
+        for name in SAYS_WITH_TORCH
+        for launcher in LAUNCHERS
+    ],
+)
 def test_an_example_with_torch_says_what_it_should(name: str, launcher: str) -> None:
     said = run(*LAUNCHERS[launcher], f"examples/{name}.py").replace("[0] ", "")
     for words in SAYS_WITH_TORCH[name]:

@@ -247,9 +247,9 @@ def ddp_with_it_equals_one_process(comm: Communicator) -> None:
 
 
 RUNS = [
-    ("gloo", 2),
+    ("unisono", 2),
+    pytest.param("gloo", 2, marks=pytest.mark.more),
     pytest.param("gloo", 3, marks=pytest.mark.more),
-    pytest.param("unisono", 2, marks=pytest.mark.more),
     pytest.param("unisono", 3, marks=pytest.mark.more),
 ]
 

@@ -117,4 +117,4 @@ def test_a_piece_of_training_gives_the_results_of_gloo_and_of_one_process(name: 
 
 
 def test_every_piece_is_run() -> None:
-    assert ended(2, is_quick=True)["registered"] == sorted(PIECES)
+    assert ended(2, True)["registered"] == sorted(PIECES)
