@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -229,3 +230,20 @@ def test_ranks_that_pass_different_shapes_are_told() -> None:
 
     alike, other = ((2,), 6), ((), 6)
     assert run_ranks(program, 4).values() == [alike, alike, other, alike]
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_dropped_group_runs_no_python_where_it_is_dropped(is_used: bool) -> None:
+    """Python discards what a signal handler raises in a finalizer: a Ctrl-C that comes just then was lost."""
+    (comm,) = uni.local(1)
+    group = comm.sub([0])
+    if is_used:
+        group.barrier()
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        del group
+    finally:
+        sys.setprofile(None)
+    comm.close()
+    assert called == []
