@@ -174,7 +174,6 @@ def test_a_scatter_of_tensors_into_memory_of_the_receivers_runs_in_the_engine(
     world: MakeWorld, kind: str
 ) -> None:
     """What a receiver would have to make of a tensor does not matter where it has given the memory."""
-    torch = pytest.importorskip("torch")
     comms = world(3, kind)
 
     def program(comm: Communicator) -> Notes:

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.support.processes import run_processes
@@ -15,7 +16,15 @@ from tests.support.torch_ranks import join_torch
 
 from unisono.comm.communicator import Communicator
 
-__all__ = ["Check", "run_checks"]
+__all__ = ["RUNS", "Check", "run_checks"]
+
+# Backends and numbers of ranks: the first in `make test`, all in `make test-more`.
+RUNS = [
+    ("unisono", 2),
+    pytest.param("unisono", 3, marks=pytest.mark.more),
+    pytest.param("gloo", 2, marks=pytest.mark.more),
+    pytest.param("gloo", 3, marks=pytest.mark.more),
+]
 
 Check = Callable[[Communicator], None]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.torch_checks import Check, run_checks
+from tests.support.torch_checks import RUNS, Check, run_checks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -195,14 +195,6 @@ def a_group_of_some_ranks_compresses_by_itself(comm: Communicator) -> None:
         x = torch.arange(10.0) + comm.rank
         CompressionState(Int8(), group).all_reduce(x, "mean", key="x")
         np.testing.assert_allclose(x, np.arange(10.0) + (comm.size - 1) / 2, atol=0.1)
-
-
-RUNS = [
-    ("unisono", 2),
-    pytest.param("unisono", 3, marks=pytest.mark.more),
-    pytest.param("gloo", 2, marks=pytest.mark.more),
-    pytest.param("gloo", 3, marks=pytest.mark.more),
-]
 
 
 @pytest.mark.parametrize(("backend", "size"), RUNS)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.torch_checks import Check, run_checks
+from tests.support.torch_checks import RUNS, Check, run_checks
 from torch import nn
 
 from unisono.comm.communicator import Communicator
@@ -244,14 +244,6 @@ def ddp_with_it_equals_one_process(comm: Communicator) -> None:
             optimizer.step()
     for got, wanted in zip(ddp.module.state_dict().values(), model.state_dict().values(), strict=True):
         torch.testing.assert_close(got, wanted)
-
-
-RUNS = [
-    ("unisono", 2),
-    pytest.param("gloo", 2, marks=pytest.mark.more),
-    pytest.param("gloo", 3, marks=pytest.mark.more),
-    pytest.param("unisono", 3, marks=pytest.mark.more),
-]
 
 
 @pytest.mark.parametrize(("backend", "size"), RUNS)

@@ -11,9 +11,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 import torch.distributed as dist
 from tests.support.torch_ranks import Pair, TorchPool, assert_equal, torch_pool

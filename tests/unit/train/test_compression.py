@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from tests.support.ranks import run_ranks
@@ -211,10 +212,11 @@ def test_every_kind_of_float_is_compressed_and_comes_back_in_its_kind(kind: str)
         wanted = total(comm, values)
         match kind:
             case "torch bfloat16":
-                torch = pytest.importorskip("torch")
+                import torch
+
                 x: Any = torch.tensor(values, dtype=torch.bfloat16)
             case "bfloat16":
-                x = values.astype(pytest.importorskip("ml_dtypes").bfloat16)
+                x = values.astype(ml_dtypes.bfloat16)
             case "typed":
                 x = uni.typed((values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16), "bfloat16")
             case _:

@@ -68,7 +68,7 @@ def test_every_array_becomes_its_mean_where_it_lies(bucket_bytes: int) -> None:
 
 
 def test_torch_tensors_are_leaves_too() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
 
     def program(comm: Communicator) -> None:
         straight = torch.arange(6.0).reshape(2, 3) + comm.rank
