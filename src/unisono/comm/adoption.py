@@ -268,14 +268,15 @@ class Adoption:
             one = CollectiveCall(group, call, algorithm, first_stage=1)
             if operations:
                 yield from one.take_over(operations[0][1], memory, fingerprint)
-            given, out, result, _ = memory
             if operation == "split":
+                given, _, result, _ = memory
                 # Here and not when somebody waits for it: other members may use the group.
                 owner = self._owner()
                 assert owner is not None, "its method is being called"
                 return (yield from owner._finish_split(call, given, result))
             if root is None:
                 return None
+            given, out, result, _ = memory
             # The first stage of a call is over, or nothing is left but to look at what it gave.
             parts = None if given is None else [buffers.view(x, "x") for x in given]
             filled = None if out is None else receivable(out, "out")
