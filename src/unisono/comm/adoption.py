@@ -9,9 +9,8 @@ backend.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from types import CodeType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from unisono.comm.fingerprint import NOTHING, SHAPED, described, fused
 from unisono.comm.group import Group, await_request
 from unisono.comm.point_to_point import receivable, received
 from unisono.comm.split import ROW_OPERAND
+from unisono.comm.splitter import Splitter
 from unisono.comm.vector_collectives import (
     ANNOUNCED,
     EXCHANGED,
@@ -60,41 +60,22 @@ _RUN_AS: Final = {
 _GIVEN: Final = {"barrier": NOTHING, "split": ROW_OPERAND}
 
 
-class Splitting(Protocol):
-    """The communicator, which makes the groups."""
-
-    def _split_row(self, color: int | None, key: int) -> bytes:
-        """What this rank contributes to a split."""
-
-    def _make_group(
-        self, sequence: int, mine: bytes, everyone: Any, timeout: float | None, is_started: bool
-    ) -> object:
-        """What a split gives; of a started one that needs another attempt, the work that makes it."""
-
-    def _finish_split(self, call: Call, mine: bytes, everyone: Any) -> Steps[object]:
-        """The same in steps, with further attempts."""
-
-
 class Adoption:
     """The part of Python in the engine's calls of one group."""
 
-    def __init__(self, group: Group, owner: Callable[[], Splitting | None]) -> None:
+    def __init__(self, group: Group, splitter: Splitter[Any]) -> None:
         self._group = group
-        self._owner = owner  # weak: it holds this helper
+        self._splitter = splitter
 
     # -- splits -------------------------------------------------------------------------------------------
 
     def split_row(self, color: Any, key: Any) -> bytes:
         """What this rank contributes to a split."""
-        owner = self._owner()
-        assert owner is not None, "its method is being called"
-        return owner._split_row(color, key)
+        return self._splitter.row(color, key)
 
     def make_group(self, *ended: Any) -> object:
         """What a split gives whose rows the engine has gathered."""
-        owner = self._owner()
-        assert owner is not None, "its method is being called"
-        return owner._make_group(*ended)
+        return self._splitter.made(*ended)
 
     @property
     def runtime(self) -> Runtime:
@@ -271,9 +252,7 @@ class Adoption:
             given, out, result, _ = memory
             if operation == "split":
                 # Here and not when somebody waits for it: other members may use the group.
-                owner = self._owner()
-                assert owner is not None, "its method is being called"
-                return (yield from owner._finish_split(call, given, result))
+                return (yield from self._splitter.finish(call, given, result))
             if root is None:
                 return None
             # The first stage of a call is over, or nothing is left but to look at what it gave.

@@ -24,8 +24,9 @@ from unisono.backends.native.refusals import Refusals
 from unisono.backends.registry import BackendInfo, Closable
 from unisono.config import Config
 from unisono.core.buffers import arguments
-from unisono.core.clock import RealRuntime, Runtime, is_idle_in
+from unisono.core.clock import RealRuntime, Runtime
 from unisono.core.envelope import ANY, UNTYPED, Any_, Lane, Status, Tags
+from unisono.core.parked_threads import is_idle_in
 from unisono.core.request import Request
 from unisono.errors import BackendUnavailable, ClosedError, UnisonoError, UsageError
 from unisono.messaging import strangers
@@ -167,8 +168,7 @@ class NativeBackend(Closable):
         # A backend that is collected without `close` must leave neither threads nor ranks that wait for it.
         leave = functools.partial(_abandon, self._completions, self._pump)
         _open[self._completions] = leave
-        self._finalizer = weakref.finalize(self, self._runtime.call_soon, leave)
-        self._finalizer.atexit = False
+        self._finalizer = self._runtime.finalizer(self, leave)
 
     def card(self) -> Card:
         """What other ranks need to reach this one."""
@@ -409,7 +409,7 @@ class NativeBackend(Closable):
 
     def close(self) -> None:
         """Leave: flush sends for up to `Config.flush_s`, say goodbye, end all requests."""
-        if self._finalizer.detach() is None or self._engine.is_forked():
+        if not self._finalizer.detach() or self._engine.is_forked():
             return
         self._engine.close(self._config.flush_s)
         self._completions.close()
