@@ -28,7 +28,7 @@ from unisono.errors import UsageError
 from unisono.plans import algorithms, entry_of
 from unisono.plans.steps import Buf
 
-__all__ = ["Verbs", "check_algorithm", "check_reduction"]
+__all__ = ["Verbs", "check_algorithm", "check_reduction", "no_mean"]
 
 T = TypeVar("T")
 _FLOAT32 = DTYPES["float32"]
@@ -504,9 +504,7 @@ class Verbs(Messages):
         self, operation: str, x: Any, how: ReduceOp, out: Any, timeout: float | None, algorithm: str
     ) -> Work[Any]:
         if how.is_mean:
-            raise UsageError(
-                f"{operation} has no mean: the contributions of a prefix differ in number; allowed: sum"
-            )
+            raise no_mean(operation)
         array = buffers.view(x, "x")
         target = self._result(array, out, array.shape)
         self._check_reduction(operation, how, array, algorithm)
@@ -589,6 +587,13 @@ def check_reduction(collective: str, op: ReduceOp, dtype: DType, algorithm: str,
     check_algorithm(collective, algorithm)
     if algorithm != "auto":
         check_order(collective, op, algorithm, reproducible)
+
+
+def no_mean(operation: str) -> UsageError:
+    """The error of a scan with op "mean"."""
+    return UsageError(
+        f"{operation} has no mean: the contributions of a prefix differ in number; allowed: sum"
+    )
 
 
 def check_algorithm(collective: str, algorithm: str, *, is_uneven: bool = False) -> None:

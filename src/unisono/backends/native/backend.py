@@ -6,13 +6,14 @@ It maps requests to operations of the engine, which knows shared memory and sock
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import functools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -110,26 +111,14 @@ class NativeBackend(Closable):
         self._rank = rank
         self._size = size
         self._config = config if config is not None else Config()
-        control_eager_bytes, control_credit_bytes = eager_limits(self._config, Lane.CONTROL)
-        try:
+        self._tls = tls
+        with _explained():
             self._engine = _native.Engine(
                 rank,
                 size,
                 directory,
                 secret,
-                eager_bytes=self._config.eager_bytes,
-                eager_credit_bytes=self._config.eager_credit_bytes,
-                message_bytes_max=self._config.message_bytes_max,
-                recv_bytes_max=self._config.recv_bytes_max,
-                control_eager_bytes=control_eager_bytes,
-                control_credit_bytes=control_credit_bytes,
-                control_bytes_max=CONTROL_BYTES_MAX,
-                own_credit_bytes=OWN_CREDIT_BYTES,
-                silence_s=self._config.silence_s,
-                stranger_bytes_max=strangers.BYTES_MAX,
-                stranger_s=strangers.STRANGER_S,
-                strangers_max=strangers.STRANGERS_MAX,
-                strangers_per_address_max=strangers.PER_ADDRESS_MAX,
+                **_limits(self._config),
                 shm=shm,
                 checksum=checksum,
                 neighbours=neighbours,
@@ -141,15 +130,6 @@ class NativeBackend(Closable):
                 rekey_records=rekey_records,
                 local=local,
             )
-        except RuntimeError as error:
-            raise BackendUnavailable(
-                "the native backend cannot start",
-                cause=str(error),
-                next_step="raise the limit of open files: ulimit -n 4096"
-                if os.strerror(errno.EMFILE) in str(error)
-                else "see the cause; what can run here is in uni.list_backends()",
-            ) from None
-        self._tls = tls
         self._completions = CompletionDispatcher(self._engine, self._config.recv_bytes_max)
         self._runtime = self._make_runtime(self._completions)
         self._hosts: tuple[int, ...] = ()
@@ -453,6 +433,41 @@ class NativeBackend(Closable):
             else:
                 completions.end(request, *started[1:])
         return request
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """The error of an engine that cannot start, as users see it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise BackendUnavailable(
+            "the native backend cannot start",
+            cause=str(error),
+            next_step="raise the limit of open files: ulimit -n 4096"
+            if os.strerror(errno.EMFILE) in str(error)
+            else "see the cause; what can run here is in uni.list_backends()",
+        ) from None
+
+
+def _limits(config: Config) -> dict[str, Any]:
+    """The engine's bounds on messages, memory, silence and connections that are not authenticated yet."""
+    control_eager_bytes, control_credit_bytes = eager_limits(config, Lane.CONTROL)
+    return {
+        "eager_bytes": config.eager_bytes,
+        "eager_credit_bytes": config.eager_credit_bytes,
+        "message_bytes_max": config.message_bytes_max,
+        "recv_bytes_max": config.recv_bytes_max,
+        "control_eager_bytes": control_eager_bytes,
+        "control_credit_bytes": control_credit_bytes,
+        "control_bytes_max": CONTROL_BYTES_MAX,
+        "own_credit_bytes": OWN_CREDIT_BYTES,
+        "silence_s": config.silence_s,
+        "stranger_bytes_max": strangers.BYTES_MAX,
+        "stranger_s": strangers.STRANGER_S,
+        "strangers_max": strangers.STRANGERS_MAX,
+        "strangers_per_address_max": strangers.PER_ADDRESS_MAX,
+    }
 
 
 def _pattern(src: int | Any_, tag: int | Any_) -> tuple[int, int]:
