@@ -18,6 +18,7 @@ from unisono.backends.registry import (
     Closable,
     UnconnectedBackend,
     backend_named,
+    decoded_card,
     statuses,
 )
 from unisono.comm.communicator import Communicator
@@ -250,10 +251,7 @@ def card_of(data: bytes) -> Card:
     """
     from unisono.backends.native.backend import Card
 
-    try:
-        card = msgspec.msgpack.decode(data, type=Card)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError("a rank's card is malformed", cause=str(error)) from None
+    card = decoded_card(data, Card)
     if not (0 <= card.port < 1 << 16 and 0 <= card.pid < 1 << 31):
         raise ProtocolError("a rank's card is malformed", cause=f"port {card.port}, pid {card.pid}")
     return card
