@@ -1,7 +1,8 @@
 """Goodbyes that wait to be sent together: of groups that were closed here with nothing left to do on them.
 
-In a program that is right nobody waits for such a group: its members close it at about the same time. So the
-goodbyes of many groups travel in one message, and a member that has said goodbye first needs none.
+In a correct program no operation waits for a member of such a group: all members close it at about the same
+time. So goodbyes wait for a few milliseconds, those of many groups travel in one message, and none is sent to
+a member whose own goodbye has come meanwhile.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Final, Generic, TypeVar
 
 __all__ = ["DELAY_S", "UnsentGoodbyes"]
 
-# Whoever does wait for a member that has left waits for so much longer: nothing to a person, and time enough
-# for some hundred groups.
+# How long a goodbye waits. In a program that is wrong, a rank that waits for this one hears of its end that
+# much later. A program that makes and closes groups in a loop closes some hundred in this time.
 DELAY_S: Final = 0.005
 
 
@@ -20,7 +21,7 @@ C = TypeVar("C")
 
 
 class UnsentGoodbyes(Generic[C]):
-    """By context, the world ranks that are to be told, and what makes the last calls. Hold a lock."""
+    """By context: the world ranks that get the goodbye, and what lists the last calls. Hold a lock."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, tuple[int, ...]] = {}

@@ -6,18 +6,13 @@ from collections.abc import Sequence
 
 from unisono.plans.amounts import Amount, contains, digits
 from unisono.plans.catalog import build
-from unisono.plans.layout import slice_of, touched
+from unisono.plans.layout import mapped, slice_of, touched
 from unisono.plans.steps import (
     BoundPlan,
     BoundStep,
     Buf,
-    Copy,
     Plan,
     Problem,
-    Recv,
-    RecvReduce,
-    Reduce,
-    Send,
     Slice,
     Step,
 )
@@ -89,14 +84,4 @@ class Values:
 
     def step(self, step: Step) -> BoundStep:
         """The step on these elements."""
-        match step:
-            case Send(peer, src):
-                return Send(peer, self.slice(src))
-            case Recv(peer, dst):
-                return Recv(peer, self.slice(dst))
-            case RecvReduce(peer, dst, left):
-                return RecvReduce(peer, self.slice(dst), left)
-            case Copy(dst, src):
-                return Copy(self.slice(dst), self.slice(src))
-            case Reduce(dst, src, left):
-                return Reduce(self.slice(dst), self.slice(src), left)
+        return mapped(step, self.slice)
