@@ -61,6 +61,10 @@ class CallLog {
   }
 
   uint64_t next = 0;
+  // Calls that ended below Python and whose end has shown that all members made the same call.
+  uint64_t agreed = 0;
+  // Whether that is true of every call: then no member can wait in a different one of them.
+  bool is_agreed() const { return agreed == next; }
   // Nothing has happened that Python must look at before the next call.
   bool fast_path_open = true;
 

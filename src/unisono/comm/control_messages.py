@@ -190,7 +190,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 
 
 class Goodbyes(msgspec.Struct, frozen=True, tag="goodbyes"):
-    """The sender has closed these communicators, and has called no collective on them."""
+    """The sender has closed these communicators, and all members are known to have made the same calls."""
 
     contexts: Annotated[tuple[int, ...], Meta(max_length=GOODBYES_MAX)]
     lane: Lane

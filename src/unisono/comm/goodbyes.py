@@ -30,7 +30,7 @@ class UnsentGoodbyes(Generic[C]):
         return len(self._ranks)
 
     def add(self, context: int, ranks: tuple[int, ...], calls: Callable[[], C] | None) -> None:
-        """A group of these ranks was closed; `calls` is None if it has called no collective."""
+        """A group of these ranks was closed; `calls` is None if nobody needs its last calls."""
         self._ranks[context] = ranks
         if calls is not None:
             self._calls[context] = calls
@@ -41,7 +41,7 @@ class UnsentGoodbyes(Generic[C]):
             self._ranks[context] = tuple([other for other in ranks if other != rank])
 
     def take(self) -> tuple[dict[int, list[int]], list[tuple[int, tuple[int, ...], Callable[[], C]]]]:
-        """Remove all: the contexts by rank of groups without calls, and (context, ranks, calls) of others."""
+        """Remove all: the contexts by rank where no calls are told, and (context, ranks, calls) of others."""
         by_rank: dict[int, list[int]] = {}
         called: list[tuple[int, tuple[int, ...], Callable[[], C]]] = []
         for context, ranks in self._ranks.items():

@@ -40,6 +40,7 @@ __all__ = [
     "entry_of",
     "is_even",
     "reduces",
+    "synchronizes",
 ]
 
 Builder: TypeAlias = Callable[[Shape, int], Plan]
@@ -172,6 +173,8 @@ _COUNTS_HELD: Final[Mapping[str, Callable[[int], int]]] = {
     "all_to_all": lambda size: size * size,
 }
 
+_SYNCHRONIZING: Final = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
+
 
 def algorithms(collective: str) -> tuple[str, ...]:
     """Return the names that `algorithm=` accepts for a collective."""
@@ -254,6 +257,11 @@ def check(problem: Problem) -> None:
 def reduces(collective: str) -> bool:
     """Whether a collective combines operands, so that their order may matter."""
     return any(entry.keeps_rank_order for entry in _entries(collective).values())
+
+
+def synchronizes(collective: str) -> bool:
+    """Whether a rank that ends it has had something from every other, if no block is empty."""
+    return collective in _SYNCHRONIZING
 
 
 def is_even(problem: Problem) -> bool:

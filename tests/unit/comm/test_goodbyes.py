@@ -85,6 +85,84 @@ def test_groups_closed_together_send_few_messages() -> None:
     assert all(messages < 40 for messages in run_processes(program, 2)), "two lanes, and a few batches"
 
 
+def goodbyes_of(comm: uni.Communicator, use: Callable[[uni.Communicator], Any], groups_made: int) -> Any:
+    """The goodbyes that a rank sends for groups that all ranks make, use and close."""
+    control, sent = comm._group.control, []
+    send = control.send
+
+    def spy(ranks: Any, message: Any, lane: Lane = Lane.CONTROL) -> None:
+        sent.append(message)
+        send(ranks, message, lane)
+
+    control.send = spy  # type: ignore[method-assign]
+    for _ in range(groups_made):
+        group = comm.split(0)
+        assert group is not None
+        use(group)
+        group.close()
+    control.send_goodbyes()
+    comm.barrier()
+    return [message for message in sent if isinstance(message, Goodbye | Goodbyes)]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda group: group.barrier(),
+        lambda group: group.all_reduce(np.arange(3.0) * group.rank),
+        lambda group: group.start.all_gather(np.arange(5) + group.rank).wait(),
+        lambda group: [
+            group.all_gather_object({"rank": group.rank}),
+            group.all_to_all(np.ones((group.size, 2))),
+        ],
+    ],
+)
+def test_a_group_whose_calls_all_have_made_tells_none_of_them(use: Callable[[Any], Any]) -> None:
+    def program(comm: uni.Communicator) -> Any:
+        use(comm)  # decided from now on
+        sent = goodbyes_of(comm, use, 40)
+        return {type(message).__name__ for message in sent}, len(sent) < 2 * 40
+
+    assert all(kinds <= {"Goodbyes"} and are_few for kinds, are_few in run_processes(program, 3))
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        (lambda group: group.all_reduce(np.ones(0)), {0}),  # ends without a message
+        (lambda group: [group.barrier(), group.all_gather(np.ones(0)), group.barrier()], {0, 1, 2}),
+        (lambda group: group.reduce_scatter_v(np.ones(2), [2, *[0] * (group.size - 1)]), {0}),
+    ],
+)
+def test_a_call_that_proves_nothing_is_told_with_the_goodbye(
+    use: Callable[[Any], Any], told: set[int]
+) -> None:
+    def program(comm: uni.Communicator) -> Any:
+        group = comm.split(0)
+        assert group is not None
+        use(group)
+        assert not group._group.call_log.is_agreed
+        return set(group._group.state.last_calls_here())
+
+    assert run_processes(program, 3) == [told] * 3
+
+
+def test_who_waits_in_another_call_than_one_that_ended_without_a_message_is_told() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        group = comm.split(0)
+        assert group is not None
+        group.barrier()
+        if comm.rank == 0:
+            group.all_reduce(np.ones(0))
+            group.close()
+            return None
+        with pytest.raises(uni.CollectiveMismatch, match="differ|disagree|different") as caught:
+            group.barrier()
+        return "all_reduce" in caught.value.report and "barrier" in caught.value.report
+
+    assert run_processes(program, 2) == [None, True]
+
+
 # -- groups that were not used ----------------------------------------------------------------------------
 
 
