@@ -64,6 +64,10 @@ class Entry:
     needs_hosts: bool = False
     # Every byte goes straight from its owner to its destination: no rank reduces or forwards it.
     is_direct: bool = False
+    # Every rank does the same, turned by its number: on one host, what one rank costs they all cost.
+    is_symmetric: bool = False
+    # Some rank sends or receives at least size - 1 messages, or waits for so many that follow each other.
+    is_linear: bool = False
 
     @property
     def ordered(self) -> bool:
@@ -76,87 +80,91 @@ class Entry:
         return self.order is not Order.ANY
 
 
-def _canonical(builder: Builder) -> Entry:
-    return Entry(builder, Order.CANONICAL)
+def _canonical(builder: Builder, **traits: bool) -> Entry:
+    return Entry(builder, Order.CANONICAL, **traits)
 
 
 def _by_hosts(builder: Builder) -> Entry:
     return Entry(builder, needs_hosts=True)
 
 
-def _direct(builder: Builder) -> Entry:
-    return Entry(builder, is_direct=True)
+def _direct(builder: Builder, **traits: bool) -> Entry:
+    return Entry(builder, is_direct=True, **traits)
+
+
+# Every rank exchanges something with each other rank, or passes everything on around a ring.
+_TURNED: Final[Mapping[str, bool]] = {"is_symmetric": True, "is_linear": True}
 
 
 CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
     {
         "all_reduce": {
-            "ring": Entry(ring.all_reduce),
-            "pairwise": Entry(pairwise.all_reduce),
+            "ring": Entry(ring.all_reduce, **_TURNED),
+            "pairwise": Entry(pairwise.all_reduce, **_TURNED),
             "doubling": _canonical(doubling.doubling_all_reduce),
             "halving_doubling": _canonical(doubling.halving_doubling_all_reduce),
             "tree": _canonical(tree.all_reduce),
-            "flat": _canonical(flat.all_reduce),
-            "ordered": _canonical(ordered.all_reduce),
+            "flat": _canonical(flat.all_reduce, is_linear=True),
+            "ordered": _canonical(ordered.all_reduce, is_linear=True),
             "hierarchical": _by_hosts(hierarchical.all_reduce),
             "hierarchical_long": _by_hosts(hierarchical.long_all_reduce),
         },
         "reduce": {
             "tree": _canonical(tree.reduce),
-            "chain": Entry(chain.reduce),
-            "flat": _canonical(flat.reduce),
-            "ordered": _canonical(ordered.reduce),
+            "chain": Entry(chain.reduce, is_linear=True),
+            "flat": _canonical(flat.reduce, is_linear=True),
+            "ordered": _canonical(ordered.reduce, is_linear=True),
             "hierarchical": _by_hosts(hierarchical.reduce),
             "hierarchical_long": _by_hosts(hierarchical.long_reduce),
         },
         "broadcast": {
             "tree": Entry(tree.broadcast),
-            "chain": Entry(chain.broadcast),
-            "flat": _direct(flat.broadcast),
+            "chain": Entry(chain.broadcast, is_linear=True),
+            "flat": _direct(flat.broadcast, is_linear=True),
             "hierarchical": _by_hosts(hierarchical.broadcast),
             "hierarchical_long": _by_hosts(hierarchical.long_broadcast),
         },
         "all_gather": {
-            "ring": Entry(ring.all_gather),
+            "ring": Entry(ring.all_gather, **_TURNED),
             "dissemination": Entry(dissemination.all_gather),
-            "flat": _direct(flat.all_gather),
+            "flat": _direct(flat.all_gather, **_TURNED),
             "hierarchical": _by_hosts(hierarchical_blocks.all_gather),
         },
         "gather": {
             "tree": Entry(tree.gather),
-            "flat": _direct(flat.gather),
+            "flat": _direct(flat.gather, is_linear=True),
         },
         "scatter": {
             "tree": Entry(tree.scatter),
-            "flat": _direct(flat.scatter),
+            "flat": _direct(flat.scatter, is_linear=True),
         },
         "reduce_scatter": {
-            "pairwise": Entry(pairwise.reduce_scatter),
-            "ring": Entry(ring.reduce_scatter),
+            "pairwise": Entry(pairwise.reduce_scatter, **_TURNED),
+            "ring": Entry(ring.reduce_scatter, **_TURNED),
             "halving": _canonical(doubling.halving_reduce_scatter),
-            "ordered": _canonical(ordered.reduce_scatter),
+            "ordered": _canonical(ordered.reduce_scatter, is_linear=True),
             "hierarchical": _by_hosts(hierarchical_blocks.reduce_scatter),
         },
         "all_to_all": {
-            "pairwise": _direct(pairwise.all_to_all),
-            "flat": _direct(flat.all_to_all),
-            "dissemination": Entry(dissemination.all_to_all, takes_uneven=False),
+            "pairwise": _direct(pairwise.all_to_all, **_TURNED),
+            "flat": _direct(flat.all_to_all, **_TURNED),
+            "dissemination": Entry(dissemination.all_to_all, takes_uneven=False, is_symmetric=True),
             "hierarchical": Entry(hierarchical_blocks.all_to_all, takes_uneven=False, needs_hosts=True),
         },
         "scan": {
             "hillis_steele": Entry(hillis_steele.scan, Order.RANK),
-            "flat": _canonical(flat.scan),
-            "ordered": _canonical(ordered.scan),
+            "flat": _canonical(flat.scan, is_linear=True),
+            "ordered": _canonical(ordered.scan, is_linear=True),
         },
         "exscan": {
             "hillis_steele": Entry(hillis_steele.exscan, Order.RANK),
-            "flat": _canonical(flat.exscan),
-            "ordered": _canonical(ordered.exscan),
+            "flat": _canonical(flat.exscan, is_linear=True),
+            "ordered": _canonical(ordered.exscan, is_linear=True),
         },
         "barrier": {
-            "dissemination": Entry(dissemination.barrier),
+            "dissemination": Entry(dissemination.barrier, is_symmetric=True),
             "tree": Entry(tree.barrier),
-            "flat": _direct(flat.barrier),
+            "flat": _direct(flat.barrier, **_TURNED),
             "hierarchical": _by_hosts(hierarchical.barrier),
         },
     }
