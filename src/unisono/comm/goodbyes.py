@@ -40,15 +40,12 @@ class UnsentGoodbyes(Generic[C]):
         if (ranks := self._ranks.get(context)) is not None:
             self._ranks[context] = tuple([other for other in ranks if other != rank])
 
-    def take(self) -> tuple[dict[int, list[int]], list[tuple[int, tuple[int, ...], Callable[[], C]]]]:
-        """Remove all: the contexts by rank where no calls are told, and (context, ranks, calls) of others."""
+    def take(self) -> tuple[dict[int, list[int]], dict[int, Callable[[], C]]]:
+        """Remove all: the contexts by rank, and what makes the last calls by context."""
         by_rank: dict[int, list[int]] = {}
-        called: list[tuple[int, tuple[int, ...], Callable[[], C]]] = []
         for context, ranks in self._ranks.items():
-            if (calls := self._calls.get(context)) is not None:
-                called.append((context, ranks, calls))
-                continue
             for rank in ranks:
                 by_rank.setdefault(rank, []).append(context)
+        calls = self._calls
         self._ranks, self._calls = {}, {}
-        return by_rank, called
+        return by_rank, calls

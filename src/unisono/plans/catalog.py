@@ -80,27 +80,28 @@ class Entry:
         return self.order is not Order.ANY
 
 
-def _canonical(builder: Builder, **traits: bool) -> Entry:
-    return Entry(builder, Order.CANONICAL, **traits)
+def _canonical(builder: Builder, *, is_linear: bool = False) -> Entry:
+    return Entry(builder, Order.CANONICAL, is_linear=is_linear)
 
 
 def _by_hosts(builder: Builder) -> Entry:
     return Entry(builder, needs_hosts=True)
 
 
-def _direct(builder: Builder, **traits: bool) -> Entry:
-    return Entry(builder, is_direct=True, **traits)
+def _direct(builder: Builder, *, is_symmetric: bool = False) -> Entry:
+    return Entry(builder, is_direct=True, is_symmetric=is_symmetric, is_linear=True)
 
 
-# Every rank exchanges something with each other rank, or passes everything on around a ring.
-_TURNED: Final[Mapping[str, bool]] = {"is_symmetric": True, "is_linear": True}
+def _turned(builder: Builder) -> Entry:
+    """Every rank exchanges something with each other rank, or passes it on around a ring."""
+    return Entry(builder, is_symmetric=True, is_linear=True)
 
 
 CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
     {
         "all_reduce": {
-            "ring": Entry(ring.all_reduce, **_TURNED),
-            "pairwise": Entry(pairwise.all_reduce, **_TURNED),
+            "ring": _turned(ring.all_reduce),
+            "pairwise": _turned(pairwise.all_reduce),
             "doubling": _canonical(doubling.doubling_all_reduce),
             "halving_doubling": _canonical(doubling.halving_doubling_all_reduce),
             "tree": _canonical(tree.all_reduce),
@@ -120,34 +121,34 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
         "broadcast": {
             "tree": Entry(tree.broadcast),
             "chain": Entry(chain.broadcast, is_linear=True),
-            "flat": _direct(flat.broadcast, is_linear=True),
+            "flat": _direct(flat.broadcast),
             "hierarchical": _by_hosts(hierarchical.broadcast),
             "hierarchical_long": _by_hosts(hierarchical.long_broadcast),
         },
         "all_gather": {
-            "ring": Entry(ring.all_gather, **_TURNED),
+            "ring": _turned(ring.all_gather),
             "dissemination": Entry(dissemination.all_gather),
-            "flat": _direct(flat.all_gather, **_TURNED),
+            "flat": _direct(flat.all_gather, is_symmetric=True),
             "hierarchical": _by_hosts(hierarchical_blocks.all_gather),
         },
         "gather": {
             "tree": Entry(tree.gather),
-            "flat": _direct(flat.gather, is_linear=True),
+            "flat": _direct(flat.gather),
         },
         "scatter": {
             "tree": Entry(tree.scatter),
-            "flat": _direct(flat.scatter, is_linear=True),
+            "flat": _direct(flat.scatter),
         },
         "reduce_scatter": {
-            "pairwise": Entry(pairwise.reduce_scatter, **_TURNED),
-            "ring": Entry(ring.reduce_scatter, **_TURNED),
+            "pairwise": _turned(pairwise.reduce_scatter),
+            "ring": _turned(ring.reduce_scatter),
             "halving": _canonical(doubling.halving_reduce_scatter),
             "ordered": _canonical(ordered.reduce_scatter, is_linear=True),
             "hierarchical": _by_hosts(hierarchical_blocks.reduce_scatter),
         },
         "all_to_all": {
-            "pairwise": _direct(pairwise.all_to_all, **_TURNED),
-            "flat": _direct(flat.all_to_all, **_TURNED),
+            "pairwise": _direct(pairwise.all_to_all, is_symmetric=True),
+            "flat": _direct(flat.all_to_all, is_symmetric=True),
             "dissemination": Entry(dissemination.all_to_all, takes_uneven=False, is_symmetric=True),
             "hierarchical": Entry(hierarchical_blocks.all_to_all, takes_uneven=False, needs_hosts=True),
         },
@@ -164,7 +165,7 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
         "barrier": {
             "dissemination": Entry(dissemination.barrier, is_symmetric=True),
             "tree": Entry(tree.barrier),
-            "flat": _direct(flat.barrier, **_TURNED),
+            "flat": _direct(flat.barrier, is_symmetric=True),
             "hierarchical": _by_hosts(hierarchical.barrier),
         },
     }
