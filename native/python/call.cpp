@@ -296,6 +296,12 @@ uint32_t ParsedCall::hash_of_call() const {
   return Fingerprint::hash_of(verb_group_.fingerprint_seed, dims);
 }
 
+// Whether its end shows that every rank has made the same call: what ends here has come from all of them.
+bool ParsedCall::shows_all() const {
+  const Counts given = counts();
+  return decision_->is_synchronizing && std::all_of(given.at, given.at + given.size, [](uint64_t n) { return n != 0; });
+}
+
 // What a report says of its arrays.
 void Call::note_lengths(const Argument& shown, CallLog::Lengths& lengths) const {
   lengths.are_known = true;
@@ -342,6 +348,7 @@ const Decision* ParsedCall::keep_decision(const DecisionKey& key, uint8_t given_
   decision->piece_elements = nb::cast<uint64_t>(values[1]);
   decision->fingerprint = fingerprint_of(nb::cast<nb::bytes>(values[2]));
   decision->is_shape_compared = nb::cast<bool>(values[6]);
+  decision->is_synchronizing = nb::cast<bool>(values[7]);
   const int code = nb::cast<int>(values[3]);
   const bool is_half =
       given_dtype == static_cast<uint8_t>(DType::float16) || given_dtype == static_cast<uint8_t>(DType::bfloat16);
@@ -545,11 +552,13 @@ bool Call::take() {
     group_.completions.recycle(op);
   }
   started_ = 0;
-  if (is_collective())
+  if (is_collective()) {
+    if (stage() == 0 && shows_all()) ++group_.call_log.agreed;
     if (const UnexpectedMessage* const first =
             group_.completions.first_unmet(group_.context, tag_of(sequence_) + stage());
         first != nullptr) [[unlikely]]
       unclaimed_.emplace(first->envelope);
+  }
   ++group_.ended;
   return true;
 }

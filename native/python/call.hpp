@@ -167,6 +167,7 @@ class ParsedCall {
   const Decision* decide(const DecisionKey& key, const Given& given, uint8_t dtype, std::span<const Py_ssize_t> shape);
   const Decision* keep_decision(const DecisionKey& key, uint8_t given_dtype, nb::handle decided);
   uint32_t hash_of_call() const;
+  bool shows_all() const;
   void find_target(const Given& given);
   void find_site();
   void widen();

@@ -18,6 +18,7 @@ from unisono.core.task import Call, Steps
 from unisono.errors import UsageError
 from unisono.messaging.backend import Stage
 from unisono.plans import LINKS, Links, Problem, build, choose, entry_of
+from unisono.plans.catalog import synchronizes
 from unisono.plans.execute import Execution, Memory, execute
 from unisono.plans.steps import Buf, Plan
 
@@ -135,8 +136,8 @@ class CollectiveCall:
 # What a class of calls needs to be made on any group of one shape: the program (or the LibraryCall that makes
 # them), the elements of its longest pieces, the fingerprint but for its count and hash, the number of the
 # kernel (-1: none), the divisor of a mean (0: none), the item with which exscan fills the result of rank 0,
-# and whether the shape is part of the fingerprint.
-Decided: TypeAlias = tuple[Any, int, bytes, int, int, bytes, bool]
+# whether the shape is part of the fingerprint, and whether an end shows that all ranks have called.
+Decided: TypeAlias = tuple[Any, int, bytes, int, int, bytes, bool, bool]
 
 
 def decide(
@@ -165,12 +166,13 @@ def decide(
     if group.library_calls is not None:
         fingerprint = fingerprint_of(operation, given, op, "auto", problem.root, 0, ())
         call = group.library_calls.decide(problem, dtype, op)
-        return call, 0, fingerprint, code, divisor, identity, is_shape_compared
+        return call, 0, fingerprint, code, divisor, identity, is_shape_compared, False
     name = algorithm_for(problem, dtype, op, algorithm, config.reproducible, LINKS[backend.link_kind()])
     root = problem.root if given.root is None else given.root
     fingerprint = fingerprint_of(operation, given, op, shown or name, root, stage, ())
     program, piece_elements = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
-    return program, piece_elements, fingerprint, code, divisor, identity, is_shape_compared
+    shows_all = synchronizes(problem.collective)
+    return program, piece_elements, fingerprint, code, divisor, identity, is_shape_compared, shows_all
 
 
 def _fingerprint(

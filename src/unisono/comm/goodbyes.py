@@ -31,7 +31,7 @@ class UnsentGoodbyes(Generic[C]):
         return len(self._ranks)
 
     def add(self, context: int, ranks: tuple[int, ...], calls: Callable[[], C] | None) -> None:
-        """A group of these ranks was closed; `calls` is None if it has called no collective."""
+        """A group of these ranks was closed; `calls` is None if nobody needs its last calls."""
         self._ranks[context] = ranks
         if calls is not None:
             self._calls[context] = calls
@@ -41,15 +41,12 @@ class UnsentGoodbyes(Generic[C]):
         if (ranks := self._ranks.get(context)) is not None:
             self._ranks[context] = tuple([other for other in ranks if other != rank])
 
-    def take(self) -> tuple[dict[int, list[int]], list[tuple[int, tuple[int, ...], Callable[[], C]]]]:
-        """Remove all: the contexts by rank of groups without calls, and (context, ranks, calls) of others."""
+    def take(self) -> tuple[dict[int, list[int]], dict[int, Callable[[], C]]]:
+        """Remove all: the contexts by rank, and what makes the last calls by context."""
         by_rank: dict[int, list[int]] = {}
-        called: list[tuple[int, tuple[int, ...], Callable[[], C]]] = []
         for context, ranks in self._ranks.items():
-            if (calls := self._calls.get(context)) is not None:
-                called.append((context, ranks, calls))
-                continue
             for rank in ranks:
                 by_rank.setdefault(rank, []).append(context)
+        calls = self._calls
         self._ranks, self._calls = {}, {}
-        return by_rank, called
+        return by_rank, calls

@@ -223,24 +223,27 @@ def test_words_and_line_may_come_after_the_record() -> None:
 # -- the call log -----------------------------------------------------------------------------------------
 
 
+KEPT = 512  # native/collective/call_log.hpp
+
+
 def test_the_log_keeps_the_last_calls_and_where_they_stand() -> None:
     log = _native.CallLog()
     code = compile("\n\nx = 1\ny = 2\n", "program.py", "exec")
     lines = {line: start for start, _, line in code.co_lines() if line is not None}
-    for number in range(100):
+    for number in range(KEPT + 36):
         log.remember(number, number.to_bytes(16, "little"), code, lines[3 + number % 2])
-    assert len(log) == 64
+    assert len(log) == KEPT
     assert log.find(35) is log.site(35) is None
     assert log.find(36) == (36).to_bytes(16, "little")
-    assert [log.site(number) for number in (36, 99)] == [("program.py", 3), ("program.py", 4)]
-    assert log.last(2) == {number: number.to_bytes(16, "little") for number in (98, 99)}
-    log.remember(100, bytes(16))
-    assert log.site(100) is None
+    assert [log.site(number) for number in (36, KEPT + 35)] == [("program.py", 3), ("program.py", 4)]
+    assert log.last(2) == {number: number.to_bytes(16, "little") for number in (KEPT + 34, KEPT + 35)}
+    log.remember(KEPT + 36, bytes(16))
+    assert log.site(KEPT + 36) is None
     with pytest.raises(TypeError, match="code object"):
-        log.remember(101, bytes(16), "program.py", 1)  # type: ignore[arg-type]
+        log.remember(KEPT + 37, bytes(16), "program.py", 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="16 bytes"):
-        log.remember(101, bytes(15))
-    assert len(log) == 64
+        log.remember(KEPT + 37, bytes(15))
+    assert len(log) == KEPT
 
 
 def test_the_log_holds_a_code_object_as_long_as_its_call() -> None:
@@ -248,10 +251,10 @@ def test_the_log_holds_a_code_object_as_long_as_its_call() -> None:
     held = sys.getrefcount(code)
     log.remember(0, bytes(16), code, 0)
     assert sys.getrefcount(code) == held + 1
-    for number in range(1, 65):
+    for number in range(1, KEPT + 1):
         log.remember(number, bytes(16))
-    assert sys.getrefcount(code) == held, "the 64 calls after it have taken its place"
-    log.remember(65, bytes(16), code, 0)
+    assert sys.getrefcount(code) == held, "the calls after it have taken its place"
+    log.remember(KEPT + 1, bytes(16), code, 0)
     del log
     assert sys.getrefcount(code) == held
 
