@@ -123,6 +123,12 @@ def test_under_torchrun_the_keys_of_its_store_come_back() -> None:
 
 
 @pytest.mark.more
+def test_a_program_of_torch_starts_under_mpiexec_too() -> None:
+    out, _ = run([*UNISONO_RUN, "-n", "2", "--backend", "mpi", PROGRAM, "env"])
+    assert right(out, "env")
+
+
+@pytest.mark.more
 def test_groups_of_ours_stand_beside_another_backend() -> None:
     out, _ = run([*UNISONO_RUN, "-n", "3", PROGRAM, "beside"])
     assert right(out, "beside", size=3)
