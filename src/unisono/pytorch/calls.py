@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -107,13 +107,9 @@ class Calls:
         """The error of a call that was made at a line of the user's program."""
         return backend_error(error, call, site, self.comm.rank, self._members)
 
-    @contextlib.contextmanager
-    def errors(self, call: str) -> Iterator[None]:
+    def errors(self, call: str) -> _Errors:
         """Raise errors as those of a call."""
-        try:
-            yield
-        except UnisonoError as error:
-            raise self.failed(error, call, call_site()) from error
+        return _Errors(self, call)
 
     def close(self) -> None:
         """Let the threads for callbacks end when they have run what is due."""
@@ -132,3 +128,20 @@ class Calls:
         """The seconds for a call: the group's, unless the caller gave others (-1 ms if not)."""
         given: timedelta = opts.timeout
         return self.timeout_s if given.days < 0 else given.total_seconds()
+
+
+class _Errors:
+    """What `Calls.errors` gives. No generator: a third of its time, in every call."""
+
+    __slots__ = ("_call", "_calls")
+
+    def __init__(self, calls: Calls, call: str) -> None:
+        self._calls = calls
+        self._call = call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, UnisonoError):
+            raise self._calls.failed(error, self._call, call_site()) from error
