@@ -1,4 +1,4 @@
-// Cooperative copy: both ranks copy one message, the receiver from the front (process_vm_readv) and the sender
+// Cooperative copy: both ranks copy one long message, the receiver from the front (process_vm_readv) and the sender
 // from the back (process_vm_writev). A sender that waits has a core to spare, and two cores copy twice as fast. This
 // class only divides the message; Peer copies.
 //
@@ -35,7 +35,7 @@ namespace unisono::engine {
 
 // Both sides must agree on this. A shorter message is read before the sender could begin; a longer one does not fit the
 // 31 bits of units.
-inline bool is_worth_sharing(uint64_t nbytes) { return nbytes >= 24 * 1024 && nbytes < uint64_t{1} << 42; }
+inline bool is_worth_sharing(uint64_t nbytes) { return nbytes >= 128 * 1024 && nbytes < uint64_t{1} << 42; }
 
 struct Part {
   uint64_t offset = 0;
@@ -119,8 +119,8 @@ class CooperativeCopy {
 
  private:
   static constexpr uint64_t unit_bytes = 4096;
-  // Half of a short message, 64 KiB of a longer one: a system call costs a quarter of copying that.
-  static uint64_t least_of(uint64_t units) { return std::max(std::min<uint64_t>(16, (units + 1) / 2), units / 32); }
+  // At least 64 KiB: a system call costs a quarter of copying that.
+  static uint64_t least_of(uint64_t units) { return std::max<uint64_t>(16, units / 32); }
   static constexpr uint64_t closed = uint64_t{1} << 63, failed = uint64_t{1} << 63;
 
   static uint64_t in_units(uint64_t bytes) { return bytes / unit_bytes + (bytes % unit_bytes != 0); }

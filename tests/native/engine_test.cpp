@@ -531,8 +531,7 @@ void test_offers(const char* folder, unsigned seed, bool shm, bool direct_read) 
 // Both sides of a message take parts at random: every byte is taken once, also what one of them could not write.
 void test_parts(unsigned seed) {
   std::mt19937 random(seed);
-  for (const uint64_t nbytes : {uint64_t{24} * 1024, uint64_t{40'001}, uint64_t{65'536}, uint64_t{128} * 1024,
-                                uint64_t{200'001}, uint64_t{1} << 20, uint64_t{9'999'999}}) {
+  for (const uint64_t nbytes : {uint64_t{128} * 1024, uint64_t{200'001}, uint64_t{1} << 20, uint64_t{9'999'999}}) {
     constexpr uint64_t most = 1 << 20;
     CooperativeCopy copy;
     copy.reset();
@@ -568,13 +567,6 @@ void test_parts(unsigned seed) {
   copy.ask(reinterpret_cast<const byte*>(uint64_t{4096}), 77);
   Part part;
   uint64_t guard;
-  check(copy.claim_front(65'536, 1 << 20, part) == CooperativeCopy::Front::part && part.offset == 0 &&
-            part.bytes == 32'768,
-        "a short message is halved");
-  check(copy.claim_back(65'536, 1 << 20, part, guard) != 0 && part.offset == 32'768 && part.bytes == 32'768,
-        "between both sides");
-  copy.reset();
-  copy.ask(reinterpret_cast<const byte*>(uint64_t{4096}), 77);
   check(copy.claim_back(1 << 20, 1 << 20, part, guard) != 0 && !copy.close(), "it has been helped");
   check(copy.claim_back(1 << 20, 1 << 20, part, guard) == 0, "and is so no more");
   // Whatever the other side writes, no part reaches beyond the message.
