@@ -34,8 +34,8 @@ demo: $(STAMP)
 	$(BIN)/unisono run -n 4 examples/train.py
 
 # What a newcomer runs: everything once, over shared memory. `make test-more` adds the other links, other libraries and
-# what takes long; CI runs both. Two files at a time: most tests wait, for time to pass or for processes to start.
-PYTEST = $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --quiet
+# what takes long; CI runs both. Three files at a time on two cores: many tests wait, for time to pass or for processes.
+PYTEST = $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder --quiet
 test: $(STAMP)
 	$(PYTEST) -m "not more"
 
