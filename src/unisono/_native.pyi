@@ -39,12 +39,10 @@ def unpack(packed: Memory, /) -> Any: ...
 def unpack_parts(head: Memory, blobs: Sequence[Memory], /) -> Any: ...
 def set_kinds(kinds: dict[str, Any], /) -> None: ...
 
-# Memory of another object as bytes. `new_memory` makes some to receive into: a new object's, its `owner`.
+# Memory of another object as bytes; its `owner` is that object.
 class BlobMemory:
     @property
     def owner(self) -> Any: ...
-
-def new_memory(kind: type[bytes | bytearray], length: int, /) -> BlobMemory: ...
 
 # Results of at least POOLED_BYTES_MIN have memory that is used again: see native/base/result_memory.hpp.
 POOLED_BYTES_MIN: int
@@ -334,6 +332,37 @@ def bind_verbs(
 ) -> None: ...
 def set_user_files(is_users: Callable[[str], bool]) -> None: ...
 def make_verbs_type(rows: Sequence[tuple[str, str, Sequence[str], int]], ops: Sequence[str]) -> type: ...
+
+# Frames of remote calls: see native/python/rpc_frame.cpp and unisono/rpc/frame.py.
+FRAME_BYTES_MAX: int
+FRAME_BLOB_BYTES: int
+FRAME_BLOBS_MAX: int
+RPC_MESSAGE_BYTES_MAX: int
+
+class Frame:
+    kind: int
+    call: int
+    number: int
+    name: str
+    timeout_s: float | None
+    count: int
+    blob_bytes: int
+    data: bytes
+
+def pack_frame(
+    kind: int,
+    call: int,
+    number: int,
+    name: str,
+    timeout_s: float | None,
+    count: int,
+    value: Any,
+    place: _Place | None = None,
+    /,
+) -> tuple[bytes, tuple[memoryview, ...]]: ...
+def open_frame(data: bytes, /) -> Frame: ...
+def frame_memory(data: bytes, /) -> list[BlobMemory]: ...
+def frame_value(data: bytes, memory: Sequence[Memory] = (), /) -> Any: ...
 
 # messaging.fast_path.Mailbox: see native/engine/mailbox.hpp.
 class Mailbox:

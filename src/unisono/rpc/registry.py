@@ -19,7 +19,7 @@ import msgspec
 
 from unisono.core import codec
 from unisono.errors import UsageError
-from unisono.rpc.wire import NAME_CHARS_MAX
+from unisono.rpc.frame import NAME_CHARS_MAX
 
 __all__ = ["Handler", "Parameters", "Registry", "Signature", "check_name"]
 

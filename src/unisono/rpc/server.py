@@ -9,18 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from unisono._native import frame_value
 from unisono.core.clock import NEVER, Deadline, Killed, Runtime, Waiting
 from unisono.core.codec import place
-from unisono.errors import ProtocolError, UnisonoError, UsageError
+from unisono.errors import ProtocolError, UsageError
 from unisono.messaging.backend import GRACE_LOOK_S, GRACE_S
-from unisono.rpc import wire
-from unisono.rpc.attachments import InboundBudget, InboundParts, OutboundParts, UnreadParts, allocate
-from unisono.rpc.peers import QUEUE_MAX, Peers
+from unisono.rpc.blobs import InboundBudget, InboundValue, OutboundBlobs, UnreadBlobs
+from unisono.rpc.frame import ACK, ANSWER, ITEM, Frame, arguments_of, failure, pack, short
+from unisono.rpc.peers import QUEUE_MAX, Peer, Peers
 from unisono.rpc.pool import Pool, Reader
 from unisono.rpc.registry import Handler, Registry
 from unisono.rpc.streams import WINDOW, Credit
@@ -78,7 +79,7 @@ class Incoming:
         self.kwargs: Any = {}
         self.credit: Any = None  # of a stream
         self.is_cancelled = False
-        self.held_bytes = 0  # of its attachments, until it runs
+        self.held_bytes = 0  # of its blobs, until it runs
         # Called if the caller gives up: cancels the calls that the handler waits for, for example.
         self.on_cancel: dict[Any, Callable[[], object]] = {}
 
@@ -128,8 +129,8 @@ class Server:
         # Calls of names that are not exposed, while they may still be.
         self._early: list[Incoming] = []
         self._is_early_watched = False
-        # Answers by their call, items of a stream by the negative number of their attachments.
-        self._unread = UnreadParts(len(peers))
+        # Answers by their call, items of a stream by the negative number of their blobs.
+        self._unread = UnreadBlobs(len(peers))
         self._budget = InboundBudget()
         self.pool = Pool(runtime, self.run, handlers, f"unisono-rpc-{peers.own.world_rank}", reader)
         self.loop: Loop | None = None  # runs the async handlers, once there is one
@@ -137,34 +138,38 @@ class Server:
 
     # -- frames -------------------------------------------------------------------------------------------
 
-    def on_ask(self, source: int, ask: wire.Ask | wire.PackedAsk) -> None:
+    def on_ask(self, peer: Peer, frame: Frame) -> None:
         """A call came."""
-        timeout_s = ask.timeout_s
+        source, call, timeout_s = peer.rank, frame.call, frame.timeout_s
         deadline = NEVER
         if timeout_s is not None:
             deadline = Deadline(self._runtime.now() + timeout_s, timeout_s)
-        incoming = Incoming(self._runtime, source, ask.call, ask.name, deadline)
-        if ask.window:
-            incoming.credit = Credit(max(1, min(ask.window, WINDOW)), self._transport.wake)
+        incoming = Incoming(self._runtime, source, call, frame.name, deadline)
+        if frame.count:
+            incoming.credit = Credit(min(frame.count, WINDOW), self._transport.wake)
         table = self._tables[source]
-        if ask.call:
-            if ask.call in table:
+        if call:
+            if call in table:
                 return  # no agent uses a number twice
-            table[ask.call] = incoming
+            table[call] = incoming
         else:
             self._notifications[source] += 1
         is_crowded = len(table) + self._notifications[source] > _QUEUE_MAX
         if is_crowded or self._unread.has_more_than(source, _QUEUE_MAX) or self.pool.is_full:
             self._fail(incoming, "busy", "too many calls wait there")
-        elif self._is_closing and not self._peers[source].calls:
+        elif self._is_closing and not peer.calls:
             # A peer that this agent calls may have to call back, so that this agent can finish.
             self._fail(incoming, "closed", "")
-        elif isinstance(ask, wire.Ask):
-            incoming.args = ask.args
-            self._look_up(incoming)
+        elif frame.blob_bytes:
+            incoming.held_bytes = frame.blob_bytes
+            self._budget.admit(frame.blob_bytes, partial(self._receive_arguments, incoming, frame))
         else:
-            incoming.held_bytes = max(0, ask.body.piece_bytes + sum(ask.body.sizes))
-            self._budget.admit(incoming.held_bytes, partial(self._receive_arguments, incoming, ask))
+            try:
+                value = frame_value(frame.data)
+            except Exception as error:
+                self._reject_arguments(incoming, error)
+            else:
+                self._on_arguments(incoming, value)
 
     def on_cancel(self, source: int, call: int) -> None:
         """A caller no longer waits."""
@@ -173,12 +178,12 @@ class Server:
             incoming.cancel()
         self._unread.cancel(source, call)
 
-    def on_more(self, source: int, call: int, count: int) -> None:
+    def on_more(self, peer: Peer, frame: Frame) -> None:
         """The reader of a stream wants more items."""
-        incoming = self._tables[source].get(call)
+        incoming = self._tables[peer.rank].get(frame.call)
         if incoming is not None and incoming.credit is not None:
             credit = incoming.credit
-            credit.count = min(WINDOW, credit.count + max(0, count))
+            credit.count = min(WINDOW, credit.count + frame.count)
             credit.notify()
 
     def on_exposed(self) -> None:
@@ -254,44 +259,32 @@ class Server:
 
         self._runtime.call_at(min(self._settled_at, self._runtime.now() + GRACE_LOOK_S), look)
 
-    def _receive_arguments(self, incoming: Incoming, ask: wire.PackedAsk) -> None:
-        try:
-            buffers = allocate(wire.part_lengths(ask.body), wire.part_kinds(ask.body))
-        except (ProtocolError, MemoryError) as error:
-            self._reject_arguments(incoming, error)
-            return
-
-        def on_done(error: BaseException | None) -> None:
-            incoming.on_cancel.pop(InboundParts, None)
+    def _receive_arguments(self, incoming: Incoming, frame: Frame) -> None:
+        def on_end(value: Any, error: BaseException | None) -> None:
+            incoming.on_cancel.pop(InboundValue, None)
             if error is None:
-                self._unpack(incoming, ask, buffers)
+                self._on_arguments(incoming, value)
             else:
                 self._reject_arguments(incoming, error)
 
-        if not buffers:
-            on_done(None)
-            return
-        inbound = InboundParts(self._transport, incoming.source, ask.number, buffers, on_done)
-        incoming.on_cancel[InboundParts] = inbound.cancel
+        inbound = InboundValue(self._transport, incoming.source, frame, on_end)
+        incoming.on_cancel[InboundValue] = inbound.cancel
         if inbound.is_done:
-            incoming.on_cancel.pop(InboundParts, None)
+            incoming.on_cancel.pop(InboundValue, None)
         if incoming.is_cancelled:
             inbound.cancel()
 
-    def _unpack(self, incoming: Incoming, ask: wire.PackedAsk, buffers: Any) -> None:
+    def _on_arguments(self, incoming: Incoming, value: Any) -> None:
         try:
-            args, kwargs = wire.unpack(ask.body, buffers)
-            if type(args) is not list or type(kwargs) is not dict or not all(type(k) is str for k in kwargs):
-                raise ProtocolError("a malformed call")
-        except (UnisonoError, ValueError, TypeError) as error:
-            self._reject_arguments(incoming, error, "ProtocolError")
+            incoming.args, incoming.kwargs = arguments_of(value)
+        except ProtocolError as error:
+            self._reject_arguments(incoming, error)
             return
-        incoming.args, incoming.kwargs = args, kwargs
         self._look_up(incoming)
 
-    def _reject_arguments(self, incoming: Incoming, error: BaseException, type_name: str = "") -> None:
+    def _reject_arguments(self, incoming: Incoming, error: BaseException) -> None:
         if not incoming.is_cancelled:
-            self._fail(incoming, "raised", str(error), type_name or type(error).__name__)
+            self._fail(incoming, "raised", str(error), type(error).__name__)
         self._release_budget(incoming)
 
     def _release_budget(self, incoming: Incoming) -> None:
@@ -418,15 +411,11 @@ class Server:
     # -- answers ------------------------------------------------------------------------------------------
 
     def _send_item(self, incoming: Incoming, index: int, value: Any) -> None:
-        call, source = incoming.call, incoming.source
-        if wire.is_plain((value,)):
-            self._peers.send(source, wire.Item(call, index, value))
-            return
-        body, parts = wire.pack(value)
-        number = self._transport.next_number()
-        self._peers.send(source, wire.PackedItem(call, index, number, body))
-        if parts:
-            outbound = OutboundParts(self._transport, source, number, parts)
+        source, number = incoming.source, self._transport.next_number()
+        frame, _, blobs = pack(ITEM, incoming.call, number, value, None, count=index)
+        self._peers.send(source, frame)
+        if blobs:
+            outbound = OutboundBlobs(self._transport, source, number, blobs)
             self._unread.add(source, -number, outbound)
             incoming.on_cancel[outbound] = outbound.cancel
 
@@ -434,24 +423,17 @@ class Server:
         call, source = incoming.call, incoming.source
         if not call:
             self._acknowledge(incoming)
-        elif not wire.is_plain((value,)):
-            self._answer_packed(incoming, value)
-        elif self._tables[source].pop(call, None) is not None:
-            self._peers.send(source, wire.Answer(call, value))
-
-    def _answer_packed(self, incoming: Incoming, value: Any) -> None:
-        call, source = incoming.call, incoming.source
+            return
         try:
-            body, parts = wire.pack(value, lambda steps: place(steps, "the result"))
+            frame, number, blobs = pack(ANSWER, call, self._transport.next_number(), value, _place)
         except UsageError as error:
             self._fail(incoming, "raised", f"its result cannot travel: {error}", "UsageError")
             return
         if self._tables[source].pop(call, None) is None:
             return
-        number = self._transport.next_number()
-        self._peers.send(source, wire.PackedAnswer(call, number, body))
-        if parts:
-            self._unread.add(source, call, OutboundParts(self._transport, source, number, parts))
+        self._peers.send(source, frame)
+        if blobs:
+            self._unread.add(source, call, OutboundBlobs(self._transport, source, number, blobs))
 
     def _raised(self, incoming: Incoming, error: BaseException) -> None:
         kind = type(error)
@@ -471,7 +453,7 @@ class Server:
             self._acknowledge(incoming)
             _log.warning("a notification of %r from rank %d failed: %s %s", incoming.name, source, kind, what)
         elif self._tables[source].pop(call, None) is not None:
-            self._peers.send(source, wire.Failure.of(call, kind, what, type_name, traceback_text))
+            self._peers.send(source, failure(call, kind, what, type_name, traceback_text))
 
     def _acknowledge(self, incoming: Incoming) -> None:
         """A notification has ended: its sender may send another. Calls need no acknowledgement."""
@@ -484,4 +466,9 @@ class Server:
             if self._notifications_done[source] < _NOTIFICATIONS_PER_ACK:
                 return
             count, self._notifications_done[source] = self._notifications_done[source], 0
-        self._peers.send(source, wire.Ack(count))
+        self._peers.send(source, short(ACK, count=count))
+
+
+def _place(steps: Sequence[str]) -> str:
+    """Where a part of a result stands."""
+    return place(steps, "the result")
