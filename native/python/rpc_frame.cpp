@@ -15,6 +15,7 @@
 #include "base/huge_pages.hpp"
 #include "python/bind.hpp"
 #include "python/blob_memory.hpp"
+#include "python/blocking.hpp"
 #include "python/codec.hpp"
 
 namespace unisono {
@@ -30,7 +31,7 @@ using std::uint8_t;
 
 // The longest frame: one eager message of the control lane, whose limit is no less (messaging/credit.py).
 constexpr size_t frame_bytes_max = 16 * 1024;
-// Copying less costs less than a message of its own.
+// Copying less costs less than a message of its own, and what is shorter fits into a frame.
 constexpr size_t blob_bytes = 15 * 1024;
 constexpr size_t blobs_max = 256;
 // Of one call or answer with its blobs.
@@ -343,6 +344,10 @@ void bind_rpc_frame(nanobind::module_& m) {
   frame_type = PyStructSequence_NewType(&frame_description);
   if (frame_type == nullptr) throw nanobind::python_error();
   m.attr("Frame") = nanobind::borrow(reinterpret_cast<PyObject*>(frame_type));
+  m.def(
+      "forbid_blocking", [](bool is_forbidden) { return std::exchange(is_blocking_forbidden, is_forbidden); },
+      "Whether the calling thread may not block from now on; returns whether it might not.");
+  m.def("is_blocking_forbidden", [] { return is_blocking_forbidden; });
   m.attr("FRAME_BYTES_MAX") = frame_bytes_max;
   m.attr("FRAME_BLOB_BYTES") = blob_bytes;
   m.attr("FRAME_BLOBS_MAX") = blobs_max;

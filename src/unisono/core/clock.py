@@ -27,6 +27,7 @@ from queue import Empty, SimpleQueue
 from types import CodeType, FrameType
 from typing import Any, Final, Protocol, TypeVar
 
+from unisono._native import is_blocking_forbidden
 from unisono.errors import UsageError, ranks_text
 
 __all__ = [
@@ -46,10 +47,24 @@ __all__ = [
     "file_age_s",
     "is_idle_in",
     "parked_threads",
+    "refuse_blocking",
     "when_dropped",
 ]
 
 _log = logging.getLogger("unisono")
+
+
+def refuse_blocking() -> None:
+    """Refuse to wait on a thread that runs an inline handler of a remote call: others may wait for it.
+
+    Raises:
+        UsageError: the calling thread must not block.
+    """
+    if is_blocking_forbidden():
+        raise UsageError(
+            "a function that was exposed with inline=True must not wait",
+            next_step="expose it without inline=True, or start the operation and do not wait for it",
+        )
 
 
 class Event(Protocol):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Final
 
-from unisono.core.clock import NEVER, Deadline, Runtime, Timer, Waiting
+from unisono.core.clock import NEVER, Deadline, Runtime, Timer, Waiting, refuse_blocking
 from unisono.core.codec import place_of_argument
 from unisono.core.work import Work
 from unisono.errors import ClosedError, DeadlineExceeded, Location, PeerAborted, UnisonoError, UsageError
@@ -249,6 +249,7 @@ class PendingCall(Work[Any], Waitable):
             PeerLost: the other rank, or its agent, is gone.
         """
         if not self.is_done:
+            refuse_blocking()
             limit = self._runtime.deadline(timeout) if timeout is not None else NEVER
             self._await_answer(limit)
             if not self.is_done:

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from unisono._native import frame_value
+from unisono._native import forbid_blocking, frame_value
 from unisono.core.clock import NEVER, Deadline, Killed, Runtime, Waiting
 from unisono.core.codec import place
 from unisono.errors import ProtocolError, UsageError
@@ -30,7 +30,7 @@ from unisono.rpc.transport import RpcTransport
 if TYPE_CHECKING:
     from unisono.rpc.loop import Loop
 
-__all__ = ["Incoming", "Server", "current", "here"]
+__all__ = ["INLINE_S", "Incoming", "Server", "current", "here"]
 
 _log = logging.getLogger("unisono.rpc")
 
@@ -38,6 +38,8 @@ _log = logging.getLogger("unisono.rpc")
 _NOTIFICATIONS_PER_ACK: Final = 32
 # Calls, and unread answers, of one caller: twice what an agent lets a caller have under way.
 _QUEUE_MAX: Final = 2 * QUEUE_MAX
+# An inline handler that takes longer is logged: to wake a thread of the pool takes a fraction of it.
+INLINE_S: Final = 0.005
 # While the agent closes: the first and the longest pause between two checks whether all is answered.
 _DRAIN_LOOK_MIN_S: Final = 0.0002
 _DRAIN_LOOK_MAX_S: Final = 0.01
@@ -134,6 +136,7 @@ class Server:
         self._budget = InboundBudget()
         self.pool = Pool(runtime, self.run, handlers, f"unisono-rpc-{peers.own.world_rank}", reader)
         self.loop: Loop | None = None  # runs the async handlers, once there is one
+        self._slow_inline: set[str] = set()  # inline handlers that were logged as slow
         peers.watch_lost(self._on_lost)
 
     # -- frames -------------------------------------------------------------------------------------------
@@ -231,6 +234,8 @@ class Server:
             incoming.handler = handler
             if handler.is_async and not self._runtime.is_virtual:
                 self._run_on_loop(incoming, handler)
+            elif handler.is_inline and self._transport.is_read_by_caller:
+                self.run(incoming)
             else:
                 self.pool.put(incoming)
         elif not incoming.is_cancelled and not self._is_settled():
@@ -295,7 +300,7 @@ class Server:
     # -- running ------------------------------------------------------------------------------------------
 
     def run(self, incoming: Incoming) -> None:
-        """Run a handler on this thread of the pool, and answer."""
+        """Run a handler on this thread, and answer."""
         if incoming.held_bytes:
             self._release_budget(incoming)
         if not self._may_run(incoming):
@@ -305,7 +310,10 @@ class Server:
             handler = incoming.handler
             if (bound := self._bound(incoming, handler)) is None:
                 return
-            value = handler.fn(*bound[0], **bound[1])
+            if handler.is_inline:
+                value = self._run_inline(incoming, handler, bound)
+            else:
+                value = handler.fn(*bound[0], **bound[1])
             if handler.is_async:  # in virtual time only: see _look_up
                 from unisono.rpc.loop import run_virtual
 
@@ -319,6 +327,23 @@ class Server:
             self._raised(incoming, error)
         finally:
             current.reset(token)
+
+    def _run_inline(self, incoming: Incoming, handler: Handler, bound: Any) -> Any:
+        """Run a handler that must not wait, and log it once if it took long."""
+        began = self._runtime.now()
+        was_forbidden = forbid_blocking(True)
+        try:
+            return handler.fn(*bound[0], **bound[1])
+        finally:
+            forbid_blocking(was_forbidden)
+            took = self._runtime.now() - began
+            if took > INLINE_S and incoming.name not in self._slow_inline:
+                self._slow_inline.add(incoming.name)
+                _log.warning(
+                    "the inline handler %r took %.3g s, and others wait: expose it without inline=True",
+                    incoming.name,
+                    took,
+                )
 
     def _run_on_loop(self, incoming: Incoming, handler: Handler) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
-from unisono.core.clock import Deadline, Runtime, Waiting
+from unisono.core.clock import Deadline, Runtime, Waiting, refuse_blocking
 from unisono.core.envelope import ANY, Lane, Tags
 from unisono.core.request import Request
 from unisono.errors import ClosedError, PeerLost, ProtocolError, UnisonoError, lost_text
@@ -128,7 +128,12 @@ class RpcTransport(ABC):
         """Return when the waitable is done or the deadline has passed."""
 
     def wait_outside_slot(self, waitable: Waitable, deadline: Deadline, waiting: Waiting) -> None:
-        """As `wait`; a handler gives its slot up meanwhile."""
+        """As `wait`; a handler gives its slot up meanwhile.
+
+        Raises:
+            UsageError: an inline handler must not wait.
+        """
+        refuse_blocking()
         pool = held_slot()
         if pool is not None:
             pool.give_up_slot()
@@ -137,6 +142,11 @@ class RpcTransport(ABC):
         finally:
             if pool is not None:
                 pool.take_slot(lambda: waiting)
+
+    @property
+    def is_read_by_caller(self) -> bool:
+        """Whether the calling thread waits for something of its own and reads frames meanwhile."""
+        return False
 
     @abstractmethod
     def wake(self, waitable: Waitable) -> None:
@@ -346,6 +356,11 @@ class MailboxTransport(RpcTransport):
             else:
                 self._follow(waitable, min(left, _SLEEP_S))
 
+    @property
+    def is_read_by_caller(self) -> bool:
+        """Whether the calling thread is the leader."""
+        return self._leader == threading.get_ident()
+
     def wake(self, waitable: Waitable) -> None:
         """Wake the thread that waits for it, unless that is the calling thread."""
         waiter = waitable.waiter
@@ -353,7 +368,7 @@ class MailboxTransport(RpcTransport):
             return
         if waiter is not self:
             _release(waiter)
-        elif self._leader != threading.get_ident():
+        elif not self.is_read_by_caller:
             self._mailbox.interrupt_wait(True)
 
     def close(self) -> None:
