@@ -32,6 +32,8 @@ _log = logging.getLogger("unisono.rpc")
 
 # Of a call for which the user gives none.
 TIMEOUT_S: Final = 30.0
+# With more calls to a rank under way, a frame may wait a moment for the next ones.
+_PIPELINED_MIN: Final = 8
 
 
 class CallStarter:
@@ -192,7 +194,9 @@ class CallStarter:
         frame, number, blobs = message
         if pending is not None and pending.is_done:
             return True
-        if not self.transport.send(peer.rank, frame, UNSENT_ASKS_MAX):
+        # Who has that many calls under way makes more, or waits and so sends what was kept.
+        is_more = len(peer.calls) > _PIPELINED_MIN
+        if not self.transport.send(peer.rank, frame, UNSENT_ASKS_MAX, is_more):
             self._on_unsent(peer, pending)
             return False
         if blobs:

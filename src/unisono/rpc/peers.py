@@ -131,9 +131,9 @@ class Peers:
             return self._all[int(dst)]
         raise UsageError(f"dst={dst!r}; allowed: ranks 0 to {len(self._all) - 1}, or an agent's name")
 
-    def send(self, rank: int, frame: bytes) -> None:
+    def send(self, rank: int, frame: bytes, *, is_more: bool = False) -> None:
         """Send a frame that is not a call; a rank that leaves too many of them unread is given up."""
-        if not self._transport.send(rank, frame, UNSENT_BYTES_MAX):
+        if not self._transport.send(rank, frame, UNSENT_BYTES_MAX, is_more):
             self._give_up(self._all[rank])
 
     def hold(self, peer: Peer, send: Callable[[], object]) -> None:

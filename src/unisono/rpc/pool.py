@@ -78,6 +78,11 @@ class Pool:
         return self._waiting >= WAITING_MAX
 
     @property
+    def has_jobs(self) -> bool:
+        """Whether jobs are queued: the calling thread, if it is one of the pool's, takes the next at once."""
+        return bool(self._jobs)
+
+    @property
     def _is_reading(self) -> bool:
         """Whether the calling thread reads: it runs what it puts by itself."""
         return getattr(self._own, "is_reading", False)

@@ -456,7 +456,7 @@ class Server:
             return
         if self._tables[source].pop(call, None) is None:
             return
-        self._peers.send(source, frame)
+        self._peers.send(source, frame, is_more=self.pool.has_jobs)
         if blobs:
             self._unread.add(source, call, OutboundBlobs(self._transport, source, number, blobs))
 

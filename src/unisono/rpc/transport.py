@@ -101,8 +101,10 @@ class RpcTransport(ABC):
         """Call `deliver` with every frame that arrives from now on."""
 
     @abstractmethod
-    def send(self, dst: int, frame: bytes, unsent_bytes_max: int) -> bool:
-        """Send a frame. That it arrived shows only in an answer, and that it did not in the loss of the rank.
+    def send(self, dst: int, frame: bytes, unsent_bytes_max: int, is_more: bool = False) -> bool:
+        """Send a frame; with `is_more` others follow, and it may wait a moment for them.
+
+        That it arrived shows only in an answer, and that it did not in the loss of the rank.
 
         Returns:
             False, and nothing is sent, if more than `unsent_bytes_max` bytes wait for the rank to read them.
@@ -175,7 +177,7 @@ class CallbackTransport(RpcTransport):
         self._deliver = deliver
         self._post_receive()
 
-    def send(self, dst: int, frame: bytes, unsent_bytes_max: int) -> bool:
+    def send(self, dst: int, frame: bytes, unsent_bytes_max: int, is_more: bool = False) -> bool:
         """Send a frame in the control lane."""
         if self._unsent[dst] > unsent_bytes_max:
             return False
@@ -294,9 +296,9 @@ class MailboxTransport(RpcTransport):
         """Frames arrive on the threads that call `read` and `wait`."""
         self._deliver = deliver
 
-    def send(self, dst: int, frame: bytes, unsent_bytes_max: int) -> bool:
+    def send(self, dst: int, frame: bytes, unsent_bytes_max: int, is_more: bool = False) -> bool:
         """Send a frame."""
-        return self._mailbox.post(dst, frame, unsent_bytes_max)
+        return self._mailbox.post(dst, frame, unsent_bytes_max, is_more)
 
     def lend(self, dst: int, number: int, part: memoryview) -> LentBuffer:
         """Lend a blob to the mailbox."""
