@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from unisono._native import forbid_blocking, frame_value
 from unisono.core.clock import NEVER, Deadline, Killed, Runtime, Waiting
@@ -22,13 +22,10 @@ from unisono.messaging.backend import GRACE_LOOK_S, GRACE_S
 from unisono.rpc.blobs import InboundBudget, InboundValue, OutboundBlobs, UnreadBlobs
 from unisono.rpc.frame import ACK, ANSWER, ITEM, Frame, arguments_of, failure, pack, short
 from unisono.rpc.peers import QUEUE_MAX, Peer, Peers
-from unisono.rpc.pool import Pool, Reader
+from unisono.rpc.pool import Loop, Pool, Reader, run_virtual
 from unisono.rpc.registry import Handler, Registry
 from unisono.rpc.streams import WINDOW, Credit
 from unisono.rpc.transport import RpcTransport
-
-if TYPE_CHECKING:
-    from unisono.rpc.loop import Loop
 
 __all__ = ["INLINE_S", "Incoming", "Server", "current", "here"]
 
@@ -315,8 +312,6 @@ class Server:
             else:
                 value = handler.fn(*bound[0], **bound[1])
             if handler.is_async:  # in virtual time only: see _look_up
-                from unisono.rpc.loop import run_virtual
-
                 value = run_virtual(value)
             if handler.is_stream:
                 value = self._stream(incoming, value)
@@ -348,8 +343,6 @@ class Server:
     def _run_on_loop(self, incoming: Incoming, handler: Handler) -> None:
         with self._lock:
             if self.loop is None:
-                from unisono.rpc.loop import Loop  # asyncio: loaded only for async handlers
-
                 self.loop = Loop(self._runtime, f"unisono-rpc-loop-{self._peers.own.world_rank}")
 
         async def job() -> None:
