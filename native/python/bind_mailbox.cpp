@@ -45,8 +45,7 @@ class PyMailbox {
     const std::int32_t peer = peer_of(dst);
     if (engine_.is_forked()) return true;
     const Hold held = engine_.hold();
-    return box_->post(peer, reinterpret_cast<const byte*>(data.c_str()), data.size(), unsent_bytes_max,
-                      is_more);
+    return box_->post(peer, reinterpret_cast<const byte*>(data.c_str()), data.size(), unsent_bytes_max, is_more);
   }
 
   bool lend(std::int32_t dst, uint64_t tag, nb::handle data, uint64_t number) {

@@ -1,5 +1,5 @@
-// Whether the calling thread may block. It may not while it runs an inline handler of a remote call, because it may be a
-// thread that waits for an answer itself: see unisono/core/clock.py.
+// Whether the calling thread may block. It may not while it runs an inline handler of a remote call, because it may be
+// a thread that waits for an answer itself: see unisono/core/clock.py.
 
 #pragma once
 

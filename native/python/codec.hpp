@@ -163,8 +163,8 @@ PyObject* view_of(const Packer::Blob& blob);
 // arrays are views of `memory`, a writable buffer that begins at `data`; without it they get memory of their own.
 PyObject* unpack(const byte* data, size_t bytes, PyObject* memory = nullptr);
 
-// The same in parts. A bytes object, a bytearray or ASCII text is used as it is for a value of that kind, given as itself
-// or as its memory (blob_memory.hpp), and writable memory for an array; everything else is copied.
+// The same in parts. A bytes object, a bytearray or ASCII text is used as it is for a value of that kind, given as
+// itself or as its memory (blob_memory.hpp), and writable memory for an array; everything else is copied.
 PyObject* unpack_parts(const byte* head, size_t bytes, PyObject* const* blobs, size_t count);
 
 }  // namespace unisono::codec

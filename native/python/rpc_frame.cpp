@@ -144,8 +144,7 @@ PyObject* pack_frame(PyObject*, PyObject* const* args, Py_ssize_t given) {
   if (!is_detached) packer.copy_head_to(at);
 
   PyObject* const detached = !is_detached ? nullptr : is_one_piece ? packer.to_bytes() : packer.head_to_bytes();
-  PyObject* const parts =
-      is_detached && detached == nullptr ? nullptr : parts_of(packer, detached, is_one_piece);
+  PyObject* const parts = is_detached && detached == nullptr ? nullptr : parts_of(packer, detached, is_one_piece);
   PyObject* const made = parts != nullptr ? PyTuple_Pack(2, frame, parts) : nullptr;
   Py_XDECREF(parts);
   Py_DECREF(frame);
