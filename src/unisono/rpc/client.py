@@ -81,13 +81,11 @@ class CallStarter:
         is_waiting_handler = parent is not None and not timers and buffer is None
         peer = self._admitted(dst, name, deadline, may_wait=not is_waiting_handler)
         number = self.transport.next_number()
+        window = WINDOW if buffer is not None else 0
+        message = self._packed(number, number, name, args, kwargs, deadline.given_s, window)
         pending = PendingCall(self, peer, number, name, deadline, now)
-        pending.buffer, window = buffer, WINDOW if buffer is not None else 0
-        try:
-            message = self._packed(number, number, name, args, kwargs, deadline.given_s, window)
-        except BaseException:
-            pending.is_done = True  # it never began
-            raise
+        if buffer is not None:
+            pending.buffer = buffer
         if parent is not None:
             pending.parent = parent
             parent.on_cancel[pending] = pending.cancel
@@ -223,26 +221,28 @@ class PendingCall(Work[Any], Waitable):
     The thread that removes it from its peer's table of calls is the one that calls `complete` or `fail`.
     """
 
+    # Most calls need only the first two of these.
+    is_done = False
+    waiter: Any = None
+    outbound: OutboundBlobs | None = None
+    inbound: InboundValue | None = None
+    inbound_items: Sequence[InboundValue] = ()
+    parent: Incoming | None = None  # the handler that made it
+    buffer: ItemBuffer | None = None  # of a stream
+    _value: Any = None
+    _error: BaseException | None = None
+    _callbacks: list[Callable[[], object]] | None = None
+
     def __init__(
         self, client: CallStarter, peer: Peer, number: int, name: str, deadline: Deadline, started_at: float
     ) -> None:
         self._client = client
         self._deadline = deadline
         self._started_at = started_at
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._callbacks: list[Callable[[], object]] | None = None
         self._runtime = client.runtime
         self.peer = peer
         self.number = number
         self.name = name
-        self.is_done = False
-        self.waiter: Any = None
-        self.outbound: OutboundBlobs | None = None
-        self.inbound: InboundValue | None = None
-        self.parent: Incoming | None = None  # the handler that made it
-        self.buffer: ItemBuffer | None = None  # of a stream
-        self.inbound_items: list[InboundValue] = []
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the answer and return it.

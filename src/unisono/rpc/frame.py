@@ -99,8 +99,13 @@ def arguments_of(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     Raises:
         ProtocolError: no agent sends such a value.
     """
-    match value:
-        case (tuple() as args, dict() as kwargs) if not kwargs or all(type(key) is str for key in kwargs):
+    if type(value) is tuple and len(value) == 2:
+        args, kwargs = value
+        if (
+            type(args) is tuple
+            and type(kwargs) is dict
+            and (not kwargs or all(type(key) is str for key in kwargs))
+        ):
             return args, kwargs
     raise ProtocolError("a malformed call")
 
