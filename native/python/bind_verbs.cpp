@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "engine/engine.hpp"
+#include "python/blocking.hpp"
 #include "python/work.hpp"
 
 namespace unisono {
@@ -114,6 +115,7 @@ PyObject* call_verb(size_t index, PyObject* object, PyObject* const* args, Py_ss
   const VerbSpec& spec = specs[index];
   if (self.reference == nullptr && !bind_now(object)) return nullptr;
   try {
+    if (!self.is_started) check_may_block();
     Given given;
     if (VerbGroup* const group = self.verb_group;
         group != nullptr && spec.verb != Verb::reference && group->call_log.fast_path_open &&

@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "engine/engine.hpp"
+#include "python/blocking.hpp"
 #include "python/unwinding.hpp"
 
 namespace unisono {
@@ -244,9 +245,13 @@ std::int64_t limit_of(const StartedCall& started, PyObject* timeout) {
 
 PyObject* wait_for(PyObject* self, PyObject* timeout) {
   StartedCall* const started = as_work(self).started;
-  if (started == nullptr) return wait_by_python(self, timeout);
+  if (started == nullptr) {
+    check_may_block();
+    return wait_by_python(self, timeout);
+  }
   check_process(*started);
   see(*started);
+  if (started->state != StartedCall::State::done) check_may_block();
   const bool is_over = started->state == StartedCall::State::adopted || started->state == StartedCall::State::done;
   const std::int64_t limit = is_over ? never : limit_of(*started, timeout);
   nb::object rest = nb::borrow(timeout);
@@ -440,6 +445,7 @@ nb::object wait_works(nb::tuple works, double seconds) {
       }
     }
     const std::int64_t now = now_ns();
+    if (ended.size() == 0) check_may_block();
     if (ended.size() != 0 || (!is_first && now >= limit)) return std::move(ended);
     const auto is_one_over = [&active] {
       return std::any_of(active.begin(), active.end(), [](const StartedCall* one) { return one->call->is_over(); });

@@ -22,6 +22,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
 
+from unisono._native import is_blocking_forbidden
 from unisono.core.parked_threads import is_idle_in, waits_in
 from unisono.errors import UsageError, ranks_text
 
@@ -39,10 +40,24 @@ __all__ = [
     "Waiting",
     "call_before_threads_are_joined",
     "file_age_s",
+    "refuse_blocking",
     "when_dropped",
 ]
 
 _log = logging.getLogger("unisono")
+
+
+def refuse_blocking() -> None:
+    """Refuse to wait on a thread that runs an inline handler of a remote call: others may wait for it.
+
+    Raises:
+        UsageError: the calling thread must not block.
+    """
+    if is_blocking_forbidden():
+        raise UsageError(
+            "a function that was exposed with inline=True must not wait",
+            next_step="expose it without inline=True, or start the operation and do not wait for it",
+        )
 
 
 class Event(Protocol):
