@@ -382,6 +382,10 @@ def test_a_world_says_the_goodbyes_of_its_dropped_groups_before_its_own(
     pairs[0] = None  # type: ignore[call-overload]
     gc.collect()
     world[0].close()
+    until = time.monotonic() + 60
+    while not state.last_calls:  # the goodbye travels
+        assert time.monotonic() < until
+        time.sleep(0.001)
     assert set(state.last_calls) == {0}
     assert set(state.last_calls[0]) == {0}
     monkeypatch.undo()
