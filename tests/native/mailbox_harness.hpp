@@ -63,7 +63,7 @@ class MailboxHarness {
       expected_[number] = [] {};
     }
     const Hold held = engine_.hold();
-    box_->expect(src, number, at, 100, number, std::move(place));
+    box_->expect(src, tag_of_nothing, at, 100, number, std::move(place));
     box_->withdraw(number);
   }
 
@@ -85,6 +85,8 @@ class MailboxHarness {
 
  private:
   static constexpr uint64_t context = 77, tag_of_letters = uint64_t{1} << 40;
+  // The other tags are the sender's numbers, small ones: a wait for one of these would take a message of another's.
+  static constexpr uint64_t tag_of_nothing = tag_of_letters + 1;
   static constexpr uint64_t question = 1, answer = 2;
 
   struct Words {

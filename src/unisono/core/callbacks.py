@@ -41,9 +41,9 @@ class CallbackThread:
     def expect(self, runtime: Runtime) -> None:
         """A callback was added: `run` will be called once for it."""
         with self._changed:
-            self._expected += 1
             if not runtime.is_virtual:
                 self._ensure_thread(runtime)
+            self._expected += 1
 
     def run(self, runtime: Runtime, callback: Callable[[], object]) -> None:
         """Run it after those that became due earlier."""
@@ -55,9 +55,9 @@ class CallbackThread:
 
     def _ensure_thread(self, runtime: Runtime) -> None:
         if not self._is_running:
-            self._is_running = True
             serve = self._serve_virtual if runtime.is_virtual else self._serve
             runtime.start_thread(serve, f"unisono-callbacks-{self._rank}")
+            self._is_running = True  # after the start, which fails where no thread can be had
 
     def _serve(self) -> None:
         while (callback := self._next()) is not None:

@@ -111,6 +111,8 @@ NEVER: Final = Deadline(None)
 
 # How long the timer thread sleeps at most; it ends when it finds no timer left, twice.
 _LINGER_S: Final = 0.05
+# How long a call for a finalizer waits before it asks for a thread again where none can be had: no memory, say.
+_NO_THREAD_S: Final = 0.05
 # Compact the heap when cancelled timers outnumber live ones by this many.
 _CANCELLED_KEPT: Final = 64
 
@@ -344,12 +346,12 @@ class _Timers:
     def add(self, when: float, fn: Callable[[], None]) -> _Due:
         due = _Due(self, fn)
         with self._changed:
+            if not self._running:  # first, because it fails where no thread can be had
+                threading.Thread(target=self._run, name="unisono-timers", daemon=True).start()
+                self._running, self._wakes_at = True, 0.0
             heapq.heappush(self._heap, (when, next(self._numbers), due))
             self._awaited += 1
-            if not self._running:
-                self._running = True
-                threading.Thread(target=self._run, name="unisono-timers", daemon=True).start()
-            elif when < self._wakes_at:
+            if when < self._wakes_at:
                 self._changed.notify()
         return due
 
@@ -425,8 +427,8 @@ class _Collected:
     def serve(self) -> None:
         with self._lock:
             if not self._is_served:
-                self._is_served = True
                 threading.Thread(target=self._run, name="unisono-collected", daemon=True).start()
+                self._is_served = True
 
     def add(self, fn: Callable[[], None]) -> None:
         self._calls.put(fn)
@@ -437,10 +439,18 @@ class _Collected:
     @is_idle_in
     def _run(self) -> None:
         while True:
+            first = self._calls.get()
             # On a thread of its own: deadlock detection counts it as active only while the call runs.
-            caller = threading.Thread(target=self._call, args=(self._calls.get(),), name="unisono-forgotten")
-            caller.daemon = True
-            caller.start()
+            while True:
+                caller = threading.Thread(
+                    target=self._call, args=(first,), name="unisono-forgotten", daemon=True
+                )
+                try:
+                    caller.start()
+                    break
+                except (RuntimeError, MemoryError):  # no thread can be had: the calls wait until one can
+                    time.sleep(_NO_THREAD_S)
+            del first  # it may hold much
             caller.join()
 
     def _call(self, fn: Callable[[], None] | Dropped) -> None:

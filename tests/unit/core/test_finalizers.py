@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 from collections.abc import Callable
@@ -43,6 +44,41 @@ def test_the_call_follows_on_another_thread(is_cyclic: bool) -> None:
     assert not finalizer.detach()
     assert threads != [threading.get_ident()]
     assert len(threads) == 1
+
+
+def test_calls_wait_while_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A moment without memory ended the thread for finalizers, and no finalizer was called ever after."""
+    runtime, called, refused = RealRuntime(), threading.Event(), threading.Event()
+    start, attempts = threading._start_new_thread, itertools.count()  # type: ignore[attr-defined]
+
+    def fail_thrice(*args: Any) -> Any:
+        if next(attempts) < 3:
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        return start(*args)
+
+    monkeypatch.setattr(threading, "_start_new_thread", fail_thrice)
+    node = Node()
+    runtime.finalizer(node, called.set)
+    del node
+    assert refused.wait(PATIENCE_S)
+    assert called.wait(PATIENCE_S)
+
+
+def test_a_timer_is_called_though_no_thread_could_be_had_for_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, called = RealRuntime(), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", raise_no_thread)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            runtime.call_at(runtime.now() + 3600, called.clear)
+    runtime.call_at(runtime.now(), called.set)
+    assert called.wait(PATIENCE_S)
+
+
+def raise_no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_one_that_is_detached_is_not_called() -> None:
