@@ -1,8 +1,6 @@
 // A link over two TCP connections, one per lane.
 //
 // Large payload is not copied on either side: it is written from the sender's buffer and read into the receiver's.
-//
-// With checksums a CRC32C follows every head and every body, so that no length is used before it was checked.
 
 #pragma once
 
@@ -13,12 +11,12 @@
 #include "base/poller.hpp"
 #include "base/transition_table.hpp"
 #include "link/byte_stream.hpp"
+#include "link/frame_parser.hpp"
 #include "link/link.hpp"
 
 namespace unisono::engine {
 
 class Peer;
-struct RendezvousReceive;
 
 // How all links of an engine treat their sockets. It depends on the number of links and on the caller.
 struct SocketPolicy {
@@ -112,7 +110,7 @@ class Connection final : public Watcher {
   const char* fault() const { return fault_; }
   const char* name() const { return stream_->name(); }
   bool is_ended() const { return reading_ == Reading::ended; }
-  std::int32_t core() const { return core_; }
+  std::int32_t core() const { return parser_.core(); }
   bool was_heard() { return std::exchange(was_heard_, false); }
 
  private:
@@ -121,20 +119,17 @@ class Connection final : public Watcher {
   void close_writing();
   void on(ReadEvent event) { reading_ = read_transitions.next(reading_, event); }
   void on(WriteEvent event) { writing_ = write_transitions.next(writing_, event); }
-  const char* parse();
-  const char* take_data(bool& is_stuck);
+  void parse();
 
   Peer& peer_;
   Poller& poller_;
   std::unique_ptr<ByteStream> stream_;
-  const Lane lane_;
   const bool checksum_;
   const SocketPolicy& policy_;
   uint64_t watch_ = 0;
   Reading reading_ = Reading::ready;
   Writing writing_ = Writing::open;
   bool was_heard_ = false;
-  std::int32_t core_ = -1;  // CPU core that sent the last frame
   const char* fault_ = nullptr;
 
   // Out: bytes that wait, then the payload of one data frame in the sender's memory.
@@ -145,15 +140,12 @@ class Connection final : public Watcher {
   uint64_t data_rendezvous_id_ = 0;
   uint32_t data_crc_ = 0;
 
-  // In: a buffer, and the data frame that is being read.
+  // In: a buffer, and what parses it.
   const size_t in_bytes_;
   std::unique_ptr<byte[]> in_;
   size_t begin_ = 0;
   size_t end_ = 0;
-  RendezvousReceive* into_ = nullptr;
-  uint64_t into_done_ = 0;
-  uint64_t into_left_ = 0;
-  uint32_t into_crc_ = 0;
+  FrameParser parser_;
 };
 
 class TcpLink final : public Link {
