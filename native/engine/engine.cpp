@@ -32,8 +32,6 @@ constexpr std::int64_t move_ns = 5 * millisecond;
 constexpr std::int64_t yield_ns_long = 50'000, crowded_ns = 20 * millisecond;
 // Interval at which a spinning caller polls for hang-ups and new links, which rings do not show.
 constexpr std::int64_t events_ns = 200'000, events_ns_connecting = 2'000;
-// With more TCP links one epoll call is cheaper than a read of each socket.
-constexpr size_t busy_poll_links_max = 2;
 constexpr std::int64_t farewell_ns = second / 2;
 
 int cores() {
@@ -393,7 +391,7 @@ void Engine::back_off(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::
   // The awaited rank may be next in line for this core, and spinning would keep it waiting. If its core is unknown,
   // that has to be assumed.
   const auto is_unknown = [](const Peer* p) { return p->link->core() < 0; };
-  const bool is_known = tcp_links_ == 0 || std::none_of(open_.begin(), open_.end(), is_unknown);
+  const bool is_known = policy_.links == 0 || std::none_of(open_.begin(), open_.end(), is_unknown);
   const std::int64_t spin_ns = !is_crowded ? spin_ns_ : is_known ? spin_ns_long_ : spin_ns_crowded;
   if (!is_shared && quiet_ns < spin_ns) return;
   if (quiet_ns < yield_ns_ && !is_crowded) {
@@ -553,7 +551,6 @@ void Engine::on_connection(NewConnection connection) {
       std::make_unique<Connection>(peer, poller_, half->second->take(), Lane::control, connection.checksum, policy_);
   half_open_links_.erase(half);
   if (!bulk->is_watched() || !control->is_watched()) return lose(peer, failure("cannot watch its sockets"), false);
-  policy_.busy_poll = ++tcp_links_ <= busy_poll_links_max;
   opened(peer, std::make_unique<TcpLink>(peer, std::move(bulk), std::move(control), policy_));
 }
 
@@ -599,8 +596,6 @@ void Engine::lose(Peer& peer, const std::string& cause, bool left) {
   std::erase(open_, &peer);
   half_open_links_.erase(peer.rank);
   connector_.forget(peer.rank);
-  if (peer.link != nullptr && std::string_view(peer.link->name()).starts_with("tcp"))
-    policy_.busy_poll = --tcp_links_ <= busy_poll_links_max;
   peer.end_all(Outcome::peer_down);
   inbox.end_receives_from(peer.rank);
   peer.link.reset();
@@ -721,14 +716,16 @@ void Engine::close(std::int64_t flush_ns) {
     // Closing a connection with unread bytes resets it, and the peer loses what we sent: wait until the peers hung up,
     // too.
     for (Peer* peer : open_) peer->link->finish();
-    const bool has_tcp = tcp_links_ != 0;
-    const auto is_over = [&] { return tcp_links_ == 0; };
-    if (has_tcp) wait(held, is_over, now_ns() + farewell_ns);
-    // Bytes in transit are lost if a peer writes to a closed connection: a slow one gets more time.
-    const auto is_delivered = [&] {
-      return std::all_of(open_.begin(), open_.end(), [](const Peer* p) { return p->link->is_delivered(); });
+    const auto all_links = [this](auto says) {
+      return std::all_of(open_.begin(), open_.end(), [&](const Peer* p) { return says(*p->link); });
     };
-    if (has_tcp) wait_until([&] { return is_over() || is_delivered(); }, now_ns() + flush_ns);
+    const auto is_over = [&] {
+      return all_links([](const Link& l) { return !l.needs_hang_up() && l.is_delivered(); });
+    };
+    if (!is_over()) wait(held, is_over, now_ns() + farewell_ns);
+    // Bytes in transit are lost if a peer writes to a closed connection: a slow one gets more time.
+    const auto is_delivered = [&] { return all_links([](const Link& l) { return l.is_delivered(); }); };
+    if (!is_delivered()) wait_until(is_delivered, now_ns() + flush_ns);
     is_closed_.store(true, std::memory_order_relaxed);
     is_stopping_.store(true, std::memory_order_relaxed);
     poller_.wake_poller();

@@ -105,8 +105,10 @@ class Link {
   virtual void shut_guard() {}
   virtual void wake_if_asleep() {}
 
-  // Whether everything has reached the peer's operating system, so that nothing is lost if this process exits.
+  // Whether nothing is lost if this process exits: everything has reached the peer, or its operating system.
   virtual bool is_delivered() const { return true; }
+  // Whether a rank that leaves must wait until the peer has hung up, too: what it has not read would be lost.
+  virtual bool needs_hang_up() const { return false; }
   // Whether the peer is runnable and not scheduled.
   virtual bool is_starved() const { return false; }
 
@@ -127,7 +129,7 @@ class Link {
   const char* over() const { return over_; }
   // The other side ended it, and not by breaking the protocol.
   bool is_hung_up() const { return has_left() || (over_ != nullptr && std::string_view(over_).starts_with("died")); }
-  bool has_left() const { return goodbyes_[0] && goodbyes_[1]; }
+  virtual bool has_left() const { return goodbyes_[0] && goodbyes_[1]; }
 
   void on_goodbye(Lane lane) { goodbyes_[static_cast<size_t>(lane)] = true; }
 

@@ -290,8 +290,9 @@ void Connection::parse() {
 // ---- both lanes ----
 
 TcpLink::TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control,
-                 const SocketPolicy& policy)
+                 SocketPolicy& policy)
     : peer_(peer), policy_(policy) {
+  policy_.count(1);
   lanes_[static_cast<size_t>(Lane::bulk)] = std::move(bulk);
   lanes_[static_cast<size_t>(Lane::control)] = std::move(control);
 }

@@ -20,8 +20,16 @@ class Peer;
 
 // How all links of an engine treat their sockets. It depends on the number of links and on the caller.
 struct SocketPolicy {
+  size_t links = 0;       // over TCP
   bool busy_poll = true;  // read without waiting for epoll to report something
   unsigned corked = 0;    // while not 0, short frames wait for `push`: one system call for all
+
+  // With more links one epoll call is cheaper than a read of each socket.
+  static constexpr size_t busy_poll_links_max = 2;
+  void count(int more) {
+    links += static_cast<size_t>(more);
+    busy_poll = links <= busy_poll_links_max;
+  }
 };
 
 // The two halves of a connection. They end independently: what the peer sent before it closed can still be read when
@@ -150,8 +158,8 @@ class Connection final : public Watcher {
 
 class TcpLink final : public Link {
  public:
-  TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control,
-          const SocketPolicy& policy);
+  TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control, SocketPolicy& policy);
+  ~TcpLink() override { policy_.count(-1); }
 
   bool put(Lane lane, Head head, const Body& body) override { return at(lane).put(head, body); }
   size_t put_data(Lane lane, uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) override {
@@ -164,6 +172,7 @@ class TcpLink final : public Link {
   void push() override;
   bool is_drained() const override { return lanes_[0]->is_drained() && lanes_[1]->is_drained(); }
   bool is_delivered() const override { return lanes_[0]->is_delivered() && lanes_[1]->is_delivered(); }
+  bool needs_hang_up() const override { return true; }
   size_t eager_bytes_max(Lane lane) const override;
   size_t certain_eager_factor() const override { return 4; }
   bool was_heard() override;
@@ -179,7 +188,7 @@ class TcpLink final : public Link {
   Connection& at(Lane lane) { return *lanes_[static_cast<size_t>(lane)]; }
 
   Peer& peer_;
-  const SocketPolicy& policy_;
+  SocketPolicy& policy_;
   unsigned turns_ = 0;
   std::unique_ptr<Connection> lanes_[lane_count];
 };

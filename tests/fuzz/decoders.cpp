@@ -186,7 +186,7 @@ void feed_tcp(const Input& input) {
   if (input.empty()) return;
   const auto first = static_cast<uint8_t>(input[0]);
   const bool checksum = (first & 2) != 0;
-  const SocketPolicy manner;
+  SocketPolicy manner;
   Told* told[lane_count];
   std::unique_ptr<Connection> lanes[lane_count];
   Place place;
