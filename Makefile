@@ -27,7 +27,7 @@ $(VENV)/.modules: $(VENV)/.tools FORCE
 
 $(STAMP): $(VENV)/.tools $(VENV)/.modules $(NATIVE)
 	$(BIN)/pip install --quiet --no-build-isolation --config-settings=build-dir=$(BUILD)/module \
-		-e ".[test,bf16,plot,mpi,quic]"
+		-e ".[test,bf16,plot,mpi,iroh]"
 	touch $@
 
 demo: $(STAMP)

@@ -190,7 +190,7 @@ void Engine::after_fork_in_child() {
 void Engine::connect(const std::vector<Card>& cards) {
   if (cards.size() != peers_.size()) throw std::runtime_error("allowed: one card per rank");
   if (!connector_.is_ready())
-    throw std::runtime_error("TLS is on, and this rank has no credentials: call secure before connect");
+    throw std::runtime_error("links are encrypted, and this rank has no credentials: call secure before connect");
   int ranks_here = 0;
   for (size_t i = 0; i < cards.size(); ++i) {
     Peer& peer = *peers_[i];
@@ -199,6 +199,7 @@ void Engine::connect(const std::vector<Card>& cards) {
     connector_.set_ping_address(peer.rank, peer.card);
     ranks_here += peer.is_same_host;
   }
+  if (connector_.quic() != nullptr) connector_.quic()->set_neighbours(static_cast<size_t>(ranks_here));
   is_connected_ = true;
   const int cores_here = cores();
   ranks_per_core_ = static_cast<size_t>((ranks_here + cores_here - 1) / cores_here);
@@ -271,6 +272,7 @@ bool Engine::progress() {
   if (local_ != nullptr && local_->has_arrivals(rank)) [[unlikely]]
     take_arrivals();
   cork();
+  if (connector_.quic() != nullptr) moved |= connector_.quic()->poll();
   for (size_t i = 0; i < open_.size(); ++i) {
     Peer& peer = *open_[i];
     moved |= peer.link->poll();
@@ -298,8 +300,12 @@ bool Engine::progress() {
 }
 
 void Engine::push() {
-  for (Peer* peer : open_) peer->link->push();
+  if (policy_.links != 0)
+    for (Peer* peer : open_) peer->link->push();
+  if (connector_.quic() != nullptr) connector_.quic()->push();
 }
+
+std::int64_t Engine::next_timer() const { return connector_.quic() != nullptr ? connector_.quic()->expiry() : never; }
 
 void Engine::add(DeferredWork& deferred) {
   if (deferred.deferred_hook.is_in) return;
@@ -391,7 +397,8 @@ void Engine::back_off(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::
   // The awaited rank may be next in line for this core, and spinning would keep it waiting. If its core is unknown,
   // that has to be assumed.
   const auto is_unknown = [](const Peer* p) { return p->link->core() < 0; };
-  const bool is_known = policy_.links == 0 || std::none_of(open_.begin(), open_.end(), is_unknown);
+  const bool is_known =
+      (policy_.links == 0 && connector_.quic() == nullptr) || std::none_of(open_.begin(), open_.end(), is_unknown);
   const std::int64_t spin_ns = !is_crowded ? spin_ns_ : is_known ? spin_ns_long_ : spin_ns_crowded;
   if (!is_shared && quiet_ns < spin_ns) return;
   if (quiet_ns < yield_ns_ && !is_crowded) {
@@ -414,11 +421,11 @@ void Engine::sleep_for_events(Hold& held, std::int64_t until) {
     return;
   }
   is_sleeping_.store(true, std::memory_order_relaxed);
+  const std::int64_t left = std::min(until, next_timer()) - now_ns();
   const uint64_t turn = turn_;
   const bool is_background = is_background_;
   held.unlock();
   Poller::Events events;
-  const std::int64_t left = until - now_ns();
   const int count = is_background ? poller_.wait_interruptible(events, left) : poller_.wait(events, left);
   held.lock();
   if (turn != turn_) {
@@ -460,8 +467,9 @@ void Engine::run() {
     }
     const bool is_asleep = presence_.is_asleep();
     rest_ = is_asleep ? Rest::epoll : Rest::ticking;
+    const std::int64_t until_timer = next_timer() == never ? never : next_timer() - now;
     held.unlock();
-    const int count = poller_.wait(events, is_asleep ? until : std::min(until, tick_ns));
+    const int count = poller_.wait(events, std::min({until, until_timer, is_asleep ? never : tick_ns}));
     held.lock();
     rest_ = Rest::ticking;
     poller_.dispatch(events, count);
@@ -506,7 +514,8 @@ void Engine::open_link(Peer& peer) {
   if (local_ != nullptr) return local_->open(rank, peer.rank);
   const bool is_shm = settings.shm && peer.is_same_host && !peer.card.unix_path.empty();
   const bool checksum = settings.checksum && !settings.tls && !peer.is_same_host;
-  connector_.connect(peer.rank, peer.card, is_shm ? Medium::shm : Medium::tcp, Lane::control, checksum);
+  const Medium medium = is_shm ? Medium::shm : settings.quic ? Medium::quic : Medium::tcp;
+  connector_.connect(peer.rank, peer.card, medium, Lane::control, checksum);
 }
 
 Admission Engine::admit(std::int32_t from, Medium medium, Lane lane) {
@@ -526,7 +535,10 @@ Admission Engine::admit(std::int32_t from, Medium medium, Lane lane) {
 
 void Engine::on_connection(NewConnection connection) {
   Peer& peer = *peers_[connection.rank];
-  if (peer.state == Peer::State::down || peer.state == Peer::State::open) return;
+  if (peer.state == Peer::State::down || peer.state == Peer::State::open) {
+    if (connection.quic != nullptr) connector_.quic()->turn_away(*connection.quic);
+    return;
+  }
   peer.state = Peer::State::opening;
   if (connection.lane == Lane::control) connector_.forget(connection.rank);
   if (connection.medium == Medium::shm) {
@@ -536,6 +548,7 @@ void Engine::on_connection(NewConnection connection) {
     if (link == nullptr) return lose(peer, why, false);
     return opened(peer, std::move(link));
   }
+  if (connection.medium == Medium::quic) return opened(peer, connector_.quic()->link(peer, *connection.quic, policy_));
   if (connection.lane == Lane::control) {
     half_open_links_[connection.rank] = std::make_unique<HalfOpenLink>(*this, connection);
     peer.silent_ns = 0;
@@ -583,6 +596,7 @@ void Engine::take_arrivals() {
 void Engine::opened(Peer& peer, std::unique_ptr<Link> link) {
   peer.on_open(std::move(link));
   open_.push_back(&peer);
+  peer.link->start();
   peer.flush();
 }
 

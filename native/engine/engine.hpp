@@ -104,7 +104,7 @@ class Engine final : public PeerServices, private ConnectionOwner {
   // Between the two, short frames to sockets wait, so that one system call sends them all.
   void cork() { ++policy_.corked; }
   void uncork() {
-    if (--policy_.corked == 0 && policy_.links != 0) push();
+    if (--policy_.corked == 0 && (policy_.links != 0 || connector_.quic() != nullptr)) push();
   }
 
   void add(DeferredWork& deferred);
@@ -189,6 +189,8 @@ class Engine final : public PeerServices, private ConnectionOwner {
     return "gave rank " + std::to_string(rank) + " up: " + why;
   }
   void push();
+  // When the links' first timer is due.
+  std::int64_t next_timer() const;
   bool read_pieces();
   // Share the copy of a message that a peer reads from our memory, while there is nothing else to do.
   bool share_copies();

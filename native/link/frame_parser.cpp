@@ -1,5 +1,7 @@
 #include "link/frame_parser.hpp"
 
+#include <sched.h>
+
 #include "base/digest.hpp"
 #include "messaging/peer.hpp"
 
@@ -17,6 +19,11 @@ uint32_t crc_at(const byte* from) {
 }  // namespace
 
 uint32_t crc_of(const Head& head) { return crc32c(0, reinterpret_cast<const byte*>(&head), sizeof head); }
+
+uint8_t core_here() {
+  const int core = sched_getcpu();
+  return core >= 0 && core < UINT8_MAX ? static_cast<uint8_t>(core + 1) : 0;
+}
 
 byte* FrameParser::place() {
   if (into_ == nullptr || into_left_ == 0) return nullptr;

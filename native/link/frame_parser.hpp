@@ -12,6 +12,12 @@ namespace unisono::engine {
 class Peer;
 struct RendezvousReceive;
 
+// The longest frame of a lane. An eager message is at most half as long.
+inline constexpr size_t frame_bytes_max(Lane lane) { return lane == Lane::bulk ? 160 * 1024 : 16 * 1024; }
+inline constexpr size_t eager_bytes_max_of(Lane lane) {
+  return frame_bytes_max(lane) / 2 - header_bytes_max - 2 * line_bytes;
+}
+
 class FrameParser {
  public:
   // Which frames a stream may carry: on some links the payload of accepted messages has a stream of its own.
@@ -58,5 +64,7 @@ class FrameParser {
 
 // The checksum of a head, as it follows it on the stream.
 uint32_t crc_of(const Head& head);
+// The CPU core of this thread, as a head carries it.
+uint8_t core_here();
 
 }  // namespace unisono::engine

@@ -74,6 +74,8 @@ class Link {
   // `holds_data` of that rendezvous id.
   virtual size_t put_data(Lane lane, uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) = 0;
   virtual bool holds_data(Lane, uint64_t) const { return false; }
+  // The peer is ready for frames: give it those that have arrived already.
+  virtual void start() {}
   // Give arrived frames to the peer. True if something moved.
   virtual bool poll() = 0;
   // Write short frames that were corked: see SocketPolicy.
@@ -131,7 +133,7 @@ class Link {
   bool is_hung_up() const { return has_left() || (over_ != nullptr && std::string_view(over_).starts_with("died")); }
   virtual bool has_left() const { return goodbyes_[0] && goodbyes_[1]; }
 
-  void on_goodbye(Lane lane) { goodbyes_[static_cast<size_t>(lane)] = true; }
+  virtual void on_goodbye(Lane lane) { goodbyes_[static_cast<size_t>(lane)] = true; }
 
  protected:
   const char* over_ = nullptr;

@@ -3,7 +3,6 @@
 #include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 
@@ -17,8 +16,6 @@ namespace {
 constexpr size_t data_frame_bytes = 1 << 20;
 // Bytes that may wait here for a blocked connection, beside what the credit bounds.
 constexpr size_t waiting_bytes_max = 512 * 1024;
-constexpr size_t bulk_buffer_bytes = 160 * 1024;
-constexpr size_t control_buffer_bytes = 16 * 1024;
 // Frames up to short_bytes are copied together and go out in one system call.
 constexpr size_t short_bytes = 2048, gathered_bytes_max = 16 * 1024;
 // Bytes read into the buffer beside payload that goes straight to its target: a few short frames, and little of the
@@ -30,11 +27,6 @@ constexpr size_t read_bytes_max = data_frame_bytes;
 constexpr int reads_per_poll = 8;
 // A busy poll reads the control lane every fourth time.
 constexpr unsigned control_turns = 4;
-
-uint8_t core_here() {
-  const int core = sched_getcpu();
-  return core >= 0 && core < UINT8_MAX ? static_cast<uint8_t>(core + 1) : 0;
-}
 
 void append(std::vector<byte>& to, uint32_t crc) {
   const byte* raw = reinterpret_cast<const byte*>(&crc);
@@ -50,7 +42,7 @@ Connection::Connection(Peer& peer, Poller& poller, std::unique_ptr<ByteStream> s
       stream_(std::move(stream)),
       checksum_(checksum),
       policy_(policy),
-      in_bytes_(lane == Lane::bulk ? bulk_buffer_bytes : control_buffer_bytes),
+      in_bytes_(frame_bytes_max(lane)),
       in_(new byte[in_bytes_]),
       parser_(peer, lane, checksum, in_bytes_) {
   // Inside a host there is no network to protect. A pacing congestion control (bbr, the default of some systems) made
@@ -323,10 +315,6 @@ bool TcpLink::poll() {
 void TcpLink::push() {
   for (const auto& lane : lanes_)
     if (!lane->is_drained()) lane->push();
-}
-
-size_t TcpLink::eager_bytes_max(Lane lane) const {
-  return (lane == Lane::bulk ? bulk_buffer_bytes : control_buffer_bytes) / 2 - header_bytes_max - 2 * line_bytes;
 }
 
 bool TcpLink::was_heard() {

@@ -173,7 +173,7 @@ class TcpLink final : public Link {
   bool is_drained() const override { return lanes_[0]->is_drained() && lanes_[1]->is_drained(); }
   bool is_delivered() const override { return lanes_[0]->is_delivered() && lanes_[1]->is_delivered(); }
   bool needs_hang_up() const override { return true; }
-  size_t eager_bytes_max(Lane lane) const override;
+  size_t eager_bytes_max(Lane lane) const override { return eager_bytes_max_of(lane); }
   size_t certain_eager_factor() const override { return 4; }
   bool was_heard() override;
   std::int32_t core() const override;

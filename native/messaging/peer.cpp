@@ -809,11 +809,14 @@ void Peer::end_all(Outcome outcome) {
     if (auto* word = link != nullptr ? link->own_offer(index_of(slot.send->rendezvous_id)) : nullptr)
       word->exchange(static_cast<uint32_t>(OfferWord::withdrawn), std::memory_order_acq_rel);
     Send* send = slot.send;
+    // The peer may have every byte and leave before the next flush_streams.
+    const bool is_done = send->state == Send::State::streaming && send->streamed == send->nbytes && link != nullptr &&
+                         (send->is_fin || !link->holds_data(send->lane, send->rendezvous_id));
     if (send->state == Send::State::streaming) streams_.remove(*send);
     if (send->state == Send::State::offered) stop_sharing(*send);
     slot.send = nullptr;
     send->state = Send::State::ended;
-    send->end(outcome);
+    send->end(is_done ? Outcome::done : outcome);
   }
   for (Queue& queue : queued_)
     while (Send* send = queue.pop_front()) {

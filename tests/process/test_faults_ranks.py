@@ -42,11 +42,11 @@ SYS_PIDFD_OPEN, SYS_PIDFD_GETFD = 434, 438
 CLONE_NEWNET = 0x40000000
 
 # Gloo has no heartbeats: who only stands still is not lost there.
-_MORE_LINKS = {kind: pytest.param(kind, marks=pytest.mark.more) for kind in ("tls", "gloo", "quic")}
+_MORE_LINKS = {kind: pytest.param(kind, marks=pytest.mark.more) for kind in ("tls", "quic", "gloo", "iroh")}
 each_link = pytest.mark.parametrize("kind", ["shm", "tcp"])
 each_backend = pytest.mark.parametrize("kind", ["shm", "tcp", *_MORE_LINKS.values()])
 each_with_heartbeats = pytest.mark.parametrize(
-    "kind", ["shm", "tcp", _MORE_LINKS["tls"], _MORE_LINKS["quic"]]
+    "kind", ["shm", "tcp", _MORE_LINKS["tls"], "quic", _MORE_LINKS["iroh"]]
 )
 
 
@@ -392,10 +392,10 @@ MAIN_ENDS = {
         "other PeerAborted KeyboardInterrupt",
     ),
     "raises, gloo": ("raise ValueError('the root of it')", "threaded()", "gloo", RAISED),
-    "raises, quic": ("raise ValueError('the root of it')", "threaded()", "quic", RAISED),
+    "raises, iroh": ("raise ValueError('the root of it')", "threaded()", "iroh", RAISED),
     "raises, mpi": ("raise ValueError('the root of it')", "threaded()", "mpi", RAISED),
     "ends, gloo": ("pass", "executed()", "gloo", LEFT),
-    "ends, quic": ("pass", "executed()", "quic", LEFT),
+    "ends, iroh": ("pass", "executed()", "iroh", LEFT),
 }
 
 

@@ -91,9 +91,9 @@ def test_every_collective_is_right_between_hosts(
     run(hosts, tmp_path, 1, *options)
 
 
-def test_quic_between_hosts_is_right_and_shows_nothing(hosts: Hosts, tmp_path: Path) -> None:
+def test_iroh_between_hosts_is_right_and_shows_nothing(hosts: Hosts, tmp_path: Path) -> None:
     with hosts.heard(tmp_path / "cable"):
-        run(hosts, tmp_path, 1, "--address", "fd77::1", backend="quic")
+        run(hosts, tmp_path, 1, "--address", "fd77::1", backend="iroh")
     cable = (tmp_path / "cable").read_bytes()
     assert len(cable) > 1_000_000, "the data did cross"
     assert PATTERN not in cable
