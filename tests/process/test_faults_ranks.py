@@ -157,11 +157,12 @@ def cable() -> Iterator[Cable]:
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("kind", ["tcp", "quic"])
 @pytest.mark.parametrize("what", ["cable cut", "power off", "cut one way"])
-def test_a_host_without_a_cable_is_lost(cable: Cable, what: str) -> None:
+def test_a_host_without_a_cable_is_lost(cable: Cable, what: str, kind: str) -> None:
     """No packet says so: only silence does, on both sides."""
     enter, cut, cut_one_way = cable
-    with forked(in_world(until_lost), 2, links=enter) as ranks:
+    with forked(in_world(until_lost), 2, kind=kind, links=enter) as ranks:
         all_ready(ranks)
         cut_at = time.monotonic()
         (cut_one_way if what == "cut one way" else cut)()

@@ -130,18 +130,21 @@ class Ranks:
     ) -> None:
         """Fork the ranks: each calls `live(backend, pipe)` with a backend that is connected.
 
-        `links(rank)` is called in the rank itself and gives the settings of its backend, instead of `kind`.
-        So is `bind(spec)`, which makes the bind of another backend.
+        `links(rank)` is called in the rank itself and gives further settings of its backend, beside those of
+        `kind`. So is `bind(spec)`, which makes the bind of another backend.
         """
         pairs = [mp.Pipe() for _ in range(size)]
-        is_certified = links is None and not {"tls", "quic"}.isdisjoint(KINDS[kind](0))
-        shown = credentials(size) if is_certified else [None] * size
+        shown = [None] * size if {"tls", "quic"}.isdisjoint(KINDS[kind](0)) else credentials(size)
+
+        def settings(rank: int) -> dict[str, Any]:
+            return {**KINDS[kind](rank), **({} if links is None else links(rank))}
+
         for rank in range(size):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # threads of the test are not of the rank
                 pid = os.fork()
             if pid == 0:
-                opened = partial(native_rank, self.folder, links or KINDS[kind], shown[rank])
+                opened = partial(native_rank, self.folder, settings, shown[rank])
                 if bind is not None or kind in BINDERS:
                     opened = partial(bound_rank, bind or BINDERS[kind])
                 _be_rank(live, partial(opened, rank, size, config), rank, pairs, self.folder)
