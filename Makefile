@@ -60,9 +60,9 @@ format: $(STAMP)
 wheel: $(VENV)/.tools
 	$(BIN)/python tools/wheels.py
 
-# The figures: every verb and way of calling beside MPI and Gloo, a halo exchange, the links, what memory allows, ranks in one
-# process, observers of works, calls beside torch.rpc, gRPC and ZeroMQ, torch.distributed and DDP beside Gloo, import,
-# start-up and memory.
+# The figures: every verb and way of calling beside MPI and Gloo, a halo exchange, the links, what memory allows, ranks
+# in one process, observers of works, calls beside torch.rpc, gRPC and ZeroMQ, torch.distributed and DDP beside Gloo,
+# import, start-up and memory.
 bench: $(STAMP)
 	$(BIN)/pip install --quiet grpcio pyzmq msgpack
 	$(BIN)/unisono bench --quick
@@ -135,9 +135,9 @@ sanitize-build: $(STAMP)
 FUZZ_INPUTS ?= 1000000
 FUZZ_SEED ?= 1
 fuzz: sanitize-build
-	for decoder in tcp ring connector; do \
+	for decoder in tcp quic ring connector; do \
 		ASAN_OPTIONS=quarantine_size_mb=4 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-		$(ASAN)/native/decoders $$decoder $(FUZZ_INPUTS) $(FUZZ_SEED) tests/corpus/$$decoder || exit 1; done
+		$(ASAN)/native/decoders $$decoder $(FUZZ_INPUTS) $(FUZZ_SEED) tests/corpus/$$(echo $$decoder | sed s/quic/tcp/) || exit 1; done
 	$(ASAN_ENV) $(ASAN)/venv/bin/python -m tests.fuzz.decoders $(FUZZ_INPUTS) $(FUZZ_SEED)
 
 FORCE:

@@ -302,7 +302,10 @@ bool Engine::progress() {
 void Engine::push() {
   if (policy_.links != 0)
     for (Peer* peer : open_) peer->link->push();
-  if (connector_.quic() != nullptr) connector_.quic()->push();
+  if (connector_.quic() == nullptr) return;
+  connector_.quic()->push();
+  // What was sent has a timer, of which a sleeping thread does not know yet.
+  if (next_timer() < sleeps_until_) wake_sleeper();
 }
 
 std::int64_t Engine::next_timer() const { return connector_.quic() != nullptr ? connector_.quic()->expiry() : never; }
@@ -421,7 +424,8 @@ void Engine::sleep_for_events(Hold& held, std::int64_t until) {
     return;
   }
   is_sleeping_.store(true, std::memory_order_relaxed);
-  const std::int64_t left = std::min(until, next_timer()) - now_ns();
+  sleeps_until_ = std::min(until, next_timer());
+  const std::int64_t left = sleeps_until_ - now_ns();
   const uint64_t turn = turn_;
   const bool is_background = is_background_;
   held.unlock();
@@ -435,6 +439,7 @@ void Engine::sleep_for_events(Hold& held, std::int64_t until) {
     return;
   }
   is_sleeping_.store(false, std::memory_order_relaxed);
+  sleeps_until_ = 0;
   presence_.wake_up();
   poller_.dispatch(events, count);
 }
@@ -467,11 +472,13 @@ void Engine::run() {
     }
     const bool is_asleep = presence_.is_asleep();
     rest_ = is_asleep ? Rest::epoll : Rest::ticking;
-    const std::int64_t until_timer = next_timer() == never ? never : next_timer() - now;
+    sleeps_until_ = std::min({beat_at_, next_timer(), is_asleep ? never : now + tick_ns});
+    const std::int64_t left = sleeps_until_ - now;
     held.unlock();
-    const int count = poller_.wait(events, std::min({until, until_timer, is_asleep ? never : tick_ns}));
+    const int count = poller_.wait(events, left);
     held.lock();
     rest_ = Rest::ticking;
+    sleeps_until_ = 0;
     poller_.dispatch(events, count);
     if (is_polled_.load(std::memory_order_relaxed)) {
       // A caller came meanwhile and sleeps: the event taken here was meant for it.

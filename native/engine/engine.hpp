@@ -244,6 +244,7 @@ class Engine final : public PeerServices, private ConnectionOwner {
   std::atomic<bool> is_forked_{false};
   std::atomic<bool> is_stopping_{false};
   Rest rest_ = Rest::ticking;
+  std::int64_t sleeps_until_ = 0;  // the thread that sleeps for events
   size_t waiters_ = 0;
   uint64_t polls_ = 0;
   uint64_t turn_ = 0;           // changes when another caller takes over making progress

@@ -346,6 +346,7 @@ void QuicEndpoint::route(const SocketAddress& from, const byte* datagram, size_t
   ngtcp2_version_cid ids{};
   QuicId id;
   const bool is_ours =
+      bytes != 0 &&
       ngtcp2_pkt_decode_version_cid(&ids, reinterpret_cast<const uint8_t*>(datagram), bytes, quic_id_bytes) == 0 &&
       ids.dcidlen == quic_id_bytes;
   if (is_ours) std::memcpy(&id, ids.dcid, sizeof id);

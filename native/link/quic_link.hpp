@@ -16,7 +16,7 @@
 
 namespace unisono::engine {
 
-class QuicLink final : public Link, private QuicReader {
+class QuicLink final : public Link, public QuicReader {
  public:
   QuicLink(Peer& peer, QuicEndpoint& endpoint, QuicConnection& connection, const SocketPolicy& policy);
   ~QuicLink() override;
@@ -41,6 +41,7 @@ class QuicLink final : public Link, private QuicReader {
   void discard_input() override;
   bool has_left() const override { return Link::has_left() && has_data_ended_; }
   void on_goodbye(Lane lane) override;
+  const char* on_bytes(QuicStream stream, const byte* from, size_t bytes) override;
   const char* name() const override { return "quic"; }
 
  private:
@@ -50,7 +51,6 @@ class QuicLink final : public Link, private QuicReader {
     std::vector<byte> rest;
   };
 
-  const char* on_bytes(QuicStream stream, const byte* from, size_t bytes) override;
   bool is_closed() const { return connection_.state() == QuicState::closed; }
   void append(QuicStream stream, Head head, const Body& body);
 

@@ -30,8 +30,8 @@ void test_machine() {
         if (reached[s] && quic_transitions.allows(state, event))
           reached[static_cast<size_t>(quic_transitions.next(state, event))] = true;
       }
-  check(listed == quic_transitions.row_count, "every row is in the array");
-  for (const bool is_reached : reached) check(is_reached, "every state can be reached");
+  must(listed == quic_transitions.row_count, "every row is in the array");
+  for (const bool is_reached : reached) must(is_reached, "every state can be reached");
 }
 
 // Copies and lent memory in any order, sent and acknowledged in any portions: the stream is what was put.
@@ -62,10 +62,10 @@ void test_queue() {
         case 2: {
           QuicSendQueue::Part parts[3];
           const size_t count = queue.next(parts, 3, 20'000);
-          check((count != 0) == (queue.unsent() != 0), "what is unsent is offered");
+          must((count != 0) == (queue.unsent() != 0), "what is unsent is offered");
           size_t total = 0;
           for (size_t i = 0; i < count; ++i) total += parts[i].bytes;
-          check(total <= 20'000, "no more than was asked for");
+          must(total <= 20'000, "no more than was asked for");
           size_t take = total == 0 ? 0 : random() % (total + 1);
           queue.sent(take);
           for (size_t i = 0; i < count && take != 0; ++i) {
@@ -77,11 +77,11 @@ void test_queue() {
         }
         default: acknowledged += (got.size() - acknowledged) * (random() % 3) / 2; queue.acknowledged(acknowledged);
       }
-      check(queue.unsent() == put.size() - got.size(), "the unsent bytes are counted");
+      must(queue.unsent() == put.size() - got.size(), "the unsent bytes are counted");
       for (size_t i = 0; i < ends.size(); ++i)
-        check(queue.lends(i + 1) == (ends[i] > acknowledged), "memory is lent until it is acknowledged");
+        must(queue.lends(i + 1) == (ends[i] > acknowledged), "memory is lent until it is acknowledged");
     }
-    check(std::equal(got.begin(), got.end(), put.begin()), "bytes are sent in order");
+    must(std::equal(got.begin(), got.end(), put.begin()), "bytes are sent in order");
   }
 }
 
@@ -90,20 +90,18 @@ void test_handshake() {
   QuicWorld world(authority.material(0), authority.material(1), 1);
   world.weather.delay_ns = 10 * millisecond;
   const std::int64_t began = world.now;
-  check(world.link(), "a link is made");
-  check(world.ranks[0].connection->rank() == 1 && world.ranks[1].connection->rank() == 0,
-        "certificates name the ranks");
-  check(world.ranks[0].linked_at - began == 40 * millisecond, "a link is up after two round trips");
+  must(world.link(), "a link is made");
+  must(world.ranks[0].connection->rank() == 1 && world.ranks[1].connection->rank() == 0, "certificates name the ranks");
+  must(world.ranks[0].linked_at - began == 40 * millisecond, "a link is up after two round trips");
   // Everything that was said is acknowledged, and then nothing is sent any more: heartbeats are not the library's.
-  check(
-      world.run(
-          [&] { return world.ranks[0].connection->is_acknowledged() && world.ranks[1].connection->is_acknowledged(); },
-          second),
-      "the greetings are acknowledged");
+  must(world.run(
+           [&] { return world.ranks[0].connection->is_acknowledged() && world.ranks[1].connection->is_acknowledged(); },
+           second),
+       "the greetings are acknowledged");
   world.run([] { return false; }, second);
   const size_t before = world.thrown;
   world.run([] { return false; }, 100 * second);
-  check(world.thrown == before, "an idle connection is silent");
+  must(world.thrown == before, "an idle connection is silent");
 }
 
 void expect_refusal(QuicWorld& world, int by, const char* text, int called = 1) {
@@ -111,11 +109,11 @@ void expect_refusal(QuicWorld& world, int by, const char* text, int called = 1) 
   const auto closed = [&](int i) {
     return world.ranks[i].connection != nullptr && world.ranks[i].connection->state() == QuicState::closed;
   };
-  check(world.run([&] { return closed(by); }, 10 * second), "the connection is refused");
-  check(!world.ranks[0].is_read && !world.ranks[1].is_read, "nobody is linked");
+  must(world.run([&] { return closed(by); }, 10 * second), "the connection is refused");
+  must(!world.ranks[0].is_read && !world.ranks[1].is_read, "nobody is linked");
   const std::string& why = world.ranks[by].connection->why();
   if (why.find(text) == std::string::npos) std::fprintf(stderr, "it says: %s\n", why.c_str());
-  check(why.find(text) != std::string::npos, "the refusal says why");
+  must(why.find(text) != std::string::npos, "the refusal says why");
 }
 
 void test_strangers() {
@@ -144,8 +142,8 @@ void test_admission() {
     QuicWorld world(authority.material(0), authority.material(1), 1);
     world.ranks[1].ruling = ruling;
     expect_refusal(world, 0, "closed");
-    check(world.ranks[0].connection->ruling() == ruling && world.ranks[0].connection->is_hung_up(),
-          "the opener learns how it was turned away");
+    must(world.ranks[0].connection->ruling() == ruling && world.ranks[0].connection->is_hung_up(),
+         "the opener learns how it was turned away");
   }
 }
 
@@ -183,15 +181,16 @@ void exchange(QuicWorld& world, unsigned seed, size_t bytes_max, std::int64_t fo
         std::memset(one.bytes.data(), 0xee, one.bytes.size());
       }
     for (int side = 0; side < 2; ++side) {
-      check(world.ranks[side].connection->state() == QuicState::linked, "the connection lives");
+      const QuicConnection& connection = *world.ranks[side].connection;
+      must(connection.state() == QuicState::linked, ("the connection lives: " + connection.why()).c_str());
       if (!world.ranks[side].connection->is_acknowledged()) return false;
     }
     return true;
   };
-  check(world.run(settle, for_ns), "everything is acknowledged");
+  must(world.run(settle, for_ns), "everything is acknowledged");
   for (int side = 0; side < 2; ++side)
     for (size_t s = 0; s < quic_stream_count; ++s)
-      check(world.ranks[1 - side].came[s] == put[side][s], "every byte arrived once and in order");
+      must(world.ranks[1 - side].came[s] == put[side][s], "every byte arrived once and in order");
 }
 
 void test_streams() {
@@ -215,7 +214,7 @@ void test_streams() {
         rank.path.datagram_bytes = datagram;
         rank.path.is_local = datagram != 0;
       }
-      check(world.link(), "a link is made in this weather");
+      must(world.link(), "a link is made in this weather");
       exchange(world, seed, 200'000, 600 * second);
     }
 }
@@ -225,7 +224,7 @@ void test_small_window() {
   const TestAuthority authority(2);
   QuicWorld world(authority.material(0), authority.material(1), 3);
   for (QuicRank& rank : world.ranks) rank.path.window_bytes = rank.path.window_bytes_max = 4096;
-  check(world.link(), "a link is made");
+  must(world.link(), "a link is made");
   exchange(world, 3, 50'000, 600 * second);
 }
 
@@ -233,7 +232,7 @@ void test_keys() {
   const TestAuthority authority(2);
   QuicWorld world(authority.material(0), authority.material(1), 4, 50);
   world.weather.lost = 0.01;
-  check(world.link(), "a link is made");
+  must(world.link(), "a link is made");
   exchange(world, 4, 500'000, 600 * second);
 }
 
@@ -242,13 +241,31 @@ void test_cut() {
   const TestAuthority authority(2);
   for (unsigned seed = 1; seed <= 5; ++seed) {
     QuicWorld world(authority.material(0), authority.material(1), seed);
-    check(world.link(), "a link is made");
+    must(world.link(), "a link is made");
     world.weather.cut_from = world.now + 2 * millisecond;
     world.weather.cut_to = world.weather.cut_from + 2 * second;
     const std::int64_t began = world.now;
     exchange(world, seed, 2'000'000, 60 * second);
-    check(world.now > world.weather.cut_to, "the cut came in the middle");
-    check(world.now - began < 6 * second, "it goes on soon after the cut");
+    must(world.now > world.weather.cut_to, "the cut came in the middle");
+    must(world.now - began < 6 * second, "it goes on soon after the cut");
+  }
+}
+
+// Probes find out what the network carries: no datagram is longer.
+void test_probed_path() {
+  const TestAuthority authority(2);
+  for (const size_t carried : {size_t{1200}, size_t{1400}, size_t{1500}}) {
+    QuicWorld world(authority.material(0), authority.material(1), 9);
+    for (QuicRank& rank : world.ranks) {
+      rank.path.datagram_bytes = 0;
+      rank.path.is_local = false;
+    }
+    world.weather.bytes_max = carried;
+    must(world.link(), "a link is made");
+    exchange(world, 9, 300'000, 60 * second);
+    size_t longest = 0;
+    for (const QuicRank& rank : world.ranks) longest = std::max(longest, rank.longest);
+    if (carried == 1500) must(longest == 1444, "the path was found to carry more");
   }
 }
 
@@ -256,7 +273,7 @@ void test_cut() {
 void test_rebinding() {
   const TestAuthority authority(2);
   QuicWorld world(authority.material(0), authority.material(1), 5);
-  check(world.link(), "a link is made");
+  must(world.link(), "a link is made");
   world.run([] { return false; }, 10 * millisecond);
   for (int i = 0; i < 3; ++i) {
     const std::vector<byte> made = pattern(3'000'000, static_cast<unsigned>(i));
@@ -266,14 +283,14 @@ void test_rebinding() {
     }
     world.run([&] { return world.ranks[1].came[2].size() > made.size() / 2; }, second);
     world.addresses[0] = address_of(static_cast<uint16_t>(2000 + i));
-    check(world.run(
-              [&] {
-                return world.ranks[0].connection->is_acknowledged() && world.ranks[1].connection->is_acknowledged();
-              },
-              10 * second),
-          "everything arrives from the new address");
-    for (const QuicRank& rank : world.ranks) check(rank.came[2] == made, "every byte arrived once and in order");
-    check(world.ranks[1].connection->remote() == world.addresses[0], "the acceptor answers the new address");
+    must(world.run(
+             [&] {
+               return world.ranks[0].connection->is_acknowledged() && world.ranks[1].connection->is_acknowledged();
+             },
+             10 * second),
+         "everything arrives from the new address");
+    for (const QuicRank& rank : world.ranks) must(rank.came[2] == made, "every byte arrived once and in order");
+    must(world.ranks[1].connection->remote() == world.addresses[0], "the acceptor answers the new address");
   }
 }
 
@@ -281,22 +298,22 @@ void test_rebinding() {
 void test_fault() {
   const TestAuthority authority(2);
   QuicWorld world(authority.material(0), authority.material(1), 6);
-  check(world.link(), "a link is made");
+  must(world.link(), "a link is made");
   world.ranks[1].fault = "nonsense";
   world.ranks[0].connection->out(QuicStream::messages).append("bytes", 5);
-  check(world.run([&] { return world.ranks[1].connection->state() == QuicState::closed; }, second), "it is closed");
-  check(world.ranks[1].connection->why() == "nonsense", "the reader's words are the cause");
+  must(world.run([&] { return world.ranks[1].connection->state() == QuicState::closed; }, second), "it is closed");
+  must(world.ranks[1].connection->why() == "nonsense", "the reader's words are the cause");
   world.ranks[1].goodbye = world.ranks[1].connection->close(Admission::unknown, world.now);
-  check(!world.ranks[1].goodbye.empty(), "the peer is told");
-  check(world.run([&] { return world.ranks[0].connection->state() == QuicState::closed; }, second), "the peer knows");
-  check(world.ranks[0].connection->is_hung_up(), "the peer knows who closed it");
+  must(!world.ranks[1].goodbye.empty(), "the peer is told");
+  must(world.run([&] { return world.ranks[0].connection->state() == QuicState::closed; }, second), "the peer knows");
+  must(world.ranks[0].connection->is_hung_up(), "the peer knows who closed it");
 }
 
 // Datagrams that nobody of this world has made change nothing.
 void test_garbage() {
   const TestAuthority authority(2);
   QuicWorld world(authority.material(0), authority.material(1), 8);
-  check(world.link(), "a link is made");
+  must(world.link(), "a link is made");
   std::mt19937 random(8);
   std::vector<std::vector<byte>> seen;
   for (int i = 0; i < 5000; ++i) {
@@ -309,7 +326,7 @@ void test_garbage() {
     }
     world.ranks[1].receive(world.addresses[0], made, world.now);
   }
-  check(world.ranks[1].connection->state() == QuicState::linked, "garbage ends nothing");
+  must(world.ranks[1].connection->state() == QuicState::linked, "garbage ends nothing");
   exchange(world, 8, 100'000, 60 * second);
 }
 
@@ -332,9 +349,10 @@ int main(int count, char** words) {
   run("small_window", test_small_window);
   run("keys", test_keys);
   run("cut", test_cut);
+  run("probed path", test_probed_path);
   run("rebinding", test_rebinding);
   run("fault", test_fault);
   run("garbage", test_garbage);
-  check(has_run, "the command line names a case");
+  must(has_run, "the command line names a case");
   std::puts("ok");
 }

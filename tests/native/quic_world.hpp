@@ -17,7 +17,7 @@
 
 namespace unisono::engine {
 
-inline void check(bool is_right, const char* what) {
+inline void must(bool is_right, const char* what) {
   if (is_right) return;
   std::fprintf(stderr, "not so: %s\n", what);
   std::exit(1);
@@ -32,6 +32,7 @@ struct Weather {
   double late = 0;  // by up to `late_ns`, so that others overtake it
   std::int64_t delay_ns = 100'000;
   std::int64_t late_ns = 5 * millisecond;
+  size_t bytes_max = SIZE_MAX;  // longer ones are lost
   std::int64_t cut_from = never;
   std::int64_t cut_to = never;
 };
@@ -54,14 +55,15 @@ class QuicRank final : public QuicRoutes, public DatagramSink, public QuicReader
   void open(const SocketAddress& to, int rank, std::int64_t now) {
     path.remote = to;
     connection = QuicConnection::open(identity, settings, *this, path, rank, now);
-    check(connection != nullptr, "a connection is made");
+    must(connection != nullptr, "a connection is made");
   }
 
   // A datagram for this rank, of which the first makes a connection.
   void receive(const SocketAddress& from, const std::vector<byte>& datagram, std::int64_t now) {
     ngtcp2_version_cid ids{};
     const auto* data = reinterpret_cast<const uint8_t*>(datagram.data());
-    if (ngtcp2_pkt_decode_version_cid(&ids, data, datagram.size(), quic_id_bytes) != 0 || ids.dcidlen != quic_id_bytes)
+    if (datagram.empty() || ngtcp2_pkt_decode_version_cid(&ids, data, datagram.size(), quic_id_bytes) != 0 ||
+        ids.dcidlen != quic_id_bytes)
       return;
     QuicId id;
     std::memcpy(&id, ids.dcid, sizeof id);
@@ -72,7 +74,7 @@ class QuicRank final : public QuicRoutes, public DatagramSink, public QuicReader
     else if (connection == nullptr && does_accept && ngtcp2_accept(&first, data, datagram.size()) == 0) {
       path.remote = from;
       connection = QuicConnection::accept(identity, settings, *this, path, first, nullptr, now);
-      check(connection != nullptr, "a connection is accepted");
+      must(connection != nullptr, "a connection is accepted");
       connection->receive(from, datagram.data(), datagram.size(), now);
     }
     if (connection == nullptr) return;
@@ -102,6 +104,7 @@ class QuicRank final : public QuicRoutes, public DatagramSink, public QuicReader
     return buffer.data();
   }
   void send(size_t bytes, const SocketAddress& to) override {
+    longest = std::max(longest, bytes);
     if (bytes != 0) sent.push_back({to, {buffer.data(), buffer.data() + bytes}});
   }
   // -- QuicReader
@@ -121,6 +124,7 @@ class QuicRank final : public QuicRoutes, public DatagramSink, public QuicReader
   std::vector<byte> came[quic_stream_count];
   std::vector<byte> goodbye;
   const char* fault = nullptr;
+  size_t longest = 0;  // datagram that it sent
   Admission ruling = Admission::welcome;
   bool does_accept = true;
   bool is_read = false;
@@ -186,7 +190,8 @@ class QuicWorld {
     ++thrown;
     // Whatever is sent to an address that a rank no longer has is lost.
     const int to = 1 - from;
-    if (!(one.to == addresses[to]) || (now >= weather.cut_from && now < weather.cut_to) || draw() < weather.lost)
+    if (!(one.to == addresses[to]) || one.bytes.size() > weather.bytes_max ||
+        (now >= weather.cut_from && now < weather.cut_to) || draw() < weather.lost)
       return;
     for (int copies = draw() < weather.doubled ? 2 : 1; copies > 0; --copies) {
       std::int64_t at = now + weather.delay_ns;

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.credentials import Issuer
+from tests.support.hosts import Hosts, hosts
 from tests.support.processes import forked, run_processes
+from tests.support.relay import relay
 
 import unisono as uni
 from unisono import _native
@@ -25,6 +27,8 @@ from unisono.comm.communicator import Communicator
 from unisono.config import Config
 from unisono.errors import BackendUnavailable, UsageError
 from unisono.messaging import strangers
+
+__all__ = ["hosts"]
 
 Make = Callable[..., list[NativeBackend]]
 
@@ -233,6 +237,62 @@ def test_a_member_of_another_job_is_refused_and_named(make: Make, tmp_path: Path
         foreign.close()
 
 
+# ---- networks ----
+
+
+@pytest.mark.parametrize("weather", [{}, {"lost": 0.01}, {"lost": 0.05, "doubled": 0.05, "late": 0.05}])
+def test_bad_weather_and_a_changed_address_of_the_opener_change_no_value(
+    tmp_path: Path, weather: dict[str, float]
+) -> None:
+    """Rank 0 reaches rank 1 by a relay, which later sends from another port, as a forgetful router does."""
+    tmp_path.chmod(0o700)
+    issuer = Issuer(2)
+    with relay(7, **weather) as between:
+        ranks = [
+            NativeBackend(
+                r, 2, str(tmp_path), b"secret", shm=False, quic=True, neighbours=False, datagram_bytes=1452
+            )
+            for r in range(2)
+        ]
+        try:
+            between.forward_to(ranks[1].card().port)
+            cards = [ranks[0].card(), ranks[1].card()._replace(port=between.port)]
+            for rank in ranks:
+                rank.connect(cards, issuer.credentials(rank.rank))
+            for tag in range(1, 10):
+                exchanged(ranks[0], ranks[1], tag)
+                if tag % 3 == 0:
+                    between.rebind()
+        finally:
+            for rank in ranks:
+                rank.close()
+
+
+def test_a_killed_rank_of_another_host_is_known_by_its_closed_port(hosts: Hosts) -> None:
+    def enter(rank: int) -> dict[str, Any]:
+        hosts.enter(rank)
+        return {"host": f"host {rank}", "bind": f"10.77.0.{rank + 1}"}
+
+    with forked(until_lost, 2, kind="quic", links=enter) as ranks:
+        assert [ranks.hear(rank) for rank in range(2)] == ["ready"] * 2
+        ranks.signal(1, signal.SIGKILL)
+        took_s, text = ranks.result(0)
+    assert took_s < 1.0
+    assert "its port was closed" in text
+
+
+def until_lost(backend: NativeBackend, pipe: Any) -> tuple[float, str]:
+    comm = Communicator.world(backend)
+    comm.barrier()
+    pipe.send("ready")
+    began = time.monotonic()
+    try:
+        comm.recv_bytes(1 - comm.rank, 7)
+    except uni.PeerLost as lost:
+        return time.monotonic() - began, str(lost)
+    return 0.0, ""
+
+
 # ---- failure ----
 
 
@@ -256,18 +316,7 @@ def test_a_message_that_is_on_its_way_survives_the_senders_exit() -> None:
 
 
 def test_a_stopped_rank_is_known_within_three_seconds() -> None:
-    def live(backend: NativeBackend, pipe: Any) -> tuple[float, str]:
-        comm = Communicator.world(backend)
-        comm.barrier()
-        pipe.send("ready")
-        began = time.monotonic()
-        try:
-            comm.recv_bytes(1 - comm.rank, 7)
-        except uni.PeerLost as lost:
-            return time.monotonic() - began, str(lost)
-        return 0.0, ""
-
-    with forked(live, 2, kind="quic") as ranks:
+    with forked(until_lost, 2, kind="quic") as ranks:
         assert [ranks.hear(rank) for rank in range(2)] == ["ready"] * 2
         ranks.signal(1, signal.SIGSTOP)
         took_s, text = ranks.result(0)
