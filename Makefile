@@ -34,8 +34,8 @@ demo: $(STAMP)
 	$(BIN)/unisono run -n 4 examples/train.py
 
 # What a newcomer runs: everything once, over shared memory. `make test-more` adds the other links, other libraries and
-# what takes long; CI runs both. Two files at a time: most tests wait, for time to pass or for processes to start.
-PYTEST = $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --quiet
+# what takes long; CI runs both. Three files at a time on two cores: many tests wait, for time to pass or for processes.
+PYTEST = $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder --quiet
 test: $(STAMP)
 	$(PYTEST) -m "not more"
 
@@ -107,9 +107,9 @@ TSAN_ENV = LD_PRELOAD="$$(gcc -print-file-name=libtsan.so) $$(g++ -print-file-na
 	TSAN_OPTIONS=halt_on_error=1:die_after_fork=0:suppressions=$(abspath tests/support/tsan.supp)
 SANITIZED ?= $(addprefix tests/conformance/test_native_, plans.py conformance.py cases.py) \
 	$(addprefix tests/process/test_, native_processes.py native_threats.py quic.py fast_path.py run_ahead.py fast_messages.py \
-	fast_payloads.py rpc_failure.py works.py work_races.py call_storm.py announced.py decisions.py) \
+	fast_payloads.py rpc_failure.py rpc_load.py works.py work_races.py call_storm.py announced.py decisions.py) \
 	tests/native/test_corpus.py tests/unit/rpc/test_rpc.py tests/unit/core/test_codec.py
-THREADED ?= $(addprefix tests/process/test_, works.py work_races.py call_storm.py announced.py)
+THREADED ?= $(addprefix tests/process/test_, works.py work_races.py call_storm.py announced.py rpc_load.py)
 
 sanitize: sanitize-build
 	$(TSAN)/native/engine_test

@@ -16,8 +16,8 @@ constexpr size_t mapped_bytes_min = mib;
 // As NumPy does: from here on in huge pages, which another process reads twice as fast. The system gives them for
 // addresses that are aligned to them.
 constexpr size_t huge_bytes_min = 4 * mib, huge_page = 2 * mib, small_page = 4 * kib;
-// What is kept. A program that assigns each result to the same name needs one block to spare, so one is kept even if it
-// is longer than all of them together may be.
+// Bounds on what is kept: bytes of all blocks, bytes of a single longer one, and blocks. A program that assigns each
+// result to the same name needs one block to spare: so a block beyond the first bound is kept, alone.
 constexpr size_t kept_bytes_max = 64 * mib, lone_bytes_max = 256 * mib, kept_blocks_max = 16;
 
 size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
@@ -53,8 +53,8 @@ void release(byte* data, size_t capacity) {
 
 }  // namespace
 
-// Nobody waits for the pool: a block is taken or freed without it while another thread uses it. A child process that
-// was forked in such a moment finds it in use for good.
+// No thread waits for the lock of the pool: if another one holds it, memory is taken from the system or returned to it.
+// So a child process that was forked while a thread held the lock, which then stays locked, only loses the pool.
 struct ResultPool {
   std::mutex mutex;
   std::vector<ResultMemory> kept;  // the one that was given back last is at the end
@@ -93,8 +93,8 @@ struct ResultPool {
       release(std::exchange(kept.front().data_, nullptr), kept.front().capacity_);
       kept.erase(kept.begin());
     }
-    // Its content does not matter any more, so the system may take its pages. Of small pages there are too many: to
-    // tell it of each takes as long as the page faults that this saves.
+    // Its content does not matter any more, so the system may take its pages. With small pages that
+    // takes as long as the page faults that keeping them saves.
     if (capacity >= huge_bytes_min) madvise(data, capacity, MADV_FREE);
     kept.push_back(ResultMemory(data, capacity));
     kept_bytes += capacity;

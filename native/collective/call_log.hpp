@@ -6,7 +6,6 @@
 
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <vector>
@@ -20,7 +19,7 @@ class CompletionQueue;
 class CallLog {
  public:
   // Whoever asks about an older call has not met us for long: more than any rank runs ahead.
-  static constexpr size_t kept = 64;
+  static constexpr size_t kept = 512;
 
   // The line of the program that made a call: its code object, of which the log holds a reference, and the
   // instruction in it. nullptr if nobody knows.
@@ -61,12 +60,17 @@ class CallLog {
   }
 
   uint64_t next = 0;
+  // Calls that ended below Python and whose end has shown that all members made the same call.
+  uint64_t agreed = 0;
+  // Whether that is true of every call: then no member can wait in a different one of them.
+  bool is_agreed() const { return agreed == next; }
   // Nothing has happened that Python must look at before the next call.
   bool fast_path_open = true;
 
   // Takes the reference of the site, and returns the one of the entry that it replaces: dropping it may run any code,
   // so the caller does that when its call may be interrupted.
   [[nodiscard]] void* remember(uint64_t sequence, const Fingerprint& fingerprint, Site site) {
+    if (entries_.size() < kept) entries_.emplace_back();  // most groups make few calls
     Entry& entry = entries_[written_++ % kept];
     void* const replaced = entry.site.code;
     entry.sequence = sequence;
@@ -84,7 +88,7 @@ class CallLog {
     return nullptr;
   }
 
-  size_t size() const { return written_ < kept ? written_ : kept; }
+  size_t size() const { return entries_.size(); }
   // The i-th of those kept, the newest first.
   const Entry& at(size_t i) const { return entries_[(written_ - 1 - i) % kept]; }
 
@@ -92,7 +96,7 @@ class CallLog {
 
  private:
   void (*release_)(void*);
-  std::array<Entry, kept> entries_;
+  std::vector<Entry> entries_;  // up to `kept`
   size_t written_ = 0;
 };
 

@@ -447,7 +447,7 @@ void Run::conclude() {
     for (RunReceive*& receive : landed_)
       if (receive != nullptr) release(*std::exchange(receive, nullptr));
   if (tmp_.at() != nullptr) scratch_.give_back(std::exchange(tmp_, {}));
-  completions_.tell(*this);
+  completions_.enqueue(*this);
 }
 
 }  // namespace unisono::engine

@@ -1,8 +1,9 @@
 // A run: one execution of a program on given memory. The native twin of unisono/plans/execute.py's _Run.
 //
 // Knows which pieces are ready, posts them in order, and reduces what arrives. Does not know algorithms, links, nor
-// who called it: its completions tells the end. Everything happens with the engine's lock held: callbacks of messages
-// start what became ready, and long local work is done a piece at a time as a deferred work between looks at the links.
+// who called it: its completion queue has the end. Everything happens with the engine's lock held: callbacks of
+// messages start what became ready, and long local work is done a piece at a time as a deferred work between looks at
+// the links.
 //
 // What arrives for a reduction is reduced straight out of the ring or of the piece just read, if the pieces before
 // it are done when its first bytes come; else it lands in scratch memory and is reduced as soon as they are.
@@ -204,10 +205,10 @@ template <class Begin>
 void CompletionQueue::start(Run& run, Begin begin) {
   run.phase = Operation::Phase::starting;
   begin();
-  if (run.phase == Operation::Phase::ended && (!news_.empty() || is_telling_)) {
-    // What has ended earlier must be told earlier.
+  if (run.phase == Operation::Phase::ended && (!undispatched_.empty() || is_dispatching_)) {
+    // What has ended earlier must be dispatched earlier.
     run.phase = Operation::Phase::active;
-    tell(run);
+    enqueue(run);
   } else if (run.phase == Operation::Phase::starting) {
     run.phase = Operation::Phase::active;
   }

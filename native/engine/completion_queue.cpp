@@ -15,7 +15,7 @@ constexpr std::int64_t rest_ns = millisecond / 5;
 
 void SendOperation::end(Outcome how) {
   outcome = how;
-  completions_.tell(*this);
+  completions_.enqueue(*this);
 }
 
 MatchResult ReceiveOperation::on_match(const Envelope& envelope, bool is_here) {
@@ -48,7 +48,7 @@ void ReceiveOperation::want_memory() {
   needs_memory = true;
   ++wishes;
   if (is_watched) return completions_.engine().wake_waiters();
-  if (phase != Phase::starting) completions_.tell(*this);
+  if (phase != Phase::starting) completions_.enqueue(*this);
 }
 
 void ReceiveOperation::on_taken_back() {
@@ -61,15 +61,15 @@ void ReceiveOperation::on_taken_back() {
 void ReceiveOperation::end(Outcome how, std::int32_t) {
   outcome = how;
   needs_memory = false;
-  completions_.tell(*this);
+  completions_.enqueue(*this);
 }
 
 CompletionQueue::CompletionQueue(Engine& engine) : engine_(engine) {
   engine.set_on_down(
       [](void* self, const Down& down) {
         CompletionQueue& completions = *static_cast<CompletionQueue*>(self);
-        completions.news_.push_back({nullptr, down, completions.engine_.inbox.newest()});
-        completions.note_news();
+        completions.undispatched_.push_back({nullptr, down, completions.engine_.inbox.newest()});
+        completions.note_undispatched();
         completions.wake_pump();
       },
       this);
@@ -92,18 +92,18 @@ std::vector<CompletionQueue::Unclaimed> CompletionQueue::unclaimed(uint64_t cont
 
 // The oldest of each sender and context: if that is early, so are the others.
 void CompletionQueue::dispatch_unclaimed() {
-  // While Python does not come to look, nothing is told twice.
-  if (unmet_in_news_ != 0) return;
-  std::vector<std::pair<uint64_t, std::int32_t>> told;
+  // What Python has not dispatched yet is not queued again.
+  if (unclaimed_waiting_ != 0) return;
+  std::vector<std::pair<uint64_t, std::int32_t>> queued;
   for (const UnexpectedMessage* one = engine_.inbox.run_ahead().front(); one != nullptr;
        one = Inbox::RunAhead::next(*one)) {
     const std::pair key{one->envelope.context, one->envelope.source};
-    if (std::find(told.begin(), told.end(), key) != told.end()) continue;
-    told.push_back(key);
-    news_.push_back({nullptr, {}, 0, std::make_shared<const Unclaimed>(one->envelope)});
-    ++unmet_in_news_;
+    if (std::find(queued.begin(), queued.end(), key) != queued.end()) continue;
+    queued.push_back(key);
+    undispatched_.push_back({nullptr, {}, 0, std::make_shared<const Unclaimed>(one->envelope)});
+    ++unclaimed_waiting_;
   }
-  note_news();
+  note_undispatched();
   engine_.wake_waiters();
   wake_pump();
 }
@@ -165,14 +165,14 @@ bool CompletionQueue::start(ReceiveOperation& receive) {
   receive.has_met = false;
   if (!engine_.start(receive)) return false;
   if (receive.phase == Operation::Phase::ended) {
-    if (receive.in_order && (!news_.empty() || is_telling_)) {
+    if (receive.in_order && (!undispatched_.empty() || is_dispatching_)) {
       receive.phase = Operation::Phase::active;
-      tell(receive, receive.has_met ? receive.met.arrival : never_arrived);
+      enqueue(receive, receive.has_met ? receive.met.arrival : never_arrived);
     }
     return true;
   }
   receive.phase = Operation::Phase::active;
-  if (receive.needs_memory && !receive.is_watched) tell(receive);
+  if (receive.needs_memory && !receive.is_watched) enqueue(receive);
   return true;
 }
 
@@ -189,9 +189,9 @@ bool CompletionQueue::cancel(uint64_t handle) {
     auto& receive = static_cast<ReceiveOperation&>(operation);
     if (!engine_.cancel(receive)) return false;
     // It may have wanted memory for an offer that was taken back since.
-    if (std::exchange(operation.is_news, false)) {
-      std::erase_if(news_, [&](const News& one) { return one.operation == &operation; });
-      note_news();
+    if (std::exchange(operation.is_undispatched, false)) {
+      std::erase_if(undispatched_, [&](const Completion& one) { return one.operation == &operation; });
+      note_undispatched();
     }
     recycle(operation);
     return true;
@@ -252,20 +252,20 @@ void CompletionQueue::recycle(Operation& operation) {
   }
 }
 
-std::vector<CompletionQueue::News> CompletionQueue::take() {
-  std::vector<News> taken;
-  while (!news_.empty() && (taken.empty() || news_.front().operation != nullptr)) {
-    taken.push_back(std::move(news_.front()));
-    news_.pop_front();
-    if (taken.back().unclaimed != nullptr) --unmet_in_news_;
+std::vector<CompletionQueue::Completion> CompletionQueue::take() {
+  std::vector<Completion> taken;
+  while (!undispatched_.empty() && (taken.empty() || undispatched_.front().operation != nullptr)) {
+    taken.push_back(std::move(undispatched_.front()));
+    undispatched_.pop_front();
+    if (taken.back().unclaimed != nullptr) --unclaimed_waiting_;
     if (taken.back().operation == nullptr) break;
   }
-  note_news();
+  note_undispatched();
   return taken;
 }
 
 // Called when an operation has ended or wants memory.
-void CompletionQueue::tell(Operation& operation, uint64_t arrival) {
+void CompletionQueue::enqueue(Operation& operation, uint64_t arrival) {
   if (operation.is_watched) {
     operation.phase = Operation::Phase::ended;
     if (Observer* const observer = std::exchange(operation.observer, nullptr);
@@ -281,16 +281,16 @@ void CompletionQueue::tell(Operation& operation, uint64_t arrival) {
     operation.phase = Operation::Phase::ended;
     if (is_starting) return;
   }
-  if (operation.is_news) return;
-  operation.is_news = true;
+  if (operation.is_undispatched) return;
+  operation.is_undispatched = true;
   if (arrival == never_arrived) [[likely]] {
-    news_.push_back({&operation, {}, 0});
+    undispatched_.push_back({&operation, {}, 0});
   } else {
-    auto place = news_.begin();
-    while (place != news_.end() && (place->operation != nullptr || place->arrival < arrival)) ++place;
-    news_.insert(place, {&operation, {}, 0});
+    auto place = undispatched_.begin();
+    while (place != undispatched_.end() && (place->operation != nullptr || place->arrival < arrival)) ++place;
+    undispatched_.insert(place, {&operation, {}, 0});
   }
-  note_news();
+  note_undispatched();
   engine_.wake_waiters();
   wake_pump();
 }
@@ -301,7 +301,8 @@ void CompletionQueue::wake_pump() {
 
 void CompletionQueue::wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller) {
   ++waiters_;
-  engine_.wait(held, [&] { return (!is_empty() && (is_teller || !is_telling_)) || pokes_ != pokes_seen; }, deadline);
+  engine_.wait(
+      held, [&] { return (!is_empty() && (is_teller || !is_dispatching_)) || pokes_ != pokes_seen; }, deadline);
   --waiters_;
   // Whoever leaves takes what there is; the pump is only needed for what comes later.
 }
@@ -330,10 +331,10 @@ void CompletionQueue::announce(Observer& observer) {
 }
 
 void CompletionQueue::wait_as_pump(Hold& held, std::int64_t deadline) {
-  const auto has_news = [this] {
-    return (!is_empty() && !is_telling_ && waiters_ == 0) || !announced_.empty() || engine_.is_closed();
+  const auto has_undispatched = [this] {
+    return (!is_empty() && !is_dispatching_ && waiters_ == 0) || !announced_.empty() || engine_.is_closed();
   };
-  while (!has_news()) {
+  while (!has_undispatched()) {
     const std::int64_t now = now_ns(), until = std::min(deadline, pump_at_);
     std::int64_t left = until - now;
     if (left <= 0) {
@@ -345,7 +346,7 @@ void CompletionQueue::wait_as_pump(Hold& held, std::int64_t deadline) {
       // that polls for itself makes progress for them, too.
       if (!engine_.is_polled() && engine_.polls() == polls_seen_) {
         is_pump_polling_ = true;
-        engine_.wait(held, [&] { return has_news() || observed_ == 0 || pump_at_ < until; }, until, true);
+        engine_.wait(held, [&] { return has_undispatched() || observed_ == 0 || pump_at_ < until; }, until, true);
         is_pump_polling_ = false;
         polls_seen_ = engine_.polls();
         continue;
@@ -363,7 +364,7 @@ bool CompletionQueue::unwatch(Operation& operation, uint64_t id) {
   operation.id = id;
   if (operation.phase == Operation::Phase::ended) return false;
   operation.is_watched = false;
-  if (operation.needs_memory) tell(operation);
+  if (operation.needs_memory) enqueue(operation);
   return true;
 }
 

@@ -1,7 +1,7 @@
-// The completions: operations that were started from Python, and those that have ended and wait to be told.
+// The completion queue: operations that were started from Python, and those that have ended and wait to be dispatched.
 //
 // Knows numbers, pools and who should hear of an end. Does not know Python objects: a buffer is an address, and its
-// owner is kept by whoever asked until the end was told.
+// owner is kept by whoever asked until the end was dispatched.
 
 #pragma once
 
@@ -40,8 +40,8 @@ class Operation {
   bool is_receive = false;
   bool is_run = false;
   bool needs_memory = false;
-  bool is_news = false;
-  bool is_watched = false;  // whoever started it looks at the phase: it is not told
+  bool is_undispatched = false;
+  bool is_watched = false;  // whoever started it looks at the phase: it is not dispatched
   Observer* observer = nullptr;
 };
 
@@ -71,7 +71,7 @@ class ReceiveOperation final : public Receive, public Operation {
   bool is_probe = false;
   bool is_open_ended = false;  // the length is the message's own
   bool takes_memory = false;   // an open-ended one takes memory when it meets a message, and never wants any
-  bool in_order = false;       // if it ends at once, it is still told after all that ended earlier
+  bool in_order = false;       // if it ends at once, it is still dispatched after all that ended earlier
   uint64_t wishes = 0;         // how often it has wanted memory
   Envelope met;                // valid if it met a message; the header is in header_held
   bool has_met = false;
@@ -91,16 +91,16 @@ class CompletionQueue {
   SendOperation& make_send();
   ReceiveOperation& make_receive();
   Run& make_run();
-  // Start it. If it ends at once it is not told: the phase is `ended`. A receive that wants to be told in order is
-  // told, if anything else is still to be told. False if the engine is closed.
+  // Start it. If it ends at once it is not dispatched: the phase is `ended`. A receive that is `in_order`
+  // is dispatched, if anything else still waits for that. False if the engine is closed.
   bool start(SendOperation& send, std::int32_t dst);
   bool start(ReceiveOperation& receive);
-  // Call `begin`, in which the run starts. If it ends at once it is not told, as above.
+  // Call `begin`, in which the run starts. If it ends at once it is not dispatched, as above.
   template <class Begin>
   void start(Run& run, Begin begin);
-  // True if it was taken back; then it is not told. A run is told, when it has let go of its memory.
+  // True if it was withdrawn; then it is not dispatched. A run is dispatched when it has released its memory.
   bool cancel(uint64_t handle);
-  // Take an operation that is under way back, if possible. Its end is seen or told like any other.
+  // Withdraw an operation that is under way, if possible. Its end is seen or dispatched like any other.
   void withdraw(Operation& operation);
   // The operation of this handle; nullptr if it is not under way.
   Operation* active(uint64_t handle) const;
@@ -127,54 +127,54 @@ class CompletionQueue {
     return first != nullptr && first->envelope.tag <= tag_max ? first : nullptr;
   }
 
-  // What is to be told, oldest first: an operation, a peer that is gone, or a message that waits too long. News has an
-  // order: who hears of a peer's end must have heard of every message that came before, even of one that meets its
-  // receive only now. So one thread tells at a time, from `begin_telling` until `end_telling` finds nothing more, and
-  // the end of a peer is taken alone.
-  struct News {
+  // What is to be dispatched, oldest first: an operation, a peer that is gone, or a message that waits too long. The
+  // end of a peer is dispatched after every message that came from it, even one that meets its receive only now. So one
+  // thread dispatches at a time, from `begin_dispatch` until `end_dispatch` finds nothing more, and the end of a peer
+  // is taken alone.
+  struct Completion {
     Operation* operation = nullptr;
     Down down{};
     uint64_t arrival = 0;  // of a peer's end: what has arrived by then came before
     std::shared_ptr<const Unclaimed> unclaimed{};
   };
-  bool begin_telling() {
-    const bool is_first = !std::exchange(is_telling_, true);
-    note_news();
+  bool begin_dispatch() {
+    const bool is_first = !std::exchange(is_dispatching_, true);
+    note_undispatched();
     return is_first;
   }
-  bool end_telling() {
-    if (!news_.empty()) return false;
-    is_telling_ = false;
-    note_news();
+  bool end_dispatch() {
+    if (!undispatched_.empty()) return false;
+    is_dispatching_ = false;
+    note_undispatched();
     return true;
   }
-  bool is_empty() const { return news_.empty(); }
-  // Nothing is to be told, and nobody is telling.
-  bool is_quiet() const { return news_.empty() && !is_telling_; }
+  bool is_empty() const { return undispatched_.empty(); }
+  // Nothing waits for dispatch, and no thread dispatches.
+  bool is_quiet() const { return undispatched_.empty() && !is_dispatching_; }
   // The opposite, for one who does not hold the lock.
-  // relaxed: who must see news has seen, under the lock, what came after it
-  bool has_news() const { return has_news_.load(std::memory_order_relaxed); }
-  std::vector<News> take();
+  // relaxed: a thread that must see a completion has seen, under the lock, what came after it
+  bool has_undispatched() const { return has_undispatched_.load(std::memory_order_relaxed); }
+  std::vector<Completion> take();
 
-  // How threads of Python wait; each returns when there is something for it to tell, at a interrupt_wait, or at the
+  // How threads of Python wait; each returns when there is something to dispatch, at an interrupt_wait, or at the
   // deadline.
   void wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller);
   void wait_as_pump(Hold& held, std::int64_t deadline);
   // The same for one who watches operations: also returns once they have ended. True if there is something else to look
-  // at. The pump does not wake up meanwhile: the caller tells what has come, or leaves it to the pump.
+  // at. The pump does not wake up meanwhile: the caller dispatches what has come, or leaves it to the pump.
   template <class HasEnded>
   bool wait_until(Hold& held, HasEnded has_ended, std::int64_t deadline, const std::atomic<bool>& is_recalled) {
     const auto has_other = [&] {
       // relaxed: a interrupt_wait follows it
-      return (!is_empty() && !is_telling_) || is_recalled.load(std::memory_order_relaxed) || engine_.is_closed();
+      return (!is_empty() && !is_dispatching_) || is_recalled.load(std::memory_order_relaxed) || engine_.is_closed();
     };
     ++waiters_;
     engine_.wait(held, [&] { return has_ended() || has_other(); }, deadline);
     --waiters_;
     return !has_ended() && has_other();
   }
-  void leave_news_to_pump() {
-    if (!is_empty() && !is_telling_) wake_pump();
+  void leave_dispatch_to_pump() {
+    if (!is_empty() && !is_dispatching_) wake_pump();
   }
   // Look for the end of operations for a few rounds of progress; as above, the pump does not wake up meanwhile.
   template <class HasEnded>
@@ -183,8 +183,8 @@ class CompletionQueue {
     engine_.poll_briefly(has_ended);
     --waiters_;
   }
-  // Watch it no more: from now on it is told, under the caller's number, also if it wants memory now. False if it has
-  // ended.
+  // Watch it no more: from now on it is dispatched, under the caller's number, also if it wants memory now. False if it
+  // has ended.
   bool unwatch(Operation& operation, uint64_t id);
   // Let the pump return at this time at the latest.
   void wake_pump_at(std::int64_t time) {
@@ -205,14 +205,14 @@ class CompletionQueue {
   Engine& engine() const { return engine_; }
   // Keep something that the engine still uses until there is no engine any more.
   void keep(std::shared_ptr<void> thing) { kept_.push_back(std::move(thing)); }
-  void tell(Operation& operation, uint64_t arrival = never_arrived);
+  void enqueue(Operation& operation, uint64_t arrival = never_arrived);
   static constexpr uint64_t never_arrived = UINT64_MAX;
 
  private:
   void add(Operation& operation);
   void dispatch_unclaimed();
   void wake_pump();
-  void note_news() { has_news_.store(!is_quiet(), std::memory_order_relaxed); }
+  void note_undispatched() { has_undispatched_.store(!is_quiet(), std::memory_order_relaxed); }
 
   Engine& engine_;
   std::vector<std::shared_ptr<void>> kept_;
@@ -221,10 +221,10 @@ class CompletionQueue {
   std::vector<ReceiveOperation*> spare_receives_;
   std::vector<Run*> spare_runs_;
   Scratch scratch_;
-  std::deque<News> news_;
-  std::atomic<bool> has_news_{false};  // is_quiet() is false
-  size_t unmet_in_news_ = 0;
-  bool is_telling_ = false;
+  std::deque<Completion> undispatched_;
+  std::atomic<bool> has_undispatched_{false};  // is_quiet() is false
+  size_t unclaimed_waiting_ = 0;
+  bool is_dispatching_ = false;
   uint64_t pokes_ = 0;
   size_t waiters_ = 0;
   ObserverList announced_;

@@ -177,11 +177,22 @@ void Mailbox::refill(std::int32_t source) {
   is_filling_ = false;
 }
 
+void Mailbox::cork() {
+  if (std::exchange(is_corked_, true)) return;
+  engine_.cork();
+  engine_.add(*this);
+}
+
+void Mailbox::uncork() {
+  if (std::exchange(is_corked_, false)) engine_.uncork();
+}
+
 void Mailbox::work() {
+  uncork();
   for (std::int32_t source = 0; source < engine_.size; ++source) refill(source);
 }
 
-bool Mailbox::post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t unsent_bytes_max) {
+bool Mailbox::post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t unsent_bytes_max, bool is_more) {
   Sender& sender = senders_[dst];
   if (sender.unsent_bytes > unsent_bytes_max) return false;
   OwnedSend& send = taken(*this, sends_, spare_sends_);
@@ -193,7 +204,10 @@ bool Mailbox::post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t
   send.nbytes = nbytes;
   sender.unsent_bytes += nbytes + line_bytes;
   ++active_;
-  if (!is_closed_ && engine_.start(send, dst)) return true;
+  if (is_more && !is_closed_) cork();
+  const bool is_started = !is_closed_ && engine_.start(send, dst);
+  if (!is_more) uncork();
+  if (is_started) return true;
   --active_;
   sender.unsent_bytes -= nbytes + line_bytes;
   spare_sends_.push_back(&send);
@@ -353,6 +367,7 @@ void Mailbox::interrupt_wait(bool is_front) {
 
 void Mailbox::close() {
   is_closed_ = true;
+  uncork();
   engine_.remove(*this);
   for (auto& slot : slots_)
     if (slot->is_posted() && engine_.cancel(*slot)) {

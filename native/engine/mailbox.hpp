@@ -74,7 +74,9 @@ class Mailbox final : private DeferredWork {
   Mailbox& operator=(const Mailbox&) = delete;
 
   // Copy a message and send it. False, and nothing is sent, if more than `unsent_bytes_max` bytes wait for the peer.
-  bool post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t unsent_bytes_max);
+  // With `is_more` another one follows soon: a socket may keep it until then, or until the next round of progress,
+  // which some thread makes within a millisecond, so that one system call sends several.
+  bool post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t unsent_bytes_max, bool is_more = false);
   // Send a long message without copying it. False once the engine is closed.
   bool lend(std::int32_t dst, uint64_t tag, const byte* data, uint64_t nbytes, uint64_t number, Owner owner);
   // Whether it has not ended yet.
@@ -111,6 +113,8 @@ class Mailbox final : private DeferredWork {
 
   void work() override;
   void drop() override { is_closed_ = true; }
+  void cork();
+  void uncork();
   void refill(std::int32_t source);
   void open_slot(std::int32_t source);
   void on_letter(MailboxMessage letter);
@@ -124,7 +128,8 @@ class Mailbox final : private DeferredWork {
   const uint64_t tag_;
   bool is_closed_ = false;
   bool is_filling_ = false;
-  size_t active_ = 0;  // operations that the engine refers to
+  bool is_corked_ = false;  // the engine is corked until the next round of progress
+  size_t active_ = 0;       // operations that the engine refers to
   std::vector<Sender> senders_;
   std::vector<std::unique_ptr<Slot>> slots_;
   std::vector<Slot*> spare_slots_;

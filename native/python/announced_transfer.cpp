@@ -168,7 +168,7 @@ void Call::find_second_decision(uint8_t dtype) {
     for (const uint64_t count : mine.counts) counts.append(count);
     const nb::object algorithm = mine.algorithm != nullptr ? nb::borrow(mine.algorithm) : nb::object(nb::str("auto"));
     const nb::object decided =
-        helper_.attr("decide_second_stage")(spec_.name, int{dtype}, root_, algorithm, nb::tuple(counts));
+        adoption_.attr("decide_second_stage")(spec_.name, int{dtype}, root_, algorithm, nb::tuple(counts));
     decision_ = keep_decision(key, dtype, decided);
   }
   const uint64_t all = std::accumulate(mine.counts.begin(), mine.counts.end(), uint64_t{0});
@@ -216,7 +216,7 @@ nb::object Call::received_list() {
     for (std::int32_t rank = 0; rank < group_.size; ++rank) lengths.append(length_of(rank));
     for (size_t d = 0; d < first.dims(); ++d) dims.append(first.dim(d));
     const nb::object given = nb::borrow(like->given);
-    return helper_.attr("cut")(mine.received.object, given, int{first.dtype()}, lengths, nb::tuple(dims));
+    return adoption_.attr("cut")(mine.received.object, given, int{first.dtype()}, lengths, nb::tuple(dims));
   }
   nb::object all = nb::steal(PyList_New(group_.size));
   if (!all.is_valid()) throw nb::python_error();

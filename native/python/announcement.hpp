@@ -18,7 +18,7 @@ class Announcement {
  public:
   static constexpr size_t head_bytes = 8, number_bytes = 8, dims_max = 32;
 
-  // How long a row is in a group of `size` ranks, where each rank announces so many lengths.
+  // How long a row is in a group of `size` ranks, where each rank announces `lengths` lengths.
   static size_t row_bytes(size_t size, size_t lengths) {
     const size_t free = std::clamp<size_t>(8192 / size / number_bytes * number_bytes, 256, 2048);
     return head_bytes + number_bytes * lengths + std::max(free, number_bytes * dims_max);

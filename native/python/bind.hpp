@@ -14,6 +14,7 @@ void bind_kernels(nanobind::module_& m);
 void bind_local_world(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_mailbox(nanobind::module_& m);
+void bind_rpc_frame(nanobind::module_& m);
 void bind_verbs(nanobind::module_& m);
 void bind_call_log(nanobind::module_& m);
 

@@ -1,9 +1,7 @@
 // The codec as Python functions, without nanobind's wrapping: a small value is packed in less time than that takes.
 
-#include <cstring>
 #include <stdexcept>
 
-#include "base/huge_pages.hpp"
 #include "python/argument.hpp"
 #include "python/bind.hpp"
 #include "python/blob_memory.hpp"
@@ -39,20 +37,6 @@ PyObject* pack_writable(PyObject* self, PyObject* const* args, Py_ssize_t count)
   return made != nullptr ? make_blob(made, PyBytes_AS_STRING(made), PyBytes_GET_SIZE(made), true) : nullptr;
 }
 
-PyObject* part_of(const Packer::Blob& blob) {
-  if (PyMemoryView_Check(blob.owner)) {
-    const Py_buffer& view = *PyMemoryView_GET_BUFFER(blob.owner);
-    const bool is_plain = view.ndim == 1 && (view.format == nullptr || std::strcmp(view.format, "B") == 0);
-    if (is_plain && PyByteArray_CheckExact(view.obj)) return Py_NewRef(blob.owner);
-  }
-  if (PyBytes_CheckExact(blob.owner)) return PyMemoryView_FromObject(blob.owner);
-  PyObject* const memory =
-      make_blob(Py_NewRef(blob.owner), const_cast<codec::byte*>(blob.data), static_cast<Py_ssize_t>(blob.bytes), false);
-  PyObject* const made = memory != nullptr ? PyMemoryView_FromObject(memory) : nullptr;
-  Py_XDECREF(memory);
-  return made;
-}
-
 PyObject* pack_parts(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!has_arguments("pack_parts", count, 1, 3)) return nullptr;
   size_t blob_bytes = codec::blob_bytes_min;
@@ -64,7 +48,7 @@ PyObject* pack_parts(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (parts == nullptr) return nullptr;
   Py_ssize_t at = 0;
   for (const Packer::Blob& blob : packer.blobs()) {
-    PyObject* const part = part_of(blob);
+    PyObject* const part = codec::view_of(blob);
     if (part == nullptr) {
       Py_DECREF(parts);
       return nullptr;
@@ -104,24 +88,6 @@ PyObject* unpack_parts(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   Py_DECREF(blobs);
   return made;
-}
-
-// Memory of a bytes object or a bytearray that nobody has seen yet.
-PyObject* new_memory(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (!has_arguments("new_memory", count, 2, 2)) return nullptr;
-  const Py_ssize_t bytes = PyLong_AsSsize_t(args[1]);
-  if (bytes == -1 && PyErr_Occurred()) return nullptr;
-  if (bytes < 2) {  // shorter bytes are shared by the whole process
-    PyErr_SetString(PyExc_ValueError, "new_memory takes a length of at least 2");
-    return nullptr;
-  }
-  const bool is_bytes = args[0] == reinterpret_cast<PyObject*>(&PyBytes_Type);
-  PyObject* const made =
-      is_bytes ? PyBytes_FromStringAndSize(nullptr, bytes) : PyByteArray_FromStringAndSize(nullptr, bytes);
-  if (made == nullptr) return nullptr;
-  char* const data = is_bytes ? PyBytes_AS_STRING(made) : PyByteArray_AS_STRING(made);
-  engine::ask_for_huge_pages(data, static_cast<size_t>(bytes));
-  return make_blob(made, data, bytes, true);
 }
 
 // Memory for a result, which is used again when nobody holds it any more.
@@ -172,8 +138,6 @@ PyMethodDef methods[] = {
     {"unpack", unpack, METH_O, "unpack(packed) -> value"},
     {"unpack_parts", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(unpack_parts)), METH_FASTCALL,
      "unpack_parts(head, blobs) -> value"},
-    {"new_memory", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(new_memory)), METH_FASTCALL,
-     "new_memory(kind, length) -> memory of a new bytes object or bytearray, its `owner`"},
     {"result_memory", result_memory, METH_O, "result_memory(length) -> memory for a result"},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -187,7 +187,7 @@ class PyEngine {
       run->id = id;
       run->fingerprint = fingerprint;
       completions_.start(*run, [&] { run->begin(program, stage); });
-      if (run->phase != Operation::Phase::ended || run->is_news) return nb::int_(run->handle);
+      if (run->phase != Operation::Phase::ended || run->is_undispatched) return nb::int_(run->handle);
     }
     nb::object result = tuple_of(*run);
     const Hold held = engine_.hold();
@@ -230,7 +230,7 @@ class PyEngine {
     check();
     return completions_for(!is_dispatcher, [&](Hold& held) {
       completions_.wait(held, timeout >= 1e8 ? never : now_ns() + in_ns(timeout), interrupts_seen, is_dispatcher);
-      return !completions_.is_empty() && (is_dispatcher || completions_.begin_telling());
+      return !completions_.is_empty() && (is_dispatcher || completions_.begin_dispatch());
     });
   }
 
@@ -238,14 +238,14 @@ class PyEngine {
     check();
     return completions_for(true, [&](Hold& held) {
       completions_.wait_as_pump(held, now_ns() + in_ns(timeout));
-      return !completions_.is_empty() && completions_.begin_telling();
+      return !completions_.is_empty() && completions_.begin_dispatch();
     });
   }
 
   // Further completions for the thread that dispatches; `is_last` ends the dispatching if there are none.
   nb::list more(bool is_last) {
     return completions_for(is_last,
-                           [&](Hold&) { return is_last ? !completions_.end_telling() : !completions_.is_empty(); });
+                           [&](Hold&) { return is_last ? !completions_.end_dispatch() : !completions_.is_empty(); });
   }
 
   void ignore_context(uint64_t context) {
@@ -269,7 +269,7 @@ class PyEngine {
   }
 
   // Whether a completion waits to be dispatched, or a thread is dispatching.
-  bool has_news() const { return completions_.has_news(); }
+  bool has_undispatched() const { return completions_.has_undispatched(); }
 
   uint64_t interrupt_count() {
     const Hold held = engine_.hold();
@@ -361,7 +361,7 @@ class PyEngine {
         op->outcome = Outcome::closed;
         op->phase = Operation::Phase::ended;
       }
-      if (op->phase != Operation::Phase::ended || op->is_news) return nb::int_(op->handle);
+      if (op->phase != Operation::Phase::ended || op->is_undispatched) return nb::int_(op->handle);
     }
     nb::object result = tuple_of(*op);
     const Hold held = engine_.hold();
@@ -375,24 +375,24 @@ class PyEngine {
     nb::list result;
     if (!take_completions(result, may_dispatch) || !ends_if_empty) return result;
     // All entries were operations that needed memory: look again.
-    while (result.size() == 0 && take_completions(result, [this](Hold&) { return !completions_.end_telling(); }))
+    while (result.size() == 0 && take_completions(result, [this](Hold&) { return !completions_.end_dispatch(); }))
       continue;
     return result;
   }
 
   template <class May>
   bool take_completions(nb::list& result, May may_dispatch) {
-    std::vector<CompletionQueue::News> taken;
+    std::vector<CompletionQueue::Completion> taken;
     {
       const GilReleased release;
       Hold held = engine_.hold();
       if (!may_dispatch(held)) return false;
       taken = completions_.take();
-      for (CompletionQueue::News& one : taken)
-        if (one.operation != nullptr) one.operation->is_news = false;
+      for (CompletionQueue::Completion& one : taken)
+        if (one.operation != nullptr) one.operation->is_undispatched = false;
     }
     std::vector<Operation*> ended;
-    for (CompletionQueue::News& one : taken) {
+    for (CompletionQueue::Completion& one : taken) {
       if (one.operation == nullptr) {
         if (const CompletionQueue::Unclaimed* const u = one.unclaimed.get(); u != nullptr)
           result.append(
@@ -600,7 +600,7 @@ void bind_engine(nb::module_& m) {
       .def("ignore_context", &PyEngine::ignore_context)
       .def("end_context", &PyEngine::end_context)
       .def("end_unused_context", &PyEngine::end_unused_context)
-      .def("has_news", &PyEngine::has_news)
+      .def("has_undispatched", &PyEngine::has_undispatched)
       .def("interrupt_count", &PyEngine::interrupt_count)
       .def("interrupt_wait", &PyEngine::interrupt_wait)
       .def("close", &PyEngine::close)
@@ -610,7 +610,6 @@ void bind_engine(nb::module_& m) {
       .def("down_of", &PyEngine::down_of)
       .def("links", &PyEngine::links)
       .def("ping", &PyEngine::ping);
-  m.def("host_id", &engine::host_id);
   m.def("has_quic", &engine::QuicConnector::is_built);
 }
 

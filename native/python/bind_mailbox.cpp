@@ -41,11 +41,11 @@ class PyMailbox {
   PyMailbox(const PyMailbox&) = delete;
   PyMailbox& operator=(const PyMailbox&) = delete;
 
-  bool post(std::int32_t dst, nb::bytes data, uint64_t unsent_bytes_max) {
+  bool post(std::int32_t dst, nb::bytes data, uint64_t unsent_bytes_max, bool is_more) {
     const std::int32_t peer = peer_of(dst);
     if (engine_.is_forked()) return true;
     const Hold held = engine_.hold();
-    return box_->post(peer, reinterpret_cast<const byte*>(data.c_str()), data.size(), unsent_bytes_max);
+    return box_->post(peer, reinterpret_cast<const byte*>(data.c_str()), data.size(), unsent_bytes_max, is_more);
   }
 
   bool lend(std::int32_t dst, uint64_t tag, nb::handle data, uint64_t number) {
@@ -169,7 +169,8 @@ void bind_mailbox(nb::module_& m) {
   nb::class_<PyMailbox>(m, "Mailbox")
       .def(nb::init<nb::object, uint64_t, uint64_t, std::shared_ptr<RankMap>>(), nb::arg("engine"), nb::arg("context"),
            nb::arg("tag"), nb::arg("rank_map"))
-      .def("post", &PyMailbox::post)
+      .def("post", &PyMailbox::post, nb::arg("dst"), nb::arg("data"), nb::arg("unsent_bytes_max"),
+           nb::arg("is_more") = false)
       .def("lend", &PyMailbox::lend)
       .def("is_lent", &PyMailbox::is_lent)
       .def("expect", &PyMailbox::expect)

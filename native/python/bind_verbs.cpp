@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "engine/engine.hpp"
+#include "python/blocking.hpp"
 #include "python/work.hpp"
 
 namespace unisono {
@@ -31,7 +32,7 @@ struct VerbsObject {
   PyObject_HEAD PyObject* group;  // what keeps `verb_group`
   VerbGroup* verb_group;          // nullptr: the reference path makes all calls
   NativeGroup* native;            // the same, if the engine runs its calls
-  PyObject* helper;
+  PyObject* adoption;
   PyObject* reference;
   bool is_started;
 };
@@ -64,23 +65,23 @@ PyObject* result_of(Call& call) {
   try {
     result = nb::steal(call.finish());
   } catch (...) {
-    call.leave_news();
+    call.leave_dispatch();
     throw;
   }
   if (result.is_valid())
-    call.tell_news();
+    call.dispatch_completions();
   else
-    call.leave_news();
+    call.leave_dispatch();
   return result.release().ptr();
 }
 
 PyObject* run_call(const VerbsObject& self, const VerbSpec& spec, const Given& given) {
-  Call call(*self.native, spec, self.helper);
+  Call call(*self.native, spec, self.adoption);
   call.prepare(given, false);
-  call.look_at_news();
+  call.catch_up();
   bool is_taken = call.begin_and_poll(true);
   if (!is_taken && call.is_poll() && call.withdraw()) {
-    call.leave_news();
+    call.leave_dispatch();
     Py_RETURN_NONE;
   }
   for (;; is_taken = false) {
@@ -91,7 +92,7 @@ PyObject* run_call(const VerbsObject& self, const VerbSpec& spec, const Given& g
       }
     switch (call.advance(true)) {
       case Call::Next::finish: return result_of(call);
-      case Call::Next::leave_to_python: call.leave_news(); return call.finish_adopted(call.adopt("carry_on"));
+      case Call::Next::leave_to_python: call.leave_dispatch(); return call.finish_adopted(call.adopt("carry_on"));
       case Call::Next::wait: break;
     }
   }
@@ -114,14 +115,15 @@ PyObject* call_verb(size_t index, PyObject* object, PyObject* const* args, Py_ss
   const VerbSpec& spec = specs[index];
   if (self.reference == nullptr && !bind_now(object)) return nullptr;
   try {
+    if (!self.is_started) check_may_block();
     Given given;
     if (VerbGroup* const group = self.verb_group;
         group != nullptr && spec.verb != Verb::reference && group->call_log.fast_path_open &&
         !(self.native != nullptr && self.native->completions.engine().is_forked()) &&
         given.bind(spec, args, count, names)) {
       try {
-        if (self.native == nullptr) return LibraryCall(*group, spec, self.helper).run(given, self.is_started);
-        return self.is_started ? start_call(self.group, *self.native, spec, self.helper, given)
+        if (self.native == nullptr) return LibraryCall(*group, spec, self.adoption).run(given, self.is_started);
+        return self.is_started ? start_call(self.group, *self.native, spec, self.adoption, given)
                                : run_call(self, spec, given);
       } catch (const LeftToReference&) {
         // Nothing was sent.
@@ -151,14 +153,14 @@ constexpr auto call_functions = functions(std::make_index_sequence<verbs_max>())
 PyTypeObject* verbs_type = nullptr;
 
 // Make the verbs of a new communicator, or of its `start`, work.
-void bind_object(nb::handle object, nb::handle group, nb::handle helper, nb::handle reference, bool is_started) {
+void bind_object(nb::handle object, nb::handle group, nb::handle adoption, nb::handle reference, bool is_started) {
   if (verbs_type == nullptr || !PyType_IsSubtype(Py_TYPE(object.ptr()), verbs_type))
     throw nb::type_error("allowed: an object of the type of verbs");
   VerbsObject& self = *reinterpret_cast<VerbsObject*>(object.ptr());
   self.verb_group = group.is_none() ? nullptr : &nb::cast<VerbGroup&>(group);
   self.native = nb::isinstance<NativeGroup>(group) ? &nb::cast<NativeGroup&>(group) : nullptr;
   Py_XSETREF(self.group, Py_NewRef(group.ptr()));
-  Py_XSETREF(self.helper, Py_NewRef(helper.ptr()));
+  Py_XSETREF(self.adoption, Py_NewRef(adoption.ptr()));
   Py_XSETREF(self.reference, Py_NewRef(reference.ptr()));
   self.is_started = is_started;
 }
@@ -166,7 +168,7 @@ void bind_object(nb::handle object, nb::handle group, nb::handle helper, nb::han
 int traverse_verbs(PyObject* object, visitproc visit, void* arg) {
   const VerbsObject& self = *reinterpret_cast<VerbsObject*>(object);
   Py_VISIT(Py_TYPE(object));
-  Py_VISIT(self.helper);
+  Py_VISIT(self.adoption);
   Py_VISIT(self.reference);
   return 0;
 }
@@ -175,7 +177,7 @@ int clear_verbs(PyObject* object) {
   VerbsObject& self = *reinterpret_cast<VerbsObject*>(object);
   self.verb_group = nullptr;
   self.native = nullptr;
-  Py_CLEAR(self.helper);
+  Py_CLEAR(self.adoption);
   Py_CLEAR(self.reference);
   Py_CLEAR(self.group);
   return 0;
@@ -310,8 +312,8 @@ void bind_verbs(nb::module_& m) {
       .def("introduce", &NativeGroup::introduce)
       .def("works_to_adopt", &NativeGroup::works_to_adopt, nb::arg("only_overdue"))
       .def("unwaited", &NativeGroup::unwaited);
-  m.def("bind_verbs", &bind_object, nb::arg("verbs"), nb::arg("group").none(), nb::arg("helper"), nb::arg("reference"),
-        nb::arg("is_started"));
+  m.def("bind_verbs", &bind_object, nb::arg("verbs"), nb::arg("group").none(), nb::arg("adoption"),
+        nb::arg("reference"), nb::arg("is_started"));
   m.def("set_user_files", [](nb::object is_users) { user_files.set_rule(std::move(is_users)); }, nb::arg("is_users"));
   m.def("make_verbs_type", &make_verbs_type, nb::arg("rows"), nb::arg("ops"));
 }

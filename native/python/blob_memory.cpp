@@ -54,6 +54,10 @@ PyObject* make_blob(PyObject* owner, void* data, Py_ssize_t bytes, bool is_writa
   return reinterpret_cast<PyObject*>(made);
 }
 
+PyObject* owner_of_blob(PyObject* object) {
+  return Py_TYPE(object) == blob_type() ? reinterpret_cast<BlobMemory*>(object)->owner : nullptr;
+}
+
 nanobind::object memory_object(engine::ResultMemory memory, uint64_t nbytes) {
   using engine::ResultMemory;
   auto held = std::make_unique<ResultMemory>(std::move(memory));

@@ -16,6 +16,9 @@ PyTypeObject* blob_type();
 // exception set.
 PyObject* make_blob(PyObject* owner, void* data, Py_ssize_t bytes, bool is_writable);
 
+// The object whose memory a BlobMemory is, borrowed; null for any other object.
+PyObject* owner_of_blob(PyObject* object);
+
 // Memory of a result as a buffer of `nbytes` that may be written to, and that gives it back. Throws
 // nanobind::python_error.
 nanobind::object memory_object(engine::ResultMemory memory, uint64_t nbytes);

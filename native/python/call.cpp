@@ -255,7 +255,7 @@ void Call::prepare_split(const Given& given) {
   if (color == nullptr) throw LeftToReference();
   static PyObject* const zero = PyLong_FromLong(0);
   PyObject* const key = given[Parameter::key] == nullptr ? zero : given[Parameter::key];
-  PyObject* const args[] = {helper_.ptr(), color, key};
+  PyObject* const args[] = {adoption_.ptr(), color, key};
   const nb::object row = nb::steal(PyObject_VectorcallMethod(split_row, args, 3, nullptr));
   if (!row.is_valid()) throw nb::python_error();
   group_.arguments.see(row.ptr(), "x", false, x_);
@@ -296,6 +296,12 @@ uint32_t ParsedCall::hash_of_call() const {
   return Fingerprint::hash_of(verb_group_.fingerprint_seed, dims);
 }
 
+// Whether its end shows that every rank has made the same call: what ends here has come from all of them.
+bool ParsedCall::shows_all() const {
+  const Counts given = counts();
+  return decision_->is_synchronizing && std::all_of(given.at, given.at + given.size, [](uint64_t n) { return n != 0; });
+}
+
 // What a report says of its arrays.
 void Call::note_lengths(const Argument& shown, CallLog::Lengths& lengths) const {
   lengths.are_known = true;
@@ -322,7 +328,7 @@ const Decision* ParsedCall::decide(const DecisionKey& key, const Given& given, u
     for (const std::int64_t length : fused_->lengths()) lengths.append(length);
   if (parts_.has_value())
     for (const std::int64_t length : parts_->elements()) lengths.append(length);
-  const nb::object decided = helper_.attr("decide")(
+  const nb::object decided = adoption_.attr("decide")(
       spec_.name, given_dtype == untyped ? int{plain_bytes} : int{given_dtype}, op, root_,
       algorithm == nullptr ? nb::str("auto") : nb::borrow<nb::str>(algorithm), shape, nb::tuple(lengths));
   return keep_decision(key, given_dtype, decided);
@@ -342,6 +348,7 @@ const Decision* ParsedCall::keep_decision(const DecisionKey& key, uint8_t given_
   decision->piece_elements = nb::cast<uint64_t>(values[1]);
   decision->fingerprint = fingerprint_of(nb::cast<nb::bytes>(values[2]));
   decision->is_shape_compared = nb::cast<bool>(values[6]);
+  decision->is_synchronizing = nb::cast<bool>(values[7]);
   const int code = nb::cast<int>(values[3]);
   const bool is_half =
       given_dtype == static_cast<uint8_t>(DType::float16) || given_dtype == static_cast<uint8_t>(DType::bfloat16);
@@ -421,7 +428,7 @@ PyObject* LibraryCall::run(const Given& given, bool is_started) {
     result = result_.object.is_valid() ? result_.object : (out_.is_given() ? out_ : x_).array();
   const nb::object timeout =
       timeout_ns_ >= 0 ? nb::object(nb::float_(static_cast<double>(timeout_ns_) / 1e9)) : nb::none();
-  const nb::object has_run = decision_->library(helper_, count_, bytes_of(fingerprint_), operand, result,
+  const nb::object has_run = decision_->library(adoption_, count_, bytes_of(fingerprint_), operand, result,
                                                 code_.is_valid() ? code_ : nb::none(), instruction_, timeout);
   if (!nb::cast<bool>(has_run)) throw LeftToReference();
   ++verb_group_.ended;
@@ -509,29 +516,29 @@ void Call::poll_if_short() {
     group_.completions.poll_briefly([this] { return is_poll_over(); });
 }
 
-void Call::look_at_news() {
-  if (is_collective()) tell_news();
+void Call::catch_up() {
+  if (is_collective()) dispatch_completions();
   if (!group_.call_log.fast_path_open) throw LeftToReference();
 }
 
-void Call::tell_news() {
-  if (!group_.completions.has_news()) [[likely]]
+void Call::dispatch_completions() {
+  if (!group_.completions.has_undispatched()) [[likely]]
     return;
   try {
-    helper_.attr("look_at_news")();
+    adoption_.attr("catch_up")();
   } catch (...) {
-    leave_news();
+    leave_dispatch();
     throw;
   }
 }
 
-void Call::leave_news() {
+void Call::leave_dispatch() {
   const Hold held = group_.completions.engine().hold();
-  group_.completions.leave_news_to_pump();
+  group_.completions.leave_dispatch_to_pump();
 }
 
-// True if it needs nothing of Python but that it tells what has come for others.
-bool Call::is_undisturbed(const CallLog::InFlightCall& flight) const {
+// True if it needs nothing of Python but that it dispatches what has come for others.
+bool Call::is_uninterrupted(const CallLog::InFlightCall& flight) const {
   return group_.call_log.fast_path_open && !flight.is_recalled.load(std::memory_order_relaxed) &&
          !group_.completions.engine().is_closed();
 }
@@ -545,11 +552,13 @@ bool Call::take() {
     group_.completions.recycle(op);
   }
   started_ = 0;
-  if (is_collective())
+  if (is_collective()) {
+    if (stage() == 0 && shows_all()) ++group_.call_log.agreed;
     if (const UnexpectedMessage* const first =
             group_.completions.first_unmet(group_.context, tag_of(sequence_) + stage());
         first != nullptr) [[unlikely]]
       unclaimed_.emplace(first->envelope);
+  }
   ++group_.ended;
   return true;
 }
@@ -600,15 +609,15 @@ Call::Waited Call::wait(std::int64_t limit_ns) {
     }
     if (now >= attention) break;
     if (has_other) {
-      if (!is_undisturbed(flight)) break;
+      if (!is_uninterrupted(flight)) break;
       try {
-        tell_news();
+        dispatch_completions();
       } catch (nb::python_error& error) {
         error.restore();
         waited = Waited::interrupted;
         break;
       }
-      if (!is_undisturbed(flight)) break;
+      if (!is_uninterrupted(flight)) break;
     }
     if (now >= limit_ns) {
       waited = Waited::limit;
@@ -616,7 +625,7 @@ Call::Waited Call::wait(std::int64_t limit_ns) {
     }
   }
   std::erase(group_.call_log.flights, &flight);
-  if (waited != Waited::taken) leave_news();
+  if (waited != Waited::taken) leave_dispatch();
   return waited;
 }
 
@@ -628,7 +637,7 @@ bool Call::poll(unsigned idle_polls) {
     static const std::atomic<bool> never_recalled{false};
     const std::int64_t pause = std::min<std::int64_t>(poll_ns_max, std::int64_t{idle_polls} * 1000);
     group_.completions.wait_until(held, [this] { return has_ended(); }, now_ns() + pause, never_recalled);
-    group_.completions.leave_news_to_pump();
+    group_.completions.leave_dispatch_to_pump();
   }
   const Hold held = group_.completions.engine().hold();
   if (started_ != 0 && !has_ended()) group_.completions.engine().poll_briefly([this] { return has_ended(); });
@@ -704,8 +713,8 @@ nb::object Call::hand_over(const char* how, nb::object keeper, unsigned count) {
       timeout_ns_ >= 0 ? nb::object(nb::float_(static_cast<double>(timeout_ns_) / 1e9)) : nb::none();
   const nb::object method = nb::steal(interned(how));
   const nb::float_ begun_at(static_cast<double>(begun_at_) / 1e9);
-  PyObject* const args[] = {helper_.ptr(), spec_.word,       sequence.ptr(), header.ptr(), begun_at.ptr(),
-                            timeout.ptr(), operations.ptr(), memory.ptr(),   root.ptr(),   algorithm.ptr()};
+  PyObject* const args[] = {adoption_.ptr(), spec_.word,       sequence.ptr(), header.ptr(), begun_at.ptr(),
+                            timeout.ptr(),   operations.ptr(), memory.ptr(),   root.ptr(),   algorithm.ptr()};
   PyObject* const carried = call_method(method.ptr(), args, std::size(args));
   if (carried == nullptr) throw nb::python_error();
   return nb::steal(carried);
@@ -755,8 +764,8 @@ PyObject* Call::finish() {
     // A message waits for a call that has been made here: Python compares, and raises if it was another.
     const CompletionQueue::Unclaimed unclaimed = *unclaimed_;
     unclaimed_.reset();
-    helper_.attr("check_unclaimed")(unclaimed.source, unclaimed.sequence,
-                                    nb::bytes(unclaimed.header.data(), unclaimed.header.size()));
+    adoption_.attr("check_unclaimed")(unclaimed.source, unclaimed.sequence,
+                                      nb::bytes(unclaimed.header.data(), unclaimed.header.size()));
   }
   if (announced_) return stage() == 0 ? announced_->result.release().ptr() : finish_second_stage();
   switch (spec_.verb) {
@@ -808,7 +817,7 @@ PyObject* ParsedCall::give() {
 nb::object Call::make_group() {
   const nb::object timeout =
       timeout_ns_ >= 0 ? nb::object(nb::float_(static_cast<double>(timeout_ns_) / 1e9)) : nb::none();
-  return helper_.attr("make_group")(sequence_, nb::borrow(x_.given), result_.object, timeout, is_started_);
+  return adoption_.attr("make_group")(sequence_, nb::borrow(x_.given), result_.object, timeout, is_started_);
 }
 
 }  // namespace unisono

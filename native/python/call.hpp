@@ -154,8 +154,8 @@ struct Announced {
 // (LibraryCall).
 class ParsedCall {
  public:
-  ParsedCall(VerbGroup& group, const VerbSpec& spec, nb::handle helper)
-      : verb_group_(group), spec_(spec), helper_(helper) {}
+  ParsedCall(VerbGroup& group, const VerbSpec& spec, nb::handle adoption)
+      : verb_group_(group), spec_(spec), adoption_(adoption) {}
   ParsedCall(const ParsedCall&) = delete;
   ParsedCall& operator=(const ParsedCall&) = delete;
 
@@ -167,6 +167,7 @@ class ParsedCall {
   const Decision* decide(const DecisionKey& key, const Given& given, uint8_t dtype, std::span<const Py_ssize_t> shape);
   const Decision* keep_decision(const DecisionKey& key, uint8_t given_dtype, nb::handle decided);
   uint32_t hash_of_call() const;
+  bool shows_all() const;
   void find_target(const Given& given);
   void find_site();
   void widen();
@@ -189,7 +190,7 @@ class ParsedCall {
 
   VerbGroup& verb_group_;
   const VerbSpec& spec_;
-  nb::handle helper_;
+  nb::handle adoption_;
   Argument x_, out_;
   Result result_;
   std::optional<PartCounts> parts_;   // of a reduce_scatter_v
@@ -219,18 +220,19 @@ class LibraryCall : public ParsedCall {
 
 class Call : public ParsedCall {
  public:
-  Call(NativeGroup& group, const VerbSpec& spec, nb::handle helper) : ParsedCall(group, spec, helper), group_(group) {}
+  Call(NativeGroup& group, const VerbSpec& spec, nb::handle adoption)
+      : ParsedCall(group, spec, adoption), group_(group) {}
 
   // Read the arguments and find the decision. Throws LeftToReference, or nb::python_error.
   void prepare(const Given& given, bool is_started);
   // Keep the arguments beyond the caller's frame.
   void keep();
-  // Let Python see what has come, before a collective begins. LeftToReference if the fast path is closed.
-  void look_at_news();
-  // Let Python see what has come for others: the pump has not woken up for it while this call was looked for or waited
-  // for. Whoever takes the call does this, or leaves it to the pump.
-  void tell_news();
-  void leave_news();
+  // Dispatch what has come, before a collective begins. LeftToReference if the fast path is closed then.
+  void catch_up();
+  // Dispatch what has come for others: the pump has not woken up for it while a thread polled for this call or waited
+  // for it. The thread that takes the call does this, or leaves it to the pump.
+  void dispatch_completions();
+  void leave_dispatch();
   // Start its operations: allowed, numbered and under way while nobody else runs Python.
   void begin();
   // Look for its end for a few rounds of progress, if that is worth it; true if it has ended well and was taken.
@@ -259,7 +261,7 @@ class Call : public ParsedCall {
   bool has_failed();
   // One look at the links; true if it has ended well and was taken.
   bool poll(unsigned idle_polls);
-  // Let Python carry it on: `how` is the method of the helper, which returns a Work. It keeps the memory and `keeper`
+  // Let Python carry it on: `how` is the method of the adoption, which returns a Work. It keeps the memory and `keeper`
   // until the operations have ended.
   nb::object adopt(const char* how, nb::object keeper = nb::none());
   // After it has ended well: what is left to do. A second stage is begun here.
@@ -276,7 +278,7 @@ class Call : public ParsedCall {
   uint64_t sequence() const { return sequence_; }
   const VerbSpec& spec() const { return spec_; }
   NativeGroup& group() const { return group_; }
-  nb::handle helper() const { return helper_; }
+  nb::handle adoption() const { return adoption_; }
   nb::handle code() const { return code_; }
   int instruction() const { return instruction_; }
   // When Python must look at it at the latest, and the pump, if no thread waits for it.
@@ -330,10 +332,10 @@ class Call : public ParsedCall {
   }
   // With the engine's lock: true if all operations ended well; then they are back in their pools.
   bool take();
-  // Give its operations, with what they work on, to the helper.
+  // Give its operations, with what they work on, to the adoption.
   nb::object hand_over(const char* how, nb::object keeper, unsigned count);
   void release(unsigned count);
-  bool is_undisturbed(const engine::CallLog::InFlightCall& flight) const;
+  bool is_uninterrupted(const engine::CallLog::InFlightCall& flight) const;
   nb::object message_of(unsigned index) const;
   nb::object received();
   nb::object received_object();

@@ -173,7 +173,7 @@ nb::object Call::received() {
   if (spec_.verb == Verb::probe) return status();
   if (!header_.empty()) {
     const std::int32_t rank = src_ != any_source ? src_ : group_.rank_map->to_local(source_);
-    helper_.attr("check_introduction")(nb::bytes(header_.data(), header_.size()), rank);
+    adoption_.attr("check_introduction")(nb::bytes(header_.data(), header_.size()), rank);
   }
   if (spec_.verb == Verb::recv_object) return received_object();
   if (spec_.verb != Verb::recv_bytes) return status();
@@ -185,7 +185,7 @@ nb::object Call::received_object() {
   try {
     return unpack_object(std::move(received_), met_bytes_);
   } catch (nb::python_error& error) {
-    const nb::object raised = helper_.attr("located")(nb::handle(spec_.word), nb::borrow(error.value()));
+    const nb::object raised = adoption_.attr("located")(nb::handle(spec_.word), nb::borrow(error.value()));
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
   }
   throw nb::python_error();

@@ -116,6 +116,8 @@ class Packer {
   PyObject* to_bytes();
 
   // What was packed, in parts.
+  size_t head_size() const { return used_; }
+  void copy_head_to(byte* target) const;
   PyObject* head_to_bytes();
   const std::vector<Blob>& blobs() const { return blobs_; }
 
@@ -154,12 +156,15 @@ class Packer {
   PyObject* steps_ = nullptr;  // to the part that failed, from the inside out
 };
 
+// A blob as a memoryview, which keeps its memory; null with an exception set.
+PyObject* view_of(const Packer::Blob& blob);
+
 // The value that Packer packed in one piece; null: a ProtocolError or an error of a registered class is set. Long
 // arrays are views of `memory`, a writable buffer that begins at `data`; without it they get memory of their own.
 PyObject* unpack(const byte* data, size_t bytes, PyObject* memory = nullptr);
 
-// The same in parts. A bytes object is used as it is for bytes, a bytearray for a bytearray, writable memory for an
-// array; everything else is copied.
+// The same in parts. A bytes object, a bytearray or ASCII text is used as it is for a value of that kind, given as
+// itself or as its memory (blob_memory.hpp), and writable memory for an array; everything else is copied.
 PyObject* unpack_parts(const byte* head, size_t bytes, PyObject* const* blobs, size_t count);
 
 }  // namespace unisono::codec

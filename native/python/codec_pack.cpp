@@ -4,6 +4,7 @@
 #include <new>
 
 #include "python/argument.hpp"
+#include "python/blob_memory.hpp"
 #include "python/codec.hpp"
 
 namespace unisono::codec {
@@ -52,10 +53,14 @@ size_t Packer::size() const {
   return end;
 }
 
-void Packer::copy_to(byte* target) const {
+void Packer::copy_head_to(byte* target) const {
   const uint64_t prefix = static_cast<uint64_t>(used_) << magic_bits | magic;
   std::memcpy(target, &prefix, sizeof prefix);
   std::memcpy(target + prefix_bytes, at_ + prefix_bytes, used_ - prefix_bytes);
+}
+
+void Packer::copy_to(byte* target) const {
+  copy_head_to(target);
   size_t end = used_;
   const auto pad = [&] {
     std::memset(target + end, 0, aligned(end) - end);
@@ -85,6 +90,20 @@ PyObject* Packer::head_to_bytes() {
   grown_ = nullptr;
   at_ = first_;
   if (_PyBytes_Resize(&made, length) != 0) return nullptr;
+  return made;
+}
+
+PyObject* view_of(const Packer::Blob& blob) {
+  if (PyMemoryView_Check(blob.owner)) {
+    const Py_buffer& view = *PyMemoryView_GET_BUFFER(blob.owner);
+    const bool is_plain = view.ndim == 1 && (view.format == nullptr || std::strcmp(view.format, "B") == 0);
+    if (is_plain && PyByteArray_CheckExact(view.obj)) return Py_NewRef(blob.owner);
+  }
+  if (PyBytes_CheckExact(blob.owner)) return PyMemoryView_FromObject(blob.owner);
+  PyObject* const memory =
+      make_blob(Py_NewRef(blob.owner), const_cast<byte*>(blob.data), static_cast<Py_ssize_t>(blob.bytes), false);
+  PyObject* const made = memory != nullptr ? PyMemoryView_FromObject(memory) : nullptr;
+  Py_XDECREF(memory);
   return made;
 }
 

@@ -2,6 +2,7 @@
 #include <memory>
 
 #include "python/argument.hpp"
+#include "python/blob_memory.hpp"
 #include "python/codec.hpp"
 
 namespace unisono::codec {
@@ -37,6 +38,12 @@ class Keys {
   PyObject* keys_[64] = {nullptr};
 };
 
+bool is_ascii(const byte* data, size_t bytes) {
+  uint8_t all = 0;
+  for (size_t i = 0; i < bytes; ++i) all |= static_cast<uint8_t>(data[i]);
+  return all < 128;
+}
+
 // What arrays need to be used where they are: as much as every element of theirs.
 constexpr size_t array_alignment = 16;
 
@@ -45,6 +52,7 @@ struct Blob {
   PyObject* owner = nullptr;  // borrowed; null: the memory may be read now and never again
   size_t offset = 0;          // of the data in the owner's memory
   bool is_writable = false;
+  PyObject* whole = nullptr;  // borrowed; an object that the data is all of
 };
 
 // Where the blobs are.
@@ -66,7 +74,7 @@ class BlobsInOnePiece : public Blobs {
     const size_t start = aligned(end_);
     if (start > bytes_ || bytes > bytes_ - start) return false;
     end_ = aligned(start + bytes);
-    blob = {data_ + start, memory_, start, memory_ != nullptr};
+    blob = {data_ + start, memory_, start, memory_ != nullptr, nullptr};
     return true;
   }
   bool are_all_used() const override { return end_ == bytes_; }
@@ -91,7 +99,8 @@ class BlobsInParts : public Blobs {
     if (PyObject_GetBuffer(owner, &view, PyBUF_SIMPLE) != 0) return false;
     ++used_;
     if (static_cast<size_t>(view.len) != bytes) return false;
-    blob = {static_cast<const byte*>(view.buf), owner, 0, !view.readonly};
+    PyObject* const lender = owner_of_blob(owner);
+    blob = {static_cast<const byte*>(view.buf), owner, 0, !view.readonly, lender != nullptr ? lender : owner};
     return true;
   }
   bool are_all_used() const override { return used_ == count_; }
@@ -243,15 +252,18 @@ PyObject* Unpacker::blob(Tag tag) {
   if (!get_blob(length, blob)) return malformed("malformed object: memory of another length than it names");
   const char* const data = reinterpret_cast<const char*>(blob.data);
   const auto bytes = static_cast<Py_ssize_t>(length);
-  if (tag == Tag::text_blob) return PyUnicode_DecodeUTF8(data, bytes, nullptr);
-  // Memory that is the object's own, from its first byte to its last.
-  const bool is_whole = blob.owner != nullptr && blob.offset == 0;
-  if (tag == Tag::bytes_blob) {
-    if (is_whole && PyBytes_CheckExact(blob.owner)) return Py_NewRef(blob.owner);
-    return PyBytes_FromStringAndSize(data, bytes);
+  PyObject* const whole = blob.whole;
+  switch (tag) {
+    case Tag::text_blob:
+      if (whole == nullptr || !PyUnicode_CheckExact(whole)) return PyUnicode_DecodeUTF8(data, bytes, nullptr);
+      return is_ascii(blob.data, length) ? Py_NewRef(whole) : malformed("malformed object: text that is not ASCII");
+    case Tag::bytes_blob:
+      if (whole != nullptr && PyBytes_CheckExact(whole)) return Py_NewRef(whole);
+      return PyBytes_FromStringAndSize(data, bytes);
+    default:
+      if (whole != nullptr && PyByteArray_CheckExact(whole)) return Py_NewRef(whole);
+      return PyByteArray_FromStringAndSize(data, bytes);
   }
-  if (is_whole && PyByteArray_CheckExact(blob.owner)) return Py_NewRef(blob.owner);
-  return PyByteArray_FromStringAndSize(data, bytes);
 }
 
 template <class T>

@@ -17,5 +17,6 @@ NB_MODULE(_native, m) {
   unisono::bind_engine(m);
   unisono::bind_call_log(m);
   unisono::bind_mailbox(m);
+  unisono::bind_rpc_frame(m);
   unisono::bind_verbs(m);
 }

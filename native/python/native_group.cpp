@@ -13,10 +13,10 @@ CompletionQueue& completions_of(nb::handle engine);
 namespace {
 
 // Up to this many bytes a call does not wait until peers from which nothing comes back have met its messages, and no
-// more often than this in a row: then it waits, so that no rank is further ahead. The messages fit into the credit many
-// times over, and a wait costs a message there and back, a few percent of 32 calls.
+// more often than this in a row: then it waits, so that no rank is further ahead. Where ranks share a core, a wait
+// costs the rank its turn on the core. The credit of the peer bounds the bytes.
 constexpr uint64_t run_ahead_bytes = 16 * 1024;
-constexpr uint8_t run_ahead_max = 32;
+constexpr uint8_t run_ahead_max = 240;
 
 }  // namespace
 

@@ -26,6 +26,7 @@ struct Decision {
   nb::object library;               // instead of a program: what calls a library
   engine::Fingerprint fingerprint;  // but for count and hash
   bool is_shape_compared = false;
+  bool is_synchronizing = false;  // with elements in every block, its end shows that all ranks have called it
   Reduce kernel = nullptr;
   uint64_t itemsize = 1;     // of what is never separated
   std::int64_t divisor = 0;  // of a mean; 0 divides nothing
@@ -147,9 +148,9 @@ class NativeGroup : public VerbGroup {
   nb::list unclaimed(uint64_t sequence);
   // Whether a message waits here that no receive has met.
   bool has_unexpected() const;
-  // Who has not shown yet that it has made all calls that ended here.
+  // The ranks that have not confirmed yet that they made all calls that ended here (run-ahead).
   std::vector<std::int32_t> unconfirmed_ranks() const;
-  // Whether no call is under way or unseen, no peer is behind, and no message waits: the group can be left at once.
+  // Whether no call is under way or unseen, no rank unconfirmed, and no message waits: the group can be left at once.
   bool is_idle() const;
   bool is_introduced(size_t rank) const { return is_introduced_[rank]; }
   void introduce(size_t rank);
@@ -160,7 +161,7 @@ class NativeGroup : public VerbGroup {
   nb::list unwaited() const;
   // Count what a collective about to start sends to peers that do not answer; true if it may run ahead of them.
   bool count_run_ahead(const engine::Run& run, uint64_t nbytes);
-  // Whether this group makes its first call of a class; a second time it is not the first any more.
+  // Whether this group makes its first call of a class: true the first time it is asked.
   bool takes_first_call(const Decision& decision);
 
   engine::CompletionQueue& completions;

@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "engine/engine.hpp"
+#include "python/blocking.hpp"
 #include "python/unwinding.hpp"
 
 namespace unisono {
@@ -152,7 +153,7 @@ void conclude(StartedCall& started, nb::object adopted_result = {}) {
 // Another thread makes the result, or lets Python adopt it.
 void wait_until_settled(const StartedCall& started) {
   while (started.state == StartedCall::State::changing) {
-    if (is_changing_here(started)) started.helper.attr("refuse_nested")();
+    if (is_changing_here(started)) started.adoption.attr("refuse_nested")();
     const GilReleased released;
     sched_yield();
   }
@@ -209,13 +210,13 @@ void settle(StartedCall& started) {
 // A forked child has no engine.
 void check_process(const StartedCall& started) {
   if (started.native.completions.engine().is_forked()) [[unlikely]]
-    started.helper.attr("refuse_forked")();
+    started.adoption.attr("refuse_forked")();
 }
 
 PyObject* outcome_of(const StartedCall& started) {
   if (!started.error.is_valid()) return Py_NewRef(started.result.ptr());
   // Each thread that asks raises its own copy, so that tracebacks do not grow into each other.
-  const nb::object error = started.helper.attr("copy_of")(started.error);
+  const nb::object error = started.adoption.attr("copy_of")(started.error);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   return nullptr;
 }
@@ -234,7 +235,7 @@ std::int64_t limit_of(const StartedCall& started, PyObject* timeout) {
   if (PyLong_CheckExact(timeout)) seconds = PyLong_AsDouble(timeout);
   PyErr_Clear();
   if (!(seconds >= 0)) {
-    const nb::object deadline = started.helper.attr("runtime").attr("deadline")(nb::handle(timeout));
+    const nb::object deadline = started.adoption.attr("runtime").attr("deadline")(nb::handle(timeout));
     const nb::object given = deadline.attr("given_s");
     if (given.is_none()) return never;
     seconds = nb::cast<double>(given);
@@ -244,9 +245,13 @@ std::int64_t limit_of(const StartedCall& started, PyObject* timeout) {
 
 PyObject* wait_for(PyObject* self, PyObject* timeout) {
   StartedCall* const started = as_work(self).started;
-  if (started == nullptr) return wait_by_python(self, timeout);
+  if (started == nullptr) {
+    check_may_block();
+    return wait_by_python(self, timeout);
+  }
   check_process(*started);
   see(*started);
+  if (started->state != StartedCall::State::done) check_may_block();
   const bool is_over = started->state == StartedCall::State::adopted || started->state == StartedCall::State::done;
   const std::int64_t limit = is_over ? never : limit_of(*started, timeout);
   nb::object rest = nb::borrow(timeout);
@@ -260,7 +265,7 @@ PyObject* wait_for(PyObject* self, PyObject* timeout) {
     switch (waited) {
       case Call::Waited::taken:
         settle(*started);
-        started->call->tell_news();
+        started->call->dispatch_completions();
         break;
       case Call::Waited::interrupted: return nullptr;
       case Call::Waited::attention:
@@ -440,6 +445,7 @@ nb::object wait_works(nb::tuple works, double seconds) {
       }
     }
     const std::int64_t now = now_ns();
+    if (ended.size() == 0) check_may_block();
     if (ended.size() != 0 || (!is_first && now >= limit)) return std::move(ended);
     const auto is_one_over = [&active] {
       return std::any_of(active.begin(), active.end(), [](const StartedCall* one) { return one->call->is_over(); });
@@ -459,10 +465,10 @@ nb::object wait_works(nb::tuple works, double seconds) {
   }
 }
 
-PyObject* helper_of(PyObject* self, void*) {
+PyObject* adoption_of(PyObject* self, void*) {
   const StartedCall* const started = as_work(self).started;
   if (started == nullptr) Py_RETURN_NONE;
-  return Py_NewRef(started->helper.ptr());
+  return Py_NewRef(started->adoption.ptr());
 }
 
 // Whether it has ended, without a look at the links.
@@ -492,14 +498,14 @@ void finalize_work(PyObject* self) {
   PyErr_Fetch(&type, &value, &trace);
   try {
     if (!started->is_observed)
-      started->helper.attr("note_unwaited")(nb::handle(started->spec.word), started->code, started->lasti);
+      started->adoption.attr("note_unwaited")(nb::handle(started->spec.word), started->code, started->lasti);
     if (started->state == StartedCall::State::active && !started->native.completions.engine().is_closed()) {
       // The pump makes the group of a split, and leaves it: other members may use it.
       if (started->spec.verb == Verb::split)
         observe(*started);
       else if (!started->call->poll(0)) {
         observe(*started);
-        started->helper.attr("warn_dropped")(nb::handle(started->spec.word));
+        started->adoption.attr("warn_dropped")(nb::handle(started->spec.word));
       }
     }
   } catch (nb::python_error& error) {
@@ -521,7 +527,7 @@ void drop_work(PyObject* self) {
 int traverse_work(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (const StartedCall* const started = as_work(self).started; started != nullptr) {
-    Py_VISIT(started->helper.ptr());
+    Py_VISIT(started->adoption.ptr());
     Py_VISIT(started->result.ptr());
     Py_VISIT(started->error.ptr());
   }
@@ -552,7 +558,7 @@ PyMethodDef work_methods[] = {
     {},
 };
 PyGetSetDef work_attributes[] = {{"_verb", name_of, nullptr, nullptr, nullptr},
-                                 {"_helper", helper_of, nullptr, nullptr, nullptr},
+                                 {"_adoption", adoption_of, nullptr, nullptr, nullptr},
                                  {"_is_concluded", is_done_of, nullptr, nullptr, nullptr},
                                  {"_call_site", call_site_of, nullptr, nullptr, nullptr},
                                  {}};
@@ -570,9 +576,9 @@ PyType_Spec work_spec = {"unisono._native.WorkBase", sizeof(WorkObject), 0,
 
 }  // namespace
 
-PyObject* start_call(nb::handle group, NativeGroup& native, const VerbSpec& spec, nb::handle helper,
+PyObject* start_call(nb::handle group, NativeGroup& native, const VerbSpec& spec, nb::handle adoption,
                      const Given& given) {
-  auto started = std::make_unique<StartedCall>(nb::borrow(group), native, spec, nb::borrow(helper));
+  auto started = std::make_unique<StartedCall>(nb::borrow(group), native, spec, nb::borrow(adoption));
   Call& call = *started->call;
   call.prepare(given, true);
   nb::object work = nb::steal(work_type->tp_alloc(work_type, 0));
@@ -580,7 +586,7 @@ PyObject* start_call(nb::handle group, NativeGroup& native, const VerbSpec& spec
   call.keep();
   started->code = nb::borrow(call.code());
   started->lasti = call.instruction();
-  call.look_at_news();
+  call.catch_up();
   const bool is_taken = call.begin_and_poll(false);
   StartedCall& one = *started;
   one.work = reinterpret_cast<WorkObject*>(work.ptr());
@@ -620,7 +626,7 @@ nb::list NativeGroup::works_to_adopt(bool only_overdue) {
 }
 
 nb::list NativeGroup::unwaited() const {
-  // Making a tuple may run the garbage collector, and that may drop works: first they are read, then told.
+  // Making a tuple may run the garbage collector, and that may drop works: first they are read, then dispatched.
   std::vector<std::tuple<nb::object, nb::object, int>> found;
   for (const StartedLink* link = started.front(); link != nullptr; link = StartedList::next(*link))
     if (const auto* const one = static_cast<const StartedCall*>(link); !one->is_observed)

@@ -12,11 +12,11 @@ namespace unisono {
 struct WorkObject;
 
 struct StartedCall : StartedLink, engine::Observer {
-  StartedCall(nb::object group, NativeGroup& native, const VerbSpec& spec, nb::object helper)
+  StartedCall(nb::object group, NativeGroup& native, const VerbSpec& spec, nb::object adoption)
       : group(std::move(group)),
         native(native),
-        helper(std::move(helper)),
-        call(std::in_place, native, spec, this->helper),
+        adoption(std::move(adoption)),
+        call(std::in_place, native, spec, this->adoption),
         spec(spec) {}
 
   // active -> changing -> done, or active -> changing -> adopted -> changing -> done. While it is changing, a thread
@@ -25,7 +25,7 @@ struct StartedCall : StartedLink, engine::Observer {
 
   nb::object group;  // keeps `native`
   NativeGroup& native;
-  nb::object helper;
+  nb::object adoption;
   std::optional<Call> call;  // until it is done and no thread looks at it
   const VerbSpec& spec;
   State state = State::active;
@@ -49,7 +49,7 @@ struct StartedCall : StartedLink, engine::Observer {
 };
 
 // Start a call; returns a new Work. Throws LeftToReference or nb::python_error before anything was sent.
-PyObject* start_call(nb::handle group, NativeGroup& native, const VerbSpec& spec, nb::handle helper,
+PyObject* start_call(nb::handle group, NativeGroup& native, const VerbSpec& spec, nb::handle adoption,
                      const Given& given);
 
 void bind_work(nb::module_& m);

@@ -26,6 +26,7 @@ __all__ = [
     "launch",
     "launch_variables",
     "network",
+    "torch_variables",
 ]
 
 KIB = 1024
@@ -272,14 +273,18 @@ def environment(changes: Mapping[str, str], defaults: Mapping[str, str] | None =
 def launch_variables(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
     """What `unisono run` tells a rank about itself: for `uni.init`, and by torch's names for its programs."""
     numbers = (rank, size, local_rank, local_size)
-    ours, torch = (_named(name) for name in ("unisono run", BARE))
-    return {
-        name: str(number)
-        for each in (ours, torch)
-        for name, number in zip(
-            (each.rank, each.size, each.local_rank, each.local_size), numbers, strict=True
-        )
-    }
+    return {**_numbered("unisono run", *numbers), **torch_variables(*numbers)}
+
+
+def torch_variables(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
+    """What programs of torch are told of a rank."""
+    return _numbered(BARE, rank, size, local_rank, local_size)
+
+
+def _numbered(launcher: str, *numbers: int) -> dict[str, str]:
+    each = _named(launcher)
+    names = (each.rank, each.size, each.local_rank, each.local_size)
+    return {name: str(number) for name, number in zip(names, numbers, strict=True)}
 
 
 def as_options(options: Mapping[str, str | None], variables: Mapping[str, str]) -> dict[str, str]:

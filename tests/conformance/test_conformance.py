@@ -83,18 +83,18 @@ class QueueBackend(ProtocolBackend):
 
     @classmethod
     def create(cls, size: int) -> list[QueueBackend]:
-        offices: list[QueueBackend] = []
-        offices.extend(cls(rank, size, offices) for rank in range(size))
-        for office in offices:
-            office.deliverer.start()
-        return offices
+        ranks: list[QueueBackend] = []
+        ranks.extend(cls(rank, size, ranks) for rank in range(size))
+        for each in ranks:
+            each.deliverer.start()
+        return ranks
 
-    def __init__(self, rank: int, size: int, offices: list[QueueBackend]) -> None:
+    def __init__(self, rank: int, size: int, ranks: list[QueueBackend]) -> None:
         config = Config()
         super().__init__(Endpoint(Protocol(rank, config), self._carry), size, config, RealRuntime())
-        self.letters: queue.Queue[tuple[int, Frame] | PeerDown | None] = queue.Queue()
+        self.frames: queue.Queue[tuple[int, Frame] | PeerDown | None] = queue.Queue()
         self.deliverer = threading.Thread(target=self._deliver_all, name=f"deliverer-{rank}", daemon=True)
-        self._offices = offices
+        self._ranks = ranks
 
     @property
     def capabilities(self) -> Capabilities:
@@ -104,16 +104,16 @@ class QueueBackend(ProtocolBackend):
         if not self.endpoint.close():
             return
         self.endpoint.cut()
-        for office in self._offices:
-            office.letters.put(None if office is self else PeerDown(self.rank, "left", left=True))
+        for each in self._ranks:
+            each.frames.put(None if each is self else PeerDown(self.rank, "left", left=True))
 
     def _carry(self, outgoing: Transmit) -> tuple[()]:
         frame = outgoing.frame._replace(data=bytes(outgoing.frame.data))
-        self._offices[outgoing.peer].letters.put((self.rank, frame))
+        self._ranks[outgoing.peer].frames.put((self.rank, frame))
         return ()
 
     def _deliver_all(self) -> None:
-        while (item := self.letters.get()) is not None:
+        while (item := self.frames.get()) is not None:
             if isinstance(item, PeerDown):
                 self.endpoint.peer_down(item)
             elif not self.endpoint.protocol.is_closed:

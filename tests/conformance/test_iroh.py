@@ -312,7 +312,7 @@ def test_a_forked_child_is_refused() -> None:
 # -- strangers --------------------------------------------------------------------------------------------
 
 
-async def knock(addresses: list[str], key: bytes, alpn: bytes) -> str:
+async def connect_as_stranger(addresses: list[str], key: bytes, alpn: bytes) -> str:
     """Connect with a key that nobody knows: how it ends."""
     import iroh
 
@@ -341,7 +341,8 @@ class Knocking(UnconnectedIroh):
 
             first = Card.parse(cards[0])
             answers = [
-                asyncio.run(knock(first.addresses, first.key, alpn)) for alpn in (ALPN, b"unisono/other")
+                asyncio.run(connect_as_stranger(first.addresses, first.key, alpn))
+                for alpn in (ALPN, b"unisono/other")
             ]
             assert "no rank of this world" in answers[0], answers
             assert "no connection" in answers[1], answers
@@ -355,7 +356,7 @@ def test_a_stranger_without_the_ticket_is_refused_before_and_after_the_world_is_
         comm = Communicator.world(backend)
         card = backend._transport._endpoint.card
         addresses, key = comm.broadcast_object((card.addresses, card.key), 0)
-        answer = asyncio.run(knock(addresses, key, ALPN)) if comm.rank == 1 else ""
+        answer = asyncio.run(connect_as_stranger(addresses, key, ALPN)) if comm.rank == 1 else ""
         total = int(comm.all_reduce(comm.rank))
         comm.close()
         return total, answer

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.oracle import UFUNCS
 from tests.support.processes import KINDS, run_processes
 from tests.support.ranks import Ended, run_ranks
 
@@ -85,20 +86,6 @@ def numbers(shape: Any, name: str, seed: int) -> np.ndarray:
     return (x + 1j * rng.integers(-2, 3, shape) if kind is Kind.COMPLEX else x).astype(numpy_type(name))
 
 
-REDUCE = {
-    "sum": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "band": np.bitwise_and,
-    "bor": np.bitwise_or,
-    "bxor": np.bitwise_xor,
-    "land": np.logical_and,
-    "lor": np.logical_or,
-    "lxor": np.logical_xor,
-}
-
-
 def reduced(parts: list[np.ndarray], op: str) -> np.ndarray:
     """The reduction of contributions in rank order, in their own type."""
     kind = parts[0].dtype
@@ -112,13 +99,13 @@ def reduced(parts: list[np.ndarray], op: str) -> np.ndarray:
     total = parts[0]
     with np.errstate(over="ignore"):
         for part in parts[1:]:
-            total = REDUCE[op](total, part).astype(kind)
+            total = UFUNCS[op](total, part).astype(kind)
     return total
 
 
 def ops_for(name: str) -> list[str]:
     fit = []
-    for op in (*REDUCE, "mean"):
+    for op in (*UFUNCS, "mean"):
         try:
             as_op(op).check(DTYPES[name])
         except uni.UsageError:

@@ -26,7 +26,7 @@ from unisono.comm.mismatch import Mismatch
 from unisono.comm.world import card_of
 from unisono.core import codec
 from unisono.errors import ProtocolError, UsageError
-from unisono.rpc import attachments, wire
+from unisono.rpc.frame import arguments_of, open_frame, texts_of
 
 CORPUS = Path(__file__).parent.parent / "corpus"
 TOKEN, NONCE = bytes(range(32)), bytes(range(100, 132))
@@ -113,15 +113,14 @@ def parts(data: bytes) -> None:
 
 def frame(data: bytes) -> None:
     """What agents say to each other, and the memory that they ask for."""
-    said = wire.decode(data)
-    if (
-        isinstance(said, wire.PackedAsk | wire.PackedAnswer | wire.PackedItem)
-        and sum(said.body.sizes) < 1 << 20
-    ):
-        buffers = attachments.allocate(wire.part_lengths(said.body), wire.part_kinds(said.body))
-        for buffer in buffers:
-            buffer[:] = 0
-        wire.unpack(said.body, buffers)
+    said = open_frame(data)
+    if said.blob_bytes >= 1 << 20:
+        return
+    memory = _native.frame_memory(data)
+    for each in memory:
+        memoryview(each)[:] = bytes(memoryview(each).nbytes)
+    arguments_of(_native.frame_value(data, memory))
+    texts_of(said, 4)
 
 
 DECODERS: dict[str, tuple[Callable[[bytes], None], tuple[type[BaseException], ...]]] = {

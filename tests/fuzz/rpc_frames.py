@@ -6,53 +6,44 @@ import random
 
 import numpy as np
 
-from unisono.rpc.wire import (
-    Ack,
-    Answer,
-    Ask,
-    Cancel,
-    Failure,
-    Goodbye,
-    Item,
-    More,
-    Packed,
-    PackedAnswer,
-    PackedAsk,
-    PackedItem,
-    encode,
-    pack,
-)
+from unisono.rpc.frame import ACK, ANSWER, ASK, CANCEL, GOODBYE, ITEM, MORE, failure, pack, short
 
 __all__ = ["corpus", "mutated"]
 
+_GOODBYE = short(GOODBYE, value=("",))
+
 
 def corpus() -> list[bytes]:
-    """One frame of every kind, and of every form of a value."""
-    inline, _ = pack([[np.arange(5), (1, 2)], {"k": 2**70}])
-    long, _ = pack([[np.arange(50_000), np.arange(3)], {}])
-    piece, _ = pack([["x" * 5000], {}])
-    both, _ = pack([list(range(1000)), {"k": [b"x" * 20_000, bytearray(20_000), "t" * 20_000]}])
-    frames = [
-        Ask(5, "echo", 30.0, [1, "two", 3.0, None, b"4"]),
-        Ask(0, "echo", None, []),
-        PackedAsk(6, "echo", 1.5, 7, inline),
-        PackedAsk(8, "echo", None, 9, long),
-        PackedAsk(10, "echo", None, 11, piece),
-        PackedAsk(12, "echo", None, 13, Packed(b"", [1 << 40], b"\0", 5)),
-        Answer(1, [1, {"a": None}]),
-        PackedAnswer(2, 3, inline),
-        PackedAnswer(2, 3, long),
-        PackedAnswer(2, 3, both),
-        Failure(3, "raised", "text", "ValueError", "trace"),
-        Cancel(5),
-        Ack(32),
-        Goodbye(),
-        Ask(14, "count", None, [5], 16),
-        Item(15, 0, 1.5),
-        PackedItem(16, 1, 17, inline),
-        More(14, 8),
+    """One frame of every kind, and of every way in which a value travels."""
+    plain = ((1, "two", 3.0, None, b"4"), {})
+    rare = ((np.arange(5), (1, 2)), {"k": 2**70})
+    blobs = ((np.arange(50_000), np.arange(3), "ü" * 20_000), {})
+    detached = ((list(range(1000)), ["x" * 200] * 99), {})
+    both = ((list(range(9000)),), {"k": [b"x" * 20_000, bytearray(20_000), "t" * 20_000]})
+    many = ([np.zeros(16_000, np.uint8)] * 257,)
+    packed = [
+        pack(ASK, 5, 5, plain, None, "echo", 30.0),
+        pack(ASK, 0, 6, ((), {}), None, "echo"),
+        pack(ASK, 7, 7, rare, None, "echo", 1.5),
+        pack(ASK, 8, 8, blobs, None, "echo"),
+        pack(ASK, 10, 10, detached, None, "echo"),
+        pack(ASK, 12, 12, both, None, "echo"),
+        pack(ASK, 14, 14, ((5,), {}), None, "count", None, 16),
+        pack(ANSWER, 1, 21, [1, {"a": None}]),
+        pack(ANSWER, 2, 22, rare),
+        pack(ANSWER, 2, 23, both),
+        pack(ANSWER, 2, 24, many),
+        pack(ITEM, 15, 25, 1.5, None, count=0),
+        pack(ITEM, 16, 26, blobs, None, count=1),
     ]
-    return [encode(frame) for frame in frames]
+    short_ones = [
+        failure(3, "raised", "text", "ValueError", "trace"),
+        short(MORE, 14, count=8),
+        short(CANCEL, 5),
+        short(ACK, count=32),
+        _GOODBYE,
+    ]
+    return [data for data, _, _ in packed] + short_ones
 
 
 def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
@@ -72,4 +63,4 @@ def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
             case _:
                 other = draw.choice(seeds)
                 data[at:] = other[draw.randrange(len(other)) :]
-    return b"" if bytes(data) == encode(Goodbye()) else bytes(data)
+    return b"" if data[:1] == _GOODBYE[:1] else bytes(data)

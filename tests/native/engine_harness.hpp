@@ -96,7 +96,7 @@ class EngineHarness {
       const std::int64_t now = now_ns();
       if (now >= deadline) return false;
       completions_.wait(held, std::min(deadline, now + 50 * millisecond), completions_.interrupt_count(), false);
-      if (!completions_.is_empty() && completions_.begin_telling()) dispatch(held);
+      if (!completions_.is_empty() && completions_.begin_dispatch()) dispatch(held);
       if (engine.is_closed() && !started->is_done) {
         // Another thread dispatches and has not reached this operation yet.
         held.unlock();
@@ -121,7 +121,7 @@ class EngineHarness {
       op.outcome = Outcome::closed;
       op.phase = Operation::Phase::ended;
     }
-    if (op.phase != Operation::Phase::ended || op.is_news) {
+    if (op.phase != Operation::Phase::ended || op.is_undispatched) {
       by_handle_.emplace(op.handle, Kept{started, op.is_run});
     } else {
       end(op, *started);
@@ -146,7 +146,7 @@ class EngineHarness {
     Hold held = engine.hold();
     while (!is_over_) {
       completions_.wait_as_pump(held, now_ns() + 20 * millisecond);
-      if (!completions_.is_empty() && completions_.begin_telling()) dispatch(held);
+      if (!completions_.is_empty() && completions_.begin_dispatch()) dispatch(held);
       if (engine.is_closed()) {
         held.unlock();
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -158,10 +158,10 @@ class EngineHarness {
   // One thread at a time, and without the lock between batches, because Python's callbacks run without it.
   void dispatch(Hold& held) {
     do {
-      for (const CompletionQueue::News& one : completions_.take()) {
+      for (const CompletionQueue::Completion& one : completions_.take()) {
         if (one.operation == nullptr) continue;
         Operation& op = *one.operation;
-        op.is_news = false;
+        op.is_undispatched = false;
         const auto found = by_handle_.find(op.handle);
         if (op.phase == Operation::Phase::ended) {
           if (found != by_handle_.end()) end(op, *found->second.started);
@@ -179,7 +179,7 @@ class EngineHarness {
       held.unlock();
       std::this_thread::yield();
       held.lock();
-    } while (!completions_.end_telling());
+    } while (!completions_.end_dispatch());
   }
 
   CompletionQueue completions_;

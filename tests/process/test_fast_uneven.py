@@ -12,7 +12,9 @@ from tests.support.metronome import stopwatch
 from tests.support.oracle import PAIRS, Array, Notes, dressed, located, operand, result, undressed
 from tests.support.ranks import run_each
 
-from unisono.comm.communicator import Communicator, ReferenceVerbs
+from unisono.comm.communicator import Communicator
+from unisono.comm.splitter import Splitter
+from unisono.comm.verbs import ReferenceVerbs
 from unisono.errors import CollectiveMismatch, DeadlineExceeded, UsageError
 from unisono.plans import algorithms
 
@@ -33,7 +35,7 @@ def ended(comm: Communicator) -> int:
 
 def reference(comm: Communicator) -> ReferenceVerbs:
     """The verbs as Python makes them."""
-    return ReferenceVerbs(lambda: comm, comm._group)
+    return ReferenceVerbs(comm._group, Splitter(comm._group, lambda: comm))
 
 
 def cuts(size: int) -> list[list[int]]:

@@ -506,8 +506,8 @@ def test_a_framed_backend_queues_rts_that_its_peer_may_not_hold(monkeypatch: pyt
 )
 def test_a_control_message_of_3_gib_ends_its_sender_and_takes_no_memory(kind: str) -> None:
     def program(comm: Communicator) -> Any:
-        comm.barrier()
         if comm.rank == 1:
+            assert comm.recv_bytes(0) == b"go on"
             comm.backend.check_length = lambda *_: None  # type: ignore[method-assign]
             memory = memoryview(mmap.mmap(-1, 3 << 30))  # nobody touches it
             request = comm.backend.start_send(0, 0, Tags.CONTROL, memory, lane=Lane.CONTROL)
@@ -516,6 +516,7 @@ def test_a_control_message_of_3_gib_ends_its_sender_and_takes_no_memory(kind: st
             gone.wait(20)
             return None
         before = memory_kib()
+        comm.send(b"go on", 1)
         with pytest.raises(uni.PeerLost, match=r"rank 1.*broke the protocol.*longer than any") as lost:
             comm.recv(np.empty(1), 1, timeout=20)
         assert isinstance(lost.value, uni.PeerLost)

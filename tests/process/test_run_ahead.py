@@ -19,12 +19,13 @@ from tests.support.ranks import run_each
 
 import unisono as uni
 from unisono.comm.communicator import Communicator
+from unisono.config import Config
 from unisono.errors import CollectiveMismatch, PeerLost
 
 __all__ = ["world"]
 
 every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
-AHEAD_MAX = 32  # native/python/native_group.cpp
+AHEAD_MAX = 240  # native/python/native_group.cpp
 PATIENCE_S = 30.0
 
 
@@ -82,7 +83,7 @@ def is_broken(comm: Communicator) -> bool:
 def test_a_slow_receiver_gets_everything_in_order_and_is_not_left_far_behind(
     world: MakeWorld, kind: str, size: int
 ) -> None:
-    comms, steps, done = world(size, kind), 300, [0]
+    comms, steps, done = world(size, kind), 3 * AHEAD_MAX, [0]
 
     def program(comm: Communicator) -> Notes:
         notes = Notes()
@@ -97,6 +98,30 @@ def test_a_slow_receiver_gets_everything_in_order_and_is_not_left_far_behind(
             lead = done[0] - k
             notes.expect(lead <= AHEAD_MAX + 1, True, f"{lead} calls ahead at #{k}")
             notes.expect(cast(comm, k), value(k), f"#{k}")
+        return notes
+
+    assert found(comms, program) == []
+
+
+def test_long_calls_run_ahead_as_far_as_the_credit_reaches(world: MakeWorld) -> None:
+    comms, steps, done = world(2), 60, [0]
+    calls_max = Config().eager_credit_bytes // (16 * 1024)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        long = np.empty(2048, np.int64)  # 16 KiB
+        comm.broadcast(long, 0)
+        warm(comm)
+        if comm.rank == 0:
+            for k in range(steps):
+                comm.broadcast(np.full(2048, k, np.int64), 0)
+                done[0] = k + 1
+            return notes
+        until(lambda: done[0] >= 2)
+        for k in range(steps):
+            lead = done[0] - k
+            notes.expect(lead <= calls_max + 1, True, f"{lead} calls ahead at #{k}")
+            notes.expect(comm.broadcast(long, 0), np.full(2048, k, np.int64), f"#{k}")
         return notes
 
     assert found(comms, program) == []
@@ -222,14 +247,14 @@ def test_a_call_through_python_finds_it_too(world: MakeWorld, kind: str) -> None
 
 
 def test_a_late_report_of_a_message_that_was_claimed_is_no_mismatch(world: MakeWorld) -> None:
-    """The engine reports a waiting message; before Python looks, its call and a hundred others are made."""
+    """The engine reports a waiting message; before Python looks, its call and hundreds of others are made."""
     comms = world(2)
     run_each(warm, comms)
     reported = comms[1]._group.call_log.next
     (fingerprint,) = comms[1]._group.call_log.last(1).values()
 
     def program(comm: Communicator) -> None:
-        for k in range(100):
+        for k in range(600):
             cast(comm, k)
 
     run_each(program, comms).values()

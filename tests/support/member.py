@@ -18,7 +18,7 @@ __all__ = ["BULK", "CONTROL", "HEAD", "HELLO", "Member", "context", "dialled", "
 
 ALPN = "unisono-link/2"
 BULK, CONTROL = 0, 1
-# door.hpp: magic, version, size, from, to, medium, lane, checksum, eager credit, nonce
+# native/connect/handshake.hpp: magic, version, size, from, to, medium, lane, checksum, eager credit, nonce
 HELLO = struct.Struct("<8sIIIIBBB5xQ32s")
 # frame.hpp: kind and flags, dtype, core, header bytes, context, tag, bytes
 HEAD = struct.Struct("<IBBHQQQ")
@@ -53,7 +53,7 @@ def exactly(sock: socket.socket, count: int) -> bytes:
 
 
 def greet(sock: socket.socket, secret: bytes, said: bytes) -> int | None:
-    """Prove the secret; returns the ruling (0 is welcome), or None if the door closed."""
+    """Prove the secret; returns the verdict (0: admitted), or None if the connection was closed."""
     sock.sendall(said)
     challenge = exactly(sock, 64)
     if len(challenge) < 64:

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,7 @@ def behaviour() -> dict[str, Any]:
         every_way(world)
         shapes_differ(world)
         overlapping(world)
+        late(world)
         left_alone(world)
         different(world)
         said["fraction"] = fraction_lost(world)
@@ -191,6 +193,22 @@ def overlapping(world: Communicator) -> None:
         if pair is not None:
             equal(x[0], 2 * np.arange(2000.0) + 1)
     others.close()
+
+
+def late(world: Communicator) -> None:
+    """Whoever waits for a late rank longer than `stall_query_s` has the right result, too."""
+    size, rank = world.size, world.rank
+    every = [np.arange(41.0) * (each + 1.5) for each in range(size)]
+    for turn in range(3):
+        if rank == turn % size:
+            time.sleep(0.6)
+        equal(world.all_reduce(every[rank].copy()), sum(every))
+        if rank == (turn + 1) % size:
+            time.sleep(0.6)
+        equal(world.all_gather(every[rank], timeout=30), np.stack(every))
+        if rank == (turn + 2) % size:
+            time.sleep(0.6)
+        assert world.all_reduce(rank + turn) == sum(range(size)) + turn * size
 
 
 def left_alone(world: Communicator) -> None:

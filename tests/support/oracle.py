@@ -11,7 +11,7 @@ exactly. Where the order matters, `canonical` says what the reproducible one giv
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -128,7 +128,7 @@ def _exact(random: np.random.Generator, op: str, count: int, rank: int, size: in
 
 # -- reductions -------------------------------------------------------------------------------------------
 
-_UFUNCS: dict[str, Callable[[Any, Any], Any]] = {
+UFUNCS: dict[str, Callable[[Any, Any], Any]] = {
     "sum": np.add,
     "prod": np.multiply,
     "min": np.minimum,
@@ -147,14 +147,14 @@ def combined(op: str, left: Array, right: Array) -> Array:
     kind = left.dtype
     with np.errstate(all="ignore"):
         if kind.itemsize == 2 and kind.name in HALVES:
-            wide: Array = np.asarray(_UFUNCS[op](left.astype(np.float32), right.astype(np.float32)))
+            wide: Array = np.asarray(UFUNCS[op](left.astype(np.float32), right.astype(np.float32)))
             return wide.astype(kind)
         if kind.kind == "c" and op == "prod":
             # By parts: NumPy's own product fuses a multiplication and an addition where the CPU can.
             a, b, c, d = left.real, left.imag, right.real, right.imag
             parts = np.stack([a * c - b * d, a * d + b * c], axis=-1)
             return parts.view(kind).reshape(left.shape)
-        return np.asarray(_UFUNCS[op](left, right)).astype(kind)
+        return np.asarray(UFUNCS[op](left, right)).astype(kind)
 
 
 def reduced(op: str, contributions: Sequence[Array]) -> Array:
@@ -313,12 +313,6 @@ def differs(got: Any, want: Any) -> str | None:
         f"{wrong.size} of {mine.size} elements wrong, first at {first}: "
         f"got {mine.reshape(-1)[first]!r}, not {theirs.reshape(-1)[first]!r}"
     )
-
-
-def same_bits(arrays: Iterable[Any]) -> bool:
-    """Whether all are equal down to the bit."""
-    first, *others = arrays
-    return all(differs(other, undressed(first)) is None for other in others)
 
 
 def counts_for(size: int, itemsize: int, segment_bytes: int) -> list[int]:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.support.forked_ranks import fork_ranks
 
 import unisono.pytorch  # noqa: F401
 
@@ -45,13 +46,8 @@ def main() -> None:
         cases = collected(backend, folder)
         chosen = [name for name in sorted(cases) if not wanted or name in wanted]
         meeting = mp.get_context("fork").Barrier(RANKS)
-        children = []
-        for rank in range(RANKS):
-            pid = os.fork()
-            if pid == 0:
-                be_rank(rank, backend, Path(folder), {name: cases[name] for name in chosen}, meeting)
-            children.append(pid)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        run_of = {name: cases[name] for name in chosen}
+        codes = fork_ranks(RANKS, lambda rank: be_rank(rank, backend, Path(folder), run_of, meeting))
         if any(codes):
             raise SystemExit(f"ranks ended with {codes}")
         ended = [json.loads((Path(folder) / f"ended.{rank}").read_text()) for rank in range(RANKS)]
@@ -91,32 +87,24 @@ def is_skipped(case: type[Any], test: str) -> str | None:
 
 
 def be_rank(rank: int, backend: str, folder: Path, cases: dict[str, type[Any]], meeting: Any) -> None:
-    """The whole life of a forked rank."""
-    code = 1
-    try:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # tests print
-        init = dist.init_process_group
+    """What a forked rank does."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # tests print
+    init = dist.init_process_group
 
-        def init_ours(backend_asked: Any = None, *args: Any, **kwargs: Any) -> None:
-            asked = kwargs.pop("backend", backend_asked)
-            init(backend if asked in KNOWN else asked, *args, **kwargs)
+    def init_ours(backend_asked: Any = None, *args: Any, **kwargs: Any) -> None:
+        asked = kwargs.pop("backend", backend_asked)
+        init(backend if asked in KNOWN else asked, *args, **kwargs)
 
-        dist.init_process_group = init_ours
-        ended = {}
-        for test, case in cases.items():
-            faulthandler.dump_traceback_later(TEST_S, exit=True)
-            how = is_skipped(case, test)
-            ended[test] = f"skipped: {how}" if how is not None else run(rank, folder, case, test, meeting)
-            if rank == 0:
-                print(f"{time.monotonic():.1f} {test}: {ended[test][:80]}", file=sys.stderr, flush=True)
-        faulthandler.cancel_dump_traceback_later()
-        (folder / f"ended.{rank}").write_text(json.dumps(ended))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+    dist.init_process_group = init_ours
+    ended = {}
+    for test, case in cases.items():
+        faulthandler.dump_traceback_later(TEST_S, exit=True)
+        how = is_skipped(case, test)
+        ended[test] = f"skipped: {how}" if how is not None else run(rank, folder, case, test, meeting)
+        if rank == 0:
+            print(f"{time.monotonic():.1f} {test}: {ended[test][:80]}", file=sys.stderr, flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    (folder / f"ended.{rank}").write_text(json.dumps(ended))
 
 
 def run(rank: int, folder: Path, case: type[Any], test: str, meeting: Any) -> str:

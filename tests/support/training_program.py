@@ -11,8 +11,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import json
-import os
-import signal
 import sys
 import tempfile
 import time
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.forked_ranks import fork_ranks
 from tests.support.training import checkpoints, data_parallel, functional, pipelines, sharded  # noqa: F401
 from tests.support.training.pieces import GLOO, PIECES, Job, Piece, Tensors, distance
 
@@ -35,13 +34,7 @@ def main() -> None:
     torch.set_num_threads(1)
     gc.freeze()
     with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for rank in range(size):
-            pid = os.fork()
-            if pid == 0:
-                be_rank(rank, size, Path(folder), ours, names)
-            children.append(pid)
-        codes = _ends(children)
+        codes = fork_ranks(size, lambda rank: be_rank(rank, size, Path(folder), ours, names))
         ended = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("ended.*"))]
     if any(codes):
         raise SystemExit(f"ranks ended with {codes}")
@@ -49,37 +42,17 @@ def main() -> None:
     results.write_text(json.dumps({"registered": sorted(PIECES), "ended": by_name}))
 
 
-def _ends(children: list[int]) -> list[int]:
-    """The exit codes; the others are ended once one has failed: they may wait for it."""
-    codes: dict[int, int] = {}
-    while len(codes) < len(children):
-        pid, status = os.wait()
-        codes[pid] = os.waitstatus_to_exitcode(status)
-        if codes[pid] != 0:
-            for other in set(children) - set(codes):
-                os.kill(other, signal.SIGTERM)
-    return [codes[pid] for pid in children]
-
-
 def be_rank(rank: int, size: int, folder: Path, ours: str, names: list[str]) -> None:
-    """The whole life of a forked rank."""
-    code = 1
+    """What a forked rank does."""
     faulthandler.enable()
-    try:
-        ended: dict[str, Any] = {}
-        for name in names:
-            faulthandler.dump_traceback_later(PIECE_S, exit=True)
-            began = time.monotonic()
-            ended[name] = end_of(PIECES[name], name, rank, size, folder, ours)
-            ended[name]["seconds"] = round(time.monotonic() - began, 2)
-        faulthandler.cancel_dump_traceback_later()
-        (folder / f"ended.{rank}").write_text(json.dumps(ended))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+    ended: dict[str, Any] = {}
+    for name in names:
+        faulthandler.dump_traceback_later(PIECE_S, exit=True)
+        began = time.monotonic()
+        ended[name] = end_of(PIECES[name], name, rank, size, folder, ours)
+        ended[name]["seconds"] = round(time.monotonic() - began, 2)
+    faulthandler.cancel_dump_traceback_later()
+    (folder / f"ended.{rank}").write_text(json.dumps(ended))
 
 
 def end_of(piece: Piece, name: str, rank: int, size: int, folder: Path, ours: str) -> dict[str, Any]:

@@ -8,8 +8,8 @@ that needs unbounded buffers fails here too.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from unisono.backends.thread_watch import ThreadUsers, ThreadWatch
@@ -46,8 +46,7 @@ class LocalBackend(ProtocolBackend):
         self._hub = hub
         # A rank that is garbage-collected without `close` must not leave the others waiting for it.
         gone = PeerDown(rank, "left without closing", left=True)
-        self._finalizer = weakref.finalize(self, hub.leave_later, gone)
-        self._finalizer.atexit = False
+        self._finalizer = self._runtime.finalizer(self, partial(hub.leave, gone))
 
     @property
     def capabilities(self) -> Capabilities:
@@ -68,12 +67,12 @@ class LocalBackend(ProtocolBackend):
 
     def close(self) -> None:
         """Leave. Messages that were sent before can still be received."""
-        if self._finalizer.detach() is not None:
+        if self._finalizer.detach():
             self._hub.leave(PeerDown(self._rank, "left", left=True))
 
     def kill(self, cause: str = "killed") -> None:
         """End this rank as a crash would."""
-        if self._finalizer.detach() is not None:
+        if self._finalizer.detach():
             self._hub.leave(PeerDown(self._rank, cause))
 
 
@@ -107,10 +106,6 @@ class _Hub:
         for listener in listeners:
             listener(down)
         finish(ends)
-
-    def leave_later(self, down: PeerDown) -> None:
-        """Leave soon: the garbage collector may run while a lock of ours is held."""
-        self.runtime.call_soon(lambda: self.leave(down))
 
     def moves(self) -> int:
         """How many frames were carried and receives posted."""

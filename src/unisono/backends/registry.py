@@ -8,10 +8,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import msgspec
 
 from unisono.config import Config
-from unisono.errors import BackendUnavailable, UsageError
+from unisono.errors import BackendUnavailable, ProtocolError, UsageError
 from unisono.messaging.backend import Backend, Capabilities
 
 if TYPE_CHECKING:
@@ -24,10 +26,13 @@ __all__ = [
     "Closable",
     "UnconnectedBackend",
     "backend_named",
+    "decoded_card",
     "statuses",
 ]
 
 GROUP = "unisono.backends"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +158,18 @@ def backend_named(name: str) -> BackendInfo:
             return _loaded(point)
     known = [point.name for point in _points()]
     raise UsageError(f"backend {name!r} is unknown; allowed: {', '.join(['auto', *known])}")
+
+
+def decoded_card(data: bytes, kind: type[T]) -> T:
+    """The card of a rank, from bytes of another rank.
+
+    Raises:
+        ProtocolError: it is malformed.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError("a rank's card is malformed", cause=str(error)) from None
 
 
 def statuses() -> list[BackendStatus]:

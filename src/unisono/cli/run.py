@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
 from unisono.config import Config, as_options, environment, given, network
 from unisono.errors import BackendUnavailable, RendezvousError, UsageError
+
+if TYPE_CHECKING:
+    from unisono.launcher.job import Job
 
 __all__ = ["command"]
 
@@ -73,9 +76,7 @@ def command(
     Each line that a rank prints is prefixed with its number. When a rank fails, the others have --grace
     seconds to end by themselves; the exit code and the last lines are those of the rank that failed first.
     """
-    from unisono import __version__
     from unisono.launcher.job import Job
-    from unisono.launcher.run import run
 
     if join is not None and "://" in join:
         raise UsageError(
@@ -108,11 +109,19 @@ def command(
         is_mpi=bool(launcher),
         verbose=verbose,
     )
+    sys.exit(_run(job))
+
+
+def _run(job: Job) -> int:
+    """Run the job on the streams of this process; returns its exit code."""
+    from unisono import __version__
+    from unisono.launcher.run import run
+
     streams = (sys.stdout, sys.stderr)
     try:
         with open(os.devnull, "wb") as nowhere:  # for a stream that was closed before we started
             out, err = (_descriptor(stream, nowhere.fileno()) for stream in streams)
-            code = run(
+            return run(
                 job,
                 version=__version__,
                 out=out,
@@ -121,7 +130,6 @@ def command(
             )
     except (RendezvousError, BackendUnavailable) as error:
         raise click.ClickException(str(error)) from error
-    sys.exit(code)
 
 
 def _launcher_of(backend: str, named_by: str) -> str:

@@ -1,28 +1,29 @@
 """What the engine's calls ask of Python: a decision for each class of calls, and what is rare.
 
 A call runs in the engine from its arguments to its result (native/python/call.hpp). If it fails, stalls,
-passes its deadline or is interrupted, or if its group has news, Python *adopts* it: its operations go on in
-the engine, and a Task waits for them. So errors, stalls and deadlines are handled in one place, for every
-backend.
+passes its deadline or is interrupted, or if a member of its group has left or failed, Python *adopts* it: its
+operations go on in the engine, and a Task waits for them. So errors, stalls and deadlines are handled in one
+place, for every backend.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable
 from types import CodeType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
 from unisono.comm.announcement import row_bytes
-from unisono.comm.collectives import check_algorithm, check_reduction
+from unisono.comm.collectives import check_algorithm, check_reduction, no_mean
 from unisono.comm.deadlock import ANY_RANK, ANY_TAG
 from unisono.comm.dispatch import CollectiveCall, Decided, decide
-from unisono.comm.fingerprint import NOTHING, SHAPED, described, fused
+from unisono.comm.fingerprint import NOTHING, SHAPED, Operand, described, fused
 from unisono.comm.group import Group, await_request
 from unisono.comm.point_to_point import receivable, received
 from unisono.comm.split import ROW_OPERAND
+from unisono.comm.splitter import Splitter
 from unisono.comm.vector_collectives import (
     ANNOUNCED,
     EXCHANGED,
@@ -47,7 +48,6 @@ from unisono.plans import Problem
 __all__ = ["Adoption"]
 
 _DTYPES: Final = list(DTYPES.values())
-_BY_RANK: Final = ("reduce_scatter", "all_to_all")
 _ONE_COUNT: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
 # Verbs that are run as another collective, of which a user names an algorithm.
 _RUN_AS: Final = {
@@ -56,45 +56,24 @@ _RUN_AS: Final = {
     "reduce_scatter_v": "reduce_scatter",
     "all_reduce_many": "all_reduce",
 }
-# Where what travels is not what a user gave.
-_GIVEN: Final = {"barrier": NOTHING, "split": ROW_OPERAND}
-
-
-class Splitting(Protocol):
-    """The communicator, which makes the groups."""
-
-    def _split_row(self, color: int | None, key: int) -> bytes:
-        """What this rank contributes to a split."""
-
-    def _make_group(
-        self, sequence: int, mine: bytes, everyone: Any, timeout: float | None, is_started: bool
-    ) -> object:
-        """What a split gives; of a started one that needs another attempt, the work that makes it."""
-
-    def _finish_split(self, call: Call, mine: bytes, everyone: Any) -> Steps[object]:
-        """The same in steps, with further attempts."""
 
 
 class Adoption:
     """The part of Python in the engine's calls of one group."""
 
-    def __init__(self, group: Group, owner: Callable[[], Splitting | None]) -> None:
+    def __init__(self, group: Group, splitter: Splitter[Any]) -> None:
         self._group = group
-        self._owner = owner  # weak: it holds this helper
+        self._splitter = splitter
 
     # -- splits -------------------------------------------------------------------------------------------
 
     def split_row(self, color: Any, key: Any) -> bytes:
         """What this rank contributes to a split."""
-        owner = self._owner()
-        assert owner is not None, "its method is being called"
-        return owner._split_row(color, key)
+        return self._splitter.row(color, key)
 
     def make_group(self, *ended: Any) -> object:
         """What a split gives whose rows the engine has gathered."""
-        owner = self._owner()
-        assert owner is not None, "its method is being called"
-        return owner._make_group(*ended)
+        return self._splitter.made(*ended)
 
     @property
     def runtime(self) -> Runtime:
@@ -127,44 +106,21 @@ class Adoption:
             UsageError: the operation is not defined for the type, or there is no such algorithm.
         """
         group, dtype = self._group, _DTYPES[dtype_code]
-        collective = _RUN_AS.get(operation, operation)
-        size, count = group.backend.size, int(np.prod(shape, dtype=np.int64))
         op = None if op_name is None else as_op(op_name)
-        if op is None:
-            check_algorithm(collective, algorithm, is_uneven=operation == "all_to_all_v")
-        else:
-            if op.is_mean and operation in ("scan", "exscan"):
-                raise UsageError(
-                    f"{operation} has no mean: the contributions of a prefix differ in number; allowed: sum"
-                )
-            parts = [count // size] * size if operation == "reduce_scatter" else []
-            if operation != "all_reduce_many":
-                op.check_shape(shape, parts)
-            check_reduction(collective, op, dtype, algorithm, group.backend.config.reproducible)
-        counts: tuple[int, ...] = ()
+        self._check(operation, dtype, op, algorithm, shape)
         if operation in ANNOUNCED:
             return self._decide_announced(operation, dtype, root, algorithm, shape)
-        if collective in _ONE_COUNT:
-            counts = (count,)
-        elif operation == "reduce_scatter_v":
-            counts = lengths
-        elif operation != "barrier":
-            counts = (count // size if operation in _BY_RANK else count,) * (
-                size * size if operation == "all_to_all" else size
-            )
-        identity = _identity_of(op, dtype) if operation == "exscan" and op is not None else b""
-        given = _GIVEN.get(operation)
-        if operation == "all_reduce_many":
-            given = fused([(dtype, length) for length in lengths])
-        if given is None:
-            given = described(dtype, counts, shape if operation in SHAPED else None)
-        if self._group.library_calls is not None and (algorithm != "auto" or _is_converted(op, dtype)):
+        if group.library_calls is not None and (algorithm != "auto" or _is_converted(op, dtype)):
             return None
+        size = group.backend.size
+        counts = _counts_of(operation, size, shape, lengths)
+        given = _operand_of(operation, dtype, counts, shape, lengths)
+        identity = _identity_of(op, dtype) if operation == "exscan" and op is not None else b""
         if op is not None and op.width > 1:
             counts, dtype = tuple(n // op.width for n in counts), dtype.item(op.width)
         elif op is not None and op.is_mean and dtype.is_half and size > 1:
             dtype = DTYPES["float32"]  # the sum of many would overflow; the engine converts
-        problem = Problem(collective, size, counts, root, group.backend.hosts())
+        problem = Problem(_RUN_AS.get(operation, operation), size, counts, root, group.backend.hosts())
         return decide(
             group,
             operation,
@@ -176,6 +132,21 @@ class Adoption:
             identity,
             is_shape_compared=operation in SHAPED,
         )
+
+    def _check(
+        self, operation: str, dtype: DType, op: ReduceOp | None, algorithm: str, shape: tuple[int, ...]
+    ) -> None:
+        """Refuse what the verb refuses of the reference path."""
+        collective, backend = _RUN_AS.get(operation, operation), self._group.backend
+        if op is None:
+            check_algorithm(collective, algorithm, is_uneven=operation == "all_to_all_v")
+            return
+        if op.is_mean and operation in ("scan", "exscan"):
+            raise no_mean(operation)
+        if operation != "all_reduce_many":
+            parts = [math.prod(shape) // backend.size] * backend.size if operation == "reduce_scatter" else []
+            op.check_shape(shape, parts)
+        check_reduction(collective, op, dtype, algorithm, backend.config.reproducible)
 
     def _decide_announced(
         self, operation: str, dtype: DType, root: int, algorithm: str, shape: tuple[int, ...]
@@ -268,14 +239,13 @@ class Adoption:
             one = CollectiveCall(group, call, algorithm, first_stage=1)
             if operations:
                 yield from one.take_over(operations[0][1], memory, fingerprint)
-            given, out, result, _ = memory
             if operation == "split":
+                given, _, result, _ = memory
                 # Here and not when somebody waits for it: other members may use the group.
-                owner = self._owner()
-                assert owner is not None, "its method is being called"
-                return (yield from owner._finish_split(call, given, result))
+                return (yield from self._splitter.finish(call, given, result))
             if root is None:
                 return None
+            given, out, result, _ = memory
             # The first stage of a call is over, or nothing is left but to look at what it gave.
             parts = None if given is None else [buffers.view(x, "x") for x in given]
             filled = None if out is None else receivable(out, "out")
@@ -351,8 +321,8 @@ class Adoption:
 
     # -- rare looks of a call -------------------------------------------------------------------------------
 
-    def look_at_news(self) -> None:
-        """Dispatch what has come before a collective begins: another rank may have said that it failed."""
+    def catch_up(self) -> None:
+        """Dispatch what has come, before a collective begins: another rank may have failed."""
         self._group.backend.runtime.catch_up()
 
     def check_unclaimed(self, source: int, sequence: int, theirs: bytes) -> None:
@@ -405,6 +375,37 @@ class Adoption:
     def copy_of(error: BaseException) -> BaseException:
         """The error for one more thread that asks for it."""
         return error.located(Location()) if isinstance(error, UnisonoError) else error
+
+
+def _counts_of(
+    operation: str, size: int, shape: tuple[int, ...], lengths: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The counts of the plan: see plans.Problem."""
+    count = math.prod(shape)
+    if _RUN_AS.get(operation, operation) in _ONE_COUNT:
+        return (count,)
+    match operation:
+        case "barrier":
+            return ()
+        case "reduce_scatter_v":
+            return lengths
+        case "reduce_scatter":
+            return (count // size,) * size
+        case "all_to_all":
+            return (count // size,) * (size * size)
+        case _:
+            return (count,) * size
+
+
+def _operand_of(
+    operation: str, dtype: DType, counts: tuple[int, ...], shape: tuple[int, ...], lengths: tuple[int, ...]
+) -> Operand:
+    """What ranks compare of a call."""
+    if operation == "all_reduce_many":
+        return fused([(dtype, length) for length in lengths])
+    # A barrier gives nothing, and the row of a split is not what the user gave.
+    known = {"barrier": NOTHING, "split": ROW_OPERAND}.get(operation)
+    return known or described(dtype, counts, shape if operation in SHAPED else None)
 
 
 def _is_converted(op: ReduceOp | None, dtype: DType) -> bool:

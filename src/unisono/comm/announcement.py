@@ -1,4 +1,4 @@
-"""Announcements: what a rank says of its arrays before they travel, with the arrays if they are short.
+"""Announcements: type and lengths of a rank's arrays, sent before the arrays, or with them if they are short.
 
 Where ranks cannot know each other's lengths, the first stage of a collective carries one *row* of bytes per
 rank, of equal length: dtype, kind of array and number of dimensions beyond axis 0 (a byte each, in 8 bytes),
@@ -39,7 +39,7 @@ Flat: TypeAlias = np.ndarray[Any, Any]
 
 
 def row_bytes(size: int, lengths: int) -> int:
-    """How long a row is in a group of `size` ranks, where each rank announces so many lengths."""
+    """The bytes of a row in a group of `size` ranks, if each rank announces `lengths` lengths."""
     free = min(max(_ROWS_BYTES // size // _NUMBER * _NUMBER, _ROW_BYTES_MIN), _ROW_BYTES_MAX)
     return _HEAD.size + _NUMBER * lengths + max(free, _NUMBER * _DIMENSIONS_MAX)
 
@@ -64,12 +64,12 @@ class Announcement:
 
     @property
     def step(self) -> int:
-        """How many elements one step along axis 0 holds."""
+        """Elements per step along axis 0."""
         return math.prod(self.shape)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many elements each part holds."""
+        """The elements of each part."""
         return tuple(length * self.step for length in self.lengths)
 
     def part(self, number: int) -> Flat:

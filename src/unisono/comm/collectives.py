@@ -28,7 +28,7 @@ from unisono.errors import UsageError
 from unisono.plans import algorithms, entry_of
 from unisono.plans.steps import Buf
 
-__all__ = ["Verbs", "check_algorithm", "check_reduction"]
+__all__ = ["Verbs", "check_algorithm", "check_reduction", "no_mean"]
 
 T = TypeVar("T")
 _FLOAT32 = DTYPES["float32"]
@@ -223,13 +223,8 @@ class Verbs(Messages):
         filled = None if out is None else receivable(out, "out")
         if array is not None and filled is not None:
             self._out(out, array, array.shape[1:])
-
-        def steps(call: Call) -> Steps[Any]:
-            one = CollectiveCall(self._group, call, algorithm)
-            parts = None if array is None else [array]
-            return (yield from run_announced("scatter", one, self._group, parts, root=root, out=filled))
-
-        return self._begin("scatter", timeout, steps, is_collective=True)
+        parts = None if array is None else [array]
+        return self._announced("scatter", parts, timeout, algorithm, root=root, out=filled)
 
     def reduce_scatter(
         self,
@@ -331,13 +326,7 @@ class Verbs(Messages):
         """Gather the `x` of all ranks on every rank, as a list by rank. Axis 0 may differ."""
         array = _rows(x, "x")
         check_algorithm("all_gather", algorithm)
-
-        def steps(call: Call) -> Steps[list[Any]]:
-            one = CollectiveCall(self._group, call, algorithm)
-            result: list[Any] = yield from run_announced("all_gather_v", one, self._group, [array])
-            return result
-
-        return self._begin("all_gather_v", timeout, steps, is_collective=True)
+        return self._announced("all_gather_v", [array], timeout, algorithm)
 
     def gather_v(
         self, x: Any, root: int = 0, *, timeout: float | None = None, algorithm: str = "auto"
@@ -346,15 +335,7 @@ class Verbs(Messages):
         array = _rows(x, "x")
         root = self._rank_of(root, "root")
         check_algorithm("gather", algorithm)
-
-        def steps(call: Call) -> Steps[list[Any] | None]:
-            one = CollectiveCall(self._group, call, algorithm)
-            result: list[Any] | None = yield from run_announced(
-                "gather_v", one, self._group, [array], root=root
-            )
-            return result
-
-        return self._begin("gather_v", timeout, steps, is_collective=True)
+        return self._announced("gather_v", [array], timeout, algorithm, root=root)
 
     def scatter_v(
         self,
@@ -377,12 +358,7 @@ class Verbs(Messages):
             self._out(out, arrays[self._rank], arrays[self._rank].shape)
             if any(filled.overlaps(part) for part in arrays):
                 raise UsageError("out overlaps a part; allowed: separate memory")
-
-        def steps(call: Call) -> Steps[Any]:
-            one = CollectiveCall(self._group, call, algorithm)
-            return (yield from run_announced("scatter_v", one, self._group, arrays, root=root, out=filled))
-
-        return self._begin("scatter_v", timeout, steps, is_collective=True)
+        return self._announced("scatter_v", arrays, timeout, algorithm, root=root, out=filled)
 
     def all_to_all_v(
         self, parts: Sequence[Any], *, timeout: float | None = None, algorithm: str = "auto"
@@ -393,13 +369,7 @@ class Verbs(Messages):
         """
         arrays = self._parts(parts)
         check_algorithm("all_to_all", algorithm, is_uneven=True)
-
-        def steps(call: Call) -> Steps[list[Any]]:
-            one = CollectiveCall(self._group, call, algorithm)
-            result: list[Any] = yield from run_announced("all_to_all_v", one, self._group, arrays)
-            return result
-
-        return self._begin("all_to_all_v", timeout, steps, is_collective=True)
+        return self._announced("all_to_all_v", arrays, timeout, algorithm)
 
     # -- objects: plain data, arrays and registered classes -----------------------------------------------
 
@@ -419,30 +389,14 @@ class Verbs(Messages):
 
     def all_gather_object(self, value: Any, *, timeout: float | None = None) -> Work[list[Any]]:
         """Gather the objects of all ranks on every rank, as a list by rank."""
-        parts = [packed(value, self._object_bytes_max)]
-
-        def steps(call: Call) -> Steps[list[Any]]:
-            one = CollectiveCall(self._group, call)
-            result: list[Any] = yield from run_announced("all_gather_object", one, self._group, parts)
-            return result
-
-        return self._begin("all_gather_object", timeout, steps, is_collective=True)
+        return self._announced("all_gather_object", [packed(value, self._object_bytes_max)], timeout)
 
     def gather_object(
         self, value: Any, root: int = 0, *, timeout: float | None = None
     ) -> Work[list[Any] | None]:
         """Gather the objects of all ranks on `root`, as a list by rank; else None."""
         root = self._rank_of(root, "root")
-        parts = [packed(value, self._object_bytes_max)]
-
-        def steps(call: Call) -> Steps[list[Any] | None]:
-            one = CollectiveCall(self._group, call)
-            result: list[Any] | None = yield from run_announced(
-                "gather_object", one, self._group, parts, root=root
-            )
-            return result
-
-        return self._begin("gather_object", timeout, steps, is_collective=True)
+        return self._announced("gather_object", [packed(value, self._object_bytes_max)], timeout, root=root)
 
     def scatter_object(
         self, values: Sequence[Any] | None = None, root: int = 0, *, timeout: float | None = None
@@ -461,18 +415,31 @@ class Verbs(Messages):
                     next_step="pass a list of that many objects on root",
                 )
             arrays = [packed(value, self._object_bytes_max) for value in values]
-
-        def steps(call: Call) -> Steps[Any]:
-            one = CollectiveCall(self._group, call)
-            return (yield from run_announced("scatter_object", one, self._group, arrays, root=root))
-
-        return self._begin("scatter_object", timeout, steps, is_collective=True)
+        return self._announced("scatter_object", arrays, timeout, root=root)
 
     @property
     def _object_bytes_max(self) -> int:
         return self._group.backend.config.recv_bytes_max
 
     # -- shared by several verbs --------------------------------------------------------------------------
+
+    def _announced(
+        self,
+        verb: str,
+        parts: list[Array] | None,
+        timeout: float | None,
+        algorithm: str = "auto",
+        *,
+        root: int = 0,
+        out: Array | None = None,
+    ) -> Work[Any]:
+        """A collective whose ranks do not know each other's lengths: see vector_collectives.py."""
+
+        def steps(call: Call) -> Steps[Any]:
+            one = CollectiveCall(self._group, call, algorithm)
+            return (yield from run_announced(verb, one, self._group, parts, root=root, out=out))
+
+        return self._begin(verb, timeout, steps, is_collective=True)
 
     def _reduce_scatter(
         self,
@@ -504,9 +471,7 @@ class Verbs(Messages):
         self, operation: str, x: Any, how: ReduceOp, out: Any, timeout: float | None, algorithm: str
     ) -> Work[Any]:
         if how.is_mean:
-            raise UsageError(
-                f"{operation} has no mean: the contributions of a prefix differ in number; allowed: sum"
-            )
+            raise no_mean(operation)
         array = buffers.view(x, "x")
         target = self._result(array, out, array.shape)
         self._check_reduction(operation, how, array, algorithm)
@@ -589,6 +554,13 @@ def check_reduction(collective: str, op: ReduceOp, dtype: DType, algorithm: str,
     check_algorithm(collective, algorithm)
     if algorithm != "auto":
         check_order(collective, op, algorithm, reproducible)
+
+
+def no_mean(operation: str) -> UsageError:
+    """The error of a scan with op "mean"."""
+    return UsageError(
+        f"{operation} has no mean: the contributions of a prefix differ in number; allowed: sum"
+    )
 
 
 def check_algorithm(collective: str, algorithm: str, *, is_uneven: bool = False) -> None:

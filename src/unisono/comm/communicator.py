@@ -1,47 +1,27 @@
-"""The communicator, which a user holds: its lifetime, its verbs and how it is split into groups.
+"""The communicator, which a user holds: its lifetime, and the groups that are made from it.
 
-collectives.py and point_to_point.py implement the verbs, group.py the state of a group.
+verbs.py has its verbs, group.py the state of a group, splitter.py its splits.
 """
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial, update_wrapper
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
+from typing import Any, Self
 
-import numpy as np
-
-from unisono import _native
 from unisono.backends.sub import SubBackend
-from unisono.comm.adoption import Adoption
-from unisono.comm.collectives import Verbs
+from unisono.comm import open_worlds
 from unisono.comm.control import WORLD_CONTEXT, Control, Service
-from unisono.comm.dispatch import CollectiveCall
 from unisono.comm.group import Group, descriptor_of
 from unisono.comm.group_plan import GroupPlan
 from unisono.comm.mesh import Grid, Mesh
-from unisono.comm.split import (
-    ATTEMPTS_MAX,
-    ROW_BYTES,
-    ROW_OPERAND,
-    Row,
-    check_request,
-    identity_of,
-    members_of,
-    named_identity,
-)
-from unisono.comm.verb_table import make_verbs_type
-from unisono.core.clock import Dropped, Killed, call_before_threads_are_joined
-from unisono.core.dtypes import DTYPES
-from unisono.core.task import Call, Steps
-from unisono.core.work import Work, wait_or_cancel
+from unisono.comm.split import named_identity
+from unisono.comm.splitter import Splitter
+from unisono.comm.verbs import BlockingVerbs, Start
+from unisono.core.clock import Dropped, Finalizer, Killed
 from unisono.errors import (
     CollectiveMismatch,
     Deadlock,
@@ -53,135 +33,19 @@ from unisono.errors import (
     UsageError,
 )
 from unisono.messaging.backend import Backend
-from unisono.plans.steps import Buf
 
 __all__ = ["Communicator", "Start"]
-
-_log = logging.getLogger("unisono")
-
-P = ParamSpec("P")
-R = TypeVar("R")
-_UINT8 = DTYPES["uint8"]
-
-
-class ReferenceVerbs(Verbs):
-    """The verbs and `split` as Python makes them, for every backend; each returns a Work."""
-
-    def __init__(
-        self, communicator: Callable[[], Communicator | None], group: Group, *, timers: bool = True
-    ) -> None:
-        super().__init__(group, timers=timers)
-        self._communicator = communicator
-
-    def split(
-        self, color: int | None, key: int = 0, *, timeout: float | None = None
-    ) -> Work[Communicator | None]:
-        """Make a communicator of all ranks that pass the same color. Every rank calls it.
-
-        Args:
-            color: a signed 64-bit integer; None makes no communicator on this rank and returns None.
-            key: the ranks of the new communicator are ordered by (key, rank here).
-            timeout: seconds until DeadlineExceeded; None means no limit.
-        """
-        check_request(color, key)
-        parent = self._communicator()
-        assert parent is not None, "its method is being called"
-
-        def steps(call: Call) -> Steps[Communicator | None]:
-            return (yield from parent._split(CollectiveCall(self._group, call), color, key))
-
-        return self._begin("split", timeout, steps, is_collective=True)
-
-
-class _BlockingVerbs:
-    """The verbs of a communicator that wait, as Python makes them."""
-
-    def __init__(self, communicator: Callable[[], Communicator | None], group: Group) -> None:
-        self._communicator, self._group = communicator, group
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        verb = getattr(ReferenceVerbs(self._communicator, self._group, timers=False), name)
-        runtime = self._group.backend.runtime
-
-        def call(*args: Any, **named: Any) -> Any:
-            with runtime.defer_signals():
-                return wait_or_cancel(verb(*args, **named))
-
-        self.__dict__[name] = blocking = self._group.backend.device_verb(update_wrapper(call, verb))
-        return blocking
-
-
-class _Blocking(Generic[P, R]):
-    """How the type checker sees a verb that waits."""
-
-    def __init__(self, verb: Callable[Concatenate[Any, P], Work[R]]) -> None: ...
-    @overload
-    def __get__(self, owner: None, kind: type) -> Self: ...
-    @overload
-    def __get__(self, owner: Communicator, kind: type) -> Callable[P, R]: ...
-    def __get__(self, owner: Communicator | None, kind: type) -> Self | Callable[P, R]:
-        raise NotImplementedError
-
-
-if TYPE_CHECKING:
-    _Started: TypeAlias = ReferenceVerbs
-    _Verbs: TypeAlias = object
-else:
-    _Started = _Verbs = make_verbs_type(ReferenceVerbs)
-
-
-class Start(_Started):
-    """`comm.start`: the verbs, each of which returns a Work."""
-
-    def __init__(self, communicator: Communicator, group: Group) -> None:
-        # What is started keeps the communicator.
-        def owner() -> Communicator:
-            return communicator
-
-        _native.bind_verbs(self, group.verb_group, Adoption(group, owner), ReferenceVerbs(owner, group), True)
-
 
 # Held while a communicator gets its group, or is closed without one. No other lock is taken for long then.
 _making = threading.RLock()
 
 
-class Communicator(_Verbs):
+class Communicator(BlockingVerbs):
     """A set of ranks that exchange messages and call collectives: the world, or a part of it.
 
     Use it as a context manager. The end of the block closes it. If the block ends by an exception, operations
     of the other ranks end with PeerAborted, instead of waiting for this rank.
     """
-
-    if TYPE_CHECKING:
-        send = _Blocking(Verbs.send)
-        recv = _Blocking(Verbs.recv)
-        recv_bytes = _Blocking(Verbs.recv_bytes)
-        sendrecv = _Blocking(Verbs.sendrecv)
-        send_object = _Blocking(Verbs.send_object)
-        recv_object = _Blocking(Verbs.recv_object)
-        probe = _Blocking(Verbs.probe)
-        all_reduce = _Blocking(Verbs.all_reduce)
-        all_reduce_many = _Blocking(Verbs.all_reduce_many)
-        reduce = _Blocking(Verbs.reduce)
-        broadcast = _Blocking(Verbs.broadcast)
-        all_gather = _Blocking(Verbs.all_gather)
-        gather = _Blocking(Verbs.gather)
-        scatter = _Blocking(Verbs.scatter)
-        reduce_scatter = _Blocking(Verbs.reduce_scatter)
-        all_to_all = _Blocking(Verbs.all_to_all)
-        scan = _Blocking(Verbs.scan)
-        exscan = _Blocking(Verbs.exscan)
-        barrier = _Blocking(Verbs.barrier)
-        all_gather_v = _Blocking(Verbs.all_gather_v)
-        gather_v = _Blocking(Verbs.gather_v)
-        scatter_v = _Blocking(Verbs.scatter_v)
-        all_to_all_v = _Blocking(Verbs.all_to_all_v)
-        reduce_scatter_v = _Blocking(Verbs.reduce_scatter_v)
-        broadcast_object = _Blocking(Verbs.broadcast_object)
-        all_gather_object = _Blocking(Verbs.all_gather_object)
-        gather_object = _Blocking(Verbs.gather_object)
-        scatter_object = _Blocking(Verbs.scatter_object)
-        split = _Blocking(ReferenceVerbs.split)
 
     # Of a communicator that was not used: what its group is made from, and whether it was closed.
     _plan: GroupPlan | None = None
@@ -189,7 +53,7 @@ class Communicator(_Verbs):
     _made: Group | None = None
     _start: Start | None = None
     _keeps_children = False
-    _finalizer: weakref.finalize[..., Communicator] | None = None
+    _finalizer: Finalizer | None = None
 
     def __init__(self, parent: Communicator | None) -> None:
         self._parent = parent
@@ -206,11 +70,9 @@ class Communicator(_Verbs):
         world = cls(None)
         world._take(group)
         # The other ranks must not wait for a world that was dropped without being closed.
-        world._finalizer = weakref.finalize(world, _close_later, backend)
-        world._finalizer.atexit = False
+        world._finalizer = backend.runtime.finalizer(world, backend.close)
         if not backend.runtime.is_virtual:
-            _worlds.add(world)
-            _watch_exit()
+            open_worlds.add(world)
         return world
 
     @property
@@ -242,9 +104,7 @@ class Communicator(_Verbs):
 
     def _take(self, group: Group) -> None:
         # Weak: a communicator that is closed and dropped is freed without the garbage collector.
-        here = weakref.ref(self)
-        verbs = _BlockingVerbs(here, group)
-        _native.bind_verbs(self, group.verb_group, Adoption(group, here), verbs, False)
+        self._bind(group, Splitter(group, weakref.ref(self)))
         self._made = group
         # In virtual time: a simulation must not depend on when the garbage collector runs.
         self._keeps_children = group.backend.runtime.is_virtual
@@ -280,7 +140,8 @@ class Communicator(_Verbs):
     def start(self) -> Start:
         """The same verbs, without waiting: each returns a Work."""
         if self._start is None:
-            self._start = Start(self, self._group)
+            # What is started keeps the communicator.
+            self._start = Start(self._group, Splitter(self._group, lambda: self))
         return self._start
 
     def __repr__(self) -> str:
@@ -390,9 +251,9 @@ class Communicator(_Verbs):
         for late in self._open_children():  # made by another thread meanwhile
             late.close()
         if self._parent is None:
-            _worlds.discard(self)
+            open_worlds.remove(self)
             self._group.control.leave_dropped()
-            if self._finalizer is not None and self._finalizer.detach() is not None:
+            if self._finalizer is not None and self._finalizer.detach():
                 self._group.backend.close()
         else:
             self._parent._children.pop(self._group.context, None)
@@ -444,9 +305,9 @@ class Communicator(_Verbs):
         self._group.loose_ends.warn(lambda: "")
         self._group.leave(cause)
         if self._parent is None:
-            _worlds.discard(self)
+            open_worlds.remove(self)
             self._group.control.leave_dropped()
-            if self._finalizer is not None and self._finalizer.detach() is not None:
+            if self._finalizer is not None and self._finalizer.detach():
                 self._group.backend.close()
 
     def _end_by(self, error: UnisonoError) -> None:
@@ -460,78 +321,6 @@ class Communicator(_Verbs):
         return [child for child in known if child is not None]
 
     # -- making children ----------------------------------------------------------------------------------
-
-    def _split_row(self, color: int | None, key: int) -> bytes:
-        """What this rank contributes to a split that the engine is about to begin."""
-        check_request(color, key)
-        return self._row(self._group.next_sequence, 0, color, key).pack()
-
-    def _make_group(
-        self,
-        sequence: int,
-        mine: bytes,
-        everyone: np.ndarray[Any, Any],
-        timeout: float | None,
-        is_started: bool,
-    ) -> Communicator | Work[Communicator | None] | None:
-        """What a split gives whose rows the engine has gathered."""
-        color = Row.unpack(mine).asked
-        if (members := members_of(everyone, color)) is not None:
-            return self._part(members, sequence, 0, color)
-        runtime = self.backend.runtime
-
-        def steps(call: Call) -> Steps[Communicator | None]:
-            return self._finish_split(call, mine, everyone)
-
-        with runtime.defer_signals():
-            again = self._group.resume(
-                *("split", sequence, runtime.now(), runtime.deadline(timeout), steps),
-                timers=is_started,
-                is_send=False,
-            )
-            return again if is_started else wait_or_cancel(again)
-
-    def _finish_split(
-        self, call: Call, mine: bytes, everyone: np.ndarray[Any, Any]
-    ) -> Steps[Communicator | None]:
-        """Make the group from the rows, or try again where the context id was in use."""
-        own = Row.unpack(mine)
-        if (members := members_of(everyone, own.asked)) is not None:
-            assert call.sequence is not None
-            return self._part(members, call.sequence, 0, own.asked)
-        one = CollectiveCall(self._group, call, first_stage=1)
-        return (yield from self._split(one, own.asked, own.key, first_attempt=1))
-
-    def _split(
-        self, one: CollectiveCall, color: int | None, key: int, first_attempt: int = 0
-    ) -> Steps[Communicator | None]:
-        for attempt in range(first_attempt, ATTEMPTS_MAX):
-            mine = np.frombuffer(self._row(one.sequence, attempt, color, key).pack(), np.uint8)
-            everyone = np.empty(ROW_BYTES * self.size, np.uint8)
-            memory = {Buf.IN: mine, Buf.OUT: everyone}
-            counts = (ROW_BYTES,) * self.size
-            yield from one.run("all_gather", counts, _UINT8, memory, given=ROW_OPERAND)
-            if (members := members_of(everyone, color)) is not None:
-                return self._part(members, one.sequence, attempt, color)
-        raise ProtocolError(f"no free context id in {ATTEMPTS_MAX} attempts")
-
-    def _row(self, sequence: int, attempt: int, color: int | None, key: int) -> Row:
-        if color is None:
-            return Row(0, 0, int(key), False)
-        group = self._group
-        context, _ = identity_of(group.descriptor, group.state.epoch, sequence, attempt, color)
-        return Row(1, int(color), int(key), group.control.has_context(context))
-
-    def _part(
-        self, members: tuple[int, ...], sequence: int, attempt: int, color: int | None
-    ) -> Communicator | None:
-        """The communicator of the ranks with this color."""
-        if color is None:
-            return None
-        group = self._group
-        context, descriptor = identity_of(group.descriptor, group.state.epoch, sequence, attempt, color)
-        name = f"{group.state.name}.split#{sequence}({color})"
-        return self._child(members, context, descriptor, name, is_introduced=True)
 
     def _child(
         self, members: tuple[int, ...], context: int, descriptor: bytes, name: str, *, is_introduced: bool
@@ -555,46 +344,6 @@ def _listed(given: Any, what: str) -> list[Any]:
         return list(given)
     except TypeError:
         raise UsageError(f"{what}={given!r}; allowed: a list") from None
-
-
-# Worlds that are not closed yet; at the end of the process these leave.
-_worlds: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-
-_is_exit_watched = False
-
-
-def _watch_exit() -> None:
-    """Let _end_all run when the main thread ends, and at interpreter exit before backends are closed."""
-    global _is_exit_watched
-    if not _is_exit_watched:
-        _is_exit_watched = True
-        # Before Python joins its threads, which may be waiting for other ranks.
-        call_before_threads_are_joined(_end_all)
-    atexit.unregister(_end_all)
-    atexit.register(_end_all)
-
-
-def _end_all() -> None:
-    """The main thread has ended: leave all open worlds; if it ended by an exception, send that to all."""
-    error = getattr(sys, "last_value", None)
-    if hasattr(sys, "ps1"):  # in an interactive session it is any earlier exception
-        error = None
-    for world in list(_worlds):
-        try:
-            if error is not None:
-                world._explain(error)
-            world._leave_now("the main thread of this process has ended")
-        except Exception:  # the other worlds must still leave
-            _log.exception("rank %d could not leave", world._group.world_rank)
-
-
-os.register_at_fork(after_in_child=_worlds.clear)  # a forked child does not own them
-
-
-def _close_later(backend: Backend) -> None:
-    """Close a dropped backend on another thread: the garbage collector may run while its locks are held."""
-    backend.runtime.call_soon(backend.close)
 
 
 def _leave(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from unisono.comm.control_messages import (
+    CALLED_MAX,
     CONTEXTS_MAX,
     GOODBYES_MAX,
     CallReport,
@@ -155,7 +156,7 @@ class Control:
     ) -> None:
         """A communicator of these world ranks was closed, and nothing was left to do on it.
 
-        Goodbyes are sent together, those with `calls` one by one.
+        `calls` makes its last calls, if anybody may need them. Goodbyes are sent together.
         """
         with self._lock:
             self._close_context(context)
@@ -222,13 +223,17 @@ class Control:
     def send_goodbyes(self) -> None:
         """Send the goodbyes that wait for others to go with."""
         with self._lock:
-            by_rank, called = self._goodbyes.take()
-        for context, ranks, calls in called:
-            if ranks:
-                self.leave(ranks, context, calls())
+            by_rank, makers = self._goodbyes.take()
+        told = {context for contexts in by_rank.values() for context in contexts}
+        calls = {context: make() for context, make in makers.items() if context in told}
         for rank, contexts in by_rank.items():
-            for lane in (Lane.BULK, Lane.CONTROL):
-                self.send((rank,), Goodbyes(tuple(contexts), lane), lane)
+            called = [context for context in contexts if context in calls]
+            batches = [called[start : start + CALLED_MAX] for start in range(0, len(called), CALLED_MAX)]
+            batches.append([context for context in contexts if context not in calls])
+            for batch in filter(None, batches):
+                known = {context: calls[context] for context in batch if context in calls}
+                for lane in (Lane.BULK, Lane.CONTROL):
+                    self.send((rank,), Goodbyes(tuple(batch), lane, known), lane)
 
     def watch(self, communicator: object, leave: Callable[[], None]) -> Dropped:
         """Call `leave` on another thread, or before the world leaves, when a communicator was dropped."""
@@ -385,7 +390,8 @@ class Control:
                 self._goodbyes.remove(context, sender)
         if len(late) < len(message.contexts):
             for context in sorted(set(message.contexts).difference(late)):
-                self._on_group_message(sender, Goodbye(context, message.lane))
+                calls = message.calls.get(context, {})
+                self._on_group_message(sender, Goodbye(context, message.lane, calls))
 
     def _on_group_message(self, sender: int, message: GroupMessage) -> None:
         with self._lock:

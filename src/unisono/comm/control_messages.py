@@ -31,6 +31,7 @@ from unisono.errors import (
 )
 
 __all__ = [
+    "CALLED_MAX",
     "CALLS_MAX",
     "CONTEXTS_MAX",
     "GOODBYES_MAX",
@@ -65,6 +66,8 @@ CALLS_MAX: Final = 4
 CONTEXTS_MAX: Final = 64
 # Groups in one message: 9 bytes each, and no more than a few milliseconds of closing.
 GOODBYES_MAX: Final = 512
+# Those of them with calls, of up to 3.2 KB each.
+CALLED_MAX: Final = 64
 # What a report shows of a call, in characters.
 _WORDS_MAX: Final = 512
 _LINE_MAX: Final = 256
@@ -190,10 +193,14 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 
 
 class Goodbyes(msgspec.Struct, frozen=True, tag="goodbyes"):
-    """The sender has closed these communicators, and has called no collective on them."""
+    """The sender has closed these communicators: a goodbye of each.
+
+    `calls` are by context. Where all members are known to have made the same calls there are none.
+    """
 
     contexts: Annotated[tuple[int, ...], Meta(max_length=GOODBYES_MAX)]
     lane: Lane
+    calls: Annotated[dict[int, Calls], Meta(max_length=CALLED_MAX)] = {}
 
 
 class StallQuery(msgspec.Struct, frozen=True, tag="stall_query"):

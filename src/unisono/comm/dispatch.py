@@ -18,8 +18,9 @@ from unisono.core.task import Call, Steps
 from unisono.errors import UsageError
 from unisono.messaging.backend import Stage
 from unisono.plans import LINKS, Links, Problem, build, choose, entry_of
+from unisono.plans.catalog import synchronizes
 from unisono.plans.execute import Execution, Memory, execute
-from unisono.plans.steps import Buf
+from unisono.plans.steps import Buf, Plan
 
 __all__ = ["CollectiveCall", "Decided", "check_order", "decide"]
 
@@ -68,36 +69,45 @@ class CollectiveCall:
         links = LINKS[backend.link_kind()]
         wanted = algorithm or self._algorithm
         name = algorithm_for(problem, dtype, op, wanted, backend.config.reproducible, links)
-        able = backend.capabilities
         # With algorithm="auto" a library with its own algorithms is asked first, on all ranks or on none.
-        library_may_run = able.run_collective and wanted == "auto"
+        library_may_run = backend.capabilities.run_collective and wanted == "auto"
         # An algorithm for metadata follows from what is shown already; what the user asked for does not.
         shown = self._algorithm if algorithm is not None else "auto" if library_may_run else name
-        sequence, stage = self._call.sequence, self._stage
-        fingerprint = _fingerprint(group, self._call.operation, given, op, dtype, shown, root, stage)
-        assert sequence is not None, "a collective has a number"
-        self._stage += 1
-        if stage == 0:
-            group.remember(sequence, fingerprint)
-        tag = Tags.collective(sequence, stage)
+        tag = Tags.collective(self.sequence, self._stage)
+        fingerprint = self._begin_stage(given, op, dtype, shown, root)
         part = Stage(group.context, tag, dtype, op, memory, fingerprint)
         if library_may_run and (own := backend.run_collective(problem, part)) is not None:
             self._call.is_joint = True
             yield from self._follow(own, fingerprint)
             self._call.is_joint = False
             return
-        plan = build(problem, backend.rank, name)
-        if able.run_plan and (op is None or op.fn is None):
+        yield from self._run_plan(build(problem, backend.rank, name), counts, part)
+
+    def _begin_stage(
+        self, given: Operand, op: ReduceOp | None, dtype: DType, algorithm: str, root: int
+    ) -> bytes:
+        """The fingerprint of the stage that begins; that of the first is logged."""
+        operation, stage = self._call.operation, self._stage
+        fingerprint = _fingerprint(self._group, operation, given, op, dtype, algorithm, root, stage)
+        self._stage += 1
+        if stage == 0:
+            self._group.remember(self.sequence, fingerprint)
+        return fingerprint
+
+    def _run_plan(self, plan: Plan, counts: tuple[int, ...], part: Stage) -> Steps[None]:
+        """Let the backend run the plan, if it can; otherwise the reference executor does."""
+        group, backend, call, fingerprint = self._group, self._group.backend, self._call, part.header
+        if backend.capabilities.run_plan and (part.op is None or part.op.fn is None):
             yield from self._follow(backend.run_plan(plan, counts, part), fingerprint)
             return
         how = Execution(
             backend,
             part,
-            self._call,
+            call,
             group.world_ranks,
-            check_header=lambda peer, theirs: group.check_fingerprint(self._call, fingerprint, peer, theirs),
+            check_header=lambda peer, theirs: group.check_fingerprint(call, fingerprint, peer, theirs),
             check_length=lambda peer, came, awaited, theirs: group.refuse_length(
-                self._call, fingerprint, peer, came, awaited
+                call, fingerprint, peer, came, awaited
             ),
         )
         yield from execute(plan, counts, how)
@@ -126,8 +136,8 @@ class CollectiveCall:
 # What a class of calls needs to be made on any group of one shape: the program (or the LibraryCall that makes
 # them), the elements of its longest pieces, the fingerprint but for its count and hash, the number of the
 # kernel (-1: none), the divisor of a mean (0: none), the item with which exscan fills the result of rank 0,
-# and whether the shape is part of the fingerprint.
-Decided: TypeAlias = tuple[Any, int, bytes, int, int, bytes, bool]
+# whether the shape is part of the fingerprint, and whether an end shows that all ranks have called.
+Decided: TypeAlias = tuple[Any, int, bytes, int, int, bytes, bool, bool]
 
 
 def decide(
@@ -156,12 +166,13 @@ def decide(
     if group.library_calls is not None:
         fingerprint = fingerprint_of(operation, given, op, "auto", problem.root, 0, ())
         call = group.library_calls.decide(problem, dtype, op)
-        return call, 0, fingerprint, code, divisor, identity, is_shape_compared
+        return call, 0, fingerprint, code, divisor, identity, is_shape_compared, False
     name = algorithm_for(problem, dtype, op, algorithm, config.reproducible, LINKS[backend.link_kind()])
     root = problem.root if given.root is None else given.root
     fingerprint = fingerprint_of(operation, given, op, shown or name, root, stage, ())
     program, piece_elements = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
-    return program, piece_elements, fingerprint, code, divisor, identity, is_shape_compared
+    shows_all = synchronizes(problem.collective)
+    return program, piece_elements, fingerprint, code, divisor, identity, is_shape_compared, shows_all
 
 
 def _fingerprint(

@@ -1,7 +1,8 @@
 """Goodbyes that wait to be sent together: of groups that were closed here with nothing left to do on them.
 
-In a program that is right nobody waits for such a group: its members close it at about the same time. So the
-goodbyes of many groups travel in one message, and a member that has said goodbye first needs none.
+In a correct program no operation waits for a member of such a group: all members close it at about the same
+time. So goodbyes wait for a few milliseconds, those of many groups travel in one message, and none is sent to
+a member whose own goodbye has come meanwhile.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Final, Generic, TypeVar
 
 __all__ = ["DELAY_S", "UnsentGoodbyes"]
 
-# Whoever does wait for a member that has left waits for so much longer: nothing to a person, and time enough
-# for some hundred groups.
+# How long a goodbye waits. In a program that is wrong, a rank that waits for this one hears of its end that
+# much later. A program that makes and closes groups in a loop closes some hundred in this time.
 DELAY_S: Final = 0.005
 
 
@@ -20,7 +21,7 @@ C = TypeVar("C")
 
 
 class UnsentGoodbyes(Generic[C]):
-    """By context, the world ranks that are to be told, and what makes the last calls. Hold a lock."""
+    """By context: the world ranks that get the goodbye, and what lists the last calls. Hold a lock."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, tuple[int, ...]] = {}
@@ -30,7 +31,7 @@ class UnsentGoodbyes(Generic[C]):
         return len(self._ranks)
 
     def add(self, context: int, ranks: tuple[int, ...], calls: Callable[[], C] | None) -> None:
-        """A group of these ranks was closed; `calls` is None if it has called no collective."""
+        """A group of these ranks was closed; `calls` is None if nobody needs its last calls."""
         self._ranks[context] = ranks
         if calls is not None:
             self._calls[context] = calls
@@ -40,15 +41,12 @@ class UnsentGoodbyes(Generic[C]):
         if (ranks := self._ranks.get(context)) is not None:
             self._ranks[context] = tuple([other for other in ranks if other != rank])
 
-    def take(self) -> tuple[dict[int, list[int]], list[tuple[int, tuple[int, ...], Callable[[], C]]]]:
-        """Remove all: the contexts by rank of groups without calls, and (context, ranks, calls) of others."""
+    def take(self) -> tuple[dict[int, list[int]], dict[int, Callable[[], C]]]:
+        """Remove all: the contexts by rank, and what makes the last calls by context."""
         by_rank: dict[int, list[int]] = {}
-        called: list[tuple[int, tuple[int, ...], Callable[[], C]]] = []
         for context, ranks in self._ranks.items():
-            if (calls := self._calls.get(context)) is not None:
-                called.append((context, ranks, calls))
-                continue
             for rank in ranks:
                 by_rank.setdefault(rank, []).append(context)
+        calls = self._calls
         self._ranks, self._calls = {}, {}
-        return by_rank, called
+        return by_rank, calls

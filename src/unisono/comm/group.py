@@ -427,7 +427,8 @@ class Group:
             closed = self.state.close(cause)
         self.state.interrupt(closed, only_collectives=False)
         if is_soon:
-            calls = self.state.last_calls_here if len(self.call_log) else None
+            # Where all are known to have made the same calls, nobody waits in a different one.
+            calls = None if self.call_log.is_agreed else self.state.last_calls_here
             self.control.leave_soon(self.world_ranks, self.context, calls)
             return
         if not self.state.is_aborted:

@@ -1,4 +1,7 @@
-"""A group plan: what a communicator that was not used yet has instead of its group."""
+"""Group plans: a communicator that `split`, `sub` or `mesh` made has one until it is used first.
+
+Making a group costs more than a split: many programs split often and use few of the groups.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ __all__ = ["GroupPlan"]
 
 
 class GroupPlan(NamedTuple):
-    """What a group is made from when its communicator is used first. `members` are world ranks."""
+    """What a group is made from. `members` are world ranks."""
 
     members: tuple[int, ...]
     context: int
@@ -33,7 +36,10 @@ class GroupPlan(NamedTuple):
         )
 
     def leave_unused(self, parent: Group) -> bool:
-        """Leave a communicator without a group; False if messages wait for it, or the backend cannot tell."""
+        """Close the communicator without making its group.
+
+        False if messages wait for it, or if the backend cannot say: then the group must be made.
+        """
         is_left = parent.backend.end_unused(self.context)
         if is_left:
             parent.control.leave_soon(self.members, self.context)

@@ -18,6 +18,7 @@ from unisono.backends.registry import (
     Closable,
     UnconnectedBackend,
     backend_named,
+    decoded_card,
     statuses,
 )
 from unisono.comm.communicator import Communicator
@@ -141,23 +142,7 @@ def joined(launch_info: LaunchInfo, backend: str, config: Config, timeout: float
     _check_prefixes(backend, config)
     if launch_info.source is None:
         return local(1, config)[0]
-    bind: type[_Native] | Callable[[ListenSpec, Config], _Foreign] = _Native
-    wrap: Callable[[Closable], Closable] | None = None
-    if backend not in ("auto", "native"):
-        info = backend_named(backend)
-        if not info.has_processes:
-            raise UsageError(
-                f"backend={backend!r} for {launch_info.size} processes; allowed: ranks of one process"
-            )
-        if info.join is not None:
-            raise UsageError(
-                f"backend={backend!r} takes its ranks from {info.launcher}",
-                next_step="unset UNISONO_BACKEND; native is the default",
-            )
-        wrap = info.wrap
-        config = info.adapt(config)
-        if info.bind is not None:
-            bind = partial(_Foreign, info.bind)
+    bind, wrap, config = _binding_of(backend, launch_info.size, config)
     from unisono.bootstrap.entry import enter
 
     unconnected: list[_Native | _Foreign] = []
@@ -199,6 +184,24 @@ def _check_prefixes(backend: str, config: Config) -> None:
             f"{', '.join(names)} for backend={backend!r}; allowed: for backend='iroh'",
             next_step="remove them, or choose backend='iroh'",
         )
+
+
+def _binding_of(
+    backend: str, size: int, config: Config
+) -> tuple[Callable[[ListenSpec, Config], _Native | _Foreign], Callable[[Closable], Closable] | None, Config]:
+    """What makes a rank of a backend that listens, what wraps it once it is connected, and its settings."""
+    if backend in ("auto", "native"):
+        return _Native, None, config
+    info = backend_named(backend)
+    if not info.has_processes:
+        raise UsageError(f"backend={backend!r} for {size} processes; allowed: ranks of one process")
+    if info.join is not None:
+        raise UsageError(
+            f"backend={backend!r} takes its ranks from {info.launcher}",
+            next_step="unset UNISONO_BACKEND; native is the default",
+        )
+    bind = _Native if info.bind is None else partial(_Foreign, info.bind)
+    return bind, info.wrap, info.adapt(config)
 
 
 class _Native:
@@ -264,10 +267,7 @@ def card_of(data: bytes) -> Card:
     """
     from unisono.backends.native.backend import Card
 
-    try:
-        card = msgspec.msgpack.decode(data, type=Card)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError("a rank's card is malformed", cause=str(error)) from None
+    card = decoded_card(data, Card)
     if not (0 <= card.port < 1 << 16 and 0 <= card.pid < 1 << 31):
         raise ProtocolError("a rank's card is malformed", cause=f"port {card.port}, pid {card.pid}")
     return card

@@ -6,13 +6,10 @@ The simulator replaces the runtime by its own, and everything above runs unchang
 from __future__ import annotations
 
 import contextlib
-import gc
 import heapq
 import itertools
 import logging
 import os
-import signal
-import sys
 import threading
 import time
 import weakref
@@ -20,13 +17,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import Enum, auto
 from numbers import Real
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import CodeType, FrameType
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
+from unisono._native import is_blocking_forbidden
+from unisono.core.parked_threads import is_idle_in, waits_in
 from unisono.errors import UsageError, ranks_text
 
 __all__ = [
@@ -34,22 +31,33 @@ __all__ = [
     "Deadline",
     "Dropped",
     "Event",
+    "Finalizer",
     "Killed",
-    "Parked",
     "RealEvent",
     "RealRuntime",
     "Runtime",
     "Timer",
     "Waiting",
     "call_before_threads_are_joined",
-    "current_frames",
     "file_age_s",
-    "is_idle_in",
-    "parked_threads",
+    "refuse_blocking",
     "when_dropped",
 ]
 
 _log = logging.getLogger("unisono")
+
+
+def refuse_blocking() -> None:
+    """Refuse to wait on a thread that runs an inline handler of a remote call: others may wait for it.
+
+    Raises:
+        UsageError: the calling thread must not block.
+    """
+    if is_blocking_forbidden():
+        raise UsageError(
+            "a function that was exposed with inline=True must not wait",
+            next_step="expose it without inline=True, or start the operation and do not wait for it",
+        )
 
 
 class Event(Protocol):
@@ -63,6 +71,13 @@ class Event(Protocol):
 
     def is_set(self) -> bool:
         """Whether the flag is set."""
+
+
+class Finalizer(Protocol):
+    """A function call that follows when an object was dropped."""
+
+    def detach(self) -> object:
+        """Cancel the call; False or None if it was made or cancelled before."""
 
 
 class Timer(Protocol):
@@ -166,6 +181,10 @@ class Runtime(ABC):
         """Call `fn` soon, without a lock held: for finalizers, which may run at any point of any code."""
 
     @abstractmethod
+    def finalizer(self, one: object, fn: Callable[[], None]) -> Finalizer:
+        """Call `fn` soon after an object was dropped, without a lock held. The result need not be kept."""
+
+    @abstractmethod
     def start_thread(self, fn: Callable[[], None], name: str) -> None:
         """Run `fn` on a new daemon thread."""
 
@@ -242,6 +261,7 @@ class RealEvent:
         """Whether the flag is set."""
         return self._is_set
 
+    @waits_in
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the flag; False if the timeout passed first."""
         until = None if timeout is None else time.monotonic() + timeout
@@ -292,6 +312,10 @@ class RealRuntime(Runtime):
     def call_soon(self, fn: Callable[[], None]) -> None:
         """Call `fn` on the thread for finalizers."""
         _collected.add(fn)
+
+    def finalizer(self, one: object, fn: Callable[[], None]) -> Finalizer:
+        """Call `fn` on the thread for finalizers once an object was dropped."""
+        return _RealFinalizer(one, fn)
 
     def start_thread(self, fn: Callable[[], None], name: str) -> None:
         """Start a daemon thread."""
@@ -410,6 +434,7 @@ class _Collected:
     def watch(self, one: object, fn: Callable[[], None]) -> Dropped:
         return Dropped.watch(one, fn, self._calls.put)
 
+    @is_idle_in
     def _run(self) -> None:
         while True:
             # On a thread of its own: deadlock detection counts it as active only while the call runs.
@@ -439,6 +464,26 @@ def when_dropped(one: object, fn: Callable[[], None]) -> Dropped:
     return _collected.watch(one, fn)
 
 
+class _RealFinalizer:
+    """A finalizer in which no signal handler runs; see Dropped."""
+
+    def __init__(self, one: object, fn: Callable[[], None]) -> None:
+        self._fn = fn
+        # Kept here, and not by the object: if both are garbage of one cycle, no callback is called.
+        _finalizers[id(self)] = when_dropped(one, self._run)
+
+    def detach(self) -> bool:
+        return _finalizers.pop(id(self), None) is not None
+
+    def _run(self) -> None:
+        if self.detach():
+            self._fn()
+
+
+# By id of the finalizer, which the reference holds.
+_finalizers: dict[int, Dropped] = {}
+
+
 def call_before_threads_are_joined(fn: Callable[[], None]) -> None:
     """Call `fn` when the main thread ends, before Python waits for the other threads.
 
@@ -454,78 +499,6 @@ def call_before_threads_are_joined(fn: Callable[[], None]) -> None:
 def file_age_s(path: Path) -> float:
     """Seconds since a file was written; negative if the clock was set back."""
     return time.time() - path.lstat().st_mtime
-
-
-class Parked(Enum):
-    """How a thread waits for another thread of this process."""
-
-    WITH_LIMIT = auto()
-    WITHOUT_LIMIT = auto()
-
-
-_Function = TypeVar("_Function", bound=Callable[..., object])
-_idle_in: set[CodeType] = set()
-
-
-def is_idle_in(fn: _Function) -> _Function:
-    """Declare a thread idle while this is its innermost function: it sleeps there until another one acts."""
-    _idle_in.add(fn.__code__)
-    return fn
-
-
-def parked_threads() -> dict[threading.Thread, Parked]:
-    """Threads that wait for other threads: in `join`, for a condition, future or queue, or idle in a pool.
-
-    They are recognised by their innermost Python function. A thread that waits for a bare lock, in `sleep` or
-    in C code is not included, because what ends its wait is unknown. Nor is one that starts a thread, for as
-    long as that one may not be seen yet; nor the main thread if a signal handler may wake it.
-    """
-    pool = sys.modules.get("concurrent.futures.thread")
-    idle = {_Collected._run.__code__, *_idle_in, *([] if pool is None else [pool._worker.__code__])}
-    waits = {
-        getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join).__code__,
-        threading.Condition.wait.__code__,
-        RealEvent.wait.__code__,
-    }
-    frames, found = current_frames(), {}
-    for thread in threading.enumerate():
-        frame = frames.get(thread.ident or 0)
-        if thread is threading.main_thread() and _has_signal_handler():
-            continue
-        if frame is not None and frame.f_code in idle:
-            found[thread] = Parked.WITHOUT_LIMIT
-        elif frame is not None and frame.f_code in waits and not _is_starting(frame):
-            has_limit = frame.f_locals.get("timeout") not in (None, -1)
-            found[thread] = Parked.WITH_LIMIT if has_limit else Parked.WITHOUT_LIMIT
-    return found
-
-
-def current_frames() -> dict[int, FrameType]:
-    """The innermost frame of every thread.
-
-    Python makes the frame objects while it holds its lock of threads; a garbage collection at that moment may
-    need the same lock and wait for ever (CPython issue 106883).
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames()
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _is_starting(frame: FrameType) -> bool:
-    """Whether a thread that waits for a condition waits for another one to begin."""
-    event = frame.f_back
-    caller = None if event is None else event.f_back
-    return caller is not None and caller.f_code is threading.Thread.start.__code__
-
-
-def _has_signal_handler() -> bool:
-    """Whether the program handles a signal by its own function, which may do anything."""
-    handlers = (signal.getsignal(number) for number in signal.valid_signals())
-    return any(callable(one) and one is not signal.default_int_handler for one in handlers)
 
 
 def _after_fork() -> None:

@@ -27,7 +27,7 @@ class DType:
     """An element type. `storage` is the NumPy type that holds its bits.
 
     bfloat16 is stored as uint16, because NumPy has no such type unless ml_dtypes is installed. `code` is its
-    number in the native code and on the wire. With a `width` above 1 it is the type of an *item*: so many
+    number in the native code and on the wire. With a `width` above 1 it is the type of an *item*: that many
     neighbouring elements that a collective never separates, stored as one opaque value.
     """
 

@@ -76,7 +76,7 @@ class ReduceOp:
             )
 
     def check_shape(self, shape: tuple[int, ...], parts: Sequence[int] = ()) -> None:
-        """Refuse an array, or `parts` of it with so many elements each, that would separate an item.
+        """Refuse an array whose shape, or `parts` (elements of each), would separate an item.
 
         Raises:
             UsageError: the last axis does not hold whole items, or is not the pair of maxloc and minloc.

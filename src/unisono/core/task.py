@@ -389,7 +389,7 @@ class Task(Generic[T]):
     def _finish(self, result: T | None, error: BaseException | None) -> None:
         if isinstance(error, UnisonoError):
             error = error.located(self.call.location(self._runtime.now()))
-        # First the consequences, then the news: who hears of the end finds everything settled.
+        # First the consequences, then the callbacks: whatever they look at is up to date.
         if self.call.on_end is not None:
             known = error if error is None or isinstance(error, UnisonoError) else self._foreign(error)
             self.call.on_end(known)

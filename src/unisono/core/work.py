@@ -106,8 +106,8 @@ class Work(WorkBase, Coroutine[Any, Any, T], Generic[T]):
 
     def _runtime_and_rank(self) -> tuple[Runtime, int]:
         """The clock and threads of its rank, and the world rank."""
-        if self._helper is not None:
-            return self._helper.runtime, self._helper.world_rank
+        if self._adoption is not None:
+            return self._adoption.runtime, self._adoption.world_rank
         return self._runtime, self._task.call.rank
 
     def _note_user(self) -> None:
@@ -126,15 +126,15 @@ class Work(WorkBase, Coroutine[Any, Any, T], Generic[T]):
                 if not future.done():
                     future.set_result(None)
 
-            def tell() -> None:
+            def notify() -> None:
                 with contextlib.suppress(RuntimeError):  # nobody waits on a loop that is closed
                     loop.call_soon_threadsafe(settle)
 
-            self._on_end(tell)
+            self._on_end(notify)
             try:
                 yield from future.__await__()
             finally:
-                self._off_end(tell)
+                self._off_end(notify)
         result: T = self.wait()
         return result
 

@@ -22,7 +22,7 @@ from unisono.bootstrap.folder import remove_dead_folders
 from unisono.bootstrap.join import arrive, report_ended
 from unisono.bootstrap.seed import Seed
 from unisono.bootstrap.ticket import TicketSource
-from unisono.config import environment, launch_variables, network
+from unisono.config import environment, launch_variables, network, torch_variables
 from unisono.core.clock import RealRuntime
 from unisono.errors import counted, ranks_text
 from unisono.launcher.defaults import cores, rank_defaults
@@ -68,7 +68,7 @@ def run(job: Job, *, version: str, out: int, err: int, colour: bool = False) -> 
         join: dict[str, str] = {}
         master = Address("127.0.0.1")  # where programs of torch meet
         seed: Seed | None = None
-        if job.node_rank == 0 and not job.is_mpi:
+        if job.node_rank == 0:
             port = stack.enter_context(contextlib.closing(StorePort()))
             master = Address("127.0.0.1", port.number)
         if job.node_rank == 0 and job.size > 1 and not job.is_mpi:
@@ -183,11 +183,11 @@ class _Launch:
         defaults = {"PYTHONUNBUFFERED": "1", **rank_defaults(job.ranks_here)}
         self._say_threads(defaults)
         self._ranks = [LocalRank(job.node_rank * job.ranks_here + i) for i in range(job.ranks_here)]
+        if master is not None:  # a store that the user names wins
+            defaults |= {"MASTER_ADDR": master.host, "MASTER_PORT": str(master.port)}
         if job.is_mpi:
             self._start_mpiexec(variables, defaults)
             return
-        if master is not None:  # a store that the user names wins
-            defaults |= {"MASTER_ADDR": master.host, "MASTER_PORT": str(master.port)}
         for local_rank, rank in enumerate(self._ranks):
             place = launch_variables(rank.rank, job.size, local_rank, job.ranks_here)
             self._start_process(job.command, environment({**variables, **place}, defaults), rank)
@@ -196,7 +196,9 @@ class _Launch:
         """Start mpiexec, which starts the ranks; what it says itself has no rank before it."""
         pairs = [self._relay.pipes(rank) for rank in self._ranks]
         self._lent = [descriptor for pair in pairs for descriptor in pair]
-        command = mpiexec_command(self._job.command, os.getpid(), pairs)
+        size = self._job.size
+        places = [torch_variables(rank.rank, size, rank.rank, size) for rank in self._ranks]
+        command = mpiexec_command(self._job.command, os.getpid(), pairs, places)
         self._start_process(command, environment({**ALLOWANCES, **variables}, defaults), None)
 
     def _start_process(self, command: list[str], environ: Mapping[str, str], rank: LocalRank | None) -> None:

@@ -85,27 +85,17 @@ def spawn(
         raise UsageError(f"n={n!r}; allowed: at least 1 rank")
     runtime = RealRuntime()
     deadline = runtime.deadline(timeout)
-    main = Main.of_this_process()
-    task: dict[str, Any] = {
-        "main": list(dataclasses.astuple(main)),
-        "fn": list(dataclasses.astuple(Reference.to(fn, main))),
-        "enter": list(dataclasses.astuple(Reference.to(enter, main))),
-        "argv": list(sys.argv),
-        "path": list(sys.path),
-        "backend": backend,
-        # Without a config the ranks read theirs from the environment, which `env` may have changed.
-        "config": {} if config is None else dataclasses.asdict(config),
-        "timeout": timeout,
-        "size": n,
-    }
+    # Without a config the ranks read theirs from the environment, which `env` may have changed.
+    settings = {} if config is None else dataclasses.asdict(config)
+    task = {**_program_of(fn, enter), "backend": backend, "config": settings, "timeout": timeout, "size": n}
     arguments = frame(codec.pack(list(args), codec.place_of_argument))
     with contextlib.ExitStack() as stack:
         with need(_DESCRIPTORS + _DESCRIPTORS_PER_RANK * n, "spawn"):
             join = ""
             report: Callable[[int, str], None] = lambda rank, how: None  # noqa: E731 - no other rank waits
             if n > 1:
-                settings = config if config is not None else Config.inherited(env or {})
-                seed = stack.enter_context(Seed(n, version=version, tls=settings.tls or None))
+                tls = (config if config is not None else Config.inherited(env or {})).tls
+                seed = stack.enter_context(Seed(n, version=version, tls=tls or None))
                 join, report = seed.ticket.text(), seed.on_rank_ended
                 folder = (env or {}).get("TMPDIR") or network().folder
                 stack.callback(remove_dead_folders, folder)
@@ -117,6 +107,22 @@ def spawn(
                 head = frame(codec.pack({**task, "rank": rank, "join": join}))
                 ranks.start(rank, [*head, *arguments], env or {})
         return ranks.results()
+
+
+def _program_of(fn: Callable[..., Any], enter: Callable[..., Any]) -> dict[str, Any]:
+    """How a new process finds the functions: by their names, in the main file and modules of this one.
+
+    Raises:
+        UsageError: it cannot find them.
+    """
+    main = Main.of_this_process()
+    return {
+        "main": list(dataclasses.astuple(main)),
+        "fn": list(dataclasses.astuple(Reference.to(fn, main))),
+        "enter": list(dataclasses.astuple(Reference.to(enter, main))),
+        "argv": list(sys.argv),
+        "path": list(sys.path),
+    }
 
 
 class _SpawnedRank:

@@ -115,7 +115,7 @@ def numbered_hosts(names: Sequence[object]) -> tuple[int, ...]:
 
 
 class GroupListener(Protocol):
-    """What the engine tells a group of Python."""
+    """A group, as the engine sees it: what it must look at."""
 
     def on_unclaimed(self, source: int, sequence: int, theirs: bytes) -> bool:
         """A message waits here of a collective that ended elsewhere before it was received ("run-ahead").

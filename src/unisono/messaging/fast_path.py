@@ -22,11 +22,12 @@ class Mailbox(Protocol):
     readers serve in the background, one at a time, and yield to any thread that waits for an operation.
     """
 
-    def post(self, dst: int, data: bytes, unsent_bytes_max: int) -> bool:
+    def post(self, dst: int, data: bytes, unsent_bytes_max: int, is_more: bool = False) -> bool:
         """Send in the control lane, in order. A message to a rank that is gone is dropped; see Backend.watch.
 
         Returns False, and sends nothing, if more than `unsent_bytes_max` bytes wait for a peer that does not
-        receive them.
+        receive them. With `is_more` a socket may keep the message for up to a millisecond, because others
+        follow: one system call sends them all.
         """
 
     def take(self, timeout: float, is_front: bool) -> list[tuple[int, Any]]:

@@ -22,6 +22,8 @@ from enum import IntEnum
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple, overload
 
+import numpy as np
+
 __all__ = [
     "ONE",
     "ZERO",
@@ -30,6 +32,7 @@ __all__ = [
     "Counts",
     "Cut",
     "Kind",
+    "Weights",
     "atom_terms",
     "blocks",
     "contains",
@@ -333,14 +336,40 @@ def digits(terms: int) -> list[tuple[int, int]]:
     """The atoms of a sum, ascending, each with its coefficient."""
     if not terms:
         return []
+    first, words = _words(terms)
+    return [(atom, times) for atom, times in enumerate(words, first) if times]
+
+
+class Weights:
+    """The number of elements of every atom, with which sums are evaluated."""
+
+    def __init__(self, atoms: Sequence[int]) -> None:
+        self._atoms = atoms
+        # Coefficients are below 2^31, so that no sum leaves 64 bits.
+        self._fits = sum(atoms) < 1 << 32
+        self._array = np.array(atoms, np.int64) if self._fits else np.empty(0, np.int64)
+
+    def sum(self, terms: int) -> int:
+        """The number of elements of a sum."""
+        if not self._fits or terms.bit_length() < _LONG * _BITS:
+            return sum(self._atoms[atom] * times for atom, times in digits(terms))
+        first, words = _words(terms)
+        times = np.frombuffer(words, np.uint32)[: len(self._atoms) - first]
+        return int(np.dot(times.astype(np.int64), self._array[first : first + len(times)]))
+
+
+# Sums of so many digits are faster in NumPy than in a loop.
+_LONG: Final = 32
+
+
+def _words(terms: int) -> tuple[int, memoryview]:
+    """The digits of a sum that is not 0, from the first one that is not 0 on, and the number of that."""
     # Sums of neighbouring atoms are short once those before them are left out.
     first = ((terms & -terms).bit_length() - 1) // _BITS
     terms >>= first * _BITS
     length = terms.bit_length() // _BITS + 1
     words = memoryview(terms.to_bytes(length * _BITS // 8, sys.byteorder)).cast("I")
-    if sys.byteorder == "big":
-        words = words[::-1]
-    return [(atom, times) for atom, times in enumerate(words, first) if times]
+    return first, words[::-1] if sys.byteorder == "big" else words
 
 
 def contains(terms: int, other: int) -> bool:

@@ -40,6 +40,7 @@ __all__ = [
     "entry_of",
     "is_even",
     "reduces",
+    "synchronizes",
 ]
 
 Builder: TypeAlias = Callable[[Shape, int], Plan]
@@ -63,6 +64,10 @@ class Entry:
     needs_hosts: bool = False
     # Every byte goes straight from its owner to its destination: no rank reduces or forwards it.
     is_direct: bool = False
+    # Every rank does the same, turned by its number: on one host, what one rank costs they all cost.
+    is_symmetric: bool = False
+    # Some rank sends or receives at least size - 1 messages, or waits for so many that follow each other.
+    is_linear: bool = False
 
     @property
     def ordered(self) -> bool:
@@ -75,50 +80,55 @@ class Entry:
         return self.order is not Order.ANY
 
 
-def _canonical(builder: Builder) -> Entry:
-    return Entry(builder, Order.CANONICAL)
+def _canonical(builder: Builder, *, is_linear: bool = False) -> Entry:
+    return Entry(builder, Order.CANONICAL, is_linear=is_linear)
 
 
 def _by_hosts(builder: Builder) -> Entry:
     return Entry(builder, needs_hosts=True)
 
 
-def _direct(builder: Builder) -> Entry:
-    return Entry(builder, is_direct=True)
+def _direct(builder: Builder, *, is_symmetric: bool = False) -> Entry:
+    return Entry(builder, is_direct=True, is_symmetric=is_symmetric, is_linear=True)
+
+
+def _turned(builder: Builder) -> Entry:
+    """Every rank exchanges something with each other rank, or passes it on around a ring."""
+    return Entry(builder, is_symmetric=True, is_linear=True)
 
 
 CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
     {
         "all_reduce": {
-            "ring": Entry(ring.all_reduce),
-            "pairwise": Entry(pairwise.all_reduce),
+            "ring": _turned(ring.all_reduce),
+            "pairwise": _turned(pairwise.all_reduce),
             "doubling": _canonical(doubling.doubling_all_reduce),
             "halving_doubling": _canonical(doubling.halving_doubling_all_reduce),
             "tree": _canonical(tree.all_reduce),
-            "flat": _canonical(flat.all_reduce),
-            "ordered": _canonical(ordered.all_reduce),
+            "flat": _canonical(flat.all_reduce, is_linear=True),
+            "ordered": _canonical(ordered.all_reduce, is_linear=True),
             "hierarchical": _by_hosts(hierarchical.all_reduce),
             "hierarchical_long": _by_hosts(hierarchical.long_all_reduce),
         },
         "reduce": {
             "tree": _canonical(tree.reduce),
-            "chain": Entry(chain.reduce),
-            "flat": _canonical(flat.reduce),
-            "ordered": _canonical(ordered.reduce),
+            "chain": Entry(chain.reduce, is_linear=True),
+            "flat": _canonical(flat.reduce, is_linear=True),
+            "ordered": _canonical(ordered.reduce, is_linear=True),
             "hierarchical": _by_hosts(hierarchical.reduce),
             "hierarchical_long": _by_hosts(hierarchical.long_reduce),
         },
         "broadcast": {
             "tree": Entry(tree.broadcast),
-            "chain": Entry(chain.broadcast),
+            "chain": Entry(chain.broadcast, is_linear=True),
             "flat": _direct(flat.broadcast),
             "hierarchical": _by_hosts(hierarchical.broadcast),
             "hierarchical_long": _by_hosts(hierarchical.long_broadcast),
         },
         "all_gather": {
-            "ring": Entry(ring.all_gather),
+            "ring": _turned(ring.all_gather),
             "dissemination": Entry(dissemination.all_gather),
-            "flat": _direct(flat.all_gather),
+            "flat": _direct(flat.all_gather, is_symmetric=True),
             "hierarchical": _by_hosts(hierarchical_blocks.all_gather),
         },
         "gather": {
@@ -130,32 +140,32 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
             "flat": _direct(flat.scatter),
         },
         "reduce_scatter": {
-            "pairwise": Entry(pairwise.reduce_scatter),
-            "ring": Entry(ring.reduce_scatter),
+            "pairwise": _turned(pairwise.reduce_scatter),
+            "ring": _turned(ring.reduce_scatter),
             "halving": _canonical(doubling.halving_reduce_scatter),
-            "ordered": _canonical(ordered.reduce_scatter),
+            "ordered": _canonical(ordered.reduce_scatter, is_linear=True),
             "hierarchical": _by_hosts(hierarchical_blocks.reduce_scatter),
         },
         "all_to_all": {
-            "pairwise": _direct(pairwise.all_to_all),
-            "flat": _direct(flat.all_to_all),
-            "dissemination": Entry(dissemination.all_to_all, takes_uneven=False),
+            "pairwise": _direct(pairwise.all_to_all, is_symmetric=True),
+            "flat": _direct(flat.all_to_all, is_symmetric=True),
+            "dissemination": Entry(dissemination.all_to_all, takes_uneven=False, is_symmetric=True),
             "hierarchical": Entry(hierarchical_blocks.all_to_all, takes_uneven=False, needs_hosts=True),
         },
         "scan": {
             "hillis_steele": Entry(hillis_steele.scan, Order.RANK),
-            "flat": _canonical(flat.scan),
-            "ordered": _canonical(ordered.scan),
+            "flat": _canonical(flat.scan, is_linear=True),
+            "ordered": _canonical(ordered.scan, is_linear=True),
         },
         "exscan": {
             "hillis_steele": Entry(hillis_steele.exscan, Order.RANK),
-            "flat": _canonical(flat.exscan),
-            "ordered": _canonical(ordered.exscan),
+            "flat": _canonical(flat.exscan, is_linear=True),
+            "ordered": _canonical(ordered.exscan, is_linear=True),
         },
         "barrier": {
-            "dissemination": Entry(dissemination.barrier),
+            "dissemination": Entry(dissemination.barrier, is_symmetric=True),
             "tree": Entry(tree.barrier),
-            "flat": _direct(flat.barrier),
+            "flat": _direct(flat.barrier, is_symmetric=True),
             "hierarchical": _by_hosts(hierarchical.barrier),
         },
     }
@@ -171,6 +181,8 @@ _COUNTS_HELD: Final[Mapping[str, Callable[[int], int]]] = {
     "barrier": lambda size: 0,
     "all_to_all": lambda size: size * size,
 }
+
+_SYNCHRONIZING: Final = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
 
 
 def algorithms(collective: str) -> tuple[str, ...]:
@@ -254,6 +266,11 @@ def check(problem: Problem) -> None:
 def reduces(collective: str) -> bool:
     """Whether a collective combines operands, so that their order may matter."""
     return any(entry.keeps_rank_order for entry in _entries(collective).values())
+
+
+def synchronizes(collective: str) -> bool:
+    """Whether a rank that ends it has had something from every other, if no block is empty."""
+    return collective in _SYNCHRONIZING
 
 
 def is_even(problem: Problem) -> bool:

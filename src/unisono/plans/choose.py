@@ -7,18 +7,19 @@ decides, hierarchical algorithms included.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
 from unisono.plans.algorithms.canonical import blocks
 from unisono.plans.bind import bound
-from unisono.plans.catalog import CATALOG, check, is_even, reduces
+from unisono.plans.catalog import CATALOG, check, entry_of, is_even, reduces
 from unisono.plans.cost import Links, cost, crossings
 from unisono.plans.measured import fastest
 from unisono.plans.steps import Problem
 from unisono.plans.units import bytes_text, seconds_text
 
-__all__ = ["choose", "fitting", "predict_s"]
+__all__ = ["choose", "fitting", "least_s", "predict_s"]
 
 # The block assumed for an uneven all_to_all: a rank knows only its own row and column of the counts.
 _NOMINAL_BLOCK_BYTES = 4096
@@ -35,15 +36,31 @@ def choose(problem: Problem, itemsize: int, links: Links, *, ordered: bool = Fal
     return _cheapest(_bucket(problem, even, itemsize), even, itemsize, links, ordered)
 
 
-def predict_s(problem: Problem, algorithm: str, itemsize: int, links: Links) -> float:
-    """Predict how long an algorithm takes: the time of the slowest among a few representative ranks."""
+def predict_s(
+    problem: Problem, algorithm: str, itemsize: int, links: Links, enough_s: float = math.inf
+) -> float:
+    """Predict how long an algorithm takes: the time of the slowest among a few representative ranks.
+
+    Above `enough_s` any time will do: no other rank is looked at.
+    """
     crossing: list[int] = []
     if problem.hosts:
         # The root's host represents all hosts: its ranks share the link to other hosts.
         together = [rank for rank, host in enumerate(problem.hosts) if host == problem.hosts[problem.root]]
         crossing = crossings([bound(problem, rank, algorithm) for rank in together])
-    plans = (bound(problem, rank, algorithm) for rank in _representative_ranks(problem))
-    return max(cost(plan, links, itemsize, crossing).time_s for plan in plans)
+    slowest_s = 0.0
+    for rank in _ranks_to_look_at(problem, algorithm):
+        plan = bound(problem, rank, algorithm)
+        slowest_s = max(slowest_s, cost(plan, links, itemsize, crossing).time_s)
+        if slowest_s > enough_s:
+            break
+    return slowest_s
+
+
+def least_s(problem: Problem, algorithm: str, links: Links) -> float:
+    """What an algorithm takes at least, without a look at its steps."""
+    is_linear = entry_of(problem.collective, algorithm).is_linear
+    return (problem.size - 1) * min(links.message_s, links.inter_message_s) if is_linear else 0.0
 
 
 def fitting(problem: Problem, *, ordered: bool = False) -> tuple[str, ...]:
@@ -77,13 +94,16 @@ def _cheapest(problem: Problem, even: bool, itemsize: int, links: Links, ordered
         if found in names:
             reason = f"measured over {links.kind} for {_described(problem, even, itemsize)}"
             return found, reason + ("; ordered algorithms only" if ordered else "")
-    times = sorted(
-        (predict_s(problem, name, itemsize, links), index, name) for index, name in enumerate(names)
-    )
+    times: list[tuple[float, int, str]] = []
+    # The plans of linear algorithms are long: these come last, and are not built if they cannot win.
+    for least, index, name in sorted((least_s(problem, n, links), i, n) for i, n in enumerate(names)):
+        best_s = times[0][0] if times else math.inf
+        time_s = least if least > best_s else predict_s(problem, name, itemsize, links, best_s)
+        times = sorted([*times, (time_s, index, name)])
     (best_s, _, best), *rest = times
     reason = f"{seconds_text(best_s)} predicted for {_described(problem, even, itemsize)}"
     if rest:
-        reason += f"; next {rest[0][2]}, {seconds_text(rest[0][0])}"
+        reason += f"; next {rest[0][2]}, {seconds_text(rest[0][0])} or more"
     return best, reason + ("; ordered algorithms only" if ordered else "")
 
 
@@ -107,8 +127,16 @@ def _bucket(problem: Problem, even: bool, itemsize: int) -> Problem:
             counts = (largest, *((sum(counts) - largest) // (len(counts) - 1),) * (len(counts) - 1))
     hosts = problem.hosts if len(set(problem.hosts)) > 1 else ()
     # The class of a count is (count - 1).bit_length(); the longest of the class stands for it.
-    rounded = tuple(1 << (count - 1).bit_length() if count else 0 for count in counts)
+    size_of = {count: 1 << (count - 1).bit_length() if count else 0 for count in set(counts)}
+    rounded = (size_of[counts[0]],) * len(counts) if len(size_of) == 1 else tuple(size_of[n] for n in counts)
     return replace(problem, counts=rounded, hosts=hosts, root=0)
+
+
+def _ranks_to_look_at(problem: Problem, algorithm: str) -> list[int]:
+    """Return the representative ranks, or two of ranks that do the same: even parts differ by an element."""
+    has_parts = len(problem.counts) != 1 or problem.counts[0] >= problem.size
+    is_symmetric = entry_of(problem.collective, algorithm).is_symmetric and is_even(problem) and has_parts
+    return [0, problem.size - 1] if is_symmetric and not problem.hosts else _representative_ranks(problem)
 
 
 def _representative_ranks(problem: Problem) -> list[int]:

@@ -134,8 +134,10 @@ def _time_s(plan: BoundPlan, links: Links, itemsize: int, crossing: Sequence[int
         start = pipelines.get(number, number - 1)
         steps = [step for round_ in plan.rounds[start:number] for step in round_]
         # How many pieces a pipeline has does not depend on the rank: all of its steps have the same length.
-        length = max((slice_of(step).count for step in steps), default=max(plan.problem.counts, default=0))
-        pieces = max(1, min(_PIECES_MAX, length // _PIECE_COUNT)) if number in pipelines else 1
+        pieces = 1
+        if number in pipelines:
+            length = max(slice_of(step).count for step in steps) if steps else max(plan.problem.counts)
+            pieces = max(1, min(_PIECES_MAX, length // _PIECE_COUNT))
         if steps:
             sharing = max(1, *crossing[start:number]) if crossing else 1
             next_s = _round_s(plan, steps, links, itemsize / pieces, sharing)

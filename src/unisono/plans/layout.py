@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final, TypeAlias, TypeVar
 
@@ -29,6 +29,7 @@ __all__ = [
     "chunks",
     "finish",
     "is_local",
+    "mapped",
     "slice_of",
     "touched",
     "whole",
@@ -39,6 +40,7 @@ __all__ = [
 Region: TypeAlias = Slice[Amount]
 Rounds: TypeAlias = Sequence[Sequence[Step]]
 _Number = TypeVar("_Number", Amount, int)
+_Other = TypeVar("_Other", Amount, int)
 
 # The slice that a barrier's messages carry. Its steps overlap, so each waits for the ones before.
 TOKEN: Final = Slice(Buf.TMP, ZERO, ONE)
@@ -104,6 +106,25 @@ def touched(step: _AnyStep[_Number]) -> Iterator[tuple[Slice[_Number], bool]]:
         yield step.dst, True
     if not isinstance(step, Recv | RecvReduce):
         yield step.src, False
+
+
+def mapped(
+    step: _AnyStep[_Number],
+    place: Callable[[Slice[_Number]], Slice[_Other]],
+    peer: Callable[[int], int] = int,
+) -> _AnyStep[_Other]:
+    """The same step on other slices, and with another peer."""
+    match step:
+        case Send(to, src):
+            return Send(peer(to), place(src))
+        case Recv(source, dst):
+            return Recv(peer(source), place(dst))
+        case RecvReduce(source, dst, left):
+            return RecvReduce(peer(source), place(dst), left)
+        case Copy(dst, src):
+            return Copy(place(dst), place(src))
+        case Reduce(dst, src, left):
+            return Reduce(place(dst), place(src), left)
 
 
 def is_local(step: Step | BoundStep) -> bool:

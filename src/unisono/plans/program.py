@@ -16,16 +16,11 @@ from typing import Final, NamedTuple
 from unisono.plans.amounts import Amount
 from unisono.plans.bind import Values
 from unisono.plans.catalog import entry_of, reduces
-from unisono.plans.layout import slice_of, touched
+from unisono.plans.layout import mapped, slice_of, touched
 from unisono.plans.steps import (
     BoundStep,
     Buf,
-    Copy,
     Plan,
-    Recv,
-    RecvReduce,
-    Reduce,
-    Send,
     Slice,
     Step,
 )
@@ -207,14 +202,4 @@ def _cut(step: BoundStep, segment: int) -> Iterator[BoundStep]:
         def part(s: Slice[int], start: int = start, length: int = length) -> Slice[int]:
             return Slice(s.buf, s.start + start, s.start + start + length)
 
-        match step:
-            case Send(peer, src):
-                yield Send(peer, part(src))
-            case Recv(peer, dst):
-                yield Recv(peer, part(dst))
-            case RecvReduce(peer, dst, left):
-                yield RecvReduce(peer, part(dst), left)
-            case Copy(dst, src):
-                yield Copy(part(dst), part(src))
-            case Reduce(dst, src, left):
-                yield Reduce(part(dst), part(src), left)
+        yield mapped(step, part)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ __all__ = ["Calls", "Finish"]
 
 # What is left to do when an operation has ended; it gets what the verb gives.
 Finish: TypeAlias = Callable[[Any], object]
+
+# In place of a profiler's record while there is no profiler.
+_UNSEEN: Final = contextlib.nullcontext()
 
 # Errors show the line that called torch.
 hide_folder(str(Path(torch.__file__).parent))
@@ -58,25 +61,12 @@ class Calls:
         **named: Any,
     ) -> dist.Work:
         """Start a collective, or run it if the caller waits at once."""
-        if _profiler_enabled():
-            with record_function(f"unisono:{verb}"):
-                return self._run(verb, opts, outputs, finish, *args, **named)
-        return self._run(verb, opts, outputs, finish, *args, **named)
-
-    def _run(
-        self,
-        verb: str,
-        opts: Any,
-        outputs: Sequence[Tensor],
-        finish: Finish | None,
-        *args: Any,
-        **named: Any,
-    ) -> dist.Work:
         if opts.asyncOp:
             return self.start(verb, opts, outputs, finish, *args, **named)
         stream = self._stream if not self._serving else self._stream_here()
         try:
-            result = getattr(stream.comm, verb)(*args, **named, timeout=self._limit_s(opts))
+            with record_function(f"unisono:{verb}") if _profiler_enabled() else _UNSEEN:
+                result = getattr(stream.comm, verb)(*args, **named, timeout=self._limit_s(opts))
             if finish is not None:
                 finish(result)
         except UnisonoError as error:
@@ -95,7 +85,8 @@ class Calls:
         """Start a collective."""
         stream = self._stream if not self._serving else self._stream_here()
         try:
-            started = getattr(stream.start, verb)(*args, **named, timeout=self._limit_s(opts))
+            with record_function(f"unisono:{verb}") if _profiler_enabled() else _UNSEEN:
+                started = getattr(stream.start, verb)(*args, **named, timeout=self._limit_s(opts))
         except UnisonoError as error:
             raise self.failed(error, verb, call_site()) from error
         return self._kept(
@@ -104,15 +95,10 @@ class Calls:
 
     def message(self, verb: str, tensors: Sequence[Tensor], finish: Once | None, *args: Any) -> dist.Work:
         """Start a send or a receive, in the first stream: its peer need not be in a callback, too."""
-        if _profiler_enabled():
-            with record_function(f"unisono:{verb}"):
-                return self._message(verb, tensors, finish, *args)
-        return self._message(verb, tensors, finish, *args)
-
-    def _message(self, verb: str, tensors: Sequence[Tensor], finish: Once | None, *args: Any) -> dist.Work:
         stream = self._stream
         try:
-            started = getattr(stream.start, verb)(*args, timeout=self.timeout_s)
+            with record_function(f"unisono:{verb}") if _profiler_enabled() else _UNSEEN:
+                started = getattr(stream.start, verb)(*args, timeout=self.timeout_s)
         except UnisonoError as error:
             raise self.failed(error, verb, call_site()) from error
         return self._kept(Message(self, stream, verb, started, tensors, finish))
@@ -121,13 +107,9 @@ class Calls:
         """The error of a call that was made at a line of the user's program."""
         return backend_error(error, call, site, self.comm.rank, self._members)
 
-    @contextlib.contextmanager
-    def errors(self, call: str) -> Iterator[None]:
+    def errors(self, call: str) -> _Errors:
         """Raise errors as those of a call."""
-        try:
-            yield
-        except UnisonoError as error:
-            raise self.failed(error, call, call_site()) from error
+        return _Errors(self, call)
 
     def close(self) -> None:
         """Let the threads for callbacks end when they have run what is due."""
@@ -146,3 +128,20 @@ class Calls:
         """The seconds for a call: the group's, unless the caller gave others (-1 ms if not)."""
         given: timedelta = opts.timeout
         return self.timeout_s if given.days < 0 else given.total_seconds()
+
+
+class _Errors:
+    """What `Calls.errors` gives: a class and no generator, because every call enters it."""
+
+    __slots__ = ("_call", "_calls")
+
+    def __init__(self, calls: Calls, call: str) -> None:
+        self._calls = calls
+        self._call = call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, UnisonoError):
+            raise self._calls.failed(error, self._call, call_site()) from error

@@ -153,7 +153,8 @@ class _Failure:
     """The value of a future that failed.
 
     Python cannot give a future an error that C++ sees: C++ takes this for a value. DDP looks for tensors in
-    it by pickling it, or converts it to one, with its text in the error that this gives.
+    it by pickling it, or converts it to a tensor, and asks for its text when that fails: either raises the
+    error itself, and so `backward` does.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -163,7 +164,7 @@ class _Failure:
         raise self.error
 
     def __str__(self) -> str:
-        return str(self.error)
+        raise self.error
 
 
 def _raise(failure: _Failure) -> None:

@@ -38,7 +38,7 @@ from unisono.pytorch.identity import Identity
 from unisono.pytorch.monitored_barrier import MonitoredBarrier, replace_in_torch
 from unisono.pytorch.reductions import OPS, check_sparse, divided, is_divided, is_mean, op_of, scaled
 from unisono.pytorch.rendezvous import join_world
-from unisono.pytorch.tensors import CopyBack, in_a_row, is_plain, joined, overlap, readable, target, updatable
+from unisono.pytorch.tensors import CopyBack, apart, in_a_row, is_plain, joined, readable, target, updatable
 from unisono.pytorch.work import DONE, Once, Several
 
 __all__ = ["ProcessGroup"]
@@ -160,10 +160,8 @@ class ProcessGroup(Identity):
         with self._calls.errors("reduce_scatter"):
             op = opts.reduceOp
             name = op_of(op, input.dtype)
-            x = scaled(op, readable(input))
             out, back = target(output)
-            if overlap(x, out):
-                x = x.clone()
+            x = apart(scaled(op, readable(input)), out)
             if back is not None or is_divided(op, input.dtype):
 
                 def finish(_: object) -> None:
@@ -206,8 +204,9 @@ class ProcessGroup(Identity):
         if len({out.numel() for out in outs}) > 1:
             return self._calls.run("all_gather_v", opts, outs, lambda parts: _fill(outs, parts), x)
         out = in_a_row(outs)
-        if out is None or overlap(x, out):
+        if out is None:
             return self._calls.run("all_gather", opts, outs, lambda parts: _fill(outs, parts), x)
+        x = apart(x, out)
         return self._calls.run("all_gather", opts, outs, None, x, out=out.view(self._size, -1))
 
     def allgather_coalesced(
@@ -225,10 +224,8 @@ class ProcessGroup(Identity):
         """`dist.all_gather_into_tensor`; FSDP2, whose input is a slice of the output."""
         opts = opts if opts is not None else AllgatherOptions()
         with self._calls.errors("all_gather"):
-            x = readable(input)
             out, back = target(output)
-            if overlap(x, out):
-                x = x.clone()
+            x = apart(readable(input), out)
             self._check_parts(out, x, "the output")
         return self._calls.run(
             "all_gather", opts, [output], _then(back), x.view(-1), out=out.view(self._size, -1)
@@ -254,8 +251,13 @@ class ProcessGroup(Identity):
                         f"outputs of other lengths than the input; allowed: {tensor.numel()} elements"
                     )
             x = readable(tensor).view(-1)
-        finish = (lambda parts: _fill(outs, parts)) if root == self._rank else None
-        return self._calls.run("gather", opts, outs, finish, x, root)
+        if root != self._rank:
+            return self._calls.run("gather", opts, outs, None, x, root)
+        out = in_a_row(outs)
+        if out is None:
+            return self._calls.run("gather", opts, outs, lambda parts: _fill(outs, parts), x, root)
+        x = apart(x, out)
+        return self._calls.run("gather", opts, outs, None, x, root, out=out.view(self._size, -1))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         """`dist.scatter`."""
@@ -299,10 +301,8 @@ class ProcessGroup(Identity):
                 parts = [readable(part).view(-1) for part in given]
             return self._calls.run("all_to_all_v", opts, [output], lambda got: _fill(taken, got), parts)
         with self._calls.errors("all_to_all"):
-            x = readable(input)
             out, back = target(output)
-            if overlap(x, out):
-                x = x.clone()
+            x = apart(readable(input), out)
             for tensor in (input, output):
                 if tensor.dim() == 0 or tensor.shape[0] % self._size:
                     raise UsageError(

@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from unisono.core.dtypes import DTYPES
 from unisono.errors import UsageError
@@ -18,10 +19,10 @@ from unisono.errors import UsageError
 __all__ = [
     "TYPES",
     "CopyBack",
+    "apart",
     "in_a_row",
     "is_plain",
     "joined",
-    "overlap",
     "readable",
     "target",
     "updatable",
@@ -92,14 +93,18 @@ def in_a_row(tensors: Sequence[Tensor]) -> Tensor | None:
         end += tensor.nbytes
     count = (end - first.data_ptr()) // first.itemsize
     # By DLPack it has a storage of its own: the engine's view of a tensor forbids to resize the storage, and
-    # FSDP frees its parameters by that.
-    return torch.from_dlpack(first.as_strided((count,), (1,))) if count else None
+    # FSDP frees its parameters by that. By a capsule: given a tensor, `from_dlpack` asks ten times as long.
+    return from_dlpack(to_dlpack(first.as_strided((count,), (1,)))) if count else None
 
 
-def overlap(x: Tensor, out: Tensor) -> bool:
-    """Whether two contiguous tensors share memory; FSDP2 gathers from a slice of the output."""
+def apart(x: Tensor, out: Tensor) -> Tensor:
+    """What to read in place of `x` while `out` is written; both are contiguous.
+
+    That is a copy if they share memory: FSDP2 gathers from a slice of the output.
+    """
     begin, other = x.data_ptr(), out.data_ptr()
-    return bool(begin < other + out.nbytes and other < begin + x.nbytes)
+    is_shared = begin < other + out.nbytes and other < begin + x.nbytes
+    return x.clone() if is_shared else x
 
 
 def _detached(tensor: Tensor) -> Tensor:

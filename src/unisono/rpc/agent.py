@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol, Self, TypeVar, overload
 
-from unisono.core.clock import Runtime, Waiting
+from unisono.core.clock import Runtime, Waiting, refuse_blocking
 from unisono.core.envelope import Tags
 from unisono.core.waits import wait_all
 from unisono.core.work import Work
@@ -138,28 +138,43 @@ class Agent:
     @overload
     def expose(self, fn: F) -> F: ...
     @overload
-    def expose(self, fn: None = None, *, name: str) -> Callable[[F], F]: ...
-    def expose(self, fn: F | None = None, *, name: str | None = None) -> F | Callable[[F], F]:
-        """Let others call a function by its name, or by the one given. A decorator, with or without one."""
-        if fn is None:
-            return partial(self._exposed, name)
-        return self._exposed(name, fn)
+    def expose(
+        self, fn: None = None, *, name: str | None = None, inline: bool = False
+    ) -> Callable[[F], F]: ...
+    def expose(
+        self, fn: F | None = None, *, name: str | None = None, inline: bool = False
+    ) -> F | Callable[[F], F]:
+        """Let others call a function by its name, or by the one given. A decorator, with or without options.
 
-    def register(self, name: str, fn: Callable[..., Any]) -> None:
-        """Let others call a function by this name; of a class, let them make instances and call methods."""
+        `inline` is as in `register`.
+        """
+        if fn is None:
+            return partial(self._exposed, name, inline)
+        return self._exposed(name, inline, fn)
+
+    def register(self, name: str, fn: Callable[..., Any], *, inline: bool = False) -> None:
+        """Let others call a function by this name; of a class, let them make instances and call methods.
+
+        A function that returns at once may be `inline`: then it also runs on a thread of this rank that waits
+        for the answer to a call of its own, so that no other thread has to be woken. It must not wait:
+        blocking verbs and calls raise UsageError in it, and one that takes long is logged.
+
+        Raises:
+            UsageError: the name is invalid or taken; an `async def` function or a generator cannot be inline.
+        """
         if isinstance(fn, type):
             if self._classes.get(name) is fn:
                 return
             check_name(name)
             self._classes[name] = fn
             for its_name, (call, parameters) in self._objects.handlers_of(fn, name).items():
-                self._registry.add(its_name, call, parameters)
+                self._registry.add(its_name, call, parameters, is_inline=inline)
         else:
-            self._registry.add(name, fn)
+            self._registry.add(name, fn, is_inline=inline)
         self._server.on_exposed()
 
-    def _exposed(self, name: str | None, fn: F) -> F:
-        self.register(name if name is not None else getattr(fn, "__name__", ""), fn)
+    def _exposed(self, name: str | None, inline: bool, fn: F) -> F:
+        self.register(name if name is not None else getattr(fn, "__name__", ""), fn, inline=inline)
         return fn
 
     # -- calling ------------------------------------------------------------------------------------------
@@ -177,6 +192,7 @@ class Agent:
         loop = self._server.loop
         if loop is not None and loop.is_mine:
             raise UsageError("call would block the event loop; allowed: await agent.start(...)")
+        refuse_blocking()
         return self._client.begin(dst, name, args, kwargs, timeout, timers=False).wait()
 
     def start(

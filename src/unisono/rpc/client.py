@@ -1,6 +1,6 @@
 """The calling side of an agent: calls out, their deadlines and their ends.
 
-A call is admitted, encoded, and sent once it is known that the other rank has an agent. The dispatcher
+A call is admitted, packed, and sent once it is known that the other rank has an agent. The dispatcher
 completes it.
 """
 
@@ -10,21 +10,21 @@ import heapq
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
-from unisono.core.clock import NEVER, Deadline, Runtime, Timer, Waiting
+from unisono.core.clock import NEVER, Deadline, Runtime, Timer, Waiting, refuse_blocking
 from unisono.core.codec import place_of_argument
 from unisono.core.work import Work
 from unisono.errors import ClosedError, DeadlineExceeded, Location, PeerAborted, UnisonoError, UsageError
-from unisono.rpc.attachments import InboundParts, OutboundParts
+from unisono.rpc.blobs import InboundValue, OutboundBlobs
+from unisono.rpc.frame import ASK, CANCEL, MORE, NAME_CHARS_MAX, Packed, pack, short
 from unisono.rpc.peers import QUEUE_MAX, AdmissionWait, Peer, Peers, busy
 from unisono.rpc.pool import held_slot
 from unisono.rpc.server import Incoming, current
 from unisono.rpc.streams import WINDOW, ItemBuffer, Stream, wake_loop
 from unisono.rpc.transport import UNSENT_ASKS_MAX, RpcTransport, Waitable
-from unisono.rpc.wire import NAME_CHARS_MAX, Ask, Cancel, More, PackedAsk, encode, is_plain, pack
 
 __all__ = ["TIMEOUT_S", "CallStarter", "PendingCall"]
 
@@ -32,9 +32,8 @@ _log = logging.getLogger("unisono.rpc")
 
 # Of a call for which the user gives none.
 TIMEOUT_S: Final = 30.0
-
-# The frame of a call, the number of its attachments, and these.
-_Message: TypeAlias = tuple[bytes, int, list[memoryview]]
+# With more calls to a rank under way, a frame may wait a moment for the next ones.
+_PIPELINED_MIN: Final = 8
 
 
 class CallStarter:
@@ -66,7 +65,7 @@ class CallStarter:
         """Begin a call. With `timers` it expires by itself, else only while a thread waits for it.
 
         Raises:
-            UsageError: no such rank or name, or an argument cannot be encoded. Nothing was sent.
+            UsageError: no such rank or name, or an argument cannot be sent. Nothing was sent.
             DeadlineExceeded: too many calls to that rank stayed unanswered.
             ClosedError: the agent is closed.
         """
@@ -82,13 +81,11 @@ class CallStarter:
         is_waiting_handler = parent is not None and not timers and buffer is None
         peer = self._admitted(dst, name, deadline, may_wait=not is_waiting_handler)
         number = self.transport.next_number()
+        window = WINDOW if buffer is not None else 0
+        message = self._packed(number, number, name, args, kwargs, deadline.given_s, window)
         pending = PendingCall(self, peer, number, name, deadline, now)
-        pending.buffer, window = buffer, WINDOW if buffer is not None else 0
-        try:
-            message = self._encoded(number, name, args, kwargs, deadline, window)
-        except BaseException:
-            pending.is_done = True  # it never began
-            raise
+        if buffer is not None:
+            pending.buffer = buffer
         if parent is not None:
             pending.parent = parent
             parent.on_cancel[pending] = pending.cancel
@@ -103,7 +100,7 @@ class CallStarter:
     def notify(self, dst: int | str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call a function without an answer; raises as `begin` does, and a RemoteError if it was not sent."""
         peer = self._admitted(dst, name, self.runtime.deadline(TIMEOUT_S))
-        message = self._encoded(0, name, args, kwargs, None)
+        message = self._packed(0, self.transport.next_number(), name, args, kwargs)
         with peer.lock:
             peer.notifications += 1
         self._send_or_hold(peer, message, None)
@@ -164,29 +161,24 @@ class CallStarter:
                 where=self.location(name),
             )
 
-    def _encoded(
+    def _packed(
         self,
+        call: int,
         number: int,
         name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        deadline: Deadline | None,
+        timeout_s: float | None = None,
         window: int = 0,
-    ) -> _Message:
-        timeout_s = None if deadline is None else deadline.given_s
+    ) -> Packed:
         try:
-            if not kwargs and is_plain(args):
-                return encode(Ask(number, name, timeout_s, args, window)), 0, []  # type: ignore[arg-type]
-            body, parts = pack([list(args), kwargs], lambda steps: place_of_argument(steps[1:]))
-            tag = self.transport.next_number()
-            return encode(PackedAsk(number, name, timeout_s, tag, body, window)), tag, parts
-        except (UnicodeEncodeError, OverflowError) as error:
+            return pack(ASK, call, number, (args, kwargs), _place, name, timeout_s, window)
+        except UnicodeEncodeError as error:
             raise UsageError(
-                f"the call of {name!r} cannot be encoded: {error}",
-                next_step="send text that UTF-8 can hold, or bytes",
+                f"the name {name!r} cannot be encoded: {error}", next_step="call a name that is exposed"
             ) from None
 
-    def _send_or_hold(self, peer: Peer, message: _Message, pending: PendingCall | None) -> None:
+    def _send_or_hold(self, peer: Peer, message: Packed, pending: PendingCall | None) -> None:
         """Send a call, or hold it until it is known that there is an agent to take it."""
         if peer.state is Peer.State.PRESENT:
             if not self._send(peer, message, pending) and pending is None:
@@ -196,15 +188,17 @@ class CallStarter:
         if peer.error is not None and pending is not None:
             pending.fail_unless_done(peer.error)
 
-    def _send(self, peer: Peer, message: _Message, pending: PendingCall | None) -> bool:
-        frame, number, parts = message
+    def _send(self, peer: Peer, message: Packed, pending: PendingCall | None) -> bool:
+        frame, number, blobs = message
         if pending is not None and pending.is_done:
             return True
-        if not self.transport.send(peer.rank, frame, UNSENT_ASKS_MAX):
+        # Who has that many calls under way makes more, or waits and so sends what was kept.
+        is_more = len(peer.calls) > _PIPELINED_MIN
+        if not self.transport.send(peer.rank, frame, UNSENT_ASKS_MAX, is_more):
             self._on_unsent(peer, pending)
             return False
-        if parts:
-            outbound = OutboundParts(self.transport, peer.rank, number, parts)
+        if blobs:
+            outbound = OutboundBlobs(self.transport, peer.rank, number, blobs)
             if pending is not None:
                 pending.outbound = outbound
                 if pending.is_done:
@@ -227,26 +221,28 @@ class PendingCall(Work[Any], Waitable):
     The thread that removes it from its peer's table of calls is the one that calls `complete` or `fail`.
     """
 
+    # Most calls need only the first two of these.
+    is_done = False
+    waiter: Any = None
+    outbound: OutboundBlobs | None = None
+    inbound: InboundValue | None = None
+    inbound_items: Sequence[InboundValue] = ()
+    parent: Incoming | None = None  # the handler that made it
+    buffer: ItemBuffer | None = None  # of a stream
+    _value: Any = None
+    _error: BaseException | None = None
+    _callbacks: list[Callable[[], object]] | None = None
+
     def __init__(
         self, client: CallStarter, peer: Peer, number: int, name: str, deadline: Deadline, started_at: float
     ) -> None:
         self._client = client
         self._deadline = deadline
         self._started_at = started_at
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._callbacks: list[Callable[[], object]] | None = None
         self._runtime = client.runtime
         self.peer = peer
         self.number = number
         self.name = name
-        self.is_done = False
-        self.waiter: Any = None
-        self.outbound: OutboundParts | None = None
-        self.inbound: InboundParts | None = None
-        self.parent: Incoming | None = None  # the handler that made it
-        self.buffer: ItemBuffer | None = None  # of a stream
-        self.inbound_items: list[InboundParts] = []
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the answer and return it.
@@ -257,6 +253,7 @@ class PendingCall(Work[Any], Waitable):
             PeerLost: the other rank, or its agent, is gone.
         """
         if not self.is_done:
+            refuse_blocking()
             limit = self._runtime.deadline(timeout) if timeout is not None else NEVER
             self._await_answer(limit)
             if not self.is_done:
@@ -321,7 +318,7 @@ class PendingCall(Work[Any], Waitable):
 
     def request_items(self, count: int) -> None:
         """Let the generator go on by this many items."""
-        self._client.peers.send(self.peer.rank, More(self.number, count))
+        self._client.peers.send(self.peer.rank, short(MORE, self.number, count=count))
 
     # -- how it ends --------------------------------------------------------------------------------------
 
@@ -387,7 +384,7 @@ class PendingCall(Work[Any], Waitable):
             if inbound is not None:
                 inbound.cancel()
         if peer.state is Peer.State.PRESENT and peer.error is None and not self._client.is_closed:
-            self._client.peers.send(peer.rank, Cancel(self.number))
+            self._client.peers.send(peer.rank, short(CANCEL, self.number))
         self.fail(error().located(self.location()))
         return True
 
@@ -477,6 +474,11 @@ class _Deadlines:
         for pending in late:
             if not pending.is_done:
                 pending.expire()
+
+
+def _place(steps: Sequence[str]) -> str:
+    """Where a part of (args, kwargs) stands."""
+    return place_of_argument(steps[1:])
 
 
 def _closed_here() -> ClosedError:

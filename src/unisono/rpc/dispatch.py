@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from unisono._native import frame_value
 from unisono.errors import (
     BadArguments,
     ClosedError,
@@ -20,9 +21,23 @@ from unisono.errors import (
     RemoteError,
     UnisonoError,
 )
-from unisono.rpc import wire
-from unisono.rpc.attachments import InboundParts, allocate
+from unisono.rpc.blobs import InboundValue
 from unisono.rpc.client import PendingCall
+from unisono.rpc.frame import (
+    ACK,
+    ANSWER,
+    ASK,
+    CANCEL,
+    FAILURE,
+    GOODBYE,
+    ITEM,
+    MORE,
+    TEXT_CHARS_MAX,
+    Frame,
+    open_frame,
+    short,
+    texts_of,
+)
 from unisono.rpc.peers import Peer, Peers, closed_there, lost
 from unisono.rpc.server import Server
 from unisono.rpc.streams import ItemBuffer
@@ -39,21 +54,25 @@ class FrameDispatcher:
     def __init__(self, transport: RpcTransport, peers: Peers, server: Server) -> None:
         self._transport = transport
         self._peers = peers
-        self._server = server
+        self._actions: dict[int, Callable[[Peer, Frame], None]] = {
+            ASK: server.on_ask,
+            ANSWER: self._on_answer,
+            FAILURE: self._on_failure,
+            ITEM: self._on_item,
+            MORE: server.on_more,
+            CANCEL: lambda peer, frame: server.on_cancel(peer.rank, frame.call),
+            ACK: self._on_ack,
+            GOODBYE: self._on_goodbye,
+        }
 
     def on_frame(self, source: int, data: bytes) -> None:
         """A frame came. This never raises: the calling thread serves others, too."""
+        peer = self._peers[source]
         try:
-            frame = wire.decode(data)
-            kind = type(frame)
-            if kind is wire.Answer:
-                self._on_answer(self._peers[source], frame)  # type: ignore[arg-type]
-            elif kind is wire.Ask or kind is wire.PackedAsk:
-                self._server.on_ask(source, frame)  # type: ignore[arg-type]
-            else:
-                self._on_rare_frame(self._peers[source], frame)
+            frame = open_frame(data)
+            self._actions[frame.kind](peer, frame)
         except ProtocolError as error:
-            self._on_malformed(self._peers[source], str(error))
+            self._on_malformed(peer, str(error))
         except ClosedError:
             return  # the backend was closed meanwhile: nothing can be answered
         except Exception:
@@ -68,121 +87,108 @@ class FrameDispatcher:
             peer, lambda: ProtocolError(f"rank {rank} sent a malformed frame", cause=cause)
         )
 
-    def _on_answer(self, peer: Peer, frame: wire.Answer) -> None:
+    # -- answers ------------------------------------------------------------------------------------------
+
+    def _on_answer(self, peer: Peer, frame: Frame) -> None:
         pending = peer.calls.get(frame.call)
         if pending is None:
-            return
-        if pending.buffer is not None:
-            pending.buffer.end_at(frame.value if type(frame.value) is int else 0)
+            if frame.blob_bytes:  # it was given up meanwhile: nobody will receive its blobs
+                self._peers.send(peer.rank, short(CANCEL, frame.call))
+        elif pending.buffer is not None:
+            total = 0 if frame.blob_bytes else frame_value(frame.data)
+            pending.buffer.end_at(total if type(total) is int else 0)
             _complete_stream(pending, pending.buffer)
-        elif peer.calls.pop(frame.call, None) is not None:
-            pending.complete(frame.value)
+        elif frame.blob_bytes:
+            self._receive_answer(pending, frame)
+        else:
+            self._complete(pending, *_value_of(frame))
 
-    def _on_rare_frame(self, peer: Peer, frame: Any) -> None:
-        match frame:
-            case wire.Failure():
-                if (pending := peer.calls.pop(frame.call, None)) is not None:
-                    pending.fail(_error_of(frame, pending).located(pending.location()))
-            case wire.PackedAnswer():
-                self._on_packed_answer(peer, frame)
-            case wire.Item():
-                if (pending := peer.calls.get(frame.call)) is not None and pending.buffer is not None:
-                    pending.buffer.add(frame.index, frame.value)
-                    _complete_stream(pending, pending.buffer)
-            case wire.PackedItem():
-                self._on_packed_item(peer, frame)
-            case wire.More():
-                self._server.on_more(peer.rank, frame.call, frame.count)
-            case wire.Cancel():
-                self._server.on_cancel(peer.rank, frame.call)
-            case wire.Ack():
-                with peer.lock:
-                    peer.notifications = max(0, peer.notifications - max(0, frame.count))
-                if peer.admissions:
-                    self._peers.admit(peer)
-            case wire.Goodbye():
-                why = frame.why[: wire.TEXT_CHARS_MAX]
-                self._peers.lose(peer, lambda: lost(peer.world_rank, why) if why else closed_there(peer))
-
-    def _on_packed_answer(self, peer: Peer, frame: wire.PackedAnswer) -> None:
-        pending = peer.calls.get(frame.call)
-        if pending is None:
-            # It was given up meanwhile: tell the callee that nobody will receive its attachments.
-            self._peers.send(peer.rank, wire.Cancel(frame.call))
-            return
-
-        def end(value: Any, error: BaseException | None) -> None:
-            if peer.calls.pop(frame.call, None) is None:
-                return
-            if error is None:
-                pending.complete(value)
-            else:
-                pending.fail(error)
-
-        inbound = self._receive(pending, frame.number, frame.body, end)
-        # A finished one is not kept: it refers back to the call, which would keep the buffers until a
-        # garbage collection.
-        if inbound is not None and not inbound.is_done:
+    def _receive_answer(self, pending: PendingCall, frame: Frame) -> None:
+        inbound = self._receive(pending, frame, lambda value, error: self._complete(pending, value, error))
+        if not inbound.is_done:
             pending.inbound = inbound
-        if inbound is not None and pending.is_done:
+        if pending.is_done:
             pending.inbound = None
             inbound.cancel()
 
-    def _on_packed_item(self, peer: Peer, frame: wire.PackedItem) -> None:
+    def _complete(self, pending: PendingCall, value: Any, error: BaseException | None) -> None:
+        if pending.peer.calls.pop(pending.number, None) is None:
+            return
+        if error is None:
+            pending.complete(value)
+        else:
+            pending.fail(error)
+
+    def _on_failure(self, peer: Peer, frame: Frame) -> None:
+        kind, what, type_name, traceback_text = texts_of(frame, 4)
+        if (pending := peer.calls.pop(frame.call, None)) is not None:
+            error = _error_of(pending, kind, what, type_name, traceback_text)
+            pending.fail(error.located(pending.location()))
+
+    # -- items --------------------------------------------------------------------------------------------
+
+    def _on_item(self, peer: Peer, frame: Frame) -> None:
         pending = peer.calls.get(frame.call)
         if pending is None or (buffer := pending.buffer) is None:
-            return  # it was given up: the callee was told, and withdraws the attachments
+            return  # it was given up: the callee was told, and withdraws the blobs
 
         def end(value: Any, error: BaseException | None) -> None:
-            buffer.add(frame.index, value, error)
+            buffer.add(frame.count, value, error)
             _complete_stream(pending, buffer)
 
-        inbound = self._receive(pending, frame.number, frame.body, end)
-        if inbound is not None:
-            under_way = (one for one in pending.inbound_items if not one.is_done)
-            pending.inbound_items = [*under_way, inbound]
-            if pending.has_failed:
-                inbound.cancel()
+        if not frame.blob_bytes:
+            end(*_value_of(frame))
+            return
+        inbound = self._receive(pending, frame, end)
+        pending.inbound_items = [*(one for one in pending.inbound_items if not one.is_done), inbound]
+        if pending.has_failed:
+            inbound.cancel()
 
     def _receive(
-        self,
-        pending: PendingCall,
-        number: int,
-        body: wire.Packed,
-        end: Callable[[Any, BaseException | None], None],
-    ) -> InboundParts | None:
-        """Receive a value with its attachments and call `end(value, error)`; None if it has none."""
-        buffers = allocate(wire.part_lengths(body), wire.part_kinds(body))
-
-        def on_done(error: BaseException | None) -> None:
-            value = None
-            if error is None:
-                try:
-                    value = wire.unpack(body, buffers)
-                except Exception as fault:
-                    error = fault
-            elif isinstance(error, PeerLost):
+        self, pending: PendingCall, frame: Frame, end: Callable[[Any, BaseException | None], None]
+    ) -> InboundValue:
+        def on_end(value: Any, error: BaseException | None) -> None:
+            if isinstance(error, PeerLost):
                 cause = "it died while it answered"
                 error = lost(pending.peer.world_rank, cause).located(pending.location())
             end(value, error)
 
-        if not buffers:
-            on_done(None)
-            return None
-        return InboundParts(self._transport, pending.peer.rank, number, buffers, on_done)
+        return InboundValue(self._transport, pending.peer.rank, frame, on_end)
+
+    # -- the other agent ----------------------------------------------------------------------------------
+
+    def _on_ack(self, peer: Peer, frame: Frame) -> None:
+        with peer.lock:
+            peer.notifications = max(0, peer.notifications - frame.count)
+        if peer.admissions:
+            self._peers.admit(peer)
+
+    def _on_goodbye(self, peer: Peer, frame: Frame) -> None:
+        why = texts_of(frame, 1)[0][:TEXT_CHARS_MAX]
+        self._peers.lose(peer, lambda: lost(peer.world_rank, why) if why else closed_there(peer))
+
+
+def _value_of(frame: Frame) -> tuple[Any, BaseException | None]:
+    """The value of a frame without blobs, or why it cannot be made."""
+    try:
+        return frame_value(frame.data), None
+    except Exception as error:
+        return None, error
 
 
 def _complete_stream(pending: PendingCall, buffer: ItemBuffer) -> None:
-    """End a stream once its last item is here: its Answer may arrive before its items."""
+    """End a stream once its last item is here: its ANSWER may arrive before its items."""
     if buffer.is_complete and pending.peer.calls.pop(pending.number, None) is not None:
         pending.complete(buffer.total)
 
 
-def _error_of(failure: wire.Failure, pending: PendingCall) -> UnisonoError:
-    """The error that a caller raises for a Failure."""
+def _error_of(
+    pending: PendingCall, kind: str, what: str, type_name: str, traceback_text: str
+) -> UnisonoError:
+    """The error that a caller raises for a FAILURE."""
     rank, name = pending.peer.world_rank, pending.name
-    what = "".join(c if c.isprintable() or c == "\n" else "?" for c in failure.what)
-    match failure.kind:
+    what = "".join(c if c.isprintable() or c == "\n" else "?" for c in what)
+    match kind:
         case "arguments":
             return BadArguments(
                 f"rank {rank} cannot call {name!r}", rank=rank, type_name="TypeError", cause=what
@@ -210,10 +216,10 @@ def _error_of(failure: wire.Failure, pending: PendingCall) -> UnisonoError:
         case _:
             what, _, step = what.partition(". Next: ")  # an error of ours names its own next step
             return RemoteError(
-                f"rank {rank} raised {failure.type_name or 'an exception'} in {name!r}",
+                f"rank {rank} raised {type_name or 'an exception'} in {name!r}",
                 rank=rank,
-                type_name=failure.type_name,
-                traceback_text=failure.traceback_text,
+                type_name=type_name,
+                traceback_text=traceback_text,
                 cause=what or None,
                 next_step=step or None,
             )

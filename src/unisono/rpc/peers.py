@@ -26,8 +26,8 @@ from unisono.errors import (
     lost_text,
 )
 from unisono.messaging.backend import PeerDown
+from unisono.rpc.frame import GOODBYE, short
 from unisono.rpc.transport import UNBOUNDED, UNSENT_ASKS_MAX, UNSENT_BYTES_MAX, RpcTransport, Waitable
-from unisono.rpc.wire import Frame, Goodbye, encode
 
 if TYPE_CHECKING:
     from unisono.rpc.client import PendingCall
@@ -131,9 +131,9 @@ class Peers:
             return self._all[int(dst)]
         raise UsageError(f"dst={dst!r}; allowed: ranks 0 to {len(self._all) - 1}, or an agent's name")
 
-    def send(self, rank: int, frame: Frame) -> None:
+    def send(self, rank: int, frame: bytes, *, is_more: bool = False) -> None:
         """Send a frame that is not a call; a rank that leaves too many of them unread is given up."""
-        if not self._transport.send(rank, encode(frame), UNSENT_BYTES_MAX):
+        if not self._transport.send(rank, frame, UNSENT_BYTES_MAX, is_more):
             self._give_up(self._all[rank])
 
     def hold(self, peer: Peer, send: Callable[[], object]) -> None:
@@ -246,7 +246,7 @@ class Peers:
 
     def say_goodbye(self) -> None:
         """Tell the others that this agent is closed."""
-        goodbye = encode(Goodbye())
+        goodbye = short(GOODBYE, value=("",))
         for peer in self._all:
             if peer.state is Peer.State.PRESENT and peer.error is None and peer is not self.own:
                 self._transport.send(peer.rank, goodbye, UNBOUNDED)
@@ -259,7 +259,7 @@ class Peers:
             return
         why = f"{UNSENT_BYTES_MAX} bytes of answers and stream items waited to be read"
         _log.warning("rank %d is given up: %s", peer.world_rank, why)
-        self._transport.send(peer.rank, encode(Goodbye(why)), UNBOUNDED)
+        self._transport.send(peer.rank, short(GOODBYE, value=(why,)), UNBOUNDED)
         self.lose(peer, lambda: lost(peer.world_rank, why))
 
     # -- names --------------------------------------------------------------------------------------------

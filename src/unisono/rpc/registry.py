@@ -19,7 +19,7 @@ import msgspec
 
 from unisono.core import codec
 from unisono.errors import UsageError
-from unisono.rpc.wire import NAME_CHARS_MAX
+from unisono.rpc.frame import NAME_CHARS_MAX
 
 __all__ = ["Handler", "Parameters", "Registry", "Signature", "check_name"]
 
@@ -47,6 +47,7 @@ class Handler:
     parameters: Parameters
     is_async: bool  # it runs on the event loop, not on a thread of the pool
     is_stream: bool  # it is a generator function
+    is_inline: bool  # a thread that waits for an answer of its own may run it
 
 
 class Registry:
@@ -63,16 +64,24 @@ class Registry:
         more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
         return f"it exposes {', '.join(names[:_SHOWN_MAX]) or 'nothing'}{more}"
 
-    def add(self, name: str, fn: Callable[..., Any], parameters: Parameters | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        parameters: Parameters | None = None,
+        *,
+        is_inline: bool = False,
+    ) -> None:
         """Expose a function; `parameters` replaces its own signature.
 
         Raises:
-            UsageError: the name is invalid or taken, or `fn` cannot be called.
+            UsageError: the name is invalid or taken, `fn` cannot be called, or it cannot be inline.
         """
         check_name(name)
         if not callable(fn):
             raise UsageError(f"{fn!r} cannot be called; allowed: a function")
-        if name in self._handlers and self._handlers[name].fn is not fn:
+        known = self._handlers.get(name)
+        if known is not None and (known.fn is not fn or known.is_inline is not is_inline):
             raise UsageError(
                 f"another function is exposed as {name!r} already",
                 next_step="agent.register(name, fn) with another name",
@@ -80,14 +89,19 @@ class Registry:
         target = _user_function(fn)
         _register_records(target)
         is_async_stream = inspect.isasyncgenfunction(target)
-        self._handlers[name] = Handler(
-            fn,
-            parameters or Signature(fn),
-            is_async=is_async_stream
+        is_async = (
+            is_async_stream
             or inspect.iscoroutinefunction(target)
-            or inspect.iscoroutinefunction(type(target).__call__),
-            is_stream=is_async_stream or inspect.isgeneratorfunction(target),
+            or inspect.iscoroutinefunction(type(target).__call__)
         )
+        is_stream = is_async_stream or inspect.isgeneratorfunction(target)
+        if is_inline and (is_async or is_stream):
+            raise UsageError(
+                f"{name!r} is {'async' if is_async else 'a generator'}; allowed with inline=True: a function "
+                f"that returns at once",
+                next_step="expose it without inline=True",
+            )
+        self._handlers[name] = Handler(fn, parameters or Signature(fn), is_async, is_stream, is_inline)
 
 
 def check_name(name: Any) -> None:

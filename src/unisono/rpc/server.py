@@ -9,27 +9,25 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from unisono._native import forbid_blocking, frame_value
 from unisono.core.clock import NEVER, Deadline, Killed, Runtime, Waiting
 from unisono.core.codec import place
-from unisono.errors import ProtocolError, UnisonoError, UsageError
+from unisono.errors import ProtocolError, UsageError
 from unisono.messaging.backend import GRACE_LOOK_S, GRACE_S
-from unisono.rpc import wire
-from unisono.rpc.attachments import InboundBudget, InboundParts, OutboundParts, UnreadParts, allocate
-from unisono.rpc.peers import QUEUE_MAX, Peers
-from unisono.rpc.pool import Pool, Reader
+from unisono.rpc.blobs import InboundBudget, InboundValue, OutboundBlobs, UnreadBlobs
+from unisono.rpc.frame import ACK, ANSWER, ITEM, Frame, arguments_of, failure, pack, short
+from unisono.rpc.peers import QUEUE_MAX, Peer, Peers
+from unisono.rpc.pool import Loop, Pool, Reader, run_virtual
 from unisono.rpc.registry import Handler, Registry
 from unisono.rpc.streams import WINDOW, Credit
 from unisono.rpc.transport import RpcTransport
 
-if TYPE_CHECKING:
-    from unisono.rpc.loop import Loop
-
-__all__ = ["Incoming", "Server", "current", "here"]
+__all__ = ["INLINE_S", "Incoming", "Server", "current", "here"]
 
 _log = logging.getLogger("unisono.rpc")
 
@@ -37,6 +35,8 @@ _log = logging.getLogger("unisono.rpc")
 _NOTIFICATIONS_PER_ACK: Final = 32
 # Calls, and unread answers, of one caller: twice what an agent lets a caller have under way.
 _QUEUE_MAX: Final = 2 * QUEUE_MAX
+# An inline handler that takes longer is logged: to wake a thread of the pool takes a fraction of it.
+INLINE_S: Final = 0.005
 # While the agent closes: the first and the longest pause between two checks whether all is answered.
 _DRAIN_LOOK_MIN_S: Final = 0.0002
 _DRAIN_LOOK_MAX_S: Final = 0.01
@@ -78,7 +78,7 @@ class Incoming:
         self.kwargs: Any = {}
         self.credit: Any = None  # of a stream
         self.is_cancelled = False
-        self.held_bytes = 0  # of its attachments, until it runs
+        self.held_bytes = 0  # of its blobs, until it runs
         # Called if the caller gives up: cancels the calls that the handler waits for, for example.
         self.on_cancel: dict[Any, Callable[[], object]] = {}
 
@@ -128,43 +128,48 @@ class Server:
         # Calls of names that are not exposed, while they may still be.
         self._early: list[Incoming] = []
         self._is_early_watched = False
-        # Answers by their call, items of a stream by the negative number of their attachments.
-        self._unread = UnreadParts(len(peers))
+        # Answers by their call, items of a stream by the negative number of their blobs.
+        self._unread = UnreadBlobs(len(peers))
         self._budget = InboundBudget()
         self.pool = Pool(runtime, self.run, handlers, f"unisono-rpc-{peers.own.world_rank}", reader)
         self.loop: Loop | None = None  # runs the async handlers, once there is one
+        self._slow_inline: set[str] = set()  # inline handlers that were logged as slow
         peers.watch_lost(self._on_lost)
 
     # -- frames -------------------------------------------------------------------------------------------
 
-    def on_ask(self, source: int, ask: wire.Ask | wire.PackedAsk) -> None:
+    def on_ask(self, peer: Peer, frame: Frame) -> None:
         """A call came."""
-        timeout_s = ask.timeout_s
+        source, call, timeout_s = peer.rank, frame.call, frame.timeout_s
         deadline = NEVER
         if timeout_s is not None:
             deadline = Deadline(self._runtime.now() + timeout_s, timeout_s)
-        incoming = Incoming(self._runtime, source, ask.call, ask.name, deadline)
-        if ask.window:
-            incoming.credit = Credit(max(1, min(ask.window, WINDOW)), self._transport.wake)
+        incoming = Incoming(self._runtime, source, call, frame.name, deadline)
+        if frame.count:
+            incoming.credit = Credit(min(frame.count, WINDOW), self._transport.wake)
         table = self._tables[source]
-        if ask.call:
-            if ask.call in table:
+        if call:
+            if call in table:
                 return  # no agent uses a number twice
-            table[ask.call] = incoming
+            table[call] = incoming
         else:
             self._notifications[source] += 1
         is_crowded = len(table) + self._notifications[source] > _QUEUE_MAX
         if is_crowded or self._unread.has_more_than(source, _QUEUE_MAX) or self.pool.is_full:
             self._fail(incoming, "busy", "too many calls wait there")
-        elif self._is_closing and not self._peers[source].calls:
+        elif self._is_closing and not peer.calls:
             # A peer that this agent calls may have to call back, so that this agent can finish.
             self._fail(incoming, "closed", "")
-        elif isinstance(ask, wire.Ask):
-            incoming.args = ask.args
-            self._look_up(incoming)
+        elif frame.blob_bytes:
+            incoming.held_bytes = frame.blob_bytes
+            self._budget.admit(frame.blob_bytes, partial(self._receive_arguments, incoming, frame))
         else:
-            incoming.held_bytes = max(0, ask.body.piece_bytes + sum(ask.body.sizes))
-            self._budget.admit(incoming.held_bytes, partial(self._receive_arguments, incoming, ask))
+            try:
+                value = frame_value(frame.data)
+            except Exception as error:
+                self._reject_arguments(incoming, error)
+            else:
+                self._on_arguments(incoming, value)
 
     def on_cancel(self, source: int, call: int) -> None:
         """A caller no longer waits."""
@@ -173,12 +178,12 @@ class Server:
             incoming.cancel()
         self._unread.cancel(source, call)
 
-    def on_more(self, source: int, call: int, count: int) -> None:
+    def on_more(self, peer: Peer, frame: Frame) -> None:
         """The reader of a stream wants more items."""
-        incoming = self._tables[source].get(call)
+        incoming = self._tables[peer.rank].get(frame.call)
         if incoming is not None and incoming.credit is not None:
             credit = incoming.credit
-            credit.count = min(WINDOW, credit.count + max(0, count))
+            credit.count = min(WINDOW, credit.count + frame.count)
             credit.notify()
 
     def on_exposed(self) -> None:
@@ -226,6 +231,8 @@ class Server:
             incoming.handler = handler
             if handler.is_async and not self._runtime.is_virtual:
                 self._run_on_loop(incoming, handler)
+            elif handler.is_inline and self._transport.is_read_by_caller:
+                self.run(incoming)
             else:
                 self.pool.put(incoming)
         elif not incoming.is_cancelled and not self._is_settled():
@@ -254,44 +261,32 @@ class Server:
 
         self._runtime.call_at(min(self._settled_at, self._runtime.now() + GRACE_LOOK_S), look)
 
-    def _receive_arguments(self, incoming: Incoming, ask: wire.PackedAsk) -> None:
-        try:
-            buffers = allocate(wire.part_lengths(ask.body), wire.part_kinds(ask.body))
-        except (ProtocolError, MemoryError) as error:
-            self._reject_arguments(incoming, error)
-            return
-
-        def on_done(error: BaseException | None) -> None:
-            incoming.on_cancel.pop(InboundParts, None)
+    def _receive_arguments(self, incoming: Incoming, frame: Frame) -> None:
+        def on_end(value: Any, error: BaseException | None) -> None:
+            incoming.on_cancel.pop(InboundValue, None)
             if error is None:
-                self._unpack(incoming, ask, buffers)
+                self._on_arguments(incoming, value)
             else:
                 self._reject_arguments(incoming, error)
 
-        if not buffers:
-            on_done(None)
-            return
-        inbound = InboundParts(self._transport, incoming.source, ask.number, buffers, on_done)
-        incoming.on_cancel[InboundParts] = inbound.cancel
+        inbound = InboundValue(self._transport, incoming.source, frame, on_end)
+        incoming.on_cancel[InboundValue] = inbound.cancel
         if inbound.is_done:
-            incoming.on_cancel.pop(InboundParts, None)
+            incoming.on_cancel.pop(InboundValue, None)
         if incoming.is_cancelled:
             inbound.cancel()
 
-    def _unpack(self, incoming: Incoming, ask: wire.PackedAsk, buffers: Any) -> None:
+    def _on_arguments(self, incoming: Incoming, value: Any) -> None:
         try:
-            args, kwargs = wire.unpack(ask.body, buffers)
-            if type(args) is not list or type(kwargs) is not dict or not all(type(k) is str for k in kwargs):
-                raise ProtocolError("a malformed call")
-        except (UnisonoError, ValueError, TypeError) as error:
-            self._reject_arguments(incoming, error, "ProtocolError")
+            incoming.args, incoming.kwargs = arguments_of(value)
+        except ProtocolError as error:
+            self._reject_arguments(incoming, error)
             return
-        incoming.args, incoming.kwargs = args, kwargs
         self._look_up(incoming)
 
-    def _reject_arguments(self, incoming: Incoming, error: BaseException, type_name: str = "") -> None:
+    def _reject_arguments(self, incoming: Incoming, error: BaseException) -> None:
         if not incoming.is_cancelled:
-            self._fail(incoming, "raised", str(error), type_name or type(error).__name__)
+            self._fail(incoming, "raised", str(error), type(error).__name__)
         self._release_budget(incoming)
 
     def _release_budget(self, incoming: Incoming) -> None:
@@ -302,7 +297,7 @@ class Server:
     # -- running ------------------------------------------------------------------------------------------
 
     def run(self, incoming: Incoming) -> None:
-        """Run a handler on this thread of the pool, and answer."""
+        """Run a handler on this thread, and answer."""
         if incoming.held_bytes:
             self._release_budget(incoming)
         if not self._may_run(incoming):
@@ -312,10 +307,11 @@ class Server:
             handler = incoming.handler
             if (bound := self._bound(incoming, handler)) is None:
                 return
-            value = handler.fn(*bound[0], **bound[1])
+            if handler.is_inline:
+                value = self._run_inline(incoming, handler, bound)
+            else:
+                value = handler.fn(*bound[0], **bound[1])
             if handler.is_async:  # in virtual time only: see _look_up
-                from unisono.rpc.loop import run_virtual
-
                 value = run_virtual(value)
             if handler.is_stream:
                 value = self._stream(incoming, value)
@@ -327,11 +323,26 @@ class Server:
         finally:
             current.reset(token)
 
+    def _run_inline(self, incoming: Incoming, handler: Handler, bound: Any) -> Any:
+        """Run a handler that must not wait, and log it once if it took long."""
+        began = self._runtime.now()
+        was_forbidden = forbid_blocking(True)
+        try:
+            return handler.fn(*bound[0], **bound[1])
+        finally:
+            forbid_blocking(was_forbidden)
+            took = self._runtime.now() - began
+            if took > INLINE_S and incoming.name not in self._slow_inline:
+                self._slow_inline.add(incoming.name)
+                _log.warning(
+                    "the inline handler %r took %.3g s, and others wait: expose it without inline=True",
+                    incoming.name,
+                    took,
+                )
+
     def _run_on_loop(self, incoming: Incoming, handler: Handler) -> None:
         with self._lock:
             if self.loop is None:
-                from unisono.rpc.loop import Loop  # asyncio: loaded only for async handlers
-
                 self.loop = Loop(self._runtime, f"unisono-rpc-loop-{self._peers.own.world_rank}")
 
         async def job() -> None:
@@ -418,15 +429,11 @@ class Server:
     # -- answers ------------------------------------------------------------------------------------------
 
     def _send_item(self, incoming: Incoming, index: int, value: Any) -> None:
-        call, source = incoming.call, incoming.source
-        if wire.is_plain((value,)):
-            self._peers.send(source, wire.Item(call, index, value))
-            return
-        body, parts = wire.pack(value)
-        number = self._transport.next_number()
-        self._peers.send(source, wire.PackedItem(call, index, number, body))
-        if parts:
-            outbound = OutboundParts(self._transport, source, number, parts)
+        source, number = incoming.source, self._transport.next_number()
+        frame, _, blobs = pack(ITEM, incoming.call, number, value, None, count=index)
+        self._peers.send(source, frame)
+        if blobs:
+            outbound = OutboundBlobs(self._transport, source, number, blobs)
             self._unread.add(source, -number, outbound)
             incoming.on_cancel[outbound] = outbound.cancel
 
@@ -434,24 +441,17 @@ class Server:
         call, source = incoming.call, incoming.source
         if not call:
             self._acknowledge(incoming)
-        elif not wire.is_plain((value,)):
-            self._answer_packed(incoming, value)
-        elif self._tables[source].pop(call, None) is not None:
-            self._peers.send(source, wire.Answer(call, value))
-
-    def _answer_packed(self, incoming: Incoming, value: Any) -> None:
-        call, source = incoming.call, incoming.source
+            return
         try:
-            body, parts = wire.pack(value, lambda steps: place(steps, "the result"))
+            frame, number, blobs = pack(ANSWER, call, self._transport.next_number(), value, _place)
         except UsageError as error:
             self._fail(incoming, "raised", f"its result cannot travel: {error}", "UsageError")
             return
         if self._tables[source].pop(call, None) is None:
             return
-        number = self._transport.next_number()
-        self._peers.send(source, wire.PackedAnswer(call, number, body))
-        if parts:
-            self._unread.add(source, call, OutboundParts(self._transport, source, number, parts))
+        self._peers.send(source, frame, is_more=self.pool.has_jobs)
+        if blobs:
+            self._unread.add(source, call, OutboundBlobs(self._transport, source, number, blobs))
 
     def _raised(self, incoming: Incoming, error: BaseException) -> None:
         kind = type(error)
@@ -471,7 +471,7 @@ class Server:
             self._acknowledge(incoming)
             _log.warning("a notification of %r from rank %d failed: %s %s", incoming.name, source, kind, what)
         elif self._tables[source].pop(call, None) is not None:
-            self._peers.send(source, wire.Failure.of(call, kind, what, type_name, traceback_text))
+            self._peers.send(source, failure(call, kind, what, type_name, traceback_text))
 
     def _acknowledge(self, incoming: Incoming) -> None:
         """A notification has ended: its sender may send another. Calls need no acknowledgement."""
@@ -484,4 +484,9 @@ class Server:
             if self._notifications_done[source] < _NOTIFICATIONS_PER_ACK:
                 return
             count, self._notifications_done[source] = self._notifications_done[source], 0
-        self._peers.send(source, wire.Ack(count))
+        self._peers.send(source, short(ACK, count=count))
+
+
+def _place(steps: Sequence[str]) -> str:
+    """Where a part of a result stands."""
+    return place(steps, "the result")

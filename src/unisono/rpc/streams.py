@@ -1,6 +1,6 @@
 """Streams: the items of a generator on another rank, in order, as they are made.
 
-Items may arrive in any order: an item with attachments takes longer, and several threads may receive them. A
+Items may arrive in any order: an item with blobs takes longer, and several threads may receive them. A
 generator runs ahead of its reader by at most the credit that the reader gives; it is closed with the stream.
 """
 

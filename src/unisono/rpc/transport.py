@@ -1,10 +1,10 @@
-"""The transport: how frames and attachments reach another agent, and how a thread waits for what they bring.
+"""The transport: how frames and blobs reach another agent, and how a thread waits for what they bring.
 
 There are two. `CallbackTransport` works over any backend: frames arrive by callback, on any thread.
 `MailboxTransport` uses the mailbox of a backend that has one: frames arrive on a thread that reads, which is
 a thread of the pool, or one that waits for an answer and so needs no other thread to wake it.
 
-An *attachment* is a long part of a value that travels beside its frame as a message of its own.
+A *blob* is a long part of a value that travels beside its frame as a message of its own (frame.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
-import numpy as np
-
-from unisono.core.clock import Deadline, Runtime, Waiting
+from unisono.core.clock import Deadline, Runtime, Waiting, refuse_blocking
 from unisono.core.envelope import ANY, Lane, Tags
 from unisono.core.request import Request
 from unisono.errors import ClosedError, PeerLost, ProtocolError, UnisonoError, lost_text
@@ -58,10 +56,10 @@ _SLEEP_S: Final = 1.0
 _DELIVERED_LOOK_S: Final = 0.001
 _DELIVERED_MAX_S: Final = 0.05
 # Bytes of frames that wait for a rank which does not read. Beyond the first bound, calls to it fail as busy.
-# Honest use does not reach the second: these calls, 73 MiB of stream items (peers.QUEUE_MAX streams of
-# streams.WINDOW items of up to 4.5 KiB) and 16 MiB of answers. A rank beyond it is given up.
+# Honest use does not reach the second: these calls, 256 MiB of stream items (peers.QUEUE_MAX streams of
+# streams.WINDOW items in frames of up to 16 KiB) and 32 MiB of answers. A rank beyond it is given up.
 UNSENT_ASKS_MAX: Final = 32 << 20
-UNSENT_BYTES_MAX: Final = 128 << 20
+UNSENT_BYTES_MAX: Final = 320 << 20
 # For a goodbye, which is sent whatever waits.
 UNBOUNDED: Final = (1 << 63) - 1
 # Pause after a frame could not be received, for want of memory for example.
@@ -91,11 +89,11 @@ class LentBuffer(Protocol):
 
 
 class RpcTransport(ABC):
-    """Frames and attachments of one agent. Every method may be called from any thread."""
+    """Frames and blobs of one agent. Every method may be called from any thread."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        # Numbers of calls and attachments, unique for this sender.
+        # Numbers of calls and of blobs, unique for this sender.
         self.next_number: Callable[[], int] = itertools.count(1).__next__
 
     @abstractmethod
@@ -103,8 +101,10 @@ class RpcTransport(ABC):
         """Call `deliver` with every frame that arrives from now on."""
 
     @abstractmethod
-    def send(self, dst: int, frame: bytes, unsent_bytes_max: int) -> bool:
-        """Send a frame. That it arrived shows only in an answer, and that it did not in the loss of the rank.
+    def send(self, dst: int, frame: bytes, unsent_bytes_max: int, is_more: bool = False) -> bool:
+        """Send a frame; with `is_more` others follow, and it may wait a moment for them.
+
+        That it arrived shows only in an answer, and that it did not in the loss of the rank.
 
         Returns:
             False, and nothing is sent, if more than `unsent_bytes_max` bytes wait for the rank to read them.
@@ -112,15 +112,13 @@ class RpcTransport(ABC):
 
     @abstractmethod
     def lend(self, dst: int, number: int, part: memoryview) -> LentBuffer:
-        """Send an attachment without copying it."""
+        """Send a blob without copying it."""
 
     @abstractmethod
-    def receive(
-        self, src: int, number: int, buffer: np.ndarray[Any, Any], on_done: OnDone
-    ) -> Callable[[], object]:
-        """Receive an attachment into its buffer, then call `on_done`; returns a function that cancels it.
+    def receive(self, src: int, number: int, memory: Any, on_done: OnDone) -> Callable[[], object]:
+        """Receive a blob into memory, then call `on_done`; returns a function that cancels it.
 
-        The error is a PeerLost, ClosedError, or a ProtocolError if the attachment has another length.
+        The error is a PeerLost, ClosedError, or a ProtocolError if the blob has another length.
         """
 
     @abstractmethod
@@ -132,7 +130,12 @@ class RpcTransport(ABC):
         """Return when the waitable is done or the deadline has passed."""
 
     def wait_outside_slot(self, waitable: Waitable, deadline: Deadline, waiting: Waiting) -> None:
-        """As `wait`; a handler gives its slot up meanwhile."""
+        """As `wait`; a handler gives its slot up meanwhile.
+
+        Raises:
+            UsageError: an inline handler must not wait.
+        """
+        refuse_blocking()
         pool = held_slot()
         if pool is not None:
             pool.give_up_slot()
@@ -141,6 +144,11 @@ class RpcTransport(ABC):
         finally:
             if pool is not None:
                 pool.take_slot(lambda: waiting)
+
+    @property
+    def is_read_by_caller(self) -> bool:
+        """Whether the calling thread waits for something of its own and reads frames meanwhile."""
+        return False
 
     @abstractmethod
     def wake(self, waitable: Waitable) -> None:
@@ -169,7 +177,7 @@ class CallbackTransport(RpcTransport):
         self._deliver = deliver
         self._post_receive()
 
-    def send(self, dst: int, frame: bytes, unsent_bytes_max: int) -> bool:
+    def send(self, dst: int, frame: bytes, unsent_bytes_max: int, is_more: bool = False) -> bool:
         """Send a frame in the control lane."""
         if self._unsent[dst] > unsent_bytes_max:
             return False
@@ -185,14 +193,13 @@ class CallbackTransport(RpcTransport):
             self._unsent[dst] -= cost
 
     def lend(self, dst: int, number: int, part: memoryview) -> LentBuffer:
-        """Send an attachment in the data lane."""
+        """Send a blob in the data lane."""
         return self._backend.start_send(dst, self._context, Tags.RPC | number, part)
 
-    def receive(
-        self, src: int, number: int, buffer: np.ndarray[Any, Any], on_done: OnDone
-    ) -> Callable[[], object]:
-        """Post a receive for an attachment."""
-        request = self._backend.start_recv(src, self._context, Tags.RPC | number, buffer.data)
+    def receive(self, src: int, number: int, memory: Any, on_done: OnDone) -> Callable[[], object]:
+        """Post a receive for a blob."""
+        buffer = memoryview(memory)
+        request = self._backend.start_recv(src, self._context, Tags.RPC | number, buffer)
 
         def on_request_done() -> None:
             envelope = request.envelope
@@ -278,8 +285,8 @@ class MailboxTransport(RpcTransport):
         self._leader = 0
         self._followers: dict[Waitable, None] = {}
         self._handles = itertools.count(1)
-        # Attachments under way, by the handle that the mailbox knows them by.
-        self._expected: dict[int, tuple[np.ndarray[Any, Any], OnDone]] = {}
+        # Blobs under way, by their handle in the mailbox: the length, and what to call at the end.
+        self._expected: dict[int, tuple[int, OnDone]] = {}
         self._lock = threading.Lock()
         self._batches_delivered = 0
         # Every frame is sent by this: no Python method in between.
@@ -289,23 +296,21 @@ class MailboxTransport(RpcTransport):
         """Frames arrive on the threads that call `read` and `wait`."""
         self._deliver = deliver
 
-    def send(self, dst: int, frame: bytes, unsent_bytes_max: int) -> bool:
+    def send(self, dst: int, frame: bytes, unsent_bytes_max: int, is_more: bool = False) -> bool:
         """Send a frame."""
-        return self._mailbox.post(dst, frame, unsent_bytes_max)
+        return self._mailbox.post(dst, frame, unsent_bytes_max, is_more)
 
     def lend(self, dst: int, number: int, part: memoryview) -> LentBuffer:
-        """Lend an attachment to the mailbox."""
+        """Lend a blob to the mailbox."""
         lent = _MailboxLent(self._mailbox, next(self._handles))
         self._mailbox.lend(dst, Tags.RPC | number, part, lent.handle)
         return lent
 
-    def receive(
-        self, src: int, number: int, buffer: np.ndarray[Any, Any], on_done: OnDone
-    ) -> Callable[[], object]:
-        """Expect an attachment in the mailbox: a thread that reads learns of its end."""
+    def receive(self, src: int, number: int, memory: Any, on_done: OnDone) -> Callable[[], object]:
+        """Expect a blob in the mailbox: a thread that reads learns of its end."""
         handle = next(self._handles)
-        self._expected[handle] = (buffer, on_done)
-        self._mailbox.expect(src, Tags.RPC | number, buffer, handle)
+        self._expected[handle] = (memoryview(memory).nbytes, on_done)
+        self._mailbox.expect(src, Tags.RPC | number, memory, handle)
         return partial(self._mailbox.withdraw, handle)
 
     def when_delivered(self, call: Callable[[], None]) -> None:
@@ -353,6 +358,11 @@ class MailboxTransport(RpcTransport):
             else:
                 self._follow(waitable, min(left, _SLEEP_S))
 
+    @property
+    def is_read_by_caller(self) -> bool:
+        """Whether the calling thread is the leader."""
+        return self._leader == threading.get_ident()
+
     def wake(self, waitable: Waitable) -> None:
         """Wake the thread that waits for it, unless that is the calling thread."""
         waiter = waitable.waiter
@@ -360,7 +370,7 @@ class MailboxTransport(RpcTransport):
             return
         if waiter is not self:
             _release(waiter)
-        elif self._leader != threading.get_ident():
+        elif not self.is_read_by_caller:
             self._mailbox.interrupt_wait(True)
 
     def close(self) -> None:
@@ -375,25 +385,25 @@ class MailboxTransport(RpcTransport):
             if type(message) is bytes:
                 deliver(source, message)
             else:
-                self._on_attachment(source, *message)
+                self._on_blob(source, *message)
         with self._lock:
             self._batches_delivered += 1
 
-    def _on_attachment(self, source: int, handle: int, outcome: int, nbytes: int) -> None:
-        buffer, on_done = self._expected.pop(handle)
+    def _on_blob(self, source: int, handle: int, outcome: int, nbytes: int) -> None:
+        announced, on_done = self._expected.pop(handle)
         error: UnisonoError | None
         if outcome == _DONE:
-            error = _length_error(nbytes, buffer.nbytes)
+            error = _length_error(nbytes, announced)
         elif outcome == _PEER_DOWN:
             error = PeerLost(lost_text((source,)), ranks=(source,), cause="it died while it sent")
         elif outcome == _CLOSED:
             error = ClosedError("the backend is closed")
         else:
-            error = ProtocolError("an attachment was withdrawn, or is longer than its frame announced")
+            error = ProtocolError("a blob was withdrawn, or is longer than its frame announced")
         try:
             on_done(error)
         except Exception:
-            _log.exception("an attachment from rank %d could not be processed", source)
+            _log.exception("a blob from rank %d could not be processed", source)
 
     def _follow(self, waitable: Waitable, limit: float) -> None:
         turn = threading.Lock()
@@ -440,7 +450,7 @@ class _MailboxLent:
 
 
 def _length_error(came: int, announced: int) -> ProtocolError | None:
-    return None if came == announced else ProtocolError("an attachment is shorter than its frame announced")
+    return None if came == announced else ProtocolError("a blob is shorter than its frame announced")
 
 
 def _release(turn: threading.Lock) -> None:

@@ -125,11 +125,6 @@ class Channel:
         self._is_over = False
 
     @property
-    def is_cut(self) -> bool:
-        """Whether a fault cuts it."""
-        return self._cuts > 0
-
-    @property
     def is_open(self) -> bool:
         """Whether deliveries get through now."""
         return not self._cuts and not self._receiver.is_paused

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable
 from typing import Final
 
 from unisono.core.clock import (
     Deadline,
     Event,
+    Finalizer,
     Killed,
     Runtime,
     Timer,
@@ -125,6 +127,12 @@ class SimRuntime(Runtime):
     def call_soon(self, fn: Callable[[], None]) -> None:
         """Call it at once: only one thread runs, and it holds no lock that `fn` could need."""
         fn()
+
+    def finalizer(self, one: object, fn: Callable[[], None]) -> Finalizer:
+        """Call it at once when the object is dropped."""
+        made = weakref.finalize(one, fn)
+        made.atexit = False
+        return made
 
     def start_thread(self, fn: Callable[[], None], name: str) -> None:
         """Start another thread of the rank."""

@@ -11,7 +11,7 @@ from typing import Any
 from unisono.comm.communicator import Communicator
 from unisono.comm.world import local
 from unisono.config import Config
-from unisono.core.clock import current_frames
+from unisono.core.parked_threads import current_frames
 
 __all__ = ["Threads", "run_local"]
 

@@ -5,7 +5,8 @@ Nothing is lost, only late; that is what lets training with 1 % of the gradients
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class ErrorFeedback:
     Attributes:
         compressor: what decides what is sent.
         residuals: by key, what this rank has not sent yet: float64 for arrays of float64, else float32.
-            Save and restore them with a checkpoint, or lose one step's remainder.
+            `state_dict` saves them with a checkpoint; without them one step's remainder is lost.
     """
 
     def __init__(self, compressor: Compressor) -> None:
@@ -71,6 +72,28 @@ class ErrorFeedback:
         pipeline.finish()
         return x
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of this rank keeps, as copies: its residuals, and how often each key was used."""
+        return {
+            "residuals": {key: residual.copy() for key, residual in self.residuals.items()},
+            "calls": dict(self._calls),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, of the same rank in as many ranks.
+
+        Raises:
+            UsageError: it is no such state; nothing was changed.
+        """
+        try:
+            residuals = {key: _checked(key, residual) for key, residual in state["residuals"].items()}
+            calls = {key: int(number) for key, number in state["calls"].items()}
+        except (KeyError, AttributeError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"a state that ErrorFeedback cannot load ({error}); allowed: what `state_dict` gave"
+            ) from error
+        self.residuals, self._calls = residuals, calls
+
     def exchange(self, x: FloatArray, op: str, *, key: str | int, rank: int, size: int) -> Exchange:
         """The steps of a compressed sum of `x`, a flat array of float32 or float64 that it may overwrite."""
         if op not in ("sum", "mean"):
@@ -97,6 +120,14 @@ class ErrorFeedback:
         if np.isfinite(result).all():
             self.residuals[call.key] = x
         return result
+
+
+def _checked(key: str | int, residual: Any) -> FloatArray:
+    """A copy of a residual that was saved."""
+    own = np.array(residual)
+    if own.dtype not in (np.float32, np.float64) or own.ndim != 1:
+        raise ValueError(f"{key!r} has shape {own.shape} of {own.dtype}")
+    return own
 
 
 def read_wide(array: Array) -> FloatArray:

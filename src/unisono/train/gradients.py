@@ -14,6 +14,7 @@ import numpy as np
 
 from unisono.comm.communicator import Communicator
 from unisono.core.buffers import as_bytes
+from unisono.core.clock import Deadline
 from unisono.core.dtypes import Kind
 from unisono.core.waits import wait_all
 from unisono.core.work import Work
@@ -36,6 +37,7 @@ def average_gradients(
     bucket_bytes: int = BUCKET_BYTES,
     *,
     compression: ErrorFeedback | None = None,
+    timeout: float | None = None,
 ) -> T:
     """Replace every array by its mean over all ranks, in place, and return `arrays`. Every rank calls it.
 
@@ -45,11 +47,13 @@ def average_gradients(
             NumPy arrays or torch tensors, of equal structure on all ranks.
         bucket_bytes: how many bytes travel together.
         compression: sends less, and keeps the error for the next call.
+        timeout: seconds for all of it.
 
     Raises:
         UsageError: an array holds integers, or cannot be written to; nothing was sent.
+        DeadlineExceeded: it took longer than `timeout`; the arrays hold anything.
     """
-    averager = GradientAverager(comm, bucket_bytes, compression=compression)
+    averager = GradientAverager(comm, bucket_bytes, compression=compression, timeout=timeout)
     averager.add(arrays)
     averager.finish()
     return arrays
@@ -64,7 +68,8 @@ class GradientAverager:
         averager.finish()
 
     Every rank adds arrays of the same types and shapes in the same order. They belong to the averager until
-    `finish` returns; then they hold the means, and it can be used again.
+    `finish` returns; then they hold the means, and it can be used again. `timeout` is the seconds from the
+    first bucket that is started to the end of `finish`.
     """
 
     def __init__(
@@ -73,13 +78,16 @@ class GradientAverager:
         bucket_bytes: int = BUCKET_BYTES,
         *,
         compression: ErrorFeedback | None = None,
+        timeout: float | None = None,
     ) -> None:
         if bucket_bytes < 1:
             raise UsageError(f"bucket_bytes is {bucket_bytes}; allowed: 1 or more")
         self._comm = comm
         self._bucket_bytes = bucket_bytes
         self._compression = compression
-        self._pipeline = Pipeline(collectives_of(comm))
+        self._pipeline = Pipeline(collectives_of(comm, self._left_s))
+        self._timeout_s = timeout
+        self._deadline: Deadline | None = None  # until `finish`, once a bucket is started
         self._waiting: list[Leaf] = []
         self._started: list[Leaf] = []
         self._works: list[Work[Any]] = []
@@ -105,10 +113,20 @@ class GradientAverager:
             self._start(self._waiting)
         works, leaves = self._works, self._started
         self._waiting, self._works, self._started, self._buckets = [], [], [], 0
-        wait_all(works)
-        self._pipeline.finish()
+        try:
+            wait_all(works)
+            self._pipeline.finish()
+        finally:
+            self._deadline = None
         for leaf in leaves:
             leaf.write_back()
+
+    def _left_s(self) -> float | None:
+        """Seconds for the next collective."""
+        runtime = self._comm.backend.runtime
+        if self._deadline is None:
+            self._deadline = runtime.deadline(self._timeout_s)
+        return self._deadline.remaining(runtime.now())
 
     def _start(self, bucket: list[Leaf]) -> None:
         number, self._buckets = self._buckets, self._buckets + 1
@@ -121,8 +139,8 @@ class GradientAverager:
     def _reduce(self, bucket: list[Leaf]) -> Work[Any]:
         start = self._comm.start
         if len(bucket) == 1:  # not packed: where it lies
-            return start.all_reduce(_operand(bucket[0]), "mean")
-        return start.all_reduce_many([_operand(leaf) for leaf in bucket], "mean")
+            return start.all_reduce(_operand(bucket[0]), "mean", timeout=self._left_s())
+        return start.all_reduce_many([_operand(leaf) for leaf in bucket], "mean", timeout=self._left_s())
 
     def _compress(self, compression: ErrorFeedback, bucket: list[Leaf], number: int) -> None:
         arrays = [leaf.array for leaf in bucket]
@@ -140,24 +158,28 @@ class GradientAverager:
         self._pipeline.add(exchange, unpack)
 
 
-def broadcast_parameters(comm: Communicator, arrays: T, root: int = 0) -> T:
+def broadcast_parameters(comm: Communicator, arrays: T, root: int = 0, *, timeout: float | None = None) -> T:
     """Copy every array of `root` into the same array of all other ranks, and return `arrays`.
 
-    Takes the same trees as `average_gradients`, of any element type.
+    Takes the same trees as `average_gradients`, of any element type, and `timeout` seconds at most.
 
     Raises:
         UsageError: an array cannot be written to; nothing was sent.
         CollectiveMismatch: the trees differ in their structure, types or shapes; on all ranks.
+        DeadlineExceeded: it took longer than `timeout`; the arrays hold anything.
     """
+    runtime = comm.backend.runtime
+    deadline = runtime.deadline(timeout)
     leaves = leaves_of(arrays, "arrays")
-    _check_alike(comm, leaves, root)
+    _check_alike(comm, leaves, root, timeout)
     buckets = list(_buckets(leaves, BUCKET_BYTES))
     works, packed = [], []
     for bucket in buckets:
         # One array travels where it lies, several as their bytes.
         joined = None if len(bucket) == 1 else np.concatenate([_bytes(leaf) for leaf in bucket])
         packed.append(joined)
-        works.append(comm.start.broadcast(_bytes(bucket[0]) if joined is None else joined, root))
+        x = _bytes(bucket[0]) if joined is None else joined
+        works.append(comm.start.broadcast(x, root, timeout=deadline.remaining(runtime.now())))
     wait_all(works)
     for bucket, joined in zip(buckets, packed, strict=True):
         if joined is not None:
@@ -203,9 +225,9 @@ def _bytes(leaf: Leaf) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.asarray(as_bytes(leaf.array.flat))
 
 
-def _check_alike(comm: Communicator, leaves: list[Leaf], root: int) -> None:
+def _check_alike(comm: Communicator, leaves: list[Leaf], root: int, timeout: float | None) -> None:
     described = zlib.crc32("\n".join(map(str, leaves)).encode())
-    digests = comm.all_gather(np.array([len(leaves), described], np.int64))
+    digests = comm.all_gather(np.array([len(leaves), described], np.int64), timeout=timeout)
     other = [rank for rank in range(comm.size) if not np.array_equal(digests[rank], digests[root])]
     if other:
         counts = ", ".join(f"rank {rank}: {digests[rank][0]} arrays" for rank in (root, *other))

@@ -31,11 +31,11 @@ Exchange: TypeAlias = Generator[Collective, npt.NDArray[Any], FloatArray]
 Begin: TypeAlias = Callable[[Collective], Callable[[], npt.NDArray[Any]]]
 
 
-def collectives_of(comm: Communicator) -> Begin:
-    """How the collectives of exchanges are started on a communicator."""
+def collectives_of(comm: Communicator, left_s: Callable[[], float | None] = lambda: None) -> Begin:
+    """How the collectives of exchanges are started on a communicator; each has the seconds that are left."""
 
     def begin(asked: Collective) -> Callable[[], npt.NDArray[Any]]:
-        return getattr(comm.start, asked.verb)(asked.x).wait  # type: ignore[no-any-return]
+        return getattr(comm.start, asked.verb)(asked.x, timeout=left_s()).wait  # type: ignore[no-any-return]
 
     return begin
 

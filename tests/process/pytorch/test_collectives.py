@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.torch_ranks import Pair, TorchPool, assert_equal, torch_pool
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CHECKS: dict[str, Callable[[Pair], None]] = {}
 
@@ -299,6 +300,38 @@ def all_gather_in_all_forms(pair: Pair) -> None:
             work.wait()
         for k, out in enumerate(outs):
             assert_equal(out.float(), data(k, (k, 2), torch.float32))
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies that torch makes."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_)
+        return func(*args, **(kwargs or {}))
+
+
+@check
+def results_that_lie_in_a_row_are_written_where_they_belong(pair: Pair) -> None:
+    for length in (1, 7, 5003):
+        expected = torch.cat(all_data(pair.size, (length,), torch.float32))
+        for is_own in (False, True):  # whether a rank gives its own part of the result, which is copied
+            for root in (None, 0, pair.size - 1):
+                whole = torch.zeros(pair.size * length)
+                parts = list(whole.chunk(pair.size))
+                x = data(pair.rank, (length,), torch.float32)
+                if is_own:
+                    x = parts[pair.rank].copy_(x)
+                given = parts if root in (None, pair.rank) else None
+                with Copies() as copies:
+                    if root is None:
+                        dist.all_gather(parts, x, group=pair.ours)
+                    else:
+                        dist.gather(x, given, group=pair.ours, group_dst=root)
+                assert copies.count == (is_own and given is not None)
+                if given is not None:
+                    assert_equal(whole, expected)
 
 
 @check

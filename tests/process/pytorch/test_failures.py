@@ -72,7 +72,14 @@ def reduce_again_and_again(rank: int, pipe: Connection) -> None:
             dist.barrier()
 
 
-@pytest.mark.parametrize("program", [train, partial(train, is_hooked=True), reduce_again_and_again])
+@pytest.mark.parametrize(
+    "program",
+    [
+        train,
+        pytest.param(partial(train, is_hooked=True), marks=pytest.mark.more),
+        reduce_again_and_again,
+    ],
+)
 def test_survivors_of_a_killed_rank_name_it(tmp_path: Path, program: Callable[[int, Connection], None]):
     def live(own: Backend, pipe: Connection) -> tuple[float, str]:
         join_torch(own.rank, 3, str(tmp_path))
@@ -230,7 +237,7 @@ print(float(seen.wait()))
 
 @pytest.mark.parametrize(
     "how",
-    ["plain", "pending", *(pytest.param(how, marks=pytest.mark.more) for how in ("dropped", "destroyed"))],
+    ["pending", *(pytest.param(how, marks=pytest.mark.more) for how in ("plain", "dropped", "destroyed"))],
 )
 def test_a_process_may_end_without_destroying_its_groups(tmp_path: Path, how: str):
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

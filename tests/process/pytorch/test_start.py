@@ -122,6 +122,25 @@ def test_under_torchrun_the_keys_of_its_store_come_back() -> None:
     assert err == ""
 
 
+BESIDE_MPI = """
+import torch, torch.distributed as dist, unisono as uni
+with uni.init() as world:
+    dist.init_process_group("gloo")
+    assert (dist.get_rank(), dist.get_world_size()) == (world.rank, world.size)
+    x = torch.arange(5) + dist.get_rank()
+    dist.all_reduce(x)
+    print(type(world.backend).__name__, x.tolist())
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.more
+def test_a_program_of_torch_finds_its_ranks_under_mpiexec_too(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text(BESIDE_MPI)
+    out, _ = run([*UNISONO_RUN, "-n", "2", "--backend", "mpi", str(tmp_path / "beside.py")])
+    assert sorted(out.splitlines()) == [f"[{rank}] MpiBackend [1, 3, 5, 7, 9]" for rank in range(2)]
+
+
 @pytest.mark.more
 def test_groups_of_ours_stand_beside_another_backend() -> None:
     out, _ = run([*UNISONO_RUN, "-n", "3", PROGRAM, "beside"])

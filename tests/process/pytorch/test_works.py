@@ -225,6 +225,26 @@ def gradients_are_compressed_by_hooks_that_wait_in_callbacks(pair: Pair) -> None
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
 
 
+@check
+def an_error_in_a_hooks_callback_leaves_backward_as_itself(pair: Pair) -> None:
+    class OfTheUser(ValueError):
+        pass
+
+    def hook(state: Any, bucket: Any) -> Any:
+        def fail(_: Any) -> Any:
+            raise OfTheUser(f"of rank {pair.rank}")
+
+        return dist.all_reduce(bucket.buffer(), group=pair.ours, async_op=True).get_future().then(fail)
+
+    hook.__annotations__ = {}  # which torch would read
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3), process_group=pair.ours)
+    ddp.register_comm_hook(None, hook)
+    with pytest.raises(OfTheUser, match=f"^of rank {pair.rank}$") as raised:
+        ddp(torch.ones(2, 4)).sum().backward()
+    assert raised.traceback[-1].name == "fail", "the line is the user's"
+    dist.barrier(group=pair.ours)  # the group lives on
+
+
 # -- messages -----------------------------------------------------------------------------------------------
 
 

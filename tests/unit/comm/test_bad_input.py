@@ -489,9 +489,9 @@ def sent(monkeypatch) -> list[int]:
 def check_refusal(bad: Bad, sent: list[int], *, started: bool) -> None:
     comms = uni.local(SIZE)
     caller = comms[CALLER]
-    for door in (caller, caller.start) if started else (caller,):
+    for verbs in (caller, caller.start) if started else (caller,):
         with pytest.raises(uni.UsageError) as caught:
-            bad.call(door)
+            bad.call(verbs)
         text = str(caught.value)
         assert all(word in text for word in bad.words), text
     assert sent == []

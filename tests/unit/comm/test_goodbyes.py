@@ -16,7 +16,16 @@ from tests.support.ranks import run_ranks
 from tests.unit.comm.test_loose_ends import heard
 
 import unisono as uni
-from unisono.comm.control_messages import GOODBYES_MAX, Goodbye, Goodbyes, encode
+from unisono.comm.control_messages import (
+    CALLED_MAX,
+    CALLS_MAX,
+    GOODBYES_MAX,
+    CallReport,
+    Goodbye,
+    Goodbyes,
+    decode,
+    encode,
+)
 from unisono.comm.goodbyes import UnsentGoodbyes
 from unisono.core.envelope import Lane
 from unisono.messaging.credit import CONTROL_BYTES_MAX
@@ -40,10 +49,10 @@ def test_goodbyes_are_sorted_by_rank_and_taken_once() -> None:
     unsent.add(11, (1, 2), None)
     unsent.add(12, (0, 2), lambda: 7)
     assert len(unsent) == 3
-    by_rank, called = unsent.take()
-    assert by_rank == {0: [10], 1: [10, 11], 2: [11]}
-    assert [(context, ranks, calls()) for context, ranks, calls in called] == [(12, (0, 2), 7)]
-    assert unsent.take() == ({}, [])
+    by_rank, calls = unsent.take()
+    assert by_rank == {0: [10, 12], 1: [10, 11], 2: [11, 12]}
+    assert {context: make() for context, make in calls.items()} == {12: 7}
+    assert unsent.take() == ({}, {})
 
 
 def test_who_has_said_goodbye_needs_none() -> None:
@@ -53,13 +62,17 @@ def test_who_has_said_goodbye_needs_none() -> None:
     unsent.remove(10, 1)
     unsent.remove(11, 0)
     unsent.remove(12, 0)  # closed long ago
-    by_rank, called = unsent.take()
-    assert by_rank == {0: [10], 2: [10]}
-    assert [ranks for _, ranks, _ in called] == [(1,)]
+    assert unsent.take()[0] == {0: [10], 2: [10], 1: [11]}
 
 
 def test_the_longest_message_of_goodbyes_is_a_control_message() -> None:
-    assert len(encode(Goodbyes((2**64 - 1,) * GOODBYES_MAX, Lane.CONTROL))) <= CONTROL_BYTES_MAX
+    longest = CallReport.of(bytes(16), "w" * 4096, "l" * 4096)
+    calls = {
+        2**64 - 1 - n: dict.fromkeys(range(2**63, 2**63 + CALLS_MAX), longest) for n in range(CALLED_MAX)
+    }
+    message = Goodbyes(tuple(range(2**64 - GOODBYES_MAX, 2**64)), Lane.CONTROL, calls)
+    assert len(encode(message)) <= CONTROL_BYTES_MAX
+    assert decode(encode(message)) == message
 
 
 def test_groups_closed_together_send_few_messages() -> None:
@@ -83,6 +96,98 @@ def test_groups_closed_together_send_few_messages() -> None:
         return sum(isinstance(message, Goodbye | Goodbyes) for message in sent)
 
     assert all(messages < 40 for messages in run_processes(program, 2)), "two lanes, and a few batches"
+
+
+def goodbyes_of(comm: uni.Communicator, use: Callable[[uni.Communicator], Any], groups_made: int) -> Any:
+    """The goodbyes that a rank sends for groups that all ranks make, use and close; none goes early."""
+    control, sent = comm._group.control, []
+    send, send_goodbyes = control.send, control.send_goodbyes
+
+    def spy(ranks: Any, message: Any, lane: Lane = Lane.CONTROL) -> None:
+        sent.append(message)
+        send(ranks, message, lane)
+
+    control.send_goodbyes = lambda: None  # type: ignore[method-assign]
+    for _ in range(groups_made):
+        group = comm.split(0)
+        assert group is not None
+        use(group)
+        group.close()
+    control.send, control.send_goodbyes = spy, send_goodbyes  # type: ignore[method-assign]
+    control.send_goodbyes()
+    comm.barrier()
+    return [message for message in sent if isinstance(message, Goodbye | Goodbyes)]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda group: group.barrier(),
+        lambda group: group.all_reduce(np.arange(3.0) * group.rank),
+        lambda group: group.start.all_gather(np.arange(5) + group.rank).wait(),
+        lambda group: [
+            group.all_gather_object({"rank": group.rank}),
+            group.all_to_all(np.ones((group.size, 2))),
+        ],
+    ],
+)
+def test_a_group_whose_calls_all_have_made_tells_none_of_them(use: Callable[[Any], Any]) -> None:
+    def program(comm: uni.Communicator) -> Any:
+        use(comm)  # decided from now on
+        sent = goodbyes_of(comm, use, 40)
+        assert all(isinstance(message, Goodbyes) for message in sent)
+        # A call that stalls on a busy machine is finished by Python, and told.
+        return sum(len(message.calls) for message in sent) < 40, len(sent) <= 2 * 2 * 2
+
+    assert run_processes(program, 3) == [(True, True)] * 3
+
+
+def test_goodbyes_with_calls_travel_together_too() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        sent = goodbyes_of(comm, lambda group: group.all_reduce(np.ones(0)), 2 * CALLED_MAX + 3)
+        assert all(isinstance(message, Goodbyes) for message in sent)
+        assert all(set(message.calls) == set(message.contexts) for message in sent)
+        assert all(set(calls) == {0} for message in sent for calls in message.calls.values())
+        return len(sent) <= 2 * 3
+
+    assert run_processes(program, 2) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        (lambda group: group.all_reduce(np.ones(0)), {0}),  # ends without a message
+        (lambda group: [group.barrier(), group.all_gather(np.ones(0)), group.barrier()], {0, 1, 2}),
+        (lambda group: group.reduce_scatter_v(np.ones(2), [2, *[0] * (group.size - 1)]), {0}),
+    ],
+)
+def test_a_call_that_proves_nothing_is_told_with_the_goodbye(
+    use: Callable[[Any], Any], told: set[int]
+) -> None:
+    def program(comm: uni.Communicator) -> Any:
+        group = comm.split(0)
+        assert group is not None
+        use(group)
+        assert not group._group.call_log.is_agreed
+        return set(group._group.state.last_calls_here())
+
+    assert run_processes(program, 3) == [told] * 3
+
+
+def test_who_waits_in_another_call_than_one_that_ended_without_a_message_is_told() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        group = comm.split(0)
+        assert group is not None
+        group.barrier()
+        if comm.rank == 0:
+            group.all_reduce(np.ones(0))
+            group.close()
+            return None
+        with pytest.raises(uni.CollectiveMismatch, match=r"differ|disagree") as caught:
+            group.barrier()
+        return "all_reduce" in caught.value.report and "barrier" in caught.value.report
+
+    assert run_processes(program, 2) == [None, True]
 
 
 # -- groups that were not used ----------------------------------------------------------------------------

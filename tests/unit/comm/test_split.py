@@ -17,8 +17,9 @@ from tests.support.processes import forked, run_processes
 from tests.support.ranks import run_ranks
 
 import unisono as uni
-from unisono.comm import communicator as communicator_module
+from unisono.comm import splitter as splitter_module
 from unisono.comm.split import ROW_BYTES, Row, identity_of, members_of
+from unisono.core import clock
 
 NATIVE = pytest.mark.on_every_link
 
@@ -248,14 +249,14 @@ def test_started_and_blocking_splits_of_one_call_meet() -> None:
 def test_ranks_try_the_next_context_together_if_one_is_taken(
     monkeypatch: pytest.MonkeyPatch, is_started: bool
 ) -> None:
-    real = communicator_module.identity_of
+    real = splitter_module.identity_of
 
     def colliding(parent: bytes, epoch: int, sequence: int, attempt: int, color: int) -> tuple[int, bytes]:
         context, descriptor = real(parent, epoch, sequence, attempt, color)
         return (2 if attempt < 2 and sequence else context), descriptor
 
     def program(comm: uni.Communicator) -> Any:
-        communicator_module.identity_of = colliding  # also where ranks are processes
+        splitter_module.identity_of = colliding  # also where ranks are processes
         first = comm.split(0)
         assert first is not None
         control = comm._group.control
@@ -274,7 +275,7 @@ def test_ranks_try_the_next_context_together_if_one_is_taken(
         assert second is not None
         return second.all_gather(comm.rank).tolist(), comm.all_reduce(1)
 
-    monkeypatch.setattr(communicator_module, "identity_of", real)
+    monkeypatch.setattr(splitter_module, "identity_of", real)
     assert run_ranks(program, 3).values() == [([0, 2], 3), ([1], 3), ([0, 2], 3)]
 
 
@@ -376,11 +377,15 @@ def test_a_world_says_the_goodbyes_of_its_dropped_groups_before_its_own(
     works = [pair.start.all_reduce(np.arange(3) * (rank + 1)) for rank, pair in enumerate(pairs)]
     assert [list(work.wait()) for work in works] == [[0, 3, 6]] * 2
     # The thread for finalizers comes too late.
-    monkeypatch.setattr(type(world[0].backend.runtime), "call_soon", lambda self, fn: None)
+    monkeypatch.setattr(clock._Collected, "_call", lambda self, fn: None)
     del works
     pairs[0] = None  # type: ignore[call-overload]
     gc.collect()
     world[0].close()
+    until = time.monotonic() + 60
+    while not state.last_calls:  # the goodbye travels
+        assert time.monotonic() < until
+        time.sleep(0.001)
     assert set(state.last_calls) == {0}
     assert set(state.last_calls[0]) == {0}
     monkeypatch.undo()

@@ -384,7 +384,7 @@ class Life(RuleBasedStateMachine):
         return group.broken is None and not group.closed
 
     def refusal(self, group: Group, rank: int, *, is_collective: bool) -> type[Exception] | None:
-        """What a member's next operation raises at the door."""
+        """What a member's next operation raises before anything is sent."""
         if rank in group.closed:
             return uni.ClosedError
         if group.broken is not None and (is_collective or group.is_aborted):

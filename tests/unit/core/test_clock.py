@@ -338,7 +338,7 @@ def test_a_blocking_verb_needs_no_timer_thread():
 
 COLLECTS_WHILE_FRAMES_ARE_MADE = """
 import gc, threading
-from unisono.core.clock import current_frames
+from unisono.core.parked_threads import current_frames
 
 class Node:
     pass

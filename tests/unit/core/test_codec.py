@@ -26,7 +26,7 @@ from hypothesis.extra import numpy as hnp
 from tests.support.ranks import run_ranks
 
 import unisono as uni
-from unisono._native import BLOB_BYTES_MIN, new_memory
+from unisono._native import BLOB_BYTES_MIN
 from unisono.core.codec import pack, pack_parts, pack_writable, register, unpack, unpack_parts
 from unisono.core.dtypes import DTYPES
 from unisono.errors import ProtocolError, UsageError
@@ -337,19 +337,6 @@ def test_a_bytearray_cannot_be_resized_while_it_is_lent_and_can_be_after_it_has_
     back.append(1)
     del blobs
     given.append(1)
-
-
-@pytest.mark.parametrize("kind", [bytes, bytearray])
-def test_memory_of_a_new_object_is_received_into_and_becomes_the_object(kind):
-    memory = new_memory(kind, 5000)
-    np.frombuffer(memory, np.uint8)[:] = np.arange(5000) % 251
-    head, _ = pack_parts(kind(5000))
-    got = unpack_parts(head, [memory.owner])
-    assert type(got) is kind
-    assert got is memory.owner
-    assert got == bytes(i % 251 for i in range(5000))
-    with pytest.raises(ValueError, match="at least 2"):
-        new_memory(kind, 1)
 
 
 @pytest.mark.parametrize("count", [3, 5000])

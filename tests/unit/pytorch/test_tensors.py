@@ -9,7 +9,7 @@ import torch.distributed as dist
 from unisono.core.dtypes import DTYPES
 from unisono.errors import UsageError
 from unisono.pytorch.reductions import OPS, check_sparse, divided, is_divided, op_of, scaled
-from unisono.pytorch.tensors import TYPES, in_a_row, is_plain, joined, overlap, readable, target, updatable
+from unisono.pytorch.tensors import TYPES, apart, in_a_row, is_plain, joined, readable, target, updatable
 
 RED = dist.ReduceOp
 
@@ -83,13 +83,19 @@ def test_other_devices_and_layouts_are_refused():
                 use(tensor)
 
 
-def test_memory_that_is_shared_is_seen():
+def test_memory_that_is_shared_is_copied():
     whole = torch.arange(10.0)
-    assert overlap(whole[2:4], whole)
-    assert overlap(whole, whole[2:4])
-    assert overlap(whole[:5], whole[4:])
-    assert not overlap(whole[:5], whole[5:])
-    assert not overlap(whole[3:3], whole)
+
+    def is_copied(x, out):
+        read = apart(x, out)
+        assert torch.equal(read, x)
+        return read is not x
+
+    assert is_copied(whole[2:4], whole)
+    assert is_copied(whole, whole[2:4])
+    assert is_copied(whole[:5], whole[4:])
+    assert not is_copied(whole[:5], whole[5:])
+    assert not is_copied(whole[3:3], whole)
 
 
 def test_tensors_in_a_row_are_one():
@@ -104,7 +110,7 @@ def test_tensors_in_a_row_are_one():
     row = in_a_row(uneven)
     assert row is not None
     assert torch.equal(row, whole[:6])
-    for apart in (
+    for gapped in (
         [whole[:2], whole[3:5]],
         [whole[2:4], whole[:2]],
         [whole[:2], whole[2:4].clone()],
@@ -112,7 +118,7 @@ def test_tensors_in_a_row_are_one():
         [whole[:2], whole[2:4].view(torch.int32)],
         [torch.zeros(0), torch.zeros(0)],
     ):
-        assert in_a_row(apart) is None
+        assert in_a_row(gapped) is None
     assert torch.equal(joined([whole[:4:2], whole[3:5]]), torch.tensor([0.0, 2.0, 3.0, 4.0]))
 
 

@@ -62,6 +62,37 @@ def test_over_many_steps_results_and_residuals_are_what_was_put_in(compressor: C
     run_ranks(program, 3).values()
 
 
+@every_compressor
+def test_a_restored_state_goes_on_as_if_nothing_had_happened(compressor: Compressor) -> None:
+    def program(comm: Communicator) -> None:
+        straight, broken = ErrorFeedback(compressor), ErrorFeedback(compressor)
+        for step in range(6):
+            if step == 3:
+                state = broken.state_dict()
+                broken.all_reduce(comm, gradient(comm.rank, 99, 1021), key="w")  # not in the state
+                broken = ErrorFeedback(compressor)
+                broken.load_state_dict(state)
+            results = []
+            for feedback in (straight, broken):
+                for key, count in (("w", 1021), (2, 7)):
+                    results.append(feedback.all_reduce(comm, gradient(comm.rank, step, count), key=key))
+            assert [each.tobytes() for each in results[:2]] == [each.tobytes() for each in results[2:]]
+        assert all(np.array_equal(straight.residuals[key], broken.residuals[key]) for key in ("w", 2))
+
+    run_ranks(program, 3).values()
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"residuals": {"w": [1, 2]}, "calls": {}}, {"residuals": {}, "calls": {"w": "x"}}, None]
+)
+def test_what_is_no_state_is_not_loaded(state: Any) -> None:
+    feedback = ErrorFeedback(TopK(0.5))
+    feedback.residuals["w"] = np.ones(3, np.float32)
+    with pytest.raises(uni.UsageError, match="state_dict"):
+        feedback.load_state_dict(state)
+    assert feedback.residuals["w"].tolist() == [1, 1, 1]
+
+
 def test_topk_sends_the_largest_of_what_is_left() -> None:
     def program(comm: Communicator) -> None:
         feedback = ErrorFeedback(TopK(0.02))

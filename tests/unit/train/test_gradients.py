@@ -144,6 +144,37 @@ def test_compressed_buckets_lose_nothing_over_many_steps(compressor: uni.train.C
     run_ranks(program, 3).values()
 
 
+@pytest.mark.parametrize("compression", [None, uni.train.TopK(0.5)])
+def test_averaging_has_one_deadline_for_all_buckets(compression: uni.train.Compressor | None) -> None:
+    def program(comm: Communicator) -> None:
+        feedback = None if compression is None else uni.train.ErrorFeedback(compression)
+        given = [np.full(5, comm.rank, np.float32), np.full(3, comm.rank * 2.0)]
+        uni.train.average_gradients(comm, given, 1, compression=feedback, timeout=100)
+        if comm.rank == 0:
+            with pytest.raises(uni.DeadlineExceeded):
+                uni.train.average_gradients(comm, given, 1, compression=feedback, timeout=0.05)
+            comm.send(b"late", 1)
+        else:
+            assert comm.recv_bytes(0) == b"late"
+
+    run_ranks(program, 2).values()
+
+
+def test_a_broadcast_of_parameters_has_a_deadline() -> None:
+    def program(comm: Communicator) -> None:
+        given = [np.full(5, comm.rank, np.float32), np.full(3, comm.rank * 2.0)]
+        uni.train.broadcast_parameters(comm, given, 1, timeout=100)
+        assert [each.tolist() for each in given] == [[1.0] * 5, [2.0] * 3]
+        if comm.rank == 1:
+            with pytest.raises(uni.DeadlineExceeded):
+                uni.train.broadcast_parameters(comm, given, 1, timeout=0.05)
+            comm.send(b"late", 0)
+        else:
+            assert comm.recv_bytes(1) == b"late"
+
+    run_ranks(program, 2).values()
+
+
 @pytest.mark.parametrize("root", [0, 2])
 def test_parameters_of_root_are_copied_to_all_ranks(root: int) -> None:
     def program(comm: Communicator) -> None:

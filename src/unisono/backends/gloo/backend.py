@@ -22,8 +22,8 @@ import msgspec
 
 from unisono.backends.framed import FramedBackend, FrameTransport, frame_bytes_max
 from unisono.backends.gloo.collectives import GlooCollectives
-from unisono.backends.gloo.process_group import GroupMaker, break_links, decoded, first_line
-from unisono.backends.registry import BackendInfo, BindSpec
+from unisono.backends.gloo.process_group import GroupMaker, break_links, first_line
+from unisono.backends.registry import BackendInfo, BindSpec, decoded_card
 from unisono.core.clock import RealRuntime
 from unisono.core.envelope import Lane
 from unisono.core.request import Request
@@ -114,7 +114,7 @@ class UnconnectedGloo:
             ProtocolError: a card is malformed.
             RendezvousError: Gloo could not connect.
         """
-        pairs = [decoded(card, tuple[bytes, bytes]) for card in cards]
+        pairs = [decoded_card(card, tuple[bytes, bytes]) for card in cards]
         for index, maker in enumerate(self._makers):
             maker.fill([pair[index] for pair in pairs])
         messages, collectives = (maker.group() for maker in self._makers)

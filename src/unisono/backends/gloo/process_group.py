@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.errors import ProtocolError, RendezvousError
+from unisono.backends.registry import decoded_card
+from unisono.errors import RendezvousError
 
-__all__ = ["GroupMaker", "break_links", "decoded", "first_line"]
+__all__ = ["GroupMaker", "break_links", "first_line"]
 
 # A wait that expires closes every link of its process group: ours never expire.
 _NEVER: Final = datetime.timedelta(days=3650)
@@ -39,7 +40,7 @@ class GroupMaker:
 
     def fill(self, cards: Sequence[bytes]) -> None:
         """Put the cards of all ranks into the store."""
-        known = [decoded(card, dict[str, bytes]) for card in cards]
+        known = [decoded_card(card, dict[str, bytes]) for card in cards]
         self._store.fill({key: value for each in known for key, value in each.items()})
 
     def finish(self, cards: list[bytes]) -> Any:
@@ -128,18 +129,6 @@ def break_links(group: Any, others: tuple[int, ...]) -> None:
     for peer in others:
         with contextlib.suppress(RuntimeError):
             group.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNUSED_TAG).wait(_EXPIRE_AT_ONCE)
-
-
-def decoded(card: bytes, kind: Any) -> Any:
-    """Decode a card.
-
-    Raises:
-        ProtocolError: it is malformed.
-    """
-    try:
-        return msgspec.msgpack.decode(card, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError("a rank's card is malformed", cause=str(error)) from None
 
 
 def first_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ import iroh
 import msgspec
 
 from unisono.backends.iroh.iroh_repairs import repair, use_event_fd
-from unisono.backends.registry import BindSpec
+from unisono.backends.registry import BindSpec, decoded_card
 from unisono.errors import BackendUnavailable, ProtocolError, UsageError
 
 __all__ = ["Card", "Endpoint", "Loop"]
@@ -57,10 +57,7 @@ class Card(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         Raises:
             ProtocolError: `data` is not a card.
         """
-        try:
-            card = msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise ProtocolError("a rank's card is malformed", cause=str(error)) from None
+        card = decoded_card(data, cls)
         if len(card.key) != 32 or len(card.process) != 4 or not (card.addresses or card.relay):
             raise ProtocolError("a rank's card is malformed", cause="no key, or no address")
         return card

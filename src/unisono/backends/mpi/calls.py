@@ -100,20 +100,20 @@ class _CallClass:
         timeout: float | None,
     ) -> bool:
         """Make the call; see messaging.fast_path.LibraryCall."""
-        known = self._known.get(fingerprint) or self._learn(count, fingerprint)
+        known = self._known.get(fingerprint) or self._add(count, fingerprint)
         if known is None:
             return False
         calls, queue = self._calls, known.queue
         backend, call_log = calls.backend, calls.call_log
         engine = backend.engine
-        memory, shape = {}, None
+        buffers, shape = {}, None
         if operand is not None:
             shape = operand.shape
-            memory[Buf.IN] = operand if operand.ndim == 1 else operand.reshape(-1)
+            buffers[Buf.IN] = operand if operand.ndim == 1 else operand.reshape(-1)
         if result is not None:
-            memory[Buf.OUT] = result if result.ndim == 1 else result.reshape(-1)
+            buffers[Buf.OUT] = result if result.ndim == 1 else result.reshape(-1)
         started_at = backend.runtime.now()
-        task = known.task(memory)
+        task = known.task(buffers)
         with engine.lock:
             # An arrived message may say that other ranks have given up: then this call must not begin.
             if engine.has_events() or not call_log.fast_path_open or not queue.is_free():
@@ -139,20 +139,12 @@ class _CallClass:
         task.is_driven = False
         if is_over:
             task.end()
+        name, memory = self._problem.collective, (operand, result)
         handle = backend.keep(task.request)
-        adopter.take_over(
-            self._problem.collective,
-            sequence,
-            fingerprint,
-            started_at,
-            timeout,
-            handle,
-            (operand, result),
-            interruption,
-        )
+        adopter.take_over(name, sequence, fingerprint, started_at, timeout, handle, memory, interruption)
         return True
 
-    def _learn(self, count: int, fingerprint: bytes) -> _Known | None:
+    def _add(self, count: int, fingerprint: bytes) -> _Known | None:
         """What the first call with these counts needs; None if plans make it."""
         if fingerprint in self._known:
             return None

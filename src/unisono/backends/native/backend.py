@@ -6,13 +6,14 @@ It maps requests to operations of the engine, which knows shared memory and sock
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import functools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,8 +25,9 @@ from unisono.backends.native.refusals import Refusals
 from unisono.backends.registry import BackendInfo, Closable
 from unisono.config import Config
 from unisono.core.buffers import arguments
-from unisono.core.clock import RealRuntime, Runtime, is_idle_in
+from unisono.core.clock import RealRuntime, Runtime
 from unisono.core.envelope import ANY, UNTYPED, Any_, Lane, Status, Tags
+from unisono.core.parked_threads import is_idle_in
 from unisono.core.request import Request
 from unisono.errors import BackendUnavailable, ClosedError, UnisonoError, UsageError
 from unisono.messaging import strangers
@@ -115,26 +117,15 @@ class NativeBackend(Closable):
         self._rank = rank
         self._size = size
         self._config = config if config is not None else Config()
-        control_eager_bytes, control_credit_bytes = eager_limits(self._config, Lane.CONTROL)
-        try:
+        self._is_certified = tls or quic
+        self._capabilities = replace(_CAPABILITIES, name="quic") if quic and not shm else _CAPABILITIES
+        with _explained():
             self._engine = _native.Engine(
                 rank,
                 size,
                 directory,
                 secret,
-                eager_bytes=self._config.eager_bytes,
-                eager_credit_bytes=self._config.eager_credit_bytes,
-                message_bytes_max=self._config.message_bytes_max,
-                recv_bytes_max=self._config.recv_bytes_max,
-                control_eager_bytes=control_eager_bytes,
-                control_credit_bytes=control_credit_bytes,
-                control_bytes_max=CONTROL_BYTES_MAX,
-                own_credit_bytes=OWN_CREDIT_BYTES,
-                silence_s=self._config.silence_s,
-                stranger_bytes_max=strangers.BYTES_MAX,
-                stranger_s=strangers.STRANGER_S,
-                strangers_max=strangers.STRANGERS_MAX,
-                strangers_per_address_max=strangers.PER_ADDRESS_MAX,
+                **_limits(self._config),
                 shm=shm,
                 checksum=checksum,
                 neighbours=neighbours,
@@ -148,16 +139,6 @@ class NativeBackend(Closable):
                 datagram_bytes=datagram_bytes,
                 local=local,
             )
-        except RuntimeError as error:
-            raise BackendUnavailable(
-                "the native backend cannot start",
-                cause=str(error),
-                next_step="raise the limit of open files: ulimit -n 4096"
-                if os.strerror(errno.EMFILE) in str(error)
-                else "see the cause; what can run here is in uni.list_backends()",
-            ) from None
-        self._is_certified = tls or quic
-        self._capabilities = replace(_CAPABILITIES, name="quic") if quic and not shm else _CAPABILITIES
         self._completions = CompletionDispatcher(self._engine, self._config.recv_bytes_max)
         self._runtime = self._make_runtime(self._completions)
         self._hosts: tuple[int, ...] = ()
@@ -176,8 +157,7 @@ class NativeBackend(Closable):
         # A backend that is collected without `close` must leave neither threads nor ranks that wait for it.
         leave = functools.partial(_abandon, self._completions, self._pump)
         _open[self._completions] = leave
-        self._finalizer = weakref.finalize(self, self._runtime.call_soon, leave)
-        self._finalizer.atexit = False
+        self._finalizer = self._runtime.finalizer(self, leave)
 
     def card(self) -> Card:
         """What other ranks need to reach this one."""
@@ -418,7 +398,7 @@ class NativeBackend(Closable):
 
     def close(self) -> None:
         """Leave: flush sends for up to `Config.flush_s`, say goodbye, end all requests."""
-        if self._finalizer.detach() is None or self._engine.is_forked():
+        if not self._finalizer.detach() or self._engine.is_forked():
             return
         self._engine.close(self._config.flush_s)
         self._completions.close()
@@ -462,6 +442,41 @@ class NativeBackend(Closable):
             else:
                 completions.end(request, *started[1:])
         return request
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """The error of an engine that cannot start, as users see it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise BackendUnavailable(
+            "the native backend cannot start",
+            cause=str(error),
+            next_step="raise the limit of open files: ulimit -n 4096"
+            if os.strerror(errno.EMFILE) in str(error)
+            else "see the cause; what can run here is in uni.list_backends()",
+        ) from None
+
+
+def _limits(config: Config) -> dict[str, Any]:
+    """The engine's bounds on messages, memory, silence and connections that are not authenticated yet."""
+    control_eager_bytes, control_credit_bytes = eager_limits(config, Lane.CONTROL)
+    return {
+        "eager_bytes": config.eager_bytes,
+        "eager_credit_bytes": config.eager_credit_bytes,
+        "message_bytes_max": config.message_bytes_max,
+        "recv_bytes_max": config.recv_bytes_max,
+        "control_eager_bytes": control_eager_bytes,
+        "control_credit_bytes": control_credit_bytes,
+        "control_bytes_max": CONTROL_BYTES_MAX,
+        "own_credit_bytes": OWN_CREDIT_BYTES,
+        "silence_s": config.silence_s,
+        "stranger_bytes_max": strangers.BYTES_MAX,
+        "stranger_s": strangers.STRANGER_S,
+        "strangers_max": strangers.STRANGERS_MAX,
+        "strangers_per_address_max": strangers.PER_ADDRESS_MAX,
+    }
 
 
 def _pattern(src: int | Any_, tag: int | Any_) -> tuple[int, int]:

@@ -68,7 +68,7 @@ class NativeRuntime(RealRuntime):
         """Dispatch what has ended by now, or wait until another thread has done so."""
         completions, engine = self._completions, self._completions.engine
         end = self.now() + _DISPATCH_S
-        while engine.has_news() and not completions.is_dispatching() and self.now() < end:
+        while engine.has_undispatched() and not completions.is_dispatching() and self.now() < end:
             if completions.is_closed or engine.is_forked():
                 break
             self.polled()

@@ -6,7 +6,6 @@ with certainty, so deadlocks are seen by the threads that wait (thread_watch.py)
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 
 from unisono import _native
@@ -58,8 +57,7 @@ class LocalRank(NativeBackend):
     ) -> None:
         self._watch = watch
         super().__init__(rank, size, "", b"", config=config, neighbours=False, local=world)
-        self._left = weakref.finalize(self, self._runtime.call_soon, lambda: watch.note_left(rank))
-        self._left.atexit = False
+        self._left = self._runtime.finalizer(self, lambda: watch.note_left(rank))
 
     @property
     def engine(self) -> _native.Engine:
@@ -78,7 +76,7 @@ class LocalRank(NativeBackend):
     def close(self) -> None:
         """Leave. Messages that were sent before can still be received."""
         super().close()
-        if self._left.detach() is not None:
+        if self._left.detach():
             self._watch.note_left(self._rank)
 
     def _make_runtime(self, completions: CompletionDispatcher) -> NativeRuntime:

@@ -43,7 +43,7 @@ def compiled(plan: Plan) -> _native.Program:
 
 
 class _Points:
-    """Amounts as points, each an earlier one and so many times an atom."""
+    """Amounts as points: each is an earlier point plus a multiple of one atom."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, int, int]] = []

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from unisono.plans.amounts import Amount
-from unisono.plans.layout import Region, Rounds
-from unisono.plans.steps import Buf, Copy, Recv, RecvReduce, Reduce, Send, Slice, Step
+from unisono.plans.layout import Region, Rounds, mapped
+from unisono.plans.steps import Buf, Copy, Slice, Step
 
 __all__ = ["embed", "padded"]
 
@@ -24,20 +24,7 @@ def embed(rounds: Rounds, ranks: Sequence[int], starts: Mapping[Buf, tuple[Buf, 
         buf, start = starts[slice_.buf]
         return Slice(buf, start + slice_.start, start + slice_.stop)
 
-    def translate(step: Step) -> Step:
-        match step:
-            case Send(peer, src):
-                return Send(ranks[peer], ours(src))
-            case Recv(peer, dst):
-                return Recv(ranks[peer], ours(dst))
-            case RecvReduce(peer, dst, left):
-                return RecvReduce(ranks[peer], ours(dst), left)
-            case Copy(dst, src):
-                return Copy(ours(dst), ours(src))
-            case Reduce(dst, src, left):
-                return Reduce(ours(dst), ours(src), left)
-
-    translated = [[translate(step) for step in steps] for steps in rounds]
+    translated = [[mapped(step, ours, ranks.__getitem__) for step in steps] for steps in rounds]
     return [
         [step for step in steps if not (isinstance(step, Copy) and step.dst == step.src)]
         for steps in translated

@@ -1,0 +1,78 @@
+"""Finalizers: what follows when an object was dropped, and that no Python code runs where it is dropped."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.support.ranks import PATIENCE_S
+
+import unisono as uni
+from unisono.backends.local import LocalBackend
+from unisono.core.clock import RealRuntime
+
+
+class Node:
+    """An object that can be watched, and be part of a cycle."""
+
+    def __init__(self) -> None:
+        self.kept: Any = None
+
+
+@pytest.mark.parametrize("is_cyclic", [False, True])
+def test_the_call_follows_on_another_thread(is_cyclic: bool) -> None:
+    called = threading.Event()
+    threads: list[int] = []
+
+    def note() -> None:
+        threads.append(threading.get_ident())
+        called.set()
+
+    node = Node()
+    finalizer = RealRuntime().finalizer(node, note)
+    if is_cyclic:
+        node.kept = (node, finalizer)
+    assert not called.wait(0.01)
+    del node
+    gc.collect()
+    assert called.wait(PATIENCE_S)
+    assert not finalizer.detach()
+    assert threads != [threading.get_ident()]
+    assert len(threads) == 1
+
+
+def test_one_that_is_detached_is_not_called() -> None:
+    runtime, called = RealRuntime(), threading.Event()
+    numbers: list[int] = []
+    nodes = [Node() for _ in range(3)]
+    finalizers = [runtime.finalizer(node, lambda n=n: numbers.append(n)) for n, node in enumerate(nodes)]  # type: ignore[misc]
+    assert finalizers[1].detach()
+    assert not finalizers[1].detach()
+    last = Node()
+    runtime.finalizer(last, called.set)  # calls are made in the order of the drops
+    while nodes:
+        nodes.pop(0)
+    del last
+    assert called.wait(PATIENCE_S)
+    assert numbers == [0, 2]
+
+
+def drop_quietly(holder: list[Any]) -> list[str]:
+    """Drop what is in a list; returns the Python functions that were called meanwhile."""
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        holder.clear()
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+@pytest.mark.parametrize("make", [uni.local, LocalBackend.create])
+def test_a_dropped_world_or_backend_runs_no_python_where_it_is_dropped(make: Callable[[int], Any]) -> None:
+    """Python discards what a signal handler raises in a finalizer: a Ctrl-C that comes just then was lost."""
+    assert drop_quietly([make(1)]) == []
