@@ -27,7 +27,7 @@ $(VENV)/.modules: $(VENV)/.tools FORCE
 
 $(STAMP): $(VENV)/.tools $(VENV)/.modules $(NATIVE)
 	$(BIN)/pip install --quiet --no-build-isolation --config-settings=build-dir=$(BUILD)/module \
-		-e ".[test,bf16,plot,mpi,quic]"
+		-e ".[test,bf16,plot,mpi,iroh]"
 	touch $@
 
 demo: $(STAMP)
@@ -60,13 +60,14 @@ format: $(STAMP)
 wheel: $(VENV)/.tools
 	$(BIN)/python tools/wheels.py
 
-# The figures: every verb and way of calling beside MPI and Gloo, a halo exchange, what memory allows, ranks in one
-# process, observers of works, calls beside torch.rpc, gRPC and ZeroMQ, torch.distributed and DDP beside Gloo, import,
-# start-up and memory.
+# The figures: every verb and way of calling beside MPI and Gloo, a halo exchange, the links, what memory allows, ranks
+# in one process, observers of works, calls beside torch.rpc, gRPC and ZeroMQ, torch.distributed and DDP beside Gloo,
+# import, start-up and memory.
 bench: $(STAMP)
 	$(BIN)/pip install --quiet grpcio pyzmq msgpack
 	$(BIN)/unisono bench --quick
 	$(BIN)/python bench/halo.py
+	$(BIN)/python bench/links.py
 	$(BIN)/python bench/limit.py
 	$(BIN)/python bench/local_ranks.py
 	$(BIN)/python bench/observers.py
@@ -105,7 +106,7 @@ ASAN_ENV = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(g++ -print-file-na
 TSAN_ENV = LD_PRELOAD="$$(gcc -print-file-name=libtsan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	TSAN_OPTIONS=halt_on_error=1:die_after_fork=0:suppressions=$(abspath tests/support/tsan.supp)
 SANITIZED ?= $(addprefix tests/conformance/test_native_, plans.py conformance.py cases.py) \
-	$(addprefix tests/process/test_, native_processes.py native_threats.py fast_path.py run_ahead.py fast_messages.py \
+	$(addprefix tests/process/test_, native_processes.py native_threats.py quic.py fast_path.py run_ahead.py fast_messages.py \
 	fast_payloads.py rpc_failure.py rpc_load.py works.py work_races.py call_storm.py announced.py decisions.py) \
 	tests/native/test_corpus.py tests/unit/rpc/test_rpc.py tests/unit/core/test_codec.py
 THREADED ?= $(addprefix tests/process/test_, works.py work_races.py call_storm.py announced.py rpc_load.py)
@@ -113,6 +114,7 @@ THREADED ?= $(addprefix tests/process/test_, works.py work_races.py call_storm.p
 sanitize: sanitize-build
 	$(TSAN)/native/engine_test
 	$(ASAN)/native/engine_test
+	$(ASAN)/native/quic_test
 	$(ASAN_ENV) $(ASAN)/venv/bin/python -m pytest --timeout=600 $(SANITIZED)
 	$(TSAN_ENV) $(TSAN)/venv/bin/python -m pytest --timeout=600 $(THREADED)
 
@@ -120,7 +122,7 @@ sanitize-build: $(STAMP)
 	$(CMAKE) -B $(TSAN) -DUNISONO_SANITIZE=thread
 	cmake --build $(TSAN) --target _native engine_test
 	$(CMAKE) -B $(ASAN) -DUNISONO_SANITIZE=address,undefined
-	cmake --build $(ASAN) --target _native engine_test decoders
+	cmake --build $(ASAN) --target _native engine_test quic_test decoders
 	for build in $(TSAN) $(ASAN); do \
 		rm -rf $$build/site && mkdir -p $$build/site && cp -rs $(abspath src/unisono) $$build/site/ && \
 		cp $$build/native/_native.*.so $$build/site/unisono/ && \
@@ -133,9 +135,9 @@ sanitize-build: $(STAMP)
 FUZZ_INPUTS ?= 1000000
 FUZZ_SEED ?= 1
 fuzz: sanitize-build
-	for decoder in tcp ring connector; do \
+	for decoder in tcp quic ring connector; do \
 		ASAN_OPTIONS=quarantine_size_mb=4 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-		$(ASAN)/native/decoders $$decoder $(FUZZ_INPUTS) $(FUZZ_SEED) tests/corpus/$$decoder || exit 1; done
+		$(ASAN)/native/decoders $$decoder $(FUZZ_INPUTS) $(FUZZ_SEED) tests/corpus/$$(echo $$decoder | sed s/quic/tcp/) || exit 1; done
 	$(ASAN_ENV) $(ASAN)/venv/bin/python -m tests.fuzz.decoders $(FUZZ_INPUTS) $(FUZZ_SEED)
 
 FORCE:

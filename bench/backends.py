@@ -127,7 +127,7 @@ def main() -> None:
         return
     print("| backend | 8 B one way | all_reduce 8 B | 16 MiB one way | all_reduce 16 MiB |")
     print("|---|---|---|---|---|")
-    for name in sys.argv[1:] or ("native", "gloo", "mpi", "quic"):
+    for name in sys.argv[1:] or ("native", "quic", "gloo", "mpi", "iroh"):
         command = [sys.executable, "-m", "unisono", "run", "--backend", name, "-n", "2", __file__, "--rank"]
         with tempfile.TemporaryDirectory() as folder:
             env = {**os.environ, "BENCH_STORE": f"{folder}/store"}

@@ -2,10 +2,11 @@
 
     python tools/wheels.py
 
-For every interpreter from 3.11 on that is found, one wheel goes to dist/. auditwheel copies the OpenSSL that
-the engine was linked with into the wheel, under a name of its own. So a user needs no compiler, no headers
-and no OpenSSL, and the copy cannot clash with the one that Python itself has loaded. The price: a security
-update of OpenSSL needs a new wheel. To use the system's OpenSSL, build from source.
+For every interpreter from 3.11 on that is found, one wheel goes to dist/. auditwheel copies the libraries
+that the engine was linked with (OpenSSL, and for QUIC ngtcp2 and GnuTLS) into the wheel, under names of their
+own. So a user needs no compiler, no headers and no OpenSSL, and a copy cannot clash with the one that Python
+itself has loaded. The price: a security update of these libraries needs a new wheel. To use the system's,
+build from source.
 
 Each wheel is installed into a fresh environment outside the repository, and there the conformance kit and the
 examples run from it.

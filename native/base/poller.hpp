@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/syscall.h>
 
 #include <array>
 #include <memory>
@@ -12,6 +13,11 @@
 
 #include "base/system.hpp"
 #include "base/types.hpp"
+
+// linux/unistd.h since 5.11; the same number everywhere
+#ifndef SYS_epoll_pwait2
+#define SYS_epoll_pwait2 441
+#endif
 
 namespace unisono::engine {
 
@@ -52,9 +58,14 @@ class Poller {
 
   // Sleep for events, without the engine's lock. A timeout of 0 only looks.
   int wait(Events& events, std::int64_t timeout_ns) const {
-    const std::int64_t up = timeout_ns + millisecond - 1;
-    const int ms = timeout_ns <= 0 ? 0 : static_cast<int>((up < 3600 * second ? up : 3600 * second) / millisecond);
-    const int n = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), ms);
+    const std::int64_t left = timeout_ns <= 0 ? 0 : timeout_ns < 3600 * second ? timeout_ns : 3600 * second;
+    const timespec time{static_cast<time_t>(left / second), static_cast<long>(left % second)};
+    int n = static_cast<int>(
+        syscall(SYS_epoll_pwait2, epoll_.get(), events.data(), static_cast<int>(events.size()), &time, nullptr, 0));
+    // Linux before 5.11 counts milliseconds.
+    if (n < 0 && errno == ENOSYS)
+      n = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()),
+                     static_cast<int>((left + millisecond - 1) / millisecond));
     return n < 0 ? 0 : n;
   }
   // The same for a background poller, which `interrupt_in_flight` ends: wake_poller could wake another thread instead.

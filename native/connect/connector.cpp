@@ -2,7 +2,6 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
@@ -51,18 +50,6 @@ socklen_t unix_address(sockaddr_un& address, const std::string& path, int folder
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + name.size() + 1);
 }
 
-socklen_t tcp_address(sockaddr_storage& address, const std::string& host, uint16_t port) {
-  addrinfo hints{};
-  hints.ai_flags = AI_NUMERICHOST;
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0 || found == nullptr) return 0;
-  const socklen_t length = found->ai_addrlen;
-  std::memcpy(&address, found->ai_addr, length);
-  freeaddrinfo(found);
-  return length;
-}
-
 void tune(int fd, std::int64_t silence_ns) {
   const int on = 1, rto_ms_max = 1000;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
@@ -79,28 +66,6 @@ bool is_same_user(int fd) {
   ucred peer{};
   socklen_t length = sizeof peer;
   return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == geteuid();
-}
-
-std::string host_of(const sockaddr_storage& address, socklen_t length) {
-  char host[NI_MAXHOST];
-  if (length == 0 || getnameinfo(reinterpret_cast<const sockaddr*>(&address), length, host, sizeof host, nullptr, 0,
-                                 NI_NUMERICHOST) != 0)
-    return "?";
-  return host;
-}
-
-uint16_t port_of(const sockaddr_storage& address) {
-  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6&>(address).sin6_port
-                                             : reinterpret_cast<const sockaddr_in&>(address).sin_port);
-}
-
-// Callers that count as one address: an IPv4 address, or the /64 network of an IPv6 one, which a single host owns.
-std::string group_of(const sockaddr_storage& address) {
-  if (address.ss_family == AF_INET6)
-    return std::string(reinterpret_cast<const char*>(&reinterpret_cast<const sockaddr_in6&>(address).sin6_addr), 8);
-  if (address.ss_family == AF_INET)
-    return std::string(reinterpret_cast<const char*>(&reinterpret_cast<const sockaddr_in&>(address).sin_addr), 4);
-  return "";
 }
 
 }  // namespace
@@ -251,8 +216,8 @@ class Connector::Handshake final : public Watcher {
 
   std::string unreached(const std::string& why) const {
     if (connection.medium == Medium::shm) return "cannot be reached: " + why;
-    return "cannot be reached from rank " + std::to_string(connector.rank_) + " at " + host_of(address, address_bytes) +
-           " port " + std::to_string(port_of(address)) + ": " + why;
+    return "cannot be reached from rank " + std::to_string(connector.rank_) + " at " + address.host() + " port " +
+           std::to_string(address.port()) + ": " + why;
   }
   std::string timed_out() const {
     char text[64];
@@ -268,8 +233,7 @@ class Connector::Handshake final : public Watcher {
   std::int64_t patience_ns;  // what is left of the handshake's time
   NewConnection connection{};
   TlsStream* tls = nullptr;  // connection.stream, if it is one
-  sockaddr_storage address{};
-  socklen_t address_bytes = 0;
+  SocketAddress address;
   int calls = 0;     // connection attempts
   int hang_ups = 0;  // by the acceptor
   bool is_reached = false;
@@ -568,45 +532,47 @@ void Connector::open(std::int32_t rank, std::int32_t size, const std::string& di
     if (listen(/* owned by the listener */ listeners_[0]->fd(), 4096) != 0) fail(failure("cannot listen"));
   }
 
-  sockaddr_storage address{};
-  const socklen_t length = tcp_address(address, settings.bind, settings.port);
-  if (length == 0) fail(settings.bind + " is not a numeric address");
+  if (settings.quic) {
+    quic_ = QuicConnector::make(owner_, poller_, pinger_);
+    if (quic_ == nullptr) fail("this build of unisono has no QUIC");
+    return quic_->open(rank, size, secret_, settings, card_);
+  }
+  const SocketAddress address = SocketAddress::of(settings.bind, settings.port);
+  if (address.bytes == 0) fail(settings.bind + " is not a numeric address");
   Descriptor socket;
   // UDP gets the number of the TCP port. If that is taken and the caller asked for no fixed port, another is tried.
   for (int tries = settings.port == 0 ? ports_tried_max : 1; tries > 0; --tries) {
-    sockaddr_storage bound = address;
-    socket = listen_at(bound, length);
-    if (pinger_.open(rank, secret_, bound, length)) {
-      address = bound;
+    SocketAddress bound = address;
+    socket = listen_at(bound);
+    if (pinger_.open(rank, secret_, bound)) {
+      card_.port = bound.port();
       break;
     }
     if (tries == 1)
       fail(failure(("cannot listen on " + settings.bind + " port " + std::to_string(settings.port) + ", UDP").c_str()));
   }
   card_.address = settings.bind;
-  card_.port = port_of(address);
   listeners_[1] = std::make_unique<Listener>(*this, std::move(socket), Medium::tcp, "");
 }
 
 // `address` gets the port that the system chose.
-Descriptor Connector::listen_at(sockaddr_storage& address, socklen_t bytes) {
-  Descriptor socket(::socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+Descriptor Connector::listen_at(SocketAddress& address) {
+  Descriptor socket(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   const int on = 1;
   if (socket) setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  if (!socket || bind(socket.get(), reinterpret_cast<sockaddr*>(&address), bytes) != 0 ||
-      listen(socket.get(), 4096) != 0)
+  if (!socket || bind(socket.get(), address.get(), address.bytes) != 0 || listen(socket.get(), 4096) != 0)
     fail(failure(("cannot listen on " + settings_.bind + " port " + std::to_string(settings_.port)).c_str()));
-  getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &bytes);
+  getsockname(socket.get(), address.get(), &address.bytes);
   return socket;
 }
 
 void Connector::set_ping_address(std::int32_t rank, const Card& card) {
-  sockaddr_storage address{};
-  if (const socklen_t bytes = tcp_address(address, card.address, card.port); bytes != 0)
-    pinger_.set_address(rank, address, bytes);
+  if (const SocketAddress address = SocketAddress::of(card.address, card.port); address.bytes != 0)
+    pinger_.set_address(rank, address);
 }
 
 void Connector::secure(const TlsMaterial& material) {
+  if (quic_ != nullptr) return quic_->secure(material);
   if (!settings_.tls || identity_ != nullptr) fail("allowed: an identity, once, for a rank with TLS");
   if (material.names.size() != static_cast<size_t>(size_)) fail("allowed: one name per rank");
   identity_ = std::make_unique<TlsIdentity>(material, rank_, settings_.rekey_records, settings_.stranger_bytes_max);
@@ -616,9 +582,9 @@ void Connector::secure(const TlsMaterial& material) {
 
 void Connector::accept_from(int listener, Medium medium) {
   for (;;) {
-    sockaddr_storage from{};
-    socklen_t from_bytes = sizeof from;
-    Descriptor socket(accept4(listener, reinterpret_cast<sockaddr*>(&from), &from_bytes, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    SocketAddress from;
+    from.bytes = sizeof from.storage;
+    Descriptor socket(accept4(listener, from.get(), &from.bytes, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       if (errno != EAGAIN)
@@ -630,13 +596,12 @@ void Connector::accept_from(int listener, Medium medium) {
       ++refused_;
       continue;
     }
-    drop_oldest_stranger(group_of(from));
+    drop_oldest_stranger(from.group());
     auto made = std::make_unique<Handshake>(*this, HandshakeState::accepted, settings_.stranger_ns);
     Handshake& h = *made;
     h.connection.medium = medium;
     h.connection.is_opener = false;
     h.address = from;
-    h.address_bytes = from_bytes;
     if (!h.take(std::move(socket))) continue;
     h.watch(EPOLLIN);
     handshakes_.push_back(std::move(made));
@@ -648,7 +613,7 @@ void Connector::accept_from(int listener, Medium medium) {
 // has too many.
 void Connector::drop_oldest_stranger(const std::string& group) {
   const auto is_stranger = [](const auto& h) { return h->is_stranger(); };
-  const auto is_same = [&](const auto& h) { return h->is_stranger() && group_of(h->address) == group; };
+  const auto is_same = [&](const auto& h) { return h->is_stranger() && h->address.group() == group; };
   const auto count = [this](auto is_one) {
     return static_cast<size_t>(std::count_if(handshakes_.begin(), handshakes_.end(), is_one));
   };
@@ -661,19 +626,15 @@ void Connector::drop_oldest_stranger(const std::string& group) {
 }
 
 void Connector::connect(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum) {
-  const bool is_unix = medium == Medium::shm;
-  sockaddr_storage address{};
-  socklen_t length;
-  if (is_unix)
-    length = unix_address(reinterpret_cast<sockaddr_un&>(address), card.unix_path, directory_.get());
-  else
-    length = tcp_address(address, card.address, card.port);
-  if (length == 0) return owner_.on_refused(rank, "its address is not valid", Admission::unknown);
+  if (medium == Medium::quic) return quic_->connect(rank, card);
+  SocketAddress address = SocketAddress::of(card.address, card.port);
+  if (medium == Medium::shm)
+    address.bytes = unix_address(reinterpret_cast<sockaddr_un&>(address.storage), card.unix_path, directory_.get());
+  if (address.bytes == 0) return owner_.on_refused(rank, "its address is not valid", Admission::unknown);
   auto made = std::make_unique<Handshake>(*this, HandshakeState::due, settings_.silence_ns);
   Handshake& h = *made;
   if (card.host == card_.host) h.pid = card.pid;
   h.address = address;
-  h.address_bytes = length;
   h.connection.rank = rank;
   h.connection.medium = medium;
   h.connection.lane = lane;
@@ -715,10 +676,10 @@ void Connector::dial(Handshake& h) {
   ++h.calls;
   h.idle_ns = 0;
   if (!fill_random(h.hello.nonce, sizeof h.hello.nonce)) return refuse(h, failure("no random bytes"));
-  Descriptor socket(::socket(h.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  Descriptor socket(::socket(h.address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket || !h.take(std::move(socket))) return refuse(h, failure("no socket to reach it"));
   int result;
-  do result = ::connect(h.fd(), reinterpret_cast<sockaddr*>(&h.address), h.address_bytes);
+  do result = ::connect(h.fd(), h.address.get(), h.address.bytes);
   while (result != 0 && errno == EINTR);
   if (result != 0 && errno != EINPROGRESS) return on_unreached(h, errno);
   h.watch(result == 0 ? EPOLLIN : EPOLLOUT);
@@ -747,6 +708,7 @@ void Connector::on_unreached(Handshake& h, int error) {
 }
 
 void Connector::forget(std::int32_t rank) {
+  if (quic_ != nullptr) quic_->forget(rank);
   has_due_ = true;
   std::erase_if(handshakes_, [rank](const auto& h) {
     return h->connection.rank == rank && (h->connection.is_opener || h->state == HandshakeState::crossed);
@@ -754,29 +716,34 @@ void Connector::forget(std::int32_t rank) {
 }
 
 bool Connector::is_dialling(std::int32_t rank) const {
+  if (quic_ != nullptr && quic_->is_dialling(rank)) return true;
   return std::any_of(handshakes_.begin(), handshakes_.end(), [rank](const auto& h) {
     return h->connection.rank == rank && h->connection.is_opener && h->is_dialling();
   });
 }
 
 bool Connector::is_crossed(std::int32_t rank) const {
+  if (quic_ != nullptr && quic_->is_crossed(rank)) return true;
   return std::any_of(handshakes_.begin(), handshakes_.end(), [rank](const auto& h) {
     return h->connection.is_opener && h->connection.rank == rank && h->state == HandshakeState::crossed;
   });
 }
 
 bool Connector::is_calling(std::int32_t rank) const {
+  if (quic_ != nullptr && quic_->is_calling(rank)) return true;
   return std::any_of(handshakes_.begin(), handshakes_.end(),
                      [rank](const auto& h) { return h->connection.is_opener && h->connection.rank == rank; });
 }
 
 bool Connector::is_connecting() const {
+  if (quic_ != nullptr && quic_->is_connecting()) return true;
   return std::any_of(handshakes_.begin(), handshakes_.end(), [](const auto& h) {
     return h->connection.is_opener || h->state == HandshakeState::await_introduction;
   });
 }
 
 void Connector::tick(std::int64_t passed_ns) {
+  if (quic_ != nullptr) quic_->tick(passed_ns);
   for (auto& one : listeners_)
     if (one != nullptr) one->watch();
   for (const auto& h : handshakes_) {
@@ -806,6 +773,7 @@ void Connector::close(bool keep_files) {
     one.reset();
   }
   handshakes_.clear();
+  if (quic_ != nullptr) quic_->close(keep_files);
   pinger_.close();
   directory_.close();
 }
@@ -830,9 +798,8 @@ void Connector::report(Handshake& handshake) {
   if (!is_opener) {
     ++refused_;
     if (refusals_.size() < refusals_max)
-      refusals_.push_back((connection.medium == Medium::shm
-                               ? "a caller on this host: "
-                               : "a caller from " + host_of(handshake.address, handshake.address_bytes) + ": ") +
+      refusals_.push_back((connection.medium == Medium::shm ? "a caller on this host: "
+                                                            : "a caller from " + handshake.address.host() + ": ") +
                           cause);
   }
   end(handshake);
@@ -842,6 +809,7 @@ void Connector::report(Handshake& handshake) {
 std::vector<std::string> Connector::take_refusals() {
   std::vector<std::string> taken(refusals_.begin(), refusals_.end());
   refusals_.clear();
+  if (quic_ != nullptr) quic_->take_refusals(taken);
   return taken;
 }
 

@@ -16,37 +16,17 @@
 #include <vector>
 
 #include "base/poller.hpp"
+#include "base/socket_address.hpp"
+#include "connect/connection_owner.hpp"
 #include "connect/handshake.hpp"
 #include "connect/pinger.hpp"
+#include "connect/quic_connector.hpp"
 #include "link/byte_stream.hpp"
 #include "link/shm_link.hpp"
 #include "link/tls.hpp"
 #include "messaging/peer.hpp"
 
 namespace unisono::engine {
-
-// The result of a handshake: a stream, or on one host a socket and the memory to share.
-struct NewConnection {
-  std::int32_t rank;
-  Medium medium;
-  Lane lane;
-  bool checksum;
-  bool is_opener;
-  std::unique_ptr<ByteStream> stream;
-  Descriptor socket;
-  Descriptor memory;
-  Descriptor presence;
-  Probe probe;
-};
-
-class ConnectionOwner : public PingOwner {
- public:
-  // Whether a caller that has proven its rank gets a link.
-  virtual Admission admit(std::int32_t rank, Medium medium, Lane lane) = 0;
-  virtual void on_connection(NewConnection connection) = 0;
-  // A connection to a rank failed. `ruling` is `leaving` if that rank closes, else `unknown`.
-  virtual void on_refused(std::int32_t rank, const std::string& cause, Admission ruling) = 0;
-};
 
 class Connector {
  public:
@@ -57,9 +37,13 @@ class Connector {
   void open(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
             const Settings& settings, const Presence& presence);
   const Card& card() const { return card_; }
-  // Set this rank's TLS identity. With TLS no caller by TCP is accepted before. Throws std::runtime_error.
+  // Set this rank's TLS identity. With TLS or QUIC no caller from outside is accepted before. Throws
+  // std::runtime_error.
   void secure(const TlsMaterial& material);
-  bool is_ready() const { return !settings_.tls || identity_ != nullptr; }
+  bool is_ready() const { return quic_ != nullptr ? quic_->is_ready() : !settings_.tls || identity_ != nullptr; }
+  // The connector of QUIC links; nullptr if this rank has none.
+  QuicConnector* quic() { return quic_.get(); }
+  const QuicConnector* quic() const { return quic_.get(); }
 
   // Set where `ping` reaches a rank.
   void set_ping_address(std::int32_t rank, const Card& card);
@@ -78,14 +62,14 @@ class Connector {
   bool is_connecting() const;
   // End handshakes whose time is over, and dial again those that rest.
   void tick(std::int64_t passed_ns);
-  bool is_busy() const { return !handshakes_.empty(); }
+  bool is_busy() const { return !handshakes_.empty() || (quic_ != nullptr && quic_->is_busy()); }
   // Whether a call that waits may be possible now; `dial_due` makes those that are.
   bool has_due() const { return has_due_; }
   void dial_due();
   // Stop listening and drop all handshakes. `keep_files`: a forked child must leave the parent's socket alone.
   void close(bool keep_files);
   // The number of callers that were refused, and, for a log, who and why: the first few since the last call.
-  uint64_t refused() const { return refused_; }
+  uint64_t refused() const { return refused_ + (quic_ != nullptr ? quic_->refused() : 0); }
   std::vector<std::string> take_refusals();
 
  private:
@@ -101,7 +85,7 @@ class Connector {
   void end(const Handshake& handshake);
   void refuse(Handshake& handshake, const std::string& cause, Admission ruling = Admission::unknown);
   void report(Handshake& handshake);
-  Descriptor listen_at(sockaddr_storage& address, socklen_t bytes);
+  Descriptor listen_at(SocketAddress& address);
   Proof prove(const char* role, const Hello& hello, const byte* nonce) const;
 
   ConnectionOwner& owner_;
@@ -117,6 +101,7 @@ class Connector {
   std::unique_ptr<TlsIdentity> identity_;
   std::unique_ptr<Listener> listeners_[2];
   Pinger pinger_;
+  std::unique_ptr<QuicConnector> quic_;
   std::vector<std::unique_ptr<Handshake>> handshakes_;  // oldest first
   bool has_due_ = false;
   std::int64_t beat_ns_ = 0;

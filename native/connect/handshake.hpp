@@ -16,13 +16,12 @@
 #include "base/digest.hpp"
 #include "base/transition_table.hpp"
 #include "link/shm_link.hpp"
+#include "wire/admission.hpp"
 #include "wire/frame.hpp"
 
 namespace unisono::engine {
 
-enum class Medium : uint8_t { shm, tcp };
-
-enum class Admission : uint32_t { welcome, crossing, known, unknown, leaving };
+enum class Medium : uint8_t { shm, tcp, quic };
 
 struct Hello {
   char magic[8];

@@ -14,25 +14,40 @@ constexpr size_t pings_open_max = 8;
 
 }  // namespace
 
-bool Pinger::open(std::int32_t rank, const std::string& secret, const sockaddr_storage& address, socklen_t bytes) {
+bool Pinger::open(std::int32_t rank, const std::string& secret, const SocketAddress& address) {
   rank_ = rank;
   secret_ = secret;
-  socket_ = Descriptor(::socket(address.ss_family, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!socket_ || bind(socket_.get(), reinterpret_cast<const sockaddr*>(&address), bytes) != 0) return false;
-  watch_ = poller_.add(socket_.get(), EPOLLIN, *this);
+  socket_ = Descriptor(::socket(address.storage.ss_family, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!socket_ || bind(socket_.get(), address.get(), address.bytes) != 0) return false;
+  fd_ = socket_.get();
+  watch_ = poller_.add(fd_, EPOLLIN, *this);
   return watch_ != 0;
+}
+
+void Pinger::share(std::int32_t rank, const std::string& secret, int socket) {
+  rank_ = rank;
+  secret_ = secret;
+  fd_ = socket;
+}
+
+bool Pinger::take(const byte* from, size_t bytes) {
+  Datagram came;
+  if (bytes != sizeof came || std::memcmp(from, magic, sizeof magic) != 0) return false;
+  std::memcpy(&came, from, sizeof came);
+  handle(came);
+  return true;
 }
 
 void Pinger::close() {
   if (watch_ != 0) poller_.remove(socket_.get(), std::exchange(watch_, 0));
   socket_.close();
+  fd_ = -1;
 }
 
-void Pinger::set_address(std::int32_t rank, const sockaddr_storage& address, socklen_t bytes) {
+void Pinger::set_address(std::int32_t rank, const SocketAddress& address) {
   const auto at = static_cast<size_t>(rank);
   if (at >= targets_.size()) targets_.resize(at + 1);
   targets_[at].address = address;
-  targets_[at].bytes = bytes;
 }
 
 void Pinger::ping(std::int32_t rank) {
@@ -54,8 +69,8 @@ void Pinger::send(std::int32_t rank, Datagram::Kind kind, uint64_t number) {
   datagram.number = number;
   datagram.proof = prove(datagram);
   // A datagram that cannot be sent counts as lost: the next ping follows soon.
-  [[maybe_unused]] const ssize_t n = sendto(socket_.get(), &datagram, sizeof datagram, MSG_DONTWAIT | MSG_NOSIGNAL,
-                                            reinterpret_cast<const sockaddr*>(&to.address), to.bytes);
+  [[maybe_unused]] const ssize_t n =
+      sendto(fd_, &datagram, sizeof datagram, MSG_DONTWAIT | MSG_NOSIGNAL, to.address.get(), to.address.bytes);
 }
 
 void Pinger::on_ready(uint32_t) {
@@ -64,11 +79,11 @@ void Pinger::on_ready(uint32_t) {
     // MSG_TRUNC returns the real length, so a longer datagram is ignored. An error concerns one that was sent: go on.
     const ssize_t n = recv(socket_.get(), &came, sizeof came, MSG_DONTWAIT | MSG_TRUNC);
     if (n < 0 && (errno == EAGAIN || errno == EBADF)) return;
-    if (n == static_cast<ssize_t>(sizeof came)) take(came);
+    if (n == static_cast<ssize_t>(sizeof came)) handle(came);
   }
 }
 
-void Pinger::take(const Datagram& came) {
+void Pinger::handle(const Datagram& came) {
   const bool is_ours = std::memcmp(came.magic, magic, sizeof magic) == 0 && came.to == static_cast<uint32_t>(rank_) &&
                        came.from < targets_.size() && came.from != came.to;
   if (!is_ours || !is_equal(came.proof, prove(came))) return;
@@ -79,6 +94,7 @@ void Pinger::take(const Datagram& came) {
   const auto ping = std::find(asked.begin(), asked.end(), came.number);
   if (ping == asked.end()) return;
   asked.erase(asked.begin(), ping + 1);
+  ++targets_[from].answers;
   owner_.on_answer(from, came.kind == Datagram::Kind::given_up);
 }
 

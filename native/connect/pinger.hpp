@@ -1,4 +1,5 @@
-// The pinger: asks a rank by UDP whether it is alive, and answers such pings. Its port has the number of the TCP port.
+// The pinger: asks a rank by UDP whether it is alive, and answers such pings. Its port has the number of the TCP port;
+// beside QUIC links it shares their socket.
 //
 // A TCP connection that lost packets waits ever longer before it retransmits, so it is silent for a while after the
 // network has healed. The first datagram after that arrives.
@@ -9,14 +10,13 @@
 
 #pragma once
 
-#include <sys/socket.h>
-
 #include <deque>
 #include <string>
 #include <vector>
 
 #include "base/digest.hpp"
 #include "base/poller.hpp"
+#include "base/socket_address.hpp"
 
 namespace unisono::engine {
 
@@ -47,20 +47,28 @@ class Pinger final : public Watcher {
   ~Pinger() override { close(); }
 
   // False if the port is not free; errno says why.
-  bool open(std::int32_t rank, const std::string& secret, const sockaddr_storage& address, socklen_t bytes);
-  void set_address(std::int32_t rank, const sockaddr_storage& address, socklen_t bytes);
+  bool open(std::int32_t rank, const std::string& secret, const SocketAddress& address);
+  // Send by a socket of somebody else, who gives what comes there to `take`.
+  void share(std::int32_t rank, const std::string& secret, int socket);
+  // Whether these bytes are a ping or a reply to one; if so, it is handled.
+  bool take(const byte* from, size_t bytes);
+  void set_address(std::int32_t rank, const SocketAddress& address);
   void ping(std::int32_t rank);
+  // How often a rank has answered.
+  uint64_t answers(std::int32_t rank) const {
+    return static_cast<size_t>(rank) < targets_.size() ? targets_[rank].answers : 0;
+  }
   void close();
   void on_ready(uint32_t events) override;
 
  private:
   struct Target {
-    sockaddr_storage address{};
-    socklen_t bytes = 0;
+    SocketAddress address;
     std::deque<uint64_t> asked;  // numbers of recent pings without a reply
+    uint64_t answers = 0;
   };
 
-  void take(const Datagram& came);
+  void handle(const Datagram& came);
   void send(std::int32_t rank, Datagram::Kind kind, uint64_t number);
   Proof prove(const Datagram& datagram) const;
 
@@ -69,6 +77,7 @@ class Pinger final : public Watcher {
   std::int32_t rank_ = 0;
   std::string secret_;
   Descriptor socket_;
+  int fd_ = -1;  // socket_, or one that is shared
   uint64_t watch_ = 0;
   std::vector<Target> targets_;
 };

@@ -32,8 +32,6 @@ constexpr std::int64_t move_ns = 5 * millisecond;
 constexpr std::int64_t yield_ns_long = 50'000, crowded_ns = 20 * millisecond;
 // Interval at which a spinning caller polls for hang-ups and new links, which rings do not show.
 constexpr std::int64_t events_ns = 200'000, events_ns_connecting = 2'000;
-// With more TCP links one epoll call is cheaper than a read of each socket.
-constexpr size_t busy_poll_links_max = 2;
 constexpr std::int64_t farewell_ns = second / 2;
 
 int cores() {
@@ -192,7 +190,7 @@ void Engine::after_fork_in_child() {
 void Engine::connect(const std::vector<Card>& cards) {
   if (cards.size() != peers_.size()) throw std::runtime_error("allowed: one card per rank");
   if (!connector_.is_ready())
-    throw std::runtime_error("TLS is on, and this rank has no credentials: call secure before connect");
+    throw std::runtime_error("links are encrypted, and this rank has no credentials: call secure before connect");
   int ranks_here = 0;
   for (size_t i = 0; i < cards.size(); ++i) {
     Peer& peer = *peers_[i];
@@ -201,6 +199,7 @@ void Engine::connect(const std::vector<Card>& cards) {
     connector_.set_ping_address(peer.rank, peer.card);
     ranks_here += peer.is_same_host;
   }
+  if (connector_.quic() != nullptr) connector_.quic()->set_neighbours(static_cast<size_t>(ranks_here));
   is_connected_ = true;
   const int cores_here = cores();
   ranks_per_core_ = static_cast<size_t>((ranks_here + cores_here - 1) / cores_here);
@@ -273,6 +272,7 @@ bool Engine::progress() {
   if (local_ != nullptr && local_->has_arrivals(rank)) [[unlikely]]
     take_arrivals();
   cork();
+  if (connector_.quic() != nullptr) moved |= connector_.quic()->poll();
   for (size_t i = 0; i < open_.size(); ++i) {
     Peer& peer = *open_[i];
     moved |= peer.link->poll();
@@ -300,8 +300,15 @@ bool Engine::progress() {
 }
 
 void Engine::push() {
-  for (Peer* peer : open_) peer->link->push();
+  if (policy_.links != 0)
+    for (Peer* peer : open_) peer->link->push();
+  if (connector_.quic() == nullptr) return;
+  connector_.quic()->push();
+  // What was sent has a timer, of which a sleeping thread does not know yet.
+  if (next_timer() < sleeps_until_) wake_sleeper();
 }
+
+std::int64_t Engine::next_timer() const { return connector_.quic() != nullptr ? connector_.quic()->expiry() : never; }
 
 void Engine::add(DeferredWork& deferred) {
   if (deferred.deferred_hook.is_in) return;
@@ -393,7 +400,8 @@ void Engine::back_off(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::
   // The awaited rank may be next in line for this core, and spinning would keep it waiting. If its core is unknown,
   // that has to be assumed.
   const auto is_unknown = [](const Peer* p) { return p->link->core() < 0; };
-  const bool is_known = tcp_links_ == 0 || std::none_of(open_.begin(), open_.end(), is_unknown);
+  const bool is_known =
+      (policy_.links == 0 && connector_.quic() == nullptr) || std::none_of(open_.begin(), open_.end(), is_unknown);
   const std::int64_t spin_ns = !is_crowded ? spin_ns_ : is_known ? spin_ns_long_ : spin_ns_crowded;
   if (!is_shared && quiet_ns < spin_ns) return;
   if (quiet_ns < yield_ns_ && !is_crowded) {
@@ -416,11 +424,12 @@ void Engine::sleep_for_events(Hold& held, std::int64_t until) {
     return;
   }
   is_sleeping_.store(true, std::memory_order_relaxed);
+  sleeps_until_ = std::min(until, next_timer());
+  const std::int64_t left = sleeps_until_ - now_ns();
   const uint64_t turn = turn_;
   const bool is_background = is_background_;
   held.unlock();
   Poller::Events events;
-  const std::int64_t left = until - now_ns();
   const int count = is_background ? poller_.wait_interruptible(events, left) : poller_.wait(events, left);
   held.lock();
   if (turn != turn_) {
@@ -430,6 +439,7 @@ void Engine::sleep_for_events(Hold& held, std::int64_t until) {
     return;
   }
   is_sleeping_.store(false, std::memory_order_relaxed);
+  sleeps_until_ = 0;
   presence_.wake_up();
   poller_.dispatch(events, count);
 }
@@ -462,10 +472,13 @@ void Engine::run() {
     }
     const bool is_asleep = presence_.is_asleep();
     rest_ = is_asleep ? Rest::epoll : Rest::ticking;
+    sleeps_until_ = std::min({beat_at_, next_timer(), is_asleep ? never : now + tick_ns});
+    const std::int64_t left = sleeps_until_ - now;
     held.unlock();
-    const int count = poller_.wait(events, is_asleep ? until : std::min(until, tick_ns));
+    const int count = poller_.wait(events, left);
     held.lock();
     rest_ = Rest::ticking;
+    sleeps_until_ = 0;
     poller_.dispatch(events, count);
     if (is_polled_.load(std::memory_order_relaxed)) {
       // A caller came meanwhile and sleeps: the event taken here was meant for it.
@@ -508,7 +521,8 @@ void Engine::open_link(Peer& peer) {
   if (local_ != nullptr) return local_->open(rank, peer.rank);
   const bool is_shm = settings.shm && peer.is_same_host && !peer.card.unix_path.empty();
   const bool checksum = settings.checksum && !settings.tls && !peer.is_same_host;
-  connector_.connect(peer.rank, peer.card, is_shm ? Medium::shm : Medium::tcp, Lane::control, checksum);
+  const Medium medium = is_shm ? Medium::shm : settings.quic ? Medium::quic : Medium::tcp;
+  connector_.connect(peer.rank, peer.card, medium, Lane::control, checksum);
 }
 
 Admission Engine::admit(std::int32_t from, Medium medium, Lane lane) {
@@ -528,7 +542,10 @@ Admission Engine::admit(std::int32_t from, Medium medium, Lane lane) {
 
 void Engine::on_connection(NewConnection connection) {
   Peer& peer = *peers_[connection.rank];
-  if (peer.state == Peer::State::down || peer.state == Peer::State::open) return;
+  if (peer.state == Peer::State::down || peer.state == Peer::State::open) {
+    if (connection.quic != nullptr) connector_.quic()->turn_away(*connection.quic);
+    return;
+  }
   peer.state = Peer::State::opening;
   if (connection.lane == Lane::control) connector_.forget(connection.rank);
   if (connection.medium == Medium::shm) {
@@ -538,6 +555,7 @@ void Engine::on_connection(NewConnection connection) {
     if (link == nullptr) return lose(peer, why, false);
     return opened(peer, std::move(link));
   }
+  if (connection.medium == Medium::quic) return opened(peer, connector_.quic()->link(peer, *connection.quic, policy_));
   if (connection.lane == Lane::control) {
     half_open_links_[connection.rank] = std::make_unique<HalfOpenLink>(*this, connection);
     peer.silent_ns = 0;
@@ -553,7 +571,6 @@ void Engine::on_connection(NewConnection connection) {
       std::make_unique<Connection>(peer, poller_, half->second->take(), Lane::control, connection.checksum, policy_);
   half_open_links_.erase(half);
   if (!bulk->is_watched() || !control->is_watched()) return lose(peer, failure("cannot watch its sockets"), false);
-  policy_.busy_poll = ++tcp_links_ <= busy_poll_links_max;
   opened(peer, std::make_unique<TcpLink>(peer, std::move(bulk), std::move(control), policy_));
 }
 
@@ -586,6 +603,7 @@ void Engine::take_arrivals() {
 void Engine::opened(Peer& peer, std::unique_ptr<Link> link) {
   peer.on_open(std::move(link));
   open_.push_back(&peer);
+  peer.link->start();
   peer.flush();
 }
 
@@ -599,8 +617,6 @@ void Engine::lose(Peer& peer, const std::string& cause, bool left) {
   std::erase(open_, &peer);
   half_open_links_.erase(peer.rank);
   connector_.forget(peer.rank);
-  if (peer.link != nullptr && std::string_view(peer.link->name()).starts_with("tcp"))
-    policy_.busy_poll = --tcp_links_ <= busy_poll_links_max;
   peer.end_all(Outcome::peer_down);
   inbox.end_receives_from(peer.rank);
   peer.link.reset();
@@ -721,14 +737,16 @@ void Engine::close(std::int64_t flush_ns) {
     // Closing a connection with unread bytes resets it, and the peer loses what we sent: wait until the peers hung up,
     // too.
     for (Peer* peer : open_) peer->link->finish();
-    const bool has_tcp = tcp_links_ != 0;
-    const auto is_over = [&] { return tcp_links_ == 0; };
-    if (has_tcp) wait(held, is_over, now_ns() + farewell_ns);
-    // Bytes in transit are lost if a peer writes to a closed connection: a slow one gets more time.
-    const auto is_delivered = [&] {
-      return std::all_of(open_.begin(), open_.end(), [](const Peer* p) { return p->link->is_delivered(); });
+    const auto all_links = [this](auto says) {
+      return std::all_of(open_.begin(), open_.end(), [&](const Peer* p) { return says(*p->link); });
     };
-    if (has_tcp) wait_until([&] { return is_over() || is_delivered(); }, now_ns() + flush_ns);
+    const auto is_over = [&] {
+      return all_links([](const Link& l) { return !l.needs_hang_up() && l.is_delivered(); });
+    };
+    if (!is_over()) wait(held, is_over, now_ns() + farewell_ns);
+    // Bytes in transit are lost if a peer writes to a closed connection: a slow one gets more time.
+    const auto is_delivered = [&] { return all_links([](const Link& l) { return l.is_delivered(); }); };
+    if (!is_delivered()) wait_until(is_delivered, now_ns() + flush_ns);
     is_closed_.store(true, std::memory_order_relaxed);
     is_stopping_.store(true, std::memory_order_relaxed);
     poller_.wake_poller();

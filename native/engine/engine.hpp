@@ -104,7 +104,7 @@ class Engine final : public PeerServices, private ConnectionOwner {
   // Between the two, short frames to sockets wait, so that one system call sends them all.
   void cork() { ++policy_.corked; }
   void uncork() {
-    if (--policy_.corked == 0 && tcp_links_ != 0) push();
+    if (--policy_.corked == 0 && (policy_.links != 0 || connector_.quic() != nullptr)) push();
   }
 
   void add(DeferredWork& deferred);
@@ -189,6 +189,8 @@ class Engine final : public PeerServices, private ConnectionOwner {
     return "gave rank " + std::to_string(rank) + " up: " + why;
   }
   void push();
+  // When the links' first timer is due.
+  std::int64_t next_timer() const;
   bool read_pieces();
   // Share the copy of a message that a peer reads from our memory, while there is nothing else to do.
   bool share_copies();
@@ -212,14 +214,13 @@ class Engine final : public PeerServices, private ConnectionOwner {
   const std::shared_ptr<LocalWorld> local_;
   std::unique_ptr<Users> users_;
   uint64_t moves_ = 0;
+  SocketPolicy policy_;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::vector<Peer*> open_;
   std::unordered_map<std::int32_t, std::unique_ptr<HalfOpenLink>> half_open_links_;
   IntrusiveList<RendezvousReceive, &RendezvousReceive::hook> readers_;
   IntrusiveList<DeferredWork, &DeferredWork::deferred_hook> deferred_;
   std::unique_ptr<byte[]> scratch_;
-  size_t tcp_links_ = 0;
-  SocketPolicy policy_;
   bool is_connected_ = false;
   bool is_closing_ = false;  // no operation may be started any more
   bool is_leaving_ = false;  // no peer may connect any more
@@ -243,6 +244,7 @@ class Engine final : public PeerServices, private ConnectionOwner {
   std::atomic<bool> is_forked_{false};
   std::atomic<bool> is_stopping_{false};
   Rest rest_ = Rest::ticking;
+  std::int64_t sleeps_until_ = 0;  // the thread that sleeps for events
   size_t waiters_ = 0;
   uint64_t polls_ = 0;
   uint64_t turn_ = 0;           // changes when another caller takes over making progress

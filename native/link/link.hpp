@@ -74,6 +74,8 @@ class Link {
   // `holds_data` of that rendezvous id.
   virtual size_t put_data(Lane lane, uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) = 0;
   virtual bool holds_data(Lane, uint64_t) const { return false; }
+  // The peer is ready for frames: give it those that have arrived already.
+  virtual void start() {}
   // Give arrived frames to the peer. True if something moved.
   virtual bool poll() = 0;
   // Write short frames that were corked: see SocketPolicy.
@@ -105,8 +107,10 @@ class Link {
   virtual void shut_guard() {}
   virtual void wake_if_asleep() {}
 
-  // Whether everything has reached the peer's operating system, so that nothing is lost if this process exits.
+  // Whether nothing is lost if this process exits: everything has reached the peer, or its operating system.
   virtual bool is_delivered() const { return true; }
+  // Whether a rank that leaves must wait until the peer has hung up, too: what it has not read would be lost.
+  virtual bool needs_hang_up() const { return false; }
   // Whether the peer is runnable and not scheduled.
   virtual bool is_starved() const { return false; }
 
@@ -127,9 +131,9 @@ class Link {
   const char* over() const { return over_; }
   // The other side ended it, and not by breaking the protocol.
   bool is_hung_up() const { return has_left() || (over_ != nullptr && std::string_view(over_).starts_with("died")); }
-  bool has_left() const { return goodbyes_[0] && goodbyes_[1]; }
+  virtual bool has_left() const { return goodbyes_[0] && goodbyes_[1]; }
 
-  void on_goodbye(Lane lane) { goodbyes_[static_cast<size_t>(lane)] = true; }
+  virtual void on_goodbye(Lane lane) { goodbyes_[static_cast<size_t>(lane)] = true; }
 
  protected:
   const char* over_ = nullptr;

@@ -3,7 +3,6 @@
 #include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 
@@ -17,8 +16,6 @@ namespace {
 constexpr size_t data_frame_bytes = 1 << 20;
 // Bytes that may wait here for a blocked connection, beside what the credit bounds.
 constexpr size_t waiting_bytes_max = 512 * 1024;
-constexpr size_t bulk_buffer_bytes = 160 * 1024;
-constexpr size_t control_buffer_bytes = 16 * 1024;
 // Frames up to short_bytes are copied together and go out in one system call.
 constexpr size_t short_bytes = 2048, gathered_bytes_max = 16 * 1024;
 // Bytes read into the buffer beside payload that goes straight to its target: a few short frames, and little of the
@@ -30,20 +27,6 @@ constexpr size_t read_bytes_max = data_frame_bytes;
 constexpr int reads_per_poll = 8;
 // A busy poll reads the control lane every fourth time.
 constexpr unsigned control_turns = 4;
-constexpr const char* damaged = "checksum mismatch: a message was damaged in transit";
-
-uint8_t core_here() {
-  const int core = sched_getcpu();
-  return core >= 0 && core < UINT8_MAX ? static_cast<uint8_t>(core + 1) : 0;
-}
-
-uint32_t crc_of(const Head& head) { return crc32c(0, reinterpret_cast<const byte*>(&head), sizeof head); }
-
-uint32_t crc_at(const byte* from) {
-  uint32_t crc;
-  std::memcpy(&crc, from, sizeof crc);
-  return crc;
-}
 
 void append(std::vector<byte>& to, uint32_t crc) {
   const byte* raw = reinterpret_cast<const byte*>(&crc);
@@ -57,11 +40,11 @@ Connection::Connection(Peer& peer, Poller& poller, std::unique_ptr<ByteStream> s
     : peer_(peer),
       poller_(poller),
       stream_(std::move(stream)),
-      lane_(lane),
       checksum_(checksum),
       policy_(policy),
-      in_bytes_(lane == Lane::bulk ? bulk_buffer_bytes : control_buffer_bytes),
-      in_(new byte[in_bytes_]) {
+      in_bytes_(frame_bytes_max(lane)),
+      in_(new byte[in_bytes_]),
+      parser_(peer, lane, checksum, in_bytes_) {
   // Inside a host there is no network to protect. A pacing congestion control (bbr, the default of some systems) made
   // long messages take half as long again; every system has reno and lets any user choose it.
   if (peer_.is_same_host) setsockopt(stream_->fd(), IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
@@ -228,10 +211,10 @@ bool Connection::push() {
 size_t Connection::room_beside(size_t direct) const {
   const size_t room = in_bytes_ - end_;
   size_t wanted = room;
-  if (direct != 0 || (into_ == nullptr && begin_ == end_ && peer_.awaits_data()))
+  if (direct != 0 || (!parser_.is_in_data() && begin_ == end_ && peer_.awaits_data()))
     wanted = beside_bytes;
-  else if (into_ != nullptr && into_left_ < room)
-    wanted = into_left_ + beside_bytes;
+  else if (parser_.is_in_data() && parser_.data_left() < room)
+    wanted = parser_.data_left() + beside_bytes;
   return wanted < room ? wanted : room;
 }
 
@@ -244,14 +227,12 @@ bool Connection::pull(bool busy_poll, bool is_discarding) {
     int count = 0;
     size_t direct = 0;
     if (is_discarding) {
-      into_ = nullptr;
+      parser_.drop();
       begin_ = end_ = 0;
     }
-    if (into_ != nullptr && into_left_ != 0 && begin_ == end_) {
-      if (byte* place = into_->receive->place(); place != nullptr) {
-        direct = into_left_ < read_bytes_max ? into_left_ : read_bytes_max;
-        parts[count++] = {place + into_->received + into_done_, direct};
-      }
+    if (byte* place = begin_ == end_ ? parser_.place() : nullptr; place != nullptr) {
+      direct = parser_.data_left() < read_bytes_max ? parser_.data_left() : read_bytes_max;
+      parts[count++] = {place, direct};
     }
     if (begin_ == end_) begin_ = end_ = 0;
     parts[count++] = {in_.get() + end_, room_beside(direct)};
@@ -270,14 +251,10 @@ bool Connection::pull(bool busy_poll, bool is_discarding) {
     const size_t came = static_cast<size_t>(n);
     taken += came;
     const size_t placed = came < direct ? came : direct;
-    if (placed != 0) {
-      if (checksum_) into_crc_ = crc32c(into_crc_, static_cast<const byte*>(parts[0].iov_base), placed);
-      into_done_ += placed;
-      into_left_ -= placed;
-    }
+    if (placed != 0) parser_.placed(static_cast<const byte*>(parts[0].iov_base), placed);
     end_ += came - placed;
     if (is_discarding) continue;
-    fault_ = parse();
+    parse();
     if (fault_ != nullptr) break;
     // A short read: the socket is empty, and another call would only confirm that.
     const size_t room = direct + parts[count - 1].iov_len;
@@ -289,51 +266,10 @@ bool Connection::pull(bool busy_poll, bool is_discarding) {
   return moved;
 }
 
-const char* Connection::parse() {
-  const size_t crc_bytes = checksum_ ? sizeof(uint32_t) : 0;
-  for (;;) {
-    if (into_ != nullptr) {
-      bool is_stuck = false;
-      if (const char* fault = take_data(is_stuck); fault != nullptr) return fault;
-      if (is_stuck) break;
-      continue;
-    }
-    const size_t available = end_ - begin_;
-    const size_t head_bytes = sizeof(Head) + crc_bytes;
-    if (available < head_bytes) break;
-    const byte* frame = in_.get() + begin_;
-    Head head;
-    std::memcpy(&head, frame, sizeof head);
-    if (checksum_ && crc_at(frame + sizeof head) != crc_of(head)) return damaged;
-    if (head.kind() == Kind::none || head.kind() == Kind::wrap || static_cast<uint8_t>(head.kind()) >= kind_count)
-      return "a frame of unknown kind";
-    core_ = std::int32_t{head.core} - 1;
-    if (head.header_bytes > header_bytes_max) return "a frame's header is too long";
-    if (head.kind() == Kind::data) {
-      const char* fault = nullptr;
-      into_ = peer_.data_for(head, fault);
-      if (into_ == nullptr) return fault;
-      begin_ += head_bytes;
-      if (head.nbytes == 0) {
-        peer_.on_data(*std::exchange(into_, nullptr), 0);
-        continue;
-      }
-      into_left_ = head.nbytes;
-      into_done_ = 0;
-      into_crc_ = 0;
-      continue;
-    }
-    const size_t front = head.prefix_bytes() + head.header_bytes;
-    const uint64_t payload = head.payload_bytes();
-    if (payload > in_bytes_ || head_bytes + front + payload + crc_bytes > in_bytes_) return "a frame is too long";
-    const size_t body = front + payload;
-    const size_t total = head_bytes + body + (body != 0 ? crc_bytes : 0);
-    if (available < total) break;
-    if (checksum_ && body != 0 && crc_at(frame + head_bytes + body) != crc32c(0, frame + head_bytes, body))
-      return damaged;
-    begin_ += total;
-    if (const char* fault = peer_.on_frame(head, frame + head_bytes, lane_); fault != nullptr) return fault;
-  }
+void Connection::parse() {
+  const byte* at = in_.get() + begin_;
+  fault_ = parser_.parse(at, in_.get() + end_);
+  begin_ = static_cast<size_t>(at - in_.get());
   if (begin_ == end_) {
     begin_ = end_ = 0;
   } else if (begin_ != 0 && in_bytes_ - end_ < in_bytes_ / 2) {
@@ -341,51 +277,14 @@ const char* Connection::parse() {
     end_ -= begin_;
     begin_ = 0;
   }
-  return nullptr;
-}
-
-// Continue with the data frame that is being read. `is_stuck` if more bytes are needed.
-const char* Connection::take_data(bool& is_stuck) {
-  const byte* from = in_.get() + begin_;
-  const size_t available = end_ - begin_;
-  if (into_left_ != 0) {
-    size_t take = available < into_left_ ? available : into_left_;
-    byte* place = into_->receive->place();
-    // A receive that reduces gets whole cache lines, so that no element is cut in two.
-    if (place == nullptr && take < into_left_) take -= take % line_bytes;
-    if (take == 0) {
-      is_stuck = true;
-      return nullptr;
-    }
-    const uint64_t offset = into_->received + into_done_;
-    if (place != nullptr)
-      std::memcpy(place + offset, from, take);
-    else
-      into_->receive->write(offset, from, take);
-    if (checksum_) into_crc_ = crc32c(into_crc_, from, take);
-    begin_ += take;
-    into_done_ += take;
-    into_left_ -= take;
-    return nullptr;
-  }
-  if (checksum_) {
-    if (available < sizeof into_crc_) {
-      is_stuck = true;
-      return nullptr;
-    }
-    begin_ += sizeof into_crc_;
-    if (crc_at(from) != into_crc_) return damaged;
-  }
-  RendezvousReceive& offer = *std::exchange(into_, nullptr);
-  peer_.on_data(offer, into_done_);
-  return nullptr;
 }
 
 // ---- both lanes ----
 
 TcpLink::TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control,
-                 const SocketPolicy& policy)
+                 SocketPolicy& policy)
     : peer_(peer), policy_(policy) {
+  policy_.count(1);
   lanes_[static_cast<size_t>(Lane::bulk)] = std::move(bulk);
   lanes_[static_cast<size_t>(Lane::control)] = std::move(control);
 }
@@ -416,10 +315,6 @@ bool TcpLink::poll() {
 void TcpLink::push() {
   for (const auto& lane : lanes_)
     if (!lane->is_drained()) lane->push();
-}
-
-size_t TcpLink::eager_bytes_max(Lane lane) const {
-  return (lane == Lane::bulk ? bulk_buffer_bytes : control_buffer_bytes) / 2 - header_bytes_max - 2 * line_bytes;
 }
 
 bool TcpLink::was_heard() {

@@ -1,8 +1,6 @@
 // A link over two TCP connections, one per lane.
 //
 // Large payload is not copied on either side: it is written from the sender's buffer and read into the receiver's.
-//
-// With checksums a CRC32C follows every head and every body, so that no length is used before it was checked.
 
 #pragma once
 
@@ -13,17 +11,25 @@
 #include "base/poller.hpp"
 #include "base/transition_table.hpp"
 #include "link/byte_stream.hpp"
+#include "link/frame_parser.hpp"
 #include "link/link.hpp"
 
 namespace unisono::engine {
 
 class Peer;
-struct RendezvousReceive;
 
 // How all links of an engine treat their sockets. It depends on the number of links and on the caller.
 struct SocketPolicy {
+  size_t links = 0;       // over TCP
   bool busy_poll = true;  // read without waiting for epoll to report something
   unsigned corked = 0;    // while not 0, short frames wait for `push`: one system call for all
+
+  // With more links one epoll call is cheaper than a read of each socket.
+  static constexpr size_t busy_poll_links_max = 2;
+  void count(int more) {
+    links += static_cast<size_t>(more);
+    busy_poll = links <= busy_poll_links_max;
+  }
 };
 
 // The two halves of a connection. They end independently: what the peer sent before it closed can still be read when
@@ -112,7 +118,7 @@ class Connection final : public Watcher {
   const char* fault() const { return fault_; }
   const char* name() const { return stream_->name(); }
   bool is_ended() const { return reading_ == Reading::ended; }
-  std::int32_t core() const { return core_; }
+  std::int32_t core() const { return parser_.core(); }
   bool was_heard() { return std::exchange(was_heard_, false); }
 
  private:
@@ -121,20 +127,17 @@ class Connection final : public Watcher {
   void close_writing();
   void on(ReadEvent event) { reading_ = read_transitions.next(reading_, event); }
   void on(WriteEvent event) { writing_ = write_transitions.next(writing_, event); }
-  const char* parse();
-  const char* take_data(bool& is_stuck);
+  void parse();
 
   Peer& peer_;
   Poller& poller_;
   std::unique_ptr<ByteStream> stream_;
-  const Lane lane_;
   const bool checksum_;
   const SocketPolicy& policy_;
   uint64_t watch_ = 0;
   Reading reading_ = Reading::ready;
   Writing writing_ = Writing::open;
   bool was_heard_ = false;
-  std::int32_t core_ = -1;  // CPU core that sent the last frame
   const char* fault_ = nullptr;
 
   // Out: bytes that wait, then the payload of one data frame in the sender's memory.
@@ -145,21 +148,18 @@ class Connection final : public Watcher {
   uint64_t data_rendezvous_id_ = 0;
   uint32_t data_crc_ = 0;
 
-  // In: a buffer, and the data frame that is being read.
+  // In: a buffer, and what parses it.
   const size_t in_bytes_;
   std::unique_ptr<byte[]> in_;
   size_t begin_ = 0;
   size_t end_ = 0;
-  RendezvousReceive* into_ = nullptr;
-  uint64_t into_done_ = 0;
-  uint64_t into_left_ = 0;
-  uint32_t into_crc_ = 0;
+  FrameParser parser_;
 };
 
 class TcpLink final : public Link {
  public:
-  TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control,
-          const SocketPolicy& policy);
+  TcpLink(Peer& peer, std::unique_ptr<Connection> bulk, std::unique_ptr<Connection> control, SocketPolicy& policy);
+  ~TcpLink() override { policy_.count(-1); }
 
   bool put(Lane lane, Head head, const Body& body) override { return at(lane).put(head, body); }
   size_t put_data(Lane lane, uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) override {
@@ -172,7 +172,8 @@ class TcpLink final : public Link {
   void push() override;
   bool is_drained() const override { return lanes_[0]->is_drained() && lanes_[1]->is_drained(); }
   bool is_delivered() const override { return lanes_[0]->is_delivered() && lanes_[1]->is_delivered(); }
-  size_t eager_bytes_max(Lane lane) const override;
+  bool needs_hang_up() const override { return true; }
+  size_t eager_bytes_max(Lane lane) const override { return eager_bytes_max_of(lane); }
   size_t certain_eager_factor() const override { return 4; }
   bool was_heard() override;
   std::int32_t core() const override;
@@ -187,7 +188,7 @@ class TcpLink final : public Link {
   Connection& at(Lane lane) { return *lanes_[static_cast<size_t>(lane)]; }
 
   Peer& peer_;
-  const SocketPolicy& policy_;
+  SocketPolicy& policy_;
   unsigned turns_ = 0;
   std::unique_ptr<Connection> lanes_[lane_count];
 };

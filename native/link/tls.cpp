@@ -151,10 +151,7 @@ const BIO_METHOD* bio_method() {
 
 TlsIdentity::TlsIdentity(const TlsMaterial& material, std::int32_t rank, uint64_t rekey_records,
                          uint64_t stranger_bytes_max)
-    : rekey_records_(rekey_records), stranger_bytes_max_(stranger_bytes_max) {
-  for (size_t i = 0; i < material.names.size(); ++i)
-    if (material.names[i].empty() || !ranks_.emplace(material.names[i], static_cast<std::int32_t>(i)).second)
-      throw std::runtime_error("allowed: a different name for every rank");
+    : ranks_(material.names), rekey_records_(rekey_records), stranger_bytes_max_(stranger_bytes_max) {
   // No clean-up at exit: the engine's thread may still run then.
   OPENSSL_init_ssl(OPENSSL_INIT_NO_ATEXIT, nullptr);
   ERR_clear_error();
@@ -194,10 +191,7 @@ TlsIdentity::TlsIdentity(const TlsMaterial& material, std::int32_t rank, uint64_
   SSL_CTX_set_read_ahead(context, 1);
 }
 
-std::int32_t TlsIdentity::rank_of(X509* certificate) const {
-  const auto found = ranks_.find(name_in(certificate));
-  return found != ranks_.end() ? found->second : -1;
-}
+std::int32_t TlsIdentity::rank_of(X509* certificate) const { return ranks_.rank_of(name_in(certificate)); }
 
 std::unique_ptr<TlsStream> TlsIdentity::wrap(Descriptor socket, bool is_opener) const {
   ERR_clear_error();

@@ -10,23 +10,14 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <unordered_map>
-#include <vector>
 
 #include "link/byte_stream.hpp"
+#include "link/tls_material.hpp"
 #include "wire/frame.hpp"
 
 namespace unisono::engine {
 
 class TlsStream;
-
-// A rank's key and certificate and the authority that it trusts, as PEM; `names[r]` is the URI in rank r's certificate.
-struct TlsMaterial {
-  std::string key;
-  std::string certificate;
-  std::string authority;
-  std::vector<std::string> names;
-};
 
 class TlsIdentity {
  public:
@@ -43,7 +34,7 @@ class TlsIdentity {
     void operator()(SSL_CTX* context) const { SSL_CTX_free(context); }
   };
   std::unique_ptr<SSL_CTX, Free> context_;
-  std::unordered_map<std::string, std::int32_t> ranks_;
+  RankNames ranks_;
   uint64_t rekey_records_;
   uint64_t stranger_bytes_max_;
 };

@@ -66,6 +66,7 @@ class Send {
   enum class State : uint8_t { idle, queued, offered, streaming, ended };
   State state = State::idle;
   bool is_queued = false;  // the peer replied that no receive matches so far
+  bool is_fin = false;     // the peer has every byte, and the link has not let go of the memory yet
   Peer* peer = nullptr;
   uint64_t rendezvous_id = 0;
   uint64_t streamed = 0;

@@ -47,7 +47,7 @@ uint64_t Peer::credit_of(Lane lane) const {
 void Peer::send(Send& send) {
   send.peer = this;
   send.streamed = 0;
-  send.is_queued = false;
+  send.is_queued = send.is_fin = false;
   if (is_self_) return send_to_self(send);
   if (state == State::down) {
     send.state = Send::State::ended;
@@ -203,7 +203,10 @@ bool Peer::flush_streams() {
     }
     --backlog_;
     // The slot is free again when the peer's FIN has come: a new RTS on the other lane could overtake the last bytes.
-    slot_of(send.rendezvous_id)->send = nullptr;
+    if (send.is_fin)
+      free_slot(send.rendezvous_id);
+    else
+      slot_of(send.rendezvous_id)->send = nullptr;
     send.state = Send::State::ended;
     send.end(Outcome::done);
     moved = true;
@@ -551,9 +554,11 @@ const char* Peer::on_fin(const Head& head) {
   SendSlot* slot = slot_of(head.context);
   if (slot == nullptr) return "FIN of an unknown rendezvous";
   Send* send = slot->send;
-  if (send != nullptr && send->state == Send::State::streaming && send->streamed == send->nbytes &&
-      !link->holds_data(send->lane, send->rendezvous_id)) {
-    // The last bytes have left since the last flush_streams, and the FIN was faster than the next one.
+  if (send != nullptr && send->state == Send::State::streaming && send->streamed == send->nbytes) {
+    // The FIN was faster than the link, which may read the memory again until the bytes are acknowledged, or than the
+    // next flush_streams.
+    if (std::exchange(send->is_fin, true)) return "FIN of a rendezvous that is over";
+    if (link->holds_data(send->lane, send->rendezvous_id)) return nullptr;
     streams_.remove(*send);
     --backlog_;
     free_slot(head.context);
@@ -804,11 +809,14 @@ void Peer::end_all(Outcome outcome) {
     if (auto* word = link != nullptr ? link->own_offer(index_of(slot.send->rendezvous_id)) : nullptr)
       word->exchange(static_cast<uint32_t>(OfferWord::withdrawn), std::memory_order_acq_rel);
     Send* send = slot.send;
+    // The peer may have every byte and leave before the next flush_streams.
+    const bool is_done = send->state == Send::State::streaming && send->streamed == send->nbytes && link != nullptr &&
+                         (send->is_fin || !link->holds_data(send->lane, send->rendezvous_id));
     if (send->state == Send::State::streaming) streams_.remove(*send);
     if (send->state == Send::State::offered) stop_sharing(*send);
     slot.send = nullptr;
     send->state = Send::State::ended;
-    send->end(outcome);
+    send->end(is_done ? Outcome::done : outcome);
   }
   for (Queue& queue : queued_)
     while (Send* send = queue.pop_front()) {

@@ -37,6 +37,8 @@ struct Settings {
   bool shm = true;
   bool checksum = true;                        // between hosts, without TLS
   bool tls = false;                            // on all connections by TCP
+  bool quic = false;                           // instead of TCP
+  size_t datagram_bytes = 0;                   // of QUIC; 0: what the path carries
   uint64_t rekey_records = uint64_t{1} << 22;  // records that a sender encrypts with one key
   bool neighbours = false;                     // open control links to ranks +-2^k at once
   bool direct_read = true;                     // read the peer's memory where the system allows it

@@ -33,10 +33,14 @@ KIB = 1024
 MIB = 1024 * KIB
 
 
-def _setting(default: Any, low: float | None = None, high: float | None = None) -> Any:
+def _setting(
+    default: Any, low: float | None = None, high: float | None = None, words: tuple[str, ...] = ()
+) -> Any:
     # A setting that may be None is a number of seconds.
     kind = float if default is None else type(default)
-    return dataclasses.field(default=default, metadata={"low": low, "high": high, "kind": kind})
+    return dataclasses.field(
+        default=default, metadata={"low": low, "high": high, "kind": kind, "words": words}
+    )
 
 
 @dataclass(frozen=True, init=False)
@@ -90,7 +94,11 @@ class Config:
     """Seconds without a heartbeat after which a peer is declared dead."""
 
     shm: bool = _setting(True)
-    """Use shared memory between ranks of one host; otherwise they use TCP."""
+    """Use shared memory between ranks of one host; otherwise they use the links of different hosts."""
+
+    links: str = _setting("auto", words=("auto", "tcp", "quic"))
+    """What the native backend uses between hosts: tcp, or quic (one UDP port per rank, always encrypted).
+    auto is TCP, and QUIC for `backend="quic"`, which uses it between all ranks."""
 
     insecure: bool = _setting(False)
     """Do not encrypt links between hosts; only for a network that nobody else can reach."""
@@ -98,14 +106,14 @@ class Config:
     tls: bool = _setting(False)
     """Encrypt TCP links within a host, too; links between hosts are always encrypted unless `insecure`."""
 
-    quic_streams: int = _setting(4, 1, 64)
-    """How many streams of a QUIC connection share the segments of long messages."""
+    iroh_streams: int = _setting(4, 1, 64)
+    """How many streams of an iroh connection share the segments of long messages."""
 
-    quic_relay: str = _setting("off")
-    """Relays that QUIC may use where two hosts cannot connect directly: off, default (the public ones of the
+    iroh_relay: str = _setting("off")
+    """Relays that iroh may use where two hosts cannot connect directly: off, default (the public ones of the
     iroh project), or addresses separated by commas."""
 
-    quic_discovery: bool = _setting(False)
+    iroh_discovery: bool = _setting(False)
     """Let iroh publish the addresses of ranks, and look them up, at the servers of the iroh project."""
 
     deadlock_after_s: float = _setting(2.0, 0.0)
@@ -114,6 +122,8 @@ class Config:
     def __init__(self, **settings: Any) -> None:
         fields = {f.name: f for f in dataclasses.fields(self)}
         for name in settings:
+            if name in _RENAMED:
+                raise _renamed("setting", name, _RENAMED[name])
             if name not in fields:
                 raise _unknown("setting", name, list(fields))
         given = {**_from_environment(os.environ), **settings}
@@ -121,6 +131,11 @@ class Config:
             object.__setattr__(self, name, _checked(field, given.get(name, field.default)))
         if self.insecure and self.tls:
             raise UsageError("insecure=True and tls=True contradict each other; allowed: one of them")
+        if self.insecure and self.links == "quic":
+            raise UsageError(
+                'insecure=True and links="quic" contradict each other: QUIC is always encrypted',
+                next_step="remove one of them",
+            )
 
     @classmethod
     def inherited(cls, changes: Mapping[str, str]) -> Config:
@@ -128,10 +143,25 @@ class Config:
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         return cls(**{**defaults, **_from_environment({**given(), **changes})})
 
+    def changed(self, **changes: Any) -> Config:
+        """The same settings but for these."""
+        return Config(**{**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **changes})
+
+    def chosen(self, prefix: str) -> list[str]:
+        """The settings with this prefix that differ from their defaults."""
+        return [
+            field.name
+            for field in dataclasses.fields(self)
+            if field.name.startswith(prefix) and getattr(self, field.name) != field.default
+        ]
+
     def digest(self) -> str:
         """A hash of the settings, which must be equal on all ranks."""
         return hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()
 
+
+# Old names of settings, which are refused with the new one.
+_RENAMED = {f"quic_{name}": f"iroh_{name}" for name in ("streams", "relay", "discovery")}
 
 # The launcher's name if only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set.
 BARE = "the environment"
@@ -434,6 +464,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if not variable.startswith("UNISONO_") or variable in _NO_SETTINGS:
             continue
         name = variable.removeprefix(_OPTION).removeprefix("UNISONO_").lower()
+        if name in _RENAMED:
+            raise _renamed("variable", variable, f"UNISONO_{_RENAMED[name].upper()}")
         if name not in names:
             raise _unknown("variable", variable, list(names), "UNISONO_")
         if variable.startswith(_OPTION) or _OPTION + name.upper() not in environ:
@@ -465,11 +497,17 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
         value = float(value)
     if type(value) is not kind:
         raise UsageError(f"{field.name}={value!r} is {type(value).__name__}; allowed: {kind.__name__}")
+    if (words := field.metadata["words"]) and value not in words:
+        raise UsageError(f"{field.name}={value!r}; allowed: {', '.join(words)}")
     low, high = field.metadata["low"], field.metadata["high"]
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         bounds = f"at least {low}" if high is None else f"{low} to {high}"
         raise UsageError(f"{field.name}={value!r} is out of range; allowed: {bounds}")
     return value
+
+
+def _renamed(what: str, name: str, new: str) -> UsageError:
+    return UsageError(f"{what} {name!r} is now {new!r}", next_step=f"write {new}")
 
 
 def _unknown(what: str, name: str, known: list[str], prefix: str = "") -> UsageError:

@@ -33,6 +33,16 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
         "rekey_records": 3,
         "config": Config(eager_bytes=48, eager_credit_bytes=256),
     },
+    "quic": lambda rank: {"shm": False, "quic": True},
+    "hosts quic": lambda rank: {"host": f"host {rank % 2}", "quic": True},
+    # New keys all the time, and messages that straddle datagrams as small as the network's.
+    "tight quic": lambda rank: {
+        "shm": False,
+        "quic": True,
+        "datagram_bytes": 1200,
+        "rekey_records": 30,
+        "config": Config(eager_bytes=48, eager_credit_bytes=256),
+    },
 }
 
 
@@ -47,7 +57,7 @@ def factory(tmp_path: Path) -> Iterator[Callable[[str], Factory]]:
             folder.mkdir(mode=0o700)
             ranks = [NativeBackend(r, size, str(folder), b"secret", **KINDS[kind](r)) for r in range(size)]
             cards = [rank.card() for rank in ranks]
-            given = credentials(size) if "tls" in kind else [None] * size
+            given = credentials(size) if "tls" in kind or "quic" in kind else [None] * size
             for rank in ranks:
                 rank.connect(cards, given[rank.rank])
             return ranks

@@ -164,7 +164,7 @@ TRANSPORTS = {
         "gloo/collectives",
         "gloo/process_group",
         "mpi/backend",
-        "quic/endpoint",
+        "iroh/endpoint",
     )
 }
 THREADS = {"threading.Thread", "threading.Timer", "_thread.start_new_thread"}
@@ -236,7 +236,7 @@ MAY_IMPORT = {
     "backends/gloo": {"torch"},
     "backends/devices": {"torch"},
     "backends/mpi": {"mpi4py"},
-    "backends/quic": {"iroh"},
+    "backends/iroh": {"iroh"},
     "bootstrap/store.py": {"torch", "cryptography"},
     "bootstrap/identity.py": {"cryptography"},
     "bootstrap/seal.py": {"cryptography"},

@@ -1,6 +1,7 @@
-// Fuzzing what the engine reads from others: frames of a connection, the memory of a ring, a greeting at the connector.
+// Fuzzing what the engine reads from others: frames of a connection, frames in QUIC streams and datagrams, the memory
+// of a ring, a greeting at the connector. The first two have one corpus.
 //
-//   decoders <tcp|ring|connector> <inputs> <seed> <corpus folder>
+//   decoders <tcp|quic|ring|connector> <inputs> <seed> <corpus folder>
 //
 // Each input is a seed of the corpus, changed at random by a generator that gives the same again for the same number.
 // Built with sanitizers, it ends at the first bad access. It also ends if memory grows. An input is a file of
@@ -25,6 +26,10 @@
 #include "../native/settings.hpp"
 #include "connect/connector.hpp"
 #include "link/tcp_link.hpp"
+#ifdef UNISONO_QUIC
+#include "../native/quic_world.hpp"
+#include "link/quic_link.hpp"
+#endif
 
 using namespace unisono::engine;
 
@@ -186,7 +191,7 @@ void feed_tcp(const Input& input) {
   if (input.empty()) return;
   const auto first = static_cast<uint8_t>(input[0]);
   const bool checksum = (first & 2) != 0;
-  const SocketPolicy manner;
+  SocketPolicy manner;
   Told* told[lane_count];
   std::unique_ptr<Connection> lanes[lane_count];
   Place place;
@@ -208,6 +213,57 @@ void feed_tcp(const Input& input) {
   place.live();
   place.close();
 }
+
+// ---- frames in QUIC streams, and datagrams ----
+
+#ifdef UNISONO_QUIC
+class Nobody final : public QuicEndpointOwner {
+ public:
+  void on_first(const SocketAddress&, const byte*, size_t, std::int64_t) override {}
+  void on_changed(QuicConnection&) override {}
+  void on_unreachable(const SocketAddress&, int) override {}
+};
+
+// The first byte chooses the stream whose bytes follow; or, above 127, that the rest is a datagram, above 191 with the
+// id of a connection.
+void feed_quic(const Input& input) {
+  static Poller poller;
+  static Nobody nobody;
+  static QuicEndpoint endpoint(nobody, poller);
+  static const TestAuthority authority(2);
+  static QuicWorld world(authority.material(0), authority.material(1), 1);
+  static const bool is_linked = world.link();
+  check(is_linked, "there is a link");
+  if (input.empty()) return;
+  const auto first = static_cast<uint8_t>(input[0]);
+  QuicRank& rank = world.ranks[1];
+  if (first > 127) {
+    Input datagram(input.begin() + 1, input.end());
+    const QuicId id = rank.routes.begin()->first;
+    if (first > 191 && datagram.size() > sizeof id) {
+      datagram[0] = static_cast<byte>(0x40 | (static_cast<uint8_t>(datagram[0]) & 0x3f));
+      std::memcpy(datagram.data() + 1, &id, sizeof id);
+    }
+    rank.receive(world.addresses[0], datagram, world.now);
+    check(rank.connection->state() == QuicState::linked, "a forged datagram ends nothing");
+    return;
+  }
+  Place place;
+  SocketPolicy manner;
+  manner.corked = 1;  // nothing is sent
+  auto made = std::make_unique<QuicLink>(place.peer(), endpoint, *rank.connection, manner);
+  QuicLink& link = *made;
+  place.open(std::move(made));
+  // In two pieces: a frame may be cut anywhere.
+  const size_t cut = 1 + (input.size() - 1) / 2;
+  const auto stream = static_cast<QuicStream>(first % quic_stream_count);
+  for (const auto& [from, to] : {std::pair{size_t{1}, cut}, std::pair{cut, input.size()}}) {
+    if (link.on_bytes(stream, input.data() + from, to - from) != nullptr) break;
+    place.live();
+  }
+  place.close();
+}
+#endif
 
 // ---- the memory of a ring ----
 
@@ -460,7 +516,7 @@ size_t resident_bytes() {
 
 int main(int argc, char** argv) {
   if (argc != 5) {
-    std::fprintf(stderr, "decoders <tcp|ring|connector> <inputs> <seed> <corpus folder>\n");
+    std::fprintf(stderr, "decoders <tcp|quic|ring|connector> <inputs> <seed> <corpus folder>\n");
     return 2;
   }
   const std::string decoder = argv[1];
@@ -471,7 +527,10 @@ int main(int argc, char** argv) {
   const auto feed = [&](const Input& input) {
     if (decoder == "tcp") return feed_tcp(input);
     if (decoder == "ring") return feed_ring(input);
-    check(decoder == "connector", "the decoder is one of tcp, ring, connector");
+#ifdef UNISONO_QUIC
+    if (decoder == "quic") return feed_quic(input);
+#endif
+    check(decoder == "connector", "the decoder is one of tcp, quic, ring, connector");
     feed_connector(input, folder);
   };
   for (const Input& input : corpus) feed(input);

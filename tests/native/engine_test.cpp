@@ -26,6 +26,9 @@
 #include "link/ring.hpp"
 #include "mailbox_harness.hpp"
 #include "settings.hpp"
+#ifdef UNISONO_QUIC
+#include "test_authority.hpp"
+#endif
 
 using namespace unisono::engine;
 
@@ -37,6 +40,13 @@ void check(bool is_right, const char* what) {
   std::exit(1);
 }
 
+enum class Links { shm, tcp, quic };
+
+void choose(Links links, Settings& settings) {
+  settings.shm = links == Links::shm;
+  settings.quic = links == Links::quic;
+}
+
 std::vector<std::unique_ptr<Engine>> make_engines(int size, const char* folder, const Settings& settings) {
   std::vector<std::unique_ptr<Engine>> engines;
   std::vector<Card> cards;
@@ -44,8 +54,14 @@ std::vector<std::unique_ptr<Engine>> make_engines(int size, const char* folder, 
     engines.push_back(std::make_unique<Engine>(rank, size, folder, "secret", settings));
     cards.push_back(engines.back()->card());
   }
+#ifdef UNISONO_QUIC
+  const TestAuthority authority(size);
+#endif
   for (auto& engine : engines) {
     const Hold held = engine->hold();
+#ifdef UNISONO_QUIC
+    if (settings.quic) engine->secure(authority.material(engine->rank));
+#endif
     engine->connect(cards);
   }
   return engines;
@@ -176,9 +192,9 @@ void test_checksum() {
 }
 
 // Two engines and two threads each: messages of all kinds with pauses long enough for the engines to fall asleep.
-void test_wake_ups(const char* folder, unsigned seed, bool shm) {
+void test_wake_ups(const char* folder, unsigned seed, Links links) {
   Settings settings = test_settings();
-  settings.shm = shm;
+  choose(links, settings);
   auto engines = make_engines(2, folder, settings);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank)
@@ -214,9 +230,9 @@ void test_wake_ups(const char* folder, unsigned seed, bool shm) {
 
 // Others say that a rank has left, while a greeting with it is under way: what it sends on the link that the greeting
 // makes still arrives.
-void test_rumour(const char* folder, bool shm) {
+void test_rumour(const char* folder, Links links) {
   Settings settings = test_settings();
-  settings.shm = shm;
+  choose(links, settings);
   auto engines = make_engines(2, folder, settings);
   Engine &one = *engines[0], &two = *engines[1];
   std::byte word{7}, got{0};
@@ -279,9 +295,9 @@ class LongSend final : public Send {
   int ends = 0;
 };
 
-// The last bytes of a long message leave, and the answer comes before the next look at what was sent. An answer before
-// the last bytes have left is a fault.
-void test_early_answer(bool is_too_early) {
+// The last bytes of a long message leave, and the answer comes before the next look at what was sent, or before the
+// link has let go of the memory: then the send ends with that. An answer before the last bytes have left is a fault.
+void test_early_answer(bool is_held) {
   NoServices services;
   Peer peer(services, 1, false);
   uint64_t rendezvous_id = 0;
@@ -297,15 +313,17 @@ void test_early_answer(bool is_too_early) {
   head.context = rendezvous_id;
   head.word = Head::make_word(Kind::cts);
   check(peer.on_frame(head, nullptr, Lane::control) == nullptr, "an offer may be accepted");
+  head.word = Head::make_word(Kind::fin);
+  check(peer.on_frame(head, nullptr, Lane::control) != nullptr, "an answer follows the last byte");
   peer.flush();
   check(send.ends == 0 && peer.has_backlog(), "bytes are on their way");
-  link.is_full = is_too_early;
-  head.word = Head::make_word(Kind::fin);
-  check((peer.on_frame(head, nullptr, Lane::control) == nullptr) == !is_too_early, "an answer follows the last byte");
-  check(send.ends == (is_too_early ? 0 : 1) && peer.has_backlog() == is_too_early, "it has ended with the answer");
+  link.is_full = is_held;
+  check(peer.on_frame(head, nullptr, Lane::control) == nullptr, "an answer may come at once");
+  check(send.ends == (is_held ? 0 : 1) && peer.has_backlog() == is_held, "it has ended if its memory is free");
+  check(peer.on_frame(head, nullptr, Lane::control) != nullptr, "there is one answer");
   link.is_full = false;
-  if (is_too_early) peer.flush();
-  check(send.ends == 1, "it has ended");
+  if (is_held) peer.flush();
+  check(send.ends == 1 && !peer.awaits_answer(), "it has ended, and its id is free");
 }
 
 // ---- completion queues ----
@@ -416,10 +434,10 @@ void test_slots_of_different_lengths() {
 
 // Several engines with a completions and a pump each, and two threads that start runs and messages of unknown length:
 // who waits tells, also what the other waits for.
-void test_completion_queues(const char* folder, unsigned seed, bool shm) {
+void test_completion_queues(const char* folder, unsigned seed, Links links) {
   constexpr int size = 4, turns = 40;
   Settings settings = test_settings();
-  settings.shm = shm;
+  choose(links, settings);
   settings.direct_read = seed % 2 == 0;
   auto engines = make_engines(size, folder, settings);
   {
@@ -476,9 +494,9 @@ void test_completion_queues(const char* folder, unsigned seed, bool shm) {
 }
 
 // One side takes offers back at random, the other its receives: exactly what was not taken back arrives, in order.
-void test_offers(const char* folder, unsigned seed, bool shm, bool direct_read) {
+void test_offers(const char* folder, unsigned seed, Links links, bool direct_read) {
   Settings settings = test_settings();
-  settings.shm = shm;
+  choose(links, settings);
   settings.direct_read = direct_read;
   auto engines = make_engines(2, folder, settings);
   {
@@ -620,10 +638,10 @@ void test_help(const char* folder, unsigned seed) {
 }
 
 // Engines close one after the other, while threads of theirs and of the others wait for messages: every wait ends.
-void test_close_while_busy(const char* folder, unsigned seed, bool shm) {
+void test_close_while_busy(const char* folder, unsigned seed, Links links) {
   constexpr int size = 5;
   Settings settings = test_settings();
-  settings.shm = shm;
+  choose(links, settings);
   auto engines = make_engines(size, folder, settings);
   {
     std::vector<std::unique_ptr<EngineHarness>> harnesses;
@@ -662,10 +680,10 @@ void test_close_while_busy(const char* folder, unsigned seed, bool shm) {
 
 // Mailboxes: one thread of each asks in front and two serve in the background, while others interrupt_wait and waver;
 // what is long goes beside the letters. At the end the mailboxes close under whoever still reads.
-void test_mailboxes(const char* folder, unsigned seed, bool shm) {
+void test_mailboxes(const char* folder, unsigned seed, Links links) {
   constexpr int size = 3;
   Settings settings = test_settings();
-  settings.shm = shm;
+  choose(links, settings);
   auto engines = make_engines(size, folder, settings);
   std::vector<std::unique_ptr<MailboxHarness>> mailboxes;
   for (auto& engine : engines) mailboxes.push_back(std::make_unique<MailboxHarness>(*engine, 2));
@@ -700,10 +718,10 @@ void test_mailboxes(const char* folder, unsigned seed, bool shm) {
 }
 
 // Many engines in a circle: each waits for its left, then rings its right; whoever waits has fallen asleep by then.
-void test_circle(const char* folder, unsigned seed, bool shm) {
+void test_circle(const char* folder, unsigned seed, Links links) {
   constexpr int size = 7, rounds = 30;
   Settings settings = test_settings();
-  settings.shm = shm;
+  choose(links, settings);
   auto engines = make_engines(size, folder, settings);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank)
@@ -871,6 +889,12 @@ void run(const char* what, Test test) {
 
 }  // namespace
 
+#ifdef UNISONO_QUIC
+constexpr Links all_links[] = {Links::shm, Links::tcp, Links::quic};
+#else
+constexpr Links all_links[] = {Links::shm, Links::tcp};
+#endif
+
 int main(int count, char** words) {
   if (count > 1) wanted = words[1];
   char folder[] = "/tmp/unisono-test-XXXXXX";
@@ -882,21 +906,22 @@ int main(int count, char** words) {
   run("slots of different lengths", test_slots_of_different_lengths);
   run("busy heartbeats", [&] { test_busy_heartbeats(folder); });
   run("own pieces", [&] { test_own_pieces(folder); });
-  for (const bool is_too_early : {false, true}) run("early answer", [&] { test_early_answer(is_too_early); });
+  for (const bool is_held : {false, true}) run("early answer", [&] { test_early_answer(is_held); });
   for (unsigned seed = 1; seed <= 3; ++seed) {
     run("ring", [&] { test_ring(seed); });
     run("parts", [&] { test_parts(seed); });
     run("help", [&] { test_help(folder, seed); });
-    run("offers read in rings", [&] { test_offers(folder, seed, true, false); });
-    for (const bool shm : {true, false}) {
-      std::printf("seed %u, %s\n", seed, shm ? "shared memory" : "tcp");
-      run("rumour", [&] { test_rumour(folder, shm); });
-      run("wake-ups", [&] { test_wake_ups(folder, seed, shm); });
-      run("circle", [&] { test_circle(folder, seed, shm); });
-      run("mailboxes", [&] { test_mailboxes(folder, seed, shm); });
-      run("completion queues", [&] { test_completion_queues(folder, seed, shm); });
-      run("offers", [&] { test_offers(folder, seed, shm, true); });
-      run("close while busy", [&] { test_close_while_busy(folder, seed, shm); });
+    run("offers read in rings", [&] { test_offers(folder, seed, Links::shm, false); });
+    for (const Links links : all_links) {
+      const char* names[] = {"shared memory", "tcp", "quic"};
+      std::printf("seed %u, %s\n", seed, names[static_cast<size_t>(links)]);
+      run("rumour", [&] { test_rumour(folder, links); });
+      run("wake-ups", [&] { test_wake_ups(folder, seed, links); });
+      run("circle", [&] { test_circle(folder, seed, links); });
+      run("mailboxes", [&] { test_mailboxes(folder, seed, links); });
+      run("completion queues", [&] { test_completion_queues(folder, seed, links); });
+      run("offers", [&] { test_offers(folder, seed, links, true); });
+      run("close while busy", [&] { test_close_while_busy(folder, seed, links); });
     }
   }
   check(rmdir(folder) == 0, "nothing is left in the folder");

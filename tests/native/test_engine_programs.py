@@ -13,7 +13,14 @@ from tests.support.system import skip_without
 
 # The folder in which `make setup` compiled the module: its objects are linked, not compiled again.
 BUILD = Path(os.environ.get("UNISONO_BUILD_DIR", ROOT / ".venv/build/module"))
-CASES = sorted(set(re.findall(r'\brun\("([^"]+)"', (TESTS / "native/engine_test.cpp").read_text())))
+
+
+# A decoder that has the corpus of another: the same frames.
+CORPUS = {"quic": "tcp"}
+
+
+def cases_in(program: str) -> list[str]:
+    return sorted(set(re.findall(r'\brun\("([^"]+)"', (TESTS / f"native/{program}.cpp").read_text())))
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +43,25 @@ def built(target: str) -> Path:
     return BUILD / "native" / target
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_case_of_the_engine_holds(engine_test: Path, case: str) -> None:
-    ended = subprocess.run([engine_test, case], capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def quic_test() -> Path:
+    return built("quic_test")
+
+
+def check_case(program: Path, case: str) -> None:
+    ended = subprocess.run([program, case], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["ok"]), ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("case", cases_in("engine_test"))
+def test_a_case_of_the_engine_holds(engine_test: Path, case: str) -> None:
+    check_case(engine_test, case)
+
+
+@pytest.mark.parametrize("case", cases_in("quic_test"))
+def test_a_case_of_quic_connections_holds(quic_test: Path, case: str) -> None:
+    """A network in memory, with a clock of its own: seconds of loss take milliseconds."""
+    check_case(quic_test, case)
 
 
 def test_a_case_that_does_not_exist_is_refused(engine_test: Path) -> None:
@@ -48,9 +70,9 @@ def test_a_case_that_does_not_exist_is_refused(engine_test: Path) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("decoder", ["tcp", "ring", "connector"])
+@pytest.mark.parametrize("decoder", ["tcp", "quic", "ring", "connector"])
 def test_a_decoder_of_the_engine_bears_ten_thousand_inputs(decoders: Path, decoder: str) -> None:
     """`make fuzz` gives it a million, under sanitizers."""
-    command = [decoders, decoder, "10000", "1", TESTS / "corpus" / decoder]
+    command = [decoders, decoder, "10000", "1", TESTS / "corpus" / CORPUS.get(decoder, decoder)]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -181,7 +181,7 @@ def test_ranks_that_wait_for_each_other_get_a_deadlock_error(what):
     check_deadlock(run_processes(ended, size, program, kind="shm", config=QUICK), words)
 
 
-@pytest.mark.parametrize("kind", ["tcp", "quic", pytest.param("gloo", marks=pytest.mark.more)])
+@pytest.mark.parametrize("kind", ["tcp", "quic", "iroh", pytest.param("gloo", marks=pytest.mark.more)])
 @pytest.mark.parametrize("what", ["sends", "a collective and a receive"])
 def test_ranks_that_wait_for_each_other_get_a_deadlock_error_on_every_backend(what, kind):
     program, size, words = CYCLES[what]

@@ -231,7 +231,8 @@ def test_ranks_that_answer_nothing_do_not_hold_up_calls_to_others(
 
 
 @pytest.mark.more
-def test_64_ranks_with_tls_on_few_cores_lose_nobody() -> None:
+@pytest.mark.parametrize("kind", ["tls", "quic"])
+def test_64_ranks_with_tls_on_few_cores_lose_nobody(kind: str) -> None:
     size = 64
 
     def program(comm: Communicator, pipe: Connection) -> bool:
@@ -243,7 +244,7 @@ def test_64_ranks_with_tls_on_few_cores_lose_nobody() -> None:
         comm.barrier()
         return all((into[rank] == rank * size + comm.rank).all() for rank in others)
 
-    with forked(in_world(program), size, kind="tls") as ranks:
+    with forked(in_world(program), size, kind=kind) as ranks:
         assert [ranks.result(rank, 4 * PATIENCE_S) for rank in range(size)] == [True] * size
 
 
@@ -253,8 +254,9 @@ both_ways = pytest.param((0, 1), id="both ways")
 one_way = [pytest.param((side,), id=f"from {side}", marks=pytest.mark.more) for side in (0, 1)]
 
 
+@pytest.mark.parametrize("kind", ["tcp", "quic"])
 @pytest.mark.parametrize("sides", [both_ways, *one_way])
-def test_a_cut_that_heals_is_survived(hosts: Hosts, sides: tuple[int, ...]) -> None:
+def test_a_cut_that_heals_is_survived(hosts: Hosts, sides: tuple[int, ...], kind: str) -> None:
     """Two seconds, where silence of 2.5 is death: TCP would wait a second more before it tries again."""
 
     def enter(rank: int) -> dict[str, Any]:
@@ -270,7 +272,7 @@ def test_a_cut_that_heals_is_survived(hosts: Hosts, sides: tuple[int, ...]) -> N
             calls += 1
         return calls
 
-    with forked(in_world(program), 2, links=enter) as ranks, hosts.scissors() as cut:
+    with forked(in_world(program), 2, kind=kind, links=enter) as ranks, hosts.scissors() as cut:
         all_ready(ranks)
         for side in sides:
             cut(side, True)

@@ -42,11 +42,11 @@ SYS_PIDFD_OPEN, SYS_PIDFD_GETFD = 434, 438
 CLONE_NEWNET = 0x40000000
 
 # Gloo has no heartbeats: who only stands still is not lost there.
-_MORE_LINKS = {kind: pytest.param(kind, marks=pytest.mark.more) for kind in ("tls", "gloo", "quic")}
+_MORE_LINKS = {kind: pytest.param(kind, marks=pytest.mark.more) for kind in ("tls", "quic", "gloo", "iroh")}
 each_link = pytest.mark.parametrize("kind", ["shm", "tcp"])
 each_backend = pytest.mark.parametrize("kind", ["shm", "tcp", *_MORE_LINKS.values()])
 each_with_heartbeats = pytest.mark.parametrize(
-    "kind", ["shm", "tcp", _MORE_LINKS["tls"], _MORE_LINKS["quic"]]
+    "kind", ["shm", "tcp", _MORE_LINKS["tls"], "quic", _MORE_LINKS["iroh"]]
 )
 
 
@@ -157,11 +157,12 @@ def cable() -> Iterator[Cable]:
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("kind", ["tcp", "quic"])
 @pytest.mark.parametrize("what", ["cable cut", "power off", "cut one way"])
-def test_a_host_without_a_cable_is_lost(cable: Cable, what: str) -> None:
+def test_a_host_without_a_cable_is_lost(cable: Cable, what: str, kind: str) -> None:
     """No packet says so: only silence does, on both sides."""
     enter, cut, cut_one_way = cable
-    with forked(in_world(until_lost), 2, links=enter) as ranks:
+    with forked(in_world(until_lost), 2, kind=kind, links=enter) as ranks:
         all_ready(ranks)
         cut_at = time.monotonic()
         (cut_one_way if what == "cut one way" else cut)()
@@ -392,10 +393,10 @@ MAIN_ENDS = {
         "other PeerAborted KeyboardInterrupt",
     ),
     "raises, gloo": ("raise ValueError('the root of it')", "threaded()", "gloo", RAISED),
-    "raises, quic": ("raise ValueError('the root of it')", "threaded()", "quic", RAISED),
+    "raises, iroh": ("raise ValueError('the root of it')", "threaded()", "iroh", RAISED),
     "raises, mpi": ("raise ValueError('the root of it')", "threaded()", "mpi", RAISED),
     "ends, gloo": ("pass", "executed()", "gloo", LEFT),
-    "ends, quic": ("pass", "executed()", "quic", LEFT),
+    "ends, iroh": ("pass", "executed()", "iroh", LEFT),
 }
 
 

@@ -502,7 +502,7 @@ def test_a_framed_backend_queues_rts_that_its_peer_may_not_hold(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    "kind", ["shm", "tcp", *(pytest.param(one, marks=pytest.mark.more) for one in ("gloo", "quic"))]
+    "kind", ["shm", "tcp", *(pytest.param(one, marks=pytest.mark.more) for one in ("quic", "gloo", "iroh"))]
 )
 def test_a_control_message_of_3_gib_ends_its_sender_and_takes_no_memory(kind: str) -> None:
     def program(comm: Communicator) -> Any:

@@ -476,7 +476,7 @@ def some_pairs(kind: str, amount: int) -> list[tuple[str, str]]:
 
 
 FEW, MANY = 12, len(CORPUS)
-EVERYWHERE = ("shm", "tcp", "tls", "hosts", "gloo", "quic", "simulated")
+EVERYWHERE = ("shm", "tcp", "tls", "hosts", "quic", "gloo", "iroh", "simulated")
 
 
 @pytest.mark.parametrize("amount", [FEW, pytest.param(MANY, marks=pytest.mark.more)])
@@ -692,7 +692,7 @@ def test_the_rank_that_differs_is_named_with_what_differs(difference, odd):
     reported_in_time(lambda: collide(uni.local(4), calls), is_right)
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp", "gloo", "quic"])
+@pytest.mark.parametrize("kind", ["shm", "tcp", "quic", "gloo", "iroh"])
 def test_processes_name_the_rank_that_differs(kind):
     def program(comm: uni.Communicator) -> tuple[str, str | None, tuple[int, ...], float]:
         comm.barrier()

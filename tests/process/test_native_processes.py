@@ -44,6 +44,7 @@ LINKS = {
     "rings": {"direct_read": False},
     "tcp": {"shm": False},
     "tls": {"shm": False, "tls": True},
+    "quic": {"shm": False, "quic": True},
 }
 
 
@@ -60,7 +61,7 @@ class Ranks:
         self, fn: Callable[..., Any], size: int, *args: Any, links: str = "shm", config: Any = None
     ) -> None:
         """Run `fn(backend, pipe, *args)` in `size` processes; what it returns comes back by the pipe."""
-        given = credentials(size) if links == "tls" else [None] * size
+        given = credentials(size) if links in ("tls", "quic") else [None] * size
         for rank in range(size):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
@@ -190,7 +191,7 @@ def test_every_length_crosses_between_processes(ranks: Ranks, links: str) -> Non
     ranks.start(
         exchange, 3, [0, 1, 7, 63, 64, 65, 16383, 16384, 16385, 262143, 262145, 1048583, 9000011], links=links
     )
-    kinds = {"shm": "shm+read", "rings": "shm", "tcp": "tcp", "tls": "tcp+tls"}
+    kinds = {"shm": "shm+read", "rings": "shm", "tcp": "tcp", "tls": "tcp+tls", "quic": "quic"}
     for rank in range(3):
         seen = ranks.get(rank)
         assert seen[rank] == "self"

@@ -70,8 +70,11 @@ def caller_and_callee(backend: NativeBackend, pipe: Connection) -> Any:
     [
         *((kind, signal.SIGKILL, DEAD_S) for kind in ("shm", "tcp")),
         *((kind, signal.SIGSTOP, SILENT_S) for kind in ("shm", "tcp")),
-        *(pytest.param(k, signal.SIGKILL, DEAD_S, marks=pytest.mark.more) for k in ("tls", "gloo", "quic")),
-        *(pytest.param(k, signal.SIGSTOP, SILENT_S, marks=pytest.mark.more) for k in ("tls", "quic")),
+        *(
+            pytest.param(k, signal.SIGKILL, DEAD_S, marks=pytest.mark.more)
+            for k in ("tls", "quic", "gloo", "iroh")
+        ),
+        *(pytest.param(k, signal.SIGSTOP, SILENT_S, marks=pytest.mark.more) for k in ("tls", "quic", "iroh")),
     ],
 )
 def test_a_callee_that_is_killed_or_stopped_is_lost_in_time(kind, how, bound_s):

@@ -19,7 +19,7 @@ from unisono.rpc import Agent
 from unisono.rpc.peers import QUEUE_MAX
 
 LINKS = ["local", "shm", "tcp"]
-MORE_LINKS = [pytest.param(kind, marks=pytest.mark.more) for kind in ("rings", "tls", "gloo", "quic")]
+MORE_LINKS = [pytest.param(kind, marks=pytest.mark.more) for kind in ("rings", "tls", "quic", "gloo", "iroh")]
 
 
 def run(kind: str, fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:

@@ -91,9 +91,24 @@ def test_every_collective_is_right_between_hosts(
     run(hosts, tmp_path, 1, *options)
 
 
-def test_quic_between_hosts_is_right_and_shows_nothing(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["fd77::1", "10.77.0.1"])
+def test_quic_between_hosts_is_right_and_shows_nothing(hosts: Hosts, tmp_path: Path, address: str) -> None:
     with hosts.heard(tmp_path / "cable"):
-        run(hosts, tmp_path, 1, "--address", "fd77::1", backend="quic")
+        run(hosts, tmp_path, 2, "--address", address, backend="quic")
+    cable = (tmp_path / "cable").read_bytes()
+    assert len(cable) > 1_000_000, "the data did cross"
+    assert PATTERN not in cable
+    for secret in secrets(tmp_path):
+        assert secret not in cable
+
+
+def test_quic_to_an_advertised_address_is_right(hosts: Hosts, tmp_path: Path) -> None:
+    run(hosts, tmp_path, 1, "--address", "0.0.0.0", "--advertise", "10.77.0.1", backend="quic")
+
+
+def test_iroh_between_hosts_is_right_and_shows_nothing(hosts: Hosts, tmp_path: Path) -> None:
+    with hosts.heard(tmp_path / "cable"):
+        run(hosts, tmp_path, 1, "--address", "fd77::1", backend="iroh")
     cable = (tmp_path / "cable").read_bytes()
     assert len(cable) > 1_000_000, "the data did cross"
     assert PATTERN not in cable

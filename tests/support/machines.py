@@ -38,6 +38,12 @@ MACHINES = (
         "Whether the socket takes more bytes.",
     ),
     (
+        "native/link/quic_connection.hpp",
+        "quic_transitions",
+        "QUIC connection",
+        "From the first datagram to the link, on either side, and its end.",
+    ),
+    (
         "native/link/link.hpp",
         "offer_transitions",
         "Rendezvous, the word in shared memory",

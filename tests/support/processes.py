@@ -27,8 +27,8 @@ from typing import Any
 from tests.support.credentials import credentials
 
 from unisono.backends.gloo import backend as gloo
+from unisono.backends.iroh import backend as iroh
 from unisono.backends.native.backend import Credentials, NativeBackend
-from unisono.backends.quic import backend as quic
 from unisono.backends.registry import BindSpec, UnconnectedBackend
 from unisono.comm.communicator import Communicator
 from unisono.config import Config
@@ -43,12 +43,14 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "hosts": lambda rank: {"host": f"host {rank % 2}"},  # shared memory within, TCP with checksums between
     "tls": lambda rank: {"shm": False, "tls": True},
     "hosts tls": lambda rank: {"host": f"host {rank % 2}", "tls": True},
+    "quic": lambda rank: {"shm": False, "quic": True},
+    "hosts quic": lambda rank: {"host": f"host {rank % 2}", "quic": True},
     "gloo": lambda rank: {},
-    "quic": lambda rank: {},
+    "iroh": lambda rank: {},
 }
 BINDERS: dict[str, Callable[[BindSpec], UnconnectedBackend]] = {
     "gloo": gloo.UnconnectedGloo,
-    "quic": quic.UnconnectedQuic,
+    "iroh": iroh.UnconnectedIroh,
 }
 PATIENCE_S = 60.0
 _PR_SET_PDEATHSIG = 1
@@ -128,17 +130,21 @@ class Ranks:
     ) -> None:
         """Fork the ranks: each calls `live(backend, pipe)` with a backend that is connected.
 
-        `links(rank)` is called in the rank itself and gives the settings of its backend, instead of `kind`.
-        So is `bind(spec)`, which makes the bind of another backend.
+        `links(rank)` is called in the rank itself and gives further settings of its backend, beside those of
+        `kind`. So is `bind(spec)`, which makes the bind of another backend.
         """
         pairs = [mp.Pipe() for _ in range(size)]
-        shown = credentials(size) if links is None and KINDS[kind](0).get("tls") else [None] * size
+        shown = [None] * size if {"tls", "quic"}.isdisjoint(KINDS[kind](0)) else credentials(size)
+
+        def settings(rank: int) -> dict[str, Any]:
+            return {**KINDS[kind](rank), **({} if links is None else links(rank))}
+
         for rank in range(size):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # threads of the test are not of the rank
                 pid = os.fork()
             if pid == 0:
-                opened = partial(native_rank, self.folder, links or KINDS[kind], shown[rank])
+                opened = partial(native_rank, self.folder, settings, shown[rank])
                 if bind is not None or kind in BINDERS:
                     opened = partial(bound_rank, bind or BINDERS[kind])
                 _be_rank(live, partial(opened, rank, size, config), rank, pairs, self.folder)

@@ -36,7 +36,7 @@ __all__ = [
 # with all its parameters on threads, and with one of them in processes;
 # with --long with all of them on every kind.
 IN_THREADS = "threads"
-ON_EVERY_LINK = ("shm", "tcp", "hosts", "tls", "hosts tls")
+ON_EVERY_LINK = ("shm", "tcp", "hosts", "tls", "hosts tls", "quic", "hosts quic")
 _links = IN_THREADS
 
 # Under `make sanitize` freed memory is kept for a while: what a process takes then says nothing about ours.

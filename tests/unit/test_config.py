@@ -30,9 +30,10 @@ OTHER = {
     "shm": False,
     "insecure": True,
     "tls": True,
-    "quic_streams": 2,
-    "quic_relay": "default",
-    "quic_discovery": True,
+    "links": "quic",
+    "iroh_streams": 2,
+    "iroh_relay": "default",
+    "iroh_discovery": True,
     "deadlock_after_s": 0.25,
 }
 BOUNDED = [(name, field.metadata) for name, field in FIELDS.items() if field.metadata["low"] is not None]

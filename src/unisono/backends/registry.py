@@ -115,6 +115,7 @@ class BackendInfo:
         join: `join(config, timeout)` joins by the library's own launcher. May raise BackendUnavailable or
             RendezvousError.
         launcher: the name of that launcher.
+        adapt: the settings of its ranks, made of those that were given. May raise UsageError.
     """
 
     name: str
@@ -126,6 +127,7 @@ class BackendInfo:
     wrap: Callable[[Closable], Closable] | None = None
     join: Callable[[Config, float | None], Backend] | None = None
     launcher: str = ""
+    adapt: Callable[[Config], Config] = lambda config: config
 
     @property
     def has_processes(self) -> bool:

@@ -46,8 +46,8 @@ _CLOCK_TICKS_S: Final = 0.02
 class View:
     """The world as one rank sees it. `members[r]` holds rank r's card.
 
-    `identity` is for links with TLS; None if this world has none, because it is on one host or insecure.
-    `secret` is what ranks prove to each other on links without TLS.
+    `identity` is for links with TLS and for QUIC; None if this world has none, because it is on one host or
+    insecure. `secret` is what ranks prove to each other on links without TLS.
     """
 
     job: str
@@ -332,6 +332,10 @@ class _Worker:
 
     def _request(self, card: bytes) -> protocol.Request:
         settings = {f.name: repr(getattr(self._config, f.name)) for f in dataclasses.fields(self._config)}
+        if self._key is None and self._config.links == "quic":
+            from unisono.bootstrap.identity import WorkerKey  # 60 ms, paid only where certificates are used
+
+            self._key = WorkerKey()
         return protocol.Request(
             rank=self._rank,
             size=self._size,

@@ -181,10 +181,10 @@ class Seed:
         connection.join = join
         connection.expires_at = None
         self.counts["admitted"] += 1
-        if self._authority is not None:
+        if self._authority is not None or request.csr:
             incarnation = self._formation.incarnation(join.rank)
             try:
-                connection.certificate_pem = self._authority.certify(
+                connection.certificate_pem = self._certifying().certify(
                     request.csr, join.rank, incarnation, _wall_clock()
                 )
             except ProtocolError as error:
@@ -201,6 +201,18 @@ class Seed:
             connection.send_frame(protocol.encode(protocol.Status(self._standing())))
         else:
             self._publish(membership)
+
+    def _certifying(self) -> Authority:
+        """The authority. On a port without TLS it is made for the first rank that asks for a certificate.
+
+        Ranks with QUIC links need certificates on one host, too, and a launcher need not know their links.
+        Frames of the join are authenticated by the token.
+        """
+        if self._authority is None:
+            from unisono.bootstrap.identity import Authority  # 60 ms, paid only where certificates are used
+
+            self._authority = Authority(self.job, _wall_clock())
+        return self._authority
 
     def on_wrong_token(self, host: str, reason: str) -> None:
         """Name it in the status: it may be a rank with an old ticket."""

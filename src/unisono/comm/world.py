@@ -23,7 +23,7 @@ from unisono.backends.registry import (
 )
 from unisono.comm.communicator import Communicator
 from unisono.config import Config, launch, network
-from unisono.errors import ProtocolError, UsageError
+from unisono.errors import BackendUnavailable, ProtocolError, UsageError
 from unisono.messaging.backend import Backend
 from unisono.plans import measured
 from unisono.version import VERSION
@@ -78,6 +78,7 @@ def init(
                 f"backend={backend!r} takes rank and size from {info.launcher}",
                 next_step="remove rank=, size= and join=",
             )
+        _check_prefixes(backend, settings)
         return Communicator.world(info.join(settings, timeout))
     from unisono.bootstrap.launch_info import decide  # not needed for a world in one process
 
@@ -138,9 +139,10 @@ def joined(launch_info: LaunchInfo, backend: str, config: Config, timeout: float
         UsageError: the backend has no ranks in processes of their own, or only by its own launcher.
         RendezvousError, BackendUnavailable: see `init`.
     """
+    _check_prefixes(backend, config)
     if launch_info.source is None:
         return local(1, config)[0]
-    bind, wrap = _binding_of(backend, launch_info.size)
+    bind, wrap, config = _binding_of(backend, launch_info.size, config)
     from unisono.bootstrap.entry import enter
 
     unconnected: list[_Native | _Foreign] = []
@@ -171,12 +173,25 @@ def joined(launch_info: LaunchInfo, backend: str, config: Config, timeout: float
     return Communicator.world(world)
 
 
+def _check_prefixes(backend: str, config: Config) -> None:
+    """Settings of one backend would silently do nothing for another.
+
+    Raises:
+        UsageError: settings of iroh's are given for another backend.
+    """
+    if backend != "iroh" and (names := config.chosen("iroh_")):
+        raise UsageError(
+            f"{', '.join(names)} for backend={backend!r}; allowed: for backend='iroh'",
+            next_step="remove them, or choose backend='iroh'",
+        )
+
+
 def _binding_of(
-    backend: str, size: int
-) -> tuple[Callable[[ListenSpec, Config], _Native | _Foreign], Callable[[Closable], Closable] | None]:
-    """What makes a rank of a backend that listens, and what wraps it once it is connected."""
+    backend: str, size: int, config: Config
+) -> tuple[Callable[[ListenSpec, Config], _Native | _Foreign], Callable[[Closable], Closable] | None, Config]:
+    """What makes a rank of a backend that listens, what wraps it once it is connected, and its settings."""
     if backend in ("auto", "native"):
-        return _Native, None
+        return _Native, None, config
     info = backend_named(backend)
     if not info.has_processes:
         raise UsageError(f"backend={backend!r} for {size} processes; allowed: ranks of one process")
@@ -185,7 +200,8 @@ def _binding_of(
             f"backend={backend!r} takes its ranks from {info.launcher}",
             next_step="unset UNISONO_BACKEND; native is the default",
         )
-    return _Native if info.bind is None else partial(_Foreign, info.bind), info.wrap
+    bind = _Native if info.bind is None else partial(_Foreign, info.bind)
+    return bind, info.wrap, info.adapt(config)
 
 
 class _Native:
@@ -258,8 +274,14 @@ def card_of(data: bytes) -> Card:
 
 
 def _engine(listen: ListenSpec, config: Config) -> NativeBackend:
+    from unisono import _native
     from unisono.backends.native.backend import NativeBackend
 
+    is_quic = config.links == "quic"
+    if is_quic and not _native.has_quic():
+        from unisono.backends.native.quic import MISSING, PACKAGES
+
+        raise BackendUnavailable('links="quic"', cause=MISSING, next_step=PACKAGES)
     if config.tls and not listen.is_encrypted:
         raise UsageError(
             "tls=True, but the seed gave out a ticket without encryption",
@@ -274,7 +296,8 @@ def _engine(listen: ListenSpec, config: Config) -> NativeBackend:
         shm=config.shm,
         bind=listen.bind.host,
         port=listen.bind.port,
-        tls=listen.is_encrypted,
+        tls=listen.is_encrypted and not is_quic,
+        quic=is_quic,
     )
 
 

@@ -140,6 +140,8 @@ def test_auto_is_the_native_backend() -> None:
 
 
 def test_whose_ranks_are_processes_can_be_run() -> None:
-    by_name = {name: backend_named(name).has_processes for name in ("native", "gloo", "mpi", "quic", "local")}
-    assert by_name == {"native": True, "gloo": True, "mpi": True, "quic": True, "local": False}
+    by_name = {
+        name: backend_named(name).has_processes for name in ("native", "gloo", "mpi", "quic", "iroh", "local")
+    }
+    assert by_name == {"native": True, "gloo": True, "mpi": True, "quic": True, "iroh": True, "local": False}
     assert nccl.DESCRIPTION.has_processes

@@ -140,7 +140,7 @@ def test_works_that_many_threads_start_and_wait_for_are_counted_right() -> None:
     assert said == []
 
 
-@pytest.mark.parametrize("kind", ["shm", "quic"])
+@pytest.mark.parametrize("kind", ["shm", "iroh"])
 @pytest.mark.parametrize("what", ["work", "message", "mismatch", "nothing"])
 def test_processes_name_what_is_left_undone(what: str, kind: str) -> None:
     program, wanted = LOOSE[what]

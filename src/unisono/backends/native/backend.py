@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from unisono import _native
@@ -85,7 +85,11 @@ class NativeBackend(Closable):
         neighbours: open control links to the ranks at distance 2^k at once.
         direct_read: whether ranks of one host read each other's memory directly, where the system allows it.
         tls: encrypt all TCP. No TCP connection is accepted before `connect` has brought credentials.
-        rekey_records: TLS records until the key is renewed.
+        rekey_records: TLS records, or QUIC packets, until the key is renewed.
+        quic: use QUIC in place of TCP. As with `tls`, nobody is admitted before `connect` has brought
+            credentials.
+        datagram_bytes: the bytes of QUIC's datagrams on a path that is known to carry them; 0: what the path
+            turns out to carry.
         local: the world of ranks in this process that it belongs to; then it does not listen.
     """
 
@@ -106,12 +110,15 @@ class NativeBackend(Closable):
         direct_read: bool = True,
         tls: bool = False,
         rekey_records: int = 1 << 22,
+        quic: bool = False,
+        datagram_bytes: int = 0,
         local: _native.LocalWorld | None = None,
     ) -> None:
         self._rank = rank
         self._size = size
         self._config = config if config is not None else Config()
-        self._tls = tls
+        self._is_certified = tls or quic
+        self._capabilities = replace(_CAPABILITIES, name="quic") if quic and not shm else _CAPABILITIES
         with _explained():
             self._engine = _native.Engine(
                 rank,
@@ -128,6 +135,8 @@ class NativeBackend(Closable):
                 host=host,
                 tls=tls,
                 rekey_records=rekey_records,
+                quic=quic,
+                datagram_bytes=datagram_bytes,
                 local=local,
             )
         self._completions = CompletionDispatcher(self._engine, self._config.recv_bytes_max)
@@ -159,15 +168,15 @@ class NativeBackend(Closable):
 
         Args:
             cards: one per rank, in order.
-            credentials: with `tls=True`, and only then.
+            credentials: with `tls=True` or `quic=True`, and only then.
 
         Raises:
             UsageError: the cards are not one per rank, or the credentials do not fit this rank.
         """
         if len(cards) != self._size:
             raise UsageError(f"{len(cards)} cards were given; allowed: one per rank, {self._size}")
-        if self._tls != (credentials is not None):
-            raise UsageError("allowed: credentials with tls=True, and none without")
+        if self._is_certified != (credentials is not None):
+            raise UsageError("allowed: credentials with tls=True or quic=True, and none without")
         if credentials is not None:
             self._secure(credentials)
         self._hosts = numbered_hosts([card.host for card in cards])
@@ -186,7 +195,7 @@ class NativeBackend(Closable):
     @property
     def capabilities(self) -> Capabilities:
         """The engine runs plans."""
-        return _CAPABILITIES
+        return self._capabilities
 
     @property
     def runtime(self) -> Runtime:

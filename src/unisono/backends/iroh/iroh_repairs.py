@@ -53,7 +53,7 @@ def repair(bindings: Any = None, version: str | None = None) -> tuple[bool, bool
     found = importlib.metadata.version("iroh") if version is None else version
     done = []
     for what, known, make in (
-        ("its copy of outgoing bytes stays slow, and QUIC sends some MB/s only", _COPY, _mend_copy),
+        ("its copy of outgoing bytes stays slow, and iroh sends some MB/s only", _COPY, _mend_copy),
         ("a rank that keeps Python busy for long may be declared dead", _WAKE, _mend_wake),
     ):
         if make in getattr(bindings, "_unisono_repairs", ()):

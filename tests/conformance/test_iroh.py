@@ -1,4 +1,4 @@
-"""The quic backend in processes: the cases and properties of every backend, and what is QUIC's.
+"""The iroh backend in processes: the cases and properties of every backend, and what is iroh's.
 
 Nothing here uses iroh in the process of the tests: its threads would not survive a fork. What strangers do is
 done by a rank, with endpoints of their own.
@@ -30,7 +30,7 @@ from tests.support.rank_pool import ended_in_pool
 from tests.support.system import need_tools, skip_without
 
 import unisono as uni
-from unisono.backends.quic.backend import QuicBackend, UnconnectedQuic
+from unisono.backends.iroh.backend import IrohBackend, UnconnectedIroh
 from unisono.backends.registry import BindSpec
 from unisono.comm.communicator import Communicator
 from unisono.config import Config
@@ -54,13 +54,13 @@ def _alone() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
-def test_a_case_holds_on_quic(name: str) -> None:
-    assert ended_in_pool("quic", "cases", 4)[name] == "ok"
+def test_a_case_holds_on_iroh(name: str) -> None:
+    assert ended_in_pool("iroh", "cases", 4)[name] == "ok"
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
-def test_a_property_holds_on_quic(name: str) -> None:
-    assert ended_in_pool("quic", "properties", 6)[name] == "ok"
+def test_a_property_holds_on_iroh(name: str) -> None:
+    assert ended_in_pool("iroh", "properties", 6)[name] == "ok"
 
 
 # -- what arrives is what was sent ------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_long_and_odd_messages_arrive_as_they_were_sent() -> None:
             assert np.array_equal(got, bytes_of(size, i)), size
         return True
 
-    assert run_processes(program, 2, kind="quic") == [True, True]
+    assert run_processes(program, 2, kind="iroh") == [True, True]
 
 
 def reproducibly(comm: Communicator) -> bytes:
@@ -101,13 +101,13 @@ def reproducibly(comm: Communicator) -> bytes:
 
 def test_reproducible_results_are_those_of_other_backends_bit_for_bit() -> None:
     config = Config(reproducible=True)
-    by_quic, by_tcp = (run_processes(reproducibly, 3, kind=kind, config=config) for kind in ("quic", "tcp"))
-    assert not [each for each in by_quic if isinstance(each, Failed)], by_quic
-    assert by_quic == by_tcp
+    by_iroh, by_tcp = (run_processes(reproducibly, 3, kind=kind, config=config) for kind in ("iroh", "tcp"))
+    assert not [each for each in by_iroh if isinstance(each, Failed)], by_iroh
+    assert by_iroh == by_tcp
 
 
 def test_what_was_sent_before_the_end_arrives() -> None:
-    def live(backend: QuicBackend, pipe: Connection) -> list[int]:
+    def live(backend: IrohBackend, pipe: Connection) -> list[int]:
         comm = Communicator.world(backend)
         if comm.rank == 0:
             for i in range(100):
@@ -119,7 +119,7 @@ def test_what_was_sent_before_the_end_arrives() -> None:
         got = np.zeros(10, np.int64)
         return [comm.recv(got, 0, i).tag + 0 * int(got[0]) for i in range(100) if int(got[0]) <= i]
 
-    with forked(live, 2, kind="quic") as ranks:
+    with forked(live, 2, kind="iroh") as ranks:
         assert ranks.hear(0) == "left"
         ranks.pipes[1].send("receive")
         assert ranks.result(1) == list(range(100))
@@ -131,7 +131,7 @@ def test_what_was_sent_before_the_end_arrives() -> None:
 class Stall:
     """Lets nothing more of the long messages of a peer be read, until it is over."""
 
-    def __init__(self, backend: QuicBackend, peer: int) -> None:
+    def __init__(self, backend: IrohBackend, peer: int) -> None:
         self._loop = backend._transport._loop.loop
         self._gate = asyncio.Event()
         for reader in backend._transport._links[peer]._readers[2:]:
@@ -151,7 +151,7 @@ class Stall:
 def test_a_stalled_message_delays_no_barrier_and_takes_no_memory() -> None:
     size = 48 << 20
 
-    def live(backend: QuicBackend, pipe: Connection) -> tuple[int, int]:
+    def live(backend: IrohBackend, pipe: Connection) -> tuple[int, int]:
         comm = Communicator.world(backend)
         data = bytes_of(size, 5) if comm.rank == 0 else np.zeros(size, np.uint8)
         stall = Stall(backend, 0) if comm.rank == 1 else None
@@ -174,7 +174,7 @@ def test_a_stalled_message_delays_no_barrier_and_takes_no_memory() -> None:
         comm.close()
         return sent, grown * 1024
 
-    with forked(live, 2, kind="quic") as ranks:
+    with forked(live, 2, kind="iroh") as ranks:
         results = [ranks.result(rank) for rank in range(2)]
     assert not [each for each in results if isinstance(each, Failed)], results
     sent, grown = results[0]
@@ -185,7 +185,7 @@ def test_a_stalled_message_delays_no_barrier_and_takes_no_memory() -> None:
 def test_a_slow_receiver_holds_the_sender_back() -> None:
     """Who is not asked for its bytes keeps them, and does not copy them either."""
 
-    def live(backend: QuicBackend, pipe: Connection) -> int:
+    def live(backend: IrohBackend, pipe: Connection) -> int:
         comm = Communicator.world(backend)
         data = bytes_of(1 << 20, comm.rank)
         comm.barrier()
@@ -209,7 +209,7 @@ def test_a_slow_receiver_holds_the_sender_back() -> None:
         comm.close()
         return grown * 1024
 
-    with forked(live, 2, kind="quic") as ranks:
+    with forked(live, 2, kind="iroh") as ranks:
         results = [ranks.result(rank) for rank in range(2)]
     assert not [each for each in results if isinstance(each, Failed)], results
     assert results[0] < 32 << 20
@@ -221,7 +221,7 @@ def test_a_slow_receiver_holds_the_sender_back() -> None:
 def lose(how: int, config: Config | None = None) -> list[tuple[float, tuple[int, ...], str]]:
     """Three ranks, one of which is killed or stopped: when the others knew after that, whom, and why."""
 
-    def live(backend: QuicBackend, pipe: Connection) -> tuple[Any, ...]:
+    def live(backend: IrohBackend, pipe: Connection) -> tuple[Any, ...]:
         comm = Communicator.world(backend)
         comm.barrier()
         pipe.send("ready")
@@ -231,7 +231,7 @@ def lose(how: int, config: Config | None = None) -> list[tuple[float, tuple[int,
             comm.all_reduce(np.ones(100))
         return time.monotonic(), caught.value.ranks, str(caught.value)
 
-    with forked(live, 3, kind="quic", config=config) as ranks:
+    with forked(live, 3, kind="iroh", config=config) as ranks:
         for rank in range(3):
             assert ranks.hear(rank) == "ready"
         lost = time.monotonic()
@@ -262,11 +262,11 @@ def test_a_rank_that_holds_its_interpreter_is_not_taken_for_dead() -> None:
             ctypes.PyDLL(None).usleep(2_500_000)  # with the lock of the interpreter in its hand
         return int(comm.all_reduce(comm.rank))
 
-    assert run_processes(program, 2, kind="quic", config=Config(silence_s=0.5)) == [1, 1]
+    assert run_processes(program, 2, kind="iroh", config=Config(silence_s=0.5)) == [1, 1]
 
 
 def test_ctrl_c_ends_a_blocking_call() -> None:
-    def live(backend: QuicBackend, pipe: Connection) -> str:
+    def live(backend: IrohBackend, pipe: Connection) -> str:
         comm = Communicator.world(backend)
         comm.barrier()
         if comm.rank == 1:
@@ -279,7 +279,7 @@ def test_ctrl_c_ends_a_blocking_call() -> None:
             return "interrupted"
         return "received"
 
-    with forked(live, 2, kind="quic") as ranks:
+    with forked(live, 2, kind="iroh") as ranks:
         for rank in range(2):
             assert ranks.hear(rank) == "ready"
         ranks.signal(0, signal.SIGINT)
@@ -306,7 +306,7 @@ def test_a_forked_child_is_refused() -> None:
             assert code == 0, code
         return int(comm.all_reduce(comm.rank))
 
-    assert run_processes(program, 2, kind="quic") == [1, 1]
+    assert run_processes(program, 2, kind="iroh") == [1, 1]
 
 
 # -- strangers --------------------------------------------------------------------------------------------
@@ -332,12 +332,12 @@ async def connect_as_stranger(addresses: list[str], key: bytes, alpn: bytes) -> 
         await endpoint.close()
 
 
-class Knocking(UnconnectedQuic):
+class Knocking(UnconnectedIroh):
     """Rank 1, before it joins, and as somebody else."""
 
-    def connect(self, cards: Any) -> QuicBackend:
+    def connect(self, cards: Any) -> IrohBackend:
         if self._spec.rank == 1:
-            from unisono.backends.quic.endpoint import ALPN, Card
+            from unisono.backends.iroh.endpoint import ALPN, Card
 
             first = Card.parse(cards[0])
             answers = [
@@ -350,8 +350,8 @@ class Knocking(UnconnectedQuic):
 
 
 def test_a_stranger_without_the_ticket_is_refused_before_and_after_the_world_is_formed() -> None:
-    def live(backend: QuicBackend, pipe: Connection) -> tuple[int, str]:
-        from unisono.backends.quic.endpoint import ALPN
+    def live(backend: IrohBackend, pipe: Connection) -> tuple[int, str]:
+        from unisono.backends.iroh.endpoint import ALPN
 
         comm = Communicator.world(backend)
         card = backend._transport._endpoint.card
@@ -368,11 +368,11 @@ def test_a_stranger_without_the_ticket_is_refused_before_and_after_the_world_is_
     assert "no connection" in results[1][1]
 
 
-class Impostor(UnconnectedQuic):
+class Impostor(UnconnectedIroh):
     """Rank 0 does not hold the key that its card names."""
 
     def card(self) -> bytes:
-        from unisono.backends.quic.endpoint import Card
+        from unisono.backends.iroh.endpoint import Card
 
         card = Card.parse(super().card())
         if self._spec.rank == 0:
@@ -380,7 +380,7 @@ class Impostor(UnconnectedQuic):
         return card.encoded()
 
 
-class Ignorant(UnconnectedQuic):
+class Ignorant(UnconnectedIroh):
     """Rank 1 does not know the job's secret."""
 
     def __init__(self, spec: BindSpec) -> None:
@@ -390,23 +390,23 @@ class Ignorant(UnconnectedQuic):
 
 
 def test_a_peer_without_the_right_key_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.backends.quic.backend._CONNECT_S", 2.0)
+    monkeypatch.setattr("unisono.backends.iroh.backend._CONNECT_S", 2.0)
     with forked(lambda backend, pipe: "connected", 2, bind=Impostor) as ranks:
         failed = ranks.result(1)
     assert isinstance(failed, Failed)
     assert failed.type_name == "RendezvousError"
-    assert "rank 1 could not connect by QUIC: rank 0: " in failed.text
+    assert "rank 1 could not connect by iroh: rank 0: " in failed.text
 
 
 def test_a_peer_that_does_not_know_the_secret_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the two refuses the other; the first says why, and closes the connection to the second."""
-    monkeypatch.setattr("unisono.backends.quic.backend._CONNECT_S", 2.0)
+    monkeypatch.setattr("unisono.backends.iroh.backend._CONNECT_S", 2.0)
     with forked(lambda backend, pipe: "connected", 2, bind=Ignorant) as ranks:
         failed = [ranks.result(rank) for rank in range(2)]
     for rank, end in enumerate(failed):
         assert isinstance(end, Failed)
         assert end.type_name == "RendezvousError"
-        assert f"rank {rank} could not connect by QUIC: rank {1 - rank}: " in end.text
+        assert f"rank {rank} could not connect by iroh: rank {1 - rank}: " in end.text
     assert any("proof of the job's secret is wrong" in end.text for end in failed), failed
 
 
@@ -439,12 +439,12 @@ class Recorder:
 RECORDERS: list[Recorder] = []
 
 
-class Recorded(UnconnectedQuic):
+class Recorded(UnconnectedIroh):
     """Rank 1 reaches rank 0 through a recorder."""
 
-    def connect(self, cards: Any) -> QuicBackend:
+    def connect(self, cards: Any) -> IrohBackend:
         if self._spec.rank == 1:
-            from unisono.backends.quic.endpoint import Card
+            from unisono.backends.iroh.endpoint import Card
 
             first = Card.parse(cards[0])
             host, _, port = first.addresses[0].rpartition(":")
@@ -455,7 +455,7 @@ class Recorded(UnconnectedQuic):
 
 
 def test_a_replayed_join_and_garbage_datagrams_change_nothing() -> None:
-    def live(backend: QuicBackend, pipe: Connection) -> tuple[int, int]:
+    def live(backend: IrohBackend, pipe: Connection) -> tuple[int, int]:
         comm = Communicator.world(backend)
         comm.barrier()
         sums = []
@@ -499,7 +499,7 @@ def test_one_datagram_in_twenty_may_get_lost() -> None:
     need_tools("ip", "nft")
     try:
         with private_network(lost_percent=5):
-            sent = run_processes(program, 3, kind="quic")
+            sent = run_processes(program, 3, kind="iroh")
     except NoNetwork as error:
         skip_without("the right to make a network namespace", str(error))
     assert not [each for each in sent if isinstance(each, Failed)], sent
@@ -513,8 +513,8 @@ def spawned(comm: Communicator) -> tuple[str, float]:
     return comm.backend.capabilities.name, comm.all_reduce(float(comm.rank + 1))
 
 
-def test_spawn_and_the_seed_bring_quic_ranks_together() -> None:
-    assert uni.spawn(spawned, 2, backend="quic") == [("quic", 3.0)] * 2
+def test_spawn_and_the_seed_bring_iroh_ranks_together() -> None:
+    assert uni.spawn(spawned, 2, backend="iroh") == [("iroh", 3.0)] * 2
 
 
 def test_it_listens_on_the_named_address_only() -> None:
@@ -528,7 +528,7 @@ def test_it_listens_on_the_named_address_only() -> None:
         ]
 
     loopback = ("0100007F:", "00000000000000000000000001000000:")
-    for bound in run_processes(program, 2, kind="quic"):
+    for bound in run_processes(program, 2, kind="iroh"):
         assert bound
         assert [address for address in bound if not address.startswith(loopback)] == []
 

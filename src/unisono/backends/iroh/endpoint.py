@@ -17,17 +17,17 @@ from typing import Any, Final, TypeVar
 import iroh
 import msgspec
 
-from unisono.backends.quic.iroh_repairs import repair, use_event_fd
+from unisono.backends.iroh.iroh_repairs import repair, use_event_fd
 from unisono.backends.registry import BindSpec, decoded_card
 from unisono.errors import BackendUnavailable, ProtocolError, UsageError
 
 __all__ = ["Card", "Endpoint", "Loop"]
 
-_log = logging.getLogger("unisono.quic")
+_log = logging.getLogger("unisono.iroh")
 
 T = TypeVar("T")
 
-ALPN: Final = b"unisono/quic/1"
+ALPN: Final = b"unisono/iroh/1"
 # Bounds on connections that have not proved their key yet: time for a handshake, and how many at once.
 _HANDSHAKE_S: Final = 5.0
 _HANDSHAKES_MAX: Final = 64
@@ -126,16 +126,16 @@ class Endpoint:
 
         Raises:
             BackendUnavailable: iroh could not bind the address.
-            UsageError: `Config.quic_relay` is not a relay.
+            UsageError: `Config.iroh_relay` is not a relay.
         """
         config = spec.config
         builder = iroh.EndpointBuilder()
-        if config.quic_discovery:
+        if config.iroh_discovery:
             builder.apply_n0()
         else:
             builder.apply_minimal()
         try:
-            builder.relay_mode(_relay_mode(config.quic_relay))
+            builder.relay_mode(_relay_mode(config.iroh_relay))
             builder.alpns([ALPN])
             for address in _addresses_to_bind(spec.host, spec.port):
                 builder.bind_addr(address)
@@ -144,11 +144,11 @@ class Endpoint:
                 await bound.add_external_addr(_with_port(spec.advertise, bound))
         except iroh.IrohError as error:
             raise BackendUnavailable(
-                "QUIC could not bind its UDP port",
+                "iroh could not bind its UDP port",
                 cause=error.message(),
                 next_step="name another --address, or use backend='native'",
             ) from None
-        if config.quic_relay != "off":
+        if config.iroh_relay != "off":
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(bound.online(), _RELAY_S)
         return cls(bound, _card(spec, bound, process))
@@ -224,7 +224,7 @@ def _relay_mode(setting: str) -> Any:
         return iroh.RelayMode.custom_from_urls([url.strip() for url in setting.split(",")])
     except iroh.IrohError as error:
         raise UsageError(
-            f"quic_relay={setting!r} ({error.message()}); allowed: off, default or addresses of relays"
+            f"iroh_relay={setting!r} ({error.message()}); allowed: off, default or addresses of relays"
         ) from None
 
 
@@ -248,7 +248,7 @@ def _is_bindable(host: str) -> bool:
 def _card(spec: BindSpec, bound: Any, process: list[str]) -> Card:
     address = bound.addr()
     found = list(address.direct_addresses())
-    if spec.config.quic_relay == "off" and not ipaddress.ip_address(spec.host).is_unspecified:
+    if spec.config.iroh_relay == "off" and not ipaddress.ip_address(spec.host).is_unspecified:
         found = [text for text in found if text.rpartition(":")[0].strip("[]") == spec.host]
     if spec.advertise:
         found = list(dict.fromkeys([_with_port(spec.advertise, bound), *found]))

@@ -1,6 +1,6 @@
-"""The quic backend beside iroh itself: long messages and a bare stream of iroh, in the same processes.
+"""The iroh backend beside iroh itself: long messages and a bare stream of iroh, in the same processes.
 
-    python bench/quic.py [rounds] [MiB]
+    python bench/iroh_stream.py [rounds] [MiB]
 
 Both send the same bytes one way over loopback, in turns: our messages of 64 MiB, and one stream written and
 read 256 KiB at a time, with the same repair of iroh's copy. Prints the rates and the ratio of each round, and
@@ -21,7 +21,7 @@ import iroh
 import numpy as np
 
 import unisono as uni
-from unisono.backends.quic.iroh_repairs import repair
+from unisono.backends.iroh.iroh_repairs import repair
 
 MESSAGE = 64 << 20
 PART = 256 << 10
@@ -148,7 +148,7 @@ def main() -> None:
         rank(int(sys.argv[2]), int(sys.argv[3]) << 20)
         return
     rounds, mebibytes = [*sys.argv[1:3], *("7", "128")[len(sys.argv) - 1 :]][:2]
-    run = [sys.executable, "-m", "unisono", "run", "--backend", "quic", "-n", "2"]
+    run = [sys.executable, "-m", "unisono", "run", "--backend", "iroh", "-n", "2"]
     subprocess.run([*run, __file__, "--rank", rounds, mebibytes], check=True)
 
 

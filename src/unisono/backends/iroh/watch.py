@@ -1,4 +1,4 @@
-"""Failure detection for QUIC: datagram counts and ticks in, verdicts out; and the ends of local processes.
+"""Failure detection for iroh: datagram counts and ticks in, verdicts out; and the ends of local processes.
 
 iroh answers a ping without Python, so a rank whose interpreter is busy is not declared dead. The kernel
 reports the end of a process on this host at once.

@@ -1,4 +1,4 @@
-"""The quic backend: iroh, a QUIC implementation in Rust, carries the frames of a FramedBackend.
+"""The iroh backend: iroh, a QUIC implementation in Rust, carries the frames of a FramedBackend.
 
 The later of two ranks connects to the earlier one. All connections are made at the beginning; after that one
 thread, the event loop's, does everything. It also watches the peers: iroh answers pings without Python, and
@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from unisono.backends.framed import FramedBackend, FrameTransport, frame_bytes_max
-from unisono.backends.quic.watch import TICKS, Pulse, open_process, own_process
+from unisono.backends.iroh.watch import TICKS, Pulse, open_process, own_process
 from unisono.backends.registry import BackendInfo, BindSpec
 from unisono.core.clock import RealRuntime
 from unisono.core.envelope import Lane
@@ -26,12 +26,12 @@ from unisono.errors import ProtocolError, RendezvousError
 from unisono.messaging.backend import Capabilities
 
 if TYPE_CHECKING:
-    from unisono.backends.quic.endpoint import Card, Endpoint, Loop
-    from unisono.backends.quic.link import Link
+    from unisono.backends.iroh.endpoint import Card, Endpoint, Loop
+    from unisono.backends.iroh.link import Link
 
-__all__ = ["DESCRIPTION", "QuicBackend", "UnconnectedQuic"]
+__all__ = ["DESCRIPTION", "IrohBackend", "UnconnectedIroh"]
 
-_log = logging.getLogger("unisono.quic")
+_log = logging.getLogger("unisono.iroh")
 
 # All ranks are up when connecting begins, so only a broken network or a dead rank takes this long.
 _CONNECT_S: Final = 30.0
@@ -43,11 +43,11 @@ _CLOSE_S: Final = 1.0
 # After the end of a process on this host, its last datagrams may still be in our sockets: poll interval.
 _DRAIN_S: Final = 0.05
 _LOST: Final = 2
-_CAPABILITIES: Final = Capabilities("quic")
-_INSTALL: Final = "pip install 'unisono[quic]'"
+_CAPABILITIES: Final = Capabilities("iroh")
+_INSTALL: Final = "pip install 'unisono[iroh]'"
 
 
-class QuicBackend(FramedBackend):
+class IrohBackend(FramedBackend):
     """One rank over one endpoint."""
 
     # 1 MiB: several streams share a message of some MiB, and the cost per piece is still small.
@@ -55,7 +55,7 @@ class QuicBackend(FramedBackend):
 
     def __init__(self, spec: BindSpec, loop: Loop, endpoint: Endpoint) -> None:
         super().__init__(spec.rank, spec.size, spec.config, RealRuntime())
-        self._transport: _QuicTransport = _QuicTransport(self, spec, loop, endpoint)
+        self._transport: _IrohTransport = _IrohTransport(self, spec, loop, endpoint)
         # No thread may return from iroh while the interpreter shuts down.
         atexit.register(self._abandon)
 
@@ -86,15 +86,15 @@ class QuicBackend(FramedBackend):
             self._transport.abandon()
 
 
-class UnconnectedQuic:
+class UnconnectedIroh:
     """A rank that is not connected yet: its endpoint has a port and a key."""
 
     def __init__(self, spec: BindSpec) -> None:
-        from unisono.backends.quic.endpoint import Endpoint, Loop
+        from unisono.backends.iroh.endpoint import Endpoint, Loop
 
         self._spec = spec
-        self._backend: QuicBackend | None = None
-        self._loop = Loop(f"unisono-quic-{spec.rank}")
+        self._backend: IrohBackend | None = None
+        self._loop = Loop(f"unisono-iroh-{spec.rank}")
         try:
             self._endpoint = self._loop.call(Endpoint.bind(spec, own_process()))
         except BaseException:
@@ -105,17 +105,17 @@ class UnconnectedQuic:
         """What the others need to reach this rank."""
         return self._endpoint.card.encoded()
 
-    def connect(self, cards: Sequence[bytes]) -> QuicBackend:
+    def connect(self, cards: Sequence[bytes]) -> IrohBackend:
         """Connect to all other ranks.
 
         Raises:
             ProtocolError: a card is malformed.
             RendezvousError: a rank could not be reached; call `close` then.
         """
-        from unisono.backends.quic.endpoint import Card
+        from unisono.backends.iroh.endpoint import Card
 
         known = [Card.parse(card) for card in cards]
-        backend = self._backend = QuicBackend(self._spec, self._loop, self._endpoint)
+        backend = self._backend = IrohBackend(self._spec, self._loop, self._endpoint)
         backend.connect(known)
         return backend
 
@@ -129,10 +129,10 @@ class UnconnectedQuic:
         self._loop.stop()
 
 
-class _QuicTransport(FrameTransport):
+class _IrohTransport(FrameTransport):
     """Frames over links, one per peer."""
 
-    def __init__(self, backend: QuicBackend, spec: BindSpec, loop: Loop, endpoint: Endpoint) -> None:
+    def __init__(self, backend: IrohBackend, spec: BindSpec, loop: Loop, endpoint: Endpoint) -> None:
         self._backend = backend
         self._spec = spec
         self._loop = loop
@@ -196,9 +196,9 @@ class _QuicTransport(FrameTransport):
                 task.cancel()
             causes = "; ".join(f"rank {peer}: {why}" for peer, why in sorted(failed.items()))
             raise RendezvousError(
-                f"rank {rank} could not connect by QUIC",
+                f"rank {rank} could not connect by iroh",
                 cause=causes,
-                next_step="open UDP between these ranks, or set quic_relay",
+                next_step="open UDP between these ranks, or set iroh_relay",
             )
         for peer, task in opening.items():
             self._links[peer] = link = task.result()
@@ -211,14 +211,14 @@ class _QuicTransport(FrameTransport):
 
     async def _open_link(self, peer: int, card: Card, coming: asyncio.Future[Any] | None) -> Link:
         """Open the link with a peer: connect to it, or wait until it has connected (`coming`)."""
-        from unisono.backends.quic.link import Introduction, Link
+        from unisono.backends.iroh.link import Introduction, Link
 
         connection = await (self._endpoint.connect(card) if coming is None else coming)
         spec, backend = self._spec, self._backend
         link = Link(
             connection,
             Introduction(spec.rank, peer, self._endpoint.card.key, card.key, spec.secret),
-            streams=spec.config.quic_streams,
+            streams=spec.config.iroh_streams,
             frame_bytes_max=frame_bytes_max(spec.config),
             piece_bytes=backend.piece_bytes,
             arrive=partial(backend.arrive_logged, peer),
@@ -229,7 +229,7 @@ class _QuicTransport(FrameTransport):
 
     async def _serve(self, peer: int, link: Link) -> None:
         """Receive from a peer until it has left or is gone."""
-        from unisono.backends.quic.link import LinkError
+        from unisono.backends.iroh.link import LinkError
 
         try:
             await link.receive()
@@ -315,10 +315,10 @@ def _check() -> str | None:
 
 
 DESCRIPTION = BackendInfo(
-    name="quic",
-    summary="ranks as processes, over QUIC by iroh: encrypted, through NAT if asked",
+    name="iroh",
+    summary="ranks as processes, over QUIC by iroh: through routers and relays if asked",
     check=_check,
     install=_INSTALL,
     capabilities=_CAPABILITIES,
-    bind=UnconnectedQuic,
+    bind=UnconnectedIroh,
 )

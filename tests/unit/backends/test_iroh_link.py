@@ -20,10 +20,10 @@ import pytest
 from iroh import iroh_ffi
 
 from unisono._native import CompletionEventFd
-from unisono.backends.quic import iroh_repairs
-from unisono.backends.quic.endpoint import Card
-from unisono.backends.quic.link import Introduction, Link
-from unisono.backends.quic.watch import TICKS, Pulse, open_process, own_process
+from unisono.backends.iroh import iroh_repairs
+from unisono.backends.iroh.endpoint import Card
+from unisono.backends.iroh.link import Introduction, Link
+from unisono.backends.iroh.watch import TICKS, Pulse, open_process, own_process
 from unisono.core.envelope import Lane
 from unisono.errors import ProtocolError
 

@@ -47,7 +47,7 @@ _ACK_BYTES: Final = 512 * 1024
 # QUIC's application error codes, with which we close a connection.
 _LEFT, _BROKEN = 0, 1
 
-_MAGIC: Final = b"unisono quic 1\0\0"
+_MAGIC: Final = b"unisono iroh 1\0\0"
 # Magic, lane, rank and proof open every stream.
 _OPENING: Final = struct.Struct("<16sIQ32s")
 # Before each frame: its length, the length of the payload behind it, and a fence: 0, or one more than the

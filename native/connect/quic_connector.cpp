@@ -1,0 +1,498 @@
+#include "connect/quic_connector.hpp"
+
+#include <ngtcp2/ngtcp2_crypto.h>
+
+#include <algorithm>
+#include <list>
+#include <map>
+#include <stdexcept>
+
+#include "connect/pinger.hpp"
+#include "link/quic_link.hpp"
+#include "link/quic_version.hpp"
+
+namespace unisono::engine {
+namespace {
+
+// Calls under way at a time: each costs both sides milliseconds.
+constexpr size_t calls_max = 16;
+constexpr size_t refusals_max = 8;
+// With more strangers than this, a newcomer proves its address first.
+constexpr size_t strangers_unproven_max = 16;
+// The datagrams of a handshake are padded: a stranger may send this many times the bytes of one over TCP.
+constexpr uint64_t padding_factor = 4;
+constexpr std::int64_t retry_ns = 10 * second;
+// Windows: of one peer by itself, and the least that makes progress.
+constexpr uint64_t window_bytes = 2 << 20, window_bytes_min = 2048;
+constexpr uint64_t window_bytes_first = 1 << 20, window_bytes_long = 64 << 20;
+// In the best case two of them fill a batch of the socket.
+constexpr size_t datagram_bytes_local = 32'000;
+// A port that answers as closed is asked three times.
+constexpr std::int64_t ask_ns = 40 * millisecond;
+constexpr int asks_max = 3;
+
+// A rank that is called.
+struct Call {
+  enum class State : uint8_t { due, under_way, resting, crossed };
+
+  std::int32_t rank = 0;
+  SocketAddress address;
+  std::int32_t pid = 0;  // if it is on this host
+  State state = State::due;
+  QuicConnection* connection = nullptr;
+  std::int64_t patience_ns = 0;
+  std::int64_t waited_ns = 0;
+  int attempts = 0;
+  int refusals = 0;  // of its port, by ICMP
+  bool is_reached = false;
+  std::string trouble;
+};
+
+struct Stranger {
+  QuicConnection* connection;
+  SocketAddress address;
+  std::int64_t patience_ns;
+};
+
+// A linked rank whose port answered as closed.
+struct Suspicion {
+  std::int32_t rank;
+  QuicConnection* connection;
+  uint64_t datagrams;  // that had come by then
+  uint64_t answers;    // to pings
+  int asks = 0;
+  int refusals = 1;
+  std::int64_t next_at = 0;
+};
+
+class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner {
+ public:
+  RealQuicConnector(ConnectionOwner& owner, Poller& poller, Pinger& pinger)
+      : owner_(owner), pinger_(pinger), endpoint_(*this, poller) {}
+
+  void open(std::int32_t rank, std::int32_t size, const std::string& secret, const Settings& settings,
+            Card& card) override {
+    rank_ = rank;
+    size_ = size;
+    settings_ = settings;
+    host_ = card.host;
+    SocketAddress address = SocketAddress::of(settings.bind, settings.port);
+    if (address.bytes == 0) throw std::runtime_error(settings.bind + " is not a numeric address");
+    if (!endpoint_.open(address))
+      throw std::runtime_error(
+          failure(("cannot bind UDP " + settings.bind + " port " + std::to_string(settings.port)).c_str()));
+    if (!fill_random(token_secret_, sizeof token_secret_)) throw std::runtime_error(failure("no random bytes"));
+    card.address = settings.bind;
+    card.port = address.port();
+    pinger_.share(rank, secret, endpoint_.fd());
+    neighbours_ = static_cast<size_t>(size);
+  }
+
+  void secure(const TlsMaterial& material) override {
+    if (identity_ != nullptr) throw std::runtime_error("allowed: an identity, once");
+    if (material.names.size() != static_cast<size_t>(size_)) throw std::runtime_error("allowed: one name per rank");
+    identity_ = std::make_unique<QuicIdentity>(material, rank_);
+    endpoint_.listen();
+  }
+  bool is_ready() const override { return identity_ != nullptr; }
+  void set_neighbours(size_t ranks_here) override { neighbours_ = ranks_here; }
+
+  void connect(std::int32_t rank, const Card& card) override {
+    Call made;
+    made.rank = rank;
+    made.address = SocketAddress::of(card.address, card.port);
+    if (made.address.bytes == 0) return owner_.on_refused(rank, "its address is not valid", Admission::unknown);
+    if (card.host == host_) made.pid = card.pid;
+    made.patience_ns = settings_.silence_ns;
+    calls_.push_back(std::move(made));
+    dial_due();
+  }
+
+  std::unique_ptr<Link> link(Peer& peer, QuicConnection& connection, const SocketPolicy& policy) override {
+    ++links_;
+    return std::make_unique<QuicLink>(peer, endpoint_, connection, policy);
+  }
+  void turn_away(QuicConnection& connection) override { endpoint_.close(connection, Admission::known); }
+
+  void forget(std::int32_t rank) override {
+    for (auto call = calls_.begin(); call != calls_.end();) {
+      if (call->rank != rank) {
+        ++call;
+        continue;
+      }
+      QuicConnection* connection = call->connection;
+      call = calls_.erase(call);
+      if (connection != nullptr) endpoint_.close(*connection, Admission::known);
+    }
+  }
+  bool is_calling(std::int32_t rank) const override { return call_of(rank) != nullptr; }
+  bool is_dialling(std::int32_t rank) const override {
+    const Call* call = call_of(rank);
+    return call != nullptr && call->state != Call::State::crossed && !call->is_reached;
+  }
+  bool is_crossed(std::int32_t rank) const override {
+    const Call* call = call_of(rank);
+    return call != nullptr && call->state == Call::State::crossed;
+  }
+  bool is_connecting() const override {
+    return !calls_.empty() || std::any_of(strangers_.begin(), strangers_.end(), [](const Stranger& s) {
+      return s.connection->state() == QuicState::certified;
+    });
+  }
+  bool is_busy() const override { return !calls_.empty() || !strangers_.empty(); }
+
+  void tick(std::int64_t passed_ns) override;
+  uint64_t refused() const override { return refused_; }
+  void take_refusals(std::vector<std::string>& into) override {
+    into.insert(into.end(), refusals_.begin(), refusals_.end());
+    refusals_.clear();
+  }
+
+  bool poll() override {
+    // A rank without QUIC links, as on a single host, does not pay for a system call.
+    const std::int64_t now = now_ns();
+    if (links_ == 0 && !is_busy() && !endpoint_.is_readable() && now < endpoint_.expiry()) return false;
+    if (!suspicions_.empty()) ask_suspects(now);
+    return endpoint_.poll(now);
+  }
+  void push() override { endpoint_.push(); }
+  std::int64_t expiry() const override {
+    std::int64_t first = endpoint_.expiry();
+    for (const Suspicion& each : suspicions_) first = std::min(first, each.next_at);
+    return first;
+  }
+  void close(bool is_forked) override {
+    if (!is_forked) {
+      while (!calls_.empty()) forget(calls_.front().rank);
+      while (!strangers_.empty()) {
+        QuicConnection& connection = *strangers_.front().connection;
+        strangers_.pop_front();
+        endpoint_.close(connection, Admission::leaving);
+      }
+    }
+    calls_.clear();
+    strangers_.clear();
+    suspicions_.clear();
+    endpoint_.abandon();
+  }
+
+ private:
+  // -- QuicEndpointOwner
+  void on_first(const SocketAddress& from, const byte* datagram, size_t bytes, std::int64_t now) override;
+  void on_changed(QuicConnection& connection) override;
+  void on_unreachable(const SocketAddress& to, int error) override;
+
+  const Call* call_of(std::int32_t rank) const {
+    const auto found = std::find_if(calls_.begin(), calls_.end(), [rank](const Call& c) { return c.rank == rank; });
+    return found != calls_.end() ? &*found : nullptr;
+  }
+  QuicPath path_to(const SocketAddress& remote) const;
+  QuicSettings quic_settings() const {
+    return {rank_, size_, settings_.eager_credit_bytes, std::max<uint64_t>(settings_.rekey_records, 1)};
+  }
+  void dial_due();
+  void dial(Call& call);
+  void on_call_changed(std::list<Call>::iterator call);
+  void on_stranger_changed(std::list<Stranger>::iterator stranger);
+  void refuse(std::list<Call>::iterator call, const std::string& cause, Admission ruling = Admission::unknown);
+  void note_refusal(const Stranger& stranger, const std::string& cause);
+  void drop_oldest_stranger(const std::string& group);
+  void ask_for_address(const ngtcp2_pkt_hd& first, const SocketAddress& from, std::int64_t now);
+  void ask_suspects(std::int64_t now);
+  std::string unreached(const Call& call, const std::string& why) const {
+    return "cannot be reached from rank " + std::to_string(rank_) + " at " + call.address.host() + " port " +
+           std::to_string(call.address.port()) + ", UDP: " + why;
+  }
+
+  ConnectionOwner& owner_;
+  Pinger& pinger_;
+  std::int32_t rank_ = 0;
+  std::int32_t size_ = 0;
+  Settings settings_{};
+  std::string host_;
+  size_t neighbours_ = 1;
+  byte token_secret_[32] = {};
+  std::unique_ptr<QuicIdentity> identity_;
+  std::list<Call> calls_;
+  std::list<Stranger> strangers_;  // oldest first
+  std::list<Suspicion> suspicions_;
+  size_t links_ = 0;  // that were made so far
+  uint64_t refused_ = 0;
+  std::vector<std::string> refusals_;
+  QuicEndpoint endpoint_;
+};
+
+// ---- calls ----
+
+QuicPath RealQuicConnector::path_to(const SocketAddress& remote) const {
+  QuicPath path;
+  path.local = endpoint_.local();
+  path.remote = remote;
+  path.is_local = remote.has_host_of(path.local);
+  if (path.is_local) {
+    // One buffer serves all peers of this host: together they must not be able to fill it.
+    const uint64_t share = endpoint_.receive_bytes() / std::max<size_t>(neighbours_ - (neighbours_ > 1), 1);
+    path.window_bytes = std::clamp(share, window_bytes_min, window_bytes);
+    path.window_bytes_max = path.window_bytes;
+    path.datagram_bytes = settings_.datagram_bytes != 0 ? settings_.datagram_bytes : datagram_bytes_local;
+  } else {
+    path.window_bytes = window_bytes_first;
+    path.window_bytes_max = window_bytes_long;
+    path.datagram_bytes = settings_.datagram_bytes;
+  }
+  return path;
+}
+
+void RealQuicConnector::dial_due() {
+  size_t under_way = 0;
+  for (const Call& call : calls_) under_way += call.state == Call::State::under_way;
+  for (Call& call : calls_) {
+    if (call.state != Call::State::due) continue;
+    if (under_way++ >= calls_max) return;
+    dial(call);
+  }
+}
+
+void RealQuicConnector::dial(Call& call) {
+  auto made = QuicConnection::open(*identity_, quic_settings(), endpoint_, path_to(call.address), call.rank, now_ns());
+  call.state = Call::State::under_way;
+  ++call.attempts;
+  if (made == nullptr) {
+    call.trouble = "no memory for a connection";
+    call.state = Call::State::resting;
+    return;
+  }
+  call.connection = &endpoint_.add(std::move(made));
+}
+
+void RealQuicConnector::on_call_changed(std::list<Call>::iterator call) {
+  QuicConnection& connection = *call->connection;
+  if (connection.datagrams() != 0 && !std::exchange(call->is_reached, true))
+    call->patience_ns = std::max({call->patience_ns, 2 * settings_.silence_ns, settings_.stranger_ns});
+  call->refusals = connection.datagrams() != 0 ? 0 : call->refusals;
+  if (connection.state() == QuicState::linked) {
+    const std::int32_t rank = call->rank;
+    calls_.erase(call);
+    NewConnection made{};
+    made.rank = rank;
+    made.medium = Medium::quic;
+    made.lane = Lane::control;
+    made.is_opener = true;
+    made.quic = &connection;
+    owner_.on_connection(std::move(made));
+    return dial_due();
+  }
+  if (connection.state() != QuicState::closed) return;
+  const Admission ruling = connection.ruling();
+  const bool is_hung_up = connection.is_hung_up() && !connection.is_refused();
+  const std::string why = connection.why();
+  call->connection = nullptr;
+  endpoint_.close(connection, Admission::unknown);
+  if (is_hung_up && ruling == Admission::crossing) {
+    call->state = Call::State::crossed;
+    return dial_due();
+  }
+  if (is_hung_up && ruling == Admission::leaving) return refuse(call, "left", Admission::leaving);
+  if (is_hung_up && ruling == Admission::known) return refuse(call, "it refuses the link");
+  if (is_hung_up) {
+    // A crowded acceptor drops old callers: call again with the next heartbeat.
+    call->trouble = "it hung up during the handshake";
+    call->state = Call::State::resting;
+    return dial_due();
+  }
+  refuse(call, why);
+}
+
+void RealQuicConnector::refuse(std::list<Call>::iterator call, const std::string& cause, Admission ruling) {
+  const std::int32_t rank = call->rank;
+  QuicConnection* connection = call->connection;
+  calls_.erase(call);
+  if (connection != nullptr) endpoint_.close(*connection, Admission::unknown);
+  owner_.on_refused(rank, cause, ruling);
+  dial_due();
+}
+
+void RealQuicConnector::tick(std::int64_t passed_ns) {
+  if (identity_ == nullptr) return;
+  for (Call& call : calls_) {
+    if (call.attempts == 0 || call.state == Call::State::crossed) continue;
+    call.patience_ns -= passed_ns;
+    call.waited_ns += passed_ns;
+  }
+  const auto is_late = [this](const Call& call) {
+    const bool is_starved =
+        call.pid > 0 && call.patience_ns > -starved_silences_max * settings_.silence_ns && engine::is_starved(call.pid);
+    return call.patience_ns <= 0 && call.attempts != 0 && call.state != Call::State::crossed && !is_starved;
+  };
+  // From the start each time: a refusal may remove any of them.
+  for (auto late = calls_.begin(); (late = std::find_if(calls_.begin(), calls_.end(), is_late)) != calls_.end();) {
+    char text[64];
+    snprintf(text, sizeof text, "no answer to a handshake in %.1f s", static_cast<double>(late->waited_ns) / 1e9);
+    refuse(late, unreached(*late, late->trouble.empty() ? text : late->trouble));
+  }
+  for (Call& call : calls_)
+    if (call.state == Call::State::resting) call.state = Call::State::due;
+  for (Stranger& stranger : strangers_) stranger.patience_ns -= passed_ns;
+  const auto is_slow = [](const Stranger& s) { return s.patience_ns <= 0; };
+  for (auto slow = strangers_.begin();
+       (slow = std::find_if(strangers_.begin(), strangers_.end(), is_slow)) != strangers_.end();) {
+    char text[64];
+    snprintf(text, sizeof text, "no answer to a handshake in %.1f s", static_cast<double>(settings_.stranger_ns) / 1e9);
+    note_refusal(*slow, text);
+    QuicConnection& connection = *slow->connection;
+    strangers_.erase(slow);
+    endpoint_.close(connection, Admission::unknown);
+  }
+  dial_due();
+}
+
+// ---- callers ----
+
+void RealQuicConnector::on_first(const SocketAddress& from, const byte* datagram, size_t bytes, std::int64_t now) {
+  if (pinger_.take(datagram, bytes)) return;
+  ngtcp2_pkt_hd first;
+  const auto* data = reinterpret_cast<const uint8_t*>(datagram);
+  if (identity_ == nullptr || ngtcp2_accept(&first, data, bytes) != 0) return;
+  if (first.dcid.datalen != quic_id_bytes || first.version != NGTCP2_PROTO_VER_V1) return;
+  ngtcp2_cid original{};
+  const bool has_token = token_bytes(first) != 0;
+  if (has_token) {
+    const bool is_sound =
+        ngtcp2_crypto_verify_retry_token(&original, token_of(first), token_bytes(first),
+                                         reinterpret_cast<const uint8_t*>(token_secret_), sizeof token_secret_,
+                                         first.version, reinterpret_cast<const ngtcp2_sockaddr*>(from.get()),
+                                         from.bytes, &first.dcid, retry_ns, static_cast<ngtcp2_tstamp>(now)) == 0;
+    if (!is_sound) return;
+  } else if (strangers_.size() >= strangers_unproven_max) {
+    return ask_for_address(first, from, now);
+  }
+  drop_oldest_stranger(from.group());
+  auto made = QuicConnection::accept(*identity_, quic_settings(), endpoint_, path_to(from), first,
+                                     has_token ? &original : nullptr, now);
+  if (made == nullptr) return;
+  QuicConnection& connection = endpoint_.add(std::move(made));
+  strangers_.push_back({&connection, from, settings_.stranger_ns});
+  connection.receive(from, datagram, bytes, now);
+  on_stranger_changed(std::prev(strangers_.end()));
+}
+
+void RealQuicConnector::ask_for_address(const ngtcp2_pkt_hd& first, const SocketAddress& from, std::int64_t now) {
+  ngtcp2_cid id{};
+  id.datalen = quic_id_bytes;
+  uint8_t token[NGTCP2_CRYPTO_MAX_RETRY_TOKENLEN], packet[512];
+  if (!fill_random(id.data, id.datalen)) return;
+  const ngtcp2_ssize token_length =
+      ngtcp2_crypto_generate_retry_token(token, reinterpret_cast<const uint8_t*>(token_secret_), sizeof token_secret_,
+                                         first.version, reinterpret_cast<const ngtcp2_sockaddr*>(from.get()),
+                                         from.bytes, &id, &first.dcid, static_cast<ngtcp2_tstamp>(now));
+  if (token_length < 0) return;
+  const ngtcp2_ssize n = ngtcp2_crypto_write_retry(packet, sizeof packet, first.version, &first.scid, &id, &first.dcid,
+                                                   token, static_cast<size_t>(token_length));
+  if (n > 0) endpoint_.send_one(reinterpret_cast<const byte*>(packet), static_cast<size_t>(n), from);
+}
+
+// A newcomer is never turned away: if there are too many strangers, the oldest goes, of the same address if that alone
+// has too many.
+void RealQuicConnector::drop_oldest_stranger(const std::string& group) {
+  const auto is_same = [&](const Stranger& s) { return s.address.group() == group; };
+  auto oldest = strangers_.end();
+  if (static_cast<size_t>(std::count_if(strangers_.begin(), strangers_.end(), is_same)) >=
+      settings_.strangers_per_address_max)
+    oldest = std::find_if(strangers_.begin(), strangers_.end(), is_same);
+  else if (strangers_.size() >= settings_.strangers_max)
+    oldest = strangers_.begin();
+  if (oldest == strangers_.end()) return;
+  note_refusal(*oldest, "too many strangers");
+  QuicConnection& connection = *oldest->connection;
+  strangers_.erase(oldest);
+  endpoint_.close(connection, Admission::unknown);
+}
+
+void RealQuicConnector::on_stranger_changed(std::list<Stranger>::iterator stranger) {
+  QuicConnection& connection = *stranger->connection;
+  if (connection.received_bytes() > padding_factor * settings_.stranger_bytes_max &&
+      connection.state() == QuicState::accepted)
+    connection.give_up("it sent more than a stranger may");
+  if (connection.state() == QuicState::closed) {
+    if (!connection.is_hung_up()) note_refusal(*stranger, connection.why());
+    strangers_.erase(stranger);
+    return endpoint_.close(connection, Admission::unknown);
+  }
+  if (connection.state() != QuicState::waiting) return;
+  strangers_.erase(stranger);
+  const Admission ruling = owner_.admit(connection.rank(), Medium::quic, Lane::control);
+  if (ruling != Admission::welcome) return endpoint_.close(connection, ruling);
+  connection.welcome();
+  endpoint_.on_put(connection, true);
+  NewConnection made{};
+  made.rank = connection.rank();
+  made.medium = Medium::quic;
+  made.lane = Lane::control;
+  made.quic = &connection;
+  owner_.on_connection(std::move(made));
+}
+
+void RealQuicConnector::note_refusal(const Stranger& stranger, const std::string& cause) {
+  ++refused_;
+  if (refusals_.size() < refusals_max) refusals_.push_back("a caller from " + stranger.address.host() + ": " + cause);
+}
+
+void RealQuicConnector::on_changed(QuicConnection& connection) {
+  if (calls_.empty() && strangers_.empty()) return;
+  const auto is_it = [&](const auto& each) { return each.connection == &connection; };
+  if (const auto call = std::find_if(calls_.begin(), calls_.end(), is_it); call != calls_.end())
+    return on_call_changed(call);
+  if (const auto stranger = std::find_if(strangers_.begin(), strangers_.end(), is_it); stranger != strangers_.end())
+    on_stranger_changed(stranger);
+}
+
+// ---- ports that answer as closed ----
+
+void RealQuicConnector::on_unreachable(const SocketAddress& to, int) {
+  const auto call = std::find_if(calls_.begin(), calls_.end(), [&](const Call& c) {
+    return c.address == to && c.state == Call::State::under_way && !c.is_reached;
+  });
+  // The socket of a rank is bound before its card is known.
+  if (call != calls_.end() && (++call->refusals >= asks_max || is_gone(call->pid)))
+    return refuse(call, unreached(*call, strerror(ECONNREFUSED)));
+  for (Suspicion& each : suspicions_)
+    if (each.connection->remote() == to) {
+      ++each.refusals;
+      return;
+    }
+  if (QuicConnection* connection = endpoint_.linked_at(to); connection != nullptr)
+    suspicions_.push_back(
+        {connection->rank(), connection, connection->datagrams(), pinger_.answers(connection->rank())});
+}
+
+// Anybody can forge such a message, but nobody can keep a living rank from answering: ask it.
+void RealQuicConnector::ask_suspects(std::int64_t now) {
+  for (auto each = suspicions_.begin(); each != suspicions_.end();) {
+    const bool is_over = !endpoint_.has(*each->connection) || each->connection->state() != QuicState::linked;
+    if (is_over || each->connection->datagrams() != each->datagrams || pinger_.answers(each->rank) != each->answers) {
+      each = suspicions_.erase(each);
+      continue;
+    }
+    if (now >= each->next_at) {
+      if (each->asks == asks_max) {
+        if (each->refusals >= asks_max) each->connection->give_up("died: its port was closed");
+        each = suspicions_.erase(each);
+        continue;
+      }
+      ++each->asks;
+      each->next_at = now + ask_ns;
+      pinger_.ping(each->rank);
+    }
+    ++each;
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<QuicConnector> QuicConnector::make(ConnectionOwner& owner, Poller& poller, Pinger& pinger) {
+  return std::make_unique<RealQuicConnector>(owner, poller, pinger);
+}
+
+bool QuicConnector::is_built() { return true; }
+
+}  // namespace unisono::engine

@@ -1,0 +1,478 @@
+#include "link/quic_connection.hpp"
+
+#include <ngtcp2/ngtcp2_crypto_gnutls.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "link/quic_version.hpp"
+
+namespace unisono::engine {
+namespace {
+
+// Before a path is known to carry more, and during every handshake.
+constexpr size_t datagram_bytes_min = NGTCP2_MAX_UDP_PAYLOAD_SIZE;
+// The largest that a probe may find out.
+constexpr size_t datagram_bytes_probed_max = 1452;
+// The peer acknowledges at the latest after this time. With the default, 25 ms, one lost datagram delays a short
+// message by as much.
+constexpr std::int64_t ack_delay_ns = millisecond;
+// A guess until there is a measurement: a lost first datagram is sent again after three times this.
+constexpr std::int64_t first_rtt_ns = 50 * millisecond;
+// On one host the library's timers for acknowledgements are due after a microsecond, and would cost a datagram each.
+constexpr std::int64_t timer_slack_ns = 200'000;
+// Of the connection's window one stream can use this part: a lost datagram of one must not hold up the others.
+constexpr uint64_t stream_part_dividend = 3, stream_part_divisor = 4;
+constexpr uint64_t close_code_base = 0x100;
+constexpr uint64_t crypto_error = 0x100;  // transport error codes of TLS alerts
+constexpr size_t parts_max = 8;
+
+ngtcp2_tstamp stamp(std::int64_t now) { return static_cast<ngtcp2_tstamp>(now); }
+
+ngtcp2_path path_of(const SocketAddress& local, const SocketAddress& remote) {
+  const auto address = [](const SocketAddress& a) {
+    return ngtcp2_addr{const_cast<ngtcp2_sockaddr*>(reinterpret_cast<const ngtcp2_sockaddr*>(a.get())), a.bytes};
+  };
+  return {address(local), address(remote), nullptr};
+}
+
+QuicId id_of(const ngtcp2_cid& cid) {
+  QuicId id = 0;
+  std::memcpy(&id, cid.data, std::min(cid.datalen, sizeof id));
+  return id;
+}
+
+ngtcp2_cid random_cid() {
+  ngtcp2_cid made{};
+  made.datalen = quic_id_bytes;
+  if (!fill_random(made.data, made.datalen)) made.datalen = 0;
+  return made;
+}
+
+}  // namespace
+
+// What the library calls. It must not write or destroy the connection.
+struct QuicConnection::Callbacks {
+  static QuicConnection& of(void* self) { return *static_cast<QuicConnection*>(self); }
+  static int result(bool is_right) { return is_right ? 0 : NGTCP2_ERR_CALLBACK_FAILURE; }
+
+  static int handshake_completed(ngtcp2_conn*, void* self) { return result(of(self).on_certified()); }
+  static int recv_stream_data(ngtcp2_conn* conn, uint32_t flags, int64_t id, uint64_t, const uint8_t* data,
+                              size_t bytes, void* self, void*) {
+    QuicConnection& me = of(self);
+    const auto stream = static_cast<size_t>(id >> 2);
+    if ((flags & NGTCP2_STREAM_DATA_FLAG_FIN) != 0 || stream >= quic_stream_count || (id & 2) == 0) {
+      me.fault_ = "it ended a stream";
+      return NGTCP2_ERR_CALLBACK_FAILURE;
+    }
+    if (!me.on_stream_bytes(static_cast<QuicStream>(stream), reinterpret_cast<const byte*>(data), bytes))
+      return NGTCP2_ERR_CALLBACK_FAILURE;
+    ngtcp2_conn_extend_max_stream_offset(conn, id, bytes);
+    ngtcp2_conn_extend_max_offset(conn, bytes);
+    return 0;
+  }
+  static int acked(ngtcp2_conn*, int64_t id, uint64_t offset, uint64_t bytes, void* self, void*) {
+    of(self).out_[static_cast<size_t>(id >> 2)].acknowledged(offset + bytes);
+    return 0;
+  }
+  static int extend_max_stream_data(ngtcp2_conn*, int64_t id, uint64_t, void* self, void*) {
+    if (const auto stream = static_cast<size_t>(id >> 2); stream < quic_stream_count)
+      of(self).is_blocked_[stream] = false;
+    return 0;
+  }
+  static int stream_reset(ngtcp2_conn*, int64_t, uint64_t, uint64_t, void* self, void*) {
+    of(self).fault_ = "it reset a stream";
+    return NGTCP2_ERR_CALLBACK_FAILURE;
+  }
+  static int stream_stop_sending(ngtcp2_conn*, int64_t, uint64_t, void* self, void*) {
+    of(self).fault_ = "it refuses a stream";
+    return NGTCP2_ERR_CALLBACK_FAILURE;
+  }
+  static void random(uint8_t* to, size_t bytes, const ngtcp2_rand_ctx*) { fill_random(to, bytes); }
+  static int new_id(ngtcp2_conn*, ngtcp2_cid* cid, uint8_t* token, size_t bytes, void* self) {
+    cid->datalen = bytes;
+    if (!fill_random(cid->data, bytes) || !fill_random(token, NGTCP2_STATELESS_RESET_TOKENLEN))
+      return NGTCP2_ERR_CALLBACK_FAILURE;
+    of(self).route(id_of(*cid));
+    return 0;
+  }
+  static int old_id(ngtcp2_conn*, const ngtcp2_cid* cid, void* self) {
+    QuicConnection& me = of(self);
+    std::erase(me.ids_, id_of(*cid));
+    me.routes_.remove(id_of(*cid));
+    return 0;
+  }
+
+  static ngtcp2_callbacks table() {
+    ngtcp2_callbacks made{};
+    made.client_initial = ngtcp2_crypto_client_initial_cb;
+    made.recv_client_initial = ngtcp2_crypto_recv_client_initial_cb;
+    made.recv_crypto_data = ngtcp2_crypto_recv_crypto_data_cb;
+    made.recv_retry = ngtcp2_crypto_recv_retry_cb;
+    made.encrypt = ngtcp2_crypto_encrypt_cb;
+    made.decrypt = ngtcp2_crypto_decrypt_cb;
+    made.hp_mask = ngtcp2_crypto_hp_mask_cb;
+    made.update_key = ngtcp2_crypto_update_key_cb;
+    made.delete_crypto_aead_ctx = ngtcp2_crypto_delete_crypto_aead_ctx_cb;
+    made.delete_crypto_cipher_ctx = ngtcp2_crypto_delete_crypto_cipher_ctx_cb;
+    made.get_path_challenge_data = ngtcp2_crypto_get_path_challenge_data_cb;
+    made.version_negotiation = ngtcp2_crypto_version_negotiation_cb;
+    made.handshake_completed = handshake_completed;
+    made.recv_stream_data = recv_stream_data;
+    made.acked_stream_data_offset = acked;
+    made.extend_max_stream_data = extend_max_stream_data;
+    made.stream_reset = stream_reset;
+    made.stream_stop_sending = stream_stop_sending;
+    made.rand = random;
+    made.get_new_connection_id = new_id;
+    made.remove_connection_id = old_id;
+    return made;
+  }
+};
+
+// ---- beginning ----
+
+QuicConnection::QuicConnection(const QuicIdentity& identity, const QuicSettings& settings, QuicRoutes& routes,
+                               const QuicPath& path, bool is_opener, std::int32_t rank)
+    : identity_(identity),
+      settings_(settings),
+      routes_(routes),
+      path_(path),
+      remote_(path.remote),
+      is_opener_(is_opener),
+      rank_(rank),
+      state_(is_opener ? QuicState::calling : QuicState::accepted) {
+  reference_.get_conn = [](ngtcp2_crypto_conn_ref* of) {
+    return static_cast<QuicConnection*>(of->user_data)->conn_.get();
+  };
+  reference_.user_data = this;
+}
+
+QuicConnection::~QuicConnection() {
+  for (const QuicId id : ids_) routes_.remove(id);
+}
+
+std::unique_ptr<QuicConnection> QuicConnection::open(const QuicIdentity& identity, const QuicSettings& settings,
+                                                     QuicRoutes& routes, const QuicPath& path, std::int32_t rank,
+                                                     std::int64_t now) {
+  std::unique_ptr<QuicConnection> made(new QuicConnection(identity, settings, routes, path, true, rank));
+  const ngtcp2_cid peer = random_cid(), own = random_cid();
+  if (peer.datalen == 0 || own.datalen == 0 || !made->start(peer, own, nullptr, nullptr, now)) return nullptr;
+  return made;
+}
+
+std::unique_ptr<QuicConnection> QuicConnection::accept(const QuicIdentity& identity, const QuicSettings& settings,
+                                                       QuicRoutes& routes, const QuicPath& path,
+                                                       const ngtcp2_pkt_hd& first, const ngtcp2_cid* original,
+                                                       std::int64_t now) {
+  std::unique_ptr<QuicConnection> made(new QuicConnection(identity, settings, routes, path, false, -1));
+  const ngtcp2_cid own = random_cid();
+  if (own.datalen == 0 || !made->start(first.scid, own, &first, original, now)) return nullptr;
+  // The opener uses the id that it chose until it has read ours.
+  made->route(id_of(first.dcid));
+  return made;
+}
+
+bool QuicConnection::start(const ngtcp2_cid& peer, const ngtcp2_cid& own, const ngtcp2_pkt_hd* first,
+                           const ngtcp2_cid* original, std::int64_t now) {
+  session_ = identity_.session(is_opener_);
+  if (session_ == nullptr) return false;
+  const ngtcp2_callbacks callbacks = Callbacks::table();
+  ngtcp2_settings settings;
+  ngtcp2_settings_default(&settings);
+  settings.initial_ts = stamp(now);
+  settings.initial_rtt = first_rtt_ns;
+  settings.ack_thresh = 2;
+  settings.cc_algo = NGTCP2_CC_ALGO_CUBIC;
+  settings.handshake_timeout = UINT64_MAX;  // whoever owns the connection bounds its time
+  settings.max_tx_udp_payload_size = path_.datagram_bytes != 0 ? path_.datagram_bytes : datagram_bytes_probed_max;
+  settings.no_tx_udp_payload_size_shaping = path_.datagram_bytes != 0;
+  settings.no_pmtud = path_.datagram_bytes != 0;
+  settings.max_window = path_.window_bytes_max;
+  settings.max_stream_window = path_.window_bytes_max / stream_part_divisor * stream_part_dividend;
+  if (first != nullptr) set_token(settings, *first);
+
+  ngtcp2_transport_params params;
+  ngtcp2_transport_params_default(&params);
+  params.initial_max_data = path_.window_bytes;
+  params.initial_max_stream_data_uni = path_.window_bytes / stream_part_divisor * stream_part_dividend;
+  params.initial_max_streams_uni = quic_stream_count;
+  params.initial_max_streams_bidi = 0;
+  params.max_idle_timeout = 0;  // heartbeats of our own say who is alive
+  params.max_ack_delay = ack_delay_ns;
+  params.active_connection_id_limit = 4;
+
+  const ngtcp2_path path = path_of(path_.local, path_.remote);
+  ngtcp2_conn* made = nullptr;
+  int error;
+  if (first == nullptr) {
+    error = ngtcp2_conn_client_new(&made, &peer, &own, &path, NGTCP2_PROTO_VER_V1, &callbacks, &settings, &params,
+                                   nullptr, this);
+  } else {
+    set_original(params, original != nullptr ? *original : first->dcid);
+    if (original != nullptr) {
+      params.retry_scid_present = 1;
+      params.retry_scid = first->dcid;
+    }
+    error = ngtcp2_conn_server_new(&made, &peer, &own, &path, first->version, &callbacks, &settings, &params, nullptr,
+                                   this);
+  }
+  if (error != 0) return false;
+  conn_.reset(made);
+  route(id_of(own));
+  gnutls_session_set_ptr(session_.get(), &reference_);
+  ngtcp2_conn_set_tls_native_handle(made, session_.get());
+  error = is_opener_ ? ngtcp2_crypto_gnutls_configure_client_session(session_.get())
+                     : ngtcp2_crypto_gnutls_configure_server_session(session_.get());
+  update_expiry();
+  return error == 0;
+}
+
+void QuicConnection::route(QuicId id) {
+  ids_.push_back(id);
+  routes_.add(id, *this);
+}
+
+// ---- states ----
+
+bool QuicConnection::on_certified() {
+  const std::int32_t shown = identity_.rank_of(session_.get());
+  if (shown < 0) {
+    fault_ = "its certificate is nobody's in this world";
+    return false;
+  }
+  if (is_opener_ && shown != rank_) {
+    fault_ = "its certificate is rank " + std::to_string(shown) + "'s";
+    return false;
+  }
+  rank_ = shown;
+  for (auto& id : stream_ids_)
+    if (ngtcp2_conn_open_uni_stream(conn_.get(), &id, nullptr) != 0) {
+      fault_ = "it does not allow three streams";
+      return false;
+    }
+  on(QuicEvent::certified);
+  if (is_opener_) greet();
+  return true;
+}
+
+void QuicConnection::greet() {
+  const QuicGreeting greeting{static_cast<uint32_t>(settings_.size), static_cast<uint32_t>(settings_.rank),
+                              static_cast<uint32_t>(rank_), 0, settings_.eager_credit_bytes};
+  out(QuicStream::control).append(&greeting, sizeof greeting);
+}
+
+bool QuicConnection::on_greeting() {
+  const bool is_sound = greeting_.size == static_cast<uint32_t>(settings_.size) &&
+                        greeting_.from == static_cast<uint32_t>(rank_) &&
+                        greeting_.to == static_cast<uint32_t>(settings_.rank) &&
+                        greeting_.eager_credit_bytes == settings_.eager_credit_bytes;
+  if (!is_sound) {
+    fault_ = "its greeting is not one of this world";
+    return false;
+  }
+  on(is_opener_ ? QuicEvent::welcome : QuicEvent::greeted);
+  return true;
+}
+
+void QuicConnection::welcome() {
+  on(QuicEvent::welcome);
+  greet();
+}
+
+bool QuicConnection::on_stream_bytes(QuicStream stream, const byte* from, size_t bytes) {
+  if (stream == QuicStream::control && greeting_bytes_ < sizeof greeting_) {
+    const size_t take = std::min(bytes, sizeof greeting_ - greeting_bytes_);
+    std::memcpy(reinterpret_cast<byte*>(&greeting_) + greeting_bytes_, from, take);
+    greeting_bytes_ += take;
+    from += take;
+    bytes -= take;
+    if (greeting_bytes_ == sizeof greeting_ && !on_greeting()) return false;
+  }
+  if (bytes == 0) return true;
+  if (reader_ == nullptr) {
+    // An opener says nothing before it is welcome; what follows the acceptor's greeting waits for the reader.
+    if (state_ != QuicState::linked && !is_opener_) {
+      fault_ = "it sent messages before it was admitted";
+      return false;
+    }
+    auto& early = early_[static_cast<size_t>(stream)];
+    early.insert(early.end(), from, from + bytes);
+    return true;
+  }
+  const char* fault = reader_->on_bytes(stream, from, bytes);
+  if (fault != nullptr) fault_ = fault;
+  return fault == nullptr;
+}
+
+void QuicConnection::read_by(QuicReader* reader) {
+  reader_ = reader;
+  for (size_t i = 0; i < quic_stream_count && reader_ != nullptr; ++i) {
+    const std::vector<byte> early = std::exchange(early_[i], {});
+    if (early.empty()) continue;
+    const char* fault = reader_->on_bytes(static_cast<QuicStream>(i), early.data(), early.size());
+    if (fault != nullptr) return fail(fault);
+  }
+}
+
+void QuicConnection::end(QuicEvent event, std::string why) {
+  if (state_ == QuicState::closed) return;
+  on(event);
+  why_ = std::move(why);
+  expiry_ = never;
+}
+
+void QuicConnection::fail(std::string why) { end(QuicEvent::fail, std::move(why)); }
+
+void QuicConnection::on_error(int error) {
+  if (error == NGTCP2_ERR_DRAINING) {
+    uint64_t code = 0;
+    const bool is_ours = close_code_of(conn_.get(), code);
+    is_hung_up_ = true;
+    if (is_ours && code >= close_code_base && code < close_code_base + admission_count)
+      ruling_ = static_cast<Admission>(code - close_code_base);
+    const bool is_alert = !is_ours && code >= crypto_error && code < crypto_error + 0x100;
+    const char* alert =
+        is_alert ? gnutls_alert_get_name(static_cast<gnutls_alert_description_t>(code - crypto_error)) : nullptr;
+    is_refused_ = alert != nullptr;
+    return end(QuicEvent::hang_up,
+               alert != nullptr ? std::string("it refused the TLS handshake: ") + alert : "its connection was closed");
+  }
+  if (!fault_.empty()) return fail(fault_);
+  const std::string verdict = QuicIdentity::verdict_of(session_.get());
+  if (!verdict.empty()) return fail(verdict);
+  if (error == NGTCP2_ERR_CRYPTO) {
+    const char* alert =
+        gnutls_alert_get_name(static_cast<gnutls_alert_description_t>(ngtcp2_conn_get_tls_alert(conn_.get())));
+    return fail(std::string("no TLS with it: ") + (alert != nullptr ? alert : "the handshake broke off"));
+  }
+  fail(ngtcp2_strerror(error));
+}
+
+std::vector<byte> QuicConnection::close(Admission ruling, std::int64_t now) {
+  reader_ = nullptr;
+  const bool was_hung_up = is_hung_up_;
+  if (state_ != QuicState::closed) fail("closed here");
+  std::vector<byte> said(datagram_bytes_min);
+  ngtcp2_path_storage path;
+  ngtcp2_path_storage_zero(&path);
+  ngtcp2_pkt_info info{};
+  const ngtcp2_ssize n = was_hung_up || ngtcp2_conn_is_in_draining_period(conn_.get()) != 0
+                             ? 0
+                             : write_close(conn_.get(), &path.path, &info, reinterpret_cast<uint8_t*>(said.data()),
+                                           said.size(), close_code_base + static_cast<uint64_t>(ruling), stamp(now));
+  said.resize(n > 0 ? static_cast<size_t>(n) : 0);
+  return said;
+}
+
+// ---- datagrams and time ----
+
+void QuicConnection::receive(const SocketAddress& from, const byte* datagram, size_t bytes, std::int64_t now) {
+  if (state_ == QuicState::closed) return;
+  received_bytes_ += bytes;
+  const ngtcp2_path path = path_of(path_.local, from);
+  const ngtcp2_pkt_info info{};
+  const int error =
+      ngtcp2_conn_read_pkt(conn_.get(), &path, &info, reinterpret_cast<const uint8_t*>(datagram), bytes, stamp(now));
+  if (error != 0) return on_error(error);
+  was_heard_ = true;
+  ++datagrams_;
+  update_expiry();
+}
+
+void QuicConnection::expire(std::int64_t now) {
+  if (state_ == QuicState::closed) return;
+  if (const int error = ngtcp2_conn_handle_expiry(conn_.get(), stamp(now)); error != 0) return on_error(error);
+  update_expiry();
+}
+
+void QuicConnection::update_expiry() {
+  const ngtcp2_tstamp at = ngtcp2_conn_get_expiry(conn_.get());
+  if (at >= static_cast<ngtcp2_tstamp>(never) - timer_slack_ns)
+    expiry_ = never;
+  else
+    expiry_ = static_cast<std::int64_t>(at) + (path_.is_local ? timer_slack_ns : 0);
+}
+
+size_t QuicConnection::datagram_room() const {
+  if (path_.datagram_bytes == 0) return datagram_bytes_probed_max;
+  // A handshake that many ranks begin at once must fit into the receiver's buffer.
+  return state_ == QuicState::linked ? path_.datagram_bytes : datagram_bytes_min;
+}
+
+bool QuicConnection::has_unsent() const {
+  return std::any_of(std::begin(out_), std::end(out_), [](const QuicSendQueue& q) { return q.unsent() != 0; });
+}
+
+bool QuicConnection::is_acknowledged() const {
+  return std::all_of(std::begin(out_), std::end(out_), [](const QuicSendQueue& q) { return q.unacknowledged() == 0; });
+}
+
+bool QuicConnection::write(DatagramSink& sink, std::int64_t now) {
+  if (state_ == QuicState::closed) return false;
+  const size_t room = datagram_room();
+  size_t quantum = path_.is_local ? SIZE_MAX : ngtcp2_conn_get_send_quantum(conn_.get());
+  ngtcp2_path_storage path;
+  ngtcp2_path_storage_zero(&path);
+  bool is_full = false;
+  while (quantum != 0) {
+    byte* to = sink.space(room);
+    if (to == nullptr) {
+      is_full = true;
+      break;
+    }
+    ngtcp2_pkt_info info{};
+    const ngtcp2_ssize n = write_packet(to, room, &path.path, &info, now);
+    if (n < 0) {
+      sink.send(0, remote_);
+      on_error(static_cast<int>(n));
+      return false;
+    }
+    const auto bytes = static_cast<size_t>(n);
+    if (bytes != 0 && path.path.remote.addrlen != 0) {
+      remote_.bytes = path.path.remote.addrlen;
+      std::memcpy(&remote_.storage, path.path.remote.addr, remote_.bytes);
+    }
+    sink.send(bytes, remote_);
+    if (bytes == 0) break;
+    // For tests and for keys that encrypt less than the library's limit. Refused while the last update is not
+    // confirmed.
+    if (++packets_ % settings_.rekey_packets == 0) ngtcp2_conn_initiate_key_update(conn_.get(), stamp(now));
+    quantum -= std::min(quantum, bytes);
+    // A packet that was not filled took everything.
+    if (bytes < room / 2 && !has_unsent()) break;
+  }
+  // Without this call the library does not pace.
+  if (!path_.is_local) ngtcp2_conn_update_pkt_tx_time(conn_.get(), stamp(now));
+  update_expiry();
+  return is_full;
+}
+
+ngtcp2_ssize QuicConnection::write_packet(byte* to, size_t room, ngtcp2_path* path, ngtcp2_pkt_info* info,
+                                          std::int64_t now) {
+  auto* dest = reinterpret_cast<uint8_t*>(to);
+  for (size_t i = 0; i < quic_stream_count; ++i) {
+    if (out_[i].unsent() == 0 || is_blocked_[i] || stream_ids_[i] < 0) continue;
+    const bool is_last = std::none_of(out_ + i + 1, std::end(out_), [](const auto& q) { return q.unsent() != 0; });
+    QuicSendQueue::Part parts[parts_max];
+    const size_t count = out_[i].next(parts, parts_max, room);
+    ngtcp2_vec vectors[parts_max];
+    for (size_t k = 0; k < count; ++k)
+      vectors[k] = {const_cast<uint8_t*>(reinterpret_cast<const uint8_t*>(parts[k].at)), parts[k].bytes};
+    ngtcp2_ssize taken = -1;
+    const ngtcp2_ssize n =
+        ngtcp2_conn_writev_stream(conn_.get(), path, info, dest, room, &taken,
+                                  is_last ? NGTCP2_WRITE_STREAM_FLAG_NONE : NGTCP2_WRITE_STREAM_FLAG_MORE,
+                                  stream_ids_[i], vectors, count, stamp(now));
+    if (taken > 0) out_[i].sent(static_cast<size_t>(taken));
+    if (n == NGTCP2_ERR_STREAM_DATA_BLOCKED) {
+      is_blocked_[i] = true;
+      continue;
+    }
+    if (n != NGTCP2_ERR_WRITE_MORE) return n;
+  }
+  return ngtcp2_conn_writev_stream(conn_.get(), path, info, dest, room, nullptr, NGTCP2_WRITE_STREAM_FLAG_NONE, -1,
+                                   nullptr, 0, stamp(now));
+}
+
+}  // namespace unisono::engine

@@ -1,0 +1,4 @@
+"""The iroh backend: QUIC by iroh.
+
+It needs the extra `iroh`.
+"""

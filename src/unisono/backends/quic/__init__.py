@@ -1,4 +1,0 @@
-"""The quic backend: QUIC by iroh.
-
-It needs the extra `quic`.
-"""

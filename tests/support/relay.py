@@ -1,0 +1,87 @@
+"""A relay of datagrams between two ranks: it loses, doubles and delays some, and changes its address.
+
+In a process of its own, so that the ranks' interpreters do not slow it down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import random
+import select
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+__all__ = ["Relay", "relay"]
+
+
+@dataclass
+class Relay:
+    """`port` is where the opener sends to; `rebind()` gives the opener another address at the acceptor."""
+
+    port: int
+    _pipe: Connection
+
+    def forward_to(self, port: int) -> None:
+        self._pipe.send(port)
+
+    def rebind(self) -> None:
+        self._pipe.send("rebind")
+
+
+@contextlib.contextmanager
+def relay(seed: int, *, lost: float = 0.0, doubled: float = 0.0, late: float = 0.0) -> Iterator[Relay]:
+    """Loss, doubling and delay are shares of all datagrams in both directions."""
+    ours, theirs = mp.Pipe()
+    with _socket() as entry:
+        process = mp.get_context("fork").Process(
+            target=_serve, args=(entry, theirs, random.Random(seed), lost, doubled, late), daemon=True
+        )
+        process.start()
+        port: int = entry.getsockname()[1]
+    try:
+        yield Relay(port, ours)
+    finally:
+        process.kill()
+        process.join()
+
+
+def _socket() -> socket.socket:
+    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+    made.bind(("127.0.0.1", 0))
+    return made
+
+
+def _serve(
+    entry: socket.socket, pipe: Connection, rng: random.Random, lost: float, doubled: float, late: float
+) -> None:
+    acceptor = ("127.0.0.1", pipe.recv())
+    opener: tuple[str, int] | None = None
+    exit_ = _socket()
+    kept: list[tuple[socket.socket, bytes, tuple[str, int]]] = []
+    while True:
+        ready, _, _ = select.select([entry, exit_, pipe], [], [], 0.005 if kept else None)
+        waiting, kept = kept, []
+        if pipe in ready:
+            pipe.recv()
+            exit_.close()
+            exit_ = _socket()
+            continue
+        for source in ready:
+            data, sender = source.recvfrom(65536)
+            if source is entry:
+                opener = sender
+            target = (exit_, acceptor) if source is entry else (entry, opener)
+            if target[1] is None or rng.random() < lost:
+                continue
+            if rng.random() < late:
+                kept.append((target[0], data, target[1]))
+                continue
+            for _ in range(2 if rng.random() < doubled else 1):
+                target[0].sendto(data, target[1])
+        for sock, data, to in waiting:
+            with contextlib.suppress(OSError):
+                sock.sendto(data, to)
