@@ -111,7 +111,7 @@ NEVER: Final = Deadline(None)
 
 # How long the timer thread sleeps at most; it ends when it finds no timer left, twice.
 _LINGER_S: Final = 0.05
-# How long a call for a finalizer waits before it asks for a thread again where none can be had: no memory, say.
+# A call for a finalizer that finds no thread to be had (no memory, say) asks for one again after this.
 _NO_THREAD_S: Final = 0.05
 # Compact the heap when cancelled timers outnumber live ones by this many.
 _CANCELLED_KEPT: Final = 64
