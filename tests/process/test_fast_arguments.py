@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.engines import MakeWorld, found, outcome, world
+from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
 from tests.support.oracle import Notes
 
 from unisono.comm.communicator import Communicator
@@ -46,7 +46,7 @@ def is_same(a: Any, b: Any) -> bool:
 @every_kind
 @pytest.mark.parametrize("size", [2, 3])
 def test_tensors_are_reduced_and_moved_as_numpys_arrays_are(world: MakeWorld, kind: str, size: int) -> None:
-    comms = world(size, kind)
+    comms = world(size, kind, **NO_STALL)
     shapes = [(), (5,), (2, 3), (0, 2), (1021,)]
 
     def program(comm: Communicator) -> Notes:
@@ -83,7 +83,7 @@ def test_tensors_are_reduced_and_moved_as_numpys_arrays_are(world: MakeWorld, ki
 @every_kind
 def test_tensors_of_bfloat16_and_parameters_are_seen_like_others(world: MakeWorld, kind: str) -> None:
     """NumPy has no bfloat16: results are made of its bits."""
-    comms = world(3, kind)
+    comms = world(3, kind, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
         notes, rank, every = Notes(), comm.rank, range(3)
@@ -129,7 +129,7 @@ def test_parts_of_tensors_that_lie_in_a_row_are_seen_where_they_lie(world: MakeW
 
 
 def test_a_mean_of_tensors(world: MakeWorld) -> None:
-    comms = world(2)
+    comms = world(2, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
         notes = Notes()
@@ -207,7 +207,7 @@ def test_memory_that_is_both_given_and_filled_is_refused(world: MakeWorld) -> No
 
 @every_kind
 def test_numbers_come_back_as_numbers(world: MakeWorld, kind: str) -> None:
-    comms = world(3, kind)
+    comms = world(3, kind, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
         notes, rank = Notes(), comm.rank

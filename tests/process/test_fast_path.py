@@ -599,6 +599,8 @@ def _hot(comm: Communicator) -> list[int]:
 @pytest.mark.parametrize("shm", ["1", "0"], ids=["shm", "tcp"])
 def test_processes_take_the_fast_path(shm: str) -> None:
     """Python decides once for each class of calls."""
-    for decided, begun, numbers in uni.spawn(_hot, 4, env={"UNISONO_SHM": shm}):
+    for decided, begun, numbers in uni.spawn(
+        _hot, 4, env={"UNISONO_SHM": shm, "UNISONO_STALL_QUERY_S": "60"}
+    ):
         assert decided == 1
         assert begun == numbers == 300

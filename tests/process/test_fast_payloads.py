@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.engines import MakeWorld, found, outcome, world
+from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
 from tests.support.oracle import Notes
 from tests.support.ranks import IS_SANITIZED, PATIENCE_S, run_each
 
@@ -29,8 +29,6 @@ from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, UsageError
 __all__ = ["world"]
 
 every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
-# On a loaded machine a call must not stall before it ends: then Python would adopt it.
-NO_STALL = {"stall_query_s": 60.0, "deadlock_after_s": 0}
 EAGER = 16 * 1024
 # Empty, eager, at the limit of it, by rendezvous, in several pieces.
 LENGTHS = (0, 1, 8, 100, EAGER - 1, EAGER, EAGER + 1, 100_003, 5_000_011)

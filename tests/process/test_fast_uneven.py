@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.engines import MakeWorld, found, outcome, world
+from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
 from tests.support.metronome import stopwatch
 from tests.support.oracle import PAIRS, Array, Notes, dressed, located, operand, result, undressed
 from tests.support.ranks import run_each
@@ -20,8 +20,6 @@ from unisono.plans import algorithms
 
 __all__ = ["world"]
 
-# On a loaded machine a call must not stall before it ends: then Python would adopt it.
-NO_STALL = {"stall_query_s": 60.0, "deadlock_after_s": 0}
 
 every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.engines import MakeWorld, found, outcome, world
+from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
 from tests.support.oracle import Notes
 
 from unisono.comm.communicator import Communicator
@@ -20,8 +20,6 @@ __all__ = ["world"]
 every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 # Elements of float64 on both sides of the lengths from which results are kept, and mapped.
 LENGTHS = (4095, 4096, 131_073)
-# On a loaded machine a call must not stall before it ends: then Python would adopt it.
-NO_STALL = {"stall_query_s": 60.0, "deadlock_after_s": 0}
 
 Array = np.ndarray[Any, Any]
 

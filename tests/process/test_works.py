@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.engines import MakeWorld, world
+from tests.support.engines import NO_STALL, MakeWorld, world
 from tests.support.processes import forked
 from tests.support.ranks import PATIENCE_S, run_each
 
@@ -31,8 +31,6 @@ from unisono.messaging.backend import Backend
 
 __all__ = ["world"]
 
-# On a loaded machine a call must not stall before it ends: then Python would adopt it.
-NO_STALL = {"stall_query_s": 60.0, "deadlock_after_s": 0}
 
 every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 

@@ -9,7 +9,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from tests.support.credentials import credentials
@@ -21,10 +21,13 @@ from unisono.backends.native.backend import NativeBackend
 from unisono.comm.communicator import Communicator
 from unisono.config import Config
 
-__all__ = ["MakeWorld", "World", "found", "outcome", "world"]
+__all__ = ["NO_STALL", "MakeWorld", "World", "found", "outcome", "world"]
 
 World = list[Communicator]
 MakeWorld = Callable[..., World]
+# Settings for tests that count the calls of the fast path. On a loaded machine a call must not stall before it
+# ends: then Python would adopt it, and perhaps make the next.
+NO_STALL: Final = {"stall_query_s": 60.0, "deadlock_after_s": 0}
 
 
 @pytest.fixture
