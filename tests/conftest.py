@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from tests.support.paths import ROOT, TESTS
 from tests.support.ranks import IN_THREADS, ON_EVERY_LINK, Ended, ranks_linked_by, run_ranks
-from tests.support.system import skipped_by_need
+from tests.support.system import need_quic, skipped_by_need
 
 # Hypothesis remembers failing examples in .venv, where all caches are.
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(ROOT / ".venv/cache/hypothesis"))
@@ -78,6 +79,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Which links a test runs on stands in its id."""
+    tier = item.path.relative_to(TESTS).parts[0]
+    if tier in _WITH_LINKS and "quic" in re.split(r"[^a-z]+", item.nodeid.lower()):
+        need_quic()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Count the tests that this machine could not run, by what they wanted."""
     reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
@@ -85,6 +93,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"skipped for want of {what}: {count} test{'s' if count > 1 else ''}")
 
 
+_WITH_LINKS = ("process", "conformance", "native")
 # Files of these folders take longest. With them at the end, one of two workers would wait for the other.
 _FIRST = ("process", "conformance")
 

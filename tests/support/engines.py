@@ -25,7 +25,7 @@ __all__ = ["NO_STALL", "MakeWorld", "World", "found", "outcome", "world"]
 
 World = list[Communicator]
 MakeWorld = Callable[..., World]
-# For tests that count the calls of the fast path. On a loaded machine a call must not stall before it ends: then
+# For tests that count the calls of the fast path. On a loaded machine no call may stall before it ends: then
 # Python would adopt it, and perhaps make the next.
 NO_STALL: Final = {"stall_query_s": 60.0, "deadlock_after_s": 0}
 

@@ -13,9 +13,20 @@ from typing import NoReturn
 
 import pytest
 
-__all__ = ["need_tools", "run_tool", "skip_without", "skipped_by_need"]
+from unisono import _native
+from unisono.backends.native.quic import MISSING
+
+__all__ = ["need_quic", "need_tools", "run_tool", "skip_without", "skipped_by_need"]
 
 _WANT = "for want of "
+
+
+def need_quic() -> None:
+    """Skip this test unless unisono was built with QUIC links; in CI fail."""
+    if not _native.has_quic():
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"{MISSING}; .ci/packages lists the packages")
+        skip_without("QUIC links", MISSING)
 
 
 def need_tools(*tools: str) -> None:
