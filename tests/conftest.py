@@ -81,8 +81,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Which links a test runs on stands in its id."""
-    tier = item.path.relative_to(TESTS).parts[0]
-    if tier in _WITH_LINKS and "quic" in re.split(r"[^a-z]+", item.nodeid.lower()):
+    has_links = item.path.relative_to(TESTS).parts[0] in _WITH_LINKS or _links_of(item) != IN_THREADS
+    if has_links and "quic" in re.split(r"[^a-z]+", item.nodeid.lower()):
         need_quic()
 
 
