@@ -24,7 +24,7 @@ pytestmark = pytest.mark.more
 PATIENCE_S = 60.0
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config)}
 # Beside the settings: where ranks meet, and by what. Values as variable, and as option.
-PLACES = {"backend": ("quic", "gloo"), "address": ("localhost", "127.0.0.1"), "advertise": ("h:1", "h:2")}
+PLACES = {"backend": ("iroh", "gloo"), "address": ("localhost", "127.0.0.1"), "advertise": ("h:1", "h:2")}
 
 # Prints what a rank reads; with "nested", what a rank of a launcher reads that this rank starts.
 PROGRAM = """
@@ -68,8 +68,9 @@ def read_by(ended: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def variables_of_all(without: str) -> dict[str, str]:
-    """Every setting by its variable; `insecure` and `tls` contradict each other."""
-    settings = {name: str(value) for name, value in OTHER.items() if name != without}
+    """Every setting by its variable; `insecure` contradicts `tls` and QUIC links."""
+    excluded = {without, *(("links",) if without == "tls" else ())}
+    settings = {name: str(value) for name, value in OTHER.items() if name not in excluded}
     return {**settings, **{name: values[0] for name, values in PLACES.items()}}
 
 
@@ -92,7 +93,7 @@ def test_without_options_and_variables_a_rank_reads_the_defaults(program: str) -
 def test_a_variable_wins_over_the_default_and_an_option_over_both(program: str, without: str) -> None:
     variables = variables_of_all(without)
     by_variable = read_by(run(program, **variables))
-    wanted = {**OTHER, without: DEFAULTS[without]}
+    wanted = {name: OTHER[name] if name in variables else DEFAULTS[name] for name in OTHER}
     assert {name: by_variable[name] for name in OTHER} == wanted
     assert {name: by_variable[name] for name in PLACES} == {name: PLACES[name][0] for name in PLACES}
 
@@ -163,7 +164,7 @@ def test_who_a_rank_is_no_variable_and_no_option_says(program: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "backend"),
-    [([], "quic"), (["--backend", "native"], "native"), (["--env", "UNISONO_BACKEND=native"], "native")],
+    [([], "iroh"), (["--backend", "native"], "native"), (["--env", "UNISONO_BACKEND=native"], "native")],
 )
 def test_ranks_work_by_the_backend_that_was_asked_for(
     tmp_path: Path, options: list[str], backend: str
@@ -174,7 +175,7 @@ def test_ranks_work_by_the_backend_that_was_asked_for(
         "with uni.init() as world:\n"
         "    print(world.backend.capabilities.name, world.all_reduce(world.rank + 1), flush=True)\n"
     )
-    ended = run("-n", "2", *options, str(path), backend="quic")
+    ended = run("-n", "2", *options, str(path), backend="iroh")
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == [f"[{rank}] {backend} 3" for rank in range(2)]
 

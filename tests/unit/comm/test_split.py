@@ -171,8 +171,11 @@ def test_messages_in_flight_arrive_although_their_sender_has_closed_the_group() 
 def test_a_rank_that_gives_up_during_a_split_ends_it_everywhere() -> None:
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 2:
+            for other in range(2):  # the others are inside `with comm`, which refuses an aborted one
+                comm.recv_object(other)
             comm.abort("no more")
             return "gave up"
+        comm.send_object("ready", 2)
         with pytest.raises(uni.PeerAborted, match="no more"):
             comm.split(comm.rank % 2, timeout=30)
         return "told"
