@@ -8,6 +8,7 @@
 #include <new>
 #include <vector>
 
+#include "base/huge_pages.hpp"
 #include "base/types.hpp"
 
 namespace unisono::engine {
@@ -30,7 +31,9 @@ class Scratch {
       return block;
     }
     const size_t size = size_t{1} << size_class;
-    return {std::unique_ptr<byte[]>(new (std::nothrow) byte[size]), size};
+    Block block{std::unique_ptr<byte[]>(new (std::nothrow) byte[size]), size};
+    if (block.at() != nullptr) ask_for_huge_pages(block.at(), size);
+    return block;
   }
 
   void give_back(Block block) {
@@ -41,7 +44,7 @@ class Scratch {
 
  private:
   // Kept between runs: what a training step uses again and again. The rest goes back to the system.
-  static constexpr size_t idle_bytes_max = 16 * 1024 * 1024;
+  static constexpr size_t idle_bytes_max = 64 * 1024 * 1024;
   static constexpr size_t size_class_min = 10;
 
   static size_t size_class_of(size_t bytes) {

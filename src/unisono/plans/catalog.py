@@ -113,6 +113,7 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
         "reduce": {
             "tree": _canonical(tree.reduce),
             "chain": Entry(chain.reduce, is_linear=True),
+            "pairwise": Entry(pairwise.reduce, is_linear=True),
             "flat": _canonical(flat.reduce, is_linear=True),
             "ordered": _canonical(ordered.reduce, is_linear=True),
             "hierarchical": _by_hosts(hierarchical.reduce),

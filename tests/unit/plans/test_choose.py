@@ -37,7 +37,7 @@ def test_small_all_reduces_save_rounds_and_large_ones_bytes(size: int, small: st
     ("collective", "small", "large"),
     [
         ("broadcast", "tree", "chain"),
-        ("reduce", "tree", "chain"),
+        ("reduce", "tree", "pairwise"),
         ("all_gather", "dissemination", "ring"),
         ("reduce_scatter", "halving", "pairwise"),
         ("all_to_all", "dissemination", "pairwise"),
