@@ -39,7 +39,7 @@ from unisono.launcher.supervisor import Process, Supervisor
 
 __all__ = ["GRACE_S", "spawn"]
 
-_log = logging.getLogger("unisono.launch")
+_log = logging.getLogger("unisono.launcher")
 
 # After the first failure the other ranks have this long to learn of it and end by themselves.
 GRACE_S: Final = 5.0
