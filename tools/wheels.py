@@ -9,11 +9,13 @@ itself has loaded. The price: a security update of these libraries needs a new w
 build from source.
 
 Each wheel is installed into a fresh environment outside the repository, and there the conformance kit and the
-examples run from it.
+examples run from it. Examples that import an extra (torch) are skipped by name where it is not installed: the
+wheel does not require it.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -24,6 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 OLDEST = (3, 11)
+# Modules of extras that examples may import. Anything else that an example lacks is a fault of the wheel.
+OPTIONAL = ("torch",)
 
 # What runs in the fresh environment: the kit on threads and on native ranks.
 KIT = """
@@ -117,10 +121,31 @@ def try_out(wheel: Path, python: Path, folder: Path) -> None:
     shutil.copytree(ROOT / "examples", work / "examples")
     run(here, "-c", "import unisono; assert 'fresh' in unisono.__file__, unisono.__file__", cwd=work)
     run(here, "-c", KIT, cwd=work)
+    missing = {name for name in OPTIONAL if not is_importable(here, name)}
     for example in sorted((work / "examples").glob("*.py")):
+        if lacking := sorted(imported_by(example.read_text()) & missing):
+            print(f"examples/{example.name} skipped: {', '.join(lacking)} is not installed")
+            continue
         launch = [] if example.stem in ("simulate", "own_backend") else ["-m", "unisono", "run", "-n", "4"]
         run(here, *launch, example, cwd=work, quiet=True)
         print(f"examples/{example.name} ran")
+
+
+def imported_by(source: str) -> set[str]:
+    """The packages that a program imports, wherever it does."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def is_importable(python: Path, module: str) -> bool:
+    """Whether an interpreter finds a module; it is not imported."""
+    script = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    return subprocess.run([python, "-c", script, module], timeout=30).returncode == 0
 
 
 def environment(python: Path, folder: Path) -> Path:

@@ -36,7 +36,7 @@ byte* map(size_t capacity) {
   if (data != start) munmap(start, static_cast<size_t>(data - start));
   if (byte *const end = start + capacity + extra, *const stop = data + capacity; stop != end)
     munmap(stop, static_cast<size_t>(end - stop));
-  if (extra != 0) madvise(data, capacity, MADV_HUGEPAGE);  // a wish: it may be refused
+  if (extra != 0) madvise(data, capacity, MADV_HUGEPAGE);  // advice: the kernel may refuse it
   return data;
 }
 

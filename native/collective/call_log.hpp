@@ -1,8 +1,8 @@
 // The call log of a group: the number of its next collective, what was called under the last numbers, and which calls
 // are under way below Python.
 //
-// Knows numbers, fingerprints, and where in the program each call stands. Does not know what a call does, nor who
-// compares fingerprints. Every call needs the GIL: so a call is allowed, numbered and entered here in one breath.
+// Knows numbers, fingerprints, and where in the program each call stands. Does not know what a call does, nor
+// compares fingerprints. Every method needs the GIL, so allowing, numbering and entering a call is one atomic step.
 
 #pragma once
 
@@ -18,11 +18,11 @@ class CompletionQueue;
 
 class CallLog {
  public:
-  // Whoever asks about an older call has not met us for long: more than any rank runs ahead.
+  // 512 calls: more than any rank can run ahead (240), so every query finds its call.
   static constexpr size_t kept = 512;
 
   // The line of the program that made a call: its code object, of which the log holds a reference, and the
-  // instruction in it. nullptr if nobody knows.
+  // instruction in it. nullptr if unknown.
   struct Site {
     void* code = nullptr;
     int instruction = 0;
@@ -40,13 +40,13 @@ class CallLog {
     Lengths lengths;
   };
 
-  // A call under way below Python, on the stack of whoever makes it. A message has no number.
+  // A call under way below Python, on its caller's stack. A message has no number.
   static constexpr uint64_t no_sequence = UINT64_MAX;
   struct InFlightCall {
     uint64_t sequence;
     CompletionQueue& completions;
     uint64_t handle;  // of its operation
-    // relaxed: a interrupt_wait follows, and makes the waiting thread look
+    // relaxed: an interrupt_wait follows, and makes the waiting thread look
     std::atomic<bool> is_recalled{false};
   };
 

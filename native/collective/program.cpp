@@ -13,8 +13,12 @@ constexpr std::int64_t times_max = std::int64_t{1} << 31;
 // No product with the size of an element overflows.
 constexpr uint64_t elements_max = uint64_t{1} << 58;
 
-void require(bool holds, const char* allowed) {
-  if (!holds) throw std::runtime_error(std::string("no such program; allowed: ") + allowed);
+void require(bool holds, const char* fault) {
+  if (!holds) throw std::runtime_error(std::string("invalid program: ") + fault);
+}
+
+void require(bool holds, size_t step, const char* fault) {
+  if (!holds) throw std::runtime_error("invalid program: step " + std::to_string(step) + ": " + fault);
 }
 
 bool is_below(std::int64_t index, size_t size) { return index >= 0 && static_cast<size_t>(index) < size; }
@@ -24,15 +28,15 @@ bool is_below(std::int64_t index, size_t size) { return index >= 0 && static_cas
 Program::Program(const std::vector<CutRow>& cut_rows, const std::vector<PointRow>& point_rows,
                  const std::vector<StepRow>& step_rows, const std::vector<EdgeRow>& edge_rows,
                  const std::array<std::int64_t, 2>& lengths, std::int64_t count_number, std::int32_t ranks) {
-  require(ranks > 0, "ranks from 1 on");
-  require(count_number >= 0 && count_number < times_max, "counts from 0 on");
-  require(step_rows.size() < UINT32_MAX && point_rows.size() < UINT32_MAX, "below 2^32 steps and points");
+  require(ranks > 0, "no ranks");
+  require(count_number >= 0 && count_number < times_max, "the number of counts is negative or 2^31 or more");
+  require(step_rows.size() < UINT32_MAX && point_rows.size() < UINT32_MAX, "2^32 or more steps or points");
   count_number_ = static_cast<size_t>(count_number);
   for (const CutRow& row : cut_rows) add_cut(row);
   points_.push_back({0, 0, 0});
   for (const PointRow& row : point_rows) add_point(row);
   for (size_t i = 0; i < 2; ++i) {
-    require(is_below(lengths[i], points_.size()), "lengths that are points");
+    require(is_below(lengths[i], points_.size()), "a length is no point");
     lengths_[i] = static_cast<uint32_t>(lengths[i]);
   }
   std::vector<std::int32_t> line_of(static_cast<size_t>(ranks), -1);
@@ -43,7 +47,7 @@ Program::Program(const std::vector<CutRow>& cut_rows, const std::vector<PointRow
   std::vector<uint64_t> weights(points_.size(), 0);
   for (size_t i = 1; i < points_.size(); ++i) {
     weights[i] = weights[points_[i].base] + points_[i].times;
-    require(weights[i] < static_cast<uint64_t>(times_max), "sums of fewer than 2^31 atoms");
+    require(weights[i] < static_cast<uint64_t>(times_max), "a point sums 2^31 or more atoms");
     most = std::max(most, weights[i]);
   }
   count_max_ = elements_max / most;
@@ -51,16 +55,17 @@ Program::Program(const std::vector<CutRow>& cut_rows, const std::vector<PointRow
 
 void Program::add_cut(const CutRow& row) {
   const auto [kind, of, parts] = row;
-  require(kind >= 0 && kind <= 3, "cuts 0 to 3");
+  require(kind >= 0 && kind <= 3, "unknown kind of cut");
   const Cut cut{static_cast<Cut::Kind>(kind), static_cast<uint32_t>(of), static_cast<uint32_t>(parts)};
   if (cut.kind == Cut::Kind::even) {
-    require(is_below(of, kind_of_.size()) && parts_of_[cut.of].second == 0, "cutting an earlier atom once");
-    require(parts > 0 && parts < times_max, "parts from 1 on");
+    require(is_below(of, kind_of_.size()) && parts_of_[cut.of].second == 0,
+            "a cut divides an unknown atom, or one that is divided already");
+    require(parts > 0 && parts < times_max, "a cut has no parts");
     parts_of_[cut.of] = {static_cast<uint32_t>(kind_of_.size()), cut.parts};
   } else {
-    require(parts == 1, "one atom");
-    require(cut.kind != Cut::Kind::count || is_below(of, count_number_), "counts below their number");
-    require(cut.kind != Cut::Kind::longest || count_number_ > 0, "the longest of some counts");
+    require(parts == 1, "a cut that is not even has more than one part");
+    require(cut.kind != Cut::Kind::count || is_below(of, count_number_), "a cut refers to an unknown count");
+    require(cut.kind != Cut::Kind::longest || count_number_ > 0, "the longest count of none");
   }
   kind_of_.insert(kind_of_.end(), cut.parts, cut.kind);
   parts_of_.resize(kind_of_.size());
@@ -69,30 +74,32 @@ void Program::add_cut(const CutRow& row) {
 
 void Program::add_point(const PointRow& row) {
   const auto [base, atom, times] = row;
-  require(is_below(base, points_.size()) && is_below(atom, kind_of_.size()), "earlier points and known atoms");
-  require(times > 0 && times < times_max, "coefficients from 1 on");
+  require(is_below(base, points_.size()) && is_below(atom, kind_of_.size()),
+          "a point refers to a later point or an unknown atom");
+  require(times > 0 && times < times_max, "a coefficient is 0 or less, or 2^31 or more");
   points_.push_back({static_cast<uint32_t>(base), static_cast<uint32_t>(atom), static_cast<uint64_t>(times)});
 }
 
 void Program::add_step(const StepRow& row, std::vector<std::int32_t>& line_of) {
   const auto [kind, peer, dst_buf, dst, dst_stop, src_buf, src, src_stop, left] = row;
-  require(kind >= 0 && kind <= 4, "steps 0 to 4");
+  require(kind >= 0 && kind <= 4, steps.size(), "unknown kind");
   SymbolicStep step{};
   step.step = static_cast<Step>(kind);
   step.left = left != 0;
-  step.dst_buf = place(dst_buf, dst, dst_stop);
+  step.dst_buf = slice_buffer(dst_buf, dst, dst_stop);
   step.dst = static_cast<uint32_t>(dst);
   step.dst_stop = static_cast<uint32_t>(dst_stop);
   const auto index = static_cast<uint32_t>(steps.size());
   if (step.step == Step::copy || step.step == Step::reduce) {
-    step.src_buf = place(src_buf, src, src_stop);
+    step.src_buf = slice_buffer(src_buf, src, src_stop);
     step.src = static_cast<uint32_t>(src);
     const auto stop = static_cast<uint32_t>(src_stop);
-    require(difference(step.dst_stop, step.dst) == difference(stop, step.src), "source and target of one length");
+    require(difference(step.dst_stop, step.dst) == difference(stop, step.src), steps.size(),
+            "source and target differ in length");
     require(step.dst_buf != step.src_buf || is_at_most(step.dst_stop, step.src) || is_at_most(stop, step.dst),
-            "copies and reductions between slices that do not overlap");
+            steps.size(), "source and target may overlap");
   } else {
-    require(is_below(peer, line_of.size()), "peers below the number of ranks");
+    require(is_below(peer, line_of.size()), steps.size(), "peer is no rank");
     std::int32_t& at = line_of[static_cast<size_t>(peer)];
     if (at < 0) {
       at = static_cast<std::int32_t>(lines.size());
@@ -102,19 +109,20 @@ void Program::add_step(const StepRow& row, std::vector<std::int32_t>& line_of) {
     (step.step == Step::send ? lines[step.line].sends : lines[step.line].recvs).push_back(index);
   }
   // A plan never writes what the rank contributes: it may be read-only.
-  require(step.step == Step::send || step.dst_buf != Buffer::in, "writing to out and tmp");
+  require(step.step == Step::send || step.dst_buf != Buffer::in, steps.size(), "writes to the input");
   reduces |= step.step == Step::reduce || step.step == Step::recv_reduce;
   steps.push_back(step);
 }
 
-Buffer Program::place(std::int64_t buf, std::int64_t start, std::int64_t stop) {
-  require(is_below(buf, buffer_count), "buffers 0 to 2");
-  require(is_below(start, points_.size()) && is_below(stop, points_.size()), "slices between points");
+Buffer Program::slice_buffer(std::int64_t buf, std::int64_t start, std::int64_t stop) {
+  require(is_below(buf, buffer_count), steps.size(), "unknown buffer");
+  require(is_below(start, points_.size()) && is_below(stop, points_.size()), steps.size(),
+          "slice refers to an unknown point");
   const auto which = static_cast<Buffer>(buf);
   const auto first = static_cast<uint32_t>(start), last = static_cast<uint32_t>(stop);
-  require(is_at_most(first, last), "slices that end after they start, for all counts");
+  require(is_at_most(first, last), steps.size(), "slice may end before it starts");
   if (which != Buffer::tmp) {
-    require(is_at_most(last, lengths_[buf]), "slices inside their buffer, for all counts");
+    require(is_at_most(last, lengths_[buf]), steps.size(), "slice may reach beyond its buffer");
   } else if (std::none_of(tmp_stops_.begin(), tmp_stops_.end(), [&](uint32_t at) { return is_at_most(last, at); })) {
     std::erase_if(tmp_stops_, [&](uint32_t at) { return is_at_most(at, last); });
     tmp_stops_.push_back(last);
@@ -128,9 +136,10 @@ void Program::add_edges(const std::vector<EdgeRow>& rows) {
   const auto is_local = [&](size_t i) { return steps[i].step == Step::copy || steps[i].step == Step::reduce; };
   for (const auto& [earlier, later, one, other] : rows) {
     require(is_below(later, steps.size()) && is_below(earlier, static_cast<size_t>(later)),
-            "waiting for earlier steps");
+            "a step waits for a later one");
     const bool has_one = one == 0 || (one == 1 && is_local(static_cast<size_t>(earlier)));
-    require(has_one && (other == 0 || (other == 1 && is_local(static_cast<size_t>(later)))), "slices that a step has");
+    require(has_one && (other == 0 || (other == 1 && is_local(static_cast<size_t>(later)))),
+            "an edge refers to a slice that its step does not have");
     ++after_at[static_cast<size_t>(earlier) + 1];
     ++waits[static_cast<size_t>(later)];
   }

@@ -40,7 +40,7 @@ struct Cut {
   uint32_t parts;
 };
 
-// The point `base` and so many times an atom.
+// The point `base` plus `times` times an atom.
 struct Point {
   uint32_t base;
   uint32_t atom;
@@ -79,15 +79,15 @@ struct Program {
   using StepRow = std::array<std::int64_t, 9>;
   using EdgeRow = std::array<std::int64_t, 4>;  // (earlier, later, earlier slice, later slice)
 
-  // Throws std::runtime_error if it makes no sense for some counts. `lengths` are the points at which `in` and `out`
+  // Throws std::runtime_error if it is invalid for some counts. `lengths` are the points at which `in` and `out`
   // end; `count_number` is how many counts a call has.
   Program(const std::vector<CutRow>& cut_rows, const std::vector<PointRow>& point_rows,
           const std::vector<StepRow>& step_rows, const std::vector<EdgeRow>& edge_rows,
           const std::array<std::int64_t, 2>& lengths, std::int64_t count_number, std::int32_t ranks);
 
-  // Whether counts are as many as they should be, and not so long that a sum overflows.
+  // Whether counts are as many as they should be, and small enough that no sum overflows.
   bool accepts(const Counts& given) const;
-  // Whether no step reads across an end of the parts of `in`, of so many elements each.
+  // Whether no step reads across a boundary between the parts of `in`; `parts` are their elements.
   bool reads_within(const Counts& given, std::span<const uint64_t> parts) const;
   // The elements of in, out and tmp.
   void buffer_counts(const Counts& given, uint64_t out[buffer_count]) const;
@@ -97,10 +97,10 @@ struct Program {
 
   std::vector<SymbolicStep> steps;
   std::vector<Line> lines;
-  std::vector<Edge> after;  // who awaits step i: after[after_at[i]] up to after[after_at[i + 1]]
+  std::vector<Edge> after;  // the steps that wait for step i: after[after_at[i]] up to after[after_at[i + 1]]
   std::vector<uint32_t> after_at;
   std::vector<uint32_t> waits;  // how many edges each step awaits
-  std::vector<uint32_t> ready;  // local steps that wait for nobody
+  std::vector<uint32_t> ready;  // local steps that wait for no other step
   bool reduces = false;
 
  private:
@@ -110,7 +110,7 @@ struct Program {
   void add_point(const PointRow& row);
   void add_step(const StepRow& row, std::vector<std::int32_t>& line_of);
   void add_edges(const std::vector<EdgeRow>& rows);
-  Buffer place(std::int64_t buf, std::int64_t start, std::int64_t stop);
+  Buffer slice_buffer(std::int64_t buf, std::int64_t start, std::int64_t stop);
   Sum difference(uint32_t stop, uint32_t start) const;
   bool is_at_most(uint32_t one, uint32_t other) const;
 

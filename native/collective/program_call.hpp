@@ -1,4 +1,4 @@
-// A program with the counts of a call and the ranks of its group, kept for who makes such calls again.
+// A program with the counts of a call and the ranks of its group, cached for the next call of the same shape.
 
 #pragma once
 

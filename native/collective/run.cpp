@@ -17,8 +17,8 @@ constexpr uint64_t copy_bytes = 1024 * 1024;
 // that each has an offer word.
 constexpr size_t sends_per_receive = 4;
 
-// The k-th message to a peer meets its k-th receive and no other: if one is taken back, because its sender gives up,
-// the next must not fill the gap, or a wrong value would be passed on. Bits that contract.Tags leaves free say which.
+// The k-th message to a peer matches its k-th receive and no other: if one is withdrawn, because its sender gives up,
+// the next must not fill the gap, or a wrong value would be passed on. Bits that envelope.Tags leaves free hold k.
 uint64_t numbered(uint64_t tag, uint64_t number) {
   constexpr int shift = 40, bits = 21;
   return tag + ((number & ((uint64_t{1} << bits) - 1)) << shift);
@@ -37,9 +37,9 @@ void RunSend::end(Outcome how) { run_.on_sent(*this, how); }
 MatchResult RunReceive::on_match(const Envelope& envelope, bool) { return run_.on_match(*this, envelope); }
 void RunReceive::end(Outcome how, std::int32_t) { run_.on_received(*this, how); }
 
-bool RunReceive::has_fixed_place() const { return run_.piece(piece).step == Step::recv; }
+bool RunReceive::has_fixed_buffer() const { return run_.piece(piece).step == Step::recv; }
 
-byte* RunReceive::place() {
+byte* RunReceive::buffer() {
   const Piece& p = run_.piece(piece);
   if (p.step == Step::recv) return run_.at(p.dst_buf, p.dst);
   if (way == Way::open) way = run_.bound_.waits[piece] == 0 ? Way::direct : Way::landing;
@@ -105,7 +105,7 @@ void Run::start(bool runs_ahead) {
   const uint64_t* const counts = bound_.counts;
   is_long_ = (counts[static_cast<size_t>(Buffer::in)] + counts[static_cast<size_t>(Buffer::out)]) * stage_.itemsize >
              cache_bytes;
-  if (p.reduces) landed_.assign(bound_.pieces.size(), nullptr);
+  if (p.reduces) arrived_.assign(bound_.pieces.size(), nullptr);
   dirty_.clear();
   for (uint32_t line = 0; line < lines_.size(); ++line) mark(line);
   left_ = bound_.pieces.size();
@@ -144,7 +144,8 @@ std::vector<std::int32_t> Run::awaited() const {
 
 // ---- going on ----
 
-// Do all that can be done now. Whoever is called back while somebody goes on leaves the rest to them.
+// Do all that can be done now. A callback that arrives while this function is on the stack only marks work; the outer
+// call does it.
 void Run::go_on() {
   if (is_busy_ || has_ended_) return;
   is_busy_ = true;
@@ -225,10 +226,9 @@ void Run::post_send(uint32_t line, uint32_t index) {
   RunSend& send = *spare_sends_.back();
   spare_sends_.pop_back();
   LineState& state = lines_[line];
-  // The first message carries the fingerprint. To a peer from which nothing comes back it ends only when met: a peer
-  // that never asks for it is a mismatch, and the sender must not get away before it is seen, unless it runs ahead and
-  // the peer looks after it. Any other peer's own fingerprint, without which the run does not end, proves that it will
-  // ask.
+  // The first message carries the fingerprint. If this rank receives nothing from the peer, that message is
+  // synchronous, so that a mismatch is found before the call returns; a run-ahead message is checked by the receiver
+  // instead. From every other peer a fingerprint arrives, which proves that it made the same call.
   const bool is_first = state.sends.number == 0;
   send.tag = numbered(stage_.tag, state.sends.number++);
   ++state.sends.piece;
@@ -299,7 +299,7 @@ void Run::do_local(uint32_t index) {
     }
     case Step::reduce: combine(p, 0, at(p.src_buf, p.src), bytes_of(p)); break;
     default: {
-      RunReceive& receive = *std::exchange(landed_[index], nullptr);
+      RunReceive& receive = *std::exchange(arrived_[index], nullptr);
       combine(p, 0, receive.landing.at(), bytes_of(p));
       release(receive);
       break;
@@ -320,7 +320,7 @@ void Run::finish(uint32_t index) {
   bound_.for_each_after(*program_, index, [&](uint32_t later) {
     if (--bound_.waits[later] != 0) return;
     const Piece& p = piece(later);
-    if (is_local(p) || (p.step == Step::recv_reduce && landed_[later] != nullptr))
+    if (is_local(p) || (p.step == Step::recv_reduce && arrived_[later] != nullptr))
       ready_.push_back(later);
     else if (p.step != Step::recv_reduce)
       mark(p.line);
@@ -350,8 +350,8 @@ MatchResult Run::on_match(RunReceive& receive, const Envelope& envelope) {
   const Piece& p = piece(receive.piece);
   LineState& state = lines_[p.line];
   const bool is_first = receive.is_first;
-  // It took its first message back, so it has given up, and the news why is on its way: what it sent before means
-  // nothing any more.
+  // The peer withdrew its first message, so it has given up, and the control message that says why is on its way: the
+  // rest of what it sent is void.
   if (is_first ? envelope.header_bytes == 0 : !state.is_introduced) state.is_deserted = true;
   if (state.is_deserted || has_failed_) return MatchResult::reject;
   const uint64_t awaited = bytes_of(p);
@@ -375,7 +375,7 @@ MatchResult Run::on_match(RunReceive& receive, const Envelope& envelope) {
   return MatchResult::accept;
 }
 
-// Keep the reason: the receive that met the message ends with it at once.
+// Keep the reason: the receive that matched the message ends with it at once.
 void Run::refuse(const Envelope& envelope, uint64_t awaited, bool is_header) {
   outcome = Outcome::refused;
   failure.is_header = is_header;
@@ -401,13 +401,13 @@ void Run::on_received(RunReceive& receive, Outcome how) {
     release(receive);
     finish(index);
   } else {
-    landed_[index] = &receive;
+    arrived_[index] = &receive;
     if (bound_.waits[index] == 0) ready_.push_back(index);
   }
   go_on();
 }
 
-// Give a receive's place in the window back.
+// Free a receive's slot in the window.
 void Run::release(RunReceive& receive) {
   const uint32_t line = piece(receive.piece).line;
   if (receive.landing.at() != nullptr) scratch_.give_back(std::exchange(receive.landing, {}));
@@ -418,7 +418,7 @@ void Run::release(RunReceive& receive) {
 
 // ---- ending ----
 
-// The first reason counts. Other messages are taken back later: now the engine may be in the middle of a list of them.
+// The first reason counts. Other messages are withdrawn later: the engine may be iterating over them now.
 void Run::fail(Outcome how, std::int32_t peer) {
   if (std::exchange(has_failed_, true)) return;
   outcome = how;
@@ -444,7 +444,7 @@ void Run::conclude() {
   has_ended_ = true;
   engine_.remove(*this);
   if (left_ != 0)
-    for (RunReceive*& receive : landed_)
+    for (RunReceive*& receive : arrived_)
       if (receive != nullptr) release(*std::exchange(receive, nullptr));
   if (tmp_.at() != nullptr) scratch_.give_back(std::exchange(tmp_, {}));
   completions_.enqueue(*this);

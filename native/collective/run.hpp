@@ -1,14 +1,14 @@
 // A run: one execution of a program on given memory. The native twin of unisono/plans/execute.py's _Run.
 //
 // Knows which pieces are ready, posts them in order, and reduces what arrives. Does not know algorithms, links, nor
-// who called it: its completion queue has the end. Everything happens with the engine's lock held: callbacks of
-// messages start what became ready, and long local work is done a piece at a time as a deferred work between looks at
+// its caller: the completion queue reports the end. Everything happens with the engine's lock held: callbacks of
+// messages start what became ready, and long local work is done a piece at a time, as deferred work, between polls of
 // the links.
 //
 // What arrives for a reduction is reduced straight out of the ring or of the piece just read, if the pieces before
 // it are done when its first bytes come; else it lands in scratch memory and is reduced as soon as they are.
 //
-// A peer that is gone does not end a run: it then waits until somebody who knows why cancels it.
+// A dead peer does not end a run. Python, which knows the cause, cancels it.
 
 #pragma once
 
@@ -43,8 +43,8 @@ class RunReceive final : public Receive {
  public:
   explicit RunReceive(Run& run) : run_(run) {}
   MatchResult on_match(const Envelope& envelope, bool is_here) override;
-  byte* place() override;
-  bool has_fixed_place() const override;
+  byte* buffer() override;
+  bool has_fixed_buffer() const override;
   void write(uint64_t offset, const byte* from, size_t bytes) override;
   void on_taken_back() override { way = Way::open; }
   void end(Outcome how, std::int32_t rank) override;
@@ -85,7 +85,7 @@ struct Stage {
   uint64_t itemsize = 1;
   Reduce kernel = nullptr;  // none: the program reduces nothing
   size_t window = 1;        // receives under way per peer
-  bool runs_ahead = false;  // messages to peers from which nothing comes back need not be met before it ends
+  bool runs_ahead = false;  // a message to a peer that sends nothing back may be unmatched at the end
 };
 
 class Run final : public Operation, public DeferredWork {
@@ -102,7 +102,7 @@ class Run final : public Operation, public DeferredWork {
     bind(std::move(program), stage);
     start(stage.runs_ahead);
   }
-  // The same in two steps, for who decides between them whether to run ahead.
+  // The same in two steps, for a caller that decides between them whether to run ahead.
   void bind(std::shared_ptr<const Program> program, const Stage& stage);
   void start(bool runs_ahead);
   // From `bind` until the next: the program, and per line of it the peer's rank in the engine, and whether anything is
@@ -111,7 +111,7 @@ class Run final : public Operation, public DeferredWork {
   std::int32_t peer(size_t line) const { return lines_[line].peer; }
   bool sends_to(size_t line) const { return bound_.moves(program_->lines[line].sends); }
   bool answers(size_t line) const { return bound_.moves(program_->lines[line].recvs); }
-  // Take back what can be taken back; it ends as cancelled as soon as nobody uses its memory.
+  // Withdraw all that is unmatched; the run ends as cancelled once no transfer uses its memory.
   void cancel();
   // The ranks that it waits for now.
   std::vector<std::int32_t> awaited() const;
@@ -144,7 +144,7 @@ class Run final : public Operation, public DeferredWork {
     uint32_t sending = 0, receiving = 0;
     bool is_dirty = false;
     bool is_introduced = false;  // its first message has come, with our fingerprint
-    bool is_deserted = false;    // the peer is gone, or has given up: its first message was taken back
+    bool is_deserted = false;    // the peer is gone, or has given up: its first message was withdrawn
   };
 
   const Piece& piece(uint32_t index) const { return bound_.pieces[index]; }
@@ -185,16 +185,16 @@ class Run final : public Operation, public DeferredWork {
   Scratch::Block tmp_;
   size_t left_ = 0;
   size_t active_ = 0;
-  bool is_busy_ = false;  // somebody further up the stack goes on
+  bool is_busy_ = false;  // go_on is on the stack
   bool has_failed_ = false;
   bool has_ended_ = true;
   std::vector<LineState> lines_;
   std::vector<uint32_t> dirty_;
   std::vector<uint32_t> ready_;
   size_t ready_at_ = 0;
-  uint64_t copied_ = 0;              // bytes of the copy whose turn it is
-  bool is_long_ = false;             // no cache holds what it works on
-  std::vector<RunReceive*> landed_;  // by piece: all bytes are here, the pieces before it are not done
+  uint64_t copied_ = 0;               // bytes of the copy whose turn it is
+  bool is_long_ = false;              // no cache holds what it works on
+  std::vector<RunReceive*> arrived_;  // by piece: all bytes are here, the pieces before it are not done
   std::vector<std::unique_ptr<RunSend>> sends_;
   std::vector<std::unique_ptr<RunReceive>> receives_;
   std::vector<RunSend*> spare_sends_;

@@ -34,8 +34,8 @@ class ConnectionOwner : public PingOwner {
   // Whether a caller that has proven its rank gets a link.
   virtual Admission admit(std::int32_t rank, Medium medium, Lane lane) = 0;
   virtual void on_connection(NewConnection connection) = 0;
-  // A connection to a rank failed. `ruling` is `leaving` if that rank closes, else `unknown`.
-  virtual void on_refused(std::int32_t rank, const std::string& cause, Admission ruling) = 0;
+  // A connection to a rank failed. `admission` is `leaving` if that rank closes, else `unknown`.
+  virtual void on_refused(std::int32_t rank, const std::string& cause, Admission admission) = 0;
 };
 
 }  // namespace unisono::engine

@@ -26,7 +26,7 @@ constexpr char magic[8] = {'u', 'n', 'i', 's', 'o', 'n', 'o', '\n'};
 constexpr int ports_tried_max = 16;
 // Calls under way at a time. With TLS each costs both sides milliseconds, and a hundred begun at once on a few cores
 // would all time out.
-constexpr std::ptrdiff_t calls_max = 16;
+constexpr std::ptrdiff_t attempts_max = 16;
 // Refusals kept for the log.
 constexpr size_t refusals_max = 8;
 
@@ -121,8 +121,8 @@ class Connector::Handshake final : public Watcher {
   using State = HandshakeState;
   using Event = HandshakeEvent;
 
-  Handshake(Connector& connector, State state, std::int64_t patience_ns)
-      : connector(connector), state(state), patience_ns(patience_ns) {}
+  Handshake(Connector& connector, State state, std::int64_t time_left_ns)
+      : connector(connector), state(state), time_left_ns(time_left_ns) {}
   ~Handshake() override { unwatch(); }
 
   // False if there is no memory for a TLS stream.
@@ -154,9 +154,9 @@ class Connector::Handshake final : public Watcher {
       case HandshakeAction::send_challenge: return send_challenge();
       case HandshakeAction::send_introduction: return send_introduction();
       case HandshakeAction::rest: return rest();
-      case HandshakeAction::redial:
+      case HandshakeAction::reconnect:
         rest();
-        if (calls == 1) connector.dial(*this);
+        if (attempts == 1) connector.attempt(*this);
         return;
       case HandshakeAction::hand_over: return hand_over();
       case HandshakeAction::keep_open: return keep_open();
@@ -186,8 +186,8 @@ class Connector::Handshake final : public Watcher {
     // From now on TCP repeats what the network loses, and the acceptor's Python may not have given its engine an
     // identity yet. Once only: an acceptor that hangs up again and again does not prolong the handshake.
     if (connection.is_opener && connection.medium == Medium::tcp && !std::exchange(is_reached, true))
-      patience_ns = std::max(
-          {patience_ns, 2 * connector.settings_.silence_ns, tls != nullptr ? connector.settings_.stranger_ns : 0});
+      time_left_ns = std::max(
+          {time_left_ns, 2 * connector.settings_.silence_ns, tls != nullptr ? connector.settings_.stranger_ns : 0});
     on(tls != nullptr ? Event::connected_tls : Event::connected);
   }
 
@@ -198,12 +198,12 @@ class Connector::Handshake final : public Watcher {
   // system accepts connections for a process that does not run.
   bool is_starved() const {
     return pid > 0 && state != State::connecting &&
-           patience_ns > -starved_silences_max * connector.settings_.silence_ns && engine::is_starved(pid);
+           time_left_ns > -starved_silences_max * connector.settings_.silence_ns && engine::is_starved(pid);
   }
 
   bool is_waiting() const { return state == State::due || state == State::resting; }
   // The call has not reached the peer so far.
-  bool is_dialling() const { return state == State::connecting || is_waiting(); }
+  bool is_connecting() const { return state == State::connecting || is_waiting(); }
 
   // Whether the limit of calls under way applies: not to the second connection of a link whose first one is up.
   bool is_limited() const { return connection.medium == Medium::tcp && connection.lane == Lane::control; }
@@ -222,26 +222,26 @@ class Connector::Handshake final : public Watcher {
   std::string timed_out() const {
     char text[64];
     snprintf(text, sizeof text,
-             is_dialling() ? "no answer to a connection in %.1f s" : "no answer to a handshake in %.1f s",
+             is_connecting() ? "no answer to a connection in %.1f s" : "no answer to a handshake in %.1f s",
              static_cast<double>(waited_ns) / 1e9);
     if (!connection.is_opener) return text;
-    return unreached((is_dialling() || hang_ups != 0) && !trouble.empty() ? trouble : text);
+    return unreached((is_connecting() || hang_ups != 0) && !trouble.empty() ? trouble : text);
   }
 
   Connector& connector;
   State state;
-  std::int64_t patience_ns;  // what is left of the handshake's time
+  std::int64_t time_left_ns;  // what is left of the handshake's time
   NewConnection connection{};
   TlsStream* tls = nullptr;  // connection.stream, if it is one
   SocketAddress address;
-  int calls = 0;     // connection attempts
+  int attempts = 0;  // to connect
   int hang_ups = 0;  // by the acceptor
   bool is_reached = false;
   std::int32_t pid = 0;  // of the acceptor, if it is on this host
   std::int64_t waited_ns = 0;
   std::int64_t idle_ns = 0;  // since the last event on the socket
   std::string trouble;       // why the last attempt failed
-  Admission ruling = Admission::unknown;
+  Admission admission = Admission::unknown;
   Hello hello{};
 
  private:
@@ -301,7 +301,7 @@ class Connector::Handshake final : public Watcher {
       case State::await_hello: return on_hello();
       case State::await_challenge: return on_challenge();
       case State::await_introduction: return on_introduction();
-      default: return on_verdict();
+      default: return on_reply();
     }
   }
 
@@ -314,7 +314,7 @@ class Connector::Handshake final : public Watcher {
       case State::await_hello: place = {&hello, sizeof hello}; break;
       case State::await_challenge: place = {&challenge_, sizeof challenge_}; break;
       case State::await_introduction: place = {&introduction_, sizeof introduction_}; break;
-      default: place = {&verdict_, sizeof verdict_};
+      default: place = {&reply_, sizeof reply_};
     }
     while (have_ < place.bytes) {
       iovec part{static_cast<byte*>(place.at) + have_, place.bytes - have_};
@@ -387,7 +387,7 @@ class Connector::Handshake final : public Watcher {
                           hello.from != hello.to && hello.medium == connection.medium &&
                           static_cast<uint8_t>(hello.lane) < lane_count &&
                           hello.eager_credit_bytes == connector.settings_.eager_credit_bytes;
-    if (!is_sound) return connector.refuse(*this, "its hello is not one of this world");
+    if (!is_sound) return connector.refuse(*this, "handshake hello names another job, rank, size or protocol version");
     connection.rank = static_cast<std::int32_t>(hello.from);
     if (tls != nullptr && tls->rank() != connection.rank)
       return connector.refuse(*this, "its certificate is rank " + std::to_string(tls->rank()) +
@@ -437,13 +437,13 @@ class Connector::Handshake final : public Watcher {
     if (connection.medium == Medium::shm && (!connection.memory || !connection.presence))
       return connector.refuse(*this, "it sent no memory to share");
     connection.probe = introduction_.probe;
-    verdict_ = {connector.owner_.admit(connection.rank, connection.medium, connection.lane), 0, connector.probe_};
+    reply_ = {connector.owner_.admit(connection.rank, connection.medium, connection.lane), 0, connector.probe_};
     std::vector<int> descriptors;
-    if (connection.medium == Medium::shm && verdict_.ruling == Admission::welcome)
+    if (connection.medium == Medium::shm && reply_.admission == Admission::welcome)
       descriptors = {connector.presence_->fd()};
-    if (!send(&verdict_, sizeof verdict_, descriptors)) return on(Event::hang_up);
-    if (verdict_.ruling == Admission::welcome) return on(Event::welcome);
-    if (verdict_.ruling != Admission::crossing) return on(Event::turned_away);
+    if (!send(&reply_, sizeof reply_, descriptors)) return on(Event::hang_up);
+    if (reply_.admission == Admission::welcome) return on(Event::welcome);
+    if (reply_.admission != Admission::crossing) return on(Event::turned_away);
     // An earlier call of this rank that was crossed has been replaced by this one.
     std::erase_if(connector.handshakes_, [this](const auto& h) {
       return h->state == State::crossed && !h->connection.is_opener && h->connection.rank == connection.rank;
@@ -451,13 +451,13 @@ class Connector::Handshake final : public Watcher {
     on(Event::crossing);
   }
 
-  void on_verdict() {
-    if (verdict_.ruling == Admission::crossing) return on(Event::crossing);
-    if (verdict_.ruling == Admission::leaving) return connector.refuse(*this, "left", Admission::leaving);
-    if (verdict_.ruling != Admission::welcome) return connector.refuse(*this, "it refuses the link");
+  void on_reply() {
+    if (reply_.admission == Admission::crossing) return on(Event::crossing);
+    if (reply_.admission == Admission::leaving) return connector.refuse(*this, "left", Admission::leaving);
+    if (reply_.admission != Admission::welcome) return connector.refuse(*this, "it refuses the link");
     if (connection.medium == Medium::shm && !connection.presence)
       return connector.refuse(*this, "it sent no presence page");
-    connection.probe = verdict_.probe;
+    connection.probe = reply_.probe;
     on(Event::welcome);
   }
 
@@ -492,7 +492,7 @@ class Connector::Handshake final : public Watcher {
   uint64_t watch_ = 0;
   Challenge challenge_{};
   Introduction introduction_{};
-  Verdict verdict_{};
+  AdmissionReply reply_{};
   size_t have_ = 0;  // bytes of the awaited message
 };
 
@@ -651,16 +651,16 @@ void Connector::connect(std::int32_t rank, const Card& card, Medium medium, Lane
   h.hello.eager_credit_bytes = settings_.eager_credit_bytes;
   has_due_ = true;
   handshakes_.push_back(std::move(made));
-  dial_due();
+  connect_due();
 }
 
-void Connector::dial_due() {
+void Connector::connect_due() {
   // A handshake that ends at once makes way for another one and moves those behind it: then start again.
   while (std::exchange(has_due_, false)) {
     bool may_call = has_free_call();
     for (size_t i = 0; i < handshakes_.size(); ++i) {
       if (handshakes_[i]->state != HandshakeState::due || (!may_call && handshakes_[i]->is_limited())) continue;
-      dial(*handshakes_[i]);
+      attempt(*handshakes_[i]);
       may_call = has_free_call();
     }
   }
@@ -668,12 +668,12 @@ void Connector::dial_due() {
 
 bool Connector::has_free_call() const {
   return std::count_if(handshakes_.begin(), handshakes_.end(),
-                       [this](const auto& h) { return h->is_under_way(beat_ns_); }) < calls_max;
+                       [this](const auto& h) { return h->is_under_way(beat_ns_); }) < attempts_max;
 }
 
-void Connector::dial(Handshake& h) {
-  h.on(HandshakeEvent::dial);
-  ++h.calls;
+void Connector::attempt(Handshake& h) {
+  h.on(HandshakeEvent::attempt);
+  ++h.attempts;
   h.idle_ns = 0;
   if (!fill_random(h.hello.nonce, sizeof h.hello.nonce)) return refuse(h, failure("no random bytes"));
   Descriptor socket(::socket(h.address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -698,7 +698,7 @@ void Connector::on_hang_up(Handshake& h) {
   h.on(HandshakeEvent::hang_up);
 }
 
-// Nobody listens there, or the network does not carry the call now and may do so soon.
+// No process listens there, or the network is down and may be back soon.
 void Connector::on_unreached(Handshake& h, int error) {
   if (error == ECONNRESET) return on_hang_up(h);
   h.trouble = strerror(error);
@@ -715,10 +715,10 @@ void Connector::forget(std::int32_t rank) {
   });
 }
 
-bool Connector::is_dialling(std::int32_t rank) const {
-  if (quic_ != nullptr && quic_->is_dialling(rank)) return true;
+bool Connector::is_connecting(std::int32_t rank) const {
+  if (quic_ != nullptr && quic_->is_connecting(rank)) return true;
   return std::any_of(handshakes_.begin(), handshakes_.end(), [rank](const auto& h) {
-    return h->connection.rank == rank && h->connection.is_opener && h->is_dialling();
+    return h->connection.rank == rank && h->connection.is_opener && h->is_connecting();
   });
 }
 
@@ -747,14 +747,14 @@ void Connector::tick(std::int64_t passed_ns) {
   for (auto& one : listeners_)
     if (one != nullptr) one->watch();
   for (const auto& h : handshakes_) {
-    if (h->connection.is_opener && h->calls == 0) continue;  // its time has not begun
-    h->patience_ns -= passed_ns;
+    if (h->connection.is_opener && h->attempts == 0) continue;  // its time has not begun
+    h->time_left_ns -= passed_ns;
     h->waited_ns += passed_ns;
     h->idle_ns += passed_ns;
   }
   // A crossed connection waits for another one, which has its own time.
   const auto is_late = [](const auto& h) {
-    return h->patience_ns <= 0 && h->state != HandshakeState::crossed && !h->is_starved();
+    return h->time_left_ns <= 0 && h->state != HandshakeState::crossed && !h->is_starved();
   };
   // From the start each time: a refusal may remove any of them.
   for (auto late = handshakes_.begin();
@@ -764,7 +764,7 @@ void Connector::tick(std::int64_t passed_ns) {
     if (h->state == HandshakeState::resting) h->on(HandshakeEvent::tick);
   beat_ns_ = passed_ns;
   has_due_ = true;
-  dial_due();
+  connect_due();
 }
 
 void Connector::close(bool keep_files) {
@@ -783,9 +783,9 @@ void Connector::end(const Handshake& handshake) {
   std::erase_if(handshakes_, [&handshake](const auto& h) { return h.get() == &handshake; });
 }
 
-void Connector::refuse(Handshake& handshake, const std::string& cause, Admission ruling) {
+void Connector::refuse(Handshake& handshake, const std::string& cause, Admission admission) {
   handshake.trouble = cause;
-  handshake.ruling = ruling;
+  handshake.admission = admission;
   handshake.on(HandshakeEvent::fail);
 }
 
@@ -793,7 +793,7 @@ void Connector::report(Handshake& handshake) {
   const NewConnection& connection = handshake.connection;
   const bool is_opener = connection.is_opener;
   const std::int32_t rank = connection.rank;
-  const Admission ruling = handshake.ruling;
+  const Admission admission = handshake.admission;
   const std::string cause = std::move(handshake.trouble);
   if (!is_opener) {
     ++refused_;
@@ -803,7 +803,7 @@ void Connector::report(Handshake& handshake) {
                           cause);
   }
   end(handshake);
-  if (is_opener) owner_.on_refused(rank, cause, ruling);
+  if (is_opener) owner_.on_refused(rank, cause, admission);
 }
 
 std::vector<std::string> Connector::take_refusals() {

@@ -55,20 +55,21 @@ class Connector {
   // Whether a handshake that we opened with this rank is under way.
   bool is_calling(std::int32_t rank) const;
   // Whether that one has not reached the rank so far.
-  bool is_dialling(std::int32_t rank) const;
+  bool is_connecting(std::int32_t rank) const;
   // Whether the rank answered that its own connection to us counts instead.
   bool is_crossed(std::int32_t rank) const;
   // Whether a handshake is under way that may lead to a link.
   bool is_connecting() const;
-  // End handshakes whose time is over, and dial again those that rest.
+  // End handshakes whose time is over, and connect again those that rest.
   void tick(std::int64_t passed_ns);
   bool is_busy() const { return !handshakes_.empty() || (quic_ != nullptr && quic_->is_busy()); }
-  // Whether a call that waits may be possible now; `dial_due` makes those that are.
+  // Whether a waiting attempt may be possible now; `connect_due` makes those that are.
   bool has_due() const { return has_due_; }
-  void dial_due();
+  void connect_due();
   // Stop listening and drop all handshakes. `keep_files`: a forked child must leave the parent's socket alone.
   void close(bool keep_files);
-  // The number of callers that were refused, and, for a log, who and why: the first few since the last call.
+  // The number of callers that were refused, and, for a log, their addresses and the reasons: the first few since the
+  // last call.
   uint64_t refused() const { return refused_ + (quic_ != nullptr ? quic_->refused() : 0); }
   std::vector<std::string> take_refusals();
 
@@ -78,12 +79,12 @@ class Connector {
 
   void accept_from(int listener, Medium medium);
   void drop_oldest_stranger(const std::string& group);
-  void dial(Handshake& handshake);
+  void attempt(Handshake& handshake);
   bool has_free_call() const;
   void on_hang_up(Handshake& handshake);
   void on_unreached(Handshake& handshake, int error);
   void end(const Handshake& handshake);
-  void refuse(Handshake& handshake, const std::string& cause, Admission ruling = Admission::unknown);
+  void refuse(Handshake& handshake, const std::string& cause, Admission admission = Admission::unknown);
   void report(Handshake& handshake);
   Descriptor listen_at(SocketAddress& address);
   Proof prove(const char* role, const Hello& hello, const byte* nonce) const;

@@ -6,7 +6,7 @@
 //   Hello         ranks, settings, nonce  ->
 //                                         <-   Challenge     nonce, proof over both nonces
 //   Introduction  proof, probe, memory    ->
-//                                         <-   Verdict       admission, probe, presence page
+//                                         <-   AdmissionReply       admission, probe, presence page
 //
 // If two ranks connect to each other at once, the lower rank's connection counts. The other one is *crossed*: it stays
 // open until the first is through, because its end shows that the peer died.
@@ -48,58 +48,19 @@ struct Introduction {
   Probe probe;
 };
 
-struct Verdict {
-  Admission ruling;
+struct AdmissionReply {
+  Admission admission;
   uint32_t unused;
   Probe probe;
 };
 
-//   state               event          next                action             why
-//   opener
-//   due                 dial           connecting          none               a place among the calls under way is free
-//   due                 fail           closed              report             time is up
-//   resting             tick           due                 none               the next heartbeat
-//   resting             dial           connecting          none               the first hang-up is followed at once
-//   resting             fail           closed              report             time is up
-//   connecting          connected      await_challenge     send_hello
-//   connecting          connected_tls  tls_connect         run_tls
-//   connecting          unreachable    resting             rest               the network may carry the call soon
-//   connecting          hang_up        resting             redial
-//   connecting          fail           closed              report             nobody listens there, or time is up
-//   tls_connect         tls_done       await_challenge     send_hello
-//   tls_connect         hang_up        resting             redial             a crowded acceptor drops old callers
-//   tls_connect         fail           closed              report             wrong certificate, or time is up
-//   await_challenge     message        await_verdict       send_introduction
-//   await_challenge     hang_up        resting             redial
-//   await_challenge     fail           closed              report             wrong proof, or time is up
-//   await_verdict       welcome        linked              hand_over
-//   await_verdict       crossing       crossed             keep_open
-//   await_verdict       hang_up        resting             redial
-//   await_verdict       fail           closed              report             not admitted, or time is up
-//   acceptor
-//   accepted            connected      await_hello         none
-//   accepted            connected_tls  tls_accept          run_tls
-//   tls_accept          tls_done       await_hello         none
-//   tls_accept          hang_up        closed              drop
-//   tls_accept          fail           closed              report             wrong certificate, too much or too slow
-//   await_hello         message        await_introduction  send_challenge
-//   await_hello         hang_up        closed              drop
-//   await_hello         fail           closed              report             not of this world, or time is up
-//   await_introduction  welcome        linked              hand_over
-//   await_introduction  crossing       crossed             keep_open
-//   await_introduction  turned_away    closed              drop               known already, or this rank leaves
-//   await_introduction  hang_up        closed              drop
-//   await_introduction  fail           closed              report             wrong proof, or time is up
-//   both
-//   crossed             hang_up        closed              drop               acceptor: another handshake replaces it
-//   crossed             fail           closed              report             opener: the peer died
 enum class HandshakeState : uint8_t {
   due,
   resting,
   connecting,
   tls_connect,
   await_challenge,
-  await_verdict,
+  await_reply,
   accepted,
   tls_accept,
   await_hello,
@@ -109,7 +70,7 @@ enum class HandshakeState : uint8_t {
   closed,
 };
 enum class HandshakeEvent : uint8_t {
-  dial,
+  attempt,
   tick,
   connected,
   connected_tls,
@@ -129,7 +90,7 @@ enum class HandshakeAction : uint8_t {
   send_challenge,
   send_introduction,
   rest,
-  redial,
+  reconnect,
   hand_over,
   keep_open,
   drop,
@@ -141,40 +102,57 @@ inline constexpr auto handshake_transitions = [] {
   using Event = HandshakeEvent;
   using Action = HandshakeAction;
   return TransitionTable<State, 13, Event, 12, Action>({
-      {State::due, Event::dial, State::connecting, Action::none},
+      // fewer than attempts_max attempts are under way
+      {State::due, Event::attempt, State::connecting, Action::none},
+      // time is up
       {State::due, Event::fail, State::closed, Action::report},
+      // the next heartbeat
       {State::resting, Event::tick, State::due, Action::none},
-      {State::resting, Event::dial, State::connecting, Action::none},
+      // the first hang-up is followed at once
+      {State::resting, Event::attempt, State::connecting, Action::none},
+      // time is up
       {State::resting, Event::fail, State::closed, Action::report},
       {State::connecting, Event::connected, State::await_challenge, Action::send_hello},
       {State::connecting, Event::connected_tls, State::tls_connect, Action::run_tls},
+      // the network may be back soon
       {State::connecting, Event::unreachable, State::resting, Action::rest},
-      {State::connecting, Event::hang_up, State::resting, Action::redial},
+      {State::connecting, Event::hang_up, State::resting, Action::reconnect},
+      // no process listens there, or time is up
       {State::connecting, Event::fail, State::closed, Action::report},
       {State::tls_connect, Event::tls_done, State::await_challenge, Action::send_hello},
-      {State::tls_connect, Event::hang_up, State::resting, Action::redial},
+      // a crowded acceptor drops its oldest strangers
+      {State::tls_connect, Event::hang_up, State::resting, Action::reconnect},
+      // wrong certificate, or time is up
       {State::tls_connect, Event::fail, State::closed, Action::report},
-      {State::await_challenge, Event::message, State::await_verdict, Action::send_introduction},
-      {State::await_challenge, Event::hang_up, State::resting, Action::redial},
+      {State::await_challenge, Event::message, State::await_reply, Action::send_introduction},
+      {State::await_challenge, Event::hang_up, State::resting, Action::reconnect},
+      // wrong proof, or time is up
       {State::await_challenge, Event::fail, State::closed, Action::report},
-      {State::await_verdict, Event::welcome, State::linked, Action::hand_over},
-      {State::await_verdict, Event::crossing, State::crossed, Action::keep_open},
-      {State::await_verdict, Event::hang_up, State::resting, Action::redial},
-      {State::await_verdict, Event::fail, State::closed, Action::report},
+      {State::await_reply, Event::welcome, State::linked, Action::hand_over},
+      {State::await_reply, Event::crossing, State::crossed, Action::keep_open},
+      {State::await_reply, Event::hang_up, State::resting, Action::reconnect},
+      // not admitted, or time is up
+      {State::await_reply, Event::fail, State::closed, Action::report},
       {State::accepted, Event::connected, State::await_hello, Action::none},
       {State::accepted, Event::connected_tls, State::tls_accept, Action::run_tls},
       {State::tls_accept, Event::tls_done, State::await_hello, Action::none},
       {State::tls_accept, Event::hang_up, State::closed, Action::drop},
+      // wrong certificate, too much or too slow
       {State::tls_accept, Event::fail, State::closed, Action::report},
       {State::await_hello, Event::message, State::await_introduction, Action::send_challenge},
       {State::await_hello, Event::hang_up, State::closed, Action::drop},
+      // a hello of another job, or time is up
       {State::await_hello, Event::fail, State::closed, Action::report},
       {State::await_introduction, Event::welcome, State::linked, Action::hand_over},
       {State::await_introduction, Event::crossing, State::crossed, Action::keep_open},
+      // known already, or this rank leaves
       {State::await_introduction, Event::turned_away, State::closed, Action::drop},
       {State::await_introduction, Event::hang_up, State::closed, Action::drop},
+      // wrong proof, or time is up
       {State::await_introduction, Event::fail, State::closed, Action::report},
+      // acceptor: another handshake replaces it
       {State::crossed, Event::hang_up, State::closed, Action::drop},
+      // opener: the peer died
       {State::crossed, Event::fail, State::closed, Action::report},
   });
 }();

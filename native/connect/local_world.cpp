@@ -6,15 +6,15 @@ namespace unisono::engine {
 
 void LocalWorld::enter(std::int32_t rank, std::shared_ptr<const Descriptor> wake, const Presence& presence) {
   const std::lock_guard guard(mutex_);
-  seats_[rank].wake = std::move(wake);
-  seats_[rank].presence = &presence;
+  slots_[rank].wake = std::move(wake);
+  slots_[rank].presence = &presence;
 }
 
 void LocalWorld::open(std::int32_t from, std::int32_t to) {
   const std::lock_guard guard(mutex_);
   // Both ranks may open the link at once.
   if (linked_.contains(std::minmax(from, to))) return;
-  const Seat &here = seats_[from], &there = seats_[to];
+  const Slot &here = slots_[from], &there = slots_[to];
   Arrival mine{to, true, nullptr, {}, nullptr, true}, other{from, false, nullptr, {}, nullptr, false};
   if (here.presence == nullptr || there.presence == nullptr) return add(from, std::move(mine));
   mine.memory = other.memory = std::make_shared<const Mapping>(Mapping::own(sizeof(LinkMemory)));
@@ -31,24 +31,24 @@ void LocalWorld::open(std::int32_t from, std::int32_t to) {
 
 std::vector<LocalWorld::Arrival> LocalWorld::take(std::int32_t rank) {
   const std::lock_guard guard(mutex_);
-  seats_[rank].has_arrivals.store(false, std::memory_order_relaxed);
-  return std::exchange(seats_[rank].arrivals, {});
+  slots_[rank].has_arrivals.store(false, std::memory_order_relaxed);
+  return std::exchange(slots_[rank].arrivals, {});
 }
 
 void LocalWorld::leave(std::int32_t rank) {
   const std::lock_guard guard(mutex_);
-  if (std::exchange(seats_[rank].presence, nullptr) == nullptr) return;
-  seats_[rank].arrivals.clear();
-  seats_[rank].wake.reset();
+  if (std::exchange(slots_[rank].presence, nullptr) == nullptr) return;
+  slots_[rank].arrivals.clear();
+  slots_[rank].wake.reset();
   for (std::int32_t other = 0; other < size(); ++other)
-    if (other != rank && seats_[other].presence != nullptr) add(other, {rank, true, nullptr, {}, nullptr, false});
+    if (other != rank && slots_[other].presence != nullptr) add(other, {rank, true, nullptr, {}, nullptr, false});
 }
 
 void LocalWorld::add(std::int32_t to, Arrival arrival) {
-  Seat& seat = seats_[to];
-  seat.arrivals.push_back(std::move(arrival));
-  seat.has_arrivals.store(true, std::memory_order_release);
-  Poller::wake_by(*seat.wake);
+  Slot& slot = slots_[to];
+  slot.arrivals.push_back(std::move(arrival));
+  slot.has_arrivals.store(true, std::memory_order_release);
+  Poller::wake_by(*slot.wake);
 }
 
 }  // namespace unisono::engine

@@ -18,7 +18,7 @@ namespace unisono::engine {
 
 class LocalWorld {
  public:
-  explicit LocalWorld(std::int32_t size) : seats_(static_cast<size_t>(size)) {}
+  explicit LocalWorld(std::int32_t size) : slots_(static_cast<size_t>(size)) {}
 
   // One end of a new link, or the end of a rank that has no link to the receiver.
   struct Arrival {
@@ -30,18 +30,18 @@ class LocalWorld {
     bool is_opener;
   };
 
-  std::int32_t size() const { return static_cast<std::int32_t>(seats_.size()); }
+  std::int32_t size() const { return static_cast<std::int32_t>(slots_.size()); }
   void enter(std::int32_t rank, std::shared_ptr<const Descriptor> wake, const Presence& presence);
-  // Make a link; both ranks get an end of it. Without memory for it, the opener hears that the other has left.
+  // Make a link; both ranks get an end of it. Without memory for it, the opener is notified that the other has left.
   void open(std::int32_t from, std::int32_t to);
   // acquire: pairs with the store after an arrival was added
-  bool has_arrivals(std::int32_t rank) const { return seats_[rank].has_arrivals.load(std::memory_order_acquire); }
+  bool has_arrivals(std::int32_t rank) const { return slots_[rank].has_arrivals.load(std::memory_order_acquire); }
   std::vector<Arrival> take(std::int32_t rank);
-  // Every other rank hears of it. The presence page may be closed afterwards.
+  // Every other rank is notified. The presence page may be closed afterwards.
   void leave(std::int32_t rank);
 
  private:
-  struct Seat {
+  struct Slot {
     std::shared_ptr<const Descriptor> wake;
     const Presence* presence = nullptr;  // nullptr before it has entered and after it has left
     std::vector<Arrival> arrivals;
@@ -50,7 +50,7 @@ class LocalWorld {
   void add(std::int32_t to, Arrival arrival);
 
   std::mutex mutex_;
-  std::vector<Seat> seats_;
+  std::vector<Slot> slots_;
   std::set<std::pair<std::int32_t, std::int32_t>> linked_;  // pairs of ranks, the lower one first
 };
 

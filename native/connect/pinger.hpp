@@ -48,7 +48,7 @@ class Pinger final : public Watcher {
 
   // False if the port is not free; errno says why.
   bool open(std::int32_t rank, const std::string& secret, const SocketAddress& address);
-  // Send by a socket of somebody else, who gives what comes there to `take`.
+  // Send by another owner's socket; that owner passes what arrives there to `take`.
   void share(std::int32_t rank, const std::string& secret, int socket);
   // Whether these bytes are a ping or a reply to one; if so, it is handled.
   bool take(const byte* from, size_t bytes);

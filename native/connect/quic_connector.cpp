@@ -15,7 +15,7 @@ namespace unisono::engine {
 namespace {
 
 // Calls under way at a time: each costs both sides milliseconds.
-constexpr size_t calls_max = 16;
+constexpr size_t attempts_max = 16;
 constexpr size_t refusals_max = 8;
 // With more strangers than this, a newcomer proves its address first.
 constexpr size_t strangers_unproven_max = 16;
@@ -40,7 +40,7 @@ struct Call {
   std::int32_t pid = 0;  // if it is on this host
   State state = State::due;
   QuicConnection* connection = nullptr;
-  std::int64_t patience_ns = 0;
+  std::int64_t time_left_ns = 0;
   std::int64_t waited_ns = 0;
   int attempts = 0;
   int refusals = 0;  // of its port, by ICMP
@@ -51,7 +51,7 @@ struct Call {
 struct Stranger {
   QuicConnection* connection;
   SocketAddress address;
-  std::int64_t patience_ns;
+  std::int64_t time_left_ns;
 };
 
 // A linked rank whose port answered as closed.
@@ -103,9 +103,9 @@ class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner 
     made.address = SocketAddress::of(card.address, card.port);
     if (made.address.bytes == 0) return owner_.on_refused(rank, "its address is not valid", Admission::unknown);
     if (card.host == host_) made.pid = card.pid;
-    made.patience_ns = settings_.silence_ns;
+    made.time_left_ns = settings_.silence_ns;
     calls_.push_back(std::move(made));
-    dial_due();
+    connect_due();
   }
 
   std::unique_ptr<Link> link(Peer& peer, QuicConnection& connection, const SocketPolicy& policy) override {
@@ -126,7 +126,7 @@ class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner 
     }
   }
   bool is_calling(std::int32_t rank) const override { return call_of(rank) != nullptr; }
-  bool is_dialling(std::int32_t rank) const override {
+  bool is_connecting(std::int32_t rank) const override {
     const Call* call = call_of(rank);
     return call != nullptr && call->state != Call::State::crossed && !call->is_reached;
   }
@@ -190,11 +190,11 @@ class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner 
   QuicSettings quic_settings() const {
     return {rank_, size_, settings_.eager_credit_bytes, std::max<uint64_t>(settings_.rekey_records, 1)};
   }
-  void dial_due();
-  void dial(Call& call);
+  void connect_due();
+  void attempt(Call& call);
   void on_call_changed(std::list<Call>::iterator call);
   void on_stranger_changed(std::list<Stranger>::iterator stranger);
-  void refuse(std::list<Call>::iterator call, const std::string& cause, Admission ruling = Admission::unknown);
+  void refuse(std::list<Call>::iterator call, const std::string& cause, Admission admission = Admission::unknown);
   void note_refusal(const Stranger& stranger, const std::string& cause);
   void drop_oldest_stranger(const std::string& group);
   void ask_for_address(const ngtcp2_pkt_hd& first, const SocketAddress& from, std::int64_t now);
@@ -243,17 +243,17 @@ QuicPath RealQuicConnector::path_to(const SocketAddress& remote) const {
   return path;
 }
 
-void RealQuicConnector::dial_due() {
+void RealQuicConnector::connect_due() {
   size_t under_way = 0;
   for (const Call& call : calls_) under_way += call.state == Call::State::under_way;
   for (Call& call : calls_) {
     if (call.state != Call::State::due) continue;
-    if (under_way++ >= calls_max) return;
-    dial(call);
+    if (under_way++ >= attempts_max) return;
+    attempt(call);
   }
 }
 
-void RealQuicConnector::dial(Call& call) {
+void RealQuicConnector::attempt(Call& call) {
   auto made = QuicConnection::open(*identity_, quic_settings(), endpoint_, path_to(call.address), call.rank, now_ns());
   call.state = Call::State::under_way;
   ++call.attempts;
@@ -268,7 +268,7 @@ void RealQuicConnector::dial(Call& call) {
 void RealQuicConnector::on_call_changed(std::list<Call>::iterator call) {
   QuicConnection& connection = *call->connection;
   if (connection.datagrams() != 0 && !std::exchange(call->is_reached, true))
-    call->patience_ns = std::max({call->patience_ns, 2 * settings_.silence_ns, settings_.stranger_ns});
+    call->time_left_ns = std::max({call->time_left_ns, 2 * settings_.silence_ns, settings_.stranger_ns});
   call->refusals = connection.datagrams() != 0 ? 0 : call->refusals;
   if (connection.state() == QuicState::linked) {
     const std::int32_t rank = call->rank;
@@ -280,49 +280,49 @@ void RealQuicConnector::on_call_changed(std::list<Call>::iterator call) {
     made.is_opener = true;
     made.quic = &connection;
     owner_.on_connection(std::move(made));
-    return dial_due();
+    return connect_due();
   }
   if (connection.state() != QuicState::closed) return;
-  const Admission ruling = connection.ruling();
+  const Admission admission = connection.admission();
   const bool is_hung_up = connection.is_hung_up() && !connection.is_refused();
   const std::string why = connection.why();
   call->connection = nullptr;
   endpoint_.close(connection, Admission::unknown);
-  if (is_hung_up && ruling == Admission::crossing) {
+  if (is_hung_up && admission == Admission::crossing) {
     call->state = Call::State::crossed;
-    return dial_due();
+    return connect_due();
   }
-  if (is_hung_up && ruling == Admission::leaving) return refuse(call, "left", Admission::leaving);
-  if (is_hung_up && ruling == Admission::known) return refuse(call, "it refuses the link");
+  if (is_hung_up && admission == Admission::leaving) return refuse(call, "left", Admission::leaving);
+  if (is_hung_up && admission == Admission::known) return refuse(call, "it refuses the link");
   if (is_hung_up) {
     // A crowded acceptor drops old callers: call again with the next heartbeat.
     call->trouble = "it hung up during the handshake";
     call->state = Call::State::resting;
-    return dial_due();
+    return connect_due();
   }
   refuse(call, why);
 }
 
-void RealQuicConnector::refuse(std::list<Call>::iterator call, const std::string& cause, Admission ruling) {
+void RealQuicConnector::refuse(std::list<Call>::iterator call, const std::string& cause, Admission admission) {
   const std::int32_t rank = call->rank;
   QuicConnection* connection = call->connection;
   calls_.erase(call);
   if (connection != nullptr) endpoint_.close(*connection, Admission::unknown);
-  owner_.on_refused(rank, cause, ruling);
-  dial_due();
+  owner_.on_refused(rank, cause, admission);
+  connect_due();
 }
 
 void RealQuicConnector::tick(std::int64_t passed_ns) {
   if (identity_ == nullptr) return;
   for (Call& call : calls_) {
     if (call.attempts == 0 || call.state == Call::State::crossed) continue;
-    call.patience_ns -= passed_ns;
+    call.time_left_ns -= passed_ns;
     call.waited_ns += passed_ns;
   }
   const auto is_late = [this](const Call& call) {
-    const bool is_starved =
-        call.pid > 0 && call.patience_ns > -starved_silences_max * settings_.silence_ns && engine::is_starved(call.pid);
-    return call.patience_ns <= 0 && call.attempts != 0 && call.state != Call::State::crossed && !is_starved;
+    const bool is_starved = call.pid > 0 && call.time_left_ns > -starved_silences_max * settings_.silence_ns &&
+                            engine::is_starved(call.pid);
+    return call.time_left_ns <= 0 && call.attempts != 0 && call.state != Call::State::crossed && !is_starved;
   };
   // From the start each time: a refusal may remove any of them.
   for (auto late = calls_.begin(); (late = std::find_if(calls_.begin(), calls_.end(), is_late)) != calls_.end();) {
@@ -332,8 +332,8 @@ void RealQuicConnector::tick(std::int64_t passed_ns) {
   }
   for (Call& call : calls_)
     if (call.state == Call::State::resting) call.state = Call::State::due;
-  for (Stranger& stranger : strangers_) stranger.patience_ns -= passed_ns;
-  const auto is_slow = [](const Stranger& s) { return s.patience_ns <= 0; };
+  for (Stranger& stranger : strangers_) stranger.time_left_ns -= passed_ns;
+  const auto is_slow = [](const Stranger& s) { return s.time_left_ns <= 0; };
   for (auto slow = strangers_.begin();
        (slow = std::find_if(strangers_.begin(), strangers_.end(), is_slow)) != strangers_.end();) {
     char text[64];
@@ -343,7 +343,7 @@ void RealQuicConnector::tick(std::int64_t passed_ns) {
     strangers_.erase(slow);
     endpoint_.close(connection, Admission::unknown);
   }
-  dial_due();
+  connect_due();
 }
 
 // ---- callers ----
@@ -420,8 +420,8 @@ void RealQuicConnector::on_stranger_changed(std::list<Stranger>::iterator strang
   }
   if (connection.state() != QuicState::waiting) return;
   strangers_.erase(stranger);
-  const Admission ruling = owner_.admit(connection.rank(), Medium::quic, Lane::control);
-  if (ruling != Admission::welcome) return endpoint_.close(connection, ruling);
+  const Admission admission = owner_.admit(connection.rank(), Medium::quic, Lane::control);
+  if (admission != Admission::welcome) return endpoint_.close(connection, admission);
   connection.welcome();
   endpoint_.on_put(connection, true);
   NewConnection made{};
@@ -465,7 +465,7 @@ void RealQuicConnector::on_unreachable(const SocketAddress& to, int) {
         {connection->rank(), connection, connection->datagrams(), pinger_.answers(connection->rank())});
 }
 
-// Anybody can forge such a message, but nobody can keep a living rank from answering: ask it.
+// An ICMP message can be forged, but a forger cannot keep a living rank from answering: ping it.
 void RealQuicConnector::ask_suspects(std::int64_t now) {
   for (auto each = suspicions_.begin(); each != suspicions_.end();) {
     const bool is_over = !endpoint_.has(*each->connection) || each->connection->state() != QuicState::linked;

@@ -45,7 +45,7 @@ class QuicConnector {
   // The same questions as of the connector.
   virtual void forget(std::int32_t rank) = 0;
   virtual bool is_calling(std::int32_t rank) const = 0;
-  virtual bool is_dialling(std::int32_t rank) const = 0;
+  virtual bool is_connecting(std::int32_t rank) const = 0;
   virtual bool is_crossed(std::int32_t rank) const = 0;
   virtual bool is_connecting() const = 0;
   virtual bool is_busy() const = 0;
@@ -59,7 +59,7 @@ class QuicConnector {
   virtual void push() = 0;
   // When the next turn is due at the latest.
   virtual std::int64_t expiry() const = 0;
-  // Close the socket; `is_forked`: without a word to anybody.
+  // Close the socket; `is_forked`: without sending anything.
   virtual void close(bool is_forked) = 0;
 };
 

@@ -19,9 +19,9 @@ void SendOperation::end(Outcome how) {
 }
 
 MatchResult ReceiveOperation::on_match(const Envelope& envelope, bool is_here) {
-  met = envelope;
-  met.header = nullptr;
-  has_met = true;
+  matched = envelope;
+  matched.header = nullptr;
+  is_matched = true;
   if (envelope.header_bytes != 0)
     header_held.assign(reinterpret_cast<const char*>(envelope.header), envelope.header_bytes);
   else
@@ -46,13 +46,13 @@ MatchResult ReceiveOperation::on_match(const Envelope& envelope, bool is_here) {
 
 void ReceiveOperation::want_memory() {
   needs_memory = true;
-  ++wishes;
+  ++memory_requests;
   if (is_watched) return completions_.engine().wake_waiters();
   if (phase != Phase::starting) completions_.enqueue(*this);
 }
 
 void ReceiveOperation::on_taken_back() {
-  needs_memory = has_met = false;
+  needs_memory = is_matched = false;
   if (!is_open_ended) return;
   into = nullptr;
   own.reset();
@@ -148,7 +148,7 @@ Run& CompletionQueue::make_run() {
 }
 
 void CompletionQueue::add(Operation& operation) {
-  operation.handle += uint64_t{1} << index_bits;  // a new use of the same place
+  operation.handle += uint64_t{1} << index_bits;  // a new use of the same slot
   operation.phase = Operation::Phase::idle;
   operation.needs_memory = false;
 }
@@ -162,12 +162,12 @@ bool CompletionQueue::start(SendOperation& send, std::int32_t dst) {
 
 bool CompletionQueue::start(ReceiveOperation& receive) {
   receive.phase = Operation::Phase::starting;
-  receive.has_met = false;
+  receive.is_matched = false;
   if (!engine_.start(receive)) return false;
   if (receive.phase == Operation::Phase::ended) {
     if (receive.in_order && (!undispatched_.empty() || is_dispatching_)) {
       receive.phase = Operation::Phase::active;
-      enqueue(receive, receive.has_met ? receive.met.arrival : never_arrived);
+      enqueue(receive, receive.is_matched ? receive.matched.arrival : never_arrived);
     }
     return true;
   }
@@ -188,7 +188,7 @@ bool CompletionQueue::cancel(uint64_t handle) {
   if (operation.is_receive) {
     auto& receive = static_cast<ReceiveOperation&>(operation);
     if (!engine_.cancel(receive)) return false;
-    // It may have wanted memory for an offer that was taken back since.
+    // It may have requested memory for an RTS that was withdrawn since.
     if (std::exchange(operation.is_undispatched, false)) {
       std::erase_if(undispatched_, [&](const Completion& one) { return one.operation == &operation; });
       note_undispatched();
@@ -299,12 +299,13 @@ void CompletionQueue::wake_pump() {
   if (is_pump_waiting_ && waiters_ == 0) pump_.notify_one();
 }
 
-void CompletionQueue::wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller) {
+void CompletionQueue::wait(Hold& held, std::int64_t deadline, uint64_t interrupts_seen, bool is_dispatcher) {
   ++waiters_;
   engine_.wait(
-      held, [&] { return (!is_empty() && (is_teller || !is_dispatching_)) || pokes_ != pokes_seen; }, deadline);
+      held, [&] { return (!is_empty() && (is_dispatcher || !is_dispatching_)) || interrupts_ != interrupts_seen; },
+      deadline);
   --waiters_;
-  // Whoever leaves takes what there is; the pump is only needed for what comes later.
+  // The caller dispatches what is queued; the pump is only needed for later completions.
 }
 
 void CompletionQueue::observe(Observer& observer, Operation* const* operations, unsigned count) {
@@ -342,7 +343,7 @@ void CompletionQueue::wait_as_pump(Hold& held, std::int64_t deadline) {
       return;
     }
     if (observed_ != 0) {
-      // Nobody waits for them in the engine, but somebody will be called: look as often as a waiter would. A program
+      // No thread waits for them in the engine, but a callback does: poll as often as a waiter would. A program
       // that polls for itself makes progress for them, too.
       if (!engine_.is_polled() && engine_.polls() == polls_seen_) {
         is_pump_polling_ = true;
@@ -369,7 +370,7 @@ bool CompletionQueue::unwatch(Operation& operation, uint64_t id) {
 }
 
 void CompletionQueue::interrupt_wait() {
-  ++pokes_;
+  ++interrupts_;
   engine_.wake_waiters();
   pump_.notify_all();
 }

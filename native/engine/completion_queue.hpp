@@ -1,7 +1,7 @@
 // The completion queue: operations that were started from Python, and those that have ended and wait to be dispatched.
 //
-// Knows numbers, pools and who should hear of an end. Does not know Python objects: a buffer is an address, and its
-// owner is kept by whoever asked until the end was dispatched.
+// Knows numbers, pools and the observers of an end. Does not know Python objects: a buffer is an address, and the
+// caller keeps its owner until the end was dispatched.
 
 #pragma once
 
@@ -21,7 +21,7 @@ namespace unisono::engine {
 class CompletionQueue;
 class Run;
 
-// Who is to hear of the end of operations that are watched, once all of them have ended.
+// Is notified once all operations that it watches have ended.
 struct Observer {
   ListHook<Observer> ended_hook;
   unsigned left = 0;  // operations under way
@@ -33,7 +33,7 @@ class Operation {
   virtual ~Operation() = default;
 
   uint64_t id = 0;      // the caller's
-  uint64_t handle = 0;  // ours: place and number of uses
+  uint64_t handle = 0;  // ours: slot and number of uses
   Outcome outcome = Outcome::done;
   enum class Phase : uint8_t { idle, starting, active, ended };
   Phase phase = Phase::idle;
@@ -41,7 +41,7 @@ class Operation {
   bool is_run = false;
   bool needs_memory = false;
   bool is_undispatched = false;
-  bool is_watched = false;  // whoever started it looks at the phase: it is not dispatched
+  bool is_watched = false;  // its starter polls the phase: it is not dispatched
   Observer* observer = nullptr;
 };
 
@@ -61,7 +61,7 @@ class ReceiveOperation final : public Receive, public Operation {
   MatchResult on_match(const Envelope& envelope, bool is_here) override;
   void want_memory() override;
   void on_taken_back() override;
-  byte* place() override { return into; }
+  byte* buffer() override { return into; }
   void write(uint64_t, const byte*, size_t) override {}
   void end(Outcome how, std::int32_t from) override;
 
@@ -69,12 +69,12 @@ class ReceiveOperation final : public Receive, public Operation {
   uint64_t capacity = 0;
   uint8_t dtype = untyped;
   bool is_probe = false;
-  bool is_open_ended = false;  // the length is the message's own
-  bool takes_memory = false;   // an open-ended one takes memory when it meets a message, and never wants any
-  bool in_order = false;       // if it ends at once, it is still dispatched after all that ended earlier
-  uint64_t wishes = 0;         // how often it has wanted memory
-  Envelope met;                // valid if it met a message; the header is in header_held
-  bool has_met = false;
+  bool is_open_ended = false;    // the length is the message's own
+  bool takes_memory = false;     // an open-ended one takes memory when it matches a message, and never requests any
+  bool in_order = false;         // if it ends at once, it is still dispatched after all that ended earlier
+  uint64_t memory_requests = 0;  // so far
+  Envelope matched;              // valid if is_matched; the header is in header_held
+  bool is_matched = false;
   std::string header_held;
   ResultMemory own;       // what an open-ended one has taken: for bytes that came at once, or `takes_memory`
   void* owner = nullptr;  // whatever the caller keeps with it
@@ -110,7 +110,8 @@ class CompletionQueue {
   Operation* watched(uint64_t handle) const;
   void recycle(Operation& operation);
 
-  // A message that waits although its sender does not (Inbox::ahead), as Python compares it with what was called here.
+  // A message that waits although its sender does not (Inbox::run_ahead), as Python compares it with what was called
+  // here.
   struct Unclaimed {
     uint64_t context = 0;
     std::int32_t source = 0;
@@ -128,7 +129,7 @@ class CompletionQueue {
   }
 
   // What is to be dispatched, oldest first: an operation, a peer that is gone, or a message that waits too long. The
-  // end of a peer is dispatched after every message that came from it, even one that meets its receive only now. So one
+  // end of a peer is dispatched after every message that came from it, even one that is matched only now. So one
   // thread dispatches at a time, from `begin_dispatch` until `end_dispatch` finds nothing more, and the end of a peer
   // is taken alone.
   struct Completion {
@@ -151,21 +152,21 @@ class CompletionQueue {
   bool is_empty() const { return undispatched_.empty(); }
   // Nothing waits for dispatch, and no thread dispatches.
   bool is_quiet() const { return undispatched_.empty() && !is_dispatching_; }
-  // The opposite, for one who does not hold the lock.
+  // The opposite, for a thread that does not hold the lock.
   // relaxed: a thread that must see a completion has seen, under the lock, what came after it
   bool has_undispatched() const { return has_undispatched_.load(std::memory_order_relaxed); }
   std::vector<Completion> take();
 
   // How threads of Python wait; each returns when there is something to dispatch, at an interrupt_wait, or at the
   // deadline.
-  void wait(Hold& held, std::int64_t deadline, uint64_t pokes_seen, bool is_teller);
+  void wait(Hold& held, std::int64_t deadline, uint64_t interrupts_seen, bool is_dispatcher);
   void wait_as_pump(Hold& held, std::int64_t deadline);
-  // The same for one who watches operations: also returns once they have ended. True if there is something else to look
-  // at. The pump does not wake up meanwhile: the caller dispatches what has come, or leaves it to the pump.
+  // Wait for watched operations. Returns when they have ended; true if other completions wait for dispatch. The pump
+  // sleeps meanwhile: the caller dispatches them, or leaves them to the pump.
   template <class HasEnded>
   bool wait_until(Hold& held, HasEnded has_ended, std::int64_t deadline, const std::atomic<bool>& is_recalled) {
     const auto has_other = [&] {
-      // relaxed: a interrupt_wait follows it
+      // relaxed: an interrupt_wait follows it
       return (!is_empty() && !is_dispatching_) || is_recalled.load(std::memory_order_relaxed) || engine_.is_closed();
     };
     ++waiters_;
@@ -199,7 +200,7 @@ class CompletionQueue {
   void announce(Observer& observer);
   // The oldest that was announced; nullptr if there is none.
   Observer* take_announced() { return announced_.empty() ? nullptr : announced_.pop_front(); }
-  uint64_t interrupt_count() const { return pokes_; }
+  uint64_t interrupt_count() const { return interrupts_; }
   void interrupt_wait();
 
   Engine& engine() const { return engine_; }
@@ -225,7 +226,7 @@ class CompletionQueue {
   std::atomic<bool> has_undispatched_{false};  // is_quiet() is false
   size_t unclaimed_waiting_ = 0;
   bool is_dispatching_ = false;
-  uint64_t pokes_ = 0;
+  uint64_t interrupts_ = 0;
   size_t waiters_ = 0;
   ObserverList announced_;
   size_t observed_ = 0;  // observers with operations under way

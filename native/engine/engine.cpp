@@ -21,7 +21,7 @@ constexpr std::int64_t beat_ns_max = second / 2;
 // Ten heartbeats may be missing. A peer that missed three is pinged by UDP, too, twice as often.
 constexpr std::int64_t beats_per_silence = 10, beats_before_ping = 3;
 // About 2 us: the time of a small message if both sides call at once.
-constexpr unsigned patience_roomy = 32;
+constexpr unsigned spin_rounds_roomy = 32;
 // With a core for every rank, spinning costs no other rank; with fewer cores it keeps the awaited rank from running.
 // Beside other processes' load, spinning is the only way to keep a core, as long as the awaited rank has another one.
 constexpr std::int64_t spin_ns_long = 500'000;
@@ -32,7 +32,7 @@ constexpr std::int64_t move_ns = 5 * millisecond;
 constexpr std::int64_t yield_ns_long = 50'000, crowded_ns = 20 * millisecond;
 // Interval at which a spinning caller polls for hang-ups and new links, which rings do not show.
 constexpr std::int64_t events_ns = 200'000, events_ns_connecting = 2'000;
-constexpr std::int64_t farewell_ns = second / 2;
+constexpr std::int64_t goodbye_ns = second / 2;
 
 int cores() {
   cpu_set_t set;
@@ -206,7 +206,7 @@ void Engine::connect(const std::vector<Card>& cards) {
   if (ranks_here <= cores_here) {
     spin_ns_ = spin_ns_roomy;
     spin_ns_long_ = spin_ns_long;
-    patience_ = patience_roomy;
+    spin_rounds_ = spin_rounds_roomy;
     yield_ns_ = yield_ns_roomy;
   }
   if (settings.neighbours)
@@ -268,7 +268,7 @@ bool Engine::progress() {
   // One epoll call for all sockets instead of a read of each.
   if (!policy_.busy_poll) poll_events();
   if (connector_.has_due()) [[unlikely]]
-    connector_.dial_due();
+    connector_.connect_due();
   if (local_ != nullptr && local_->has_arrivals(rank)) [[unlikely]]
     take_arrivals();
   cork();
@@ -536,7 +536,7 @@ Admission Engine::admit(std::int32_t from, Medium medium, Lane lane) {
   if (half != half_open_links_.end()) return Admission::known;
   // Both connect at once: the lower rank's connection counts, unless it has not reached the peer and perhaps never
   // will.
-  if (peer.state == Peer::State::opening && from > rank && !connector_.is_dialling(from)) return Admission::crossing;
+  if (peer.state == Peer::State::opening && from > rank && !connector_.is_connecting(from)) return Admission::crossing;
   return Admission::welcome;
 }
 
@@ -574,12 +574,12 @@ void Engine::on_connection(NewConnection connection) {
   opened(peer, std::make_unique<TcpLink>(peer, std::move(bulk), std::move(control), policy_));
 }
 
-void Engine::on_refused(std::int32_t to, const std::string& cause, Admission ruling) {
+void Engine::on_refused(std::int32_t to, const std::string& cause, Admission admission) {
   Peer& peer = *peers_[to];
   if (peer.state != Peer::State::opening) return;
   // What others reported is the better cause; a missing answer is a symptom.
   if (peer.is_rumoured) return lose(peer, std::string(peer.cause), peer.left);
-  lose(peer, cause, ruling == Admission::leaving);
+  lose(peer, cause, admission == Admission::leaving);
 }
 
 void Engine::take_arrivals() {
@@ -634,9 +634,9 @@ void Engine::lose(Peer& peer, const std::string& cause, bool left) {
 void Engine::on_rank_down(uint64_t gone, std::string cause, bool left) {
   if (gone >= peers_.size() || gone == static_cast<uint64_t>(rank)) return;
   Peer& peer = *peers_[gone];
-  // A rank with a link to it sees the end itself, after all messages sent before. A handshake that we opened may be the
-  // begin of such a link, in which the peer's messages wait. Where the peer's own connection counts there is no such
-  // link, unless the peer leaves: it waits for its own connections first.
+  // A rank with a link to it sees the end itself, after all messages sent before. If our handshake with that rank is
+  // under way, its messages may still arrive over the new link: keep the report until the handshake ends. If the peer's
+  // connection replaced ours, there is no such link, except for a peer that leaves: it waits for its own connections.
   if (peer.state == Peer::State::opening && connector_.is_calling(peer.rank) &&
       (left || !connector_.is_crossed(peer.rank))) {
     if (std::exchange(peer.is_rumoured, true)) return;
@@ -650,7 +650,11 @@ void Engine::on_rank_down(uint64_t gone, std::string cause, bool left) {
 void Engine::on_answer(std::int32_t from, bool is_given_up) {
   Peer& peer = *peers_[from];
   if (peer.state != Peer::State::open) return;
-  if (is_given_up) return lose(peer, gave_up_on_us("it was silent for too long"), false);
+  if (is_given_up) {
+    char why[64];
+    snprintf(why, sizeof why, "no heartbeat for silence_s = %.1f s", static_cast<double>(settings.silence_ns) / 1e9);
+    return lose(peer, gave_up_on_us(why), false);
+  }
   peer.silent_ns = -beat_ns_;
 }
 
@@ -705,7 +709,7 @@ void Engine::close(std::int64_t flush_ns) {
       return std::all_of(peers_.begin(), peers_.end(),
                          [&](const auto& p) { return p->state == Peer::State::down || says(*p); });
     };
-    // An RTS that becomes queued wakes nobody, so look often.
+    // An RTS that becomes queued wakes no thread, so poll often.
     const auto wait_until = [&](auto is_so, std::int64_t until) {
       while (!wait(held, is_so, std::min(until, now_ns() + 2 * millisecond)) && now_ns() < until) continue;
     };
@@ -717,7 +721,7 @@ void Engine::close(std::int64_t flush_ns) {
         [&] {
           return !connector_.is_connecting() && all_open([](const Peer& p) { return p.state != Peer::State::opening; });
         },
-        now_ns() + std::max(flush_ns, farewell_ns));
+        now_ns() + std::max(flush_ns, goodbye_ns));
     is_leaving_ = true;
     // What is unmatched by now stays so.
     for (auto& peer : peers_) peer->end_all(Outcome::closed);
@@ -733,7 +737,7 @@ void Engine::close(std::int64_t flush_ns) {
           return all_open(
               [](const Peer& p) { return !p.has_backlog() && (p.link == nullptr || p.link->is_drained()); });
         },
-        now_ns() + farewell_ns);
+        now_ns() + goodbye_ns);
     // Closing a connection with unread bytes resets it, and the peer loses what we sent: wait until the peers hung up,
     // too.
     for (Peer* peer : open_) peer->link->finish();
@@ -743,7 +747,7 @@ void Engine::close(std::int64_t flush_ns) {
     const auto is_over = [&] {
       return all_links([](const Link& l) { return !l.needs_hang_up() && l.is_delivered(); });
     };
-    if (!is_over()) wait(held, is_over, now_ns() + farewell_ns);
+    if (!is_over()) wait(held, is_over, now_ns() + goodbye_ns);
     // Bytes in transit are lost if a peer writes to a closed connection: a slow one gets more time.
     const auto is_delivered = [&] { return all_links([](const Link& l) { return l.is_delivered(); }); };
     if (!is_delivered()) wait_until(is_delivered, now_ns() + flush_ns);

@@ -177,7 +177,7 @@ class Engine final : public PeerServices, private ConnectionOwner {
   // -- ConnectionOwner
   Admission admit(std::int32_t from, Medium medium, Lane lane) override;
   void on_connection(NewConnection connection) override;
-  void on_refused(std::int32_t to, const std::string& cause, Admission ruling) override;
+  void on_refused(std::int32_t to, const std::string& cause, Admission admission) override;
   bool is_given_up(std::int32_t by) override { return peers_[by]->state == Peer::State::down && !peers_[by]->left; }
   void on_answer(std::int32_t from, bool is_given_up) override;
 
@@ -226,7 +226,7 @@ class Engine final : public PeerServices, private ConnectionOwner {
   bool is_leaving_ = false;  // no peer may connect any more
   std::int64_t spin_ns_ = 0;
   std::int64_t spin_ns_long_ = 0;
-  unsigned patience_ = 4;  // rounds without progress before a look at the clock
+  unsigned spin_rounds_ = 4;  // rounds without progress before a look at the clock
   std::int64_t yield_ns_ = 0;
   std::int64_t events_polled_at_ = 0;
   std::int64_t crowded_until_ = 0;
@@ -297,7 +297,7 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline, bool is_backgrou
     if (moved) {
       quiet_since = 0;
       if (rounds % 64 != 0) continue;
-    } else if (rounds % patience_ != 0) {
+    } else if (rounds % spin_rounds_ != 0) {
       cpu_pause();
       continue;
     }
@@ -326,7 +326,7 @@ void Engine::poll_briefly(Done done) {
   enter_polling();
   ++turn_;
   is_background_ = false;
-  for (unsigned rounds = 3 * patience_ / 2; rounds > 0; --rounds) {
+  for (unsigned rounds = 3 * spin_rounds_ / 2; rounds > 0; --rounds) {
     const bool moved = progress();
     if (done() || !readers_.empty() || !deferred_.empty() || mutex_.is_wanted() || is_closed()) break;
     if (!moved) cpu_pause();

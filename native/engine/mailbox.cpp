@@ -7,7 +7,7 @@
 namespace unisono::engine {
 namespace {
 
-// Unread letters of one sender: all the calls that it may have under way, and as many answers.
+// Unread messages of one sender: all the calls that it may have under way, and as many answers.
 constexpr uint64_t queued_bytes_max = 32 * 1024 * 1024;
 constexpr size_t offers_max = 64;
 constexpr size_t spare_max = 1024;
@@ -26,15 +26,15 @@ class Mailbox::Slot final : public Receive {
   explicit Slot(Mailbox& box) : box_(box) {}
 
   MatchResult on_match(const Envelope& envelope, bool is_here) override {
-    letter_ = MailboxMessage{};
-    letter_.source = envelope.source;
-    letter_.nbytes = envelope.nbytes;
+    message_ = MailboxMessage{};
+    message_.source = envelope.source;
+    message_.nbytes = envelope.nbytes;
     is_offer_ = false;
     if (envelope.nbytes <= box_.engine_.settings.control_bytes_max)
-      letter_.data.reset(new (std::nothrow) byte[envelope.nbytes + 1]);
+      message_.data.reset(new (std::nothrow) byte[envelope.nbytes + 1]);
     if (is_here) return MatchResult::accept;
-    if (letter_.data == nullptr) return MatchResult::defer;
-    // A rendezvous takes a while: letters behind it must not wait.
+    if (message_.data == nullptr) return MatchResult::defer;
+    // A rendezvous takes a while: messages behind it must not wait.
     is_offer_ = true;
     Sender& sender = box_.senders_[envelope.source];
     if (++sender.offers < offers_max) {
@@ -45,11 +45,11 @@ class Mailbox::Slot final : public Receive {
   }
   void want_memory() override { box_.engine_.give_up(*this); }
   void on_taken_back() override {
-    if (std::exchange(is_offer_, false)) --box_.senders_[letter_.source].offers;
-    letter_.data.reset();
+    if (std::exchange(is_offer_, false)) --box_.senders_[message_.source].offers;
+    message_.data.reset();
   }
-  byte* place() override { return letter_.data.get(); }
-  void write(uint64_t, const byte*, size_t) override {}  // without memory the letter is lost
+  byte* buffer() override { return message_.data.get(); }
+  void write(uint64_t, const byte*, size_t) override {}  // without memory the message is lost
   void end(Outcome outcome, std::int32_t) override {
     Sender& sender = box_.senders_[source];
     if (std::exchange(is_offer_, false)) --sender.offers;
@@ -57,14 +57,14 @@ class Mailbox::Slot final : public Receive {
     box_.spare_slots_.push_back(this);
     if (outcome == Outcome::closed) box_.is_closed_ = true;
     if (outcome == Outcome::peer_down || outcome == Outcome::closed || box_.is_closed_) return;
-    if (outcome == Outcome::done && letter_.data != nullptr) box_.on_letter(std::move(letter_));
+    if (outcome == Outcome::done && message_.data != nullptr) box_.on_message(std::move(message_));
     sender.needs_slot = true;
     box_.refill(source);
   }
 
  private:
   Mailbox& box_;
-  MailboxMessage letter_;
+  MailboxMessage message_;
   bool is_offer_ = false;
 };
 
@@ -106,19 +106,19 @@ class Mailbox::Expected final : public Receive {
     came_ = envelope.nbytes;
     return came_ <= nbytes ? MatchResult::accept : MatchResult::reject;
   }
-  byte* place() override { return into; }
+  byte* buffer() override { return into; }
   void write(uint64_t, const byte*, size_t) override {}
   void end(Outcome outcome, std::int32_t) override {
     --box_.active_;
     box_.expected_.erase(number_of);
-    MailboxMessage letter;
-    letter.source = source;
-    letter.nbytes = came_;
-    letter.number = number_of;
-    letter.outcome = outcome;
-    letter.owner = std::move(owner);
+    MailboxMessage message;
+    message.source = source;
+    message.nbytes = came_;
+    message.number = number_of;
+    message.outcome = outcome;
+    message.owner = std::move(owner);
     box_.spare_expected_.push_back(this);
-    box_.add(std::move(letter));
+    box_.add(std::move(message));
   }
   uint64_t number_of = 0;
   byte* into = nullptr;
@@ -252,29 +252,29 @@ void Mailbox::withdraw(uint64_t number) {
   }
 }
 
-void Mailbox::on_letter(MailboxMessage letter) {
-  senders_[letter.source].queued_bytes += letter.nbytes + line_bytes;
-  add(std::move(letter));
+void Mailbox::on_message(MailboxMessage message) {
+  senders_[message.source].queued_bytes += message.nbytes + line_bytes;
+  add(std::move(message));
 }
 
-void Mailbox::add(MailboxMessage letter) {
-  queue_.push_back(std::move(letter));
-  // A letter to oneself arrives on a thread that may not be the one that makes progress.
+void Mailbox::add(MailboxMessage message) {
+  queue_.push_back(std::move(message));
+  // A message to oneself arrives on a thread that may not be the one that makes progress.
   engine_.wake_waiters();
   // A front reader that returned just now most likely comes back at once; if not, the leader's rest ends soon.
   if (front_readers_ == 0 && leader_ == Leader::resting && now_ns() - front_read_at_ > rest_ns) rest_.notify_one();
 }
 
-std::vector<MailboxMessage> Mailbox::letters() {
+std::vector<MailboxMessage> Mailbox::take_ready() {
   std::vector<MailboxMessage> taken = std::move(queue_);
   queue_.clear();
   if (!taken.empty()) ++batches_;
   bool is_short = false;
-  for (const MailboxMessage& letter : taken) {
-    if (letter.number != 0) continue;
-    Sender& sender = senders_[letter.source];
+  for (const MailboxMessage& message : taken) {
+    if (message.number != 0) continue;
+    Sender& sender = senders_[message.source];
     is_short |= sender.needs_slot;
-    sender.queued_bytes -= letter.nbytes + line_bytes;
+    sender.queued_bytes -= message.nbytes + line_bytes;
   }
   if (is_short && !is_closed_) work();
   return taken;
@@ -286,7 +286,7 @@ std::vector<MailboxMessage> Mailbox::take(Hold& held, std::int64_t deadline, boo
   else
     wait_in_background(held, deadline);
   if (!is_front && (front_readers_ != 0 || leader_id_ != std::this_thread::get_id())) return {};
-  return letters();
+  return take_ready();
 }
 
 void Mailbox::wait_in_front(Hold& held, std::int64_t deadline) {
@@ -314,7 +314,7 @@ void Mailbox::wait_in_background(Hold& held, std::int64_t deadline) {
     if (now >= deadline) break;
     if (leader_ != Leader::absent && leader_id_ != me) {
       if (leader_ == Leader::away && now - leader_left_at_ >= away_ns) {
-        // Return even without a letter: the batch that the late leader took may hold calls for this thread to run.
+        // Return even without a message: the batch that the late leader took may hold calls for this thread to run.
         leader_id_ = me;
         on(LeaderEvent::succeed);
         break;

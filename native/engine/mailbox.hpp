@@ -2,17 +2,17 @@
 //
 // Every call needs the engine's lock.
 //
-// A *letter* is a message that has arrived. Letters are taken from the links at once, so that they do not use up
-// credit. Unread letters are bounded per sender; beyond that they wait at the sender as any message does.
+// Messages are taken from the links at once, so that they do not use up
+// credit. Unread messages are bounded per sender; beyond that they wait at the sender as any message does.
 //
-// A payload that is too long for a letter travels beside it under a tag of its own: *lent* from the sender's memory,
-// and *expected* into the receiver's. The end of an expected message is itself a letter, so no other thread has to be
-// woken.
+// A payload that is too long for one message travels beside it under a tag of its own: *lent* from the sender's memory,
+// and *expected* into the receiver's. The end of an expected message is reported as a message, so no other thread has
+// to be woken.
 //
 // One thread reads at a time. A *front* reader waits for an answer and makes progress meanwhile, as every caller does.
 // In the background one *leader* among the serving threads makes progress, only while no other thread does, and sleeps
-// in the same poll as the rest of the engine, so that one wake-up brings a letter to the thread that handles it. A
-// leader that leaves with letters is expected back soon; a spare thread takes its place only if it is not.
+// in the same poll as the rest of the engine, so that one wake-up brings a message to the thread that handles it. A
+// leader that leaves with messages is expected back soon; a spare thread takes its place only if it is not.
 
 #pragma once
 
@@ -43,26 +43,24 @@ struct MailboxMessage {
 
 // Where the leader is, the one background thread that makes progress for a mailbox. The other background threads are
 // spares. Guarded by the engine's lock.
-//
-//   state    event    next     who and why
-//   absent   lead     polling  the first background thread becomes the leader
-//   polling  lead     polling  the leader looks again
-//   polling  rest     resting  other threads make progress, so the leader sleeps for 0.5 ms
-//   polling  leave    away     the leader returns with letters, by an interrupt or at its deadline
-//   resting  resume   polling  woken by a letter, an interrupt or the end of the 0.5 ms
-//   away     lead     polling  the leader came back
-//   away     leave    away     the leader came back and returned at once: interrupted or late
-//   away     succeed  away     a spare becomes the leader after 1 ms, and returns to run calls that the old one took
 enum class Leader : uint8_t { absent, polling, resting, away };
 enum class LeaderEvent : uint8_t { lead, rest, resume, leave, succeed };
 inline constexpr TransitionTable<Leader, 4, LeaderEvent, 5> leader_transitions({
+    // the first background thread becomes the leader
     {Leader::absent, LeaderEvent::lead, Leader::polling},
+    // the leader looks again
     {Leader::polling, LeaderEvent::lead, Leader::polling},
+    // other threads make progress, so the leader sleeps for 0.5 ms
     {Leader::polling, LeaderEvent::rest, Leader::resting},
+    // the leader returns with messages, by an interrupt or at its deadline
     {Leader::polling, LeaderEvent::leave, Leader::away},
+    // woken by a message, an interrupt or the end of the 0.5 ms
     {Leader::resting, LeaderEvent::resume, Leader::polling},
+    // the leader came back
     {Leader::away, LeaderEvent::lead, Leader::polling},
+    // the leader came back and returned at once: interrupted or late
     {Leader::away, LeaderEvent::leave, Leader::away},
+    // a spare becomes the leader after 1 ms, and returns to run calls that the old one took
     {Leader::away, LeaderEvent::succeed, Leader::away},
 });
 
@@ -81,16 +79,16 @@ class Mailbox final : private DeferredWork {
   bool lend(std::int32_t dst, uint64_t tag, const byte* data, uint64_t nbytes, uint64_t number, Owner owner);
   // Whether it has not ended yet.
   bool is_lent(uint64_t number) const { return lent_.contains(number); }
-  // Receive a message of up to `nbytes` into memory. A letter reports its end.
+  // Receive a message of up to `nbytes` into memory. A message reports its end.
   void expect(std::int32_t source, uint64_t tag, byte* into, uint64_t nbytes, uint64_t number, Owner owner);
-  // Cancel what was lent or expected and is unmatched. A letter reports the end of an expected one.
+  // Cancel what was lent or expected and is unmatched. A message reports the end of an expected one.
   void withdraw(uint64_t number);
 
-  // Wait for letters and take all of them.
+  // Wait for messages and take all of them.
   std::vector<MailboxMessage> take(Hold& held, std::int64_t deadline, bool is_front);
-  // Take all letters that are here.
-  std::vector<MailboxMessage> letters();
-  // The number of times that a reader has left with letters.
+  // Take all messages that are here.
+  std::vector<MailboxMessage> take_ready();
+  // The number of times that a reader has left with messages.
   uint64_t batches() const { return batches_; }
   // Take memory that is no longer used.
   std::vector<Owner> returned() { return std::exchange(returned_, {}); }
@@ -117,8 +115,8 @@ class Mailbox final : private DeferredWork {
   void uncork();
   void refill(std::int32_t source);
   void open_slot(std::int32_t source);
-  void on_letter(MailboxMessage letter);
-  void add(MailboxMessage letter);
+  void on_message(MailboxMessage message);
+  void add(MailboxMessage message);
   void wait_in_front(Hold& held, std::int64_t deadline);
   void wait_in_background(Hold& held, std::int64_t deadline);
   void on(LeaderEvent event) { leader_ = leader_transitions.next(leader_, event); }

@@ -30,7 +30,7 @@ class PingReceive final : public Receive {
   MatchResult on_match(const Envelope& envelope, bool) override {
     return envelope.nbytes <= nbytes_ ? MatchResult::accept : MatchResult::reject;
   }
-  byte* place() override { return into_; }
+  byte* buffer() override { return into_; }
   void write(uint64_t, const byte*, size_t) override {}
   void end(Outcome how, std::int32_t) override {
     is_done = true;

@@ -1,5 +1,5 @@
-// The threads that use an engine whose rank shares its process with other ranks. A rank all of whose threads have ended
-// will not come to a collective: who waits for it should hear of that.
+// The threads that use an engine whose rank shares its process with other ranks. If all threads of a rank
+// have ended, it cannot call a collective; ranks that wait for it get Deadlock.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace unisono::engine {
 
-// A thread, for as long as somebody asks for it. `id` may be another thread's once it has ended.
+// A thread, kept while something refers to it. `id` may be another thread's once it has ended.
 struct UserThread {
   const pthread_t id = pthread_self();
   std::atomic<bool> has_ended{false};
@@ -19,7 +19,7 @@ struct UserThread {
   static const std::shared_ptr<UserThread>& current() {
     struct Owner {
       std::shared_ptr<UserThread> thread = std::make_shared<UserThread>();
-      // relaxed: nothing else is told by it
+      // relaxed: it publishes nothing else
       ~Owner() { thread->has_ended.store(true, std::memory_order_relaxed); }
     };
     thread_local const Owner owner;

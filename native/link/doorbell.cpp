@@ -6,23 +6,23 @@
 namespace unisono::engine {
 
 std::unique_ptr<SocketDoorbell> SocketDoorbell::open(Poller& poller, Descriptor socket, std::string& why) {
-  std::unique_ptr<SocketDoorbell> bell(new SocketDoorbell(poller));
+  std::unique_ptr<SocketDoorbell> doorbell(new SocketDoorbell(poller));
   ucred other{};
   socklen_t length = sizeof other;
   if (getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &other, &length) != 0) {
     why = failure("cannot get the process id of its socket");
     return nullptr;
   }
-  bell->pid_ = other.pid;
-  bell->pidfd_ = Descriptor(static_cast<int>(syscall(SYS_pidfd_open, other.pid, 0)));
-  bell->socket_ = std::move(socket);
-  bell->watch_ = poller.add(bell->socket_.get(), EPOLLIN | EPOLLRDHUP | EPOLLET, *bell);
-  if (bell->pidfd_) bell->pid_watch_ = poller.add(bell->pidfd_.get(), EPOLLIN, *bell);
-  if (bell->watch_ == 0) {
+  doorbell->pid_ = other.pid;
+  doorbell->pidfd_ = Descriptor(static_cast<int>(syscall(SYS_pidfd_open, other.pid, 0)));
+  doorbell->socket_ = std::move(socket);
+  doorbell->watch_ = poller.add(doorbell->socket_.get(), EPOLLIN | EPOLLRDHUP | EPOLLET, *doorbell);
+  if (doorbell->pidfd_) doorbell->pid_watch_ = poller.add(doorbell->pidfd_.get(), EPOLLIN, *doorbell);
+  if (doorbell->watch_ == 0) {
     why = failure("cannot watch the socket");
     return nullptr;
   }
-  return bell;
+  return doorbell;
 }
 
 SocketDoorbell::~SocketDoorbell() {

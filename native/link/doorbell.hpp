@@ -69,7 +69,7 @@ class LocalDoorbell final : public Doorbell {
     pid_ = getpid();
   }
   ~LocalDoorbell() override {
-    // release: what this side published before is visible to whoever sees its end
+    // release: what this side published before is visible to a side that sees its end
     flags_->has_ended[own_].store(true, std::memory_order_release);
     ring();
   }

@@ -25,9 +25,9 @@ uint8_t core_here() {
   return core >= 0 && core < UINT8_MAX ? static_cast<uint8_t>(core + 1) : 0;
 }
 
-byte* FrameParser::place() {
+byte* FrameParser::buffer() {
   if (into_ == nullptr || into_left_ == 0) return nullptr;
-  byte* start = into_->receive->place();
+  byte* start = into_->receive->buffer();
   return start != nullptr ? start + into_->received + into_done_ : nullptr;
 }
 
@@ -98,7 +98,7 @@ const char* FrameParser::take_data(const byte*& at, const byte* end, bool& is_st
   const size_t available = static_cast<size_t>(end - at);
   if (into_left_ != 0) {
     size_t take = available < into_left_ ? available : into_left_;
-    byte* to = into_->receive->place();
+    byte* to = into_->receive->buffer();
     // A receive that reduces gets whole cache lines, so that no element is cut in two.
     if (to == nullptr && take < into_left_) take -= take % line_bytes;
     wanted_ = to != nullptr ? 1 : into_left_ < line_bytes ? into_left_ : line_bytes;

@@ -1,7 +1,7 @@
 // Frames out of a stream of bytes, wherever it is cut: whole frames go to the peer, the payload of data frames to its
 // target. With checksums a CRC32C follows every head and every body, so that no length is used before it was checked.
 //
-// It keeps no bytes. What does not suffice for a step stays with the caller, who gives it again with what follows.
+// It keeps no bytes. An incomplete step's bytes stay with the caller, which passes them again with what follows.
 
 #pragma once
 
@@ -35,7 +35,7 @@ class FrameParser {
   bool is_in_data() const { return into_ != nullptr; }
   uint64_t data_left() const { return into_ != nullptr ? into_left_ : 0; }
   // Where that payload belongs: a caller may read straight to it and then call `placed`. nullptr if it must be parsed.
-  byte* place();
+  byte* buffer();
   void placed(const byte* from, size_t bytes);
   // Forget the data frame that is being read.
   void drop() { into_ = nullptr; }

@@ -16,32 +16,28 @@ namespace unisono::engine {
 // The word in shared memory that belongs to an RTS, and says which side may touch the message's memory. Both sides
 // change it by compare-and-swap, so that a claim and a withdrawal cannot both succeed. A word outside the enum is a
 // fault of the peer and allows nothing.
-//
-//   state      event     next       side and why
-//   offered    queue     queued     receiver: the RTS arrived and no receive matches; a hint for a sender that closes
-//   offered    claim     reading    receiver: a receive matches, and the memory may be read from now on
-//   queued     claim     reading
-//   offered    withdraw  withdrawn  sender: the send was cancelled before any receive matched
-//   queued     withdraw  withdrawn
-//   reading    finish    done       receiver: all bytes were read while the memory was still the sender's to lend
-//   any        offer     offered    sender: a new RTS; the FIN of the one before has arrived, so no other side looks
-//   any        revoke    withdrawn  sender: the peer was declared dead; a read that goes on cannot finish
 enum class OfferWord : uint32_t { free, offered, queued, reading, done, withdrawn };
 enum class OfferEvent : uint8_t { queue, claim, withdraw, finish, offer, revoke };
 inline constexpr size_t offer_word_count = 6;
 inline constexpr TransitionTable<OfferWord, offer_word_count, OfferEvent, 6> offer_transitions({
+    // receiver: the RTS arrived and no receive matches; a hint for a sender that closes
     {OfferWord::offered, OfferEvent::queue, OfferWord::queued},
+    // receiver: a receive matches, and the memory may be read from now on
     {OfferWord::offered, OfferEvent::claim, OfferWord::reading},
     {OfferWord::queued, OfferEvent::claim, OfferWord::reading},
+    // sender: the send was cancelled before any receive matched
     {OfferWord::offered, OfferEvent::withdraw, OfferWord::withdrawn},
     {OfferWord::queued, OfferEvent::withdraw, OfferWord::withdrawn},
+    // receiver: all bytes were read while the memory was still the sender's to lend
     {OfferWord::reading, OfferEvent::finish, OfferWord::done},
+    // sender: a new RTS; the FIN of the one before has arrived, so no other side looks
     {OfferWord::free, OfferEvent::offer, OfferWord::offered},
     {OfferWord::offered, OfferEvent::offer, OfferWord::offered},
     {OfferWord::queued, OfferEvent::offer, OfferWord::offered},
     {OfferWord::reading, OfferEvent::offer, OfferWord::offered},
     {OfferWord::done, OfferEvent::offer, OfferWord::offered},
     {OfferWord::withdrawn, OfferEvent::offer, OfferWord::offered},
+    // sender: the peer was declared dead; a read that goes on cannot finish
     {OfferWord::free, OfferEvent::revoke, OfferWord::withdrawn},
     {OfferWord::offered, OfferEvent::revoke, OfferWord::withdrawn},
     {OfferWord::queued, OfferEvent::revoke, OfferWord::withdrawn},

@@ -184,7 +184,7 @@ bool QuicConnection::start(const ngtcp2_cid& peer, const ngtcp2_cid& own, const 
   settings.initial_rtt = first_rtt_ns;
   settings.ack_thresh = 2;
   settings.cc_algo = NGTCP2_CC_ALGO_CUBIC;
-  settings.handshake_timeout = UINT64_MAX;  // whoever owns the connection bounds its time
+  settings.handshake_timeout = UINT64_MAX;  // the owner of the connection bounds its time
   settings.max_tx_udp_payload_size = path_.datagram_bytes != 0 ? path_.datagram_bytes : datagram_bytes_probed_max;
   settings.no_tx_udp_payload_size_shaping = path_.datagram_bytes != 0;
   settings.no_pmtud = path_.datagram_bytes != 0;
@@ -198,7 +198,7 @@ bool QuicConnection::start(const ngtcp2_cid& peer, const ngtcp2_cid& own, const 
   params.initial_max_stream_data_uni = path_.window_bytes / stream_part_divisor * stream_part_dividend;
   params.initial_max_streams_uni = quic_stream_count;
   params.initial_max_streams_bidi = 0;
-  params.max_idle_timeout = 0;  // heartbeats of our own say who is alive
+  params.max_idle_timeout = 0;  // the engine's own heartbeats detect dead peers
   params.max_ack_delay = ack_delay_ns;
   params.active_connection_id_limit = 4;
 
@@ -238,7 +238,7 @@ void QuicConnection::route(QuicId id) {
 bool QuicConnection::on_certified() {
   const std::int32_t shown = identity_.rank_of(session_.get());
   if (shown < 0) {
-    fault_ = "its certificate is nobody's in this world";
+    fault_ = "its certificate names no rank of this job";
     return false;
   }
   if (is_opener_ && shown != rank_) {
@@ -268,7 +268,7 @@ bool QuicConnection::on_greeting() {
                         greeting_.to == static_cast<uint32_t>(settings_.rank) &&
                         greeting_.eager_credit_bytes == settings_.eager_credit_bytes;
   if (!is_sound) {
-    fault_ = "its greeting is not one of this world";
+    fault_ = "its greeting names another job, rank or size";
     return false;
   }
   on(is_opener_ ? QuicEvent::welcome : QuicEvent::greeted);
@@ -330,7 +330,7 @@ void QuicConnection::on_error(int error) {
     const bool is_ours = close_code_of(conn_.get(), code);
     is_hung_up_ = true;
     if (is_ours && code >= close_code_base && code < close_code_base + admission_count)
-      ruling_ = static_cast<Admission>(code - close_code_base);
+      admission_ = static_cast<Admission>(code - close_code_base);
     const bool is_alert = !is_ours && code >= crypto_error && code < crypto_error + 0x100;
     const char* alert =
         is_alert ? gnutls_alert_get_name(static_cast<gnutls_alert_description_t>(code - crypto_error)) : nullptr;
@@ -339,8 +339,8 @@ void QuicConnection::on_error(int error) {
                alert != nullptr ? std::string("it refused the TLS handshake: ") + alert : "its connection was closed");
   }
   if (!fault_.empty()) return fail(fault_);
-  const std::string verdict = QuicIdentity::verdict_of(session_.get());
-  if (!verdict.empty()) return fail(verdict);
+  const std::string refusal = QuicIdentity::verify_error(session_.get());
+  if (!refusal.empty()) return fail(refusal);
   if (error == NGTCP2_ERR_CRYPTO) {
     const char* alert =
         gnutls_alert_get_name(static_cast<gnutls_alert_description_t>(ngtcp2_conn_get_tls_alert(conn_.get())));
@@ -349,7 +349,7 @@ void QuicConnection::on_error(int error) {
   fail(ngtcp2_strerror(error));
 }
 
-std::vector<byte> QuicConnection::close(Admission ruling, std::int64_t now) {
+std::vector<byte> QuicConnection::close(Admission admission, std::int64_t now) {
   reader_ = nullptr;
   const bool was_hung_up = is_hung_up_;
   if (state_ != QuicState::closed) fail("closed here");
@@ -360,7 +360,7 @@ std::vector<byte> QuicConnection::close(Admission ruling, std::int64_t now) {
   const ngtcp2_ssize n = was_hung_up || ngtcp2_conn_is_in_draining_period(conn_.get()) != 0
                              ? 0
                              : write_close(conn_.get(), &path.path, &info, reinterpret_cast<uint8_t*>(said.data()),
-                                           said.size(), close_code_base + static_cast<uint64_t>(ruling), stamp(now));
+                                           said.size(), close_code_base + static_cast<uint64_t>(admission), stamp(now));
   said.resize(n > 0 ? static_cast<size_t>(n) : 0);
   return said;
 }

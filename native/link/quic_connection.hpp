@@ -32,49 +32,37 @@ namespace unisono::engine {
 enum class QuicStream : uint8_t { control, messages, data };
 inline constexpr size_t quic_stream_count = 3;
 
-//   state      event        next      why
-//   opener
-//   calling    certified    greeting  TLS is complete: this rank has greeted
-//   calling    fail         closed    no TLS with it, or it is another rank than was called
-//   calling    hang_up      closed    it refused our certificate
-//   greeting   welcome      linked    the acceptor has greeted, too
-//   greeting   fail         closed
-//   greeting   hang_up      closed    it refused our certificate, or turned us away
-//   acceptor
-//   accepted   certified    certified TLS is complete
-//   accepted   fail         closed
-//   accepted   hang_up      closed
-//   certified  greeted      waiting   the opener has greeted: the owner decides whether it is admitted
-//   certified  fail         closed
-//   certified  hang_up      closed
-//   waiting    welcome      linked
-//   waiting    fail         closed    turned away
-//   waiting    hang_up      closed
-//   both
-//   linked     fail         closed    the peer broke the protocol, or this side closes
-//   linked     hang_up      closed    the peer closed the connection
-//   closed     fail         closed    nothing is sent or received any more
-//   closed     hang_up      closed
 enum class QuicState : uint8_t { calling, greeting, accepted, certified, waiting, linked, closed };
 enum class QuicEvent : uint8_t { certified, greeted, welcome, fail, hang_up };
 inline constexpr TransitionTable<QuicState, 7, QuicEvent, 5> quic_transitions({
+    // TLS is complete: this rank has greeted
     {QuicState::calling, QuicEvent::certified, QuicState::greeting},
+    // TLS failed, or its certificate names another rank
     {QuicState::calling, QuicEvent::fail, QuicState::closed},
+    // it refused our certificate
     {QuicState::calling, QuicEvent::hang_up, QuicState::closed},
+    // the acceptor has greeted, too
     {QuicState::greeting, QuicEvent::welcome, QuicState::linked},
     {QuicState::greeting, QuicEvent::fail, QuicState::closed},
+    // it refused our certificate or did not admit us
     {QuicState::greeting, QuicEvent::hang_up, QuicState::closed},
+    // TLS is complete
     {QuicState::accepted, QuicEvent::certified, QuicState::certified},
     {QuicState::accepted, QuicEvent::fail, QuicState::closed},
     {QuicState::accepted, QuicEvent::hang_up, QuicState::closed},
+    // the opener has greeted: the owner decides whether it is admitted
     {QuicState::certified, QuicEvent::greeted, QuicState::waiting},
     {QuicState::certified, QuicEvent::fail, QuicState::closed},
     {QuicState::certified, QuicEvent::hang_up, QuicState::closed},
     {QuicState::waiting, QuicEvent::welcome, QuicState::linked},
+    // not admitted
     {QuicState::waiting, QuicEvent::fail, QuicState::closed},
     {QuicState::waiting, QuicEvent::hang_up, QuicState::closed},
+    // the peer broke the protocol, or this side closes
     {QuicState::linked, QuicEvent::fail, QuicState::closed},
+    // the peer closed the connection
     {QuicState::linked, QuicEvent::hang_up, QuicState::closed},
+    // nothing is sent or received any more
     {QuicState::closed, QuicEvent::fail, QuicState::closed},
     {QuicState::closed, QuicEvent::hang_up, QuicState::closed},
 });
@@ -95,7 +83,7 @@ inline constexpr size_t quic_id_bytes = sizeof(QuicId);
 
 class QuicConnection;
 
-// Which connection a datagram is for: kept by whoever receives datagrams.
+// Which connection a datagram is for: kept by the owner of the socket.
 class QuicRoutes {
  public:
   virtual ~QuicRoutes() = default;
@@ -171,14 +159,14 @@ class QuicConnection {
   void welcome();
   // Why it is closed, and for an opener how it was turned away.
   const std::string& why() const { return why_; }
-  Admission ruling() const { return ruling_; }
+  Admission admission() const { return admission_; }
   bool is_hung_up() const { return is_hung_up_; }
   // Whether the other side refused the TLS handshake, so that another attempt would not help.
   bool is_refused() const { return is_refused_; }
   // End it for a reason that the datagrams did not bring.
   void give_up(std::string why) { fail(std::move(why)); }
   // Close it: the one datagram that says so, perhaps empty. No memory of others is read any more.
-  std::vector<byte> close(Admission ruling, std::int64_t now);
+  std::vector<byte> close(Admission admission, std::int64_t now);
   // From now on what arrives goes to the reader; first what has arrived already.
   void read_by(QuicReader* reader);
 
@@ -196,7 +184,7 @@ class QuicConnection {
   uint64_t received_bytes() const { return received_bytes_; }
   const std::vector<QuicId>& ids() const { return ids_; }
 
-  // For whoever owns it: whether it is in a list of connections that must write.
+  // For its owner: whether it is in a list of connections that must write.
   bool is_marked = false;
 
  private:
@@ -231,7 +219,7 @@ class QuicConnection {
   const bool is_opener_;
   std::int32_t rank_;
   QuicState state_;
-  Admission ruling_ = Admission::unknown;
+  Admission admission_ = Admission::unknown;
   bool is_hung_up_ = false;
   bool is_refused_ = false;
   bool was_heard_ = false;

@@ -103,11 +103,11 @@ QuicConnection& QuicEndpoint::add(std::unique_ptr<QuicConnection> connection) {
   return *at->second;
 }
 
-void QuicEndpoint::close(QuicConnection& connection, Admission ruling) {
+void QuicEndpoint::close(QuicConnection& connection, Admission admission) {
   const auto found = connections_.find(&connection);
   if (found == connections_.end()) return;
   const std::int64_t now = now_ns();
-  std::vector<byte> said = connection.close(ruling, now);
+  std::vector<byte> said = connection.close(admission, now);
   if (connection.is_marked) {
     std::erase(put_, &connection);
     std::erase(read_, &connection);
@@ -273,7 +273,7 @@ void QuicEndpoint::flush() {
     const auto segment = static_cast<uint16_t>(segment_bytes_);
     std::memcpy(CMSG_DATA(head), &segment, sizeof segment);
   }
-  // An error of an earlier datagram, perhaps to somebody else, is reported here, too: try again.
+  // An error of an earlier datagram, perhaps to another address, is reported here, too: try again.
   for (int tries = 0; tries < 4; ++tries) {
     if (sendmsg(socket_.get(), &message, MSG_NOSIGNAL) >= 0) break;
     if (errno == EAGAIN || errno == ENOBUFS) {

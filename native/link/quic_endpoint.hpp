@@ -26,7 +26,7 @@ class QuicEndpointOwner {
   virtual void on_first(const SocketAddress& from, const byte* datagram, size_t bytes, std::int64_t now) = 0;
   // Something happened to a connection that has no reader yet.
   virtual void on_changed(QuicConnection& connection) = 0;
-  // An ICMP message says that nobody listens at an address. Anybody can forge one.
+  // An ICMP message says that no process listens at an address. It can be forged.
   virtual void on_unreachable(const SocketAddress& to, int error) = 0;
 };
 
@@ -41,12 +41,12 @@ class QuicEndpoint final : public QuicRoutes, public DatagramSink, public Watche
   void listen();
   int fd() const { return socket_.get(); }
   const SocketAddress& local() const { return local_; }
-  // Bytes of datagrams that the socket surely keeps while nobody reads.
+  // Bytes of datagrams that the socket keeps for certain while no thread reads.
   size_t receive_bytes() const { return receive_bytes_; }
 
   QuicConnection& add(std::unique_ptr<QuicConnection> connection);
-  // Close a connection and forget it. If the peer has not heard of it, it is told again when it sends something.
-  void close(QuicConnection& connection, Admission ruling);
+  // Close a connection and forget it. If the peer missed the close, it is repeated when the peer sends something.
+  void close(QuicConnection& connection, Admission admission);
   bool has(QuicConnection& connection) const { return connections_.contains(&connection); }
   // The linked connection whose peer is at an address; nullptr if there is none.
   QuicConnection* linked_at(const SocketAddress& address) const;
@@ -60,7 +60,7 @@ class QuicEndpoint final : public QuicRoutes, public DatagramSink, public Watche
   bool is_readable() const { return is_readable_; }
   // The time of the first timer.
   std::int64_t expiry() const { return earliest_; }
-  // Close the socket without a word to anybody: a forked child must not use the parent's keys.
+  // Close the socket without sending anything: a forked child must not use the parent's keys.
   void abandon();
 
   // -- QuicRoutes

@@ -93,7 +93,7 @@ std::int32_t QuicIdentity::rank_in(const gnutls_datum_t& certificate, gnutls_x50
   return ranks_.rank_of(std::string(name, bytes));
 }
 
-std::string QuicIdentity::verdict_of(gnutls_session_t session) {
+std::string QuicIdentity::verify_error(gnutls_session_t session) {
   const unsigned status = gnutls_session_get_verify_cert_status(session);
   if (status == 0 || status == UINT_MAX) return "";
   gnutls_datum_t text{};

@@ -28,7 +28,7 @@ class QuicIdentity {
   // The rank that the other side's certificate names; negative if it is none of this world.
   std::int32_t rank_of(gnutls_session_t session) const;
   // Why a handshake failed, in words: what was wrong with the other side's certificate, if it was that.
-  static std::string verdict_of(gnutls_session_t session);
+  static std::string verify_error(gnutls_session_t session);
 
  private:
   struct FreeCredentials {

@@ -30,7 +30,8 @@ struct LinkMemory {
   byte bulk[2][bulk_ring_bytes];
 };
 
-// A value in a rank's memory, by which its peer tests whether it can read that memory. Address 0: it must not.
+// A value in a rank's memory, by which its peer tests whether it can read that memory. Address 0: direct
+// reads are disabled.
 struct Probe {
   uint64_t address = 0;
   byte value[16] = {};

@@ -230,9 +230,9 @@ bool Connection::pull(bool busy_poll, bool is_discarding) {
       parser_.drop();
       begin_ = end_ = 0;
     }
-    if (byte* place = begin_ == end_ ? parser_.place() : nullptr; place != nullptr) {
+    if (byte* buffer = begin_ == end_ ? parser_.buffer() : nullptr; buffer != nullptr) {
       direct = parser_.data_left() < read_bytes_max ? parser_.data_left() : read_bytes_max;
-      parts[count++] = {place, direct};
+      parts[count++] = {buffer, direct};
     }
     if (begin_ == end_) begin_ = end_ = 0;
     parts[count++] = {in_.get() + end_, room_beside(direct)};

@@ -34,56 +34,45 @@ struct SocketPolicy {
 
 // The two halves of a connection. They end independently: what the peer sent before it closed can still be read when
 // nothing can be written any more.
-//
-//   reading    event          next        why
-//   idle       readable       ready       epoll reports bytes
-//   idle       hang_up        draining    epoll reports the end, perhaps behind bytes
-//   idle       drained        idle        a busy poll found nothing
-//   idle       end_of_stream  ended       a busy poll found the end
-//   ready      readable       ready
-//   ready      hang_up        draining
-//   ready      drained        idle        the socket has no more bytes; epoll reports the next ones
-//   ready      end_of_stream  ended
-//   draining   readable       draining
-//   draining   hang_up        draining
-//   draining   drained        draining    epoll reports a hang-up once, so the end must be looked for
-//   draining   end_of_stream  ended
-//   ended      readable       ended       epoll may report a closed socket once more
-//   ended      hang_up        ended
 enum class Reading : uint8_t { idle, ready, draining, ended };
 enum class ReadEvent : uint8_t { readable, hang_up, drained, end_of_stream };
 inline constexpr TransitionTable<Reading, 4, ReadEvent, 4> read_transitions({
+    // epoll reports bytes
     {Reading::idle, ReadEvent::readable, Reading::ready},
+    // epoll reports the end, perhaps behind bytes
     {Reading::idle, ReadEvent::hang_up, Reading::draining},
+    // a busy poll found nothing
     {Reading::idle, ReadEvent::drained, Reading::idle},
+    // a busy poll found the end
     {Reading::idle, ReadEvent::end_of_stream, Reading::ended},
     {Reading::ready, ReadEvent::readable, Reading::ready},
     {Reading::ready, ReadEvent::hang_up, Reading::draining},
+    // the socket has no more bytes; epoll reports the next ones
     {Reading::ready, ReadEvent::drained, Reading::idle},
     {Reading::ready, ReadEvent::end_of_stream, Reading::ended},
     {Reading::draining, ReadEvent::readable, Reading::draining},
     {Reading::draining, ReadEvent::hang_up, Reading::draining},
+    // epoll reports a hang-up once, so the end must be looked for
     {Reading::draining, ReadEvent::drained, Reading::draining},
     {Reading::draining, ReadEvent::end_of_stream, Reading::ended},
+    // epoll may report a closed socket once more
     {Reading::ended, ReadEvent::readable, Reading::ended},
     {Reading::ended, ReadEvent::hang_up, Reading::ended},
 });
 
-//   writing    event     next      why
-//   open       writable  open      epoll reports room that was not missed
-//   open       full      blocked   the socket took less than it was given
-//   open       broken    closed    a write failed, or data in the sender's memory had to be let go
-//   blocked    writable  open      epoll reports room, or the next poll tries without a report
-//   blocked    broken    closed
-//   closed     writable  closed    what is put is thrown away
 enum class Writing : uint8_t { open, blocked, closed };
 enum class WriteEvent : uint8_t { writable, full, broken };
 inline constexpr TransitionTable<Writing, 3, WriteEvent, 3> write_transitions({
+    // epoll reports room that was not missed
     {Writing::open, WriteEvent::writable, Writing::open},
+    // the socket took less than it was given
     {Writing::open, WriteEvent::full, Writing::blocked},
+    // a write failed, or data in the sender's memory had to be let go
     {Writing::open, WriteEvent::broken, Writing::closed},
+    // epoll reports room, or the next poll tries without a report
     {Writing::blocked, WriteEvent::writable, Writing::open},
     {Writing::blocked, WriteEvent::broken, Writing::closed},
+    // what is put is thrown away
     {Writing::closed, WriteEvent::writable, Writing::closed},
 });
 

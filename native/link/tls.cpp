@@ -245,7 +245,7 @@ TlsStream::Shake TlsStream::shake() {
   const OwnedX509 shown(SSL_get1_peer_certificate(ssl_));
   rank_ = shown ? identity_.rank_of(shown.get()) : -1;
   if (rank_ < 0) {
-    why_ = "its certificate is nobody's in this world";
+    why_ = "its certificate names no rank of this job";
     return Shake::failed;
   }
   return Shake::done;
@@ -254,8 +254,8 @@ TlsStream::Shake TlsStream::shake() {
 std::string TlsStream::explain() const {
   if (socket_.is_exceeded) return "it sent more than a stranger may";
   if (socket_.is_over) return "it hung up during the TLS handshake";
-  if (const long verdict = SSL_get_verify_result(ssl_); verdict != X509_V_OK)
-    return std::string("its certificate is not from this job's seed: ") + X509_verify_cert_error_string(verdict);
+  if (const long verified = SSL_get_verify_result(ssl_); verified != X509_V_OK)
+    return std::string("its certificate is not from this job's seed: ") + X509_verify_cert_error_string(verified);
   return "no TLS with it: " + library_error();
 }
 

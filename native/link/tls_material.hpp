@@ -28,7 +28,7 @@ class RankNames {
       if (names[i].empty() || !ranks_.emplace(names[i], static_cast<std::int32_t>(i)).second)
         throw std::runtime_error("allowed: a different name for every rank");
   }
-  // Negative if it is nobody's in this world.
+  // Negative if it names no rank of this job.
   std::int32_t rank_of(const std::string& name) const {
     const auto found = ranks_.find(name);
     return found != ranks_.end() ? found->second : -1;

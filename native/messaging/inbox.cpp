@@ -67,7 +67,7 @@ bool Inbox::serve(Receive& receive) {
       matcher_.take(*message);
       if (peer.begin_own(*message, receive)) return true;
       deliver(receive, message->payload, envelope.nbytes);
-      peer.on_met(*message);
+      peer.on_matched(*message);
       recycle(*message);
       receive.end(Outcome::done, source);
       return true;

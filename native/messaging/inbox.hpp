@@ -50,7 +50,7 @@ class Inbox {
   // Copy payload to a receive.
   static void deliver(Receive& receive, const byte* payload, uint64_t bytes) {
     if (bytes == 0) return;
-    if (byte* to = receive.place(); to != nullptr)
+    if (byte* to = receive.buffer(); to != nullptr)
       std::memcpy(to, payload, bytes);
     else
       receive.write(0, payload, bytes);

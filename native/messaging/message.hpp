@@ -95,9 +95,9 @@ class Receive {
   // Its message was withdrawn before any payload came; it waits for another.
   virtual void on_taken_back() {}
   // The buffer for the whole payload; nullptr if it is to be given to `write`, in order.
-  virtual byte* place() = 0;
+  virtual byte* buffer() = 0;
   // Whether that is decided before any payload comes.
-  virtual bool has_fixed_place() const { return true; }
+  virtual bool has_fixed_buffer() const { return true; }
   virtual void write(uint64_t offset, const byte* from, size_t bytes) = 0;
   // The payload is complete, or no more will come.
   virtual void end(Outcome outcome, std::int32_t rank) = 0;

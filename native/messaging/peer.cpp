@@ -291,11 +291,11 @@ void Peer::start_copy(const byte* from, uint64_t nbytes, Receive* receive, Unexp
 }
 
 void Peer::copy_piece(RendezvousReceive& copy, size_t scratch_bytes, size_t piece_bytes) {
-  byte* place = copy.receive != nullptr ? copy.receive->place() : copy.arrived->copy.get();
+  byte* buffer = copy.receive != nullptr ? copy.receive->buffer() : copy.arrived->copy.get();
   const byte* from = reinterpret_cast<const byte*>(copy.address) + copy.received;
-  const size_t bytes = std::min<uint64_t>(copy.nbytes - copy.received, place != nullptr ? piece_bytes : scratch_bytes);
-  if (place != nullptr)
-    std::memcpy(place + copy.received, from, bytes);
+  const size_t bytes = std::min<uint64_t>(copy.nbytes - copy.received, buffer != nullptr ? piece_bytes : scratch_bytes);
+  if (buffer != nullptr)
+    std::memcpy(buffer + copy.received, from, bytes);
   else
     copy.receive->write(copy.received, from, bytes);
   copy.received += bytes;
@@ -433,7 +433,7 @@ const char* Peer::on_frame(const Head& head, const byte* body, Lane lane) {
       const char* fault = nullptr;
       RendezvousReceive* offer = data_for(head, fault);
       if (offer == nullptr) return fault;
-      if (byte* to = offer->receive->place(); to != nullptr)
+      if (byte* to = offer->receive->buffer(); to != nullptr)
         std::memcpy(to + offer->received, body, head.nbytes);
       else
         offer->receive->write(offer->received, body, head.nbytes);
@@ -469,9 +469,9 @@ const char* Peer::on_message(const Head& head, const byte* body, Lane lane) {
   const size_t prefix = head.prefix_bytes();
   const Envelope envelope{head.context, head.tag, head.nbytes, rank, head.dtype, head.header_bytes, body + prefix};
   if (is_control(head.tag)) {
-    if (head.nbytes > services_.settings.control_bytes_max) return "a control message longer than any may be";
+    if (head.nbytes > services_.settings.control_bytes_max) return "a control message exceeds control_bytes_max";
   } else if (head.nbytes > services_.settings.message_bytes_max) {
-    return "a message longer than message_bytes_max";
+    return "a message exceeds message_bytes_max";
   }
   if (is_here) {
     uint64_t& held = credit_held_[static_cast<size_t>(lane)];
@@ -667,7 +667,7 @@ void Peer::supply(RendezvousReceive& offer) {
     advance(offer, RendezvousReceive::Event::read);
     offer.shared_copy = is_worth_sharing(offer.nbytes) ? link->peers_copy(index_of(offer.rendezvous_id)) : nullptr;
     const byte* target =
-        offer.shared_copy != nullptr && offer.receive->has_fixed_place() ? offer.receive->place() : nullptr;
+        offer.shared_copy != nullptr && offer.receive->has_fixed_buffer() ? offer.receive->buffer() : nullptr;
     if (target != nullptr)
       offer.shared_copy->ask(target, link->guard());
     else
@@ -687,9 +687,9 @@ const char* Peer::read_piece(RendezvousReceive& offer, byte* scratch, size_t scr
     return nullptr;
   }
   const uint64_t left = offer.nbytes - offer.received;
-  byte* place = offer.receive->place();
-  const size_t bytes = std::min<uint64_t>(left, place != nullptr ? piece_bytes : scratch_bytes);
-  byte* to = place != nullptr ? place + offer.received : scratch;
+  byte* buffer = offer.receive->buffer();
+  const size_t bytes = std::min<uint64_t>(left, buffer != nullptr ? piece_bytes : scratch_bytes);
+  byte* to = buffer != nullptr ? buffer + offer.received : scratch;
   if (!link->read(offer.address + offer.received, to, bytes)) {
     // If the peer is dead, its end will be noticed; if it lives, it has to stream the message.
     if (!link->is_alive()) return nullptr;
@@ -701,7 +701,7 @@ const char* Peer::read_piece(RendezvousReceive& offer, byte* scratch, size_t scr
   const bool is_last = bytes == left;
   const char* fault = nullptr;
   if (is_last && !confirm(offer, fault)) return fault;
-  if (place == nullptr) offer.receive->write(offer.received, scratch, bytes);
+  if (buffer == nullptr) offer.receive->write(offer.received, scratch, bytes);
   offer.received += bytes;
   if (!is_last) return nullptr;
   services_.stop_reading(offer);
@@ -714,7 +714,7 @@ const char* Peer::read_part(RendezvousReceive& offer, size_t piece_bytes) {
   CooperativeCopy::Front next;
   // Again once everything is claimed: the sender may have written its parts by now.
   while ((next = offer.shared_copy->claim_front(offer.nbytes, piece_bytes, part)) == CooperativeCopy::Front::part) {
-    if (!link->read(offer.address + part.offset, offer.receive->place() + part.offset, part.bytes)) {
+    if (!link->read(offer.address + part.offset, offer.receive->buffer() + part.offset, part.bytes)) {
       if (!link->is_alive()) return nullptr;
       if (offer.received != 0 || !offer.shared_copy->close())
         return "its memory became unreadable during a direct read";
@@ -766,7 +766,7 @@ void Peer::on_data(RendezvousReceive& offer, size_t bytes) {
   if (offer.received == offer.nbytes) complete(offer, Outcome::done);
 }
 
-void Peer::on_met(const UnexpectedMessage& message) {
+void Peer::on_matched(const UnexpectedMessage& message) {
   if (message.own != nullptr) {
     message.own->state = Send::State::ended;
     message.own->end(Outcome::done);

@@ -87,33 +87,24 @@ inline constexpr size_t notes_max = 4 * rendezvous_max;
 
 // The receiving side of a rendezvous: a message that a peer announced by RTS, or sent eagerly and wants confirmed. For
 // a long message to oneself it is the copy in progress: `read`, then `copied` or `abort`.
-//
-//   state            event      next             reply           why
-//   free             queue      queued           queued          no receive matches yet
-//   free, queued     defer      awaiting_memory  none            a receive matches and must get its memory from Python
-//   free, queued,    read       reading          none            the sender's memory can be read directly
-//   awaiting_memory
-//   free, queued,    stream     streaming        cts             the sender has to stream the bytes
-//   awaiting_memory
-//   reading          stream     streaming        cts             the first direct read failed
-//   all but reading  withdraw   free             fin withdrawn   the sender cancelled, or was faster than our claim
-//   free, queued,    complete   free             fin matched     an eager or empty message, or no memory for it
-//   awaiting_memory
-//   reading,         complete   free             fin matched     every byte is in its place
-//   streaming
-//   reading          copied     free             none            a message to oneself is copied
-//   any              abort      free             none            the peer is lost or this rank closes
 struct RendezvousReceive {
   enum class State : uint8_t { free, queued, awaiting_memory, reading, streaming };
   enum class Event : uint8_t { queue, defer, read, stream, withdraw, complete, copied, abort };
   enum class Reply : uint8_t { none, queued, cts, fin_matched, fin_withdrawn };
   static constexpr TransitionTable<State, 5, Event, 8, Reply> transitions{{
+      // no receive matches yet
       {State::free, Event::queue, State::queued, Reply::queued},
+      // a receive matches and must get its memory from Python
       {State::free, Event::defer, State::awaiting_memory},
+      // the sender's memory can be read directly
       {State::free, Event::read, State::reading},
+      // the sender has to stream the bytes
       {State::free, Event::stream, State::streaming, Reply::cts},
+      // the sender cancelled, or was faster than our claim
       {State::free, Event::withdraw, State::free, Reply::fin_withdrawn},
+      // an eager or empty message, or no memory for it
       {State::free, Event::complete, State::free, Reply::fin_matched},
+      // the peer is lost or this rank closes
       {State::free, Event::abort, State::free},
       {State::queued, Event::defer, State::awaiting_memory},
       {State::queued, Event::read, State::reading},
@@ -126,8 +117,11 @@ struct RendezvousReceive {
       {State::awaiting_memory, Event::withdraw, State::free, Reply::fin_withdrawn},
       {State::awaiting_memory, Event::complete, State::free, Reply::fin_matched},
       {State::awaiting_memory, Event::abort, State::free},
+      // the first direct read failed
       {State::reading, Event::stream, State::streaming, Reply::cts},
+      // every byte has arrived
       {State::reading, Event::complete, State::free, Reply::fin_matched},
+      // a message to oneself is copied
       {State::reading, Event::copied, State::free},
       {State::reading, Event::abort, State::free},
       {State::streaming, Event::withdraw, State::free, Reply::fin_withdrawn},
@@ -220,7 +214,7 @@ class Peer {
   // wrong, or nullptr.
   const char* read_piece(RendezvousReceive& offer, byte* scratch, size_t scratch_bytes, size_t piece_bytes);
   // An unexpected message was matched: return its credit and confirm it where its sender waits.
-  void on_met(const UnexpectedMessage& message);
+  void on_matched(const UnexpectedMessage& message);
   // A message to oneself has left the queue for its receive. False if it is short, and the caller copies it; else it is
   // copied in pieces, and both operations end with the last.
   bool begin_own(UnexpectedMessage& message, Receive& receive);

@@ -21,7 +21,7 @@ using namespace engine;
 
 namespace {
 
-// The object that a part of what came holds; long arrays in it are views of that part.
+// The object in one received part; long arrays in it are views of that part.
 PyObject* unpack_part(const Result& memory, uint64_t offset, uint64_t nbytes) {
   byte* const data = memory.data + offset;
   PyObject* const own = make_blob(Py_NewRef(memory.object.ptr()), data, static_cast<Py_ssize_t>(nbytes), true);
@@ -176,7 +176,7 @@ void Call::find_second_decision(uint8_t dtype) {
   mine.bytes = all * itemsizes[dtype];
   const std::span<const uint64_t> hashed(mine.counts.data(), is_uniform ? 0 : mine.counts.size());
   fingerprint_ = decision_->fingerprint.with(all, Fingerprint::hash_of(group_.fingerprint_seed, hashed));
-  // Nobody need make a matrix of counts that are all the same.
+  // No matrix is needed for counts that are all the same.
   if (is_uniform) mine.counts.resize(1);
   if (!decision_->program->accepts({mine.counts.data(), mine.counts.size(), is_uniform})) throw LeftToReference();
 }
@@ -205,7 +205,7 @@ PyObject* Call::finish_second_stage() {
   return received_list().release().ptr();
 }
 
-// What came, cut into what each rank sent.
+// The received bytes, cut by sender.
 nb::object Call::received_list() {
   const Announced& mine = *announced_;
   const Announcement first = row_of(0);

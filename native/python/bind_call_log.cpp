@@ -21,7 +21,7 @@ using namespace engine;
 
 void release(void* code) { Py_DECREF(static_cast<PyObject*>(code)); }
 
-// Log a call that Python makes; `code` is None if nobody knows where it stands in the program.
+// Log a call that Python makes; `code` is None if its line is unknown.
 void remember(CallLog& self, uint64_t sequence, nb::bytes data, nb::object code, int instruction,
               const std::optional<std::vector<std::int64_t>>& lengths) {
   const Fingerprint fingerprint = fingerprint_of(data);

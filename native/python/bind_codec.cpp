@@ -21,14 +21,14 @@ bool has_arguments(const char* name, Py_ssize_t given, Py_ssize_t least, Py_ssiz
   return false;
 }
 
-PyObject* place_in(PyObject* const* args, Py_ssize_t count) {
+PyObject* path_text_in(PyObject* const* args, Py_ssize_t count) {
   return count < 2 || args[1] == Py_None ? nullptr : args[1];
 }
 
 PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!has_arguments("pack", count, 1, 2)) return nullptr;
   Packer packer;
-  return packer.pack(args[0], place_in(args, count)) ? packer.to_bytes() : nullptr;
+  return packer.pack(args[0], path_text_in(args, count)) ? packer.to_bytes() : nullptr;
 }
 
 // The same as memory that may be written to, as a buffer of a collective must be.
@@ -43,7 +43,7 @@ PyObject* pack_parts(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count == 3) blob_bytes = PyLong_AsSize_t(args[2]);
   if (PyErr_Occurred()) return nullptr;
   Packer packer(blob_bytes);
-  if (!packer.pack(args[0], place_in(args, count))) return nullptr;
+  if (!packer.pack(args[0], path_text_in(args, count))) return nullptr;
   PyObject* const parts = PyList_New(static_cast<Py_ssize_t>(packer.blobs().size()));
   if (parts == nullptr) return nullptr;
   Py_ssize_t at = 0;
@@ -90,7 +90,7 @@ PyObject* unpack_parts(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return made;
 }
 
-// Memory for a result, which is used again when nobody holds it any more.
+// Memory for a result, which is reused once no reference is left.
 PyObject* result_memory(PyObject*, PyObject* length) {
   const Py_ssize_t bytes = PyLong_AsSsize_t(length);
   if (bytes < 0) {
@@ -130,11 +130,11 @@ void set_kinds(nanobind::dict given) {
 
 PyMethodDef methods[] = {
     {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pack)), METH_FASTCALL,
-     "pack(value, place=None) -> bytes"},
+     "pack(value, path_text=None) -> bytes"},
     {"pack_writable", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pack_writable)), METH_FASTCALL,
-     "pack_writable(value, place=None) -> the same as memory that may be written to"},
+     "pack_writable(value, path_text=None) -> the same as memory that may be written to"},
     {"pack_parts", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pack_parts)), METH_FASTCALL,
-     "pack_parts(value, place=None, blob_bytes=4096) -> (head, blobs)"},
+     "pack_parts(value, path_text=None, blob_bytes=4096) -> (head, blobs)"},
     {"unpack", unpack, METH_O, "unpack(packed) -> value"},
     {"unpack_parts", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(unpack_parts)), METH_FASTCALL,
      "unpack_parts(head, blobs) -> value"},

@@ -13,7 +13,7 @@ namespace {
 class PyCompletionEventFd {
  public:
   int descriptor() const { return event_->descriptor(); }
-  std::uint64_t ticket(std::uint64_t number) { return event_->ticket(number); }
+  std::uint64_t token(std::uint64_t number) { return event_->token(number); }
   static std::uint64_t ring() { return reinterpret_cast<std::uint64_t>(&CompletionEventFd::ring); }
 
   nb::list take() {
@@ -32,7 +32,7 @@ void bind_completion_eventfd(nb::module_& m) {
   nb::class_<PyCompletionEventFd>(m, "CompletionEventFd")
       .def(nb::init<>())
       .def("descriptor", &PyCompletionEventFd::descriptor)
-      .def("ticket", &PyCompletionEventFd::ticket)
+      .def("token", &PyCompletionEventFd::token)
       .def_static("ring", &PyCompletionEventFd::ring)
       .def("take", &PyCompletionEventFd::take);
 }

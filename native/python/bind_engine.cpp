@@ -419,8 +419,8 @@ class PyEngine {
     {
       const Hold held = engine_.hold();
       if (!op.needs_memory) return;
-      request = op.wishes;
-      nbytes = op.met.nbytes;
+      request = op.memory_requests;
+      nbytes = op.matched.nbytes;
     }
     PyObject* memory = PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(nbytes));
     if (memory == nullptr) PyErr_Clear();
@@ -428,7 +428,7 @@ class PyEngine {
     PyObject* unused = memory;
     {
       const Hold held = engine_.hold();
-      if (op.needs_memory && op.wishes == request) {
+      if (op.needs_memory && op.memory_requests == request) {
         op.needs_memory = false;
         if (at == nullptr) {
           engine_.give_up(op);
@@ -460,10 +460,11 @@ class PyEngine {
     if (owner.is_valid() && receive.into == reinterpret_cast<byte*>(PyByteArray_AsString(owner.ptr())))
       data = owner;
     else if (receive.is_open_ended && op.outcome == Outcome::done)
-      data = nb::bytes(reinterpret_cast<const char*>(receive.into), receive.into != nullptr ? receive.met.nbytes : 0);
-    if (!receive.has_met || (op.outcome != Outcome::done && op.outcome != Outcome::refused))
+      data =
+          nb::bytes(reinterpret_cast<const char*>(receive.into), receive.into != nullptr ? receive.matched.nbytes : 0);
+    if (!receive.is_matched || (op.outcome != Outcome::done && op.outcome != Outcome::refused))
       return nb::make_tuple(op.id, outcome, nb::none(), data);
-    const Envelope& e = receive.met;
+    const Envelope& e = receive.matched;
     return nb::make_tuple(op.id, outcome,
                           nb::make_tuple(e.source, e.context, e.tag, e.nbytes, e.dtype,
                                          nb::bytes(receive.header_held.data(), receive.header_held.size())),

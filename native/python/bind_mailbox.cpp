@@ -80,26 +80,26 @@ class PyMailbox {
 
   nb::list take(double timeout, bool is_front) {
     if (engine_.is_forked()) return {};
-    std::vector<MailboxMessage> letters;
+    std::vector<MailboxMessage> messages;
     std::vector<Owner> returned;
     {
       const GilReleased release;
       Hold held = engine_.hold();
       const std::int64_t ns = timeout > 0 ? std::llround(std::min(timeout, 1e8) * 1e9) : 0;
-      letters = box_->take(held, now_ns() + ns, is_front);
+      messages = box_->take(held, now_ns() + ns, is_front);
       returned = box_->returned();
     }
-    return list_of(letters);
+    return list_of(messages);
   }
 
   nb::list drain() {
     if (engine_.is_forked()) return {};
-    std::vector<MailboxMessage> letters;
+    std::vector<MailboxMessage> messages;
     {
       const Hold held = engine_.hold();
-      letters = box_->letters();
+      messages = box_->take_ready();
     }
-    return list_of(letters);
+    return list_of(messages);
   }
 
   uint64_t batches() {
@@ -119,7 +119,7 @@ class PyMailbox {
     std::vector<Owner> returned;
     const Hold held = engine_.hold();
     box_->close();
-    unread = box_->letters();
+    unread = box_->take_ready();
     returned = box_->returned();
   }
 
@@ -129,19 +129,19 @@ class PyMailbox {
     return rank_map_->to_global(rank);
   }
 
-  // Letters for Python: (source, bytes), or (source, (number, outcome, nbytes)) for the end of an expected message.
+  // Messages for Python: (source, bytes), or (source, (number, outcome, nbytes)) for the end of an expected message.
   // Those of ranks that are no members are dropped.
-  nb::list list_of(const std::vector<MailboxMessage>& letters) const {
+  nb::list list_of(const std::vector<MailboxMessage>& messages) const {
     nb::list result;
-    for (const MailboxMessage& letter : letters) {
-      const std::int32_t source = rank_map_->to_local(letter.source);
+    for (const MailboxMessage& message : messages) {
+      const std::int32_t source = rank_map_->to_local(message.source);
       if (source == RankMap::none) continue;
-      if (letter.number == 0)
+      if (message.number == 0)
         result.append(
-            nb::make_tuple(source, nb::bytes(reinterpret_cast<const char*>(letter.data.get()), letter.nbytes)));
+            nb::make_tuple(source, nb::bytes(reinterpret_cast<const char*>(message.data.get()), message.nbytes)));
       else
         result.append(
-            nb::make_tuple(source, nb::make_tuple(letter.number, static_cast<int>(letter.outcome), letter.nbytes)));
+            nb::make_tuple(source, nb::make_tuple(message.number, static_cast<int>(message.outcome), message.nbytes)));
     }
     return result;
   }

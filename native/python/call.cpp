@@ -34,8 +34,8 @@ constexpr std::int64_t slice_ns = 50 * millisecond;
 constexpr uint64_t poll_bytes_max = 16 * 1024;
 // The longest that `done` waits in the engine, for a call that it has found unfinished again and again.
 constexpr std::int64_t poll_ns_max = 100'000;
-// How long a started call that may need Python for a second stage goes on without it, if nobody waits for it. So does a
-// split, whose group other members may use.
+// How long a started call that may need Python for a second stage goes on without it, if no thread waits for it. So
+// does a split, whose group other members may use.
 constexpr std::int64_t second_stage_ns = 2 * millisecond;
 
 bool is_by_rank(Verb verb) { return verb == Verb::reduce_scatter || verb == Verb::all_to_all; }
@@ -142,7 +142,7 @@ void Call::prepare(const Given& given, bool is_started) {
   if (is_collective() || is_started) find_site();
 }
 
-// Where the program is. Before the group is looked at: it may make an object, and so run any code.
+// Find the caller's line. This may allocate, and so run arbitrary Python, so it comes before the group's state is read.
 void ParsedCall::find_site() {
   PyFrameObject* const inner = PyEval_GetFrame();
   if (inner == nullptr) return;
@@ -492,11 +492,11 @@ bool Call::is_poll_over() const {
   if (has_ended() || wants_memory()) return true;
   if (!spec_.is_open_ended()) return false;
   const auto& receive = static_cast<const ReceiveOperation&>(*operations_[0]);
-  return receive.has_met && receive.met.nbytes > poll_bytes_max;
+  return receive.is_matched && receive.matched.nbytes > poll_bytes_max;
 }
 
 bool Call::begin_and_poll(bool is_blocking) {
-  // Dropped when the call is under way: that may run any code.
+  // Released only after the call has started, because releasing it may run arbitrary Python.
   nb::object replaced;
   if (is_collective()) {
     const CallLog::Site site{code_.release().ptr(), instruction_};
@@ -720,8 +720,8 @@ nb::object Call::hand_over(const char* how, nb::object keeper, unsigned count) {
   return nb::steal(carried);
 }
 
-// Nobody may touch the memory when we return. An exception may have left Python before it had the call in hand, or
-// while it was cancelling it: then what is still under way is Python's, which hears of its end.
+// The engine must not touch the memory after the return. An exception may have left Python before it had the call in
+// hand, or while it was cancelling it: then Python adopts what is still under way, and is notified of its end.
 void Call::release(unsigned count) {
   const GilReleased released;
   CompletionQueue& completions = group_.completions;

@@ -233,7 +233,7 @@ class Call : public ParsedCall {
   // for it. The thread that takes the call does this, or leaves it to the pump.
   void dispatch_completions();
   void leave_dispatch();
-  // Start its operations: allowed, numbered and under way while nobody else runs Python.
+  // Start its operations: allowed, numbered and under way while no other thread runs Python.
   void begin();
   // Look for its end for a few rounds of progress, if that is worth it; true if it has ended well and was taken.
   bool begin_and_poll(bool is_blocking);
@@ -248,7 +248,7 @@ class Call : public ParsedCall {
   Waited wait(std::int64_t limit_ns);
   // Whether it only asks what is there: `probe` with timeout=0.
   bool is_poll() const { return is_poll_; }
-  // Withdraw a message that was not met. False if it has ended.
+  // Withdraw a message that is unmatched. False if it has ended.
   bool withdraw();
   // Take it if it has ended well.
   bool take_ended();
@@ -357,7 +357,7 @@ class Call : public ParsedCall {
   uint64_t handles_[2] = {};
   // Of a receive that has ended.
   std::int32_t source_ = 0;
-  uint64_t met_tag_ = 0, met_bytes_ = 0;
+  uint64_t matched_tag_ = 0, matched_bytes_ = 0;
   engine::ResultMemory received_;  // what the engine took for it; else the bytes are in `result_`
   std::string header_;
   std::optional<engine::CompletionQueue::Unclaimed> unclaimed_;

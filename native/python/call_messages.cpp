@@ -45,7 +45,7 @@ void Call::prepare_message(const Given& given, bool is_started) {
     is_poll_ = timeout != nullptr && timeout != Py_None && timeout_ns_ == 0;
     if (is_poll_ && is_started) throw LeftToReference();
   } else if (spec_.is_open_ended()) {
-    // Nobody may be there to supply memory for a started one, and an object is not received into an object.
+    // No thread may be there to supply memory for a started one, and an object is not received into an object.
     takes_memory_ = is_started || spec_.verb == Verb::recv_object;
   } else {
     prepare_buffer(given);
@@ -102,17 +102,17 @@ void Call::begin_receive() {
   if (!group_.completions.start(op)) op.phase = Operation::Phase::ended;
 }
 
-// The memory is that of the result, so that nothing is copied. While the lock is not held the message may be withdrawn,
-// and the receive meet another one: so the memory is for one wish only.
+// The memory is that of the result, so that nothing is copied. While the lock is released, the message may be withdrawn
+// and the receive matched with another, so memory is valid for one request number only.
 void Call::supply_memory() {
   Engine& engine = group_.completions.engine();
   auto& receive = static_cast<ReceiveOperation&>(*operations_[0]);
-  uint64_t wish, nbytes;
+  uint64_t request, nbytes;
   {
     const Hold held = engine.hold();
     if (!wants_memory()) return;
-    wish = receive.wishes;
-    nbytes = receive.met.nbytes;
+    request = receive.memory_requests;
+    nbytes = receive.matched.nbytes;
   }
   Result made;
   try {
@@ -122,7 +122,7 @@ void Call::supply_memory() {
     // The receive ends without memory, as one that Python carries does.
   }
   const Hold held = engine.hold();
-  if (!wants_memory() || receive.wishes != wish) return;
+  if (!wants_memory() || receive.memory_requests != request) return;
   receive.needs_memory = false;
   if (made.data == nullptr) return engine.give_up(receive);
   std::swap(result_, made);
@@ -131,9 +131,9 @@ void Call::supply_memory() {
 }
 
 void Call::take_received(ReceiveOperation& receive) {
-  source_ = receive.met.source;
-  met_tag_ = receive.met.tag;
-  met_bytes_ = receive.met.nbytes;
+  source_ = receive.matched.source;
+  matched_tag_ = receive.matched.tag;
+  matched_bytes_ = receive.matched.nbytes;
   received_ = std::move(receive.own);
   if (!receive.header_held.empty()) header_.swap(receive.header_held);
 }
@@ -177,13 +177,13 @@ nb::object Call::received() {
   }
   if (spec_.verb == Verb::recv_object) return received_object();
   if (spec_.verb != Verb::recv_bytes) return status();
-  if (received_.get() == nullptr && met_bytes_ != 0) return std::move(result_.object);
-  return bytes_object(received_.get(), met_bytes_);
+  if (received_.get() == nullptr && matched_bytes_ != 0) return std::move(result_.object);
+  return bytes_object(received_.get(), matched_bytes_);
 }
 
 nb::object Call::received_object() {
   try {
-    return unpack_object(std::move(received_), met_bytes_);
+    return unpack_object(std::move(received_), matched_bytes_);
   } catch (nb::python_error& error) {
     const nb::object raised = adoption_.attr("located")(nb::handle(spec_.word), nb::borrow(error.value()));
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
@@ -194,8 +194,8 @@ nb::object Call::received_object() {
 nb::object Call::status() const {
   nb::object values = nb::steal(PyTuple_New(3));
   PyTuple_SET_ITEM(values.ptr(), 0, PyLong_FromLong(src_ != any_source ? src_ : group_.rank_map->to_local(source_)));
-  PyTuple_SET_ITEM(values.ptr(), 1, PyLong_FromUnsignedLongLong(met_tag_));
-  PyTuple_SET_ITEM(values.ptr(), 2, PyLong_FromUnsignedLongLong(met_bytes_));
+  PyTuple_SET_ITEM(values.ptr(), 1, PyLong_FromUnsignedLongLong(matched_tag_));
+  PyTuple_SET_ITEM(values.ptr(), 2, PyLong_FromUnsignedLongLong(matched_bytes_));
   const nb::object only = nb::steal(PyTuple_Pack(1, values.ptr()));
   // Past the constructor that a named tuple has in Python.
   PyObject* const made = PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(group_.status.ptr()), only.ptr(), nullptr);

@@ -81,7 +81,7 @@ struct Kinds {
   PyObject* reduce = nullptr;     // value -> (code, plain value); code None: instead of the value
   PyObject* rebuild = nullptr;    // code, plain value -> value; code None: a record of (name, fields, values)
   PyObject* too_deep = nullptr;   // () raises
-  PyObject* refusal = nullptr;    // exception, steps from the inside out, place or None -> exception to raise
+  PyObject* refusal = nullptr;    // exception, steps from the inside out, path_text or None -> exception to raise
   PyObject* malformed = nullptr;  // exception -> exception to raise
   PyObject* protocol_error = nullptr;
   PyObject* status_type = nullptr;
@@ -106,8 +106,8 @@ class Packer {
   Packer(const Packer&) = delete;
   Packer& operator=(const Packer&) = delete;
 
-  // False if it cannot be sent: the exception is set. `place` describes the place of a part in errors, or is null.
-  bool pack(PyObject* value, PyObject* place = nullptr);
+  // False if it cannot be sent: the exception is set. `path_text` names a part in errors, or is null.
+  bool pack(PyObject* value, PyObject* path_text = nullptr);
 
   // What was packed, in one piece.
   size_t size() const;

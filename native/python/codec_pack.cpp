@@ -25,7 +25,7 @@ Packer::~Packer() {
   Py_XDECREF(steps_);
 }
 
-bool Packer::pack(PyObject* given, PyObject* place) {
+bool Packer::pack(PyObject* given, PyObject* path_text) {
   if (kinds().reduce == nullptr) {
     PyErr_SetString(PyExc_RuntimeError, "import unisono.core.codec first");
     return false;
@@ -35,7 +35,8 @@ bool Packer::pack(PyObject* given, PyObject* place) {
   PyErr_Fetch(&type, &error, &trace);
   PyErr_NormalizeException(&type, &error, &trace);
   if (trace != nullptr) PyException_SetTraceback(error, trace);
-  PyObject* const arguments[] = {error, steps_ != nullptr ? steps_ : Py_None, place != nullptr ? place : Py_None};
+  PyObject* const arguments[] = {error, steps_ != nullptr ? steps_ : Py_None,
+                                 path_text != nullptr ? path_text : Py_None};
   PyObject* const refusal = PyObject_Vectorcall(kinds().refusal, arguments, 3, nullptr);
   if (refusal != nullptr) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(refusal)), refusal);
   Py_XDECREF(refusal);

@@ -1,6 +1,6 @@
 // An eventfd with a queue of completions: threads of a foreign library report completions to Python without the GIL.
 //
-// The library is given `ring` as its callback and a ticket, which is good for one call. Python waits for the eventfd
+// The library is given `ring` as its callback and a token, which is valid for one call. Python waits for the eventfd
 // and takes the completions.
 
 #pragma once
@@ -28,13 +28,13 @@ class CompletionEventFd : public std::enable_shared_from_this<CompletionEventFd>
 
   int descriptor() const { return event_.get(); }
 
-  // The argument of one call of `ring`. This object lives until every ticket is used.
-  std::uint64_t ticket(std::uint64_t number) {
-    return reinterpret_cast<std::uint64_t>(new Ticket{shared_from_this(), number});
+  // The argument of one call of `ring`. This object lives until every token is used.
+  std::uint64_t token(std::uint64_t number) {
+    return reinterpret_cast<std::uint64_t>(new Token{shared_from_this(), number});
   }
 
-  static void ring(std::uint64_t ticket, std::int8_t code) noexcept {
-    const std::unique_ptr<Ticket> used(reinterpret_cast<Ticket*>(ticket));
+  static void ring(std::uint64_t token, std::int8_t code) noexcept {
+    const std::unique_ptr<Token> used(reinterpret_cast<Token*>(token));
     used->owner->note(used->number, code);
   }
 
@@ -47,7 +47,7 @@ class CompletionEventFd : public std::enable_shared_from_this<CompletionEventFd>
   }
 
  private:
-  struct Ticket {
+  struct Token {
     std::shared_ptr<CompletionEventFd> owner;
     std::uint64_t number;
   };

@@ -20,7 +20,7 @@ class FusedArrays {
 
   uint8_t dtype() const { return arrays_[0].dtype; }
   uint64_t count() const { return count_; }
-  // What was given, as a tuple that nobody changes.
+  // The arguments, as a tuple of our own that does not change.
   nb::handle items() const { return items_; }
   const std::vector<std::int64_t>& lengths() const { return lengths_; }
   // What ranks compare: type and length of each array. unisono/comm/fingerprint.py has the same in `fused`.

@@ -12,9 +12,8 @@ CompletionQueue& completions_of(nb::handle engine);
 
 namespace {
 
-// Up to this many bytes a call does not wait until peers from which nothing comes back have met its messages, and no
-// more often than this in a row: then it waits, so that no rank is further ahead. Where ranks share a core, a wait
-// costs the rank its turn on the core. The credit of the peer bounds the bytes.
+// Run-ahead limits: the largest payload, and the consecutive calls after which a sender waits for its receivers. Many,
+// because where ranks share a core every wait costs the rank its time slice. The peer's credit bounds the bytes.
 constexpr uint64_t run_ahead_bytes = 16 * 1024;
 constexpr uint8_t run_ahead_max = 240;
 

@@ -68,45 +68,45 @@ class DecisionTable {
   DecisionTable& operator=(const DecisionTable&) = delete;
 
   const Decision* find(const DecisionKey& key) const {
-    if (places_.empty()) return nullptr;
+    if (slots_.empty()) return nullptr;
     for (size_t at = key.hash();; ++at) {
-      const Place& place = places_[at & (places_.size() - 1)];
-      if (place.decision == nullptr || place.key == key) return place.decision.get();
+      const Slot& slot = slots_[at & (slots_.size() - 1)];
+      if (slot.decision == nullptr || slot.key == key) return slot.decision.get();
     }
   }
   // Deciding runs Python: another thread may have added the same decision meanwhile, which then counts.
   const Decision* add(const DecisionKey& key, std::unique_ptr<Decision> decision) {
     if (const Decision* const known = find(key); known != nullptr) return known;
-    if (used_ * 2 >= places_.size()) grow();
-    Place& place = free_place(key);
-    place.key = key;
+    if (used_ * 2 >= slots_.size()) grow();
+    Slot& slot = free_slot(key);
+    slot.key = key;
     decision->number = used_++;
-    place.decision = std::move(decision);
-    return place.decision.get();
+    slot.decision = std::move(decision);
+    return slot.decision.get();
   }
 
  private:
-  struct Place {
+  struct Slot {
     DecisionKey key;
     std::unique_ptr<const Decision> decision;
   };
-  Place& free_place(const DecisionKey& key) {
+  Slot& free_slot(const DecisionKey& key) {
     size_t at = key.hash();
-    while (places_[at & (places_.size() - 1)].decision != nullptr) ++at;
-    return places_[at & (places_.size() - 1)];
+    while (slots_[at & (slots_.size() - 1)].decision != nullptr) ++at;
+    return slots_[at & (slots_.size() - 1)];
   }
   void grow() {
-    std::vector<Place> old(places_.empty() ? 64 : places_.size() * 2);
-    old.swap(places_);
-    for (Place& place : old)
-      if (place.decision != nullptr) {
-        Place& moved = free_place(place.key);
-        moved.key = place.key;
-        moved.decision = std::move(place.decision);
+    std::vector<Slot> old(slots_.empty() ? 64 : slots_.size() * 2);
+    old.swap(slots_);
+    for (Slot& slot : old)
+      if (slot.decision != nullptr) {
+        Slot& moved = free_slot(slot.key);
+        moved.key = slot.key;
+        moved.decision = std::move(slot.decision);
       }
   }
 
-  std::vector<Place> places_;
+  std::vector<Slot> slots_;
   size_t used_ = 0;
 };
 
@@ -144,9 +144,9 @@ class NativeGroup : public VerbGroup {
   NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, nb::object decisions, uint64_t context,
               uint64_t fingerprint_seed, std::shared_ptr<engine::RankMap> rank_map, bool is_introduced, size_t window,
               double stall_s, std::optional<double> deadline_s, nb::object status, nb::object any);
-  // Messages that no call here has met although it should have: (rank, number, header) of calls before `sequence`.
+  // Messages that no call here has received although it should have: (rank, number, header) of calls before `sequence`.
   nb::list unclaimed(uint64_t sequence);
-  // Whether a message waits here that no receive has met.
+  // Whether an unmatched message waits here.
   bool has_unexpected() const;
   // The ranks that have not confirmed yet that they made all calls that ended here (run-ahead).
   std::vector<std::int32_t> unconfirmed_ranks() const;
@@ -157,7 +157,7 @@ class NativeGroup : public VerbGroup {
   // Works whose calls are under way and that no thread looks at: all, or those that Python must look at by now. If only
   // those, the pump returns when the next one is due.
   nb::list works_to_adopt(bool only_overdue);
-  // (verb, code, instruction) of works that nobody has waited for.
+  // (verb, code, instruction) of works that were never waited for.
   nb::list unwaited() const;
   // Count what a collective about to start sends to peers that do not answer; true if it may run ahead of them.
   bool count_run_ahead(const engine::Run& run, uint64_t nbytes);
@@ -170,11 +170,11 @@ class NativeGroup : public VerbGroup {
   const size_t window;
   const std::int64_t stall_ns;
   const nb::object status, any;
-  StartedList started;       // calls that are under way here, or that nobody has waited for
+  StartedList started;       // calls that are under way here, or were never waited for
   unsigned idle_probes = 0;  // that found no message
 
  private:
-  std::vector<bool> is_introduced_;  // the group has told a peer who it is
+  std::vector<bool> is_introduced_;  // the group has sent its descriptor to this peer
   // By peer: how many of our calls it may not have made yet. What comes from it in a later call shows that it
   // has.
   std::vector<uint8_t> run_ahead_;

@@ -13,7 +13,7 @@ namespace unisono {
 // Up to this many bytes are copied with the GIL held: letting go and taking it back costs as much.
 inline constexpr uint64_t gil_release_bytes = 32 * 1024;
 
-// An object in one piece, as a bytes object that nobody else has.
+// An object in one piece, as a bytes object without other references.
 struct PackedObject {
   nb::object bytes;
 
@@ -31,7 +31,7 @@ nb::object unpack_object(engine::ResultMemory memory, uint64_t nbytes);
 // The bytes of a message, copied.
 nb::object bytes_object(const engine::byte* data, uint64_t nbytes);
 
-// A bytes object of this length, to be filled by whoever made it.
+// A bytes object of this length, to be filled by the caller.
 nb::object new_bytes(uint64_t nbytes);
 
 }  // namespace unisono

@@ -29,7 +29,8 @@ using std::uint32_t;
 using std::uint64_t;
 using std::uint8_t;
 
-// The longest frame: one eager message of the control lane, whose limit is no less (messaging/credit.py).
+// The longest frame. It is one eager message up to the link's limit (Link::eager_bytes_max of the control lane), and a
+// rendezvous of a posted copy above that.
 constexpr size_t frame_bytes_max = 16 * 1024;
 // Copying less costs less than a message of its own, and what is shorter fits into a frame.
 constexpr size_t blob_bytes = 15 * 1024;
@@ -107,7 +108,7 @@ PyObject* parts_of(const Packer& packer, PyObject* detached, bool is_one_piece) 
   return nullptr;
 }
 
-// pack_frame(kind, call, number, name, timeout_s, count, value, place=None) -> (frame, blobs)
+// pack_frame(kind, call, number, name, timeout_s, count, value, path_text=None) -> (frame, blobs)
 PyObject* pack_frame(PyObject*, PyObject* const* args, Py_ssize_t given) {
   if (!has_arguments("pack_frame", given, 7, 8)) return nullptr;
   Head head;
@@ -239,7 +240,7 @@ PyObject* open_frame(PyObject*, PyObject* data) {
   return nullptr;
 }
 
-// Memory of a new object that nobody has seen yet.
+// Memory of a new object without other references.
 PyObject* memory_for(BlobKind kind, size_t bytes) {
   const auto length = static_cast<Py_ssize_t>(bytes);
   PyObject* made = nullptr;
@@ -318,7 +319,7 @@ PyObject* frame_value(PyObject*, PyObject* const* args, Py_ssize_t given) {
 
 PyMethodDef methods[] = {
     {"pack_frame", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pack_frame)), METH_FASTCALL,
-     "pack_frame(kind, call, number, name, timeout_s, count, value, place=None) -> (frame, blobs)"},
+     "pack_frame(kind, call, number, name, timeout_s, count, value, path_text=None) -> (frame, blobs)"},
     {"open_frame", open_frame, METH_O, "open_frame(data) -> Frame"},
     {"frame_memory", frame_memory, METH_O, "frame_memory(data) -> memory for each blob"},
     {"frame_value", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(frame_value)), METH_FASTCALL,

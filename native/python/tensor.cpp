@@ -33,7 +33,7 @@ struct ExchangeFunctions {
 constexpr int32_t cpu_device = 1;
 enum TypeCode : uint8_t { signed_integer, unsigned_integer, real, bfloat = 4, complex, boolean };
 
-// torch's attribute, if somebody has imported torch; else nothing.
+// torch's attribute, if torch is imported; else nothing.
 nb::object torch_attribute(const char* name) {
   PyObject* const modules = PyImport_GetModuleDict();
   PyObject* const torch = modules != nullptr ? PyDict_GetItemString(modules, "torch") : nullptr;

@@ -335,7 +335,7 @@ PyObject* adopt_method(PyObject* self, PyObject* is_seen) {
       check_process(*started);
       started->is_observed = started->is_observed || is_seen == Py_True;
       const Pinned pinned(*started);
-      // A thread that waits for it in the engine does it, unless the user asks: it has just been told to.
+      // Unless the user asked, a thread that waits for this work in the engine adopts it; it was interrupted for that.
       if (started->state == StartedCall::State::active && started->waiters != 0 && is_seen != Py_True) Py_RETURN_TRUE;
       do {
         if (started->state == StartedCall::State::active) adopt(*started);
@@ -347,8 +347,8 @@ PyObject* adopt_method(PyObject* self, PyObject* is_seen) {
   });
 }
 
-// Call `observer` without arguments when it has ended, on any thread. False if its task is to be asked, or nobody is
-// left to call it.
+// Call `observer` without arguments when it has ended, on any thread. False if its task is to be asked, or the
+// engine is closed.
 PyObject* observe_method(PyObject* self, PyObject* observer) {
   StartedCall* const started = as_work(self).started;
   if (started == nullptr) Py_RETURN_FALSE;

@@ -39,7 +39,7 @@ struct StartedCall : StartedLink, engine::Observer {
   WorkObject* work = nullptr;
   // The work, and what Python keeps while it carries the call on: the engine may still use memory of the call itself.
   int references = 1;
-  // While its end is to be announced: the work itself, which nobody else may hold, and what is to be called.
+  // While its end is to be announced: the work itself, to which no other reference may exist, and what is to be called.
   nb::object kept;
   nb::object observers;             // a list
   bool is_announced_early = false;  // the pump has seen the end before another thread had made the result

@@ -43,8 +43,8 @@ from unisono.errors import PeerLost
 from unisono.rpc.objects import Reference
 
 # native/wire/frame.hpp: Kind
-EAGER, OFFER, ACCEPT, DATA, DONE, CREDIT, QUEUED, WITHDRAW, BEAT, GOODBYE, DOWN = range(2, 13)
-FIRST_TICKET = 1 << 32  # the first use of the first place
+EAGER, RTS, CTS, DATA, FIN, CREDIT, QUEUED, WITHDRAW, HEARTBEAT, GOODBYE, DOWN = range(2, 13)
+FIRST_RENDEZVOUS_ID = 1 << 32  # the first use of the first slot
 
 
 def frame(
@@ -68,31 +68,31 @@ def frame(
 
 def frames(lines: bool) -> dict[str, bytes]:
     """Frames that fit what the harness has under way."""
-    ticket = struct.pack("<Q", FIRST_TICKET)
-    offer = ticket + struct.pack("<Q", 0x1000)
+    rendezvous_id = struct.pack("<Q", FIRST_RENDEZVOUS_ID)
+    rts = rendezvous_id + struct.pack("<Q", 0x1000)
 
     def make(kind: int, **fields: int | bytes) -> bytes:
         return frame(kind, lines=lines, **fields)  # type: ignore[arg-type]
 
     return {
         "eager": make(EAGER, context=1, tag=0, nbytes=8, body=b"headbytes_8b", header=4),
-        "eager-ticket": make(EAGER, context=1, tag=2, nbytes=4, body=ticket + b"four", flags=1),
-        "eager-unmet": make(EAGER, context=7, tag=2, nbytes=4, body=b"four"),
+        "eager-confirmed": make(EAGER, context=1, tag=2, nbytes=4, body=rendezvous_id + b"four", flags=1),
+        "eager-unexpected": make(EAGER, context=7, tag=2, nbytes=4, body=b"four"),
         "eager-queue": make(EAGER, context=7, nbytes=4, body=b"four") * 9,
-        "offer": make(OFFER, context=1, tag=0, nbytes=200, body=offer),
-        "offer-late": make(OFFER, context=1, tag=1, nbytes=200, body=offer),
-        "offer-data": make(OFFER, context=1, tag=0, nbytes=200, body=offer)
-        + make(DATA, context=FIRST_TICKET, tag=0, nbytes=120, body=bytes(120))
-        + make(DATA, context=FIRST_TICKET, tag=120, nbytes=80, body=bytes(80)),
-        "offer-empty": make(OFFER, context=1, tag=0, nbytes=0, body=offer),
-        "offer-withdraw": make(OFFER, context=7, nbytes=200, body=offer)
-        + make(WITHDRAW, context=FIRST_TICKET),
-        "accept": make(ACCEPT, context=FIRST_TICKET),
-        "done": make(DONE, context=FIRST_TICKET, dtype=0),
-        "done-withdrawn": make(DONE, context=FIRST_TICKET + 1, dtype=1),
+        "rts": make(RTS, context=1, tag=0, nbytes=200, body=rts),
+        "rts-late": make(RTS, context=1, tag=1, nbytes=200, body=rts),
+        "rts-data": make(RTS, context=1, tag=0, nbytes=200, body=rts)
+        + make(DATA, context=FIRST_RENDEZVOUS_ID, tag=0, nbytes=120, body=bytes(120))
+        + make(DATA, context=FIRST_RENDEZVOUS_ID, tag=120, nbytes=80, body=bytes(80)),
+        "rts-empty": make(RTS, context=1, tag=0, nbytes=0, body=rts),
+        "rts-withdraw": make(RTS, context=7, nbytes=200, body=rts)
+        + make(WITHDRAW, context=FIRST_RENDEZVOUS_ID),
+        "cts": make(CTS, context=FIRST_RENDEZVOUS_ID),
+        "fin": make(FIN, context=FIRST_RENDEZVOUS_ID, dtype=0),
+        "fin-withdrawn": make(FIN, context=FIRST_RENDEZVOUS_ID + 1, dtype=1),
         "credit": make(CREDIT, nbytes=64, dtype=0),
-        "queued": make(QUEUED, context=FIRST_TICKET),
-        "beat": make(BEAT) * 3,
+        "queued": make(QUEUED, context=FIRST_RENDEZVOUS_ID),
+        "heartbeat": make(HEARTBEAT) * 3,
         "goodbye": make(GOODBYE),
         "down": make(DOWN, context=0, dtype=1, body=b"silent for 2.6 s", header=16),
     }
@@ -161,11 +161,11 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
         },
         "ring": {name: ring + data for name, data in frames(lines=True).items()}
         | {
-            "control": b"\1" + ring[1:] + frames(lines=True)["beat"],
+            "control": b"\1" + ring[1:] + frames(lines=True)["heartbeat"],
             "head": b"\2\0" + struct.pack("<QIBB", 1 << 40, 0, 0, 0) + frames(lines=True)["eager"],
-            "wish": b"\4\0" + struct.pack("<QIBB", 0, 1, 0, 0) + frames(lines=True)["eager"],
-            "claimed": b"\x08\0" + struct.pack("<QIBB", 0, 3, 0, 0) + frames(lines=True)["offer"],
-            "withdrawn": b"\x10\0" + struct.pack("<QIBB", 0, 5, 0, 0) + frames(lines=True)["done"],
+            "wants-room": b"\4\0" + struct.pack("<QIBB", 0, 1, 0, 0) + frames(lines=True)["eager"],
+            "claimed": b"\x08\0" + struct.pack("<QIBB", 0, 3, 0, 0) + frames(lines=True)["rts"],
+            "withdrawn": b"\x10\0" + struct.pack("<QIBB", 0, 5, 0, 0) + frames(lines=True)["fin"],
             "wrap": ring + frame(1, lines=True),
         },
         "connector": {
@@ -173,8 +173,8 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
             "hello-sound": b"\1" + bytes(88),
             "introduction": b"\2" + bytes(56) + b"more",
             "challenge": b"\3" + bytes(64),
-            "verdict": b"\4" + bytes(64) + struct.pack("<IIQ16s", 0, 0, 0, b""),
-            "verdict-leaving": b"\4" + bytes(64) + struct.pack("<IIQ16s", 4, 0, 0, b""),
+            "reply": b"\4" + bytes(64) + struct.pack("<IIQ16s", 0, 0, 0, b""),
+            "reply-leaving": b"\4" + bytes(64) + struct.pack("<IIQ16s", 4, 0, 0, b""),
         },
         "ticket": {name: each.text().encode() for name, each in tickets.items()},
         "join": {
@@ -184,7 +184,7 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
             "ended": b"\2" + protocol.encode(protocol.Ended(1, "exit code 0", 0.5)),
             "arrival": b"\2" + protocol.encode(protocol.Arrival(1, "instance")),
             "greeting": b"\3" + client.hello(),
-            "verdict": b"\4" + protocol.NO_ENTRY,
+            "outcome": b"\4" + protocol.NO_ENTRY,
         }
         | {name: b"\5" + protocol.encode(reply) for name, reply in replies.items()},
         "control": {name: msgspec.msgpack.encode(each) for name, each in control.items()},

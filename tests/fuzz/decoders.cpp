@@ -57,7 +57,7 @@ class SomeReceive final : public Receive {
     if (envelope.nbytes > sizeof into_) return MatchResult::reject;
     return is_late_ && !is_here ? MatchResult::defer : MatchResult::accept;
   }
-  byte* place() override { return is_streamed_ ? nullptr : into_; }
+  byte* buffer() override { return is_streamed_ ? nullptr : into_; }
   void write(uint64_t offset, const byte* from, size_t bytes) override { std::memcpy(into_ + offset, from, bytes); }
   void end(Outcome, std::int32_t) override {}
   bool is_late_ = false;
@@ -191,7 +191,7 @@ void feed_tcp(const Input& input) {
   if (input.empty()) return;
   const auto first = static_cast<uint8_t>(input[0]);
   const bool checksum = (first & 2) != 0;
-  SocketPolicy manner;
+  SocketPolicy policy;
   Told* told[lane_count];
   std::unique_ptr<Connection> lanes[lane_count];
   Place place;
@@ -199,10 +199,10 @@ void feed_tcp(const Input& input) {
     auto stream = std::make_unique<Told>(events[i].get(), (first & 4) != 0 ? 1000 : SIZE_MAX);
     told[i] = stream.get();
     lanes[i] =
-        std::make_unique<Connection>(place.peer(), poller, std::move(stream), static_cast<Lane>(i), checksum, manner);
+        std::make_unique<Connection>(place.peer(), poller, std::move(stream), static_cast<Lane>(i), checksum, policy);
   }
   Told& speaker = *told[first & 1];
-  place.open(std::make_unique<TcpLink>(place.peer(), std::move(lanes[0]), std::move(lanes[1]), manner));
+  place.open(std::make_unique<TcpLink>(place.peer(), std::move(lanes[0]), std::move(lanes[1]), policy));
   // In two pieces: a frame may be cut anywhere.
   const size_t cut = 1 + (input.size() - 1) / 2;
   for (const auto& [from, to] : {std::pair{size_t{1}, cut}, std::pair{cut, input.size()}}) {
@@ -249,9 +249,9 @@ void feed_quic(const Input& input) {
     return;
   }
   Place place;
-  SocketPolicy manner;
-  manner.corked = 1;  // nothing is sent
-  auto made = std::make_unique<QuicLink>(place.peer(), endpoint, *rank.connection, manner);
+  SocketPolicy policy;
+  policy.corked = 1;  // nothing is sent
+  auto made = std::make_unique<QuicLink>(place.peer(), endpoint, *rank.connection, policy);
   QuicLink& link = *made;
   place.open(std::move(made));
   // In two pieces: a frame may be cut anywhere.

@@ -135,7 +135,7 @@ class EngineHarness {
     started.outcome = op.outcome;
     if (!op.is_receive) return;
     auto& receive = static_cast<ReceiveOperation&>(op);
-    started.nbytes = receive.has_met ? receive.met.nbytes : 0;
+    started.nbytes = receive.is_matched ? receive.matched.nbytes : 0;
     // A message that arrived eagerly lies in the engine's memory, a longer one in `bytes`. Either may be left over from
     // a withdrawn message.
     if (receive.own.get() != nullptr && receive.into == receive.own.get())
@@ -170,7 +170,7 @@ class EngineHarness {
         } else if (op.needs_memory && found != by_handle_.end()) {
           auto& receive = static_cast<ReceiveOperation&>(op);
           receive.needs_memory = false;
-          found->second.started->bytes.resize(receive.met.nbytes);
+          found->second.started->bytes.resize(receive.matched.nbytes);
           receive.into = found->second.started->bytes.data();
           engine.supply(receive);
         }

@@ -467,9 +467,9 @@ void test_completion_queues(const char* folder, unsigned seed, Links links) {
             stage.counts_n = 1;
             stage.piece_elements = turn % 3 == 0 ? 700 : 100'000;
             const int right = (rank + 1) % size, left = (rank + size - 1) % size;
-            const std::vector<byte> letter(count, static_cast<byte>(rank + turn));
+            const std::vector<byte> message(count, static_cast<byte>(rank + turn));
             // Messages beside the run, on a context of their own: sent before it and received after it has begun.
-            const auto sent = harness.send(letter, right, context + 10, 0, turn % 3 == 0);
+            const auto sent = harness.send(message, right, context + 10, 0, turn % 3 == 0);
             const auto ran =
                 harness.run(sum_of_all(rank, size), stage, Fingerprint().with(count, static_cast<uint32_t>(turn)));
             if (pauses() % 4 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(pauses() % 4));
@@ -485,7 +485,7 @@ void test_completion_queues(const char* folder, unsigned seed, Links links) {
               for (int r = 0; r < size; ++r) sum += value_of(r, context, turn, i);
               check(out[i] == sum, "every run gives the sum");
             }
-            check(received->bytes == std::vector<byte>(count, static_cast<byte>(left + turn)), "every letter arrives");
+            check(received->bytes == std::vector<byte>(count, static_cast<byte>(left + turn)), "every message arrives");
           }
         });
     for (auto& thread : threads) thread.join();
@@ -679,7 +679,7 @@ void test_close_while_busy(const char* folder, unsigned seed, Links links) {
 }
 
 // Mailboxes: one thread of each asks in front and two serve in the background, while others interrupt_wait and waver;
-// what is long goes beside the letters. At the end the mailboxes close under whoever still reads.
+// long payloads travel beside the messages. At the end the mailboxes close while threads still read.
 void test_mailboxes(const char* folder, unsigned seed, Links links) {
   constexpr int size = 3;
   Settings settings = test_settings();

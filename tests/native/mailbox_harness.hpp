@@ -1,5 +1,5 @@
 // A mailbox and threads that read it: what rpc/ makes of it, without Python. A question is echoed; a long one travels
-// beside its letter.
+// beside its message.
 
 #pragma once
 
@@ -21,7 +21,7 @@ class MailboxHarness {
   MailboxHarness(Engine& engine, int readers) : engine_(engine) {
     {
       const Hold held = engine.hold();
-      box_ = std::make_unique<Mailbox>(engine, context, tag_of_letters);
+      box_ = std::make_unique<Mailbox>(engine, context, tag_of_messages);
     }
     for (int i = 0; i < readers; ++i) readers_.emplace_back([this] { serve(); });
   }
@@ -53,7 +53,7 @@ class MailboxHarness {
     }
   }
 
-  // Expect a message that nobody sends, then withdraw: a letter reports the end.
+  // Expect a message that nobody sends, then withdraw: a message reports the end.
   void expect_and_withdraw(std::int32_t src) {
     const uint64_t number = next_++;
     auto place = std::make_shared<std::vector<byte>>(100);
@@ -84,9 +84,9 @@ class MailboxHarness {
   }
 
  private:
-  static constexpr uint64_t context = 77, tag_of_letters = uint64_t{1} << 40;
+  static constexpr uint64_t context = 77, tag_of_messages = uint64_t{1} << 40;
   // The other tags are the sender's numbers, small ones: a wait for one of these would take a message of another's.
-  static constexpr uint64_t tag_of_nothing = tag_of_letters + 1;
+  static constexpr uint64_t tag_of_nothing = tag_of_messages + 1;
   static constexpr uint64_t question = 1, answer = 2;
 
   struct Words {
@@ -103,22 +103,22 @@ class MailboxHarness {
   }
 
   void read(bool is_front) {
-    std::vector<MailboxMessage> letters;
+    std::vector<MailboxMessage> messages;
     std::vector<Owner> returned;
     {
       Hold held = engine_.hold();
-      letters = box_->take(held, now_ns() + 20 * millisecond, is_front);
+      messages = box_->take(held, now_ns() + 20 * millisecond, is_front);
       returned = box_->returned();
     }
-    for (const MailboxMessage& letter : letters) {
-      if (letter.number != 0)
-        on_expected(letter);
+    for (const MailboxMessage& message : messages) {
+      if (message.number != 0)
+        on_expected(message);
       else
-        on_message(letter);
+        on_message(message);
     }
   }
 
-  // The bytes travel beside the letter, lent here and expected there.
+  // The bytes travel beside the message, lent here and expected there.
   void send(std::int32_t dst, const Words& words, const std::vector<byte>& bytes) {
     auto lent = std::make_shared<std::vector<byte>>(bytes);
     const byte* at = lent->data();
@@ -127,11 +127,11 @@ class MailboxHarness {
     if (!bytes.empty()) box_->lend(dst, words.number, at, bytes.size(), next_++, std::move(lent));
   }
 
-  void on_message(const MailboxMessage& letter) {
+  void on_message(const MailboxMessage& message) {
     Words words;
-    std::memcpy(&words, letter.data.get(), sizeof words);
+    std::memcpy(&words, message.data.get(), sizeof words);
     auto place = std::make_shared<std::vector<byte>>(words.nbytes);
-    const std::int32_t from = letter.source;
+    const std::int32_t from = message.source;
     auto then = [this, words, place, from] { on_complete(from, words, *place); };
     if (words.nbytes == 0) return then();
     const uint64_t number = next_++;
@@ -144,14 +144,14 @@ class MailboxHarness {
     box_->expect(from, words.number, at, words.nbytes, number, std::move(place));
   }
 
-  void on_expected(const MailboxMessage& letter) {
+  void on_expected(const MailboxMessage& message) {
     std::function<void()> then;
     {
       const std::lock_guard guard(mutex_);
-      then = std::move(expected_[letter.number]);
-      expected_.erase(letter.number);
+      then = std::move(expected_[message.number]);
+      expected_.erase(message.number);
     }
-    if (letter.outcome == Outcome::done || letter.outcome == Outcome::cancelled) then();
+    if (message.outcome == Outcome::done || message.outcome == Outcome::cancelled) then();
   }
 
   void on_complete(std::int32_t from, const Words& words, const std::vector<byte>& bytes) {

@@ -19,7 +19,7 @@ namespace {
 class NamedReceive final : public Receive {
  public:
   MatchResult on_match(const Envelope&, bool) override { return MatchResult::accept; }
-  byte* place() override { return nullptr; }
+  byte* buffer() override { return nullptr; }
   void write(uint64_t, const byte*, size_t) override {}
   void end(Outcome, std::int32_t) override {}
 

@@ -138,11 +138,11 @@ void test_strangers() {
 
 void test_admission() {
   const TestAuthority authority(2);
-  for (const Admission ruling : {Admission::crossing, Admission::known, Admission::unknown, Admission::leaving}) {
+  for (const Admission admission : {Admission::crossing, Admission::known, Admission::unknown, Admission::leaving}) {
     QuicWorld world(authority.material(0), authority.material(1), 1);
-    world.ranks[1].ruling = ruling;
+    world.ranks[1].admission = admission;
     expect_refusal(world, 0, "closed");
-    must(world.ranks[0].connection->ruling() == ruling && world.ranks[0].connection->is_hung_up(),
+    must(world.ranks[0].connection->admission() == admission && world.ranks[0].connection->is_hung_up(),
          "the opener learns how it was turned away");
   }
 }

@@ -78,9 +78,9 @@ class QuicRank final : public QuicRoutes, public DatagramSink, public QuicReader
       connection->receive(from, datagram.data(), datagram.size(), now);
     }
     if (connection == nullptr) return;
-    if (connection->state() == QuicState::waiting && ruling == Admission::welcome) connection->welcome();
-    if (connection->state() == QuicState::waiting && ruling != Admission::welcome && goodbye.empty())
-      goodbye = connection->close(ruling, now);
+    if (connection->state() == QuicState::waiting && admission == Admission::welcome) connection->welcome();
+    if (connection->state() == QuicState::waiting && admission != Admission::welcome && goodbye.empty())
+      goodbye = connection->close(admission, now);
     if (connection->state() == QuicState::linked && !is_read) {
       is_read = true;
       linked_at = now;
@@ -125,7 +125,7 @@ class QuicRank final : public QuicRoutes, public DatagramSink, public QuicReader
   std::vector<byte> goodbye;
   const char* fault = nullptr;
   size_t longest = 0;  // datagram that it sent
-  Admission ruling = Admission::welcome;
+  Admission admission = Admission::welcome;
   bool does_accept = true;
   bool is_read = false;
   std::int64_t linked_at = 0;

@@ -85,8 +85,8 @@ class RawPeer:
             page = _sealed(4096)
             socket.send_fds(sock, [introduction], [memory, page])
             os.close(page)
-        (ruling,) = struct.unpack_from("<I", _exactly(sock, 32))
-        assert ruling == 0, "a peer that knows the secret is welcome"
+        (admission,) = struct.unpack_from("<I", _exactly(sock, 32))
+        assert admission == 0, "a peer that knows the secret is welcome"
         return sock
 
 

@@ -24,9 +24,9 @@ from unisono.core.request import Request
 CONTEXT = 0xBEEF
 SECRET = b"the job's secret"
 PATIENCE_S = 60
-TICKET = 1 << 32 | 5
-EAGER, OFFER, ACCEPT, DATA, DONE, _CREDIT, QUEUED, WITHDRAW, BEAT = range(2, 11)
-MET, WITHDRAWN = 0, 1
+RENDEZVOUS_ID = 1 << 32 | 5
+EAGER, RTS, CTS, DATA, FIN, _CREDIT, QUEUED, WITHDRAW, HEARTBEAT = range(2, 11)
+MATCHED, WITHDRAWN = 0, 1
 
 Make = Callable[..., list[NativeBackend]]
 
@@ -63,20 +63,20 @@ def frame(kind: int, *, dtype: int = 255, context: int = 0, tag: int = 0, nbytes
 
 
 def offer(nbytes: int, tag: int = 7) -> bytes:
-    return frame(OFFER, context=CONTEXT, tag=tag, nbytes=nbytes) + struct.pack("<QQ", TICKET, 0)
+    return frame(RTS, context=CONTEXT, tag=tag, nbytes=nbytes) + struct.pack("<QQ", RENDEZVOUS_ID, 0)
 
 
 def next_frame(member: Member, lane: int) -> tuple[int, int, int, int]:
     """Kind, dtype, context and bytes of the next frame that is no sign of life."""
     while True:
         word, dtype, _, _, context, _, nbytes = HEAD.unpack(exactly(member.lanes[lane], HEAD.size))
-        if word & 0xFF != BEAT:
+        if word & 0xFF != HEARTBEAT:
             return word & 0xFF, dtype, context, nbytes
 
 
-def ticket_of_offer(member: Member) -> int:
-    """The ticket of the offer that comes next."""
-    assert next_frame(member, BULK)[0] == OFFER
+def id_of_rts(member: Member) -> int:
+    """The rendezvous id of the next RTS."""
+    assert next_frame(member, BULK)[0] == RTS
     return int(struct.unpack("<QQ", exactly(member.lanes[BULK], 16))[0])
 
 
@@ -85,10 +85,10 @@ def test_an_empty_offer_is_received_only_when_its_sender_lets_it_go(make: Make) 
     with Member(backend.card(), SECRET, 1, 0, 2) as member:
         receive = backend.start_recv(1, CONTEXT, 7, None)
         member.send(offer(0))
-        assert next_frame(member, CONTROL)[:3:2] == (ACCEPT, TICKET)
+        assert next_frame(member, CONTROL)[:3:2] == (CTS, RENDEZVOUS_ID)
         # It changes its mind: who took the offer waits for another message.
-        member.send(frame(WITHDRAW, context=TICKET))
-        assert next_frame(member, CONTROL)[:3] == (DONE, WITHDRAWN, TICKET)
+        member.send(frame(WITHDRAW, context=RENDEZVOUS_ID))
+        assert next_frame(member, CONTROL)[:3] == (FIN, WITHDRAWN, RENDEZVOUS_ID)
         assert not receive.done
         member.send(frame(EAGER, context=CONTEXT, tag=7, nbytes=3) + b"yes")
         assert ended(backend, receive).data == b"yes"
@@ -99,35 +99,35 @@ def test_an_empty_offer_that_its_sender_lets_go_is_received(make: Make) -> None:
     with Member(backend.card(), SECRET, 1, 0, 2) as member:
         receive = backend.start_recv(1, CONTEXT, 7, None)
         member.send(offer(0))
-        assert next_frame(member, CONTROL)[:3:2] == (ACCEPT, TICKET)
-        member.send(frame(DATA, context=TICKET))
+        assert next_frame(member, CONTROL)[:3:2] == (CTS, RENDEZVOUS_ID)
+        member.send(frame(DATA, context=RENDEZVOUS_ID))
         assert ended(backend, receive).data == b""
-        assert next_frame(member, CONTROL)[:3] == (DONE, MET, TICKET)
+        assert next_frame(member, CONTROL)[:3] == (FIN, MATCHED, RENDEZVOUS_ID)
 
 
 def test_an_empty_synchronous_send_leaves_when_it_is_asked_for(make: Make) -> None:
     (backend,) = make(0)
     with Member(backend.card(), SECRET, 1, 0, 2) as member:
         send = backend.start_send(1, CONTEXT, 7, memoryview(b""), sync=True)
-        ticket = ticket_of_offer(member)
+        rendezvous_id = id_of_rts(member)
         assert not send.done
-        member.send(frame(ACCEPT, context=ticket), CONTROL)
-        assert next_frame(member, BULK) == (DATA, 0, ticket, 0)
+        member.send(frame(CTS, context=rendezvous_id), CONTROL)
+        assert next_frame(member, BULK) == (DATA, 0, rendezvous_id, 0)
         assert ended(backend, send).error is None
-        member.send(frame(DONE, dtype=MET, context=ticket), CONTROL)
+        member.send(frame(FIN, dtype=MATCHED, context=rendezvous_id), CONTROL)
 
 
 def test_an_empty_synchronous_send_that_was_cancelled_never_leaves(make: Make) -> None:
     (backend,) = make(0)
     with Member(backend.card(), SECRET, 1, 0, 2) as member:
         send = backend.start_send(1, CONTEXT, 7, memoryview(b""), sync=True)
-        ticket = ticket_of_offer(member)
+        rendezvous_id = id_of_rts(member)
         send.cancel()
         assert ended(backend, send).error is not None
         # Too late: our acceptance crosses its withdrawal.
-        member.send(frame(ACCEPT, context=ticket), CONTROL)
-        assert next_frame(member, BULK)[:3:2] == (WITHDRAW, ticket)
-        member.send(frame(DONE, dtype=WITHDRAWN, context=ticket), CONTROL)
+        member.send(frame(CTS, context=rendezvous_id), CONTROL)
+        assert next_frame(member, BULK)[:3:2] == (WITHDRAW, rendezvous_id)
+        member.send(frame(FIN, dtype=WITHDRAWN, context=rendezvous_id), CONTROL)
         # The link is sound, and nothing else was said.
         backend.start_send(1, CONTEXT, 7, memoryview(b"next"))
         assert next_frame(member, BULK)[::3] == (EAGER, 4)
@@ -141,20 +141,20 @@ def test_a_long_message_may_be_confirmed_as_soon_as_its_last_byte_is_read(make: 
     with Member(backend.card(), SECRET, 1, 0, 2) as member:
         for _ in range(4):
             send = backend.start_send(1, CONTEXT, 7, memoryview(data))
-            ticket = ticket_of_offer(member)
-            reading = threading.Thread(target=read_and_confirm, args=(member, ticket, nbytes))
+            rendezvous_id = id_of_rts(member)
+            reading = threading.Thread(target=read_and_confirm, args=(member, rendezvous_id, nbytes))
             reading.start()
             assert ended(backend, send).error is None
             reading.join()
 
 
-def read_and_confirm(member: Member, ticket: int, nbytes: int) -> None:
+def read_and_confirm(member: Member, rendezvous_id: int, nbytes: int) -> None:
     sock = member.lanes[BULK]
-    member.send(frame(ACCEPT, context=ticket), CONTROL)
-    answer = frame(DONE, dtype=MET, context=ticket)
+    member.send(frame(CTS, context=rendezvous_id), CONTROL)
+    answer = frame(FIN, dtype=MATCHED, context=rendezvous_id)
     while nbytes:
         kind, _, context, left = next_frame(member, BULK)
-        assert (kind, context) == (DATA, ticket)
+        assert (kind, context) == (DATA, rendezvous_id)
         nbytes -= left
         while left:
             left -= len(sock.recv(min(left, 1 << 18), socket.MSG_WAITALL))

@@ -837,7 +837,7 @@ MATCHED = [call for name, call in CALLS.items() if name not in ("split",)]
 
 @pytest.mark.parametrize("size", SIZES)
 def test_matched_calls_are_never_reported(size):
-    """With stalls at every turn: ranks dawdle, and who waits for a millisecond asks what is going on."""
+    """Ranks pause at random, and every wait of 1 ms sends a stall query."""
     rounds = 500
     config = uni.Config(stall_query_s=0.001)
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.credentials import Issuer
-from tests.support.member import BULK, CONTROL, HEAD, Member, context, dialled, exactly, greet, hello
+from tests.support.member import BULK, CONTROL, HEAD, Member, connected, context, exactly, greet, hello
 from tests.support.ranks import IS_SANITIZED
 
 from unisono.backends.native.backend import Card, Credentials, NativeBackend
@@ -40,7 +40,7 @@ CONTEXT = 0xC0FFEE
 SECRET = b"the job's secret"
 PATIENCE_S = 60
 
-EAGER, OFFER, ACCEPT, DATA, DONE, CREDIT, QUEUED, WITHDRAW, BEAT, GOODBYE, DOWN = range(2, 13)
+EAGER, RTS, CTS, DATA, FIN, CREDIT, QUEUED, WITHDRAW, HEARTBEAT, GOODBYE, DOWN = range(2, 13)
 
 Make = Callable[..., list[NativeBackend]]
 
@@ -136,7 +136,7 @@ def as_rank(
     """Call with these credentials and say to be `rank`; whether it is admitted."""
     client = context(shown)
     change(client)
-    with dialled(card) as sock:
+    with connected(card) as sock:
         try:
             with client.wrap_socket(sock) as inside:
                 return greet(inside, SECRET, hello(rank, 0, 3, CONTROL)) is not None
@@ -160,9 +160,9 @@ STRANGERS: dict[str, tuple[Callable[[Issuer], Credentials | None], Callable[[ssl
     "an earlier incarnation": (
         lambda i: i.credentials(1, incarnation=2),
         lambda _: None,
-        "nobody's in this world",
+        "names no rank of this job",
     ),
-    "a rank that there is not": (lambda i: i.credentials(7), lambda _: None, "nobody's in this world"),
+    "a rank that there is not": (lambda i: i.credentials(7), lambda _: None, "names no rank of this job"),
     "another rank": (lambda i: i.credentials(2), lambda _: None, "rank 2's, but it says that it is rank 1"),
     "old TLS": (lambda i: i.credentials(1), old_version, "unsupported protocol"),
     "another protocol": (lambda i: i.credentials(1), other_protocol, "no application protocol"),
@@ -193,7 +193,7 @@ def test_no_word_without_tls_is_answered(make: Make) -> None:
     card = backends[0].card()
     glut = b"\x16\x03\x01\x40\x00\x01\x00\x3f\xfc\x03\x03" + bytes(16_000)  # a hello of 16 KiB
     for junk in (hello(1, 0, 2, CONTROL), b"GET / HTTP/1.0\r\n\r\n", os.urandom(3000), glut):
-        with dialled(card) as sock:
+        with connected(card) as sock:
             with contextlib.suppress(ConnectionError):
                 sock.sendall(junk)
             answer = exactly(sock, 100)
@@ -211,7 +211,7 @@ def test_a_stranger_gets_less_than_4_kib(make: Make) -> None:
     client = context(None).wrap_bio(inward, outward)
     with contextlib.suppress(ssl.SSLWantReadError):
         client.do_handshake()
-    with dialled(card) as sock:
+    with connected(card) as sock:
         sock.sendall(outward.read())
         # It never answers: all that comes until the listener gives up is for a stranger.
         assert 0 < len(exactly(sock, 1 << 20)) < 4096
@@ -332,7 +332,7 @@ def test_a_recorded_handshake_cannot_be_replayed(make: Make) -> None:
     with Between(card, listen) as between:
         connect(backends, cards=[between.card, backends[1].card()])
         call(backends[1], backends[0])
-        with dialled(card) as sock:
+        with connected(card) as sock:
             sock.sendall(record[0][:128])  # hello and proof
             assert len(exactly(sock, 1000)) == 64, "a new challenge, and no more"
         wait_until(lambda: refused(backends[0]) == 1, "the old proof does not answer it")
@@ -400,18 +400,18 @@ BOMBS = {
     "a message of 2^64 - 1 bytes": head(EAGER, nbytes=(1 << 64) - 1),
     "a message of 2^32 - 1 bytes at once": head(EAGER, nbytes=(1 << 32) - 1),
     "a message beyond the credit": head(EAGER, nbytes=60_000) + bytes(60_000),
-    "an offer of 2^63 bytes": head(OFFER, nbytes=1 << 63) + bytes(16),
-    "an offer with ticket 2^32 - 1": head(OFFER, nbytes=100_000) + struct.pack("<QQ", (1 << 32) - 1, 0),
-    "a rendezvous id used twice": (head(OFFER, nbytes=100_000) + bytes(16)) * 2,
-    "a control message of 3 GiB": head(OFFER, tag=Tags.CONTROL, nbytes=3 << 30) + bytes(16),
-    "a control message of one byte too many": head(OFFER, tag=Tags.CONTROL, nbytes=CONTROL_BYTES_MAX + 1)
+    "an RTS of 2^63 bytes": head(RTS, nbytes=1 << 63) + bytes(16),
+    "an RTS with rendezvous id 2^32 - 1": head(RTS, nbytes=100_000) + struct.pack("<QQ", (1 << 32) - 1, 0),
+    "a rendezvous id used twice": (head(RTS, nbytes=100_000) + bytes(16)) * 2,
+    "a control message of 3 GiB": head(RTS, tag=Tags.CONTROL, nbytes=3 << 30) + bytes(16),
+    "a control message of one byte too many": head(RTS, tag=Tags.CONTROL, nbytes=CONTROL_BYTES_MAX + 1)
     + bytes(16),
-    "a frame of a call of 3 GiB": head(OFFER, context=7, tag=Tags.RPC, nbytes=3 << 30) + bytes(16),
+    "a frame of a call of 3 GiB": head(RTS, context=7, tag=Tags.RPC, nbytes=3 << 30) + bytes(16),
     "a header of 64 KiB": head(EAGER, header=65535),
     "data that nobody asked for": head(DATA, nbytes=1 << 20) + bytes(1 << 16),
-    "data for ticket 2^63": head(DATA, context=1 << 63, nbytes=8) + bytes(8),
-    "an answer to nothing": head(DONE, context=5),
-    "an acceptance of nothing": head(ACCEPT, context=5),
+    "data for rendezvous id 2^63": head(DATA, context=1 << 63, nbytes=8) + bytes(8),
+    "an answer to nothing": head(FIN, context=5),
+    "a CTS for nothing": head(CTS, context=5),
     "a withdrawal of nothing": head(WITHDRAW, context=5),
     "credit that was never given": head(CREDIT, nbytes=1 << 40),
     "a kind that there is not": head(200),
@@ -451,11 +451,11 @@ def test_a_peer_that_queries_and_reads_nothing_is_dropped_and_takes_little_memor
                 frames = []
                 for _ in range(2000):
                     uses += 1
-                    ticket = uses << 32
+                    rendezvous_id = uses << 32
                     frames.append(
-                        head(OFFER, context=CONTEXT, nbytes=100_000) + struct.pack("<QQ", ticket, 0)
+                        head(RTS, context=CONTEXT, nbytes=100_000) + struct.pack("<QQ", rendezvous_id, 0)
                     )
-                    frames.append(head(WITHDRAW, context=ticket))
+                    frames.append(head(WITHDRAW, context=rendezvous_id))
                 member.lanes[BULK].sendall(b"".join(frames))
                 is_heard = first.links()[1] != "down"
         error = ended(first, first.start_send(1, CONTEXT, 0, memoryview(b"x"))).error
@@ -476,7 +476,7 @@ def test_random_frames_of_a_member_hurt_nobody_else(make: Make) -> None:
         with Member(first.card(), SECRET, rank, 0, size) as member:
             for _ in range(rng.randrange(1, 12)):
                 kind = rng.choice(
-                    (EAGER, OFFER, ACCEPT, DATA, DONE, CREDIT, QUEUED, WITHDRAW, BEAT, DOWN, GOODBYE)
+                    (EAGER, RTS, CTS, DATA, FIN, CREDIT, QUEUED, WITHDRAW, HEARTBEAT, DOWN, GOODBYE)
                 )
                 number = rng.choice((0, 1, 2, 5, 63, 1 << 20, (1 << 32) - 1, 1 << 63))
                 frame = head(
@@ -543,7 +543,7 @@ def test_refused_callers_are_named_a_few_times_and_then_counted(
     connect(backends)
     with caplog.at_level(logging.WARNING, logger="unisono.native"):
         for turn in range(3 * NAMED_MAX):
-            with dialled(backends[0].card()) as sock:
+            with connected(backends[0].card()) as sock:
                 sock.sendall(os.urandom(72))
                 assert said_nothing(sock)
             wait_until(lambda turn=turn: refused(backends[0]) == turn + 1, "it is counted")

@@ -1,4 +1,4 @@
-"""Running ahead: known small calls do not wait until they are met by others, and nobody gets away with it."""
+"""Run-ahead: repeated short calls return before they are received, and every mismatch is still reported."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MACHINES = (
         "native/connect/handshake.hpp",
         "handshake_transitions",
         "Handshake",
-        "Four messages precede every connection: hello, challenge, introduction, verdict.",
+        "Four messages precede every connection: hello, challenge, introduction, admission reply.",
     ),
     (
         "native/link/tcp_link.hpp",

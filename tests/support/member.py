@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from unisono.backends.native.backend import Card, Credentials
 
-__all__ = ["BULK", "CONTROL", "HEAD", "HELLO", "Member", "context", "dialled", "exactly", "greet", "hello"]
+__all__ = ["BULK", "CONTROL", "HEAD", "HELLO", "Member", "connected", "context", "exactly", "greet", "hello"]
 
 ALPN = "unisono-link/2"
 BULK, CONTROL = 0, 1
@@ -53,7 +53,7 @@ def exactly(sock: socket.socket, count: int) -> bytes:
 
 
 def greet(sock: socket.socket, secret: bytes, said: bytes) -> int | None:
-    """Prove the secret; returns the verdict (0: admitted), or None if the connection was closed."""
+    """Prove the secret; returns the reply (0: admitted), or None if the connection was closed."""
     sock.sendall(said)
     challenge = exactly(sock, 64)
     if len(challenge) < 64:
@@ -61,8 +61,8 @@ def greet(sock: socket.socket, secret: bytes, said: bytes) -> int | None:
     nonce, proof = challenge[:32], challenge[32:]
     assert hmac.compare_digest(proof, hmac.digest(secret, b"acceptor" + said + nonce, "sha256"))
     sock.sendall(hmac.digest(secret, b"opener" + said + nonce, "sha256") + _PROBE)
-    verdict = exactly(sock, 32)
-    return struct.unpack("<I", verdict[:4])[0] if len(verdict) == 32 else None
+    reply = exactly(sock, 32)
+    return struct.unpack("<I", reply[:4])[0] if len(reply) == 32 else None
 
 
 def context(shown: Credentials | None, *, is_server: bool = False) -> ssl.SSLContext:
@@ -110,7 +110,7 @@ class Member:
 
 
 @contextlib.contextmanager
-def dialled(card: Card) -> Iterator[socket.socket]:
+def connected(card: Card) -> Iterator[socket.socket]:
     """A connection to an engine's port."""
     with socket.create_connection((card.address, card.port), timeout=30) as sock:
         yield sock

@@ -212,7 +212,7 @@ def late(world: Communicator) -> None:
 
 
 def left_alone(world: Communicator) -> None:
-    """Whoever gives up gets its memory back, and whoever comes later is told, or has a right result."""
+    """A rank that cancels gets its buffer back; a rank that enters later gets an error or the result."""
     for count in (5, 100_000):
         group = world.split(0)
         assert group is not None

@@ -191,7 +191,7 @@ class ThreadWatch:
             blocked = [b for b in self._blocked if not b.event.is_set()]
             waits = [b.waiting() for b in blocked]
             quiet = self._ranks_here - {w.rank for w in waits}
-            # First who is parked, then who is here: who was parked has started no thread since.
+            # List parked threads before all threads: a parked thread cannot have started another in between.
             parked = parked_threads()
             others = set(threading.enumerate()) - {b.thread for b in blocked} - _idle_own_threads(parked)
             if not self._are_all_parked(others, parked) and (

@@ -17,7 +17,7 @@ from unisono.errors import RendezvousError, UsageError
 
 __all__ = ["Address", "Endpoint", "bindable", "resolve", "source_toward"]
 
-_log = logging.getLogger("unisono.launch")
+_log = logging.getLogger("unisono.bootstrap")
 
 # What getaddrinfo returns and connect takes: family and address.
 Endpoint = tuple[int, tuple[str, int] | tuple[str, int, int, int]]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LINGER_S", "JoinPort", "PortOwner", "listen"]
 
-_log = logging.getLogger("unisono.launch")
+_log = logging.getLogger("unisono.bootstrap")
 
 # A refused worker may still be sending; closing at once would destroy the reason on its way.
 LINGER_S: Final = 1.0

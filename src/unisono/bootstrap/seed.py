@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Seed"]
 
-_log = logging.getLogger("unisono.launch")
+_log = logging.getLogger("unisono.bootstrap")
 
 # How often waiting workers get the status of the formation, if it has changed.
 _STATUS_INTERVAL_S: Final = 0.25

@@ -32,7 +32,7 @@ _NUMBER: Final = 8
 _ROWS_BYTES: Final = 8192
 _ROW_BYTES_MIN, _ROW_BYTES_MAX = 256, 2048
 _TYPES: Final = list(DTYPES.values())
-# What a rank may announce of an array; memory for it is taken by the call that asked for it.
+# Upper bound on an announced array, in bytes. Memory is allocated only by a call that receives it.
 ARRAY_BYTES_MAX: Final = 1 << 48
 
 Flat: TypeAlias = np.ndarray[Any, Any]

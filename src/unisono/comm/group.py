@@ -359,7 +359,7 @@ class Group:
     def abort(self, error: UnisonoError) -> None:
         """A member gives up for good: end everything. If the group was poisoned before, that is the cause.
 
-        The others are told before anybody here is: who hears of it here may leave at once.
+        Inform the other members first: a local caller that gets the error may exit at once.
         """
         self._mismatches.conclude()
         with self.state.lock:

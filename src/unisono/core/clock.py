@@ -443,7 +443,7 @@ class _Collected:
             # On a thread of its own: deadlock detection counts it as active only while the call runs.
             while True:
                 caller = threading.Thread(
-                    target=self._call, args=(first,), name="unisono-forgotten", daemon=True
+                    target=self._call, args=(first,), name="unisono-dropped-call", daemon=True
                 )
                 try:
                     caller.start()

@@ -7,14 +7,14 @@ and list; bytearray and memoryview as bytearray.
 The core packs and unpacks plain data and NumPy arrays: native/python/codec.hpp describes the bytes. Here are
 the rare kinds, one call for each value: what `_reduce` turns into plain data, `_rebuild` makes of it again.
 
-- `pack(value, place)` gives one bytes object, `unpack` takes it: arrays of some KiB and more are views of the
-  memory if it is writable, shorter ones and those in read-only memory get their own. `pack_writable` gives
-  the same bytes as a buffer that may be written to.
-- `pack_parts(value, place, blob_bytes)` gives a head and *blobs*: the memory of bytes, text and arrays of at
-  least `blob_bytes`, not copied. `unpack_parts` uses a bytes object, a bytearray or writable memory as it is
-  for a value of that kind.
+- `pack(value, path_text)` gives one bytes object, `unpack` takes it: arrays of some KiB and more are views of
+  the memory if it is writable, shorter ones and those in read-only memory get their own. `pack_writable`
+  gives the same bytes as a buffer that may be written to.
+- `pack_parts(value, path_text, blob_bytes)` gives a head and *blobs*: the memory of bytes, text and arrays of
+  at least `blob_bytes`, not copied. `unpack_parts` uses a bytes object, a bytearray or writable memory as it
+  is for a value of that kind.
 
-`place` describes the place of a part in errors. A value that cannot be sent raises UsageError with the place
+`path_text` names a part of the value in errors. A value that cannot be sent raises UsageError with the path
 and the next step; bytes that no codec makes, or that name a class which is not registered here, raise
 ProtocolError.
 """
@@ -43,8 +43,8 @@ __all__ = [
     "pack",
     "pack_parts",
     "pack_writable",
-    "place",
-    "place_of_argument",
+    "path_of",
+    "path_of_argument",
     "register",
     "unpack",
     "unpack_parts",
@@ -108,24 +108,24 @@ def _fields(cls: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls))
 
 
-def place(steps: Sequence[str], whole: str = "the object") -> str:
-    """The place of a part, for errors: the steps to it from the whole, such as "['rows']" and "[3]"."""
+def path_of(steps: Sequence[str], whole: str = "the object") -> str:
+    """The path of a part, for errors: the steps to it from the whole, such as "['rows']" and "[3]"."""
     return f"{''.join(steps)[:80]} of {whole}" if steps else whole
 
 
-def place_of_argument(steps: Sequence[str]) -> str:
+def path_of_argument(steps: Sequence[str]) -> str:
     """The same within a list of arguments or a dict of keyword arguments: "argument 1" is the first."""
     if not steps or steps[0] == ".keys()":
         return "an argument"
     which = steps[0][1:-1]
-    return place(steps[1:], f"argument {int(which) + 1 if which.isdecimal() else which}")
+    return path_of(steps[1:], f"argument {int(which) + 1 if which.isdecimal() else which}")
 
 
 # -- packing ----------------------------------------------------------------------------------------------
 
 
 class _Unfit(Exception):
-    """A value cannot be sent. `refusal` makes the error, given its place."""
+    """A value cannot be sent. `refusal` makes the error, given its path."""
 
     def __init__(self, refusal: Callable[[str], UsageError]) -> None:
         self.refusal = refusal
@@ -177,7 +177,7 @@ def _refusal(
     error: BaseException, steps: list[str] | None, describe: Callable[[Sequence[str]], str] | None
 ) -> BaseException:
     """What to raise if packing failed; the steps lead from the part that failed to the whole."""
-    where = (describe or place)((steps or [])[::-1])
+    where = (describe or path_of)((steps or [])[::-1])
     if isinstance(error, _Unfit):
         return error.refusal(where)
     if isinstance(error, UnicodeEncodeError):
@@ -193,14 +193,14 @@ def _refuse_depth() -> None:
     raise _Unfit(_too_deep)
 
 
-def _too_deep(place: str) -> UsageError:
+def _too_deep(path: str) -> UsageError:
     return UsageError(
-        f"{place} is nested deeper than {_native.DEPTH_MAX} levels, or contains itself",
+        f"{path} is nested deeper than {_native.DEPTH_MAX} levels, or contains itself",
         next_step="send a list of parts that refer to each other by index",
     )
 
 
-def _unknown(kind: type, place: str) -> UsageError:
+def _unknown(kind: type, path: str) -> UsageError:
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if is_record(kind):
         step = f"uni.register({kind.__name__}) on every rank"
@@ -210,14 +210,14 @@ def _unknown(kind: type, place: str) -> UsageError:
     else:
         step = "send its values as plain data, or as a dataclass given to uni.register"
     return UsageError(
-        f"{place} is {name}; allowed: plain data, bytes, arrays, and dataclasses, msgspec.Structs and named "
+        f"{path} is {name}; allowed: plain data, bytes, arrays, and dataclasses, msgspec.Structs and named "
         f"tuples given to unisono.register",
         next_step=step,
     )
 
 
-def _no_array(error: UsageError, place: str) -> UsageError:
-    return UsageError(f"{place}{error.what}", next_step=error.next_step)
+def _no_array(error: UsageError, path: str) -> UsageError:
+    return UsageError(f"{path}{error.what}", next_step=error.next_step)
 
 
 # -- unpacking --------------------------------------------------------------------------------------------

@@ -49,7 +49,8 @@ class Call:
     """Which operation this is, and what it is doing: errors, logs and the deadlock report read it here.
 
     `translate_error` turns the error of a request into the operation's own. `interruption` is the error by
-    which the operation was told to end: a part that was met already may end well, and no further part begins.
+    which the operation was told to end: a request that has already matched may still complete; no further
+    request is started.
     """
 
     operation: str

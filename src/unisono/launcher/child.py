@@ -65,7 +65,7 @@ def _run(task: dict[str, Any], packed_arguments: bytearray) -> bytes:
         with enter(info, task["backend"], Config(**task["config"]), task["timeout"]) as world:
             value = fn(world, *arguments)
         try:
-            return codec.pack({"value": value}, lambda steps: codec.place(steps[1:], "the result"))
+            return codec.pack({"value": value}, lambda steps: codec.path_of(steps[1:], "the result"))
         except UsageError as error:
             raise UsageError(
                 f"rank {info.rank} returned a value that cannot be sent to the parent",

@@ -39,7 +39,7 @@ from unisono.launcher.supervisor import Process, Supervisor
 
 __all__ = ["GRACE_S", "spawn"]
 
-_log = logging.getLogger("unisono.launch")
+_log = logging.getLogger("unisono.launcher")
 
 # After the first failure the other ranks have this long to learn of it and end by themselves.
 GRACE_S: Final = 5.0
@@ -88,7 +88,7 @@ def spawn(
     # Without a config the ranks read theirs from the environment, which `env` may have changed.
     settings = {} if config is None else dataclasses.asdict(config)
     task = {**_program_of(fn, enter), "backend": backend, "config": settings, "timeout": timeout, "size": n}
-    arguments = frame(codec.pack(list(args), codec.place_of_argument))
+    arguments = frame(codec.pack(list(args), codec.path_of_argument))
     with contextlib.ExitStack() as stack:
         with need(_DESCRIPTORS + _DESCRIPTORS_PER_RANK * n, "spawn"):
             join = ""

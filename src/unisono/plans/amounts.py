@@ -358,7 +358,7 @@ class Weights:
         return int(np.dot(times.astype(np.int64), self._array[first : first + len(times)]))
 
 
-# Sums of so many digits are faster in NumPy than in a loop.
+# From 32 terms on, NumPy's dot product is faster than a Python loop.
 _LONG: Final = 32
 
 

@@ -66,7 +66,7 @@ class Entry:
     is_direct: bool = False
     # Every rank does the same, turned by its number: on one host, what one rank costs they all cost.
     is_symmetric: bool = False
-    # Some rank sends or receives at least size - 1 messages, or waits for so many that follow each other.
+    # Some rank sends or receives at least size - 1 messages, or waits for size - 1 messages in sequence.
     is_linear: bool = False
 
     @property

@@ -134,7 +134,7 @@ class _Touches:
     def _must_wait(self, touch: _Touch, other: _Touch, earlier: Sequence[_Touch], cell: int) -> bool:
         if not touch.writes:
             return other.writes
-        # Who waits for all that has read a value has waited for its writer.
+        # A step that waits for every reader of a value need not wait for its writer: the readers did.
         return not other.writes or not any(
             not reader.writes and reader.step > other.step and self._covers(reader, other, cell)
             for reader in earlier

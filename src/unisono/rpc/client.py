@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 from unisono.core.clock import NEVER, Deadline, Runtime, Timer, Waiting, refuse_blocking
-from unisono.core.codec import place_of_argument
+from unisono.core.codec import path_of_argument
 from unisono.core.work import Work
 from unisono.errors import ClosedError, DeadlineExceeded, Location, PeerAborted, UnisonoError, UsageError
 from unisono.rpc.blobs import InboundValue, OutboundBlobs
@@ -192,7 +192,8 @@ class CallStarter:
         frame, number, blobs = message
         if pending is not None and pending.is_done:
             return True
-        # Who has that many calls under way makes more, or waits and so sends what was kept.
+        # With more than _PIPELINED_MIN calls in flight, another call or a wait follows soon, and either
+        # flushes corked frames.
         is_more = len(peer.calls) > _PIPELINED_MIN
         if not self.transport.send(peer.rank, frame, UNSENT_ASKS_MAX, is_more):
             self._on_unsent(peer, pending)
@@ -478,7 +479,7 @@ class _Deadlines:
 
 def _place(steps: Sequence[str]) -> str:
     """Where a part of (args, kwargs) stands."""
-    return place_of_argument(steps[1:])
+    return path_of_argument(steps[1:])
 
 
 def _closed_here() -> ClosedError:

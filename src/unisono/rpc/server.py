@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from unisono._native import forbid_blocking, frame_value
 from unisono.core.clock import NEVER, Deadline, Killed, Runtime, Waiting
-from unisono.core.codec import place
+from unisono.core.codec import path_of
 from unisono.errors import ProtocolError, UsageError
 from unisono.messaging.backend import GRACE_LOOK_S, GRACE_S
 from unisono.rpc.blobs import InboundBudget, InboundValue, OutboundBlobs, UnreadBlobs
@@ -33,7 +33,8 @@ _log = logging.getLogger("unisono.rpc")
 
 # Notifications are acknowledged in batches of this many.
 _NOTIFICATIONS_PER_ACK: Final = 32
-# Calls, and unread answers, of one caller: twice what an agent lets a caller have under way.
+# Bound per caller on queued calls and on unread answers: twice QUEUE_MAX, so a correct caller never
+# reaches it.
 _QUEUE_MAX: Final = 2 * QUEUE_MAX
 # An inline handler that takes longer is logged: to wake a thread of the pool takes a fraction of it.
 INLINE_S: Final = 0.005
@@ -489,4 +490,4 @@ class Server:
 
 def _place(steps: Sequence[str]) -> str:
     """Where a part of a result stands."""
-    return place(steps, "the result")
+    return path_of(steps, "the result")

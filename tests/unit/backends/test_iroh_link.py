@@ -342,24 +342,24 @@ def test_other_bindings_are_left_alone_with_a_warning(
     assert converter.lift(converter.lower(memoryview(b"still right"))) == b"still right"
 
 
-def test_a_bell_keeps_what_threads_ring_until_it_is_taken() -> None:
-    bell, ring = (
+def test_an_eventfd_keeps_completions_of_threads_until_they_are_taken() -> None:
+    completions, ring = (
         CompletionEventFd(),
         ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_int8)(CompletionEventFd.ring()),
     )
-    assert bell.take() == []
+    assert completions.take() == []
 
     def ring_some(first: int) -> None:
         for number in range(first, first + 100):
-            ring(bell.ticket(number), number % 2)
+            ring(completions.token(number), number % 2)
 
     threads = [threading.Thread(target=ring_some, args=(first,)) for first in range(0, 400, 100)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert select.select([bell.descriptor()], [], [], 10)[0] == [bell.descriptor()]
-    assert sorted(bell.take()) == [(number, number % 2) for number in range(400)]
-    assert select.select([bell.descriptor()], [], [], 0)[0] == []
-    last = CompletionEventFd().ticket(7)
-    ring(last, 0)  # a ticket keeps what it rings
+    assert select.select([completions.descriptor()], [], [], 10)[0] == [completions.descriptor()]
+    assert sorted(completions.take()) == [(number, number % 2) for number in range(400)]
+    assert select.select([completions.descriptor()], [], [], 0)[0] == []
+    last = CompletionEventFd().token(7)
+    ring(last, 0)  # a token keeps the queue alive

@@ -81,8 +81,8 @@ def unpacked(peer: int, head: Head, body: memoryview, config: Config) -> Frame:
     expected = head.header_bytes + (head.nbytes if kind is Kind.EAGER else 0)
     if len(body) != expected or head.header_bytes > HEADER_BYTES_MAX:
         raise ProtocolError(f"a message of {head.nbytes} bytes in a frame of {len(body)}")
-    if head.nbytes > bytes_max(config, head.tag):
-        raise ProtocolError(f"a message of {head.nbytes} bytes is longer than any may be")
+    if head.nbytes > (limit := bytes_max(config, head.tag)):
+        raise ProtocolError(f"a message of {head.nbytes} bytes exceeds message_bytes_max ({limit})")
     header = bytes(body[: head.header_bytes])
     data: bytes | memoryview = body[head.header_bytes :] if kind is Kind.EAGER else b""
     envelope = Envelope(peer, head.context, head.tag, head.nbytes, head.dtype, header)

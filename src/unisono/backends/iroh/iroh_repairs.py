@@ -134,7 +134,7 @@ class _Waiting:
         """A future, and the ticket that ends it."""
         number, future = next(self._numbers), self._loop.create_future()
         self._futures[number] = future
-        return future, self._event_fd.ticket(number)
+        return future, self._event_fd.token(number)
 
     def dispatch(self) -> None:
         for number, code in self._event_fd.take():
