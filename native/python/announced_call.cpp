@@ -28,15 +28,17 @@ constexpr uint8_t numpy_family = 0, torch_family = 1;
 constexpr uint64_t array_bytes_max = uint64_t{1} << 48;
 
 bool takes_parts(Verb verb) {
-  return verb == Verb::scatter_v || verb == Verb::scatter_object || verb == Verb::all_to_all_v;
+  return verb == Verb::scatter_v || verb == Verb::scatter_object || verb == Verb::all_to_all_v ||
+         verb == Verb::all_to_all_object;
 }
 bool is_of_objects(Verb verb) {
   return verb == Verb::all_gather_object || verb == Verb::gather_object || verb == Verb::scatter_object ||
-         verb == Verb::broadcast_object;
+         verb == Verb::broadcast_object || verb == Verb::all_to_all_object || verb == Verb::all_reduce_object;
 }
 bool is_exchanged(Verb verb) {
   return verb == Verb::all_gather_v || verb == Verb::gather_v || verb == Verb::all_to_all_v ||
-         verb == Verb::all_gather_object || verb == Verb::gather_object;
+         verb == Verb::all_gather_object || verb == Verb::gather_object || verb == Verb::all_to_all_object ||
+         verb == Verb::all_reduce_object;
 }
 
 std::span<const Py_ssize_t> beyond_first(const Argument& array) {
@@ -63,6 +65,11 @@ void Call::prepare_announced(const Given& given) {
   Announced& mine = announced_.emplace();
   mine.is_exchanged = is_exchanged(verb);
   root_ = given[Parameter::root] == nullptr ? 0 : rank_of(given[Parameter::root]);
+  if (verb == Verb::all_reduce_object) {
+    PyObject* const fn = given[Parameter::fn];
+    if (fn == nullptr || PyCallable_Check(fn) == 0) throw LeftToReference();
+    mine.fn = nb::borrow(fn);
+  }
   const auto size = static_cast<size_t>(group_.size);
   mine.lengths = takes_parts(verb) ? size : 1;
   mine.row_bytes = Announcement::row_bytes(size, mine.lengths);
@@ -309,6 +316,16 @@ nb::object Call::part_of(const Announcement& row, size_t number) const {
   nb::object part = nb::steal(group_.arguments.give(like, made, false));
   if (!part.is_valid()) throw nb::python_error();
   return part;
+}
+
+// What the user gets of what came: the objects, or for an all_reduce_object what `fn` makes of them in the order of
+// ranks. Nothing is under way any more, so an error of `fn` is one of this rank alone.
+PyObject* Call::finish_announced(nb::object result) const {
+  if (!announced_->fn.is_valid() || !result.is_valid()) return result.release().ptr();
+  nb::object folded = nb::borrow(PyList_GET_ITEM(result.ptr(), 0));
+  for (Py_ssize_t rank = 1; rank < group_.size; ++rank)
+    folded = announced_->fn(folded, nb::handle(PyList_GET_ITEM(result.ptr(), rank)));
+  return folded.release().ptr();
 }
 
 // What this rank announced, for Python: arrays, or packed objects as arrays of bytes; None if it announced nothing.

@@ -68,7 +68,7 @@ void Call::prepare_second_stage() {
     mine.counts.assign(size, received);
   } else if (verb == Verb::scatter_v || verb == Verb::scatter_object) {
     received = mine.counts[rank];
-  } else if (verb == Verb::all_to_all_v) {
+  } else if (verb == Verb::all_to_all_v || verb == Verb::all_to_all_object) {
     for (size_t source = 0; source < size; ++source) received += mine.counts[source * size + rank];
   } else if ((verb != Verb::gather_v && verb != Verb::gather_object) || is_root) {
     received = std::accumulate(mine.counts.begin(), mine.counts.end(), uint64_t{0});
@@ -151,7 +151,7 @@ void Call::join(std::span<const std::span<const byte>> pieces) {
 
 void Call::find_second_decision(uint8_t dtype) {
   Announced& mine = *announced_;
-  const bool is_all_to_all = spec_.verb == Verb::all_to_all_v;
+  const bool is_all_to_all = spec_.verb == Verb::all_to_all_v || spec_.verb == Verb::all_to_all_object;
   DecisionKey key;
   key.verb = static_cast<uint8_t>(spec_.verb);
   key.dtype = dtype;

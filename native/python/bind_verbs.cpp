@@ -222,6 +222,8 @@ Verb verb_named(const std::string& name) {
       {"all_to_all_v", Verb::all_to_all_v},
       {"all_gather_object", Verb::all_gather_object},
       {"gather_object", Verb::gather_object},
+      {"all_to_all_object", Verb::all_to_all_object},
+      {"all_reduce_object", Verb::all_reduce_object},
   };
   for (const auto& [word, verb] : known)
     if (name == word) return verb;
@@ -236,7 +238,7 @@ Parameter parameter_named(const std::string& name) {
       {"op", Parameter::op},         {"root", Parameter::root}, {"dst", Parameter::dst},
       {"src", Parameter::src},       {"tag", Parameter::tag},   {"timeout", Parameter::timeout},
       {"color", Parameter::color},   {"key", Parameter::key},   {"algorithm", Parameter::algorithm},
-      {"counts", Parameter::counts},
+      {"counts", Parameter::counts}, {"objects", Parameter::x}, {"fn", Parameter::fn},
   };
   for (const auto& [word, parameter] : known)
     if (name == word) return parameter;

@@ -741,7 +741,8 @@ void Call::release(unsigned count) {
 // Python has made what a message or a split gives, and that of a call whose second stage it has run.
 PyObject* Call::finish_adopted(nb::object result) {
   if (spec_.verb == Verb::broadcast_object && root_ == group_.rank) return Py_NewRef(announced_->value.ptr());
-  const bool is_made = !is_collective() || spec_.verb == Verb::split || (announced_ && stage() == 0);
+  if (announced_ && stage() == 0) return finish_announced(std::move(result));
+  const bool is_made = !is_collective() || spec_.verb == Verb::split;
   return is_made ? result.release().ptr() : finish();
 }
 
@@ -767,7 +768,8 @@ PyObject* Call::finish() {
     adoption_.attr("check_unclaimed")(unclaimed.source, unclaimed.sequence,
                                       nb::bytes(unclaimed.header.data(), unclaimed.header.size()));
   }
-  if (announced_) return stage() == 0 ? announced_->result.release().ptr() : finish_second_stage();
+  if (announced_)
+    return finish_announced(stage() == 0 ? std::move(announced_->result) : nb::steal(finish_second_stage()));
   switch (spec_.verb) {
     case Verb::send:
     case Verb::send_object: Py_RETURN_NONE;

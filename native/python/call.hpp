@@ -54,10 +54,12 @@ enum class Verb : uint8_t {
   all_to_all_v,
   all_gather_object,
   gather_object,
+  all_to_all_object,
+  all_reduce_object,
 };
 
-enum class Parameter : uint8_t { x, out, op, root, dst, src, tag, timeout, algorithm, color, key, counts };
-inline constexpr size_t parameter_count = 12;
+enum class Parameter : uint8_t { x, out, op, root, dst, src, tag, timeout, algorithm, color, key, counts, fn };
+inline constexpr size_t parameter_count = 13;
 
 // What a verb takes: a row of the table in unisono/comm/verb_table.py.
 struct VerbSpec {
@@ -140,6 +142,7 @@ struct Announced {
   std::vector<uint64_t> counts;                        // elements of all parts, by row
   nb::object value;                                    // what this rank gave instead of arrays
   nb::list packed{nb::steal<nb::list>(nb::handle())};  // the same, if it is not in the row
+  nb::object fn;                                       // of an all_reduce_object
   nb::object result;
   // The second stage.
   bool is_second = false;
@@ -309,6 +312,7 @@ class Call : public ParsedCall {
   void join(std::span<const std::span<const engine::byte>> pieces);
   PyObject* finish_second_stage();
   nb::object received_list();
+  PyObject* finish_announced(nb::object result) const;
   bool fits_out(const Announcement& row) const;
   nb::object part_of(const Announcement& row, size_t number) const;
   nb::object announced_parts() const;

@@ -62,6 +62,7 @@ VERBS = [
     *(name for name, _, _ in cases(0, 1)),
     *("send", "recv", "recv_bytes", "sendrecv", "probe", "split"),
     *("broadcast_object", "gather_object", "all_gather_object", "scatter_object"),
+    *("all_to_all_object", "all_reduce_object"),
 ]
 
 
@@ -98,6 +99,10 @@ def test_every_verb_gives_the_same_started_and_waited_for(size: int) -> None:
         notes.check(got == (objects if me == size - 1 else None), "gather_object")
         got = comm.start.scatter_object(objects if me == 0 else None).wait()
         notes.check(got == objects[me], "scatter_object")
+        got = comm.start.all_to_all_object([(me, r) for r in range(size)]).wait()
+        notes.check(got == [(r, me) for r in range(size)], "all_to_all_object")
+        got = comm.start.all_reduce_object([objects[me]], lambda a, b: a + b).wait()
+        notes.check(got == objects, "all_reduce_object")
         child = comm.start.split(0, -me).wait()
         notes.check(child is not None and child.rank == size - 1 - me, "split")
         return notes

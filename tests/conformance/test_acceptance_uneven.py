@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -290,9 +291,80 @@ def test_objects_travel_by_every_verb_and_keep_their_types(size: int) -> None:
             notes.check(equal(got, thing(me + root)), "scatter_object", root)
         everyone = comm.all_gather_object(thing(me))
         notes.check(all(equal(g, thing(r)) for r, g in enumerate(everyone)), "all_gather_object")
+        exchanged = comm.all_to_all_object([thing(me + 2 * r) for r in range(size)])
+        fits = len(exchanged) == size and all(equal(g, thing(r + 2 * me)) for r, g in enumerate(exchanged))
+        notes.check(fits, "all_to_all_object")
+        notes.check(comm.all_to_all_object([[]] * size) == [[]] * size, "all_to_all_object of empty lists")
         return notes
 
     assert run_ranks(program, size).values() == [[]] * size
+
+
+def in_turn(a: Any, b: Any) -> Any:
+    """Neither commutative nor associative."""
+    return (a, b)
+
+
+@pytest.mark.on_every_link
+@every_size
+def test_objects_are_folded_in_the_order_of_ranks(size: int) -> None:
+    def program(comm: uni.Communicator) -> list[str]:
+        notes = Notes()
+        for length in (0, 3, 40_000):
+            objects = [{"rank": r, "text": "x" * (length + r)} for r in range(size)]
+            wanted = functools.reduce(in_turn, objects)
+            notes.check(comm.all_reduce_object(objects[comm.rank], in_turn) == wanted, "blocking", length)
+            work = comm.start.all_reduce_object(objects[comm.rank], in_turn, timeout=60)
+            notes.check(work.wait() == wanted, "started", length)
+        notes.check(comm.all_reduce_object([], lambda a, b: a + b) == [], "empty lists")
+        part = comm.split(comm.rank % 2, -comm.rank)
+        assert part is not None
+        mine = [r for r in reversed(range(size)) if r % 2 == comm.rank % 2]
+        wanted = functools.reduce(in_turn, mine)
+        notes.check(part.all_reduce_object(comm.rank, in_turn) == wanted, "on a group in another order")
+        return notes
+
+    assert run_ranks(program, size).values() == [[]] * size
+
+
+@pytest.mark.on_every_link
+def test_a_fold_may_change_its_first_object_and_every_rank_gets_its_own() -> None:
+    def program(comm: uni.Communicator) -> Any:
+        def merged(a: Any, b: Any) -> Any:
+            a["seen"] += b["seen"]
+            a["x"] += b["x"]
+            return a
+
+        mine = {"seen": [comm.rank], "x": np.full(3000, 1.0 + comm.rank)}
+        got = comm.all_reduce_object(mine, merged)
+        assert (mine["seen"], mine["x"][0]) == ([comm.rank], 1.0 + comm.rank)  # as they were
+        got["seen"].append(-comm.rank)
+        got["x"] += comm.rank
+        comm.barrier()
+        return got["seen"], got["x"].tolist() == [6.0 + comm.rank] * 3000
+
+    assert run_ranks(program, 3).values() == [([0, 1, 2, -r], True) for r in range(3)]
+
+
+@pytest.mark.on_every_link
+@pytest.mark.parametrize("length", [1, 40_000])
+def test_an_error_in_a_fold_is_one_of_its_rank_alone(length: int) -> None:
+    def program(comm: uni.Communicator) -> Any:
+        def picky(a: list[Any], b: list[Any]) -> list[Any]:
+            if comm.rank == 1:
+                raise ZeroDivisionError("not on this rank")
+            return a + b
+
+        ends = []
+        for call in (comm.all_reduce_object, lambda *given: comm.start.all_reduce_object(*given).wait()):
+            try:
+                ends.append(len(call([comm.rank] * length, picky)))
+            except ZeroDivisionError as error:
+                ends.append(str(error))
+        return ends, comm.all_reduce(comm.rank)  # and the communicator goes on
+
+    whole, failed = [3 * length] * 2, ["not on this rank"] * 2
+    assert run_ranks(program, 3).values() == [(whole, 3), (failed, 3), (whole, 3)]
 
 
 @pytest.mark.on_every_link
@@ -319,6 +391,15 @@ def test_what_has_no_place_in_the_codec_is_refused_before_anything_is_sent(value
         for verb in ("all_gather_object", "gather_object"):
             with pytest.raises(uni.UsageError):
                 getattr(comm, verb)(value)
+        with pytest.raises(uni.UsageError):
+            comm.all_to_all_object([1, value])
+        with pytest.raises(uni.UsageError):
+            comm.all_reduce_object(value, in_turn)
+        for wrong in ([], [1], [1, 2, 3], "ab", 7, None):
+            with pytest.raises(uni.UsageError, match="all_to_all_object takes a list of 2 objects"):
+                comm.all_to_all_object(wrong)
+        with pytest.raises(uni.UsageError, match="function of two objects"):
+            comm.all_reduce_object(1, "sum")
         if comm.rank == 0:
             with pytest.raises(uni.UsageError):
                 comm.broadcast_object(value)

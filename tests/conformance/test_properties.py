@@ -394,10 +394,14 @@ def test_objects_arrive_as_they_are(world, size, data):
             comm.all_gather_object(mine),
             comm.gather_object(mine, root),
             comm.scatter_object(values if is_root else None, root),
+            comm.all_to_all_object([(mine, target) for target in range(size)]),
+            comm.all_reduce_object([mine], lambda a, b: [*a, *b]),
         )
 
     for rank, got in enumerate(run(world, program, size)):
-        assert got == (values[root], values, values if rank == root else None, values[rank])
+        exchanged = [(one, rank) for one in values]
+        whole = values if rank == root else None
+        assert got == (values[root], values, whole, values[rank], exchanged, values)
 
 
 # -- groups ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import threading
@@ -125,8 +126,32 @@ def scatter_object(verbs: Any, comm: Communicator, _: str, length: int, __: int 
     return verbs.scatter_object(values if comm.rank == root else None, root), values[comm.rank]
 
 
+def all_to_all_object(verbs: Any, comm: Communicator, _: str, length: int, __: int | None) -> tuple[Any, Any]:
+    def part(source: int, target: int) -> dict[str, Any]:
+        return value(source + 10 * target, max(0, length - 100 * source - 200 * target))
+
+    parts = [part(comm.rank, target) for target in range(comm.size)]
+    return verbs.all_to_all_object(parts), [part(source, comm.rank) for source in range(comm.size)]
+
+
+def all_reduce_object(verbs: Any, comm: Communicator, _: str, length: int, __: int | None) -> tuple[Any, Any]:
+    def joined(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+        a["more"].append(b["rank"])  # a copy: it may be changed
+        return {**a, "text": a["text"] + b["text"], "rank": a["rank"] * 10 + b["rank"]}
+
+    wanted = functools.reduce(joined, [value(rank, length) for rank in range(comm.size)])
+    return verbs.all_reduce_object(value(comm.rank, length), joined), wanted
+
+
 ARRAYS: tuple[Verb, ...] = (all_gather_v, gather_v, scatter, scatter_out, scatter_v, all_to_all_v)
-OBJECTS: tuple[Verb, ...] = (all_gather_object, gather_object, broadcast_object, scatter_object)
+OBJECTS: tuple[Verb, ...] = (
+    all_gather_object,
+    gather_object,
+    broadcast_object,
+    scatter_object,
+    all_to_all_object,
+    all_reduce_object,
+)
 
 
 def cases(size: int) -> list[tuple[Verb, str, int, int | None]]:
@@ -355,6 +380,10 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(world: MakeWorld, k
             (lambda: comm.scatter_v([ones], comm.rank), "list of length 2"),
             (lambda: comm.scatter_object([1], comm.rank), "list of 2 objects"),
             (lambda: comm.broadcast_object(object(), comm.rank), "register"),
+            (lambda: comm.all_to_all_object([1]), "list of 2 objects"),
+            (lambda: comm.all_to_all_object([1, object()]), "register"),
+            (lambda: comm.all_reduce_object(1, None), "function of two objects"),
+            (lambda: comm.all_reduce_object(object(), max), "register"),
             (lambda: comm.gather_v(ones, 7), "root"),
             (lambda: comm.all_gather_v(ones, algorithm="no such"), "algorithm"),
         ]

@@ -105,6 +105,8 @@ def test_an_object_beyond_the_limit_is_refused_before_anything_is_sent(
             lambda x: comm.gather_object(x, 1),
             lambda x: comm.broadcast_object(x, comm.rank),
             lambda x: comm.scatter_object([x, x], comm.rank),
+            lambda x: comm.all_to_all_object([b"", x]),
+            lambda x: comm.all_reduce_object(x, max),
         ]
         for call in calls:
             error = outcome(lambda call=call: call(long))

@@ -210,6 +210,8 @@ CALLS: dict[str, Call] = {
     "all objects": Call(lambda c: c.all_gather_object((c.rank, "x" * c.rank)), "all_gather_object"),
     "objects at 0": Call(lambda c: c.gather_object(c.rank, 0), "gather_object"),
     "objects at 1": Call(lambda c: c.gather_object(c.rank, 1), "root=1"),
+    "objects to each": Call(lambda c: c.all_to_all_object([c.rank] * c.size), "all_to_all_object"),
+    "folded objects": Call(lambda c: c.all_reduce_object(c.rank, max), "all_reduce_object"),
     "objects from 0": Call(lambda c: c.scatter_object([1] * c.size, 0), "scatter_object root=0"),
     "objects from 1": Call(lambda c: c.scatter_object([1] * c.size, 1), "scatter_object root=1"),
     "split": Call(lambda c: c.split(c.rank % 2), "split"),
@@ -320,11 +322,15 @@ NEAR: dict[str, list[tuple[str, str]]] = {
         ("scatter_v from 0", "objects from 0"),
         ("barrier", "object from 0"),
         ("split", "all objects"),
+        ("all_to_all_v", "objects to each"),
+        ("sum", "folded objects"),
+        ("all objects", "folded objects"),
+        ("all objects", "objects to each"),
     ],
 }
 FAR = [
     pair
-    for pair in random.Random(20).sample(list(itertools.combinations(CALLS, 2)), 130)
+    for pair in random.Random(22).sample(list(itertools.combinations(CALLS, 2)), 130)
     if CALLS[pair[0]].words not in CALLS[pair[1]].words and CALLS[pair[1]].words not in CALLS[pair[0]].words
 ]
 CORPUS = list(dict.fromkeys([*(pair for pairs in NEAR.values() for pair in pairs), *FAR]))

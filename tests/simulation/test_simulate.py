@@ -49,6 +49,24 @@ def test_simulated_ranks_compute_what_real_ones_do() -> None:
     assert result.results[4] == ([0, 10, 20, 30, 40], 0, 6, {"from": 1})
 
 
+def test_an_error_in_a_fold_of_objects_is_one_of_its_rank_alone() -> None:
+    def program(world: uni.Communicator) -> Any:
+        def picky(a: list[int], b: list[int]) -> list[int]:
+            if world.rank == 2:
+                raise ZeroDivisionError("here")
+            return a + b
+
+        try:
+            folded = world.all_reduce_object([world.rank], picky)
+        except ZeroDivisionError:
+            folded = None
+        return folded, world.all_to_all_object([(world.rank, r) for r in range(world.size)])
+
+    exchanged = [[(source, rank) for source in range(3)] for rank in range(3)]
+    wanted = [([0, 1, 2], exchanged[0]), ([0, 1, 2], exchanged[1]), (None, exchanged[2])]
+    assert uni.simulate(program, 3).raise_first().results == wanted
+
+
 def test_messages_of_all_sizes_between_two_ranks() -> None:
     def program(world: uni.Communicator) -> Any:
         peer = 1 - world.rank

@@ -52,6 +52,7 @@ _ONE_COUNT: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
 # Verbs that are run as another collective, of which a user names an algorithm.
 _RUN_AS: Final = {
     **{verb: verb.removesuffix("_v").removesuffix("_object") for verb in ANNOUNCED},
+    "all_reduce_object": "all_gather",  # and a fold on every rank
     "split": "all_gather",
     "reduce_scatter_v": "reduce_scatter",
     "all_reduce_many": "all_reduce",

@@ -6,7 +6,8 @@ and wait for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from unisono.core.buffers import Array
 from unisono.core.dtypes import DTYPES, DType
 from unisono.core.kernels import divide, narrow, widen
 from unisono.core.ops import OpLike, ReduceOp, as_op
-from unisono.core.task import Call, Steps
+from unisono.core.task import Call, LocalError, Steps
 from unisono.core.work import Work
 from unisono.errors import UsageError
 from unisono.plans import algorithms, entry_of
@@ -403,19 +404,67 @@ class Verbs(Messages):
     ) -> Work[Any]:
         """Send `values[r]` of `root` to each rank r, which returns it. Ranks other than root pass none."""
         root = self._rank_of(root, "root")
-        arrays: list[Array] | None = None
-        if self._rank == root:
-            if (
-                not isinstance(values, Sequence)
-                or isinstance(values, str | bytes)
-                or len(values) != self._size
-            ):
-                raise UsageError(
-                    f"scatter_object takes a list of {self._size} objects on root: one per rank",
-                    next_step="pass a list of that many objects on root",
-                )
-            arrays = [packed(value, self._object_bytes_max) for value in values]
+        arrays = self._packed_by_rank("scatter_object", values, " on root") if self._rank == root else None
         return self._announced("scatter_object", arrays, timeout, root=root)
+
+    def all_to_all_object(self, objects: Sequence[Any], *, timeout: float | None = None) -> Work[list[Any]]:
+        """Send `objects[d]` to each rank d; `result[s]` is what rank s sent to this rank.
+
+        Args:
+            objects: a list of one object per rank.
+            timeout: seconds for the whole operation.
+
+        Returns:
+            A list of objects by the rank that sent them. All are copies, also what this rank sent to itself.
+
+        Raises:
+            UsageError: not a list of one object per rank, or one of them cannot be sent. Nothing was sent.
+        """
+        arrays = self._packed_by_rank("all_to_all_object", objects)
+        return self._announced("all_to_all_object", arrays, timeout)
+
+    def all_reduce_object(
+        self, obj: Any, fn: Callable[[Any, Any], Any], *, timeout: float | None = None
+    ) -> Work[Any]:
+        """Fold the objects of all ranks in the order of ranks: `fn(fn(obj of 0, obj of 1), obj of 2)`, ...
+
+        Every rank gets copies of all objects and folds them itself, so `fn` may change its first argument,
+        and what it returns belongs to this rank. All ranks return equal objects if they pass the same `fn`
+        and it depends on its arguments only; ranks do not compare it. It need not be associative. It must not
+        call verbs: others may be further.
+
+        Args:
+            obj: the object of this rank, which is left as it is.
+            fn: a function of two objects.
+            timeout: seconds for the exchange of the objects.
+
+        Raises:
+            UsageError: `fn` cannot be called, or the object cannot be sent. Nothing was sent.
+            Exception: what `fn` raised on this rank. By then all objects have been exchanged: other ranks get
+                their result or their own error, and the communicator can be used further.
+        """
+        if not callable(fn):
+            raise UsageError(f"fn={fn!r} cannot be called; allowed: a function of two objects")
+        parts = [packed(obj, self._object_bytes_max)]
+
+        def steps(call: Call) -> Steps[Any]:
+            one = CollectiveCall(self._group, call)
+            objects = yield from run_announced("all_reduce_object", one, self._group, parts)
+            try:
+                return functools.reduce(fn, objects)
+            except Exception as error:
+                raise LocalError from error
+
+        return self._begin("all_reduce_object", timeout, steps, is_collective=True)
+
+    def _packed_by_rank(self, verb: str, values: Any, where: str = "") -> list[Array]:
+        """Objects of which each rank gets one."""
+        if not isinstance(values, Sequence) or isinstance(values, str | bytes) or len(values) != self._size:
+            raise UsageError(
+                f"{verb} takes a list of {self._size} objects{where}: one per rank",
+                next_step=f"pass a list of that many objects{where}",
+            )
+        return [packed(value, self._object_bytes_max) for value in values]
 
     @property
     def _object_bytes_max(self) -> int:

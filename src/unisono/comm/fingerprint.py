@@ -66,6 +66,8 @@ VERBS: Final = (
     "all_gather_object",
     "gather_object",
     "scatter_object",
+    "all_to_all_object",
+    "all_reduce_object",
     "split",
 )
 ROOTED: Final = frozenset(

@@ -42,10 +42,13 @@ __all__ = [
 _BYTE: Final = DTYPES["uint8"]
 # Verbs in which every rank sends a row to every other, and those in which root does.
 EXCHANGED: Final = frozenset(
-    {"all_gather_v", "gather_v", "all_to_all_v", "all_gather_object", "gather_object"}
+    {
+        *("all_gather_v", "gather_v", "all_to_all_v"),
+        *("all_gather_object", "gather_object", "all_to_all_object", "all_reduce_object"),
+    }
 )
 ANNOUNCED: Final = EXCHANGED | {"scatter", "scatter_v", "scatter_object", "broadcast_object"}
-_OF_PARTS: Final = frozenset({"scatter_v", "scatter_object", "all_to_all_v"})
+_OF_PARTS: Final = frozenset({"scatter_v", "scatter_object", "all_to_all_v", "all_to_all_object"})
 
 
 def lengths_of(verb: str, size: int) -> int:
@@ -115,7 +118,7 @@ def finish(
         case "all_gather_v":
             assert parts is not None
             return (yield from _all_gather(one, said, parts[0]))
-        case "all_gather_object":
+        case "all_gather_object" | "all_reduce_object":  # of the second, every rank folds what it gets
             assert parts is not None
             return [unpacked(each) for each in (yield from _all_gather(one, said, parts[0]))]
         case "gather_v" | "gather_object":
@@ -127,6 +130,9 @@ def finish(
         case "all_to_all_v":
             assert parts is not None
             return (yield from _all_to_all(one, group, said, parts))
+        case "all_to_all_object":
+            assert parts is not None
+            return [unpacked(each) for each in (yield from _all_to_all(one, group, said, parts))]
         case "scatter":
             return (yield from _scatter(one, group, said[0], parts, out, root))
         case "scatter_v":

@@ -107,6 +107,8 @@ class BlockingVerbs(_BlockingType):
         all_gather_object = _Blocking(Verbs.all_gather_object)
         gather_object = _Blocking(Verbs.gather_object)
         scatter_object = _Blocking(Verbs.scatter_object)
+        all_to_all_object = _Blocking(Verbs.all_to_all_object)
+        all_reduce_object = _Blocking(Verbs.all_reduce_object)
         split = _Blocking(ReferenceVerbs.split)
 
     def _bind(self, group: Group, splitter: Splitter[Communicator]) -> None:

@@ -27,7 +27,18 @@ from unisono.core.clock import (
 from unisono.core.request import Request
 from unisono.errors import DeadlineExceeded, Deadlock, Location, PeerAborted, UnisonoError, ranks_text
 
-__all__ = ["Begun", "Blocked", "Call", "Message", "Steps", "T", "Task", "await_requests", "blocked_threads"]
+__all__ = [
+    "Begun",
+    "Blocked",
+    "Call",
+    "LocalError",
+    "Message",
+    "Steps",
+    "T",
+    "Task",
+    "await_requests",
+    "blocked_threads",
+]
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
@@ -129,6 +140,13 @@ class Begun(Generator[None, None, T]):
         if not self._has_begun:
             self.send(None)
         self._steps.throw(*error)
+
+
+class LocalError(Exception):
+    """The operation has ended well, but what this rank made of the result has raised the cause of this error.
+
+    The cause is the error of the operation here. Other ranks are not told: they are not concerned.
+    """
 
 
 class _State(Enum):
@@ -392,8 +410,9 @@ class Task(Generic[T]):
             error = error.located(self.call.location(self._runtime.now()))
         # First the consequences, then the callbacks: whatever they look at is up to date.
         if self.call.on_end is not None:
-            known = error if error is None or isinstance(error, UnisonoError) else self._foreign(error)
-            self.call.on_end(known)
+            self.call.on_end(self._told(error))
+        if isinstance(error, LocalError):
+            error = error.__cause__
         with self._lock:
             self._result, self._error = result, error
             self._state = _State.DONE
@@ -404,7 +423,12 @@ class Task(Generic[T]):
         for callback in callbacks:
             callback()
 
-    def _foreign(self, error: BaseException) -> UnisonoError:
+    def _told(self, error: BaseException | None) -> UnisonoError | None:
+        """What the others are told of an error."""
+        if error is None or isinstance(error, LocalError):
+            return None
+        if isinstance(error, UnisonoError):
+            return error
         first_line, rank = (str(error).splitlines() or [""])[0], self.call.rank
         return PeerAborted(f"rank {rank} gave up", rank=rank, cause=f"{type(error).__name__}: {first_line}")
 

@@ -377,5 +377,13 @@ def _check_objects(me: CaseRank, world: Communicator) -> None:
     me.check_equal(world.gather_object(thing(rank), 0), expected, "objects gathered on root")
     things = [thing(r) for r in range(size)] if rank == 0 else None
     me.check_equal(world.scatter_object(things, 0), thing(rank), "a scattered object")
+    mine = [thing(rank + other) for other in range(size)]
+    got = world.all_to_all_object(mine)
+    me.check_equal(got, [thing(r + rank) for r in range(size)], "exchanged objects")
+    folded = world.all_reduce_object([rank], lambda a, b: [a, *b])
+    expected_fold: list[Any] = [0]
+    for r in range(1, size):
+        expected_fold = [expected_fold, r]
+    me.check_equal(folded, expected_fold, "objects folded in the order of ranks")
     array = world.broadcast_object({"x": ramp(100, 5)} if rank == 0 else None, 0)["x"]
     me.check_array(array, ramp(100, 5), "an array inside an object")

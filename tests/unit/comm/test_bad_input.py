@@ -391,6 +391,15 @@ def bad_objects() -> list[Bad]:
         Bad(f"scatter_object {given!r:.12}", lambda c, v=given: c.scatter_object(v, CALLER), lists)
         for given in (None, [1, 2], [1] * 4, "abc", b"abc", 3)
     ]
+    lists = ("all_to_all_object takes a list of 3 objects: one per rank",)
+    cases += [
+        Bad(f"all_to_all_object {given!r:.12}", lambda c, v=given: c.all_to_all_object(v), lists)
+        for given in (None, [], [1, 2], [1] * 4, "abc", b"abc", 3)
+    ]
+    words = ("cannot be called; allowed: a function of two objects",)
+    cases += [
+        Bad(f"fn={given!r}", lambda c, f=given: c.all_reduce_object(1, f), words) for given in (None, "sum")
+    ]
     words = (
         "['k'][0] of the object is ",
         "Shown; allowed: plain data, bytes, arrays, and dataclasses",
@@ -404,6 +413,8 @@ def bad_objects() -> list[Bad]:
         Bad("all_gather_object", lambda c: c.all_gather_object(value), words),
         Bad("gather_object", lambda c: c.gather_object(value), words),
         Bad("scatter_object", lambda c: c.scatter_object([value] * 3, CALLER), words),
+        Bad("all_to_all_object", lambda c: c.all_to_all_object([1, value, 1]), words),
+        Bad("all_reduce_object", lambda c: c.all_reduce_object(value, max), words),
     ]
 
 

@@ -26,6 +26,7 @@ OPERATIONS = {
     "a long send": lambda c, **how: c.send(np.ones(1 << 18), 1, **how),
     "a started recv": lambda c, **how: c.start.recv(np.ones(3), src=1, **how).wait(),
     "broadcast_object": lambda c, **how: c.broadcast_object(None, root=1, **how),
+    "all_reduce_object": lambda c, **how: c.all_reduce_object(1, max, **how),
     "split": lambda c, **how: c.split(0, **how),
 }
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
