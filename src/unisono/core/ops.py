@@ -12,7 +12,7 @@ import numpy as np
 from unisono.core.dtypes import BFLOAT16, DType, Kind
 from unisono.errors import UsageError
 
-__all__ = ["OP_NAMES", "OpCode", "OpLike", "ReduceOp", "as_op", "op"]
+__all__ = ["DIVIDED_SUM", "OP_NAMES", "SCALED_SUM", "OpCode", "OpLike", "ReduceOp", "as_op", "op"]
 
 
 class OpCode(IntEnum):
@@ -69,7 +69,8 @@ class ReduceOp:
         Raises:
             UsageError: the text lists the operations that are allowed for the type.
         """
-        if self.fn is None and self.name not in _ALLOWED[dtype.kind]:
+        name = "sum" if self.name in _FINISHED_ABOVE else self.name
+        if self.fn is None and name not in _ALLOWED[dtype.kind]:
             raise UsageError(
                 f"op {self.name!r} is not defined for {dtype}; allowed for {dtype.kind.value} types: "
                 f"{', '.join(_ALLOWED[dtype.kind])}"
@@ -184,8 +185,14 @@ _BUILT_IN: Final[dict[str, ReduceOp]] = {
     "mean": ReduceOp("mean", OpCode.SUM),
 }
 
+# Sums that a layer above begins or finishes in its own way: equal here, other results there, so ranks must
+# not mix them. They are passed as objects; their names are no values of `op=`.
+DIVIDED_SUM: Final = ReduceOp("sum, then divided", OpCode.SUM)
+SCALED_SUM: Final = ReduceOp("sum of scaled", OpCode.SUM)
+_FINISHED_ABOVE: Final = {each.name: each for each in (DIVIDED_SUM, SCALED_SUM)}
+
 # Every operation by its number in fingerprints; an op of a user has the last.
-OP_NAMES: Final = (*_BUILT_IN, "user")
+OP_NAMES: Final = (*_BUILT_IN, *_FINISHED_ABOVE, "user")
 
 # Names in other libraries, for the hint in an error.
 _OTHER_NAMES: Final = {
@@ -239,7 +246,7 @@ def op(
         )
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise UsageError(f"width={width!r}; allowed: how many elements stay together, 1 or more")
-    if name in _BUILT_IN:
+    if name in OP_NAMES:
         raise UsageError(f"name={name!r} is the name of a built-in operation; allowed: any other")
     label = name if name is not None else f"{fn.__module__}.{getattr(fn, '__qualname__', type(fn).__name__)}"
     return ReduceOp(label, None, fn, commutative, identity, width)
@@ -253,8 +260,8 @@ def as_op(given: OpLike) -> ReduceOp:
     """
     if isinstance(given, ReduceOp):
         return given
-    if isinstance(given, str) and given in _BUILT_IN:
-        return _BUILT_IN[given]
+    if isinstance(given, str) and (known_op := _BUILT_IN.get(given) or _FINISHED_ABOVE.get(given)):
+        return known_op
     word = str(given).rpartition(".")[2].lower()
     known = _OTHER_NAMES.get(word, word)
     raise UsageError(

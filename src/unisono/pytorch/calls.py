@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,14 @@ from unisono.core.call_site import call_site, hide_folder
 from unisono.errors import UnisonoError
 from unisono.pytorch.completion import Stream
 from unisono.pytorch.errors import backend_error
-from unisono.pytorch.work import DONE, Message, Once, Started
+from unisono.pytorch.work import DONE, Message, Once, Several, Started
 
 __all__ = ["Calls", "Finish"]
 
 # What is left to do when an operation has ended; it gets what the verb gives.
 Finish: TypeAlias = Callable[[Any], object]
+
+AnyWork = TypeVar("AnyWork", Started, Message, Several)
 
 # In place of a profiler's record while there is no profiler.
 _UNSEEN: Final = contextlib.nullcontext()
@@ -45,7 +47,7 @@ class Calls:
         self.comm = comm
         self.timeout_s = timeout.total_seconds()
         # The works since coalescing began, while it is not ended.
-        self.coalesced: list[Started] | None = None
+        self.coalesced: list[Started | Several] | None = None
         self._members = members
         # By thread: the stream whose callbacks it runs.
         self._serving: dict[int, Stream] = {}
@@ -63,8 +65,8 @@ class Calls:
         """Start a collective, or run it if the caller waits at once."""
         if opts.asyncOp:
             return self.start(verb, opts, outputs, finish, *args, **named)
-        stream = self._stream if not self._serving else self._stream_here()
         try:
+            stream = self._stream if not self._serving else self._stream_here()
             with record_function(f"unisono:{verb}") if _profiler_enabled() else _UNSEEN:
                 result = getattr(stream.comm, verb)(*args, **named, timeout=self._limit_s(opts))
             if finish is not None:
@@ -83,13 +85,13 @@ class Calls:
         **named: Any,
     ) -> Started:
         """Start a collective."""
-        stream = self._stream if not self._serving else self._stream_here()
         try:
+            stream = self._stream if not self._serving else self._stream_here()
             with record_function(f"unisono:{verb}") if _profiler_enabled() else _UNSEEN:
                 started = getattr(stream.start, verb)(*args, **named, timeout=self._limit_s(opts))
         except UnisonoError as error:
             raise self.failed(error, verb, call_site()) from error
-        return self._kept(
+        return self.kept(
             Started(self, stream, verb, started, outputs, None if finish is None else Once(finish))
         )
 
@@ -101,11 +103,12 @@ class Calls:
                 started = getattr(stream.start, verb)(*args, timeout=self.timeout_s)
         except UnisonoError as error:
             raise self.failed(error, verb, call_site()) from error
-        return self._kept(Message(self, stream, verb, started, tensors, finish))
+        return self.kept(Message(self, stream, verb, started, tensors, finish))
 
     def failed(self, error: UnisonoError, call: str, site: str) -> dist.DistBackendError:
         """The error of a call that was made at a line of the user's program."""
-        return backend_error(error, call, site, self.comm.rank, self._members)
+        ranks = self.comm._group.world_ranks if self._members is None else self._members
+        return backend_error(error, call, site, ranks[self.comm.rank], self._members)
 
     def errors(self, call: str) -> _Errors:
         """Raise errors as those of a call."""
@@ -115,7 +118,8 @@ class Calls:
         """Let the threads for callbacks end when they have run what is due."""
         self._stream.close()
 
-    def _kept(self, work: Started) -> Started:
+    def kept(self, work: AnyWork) -> AnyWork:
+        """The work, which the end of coalescing waits for if that has begun."""
         if self.coalesced is not None:
             self.coalesced.append(work)
         return work

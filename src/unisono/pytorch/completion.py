@@ -38,6 +38,9 @@ class Ending(Protocol):
     def after(self, run: Callable[[], None]) -> None:
         """Run it when the work has ended, on a thread for callbacks."""
 
+    def is_served_here(self) -> bool:
+        """Whether this thread is the one that runs what `after` was given."""
+
 
 class Stream:
     """A communicator for collectives that are started in one order, with a thread for callbacks.
@@ -78,6 +81,10 @@ class Stream:
             work.settle()
             run()
 
+    def is_served_here(self) -> bool:
+        """Whether this thread runs the callbacks of this stream."""
+        return self._serving.get(threading.get_ident()) is self
+
     def close(self) -> None:
         """Let the thread end when it has run what is due."""
         with self._lock:
@@ -108,13 +115,20 @@ class Stream:
 class WorkFuture(Future[Any]):  # type: ignore[misc]
     """The future of a work. Its callbacks run in the order described above, also if it is done already."""
 
-    def __init__(self, work: Ending, made_by: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, work: Ending, made_by: Callable[[], Any] | None = None, parent: WorkFuture | None = None
+    ) -> None:
         super().__init__()
         self._work = work
         self._made_by = made_by  # a callback; None: it is the work's own
+        self._parent = parent
+        self._is_begun = False
 
     def fulfil(self) -> None:
-        """Complete it. The work has ended."""
+        """Complete it, unless that has begun. The work has ended."""
+        if self._is_begun:  # by `wait` on this thread
+            return
+        self._is_begun = True
         make = self._work.outcome if self._made_by is None else self._made_by
         try:
             result = make()
@@ -126,7 +140,7 @@ class WorkFuture(Future[Any]):  # type: ignore[misc]
 
     def then(self, callback: Callable[[Any], Any]) -> WorkFuture:
         """A future of what the callback returns for this one."""
-        child = WorkFuture(self._work, lambda: callback(self))
+        child = WorkFuture(self._work, lambda: callback(self), self)
         self._work.after(child.fulfil)
         return child
 
@@ -141,8 +155,21 @@ class WorkFuture(Future[Any]):  # type: ignore[misc]
         return super().done() or (self._made_by is None and self._work.is_completed())
 
     def wait(self) -> Any:
-        """Wait; the thread makes progress itself if it waits for the work."""
-        return super().wait() if self._made_by is not None else self._work.outcome()
+        """Wait; the thread makes progress itself if it waits for the work.
+
+        A callback that waits for another one of its own thread runs it: in its turn it would come too late.
+        """
+        if self._made_by is None:
+            return self._work.outcome()
+        if self._work.is_served_here():
+            self._fulfil_here()
+        return super().wait()
+
+    def _fulfil_here(self) -> None:
+        if self._parent is not None:
+            self._parent._fulfil_here()
+        self._work.settle()
+        self.fulfil()
 
     def value(self) -> Any:
         """The value, if it is done."""

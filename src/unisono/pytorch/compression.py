@@ -4,7 +4,7 @@ The compressors are those of `unisono.train`, here on torch's process groups: "u
 Annotations are not postponed here: torch reads those of a hook.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.core import buffers
+from unisono.errors import UsageError
 from unisono.train.compression import Compressor
 from unisono.train.error_feedback import ErrorFeedback, read_wide, write_narrow
 from unisono.train.pipeline import Begin, Collective, Exchange, FloatArray, Pipeline
@@ -50,6 +51,40 @@ class CompressionState:
         pipeline.finish()
         return x
 
+    def state_dict(self, model: Any) -> dict[str, Any]:
+        """What a checkpoint of this rank keeps, as copies: the residuals of the parameters by name.
+
+        By parameter, because a new DistributedDataParallel begins with other buckets. `model` is the module
+        that DistributedDataParallel was given, or itself.
+        """
+        names = {id(parameter): name for name, parameter in _named(model)}
+        kept = self.feedback.state_dict()
+        residuals = kept["residuals"]
+        by_name = {names[key]: part.copy() for key, (_, part) in self._moving.items() if key in names}
+        for index, layout in self._layouts.items():
+            if (joined := residuals.pop(_key(index), None)) is not None:
+                by_name |= {names[id(p)]: part for p, part in _cut(joined, layout) if id(p) in names}
+        return {"parameters": by_name, "residuals": residuals, "calls": kept["calls"]}
+
+    def load_state_dict(self, state: Mapping[str, Any], model: Any) -> None:
+        """Go on from what `state_dict` gave, of the same rank in as many ranks, for a model like that one.
+
+        Raises:
+            UsageError: it is no such state, or of another model; nothing was changed.
+        """
+        parameters = dict(_named(model))
+        moving = {}
+        for name, residual in state.get("parameters", {}).items():
+            known = parameters.get(name)
+            if known is None or known.numel() != len(residual):
+                raise UsageError(
+                    f"a residual of {len(residual)} elements for {name!r}: the model has no parameter of "
+                    "that name and length; allowed: what `state_dict(model)` gave for a model like this one"
+                )
+            moving[id(known)] = (known, np.array(residual))
+        self.feedback.load_state_dict(state)
+        self._layouts, self._moving = {}, moving
+
     def average_bucket(self, bucket: Any) -> Any:
         """Start to average a bucket; returns its future."""
         future: Any = torch.futures.Future()
@@ -84,8 +119,12 @@ class CompressionState:
         for other in [other for other in self._layouts if other >= index]:
             layout = self._layouts.pop(other)
             if (joined := residuals.pop(_key(other), None)) is not None:
-                parts = np.split(joined, np.cumsum([p.numel() for p in layout])[:-1])
-                self._moving.update({id(p): (p, part) for p, part in zip(layout, parts, strict=True)})
+                self._moving |= {id(p): (p, part) for p, part in _cut(joined, layout)}
+        if _key(index) in residuals:
+            raise UsageError(
+                f"residuals of {_key(index)}, whose parameters are not known; allowed: those of this object",
+                next_step="state.load_state_dict(saved, model) with what state.state_dict(model) gave",
+            )
         self._layouts[index] = parameters
         found = [self._moving.pop(id(p), (p, None))[1] for p in parameters]
         if any(part is not None for part in found):
@@ -100,6 +139,18 @@ class CompressionState:
 def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients in compressed form: `ddp.register_comm_hook(state, compression_hook)`."""
     return state.average_bucket(bucket)
+
+
+def _named(model: Any) -> list[tuple[str, Any]]:
+    """The parameters of a model by name, whether DistributedDataParallel wraps it or not."""
+    inner = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+    return list(inner.named_parameters())
+
+
+def _cut(joined: FloatArray, layout: list[Any]) -> list[tuple[Any, FloatArray]]:
+    """The residual of a bucket by parameter."""
+    parts = np.split(joined, np.cumsum([p.numel() for p in layout])[:-1])
+    return list(zip(layout, parts, strict=True))
 
 
 def _key(index: int) -> str:

@@ -14,9 +14,9 @@ def backend_error(
 ) -> DistBackendError:
     """The error of a call that this rank made at `site`, a line of the user's program.
 
-    `members` are torch's global ranks of the group where unisono numbers its ranks otherwise. Programs look
-    for " Timed out " in the text.
+    `rank` is torch's global one; `members` are those of the group where unisono numbers its ranks otherwise.
+    Programs look for " Timed out " in the text.
     """
     expired = "Timed out waiting: " if isinstance(error, DeadlineExceeded) else ""
-    ranks = f" (rank i here is global rank {list(members)}[i])" if members is not None else ""
+    ranks = f" (rank i of unisono is global rank {list(members)}[i])" if members is not None else ""
     return DistBackendError(f"[rank {rank}] {call} at {site}: {expired}{error}{ranks}")

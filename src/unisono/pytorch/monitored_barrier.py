@@ -7,20 +7,16 @@ rank's attempt. The texts are those of Gloo.
 
 from __future__ import annotations
 
-import functools
 import threading
-import warnings
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from unisono.comm.communicator import Communicator
 from unisono.core.clock import Deadline
 from unisono.errors import DeadlineExceeded, UnisonoError
 
-__all__ = ["MonitoredBarrier", "replace_in_torch"]
+__all__ = ["MonitoredBarrier"]
 
 _ARRIVAL, _WITHDRAWAL, _RELEASE = range(3)  # tags
 
@@ -69,7 +65,7 @@ class MonitoredBarrier:
                 f"monitoredBarrier in {within}: {first}"
             ) from first
         for rank, attempt in arrived.items():
-            self._comm.send(_number(attempt), rank, _RELEASE)
+            self._comm.send(_number(attempt), rank, _RELEASE, timeout=self._left(deadline))
 
     def _await_arrival(self, rank: int, deadline: Deadline) -> int:
         while True:
@@ -107,32 +103,3 @@ class MonitoredBarrier:
 
 def _number(value: int) -> np.ndarray[Any, Any]:
     return np.array([value], np.int64)
-
-
-def replace_in_torch(ours: type[Any]) -> None:
-    """Let `torch.distributed.monitored_barrier` take groups of our class; torch refuses all but Gloo's."""
-    theirs = dist.monitored_barrier
-    if getattr(theirs, "is_unisono", False):
-        return
-
-    @functools.wraps(theirs)
-    def monitored_barrier(
-        group: Any = dist.GroupMember.WORLD,
-        timeout: timedelta | float | None = None,
-        wait_all_ranks: bool = False,
-    ) -> Any:
-        asked: Any = group if group is not None else dist.GroupMember.WORLD
-        if not isinstance(asked, ours):
-            return theirs(group, timeout, wait_all_ranks)
-        if isinstance(timeout, float):
-            warnings.warn(
-                "Please specify timeout arg as a timedelta. "
-                f"Converting current value of {timeout} assuming it represents seconds",
-                stacklevel=2,
-            )
-            timeout = timedelta(seconds=timeout)
-        return asked.monitored_barrier(timeout, wait_all_ranks)
-
-    monitored_barrier.is_unisono = True  # type: ignore[attr-defined]
-    dist.monitored_barrier = monitored_barrier
-    dist.distributed_c10d.monitored_barrier = monitored_barrier

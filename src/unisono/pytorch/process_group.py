@@ -35,8 +35,17 @@ from unisono.errors import CollectiveMismatch, UnisonoError, UsageError
 from unisono.pytorch.calls import Calls, Finish
 from unisono.pytorch.errors import backend_error
 from unisono.pytorch.identity import Identity
-from unisono.pytorch.monitored_barrier import MonitoredBarrier, replace_in_torch
-from unisono.pytorch.reductions import OPS, check_sparse, divided, is_divided, is_mean, op_of, scaled
+from unisono.pytorch.monitored_barrier import MonitoredBarrier
+from unisono.pytorch.reductions import (
+    OPS,
+    check_same,
+    check_sparse,
+    divided,
+    is_divided,
+    is_mean,
+    op_of,
+    scaled,
+)
 from unisono.pytorch.rendezvous import join_world
 from unisono.pytorch.tensors import CopyBack, apart, in_a_row, is_plain, joined, readable, target, updatable
 from unisono.pytorch.work import DONE, Once, Several
@@ -73,14 +82,14 @@ class ProcessGroup(Identity):
         """
         ranks, timeout = tuple(options.global_ranks_in_group), options.timeout
         default = dist.GroupMember.WORLD
-        if ranks and isinstance(default, ProcessGroup):
-            return cls(default.communicator._sub(ranks), timeout, store=options.store)
         rank, size, name = options.group_rank, options.group_size, str(options.group_id)
         try:
+            if ranks and isinstance(default, ProcessGroup):
+                return cls(default.communicator._sub(ranks), timeout, store=options.store)
             comm = join_world(options.store, rank, size, timeout, name, is_default=not ranks)
         except UnisonoError as error:
             call = "new_group" if ranks else "init_process_group"
-            raise backend_error(error, call, call_site(), rank, ranks or None) from error
+            raise backend_error(error, call, call_site(), (*ranks, rank)[rank], ranks or None) from error
         return cls(comm, timeout, store=options.store, members=ranks or None)
 
     # -- collectives that reduce ----------------------------------------------------------------------------
@@ -105,10 +114,10 @@ class ProcessGroup(Identity):
         opts = opts if opts is not None else AllreduceCoalescedOptions()
         kinds = {tensor.dtype for tensor in tensors}
         if len(kinds) != 1 or not all(map(is_plain, tensors)):
-            return _all([self.allreduce([tensor], opts) for tensor in tensors])
+            return self._all([self.allreduce([tensor], opts) for tensor in tensors])
         name = OPS[tensors[0].dtype][opts.reduceOp.op.value]
         if name is None:
-            return _all([self.allreduce([tensor], opts) for tensor in tensors])
+            return self._all([self.allreduce([tensor], opts) for tensor in tensors])
         return self._calls.run("all_reduce_many", opts, tensors, None, tensors, name)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -133,6 +142,7 @@ class ProcessGroup(Identity):
         (output,), (parts,) = outputs, inputs
         with self._calls.errors("reduce_scatter"):
             self._check_list(parts)
+            op_of(opts.reduceOp, output.dtype)  # before types without arithmetic become bytes
             counts = [part.numel() for part in parts]
             if output.numel() != counts[self._rank]:
                 raise _wrong_length(output.numel(), counts[self._rank])
@@ -180,7 +190,7 @@ class ProcessGroup(Identity):
     ) -> dist.Work:
         """Several of them; the functional form."""
         pairs = zip(outputs, inputs, strict=True)
-        return _all([self.reduce_scatter_single(output, part, opts) for output, part in pairs])
+        return self._all([self.reduce_scatter_single(output, part, opts) for output, part in pairs])
 
     # -- collectives that move ------------------------------------------------------------------------------
 
@@ -213,7 +223,7 @@ class ProcessGroup(Identity):
         self, lists: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """Several of them: `lists[rank][k]`."""
-        return _all(
+        return self._all(
             [
                 self.allgather([[by_rank[k] for by_rank in lists]], [tensor], opts)
                 for k, tensor in enumerate(tensors)
@@ -236,7 +246,7 @@ class ProcessGroup(Identity):
     ) -> dist.Work:
         """Several of them; the functional form."""
         pairs = zip(outputs, inputs, strict=True)
-        return _all([self.all_gather_single(output, part, opts) for output, part in pairs])
+        return self._all([self.all_gather_single(output, part, opts) for output, part in pairs])
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """`dist.gather`."""
@@ -273,6 +283,7 @@ class ProcessGroup(Identity):
                     )
                 x = joined(inputs[0]).view(self._size, -1)
             out, back = target(output)
+            x = x if x is None else apart(x, out)
         return self._calls.run("scatter", opts, outputs, _then(back), x, root, out=out.view(-1))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
@@ -329,12 +340,13 @@ class ProcessGroup(Identity):
         Raises:
             RuntimeError: some rank has not come in time.
         """
-        if self._monitored is None:
-            everyone = tuple(range(self._size))
-            self._monitored = MonitoredBarrier(self.communicator._sub(everyone, "monitored_barrier"))
-        self._monitored.wait(
-            self._calls.timeout_s if timeout is None else timeout.total_seconds(), wait_all_ranks
-        )
+        with self._calls.errors("monitored_barrier"):
+            if self._monitored is None:
+                everyone = tuple(range(self._size))
+                self._monitored = MonitoredBarrier(self.communicator._sub(everyone, "monitored_barrier"))
+            self._monitored.wait(
+                self._calls.timeout_s if timeout is None else timeout.total_seconds(), wait_all_ranks
+            )
 
     # -- messages -------------------------------------------------------------------------------------------
 
@@ -365,7 +377,10 @@ class ProcessGroup(Identity):
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         works, self._calls.coalesced = self._calls.coalesced or [], None
-        return Several(works)
+        return Several(self._calls, works)
+
+    def _all(self, works: Sequence[Any]) -> dist.Work:
+        return DONE if all(work is DONE for work in works) else Several(self._calls, works)
 
     # -- parts of calls -------------------------------------------------------------------------------------
 
@@ -391,9 +406,11 @@ class ProcessGroup(Identity):
             check_sparse(opts.reduceOp)
             entries = tensor.detach().coalesce()
             indices, values = readable(entries.indices().t()), readable(entries.values())
+            mine = torch.tensor([opts.reduceOp.op.value, *tensor.shape], device=tensor.device)
         gathered: dict[str, list[Tensor]] = {}
 
         def finish(_: object) -> None:
+            check_same(gathered["calls"])
             whole = torch.sparse_coo_tensor(
                 torch.cat(gathered["indices"]).t(),
                 torch.cat(gathered["values"]),
@@ -406,7 +423,9 @@ class ProcessGroup(Identity):
                 tensor.copy_(whole)
 
         work = Several(
+            self._calls,
             [
+                self._calls.start("all_gather", opts, [], lambda got: gathered.update(calls=got), mine),
                 self._calls.start(
                     "all_gather_v", opts, [tensor], lambda got: gathered.update(indices=got), indices
                 ),
@@ -415,7 +434,7 @@ class ProcessGroup(Identity):
             Once(finish),
         )
         if opts.asyncOp:
-            return work
+            return self._calls.kept(work)
         work.wait()
         return DONE
 
@@ -464,10 +483,6 @@ class ProcessGroup(Identity):
     alltoall_base = all_to_all_single
 
 
-def _all(works: Sequence[Any]) -> dist.Work:
-    return DONE if all(work is DONE for work in works) else Several(works)
-
-
 def _then(back: CopyBack | None) -> Finish | None:
     return None if back is None else lambda _: back()
 
@@ -501,11 +516,10 @@ def _received(memory: Tensor, back: CopyBack | None) -> Once:
 
 def _rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
     """The parts of dimension 0, by rank."""
+    if tensor.dim() == 0:
+        raise UsageError(f"a tensor of shape {tuple(tensor.shape)}; allowed: one with a dimension 0")
     if not splits:
         splits = [tensor.shape[0] // size] * size
     if len(splits) != size or sum(splits) != tensor.shape[0]:
         raise UsageError(f"splits {list(splits)}; allowed: {size} lengths of {tensor.shape[0]} together")
     return list(tensor.split(list(splits)))
-
-
-replace_in_torch(ProcessGroup)

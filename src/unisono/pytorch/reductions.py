@@ -8,9 +8,10 @@ import torch
 from torch.distributed import ReduceOp
 
 from unisono.core.dtypes import DTYPES, Kind
-from unisono.errors import UsageError
+from unisono.core.ops import DIVIDED_SUM, SCALED_SUM, OpLike
+from unisono.errors import CollectiveMismatch, UsageError
 
-__all__ = ["OPS", "check_sparse", "divided", "is_divided", "is_mean", "op_of", "scaled"]
+__all__ = ["OPS", "check_same", "check_sparse", "divided", "is_divided", "is_mean", "op_of", "scaled"]
 
 _RED = ReduceOp.RedOpType
 _BITS: Final = {_RED.BAND: "band", _RED.BOR: "bor", _RED.BXOR: "bxor"}
@@ -44,8 +45,8 @@ _AVG: Final = _RED.AVG.value
 _PREMUL_SUM: Final = _RED.PREMUL_SUM.value
 
 
-def op_of(op: Any, dtype: torch.dtype) -> str:
-    """The engine's name of an operation on a type.
+def op_of(op: Any, dtype: torch.dtype) -> OpLike:
+    """The engine's operation for torch's on a type.
 
     Raises:
         UsageError: it is not defined for the type.
@@ -54,9 +55,11 @@ def op_of(op: Any, dtype: torch.dtype) -> str:
     names = OPS.get(dtype)
     if names is None:
         raise UsageError(f"a reduction of {dtype}; allowed: {', '.join(DTYPES)}")
+    if is_divided(op, dtype):
+        return DIVIDED_SUM
+    if number == _PREMUL_SUM and dtype is not torch.bool:
+        return SCALED_SUM
     name = names[number]
-    if is_divided(op, dtype) or (number == _PREMUL_SUM and dtype is not torch.bool):
-        name = names[_RED.SUM.value]
     if name is None:
         allowed = ", ".join(each for each, code in _RED.__members__.items() if names[code.value] is not None)
         raise UsageError(f"ReduceOp.{op.op.name} of {dtype}; allowed: {allowed}")
@@ -75,7 +78,7 @@ def is_divided(op: Any, dtype: torch.dtype) -> bool:
 
 def scaled(op: Any, tensor: torch.Tensor) -> torch.Tensor:
     """What a rank contributes: a product in new memory for PREMUL_SUM, else the tensor itself."""
-    return tensor * op.factor if op.op.value == _PREMUL_SUM else tensor
+    return (tensor * op.factor).to(tensor.dtype) if op.op.value == _PREMUL_SUM else tensor
 
 
 def check_sparse(op: Any) -> None:
@@ -86,6 +89,25 @@ def check_sparse(op: Any) -> None:
     """
     if op.op.value not in (_RED.SUM.value, _AVG):
         raise UsageError(f"ReduceOp.{op.op.name} of sparse tensors; allowed: SUM, AVG")
+
+
+def check_same(calls: torch.Tensor) -> None:
+    """Compare sums of sparse tensors: the operation and the shape of each rank, in rows.
+
+    Raises:
+        CollectiveMismatch: they differ.
+    """
+    if bool((calls == calls[0]).all()):
+        return
+    names = {code.value: name for name, code in _RED.__members__.items()}
+    rows = [(names[row[0]], row[1:]) for row in calls.tolist()]
+    other = next(rank for rank, row in enumerate(rows) if row != rows[0])
+    ways, shapes = zip(rows[0], rows[other], strict=True)
+    what, pair = ("op", ways) if ways[0] != ways[1] else ("shape", shapes)
+    raise CollectiveMismatch(
+        f"ranks 0 and {other} of the group called all_reduce of different sparse tensors: "
+        f"{what}: {pair[0]} against {pair[1]}"
+    )
 
 
 def divided(tensor: torch.Tensor, size: int) -> None:

@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from unisono.core.dtypes import DTYPES
@@ -69,7 +70,7 @@ def target(tensor: Tensor) -> tuple[Tensor, CopyBack | None]:
     own = _detached(tensor)
     if own.is_contiguous() and not own.is_neg() and not own.is_conj():
         return _as_typed(own), None
-    memory = torch.empty(own.shape, dtype=own.dtype)
+    memory = torch.empty(own.shape, dtype=own.dtype, device=own.device)
     return _as_typed(memory), lambda: own.copy_(memory)
 
 
@@ -82,6 +83,8 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 def in_a_row(tensors: Sequence[Tensor]) -> Tensor | None:
     """One flat tensor in place of plain ones that follow each other in memory, as chunks do; else None."""
     first = tensors[0]
+    if not is_plain(first):  # some have no memory of their own
+        return None
     storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
     for tensor in tensors:
         if not is_plain(tensor) or tensor.dtype is not first.dtype:
@@ -108,6 +111,10 @@ def apart(x: Tensor, out: Tensor) -> Tensor:
 
 
 def _detached(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.trigger_wait()
+    if tensor.is_quantized:
+        raise UsageError(f"a quantized tensor of {tensor.dtype}; allowed: its `int_repr()`")
     if tensor.layout is not torch.strided or not tensor.is_cpu:
         raise UsageError(
             f"a {tensor.layout} tensor on {tensor.device}; allowed: dense tensors on the CPU"

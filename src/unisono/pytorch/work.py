@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from unisono.core.call_site import call_site, line_of
+from unisono.core.clock import NEVER
 from unisono.core.work import Work
 from unisono.errors import UnisonoError
 from unisono.pytorch.completion import Stream, WorkFuture
@@ -27,7 +30,8 @@ _NOT_GIVEN: Final = timedelta(0)
 class _Base(dist.Work):  # type: ignore[misc]
     """What torch asks of a work; `_end` waits for it and raises its error."""
 
-    _future: WorkFuture | None = None
+    # Weakly: the future holds the work, and together they would keep the outputs until garbage is collected.
+    _future: weakref.ref[WorkFuture] | None = None
 
     def _end(self, timeout_s: float | None = None) -> None:
         raise NotImplementedError
@@ -42,6 +46,10 @@ class _Base(dist.Work):  # type: ignore[misc]
     def after(self, run: Callable[[], None]) -> None:
         """Run it when the work has ended, on a thread for callbacks."""
         raise NotImplementedError
+
+    def is_served_here(self) -> bool:
+        """Whether this thread is the one that runs what `after` was given."""
+        return False
 
     def wait(self, timeout: timedelta = _NOT_GIVEN) -> bool:
         """Wait until it has ended; no timeout means no limit beyond the operation's own.
@@ -58,7 +66,7 @@ class _Base(dist.Work):  # type: ignore[misc]
 
     def settle(self) -> None:
         """Wait until it has ended, well or not."""
-        self.exception()
+        self._ended_by()
 
     def outcome(self) -> list[Tensor]:
         """What its future holds: its output tensors."""
@@ -70,7 +78,10 @@ class _Base(dist.Work):  # type: ignore[misc]
         return self.outcome()
 
     def exception(self) -> Exception | None:
-        """The error that ended it, if one did. Waits for its end."""
+        """The error that ended it, if one has. Does not wait."""
+        return self._ended_by() if self.is_completed() else None
+
+    def _ended_by(self) -> Exception | None:
         try:
             self._end()
         except Exception as error:
@@ -79,17 +90,19 @@ class _Base(dist.Work):  # type: ignore[misc]
 
     def is_success(self) -> bool:
         """Whether it has ended well."""
-        return self.is_completed() and self.exception() is None
+        return self.is_completed() and self._ended_by() is None
 
     def get_future(self) -> Future[list[Tensor]]:
         """The future of its output tensors."""
-        if self._future is None:
-            self._future = future = WorkFuture(self)
+        future = None if self._future is None else self._future()
+        if future is None:
+            future = WorkFuture(self)
+            self._future = weakref.ref(future)
             if self.is_completed():
                 future.fulfil()
             else:
                 self.after(future.fulfil)
-        return self._future
+        return future
 
 
 class Started(_Base):
@@ -120,9 +133,12 @@ class Started(_Base):
             if self._finish is not None:
                 self._finish(result)
         except UnisonoError as error:
-            code, instruction = self._work._call_site
-            site = call_site() if code is None else line_of(code, instruction)
-            raise self._calls.failed(error, self._call, site) from error
+            raise self._calls.failed(error, self._call, self.site()) from error
+
+    def site(self) -> str:
+        """The line of the user's program that started it."""
+        code, instruction = self._work._call_site
+        return call_site() if code is None else line_of(code, instruction)
 
     def _outputs(self) -> Sequence[Tensor]:
         return self._given
@@ -139,6 +155,10 @@ class Started(_Base):
         """Run it on the stream's thread, in the order of these calls."""
         self._stream.after(self, run)
 
+    def is_served_here(self) -> bool:
+        """Whether this is the stream's thread."""
+        return self._stream.is_served_here()
+
 
 class Message(Started):
     """A started send or receive. Its callbacks run as messages end: one may wait for a later collective."""
@@ -148,9 +168,14 @@ class Message(Started):
 
         def ended(_: Work[Any]) -> None:
             self.settle()
-            run()
+            with _serving_messages:
+                run()
 
         self._work.add_done_callback(ended)
+
+    def is_served_here(self) -> bool:
+        """Whether this is unisono's thread for callbacks, in one of a message."""
+        return _serving_messages.is_here()
 
     def _source_rank(self) -> int:
         """The group rank that sent what was received."""
@@ -161,20 +186,27 @@ class Message(Started):
 
 
 class Several(_Base):
-    """Works that torch sees as one."""
+    """Works of a group that torch sees as one."""
 
-    def __init__(self, parts: Sequence[_Base], finish: Once | None = None) -> None:
+    def __init__(self, calls: Calls, parts: Sequence[_Base], finish: Once | None = None) -> None:
         dist.Work.__init__(self)
+        self._calls = calls
         self._parts = parts
         self._finish = finish
         if finish is not None:
             self.after(_nothing)
 
     def _end(self, timeout_s: float | None = None) -> None:
+        runtime = self._calls.comm.backend.runtime
+        deadline = NEVER if timeout_s is None else runtime.deadline(timeout_s)
         for part in self._parts:
-            part._end(timeout_s)
-        if self._finish is not None:
-            self._finish(None)
+            part._end(None if timeout_s is None else deadline.remaining(runtime.now()))
+        try:
+            if self._finish is not None:
+                self._finish(None)
+        except UnisonoError as error:
+            (first, *_) = (part for part in self._parts if isinstance(part, Started))
+            raise self._calls.failed(error, "all_reduce", first.site()) from error
 
     def _outputs(self) -> Sequence[Tensor]:
         return [tensor for part in self._parts for tensor in part._outputs()]
@@ -204,6 +236,10 @@ class Several(_Base):
             part.after(ended)
         if not self._parts:
             run()
+
+    def is_served_here(self) -> bool:
+        """Whether one of them is."""
+        return any(part.is_served_here() for part in self._parts)
 
 
 class _Done(_Base):
@@ -237,6 +273,8 @@ class Once:
     def __init__(self, finish: Callable[[Any], object], *, is_owed: bool = True) -> None:
         self.is_owed = is_owed
         self._finish: Callable[[Any], object] | None = finish
+        # Of the caller: another thread may do it, and must be allowed what the caller is.
+        self._is_inference = torch.is_inference_mode_enabled()
         self._lock = threading.Lock()
         self._error: Exception | None = None
 
@@ -245,7 +283,8 @@ class Once:
         with self._lock:
             if self._finish is not None:
                 try:
-                    self._finish(result)
+                    with torch.inference_mode(self._is_inference):
+                        self._finish(result)
                 except Exception as error:
                     self._error = error
                 self._finish = None
@@ -253,8 +292,25 @@ class Once:
             raise self._error
 
 
+class _ServingMessages(threading.local):
+    """Whether this thread runs callbacks of messages, as a context."""
+
+    depth = 0
+
+    def is_here(self) -> bool:
+        """Whether it does."""
+        return self.depth > 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
+
 def _nothing() -> None:
     pass
 
 
+_serving_messages: Final = _ServingMessages()
 DONE: Final = _Done()

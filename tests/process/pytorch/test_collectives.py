@@ -177,6 +177,39 @@ def operations_that_are_not_defined_are_refused_before_anything_is_sent(pair: Pa
 
 
 @check
+def bytes_are_never_added_up(pair: Pair) -> None:
+    """Types without arithmetic travel as bytes: every form that reduces refuses them."""
+    kind = torch.float8_e4m3fn
+    whole, part = torch.ones(4 * pair.size).to(kind), torch.zeros(4).to(kind)
+    uneven = [torch.ones(rank + 1).to(kind) for rank in range(pair.size)]
+    for run in (
+        lambda: dist.reduce_scatter(part, list(whole.chunk(pair.size)), group=pair.ours),
+        lambda: dist.reduce_scatter(part, [part.clone() for _ in range(pair.size)], group=pair.ours),
+        lambda: dist.reduce_scatter(uneven[pair.rank].clone(), uneven, group=pair.ours),
+        lambda: dist.reduce_scatter_single(part, whole, group=pair.ours),
+        lambda: dist.reduce(part, group=pair.ours, group_dst=0),
+        lambda: pair.ours.allreduce_coalesced([part, part]),
+    ):
+        with pytest.raises(dist.DistBackendError, match=r"a reduction of torch\.float8"):
+            run()
+        assert_equal(part.float(), torch.zeros(4))
+    dist.barrier(group=pair.ours)
+
+
+@check
+def a_scaled_sum_of_integers_keeps_their_type(pair: Pair) -> None:
+    op = dist._make_nccl_premul_sum(2.0)
+    x = data(pair.rank, (6,), torch.int32)
+    dist.reduce(x, op=op, group=pair.ours, group_dst=0)
+    if pair.rank == 0:
+        assert_equal(x, torch.stack(all_data(pair.size, (6,), torch.int32)).sum(0).to(torch.int32) * 2)
+    out = torch.zeros(3, dtype=torch.int64)
+    dist.reduce_scatter_single(out, data(pair.rank, (pair.size * 3,), torch.int64), op, group=pair.ours)
+    whole = torch.stack(all_data(pair.size, (pair.size * 3,), torch.int64)).sum(0)
+    assert_equal(out, whole.view(pair.size, 3)[pair.rank] * 2)
+
+
+@check
 def reduce_to_a_root(pair: Pair) -> None:
     for root in range(pair.size):
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
@@ -491,6 +524,101 @@ def tensors_that_need_gradients(pair: Pair) -> None:
     assert leaf.requires_grad
 
 
+@check
+def scatter_into_a_chunk_of_its_own_list(pair: Pair) -> None:
+    for own in range(pair.size):  # the root's own chunk, or another one
+        given = torch.arange(3.0 * pair.size)
+        parts = list(given.chunk(pair.size))
+        out = parts[own] if pair.rank == 0 else torch.zeros(3)
+        dist.scatter(out, parts if pair.rank == 0 else None, group=pair.ours, group_src=0)
+        assert_equal(out, torch.arange(3.0 * pair.size).view(pair.size, 3)[pair.rank])
+
+
+@check
+def inference_mode_reaches_what_is_copied_back(pair: Pair) -> None:
+    with torch.inference_mode():
+        x = data(pair.rank, (3,), torch.float32)
+        outs = [torch.zeros(3) for _ in range(pair.size)]
+        strided = torch.zeros(3, 2)[:, 0]
+        strided.copy_(x)
+        works = [
+            dist.all_gather(outs, x, group=pair.ours, async_op=True),
+            dist.all_reduce(strided, group=pair.ours, async_op=True),
+        ]
+        futures = [work.get_future().then(lambda future: future.value()) for work in works]
+        for future in futures:  # the thread for callbacks has copied
+            future.wait()
+        for work in works:
+            work.wait()
+        assert_equal(torch.stack(outs), torch.stack(all_data(pair.size, (3,), torch.float32)))
+        assert_equal(strided, torch.stack(all_data(pair.size, (3,), torch.float32)).sum(0))
+
+
+@check
+def another_default_device_changes_nothing(pair: Pair) -> None:
+    x, base, wide = data(pair.rank, (3,), torch.float32), torch.zeros(6), torch.zeros(pair.size * 3, 2)
+    bits = data(pair.rank, (3,), torch.float32).to(torch.float8_e5m2)
+    lists = [torch.zeros(3) for _ in range(pair.size)]
+    sparse = torch.sparse_coo_tensor(torch.tensor([[pair.rank]]), torch.ones(1), (4,), check_invariants=True)
+    with torch.device("meta"):
+        if pair.rank == 0:
+            dist.recv(base[::2], group=pair.ours, group_src=1)
+        elif pair.rank == 1:
+            dist.send(x, group=pair.ours, group_dst=0)
+        dist.all_gather_single(wide[:, 0], x, group=pair.ours)
+        dist.all_gather(lists, x, group=pair.ours)
+        dist.broadcast(bits, group=pair.ours, group_src=0)
+        dist.all_reduce(sparse, group=pair.ours)
+        pair.ours.monitored_barrier()
+    if pair.rank == 0:
+        assert_equal(base[::2], data(1, (3,), torch.float32))
+    assert_equal(wide[:, 0], torch.cat(all_data(pair.size, (3,), torch.float32)))
+    assert_equal(torch.stack(lists), torch.stack(all_data(pair.size, (3,), torch.float32)))
+    assert_equal(bits.float(), data(0, (3,), torch.float32))
+    assert_equal(sparse.to_dense(), (torch.arange(4) < pair.size).float())
+
+
+@check
+def results_of_functional_collectives_are_arguments(pair: Pair) -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    def pending() -> torch.Tensor:
+        return funcol.all_reduce(data(pair.rank, (3,), torch.float32), "sum", pair.ours)
+
+    total = torch.stack(all_data(pair.size, (3,), torch.float32)).sum(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch renames these
+        out = torch.zeros(3 * pair.size)
+        dist.all_gather_single(out, pending(), group=pair.ours)
+        assert_equal(out, total.repeat(pair.size))
+        outs = [torch.zeros(3) for _ in range(pair.size)]
+        dist.all_gather(outs, pending(), group=pair.ours)
+        assert_equal(outs[0], total)
+        part = torch.zeros(3)
+        dist.reduce_scatter(part, [pending() for _ in range(pair.size)], group=pair.ours)
+        assert_equal(part, total * pair.size)
+        twice = pending()
+        dist.all_reduce(twice, group=pair.ours)
+        assert_equal(twice.clone(), total * pair.size)
+        if pair.rank == 0:
+            dist.send(total, group=pair.ours, group_dst=1)
+        elif pair.rank == 1:
+            dist.recv(part, group=pair.ours, group_src=0)
+
+
+@check
+def what_is_no_array_is_refused_in_words(pair: Pair) -> None:
+    one = torch.tensor(1.0)
+    with pytest.raises(dist.DistBackendError, match=r"all_to_all at .*shape \(\); allowed"):
+        dist.all_to_all_single(one.clone(), one, [1] * pair.size, [1] * pair.size, group=pair.ours)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch gives quantized tensors up
+        quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    with pytest.raises(dist.DistBackendError, match="quantized"):
+        dist.broadcast(quantized, group=pair.ours, group_src=0)
+    dist.barrier(group=pair.ours)
+
+
 # -- several at once ----------------------------------------------------------------------------------------
 
 
@@ -524,6 +652,15 @@ def coalesced(pair: Pair) -> None:
         for k, part in enumerate(parts, 1):
             whole = torch.stack(all_data(pair.size, (pair.size * k,), torch.float32)).sum(0)
             assert_equal(part, whole.view(pair.size, k)[pair.rank])
+
+
+@check
+def a_sparse_sum_that_is_coalesced_has_been_copied_back(pair: Pair) -> None:
+    x = torch.sparse_coo_tensor(torch.tensor([[pair.rank]]), torch.ones(1), (4,), check_invariants=True)
+    pair.ours._start_coalescing(torch.device("cpu"))
+    pair.ours.allreduce([x])
+    pair.ours._end_coalescing(torch.device("cpu")).wait()
+    assert_equal(x.to_dense(), (torch.arange(4) < pair.size).float())
 
 
 @check

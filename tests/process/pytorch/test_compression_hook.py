@@ -105,6 +105,36 @@ def nothing_is_lost_over_many_steps_and_all_ranks_agree(comm: Communicator) -> N
 
 
 @check
+def training_goes_on_after_a_restart_as_if_there_had_been_none(comm: Communicator) -> None:
+    """A new DDP begins with other buckets than the old one ended with."""
+    for compressor in COMPRESSORS:
+        ddp, state = hooked(compressor, model())
+        for step in range(5):
+            ddp.zero_grad()
+            loss_of(ddp, comm.rank, step).backward()
+        saved = state.state_dict(ddp.module)
+        again, resumed = hooked(compressor, copy.deepcopy(ddp.module))
+        resumed.load_state_dict(saved, again.module)
+        before = residuals(state, ddp.module)
+        put = comm.all_reduce(before.copy())
+        alone, got = copy.deepcopy(ddp.module), np.zeros(before.size)
+        for step in range(5, 9):
+            for each in (again, alone):
+                each.zero_grad()
+                loss_of(each, comm.rank, step).backward()
+            got, put = got + gradients(again), put + comm.all_reduce(gradients(alone))
+        left = comm.all_reduce(residuals(resumed, again.module))
+        np.testing.assert_allclose(comm.size * got + left, put, atol=2e-5)
+        # Residuals of other buckets are never taken for those of these.
+        _, careless = fresh = hooked(compressor, model())
+        careless.feedback.load_state_dict(state.feedback.state_dict())
+        with pytest.raises(uni.UsageError, match=r"state_dict\(model\)"):
+            loss_of(fresh[0], comm.rank, 0).backward()
+        with pytest.raises(uni.UsageError, match="no parameter"):
+            resumed.load_state_dict({**saved, "parameters": {"other": np.zeros(3, np.float32)}}, again.module)
+
+
+@check
 def everything_sent_is_the_plain_mean(comm: Communicator) -> None:
     for how in (
         {},

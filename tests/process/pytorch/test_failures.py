@@ -134,6 +134,77 @@ def test_different_calls_are_named_with_the_lines_that_made_them(tmp_path: Path)
             assert not re.search(r"process_group.py|distributed_c10d.py|c10d_logger.py", text)
 
 
+def test_sums_that_are_finished_in_another_way_are_told_apart(tmp_path: Path):
+    """The mean of integers, a scaled sum and a sum are one sum in the engine, and three results."""
+
+    def program(rank: int) -> list[str]:
+        ways = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist._make_nccl_premul_sum(0.5))
+        texts = []
+        for mine, other in ((0, 1), (0, 2), (1, 2)):
+            op = ways[mine if rank == 0 else other]
+            for run in (
+                lambda group, op: dist.all_reduce(torch.ones(5, dtype=torch.int64), op, group=group),
+                lambda group, op: dist.reduce(torch.ones(5, dtype=torch.int64), 0, op, group=group),
+                lambda group, op: dist.reduce_scatter_single(
+                    torch.ones(5, dtype=torch.int64), torch.ones(10, dtype=torch.int64), op, group=group
+                ),
+                lambda group, op: dist.reduce_scatter(
+                    torch.ones(rank + 1, dtype=torch.int64),
+                    [torch.ones(1, dtype=torch.int64), torch.ones(2, dtype=torch.int64)],
+                    op,
+                    group=group,
+                ),
+            ):
+                group: Any = dist.new_group([0, 1])
+                texts.append(error_of(partial(run, group, op)))
+        group = dist.new_group([0, 1])
+        sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (4,), check_invariants=True)
+        texts.append(error_of(lambda: dist.all_reduce(sparse, ways[rank], group=group)))
+        group = dist.new_group([0, 1])
+        sparse = torch.sparse_coo_tensor(
+            torch.tensor([[0]]), torch.ones(1), (4 + rank,), check_invariants=True
+        )
+        texts.append(error_of(lambda: dist.all_reduce(sparse, group=group)))
+        return texts
+
+    for texts in run_torch(program, 2, tmp_path):
+        for text in texts[:-2]:
+            assert "op: " in text, text
+            assert "test_failures.py:" in text
+        assert "SUM against AVG" in texts[-2]
+        assert "[4]" in texts[-1]
+        assert "[5]" in texts[-1]
+
+
+def test_errors_name_world_ranks(tmp_path: Path):
+    def program(rank: int) -> str:
+        group = dist.new_group([1, 2])
+        text = error_of(lambda: dist.all_reduce(torch.ones(rank), group=group)) if rank else ""
+        dist.barrier()
+        return text
+
+    for rank, text in enumerate(run_torch(program, 3, tmp_path)):
+        assert text == "" or text.startswith(f"[rank {rank}] "), text
+
+
+def test_calls_of_a_group_that_is_shut_down_raise_what_torch_programs_catch(tmp_path: Path):
+    def program(rank: int) -> None:
+        group: Any = dist.new_group([0, 1])
+        future = dist.all_reduce(torch.ones(2), group=group, async_op=True).get_future()
+        future.wait()
+        dist.barrier()
+        group.shutdown()
+        for run in (
+            lambda: group.allreduce([torch.ones(1)]),
+            lambda: group.send([torch.ones(1)], 1 - rank, 0),
+            group.monitored_barrier,
+        ):
+            with pytest.raises(RuntimeError):
+                run()
+
+    run_torch(program, 2, tmp_path)
+
+
 def test_a_group_has_a_deadline_for_every_call(tmp_path: Path):
     def program(rank: int) -> list[str]:
         group = dist.new_group([0, 1], timeout=timedelta(milliseconds=300))
@@ -195,7 +266,7 @@ def test_a_group_beside_another_default_backend_tells_global_ranks(tmp_path: Pat
         return text
 
     for text in run_torch(program, 3, tmp_path, backend="gloo")[1:]:
-        assert "rank i here is global rank [1, 2][i]" in text
+        assert "rank i of unisono is global rank [1, 2][i]" in text
 
 
 def test_a_world_may_be_made_again_and_again(tmp_path: Path):

@@ -96,6 +96,19 @@ def test_torch_finds_the_backend_and_imports_nothing_for_it() -> None:
     assert used == "unisono 1 [0, 1, 2]"
 
 
+EARLY = """
+import unisono.pytorch
+from torch.distributed import monitored_barrier, init_process_group, HashStore
+init_process_group("unisono", store=HashStore(), rank=0, world_size=1)
+monitored_barrier()
+print("passed")
+"""
+
+
+def test_a_monitored_barrier_that_was_imported_before_any_group_is_ours() -> None:
+    assert python(EARLY) == "passed\n"
+
+
 @pytest.mark.more
 def test_without_looking_torch_learns_it_by_an_import() -> None:
     names, used = python(FOUND, TORCH_DEVICE_BACKEND_AUTOLOAD="0").splitlines()

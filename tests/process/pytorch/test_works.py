@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -329,6 +330,90 @@ def a_message_of_another_length_is_refused(pair: Pair) -> None:
         with pytest.raises(dist.DistBackendError, match="20 bytes"):
             dist.recv(torch.zeros(4), group=pair.ours, group_src=0, tag=12)
         dist.recv(torch.zeros(5), group=pair.ours, group_src=0, tag=12)
+
+
+# -- what could be forgotten --------------------------------------------------------------------------------
+
+
+@check
+def a_callback_may_wait_for_what_follows_the_work_that_it_is_called_for(pair: Pair) -> None:
+    x = ramp(pair.rank, 5)
+    future = dist.all_reduce(x, group=pair.ours, async_op=True).get_future()
+    order = []
+
+    def inner(ended: Any) -> Any:
+        order.append("inner")
+        y = ended.value()[0].clone()
+        dist.all_reduce(y, group=pair.ours)
+        return y
+
+    def outer(_: Any) -> Any:
+        order.append("outer")
+        grandchild = future.then(inner).then(lambda child: child.value() + 1)
+        return grandchild.wait()
+
+    assert_equal(future.then(outer).wait(), summed(pair.size, 5) * pair.size + 1)
+    future.then(lambda _: order.append("last")).wait()
+    assert order == ["outer", "inner", "last"]
+    sent = dist.isend(x, group=pair.ours, group_dst=(pair.rank + 1) % pair.size)
+    taken = torch.zeros(5)
+    got = dist.irecv(taken, group=pair.ours, group_src=(pair.rank - 1) % pair.size).get_future()
+    got.then(lambda _: got.then(lambda f: f.value()).wait()).wait()
+    sent.wait()
+    assert_equal(taken, summed(pair.size, 5))
+
+
+@check
+def a_work_and_its_future_are_dropped_with_their_last_owner(pair: Pair) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        x = ramp(pair.rank)
+        kept = weakref.ref(x)
+        work = dist.all_reduce(x, group=pair.ours, async_op=True)
+        work.get_future().then(lambda _: None).wait()
+        dist.barrier(group=pair.ours)
+        work.wait()
+        del work, x
+        last = dist.barrier(group=pair.ours, async_op=True)  # the thread for callbacks lets go of what it ran
+        last.get_future().then(lambda _: None).wait()
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+@check
+def an_error_is_asked_for_without_waiting(pair: Pair) -> None:
+    taken = torch.zeros(3)
+    if pair.rank == 0:
+        work = dist.irecv(taken, group=pair.ours, group_src=1)
+        assert work.exception() is None
+        assert not work.is_success()
+    dist.barrier(group=pair.ours)
+    if pair.rank == 1:
+        dist.send(torch.ones(3), group=pair.ours, group_dst=0)
+    if pair.rank == 0:
+        work.wait()
+        assert work.exception() is None
+
+
+@check
+def several_works_share_one_deadline(pair: Pair) -> None:
+    device = torch.device("cpu")
+    if pair.rank == 0:
+        with dist._coalescing_manager(pair.ours, device=device, async_ops=True) as manager:
+            for tag in range(5):
+                dist.irecv(torch.zeros(3), group=pair.ours, group_src=1, tag=tag)
+        began = time.monotonic()
+        with pytest.raises(dist.DistBackendError, match="Timed out"):
+            manager.works[0].wait(timedelta(milliseconds=200))
+        assert time.monotonic() - began < 0.5
+    dist.barrier(group=pair.ours)
+    if pair.rank == 1:
+        for tag in range(5):
+            dist.send(torch.ones(3), group=pair.ours, group_dst=0, tag=tag)
+    if pair.rank == 0:
+        manager.wait()
 
 
 # -- groups -------------------------------------------------------------------------------------------------
