@@ -116,8 +116,11 @@ bool Given::bind(const VerbSpec& spec, PyObject* const* args, Py_ssize_t count, 
   const Py_ssize_t named = names != nullptr ? PyTuple_GET_SIZE(names) : 0;
   for (Py_ssize_t i = 0; i < named; ++i) {
     PyObject* const word = PyTuple_GET_ITEM(names, i);
-    const auto known = std::find_if(spec.parameters.begin(), spec.parameters.end(),
-                                    [&](const VerbSpec::Named& one) { return one.word == word; });
+    auto known = std::find_if(spec.parameters.begin(), spec.parameters.end(),
+                              [&](const VerbSpec::Named& one) { return one.word == word; });
+    if (known == spec.parameters.end())  // names that come from data are not interned
+      known = std::find_if(spec.parameters.begin(), spec.parameters.end(),
+                           [&](const VerbSpec::Named& one) { return is_word(word, one.word); });
     if (known == spec.parameters.end() || (*this)[known->parameter] != nullptr) return false;
     (*this)[known->parameter] = args[count + i];
   }
@@ -166,14 +169,7 @@ void ParsedCall::find_site() {
 void ParsedCall::read_timeout(PyObject* timeout) {
   timeout_ns_ = verb_group_.deadline_ns;
   if (timeout == nullptr || timeout == Py_None) return;
-  double seconds = -1;
-  if (PyFloat_CheckExact(timeout)) {
-    seconds = PyFloat_AS_DOUBLE(timeout);
-  } else if (PyLong_CheckExact(timeout)) {
-    int overflow = 0;
-    const long whole = PyLong_AsLongAndOverflow(timeout, &overflow);
-    if (overflow == 0) seconds = static_cast<double>(whole);
-  }
+  const double seconds = seconds_of(timeout);
   if (!(seconds >= 0)) throw LeftToReference();  // refuses it
   if (seconds >= 1e9) {                          // longer than any program runs
     timeout_ns_ = -1;
@@ -183,10 +179,9 @@ void ParsedCall::read_timeout(PyObject* timeout) {
 }
 
 std::int32_t ParsedCall::rank_of(PyObject* rank) const {
-  if (rank == nullptr || !PyLong_CheckExact(rank)) throw LeftToReference();
-  int overflow = 0;
-  const long number = PyLong_AsLongAndOverflow(rank, &overflow);
-  if (overflow != 0 || number < 0 || number >= verb_group_.size) throw LeftToReference();
+  if (rank == nullptr) throw LeftToReference();
+  const std::int64_t number = index_of(rank);
+  if (number < 0 || number >= verb_group_.size) throw LeftToReference();
   return static_cast<std::int32_t>(number);
 }
 

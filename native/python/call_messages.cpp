@@ -15,10 +15,8 @@ using namespace engine;
 std::int64_t Call::tag_of_user(PyObject* tag, bool takes_any) const {
   if (tag == nullptr) return takes_any ? -1 : 0;
   if (takes_any && tag == group_.any.ptr()) return -1;
-  if (!PyLong_CheckExact(tag)) throw LeftToReference();
-  int overflow = 0;
-  const long number = PyLong_AsLongAndOverflow(tag, &overflow);
-  if (overflow != 0 || number < 0 || static_cast<uint64_t>(number) >= user_tags) throw LeftToReference();
+  const std::int64_t number = index_of(tag);
+  if (number < 0 || static_cast<uint64_t>(number) >= user_tags) throw LeftToReference();
   return number;
 }
 

@@ -227,13 +227,10 @@ PyObject* wait_by_python(PyObject* self, PyObject* timeout) {
   return call_method(word, args, 2);
 }
 
-// When a wait that begins now is over. Python looks at what is neither an int nor a float, and refuses what is no time.
+// When a wait that begins now is over. Python refuses what is no time.
 std::int64_t limit_of(const StartedCall& started, PyObject* timeout) {
   if (timeout == Py_None) return never;
-  double seconds = -1;
-  if (PyFloat_CheckExact(timeout)) seconds = PyFloat_AS_DOUBLE(timeout);
-  if (PyLong_CheckExact(timeout)) seconds = PyLong_AsDouble(timeout);
-  PyErr_Clear();
+  double seconds = seconds_of(timeout);
   if (!(seconds >= 0)) {
     const nb::object deadline = started.adoption.attr("runtime").attr("deadline")(nb::handle(timeout));
     const nb::object given = deadline.attr("given_s");
@@ -290,7 +287,7 @@ PyObject* wait_method(PyObject* self, PyObject* const* args, Py_ssize_t count, P
   static PyObject* const timeout_word = interned("timeout");
   PyObject* timeout = count == 1 ? args[0] : Py_None;
   const Py_ssize_t named = names != nullptr ? PyTuple_GET_SIZE(names) : 0;
-  if (count > 1 || named > 1 || (named == 1 && (count == 1 || PyTuple_GET_ITEM(names, 0) != timeout_word))) {
+  if (count > 1 || named > 1 || (named == 1 && (count == 1 || !is_word(PyTuple_GET_ITEM(names, 0), timeout_word)))) {
     PyErr_SetString(PyExc_TypeError, "wait(timeout=None) takes one argument");
     return nullptr;
   }
