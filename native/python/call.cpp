@@ -223,11 +223,17 @@ void ParsedCall::prepare_collective(const Given& given) {
 // The mean of 16-bit floats is computed in float32: reduced in memory of our own, and rounded in the end.
 void ParsedCall::widen() {
   const bool has_target = spec_.verb != Verb::reduce_scatter && spec_.verb != Verb::reduce_scatter_v;
-  wide_.resize(x_.count + (has_target ? 0 : target_count_));
+  wide_count_ = x_.count + (has_target ? 0 : target_count_);
+  if (wide_count_ == 0) return;
   std::optional<GilReleased> released;
   if (x_.nbytes() >= gil_release_bytes) released.emplace();
-  active_kernels().widen[x_.dtype](reinterpret_cast<byte*>(wide_.data()),
-                                   has_target && target_ != nullptr ? target_ : x_.data, x_.count);
+  wide_ = ResultMemory::take(wide_count_ * sizeof(float));
+  if (wide_.get() == nullptr) {
+    released.reset();
+    PyErr_NoMemory();
+    throw nb::python_error();
+  }
+  active_kernels().widen[x_.dtype](wide_.get(), has_target && target_ != nullptr ? target_ : x_.data, x_.count);
 }
 
 // An all_reduce of arrays in a row.
@@ -393,7 +399,11 @@ void ParsedCall::find_target(const Given&) {
   if (out_.is_given()) {
     check_out(shape, nd);
     target_ = out_.data;
-    if (is_reduced_whole && x_.count != 0) std::memcpy(target_, x_.data, x_.nbytes());
+    if (is_reduced_whole && x_.count != 0) {
+      std::optional<GilReleased> released;
+      if (x_.nbytes() >= gil_release_bytes) released.emplace();
+      std::memcpy(target_, x_.data, x_.nbytes());
+    }
     return;
   }
   is_result_scalar_ = nd == 0;
@@ -457,8 +467,7 @@ void Call::begin_collective() {
     stage.in = const_cast<byte*>(in_);
     stage.in_parts = announced_->sent_from;
   }
-  if (!wide_.empty()) {
-    auto* const wide = reinterpret_cast<byte*>(wide_.data());
+  if (byte* const wide = wide_.get(); wide != nullptr) {
     if (stage.in != nullptr) stage.in = wide;
     if (stage.out != nullptr) stage.out = has_no_in ? wide : wide + x_.count * sizeof(float);
   }
@@ -783,9 +792,10 @@ PyObject* ParsedCall::give() {
   if (decision_->divisor != 0 && (spec_.verb != Verb::reduce || is_root)) {
     std::optional<GilReleased> released;
     if (target_count_ * itemsizes[x_.dtype] >= gil_release_bytes) released.emplace();
-    byte* const sum = wide_.empty() ? target_ : reinterpret_cast<byte*>(wide_.data() + wide_.size() - target_count_);
+    byte* const wide = wide_.get();
+    byte* const sum = wide == nullptr ? target_ : wide + (wide_count_ - target_count_) * sizeof(float);
     active_kernels().divide[decision_->dtype](sum, target_count_, decision_->divisor);
-    if (!wide_.empty()) active_kernels().narrow[x_.dtype](target_, sum, target_count_);
+    if (wide != nullptr) active_kernels().narrow[x_.dtype](target_, sum, target_count_);
   }
   switch (spec_.verb) {
     case Verb::barrier: Py_RETURN_NONE;

@@ -199,7 +199,8 @@ class ParsedCall {
   std::optional<PartCounts> parts_;   // of a reduce_scatter_v
   std::optional<FusedArrays> fused_;  // of an all_reduce_many: x stands for them
   std::optional<Announced> announced_;
-  std::vector<float> wide_;  // see `widen`
+  engine::ResultMemory wide_;  // see `widen`
+  uint64_t wide_count_ = 0;
   const Decision* decision_ = nullptr;
   engine::Fingerprint fingerprint_;
   nb::object code_;  // where the program calls it, until it is in the log
