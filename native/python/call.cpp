@@ -275,10 +275,10 @@ void ParsedCall::find_decision(const Given& given) {
   const uint64_t width = op_ == OpNames::none ? 1 : op_names.width_of(op_);
   count_ = x_.count / width / static_cast<uint64_t>(is_by_rank(spec_.verb) ? verb_group_.size : 1);
   key.size_class = parts_.has_value() ? parts_->size_class() : size_class(count_);
-  if (width > 1 && !fused_.has_value()) {
-    key.shape = static_cast<uint64_t>(x_.nd);
-    for (int i = 0; i < x_.nd; ++i) key.shape = (key.shape ^ static_cast<uint64_t>(x_.shape[i])) * 0xd6e8feb86659fd93u;
-  }
+  // The last axis is one item, and no rank gets a part of one; the reference path refuses it. See ReduceOp.check_shape.
+  if (width > 1 && !fused_.has_value() &&
+      (x_.nd <= (is_by_rank(spec_.verb) ? 1 : 0) || x_.shape[x_.nd - 1] != static_cast<Py_ssize_t>(width)))
+    throw LeftToReference();
   decision_ = verb_group_.decisions.find(key);
   if (decision_ == nullptr) decision_ = decide(key, given, x_.dtype, {x_.shape, static_cast<size_t>(x_.nd)});
   if (decision_->program == nullptr && !decision_->library.is_valid()) throw LeftToReference();

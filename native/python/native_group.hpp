@@ -43,7 +43,6 @@ struct DecisionKey {
   std::int16_t op = -1;
   std::int32_t root = 0;
   PyObject* algorithm = nullptr;  // interned, and never freed once a decision names it
-  uint64_t shape = 0;             // hash of it, where it decides whether the operation is defined
   int size_class = 0;             // of the items of one rank
   int stage = 0;
 
@@ -52,7 +51,7 @@ struct DecisionKey {
     uint64_t h = uint64_t{verb} | uint64_t{dtype} << 8 | static_cast<uint64_t>(static_cast<uint16_t>(op)) << 16 |
                  static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32;
     h = (h ^ reinterpret_cast<uint64_t>(algorithm) ^ static_cast<uint64_t>(stage) << 56) * 0x9e3779b97f4a7c15u;
-    h = (h ^ h >> 29 ^ shape) * 0xd6e8feb86659fd93u;
+    h = (h ^ h >> 29) * 0xd6e8feb86659fd93u;
     h = (h ^ h >> 32 ^ static_cast<uint64_t>(size_class)) * 0x9e3779b97f4a7c15u;
     return h ^ h >> 32;
   }
