@@ -197,15 +197,9 @@ void ParsedCall::prepare_collective(const Given& given) {
     if (x == nullptr) throw LeftToReference();
     PyObject* const out = given[Parameter::out];
     const bool has_out = out != nullptr && out != Py_None;
-    const bool is_written =
-        verb == Verb::broadcast || (!has_out && (verb == Verb::all_reduce || (verb == Verb::reduce && is_root)));
-    try {
-      verb_group_.arguments.see(x, "x", is_written, x_);
-    } catch (nb::python_error&) {
-      // A root may broadcast what it cannot write. With some algorithms it gets parts of it back: not into its memory.
-      if (verb == Verb::broadcast && is_root) throw LeftToReference();
-      throw;
-    }
+    const bool is_written = (verb == Verb::broadcast && !is_root) ||
+                            (!has_out && (verb == Verb::all_reduce || (verb == Verb::reduce && is_root)));
+    verb_group_.arguments.see(x, "x", is_written, x_);
     if (is_by_rank(verb) && (x_.nd == 0 || x_.shape[0] != verb_group_.size)) throw LeftToReference();
     const bool is_for_root = verb == Verb::gather || verb == Verb::reduce;
     if (has_out && (is_root || !is_for_root)) verb_group_.arguments.see(out, "out", true, out_);
@@ -216,8 +210,19 @@ void ParsedCall::prepare_collective(const Given& given) {
                           op_names.width_of(op_));
   }
   find_decision(given);
+  if (verb == Verb::broadcast && is_root && decision_->writes_out) check_root_is_writable(given[Parameter::x]);
   find_target(given);
   if (x_.is_given() && decision_->dtype != x_.dtype) widen();
+}
+
+// A root may broadcast what it cannot write. With some algorithms it gets parts of it back: not into its memory.
+void ParsedCall::check_root_is_writable(PyObject* x) const {
+  Argument written;
+  try {
+    verb_group_.arguments.see(x, "x", true, written);
+  } catch (nb::python_error&) {
+    throw LeftToReference();
+  }
 }
 
 // The mean of 16-bit floats is computed in float32: reduced in memory of our own, and rounded in the end.
@@ -363,6 +368,11 @@ const Decision* ParsedCall::keep_decision(const DecisionKey& key, uint8_t given_
   decision->itemsize = item_bytes(dtype, code);
   const nb::bytes identity = nb::cast<nb::bytes>(values[5]);
   decision->identity.assign(identity.c_str(), identity.size());
+  // What a library does is not known.
+  decision->writes_out =
+      decision->program == nullptr ||
+      std::any_of(decision->program->steps.begin(), decision->program->steps.end(),
+                  [](const SymbolicStep& step) { return step.step != Step::send && step.dst_buf == Buffer::out; });
   if (decision->program != nullptr && decision->program->reduces && decision->kernel == nullptr)
     throw nb::value_error("the operation is not defined for the dtype");
   Py_XINCREF(key.algorithm);

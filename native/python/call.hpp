@@ -173,6 +173,7 @@ class ParsedCall {
   bool shows_all() const;
   void find_target(const Given& given);
   void find_site();
+  void check_root_is_writable(PyObject* x) const;
   void widen();
   void check_out(const Py_ssize_t* shape, int nd) const;
   void fill_with_identity();

@@ -26,6 +26,7 @@ struct Decision {
   nb::object library;               // instead of a program: what calls a library
   engine::Fingerprint fingerprint;  // but for count and hash
   bool is_shape_compared = false;
+  bool writes_out = true;         // this rank's program writes the memory of the result
   bool is_synchronizing = false;  // with elements in every block, its end shows that all ranks have called it
   Reduce kernel = nullptr;
   uint64_t itemsize = 1;     // of what is never separated
