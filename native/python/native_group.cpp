@@ -57,6 +57,16 @@ NativeGroup::NativeGroup(nb::object engine, nb::object call_log, nb::object argu
     if (peer >= completions.engine().size) throw nb::value_error("no such rank");
 }
 
+NativeGroup::~NativeGroup() {
+  for (const auto& [site, times] : dropped_) Py_XDECREF(std::get<1>(site));
+}
+
+void NativeGroup::note_dropped(PyObject* verb, PyObject* code, int instruction) {
+  const auto [place, is_new] = dropped_.try_emplace({verb, code, instruction}, 0);
+  if (is_new) Py_XINCREF(code);
+  ++place->second;
+}
+
 nb::list NativeGroup::unclaimed(uint64_t sequence) {
   std::vector<CompletionQueue::Unclaimed> found;
   if (sequence > 0) {
@@ -83,8 +93,8 @@ std::vector<std::int32_t> NativeGroup::unconfirmed_ranks() const {
 
 bool NativeGroup::is_idle() const {
   // Messages that run ahead wait among the unexpected ones.
-  return started.empty() && std::all_of(run_ahead_.begin(), run_ahead_.end(), [](uint8_t n) { return n == 0; }) &&
-         !has_unexpected();
+  return started.empty() && dropped_.empty() &&
+         std::all_of(run_ahead_.begin(), run_ahead_.end(), [](uint8_t n) { return n == 0; }) && !has_unexpected();
 }
 
 void NativeGroup::introduce(size_t rank) {

@@ -6,9 +6,11 @@
 
 #pragma once
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "base/intrusive_list.hpp"
@@ -144,6 +146,7 @@ class NativeGroup : public VerbGroup {
   NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, nb::object decisions, uint64_t context,
               uint64_t fingerprint_seed, std::shared_ptr<engine::RankMap> rank_map, bool is_introduced, size_t window,
               double stall_s, std::optional<double> deadline_s, nb::object status, nb::object any);
+  ~NativeGroup();
   // Messages that no call here has received although it should have: (rank, number, header) of calls before `sequence`.
   nb::list unclaimed(uint64_t sequence);
   // Whether an unmatched message waits here.
@@ -157,7 +160,9 @@ class NativeGroup : public VerbGroup {
   // Works whose calls are under way and that no thread looks at: all, or those that Python must look at by now. If only
   // those, the pump returns when the next one is due.
   nb::list works_to_adopt(bool only_overdue);
-  // (verb, code, instruction) of works that were never waited for.
+  // A work was dropped that was never waited for.
+  void note_dropped(PyObject* verb, PyObject* code, int instruction);
+  // (verb, code, instruction, how many) of works that were never waited for.
   nb::list unwaited() const;
   // Count what a collective about to start sends to peers that do not answer; true if it may run ahead of them.
   bool count_run_ahead(const engine::Run& run, uint64_t nbytes);
@@ -180,6 +185,8 @@ class NativeGroup : public VerbGroup {
   std::vector<uint8_t> run_ahead_;
   std::vector<bool> is_called_;  // by the number of a decision
   nb::object engine_;            // kept for the reference above
+  // Works that were dropped, by verb, code object (of which this holds a reference) and instruction.
+  std::map<std::tuple<PyObject*, PyObject*, int>, size_t> dropped_;
 };
 
 }  // namespace unisono

@@ -494,8 +494,7 @@ void finalize_work(PyObject* self) {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   try {
-    if (!started->is_observed)
-      started->adoption.attr("note_unwaited")(nb::handle(started->spec.word), started->code, started->lasti);
+    if (!started->is_observed) started->native.note_dropped(started->spec.word, started->code.ptr(), started->lasti);
     if (started->state == StartedCall::State::active && !started->native.completions.engine().is_closed()) {
       // The pump makes the group of a split, and leaves it: other members may use it.
       if (started->spec.verb == Verb::split)
@@ -624,12 +623,17 @@ nb::list NativeGroup::works_to_adopt(bool only_overdue) {
 
 nb::list NativeGroup::unwaited() const {
   // Making a tuple may run the garbage collector, and that may drop works: first they are read, then dispatched.
-  std::vector<std::tuple<nb::object, nb::object, int>> found;
+  std::vector<std::tuple<nb::object, nb::object, int, size_t>> found;
   for (const StartedLink* link = started.front(); link != nullptr; link = StartedList::next(*link))
     if (const auto* const one = static_cast<const StartedCall*>(link); !one->is_observed)
-      found.emplace_back(nb::borrow(one->spec.word), one->code, one->lasti);
+      found.emplace_back(nb::borrow(one->spec.word), one->code, one->lasti, 1);
+  for (const auto& [site, times] : dropped_) {
+    const auto& [word, code, lasti] = site;
+    found.emplace_back(nb::borrow(word), nb::borrow(code), lasti, times);
+  }
   nb::list works;
-  for (const auto& [word, code, lasti] : found) works.append(nb::make_tuple(word, code, lasti));
+  for (const auto& [word, code, lasti, times] : found)
+    works.append(nb::make_tuple(word, code.is_valid() ? code : nb::none(), lasti, times));
   return works;
 }
 
