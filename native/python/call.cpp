@@ -532,7 +532,7 @@ void Call::poll_if_short() {
 
 void Call::catch_up() {
   if (is_collective()) dispatch_completions();
-  if (!group_.call_log.fast_path_open) throw LeftToReference();
+  if (!is_open()) throw LeftToReference();
 }
 
 void Call::dispatch_completions() {
@@ -553,8 +553,7 @@ void Call::leave_dispatch() {
 
 // True if it needs nothing of Python but that it dispatches what has come for others.
 bool Call::is_uninterrupted(const CallLog::InFlightCall& flight) const {
-  return group_.call_log.fast_path_open && !flight.is_recalled.load(std::memory_order_relaxed) &&
-         !group_.completions.engine().is_closed();
+  return is_open() && !flight.is_recalled.load(std::memory_order_relaxed) && !group_.completions.engine().is_closed();
 }
 
 bool Call::take() {
@@ -577,12 +576,22 @@ bool Call::take() {
   return true;
 }
 
-std::int64_t Call::attention_at() {
+std::int64_t Call::begun_at() {
   if (begun_at_ == 0) begun_at_ = now_ns();
-  return begun_at_ + (timeout_ns_ >= 0 ? std::min(timeout_ns_, group_.stall_ns) : group_.stall_ns);
+  return begun_at_;
+}
+
+// A collective is compared with those of the ranks that it waits for, whether a thread waits or not. Of a message there
+// is nothing to find out but that a thread waits for it too long.
+std::int64_t Call::attention_at() {
+  const bool has_begun = begun_at_ != 0;
+  const std::int64_t begun = begun_at(), deadline = timeout_ns_ >= 0 ? begun + timeout_ns_ : never;
+  if (is_collective()) return std::min(deadline, begun + group_.stall_ns);
+  return std::min(deadline, (has_begun ? now_ns() : begun) + group_.message_stall_ns);
 }
 
 std::int64_t Call::pump_at() {
+  if (!is_collective()) return timeout_ns_ >= 0 ? begun_at() + timeout_ns_ : never;
   const std::int64_t at = attention_at();
   return announced_ || spec_.verb == Verb::split ? std::min(at, begun_at_ + second_stage_ns) : at;
 }
@@ -682,7 +691,7 @@ bool Call::has_failed() {
 
 nb::object Call::adopt(const char* how, nb::object keeper) {
   ++group_.adopted;
-  attention_at();
+  begun_at();
   unsigned count;
   {
     // From here on another thread that waits for it finds nothing of it in the engine. Before any object is made: that

@@ -150,6 +150,19 @@ bool Call::withdraw() {
   return true;
 }
 
+std::vector<std::tuple<bool, std::int32_t, std::int64_t>> Call::messages_under_way() const {
+  std::vector<std::tuple<bool, std::int32_t, std::int64_t>> found;
+  if (is_collective()) return found;
+  const Hold held = group_.completions.engine().hold();
+  for (unsigned i = 0; i < started_; ++i) {
+    if (operations_[i]->phase == Operation::Phase::ended) continue;
+    const bool is_send = !operations_[i]->is_receive;
+    const std::int32_t rank = is_send ? dst_ : src_;
+    found.emplace_back(is_send, rank == any_source ? rank : group_.rank_map->to_global(rank), tag_);
+  }
+  return found;
+}
+
 // As Python adopts it: (kind, handle, peer, tag, buffer, dtype).
 nb::object Call::message_of(unsigned index) const {
   const bool is_receive = operations_[index]->is_receive;

@@ -36,8 +36,8 @@ VerbGroup::VerbGroup(nb::object call_log, nb::object arguments, nb::object decis
 
 NativeGroup::NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, nb::object decisions,
                          uint64_t context, uint64_t fingerprint_seed, std::shared_ptr<RankMap> rank_map,
-                         bool is_introduced, size_t window, double stall_s, std::optional<double> deadline_s,
-                         nb::object status, nb::object any)
+                         bool is_introduced, size_t window, double stall_s, double message_stall_s,
+                         std::optional<double> deadline_s, nb::object status, nb::object any)
     : VerbGroup(std::move(call_log), std::move(arguments), std::move(decisions), fingerprint_seed,
                 rank_map->to_local(completions_of(engine).engine().rank), rank_map->size(), deadline_s),
       completions(completions_of(engine)),
@@ -45,10 +45,12 @@ NativeGroup::NativeGroup(nb::object engine, nb::object call_log, nb::object argu
       rank_map(std::move(rank_map)),
       window(window > 0 ? window : 1),
       stall_ns(static_cast<std::int64_t>(stall_s * 1e9)),
+      message_stall_ns(static_cast<std::int64_t>(message_stall_s * 1e9)),
       status(std::move(status)),
       any(std::move(any)),
       is_introduced_(static_cast<size_t>(size), is_introduced),
       run_ahead_(static_cast<size_t>(completions.engine().size)),
+      is_gone_(static_cast<size_t>(size)),
       engine_(std::move(engine)) {
   if (!PyType_Check(this->status.ptr()) ||
       !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(this->status.ptr()), &PyTuple_Type))
@@ -59,6 +61,13 @@ NativeGroup::NativeGroup(nb::object engine, nb::object call_log, nb::object argu
 
 NativeGroup::~NativeGroup() {
   for (const auto& [site, times] : dropped_) Py_XDECREF(std::get<1>(site));
+}
+
+void NativeGroup::note_gone(size_t rank, bool is_dead) {
+  if (rank >= is_gone_.size()) throw nb::value_error("no such rank");
+  has_dead_ = has_dead_ || is_dead;
+  if (!is_gone_[rank]) ++gone_;
+  is_gone_[rank] = true;
 }
 
 void NativeGroup::note_dropped(PyObject* verb, PyObject* code, int instruction) {

@@ -145,7 +145,8 @@ class NativeGroup : public VerbGroup {
   // `arguments` is an Arguments and `decisions` a DecisionTable, which groups share.
   NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, nb::object decisions, uint64_t context,
               uint64_t fingerprint_seed, std::shared_ptr<engine::RankMap> rank_map, bool is_introduced, size_t window,
-              double stall_s, std::optional<double> deadline_s, nb::object status, nb::object any);
+              double stall_s, double message_stall_s, std::optional<double> deadline_s, nb::object status,
+              nb::object any);
   ~NativeGroup();
   // Messages that no call here has received although it should have: (rank, number, header) of calls before `sequence`.
   nb::list unclaimed(uint64_t sequence);
@@ -157,9 +158,21 @@ class NativeGroup : public VerbGroup {
   bool is_idle() const;
   bool is_introduced(size_t rank) const { return is_introduced_[rank]; }
   void introduce(size_t rank);
-  // Works whose calls are under way and that no thread looks at: all, or those that Python must look at by now. If only
-  // those, the pump returns when the next one is due.
-  nb::list works_to_adopt(bool only_overdue);
+  // A member has left or died.
+  void note_gone(size_t rank, bool is_dead);
+  // Whether a message from or to this rank may still come or arrive; of any rank: whether Python need not look.
+  bool is_reachable(std::int32_t rank) const {
+    if (gone_ == 0) [[likely]]
+      return true;
+    return rank == engine::any_source ? !has_dead_ && gone_ < static_cast<size_t>(size) - 1
+                                      : !is_gone_[static_cast<size_t>(rank)];
+  }
+  // Works whose calls are under way and that no thread looks at: collectives, and messages that cannot go on or, with
+  // `all_messages`, all of them. `only_overdue`: those that Python must look at by now, and the pump returns when the
+  // next one is due.
+  nb::list works_to_adopt(bool only_overdue, bool all_messages);
+  // (is a send, peer, tag) of the messages of started calls; -1 is any.
+  nb::list messages_under_way() const;
   // A work was dropped that was never waited for.
   void note_dropped(PyObject* verb, PyObject* code, int instruction);
   // (verb, code, instruction, how many) of works that were never waited for.
@@ -173,7 +186,8 @@ class NativeGroup : public VerbGroup {
   const uint64_t context;
   const std::shared_ptr<const engine::RankMap> rank_map;
   const size_t window;
-  const std::int64_t stall_ns;
+  const std::int64_t stall_ns;          // how long a collective goes on without Python
+  const std::int64_t message_stall_ns;  // how long a thread waits for a message without Python
   const nb::object status, any;
   StartedList started;       // calls that are under way here, or were never waited for
   unsigned idle_probes = 0;  // that found no message
@@ -184,9 +198,12 @@ class NativeGroup : public VerbGroup {
   // has.
   std::vector<uint8_t> run_ahead_;
   std::vector<bool> is_called_;  // by the number of a decision
-  nb::object engine_;            // kept for the reference above
+  std::vector<bool> is_gone_;    // by rank of the group
+  size_t gone_ = 0;
+  bool has_dead_ = false;
   // Works that were dropped, by verb, code object (of which this holds a reference) and instruction.
   std::map<std::tuple<PyObject*, PyObject*, int>, size_t> dropped_;
+  nb::object engine_;  // kept for the reference above
 };
 
 }  // namespace unisono

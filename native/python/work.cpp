@@ -599,13 +599,14 @@ PyObject* start_call(nb::handle group, NativeGroup& native, const VerbSpec& spec
   return work.release().ptr();
 }
 
-nb::list NativeGroup::works_to_adopt(bool only_overdue) {
+nb::list NativeGroup::works_to_adopt(bool only_overdue, bool all_messages) {
   nb::list works;
   std::int64_t next = never;
   const std::int64_t now = only_overdue ? now_ns() : never;
   for (StartedLink* link = started.front(); link != nullptr; link = StartedList::next(*link)) {
     auto* const one = static_cast<StartedCall*>(link);
     if (one->state != StartedCall::State::active) continue;
+    if (!only_overdue && !all_messages && !one->spec.is_collective() && one->call->is_open()) continue;
     if (one->waiters != 0)
       // Its thread lets Python adopt it, unless a signal handler raises there just now.
       next = std::min(next, std::max(one->attention_at, now_ns() + slice_ns));
@@ -619,6 +620,18 @@ nb::list NativeGroup::works_to_adopt(bool only_overdue) {
     completions.wake_pump_at(next);
   }
   return works;
+}
+
+nb::list NativeGroup::messages_under_way() const {
+  std::vector<std::tuple<bool, std::int32_t, std::int64_t>> found;
+  for (const StartedLink* link = started.front(); link != nullptr; link = StartedList::next(*link))
+    if (const auto* const one = static_cast<const StartedCall*>(link); one->state == StartedCall::State::active) {
+      const auto messages = one->call->messages_under_way();
+      found.insert(found.end(), messages.begin(), messages.end());
+    }
+  nb::list messages;
+  for (const auto& [is_send, peer, tag] : found) messages.append(nb::make_tuple(is_send, peer, tag));
+  return messages;
 }
 
 nb::list NativeGroup::unwaited() const {
