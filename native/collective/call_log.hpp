@@ -66,6 +66,8 @@ class CallLog {
   bool is_agreed() const { return agreed == next; }
   // Nothing has happened that Python must look at before the next call.
   bool fast_path_open = true;
+  // The same for messages between two members: these go on among members that are left.
+  bool messages_open = true;
 
   // Takes the reference of the site, and returns the one of the entry that it replaces: dropping it may run any code,
   // so the caller does that when its call may be interrupted.

@@ -1,5 +1,8 @@
 #include "python/argument.hpp"
 
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -12,7 +15,51 @@ namespace unisono {
 namespace {
 
 constexpr uint8_t int64_code = static_cast<uint8_t>(DType::int64), float64_code = static_cast<uint8_t>(DType::float64),
-                  bfloat16_code = static_cast<uint8_t>(DType::bfloat16);
+                  bfloat16_code = static_cast<uint8_t>(DType::bfloat16),
+                  complex128_code = static_cast<uint8_t>(DType::complex128),
+                  bool_code = static_cast<uint8_t>(DType::boolean);
+
+// The beginning of NumPy's type object, which is the same in its old and new binary interface.
+struct DescrObject {
+  PyObject_HEAD PyTypeObject* scalar_type;
+  char kind;
+  char type;
+  char byteorder;
+  char flags;
+  int type_number;
+};
+// Types of other packages have numbers from here on, each its own for the life of the process.
+constexpr int user_types = 256;
+// NumPy's characters for the types that may be equal to one of ours.
+constexpr char type_characters[] = "?bBhHiIlLqQefdFD";
+
+const DescrObject& as_descr(PyObject* object) { return *reinterpret_cast<const DescrObject*>(object); }
+
+// Where the value of NumPy's scalar lies: see find_scalar_types.
+engine::byte* value_of(PyObject* scalar) { return reinterpret_cast<engine::byte*>(scalar) + sizeof(PyObject); }
+
+template <class T>
+T read_as(const engine::byte* from) {
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+// A new number of Python's, or of the type of NumPy's scalar that was given.
+PyObject* number_of(const Argument& like, const engine::byte* from) {
+  if (like.form == Form::scalar) {
+    PyTypeObject* const type = Py_TYPE(like.given);
+    PyObject* const made = type->tp_alloc(type, 0);
+    if (made != nullptr) std::memcpy(value_of(made), from, itemsizes[like.dtype]);
+    return made;
+  }
+  switch (like.dtype) {
+    case bool_code: return PyBool_FromLong(*from != engine::byte{0});
+    case int64_code: return PyLong_FromLongLong(read_as<long long>(from));
+    case float64_code: return PyFloat_FromDouble(read_as<double>(from));
+    default: return PyComplex_FromCComplex(read_as<Py_complex>(from));
+  }
+}
 
 // The element type of NumPy's array for a result like this: bfloat16 of a tensor has none.
 uint8_t stored_as(const Argument& like) {
@@ -70,11 +117,42 @@ PyObject* interned(const char* word) {
   return made;
 }
 
+std::int64_t index_of_object(PyObject* given) {
+  if (PyBool_Check(given) || !PyIndex_Check(given)) throw LeftToReference();
+  const nb::object number = nb::steal(PyNumber_Index(given));
+  if (!number.is_valid()) {
+    if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw nb::python_error();
+    PyErr_Clear();
+    throw LeftToReference();
+  }
+  int overflow = 0;
+  const std::int64_t value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+  if (overflow != 0) throw LeftToReference();
+  return value;
+}
+
+double seconds_of(PyObject* given) {
+  if (PyFloat_Check(given)) return PyFloat_AS_DOUBLE(given);
+  if (PyBool_Check(given)) return -1;
+  if (!PyLong_Check(given)) {
+    static const nb::handle real = nb::object(nb::module_::import_("numbers").attr("Real")).release();
+    const int is_real = PyObject_IsInstance(given, real.ptr());
+    if (is_real < 0) throw nb::python_error();
+    if (is_real == 0) return -1;
+  }
+  const double seconds = PyFloat_AsDouble(given);
+  if (seconds != -1 || PyErr_Occurred() == nullptr) return seconds;
+  if (PyErr_ExceptionMatches(PyExc_OverflowError) == 0) throw nb::python_error();
+  PyErr_Clear();
+  return -1;
+}
+
 uint64_t Argument::nbytes() const { return count * itemsizes[dtype]; }
 
 nb::object Argument::array() const {
+  if (dtype == bfloat16_code) throw LeftToReference();
   if (form == Form::array) return nb::borrow(given);
-  if (form != Form::tensor || dtype == bfloat16_code) throw LeftToReference();
+  if (form != Form::tensor) throw LeftToReference();
   return array_of(given);
 }
 
@@ -87,6 +165,53 @@ Arguments::Arguments(nb::object array_type, nb::object empty, nb::object view, n
   for (const nb::handle dtype : dtypes) dtypes_.push_back(nb::borrow(dtype));
   if (dtypes_.size() != dtype_count)
     throw nb::value_error("allowed: a NumPy type, or None, by the number of the dtype");
+  find_equal_types();
+  find_scalar_types();
+}
+
+// Types of NumPy's own that are equal have equal numbers, but for those of C's integers: two of them are as long.
+void Arguments::find_equal_types() {
+  for (const char* at = type_characters; *at != 0; ++at) {
+    const nb::object made = empty_(nb::make_tuple(), nb::str(at, 1)).attr("dtype");
+    const DescrObject& descr = as_descr(made.ptr());
+    const int number = nb::cast<int>(made.attr("num"));
+    if (descr.type_number != number || nb::cast<std::string>(made.attr("char")) != std::string(1, descr.type) ||
+        number < 0 || number >= user_types)
+      throw std::runtime_error("NumPy's types lie otherwise in memory than this build knows");
+    if (codes_.size() <= static_cast<size_t>(number)) codes_.resize(static_cast<size_t>(number) + 1, engine::untyped);
+    for (size_t code = 0; code < dtypes_.size(); ++code)
+      if (!dtypes_[code].is_none() && made.equal(dtypes_[code]))
+        codes_[static_cast<size_t>(number)] = static_cast<uint8_t>(code);
+  }
+}
+
+uint8_t Arguments::code_of_equal(PyObject* given) const {
+  const DescrObject& descr = as_descr(given);
+  if (descr.byteorder != '=' && descr.byteorder != '|') return engine::untyped;
+  if (descr.type_number < static_cast<int>(codes_.size())) return codes_[static_cast<size_t>(descr.type_number)];
+  if (descr.type_number < user_types) return engine::untyped;
+  if (descr.type_number != bfloat16_number_) {
+    if (bfloat16_number_ >= 0 || nb::cast<std::string>(nb::handle(given).attr("name")) != "bfloat16")
+      return engine::untyped;
+    bfloat16_number_ = descr.type_number;
+    dtypes_[bfloat16_code] = nb::borrow(given);
+  }
+  return bfloat16_code;
+}
+
+// Those whose value follows the head of the object, which is compared.
+void Arguments::find_scalar_types() {
+  scalar_types_.resize(dtypes_.size());
+  for (size_t code = 0; code < dtypes_.size(); ++code) {
+    if (dtypes_[code].is_none()) continue;
+    const nb::object type = dtypes_[code].attr("type");
+    const nb::object one = type(1);
+    const nb::bytes bytes = nb::cast<nb::bytes>(one.attr("tobytes")());
+    const auto size = static_cast<Py_ssize_t>(sizeof(PyObject) + itemsizes[code]);
+    if (bytes.size() == itemsizes[code] && reinterpret_cast<PyTypeObject*>(type.ptr())->tp_basicsize >= size &&
+        std::memcmp(bytes.c_str(), value_of(one.ptr()), bytes.size()) == 0)
+      scalar_types_[code] = type;
+  }
 }
 
 void Arguments::see_other(PyObject* given, const char* what, bool is_written, Argument& seen) const {
@@ -96,22 +221,32 @@ void Arguments::see_other(PyObject* given, const char* what, bool is_written, Ar
 }
 
 bool Arguments::see_number(PyObject* given, Argument& seen) const {
+  const auto write = [&seen](uint8_t dtype, const auto& number) {
+    std::memcpy(seen.number_, &number, sizeof number);
+    seen.dtype = dtype;
+    seen.form = Form::number;
+  };
   if (PyFloat_CheckExact(given)) {
-    const double number = PyFloat_AS_DOUBLE(given);
-    std::memcpy(&seen.number_, &number, sizeof number);
-    seen.dtype = float64_code;
-    seen.form = Form::real;
+    write(float64_code, PyFloat_AS_DOUBLE(given));
   } else if (PyLong_CheckExact(given)) {
     int overflow = 0;
     const long long number = PyLong_AsLongLongAndOverflow(given, &overflow);
     if (overflow != 0) return false;
-    std::memcpy(&seen.number_, &number, sizeof number);
-    seen.dtype = int64_code;
-    seen.form = Form::whole;
+    write(int64_code, number);
+  } else if (PyBool_Check(given)) {
+    write(bool_code, static_cast<uint8_t>(given == Py_True));
+  } else if (PyComplex_CheckExact(given)) {
+    write(complex128_code, reinterpret_cast<const PyComplexObject*>(given)->cval);
   } else {
-    return false;
+    const auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(given));
+    const auto known = std::find_if(scalar_types_.begin(), scalar_types_.end(),
+                                    [type](const nb::object& one) { return one.ptr() == type; });
+    if (known == scalar_types_.end()) return false;
+    seen.dtype = static_cast<uint8_t>(known - scalar_types_.begin());
+    std::memcpy(seen.number_, value_of(given), itemsizes[seen.dtype]);
+    seen.form = Form::scalar;
   }
-  seen.data = reinterpret_cast<engine::byte*>(&seen.number_);
+  seen.data = seen.number_;
   seen.count = 1;
   seen.nd = 0;
   return true;
@@ -229,16 +364,10 @@ PyObject* Arguments::give(const Argument& like, Result& result, bool is_scalar) 
   switch (like.form) {
     case Form::viewed: return nb::object(result.object.attr("give")()).release().ptr();
     case Form::tensor: return tensor_of(result.object, like.dtype).release().ptr();
-    case Form::whole:
+    case Form::number:
+    case Form::scalar:
       if (!is_scalar) break;
-      long long whole;
-      std::memcpy(&whole, result.data, sizeof whole);
-      return PyLong_FromLongLong(whole);
-    case Form::real:
-      if (!is_scalar) break;
-      double real;
-      std::memcpy(&real, result.data, sizeof real);
-      return PyFloat_FromDouble(real);
+      return number_of(like, result.data);
     default: break;
   }
   return result.object.release().ptr();
@@ -246,16 +375,8 @@ PyObject* Arguments::give(const Argument& like, Result& result, bool is_scalar) 
 
 PyObject* Arguments::give_back(const Argument& argument) {
   switch (argument.form) {
-    case Form::whole: {
-      long long whole;
-      std::memcpy(&whole, argument.data, sizeof whole);
-      return PyLong_FromLongLong(whole);
-    }
-    case Form::real: {
-      double real;
-      std::memcpy(&real, argument.data, sizeof real);
-      return PyFloat_FromDouble(real);
-    }
+    case Form::number:
+    case Form::scalar: return number_of(argument, argument.data);
     case Form::viewed: return nb::object(argument.held_.attr("give")()).release().ptr();
     default: return Py_NewRef(argument.given);
   }

@@ -34,11 +34,27 @@ void check_layout(nb::handle array_type, nb::handle empty);
 
 // A word that the interpreter has once: names of arguments can be compared by address.
 PyObject* interned(const char* word);
+// Whether a name is this interned word.
+inline bool is_word(PyObject* name, PyObject* word) { return name == word || PyUnicode_Compare(name, word) == 0; }
 
 // Thrown before anything is sent: the reference path makes the call.
 struct LeftToReference {};
 
-enum class Form : uint8_t { none, array, tensor, whole, real, buffer, viewed, joined };
+std::int64_t index_of_object(PyObject* given);
+// The number of a rank or tag, whatever kind of integer it is. Throws LeftToReference for what is none, and for a bool.
+inline std::int64_t index_of(PyObject* given) {
+  if (PyLong_CheckExact(given)) [[likely]] {
+    int overflow = 0;
+    const std::int64_t number = PyLong_AsLongLongAndOverflow(given, &overflow);
+    if (overflow == 0) return number;
+  }
+  return index_of_object(given);
+}
+// A time that the user gave, in seconds. Negative or NaN if it is no such time: Python refuses it.
+double seconds_of(PyObject* given);
+
+// `number` is one of Python's, `scalar` one of NumPy's; both are immutable, so a new one is given back.
+enum class Form : uint8_t { none, array, tensor, number, scalar, buffer, viewed, joined };
 
 // It is not moved: the memory of a number is its own.
 struct Argument {
@@ -60,7 +76,7 @@ struct Argument {
   Py_ssize_t shape[dims_max];
 
   bool is_given() const { return form != Form::none; }
-  bool is_number() const { return form == Form::whole || form == Form::real || is_viewed_number_; }
+  bool is_number() const { return form == Form::number || form == Form::scalar || is_viewed_number_; }
   uint64_t nbytes() const;
   // Be this bytes object, made for the call.
   void hold(nb::object bytes) {
@@ -102,7 +118,7 @@ struct Argument {
   nb::object held_;  // what buffers.view made, or bytes of the call's own
   nb::object kept_;
   Py_buffer buffer_;
-  uint64_t number_ = 0;
+  alignas(16) engine::byte number_[16];
   bool is_viewed_number_ = false;  // buffers.view saw a number of another kind
 };
 
@@ -167,18 +183,26 @@ class Arguments {
   bool see_tensor(PyObject* given, Argument& seen) const;
   bool see_buffer(PyObject* given, bool is_written, Argument& seen) const;
   void see_by_python(PyObject* given, const char* what, bool is_written, Argument& seen) const;
-  // The number of NumPy's type; `untyped` if it is none of ours, or an equal one that is another object.
+  // The number of NumPy's type; `untyped` if it is none of ours. Most arrays have the very object that we know; others,
+  // such as those that were unpickled, have an equal one.
   uint8_t code_of(PyObject* descr) const {
     for (size_t code = 0; code < dtypes_.size(); ++code)
       if (dtypes_[code].ptr() == descr) return static_cast<uint8_t>(code);
-    return engine::untyped;
+    return code_of_equal(descr);
   }
+  uint8_t code_of_equal(PyObject* descr) const;
+  void find_equal_types();
+  void find_scalar_types();
 
   nb::object new_array(uint8_t dtype, const Py_ssize_t* shape, int nd) const;
   nb::object array_in(const nb::object& memory, uint64_t offset, uint8_t dtype, const nb::object& dims) const;
 
   nb::object array_type_, empty_, view_;
-  std::vector<nb::object> dtypes_;
+  // By element type. That of bfloat16 comes from another package, with the first array of it.
+  mutable std::vector<nb::object> dtypes_;
+  std::vector<uint8_t> codes_;            // by NumPy's number of a type of its own
+  mutable int bfloat16_number_ = -1;      // NumPy's number of the other package's type
+  std::vector<nb::object> scalar_types_;  // by element type; none if their objects lie otherwise in memory
   bool leaves_tensors_;
 };
 

@@ -65,6 +65,7 @@ void bind_call_log(nb::module_& m) {
       .def("__init__", [](CallLog* self) { new (self) CallLog(&release); })
       .def_rw("next", &CallLog::next)
       .def_rw("fast_path_open", &CallLog::fast_path_open)
+      .def_rw("messages_open", &CallLog::messages_open)
       .def_prop_ro("is_agreed", &CallLog::is_agreed)
       .def("take", [](CallLog& self) { return self.next++; })
       .def("remember", &remember, nb::arg("sequence"), nb::arg("fingerprint"), nb::arg("code").none() = nb::none(),

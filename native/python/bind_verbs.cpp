@@ -118,7 +118,8 @@ PyObject* call_verb(size_t index, PyObject* object, PyObject* const* args, Py_ss
     if (!self.is_started) check_may_block();
     Given given;
     if (VerbGroup* const group = self.verb_group;
-        group != nullptr && spec.verb != Verb::reference && group->call_log.fast_path_open &&
+        group != nullptr && spec.verb != Verb::reference &&
+        (spec.is_collective() ? group->call_log.fast_path_open : group->call_log.messages_open) &&
         !(self.native != nullptr && self.native->completions.engine().is_forked()) &&
         given.bind(spec, args, count, names)) {
       try {
@@ -303,16 +304,20 @@ void bind_verbs(nb::module_& m) {
       .def_ro("adopted", &VerbGroup::adopted);
   nb::class_<NativeGroup, VerbGroup>(m, "NativeGroup")
       .def(nb::init<nb::object, nb::object, nb::object, nb::object, uint64_t, uint64_t, std::shared_ptr<RankMap>, bool,
-                    size_t, double, std::optional<double>, nb::object, nb::object>(),
+                    size_t, double, double, std::optional<double>, nb::object, nb::object>(),
            nb::arg("engine"), nb::arg("call_log"), nb::arg("arguments"), nb::arg("decisions"), nb::kw_only(),
            nb::arg("context"), nb::arg("fingerprint_seed"), nb::arg("rank_map"), nb::arg("is_introduced"),
-           nb::arg("window"), nb::arg("stall_s"), nb::arg("deadline_s").none(), nb::arg("status"), nb::arg("any_"))
+           nb::arg("window"), nb::arg("stall_s"), nb::arg("message_stall_s"), nb::arg("deadline_s").none(),
+           nb::arg("status"), nb::arg("any_"))
       .def("unclaimed", &NativeGroup::unclaimed, nb::arg("sequence"))
       .def("has_unexpected", &NativeGroup::has_unexpected)
       .def("unconfirmed_ranks", &NativeGroup::unconfirmed_ranks)
       .def("is_idle", &NativeGroup::is_idle)
       .def("introduce", &NativeGroup::introduce)
-      .def("works_to_adopt", &NativeGroup::works_to_adopt, nb::arg("only_overdue"))
+      .def("note_gone", &NativeGroup::note_gone, nb::arg("rank"), nb::arg("is_dead"))
+      .def("works_to_adopt", &NativeGroup::works_to_adopt, nb::kw_only(), nb::arg("only_overdue"),
+           nb::arg("all_messages"))
+      .def("messages_under_way", &NativeGroup::messages_under_way)
       .def("unwaited", &NativeGroup::unwaited);
   m.def("bind_verbs", &bind_object, nb::arg("verbs"), nb::arg("group").none(), nb::arg("adoption"),
         nb::arg("reference"), nb::arg("is_started"));

@@ -116,8 +116,11 @@ bool Given::bind(const VerbSpec& spec, PyObject* const* args, Py_ssize_t count, 
   const Py_ssize_t named = names != nullptr ? PyTuple_GET_SIZE(names) : 0;
   for (Py_ssize_t i = 0; i < named; ++i) {
     PyObject* const word = PyTuple_GET_ITEM(names, i);
-    const auto known = std::find_if(spec.parameters.begin(), spec.parameters.end(),
-                                    [&](const VerbSpec::Named& one) { return one.word == word; });
+    auto known = std::find_if(spec.parameters.begin(), spec.parameters.end(),
+                              [&](const VerbSpec::Named& one) { return one.word == word; });
+    if (known == spec.parameters.end())  // names that come from data are not interned
+      known = std::find_if(spec.parameters.begin(), spec.parameters.end(),
+                           [&](const VerbSpec::Named& one) { return is_word(word, one.word); });
     if (known == spec.parameters.end() || (*this)[known->parameter] != nullptr) return false;
     (*this)[known->parameter] = args[count + i];
   }
@@ -166,14 +169,7 @@ void ParsedCall::find_site() {
 void ParsedCall::read_timeout(PyObject* timeout) {
   timeout_ns_ = verb_group_.deadline_ns;
   if (timeout == nullptr || timeout == Py_None) return;
-  double seconds = -1;
-  if (PyFloat_CheckExact(timeout)) {
-    seconds = PyFloat_AS_DOUBLE(timeout);
-  } else if (PyLong_CheckExact(timeout)) {
-    int overflow = 0;
-    const long whole = PyLong_AsLongAndOverflow(timeout, &overflow);
-    if (overflow == 0) seconds = static_cast<double>(whole);
-  }
+  const double seconds = seconds_of(timeout);
   if (!(seconds >= 0)) throw LeftToReference();  // refuses it
   if (seconds >= 1e9) {                          // longer than any program runs
     timeout_ns_ = -1;
@@ -183,10 +179,9 @@ void ParsedCall::read_timeout(PyObject* timeout) {
 }
 
 std::int32_t ParsedCall::rank_of(PyObject* rank) const {
-  if (rank == nullptr || !PyLong_CheckExact(rank)) throw LeftToReference();
-  int overflow = 0;
-  const long number = PyLong_AsLongAndOverflow(rank, &overflow);
-  if (overflow != 0 || number < 0 || number >= verb_group_.size) throw LeftToReference();
+  if (rank == nullptr) throw LeftToReference();
+  const std::int64_t number = index_of(rank);
+  if (number < 0 || number >= verb_group_.size) throw LeftToReference();
   return static_cast<std::int32_t>(number);
 }
 
@@ -202,15 +197,9 @@ void ParsedCall::prepare_collective(const Given& given) {
     if (x == nullptr) throw LeftToReference();
     PyObject* const out = given[Parameter::out];
     const bool has_out = out != nullptr && out != Py_None;
-    const bool is_written =
-        verb == Verb::broadcast || (!has_out && (verb == Verb::all_reduce || (verb == Verb::reduce && is_root)));
-    try {
-      verb_group_.arguments.see(x, "x", is_written, x_);
-    } catch (nb::python_error&) {
-      // A root may broadcast what it cannot write. With some algorithms it gets parts of it back: not into its memory.
-      if (verb == Verb::broadcast && is_root) throw LeftToReference();
-      throw;
-    }
+    const bool is_written = (verb == Verb::broadcast && !is_root) ||
+                            (!has_out && (verb == Verb::all_reduce || (verb == Verb::reduce && is_root)));
+    verb_group_.arguments.see(x, "x", is_written, x_);
     if (is_by_rank(verb) && (x_.nd == 0 || x_.shape[0] != verb_group_.size)) throw LeftToReference();
     const bool is_for_root = verb == Verb::gather || verb == Verb::reduce;
     if (has_out && (is_root || !is_for_root)) verb_group_.arguments.see(out, "out", true, out_);
@@ -221,18 +210,35 @@ void ParsedCall::prepare_collective(const Given& given) {
                           op_names.width_of(op_));
   }
   find_decision(given);
+  if (verb == Verb::broadcast && is_root && decision_->writes_out) check_root_is_writable(given[Parameter::x]);
   find_target(given);
   if (x_.is_given() && decision_->dtype != x_.dtype) widen();
+}
+
+// A root may broadcast what it cannot write. With some algorithms it gets parts of it back: not into its memory.
+void ParsedCall::check_root_is_writable(PyObject* x) const {
+  Argument written;
+  try {
+    verb_group_.arguments.see(x, "x", true, written);
+  } catch (nb::python_error&) {
+    throw LeftToReference();
+  }
 }
 
 // The mean of 16-bit floats is computed in float32: reduced in memory of our own, and rounded in the end.
 void ParsedCall::widen() {
   const bool has_target = spec_.verb != Verb::reduce_scatter && spec_.verb != Verb::reduce_scatter_v;
-  wide_.resize(x_.count + (has_target ? 0 : target_count_));
+  wide_count_ = x_.count + (has_target ? 0 : target_count_);
+  if (wide_count_ == 0) return;
   std::optional<GilReleased> released;
   if (x_.nbytes() >= gil_release_bytes) released.emplace();
-  active_kernels().widen[x_.dtype](reinterpret_cast<byte*>(wide_.data()),
-                                   has_target && target_ != nullptr ? target_ : x_.data, x_.count);
+  wide_ = ResultMemory::take(wide_count_ * sizeof(float));
+  if (wide_.get() == nullptr) {
+    released.reset();
+    PyErr_NoMemory();
+    throw nb::python_error();
+  }
+  active_kernels().widen[x_.dtype](wide_.get(), has_target && target_ != nullptr ? target_ : x_.data, x_.count);
 }
 
 // An all_reduce of arrays in a row.
@@ -274,10 +280,10 @@ void ParsedCall::find_decision(const Given& given) {
   const uint64_t width = op_ == OpNames::none ? 1 : op_names.width_of(op_);
   count_ = x_.count / width / static_cast<uint64_t>(is_by_rank(spec_.verb) ? verb_group_.size : 1);
   key.size_class = parts_.has_value() ? parts_->size_class() : size_class(count_);
-  if (width > 1 && !fused_.has_value()) {
-    key.shape = static_cast<uint64_t>(x_.nd);
-    for (int i = 0; i < x_.nd; ++i) key.shape = (key.shape ^ static_cast<uint64_t>(x_.shape[i])) * 0xd6e8feb86659fd93u;
-  }
+  // The last axis is one item, and no rank gets a part of one; the reference path refuses it. See ReduceOp.check_shape.
+  if (width > 1 && !fused_.has_value() &&
+      (x_.nd <= (is_by_rank(spec_.verb) ? 1 : 0) || x_.shape[x_.nd - 1] != static_cast<Py_ssize_t>(width)))
+    throw LeftToReference();
   decision_ = verb_group_.decisions.find(key);
   if (decision_ == nullptr) decision_ = decide(key, given, x_.dtype, {x_.shape, static_cast<size_t>(x_.nd)});
   if (decision_->program == nullptr && !decision_->library.is_valid()) throw LeftToReference();
@@ -362,6 +368,11 @@ const Decision* ParsedCall::keep_decision(const DecisionKey& key, uint8_t given_
   decision->itemsize = item_bytes(dtype, code);
   const nb::bytes identity = nb::cast<nb::bytes>(values[5]);
   decision->identity.assign(identity.c_str(), identity.size());
+  // What a library does is not known.
+  decision->writes_out =
+      decision->program == nullptr ||
+      std::any_of(decision->program->steps.begin(), decision->program->steps.end(),
+                  [](const SymbolicStep& step) { return step.step != Step::send && step.dst_buf == Buffer::out; });
   if (decision->program != nullptr && decision->program->reduces && decision->kernel == nullptr)
     throw nb::value_error("the operation is not defined for the dtype");
   Py_XINCREF(key.algorithm);
@@ -398,7 +409,11 @@ void ParsedCall::find_target(const Given&) {
   if (out_.is_given()) {
     check_out(shape, nd);
     target_ = out_.data;
-    if (is_reduced_whole && x_.count != 0) std::memcpy(target_, x_.data, x_.nbytes());
+    if (is_reduced_whole && x_.count != 0) {
+      std::optional<GilReleased> released;
+      if (x_.nbytes() >= gil_release_bytes) released.emplace();
+      std::memcpy(target_, x_.data, x_.nbytes());
+    }
     return;
   }
   is_result_scalar_ = nd == 0;
@@ -462,8 +477,7 @@ void Call::begin_collective() {
     stage.in = const_cast<byte*>(in_);
     stage.in_parts = announced_->sent_from;
   }
-  if (!wide_.empty()) {
-    auto* const wide = reinterpret_cast<byte*>(wide_.data());
+  if (byte* const wide = wide_.get(); wide != nullptr) {
     if (stage.in != nullptr) stage.in = wide;
     if (stage.out != nullptr) stage.out = has_no_in ? wide : wide + x_.count * sizeof(float);
   }
@@ -518,7 +532,7 @@ void Call::poll_if_short() {
 
 void Call::catch_up() {
   if (is_collective()) dispatch_completions();
-  if (!group_.call_log.fast_path_open) throw LeftToReference();
+  if (!is_open()) throw LeftToReference();
 }
 
 void Call::dispatch_completions() {
@@ -539,8 +553,7 @@ void Call::leave_dispatch() {
 
 // True if it needs nothing of Python but that it dispatches what has come for others.
 bool Call::is_uninterrupted(const CallLog::InFlightCall& flight) const {
-  return group_.call_log.fast_path_open && !flight.is_recalled.load(std::memory_order_relaxed) &&
-         !group_.completions.engine().is_closed();
+  return is_open() && !flight.is_recalled.load(std::memory_order_relaxed) && !group_.completions.engine().is_closed();
 }
 
 bool Call::take() {
@@ -563,12 +576,22 @@ bool Call::take() {
   return true;
 }
 
-std::int64_t Call::attention_at() {
+std::int64_t Call::begun_at() {
   if (begun_at_ == 0) begun_at_ = now_ns();
-  return begun_at_ + (timeout_ns_ >= 0 ? std::min(timeout_ns_, group_.stall_ns) : group_.stall_ns);
+  return begun_at_;
+}
+
+// A collective is compared with those of the ranks that it waits for, whether a thread waits or not. Of a message there
+// is nothing to find out but that a thread waits for it too long.
+std::int64_t Call::attention_at() {
+  const bool has_begun = begun_at_ != 0;
+  const std::int64_t begun = begun_at(), deadline = timeout_ns_ >= 0 ? begun + timeout_ns_ : never;
+  if (is_collective()) return std::min(deadline, begun + group_.stall_ns);
+  return std::min(deadline, (has_begun ? now_ns() : begun) + group_.message_stall_ns);
 }
 
 std::int64_t Call::pump_at() {
+  if (!is_collective()) return timeout_ns_ >= 0 ? begun_at() + timeout_ns_ : never;
   const std::int64_t at = attention_at();
   return announced_ || spec_.verb == Verb::split ? std::min(at, begun_at_ + second_stage_ns) : at;
 }
@@ -668,7 +691,7 @@ bool Call::has_failed() {
 
 nb::object Call::adopt(const char* how, nb::object keeper) {
   ++group_.adopted;
-  attention_at();
+  begun_at();
   unsigned count;
   {
     // From here on another thread that waits for it finds nothing of it in the engine. Before any object is made: that
@@ -788,9 +811,10 @@ PyObject* ParsedCall::give() {
   if (decision_->divisor != 0 && (spec_.verb != Verb::reduce || is_root)) {
     std::optional<GilReleased> released;
     if (target_count_ * itemsizes[x_.dtype] >= gil_release_bytes) released.emplace();
-    byte* const sum = wide_.empty() ? target_ : reinterpret_cast<byte*>(wide_.data() + wide_.size() - target_count_);
+    byte* const wide = wide_.get();
+    byte* const sum = wide == nullptr ? target_ : wide + (wide_count_ - target_count_) * sizeof(float);
     active_kernels().divide[decision_->dtype](sum, target_count_, decision_->divisor);
-    if (!wide_.empty()) active_kernels().narrow[x_.dtype](target_, sum, target_count_);
+    if (wide != nullptr) active_kernels().narrow[x_.dtype](target_, sum, target_count_);
   }
   switch (spec_.verb) {
     case Verb::barrier: Py_RETURN_NONE;

@@ -173,6 +173,7 @@ class ParsedCall {
   bool shows_all() const;
   void find_target(const Given& given);
   void find_site();
+  void check_root_is_writable(PyObject* x) const;
   void widen();
   void check_out(const Py_ssize_t* shape, int nd) const;
   void fill_with_identity();
@@ -199,7 +200,8 @@ class ParsedCall {
   std::optional<PartCounts> parts_;   // of a reduce_scatter_v
   std::optional<FusedArrays> fused_;  // of an all_reduce_many: x stands for them
   std::optional<Announced> announced_;
-  std::vector<float> wide_;  // see `widen`
+  engine::ResultMemory wide_;  // see `widen`
+  uint64_t wide_count_ = 0;
   const Decision* decision_ = nullptr;
   engine::Fingerprint fingerprint_;
   nb::object code_;  // where the program calls it, until it is in the log
@@ -238,6 +240,14 @@ class Call : public ParsedCall {
   void leave_dispatch();
   // Start its operations: allowed, numbered and under way while no other thread runs Python.
   void begin();
+  // Whether Python need not look at it before it begins, or because somebody is gone.
+  bool is_open() const {
+    if (is_collective()) return group_.call_log.fast_path_open;
+    return group_.call_log.messages_open && (!spec_.sends() || group_.is_reachable(dst_)) &&
+           (!spec_.receives() || group_.is_reachable(src_));
+  }
+  // (is a send, peer, tag) of messages that have not ended; -1 is any.
+  std::vector<std::tuple<bool, std::int32_t, std::int64_t>> messages_under_way() const;
   // Look for its end for a few rounds of progress, if that is worth it; true if it has ended well and was taken.
   bool begin_and_poll(bool is_blocking);
 
@@ -284,7 +294,9 @@ class Call : public ParsedCall {
   nb::handle adoption() const { return adoption_; }
   nb::handle code() const { return code_; }
   int instruction() const { return instruction_; }
-  // When Python must look at it at the latest, and the pump, if no thread waits for it.
+  // When it began; the clock is read when this is asked first.
+  std::int64_t begun_at();
+  // When Python must look at it at the latest if a thread begins to wait for it now, and if none does.
   std::int64_t attention_at();
   std::int64_t pump_at();
 

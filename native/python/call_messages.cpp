@@ -15,10 +15,8 @@ using namespace engine;
 std::int64_t Call::tag_of_user(PyObject* tag, bool takes_any) const {
   if (tag == nullptr) return takes_any ? -1 : 0;
   if (takes_any && tag == group_.any.ptr()) return -1;
-  if (!PyLong_CheckExact(tag)) throw LeftToReference();
-  int overflow = 0;
-  const long number = PyLong_AsLongAndOverflow(tag, &overflow);
-  if (overflow != 0 || number < 0 || static_cast<uint64_t>(number) >= user_tags) throw LeftToReference();
+  const std::int64_t number = index_of(tag);
+  if (number < 0 || static_cast<uint64_t>(number) >= user_tags) throw LeftToReference();
   return number;
 }
 
@@ -150,6 +148,19 @@ bool Call::withdraw() {
     sched_yield();
   }
   return true;
+}
+
+std::vector<std::tuple<bool, std::int32_t, std::int64_t>> Call::messages_under_way() const {
+  std::vector<std::tuple<bool, std::int32_t, std::int64_t>> found;
+  if (is_collective()) return found;
+  const Hold held = group_.completions.engine().hold();
+  for (unsigned i = 0; i < started_; ++i) {
+    if (operations_[i]->phase == Operation::Phase::ended) continue;
+    const bool is_send = !operations_[i]->is_receive;
+    const std::int32_t rank = is_send ? dst_ : src_;
+    found.emplace_back(is_send, rank == any_source ? rank : group_.rank_map->to_global(rank), tag_);
+  }
+  return found;
 }
 
 // As Python adopts it: (kind, handle, peer, tag, buffer, dtype).

@@ -36,8 +36,8 @@ VerbGroup::VerbGroup(nb::object call_log, nb::object arguments, nb::object decis
 
 NativeGroup::NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, nb::object decisions,
                          uint64_t context, uint64_t fingerprint_seed, std::shared_ptr<RankMap> rank_map,
-                         bool is_introduced, size_t window, double stall_s, std::optional<double> deadline_s,
-                         nb::object status, nb::object any)
+                         bool is_introduced, size_t window, double stall_s, double message_stall_s,
+                         std::optional<double> deadline_s, nb::object status, nb::object any)
     : VerbGroup(std::move(call_log), std::move(arguments), std::move(decisions), fingerprint_seed,
                 rank_map->to_local(completions_of(engine).engine().rank), rank_map->size(), deadline_s),
       completions(completions_of(engine)),
@@ -45,16 +45,35 @@ NativeGroup::NativeGroup(nb::object engine, nb::object call_log, nb::object argu
       rank_map(std::move(rank_map)),
       window(window > 0 ? window : 1),
       stall_ns(static_cast<std::int64_t>(stall_s * 1e9)),
+      message_stall_ns(static_cast<std::int64_t>(message_stall_s * 1e9)),
       status(std::move(status)),
       any(std::move(any)),
       is_introduced_(static_cast<size_t>(size), is_introduced),
       run_ahead_(static_cast<size_t>(completions.engine().size)),
+      is_gone_(static_cast<size_t>(size)),
       engine_(std::move(engine)) {
   if (!PyType_Check(this->status.ptr()) ||
       !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(this->status.ptr()), &PyTuple_Type))
     throw nb::type_error("allowed: a status that is a tuple");
   for (const std::int32_t peer : this->rank_map->peers())
     if (peer >= completions.engine().size) throw nb::value_error("no such rank");
+}
+
+NativeGroup::~NativeGroup() {
+  for (const auto& [site, times] : dropped_) Py_XDECREF(std::get<1>(site));
+}
+
+void NativeGroup::note_gone(size_t rank, bool is_dead) {
+  if (rank >= is_gone_.size()) throw nb::value_error("no such rank");
+  has_dead_ = has_dead_ || is_dead;
+  if (!is_gone_[rank]) ++gone_;
+  is_gone_[rank] = true;
+}
+
+void NativeGroup::note_dropped(PyObject* verb, PyObject* code, int instruction) {
+  const auto [place, is_new] = dropped_.try_emplace({verb, code, instruction}, 0);
+  if (is_new) Py_XINCREF(code);
+  ++place->second;
 }
 
 nb::list NativeGroup::unclaimed(uint64_t sequence) {
@@ -83,8 +102,8 @@ std::vector<std::int32_t> NativeGroup::unconfirmed_ranks() const {
 
 bool NativeGroup::is_idle() const {
   // Messages that run ahead wait among the unexpected ones.
-  return started.empty() && std::all_of(run_ahead_.begin(), run_ahead_.end(), [](uint8_t n) { return n == 0; }) &&
-         !has_unexpected();
+  return started.empty() && dropped_.empty() &&
+         std::all_of(run_ahead_.begin(), run_ahead_.end(), [](uint8_t n) { return n == 0; }) && !has_unexpected();
 }
 
 void NativeGroup::introduce(size_t rank) {

@@ -6,9 +6,11 @@
 
 #pragma once
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "base/intrusive_list.hpp"
@@ -26,6 +28,7 @@ struct Decision {
   nb::object library;               // instead of a program: what calls a library
   engine::Fingerprint fingerprint;  // but for count and hash
   bool is_shape_compared = false;
+  bool writes_out = true;         // this rank's program writes the memory of the result
   bool is_synchronizing = false;  // with elements in every block, its end shows that all ranks have called it
   Reduce kernel = nullptr;
   uint64_t itemsize = 1;     // of what is never separated
@@ -43,7 +46,6 @@ struct DecisionKey {
   std::int16_t op = -1;
   std::int32_t root = 0;
   PyObject* algorithm = nullptr;  // interned, and never freed once a decision names it
-  uint64_t shape = 0;             // hash of it, where it decides whether the operation is defined
   int size_class = 0;             // of the items of one rank
   int stage = 0;
 
@@ -52,7 +54,7 @@ struct DecisionKey {
     uint64_t h = uint64_t{verb} | uint64_t{dtype} << 8 | static_cast<uint64_t>(static_cast<uint16_t>(op)) << 16 |
                  static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32;
     h = (h ^ reinterpret_cast<uint64_t>(algorithm) ^ static_cast<uint64_t>(stage) << 56) * 0x9e3779b97f4a7c15u;
-    h = (h ^ h >> 29 ^ shape) * 0xd6e8feb86659fd93u;
+    h = (h ^ h >> 29) * 0xd6e8feb86659fd93u;
     h = (h ^ h >> 32 ^ static_cast<uint64_t>(size_class)) * 0x9e3779b97f4a7c15u;
     return h ^ h >> 32;
   }
@@ -143,7 +145,9 @@ class NativeGroup : public VerbGroup {
   // `arguments` is an Arguments and `decisions` a DecisionTable, which groups share.
   NativeGroup(nb::object engine, nb::object call_log, nb::object arguments, nb::object decisions, uint64_t context,
               uint64_t fingerprint_seed, std::shared_ptr<engine::RankMap> rank_map, bool is_introduced, size_t window,
-              double stall_s, std::optional<double> deadline_s, nb::object status, nb::object any);
+              double stall_s, double message_stall_s, std::optional<double> deadline_s, nb::object status,
+              nb::object any);
+  ~NativeGroup();
   // Messages that no call here has received although it should have: (rank, number, header) of calls before `sequence`.
   nb::list unclaimed(uint64_t sequence);
   // Whether an unmatched message waits here.
@@ -154,10 +158,24 @@ class NativeGroup : public VerbGroup {
   bool is_idle() const;
   bool is_introduced(size_t rank) const { return is_introduced_[rank]; }
   void introduce(size_t rank);
-  // Works whose calls are under way and that no thread looks at: all, or those that Python must look at by now. If only
-  // those, the pump returns when the next one is due.
-  nb::list works_to_adopt(bool only_overdue);
-  // (verb, code, instruction) of works that were never waited for.
+  // A member has left or died.
+  void note_gone(size_t rank, bool is_dead);
+  // Whether a message from or to this rank may still come or arrive; of any rank: whether Python need not look.
+  bool is_reachable(std::int32_t rank) const {
+    if (gone_ == 0) [[likely]]
+      return true;
+    return rank == engine::any_source ? !has_dead_ && gone_ < static_cast<size_t>(size) - 1
+                                      : !is_gone_[static_cast<size_t>(rank)];
+  }
+  // Works whose calls are under way and that no thread looks at: collectives, and messages that cannot go on or, with
+  // `all_messages`, all of them. `only_overdue`: those that Python must look at by now, and the pump returns when the
+  // next one is due.
+  nb::list works_to_adopt(bool only_overdue, bool all_messages);
+  // (is a send, peer, tag) of the messages of started calls; -1 is any.
+  nb::list messages_under_way() const;
+  // A work was dropped that was never waited for.
+  void note_dropped(PyObject* verb, PyObject* code, int instruction);
+  // (verb, code, instruction, how many) of works that were never waited for.
   nb::list unwaited() const;
   // Count what a collective about to start sends to peers that do not answer; true if it may run ahead of them.
   bool count_run_ahead(const engine::Run& run, uint64_t nbytes);
@@ -168,7 +186,8 @@ class NativeGroup : public VerbGroup {
   const uint64_t context;
   const std::shared_ptr<const engine::RankMap> rank_map;
   const size_t window;
-  const std::int64_t stall_ns;
+  const std::int64_t stall_ns;          // how long a collective goes on without Python
+  const std::int64_t message_stall_ns;  // how long a thread waits for a message without Python
   const nb::object status, any;
   StartedList started;       // calls that are under way here, or were never waited for
   unsigned idle_probes = 0;  // that found no message
@@ -179,7 +198,12 @@ class NativeGroup : public VerbGroup {
   // has.
   std::vector<uint8_t> run_ahead_;
   std::vector<bool> is_called_;  // by the number of a decision
-  nb::object engine_;            // kept for the reference above
+  std::vector<bool> is_gone_;    // by rank of the group
+  size_t gone_ = 0;
+  bool has_dead_ = false;
+  // Works that were dropped, by verb, code object (of which this holds a reference) and instruction.
+  std::map<std::tuple<PyObject*, PyObject*, int>, size_t> dropped_;
+  nb::object engine_;  // kept for the reference above
 };
 
 }  // namespace unisono

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -227,13 +228,10 @@ PyObject* wait_by_python(PyObject* self, PyObject* timeout) {
   return call_method(word, args, 2);
 }
 
-// When a wait that begins now is over. Python looks at what is neither an int nor a float, and refuses what is no time.
+// When a wait that begins now is over. Python refuses what is no time.
 std::int64_t limit_of(const StartedCall& started, PyObject* timeout) {
   if (timeout == Py_None) return never;
-  double seconds = -1;
-  if (PyFloat_CheckExact(timeout)) seconds = PyFloat_AS_DOUBLE(timeout);
-  if (PyLong_CheckExact(timeout)) seconds = PyLong_AsDouble(timeout);
-  PyErr_Clear();
+  double seconds = seconds_of(timeout);
   if (!(seconds >= 0)) {
     const nb::object deadline = started.adoption.attr("runtime").attr("deadline")(nb::handle(timeout));
     const nb::object given = deadline.attr("given_s");
@@ -290,7 +288,7 @@ PyObject* wait_method(PyObject* self, PyObject* const* args, Py_ssize_t count, P
   static PyObject* const timeout_word = interned("timeout");
   PyObject* timeout = count == 1 ? args[0] : Py_None;
   const Py_ssize_t named = names != nullptr ? PyTuple_GET_SIZE(names) : 0;
-  if (count > 1 || named > 1 || (named == 1 && (count == 1 || PyTuple_GET_ITEM(names, 0) != timeout_word))) {
+  if (count > 1 || named > 1 || (named == 1 && (count == 1 || !is_word(PyTuple_GET_ITEM(names, 0), timeout_word)))) {
     PyErr_SetString(PyExc_TypeError, "wait(timeout=None) takes one argument");
     return nullptr;
   }
@@ -417,14 +415,66 @@ void conclude_announced(nb::handle engine) {
   }
 }
 
+// While it lives, the end of works that Python has adopted makes a thread look that waits in the engine.
+class AdoptedEnds {
+ public:
+  explicit AdoptedEnds(const StartedCall& in) : group_(in.group), engine_(in.native.completions.engine()) {}
+  ~AdoptedEnds() {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    for (const nb::object& work : works_) {
+      try {
+        work.attr("_off_end")(notify_);
+      } catch (nb::python_error& error) {
+        error.discard_as_unraisable("a wait for several works");
+      }
+    }
+    PyErr_Restore(type, value, trace);
+  }
+  AdoptedEnds(const AdoptedEnds&) = delete;
+  AdoptedEnds& operator=(const AdoptedEnds&) = delete;
+
+  void add(nb::handle work) {
+    if (!notify_.is_valid())
+      // It may be called when this is gone.
+      notify_ = nb::cpp_function([has_ended = has_ended_, group = group_, &engine = engine_] {
+        has_ended->store(true, std::memory_order_relaxed);  // relaxed: the lock below orders it
+        const Hold held = engine.hold();
+        engine.wake_waiters();
+      });
+    works_.push_back(nb::borrow(work));
+    work.attr("_on_end")(notify_);
+  }
+  size_t size() const { return works_.size(); }
+  bool has_one() const { return has_ended_->load(std::memory_order_relaxed); }
+
+ private:
+  nb::object group_;  // keeps the engine
+  Engine& engine_;
+  std::shared_ptr<std::atomic<bool>> has_ended_ = std::make_shared<std::atomic<bool>>(false);
+  nb::object notify_;
+  std::vector<nb::object> works_;
+};
+
+bool has_task_ended(PyObject* work) {
+  static PyObject* const word = interned("_has_ended");
+  const nb::object has_ended = nb::steal(PyObject_CallMethodNoArgs(work, word));
+  if (!has_ended.is_valid()) throw nb::python_error();
+  return has_ended.ptr() == Py_True;
+}
+
 // Wait until some of the works have ended: their places. Empty if the time is over first; None if Python has to wait,
-// because not all of them are the engine's.
+// because none of them, or not all, are the engine's, or it takes so long that Python must see the wait.
 nb::object wait_works(nb::tuple works, double seconds) {
-  const std::int64_t limit = seconds < 0 ? never : now_ns() + static_cast<std::int64_t>(seconds * 1e9);
+  const std::int64_t begun = now_ns();
+  const std::int64_t limit = seconds < 0 ? never : begun + static_cast<std::int64_t>(seconds * 1e9);
   std::vector<StartedCall*> active;
+  std::vector<PyObject*> adopted;
+  std::optional<AdoptedEnds> adopted_ends;
   for (bool is_first = true;; is_first = false) {
     nb::list ended;
     active.clear();
+    adopted.clear();
     for (size_t i = 0; i < works.size(); ++i) {
       PyObject* const work = PyTuple_GET_ITEM(works.ptr(), static_cast<Py_ssize_t>(i));
       if (!PyObject_TypeCheck(work, base_type)) throw nb::type_error("allowed: works");
@@ -434,10 +484,12 @@ nb::object wait_works(nb::tuple works, double seconds) {
       if (one->state == StartedCall::State::active && one->call->take_ended()) settle(*one);
       wait_until_settled(*one);
       if (one->state == StartedCall::State::active && one->call->has_failed()) adopt(*one);
-      if (one->state == StartedCall::State::adopted) return nb::none();
-      if (one->state == StartedCall::State::done) {
+      const bool is_adopted = one->state == StartedCall::State::adopted;
+      if (is_adopted ? has_task_ended(work) : one->state == StartedCall::State::done) {
         see(*one);
         ended.append(i);
+      } else if (is_adopted) {
+        adopted.push_back(work);
       } else if (!active.empty() && &one->native.completions != &active[0]->native.completions) {
         return nb::none();
       } else {
@@ -447,8 +499,14 @@ nb::object wait_works(nb::tuple works, double seconds) {
     const std::int64_t now = now_ns();
     if (ended.size() == 0) check_may_block();
     if (ended.size() != 0 || (!is_first && now >= limit)) return std::move(ended);
-    const auto is_one_over = [&active] {
-      return std::any_of(active.begin(), active.end(), [](const StartedCall* one) { return one->call->is_over(); });
+    if (active.empty() || now >= begun + active[0]->native.message_stall_ns) return nb::none();
+    if (!adopted_ends.has_value() || adopted_ends->size() != adopted.size()) {
+      adopted_ends.emplace(*active[0]);
+      for (PyObject* const work : adopted) adopted_ends->add(work);
+    }
+    const auto is_one_over = [&active, &adopted_ends] {
+      return adopted_ends->has_one() ||
+             std::any_of(active.begin(), active.end(), [](const StartedCall* one) { return one->call->is_over(); });
     };
     Engine& engine = active[0]->native.completions.engine();
     std::deque<Pinned> pinned;
@@ -497,8 +555,7 @@ void finalize_work(PyObject* self) {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   try {
-    if (!started->is_observed)
-      started->adoption.attr("note_unwaited")(nb::handle(started->spec.word), started->code, started->lasti);
+    if (!started->is_observed) started->native.note_dropped(started->spec.word, started->code.ptr(), started->lasti);
     if (started->state == StartedCall::State::active && !started->native.completions.engine().is_closed()) {
       // The pump makes the group of a split, and leaves it: other members may use it.
       if (started->spec.verb == Verb::split)
@@ -603,13 +660,14 @@ PyObject* start_call(nb::handle group, NativeGroup& native, const VerbSpec& spec
   return work.release().ptr();
 }
 
-nb::list NativeGroup::works_to_adopt(bool only_overdue) {
+nb::list NativeGroup::works_to_adopt(bool only_overdue, bool all_messages) {
   nb::list works;
   std::int64_t next = never;
   const std::int64_t now = only_overdue ? now_ns() : never;
   for (StartedLink* link = started.front(); link != nullptr; link = StartedList::next(*link)) {
     auto* const one = static_cast<StartedCall*>(link);
     if (one->state != StartedCall::State::active) continue;
+    if (!only_overdue && !all_messages && !one->spec.is_collective() && one->call->is_open()) continue;
     if (one->waiters != 0)
       // Its thread lets Python adopt it, unless a signal handler raises there just now.
       next = std::min(next, std::max(one->attention_at, now_ns() + slice_ns));
@@ -625,14 +683,31 @@ nb::list NativeGroup::works_to_adopt(bool only_overdue) {
   return works;
 }
 
+nb::list NativeGroup::messages_under_way() const {
+  std::vector<std::tuple<bool, std::int32_t, std::int64_t>> found;
+  for (const StartedLink* link = started.front(); link != nullptr; link = StartedList::next(*link))
+    if (const auto* const one = static_cast<const StartedCall*>(link); one->state == StartedCall::State::active) {
+      const auto messages = one->call->messages_under_way();
+      found.insert(found.end(), messages.begin(), messages.end());
+    }
+  nb::list messages;
+  for (const auto& [is_send, peer, tag] : found) messages.append(nb::make_tuple(is_send, peer, tag));
+  return messages;
+}
+
 nb::list NativeGroup::unwaited() const {
   // Making a tuple may run the garbage collector, and that may drop works: first they are read, then dispatched.
-  std::vector<std::tuple<nb::object, nb::object, int>> found;
+  std::vector<std::tuple<nb::object, nb::object, int, size_t>> found;
   for (const StartedLink* link = started.front(); link != nullptr; link = StartedList::next(*link))
     if (const auto* const one = static_cast<const StartedCall*>(link); !one->is_observed)
-      found.emplace_back(nb::borrow(one->spec.word), one->code, one->lasti);
+      found.emplace_back(nb::borrow(one->spec.word), one->code, one->lasti, 1);
+  for (const auto& [site, times] : dropped_) {
+    const auto& [word, code, lasti] = site;
+    found.emplace_back(nb::borrow(word), nb::borrow(code), lasti, times);
+  }
   nb::list works;
-  for (const auto& [word, code, lasti] : found) works.append(nb::make_tuple(word, code, lasti));
+  for (const auto& [word, code, lasti, times] : found)
+    works.append(nb::make_tuple(word, code.is_valid() ? code : nb::none(), lasti, times));
   return works;
 }
 

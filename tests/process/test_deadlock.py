@@ -196,6 +196,19 @@ def test_the_communicator_works_on_after_a_deadlock_of_messages():
     assert run_processes(program, 2, config=QUICK) == [("Deadlock", 3.0)] * 2
 
 
+def test_receives_under_way_beside_a_deadlock_stay_in_the_engine():
+    def program(comm: Communicator) -> tuple[str, int]:
+        other = 1 - comm.rank
+        works = [comm.start.recv(np.empty(1), other, 100 + i) for i in range(50)]
+        kind, _, _ = ended(comm, lambda comm: comm.recv(np.empty(3), other, 7))
+        for i in range(50):
+            comm.send(np.ones(1), other, 100 + i)
+        uni.wait_all(works)
+        return kind, comm._group.native.adopted
+
+    assert run_processes(program, 2, config=QUICK) == [("Deadlock", 1)] * 2
+
+
 # -- and not where it is not certain ---------------------------------------------------------------------
 
 

@@ -61,9 +61,9 @@ def wait_until(is_so: Callable[[], object]) -> None:
 def reference_path(comm: Communicator) -> Iterator[None]:
     """Let Python make all calls of a rank."""
     log = comm._group.call_log
-    log.fast_path_open = False
+    log.fast_path_open = log.messages_open = False
     yield
-    log.fast_path_open = True
+    log.fast_path_open = log.messages_open = True
 
 
 @uni.register

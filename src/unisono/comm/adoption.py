@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from types import CodeType
 from typing import Any, Final
 
 import numpy as np
@@ -33,7 +32,6 @@ from unisono.comm.vector_collectives import (
     lengths_of,
 )
 from unisono.core import buffers
-from unisono.core.call_site import line_of
 from unisono.core.clock import NEVER, Deadline, Runtime
 from unisono.core.dtypes import DTYPES, DType
 from unisono.core.envelope import ANY
@@ -344,10 +342,6 @@ class Adoption:
         """The error of a message that was received, with the call that received it."""
         here = Location(operation, self._group.name, self._group.epoch)
         return error.located(here) if isinstance(error, UnisonoError) else error
-
-    def note_unwaited(self, operation: str, code: CodeType | None, instruction: int) -> None:
-        """A work was dropped that nobody has waited for."""
-        self._group.loose_ends.add_dropped(operation, line_of(code, instruction))
 
     @staticmethod
     def refuse_forked() -> None:

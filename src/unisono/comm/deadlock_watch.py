@@ -63,7 +63,10 @@ class WatchedGroup(Protocol):
         """The number of the collective that is called next."""
 
     def calls_under_way(self) -> list[Call]:
-        """The operations that have not ended."""
+        """The operations that Python carries on."""
+
+    def messages_under_way(self) -> list[tuple[bool, int, int]]:
+        """(is a send, world rank, tag) of all messages that have not ended; -1 is any."""
 
     def ranks_left(self) -> Container[int]:
         """The world ranks of the members that have closed the group."""
@@ -182,12 +185,15 @@ class DeadlockWatch:
     def _state(self) -> RankState:
         blocked, waits = blocked_threads(), []
         helpers = [] if not self._control.has_services() else ["an agent that serves calls"]
-        messages, next_sequences, groups = [], {}, {}
+        next_sequences, groups = {}, {}
+        sends: list[tuple[int, int, int]] = []
+        receives: list[tuple[int, int, int]] = []
         for group in self._control.groups():
             next_sequences[group.context] = group.next_sequence
             for call in group.calls_under_way():
                 groups[id(call)] = group
-                messages += [(group.context, m) for m in call.messages if not m.request.done]
+            for is_send, peer, tag in group.messages_under_way():
+                (sends if is_send else receives).append((group.context, peer, tag))
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         # A thread that waits for another one without a timeout does nothing before that one does. A wait for
         # ranks of another world may look the same.
@@ -206,14 +212,14 @@ class DeadlockWatch:
                 waits.append(wait)
             elif ident not in parked and not name.startswith("unisono-"):
                 helpers.append(f"thread {name}")
-        if len(messages) > _MESSAGES_MAX or len(waits) > _WAITS_MAX or len(next_sequences) > _GROUPS_MAX:
+        messages = len(sends) + len(receives)
+        if messages > _MESSAGES_MAX or len(waits) > _WAITS_MAX or len(next_sequences) > _GROUPS_MAX:
             helpers.append("more operations under way than a report holds")
-        under_way = [(is_send, context, peer, tag) for context, (is_send, peer, tag, _) in messages]
         return RankState(
             self._rank,
             tuple(sorted(waits, key=lambda wait: wait.number)[:_WAITS_MAX]),
-            tuple(sorted(each[1:] for each in under_way if each[0])[:_MESSAGES_MAX]),
-            tuple(sorted(each[1:] for each in under_way if not each[0])[:_MESSAGES_MAX]),
+            tuple(sorted(sends)[:_MESSAGES_MAX]),
+            tuple(sorted(receives)[:_MESSAGES_MAX]),
             dict(list(next_sequences.items())[:_GROUPS_MAX]),
             tuple(sorted(helpers)[:_WAITS_MAX]),
         )

@@ -226,10 +226,15 @@ class Group:
         return call, task, entry
 
     def calls_under_way(self) -> list[Call]:
-        """The operations that have not ended."""
-        self.state.adopt_started()
+        """The operations that Python carries on. The engine's have no thread that waits in Python."""
         with self.state.lock:
             return [entry.task.call for entry in self.state.pending.values()]
+
+    def messages_under_way(self) -> list[tuple[bool, int, int]]:
+        """(is a send, world rank, tag) of all messages that have not ended; -1 is any."""
+        found = [] if self.native is None else self.native.messages_under_way()
+        messages = (message for call in self.calls_under_way() for message in call.messages)
+        return found + [(m.is_send, m.peer, m.tag) for m in messages if not m.request.done]
 
     def check_usable(self, is_collective: bool, operation: str | None = None) -> None:
         """Refuse an operation on a closed or broken communicator.
@@ -256,7 +261,7 @@ class Group:
             self.state.remember(sequence, fingerprint)
             known = list(self.state.last_calls.items())
             early = self._stalls.take_early(sequence)
-            self.state.update_fast_path()
+            self.state.update_fast_path(is_news=False)
         if (mismatch := self._mismatches.add_to_current()) is not None:
             raise mismatch
         known += [(rank, {sequence: CallReport(theirs)}) for rank, theirs in early.items()]
@@ -388,7 +393,7 @@ class Group:
         if self._is_idle():
             self.leave(is_soon=self.parent is not None)
             return
-        self.state.adopt_started()
+        self.state.adopt_started(all_messages=True)
         with self.state.lock:
             if self.state.closed is not None:
                 return
@@ -535,9 +540,7 @@ class Group:
         if down.left:
             self._on_left(down.rank, down.cause)
             return
-        with self.state.lock:
-            self.state.dead[down.rank] = down.cause
-            self.state.update_fast_path()
+        self.state.add_gone(down.rank, down.cause, is_dead=True)
         self._mismatches.conclude(if_complete=True)
         self.poison(self.state.lost_error([down.rank]))
         self.state.wake_all()
@@ -554,9 +557,7 @@ class Group:
         return self.state.left
 
     def _on_left(self, rank: int, cause: str) -> None:
-        with self.state.lock:
-            self.state.left.setdefault(rank, cause)
-            self.state.update_fast_path()
+        self.state.add_gone(rank, cause, is_dead=False)
         self._mismatches.conclude(if_complete=True)
         self.state.wake_all()
 

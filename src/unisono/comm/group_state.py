@@ -79,10 +79,11 @@ class GroupState:
         # Stall queries about collectives that were not called here yet: fingerprint by sequence and rank.
         self.early_queries: dict[int, dict[int, bytes]] = {}
 
-    def update_fast_path(self) -> None:
-        """Close the fast path if there is anything to compare, refuse or end, or a deadline; hold the lock.
+    def update_fast_path(self, *, is_news: bool = True) -> None:
+        """Close the fast path if there is anything to compare, refuse or end; the caller holds the lock.
 
-        Calls under way below Python return to it, and find what has changed.
+        Messages between members that are not gone go on. With news, calls under way below Python return to
+        it, and find what has changed.
         """
         attention = (
             self.closed,
@@ -94,7 +95,8 @@ class GroupState:
             self.is_backend_closed,
         )
         self.call_log.fast_path_open = not any(attention)
-        if not self.call_log.fast_path_open:
+        self.call_log.messages_open = not (self.closed or self.is_aborted or self.is_backend_closed)
+        if is_news and not self.call_log.fast_path_open:
             self.call_log.interrupt_in_flight()
 
     def close(self, cause: str | None = None) -> ClosedError:
@@ -150,13 +152,14 @@ class GroupState:
 
     # -- pending operations -------------------------------------------------------------------------------
 
-    def adopt_started(self, *, only_overdue: bool = False) -> None:
+    def adopt_started(self, *, only_overdue: bool = False, all_messages: bool = False) -> None:
         """Let started operations of the engine become pending here, so that they can be asked and ended.
 
-        Those in which a thread waits are adopted by that thread: it has been interrupted.
+        Messages that can go on stay there, unless `all_messages` says otherwise. What a thread waits for is
+        adopted by that thread: it has been interrupted.
         """
         if self.native is not None:
-            for work in self.native.works_to_adopt(only_overdue):
+            for work in self.native.works_to_adopt(only_overdue=only_overdue, all_messages=all_messages):
                 work._adopt(False)
 
     def pending_at(self, sequence: int) -> Pending | None:
@@ -190,6 +193,17 @@ class GroupState:
             lanes.add(goodbye.lane)
             self.update_fast_path()
             return len(lanes) == len(Lane)
+
+    def add_gone(self, rank: int, cause: str, *, is_dead: bool) -> None:
+        """A member has left or died: messages with it end here, and so does every collective."""
+        with self.lock:
+            if is_dead:
+                self.dead[rank] = cause
+            else:
+                self.left.setdefault(rank, cause)
+            if self.native is not None:
+                self.native.note_gone(self.world_ranks.index(rank), is_dead)
+            self.update_fast_path()
 
     def gone(self) -> dict[int, str]:
         """Members that left or died, with the cause."""

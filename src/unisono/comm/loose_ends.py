@@ -45,11 +45,6 @@ class LooseEnds:
             if not self._unwaited[started]:
                 del self._unwaited[started]
 
-    def add_dropped(self, operation: str, site: str) -> None:
-        """A work was dropped that nobody has waited for."""
-        with self._state.lock:
-            self._unwaited[operation, site] = self._unwaited.get((operation, site), 0) + 1
-
     def note_raised(self, where: str, error: BaseException | None) -> None:
         """An error is raised in this thread; a mismatch is remembered."""
         if isinstance(error, CollectiveMismatch):
@@ -61,9 +56,9 @@ class LooseEnds:
         state = self._state
         with state.lock:
             error, unwaited = state.poisoned_by, dict(self._unwaited)
-            for operation, code, instruction in () if state.native is None else state.native.unwaited():
-                started_at = (operation, line_of(code, instruction))
-                unwaited[started_at] = unwaited.get(started_at, 0) + 1
+            for verb, code, instruction, n in () if state.native is None else state.native.unwaited():
+                started_at = (verb, line_of(code, instruction))
+                unwaited[started_at] = unwaited.get(started_at, 0) + n
             works = [] if self.is_lenient else sorted(unwaited.items())
         loose: list[str] = []
         if error is None:

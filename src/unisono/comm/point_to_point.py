@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
-
 from unisono.comm.deadlock import ANY_RANK, ANY_TAG
 from unisono.comm.group import Group, await_request
 from unisono.comm.object_payload import packed, unpacked
 from unisono.core import buffers
 from unisono.core.buffers import Array
 from unisono.core.clock import NEVER
-from unisono.core.envelope import ANY, TAG_MAX, Any_, Status
+from unisono.core.envelope import ANY, TAG_MAX, Any_, Status, as_int
 from unisono.core.request import Request
 from unisono.core.task import Call, Message, Steps, await_requests
 from unisono.core.work import Work
@@ -226,10 +224,10 @@ class Messages:
         return lambda: ranks
 
     def _rank_of(self, rank: Any, what: str) -> int:
-        """A rank that the user passed, as an int; NumPy integers are allowed."""
+        """A rank that the user passed, as an int; every kind of integer is allowed."""
         if rank is ANY:
             raise UsageError(f"{what}=ANY; allowed: ranks 0 to {self._size - 1}")
-        number = int(rank) if isinstance(rank, np.integer) else rank
+        number: int = as_int(rank)
         self._group.backend.check_peer(number, what)
         return number
 
@@ -246,7 +244,7 @@ def receivable(buf: Any, what: str = "buf") -> Array:
 
 
 def _tag_of(tag: Any) -> int:
-    number = int(tag) if isinstance(tag, np.integer) else tag
+    number = as_int(tag)
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= TAG_MAX:
         raise UsageError(f"tag={tag!r}; allowed: 0 to {TAG_MAX}")
     return number

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-__all__ = ["ANY", "HEADER_BYTES_MAX", "TAG_MAX", "UNTYPED", "Any_", "Envelope", "Lane", "Status", "Tags"]
+__all__ = [
+    "ANY",
+    "HEADER_BYTES_MAX",
+    "TAG_MAX",
+    "UNTYPED",
+    "Any_",
+    "Envelope",
+    "Lane",
+    "Status",
+    "Tags",
+    "as_int",
+]
 
 
 class Any_(StrEnum):
@@ -25,6 +37,16 @@ ANY: Final = Any_.ANY
 
 # Users have 31 bits, as in MPI; collectives and control messages use the tags above (see Tags).
 TAG_MAX: Final = 2**31 - 1
+
+
+def as_int(given: Any) -> Any:
+    """A rank or tag as an int, whatever kind of integer it is; what is none, and a bool, unchanged."""
+    if isinstance(given, bool):
+        return given
+    try:
+        return operator.index(given)
+    except TypeError:
+        return given
 
 
 class Status(NamedTuple):

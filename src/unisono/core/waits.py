@@ -6,15 +6,19 @@ backends together, each work sets one event when it ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Final
 
 from unisono import _native
-from unisono.core.clock import Deadline, Runtime, Waiting
+from unisono.core.clock import Deadline, Event, Runtime, Waiting
 from unisono.core.work import Work
 from unisono.errors import DeadlineExceeded, UsageError
 
 __all__ = ["as_completed", "wait_all", "wait_any", "wait_some"]
+
+# as_completed looks at so many works, or at so many for each that has ended; above that, they are observed.
+_LOOKED_AT_MAX: Final = 64
 
 
 def wait_all(works: Iterable[Work[Any]], timeout: float | None = None) -> list[Any]:
@@ -80,10 +84,51 @@ def as_completed(works: Iterable[Work[Any]], timeout: float | None = None) -> It
 
 def _as_completed(left: list[Work[Any]], deadline: Deadline, timeout: float | None) -> Iterator[Work[Any]]:
     while left:
-        ended = [left[index] for index in _ended(tuple(left), deadline, timeout)]
-        for work in ended:
-            left.remove(work)
-            yield work
+        indices = set(_ended(tuple(left), deadline, timeout))
+        ended = deque(left[index] for index in sorted(indices))
+        left = [work for index, work in enumerate(left) if index not in indices]
+        # A look at all that are left for each that ends takes the square of their number.
+        is_observed = len(left) > _LOOKED_AT_MAX and len(ended) * _LOOKED_AT_MAX < len(left)
+        while ended:
+            yield ended.popleft()
+        if is_observed:
+            yield from _as_observed(left, deadline, timeout)
+            return
+
+
+def _as_observed(left: list[Work[Any]], deadline: Deadline, timeout: float | None) -> Iterator[Work[Any]]:
+    """As above, for many: each says once that it has ended."""
+    runtime = _runtime_of(left)
+    event = runtime.event()
+    ended: deque[Work[Any]] = deque()
+    observed: dict[Work[Any], Callable[[], None]] = {}
+
+    def on_end(work: Work[Any]) -> Callable[[], None]:
+        def notify() -> None:
+            ended.append(work)
+            event.set()
+
+        return notify
+
+    try:
+        with runtime.defer_signals():
+            for work in left:
+                observed[work] = on_end(work)
+                work._on_end(observed[work])
+        left.clear()  # so that a work that was given is freed when the user drops it
+        wait = _waiter(observed, event, deadline)
+        while observed:
+            wait(lambda: bool(ended))
+            if not ended:
+                raise _none_ended(len(observed), timeout)
+            while ended:
+                work = ended.popleft()
+                del observed[work]
+                yield work
+    finally:
+        with runtime.defer_signals():
+            for work, notify in observed.items():
+                work._off_end(notify)
 
 
 def _checked(works: Iterable[Work[Any]]) -> tuple[Work[Any], ...]:
@@ -95,9 +140,9 @@ def _checked(works: Iterable[Work[Any]]) -> tuple[Work[Any], ...]:
     return given  # type: ignore[return-value]
 
 
-def _runtime_of(works: tuple[Work[Any], ...]) -> Runtime:
+def _runtime_of(works: Iterable[Work[Any]]) -> Runtime:
     """The clock of the works: real ones tell the same time, and virtual ones are not mixed with others."""
-    return works[0]._runtime_and_rank()[0]
+    return next(iter(works))._runtime_and_rank()[0]
 
 
 def _ended(works: tuple[Work[Any], ...], deadline: Deadline, timeout: float | None) -> list[int]:
@@ -106,39 +151,62 @@ def _ended(works: tuple[Work[Any], ...], deadline: Deadline, timeout: float | No
     if ended is None:
         ended = _wait_in_python(works, deadline)
     if not ended:
-        raise DeadlineExceeded(
-            f"none of {len(works)} works ended within {timeout:.3g} s, they go on",
-            next_step="wait again, or cancel them",
-        )
+        raise _none_ended(len(works), timeout)
     return ended
 
 
+def _none_ended(count: int, timeout: float | None) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"none of {count} works ended within {timeout:.3g} s, they go on",
+        next_step="wait again, or cancel them",
+    )
+
+
 def _wait_in_python(works: tuple[Work[Any], ...], deadline: Deadline) -> list[int]:
-    runtime, rank = works[0]._runtime_and_rank()
-    # A work of another backend may end the wait: then no runtime alone can tell that nobody will.
-    is_alone = all(work._runtime_and_rank()[0] is runtime for work in works)
+    runtime = _runtime_of(works)
     event = runtime.event()
+    wait = _waiter(works, event, deadline)
+    ended: list[int] = []
 
     def notify() -> None:
         event.set()
 
-    def waiting() -> Waiting:
-        tasks = [task for work in works if (task := getattr(work, "_task", None)) is not None]
-        ranks = {rank for task in tasks for rank in task.call.waiting_on()}
-        return Waiting(rank, tuple(sorted(ranks)), f"a wait for one of {len(works)} works")
+    def has_one() -> bool:
+        ended[:] = [index for index, work in enumerate(works) if work._has_ended()]
+        return bool(ended)
 
     with runtime.defer_signals():
         try:
             for work in works:
                 work._on_end(notify)
-            while True:
-                event.clear()
-                ended = [index for index, work in enumerate(works) if work._has_ended()]
-                now = runtime.now()
-                if ended or deadline.has_passed(now):
-                    return ended
-                left = deadline.remaining(now)
-                runtime.block(event, left, waiting, is_limited=left is not None or not is_alone)
+            wait(has_one)
         finally:
             for work in works:
                 work._off_end(notify)
+    return ended
+
+
+def _waiter(
+    works: Collection[Work[Any]], event: Event, deadline: Deadline
+) -> Callable[[Callable[[], bool]], None]:
+    """A function that waits for the event until a condition is true, or the time is over."""
+    runtime, rank = next(iter(works))._runtime_and_rank()
+    # A work of another backend may end the wait: then no runtime alone can tell that nobody will.
+    is_alone = all(work._runtime_and_rank()[0] is runtime for work in works)
+
+    def waiting() -> Waiting:
+        tasks = [task for work in list(works) if (task := getattr(work, "_task", None)) is not None]
+        ranks = {rank for task in tasks for rank in task.call.waiting_on()}
+        return Waiting(rank, tuple(sorted(ranks)), f"a wait for one of {len(works)} works")
+
+    def wait(is_over: Callable[[], bool]) -> None:
+        with runtime.defer_signals():
+            while True:
+                event.clear()
+                now = runtime.now()
+                if is_over() or deadline.has_passed(now):
+                    return
+                left = deadline.remaining(now)
+                runtime.block(event, left, waiting, is_limited=left is not None or not is_alone)
+
+    return wait

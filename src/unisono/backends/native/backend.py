@@ -358,6 +358,7 @@ class NativeBackend(Closable):
             is_introduced=is_introduced,
             window=self._config.window_segments,
             stall_s=self._config.stall_query_s,
+            message_stall_s=self._message_stall_s(),
             deadline_s=self._config.deadline_s,
             status=Status,
             any_=ANY,
@@ -411,6 +412,13 @@ class NativeBackend(Closable):
     def when_closed(self, call: Callable[[], None]) -> None:
         """Call once the engine is closed: for resources that must outlive it."""
         self._after_close.append(call)
+
+    def _message_stall_s(self) -> float:
+        """How long a thread waits for a message before Python sees it: for a deadlock, or to log it."""
+        config = self._config
+        if self._runtime.sees_deadlocks:  # it must have seen the wait for that long
+            return config.stall_query_s
+        return min(config.deadlock_after_s or config.stall_log_s, config.stall_log_s)
 
     def _make_runtime(self, completions: CompletionDispatcher) -> NativeRuntime:
         return NativeRuntime(completions)
