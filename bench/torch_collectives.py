@@ -1,17 +1,22 @@
 """torch.distributed's calls on Gloo and on unisono: two groups of the same processes, in alternating turns.
 
     python bench/torch_collectives.py [-n 2,4] [--sizes 8,64Ki,16Mi] [--only all_reduce] [--rounds 7]
-                                      [--quick] [--plot chart.png]
+                                      [--turn 0.1] [--quick] [--keep measured.json] [--plot chart.png]
 
 Each call as a user writes it: blocking, started and waited for, started and waited for by its future; to and
-fro between two ranks; lists and single tensors. The size is that of the tensor that a rank gives, or of all
+fro between two ranks; single tensors, lists of chunks of one tensor ("row"), lists of tensors of their own;
+uneven splits; several as one (coalesced). The size is that of the tensor that a rank gives, or of all
 it gets. Both results are compared before anything is measured. A ratio is Gloo's time over ours, round by
 round: the median, and the least and the most.
+
+`--keep` adds the results to those of earlier runs in a file, and `--plot` draws all of them: a long table can
+be measured in parts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +32,8 @@ QUICK_SIZES = "8,64Ki,4Mi"
 TIMES_MAX = 2000
 UNITS = {"Ki": 10, "Mi": 20}
 
+# By call and size: seconds of each backend.
+Cases = dict[tuple[str, int], dict[str, list[float]]]
 # group, rank, ranks, elements -> the call, and the tensors that it writes
 Form = Callable[[Any, int, int, int], tuple[Callable[[], Any], list[Tensor]]]
 
@@ -46,12 +53,15 @@ def in_place(call: Callable[[Tensor, Any], Any]) -> Form:
     return form
 
 
-def parts(call: Callable[[Tensor, list[Tensor], Any, int], Any], *, gets_all: bool) -> Form:
-    """A call with a whole of `ranks` parts: given by this rank, or got."""
+def parts(
+    call: Callable[[Tensor, list[Tensor], Any, int], Any], *, gets_all: bool, is_row: bool = False
+) -> Form:
+    """A call with a list of `ranks` parts, given or got: chunks of one tensor, or tensors of their own."""
 
     def form(group: Any, rank: int, ranks: int, elements: int) -> tuple[Callable[[], Any], list[Tensor]]:
         part = max(1, elements // ranks)
         whole = list(values(rank, ranks * part).chunk(ranks))
+        whole = whole if is_row else [each.clone() for each in whole]
         one = values(rank, part)
         return lambda: call(one, whole, group, rank), whole if gets_all else [one]
 
@@ -69,10 +79,43 @@ def single(call: Callable[[Tensor, Tensor, Any], Any], *, gets_all: bool) -> For
     return form
 
 
-def exchange(group: Any, rank: int, ranks: int, elements: int) -> tuple[Callable[[], Any], list[Tensor]]:
+def exchange(*, is_async: bool = False, is_uneven: bool = False) -> Form:
+    """all_to_all of one tensor; uneven: a rank gives and gets one element more for each rank that follows."""
+
+    def form(group: Any, rank: int, ranks: int, elements: int) -> tuple[Callable[[], Any], list[Tensor]]:
+        part = max(1, elements // ranks)
+        splits = [part + (rank + other) % ranks for other in range(ranks)] if is_uneven else [part] * ranks
+        x, out = values(rank, sum(splits)), torch.empty(sum(splits))
+        given = (splits, splits) if is_uneven else (None, None)
+
+        def call() -> None:
+            work = dist.all_to_all_single(out, x, *given, group=group, async_op=is_async)
+            if work is not None:
+                work.wait()
+
+        return call, [out]
+
+    return form
+
+
+def exchange_lists(
+    group: Any, rank: int, ranks: int, elements: int
+) -> tuple[Callable[[], Any], list[Tensor]]:
     part = max(1, elements // ranks)
-    x, out = values(rank, ranks * part), torch.empty(ranks * part)
-    return lambda: dist.all_to_all_single(out, x, group=group), [out]
+    xs, outs = [values(rank + k, part) for k in range(ranks)], [torch.empty(part) for _ in range(ranks)]
+    return lambda: dist.all_to_all(outs, xs, group=group), outs
+
+
+def coalesced(group: Any, rank: int, ranks: int, elements: int) -> tuple[Callable[[], Any], list[Tensor]]:
+    """Eight tensors as one operation."""
+    xs = [values(rank + k, max(1, elements // 8)) for k in range(8)]
+
+    def call() -> None:
+        with dist._coalescing_manager(group):
+            for x in xs:
+                dist.all_reduce(x, group=group)
+
+    return call, xs
 
 
 def to_and_fro(send: Callable[..., Any], recv: Callable[..., Any]) -> Form:
@@ -105,27 +148,58 @@ FORMS: dict[str, Form] = {
         lambda x, group: dist.all_reduce(x, group=group, async_op=True).get_future().wait()
     ),
     "broadcast": in_place(lambda x, group: dist.broadcast(x, 0, group=group)),
+    "broadcast, async": in_place(lambda x, group: dist.broadcast(x, 0, group=group, async_op=True).wait()),
+    "all_reduce, 8 coalesced": coalesced,
     "reduce": in_place(lambda x, group: dist.reduce(x, 0, group=group)),
     "all_gather_single": single(
         lambda one, whole, group: dist.all_gather_single(whole, one, group=group), gets_all=True
     ),
+    "all_gather_single, async": single(
+        lambda one, whole, group: dist.all_gather_single(whole, one, group=group, async_op=True).wait(),
+        gets_all=True,
+    ),
     "all_gather": parts(
         lambda one, whole, group, rank: dist.all_gather(whole, one, group=group), gets_all=True
+    ),
+    "all_gather, row": parts(
+        lambda one, whole, group, rank: dist.all_gather(whole, one, group=group), gets_all=True, is_row=True
     ),
     "reduce_scatter_single": single(
         lambda one, whole, group: dist.reduce_scatter_single(one, whole, group=group), gets_all=False
     ),
+    "reduce_scatter_single, async": single(
+        lambda one, whole, group: dist.reduce_scatter_single(one, whole, group=group, async_op=True).wait(),
+        gets_all=False,
+    ),
     "reduce_scatter": parts(
         lambda one, whole, group, rank: dist.reduce_scatter(one, whole, group=group), gets_all=False
     ),
+    "reduce_scatter, row": parts(
+        lambda one, whole, group, rank: dist.reduce_scatter(one, whole, group=group),
+        gets_all=False,
+        is_row=True,
+    ),
     "gather": parts(
         lambda one, whole, group, rank: dist.gather(one, at_root(rank, whole), 0, group=group), gets_all=True
+    ),
+    "gather, row": parts(
+        lambda one, whole, group, rank: dist.gather(one, at_root(rank, whole), 0, group=group),
+        gets_all=True,
+        is_row=True,
     ),
     "scatter": parts(
         lambda one, whole, group, rank: dist.scatter(one, at_root(rank, whole), 0, group=group),
         gets_all=False,
     ),
-    "all_to_all_single": exchange,
+    "scatter, row": parts(
+        lambda one, whole, group, rank: dist.scatter(one, at_root(rank, whole), 0, group=group),
+        gets_all=False,
+        is_row=True,
+    ),
+    "all_to_all": exchange_lists,
+    "all_to_all_single": exchange(),
+    "all_to_all_single, async": exchange(is_async=True),
+    "all_to_all_single, uneven": exchange(is_uneven=True),
     "send, recv": to_and_fro(dist.send, dist.recv),
     "isend, irecv": to_and_fro(
         lambda *args, **kwargs: dist.isend(*args, **kwargs).wait(),
@@ -139,35 +213,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("-n", default=None, help="numbers of ranks (2,4)")
     parser.add_argument("--sizes", default=None, help=f"bytes ({SIZES})")
-    parser.add_argument("--only", default="", help="calls whose name begins so")
+    parser.add_argument("--only", default="", help="calls whose name begins so, separated by semicolons")
     parser.add_argument("--rounds", type=int, default=None, help="turns of each (7)")
     parser.add_argument("--quick", action="store_true", help="two ranks, three sizes, three rounds")
+    parser.add_argument("--turn", type=float, default=None, help="seconds of a turn (0.1)")
+    parser.add_argument("--keep", type=Path, help="add the results to this file")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     numbers = [int(n) for n in (args.n or ("2" if args.quick else "2,4")).split(",")]
     sizes = [as_bytes(size) for size in (args.sizes or (QUICK_SIZES if args.quick else SIZES)).split(",")]
     rounds = args.rounds or (3 if args.quick else 7)
-    turn_s = 0.02 if args.quick else 0.1
+    turn_s = args.turn or (0.02 if args.quick else 0.1)
     measured = {}
     for ranks in numbers:
         print(f"{ranks} ranks; us per call, median; gloo / unisono: median (least to most)", flush=True)
         measured[ranks] = run_ranks(rank, ranks, sizes, args.only, rounds, turn_s)
+    if args.keep:
+        measured = kept(args.keep, measured)
     if args.plot:
         draw(measured, args.plot)
+
+
+def kept(path: Path, measured: dict[int, Cases]) -> dict[int, Cases]:
+    """The results of this run with those of earlier ones, which a file keeps."""
+    rows = {(n, *case): s for n, cases in measured.items() for case, s in cases.items()}
+    if path.exists():
+        rows = {(n, name, size): s for n, name, size, s in json.loads(path.read_text())} | rows
+    path.write_text(json.dumps([[*case, seconds] for case, seconds in rows.items()]))
+    every: dict[int, Cases] = {}
+    for (n, name, size), seconds in sorted(rows.items()):
+        every.setdefault(n, {})[name, size] = seconds
+    return every
 
 
 def as_bytes(size: str) -> int:
     return int(size[:-2]) << UNITS[size[-2:]] if size[-2:] in UNITS else int(size)
 
 
-def rank(
-    rank: int, groups: dict[str, Any], sizes: list[int], only: str, rounds: int, turn_s: float
-) -> dict[tuple[str, int], dict[str, list[float]]]:
+def rank(rank: int, groups: dict[str, Any], sizes: list[int], only: str, rounds: int, turn_s: float) -> Cases:
     """One rank of both backends: seconds by call, size and backend."""
     measured = {}
     ranks = dist.get_world_size()
     for name, form in FORMS.items():
-        if not name.startswith(only):
+        if not name.startswith(tuple(only.split(";"))):
             continue
         for nbytes in sizes[:1] if name == "barrier" else sizes:
             calls = {each: form(group, rank, ranks, nbytes // 4) for each, group in groups.items()}
@@ -190,10 +278,10 @@ def check(name: str, calls: dict[str, tuple[Callable[[], Any], list[Tensor]]]) -
 
 def show(name: str, nbytes: int, seconds: dict[str, list[float]]) -> None:
     theirs, ours = (f"{statistics.median(seconds[each]) * 1e6:12,.1f}" for each in (GLOO, OURS))
-    print(f"{name:>24} {nbytes:>11,} {theirs} {ours}  {ratios(seconds[GLOO], seconds[OURS])}", flush=True)
+    print(f"{name:>29} {nbytes:>11,} {theirs} {ours}  {ratios(seconds[GLOO], seconds[OURS])}", flush=True)
 
 
-def draw(measured: dict[int, dict[tuple[str, int], dict[str, list[float]]]], path: Path) -> None:
+def draw(measured: dict[int, Cases], path: Path) -> None:
     from matplotlib.figure import Figure
 
     names = [name for name in FORMS if any(case[0] == name for case in measured[min(measured)])]

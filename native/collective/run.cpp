@@ -284,10 +284,12 @@ void Run::do_local(uint32_t index) {
   }
   switch (p.step) {
     case Step::copy: {
-      // In parts, which is right because source and target never overlap: Program and the verbs see to that.
+      // In parts, which is right because source and target do not overlap, or are the same (a rank's own slot of a
+      // gather, given as x): Program and the verbs see to that.
       const uint64_t bytes = std::min(copy_bytes, bytes_of(p) - copied_);
       byte* to = at(p.dst_buf, p.dst) + copied_;
       const byte* from = at(p.src_buf, p.src) + copied_;
+      if (to == from) break;
       if (is_long_)
         copy_past_cache(to, from, bytes);
       else

@@ -150,6 +150,8 @@ void Call::check_scattered() const {
   if (out_.dtype != own.dtype || out_.nd != own.nd - cut ||
       !std::equal(out_.shape, out_.shape + out_.nd, own.shape + cut))
     throw LeftToReference();
+  // Root's part may stay where it is.
+  if (cut == 1 && out_.data == own.data + static_cast<uint64_t>(group_.rank) * out_.nbytes()) return;
   for (size_t i = 0; i < mine.part_count; ++i) {
     const Argument& part = mine.parts[i];
     if (part.count != 0 && out_.count != 0 && part.data < out_.data + out_.nbytes() &&

@@ -385,7 +385,14 @@ void ParsedCall::check_out(const Py_ssize_t* shape, int nd) const {
     if (out_.shape[i] != shape[i]) throw LeftToReference();
   const bool overlap =
       x_.count != 0 && out_.count != 0 && x_.data < out_.data + out_.nbytes() && out_.data < x_.data + x_.nbytes();
-  if (overlap) throw LeftToReference();
+  if (overlap && !is_own_slot()) throw LeftToReference();
+}
+
+// Whether x is where the result of a gather has it: nothing is to be copied. Libraries ask for other arguments then.
+bool ParsedCall::is_own_slot() const {
+  const bool gathers = spec_.verb == Verb::all_gather || spec_.verb == Verb::gather;
+  return gathers && decision_->program != nullptr &&
+         x_.data == out_.data + static_cast<uint64_t>(verb_group_.rank) * x_.nbytes();
 }
 
 void ParsedCall::find_target(const Given&) {

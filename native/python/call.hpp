@@ -176,6 +176,7 @@ class ParsedCall {
   void check_root_is_writable(PyObject* x) const;
   void widen();
   void check_out(const Py_ssize_t* shape, int nd) const;
+  bool is_own_slot() const;
   void fill_with_identity();
   // Whether the result takes the place of what was given.
   bool is_in_place() const {

@@ -172,12 +172,12 @@ class Verbs(Messages):
     ) -> Work[Any]:
         """Gather the `x` of all ranks, of equal shape, on every rank: `result[r]` is the x of rank r."""
         array = buffers.view(x, "x")
-        target = self._result(array, out, (self._size, *array.shape))
+        target, given = self._gathered(array, out)
         check_algorithm("all_gather", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
-            memory = {Buf.IN: array.flat, Buf.OUT: target.flat}
+            memory = {Buf.IN: given, Buf.OUT: target.flat}
             yield from one.run(
                 "all_gather", (array.count,) * self._size, array.dtype, memory, shape=array.shape
             )
@@ -192,12 +192,12 @@ class Verbs(Messages):
         array = buffers.view(x, "x")
         root = self._rank_of(root, "root")
         is_root = self._rank == root
-        target = self._result(array, out, (self._size, *array.shape)) if is_root else None
+        target, given = self._gathered(array, out) if is_root else (None, array.flat)
         check_algorithm("gather", algorithm)
 
         def steps(call: Call) -> Steps[Any]:
             one = CollectiveCall(self._group, call, algorithm)
-            memory = {Buf.IN: array.flat} | ({} if target is None else {Buf.OUT: target.flat})
+            memory = {Buf.IN: given} | ({} if target is None else {Buf.OUT: target.flat})
             counts = (array.count,) * self._size
             yield from one.run("gather", counts, array.dtype, memory, root=root, shape=array.shape)
             return None if target is None else target.give()
@@ -223,7 +223,9 @@ class Verbs(Messages):
         array = self._by_rank(x, "x") if self._rank == root else None
         filled = None if out is None else receivable(out, "out")
         if array is not None and filled is not None:
-            self._out(out, array, array.shape[1:])
+            is_own_slot = _is_slot(filled, array, self._rank)
+            self._out(out, array, array.shape[1:], may_share=is_own_slot)
+            array = array.copy() if is_own_slot and self._has_library else array
         parts = None if array is None else [array]
         return self._announced("scatter", parts, timeout, algorithm, root=root, out=filled)
 
@@ -579,15 +581,38 @@ class Verbs(Messages):
     def _result(self, array: Array, out: Any, shape: tuple[int, ...]) -> Array:
         return array.like(shape) if out is None else self._out(out, array, shape)
 
-    def _out(self, out: Any, array: Array, shape: tuple[int, ...]) -> Array:
+    def _gathered(self, array: Array, out: Any) -> tuple[Array, np.ndarray[Any, Any]]:
+        """The result of a gather of `array`, and what is read: x may be this rank's slot of `out`."""
+        shape = (self._size, *array.shape)
+        if out is None:
+            return array.like(shape), array.flat
+        is_own_slot = _is_slot(array, receivable(out, "out"), self._rank)
+        target = self._out(out, array, shape, may_share=is_own_slot)
+        return target, array.flat.copy() if is_own_slot and self._has_library else array.flat
+
+    @property
+    def _has_library(self) -> bool:
+        """Whether a library may run collectives: it takes no memory that is read and written."""
+        return self._group.backend.capabilities.run_collective
+
+    def _out(self, out: Any, array: Array, shape: tuple[int, ...], *, may_share: bool = False) -> Array:
         target = receivable(out, "out")
         if target.dtype is not array.dtype or target.shape != shape:
             raise UsageError(
                 f"out is {target.dtype} of shape {target.shape}; allowed: {array.dtype} of shape {shape}"
             )
-        if target.overlaps(array):
+        if not may_share and target.overlaps(array):
             raise UsageError("out overlaps x; allowed: separate memory")
         return target
+
+
+def _is_slot(part: Array, whole: Array, rank: int) -> bool:
+    """Whether `part` is exactly the part of `whole` that belongs to a rank."""
+    return (
+        part.dtype is whole.dtype
+        and part.shape == whole.shape[1:]
+        and part.flat.ctypes.data == whole.flat.ctypes.data + rank * part.flat.nbytes
+    )
 
 
 def _rows(x: Any, what: str) -> Array:

@@ -153,11 +153,12 @@ class ProcessGroup(Identity):
             op = opts.reduceOp
             name = op_of(op, output.dtype)
             x = scaled(op, whole)
+            counts = [count * x.numel() // sum(counts) for count in counts]  # of pairs for complex32
 
         def fill(result: Tensor) -> None:
             if is_divided(op, output.dtype):
                 divided(result, self._size)
-            output.detach().copy_(result.view(output.shape))
+            _fill([output], [result])
 
         return self._calls.run("reduce_scatter_v", opts, outputs, fill, x, counts, name)
 
@@ -216,7 +217,7 @@ class ProcessGroup(Identity):
         out = in_a_row(outs)
         if out is None:
             return self._calls.run("all_gather", opts, outs, lambda parts: _fill(outs, parts), x)
-        x = apart(x, out)
+        x = apart(x, out, self._rank)
         return self._calls.run("all_gather", opts, outs, None, x, out=out.view(self._size, -1))
 
     def allgather_coalesced(
@@ -235,7 +236,7 @@ class ProcessGroup(Identity):
         opts = opts if opts is not None else AllgatherOptions()
         with self._calls.errors("all_gather"):
             out, back = target(output)
-            x = apart(readable(input), out)
+            x = apart(readable(input), out, self._rank)
             self._check_parts(out, x, "the output")
         return self._calls.run(
             "all_gather", opts, [output], _then(back), x.view(-1), out=out.view(self._size, -1)
@@ -266,7 +267,7 @@ class ProcessGroup(Identity):
         out = in_a_row(outs)
         if out is None:
             return self._calls.run("gather", opts, outs, lambda parts: _fill(outs, parts), x, root)
-        x = apart(x, out)
+        x = apart(x, out, self._rank)
         return self._calls.run("gather", opts, outs, None, x, root, out=out.view(self._size, -1))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
@@ -283,7 +284,7 @@ class ProcessGroup(Identity):
                     )
                 x = joined(inputs[0]).view(self._size, -1)
             out, back = target(output)
-            x = x if x is None else apart(x, out)
+            x = x if x is None else apart(x, out, self._rank)
         return self._calls.run("scatter", opts, outputs, _then(back), x, root, out=out.view(-1))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
@@ -495,6 +496,8 @@ def _fill(outputs: Sequence[Tensor], parts: Any) -> None:
     """Copy what a verb gave, by rank, into the tensors of the caller."""
     for output, part in zip(outputs, parts, strict=True):
         own = output.detach()
+        if not own.numel() and not part.numel():
+            continue  # not every empty tensor can be seen as another type
         if part.dtype != own.dtype:
             part = part.view(own.dtype)
         if part.numel() != own.numel():

@@ -40,6 +40,8 @@ def _row(kind: Kind) -> list[str | None]:
 OPS: Final[dict[torch.dtype, list[str | None]]] = {
     getattr(torch, name): _row(dtype.kind) for name, dtype in DTYPES.items()
 }
+# The engine adds its real and imaginary parts.
+OPS[torch.complex32] = [name if name != "prod" else None for name in OPS[torch.complex64]]
 _INTEGERS: Final = frozenset(getattr(torch, n) for n, dtype in DTYPES.items() if dtype.kind is Kind.INTEGER)
 _AVG: Final = _RED.AVG.value
 _PREMUL_SUM: Final = _RED.PREMUL_SUM.value

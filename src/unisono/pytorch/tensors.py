@@ -29,7 +29,7 @@ __all__ = [
     "updatable",
 ]
 
-# Other types, such as float8, travel as bytes.
+# Other types, such as float8, travel as bytes; complex32 as pairs of float16, which can be added.
 TYPES: Final = frozenset(getattr(torch, name) for name in DTYPES)
 
 CopyBack = Callable[[], object]
@@ -100,11 +100,16 @@ def in_a_row(tensors: Sequence[Tensor]) -> Tensor | None:
     return from_dlpack(to_dlpack(first.as_strided((count,), (1,)))) if count else None
 
 
-def apart(x: Tensor, out: Tensor) -> Tensor:
+def apart(x: Tensor, out: Tensor, slot: int | None = None) -> Tensor:
     """What to read in place of `x` while `out` is written; both are contiguous.
 
-    That is a copy if they share memory: FSDP2 gathers from a slice of the output.
+    That is a copy if they share memory, unless the smaller is exactly the slot of this number in the other:
+    FSDP2 gathers from its own slice of the output.
     """
+    if slot is not None:
+        part, whole = (x, out) if x.nbytes <= out.nbytes else (out, x)
+        if part.data_ptr() == whole.data_ptr() + slot * part.nbytes:
+            return x
     begin, other = x.data_ptr(), out.data_ptr()
     is_shared = begin < other + out.nbytes and other < begin + x.nbytes
     return x.clone() if is_shared else x
@@ -131,4 +136,6 @@ def _resolved(tensor: Tensor) -> Tensor:
 
 
 def _as_typed(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in TYPES else tensor.reshape(-1).view(torch.uint8)
+    if tensor.dtype in TYPES:
+        return tensor
+    return tensor.reshape(-1).view(torch.float16 if tensor.dtype is torch.complex32 else torch.uint8)

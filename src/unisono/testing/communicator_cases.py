@@ -312,6 +312,7 @@ def _check_collectives(me: CaseRank, world: Communicator, counts: tuple[int, ...
         me.check_array(
             world.scatter(rows[root] if rank == root else None, root), rows[root][rank], f"scatter {at}"
         )
+        _check_own_slots(me, world, root, every, rows[root])
         summed = _summed(rows)
         me.check_array(world.reduce_scatter(rows[rank]), summed[rank], f"reduce_scatter {at}")
         me.check_array(world.all_to_all(rows[rank]), np.stack([r[rank] for r in rows]), f"all_to_all {at}")
@@ -323,6 +324,25 @@ def _check_collectives(me: CaseRank, world: Communicator, counts: tuple[int, ...
     me.check_equal(world.broadcast(rank + 0.5, size - 1), size - 0.5, "a broadcast Python number")
     first = op(lambda left, right: left, commutative=False, name="first")
     me.check_array(world.all_reduce(ramp(7, rank), first), ramp(7, 0), "an operation that does not commute")
+
+
+def _check_own_slots(me: CaseRank, world: Communicator, root: int, every: list[Array], given: Array) -> None:
+    """`x` may be the rank's own slot of `out=`, and for scatter the other way round."""
+    rank, at = world.rank, f"of {len(every[0])} elements in place"
+    whole = np.full((world.size, len(every[0])), -1, np.float32)
+    whole[rank] = every[rank]
+    me.check_array(world.all_gather(whole[rank], out=whole), np.stack(every), f"all_gather {at}")
+    whole.fill(-1)
+    whole[rank] = every[rank]
+    world.gather(whole[rank], root, out=whole if rank == root else None)
+    if rank == root:
+        me.check_array(whole, np.stack(every), f"gather {at}")
+    whole[:] = given
+    part = whole[rank] if rank == root else np.empty_like(whole[rank])
+    got = world.scatter(whole if rank == root else None, root, out=part)
+    me.check_array(got, given[rank], f"scatter {at}")
+    if rank == root:
+        me.check_array(whole, given, f"x after scatter {at}")
 
 
 def _summed(arrays: list[Array]) -> Array:

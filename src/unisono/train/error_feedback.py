@@ -53,7 +53,9 @@ class ErrorFeedback:
         self.residuals: dict[str | int, FloatArray] = {}
         self._calls: dict[str | int, int] = {}
 
-    def all_reduce(self, comm: Communicator, x: T, op: str = "sum", *, key: str | int) -> T:
+    def all_reduce(
+        self, comm: Communicator, x: T, op: str = "sum", *, key: str | int, timeout: float | None = None
+    ) -> T:
         """Replace `x` by its compressed sum or mean over all ranks, in place, and return it.
 
         Args:
@@ -61,12 +63,16 @@ class ErrorFeedback:
             x: an array of floats.
             op: "sum" or "mean".
             key: the name of the array, whose residual is kept.
+            timeout: seconds for all of it.
 
         Raises:
+            DeadlineExceeded: it took longer than `timeout`.
             UsageError: another op, another type, or another length than before; nothing was sent.
         """
         array = buffers.view(x, "x", writable=True)
-        pipeline = Pipeline(collectives_of(comm))
+        runtime = comm.backend.runtime
+        deadline = runtime.deadline(timeout)
+        pipeline = Pipeline(collectives_of(comm, lambda: deadline.remaining(runtime.now())))
         exchange = self.exchange(read_wide(array), op, key=key, rank=comm.rank, size=comm.size)
         pipeline.add(exchange, lambda result: write_narrow(array, result))
         pipeline.finish()

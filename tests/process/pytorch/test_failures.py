@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -20,7 +21,11 @@ import torch
 import torch.distributed as dist
 from tests.support.processes import PATIENCE_S, forked
 from tests.support.torch_ranks import join_torch
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from unisono.messaging.backend import Backend
 
@@ -72,10 +77,46 @@ def reduce_again_and_again(rank: int, pipe: Connection) -> None:
             dist.barrier()
 
 
+def train_sharded(rank: int, pipe: Connection) -> None:
+    """FSDP2."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    mesh = init_device_mesh("cpu", (3,))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    for step in range(1_000_000):
+        model(torch.randn(4, 64)).sum().backward()
+        if step == 5:
+            pipe.send("under way")
+
+
+def train_in_stages(rank: int, pipe: Connection) -> None:
+    """A pipeline, in which rank 0 and the killed rank 2 never talk to each other."""
+    stage = PipelineStage(torch.nn.Linear(8, 8), rank, 3, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=torch.nn.functional.mse_loss)
+    for step in range(1_000_000):
+        given = (torch.randn(8, 8),) if rank == 0 else ()
+        schedule.step(*given, **({"target": torch.zeros(8, 8)} if rank == 2 else {}))
+        if step == 5:
+            pipe.send("under way")
+
+
+def wait_for_futures(rank: int, pipe: Connection) -> None:
+    x = torch.ones(30_011)
+    for step in range(1_000_000):
+        future = dist.all_reduce(x, dist.ReduceOp.MAX, async_op=True).get_future()
+        future.then(lambda ended: ended.value()[0].sum()).wait()
+        if step == 5:
+            pipe.send("under way")
+
+
 @pytest.mark.parametrize(
     "program",
     [
         train,
+        pytest.param(train_sharded, marks=pytest.mark.more),
+        pytest.param(train_in_stages, marks=pytest.mark.more),
+        wait_for_futures,
         pytest.param(partial(train, is_hooked=True), marks=pytest.mark.more),
         reduce_again_and_again,
     ],
@@ -96,7 +137,8 @@ def test_survivors_of_a_killed_rank_name_it(tmp_path: Path, program: Callable[[i
         ranks.signal(2, signal.SIGKILL)
         for rank in (0, 1):
             raised_at, text = ranks.result(rank)
-            assert "rank 2 is gone" in text, text
+            # A rank that ends by its error is gone, too.
+            assert re.search(r"rank 2 is gone|ranks \d, 2 are gone", text), text
             assert raised_at - killed_at < NAMED_WITHIN_S
 
 
@@ -132,6 +174,102 @@ def test_different_calls_are_named_with_the_lines_that_made_them(tmp_path: Path)
         assert "int32" in types
         for text in texts:
             assert not re.search(r"process_group.py|distributed_c10d.py|c10d_logger.py", text)
+
+
+def ones(count: int) -> torch.Tensor:
+    return torch.ones(count)
+
+
+# What ranks 0 and 1 do differently, by the number given; and what every error names, in either order.
+MISMATCHES: dict[str, tuple[Callable[[Any, int], object], str]] = {
+    "roots of broadcast": (lambda g, k: dist.broadcast(ones(5), k, group=g), "root"),
+    "roots of reduce": (lambda g, k: dist.reduce(ones(5), k, group=g), "root"),
+    "roots of gather": (
+        lambda g, k: dist.gather(ones(5), [ones(5)] * 2 if dist.get_rank() == k else None, k, group=g),
+        "root",
+    ),
+    "roots of scatter": (
+        lambda g, k: dist.scatter(ones(5), [ones(5)] * 2 if dist.get_rank() == k else None, k, group=g),
+        "root",
+    ),
+    "lengths of all_gather": (
+        lambda g, k: dist.all_gather_single(ones(10 + 2 * k), ones(5 + k), group=g),
+        "count",
+    ),
+    "lengths of reduce_scatter": (
+        lambda g, k: dist.reduce_scatter_single(ones(5 + k), ones(10 + 2 * k), group=g),
+        "shape",
+    ),
+    "parts of reduce_scatter": (
+        lambda g, k: dist.reduce_scatter(
+            ones(3 + (dist.get_rank() ^ k)), [ones(3 + k), ones(4 - k)], group=g
+        ),
+        "shape",
+    ),
+    "operations": (
+        lambda g, k: dist.all_reduce(ones(5), (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[k], group=g),
+        "op",
+    ),
+    "functional collectives": (
+        lambda g, k: (
+            (functional.all_reduce(ones(4), "sum", g) if k else functional.all_gather_tensor(ones(4), 0, g))
+            .sum()
+            .item()
+        ),
+        "verb",
+    ),
+}
+
+
+def test_whatever_ranks_do_differently_is_named_with_both_lines(tmp_path: Path):
+    def program(rank: int) -> dict[str, str]:
+        warnings.simplefilter("ignore", FutureWarning)  # torch renames functional collectives
+        texts = {}
+        for name, (run, _) in MISMATCHES.items():
+            group: Any = dist.new_group([0, 1])
+            texts[name] = text_of(partial(run, group, rank))
+        return texts
+
+    for texts in run_torch(program, 2, tmp_path):
+        for name, (_, aspect) in MISMATCHES.items():
+            assert f"{aspect}: " in texts[name], (name, texts[name])
+            # This rank's line before the error, and both ranks' in it.
+            assert len(re.findall(r"test_failures.py:\d+", texts[name])) == 3, (name, texts[name])
+
+
+def text_of(run: Callable[[], object]) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        run()
+    return str(caught.value)
+
+
+def test_models_of_ddp_that_differ_are_named(tmp_path: Path):
+    """torch compares the parameters of rank 0 with each rank's own, through the group."""
+
+    def program(rank: int) -> str:
+        group: Any = dist.new_group([0, 1])
+        model = torch.nn.Linear(4 + rank, 3)
+        return text_of(lambda: torch.nn.parallel.DistributedDataParallel(model, process_group=group))
+
+    first, second = run_torch(program, 2, tmp_path)
+    assert "rank 1" in first, first
+    assert "params[0] in this process with sizes [3, 5]" in second, second
+
+
+def test_splits_that_do_not_fit_are_named(tmp_path: Path):
+    """Rank 0 expects two rows of rank 1, which sends it one."""
+
+    def program(rank: int) -> str:
+        taken = [1, 2] if rank == 0 else [1, 1]
+        run = partial(dist.all_to_all_single, torch.zeros(sum(taken), 2), torch.ones(2, 2), taken, [1, 1])
+        if rank == 0:
+            return text_of(run)
+        run()
+        return ""
+
+    first, _ = run_torch(program, 2, tmp_path)
+    assert "all_to_all_v at test_failures.py:" in first
+    assert "an output of 4 elements; allowed: 2" in first
 
 
 def test_sums_that_are_finished_in_another_way_are_told_apart(tmp_path: Path):

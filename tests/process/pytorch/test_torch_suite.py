@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.more, pytest.mark.timeout(900)]
 # torch 2.13.0: what Gloo runs and passes (`python -m tests.support.torch_suite gloo results.json`), without
 # the twelve tests of all_to_all on CPUs that torch has for MPI alone. Gloo would pass eight of them.
 GLOO_PASSES = 115
+PASSES = GLOO_PASSES + 12
 
 # The tests that fail on ours, and why.
 EXPECTED: dict[str, str] = {}
@@ -37,4 +38,4 @@ def test_more_of_torchs_own_tests_pass_than_on_gloo(tmp_path: Path) -> None:
     failed = {name: how for name, how in ended.items() if not how.startswith(("passed", "skipped"))}
     passed = [name for name, how in ended.items() if how == "passed"]
     assert failed.keys() == EXPECTED.keys(), "\n".join(f"{name}: {how}" for name, how in failed.items())
-    assert len(passed) > GLOO_PASSES
+    assert len(passed) >= PASSES

@@ -52,6 +52,7 @@ PIECES = {
     "fsdp1": Piece(2e-6),
     "fsdp2": Piece(ADAM, gloo=ADAM),
     "fsdp2_bfloat16": Piece(ADAM, gloo=ADAM),
+    "fsdp2_divide_factor": Piece(2e-6, gloo=None),
     "hsdp": Piece(ADAM, gloo=ADAM, ranks=(4,)),
     "fsdp2_and_tensor_parallel": Piece(ADAM, gloo=ADAM, ranks=(4,)),
     "dtensor_moves": Piece(0.0, gloo=0.0),
@@ -65,6 +66,8 @@ PIECES = {
     "checkpoint": Piece(None, gloo=ADAM),
     "checkpoint_async": Piece(None, gloo=ADAM),
     "checkpoint_of_another_size": Piece(None, gloo=ADAM),
+    "checkpoint_of_fewer_ranks": Piece(None, gloo=ADAM),
+    "checkpoint_of_another_backend": Piece(None, gloo=ADAM),
     "forked_workers": Piece(0.0, gloo=0.0),
     "functional_collectives": Piece(2e-6),
     "functional_gradients": Piece(1e-4, gloo=1e-4),  # of values around 50

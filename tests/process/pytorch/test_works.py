@@ -444,6 +444,18 @@ def groups_in_any_order_and_again_and_again(pair: Pair) -> None:
 
 
 @check
+def members_alone_make_a_group(pair: Pair) -> None:
+    if pair.rank >= 2:
+        return  # the others do not know of it
+    for number in range(2):
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        x = ramp(pair.rank, 7 + number)
+        dist.all_reduce(x, group=group)
+        assert_equal(x, summed(2, 7 + number))
+        dist.destroy_process_group(group)
+
+
+@check
 def a_group_has_the_names_and_answers_that_torch_asks_for(pair: Pair) -> None:
     group = pair.ours
     assert (group.rank(), group.size()) == (pair.rank, pair.size)

@@ -1,12 +1,14 @@
-"""Distributed checkpoints, loaded by as many ranks as saved them or fewer; forked workers that load data."""
+"""Distributed checkpoints, loaded by as many ranks as saved them or not, or on Gloo; forked workers."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.support.training.network import STEPS, loss_of
-from tests.support.training.pieces import Job, Tensors, piece
+from tests.support.training.pieces import GLOO, Job, Tensors, piece
 from tests.support.training.sharded import adam, sharded, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -90,6 +92,45 @@ def checkpoint_of_another_size(job: Job) -> Tensors:
                 for name, tensor in whole(loaded).items():
                     assert torch.equal(tensor, saved[name]), (size, name)
     return saved
+
+
+@piece(makes_worlds=True)
+def checkpoint_of_fewer_ranks(job: Job) -> Tensors:
+    """Half of the ranks save; all of them load the same bits."""
+    folder = str(job.folder / "saved")
+    with job.world(job.size // 2) as some:
+        if some is not None:
+            model, optimizer = made(some)
+            steps(model, optimizer, 0, some)
+            dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+            torch.save(whole(model), job.folder / f"weights.{some.rank}")
+    with job.world() as all_ranks:
+        assert all_ranks is not None
+        dist.barrier()  # until the weights are written
+        loaded, _ = load(folder, all_ranks)
+        for name, tensor in torch.load(job.folder / "weights.0").items():
+            assert torch.equal(whole(loaded)[name], tensor), name
+        return whole(loaded)
+
+
+@piece(makes_worlds=True)
+def checkpoint_of_another_backend(job: Job) -> Tensors:
+    """Saved on one backend, loaded on the other: ours on Gloo, Gloo's on ours."""
+    folder = str(job.folder / "saved")
+    with job.world() as here:
+        assert here is not None
+        model, optimizer = made(here)
+        steps(model, optimizer, 0, here)
+        dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+        saved = whole(model)
+    other = replace(job, backend="unisono" if job.backend == GLOO else GLOO)
+    with other.world(name="other") as there:
+        assert there is not None
+        loaded, its_optimizer = load(folder, there)
+        for name, tensor in whole(loaded).items():
+            assert torch.equal(tensor, saved[name]), name
+        steps(loaded, its_optimizer, STEPS, there)
+        return whole(loaded)
 
 
 # -- workers that load data ----------------------------------------------------------------------------------

@@ -41,15 +41,18 @@ class Job:
     folder: Path  # the same on all ranks, of this run alone
 
     @contextmanager
-    def world(self, size: int | None = None) -> Iterator[Job | None]:
-        """A world of the first `size` ranks while the block runs; None on the other ranks."""
+    def world(self, size: int | None = None, name: str = "store") -> Iterator[Job | None]:
+        """A world of the first `size` ranks while the block runs; None on the other ranks.
+
+        A second world of as many ranks needs a store of another name.
+        """
         size = self.size if size is None else size
         if self.rank >= size:
             yield None
             return
         dist.init_process_group(
             self.backend,
-            init_method=f"file://{self.folder}/store.{size}",
+            init_method=f"file://{self.folder}/{name}.{size}",
             rank=self.rank,
             world_size=size,
             timeout=GROUP_TIMEOUT,

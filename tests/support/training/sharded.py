@@ -12,7 +12,7 @@ from tests.support.training.network import STEPS, batch, loss_of, named, network
 from tests.support.training.pieces import Job, Tensors, piece
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import (
     DTensor,
@@ -87,6 +87,33 @@ def sharded(mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> nn.
 def fsdp2(job: Job) -> Tensors:
     model = sharded(init_device_mesh("cpu", (job.size,)))
     clipped(model, job)
+    return whole(model)
+
+
+def half_alone(size: int) -> Tensors:
+    """The sum of all ranks' gradients over twice their number."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(size):
+            (loss_of(model, step, rank) / (2 * size)).backward()
+        optimizer.step()
+    return named(model)
+
+
+@piece(alone=half_alone, is_on_gloo=False)
+def fsdp2_divide_factor(job: Job) -> Tensors:
+    """Gradients are scaled before they are summed (PREMUL_SUM), which Gloo refuses."""
+    model = sharded(init_device_mesh("cpu", (job.size,)))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(2.0 * job.size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, job.rank).backward()
+        optimizer.step()
     return whole(model)
 
 
