@@ -35,10 +35,10 @@ bool is_of_objects(Verb verb) {
   return verb == Verb::all_gather_object || verb == Verb::gather_object || verb == Verb::scatter_object ||
          verb == Verb::broadcast_object || verb == Verb::all_to_all_object || verb == Verb::all_reduce_object;
 }
+bool is_gathered(Verb verb) { return verb == Verb::gather_v || verb == Verb::gather_object; }
 bool is_exchanged(Verb verb) {
-  return verb == Verb::all_gather_v || verb == Verb::gather_v || verb == Verb::all_to_all_v ||
-         verb == Verb::all_gather_object || verb == Verb::gather_object || verb == Verb::all_to_all_object ||
-         verb == Verb::all_reduce_object;
+  return verb == Verb::all_gather_v || verb == Verb::all_to_all_v || verb == Verb::all_gather_object ||
+         verb == Verb::all_to_all_object || verb == Verb::all_reduce_object;
 }
 
 std::span<const Py_ssize_t> beyond_first(const Argument& array) {
@@ -63,7 +63,8 @@ PyObject* item_of(PyObject* list, size_t count, size_t i) {
 void Call::prepare_announced(const Given& given) {
   const Verb verb = spec_.verb;
   Announced& mine = announced_.emplace();
-  mine.is_exchanged = is_exchanged(verb);
+  mine.is_gathered = is_gathered(verb);
+  mine.all_announce = mine.is_gathered || is_exchanged(verb);
   root_ = given[Parameter::root] == nullptr ? 0 : rank_of(given[Parameter::root]);
   if (verb == Verb::all_reduce_object) {
     PyObject* const fn = given[Parameter::fn];
@@ -74,17 +75,18 @@ void Call::prepare_announced(const Given& given) {
   mine.lengths = takes_parts(verb) ? size : 1;
   mine.row_bytes = Announcement::row_bytes(size, mine.lengths);
   count_ = mine.row_bytes;
-  target_count_ = mine.row_bytes * (mine.is_exchanged ? size : 1);
-  // The rows of all, then the one of this rank.
-  result_ = group_.arguments.make_bytes(target_count_ + (mine.is_exchanged ? mine.row_bytes : 0));
+  mine.rows = !mine.all_announce ? 1 : mine.is_gathered && root_ != group_.rank ? 0 : size;
+  target_count_ = mine.row_bytes * mine.rows;
+  // The rows that come, then the one of this rank.
+  result_ = group_.arguments.make_bytes(target_count_ + (mine.all_announce ? mine.row_bytes : 0));
   target_ = result_.data;
-  in_ = mine.is_exchanged ? target_ + target_count_ : nullptr;
+  in_ = mine.all_announce ? target_ + target_count_ : nullptr;
   if (PyObject* const out = given[Parameter::out]; out != nullptr && out != Py_None) {
     group_.arguments.see(out, "out", true, out_);
     if (out_.is_number()) throw LeftToReference();
   }
   PyObject* const x = given[Parameter::x];
-  if (mine.is_exchanged || root_ == group_.rank) {
+  if (mine.all_announce || root_ == group_.rank) {
     if (is_of_objects(verb))
       announce_objects(x);
     else
@@ -96,8 +98,7 @@ void Call::prepare_announced(const Given& given) {
 // The row that this rank sends.
 Announcement Call::own_row() const {
   const Announced& mine = *announced_;
-  return {result_.data + (mine.is_exchanged ? static_cast<size_t>(group_.size) * mine.row_bytes : 0), mine.row_bytes,
-          mine.lengths};
+  return {result_.data + (mine.all_announce ? mine.rows * mine.row_bytes : 0), mine.row_bytes, mine.lengths};
 }
 
 // The row of a rank, or the one of root.
@@ -129,7 +130,7 @@ void Call::announce_arrays(PyObject* x) {
   if (spec_.verb == Verb::scatter && first.shape[0] != group_.size) throw LeftToReference();
   if (out_.is_given()) check_scattered();
   // Of what Python has viewed, only Python knows the kind that other ranks are to make.
-  if (!mine.is_exchanged && first.form == Form::viewed) throw LeftToReference();
+  if (!mine.all_announce && first.form == Form::viewed) throw LeftToReference();
   Announcement said = own_row();
   byte* to =
       said.write(first.dtype, first.form == Form::tensor ? torch_family : numpy_family, beyond_first(first), nbytes);
@@ -164,7 +165,7 @@ void Call::announce_objects(PyObject* x) {
   Announced& mine = *announced_;
   const size_t count = mine.lengths;
   PyObject* const single = x == nullptr ? Py_None : x;
-  if (x == nullptr && mine.is_exchanged) throw LeftToReference();
+  if (x == nullptr && mine.all_announce) throw LeftToReference();
   mine.value = nb::borrow(single);
   const uint64_t bytes_max = group_.completions.engine().settings.recv_bytes_max;
   std::vector<codec::Packer> packers(count);
@@ -197,14 +198,14 @@ void Call::find_announced_decision(const Given& given) {
   const Argument* const first = mine.part_count != 0 ? &mine.parts[0] : nullptr;
   DecisionKey key;
   key.verb = static_cast<uint8_t>(spec_.verb);
-  key.dtype = !mine.is_exchanged ? untyped : first != nullptr ? first->dtype : plain_bytes;
+  key.dtype = !mine.all_announce ? untyped : first != nullptr ? first->dtype : plain_bytes;
   key.root = root_;
   key.algorithm = mine.algorithm = algorithm_of(given);
   decision_ = group_.decisions.find(key);
   const auto dims = first != nullptr ? beyond_first(*first) : std::span<const Py_ssize_t>();
   if (decision_ == nullptr) decision_ = decide(key, given, key.dtype == untyped ? plain_bytes : key.dtype, dims);
   if (decision_->program == nullptr || !decision_->program->accepts(counts())) throw LeftToReference();
-  if (!mine.is_exchanged) {
+  if (!mine.all_announce) {
     fingerprint_ = decision_->fingerprint.with(0, Fingerprint::hash_of(group_.fingerprint_seed, {}));
     return;
   }
@@ -220,12 +221,17 @@ void Call::find_announced_decision(const Given& given) {
 // Look at the rows: whether all elements are in them, travel in a second stage, or are for Python to look at.
 Call::Rows Call::look_at_rows() {
   Announced& mine = *announced_;
-  const size_t rows = mine.is_exchanged ? static_cast<size_t>(group_.size) : 1;
   const uint64_t bytes_max =
       is_of_objects(spec_.verb) ? group_.completions.engine().settings.recv_bytes_max : array_bytes_max;
-  mine.counts.resize(rows * mine.lengths);
+  if (mine.rows == 0) {  // only this rank knows of a gather_v how much it sends
+    const uint64_t own = mine.part_count != 0 ? mine.parts[0].count : static_cast<uint64_t>(own_row().length(0));
+    mine.counts.assign(static_cast<size_t>(group_.size), 0);
+    mine.counts[static_cast<size_t>(group_.rank)] = own;
+    return own_row().holds(own * itemsizes[own_row().dtype()]) ? Rows::complete : Rows::lengths_only;
+  }
+  mine.counts.resize(mine.rows * mine.lengths);
   bool are_here = true;
-  for (size_t i = 0; i < rows; ++i) {
+  for (size_t i = 0; i < mine.rows; ++i) {
     const Announcement row = row_of(i);
     uint64_t* const counts = &mine.counts[i * mine.lengths];
     if (row.dtype() >= dtype_count || !row.counts(itemsizes[row.dtype()], bytes_max, counts)) return Rows::strange;
@@ -263,11 +269,11 @@ bool Call::make_announced_result() {
   Announced& mine = *announced_;
   const Verb verb = spec_.verb;
   const bool is_root = root_ == group_.rank;
-  if ((verb == Verb::gather_v || verb == Verb::gather_object) && !is_root) {
+  if (mine.rows == 0) {
     mine.result = nb::none();
   } else if (verb == Verb::broadcast_object && is_root) {
     mine.result = mine.value;
-  } else if (!mine.is_exchanged) {
+  } else if (!mine.all_announce) {
     mine.result = part_of(row_of(0), own_part());
   } else {
     nb::object all = nb::steal(PyList_New(group_.size));
@@ -333,7 +339,7 @@ PyObject* Call::finish_announced(nb::object result) const {
 // What this rank announced, for Python: arrays, or packed objects as arrays of bytes; None if it announced nothing.
 nb::object Call::announced_parts() const {
   const Announced& mine = *announced_;
-  if (!mine.is_exchanged && root_ != group_.rank) return nb::none();
+  if (!mine.all_announce && root_ != group_.rank) return nb::none();
   if (mine.packed.is_valid()) return mine.packed;
   nb::list parts;
   if (!is_of_objects(spec_.verb)) {

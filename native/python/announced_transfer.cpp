@@ -57,7 +57,7 @@ Call::Next Call::advance_announced(bool is_blocking) {
 void Call::prepare_second_stage() {
   Announced& mine = *announced_;
   const Verb verb = spec_.verb;
-  const Announcement row = row_of(0);
+  const Announcement row = mine.rows != 0 ? row_of(0) : own_row();
   const uint8_t dtype = row.dtype();
   const size_t itemsize = itemsizes[dtype], size = static_cast<size_t>(group_.size);
   const auto rank = static_cast<size_t>(group_.rank);
@@ -70,7 +70,12 @@ void Call::prepare_second_stage() {
     received = mine.counts[rank];
   } else if (verb == Verb::all_to_all_v || verb == Verb::all_to_all_object) {
     for (size_t source = 0; source < size; ++source) received += mine.counts[source * size + rank];
-  } else if ((verb != Verb::gather_v && verb != Verb::gather_object) || is_root) {
+  } else if (mine.is_gathered) {
+    // What is in a row has come. The rest goes straight to root: the others know no length but their own.
+    for (size_t i = 0; i < mine.rows; ++i)
+      if (row_of(i).holds(mine.counts[i] * itemsize)) mine.counts[i] = 0;
+    if (is_root) received = std::accumulate(mine.counts.begin(), mine.counts.end(), uint64_t{0});
+  } else {
     received = std::accumulate(mine.counts.begin(), mine.counts.end(), uint64_t{0});
   }
   find_second_decision(dtype);
@@ -106,7 +111,7 @@ void Call::prepare_second_stage() {
 void Call::find_parts() {
   Announced& mine = *announced_;
   in_ = nullptr;
-  if (!mine.is_exchanged && root_ != group_.rank) return;
+  if (!mine.all_announce && root_ != group_.rank) return;
   std::vector<std::span<const byte>> pieces;
   nb::list kept;
   for (size_t i = 0; i < mine.part_count; ++i) {
@@ -158,9 +163,11 @@ void Call::find_second_decision(uint8_t dtype) {
   key.root = root_;
   key.algorithm = mine.algorithm;
   key.stage = 1;
-  const bool is_uniform = is_even(mine.counts);
-  // As in plans/choose.py, all uneven ones of an all_to_all are one class.
-  if (!is_all_to_all || (is_uniform && mine.counts[0] != 0)) key.size_class = 1 + size_class(mine.counts);
+  const bool is_uniform = !mine.is_gathered && is_even(mine.counts);
+  // As in plans/choose.py, all uneven ones of an all_to_all are one class. So are those of a gather_v, of which no rank
+  // but root knows all.
+  if (!mine.is_gathered && (!is_all_to_all || (is_uniform && mine.counts[0] != 0)))
+    key.size_class = 1 + size_class(mine.counts);
   decision_ = group_.decisions.find(key);
   if (decision_ == nullptr) {
     ++group_.decided;
@@ -174,8 +181,12 @@ void Call::find_second_decision(uint8_t dtype) {
   const uint64_t all = std::accumulate(mine.counts.begin(), mine.counts.end(), uint64_t{0});
   if (all >= count_any) throw LeftToReference();
   mine.bytes = all * itemsizes[dtype];
-  const std::span<const uint64_t> hashed(mine.counts.data(), is_uniform ? 0 : mine.counts.size());
-  fingerprint_ = decision_->fingerprint.with(all, Fingerprint::hash_of(group_.fingerprint_seed, hashed));
+  const uint64_t none = 0;
+  const std::span<const uint64_t> hashed = mine.is_gathered ? std::span(&none, 1)  // in place of a count
+                                           : is_uniform     ? std::span<const uint64_t>()
+                                                            : std::span<const uint64_t>(mine.counts);
+  fingerprint_ = decision_->fingerprint.with(mine.is_gathered ? count_any : all,
+                                             Fingerprint::hash_of(group_.fingerprint_seed, hashed));
   // No matrix is needed for counts that are all the same.
   if (is_uniform) mine.counts.resize(1);
   if (!decision_->program->accepts({mine.counts.data(), mine.counts.size(), is_uniform})) throw LeftToReference();
@@ -212,6 +223,7 @@ nb::object Call::received_list() {
   const Argument* const like = mine.part_count != 0 ? &mine.parts[0] : nullptr;
   const auto length_of = [&](std::int32_t rank) { return row_of(static_cast<size_t>(rank)).length(own_part()); };
   if (like != nullptr && like->form == Form::viewed) {
+    if (mine.is_gathered) join_gathered();
     nb::list lengths, dims;
     for (std::int32_t rank = 0; rank < group_.size; ++rank) lengths.append(length_of(rank));
     for (size_t d = 0; d < first.dims(); ++d) dims.append(first.dim(d));
@@ -227,14 +239,46 @@ nb::object Call::received_list() {
     shape[0] = length_of(rank);
     uint64_t nbytes = static_cast<uint64_t>(shape[0]) * itemsizes[first.dtype()];
     for (size_t d = 0; d < first.dims(); ++d) nbytes *= static_cast<uint64_t>(first.dim(d));
-    PyObject* const part = like == nullptr ? unpack_part(mine.received, offset, nbytes)
-                                           : group_.arguments.part(*like, mine.received, offset, shape,
-                                                                   static_cast<int>(first.dims()) + 1);
+    const auto row = static_cast<size_t>(rank);
+    const bool is_here = mine.is_gathered && mine.counts[row] == 0;
+    PyObject* part;
+    if (like != nullptr)
+      part = is_here ? part_of(row_of(row), 0).release().ptr()
+                     : group_.arguments.part(*like, mine.received, offset, shape, static_cast<int>(first.dims()) + 1);
+    else if (is_here)
+      part = codec::unpack(row_of(row).part(0, 1).data(), nbytes);
+    else
+      part = unpack_part(mine.received, offset, nbytes);
     if (part == nullptr) throw nb::python_error();
     PyList_SET_ITEM(all.ptr(), rank, part);
-    offset += nbytes;
+    if (!is_here) offset += nbytes;
   }
   return all;
+}
+
+// Put what was in rows and what came later into the order of ranks.
+void Call::join_gathered() {
+  Announced& mine = *announced_;
+  const size_t itemsize = itemsizes[row_of(0).dtype()];
+  std::vector<std::span<const byte>> pieces;
+  const byte* came = mine.received.data;
+  for (size_t rank = 0; rank < mine.rows; ++rank) {
+    if (mine.counts[rank] == 0) {
+      pieces.push_back(row_of(rank).part(0, itemsize));
+      continue;
+    }
+    pieces.emplace_back(came, mine.counts[rank] * itemsize);
+    came += mine.counts[rank] * itemsize;
+  }
+  uint64_t all = 0;
+  for (const auto& piece : pieces) all += piece.size();
+  Result joined = Arguments::make_memory(all);
+  byte* to = joined.data;
+  for (const auto& piece : pieces) {
+    if (!piece.empty()) std::memcpy(to, piece.data(), piece.size());
+    to += piece.size();
+  }
+  mine.received = std::move(joined);
 }
 
 }  // namespace unisono

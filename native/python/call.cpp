@@ -458,7 +458,7 @@ PyObject* LibraryCall::run(const Given& given, bool is_started) {
 }
 
 uint64_t Call::poll_bytes() const {
-  if (announced_) return stage() == 0 ? target_count_ : announced_->bytes;
+  if (announced_) return stage() == 0 ? std::max(count_, target_count_) : announced_->bytes;
   if (!is_collective()) return std::max(x_.is_given() ? x_.nbytes() : 0, out_.is_given() ? out_.nbytes() : 0);
   return x_.is_given() ? std::max(x_.nbytes(), target_count_ * itemsizes[x_.dtype]) : 0;
 }

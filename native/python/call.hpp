@@ -133,7 +133,9 @@ class Announcement;
 
 // What a call has beside the rest if its ranks do not know each other's lengths.
 struct Announced {
-  bool is_exchanged = false;  // every rank sends a row, not only root
+  bool all_announce = false;  // every rank sends a row, not only root
+  bool is_gathered = false;   // root gets these rows, and nobody else
+  size_t rows = 0;            // that this rank gets
   size_t lengths = 0;         // in a row
   size_t row_bytes = 0;
   std::unique_ptr<Argument[]> parts;  // the arrays of this rank
@@ -325,6 +327,7 @@ class Call : public ParsedCall {
   void join(std::span<const std::span<const engine::byte>> pieces);
   PyObject* finish_second_stage();
   nb::object received_list();
+  void join_gathered();
   PyObject* finish_announced(nb::object result) const;
   bool fits_out(const Announcement& row) const;
   nb::object part_of(const Announcement& row, size_t number) const;

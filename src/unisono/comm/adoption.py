@@ -25,11 +25,15 @@ from unisono.comm.split import ROW_OPERAND
 from unisono.comm.splitter import Splitter
 from unisono.comm.vector_collectives import (
     ANNOUNCED,
-    EXCHANGED,
+    STRAIGHT,
     announced_operand,
     as_list,
     finish,
+    gathered_operand,
     lengths_of,
+    rows_algorithm,
+    rows_collective,
+    rows_here,
 )
 from unisono.core import buffers
 from unisono.core.clock import NEVER, Deadline, Runtime
@@ -152,14 +156,23 @@ class Adoption:
     ) -> Decided:
         """Decide the first stage of a call whose ranks do not know each other's lengths."""
         group = self._group
-        size, is_exchanged = group.backend.size, operation in EXCHANGED
-        counts = (row_bytes(size, lengths_of(operation, size)),) * (size if is_exchanged else 1)
-        collective = "all_gather" if is_exchanged else "broadcast"
-        problem = Problem(collective, size, counts, 0 if is_exchanged else root, group.backend.hosts())
+        size, collective = group.backend.size, rows_collective(operation)
+        nbytes = row_bytes(size, lengths_of(operation, size))
+        counts = (nbytes,) * (1 if collective == "broadcast" else size)
+        sender = 0 if collective == "all_gather" else root
+        problem = Problem(collective, size, counts, sender, group.backend.hosts())
         given = announced_operand(operation, dtype, shape, root)
-        byte = DTYPES["uint8"]
         return decide(
-            group, operation, problem, byte, None, "auto", given, b"", is_shape_compared=True, shown=algorithm
+            group,
+            operation,
+            problem,
+            DTYPES["uint8"],
+            None,
+            rows_algorithm(operation, algorithm),
+            given,
+            b"",
+            is_shape_compared=True,
+            shown=algorithm,
         )
 
     def decide_second_stage(
@@ -169,16 +182,18 @@ class Adoption:
         group, dtype = self._group, _DTYPES[dtype_code]
         collective = _RUN_AS[operation]
         problem = Problem(collective, group.backend.size, counts, root, group.backend.hosts())
+        is_gathered = collective == "gather"
         return decide(
             group,
             operation,
             problem,
             dtype,
             None,
-            algorithm,
-            described(dtype, counts),
+            STRAIGHT if is_gathered else algorithm,
+            gathered_operand(dtype, root) if is_gathered else described(dtype, counts),
             b"",
             is_shape_compared=False,
+            shown=algorithm if is_gathered else None,
             stage=1,
         )
 
@@ -249,7 +264,8 @@ class Adoption:
             parts = None if given is None else [buffers.view(x, "x") for x in given]
             filled = None if out is None else receivable(out, "out")
             size = group.backend.size
-            nbytes = row_bytes(size, lengths_of(operation, size)) * (size if operation in EXCHANGED else 1)
+            rows = rows_here(operation, size, group.backend.rank == root)
+            nbytes = row_bytes(size, lengths_of(operation, size)) * rows
             return (yield from finish(operation, one, group, result[:nbytes], parts, root=root, out=filled))
 
         def messages(call: Call) -> Steps[object]:

@@ -72,6 +72,10 @@ class Announcement:
         """The elements of each part."""
         return tuple(length * self.step for length in self.lengths)
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether a row of this length has room for the parts."""
+        return self._numbers() + self._bytes() <= nbytes
+
     def part(self, number: int) -> Flat:
         """The elements of a part that are in the row."""
         assert self.elements is not None, "asked only if they are here"
@@ -85,9 +89,10 @@ class Announcement:
         numbers = self._numbers()
         row[: _HEAD.size] = np.frombuffer(_HEAD.pack(self.dtype.code, self.family, len(self.shape)), np.uint8)
         row[_HEAD.size : numbers] = np.array((*self.shape, *self.lengths), np.int64).view(np.uint8)
-        stop = numbers + self._bytes()
-        if stop <= nbytes:
-            row[numbers:stop] = np.concatenate([np.asarray(part).view(np.uint8) for part in parts])
+        if self.fits(nbytes):
+            row[numbers : numbers + self._bytes()] = np.concatenate(
+                [np.asarray(part).view(np.uint8) for part in parts]
+            )
         return row
 
     @staticmethod

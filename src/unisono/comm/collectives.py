@@ -334,7 +334,11 @@ class Verbs(Messages):
     def gather_v(
         self, x: Any, root: int = 0, *, timeout: float | None = None, algorithm: str = "auto"
     ) -> Work[list[Any] | None]:
-        """Gather the `x` of all ranks on `root`, as a list by rank; else None. Axis 0 may differ."""
+        """Gather the `x` of all ranks on `root`, as a list by rank; else None. Axis 0 may differ.
+
+        `algorithm` is for arrays that are short; longer ones go straight to root. Ranks other than root do
+        not wait for each other.
+        """
         array = _rows(x, "x")
         root = self._rank_of(root, "root")
         check_algorithm("gather", algorithm)

@@ -35,6 +35,11 @@ class CollectiveCall:
         self._stage = first_stage
 
     @property
+    def algorithm(self) -> str:
+        """What the user named, or "auto"."""
+        return self._algorithm
+
+    @property
     def sequence(self) -> int:
         """Its number in the group."""
         assert self._call.sequence is not None, "a collective has a number"

@@ -1,8 +1,9 @@
 """Collectives whose ranks do not know each other's lengths: announcements, then the plan.
 
-Each verb has one or two stages. In the first every rank, or root, sends its row (comm/announcement.py); with
-the rows at hand, `finish` runs the second, unless all elements were in the rows. The engine runs first stages
-by itself, and second ones through `finish` (comm/adoption.py).
+Each verb has one or two stages. In the first every rank sends its row (comm/announcement.py) to all or to
+root, or root does to all; with the rows at hand, `finish` runs the second, unless all elements were in the
+rows. Those that were not go to the root of a `gather_v` straight: no other rank knows more than its own
+length. The engine runs both stages by itself; calls that Python adopts go on in `finish` (comm/adoption.py).
 """
 
 from __future__ import annotations
@@ -30,24 +31,28 @@ from unisono.plans.steps import Buf
 
 __all__ = [
     "ANNOUNCED",
-    "EXCHANGED",
+    "STRAIGHT",
     "all_reduce_fused",
     "announced_operand",
     "as_list",
     "finish",
+    "gathered_operand",
     "lengths_of",
+    "rows_algorithm",
+    "rows_collective",
+    "rows_here",
     "run_announced",
 ]
 
 _BYTE: Final = DTYPES["uint8"]
-# Verbs in which every rank sends a row to every other, and those in which root does.
-EXCHANGED: Final = frozenset(
-    {
-        *("all_gather_v", "gather_v", "all_to_all_v"),
-        *("all_gather_object", "gather_object", "all_to_all_object", "all_reduce_object"),
-    }
+# Verbs in which every rank sends a row to every other, every rank to root, and root to every other.
+_EXCHANGED: Final = frozenset(
+    {"all_gather_v", "all_to_all_v", "all_gather_object", "all_to_all_object", "all_reduce_object"}
 )
-ANNOUNCED: Final = EXCHANGED | {"scatter", "scatter_v", "scatter_object", "broadcast_object"}
+_GATHERED: Final = frozenset({"gather_v", "gather_object"})
+ANNOUNCED: Final = _EXCHANGED | _GATHERED | {"scatter", "scatter_v", "scatter_object", "broadcast_object"}
+# By which the second stage of a `gather_v` moves what was not in the rows: every rank sends to root.
+STRAIGHT: Final = "flat"
 _OF_PARTS: Final = frozenset({"scatter_v", "scatter_object", "all_to_all_v", "all_to_all_object"})
 
 
@@ -56,12 +61,32 @@ def lengths_of(verb: str, size: int) -> int:
     return size if verb in _OF_PARTS else 1
 
 
+def rows_collective(verb: str) -> str:
+    """The collective that carries the rows of a verb."""
+    return "all_gather" if verb in _EXCHANGED else "gather" if verb in _GATHERED else "broadcast"
+
+
+def rows_here(verb: str, size: int, is_root: bool) -> int:
+    """How many rows a rank gets."""
+    return 1 if rows_collective(verb) == "broadcast" else size if is_root or verb in _EXCHANGED else 0
+
+
+def rows_algorithm(verb: str, algorithm: str) -> str:
+    """The algorithm for the rows: what the user names is for the second stage, if that has a choice."""
+    return algorithm if verb in _GATHERED else "auto"
+
+
 def announced_operand(verb: str, dtype: DType, shape: tuple[int, ...], root: int) -> Operand:
     """What ranks compare of a call: the arrays beyond axis 0, where every rank has one."""
-    if verb not in EXCHANGED:
+    if rows_collective(verb) == "broadcast":
         return NOTHING
     text = f"{dtype}[{','.join(['*', *map(str, shape)])}]"
     return Operand(dtype, None, shape, text, root=root)
+
+
+def gathered_operand(dtype: DType, root: int) -> Operand:
+    """What ranks compare of the second stage of a `gather_v`."""
+    return Operand(dtype, None, (), f"{dtype}[*]", root=root)
 
 
 def run_announced(
@@ -76,7 +101,7 @@ def run_announced(
     """Run both stages. `parts` is what this rank announces, None if it does not."""
     size = group.backend.size
     nbytes = row_bytes(size, lengths_of(verb, size))
-    is_exchanged = verb in EXCHANGED
+    collective = rows_collective(verb)
     if parts is None:
         row = np.zeros(nbytes, np.uint8)
         given = NOTHING
@@ -84,12 +109,19 @@ def run_announced(
         said = Announcement.of(parts, _FAMILIES.index(_family_name(parts[0].family)))
         row = said.encoded(nbytes, [part.flat for part in parts])
         given = announced_operand(verb, said.dtype, said.shape, root)
-    rows = np.empty(nbytes * size, np.uint8) if is_exchanged else row
-    counts = (nbytes,) * (size if is_exchanged else 1)
-    memory = {Buf.OUT: rows} | ({Buf.IN: row} if is_exchanged else {})
-    collective = "all_gather" if is_exchanged else "broadcast"
+    if collective == "broadcast":
+        rows, counts, memory = row, (nbytes,), {Buf.OUT: row}
+    else:
+        rows = np.empty(nbytes * rows_here(verb, size, group.backend.rank == root), np.uint8)
+        counts, memory = (nbytes,) * size, {Buf.IN: row} | ({Buf.OUT: rows} if rows.size else {})
     yield from one.run(
-        collective, counts, _BYTE, memory, algorithm="auto", given=given, root=0 if is_exchanged else root
+        collective,
+        counts,
+        _BYTE,
+        memory,
+        algorithm=rows_algorithm(verb, one.algorithm),
+        given=given,
+        root=0 if collective == "all_gather" else root,
     )
     return (yield from finish(verb, one, group, rows, parts, root=root, out=out))
 
@@ -111,7 +143,7 @@ def finish(
     said = [
         Announcement.decoded(row, lengths, bytes_max) for row in rows.reshape(-1, row_bytes(size, lengths))
     ]
-    if verb in EXCHANGED:
+    if said and rows_collective(verb) != "broadcast":
         assert parts is not None, "every rank announces"
         _check_alike(group, said)
     match verb:
@@ -158,18 +190,31 @@ def _all_gather(one: CollectiveCall, said: list[Announcement], array: Array) -> 
 def _gather(
     one: CollectiveCall, group: Group, said: list[Announcement], array: Array, root: int
 ) -> Steps[list[Any] | None]:
-    """Everyone's array to root."""
-    is_root = group.backend.rank == root
-    if all(each.elements is not None for each in said):
-        if not is_root:
-            return None
-        flat = np.concatenate([each.part(0) for each in said])
-    else:
-        counts = tuple(each.counts[0] for each in said)
-        flat = buffers.empty(sum(counts) if is_root else 0, array.dtype)
-        memory = {Buf.IN: array.flat} | ({Buf.OUT: flat} if is_root else {})
-        yield from one.run("gather", counts, array.dtype, memory, root=root)
-    return _listed(flat, [each.lengths[0] for each in said], said[0], array.family) if is_root else None
+    """Everyone's array to root, which knows all lengths; the others know their own only."""
+    size, rank = group.backend.size, group.backend.rank
+    is_root = rank == root
+    counts = [0] * size
+    if is_root:
+        counts = [each.counts[0] if each.elements is None else 0 for each in said]
+    elif not Announcement.of([array], 0).fits(row_bytes(size, 1)):
+        counts[rank] = array.count
+    flat = buffers.empty(sum(counts) if is_root else 0, array.dtype)
+    if any(counts):
+        own = array.flat if counts[rank] else array.flat[:0]
+        memory = {Buf.IN: own} | ({Buf.OUT: flat} if is_root else {})
+        given = gathered_operand(array.dtype, root)
+        yield from one.run(
+            "gather", tuple(counts), array.dtype, memory, root=root, algorithm=STRAIGHT, given=given
+        )
+    if not is_root:
+        return None
+    ends = np.cumsum([0, *counts])
+    whole = [
+        each.part(0) if each.elements is not None else flat[ends[r] : ends[r + 1]]
+        for r, each in enumerate(said)
+    ]
+    lengths = [each.lengths[0] for each in said]
+    return _listed(np.concatenate(whole), lengths, said[0], array.family)
 
 
 def _all_to_all(
