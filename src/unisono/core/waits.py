@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from unisono import _native
-from unisono.core.clock import Deadline, Runtime, Waiting
+from unisono.core.clock import Deadline, Runtime, Waiting, refuse_blocking
 from unisono.core.work import Work
 from unisono.errors import DeadlineExceeded, UsageError
 
@@ -138,6 +138,7 @@ def _wait_in_python(works: tuple[Work[Any], ...], deadline: Deadline) -> list[in
                 if ended or deadline.has_passed(now):
                     return ended
                 left = deadline.remaining(now)
+                refuse_blocking()
                 runtime.block(event, left, waiting, is_limited=left is not None or not is_alone)
         finally:
             for work in works:
