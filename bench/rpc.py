@@ -1,297 +1,209 @@
-"""Calls between two processes: unisono beside torch.distributed.rpc, gRPC and ZeroMQ, with equal arguments.
+"""Calls between processes: unisono beside torch.distributed.rpc, gRPC and ZeroMQ, with equal arguments.
 
-Every library serves an echo in a process of its own, whose main thread sleeps. Each row is one kind of
-argument, there and back, and its turns alternate between the libraries; gRPC and ZeroMQ carry bytes only.
-Shown are medians in microseconds, the ratio of ours to torch's with the least and the most of consecutive
-turns, calls per second with 64 and with 5,000 under way, and the voluntary context switches (wake-ups) that a
-call costs in both processes of ours. Libraries that are not installed are left out: `pip install grpcio pyzmq
-torch`.
+Every library serves an echo in a process of its own, whose main thread sleeps. Turns alternate between the
+libraries, and with `send` and `recv` of the same bytes on the same links: virtual cores may change their
+distance at any time, which alone makes bytes four times as expensive.
+`torch` moves large tensors on one host by shared memory, `torch-tcp` everything by TCP. gRPC and ZeroMQ carry
+bytes only. Libraries that are not installed are left out: `pip install grpcio pyzmq torch`.
 
-    python bench/rpc.py [--rounds 3] [--only shm,tcp,torch,grpc,zmq] [--rows int,bytes-1Ki] [--seconds 0.3]
+    python bench/rpc.py [--quick] [--parts kinds,steps,sendrecv,load,wakes] [--rounds 3] [--seconds 0.3]
+        [--only shm,tcp,tls,torch,torch-tcp,grpc,zmq] [--rows int,bytes-1Ki]
+
+- kinds: each kind of argument there and back. Medians in microseconds, ours as a multiple of torch's with the
+  least and the most of all turns, and p99 and p99.9 of ours.
+- sendrecv: echo of bytes and of an array as multiples of the same bytes by send and recv on that link.
+- steps: bytes of doubling lengths and around each threshold; the worst ratio of two that follow each other.
+- load: calls per second and percentiles, with many under way; and while the callee's main thread is busy.
+- wakes: how often threads go to sleep per call (voluntary context switches), by their role.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import contextlib
 import importlib.util
-import multiprocessing as mp
-import os
-import resource
-import socket
 import statistics
-import threading
-import time
-from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
+from rpc_peers import BYTES_ONLY, NEEDS, OURS, ROWS, SIZES, Load, started
 
-import unisono as uni
+from unisono._native import FRAME_BLOB_BYTES, FRAME_BYTES_MAX
 
-NEEDS = {"shm": "unisono", "tcp": "unisono", "torch": "torch", "grpc": "grpc", "zmq": "zmq"}
-BYTES_ONLY = ("grpc", "zmq")
-SIZES = {"1Ki": 1 << 10, "4Ki": 1 << 12, "16Ki": 1 << 14, "64Ki": 1 << 16, "1Mi": 1 << 20, "16Mi": 1 << 24}
-KEY = b"bench"
+# What each of ours is compared with.
+PEERS = {"shm": ("torch",), "tcp": ("torch-tcp", "torch"), "tls": ("torch-tcp",)}
+QUICK_ROWS = (
+    "int,list-3,keywords,dataclass,named-tuple,set-3,array-8,bytes-1Ki,bytes-64Ki,bytes-1Mi,array-1Mi"
+)
+THRESHOLDS = (2_944, 7_040, FRAME_BLOB_BYTES, FRAME_BYTES_MAX, 1 << 15, 1 << 16, 1 << 17, 1 << 20)
+LOADS = [
+    Load(flight, threads, 20_000, is_to_all)
+    for flight in (64, 5_000)
+    for threads in (1, 8)
+    for is_to_all in (False, True)
+]
+PARTS = ("kinds", "sendrecv", "steps", "load", "wakes")
 
-ROWS: dict[str, Callable[[], Any]] = {
-    "int": lambda: 7,
-    "text-100": lambda: "x" * 100,
-    "list-3": lambda: [1, 2, 3],
-    "dict-3": lambda: {"a": 1, "b": 2, "c": 3},
-    "tuple-20": lambda: tuple(range(20)),
-    "keywords": lambda: 7,
-    "floats-1000": lambda: [i / 3 for i in range(1000)],
-    "array-8": lambda: np.zeros(1),
-    **{f"bytes-{name}": lambda n=n: b"x" * n for name, n in SIZES.items()},
-    **{f"array-{name}": lambda n=n: np.zeros(n // 8) for name, n in SIZES.items()},
-    **{f"text-{name}": lambda n=n: "x" * n for name, n in SIZES.items()},
-    "bytearray-1Mi": lambda: bytearray(1 << 20),
-}
-RATES = {"64 under way, calls/s": 64, "5,000 under way, calls/s": 5_000}
+Clients = dict[str, Connection]
 
 
 def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--seconds", type=float, default=0.3, help="of one turn")
+    options.add_argument("--quick", action="store_true", help="some rows, one short turn each")
+    options.add_argument("--parts", default=",".join(PARTS))
+    options.add_argument("--rounds", type=int)
+    options.add_argument("--seconds", type=float, help="of one turn")
     options.add_argument("--only", default=",".join(NEEDS))
-    options.add_argument("--rows", default=",".join(ROWS))
+    options.add_argument("--rows")
     given = options.parse_args()
+    rounds = given.rounds or (1 if given.quick else 3)
+    seconds = given.seconds or (0.05 if given.quick else 0.3)
+    rows = (given.rows or (QUICK_ROWS if given.quick else ",".join(ROWS))).split(",")
     names = [name for name in given.only.split(",") if importlib.util.find_spec(NEEDS[name])]
+    parts, ours = given.parts.split(","), [name for name in names if name in OURS]
     with contextlib.ExitStack() as stack:
         clients = {name: stack.enter_context(started(name)) for name in names}
-        print(f"{'us, there and back':26}" + "".join(f"{name:>10}" for name in names) + "   ours / torch")
-        for row in given.rows.split(","):
-            able = [n for n in names if n not in BYTES_ONLY or row.startswith("bytes-")]
-            turns = [turn(clients, able, ("time", row, given.seconds)) for _ in range(given.rounds)]
-            show(row, able, names, turns)
-        for title, flight in RATES.items():
-            able = [n for n in names if n not in BYTES_ONLY]
-            turns = [turn(clients, able, ("rate", "int", flight)) for _ in range(given.rounds)]
-            show(title, able, names, turns)
-        for name in (n for n in names if n in ("shm", "tcp")):
-            mine, theirs = ask(clients[name], ("wakes", "int", 1000))
-            print(f"wake-ups per call over {name}: {mine:.2f} at the caller, {theirs:.2f} at the callee")
+        if "kinds" in parts:
+            show_kinds(clients, rows, rounds, seconds)
+        if "sendrecv" in parts:
+            show_beside_messages(clients, ours, rounds, seconds)
+        if "steps" in parts:
+            show_steps(clients, ours, seconds / 3)
+        if "load" in parts:
+            show_rates(clients, rounds)
+            show_busy(clients, ours)
+        if "wakes" in parts:
+            show_wakes(clients, ours)
+    if "load" in parts:
+        for name in (n for n in ours if n != "tls"):
+            with started(name, 4) as client:
+                show_load(client, name, LOADS[:2] if given.quick else LOADS)
 
 
-def ask(client: Connection, question: tuple[str, str, float]) -> Any:
-    client.send(question)
+def ask(client: Connection, what: str, about: Any, amount: float = 0) -> Any:
+    client.send((what, about, amount))
     return client.recv()
 
 
-def turn(
-    clients: dict[str, Connection], able: list[str], question: tuple[str, str, float]
-) -> dict[str, float]:
-    """One turn of every library, one after the other."""
-    return {name: ask(clients[name], question) for name in able}
+def spread(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def show(title: str, able: list[str], names: list[str], turns: list[dict[str, float]]) -> None:
-    cells = [f"{statistics.median(t[n] for t in turns):>10,.1f}" if n in able else f"{'':>10}" for n in names]
-    ratios = []
-    for ours in ("shm", "tcp"):
-        if ours in able and "torch" in able:
-            each = sorted(t[ours] / t["torch"] for t in turns)
-            ratios.append(f"{ours} {statistics.median(each):.2f} ({each[0]:.2f} to {each[-1]:.2f})")
-    print(f"{title:26}" + "".join(cells) + "   " + ", ".join(ratios), flush=True)
-
-
-# -- measuring -------------------------------------------------------------------------------------------
-
-
-def serve_questions(
-    address: Any,
-    call: Callable[..., Any],
-    start: Callable[[Any], Callable[[], Any]] | None = None,
-    convert: Callable[[Any], Any] = lambda value: value,
-    peer_switches: Callable[[], int] | None = None,
-) -> None:
-    """A client: does what main asks, until main leaves."""
-    with Client(address, authkey=KEY) as asked:
-        while True:
-            try:
-                what, row, amount = asked.recv()
-            except EOFError:
-                return
-            value = convert(ROWS[row]())
-            arguments, named = ((), {"x": value}) if row == "keywords" else ((value,), {})
-            if what == "time":
-                asked.send(timed(lambda: call(*arguments, **named), amount))  # noqa: B023
-            elif what == "rate":
-                assert start is not None
-                asked.send(rate(start, int(amount)))
-            else:
-                assert peer_switches is not None
-                before = switches(), peer_switches()
-                for _ in range(int(amount)):
-                    call(value)
-                after = switches(), peer_switches()
-                asked.send([(now - then) / amount for then, now in zip(before, after, strict=True)])
-
-
-def timed(call: Callable[[], Any], seconds: float) -> float:
-    """The median of the calls in some seconds, in microseconds."""
-    times: list[float] = []
-    call()
-    end = time.perf_counter() + seconds
-    while len(times) < 10 or time.perf_counter() < end:
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times) * 1e6
-
-
-def rate(start: Callable[[Any], Callable[[], Any]], flight: int) -> float:
-    """Calls per second with so many under way."""
-    total = 5_000
-    began = time.perf_counter()
-    waits = [start(i) for i in range(flight)]
-    for i in range(flight, total):
-        waits[i % flight]()
-        waits[i % flight] = start(i)
-    for wait in waits:
-        wait()
-    return total / (time.perf_counter() - began)
-
-
-def switches() -> int:
-    """How often threads of this process have gone to sleep."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
-
-
-# -- the libraries ---------------------------------------------------------------------------------------
-
-
-def rank_of_unisono(world: uni.Communicator, address: Any) -> None:
-    agent = uni.rpc.Agent(world)
-    is_over = threading.Event()
-    agent.register("echo", lambda x: x)
-    agent.register("switches", switches)
-    agent.register("end", is_over.set)
-    world.barrier()
-    if world.rank == 1:
-        is_over.wait()
-        return
-    serve_questions(
-        tuple(address),
-        lambda *args, **kwargs: agent.call(1, "echo", *args, **kwargs),
-        lambda value: agent.start(1, "echo", value).wait,
-        peer_switches=lambda: agent.call(1, "switches"),
+def show_kinds(clients: Clients, rows: list[str], rounds: int, seconds: float) -> None:
+    print(
+        f"{'us, there and back':18}"
+        + "".join(f"{name:>10}" for name in clients)
+        + "   ours / peer; p99, p99.9"
     )
-    agent.call(1, "end")
+    for row in rows:
+        able = [n for n in clients if n not in BYTES_ONLY or row.startswith("bytes-")]
+        turns = [{n: ask(clients[n], "time", row, seconds) for n in able} for _ in range(rounds)]
+        cells = [f"{middle(turns, n):>10,.1f}" if n in able else f"{'':>10}" for n in clients]
+        notes = []
+        for ours in (n for n in able if n in OURS):
+            notes += [
+                f"{ours}/{peer} {spread([t[ours][0] / t[peer][0] for t in turns])}"
+                for peer in PEERS[ours]
+                if peer in able
+            ]
+            notes.append(f"{ours} {middle(turns, ours, 1):,.0f}, {middle(turns, ours, 2):,.0f}")
+        print(f"{row:18}" + "".join(cells) + "   " + "; ".join(notes), flush=True)
 
 
-def spawn_unisono(address: Any, shm: str) -> None:
-    uni.spawn(rank_of_unisono, 2, list(address), env={"UNISONO_SHM": shm})
+def middle(turns: list[dict[str, Any]], name: str, at: int = 0) -> float:
+    """The median of the turns: of their medians, or of another percentile."""
+    return statistics.median(turn[name][at] for turn in turns)
 
 
-def echo(x: Any) -> Any:
-    return x
+def show_beside_messages(clients: Clients, ours: list[str], rounds: int, seconds: float) -> None:
+    print(
+        f"\n{'beside send and recv':22}{'messages us':>12}{'bytes us':>10}{'array us':>10}   ratios of both"
+    )
+    sizes = {name: SIZES[name] for name in ("4Ki", "16Ki", "64Ki", "1Mi", "16Mi")}
+    for name in ours:
+        for title, nbytes in sizes.items():
+            turns = [
+                {
+                    "messages": ask(clients[name], "sendrecv", nbytes, seconds),
+                    **{
+                        kind: ask(clients[name], "time", f"{kind}-{title}", seconds)
+                        for kind in ("bytes", "array")
+                    },
+                }
+                for _ in range(rounds)
+            ]
+            cells = "".join(
+                f"{middle(turns, kind):>{w},.1f}"
+                for kind, w in (("messages", 12), ("bytes", 10), ("array", 10))
+            )
+            ratios = [spread([t[kind][0] / t["messages"][0] for t in turns]) for kind in ("bytes", "array")]
+            print(f"{name + ' ' + title:22}{cells}   {', '.join(ratios)}", flush=True)
 
 
-def rank_of_torch(address: Any, rank: int, port: int) -> None:
-    import torch
-    from torch.distributed import rpc
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
-    if rank == 0:
-        serve_questions(
-            address,
-            lambda *args, **kwargs: rpc.rpc_sync("worker1", echo, args, kwargs),
-            lambda value: rpc.rpc_async("worker1", echo, (value,)).wait,
-            lambda value: torch.from_numpy(value) if isinstance(value, np.ndarray) else value,
+def show_steps(clients: Clients, ours: list[str], seconds: float) -> None:
+    doubled = [1 << power for power in range(8, 25)]
+    around = [at + step for at in THRESHOLDS for step in (-1, 0, 1)]
+    for name in ours:
+        took = {n: ask(clients[name], "time", n, seconds)[0] for n in sorted({*doubled, *around})}
+        ratio, n = max((took[2 * n] / took[n], n) for n in doubled[:-1])
+        print(f"\n{name}: doubling {n:,} to {2 * n:,} bytes costs most: {ratio:.2f}x")
+        ratio, n = max((took[n + 1] / took[n - 1], n) for n in THRESHOLDS)
+        print(
+            f"{name}: of the thresholds, {n:,} bytes costs most: {ratio:.2f}x from one byte less to one more"
         )
-    rpc.shutdown()
+        print("  " + ", ".join(f"{n:,}: {us:,.0f}" for n, us in took.items()), flush=True)
 
 
-def server_of_grpc(port: int) -> None:
-    import grpc
-
-    handler = grpc.method_handlers_generic_handler(
-        "bench", {"echo": grpc.unary_unary_rpc_method_handler(lambda data, _: data)}
-    )
-    server = grpc.server(concurrent.futures.ThreadPoolExecutor(4), options=UNLIMITED)
-    server.add_generic_rpc_handlers((handler,))
-    server.add_insecure_port(f"127.0.0.1:{port}")
-    server.start()
-    server.wait_for_termination()
-
-
-UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-
-
-def client_of_grpc(address: Any, port: int) -> None:
-    import grpc
-
-    channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=UNLIMITED)
-    grpc.channel_ready_future(channel).result(30)
-    serve_questions(address, channel.unary_unary("/bench/echo"))
+def show_rates(clients: Clients, rounds: int) -> None:
+    print("\nints, calls per second from one thread; p50, p99, p99.9 in us from start to answer")
+    for flight in (64, 5_000):
+        able = [n for n in clients if n not in BYTES_ONLY]
+        turns = [{n: ask(clients[n], "load", Load(flight, 1, 5_000)) for n in able} for _ in range(rounds)]
+        for name in able:
+            cells = ", ".join(f"{middle(turns, name, at):,.0f}" for at in (1, 2, 3))
+            ratios = [
+                f"{name}/{peer} {spread([t[name][0] / t[peer][0] for t in turns])}"
+                for peer in PEERS.get(name, ())
+                if peer in able
+            ]
+            print(
+                f"{flight:>6,} {name:10}{middle(turns, name):>12,.0f}/s   {cells}   {'; '.join(ratios)}",
+                flush=True,
+            )
 
 
-def server_of_zmq(port: int) -> None:
-    import zmq
-
-    sock = zmq.Context().socket(zmq.ROUTER)
-    sock.bind(f"tcp://127.0.0.1:{port}")
-    while True:
-        sock.send_multipart(sock.recv_multipart(copy=False), copy=False)
-
-
-def client_of_zmq(address: Any, port: int) -> None:
-    import zmq
-
-    sock = zmq.Context().socket(zmq.DEALER)
-    sock.connect(f"tcp://127.0.0.1:{port}")
-
-    def call(data: bytes) -> bytes:
-        sock.send(data, copy=False)
-        received: bytes = sock.recv()
-        return received
-
-    serve_questions(address, call)
+def show_load(client: Connection, name: str, loads: list[Load]) -> None:
+    print(f"\n{name}, 4 ranks: ints, calls per second; p50, p99, p99.9 in us from start to answer")
+    for load in loads:
+        rate, *some = ask(client, "load", load)
+        to = "all others" if load.is_to_all else "rank 1"
+        title = f"{load.flight:,} under way, {load.threads} threads, to {to}"
+        print(f"{title:45}{rate:>12,.0f}/s   {', '.join(f'{us:,.0f}' for us in some)}", flush=True)
 
 
-# -- processes -------------------------------------------------------------------------------------------
+def show_busy(clients: Clients, ours: list[str]) -> None:
+    print("\none int at a time while the callee's main thread is busy: p50, p99, p99.9 in us")
+    for name in ours:
+        for how in ("sleeping", "barrier", "numpy", "python"):
+            if how != "sleeping":
+                ask(clients[name], "occupy", how)
+            cells = ", ".join(f"{us:,.1f}" for us in ask(clients[name], "time", "int", 0.5))
+            print(f"{name + ', ' + how:18}{cells}", flush=True)
+            if how != "sleeping":
+                ask(clients[name], "occupy", "free")
 
 
-def programs(name: str, address: Any, port: int) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
-    """What the processes of a library run; the one that ends by itself comes first."""
-    match name:
-        case "shm" | "tcp":
-            return [(spawn_unisono, (address, str(int(name == "shm"))))]
-        case "torch":
-            return [(rank_of_torch, (address, rank, port)) for rank in range(2)]
-        case "grpc":
-            return [(client_of_grpc, (address, port)), (server_of_grpc, (port,))]
-        case _:
-            return [(client_of_zmq, (address, port)), (server_of_zmq, (port,))]
-
-
-@contextlib.contextmanager
-def started(name: str) -> Any:
-    """The processes of a library, and a connection to its client."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = int(sock.getsockname()[1])
-    with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
-        processes = [
-            mp.get_context("spawn").Process(target=fn, args=args)
-            for fn, args in programs(name, listener.address, port)
-        ]
-        for process in processes:
-            process.start()
-        with listener.accept() as client:
-            yield client
-    processes[0].join(10)
-    for process in processes:
-        process.terminate()
-        process.join()
+def show_wakes(clients: Clients, ours: list[str]) -> None:
+    print("\nwake-ups per call")
+    for name in ours:
+        for row in ("int", "int inline", "array-64Ki", "array-1Mi"):
+            found = ask(clients[name], "wakes", row, 500)
+            print(
+                f"{name + ', ' + row:22}"
+                + (", ".join(f"{role} {n:.2f}" for role, n in found.items()) or "none")
+            )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ namespace {
 // Unread messages of one sender: all the calls that it may have under way, and as many answers.
 constexpr uint64_t queued_bytes_max = 32 * 1024 * 1024;
 constexpr size_t offers_max = 64;
-constexpr size_t spare_max = 1024;
 // While other threads make progress, the leader leaves it to them and looks again after this time.
 constexpr std::int64_t rest_ns = millisecond / 2;
 // A leader that has been away for longer is busy with a long call: a spare takes its place.
@@ -85,7 +84,9 @@ class Mailbox::OwnedSend final : public Send {
 
 class Mailbox::Lent final : public Send {
  public:
-  explicit Lent(Mailbox& box) : box_(box) {}
+  // Nothing is sent before the receiver takes it: a call may be refused, and what it never receives must neither stay
+  // there nor use up credit.
+  explicit Lent(Mailbox& box) : box_(box) { sync = true; }
   void end(Outcome) override {
     --box_.active_;
     box_.lent_.erase(number_of);

@@ -15,8 +15,10 @@ namespace unisono::engine {
 
 class Peer;
 
-inline constexpr size_t control_ring_bytes = 16 * 1024;
-inline constexpr size_t bulk_ring_bytes = 240 * 1024;
+// An eager message takes at most a quarter of its ring: in the control lane, any frame of a remote call
+// (python/rpc_frame.cpp).
+inline constexpr size_t control_ring_bytes = 72 * 1024;
+inline constexpr size_t bulk_ring_bytes = 184 * 1024;
 inline constexpr size_t offer_words = 1024;
 // Long messages of a run are few at a time, and low rendezvous ids are used first.
 inline constexpr size_t copy_slots = 64;

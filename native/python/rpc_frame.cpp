@@ -29,15 +29,15 @@ using std::uint32_t;
 using std::uint64_t;
 using std::uint8_t;
 
-// The longest frame. It is one eager message up to the link's limit (Link::eager_bytes_max of the control lane), and a
-// rendezvous of a posted copy above that.
+// The longest frame: one eager message of the control lane, whose limits are no less (messaging/credit.py, and those of
+// the links: link/frame_parser.hpp, link/shm_link.hpp).
 constexpr size_t frame_bytes_max = 16 * 1024;
 // Copying less costs less than a message of its own, and what is shorter fits into a frame.
 constexpr size_t blob_bytes = 15 * 1024;
 constexpr size_t blobs_max = 256;
 // Of one call or answer with its blobs.
 constexpr uint64_t message_bytes_max = uint64_t{1} << 30;
-constexpr uint8_t kinds_max = 8;  // unisono/rpc/frame.py
+constexpr uint8_t kinds_max = 9;  // unisono/rpc/frame.py
 
 struct Head {
   uint8_t kind = 0;
@@ -350,7 +350,6 @@ void bind_rpc_frame(nanobind::module_& m) {
   m.def("is_blocking_forbidden", [] { return is_blocking_forbidden; });
   m.attr("FRAME_BYTES_MAX") = frame_bytes_max;
   m.attr("FRAME_BLOB_BYTES") = blob_bytes;
-  m.attr("FRAME_BLOBS_MAX") = blobs_max;
   m.attr("RPC_MESSAGE_BYTES_MAX") = message_bytes_max;
 }
 

@@ -345,7 +345,6 @@ def make_verbs_type(rows: Sequence[tuple[str, str, Sequence[str], int]], ops: Se
 # Frames of remote calls: see native/python/rpc_frame.cpp and unisono/rpc/frame.py.
 FRAME_BYTES_MAX: int
 FRAME_BLOB_BYTES: int
-FRAME_BLOBS_MAX: int
 RPC_MESSAGE_BYTES_MAX: int
 
 class Frame:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.fuzz.rpc_frames import fill
+
 from unisono import _native
 from unisono.bootstrap import protocol
 from unisono.bootstrap.limits import REQUEST_BYTES_MAX
@@ -117,8 +119,7 @@ def frame(data: bytes) -> None:
     if said.blob_bytes >= 1 << 20:
         return
     memory = _native.frame_memory(data)
-    for each in memory:
-        memoryview(each)[:] = bytes(memoryview(each).nbytes)
+    fill([memoryview(each) for each in memory], random.Random(data))
     arguments_of(_native.frame_value(data, memory))
     texts_of(said, 4)
 

@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 
-from unisono.rpc.frame import ACK, ANSWER, ASK, CANCEL, GOODBYE, ITEM, MORE, failure, pack, short
+from unisono.rpc.frame import ACK, ANSWER, ASK, CANCEL, GOODBYE, ITEM, MORE, UNWANTED, failure, pack, short
 
-__all__ = ["corpus", "mutated"]
+__all__ = ["corpus", "fill", "mutated"]
 
 _GOODBYE = short(GOODBYE, value=("",))
 
@@ -41,9 +41,26 @@ def corpus() -> list[bytes]:
         short(MORE, 14, count=8),
         short(CANCEL, 5),
         short(ACK, count=32),
+        short(UNWANTED, count=9),
         _GOODBYE,
     ]
     return [data for data, _, _ in packed] + short_ones
+
+
+_BLOBS = [
+    bytes(blob)
+    for value in ((list(range(9000)), {"k": b"x" * 20_000}), (["x" * 200] * 99,), "ü" * 20_000)
+    for blob in pack(ANSWER, 1, 1, value)[2]
+]
+
+
+def fill(memory: list[memoryview], draw: random.Random) -> None:
+    """Blobs as agents send them, cut or padded to the length that a frame announces, some with bytes changed."""
+    for view in memory:
+        blob = bytearray(draw.choice(_BLOBS)[: view.nbytes].ljust(view.nbytes, b"\0"))
+        for _ in range(draw.choice((0, 0, 1, 3))):
+            blob[draw.randrange(min(len(blob), 200))] ^= 1 << draw.randrange(8)
+        view[:] = blob
 
 
 def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:

@@ -21,7 +21,7 @@ from unisono.comm.mesh import Grid, Mesh
 from unisono.comm.split import named_identity
 from unisono.comm.splitter import Splitter
 from unisono.comm.verbs import BlockingVerbs, Start
-from unisono.core.clock import Dropped, Finalizer, Killed
+from unisono.core.clock import Dropped, Finalizer, Killed, refuse_blocking
 from unisono.errors import (
     CollectiveMismatch,
     Deadlock,
@@ -238,9 +238,11 @@ class Communicator(BlockingVerbs):
         Raises:
             CollectiveMismatch: a collective that ended here turns out to be a mismatch, which no call has
                 raised yet. The communicator is closed all the same.
+            UsageError: an inline handler of a remote call must not wait.
         """
         if self._is_left or (self._made is None and self._leave_unused()):
             return
+        refuse_blocking()
         unseen: CollectiveMismatch | None = None
         ending: list[Communicator | Group] = [*self._open_children(), self._group]
         for one in ending:

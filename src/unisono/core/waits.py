@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final
 
 from unisono import _native
-from unisono.core.clock import Deadline, Event, Runtime, Waiting
+from unisono.core.clock import Deadline, Event, Runtime, Waiting, refuse_blocking
 from unisono.core.work import Work
 from unisono.errors import DeadlineExceeded, UsageError
 
@@ -207,6 +207,7 @@ def _waiter(
                 if is_over() or deadline.has_passed(now):
                     return
                 left = deadline.remaining(now)
+                refuse_blocking()
                 runtime.block(event, left, waiting, is_limited=left is not None or not is_alone)
 
     return wait

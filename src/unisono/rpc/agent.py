@@ -112,13 +112,13 @@ class Agent:
         self._peers = peers = Peers(transport, group.world_ranks, backend.rank, name, query)
         self._objects = Objects()
         peers.watch_lost(self._objects.on_lost)
-        self._classes: dict[str, type] = {}
+        self._classes: dict[str, tuple[type, bool]] = {}  # and whether they are inline
         self._registry = Registry()
         self._server = Server(
             self._runtime, transport, peers, self._registry, group.progress, handlers, reader
         )
         self._client = CallStarter(self._runtime, transport, peers, group.name, group.epoch)
-        self._dispatcher = FrameDispatcher(transport, peers, self._server)
+        self._dispatcher = FrameDispatcher(transport, peers, self._client, self._server)
 
         service.start(context, group.progress(), peers, self._runtime)
         transport.start(self._dispatcher.on_frame)
@@ -163,12 +163,11 @@ class Agent:
             UsageError: the name is invalid or taken; an `async def` function or a generator cannot be inline.
         """
         if isinstance(fn, type):
-            if self._classes.get(name) is fn:
+            if self._classes.get(name) == (fn, inline):
                 return
             check_name(name)
-            self._classes[name] = fn
-            for its_name, (call, parameters) in self._objects.handlers_of(fn, name).items():
-                self._registry.add(its_name, call, parameters, is_inline=inline)
+            self._registry.add_all(self._objects.handlers_of(fn, name), is_inline=inline)
+            self._classes[name] = (fn, inline)
         else:
             self._registry.add(name, fn, is_inline=inline)
         self._server.on_exposed()
@@ -258,7 +257,11 @@ class Agent:
         """Finish the calls that came, end those that were made, and leave.
 
         A rank that calls this one from now on gets PeerLost.
+
+        Raises:
+            UsageError: an inline handler must not wait.
         """
+        refuse_blocking()
         with self._lock:
             if self._is_closing:
                 return

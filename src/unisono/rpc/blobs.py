@@ -20,18 +20,29 @@ _CHECKS: Final = 8
 
 
 class OutboundBlobs:
-    """Blobs being sent. Their memory is lent until `is_done`."""
+    """The blobs of one frame. Their memory is lent until `is_done`.
 
-    def __init__(self, transport: RpcTransport, dst: int, number: int, blobs: Sequence[memoryview]) -> None:
-        self._lent: list[LentBuffer] = [transport.lend(dst, number, blob) for blob in blobs]
+    It exists before its frame is sent, so that whatever the receiver says to that finds it.
+    """
+
+    def __init__(self) -> None:
+        self._lent: list[LentBuffer] | None = None
+        self._is_cancelled = False
+
+    def lend(self, transport: RpcTransport, dst: int, number: int, blobs: Sequence[memoryview]) -> None:
+        """Send them; the frame was sent before."""
+        self._lent = [transport.lend(dst, number, blob) for blob in blobs]
+        if self._is_cancelled:
+            self.cancel()
 
     def is_done(self) -> bool:
         """Whether the receiver has all of them, or never will."""
-        return all(lent.done for lent in self._lent)
+        return self._lent is not None and all(lent.done for lent in self._lent)
 
     def cancel(self) -> None:
         """Withdraw those that the receiver has not begun to read."""
-        for lent in self._lent:
+        self._is_cancelled = True
+        for lent in self._lent or ():
             lent.cancel()
 
 
@@ -122,50 +133,64 @@ class InboundBudget:
 
 
 class UnreadBlobs:
-    """Blobs of answers and items that their receivers may not have read yet, by receiver and key."""
+    """Blobs that their receivers may not have read yet, by receiver and call."""
 
     def __init__(self, size: int) -> None:
         self._lock = threading.Lock()
-        self._by_rank: list[OrderedDict[int, OutboundBlobs]] = [OrderedDict() for _ in range(size)]
+        # By the number of the blobs, the oldest first; and these numbers by call: a stream has many.
+        self._by_rank: list[OrderedDict[int, tuple[int, OutboundBlobs]]] = [
+            OrderedDict() for _ in range(size)
+        ]
+        self._by_call: list[dict[int, set[int]]] = [{} for _ in range(size)]
 
-    def add(self, rank: int, key: int, blobs: OutboundBlobs) -> None:
-        """Keep blobs until they are read."""
+    def add(self, rank: int, call: int, number: int) -> OutboundBlobs:
+        """Make blobs, and keep them until they are read."""
+        blobs = OutboundBlobs()
         with self._lock:
             self._drop_some(rank)
-            self._by_rank[rank][key] = blobs
+            self._by_rank[rank][number] = (call, blobs)
+            self._by_call[rank].setdefault(call, set()).add(number)
+        return blobs
 
     def has_more_than(self, rank: int, limit: int) -> bool:
-        """Whether a receiver leaves more answers unread than allowed."""
+        """Whether a receiver leaves more of them unread than allowed."""
         if len(self._by_rank[rank]) <= limit:
             return False
         with self._lock:
             self._drop_some(rank)
         return len(self._by_rank[rank]) > limit
 
-    def cancel(self, rank: int, key: int) -> None:
-        """The receiver does not want one."""
+    def cancel(self, rank: int, call: int) -> None:
+        """The receiver does not want those of a call."""
         with self._lock:
-            blobs = self._by_rank[rank].pop(key, None)
-        if blobs is not None:
+            numbers = self._by_call[rank].pop(call, ())
+            unread = [self._by_rank[rank].pop(number)[1] for number in numbers]
+        for blobs in unread:
             blobs.cancel()
 
     def cancel_all(self, rank: int) -> None:
         """The receiver is gone."""
         with self._lock:
             unread, self._by_rank[rank] = self._by_rank[rank], OrderedDict()
-        for blobs in unread.values():
+            self._by_call[rank] = {}
+        for _, blobs in unread.values():
             blobs.cancel()
 
     def are_all_read(self) -> bool:
         """Whether no receiver has anything left to read."""
         with self._lock:
-            unread = [blobs for kept in self._by_rank for blobs in kept.values()]
+            unread = [blobs for kept in self._by_rank for _, blobs in kept.values()]
         return all(blobs.is_done() for blobs in unread)
 
     def _drop_some(self, rank: int) -> None:
         """Drop those of the oldest few that have been read. The caller holds the lock."""
         unread = self._by_rank[rank]
         for _ in range(min(_CHECKS, len(unread))):
-            key, blobs = unread.popitem(last=False)
+            number, (call, blobs) = unread.popitem(last=False)
             if not blobs.is_done():
-                unread[key] = blobs
+                unread[number] = (call, blobs)
+                continue
+            numbers = self._by_call[rank][call]
+            numbers.discard(number)
+            if not numbers:
+                del self._by_call[rank][call]

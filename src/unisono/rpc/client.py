@@ -18,7 +18,7 @@ from unisono.core.clock import NEVER, Deadline, Runtime, Timer, Waiting, refuse_
 from unisono.core.codec import path_of_argument
 from unisono.core.work import Work
 from unisono.errors import ClosedError, DeadlineExceeded, Location, PeerAborted, UnisonoError, UsageError
-from unisono.rpc.blobs import InboundValue, OutboundBlobs
+from unisono.rpc.blobs import InboundValue, OutboundBlobs, UnreadBlobs
 from unisono.rpc.frame import ASK, CANCEL, MORE, NAME_CHARS_MAX, Packed, pack, short
 from unisono.rpc.peers import QUEUE_MAX, AdmissionWait, Peer, Peers, busy
 from unisono.rpc.pool import held_slot
@@ -50,6 +50,8 @@ class CallStarter:
         self._communicator = communicator
         self._epoch = epoch
         self._deadlines = _Deadlines(runtime)
+        self._notified = UnreadBlobs(len(peers))  # blobs of notifications
+        peers.watch_lost(self._notified.cancel_all)
 
     def begin(
         self,
@@ -94,7 +96,7 @@ class CallStarter:
         if parent is not None and parent.is_cancelled:
             pending.cancel()
         if timers and deadline.at is not None and not pending.is_done:
-            self._deadlines.add(deadline.at, pending)
+            self._deadlines.add(deadline.at, number, peer)
         return pending
 
     def notify(self, dst: int | str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -104,6 +106,10 @@ class CallStarter:
         with peer.lock:
             peer.notifications += 1
         self._send_or_hold(peer, message, None)
+
+    def on_unwanted(self, rank: int, number: int) -> None:
+        """A rank has refused a notification and will not receive its blobs."""
+        self._notified.cancel(rank, number)
 
     def stream(
         self, dst: int | str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
@@ -192,14 +198,18 @@ class CallStarter:
         frame, number, blobs = message
         if pending is not None and pending.is_done:
             return True
+        outbound: OutboundBlobs | None = None
+        if blobs:
+            outbound = OutboundBlobs() if pending is not None else self._notified.add(peer.rank, number, number)
         # With more than _PIPELINED_MIN calls in flight, another call or a wait follows soon, and either
         # flushes corked frames.
         is_more = len(peer.calls) > _PIPELINED_MIN
         if not self.transport.send(peer.rank, frame, UNSENT_ASKS_MAX, is_more):
+            self._notified.cancel(peer.rank, number)
             self._on_unsent(peer, pending)
             return False
-        if blobs:
-            outbound = OutboundBlobs(self.transport, peer.rank, number, blobs)
+        if outbound is not None:
+            outbound.lend(self.transport, peer.rank, number, blobs)
             if pending is not None:
                 pending.outbound = outbound
                 if pending.is_done:
@@ -430,21 +440,24 @@ class PendingCall(Work[Any], Waitable):
 
 
 class _Deadlines:
-    """When calls expire that no thread may be waiting for: one timer for all of them."""
+    """When calls expire that no thread may be waiting for: one timer for all of them.
+
+    Holds the numbers of calls and not the calls, which hold their results.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._lock = threading.Lock()
-        self._heap: list[tuple[float, int, PendingCall]] = []
+        self._heap: list[tuple[float, int, Peer]] = []  # no two have the same number
         self._timer: Timer | None = None
         self._timer_at = 0.0
 
-    def add(self, at: float, pending: PendingCall) -> None:
+    def add(self, at: float, number: int, peer: Peer) -> None:
         """Let a call expire at a time, if it has not ended by then."""
         with self._lock:
-            heapq.heappush(self._heap, (at, pending.number, pending))
+            heapq.heappush(self._heap, (at, number, peer))
             if len(self._heap) > 2 * QUEUE_MAX and len(self._heap) % QUEUE_MAX == 0:
-                self._heap = [entry for entry in self._heap if not entry[2].is_done]
+                self._heap = [entry for entry in self._heap if entry[1] in entry[2].calls]
                 heapq.heapify(self._heap)
             if self._timer is None or at < self._timer_at:
                 self._arm()
@@ -469,12 +482,17 @@ class _Deadlines:
         late: list[PendingCall] = []
         with self._lock:
             self._timer = None
-            while self._heap and (self._heap[0][0] <= now or self._heap[0][2].is_done):
-                late.append(heapq.heappop(self._heap)[2])
+            while self._heap:
+                at, number, peer = self._heap[0]
+                pending = peer.calls.get(number)
+                if pending is not None and at > now:
+                    break
+                heapq.heappop(self._heap)
+                if pending is not None:
+                    late.append(pending)
             self._arm()
         for pending in late:
-            if not pending.is_done:
-                pending.expire()
+            pending.expire()
 
 
 def _place(steps: Sequence[str]) -> str:

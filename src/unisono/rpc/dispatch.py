@@ -22,7 +22,7 @@ from unisono.errors import (
     UnisonoError,
 )
 from unisono.rpc.blobs import InboundValue
-from unisono.rpc.client import PendingCall
+from unisono.rpc.client import CallStarter, PendingCall
 from unisono.rpc.frame import (
     ACK,
     ANSWER,
@@ -33,6 +33,7 @@ from unisono.rpc.frame import (
     ITEM,
     MORE,
     TEXT_CHARS_MAX,
+    UNWANTED,
     Frame,
     open_frame,
     short,
@@ -51,7 +52,7 @@ _log = logging.getLogger("unisono.rpc")
 class FrameDispatcher:
     """Dispatches the frames of one agent."""
 
-    def __init__(self, transport: RpcTransport, peers: Peers, server: Server) -> None:
+    def __init__(self, transport: RpcTransport, peers: Peers, client: CallStarter, server: Server) -> None:
         self._transport = transport
         self._peers = peers
         self._actions: dict[int, Callable[[Peer, Frame], None]] = {
@@ -63,6 +64,7 @@ class FrameDispatcher:
             CANCEL: lambda peer, frame: server.on_cancel(peer.rank, frame.call),
             ACK: self._on_ack,
             GOODBYE: self._on_goodbye,
+            UNWANTED: lambda peer, frame: client.on_unwanted(peer.rank, frame.count),
         }
 
     def on_frame(self, source: int, data: bytes) -> None:

@@ -12,6 +12,7 @@ Every frame has the same fields and a value of any kind. What is long in the val
 - MORE: the reader of a generator wants `count` more items.
 - CANCEL: the caller no longer waits for `call`.
 - ACK: `count` notifications have been run.
+- UNWANTED: the receiver of a notification refuses it, and will not receive its blobs of the tag `count`.
 - GOODBYE: the sender's agent is closed and its answers were sent before. The value is a tuple
   of one text: why the sender has given the receiver up, or nothing.
 """
@@ -35,6 +36,7 @@ __all__ = [
     "MORE",
     "NAME_CHARS_MAX",
     "TEXT_CHARS_MAX",
+    "UNWANTED",
     "Frame",
     "Packed",
     "arguments_of",
@@ -45,7 +47,7 @@ __all__ = [
     "texts_of",
 ]
 
-ASK, ANSWER, FAILURE, ITEM, MORE, CANCEL, ACK, GOODBYE = range(8)
+ASK, ANSWER, FAILURE, ITEM, MORE, CANCEL, ACK, GOODBYE, UNWANTED = range(9)
 
 # A frame, the tag of its blobs, and these.
 Packed: TypeAlias = tuple[bytes, int, Sequence[memoryview]]
@@ -87,9 +89,8 @@ def short(kind: int, call: int = 0, *, count: int = 0, value: Any = None) -> byt
 
 def failure(call: int, kind: str, what: str, type_name: str = "", traceback_text: str = "") -> bytes:
     """Why a call failed, in texts that are cut to fit; of a traceback the end is kept."""
-    texts = (what[:TEXT_CHARS_MAX], type_name[:NAME_CHARS_MAX], traceback_text[-_TRACE_CHARS_MAX:])
-    # UTF-8 has no lone surrogates: an exception's text may.
-    what, type_name, trace = (text.encode(errors="backslashreplace").decode() for text in texts)
+    what, type_name = _cut(what, slice(TEXT_CHARS_MAX)), _cut(type_name, slice(NAME_CHARS_MAX))
+    trace = _cut(traceback_text, slice(-_TRACE_CHARS_MAX, None))
     return short(FAILURE, call, value=(kind, what, type_name, trace))
 
 
@@ -120,3 +121,8 @@ def texts_of(frame: Frame, count: int) -> Sequence[str]:
     if type(value) is tuple and len(value) == count and all(type(text) is str for text in value):
         return value
     raise ProtocolError("a malformed frame: texts were expected")
+
+
+def _cut(text: str, part: slice) -> str:
+    """A part of a text. UTF-8 has no lone surrogates, an exception's text may: each becomes six characters."""
+    return text[part].encode(errors="backslashreplace").decode()[part]

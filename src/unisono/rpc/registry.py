@@ -77,6 +77,20 @@ class Registry:
         Raises:
             UsageError: the name is invalid or taken, `fn` cannot be called, or it cannot be inline.
         """
+        self._handlers[name] = self._made(name, fn, parameters, is_inline)
+
+    def add_all(
+        self, functions: Mapping[str, tuple[Callable[..., Any], Parameters | None]], *, is_inline: bool
+    ) -> None:
+        """As `add`, for several functions: all of them or, with an error, none."""
+        made = {
+            name: self._made(name, fn, parameters, is_inline) for name, (fn, parameters) in functions.items()
+        }
+        self._handlers.update(made)
+
+    def _made(
+        self, name: str, fn: Callable[..., Any], parameters: Parameters | None, is_inline: bool
+    ) -> Handler:
         check_name(name)
         if not callable(fn):
             raise UsageError(f"{fn!r} cannot be called; allowed: a function")
@@ -101,7 +115,7 @@ class Registry:
                 f"that returns at once",
                 next_step="expose it without inline=True",
             )
-        self._handlers[name] = Handler(fn, parameters or Signature(fn), is_async, is_stream, is_inline)
+        return Handler(fn, parameters or Signature(fn), is_async, is_stream, is_inline)
 
 
 def check_name(name: Any) -> None:

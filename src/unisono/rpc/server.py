@@ -19,8 +19,8 @@ from unisono.core.clock import NEVER, Deadline, Killed, Runtime, Waiting
 from unisono.core.codec import path_of
 from unisono.errors import ProtocolError, UsageError
 from unisono.messaging.backend import GRACE_LOOK_S, GRACE_S
-from unisono.rpc.blobs import InboundBudget, InboundValue, OutboundBlobs, UnreadBlobs
-from unisono.rpc.frame import ACK, ANSWER, ITEM, Frame, arguments_of, failure, pack, short
+from unisono.rpc.blobs import InboundBudget, InboundValue, UnreadBlobs
+from unisono.rpc.frame import ACK, ANSWER, ITEM, UNWANTED, Frame, arguments_of, failure, pack, short
 from unisono.rpc.peers import QUEUE_MAX, Peer, Peers
 from unisono.rpc.pool import Loop, Pool, Reader, run_virtual
 from unisono.rpc.registry import Handler, Registry
@@ -129,7 +129,6 @@ class Server:
         # Calls of names that are not exposed, while they may still be.
         self._early: list[Incoming] = []
         self._is_early_watched = False
-        # Answers by their call, items of a stream by the negative number of their blobs.
         self._unread = UnreadBlobs(len(peers))
         self._budget = InboundBudget()
         self.pool = Pool(runtime, self.run, handlers, f"unisono-rpc-{peers.own.world_rank}", reader)
@@ -157,10 +156,10 @@ class Server:
             self._notifications[source] += 1
         is_crowded = len(table) + self._notifications[source] > _QUEUE_MAX
         if is_crowded or self._unread.has_more_than(source, _QUEUE_MAX) or self.pool.is_full:
-            self._fail(incoming, "busy", "too many calls wait there")
+            self._refuse(incoming, frame, "busy", "too many calls wait there")
         elif self._is_closing and not peer.calls:
             # A peer that this agent calls may have to call back, so that this agent can finish.
-            self._fail(incoming, "closed", "")
+            self._refuse(incoming, frame, "closed", "")
         elif frame.blob_bytes:
             incoming.held_bytes = frame.blob_bytes
             self._budget.admit(frame.blob_bytes, partial(self._receive_arguments, incoming, frame))
@@ -261,6 +260,12 @@ class Server:
             self.on_exposed()
 
         self._runtime.call_at(min(self._settled_at, self._runtime.now() + GRACE_LOOK_S), look)
+
+    def _refuse(self, incoming: Incoming, frame: Frame, kind: str, what: str) -> None:
+        """Fail a call before its blobs are received. Their sender learns it from the failure, if there is one."""
+        self._fail(incoming, kind, what)
+        if frame.blob_bytes and not incoming.call:
+            self._peers.send(incoming.source, short(UNWANTED, count=frame.number))
 
     def _receive_arguments(self, incoming: Incoming, frame: Frame) -> None:
         def on_end(value: Any, error: BaseException | None) -> None:
@@ -432,11 +437,13 @@ class Server:
     def _send_item(self, incoming: Incoming, index: int, value: Any) -> None:
         source, number = incoming.source, self._transport.next_number()
         frame, _, blobs = pack(ITEM, incoming.call, number, value, None, count=index)
+        outbound = self._unread.add(source, incoming.call, number) if blobs else None
+        if incoming.is_cancelled:  # by now: the cancellation may not have found these blobs
+            self._unread.cancel(source, incoming.call)
+            return
         self._peers.send(source, frame)
-        if blobs:
-            outbound = OutboundBlobs(self._transport, source, number, blobs)
-            self._unread.add(source, -number, outbound)
-            incoming.on_cancel[outbound] = outbound.cancel
+        if outbound is not None:
+            outbound.lend(self._transport, source, number, blobs)
 
     def _answer(self, incoming: Incoming, value: Any) -> None:
         call, source = incoming.call, incoming.source
@@ -448,11 +455,13 @@ class Server:
         except UsageError as error:
             self._fail(incoming, "raised", f"its result cannot travel: {error}", "UsageError")
             return
-        if self._tables[source].pop(call, None) is None:
+        outbound = self._unread.add(source, call, number) if blobs else None
+        if self._tables[source].pop(call, None) is None:  # cancelled: these blobs were not found then
+            self._unread.cancel(source, call)
             return
         self._peers.send(source, frame, is_more=self.pool.has_jobs)
-        if blobs:
-            self._unread.add(source, call, OutboundBlobs(self._transport, source, number, blobs))
+        if outbound is not None:
+            outbound.lend(self._transport, source, number, blobs)
 
     def _raised(self, incoming: Incoming, error: BaseException) -> None:
         kind = type(error)

@@ -289,8 +289,6 @@ class MailboxTransport(RpcTransport):
         self._expected: dict[int, tuple[int, OnDone]] = {}
         self._lock = threading.Lock()
         self._batches_delivered = 0
-        # Every frame is sent by this: no Python method in between.
-        self.send = mailbox.post  # type: ignore[method-assign,assignment]
 
     def start(self, deliver: Deliver) -> None:
         """Frames arrive on the threads that call `read` and `wait`."""
@@ -344,19 +342,25 @@ class MailboxTransport(RpcTransport):
             if left is not None and left <= 0:
                 return
             left = _SLEEP_S if left is None else left
-            if self._lead.acquire(blocking=False):
-                self._leader = threading.get_ident()
-                waitable.waiter = self
-                try:
-                    if not waitable.is_done:  # it may have ended before this thread could be woken
-                        self._deliver_all(self._mailbox.take(min(left, _SLICE_S), True))
-                finally:
-                    self._leader = 0
-                    self._lead.release()
-                    waitable.waiter = None
-                    self._pass_lead_on()
-            else:
+            # A signal handler that raised in between would lose the frames of others, or the lead.
+            with self._runtime.defer_signals():
+                is_leader = self._lead.acquire(blocking=False)
+                if is_leader:
+                    self._read_as_leader(waitable, min(left, _SLICE_S))
+            if not is_leader:
                 self._follow(waitable, min(left, _SLEEP_S))
+
+    def _read_as_leader(self, waitable: Waitable, limit: float) -> None:
+        self._leader = threading.get_ident()
+        waitable.waiter = self
+        try:
+            if not waitable.is_done:  # it may have ended before this thread could be woken
+                self._deliver_all(self._mailbox.take(limit, True))
+        finally:
+            self._leader = 0
+            self._lead.release()
+            waitable.waiter = None
+            self._pass_lead_on()
 
     @property
     def is_read_by_caller(self) -> bool:

@@ -143,6 +143,14 @@ def test_a_failure_fits_into_a_frame_whatever_its_texts() -> None:
     assert trace.endswith("é\\ud800")
 
 
+@pytest.mark.parametrize("text", ["\ud800", "\U0001f600", "a"])
+def test_texts_of_any_characters_fit_into_a_failure(text: str) -> None:
+    kind, what, type_name, trace = texts_of(open_frame(failure(1, "raised", *[text * 99_999] * 3)), 4)
+    assert kind == "raised"
+    assert (len(what), len(type_name)) == (TEXT_CHARS_MAX, 256)
+    assert len(trace) == 2 * TEXT_CHARS_MAX
+
+
 def test_a_message_of_more_than_a_gibibyte_is_refused() -> None:
     large = np.empty((1 << 30) + 1, np.uint8)  # never touched
     with pytest.raises(UsageError, match=f"allowed: up to {1 << 30}"):
@@ -170,7 +178,7 @@ def test_frames_are_laid_out_as_described() -> None:
     [
         b"",
         made()[:39],
-        made(kind=8),
+        made(kind=9),
         made(kind=255),
         made(name=b"\xff"),
         made(name=b"abc", value=b"")[:-1],

@@ -711,6 +711,11 @@ class Counter:
         return -1
 
 
+class Plain:
+    def get(self) -> int:
+        return 5
+
+
 def with_objects(comm: uni.Communicator) -> str:
     agent = Agent(comm)
     agent.expose(Counter)
@@ -792,13 +797,18 @@ def inlined(comm: uni.Communicator, runs_on_caller: bool) -> str:
     def waits() -> int:
         """Everything that waits is refused, before anything is sent; what is started goes on."""
         received = comm.start.recv(np.zeros(1), other, 5)
-        kept.append(agent.start(other, "pooled", 1))
+        kept.append(agent.start(other, "later"))
         for wait in (
             lambda: comm.barrier(),
             lambda: comm.recv(np.zeros(1), other),
             lambda: agent.call(other, "pooled", 1),
             lambda: next(agent.stream(other, "items", timeout=5)),
             received.wait,
+            lambda: uni.wait_any([kept[-1]]),
+            lambda: uni.wait_all([kept[-1]]),
+            lambda: agent.call_all("pooled", 1),
+            lambda: agent.close(),
+            lambda: comm.close(),
         ):
             with pytest.raises(uni.UsageError, match="inline=True must not wait"):
                 wait()
@@ -809,6 +819,8 @@ def inlined(comm: uni.Communicator, runs_on_caller: bool) -> str:
     kept: list[Any] = []
     agent.register("waits", waits, inline=True)
     agent.register("items", lambda: (yield 1))
+    go_on = threading.Event()
+    agent.register("later", lambda: go_on.wait(LONG_S))
 
     @agent.expose(inline=True)
     def fails() -> None:
@@ -826,7 +838,8 @@ def inlined(comm: uni.Communicator, runs_on_caller: bool) -> str:
         assert agent.call(0, "inline", 5) == 6
         with pytest.raises(uni.RemoteError, match=r"ValueError.*inline"):
             agent.call(other, "fails")
-    assert agent.call(other, "waits") == 5
+    assert agent.call(other, "waits") == 10
+    go_on.set()
     comm.barrier()  # the thread that ran inline handlers may block
     for work in kept:
         work.wait(LONG_S)
@@ -860,6 +873,16 @@ def test_what_cannot_return_at_once_cannot_be_inline():
                 agent.register("f", fn, inline=True)
             with pytest.raises(uni.UsageError, match="allowed with inline=True"):
                 agent.expose(inline=True)(fn)
+        with pytest.raises(uni.UsageError, match="allowed with inline=True"):
+            agent.register("f", Counter, inline=True)  # again: nothing of it was exposed
+        with pytest.raises(uni.RemoteError, match="exposes no function 'f'"):
+            agent.call(0, "f")
+        agent.register("f", Counter)
+        with pytest.raises(uni.UsageError, match="already"):
+            agent.register("f", Plain, inline=True)
+        agent.register("p", Plain, inline=True)
+        with pytest.raises(uni.UsageError, match="already"):
+            agent.register("p", Plain)
         agent.register("g", echo, inline=True)
         agent.register("g", echo, inline=True)
         with pytest.raises(uni.UsageError, match="already"):

@@ -106,7 +106,7 @@ def test_frames_of_noise_are_errors_only():
 
 
 def test_the_frames_of_the_corpus_are_valid_and_of_every_kind():
-    assert {open_frame(data).kind for data in corpus()} == set(range(8))
+    assert {open_frame(data).kind for data in corpus()} == set(range(9))
     for data in corpus():
         frame = open_frame(data)
         if not frame.blob_bytes:
@@ -257,17 +257,27 @@ def test_a_rank_that_calls_without_end_and_reads_nothing_is_dropped_once_and_not
 
 
 class _Slow:
-    """Parts that are read when the test says so."""
+    """Blobs that are read when the test says so."""
 
     def __init__(self) -> None:
-        self.is_read, self.checks = False, 0
+        self.done, self.checks, self.is_cancelled = False, 0, False
 
-    def is_done(self) -> bool:
-        self.checks += 1
-        return self.is_read
+    def lend(self, dst: int, number: int, part: memoryview) -> Any:
+        return _Lent(self)
 
-    def cancel(self) -> None:
-        pass
+
+class _Lent:
+    def __init__(self, slow: _Slow) -> None:
+        self._slow = slow
+
+    @property
+    def done(self) -> bool:
+        self._slow.checks += 1
+        return self._slow.done
+
+    def cancel(self) -> bool:
+        self._slow.is_cancelled = True
+        return False
 
 
 def test_unread_answers_are_counted_for_each_caller() -> None:
@@ -275,13 +285,29 @@ def test_unread_answers_are_counted_for_each_caller() -> None:
     unread, limit = UnreadBlobs(2), 2048
     kept = [_Slow() for _ in range(3000)]
     for call, slow in enumerate(kept, 1):
-        unread.add(0, call, slow)
+        unread.add(0, call, 10 * call).lend(slow, 0, 10 * call, [memoryview(b"")])  # type: ignore[arg-type]
     before = sum(slow.checks for slow in kept)
     for _ in range(1000):
         assert unread.has_more_than(0, limit)
         assert not unread.has_more_than(1, limit)
     assert sum(slow.checks for slow in kept) - before <= 8 * 1000
     for slow in kept[:1500]:
-        slow.is_read = True
+        slow.done = True
     assert not all(unread.has_more_than(0, limit) for _ in range(1000)), "it has read enough of them"
-    assert all(call in unread._by_rank[0] for call in range(1501, 3001))
+    assert all(10 * call in unread._by_rank[0] for call in range(1501, 3001))
+
+
+def test_a_call_that_is_cancelled_withdraws_all_its_blobs_whenever_they_are_lent() -> None:
+    unread, kept = UnreadBlobs(1), [_Slow() for _ in range(6)]
+    made = [unread.add(0, number // 3, number) for number in range(6)]
+    for number in range(5):
+        made[number].lend(kept[number], 0, number, [memoryview(b"")])  # type: ignore[arg-type]
+    unread.cancel(0, 1)
+    made[5].lend(kept[5], 0, 5, [memoryview(b"")])  # type: ignore[arg-type]
+    assert [slow.is_cancelled for slow in kept] == [False] * 3 + [True] * 3
+    for slow in kept:
+        slow.done = True
+    assert unread.are_all_read()
+    unread.has_more_than(0, 0)
+    assert not unread._by_rank[0]
+    assert not unread._by_call[0]

@@ -1,0 +1,260 @@
+"""What calls leave behind: no memory, no credit, no entry of a table, however they end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.process.test_rpc_load import run
+from tests.support.ranks import PATIENCE_S
+
+import unisono as uni
+from unisono._native import FRAME_BLOB_BYTES
+from unisono.rpc import Agent
+from unisono.rpc.streams import WINDOW
+
+LINKS = ["local", "shm", "tcp"]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.001)
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# -- results ---------------------------------------------------------------------------------------------
+
+
+def drops_results(comm: uni.Communicator) -> int:
+    agent = Agent(comm)
+    agent.register("zeros", lambda n: np.zeros(n))
+    comm.barrier()
+    alive = 0
+    if comm.rank == 0:
+        gc.disable()
+        kept = []
+        for _ in range(5):
+            came = agent.start(1, "zeros", 100_000).wait()
+            kept.append(weakref.ref(came))
+            del came
+        for came in agent.call_all("zeros", 100_000):
+            kept.append(weakref.ref(came))
+        del came
+        alive = sum(ref() is not None for ref in kept)
+        gc.enable()
+    comm.barrier()
+    return alive
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_a_result_lives_no_longer_than_its_receiver_keeps_it(kind: str) -> None:
+    assert run(kind, drops_results, 2) == [0, 0]
+
+
+def grows(comm: uni.Communicator, rounds: int) -> int:
+    """How many bytes 2 GiB of started calls leave behind, in either direction."""
+    agent = Agent(comm)
+    agent.register("echo", lambda x: x)
+    comm.barrier()
+    value = np.ones(1 << 20)
+    before = 0
+    for i in range(rounds + 3):
+        if i == 3:
+            before = resident_bytes()
+        if comm.rank == 0:
+            for came in uni.wait_all([agent.start(1, "echo", value) for _ in range(4)]):
+                assert came[-1] == 1
+            del came
+        comm.barrier()
+    return resident_bytes() - before
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_large_started_calls_leave_no_memory_behind(kind: str) -> None:
+    """4 calls of 8 MiB at a time: what stays is a pool of a few such buffers, not 30 seconds of results."""
+    assert max(run(kind, grows, 2, 60)) < 160 << 20
+
+
+# -- blobs that nobody receives --------------------------------------------------------------------------
+
+
+def leaves_streams(comm: uni.Communicator, count: int) -> int:
+    agent = Agent(comm)
+    ended = []
+
+    @agent.expose
+    def items(n: int) -> Iterator[Any]:
+        try:
+            for i in range(n):
+                yield np.full(5000, i)
+        finally:
+            ended.append(n)
+
+    comm.barrier()
+    if comm.rank == 0:
+        for _ in range(count):
+            stream = agent.stream(1, "items", WINDOW - 4)  # it ends before its reader does
+            assert next(stream)[0] == 0
+            stream.close()
+    comm.barrier()
+    unread = agent._server._unread
+    if comm.rank == 1:
+        wait_until(lambda: len(ended) == count, "every generator has ended")
+        wait_until(unread.are_all_read, "the items of streams that were closed are withdrawn")
+    comm.barrier()
+    left = len(unread._by_rank[0])
+    comm.barrier()
+    return left
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_a_stream_that_is_closed_early_leaves_no_items_behind(kind: str) -> None:
+    assert run(kind, leaves_streams, 2, 40)[1] <= 2 * WINDOW
+
+
+def streams_long(comm: uni.Communicator, count: int) -> int:
+    agent = Agent(comm)
+    most = [0]
+
+    @agent.expose
+    def items() -> Iterator[Any]:
+        incoming = uni.rpc.here()
+        assert incoming is not None
+        for i in range(count):
+            most[0] = max(most[0], len(incoming.on_cancel))
+            yield np.full(5000, i)
+
+    comm.barrier()
+    if comm.rank == 0:
+        assert sum(int(item[0]) for item in agent.stream(1, "items")) == sum(range(count))
+    comm.barrier()
+    return most[0]
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_a_long_stream_of_large_items_keeps_no_record_of_them(kind: str) -> None:
+    assert run(kind, streams_long, 2, 200)[1] <= 2
+
+
+def refuses_blobs(comm: uni.Communicator, nbytes: int) -> int:
+    """Rank 1 is closing: it refuses calls and notifications. Then messages have the credit that they had before."""
+    agent = Agent(comm)
+    agent.register("take", len)
+    comm.barrier()
+    value = b"x" * nbytes
+    if comm.rank == 0:
+        assert agent.call(1, "take", value) == nbytes
+    comm.barrier()
+    if comm.rank == 1:
+        agent._server.refuse_calls()
+    comm.barrier()
+    for _ in range(200 if comm.rank == 0 else 0):
+        with pytest.raises(uni.PeerLost, match="closed its agent"):
+            agent.call(1, "take", value)
+        agent.notify(1, "take", value)
+    comm.barrier()
+    if comm.rank == 0:
+        wait_until(agent._client._notified.are_all_read, "refused notifications are withdrawn")
+        # Without credit these would wait for their receives, which follow the barrier.
+        uni.wait_all([comm.start.send(np.zeros(1000), 1) for _ in range(16)], timeout=PATIENCE_S / 4)
+    comm.barrier()
+    for _ in range(16 if comm.rank == 1 else 0):
+        comm.recv(np.ones(1000), 0)
+    comm.barrier()
+    return len(agent._client._notified._by_rank[1])
+
+
+@pytest.mark.parametrize("kind", LINKS)
+@pytest.mark.parametrize("nbytes", [FRAME_BLOB_BYTES, 1 << 20])
+def test_refused_calls_and_notifications_leave_no_blobs_behind(kind: str, nbytes: int) -> None:
+    assert run(kind, refuses_blobs, 2, nbytes)[0] <= 16
+
+
+# -- failures --------------------------------------------------------------------------------------------
+
+
+def raises_surrogates(comm: uni.Communicator) -> str:
+    agent = Agent(comm)
+
+    def fails() -> None:
+        raise ValueError("\ud800" * 5000)
+
+    agent.register("fails", fails)
+    agent.register("later", lambda: threading.Event().wait(0.1))
+    comm.barrier()
+    if comm.rank == 0:
+        other = agent.start(1, "later")
+        with pytest.raises(uni.RemoteError, match=r"ValueError.*ud800"):
+            agent.call(1, "fails")
+        assert other.wait(PATIENCE_S) is False
+    comm.barrier()
+    return "ok"
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_an_exception_of_lone_surrogates_fails_only_its_own_call(kind: str) -> None:
+    assert run(kind, raises_surrogates, 2) == ["ok"] * 2
+
+
+# -- signals ---------------------------------------------------------------------------------------------
+
+
+class _Interrupt(Exception):
+    """What the signal handler raises."""
+
+
+def is_interrupted(comm: uni.Communicator, rounds: int) -> int:
+    """Signals strike the leading main thread of rank 0, which also dispatches the answers of another thread."""
+    agent = Agent(comm)
+    agent.register("echo", lambda x: x, inline=True)
+    agent.register("swap", lambda x: agent.call(0, "echo", x))
+    comm.barrier()
+    served, over = [0], threading.Event()
+    if comm.rank == 0:
+
+        def interrupt(number: int, frame: Any) -> None:
+            raise _Interrupt
+
+        def other_thread() -> None:
+            while not over.is_set():
+                for i, came in enumerate(uni.wait_all([agent.start(1, "swap", i) for i in range(20)])):
+                    assert came == i
+                    served[0] += 1
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        thread = threading.Thread(target=other_thread)
+        thread.start()
+        struck = 0
+        while struck < rounds:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.0001 * (struck % 10))
+                while True:
+                    agent.call(1, "swap", 5)
+            except _Interrupt:
+                struck += 1
+        signal.signal(signal.SIGALRM, before)
+        over.set()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    comm.barrier()
+    return served[0]
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_signal_does_not_lose_the_frames_of_other_threads(kind: str) -> None:
+    """A lost frame would be waited for during 30 s, and raise DeadlineExceeded in the other thread."""
+    assert run(kind, is_interrupted, 2, 300)[0] > 0
