@@ -79,7 +79,7 @@ def test_outcomes_have_the_engines_numbers() -> None:
 def test_a_count_that_fits_any_is_the_engines() -> None:
     found = re.search(r"count_bits = (\d+);", (ROOT / "native/collective/fingerprint.hpp").read_text())
     assert found is not None
-    assert fingerprint.COUNT_ANY == (1 << int(found[1])) - 1
+    assert (1 << int(found[1])) - 1 == fingerprint.COUNT_ANY
 
 
 def test_steps_have_the_engines_numbers() -> None:

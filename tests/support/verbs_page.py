@@ -19,13 +19,14 @@ __all__ = ["page"]
 _INTRODUCTION = """\
 # The verbs of a communicator
 
-Made from the table that the engine's argument parser reads (`python -m tests.support.verbs_page`; a test compares), so
-`help(world.all_reduce)` says the same.
+Made from the table that the engine's argument parser reads (`python -m tests.support.verbs_page`; a test
+compares), so `help(world.all_reduce)` says the same.
 
-- `world.verb(...)` waits and returns the result. `world.start.verb(...)` takes the same arguments and returns a `Work`:
-  `work.wait(timeout=...)`, `await work`, `work.done()`, `work.cancel()`, `work.add_done_callback(fn)`.
-- Arrays are anything with the buffer protocol or DLPack on the CPU: NumPy, torch, `array`, `bytearray`. A number comes
-  back as a number; torch in, torch out.
+- `world.verb(...)` waits and returns the result. `world.start.verb(...)` takes the same arguments and returns
+  a `Work`: `work.wait(timeout=...)`, `await work`, `work.done()`, `work.cancel()`,
+  `work.add_done_callback(fn)`.
+- Arrays are anything with the buffer protocol or DLPack on the CPU: NumPy, torch, `array`, `bytearray`. A
+  number comes back as a number; torch in, torch out.
 - **A leading axis is the rank**: `all_gather(x)[r]` is the x of rank r; `scatter(x)` gives rank r `x[r]`.
 - A collective is called by every rank of the communicator, in the same order and with equal arguments.
 """

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 from tests.support.paths import ROOT
+from tests.support.system import skip_without
 
 from unisono.bench import Case, Options, Ratio, Results, contest
 from unisono.bench.libraries import Library
@@ -246,7 +247,7 @@ SMOKE = [
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_every_system_can_be_measured(name: str) -> None:
     if (why := SYSTEMS[name].missing()) is not None:
-        pytest.skip(why)
+        skip_without(f"the library of {name!r}", why)
     with RunningSystem(SYSTEMS[name], 2) as system:
         for operation, way, data, nbytes in SMOKE:
             case = Case(operation, 2, nbytes, way, data)
