@@ -21,12 +21,12 @@ _INTRODUCTION = """\
 
 Made from `unisono.Config` (`python -m tests.support.settings_page`; a test compares).
 
-A setting is given in code, `uni.init(config=uni.Config(stall_log_s=5.0))`, by an option of `unisono run`, or by
-a variable; this is also the order of precedence. All ranks must use equal settings: they are compared when ranks
-join. A `timeout=` of a single call and the limits that are not settings are in [limits.md](limits.md).
+A setting is given in code, `uni.init(config=uni.Config(stall_log_s=5.0))`, by an option of `unisono run`,
+or by a variable; this is also the order of precedence. All ranks must use equal settings: they are compared
+when ranks join. Limits that are not settings are in [limits.md](limits.md).
 
-In a hang, begin with `UNISONO_STALL_LOG_S=2`: every operation that has not ended by then logs the ranks it waits
-for.
+In a hang, begin with `UNISONO_STALL_LOG_S=2`: every operation that has not ended by then logs the ranks it
+waits for.
 
 | setting | variable | default | allowed | what it does |
 |---|---|---|---|---|
@@ -35,7 +35,8 @@ for.
 _LAUNCH = """
 ## Variables that say where ranks meet
 
-Options of `unisono run` set them; under another launcher, set them by hand. [launch.md](launch.md) explains them.
+Options of `unisono run` set them; under another launcher, set them by hand. [launch.md](launch.md) explains
+them.
 
 | variable | what it is |
 |---|---|
@@ -43,7 +44,8 @@ Options of `unisono run` set them; under another launcher, set them by hand. [la
 | `UNISONO_ADDRESS` | the address of this host where ranks listen, as HOST or HOST:PORT |
 | `UNISONO_ADVERTISE` | the address under which others reach it, if that differs |
 | `UNISONO_BACKEND` | the backend of `uni.init()` |
-| `UNISONO_RANK`, `UNISONO_SIZE`, `UNISONO_LOCAL_RANK`, `UNISONO_LOCAL_SIZE` | set by `unisono run` in each rank |
+| `UNISONO_RANK`, `UNISONO_SIZE` | set by `unisono run` in each rank |
+| `UNISONO_LOCAL_RANK`, `UNISONO_LOCAL_SIZE` | set by `unisono run`: the same among the ranks of the host |
 """
 
 
