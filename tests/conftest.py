@@ -48,7 +48,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 # Of the kinds of links that a test names in its id, `make test` takes shared memory; the others are for
 # `make test-more`.
-_MORE_LINKS = {"rings", "tcp", "TCP", "tight tcp", "tls", "tight tls", "hosts", "hosts tls"}
+_MORE_LINKS = {
+    *("rings", "tcp", "TCP", "tight tcp", "tls", "tight tls", "hosts", "hosts tls"),
+    *("quic", "tight quic", "hosts quic"),
+}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -64,10 +67,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--long"):
         return
     dropped: set[pytest.Item] = set()
-    for name, group in runs.items():
-        number = zlib.crc32(name.encode())  # by its name: independent of all other tests
-        mine = [item for item in group if _links_of(item) == ON_EVERY_LINK[number % len(ON_EVERY_LINK)]]
-        kept = mine[number // len(ON_EVERY_LINK) % len(mine)]
+    for group in runs.values():
+        # By a hash of its id: other tests and further parameters leave the choice as it is.
+        kept = min(group, key=lambda item: zlib.crc32(item.nodeid.encode()))
         dropped.update(item for item in group if item is not kept)
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]

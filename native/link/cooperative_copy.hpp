@@ -9,26 +9,15 @@
 // a guard page of the receiver (ShmLink::write). A receiver that drops the sender shuts that page, closes the copy and
 // waits for a write in progress (Peer::fence).
 //
-// States of a copy, and what leads from one to the next:
-//
-//   state     event                           next
-//   unasked   ask: the receiver gives target  shared
-//   shared    claim_front, claim_back         shared, until all units are claimed: claimed
-//   shared    close: the receiver gives up    closed
-//   claimed   report(written) of all parts    complete
-//   claimed   report(not written)             failed: the receiver copies the sender's unwritten parts
-//   failed    claim_front                     complete
-//   any       reset: the next RTS             unasked
-//
-// There is no table of it in code: a state is a relation between the counters, so that claiming a part and closing are
-// one compare-and-swap of one word. An enum beside them would need a second atomic step that can disagree with the
-// first.
+// A state is a relation between two words (`CooperativeCopy::state_of`), so that claiming a part and closing are one
+// compare-and-swap. The table says which relations may follow each other; claims ask it.
 
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 
+#include "base/transition_table.hpp"
 #include "wire/frame.hpp"
 
 namespace unisono::engine {
@@ -41,6 +30,55 @@ struct Part {
   uint64_t offset = 0;
   uint64_t bytes = 0;
 };
+
+// The sender writes one part at a time.
+enum class CopyState : uint8_t { unasked, shared, claimed, failed, complete, draining, fenced };
+enum class CopyEvent : uint8_t {
+  ask,
+  claim,
+  exhaust,
+  exhaust_failed,
+  finish,
+  report,
+  fail,
+  recover,
+  close,
+  fence,
+  reset
+};
+inline constexpr TransitionTable<CopyState, 7, CopyEvent, 11> copy_transitions({
+    // the receiver names its buffer and its guard page
+    {CopyState::unasked, CopyEvent::ask, CopyState::shared},
+    // either side takes a part, and units are left
+    {CopyState::shared, CopyEvent::claim, CopyState::shared},
+    // the last units are taken: while the sender writes; after a write failed; with nothing left to write
+    {CopyState::shared, CopyEvent::exhaust, CopyState::claimed},
+    {CopyState::shared, CopyEvent::exhaust_failed, CopyState::failed},
+    {CopyState::shared, CopyEvent::finish, CopyState::complete},
+    // the sender has written its part, or could not
+    {CopyState::shared, CopyEvent::report, CopyState::shared},
+    {CopyState::shared, CopyEvent::fail, CopyState::shared},
+    {CopyState::claimed, CopyEvent::finish, CopyState::complete},
+    {CopyState::claimed, CopyEvent::fail, CopyState::failed},
+    // the receiver copies what the sender claimed and did not write
+    {CopyState::failed, CopyEvent::recover, CopyState::complete},
+    // the receiver drops the sender, which is writing a part; it may return the buffer to the user once that has ended
+    {CopyState::shared, CopyEvent::close, CopyState::draining},
+    {CopyState::claimed, CopyEvent::close, CopyState::draining},
+    {CopyState::draining, CopyEvent::close, CopyState::draining},
+    {CopyState::draining, CopyEvent::finish, CopyState::fenced},
+    {CopyState::draining, CopyEvent::fail, CopyState::fenced},
+    // the receiver drops the sender, which is not writing
+    {CopyState::unasked, CopyEvent::fence, CopyState::fenced},
+    {CopyState::shared, CopyEvent::fence, CopyState::fenced},
+    {CopyState::failed, CopyEvent::fence, CopyState::fenced},
+    {CopyState::complete, CopyEvent::fence, CopyState::fenced},
+    {CopyState::fenced, CopyEvent::fence, CopyState::fenced},
+    // the sender's next RTS: the FIN of the one before has arrived
+    {CopyState::unasked, CopyEvent::reset, CopyState::unasked},
+    {CopyState::complete, CopyEvent::reset, CopyState::unasked},
+    {CopyState::fenced, CopyEvent::reset, CopyState::unasked},
+});
 
 class CooperativeCopy {
  public:
@@ -66,9 +104,9 @@ class CooperativeCopy {
     uint64_t claimed = claimed_.load(std::memory_order_relaxed);
     for (;;) {
       const uint64_t front = front_of(claimed), back = back_of(claimed);
-      if (front > units || back > units - front) return Front::broken;
+      if (!is_sound(claimed, units)) return Front::broken;
       const uint64_t left = units - front - back;
-      if (left == 0) return after_all(units, back, nbytes, part);
+      if (left == 0) return after_all(claimed, units, nbytes, part);
       // A quarter at first: a sender that waits joins soon; one that is busy leaves the rest to the receiver.
       const uint64_t share = back != 0 ? left / 3 : front == 0 ? left / 4 : left;
       const uint64_t more = std::min({std::max(share, least_of(units)), left, most / unit_bytes});
@@ -92,7 +130,9 @@ class CooperativeCopy {
     uint64_t claimed = claimed_.load(std::memory_order_relaxed);
     for (;;) {
       const uint64_t front = front_of(claimed), back = back_of(claimed);
-      if ((claimed & closed) != 0 || front > units || back >= units - front) return 0;
+      if (!is_sound(claimed, units)) return 0;
+      // What the sender wrote matters only after the last claim.
+      if (!copy_transitions.allows(state_of(true, claimed, 0, units), CopyEvent::claim)) return 0;
       const uint64_t left = units - front - back;
       const uint64_t more = std::min({std::max(left / 3, least_of(units)), left, most / unit_bytes});
       if (!claimed_.compare_exchange_weak(claimed, claimed + (more << 32), std::memory_order_relaxed)) continue;
@@ -114,7 +154,14 @@ class CooperativeCopy {
   // Whether the sender has claimed a part and not reported its end.
   bool is_being_written() const {
     const uint64_t written = written_.load(std::memory_order_seq_cst);
-    return (written & failed) == 0 && back_of(claimed_.load(std::memory_order_relaxed)) != written;
+    return is_being_written(claimed_.load(std::memory_order_relaxed), written);
+  }
+  // Where the copy of a message stands. What the sender wrote is read first, so that a part claimed meanwhile counts as
+  // being written.
+  CopyState state(uint64_t nbytes) const {
+    const uint64_t written = written_.load(std::memory_order_seq_cst);
+    const bool is_asked = target_.load(std::memory_order_acquire) != 0;
+    return state_of(is_asked, claimed_.load(std::memory_order_relaxed), written, in_units(nbytes));
   }
 
  private:
@@ -130,17 +177,36 @@ class CooperativeCopy {
     return {first * unit_bytes, std::min(end * unit_bytes, nbytes) - first * unit_bytes};
   }
 
-  Front after_all(uint64_t units, uint64_t back, uint64_t nbytes, Part& part) {
+  // Whether the word divides the message: anything else was not written by this code.
+  static bool is_sound(uint64_t claimed, uint64_t units) {
+    return front_of(claimed) <= units && back_of(claimed) <= units - front_of(claimed);
+  }
+  static bool is_being_written(uint64_t claimed, uint64_t written) {
+    return (written & failed) == 0 && back_of(claimed) != written;
+  }
+  static CopyState state_of(bool is_asked, uint64_t claimed, uint64_t written, uint64_t units) {
+    const uint64_t back = back_of(claimed), done = written & ~failed;
+    if ((claimed & closed) != 0) return is_being_written(claimed, written) ? CopyState::draining : CopyState::fenced;
+    if (!is_asked) return CopyState::unasked;
+    if (front_of(claimed) + back < units) return CopyState::shared;
+    if (back == done) return CopyState::complete;
+    return (written & failed) != 0 ? CopyState::failed : CopyState::claimed;
+  }
+
+  Front after_all(uint64_t claimed, uint64_t units, uint64_t nbytes, Part& part) {
     // seq_cst: follows our presence word, if this side is about to sleep; the sender wrote its bytes before
     const uint64_t written = written_.load(std::memory_order_seq_cst);
-    const uint64_t done = written & ~failed;
+    const uint64_t back = back_of(claimed), done = written & ~failed;
     if (done > back) return Front::broken;
-    if (done == back) return Front::complete;
-    if ((written & failed) == 0) return Front::wait;
-    // The receiver copies what the sender claimed and could not write.
-    part = part_of(units - back, units - done, nbytes);
-    written_.store(back, std::memory_order_relaxed);
-    return Front::part;
+    switch (state_of(true, claimed, written, units)) {
+      case CopyState::complete: return Front::complete;
+      case CopyState::claimed: return Front::wait;
+      case CopyState::failed:
+        part = part_of(units - back, units - done, nbytes);
+        written_.store(back, std::memory_order_relaxed);
+        return Front::part;
+      default: return Front::broken;  // only the receiver closes, and it claims nothing after that
+    }
   }
 
   std::atomic<uint64_t> target_;   // address of the message in the receiver's memory; 0: the receiver does not ask

@@ -24,13 +24,15 @@ inline std::atomic<uint32_t>& word_at(byte* at) { return *reinterpret_cast<std::
 static_assert(sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free);
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
+// The longest frame that always fits an empty ring, wherever it starts.
+inline constexpr size_t ring_frame_bytes_max(size_t capacity) { return capacity / 4; }
+
 class Producer {
  public:
   Producer() = default;
   Producer(RingWords* words, byte* data, size_t capacity) : words_(words), data_(data), capacity_(capacity) {}
 
-  // The longest frame that always fits an empty ring, wherever it starts.
-  size_t frame_bytes_max() const { return capacity_ / 4; }
+  size_t frame_bytes_max() const { return ring_frame_bytes_max(capacity_); }
 
   // Where a frame of `bytes` (whole cache lines) may be written; nullptr while there is no room.
   byte* reserve(size_t bytes) {

@@ -70,6 +70,7 @@ ShmLink::ShmLink(Peer& peer, std::shared_ptr<const Mapping> mapping, PresenceVie
               std::memcmp(seen, probe.value, sizeof seen) == 0 && is_alive();
   can_write_ = can_read_;
   if (can_read_) guard_ = Mapping::own(guard_bytes);
+  if (guard_) guard_page_ = guard_transitions.next(guard_page_, GuardEvent::map);
 }
 
 bool ShmLink::put(Lane lane, Head head, const Body& body) {
@@ -105,10 +106,6 @@ size_t ShmLink::put_data(Lane lane, uint64_t rendezvous_id, uint64_t offset, con
   head.tag = offset;
   head.nbytes = body.payload_bytes;
   return put(lane, head, body) ? body.payload_bytes : 0;
-}
-
-size_t ShmLink::eager_bytes_max(Lane lane) const {
-  return out_[static_cast<size_t>(lane)].frame_bytes_max() - header_bytes_max - 2 * line_bytes;
 }
 
 bool ShmLink::poll() {
@@ -182,7 +179,8 @@ bool ShmLink::write(uint64_t guard, uint64_t address, const byte* from, size_t b
 }
 
 void ShmLink::shut_guard() {
-  if (!guard_) return;
+  const GuardPage was = std::exchange(guard_page_, guard_transitions.next(guard_page_, GuardEvent::shut));
+  if (was != GuardPage::open) return;
   mprotect(guard_.at(), guard_bytes, PROT_NONE);
   // A stopped peer may come back and write at any time, so nothing else may ever be mapped here. The memory goes, the
   // address range stays reserved.

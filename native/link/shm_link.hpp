@@ -20,6 +20,11 @@ class Peer;
 inline constexpr size_t control_ring_bytes = 72 * 1024;
 inline constexpr size_t bulk_ring_bytes = 184 * 1024;
 inline constexpr size_t offer_words = 1024;
+// An eager message has to leave room for its header and for whole lines.
+inline constexpr size_t shm_eager_bytes_max(Lane lane) {
+  return ring_frame_bytes_max(lane == Lane::bulk ? bulk_ring_bytes : control_ring_bytes) - header_bytes_max -
+         2 * line_bytes;
+}
 // Long messages of a run are few at a time, and low rendezvous ids are used first.
 inline constexpr size_t copy_slots = 64;
 
@@ -39,6 +44,20 @@ struct Probe {
   byte value[16] = {};
 };
 
+// The page that a peer's write touches first (ShmLink::write).
+enum class GuardPage : uint8_t { absent, open, shut };
+enum class GuardEvent : uint8_t { map, shut };
+inline constexpr TransitionTable<GuardPage, 3, GuardEvent, 2> guard_transitions({
+    // the peer's memory can be read directly, so the peer may be asked to write here
+    {GuardPage::absent, GuardEvent::map, GuardPage::open},
+    // a sender is dropped: its writes fail from now on
+    {GuardPage::open, GuardEvent::shut, GuardPage::shut},
+    // more than one of its messages was under way
+    {GuardPage::shut, GuardEvent::shut, GuardPage::shut},
+    // no write was ever asked for
+    {GuardPage::absent, GuardEvent::shut, GuardPage::absent},
+});
+
 class ShmLink final : public Link {
  public:
   // The memory of a new link, sealed; empty without memory (errno says why).
@@ -55,7 +74,7 @@ class ShmLink final : public Link {
   bool put(Lane lane, Head head, const Body& body) override;
   size_t put_data(Lane lane, uint64_t rendezvous_id, uint64_t offset, const byte* from, uint64_t left) override;
   bool poll() override;
-  size_t eager_bytes_max(Lane lane) const override;
+  size_t eager_bytes_max(Lane lane) const override { return shm_eager_bytes_max(lane); }
   bool can_read() const override { return can_read_; }
   bool read(uint64_t address, byte* to, size_t bytes) override;
   bool is_alive() const override { return doorbell_->is_alive(); }
@@ -70,7 +89,7 @@ class ShmLink final : public Link {
     return index < copy_slots ? &memory()->copies[own_][index] : nullptr;
   }
   CooperativeCopy* peers_copy(size_t index) override {
-    return index < copy_slots && guard_ ? &memory()->copies[1 - own_][index] : nullptr;
+    return index < copy_slots && guard_page_ == GuardPage::open ? &memory()->copies[1 - own_][index] : nullptr;
   }
   bool can_write() const override { return can_write_; }
   bool write(uint64_t guard, uint64_t address, const byte* from, size_t bytes) override;
@@ -94,6 +113,7 @@ class ShmLink final : public Link {
   bool can_read_ = false;
   bool can_write_ = false;
   Mapping guard_;
+  GuardPage guard_page_ = GuardPage::absent;
   uint32_t sleep_woken_ = 0;  // the presence word of the peer's sleep that was ended last
   uint64_t beats_seen_ = 0;
   Producer out_[lane_count];

@@ -747,7 +747,7 @@ void Peer::fence(RendezvousReceive& offer) {
   link->shut_guard();
   offer.shared_copy->close();
   // A write that had passed the guard page is inside a system call, which only the lack of a free core can delay.
-  while (offer.shared_copy->is_being_written() && link->is_starved()) sched_yield();
+  while (offer.shared_copy->state(offer.nbytes) == CopyState::draining && link->is_starved()) sched_yield();
 }
 
 RendezvousReceive* Peer::data_for(const Head& head, const char*& fault) {

@@ -50,7 +50,7 @@ struct Settings {
 // A peer that is starved of CPU time is declared dead after this many times silence_ns: a minute by default, the
 // longest that a process may reasonably hold the GIL.
 inline constexpr std::int64_t starved_silences_max = 24;
-// Bound on silence_ns, so that every multiple of it fits 64 bits. config.py has the same.
+// Bound on silence_ns, so that every multiple of it fits 64 bits.
 inline constexpr std::int64_t silence_ns_max = 1'000'000 * second;
 
 // How to reach a rank.

@@ -482,6 +482,8 @@ engine::CompletionQueue& completions_of(nb::handle engine) { return nb::cast<PyE
 std::shared_ptr<const engine::Program> program_of(nb::handle program) { return nb::cast<PyProgram&>(program).program; }
 
 void bind_engine(nb::module_& m) {
+  m.attr("CONTROL_EAGER_BYTES_SHM") = shm_eager_bytes_max(Lane::control);
+  m.attr("CONTROL_EAGER_BYTES_SOCKET") = eager_bytes_max_of(Lane::control);
   nb::class_<PyProgram>(m, "Program")
       .def(
           "__init__",

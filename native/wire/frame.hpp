@@ -17,7 +17,7 @@ static_assert(std::endian::native == std::endian::little, "frames are written as
 // Of the handshake and of every frame.
 inline constexpr uint32_t protocol_version = 2;
 
-inline constexpr size_t header_bytes_max = 1024;  // backend.HEADER_BYTES_MAX
+inline constexpr size_t header_bytes_max = 1024;  // envelope.HEADER_BYTES_MAX
 
 enum class Lane : uint8_t { bulk, control };
 inline constexpr size_t lane_count = 2;

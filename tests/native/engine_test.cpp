@@ -155,6 +155,13 @@ void test_machines() {
   static_assert(!leader_transitions.allows(Leader::polling, LeaderEvent::succeed), "a present leader is not replaced");
   static_assert(!leader_transitions.allows(Leader::resting, LeaderEvent::succeed), "nor one that rests");
 
+  check_machine<CopyState, CopyEvent>(copy_transitions, {CopyState::unasked}, "the cooperative copy is whole");
+  static_assert(!copy_transitions.allows(CopyState::draining, CopyEvent::reset),
+                "a buffer is not reused while written");
+  static_assert(!copy_transitions.allows(CopyState::fenced, CopyEvent::claim), "nothing is claimed after the fence");
+  check_machine<GuardPage, GuardEvent>(guard_transitions, {GuardPage::absent}, "the guard page is whole");
+  static_assert(guard_transitions.next(GuardPage::shut, GuardEvent::shut) == GuardPage::shut, "it never opens again");
+
   check_machine<OfferWord, OfferEvent>(offer_transitions, {OfferWord::free}, "the offer word is whole");
   // A claim and a withdrawal exclude each other, and only what was claimed can be finished.
   for (uint32_t from = 0; from < offer_word_count; ++from) {
@@ -555,7 +562,7 @@ void test_parts(unsigned seed) {
     copy.reset();
     Part part;
     uint64_t guard = 0;
-    check(copy.claim_back(nbytes, most, part, guard) == 0, "nobody is_sender unasked");
+    check(copy.claim_back(nbytes, most, part, guard) == 0, "the sender claims nothing unasked");
     copy.ask(reinterpret_cast<const byte*>(uint64_t{4096}), 77);
     std::vector<bool> seen(nbytes);
     const auto note = [&](const Part& p) {
@@ -598,6 +605,59 @@ void test_parts(unsigned seed) {
     if (copy.claim_back(nbytes, 1 << 20, part, guard) != 0)
       check(part.offset < nbytes && part.bytes <= nbytes - part.offset, "inside the message");
   }
+}
+
+// Every step of a copy follows the table, whichever side makes it and wherever the receiver drops the sender.
+void test_copy_states(unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<bool> seen(decltype(copy_transitions)::state_count);
+  for (int turn = 0; turn < 2000; ++turn) {
+    const uint64_t nbytes = 128 * 1024 + random() % 2'000'000;
+    CooperativeCopy copy;
+    copy.reset();
+    check(copy.state(nbytes) == CopyState::unasked, "a copy begins unasked");
+    const auto step = [&](std::initializer_list<CopyEvent> events, auto change) {
+      const CopyState before = copy.state(nbytes);
+      seen[static_cast<size_t>(before)] = true;
+      change();
+      const CopyState after = copy.state(nbytes);
+      check(std::any_of(events.begin(), events.end(),
+                        [&](CopyEvent event) {
+                          return copy_transitions.allows(before, event) &&
+                                 copy_transitions.next(before, event) == after;
+                        }),
+            "a copy follows its table");
+    };
+    step({CopyEvent::ask}, [&] { copy.ask(reinterpret_cast<const byte*>(uint64_t{4096}), 77); });
+    const bool fails = random() % 3 == 0, closes = random() % 3 == 0;
+    const auto is_one_of = [&](auto... states) { return ((copy.state(nbytes) == states) || ...); };
+    static constexpr auto claims = {CopyEvent::claim, CopyEvent::exhaust, CopyEvent::exhaust_failed, CopyEvent::finish};
+    Part part, written;
+    uint64_t guard;
+    bool is_writing = false, has_failed = false;
+    while (!is_one_of(CopyState::complete, CopyState::fenced)) {
+      if (closes && random() % 8 == 0 && !is_one_of(CopyState::draining))
+        step({CopyEvent::close, CopyEvent::fence}, [&] { copy.close(); });
+      else if (is_writing && (random() % 2 == 0 || !is_one_of(CopyState::shared)))
+        step({CopyEvent::report, CopyEvent::finish, CopyEvent::fail}, [&] {
+          has_failed = fails && random() % 2 == 0;
+          copy.report(written, !has_failed);
+          is_writing = false;
+        });
+      else if (is_one_of(CopyState::shared) && !is_writing && !has_failed && random() % 2 == 0)
+        step(claims, [&] { is_writing = copy.claim_back(nbytes, 1 << 20, written, guard) != 0; });
+      else if (is_one_of(CopyState::shared))
+        step(claims, [&] { check(copy.claim_front(nbytes, 1 << 20, part) == CooperativeCopy::Front::part, "a part"); });
+      else if (is_one_of(CopyState::failed))
+        step({CopyEvent::recover}, [&] {
+          check(copy.claim_front(nbytes, 1 << 20, part) == CooperativeCopy::Front::part, "the sender's part");
+        });
+    }
+    check(!is_writing, "no buffer is returned while it is written");
+    step({CopyEvent::reset}, [&] { copy.reset(); });
+  }
+  seen[static_cast<size_t>(CopyState::complete)] = true;  // a run ends in one of these two
+  check(std::find(seen.begin(), seen.end(), false) == seen.end(), "every state occurs");
 }
 
 // Long messages one after the other, whose sender waits and so helps: every byte arrives.
@@ -910,6 +970,7 @@ int main(int count, char** words) {
   for (unsigned seed = 1; seed <= 3; ++seed) {
     run("ring", [&] { test_ring(seed); });
     run("parts", [&] { test_parts(seed); });
+    run("copy states", [&] { test_copy_states(seed); });
     run("help", [&] { test_help(folder, seed); });
     run("offers read in rings", [&] { test_offers(folder, seed, Links::shm, false); });
     for (const Links links : all_links) {

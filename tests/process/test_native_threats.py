@@ -25,6 +25,7 @@ import pytest
 from tests.support.credentials import Issuer
 from tests.support.member import BULK, CONTROL, HEAD, Member, connected, context, exactly, greet, hello
 from tests.support.ranks import IS_SANITIZED
+from tests.support.system import need_root
 
 from unisono.backends.native.backend import Card, Credentials, NativeBackend
 from unisono.backends.native.refusals import NAMED_MAX
@@ -602,8 +603,8 @@ def as_nobody(path: str) -> bytes:
         return pipe.read()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_another_user_finds_no_way_to_shared_memory() -> None:
+    need_root("be another user")
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         backends = [NativeBackend(rank, 2, folder, SECRET, neighbours=False) for rank in range(2)]
         try:

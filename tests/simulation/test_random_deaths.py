@@ -1,4 +1,4 @@
-"""Ranks that die at random, in virtual time: the seeds of tests/unit/comm/test_failure_local.py."""
+"""Ranks that die at random, in virtual time: the programs of tests/support/failing_ranks.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from tests.unit.comm.test_failure_local import SMALL, ended_by, one_collective
+from tests.support.failing_ranks import SMALL, ended_by, one_collective
 
 import unisono as uni
 from unisono.errors import PeerLost

@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from tests.support.failing_ranks import one_collective
 from tests.support.metronome import Metronome
 from tests.support.processes import BINDERS, KINDS, Failed, forked
-from tests.unit.comm.test_failure_local import one_collective
 
 from unisono.backends.native.backend import NativeBackend
 from unisono.comm.communicator import Communicator

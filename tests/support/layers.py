@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LAYERS", "NATIVE_LAYERS", "Layer", "picture"]
+__all__ = ["LAYERS", "NATIVE_CALLBACKS", "NATIVE_LAYERS", "Layer", "native_picture", "picture"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ LAYERS = (
             ("communicator", "mesh", "verbs"),
             ("adoption", "verb_table", "open_worlds"),
             ("collectives",),
-            ("point_to_point", "vector_collectives", "splitter"),
+            ("point_to_point", "vector_collectives", "splitter", "verb_docs"),
             ("announcement", "dispatch"),
             ("group_plan",),
             ("group",),
@@ -71,7 +71,7 @@ LAYERS = (
         ),
     ),
     Layer(
-        ("rpc", "cluster", "backends", "simulation", "launcher", "bootstrap"),
+        ("rpc", "backends", "simulation", "launcher", "bootstrap"),
         "rooms: none imports another, but launcher -> bootstrap",
         exceptions=(("launcher", "bootstrap"),),
     ),
@@ -105,8 +105,26 @@ LAYERS = (
     Layer(("errors", "version", "_native"), "what everything may name"),
 )
 
-# The same for native/: folders top first. A header includes only what stands below; sources may call back up.
-NATIVE_LAYERS = ("python", "collective", "engine", "connect", "messaging", "link", "wire", "base", "kernels")
+# The same for native/: folders top first. A file includes only what stands below.
+NATIVE_LAYERS = {
+    "python": "the Python module: calls, works, arguments, the codec, remote frames",
+    "collective": "programs, their runs, fingerprints, the call log",
+    "engine": "progress, the completion queue, mailboxes",
+    "connect": "listener, handshakes, pings, ranks of one process",
+    "messaging": "peers, the rendezvous protocol, matching, the inbox",
+    "link": "shared memory, TCP, TLS, QUIC, the cooperative copy",
+    "wire": "frames and admissions as bytes",
+    "base": "system calls, lists, tables, memory",
+    "kernels": "reductions",
+}
+# Sources that call back up: what a link reads goes to its peer, and the completion queue ends runs.
+NATIVE_CALLBACKS = {
+    ("link/frame_parser.cpp", "messaging"),
+    ("link/quic_link.cpp", "messaging"),
+    ("link/shm_link.cpp", "messaging"),
+    ("link/tcp_link.cpp", "messaging"),
+    ("engine/completion_queue.cpp", "collective"),
+}
 
 
 def picture() -> str:
@@ -120,7 +138,13 @@ def picture() -> str:
     return "\n".join(f"{left:<{width}}{what}".rstrip() for left, what in rows)
 
 
+def native_picture() -> str:
+    """The layers of native/ as text."""
+    width = max(map(len, NATIVE_LAYERS)) + 3
+    return "\n".join(f"{f'{name}/':<{width}}{what}" for name, what in NATIVE_LAYERS.items())
+
+
 _MODULES = {"api", "config", "errors", "version", "__init__"}
 
 if __name__ == "__main__":
-    print(picture())  # noqa: T201
+    print(picture(), native_picture(), sep="\n\n")  # noqa: T201

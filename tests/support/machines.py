@@ -50,6 +50,18 @@ MACHINES = (
         "Which side may touch the memory of a message that was announced by an RTS.",
     ),
     (
+        "native/link/cooperative_copy.hpp",
+        "copy_transitions",
+        "Cooperative copy",
+        "How both ranks copy one long message, and how the receiver drops a sender that writes.",
+    ),
+    (
+        "native/link/shm_link.hpp",
+        "guard_transitions",
+        "Cooperative copy, the receiver's guard page",
+        "Whether a write of the peer can begin. A copy is `fenced` only after the page is shut.",
+    ),
+    (
         "native/messaging/peer.hpp",
         "transitions",
         "Rendezvous, the receiver",

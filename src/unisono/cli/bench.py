@@ -15,6 +15,7 @@ from rich.text import Text
 
 from unisono.bench import Case, Options, Ratio, Results, Summary, contest
 from unisono.bench.chart import draw
+from unisono.bench.machine import PRESSURE_MAX, pressure
 from unisono.bench.running_system import SystemFailed
 from unisono.bench.systems import OURS, PEERS
 from unisono.cli.amounts import bytes_of
@@ -87,6 +88,11 @@ def command(
         if path is not None and not path.absolute().parent.is_dir():
             raise UsageError(f"the folder of {path} does not exist", next_step="make the folder first")
     console = Screen()
+    if (share := pressure()) is not None and share > PRESSURE_MAX:
+        warning = (
+            f"other programs use this machine: threads waited for a core in {share:.0f} % of the last 10 s"
+        )
+        Console(stderr=True).print(f"{warning}; the figures will vary", markup=False, style="yellow")
     try:
         # rich shows the status on a terminal only.
         with Console(stderr=True).status("starting") as status:

@@ -43,7 +43,8 @@ class Verbs(Messages):
     otherwise all ranks get CollectiveMismatch. Every verb takes `timeout=`: seconds for the whole operation,
     without a limit by default. Most collectives take `algorithm=`: "auto" or a name that `unisono plan
     --list` shows. Where a verb takes `out=`, it fills that memory and returns it; otherwise it returns a new
-    array of the same kind as `x`. A wrong argument is a UsageError, raised before anything is sent.
+    array of the same kind as `x`. A wrong argument is a UsageError, raised before anything is sent. Arguments
+    and errors: verb_docs.py.
     """
 
     # -- collectives --------------------------------------------------------------------------------------
@@ -58,14 +59,6 @@ class Verbs(Messages):
         algorithm: str = "auto",
     ) -> Work[Any]:
         """Reduce the `x` of all ranks; every rank gets the result.
-
-        Args:
-            x: an array, which is overwritten by the result unless `out` is given, or a number.
-            op: "sum", "prod", "min", "max", "mean", "maxloc" or "minloc" of pairs (value, index) in the last
-                axis, a bitwise or logical operation, or one made by `op`.
-            out: memory for the result, of the same type and shape.
-            timeout: seconds for the whole operation.
-            algorithm: the algorithm by name.
 
         Returns:
             `x` itself, or `out`; for a number, a number.

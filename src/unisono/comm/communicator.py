@@ -122,6 +122,20 @@ class Communicator(BlockingVerbs):
         return self._group.backend.size
 
     @property
+    def local_rank(self) -> int:
+        """The position of this process among the ranks of the communicator that are on its host."""
+        return self._ranks_of_this_host().index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks of the communicator that are on this host."""
+        return len(self._ranks_of_this_host())
+
+    def _ranks_of_this_host(self) -> list[int]:
+        hosts = self.backend.hosts()
+        return [rank for rank in range(self.size) if not hosts or hosts[rank] == hosts[self.rank]]
+
+    @property
     def name(self) -> str:
         """The name that errors show."""
         return self._group.name
@@ -188,6 +202,13 @@ class Communicator(BlockingVerbs):
 
     def mesh(self, shape: Sequence[int], names: Sequence[str] | None = None) -> Mesh:
         """Arrange the ranks in a grid with a communicator along each axis. Every rank calls it.
+
+        `mesh["col"]` holds the ranks that differ only in their coordinate along `col`. So in a grid of 2 rows
+        and 3 columns it is a row of it, and `mesh["row"]` is a column:
+
+                   col 0   col 1   col 2
+            row 0    0       1       2       on rank 1: mesh["col"] has ranks 0, 1, 2
+            row 1    3       4       5                  mesh["row"] has ranks 1, 4
 
         Args:
             shape: the length of each axis; their product is the size. Ranks are in row-major order.

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Messages:
-    """The verbs between two ranks, each of which returns a Work."""
+    """The verbs between two ranks, each of which returns a Work. Arguments and errors: verb_docs.py."""
 
     def __init__(self, group: Group, *, timers: bool = True) -> None:
         self._group = group
@@ -39,12 +39,6 @@ class Messages:
         A message up to the eager limit (`Config.eager_bytes`) is copied, and the send ends at once, while the
         receiver has credit for it. Any other send ends when the message was received: `data` must not change
         before.
-
-        Args:
-            data: an array, or a number.
-            dst: the receiver; this rank itself is allowed.
-            tag: 0 to 2**31 - 1.
-            timeout: seconds for the whole operation.
         """
         return self._send("send", buffers.view(data, "data"), dst, tag, timeout)
 
@@ -55,17 +49,8 @@ class Messages:
 
         Messages of one sender with one tag are received in the order they were sent.
 
-        Args:
-            buf: writable contiguous memory of the sender's element type; bytes match any type.
-            src: the sender, or ANY.
-            tag: the tag, or ANY.
-            timeout: seconds for the whole operation; a receive that times out takes no message.
-
         Returns:
             Status(source, tag, nbytes).
-
-        Raises:
-            UsageError: the message is longer than `buf` or of another type; it stays queued.
         """
         array = receivable(buf)
         src, tag = self._source_of(src), tag if isinstance(tag, Any_) else _tag_of(tag)
@@ -109,15 +94,6 @@ class Messages:
         """Send an object to rank `dst`, which calls `recv_object`.
 
         It is packed at once, and may change when the call returns. At most `Config.recv_bytes_max` bytes.
-
-        Args:
-            obj: plain data, bytes, arrays and instances of registered classes, in any nesting.
-            dst: the receiver; this rank itself is allowed.
-            tag: 0 to 2**31 - 1.
-            timeout: seconds for the whole operation.
-
-        Raises:
-            UsageError: a part of it cannot be sent, or it is too long; nothing was sent.
         """
         array = packed(obj, self._group.backend.config.recv_bytes_max)
         return self._send("send_object", array, dst, tag, timeout)
@@ -125,11 +101,7 @@ class Messages:
     def recv_object(
         self, src: int | Any_ = ANY, tag: int | Any_ = ANY, *, timeout: float | None = None
     ) -> Work[Any]:
-        """Receive what `send_object` has sent, and return the object.
-
-        Raises:
-            ProtocolError: the message is no object, or names a class that is not registered here.
-        """
+        """Receive what `send_object` has sent, and return the object."""
         return self._receive_unsized("recv_object", src, tag, timeout)
 
     def probe(

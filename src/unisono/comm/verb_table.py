@@ -1,7 +1,7 @@
 """The table of verbs: names, parameters, signatures and documentation, from the reference verbs.
 
 From it the engine makes the type whose methods a user calls (native/python/bind_verbs.cpp): its argument
-parser, the signatures that `help` and `inspect` show, and the documentation have one source.
+parser, the signatures that `help` and `inspect` show, and the documentation (verb_docs.py) have one source.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from unisono import _native
 from unisono.comm.fingerprint import VERBS as COLLECTIVES
+from unisono.comm.verb_docs import documentation
 from unisono.core.envelope import ANY
 from unisono.core.ops import OP_NAMES
 
@@ -39,8 +40,9 @@ def _row(name: str, signature: inspect.Signature, reference: type) -> tuple[str,
     parameters = list(signature.parameters.values())[1:]
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     text = f"{name}({', '.join(['$self', *_shown(parameters)])})"
-    doc = inspect.cleandoc(getattr(reference, name).__doc__)
-    return name, f"{text}\n--\n\n{doc}", [p.name for p in parameters], len(positional)
+    names = [p.name for p in parameters]
+    doc = documentation(name, names, getattr(reference, name).__doc__, is_collective=name in COLLECTIVES)
+    return name, f"{text}\n--\n\n{doc}", names, len(positional)
 
 
 def _shown(parameters: list[inspect.Parameter]) -> list[str]:

@@ -41,13 +41,7 @@ class ReferenceVerbs(Verbs):
     def split(
         self, color: int | None, key: int = 0, *, timeout: float | None = None
     ) -> Work[Communicator | None]:
-        """Make a communicator of all ranks that pass the same color. Every rank calls it.
-
-        Args:
-            color: a signed 64-bit integer; None makes no communicator on this rank and returns None.
-            key: the ranks of the new communicator are ordered by (key, rank here).
-            timeout: seconds until DeadlineExceeded; None means no limit.
-        """
+        """Make a communicator of all ranks that pass the same color. Every rank calls it."""
         check_request(color, key)
 
         def steps(call: Call) -> Steps[Communicator | None]:

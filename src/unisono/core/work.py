@@ -22,7 +22,7 @@ class Work(WorkBase, Coroutine[Any, Any, T], Generic[T]):
     """A started operation. Its buffers must not be used until it is done.
 
     It can be awaited, by many and more than once, and passed to whatever takes a coroutine, such as
-    `asyncio.TaskGroup.create_task`. Who cancels the awaiting task gives up the wait: the operation goes on.
+    `asyncio.TaskGroup.create_task`. Cancelling the awaiting task ends only its wait: the operation goes on.
 
     An operation of the engine is waited for there, by `wait` and `done` of the base. All others, and those
     that Python has adopted, are tasks.
@@ -54,6 +54,8 @@ class Work(WorkBase, Coroutine[Any, Any, T], Generic[T]):
 
         A cancelled receive takes no message. A cancelled collective poisons its communicator: later
         collectives fail with PeerAborted, here and on the other ranks.
+
+        It raises nothing: `wait` raises the error of a cancelled operation.
         """
         if self.done() or not self._adopt(True):
             return False
@@ -70,8 +72,13 @@ class Work(WorkBase, Coroutine[Any, Any, T], Generic[T]):
         """Call `fn(work)` when it has ended, successfully or not; soon if it has.
 
         Callbacks run one after another on a thread of this rank that runs nothing else, in the order in which
-        works end; collectives that end together by number. A callback may start operations and wait for them.
-        If it raises, the exception is logged.
+        works end; collectives that end together by number.
+
+        Args:
+            fn: may start operations and wait for them. If it raises, the exception is logged.
+
+        Raises:
+            UsageError: `fn` cannot be called.
         """
         if not callable(fn):
             raise UsageError(f"{fn!r} cannot be called; allowed: a function of the work")

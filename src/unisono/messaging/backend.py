@@ -204,6 +204,8 @@ class Backend(ABC):
 
         Args:
             dst: the receiver; this rank itself is allowed.
+            context: the number of the communicator: messages of different contexts never match.
+            tag: 0 to 2^31 - 1 for users; collectives and control messages use tags above.
             data: contiguous bytes, possibly none.
             dtype: the code of the element type, which must equal the receive's; UNTYPED fits any.
             header: at most HEADER_BYTES_MAX bytes that arrive with the envelope.
@@ -218,7 +220,18 @@ class Backend(ABC):
         """
 
     def post(self, dst: int, context: int, tag: int, data: memoryview, lane: Lane) -> None:
-        """Send a message whose end nobody looks at; `data` is kept until then."""
+        """Send a message whose end nothing waits for; `data` is kept until then.
+
+        Args:
+            dst: the receiver.
+            context: the communicator's number.
+            tag: the tag.
+            data: contiguous bytes, which must not change.
+            lane: as in `start_send`.
+
+        Raises:
+            UsageError: as in `start_send`. What happens to the message later is not reported.
+        """
         self.start_send(dst, context, tag, data, lane=lane)
 
     @abstractmethod
@@ -233,6 +246,7 @@ class Backend(ABC):
 
         Args:
             src: the sender, or ANY.
+            context: the number of the communicator.
             tag: the tag, or ANY, which matches the tags of users only.
             into: a writable contiguous buffer; None receives into new memory, `request.data`, of up to
                 `recv_bytes_max` bytes.
@@ -254,10 +268,16 @@ class Backend(ABC):
     ) -> bool:
         """Receive every message of a context and tag; False if the caller must post receives for them.
 
-        `on_message(source, data)` is called for one message at a time, in the order of arrival, on whatever
-        thread dispatches; a peer's end is reported after all that it sent. `on_end(error)` is called once no
-        further message will be received: with ClosedError, or if a message could not be received. That one
-        stays queued, and `listen` may be called again.
+        A peer's end is reported (`watch`) after all that it sent.
+
+        Args:
+            context: the number of the communicator.
+            tag: the tag.
+            on_message: called with (source, data) for one message at a time, in the order of arrival, on
+                whatever thread dispatches. It must not raise.
+            on_end: called once no further message will be received: with ClosedError, or with the error of a
+                message that could not be received. That one stays queued, and `listen` may be called again.
+                A backend that is closed already calls it, too.
         """
         return False
 
@@ -266,16 +286,26 @@ class Backend(ABC):
         """Start to wait for a message without receiving it.
 
         The request ends with the envelope of the first message that a receive with these arguments would
-        match, at once if one is queued. The message stays queued, and another receive may take it. Arguments
-        and errors are those of `start_recv`.
+        match, at once if one is queued. The message stays queued, and another receive may take it.
+
+        Args:
+            src: the sender, or ANY.
+            context: the number of the communicator.
+            tag: the tag, or ANY, which matches the tags of users only.
+
+        Raises:
+            UsageError: there is no such rank.
+
+        The request may end with PeerLost (the sender is gone; never for ANY) or ClosedError.
         """
 
     @abstractmethod
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         """Call the listener for every rank that is gone or goes, once each, until the backend is closed.
 
-        It may be called on any thread, also within this call, and without a lock held. By then everything
-        that the rank sent has arrived here.
+        Args:
+            listener: may be called on any thread, also within this call, and without a lock held. By then
+                everything that the rank sent has arrived here. It must not raise.
         """
 
     @abstractmethod
@@ -285,6 +315,8 @@ class Backend(ABC):
         Blocks up to `config.flush_s` for sends under way. Then pending requests end with ClosedError, and the
         other ranks' `watch` reports this rank with `left`. Messages that arrived there stay receivable. What
         was not sent by then is lost as a whole. A second call does nothing.
+
+        It raises nothing: a peer that is gone or does not answer is not waited for any longer.
         """
 
     def hosts(self) -> tuple[int, ...]:
@@ -301,12 +333,20 @@ class Backend(ABC):
     def run_plan(self, plan: Any, counts: tuple[int, ...], stage: Stage) -> Request:
         """Run a plan (plans.Plan), bound to these counts, below Python.
 
-        Called only if the capability says so, and never with a user-defined operation. The arrays of
-        `stage.memory` belong to the request until it is done.
+        Called only if the capability says so, and never with a user-defined operation.
+
+        Args:
+            plan: the steps of this rank, for all counts.
+            counts: the elements of each part, as many as the collective has.
+            stage: context, tag, type, operation and memory. The arrays of `stage.memory` belong to the
+                request until it is done.
+
+        Raises:
+            NotImplementedError: the backend does not have the capability.
 
         The request may end with HeaderMismatch (a peer runs another collective), LengthMismatch (a peer sent
-        a message of another length) or ClosedError. It does not end if a peer is gone: the caller hears of
-        that by `watch`, and cancels. A cancelled request ends once no peer uses its memory any more.
+        a message of another length) or ClosedError. It does not end if a peer is gone: `watch` informs
+        the caller, who cancels. A cancelled request ends once no peer uses its memory any more.
         """
         raise NotImplementedError(f"{self.capabilities.name} does not run plans")
 
@@ -315,7 +355,14 @@ class Backend(ABC):
 
         Called only if the capability says so, and on all ranks or, if the stage has a map, on all of its
         members. All of them must decide alike. The result must be ours: the same layout, and the same bits on
-        all ranks. Memory and errors are those of `run_plan`.
+        all ranks.
+
+        Args:
+            problem: the collective, its counts and its root.
+            stage: as in `run_plan`.
+
+        It raises nothing: what the library cannot do is None, and its errors end the request, as in
+        `run_plan`.
         """
         return None
 
@@ -333,6 +380,8 @@ class Backend(ABC):
         """The communicator of these ranks in the engine, which runs its calls; None if there is no engine.
 
         Args:
+            context: the number of the communicator.
+            call_log: of the communicator: numbers its collectives, and keeps the last ones.
             listener: what Python must look at. It is not kept alive; `end_group` ends it.
             fingerprint_seed: of the hash in the fingerprints of its calls.
             is_introduced: False if the first message to each member must go through Python.
@@ -344,7 +393,12 @@ class Backend(ABC):
     def compile_plan(self, plan: Any, itemsize: int) -> tuple[Any, int]:
         """A plan (plans.Plan) as the program of the engine, and the length of its longest pieces.
 
-        The length is in elements of `itemsize` bytes.
+        Args:
+            plan: the steps of this rank.
+            itemsize: bytes of an element; the length is in elements.
+
+        Raises:
+            NotImplementedError: there is no engine.
         """
         raise NotImplementedError(f"{self.capabilities.name} has no engine")
 
@@ -362,43 +416,72 @@ class Backend(ABC):
             handle: the operation's.
             peer: the other rank of a message; None for a collective.
             buffer: the message's bytes.
+            dtype: the code of the element type.
             memory: objects to keep until the operation has ended.
+
+        Raises:
+            NotImplementedError: there is no engine.
         """
         raise NotImplementedError(f"{self.capabilities.name} has no engine")
 
     def library_calls(
         self, context: int, call_log: CallLog, rank_map: RankMap | None = None
     ) -> LibraryCalls | None:
-        """The blocking collectives of a communicator that a library makes on the caller's thread; or None."""
+        """The blocking collectives of a communicator that a library makes on the caller's thread; or None.
+
+        Args:
+            context: the number of the communicator.
+            call_log: numbers its collectives.
+            rank_map: leads from its ranks to those here; by default `self.rank_map`.
+        """
         return None
 
     def device_verb(self, reference: Callable[..., Any]) -> Callable[..., Any]:
         """A blocking verb of the communicator of all ranks, for tensors of a device, too.
 
-        `reference` is the verb for everything else, with its name and signature.
+        Args:
+            reference: the verb for everything else, with its name and signature; returned by default.
         """
         return reference
 
     def mailbox(self, context: int, tag: int, rank_map: RankMap | None = None) -> Mailbox | None:
-        """A mailbox for short messages below Python, in the ranks of a view's map; None if there is none."""
+        """A mailbox for short messages below Python; None if there is none.
+
+        Args:
+            context: the number of the agent.
+            tag: of the messages.
+            rank_map: leads from the agent's ranks to those here; by default `self.rank_map`.
+        """
         return None
 
     def end_group(self, context: int) -> None:  # noqa: B027 - optional: for state per context
-        """A communicator of some of the ranks, or an agent, was closed here; its context is not used again.
+        """A communicator of some of the ranks, or an agent, was closed here.
 
-        Eager messages that nobody received, and those that come later, are dropped and their credit returned.
-        A message whose sender still waits stays queued: the sender withdraws it when it hears of the end.
+        Eager messages that were not received, and those that come later, are dropped and their credit
+        returned. A message whose sender still waits stays queued: the sender withdraws it when it is informed
+        of the end.
+
+        Args:
+            context: its number, which is not used again. An unknown one is ignored.
         """
 
     def end_unused(self, context: int) -> bool:
         """End a communicator of which nothing here has sent or received; False if messages wait for it.
 
         False, too, if the backend cannot tell: then it is ended as one that was used.
+
+        Args:
+            context: the number of the communicator, which is not used again if the result is True.
         """
         return False
 
     def check_length(self, tag: int, nbytes: int, header: bytes = b"") -> None:
         """Refuse a message that is longer than its kind may be, before anything is sent.
+
+        Args:
+            tag: tells control messages, which have a limit of their own, from those of users.
+            nbytes: of the message.
+            header: of the message.
 
         Raises:
             UsageError: the message or its header is too long.
@@ -411,7 +494,11 @@ class Backend(ABC):
             )
 
     def check_peer(self, rank: int | Any_, what: str) -> None:
-        """Refuse a rank that does not exist, before anything is sent. Only `src` may be ANY.
+        """Refuse a rank that does not exist, before anything is sent.
+
+        Args:
+            rank: what the caller passed.
+            what: the argument's name, for the error. Only `src` may be ANY.
 
         Raises:
             UsageError: there is no such rank.

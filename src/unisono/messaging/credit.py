@@ -14,6 +14,7 @@ from unisono.errors import ProtocolError
 
 __all__ = [
     "CONTROL_BYTES_MAX",
+    "CONTROL_EAGER_BYTES",
     "ENDED_CONTEXTS_MAX",
     "ENVELOPE_BYTES",
     "OWN_CREDIT_BYTES",
@@ -36,9 +37,10 @@ ENDED_CONTEXTS_MAX: Final = 1 << 16
 # memory is allocated for it.
 CONTROL_BYTES_MAX: Final = 256 * 1024
 # Eager limit and credit of the control lane: most control messages are much shorter, and 100 of them may
-# wait.
-_CONTROL_EAGER_BYTES: Final = 16 * 1024
-_CONTROL_CREDIT_BYTES: Final = 100 * _CONTROL_EAGER_BYTES
+# wait. A link of the engine may carry less in one frame (_native.CONTROL_EAGER_BYTES_SHM, _SOCKET); what is
+# longer is a rendezvous there.
+CONTROL_EAGER_BYTES: Final = 16 * 1024
+_CONTROL_CREDIT_BYTES: Final = 100 * CONTROL_EAGER_BYTES
 
 # What a rank may send to itself before it posts a receive: a blocking send cannot wait for a receive that the
 # same thread posts later. One message of any length is always allowed. Beyond this a send waits as any other.
@@ -51,12 +53,13 @@ RTS_MAX: Final = 1 << 16
 def eager_limits(config: Config, lane: Lane) -> tuple[int, int]:
     """The eager limit of a lane, and the credit: eager bytes that may wait at a peer for their receives.
 
-    The control lane has a minimum: a rank that aborts and leaves at once must get its reason through even if
-    the user set a small eager limit.
+    The control lane has a minimum, whatever the user set: a rank that aborts and leaves at once sends its
+    reason as one eager message, which needs nothing from the receiver. A reason beyond the limit of the link
+    is a rendezvous: it arrives if the receiver answers within the time that `close` gives it.
     """
     if lane is Lane.CONTROL:
         return (
-            max(config.eager_bytes, _CONTROL_EAGER_BYTES),
+            max(config.eager_bytes, CONTROL_EAGER_BYTES),
             max(config.eager_credit_bytes, _CONTROL_CREDIT_BYTES),
         )
     return config.eager_bytes, config.eager_credit_bytes

@@ -76,9 +76,17 @@ class Communicator(Protocol):
 class Agent:
     """Calls functions on the other ranks of a communicator, and serves their calls from now on.
 
-    `name` is another way for other ranks to call this one. `handlers` is how many functions may run at the
-    same time here; one that waits for another rank does not count. Every rank that is to be called makes an
-    agent. It closes with its communicator.
+    Every rank that is to be called makes an agent. It closes with its communicator.
+
+    Args:
+        communicator: whose ranks may call each other.
+        name: another way for other ranks to call this one.
+        handlers: how many functions may run at the same time here; one that waits for another rank does not
+            count.
+
+    Raises:
+        UsageError: an argument is wrong, or the communicator has an agent already.
+        ClosedError: the communicator is closed.
     """
 
     def __init__(
@@ -144,9 +152,15 @@ class Agent:
     def expose(
         self, fn: F | None = None, *, name: str | None = None, inline: bool = False
     ) -> F | Callable[[F], F]:
-        """Let others call a function by its name, or by the one given. A decorator, with or without options.
+        """Let others call a function. A decorator, with or without options.
 
-        `inline` is as in `register`.
+        Args:
+            fn: the function, or class.
+            name: by which others call it; by default its own.
+            inline: as in `register`.
+
+        Raises:
+            UsageError: as in `register`.
         """
         if fn is None:
             return partial(self._exposed, name, inline)
@@ -155,9 +169,12 @@ class Agent:
     def register(self, name: str, fn: Callable[..., Any], *, inline: bool = False) -> None:
         """Let others call a function by this name; of a class, let them make instances and call methods.
 
-        A function that returns at once may be `inline`: then it also runs on a thread of this rank that waits
-        for the answer to a call of its own, so that no other thread has to be woken. It must not wait:
-        blocking verbs and calls raise UsageError in it, and one that takes long is logged.
+        Args:
+            name: letters, digits and `_ . : / -`, beginning with a letter.
+            fn: a function, a coroutine function, a generator function of either kind, or a class.
+            inline: for a function that returns at once. It also runs on a thread of this rank that waits for
+                the answer to a call of its own, so that no other thread has to be woken. It must not wait:
+                blocking verbs and calls raise UsageError in it, and one that takes long is logged.
 
         Raises:
             UsageError: the name is invalid or taken; an `async def` function or a generator cannot be inline.
@@ -183,7 +200,15 @@ class Agent:
     ) -> Any:
         """Call a function of another rank, or of this one, and return what it returns.
 
+        Args:
+            dst: the rank, or the name of its agent.
+            name: of the function.
+            *args: passed on, as are keywords: plain data, bytes, arrays, registered classes, references.
+            timeout: seconds until the answer must be here; None means no limit.
+            **kwargs: passed on.
+
         Raises:
+            UsageError: an argument cannot be sent, or the thread must not block. Nothing was sent.
             RemoteError: the function raised; BadArguments, NotExposed: it was not called.
             DeadlineExceeded: there was no answer within `timeout` seconds; the call is cancelled there.
             PeerLost: the rank, or its agent, is gone.
@@ -200,6 +225,16 @@ class Agent:
         """Begin a call. Arrays in the arguments belong to it until it is done.
 
         With many calls to one rank under way it waits until some of them are answered.
+
+        Args:
+            dst: the rank, or the name of its agent.
+            name: of the function.
+            *args: as in `call`.
+            timeout: as in `call`.
+            **kwargs: as in `call`.
+
+        Raises:
+            UnisonoError: as in `call`, if the call cannot be sent; else the work's `wait` raises it.
         """
         return self._client.begin(dst, name, args, kwargs, timeout, timers=True)
 
@@ -208,21 +243,49 @@ class Agent:
     ) -> list[Any]:
         """Call a function on every rank, this one included; the results by rank.
 
-        The first error is raised after all have ended.
+        Args:
+            name: of the function.
+            *args: as in `call`.
+            timeout: seconds until each answer must be here.
+            **kwargs: as in `call`.
+
+        Raises:
+            UnisonoError: as in `call`: the first error, after all calls have ended.
         """
         works = [self.start(rank, name, *args, timeout=timeout, **kwargs) for rank in range(len(self._peers))]
         return wait_all(works)
 
     def notify(self, dst: int | str, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Call a function without an answer: an error is logged there."""
+        """Call a function without an answer: an error is logged there.
+
+        Args:
+            dst: the rank, or the name of its agent.
+            name: of the function.
+            *args: as in `call`.
+            **kwargs: as in `call`.
+
+        Raises:
+            UsageError: an argument cannot be sent.
+            RemoteError, PeerLost, DeadlineExceeded: the call could not be sent.
+        """
         self._client.notify(dst, name, args, kwargs)
 
     def stream(
         self, dst: int | str, name: str, /, *args: Any, timeout: float | None = TIMEOUT_S, **kwargs: Any
     ) -> Stream:
-        """Read the items of a generator on another rank; `timeout` is for each of them.
+        """Read the items of a generator on another rank.
 
         The generator is at most a few items ahead. It is closed with the stream, or when that is dropped.
+
+        Args:
+            dst: the rank, or the name of its agent.
+            name: of the generator function.
+            *args: as in `call`.
+            timeout: seconds for each item.
+            **kwargs: as in `call`.
+
+        Raises:
+            UnisonoError: as in `call`, if the call cannot be sent; else reading an item raises it.
         """
         return self._client.stream(dst, name, args, kwargs, timeout)
 
@@ -234,6 +297,16 @@ class Agent:
         """Make an instance of an exposed class on another rank; a proxy calls its public methods.
 
         It lives until the proxy is released or dropped, or this rank is gone.
+
+        Args:
+            dst: the rank, or the name of its agent.
+            cls: the class, or the name under which it is exposed there.
+            *args: of its constructor, as in `call`.
+            timeout: as in `call`.
+            **kwargs: of its constructor.
+
+        Raises:
+            UnisonoError: as in `call`.
         """
         name = cls if isinstance(cls, str) else cls.__name__
         rank = self._peers.find(dst, self._runtime.deadline(TIMEOUT_S)).rank
@@ -241,7 +314,14 @@ class Agent:
         return Proxy(self, reference, partial(self._release, reference), self._runtime.call_soon)
 
     def proxy(self, reference: Reference) -> Proxy:
-        """Call an object that another rank has made; this proxy does not keep it alive."""
+        """Call an object that another rank has made; this proxy does not keep it alive.
+
+        Args:
+            reference: `proxy.reference` of any rank.
+
+        Raises:
+            UsageError: it is no reference.
+        """
         if not isinstance(reference, Reference):
             raise UsageError(f"{reference!r} is not a reference; allowed: `proxy.reference` of any rank")
         return Proxy(self, reference)
@@ -256,7 +336,8 @@ class Agent:
     def close(self) -> None:
         """Finish the calls that came, end those that were made, and leave.
 
-        A rank that calls this one from now on gets PeerLost.
+        Blocks up to `Config.flush_s`. A rank that calls this one from now on gets PeerLost. A second call
+        does nothing.
 
         Raises:
             UsageError: an inline handler must not wait.

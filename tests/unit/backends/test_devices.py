@@ -18,6 +18,7 @@ import pytest
 import torch
 from tests.support.processes import forked
 from tests.support.ranks import PATIENCE_S, run_each
+from tests.support.system import skip_without
 
 import unisono as uni
 from unisono.backends.devices.backend import DeviceBackend
@@ -209,7 +210,7 @@ def test_what_nccl_lacks_is_said_exactly(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_without_a_gpu_nccl_is_a_row_and_an_error_that_say_why() -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+        skip_without("a host without a GPU", "torch finds one")
     (row,) = (row for row in uni.list_backends() if row.name == "nccl")
     assert not row.available
     assert "torch" in row.reason

@@ -16,9 +16,11 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 from tests.support.paths import ROOT
+from tests.support.system import skip_without
 
 from unisono.bench import Case, Options, Ratio, Results, contest
 from unisono.bench.libraries import Library
+from unisono.bench.machine import pressure
 from unisono.bench.operations import FLOAT32, OPERATIONS, Operation
 from unisono.bench.running_system import RunningSystem, SystemFailed
 from unisono.bench.systems import SYSTEMS, System
@@ -246,7 +248,7 @@ SMOKE = [
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_every_system_can_be_measured(name: str) -> None:
     if (why := SYSTEMS[name].missing()) is not None:
-        pytest.skip(why)
+        skip_without(f"the library of {name!r}", why)
     with RunningSystem(SYSTEMS[name], 2) as system:
         for operation, way, data, nbytes in SMOKE:
             case = Case(operation, 2, nbytes, way, data)
@@ -278,3 +280,12 @@ def test_wrong_arguments_end_with_one_line(arguments: str) -> None:
     assert done.exit_code == 2
     assert done.output.count("\n") <= 2
     assert "Traceback" not in done.output
+
+
+def test_the_pressure_of_a_machine_is_read_from_linux(tmp_path: Path) -> None:
+    path = tmp_path / "cpu"
+    path.write_text("some avg10=95.20 avg60=1.00 avg300=0.00 total=5\nfull avg10=7.00 avg60=0.00 total=1\n")
+    assert pressure(str(path)) == 95.2
+    path.write_text("")
+    assert pressure(str(path)) is None
+    assert pressure(str(tmp_path / "none")) is None

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.paths import ROOT
+from tests.support.system import skip_without
 
 from unisono.bench.systems import SYSTEMS
 
@@ -94,7 +95,7 @@ def test_ratios_to_the_first_are_round_by_round(capsys: pytest.CaptureFixture[st
 def test_a_short_run(arguments: str, shown: str) -> None:
     name, *rest = arguments.split()
     if name == "halo.py" and (why := SYSTEMS["mpi"].missing()) is not None:
-        pytest.skip(why)
+        skip_without("the library of 'mpi'", why)
     command = [sys.executable, str(ROOT / "bench" / name), *rest]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from tests.support.system import need_root
 
 from unisono.bootstrap.address import Address, bindable, resolve, source_toward
 from unisono.bootstrap.identity import Authority, Name, WorkerKey, verified_name
@@ -186,8 +187,8 @@ def test_a_folder_for_tickets_that_others_can_enter_is_refused(tmp_path: Path) -
         source.read()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 def test_a_folder_that_somebody_else_made_is_refused(tmp_path: Path) -> None:
+    need_root("give files away")
     source = TicketSource.keyed(str(tmp_path), "job 1")
     assert source.path is not None
     source.path.parent.mkdir(mode=0o700)

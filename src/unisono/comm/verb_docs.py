@@ -1,0 +1,131 @@
+"""What `help` says about the arguments and errors of every verb: one table for all of them.
+
+The reference verbs (collectives.py, point_to_point.py, verbs.py) say what each verb does and returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from typing import Final
+
+__all__ = ["documentation"]
+
+_PARAMETERS: Final = {
+    "x": "an array, or a number.",
+    "xs": "arrays, each overwritten by its result, or numbers.",
+    "data": "an array, or a number.",
+    "obj": "plain data, bytes, arrays and instances of registered classes, in any nesting.",
+    "value": "an object as `send_object` takes it.",
+    "values": "on root one object for each rank; elsewhere None.",
+    "parts": "an array for each rank, of one type; axis 0 may differ and be 0.",
+    "buf": "writable contiguous memory of the sender's element type; bytes match any type.",
+    "dst": "the receiver; this rank itself is allowed.",
+    "src": "the sender, or ANY.",
+    "tag": "0 to 2**31 - 1.",
+    "op": '"sum", "prod", "min", "max", "mean", "maxloc" or "minloc" of pairs (value, index) in the last '
+    "axis, a bitwise or logical operation, or one made by `op`.",
+    "root": "the rank that is named; equal on all ranks.",
+    "counts": "a length for each rank; together the length of axis 0 of `x`.",
+    "out": "memory for the result, of its type and shape; by default new memory is allocated.",
+    "timeout": "seconds for the whole operation; None means `Config.deadline_s`, by default no limit.",
+    "algorithm": '"auto", or a name that `unisono plan --list` shows; equal on all ranks.',
+    "color": "a signed 64-bit integer; None makes no communicator on this rank and returns None.",
+    "key": "the ranks of the new communicator are ordered by (key, rank here).",
+}
+
+# What a verb means by a parameter that others mean differently.
+_OWN: Final = {
+    ("all_reduce", "x"): "an array, which is overwritten by the result unless `out` is given, or a number.",
+    ("reduce", "x"): "an array, on root overwritten by the result unless `out` is given, or a number.",
+    ("broadcast", "x"): "an array, which ranks other than root overwrite, or a number.",
+    ("scatter", "x"): "on root an array whose first axis is the rank; elsewhere None.",
+    ("reduce_scatter", "x"): "an array whose first axis is the rank.",
+    ("all_to_all", "x"): "an array whose first axis is the rank.",
+    ("scan", "op"): "as in all_reduce, but not a mean.",
+    ("exscan", "op"): "as in all_reduce, but not a mean.",
+    ("scatter_v", "parts"): "on root an array for each rank; axis 0 may differ and be 0. Elsewhere None.",
+    ("gather", "out"): "on root memory for the result; elsewhere it is not looked at.",
+    ("reduce", "out"): "on root memory for the result; elsewhere it is not looked at.",
+    ("recv", "tag"): "the tag, or ANY.",
+    ("recv_bytes", "tag"): "the tag, or ANY.",
+    ("recv_object", "tag"): "the tag, or ANY.",
+    ("probe", "tag"): "the tag, or ANY.",
+    ("probe", "timeout"): "seconds to wait; 0 returns at once.",
+    ("recv", "timeout"): "seconds for the whole operation; a receive that times out takes no message.",
+}
+
+_ANY_VERB: Final = {
+    "UsageError": "an argument is wrong. Nothing was sent.",
+    "PeerLost": "a rank that the operation needs has died or left.",
+    "PeerAborted": "a rank called `abort`, ended by an exception, or cancelled a collective of this group.",
+    "DeadlineExceeded": "the time is over; `waiting_on` names the ranks that are missing.",
+    "Deadlock": "ranks wait for each other, so none can go on.",
+    "ClosedError": "the communicator is closed.",
+}
+_COLLECTIVE: Final = {
+    "CollectiveMismatch": "ranks called different verbs, or with different arguments. Every rank gets it.",
+}
+_QUEUED: Final = "it stays queued."
+_RECEIVING: Final = {
+    "recv": {
+        "UsageError": "an argument is wrong; or the message is longer than `buf` or of another type: "
+        f"{_QUEUED}"
+    },
+    "sendrecv": {
+        "UsageError": "an argument is wrong, and nothing was sent; or the message is longer than `buf` or of "
+        f"another type: {_QUEUED}"
+    },
+    "recv_bytes": {
+        "UsageError": f"an argument is wrong; or the message exceeds `Config.recv_bytes_max`: {_QUEUED}"
+    },
+    "recv_object": {
+        "UsageError": f"an argument is wrong; or the message exceeds `Config.recv_bytes_max`: {_QUEUED}",
+        "ProtocolError": "the message is no object, or names a class that is not registered here.",
+    },
+    "send_object": {
+        "UsageError": "an argument is wrong, or the object cannot be sent or is too long. Nothing was sent."
+    },
+}
+_STARTED: Final = (
+    "Under `start`, UsageError for an argument is raised at once, the others by the work's `wait`."
+)
+_WIDTH: Final = 100
+
+
+def documentation(verb: str, parameters: list[str], prose: str, *, is_collective: bool) -> str:
+    """The whole text: what the reference verb says, its arguments, its result and its errors.
+
+    Args:
+        verb: the name of the verb.
+        parameters: its parameters, without self.
+        prose: the docstring of the reference verb; a section "Returns:" follows the arguments.
+        is_collective: whether every rank of the communicator calls it.
+    """
+    said, _, returns = inspect.cleandoc(prose).partition("\nReturns:\n")
+    arguments = {name: _OWN.get((verb, name), _PARAMETERS[name]) for name in parameters}
+    raises = _ANY_VERB | (_COLLECTIVE if is_collective else {}) | _RECEIVING.get(verb, {})
+    parts = [said.strip(), _section("Args", arguments)]
+    if returns:
+        parts.append("Returns:\n" + returns.rstrip())
+    parts.append(_section("Raises", raises))
+    parts.append(_STARTED)
+    return "\n\n".join(parts)
+
+
+def _section(title: str, rows: dict[str, str]) -> str:
+    lines = [
+        textwrap.fill(f"{name}: {text}", _WIDTH, initial_indent="    ", subsequent_indent="        ")
+        for name, text in rows.items()
+    ]
+    return "\n".join([f"{title}:", *lines])
+
+
+def sections_of(text: str) -> dict[str, dict[str, str]]:
+    """The named rows of each section of a documentation, for tests and the page of verbs."""
+    found: dict[str, dict[str, str]] = {}
+    for title, body in re.findall(r"^(Args|Raises):\n((?:    .*\n?)+)", text, re.MULTILINE):
+        rows = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", body, re.MULTILINE)
+        found[title] = {name: " ".join(said.split()) for name, said in rows}
+    return found
