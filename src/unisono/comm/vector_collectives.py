@@ -110,11 +110,12 @@ def run_announced(
         said = Announcement.of(parts, family_number(parts[0].family))
         row = said.encoded(nbytes, [part.flat for part in parts])
         given = announced_operand(verb, said.dtype, said.shape, root)
+    counts = (nbytes,) * (1 if collective == "broadcast" else size)
     if collective == "broadcast":
-        rows, counts, memory = row, (nbytes,), {Buf.OUT: row}
+        rows, memory = row, {Buf.OUT: row}
     else:
         rows = np.empty(nbytes * rows_here(verb, size, group.backend.rank == root), np.uint8)
-        counts, memory = (nbytes,) * size, {Buf.IN: row} | ({Buf.OUT: rows} if rows.size else {})
+        memory = {Buf.IN: row} | ({Buf.OUT: rows} if rows.size else {})
     yield from one.run(
         collective,
         counts,
