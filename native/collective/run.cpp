@@ -28,6 +28,14 @@ bool is_same_call(const Envelope& envelope, const Fingerprint& mine) {
   return envelope.header_bytes == sizeof mine && std::memcmp(envelope.header, &mine, sizeof mine) == 0;
 }
 
+// A row begins with a head, of which the last four bytes say how many bytes of the row are used. 0: all.
+constexpr uint64_t row_head_bytes = 8;
+uint64_t unused_bytes(const byte* row, uint64_t row_bytes) {
+  uint32_t used;
+  std::memcpy(&used, row + row_head_bytes - sizeof used, sizeof used);
+  return used < row_head_bytes || used > row_bytes ? 0 : row_bytes - used;
+}
+
 // A step that is empty moves nothing, and is done as soon as those before it are.
 bool is_local(const Piece& p) { return p.step == Step::copy || p.step == Step::reduce || p.count == 0; }
 
@@ -237,6 +245,7 @@ void Run::post_send(uint32_t line, uint32_t index) {
   send.context = stage_.context;
   send.data = at(p.dst_buf, p.dst);
   send.nbytes = bytes_of(p);
+  if (is_rows(p)) send.nbytes -= unused_bytes(send.data + send.nbytes - stage_.row_bytes, stage_.row_bytes);
   send.header = reinterpret_cast<const byte*>(&fingerprint);
   send.header_bytes = static_cast<uint16_t>(is_first ? sizeof fingerprint : 0);
   send.dtype = stage_.dtype;
@@ -358,7 +367,9 @@ MatchResult Run::on_match(RunReceive& receive, const Envelope& envelope) {
   if (state.is_deserted || has_failed_) return MatchResult::reject;
   const uint64_t awaited = bytes_of(p);
   const auto fits_any = [](uint8_t code) { return code == untyped || code == plain_bytes; };
-  const bool fits = envelope.nbytes == awaited &&
+  const bool is_shorter =
+      is_rows(p) && envelope.nbytes < awaited && envelope.nbytes >= awaited - stage_.row_bytes + row_head_bytes;
+  const bool fits = (envelope.nbytes == awaited || is_shorter) &&
                     (envelope.dtype == stage_.dtype || fits_any(envelope.dtype) || fits_any(stage_.dtype));
   const bool is_same =
       is_first || !fits ? (envelope.header_bytes == 0 && !is_first) || is_same_call(envelope, fingerprint) : true;

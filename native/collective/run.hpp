@@ -85,6 +85,9 @@ struct Stage {
   uint64_t itemsize = 1;
   Reduce kernel = nullptr;  // none: the program reduces nothing
   size_t window = 1;        // receives under way per peer
+  // What travels are rows of this many bytes, of which each says how many of them it uses: a message ends with the last
+  // that is used. 0: something else travels.
+  uint64_t row_bytes = 0;
   bool runs_ahead = false;  // a message to a peer that sends nothing back may be unmatched at the end
 };
 
@@ -155,6 +158,10 @@ class Run final : public Operation, public DeferredWork {
   }
   byte* in_part(uint64_t element) const;
   uint64_t bytes_of(const Piece& p) const { return p.count * stage_.itemsize; }
+  // Of rows: whether a message holds whole ones.
+  bool is_rows(const Piece& p) const {
+    return stage_.row_bytes != 0 && p.dst % stage_.row_bytes == 0 && p.count % stage_.row_bytes == 0;
+  }
 
   void go_on();
   void post(uint32_t line);

@@ -7,6 +7,7 @@
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "python/announcement.hpp"
 #include "python/call.hpp"
 #include "python/codec.hpp"
+#include "python/object_payload.hpp"
 
 namespace unisono {
 
@@ -129,11 +131,11 @@ void Call::announce_arrays(PyObject* x) {
   const Argument& first = mine.parts[0];
   if (spec_.verb == Verb::scatter && first.shape[0] != group_.size) throw LeftToReference();
   if (out_.is_given()) check_scattered();
+  uint8_t family = first.form == Form::tensor ? torch_family : numpy_family;
   // Of what Python has viewed, only Python knows the kind that other ranks are to make.
-  if (!mine.all_announce && first.form == Form::viewed) throw LeftToReference();
+  if (first.form == Form::viewed) family = nb::cast<uint8_t>(adoption_.attr("family_of")(first.held()));
   Announcement said = own_row();
-  byte* to =
-      said.write(first.dtype, first.form == Form::tensor ? torch_family : numpy_family, beyond_first(first), nbytes);
+  byte* to = said.write(first.dtype, family, beyond_first(first), nbytes);
   for (size_t i = 0; i < count; ++i) {
     const Argument& part = mine.parts[i];
     said.set_length(i, part.shape[0]);
@@ -187,7 +189,11 @@ void Call::announce_objects(PyObject* x) {
       to += length;
     } else {
       const Result packed = group_.arguments.make_bytes(length);
-      packers[i].copy_to(packed.data);
+      {
+        std::optional<GilReleased> released;
+        if (length >= gil_release_bytes) released.emplace();
+        packers[i].copy_to(packed.data);
+      }
       mine.packed.append(packed.object);
     }
   }
@@ -253,12 +259,21 @@ bool Call::is_expected(const Announcement& row) const {
     if (row.dtype() != first.dtype || row.dims() != dims.size()) return false;
     for (size_t d = 0; d < dims.size(); ++d)
       if (row.dim(d) != dims[d]) return false;
-  } else if (!out_.is_given() && (row.family() != numpy_family || row.dims() >= Argument::dims_max ||
-                                  !group_.arguments.has_type(row.dtype()))) {
+  } else if (!out_.is_given() && (kind_of(row) == Form::none || row.dims() >= Argument::dims_max)) {
     return false;  // only Python can make such a result
   }
   if (out_.is_given() && !fits_out(row)) return false;
   return spec_.verb != Verb::scatter || row.length(0) == group_.size;
+}
+
+// The kind of array that this rank makes of what root sends: root's, where this process can hold it.
+Form Call::kind_of(const Announcement& row) const {
+  if (row.family() == torch_family) {
+    static PyObject* const word = interned("torch");
+    if (nb::steal(PyImport_GetModule(word)).is_valid()) return Form::tensor;
+  }
+  const bool is_arrays = row.family() == numpy_family || row.family() == torch_family;
+  return is_arrays && group_.arguments.has_type(row.dtype()) ? Form::array : Form::none;
 }
 
 // The number of the part that this rank gets of a row.
@@ -317,7 +332,8 @@ nb::object Call::part_of(const Announcement& row, size_t number) const {
     if (!data.empty()) std::memcpy(out_.data, data.data(), data.size());
     return nb::borrow(out_.given);
   }
-  const Argument plain(row.dtype());
+  Argument plain(row.dtype());
+  if (announced_->part_count == 0) plain.form = kind_of(row);
   const Argument& like = announced_->part_count != 0 ? announced_->parts[0] : plain;
   Result made = group_.arguments.make(like, shape, nd);
   if (!data.empty()) std::memcpy(made.data, data.data(), data.size());

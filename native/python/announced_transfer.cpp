@@ -93,7 +93,7 @@ void Call::prepare_second_stage() {
       return;
     }
     if (mine.part_count == 0) {
-      mine.plain.form = Form::array;
+      mine.plain.form = kind_of(row);
       mine.plain.dtype = dtype;
     }
     Py_ssize_t shape[Argument::dims_max + 1];

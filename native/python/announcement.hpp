@@ -29,12 +29,15 @@ class Announcement {
 
   // Write everything but the elements. Returns where these begin, if there are `element_bytes` left; else nullptr.
   engine::byte* write(uint8_t dtype, uint8_t family, std::span<const Py_ssize_t> dims, uint64_t element_bytes) {
-    std::memset(row_, 0, nbytes_);
     row_[0] = static_cast<engine::byte>(dtype);
     row_[1] = static_cast<engine::byte>(family);
     row_[2] = static_cast<engine::byte>(dims.size());
+    row_[3] = engine::byte{0};
     for (size_t i = 0; i < dims.size(); ++i) set(i, dims[i]);
-    return holds(element_bytes) ? row_ + begin() : nullptr;
+    const bool has_elements = holds(element_bytes);
+    const auto used = static_cast<uint32_t>(begin() + (has_elements ? element_bytes : 0));
+    std::memcpy(row_ + 4, &used, sizeof used);
+    return has_elements ? row_ + begin() : nullptr;
   }
   void set_length(size_t part, std::int64_t length) { set(dims() + part, length); }
 

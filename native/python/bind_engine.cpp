@@ -160,7 +160,7 @@ class PyEngine {
 
   // The handle of a run, or its completion if it ended at once. `op` is negative for a program without reductions.
   nb::object run(uint64_t id, const ProgramCall& call, uint64_t context, uint64_t tag, uint8_t dtype, std::int32_t op,
-                 nb::handle in, nb::handle out, nb::bytes header, size_t window) {
+                 nb::handle in, nb::handle out, nb::bytes header, size_t window, uint64_t row_bytes) {
     check();
     const std::shared_ptr<const Program>& program = call.program;
     for (const Line& line : program->lines) check_rank(call.peer_of(line));
@@ -173,6 +173,7 @@ class PyEngine {
     stage.itemsize = item_bytes(dtype, op);
     stage.kernel = op < 0 ? nullptr : active_kernels().reduce[dtype][op];
     stage.window = window > 0 ? window : 1;
+    stage.row_bytes = row_bytes;
     if (program->reduces && stage.kernel == nullptr)
       throw nb::value_error("the operation is not defined for the dtype");
     std::optional<View> in_view, out_view;
@@ -594,7 +595,7 @@ void bind_engine(nb::module_& m) {
       .def("cancel", &PyEngine::cancel)
       .def("run", &PyEngine::run, nb::arg("id"), nb::arg("call"), nb::arg("context"), nb::arg("tag"), nb::arg("dtype"),
            nb::arg("op"), nb::arg("memory_in").none(), nb::arg("memory_out").none(), nb::arg("header"),
-           nb::arg("window"))
+           nb::arg("window"), nb::arg("row_bytes") = 0)
       .def("adopt", &PyEngine::adopt)
       .def("awaited", &PyEngine::awaited)
       .def("wait", &PyEngine::wait)

@@ -318,6 +318,7 @@ class Call : public ParsedCall {
   enum class Rows : uint8_t { complete, lengths_only, strange };
   Rows look_at_rows();
   bool is_expected(const Announcement& row) const;
+  Form kind_of(const Announcement& row) const;
   size_t own_part() const;
   bool make_announced_result();
   Next advance_announced(bool is_blocking);

@@ -196,6 +196,7 @@ class Engine:
         memory_out: Memory | None,
         header: bytes,
         window: int,
+        row_bytes: int = 0,
     ) -> int | tuple[Any, ...]: ...
     # Takes over a run of the fast path; returns its handle, or the completion.
     def adopt(self, id: int, handle: int) -> int | tuple[Any, ...]: ...  # noqa: A002

@@ -217,6 +217,43 @@ def test_a_scatter_of_tensors_into_memory_of_the_receivers_runs_in_the_engine(
 
 
 @every_kind
+def test_a_scatter_of_tensors_and_of_viewed_arrays_runs_in_the_engine(world: MakeWorld, kind: str) -> None:
+    comms = world(3, kind)
+
+    def program(comm: Communicator) -> Notes:
+        notes, native = Notes(), comm._group.native
+        assert native is not None
+        for length in (1, 300, 70_001):
+            tensor = (torch.arange(3 * length) % 251).reshape(3, length)
+            halves = tensor.to(torch.bfloat16)
+            numbers = np.arange(3 * length).reshape(3, length)
+            strided = np.arange(6 * length).reshape(3, 2 * length)[:, ::2]
+            for what, rows in (
+                ("int64", tensor),
+                ("bfloat16", halves),
+                ("longlong", numbers.astype(np.longlong)),
+                ("strided", strided),
+            ):
+                alike = torch.equal if isinstance(rows, torch.Tensor) else np.array_equal
+                before = native.ended
+                got = comm.scatter(rows if comm.rank == 1 else None, 1)
+                notes.expect(
+                    type(got) is type(rows) and alike(got, rows[comm.rank]), True, f"{length} {what}"
+                )
+                parts = [rows[r] for r in range(3)]
+                got = comm.scatter_v(parts if comm.rank == 2 else None, 2)
+                notes.expect(
+                    type(got) is type(rows) and alike(got, rows[comm.rank]), True, f"v {length} {what}"
+                )
+                # Each of a call's stages ends in the engine.
+                notes.expect(native.ended - before >= 2, True, f"{length} of {what} in the engine")
+        notes.expect(native.adopted, 0, "adopted")
+        return notes
+
+    assert found(comms, program) == []
+
+
+@every_kind
 def test_ranks_on_both_paths_understand_each_other(world: MakeWorld, kind: str) -> None:
     comms, size = world(3, kind), 3
 

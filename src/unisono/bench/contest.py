@@ -20,7 +20,7 @@ from unisono.bench.ways import WAYS
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 
-__all__ = ["Options", "contest", "missing_verbs"]
+__all__ = ["Options", "contest", "left_out", "missing_verbs"]
 
 _MIB: Final = 1 << 20
 # At most this many calls in one turn, however short they are.
@@ -108,6 +108,25 @@ def missing_verbs(row: Operation) -> set[str]:
     return {verb for verb in row.lines["unisono"].verbs() if not hasattr(Communicator, verb)}
 
 
+def left_out(options: Options, systems: Sequence[str]) -> dict[str, str]:
+    """What is not measured, and why: operations without a verb of ours, and those that a peer does not have."""
+    found = {}
+    rows = [row for row in OPERATIONS if not options.only or any(_is_meant(row, p) for p in options.only)]
+    if names := sorted({row.name for row in rows if missing_verbs(row)}):
+        found["not measured"] = f"{', '.join(names)}: unisono has no such verb"
+    for library in dict.fromkeys(SYSTEMS[name].library for name in systems):
+        measured = [row for row in rows if not missing_verbs(row)]
+        lacking = {row.name for row in measured if library not in row.lines}
+        # An operation that it has for some kind of data has rows.
+        if names := sorted(lacking - {row.name for row in measured if library in row.lines}):
+            found[f"without {library}"] = f"{', '.join(names)}: it has no such call"
+    return found
+
+
+def _is_meant(row: Operation, pattern: str) -> bool:
+    return any(Case(row.name, 2, 0, way, data).matches(pattern) for way in row.ways for data in row.data)
+
+
 def contest(options: Options, progress: Callable[[str], None] = lambda _: None) -> Results:
     """Measure. A peer that is not installed or fails is left out, and the results say why.
 
@@ -120,6 +139,7 @@ def contest(options: Options, progress: Callable[[str], None] = lambda _: None) 
     for name in options.systems():
         if (why := SYSTEMS[name].missing()) is not None:
             absent[name] = why
+    absent |= left_out(options, [name for name in options.systems() if name not in absent])
     results = Results(described(), absent=absent)
     for ranks in options.ranks:
         _compete(options, ranks, results, progress)

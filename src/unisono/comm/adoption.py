@@ -28,6 +28,7 @@ from unisono.comm.vector_collectives import (
     STRAIGHT,
     announced_operand,
     as_list,
+    family_number,
     finish,
     gathered_operand,
     lengths_of,
@@ -196,6 +197,11 @@ class Adoption:
             shown=algorithm if is_gathered else None,
             stage=1,
         )
+
+    @staticmethod
+    def family_of(array: buffers.Array) -> int:
+        """The number by which root names its kind of array to the others."""
+        return family_number(array.family)
 
     def cut(
         self, memory: Any, like: Any, dtype_code: int, lengths: list[int], shape: tuple[int, ...]

@@ -1,9 +1,10 @@
 """Announcements: type and lengths of a rank's arrays, sent before the arrays, or with them if they are short.
 
 Where ranks cannot know each other's lengths, the first stage of a collective carries one *row* of bytes per
-rank, of equal length: dtype, kind of array and number of dimensions beyond axis 0 (a byte each, in 8 bytes),
-these dimensions, the length along axis 0 of each part (8 bytes each), and then the elements of all parts, if
-they fit. If all of them do, there is no second stage.
+rank, of equal length: dtype, kind of array and number of dimensions beyond axis 0 (a byte each, and one
+free), how many bytes of the row are used (4 bytes), these dimensions, the length along axis 0 of each part
+(8 bytes each), and then the elements of all parts, if they fit. If all of them do, there is no second stage.
+The engine does not send what is not used.
 
 The native twin is native/python/announcement.hpp: the same layout.
 """
@@ -26,7 +27,7 @@ from unisono.errors import ProtocolError, UsageError
 __all__ = ["ARRAY_BYTES_MAX", "Announcement", "row_bytes"]
 
 _DIMENSIONS_MAX: Final = 32  # NumPy's own limit was 32 for most of its life
-_HEAD: Final = struct.Struct("<BBB5x")
+_HEAD: Final = struct.Struct("<BBBxI")
 _NUMBER: Final = 8
 # What all rows of a group may hold together beyond numbers; each holds some hundred bytes, and up to 2 KiB.
 _ROWS_BYTES: Final = 8192
@@ -87,7 +88,9 @@ class Announcement:
         """As a row of this length, with the parts if they fit."""
         row = np.zeros(nbytes, np.uint8)
         numbers = self._numbers()
-        row[: _HEAD.size] = np.frombuffer(_HEAD.pack(self.dtype.code, self.family, len(self.shape)), np.uint8)
+        used = numbers + (self._bytes() if self.fits(nbytes) else 0)
+        head = _HEAD.pack(self.dtype.code, self.family, len(self.shape), used)
+        row[: _HEAD.size] = np.frombuffer(head, np.uint8)
         row[_HEAD.size : numbers] = np.array((*self.shape, *self.lengths), np.int64).view(np.uint8)
         if self.fits(nbytes):
             row[numbers : numbers + self._bytes()] = np.concatenate(
@@ -98,7 +101,7 @@ class Announcement:
     @staticmethod
     def decoded(row: Flat, lengths: int, bytes_max: int) -> Announcement:
         """From a row that another rank sent: nothing in it is taken on trust."""
-        code, family, dimensions = _HEAD.unpack(row[: _HEAD.size].tobytes())
+        code, family, dimensions, _ = _HEAD.unpack(row[: _HEAD.size].tobytes())
         if code >= len(_TYPES) or dimensions > _DIMENSIONS_MAX:
             raise ProtocolError("malformed announcement in a collective")
         numbers = _HEAD.size + _NUMBER * (dimensions + lengths)

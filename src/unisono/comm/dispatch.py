@@ -57,6 +57,7 @@ class CollectiveCall:
         shape: tuple[int, ...] | None = None,
         algorithm: str | None = None,
         given: Operand | None = None,
+        row_bytes: int = 0,
     ) -> Steps[None]:
         """Run one stage to its end. `shape` is shown and compared where ranks must agree on it.
 
@@ -80,7 +81,7 @@ class CollectiveCall:
         shown = self._algorithm if algorithm is not None else "auto" if library_may_run else name
         tag = Tags.collective(self.sequence, self._stage)
         fingerprint = self._begin_stage(given, op, dtype, shown, root)
-        part = Stage(group.context, tag, dtype, op, memory, fingerprint)
+        part = Stage(group.context, tag, dtype, op, memory, fingerprint, row_bytes=row_bytes)
         if library_may_run and (own := backend.run_collective(problem, part)) is not None:
             self._call.is_joint = True
             yield from self._follow(own, fingerprint)

@@ -35,6 +35,7 @@ __all__ = [
     "all_reduce_fused",
     "announced_operand",
     "as_list",
+    "family_number",
     "finish",
     "gathered_operand",
     "lengths_of",
@@ -106,14 +107,15 @@ def run_announced(
         row = np.zeros(nbytes, np.uint8)
         given = NOTHING
     else:
-        said = Announcement.of(parts, _FAMILIES.index(_family_name(parts[0].family)))
+        said = Announcement.of(parts, family_number(parts[0].family))
         row = said.encoded(nbytes, [part.flat for part in parts])
         given = announced_operand(verb, said.dtype, said.shape, root)
+    counts = (nbytes,) * (1 if collective == "broadcast" else size)
     if collective == "broadcast":
-        rows, counts, memory = row, (nbytes,), {Buf.OUT: row}
+        rows, memory = row, {Buf.OUT: row}
     else:
         rows = np.empty(nbytes * rows_here(verb, size, group.backend.rank == root), np.uint8)
-        counts, memory = (nbytes,) * size, {Buf.IN: row} | ({Buf.OUT: rows} if rows.size else {})
+        memory = {Buf.IN: row} | ({Buf.OUT: rows} if rows.size else {})
     yield from one.run(
         collective,
         counts,
@@ -122,6 +124,7 @@ def run_announced(
         algorithm=rows_algorithm(verb, one.algorithm),
         given=given,
         root=0 if collective == "all_gather" else root,
+        row_bytes=nbytes,
     )
     return (yield from finish(verb, one, group, rows, parts, root=root, out=out))
 
@@ -342,8 +345,10 @@ def as_list(
 _FAMILIES: Final = ("numpy", "torch", "raw")
 
 
-def _family_name(family: Family) -> str:
-    return "torch" if family is buffers.TORCH else "raw" if family is buffers.RAW else "numpy"
+def family_number(family: Family) -> int:
+    """The number of a kind of array in a row."""
+    name = "torch" if family is buffers.TORCH else "raw" if family is buffers.RAW else "numpy"
+    return _FAMILIES.index(name)
 
 
 def _target(said: Announcement, shape: tuple[int, ...], like: Array | None, out: Array | None) -> Array:

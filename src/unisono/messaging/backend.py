@@ -93,7 +93,8 @@ class Stage:
 
     `memory` holds the flat arrays of the plan's buffers (plans.Buf). `header` is the fingerprint, of
     16 bytes, that goes with the first message to each peer and is compared. `rank_map` leads from the plan's
-    ranks to those of the backend, if they differ.
+    ranks to those of the backend, if they differ. `row_bytes`: what travels are rows of announcements, of
+    this length (comm/announcement.py); a backend that knows them may leave out what is not used.
     """
 
     context: int
@@ -103,6 +104,7 @@ class Stage:
     memory: Mapping[Any, Any]
     header: bytes
     rank_map: RankMap | None = None
+    row_bytes: int = 0
 
 
 def numbered_hosts(names: Sequence[object]) -> tuple[int, ...]:

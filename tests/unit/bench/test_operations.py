@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from unisono.bench import OPERATIONS, Case, Options
-from unisono.bench.contest import missing_verbs
+from unisono.bench.contest import left_out, missing_verbs
 from unisono.bench.libraries import Library, _compiled
 from unisono.bench.operands import Pool, expected, names_of, operands_of
 from unisono.bench.operations import FLOAT32, Operation
@@ -57,6 +57,18 @@ def test_every_measured_verb_exists_or_is_planned() -> None:
 def test_an_operation_whose_verb_is_not_there_is_left_out() -> None:
     present = {case.operation for case in Options().cases(2)}
     assert present == {row.name for row in OPERATIONS if not missing_verbs(row)}
+
+
+def test_what_is_not_measured_is_named() -> None:
+    named = left_out(Options(), ["unisono", "mpi", "gloo"])
+    lacking = {
+        name for name in PLANNED if any(missing_verbs(r) for r in OPERATIONS if r.name[:3] == name[:3])
+    }
+    assert all(f"{name}_close" in named["not measured"] for name in lacking)
+    assert "scan" in named["without gloo"].partition(":")[0].split(", ")
+    assert "all_reduce" not in named["without gloo"].partition(":")[0].split(", ")
+    assert "without mpi" not in named
+    assert left_out(Options(only=["all_reduce/blocking*"]), ["mpi", "gloo"]) == {}
 
 
 @pytest.mark.parametrize("data", [FLOAT32])

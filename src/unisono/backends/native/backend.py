@@ -321,6 +321,7 @@ class NativeBackend(Closable):
                 result,
                 stage.header,
                 config.window_segments,
+                stage.row_bytes,
             ),
         )
 
