@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import unisono as uni
 from unisono import config
+from unisono.comm.verb_docs import special
 from unisono.comm.verb_table import VERBS
 from unisono.comm.verbs import ReferenceVerbs
 from unisono.core.envelope import ANY
@@ -55,9 +56,9 @@ def text() -> str:
     for title, verbs in groups.items():
         lines += [f"## {title}", ""]
         for verb in verbs:
-            lines += _function(verb, getattr(ReferenceVerbs, verb))
+            lines += _verb(verb)
     lines += ["## Communicators", ""]
-    lines += _function("split", ReferenceVerbs.split)
+    lines += _verb("split")
     lines += _members(uni.Communicator, ("sub", "mesh", "close", "abort"))
     lines += ["## Work", "", *_described(inspect.getdoc(Work))]
     lines += _members(Work, ("wait", "done", "cancel", "add_done_callback"))
@@ -77,6 +78,13 @@ def _members(owner: type, methods: tuple[str, ...]) -> Iterator[str]:
         yield ""
     for name in methods:
         yield from _function(name, getattr(owner, name))
+
+
+def _verb(name: str) -> Iterator[str]:
+    """The signature of the reference verb, and what `help` says but for the errors of every verb."""
+    signature = _signature(name, getattr(ReferenceVerbs, name))
+    yield from (f"### {name}", "", "```python", signature, "```", "")
+    yield from _described(special(inspect.cleandoc(getattr(uni.Communicator, name).__doc__)))
 
 
 def _function(name: str, function: Callable[..., Any]) -> Iterator[str]:
