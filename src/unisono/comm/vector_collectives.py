@@ -109,6 +109,7 @@ def run_announced(
         said = Announcement.of(parts, _FAMILIES.index(_family_name(parts[0].family)))
         row = said.encoded(nbytes, [part.flat for part in parts])
         given = announced_operand(verb, said.dtype, said.shape, root)
+    counts: tuple[int, ...]
     if collective == "broadcast":
         rows, counts, memory = row, (nbytes,), {Buf.OUT: row}
     else:
