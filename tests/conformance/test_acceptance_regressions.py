@@ -386,7 +386,7 @@ def test_no_operation_number_is_special(first: int) -> None:
 
     def program(comm: uni.Communicator) -> Notes:
         notes = Notes()
-        comm._group.call_log.next = first  # as if so many had been called before
+        comm._group.call_log.next = first  # as if `first` collectives had been called before
         works = [
             comm.start.all_reduce(operand("int32", "sum", 99, comm.rank, 3, k).copy()) for k in range(10)
         ]

@@ -1,4 +1,4 @@
-"""The conformance kit: our backends pass it, an outsider's does, and whoever breaks a promise is caught."""
+"""The conformance kit: our backends pass it, a user's does, and one that breaks a promise is caught."""
 
 from __future__ import annotations
 
@@ -569,7 +569,7 @@ class Blocks(Mutant):
 
 
 class Library:
-    """A library with an all_reduce of its own: whoever comes last reduces for all."""
+    """A library with an all_reduce of its own: the last rank to call reduces for all."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -336,7 +336,7 @@ def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: Ma
     assert ended(one, one.start_send(1, 6, 0, memoryview(b"last"))) is None
     assert ended(two, last) is None
     assert not second.done
-    assert (y == -1).all(), "whoever takes the first piece back has given up: no other is taken"
+    assert (y == -1).all(), "a peer that withdrew its first piece has given up: no other is received"
     assert second.peers_awaited() == (0,)
     assert second.cancel()
     ended(two, second)

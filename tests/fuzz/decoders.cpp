@@ -53,7 +53,7 @@ class SomeSend final : public Send {
 class SomeReceive final : public Receive {
  public:
   MatchResult on_match(const Envelope& envelope, bool is_here) override {
-    // Whoever sends must not make us take memory for more than we asked for.
+    // A sender must not make us allocate more than was asked for.
     if (envelope.nbytes > sizeof into_) return MatchResult::reject;
     return is_late_ && !is_here ? MatchResult::defer : MatchResult::accept;
   }

@@ -55,7 +55,7 @@ _BLOBS = [
 
 
 def fill(memory: list[memoryview], draw: random.Random) -> None:
-    """Blobs as agents send them, cut or padded to the length that a frame announces, some with bytes changed."""
+    """Blobs as agents send them, cut or padded to the length in their frame, some with bytes changed."""
     for view in memory:
         blob = bytearray(draw.choice(_BLOBS)[: view.nbytes].ljust(view.nbytes, b"\0"))
         for _ in range(draw.choice((0, 0, 1, 3))):

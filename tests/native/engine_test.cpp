@@ -777,7 +777,7 @@ void test_mailboxes(const char* folder, unsigned seed, Links links) {
   for (auto& engine : engines) engine->close(second);
 }
 
-// Many engines in a circle: each waits for its left, then rings its right; whoever waits has fallen asleep by then.
+// Many engines in a circle: each waits for its left, then rings its right; the waiting engine is asleep by then.
 void test_circle(const char* folder, unsigned seed, Links links) {
   constexpr int size = 7, rounds = 30;
   Settings settings = test_settings();

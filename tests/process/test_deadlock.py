@@ -171,7 +171,7 @@ def check_deadlock(results: list[Any], words: str) -> None:
     for kind, text, _ in results:
         assert kind == "Deadlock", text
         assert "no rank can go on" in text
-    # Whoever called first has waited for deadlock_after_s; the others may have come later.
+    # The first caller has waited for deadlock_after_s; the others may have come later.
     assert max(elapsed_s for _, _, elapsed_s in results) >= 0.45
 
 

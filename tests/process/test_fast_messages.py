@@ -281,7 +281,7 @@ def test_a_long_wait_goes_on_in_python_and_gets_the_message(world: MakeWorld, co
     def program(comm: Communicator) -> Notes:
         notes = Notes()
         x = np.zeros(count)
-        # Whoever is to wait goes first; the other comes when Python has the call.
+        # The rank that is to wait calls first; the other calls once Python has adopted the call.
         if comm.rank == 0:
             waiting = comms[1]
             wait_until(lambda: counts_of(waiting)[1] == 1)

@@ -151,7 +151,7 @@ def test_a_long_stream_of_large_items_keeps_no_record_of_them(kind: str) -> None
 
 
 def refuses_blobs(comm: uni.Communicator, nbytes: int) -> int:
-    """Rank 1 is closing: it refuses calls and notifications. Then messages have the credit that they had before."""
+    """Rank 1 is closing: it refuses calls and notifications. Then messages have the credit of before."""
     agent = Agent(comm)
     agent.register("take", len)
     comm.barrier()
@@ -218,7 +218,7 @@ class _Interrupt(Exception):
 
 
 def is_interrupted(comm: uni.Communicator, rounds: int) -> int:
-    """Signals strike the leading main thread of rank 0, which also dispatches the answers of another thread."""
+    """Signals strike the leading main thread of rank 0, which also dispatches another thread's answers."""
     agent = Agent(comm)
     agent.register("echo", lambda x: x, inline=True)
     agent.register("swap", lambda x: agent.call(0, "echo", x))

@@ -88,7 +88,7 @@ class Chaos:
         return [bytes(request.data or b"") for request in receives]
 
     def check(self, result: SimResult) -> None:
-        """Whoever got through got everything, whole and in order."""
+        """A rank that got through got everything, whole and in order."""
         for rank, received in enumerate(result.results):
             if isinstance(received, BaseException):
                 # Only who receives from anybody may wait in vain: a lost rank does not end that.

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[list[Step], list[str]]] = {
 
 
 def random_steps(seed: int, count: int) -> list[Step]:
-    """A long case without answers: so few sources and tags that they meet, so many that tables grow."""
+    """A long case without answers: few sources and tags, so that messages match; enough that tables grow."""
     rng, steps = random.Random(seed), list[Step]()
     posted: list[str] = []
     withdrawn: list[str] = []

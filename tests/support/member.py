@@ -44,7 +44,7 @@ def hello(rank: int, to: int, size: int, lane: int, **other: Any) -> bytes:
 
 
 def exactly(sock: socket.socket, count: int) -> bytes:
-    """So many bytes, or fewer if the other side hangs up."""
+    """Read `count` bytes, or fewer if the other side hangs up."""
     data = b""
     with contextlib.suppress(ConnectionError, ssl.SSLError):
         while len(data) < count and (piece := sock.recv(count - len(data))):

@@ -196,7 +196,7 @@ def overlapping(world: Communicator) -> None:
 
 
 def late(world: Communicator) -> None:
-    """Whoever waits for a late rank longer than `stall_query_s` has the right result, too."""
+    """A rank that waits longer than `stall_query_s` for a late one has the right result, too."""
     size, rank = world.size, world.rank
     every = [np.arange(41.0) * (each + 1.5) for each in range(size)]
     for turn in range(3):

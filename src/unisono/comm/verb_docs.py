@@ -10,7 +10,7 @@ import re
 import textwrap
 from typing import Final
 
-__all__ = ["documentation"]
+__all__ = ["documentation", "sections_of", "special"]
 
 _PARAMETERS: Final = {
     "x": "an array, or a number.",
@@ -103,18 +103,34 @@ def documentation(verb: str, parameters: list[str], prose: str, *, is_collective
     Args:
         verb: the name of the verb.
         parameters: its parameters, without self.
-        prose: the docstring of the reference verb; a section "Returns:" follows the arguments.
+        prose: the docstring of the reference verb. Arguments and errors in it take precedence over the table.
         is_collective: whether every rank of the communicator calls it.
     """
-    said, _, returns = inspect.cleandoc(prose).partition("\nReturns:\n")
-    arguments = {name: _OWN.get((verb, name), _PARAMETERS[name]) for name in parameters}
+    text = inspect.cleandoc(prose)
+    said, own = (
+        re.split(r"^(?:Args|Returns|Raises):$", text, maxsplit=1, flags=re.MULTILINE)[0],
+        sections_of(text),
+    )
+    arguments = {name: _OWN.get((verb, name), _PARAMETERS.get(name, "")) for name in parameters}
     raises = _ANY_VERB | (_COLLECTIVE if is_collective else {}) | _RECEIVING.get(verb, {})
-    parts = [said.strip(), _section("Args", arguments)]
-    if returns:
-        parts.append("Returns:\n" + returns.rstrip())
-    parts.append(_section("Raises", raises))
+    parts = [said.strip(), _section("Args", arguments | own.get("Args", {}))]
+    if returns := re.search(r"^Returns:\n(?:    .*\n?)+", text, re.MULTILINE):
+        parts.append(returns[0].rstrip())
+    parts.append(_section("Raises", raises | own.get("Raises", {})))
     parts.append(_STARTED)
     return "\n\n".join(parts)
+
+
+def special(text: str) -> str:
+    """A documentation without the errors that every verb may raise: for a page that lists them once."""
+    common = {*_ANY_VERB, *_COLLECTIVE}
+    own = {
+        error: said
+        for error, said in sections_of(text).get("Raises", {}).items()
+        if error not in common or said not in (_ANY_VERB | _COLLECTIVE).values()
+    }
+    before = text.partition("\n\nRaises:\n")[0]
+    return f"{before}\n\n{_section('Raises', own)}" if own else before
 
 
 def _section(title: str, rows: dict[str, str]) -> str:
@@ -126,7 +142,7 @@ def _section(title: str, rows: dict[str, str]) -> str:
 
 
 def sections_of(text: str) -> dict[str, dict[str, str]]:
-    """The named rows of each section of a documentation, for tests and the page of verbs."""
+    """The named rows of the sections Args and Raises of a documentation."""
     found: dict[str, dict[str, str]] = {}
     for title, body in re.findall(r"^(Args|Raises):\n((?:    .*\n?)+)", text, re.MULTILINE):
         rows = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", body, re.MULTILINE)

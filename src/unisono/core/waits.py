@@ -17,7 +17,7 @@ from unisono.errors import DeadlineExceeded, UsageError
 
 __all__ = ["as_completed", "wait_all", "wait_any", "wait_some"]
 
-# as_completed looks at so many works, or at so many for each that has ended; above that, they are observed.
+# as_completed polls up to 64 works, or 64 for each that has ended; more of them are observed.
 _LOOKED_AT_MAX: Final = 64
 
 

@@ -37,8 +37,7 @@ ENDED_CONTEXTS_MAX: Final = 1 << 16
 # memory is allocated for it.
 CONTROL_BYTES_MAX: Final = 256 * 1024
 # Eager limit and credit of the control lane: most control messages are much shorter, and 100 of them may
-# wait. A link of the engine may carry less in one frame (_native.CONTROL_EAGER_BYTES_SHM, _SOCKET); what is
-# longer is a rendezvous there.
+# wait. Every link of the engine has room for it (_native.CONTROL_EAGER_BYTES_SHM, _SOCKET; a test compares).
 CONTROL_EAGER_BYTES: Final = 16 * 1024
 _CONTROL_CREDIT_BYTES: Final = 100 * CONTROL_EAGER_BYTES
 
@@ -54,8 +53,7 @@ def eager_limits(config: Config, lane: Lane) -> tuple[int, int]:
     """The eager limit of a lane, and the credit: eager bytes that may wait at a peer for their receives.
 
     The control lane has a minimum, whatever the user set: a rank that aborts and leaves at once sends its
-    reason as one eager message, which needs nothing from the receiver. A reason beyond the limit of the link
-    is a rendezvous: it arrives if the receiver answers within the time that `close` gives it.
+    reason as one eager message, which needs nothing from the receiver.
     """
     if lane is Lane.CONTROL:
         return (

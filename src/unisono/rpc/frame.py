@@ -124,5 +124,5 @@ def texts_of(frame: Frame, count: int) -> Sequence[str]:
 
 
 def _cut(text: str, part: slice) -> str:
-    """A part of a text. UTF-8 has no lone surrogates, an exception's text may: each becomes six characters."""
+    """A part of a text. UTF-8 has no lone surrogates, an exception's text may: each becomes 6 characters."""
     return text[part].encode(errors="backslashreplace").decode()[part]

@@ -262,7 +262,7 @@ class Server:
         self._runtime.call_at(min(self._settled_at, self._runtime.now() + GRACE_LOOK_S), look)
 
     def _refuse(self, incoming: Incoming, frame: Frame, kind: str, what: str) -> None:
-        """Fail a call before its blobs are received. Their sender learns it from the failure, if there is one."""
+        """Fail a call before its blobs are received. The failure, if there is one, informs their sender."""
         self._fail(incoming, kind, what)
         if frame.blob_bytes and not incoming.call:
             self._peers.send(incoming.source, short(UNWANTED, count=frame.number))

@@ -1,4 +1,4 @@
-"""Folders for sockets: whoever lives in one keeps it; those who come remove what the dead have left."""
+"""Folders for sockets: a living process keeps its own; a new one removes what dead processes left."""
 
 from __future__ import annotations
 

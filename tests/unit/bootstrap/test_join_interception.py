@@ -147,7 +147,7 @@ def test_a_forwarding_proxy_is_harmless_and_blind(make_seed: MakeSeed) -> None:
 
 
 def test_an_impostor_without_the_token_learns_no_card() -> None:
-    """On loopback without TLS: whoever took the port of a seed cannot prove the token (T3)."""
+    """On loopback without TLS: a process that took the port of a seed cannot prove the token (T3)."""
     with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as pool:
         ticket = Ticket.create(Address("127.0.0.1", impostor.getsockname()[1]))
         heard = bytearray()

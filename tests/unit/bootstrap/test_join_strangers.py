@@ -115,7 +115,7 @@ def test_a_client_that_guesses_is_slowed_down(make_seed: MakeSeed) -> None:
     times = [guess()[0] for _ in range(limits.FAILURES_PER_MINUTE_MAX)]
     assert min(times) < limits.FAILURE_DELAY_S / 2
     assert guess()[1] >= limits.FAILURE_DELAY_S * 0.9
-    # Whoever does not guess is served at once, from the same address too.
+    # A client that does not guess is served at once, from the same address too.
     with stopwatch() as seconds:
         greeted = proven(seed)[0]
         assert seconds() < limits.FAILURE_DELAY_S

@@ -83,7 +83,7 @@ def test_two_deaths_are_both_reported_and_no_other_rank_is_blamed(first: int) ->
             if rank not in dead:
                 assert isinstance(error, PeerLost), f"seed {seed}, rank {rank}: {error!r}"
                 assert set(error.ranks) <= dead, f"seed {seed}, rank {rank}: {error}"
-                # Whoever asks later hears of all: nothing of it is forgotten.
+                # A later call names all of them: nothing is forgotten.
                 again = ended_by(PeerLost, worlds[rank].barrier)
                 assert set(again.ranks) == dead, f"seed {seed}, rank {rank}: {again}"
         close_all(worlds)

@@ -597,7 +597,7 @@ def sample(dtype: DType, length: int, seed: int) -> Array:
 
 
 def at_offset(x: Array, offset: int) -> Array:
-    """Copy x to memory that starts so many bytes after the start of a cache line."""
+    """Copy x to memory that starts `offset` bytes after the start of a cache line."""
     room = np.empty(x.nbytes + 64 + offset, np.uint8)
     start = -room.ctypes.data % 64 + offset
     moved = room[start : start + x.nbytes].view(x.dtype)

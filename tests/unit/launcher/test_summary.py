@@ -211,7 +211,7 @@ def _report(count: int) -> CallReport:
     ],
 )
 def test_the_text_of_an_error_shows_victim_and_culprit(error: UnisonoError, blames: tuple[int, ...]) -> None:
-    """As Python prints the error, so that whoever changes its words sees what else reads them."""
+    """As Python prints the error, so that a change of its words shows what else reads them."""
     try:
         raise error
     except UnisonoError:

@@ -26,7 +26,7 @@ __all__ = ["CompletionDispatcher", "Listening", "NativeRequest", "RunRequest"]
 
 # In a completion, this stands for the number of an operation: see _native.Engine.
 _UNCLAIMED = -2
-# The number of the receive of whoever listens; requests have numbers from 1 on.
+# The number of the receive that a listener keeps posted; requests have numbers from 1 on.
 _LISTENING = 0
 # native/messaging/message.hpp: Outcome
 _DONE, _CANCELLED, _PEER_DOWN, _REFUSED, _CLOSED, _NO_MEMORY = range(6)

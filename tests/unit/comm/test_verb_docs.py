@@ -1,23 +1,15 @@
-"""docs/verbs.md and `help` document every argument and error of every verb."""
+"""What `help` says about the arguments and errors of every verb."""
 
 from __future__ import annotations
 
 import inspect
 
 import pytest
-from tests.support.paths import ROOT
-from tests.support.verbs_page import page
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.fingerprint import VERBS as COLLECTIVES
-from unisono.comm.verb_docs import sections_of
+from unisono.comm.verb_docs import sections_of, special
 from unisono.comm.verb_table import VERBS
-
-
-def test_the_page_is_made_from_the_table() -> None:
-    assert (ROOT / "docs/verbs.md").read_text() == page(), (
-        "python -m tests.support.verbs_page > docs/verbs.md"
-    )
 
 
 @pytest.mark.parametrize("name", VERBS)
@@ -28,3 +20,9 @@ def test_help_names_every_argument_and_the_errors(name: str) -> None:
     assert {"UsageError", "PeerLost", "DeadlineExceeded", "ClosedError"} <= set(sections["Raises"])
     assert ("CollectiveMismatch" in sections["Raises"]) == (name in COLLECTIVES)
     assert all(said.endswith(".") for section in sections.values() for said in section.values())
+
+
+def test_what_is_special_to_a_verb_leaves_out_the_errors_of_all() -> None:
+    help_text = inspect.cleandoc(Communicator.recv_object.__doc__ or "")
+    assert set(sections_of(special(help_text))["Raises"]) == {"UsageError", "ProtocolError"}
+    assert "Raises" not in sections_of(special(inspect.cleandoc(Communicator.barrier.__doc__ or "")))
