@@ -61,7 +61,7 @@ wheel: $(VENV)/.tools
 	$(BIN)/python tools/wheels.py
 
 # The figures: every verb and way of calling beside MPI and Gloo, a halo exchange, the links, what memory allows, ranks
-# in one process, observers of works, calls beside torch.rpc, gRPC and ZeroMQ, torch.distributed and DDP beside Gloo,
+# in one process, observers of works, ways of calling that are much slower than the plain call, calls beside torch.rpc, gRPC and ZeroMQ, torch.distributed and DDP beside Gloo,
 # import, start-up and memory.
 bench: $(STAMP)
 	$(BIN)/pip install --quiet grpcio pyzmq msgpack
@@ -71,6 +71,7 @@ bench: $(STAMP)
 	$(BIN)/python bench/limit.py
 	$(BIN)/python bench/local_ranks.py
 	$(BIN)/python bench/observers.py
+	$(BIN)/python bench/cliffs.py
 	$(BIN)/python bench/rpc.py
 	$(BIN)/python bench/torch_collectives.py --quick
 	$(BIN)/python bench/torch_ddp.py --quick

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <stdexcept>
 
@@ -70,7 +71,8 @@ uint8_t stored_as(const Argument& like) {
 // The element type of a buffer's format in the machine's own byte order; `untyped` if it is none of ours.
 uint8_t code_of_format(const char* format, Py_ssize_t itemsize) {
   if (format == nullptr) return static_cast<uint8_t>(DType::uint8);
-  if (*format == '@') ++format;
+  const bool is_little = std::endian::native == std::endian::little;
+  if (*format == '@' || *format == '=' || (*format == '<' && is_little)) ++format;
   const auto is = [&](const char* any_of) { return std::strchr(any_of, *format) != nullptr; };
   const bool is_complex = *format == 'Z' && format[1] != 0 && format[2] == 0;
   if (is_complex)
@@ -201,6 +203,9 @@ uint8_t Arguments::code_of_equal(PyObject* given) const {
 
 // Those whose value follows the head of the object, which is compared.
 void Arguments::find_scalar_types() {
+  // The last but `object` of what every scalar derives from.
+  const nb::tuple bases = nb::cast<nb::tuple>(dtypes_[int64_code].attr("type").attr("__mro__"));
+  generic_type_ = bases[bases.size() - 2];
   scalar_types_.resize(dtypes_.size());
   for (size_t code = 0; code < dtypes_.size(); ++code) {
     if (dtypes_[code].is_none()) continue;
@@ -264,8 +269,19 @@ bool Arguments::see_tensor(PyObject* given, Argument& seen) const {
   return true;
 }
 
+// Such as array.array and mmap. Subclasses of arrays, NumPy's scalars and what offers DLPack are Python's to judge.
+bool Arguments::is_plain_buffer(PyObject* given) const {
+  if (PyObject_CheckBuffer(given) == 0 ||
+      PyObject_TypeCheck(given, reinterpret_cast<PyTypeObject*>(array_type_.ptr())) ||
+      PyObject_TypeCheck(given, reinterpret_cast<PyTypeObject*>(generic_type_.ptr())))
+    return false;
+  static PyObject* const dlpack = interned("__dlpack__");
+  return PyObject_HasAttr(reinterpret_cast<PyObject*>(Py_TYPE(given)), dlpack) == 0;
+}
+
 bool Arguments::see_buffer(PyObject* given, bool is_written, Argument& seen) const {
-  if (!PyBytes_CheckExact(given) && !PyByteArray_CheckExact(given) && !PyMemoryView_Check(given)) return false;
+  const bool is_builtin = PyBytes_CheckExact(given) || PyByteArray_CheckExact(given) || PyMemoryView_Check(given);
+  if (!is_builtin && !is_plain_buffer(given)) return false;
   const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (is_written ? PyBUF_WRITABLE : 0);
   if (PyObject_GetBuffer(given, &seen.buffer_, flags) != 0) {
     PyErr_Clear();

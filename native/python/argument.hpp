@@ -181,6 +181,7 @@ class Arguments {
   void see_other(PyObject* given, const char* what, bool is_written, Argument& seen) const;
   bool see_number(PyObject* given, Argument& seen) const;
   bool see_tensor(PyObject* given, Argument& seen) const;
+  bool is_plain_buffer(PyObject* given) const;
   bool see_buffer(PyObject* given, bool is_written, Argument& seen) const;
   void see_by_python(PyObject* given, const char* what, bool is_written, Argument& seen) const;
   // The number of NumPy's type; `untyped` if it is none of ours. Most arrays have the very object that we know; others,
@@ -198,6 +199,7 @@ class Arguments {
   nb::object array_in(const nb::object& memory, uint64_t offset, uint8_t dtype, const nb::object& dims) const;
 
   nb::object array_type_, empty_, view_;
+  nb::object generic_type_;  // of NumPy's scalars
   // By element type. That of bfloat16 comes from another package, with the first array of it.
   mutable std::vector<nb::object> dtypes_;
   std::vector<uint8_t> codes_;            // by NumPy's number of a type of its own

@@ -599,9 +599,10 @@ std::int64_t Call::attention_at() {
 }
 
 std::int64_t Call::pump_at() {
-  if (!is_collective()) return timeout_ns_ >= 0 ? begun_at() + timeout_ns_ : never;
+  const std::int64_t begun = begun_at();
+  if (!is_collective()) return timeout_ns_ >= 0 ? begun + timeout_ns_ : never;
   const std::int64_t at = attention_at();
-  return announced_ || spec_.verb == Verb::split ? std::min(at, begun_at_ + second_stage_ns) : at;
+  return announced_ || spec_.verb == Verb::split ? std::min(at, begun + second_stage_ns) : at;
 }
 
 Call::Waited Call::wait(std::int64_t limit_ns) {

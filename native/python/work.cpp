@@ -465,7 +465,8 @@ bool has_task_ended(PyObject* work) {
 
 // Wait until some of the works have ended: their places. Empty if the time is over first; None if Python has to wait,
 // because none of them, or not all, are the engine's, or it takes so long that Python must see the wait.
-nb::object wait_works(nb::tuple works, double seconds) {
+// `is_one`: the place of the first is enough.
+nb::object wait_works(nb::tuple works, double seconds, bool is_one) {
   const std::int64_t begun = now_ns();
   const std::int64_t limit = seconds < 0 ? never : begun + static_cast<std::int64_t>(seconds * 1e9);
   std::vector<StartedCall*> active;
@@ -488,6 +489,7 @@ nb::object wait_works(nb::tuple works, double seconds) {
       if (is_adopted ? has_task_ended(work) : one->state == StartedCall::State::done) {
         see(*one);
         ended.append(i);
+        if (is_one) return std::move(ended);
       } else if (is_adopted) {
         adopted.push_back(work);
       } else if (!active.empty() && &one->native.completions != &active[0]->native.completions) {
@@ -716,7 +718,11 @@ void bind_work(nb::module_& m) {
   if (base == nullptr) throw nb::python_error();
   base_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(base));
   m.attr("WorkBase") = nb::steal(base);
-  m.def("wait_works", &wait_works, nb::arg("works"), nb::arg("timeout"));
+  m.def("are_works", [](nb::tuple objects) {
+    return std::all_of(objects.begin(), objects.end(),
+                       [](nb::handle one) { return PyObject_TypeCheck(one.ptr(), work_type) != 0; });
+  });
+  m.def("wait_works", &wait_works, nb::arg("works"), nb::arg("timeout"), nb::arg("is_one"));
   m.def("conclude_announced", &conclude_announced, nb::arg("engine"));
   m.def("set_work_type", [](nb::object type) {
     if (!PyType_Check(type.ptr())) throw nb::type_error("allowed: a type");

@@ -289,7 +289,7 @@ def test_threads_call_every_verb_in_every_way(
     world: MakeWorld, kind: str, stall_query_s: float, request: pytest.FixtureRequest
 ):
     rounds = ROUNDS_LONG if request.config.getoption("--long") else ROUNDS
-    comms = world(3, kind, stall_query_s=stall_query_s, deadlock_after_s=0)
+    comms = world(3, kind, stall_query_s=stall_query_s, stall_log_s=4 * stall_query_s, deadlock_after_s=0)
     run_each(lambda comm: storm_on_threads(comm, 100, rounds), comms).values()
 
 
@@ -372,7 +372,7 @@ def struck(after_s: float, wait: Callable[[], Any]) -> None:
 
 
 def test_ctrl_c_in_every_kind_of_wait(world: MakeWorld):
-    comms = world(2, stall_query_s=0.02, deadlock_after_s=0)
+    comms = world(2, stall_query_s=0.02, stall_log_s=0.02, deadlock_after_s=0)
     buffer = np.zeros(3)
     for turn in range(24):
         work = comms[1].start.recv(buffer, src=0, tag=turn)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
+import ctypes
 import enum
 import fractions
 import json
+import mmap
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -396,6 +399,33 @@ def test_a_new_number_of_pairs_is_not_a_new_class(world: MakeWorld) -> None:
             notes.check(isinstance(error, UsageError), f"{shape}: {error!r}")
         error = outcome(lambda: comm.reduce_scatter(np.ones(2), "maxloc"))
         notes.check(isinstance(error, UsageError), f"half a pair for each: {error!r}")
+        return notes
+
+    assert found(comms, program) == []
+
+
+def test_other_memory_with_the_buffer_protocol_is_seen_where_it_lies(world: MakeWorld) -> None:
+    comms = world(2, **NO_STALL)
+
+    def program(comm: Communicator) -> Notes:
+        notes, before = Notes(), ended(comm)
+        x = array.array("d", [1.0 + comm.rank, 2.0])
+        notes.check(comm.all_reduce(x) is x, "all_reduce gives what it got")
+        notes.expect(x.tolist(), [3.0, 4.0], "array.array")
+        whole = array.array("i", [comm.rank])
+        notes.expect(comm.all_gather(whole), np.array([[0], [1]], np.int32), "all_gather")
+        with mmap.mmap(-1, 4096) as memory:
+            memory[:4] = bytes([comm.rank + 1] * 4)
+            comm.broadcast(memory, 1)
+            notes.expect(memory[:4], bytes([2] * 4), "mmap")
+        filled = (ctypes.c_double * 2)(comm.rank, 7)
+        comm.all_reduce(filled, "max")
+        notes.expect(list(filled), [1.0, 7.0], "ctypes")
+        notes.check(ended(comm) - before == 4, f"{ended(comm) - before} calls in the engine")
+        for wrong in (object(), [1.0], "text"):
+            notes.check(isinstance(outcome(lambda w=wrong: comm.all_reduce(w)), UsageError), repr(wrong))
+        masked = np.ma.masked_array([1.0], [True])
+        notes.check(isinstance(outcome(lambda: comm.all_reduce(masked)), UsageError), "masked")
         return notes
 
     assert found(comms, program) == []

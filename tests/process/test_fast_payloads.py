@@ -493,7 +493,7 @@ def test_a_call_that_python_adopts_in_the_midst_of_its_message_gets_all_of_it(
     world: MakeWorld, kind: str
 ) -> None:
     # Python looks at every call that has not ended after a millisecond; these take several.
-    comms = world(2, kind, stall_query_s=0.001, deadlock_after_s=0)
+    comms = world(2, kind, stall_query_s=0.001, stall_log_s=0.001, deadlock_after_s=0)
     count = 30_000_001
     data, array = ramp(count, 1), np.arange(count // 8)
 

@@ -104,7 +104,7 @@ def test_what_is_no_number_of_seconds_is_refused_and_the_work_goes_on(world: Mak
 
 def test_a_work_that_ends_while_a_signal_handler_runs_in_its_wait(world: MakeWorld):
     """The thread that was interrupted must not let Python adopt what another has taken."""
-    comms = world(2, stall_query_s=STALL_S)
+    comms = world(2, stall_query_s=STALL_S, stall_log_s=STALL_S, deadlock_after_s=0)
     buffer = np.zeros(3)
     began = time.monotonic()
     work = comms[1].start.recv(buffer, src=0)
@@ -180,7 +180,7 @@ def test_nothing_is_received_into_the_memory_of_a_call_that_was_left(
     world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ):
     """A second Ctrl-C comes while the first cancels the call, whose memory may be freed from then on."""
-    comms = world(2, stall_query_s=0.02)
+    comms = world(2, stall_query_s=0.02, deadlock_after_s=0.02)
 
     def leave(work: Work[Any]) -> Any:
         raise KeyboardInterrupt

@@ -53,7 +53,7 @@ def wait_any(works: Iterable[Work[Any]], timeout: float | None = None) -> int:
         DeadlineExceeded: none has ended within `timeout` seconds; all go on.
         UsageError: there is none to wait for.
     """
-    return wait_some(works, timeout)[0]
+    return _wait_some(works, timeout, is_one=True)[0]
 
 
 def wait_some(works: Iterable[Work[Any]], timeout: float | None = None) -> list[int]:
@@ -63,10 +63,7 @@ def wait_some(works: Iterable[Work[Any]], timeout: float | None = None) -> list[
         DeadlineExceeded: none has ended within `timeout` seconds; all go on.
         UsageError: there is none to wait for.
     """
-    given = _checked(works)
-    if not given:
-        raise UsageError("there is no work to wait for; allowed: at least one")
-    return _ended(given, _runtime_of(given).deadline(timeout), timeout)
+    return _wait_some(works, timeout, is_one=False)
 
 
 def as_completed(works: Iterable[Work[Any]], timeout: float | None = None) -> Iterator[Work[Any]]:
@@ -82,9 +79,17 @@ def as_completed(works: Iterable[Work[Any]], timeout: float | None = None) -> It
     return _as_completed(list(dict.fromkeys(given)), deadline, timeout)
 
 
+def _wait_some(works: Iterable[Work[Any]], timeout: float | None, *, is_one: bool) -> list[int]:
+    """The indices of all works that have ended, or with `is_one` of the first of them."""
+    given = _checked(works)
+    if not given:
+        raise UsageError("there is no work to wait for; allowed: at least one")
+    return _ended(given, _runtime_of(given).deadline(timeout), timeout, is_one=is_one)
+
+
 def _as_completed(left: list[Work[Any]], deadline: Deadline, timeout: float | None) -> Iterator[Work[Any]]:
     while left:
-        indices = set(_ended(tuple(left), deadline, timeout))
+        indices = set(_ended(tuple(left), deadline, timeout, is_one=False))
         ended = deque(left[index] for index in sorted(indices))
         left = [work for index, work in enumerate(left) if index not in indices]
         # A look at all that are left for each that ends takes the square of their number.
@@ -133,6 +138,8 @@ def _as_observed(left: list[Work[Any]], deadline: Deadline, timeout: float | Non
 
 def _checked(works: Iterable[Work[Any]]) -> tuple[Work[Any], ...]:
     given = tuple(works) if isinstance(works, Iterable) and not isinstance(works, Work) else (None,)
+    if _native.are_works(given):
+        return given  # type: ignore[return-value]
     for work in given:
         if not isinstance(work, Work):
             wrong = type(works if work is None else work).__name__
@@ -145,9 +152,11 @@ def _runtime_of(works: Iterable[Work[Any]]) -> Runtime:
     return next(iter(works))._runtime_and_rank()[0]
 
 
-def _ended(works: tuple[Work[Any], ...], deadline: Deadline, timeout: float | None) -> list[int]:
+def _ended(
+    works: tuple[Work[Any], ...], deadline: Deadline, timeout: float | None, *, is_one: bool
+) -> list[int]:
     left = deadline.remaining(_runtime_of(works).now())
-    ended = _native.wait_works(works, -1.0 if left is None else left)
+    ended = _native.wait_works(works, -1.0 if left is None else left, is_one)
     if ended is None:
         ended = _wait_in_python(works, deadline)
     if not ended:
