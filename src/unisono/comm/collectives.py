@@ -409,15 +409,8 @@ class Verbs(Messages):
     def all_to_all_object(self, objects: Sequence[Any], *, timeout: float | None = None) -> Work[list[Any]]:
         """Send `objects[d]` to each rank d; `result[s]` is what rank s sent to this rank.
 
-        Args:
-            objects: a list of one object per rank.
-            timeout: seconds for the whole operation.
-
         Returns:
             A list of objects by the rank that sent them. All are copies, also what this rank sent to itself.
-
-        Raises:
-            UsageError: not a list of one object per rank, or one of them cannot be sent. Nothing was sent.
         """
         arrays = self._packed_by_rank("all_to_all_object", objects)
         return self._announced("all_to_all_object", arrays, timeout)
@@ -430,17 +423,9 @@ class Verbs(Messages):
         Every rank gets copies of all objects and folds them itself, so `fn` may change its first argument,
         and what it returns belongs to this rank. All ranks return equal objects if they pass the same `fn`
         and it depends on its arguments only; ranks do not compare it. It need not be associative. It must not
-        call verbs: others may be further.
-
-        Args:
-            obj: the object of this rank, which is left as it is.
-            fn: a function of two objects.
-            timeout: seconds for the exchange of the objects.
-
-        Raises:
-            UsageError: `fn` cannot be called, or the object cannot be sent. Nothing was sent.
-            Exception: what `fn` raised on this rank. By then all objects have been exchanged: other ranks get
-                their result or their own error, and the communicator can be used further.
+        call verbs: others may be further. What it raises is raised here: by then all objects have been
+        exchanged, so other ranks get their result or their own error, and the communicator can be used
+        further.
         """
         if not callable(fn):
             raise UsageError(f"fn={fn!r} cannot be called; allowed: a function of two objects")

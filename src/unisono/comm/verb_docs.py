@@ -19,6 +19,8 @@ _PARAMETERS: Final = {
     "obj": "plain data, bytes, arrays and instances of registered classes, in any nesting.",
     "value": "an object as `send_object` takes it.",
     "values": "on root one object for each rank; elsewhere None.",
+    "objects": "a list of one object for each rank.",
+    "fn": "a function of two objects.",
     "parts": "an array for each rank, of one type; axis 0 may differ and be 0.",
     "buf": "writable contiguous memory of the sender's element type; bytes match any type.",
     "dst": "the receiver; this rank itself is allowed.",

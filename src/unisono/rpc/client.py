@@ -200,7 +200,9 @@ class CallStarter:
             return True
         outbound: OutboundBlobs | None = None
         if blobs:
-            outbound = OutboundBlobs() if pending is not None else self._notified.add(peer.rank, number, number)
+            outbound = (
+                OutboundBlobs() if pending is not None else self._notified.add(peer.rank, number, number)
+            )
         # With more than _PIPELINED_MIN calls in flight, another call or a wait follows soon, and either
         # flushes corked frames.
         is_more = len(peer.calls) > _PIPELINED_MIN
