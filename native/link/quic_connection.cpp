@@ -190,7 +190,7 @@ bool QuicConnection::start(const ngtcp2_cid& peer, const ngtcp2_cid& own, const 
   settings.ack_thresh = 2;
   settings.cc_algo = NGTCP2_CC_ALGO_CUBIC;
   settings.handshake_timeout = UINT64_MAX;  // the owner of the connection bounds its time
-  settings.max_tx_udp_payload_size = path_.is_local             ? datagram_bytes_declared
+  settings.max_tx_udp_payload_size = path_.is_local              ? datagram_bytes_declared
                                      : path_.datagram_bytes != 0 ? path_.datagram_bytes
                                                                  : datagram_bytes_probed_max;
   settings.no_tx_udp_payload_size_shaping = path_.datagram_bytes != 0;

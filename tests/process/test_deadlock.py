@@ -204,7 +204,9 @@ def test_receives_under_way_beside_a_deadlock_stay_in_the_engine():
         for i in range(50):
             comm.send(np.ones(1), other, 100 + i)
         uni.wait_all(works)
-        return kind, comm._group.native.adopted
+        adopted = comm._group.native.adopted
+        comm.barrier()  # what waits for one that leaves is adopted, too
+        return kind, adopted
 
     assert run_processes(program, 2, config=QUICK) == [("Deadlock", 1)] * 2
 
