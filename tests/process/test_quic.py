@@ -195,7 +195,7 @@ def test_garbage_at_the_port_changes_nothing(make: Make, seed: int) -> None:
 
 
 def initial(rng: random.Random, destination: bytes | None = None) -> bytes:
-    """The first datagram of a connection, which anybody can make: part of a TLS hello, protected as in RFC 9001."""
+    """The first datagram of a connection, which anybody can make: part of a TLS hello, with RFC 9001."""
     destination = rng.randbytes(8) if destination is None else destination
     secret = hmac.digest(bytes.fromhex("38762cf7f55934b34d179ae6a4c80cadccbb7f0a"), destination, "sha256")
 
