@@ -21,7 +21,8 @@ namespace {
 // One system call sends or receives this much, in up to 64 datagrams.
 constexpr size_t batch_bytes_max = 64'000, batch_segments_max = 64;
 // Messages of up to 64 KiB leave in smaller batches: the peer decrypts one while this rank encrypts the next. A round
-// trip of 64 KiB takes 175 us with these, 190 us with 16,000 bytes and 245 us with 64,000.
+// trip of 64 KiB in datagrams of 1,452 bytes, as a multiple of TLS, medians of five rounds: 1.8 with 6,000 bytes, 1.4
+// with 12,000, between 1.22 and 1.26 with 16,000 to 33,000, 1.33 with 64,000.
 constexpr size_t short_batch_bytes = 24'000, short_message_bytes = 64 * 1024;
 constexpr size_t datagram_bytes_max = 65'536;
 constexpr int datagrams_per_call = 4, calls_per_turn = 4;
