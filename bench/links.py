@@ -1,21 +1,28 @@
 """The links of the engine: TCP, TLS, QUIC in datagrams of a network and of loopback, and iroh beside them.
 
-    python bench/links.py [rounds] [kind ...]
+    python bench/links.py [rounds] [kind ...] [--form N] [--plot links.png]
 
 Two ranks, each with a world for every kind of links, in alternating turns. Prints medians and their spread
-(lowest to highest round): round trips, all_reduce, and 64 MiB one way and both ways at once, as a multiple of
-TLS in the same round; then how long a first message takes where there is no link yet.
+(lowest to highest round) as a multiple of TLS in the same round: how long a first round trip takes where
+there is no link yet (20 links), round trips, all_reduce, 64 MiB one way and both ways at once; and 64 MiB one
+way in datagrams of a network of which one in a hundred is lost. `--form N` adds how long N ranks of this host
+take to start, to talk to all others and to end, and how many descriptors a rank has then. `--plot` draws the
+multiples.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +37,8 @@ from unisono.comm.communicator import Communicator
 KIB, MIB = 1 << 10, 1 << 20
 NETWORK_DATAGRAM = 1452
 SIZES = (8, 4 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
+LINKS = 20
+LOST_OF_1000 = (0, 10)
 LONG = 64 * MIB
 JOB = "0123456789abcdef" * 2
 KINDS: dict[str, dict[str, Any]] = {
@@ -59,10 +68,17 @@ def worlds(base: Communicator, kinds: list[str]) -> dict[str, Communicator]:
     return made
 
 
-def engine(base: Communicator, links: dict[str, Any]) -> NativeBackend:
+def engine(base: Communicator, links: dict[str, Any], relay: str | None = None) -> NativeBackend:
+    """Of two ranks. `relay`: a program through which rank 0 reaches rank 1, and what it is told to lose."""
     folder = tempfile.mkdtemp()
     backend = NativeBackend(base.rank, 2, folder, b"secret", shm=False, neighbours=False, **links)
-    cards = base.all_gather_object(tuple(backend.card()))
+    card = backend.card()
+    if relay is not None and base.rank == 1:
+        program, lost = relay.split()
+        process = subprocess.Popen([program, str(card.port), lost], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        card = card._replace(port=int(process.stdout.readline()))
+    cards = base.all_gather_object(tuple(card))
     backend.connect([type(backend.card())(*card) for card in cards], credentials(base) if links else None)
     return backend
 
@@ -134,6 +150,38 @@ def turn_s(base: Communicator, world: Communicator, call: Call, count: int) -> f
     return statistics.median(times)
 
 
+def link_up(base: Communicator, kinds: list[str]) -> dict[str, list[float]]:
+    """Seconds of first round trips."""
+    took: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(LINKS):
+        for kind in kinds:
+            if kind == "iroh":
+                continue
+            world = Communicator.world(engine(base, KINDS[kind]))
+            took[kind].append(turn_s(base, world, ping(8), 1))
+            base.barrier()
+            world.close()
+    return took
+
+
+def lossy(base: Communicator, rounds: int) -> dict[str, list[float]]:
+    """Seconds of 64 MiB one way through a relay that loses nothing, and one that loses 1 %."""
+    source = Path(__file__).with_name("lossy_relay.cpp")
+    program = Path(tempfile.gettempdir()) / f"lossy_relay-{os.getpid()}"
+    if base.rank == 1:
+        subprocess.run(["c++", "-O2", "-std=c++20", str(source), "-o", str(program)], check=True)
+    took: dict[str, list[float]] = {}
+    for lost in LOST_OF_1000:
+        world = Communicator.world(engine(base, KINDS["quic 1452"], f"{program} {lost}"))
+        name = f"64 MiB one way, quic 1452 through a relay, {lost / 10:g} % lost"
+        took[name] = [turn_s(base, world, one_way(LONG), 1) for _ in range(rounds + 1)][1:]
+        base.barrier()
+        world.close()
+    if base.rank == 1:
+        program.unlink()
+    return took
+
+
 def rank(rounds: int, kinds: list[str]) -> None:
     cases: dict[str, tuple[Call, int]] = {}
     for nbytes in SIZES:
@@ -150,18 +198,13 @@ def rank(rounds: int, kinds: list[str]) -> None:
     cases["64 MiB one way"] = (one_way(LONG), 3)
     cases["64 MiB both ways"] = (both_ways(LONG), 3)
     with uni.init() as base:
-        began: dict[str, list[float]] = {kind: [] for kind in kinds}
+        began = link_up(base, kinds)
         made = worlds(base, kinds)
-        for kind, world in made.items():
-            base.barrier()
-            started = time.perf_counter()
-            ping(8)(world)
-            began[kind].append(time.perf_counter() - started)
         if base.rank == 0:
             print("| microseconds | " + " | ".join(kinds) + " |")
             print("|---" * (len(kinds) + 1) + "|")
-            firsts = [f"{began[kind][0] * 1e6:.0f}" for kind in kinds]
-            print("| first message, link included | " + " | ".join(firsts) + " |", flush=True)
+            firsts = [shown(began, kind) if began[kind] else "" for kind in kinds]
+            print("| first round trip, link included | " + " | ".join(firsts) + " |", flush=True)
         for name, (call, count) in cases.items():
             times: dict[str, list[float]] = {kind: [] for kind in kinds}
             for turn in range(rounds + 1):
@@ -174,6 +217,72 @@ def rank(rounds: int, kinds: list[str]) -> None:
                 print(f"| {name} | " + " | ".join(shown(times, kind) for kind in kinds) + " |", flush=True)
         for world in made.values():
             world.close()
+        if "quic 1452" in kinds:
+            for name, seconds in lossy(base, rounds).items():
+                if base.rank == 0:
+                    low, middle, high = (f"{f(seconds) * 1e6:.0f}" for f in (min, statistics.median, max))
+                    print(f"| {name} | {middle} ({low}-{high}) |", flush=True)
+
+
+def formed(comm: Communicator) -> int:
+    """Talk to every other rank; how many descriptors this one has then."""
+    comm.barrier()
+    comm.all_to_all(np.zeros((comm.size, 1)))
+    comm.barrier()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def form(size: int, rounds: int) -> None:
+    """Print how long a world takes to begin and to end, and its descriptors."""
+    how: dict[str, uni.Config] = {
+        "tls": uni.Config(shm=False, tls=True),
+        "quic": uni.Config(shm=False, links="quic"),
+    }
+    took: dict[str, list[float]] = {kind: [] for kind in how}
+    most: dict[str, int] = {}
+    for _ in range(rounds):
+        for kind, config in how.items():
+            started = time.perf_counter()
+            most[kind] = max(uni.spawn(formed, size, config=config, timeout=300))
+            took[kind].append(time.perf_counter() - started)
+    print(
+        f"| {size} ranks: start, barrier, all_to_all, end; most descriptors | "
+        + " | ".join(f"{kind}: {shown(took, kind)}; {most[kind]}" for kind in how)
+        + " |"
+    )
+
+
+def plot(rows: dict[str, dict[str, float]], file: str) -> None:
+    """The multiples of TLS by row and kind."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 0.3 * len(rows) + 1.5))
+    kinds = [kind for kind in next(iter(rows.values())) if kind != "iroh"]
+    for kind in kinds:
+        axes.plot([row[kind] for row in rows.values()], list(rows), "o", label=kind)
+    axes.axvline(1.0, color="gray", linewidth=1)
+    axes.invert_yaxis()
+    axes.set_xlabel("time as a multiple of TLS")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def multiples(table: str) -> dict[str, dict[str, float]]:
+    """Of a printed table, by row and kind."""
+    lines = [
+        [cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if "|" in line
+    ]
+    kinds = lines[0][1:]
+    rows: dict[str, dict[str, float]] = {}
+    for name, *cells in lines[1:]:
+        found = {kind: re.search(r"\(([\d.]+)x", cell) for kind, cell in zip(kinds, cells, strict=False)}
+        if any(found.values()):
+            rows[name] = {kind: 1.0 if match is None else float(match[1]) for kind, match in found.items()}
+    return rows
 
 
 def shown(times: dict[str, list[float]], kind: str) -> str:
@@ -185,19 +294,38 @@ def shown(times: dict[str, list[float]], kind: str) -> str:
 
 
 def main() -> None:
-    words = sys.argv[1:]
-    is_rank = words[:1] == ["--rank"]
-    words = words[is_rank:]
-    rounds = int(words.pop(0)) if words and words[0].isdecimal() else 7
-    kinds = words or list(KINDS)
-    if is_rank:
-        rank(rounds, kinds)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("rounds", nargs="?", type=int, default=7)
+    parser.add_argument("kinds", nargs="*", default=list(KINDS))
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--form", type=int, default=0, metavar="N")
+    parser.add_argument("--plot", metavar="FILE")
+    args = parser.parse_args()
+    if args.rank:
+        rank(args.rounds, args.kinds)
         return
-    run = [sys.executable, "-m", "unisono", "run", "-n", "2", __file__, "--rank", str(rounds), *kinds]
+    run = [
+        sys.executable,
+        "-m",
+        "unisono",
+        "run",
+        "-n",
+        "2",
+        __file__,
+        str(args.rounds),
+        *args.kinds,
+        "--rank",
+    ]
     ended = subprocess.run(run, capture_output=True, text=True, timeout=1200, check=False)
-    print("\n".join(line.partition("| ")[1] + line.partition("| ")[2] for line in ended.stdout.splitlines()))
+    lines = [line.partition("| ")[1] + line.partition("| ")[2] for line in ended.stdout.splitlines()]
+    table = "\n".join(line or "|---" * (len(args.kinds) + 1) + "|" for line in lines)
+    print(table, flush=True)
     if ended.returncode != 0:
         sys.exit(ended.stderr[-2000:])
+    if args.plot:
+        plot(multiples(table), args.plot)
+    if args.form:
+        form(args.form, min(args.rounds, 3))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,9 @@ def native(size):
         rank.connect(cards)
     return ranks
 
+from unisono import _native
+assert _native.has_quic(), "the wheel has no QUIC links"
+
 for name, factory in (("local", LocalBackend.create), ("native", native)):
     print(f"{name}: {len(check_backend(factory))} cases of the conformance kit passed")
 """

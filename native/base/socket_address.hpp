@@ -46,6 +46,15 @@ struct SocketAddress {
     return ntohs(storage.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6&>(storage).sin6_port
                                                : reinterpret_cast<const sockaddr_in&>(storage).sin_port);
   }
+  // Take the address, not the port, of one of the same family.
+  void set_host(const SocketAddress& other) {
+    if (storage.ss_family != other.storage.ss_family) return;
+    if (storage.ss_family == AF_INET6)
+      reinterpret_cast<sockaddr_in6&>(storage).sin6_addr =
+          reinterpret_cast<const sockaddr_in6&>(other.storage).sin6_addr;
+    else
+      reinterpret_cast<sockaddr_in&>(storage).sin_addr = reinterpret_cast<const sockaddr_in&>(other.storage).sin_addr;
+  }
   // Callers that count as one: those of an IPv4 address, or of the /64 network of an IPv6 one, which a single host
   // owns.
   std::string group() const { return network(8); }

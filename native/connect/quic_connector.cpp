@@ -19,17 +19,22 @@ constexpr size_t attempts_max = 16;
 constexpr size_t refusals_max = 8;
 // With more strangers than this, a newcomer proves its address first.
 constexpr size_t strangers_unproven_max = 16;
-// The datagrams of a handshake are padded: a stranger may send this many times the bytes of one over TCP.
+// The datagrams of a handshake are padded, and repeated by us: a stranger may send, and gets, this many times the bytes
+// of one over TCP.
 constexpr uint64_t padding_factor = 4;
 constexpr std::int64_t retry_ns = 10 * second;
 // Windows: of one peer by itself, and the least that makes progress.
 constexpr uint64_t window_bytes = 2 << 20, window_bytes_min = 2048;
-constexpr uint64_t window_bytes_first = 1 << 20, window_bytes_long = 64 << 20;
+// Between hosts: at first, and on a long path, of which one stream gets three quarters: 10 Gb/s x 50 ms are 62.5 MB.
+constexpr uint64_t window_bytes_first = 1 << 20, window_bytes_first_min = 128 << 10, window_bytes_long = 96 << 20;
+// Each rank of this host may have to wait for its turn on a core.
+constexpr std::int64_t probe_slack_ns = 10 * millisecond, probe_slack_ns_max = 250 * millisecond;
 // In the best case two of them fill a batch of the socket.
 constexpr size_t datagram_bytes_local = 32'000;
-// A port that answers as closed is asked three times.
-constexpr std::int64_t ask_ns = 40 * millisecond;
-constexpr int asks_max = 3;
+// A port that answers as closed is asked this often, for 0.4 s, and has to answer so this often. Linux answers six
+// times in a burst, and then once a second.
+constexpr std::int64_t ask_ns = 80 * millisecond;
+constexpr int asks_max = 5, refusals_needed = 3;
 
 // A rank that is called.
 struct Call {
@@ -78,7 +83,7 @@ class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner 
     host_ = card.host;
     SocketAddress address = SocketAddress::of(settings.bind, settings.port);
     if (address.bytes == 0) throw std::runtime_error(settings.bind + " is not a numeric address");
-    if (!endpoint_.open(address))
+    if (!endpoint_.open(address, static_cast<int>(settings.socket_buffer_bytes)))
       throw std::runtime_error(
           failure(("cannot bind UDP " + settings.bind + " port " + std::to_string(settings.port)).c_str()));
     if (!fill_random(token_secret_, sizeof token_secret_)) throw std::runtime_error(failure("no random bytes"));
@@ -92,7 +97,7 @@ class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner 
     if (identity_ != nullptr) throw std::runtime_error("allowed: an identity, once");
     if (material.names.size() != static_cast<size_t>(size_)) throw std::runtime_error("allowed: one name per rank");
     identity_ = std::make_unique<QuicIdentity>(material, rank_);
-    endpoint_.listen();
+    if (!endpoint_.listen()) throw std::runtime_error(failure("cannot watch the UDP socket"));
   }
   bool is_ready() const override { return identity_ != nullptr; }
   void set_neighbours(size_t ranks_here) override { neighbours_ = ranks_here; }
@@ -110,6 +115,8 @@ class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner 
 
   std::unique_ptr<Link> link(Peer& peer, QuicConnection& connection, const SocketPolicy& policy) override {
     ++links_;
+    if (peers_.empty()) peers_.resize(static_cast<size_t>(size_));
+    peers_[static_cast<size_t>(peer.rank)] = &peer;
     return std::make_unique<QuicLink>(peer, endpoint_, connection, policy);
   }
   void turn_away(QuicConnection& connection) override { endpoint_.close(connection, Admission::known); }
@@ -178,7 +185,8 @@ class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner 
 
  private:
   // -- QuicEndpointOwner
-  void on_first(const SocketAddress& from, const byte* datagram, size_t bytes, std::int64_t now) override;
+  void on_first(const SocketAddress& local, const SocketAddress& from, const byte* datagram, size_t bytes,
+                std::int64_t now) override;
   void on_changed(QuicConnection& connection) override;
   void on_unreachable(const SocketAddress& to, int error) override;
 
@@ -186,7 +194,7 @@ class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner 
     const auto found = std::find_if(calls_.begin(), calls_.end(), [rank](const Call& c) { return c.rank == rank; });
     return found != calls_.end() ? &*found : nullptr;
   }
-  QuicPath path_to(const SocketAddress& remote) const;
+  QuicPath path_to(const SocketAddress& local, const SocketAddress& remote) const;
   QuicSettings quic_settings() const {
     return {rank_, size_, settings_.eager_credit_bytes, std::max<uint64_t>(settings_.rekey_records, 1)};
   }
@@ -197,7 +205,8 @@ class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner 
   void refuse(std::list<Call>::iterator call, const std::string& cause, Admission admission = Admission::unknown);
   void note_refusal(const Stranger& stranger, const std::string& cause);
   void drop_oldest_stranger(const std::string& group);
-  void ask_for_address(const ngtcp2_pkt_hd& first, const SocketAddress& from, std::int64_t now);
+  void ask_for_address(const ngtcp2_pkt_hd& first, const SocketAddress& local, const SocketAddress& from,
+                       std::int64_t now);
   void ask_suspects(std::int64_t now);
   std::string unreached(const Call& call, const std::string& why) const {
     return "cannot be reached from rank " + std::to_string(rank_) + " at " + call.address.host() + " port " +
@@ -216,7 +225,8 @@ class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner 
   std::list<Call> calls_;
   std::list<Stranger> strangers_;  // oldest first
   std::list<Suspicion> suspicions_;
-  size_t links_ = 0;  // that were made so far
+  size_t links_ = 0;                // that were made so far
+  std::vector<const Peer*> peers_;  // by rank, once they have had a link
   uint64_t refused_ = 0;
   std::vector<std::string> refusals_;
   QuicEndpoint endpoint_;
@@ -224,9 +234,9 @@ class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner 
 
 // ---- calls ----
 
-QuicPath RealQuicConnector::path_to(const SocketAddress& remote) const {
+QuicPath RealQuicConnector::path_to(const SocketAddress& local, const SocketAddress& remote) const {
   QuicPath path;
-  path.local = endpoint_.local();
+  path.local = local;
   path.remote = remote;
   path.is_local = remote.has_host_of(path.local);
   if (path.is_local) {
@@ -234,9 +244,13 @@ QuicPath RealQuicConnector::path_to(const SocketAddress& remote) const {
     const uint64_t share = endpoint_.receive_bytes() / std::max<size_t>(neighbours_ - (neighbours_ > 1), 1);
     path.window_bytes = std::clamp(share, window_bytes_min, window_bytes);
     path.window_bytes_max = path.window_bytes;
+    path.probe_slack_ns = std::min(static_cast<std::int64_t>(neighbours_) * probe_slack_ns, probe_slack_ns_max);
     path.datagram_bytes = settings_.datagram_bytes != 0 ? settings_.datagram_bytes : datagram_bytes_local;
   } else {
-    path.window_bytes = window_bytes_first;
+    // At first they share the buffer, too. The window grows with what is read in a round trip; then a peer's pacing and
+    // congestion control keep it from filling the buffer.
+    path.window_bytes =
+        std::clamp(endpoint_.receive_bytes() / static_cast<size_t>(size_), window_bytes_first_min, window_bytes_first);
     path.window_bytes_max = window_bytes_long;
     path.datagram_bytes = settings_.datagram_bytes;
   }
@@ -254,7 +268,8 @@ void RealQuicConnector::connect_due() {
 }
 
 void RealQuicConnector::attempt(Call& call) {
-  auto made = QuicConnection::open(*identity_, quic_settings(), endpoint_, path_to(call.address), call.rank, now_ns());
+  const QuicPath path = path_to(endpoint_.local_to(call.address), call.address);
+  auto made = QuicConnection::open(*identity_, quic_settings(), endpoint_, path, call.rank, now_ns());
   call.state = Call::State::under_way;
   ++call.attempts;
   if (made == nullptr) {
@@ -348,7 +363,8 @@ void RealQuicConnector::tick(std::int64_t passed_ns) {
 
 // ---- callers ----
 
-void RealQuicConnector::on_first(const SocketAddress& from, const byte* datagram, size_t bytes, std::int64_t now) {
+void RealQuicConnector::on_first(const SocketAddress& local, const SocketAddress& from, const byte* datagram,
+                                 size_t bytes, std::int64_t now) {
   if (pinger_.take(datagram, bytes)) return;
   ngtcp2_pkt_hd first;
   const auto* data = reinterpret_cast<const uint8_t*>(datagram);
@@ -364,19 +380,20 @@ void RealQuicConnector::on_first(const SocketAddress& from, const byte* datagram
                                          from.bytes, &first.dcid, retry_ns, static_cast<ngtcp2_tstamp>(now)) == 0;
     if (!is_sound) return;
   } else if (strangers_.size() >= strangers_unproven_max) {
-    return ask_for_address(first, from, now);
+    return ask_for_address(first, local, from, now);
   }
   drop_oldest_stranger(from.group());
-  auto made = QuicConnection::accept(*identity_, quic_settings(), endpoint_, path_to(from), first,
+  auto made = QuicConnection::accept(*identity_, quic_settings(), endpoint_, path_to(local, from), first,
                                      has_token ? &original : nullptr, now);
   if (made == nullptr) return;
   QuicConnection& connection = endpoint_.add(std::move(made));
   strangers_.push_back({&connection, from, settings_.stranger_ns});
-  connection.receive(from, datagram, bytes, now);
+  connection.receive(local, from, datagram, bytes, now);
   on_stranger_changed(std::prev(strangers_.end()));
 }
 
-void RealQuicConnector::ask_for_address(const ngtcp2_pkt_hd& first, const SocketAddress& from, std::int64_t now) {
+void RealQuicConnector::ask_for_address(const ngtcp2_pkt_hd& first, const SocketAddress& local,
+                                        const SocketAddress& from, std::int64_t now) {
   ngtcp2_cid id{};
   id.datalen = quic_id_bytes;
   uint8_t token[NGTCP2_CRYPTO_MAX_RETRY_TOKENLEN], packet[512];
@@ -388,7 +405,7 @@ void RealQuicConnector::ask_for_address(const ngtcp2_pkt_hd& first, const Socket
   if (token_length < 0) return;
   const ngtcp2_ssize n = ngtcp2_crypto_write_retry(packet, sizeof packet, first.version, &first.scid, &id, &first.dcid,
                                                    token, static_cast<size_t>(token_length));
-  if (n > 0) endpoint_.send_one(reinterpret_cast<const byte*>(packet), static_cast<size_t>(n), from);
+  if (n > 0) endpoint_.send_one(reinterpret_cast<const byte*>(packet), static_cast<size_t>(n), local, from);
 }
 
 // A newcomer is never turned away: if there are too many strangers, the oldest goes, of the same address if that alone
@@ -410,9 +427,11 @@ void RealQuicConnector::drop_oldest_stranger(const std::string& group) {
 
 void RealQuicConnector::on_stranger_changed(std::list<Stranger>::iterator stranger) {
   QuicConnection& connection = *stranger->connection;
-  if (connection.received_bytes() > padding_factor * settings_.stranger_bytes_max &&
-      connection.state() == QuicState::accepted)
+  const uint64_t bytes_max = padding_factor * settings_.stranger_bytes_max;
+  if (connection.state() == QuicState::accepted && connection.received_bytes() > bytes_max)
     connection.give_up("it sent more than a stranger may");
+  if (connection.state() == QuicState::accepted && connection.sent_bytes() > bytes_max)
+    connection.give_up("it asked for more than a stranger gets");
   if (connection.state() == QuicState::closed) {
     if (!connection.is_hung_up()) note_refusal(*stranger, connection.why());
     strangers_.erase(stranger);
@@ -453,10 +472,10 @@ void RealQuicConnector::on_unreachable(const SocketAddress& to, int) {
     return c.address == to && c.state == Call::State::under_way && !c.is_reached;
   });
   // The socket of a rank is bound before its card is known.
-  if (call != calls_.end() && (++call->refusals >= asks_max || is_gone(call->pid)))
+  if (call != calls_.end() && (++call->refusals >= refusals_needed || is_gone(call->pid)))
     return refuse(call, unreached(*call, strerror(ECONNREFUSED)));
   for (Suspicion& each : suspicions_)
-    if (each.connection->remote() == to) {
+    if (endpoint_.has(*each.connection) && each.connection->remote() == to) {
       ++each.refusals;
       return;
     }
@@ -465,7 +484,8 @@ void RealQuicConnector::on_unreachable(const SocketAddress& to, int) {
         {connection->rank(), connection, connection->datagrams(), pinger_.answers(connection->rank())});
 }
 
-// An ICMP message can be forged, but a forger cannot keep a living rank from answering: ping it.
+// An ICMP message can be forged, but a forger cannot keep a living rank from answering: ping it. On this host the system
+// knows whether it lives, even if it is stopped or starved.
 void RealQuicConnector::ask_suspects(std::int64_t now) {
   for (auto each = suspicions_.begin(); each != suspicions_.end();) {
     const bool is_over = !endpoint_.has(*each->connection) || each->connection->state() != QuicState::linked;
@@ -474,8 +494,16 @@ void RealQuicConnector::ask_suspects(std::int64_t now) {
       continue;
     }
     if (now >= each->next_at) {
+      const Peer* here = static_cast<size_t>(each->rank) < peers_.size() ? peers_[each->rank] : nullptr;
+      if (here != nullptr && !here->is_same_host) here = nullptr;
+      if (here != nullptr && is_gone(here->card.pid)) {
+        each->connection->give_up("died: its port was closed");
+        each = suspicions_.erase(each);
+        continue;
+      }
       if (each->asks == asks_max) {
-        if (each->refusals >= asks_max) each->connection->give_up("died: its port was closed");
+        if (each->refusals >= refusals_needed && here == nullptr)
+          each->connection->give_up("died: its port was closed");
         each = suspicions_.erase(each);
         continue;
       }

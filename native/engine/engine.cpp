@@ -226,6 +226,7 @@ bool Engine::start(Send& send, std::int32_t dst) {
   if (is_closing_) return false;
   if (users_ != nullptr) users_->note(false);
   peers_[dst]->send(send);
+  note_timer();
   return true;
 }
 
@@ -233,7 +234,10 @@ bool Engine::start(Receive& receive) {
   if (is_closing_) return false;
   receive.incoming = nullptr;
   receive.is_unwanted = false;
-  if (inbox.serve(receive)) return true;
+  if (inbox.serve(receive)) {
+    note_timer();
+    return true;
+  }
   if (receive.source != any_source && peers_[receive.source]->state == Peer::State::down) {
     receive.end(Outcome::peer_down, receive.source);
     return true;
@@ -304,8 +308,12 @@ void Engine::push() {
     for (Peer* peer : open_) peer->link->push();
   if (connector_.quic() == nullptr) return;
   connector_.quic()->push();
+  note_timer();
+}
+
+void Engine::note_timer() {
   // What was sent has a timer, of which a sleeping thread does not know yet.
-  if (next_timer() < sleeps_until_) wake_sleeper();
+  if (sleeps_until_ != 0 && next_timer() < sleeps_until_) wake_sleeper();
 }
 
 std::int64_t Engine::next_timer() const { return connector_.quic() != nullptr ? connector_.quic()->expiry() : never; }

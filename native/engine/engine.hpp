@@ -191,6 +191,8 @@ class Engine final : public PeerServices, private ConnectionOwner {
   void push();
   // When the links' first timer is due.
   std::int64_t next_timer() const;
+  // Something may have been sent: the thread that sleeps must wake up for its timer.
+  void note_timer();
   bool read_pieces();
   // Share the copy of a message that a peer reads from our memory, while there is nothing else to do.
   bool share_copies();

@@ -31,6 +31,12 @@ constexpr uint64_t stream_part_dividend = 3, stream_part_divisor = 4;
 constexpr uint64_t close_code_base = 0x100;
 constexpr uint64_t crypto_error = 0x100;  // transport error codes of TLS alerts
 constexpr size_t parts_max = 8;
+// A path that carried long datagrams may cease to. After three probes in a row without an answer they are short for a
+// minute; then long ones are tried again, because the peer may only have been silent.
+constexpr size_t lost_probes_max = 3;
+constexpr std::int64_t short_ns = 60 * second;
+// Of the reason in a datagram that closes a connection: it must fit with everything else.
+constexpr size_t reason_bytes_max = 512;
 
 ngtcp2_tstamp stamp(std::int64_t now) { return static_cast<ngtcp2_tstamp>(now); }
 
@@ -54,31 +60,44 @@ ngtcp2_cid random_cid() {
   return made;
 }
 
+// Set by a callback that does not get its connection.
+thread_local bool has_decrypted = false;
+
 }  // namespace
 
 // What the library calls. It must not write or destroy the connection.
 struct QuicConnection::Callbacks {
   static QuicConnection& of(void* self) { return *static_cast<QuicConnection*>(self); }
-  static int result(bool is_right) { return is_right ? 0 : NGTCP2_ERR_CALLBACK_FAILURE; }
-
-  static int handshake_completed(ngtcp2_conn*, void* self) { return result(of(self).on_certified()); }
-  static int recv_stream_data(ngtcp2_conn* conn, uint32_t flags, int64_t id, uint64_t, const uint8_t* data,
-                              size_t bytes, void* self, void*) {
-    QuicConnection& me = of(self);
-    const auto stream = static_cast<size_t>(id >> 2);
-    if ((flags & NGTCP2_STREAM_DATA_FLAG_FIN) != 0 || stream >= quic_stream_count || (id & 2) == 0) {
-      me.fault_ = "it ended a stream";
+  // No exception crosses the library, which is C.
+  template <class Work>
+  static int guard(void* self, Work work) noexcept {
+    try {
+      return work(of(self)) ? 0 : NGTCP2_ERR_CALLBACK_FAILURE;
+    } catch (const std::exception&) {
+      of(self).fault_ = "no memory";  // short enough to need none
       return NGTCP2_ERR_CALLBACK_FAILURE;
     }
-    if (!me.on_stream_bytes(static_cast<QuicStream>(stream), reinterpret_cast<const byte*>(data), bytes))
-      return NGTCP2_ERR_CALLBACK_FAILURE;
-    ngtcp2_conn_extend_max_stream_offset(conn, id, bytes);
-    ngtcp2_conn_extend_max_offset(conn, bytes);
-    return 0;
+  }
+
+  static int handshake_completed(ngtcp2_conn*, void* self) {
+    return guard(self, [](QuicConnection& me) { return me.on_certified(); });
+  }
+  static int recv_stream_data(ngtcp2_conn*, uint32_t flags, int64_t id, uint64_t, const uint8_t* data, size_t bytes,
+                              void* self, void*) {
+    return guard(self, [=](QuicConnection& me) {
+      const auto stream = static_cast<size_t>(id >> 2);
+      if ((flags & NGTCP2_STREAM_DATA_FLAG_FIN) != 0 || stream >= quic_stream_count || (id & 2) == 0) {
+        me.fault_ = "it ended a stream";
+        return false;
+      }
+      return me.on_stream_bytes(static_cast<QuicStream>(stream), reinterpret_cast<const byte*>(data), bytes);
+    });
   }
   static int acked(ngtcp2_conn*, int64_t id, uint64_t offset, uint64_t bytes, void* self, void*) {
-    of(self).out_[static_cast<size_t>(id >> 2)].acknowledged(offset + bytes);
-    return 0;
+    return guard(self, [=](QuicConnection& me) {
+      me.out_[static_cast<size_t>(id >> 2)].acknowledged(offset + bytes);
+      return true;
+    });
   }
   static int extend_max_stream_data(ngtcp2_conn*, int64_t id, uint64_t, void* self, void*) {
     if (const auto stream = static_cast<size_t>(id >> 2); stream < quic_stream_count)
@@ -86,20 +105,34 @@ struct QuicConnection::Callbacks {
     return 0;
   }
   static int stream_reset(ngtcp2_conn*, int64_t, uint64_t, uint64_t, void* self, void*) {
-    of(self).fault_ = "it reset a stream";
-    return NGTCP2_ERR_CALLBACK_FAILURE;
+    return guard(self, [](QuicConnection& me) {
+      me.fault_ = "it reset a stream";
+      return false;
+    });
   }
   static int stream_stop_sending(ngtcp2_conn*, int64_t, uint64_t, void* self, void*) {
-    of(self).fault_ = "it refuses a stream";
-    return NGTCP2_ERR_CALLBACK_FAILURE;
+    return guard(self, [](QuicConnection& me) {
+      me.fault_ = "it refuses a stream";
+      return false;
+    });
+  }
+  // Whoever sees a connection id can send to it. What can be decrypted is the peer's.
+  static int decrypt(uint8_t* to, const ngtcp2_crypto_aead* aead, const ngtcp2_crypto_aead_ctx* key,
+                     const uint8_t* from, size_t bytes, const uint8_t* nonce, size_t nonce_bytes, const uint8_t* head,
+                     size_t head_bytes) {
+    const int error = ngtcp2_crypto_decrypt_cb(to, aead, key, from, bytes, nonce, nonce_bytes, head, head_bytes);
+    has_decrypted |= error == 0;
+    return error;
   }
   static void random(uint8_t* to, size_t bytes, const ngtcp2_rand_ctx*) { fill_random(to, bytes); }
   static int new_id(ngtcp2_conn*, ngtcp2_cid* cid, uint8_t* token, size_t bytes, void* self) {
     cid->datalen = bytes;
     if (!fill_random(cid->data, bytes) || !fill_random(token, NGTCP2_STATELESS_RESET_TOKENLEN))
       return NGTCP2_ERR_CALLBACK_FAILURE;
-    of(self).route(id_of(*cid));
-    return 0;
+    return guard(self, [cid](QuicConnection& me) {
+      me.route(id_of(*cid));
+      return true;
+    });
   }
   static int old_id(ngtcp2_conn*, const ngtcp2_cid* cid, void* self) {
     QuicConnection& me = of(self);
@@ -115,7 +148,7 @@ struct QuicConnection::Callbacks {
     made.recv_crypto_data = ngtcp2_crypto_recv_crypto_data_cb;
     made.recv_retry = ngtcp2_crypto_recv_retry_cb;
     made.encrypt = ngtcp2_crypto_encrypt_cb;
-    made.decrypt = ngtcp2_crypto_decrypt_cb;
+    made.decrypt = decrypt;
     made.hp_mask = ngtcp2_crypto_hp_mask_cb;
     made.update_key = ngtcp2_crypto_update_key_cb;
     made.delete_crypto_aead_ctx = ngtcp2_crypto_delete_crypto_aead_ctx_cb;
@@ -143,6 +176,7 @@ QuicConnection::QuicConnection(const QuicIdentity& identity, const QuicSettings&
       settings_(settings),
       routes_(routes),
       path_(path),
+      local_(path.local),
       remote_(path.remote),
       is_opener_(is_opener),
       rank_(rank),
@@ -245,10 +279,12 @@ void QuicConnection::route(QuicId id) {
 bool QuicConnection::on_certified() {
   const std::int32_t shown = identity_.rank_of(session_.get());
   if (shown < 0) {
+    alert_ = GNUTLS_A_BAD_CERTIFICATE;
     fault_ = "its certificate names no rank of this job";
     return false;
   }
   if (is_opener_ && shown != rank_) {
+    alert_ = GNUTLS_A_BAD_CERTIFICATE;
     fault_ = "its certificate is rank " + std::to_string(shown) + "'s";
     return false;
   }
@@ -294,6 +330,7 @@ bool QuicConnection::on_stream_bytes(QuicStream stream, const byte* from, size_t
     greeting_bytes_ += take;
     from += take;
     bytes -= take;
+    consumed(stream, take);
     if (greeting_bytes_ == sizeof greeting_ && !on_greeting()) return false;
   }
   if (bytes == 0) return true;
@@ -303,13 +340,22 @@ bool QuicConnection::on_stream_bytes(QuicStream stream, const byte* from, size_t
       fault_ = "it sent messages before it was admitted";
       return false;
     }
+    // Not counted as read: the window bounds it.
     auto& early = early_[static_cast<size_t>(stream)];
     early.insert(early.end(), from, from + bytes);
     return true;
   }
   const char* fault = reader_->on_bytes(stream, from, bytes);
   if (fault != nullptr) fault_ = fault;
+  consumed(stream, bytes);
   return fault == nullptr;
+}
+
+void QuicConnection::consumed(QuicStream stream, size_t bytes) {
+  // Streams of one direction: bit 1; opened by the acceptor: bit 0.
+  const std::int64_t id = static_cast<std::int64_t>(stream) << 2 | 2 | (is_opener_ ? 1 : 0);
+  ngtcp2_conn_extend_max_stream_offset(conn_.get(), id, bytes);
+  ngtcp2_conn_extend_max_offset(conn_.get(), bytes);
 }
 
 void QuicConnection::read_by(QuicReader* reader) {
@@ -317,6 +363,7 @@ void QuicConnection::read_by(QuicReader* reader) {
   for (size_t i = 0; i < quic_stream_count && reader_ != nullptr; ++i) {
     const std::vector<byte> early = std::exchange(early_[i], {});
     if (early.empty()) continue;
+    consumed(static_cast<QuicStream>(i), early.size());
     const char* fault = reader_->on_bytes(static_cast<QuicStream>(i), early.data(), early.size());
     if (fault != nullptr) return fail(fault);
   }
@@ -333,9 +380,11 @@ void QuicConnection::fail(std::string why) { end(QuicEvent::fail, std::move(why)
 
 void QuicConnection::on_error(int error) {
   if (error == NGTCP2_ERR_DRAINING) {
-    uint64_t code = 0;
-    const bool is_ours = close_code_of(conn_.get(), code);
+    QuicClose came;
+    const bool is_ours = read_close(conn_.get(), came);
+    const uint64_t code = came.code;
     is_hung_up_ = true;
+    reason_ = came.reason.substr(0, reason_bytes_max);
     if (is_ours && code >= close_code_base && code < close_code_base + admission_count)
       admission_ = static_cast<Admission>(code - close_code_base);
     const bool is_alert = !is_ours && code >= crypto_error && code < crypto_error + 0x100;
@@ -345,63 +394,77 @@ void QuicConnection::on_error(int error) {
     return end(QuicEvent::hang_up,
                alert != nullptr ? std::string("it refused the TLS handshake: ") + alert : "its connection was closed");
   }
+  is_mute_ = error == NGTCP2_ERR_DROP_CONN;
+  if (is_mute_) return fail("its first datagram was not QUIC's");
+  if (error == NGTCP2_ERR_CRYPTO) alert_ = ngtcp2_conn_get_tls_alert(conn_.get());
   if (!fault_.empty()) return fail(fault_);
   const std::string refusal = QuicIdentity::verify_error(session_.get());
   if (!refusal.empty()) return fail(refusal);
   if (error == NGTCP2_ERR_CRYPTO) {
-    const char* alert =
-        gnutls_alert_get_name(static_cast<gnutls_alert_description_t>(ngtcp2_conn_get_tls_alert(conn_.get())));
+    const char* alert = gnutls_alert_get_name(static_cast<gnutls_alert_description_t>(alert_));
     return fail(std::string("no TLS with it: ") + (alert != nullptr ? alert : "the handshake broke off"));
   }
   fail(ngtcp2_strerror(error));
 }
 
-std::vector<byte> QuicConnection::close(Admission admission, std::int64_t now) {
+std::vector<byte> QuicConnection::close(Admission admission, const std::string& reason, std::int64_t now) {
   reader_ = nullptr;
   const bool was_hung_up = is_hung_up_;
   if (state_ != QuicState::closed) fail("closed here");
   std::vector<byte> said(datagram_bytes_min);
+  const QuicClose how{close_code_base + static_cast<uint64_t>(admission), alert_, reason.substr(0, reason_bytes_max)};
   ngtcp2_path_storage path;
   ngtcp2_path_storage_zero(&path);
   ngtcp2_pkt_info info{};
-  const ngtcp2_ssize n = was_hung_up || ngtcp2_conn_is_in_draining_period(conn_.get()) != 0
+  const ngtcp2_ssize n = was_hung_up || is_mute_ || ngtcp2_conn_is_in_draining_period(conn_.get()) != 0
                              ? 0
                              : write_close(conn_.get(), &path.path, &info, reinterpret_cast<uint8_t*>(said.data()),
-                                           said.size(), close_code_base + static_cast<uint64_t>(admission), stamp(now));
+                                           said.size(), how, stamp(now));
   said.resize(n > 0 ? static_cast<size_t>(n) : 0);
   return said;
 }
 
 // ---- datagrams and time ----
 
-void QuicConnection::receive(const SocketAddress& from, const byte* datagram, size_t bytes, std::int64_t now) {
+void QuicConnection::receive(const SocketAddress& local, const SocketAddress& from, const byte* datagram, size_t bytes,
+                             std::int64_t now) {
   if (state_ == QuicState::closed) return;
   received_bytes_ += bytes;
-  const ngtcp2_path path = path_of(path_.local, from);
+  const ngtcp2_path path = path_of(local, from);
   const ngtcp2_pkt_info info{};
+  has_decrypted = false;
   const int error =
       ngtcp2_conn_read_pkt(conn_.get(), &path, &info, reinterpret_cast<const uint8_t*>(datagram), bytes, stamp(now));
   if (error != 0) return on_error(error);
-  was_heard_ = true;
-  ++datagrams_;
+  if (has_decrypted) {
+    was_heard_ = true;
+    ++datagrams_;
+  }
   update_expiry();
 }
 
 void QuicConnection::expire(std::int64_t now) {
   if (state_ == QuicState::closed) return;
   if (const int error = ngtcp2_conn_handle_expiry(conn_.get(), stamp(now)); error != 0) return on_error(error);
+  if (!path_.is_local && now >= short_until_ && probe_timeouts(conn_.get()) >= lost_probes_max)
+    short_until_ = now + short_ns;
   update_expiry();
 }
+
+void QuicConnection::on_too_long() { short_until_ = never; }
 
 void QuicConnection::update_expiry() {
   const ngtcp2_tstamp at = ngtcp2_conn_get_expiry(conn_.get());
   if (at >= static_cast<ngtcp2_tstamp>(never) - timer_slack_ns)
     expiry_ = never;
   else
-    expiry_ = static_cast<std::int64_t>(at) + (path_.is_local ? timer_slack_ns : 0);
+    expiry_ = static_cast<std::int64_t>(at) + (!path_.is_local                 ? 0
+                                               : is_probe_due(conn_.get(), at) ? path_.probe_slack_ns
+                                                                               : timer_slack_ns);
 }
 
-size_t QuicConnection::datagram_room() const {
+size_t QuicConnection::datagram_room(std::int64_t now) const {
+  if (now < short_until_) return datagram_bytes_min;
   if (path_.datagram_bytes == 0) return datagram_bytes_probed_max;
   // A handshake that many ranks begin at once must fit into the receiver's buffer.
   return state_ == QuicState::linked ? path_.datagram_bytes : datagram_bytes_min;
@@ -415,9 +478,11 @@ bool QuicConnection::is_acknowledged() const {
   return std::all_of(std::begin(out_), std::end(out_), [](const QuicSendQueue& q) { return q.unacknowledged() == 0; });
 }
 
+uint64_t QuicConnection::congestion_window() const { return window_of(conn_.get()); }
+
 bool QuicConnection::write(DatagramSink& sink, std::int64_t now) {
   if (state_ == QuicState::closed) return false;
-  const size_t room = datagram_room();
+  const size_t room = datagram_room(now);
   size_t quantum = path_.is_local ? SIZE_MAX : ngtcp2_conn_get_send_quantum(conn_.get());
   ngtcp2_path_storage path;
   ngtcp2_path_storage_zero(&path);
@@ -431,7 +496,7 @@ bool QuicConnection::write(DatagramSink& sink, std::int64_t now) {
     ngtcp2_pkt_info info{};
     const ngtcp2_ssize n = write_packet(to, room, &path.path, &info, now);
     if (n < 0) {
-      sink.send(0, remote_);
+      sink.send(0, local_, remote_);
       on_error(static_cast<int>(n));
       return false;
     }
@@ -439,8 +504,11 @@ bool QuicConnection::write(DatagramSink& sink, std::int64_t now) {
     if (bytes != 0 && path.path.remote.addrlen != 0) {
       remote_.bytes = path.path.remote.addrlen;
       std::memcpy(&remote_.storage, path.path.remote.addr, remote_.bytes);
+      local_.bytes = path.path.local.addrlen;
+      std::memcpy(&local_.storage, path.path.local.addr, local_.bytes);
     }
-    sink.send(bytes, remote_);
+    sent_bytes_ += bytes;
+    sink.send(bytes, local_, remote_);
     if (bytes == 0) break;
     // For tests and for keys that encrypt less than the library's limit. Refused while the last update is not
     // confirmed.

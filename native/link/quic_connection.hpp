@@ -97,7 +97,7 @@ class DatagramSink {
   virtual ~DatagramSink() = default;
   // Memory for one datagram; nullptr if nothing can be sent now.
   virtual byte* space(size_t bytes) = 0;
-  virtual void send(size_t bytes, const SocketAddress& to) = 0;
+  virtual void send(size_t bytes, const SocketAddress& from, const SocketAddress& to) = 0;
 };
 
 // What arrives on a connection that is linked.
@@ -117,6 +117,9 @@ struct QuicPath {
   size_t datagram_bytes = 0;
   // Whether nothing but this host is passed: no pacing, and timers may be late.
   bool is_local = false;
+  // By how much the timers of probes may be late within a host. A missing answer there means that the peer is not
+  // scheduled. A probe would only fill its buffer: the window does not bound what is sent twice.
+  std::int64_t probe_slack_ns = 20 * millisecond;
   uint64_t window_bytes = 1 << 20;      // that the peer may send ahead of our reading
   uint64_t window_bytes_max = 1 << 26;  // the same on a long path
 };
@@ -143,12 +146,16 @@ class QuicConnection {
   QuicConnection& operator=(const QuicConnection&) = delete;
 
   // -- datagrams and time
-  void receive(const SocketAddress& from, const byte* datagram, size_t bytes, std::int64_t now);
+  // `local` is the address of ours that it came to.
+  void receive(const SocketAddress& local, const SocketAddress& from, const byte* datagram, size_t bytes,
+               std::int64_t now);
   // Write what is due. True if the sink had no room for all of it.
   bool write(DatagramSink& sink, std::int64_t now);
   // When `expire` is due; `never` if it is not.
   std::int64_t expiry() const { return expiry_; }
   void expire(std::int64_t now);
+  // The system says that the datagrams are too long for the path: they are short from now on.
+  void on_too_long();
 
   // -- states
   QuicState state() const { return state_; }
@@ -161,12 +168,14 @@ class QuicConnection {
   const std::string& why() const { return why_; }
   Admission admission() const { return admission_; }
   bool is_hung_up() const { return is_hung_up_; }
+  // The reason that the other side gave, perhaps none.
+  const std::string& reason() const { return reason_; }
   // Whether the other side refused the TLS handshake, so that another attempt would not help.
   bool is_refused() const { return is_refused_; }
   // End it for a reason that the datagrams did not bring.
   void give_up(std::string why) { fail(std::move(why)); }
   // Close it: the one datagram that says so, perhaps empty. No memory of others is read any more.
-  std::vector<byte> close(Admission admission, std::int64_t now);
+  std::vector<byte> close(Admission admission, const std::string& reason, std::int64_t now);
   // From now on what arrives goes to the reader; first what has arrived already.
   void read_by(QuicReader* reader);
 
@@ -175,13 +184,17 @@ class QuicConnection {
   const QuicSendQueue& out(QuicStream stream) const { return out_[static_cast<size_t>(stream)]; }
   bool is_acknowledged() const;
   bool has_unsent() const;
+  // Bytes that may be on their way at a time.
+  uint64_t congestion_window() const;
 
   // Whether a datagram of the peer came since the last call; and how many came so far.
   bool was_heard() { return std::exchange(was_heard_, false); }
   uint64_t datagrams() const { return datagrams_; }
   // The address that the peer is reached at.
   const SocketAddress& remote() const { return remote_; }
+  const SocketAddress& local() const { return local_; }
   uint64_t received_bytes() const { return received_bytes_; }
+  uint64_t sent_bytes() const { return sent_bytes_; }
   const std::vector<QuicId>& ids() const { return ids_; }
 
   // For its owner: whether it is in a list of connections that must write.
@@ -206,7 +219,8 @@ class QuicConnection {
   bool on_stream_bytes(QuicStream stream, const byte* from, size_t bytes);
   bool on_greeting();
   void end(QuicEvent event, std::string why);
-  size_t datagram_room() const;
+  void consumed(QuicStream stream, size_t bytes);
+  size_t datagram_room(std::int64_t now) const;
   ngtcp2_ssize write_packet(byte* to, size_t room, ngtcp2_path* path, ngtcp2_pkt_info* info, std::int64_t now);
   void update_expiry();
   void route(QuicId id);
@@ -215,18 +229,23 @@ class QuicConnection {
   const QuicSettings settings_;
   QuicRoutes& routes_;
   const QuicPath path_;
-  SocketAddress remote_;
+  SocketAddress local_, remote_;
   const bool is_opener_;
   std::int32_t rank_;
   QuicState state_;
   Admission admission_ = Admission::unknown;
   bool is_hung_up_ = false;
   bool is_refused_ = false;
+  bool is_mute_ = false;  // nobody is told of its end: what came proves no connection
   bool was_heard_ = false;
   std::string why_;
+  std::string reason_;
   std::string fault_;  // found in a callback
+  int alert_ = -1;     // of TLS, which tells the peer why
+  std::int64_t short_until_ = 0;
   std::int64_t expiry_ = never;
   uint64_t received_bytes_ = 0;
+  uint64_t sent_bytes_ = 0;
   uint64_t datagrams_ = 0;
   uint64_t packets_ = 0;
 

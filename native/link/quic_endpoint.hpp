@@ -23,7 +23,8 @@ class QuicEndpointOwner {
  public:
   virtual ~QuicEndpointOwner() = default;
   // A datagram that belongs to no connection.
-  virtual void on_first(const SocketAddress& from, const byte* datagram, size_t bytes, std::int64_t now) = 0;
+  virtual void on_first(const SocketAddress& local, const SocketAddress& from, const byte* datagram, size_t bytes,
+                        std::int64_t now) = 0;
   // Something happened to a connection that has no reader yet.
   virtual void on_changed(QuicConnection& connection) = 0;
   // An ICMP message says that no process listens at an address. It can be forged.
@@ -35,18 +36,22 @@ class QuicEndpoint final : public QuicRoutes, public DatagramSink, public Watche
   QuicEndpoint(QuicEndpointOwner& owner, Poller& poller);
   ~QuicEndpoint() override;
 
-  // False if the address is not free; errno says why. `address` gets the port that the system chose.
-  bool open(SocketAddress& address);
-  // Begin to read: until then datagrams wait in the socket's buffer.
-  void listen();
+  // False if the address is not free; errno says why. `address` gets the port that the system chose. `buffer_bytes` is
+  // asked of the system for each direction.
+  bool open(SocketAddress& address, int buffer_bytes);
+  // Begin to read: until then datagrams wait in the socket's buffer. False if the system has no room for it; errno says
+  // why.
+  bool listen();
   int fd() const { return socket_.get(); }
-  const SocketAddress& local() const { return local_; }
+  // The address that datagrams to `remote` come from.
+  SocketAddress local_to(const SocketAddress& remote) const;
   // Bytes of datagrams that the socket keeps for certain while no thread reads.
   size_t receive_bytes() const { return receive_bytes_; }
 
   QuicConnection& add(std::unique_ptr<QuicConnection> connection);
   // Close a connection and forget it. If the peer missed the close, it is repeated when the peer sends something.
-  void close(QuicConnection& connection, Admission admission);
+  // `reason`: why this rank gives the peer up, if it does.
+  void close(QuicConnection& connection, Admission admission, const std::string& reason = "");
   bool has(QuicConnection& connection) const { return connections_.contains(&connection); }
   // The linked connection whose peer is at an address; nullptr if there is none.
   QuicConnection* linked_at(const SocketAddress& address) const;
@@ -68,12 +73,12 @@ class QuicEndpoint final : public QuicRoutes, public DatagramSink, public Watche
   void remove(QuicId id) override { routes_.erase(id); }
   // -- DatagramSink
   byte* space(size_t bytes) override;
-  void send(size_t bytes, const SocketAddress& to) override;
+  void send(size_t bytes, const SocketAddress& from, const SocketAddress& to) override;
   // -- Watcher
   void on_ready(uint32_t events) override;
 
   // A single datagram that is not part of a connection. It may be lost.
-  void send_one(const byte* datagram, size_t bytes, const SocketAddress& to);
+  void send_one(const byte* datagram, size_t bytes, const SocketAddress& from, const SocketAddress& to);
 
  private:
   // What a closed connection still answers.
@@ -92,8 +97,10 @@ class QuicEndpoint final : public QuicRoutes, public DatagramSink, public Watche
   }
   void run_timers(std::int64_t now);
   bool read(std::int64_t now);
-  void route(const SocketAddress& from, const byte* datagram, size_t bytes, std::int64_t now);
+  void route(const SocketAddress& local, const SocketAddress& from, const byte* datagram, size_t bytes,
+             std::int64_t now);
   void flush();
+  void flush_singly();
   void read_errors();
   void forget_closed(std::int64_t now);
 
@@ -102,6 +109,7 @@ class QuicEndpoint final : public QuicRoutes, public DatagramSink, public Watche
   Descriptor socket_;
   uint64_t watch_ = 0;
   SocketAddress local_;
+  bool is_wildcard_ = false;  // bound to all addresses of this host
   size_t receive_bytes_ = 0;
   bool is_listening_ = false;
   bool is_readable_ = false;
@@ -121,9 +129,11 @@ class QuicEndpoint final : public QuicRoutes, public DatagramSink, public Watche
   size_t batch_limit_ = 0;
   size_t segment_bytes_ = 0;
   size_t segments_ = 0;
-  SocketAddress batch_to_;
-  bool is_blocked_ = false;    // the socket took no more
-  bool is_turn_over_ = false;  // a batch has left: read before the next one
+  SocketAddress batch_from_, batch_to_;
+  QuicConnection* writing_ = nullptr;
+  bool has_segmentation_ = true;  // the system cuts a batch into datagrams
+  bool is_blocked_ = false;       // the socket took no more
+  bool is_turn_over_ = false;     // a batch has left: read before the next one
 
   // In.
   struct Inbox;

@@ -9,8 +9,9 @@ namespace {
 constexpr size_t data_frame_bytes = 1 << 20;
 // Payload that may wait here to be sent: enough for the next turns.
 constexpr size_t data_waiting_bytes = 256 * 1024;
-// Short frames that are kept until they are acknowledged, beside what the credit bounds.
-constexpr size_t copied_bytes_max = 512 * 1024;
+// Short frames that are kept until they are acknowledged, beside what the credit bounds: as much as the path takes in a
+// round trip, but at least and at most this.
+constexpr size_t copied_bytes_min = 512 * 1024, copied_bytes_max = 16 << 20;
 
 QuicStream stream_of(Lane lane, Kind kind) {
   if (kind == Kind::data) return QuicStream::data;
@@ -28,7 +29,11 @@ QuicLink::QuicLink(Peer& peer, QuicEndpoint& endpoint, QuicConnection& connectio
           {{peer, Lane::bulk, false, frame_bytes_max(Lane::bulk), FrameParser::Carries::all_but_data}, {}},
           {{peer, Lane::bulk, false, frame_bytes_max(Lane::bulk), FrameParser::Carries::data_only}, {}}} {}
 
-QuicLink::~QuicLink() { endpoint_.close(connection_, Admission::leaving); }
+QuicLink::~QuicLink() {
+  // The datagram that closes the connection says why, and is repeated; the frame that says so may have been lost.
+  const bool is_given_up = peer_.state == Peer::State::down && !peer_.left;
+  endpoint_.close(connection_, Admission::leaving, is_given_up ? peer_.cause : "");
+}
 
 // ---- out ----
 
@@ -44,7 +49,8 @@ void QuicLink::append(QuicStream stream, Head head, const Body& body) {
 bool QuicLink::put(Lane lane, Head head, const Body& body) {
   if (is_closed()) return true;
   const QuicStream stream = stream_of(lane, head.kind());
-  if (connection_.out(stream).copied() > copied_bytes_max) return false;
+  if (const size_t copied = connection_.out(stream).copied(); copied > copied_bytes_min) [[unlikely]]
+    if (copied > copied_bytes_max || copied > connection_.congestion_window()) return false;
   append(stream, head, body);
   // The last frame of every stream: no goodbye overtakes data.
   if (head.kind() == Kind::goodbye && lane == Lane::bulk) append(QuicStream::data, head, body);
@@ -108,6 +114,7 @@ bool QuicLink::poll() {
   if (has_left()) {
     over_ = "left";
   } else if (is_closed()) {
+    if (connection_.is_hung_up() && peer_.verdict.empty()) peer_.on_verdict(connection_.reason());
     end_ = (connection_.is_hung_up() ? "died: " : "") + connection_.why();
     over_ = end_.c_str();
   }

@@ -398,6 +398,10 @@ void Peer::send_down(std::int32_t gone, const std::string& cause, Fate fate) {
        cause.substr(0, cause_bytes_max));
 }
 
+void Peer::on_verdict(const std::string& why) {
+  verdict = readable(reinterpret_cast<const byte*>(why.data()), why.size());
+}
+
 void Peer::declare_dead(const std::string& cause) {
   if (state != State::open || link->is_hung_up()) return;
   Note made{Lane::control, {}, cause.substr(0, cause_bytes_max)};

@@ -39,6 +39,7 @@ struct Settings {
   bool tls = false;                            // on all connections by TCP
   bool quic = false;                           // instead of TCP
   size_t datagram_bytes = 0;                   // of QUIC; 0: what the path carries
+  size_t socket_buffer_bytes = 4 << 20;        // asked of the system for QUIC's socket
   uint64_t rekey_records = uint64_t{1} << 22;  // records that a sender encrypts with one key
   bool neighbours = false;                     // open control links to ranks +-2^k at once
   bool direct_read = true;                     // read the peer's memory where the system allows it
@@ -179,6 +180,8 @@ class Peer {
   void send_down(std::int32_t gone, const std::string& cause, Fate fate);
   // Send the verdict that this peer is dead, if it can still be reached, and hang up.
   void declare_dead(const std::string& cause);
+  // The peer has declared this rank dead, in its own words.
+  void on_verdict(const std::string& why);
   // The peer is on this host, runnable and not scheduled. Behind a socket that looks the same as a process that
   // computes and is cut off, so there is a limit.
   bool is_starved() const {

@@ -544,7 +544,8 @@ void bind_engine(nb::module_& m) {
              uint64_t own_credit_bytes, double silence_s, uint64_t stranger_bytes_max, double stranger_s,
              uint64_t strangers_max, uint64_t strangers_per_address_max, bool shm, bool checksum, bool neighbours,
              bool direct_read, const std::string& bind, uint16_t port, const std::string& host, bool tls,
-             uint64_t rekey_records, bool quic, size_t datagram_bytes, std::shared_ptr<LocalWorld> local) {
+             uint64_t rekey_records, bool quic, size_t datagram_bytes, size_t socket_buffer_bytes,
+             std::shared_ptr<LocalWorld> local) {
             if (rekey_records == 0) throw nb::value_error("rekey_records: allowed: at least 1");
             if (datagram_bytes != 0 && (datagram_bytes < 1200 || datagram_bytes > 64'000))
               throw nb::value_error("datagram_bytes: allowed: 0, or 1200 to 64000");
@@ -573,6 +574,7 @@ void bind_engine(nb::module_& m) {
             settings.rekey_records = rekey_records;
             settings.quic = quic;
             settings.datagram_bytes = datagram_bytes;
+            settings.socket_buffer_bytes = std::min<size_t>(socket_buffer_bytes, INT_MAX);
             new (self) PyEngine(rank, size, directory, secret, settings, std::move(local));
           },
           nb::arg("rank"), nb::arg("size"), nb::arg("directory"), nb::arg("secret"), nb::kw_only(),
@@ -584,7 +586,7 @@ void bind_engine(nb::module_& m) {
           nb::arg("neighbours") = false, nb::arg("direct_read") = true, nb::arg("bind") = "127.0.0.1",
           nb::arg("port") = 0, nb::arg("host") = "", nb::arg("tls") = false,
           nb::arg("rekey_records") = Settings{}.rekey_records, nb::arg("quic") = false, nb::arg("datagram_bytes") = 0,
-          nb::arg("local") = nb::none())
+          nb::arg("socket_buffer_bytes") = Settings{}.socket_buffer_bytes, nb::arg("local") = nb::none())
       .def("card", &PyEngine::card)
       .def("secure", &PyEngine::secure, nb::arg("names"), nb::arg("key"), nb::arg("certificate"), nb::arg("authority"))
       .def("connect", &PyEngine::connect, nb::arg("cards"))

@@ -148,6 +148,7 @@ class Engine:
         rekey_records: int = ...,
         quic: bool = ...,
         datagram_bytes: int = ...,
+        socket_buffer_bytes: int = ...,
         local: LocalWorld | None = ...,
     ) -> None: ...
     def card(self) -> tuple[str, str, str, int, int]: ...

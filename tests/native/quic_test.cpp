@@ -128,6 +128,10 @@ void test_strangers() {
     mixed.authority = ours.material(0).authority;
     QuicWorld world(mixed, ours.material(1), 1);
     expect_refusal(world, 1, "not from this job's seed");
+    // The opener is told, so that it does not try again.
+    world.ranks[1].goodbye = world.ranks[1].connection->close(Admission::unknown, "", world.now);
+    must(world.run([&] { return world.ranks[0].connection->state() == QuicState::closed; }, second), "it is told");
+    must(world.ranks[0].connection->is_refused(), "the refusal is TLS's");
   }
   {
     // Called as rank 0's peer, it shows the certificate of another rank.
@@ -288,6 +292,79 @@ void test_probed_path() {
   }
 }
 
+// A path that has carried long datagrams carries only short ones from the middle of a message on, and nobody says so.
+void test_black_hole() {
+  const TestAuthority authority(2);
+  for (const size_t datagram : {size_t{0}, size_t{1452}}) {
+    QuicWorld world(authority.material(0), authority.material(1), 11);
+    for (QuicRank& rank : world.ranks) {
+      rank.path.datagram_bytes = datagram;
+      rank.path.is_local = false;
+    }
+    must(world.link(), "a link is made");
+    exchange(world, 11, 300'000, 60 * second);
+    for (QuicRank& rank : world.ranks)
+      for (auto& came : rank.came) came.clear();
+    must(std::max(world.ranks[0].longest, world.ranks[1].longest) > 1400, "long datagrams have passed");
+    world.weather.bytes_max = 1300;
+    const std::int64_t began = world.now;
+    exchange(world, 12, 300'000, 60 * second);
+    must(world.now - began < 3 * second, "short ones are tried soon");
+    // Later the path carries them again.
+    world.weather.bytes_max = SIZE_MAX;
+    world.run([] { return false; }, 70 * second);
+    for (QuicRank& rank : world.ranks) {
+      rank.longest = 0;
+      for (auto& came : rank.came) came.clear();
+    }
+    exchange(world, 13, 300'000, 60 * second);
+    must(std::max(world.ranks[0].longest, world.ranks[1].longest) > 1400, "long ones are tried again");
+  }
+}
+
+// The system refuses a datagram as too long for the path.
+void test_too_long() {
+  const TestAuthority authority(2);
+  QuicWorld world(authority.material(0), authority.material(1), 12);
+  for (QuicRank& rank : world.ranks) rank.path.datagram_bytes = 32'000;
+  must(world.link(), "a link is made");
+  world.weather.bytes_max = 1300;
+  for (QuicRank& rank : world.ranks) rank.connection->on_too_long();
+  exchange(world, 12, 300'000, 60 * second);
+}
+
+// What an acceptor sends behind its greeting waits for the reader, within the window.
+void test_early() {
+  const TestAuthority authority(2);
+  QuicWorld world(authority.material(0), authority.material(1), 13);
+  world.ranks[0].is_read = true;  // nobody reads there
+  world.open();
+  must(world.run([&] { return world.ranks[1].is_read; }, second), "the acceptor is linked");
+  const std::vector<byte> made = pattern(8 << 20, 13);
+  world.ranks[1].connection->out(QuicStream::data).lend(made.data(), made.size(), 1);
+  world.run([] { return false; }, 5 * second);
+  const uint64_t unsent = world.ranks[1].connection->out(QuicStream::data).unsent();
+  must(made.size() - unsent <= world.ranks[0].path.window_bytes, "no more than the window is sent");
+  world.ranks[0].connection->read_by(&world.ranks[0]);
+  must(world.run([&] { return world.ranks[1].connection->is_acknowledged(); }, 10 * second), "it goes on");
+  must(world.ranks[0].came[2] == made, "every byte arrived once and in order");
+}
+
+// The acceptor's address changes: QUIC cannot move that side, and whoever reads hears nothing more.
+void test_moved_acceptor() {
+  const TestAuthority authority(2);
+  QuicWorld world(authority.material(0), authority.material(1), 14);
+  must(world.link(), "a link is made");
+  exchange(world, 14, 10'000, second);
+  world.run([] { return false; }, second);
+  world.addresses[1] = address_of(3000);
+  world.ranks[0].connection->was_heard();
+  world.ranks[1].connection->out(QuicStream::messages).append("beat", 4);
+  world.run([] { return false; }, 3 * second);
+  must(!world.ranks[0].connection->was_heard(), "nothing from the new address is a sign of life");
+  must(world.ranks[0].connection->state() == QuicState::linked, "it ends nothing");
+}
+
 // The opener's address changes in mid-message, as behind a router that forgets.
 void test_rebinding() {
   const TestAuthority authority(2);
@@ -322,10 +399,11 @@ void test_fault() {
   world.ranks[0].connection->out(QuicStream::messages).append("bytes", 5);
   must(world.run([&] { return world.ranks[1].connection->state() == QuicState::closed; }, second), "it is closed");
   must(world.ranks[1].connection->why() == "nonsense", "the reader's words are the cause");
-  world.ranks[1].goodbye = world.ranks[1].connection->close(Admission::unknown, world.now);
+  world.ranks[1].goodbye = world.ranks[1].connection->close(Admission::unknown, "because", world.now);
   must(!world.ranks[1].goodbye.empty(), "the peer is told");
   must(world.run([&] { return world.ranks[0].connection->state() == QuicState::closed; }, second), "the peer knows");
   must(world.ranks[0].connection->is_hung_up(), "the peer knows who closed it");
+  must(world.ranks[0].connection->reason() == "because", "the peer knows why");
 }
 
 // Datagrams that nobody of this world has made change nothing.
@@ -370,6 +448,10 @@ int main(int count, char** words) {
   run("keys", test_keys);
   run("cut", test_cut);
   run("probed path", test_probed_path);
+  run("black hole", test_black_hole);
+  run("too long", test_too_long);
+  run("early", test_early);
+  run("moved acceptor", test_moved_acceptor);
   run("rebinding", test_rebinding);
   run("fault", test_fault);
   run("garbage", test_garbage);

@@ -70,17 +70,17 @@ class QuicRank final : public QuicRoutes, public DatagramSink, public QuicReader
     const auto found = routes.find(id);
     ngtcp2_pkt_hd first;
     if (found != routes.end())
-      found->second->receive(from, datagram.data(), datagram.size(), now);
+      found->second->receive(path.local, from, datagram.data(), datagram.size(), now);
     else if (connection == nullptr && does_accept && ngtcp2_accept(&first, data, datagram.size()) == 0) {
       path.remote = from;
       connection = QuicConnection::accept(identity, settings, *this, path, first, nullptr, now);
       must(connection != nullptr, "a connection is accepted");
-      connection->receive(from, datagram.data(), datagram.size(), now);
+      connection->receive(path.local, from, datagram.data(), datagram.size(), now);
     }
     if (connection == nullptr) return;
     if (connection->state() == QuicState::waiting && admission == Admission::welcome) connection->welcome();
     if (connection->state() == QuicState::waiting && admission != Admission::welcome && goodbye.empty())
-      goodbye = connection->close(admission, now);
+      goodbye = connection->close(admission, "", now);
     if (connection->state() == QuicState::linked && !is_read) {
       is_read = true;
       linked_at = now;
@@ -103,7 +103,7 @@ class QuicRank final : public QuicRoutes, public DatagramSink, public QuicReader
     buffer.resize(bytes);
     return buffer.data();
   }
-  void send(size_t bytes, const SocketAddress& to) override {
+  void send(size_t bytes, const SocketAddress&, const SocketAddress& to) override {
     longest = std::max(longest, bytes);
     if (bytes != 0) sent.push_back({to, {buffer.data(), buffer.data() + bytes}});
   }

@@ -230,3 +230,12 @@ def test_a_launcher_of_several_ranks_never_leaves_each_alone(launcher, monkeypat
         monkeypatch.setenv(name, text)
     with pytest.raises(uni.RendezvousError, match=r"4 ranks.* do not know where to meet"):
         uni.init()
+
+
+@pytest.mark.parametrize("name", ["streams", "relay", "discovery"])
+def test_the_old_name_of_a_setting_is_refused_with_the_new_one(name, monkeypatch):
+    with pytest.raises(UsageError, match=f"iroh_{name}"):
+        Config(**{f"quic_{name}": 2})
+    monkeypatch.setenv(f"UNISONO_QUIC_{name.upper()}", "2")
+    with pytest.raises(UsageError, match=f"UNISONO_IROH_{name.upper()}"):
+        Config()

@@ -81,7 +81,7 @@ def enter(
     Raises:
         RendezvousError: see `join`.
     """
-    with need(_descriptors(info), f"rank {info.rank} of {info.size}"):
+    with need(_descriptors(info, config), f"rank {info.rank} of {info.size}"):
         return _enter(info, make_card, config, version, timeout)
 
 
@@ -127,12 +127,14 @@ def _enter(
     return Entry(view, seed, undo)
 
 
-def _descriptors(info: LaunchInfo) -> int:
+def _descriptors(info: LaunchInfo, config: Config) -> int:
     """Descriptors that a rank needs in any case: the engine's, two for each heartbeat link, and the seed's.
 
-    Further links take two each when they are opened.
+    Further links take two each when they are opened. All QUIC links together share the engine's socket.
     """
     links = min(info.size - 1, 2 * info.size.bit_length())
+    if config.links == "quic" and not config.shm:
+        links = 0
     seed = 6 + info.size if info.seed_address is not None else 0
     return 14 + 2 * links + seed
 

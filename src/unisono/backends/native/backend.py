@@ -90,6 +90,7 @@ class NativeBackend(Closable):
             credentials.
         datagram_bytes: the bytes of QUIC's datagrams on a path that is known to carry them; 0: what the path
             turns out to carry.
+        socket_buffer_bytes: asked of the system for QUIC's socket, which may grant less.
         local: the world of ranks in this process that it belongs to; then it does not listen.
     """
 
@@ -112,6 +113,7 @@ class NativeBackend(Closable):
         rekey_records: int = 1 << 22,
         quic: bool = False,
         datagram_bytes: int = 0,
+        socket_buffer_bytes: int = 4 << 20,
         local: _native.LocalWorld | None = None,
     ) -> None:
         self._rank = rank
@@ -137,6 +139,7 @@ class NativeBackend(Closable):
                 rekey_records=rekey_records,
                 quic=quic,
                 datagram_bytes=datagram_bytes,
+                socket_buffer_bytes=socket_buffer_bytes,
                 local=local,
             )
         self._completions = CompletionDispatcher(self._engine, self._config.recv_bytes_max)
