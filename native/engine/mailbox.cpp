@@ -84,9 +84,7 @@ class Mailbox::OwnedSend final : public Send {
 
 class Mailbox::Lent final : public Send {
  public:
-  // Nothing is sent before the receiver takes it: a call may be refused, and what it never receives must neither stay
-  // there nor use up credit.
-  explicit Lent(Mailbox& box) : box_(box) { sync = true; }
+  explicit Lent(Mailbox& box) : box_(box) {}
   void end(Outcome) override {
     --box_.active_;
     box_.lent_.erase(number_of);
@@ -221,6 +219,10 @@ bool Mailbox::lend(std::int32_t dst, uint64_t tag, const byte* data, uint64_t nb
   lent.tag = tag;
   lent.data = data;
   lent.nbytes = nbytes;
+  // Nothing of a longer one is sent before the receiver takes it: it may not want it, and what nobody receives must
+  // neither stay there nor use up credit.
+  lent.receive_is_certain = nbytes <= certain_bytes_max;
+  lent.sync = !lent.receive_is_certain;
   lent.number_of = number;
   lent.owner = std::move(owner);
   lent_[number] = &lent;

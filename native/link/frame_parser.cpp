@@ -65,6 +65,8 @@ const char* FrameParser::take_head(const byte*& at, const byte* end, bool& is_st
   if (checksum_ && crc_at(at + sizeof head) != crc_of(head)) return damaged;
   if (!is_allowed(head)) return "a frame of unknown kind";
   core_ = std::int32_t{head.core} - 1;
+  // Heartbeats come from a background thread, which may run on another core than the caller.
+  if (head.kind() != Kind::beat) peer_.heard_core = core_;
   if (head.header_bytes > header_bytes_max) return "a frame's header is too long";
   if (head.kind() == Kind::data) {
     const char* fault = nullptr;

@@ -322,10 +322,7 @@ bool TcpLink::was_heard() {
   return bulk || control;
 }
 
-std::int32_t TcpLink::core() const {
-  // The control lane carries heartbeats of the background thread, which runs on another core.
-  return peer_.is_same_host ? lanes_[static_cast<size_t>(Lane::bulk)]->core() : -1;
-}
+std::int32_t TcpLink::core() const { return peer_.is_same_host ? peer_.heard_core : -1; }
 
 bool TcpLink::is_starved() const { return peer_.is_starved(); }
 

@@ -107,7 +107,6 @@ class Connection final : public Watcher {
   const char* fault() const { return fault_; }
   const char* name() const { return stream_->name(); }
   bool is_ended() const { return reading_ == Reading::ended; }
-  std::int32_t core() const { return parser_.core(); }
   bool was_heard() { return std::exchange(was_heard_, false); }
 
  private:

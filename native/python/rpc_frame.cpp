@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "base/huge_pages.hpp"
+#include "engine/mailbox.hpp"
 #include "python/bind.hpp"
 #include "python/blob_memory.hpp"
 #include "python/blocking.hpp"
@@ -287,6 +288,22 @@ PyObject* frame_memory(PyObject*, PyObject* data) {
   return made;
 }
 
+// frame_lengths(data) -> the lengths of the blobs
+PyObject* frame_lengths(PyObject*, PyObject* data) {
+  Frame frame;
+  if (!frame.open(data)) return nullptr;
+  PyObject* const made = PyList_New(static_cast<Py_ssize_t>(frame.head.blobs));
+  for (size_t i = 0; made != nullptr && i < frame.head.blobs; ++i) {
+    PyObject* const length = PyLong_FromSize_t(frame.bytes(i));
+    if (length == nullptr) {
+      Py_DECREF(made);
+      return nullptr;
+    }
+    PyList_SET_ITEM(made, static_cast<Py_ssize_t>(i), length);
+  }
+  return made;
+}
+
 PyObject* detached_value(PyObject* const* memory, size_t blobs) {
   Py_buffer view;
   if (PyObject_GetBuffer(memory[0], &view, PyBUF_SIMPLE) != 0) return nullptr;
@@ -321,6 +338,7 @@ PyMethodDef methods[] = {
     {"pack_frame", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pack_frame)), METH_FASTCALL,
      "pack_frame(kind, call, number, name, timeout_s, count, value, path_text=None) -> (frame, blobs)"},
     {"open_frame", open_frame, METH_O, "open_frame(data) -> Frame"},
+    {"frame_lengths", frame_lengths, METH_O, "frame_lengths(data) -> the length of each blob"},
     {"frame_memory", frame_memory, METH_O, "frame_memory(data) -> memory for each blob"},
     {"frame_value", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(frame_value)), METH_FASTCALL,
      "frame_value(data, memory=()) -> value"},
@@ -350,6 +368,7 @@ void bind_rpc_frame(nanobind::module_& m) {
   m.def("is_blocking_forbidden", [] { return is_blocking_forbidden; });
   m.attr("FRAME_BYTES_MAX") = frame_bytes_max;
   m.attr("FRAME_BLOB_BYTES") = blob_bytes;
+  m.attr("CERTAIN_BLOB_BYTES") = engine::certain_bytes_max;
   m.attr("RPC_MESSAGE_BYTES_MAX") = message_bytes_max;
 }
 

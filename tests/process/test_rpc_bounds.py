@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -17,7 +18,7 @@ from tests.process.test_rpc_load import run
 from tests.support.ranks import PATIENCE_S
 
 import unisono as uni
-from unisono._native import FRAME_BLOB_BYTES
+from unisono._native import CERTAIN_BLOB_BYTES, FRAME_BLOB_BYTES
 from unisono.rpc import Agent
 from unisono.rpc.streams import WINDOW
 
@@ -179,9 +180,54 @@ def refuses_blobs(comm: uni.Communicator, nbytes: int) -> int:
 
 
 @pytest.mark.parametrize("kind", LINKS)
-@pytest.mark.parametrize("nbytes", [FRAME_BLOB_BYTES, 1 << 20])
+@pytest.mark.parametrize("nbytes", [FRAME_BLOB_BYTES, CERTAIN_BLOB_BYTES, CERTAIN_BLOB_BYTES + 1, 1 << 20])
 def test_refused_calls_and_notifications_leave_no_blobs_behind(kind: str, nbytes: int) -> None:
     assert run(kind, refuses_blobs, 2, nbytes)[0] <= 16
+
+
+def gives_up(comm: uni.Communicator, nbytes: int) -> int:
+    """Calls, answers and items that are cancelled or late: their blobs are received or withdrawn."""
+    agent = Agent(comm)
+    agent.register("echo", lambda x, s: (time.sleep(s), x)[1])
+
+    @agent.expose
+    def each(x: bytes) -> Iterator[bytes]:
+        yield from [x] * 12
+
+    comm.barrier()
+    value, other = b"x" * nbytes, 1 - comm.rank
+    for i in range(120):
+        work = agent.start(other, "echo", value, (i % 4) * 0.0005, timeout=30 if i % 3 else 0.0005)
+        if i % 3:
+            time.sleep((i % 7) * 0.0001)
+            work.cancel()
+        with contextlib.suppress(uni.UnisonoError):
+            work.wait()
+        with agent.stream(other, "each", value) as stream:
+            if i % 2:
+                next(stream)
+    comm.barrier()
+    wait_until(lambda: not any(agent._server._tables) and agent._server.pool.is_idle(), "all handlers end")
+    comm.barrier()
+    wait_until(agent._server._unread.are_all_read, "every blob is received or withdrawn")
+    expected = agent._transport._expected  # type: ignore[attr-defined]
+    wait_until(lambda: not expected, "nothing is expected any more")
+    comm.barrier()
+    # Without credit these would wait for their receives, which follow the barrier.
+    works = [comm.start.send(np.zeros(1000), other) for _ in range(16)]
+    uni.wait_all(works, timeout=PATIENCE_S / 4)
+    comm.barrier()
+    for _ in works:
+        comm.recv(np.ones(1000), other)
+    assert agent.call(other, "echo", value, 0) == value
+    comm.barrier()
+    return len(works)
+
+
+@pytest.mark.parametrize("kind", LINKS)
+@pytest.mark.parametrize("nbytes", [FRAME_BLOB_BYTES, CERTAIN_BLOB_BYTES, CERTAIN_BLOB_BYTES + 1])
+def test_calls_that_are_given_up_leave_no_blobs_behind(kind: str, nbytes: int) -> None:
+    assert run(kind, gives_up, 2, nbytes) == [16, 16]
 
 
 # -- failures --------------------------------------------------------------------------------------------

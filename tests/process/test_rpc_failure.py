@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import random
 import signal
@@ -144,9 +146,35 @@ def test_the_answer_of_a_rank_that_leaves_at_once_arrives():
 # -- many at once ----------------------------------------------------------------------------------------
 
 
+@uni.register
+@dataclasses.dataclass
+class Parcel:
+    weight: int
+    content: Any = None
+
+
+def values(draw: random.Random, i: int) -> Any:
+    """A value of any kind; one in five has any length, often next to a threshold of frames and blobs."""
+    if draw.random() > 0.2:
+        return draw.choice([i, str(i), {"i": [i, None, 2.5]}, (i, {i}), Parcel(i), -(2**70) - i])
+    length = draw.choice([0, 1, 10, 3_000, 15_359, 15_361, 16_384, 65_536, 65_537, 300_000])
+    data = bytes((i + k) % 251 for k in range(7)) * (length // 7)
+    kind = draw.randrange(6)
+    if kind < 3:
+        return [data, bytearray(data), data.hex()][kind]
+    return [np.frombuffer(data, np.uint8).copy(), [data, "ü" * length], Parcel(i, [data])][kind - 3]
+
+
+def is_same(came: Any, sent: Any) -> bool:
+    if isinstance(sent, np.ndarray):
+        return isinstance(came, np.ndarray) and np.array_equal(came, sent)
+    return type(came) is type(sent) and bool(came == sent)
+
+
 def crowd(comm: uni.Communicator, threads: int, calls: int) -> int:
-    """Threads of every rank call every other, nested and with arrays, beside a running collective."""
+    """Threads of every rank call every other, nested, in every way, with any value, beside collectives."""
     agent = Agent(comm)
+    notified = itertools.count()
 
     @agent.expose
     def work(x: Any, hops: list[int]) -> Any:
@@ -156,22 +184,49 @@ def crowd(comm: uni.Communicator, threads: int, calls: int) -> int:
     async def work_async(x: Any, hops: list[int]) -> Any:
         return await agent.start(hops[0], "work", x, hops[1:]) if hops else [comm.rank, x]
 
+    @agent.expose
+    def each(x: Any, count: int) -> Any:
+        for _ in range(count):
+            yield [comm.rank, x]
+
+    agent.register("work_inline", lambda x: [comm.rank, x], inline=True)
+    agent.register("note", lambda x: next(notified))
     comm.barrier()
     wrong: list[Any] = []
+    sent = [0] * comm.size
+
+    def call(draw: random.Random, i: int, x: Any) -> tuple[int, list[Any]]:
+        """Call in one of the ways; the rank that must have answered, and its answers."""
+        hops = [draw.randrange(comm.size) for _ in range(draw.randrange(1, 4))]
+        match draw.randrange(8):
+            case 0:
+                return hops[0], list(agent.stream(hops[0], "each", x, 3, timeout=100))
+            case 1:
+                return hops[0], [agent.call(hops[0], "work_inline", x=x, timeout=100)]
+            case 2:
+                agent.notify(hops[0], "note", x)
+                with lock:
+                    sent[hops[0]] += 1
+                return hops[0], []
+            case 3:
+                return hops[-1], [agent.start(hops[0], "work", x=x, hops=hops[1:], timeout=100).wait()]
+            case way:
+                name = "work_async" if way == 4 else "work"
+                return hops[-1], [agent.call(hops[0], name, x, hops[1:], timeout=100)]
 
     def caller(number: int) -> None:
         draw = random.Random(f"{comm.rank} {number}")
         try:
             for i in range(calls):
-                hops = [draw.randrange(comm.size) for _ in range(draw.randrange(1, 4))]
-                length = draw.choice([0, 1, 10, 3_000, 40_000]) if draw.random() < 0.2 else -1
-                x = i if length < 0 else np.arange(length) + i
-                name = draw.choice(["work", "work", "work_async"])
-                rank, came = agent.call(hops[0], name, x, hops[1:], timeout=100)
-                if rank != hops[-1] or not np.array_equal(came, x):
-                    wrong.append((hops, x, rank, came))
+                x = values(draw, i)
+                rank, answers = call(draw, i, x)
+                wrong.extend(
+                    (i, rank, came) for came in answers if came[0] != rank or not is_same(came[1], x)
+                )
         except BaseException as error:
             wrong.append(error)
+
+    lock = threading.Lock()
 
     running = [threading.Thread(target=caller, args=(number,)) for number in range(threads)]
     for thread in running:
@@ -183,7 +238,13 @@ def crowd(comm: uni.Communicator, threads: int, calls: int) -> int:
         np.testing.assert_array_equal(sums, comm.size * np.arange(101) + sum(range(comm.size)))
     for thread in running:
         thread.join()
-    assert not wrong, wrong[:3]
+    assert not wrong, str(wrong[:3])[:2000]
+    expected = int(comm.all_reduce(np.array(sent))[comm.rank])
+    until = time.monotonic() + 60
+    while (count := next(notified)) < expected:  # each look counts, too
+        expected += 1
+        assert time.monotonic() < until, f"{expected - count} notifications are missing"
+        time.sleep(0.01)
     comm.barrier()
     return rounds
 

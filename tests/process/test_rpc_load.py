@@ -49,7 +49,20 @@ KINDS: dict[str, Callable[[int, int], Any]] = {
     "texts": lambda n, seed: {f"{i}": ["t" * 50, seed, None] for i in range(n // 60)},
 }
 # Around every threshold of the frame, of the eager protocol and of the links.
-THRESHOLDS = (128, 256, 1024, 4096, FRAME_BLOB_BYTES, FRAME_BYTES_MAX, 32_768, 65_536, 131_072, 262_144)
+THRESHOLDS = (
+    128,
+    256,
+    1024,
+    2944,
+    4096,
+    7040,
+    FRAME_BLOB_BYTES,
+    FRAME_BYTES_MAX,
+    32_768,
+    65_536,
+    131_072,
+    262_144,
+)
 LENGTHS = [0, 1, *(at + step for at in THRESHOLDS for step in (-1, 0, 1)), 1_000_003]
 
 
@@ -156,6 +169,42 @@ def test_calls_under_way_are_all_answered_and_their_number_is_bounded(
     assert run(kind, in_flight, size, threads, flight // threads, total) == [threads * total] * size
 
 
+# Deadlines are kept within twice the figure, with every core busy.
+LATE_S = 0.6
+
+
+def expire_among_many(comm: uni.Communicator) -> int:
+    """Some of 5,000 calls are not answered in time: they end in time, and the others are answered."""
+    agent = Agent(comm, handlers=200)
+    stuck = threading.Event()
+    agent.register("double", lambda x: 2 * x)
+    agent.register("stuck", lambda: stuck.wait(PATIENCE_S))
+    comm.barrier()
+    ended: list[float] = []
+    if comm.rank == 0:
+        works, late = [], []
+        for i in range(5_000):
+            if i % 50 == 0:
+                late.append(work := agent.start(1, "stuck", timeout=LATE_S))
+                began = time.monotonic()
+                work.on_done(lambda began=began: ended.append(time.monotonic() - began))  # type: ignore[attr-defined,misc]
+            works.append(agent.start(1, "double", i))
+        assert uni.wait_all(works) == [2 * i for i in range(5_000)]
+        for work in late:
+            with pytest.raises(uni.DeadlineExceeded):
+                work.wait()
+        assert max(ended) < 2 * LATE_S, sorted(ended)[-3:]
+    comm.barrier()
+    stuck.set()
+    comm.barrier()
+    return len(ended)
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_deadlines_are_kept_among_many_calls(kind: str) -> None:
+    assert run(kind, expire_among_many, 2) == [100, 0]
+
+
 def busy_callee(comm: uni.Communicator, how: str) -> int:
     """Rank 1's main thread does something else; its handlers run, and deadlines are kept."""
     agent = Agent(comm)
@@ -166,7 +215,10 @@ def busy_callee(comm: uni.Communicator, how: str) -> int:
     comm.barrier()
     served = 0
     if comm.rank == 0:
-        late = [agent.start(1, "stuck", timeout=0.2) for _ in range(3)]
+        began, ended = time.monotonic(), []
+        late = [agent.start(1, "stuck", timeout=LATE_S) for _ in range(3)]
+        for work in late:
+            work.on_done(lambda: ended.append(time.monotonic() - began))  # type: ignore[attr-defined]
         for i in range(100):
             assert agent.call(1, "double", i) == 2 * i
         works = [agent.start(1, "double", np.full(3000, i)) for i in range(200)]
@@ -176,6 +228,7 @@ def busy_callee(comm: uni.Communicator, how: str) -> int:
         for work in late:
             with pytest.raises(uni.DeadlineExceeded):
                 work.wait()
+        assert all(LATE_S <= after < 2 * LATE_S for after in ended), ended
         agent.call(1, "over")
     else:
         matrix = np.ones((200, 200))

@@ -1,4 +1,4 @@
-"""The large mixed run of calls: 8 ranks, 64 threads, 10^5 calls each on threads, shared memory and TCP.
+"""The large mixed run of calls, in every way and with any value: 8 ranks, 64 threads, 10^5 calls each.
 
 python -m tests.soak.calls [calls] [kinds...]
 """
@@ -16,7 +16,7 @@ from tests.support.ranks import run_ranks
 RANKS, THREADS = 8, 8
 
 
-def main(calls: int = 100_000, kinds: tuple[str, ...] = ("local", "shm", "tcp")) -> None:
+def main(calls: int = 100_000, kinds: tuple[str, ...] = ("local", "shm", "tcp", "tls")) -> None:
     each = -(-calls // (RANKS * THREADS))
     for kind in kinds:
         began, before = time.monotonic(), threading.active_count()

@@ -33,8 +33,8 @@ ENVELOPE_BYTES: Final = 64
 ENDED_CONTEXTS_MAX: Final = 1 << 16
 
 
-# Control messages and RPC frames are a few lines of text. A longer one is a protocol error, found before any
-# memory is allocated for it.
+# A control message is a few lines of text, and an RPC frame at most 16 KiB (native/python/rpc_frame.cpp). A
+# longer one is a protocol error, found before any memory is allocated for it.
 CONTROL_BYTES_MAX: Final = 256 * 1024
 # Eager limit and credit of the control lane: most control messages are much shorter, and 100 of them may
 # wait. Every link of the engine has room for it (_native.CONTROL_EAGER_BYTES_SHM, _SOCKET; a test compares).

@@ -1,4 +1,8 @@
-"""Blobs: the long parts of a value, which travel beside its frame; and bounds on those under way."""
+"""Blobs: the long parts of a value, which travel beside its frame; and bounds on those under way.
+
+A blob of up to CERTAIN_BLOB_BYTES is sent without asking the receiver, who always receives it and, if nobody
+wants it any more, drops it: neither side withdraws it. A longer one is sent when the receiver takes it.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,28 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from unisono._native import Frame, frame_memory, frame_value
+from unisono._native import CERTAIN_BLOB_BYTES, Frame, frame_lengths, frame_memory, frame_value
 from unisono.rpc.transport import LentBuffer, RpcTransport
 
-__all__ = ["InboundBudget", "InboundValue", "OutboundBlobs", "UnreadBlobs"]
+__all__ = ["InboundBudget", "InboundValue", "OutboundBlobs", "UnreadBlobs", "discard"]
 
 # Blobs of calls that do not run yet.
 _HELD_BYTES_MAX: Final = 256 << 20
 # How many of the oldest answers are checked for arrival whenever one is sent: more than one, so that the list
 # shrinks, and few, so that a call never pays for all of them.
 _CHECKS: Final = 8
+
+
+def _tag(number: int, index: int) -> int:
+    """The tag of one blob of a frame."""
+    return index << 48 | number
+
+
+def discard(transport: RpcTransport, source: int, frame: Frame) -> None:
+    """Receive and drop what their sender sends in any case of the blobs of a frame that nobody wants."""
+    for index, length in enumerate(frame_lengths(frame.data)):
+        if length <= CERTAIN_BLOB_BYTES:
+            transport.receive(source, _tag(frame.number, index), bytearray(length), lambda error: None)
 
 
 class OutboundBlobs:
@@ -27,11 +43,16 @@ class OutboundBlobs:
 
     def __init__(self) -> None:
         self._lent: list[LentBuffer] | None = None
+        self._uncertain: Sequence[LentBuffer] = ()  # those that can be withdrawn
         self._is_cancelled = False
 
     def lend(self, transport: RpcTransport, dst: int, number: int, blobs: Sequence[memoryview]) -> None:
         """Send them; the frame was sent before."""
-        self._lent = [transport.lend(dst, number, blob) for blob in blobs]
+        lent = [transport.lend(dst, _tag(number, index), blob) for index, blob in enumerate(blobs)]
+        self._uncertain = [
+            one for one, blob in zip(lent, blobs, strict=True) if blob.nbytes > CERTAIN_BLOB_BYTES
+        ]
+        self._lent = lent
         if self._is_cancelled:
             self.cancel()
 
@@ -39,10 +60,10 @@ class OutboundBlobs:
         """Whether the receiver has all of them, or never will."""
         return self._lent is not None and all(lent.done for lent in self._lent)
 
-    def cancel(self) -> None:
-        """Withdraw those that the receiver has not begun to read."""
+    def cancel(self, *, is_receiver_gone: bool = False) -> None:
+        """Withdraw those that the receiver has not begun to read, and may not want."""
         self._is_cancelled = True
-        for lent in self._lent or ():
+        for lent in (self._lent or ()) if is_receiver_gone else self._uncertain:
             lent.cancel()
 
 
@@ -64,11 +85,16 @@ class InboundValue:
             self._memory = frame_memory(frame.data)
         except MemoryError as error:
             no_memory = error
+            discard(transport, source, frame)
         self._on_end: Callable[[Any, BaseException | None], None] | None = on_end
         self._lock = threading.Lock()
         self._left = len(self._memory) + 1
         self._error: BaseException | None = None
-        self._cancels = [transport.receive(source, frame.number, m, self._on_blob) for m in self._memory]
+        self._cancels = []
+        for index, memory in enumerate(self._memory):
+            cancel = transport.receive(source, _tag(frame.number, index), memory, self._on_blob)
+            if memoryview(memory).nbytes > CERTAIN_BLOB_BYTES:
+                self._cancels.append(cancel)
         self._on_blob(no_memory)
 
     @property
@@ -77,7 +103,7 @@ class InboundValue:
         return self._left == 0
 
     def cancel(self) -> None:
-        """Receive no more of them."""
+        """Receive no more of them than their sender sends in any case."""
         for cancel in self._cancels:
             cancel()
 
@@ -174,7 +200,7 @@ class UnreadBlobs:
             unread, self._by_rank[rank] = self._by_rank[rank], OrderedDict()
             self._by_call[rank] = {}
         for _, blobs in unread.values():
-            blobs.cancel()
+            blobs.cancel(is_receiver_gone=True)
 
     def are_all_read(self) -> bool:
         """Whether no receiver has anything left to read."""

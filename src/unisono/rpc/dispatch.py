@@ -21,7 +21,7 @@ from unisono.errors import (
     RemoteError,
     UnisonoError,
 )
-from unisono.rpc.blobs import InboundValue
+from unisono.rpc.blobs import InboundValue, discard
 from unisono.rpc.client import CallStarter, PendingCall
 from unisono.rpc.frame import (
     ACK,
@@ -94,7 +94,8 @@ class FrameDispatcher:
     def _on_answer(self, peer: Peer, frame: Frame) -> None:
         pending = peer.calls.get(frame.call)
         if pending is None:
-            if frame.blob_bytes:  # it was given up meanwhile: nobody will receive its blobs
+            if frame.blob_bytes:  # it was given up meanwhile: nobody wants its blobs
+                discard(self._transport, peer.rank, frame)
                 self._peers.send(peer.rank, short(CANCEL, frame.call))
         elif pending.buffer is not None:
             total = 0 if frame.blob_bytes else frame_value(frame.data)
@@ -132,7 +133,8 @@ class FrameDispatcher:
     def _on_item(self, peer: Peer, frame: Frame) -> None:
         pending = peer.calls.get(frame.call)
         if pending is None or (buffer := pending.buffer) is None:
-            return  # it was given up: the callee was told, and withdraws the blobs
+            discard(self._transport, peer.rank, frame)
+            return  # it was given up: the callee was told, and withdraws the longer blobs
 
         def end(value: Any, error: BaseException | None) -> None:
             buffer.add(frame.count, value, error)

@@ -6,6 +6,7 @@ caller's table is the one that answers it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import traceback
@@ -19,7 +20,7 @@ from unisono.core.clock import NEVER, Deadline, Killed, Runtime, Waiting
 from unisono.core.codec import path_of
 from unisono.errors import ProtocolError, UsageError
 from unisono.messaging.backend import GRACE_LOOK_S, GRACE_S
-from unisono.rpc.blobs import InboundBudget, InboundValue, UnreadBlobs
+from unisono.rpc.blobs import InboundBudget, InboundValue, UnreadBlobs, discard
 from unisono.rpc.frame import ACK, ANSWER, ITEM, UNWANTED, Frame, arguments_of, failure, pack, short
 from unisono.rpc.peers import QUEUE_MAX, Peer, Peers
 from unisono.rpc.pool import Loop, Pool, Reader, run_virtual
@@ -41,6 +42,8 @@ INLINE_S: Final = 0.005
 # While the agent closes: the first and the longest pause between two checks whether all is answered.
 _DRAIN_LOOK_MIN_S: Final = 0.0002
 _DRAIN_LOOK_MAX_S: Final = 0.01
+
+_NONE: Final = object()
 
 current: ContextVar[Incoming | None] = ContextVar("unisono-rpc-incoming", default=None)
 
@@ -124,6 +127,8 @@ class Server:
         self._lock = threading.Lock()
         # By caller.
         self._tables: list[dict[int, Incoming]] = [{} for _ in peers]
+        # Cancelled calls that may come later: another thread has taken them and not dispatched yet.
+        self._cancelled_early: list[dict[int, None]] = [{} for _ in peers]
         self._notifications: list[int] = [0] * len(peers)
         self._notifications_done: list[int] = [0] * len(peers)
         # Calls of names that are not exposed, while they may still be.
@@ -152,6 +157,10 @@ class Server:
             if call in table:
                 return  # no agent uses a number twice
             table[call] = incoming
+            if self._cancelled_early[source].pop(call, _NONE) is not _NONE:
+                table.pop(call, None)
+                discard(self._transport, source, frame)
+                return
         else:
             self._notifications[source] += 1
         is_crowded = len(table) + self._notifications[source] > _QUEUE_MAX
@@ -173,9 +182,16 @@ class Server:
 
     def on_cancel(self, source: int, call: int) -> None:
         """A caller no longer waits."""
+        # Before the table, into which `on_ask` looks first: one of the two sees the other.
+        early = self._cancelled_early[source]
+        early[call] = None
         incoming = self._tables[source].pop(call, None)
         if incoming is not None:
+            early.pop(call, None)
             incoming.cancel()
+        elif len(early) > QUEUE_MAX:  # most of them had been answered
+            with contextlib.suppress(KeyError, RuntimeError):
+                del early[next(iter(early))]
         self._unread.cancel(source, call)
 
     def on_more(self, peer: Peer, frame: Frame) -> None:
@@ -264,8 +280,10 @@ class Server:
     def _refuse(self, incoming: Incoming, frame: Frame, kind: str, what: str) -> None:
         """Fail a call before its blobs are received. The failure, if there is one, informs their sender."""
         self._fail(incoming, kind, what)
-        if frame.blob_bytes and not incoming.call:
-            self._peers.send(incoming.source, short(UNWANTED, count=frame.number))
+        if frame.blob_bytes:
+            discard(self._transport, incoming.source, frame)
+            if not incoming.call:
+                self._peers.send(incoming.source, short(UNWANTED, count=frame.number))
 
     def _receive_arguments(self, incoming: Incoming, frame: Frame) -> None:
         def on_end(value: Any, error: BaseException | None) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
+from unisono._native import CERTAIN_BLOB_BYTES
 from unisono.core.clock import Deadline, Runtime, Waiting, refuse_blocking
 from unisono.core.envelope import ANY, Lane, Tags
 from unisono.core.request import Request
@@ -193,8 +194,9 @@ class CallbackTransport(RpcTransport):
             self._unsent[dst] -= cost
 
     def lend(self, dst: int, number: int, part: memoryview) -> LentBuffer:
-        """Send a blob in the data lane."""
-        return self._backend.start_send(dst, self._context, Tags.RPC | number, part)
+        """Send a blob in the data lane; as the mailbox does, a long one only when the receiver takes it."""
+        is_long = part.nbytes > CERTAIN_BLOB_BYTES
+        return self._backend.start_send(dst, self._context, Tags.RPC | number, part, sync=is_long)
 
     def receive(self, src: int, number: int, memory: Any, on_done: OnDone) -> Callable[[], object]:
         """Post a receive for a blob."""

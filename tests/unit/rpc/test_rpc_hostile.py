@@ -15,7 +15,7 @@ from tests.process.test_native_threats import wait_until
 from tests.support.engines import MakeWorld, world
 
 import unisono as uni
-from unisono._native import frame_value, pack_frame
+from unisono._native import CERTAIN_BLOB_BYTES, frame_value, pack_frame
 from unisono.comm.communicator import Communicator
 from unisono.comm.control_messages import ServiceFound
 from unisono.core.envelope import Lane, Tags
@@ -256,6 +256,9 @@ def test_a_rank_that_calls_without_end_and_reads_nothing_is_dropped_once_and_not
         comm.close()
 
 
+LONG = memoryview(bytes(CERTAIN_BLOB_BYTES + 1))
+
+
 class _Slow:
     """Blobs that are read when the test says so."""
 
@@ -285,7 +288,7 @@ def test_unread_answers_are_counted_for_each_caller() -> None:
     unread, limit = UnreadBlobs(2), 2048
     kept = [_Slow() for _ in range(3000)]
     for call, slow in enumerate(kept, 1):
-        unread.add(0, call, 10 * call).lend(slow, 0, 10 * call, [memoryview(b"")])  # type: ignore[arg-type]
+        unread.add(0, call, 10 * call).lend(slow, 0, 10 * call, [LONG])  # type: ignore[arg-type]
     before = sum(slow.checks for slow in kept)
     for _ in range(1000):
         assert unread.has_more_than(0, limit)
@@ -301,9 +304,9 @@ def test_a_call_that_is_cancelled_withdraws_all_its_blobs_whenever_they_are_lent
     unread, kept = UnreadBlobs(1), [_Slow() for _ in range(6)]
     made = [unread.add(0, number // 3, number) for number in range(6)]
     for number in range(5):
-        made[number].lend(kept[number], 0, number, [memoryview(b"")])  # type: ignore[arg-type]
+        made[number].lend(kept[number], 0, number, [LONG])  # type: ignore[arg-type]
     unread.cancel(0, 1)
-    made[5].lend(kept[5], 0, 5, [memoryview(b"")])  # type: ignore[arg-type]
+    made[5].lend(kept[5], 0, 5, [LONG])  # type: ignore[arg-type]
     assert [slow.is_cancelled for slow in kept] == [False] * 3 + [True] * 3
     for slow in kept:
         slow.done = True
