@@ -157,6 +157,7 @@ class _Mpi(Library):
         return {
             "world": self._world,
             "IN_PLACE": self._mpi.IN_PLACE,
+            "MAX": self._mpi.MAX,
             "Request": self._mpi.Request,
             "status": self._mpi.Status(),
             "group": self._world.Get_group(),

@@ -210,6 +210,12 @@ _RULES: Final[dict[str, _Rule]] = {
     "sendrecv": lambda rank, size, n: given((rank - 1) % size, n),
     "isend_irecv": lambda rank, size, n: given((rank - 1) % size, n),
 }
+# The same for what is varied otherwise than by the type of the elements.
+_VARIED_RULES: Final[dict[tuple[str, str], _Rule]] = {
+    ("broadcast", "root 1"): lambda rank, size, n: given(1, n),
+    ("reduce", "root 1"): lambda rank, size, n: _sum(size, n) if rank == 1 else None,
+    ("all_reduce", "max"): lambda rank, size, n: np.max([given(r, n) for r in range(size)], axis=0),
+}
 _OBJECT_RULES: Final[dict[str, Callable[[str, int, int], Any]]] = {
     "broadcast_object": lambda data, rank, size: object_of(data, 0),
     "all_gather_object": lambda data, rank, size: [object_of(data, r) for r in range(size)],
@@ -227,7 +233,7 @@ def expected(operation: Operation, data: str, rank: int, size: int, block: int) 
     """The result of this rank: an object, or flat elements; None if there is nothing to compare."""
     if operation.layout in ("object", "objects"):
         return _OBJECT_RULES[operation.name](data, rank, size)
-    rule = _RULES.get(operation.name)
+    rule = _VARIED_RULES.get((operation.name, data)) or _RULES.get(operation.name)
     return None if rule is None else rule(rank, size, block)
 
 

@@ -177,6 +177,15 @@ OPERATIONS: Final = (
         Line("; ".join(f"Allreduce(IN_PLACE, xs[{i}])" for i in range(MANY)), "xs"),
         Line("; ".join(f"all_reduce(xs[{i}])" for i in range(MANY)), "xs"),
     ),
+    # What is usual in other programs: another root, another operation.
+    *(
+        _row(name, "vector", _in_place(ours), _in_place(mpi), data=(variant,), ways=("blocking",))
+        for name, variant, ours, mpi in (
+            ("broadcast", "root 1", "broadcast(x, 1)", "Bcast(x, 1)"),
+            ("reduce", "root 1", "reduce(x, 1)", "Reduce(IN_PLACE if rank == 1 else x, x, root=1)"),
+            ("all_reduce", "max", 'all_reduce(x, "max")', "Allreduce(IN_PLACE, x, MAX)"),
+        )
+    ),
     # Collectives of uneven parts.
     _row(
         "all_gather_v",
