@@ -484,8 +484,8 @@ void RealQuicConnector::on_unreachable(const SocketAddress& to, int) {
         {connection->rank(), connection, connection->datagrams(), pinger_.answers(connection->rank())});
 }
 
-// An ICMP message can be forged, but a forger cannot keep a living rank from answering: ping it. On this host the system
-// knows whether it lives, even if it is stopped or starved.
+// An ICMP message can be forged, but a forger cannot keep a living rank from answering: ping it. On this host the
+// system knows whether it lives, even if it is stopped or starved.
 void RealQuicConnector::ask_suspects(std::int64_t now) {
   for (auto each = suspicions_.begin(); each != suspicions_.end();) {
     const bool is_over = !endpoint_.has(*each->connection) || each->connection->state() != QuicState::linked;
