@@ -49,7 +49,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/cppcheck --std=c++20 --language=c++ --enable=warning,performance,portability --inline-suppr --quiet -I native \
-		--suppress=missingIncludeSystem --suppress=uninitMemberVarNoCtor --error-exitcode=1 native
+		--suppress=missingIncludeSystem --suppress=uninitMemberVarNoCtor --error-exitcode=1 native tests/native tests/fuzz
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -403,7 +403,7 @@ void test_slots_of_different_lengths() {
                                             {1, 4, 0, 0}, {3, 4, 0, 0}, {4, 5, 0, 0}};
   const Program program(cuts, points, rows, edges, {0, 0}, 3, 3);
   BoundProgram bound;
-  const auto bind = [&](std::vector<uint64_t> counts, uint64_t piece) {
+  const auto bind = [&](const std::vector<uint64_t>& counts, uint64_t piece) {
     check(program.accepts({counts.data(), counts.size(), false}), "three counts");
     bound.bind(program, {counts.data(), counts.size(), false}, piece);
   };
