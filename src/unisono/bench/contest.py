@@ -109,7 +109,7 @@ def missing_verbs(row: Operation) -> set[str]:
 
 
 def left_out(options: Options, systems: Sequence[str]) -> dict[str, str]:
-    """What is not measured, and why: operations without a verb of ours, or that a peer does not have."""
+    """What is not measured, and why: operations without a verb of ours, and those that a peer lacks."""
     found = {}
     rows = [row for row in OPERATIONS if not options.only or any(_is_meant(row, p) for p in options.only)]
     if names := sorted({row.name for row in rows if missing_verbs(row)}):

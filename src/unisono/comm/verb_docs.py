@@ -107,10 +107,8 @@ def documentation(verb: str, parameters: list[str], prose: str, *, is_collective
         is_collective: whether every rank of the communicator calls it.
     """
     text = inspect.cleandoc(prose)
-    said, own = (
-        re.split(r"^(?:Args|Returns|Raises):$", text, maxsplit=1, flags=re.MULTILINE)[0],
-        sections_of(text),
-    )
+    said = re.split(r"^(?:Args|Returns|Raises):$", text, maxsplit=1, flags=re.MULTILINE)[0]
+    own = sections_of(text)
     arguments = {name: _OWN.get((verb, name), _PARAMETERS.get(name, "")) for name in parameters}
     raises = _ANY_VERB | (_COLLECTIVE if is_collective else {}) | _RECEIVING.get(verb, {})
     parts = [said.strip(), _section("Args", arguments | own.get("Args", {}))]
