@@ -12,8 +12,8 @@ namespace unisono::engine {
 class Peer;
 struct RendezvousReceive;
 
-// The longest frame of a lane. An eager message is at most half as long: in the control lane, any frame of a remote call
-// (python/rpc_frame.cpp).
+// The longest frame of a lane. An eager message is at most half as long: in the control lane, any frame of a remote
+// call (python/rpc_frame.cpp).
 inline constexpr size_t frame_bytes_max(Lane lane) { return lane == Lane::bulk ? 160 * 1024 : 40 * 1024; }
 inline constexpr size_t eager_bytes_max_of(Lane lane) {
   return frame_bytes_max(lane) / 2 - header_bytes_max - 2 * line_bytes;
