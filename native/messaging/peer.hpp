@@ -155,7 +155,7 @@ class Peer {
   Card card;
   bool is_same_host = false;
   std::int32_t heard_core = -1;  // CPU core that sent the last frame of either lane; -1: unknown
-  std::string cause;  // why it is down
+  std::string cause;             // why it is down
   bool left = false;
   bool is_rumoured = false;  // others report it gone, and `cause` why, while a handshake with it is under way
   // Time without a sign of life, and without bytes on its link. Only time in which this rank was scheduled counts.
