@@ -519,7 +519,7 @@ def test_a_control_message_of_3_gib_ends_its_sender_and_takes_no_memory(kind: st
             return None
         before = memory_kib()
         comm.send(b"go on", 1)
-        with pytest.raises(uni.PeerLost, match=r"rank 1.*broke the protocol.*longer than any") as lost:
+        with pytest.raises(uni.PeerLost, match=r"rank 1.*broke the protocol.*exceeds control_bytes_max") as lost:
             comm.recv(np.empty(1), 1, timeout=20)
         assert isinstance(lost.value, uni.PeerLost)
         return memory_kib() - before

@@ -141,7 +141,7 @@ def test_a_module_is_run_by_name(tmp_path: Path, program) -> None:  # type: igno
 
 def test_ranks_get_their_place_and_nothing_of_an_outer_launcher(program) -> None:  # type: ignore[no-untyped-def]
     path = program(
-        "names = ('UNI', 'RANK', 'WORLD', 'LOCAL', 'MASTER', 'TORCH', 'MY')\n"
+        "names = ('UNI', 'RANK', 'WORLD', 'LOCAL', 'MASTER', 'TORCHELASTIC', 'MY')\n"
         "print(sorted((k, v) for k, v in os.environ.items() if k.startswith(names)))"
     )
     outer = {

@@ -39,6 +39,6 @@ def test_a_communicator_shows_its_verbs_and_itself() -> None:
     with uni.local(1)[0] as world:
         shown = {name for name in dir(world) if not name.startswith("_")}
         verbs = {name for name in dir(world.start) if not name.startswith("_")}
-    itself = {"rank", "size", "name", "epoch", "backend", "start", "world"}
+    itself = {"rank", "size", "name", "epoch", "backend", "start", "world", "local_rank", "local_size"}
     assert shown - verbs == itself | {"sub", "mesh", "close", "abort"}
     assert verbs - shown == set()

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.core.dtypes import DTYPES
+from unisono.core.ops import DIVIDED_SUM, SCALED_SUM
 from unisono.errors import UsageError
 from unisono.pytorch.reductions import OPS, check_sparse, divided, is_divided, op_of, scaled
 from unisono.pytorch.tensors import TYPES, apart, in_a_row, is_plain, joined, readable, target, updatable
@@ -123,10 +124,10 @@ def test_tensors_in_a_row_are_one():
 
 
 def test_every_type_of_the_engine_has_operations():
-    assert {str(dtype).removeprefix("torch.") for dtype in OPS} == set(DTYPES)
+    assert {str(dtype).removeprefix("torch.") for dtype in OPS} == {*DTYPES, "complex32"}
     assert op_of(RED(RED.SUM), torch.bfloat16) == "sum"
     assert op_of(RED(RED.AVG), torch.float32) == "mean"
-    assert op_of(RED(RED.AVG), torch.int32) == "sum"
+    assert op_of(RED(RED.AVG), torch.int32) is DIVIDED_SUM
     assert is_divided(RED(RED.AVG), torch.int32)
     assert not is_divided(RED(RED.AVG), torch.float32)
     assert op_of(RED(RED.SUM), torch.bool) == "lor"
@@ -143,7 +144,7 @@ def test_every_type_of_the_engine_has_operations():
 def test_a_scaled_sum_leaves_what_was_given():
     x = torch.arange(3.0)
     op = dist._make_nccl_premul_sum(0.5)
-    assert op_of(op, torch.float32) == "sum"
+    assert op_of(op, torch.float32) is SCALED_SUM
     assert scaled(op, x).tolist() == [0, 0.5, 1]
     assert x.tolist() == [0, 1, 2]
     assert scaled(RED(RED.SUM), x) is x
