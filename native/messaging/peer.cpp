@@ -35,6 +35,7 @@ void Peer::on_open(std::unique_ptr<Link> opened) {
     const uint64_t allowed = lane == Lane::control ? set.control_eager_bytes : set.eager_bytes;
     eager_max_[static_cast<size_t>(lane)] = std::min(fits, allowed);
     certain_eager_max_[static_cast<size_t>(lane)] = std::min(fits, allowed * link->certain_eager_factor());
+    control_eager_max_[static_cast<size_t>(lane)] = std::min(fits, set.control_eager_bytes);
   }
 }
 
@@ -73,8 +74,12 @@ bool Peer::start(Send& send) {
   const auto lane = static_cast<size_t>(send.lane);
   body.header = send.header;
   body.header_bytes = head.header_bytes = send.header_bytes;
-  bool is_eager = send.nbytes <= (send.receive_is_certain ? certain_eager_max_ : eager_max_)[lane] &&
-                  credit_used_[lane] + cost(send.nbytes) <= credit_of(send.lane);
+  // A goodbye travels behind the messages before it, in their lane, and is a control message all the same: as an RTS it
+  // could be revoked by the end of its sender while the receiver reads it.
+  const auto& eager_max = is_control(send.tag)      ? control_eager_max_
+                          : send.receive_is_certain ? certain_eager_max_
+                                                    : eager_max_;
+  bool is_eager = send.nbytes <= eager_max[lane] && credit_used_[lane] + cost(send.nbytes) <= credit_of(send.lane);
   if (is_eager && !send.sync) [[likely]] {
     head.word = Head::make_word(Kind::eager, send.is_ahead ? flag_run_ahead : 0);
     body.payload = send.data;

@@ -294,6 +294,7 @@ class Peer {
   size_t own_copies_ = 0;  // long messages to oneself that are being copied
   uint64_t eager_max_[lane_count] = {};
   uint64_t certain_eager_max_[lane_count] = {};  // of messages whose receive is certain
+  uint64_t control_eager_max_[lane_count] = {};  // of control messages
   Queue queued_[lane_count];
   Queue streams_;
   Queue shared_copies_;  // long messages, which the peer may be reading

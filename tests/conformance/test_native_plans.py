@@ -386,7 +386,7 @@ BAD_STEPS = {
 def test_a_program_that_makes_no_sense_for_some_counts_is_refused(name: str) -> None:
     cuts, points = ONE_COUNT
     points = [*points, (1, 1, 1)]  # twice the count
-    with pytest.raises(RuntimeError, match="allowed"):
+    with pytest.raises(RuntimeError, match=r"^invalid program: "):
         _native.Program(cuts, points, [BAD_STEPS[name]], [], (1, 1), 1, 2)
     # The two halves make up the whole.
     _native.Program(cuts, points, [(3, 0, 1, 0, 3, 0, 0, 1, 0)], [], (1, 1), 1, 2)
@@ -396,13 +396,13 @@ def test_a_program_whose_edges_or_atoms_make_no_sense_is_refused() -> None:
     cuts, points = ONE_COUNT
     step = (3, 0, 1, 0, 1, 0, 0, 1, 0)
     for edge in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 2, 0, 0), (0, 1, 2, 0), (-1, 1, 0, 0)):
-        with pytest.raises(RuntimeError, match="allowed"):
+        with pytest.raises(RuntimeError, match=r"^invalid program: "):
             _native.Program(cuts, points, [step, step], [edge], (1, 1), 1, 1)
     for bad in ((1, 1, 1), (3, 1, 2), (3, 9, 2), (4, 0, 1), (3, 2, 0), (1, -1, 1)):
-        with pytest.raises(RuntimeError, match="allowed"):
+        with pytest.raises(RuntimeError, match=r"^invalid program: "):
             _native.Program([*cuts, bad], points, [], [], (1, 1), 1, 1)
     for point in ((9, 1, 1), (0, 9, 1), (0, 1, 0), (0, 1, 1 << 40)):
-        with pytest.raises(RuntimeError, match="allowed"):
+        with pytest.raises(RuntimeError, match=r"^invalid program: "):
             _native.Program(cuts, [*points, point], [], [], (1, 1), 1, 1)
 
 

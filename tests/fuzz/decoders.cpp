@@ -219,7 +219,7 @@ void feed_tcp(const Input& input) {
 #ifdef UNISONO_QUIC
 class Nobody final : public QuicEndpointOwner {
  public:
-  void on_first(const SocketAddress&, const byte*, size_t, std::int64_t) override {}
+  void on_first(const SocketAddress&, const SocketAddress&, const byte*, size_t, std::int64_t) override {}
   void on_changed(QuicConnection&) override {}
   void on_unreachable(const SocketAddress&, int) override {}
 };

@@ -519,7 +519,8 @@ def test_a_control_message_of_3_gib_ends_its_sender_and_takes_no_memory(kind: st
             return None
         before = memory_kib()
         comm.send(b"go on", 1)
-        with pytest.raises(uni.PeerLost, match=r"rank 1.*broke the protocol.*exceeds control_bytes_max") as lost:
+        cause = r"rank 1.*broke the protocol.*exceeds control_bytes_max"
+        with pytest.raises(uni.PeerLost, match=cause) as lost:
             comm.recv(np.empty(1), 1, timeout=20)
         assert isinstance(lost.value, uni.PeerLost)
         return memory_kib() - before
@@ -544,3 +545,15 @@ def test_what_is_too_long_is_refused_before_it_is_sent(world: MakeWorld, kind: s
     send = sender.start_send(1, 99, tag, data[:-1])
     assert ended(sender, send).error is ended(receiver, receive).error is None
     assert into[-1] == 5
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_goodbye_is_eager_whatever_the_eager_limit(world: MakeWorld, kind: str) -> None:
+    """It goes behind messages, in their lane. As an RTS it was revoked when its sender ended, in mid-read."""
+    sender, receiver = (comm.backend for comm in world(2, kind, eager_bytes=0))
+    send = sender.start_send(1, 99, Tags.CONTROL, memoryview(b"left"))
+    assert ended(sender, send).error is None  # before any receive
+    into = bytearray(4)
+    receive = receiver.start_recv(0, 99, Tags.CONTROL, memoryview(into))
+    assert ended(receiver, receive).error is None
+    assert into == b"left"

@@ -820,7 +820,7 @@ def inlined(comm: uni.Communicator, runs_on_caller: bool) -> str:
     agent.register("waits", waits, inline=True)
     agent.register("items", lambda: (yield 1))
     go_on = threading.Event()
-    if not runs_on_caller:  # simulated: no answer comes while a handler runs, and a real wait would stop all ranks
+    if not runs_on_caller:  # simulated: nothing comes while a handler runs, and a real wait stops all ranks
         go_on.set()
     agent.register("later", lambda: go_on.wait(LONG_S))
 

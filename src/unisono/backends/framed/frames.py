@@ -6,7 +6,7 @@ import struct
 from typing import Final, NamedTuple
 
 from unisono.config import Config
-from unisono.core.envelope import HEADER_BYTES_MAX, UNTYPED, Envelope, Lane
+from unisono.core.envelope import HEADER_BYTES_MAX, UNTYPED, Envelope, Lane, Tags
 from unisono.errors import ProtocolError
 from unisono.messaging.actions import Frame, Kind
 from unisono.messaging.credit import bytes_max, eager_limits
@@ -82,7 +82,8 @@ def unpacked(peer: int, head: Head, body: memoryview, config: Config) -> Frame:
     if len(body) != expected or head.header_bytes > HEADER_BYTES_MAX:
         raise ProtocolError(f"a message of {head.nbytes} bytes in a frame of {len(body)}")
     if head.nbytes > (limit := bytes_max(config, head.tag)):
-        raise ProtocolError(f"a message of {head.nbytes} bytes exceeds message_bytes_max ({limit})")
+        name = "control_bytes_max" if Tags.is_control(head.tag) else "message_bytes_max"
+        raise ProtocolError(f"a message of {head.nbytes} bytes exceeds {name} ({limit})")
     header = bytes(body[: head.header_bytes])
     data: bytes | memoryview = body[head.header_bytes :] if kind is Kind.EAGER else b""
     envelope = Envelope(peer, head.context, head.tag, head.nbytes, head.dtype, header)
