@@ -38,6 +38,7 @@ __all__ = [
     "fingerprint_of",
     "fused",
     "hash_of",
+    "may_be_one_call",
     "seed_of",
     "verb_of",
     "words_of",
@@ -134,6 +135,17 @@ class Fingerprint:
             values.append(bits & (1 << width) - 1)
             bits >>= width
         return Fingerprint(*values)
+
+
+def may_be_one_call(mine: bytes, theirs: bytes) -> bool:
+    """Whether two records may be of one call in which one rank is a stage further than the other.
+
+    Stages differ in lengths and algorithm, of which the rank behind does not know yet.
+    """
+    if mine == theirs or {len(mine), len(theirs)} != {FINGERPRINT_BYTES}:
+        return mine == theirs
+    one, other = Fingerprint.unpack(mine), Fingerprint.unpack(theirs)
+    return one.stage != other.stage and (one.verb, one.root) == (other.verb, other.root)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, Protocol, TypeVar
 
 from unisono.comm.control_messages import CallReport, GroupFailure
+from unisono.comm.fingerprint import may_be_one_call
 from unisono.comm.group_state import GroupState
 from unisono.comm.mismatch import Mismatch
 from unisono.core.clock import Timer
@@ -62,7 +63,7 @@ class MismatchCollector:
         for sequence, theirs in sorted(calls.items()):
             with self._state.lock:
                 mine = self._state.call_log.find(sequence)
-            if mine is not None and mine != theirs.fingerprint:
+            if mine is not None and not may_be_one_call(mine, theirs.fingerprint):
                 own = self._state.report(sequence, mine)
                 return self.add(sequence, {self._state.world_rank: own, sender: theirs})
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from unisono.comm.fingerprint import (
     fingerprint_of,
     fused,
     hash_of,
+    may_be_one_call,
     words_of,
 )
 from unisono.comm.point_to_point import Messages
@@ -285,3 +287,16 @@ def test_arrays_that_travel_together_are_compared_by_type_and_length_in_the_orde
     data = record("all_reduce_many", fused(many))
     assert words_of(data, lengths=tuple(range(40))) == words_of(data, fused(many).text)
     assert f"15+{zlib.crc32(repr(tuple(range(40))).encode()):x}]" in words_of(data, fused(many).text)
+
+
+def test_a_rank_that_is_a_stage_further_may_have_made_the_same_call():
+    """A stall query of a root in its second stage came to ranks that waited for the first: no mismatch."""
+    first = Fingerprint(VERBS.index("scatter"), 0, 0, 0, 2, 0, 7, 5)
+    second = replace(first, stage=1, count=1824, hash=9, algorithm=3)
+    assert may_be_one_call(first.pack(), first.pack())
+    assert may_be_one_call(first.pack(), second.pack())
+    assert may_be_one_call(second.pack(), first.pack())
+    assert not may_be_one_call(first.pack(), replace(first, count=8).pack())
+    assert not may_be_one_call(first.pack(), replace(second, root=1).pack())
+    assert not may_be_one_call(first.pack(), replace(second, verb=VERBS.index("barrier")).pack())
+    assert not may_be_one_call(first.pack(), b"short")
